@@ -1,0 +1,52 @@
+# Everything runs in .venv, which `setup` makes; each target works on its own from a fresh clone.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+
+# Strict editable installs link every file, so a new or removed file needs the install step again: the stamp's name
+# holds a digest of what an install depends on.
+NEEDS := $(shell cat pyproject.toml constraints.txt | cksum | tr -d ' ')
+FILES := $(shell find toolkit commands analyzers runtime fixtures -name '*.py' -o -name '*.json' -o -name '*.gz' -o -name '*.yaml' | sort | cksum | tr -d ' ')
+INSTALL := -q --disable-pip-version-check -c constraints.txt --config-settings editable_mode=strict
+
+.PHONY: setup demo test slow check bench fixtures clean
+
+setup: $(VENV)/.files-$(NEEDS)-$(FILES)
+
+$(VENV)/.needs-$(NEEDS):
+	$(PYTHON) -c 'import sys; sys.exit(0 if sys.version_info >= (3, 11) else "error: Python >= 3.11 is needed; set PYTHON=")'
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	@echo "installing ddltool and its needs into $(VENV) (about a minute)"
+	rm -f $(VENV)/.needs-* $(VENV)/.files-*
+	$(BIN)/pip install $(INSTALL) -e '.[dev]'
+	touch $@
+
+$(VENV)/.files-$(NEEDS)-$(FILES): $(VENV)/.needs-$(NEEDS)
+	rm -rf $(VENV)/.files-* build/__editable__*
+	$(BIN)/pip install $(INSTALL) --no-deps -e .
+	touch $@
+
+demo: setup
+	$(BIN)/ddltool demo -o ddltool-demo
+
+test: setup
+	$(BIN)/pytest
+
+slow: setup
+	$(BIN)/pytest -m slow
+
+check: setup
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy -p ddltool
+	$(BIN)/pytest tests/test_architecture.py
+
+bench: setup
+	for file in benchmarks/bench_*.py; do echo "== $$file"; $(BIN)/python $$file || exit 1; done
+
+# Traces the zoo again: a change in tracing shows as a diff of fixtures/graphs.
+fixtures: setup
+	$(BIN)/python -m ddltool.fixtures.make_graphs fixtures/graphs
+
+clean:
+	rm -rf $(VENV) build dist ddltool-demo *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

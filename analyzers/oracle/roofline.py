@@ -1,0 +1,111 @@
+"""The roofline time oracle: how long each op would take at a device's datasheet rates.
+
+``Time(op) = max(flops / peak, bytes / memory bandwidth)`` for compute ops (Williams et al., "Roofline", CACM 2009), zero
+for views and other no-ops, ``latency + bytes / bandwidth`` for transfers. Real kernels reach a part of the peak, so
+the absolute times are optimistic; orders and ratios are what they are good for.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from ddltool.device import Device, Network
+from ddltool.graph import COMPUTE, Estimate, Graph, natural_key
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Coverage:
+    """How much of a graph's estimate rests on what, as shares of compute ops and of their time (0 to 1)."""
+
+    rule_ops: float
+    rule_time: float
+    default_ops: float
+    default_time: float
+    free_ops: float
+    default_types: tuple[tuple[str, int], ...]
+    """Op types without a rule and how many ops each has, most first."""
+
+
+def estimate_roofline(graph: Graph, device: Device, network: Network) -> Graph:
+    """Return the graph with every duration set for ``device`` and ``network``, in seconds.
+
+    Transfers are spread over ``network.parameter_servers`` channels; see :func:`assign_channels`. O(n).
+    """
+    graph = assign_channels(graph, network.parameter_servers)
+    dtype = str(graph.meta.get("dtype", "float32"))
+    compute = np.maximum(graph.flops / device.peak_for(dtype), graph.size_bytes / device.memory_bytes_per_s)
+    transfer = network.latency_s + graph.size_bytes / network.bandwidth_bytes_per_s
+    is_compute = graph.kind == COMPUTE
+    durations = np.where(is_compute, compute, transfer)
+    free = np.array([source == "free" for source in graph.estimate])
+    durations[free & is_compute] = 0.0
+    estimate = tuple(_compute_estimate(s) if c else "rule" for s, c in zip(graph.estimate, is_compute, strict=True))
+    meta = {
+        **graph.meta,
+        "oracle": "roofline",
+        "device": device.name,
+        "bandwidth_bytes_per_s": network.bandwidth_bytes_per_s,
+        "latency_s": network.latency_s,
+        "parameter_servers": network.parameter_servers,
+    }
+    return replace(graph, meta=meta).with_durations(durations, estimate)
+
+
+def _compute_estimate(source: Estimate | None) -> Estimate:
+    """Return what a roofline time rests on: a graph whose costs came without provenance counts as default."""
+    return source if source in ("rule", "free") else "default"
+
+
+def assign_channels(graph: Graph, servers: int) -> Graph:
+    """Return the graph with its transfers spread over ``channel:0`` to ``channel:servers-1``.
+
+    A parameter's recv and send use the same channel. Largest parameter first onto the least loaded channel (LPT), ties
+    by name, so the assignment does not depend on the file's order. O(p log p + p * servers).
+    """
+    size: dict[str, float] = {}
+    transfers = np.flatnonzero(graph.kind != COMPUTE)
+    for position in transfers:
+        key = graph.parameter[position] or graph.names[position]
+        size[key] = max(size.get(key, 0.0), float(graph.size_bytes[position]))
+    load = [0.0] * servers
+    channel: dict[str, int] = {}
+    for key in sorted(size, key=lambda name: (-size[name], natural_key(name))):
+        channel[key] = min(range(servers), key=load.__getitem__)
+        load[channel[key]] += size[key]
+    computes = sorted({graph.resource_names[graph.resource[i]] for i in np.flatnonzero(graph.kind == COMPUTE)})
+    used = sorted(set(channel.values()))
+    names = tuple([f"channel:{number}" for number in used] + computes)
+    place = {name: number for number, name in enumerate(names)}
+    resource = graph.resource.copy()
+    for position in range(len(graph)):
+        if graph.kind[position] == COMPUTE:
+            resource[position] = place[graph.resource_names[graph.resource[position]]]
+        else:
+            key = graph.parameter[position] or graph.names[position]
+            resource[position] = place[f"channel:{channel[key]}"]
+    return replace(graph, resource=resource, resource_names=names)
+
+
+def coverage(graph: Graph) -> Coverage:
+    """Return how much of the compute ops, and of their estimated time, comes from a rule rather than a default."""
+    compute = graph.kind == COMPUTE
+    ops = max(int(compute.sum()), 1)
+    source = np.array([estimate or "file" for estimate in graph.estimate])
+    times = np.nan_to_num(graph.duration_s)
+    total = float(times[compute].sum()) or 1.0
+    default = compute & (source == "default")
+    free = compute & (source == "free")
+    counts: dict[str, int] = {}
+    for position in np.flatnonzero(default):
+        counts[graph.op_type[position]] = counts.get(graph.op_type[position], 0) + 1
+    default_time = float(times[default].sum()) / total
+    return Coverage(
+        rule_ops=1.0 - int(default.sum()) / ops - int(free.sum()) / ops,
+        rule_time=1.0 - default_time,
+        default_ops=int(default.sum()) / ops,
+        default_time=default_time,
+        free_ops=int(free.sum()) / ops,
+        default_types=tuple(sorted(counts.items(), key=lambda item: (-item[1], item[0]))),
+    )

@@ -1,0 +1,37 @@
+"""From a plan to what each training process does."""
+
+from __future__ import annotations
+
+from ddltool.errors import InputError
+from ddltool.plan import Enforcement, Plan, RankEnforcement
+
+
+def to_enforcement(plan: Plan, *, telemetry: str | None = "telemetry.jsonl") -> Enforcement:
+    """Return the enforcement of a plan: one rank per used device, in the plan's order of assignments.
+
+    A rank's local batch holds the samples of all its logical workers. Raises InputError when a device of the plan has
+    no samples, which a hand-edited plan may say.
+    """
+    ranks: list[RankEnforcement] = []
+    for assignment in plan.assignments:
+        if assignment.local_batch_size < 1:
+            where = f"plan:assignments.{assignment.device_type}.local_batch_size"
+            raise InputError(where, f"is {assignment.local_batch_size}", "a used device needs at least one sample")
+        for _ in range(assignment.devices):
+            ranks.append(
+                RankEnforcement(
+                    rank=len(ranks),
+                    device_type=assignment.device_type,
+                    ests=assignment.ests_per_device,
+                    local_batch_size=assignment.local_batch_size,
+                )
+            )
+    return Enforcement(
+        job=plan.job,
+        strategy=plan.strategy,
+        world_size=len(ranks),
+        total_batch_size=sum(rank.local_batch_size for rank in ranks),
+        ranks=ranks,
+        parameters=plan.parameters,
+        telemetry=telemetry,
+    )

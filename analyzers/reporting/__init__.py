@@ -1,0 +1,1 @@
+"""Pictures and one self-contained page."""

@@ -1,0 +1,56 @@
+"""``ddltool doctor``: what this machine offers to ddltool."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import importlib.util
+import os
+import platform
+from typing import Any
+
+from ddltool.commands.options import Json
+
+PACKAGES = ("torch", "onnx", "numpy", "pandas", "scipy", "ortools", "networkx", "scikit-learn", "matplotlib")
+OPTIONAL = ("transformers", "ray")
+
+
+def doctor(as_json: Json = False) -> None:
+    """Show versions, processors, memory and GPUs, and what is missing."""
+    from ddltool import __version__
+    from ddltool.commands.output import out, print_json, table
+
+    document = {"kind": "ddltool.doctor", "schema_version": 1, "version": __version__, **_machine(), **_packages()}
+    if as_json:
+        print_json(document)
+        return
+    rows = [("python", document["python"]), ("cpu cores", str(document["cpu_count"]))]
+    rows += [("memory", f"{document['memory_gib']} GiB"), ("CUDA devices", ", ".join(document["cuda_devices"]) or "none")]
+    rows += [("gloo", "yes" if document["gloo"] else "no: profile --replicas and the hook need it")]
+    rows += [(name, version or "missing") for name, version in document["packages"].items()]
+    rows += [(name, version or "not installed (optional)") for name, version in document["optional"].items()]
+    out().print(table(f"ddltool {__version__}", ("what", "found"), rows))
+
+
+def _machine() -> dict[str, Any]:
+    import psutil
+    import torch
+
+    gpus = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
+    return {
+        "python": platform.python_version(),
+        "platform": platform.platform(),
+        "cpu_count": len(os.sched_getaffinity(0)),
+        "memory_gib": round(psutil.virtual_memory().total / 2**30, 1),
+        "cuda_devices": gpus,
+        "gloo": torch.distributed.is_available() and torch.distributed.is_gloo_available(),
+    }
+
+
+def _packages() -> dict[str, Any]:
+    def version(name: str) -> str | None:
+        try:
+            return importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            return None
+
+    return {"packages": {name: version(name) for name in PACKAGES}, "optional": {name: version(name) for name in OPTIONAL}}

@@ -1,0 +1,79 @@
+"""The command line: registers one file per subcommand and turns errors into one line and an exit code.
+
+Only typer and rich are imported here; a subcommand imports what it needs when it runs, so ``--help`` answers at once.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Sequence
+from typing import Annotated
+
+import typer
+
+from ddltool import __version__
+from ddltool.commands import demo, doctor, emit, fit, plan, profile, schema, trace, zoo
+from ddltool.errors import DdlToolError, one_line
+
+app = typer.Typer(
+    name="ddltool",
+    help="Order transfers, size batches, place workers and set barriers for distributed training, before it runs.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+for _command in (trace.trace, profile.profile, fit.fit, plan.plan, emit.emit, demo.demo, zoo.zoo, schema.schema):
+    app.command()(_command)
+app.command()(doctor.doctor)
+
+# typer ships its own copy of click since 0.2x and used the real one before; the base class is found through its child.
+_UsageProblem: type[Exception] = next(base for base in typer.BadParameter.__mro__ if base.__name__ == "ClickException")
+
+
+def _show_version(value: bool) -> None:
+    if value:
+        typer.echo(f"ddltool {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _options(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Show the version and exit.")
+    ] = False,
+) -> None:
+    """Order transfers, size batches, place workers and set barriers for distributed training, before it runs."""
+
+
+def run(arguments: Sequence[str] | None = None) -> int:
+    """Run one command and return its exit code: 0 done, 1 check failed, 2 bad input, 3 no plan, 130 interrupted."""
+    try:
+        result = app(args=arguments, prog_name="ddltool", standalone_mode=False)
+        sys.stdout.flush()
+        return result if isinstance(result, int) else 0
+    except DdlToolError as error:
+        return _fail(str(error), error.exit_code)
+    except _UsageProblem as error:
+        return _fail(_usage_text(error), 2)
+    except (KeyboardInterrupt, typer.Abort):
+        return _fail("interrupted", 130)
+    except BrokenPipeError:
+        # The reader of our output has gone (`ddltool ... | head`); hand the interpreter a stdout that it can close.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+
+
+def _usage_text(error: Exception) -> str:
+    """Return a usage problem as one line, with where help stands."""
+    text = getattr(error, "format_message", lambda: str(error))().rstrip(".")
+    context = getattr(error, "ctx", None)
+    command = context.command_path if context is not None else "ddltool"
+    return f"{text}; see {command} --help" if text else f"see {command} --help"
+
+
+def _fail(text: str, code: int) -> int:
+    sys.stdout.flush()
+    print(f"error: {one_line(text)}", file=sys.stderr)  # noqa: T201 - this is the one place that reports errors
+    return code

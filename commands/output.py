@@ -1,0 +1,67 @@
+"""What commands print: tables for people on stdout, one JSON document with --json, everything else on stderr."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+from rich.console import Console
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from rich.table import Table
+
+
+def out() -> Console:
+    """Return the console for results: 80 columns when it is no terminal, no markup in the data."""
+    return Console(width=None if sys.stdout.isatty() else 80, highlight=False, markup=False)
+
+
+def err() -> Console:
+    """Return the console for notes and progress."""
+    return Console(stderr=True, highlight=False, markup=False, width=None if sys.stderr.isatty() else 200)
+
+
+def note(text: str) -> None:
+    """Print a remark on stderr."""
+    err().print(text, soft_wrap=True)
+
+
+def print_json(document: Any) -> None:
+    """Print one JSON document on stdout. NaN and infinities are refused: they are no JSON."""
+    sys.stdout.write(json.dumps(document, indent=1, allow_nan=False) + "\n")
+
+
+def table(title: str, columns: Sequence[str], rows: Iterable[Sequence[str]], *, caption: str | None = None) -> Table:
+    """Return a table that fits 80 columns: the first column is text, the others are right-aligned figures."""
+    from rich.box import SIMPLE
+    from rich.table import Table
+    from rich.text import Text
+
+    made = Table(title=Text(title), box=SIMPLE, caption=Text(caption) if caption else None, title_justify="left")
+    made.caption_justify = "left"
+    for number, column in enumerate(columns):
+        made.add_column(Text(column), justify="left" if number == 0 else "right", overflow="fold")
+    for row in rows:
+        made.add_row(*(Text(cell) for cell in row))
+    return made
+
+
+@contextmanager
+def progress(title: str, total: int | None = None) -> Iterator[Callable[[int, str], None]]:
+    """Show a progress bar on stderr when it is a terminal; the yielded function sets the done count and a remark."""
+    from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+
+    columns = (SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
+    console = err()
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bars:
+        task = bars.add_task(title, total=total)
+
+        def advance(done: int, remark: str = "") -> None:
+            bars.update(task, completed=done, description=f"{title} {remark}".rstrip())
+
+        yield advance

@@ -1,0 +1,165 @@
+"""``ddltool plan JOB.yaml``: where each logical worker runs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Optional
+
+import typer
+
+from ddltool.commands.options import Json, Output, Seed
+
+if TYPE_CHECKING:
+    from ddltool.graph import Graph
+    from ddltool.job import Job
+    from ddltool.plan import ParameterRecord, Plan
+
+STRATEGIES = ("est", "bsp")
+
+
+def plan(
+    job_file: Annotated[Path, typer.Argument(metavar="JOB.yaml", help="The job: workers, batch size, devices.")],
+    strategy: Annotated[str, typer.Option(help="est: best EST mapping; bsp: equal split over all devices.")] = "est",
+    graph_file: Annotated[
+        Optional[Path],  # noqa: UP045
+        typer.Option("--graph", metavar="FILE", help="graph.json: puts the model's parameters and their order in the plan."),
+    ] = None,
+    top_k: Annotated[int, typer.Option(help="How many different plans to show.", min=1, max=1000)] = 1,
+    time_limit_s: Annotated[float, typer.Option("--time-limit", help="Solver's time limit in seconds.", min=0.01)] = 10.0,
+    output: Output = None,
+    seed: Seed = 0,
+    as_json: Json = False,
+) -> None:
+    """Map the job's logical workers onto its devices and predict the step time."""
+    from ddltool.artifacts import check_writable, save
+    from ddltool.commands.output import print_json
+    from ddltool.errors import InputError, did_you_mean
+    from ddltool.job import read_job
+
+    if strategy not in STRATEGIES:
+        raise InputError("--strategy", f"unknown strategy {strategy!r}", did_you_mean(strategy, STRATEGIES))
+    if output is not None:
+        check_writable(output)
+    job = read_job(job_file)
+    made = make_plan(job, job_file.parent, strategy, where=str(job_file), top_k=top_k, limit_s=time_limit_s, seed=seed)
+    graph = _graph_of(job, job_file.parent, graph_file)
+    if graph is not None:
+        made = made.model_copy(update={"parameters": ordered_parameters(graph)})
+    if output is not None:
+        save(made, output)
+    if as_json:
+        print_json(made.model_dump(mode="json"))
+    else:
+        show_plan(made, output)
+
+
+def make_plan(job: Job, folder: Path, strategy: str, *, where: str, top_k: int, limit_s: float, seed: int) -> Plan:
+    """Return the plan of a job whose files are relative to ``folder``."""
+    from ddltool.analyzers.placement.bsp import plan_bsp
+    from ddltool.analyzers.placement.est import solve_est
+    from ddltool.analyzers.placement.problem import from_job
+
+    problem = from_job(job, capabilities_of(job, folder, where))
+    if strategy == "bsp":
+        return plan_bsp(problem)
+    return solve_est(problem, top_k=top_k, time_limit_s=limit_s, seed=seed)
+
+
+def capabilities_of(job: Job, folder: Path, where: str) -> dict[str, float]:
+    """Return the capability of each device type: as written, from its profile, or from the model's roofline."""
+    from ddltool.analyzers.placement.capability import capability_from_profile
+    from ddltool.errors import InputError
+    from ddltool.profile import read_profile
+
+    found: dict[str, float] = {}
+    missing: list[str] = []
+    for offer in job.devices:
+        if offer.capability_per_s is not None:
+            found[offer.type] = offer.capability_per_s
+        elif offer.profile is not None:
+            path = folder / offer.profile
+            found[offer.type] = capability_from_profile(read_profile(path), offer.type, job.batch_size, str(path))
+        else:
+            missing.append(offer.type)
+    if missing and job.model is None:
+        problem = f"{missing[0]} has neither capability_per_s nor profile, and the job names no model to estimate it from"
+        raise InputError(f"{where}:devices", problem, "give one of the three")
+    return {**found, **_roofline_capabilities(job, folder, missing)} if missing else found
+
+
+def _roofline_capabilities(job: Job, folder: Path, types: list[str]) -> dict[str, float]:
+    """Return capabilities predicted from the traced model and the device table."""
+    from ddltool.analyzers.oracle.roofline import estimate_roofline
+    from ddltool.analyzers.placement.capability import capability_from_graph
+    from ddltool.commands.output import note
+    from ddltool.commands.sources import is_graph_file, load_graph
+    from ddltool.device import Network
+    from ddltool.fixtures.loading import devices
+
+    source = str(folder / job.model) if job.model and is_graph_file(job.model) else str(job.model)
+    graph = load_graph(source, None, None if is_graph_file(source) else job.batch_size)
+    table = devices()
+    found = {
+        name: capability_from_graph(estimate_roofline(graph, table.device(name, "devices.type"), Network()))
+        for name in types
+    }
+    shown = ", ".join(f"{name} {value:.3g}/s" for name, value in found.items())
+    note(f"predicted capabilities (roofline of {job.model}): {shown}")
+    return found
+
+
+def _graph_of(job: Job, folder: Path, graph_file: Path | None) -> Graph | None:
+    """Return the graph whose parameters the plan lists: the one given, or the job's own when that is a file."""
+    from ddltool.commands.sources import is_graph_file
+    from ddltool.graph_io import read_graph
+
+    if graph_file is not None:
+        return read_graph(graph_file)
+    return read_graph(folder / job.model) if job.model is not None and is_graph_file(job.model) else None
+
+
+def ordered_parameters(graph: Graph) -> list[ParameterRecord]:
+    """Return the graph's parameters in the order in which they should travel: TAC's, or TIC's for an untimed graph."""
+    from ddltool.analyzers.communication.order import tac, tic
+    from ddltool.graph import RECV
+    from ddltool.plan import ParameterRecord
+
+    schedule = tac(graph) if graph.timed else tic(graph)
+    place = {graph.names[position]: int(position) for position in graph.of_kind(RECV)}
+    return [
+        ParameterRecord(
+            name=graph.parameter[place[name]] or name,
+            size_bytes=int(graph.size_bytes[place[name]]),
+            priority=schedule.priority[name],
+        )
+        for name in schedule.order
+    ]
+
+
+def show_plan(made: Plan, output: Path | None) -> None:
+    """Print a plan as a table."""
+    from ddltool.commands.output import out, table
+    from ddltool.units import show_seconds
+
+    rows = [
+        (row.device_type, str(row.devices), str(row.ests_per_device) if row.ests_per_device else "-", str(row.local_batch_size))
+        for row in made.assignments
+    ]
+    console = out()
+    title = f"{made.job}: {made.strategy} plan for {made.max_workers} logical workers (predicted)"
+    console.print(table(title, ("device", "devices", "ESTs each", "local batch"), rows))
+    console.print(f"step time   {show_seconds(made.iteration_s)}, {made.throughput:.4g} logical mini-batches/s (predicted)")
+    console.print(f"waste       {made.waste:.4g} mini-batches/s of {made.waste + made.throughput:.4g} on the used devices")
+    console.print(f"solver      {made.status}, gap {made.gap:.2%}, {made.solve_seconds:.3f} s")
+    if made.alternatives:
+        shown = (
+            (str(number), show_seconds(other.iteration_s), f"{other.throughput:.4g}", _mix(other.assignments))
+            for number, other in enumerate(made.alternatives, start=2)
+        )
+        console.print(table("Other plans", ("rank", "step time", "throughput", "devices x ESTs"), shown))
+    if output is not None:
+        console.print(f"wrote {output}", soft_wrap=True)
+
+
+def _mix(assignments: list[Any]) -> str:
+    return ", ".join(f"{row.devices} {row.device_type} x {row.ests_per_device}" for row in assignments)

@@ -1,0 +1,71 @@
+"""``ddltool zoo``: the built-in models beside TicTac's Table 1."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ddltool.commands.options import Json
+
+
+def zoo(as_json: Json = False) -> None:
+    """List the built-in models: parameters, size and ops in both modes, beside the figures of TicTac's Table 1."""
+    from ddltool.commands.output import out, print_json, progress, table
+    from ddltool.fixtures.zoo import ZOO
+
+    models = []
+    with progress("tracing", len(ZOO)) as advance:
+        for number, name in enumerate(ZOO):
+            advance(number, name)
+            models.append(describe(name))
+    if as_json:
+        print_json({"kind": "ddltool.zoo", "schema_version": 1, "models": models})
+        return
+    rows = [_row(model) for model in models]
+    columns = ("zoo:NAME", "batch", "param.", "(T1)", "MiB", "(T1)", "ops inf.", "ops train.", "(T1)")
+    caption = "(T1): TicTac, Table 1 (TensorFlow's ops; ours are aten's). param.: parameter tensors."
+    out().print(table("Built-in models", columns, rows, caption=caption))
+
+
+def describe(name: str) -> dict[str, Any]:
+    """Return a zoo model's figures in both modes, traced now, with the published ones where there are some."""
+    from ddltool.commands.sources import load_graph
+    from ddltool.fixtures.zoo import entry
+    from ddltool.graph import COMPUTE, RECV
+
+    graphs = {mode: load_graph(f"zoo:{name}", mode, None) for mode in ("inference", "training")}
+    graph, published = graphs["training"], entry(name).published
+    return {
+        "name": name,
+        "title": entry(name).title,
+        "batch_size": entry(name).batch_size,
+        "parameters": len(graph.of_kind(RECV)),
+        "parameter_elements": graph.meta["parameter_elements"],
+        "parameter_mib": graph.parameter_bytes / 2**20,
+        "ops_inference": len(graphs["inference"].of_kind(COMPUTE)),
+        "ops_training": len(graph.of_kind(COMPUTE)),
+        "published": None
+        if published is None
+        else {
+            "parameters": published.parameters,
+            "parameter_mib": published.parameter_mib,
+            "ops_inference": published.ops_inference,
+            "ops_training": published.ops_training,
+            "batch_size": published.batch_size,
+        },
+    }
+
+
+def _row(model: dict[str, Any]) -> tuple[str, ...]:
+    published = model["published"] or {}
+    ops = f"{published['ops_inference']}/{published['ops_training']}" if published else "-"
+    return (
+        model["name"],
+        str(model["batch_size"]),
+        str(model["parameters"]),
+        str(published.get("parameters", "-")),
+        f"{model['parameter_mib']:.2f}",
+        f"{published['parameter_mib']:.2f}" if published else "-",
+        str(model["ops_inference"]),
+        str(model["ops_training"]),
+        ops,
+    )

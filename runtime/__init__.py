@@ -1,0 +1,1 @@
+"""The hook inside a training process: thin and safe."""

@@ -1,0 +1,61 @@
+"""Shared fixtures: the command line in this process, and small artifacts."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+# Two cores serve many test processes: one thread each keeps them from fighting, and results repeatable.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+
+@dataclass(frozen=True)
+class Result:
+    """What one command left behind."""
+
+    code: int
+    out: str
+    err: str
+
+    @property
+    def document(self) -> Any:
+        """The one JSON document on stdout; fails when there is anything else."""
+        return json.loads(self.out)
+
+    @property
+    def error_line(self) -> str:
+        """The one line on stderr that starts with ``error:``; fails when there is no such line or a traceback."""
+        assert "Traceback" not in self.err
+        lines = [line for line in self.err.splitlines() if line.startswith("error: ")]
+        assert len(lines) == 1, self.err
+        assert self.err.rstrip().endswith(lines[0])
+        return lines[0].removeprefix("error: ")
+
+
+@pytest.fixture
+def cli(capsys: pytest.CaptureFixture[str]) -> Callable[..., Result]:
+    """Run ``ddltool ARGUMENTS`` in this process."""
+    from ddltool.commands.main import run
+
+    def call(*arguments: object) -> Result:
+        capsys.readouterr()
+        code = run([str(argument) for argument in arguments])
+        captured = capsys.readouterr()
+        return Result(code, captured.out, captured.err)
+
+    return call
+
+
+@pytest.fixture(scope="session")
+def shared_data() -> Path:
+    """The folder of measured data of others; tests that need it are skipped where it is absent."""
+    folder = Path(os.environ.get("DDLTOOL_DATA", Path(__file__).resolve().parents[1] / ".." / "shared" / "data"))
+    if not folder.is_dir():
+        pytest.skip("no measured data here (set DDLTOOL_DATA)")
+    return folder

@@ -1,0 +1,132 @@
+"""The house keeps its shape: arrows point downwards, imports are light, everything is packaged and documented."""
+
+from __future__ import annotations
+
+import ast
+import compileall
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+ROOMS = {"commands": "commands", "runtime": "runtime", "analyzers": "analyzers", "fixtures": "fixtures", "toolkit": ""}
+# Who may import whom; toolkit is the package itself and imports nothing of ours.
+ALLOWED = {
+    "commands": {"commands", "runtime", "analyzers", "fixtures", "toolkit"},
+    "runtime": {"runtime", "analyzers", "toolkit"},
+    "analyzers": {"analyzers", "toolkit"},
+    "fixtures": {"fixtures", "toolkit"},
+    "toolkit": {"toolkit"},
+}
+# The entry point belongs to the package (`python -m ddltool`) and hands over to the command line; this tool, run by
+# `make fixtures`, traces the shipped graphs and so needs the tracer.
+EXEMPT = {"toolkit/__main__.py", "fixtures/make_graphs.py"}
+
+
+def sources() -> list[Path]:
+    return sorted(path for room in ROOMS for path in (ROOT / room).rglob("*.py"))
+
+
+def imported_modules(path: Path) -> set[str]:
+    found: set[str] = set()
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}: relative import"
+            found |= {f"{node.module}.{alias.name}" for alias in node.names}
+    return found
+
+
+def room_of(module: str) -> str | None:
+    parts = module.split(".")
+    if parts[0] != "ddltool":
+        return None
+    return parts[1] if len(parts) > 1 and parts[1] in ROOMS and parts[1] != "toolkit" else "toolkit"
+
+
+@pytest.mark.parametrize("path", sources(), ids=lambda path: str(path.relative_to(ROOT)))
+def test_imports_point_downwards(path: Path) -> None:
+    relative = path.relative_to(ROOT)
+    if str(relative) in EXEMPT:
+        return
+    rooms = {room for module in imported_modules(path) if (room := room_of(module)) is not None}
+    assert rooms <= ALLOWED[relative.parts[0]], f"{relative} imports {rooms - ALLOWED[relative.parts[0]]}"
+
+
+def test_the_import_rule_can_fail(tmp_path: Path) -> None:
+    bad = tmp_path / "bad.py"
+    bad.write_text("from ddltool.commands.main import run\nimport ddltool.analyzers.goodput\n")
+    assert {room_of(module) for module in imported_modules(bad)} == {"commands", "analyzers"}
+
+
+def test_no_import_circles() -> None:
+    import networkx
+
+    graph: networkx.DiGraph[str] = networkx.DiGraph()
+    names = {module_name(path): path for path in sources()}
+    for name, path in names.items():
+        tree = ast.parse(path.read_text(encoding="utf-8"))
+        for node in tree.body:  # imports inside functions are how a command stays light; they cannot form a load circle
+            if isinstance(node, ast.ImportFrom) and node.module in names and node.module != name:
+                graph.add_edge(name, node.module)
+    assert list(networkx.simple_cycles(graph)) == []
+
+
+def module_name(path: Path) -> str:
+    parts = list(path.relative_to(ROOT).with_suffix("").parts)
+    parts = (["ddltool"] if parts[0] == "toolkit" else ["ddltool", parts[0]]) + parts[1:]
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+def test_every_folder_is_packaged() -> None:
+    settings = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["tool"]["setuptools"]
+    folders = {module_name(path.parent / "__init__.py") for path in sources()}
+    assert set(settings["packages"]) == folders
+    for package, folder in settings["package-dir"].items():
+        assert (ROOT / folder / "__init__.py").is_file(), package
+
+
+def test_every_file_compiles() -> None:
+    for folder in [*ROOMS, "tests", "benchmarks", "examples"]:
+        assert compileall.compile_dir(ROOT / folder, quiet=2, force=True), folder
+
+
+HEAVY = ("torch", "pandas", "ortools", "networkx", "onnx", "scipy", "matplotlib", "sklearn", "numpy", "pydantic")
+
+
+@pytest.mark.parametrize("option", ["--help", "--version"])
+def test_the_command_line_imports_nothing_heavy(option: str) -> None:
+    code = (
+        "import sys\nfrom ddltool.commands.main import run\n"
+        f"assert run([{option!r}]) == 0\n"
+        f"print('heavy:', [name for name in {HEAVY!r} if name in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.splitlines()[-1] == "heavy: []"
+
+
+def test_each_subcommand_is_documented() -> None:
+    from typer.main import get_command
+
+    from ddltool.commands.main import app
+
+    commands = get_command(app).commands  # type: ignore[attr-defined]
+    for name, command in commands.items():
+        assert command.help, name
+        assert (ROOT / "docs" / f"{name}.md").is_file(), f"docs/{name}.md is missing"
+        page = (ROOT / "docs" / f"{name}.md").read_text(encoding="utf-8")
+        for parameter in command.params:
+            for option in parameter.opts:
+                if option.startswith("--") and option not in ("--help", "--json", "--output", "--seed"):
+                    assert option in page, f"docs/{name}.md does not mention {option}"
+
+
+def test_public_functions_have_docstrings() -> None:
+    for path in sources():
+        for node in ast.parse(path.read_text(encoding="utf-8")).body:
+            if isinstance(node, (ast.FunctionDef, ast.ClassDef)) and not node.name.startswith("_"):
+                assert ast.get_docstring(node), f"{path.relative_to(ROOT)}: {node.name}"

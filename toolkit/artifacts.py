@@ -1,0 +1,233 @@
+"""Reading and writing artifacts: every file that ddltool makes or takes goes through here.
+
+A document is JSON (or YAML where people write it by hand), UTF-8, and gzip-compressed when its name ends in ``.gz``.
+It carries ``kind`` and ``schema_version`` and is checked against a pydantic model on the way in. Writing is atomic: a
+temporary file in the same folder, fsync, rename; a killed process leaves the old file or the new one, never half.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gzip
+import json
+import os
+import stat
+import sys
+import tempfile
+import zlib
+from pathlib import Path
+from typing import IO, Any, ClassVar, TypeVar, cast
+
+import yaml
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+from ddltool.errors import InputError, did_you_mean, one_line
+
+SCHEMA_VERSION = 1
+
+
+class Record(BaseModel):
+    """A part of a document: unknown fields are refused, so that a misspelt one cannot be ignored in silence."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class Artifact(Record):
+    """A whole document. Subclasses set ``KIND`` and a ``kind`` field with that literal."""
+
+    KIND: ClassVar[str]
+    schema_version: int = SCHEMA_VERSION
+
+
+A = TypeVar("A", bound=Artifact)
+
+
+def read_text(path: str | Path) -> str:
+    """Return the text of a file, unpacked when its name ends in ``.gz``.
+
+    Raises InputError when the file is missing, a folder, unreadable, empty, not gzip or not UTF-8.
+    """
+    path = Path(path)
+    try:
+        raw = path.read_bytes()
+    except FileNotFoundError:
+        raise InputError(str(path), "no such file", "give the path of an existing file") from None
+    except IsADirectoryError:
+        raise InputError(str(path), "is a folder", "give the path of a file") from None
+    except OSError as error:
+        raise InputError(
+            str(path), f"cannot be read ({error.strerror})", "check the path and its permissions"
+        ) from None
+    if path.suffix == ".gz":
+        try:
+            raw = gzip.decompress(raw)
+        except (OSError, EOFError, zlib.error) as error:
+            raise InputError(str(path), f"is not a whole gzip file ({error})", "copy or make it again") from None
+    try:
+        text = raw.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise InputError(str(path), f"is not UTF-8 text (byte {error.start})", "give a text file") from None
+    if not text.strip():
+        raise InputError(str(path), "is empty", "expected a document with a kind")
+    return text
+
+
+def read_document(path: str | Path) -> dict[str, Any]:
+    """Return the mapping that a JSON or YAML file holds. Raises InputError with the line and column of a mistake."""
+    path = Path(path)
+    text = read_text(path)
+    suffixes = [suffix for suffix in path.suffixes if suffix != ".gz"]
+    try:
+        document = yaml.safe_load(text) if suffixes[-1:] in ([".yaml"], [".yml"]) else json.loads(text)
+    except json.JSONDecodeError as error:
+        where = f"{path}:line {error.lineno} column {error.colno}"
+        raise InputError(where, f"is not valid JSON ({error.msg})", "the file may be cut off; make it again") from None
+    except RecursionError:
+        raise InputError(str(path), "is nested too deeply", "ddltool's documents are a few levels deep") from None
+    except yaml.YAMLError as error:
+        mark = getattr(error, "problem_mark", None)
+        at = f"{path}:line {mark.line + 1} column {mark.column + 1}" if mark is not None else str(path)
+        problem = getattr(error, "problem", None) or str(error)
+        raise InputError(at, f"is not valid YAML ({problem})", "mind the indentation and the quotes") from None
+    if not isinstance(document, dict):
+        raise InputError(str(path), f"holds a {type(document).__name__}, not a mapping", "expected {kind: ..., ...}")
+    return cast(dict[str, Any], document)
+
+
+def parse(document: dict[str, Any], model: type[A], where: str) -> A:
+    """Return ``document`` as ``model``. Raises InputError as ``WHERE:FIELD: what is wrong and what would be right``.
+
+    ``schema_version`` may be left out (the newest is meant); ``kind`` may be left out only together with it.
+    """
+    kind = document.get("kind", model.KIND if "schema_version" not in document else None)
+    if kind != model.KIND:
+        raise InputError(f"{where}:kind", f"is {kind!r}", f"expected {model.KIND!r}")
+    version = document.get("schema_version", SCHEMA_VERSION)
+    if type(version) is not int or version != SCHEMA_VERSION:
+        raise InputError(f"{where}:schema_version", f"is {version!r}", f"this ddltool reads version {SCHEMA_VERSION}")
+    try:
+        return model.model_validate({**document, "kind": kind})
+    except ValidationError as error:
+        raise _first_problem(error, model, where) from None
+
+
+def load(path: str | Path, model: type[A]) -> A:
+    """Return the artifact in a file; see :func:`read_document` and :func:`parse` for what is refused."""
+    return parse(read_document(path), model, str(path))
+
+
+def _first_problem(error: ValidationError, model: type[BaseModel], where: str) -> InputError:
+    """Return the first of pydantic's complaints in this project's form."""
+    # A misspelt field is both unknown and missing; the unknown one is what the reader must mend.
+    first = min(error.errors(), key=lambda problem: problem["type"] != "extra_forbidden")
+    field = ""
+    for part in first["loc"]:
+        field += f"[{part}]" if isinstance(part, int) else f".{part}" if field else str(part)
+    value = first.get("input")
+    shown = f" (got {value!r})" if isinstance(value, (str, int, float, bool)) or value is None else ""
+    message = first["msg"].removeprefix("Value error, ")
+    if first["type"] == "extra_forbidden":
+        name = str(first["loc"][-1])
+        known = _fields_beside(first["loc"], model)
+        return InputError(
+            f"{where}:{field}", f"unknown field {name!r}", did_you_mean(name, known) if known else "remove it"
+        )
+    if first["type"] == "missing":
+        return InputError(f"{where}:{field}", "is missing", "it is required")
+    more = f" (and {error.error_count() - 1} more)" if error.error_count() > 1 else ""
+    return InputError(f"{where}:{field}" if field else where, one_line(message) + shown + more)
+
+
+def _fields_beside(loc: tuple[int | str, ...], model: type[BaseModel]) -> list[str]:
+    """Return the field names that are known at the place of an unknown one."""
+    schema: dict[str, Any] = model.model_json_schema()
+    node = schema
+    for part in loc[:-1]:
+        node = node.get("items", {}) if isinstance(part, int) else node.get("properties", {}).get(part, {})
+        for choice in node.get("anyOf", [node]):
+            if "$ref" in choice or "items" in choice or "properties" in choice:
+                node = choice
+                break
+        if "$ref" in node:
+            node = schema["$defs"][node["$ref"].rsplit("/", 1)[-1]]
+    return list(node.get("properties", {}))
+
+
+def to_json(artifact: BaseModel | dict[str, Any], *, indent: int | None = 1) -> str:
+    """Return the document as JSON text in field order, with a final newline; NaN and infinities are refused."""
+    document = artifact.model_dump(mode="json") if isinstance(artifact, BaseModel) else artifact
+    return json.dumps(document, indent=indent, ensure_ascii=False, allow_nan=False) + "\n"
+
+
+def save(artifact: BaseModel | dict[str, Any], path: str | Path) -> None:
+    """Write an artifact atomically. Raises InputError when the place cannot be written."""
+    write_text(path, to_json(artifact))
+
+
+def write_text(path: str | Path, text: str) -> None:
+    """Write ``text`` atomically, gzip-compressed (without a time stamp) when the name ends in ``.gz``."""
+    data = text.encode("utf-8")
+    write_bytes(path, gzip.compress(data, mtime=0) if Path(path).suffix == ".gz" else data)
+
+
+def write_bytes(path: str | Path, data: bytes) -> None:
+    """Write ``data`` to a temporary file beside ``path``, fsync it, and rename it into place.
+
+    ``-`` is standard output; pipes and devices are written as they are. Raises InputError when it cannot be written.
+    """
+    if str(path) == "-":
+        sys.stdout.buffer.write(data)
+        return
+    path = Path(path)
+    try:
+        mode = path.stat().st_mode if path.exists() else None
+        if mode is not None and not stat.S_ISREG(mode) and not stat.S_ISDIR(mode):
+            path.write_bytes(data)
+            return
+        target = path.resolve()
+        handle = tempfile.NamedTemporaryFile(dir=target.parent, prefix=f".{target.name}.", delete=False)  # noqa: SIM115
+        _fill_and_rename(handle, data, target, mode)
+    except OSError as error:
+        reason = error.strerror or str(error)
+        raise InputError(str(path), f"cannot be written ({reason})", "give a file in a writable folder") from None
+
+
+def _fill_and_rename(handle: IO[bytes], data: bytes, target: Path, mode: int | None) -> None:
+    """Complete the temporary file and move it over ``target``; remove it on any failure."""
+    try:
+        with handle:
+            handle.write(data)
+            handle.flush()
+            os.fsync(handle.fileno())
+        os.chmod(handle.name, stat.S_IMODE(mode) if mode is not None else 0o666 & ~_umask())
+        os.replace(handle.name, target)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            os.unlink(handle.name)
+        raise
+
+
+def _umask() -> int:
+    """Return the process's umask (there is no way to read it without setting it)."""
+    mask = os.umask(0o022)
+    os.umask(mask)
+    return mask
+
+
+def check_writable(path: str | Path) -> None:
+    """Raise InputError now if ``path`` cannot be written later, so that no long run ends in a loss."""
+    if str(path) == "-":
+        return
+    path = Path(path)
+    folder = path.resolve().parent
+    if path.is_dir():
+        raise InputError(str(path), "is a folder", "give a file name")
+    if not folder.is_dir():
+        raise InputError(str(path), f"cannot be written (no folder {folder})", "make the folder first")
+    if path.exists() and not path.is_file():
+        return  # a pipe or a device: written as it is
+    try:
+        tempfile.TemporaryFile(dir=folder).close()  # asking for the permission is not enough: the disk may be read-only
+    except OSError as error:
+        reason = error.strerror or str(error)
+        raise InputError(str(path), f"cannot be written ({reason})", "give a file in a writable folder") from None

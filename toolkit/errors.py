@@ -1,0 +1,82 @@
+"""The one exception family, with the exit code each member ends a command with.
+
+::
+
+    DdlToolError            1
+    +-- CheckFailed         1   a gate or a verification said no
+    +-- InputError          2   a file, an option or a value is wrong: says where, what, and what would be right
+    |   +-- MissingExtra    2   an optional package is needed and not installed
+    +-- Infeasible          3   no plan satisfies the constraints: says which
+    +-- NotProven           3   a solver ran out of time without any answer
+
+Library code raises these; only :func:`ddltool.__main__.main` turns them into a line and an exit code.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+
+
+class DdlToolError(Exception):
+    """Anything that ddltool can explain in one line."""
+
+    exit_code = 1
+
+
+class CheckFailed(DdlToolError):
+    """A check ran and its answer is no."""
+
+    exit_code = 1
+
+
+class InputError(DdlToolError):
+    """Input that cannot be used. Reads as ``WHERE: PROBLEM; REMEDY`` on one line.
+
+    ``where`` is ``FILE`` or ``FILE:FIELD`` or an option; ``remedy`` says what would be right.
+    """
+
+    exit_code = 2
+
+    def __init__(self, where: str, problem: str, remedy: str = "") -> None:
+        self.where = where
+        self.problem = problem
+        self.remedy = remedy
+        text = ": ".join(part for part in (where, problem) if part)
+        super().__init__(one_line(f"{text}; {remedy}" if remedy else text))
+
+
+class MissingExtra(InputError):
+    """An optional package is needed for this input."""
+
+    def __init__(self, where: str, package: str, extra: str) -> None:
+        super().__init__(where, f"needs the package {package}", f"install it with: pip install 'ddltool[{extra}]'")
+
+
+class Infeasible(DdlToolError):
+    """No plan exists under the constraints; the message names the one that binds."""
+
+    exit_code = 3
+
+
+class NotProven(DdlToolError):
+    """The solver stopped at its time limit without any solution."""
+
+    exit_code = 3
+
+
+def one_line(text: str) -> str:
+    """Return ``text`` with every run of white space (newlines included) as one blank."""
+    return " ".join(text.split())
+
+
+def did_you_mean(word: str, choices: Iterable[str]) -> str:
+    """Return a remedy that names the nearest of ``choices``, then all of them.
+
+    >>> did_you_mean("V-100", ["V100", "P100"])
+    'did you mean "V100"? (known: P100, V100)'
+    """
+    known = sorted(choices)
+    near = difflib.get_close_matches(word, known, n=1)
+    listing = ", ".join(known)
+    return f'did you mean "{near[0]}"? (known: {listing})' if near else f"known: {listing}"

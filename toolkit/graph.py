@@ -1,0 +1,324 @@
+"""Graph: one worker's partitioned graph of one training or inference step.
+
+Ops sit in parallel arrays (column ``i`` of every array belongs to op ``i``), edges in compressed rows, so that the
+analyzers run vectorised; :class:`Op` is the view of one op for people and files. Start at :meth:`Graph.from_ops`.
+
+Terms (TicTac, section 3): a ``recv`` op is a root that brings one parameter in over a channel, a ``send`` op is a leaf
+that takes one gradient out, everything else is ``compute``. A resource runs one op at a time.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ddltool.errors import InputError
+
+if TYPE_CHECKING:
+    import networkx as nx
+
+OpKind = Literal["recv", "compute", "send"]
+Mode = Literal["training", "inference"]
+KINDS: tuple[OpKind, ...] = ("recv", "compute", "send")
+RECV, COMPUTE, SEND = range(3)
+# Where a duration comes from: a formula for that op type, the memory-traffic default, an op that costs nothing, the
+# file that was read, or a measurement. Coverage is counted over these.
+Estimate = Literal["rule", "default", "free", "file", "measured"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Op:
+    """One op. ``duration_s`` None: not estimated yet. ``size_bytes``: what a transfer moves or a kernel touches."""
+
+    name: str
+    kind: OpKind
+    resource: str = "compute:0"
+    duration_s: float | None = None
+    flops: float = 0.0
+    size_bytes: float = 0.0
+    parameter: str | None = None
+    inputs: tuple[str, ...] = ()
+    op_type: str = ""
+    estimate: Estimate | None = None
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Graph:
+    """A validated graph of ``n`` ops and ``e`` edges. Build it with :meth:`from_ops`; treat the arrays as read-only."""
+
+    name: str
+    mode: Mode
+    names: tuple[str, ...]
+    kind: NDArray[np.int8]
+    """(n,) index into KINDS."""
+    resource: NDArray[np.int32]
+    """(n,) index into ``resource_names``."""
+    resource_names: tuple[str, ...]
+    duration_s: NDArray[np.float64]
+    """(n,) seconds; NaN where not estimated."""
+    flops: NDArray[np.float64]
+    size_bytes: NDArray[np.float64]
+    parameter: tuple[str | None, ...]
+    op_type: tuple[str, ...]
+    estimate: tuple[Estimate | None, ...]
+    input_ptr: NDArray[np.int64]
+    """(n + 1,) row pointers: op i's inputs are ``input_index[input_ptr[i]:input_ptr[i + 1]]``."""
+    input_index: NDArray[np.int32]
+    """(e,) op indices."""
+    batch_size: int | None = None
+    meta: Mapping[str, str | int | float | bool | None] = field(default_factory=dict)
+    """What the graph was made from and for: source, device, bandwidth. Free-form, kept in the file."""
+
+    @classmethod
+    def from_ops(
+        cls,
+        name: str,
+        mode: Mode,
+        ops: Iterable[Op],
+        *,
+        batch_size: int | None = None,
+        meta: Mapping[str, str | int | float | bool | None] | None = None,
+        where: str = "graph",
+    ) -> Graph:
+        """Return the validated graph of ``ops``.
+
+        Raises InputError (``where`` stands before the field) for duplicate names, unknown inputs, recv ops with
+        inputs, send ops that are consumed, a kind on the wrong resource, negative, NaN or infinite numbers, a
+        parameter received twice, and cycles, which are reported with the edges that form them.
+        """
+        rows = list(ops)
+        index = _unique_names(rows, where)
+        pointers = np.zeros(len(rows) + 1, dtype=np.int64)
+        sources: list[int] = []
+        for position, op in enumerate(rows):
+            _check_op(op, f"{where}:ops[{position}]")
+            sources.extend(_input_indices(op, index, f"{where}:ops[{position}].inputs"))
+            pointers[position + 1] = len(sources)
+        resources = sorted({op.resource for op in rows}, key=natural_key)
+        place = {resource: number for number, resource in enumerate(resources)}
+        graph = cls(
+            name=name,
+            mode=mode,
+            names=tuple(op.name for op in rows),
+            kind=np.array([KINDS.index(op.kind) for op in rows], dtype=np.int8),
+            resource=np.array([place[op.resource] for op in rows], dtype=np.int32),
+            resource_names=tuple(resources),
+            duration_s=np.array(
+                [math.nan if op.duration_s is None else op.duration_s for op in rows], dtype=np.float64
+            ),
+            flops=np.array([op.flops for op in rows], dtype=np.float64),
+            size_bytes=np.array([op.size_bytes for op in rows], dtype=np.float64),
+            parameter=tuple(op.parameter for op in rows),
+            op_type=tuple(op.op_type for op in rows),
+            estimate=tuple(op.estimate for op in rows),
+            input_ptr=pointers,
+            input_index=np.array(sources, dtype=np.int32),
+            batch_size=batch_size,
+            meta=dict(meta or {}),
+        )
+        _check_structure(graph, where)
+        return graph
+
+    def __len__(self) -> int:
+        return len(self.names)
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, Graph):
+            return NotImplemented
+        same = (self.name, self.mode, self.batch_size, dict(self.meta)) == (
+            (other.name, other.mode, other.batch_size, dict(other.meta))
+        )
+        return same and list(self.ops()) == list(other.ops())
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def inputs_of(self, op: int) -> NDArray[np.int32]:
+        """Return the indices of op ``op``'s inputs."""
+        return self.input_index[self.input_ptr[op] : self.input_ptr[op + 1]]
+
+    def op(self, position: int) -> Op:
+        """Return op ``position`` as a record."""
+        duration = float(self.duration_s[position])
+        return Op(
+            name=self.names[position],
+            kind=KINDS[self.kind[position]],
+            resource=self.resource_names[self.resource[position]],
+            duration_s=None if math.isnan(duration) else duration,
+            flops=float(self.flops[position]),
+            size_bytes=float(self.size_bytes[position]),
+            parameter=self.parameter[position],
+            inputs=tuple(self.names[source] for source in self.inputs_of(position)),
+            op_type=self.op_type[position],
+            estimate=self.estimate[position],
+        )
+
+    def ops(self) -> Iterator[Op]:
+        """Iterate over the ops in file order."""
+        return (self.op(position) for position in range(len(self)))
+
+    def of_kind(self, kind: int) -> NDArray[np.intp]:
+        """Return the indices of the ops of one kind (RECV, COMPUTE or SEND)."""
+        return np.flatnonzero(self.kind == kind)
+
+    @property
+    def timed(self) -> bool:
+        """Whether every op has a duration."""
+        return not bool(np.isnan(self.duration_s).any())
+
+    @property
+    def parameter_bytes(self) -> float:
+        """Bytes of all parameters: what the recv ops bring in."""
+        return float(self.size_bytes[self.kind == RECV].sum())
+
+    def successors(self) -> tuple[NDArray[np.int64], NDArray[np.int32]]:
+        """Return the reversed edges as compressed rows ``(ptr (n + 1,), index (e,))``."""
+        counts = np.bincount(self.input_index, minlength=len(self)).astype(np.int64)
+        pointers = np.concatenate([np.zeros(1, dtype=np.int64), np.cumsum(counts)])
+        targets = np.repeat(np.arange(len(self), dtype=np.int32), np.diff(self.input_ptr))
+        return pointers, targets[np.argsort(self.input_index, kind="stable")]
+
+    def topological_order(self) -> NDArray[np.int32]:
+        """Return the op indices with every op after its inputs (Kahn, first in file first). O(n + e).
+
+        Raises InputError with the edges of one cycle if there is any.
+        """
+        pending = np.diff(self.input_ptr).tolist()
+        pointers, targets = self.successors()
+        pointer, target = pointers.tolist(), targets.tolist()
+        order = [position for position, count in enumerate(pending) if count == 0]
+        for position in order:  # the list grows while it is read: it is the queue
+            for successor in target[pointer[position] : pointer[position + 1]]:
+                pending[successor] -= 1
+                if pending[successor] == 0:
+                    order.append(successor)
+        if len(order) < len(self):
+            raise InputError("graph:ops", f"the inputs form a cycle: {_show_cycle(self, pending)}", "remove one edge")
+        return np.array(order, dtype=np.int32)
+
+    def canonical(self) -> Graph:
+        """Return the same graph with its ops sorted by name, so that results cannot depend on the file's order."""
+        order = sorted(range(len(self)), key=lambda position: natural_key(self.names[position]))
+        rows = [self.op(position) for position in order]
+        rows = [replace(op, inputs=tuple(sorted(op.inputs, key=natural_key))) for op in rows]
+        return Graph.from_ops(self.name, self.mode, rows, batch_size=self.batch_size, meta=self.meta)
+
+    def with_durations(self, duration_s: NDArray[np.float64], estimate: Sequence[Estimate | None]) -> Graph:
+        """Return the same graph with other durations, shape (n,) in seconds, and where they come from.
+
+        Raises InputError for a negative, NaN or infinite duration and for a wrong length.
+        """
+        durations = np.asarray(duration_s, dtype=np.float64)
+        if durations.shape != (len(self),) or len(estimate) != len(self):
+            raise InputError("durations", f"shape {durations.shape} for {len(self)} ops", "give one per op")
+        bad = np.flatnonzero(~(np.isfinite(durations) & (durations >= 0)))
+        if bad.size:
+            raise InputError(
+                "durations", f"{self.names[bad[0]]} has {durations[bad[0]]}", "seconds must be >= 0 and finite"
+            )
+        return replace(self, duration_s=durations, estimate=tuple(estimate))
+
+    def to_networkx(self) -> nx.DiGraph[str]:
+        """Return a networkx DiGraph: one node per op name with its fields as attributes, edges from input to op."""
+        import networkx
+
+        graph: nx.DiGraph[str] = networkx.DiGraph(name=self.name, mode=self.mode)
+        for op in self.ops():
+            graph.add_node(
+                op.name,
+                kind=op.kind,
+                resource=op.resource,
+                duration_s=op.duration_s,
+                flops=op.flops,
+                size_bytes=op.size_bytes,
+                parameter=op.parameter,
+            )
+        graph.add_edges_from((source, op.name) for op in self.ops() for source in op.inputs)
+        return graph
+
+
+def natural_key(text: str) -> tuple[tuple[int, int, str], ...]:
+    """Return a sort key under which ``layer2`` stands before ``layer10``; total: different texts differ.
+
+    >>> sorted(["layer10", "layer2"], key=natural_key)
+    ['layer2', 'layer10']
+    """
+    parts = [part for part in re.split(r"([0-9]+)", text) if part]
+    key = [(0, int(part), part) if part.isascii() and part.isdigit() else (1, 0, part) for part in parts]
+    return tuple(key)
+
+
+def _unique_names(rows: Sequence[Op], where: str) -> dict[str, int]:
+    index: dict[str, int] = {}
+    for position, op in enumerate(rows):
+        if not op.name:
+            raise InputError(f"{where}:ops[{position}].name", "is empty", "every op needs a name")
+        if op.name in index:
+            at = f"{where}:ops[{position}].name"
+            raise InputError(at, f"duplicate name {op.name!r} (first at ops[{index[op.name]}])", "names must be unique")
+        index[op.name] = position
+    if not rows:
+        raise InputError(f"{where}:ops", "is empty", "a graph has at least one op")
+    return index
+
+
+def _input_indices(op: Op, index: Mapping[str, int], where: str) -> list[int]:
+    try:
+        found = [index[source] for source in op.inputs]
+    except KeyError as error:
+        raise InputError(where, f"unknown input {error.args[0]!r} of {op.name!r}", "name an op of this graph") from None
+    if len(set(found)) < len(found):
+        raise InputError(where, f"{op.name!r} names an input twice", "name each input once")
+    return found
+
+
+def _check_op(op: Op, where: str) -> None:
+    for name, value in (("duration_s", op.duration_s), ("flops", op.flops), ("size_bytes", op.size_bytes)):
+        if value is not None and not (math.isfinite(value) and value >= 0):
+            raise InputError(f"{where}.{name}", f"{op.name!r} has {value}", "it must be a finite number >= 0")
+    stem = op.resource.partition(":")[0]
+    wanted = "compute" if op.kind == "compute" else "channel"
+    if stem != wanted or ":" not in op.resource:
+        raise InputError(
+            f"{where}.resource", f"{op.kind} op {op.name!r} is on {op.resource!r}", f"expected {wanted}:NUMBER"
+        )
+    if op.kind == "recv" and op.inputs:
+        raise InputError(f"{where}.inputs", f"recv op {op.name!r} has inputs", "a recv op is a root")
+
+
+def _check_structure(graph: Graph, where: str) -> None:
+    consumed = np.flatnonzero(graph.kind[graph.input_index] == SEND)
+    if consumed.size:
+        send = graph.names[graph.input_index[consumed[0]]]
+        raise InputError(f"{where}:ops", f"send op {send!r} is used as an input", "a send op is a leaf")
+    seen: dict[str, str] = {}
+    for position in graph.of_kind(RECV):
+        parameter = graph.parameter[position]
+        if parameter is not None and parameter in seen:
+            names = f"{seen[parameter]!r} and {graph.names[position]!r}"
+            raise InputError(f"{where}:ops", f"parameter {parameter!r} is received by {names}", "receive it once")
+        if parameter is not None:
+            seen[parameter] = graph.names[position]
+    try:
+        graph.topological_order()
+    except InputError as error:
+        raise InputError(f"{where}:ops", error.problem, error.remedy) from None
+
+
+def _show_cycle(graph: Graph, pending: Sequence[int]) -> str:
+    """Return one cycle as ``a -> b -> a``, found by walking inputs among the ops that could not be ordered."""
+    position = next(i for i, count in enumerate(pending) if count > 0)
+    trail: list[int] = []
+    at: dict[int, int] = {}
+    while position not in at:
+        at[position] = len(trail)
+        trail.append(position)
+        position = next(int(source) for source in graph.inputs_of(position) if pending[source] > 0)
+    cycle = [graph.names[i] for i in reversed(trail[at[position] :])]
+    shown = [*cycle[:6], "...", *cycle[-2:]] if len(cycle) > 9 else cycle
+    return " -> ".join([*shown, cycle[0]])

@@ -1,0 +1,94 @@
+"""graph.json: the Graph as a document (kind ``ddltool.graph``)."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, ClassVar, Literal
+
+from pydantic import Field
+
+from ddltool.artifacts import Artifact, Record, parse, read_document, save
+from ddltool.graph import Estimate, Graph, Mode, Op, OpKind
+
+
+class OpRecord(Record):
+    """One op of graph.json."""
+
+    name: str = Field(description="unique within the graph")
+    kind: OpKind
+    resource: str = Field(description="compute:NUMBER, or channel:NUMBER for recv and send")
+    duration_s: float | None = Field(default=None, description="seconds on its resource; null: not estimated")
+    flops: float = Field(default=0.0, description="floating-point operations (a multiply-add counts two)")
+    size_bytes: float = Field(default=0.0, description="bytes transferred (recv, send) or read and written (compute)")
+    parameter: str | None = Field(default=None, description="the parameter that a recv or send carries")
+    inputs: list[str] = Field(default_factory=list, description="names of the ops whose results it needs")
+    op_type: str = Field(default="", description="the framework's name of the op")
+    estimate: Estimate | None = Field(default=None, description="where duration_s comes from")
+
+
+class GraphDocument(Artifact):
+    """The document of a graph; :class:`ddltool.graph.Graph` is the same thing checked and in arrays."""
+
+    KIND: ClassVar[str] = "ddltool.graph"
+    kind: Literal["ddltool.graph"] = "ddltool.graph"
+    name: str
+    mode: Mode
+    batch_size: int | None = Field(default=None, ge=1)
+    meta: dict[str, str | int | float | bool | None] = Field(default_factory=dict)
+    ops: list[OpRecord]
+
+
+def to_document(graph: Graph) -> dict[str, Any]:
+    """Return the graph as a JSON-ready mapping; fields that say nothing are left out of the ops."""
+    rows: list[dict[str, Any]] = []
+    for op in graph.ops():
+        row: dict[str, Any] = {
+            "name": op.name,
+            "kind": op.kind,
+            "resource": op.resource,
+            "duration_s": op.duration_s,
+            "flops": op.flops,
+            "size_bytes": op.size_bytes,
+            "parameter": op.parameter,
+            "inputs": list(op.inputs),
+        }
+        if op.op_type:
+            row["op_type"] = op.op_type
+        if op.estimate is not None:
+            row["estimate"] = op.estimate
+        rows.append(row)
+    head: dict[str, Any] = {"kind": GraphDocument.KIND, "schema_version": 1, "name": graph.name, "mode": graph.mode}
+    return {**head, "batch_size": graph.batch_size, "meta": dict(graph.meta), "ops": rows}
+
+
+def from_document(document: dict[str, Any], where: str = "graph") -> Graph:
+    """Return the graph in a document. Raises InputError; see :meth:`Graph.from_ops` for what is refused."""
+    checked = parse(document, GraphDocument, where)
+    ops = (
+        Op(
+            name=row.name,
+            kind=row.kind,
+            resource=row.resource,
+            duration_s=row.duration_s,
+            flops=row.flops,
+            size_bytes=row.size_bytes,
+            parameter=row.parameter,
+            inputs=tuple(row.inputs),
+            op_type=row.op_type,
+            estimate=row.estimate,
+        )
+        for row in checked.ops
+    )
+    return Graph.from_ops(
+        checked.name, checked.mode, ops, batch_size=checked.batch_size, meta=checked.meta, where=where
+    )
+
+
+def read_graph(path: str | Path) -> Graph:
+    """Read and validate graph.json (or .json.gz)."""
+    return from_document(read_document(path), str(path))
+
+
+def write_graph(graph: Graph, path: str | Path) -> None:
+    """Write graph.json atomically, gzip-compressed when the name ends in ``.gz``."""
+    save(to_document(graph), path)

@@ -1,0 +1,133 @@
+"""Job and Cluster: what a person writes in job.yaml and cluster.yaml."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, ClassVar, Literal, Self
+
+from pydantic import Field, model_validator
+
+from ddltool.artifacts import Artifact, Record, load
+from ddltool.errors import InputError
+
+Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+Count = Annotated[int, Field(ge=0, le=10_000_000)]
+Determinism = Literal["D0", "D1", "D2"]
+
+
+class DeviceOffer(Record):
+    """Devices of one type that the job may use."""
+
+    type: str = Field(min_length=1, description="name of the device type")
+    count: Count = Field(default=0, description="how many are offered; taken from the cluster when one is named")
+    capability_per_s: Positive | None = Field(
+        default=None, description="mini-batches per second of one EST alone on one such device"
+    )
+    profile: str | None = Field(default=None, description="profile.csv to take the capability from")
+    memory_gib: Positive | None = None
+    price_per_hour: Annotated[float, Field(ge=0, allow_inf_nan=False)] | None = Field(
+        default=None, description="price of one device for an hour, in any one currency"
+    )
+
+    @model_validator(mode="after")
+    def _one_source(self) -> Self:
+        if self.capability_per_s is not None and self.profile is not None:
+            raise ValueError(f"{self.type} has both capability_per_s and profile; give one of the two")
+        return self
+
+
+class Constraints(Record):
+    """What every plan must keep. All optional."""
+
+    homogeneous: bool = Field(default=False, description="use devices of one type only")
+    max_devices: Annotated[int, Field(ge=1)] | None = None
+    max_price_per_hour: Annotated[float, Field(ge=0, allow_inf_nan=False)] | None = None
+    memory_per_worker_gib: Positive | None = Field(
+        default=None, description="device memory that one EST needs while it runs (ESTs of a device take turns)"
+    )
+    determinism: Determinism | None = Field(
+        default=None,
+        description="D0: same bits for the same placement; D1: for any number of devices of one type; D2: of any types",
+    )
+
+
+class Job(Artifact):
+    """A training job (kind ``ddltool.job``)."""
+
+    KIND: ClassVar[str] = "ddltool.job"
+    kind: Literal["ddltool.job"] = "ddltool.job"
+    name: str = Field(min_length=1)
+    model: str | None = Field(
+        default=None, description="SOURCE of the model: zoo:NAME, file.py:factory, graph.json, ..."
+    )
+    max_workers: Annotated[int, Field(ge=1, le=10_000_000)] = Field(description="maxP: logical workers (ESTs)")
+    batch_size: Annotated[int, Field(ge=1)] = Field(default=1, description="samples per logical worker and step")
+    devices: list[DeviceOffer] = Field(default_factory=list)
+    cluster: str | None = Field(default=None, description="cluster.yaml that gives the device counts")
+    constraints: Constraints = Field(default_factory=Constraints)
+
+    @model_validator(mode="after")
+    def _has_devices(self) -> Self:
+        if not self.devices and self.cluster is None:
+            raise ValueError("names no devices; give devices: [{type, count, capability_per_s}] or cluster: FILE")
+        names = [offer.type for offer in self.devices]
+        repeated = sorted({name for name in names if names.count(name) > 1})
+        if repeated:
+            raise ValueError(f"device type {repeated[0]!r} stands twice; add the counts up")
+        return self
+
+
+class NodeDevices(Record):
+    """The devices of one node."""
+
+    type: str = Field(min_length=1)
+    count: Annotated[int, Field(ge=1)] = 1
+
+
+class NodeGroup(Record):
+    """``count`` equal nodes."""
+
+    name: str = Field(min_length=1)
+    count: Count = 1
+    devices: NodeDevices
+    nic_gbit: Positive | None = Field(default=None, description="network card, Gbit/s")
+
+
+class Cluster(Artifact):
+    """Machines and what is in them (kind ``ddltool.cluster``)."""
+
+    KIND: ClassVar[str] = "ddltool.cluster"
+    kind: Literal["ddltool.cluster"] = "ddltool.cluster"
+    name: str | None = None
+    nodes: list[NodeGroup] = Field(min_length=1)
+
+    def device_counts(self) -> dict[str, int]:
+        """Return how many devices of each type the cluster has, in file order."""
+        counts: dict[str, int] = {}
+        for group in self.nodes:
+            counts[group.devices.type] = counts.get(group.devices.type, 0) + group.count * group.devices.count
+        return counts
+
+
+def read_job(path: str | Path) -> Job:
+    """Read job.yaml with the cluster it names: counts that devices leave out come from the cluster.
+
+    Paths in the file are relative to the file. Raises InputError; a device type that only the file or only the
+    cluster knows is one.
+    """
+    path = Path(path)
+    job = load(path, Job)
+    if job.cluster is None:
+        return job
+    file = path.parent / job.cluster
+    counts = load(file, Cluster).device_counts()
+    offers = {offer.type: offer for offer in job.devices} or {name: DeviceOffer(type=name) for name in counts}
+    for name in offers:
+        if name not in counts:
+            known = ", ".join(sorted(counts))
+            raise InputError(f"{path}:devices", f"{name!r} is not in {job.cluster}", f"types there: {known}")
+    devices = [
+        offer.model_copy(update={"count": offer.count if "count" in offer.model_fields_set else counts[offer.type]})
+        for offer in offers.values()
+    ]
+    return job.model_copy(update={"devices": devices})

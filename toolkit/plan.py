@@ -1,0 +1,104 @@
+"""Plan and Enforcement: what to do, and what the hook needs to know to do it."""
+
+from __future__ import annotations
+
+from typing import Annotated, ClassVar, Literal, Self
+
+from pydantic import Field, model_validator
+
+from ddltool.artifacts import Artifact, Record
+
+Strategy = Literal["bsp", "est"]
+Finite = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+
+
+class Assignment(Record):
+    """``devices`` devices of one type that all do the same."""
+
+    device_type: str
+    devices: Annotated[int, Field(ge=1)]
+    ests_per_device: Annotated[int, Field(ge=0)] = Field(description="logical workers on each; 0 where there are none")
+    local_batch_size: Annotated[int, Field(ge=0)] = Field(description="samples per step on each device")
+
+
+class Alternative(Record):
+    """A different plan for the same job, best first."""
+
+    iteration_s: Finite
+    throughput: Finite
+    assignments: list[Assignment]
+    est_count: int
+    waste: float
+    overload_factor: float
+
+
+class ParameterRecord(Record):
+    """One parameter of the model, in the order in which it should travel."""
+
+    name: str
+    size_bytes: Annotated[int, Field(ge=0)]
+    priority: int | None = Field(default=None, description="0 first; equal numbers in any order; null: no preference")
+
+
+class Plan(Artifact):
+    """A predicted way to run a job (kind ``ddltool.plan``). Every figure in it is predicted, none measured."""
+
+    KIND: ClassVar[str] = "ddltool.plan"
+    kind: Literal["ddltool.plan"] = "ddltool.plan"
+    job: str
+    strategy: Strategy
+    max_workers: Annotated[int, Field(ge=1)]
+    batch_size: Annotated[int, Field(ge=1)]
+    iteration_s: Finite = Field(description="seconds per global step")
+    throughput: Finite = Field(description="logical mini-batches (of batch_size samples) per second")
+    assignments: list[Assignment] = Field(min_length=1)
+    est_count: int
+    waste: float = Field(description="capability that idles, logical mini-batches per second")
+    overload_factor: float = Field(description="f: the largest A_i / C_i over the used devices, seconds")
+    status: Literal["optimal", "feasible"]
+    gap: float = Field(description="relative distance to the proven bound; 0 when optimal")
+    solve_seconds: Finite
+    alternatives: list[Alternative] = Field(default_factory=list)
+    parameters: list[ParameterRecord] = Field(default_factory=list)
+    predicted: Literal[True] = True
+
+    @property
+    def world_size(self) -> int:
+        """Number of processes: one per used device."""
+        return sum(assignment.devices for assignment in self.assignments)
+
+
+class RankEnforcement(Record):
+    """What one process does."""
+
+    rank: Annotated[int, Field(ge=0)]
+    device_type: str
+    ests: Annotated[int, Field(ge=0)]
+    local_batch_size: Annotated[int, Field(ge=1)]
+
+
+class Enforcement(Artifact):
+    """What the hook enforces in a training process (kind ``ddltool.enforcement``)."""
+
+    KIND: ClassVar[str] = "ddltool.enforcement"
+    kind: Literal["ddltool.enforcement"] = "ddltool.enforcement"
+    job: str
+    strategy: Strategy
+    world_size: Annotated[int, Field(ge=1)]
+    total_batch_size: Annotated[int, Field(ge=1)]
+    ranks: list[RankEnforcement]
+    parameters: list[ParameterRecord] = Field(
+        default_factory=list, description="the model's parameters; empty: any model will do"
+    )
+    telemetry: str | None = Field(
+        default="telemetry.jsonl", description="file to append to, relative to the working folder; null: none"
+    )
+
+    @model_validator(mode="after")
+    def _adds_up(self) -> Self:
+        if [entry.rank for entry in self.ranks] != list(range(self.world_size)):
+            raise ValueError(f"ranks must be 0 to {self.world_size - 1} in order, one entry each (world_size)")
+        total = sum(entry.local_batch_size for entry in self.ranks)
+        if total != self.total_batch_size:
+            raise ValueError(f"total_batch_size is {self.total_batch_size} but the ranks' batches add up to {total}")
+        return self

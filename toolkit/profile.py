@@ -1,0 +1,155 @@
+"""Profile: measured step times, a pandas frame with a checked schema (kind ``ddltool.profile``, a CSV file).
+
+One row is one configuration: device, nodes, replicas and local batch size, with the median over the repeats.
+"""
+
+from __future__ import annotations
+
+import io
+import math
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar
+
+from pydantic import Field
+
+from ddltool.artifacts import SCHEMA_VERSION, Record, read_text, write_text
+from ddltool.errors import InputError, did_you_mean
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+NonNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+
+
+class ProfileRow(Record):
+    """One row of profile.csv."""
+
+    KIND: ClassVar[str] = "ddltool.profile"
+    device: str = Field(min_length=1)
+    num_nodes: Annotated[int, Field(ge=1)]
+    num_replicas: Annotated[int, Field(ge=1)]
+    local_batch_size: Annotated[int, Field(ge=1)]
+    step_time_s: Positive = Field(
+        description="median seconds of a full step: forward, backward, synchronisation, update"
+    )
+    sync_time_s: NonNegative = Field(description="the part of it that waits for gradient synchronisation")
+    peak_memory_bytes: NonNegative | None = None
+    step_time_spread_s: NonNegative | None = Field(default=None, description="interquartile range over the repeats")
+    repeats: Annotated[int, Field(ge=1)] | None = None
+    schema_version: int = SCHEMA_VERSION
+
+
+REQUIRED = ("device", "num_nodes", "num_replicas", "local_batch_size", "step_time_s", "sync_time_s")
+COLUMNS = tuple(ProfileRow.model_fields)
+
+
+def read_table(path: str | Path) -> pd.DataFrame:
+    """Return the rows of a ``.csv`` or ``.jsonl`` file (``.gz`` accepted). Raises InputError naming the line."""
+    import pandas as pd
+
+    path = Path(path)
+    text = read_text(path)
+    try:
+        if any(suffix in (".jsonl", ".ndjson") for suffix in path.suffixes):
+            frame = pd.DataFrame(_json_lines(text, path))
+        else:
+            frame = pd.read_csv(io.StringIO(text), skipinitialspace=True)
+    except (pd.errors.ParserError, pd.errors.EmptyDataError) as error:
+        raise InputError(
+            str(path), f"is not a CSV table ({error})", "give a header line and one row per line"
+        ) from None
+    if frame.empty:
+        raise InputError(str(path), "has no rows", "give at least one measured row")
+    return frame
+
+
+def _json_lines(text: str, path: Path) -> list[dict[str, Any]]:
+    """Return one mapping per line. A last line without its end is dropped: that is a writer that was killed."""
+    import json
+
+    rows: list[dict[str, Any]] = []
+    lines = text.splitlines()
+    for number, line in enumerate(lines, start=1):
+        if not line.strip():
+            continue
+        try:
+            row = json.loads(line)
+        except json.JSONDecodeError as error:
+            if number == len(lines) and not text.endswith("\n") and rows:
+                break
+            raise InputError(
+                f"{path}:line {number}", f"is not JSON ({error.msg})", "one JSON object per line"
+            ) from None
+        if not isinstance(row, dict):
+            raise InputError(f"{path}:line {number}", "is not an object", "one JSON object per line")
+        rows.append(row)
+    return rows
+
+
+def check_profile(frame: pd.DataFrame, where: str) -> pd.DataFrame:
+    """Return the frame with the schema's types; extra columns stay. Raises InputError naming row and column.
+
+    Rows count from 1 after the header, as ``row``.
+    """
+    import pandas as pd
+
+    for name in REQUIRED:
+        if name not in frame.columns:
+            raise InputError(where, f"has no column {name!r}", did_you_mean(name, map(str, frame.columns)))
+    checked = frame.copy()
+    if "schema_version" in checked.columns:
+        _check_version(checked["schema_version"].tolist(), where)
+    for name in COLUMNS:
+        if name not in checked.columns or name == "device":
+            continue
+        numbers = pd.to_numeric(checked[name], errors="coerce")
+        _check_numbers(numbers.tolist(), checked[name].tolist(), name, where)
+        whole = name in ("num_nodes", "num_replicas", "local_batch_size")
+        checked[name] = numbers.astype("int64") if whole else numbers
+    _check_replicas(checked, where)
+    checked["device"] = checked["device"].astype(str)
+    return checked
+
+
+def _check_version(versions: list[Any], where: str) -> None:
+    for row, version in enumerate(versions, start=1):
+        if version != SCHEMA_VERSION:
+            raise InputError(
+                f"{where}:row {row}:schema_version", f"is {version}", f"this ddltool reads {SCHEMA_VERSION}"
+            )
+
+
+def _check_numbers(values: list[float], raw: list[Any], name: str, where: str) -> None:
+    optional = name not in REQUIRED
+    least = 0.0 if name in ("sync_time_s", "peak_memory_bytes", "step_time_spread_s") else None
+    whole = name in ("num_nodes", "num_replicas", "local_batch_size", "repeats")
+    for row, value in enumerate(values, start=1):
+        if optional and isinstance(raw[row - 1], float) and math.isnan(raw[row - 1]):
+            continue
+        good = math.isfinite(value) and (value >= least if least is not None else value > 0)
+        if not good or (whole and value != int(value)):
+            wanted = "a whole number >= 1" if whole else "a finite number >= 0" if least is not None else "above zero"
+            raise InputError(f"{where}:row {row}:{name}", f"is {raw[row - 1]}", f"it must be {wanted}")
+
+
+def _check_replicas(frame: pd.DataFrame, where: str) -> None:
+    wrong = (frame["num_replicas"] < frame["num_nodes"]).to_numpy().nonzero()[0]
+    if wrong.size:
+        row = frame.iloc[int(wrong[0])]
+        text = f"{row['num_replicas']} replicas on {row['num_nodes']} nodes"
+        raise InputError(f"{where}:row {wrong[0] + 1}:num_replicas", text, "every node holds at least one replica")
+
+
+def read_profile(path: str | Path) -> pd.DataFrame:
+    """Return a checked profile.csv as a frame with the columns of :class:`ProfileRow`."""
+    return check_profile(read_table(path), str(path))
+
+
+def write_profile(frame: pd.DataFrame, path: str | Path) -> None:
+    """Write a profile atomically, schema's columns first. Raises InputError if the frame breaks the schema."""
+    checked = check_profile(frame, str(path))
+    checked["schema_version"] = SCHEMA_VERSION
+    ordered = [name for name in COLUMNS if name in checked.columns]
+    rest = [str(name) for name in checked.columns if name not in ordered]
+    write_text(path, checked[ordered + rest].to_csv(index=False))

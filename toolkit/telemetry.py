@@ -1,0 +1,31 @@
+"""Telemetry: what the hook writes down, one JSON object per line (kind ``ddltool.telemetry``)."""
+
+from __future__ import annotations
+
+from typing import Annotated, ClassVar, Literal
+
+from pydantic import Field
+
+from ddltool.artifacts import SCHEMA_VERSION, Record
+
+Seconds = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+
+
+class TelemetryRow(Record):
+    """One optimizer step of one process. All figures are measured."""
+
+    KIND: ClassVar[str] = "ddltool.telemetry"
+    kind: Literal["ddltool.telemetry"] = "ddltool.telemetry"
+    schema_version: int = SCHEMA_VERSION
+    step: Annotated[int, Field(ge=0)]
+    rank: Annotated[int, Field(ge=0)]
+    world_size: Annotated[int, Field(ge=1)]
+    num_nodes: Annotated[int, Field(ge=1)]
+    device: str
+    batch: Annotated[int, Field(ge=0)] = Field(description="samples that this rank processed in the step")
+    total_batch: Annotated[int, Field(ge=0)] = Field(description="samples of all ranks together")
+    compute_s: Seconds = Field(description="forward and backward until the local gradients were complete")
+    wait_s: Seconds = Field(description="from then until the slowest rank's gradients were complete")
+    sync_s: Seconds = Field(description="from then until the averaged gradients were in place")
+    step_s: Seconds = Field(description="from the end of the previous update to the end of this one")
+    memory_bytes: Annotated[float, Field(ge=0)] = Field(description="peak memory of the process so far")

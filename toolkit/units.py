@@ -1,0 +1,83 @@
+"""Quantities that people write with units, and quantities shown to people.
+
+Inside the package everything is SI base units: seconds, bytes, bytes per second.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from decimal import Decimal
+
+from ddltool.errors import InputError
+
+# Network rates count bits and powers of ten; memory sizes count bytes, with Ki/Mi/Gi as powers of two.
+_PREFIX = {"": 1.0, "k": 1e3, "m": 1e6, "g": 1e9, "t": 1e12, "ki": 2.0**10, "mi": 2.0**20, "gi": 2.0**30, "ti": 2.0**40}
+_TIME = {"ns": "1e-9", "us": "1e-6", "µs": "1e-6", "ms": "1e-3", "s": "1", "m": "60", "min": "60", "h": "3600"}
+_NUMBER = r"\s*([0-9]*\.?[0-9]+(?:[eE][+-]?[0-9]+)?)\s*"
+
+
+def parse_bandwidth(text: str, where: str = "--bandwidth") -> float:
+    """Return bytes per second for text such as ``10Gbit``, ``100 Mbit/s``, ``1.2GB/s``.
+
+    ``bit`` or a lower-case ``b`` is bits, ``B`` is bytes. Raises InputError for anything else and for a rate of zero.
+
+    >>> parse_bandwidth("10Gbit")
+    1250000000.0
+    """
+    match = re.fullmatch(_NUMBER + r"([kKmMgGtT]i?)?(bits?|b|B|bytes?)(?:/s|ps)?\s*", text)
+    if match is None:
+        raise InputError(where, f"{text!r} is not a bandwidth", "write a number with a unit, such as 10Gbit or 1.2GB/s")
+    value, prefix, unit = match.groups()
+    bits = unit in ("bit", "bits", "b")
+    rate = float(value) * _PREFIX[(prefix or "").lower()] / (8 if bits else 1)
+    if not (0 < rate < math.inf):
+        raise InputError(where, f"{text!r} is not a usable bandwidth", "it must be above zero and finite")
+    return rate
+
+
+def parse_duration(text: str, where: str = "--latency") -> float:
+    """Return seconds for text such as ``50us``, ``1.5ms``, ``60s``, ``2h``; a bare number is seconds.
+
+    >>> parse_duration("50us")
+    5e-05
+    """
+    match = re.fullmatch(_NUMBER + r"(ns|us|µs|ms|s|min|m|h)?\s*", text)
+    if match is None:
+        raise InputError(where, f"{text!r} is not a duration", "write a number with a unit, such as 50us or 1.5ms")
+    seconds = float(Decimal(match.group(1)) * Decimal(_TIME[match.group(2) or "s"]))  # 50us is 5e-05, not nearly so
+    if not math.isfinite(seconds):
+        raise InputError(where, f"{text!r} is not finite", "write a duration such as 50us")
+    return seconds
+
+
+def show_seconds(seconds: float | None) -> str:
+    """Return a duration for people with three significant digits.
+
+    >>> show_seconds(0.00153), show_seconds(75.0), show_seconds(None)
+    ('1.53 ms', '75 s', '-')
+    """
+    if seconds is None or math.isnan(seconds):
+        return "-"
+    if math.isinf(seconds):
+        return "inf"
+    for scale, unit in ((1.0, "s"), (1e-3, "ms"), (1e-6, "us"), (1e-9, "ns")):
+        if abs(seconds) >= scale:
+            return f"{seconds / scale:.3g} {unit}" if abs(seconds) < 1000 else f"{seconds:,.0f} s"
+    return "0 s" if seconds == 0 else f"{seconds:.2e} s"
+
+
+def show_bytes(size_bytes: float | None) -> str:
+    """Return a size for people in binary units.
+
+    >>> show_bytes(1536), show_bytes(102_230_128)
+    ('1.5 KiB', '97.5 MiB')
+    """
+    if size_bytes is None or math.isnan(size_bytes):
+        return "-"
+    value = float(size_bytes)
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if abs(value) < 1024:
+            return f"{value:.0f} {unit}" if unit == "B" else f"{value:.1f} {unit}"
+        value /= 1024
+    return f"{value:.1f} TiB"
