@@ -46,7 +46,7 @@ bench: setup
 
 # Traces the zoo again: a change in tracing shows as a diff of fixtures/graphs.
 fixtures: setup
-	$(BIN)/python -m ddltool.fixtures.make_graphs fixtures/graphs
+	$(BIN)/ddltool zoo --write fixtures/graphs
 
 clean:
 	rm -rf $(VENV) build dist ddltool-demo *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

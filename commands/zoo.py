@@ -2,16 +2,28 @@
 
 from __future__ import annotations
 
-from typing import Any
+from pathlib import Path
+from typing import Annotated, Any, Optional
+
+import typer
 
 from ddltool.commands.options import Json
 
 
-def zoo(as_json: Json = False) -> None:
+def zoo(
+    write: Annotated[
+        Optional[Path],  # noqa: UP045
+        typer.Option(metavar="FOLDER", help="Write the fixture graphs (zoo and papers' toys) here.", show_default=False),
+    ] = None,
+    as_json: Json = False,
+) -> None:
     """List the built-in models: parameters, size and ops in both modes, beside the figures of TicTac's Table 1."""
     from ddltool.commands.output import out, print_json, progress, table
     from ddltool.fixtures.zoo import ZOO
 
+    if write is not None:
+        _write(write, as_json)
+        return
     models = []
     with progress("tracing", len(ZOO)) as advance:
         for number, name in enumerate(ZOO):
@@ -24,6 +36,19 @@ def zoo(as_json: Json = False) -> None:
     columns = ("zoo:NAME", "batch", "param.", "(T1)", "MiB", "(T1)", "ops inf.", "ops train.", "(T1)")
     caption = "(T1): TicTac, Table 1 (TensorFlow's ops; ours are aten's). param.: parameter tensors."
     out().print(table("Built-in models", columns, rows, caption=caption))
+
+
+def _write(folder: Path, as_json: bool) -> None:
+    from ddltool.commands.fixture_graphs import MODES, write_graphs
+    from ddltool.commands.output import out, print_json, progress
+    from ddltool.fixtures.zoo import ZOO
+
+    with progress("tracing", len(ZOO) * len(MODES)) as advance:
+        written = write_graphs(folder, advance)
+    if as_json:
+        print_json({"kind": "ddltool.zoo", "schema_version": 1, "paths": [str(path) for path in written]})
+    else:
+        out().print(f"wrote {len(written)} graphs to {folder}", soft_wrap=True)
 
 
 def describe(name: str) -> dict[str, Any]:

@@ -21,9 +21,8 @@ ALLOWED = {
     "fixtures": {"fixtures", "toolkit"},
     "toolkit": {"toolkit"},
 }
-# The entry point belongs to the package (`python -m ddltool`) and hands over to the command line; this tool, run by
-# `make fixtures`, traces the shipped graphs and so needs the tracer.
-EXEMPT = {"toolkit/__main__.py", "fixtures/make_graphs.py"}
+# The entry point belongs to the package (`python -m ddltool`) and hands over to the command line.
+EXEMPT = {"toolkit/__main__.py"}
 
 
 def sources() -> list[Path]:

@@ -39,7 +39,7 @@ _CPU_ATTENTION: Mapping[str, Any] = {
 _FREE = frozenset(
     "empty empty_like empty_strided new_empty new_empty_strided detach alias lift_fresh lift_fresh_copy _unsafe_view "
     "view reshape _reshape_alias expand t transpose permute squeeze unsqueeze select slice split split_with_sizes chunk "
-    "unbind as_strided unfold diagonal view_as_real view_as_complex sym_size sym_numel sym_stride resolve_conj "
+    "unbind as_strided as_strided_ unfold diagonal view_as_real view_as_complex sym_size sym_numel sym_stride resolve_conj "
     "resolve_neg scalar_tensor _assert_tensor_metadata".split()
 )
 # FLOPs per element of the largest tensor involved; sources of the factors: one operation per visit of an element, five
@@ -47,7 +47,7 @@ _FREE = frozenset(
 _PER_ELEMENT: Mapping[str, float] = {
     **dict.fromkeys("sum mean amax amin max min argmax argmin prod any all norm linalg_vector_norm cumsum".split(), 1.0),
     **dict.fromkeys("var var_mean std std_mean logsumexp native_dropout native_dropout_backward".split(), 3.0),
-    **dict.fromkeys("_softmax _log_softmax _softmax_backward_data _log_softmax_backward_data".split(), 5.0),
+    **dict.fromkeys("_softmax _safe_softmax _log_softmax _softmax_backward_data _log_softmax_backward_data".split(), 5.0),
     **dict.fromkeys("native_layer_norm native_group_norm native_batch_norm _native_batch_norm_legit".split(), 7.0),
     **dict.fromkeys("_native_batch_norm_legit_no_training cudnn_batch_norm _batch_norm_with_update".split(), 4.0),
     **dict.fromkeys("_fused_rms_norm _fused_rms_norm_backward".split(), 5.0),
