@@ -3,6 +3,11 @@
 Minimised is the mean squared log error (RMSLE squared) of the accumulation step ``T_grad`` and of the full step, both
 where observed, with L-BFGS-B and the analytic gradient, over the logarithms of the parameters. A parameter that no row
 can speak about keeps its prior: zero for synchronisation never seen (Pollux's "prior-driven exploration").
+
+Synchronisation slows down less than linearly as replicas are added, so a slope learnt on few replicas predicts too long
+steps for many. A prior on the slopes, ``SLOPE_PRIOR (beta / alpha)^2`` within and across nodes, answers that. Its weight
+is the one that best predicted rows of more than 8 replicas from those of up to 8, and of 4 nodes from those of up to 3,
+over the six applications of Pollux's own measurements (``benchmarks/bench_fit.py --prior`` repeats the choice).
 """
 
 from __future__ import annotations
@@ -30,6 +35,7 @@ NAMES = (
 )
 # A time below this is zero for any step that can be measured.
 _LEAST_S = 1e-9
+SLOPE_PRIOR = 0.5
 _GAMMA_STARTS = (1.2, 2.5, 6.0)
 
 
@@ -67,8 +73,10 @@ def evaluate(params: ThroughputParams, observations: Observations) -> ErrorSumma
     )
 
 
-def fit(observations: Observations, *, seed: int = 0) -> FitResult:
+def fit(observations: Observations, *, seed: int = 0, slope_prior: float = SLOPE_PRIOR) -> FitResult:
     """Return the best fit over a few starts, the first from the data and the others with other overlap exponents.
+
+    ``slope_prior`` is the weight of the prior on the slopes of synchronisation; 0 fits the rows alone.
 
     ``seed`` shifts nothing when the starts agree; it is used for one more, random start. Raises InputError without
     rows, NotProven when no start converged. O(rows) per evaluation.
@@ -76,7 +84,7 @@ def fit(observations: Observations, *, seed: int = 0) -> FitResult:
     started = time.perf_counter()
     if len(observations) == 0:
         raise InputError("observations", "are empty", "give at least one measured row")
-    problem = _Problem(observations)
+    problem = _Problem(observations, slope_prior)
     chance = np.random.default_rng(seed)
     best: OptimizeResult | None = None
     for gamma in (*_GAMMA_STARTS, float(chance.uniform(1.0, 10.0))):
@@ -108,7 +116,8 @@ def fit(observations: Observations, *, seed: int = 0) -> FitResult:
 class _Problem:
     """The loss over the logarithms of the free parameters; the others keep their priors."""
 
-    def __init__(self, rows: Observations) -> None:
+    def __init__(self, rows: Observations, slope_prior: float) -> None:
+        self.slope_prior = slope_prior
         self.batch = rows.local_batch_size
         self.log_step = np.log(rows.step_time_s)
         self.has_grad = np.isfinite(rows.grad_time_s)
@@ -168,7 +177,8 @@ class _Problem:
 
     def loss(self, logs: Array) -> tuple[float, Array]:
         """Return the mean squared log errors and their gradient by the free logarithms."""
-        a_g, b_g, a_l, b_l, a_n, b_n, gamma = self._whole(logs)
+        values = self._whole(logs)
+        a_g, b_g, a_l, b_l, a_n, b_n, gamma = values
         grad = a_g + b_g * self.batch
         sync = np.where(self.local, a_l + b_l * self.more, np.where(self.across, a_n + b_n * self.more, 1.0))
         log_grad, log_sync = np.log(grad), np.log(np.maximum(sync, 1e-300))
@@ -194,4 +204,10 @@ class _Problem:
                 by_gamma.sum() * gamma,
             ]
         )
+        for alpha, beta in ((2, 3), (4, 5)):
+            if self.free[beta]:
+                penalty = self.slope_prior * (values[beta] / values[alpha]) ** 2
+                loss += penalty
+                whole[beta] += 2 * penalty
+                whole[alpha] -= 2 * penalty
         return loss, whole[self.free]
