@@ -1,0 +1,143 @@
+"""FLOPs and memory traffic of one ONNX node, by the same conventions as the torch rules: a multiply-add counts two."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from ddltool.graph import Estimate
+
+Shape = tuple[int, ...]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class NodeView:
+    """A node as the rules see it; shapes are None where shape inference could not tell."""
+
+    op_type: str
+    attributes: Mapping[str, Any]
+    inputs: Sequence[Shape | None]
+    outputs: Sequence[Shape | None]
+    input_bytes: float
+    output_bytes: float
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class NodeCost:
+    """Work of one node."""
+
+    flops: float
+    size_bytes: float
+    estimate: Estimate
+
+
+# Looks at a tensor in another way, or concerns shapes only.
+_FREE = frozenset(
+    "Reshape Flatten Squeeze Unsqueeze Identity Dropout Shape Size Constant ConstantOfShape NonZero Optional "
+    "OptionalGetElement OptionalHasElement SequenceEmpty SequenceConstruct SequenceAt".split()
+)
+# Moves data without arithmetic.
+_COPIES = frozenset(
+    "Transpose Concat Slice Split Pad Tile Expand Resize Upsample Cast CastLike DepthToSpace SpaceToDepth ReverseSequence "
+    "ScatterND ScatterElements Scatter Compress Where Range EyeLike OneHot Trilu Unique".split()
+)
+# Only the looked-up elements are touched, not the whole table.
+_LOOKUPS = frozenset("Gather GatherElements GatherND".split())
+# FLOPs per element of the largest tensor involved.
+_PER_ELEMENT: Mapping[str, float] = {
+    **dict.fromkeys("Add Sub Mul Div Neg Abs Sqrt Reciprocal Floor Ceil Round Sign Min Max Sum Mean Clip Relu".split(), 1.0),
+    **dict.fromkeys("LeakyRelu PRelu ThresholdedRelu Equal Greater GreaterOrEqual Less LessOrEqual And Or Xor".split(), 1.0),
+    **dict.fromkeys("Not IsNaN IsInf Mod BitShift Pow Exp Log Erf Sin Cos Tan Atan Sinh Cosh".split(), 1.0),
+    **dict.fromkeys("ReduceSum ReduceMean ReduceMax ReduceMin ReduceProd ReduceL1 ArgMax ArgMin CumSum TopK".split(), 1.0),
+    **dict.fromkeys("ReduceL2 ReduceSumSquare ReduceLogSum ReduceLogSumExp QuantizeLinear DequantizeLinear".split(), 2.0),
+    **dict.fromkeys("Sigmoid Tanh Elu Selu Celu Softplus Softsign HardSigmoid HardSwish Mish Gelu".split(), 4.0),
+    **dict.fromkeys("Softmax LogSoftmax Hardmax LpNormalization".split(), 5.0),
+    **dict.fromkeys("BatchNormalization InstanceNormalization LayerNormalization GroupNormalization".split(), 4.0),
+    **dict.fromkeys("RMSNormalization MeanVarianceNormalization SkipLayerNormalization".split(), 4.0),
+    **dict.fromkeys("GlobalAveragePool GlobalMaxPool GlobalLpPool RandomNormalLike RandomUniformLike Bernoulli".split(), 1.0),
+}
+
+
+def cost_of(node: NodeView) -> NodeCost:
+    """Return the cost of a node; op types in no table cost their memory traffic and count as ``default``."""
+    if node.op_type in _FREE:
+        return NodeCost(flops=0.0, size_bytes=0.0, estimate="free")
+    moved = node.input_bytes + node.output_bytes
+    if node.op_type in _LOOKUPS:
+        return NodeCost(flops=0.0, size_bytes=2 * node.output_bytes, estimate="rule")
+    if node.op_type in _COPIES:
+        return NodeCost(flops=0.0, size_bytes=moved, estimate="rule")
+    rule = _RULES.get(node.op_type)
+    counted = rule(node) if rule is not None else None
+    if counted is not None:
+        return NodeCost(flops=counted, size_bytes=moved, estimate="rule")
+    elements = max((math.prod(shape) for shape in (*node.inputs, *node.outputs) if shape is not None), default=0)
+    factor = _PER_ELEMENT.get(node.op_type)
+    return NodeCost(flops=(factor or 1.0) * elements, size_bytes=moved, estimate="rule" if factor else "default")
+
+
+def _shape(shapes: Sequence[Shape | None], place: int) -> Shape | None:
+    return shapes[place] if place < len(shapes) else None
+
+
+def _convolution(node: NodeView) -> float | None:
+    """Two per multiply-add: every output element sums over the kernel and its group's input channels."""
+    output, weight = _shape(node.outputs, 0), _weight(node)
+    return None if output is None or weight is None else 2.0 * math.prod(output) * math.prod(weight[1:])
+
+
+def _transposed_convolution(node: NodeView) -> float | None:
+    source, weight = _shape(node.inputs, 0), _weight(node)
+    return None if source is None or weight is None else 2.0 * math.prod(source) * math.prod(weight[1:])
+
+
+def _weight(node: NodeView) -> Shape | None:
+    return _shape(node.inputs, 3 if node.op_type == "QLinearConv" else 1)
+
+
+def _gemm(node: NodeView) -> float | None:
+    output, left = _shape(node.outputs, 0), _shape(node.inputs, 0)
+    if output is None or left is None or len(left) != 2:
+        return None
+    return 2.0 * math.prod(output) * left[0 if node.attributes.get("transA") else 1]
+
+
+def _matmul(node: NodeView) -> float | None:
+    output, left = _shape(node.outputs, 0), _shape(node.inputs, 0)
+    return None if output is None or not left else 2.0 * math.prod(output) * left[-1]
+
+
+def _pooling(node: NodeView) -> float | None:
+    output, kernel = _shape(node.outputs, 0), node.attributes.get("kernel_shape")
+    return None if output is None or kernel is None else float(math.prod(output) * math.prod(kernel))
+
+
+def _local_response(node: NodeView) -> float | None:
+    output = _shape(node.outputs, 0)
+    return None if output is None else float(math.prod(output) * (int(node.attributes.get("size", 1)) + 3))
+
+
+def _recurrent(gates: int) -> Callable[[NodeView], float | None]:
+    def count(node: NodeView) -> float | None:
+        source, weight, recurrent = (_shape(node.inputs, place) for place in range(3))
+        if source is None or weight is None or recurrent is None or len(source) != 3 or weight[1] % gates:
+            return None
+        length, batch, _ = source
+        return 2.0 * length * batch * (math.prod(weight) + math.prod(recurrent))
+
+    return count
+
+
+_RULES: Mapping[str, Callable[[NodeView], float | None]] = {
+    **dict.fromkeys(("Conv", "ConvInteger", "QLinearConv"), _convolution),
+    "ConvTranspose": _transposed_convolution,
+    "Gemm": _gemm,
+    **dict.fromkeys(("MatMul", "MatMulInteger", "QLinearMatMul"), _matmul),
+    **dict.fromkeys(("MaxPool", "AveragePool", "LpPool"), _pooling),
+    "LRN": _local_response,
+    "LSTM": _recurrent(4),
+    "GRU": _recurrent(3),
+    "RNN": _recurrent(1),
+}
