@@ -36,8 +36,10 @@ def print_json(document: Any) -> None:
     sys.stdout.write(json.dumps(document, indent=1, allow_nan=False) + "\n")
 
 
-def table(title: str, columns: Sequence[str], rows: Iterable[Sequence[str]], *, caption: str | None = None) -> Table:
-    """Return a table that fits 80 columns: the first column is text, the others are right-aligned figures."""
+def table(
+    title: str, columns: Sequence[str], rows: Iterable[Sequence[str]], *, caption: str | None = None, text_columns: int = 1
+) -> Table:
+    """Return a table that fits 80 columns: the first ``text_columns`` are text, the others right-aligned figures."""
     from rich.box import SIMPLE
     from rich.table import Table
     from rich.text import Text
@@ -45,7 +47,7 @@ def table(title: str, columns: Sequence[str], rows: Iterable[Sequence[str]], *, 
     made = Table(title=Text(title), box=SIMPLE, caption=Text(caption) if caption else None, title_justify="left")
     made.caption_justify = "left"
     for number, column in enumerate(columns):
-        made.add_column(Text(column), justify="left" if number == 0 else "right", overflow="fold")
+        made.add_column(Text(column), justify="left" if number < text_columns else "right", overflow="fold")
     for row in rows:
         made.add_row(*(Text(cell) for cell in row))
     return made

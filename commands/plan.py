@@ -65,7 +65,7 @@ def make_plan(job: Job, folder: Path, strategy: str, *, where: str, top_k: int, 
     return solve_est(problem, top_k=top_k, time_limit_s=limit_s, seed=seed)
 
 
-def capabilities_of(job: Job, folder: Path, where: str) -> dict[str, float]:
+def capabilities_of(job: Job, folder: Path, where: str, *, quiet: bool = False) -> dict[str, float]:
     """Return the capability of each device type: as written, from its profile, or from the model's roofline."""
     from ddltool.analyzers.placement.capability import capability_from_profile
     from ddltool.errors import InputError
@@ -84,14 +84,21 @@ def capabilities_of(job: Job, folder: Path, where: str) -> dict[str, float]:
     if missing and job.model is None:
         problem = f"{missing[0]} has neither capability_per_s nor profile, and the job names no model to estimate it from"
         raise InputError(f"{where}:devices", problem, "give one of the three")
-    return {**found, **_roofline_capabilities(job, folder, missing)} if missing else found
+    if not missing:
+        return found
+    predicted = _roofline_capabilities(job, folder, missing)
+    if not quiet:
+        from ddltool.commands.output import note
+
+        shown = ", ".join(f"{name} {value:.3g}/s" for name, value in predicted.items())
+        note(f"predicted capabilities (roofline of {job.model}): {shown}")
+    return {**found, **predicted}
 
 
 def _roofline_capabilities(job: Job, folder: Path, types: list[str]) -> dict[str, float]:
     """Return capabilities predicted from the traced model and the device table."""
     from ddltool.analyzers.oracle.roofline import estimate_roofline
     from ddltool.analyzers.placement.capability import capability_from_graph
-    from ddltool.commands.output import note
     from ddltool.commands.sources import is_graph_file, load_graph
     from ddltool.device import Network
     from ddltool.fixtures.loading import devices
@@ -99,13 +106,10 @@ def _roofline_capabilities(job: Job, folder: Path, types: list[str]) -> dict[str
     source = str(folder / job.model) if job.model and is_graph_file(job.model) else str(job.model)
     graph = load_graph(source, None, None if is_graph_file(source) else job.batch_size)
     table = devices()
-    found = {
+    return {
         name: capability_from_graph(estimate_roofline(graph, table.device(name, "devices.type"), Network()))
         for name in types
     }
-    shown = ", ".join(f"{name} {value:.3g}/s" for name, value in found.items())
-    note(f"predicted capabilities (roofline of {job.model}): {shown}")
-    return found
 
 
 def _graph_of(job: Job, folder: Path, graph_file: Path | None) -> Graph | None:
