@@ -23,7 +23,7 @@ from ddltool.fixtures import zoo
 MODEL = "resnet32"
 STEPS = 120
 HELD_OUT = 297
-LEARNING_RATE = 0.05
+LEARNING_RATE = 0.02
 
 
 def digits() -> tuple[TensorDataset, TensorDataset]:

@@ -18,6 +18,8 @@ from ddltool.units import show_seconds
 
 # Below the first a change is lost in the noise of real steps; from the second on it pays for the work of enforcing it.
 SMALL_GAIN, CLEAR_GAIN = 0.01, 0.05
+# Loads this close are as good as equal.
+_BALANCED = 1.05
 # An order whose first runs are all equal leaves nothing to chance; the remaining samples would repeat them.
 _ENOUGH_EQUAL = 5
 
@@ -156,18 +158,17 @@ def _run(
 def verdict(comparison: Comparison) -> Verdict:
     """Return in words what any order could gain at best, what TAC gains over a random one, and whether to do it."""
     limits, random, best = comparison.bounds, comparison.random, comparison.tac
-    if comparison.undefined_reason is not None:
-        return Verdict(worth_it=False, gain=0.0, text=f"No order can gain anything: {comparison.undefined_reason}.")
+    if comparison.undefined_reason is not None or limits.speedup is None:
+        reason = comparison.undefined_reason or "nothing takes any time"
+        return Verdict(worth_it=False, gain=0.0, text=f"No order can gain anything: {reason}.")
     gain = 1.0 - best.makespan_s / random.makespan_s
     ceiling = 1.0 - limits.lower_s / limits.upper_s
     heavier = "communication" if limits.transfer_s > limits.compute_s else "computation"
     ratio = max(limits.transfer_s, limits.compute_s) / max(min(limits.transfer_s, limits.compute_s), 1e-300)
-    balance = f"{heavier} takes {ratio:.1f} times as long as the other side" if ratio < 1e4 else f"{heavier} is all there is"
-    first = (
-        f"At best an order saves {ceiling:.0%} of a step without any overlap (S = {limits.speedup:.2f}); {balance}."
-        if limits.speedup is not None
-        else "Nothing takes any time."
-    )
+    balance = f"{heavier} takes {ratio:.1f} times as long as the other side"
+    if ratio < _BALANCED or ratio > 1e4:
+        balance = "communication and computation are balanced" if ratio < _BALANCED else f"{heavier} is all there is"
+    first = f"At best an order saves {ceiling:.0%} of a step without any overlap (S = {limits.speedup:.2f}); {balance}."
     times = f"{show_seconds(random.makespan_s)} to {show_seconds(best.makespan_s)}"
     second = f"From random orders to TAC the step goes from {times} ({gain:+.1%} saved)."
     if gain >= CLEAR_GAIN:

@@ -6,6 +6,7 @@ times matter. Times are whole picoseconds, so sums do not depend on their order 
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import numpy as np
@@ -54,8 +55,16 @@ def find_dependencies(graph: Graph) -> Dependencies:
     return Dependencies(recvs=recvs, member=member, group=group)
 
 
+def time_scale(graph: Graph) -> float:
+    """Return how many whole units make a second: 1e12, or a smaller power of ten when the sum would overflow."""
+    scale = 1e12
+    while math.fsum(graph.duration_s.tolist()) * scale > _LARGEST_TOTAL:
+        scale /= 10
+    return scale
+
+
 def whole_times(graph: Graph) -> NDArray[np.int64]:
-    """Return the durations, shape (n,), as whole picoseconds (a coarser power of ten when their sum would overflow).
+    """Return the durations, shape (n,), as whole units of 1 / :func:`time_scale` seconds (picoseconds as a rule).
 
     Raises InputError for a graph with ops that have no duration.
     """
@@ -63,10 +72,7 @@ def whole_times(graph: Graph) -> NDArray[np.int64]:
     if unknown.size:
         name = graph.names[unknown[0]]
         raise InputError(graph.name, f"op {name!r} has no duration", "time the graph with an oracle first")
-    unit = 1e-12
-    while float(graph.duration_s.sum()) / unit > _LARGEST_TOTAL:
-        unit *= 10
-    return np.rint(graph.duration_s / unit).astype(np.int64)
+    return np.rint(graph.duration_s * time_scale(graph)).astype(np.int64)
 
 
 class Properties:

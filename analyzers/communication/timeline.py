@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from ddltool.analyzers.communication.properties import whole_times
+from ddltool.analyzers.communication.properties import time_scale, whole_times
 from ddltool.graph import Graph, natural_key
 
 
@@ -76,8 +76,7 @@ class Simulator:
         place = np.empty(count, dtype=np.intp)
         place[self._file_order] = np.arange(count)
         times = whole_times(graph)
-        total = int(times.sum())
-        self._unit = float(graph.duration_s.sum()) / total if total else 0.0
+        self._scale = time_scale(graph)
         self._times = times[self._file_order].tolist()
         self._resource = graph.resource[self._file_order].tolist()
         self._resources = len(graph.resource_names)
@@ -93,9 +92,9 @@ class Simulator:
         starts, ends, last = self._events(numbers, random.Random(seed))
         count = len(self._names)
         start_s, end_s = np.empty(count), np.empty(count)
-        start_s[self._file_order] = np.array(starts, dtype=np.float64) * self._unit
-        end_s[self._file_order] = np.array(ends, dtype=np.float64) * self._unit
-        return Timeline(start_s=start_s, end_s=end_s, makespan_s=last * self._unit)
+        start_s[self._file_order] = np.array(starts, dtype=np.float64) / self._scale
+        end_s[self._file_order] = np.array(ends, dtype=np.float64) / self._scale
+        return Timeline(start_s=start_s, end_s=end_s, makespan_s=last / self._scale)
 
     def _events(self, numbers: list[int], chance: random.Random) -> tuple[list[int], list[int], int]:
         """Run the event loop; return start and end times in whole units and the last end."""

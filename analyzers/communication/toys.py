@@ -27,7 +27,7 @@ def figure1() -> Graph:
 def figure4a(m_a: float = 1.0, p_a: float = 2.0, m_b: float = 2.0, p_b: float = 1.0) -> Graph:
     """Return Figure 4 (a), case 1: recvs A and B, each with compute of its own; times in seconds.
 
-    Johnson's rule orders them; with the default times A goes first (step of 4 s instead of 6 s).
+    Johnson's rule orders them; with the default times A goes first (a step of 4 s instead of 5 s).
     """
     ops = (
         _recv("recvA", m_a),

@@ -47,6 +47,8 @@ def solve_est(problem: Problem, *, top_k: int = 1, time_limit_s: float = 10.0, s
     deadline = started + time_limit_s
     solutions: list[_Solution] = []
     for _ in range(top_k):
+        if time.perf_counter() >= deadline:
+            break
         found = _solve(problem, [solution.counts for solution in solutions], deadline, seed)
         if found is None:
             break
@@ -90,11 +92,31 @@ def _in_use(problem: Problem, solution: _Solution) -> Fraction:
 def _solve_group(
     problem: Problem, group: tuple[int, ...], excluded: Sequence[tuple[int, ...]], deadline: float, seed: int
 ) -> _Solution | None:
-    """Return the best solution on some of the device types."""
+    """Return the best solution on some of the device types.
+
+    The first window of step times always holds the best plan; when the plans in it are all excluded it is widened.
+    """
     devices = [problem.devices[place] for place in group]
-    steps = _step_times(problem, devices)
-    if not steps:
-        return None
+    slowest = problem.max_workers / min(device.capability_per_s for device in devices)
+    window = _window(problem, devices)
+    while window is not None:
+        found = _solve_window(problem, group, excluded, _step_times(problem, devices, window), deadline, seed)
+        if found is not None or window[1] >= slowest or time.perf_counter() >= deadline:
+            return found
+        window = (window[0], min(2 * window[1], slowest))
+    return None
+
+
+def _solve_window(
+    problem: Problem,
+    group: tuple[int, ...],
+    excluded: Sequence[tuple[int, ...]],
+    steps: Sequence[Fraction],
+    deadline: float,
+    seed: int,
+) -> _Solution | None:
+    """Return the best solution whose step time is one of ``steps``."""
+    devices = [problem.devices[place] for place in group]
     model = cp_model.CpModel()
     used = [model.new_int_var(0, min(device.count, problem.max_workers), device.name) for device in devices]
     chosen = [model.new_bool_var(f"step{number}") for number in range(len(steps))]
@@ -173,20 +195,25 @@ def _weights(devices: Sequence[DeviceType]) -> list[int]:
     return [round(device.capability_per_s / largest * min(10**9, _LARGEST_SUM // total)) for device in devices]
 
 
-def _step_times(problem: Problem, devices: Sequence[DeviceType]) -> list[Fraction]:
-    """Return every k / C_i between a lower and an upper bound of the best step time, ascending.
+def _window(problem: Problem, devices: Sequence[DeviceType]) -> tuple[Fraction, Fraction] | None:
+    """Return a lower and an upper bound of the best step time, None when no device can be used.
 
     Lower: all work spread without rounding over the most capability that the limits allow. Upper: on any chosen set of
     devices, T = (maxP + devices) / capability has room for maxP, because floor(x) > x - 1.
     """
-    fluid = _most_capability(problem, devices)
     chosen = _greedy_set(problem, devices)
     if not chosen:
-        return []
+        return None
     pool = sum((count * device.capability_per_s for device, count in chosen), Fraction(0))
-    devices_used = sum(count for _, count in chosen)
-    lower = problem.max_workers / fluid
-    upper = (problem.max_workers + devices_used) / pool
+    used = sum(count for _, count in chosen)
+    return problem.max_workers / _most_capability(problem, devices), (problem.max_workers + used) / pool
+
+
+def _step_times(
+    problem: Problem, devices: Sequence[DeviceType], window: tuple[Fraction, Fraction]
+) -> list[Fraction]:
+    """Return every possible step time k / C_i in the window, ascending, and its upper end."""
+    lower, upper = window
     steps = {
         k / device.capability_per_s
         for device in devices
