@@ -1,0 +1,122 @@
+"""Measuring in real processes: rows that make sense, and failures that are told in one line and leave nobody behind."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import time
+from dataclasses import dataclass, replace
+from typing import Any
+
+import psutil
+import pytest
+import torch
+from ddltool.errors import DdlToolError, InputError
+from ddltool.profile import check_profile
+from ddltool.runtime.measure import MeasureRequest, Progress, measure, reliability
+from torch import Tensor, nn
+
+
+@dataclass
+class Step:
+    module: nn.Module
+    inputs: tuple[Any, ...]
+
+    @staticmethod
+    def loss(output: Tensor) -> Tensor:
+        return output.square().mean()
+
+
+class Limited(nn.Module):
+    """Runs out of memory from batch 8 on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(16, 16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if x.shape[0] >= 8:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 1 GiB")
+        return self.layer(x)
+
+
+def resolver(source: str, batch_size: int) -> Step:
+    x = torch.randn(batch_size, 16)
+    if source == "raises":
+        raise ValueError("no such\nweights")
+    if source == "dies":
+        os._exit(9)
+    if source == "dies late" and torch.distributed.is_initialized() and torch.distributed.get_rank() == 1:
+        os._exit(7)
+    return Step(Limited() if source == "limited" else nn.Sequential(nn.Linear(16, 64), nn.ReLU(), nn.Linear(64, 16)), (x,))
+
+
+REQUEST = MeasureRequest(
+    source="fine", resolver="tests.test_measure:resolver", batch_sizes=(2, 4), replicas=(1, 2), warmup=1, repeats=3
+)
+
+
+def no_child_is_left() -> bool:
+    deadline = time.monotonic() + 10
+    while time.monotonic() < deadline:
+        if not multiprocessing.active_children() and not psutil.Process().children():
+            return True
+        time.sleep(0.1)
+    # The spawn method keeps a resource tracker alive for the parent's life; it is no measuring process.
+    return all("resource_tracker" in " ".join(child.cmdline()) for child in psutil.Process().children())
+
+
+def test_rows_of_real_processes() -> None:
+    seen: list[Progress] = []
+    frame = check_profile(measure(REQUEST, progress=seen.append), "measured")
+    assert [(row.num_replicas, row.local_batch_size) for row in frame.itertuples()] == [(1, 2), (1, 4), (2, 2), (2, 4)]
+    assert (frame.loc[frame["num_replicas"] == 1, "sync_time_s"] == 0).all()
+    assert (frame["sync_time_s"] < frame["step_time_s"]).all()
+    assert (frame["peak_memory_bytes"] > 2**20).all()
+    assert [(progress.done, progress.total) for progress in seen] == [(1, 4), (2, 4), (3, 4), (4, 4)]
+    assert no_child_is_left()
+
+
+@pytest.mark.parametrize(
+    ("source", "message"),
+    [
+        ("raises", r"raises: a training step failed \(ValueError: no such weights\); it must train"),
+        ("dies", r"a measuring process died \(exit code 9\)"),
+        ("dies late", r"a measuring process died|a training step failed"),
+    ],
+)
+def test_failures(source: str, message: str) -> None:
+    with pytest.raises(DdlToolError, match=message):
+        measure(replace(REQUEST, source=source))
+    assert no_child_is_left()
+
+
+def test_out_of_memory_keeps_what_was_measured() -> None:
+    frame = measure(replace(REQUEST, source="limited", batch_sizes=(4, 8, 16), replicas=(1,)))
+    assert frame["local_batch_size"].tolist() == [4]
+    with pytest.raises(InputError, match="even 8 runs out of memory; give smaller ones"):
+        measure(replace(REQUEST, source="limited", batch_sizes=(8,), replicas=(1,)))
+
+
+@pytest.mark.parametrize("change", [{"batch_sizes": ()}, {"batch_sizes": (0,)}, {"replicas": (-1,)}, {"repeats": 0}])
+def test_bad_requests(change: dict[str, Any]) -> None:
+    with pytest.raises(InputError, match="give whole numbers >= 1"):
+        replace(REQUEST, **change)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_a_device_that_is_not_there() -> None:
+    with pytest.raises(InputError, match="--device: cuda has 0 devices for 2 replicas; use --device cpu"):
+        measure(replace(REQUEST, device="cuda"))
+
+
+def test_measurements_that_are_not_to_be_believed() -> None:
+    import pandas as pd
+
+    good = {"step_time_s": 0.1, "step_time_spread_s": 0.001, "repeats": 5}
+    assert reliability(pd.DataFrame([good])) == []
+    bad = pd.DataFrame([good, {"step_time_s": 1e-4, "step_time_spread_s": 5e-5, "repeats": 2}])
+    spread, short, few = reliability(bad)
+    assert "1 of 2 rows spread by up to 50%" in spread
+    assert "below 1 ms" in short
+    assert "fewer than 3 repeats" in few
