@@ -12,6 +12,7 @@ from dataclasses import fields
 from pathlib import Path
 
 import numpy as np
+
 from ddltool.analyzers.goodput.fit import SLOPE_PRIOR, evaluate, fit
 from ddltool.analyzers.goodput.observations import Observations, from_frame
 from ddltool.profile import read_table

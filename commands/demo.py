@@ -64,7 +64,9 @@ def demo(
     try:
         output.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise InputError(str(output), f"cannot be made ({error.strerror})", "give a folder in a writable place") from None
+        raise InputError(
+            str(output), f"cannot be made ({error.strerror})", "give a folder in a writable place"
+        ) from None
     found = Findings(folder=output)
     started = time.perf_counter()
     for name, step in STEPS.items():
@@ -185,7 +187,9 @@ def _train(found: Findings, seed: int) -> None:
         code = _run(command, environment, stream)
     if code != 0:
         lines = [line for line in log.read_text(encoding="utf-8", errors="replace").splitlines() if "rror" in line]
-        raise DdlToolError(f"the training run failed with exit code {code} ({lines[0] if lines else 'no message'}); see {log}")
+        raise DdlToolError(
+            f"the training run failed with exit code {code} ({lines[0] if lines else 'no message'}); see {log}"
+        )
     found.training = read_document(result)
     found.telemetry = read_table(found.folder / "telemetry.jsonl")
 

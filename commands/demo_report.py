@@ -21,7 +21,9 @@ def rows(found: Findings) -> list[tuple[str, str, str]]:
     from ddltool.analyzers.oracle.roofline import coverage
 
     graph = found.graph
-    count = f"{len(graph)} ops, {show_bytes(graph.parameter_bytes)}; {coverage(graph).rule_time:.0%} of the time by rule"
+    count = (
+        f"{len(graph)} ops, {show_bytes(graph.parameter_bytes)}; {coverage(graph).rule_time:.0%} of the time by rule"
+    )
     gain = f"random {show_seconds(comparison.random.makespan_s)}, TAC {show_seconds(comparison.tac.makespan_s)}"
     mix = ", ".join(f"{row.device_type} {row.ests_per_device} EST(s)" for row in plan.assignments)
     measured = measured_steps(found)
@@ -49,19 +51,17 @@ def measured_steps(found: Findings) -> list[dict[str, Any]]:
 
     params = ThroughputParams.from_dict(found.fitted.params.model_dump())
     medians = found.telemetry[found.telemetry["step"] >= 3].groupby("rank").median(numeric_only=True)
-    result = []
-    for rank in found.enforcement.ranks:
-        row = medians.loc[rank.rank]
-        result.append(
-            {
-                "rank": rank.rank,
-                "device_type": rank.device_type,
-                "batch": rank.local_batch_size,
-                **{name: float(row[name]) for name in ("compute_s", "wait_s", "sync_s", "step_s")},
-                "predicted_s": float(iteration_time_s(params, 1, found.plan.world_size, rank.local_batch_size)),
-            }
-        )
-    return result
+    seconds = {name: medians[name].to_dict() for name in ("compute_s", "wait_s", "sync_s", "step_s")}
+    return [
+        {
+            "rank": rank.rank,
+            "device_type": rank.device_type,
+            "batch": rank.local_batch_size,
+            **{name: float(by_rank[rank.rank]) for name, by_rank in seconds.items()},
+            "predicted_s": float(iteration_time_s(params, 1, found.plan.world_size, rank.local_batch_size)),
+        }
+        for rank in found.enforcement.ranks
+    ]
 
 
 def document(found: Findings, report: Path) -> dict[str, Any]:
@@ -116,7 +116,11 @@ def _order_section(found: Findings) -> Section:
         caption=f"Step time by order of transfers, {comparison.random.samples} simulated runs of the random order",
         header=("order", "mean", "min", "max", "efficiency E"),
         rows=[
-            (name, *(show_seconds(value) for value in (r.makespan_s, r.makespan_min_s, r.makespan_max_s)), _number(r.efficiency))
+            (
+                name,
+                *(show_seconds(value) for value in (r.makespan_s, r.makespan_min_s, r.makespan_max_s)),
+                _number(r.efficiency),
+            )
             for name, r in results.items()
         ],
         label="simulated",
@@ -128,7 +132,9 @@ def _order_section(found: Findings) -> Section:
         rows=[(name.removeprefix("recv/"), str(place)) for place, name in enumerate(order[:8])],
         label="predicted",
     )
-    picture = f"One {graph.mode} step on a {graph.meta.get('device')} behind a 10 Gbit/s network, before and after ordering."
+    picture = (
+        f"One {graph.mode} step on a {graph.meta.get('device')} behind a 10 Gbit/s network, before and after ordering."
+    )
     return Section(
         anchor="order",
         title="Order of transfers",
@@ -192,7 +198,9 @@ def _fit_section(found: Findings) -> Section:
         title="Throughput model",
         lead=[f"Pollux's seven parameters, fitted to steps measured here: {error}"],
         blocks=[
-            Picture(svg=curve_svg(series), caption="Points are measured, lines are the fit.", label="measured", table=table)
+            Picture(
+                svg=curve_svg(series), caption="Points are measured, lines are the fit.", label="measured", table=table
+            )
         ],
     )
 

@@ -45,7 +45,9 @@ def accuracy(model: nn.Module, data: TensorDataset) -> float:
     images, labels = data.tensors
     model.eval()
     with torch.no_grad():
-        right = sum(int((model(x).argmax(1) == y).sum()) for x, y in zip(images.split(64), labels.split(64), strict=True))
+        right = sum(
+            int(torch.sum(model(x).argmax(1) == y)) for x, y in zip(images.split(64), labels.split(64), strict=True)
+        )
     model.train()
     return right / len(labels)
 

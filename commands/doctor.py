@@ -24,7 +24,10 @@ def doctor(as_json: Json = False) -> None:
         print_json(document)
         return
     rows = [("python", document["python"]), ("cpu cores", str(document["cpu_count"]))]
-    rows += [("memory", f"{document['memory_gib']} GiB"), ("CUDA devices", ", ".join(document["cuda_devices"]) or "none")]
+    rows += [
+        ("memory", f"{document['memory_gib']} GiB"),
+        ("CUDA devices", ", ".join(document["cuda_devices"]) or "none"),
+    ]
     rows += [("gloo", "yes" if document["gloo"] else "no: profile --replicas and the hook need it")]
     rows += [(name, version or "missing") for name, version in document["packages"].items()]
     rows += [(name, version or "not installed (optional)") for name, version in document["optional"].items()]
@@ -53,4 +56,7 @@ def _packages() -> dict[str, Any]:
         except importlib.metadata.PackageNotFoundError:
             return None
 
-    return {"packages": {name: version(name) for name in PACKAGES}, "optional": {name: version(name) for name in OPTIONAL}}
+    return {
+        "packages": {name: version(name) for name in PACKAGES},
+        "optional": {name: version(name) for name in OPTIONAL},
+    }

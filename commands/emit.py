@@ -14,7 +14,9 @@ TARGETS = ("hook",)
 
 def emit(
     plan_file: Annotated[Path, typer.Argument(metavar="PLAN", help="plan.json, written by ddltool plan -o.")],
-    output: Annotated[Path, typer.Option("-o", "--output", metavar="FILE", help="File to write.")] = Path("enforce.json"),
+    output: Annotated[Path, typer.Option("-o", "--output", metavar="FILE", help="File to write.")] = Path(
+        "enforce.json"
+    ),
     target: Annotated[str, typer.Option(help="What will read it: hook (ddltool.runtime).")] = "hook",
     telemetry: Annotated[
         Optional[str],  # noqa: UP045
@@ -39,4 +41,6 @@ def emit(
         return
     batches = ", ".join(str(rank.local_batch_size) for rank in enforcement.ranks[:16])
     more = ", ..." if enforcement.world_size > 16 else ""
-    out().print(f"wrote {output}: {enforcement.world_size} processes, local batch sizes {batches}{more}", soft_wrap=True)
+    out().print(
+        f"wrote {output}: {enforcement.world_size} processes, local batch sizes {batches}{more}", soft_wrap=True
+    )

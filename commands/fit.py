@@ -79,7 +79,9 @@ def show_fit(fitted: Goodput, output: Path | None) -> None:
     console.print(f"error on the fitted rows   MAPE {fitted.mape:.1%}, RMSLE {fitted.rmsle:.4f}")
     if fitted.holdout is not None:
         error = fitted.holdout
-        console.print(f"error on the holdout rows  MAPE {error.mape:.1%}, RMSLE {error.rmsle:.4f} ({error.samples} rows)")
+        console.print(
+            f"error on the holdout rows  MAPE {error.mape:.1%}, RMSLE {error.rmsle:.4f} ({error.samples} rows)"
+        )
     console.print(f"fitted in {fitted.fit_seconds:.2f} s")
     if output is not None:
         console.print(f"wrote {output}", soft_wrap=True)

@@ -31,6 +31,8 @@ app.command()(doctor.doctor)
 # typer ships its own copy of click since 0.2x and used the real one before; the base class is found through its child.
 _UsageProblem: type[Exception] = next(base for base in typer.BadParameter.__mro__ if base.__name__ == "ClickException")
 
+_INTERRUPTED = 130
+
 
 def _show_version(value: bool) -> None:
     if value:
@@ -52,13 +54,14 @@ def run(arguments: Sequence[str] | None = None) -> int:
     try:
         result = app(args=arguments, prog_name="ddltool", standalone_mode=False)
         sys.stdout.flush()
-        return result if isinstance(result, int) else 0
+        code = result if isinstance(result, int) else 0
+        return _fail("interrupted", code) if code == _INTERRUPTED else code
     except DdlToolError as error:
         return _fail(str(error), error.exit_code)
     except _UsageProblem as error:
         return _fail(_usage_text(error), 2)
     except (KeyboardInterrupt, typer.Abort):
-        return _fail("interrupted", 130)
+        return _fail("interrupted", _INTERRUPTED)
     except BrokenPipeError:
         # The reader of our output has gone (`ddltool ... | head`); hand the interpreter a stdout that it can close.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

@@ -37,7 +37,12 @@ def print_json(document: Any) -> None:
 
 
 def table(
-    title: str, columns: Sequence[str], rows: Iterable[Sequence[str]], *, caption: str | None = None, text_columns: int = 1
+    title: str,
+    columns: Sequence[str],
+    rows: Iterable[Sequence[str]],
+    *,
+    caption: str | None = None,
+    text_columns: int = 1,
 ) -> Table:
     """Return a table that fits 80 columns: the first ``text_columns`` are text, the others right-aligned figures."""
     from rich.box import SIMPLE

@@ -22,10 +22,14 @@ def plan(
     strategy: Annotated[str, typer.Option(help="est: best EST mapping; bsp: equal split over all devices.")] = "est",
     graph_file: Annotated[
         Optional[Path],  # noqa: UP045
-        typer.Option("--graph", metavar="FILE", help="graph.json: puts the model's parameters and their order in the plan."),
+        typer.Option(
+            "--graph", metavar="FILE", help="graph.json: puts the model's parameters and their order in the plan."
+        ),
     ] = None,
     top_k: Annotated[int, typer.Option(help="How many different plans to show.", min=1, max=1000)] = 1,
-    time_limit_s: Annotated[float, typer.Option("--time-limit", help="Solver's time limit in seconds.", min=0.01)] = 10.0,
+    time_limit_s: Annotated[
+        float, typer.Option("--time-limit", help="Solver's time limit in seconds.", min=0.01)
+    ] = 10.0,
     output: Output = None,
     seed: Seed = 0,
     as_json: Json = False,
@@ -82,7 +86,9 @@ def capabilities_of(job: Job, folder: Path, where: str, *, quiet: bool = False) 
         else:
             missing.append(offer.type)
     if missing and job.model is None:
-        problem = f"{missing[0]} has neither capability_per_s nor profile, and the job names no model to estimate it from"
+        problem = (
+            f"{missing[0]} has neither capability_per_s nor profile, and the job names no model to estimate it from"
+        )
         raise InputError(f"{where}:devices", problem, "give one of the three")
     if not missing:
         return found
@@ -146,14 +152,23 @@ def show_plan(made: Plan, output: Path | None) -> None:
     from ddltool.units import show_seconds
 
     rows = [
-        (row.device_type, str(row.devices), str(row.ests_per_device) if row.ests_per_device else "-", str(row.local_batch_size))
+        (
+            row.device_type,
+            str(row.devices),
+            str(row.ests_per_device) if row.ests_per_device else "-",
+            str(row.local_batch_size),
+        )
         for row in made.assignments
     ]
     console = out()
     title = f"{made.job}: {made.strategy} plan for {made.max_workers} logical workers (predicted)"
     console.print(table(title, ("device", "devices", "ESTs each", "local batch"), rows))
-    console.print(f"step time   {show_seconds(made.iteration_s)}, {made.throughput:.4g} logical mini-batches/s (predicted)")
-    console.print(f"waste       {made.waste:.4g} mini-batches/s of {made.waste + made.throughput:.4g} on the used devices")
+    console.print(
+        f"step time   {show_seconds(made.iteration_s)}, {made.throughput:.4g} logical mini-batches/s (predicted)"
+    )
+    console.print(
+        f"waste       {made.waste:.4g} mini-batches/s of {made.waste + made.throughput:.4g} on the used devices"
+    )
     console.print(f"solver      {made.status}, gap {made.gap:.2%}, {made.solve_seconds:.3f} s")
     if made.alternatives:
         shown = (

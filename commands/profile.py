@@ -28,7 +28,8 @@ def profile(
     repeats: Annotated[int, typer.Option(help="Timed steps per configuration.", min=1)] = 5,
     warmup: Annotated[int, typer.Option(help="Untimed steps before them.", min=0)] = 2,
     memory_gib: Annotated[
-        float, typer.Option(metavar="GIB", help="Memory budget for the batch limit; the device's own by default.", min=0)
+        float,
+        typer.Option(metavar="GIB", help="Memory budget for the batch limit; the device's own by default.", min=0),
     ] = 0.0,
     output: Output = None,
     seed: Seed = 0,

@@ -169,7 +169,9 @@ def _factory_step(source: str) -> TrainingStep:
             raise  # NotImplementedError: the meta device lacks an op; the tracer then builds with real weights
         except Exception as error:
             text = one_line(f"{type(error).__name__}: {error}")[:300]
-            raise InputError(source, f"the factory raised {text}", "it must work when called without arguments") from error
+            raise InputError(
+                source, f"the factory raised {text}", "it must work when called without arguments"
+            ) from error
     return _step_from(made, source, name)
 
 

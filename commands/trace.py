@@ -30,7 +30,9 @@ def trace(
     parameter_servers: Annotated[int, typer.Option(help="Channels that the parameters are spread over.", min=1)] = 1,
     oracle: Annotated[
         Optional[str],  # noqa: UP045
-        typer.Option(help="roofline; a timed graph.json keeps its own durations unless this is given.", show_default=False),
+        typer.Option(
+            help="roofline; a timed graph.json keeps its own durations unless this is given.", show_default=False
+        ),
     ] = None,
     samples: Annotated[int, typer.Option(help="Random orders to compare with.", min=1)] = 100,
     perfetto: Annotated[
@@ -66,7 +68,9 @@ def trace(
         write_graph(graph, output)
     if perfetto is not None:
         timeline, schedule = comparison.tac.timeline, comparison.tac.schedule
-        write_text(perfetto, to_json(to_chrome_trace(graph, timeline, schedule.priority if schedule else None), indent=None))
+        write_text(
+            perfetto, to_json(to_chrome_trace(graph, timeline, schedule.priority if schedule else None), indent=None)
+        )
     if as_json:
         print_json(as_document(graph, comparison))
     else:
@@ -79,9 +83,10 @@ def trace(
 def _mode(mode: str | None) -> Mode | None:
     from ddltool.errors import InputError
 
-    if mode is None or mode == "training" or mode == "inference":
-        return mode
-    raise InputError("--mode", f"unknown mode {mode!r}", "training or inference")
+    modes: dict[str | None, Mode | None] = {None: None, "training": "training", "inference": "inference"}
+    if mode not in modes:
+        raise InputError("--mode", f"unknown mode {mode!r}", "training or inference")
+    return modes[mode]
 
 
 def timed_graph(
@@ -204,7 +209,10 @@ def show_trace(graph: Graph, comparison: Comparison, written: list[Path]) -> Non
         spread = f"{show_seconds(result.makespan_min_s)} .. {show_seconds(result.makespan_max_s)}"
         rows.append((name, show_seconds(result.makespan_s), spread, efficiency))
     bounds = comparison.bounds
-    rows += [("lower bound L", show_seconds(bounds.lower_s), "", "1"), ("upper bound U", show_seconds(bounds.upper_s), "", "0")]
+    rows += [
+        ("lower bound L", show_seconds(bounds.lower_s), "", "1"),
+        ("upper bound U", show_seconds(bounds.upper_s), "", "0"),
+    ]
     console.print(table("Order of transfers (simulated)", ("order", "step time", "min .. max", "efficiency E"), rows))
     if comparison.undefined_reason:
         console.print(f"E is undefined: {comparison.undefined_reason}")

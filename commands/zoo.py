@@ -13,7 +13,9 @@ from ddltool.commands.options import Json
 def zoo(
     write: Annotated[
         Optional[Path],  # noqa: UP045
-        typer.Option(metavar="FOLDER", help="Write the fixture graphs (zoo and papers' toys) here.", show_default=False),
+        typer.Option(
+            metavar="FOLDER", help="Write the fixture graphs (zoo and papers' toys) here.", show_default=False
+        ),
     ] = None,
     as_json: Json = False,
 ) -> None:

@@ -53,7 +53,11 @@ class MeasureRequest:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        for name, values in (("batch sizes", self.batch_sizes), ("replicas", self.replicas), ("repeats", (self.repeats,))):
+        for name, values in (
+            ("batch sizes", self.batch_sizes),
+            ("replicas", self.replicas),
+            ("repeats", (self.repeats,)),
+        ):
             if not values or min(values) < 1:
                 raise InputError(name, f"are {values}", "give whole numbers >= 1")
 
@@ -103,7 +107,9 @@ def reliability(frame: pd.DataFrame) -> list[str]:
     wide = frame[frame["step_time_spread_s"] > RELIABLE_SPREAD * frame["step_time_s"]]
     if len(wide):
         worst = (wide["step_time_spread_s"] / wide["step_time_s"]).max()
-        found.append(f"{len(wide)} of {len(frame)} rows spread by up to {worst:.0%}; stop other load or raise --repeats")
+        found.append(
+            f"{len(wide)} of {len(frame)} rows spread by up to {worst:.0%}; stop other load or raise --repeats"
+        )
     if (frame["step_time_s"] < SHORTEST_STEP_S).any():
         found.append("steps below 1 ms measure the framework more than the model; use larger batch sizes")
     if (frame["repeats"] < FEWEST_REPEATS).any():
@@ -116,7 +122,9 @@ def _check_cuda(replicas: int) -> None:
 
     found = torch.cuda.device_count()
     if found < replicas:
-        raise InputError("--device", f"cuda has {found} devices for {replicas} replicas", "use --device cpu or fewer replicas")
+        raise InputError(
+            "--device", f"cuda has {found} devices for {replicas} replicas", "use --device cpu or fewer replicas"
+        )
 
 
 def _run_group(request: MeasureRequest, replicas: int, threads: int) -> Iterator[dict[str, Any]]:
@@ -167,7 +175,12 @@ def _free_port() -> int:
 
 
 def _child(
-    request: MeasureRequest, rank: int, replicas: int, threads: int, port: int, results: multiprocessing.Queue[tuple[str, Any]]
+    request: MeasureRequest,
+    rank: int,
+    replicas: int,
+    threads: int,
+    port: int,
+    results: multiprocessing.Queue[tuple[str, Any]],
 ) -> None:
     """Run one replica; whatever goes wrong reaches the parent as text."""
     import torch
@@ -189,7 +202,9 @@ def _child(
         return  # the parent was interrupted as well and reports it
     except Exception as error:
         text = one_line(f"{type(error).__name__}: {error}")[:300]
-        results.put(("error", (request.source, f"a training step failed ({text})", "it must train on its example inputs")))
+        results.put(
+            ("error", (request.source, f"a training step failed ({text})", "it must train on its example inputs"))
+        )
     else:
         if rank == 0:
             results.put(("done", None))
@@ -262,7 +277,7 @@ def _time_steps(
         started = _now(device)
         with waiting:
             loss = step.loss(wrapped(*inputs))
-            loss.backward()  # type: ignore[no-untyped-call]
+            loss.backward()
         optimizer.step()
         optimizer.zero_grad()
         return _slowest(_now(device) - started, replicas, device)

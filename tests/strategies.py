@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from ddltool.graph import Graph, Op
 from hypothesis import strategies as st
+
+from ddltool.graph import Graph, Op
 
 # Small whole numbers make ties, where ordering goes wrong; sevenths make sums that floats cannot hold exactly.
 TIMES = st.one_of(st.integers(0, 4).map(float), st.integers(1, 20).map(lambda k: k / 7), st.just(0.1))

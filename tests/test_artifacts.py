@@ -11,13 +11,14 @@ import time
 from pathlib import Path
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
 from ddltool.artifacts import check_writable, load, read_document, save, to_json, write_text
 from ddltool.errors import InputError, did_you_mean
 from ddltool.job import Cluster, Constraints, DeviceOffer, Job, read_job
 from ddltool.plan import Assignment, Enforcement, Plan, RankEnforcement
 from ddltool.schemas import MODELS, schema_of
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 JOB = "kind: ddltool.job\nname: j\nmax_workers: 4\ndevices:\n  - {type: V100, count: 2, capability_per_s: 3}\n"
 
@@ -112,7 +113,9 @@ jobs = st.builds(
     max_workers=st.integers(1, 1000),
     batch_size=st.integers(1, 1000),
     devices=st.lists(offers, min_size=1, max_size=4, unique_by=lambda offer: offer.type),
-    constraints=st.builds(Constraints, homogeneous=st.booleans(), determinism=st.sampled_from([None, "D0", "D1", "D2"])),
+    constraints=st.builds(
+        Constraints, homogeneous=st.booleans(), determinism=st.sampled_from([None, "D0", "D1", "D2"])
+    ),
 )
 assignments = st.builds(
     Assignment,
@@ -228,13 +231,18 @@ def test_every_kind_has_a_schema() -> None:
     for kind in MODELS:
         assert schema_of(kind)["properties"]["schema_version"]
         assert schema_of(f"ddltool.{kind}") == schema_of(kind)
-    with pytest.raises(InputError, match='unknown kind \'plann\'; did you mean "plan"'):
+    with pytest.raises(InputError, match="unknown kind 'plann'; did you mean \"plan\""):
         schema_of("plann")
 
 
 def test_cluster_counts() -> None:
     cluster = Cluster.model_validate(
-        {"nodes": [{"name": "a", "count": 2, "devices": {"type": "T4", "count": 4}}, {"name": "b", "devices": {"type": "T4"}}]}
+        {
+            "nodes": [
+                {"name": "a", "count": 2, "devices": {"type": "T4", "count": 4}},
+                {"name": "b", "devices": {"type": "T4"}},
+            ]
+        }
     )
     assert cluster.device_counts() == {"T4": 9}
 

@@ -10,6 +10,9 @@ from random import Random
 
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
 from ddltool.analyzers.communication.efficiency import bounds
 from ddltool.analyzers.communication.order import first_recv, precedes, tac, tic, undominated
 from ddltool.analyzers.communication.properties import INFINITE, Properties, find_dependencies, whole_times
@@ -17,13 +20,12 @@ from ddltool.analyzers.communication.timeline import simulate
 from ddltool.analyzers.communication.toys import figure1, figure4a, figure4b
 from ddltool.errors import InputError
 from ddltool.graph import RECV, Graph, Op
-from hypothesis import given, settings
-from hypothesis import strategies as st
-
 from tests.strategies import timed_graphs
 
 
-def straightforward(graph: Graph, outstanding: set[str], times: Mapping[str, Fraction]) -> dict[str, tuple[object, ...]]:
+def straightforward(
+    graph: Graph, outstanding: set[str], times: Mapping[str, Fraction]
+) -> dict[str, tuple[object, ...]]:
     """Algorithm 1 word for word, with sets and fractions: (P, M, M+) of every outstanding recv."""
     dep: dict[str, set[str]] = {}
     for position in graph.topological_order():
@@ -66,7 +68,9 @@ def test_figure_4a_is_johnsons_rule() -> None:
         b_first = m_b + max(p_b, m_a) + p_a
         graph = figure4a(m_a, p_a, m_b, p_b)
         order = tac(graph).order
-        assert {order[0]} <= {name for name, span in (("recvA", a_first), ("recvB", b_first)) if span <= min(a_first, b_first)}
+        assert {order[0]} <= {
+            name for name, span in (("recvA", a_first), ("recvB", b_first)) if span <= min(a_first, b_first)
+        }
         assert simulate(graph, tac(graph).priority, 0).makespan_s == pytest.approx(min(a_first, b_first))
 
 
@@ -147,7 +151,9 @@ def reachable(start: str, names: set[str], before: object) -> set[str]:
 
 def test_the_circle_of_the_comparator() -> None:
     """(P, M, M+) = (3,3,9) < (6,3,10) < (4,4,5) < (3,3,9): nobody is free, all three are the strongest circle."""
-    compute, transfer, impending = (np.array(column, dtype=np.int64) for column in ((3, 6, 4, 1), (3, 3, 4, 9), (9, 10, 5, 50)))
+    compute, transfer, impending = (
+        np.array(column, dtype=np.int64) for column in ((3, 6, 4, 1), (3, 3, 4, 9), (9, 10, 5, 50))
+    )
     before = precedes(compute, transfer, impending)
     assert before[0, 1]
     assert before[1, 2]
@@ -159,7 +165,10 @@ def test_the_circle_of_the_comparator() -> None:
 @settings(max_examples=200, deadline=None)
 def test_nothing_depends_on_how_the_file_is_sorted(graph: Graph, random: Random) -> None:
     rows = [
-        Op(**{name: getattr(op, name) for name in Op.__slots__} | {"inputs": tuple(random.sample(op.inputs, len(op.inputs)))})
+        Op(
+            **{name: getattr(op, name) for name in Op.__slots__}
+            | {"inputs": tuple(random.sample(op.inputs, len(op.inputs)))}
+        )
         for op in graph.ops()
     ]
     random.shuffle(rows)
@@ -169,7 +178,9 @@ def test_nothing_depends_on_how_the_file_is_sorted(graph: Graph, random: Random)
     for priority in (None, tac(graph).priority):
         left, right = simulate(graph, priority, 3), simulate(shuffled, priority, 3)
         assert left.makespan_s == right.makespan_s
-        assert dict(zip(graph.names, left.start_s, strict=True)) == dict(zip(shuffled.names, right.start_s, strict=True))
+        assert dict(zip(graph.names, left.start_s, strict=True)) == dict(
+            zip(shuffled.names, right.start_s, strict=True)
+        )
 
 
 @given(timed_graphs(max_recvs=4, max_computes=5))
@@ -196,7 +207,13 @@ def test_tac_is_near_optimal_on_chains() -> None:
         ops: list[Op] = []
         for layer in range(6):
             ops.append(
-                Op(name=f"r{layer}", kind="recv", resource="channel:0", duration_s=random.uniform(1, 5), parameter=f"{layer}")
+                Op(
+                    name=f"r{layer}",
+                    kind="recv",
+                    resource="channel:0",
+                    duration_s=random.uniform(1, 5),
+                    parameter=f"{layer}",
+                )
             )
             inputs = (f"r{layer}", *((f"c{layer - 1}",) if layer else ()))
             ops.append(Op(name=f"c{layer}", kind="compute", duration_s=random.uniform(1, 5), inputs=inputs))
@@ -214,7 +231,9 @@ def test_ties_follow_the_order_of_use_then_the_name() -> None:
 
 def test_first_recv_prefers_more_compute_on_equal_impending() -> None:
     ops = [Op(name=name, kind="recv", resource="channel:0", duration_s=5.0, parameter=name) for name in ("a", "b")]
-    ops += [Op(name=f"c{name}", kind="compute", duration_s=time, inputs=(name,)) for name, time in (("a", 1.0), ("b", 3.0))]
+    ops += [
+        Op(name=f"c{name}", kind="compute", duration_s=time, inputs=(name,)) for name, time in (("a", 1.0), ("b", 3.0))
+    ]
     graph = Graph.from_ops("two", "inference", ops)
     properties = Properties(find_dependencies(graph), whole_times(graph))
     assert first_recv(properties, np.arange(2)) == 1

@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections.abc import Mapping
 
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
 from ddltool.analyzers.communication.efficiency import bounds, compare, efficiency, verdict
 from ddltool.analyzers.communication.order import tac
 from ddltool.analyzers.communication.perfetto import to_chrome_trace
 from ddltool.analyzers.communication.timeline import Timeline, simulate
 from ddltool.analyzers.communication.toys import figure1, figure4b
 from ddltool.graph import COMPUTE, RECV, Graph, Op
-from hypothesis import given, settings
-from hypothesis import strategies as st
-
 from tests.strategies import timed_graphs
 
 CLOSE = 1e-9
@@ -31,11 +32,15 @@ def check_certificate(graph: Graph, timeline: Timeline, priority: Mapping[str, i
     for lane in range(len(graph.resource_names)):
         ops = [int(op) for op in np.flatnonzero(graph.resource == lane)]
         ops.sort(key=lambda op: (start[op], end[op]))
-        for one, two in zip(ops, ops[1:], strict=False):
+        for one, two in itertools.pairwise(ops):
             assert end[one] <= start[two] + CLOSE  # one at a time
         for op in ops:
             # While it was ready and waiting, its resource was busy all the time.
-            busy = sum(min(end[o], start[op]) - max(start[o], ready[op]) for o in ops if end[o] > ready[op] and start[o] < start[op])
+            busy = sum(
+                min(end[o], start[op]) - max(start[o], ready[op])
+                for o in ops
+                if end[o] > ready[op] and start[o] < start[op]
+            )
             assert busy == pytest.approx(start[op] - ready[op], abs=1e-8)
             number = (priority or {}).get(graph.names[op])
             for other in ops:
@@ -99,7 +104,10 @@ def test_a_graph_that_takes_no_time() -> None:
 
 
 def chain(layers: int, transfer: float, compute: float) -> Graph:
-    ops = [Op(name=f"r{i}", kind="recv", resource="channel:0", duration_s=transfer, parameter=str(i)) for i in range(layers)]
+    ops = [
+        Op(name=f"r{i}", kind="recv", resource="channel:0", duration_s=transfer, parameter=str(i))
+        for i in range(layers)
+    ]
     for i in range(layers):
         inputs = (f"r{i}", *((f"c{i - 1}",) if i else ()))
         ops.append(Op(name=f"c{i}", kind="compute", duration_s=compute, inputs=inputs))

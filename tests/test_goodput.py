@@ -9,6 +9,9 @@ from pathlib import Path
 import numpy as np
 import pandas as pd
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
 from ddltool.analyzers.goodput.curve import summarise
 from ddltool.analyzers.goodput.fit import NAMES, SLOPE_PRIOR, _Problem, evaluate, fit
 from ddltool.analyzers.goodput.observations import Observations, concatenate, from_frame
@@ -24,8 +27,6 @@ from ddltool.analyzers.goodput.throughput import (
 )
 from ddltool.errors import InputError
 from ddltool.profile import read_table
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 APPLICATIONS = ("bert", "cifar10", "deepspeech2", "imagenet", "ncf", "yolov3")
 times = st.floats(1e-6, 10.0)
@@ -42,13 +43,17 @@ params = st.builds(
 
 
 @given(params, st.integers(1, 16), st.integers(1, 64), st.integers(1, 512), st.integers(0, 4))
-def test_a_step_lies_between_full_overlap_and_none(p: ThroughputParams, nodes: int, more: int, batch: int, steps: int) -> None:
+def test_a_step_lies_between_full_overlap_and_none(
+    p: ThroughputParams, nodes: int, more: int, batch: int, steps: int
+) -> None:
     replicas = nodes + more - 1
     grad, sync = float(grad_time_s(p, batch)), float(sync_time_s(p, nodes, replicas))
     step = float(iteration_time_s(p, nodes, replicas, batch, steps))
     assert steps * grad + max(grad, sync) <= step * (1 + 1e-12)
     assert step <= (steps * grad + grad + sync) * (1 + 1e-12)
-    assert float(throughput_per_s(p, nodes, replicas, batch, steps)) == pytest.approx(replicas * batch * (steps + 1) / step)
+    assert float(throughput_per_s(p, nodes, replicas, batch, steps)) == pytest.approx(
+        replicas * batch * (steps + 1) / step
+    )
 
 
 @given(st.floats(1e-300, 1e300), st.floats(1e-300, 1e300), st.floats(1, 10))
@@ -91,7 +96,9 @@ def test_shapes() -> None:
     assert np.asarray(sync_time_s(p, [1, 1, 2], [2, 5, 5])).tolist() == [1.0, 4.0, 4.0]
 
 
-@pytest.mark.parametrize(("name", "value"), [("gamma", 0.9), ("gamma", math.nan), ("alpha_grad_s", -1.0), ("beta_grad_s", math.inf)])
+@pytest.mark.parametrize(
+    ("name", "value"), [("gamma", 0.9), ("gamma", math.nan), ("alpha_grad_s", -1.0), ("beta_grad_s", math.inf)]
+)
 def test_bad_parameters(name: str, value: float) -> None:
     with pytest.raises(InputError, match=f"{name}: is {value}"):
         ThroughputParams(**{**dict.fromkeys(NAMES, 1.0), name: value})
@@ -211,7 +218,9 @@ def test_bad_rows_are_named(changes: dict[str, list[object]], message: str) -> N
 
 def test_adaptdl_placements() -> None:
     """One digit per node: 1 is one GPU, 44 is two nodes of four, 103 has an empty node in between."""
-    table = pd.DataFrame({"placement": [1, 44, "103"], "local_bsz": [4] * 3, "step_time": [1.0] * 3, "sync_time": [0.2] * 3})
+    table = pd.DataFrame(
+        {"placement": [1, 44, "103"], "local_bsz": [4] * 3, "step_time": [1.0] * 3, "sync_time": [0.2] * 3}
+    )
     rows = from_frame(table, "placements.csv")
     assert rows.num_nodes.tolist() == [1, 2, 2]
     assert rows.num_replicas.tolist() == [1, 8, 4]
@@ -240,8 +249,14 @@ def test_telemetry_leaves_waiting_and_warm_up_out() -> None:
 @given(st.floats(0.001, 1.0), st.floats(0.0001, 0.1), st.floats(1e6, 1e9), st.floats(1e4, 1e7))
 def test_the_curve_of_a_known_device(overhead: float, each: float, base: float, per_sample: float) -> None:
     batches = np.array([1, 2, 4, 8, 16, 32])
-    rows = frame().iloc[[0] * 6].assign(
-        local_batch_size=batches, step_time_s=overhead + each * batches, peak_memory_bytes=base + per_sample * batches
+    rows = (
+        frame()
+        .iloc[[0] * 6]
+        .assign(
+            local_batch_size=batches,
+            step_time_s=overhead + each * batches,
+            peak_memory_bytes=base + per_sample * batches,
+        )
     )
     summary = summarise(rows, base + per_sample * 100.5)["cpu"]
     assert summary.launch_overhead_s == pytest.approx(overhead, rel=1e-4, abs=1e-6)

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 from pathlib import Path
 
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
 from ddltool.errors import InputError
 from ddltool.graph import RECV, Graph, Op, natural_key
 from ddltool.graph_io import from_document, read_graph, to_document, write_graph
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 
 def recv(name: str, **fields: object) -> Op:
@@ -62,7 +64,7 @@ def test_a_cycle_is_reported_with_its_edges() -> None:
     cycle = caught.value.problem.partition("cycle: ")[2].split(" -> ")
     edges = {(source, op.name) for op in ops for source in op.inputs}
     assert cycle[0] == cycle[-1]
-    assert set(zip(cycle, cycle[1:], strict=False)) <= edges
+    assert set(itertools.pairwise(cycle)) <= edges
     assert set(cycle) == {"a", "b", "c"}
 
 
@@ -101,7 +103,9 @@ def graphs(draw: st.DrawFn) -> Graph:
                 estimate=estimate,
             )
         )
-    meta = draw(st.dictionaries(st.text(max_size=4), st.one_of(st.none(), st.booleans(), st.integers(-9, 9), st.text())))
+    meta = draw(
+        st.dictionaries(st.text(max_size=4), st.one_of(st.none(), st.booleans(), st.integers(-9, 9), st.text()))
+    )
     return Graph.from_ops("g", "training", ops, batch_size=draw(st.one_of(st.none(), st.integers(1, 99))), meta=meta)
 
 

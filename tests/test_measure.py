@@ -11,10 +11,11 @@ from typing import Any
 import psutil
 import pytest
 import torch
+from torch import Tensor, nn
+
 from ddltool.errors import DdlToolError, InputError
 from ddltool.profile import check_profile
 from ddltool.runtime.measure import MeasureRequest, Progress, measure, reliability
-from torch import Tensor, nn
 
 
 @dataclass
@@ -48,7 +49,9 @@ def resolver(source: str, batch_size: int) -> Step:
         os._exit(9)
     if source == "dies late" and torch.distributed.is_initialized() and torch.distributed.get_rank() == 1:
         os._exit(7)
-    return Step(Limited() if source == "limited" else nn.Sequential(nn.Linear(16, 64), nn.ReLU(), nn.Linear(64, 16)), (x,))
+    return Step(
+        Limited() if source == "limited" else nn.Sequential(nn.Linear(16, 64), nn.ReLU(), nn.Linear(64, 16)), (x,)
+    )
 
 
 REQUEST = MeasureRequest(

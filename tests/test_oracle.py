@@ -3,24 +3,46 @@
 from __future__ import annotations
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
 from ddltool.analyzers.oracle.roofline import assign_channels, coverage, estimate_roofline
 from ddltool.device import Device, Network
 from ddltool.errors import InputError
 from ddltool.fixtures.loading import devices
 from ddltool.graph import RECV, Graph, Op
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 BOX = Device(
-    name="box", title="", peak_flops={"float32": 100.0, "float16": 400.0}, memory_bytes_per_s=10.0, memory_gib=1, source=""
+    name="box",
+    title="",
+    peak_flops={"float32": 100.0, "float16": 400.0},
+    memory_bytes_per_s=10.0,
+    memory_gib=1,
+    source="",
 )
 
 
 def graph(dtype: str = "float32") -> Graph:
     ops = [
         Op(name="r", kind="recv", resource="channel:0", size_bytes=50.0, parameter="w"),
-        Op(name="bound by flops", kind="compute", flops=300.0, size_bytes=20.0, inputs=("r",), estimate="rule", op_type="a"),
-        Op(name="bound by memory", kind="compute", flops=100.0, size_bytes=40.0, inputs=("r",), estimate="default", op_type="b"),
+        Op(
+            name="bound by flops",
+            kind="compute",
+            flops=300.0,
+            size_bytes=20.0,
+            inputs=("r",),
+            estimate="rule",
+            op_type="a",
+        ),
+        Op(
+            name="bound by memory",
+            kind="compute",
+            flops=100.0,
+            size_bytes=40.0,
+            inputs=("r",),
+            estimate="default",
+            op_type="b",
+        ),
         Op(name="view", kind="compute", flops=9.0, size_bytes=9.0, inputs=("r",), estimate="free", op_type="c"),
         Op(name="no word", kind="compute", size_bytes=10.0, inputs=("r",), op_type="d"),
         Op(name="s", kind="send", resource="channel:0", size_bytes=50.0, parameter="w", inputs=("bound by flops",)),
@@ -51,7 +73,9 @@ sizes = st.lists(st.integers(0, 1000), min_size=1, max_size=30)
 
 @given(sizes, st.integers(1, 8), st.randoms(use_true_random=False))
 @settings(max_examples=100, deadline=None)
-def test_channels_are_balanced_whatever_the_order_of_the_file(parameters: list[int], servers: int, random: object) -> None:
+def test_channels_are_balanced_whatever_the_order_of_the_file(
+    parameters: list[int], servers: int, random: object
+) -> None:
     ops = [
         Op(name=f"r{i}", kind="recv", resource="channel:0", size_bytes=size, parameter=f"p{i}")
         for i, size in enumerate(parameters)

@@ -10,6 +10,7 @@ from random import Random
 import numpy as np
 import pandas as pd
 import pytest
+
 from ddltool.analyzers.placement.bsp import plan_bsp
 from ddltool.analyzers.placement.capability import capability_from_graph, capability_from_profile
 from ddltool.analyzers.placement.closed_form import best_step_time, capacity
@@ -58,7 +59,9 @@ def test_throughput_equals_the_closed_form_on_1000_random_jobs() -> None:
         capability = {device.name: device.capability_per_s for device in case.devices}
         # Formula 1c and 1d word for word, over GPUs: throughput = sum N C - waste.
         used = sum(row.devices * capability[row.device_type] for row in made.assignments)
-        waste = sum(row.devices * (capability[row.device_type] - row.ests_per_device / exact) for row in made.assignments)
+        waste = sum(
+            row.devices * (capability[row.device_type] - row.ests_per_device / exact) for row in made.assignments
+        )
         assert made.waste == pytest.approx(float(waste), abs=1e-9)
         assert made.throughput == pytest.approx(float(used) - made.waste)
         assert made.est_count == case.max_workers
@@ -149,7 +152,14 @@ def job(**changes: object) -> Job:
         DeviceOffer(type="V100", count=4, capability_per_s=3.0, memory_gib=16, price_per_hour=2.1),
         DeviceOffer(type="T4", count=4, capability_per_s=1.0, memory_gib=15, price_per_hour=0.4),
     ]
-    fields = {"name": "j", "max_workers": 6, "batch_size": 4, "devices": devices, "constraints": Constraints(), **changes}
+    fields = {
+        "name": "j",
+        "max_workers": 6,
+        "batch_size": 4,
+        "devices": devices,
+        "constraints": Constraints(),
+        **changes,
+    }
     return Job(**fields)  # type: ignore[arg-type]
 
 
@@ -172,7 +182,9 @@ def test_infeasible_jobs_say_which_constraint(limits: dict[str, float], message:
 
 def test_missing_figures() -> None:
     plain = [DeviceOffer(type="T4", count=1, capability_per_s=1.0)]
-    with pytest.raises(InputError, match="devices.T4.memory_gib: is missing; constraints.memory_per_worker_gib needs it"):
+    with pytest.raises(
+        InputError, match="devices.T4.memory_gib: is missing; constraints.memory_per_worker_gib needs it"
+    ):
         from_job(job(devices=plain, constraints=Constraints(memory_per_worker_gib=1)), RATES)
 
 
@@ -197,7 +209,10 @@ def test_constraints_change_the_plan() -> None:
 
 def test_plans_do_not_depend_on_the_order_of_the_devices() -> None:
     random = Random(2)
-    offers = [DeviceOffer(type=f"g{i}", count=random.randint(1, 5), capability_per_s=random.choice([1, 2, 3])) for i in range(5)]
+    offers = [
+        DeviceOffer(type=f"g{i}", count=random.randint(1, 5), capability_per_s=random.choice([1, 2, 3]))
+        for i in range(5)
+    ]
     rates = {offer.type: float(offer.capability_per_s or 0) for offer in offers}
     first = solve_est(from_job(job(devices=offers, max_workers=13), rates), top_k=3)
     for _ in range(5):
@@ -235,7 +250,11 @@ def test_capacity_is_greedy_by_room() -> None:
 
 def test_equal_split() -> None:
     made = plan_bsp(problem((3.0, 1.0), (1, 2), 5))  # 20 samples on three devices
-    assert [(row.device_type, row.devices, row.local_batch_size) for row in made.assignments] == [("t0", 1, 7), ("t1", 1, 7), ("t1", 1, 6)]
+    assert [(row.device_type, row.devices, row.local_batch_size) for row in made.assignments] == [
+        ("t0", 1, 7),
+        ("t1", 1, 7),
+        ("t1", 1, 6),
+    ]
     assert made.iteration_s == pytest.approx(7 / 4 / 1.0)
     assert made.throughput == pytest.approx(5 / (7 / 4))
     assert solve_est(problem((3.0, 1.0), (1, 2), 5)).throughput > made.throughput
@@ -248,7 +267,10 @@ def test_equal_split() -> None:
 def test_enforcement_follows_the_plan() -> None:
     made = solve_est(problem((3.0, 1.0), (1, 1), 4))
     ranks = to_enforcement(made).ranks
-    assert [(rank.rank, rank.device_type, rank.ests, rank.local_batch_size) for rank in ranks] == [(0, "t0", 3, 12), (1, "t1", 1, 4)]
+    assert [(rank.rank, rank.device_type, rank.ests, rank.local_batch_size) for rank in ranks] == [
+        (0, "t0", 3, 12),
+        (1, "t1", 1, 4),
+    ]
     assert to_enforcement(made).total_batch_size == made.max_workers * made.batch_size
 
 

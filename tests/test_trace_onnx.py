@@ -7,12 +7,13 @@ from pathlib import Path
 import numpy as np
 import onnx
 import pytest
-from ddltool.analyzers.tracing.onnx_adapter import trace_onnx
-from ddltool.errors import InputError
-from ddltool.graph import COMPUTE, RECV
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from onnx import TensorProto, helper, numpy_helper
+
+from ddltool.analyzers.tracing.onnx_adapter import trace_onnx
+from ddltool.errors import InputError
+from ddltool.graph import COMPUTE, RECV
 
 LIGHT = Path(onnx.__file__).parent / "backend" / "test" / "data" / "light"
 # Known from the models' definitions: all used floating-point values, and those less the running statistics.
@@ -86,7 +87,12 @@ def test_a_small_model_by_hand(tmp_path: Path) -> None:
         helper.make_node("Reshape", ["d", "shape"], ["e"]),
         helper.make_node("Relu", ["e"], ["y"], name="Add"),
     ]
-    weights = {"w": np.zeros((4, 5), np.float32), "b": np.zeros(5, np.float16), "shape": np.array([-1]), "unused": np.ones(3)}
+    weights = {
+        "w": np.zeros((4, 5), np.float32),
+        "b": np.zeros(5, np.float16),
+        "shape": np.array([-1]),
+        "unused": np.ones(3),
+    }
     path = saved(model(nodes, weights, ["batch", 4]), tmp_path)
     graph = trace_onnx(path, batch_size=3)
     ops = {op.name: op for op in graph.ops()}
@@ -152,7 +158,9 @@ def test_bad_files(tmp_path: Path) -> None:
             trace_onnx(str(path))
     with pytest.raises(InputError, match="is a folder"):
         trace_onnx(str(tmp_path))
-    whole = model([helper.make_node("Relu", ["x"], ["y"])], {"w": np.zeros(500, np.float32)}, [1, 4]).SerializeToString()
+    whole = model(
+        [helper.make_node("Relu", ["x"], ["y"])], {"w": np.zeros(500, np.float32)}, [1, 4]
+    ).SerializeToString()
     path.write_bytes(whole[:-300])
     with pytest.raises(InputError, match="is not an ONNX file, or is cut off"):
         trace_onnx(str(path))

@@ -9,13 +9,14 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch import Tensor, nn
+from torch.utils.flop_counter import FlopCounterMode
+
 from ddltool.analyzers.tracing.step import TrainingStep, default_loss, guess_inputs, with_batch_size
 from ddltool.analyzers.tracing.torch_adapter import trace_torch
 from ddltool.commands.sources import load_graph, resolve_step
 from ddltool.errors import InputError
 from ddltool.graph import COMPUTE, RECV, SEND, Graph
-from torch import Tensor, nn
-from torch.utils.flop_counter import FlopCounterMode
 
 
 class Branches(nn.Module):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import doctest
 
 import pytest
+
 from ddltool import errors, graph, units
 from ddltool.errors import InputError
 from ddltool.units import parse_bandwidth, parse_duration, show_bytes, show_seconds
@@ -12,7 +13,14 @@ from ddltool.units import parse_bandwidth, parse_duration, show_bytes, show_seco
 
 @pytest.mark.parametrize(
     ("text", "bytes_per_s"),
-    [("10Gbit", 1.25e9), ("100 Mbit/s", 12.5e6), ("1.2GB/s", 1.2e9), ("8bit", 1.0), ("1GiB/s", 2.0**30), ("1e3Mbps", 125e6)],
+    [
+        ("10Gbit", 1.25e9),
+        ("100 Mbit/s", 12.5e6),
+        ("1.2GB/s", 1.2e9),
+        ("8bit", 1.0),
+        ("1GiB/s", 2.0**30),
+        ("1e3Mbps", 125e6),
+    ],
 )
 def test_bandwidth(text: str, bytes_per_s: float) -> None:
     assert parse_bandwidth(text) == pytest.approx(bytes_per_s)
@@ -24,7 +32,9 @@ def test_bad_bandwidth(text: str) -> None:
         parse_bandwidth(text)
 
 
-@pytest.mark.parametrize(("text", "seconds"), [("50us", 5e-5), ("1.5 ms", 1.5e-3), ("0", 0.0), ("2h", 7200.0), ("1min", 60.0)])
+@pytest.mark.parametrize(
+    ("text", "seconds"), [("50us", 5e-5), ("1.5 ms", 1.5e-3), ("0", 0.0), ("2h", 7200.0), ("1min", 60.0)]
+)
 def test_duration(text: str, seconds: float) -> None:
     assert parse_duration(text) == pytest.approx(seconds)
 

@@ -7,9 +7,10 @@ import sys
 
 import pytest
 import torch
+from torch import nn
+
 from ddltool.errors import InputError
 from ddltool.fixtures import zoo
-from torch import nn
 
 TABLE1 = [name for name, entry in zoo.ZOO.items() if entry.published is not None]
 

@@ -20,7 +20,13 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from ddltool.analyzers.communication.properties import INFINITE, Dependencies, Properties, find_dependencies, whole_times
+from ddltool.analyzers.communication.properties import (
+    INFINITE,
+    Dependencies,
+    Properties,
+    find_dependencies,
+    whole_times,
+)
 from ddltool.graph import RECV, Graph, natural_key
 
 
@@ -86,7 +92,8 @@ def precedes(
     """Return the matrix "row strictly precedes column" of Equation 6 with M+ on equality, from P, M and M+ (r,)."""
     left = np.minimum(compute[None, :], transfer[:, None])  # min(P_B, M_A), A the row and B the column
     right = left.T  # min(P_A, M_B)
-    return (left < right) | ((left == right) & (impending[:, None] < impending[None, :]))
+    before: NDArray[np.bool_] = (left < right) | ((left == right) & (impending[:, None] < impending[None, :]))
+    return before
 
 
 def undominated(
@@ -100,9 +107,11 @@ def undominated(
     from scipy.sparse import csr_matrix
     from scipy.sparse.csgraph import connected_components
 
-    count, component = connected_components(csr_matrix(before), directed=True, connection="strong")
+    count, component = connected_components(csr_matrix(before.astype(np.int8)), directed=True, connection="strong")
     rows, columns = np.nonzero(before)
-    entered = {int(component[column]) for row, column in zip(rows, columns, strict=True) if component[row] != component[column]}
+    entered = {
+        int(component[column]) for row, column in zip(rows, columns, strict=True) if component[row] != component[column]
+    }
     strongest = [number for number in range(count) if number not in entered]
     return np.flatnonzero(np.isin(component, strongest))
 

@@ -60,7 +60,13 @@ def _line(batches: NDArray[np.float64], values: NDArray[np.float64]) -> tuple[fl
 def _memory_limit(
     batches: NDArray[np.float64], memory: NDArray[np.float64] | None, limit_bytes: float | None
 ) -> int | None:
-    if memory is None or limit_bytes is None or len(batches) < 2 or not np.isfinite(memory).all() or (memory <= 0).any():
+    if (
+        memory is None
+        or limit_bytes is None
+        or len(batches) < 2
+        or not np.isfinite(memory).all()
+        or (memory <= 0).any()
+    ):
         return None
     base, each = _line(batches, memory)
     if each * batches[-1] < 0.01 * memory[-1]:

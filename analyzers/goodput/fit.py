@@ -156,10 +156,18 @@ class _Problem:
         longer = np.maximum(self.step_s - self.grad_s, floor)
         local = float(np.median(longer[self.local])) if self.local.any() else 1.0
         across = float(np.median(longer[self.across])) if self.across.any() else 1.0
-        values = [max(intercept, floor), max(slope, floor / float(self.batch.max())), local, local / 10, across, across / 10]
+        values = [
+            max(intercept, floor),
+            max(slope, floor / float(self.batch.max())),
+            local,
+            local / 10,
+            across,
+            across / 10,
+        ]
         whole = np.log(np.array([*values, gamma]))
-        limits = np.array(self.bounds)
-        return np.clip(whole[self.free], limits[:, 0], limits[:, 1])
+        low, high = (np.array(side) for side in zip(*self.bounds, strict=True))
+        start: Array = np.clip(whole[self.free], low, high)
+        return start
 
     def _whole(self, logs: Array) -> Array:
         """Return all seven parameters; those that are not free have their priors: 0, and 1 for gamma."""
@@ -191,7 +199,9 @@ class _Problem:
         loss = float(step_error @ (log_step - self.log_step) + grad_error @ (log_grad - self.log_grad))
         by_grad = 2 * (step_error * share + grad_error) / grad
         by_sync = np.where(self.shared, 2 * step_error * (1 - share) / sync, 0.0)
-        by_gamma = np.where(self.shared, 2 * step_error * (share * log_grad + (1 - share) * log_sync - both) / gamma, 0.0)
+        by_gamma = np.where(
+            self.shared, 2 * step_error * (share * log_grad + (1 - share) * log_sync - both) / gamma, 0.0
+        )
         local, across = by_sync * self.local, by_sync * self.across
         whole = np.array(
             [

@@ -39,7 +39,9 @@ class Observations:
 
 def concatenate(parts: Sequence[Observations]) -> Observations:
     """Return all rows of the parts, one after the other."""
-    return Observations(**{f.name: np.concatenate([getattr(part, f.name) for part in parts]) for f in fields(Observations)})
+    return Observations(
+        **{f.name: np.concatenate([getattr(part, f.name) for part in parts]) for f in fields(Observations)}
+    )
 
 
 def from_frame(frame: pd.DataFrame, where: str) -> Observations:
@@ -107,7 +109,9 @@ def _from_telemetry(frame: pd.DataFrame, where: str) -> Observations:
     bad = np.argwhere(~np.isfinite(numbers.to_numpy(dtype=float)) | (numbers.to_numpy(dtype=float) < 0))
     if bad.size:
         row, column = int(bad[0][0]), str(numbers.columns[bad[0][1]])
-        raise InputError(f"{where}:line {row + 1}:{column}", f"is {frame[column].iloc[row]}", "it must be a number >= 0")
+        raise InputError(
+            f"{where}:line {row + 1}:{column}", f"is {frame[column].iloc[row]}", "it must be a number >= 0"
+        )
     steady = numbers[numbers["step"] >= WARMUP_STEPS] if numbers["step"].nunique() > 2 * WARMUP_STEPS else numbers
     steady = steady[(steady["batch"] > 0) & (steady["compute_s"] > 0)]
     if steady.empty:

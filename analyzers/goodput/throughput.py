@@ -109,7 +109,9 @@ def throughput_per_s(
 
 def efficiency(noise_scale: ArrayLike, total_batch_size: ArrayLike, initial_batch_size: ArrayLike) -> Array | float:
     """Return the statistical efficiency ``(phi + M0) / (phi + M)`` (Pollux, Equation 7); phi in samples."""
-    phi, total, first = (np.asarray(item, dtype=np.float64) for item in (noise_scale, total_batch_size, initial_batch_size))
+    phi, total, first = (
+        np.asarray(item, dtype=np.float64) for item in (noise_scale, total_batch_size, initial_batch_size)
+    )
     return _shaped((phi + first) / (phi + total), noise_scale, total_batch_size, initial_batch_size)
 
 

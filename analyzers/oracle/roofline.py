@@ -79,12 +79,12 @@ def assign_channels(graph: Graph, servers: int) -> Graph:
     names = tuple([f"channel:{number}" for number in used] + computes)
     place = {name: number for number, name in enumerate(names)}
     resource = graph.resource.copy()
-    for position in range(len(graph)):
-        if graph.kind[position] == COMPUTE:
-            resource[position] = place[graph.resource_names[graph.resource[position]]]
+    for op in range(len(graph)):
+        if graph.kind[op] == COMPUTE:
+            resource[op] = place[graph.resource_names[graph.resource[op]]]
         else:
-            key = graph.parameter[position] or graph.names[position]
-            resource[position] = place[f"channel:{channel[key]}"]
+            key = graph.parameter[op] or graph.names[op]
+            resource[op] = place[f"channel:{channel[key]}"]
     return replace(graph, resource=resource, resource_names=names)
 
 

@@ -24,7 +24,9 @@ def capability_from_profile(frame: pd.DataFrame, device_type: str, batch_size: i
     if len(devices) != 1:
         if device_type not in devices:
             problem = f"has no single-replica rows of device {device_type!r}"
-            raise InputError(where, problem, did_you_mean(device_type, devices) if devices else "profile with --replicas 1")
+            raise InputError(
+                where, problem, did_you_mean(device_type, devices) if devices else "profile with --replicas 1"
+            )
         single = single[single["device"] == device_type]
     times = single.groupby("local_batch_size")["step_time_s"].median().sort_index()
     batches = times.index.to_numpy(dtype=float)

@@ -134,11 +134,11 @@ def _solve_window(
     if answer is None:
         return None
     values, proven, bound = answer
-    counts = [0] * len(problem.devices)
+    found = [0] * len(problem.devices)
     for place, value in zip(group, values[len(chosen) :], strict=True):
-        counts[place] = value
+        found[place] = value
     step = steps[values.index(1)]
-    return _Solution(counts=tuple(counts), step_s=step, proven=proven, bound_s=steps[min(bound, len(steps) - 1)])
+    return _Solution(counts=tuple(found), step_s=step, proven=proven, bound_s=steps[min(bound, len(steps) - 1)])
 
 
 def _minimise_in_turn(
@@ -178,7 +178,9 @@ def _minimise_in_turn(
 def _add_limits(
     model: cp_model.CpModel, problem: Problem, devices: Sequence[DeviceType], used: Sequence[cp_model.IntVar]
 ) -> None:
-    model.add(cp_model.LinearExpr.sum(list(used)) <= min(problem.max_workers, problem.max_devices or problem.max_workers))
+    model.add(
+        cp_model.LinearExpr.sum(list(used)) <= min(problem.max_workers, problem.max_devices or problem.max_workers)
+    )
     if problem.max_price_micro is not None:
         prices = [device.price_micro or 0 for device in devices]
         model.add(cp_model.LinearExpr.weighted_sum(list(used), prices) <= problem.max_price_micro)
@@ -209,9 +211,7 @@ def _window(problem: Problem, devices: Sequence[DeviceType]) -> tuple[Fraction, 
     return problem.max_workers / _most_capability(problem, devices), (problem.max_workers + used) / pool
 
 
-def _step_times(
-    problem: Problem, devices: Sequence[DeviceType], window: tuple[Fraction, Fraction]
-) -> list[Fraction]:
+def _step_times(problem: Problem, devices: Sequence[DeviceType], window: tuple[Fraction, Fraction]) -> list[Fraction]:
     """Return every possible step time k / C_i in the window, ascending, and its upper end."""
     lower, upper = window
     steps = {
@@ -227,12 +227,19 @@ def _most_capability(problem: Problem, devices: Sequence[DeviceType]) -> Fractio
     bounds = [_fill(devices, problem.max_devices, problem.max_workers)]
     if problem.max_price_micro is not None:
         left, total = Fraction(problem.max_price_micro), Fraction(0)
-        for device in sorted(devices, key=lambda d: -d.capability_per_s / max(d.price_micro or 0, Fraction(1, 10**9))):
-            count = min(Fraction(device.count), left / device.price_micro) if device.price_micro else Fraction(device.count)
+        for device in sorted(devices, key=_price_per_capability):
+            count = (
+                min(Fraction(device.count), left / device.price_micro) if device.price_micro else Fraction(device.count)
+            )
             total += count * device.capability_per_s
             left -= count * (device.price_micro or 0)
         bounds.append(total)
     return min(bounds)
+
+
+def _price_per_capability(device: DeviceType) -> Fraction:
+    """Return the price of capability, millionths an hour per mini-batch a second; free devices first."""
+    return (device.price_micro or 0) / device.capability_per_s
 
 
 def _fill(devices: Sequence[DeviceType], limit: int | None, workers: int) -> Fraction:
@@ -250,7 +257,9 @@ def _greedy_set(problem: Problem, devices: Sequence[DeviceType]) -> list[tuple[D
     left = min(problem.max_workers, problem.max_devices or problem.max_workers)
     money = problem.max_price_micro
     chosen: list[tuple[DeviceType, int]] = []
-    for device in sorted(devices, key=lambda d: -d.capability_per_s / max(d.price_micro or 0, 1) if money else -d.capability_per_s):
+    for device in sorted(
+        devices, key=lambda d: -d.capability_per_s / ((d.price_micro or 1) if money is not None else 1)
+    ):
         count = min(device.count, left)
         if money is not None and device.price_micro:
             count = min(count, money // device.price_micro)

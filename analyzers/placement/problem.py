@@ -100,5 +100,7 @@ def _check_budget(devices: list[DeviceType], budget: float) -> int:
     allowed = _micro(budget, up=False)
     if (cheapest.price_micro or 0) > allowed:
         price = (cheapest.price_micro or 0) / _PRICE_UNIT
-        raise Infeasible(f"max_price_per_hour: {budget:g} an hour buys no device; the cheapest, {cheapest.name}, costs {price:g}")
+        raise Infeasible(
+            f"max_price_per_hour: {budget:g} an hour buys no device; the cheapest, {cheapest.name}, costs {price:g}"
+        )
     return allowed

@@ -54,12 +54,14 @@ p { margin: .4rem 0; } a { color: inherit; } nav { margin: 1rem 0; font-size: .9
 figure { margin: 1rem 0; padding: .8rem; border: 1px solid var(--line); border-radius: 6px; }
 figure svg { display: block; max-width: 100%; height: auto; } figcaption { margin-top: .5rem; }
 .scroll { overflow-x: auto; margin: .8rem 0; } table { border-collapse: collapse; font-variant-numeric: tabular-nums; }
-caption { text-align: left; padding-bottom: .3rem; } th, td { padding: .25rem .8rem .25rem 0; text-align: right; white-space: nowrap; }
+caption { text-align: left; padding-bottom: .3rem; } th, td { padding: .25rem .8rem .25rem 0; text-align: right;
+  white-space: nowrap; }
 th:first-child, td:first-child { text-align: left; } thead th { border-bottom: 1px solid var(--line); }
 tbody tr + tr td { border-top: 1px solid var(--soft); }
 .badge { display: inline-block; padding: 0 .45rem; border: 1px solid currentColor; border-radius: 1rem; font-size: .75rem; }
 details { margin-top: .5rem; } summary { cursor: pointer; color: var(--faint); font-size: .9rem; }
-@media print { body { max-width: none; } details > * { display: block; } nav { display: none; } figure { break-inside: avoid; } }
+@media print { body { max-width: none; } details > * { display: block; }
+  nav { display: none; } figure { break-inside: avoid; } }
 """
 
 

@@ -10,6 +10,7 @@ import io
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import matplotlib as mpl
 import numpy as np
@@ -27,7 +28,7 @@ _INK = "#010203"
 _WIDTH_IN = 8.0
 # Bars closer than this share of the axis cannot be told apart and become one.
 _RESOLUTION = 1 / 1600
-_STYLE = {
+_STYLE: dict[Any, Any] = {
     "svg.hashsalt": "ddltool",
     "svg.fonttype": "none",
     "font.family": "sans-serif",
@@ -249,5 +250,5 @@ def lanes_of(
     lanes = []
     for number, name in sorted(enumerate(names), key=lambda item: (not item[1].startswith("compute"), item[0])):
         chosen = np.flatnonzero(resource == number)
-        lanes.append(Lane(name=name, start_s=start[chosen], end_s=end[chosen], kinds=[kinds[op] for op in chosen]))
+        lanes.append(Lane(name=name, start_s=start[chosen], end_s=end[chosen], kinds=[kinds[int(op)] for op in chosen]))
     return lanes

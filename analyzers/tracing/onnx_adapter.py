@@ -40,7 +40,9 @@ def trace_onnx(path: str, *, batch_size: int | None = None) -> Graph:
     try:
         model = onnx.shape_inference.infer_shapes(model, data_prop=True)
     except Exception as error:  # the checker raises several unrelated types
-        raise InputError(path, f"shapes cannot be inferred ({one_line(str(error))[:200]})", "check the model") from error
+        raise InputError(
+            path, f"shapes cannot be inferred ({one_line(str(error))[:200]})", "check the model"
+        ) from error
     return _Builder(model, path).build(batch)
 
 
@@ -98,7 +100,9 @@ def _inlined(model: ModelProto, path: str) -> ModelProto:
     try:
         return inliner.inline_local_functions(model)
     except Exception as error:  # the inliner is native code and raises bare RuntimeErrors
-        raise InputError(path, f"its functions cannot be inlined ({one_line(str(error))[:200]})", "export it again") from error
+        raise InputError(
+            path, f"its functions cannot be inlined ({one_line(str(error))[:200]})", "export it again"
+        ) from error
 
 
 def _set_batch(graph: GraphProto, batch_size: int | None, path: str) -> int | None:

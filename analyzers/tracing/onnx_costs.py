@@ -35,28 +35,147 @@ class NodeCost:
 
 # Looks at a tensor in another way, or concerns shapes only.
 _FREE = frozenset(
-    "Reshape Flatten Squeeze Unsqueeze Identity Dropout Shape Size Constant ConstantOfShape NonZero Optional "
-    "OptionalGetElement OptionalHasElement SequenceEmpty SequenceConstruct SequenceAt".split()
+    [
+        "Reshape",
+        "Flatten",
+        "Squeeze",
+        "Unsqueeze",
+        "Identity",
+        "Dropout",
+        "Shape",
+        "Size",
+        "Constant",
+        "ConstantOfShape",
+        "NonZero",
+        "Optional",
+        "OptionalGetElement",
+        "OptionalHasElement",
+        "SequenceEmpty",
+        "SequenceConstruct",
+        "SequenceAt",
+    ]
 )
 # Moves data without arithmetic.
 _COPIES = frozenset(
-    "Transpose Concat Slice Split Pad Tile Expand Resize Upsample Cast CastLike DepthToSpace SpaceToDepth ReverseSequence "
-    "ScatterND ScatterElements Scatter Compress Where Range EyeLike OneHot Trilu Unique".split()
+    [
+        "Transpose",
+        "Concat",
+        "Slice",
+        "Split",
+        "Pad",
+        "Tile",
+        "Expand",
+        "Resize",
+        "Upsample",
+        "Cast",
+        "CastLike",
+        "DepthToSpace",
+        "SpaceToDepth",
+        "ReverseSequence",
+        "ScatterND",
+        "ScatterElements",
+        "Scatter",
+        "Compress",
+        "Where",
+        "Range",
+        "EyeLike",
+        "OneHot",
+        "Trilu",
+        "Unique",
+    ]
 )
 # Only the looked-up elements are touched, not the whole table.
-_LOOKUPS = frozenset("Gather GatherElements GatherND".split())
+_LOOKUPS = frozenset(["Gather", "GatherElements", "GatherND"])
 # FLOPs per element of the largest tensor involved.
 _PER_ELEMENT: Mapping[str, float] = {
-    **dict.fromkeys("Add Sub Mul Div Neg Abs Sqrt Reciprocal Floor Ceil Round Sign Min Max Sum Mean Clip Relu".split(), 1.0),
-    **dict.fromkeys("LeakyRelu PRelu ThresholdedRelu Equal Greater GreaterOrEqual Less LessOrEqual And Or Xor".split(), 1.0),
-    **dict.fromkeys("Not IsNaN IsInf Mod BitShift Pow Exp Log Erf Sin Cos Tan Atan Sinh Cosh".split(), 1.0),
-    **dict.fromkeys("ReduceSum ReduceMean ReduceMax ReduceMin ReduceProd ReduceL1 ArgMax ArgMin CumSum TopK".split(), 1.0),
-    **dict.fromkeys("ReduceL2 ReduceSumSquare ReduceLogSum ReduceLogSumExp QuantizeLinear DequantizeLinear".split(), 2.0),
-    **dict.fromkeys("Sigmoid Tanh Elu Selu Celu Softplus Softsign HardSigmoid HardSwish Mish Gelu".split(), 4.0),
-    **dict.fromkeys("Softmax LogSoftmax Hardmax LpNormalization".split(), 5.0),
-    **dict.fromkeys("BatchNormalization InstanceNormalization LayerNormalization GroupNormalization".split(), 4.0),
-    **dict.fromkeys("RMSNormalization MeanVarianceNormalization SkipLayerNormalization".split(), 4.0),
-    **dict.fromkeys("GlobalAveragePool GlobalMaxPool GlobalLpPool RandomNormalLike RandomUniformLike Bernoulli".split(), 1.0),
+    **dict.fromkeys(
+        [
+            "Add",
+            "Sub",
+            "Mul",
+            "Div",
+            "Neg",
+            "Abs",
+            "Sqrt",
+            "Reciprocal",
+            "Floor",
+            "Ceil",
+            "Round",
+            "Sign",
+            "Min",
+            "Max",
+            "Sum",
+            "Mean",
+            "Clip",
+            "Relu",
+        ],
+        1.0,
+    ),
+    **dict.fromkeys(
+        [
+            "LeakyRelu",
+            "PRelu",
+            "ThresholdedRelu",
+            "Equal",
+            "Greater",
+            "GreaterOrEqual",
+            "Less",
+            "LessOrEqual",
+            "And",
+            "Or",
+            "Xor",
+        ],
+        1.0,
+    ),
+    **dict.fromkeys(
+        [
+            "Not",
+            "IsNaN",
+            "IsInf",
+            "Mod",
+            "BitShift",
+            "Pow",
+            "Exp",
+            "Log",
+            "Erf",
+            "Sin",
+            "Cos",
+            "Tan",
+            "Atan",
+            "Sinh",
+            "Cosh",
+        ],
+        1.0,
+    ),
+    **dict.fromkeys(
+        [
+            "ReduceSum",
+            "ReduceMean",
+            "ReduceMax",
+            "ReduceMin",
+            "ReduceProd",
+            "ReduceL1",
+            "ArgMax",
+            "ArgMin",
+            "CumSum",
+            "TopK",
+        ],
+        1.0,
+    ),
+    **dict.fromkeys(
+        ["ReduceL2", "ReduceSumSquare", "ReduceLogSum", "ReduceLogSumExp", "QuantizeLinear", "DequantizeLinear"], 2.0
+    ),
+    **dict.fromkeys(
+        ["Sigmoid", "Tanh", "Elu", "Selu", "Celu", "Softplus", "Softsign", "HardSigmoid", "HardSwish", "Mish", "Gelu"],
+        4.0,
+    ),
+    **dict.fromkeys(["Softmax", "LogSoftmax", "Hardmax", "LpNormalization"], 5.0),
+    **dict.fromkeys(["BatchNormalization", "InstanceNormalization", "LayerNormalization", "GroupNormalization"], 4.0),
+    **dict.fromkeys(["RMSNormalization", "MeanVarianceNormalization", "SkipLayerNormalization"], 4.0),
+    **dict.fromkeys(
+        ["GlobalAveragePool", "GlobalMaxPool", "GlobalLpPool", "RandomNormalLike", "RandomUniformLike", "Bernoulli"],
+        1.0,
+    ),
 }
 
 

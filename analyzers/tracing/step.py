@@ -47,7 +47,9 @@ def default_loss(output: Any) -> Tensor:
     terms = [_term(tensor) for tensor in tensors_in(output)]
     if not terms:
         kind = type(output).__name__
-        raise InputError("SOURCE", f"the module returned {kind} without a floating-point tensor", "return one to train on")
+        raise InputError(
+            "SOURCE", f"the module returned {kind} without a floating-point tensor", "return one to train on"
+        )
     return torch.stack([term.float() for term in terms]).sum()
 
 

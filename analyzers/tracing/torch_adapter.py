@@ -172,8 +172,8 @@ def _to_graph(trace: _Trace, step: TrainingStep, mode: Mode) -> Graph:
     if step.note:
         meta["note"] = step.note
     first = next((value for value in step.inputs if isinstance(value, Tensor) and value.dim() > 0), None)
-    size = int(first.shape[0]) if first is not None else None
-    return Graph.from_ops(step.name, mode, ops, batch_size=size or None, meta=meta, where=step.name)
+    batch = int(first.shape[0]) if first is not None else 0
+    return Graph.from_ops(step.name, mode, ops, batch_size=batch or None, meta=meta, where=step.name)
 
 
 def _phases(trace: _Trace, nodes: list[Node]) -> dict[Node, str]:

@@ -37,39 +37,155 @@ _CPU_ATTENTION: Mapping[str, Any] = {
 }
 # Nothing is computed or moved: memory is handed out, or a tensor is looked at in another way.
 _FREE = frozenset(
-    "empty empty_like empty_strided new_empty new_empty_strided detach alias lift_fresh lift_fresh_copy _unsafe_view "
-    "view reshape _reshape_alias expand t transpose permute squeeze unsqueeze select slice split split_with_sizes chunk "
-    "unbind as_strided as_strided_ unfold diagonal view_as_real view_as_complex sym_size sym_numel sym_stride resolve_conj "
-    "resolve_neg scalar_tensor _assert_tensor_metadata".split()
+    [
+        "empty",
+        "empty_like",
+        "empty_strided",
+        "new_empty",
+        "new_empty_strided",
+        "detach",
+        "alias",
+        "lift_fresh",
+        "lift_fresh_copy",
+        "_unsafe_view",
+        "view",
+        "reshape",
+        "_reshape_alias",
+        "expand",
+        "t",
+        "transpose",
+        "permute",
+        "squeeze",
+        "unsqueeze",
+        "select",
+        "slice",
+        "split",
+        "split_with_sizes",
+        "chunk",
+        "unbind",
+        "as_strided",
+        "as_strided_",
+        "unfold",
+        "diagonal",
+        "view_as_real",
+        "view_as_complex",
+        "sym_size",
+        "sym_numel",
+        "sym_stride",
+        "resolve_conj",
+        "resolve_neg",
+        "scalar_tensor",
+        "_assert_tensor_metadata",
+    ]
 )
 # FLOPs per element of the largest tensor involved; sources of the factors: one operation per visit of an element, five
 # for an exponential with its subtraction, sum and division, as counted in the usual softmax and normalisation listings.
 _PER_ELEMENT: Mapping[str, float] = {
-    **dict.fromkeys("sum mean amax amin max min argmax argmin prod any all norm linalg_vector_norm cumsum".split(), 1.0),
-    **dict.fromkeys("var var_mean std std_mean logsumexp native_dropout native_dropout_backward".split(), 3.0),
-    **dict.fromkeys("_softmax _safe_softmax _log_softmax _softmax_backward_data _log_softmax_backward_data".split(), 5.0),
-    **dict.fromkeys("native_layer_norm native_group_norm native_batch_norm _native_batch_norm_legit".split(), 7.0),
-    **dict.fromkeys("_native_batch_norm_legit_no_training cudnn_batch_norm _batch_norm_with_update".split(), 4.0),
-    **dict.fromkeys("_fused_rms_norm _fused_rms_norm_backward".split(), 5.0),
-    **dict.fromkeys("native_layer_norm_backward native_group_norm_backward native_batch_norm_backward".split(), 10.0),
-    **dict.fromkeys("max_pool2d_with_indices avg_pool2d _adaptive_avg_pool2d mean_pool max_pool1d".split(), 1.0),
-    **dict.fromkeys("max_pool2d_with_indices_backward avg_pool2d_backward _adaptive_avg_pool2d_backward".split(), 1.0),
-    **dict.fromkeys("nll_loss_forward nll_loss_backward nll_loss2d_forward nll_loss2d_backward mse_loss".split(), 2.0),
-    **dict.fromkeys("mse_loss_backward gelu gelu_backward silu silu_backward tanh_backward sigmoid_backward".split(), 8.0),
-    **dict.fromkeys("bernoulli bernoulli_ rand rand_like randn randn_like normal_ uniform_ random_".split(), 1.0),
-    **dict.fromkeys("sort topk roll flip histc bincount unique_consecutive".split(), 1.0),
+    **dict.fromkeys(
+        [
+            "sum",
+            "mean",
+            "amax",
+            "amin",
+            "max",
+            "min",
+            "argmax",
+            "argmin",
+            "prod",
+            "any",
+            "all",
+            "norm",
+            "linalg_vector_norm",
+            "cumsum",
+        ],
+        1.0,
+    ),
+    **dict.fromkeys(
+        ["var", "var_mean", "std", "std_mean", "logsumexp", "native_dropout", "native_dropout_backward"], 3.0
+    ),
+    **dict.fromkeys(
+        ["_softmax", "_safe_softmax", "_log_softmax", "_softmax_backward_data", "_log_softmax_backward_data"], 5.0
+    ),
+    **dict.fromkeys(["native_layer_norm", "native_group_norm", "native_batch_norm", "_native_batch_norm_legit"], 7.0),
+    **dict.fromkeys(["_native_batch_norm_legit_no_training", "cudnn_batch_norm", "_batch_norm_with_update"], 4.0),
+    **dict.fromkeys(["_fused_rms_norm", "_fused_rms_norm_backward"], 5.0),
+    **dict.fromkeys(["native_layer_norm_backward", "native_group_norm_backward", "native_batch_norm_backward"], 10.0),
+    **{
+        f"{pool}{rank}d{suffix}{direction}": 1.0
+        for pool, suffix in (("avg_pool", ""), ("_adaptive_avg_pool", ""), ("max_pool", "_with_indices"))
+        for rank in (1, 2, 3)
+        for direction in ("", "_backward")
+    },
+    **dict.fromkeys(
+        ["nll_loss_forward", "nll_loss_backward", "nll_loss2d_forward", "nll_loss2d_backward", "mse_loss"], 2.0
+    ),
+    **dict.fromkeys(
+        ["mse_loss_backward", "gelu", "gelu_backward", "silu", "silu_backward", "tanh_backward", "sigmoid_backward"],
+        8.0,
+    ),
+    **dict.fromkeys(
+        ["bernoulli", "bernoulli_", "rand", "rand_like", "randn", "randn_like", "normal_", "uniform_", "random_"], 1.0
+    ),
+    **dict.fromkeys(["sort", "topk", "roll", "flip", "histc", "bincount", "unique_consecutive"], 1.0),
 }
 # Data movement without arithmetic.
 _COPIES = frozenset(
-    "copy copy_ clone contiguous _to_copy cat stack constant_pad_nd pad repeat fill fill_ zero_ zeros zeros_like ones "
-    "ones_like full full_like new_zeros new_ones new_full arange linspace eye slice_scatter select_scatter "
-    "slice_backward select_backward index_put index_put_ _unsafe_index_put index_add index_add_ scatter scatter_ "
-    "scatter_add scatter_add_ embedding_dense_backward triu tril masked_fill masked_fill_ masked_scatter where "
-    "upsample_nearest2d upsample_bilinear2d upsample_nearest2d_backward upsample_bilinear2d_backward "
-    "_foreach_copy_ one_hot".split()
+    [
+        "copy",
+        "copy_",
+        "clone",
+        "contiguous",
+        "_to_copy",
+        "cat",
+        "stack",
+        "constant_pad_nd",
+        "pad",
+        "repeat",
+        "fill",
+        "fill_",
+        "zero_",
+        "zeros",
+        "zeros_like",
+        "ones",
+        "ones_like",
+        "full",
+        "full_like",
+        "new_zeros",
+        "new_ones",
+        "new_full",
+        "arange",
+        "linspace",
+        "eye",
+        "slice_scatter",
+        "select_scatter",
+        "slice_backward",
+        "select_backward",
+        "index_put",
+        "index_put_",
+        "_unsafe_index_put",
+        "index_add",
+        "index_add_",
+        "scatter",
+        "scatter_",
+        "scatter_add",
+        "scatter_add_",
+        "embedding_dense_backward",
+        "triu",
+        "tril",
+        "masked_fill",
+        "masked_fill_",
+        "masked_scatter",
+        "where",
+        "upsample_nearest2d",
+        "upsample_bilinear2d",
+        "upsample_nearest2d_backward",
+        "upsample_bilinear2d_backward",
+        "_foreach_copy_",
+        "one_hot",
+    ]
 )
 # Only the looked-up rows are touched, not the whole table.
-_LOOKUPS = frozenset("embedding index index_select gather _unsafe_index take take_along_dim".split())
+_LOOKUPS = frozenset(["embedding", "index", "index_select", "gather", "_unsafe_index", "take", "take_along_dim"])
 
 
 def cost_of(node: Node) -> Cost:
@@ -79,7 +195,7 @@ def cost_of(node: Node) -> Cost:
     output = _tensors(node.meta.get("val"))
     if name in _FREE or _is_view(target):
         return Cost(flops=0.0, size_bytes=0.0, estimate="free")
-    inputs = _tensors([value for value in map_arg((node.args, node.kwargs), lambda n: n.meta.get("val"))])
+    inputs = _tensors(list(map_arg((node.args, node.kwargs), lambda n: n.meta.get("val"))))
     counted = _counted_flops(node, name)
     if counted is not None:
         return Cost(flops=counted, size_bytes=_bytes(inputs) + _bytes(output), estimate="rule")

@@ -1,0 +1,354 @@
+"""The command line's contract: keys, exit codes, one line per error, nothing half written."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from ddltool.commands.main import run
+from ddltool.graph_io import read_graph, to_document
+from ddltool.profile import read_profile
+from tests.conftest import Result
+
+Cli = Callable[..., Result]
+GRAPH = {
+    "kind": "ddltool.graph",
+    "schema_version": 1,
+    "name": "g",
+    "mode": "training",
+    "ops": [
+        {"name": "r", "kind": "recv", "resource": "channel:0", "duration_s": 1.0, "size_bytes": 8, "parameter": "w"},
+        {"name": "c", "kind": "compute", "resource": "compute:0", "duration_s": 2.0, "inputs": ["r"]},
+    ],
+}
+JOB = """
+name: mixed
+max_workers: 8
+batch_size: 4
+devices:
+  - {type: V100, count: 4, capability_per_s: 3.1, memory_gib: 16, price_per_hour: 2.0}
+  - {type: T4, count: 4, capability_per_s: 1.0, memory_gib: 16, price_per_hour: 0.5}
+"""
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    (tmp_path / "graph.json").write_text(json.dumps(GRAPH))
+    (tmp_path / "job.yaml").write_text(JOB)
+    rows = ["device,num_nodes,num_replicas,local_batch_size,step_time_s,sync_time_s,peak_memory_bytes"]
+    rows += [
+        f"cpu,1,{k},{m},{0.01 + 0.002 * m + 0.01 * (k > 1)},{0.01 * (k > 1)},{1e6}" for k in (1, 2) for m in (4, 8, 16)
+    ]
+    (tmp_path / "profile.csv").write_text("\n".join(rows) + "\n")
+    return tmp_path
+
+
+def test_trace_json(cli: Cli, folder: Path) -> None:
+    result = cli("trace", "zoo:cifarnet", "--batch-size", 4, "--samples", 5, "-o", folder / "out.json.gz", "--json")
+    assert result.code == 0
+    document = result.document
+    assert set(document["graph"]) >= {"name", "mode", "parameters", "parameter_bytes", "ops", "recvs", "sends"}
+    assert document["graph"]["mode"] == "training"
+    assert document["graph"]["recvs"] == document["graph"]["sends"] == document["graph"]["parameters"] == 10
+    assert document["graph"]["parameter_bytes"] == 4 * 1_756_426
+    assert set(document["bounds"]) == {"upper_s", "lower_s", "speedup"}
+    for name in ("tic", "tac", "random"):
+        schedule = document["schedules"][name]
+        assert document["bounds"]["lower_s"] <= schedule["makespan_s"] <= document["bounds"]["upper_s"]
+        assert 0 <= schedule["efficiency"] <= 1
+    assert sorted(document["schedules"]["tac"]["order"]) == sorted(document["schedules"]["tic"]["order"])
+    assert document["schedules"]["random"]["order"] is None
+    assert document["verdict"]["text"]
+    again = cli("trace", folder / "out.json.gz", "--samples", 5, "--json").document
+    assert again["schedules"] == document["schedules"]
+
+
+def test_trace_uses_a_files_times_unless_told_otherwise(cli: Cli, folder: Path) -> None:
+    kept = cli("trace", folder / "graph.json", "--json").document
+    assert kept["bounds"] == {"upper_s": 3.0, "lower_s": 2.0, "speedup": 0.5}
+    assert kept["schedules"]["tac"]["efficiency"] == 0.0
+    timed = cli(
+        "trace", folder / "graph.json", "--oracle", "roofline", "--latency", "1s", "--bandwidth", "8bit", "--json"
+    ).document
+    assert timed["bounds"]["upper_s"] == 9.0  # a second of latency and eight bytes at one byte a second
+
+
+def test_trace_for_people_and_perfetto(cli: Cli, folder: Path) -> None:
+    result = cli("trace", folder / "graph.json", "--perfetto", folder / "trace.json")
+    assert result.code == 0
+    assert "Verdict: " in result.out
+    assert all(len(line) <= 80 for line in result.out.splitlines() if not line.startswith("wrote"))
+    events = json.loads((folder / "trace.json").read_text())["traceEvents"]
+    assert {event["name"] for event in events if event["ph"] == "X"} == {"r", "c"}
+
+
+def test_profile_fit_plan_emit(cli: Cli, folder: Path) -> None:
+    fitted = cli(
+        "fit", folder / "profile.csv", "--holdout", folder / "profile.csv", "-o", folder / "goodput.json", "--json"
+    )
+    assert set(fitted.document["params"]) == {
+        *(
+            "alpha_grad_s",
+            "beta_grad_s",
+            "alpha_sync_local_s",
+            "beta_sync_local_s",
+            "alpha_sync_node_s",
+            "beta_sync_node_s",
+        ),
+        "gamma",
+    }
+    assert fitted.document["mape"] < 0.01
+    assert fitted.document["holdout"]["samples"] == fitted.document["samples"] == 6
+    assert json.loads((folder / "goodput.json").read_text()) == fitted.document
+    assert "fitted in" in cli("fit", folder / "profile.csv").out
+    planned = cli(
+        "plan", folder / "job.yaml", "--graph", folder / "graph.json", "-o", folder / "plan.json", "--json"
+    ).document
+    assert planned["throughput"] == pytest.approx(12.4)
+    assert planned["status"] == "optimal"
+    assert planned["parameters"] == [{"name": "w", "size_bytes": 8, "priority": 0}]
+    assert {"iteration_s", "est_count", "waste", "overload_factor", "gap", "solve_seconds", "alternatives"} <= set(
+        planned
+    )
+    assert set(planned["assignments"][0]) == {"device_type", "devices", "ests_per_device", "local_batch_size"}
+    assert "V100" in cli("plan", folder / "job.yaml", "--top-k", 3).out
+    assert cli("plan", folder / "job.yaml", "--strategy", "bsp", "--json").document["throughput"] == pytest.approx(8.0)
+    emitted = cli("emit", folder / "plan.json", "-o", folder / "enforce.json", "--telemetry", "none", "--json").document
+    assert emitted["paths"] == [str(folder / "enforce.json")]
+    enforcement = json.loads((folder / "enforce.json").read_text())
+    assert [rank["local_batch_size"] for rank in enforcement["ranks"]] == [8, 8, 8, 8]
+    assert enforcement["telemetry"] is None
+
+
+def test_profile_command(cli: Cli, folder: Path) -> None:
+    result = cli(
+        "profile",
+        "zoo:cifarnet",
+        "--batch-sizes",
+        "2,1",
+        "--repeats",
+        2,
+        "--warmup",
+        0,
+        "-o",
+        folder / "p.csv",
+        "--json",
+    )
+    assert result.code == 0
+    assert [row["local_batch_size"] for row in result.document["rows"]] == [1, 2]
+    assert set(result.document["devices"]["cpu"]) == {"saturation_batch", "memory_limit_batch", "launch_overhead_s"}
+    assert len(read_profile(folder / "p.csv")) == 2
+    assert (
+        (folder / "p.csv")
+        .read_text()
+        .startswith("device,num_nodes,num_replicas,local_batch_size,step_time_s,sync_time_s,peak")
+    )
+    assert "warning: fewer than 3 repeats" in result.err.replace("\n", " ") or "repeats" in result.err
+
+
+def test_capability_from_a_profile_and_from_the_model(cli: Cli, folder: Path) -> None:
+    text = JOB.replace("capability_per_s: 3.1", "profile: profile.csv")
+    (folder / "job.yaml").write_text(text)
+    planned = cli("plan", folder / "job.yaml", "--json").document
+    assert planned["throughput"] == pytest.approx(8 / (2 * (0.01 + 0.002 * 4)))  # 4 V100 with two workers each
+    (folder / "job.yaml").write_text(
+        JOB.replace(", capability_per_s: 1.0", "").replace("name: mixed", "name: m\nmodel: zoo:cifarnet")
+    )
+    result = cli("plan", folder / "job.yaml", "--json")
+    assert result.code == 0
+    assert "predicted capabilities (roofline of zoo:cifarnet): T4" in result.err
+    (folder / "job.yaml").write_text(JOB.replace(", capability_per_s: 1.0", ""))
+    assert "T4 has neither capability_per_s nor profile" in cli("plan", folder / "job.yaml").error_line
+
+
+def changed(folder: Path, **changes: object) -> Path:
+    """Write the graph with its second op changed."""
+    ops = [GRAPH["ops"][0], {**GRAPH["ops"][1], **changes}]  # type: ignore[index, dict-item]
+    path = folder / "changed.json"
+    path.write_text(json.dumps({**GRAPH, "ops": ops}))
+    return path
+
+
+def test_bad_graphs(cli: Cli, folder: Path) -> None:
+    cases = {
+        folder / "missing.json": "missing.json: no such file; give the path of an existing file",
+        changed(
+            folder, duration_s=float("nan")
+        ): "changed.json:ops[1].duration_s: 'c' has nan; it must be a finite number >= 0",
+    }
+    for path, message in cases.items():
+        result = cli("trace", path)
+        assert (result.code, result.out) == (2, "")
+        assert message in result.error_line
+    assert "'c' has -1.0" in cli("trace", changed(folder, duration_s=-1)).error_line
+    assert "form a cycle: c -> c" in cli("trace", changed(folder, inputs=["c"])).error_line
+    assert "unknown input 'x' of 'c'" in cli("trace", changed(folder, inputs=["x"])).error_line
+    (folder / "cut.json").write_text(json.dumps(GRAPH)[:60])
+    assert "cut.json:line 1 column" in cli("trace", folder / "cut.json").error_line
+    (folder / "new.json").write_text(json.dumps({**GRAPH, "schema_version": 9}))
+    assert "new.json:schema_version: is 9; this ddltool reads version 1" in cli("trace", folder / "new.json").error_line
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "message"),
+    [
+        (("trace", "zoo:nothing"), 2, "zoo:nothing: unknown model 'nothing'"),
+        (
+            ("trace", "FOLDER/graph.json", "--device", "V1000"),
+            2,
+            "--device: unknown device 'V1000'; did you mean \"V100\"",
+        ),
+        (("trace", "FOLDER/graph.json", "--bandwidth", "fast"), 2, "--bandwidth: 'fast' is not a bandwidth"),
+        (("trace", "FOLDER/graph.json", "--mode", "test"), 2, "--mode: unknown mode 'test'; training or inference"),
+        (("trace", "FOLDER/graph.json", "--mode", "inference"), 2, "holds a graph for training, not inference"),
+        (("trace", "FOLDER/graph.json", "--oracle", "moon"), 2, "--oracle: unknown oracle 'moon'; known: roofline"),
+        (("trace", "FOLDER/graph.json", "--batch-size", "0"), 2, "'--batch-size'"),
+        (("trace", "FOLDER/graph.json", "-o", "/proc/no/graph.json"), 2, "/proc/no/graph.json: cannot be written"),
+        (("trace", "FOLDER/graph.json", "-o", "FOLDER"), 2, "is a folder; give a file name"),
+        (("trace", "FOLDER/bad.onnx"), 2, "bad.onnx: is not an ONNX"),
+        (("trace", "FOLDER/model.py:raises"), 2, "the factory raised RuntimeError: no GPU here"),
+        (("trace",), 2, "Missing argument 'SOURCE'"),
+        (("tarce", "x"), 2, "No such command 'tarce'"),
+        (
+            ("plan", "FOLDER/negative.yaml"),
+            2,
+            "negative.yaml:devices[0].count: Input should be greater than or equal to 0 (got -4)",
+        ),
+        (("plan", "FOLDER/job.yaml", "--strategy", "magic"), 2, "--strategy: unknown strategy 'magic'"),
+        (("plan", "FOLDER/zero.yaml"), 3, "no devices are offered: every count is 0"),
+        (("plan", "FOLDER/memory.yaml"), 3, "memory_per_worker_gib: one worker needs 99 GiB; T4 has 16, V100 has 16"),
+        (("fit", "FOLDER/graph.json"), 2, "graph.json: has "),
+        (("fit", "FOLDER/nan.csv"), 2, "nan.csv:row 2:step_time_s: is nan"),
+        (("fit", "FOLDER/empty.csv"), 2, "empty.csv: is empty"),
+        (("emit", "FOLDER/job.yaml"), 2, "job.yaml:kind: is 'ddltool.plan'"),
+        (("profile", "zoo:cifarnet", "--batch-sizes", "1,x"), 2, "--batch-sizes: '1,x' is not a list of whole numbers"),
+        (("profile", "zoo:cifarnet", "--batch-sizes", "0"), 2, "--batch-sizes: 0 is below 1"),
+        (("profile", "FOLDER/graph.json"), 2, "cannot be trained here; give a torch source"),
+        (("schema", "plann"), 2, "KIND: unknown kind 'plann'; did you mean \"plan\""),
+        (("demo", "-o", "/proc/no"), 2, "/proc/no: cannot be made"),
+    ],
+)
+def test_every_mistake_is_one_line(cli: Cli, folder: Path, arguments: tuple[str, ...], code: int, message: str) -> None:
+    (folder / "bad.onnx").write_bytes(b"not a model")
+    (folder / "model.py").write_text("def raises():\n    raise RuntimeError('no GPU\\nhere')\n")
+    (folder / "negative.yaml").write_text(JOB.replace("count: 4", "count: -4"))
+    (folder / "zero.yaml").write_text(JOB.replace("count: 4", "count: 0"))
+    (folder / "memory.yaml").write_text(JOB + "constraints: {memory_per_worker_gib: 99}\n")
+    (folder / "nan.csv").write_text((folder / "profile.csv").read_text().replace("cpu,1,1,8,0.026", "cpu,1,1,8,nan"))
+    (folder / "empty.csv").write_text("")
+    before = sorted(folder.iterdir())
+    result = cli(*(argument.replace("FOLDER", str(folder)) for argument in arguments))
+    assert result.code == code
+    assert result.out == ""
+    if message == "job.yaml:kind: is 'ddltool.plan'":  # a job without a kind is taken for what was asked for
+        assert "job.yaml:" in result.error_line
+    else:
+        assert message in result.error_line
+    assert sorted(folder.iterdir()) == before
+
+
+def test_unwritable_output_is_told_before_any_work(cli: Cli, folder: Path) -> None:
+    result = cli("profile", "zoo:cifarnet", "-o", folder / "no" / "p.csv")
+    assert result.code == 2
+    assert "cannot be written (no folder" in result.error_line
+
+
+def test_version_and_schema(cli: Cli, folder: Path) -> None:
+    from ddltool import __version__
+
+    assert cli("--version").out == f"ddltool {__version__}\n"
+    assert cli("schema", "graph").document["$id"] == "ddltool.graph"
+    assert cli("schema", "ddltool.job", "-o", folder / "s.json").code == 0
+    assert "max_workers" in json.loads((folder / "s.json").read_text())["properties"]
+    assert cli("doctor", "--json").document["packages"]["torch"]
+    assert "torch" in cli("doctor").out
+
+
+def test_documents_satisfy_their_published_schemas(cli: Cli, folder: Path) -> None:
+    jsonschema = pytest.importorskip("jsonschema")
+    jsonschema.validate(to_document(read_graph(folder / "graph.json")), cli("schema", "graph").document)
+
+
+def test_an_interruption_is_130(monkeypatch: pytest.MonkeyPatch, cli: Cli, folder: Path) -> None:
+    import ddltool.commands.sources
+
+    def interrupted(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(ddltool.commands.sources, "load_graph", interrupted)
+    result = cli("trace", folder / "graph.json", "-o", folder / "out.json")
+    assert (result.code, result.error_line) == (130, "interrupted")
+    assert not (folder / "out.json").exists()
+
+
+def test_a_closed_pipe_is_no_traceback(folder: Path) -> None:
+    command = f"{sys.executable} -m ddltool schema graph | head -c 10"
+    done = subprocess.run(["bash", "-o", "pipefail", "-c", command], capture_output=True, text=True)
+    assert "Traceback" not in done.stderr
+    assert done.stdout == '{\n "$schem'
+
+
+def test_colour_is_off_when_it_is_not_wanted(folder: Path) -> None:
+    environment = {**os.environ, "NO_COLOR": "1"}
+    command = [sys.executable, "-m", "ddltool", "plan", str(folder / "job.yaml")]
+    done = subprocess.run(command, capture_output=True, text=True, check=True, env=environment)
+    assert "\x1b[" not in done.stdout + done.stderr
+
+
+def test_the_options_are_a_decision() -> None:
+    """A new option shows here, so that adding one is a choice and not an accident."""
+    from typer.main import get_command
+
+    from ddltool.commands.main import app
+
+    found = {
+        name: sorted(option for parameter in command.params for option in parameter.opts if option.startswith("--"))
+        for name, command in get_command(app).commands.items()  # type: ignore[attr-defined]
+    }
+    common = ["--json", "--output", "--seed"]
+    assert found == {
+        "trace": sorted(
+            [
+                "--mode",
+                "--batch-size",
+                "--device",
+                "--bandwidth",
+                "--latency",
+                "--parameter-servers",
+                "--oracle",
+                "--samples",
+                "--perfetto",
+                *common,
+            ]
+        ),
+        "profile": sorted(
+            [
+                "--batch-sizes",
+                "--replicas",
+                "--device",
+                "--device-name",
+                "--repeats",
+                "--warmup",
+                "--memory-gib",
+                *common,
+            ]
+        ),
+        "fit": sorted(["--holdout", *common]),
+        "plan": sorted(["--strategy", "--graph", "--top-k", "--time-limit", *common]),
+        "emit": sorted(["--output", "--target", "--telemetry", "--json"]),
+        "demo": sorted(common),
+        "zoo": ["--json", "--write"],
+        "schema": ["--json", "--output"],
+        "doctor": ["--json"],
+    }
+
+
+def test_run_returns_the_code() -> None:
+    assert run(["--version"]) == 0
+    assert run(["--no-such-option"]) == 2
