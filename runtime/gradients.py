@@ -1,0 +1,177 @@
+"""Weighted gradient averaging for DistributedDataParallel: each rank counts as much as the samples it processed.
+
+With a loss that is the mean over the local batch, rank r's gradient g_r is the mean over its x_r samples, and the
+gradient of the mean over all X = sum x_r samples is ``g = sum_r x_r g_r / X`` (LB-BSP, weighted aggregation). Plain
+averaging is that only while all x_r are equal. Start at :meth:`WeightedAverage.reduce`.
+"""
+
+# No `from __future__ import annotations` here: DDP compares the annotations of a communication hook with real types.
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from ddltool.errors import InputError
+from ddltool.runtime.telemetry import Exchange, StepRecorder
+
+
+def leading_size(values: Iterable[Any]) -> int | None:
+    """Return dim 0 of the first tensor that has one, looking into lists, tuples and mappings; None if there is none.
+
+    >>> leading_size([torch.tensor(2.0), {"pixels": torch.zeros(8, 3)}])
+    8
+    """
+    for value in values:
+        if isinstance(value, Tensor):
+            found = value.shape[0] if value.dim() > 0 else None
+        elif isinstance(value, Mapping):
+            found = leading_size(value.values())
+        else:
+            found = leading_size(value) if isinstance(value, (list, tuple)) else None
+        if found is not None:
+            return found
+    return None
+
+
+class SampleCounter:
+    """Counts the samples that this rank processes, over all micro-batches since they were last taken.
+
+    Only forward passes that can be trained on count: gradients enabled (the caller sees to that) and the module in
+    training mode. ``required``: samples are needed as weights, so it is an error when they cannot be counted.
+    """
+
+    def __init__(self, *, required: bool = True) -> None:
+        self._required = required
+        self._counted = 0
+        self._announced: int | None = None
+        self._passed_in_eval_mode = False
+
+    def announce(self, samples: int) -> None:
+        """Let the next counted forward pass stand for ``samples`` samples. Raises InputError when negative."""
+        if samples < 0:
+            raise InputError("count_samples", f"is {samples}", "give the number of samples, 0 or more")
+        self._announced = samples
+
+    def count(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Count one forward pass. Raises InputError when its arguments hold no tensor and nothing was announced."""
+        if not module.training:
+            self._passed_in_eval_mode = True
+            return
+        samples = self._announced if self._announced is not None else leading_size((*args, *kwargs.values()))
+        self._announced = None
+        if samples is None and self._required:
+            problem = "the model's arguments hold no tensor to count samples by"
+            raise InputError("forward", problem, "call hook.count_samples(n) before each forward pass")
+        self._counted += samples or 0
+
+    def take(self) -> int:
+        """Return the samples counted since the last call and start again from 0.
+
+        Raises InputError when only forward passes in evaluation mode came before: their gradient would silently weigh
+        nothing.
+        """
+        samples, passed, self._counted, self._passed_in_eval_mode = self._counted, self._passed_in_eval_mode, 0, False
+        if samples == 0 and passed and self._required:
+            problem = "gradients of a forward pass in evaluation mode, whose samples were not counted"
+            raise InputError("backward", problem, "call train() on the wrapped model before training on it")
+        return samples
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Round:
+    """One backward pass whose gradients are exchanged: what its buckets have in common."""
+
+    samples: int
+    totals: Tensor  # one number: this rank's samples, and once `counting` is complete, those of all ranks
+    counting: dist.Work
+    exchange: Exchange | None
+
+
+class WeightedAverage:
+    """The state of the communication hook: ``model.register_comm_hook(None, average.reduce)``.
+
+    Args:
+        counter: where this rank's samples come from.
+        planned_total: samples per step of all ranks together, as planned; gradients are scaled for this total before
+            they are summed, and corrected afterwards in steps where the ranks counted another one.
+        group: the process group of the model.
+        side: a gloo group of the same ranks, for numbers that live on the host.
+        recorder: measures when gradients are ready, all here, and averaged; None: nobody wants to know.
+    """
+
+    def __init__(
+        self,
+        counter: SampleCounter,
+        planned_total: int,
+        group: dist.ProcessGroup,
+        side: dist.ProcessGroup,
+        recorder: StepRecorder | None = None,
+    ) -> None:
+        self._counter = counter
+        self._planned_total = planned_total
+        self._group = group
+        self._side = side
+        self._recorder = recorder
+        self._round: _Round | None = None  # from the first bucket to the last (an interrupted one ends DDP as well)
+
+    def reduce(
+        self,
+        state: object,
+        bucket: dist.GradBucket,  # type: ignore[name-defined]  # exported only where torch.distributed is available
+    ) -> torch.futures.Future[Tensor]:
+        """Sum ``x_r g_r / X`` of one bucket over the ranks. DDP calls this for each bucket as it becomes ready.
+
+        Works for any floating-point type, unused parameters, gradient accumulation under ``no_sync`` (x_r then counts
+        all micro-batches, of equal size on a rank) and scaled losses, for the sum is linear.
+        """
+        buffer = bucket.buffer()
+        opens = self._round is None
+        current = self._round if self._round is not None else self._open(buffer.device)
+        self._round = None if bucket.is_last() else current
+        if bucket.is_last() and current.exchange is not None:
+            self._watch_arrival(current.exchange, current.counting if opens and not buffer.is_cuda else None)
+        if current.samples:
+            buffer.mul_(current.samples / self._planned_total)
+        else:
+            buffer.zero_()  # not a product: the mean over no samples is NaN
+        work = dist.all_reduce(buffer, group=self._group, async_op=True)
+        future: torch.futures.Future[Tensor] = work.get_future().then(partial(self._finish, current))
+        return future
+
+    def _open(self, device: torch.device) -> _Round:
+        """Start the count of all ranks' samples: one number, on the device and in the group of the gradients.
+
+        It is first in the group's queue, so it is there before the buckets are, and never read on a CUDA host.
+        """
+        samples = self._counter.take()
+        totals = torch.full((1,), samples, dtype=torch.float64, device=device)
+        exchange = self._recorder.begin_exchange(samples, totals) if self._recorder is not None else None
+        counting = dist.all_reduce(totals, group=self._group, async_op=True)
+        return _Round(samples=samples, totals=totals, counting=counting, exchange=exchange)
+
+    def _watch_arrival(self, exchange: Exchange, beacon: dist.Work | None) -> None:
+        """Note that this rank is ready, and let ``exchange`` learn when the slowest rank is.
+
+        ``beacon`` is a collective that was started just now; without one, a tiny one is started for the purpose.
+        """
+        exchange.note_ready()
+        if beacon is None:
+            beacon = dist.all_reduce(torch.zeros(1), group=self._side, async_op=True)
+        beacon.get_future().then(exchange.note_arrival)
+
+    def _finish(self, current: _Round, future: torch.futures.Future[list[Tensor]]) -> Tensor:
+        """Correct a summed bucket for the total that was counted, where it differs from the planned one."""
+        buffer = future.value()[0]
+        current.counting.wait()
+        if buffer.is_cuda:
+            buffer.mul_(self._planned_total / current.totals[0].clamp(min=1))
+        elif (total := current.totals.item()) not in (0, self._planned_total):
+            buffer.mul_(self._planned_total / total)
+        if current.exchange is not None:
+            current.exchange.note_done()
+        return buffer

@@ -1,0 +1,176 @@
+"""The job that this process belongs to, and whether an enforcement config fits it. Start at :func:`load_and_check`.
+
+A refusal on one rank becomes a refusal on all (:meth:`Job.together`): nobody is left waiting for a process that ended.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import Dataset, IterableDataset
+
+from ddltool.artifacts import load
+from ddltool.errors import InputError
+from ddltool.plan import Enforcement, ParameterRecord
+
+T = TypeVar("T")
+NOTE_BYTES = 1024
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Job:
+    """This process's place among all processes, and the gloo group (none when alone) on which the hooks talk."""
+
+    rank: int
+    world_size: int
+    side: dist.ProcessGroup | None
+
+    @classmethod
+    def this(cls) -> Job:
+        """Return the job that is running. Raises InputError when its processes do not know of each other."""
+        if dist.is_available() and dist.is_initialized():
+            size = dist.get_world_size()
+            side = dist.new_group(backend="gloo") if size > 1 else None
+            return cls(rank=dist.get_rank(), world_size=size, side=side)
+        planned = os.environ.get("WORLD_SIZE", "1")
+        if planned != "1":
+            problem = f"is not initialised, but WORLD_SIZE is {planned}"
+            remedy = "call torch.distributed.init_process_group before runtime.attach"
+            raise InputError("torch.distributed", problem, remedy)
+        return cls(rank=0, world_size=1, side=None)
+
+    def together(self, action: Callable[[], T]) -> T:
+        """Run ``action`` on every rank and return its result; when it refuses on one rank, refuse on all.
+
+        No rank returns before all have run it. Raises the rank's own InputError, or one that names the first refusing
+        rank.
+        """
+        refusal: InputError | None = None
+        result: list[T] = []
+        try:
+            result.append(action())
+        except InputError as error:
+            refusal = error
+        notes = self._gather("" if refusal is None else str(refusal))
+        if refusal is not None:
+            raise refusal
+        for rank, note in enumerate(notes):
+            if note:
+                raise InputError(f"rank {rank}", note)
+        return result[0]
+
+    def demand_same(self, what: str, value: str, remedy: str) -> None:
+        """Raise InputError on every rank unless ``value`` is the same on all of them."""
+        values = self._gather(value)
+        for rank, other in enumerate(values):
+            if other != values[0]:
+                raise InputError(what, f"differs between rank 0 ({values[0]}) and rank {rank} ({other})", remedy)
+
+    def _gather(self, note: str) -> list[str]:
+        """Return every rank's note, cut to ``NOTE_BYTES``; plain bytes, nothing is pickled."""
+        if self.side is None:
+            return [note]
+        mine = torch.tensor(list(note.encode()[:NOTE_BYTES].ljust(NOTE_BYTES, b"\0")), dtype=torch.uint8)
+        all_notes = [torch.empty_like(mine) for _ in range(self.world_size)]
+        dist.all_gather(all_notes, mine, group=self.side)
+        return [bytes(other.tolist()).rstrip(b"\0").decode(errors="ignore") for other in all_notes]
+
+
+def load_and_check(
+    path: str, job: Job, model: nn.Module, optimizer: torch.optim.Optimizer, dataset: Dataset[Any] | None
+) -> Enforcement:
+    """Return the config. Raises InputError where it does not fit this job."""
+    enforcement = load(path, Enforcement)
+    _check_world(path, enforcement, job)
+    _check_model(model, job)
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise InputError("optimizer", f"is a {type(optimizer).__name__}", "give the job's torch.optim.Optimizer")
+    check_parameters(path, enforcement.parameters, model)
+    if dataset is not None and (size := dataset_length(dataset)) < enforcement.total_batch_size:
+        problem = f"is {enforcement.total_batch_size}, but the dataset has {size} samples"
+        raise InputError(f"{path}:total_batch_size", problem, "plan smaller batches or fewer processes")
+    return enforcement
+
+
+def _check_world(path: str, enforcement: Enforcement, job: Job) -> None:
+    """Raise InputError unless the job has as many processes as planned."""
+    if enforcement.world_size == job.world_size:
+        return
+    processes = "1 process" if job.world_size == 1 else f"{job.world_size} processes"
+    alone = "" if dist.is_initialized() else " (torch.distributed is not initialised)"
+    raise InputError(
+        f"{path}:world_size",
+        f"is {enforcement.world_size}, but this job runs {processes}{alone}",
+        f"start {enforcement.world_size} (torchrun --nproc-per-node), or plan for {job.world_size} and emit again",
+    )
+
+
+def _check_model(model: nn.Module, job: Job) -> None:
+    """Raise InputError unless DDP averages the model's gradients over all ranks."""
+    if job.world_size == 1:
+        return
+    if not isinstance(model, DistributedDataParallel):
+        remedy = "give the model that torch.nn.parallel.DistributedDataParallel(model) returns"
+        raise InputError("model", f"is a {type(model).__name__}, not a DistributedDataParallel", remedy)
+    if (size := dist.get_world_size(model.process_group)) != job.world_size:
+        problem = f"is averaged over {size} of the {job.world_size} processes"
+        raise InputError("model", problem, "wrap it with the default process group")
+
+
+def check_parameters(path: str, planned: list[ParameterRecord], model: nn.Module) -> None:
+    """Raise InputError unless the plan's parameters are the model's, by name and size in bytes.
+
+    The prefix that DDP and torch.compile put before names is left out. Frozen parameters need not be in the plan; an
+    empty plan fits any model.
+    """
+    if not planned:
+        return
+    sizes = {entry.name: entry.size_bytes for entry in planned}
+    found: dict[str, torch.nn.Parameter] = dict(_unwrapped(model).named_parameters())
+    problems = [f"{name} is not in the model" for name in sizes if name not in found]
+    for name, parameter in found.items():
+        size = parameter.numel() * parameter.element_size()
+        if name not in sizes and parameter.requires_grad:
+            problems.append(f"{name} is not in the plan")
+        elif name in sizes and sizes[name] != size:
+            problems.append(f"{name} has {sizes[name]} bytes in the plan and {size} in the model")
+    if problems:
+        more = f" (and {len(problems) - 3} more)" if len(problems) > 3 else ""
+        remedy = "make the plan from this model, in this data type"
+        raise InputError(f"{path}:parameters", ", ".join(problems[:3]) + more, remedy)
+
+
+def _unwrapped(model: nn.Module) -> nn.Module:
+    """Return the user's own module inside DDP and torch.compile."""
+    while True:
+        inner = model.module if isinstance(model, DistributedDataParallel) else getattr(model, "_orig_mod", None)
+        if not isinstance(inner, nn.Module):
+            return model
+        model = inner
+
+
+def dataset_length(dataset: Dataset[Any]) -> int:
+    """Return the number of samples. Raises InputError for datasets whose samples cannot be picked by index."""
+    remedy = "give a map-style dataset, or leave dataset out and load hook.local_batch_size samples per step yourself"
+    if isinstance(dataset, IterableDataset):
+        raise InputError("dataset", f"is a {type(dataset).__name__}, an IterableDataset", remedy)
+    try:
+        return len(dataset)  # type: ignore[arg-type]
+    except (TypeError, NotImplementedError):
+        raise InputError("dataset", f"is a {type(dataset).__name__} without a length", remedy) from None
+
+
+def count_nodes(world_size: int) -> int:
+    """Return the number of nodes: torchrun's GROUP_WORLD_SIZE, else by LOCAL_WORLD_SIZE, else 1."""
+    nodes = os.environ.get("GROUP_WORLD_SIZE", "")
+    if nodes.isdecimal() and int(nodes) > 0:
+        return int(nodes)
+    local = os.environ.get("LOCAL_WORLD_SIZE", "")
+    return -(-world_size // int(local)) if local.isdecimal() and int(local) > 0 else 1

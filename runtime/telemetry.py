@@ -1,0 +1,316 @@
+"""What the hook writes down: one JSON line per optimizer step (see :class:`ddltool.telemetry.TelemetryRow`).
+
+Start at :class:`StepRecorder`. A step is cut where the ranks meet: *compute* ends when the last gradient bucket of this
+rank is ready, *wait* ends when a tiny collective started at that moment completes (so the slowest rank has come that
+far), *sync* ends when the averaged gradients are in place. A straggler is the rank that the others wait for and that
+waits for nobody.
+
+On the CPU all of this is ``time.perf_counter``. On CUDA the host runs ahead of the device, so compute, step and the
+exchange as a whole are measured by CUDA events on the device's own timeline and read only when rows are written (no
+synchronisation per step); *wait* is then what the host saw, at most the whole exchange.
+"""
+
+from __future__ import annotations
+
+import errno
+import logging
+import os
+import resource
+import stat
+import time
+import weakref
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from ddltool.artifacts import check_writable
+from ddltool.errors import InputError
+from ddltool.telemetry import TelemetryRow
+
+ROWS_HELD = 50
+SECONDS_HELD = 5.0
+# Reading the peak takes 10 us and more, and it moves little after the first steps: later it is read every so often.
+STEPS_PER_MEMORY_READING = 10
+# Whole lines up to this size go out in one write: appends of several processes to one file then never mix.
+WRITE_BYTES = 4096
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Stamp:
+    """A moment: on the host's clock, and on the device's timeline where there is one."""
+
+    host_s: float
+    event: torch.cuda.Event | None = None
+
+
+def stamp(cuda: bool) -> Stamp:
+    """Return now; on CUDA also record an event on the current stream."""
+    if not cuda:
+        return Stamp(time.perf_counter())
+    event = torch.cuda.Event(enable_timing=True)
+    event.record()
+    return Stamp(time.perf_counter(), event)
+
+
+def seconds_between(start: Stamp, end: Stamp) -> float:
+    """Return the seconds from ``start`` to ``end``, never negative; by device events where both have them."""
+    if start.event is not None and end.event is not None:
+        milliseconds: float = start.event.elapsed_time(end.event)
+        return max(0.0, milliseconds / 1000)
+    return max(0.0, end.host_s - start.host_s)
+
+
+@dataclass(slots=True)
+class Exchange:
+    """One backward pass of this rank and the exchange of its gradients, filled in as things happen."""
+
+    samples: int
+    totals: Tensor | None
+    start: Stamp
+    cuda: bool
+    ready: Stamp | None = None
+    arrived_s: float | None = None
+    done: Stamp | None = None
+
+    def note_ready(self) -> None:
+        """The last gradient of this rank is there."""
+        self.ready = stamp(self.cuda)
+
+    def note_arrival(self, _: object = None) -> None:
+        """The last gradient of the slowest rank is there."""
+        self.arrived_s = time.perf_counter()
+
+    def note_done(self) -> None:
+        """A bucket holds its average; the last call counts."""
+        self.done = stamp(self.cuda)
+
+    def split(self) -> tuple[float, float, float]:
+        """Return compute, wait and sync in seconds.
+
+        An arrival that was noted late (or not yet) cannot have been later than the end of the exchange.
+        """
+        ready = self.ready if self.ready is not None else self.start
+        done = self.done if self.done is not None else ready
+        exchange_s = seconds_between(ready, done)
+        wait_s = exchange_s if self.arrived_s is None else min(exchange_s, max(0.0, self.arrived_s - ready.host_s))
+        return seconds_between(self.start, ready), wait_s, exchange_s - wait_s
+
+    def total_batch(self) -> int:
+        """Return the samples of all ranks together."""
+        return self.samples if self.totals is None else round(self.totals.item())
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Step:
+    """One optimizer step as it was observed; becomes a row when it is written."""
+
+    number: int
+    exchanges: list[Exchange]
+    begin: Stamp
+    end: Stamp
+    memory_bytes: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Identity:
+    """What all rows of a process have in common."""
+
+    rank: int
+    world_size: int
+    num_nodes: int
+    device: str
+
+    def row(self, step: Step) -> TelemetryRow:
+        """Return the row of ``step``; the times of several backward passes add up."""
+        if step.end.event is not None:
+            step.end.event.synchronize()
+        compute_s, wait_s, sync_s = (sum(parts) for parts in zip(*(e.split() for e in step.exchanges), strict=True))
+        return TelemetryRow(
+            step=step.number,
+            rank=self.rank,
+            world_size=self.world_size,
+            num_nodes=self.num_nodes,
+            device=self.device,
+            batch=sum(exchange.samples for exchange in step.exchanges),
+            total_batch=sum(exchange.total_batch() for exchange in step.exchanges),
+            compute_s=round(compute_s, 9),
+            wait_s=round(wait_s, 9),
+            sync_s=round(sync_s, 9),
+            step_s=round(seconds_between(step.begin, step.end), 9),
+            memory_bytes=step.memory_bytes,
+        )
+
+
+def whole_lines(lines: list[str], limit: int = WRITE_BYTES) -> Iterator[bytes]:
+    r"""Yield the lines as UTF-8 blocks of at most ``limit`` bytes, a longer line alone.
+
+    >>> list(whole_lines(["ab", "cd", "ef"], limit=6))
+    [b'ab\ncd\n', b'ef\n']
+    """
+    block = b""
+    for line in lines:
+        data = line.encode() + b"\n"
+        if block and len(block) + len(data) > limit:
+            yield block
+            block = b""
+        block += data
+    if block:
+        yield block
+
+
+def check_target(path: Path) -> None:
+    """Raise InputError if telemetry cannot be written to ``path``, or if a file there holds anything else."""
+    check_writable(path)
+    if not path.exists() or not stat.S_ISREG(path.stat().st_mode):
+        return
+    with path.open("rb") as file:
+        beginning = file.read(WRITE_BYTES)
+    if beginning.strip() and TelemetryRow.KIND.encode() not in beginning.splitlines()[0]:
+        raise InputError(str(path), "holds something other than telemetry", "move it or name another file")
+
+
+@dataclass(slots=True)
+class RowFile:
+    """Appends rows to a JSON Lines file that several processes share.
+
+    Each process opens (and thereby empties) the file before any of them writes. Rows are held back until there are
+    ``ROWS_HELD`` of them or ``SECONDS_HELD`` have passed, so a killed process loses at most those; what is in the file
+    are whole lines. Appends do not mix on a local file system; over NFS give each node its own working folder. When
+    writing fails, one warning is logged and training goes on without telemetry.
+    """
+
+    path: Path
+    identity: Identity
+    _descriptor: int | None = None
+    _held: list[Step] = field(default_factory=list)
+    _written_s: float = 0.0
+    _process: int = 0
+
+    def open(self) -> None:
+        """Empty the file and keep it open for appending. Raises InputError when it cannot be written."""
+        check_target(self.path)
+        flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND | os.O_CLOEXEC
+        try:
+            self._descriptor = os.open(self.path, flags, 0o666)
+        except OSError as error:
+            problem = f"cannot be written ({error.strerror})"
+            raise InputError(str(self.path), problem, "name a file in a writable folder, or null for none") from None
+        self._written_s = time.perf_counter()
+        self._process = os.getpid()
+
+    def add(self, step: Step) -> None:
+        """Take a step; write when enough have come together. Does nothing once closed."""
+        if self._descriptor is None:
+            return
+        self._held.append(step)
+        if len(self._held) >= ROWS_HELD or step.end.host_s - self._written_s > SECONDS_HELD:
+            self.flush()
+
+    def flush(self) -> None:
+        """Write the rows held back. A failure is logged once and ends telemetry, not training."""
+        if self._descriptor is None or os.getpid() != self._process:
+            return  # a forked data worker inherits the rows, but they are not its own
+        held, self._held = self._held, []
+        lines = [self.identity.row(step).model_dump_json() for step in held]
+        self._written_s = time.perf_counter()
+        try:
+            for block in whole_lines(lines):
+                if os.write(self._descriptor, block) != len(block):
+                    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        except OSError as error:
+            log.warning("%s: telemetry stops, training goes on (%s)", self.path, error.strerror)
+            self._close_file()
+
+    def close(self) -> None:
+        """Write what is left and close the file; more calls do nothing."""
+        self.flush()
+        self._close_file()
+
+    def _close_file(self) -> None:
+        descriptor, self._descriptor = self._descriptor, None
+        self._held = []
+        if descriptor is not None:
+            os.close(descriptor)
+
+
+class StepRecorder:
+    """Observes one rank's steps and hands them to a :class:`RowFile`, which is written out at exit at the latest.
+
+    Args:
+        file: where the rows go.
+        cuda: whether the model is on a CUDA device.
+        take_samples: where no gradients are exchanged (one process), what tells how many samples a step had.
+    """
+
+    def __init__(self, file: RowFile, *, cuda: bool = False, take_samples: Callable[[], int] | None = None) -> None:
+        self._file = file
+        self._cuda = cuda
+        self._take_samples = take_samples
+        self._number = 0
+        self._memory_bytes = 0
+        self._start: Stamp | None = None
+        self._previous_end: Stamp | None = None
+        self._exchanges: list[Exchange] = []
+        # Runs when the recorder is collected or the interpreter exits; it must not refer to the recorder itself.
+        self._finalizer = weakref.finalize(self, file.close)
+
+    def begin_forward(self) -> None:
+        """A forward pass begins; the first since the last exchange starts the clock of *compute*."""
+        if self._start is None:
+            self._start = stamp(self._cuda)
+
+    def begin_exchange(self, samples: int, totals: Tensor | None) -> Exchange:
+        """Return the record of a backward pass whose gradients are about to be exchanged.
+
+        ``totals`` holds the samples of all ranks by the end of the step; None: this rank is alone.
+        """
+        start = self._start if self._start is not None else stamp(self._cuda)
+        self._start = None
+        exchange = Exchange(samples, totals, start, self._cuda)
+        self._exchanges.append(exchange)
+        return exchange
+
+    def before_update(self, *_: object) -> None:
+        """The optimizer begins its update; with one process this is when the gradients are complete."""
+        if self._take_samples is not None and self._start is not None:
+            self.begin_exchange(self._take_samples(), None).note_ready()
+
+    def after_update(self, *_: object) -> None:
+        """The optimizer has made its update: the step is complete."""
+        end = stamp(self._cuda)
+        exchanges, self._exchanges = self._exchanges, []
+        if exchanges:  # an update without a backward pass before it is no training step
+            begin = self._previous_end if self._previous_end is not None else exchanges[0].start
+            if self._number < STEPS_PER_MEMORY_READING or self._number % STEPS_PER_MEMORY_READING == 0:
+                self._memory_bytes = peak_memory(self._cuda)
+            step = Step(number=self._number, exchanges=exchanges, begin=begin, end=end, memory_bytes=self._memory_bytes)
+            self._number += 1
+            self._file.add(step)
+        self._previous_end = end
+
+    def begin_epoch(self) -> None:
+        """Let the next step begin with its forward pass: what came between the epochs belongs to no step."""
+        self._previous_end = None
+
+    def close(self) -> None:
+        """Write all rows and stop recording."""
+        self._finalizer()
+
+
+def peak_memory(cuda: bool) -> int:
+    """Return the peak memory of this process so far, in bytes: of the CUDA device where used, else resident."""
+    if cuda:
+        return torch.cuda.max_memory_allocated()
+    try:
+        with open("/proc/self/status", "rb") as status:
+            text = status.read()
+        begin = text.index(b"VmHWM:") + len(b"VmHWM:")
+        return int(text[begin : text.index(b"kB", begin)]) * 1024
+    except (OSError, ValueError):
+        # Second choice, for this figure survives exec: a child starts with the peak of its launcher.
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024

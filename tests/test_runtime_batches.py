@@ -1,0 +1,122 @@
+"""Unequal batches: every epoch is a partition of the dataset, checked against brute force."""
+
+from __future__ import annotations
+
+from fractions import Fraction
+from itertools import product
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
+
+from ddltool.errors import InputError
+from ddltool.runtime.batches import VariableBatchSampler, split_tail
+
+local_sizes = st.lists(st.integers(1, 9), min_size=1, max_size=5)
+
+
+@st.composite
+def epochs(draw: st.DrawFn) -> tuple[int, list[int]]:
+    """A dataset size and local batches that fit into it."""
+    sizes = draw(local_sizes)
+    return draw(st.integers(sum(sizes), 6 * sum(sizes))), sizes
+
+
+def all_ranks(dataset_size: int, sizes: list[int], epoch: int = 0, **options: object) -> list[list[list[int]]]:
+    """Return the batches of every rank."""
+    samplers = [VariableBatchSampler(dataset_size, sizes, rank, **options) for rank in range(len(sizes))]  # type: ignore[arg-type]
+    for sampler in samplers:
+        sampler.set_epoch(epoch)
+        assert len(sampler) == len(list(sampler))
+        assert sampler.dropped == samplers[0].dropped
+    return [list(sampler) for sampler in samplers]
+
+
+def permutation(size: int, seed: int) -> list[int]:
+    """Return the order that torch's DistributedSampler takes for one replica."""
+    order = DistributedSampler(range(size), num_replicas=1, rank=0, seed=seed)  # type: ignore[arg-type, var-annotated]
+    return list(order)
+
+
+@given(epochs(), st.integers(0, 5), st.integers(0, 5), st.booleans())
+def test_an_epoch_visits_the_permutation_in_rank_order(
+    case: tuple[int, list[int]], seed: int, epoch: int, drop_last: bool
+) -> None:
+    dataset_size, sizes = case
+    ranks = all_ranks(dataset_size, sizes, epoch, seed=seed, drop_last=drop_last)
+    assert len({len(batches) for batches in ranks}) == 1
+    visited = [index for step in zip(*ranks, strict=True) for batch in step for index in batch]
+    tail = dataset_size % sum(sizes)
+    dropped = tail if drop_last or tail < len(sizes) else 0
+    assert visited == permutation(dataset_size, seed + epoch)[: dataset_size - dropped]
+    sampler = VariableBatchSampler(dataset_size, sizes, 0, drop_last=drop_last)
+    assert sampler.dropped == dropped
+    for rank, batches in enumerate(ranks):
+        full = dataset_size // sum(sizes)
+        assert [len(batch) for batch in batches[:full]] == [sizes[rank]] * full
+        assert all(0 < len(batch) <= sizes[rank] for batch in batches)
+
+
+@given(epochs())
+def test_without_shuffling_the_order_is_the_datasets(case: tuple[int, list[int]]) -> None:
+    ranks = all_ranks(*case, shuffle=False)
+    visited = [index for step in zip(*ranks, strict=True) for batch in step for index in batch]
+    assert visited == list(range(len(visited)))
+
+
+def test_epochs_and_seeds_differ_and_repeat() -> None:
+    orders = [all_ranks(40, [3, 5], epoch, seed=seed) for epoch, seed in ((0, 0), (1, 0), (0, 7), (0, 0))]
+    assert orders[0] == orders[3]
+    assert orders[0] != orders[1]
+    assert orders[0] != orders[2]
+
+
+@given(st.lists(st.integers(1, 5), min_size=1, max_size=4), st.data())
+def test_the_tail_is_split_as_fairly_as_any_split_can(sizes: list[int], data: st.DataObject) -> None:
+    """Brute force over all splits with 1 to x_i samples each: none is nearer to the quotas r x_i / X."""
+    tail = data.draw(st.integers(len(sizes), sum(sizes)))
+    quotas = [Fraction(tail * size, sum(sizes)) for size in sizes]
+
+    def distance(split: tuple[int, ...]) -> Fraction:
+        return sum(((part - quota) ** 2 for part, quota in zip(split, quotas, strict=True)), Fraction(0))
+
+    splits = [split for split in product(*(range(1, size + 1) for size in sizes)) if sum(split) == tail]
+    assert split_tail(sizes, tail) in splits
+    assert distance(split_tail(sizes, tail)) == min(map(distance, splits))
+
+
+def test_the_tail_splits_worked_by_hand() -> None:
+    assert split_tail([3, 13], 5) == (1, 4)  # quotas 0.94 and 4.06
+    assert split_tail([4, 4], 5) == (3, 2)  # equal remainders: the lower rank
+    assert split_tail([1, 98, 1], 4) == (1, 2, 1)  # quotas 0.04, 3.92, 0.04, but at least one each
+    assert split_tail([1, 1], 2) == (1, 1)
+
+
+@pytest.mark.parametrize("tail", [1, 17])
+def test_an_impossible_tail_is_refused(tail: int) -> None:
+    with pytest.raises(ValueError, match=rf"tail is {tail}; must be 2 \(one sample per rank\) to 16"):
+        split_tail([3, 13], tail)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ((15, [3, 13], 0), "local_sizes: the local batches add up to 16 samples, but the dataset has 15; use smaller"),
+        ((15, [3, 0], 0), r"local_sizes: is \[3, 0\]; give every rank at least one sample per step"),
+        ((15, [], 0), r"local_sizes: is \[\]; give every rank"),
+        ((15, [3, 3], 2), "rank: is 2; there are 2 ranks: 0 to 1"),
+        ((15, [3, 3], -1), "rank: is -1; there are 2 ranks: 0 to 1"),
+    ],
+)
+def test_refusals(arguments: tuple[int, list[int], int], message: str) -> None:
+    with pytest.raises(InputError, match=message):
+        VariableBatchSampler(*arguments)
+
+
+def test_it_feeds_a_dataloader_with_workers() -> None:
+    dataset = TensorDataset(torch.arange(20) * 10)
+    sampler = VariableBatchSampler(20, [2, 5], 1, seed=4)
+    batches = [batch[0].tolist() for batch in DataLoader(dataset, batch_sampler=sampler, num_workers=1)]
+    assert batches == [[index * 10 for index in batch] for batch in sampler]
