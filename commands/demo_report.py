@@ -9,27 +9,28 @@ from ddltool import __version__
 from ddltool.units import show_bytes, show_seconds
 
 if TYPE_CHECKING:
+    from ddltool.analyzers.communication.efficiency import Comparison
     from ddltool.analyzers.reporting.page import Section
     from ddltool.commands.demo import Findings
+    from ddltool.graph import Graph
     from ddltool.plan import Plan
 
 
 def rows(found: Findings) -> list[tuple[str, str, str]]:
     """Return one row per step: name, what it found, seconds."""
-    comparison, plan, training = found.comparison, found.plan, found.training
-    from ddltool.analyzers.communication.efficiency import verdict
+    plan, training = found.plan, found.training
     from ddltool.analyzers.oracle.roofline import coverage
 
     graph = found.graph
     count = (
         f"{len(graph)} ops, {show_bytes(graph.parameter_bytes)}; {coverage(graph).rule_time:.0%} of the time by rule"
     )
-    gain = f"random {show_seconds(comparison.random.makespan_s)}, TAC {show_seconds(comparison.tac.makespan_s)}"
+    gains = [_gain(graph, found.comparison), _gain(found.contrast_graph, found.contrast)]
     mix = ", ".join(f"{row.device_type} {row.ests_per_device} EST(s)" for row in plan.assignments)
     measured = measured_steps(found)
     slowest = max(row["step_s"] for row in measured)
     findings = {
-        "trace": f"{count}\n{gain} (simulated): {verdict(comparison).gain:.1%} saved",
+        "trace": "\n".join([count, *gains]),
         "profile": f"{len(found.profile)} configurations on this CPU (measured)",
         "fit": f"throughput model, MAPE {found.fitted.mape:.1%} on {found.fitted.samples} measured rows",
         "plan": f"{mix}: {plan.throughput:.4g} mini-batches/s (predicted)\nequal split: {found.baseline.throughput:.4g}",
@@ -88,7 +89,13 @@ def write_report(found: Findings, path: Path) -> None:
     from ddltool.analyzers.reporting.page import render
     from ddltool.artifacts import write_text
 
-    sections = [_order_section(found), _fit_section(found), _plan_section(found), _training_section(found)]
+    sections = [
+        _order_section(found.graph, found.comparison, "order", "Order of transfers: the example"),
+        _order_section(found.contrast_graph, found.contrast, "contrast", "Order of transfers: where it matters"),
+        _fit_section(found),
+        _plan_section(found),
+        _training_section(found),
+    ]
     summary = [
         f"{found.graph.name}, planned for a mixed V100, P100 and T4 job, trained on this machine's CPU.",
         "Predicted: computed from datasheet figures or from a fitted model. Simulated: played through on the traced graph. "
@@ -97,19 +104,26 @@ def write_report(found: Findings, path: Path) -> None:
     write_text(path, render("ddltool demo", sections, summary=summary, generated_by=f"ddltool {__version__}"))
 
 
-def _order_section(found: Findings) -> Section:
+def _gain(graph: Graph, comparison: Comparison) -> str:
+    """Return what an order gains on one graph, for the table."""
+    from ddltool.analyzers.communication.efficiency import verdict
+
+    times = f"{show_seconds(comparison.random.makespan_s)} -> {show_seconds(comparison.tac.makespan_s)}"
+    return f"{graph.name}, {graph.meta.get('device')}: TAC {times} ({verdict(comparison).gain:.1%}, simulated)"
+
+
+def _order_section(graph: Graph, comparison: Comparison, anchor: str, title: str) -> Section:
     from ddltool.analyzers.communication.efficiency import verdict
     from ddltool.analyzers.reporting.page import Picture, Section, Table
     from ddltool.analyzers.reporting.pictures import Panel, lanes_of, makespan_svg, timeline_svg
     from ddltool.graph import KINDS
 
-    graph, comparison = found.graph, found.comparison
     kinds = [KINDS[kind] for kind in graph.kind]
     panels = []
-    for title, result in (("random order", comparison.random), ("TAC", comparison.tac)):
+    for name, result in (("random order", comparison.random), ("TAC", comparison.tac)):
         spans = (result.timeline.start_s, result.timeline.end_s)
         lanes = lanes_of(graph.resource_names, graph.resource, spans, kinds)
-        panels.append(Panel(title=title, lanes=lanes, makespan_s=result.timeline.makespan_s))
+        panels.append(Panel(title=name, lanes=lanes, makespan_s=result.timeline.makespan_s))
     results = comparison.results()
     makespans = [(n, r.makespan_s, r.makespan_min_s, r.makespan_max_s) for n, r in results.items()]
     numbers = Table(
@@ -133,11 +147,12 @@ def _order_section(found: Findings) -> Section:
         label="predicted",
     )
     picture = (
-        f"One {graph.mode} step on a {graph.meta.get('device')} behind a 10 Gbit/s network, before and after ordering."
+        f"One {graph.mode} step of {graph.name} at batch {graph.batch_size} on a {graph.meta.get('device')} behind "
+        "a 10 Gbit/s network, in a random order and in TAC's."
     )
     return Section(
-        anchor="order",
-        title="Order of transfers",
+        anchor=anchor,
+        title=title,
         lead=[verdict(comparison).text],
         blocks=[
             Picture(svg=timeline_svg(panels), caption=picture, label="simulated", table=first),
