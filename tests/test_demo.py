@@ -1,0 +1,76 @@
+"""The main job, end to end, as a user runs it."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from ddltool.artifacts import load
+from ddltool.goodput_model import Goodput
+from ddltool.graph_io import read_graph
+from ddltool.plan import Enforcement, Plan
+from ddltool.profile import read_profile, read_table
+from ddltool.telemetry import TelemetryRow
+
+
+@pytest.fixture(scope="module")
+def demo(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, object], str]:
+    folder = tmp_path_factory.mktemp("demo") / "out"
+    command = [sys.executable, "-m", "ddltool", "demo", "-o", str(folder), "--json"]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=300)
+    assert done.returncode == 0, done.stderr
+    return folder, json.loads(done.stdout), done.stderr
+
+
+def test_every_step_announces_itself(demo: tuple[Path, dict[str, object], str]) -> None:
+    steps = [line for line in demo[2].splitlines() if line.startswith("[")]
+    names = ("trace", "profile", "fit", "plan", "emit", "train", "fit telemetry", "report")
+    assert steps == [f"[{place}/8] {name}" for place, name in enumerate(names, start=1)]
+
+
+def test_every_artifact_is_whole(demo: tuple[Path, dict[str, object], str]) -> None:
+    folder = demo[0]
+    graph = read_graph(folder / "graph.json")
+    plan = load(folder / "plan.json", Plan)
+    enforcement = load(folder / "enforce.json", Enforcement)
+    assert graph.name == "resnet32"
+    assert plan.status == "optimal"
+    assert plan.throughput > load(folder / "plan-bsp.json", Plan).throughput
+    assert {parameter.name for parameter in plan.parameters} == set(filter(None, graph.parameter))
+    assert enforcement.world_size == plan.world_size == 2
+    sizes = [rank.local_batch_size for rank in enforcement.ranks]
+    assert sum(sizes) == plan.max_workers * plan.batch_size
+    assert len(set(sizes)) == 2  # uneven, or the weighting would go untested
+    assert len(read_profile(folder / "profile.csv")) == 8
+    assert load(folder / "goodput.json", Goodput).samples == 8
+    assert load(folder / "goodput-telemetry.json", Goodput).samples >= 2
+    assert json.loads((folder / "timeline.perfetto.json").read_text())["traceEvents"]
+
+
+def test_the_training_was_real(demo: tuple[Path, dict[str, object], str]) -> None:
+    folder, document, _ = demo
+    training = document["training"]
+    assert isinstance(training, dict)
+    losses = training["losses"]
+    assert sum(losses[-20:]) < 0.5 * sum(losses[:20])
+    assert training["accuracy"] > 0.4  # chance is 0.1
+    rows = [TelemetryRow.model_validate(row) for row in read_table(folder / "telemetry.jsonl").to_dict("records")]
+    enforcement = load(folder / "enforce.json", Enforcement)
+    assert len(rows) == len(losses) * enforcement.world_size
+    full = [row for row in rows if row.total_batch == enforcement.total_batch_size]
+    assert len(full) > 0.9 * len(rows)
+    assert all(row.batch == enforcement.ranks[row.rank].local_batch_size for row in full)
+
+
+def test_the_report_labels_its_figures(demo: tuple[Path, dict[str, object], str]) -> None:
+    html = (demo[0] / "report.html").read_text(encoding="utf-8")
+    assert html.count("<svg") == 8
+    for label in ("measured", "predicted", "simulated"):
+        assert f'<span class="badge">{label}</span>' in html
+    assert "http" not in html.replace("http://www.w3.org", "")
