@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import itertools
 import math
+import re
+from dataclasses import replace
 from fractions import Fraction
 from random import Random
 
@@ -21,7 +23,7 @@ from ddltool.analyzers.placement.verify import verify
 from ddltool.errors import Infeasible, InputError, NotProven
 from ddltool.graph import Graph, Op
 from ddltool.job import Constraints, DeviceOffer, Job
-from ddltool.plan import Assignment
+from ddltool.plan import Alternative, Assignment, Plan
 
 
 def problem(capabilities: tuple[float, ...], counts: tuple[int, ...], workers: int, **limits: object) -> Problem:
@@ -67,44 +69,76 @@ def test_throughput_equals_the_closed_form_on_1000_random_jobs() -> None:
         assert made.est_count == case.max_workers
 
 
-def brute_force(case: Problem) -> tuple[Fraction, int, Fraction]:
-    """The best (step time, devices, capability in use) over all device counts, the step found by trying every k / C."""
-    best: tuple[Fraction, int, Fraction] | None = None
+Ranked = tuple[Fraction, int, Fraction, tuple[int, ...]]
+
+
+def ranking(case: Problem) -> list[Ranked]:
+    """All choices of devices as (step time, devices, capability in use, counts), best first, by dealing out one EST
+    after the other to the device that would finish first."""
+    ranked: list[Ranked] = []
     for counts in itertools.product(*(range(device.count + 1) for device in case.devices)):
         used = [(device, count) for device, count in zip(case.devices, counts, strict=True) if count]
         price = sum((device.price_micro or 0) * count for device, count in used)
         total = sum(counts)
-        if not used or total > (case.max_devices or math.inf) or total > case.max_workers:
+        if not used or total > min(case.max_workers, case.max_devices or math.inf):
             continue
-        if (case.single_type and len(used) > 1) or price > (case.max_price_micro or math.inf):
+        if (case.single_type and len(used) > 1) or (case.max_price_micro is not None and price > case.max_price_micro):
             continue
-        steps = sorted({k / device.capability_per_s for device, _ in used for k in range(1, case.max_workers + 1)})
-        room = (step for step in steps if sum(c * int(d.capability_per_s * step) for d, c in used) >= case.max_workers)
-        step = next(room)
-        key = (step, total, sum((c * d.capability_per_s for d, c in used), Fraction(0)))
-        best = key if best is None else min(best, key)
-    assert best is not None
-    return best
+        speeds = [device.capability_per_s for device, count in used for _ in range(count)]
+        ests = [1] * total
+        for _ in range(case.max_workers - total):
+            place = min(range(total), key=lambda place: (ests[place] + 1) / speeds[place])
+            ests[place] += 1
+        step = max(each / speed for each, speed in zip(ests, speeds, strict=True))
+        ranked.append((step, total, sum(speeds, Fraction(0)), counts))
+    return sorted(ranked, key=lambda row: (row[:3], [-count for count in row[3]]))
 
 
-def test_all_three_objectives_equal_brute_force() -> None:
+def as_ranked(case: Problem, plan: Plan | Alternative) -> Ranked:
+    names = [device.name for device in case.devices]
+    counts = tuple(sum(row.devices for row in plan.assignments if row.device_type == name) for name in names)
+    speed = sum(
+        (device.capability_per_s * count for device, count in zip(case.devices, counts, strict=True)), Fraction(0)
+    )
+    step = verify(case, plan.assignments)
+    assert (plan.iteration_s, plan.throughput) == (float(step), float(case.max_workers / step))
+    assert plan.waste == pytest.approx(float(speed - case.max_workers / step), abs=1e-9)
+    assert plan.overload_factor == plan.iteration_s
+    return step, sum(counts), speed, counts
+
+
+def priced(random: Random, case: Problem) -> Problem:
+    devices = tuple(replace(device, price_micro=random.randint(0, 5)) for device in case.devices)
+    return replace(case, devices=devices, max_price_micro=random.randint(0, 12))
+
+
+def test_the_best_plans_equal_brute_force_in_every_objective() -> None:
     random = Random(1)
-    for number in range(120):
+    infeasible = 0
+    for number in range(300):
         case = random_problem(random, types=3, count=3, workers=9)
-        if number % 3 == 0:
-            prices = [random.randint(1, 5) for _ in case.devices]
-            case = problem(
-                tuple(float(device.capability_per_s) for device in case.devices),
-                tuple(device.count for device in case.devices),
-                case.max_workers,
-                prices=prices,
-                max_price_micro=random.randint(max(prices), 12) if max(prices) <= 12 else 12,
-            )
-        made = solve_est(case)
-        step, devices, in_use = brute_force(case)
-        assert verify(case, made.assignments) == step
-        assert made.world_size == devices
-        assert made.waste == pytest.approx(float(in_use - case.max_workers / step), abs=1e-9)
+        case = priced(random, case) if number % 2 else case
+        expected = ranking(case)
+        if not expected:
+            infeasible += 1
+            with pytest.raises(Infeasible, match="max_price_per_hour: .* an hour buys no device; the cheapest, t"):
+                solve_est(case)
+            continue
+        made = solve_est(case, top_k=5)
+        assert (made.status, made.gap) == ("optimal", 0)
+        found = [as_ranked(case, plan) for plan in [made, *made.alternatives]]
+        assert found == expected[:5]  # equal ones too: the counts decide, first type first
+    assert infeasible > 5
+
+
+def test_measured_capabilities_are_compared_to_the_last_digit() -> None:
+    """The least waste is exact where devices differ in the seventeenth digit only."""
+    random = Random(3)
+    for _ in range(60):
+        base = random.choice([1.0, 2.4, 1 / 3])
+        capabilities = tuple(base * (1 + random.randint(0, 3) * 2**-52) for _ in range(3))
+        case = problem(capabilities, tuple(random.randint(1, 3) for _ in range(3)), random.randint(1, 8))
+        assert as_ranked(case, solve_est(case)) == ranking(case)[0]
 
 
 @pytest.mark.parametrize(
@@ -125,26 +159,58 @@ def test_cases_where_the_published_planner_falls_short(
     assert solve_est(problem(capabilities, counts, workers)).throughput == pytest.approx(throughput)
 
 
-def test_ten_thousand_devices_of_eight_types() -> None:
-    case = problem((8.1, 6.2, 5.3, 4.7, 3.1, 2.4, 1.7, 1.0), (1250,) * 8, 20_000)
+def test_digits_of_capabilities_carry() -> None:
+    """Beside t0 go t1 (room for 3) and t2 (1), or two of t3 (2 each): the price rules out the rest.
+
+    The former have 8e-16 less capability. In base 2**26 that shows only when the low digits of the latter, which add up
+    to more than 2**26, carry over.
+    """
+    digit, one, two = 2**26, 10**16 // 2**26, 2 * 10**16 // 2**26
+    units = (105 * 10**15, (2 * two - one + 1) * digit, one * digit + 2, two * digit + digit // 2 + 5)
+    assert units[1] + units[2] + 8 == 2 * units[3]
+    devices = tuple(
+        DeviceType(name=f"t{i}", count=count, capability_per_s=Fraction(unit, 10**16), price_micro=price)
+        for i, (unit, count, price) in enumerate(zip(units, (1, 1, 1, 2), (0, 3, 1, 2), strict=True))
+    )
+    case = Problem(job="j", max_workers=15, batch_size=4, devices=devices, max_price_micro=4)
+    made = as_ranked(case, solve_est(case))
+    assert made == ranking(case)[0]
+    assert made[3] == (1, 1, 1, 0)
+
+
+EIGHT = (8.1, 6.2, 5.3, 4.7, 3.1, 2.4, 1.7, 1.0)
+
+
+@pytest.mark.parametrize("workers", [8, 1_000, 20_000, 50_000])
+@pytest.mark.parametrize("limits", [{}, {"max_devices": 500}, {"single_type": True}], ids=str)
+def test_ten_thousand_devices_of_eight_types(workers: int, limits: dict[str, int]) -> None:
+    case = problem(EIGHT, (1250,) * 8, workers, **limits)
     made = solve_est(case)
     assert made.status == "optimal"
     assert verify(case, made.assignments) == best_step_time(case)
 
 
-def test_alternatives_are_different_and_ordered() -> None:
-    made = solve_est(problem((3.0, 2.0), (2, 2), 5), top_k=50)
-    plans = [made, *made.alternatives]
-    counts = [counted(plan.assignments) for plan in plans]
-    assert len(set(counts)) == len(counts)
-    assert len(counts) == 8  # every non-empty choice of 0..2 and 0..2 devices can hold five workers
-    times = [plan.iteration_s for plan in plans]
-    assert times == sorted(times)
-    assert all(verify(problem((3.0, 2.0), (2, 2), 5), plan.assignments) for plan in plans)
+@pytest.mark.parametrize("budget", [2.9, 200.0])
+def test_ten_thousand_devices_with_a_price_limit(budget: float) -> None:
+    """With 1,000 ESTs; no closed form: the plan is proven, keeps the limit, and no single type is better."""
+    prices = (2_900_001, 2_100_000, 1_500_000, 1_300_000, 900_000, 500_000, 400_000, 350_000)
+    case = problem(EIGHT, (1250,) * 8, 1_000, prices=prices, max_price_micro=int(budget * 10**6))
+    made = solve_est(case)
+    assert (made.status, made.gap) == ("optimal", 0)
+    step = verify(case, made.assignments)
+    for device in case.devices:
+        count = case.affordable(device)
+        assert count == 0 or step <= math.ceil(1_000 / count) / device.capability_per_s
 
 
-def counted(assignments: list[Assignment]) -> tuple[int, int]:
-    return tuple(sum(row.devices for row in assignments if row.device_type == name) for name in ("t0", "t1"))  # type: ignore[return-value]
+def test_alternatives_end_with_the_last_different_plan() -> None:
+    case = problem((3.0, 2.0), (2, 2), 5)
+    made = solve_est(case, top_k=50)
+    found = [as_ranked(case, plan) for plan in [made, *made.alternatives]]
+    assert found == ranking(case)
+    assert len(found) == 8  # every non-empty choice of 0..2 and 0..2 devices can hold five workers
+    with pytest.raises(InputError, match="top_k: is 0; ask for one plan at least"):
+        solve_est(case, top_k=0)
 
 
 def job(**changes: object) -> Job:
@@ -171,21 +237,77 @@ RATES = {"V100": 3.0, "T4": 1.0}
     [
         ({"memory_per_worker_gib": 31}, "memory_per_worker_gib: one worker needs 31 GiB; T4 has 15, V100 has 16"),
         ({"max_price_per_hour": 0.3}, "max_price_per_hour: 0.3 an hour buys no device; the cheapest, T4, costs 0.4"),
+        (
+            {"max_price_per_hour": 0.5, "memory_per_worker_gib": 16},
+            "max_price_per_hour: 0.5 an hour buys no device; the cheapest, V100, costs 2.1 "
+            "(memory_per_worker_gib leaves out T4)",
+        ),
     ],
 )
 def test_infeasible_jobs_say_which_constraint(limits: dict[str, float], message: str) -> None:
-    with pytest.raises(Infeasible, match=message):
+    with pytest.raises(Infeasible, match=f"^{re.escape(message)}$"):
         from_job(job(constraints=Constraints(**limits)), RATES)  # type: ignore[arg-type]
+
+
+def test_no_devices() -> None:
     with pytest.raises(Infeasible, match="no devices are offered: every count is 0"):
         from_job(job(devices=[DeviceOffer(type="T4", count=0, capability_per_s=1.0)]), RATES)
 
 
-def test_missing_figures() -> None:
-    plain = [DeviceOffer(type="T4", count=1, capability_per_s=1.0)]
-    with pytest.raises(
-        InputError, match="devices.T4.memory_gib: is missing; constraints.memory_per_worker_gib needs it"
-    ):
-        from_job(job(devices=plain, constraints=Constraints(memory_per_worker_gib=1)), RATES)
+@pytest.mark.parametrize(
+    ("limits", "message"),
+    [
+        (
+            {"memory_per_worker_gib": 1},
+            r"devices\.T4\.memory_gib: is missing; constraints\.memory_per_worker_gib needs it",
+        ),
+        (
+            {"max_price_per_hour": 1},
+            r"devices\.T4\.price_per_hour: is missing; constraints\.max_price_per_hour needs it",
+        ),
+        (
+            {"max_price_per_hour": 1e12},
+            r"constraints\.max_price_per_hour: is 1e\+12; at most 1000000000, or leave it out",
+        ),
+    ],
+)
+def test_missing_figures(limits: dict[str, float], message: str) -> None:
+    constraints = Constraints(**limits)  # type: ignore[arg-type]
+    known = DeviceOffer(type="V100", count=1, capability_per_s=1.0, memory_gib=16, price_per_hour=0.5)
+    price = 0.5 if limits.get("max_price_per_hour", 0) > 1 else None
+    plain = DeviceOffer(type="T4", count=1, capability_per_s=1.0, price_per_hour=price)
+    with pytest.raises(InputError, match=message):
+        from_job(job(devices=[known, plain], constraints=constraints), RATES)
+    if price is None:  # what is not offered needs no figures
+        unused = plain.model_copy(update={"count": 0})
+        assert [
+            device.name for device in from_job(job(devices=[known, unused], constraints=constraints), RATES).devices
+        ] == ["V100"]
+
+
+def test_missing_and_impossible_capabilities() -> None:
+    with pytest.raises(InputError, match=r'devices\.V100\.capability_per_s: is missing; did you mean "V-100"'):
+        from_job(job(), {"V-100": 3.0, "T4": 1.0})
+    for bad in (0.0, -1.0, math.inf, math.nan):
+        with pytest.raises(InputError, match=rf"devices\.V100\.capability_per_s: is {bad}; .* a finite number > 0"):
+            from_job(job(), {"V100": bad, "T4": 1.0})
+
+
+def test_prices_are_decimal_and_never_exceeded() -> None:
+    """Ten times 0.1 is 1 (in floats it is less than 1); a price is rounded up, and the limit down, to a millionth."""
+
+    def devices(price: float, limit: float) -> int:
+        offer = DeviceOffer(type="T4", count=20, capability_per_s=1.0, price_per_hour=price)
+        return solve_est(
+            from_job(job(devices=[offer], max_workers=20, constraints=Constraints(max_price_per_hour=limit)), RATES)
+        ).world_size
+
+    assert devices(0.1, 1.0) == 10
+    assert devices(0.1, 0.3) == 3
+    assert devices(0.1, 0.299999) == 2
+    assert devices(0.10000001, 0.3) == 2
+    assert devices(0.1, 0.2999999) == 2
+    assert devices(0.0, 0.0) == 20
 
 
 def test_constraints_change_the_plan() -> None:
@@ -221,25 +343,59 @@ def test_plans_do_not_depend_on_the_order_of_the_devices() -> None:
         assert again.model_copy(update={"solve_seconds": first.solve_seconds}) == first
 
 
+def test_of_equal_plans_the_first_names_win() -> None:
+    offers = [DeviceOffer(type=name, count=2, capability_per_s=2.0) for name in ("g10", "g9", "g2")]
+    case = from_job(job(devices=offers, max_workers=3), {offer.type: 2.0 for offer in offers})
+    for seed in (0, 1, -5, 2**40):
+        made = solve_est(case, seed=seed)
+        assert [(row.device_type, row.devices) for row in made.assignments] == [("g2", 2), ("g9", 1)]
+
+
 def test_no_time_is_not_an_answer() -> None:
     with pytest.raises(NotProven, match="no plan was found within 0 s; allow more with --time-limit"):
         solve_est(problem((1.0,), (1,), 1), time_limit_s=0.0)
 
 
+def test_what_is_not_proven_is_not_called_optimal() -> None:
+    """Without time for a proof the plan is a guess: still valid, with a gap that covers the true optimum."""
+    random = Random(5)
+    missed = 0
+    for _ in range(200):
+        case = priced(random, random_problem(random, types=3, count=3, workers=9))
+        expected = ranking(case)
+        if not expected:
+            continue
+        made = solve_est(case, top_k=3, time_limit_s=1e-9)
+        step, best = verify(case, made.assignments), expected[0][0]
+        assert made.status == "feasible"
+        assert made.alternatives == []
+        assert 0 <= made.gap < 1
+        assert float(step) * (1 - made.gap) <= float(best) * (1 + 1e-12)
+        missed += step > best
+    assert missed >= 3  # so that "optimal" would have been wrong
+
+
 def test_verify_catches_wrong_plans() -> None:
-    case = problem((2.0, 1.0), (2, 2), 4, max_devices=2)
+    case = problem((2.0, 1.0), (2, 2), 4, max_devices=2, prices=(3, 1), max_price_micro=5)
 
-    def row(kind: str, devices: int, ests: int) -> Assignment:
-        return Assignment(device_type=kind, devices=devices, ests_per_device=ests, local_batch_size=4 * ests)
+    def row(kind: str, devices: int, ests: int, samples: int = 4) -> Assignment:
+        return Assignment(device_type=kind, devices=devices, ests_per_device=ests, local_batch_size=samples * ests)
 
-    assert verify(case, [row("t0", 2, 2)]) == 1
+    assert verify(case, [row("t0", 1, 3), row("t1", 1, 1)]) == Fraction(3, 2)
+    assert verify(case, [row("t0", 1, 2), row("t1", 1, 2)]) == 2
     for wrong, message in (
         ([row("t0", 1, 3)], "3 ESTs instead of 4"),
         ([row("t0", 4, 1)], "more devices than offered"),
-        ([row("t0", 2, 1), row("t1", 2, 1)], "constraints broken"),
+        ([row("t0", 1, 1), row("t1", 1, 1), row("t1", 1, 2)], "constraints broken"),
+        ([row("t0", 2, 2)], "price limit broken: 6"),
+        ([row("t9", 1, 4)], "types that are not offered: .'t9'"),
+        ([row("t1", 1, 4, samples=5)], "a used device needs ESTs and their samples"),
+        ([row("t1", 1, 4), row("t0", 1, 0)], "a used device needs ESTs and their samples"),
     ):
         with pytest.raises(ValueError, match=message):
             verify(case, wrong)
+    with pytest.raises(ValueError, match="constraints broken"):
+        verify(replace(case, single_type=True), [row("t0", 1, 2), row("t1", 1, 2)])
 
 
 def test_capacity_is_greedy_by_room() -> None:
@@ -262,6 +418,46 @@ def test_equal_split() -> None:
     assert (few.world_size, few.assignments[0].local_batch_size) == (4, 1)
     assert plan_bsp(problem((3.0, 1.0), (2, 9), 5, max_devices=3)).world_size == 3
     assert {row.device_type for row in plan_bsp(problem((3.0, 1.0), (2, 9), 5, single_type=True)).assignments} == {"t1"}
+
+
+def test_equal_split_under_limits() -> None:
+    def used(**limits: object) -> dict[str, int]:
+        made = plan_bsp(problem((3.0, 2.0, 1.0), (2, 3, 9), 9, **limits))
+        return {
+            name: sum(row.devices for row in made.assignments if row.device_type == name) for name in ("t0", "t1", "t2")
+        }
+
+    prices = (4, 3, 1)
+    assert used(max_devices=4) == {"t0": 2, "t1": 2, "t2": 0}
+    assert used(prices=prices, max_price_micro=9) == {"t0": 2, "t1": 0, "t2": 1}
+    assert used(single_type=True) == {"t0": 0, "t1": 0, "t2": 9}
+    assert used(single_type=True, max_devices=1) == {"t0": 1, "t1": 0, "t2": 0}
+    assert used(single_type=True, prices=(40, 30, 1), max_price_micro=9) == {"t0": 0, "t1": 0, "t2": 9}
+    with pytest.raises(
+        Infeasible, match="max_price_per_hour: 1e-06 an hour buys no device; the cheapest, t1, costs 2e-06"
+    ):
+        used(prices=(4, 2, 3), max_price_micro=1)
+
+
+def test_equal_split_adds_up() -> None:
+    """Samples and devices are conserved, shares differ by at most one, and the figures follow from the shares."""
+    random = Random(4)
+    for _ in range(200):
+        case = random_problem(random)
+        made = plan_bsp(case)
+        shares = [(row.local_batch_size, row.device_type) for row in made.assignments for _ in range(row.devices)]
+        sizes = [size for size, _ in shares]
+        assert sum(sizes) == case.max_workers * case.batch_size
+        assert max(sizes) - min(sizes) <= 1
+        assert min(sizes) >= 1
+        speed = {device.name: float(device.capability_per_s) for device in case.devices}
+        step = max(size / case.batch_size / speed[name] for size, name in shares)
+        assert made.iteration_s == made.overload_factor == pytest.approx(step)
+        assert made.throughput == pytest.approx(case.max_workers / step)
+        # Formula 1c with A_i = x_i / batch_size.
+        waste = sum(speed[name] - size / case.batch_size / step for size, name in shares)
+        assert made.waste == pytest.approx(waste, abs=1e-9)
+        assert made.world_size <= min(sum(d.count for d in case.devices), case.max_devices or math.inf)
 
 
 def test_enforcement_follows_the_plan() -> None:

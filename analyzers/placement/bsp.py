@@ -5,8 +5,7 @@ from __future__ import annotations
 import time
 from fractions import Fraction
 
-from ddltool.analyzers.placement.problem import DeviceType, Problem
-from ddltool.errors import Infeasible
+from ddltool.analyzers.placement.problem import DeviceType, Problem, check_affordable
 from ddltool.graph import natural_key
 from ddltool.plan import Assignment, Plan
 
@@ -14,24 +13,17 @@ from ddltool.plan import Assignment, Plan
 def plan_bsp(problem: Problem) -> Plan:
     """Return the equal split: every device is one replica; samples that do not divide go to the fastest devices.
 
-    Of devices that a constraint excludes, the slowest are left out first; with a single type, the one with the most
-    capability in all. A step takes as long as the slowest share: ``max x_i / (batch_size C_i)`` seconds.
+    A step takes as long as the slowest share: ``max x_i / (batch_size C_i)`` seconds, the same figure f as for ESTs
+    (EasyScale, Equation 1b) with ``A_i = x_i / batch_size``. Where a constraint excludes devices, the fastest are kept,
+    each type as far as devices and money go; with a single type, the one whose kept devices have the most capability
+    in all. Each device gets a sample at least. Raises Infeasible when no device can be afforded.
     """
     started = time.perf_counter()
+    check_affordable(problem)
     chosen = _choose(problem)
-    total = problem.max_workers * problem.batch_size
-    share, rest = divmod(total, len(chosen))
-    rows: dict[tuple[str, int], int] = {}
-    for place, device in enumerate(chosen):
-        key = (device.name, share + (1 if place < rest else 0))
-        rows[key] = rows.get(key, 0) + 1
-    capability = {device.name: device.capability_per_s for device in chosen}
-    step = max(Fraction(samples, problem.batch_size) / capability[name] for name, samples in rows)
+    rows = _split(chosen, problem.max_workers * problem.batch_size)
+    step = max(Fraction(samples, problem.batch_size) / device.capability_per_s for device, _, samples in rows)
     throughput = problem.max_workers / step
-    assignments = [
-        Assignment(device_type=name, devices=count, ests_per_device=0, local_batch_size=samples)
-        for (name, samples), count in sorted(rows.items(), key=lambda row: (natural_key(row[0][0]), -row[0][1]))
-    ]
     return Plan(
         job=problem.job,
         strategy="bsp",
@@ -39,9 +31,12 @@ def plan_bsp(problem: Problem) -> Plan:
         batch_size=problem.batch_size,
         iteration_s=float(step),
         throughput=float(throughput),
-        assignments=assignments,
+        assignments=[
+            Assignment(device_type=device.name, devices=count, ests_per_device=0, local_batch_size=samples)
+            for device, count, samples in sorted(rows, key=lambda row: (natural_key(row[0].name), -row[2]))
+        ],
         est_count=0,
-        waste=float(sum(device.capability_per_s for device in chosen) - throughput),
+        waste=float(sum(device.capability_per_s * count for device, count in chosen) - throughput),
         overload_factor=float(step),
         status="optimal",
         gap=0.0,
@@ -49,22 +44,36 @@ def plan_bsp(problem: Problem) -> Plan:
     )
 
 
-def _choose(problem: Problem) -> list[DeviceType]:
-    """Return one entry per used device, fastest first."""
-    types = problem.devices
-    if problem.single_type:
-        types = (max(types, key=lambda device: device.count * device.capability_per_s),)
-    pool = [device for device in types for _ in range(device.count)]
-    pool.sort(key=lambda device: (-device.capability_per_s, natural_key(device.name)))
-    limit = min(problem.max_devices or len(pool), problem.max_workers * problem.batch_size)
-    chosen: list[DeviceType] = []
-    spent = 0
-    for device in pool:
-        price = device.price_micro or 0
-        affordable = problem.max_price_micro is None or spent + price <= problem.max_price_micro
-        if len(chosen) < limit and affordable:
-            chosen.append(device)
-            spent += price
-    if not chosen:
-        raise Infeasible("max_price_per_hour: no device is cheap enough")
-    return chosen
+def _choose(problem: Problem) -> list[tuple[DeviceType, int]]:
+    """Return the types with how many devices of each are kept, fastest first."""
+    if not problem.single_type:
+        return _keep(problem, problem.devices)
+    kept = [_keep(problem, (device,)) for device in problem.devices]
+    return max((pairs for pairs in kept if pairs), key=lambda pairs: pairs[0][0].capability_per_s * pairs[0][1])
+
+
+def _keep(problem: Problem, devices: tuple[DeviceType, ...]) -> list[tuple[DeviceType, int]]:
+    left = problem.max_workers * problem.batch_size
+    left = left if problem.max_devices is None else min(left, problem.max_devices)
+    money = problem.max_price_micro
+    kept: list[tuple[DeviceType, int]] = []
+    for device in sorted(devices, key=lambda device: -device.capability_per_s):  # stable: equal ones stay in name order
+        count = min(device.count, left)
+        if money is not None and device.price_micro:
+            count = min(count, money // device.price_micro)
+            money -= count * device.price_micro
+        left -= count
+        if count:
+            kept.append((device, count))
+    return kept
+
+
+def _split(chosen: list[tuple[DeviceType, int]], samples: int) -> list[tuple[DeviceType, int, int]]:
+    """Return rows (type, devices, samples on each) of an equal split; the first devices take what is left over."""
+    share, left = divmod(samples, sum(count for _, count in chosen))
+    rows: list[tuple[DeviceType, int, int]] = []
+    for device, count in chosen:
+        more = min(left, count)
+        left -= more
+        rows += [(device, number, size) for number, size in ((more, share + 1), (count - more, share)) if number]
+    return rows

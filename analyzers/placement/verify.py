@@ -23,6 +23,8 @@ def verify(problem: Problem, assignments: Sequence[Assignment]) -> Fraction:
         if row.local_batch_size != row.ests_per_device * problem.batch_size or row.ests_per_device < 1:
             raise ValueError(f"a used device needs ESTs and their samples: {row}")
     workers = sum(row.devices * row.ests_per_device for row in assignments)
+    if not used.keys() <= offered.keys():
+        raise ValueError(f"types that are not offered: {sorted(used.keys() - offered.keys())}")
     price = sum((offered[name].price_micro or 0) * count for name, count in used.items())
     if workers != problem.max_workers:
         raise ValueError(f"{workers} ESTs instead of {problem.max_workers}")
