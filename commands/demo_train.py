@@ -21,7 +21,7 @@ from ddltool.artifacts import save
 from ddltool.fixtures import zoo
 
 MODEL = "resnet32"
-STEPS = 120
+STEPS = 100
 HELD_OUT = 297
 LEARNING_RATE = 0.02
 

@@ -27,7 +27,9 @@ def trace(
     device: Annotated[str, typer.Option(metavar="NAME", help="Device type to estimate compute times for.")] = "V100",
     bandwidth: Annotated[str, typer.Option(help="Network bandwidth per channel.")] = "10Gbit",
     latency: Annotated[str, typer.Option(help="Network latency per transfer.")] = "50us",
-    parameter_servers: Annotated[int, typer.Option(help="Channels that the parameters are spread over.", min=1)] = 1,
+    parameter_servers: Annotated[
+        int, typer.Option(help="Channels to spread the parameters over.", min=1, max=10_000)
+    ] = 1,
     oracle: Annotated[
         Optional[str],  # noqa: UP045
         typer.Option(

@@ -12,6 +12,7 @@ import os
 import queue
 import resource
 import socket
+import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -186,6 +187,7 @@ def _child(
     import torch
     import torch.distributed as dist
 
+    threading.Thread(target=_follow_parent, daemon=True).start()
     torch.set_num_threads(threads)
     torch.manual_seed(request.seed)
     try:
@@ -212,6 +214,14 @@ def _child(
         if dist.is_initialized():
             with contextlib.suppress(RuntimeError):  # a dead peer must not hide what was reported
                 dist.destroy_process_group()
+
+
+def _follow_parent() -> None:
+    """End this process when the one that started it is gone: a killed command leaves nobody computing."""
+    parent = multiprocessing.parent_process()
+    if parent is not None:
+        parent.join()
+        os._exit(1)
 
 
 def _measure_all(

@@ -213,6 +213,7 @@ def test_bad_graphs(cli: Cli, folder: Path) -> None:
         (("trace", "FOLDER/graph.json", "-o", "FOLDER"), 2, "is a folder; give a file name"),
         (("trace", "FOLDER/bad.onnx"), 2, "bad.onnx: is not an ONNX"),
         (("trace", "FOLDER/model.py:raises"), 2, "the factory raised RuntimeError: no GPU here"),
+        (("trace", "FOLDER/graph.json", "--parameter-servers", "99999"), 2, "'--parameter-servers'"),
         (("trace",), 2, "Missing argument 'SOURCE'"),
         (("tarce", "x"), 2, "No such command 'tarce'"),
         (

@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import signal
+import subprocess
+import sys
 import time
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import psutil
@@ -123,3 +127,30 @@ def test_measurements_that_are_not_to_be_believed() -> None:
     assert "1 of 2 rows spread by up to 50%" in spread
     assert "below 1 ms" in short
     assert "fewer than 3 repeats" in few
+
+
+def test_a_killed_parent_leaves_nobody_behind(tmp_path: Path) -> None:
+    command = [
+        sys.executable,
+        "-m",
+        "ddltool",
+        "profile",
+        "zoo:resnet32",
+        "--batch-sizes",
+        "64,128,256",
+        "--repeats",
+        "200",
+    ]
+    with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, cwd=tmp_path) as child:
+        deadline = time.monotonic() + 60
+        workers: list[psutil.Process] = []
+        while not workers and time.monotonic() < deadline:
+            time.sleep(0.2)
+            children = psutil.Process(child.pid).children()
+            workers = [worker for worker in children if "spawn_main" in " ".join(worker.cmdline())]
+        time.sleep(4)  # long enough for the workers to have started their own watch
+        child.send_signal(signal.SIGKILL)
+    assert workers
+    gone, alive = psutil.wait_procs(workers, timeout=20)
+    assert not alive
+    assert len(gone) == len(workers)

@@ -11,6 +11,7 @@ that reads what an in-place op wrote depends on it.
 
 from __future__ import annotations
 
+import logging
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -120,7 +121,7 @@ class _Trace:
 
 def _trace(step: TrainingStep, mode: Mode) -> _Trace:
     try:
-        with warnings.catch_warnings():
+        with warnings.catch_warnings(), _silent_log():
             warnings.simplefilter("ignore")
             return _Trace(step, mode)
     except DdlToolError:
@@ -129,6 +130,17 @@ def _trace(step: TrainingStep, mode: Mode) -> _Trace:
         text = one_line(f"{type(error).__name__}: {error}")[:300]
         remedy = "it must run eagerly on its example inputs, with shapes that do not depend on the data"
         raise InputError(step.name, f"{mode} step cannot be traced ({text})", remedy) from error
+
+
+@contextmanager
+def _silent_log() -> Iterator[None]:
+    """Keep torch from logging the stack of an error that is about to be told in one line."""
+    before = logging.root.manager.disable
+    logging.disable(logging.CRITICAL)
+    try:
+        yield
+    finally:
+        logging.disable(before)
 
 
 def _fake(value: Tensor) -> Tensor:
