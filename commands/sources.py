@@ -55,7 +55,8 @@ def load_graph(source: str, mode: Mode | None, batch_size: int | None) -> Graph:
         return trace_onnx(source, batch_size=batch_size)
     from ddltool.analyzers.tracing.torch_adapter import trace_torch
 
-    return trace_torch(lambda: resolve_step(source), mode=mode or "training", batch_size=batch_size)
+    with contextlib.redirect_stdout(sys.stderr):  # what the user's forward prints must not mix with the result either
+        return trace_torch(lambda: resolve_step(source), mode=mode or "training", batch_size=batch_size)
 
 
 def training_step(source: str, batch_size: int) -> TrainingStep:
@@ -165,9 +166,9 @@ def _factory_step(source: str) -> TrainingStep:
             raise InputError(source, f"{name!r} is not callable", "give a function that returns an nn.Module")
         try:
             made = factory()
-        except (DdlToolError, NotImplementedError):
+        except (DdlToolError, NotImplementedError, KeyboardInterrupt):
             raise  # NotImplementedError: the meta device lacks an op; the tracer then builds with real weights
-        except Exception as error:
+        except BaseException as error:  # SystemExit too: a factory must not end the command without a word
             text = one_line(f"{type(error).__name__}: {error}")[:300]
             raise InputError(
                 source, f"the factory raised {text}", "it must work when called without arguments"
@@ -208,7 +209,9 @@ def _import_module(name: str, source: str) -> Any:
         sys.path.insert(0, here)  # as `python -m` does, so that a package in the working folder is found
     try:
         return importlib.import_module(name)
-    except Exception as error:
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:  # a module may call sys.exit
         text = one_line(f"{type(error).__name__}: {error}")[:300]
         raise InputError(source, f"cannot import {name} ({text})", f"SOURCE is {FORMS}") from error
 
@@ -225,7 +228,9 @@ def _import_file(location: str, source: str) -> Any:
     sys.modules.setdefault(path.stem, module)
     try:
         spec.loader.exec_module(module)
-    except Exception as error:
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:  # a script may call sys.exit
         text = one_line(f"{type(error).__name__}: {error}")[:300]
         raise InputError(source, f"{location} cannot be loaded ({text})", "it must import without errors") from error
     return module

@@ -187,6 +187,7 @@ def _child(
     import torch
     import torch.distributed as dist
 
+    os.dup2(2, 1)  # what the user's module prints must not mix with the command's result
     threading.Thread(target=_follow_parent, daemon=True).start()
     torch.set_num_threads(threads)
     torch.manual_seed(request.seed)

@@ -10,14 +10,17 @@ import sys
 import time
 from pathlib import Path
 
+import pandas as pd
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ddltool.artifacts import check_writable, load, read_document, save, to_json, write_text
 from ddltool.errors import InputError, did_you_mean
-from ddltool.job import Cluster, Constraints, DeviceOffer, Job, read_job
-from ddltool.plan import Assignment, Enforcement, Plan, RankEnforcement
+from ddltool.goodput_model import Goodput, ThroughputRecord
+from ddltool.job import Cluster, Constraints, DeviceOffer, Job, NodeDevices, NodeGroup, read_job
+from ddltool.plan import Assignment, Enforcement, ParameterRecord, Plan, RankEnforcement
+from ddltool.profile import read_profile, write_profile
 from ddltool.schemas import MODELS, schema_of
 
 JOB = "kind: ddltool.job\nname: j\nmax_workers: 4\ndevices:\n  - {type: V100, count: 2, capability_per_s: 3}\n"
@@ -142,9 +145,92 @@ plans = st.builds(
 )
 
 
-@given(jobs | plans)
+parameters = st.builds(
+    ParameterRecord, name=st.text(), size_bytes=st.integers(0, 2**40), priority=st.none() | st.integers()
+)
+
+
+@st.composite
+def enforcements(draw: st.DrawFn) -> Enforcement:
+    sizes = draw(st.lists(st.integers(1, 99), min_size=1, max_size=5))
+    ranks = [
+        RankEnforcement(rank=rank, device_type=draw(st.text()), ests=draw(st.integers(0, 9)), local_batch_size=size)
+        for rank, size in enumerate(sizes)
+    ]
+    return Enforcement(
+        job=draw(st.text()),
+        strategy="est",
+        world_size=len(ranks),
+        total_batch_size=sum(sizes),
+        ranks=ranks,
+        parameters=draw(st.lists(parameters, max_size=3)),
+        telemetry=draw(st.none() | st.text(min_size=1)),
+    )
+
+
+groups = st.builds(
+    NodeGroup,
+    name=st.text(min_size=1),
+    count=st.integers(0, 99),
+    devices=st.builds(NodeDevices, type=st.text(min_size=1), count=st.integers(1, 16)),
+    nic_gbit=st.none() | positive,
+)
+clusters = st.builds(Cluster, name=st.none() | st.text(), nodes=st.lists(groups, min_size=1, max_size=3))
+seconds = st.floats(0, 1e6)
+goodputs = st.builds(
+    Goodput,
+    sources=st.lists(st.text()),
+    params=st.builds(
+        ThroughputRecord,
+        **{name: seconds for name in ThroughputRecord.model_fields if name != "gamma"},
+        gamma=st.floats(1, 10),
+    ),
+    rmsle=seconds,
+    mape=seconds,
+    samples=st.integers(1, 10**6),
+    fit_seconds=seconds,
+    undetermined=st.lists(st.text()),
+    holdout=st.none(),
+)
+
+
+@st.composite
+def profiles(draw: st.DrawFn) -> pd.DataFrame:
+    count = draw(st.integers(1, 6))
+
+    def column(values: st.SearchStrategy[object]) -> list[object]:
+        return draw(st.lists(values, min_size=count, max_size=count))
+
+    return pd.DataFrame(
+        {
+            "device": column(st.from_regex("[A-Za-z][A-Za-z0-9 ,]{0,8}[A-Za-z]", fullmatch=True)),
+            "num_nodes": column(st.integers(1, 4)),
+            "num_replicas": column(st.integers(4, 64)),
+            "local_batch_size": column(st.integers(1, 4096)),
+            "step_time_s": column(st.floats(1e-9, 1e6)),
+            "sync_time_s": column(st.floats(0, 1e6)),
+            "peak_memory_bytes": column(st.floats(0, 1e15)),
+            "step_time_spread_s": column(st.floats(0, 1e6)),
+            "repeats": column(st.integers(1, 99)),
+        }
+    )
+
+
+@given(profiles())
+@settings(max_examples=60, deadline=None)
+def test_profiles_round_trip_through_csv(tmp_path_factory: pytest.TempPathFactory, frame: pd.DataFrame) -> None:
+    folder = tmp_path_factory.mktemp("csv")
+    for name in ("p.csv", "p.csv.gz"):
+        write_profile(frame, folder / name)
+        again = read_profile(folder / name)
+        pd.testing.assert_frame_equal(again[list(frame.columns)], frame, check_dtype=False, check_exact=True)
+
+
+@given(jobs | plans | enforcements() | clusters | goodputs)
 @settings(max_examples=100, deadline=None)
-def test_round_trip(tmp_path_factory: pytest.TempPathFactory, artifact: Job | Plan) -> None:
+def test_round_trip(
+    tmp_path_factory: pytest.TempPathFactory, artifact: Job | Plan | Enforcement | Cluster | Goodput
+) -> None:
     folder = tmp_path_factory.mktemp("round")
     for name in ("a.json", "a.json.gz"):
         save(artifact, folder / name)

@@ -242,6 +242,7 @@ def factory_file(tmp_path: Path) -> Path:
         "def bare():\n    return nn.Linear(3, 2)\n"
         "def raises():\n    raise ValueError('no\\nsuch weights')\n"
         "def wrong():\n    return 7\n"
+        "def leaves():\n    raise SystemExit(5)\n"
         "constant = 5\n"
     )
     (tmp_path / "model.py").write_text(text)
@@ -260,6 +261,7 @@ def test_factories(factory_file: Path, capsys: pytest.CaptureFixture[str]) -> No
     ("source", "message"),
     [
         ("FILE:raises", r"the factory raised ValueError: no such weights; it must work when called without"),
+        ("FILE:leaves", "the factory raised SystemExit: 5"),
         ("FILE:wrong", "the factory returned a int; return an nn.Module or"),
         ("FILE:constant", "'constant' is not callable"),
         ("FILE:goood", "has no 'goood'; did you mean \"good\""),
