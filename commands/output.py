@@ -52,7 +52,9 @@ def table(
     made = Table(title=Text(title), box=SIMPLE, caption=Text(caption) if caption else None, title_justify="left")
     made.caption_justify = "left"
     for number, column in enumerate(columns):
-        made.add_column(Text(column), justify="left" if number < text_columns else "right", overflow="fold")
+        made.add_column(
+            Text(column), justify="left" if number < text_columns else "right", overflow="fold", no_wrap=number == 0
+        )
     for row in rows:
         made.add_row(*(Text(cell) for cell in row))
     return made

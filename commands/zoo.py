@@ -35,8 +35,8 @@ def zoo(
         print_json({"kind": "ddltool.zoo", "schema_version": 1, "models": models})
         return
     rows = [_row(model) for model in models]
-    columns = ("zoo:NAME", "batch", "param.", "(T1)", "MiB", "(T1)", "ops inf.", "ops train.", "(T1)")
-    caption = "(T1): TicTac, Table 1 (TensorFlow's ops; ours are aten's). param.: parameter tensors."
+    columns = ("zoo:NAME", "batch", "param.", "MiB", "ops inf/train", "Table 1: param., MiB, ops")
+    caption = "param.: parameter tensors. Table 1 is TicTac's; it counts TensorFlow's ops, ours are aten's."
     out().print(table("Built-in models", columns, rows, caption=caption))
 
 
@@ -83,16 +83,17 @@ def describe(name: str) -> dict[str, Any]:
 
 
 def _row(model: dict[str, Any]) -> tuple[str, ...]:
-    published = model["published"] or {}
-    ops = f"{published['ops_inference']}/{published['ops_training']}" if published else "-"
+    published = model["published"]
+    table1 = "-"
+    if published is not None:
+        ops = f"{published['ops_inference']}/{published['ops_training']}"
+        table1 = f"{published['parameters']:3d}  {published['parameter_mib']:6.2f}  {ops:>9s}"
+    ours = f"{model['ops_inference']}/{model['ops_training']}"
     return (
         model["name"],
         str(model["batch_size"]),
         str(model["parameters"]),
-        str(published.get("parameters", "-")),
         f"{model['parameter_mib']:.2f}",
-        f"{published['parameter_mib']:.2f}" if published else "-",
-        str(model["ops_inference"]),
-        str(model["ops_training"]),
-        ops,
+        ours,
+        table1,
     )
