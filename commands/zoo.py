@@ -35,8 +35,8 @@ def zoo(
         print_json({"kind": "ddltool.zoo", "schema_version": 1, "models": models})
         return
     rows = [_row(model) for model in models]
-    columns = ("zoo:NAME", "batch", "param.", "MiB", "ops inf/train", "Table 1: param., MiB, ops")
-    caption = "param.: parameter tensors. Table 1 is TicTac's; it counts TensorFlow's ops, ours are aten's."
+    columns = ("zoo:NAME", "batch", "param.", "MiB", "ops", "Table 1: param. MiB ops")
+    caption = "param.: parameter tensors; ops: inference/training (ours aten's, TicTac's Table 1 TensorFlow's)"
     out().print(table("Built-in models", columns, rows, caption=caption))
 
 
