@@ -45,6 +45,7 @@ class Findings:
     contrast: Comparison = field(init=False)
     profile: pd.DataFrame = field(init=False)
     fitted: Goodput = field(init=False)
+    capabilities: dict[str, float] = field(init=False)
     plan: Plan = field(init=False)
     baseline: Plan = field(init=False)
     enforcement: Enforcement = field(init=False)
@@ -154,16 +155,16 @@ def _fit(found: Findings, seed: int) -> None:
 
 def _plan(found: Findings, seed: int) -> None:
     from ddltool.artifacts import save
-    from ddltool.commands.plan import make_plan, ordered_parameters
+    from ddltool.commands.plan import capabilities_of, make_plan, ordered_parameters
     from ddltool.fixtures.loading import folder
     from ddltool.job import read_job
 
     job_file = found.folder / "job.yaml"
     shutil.copyfile(folder() / "demo-job.yaml", job_file)
     job = read_job(job_file)
+    found.capabilities = capabilities_of(job, found.folder, str(job_file))
     plans = [
-        make_plan(job, found.folder, strategy, where=str(job_file), top_k=3, limit_s=10.0, seed=seed)
-        for strategy in ("est", "bsp")
+        make_plan(job, found.capabilities, strategy, top_k=3, limit_s=10.0, seed=seed) for strategy in ("est", "bsp")
     ]
     found.plan, found.baseline = (
         made.model_copy(update={"parameters": ordered_parameters(found.graph)}) for made in plans

@@ -252,13 +252,8 @@ def _plan_section(found: Findings) -> Section:
 
 
 def _busy_shares(found: Findings) -> list[float]:
-    """Return how much of the step each used device computes, from the plan's own capabilities."""
-    from ddltool.commands.plan import capabilities_of
-    from ddltool.job import read_job
-
-    job_file = found.folder / "job.yaml"
-    capability = capabilities_of(read_job(job_file), found.folder, str(job_file), quiet=True)
-    step = found.plan.iteration_s
+    """Return how much of the step each used device computes."""
+    step, capability = found.plan.iteration_s, found.capabilities
     return [min(1.0, row.ests_per_device / capability[row.device_type] / step) for row in found.plan.assignments]
 
 

@@ -10,6 +10,8 @@ import typer
 from ddltool.commands.options import Json, Output, Seed
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from ddltool.graph import Graph
     from ddltool.job import Job
     from ddltool.plan import ParameterRecord, Plan
@@ -45,7 +47,8 @@ def plan(
     if output is not None:
         check_writable(output)
     job = read_job(job_file)
-    made = make_plan(job, job_file.parent, strategy, where=str(job_file), top_k=top_k, limit_s=time_limit_s, seed=seed)
+    capabilities = capabilities_of(job, job_file.parent, str(job_file))
+    made = make_plan(job, capabilities, strategy, top_k=top_k, limit_s=time_limit_s, seed=seed)
     graph = _graph_of(job, job_file.parent, graph_file)
     if graph is not None:
         made = made.model_copy(update={"parameters": ordered_parameters(graph)})
@@ -57,21 +60,27 @@ def plan(
         show_plan(made, output)
 
 
-def make_plan(job: Job, folder: Path, strategy: str, *, where: str, top_k: int, limit_s: float, seed: int) -> Plan:
-    """Return the plan of a job whose files are relative to ``folder``."""
+def make_plan(
+    job: Job, capabilities: Mapping[str, float], strategy: str, *, top_k: int, limit_s: float, seed: int
+) -> Plan:
+    """Return the plan of a job; ``capabilities`` by device type in mini-batches per second."""
     from ddltool.analyzers.placement.bsp import plan_bsp
     from ddltool.analyzers.placement.est import solve_est
     from ddltool.analyzers.placement.problem import from_job
 
-    problem = from_job(job, capabilities_of(job, folder, where))
+    problem = from_job(job, capabilities)
     if strategy == "bsp":
         return plan_bsp(problem)
     return solve_est(problem, top_k=top_k, time_limit_s=limit_s, seed=seed)
 
 
-def capabilities_of(job: Job, folder: Path, where: str, *, quiet: bool = False) -> dict[str, float]:
-    """Return the capability of each device type: as written, from its profile, or from the model's roofline."""
+def capabilities_of(job: Job, folder: Path, where: str) -> dict[str, float]:
+    """Return the capability of each device type: as written, from its profile, or from the model's roofline.
+
+    Paths in the job are relative to ``folder``; predicted capabilities are told on stderr.
+    """
     from ddltool.analyzers.placement.capability import capability_from_profile
+    from ddltool.commands.output import note
     from ddltool.errors import InputError
     from ddltool.profile import read_profile
 
@@ -93,11 +102,8 @@ def capabilities_of(job: Job, folder: Path, where: str, *, quiet: bool = False) 
     if not missing:
         return found
     predicted = _roofline_capabilities(job, folder, missing)
-    if not quiet:
-        from ddltool.commands.output import note
-
-        shown = ", ".join(f"{name} {value:.3g}/s" for name, value in predicted.items())
-        note(f"predicted capabilities (roofline of {job.model}): {shown}")
+    shown = ", ".join(f"{name} {value:.3g}/s" for name, value in predicted.items())
+    note(f"predicted capabilities (roofline of {job.model}): {shown}")
     return {**found, **predicted}
 
 

@@ -284,6 +284,7 @@ def _time_steps(
     optimizer = torch.optim.SGD(module.parameters(), lr=1e-3)
 
     def once(*, synchronise: bool) -> float:
+        """Return the slowest replica's seconds for one step."""
         waiting = contextlib.nullcontext() if synchronise or replicas == 1 else wrapped.no_sync()  # type: ignore[operator]
         started = _now(device)
         with waiting:
