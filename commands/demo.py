@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import os
 import shutil
-import signal
 import subprocess
 import sys
 import time
@@ -206,16 +205,31 @@ def _train(found: Findings, seed: int) -> None:
 
 
 def _run(command: list[str], environment: dict[str, str], stream: Any) -> int:
-    """Run the launcher in a process group of its own, so that an interruption leaves no rank behind."""
+    """Run the launcher; an interruption or a time-out ends it and its ranks before it is passed on."""
     child = subprocess.Popen(command, env=environment, stdout=stream, stderr=stream, start_new_session=True)
     try:
         return child.wait(timeout=TRAINING_LIMIT_S)
     except subprocess.TimeoutExpired:
         return 124
     finally:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(child.pid, signal.SIGKILL)
-        child.wait()
+        _end(child)
+
+
+def _end(child: subprocess.Popen[bytes]) -> None:
+    """End the launcher and its ranks, which have sessions of their own, so that no group signal reaches them."""
+    import psutil
+
+    if child.poll() is not None:
+        return
+    family = psutil.Process(child.pid).children(recursive=True)
+    child.terminate()  # torchrun ends its ranks by itself
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        child.wait(timeout=5)
+    for process in family:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            process.kill()
+    child.kill()
+    child.wait()
 
 
 def _refit(found: Findings, seed: int) -> None:

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
+import psutil
 import pytest
 
 from ddltool.artifacts import load
@@ -74,3 +77,32 @@ def test_the_report_labels_its_figures(demo: tuple[Path, dict[str, object], str]
     for label in ("measured", "predicted", "simulated"):
         assert f'<span class="badge">{label}</span>' in html
     assert "http" not in html.replace("http://www.w3.org", "")
+
+
+def test_an_interruption_while_training_leaves_nobody_behind(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "ddltool", "demo", "-o", str(tmp_path / "out")]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    with subprocess.Popen(command, stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment) as child:
+        assert child.stderr is not None
+        lines = iter(child.stderr.readline, "")
+        assert any(line.startswith("[6/8] train") for line in lines)
+        ranks = wait_for_ranks(child.pid)
+        child.send_signal(signal.SIGINT)
+        rest = child.stderr.read()
+        assert child.wait(timeout=60) == 130
+    assert rest.strip().splitlines()[-1] == "error: interrupted"
+    assert len(ranks) == 2
+    _, alive = psutil.wait_procs(ranks, timeout=20)
+    assert not alive
+    assert not (tmp_path / "out" / "report.html").exists()
+
+
+def wait_for_ranks(pid: int) -> list[psutil.Process]:
+    deadline = time.monotonic() + 60
+    while time.monotonic() < deadline:
+        family = psutil.Process(pid).children(recursive=True)
+        ranks = [process for process in family if "-u" in process.cmdline()[:2]]
+        if len(ranks) == 2:
+            return ranks
+        time.sleep(0.2)
+    return []

@@ -496,3 +496,11 @@ def test_capability_from_a_graph() -> None:
     with pytest.raises(InputError, match="idle: its compute ops take 0.0 s"):
         capability_from_graph(idle)
     assert np.isfinite(capability_from_graph(Graph.from_ops("g", "training", ops)))
+
+
+def test_solving_leaves_the_interrupt_handler_alone() -> None:
+    import signal
+
+    before = signal.getsignal(signal.SIGINT)
+    solve_est(problem((3.0, 1.0), (2, 2), 5))
+    assert signal.getsignal(signal.SIGINT) is before is signal.default_int_handler

@@ -205,6 +205,8 @@ def _solve(search: _Search, model: cp_model.CpModel, used: Sequence[cp_model.Int
     solver.parameters.max_time_in_seconds = left
     solver.parameters.num_workers = 1
     solver.parameters.random_seed = search.seed
+    # CP-SAT would put the default handler in Python's place, and a later Ctrl-C would end the process without clean-up.
+    solver.parameters.catch_sigint_signal = False
     status = solver.solve(model)
     if status in (cp_model.OPTIMAL, cp_model.FEASIBLE):
         counts = tuple(solver.value(variable) for variable in used)
