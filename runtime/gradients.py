@@ -117,7 +117,9 @@ class WeightedAverage:
         self._group = group
         self._side = side
         self._recorder = recorder
-        self._round: _Round | None = None  # from the first bucket to the last (an interrupted one ends DDP as well)
+        self._round: _Round | None = None
+        self._complete = True  # between the last bucket and the next first one (an interruption would end DDP as well)
+        self._beacon = torch.zeros(1)
 
     def reduce(
         self,
@@ -130,9 +132,10 @@ class WeightedAverage:
         all micro-batches, of equal size on a rank) and scaled losses, for the sum is linear.
         """
         buffer = bucket.buffer()
-        opens = self._round is None
-        current = self._round if self._round is not None else self._open(buffer.device)
-        self._round = None if bucket.is_last() else current
+        opens = self._complete
+        current = self._open(buffer.device) if opens or self._round is None else self._round
+        # The round stays here until the next one: the main thread shall be the one that lets go of its tensors.
+        self._round, self._complete = current, bucket.is_last()
         if bucket.is_last() and current.exchange is not None:
             self._watch_arrival(current.exchange, current.counting if opens and not buffer.is_cuda else None)
         if current.samples:
@@ -161,7 +164,7 @@ class WeightedAverage:
         """
         exchange.note_ready()
         if beacon is None:
-            beacon = dist.all_reduce(torch.zeros(1), group=self._side, async_op=True)
+            beacon = dist.all_reduce(self._beacon, group=self._side, async_op=True)
         beacon.get_future().then(exchange.note_arrival)
 
     def _finish(self, current: _Round, future: torch.futures.Future[list[Tensor]]) -> Tensor:
