@@ -50,6 +50,7 @@ def table(
     from rich.text import Text
 
     made = Table(title=Text(title), box=SIMPLE, caption=Text(caption) if caption else None, title_justify="left")
+    made.min_width = min(len(title), 80)  # a title is wrapped to its table's width
     made.caption_justify = "left"
     for number, column in enumerate(columns):
         made.add_column(
