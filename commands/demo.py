@@ -128,9 +128,10 @@ def _trace(found: Findings, seed: int) -> None:
 
 
 def _profile(found: Findings, seed: int) -> None:
+    from ddltool.commands.output import note
     from ddltool.commands.profile import RESOLVER, measure_with_progress
     from ddltool.profile import write_profile
-    from ddltool.runtime.measure import MeasureRequest
+    from ddltool.runtime.measure import MeasureRequest, reliability
 
     request = MeasureRequest(
         source=MODEL,
@@ -142,6 +143,8 @@ def _profile(found: Findings, seed: int) -> None:
     )
     found.profile = measure_with_progress(request)
     write_profile(found.profile, found.folder / "profile.csv")
+    for warning in reliability(found.profile):
+        note(f"warning: {warning}")
 
 
 def _fit(found: Findings, seed: int) -> None:

@@ -27,5 +27,7 @@ class TelemetryRow(Record):
     compute_s: Seconds = Field(description="forward and backward until the local gradients were complete")
     wait_s: Seconds = Field(description="from then until the slowest rank's gradients were complete")
     sync_s: Seconds = Field(description="from then until the averaged gradients were in place")
-    step_s: Seconds = Field(description="from the end of the previous update to the end of this one")
+    step_s: Seconds = Field(
+        description="from the end of the previous update, or an epoch's first forward pass, to the end of this one"
+    )
     memory_bytes: Annotated[float, Field(ge=0)] = Field(description="peak memory of the process so far")
