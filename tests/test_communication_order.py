@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ddltool.analyzers.communication.efficiency import bounds
-from ddltool.analyzers.communication.order import first_recv, precedes, tac, tic, undominated
+from ddltool.analyzers.communication.order import first_recv, precedes, tac, tic, unpreceded
 from ddltool.analyzers.communication.properties import INFINITE, Properties, find_dependencies, whole_times
 from ddltool.analyzers.communication.timeline import simulate
 from ddltool.analyzers.communication.toys import figure1, figure4a, figure4b
@@ -125,32 +125,32 @@ def test_every_pick_of_tac_is_one_that_no_other_precedes(graph: Graph) -> None:
             left, right = min(p_b, m_a), min(p_a, m_b)  # type: ignore[type-var]
             return left < right or (left == right and next_a < next_b)  # type: ignore[operator]
 
-        ahead = {other for other in outstanding if before(other, picked)}
+        def by_equation_6(a: str, b: str, known: dict[str, tuple[object, ...]] = known) -> bool:
+            (p_a, m_a, _), (p_b, m_b, _) = known[a], known[b]
+            return min(p_b, m_a) < min(p_a, m_b)  # type: ignore[type-var,no-any-return,operator]
+
         free = {other for other in outstanding if not any(before(rest, other) for rest in outstanding)}
-        if free:
-            assert picked in free
-            best = min(free, key=lambda name: (known[name][2], -known[name][0]))  # type: ignore[operator]
-            assert known[picked][2] == known[best][2]
-            assert known[picked][0] == known[best][0]
-        else:
-            assert ahead  # nobody is free, so the pick sits in a circle: it reaches everyone that precedes it
-            assert ahead <= reachable(picked, outstanding, before)
+        first = {other for other in outstanding if not any(by_equation_6(rest, other) for rest in outstanding)}
+        assert first
+        assert picked in (free or first)
+        best = min(free or first, key=lambda name: (known[name][2], -known[name][0]))  # type: ignore[operator]
+        assert known[picked][2] == known[best][2]
+        assert known[picked][0] == known[best][0]
         outstanding.remove(picked)
 
 
-def reachable(start: str, names: set[str], before: object) -> set[str]:
-    todo, seen = [start], {start}
-    while todo:
-        at = todo.pop()
-        for other in names - seen:
-            if before(at, other):  # type: ignore[operator]
-                seen.add(other)
-                todo.append(other)
-    return seen
+@given(st.lists(st.tuples(st.integers(0, 4), st.integers(0, 4), st.booleans()), min_size=1, max_size=7))
+def test_the_unpreceded_are_those_of_the_matrix(rows: list[tuple[int, int, bool]]) -> None:
+    compute, transfer = (np.array([row[column] for row in rows], dtype=np.int64) for column in (0, 1))
+    outstanding = np.array([row[2] for row in rows])
+    before = precedes(compute, transfer, np.zeros(len(rows), dtype=np.int64)) & outstanding[:, None]
+    wanted = outstanding & ~before.any(axis=0)
+    assert unpreceded(compute, transfer, outstanding).tolist() == wanted.tolist()
+    assert wanted.any() == outstanding.any()
 
 
 def test_the_circle_of_the_comparator() -> None:
-    """(P, M, M+) = (3,3,9) < (6,3,10) < (4,4,5) < (3,3,9): nobody is free, all three are the strongest circle."""
+    """(P, M, M+) = (3,3,9) < (6,3,10) < (4,4,5) < (3,3,9): nobody is free; Equation 6 alone leaves the first two."""
     compute, transfer, impending = (
         np.array(column, dtype=np.int64) for column in ((3, 6, 4, 1), (3, 3, 4, 9), (9, 10, 5, 50))
     )
@@ -158,7 +158,8 @@ def test_the_circle_of_the_comparator() -> None:
     assert before[0, 1]
     assert before[1, 2]
     assert before[2, 0]
-    assert undominated(compute, transfer, impending).tolist() == [0, 1, 2]  # the weak fourth stays outside
+    assert before.any(axis=0).all()
+    assert unpreceded(compute, transfer, np.ones(4, dtype=bool)).tolist() == [True, True, False, False]
 
 
 @given(timed_graphs(channels=2), st.randoms(use_true_random=False))

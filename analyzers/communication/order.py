@@ -7,9 +7,13 @@ reverse; Equation 6 is what is implemented here.
 
 The comparator is no strict weak order when there are ties: three recvs can precede each other in a circle. "The
 first" is therefore defined so that it cannot depend on the order of the input: among the outstanding recvs that no
-other strictly precedes (if there is none: among the strongest circle, the recvs that together nobody outside
-precedes), the smallest M+, then the largest P, then graph order. Graph order is the level of the earliest op that
-needs the recv (longest path from the roots), then the name.
+other strictly precedes (if there is none: among those that no other precedes by Equation 6 alone, which always
+exist), the smallest M+, then the largest P, then graph order. Graph order is the level of the earliest op that needs
+the recv (longest path from the roots), then the name.
+
+Nothing compares all pairs. With ``M* = min M`` over the recvs with ``M < P``, Equation 6 alone leaves unpreceded
+exactly those with ``M = M*`` among them and those with ``P = M <= M*``; without any ``M < P``, those with the largest
+P and those with ``P = M``. All of these tie with each other, so M+ decides among them: see :func:`unpreceded`.
 """
 
 from __future__ import annotations
@@ -43,12 +47,11 @@ class Schedule:
 def tic(graph: Graph) -> Schedule:
     """Return the timing-independent order (Algorithm 2): priority is M+ with unit transfers, equal M+ equal priority.
 
-    Needs no durations. O(groups x recvs) after the dependency sets.
+    Needs no durations. O((n + e) r / 64) for the dependency sets, then O(groups (log groups + r / 64)).
     """
     dependencies = find_dependencies(graph)
-    times = (graph.kind == RECV).astype(np.int64)
     rank = _graph_order(graph, dependencies)
-    impending = Properties(dependencies, times).impending() if len(dependencies.recvs) else np.zeros(0, dtype=np.int64)
+    impending = _unit_impending(dependencies)
     _, dense = np.unique(impending, return_inverse=True)
     order = np.lexsort((rank, dense))
     names = [graph.names[op] for op in dependencies.recvs]
@@ -59,16 +62,34 @@ def tic(graph: Graph) -> Schedule:
     )
 
 
+def _unit_impending(dependencies: Dependencies) -> NDArray[np.int64]:
+    """Return M+ of every recv, shape (r,), when each transfer takes 1 and all are outstanding: a least set size.
+
+    Sets in ascending order of size, each looked at only for what no smaller one had: a recv is reached once.
+    """
+    found = np.full(len(dependencies.recvs), INFINITE, dtype=np.int64)
+    seen = 0
+    for size, bits in sorted((bits.bit_count(), bits) for bits in dependencies.sets):
+        fresh = bits & ~seen if size > 1 else 0
+        seen |= fresh
+        while fresh:
+            lowest = fresh & -fresh
+            found[lowest.bit_length() - 1] = size
+            fresh ^= lowest
+    return found
+
+
 def tac(graph: Graph) -> Schedule:
     """Return the timing-aware order (section 4.3 with Equation 6): one recv at a time, the first under the comparator.
 
-    O(r (groups + r)) vectorised, plus the memberships. Raises InputError for ops without a duration.
+    O((n + e) r / 64) for the dependency sets, then O(r (groups r / 64 + r)) in vector operations, against
+    O(r (n r + r^2)) when every property is computed anew for every pick. Raises InputError for ops without a duration.
     """
     dependencies = find_dependencies(graph)
     properties = Properties(dependencies, whole_times(graph))
     rank = _graph_order(graph, dependencies)
     picked: list[int] = []
-    while properties.outstanding.any():
+    for _ in range(len(dependencies.recvs)):
         recv = first_recv(properties, rank)
         picked.append(recv)
         properties.complete(recv)
@@ -78,12 +99,20 @@ def tac(graph: Graph) -> Schedule:
 
 def first_recv(properties: Properties, rank: NDArray[np.intp]) -> int:
     """Return the number of the outstanding recv that goes first; ``rank`` (r,) is graph order."""
-    candidates = np.flatnonzero(properties.outstanding)
-    impending = properties.impending()[candidates]
-    compute, transfer = properties.compute[candidates], properties.recv_time[candidates]
-    chosen = undominated(compute, transfer, impending)
-    keys = (rank[candidates[chosen]], -compute[chosen], impending[chosen])
-    return int(candidates[chosen[np.lexsort(keys)[0]]])
+    compute, transfer = properties.compute, properties.recv_time
+    candidates = unpreceded(compute, transfer, properties.outstanding)
+    if int(candidates.sum()) == 1:
+        least, chosen = 0, candidates
+    else:
+        least, chosen = properties.least_impending(candidates)
+    places = np.flatnonzero(chosen)
+    if least and (nearer := np.flatnonzero(properties.impending_below(least))).size:
+        # A recv that Equation 6 puts behind another can still tie with a candidate and have the smaller M+.
+        left = np.minimum(compute[places][None, :], transfer[nearer][:, None])
+        right = np.minimum(compute[nearer][:, None], transfer[places][None, :])
+        free = places[~(left == right).any(axis=0)]
+        places = free if free.size else places
+    return int(places[np.lexsort((rank[places], -compute[places]))[0]])
 
 
 def precedes(
@@ -96,37 +125,37 @@ def precedes(
     return before
 
 
-def undominated(
-    compute: NDArray[np.int64], transfer: NDArray[np.int64], impending: NDArray[np.int64]
-) -> NDArray[np.intp]:
-    """Return the places of the recvs that no other strictly precedes, or of the strongest circle if each is preceded."""
-    before = precedes(compute, transfer, impending)
-    free = np.flatnonzero(~before.any(axis=0))
-    if free.size:
-        return free
-    from scipy.sparse import csr_matrix
-    from scipy.sparse.csgraph import connected_components
+def unpreceded(
+    compute: NDArray[np.int64], transfer: NDArray[np.int64], outstanding: NDArray[np.bool_]
+) -> NDArray[np.bool_]:
+    """Return which outstanding recvs no other precedes by Equation 6 alone, shape (r,), from P and M (r,). O(r).
 
-    count, component = connected_components(csr_matrix(before.astype(np.int8)), directed=True, connection="strong")
-    rows, columns = np.nonzero(before)
-    entered = {
-        int(component[column]) for row, column in zip(rows, columns, strict=True) if component[row] != component[column]
-    }
-    strongest = [number for number in range(count) if number not in entered]
-    return np.flatnonzero(np.isin(component, strongest))
+    At least one if any is outstanding. Johnson's rule in one pass: recvs that transfer faster than they compute go by
+    ascending M, before the others by descending P; a recv with P = M ties with either side.
+    """
+    early = outstanding & (transfer < compute)
+    even = outstanding & (transfer == compute)
+    if early.any():
+        least = transfer[early].min()
+        found: NDArray[np.bool_] = (early & (transfer == least)) | (even & (transfer <= least))
+    else:
+        found = even | (outstanding & (compute == compute[outstanding].max(initial=0)))
+    return found
 
 
 def _graph_order(graph: Graph, dependencies: Dependencies) -> NDArray[np.intp]:
     """Return each recv's place in graph order, shape (r,): level of its earliest consumer, then name."""
-    level = np.zeros(len(graph), dtype=np.int64)
-    earliest = np.full(len(graph), INFINITE, dtype=np.int64)
+    level = [0] * len(graph)
+    earliest = [int(INFINITE)] * len(graph)
+    pointer, sources = graph.input_ptr.tolist(), graph.input_index.tolist()
     for op in graph.topological_order().tolist():
-        sources = graph.inputs_of(op)
-        if len(sources):
-            level[op] = int(level[sources].max()) + 1
-            earliest[sources] = np.minimum(earliest[sources], level[op])
-    recvs = dependencies.recvs
-    keys = [(int(earliest[op]), natural_key(graph.names[op])) for op in recvs]
+        inputs = sources[pointer[op] : pointer[op + 1]]
+        if inputs:
+            level[op] = 1 + max(level[source] for source in inputs)
+            for source in inputs:
+                earliest[source] = min(earliest[source], level[op])
+    recvs = dependencies.recvs.tolist()
+    keys = [(earliest[op], natural_key(graph.names[op])) for op in recvs]
     rank = np.empty(len(recvs), dtype=np.intp)
     rank[sorted(range(len(recvs)), key=keys.__getitem__)] = np.arange(len(recvs))
     return rank

@@ -18,47 +18,54 @@ from ddltool.graph import RECV, Graph
 # No real M+ reaches it: times are scaled so that all of them together stay below 2**61.
 INFINITE = np.int64(2**62)
 _LARGEST_TOTAL = 2**61
+_ROWS_AT_ONCE = 4096
 
 
 @dataclass(frozen=True, kw_only=True)
 class Dependencies:
     """Which recv ops every op needs, directly or transitively, grouped.
 
-    ``recvs`` (r,) are op indices in graph order; ``member`` (g, r) says which recvs a group of non-recv ops needs;
-    ``group`` (n,) gives each op's group, -1 for recvs and for ops that need no recv.
+    ``recvs`` (r,) are op indices in graph order; ``sets`` (g entries) says which recvs a group of non-recv ops needs,
+    bit k for recv k; ``group`` (n,) gives each op's group, -1 for recvs and for ops that need no recv.
     """
 
     recvs: NDArray[np.intp]
-    member: NDArray[np.bool_]
+    sets: tuple[int, ...]
     group: NDArray[np.intp]
+
+    def packed(self) -> NDArray[np.uint64]:
+        """Return the sets as words, shape (ceil(r / 64), g): word w of a column holds recvs 64 w to 64 w + 63."""
+        words = max(1, (len(self.recvs) + 63) // 64)
+        raw = b"".join(bits.to_bytes(8 * words, "little") for bits in self.sets)
+        rows = np.frombuffer(raw, dtype="<u8").reshape(len(self.sets), words)
+        return np.ascontiguousarray(rows.T).astype(np.uint64, copy=False)
 
 
 def find_dependencies(graph: Graph) -> Dependencies:
     """Return the dependency sets. O((n + e) r / 64) with bit sets, groups formed by identity of the sets."""
     recvs = graph.of_kind(RECV)
     bits = [0] * len(graph)
-    for number, op in enumerate(recvs):
+    for number, op in enumerate(recvs.tolist()):
         bits[op] = 1 << number
-    for op in graph.topological_order().tolist():
-        for source in graph.inputs_of(op).tolist():
-            bits[op] |= bits[source]
-    group = np.full(len(graph), -1, dtype=np.intp)
+    pointer, sources = graph.input_ptr.tolist(), graph.input_index.tolist()
+    group = [-1] * len(graph)
     numbers: dict[int, int] = {}
-    for op in np.flatnonzero(graph.kind != RECV).tolist():
-        if bits[op]:
-            group[op] = numbers.setdefault(bits[op], len(numbers))
-    member = np.zeros((len(numbers), len(recvs)), dtype=bool)
-    width = (len(recvs) + 7) // 8
-    for set_bits, number in numbers.items():
-        raw = np.frombuffer(set_bits.to_bytes(width, "little"), dtype=np.uint8)
-        member[number] = np.unpackbits(raw, bitorder="little")[: len(recvs)]
-    return Dependencies(recvs=recvs, member=member, group=group)
+    is_recv = (graph.kind == RECV).tolist()
+    for op in graph.topological_order().tolist():
+        found = bits[op]
+        for source in sources[pointer[op] : pointer[op + 1]]:
+            found |= bits[source]
+        bits[op] = found
+        if found and not is_recv[op]:
+            group[op] = numbers.setdefault(found, len(numbers))
+    return Dependencies(recvs=recvs, sets=tuple(numbers), group=np.array(group, dtype=np.intp))
 
 
 def time_scale(graph: Graph) -> float:
     """Return how many whole units make a second: 1e12, or a smaller power of ten when the sum would overflow."""
     scale = 1e12
-    while math.fsum(graph.duration_s.tolist()) * scale > _LARGEST_TOTAL:
+    total = math.fsum(graph.duration_s.tolist())
+    while total * scale > _LARGEST_TOTAL:
         scale /= 10
     return scale
 
@@ -75,48 +82,111 @@ def whole_times(graph: Graph) -> NDArray[np.int64]:
     return np.rint(graph.duration_s * time_scale(graph)).astype(np.int64)
 
 
+def members(packed: NDArray[np.uint64], groups: NDArray[np.intp], recvs: int) -> NDArray[np.bool_]:
+    """Return which recvs the given groups need, shape (len(groups), recvs)."""
+    rows = np.ascontiguousarray(packed[:, groups].T).astype("<u8", copy=False)
+    return np.unpackbits(rows.view(np.uint8), axis=1, bitorder="little", count=recvs).astype(bool)
+
+
 class Properties:
     """M, P and M+ of the outstanding recvs, kept up to date as recvs complete.
 
-    Completing a recv touches the groups that contain it, not the others: the work over a whole run is the number of
-    (group, recv) memberships instead of recvs times ops.
+    Completing a recv costs O(groups) in vector operations, the least M+ of a set of recvs O(groups x recvs / 64):
+    nothing is computed anew from the ops. Groups that one recv alone still blocks have given their time to that recv's
+    P and are dropped.
     """
 
     def __init__(self, dependencies: Dependencies, times: NDArray[np.int64]) -> None:
         """Take the dependency sets and the times (n,) of all ops in whole units."""
-        self._member = dependencies.member
         self.recv_time = times[dependencies.recvs]
-        groups, recvs = self._member.shape
+        recvs, groups = len(dependencies.recvs), len(dependencies.sets)
         grouped = dependencies.group >= 0
         self._load = np.zeros(groups, dtype=np.int64)
         np.add.at(self._load, dependencies.group[grouped], times[grouped])
+        self._packed = dependencies.packed()
+        self._count = np.zeros(groups, dtype=np.int64)
+        self._transfer = np.zeros(groups, dtype=np.int64)
+        for start in range(0, groups, _ROWS_AT_ONCE):
+            chosen = np.arange(start, min(groups, start + _ROWS_AT_ONCE), dtype=np.intp)
+            rows = members(self._packed, chosen, recvs)
+            self._count[chosen] = rows.sum(axis=1)
+            self._transfer[chosen] = rows @ self.recv_time
         self.outstanding = np.ones(recvs, dtype=bool)
-        self._count = self._member.sum(axis=1)
-        self._transfer = self._member.astype(np.int64) @ self.recv_time
         self.compute = np.zeros(recvs, dtype=np.int64)
         """P of each recv: compute time that it alone still blocks."""
-        for group in np.flatnonzero(self._count == 1):
-            self._activate(int(group))
+        self._activate(np.flatnonzero(self._count == 1))
 
-    def _activate(self, group: int) -> None:
-        """Add a group that one recv alone still blocks to that recv's P."""
-        last = np.flatnonzero(self._member[group] & self.outstanding)
-        self.compute[last] += self._load[group]
+    def _activate(self, groups: NDArray[np.intp]) -> None:
+        """Add groups that one recv alone still blocks to that recv's P."""
+        if groups.size:
+            rows = members(self._packed, groups, len(self.outstanding)) & self.outstanding
+            np.add.at(self.compute, rows.argmax(axis=1), self._load[groups])
+
+    def _drop(self) -> None:
+        """Forget the groups that are no longer blocked by two or more recvs, once they are the majority."""
+        blocked = self._count > 1
+        if 2 * int(blocked.sum()) < len(blocked):
+            self._packed = np.ascontiguousarray(self._packed[:, blocked])
+            self._count, self._transfer, self._load = (
+                self._count[blocked],
+                self._transfer[blocked],
+                self._load[blocked],
+            )
 
     def impending(self) -> NDArray[np.int64]:
-        """Return M+ of every recv, shape (r,): the least M among groups that need it and another outstanding one."""
+        """Return M+ of every recv, shape (r,): the least M among groups that need it and another outstanding one.
+
+        O(groups x recvs) at worst: what is wanted of a pick is :meth:`least_impending`.
+        """
         found = np.full(len(self.outstanding), INFINITE, dtype=np.int64)
         blocked = np.flatnonzero(self._count > 1)
-        # Groups in descending order of M: what is written last is the smallest.
-        for group in blocked[np.argsort(-self._transfer[blocked], kind="stable")]:
-            found[self._member[group]] = self._transfer[group]
+        blocked = blocked[np.argsort(self._transfer[blocked], kind="stable")]
+        missing = np.ones(len(found), dtype=bool)
+        for start in range(0, len(blocked), 64):
+            for group, row in zip(
+                blocked[start : start + 64], members(self._packed, blocked[start : start + 64], len(found)), strict=True
+            ):
+                fresh = row & missing
+                found[fresh] = self._transfer[group]
+                missing &= ~fresh
+            if not (missing & self.outstanding).any():
+                break
         return found
+
+    def least_impending(self, candidates: NDArray[np.bool_]) -> tuple[int, NDArray[np.bool_]]:
+        """Return the least M+ among the candidates, a mask (r,) of outstanding recvs, and which of them have it."""
+        touched = (self._count > 1) & self._touching(candidates)
+        if not touched.any():
+            return int(INFINITE), candidates
+        least = int(self._transfer[touched].min())
+        return least, candidates & self._needed(touched & (self._transfer == least))
+
+    def impending_below(self, limit: int) -> NDArray[np.bool_]:
+        """Return which outstanding recvs have an M+ below ``limit``, shape (r,)."""
+        return self.outstanding & self._needed((self._count > 1) & (self._transfer < limit))
+
+    def _touching(self, recvs: NDArray[np.bool_]) -> NDArray[np.bool_]:
+        """Return which groups need any of the recvs, shape (g,)."""
+        words = np.packbits(recvs, bitorder="little")
+        mask = np.zeros(8 * len(self._packed), dtype=np.uint8)
+        mask[: len(words)] = words
+        found = np.zeros(self._packed.shape[1], dtype=bool)
+        for row, word in zip(self._packed, mask.view("<u8").astype(np.uint64, copy=False), strict=True):
+            if word:
+                found |= (row & word) != 0
+        return found
+
+    def _needed(self, groups: NDArray[np.bool_]) -> NDArray[np.bool_]:
+        """Return which recvs any of the groups needs, shape (r,)."""
+        words = np.bitwise_or.reduce(self._packed[:, groups], axis=1)
+        recvs = np.unpackbits(words.astype("<u8").view(np.uint8), bitorder="little", count=len(self.outstanding))
+        return recvs.astype(bool)
 
     def complete(self, recv: int) -> None:
         """Take a recv (its number among the recvs) out of the outstanding set."""
         self.outstanding[recv] = False
-        touched = np.flatnonzero(self._member[:, recv] & (self._count > 0))
-        self._count[touched] -= 1
-        self._transfer[touched] -= self.recv_time[recv]
-        for group in touched[self._count[touched] == 1]:
-            self._activate(int(group))
+        touched = ((self._packed[recv // 64] >> np.uint64(recv % 64)) & np.uint64(1)).astype(bool)
+        self._count -= touched
+        self._transfer -= touched * self.recv_time[recv]
+        self._activate(np.flatnonzero(touched & (self._count == 1)))
+        self._drop()
