@@ -1,10 +1,11 @@
-"""The fixture graphs: the zoo in both modes and the papers' toy graphs, as ``ddltool zoo --write FOLDER`` makes them."""
+"""The fixture graphs: the zoo in both modes the papers' toy graphs and those that TAC gets wrong, as ``ddltool zoo --write FOLDER`` makes them."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+from ddltool.analyzers.communication.adverse import ADVERSE
 from ddltool.analyzers.communication.toys import TOYS
 from ddltool.commands.trace import timed_graph
 from ddltool.fixtures.zoo import ZOO
@@ -25,6 +26,8 @@ def graphs() -> Iterator[tuple[str, Graph]]:
     """Yield every shipped graph with its file's stem."""
     for name, build in TOYS.items():
         yield f"toy-{name}", build()
+    for name, build in ADVERSE.items():
+        yield f"adverse-{name}", build()
     for name in ZOO:
         for mode in MODES:
             yield f"{name}-{mode}", zoo_graph(name, mode)

@@ -6,8 +6,10 @@ from pathlib import Path
 
 import pytest
 
+from ddltool.analyzers.communication.adverse import ADVERSE
 from ddltool.analyzers.communication.efficiency import bounds, compare
 from ddltool.analyzers.communication.order import tac, tic
+from ddltool.analyzers.communication.toys import TOYS
 from ddltool.analyzers.oracle.roofline import coverage
 from ddltool.commands.fixture_graphs import zoo_graph
 from ddltool.fixtures.loading import graph_files
@@ -25,7 +27,7 @@ def load(stem: str) -> Graph:
 
 def test_all_are_there() -> None:
     wanted = {f"{name}-{mode}" for name in ZOO for mode in ("inference", "training")}
-    assert set(STEMS) == wanted | {"toy-figure1", "toy-figure4a", "toy-figure4b"}
+    assert set(STEMS) == wanted | {f"toy-{name}" for name in TOYS} | {f"adverse-{name}" for name in ADVERSE}
 
 
 @pytest.mark.parametrize("path", FILES, ids=STEMS)
@@ -42,11 +44,12 @@ def test_orders_and_timelines(path: Path) -> None:
         assert (
             limits.lower_s * (1 - 1e-9) <= result.makespan_min_s <= result.makespan_max_s <= limits.upper_s * (1 + 1e-9)
         )
-    assert comparison.tac.makespan_s <= comparison.random.makespan_s * 1.001
+    if not path.name.startswith("adverse"):  # those are shipped because TAC is wrong there
+        assert comparison.tac.makespan_s <= comparison.random.makespan_s * 1.001
 
 
 @pytest.mark.parametrize(
-    "path", [path for path in FILES if not path.name.startswith("toy")], ids=lambda path: path.name
+    "path", [path for path in FILES if not path.name.startswith(("toy", "adverse"))], ids=lambda path: path.name
 )
 def test_zoo_graphs_are_whole(path: Path) -> None:
     graph = read_graph(path)

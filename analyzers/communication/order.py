@@ -31,7 +31,7 @@ from ddltool.analyzers.communication.properties import (
     find_dependencies,
     whole_times,
 )
-from ddltool.graph import RECV, Graph, natural_key
+from ddltool.graph import Graph, natural_key
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -219,7 +219,8 @@ class _Reducer:
         inputs: dict[int, set[int]] = {
             key: {block[source] for op in ops for source in problem.inputs[op]} - {key} for key, ops in members.items()
         }
-        inputs |= self._head_edges(head, block)
+        for key, sources in self._head_edges(head, block).items():
+            inputs[key] = sources | (inputs[key] & head)
         last = [key for key in members if problem.kind[key] == COMPUTE and not self.leads[key] and key not in head]
         final = [key for key in last if self.needed[key] == self.consumed]
         for key in final:  # rule 5: after all other compute; one block at most

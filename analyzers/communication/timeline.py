@@ -27,6 +27,10 @@ class Timeline:
     makespan_s: float
 
 
+# Later than every event; whole times add up to less (properties.time_scale).
+_NEVER = 2**62
+
+
 class _Ready:
     """The ready ops of one resource: buckets by priority number, and those without one."""
 
@@ -52,7 +56,7 @@ class _Ready:
         total = len(bucket) + len(self.free)
         if total == 0:
             return -1
-        place = chance.randrange(total) if total > 1 else 0
+        place = int(chance.random() * total) if total > 1 else 0
         source = bucket if place < len(bucket) else self.free
         place = place if place < len(bucket) else place - len(bucket)
         op = source[place]
@@ -82,6 +86,7 @@ class Simulator:
         self._resources = len(graph.resource_names)
         self._names = [graph.names[op] for op in self._file_order]
         self._inputs = np.diff(graph.input_ptr)[self._file_order].tolist()
+        self._patterns: dict[int, list[int]] = {}
         pointers, targets = graph.successors()
         moved = place[targets]
         self._next = [sorted(moved[pointers[op] : pointers[op + 1]].tolist()) for op in self._file_order]
@@ -97,37 +102,70 @@ class Simulator:
         return Timeline(start_s=start_s, end_s=end_s, makespan_s=last / self._scale)
 
     def _events(self, numbers: list[int], chance: random.Random) -> tuple[list[int], list[int], int]:
-        """Run the event loop; return start and end times in whole units and the last end."""
+        """Run the event loop; return start and end times in whole units and the last end.
+
+        Free resources pick in the order of their numbers; all ops that end at one instant are complete before any picks,
+        so that a pick sees every ready op. A resource runs one op at a time: the next event is the least of their ends.
+        """
         times, resource, following = self._times, self._resource, self._next
         pending = self._inputs.copy()
         ready = [_Ready() for _ in range(self._resources)]
-        busy = [False] * self._resources
+        unnumbered = [lane.free for lane in ready]
+        numbered = [lane.order for lane in ready]
+        draw, patterns = chance.random, self._patterns
         starts, ends = [0] * len(times), [0] * len(times)
-        events: list[tuple[int, int]] = []
-        awake = set(resource)
+        running = [-1] * self._resources
+        until = [_NEVER] * self._resources
         for op, count in enumerate(pending):
             if count == 0:
                 ready[resource[op]].add(op, numbers[op])
         now = 0
+        awake = sorted(set(resource))
         while True:
-            # All ops that end at this instant are complete before any resource picks: a pick sees every ready op.
-            for lane in sorted(awake):
-                if not busy[lane] and (op := ready[lane].pick(chance)) >= 0:
-                    busy[lane] = True
-                    starts[op], ends[op] = now, now + times[op]
-                    heapq.heappush(events, (ends[op], op))
-            if not events:
-                return starts, ends, now
-            now, awake = events[0][0], set()
-            while events and events[0][0] == now:
-                op = heapq.heappop(events)[1]
-                busy[resource[op]] = False
-                awake.add(resource[op])
+            for lane in awake:
+                if running[lane] >= 0:
+                    continue
+                waiting = unnumbered[lane]
+                if numbered[lane]:
+                    op = ready[lane].pick(chance)
+                elif not waiting:
+                    continue
+                else:
+                    op = waiting.pop()
+                    if waiting:  # the place of the one that was drawn is taken by the last
+                        place = int(draw() * (len(waiting) + 1))
+                        if place < len(waiting):
+                            op, waiting[place] = waiting[place], op
+                running[lane] = op
+                starts[op] = now
+                until[lane] = ends[op] = now + times[op]
+            last, now = now, min(until)
+            if now == _NEVER:
+                return starts, ends, last
+            woken = 0
+            while now in until:
+                lane = until.index(now)
+                woken |= 1 << lane
+                op, running[lane], until[lane] = running[lane], -1, _NEVER
                 for successor in following[op]:
-                    pending[successor] -= 1
-                    if pending[successor] == 0:
-                        ready[resource[successor]].add(successor, numbers[successor])
-                        awake.add(resource[successor])
+                    left = pending[successor] - 1
+                    pending[successor] = left
+                    if not left:
+                        target = resource[successor]
+                        if target != lane:
+                            woken |= 1 << target
+                        if numbers[successor] < 0:
+                            unnumbered[target].append(successor)
+                        else:
+                            ready[target].add(successor, numbers[successor])
+            awake = patterns.get(woken) or self._lanes(woken)
+
+    def _lanes(self, woken: int) -> list[int]:
+        """Return the set bits in ascending order; few patterns ever occur, so they are kept."""
+        known = self._patterns.get(woken)
+        if known is None:
+            known = self._patterns[woken] = [lane for lane in range(self._resources) if woken >> lane & 1]
+        return known
 
 
 def simulate(graph: Graph, priority: Mapping[str, int] | None, seed: int) -> Timeline:
