@@ -67,7 +67,7 @@ def measured_steps(found: Findings) -> list[dict[str, Any]]:
 
 def document(found: Findings, report: Path) -> dict[str, Any]:
     """Return the demo's JSON document."""
-    from ddltool.commands.trace import as_document
+    from ddltool.commands.trace_output import as_document
 
     trace = as_document(found.graph, found.comparison)
     return {

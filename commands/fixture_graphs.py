@@ -1,4 +1,4 @@
-"""The fixture graphs: the zoo in both modes the papers' toy graphs and those that TAC gets wrong, as ``ddltool zoo --write FOLDER`` makes them."""
+"""The fixture graphs, as ``ddltool zoo --write FOLDER`` makes them: the zoo, the papers' toys, and what TAC gets wrong."""
 
 from __future__ import annotations
 

@@ -13,7 +13,7 @@ from typing import Annotated
 import typer
 
 from ddltool import __version__
-from ddltool.commands import demo, doctor, emit, fit, plan, profile, schema, trace, zoo
+from ddltool.commands import barrier, demo, doctor, emit, fit, plan, profile, schema, trace, zoo
 from ddltool.errors import DdlToolError, one_line
 
 app = typer.Typer(
@@ -24,9 +24,19 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-for _command in (trace.trace, profile.profile, fit.fit, plan.plan, emit.emit, demo.demo, zoo.zoo, schema.schema):
+for _command in (
+    trace.trace,
+    profile.profile,
+    fit.fit,
+    plan.plan,
+    emit.emit,
+    barrier.barrier,
+    demo.demo,
+    zoo.zoo,
+    schema.schema,
+    doctor.doctor,
+):
     app.command()(_command)
-app.command()(doctor.doctor)
 
 # typer ships its own copy of click since 0.2x and used the real one before; the base class is found through its child.
 _UsageProblem: type[Exception] = next(base for base in typer.BadParameter.__mro__ if base.__name__ == "ClickException")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Optional
+from typing import TYPE_CHECKING, Annotated, Optional
 
 import typer
 
@@ -11,6 +11,7 @@ from ddltool.commands.options import Json, Output, Seed, Source
 
 if TYPE_CHECKING:
     from ddltool.analyzers.communication.efficiency import Comparison
+    from ddltool.device import Network
     from ddltool.graph import Graph, Mode
 
 
@@ -33,10 +34,19 @@ def trace(
     oracle: Annotated[
         Optional[str],  # noqa: UP045
         typer.Option(
-            help="roofline; a timed graph.json keeps its own durations unless this is given.", show_default=False
+            help="roofline, measured (on this machine), or a torch profiler trace (.json, .json.gz); a timed graph.json "
+            "keeps its own durations unless this is given.",
+            show_default=False,
         ),
     ] = None,
-    samples: Annotated[int, typer.Option(help="Random orders to compare with.", min=1)] = 100,
+    exact: Annotated[
+        bool, typer.Option("--exact", help="Solve for the best order of everything, with a bound.")
+    ] = False,
+    time_limit: Annotated[float, typer.Option(help="Seconds for --exact.", min=0.0)] = 20.0,
+    replicas: Annotated[
+        int, typer.Option(help="Processes that DDP or FSDP2 would run on (training).", min=2, max=100_000)
+    ] = 8,
+    samples: Annotated[int, typer.Option(help="Simulated runs of each order.", min=1)] = 100,
     perfetto: Annotated[
         Optional[Path],  # noqa: UP045
         typer.Option(metavar="FILE", help="Write TAC's timeline as a Chrome/Perfetto trace.", show_default=False),
@@ -45,11 +55,12 @@ def trace(
     seed: Seed = 0,
     as_json: Json = False,
 ) -> None:
-    """Trace one step, order its transfers (TIC, TAC), and compare the timelines with random orders."""
-    from ddltool.analyzers.communication.efficiency import verdict
+    """Trace one step, order its transfers, and say what that gains, for parameter servers, DDP and FSDP2."""
     from ddltool.analyzers.communication.perfetto import to_chrome_trace
     from ddltool.artifacts import check_writable, to_json, write_text
+    from ddltool.commands.collectives import collective_plans
     from ddltool.commands.output import print_json
+    from ddltool.commands.trace_output import as_document, show_trace
     from ddltool.graph_io import write_graph
 
     for place in (output, perfetto):
@@ -65,7 +76,8 @@ def trace(
         parameter_servers=parameter_servers,
         oracle=oracle,
     )
-    comparison = compare_with_progress(graph, samples=samples, seed=seed)
+    comparison = compare_with_progress(graph, samples=samples, seed=seed, exact_s=time_limit if exact else None)
+    plans = collective_plans(graph, replicas=replicas, bandwidth=bandwidth, latency=latency)
     if output is not None:
         write_graph(graph, output)
     if perfetto is not None:
@@ -74,12 +86,9 @@ def trace(
             perfetto, to_json(to_chrome_trace(graph, timeline, schedule.priority if schedule else None), indent=None)
         )
     if as_json:
-        print_json(as_document(graph, comparison))
+        print_json(as_document(graph, comparison, plans))
     else:
-        show_trace(graph, comparison, [place for place in (output, perfetto) if place is not None])
-        from ddltool.commands.output import out
-
-        out().print(f"\nVerdict: {verdict(comparison).text}")
+        show_trace(graph, comparison, plans, [place for place in (output, perfetto) if place is not None])
 
 
 def _mode(mode: str | None) -> Mode | None:
@@ -111,120 +120,72 @@ def timed_graph(
     from ddltool.fixtures.loading import devices
     from ddltool.units import parse_bandwidth, parse_duration
 
-    if oracle not in (None, "roofline"):
-        raise InputError("--oracle", f"unknown oracle {oracle!r}", "known: roofline")
+    if oracle not in (None, "roofline", "measured") and not Path(oracle).is_file():
+        problem = f"unknown oracle {oracle!r}, and no such file"
+        raise InputError("--oracle", problem, "roofline, measured, or the path of a profiler trace")
     network = Network(
         bandwidth_bytes_per_s=parse_bandwidth(bandwidth),
         latency_s=parse_duration(latency),
         parameter_servers=parameter_servers,
     )
     hardware = devices().device(device)
+    if oracle == "measured":
+        return _measured(source, mode, batch_size, network)
     with progress(f"tracing {source}"):
         graph = load_graph(source, mode, batch_size)
     if graph.meta.get("note"):
         note(f"note: {graph.meta['note']}")
     if is_graph_file(source) and graph.timed and oracle is None:
         return graph
-    return estimate_roofline(graph, hardware, network)
+    estimated = estimate_roofline(graph, hardware, network)
+    return estimated if oracle in (None, "roofline") else _from_profiler(graph, estimated, oracle)
 
 
-def compare_with_progress(graph: Graph, *, samples: int, seed: int) -> Comparison:
+def _measured(source: str, mode: Mode | None, batch_size: int | None, network: Network) -> Graph:
+    """Return the graph of a torch SOURCE with ops timed on this machine's CPU."""
+    from ddltool.analyzers.oracle.measured import estimate_measured
+    from ddltool.commands.output import progress
+    from ddltool.commands.sources import is_graph_file, is_onnx_file, resolve_step
+    from ddltool.errors import InputError
+
+    if is_graph_file(source) or is_onnx_file(source):
+        raise InputError("--oracle", f"{source} has no ops that can be run", "measured needs a torch SOURCE")
+    with progress(f"timing the ops of {source}") as advance:
+        return estimate_measured(
+            lambda: resolve_step(source),
+            mode=mode or "training",
+            batch_size=batch_size,
+            network=network,
+            progress=lambda done, total: advance(done, f"{done} of {total}"),
+        )
+
+
+def _from_profiler(graph: Graph, estimated: Graph, path: str) -> Graph:
+    """Return the graph with the times of a profiler trace; transfers and what it lacks come from the roofline."""
+    from ddltool.analyzers.oracle.kineto import read_trace
+    from ddltool.analyzers.oracle.matching import apply, match
+    from ddltool.commands.output import note, progress
+    from ddltool.commands.trace_output import describe_match
+
+    with progress(f"reading {path}"):
+        trace = read_trace(Path(path))
+        found = match(graph, trace)
+        timed = apply(graph, found, estimated)
+    for line in describe_match(found):
+        note(line)
+    return timed
+
+
+def compare_with_progress(graph: Graph, *, samples: int, seed: int, exact_s: float | None = None) -> Comparison:
     """Return the comparison of orders, with a progress bar on a terminal."""
     from ddltool.analyzers.communication.efficiency import compare
     from ddltool.commands.output import progress
 
-    with progress("simulating", samples) as advance:
-        return compare(graph, samples=samples, seed=seed, progress=lambda done, total: advance(done, f"of {total}"))
-
-
-def as_document(graph: Graph, comparison: Comparison) -> dict[str, Any]:
-    """Return the JSON document of a trace: graph, bounds, schedules, coverage and verdict."""
-    from dataclasses import asdict
-
-    from ddltool.analyzers.communication.efficiency import verdict
-    from ddltool.analyzers.oracle.roofline import coverage
-
-    judged = verdict(comparison)
-    bounds = comparison.bounds
-    schedules = {}
-    for name, result in comparison.results().items():
-        schedules[name] = {
-            "makespan_s": result.makespan_s,
-            "makespan_std_s": result.makespan_std_s,
-            "makespan_min_s": result.makespan_min_s,
-            "makespan_max_s": result.makespan_max_s,
-            "samples": result.samples,
-            "efficiency": result.efficiency,
-            "order": list(result.schedule.order) if result.schedule is not None else None,
-            "priority": dict(result.schedule.priority) if result.schedule is not None else None,
-        }
-    return {
-        "kind": "ddltool.trace",
-        "schema_version": 1,
-        "graph": graph_document(graph),
-        "bounds": {"upper_s": bounds.upper_s, "lower_s": bounds.lower_s, "speedup": bounds.speedup},
-        "schedules": schedules,
-        "efficiency_undefined": comparison.undefined_reason,
-        "coverage": asdict(coverage(graph)),
-        "verdict": {"worth_it": judged.worth_it, "text": judged.text},
-        "predicted": True,
-    }
-
-
-def graph_document(graph: Graph) -> dict[str, Any]:
-    """Return a graph's figures."""
-    from ddltool.graph import RECV, SEND
-
-    return {
-        "name": graph.name,
-        "mode": graph.mode,
-        "batch_size": graph.batch_size,
-        "parameters": len(graph.of_kind(RECV)),
-        "parameter_bytes": int(graph.parameter_bytes),
-        "parameter_elements": graph.meta.get("parameter_elements"),
-        "ops": len(graph),
-        "recvs": len(graph.of_kind(RECV)),
-        "sends": len(graph.of_kind(SEND)),
-        "flops": float(graph.flops.sum()),
-        **{key: graph.meta.get(key) for key in ("device", "oracle", "bandwidth_bytes_per_s", "latency_s")},
-        "channels": sum(name.startswith("channel:") for name in graph.resource_names),
-    }
-
-
-def show_trace(graph: Graph, comparison: Comparison, written: list[Path]) -> None:
-    """Print a trace as tables for people."""
-    from ddltool.analyzers.oracle.roofline import coverage
-    from ddltool.commands.output import out, table
-    from ddltool.units import show_bytes, show_seconds
-
-    facts = graph_document(graph)
-    console = out()
-    where = f"on {facts['device']}, roofline" if facts["device"] else "times from the file"
-    console.print(f"{graph.name}: {graph.mode} step, batch {graph.batch_size or '-'} ({where}; all times predicted)")
-    elements = facts["parameter_elements"]
-    counted = f" ({elements:,} elements)" if isinstance(elements, int) else ""
-    size = show_bytes(graph.parameter_bytes)
-    console.print(f"{facts['ops']} ops: {facts['recvs']} recvs, {facts['sends']} sends; parameters {size}{counted}")
-    rows = []
-    for name, result in comparison.results().items():
-        efficiency = "-" if result.efficiency is None else f"{result.efficiency:.3f}"
-        spread = f"{show_seconds(result.makespan_min_s)} .. {show_seconds(result.makespan_max_s)}"
-        rows.append((name, show_seconds(result.makespan_s), spread, efficiency))
-    bounds = comparison.bounds
-    rows += [
-        ("lower bound L", show_seconds(bounds.lower_s), "", "1"),
-        ("upper bound U", show_seconds(bounds.upper_s), "", "0"),
-    ]
-    console.print(table("Order of transfers (simulated)", ("order", "step time", "min .. max", "efficiency E"), rows))
-    if comparison.undefined_reason:
-        console.print(f"E is undefined: {comparison.undefined_reason}")
-    covered = coverage(graph)
-    console.print(
-        f"Coverage: rules give {covered.rule_time:.1%} of the compute time "
-        f"({covered.rule_ops:.1%} of the ops by rule, {covered.free_ops:.1%} free, {covered.default_ops:.1%} by default)"
-    )
-    if covered.default_types:
-        shown = ", ".join(f"{name} x{count}" for name, count in covered.default_types[:4])
-        console.print(f"Without a rule: {shown}", soft_wrap=True)
-    for place in written:
-        console.print(f"wrote {place}", soft_wrap=True)
+    with progress("simulating", 4 * samples) as advance:
+        return compare(
+            graph,
+            samples=samples,
+            seed=seed,
+            exact_s=exact_s,
+            progress=lambda done, total: advance(done, "" if done < total else "(searching a better order)"),
+        )

@@ -57,7 +57,7 @@ def test_trace_json(cli: Cli, folder: Path) -> None:
     assert document["graph"]["mode"] == "training"
     assert document["graph"]["recvs"] == document["graph"]["sends"] == document["graph"]["parameters"] == 10
     assert document["graph"]["parameter_bytes"] == 4 * 1_756_426
-    assert set(document["bounds"]) == {"upper_s", "lower_s", "speedup"}
+    assert set(document["bounds"]) == {"upper_s", "lower_s", "speedup", "best_lower_s"}
     for name in ("tic", "tac", "random"):
         schedule = document["schedules"][name]
         assert document["bounds"]["lower_s"] <= schedule["makespan_s"] <= document["bounds"]["upper_s"]
@@ -71,7 +71,7 @@ def test_trace_json(cli: Cli, folder: Path) -> None:
 
 def test_trace_uses_a_files_times_unless_told_otherwise(cli: Cli, folder: Path) -> None:
     kept = cli("trace", folder / "graph.json", "--json").document
-    assert kept["bounds"] == {"upper_s": 3.0, "lower_s": 2.0, "speedup": 0.5}
+    assert kept["bounds"] == {"upper_s": 3.0, "lower_s": 2.0, "speedup": 0.5, "best_lower_s": 3.0}
     assert kept["schedules"]["tac"]["efficiency"] == 0.0
     timed = cli(
         "trace", folder / "graph.json", "--oracle", "roofline", "--latency", "1s", "--bandwidth", "8bit", "--json"
@@ -207,7 +207,11 @@ def test_bad_graphs(cli: Cli, folder: Path) -> None:
         (("trace", "FOLDER/graph.json", "--bandwidth", "fast"), 2, "--bandwidth: 'fast' is not a bandwidth"),
         (("trace", "FOLDER/graph.json", "--mode", "test"), 2, "--mode: unknown mode 'test'; training or inference"),
         (("trace", "FOLDER/graph.json", "--mode", "inference"), 2, "holds a graph for training, not inference"),
-        (("trace", "FOLDER/graph.json", "--oracle", "moon"), 2, "--oracle: unknown oracle 'moon'; known: roofline"),
+        (
+            ("trace", "FOLDER/graph.json", "--oracle", "moon"),
+            2,
+            "--oracle: unknown oracle 'moon', and no such file; roofline, measured, or the path of",
+        ),
         (("trace", "FOLDER/graph.json", "--batch-size", "0"), 2, "'--batch-size'"),
         (("trace", "FOLDER/graph.json", "-o", "/proc/no/graph.json"), 2, "/proc/no/graph.json: cannot be written"),
         (("trace", "FOLDER/graph.json", "-o", "FOLDER"), 2, "is a folder; give a file name"),
@@ -325,6 +329,9 @@ def test_the_options_are_a_decision() -> None:
                 "--oracle",
                 "--samples",
                 "--perfetto",
+                "--exact",
+                "--time-limit",
+                "--replicas",
                 *common,
             ]
         ),
@@ -343,6 +350,9 @@ def test_the_options_are_a_decision() -> None:
         "fit": sorted(["--holdout", *common]),
         "plan": sorted(["--strategy", "--graph", "--top-k", "--time-limit", *common]),
         "emit": sorted(["--output", "--target", "--telemetry", "--json"]),
+        "barrier": sorted(
+            ["--algorithm", "--lookahead", "--max-gap", "--picture", "--predicted", "--predictor", "--json", "--output"]
+        ),
         "demo": sorted(common),
         "zoo": ["--json", "--write"],
         "schema": ["--json", "--output"],

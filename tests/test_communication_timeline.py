@@ -142,7 +142,7 @@ def test_a_comparison_repeats_with_its_seed() -> None:
 def test_progress_is_told() -> None:
     seen: list[tuple[int, int]] = []
     compare(figure1(), samples=4, progress=lambda done, total: seen.append((done, total)))
-    assert seen == [(done, 12) for done in range(1, len(seen) + 1)]
+    assert seen == [(done, 16) for done in range(1, len(seen) + 1)]
 
 
 def test_perfetto_events_equal_the_timeline() -> None:

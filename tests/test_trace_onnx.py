@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -57,6 +58,46 @@ def counted_independently(path: Path) -> float:
             total += 2.0 * np.prod(shape[node.output[0]]) * np.prod(shape[node.input[1]][1:])
         elif node.op_type == "Gemm":
             total += 2.0 * np.prod(shape[node.output[0]]) * shape[node.input[1]][1]
+    return total
+
+
+@pytest.mark.parametrize("batch", [2, 7])
+@pytest.mark.parametrize("name", KNOWN)
+def test_another_batch_of_the_onnx_packages_models(name: str, batch: int) -> None:
+    path = LIGHT / f"{name}.onnx"
+    if not path.is_file():
+        pytest.skip("this onnx package ships no light models")
+    one, many = trace_onnx(str(path)), trace_onnx(str(path), batch_size=batch)
+    assert many.batch_size == batch
+    assert many.names == one.names
+    assert many.parameter_bytes == one.parameter_bytes
+    np.testing.assert_array_equal(many.flops, batch * one.flops)
+    assert sum(op.flops for op in many.ops() if op.op_type in ("onnx.Conv", "onnx.Gemm")) == (
+        batch * counted_independently(path)
+    )
+    growth = {op.op_type: 0.0 for op in one.ops() if op.kind == "compute" and op.estimate != "free"}
+    for before, after in zip(one.ops(), many.ops(), strict=True):
+        if before.op_type in growth:
+            growth[before.op_type] += after.size_bytes - before.size_bytes
+    expected = {op_type: (batch - 1) * size for op_type, size in activation_bytes(path).items() if op_type in growth}
+    assert growth == expected
+
+
+def activation_bytes(path: Path) -> dict[str, float]:
+    """Bytes of the activations that the nodes of each type read and write, from the shapes of the file as it is."""
+    graph = onnx.shape_inference.infer_shapes(onnx.load(path), data_prop=True).graph
+    shape = {v.name: [d.dim_value for d in v.type.tensor_type.shape.dim] for v in [*graph.value_info, *graph.output]}
+    shape |= {v.name: [d.dim_value for d in v.type.tensor_type.shape.dim] for v in graph.input}
+    constant = {tensor.name for tensor in graph.initializer}
+    total: dict[str, float] = {}
+    for node in graph.node:
+        if all(name in constant for name in node.input):
+            constant.update(node.output)
+        read = {name for name in node.input if name not in constant}
+        size = sum(
+            4.0 * np.prod(shape[name]) for name in [*read, *node.output] if name in shape and name not in constant
+        )
+        total[f"onnx.{node.op_type}"] = total.get(f"onnx.{node.op_type}", 0.0) + size
     return total
 
 
@@ -179,3 +220,430 @@ def test_random_bytes_give_one_clear_error(tmp_path_factory: pytest.TempPathFact
     path.write_bytes(data)
     with pytest.raises(InputError, match="random.onnx"):
         trace_onnx(str(path))
+
+
+def int64(*values: int) -> np.ndarray:
+    return np.array(values, dtype=np.int64)
+
+
+def shuffle(batch: int) -> onnx.ModelProto:
+    """Channel shuffle and a flattening by [batch, -1]: the batch leads every target."""
+    nodes = [
+        helper.make_node("Reshape", ["x", "groups"], ["a"]),
+        helper.make_node("Transpose", ["a"], ["b"], perm=[0, 2, 1, 3, 4]),
+        helper.make_node("Reshape", ["b", "channels"], ["c"]),
+        helper.make_node("Conv", ["c", "k"], ["d"]),
+        helper.make_node("Reshape", ["d", "flat"], ["e"]),
+        helper.make_node("Gemm", ["e", "w"], ["y"]),
+    ]
+    weights = {
+        "groups": int64(batch, 2, 4, 5, 5),
+        "channels": int64(batch, 8, 5, 5),
+        "flat": int64(batch, -1),
+        "k": np.zeros((6, 8, 3, 3), np.float32),
+        "w": np.zeros((54, 10), np.float32),
+    }
+    return model(nodes, weights, [batch, 8, 5, 5])
+
+
+def heads(batch: int) -> onnx.ModelProto:
+    """Attention with batch and heads in one dimension, and its targets in Constant nodes."""
+    targets = {"split": int64(batch, 7, 3, 4), "merged": int64(batch * 3, 7, 4), "back": int64(batch, 3, 7, 4)}
+    nodes = [
+        *(helper.make_node("Constant", [], [name], value_ints=value.tolist()) for name, value in targets.items()),
+        helper.make_node("Reshape", ["x", "split"], ["a"]),
+        helper.make_node("Transpose", ["a"], ["b"], perm=[0, 2, 1, 3]),
+        helper.make_node("Reshape", ["b", "merged"], ["q"]),
+        helper.make_node("Transpose", ["q"], ["k"], perm=[0, 2, 1]),
+        helper.make_node("MatMul", ["q", "k"], ["s"]),
+        helper.make_node("Softmax", ["s"], ["p"]),
+        helper.make_node("MatMul", ["p", "q"], ["o"]),
+        helper.make_node("Reshape", ["o", "back"], ["y"]),
+    ]
+    return model(nodes, {}, [batch, 7, 12])
+
+
+def sequence_first(batch: int) -> onnx.ModelProto:
+    """The batch is the second dimension: first kept beside the heads, then merged with the length."""
+    nodes = [
+        helper.make_node("Transpose", ["x"], ["a"], perm=[1, 0, 2]),
+        helper.make_node("Reshape", ["a", "heads"], ["b"]),
+        helper.make_node("Transpose", ["b"], ["q"], perm=[1, 0, 2]),
+        helper.make_node("Transpose", ["b"], ["k"], perm=[1, 2, 0]),
+        helper.make_node("MatMul", ["q", "k"], ["s"]),
+        helper.make_node("MatMul", ["s", "q"], ["o"]),
+        helper.make_node("Transpose", ["o"], ["c"], perm=[1, 0, 2]),
+        helper.make_node("Reshape", ["c", "rows"], ["d"]),
+        helper.make_node("Gemm", ["d", "w"], ["e"]),
+        helper.make_node("Reshape", ["e", "sequence"], ["y"]),
+    ]
+    weights = {
+        "heads": int64(7, batch * 3, 4),
+        "rows": int64(7 * batch, 12),
+        "sequence": int64(7, batch, 5),
+        "w": np.zeros((12, 5), np.float32),
+    }
+    return model(nodes, weights, [batch, 7, 12])
+
+
+def class_token(batch: int) -> onnx.ModelProto:
+    """A learned row before every sample's rows, as a vision transformer has; it is widened by a constant Expand."""
+    nodes = [
+        helper.make_node("Expand", ["token", "shape"], ["t"]),
+        helper.make_node("Concat", ["t", "x"], ["a"], axis=1),
+        helper.make_node("MatMul", ["a", "w"], ["y"]),
+    ]
+    weights = {
+        "token": np.zeros((1, 1, 6), np.float32),
+        "shape": int64(batch, 1, 6),
+        "w": np.zeros((6, 9), np.float32),
+    }
+    return model(nodes, weights, [batch, 4, 6])
+
+
+def recurrent(batch: int) -> onnx.ModelProto:
+    """An LSTM whose initial state is a constant of the batch's size."""
+    nodes = [
+        helper.make_node("Transpose", ["x"], ["a"], perm=[1, 0, 2]),
+        helper.make_node("ConstantOfShape", ["state"], ["h"]),
+        helper.make_node("LSTM", ["a", "w", "r", "", "", "h", "h"], ["y", "last"], hidden_size=5),
+        helper.make_node("Squeeze", ["last", "zero"], ["b"]),
+        helper.make_node("MatMul", ["b", "v"], ["c"]),
+    ]
+    weights = {
+        "state": int64(1, batch, 5),
+        "zero": int64(0),
+        "w": np.zeros((1, 20, 3), np.float32),
+        "r": np.zeros((1, 20, 5), np.float32),
+        "v": np.zeros((5, 2), np.float32),
+    }
+    return model(nodes, weights, [batch, 4, 3])
+
+
+def resized(batch: int) -> onnx.ModelProto:
+    """A Resize to constant sizes that hold the batch."""
+    nodes = [
+        helper.make_node("Resize", ["x", "", "", "sizes"], ["a"]),
+        helper.make_node("Conv", ["a", "k"], ["y"]),
+    ]
+    return model(nodes, {"sizes": int64(batch, 2, 9, 6), "k": np.zeros((3, 2, 3, 3), np.float32)}, [batch, 2, 4, 4])
+
+
+FAMILIES = [shuffle, heads, sequence_first, class_token, recurrent, resized]
+
+
+@pytest.mark.parametrize("own", [1, 2, 4])
+@pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.__name__)
+def test_another_batch_is_the_file_made_for_it(
+    tmp_path: Path, family: Callable[[int], onnx.ModelProto], own: int
+) -> None:
+    for wanted in (1, 2, 6):
+        rescaled = trace_onnx(saved(family(own), tmp_path), batch_size=wanted)
+        made = trace_onnx(saved(family(wanted), tmp_path))
+        assert rescaled.names == made.names
+        assert rescaled.flops.tolist() == made.flops.tolist()
+        assert rescaled.flops.sum() > 0
+        if family is recurrent:  # the state stands in for a weight, and a weight does not grow with the batch
+            continue
+        assert rescaled.size_bytes.tolist() == made.size_bytes.tolist()
+
+
+def test_what_does_not_scale_is_refused(tmp_path: Path) -> None:
+    weights = {
+        "w": np.zeros((4, 5), np.float32),
+        "first": int64(0),
+        "one": int64(1),
+        "rows": np.zeros((2, 4), np.float32),
+    }
+    squeeze = [helper.make_node("Squeeze", ["x", "first"], ["a"], name="drop"), helper.make_node("Relu", ["a"], ["y"])]
+    with pytest.raises(
+        InputError, match=r"batch 3: node 'drop' \(Squeeze\) does not scale with the batch \(4 at batch 1"
+    ):
+        trace_onnx(saved(model(squeeze, weights, [1, 4]), tmp_path), batch_size=3)
+    cut = [helper.make_node("Slice", ["x", "first", "one"], ["a"]), helper.make_node("Relu", ["a"], ["y"])]
+    with pytest.raises(InputError, match=r"node 'a' \(Slice\) does not scale with the batch \(1x4 at batch 2, 1x4 now"):
+        trace_onnx(saved(model(cut, weights, [2, 4]), tmp_path), batch_size=4)
+    table = [helper.make_node("Add", ["x", "rows"], ["y"], name="per row")]
+    with pytest.raises(InputError, match=r"node 'per row' \(Add\).*; leave the batch size out \(the file's is 2\)"):
+        trace_onnx(saved(model(table, weights, [2, 4]), tmp_path), batch_size=4)
+    lost = [helper.make_node("NonZero", ["x"], ["a"]), helper.make_node("Relu", ["a"], ["y"])]
+    with pytest.raises(InputError, match=r"node 'a' \(NonZero\)"):
+        trace_onnx(saved(model(lost, weights, [2, 4]), tmp_path), batch_size=4)
+    loss = [helper.make_node("MatMul", ["x", "w"], ["a"]), helper.make_node("ReduceMean", ["a"], ["y"], keepdims=0)]
+    graph = trace_onnx(
+        saved(model(loss, weights, [2, 4]), tmp_path), batch_size=4
+    )  # a sum over the batch is no mistake
+    assert graph.flops.sum() == 2 * 4 * 4 * 5 + 4 * 5
+
+
+def test_a_symbolic_batch_with_a_constant_target(tmp_path: Path) -> None:
+    nodes = [
+        helper.make_node("Reshape", ["x", "shape"], ["a"], name="flat"),
+        helper.make_node("MatMul", ["a", "w"], ["y"]),
+    ]
+    path = saved(model(nodes, {"shape": int64(4, 6), "w": np.zeros((6, 5), np.float32)}, ["n", 2, 3]), tmp_path)
+    with pytest.raises(InputError, match=r"node 'flat' \(Reshape\) reshapes 1x2x3 to 4x6; give the batch size"):
+        trace_onnx(path)
+    with pytest.raises(InputError, match=r"node 'flat' \(Reshape\) reshapes"):
+        trace_onnx(path, batch_size=8)
+    assert trace_onnx(path, batch_size=4).flops.sum() == 2 * 4 * 6 * 5
+    path = saved(model(nodes, {"shape": int64(1, 6), "w": np.zeros((6, 5), np.float32)}, ["n", 2, 3]), tmp_path)
+    graph = trace_onnx(path)
+    assert graph.batch_size == 1
+    assert "the batch dimension is symbolic and taken as 1" in str(graph.meta["note"])
+    assert trace_onnx(path, batch_size=8).flops.sum() == 8 * graph.flops.sum() == 8 * 2 * 6 * 5
+    path = saved(model(nodes, {"shape": int64(0, -1), "w": np.zeros((6, 5), np.float32)}, ["n", 2, 3]), tmp_path)
+    assert trace_onnx(path, batch_size=8).flops.sum() == 8 * 2 * 6 * 5
+
+
+def test_a_symbolic_batch_need_not_be_proportional(tmp_path: Path) -> None:
+    nodes = [helper.make_node("Transpose", ["x"], ["a"]), helper.make_node("MatMul", ["x", "a"], ["y"])]
+    graph = trace_onnx(saved(model(nodes, {}, ["n", 6]), tmp_path), batch_size=8)  # every sample with every other
+    assert graph.flops.sum() == 2 * 8 * 8 * 6
+    with pytest.raises(
+        InputError, match=r"node 'y' \(MatMul\) does not scale with the batch \(2x2 at batch 2, 8x8 now\)"
+    ):
+        trace_onnx(saved(model(nodes, {}, [2, 6]), tmp_path), batch_size=8)
+
+
+def test_the_batch_symbol_in_another_place(tmp_path: Path) -> None:
+    made = model([helper.make_node("MatMul", ["h", "x"], ["y"])], {}, ["n", 4])
+    made.graph.input.append(helper.make_tensor_value_info("h", TensorProto.FLOAT, [3, "n"]))
+    assert trace_onnx(saved(made, tmp_path), batch_size=5).flops.sum() == 2 * 3 * 4 * 5
+
+
+def test_inputs_without_the_batch_keep_their_size(tmp_path: Path) -> None:
+    made = model([helper.make_node("MatMul", ["x", "table"], ["y"])], {}, [2, 4])
+    made.graph.input.append(helper.make_tensor_value_info("table", TensorProto.FLOAT, [4, 7]))
+    graph = trace_onnx(saved(made, tmp_path), batch_size=6)
+    assert graph.flops.sum() == 2 * 6 * 4 * 7
+    assert "inputs without the batch first keep their dimensions: table" in str(graph.meta["note"])
+
+
+@pytest.mark.parametrize("batch", [0, -1, -8, 10**30])
+def test_a_batch_size_out_of_range(tmp_path: Path, batch: int) -> None:
+    for shape in ([2, 4], ["n", 4]):
+        with pytest.raises(InputError, match=f"--batch-size: is {batch}; it must be at least 1"):
+            trace_onnx(saved(model([helper.make_node("Relu", ["x"], ["y"])], {}, shape), tmp_path), batch_size=batch)
+
+
+def test_a_batch_size_without_a_batch(tmp_path: Path) -> None:
+    path = saved(model([helper.make_node("Relu", ["x"], ["y"])], {}, []), tmp_path)
+    assert trace_onnx(path).batch_size is None
+    with pytest.raises(InputError, match="no input of .* has a batch dimension; leave it out"):
+        trace_onnx(path, batch_size=2)
+
+
+def scaled_up(opset: int) -> onnx.ModelProto:
+    """A picture made twice as high and three times as wide in the way of that operator set, then convolved."""
+    scales = np.array([1, 1, 2, 3], np.float32)
+    kernel = np.zeros((5, 2, 3, 3), np.float32)
+    convolve = helper.make_node("Conv", ["a", "k"], ["y"], pads=[1, 1, 1, 1])
+    if opset == 9:
+        up = helper.make_node("Upsample", ["x", "s"], ["a"])
+    else:
+        up = helper.make_node("Resize", ["x", "s"] if opset == 10 else ["x", "", "s"], ["a"])
+    made = model([up, convolve], {"s": scales, "k": kernel}, ["n", 2, 4, 4])
+    made.opset_import[0].version = opset
+    return made
+
+
+@pytest.mark.parametrize("opset", [9, 10, 11, 13, 19])
+def test_resize_by_constant_scales(tmp_path: Path, opset: int) -> None:
+    path = saved(scaled_up(opset), tmp_path)
+    for batch in (1, 3):
+        graph = trace_onnx(path, batch_size=batch)
+        convolution = graph.op(graph.op_type.index("onnx.Conv"))
+        assert convolution.flops == 2 * (batch * 5 * 8 * 12) * (2 * 3 * 3)
+        assert graph.op(len(graph) - 2).size_bytes >= 4 * batch * (2 * 4 * 4 + 2 * 8 * 12)
+        assert [op.parameter for op in graph.ops() if op.kind == "recv"] == ["k"]  # scales are no parameters
+
+
+def test_resize_by_computed_sizes(tmp_path: Path) -> None:
+    """Sizes that go through floating point, as exporters write ``interpolate``; the constant scale is a node."""
+    nodes = [
+        helper.make_node("Shape", ["x"], ["all"]),
+        helper.make_node("Slice", ["all", "two", "four"], ["hw"]),
+        helper.make_node("Cast", ["hw"], ["f"], to=TensorProto.FLOAT),
+        helper.make_node("Constant", [], ["scale"], value_floats=[1.5, 2.5]),
+        helper.make_node("Mul", ["f", "scale"], ["g"]),
+        helper.make_node("Floor", ["g"], ["floor"]),
+        helper.make_node("Cast", ["floor"], ["new"], to=TensorProto.INT64),
+        helper.make_node("Slice", ["all", "zero", "two"], ["nc"]),
+        helper.make_node("Concat", ["nc", "new"], ["sizes"], axis=0),
+        helper.make_node("Resize", ["x", "", "", "sizes"], ["a"]),
+        helper.make_node("Conv", ["a", "k"], ["y"]),
+    ]
+    weights = {"zero": int64(0), "two": int64(2), "four": int64(4), "k": np.zeros((5, 2, 1, 1), np.float32)}
+    for shape in ([1, 2, 5, 5], ["n", 2, 5, 5]):
+        path = saved(model(nodes, weights, list(shape)), tmp_path)
+        for batch in (1, 3):
+            graph = trace_onnx(path, batch_size=batch)
+            assert graph.op(graph.op_type.index("onnx.Conv")).flops == 2 * (batch * 5 * 7 * 12) * 2
+
+
+def test_nodes_in_any_order(tmp_path: Path) -> None:
+    made = shuffle(2)
+    ordered = trace_onnx(saved(made, tmp_path))
+    nodes = list(made.graph.node)
+    del made.graph.node[:]
+    made.graph.node.extend(reversed(nodes))
+    graph = trace_onnx(saved(made, tmp_path))
+    assert "were not in topological order" in str(graph.meta["note"])
+    assert list(graph.ops()) == list(ordered.ops())
+    assert "note" not in ordered.meta
+    assert len(graph.input_index) == 5 + 2  # the chain of six nodes, and two weights
+
+
+def test_names_that_do_not_fit(tmp_path: Path) -> None:
+    missing = [helper.make_node("Add", ["x", "nowhere"], ["y"], name="sum")]
+    with pytest.raises(InputError, match=r"node 'sum' \(Add\) reads 'nowhere', which nothing makes; an input must be"):
+        trace_onnx(saved(model(missing, {}, [2]), tmp_path))
+    inner = [helper.make_node("Add", ["x", "nowhere"], ["z"])]
+    branch = helper.make_graph(inner, "branch", [], [helper.make_tensor_value_info("z", TensorProto.FLOAT, [2])])
+    nodes = [helper.make_node("If", ["flag"], ["y"], then_branch=branch, else_branch=branch)]
+    with pytest.raises(InputError, match=r"node 'y' \(If\) reads 'nowhere', which nothing makes"):
+        trace_onnx(saved(model(nodes, {"flag": np.array(True)}, [2]), tmp_path))
+    twice = [helper.make_node("Relu", ["x"], ["y"]), helper.make_node("Abs", ["x"], ["y"], name="again")]
+    with pytest.raises(InputError, match=r"node 'again' \(Abs\) makes 'y', which exists already"):
+        trace_onnx(saved(model(twice, {}, [2]), tmp_path))
+    loop = [
+        helper.make_node("Relu", ["b"], ["y"], name="behind"),
+        helper.make_node("Add", ["x", "b"], ["a"], name="first"),
+        helper.make_node("Relu", ["a"], ["b"], name="second"),
+    ]
+    with pytest.raises(InputError, match=r"node '(first|second)' \(\w+\) reads its own output"):
+        trace_onnx(saved(model(loop, {}, [2]), tmp_path))
+
+
+def parameters(made: onnx.ModelProto, folder: Path) -> tuple[dict[str, float], str]:
+    graph = trace_onnx(saved(made, folder))
+    return {op.parameter or "": op.size_bytes for op in graph.ops() if op.kind == "recv"}, str(graph.meta["dtype"])
+
+
+def test_quantise_and_dequantise_around_a_convolution(tmp_path: Path) -> None:
+    """Weight and bias are stored quantised and computed in float32; scales and zero points are no parameters."""
+    nodes = [
+        helper.make_node("QuantizeLinear", ["x", "s", "z"], ["xq"]),
+        helper.make_node("DequantizeLinear", ["xq", "s", "z"], ["xf"]),
+        helper.make_node("DequantizeLinear", ["w", "ws", "wz"], ["wf"], axis=0),
+        helper.make_node("DequantizeLinear", ["b", "s"], ["bf"]),
+        helper.make_node("Conv", ["xf", "wf", "bf"], ["y"]),
+    ]
+    weights = {
+        "s": np.array(0.1, np.float32),
+        "z": np.array(3, np.uint8),
+        "w": np.zeros((6, 2, 3, 3), np.int8),
+        "ws": np.ones(6, np.float32),
+        "wz": np.zeros(6, np.int8),
+        "b": np.zeros(6, np.int32),
+    }
+    made = model(nodes, weights, [1, 2, 5, 5])
+    assert parameters(made, tmp_path) == ({"w": 108.0, "b": 24.0}, "float32")
+    graph = trace_onnx(saved(made, tmp_path))
+    assert graph.meta["parameter_elements"] == 114
+    assert graph.op(graph.op_type.index("onnx.Conv")).flops == 2 * (6 * 3 * 3) * (2 * 3 * 3)
+
+
+def test_integer_arithmetic(tmp_path: Path) -> None:
+    zero, scale = np.array(0, np.uint8), np.array(0.5, np.float32)
+    weights = {"z": zero, "s": scale, "w": np.zeros((6, 2, 3, 3), np.uint8), "b": np.zeros(6, np.int32)}
+    quantise = helper.make_node("QuantizeLinear", ["x", "s", "z"], ["q"])
+    dequantise = helper.make_node("DequantizeLinear", ["p", "s", "z"], ["y"])
+    nodes = [
+        quantise,
+        helper.make_node("QLinearConv", ["q", "s", "z", "w", "s", "z", "s", "z", "b"], ["p"]),
+        dequantise,
+    ]
+    assert parameters(model(nodes, weights, [1, 2, 5, 5]), tmp_path) == ({"w": 108.0, "b": 24.0}, "int8")
+    graph = trace_onnx(saved(model(nodes, weights, [1, 2, 5, 5]), tmp_path), batch_size=4)
+    assert graph.op(graph.op_type.index("onnx.QLinearConv")).flops == 2 * (4 * 6 * 3 * 3) * (2 * 3 * 3)
+    nodes[1:] = [
+        helper.make_node("ConvInteger", ["q", "w", "z", "z"], ["p"]),
+        helper.make_node("Cast", ["p"], ["y"], to=TensorProto.FLOAT),
+    ]
+    assert parameters(model(nodes, weights, [1, 2, 5, 5]), tmp_path) == ({"w": 108.0}, "int8")
+    weights["m"] = np.zeros((5, 7), np.uint8)
+    nodes[1:] = [helper.make_node("QLinearMatMul", ["q", "s", "z", "m", "s", "z", "s", "z"], ["p"]), dequantise]
+    assert parameters(model(nodes, weights, [3, 5]), tmp_path) == ({"m": 35.0}, "int8")
+    graph = trace_onnx(saved(model(nodes, weights, [3, 5]), tmp_path))
+    assert graph.op(graph.op_type.index("onnx.QLinearMatMul")).flops == 2 * 3 * 5 * 7
+
+
+def test_zero_points_do_not_decide_the_type(tmp_path: Path) -> None:
+    """More zero points than weights: the arithmetic is float32 all the same."""
+    nodes = [helper.make_node("MatMul", ["x", "w"], ["a0"])]
+    weights = {"w": np.zeros((4, 4), np.float32), "s": np.array(0.5, np.float32)}
+    for layer in range(3):
+        weights[f"z{layer}"] = np.array(layer, np.int8)
+        nodes.append(helper.make_node("QuantizeLinear", [f"a{layer}", "s", f"z{layer}"], [f"q{layer}"]))
+        nodes.append(helper.make_node("DequantizeLinear", [f"q{layer}", "s", f"z{layer}"], [f"a{layer + 1}"]))
+    nodes.append(helper.make_node("Relu", ["a3"], ["y"]))
+    assert parameters(model(nodes, weights, [32, 4]), tmp_path) == ({"w": 64.0}, "float32")
+
+
+def test_four_bit_weights_are_packed(tmp_path: Path) -> None:
+    nodes = [helper.make_node("DequantizeLinear", ["w", "s"], ["f"]), helper.make_node("MatMul", ["x", "f"], ["y"])]
+    made = model(nodes, {"s": np.array(0.5, np.float32)}, [2, 3])
+    made.opset_import[0].version = 21
+    made.graph.initializer.append(helper.make_tensor("w", TensorProto.INT4, [3, 5], [1] * 15))
+    assert parameters(made, tmp_path) == ({"w": 8.0}, "float32")
+
+
+def test_long_vectors_beside_computed_sizes(tmp_path: Path) -> None:
+    """Native propagation of sizes would take gigabytes for this vector: the sizes are folded without it."""
+    nodes = [
+        helper.make_node("Add", ["v", "v"], ["u"]),
+        helper.make_node("Shape", ["x"], ["all"]),
+        helper.make_node("Slice", ["all", "zero", "one"], ["n"]),
+        helper.make_node("Concat", ["n", "rest"], ["flat"], axis=0),
+        helper.make_node("Reshape", ["x", "flat"], ["a"]),
+        helper.make_node("MatMul", ["a", "w"], ["y"]),
+    ]
+    weights = {"zero": int64(0), "one": int64(1), "rest": int64(-1), "w": np.zeros((6, 5), np.float32)}
+    made = model(nodes, weights, [3, 2, 3])
+    made.graph.input.append(helper.make_tensor_value_info("v", TensorProto.FLOAT, [2**40]))
+    graph = trace_onnx(saved(made, tmp_path))
+    assert graph.op(graph.op_type.index("onnx.MatMul")).flops == 2 * 3 * 6 * 5
+    assert graph.flops.sum() == 2**40 + 2 * 3 * 6 * 5
+
+
+def test_claims_that_no_file_can_keep(tmp_path: Path) -> None:
+    made = model([helper.make_node("Expand", ["x", "sizes"], ["y"])], {}, [2, 3])
+    made.graph.input.append(helper.make_tensor_value_info("sizes", TensorProto.INT64, [2**40]))
+    with pytest.raises(
+        InputError, match=r"node 'y' \(Expand\) reads 'sizes', of 1099511627776, as sizes; there is one"
+    ):
+        trace_onnx(saved(made, tmp_path))
+    made = model([helper.make_node("Add", ["x", "w"], ["y"])], {"w": np.zeros(3, np.float32)}, [2, 3])
+    made.graph.initializer[0].data_type = 99
+    with pytest.raises(InputError, match="tensor 'w' has the element type 99, which this onnx package does not know"):
+        trace_onnx(saved(made, tmp_path))
+
+
+def test_notes_on_what_is_not_counted(tmp_path: Path) -> None:
+    nodes = [helper.make_node("NonZero", ["x"], ["a"], name="where"), helper.make_node("Relu", ["a"], ["y"])]
+    note = str(trace_onnx(saved(model(nodes, {}, [2, 4]), tmp_path)).meta["note"])
+    assert "2 of 2 nodes make a tensor of unknown shape (first: node 'where' (NonZero))" in note
+    inner = [helper.make_node("Add", ["x", "x"], ["z"])]
+    branch = helper.make_graph(inner, "branch", [], [helper.make_tensor_value_info("z", TensorProto.FLOAT, [2])])
+    nodes = [helper.make_node("If", ["flag"], ["y"], then_branch=branch, else_branch=branch)]
+    note = str(trace_onnx(saved(model(nodes, {"flag": np.array(True)}, [2]), tmp_path)).meta["note"])
+    assert "the work inside node 'y' (If)'s subgraphs is not counted" in note
+
+
+def test_a_small_tensor_in_a_missing_side_file(tmp_path: Path) -> None:
+    """Its values cannot be known: the shape behind it is told to be unknown, not invented."""
+    made = model(
+        [helper.make_node("Reshape", ["x", "shape"], ["a"]), helper.make_node("Relu", ["a"], ["y"])],
+        {"shape": int64(6, 2)},
+        [3, 4],
+    )
+    tensor = made.graph.initializer[0]
+    tensor.ClearField("raw_data")
+    tensor.data_location = TensorProto.EXTERNAL
+    tensor.external_data.add(key="location", value="weights.bin")
+    graph = trace_onnx(saved(made, tmp_path))
+    assert "unknown shape (first: node 'a' (Reshape))" in str(graph.meta["note"])
+    with pytest.raises(InputError, match=r"batch 6: node 'a' \(Reshape\)"):
+        trace_onnx(saved(made, tmp_path), batch_size=6)

@@ -16,6 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ddltool.analyzers.communication.reduction import ShopProblem, reach
+from ddltool.graph import SEND
 
 # The ancestor matrix takes n^2 bytes; beyond this many blocks only paths are looked at.
 _MATRIX_OPS = 6000
@@ -32,6 +33,8 @@ def lower_bound(problem: ShopProblem) -> int:
 def heads_and_tails(problem: ShopProblem) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
     """Return for each op the least time before its start and after its end, each shape (n,), whole time units."""
     count = len(problem)
+    if count == 0:
+        return np.zeros(0, dtype=np.int64), np.zeros(0, dtype=np.int64)
     times = np.array(problem.times, dtype=np.int64)
     head, tail = np.zeros(count, dtype=np.int64), np.zeros(count, dtype=np.int64)
     consumers = problem.consumers()
@@ -50,6 +53,27 @@ def heads_and_tails(problem: ShopProblem) -> tuple[NDArray[np.int64], NDArray[np
         for target in consumers[op]:
             tail[op] = max(tail[op], times[target] + tail[target])
     return head, tail
+
+
+def numberings(problem: ShopProblem) -> list[list[int]]:
+    """Return orders of the blocks to try in list schedules, each (n,), lower first.
+
+    The order of the graph; the longest tail first; and either with the blocks in front that a send waits for directly:
+    a channel that is fed early has less left over at the end.
+    """
+    tail = heads_and_tails(problem)[1].tolist()
+    count = len(problem)
+    feeds = [any(problem.kind[target] == SEND for target in targets) for targets in problem.consumers()]
+    by_tail = sorted(range(count), key=lambda block: (-tail[block], block))
+    found = []
+    for order in (list(range(count)), by_tail):
+        for first in (False, True):
+            ranked = sorted(order, key=lambda block: not feeds[block]) if first else order
+            numbers = [0] * count
+            for place, block in enumerate(ranked):
+                numbers[block] = place
+            found.append(numbers)
+    return found
 
 
 def _rows_times(rows: NDArray[np.bool_], columns: NDArray[np.int64]) -> NDArray[np.int64]:

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from ddltool.analyzers.communication.bound import heads_and_tails, lower_bound
+from ddltool.analyzers.communication.bound import heads_and_tails, lower_bound, numberings
 from ddltool.analyzers.communication.order import Schedule, tac, tic
 from ddltool.analyzers.communication.properties import time_scale
 from ddltool.analyzers.communication.reduction import ShopProblem, reduce
@@ -63,8 +63,11 @@ def improve(graph: Graph, *, budget_s: float = 2.0, max_moves: int = 20_000, see
     rank.update({name: len(rank) + place for place, name in enumerate(rest)})
     transfers = Schedule(name="improved", priority=rank, order=tuple(rank))
     candidates = [Schedule(name="improved", priority=first.priority, order=first.order), transfers]
-    whole = Schedule(name="improved", priority=_with_compute(graph, problem, rank), order=tuple(rank))
-    best, compute = _judge(graph, candidates, whole, seed)
+    wholes = [
+        Schedule(name="improved", priority=_with_compute(graph, problem, rank, numbers), order=tuple(rank))
+        for numbers in (numberings(problem) if graph.mode == "training" else [])
+    ]
+    best, compute = _judge(graph, candidates, wholes, seed)
     bound = lower_bound(problem) / time_scale(graph)
     reached = _mean(Simulator(graph), best.priority, seed) <= bound * (1 + 1e-6)
     return Improvement(schedule=best, orders_compute=compute, moves=search.moves, at_bound=reached)
@@ -75,13 +78,16 @@ def search_for(graph: Graph, *, budget_s: float = 2.0, max_moves: int = 20_000, 
     return Search(graph, reduce(graph), budget_s, max_moves, seed)
 
 
-def _judge(graph: Graph, candidates: Sequence[Schedule], whole: Schedule, seed: int) -> tuple[Schedule, bool]:
+def _judge(
+    graph: Graph, candidates: Sequence[Schedule], wholes: Sequence[Schedule], seed: int
+) -> tuple[Schedule, bool]:
     """Return the schedule with the least mean step; numbers for compute only where they gain a thousandth."""
     simulator = Simulator(graph)
     means = [_mean(simulator, candidate.priority, seed) for candidate in candidates]
     place = min(range(len(candidates)), key=means.__getitem__)
-    if _mean(simulator, whole.priority, seed) < means[place] * (1 - 1e-3):
-        return whole, True
+    whole_means = [_mean(simulator, whole.priority, seed) for whole in wholes]
+    if whole_means and min(whole_means) < means[place] * (1 - 1e-3):
+        return wholes[min(range(len(wholes)), key=whole_means.__getitem__)], True
     return candidates[place], False
 
 
@@ -94,21 +100,19 @@ def _sorted_members(graph: Graph, problem: ShopProblem, block: int, first: Sched
     return sorted(problem.members[block], key=lambda op: first.priority[graph.names[op]])
 
 
-def _with_compute(graph: Graph, problem: ShopProblem, rank: Mapping[str, int]) -> dict[str, int]:
-    """Return numbers for all ops: recvs as given, then all else by its tail, the longest first.
+def _with_compute(
+    graph: Graph, problem: ShopProblem, rank: Mapping[str, int], numbers: Sequence[int]
+) -> dict[str, int]:
+    """Return numbers for all ops: recvs as given, then the blocks by ``numbers`` (n,).
 
-    Numbers are compared on one resource only; sends come after all recvs of their channel that are ready.
+    Numbers are compared on one resource only; sends come after all recvs of their channel that are ready. Free ops are
+    in no block: they get 0 and so run at once.
     """
-    tail = heads_and_tails(problem)[1]
-    numbers = dict(rank)
-    place = len(rank)
-    blocks = [block for block in range(len(problem)) if problem.kind[block] != RECV]
-    for block in sorted(blocks, key=lambda block: (-int(tail[block]), block)):
-        for op in problem.members[block]:
-            numbers[graph.names[op]] = place
-        place += 1
-    # Free ops are in no block: they run at once, as ops without a number would not be let to.
-    return {name: numbers.get(name, 0) for name in graph.names}
+    found = dict.fromkeys(graph.names, 0)
+    for block, members in enumerate(problem.members):
+        for op in members:
+            found[graph.names[op]] = len(rank) + numbers[block]
+    return found | dict(rank)
 
 
 class Search:

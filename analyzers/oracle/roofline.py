@@ -21,6 +21,8 @@ class Coverage:
 
     rule_ops: float
     rule_time: float
+    measured_ops: float
+    measured_time: float
     default_ops: float
     default_time: float
     free_ops: float
@@ -100,10 +102,13 @@ def coverage(graph: Graph) -> Coverage:
     counts: dict[str, int] = {}
     for position in np.flatnonzero(default):
         counts[graph.op_type[position]] = counts.get(graph.op_type[position], 0) + 1
-    default_time = float(times[default].sum()) / total
+    measured = compute & (source == "measured")
+    default_time, measured_time = (float(times[chosen].sum()) / total for chosen in (default, measured))
     return Coverage(
-        rule_ops=1.0 - int(default.sum()) / ops - int(free.sum()) / ops,
-        rule_time=1.0 - default_time,
+        rule_ops=1.0 - (int(default.sum()) + int(free.sum()) + int(measured.sum())) / ops,
+        rule_time=max(0.0, 1.0 - default_time - measured_time),
+        measured_ops=int(measured.sum()) / ops,
+        measured_time=measured_time,
         default_ops=int(default.sum()) / ops,
         default_time=default_time,
         free_ops=int(free.sum()) / ops,

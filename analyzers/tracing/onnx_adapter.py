@@ -8,20 +8,26 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-import onnx
 from onnx import AttributeProto, GraphProto, ModelProto, NodeProto, TensorProto, helper
 
-from ddltool.analyzers.tracing.onnx_costs import NodeView, Shape, cost_of
+from ddltool.analyzers.tracing.onnx_batch import find_batch, shapes_at
+from ddltool.analyzers.tracing.onnx_costs import NodeView, cost_of, is_setting
+from ddltool.analyzers.tracing.onnx_shapes import Inferred, inputs_of, label, sort_nodes
 from ddltool.errors import InputError, one_line
 from ddltool.graph import Graph, Op
 
-# Shape inference follows small integer tensors (shapes, axes, pads); anything larger is a weight.
+# Shape inference follows small tensors (shapes, axes, pads, scales); anything larger is a weight.
 _KEPT_ELEMENTS = 1024
+_LARGEST_BATCH = 2**31 - 1
 _FLOATING = frozenset({TensorProto.FLOAT, TensorProto.DOUBLE, TensorProto.FLOAT16, TensorProto.BFLOAT16})
-_QUANTISED = frozenset({TensorProto.INT8, TensorProto.UINT8, TensorProto.INT4, TensorProto.UINT4})
+_FLOAT8 = frozenset(
+    {TensorProto.FLOAT8E4M3FN, TensorProto.FLOAT8E4M3FNUZ, TensorProto.FLOAT8E5M2, TensorProto.FLOAT8E5M2FNUZ}
+)
+_PACKED_BITS: Mapping[int, int] = {TensorProto.INT4: 4, TensorProto.UINT4: 4, TensorProto.FLOAT4E2M1: 4}
+_QUANTISED = _FLOAT8 | _PACKED_BITS.keys() | {TensorProto.INT8, TensorProto.UINT8}
 
 
 def trace_onnx(path: str, *, batch_size: int | None = None) -> Graph:
@@ -29,21 +35,31 @@ def trace_onnx(path: str, *, batch_size: int | None = None) -> Graph:
 
     Every used floating-point initializer (and ConstantOfShape or Constant node that stands in for a weight) is a recv,
     running statistics included: a worker that runs the model needs them. A symbolic first dimension of an input is the
-    batch, ``batch_size`` or 1. Raises InputError for what is no ONNX file, for external data outside the file's folder,
-    and for shapes that cannot be inferred.
+    batch, ``batch_size`` or 1. What is not counted in full is said in ``meta["note"]``.
+
+    Weights count as they are stored, int8 and 4-bit weights and int32 biases of quantised models included;
+    quantisation scales and zero points are no parameters. ``meta["dtype"]`` is the type of most FLOPs.
+
+    Raises InputError for what is no ONNX file, for names that nothing makes, for external data outside the file's
+    folder, and where the shapes cannot be inferred, contradict each other or do not follow ``batch_size``.
     """
+    if batch_size is not None and not 1 <= batch_size <= _LARGEST_BATCH:
+        raise InputError("--batch-size", f"is {batch_size}", f"it must be at least 1 and at most {_LARGEST_BATCH}")
     model = _read(path)
-    _check_external_data(model, Path(path))
+    _check_tensors(model, Path(path))
     model = _inlined(model, path)
-    batch = _set_batch(model.graph, batch_size, path)
+    notes = ["the nodes were not in topological order and have been sorted"] if sort_nodes(model.graph, path) else []
+    batch = find_batch(model.graph, path)
+    if batch_size is not None and not batch.inputs:
+        raise InputError("--batch-size", f"no input of {path} has a batch dimension", "leave it out")
     _drop_weights(model)
-    try:
-        model = onnx.shape_inference.infer_shapes(model, data_prop=True)
-    except Exception as error:  # the checker raises several unrelated types
-        raise InputError(
-            path, f"shapes cannot be inferred ({one_line(str(error))[:200]})", "check the model"
-        ) from error
-    return _Builder(model, path).build(batch)
+    inferred = shapes_at(model, batch, batch_size, path)
+    size = (batch_size or batch.size or 1) if batch.inputs else None
+    if batch.inputs and batch.size is None and batch_size is None:
+        notes.append("the batch dimension is symbolic and taken as 1 (--batch-size)")
+    if batch_size not in (None, batch.size) and batch.others:
+        notes.append(f"inputs without the batch first keep their dimensions: {', '.join(batch.others)}")
+    return _Builder(model, inferred, path).build(size, notes)
 
 
 def _read(path: str) -> ModelProto:
@@ -79,10 +95,13 @@ def _tensors(graph: GraphProto) -> list[TensorProto]:
     return found
 
 
-def _check_external_data(model: ModelProto, path: Path) -> None:
-    """Refuse external data that lie outside the model's folder, links resolved; nothing is opened."""
+def _check_tensors(model: ModelProto, path: Path) -> None:
+    """Refuse unknown types, and external data outside the model's folder, links resolved; nothing is opened."""
     folder = path.resolve().parent
+    known = set(TensorProto.DataType.values())
+    types = {value.name: value.type.tensor_type.elem_type for value in (*model.graph.input, *model.graph.value_info)}
     for tensor in _tensors(model.graph):
+        types[tensor.name] = tensor.data_type
         if tensor.data_location != TensorProto.EXTERNAL:
             continue
         location = next((entry.value for entry in tensor.external_data if entry.key == "location"), "")
@@ -90,6 +109,10 @@ def _check_external_data(model: ModelProto, path: Path) -> None:
         if not location or Path(location).is_absolute() or not target.is_relative_to(folder):
             problem = f"tensor {tensor.name!r} points to external data at {location!r}, outside the model's folder"
             raise InputError(str(path), problem, "external data must lie beside the model")
+    unknown = next((name for name, data_type in types.items() if data_type not in known), None)
+    if unknown is not None:
+        problem = f"tensor {unknown!r} has the element type {types[unknown]}, which this onnx package does not know"
+        raise InputError(str(path), problem, "install a newer onnx, or export it again")
 
 
 def _inlined(model: ModelProto, path: str) -> ModelProto:
@@ -105,87 +128,63 @@ def _inlined(model: ModelProto, path: str) -> ModelProto:
         ) from error
 
 
-def _set_batch(graph: GraphProto, batch_size: int | None, path: str) -> int | None:
-    """Write the batch into the first dimension of the inputs; return it, None when no input has one."""
-    constants = {tensor.name for tensor in graph.initializer}
-    batch: int | None = None
-    for value in graph.input:
-        dims = value.type.tensor_type.shape.dim
-        if value.name in constants or not dims:
-            continue
-        first = dims[0]
-        if batch_size is not None or first.dim_value <= 0:
-            first.dim_value = batch_size or 1
-        batch = batch or first.dim_value
-        for place, dim in enumerate(dims):
-            if dim.dim_value <= 0:
-                problem = f"dimension {place} of input {value.name!r} has no size ({dim.dim_param or 'unnamed'})"
-                raise InputError(path, problem, "only the first may be symbolic: export with fixed sizes")
-    if batch_size is not None:
-        # What was inferred for another batch contradicts this one.
-        del graph.value_info[:]
-        for value in graph.output:
-            value.type.tensor_type.ClearField("shape")
-    return batch
-
-
 def _drop_weights(model: ModelProto) -> None:
     """Drop the bytes of tensors that shape inference does not follow."""
     for tensor in _tensors(model.graph):
-        if math.prod(tensor.dims) > _KEPT_ELEMENTS or tensor.data_type in _FLOATING:
+        if math.prod(tensor.dims) > _KEPT_ELEMENTS:
             for field in ("raw_data", "float_data", "double_data", "int32_data", "int64_data", "uint64_data"):
                 tensor.ClearField(field)
 
 
 class _Builder:
-    """Turns an inferred model into ops."""
+    """Turns a sorted model and its shapes into ops."""
 
-    def __init__(self, model: ModelProto, path: str) -> None:
+    def __init__(self, model: ModelProto, inferred: Inferred, path: str) -> None:
         self.graph = model.graph
         self.path = path
         self.opset = max(entry.version for entry in model.opset_import)
-        self.shapes: dict[str, Shape] = {}
-        self.types: dict[str, int] = {}
-        for value in (*self.graph.value_info, *self.graph.input, *self.graph.output):
-            tensor = value.type.tensor_type
-            self.types[value.name] = tensor.elem_type
-            if tensor.HasField("shape") and all(dim.dim_value > 0 for dim in tensor.shape.dim):
-                self.shapes[value.name] = tuple(dim.dim_value for dim in tensor.shape.dim)
-        for initializer in self.graph.initializer:
-            self.shapes[initializer.name] = tuple(initializer.dims)
-            self.types[initializer.name] = initializer.data_type
-        self.used = Counter(name for node in self.graph.node for name in _inputs(node))
+        self.shapes, self.types = inferred.shapes, inferred.types
+        self.data = {name for node in self.graph.node for name in _data_inputs(node)}
+        """Names read as data, so that a constant among them is a parameter."""
+        self.biases = {
+            name
+            for node in self.graph.node
+            for place, name in enumerate(node.input)
+            if (node.op_type, place) in (("QLinearConv", 8), ("DequantizeLinear", 0))
+        }
+        """Quantised biases are int32, as are shapes and indices, which are no parameters."""
 
-    def build(self, batch: int | None) -> Graph:
-        """Return the graph: recvs of the weights first, then the nodes in file order."""
+    def build(self, batch: int | None, notes: list[str]) -> Graph:
+        """Return the graph: recvs of the weights first, then the nodes in file order; ``notes`` go to its meta."""
         weights = self._weights()
-        if not weights and len(self.graph.node) == 0:
-            raise InputError(self.path, "has no nodes", "export it again")
         producer: dict[str, str] = {name: f"recv/{name}" for name in weights}
         ops = [
             Op(name=f"recv/{name}", kind="recv", resource="channel:0", size_bytes=size, parameter=name)
             for name, (size, _) in weights.items()
         ]
         taken: Counter[str] = Counter()
+        work: Counter[int] = Counter()
         for node in self.graph.node:
             if len(node.output) == 1 and node.output[0] in weights:
                 continue  # it only stands in for a weight
             name = _unique(node.name or node.op_type, taken)
             ops.append(self._compute(node, name, producer))
+            work[self._arithmetic(node)] += int(ops[-1].flops)
             producer.update(dict.fromkeys((output for output in node.output if output), name))
         elements = sum(count for _, count in weights.values())
         statistics = {
             name for node in self.graph.node if node.op_type == "BatchNormalization" for name in node.input[3:5]
         }
-        kinds = Counter(self.types.get(name, 0) for name in weights)
-        dtype = helper.tensor_dtype_to_np_dtype(kinds.most_common(1)[0][0]).name if kinds else "float32"
         meta: dict[str, str | int | float | bool | None] = {
             "framework": "onnx",
-            "dtype": dtype,
+            "dtype": self._dtype(work, weights),
             "opset": self.opset,
             "parameter_elements": elements,
             "trainable_elements": sum(count for name, (_, count) in weights.items() if name not in statistics),
         }
+        notes = notes + self._gaps()
+        if notes:
+            meta["note"] = "; ".join(notes)
         name = self.graph.name or Path(self.path).stem
         return Graph.from_ops(name, "inference", ops, batch_size=batch, meta=meta, where=self.path)
 
@@ -193,25 +192,60 @@ class _Builder:
         """Return size in bytes and elements of every used weight, in file order."""
         found: dict[str, tuple[float, int]] = {}
         for tensor in self.graph.initializer:
-            if self.used[tensor.name] and tensor.data_type in _FLOATING | _QUANTISED:
+            quantised = tensor.data_type in _QUANTISED or (
+                tensor.data_type == TensorProto.INT32 and tensor.name in self.biases
+            )
+            if tensor.name in self.data and (quantised or tensor.data_type in _FLOATING):
                 found[tensor.name] = self._size(tensor.name)
         constants = {tensor.name for tensor in self.graph.initializer}
         for node in self.graph.node:
-            stands_in = node.op_type == "ConstantOfShape" and node.input[0] in constants
-            if not stands_in and node.op_type != "Constant":
+            stands_in = node.op_type == "ConstantOfShape" and constants.issuperset(node.input)
+            if not node.output or not (stands_in or node.op_type == "Constant"):
                 continue
             name = node.output[0]
-            if self.used[name] and self.types.get(name) in _FLOATING and math.prod(self.shapes.get(name, ())) > 1:
+            if name in self.data and self.types.get(name) in _FLOATING and math.prod(self.shapes.get(name, ())) > 1:
                 found[name] = self._size(name)
         return found
 
     def _size(self, name: str) -> tuple[float, int]:
         elements = math.prod(self.shapes[name])
-        return float(elements * _item_bytes(self.types[name])), elements
+        return _stored_bytes(elements, self.types[name]), elements
 
     def _bytes(self, names: Sequence[str]) -> float:
         known = {name for name in names if name in self.shapes}
-        return float(sum(math.prod(self.shapes[name]) * _item_bytes(self.types.get(name, 1)) for name in known))
+        return sum(_stored_bytes(math.prod(self.shapes[name]), self.types.get(name, 1)) for name in known)
+
+    def _arithmetic(self, node: NodeProto) -> int:
+        """Return the type that a node computes in: that of its first input that is a number."""
+        types = (self.types.get(name, 0) for name in node.input)
+        return next((data_type for data_type in types if data_type in _FLOATING | _QUANTISED), 0)
+
+    def _dtype(self, work: Counter[int], weights: Mapping[str, tuple[float, int]]) -> str:
+        """Return the name of the type in which most FLOPs are done, else of most weights; ``int8`` for any 8 bits."""
+        del work[0]
+        if not sum(work.values()):
+            for name, (_, elements) in weights.items():
+                work[self.types[name]] += elements
+        if not work:
+            return "float32"
+        name = str(helper.tensor_dtype_to_np_dtype(work.most_common(1)[0][0]).name)
+        return "int8" if name == "uint8" else name
+
+    def _gaps(self) -> list[str]:
+        """Return notes on work that is not counted in full."""
+        notes = []
+        read = {name for node in self.graph.node for name in inputs_of(node)}
+        read |= {value.name for value in self.graph.output}
+        lost = [
+            node for node in self.graph.node if any(name not in self.shapes for name in read.intersection(node.output))
+        ]
+        if lost:
+            count = f"{len(lost)} of {len(self.graph.node)} nodes make a tensor of unknown shape"
+            notes.append(f"{count} (first: {label(lost[0])}); their work is counted in part")
+        nested = [node for node in self.graph.node if any(item.HasField("g") or item.graphs for item in node.attribute)]
+        if nested:
+            notes.append(f"the work inside {label(nested[0])}'s subgraphs is not counted")
+        return notes
 
     def _compute(self, node: NodeProto, name: str, producer: dict[str, str]) -> Op:
         attributes = {a.name: helper.get_attribute_value(a) for a in node.attribute if a.type != AttributeProto.GRAPH}
@@ -224,7 +258,7 @@ class _Builder:
             output_bytes=self._bytes([output for output in node.output if output]),
         )
         cost = cost_of(view)
-        sources = dict.fromkeys(producer[source] for source in _inputs(node) if source in producer)
+        sources = dict.fromkeys(producer[source] for source in inputs_of(node) if source in producer)
         return Op(
             name=name,
             kind="compute",
@@ -236,24 +270,20 @@ class _Builder:
         )
 
 
-def _inputs(node: NodeProto) -> list[str]:
-    """Return the names that a node reads, what its subgraphs capture from outside included."""
-    names = [name for name in node.input if name]
-    for attribute in node.attribute:
-        for subgraph in [attribute.g] if attribute.type == AttributeProto.GRAPH else attribute.graphs:
-            inner = {output for child in subgraph.node for output in child.output}
-            inner |= {value.name for value in (*subgraph.input, *subgraph.initializer)}
-            names += [name for child in subgraph.node for name in _inputs(child) if name not in inner]
-            names += [value.name for value in subgraph.output if value.name not in inner]
-    return names
-
-
 def _unique(name: str, taken: Counter[str]) -> str:
     taken[name] += 1
     return name if taken[name] == 1 else _unique(f"{name}_{taken[name] - 1}", taken)
 
 
-def _item_bytes(data_type: int) -> int:
+def _data_inputs(node: NodeProto) -> list[str]:
+    """Return the names that a node reads as data, not as a quantisation scale, a zero point or a size."""
+    captured = inputs_of(node)[sum(1 for name in node.input if name) :]
+    return [name for place, name in enumerate(node.input) if name and not is_setting(node.op_type, place)] + captured
+
+
+def _stored_bytes(elements: int, data_type: int) -> float:
+    """Return the bytes of a tensor; types of less than 8 bits are packed."""
     if data_type in (TensorProto.UNDEFINED, TensorProto.STRING):
-        return 0
-    return int(helper.tensor_dtype_to_np_dtype(data_type).itemsize)
+        return 0.0
+    bits = _PACKED_BITS.get(data_type) or 8 * int(helper.tensor_dtype_to_np_dtype(data_type).itemsize)
+    return float(-(-elements * bits // 8))

@@ -177,6 +177,23 @@ _PER_ELEMENT: Mapping[str, float] = {
         1.0,
     ),
 }
+# Inputs that say how to compute and hold nothing learned: scales and zero points of quantised tensors, output sizes.
+# A constant that is read at these places only is no parameter, and no transfer.
+_SETTINGS: Mapping[str, frozenset[int]] = {
+    **dict.fromkeys(["QuantizeLinear", "DequantizeLinear"], frozenset([1, 2])),
+    **dict.fromkeys(["ConvInteger", "MatMulInteger"], frozenset([2, 3])),
+    **dict.fromkeys(["QLinearConv", "QLinearMatMul", "QLinearAdd", "QLinearMul"], frozenset([1, 2, 4, 5, 6, 7])),
+    **dict.fromkeys(["QLinearGlobalAveragePool", "QLinearAveragePool", "QLinearLeakyRelu"], frozenset([1, 2, 3, 4])),
+    **dict.fromkeys(["QLinearSigmoid", "QLinearSoftmax"], frozenset([1, 2, 3, 4])),
+    "QGemm": frozenset([1, 2, 4, 5, 7, 8]),
+    "Resize": frozenset([1, 2, 3]),
+    "Upsample": frozenset([1]),
+}
+
+
+def is_setting(op_type: str, place: int) -> bool:
+    """Return whether a node's input number ``place`` is a quantisation scale, a zero point or a size."""
+    return place in _SETTINGS.get(op_type, ())
 
 
 def cost_of(node: NodeView) -> NodeCost:
@@ -241,7 +258,9 @@ def _local_response(node: NodeView) -> float | None:
 def _recurrent(gates: int) -> Callable[[NodeView], float | None]:
     def count(node: NodeView) -> float | None:
         source, weight, recurrent = (_shape(node.inputs, place) for place in range(3))
-        if source is None or weight is None or recurrent is None or len(source) != 3 or weight[1] % gates:
+        if source is None or weight is None or recurrent is None or len(source) != 3 or len(weight) != 3:
+            return None
+        if weight[1] % gates:
             return None
         length, batch, _ = source
         return 2.0 * length * batch * (math.prod(weight) + math.prod(recurrent))

@@ -1,0 +1,150 @@
+"""What the barrier analyzers take and give: iteration ends per worker, and a barrier.
+
+Terms (ElasticBSP, section III): worker p will end its iterations at ``e_1 <= e_2 <= ... <= e_R``. A barrier chooses one
+end per worker (the set Z); workers wait from there until ``max(Z)``. The waiting time ``d_Z = max(Z) - min(Z)`` is that
+of the worker that waits longest.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from ddltool.errors import InputError
+
+Floats = NDArray[np.float64]
+Counts = NDArray[np.int64]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Barrier:
+    """One barrier for n workers. Times are on the clock of the iteration ends, in seconds."""
+
+    barrier_s: float
+    """``max(Z)``: when the last worker arrives."""
+    waiting_s: float
+    """``d_Z``: how long the first one waits."""
+    iterations: Counts
+    """(n,) how many iterations each worker makes until the barrier: the 1-based place of its chosen end."""
+    chosen_s: Floats
+    """(n,) Z: when each worker begins to wait."""
+
+    @property
+    def total_waiting_s(self) -> float:
+        """Seconds that all workers wait together: the sum of ``max(Z) - z_p``."""
+        return float(np.sum(self.barrier_s - self.chosen_s))
+
+    @property
+    def iteration_gap(self) -> int:
+        """Most iterations of a worker less the fewest: the staleness within the superstep."""
+        return int(self.iterations.max() - self.iterations.min())
+
+    @property
+    def waiting_per_iteration_s(self) -> float:
+        """Total waiting over all iterations made: what makes barriers after few and after many comparable."""
+        return self.total_waiting_s / int(self.iterations.sum())
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class EndTimes:
+    """Checked iteration ends of n workers in one array of N; treat it as read-only."""
+
+    end_s: Floats
+    """(N,) the workers' ends one worker after the other, ascending within each."""
+    pointers: Counts
+    """(n + 1,) worker p's ends are ``end_s[pointers[p]:pointers[p + 1]]``."""
+
+    @classmethod
+    def of(cls, times: Times) -> EndTimes:
+        """Return the checked ends of ``times``: one ascending array per worker, lengths may differ, or (n, R).
+
+        Raises InputError naming the worker (counted from 0) whose ends are missing, not finite, or not ascending.
+        """
+        if isinstance(times, EndTimes):
+            return times
+        if isinstance(times, np.ndarray) and times.ndim == 2:
+            workers, length = times.shape
+            end_s = np.array(times, dtype=np.float64).ravel()
+            lengths = np.full(workers, length, dtype=np.int64)
+        else:
+            rows = [np.asarray(row, dtype=np.float64).reshape(-1) for row in times]
+            end_s = np.concatenate(rows) if rows else np.empty(0)
+            lengths = np.array([len(row) for row in rows], dtype=np.int64)
+        pointers = np.concatenate(([0], np.cumsum(lengths)))
+        _check(end_s, pointers)
+        return cls(end_s=end_s, pointers=pointers)
+
+    @property
+    def workers(self) -> int:
+        """How many workers."""
+        return len(self.pointers) - 1
+
+    @property
+    def first_s(self) -> Floats:
+        """(n,) each worker's first end."""
+        return self.end_s[self.pointers[:-1]]
+
+    @property
+    def last_s(self) -> Floats:
+        """(n,) each worker's last end."""
+        return self.end_s[self.pointers[1:] - 1]
+
+    @property
+    def rounding_s(self) -> float:
+        """Differences of ends closer than this are equal but for rounding: 4 ulp of the largest end.
+
+        An end read from decimal digits is off by half an ulp, so a difference of two by up to two of these errors and
+        its own, and two equal differences by twice as much.
+        """
+        return float(4 * np.spacing(np.abs(self.end_s).max()))
+
+    def row(self, worker: int) -> Floats:
+        """Return (R_p,) one worker's ends."""
+        return self.end_s[self.pointers[worker] : self.pointers[worker + 1]]
+
+    def count(self, mask: NDArray[np.bool_]) -> Counts:
+        """Return (n,) how many of each worker's ends ``mask`` (N,) takes."""
+        return np.add.reduceat(mask, self.pointers[:-1], dtype=np.int64)
+
+    def latest(self, barrier_s: float) -> Barrier:
+        """Return the barrier at ``barrier_s`` to which each worker brings as many iterations as it can."""
+        return self.barrier(self.count(self.end_s <= barrier_s))
+
+    def barrier(self, iterations: Counts) -> Barrier:
+        """Return the barrier after ``iterations`` (n,) of each worker, each at least 1."""
+        chosen = self.end_s[self.pointers[:-1] + iterations - 1]
+        latest = float(chosen.max())
+        return Barrier(barrier_s=latest, waiting_s=float(latest - chosen.min()), iterations=iterations, chosen_s=chosen)
+
+
+Times = EndTimes | Sequence[ArrayLike] | NDArray[Any]
+
+
+def bsp(times: Times) -> Barrier:
+    """Return BSP's barrier: every worker makes one iteration. See :meth:`EndTimes.of` for ``times``."""
+    ends = EndTimes.of(times)
+    return ends.barrier(np.ones(ends.workers, dtype=np.int64))
+
+
+def _check(end_s: Floats, pointers: Counts) -> None:
+    """Raise InputError unless each of one or more workers has one or more finite, ascending ends."""
+    if len(pointers) == 1:
+        raise InputError("times", "holds no workers", "give one array of iteration ends per worker")
+    empty = np.flatnonzero(np.diff(pointers) == 0)
+    if len(empty):
+        raise InputError(f"times[{empty[0]}]", "holds no iteration ends", "every worker needs at least one")
+    wrong = ~np.isfinite(end_s)
+    if not wrong.any():
+        wrong[1:] = end_s[1:] < end_s[:-1]
+        wrong[pointers[:-1]] = False
+        problem, remedy = "goes backwards in time", "a worker's iteration ends must ascend"
+    else:
+        problem, remedy = "is not finite", "iteration ends must be finite seconds"
+    if wrong.any():
+        place = int(np.argmax(wrong))
+        worker = int(np.searchsorted(pointers, place, side="right")) - 1
+        raise InputError(f"times[{worker}][{place - pointers[worker]}]", problem, remedy)

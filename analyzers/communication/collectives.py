@@ -1,0 +1,93 @@
+"""What data-parallel frameworks of today leave exposed, and what to set: DDP and FSDP2 on one traced step.
+
+The paper orders transfers from parameter servers; here the same step runs on replicas that all-reduce gradients (DDP)
+or gather sharded parameters (FSDP2). Start at :func:`plan_collectives`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ddltool.analyzers.communication.ddp import DdpPlan, plan_ddp
+from ddltool.analyzers.communication.efficiency import CLEAR_GAIN, SMALL_GAIN
+from ddltool.analyzers.communication.fsdp import FsdpPlan, plan_fsdp
+from ddltool.analyzers.communication.program import Ring, block_container, program_of
+from ddltool.graph import SEND, Graph
+from ddltool.units import show_bytes, show_seconds
+
+# Beyond this, a larger batch or a faster network is the answer and no setting is.
+_STARVED = 1.5
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Collectives:
+    """The plans for one graph; ``fsdp`` None when the parameters' names show no list of blocks."""
+
+    ring: Ring
+    compute_s: float
+    container: str | None
+    """The list whose members are FSDP2's units."""
+    ddp: DdpPlan
+    fsdp: FsdpPlan | None
+
+
+def plan_collectives(graph: Graph, ring: Ring) -> Collectives | None:
+    """Return the plans of a timed training graph, None for inference: there is no gradient to reduce."""
+    if graph.mode != "training" or not len(graph.of_kind(SEND)):
+        return None
+    program = program_of(graph)
+    return Collectives(
+        ring=ring,
+        compute_s=program.compute_s,
+        container=block_container(program),
+        ddp=plan_ddp(program, ring),
+        fsdp=plan_fsdp(program, ring),
+    )
+
+
+def ddp_verdict(plans: Collectives) -> str:
+    """Return in words what DDP's buckets can gain and what to set."""
+    plan = plans.ddp
+    gain = 1.0 - plan.best.step_s / plan.default.step_s
+    by_cap = 1.0 - plan.best_cap.step_s / plan.default.step_s
+    exposed = f"DDP's default leaves {show_seconds(plan.default.exposed_s)} of communication exposed"
+    if gain < SMALL_GAIN:
+        text = f"{exposed}; no other buckets save {SMALL_GAIN:.0%} of the step: leave bucket_cap_mb alone."
+    elif by_cap >= 0.9 * gain and plan.best_cap.bucket_cap_mb is not None:
+        text = f"{exposed}; set bucket_cap_mb={plan.best_cap.bucket_cap_mb:g}: {by_cap:.1%} of the step saved."
+    else:
+        alone = (
+            f"bucket_cap_mb={plan.best_cap.bucket_cap_mb:g} alone" if plan.best_cap.bucket_cap_mb else "no cap alone"
+        )
+        worth = "worth it" if gain >= CLEAR_GAIN else "a small gain"
+        count = len(plan.best.buckets)
+        text = f"{exposed}; {count} buckets by bucket_cap_mb_list save {gain:.1%} ({alone}: {by_cap:.1%}): {worth}."
+    return text + _starved(plans, plan.default.exposed_s)
+
+
+def fsdp_verdict(plans: Collectives) -> str:
+    """Return in words what FSDP2's prefetch can gain and what to set."""
+    plan = plans.fsdp
+    if plan is None:
+        return "FSDP2: the parameters' names show no list of blocks to shard by."
+    best = plan.best
+    gain = 1.0 - best.step_s / plan.default.step_s
+    exposed = f"FSDP2's default leaves {show_seconds(plan.default.exposed_s)} of communication exposed"
+    if gain < SMALL_GAIN:
+        text = f"{exposed}; prefetching further ahead saves less than {SMALL_GAIN:.0%}: leave the default."
+    else:
+        extra = show_bytes(best.gathered_bytes - plan.default.gathered_bytes)
+        depths = f"prefetch {best.forward_depth} blocks in forward and {best.backward_depth} in backward"
+        text = f"{exposed}; {depths}: {gain:.1%} of the step saved for {extra} more."
+    kept = 1.0 - plan.without_reshard.step_s / best.step_s
+    if kept >= SMALL_GAIN:
+        size = show_bytes(plan.without_reshard.gathered_bytes)
+        text += f" Where {size} of gathered parameters fit, reshard_after_forward=False saves another {kept:.1%}."
+    return text + _starved(plans, plan.default.exposed_s)
+
+
+def _starved(plans: Collectives, exposed_s: float) -> str:
+    wire = exposed_s + plans.compute_s
+    if wire < _STARVED * plans.compute_s or plans.compute_s <= 0:
+        return ""
+    return f" The step is {wire / plans.compute_s:.1f} times its compute: a larger batch per replica gains far more."

@@ -1,0 +1,226 @@
+"""FSDP2's all-gathers: how much stays exposed for each prefetch depth, and what to set. Start at :func:`plan_fsdp`.
+
+What ``fully_shard`` does with one unit per block and one for the root, on CUDA streams that run ahead of the program:
+
+- The network runs the collectives one after another in the order of issue.
+- Forward: the all-gather of unit j is issued with the units before it and may start once compute of unit j - 1 - d has
+  begun, where d is the number of units prefetched (1 by default: the gather waits for the copy-out of the unit before
+  the current one).
+- Backward: before unit i runs, the gathers of the next d units (in reverse) are issued (1 by default) and may start
+  when unit i's compute does; after unit i, its reduce-scatter. The root stays gathered from forward to backward, and
+  so does the last block, which FSDP2 does not reshard.
+- With ``reshard_after_forward=False`` there are no gathers in backward.
+
+Gathered and not yet freed parameters are what a deeper prefetch costs; the plan reports them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from ddltool.analyzers.communication.program import Program, Ring, block_container, block_of
+
+DEPTHS = (1, 2, 3, 4, 6, 8)
+# A deeper prefetch must save this share of the step to be worth its memory.
+_WORTH = 0.002
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Unit:
+    """One ``fully_shard`` unit: a block, or the root (name ""), in the order of forward."""
+
+    name: str
+    size_bytes: float
+    forward_s: float
+    backward_s: float
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PrefetchPlan:
+    """One setting and what it costs."""
+
+    forward_depth: int
+    backward_depth: int
+    reshard_after_forward: bool
+    step_s: float
+    exposed_s: float
+    """Step minus compute, seconds."""
+    gathered_bytes: float
+    """Most parameter bytes gathered at one time, the root included."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class FsdpPlan:
+    """FSDP2's default, the best prefetch depths, and the best without resharding after forward."""
+
+    units: tuple[Unit, ...]
+    root: Unit
+    default: PrefetchPlan
+    best: PrefetchPlan
+    without_reshard: PrefetchPlan
+    lower_s: float
+    """No depth is faster: all compute with the first gather and the last reduce-scatter, or all bytes on the wire."""
+
+    def forward_prefetch(self) -> dict[str, tuple[str, ...]]:
+        """Return for each block the blocks for ``set_modules_to_forward_prefetch``, in order; empty: leave the default."""
+        return self._lists([unit.name for unit in self.units], self.best.forward_depth)
+
+    def backward_prefetch(self) -> dict[str, tuple[str, ...]]:
+        """Return for each block the blocks for ``set_modules_to_backward_prefetch``, in order; empty: leave the default."""
+        return self._lists([unit.name for unit in reversed(self.units)], self.best.backward_depth)
+
+    @staticmethod
+    def _lists(names: Sequence[str], depth: int) -> dict[str, tuple[str, ...]]:
+        if depth <= 1:
+            return {}
+        lists = {name: tuple(names[place + 1 : place + 1 + depth]) for place, name in enumerate(names)}
+        return {name: following for name, following in lists.items() if following}
+
+
+def plan_fsdp(program: Program, ring: Ring) -> FsdpPlan | None:
+    """Return what to set for FSDP2 with one unit per block; None when the model has no list of blocks."""
+    found = units_of(program)
+    if found is None:
+        return None
+    root, units = found
+    depths = sorted({min(depth, len(units)) for depth in DEPTHS})
+    tried = [simulate_fsdp(root, units, ring, ahead, back) for ahead in depths for back in depths]
+    default = simulate_fsdp(root, units, ring, 1, 1)
+    fastest = min(plan.step_s for plan in tried)
+    enough = [plan for plan in tried if plan.step_s <= fastest * (1 + _WORTH)]
+    best = min(enough, key=lambda plan: (plan.gathered_bytes, plan.step_s, plan.forward_depth, plan.backward_depth))
+    if default.step_s <= best.step_s * (1 + _WORTH):
+        best = default
+    kept = min(
+        (simulate_fsdp(root, units, ring, ahead, 1, reshard=False) for ahead in depths),
+        key=lambda plan: (plan.step_s, plan.forward_depth),
+    )
+    return FsdpPlan(
+        units=tuple(units),
+        root=root,
+        default=default,
+        best=best,
+        without_reshard=kept,
+        lower_s=_lower(root, units, ring),
+    )
+
+
+def units_of(program: Program) -> tuple[Unit, list[Unit]] | None:
+    """Return the root and the blocks in forward order, or None without a numbered list of blocks.
+
+    A block's forward runs from its first use of a parameter to the next block's; its backward ends with its last
+    gradient and begins where the block after it ended. The root gets the time before the first and after the last.
+    """
+    container = block_container(program)
+    if container is None:
+        return None
+    block = [block_of(name, container) for name in program.parameters]
+    names = sorted({name for name in block if name})
+    first, last, size = {}, {}, {}
+    for name in names:
+        mine = np.array([other == name for other in block])
+        first[name] = float(program.first_use_s[mine].min())
+        last[name] = float(program.ready_s[mine].max())
+        size[name] = float(program.size_bytes[mine].sum())
+    names = [name for name in names if np.isfinite(first[name])]
+    if len(names) < 2:
+        return None
+    names.sort(key=lambda name: (first[name], name))
+    starts = [first[name] for name in names]
+    # Ops of the root after the last block (head, loss) are not told from it by first use alone: the root's own
+    # parameters used later mark them.
+    rooted = [
+        float(use)
+        for use, name in zip(program.first_use_s, block, strict=True)
+        if not name and starts[-1] < use < 1e300
+    ]
+    forward_end = min([*rooted, program.backward_s])
+    ends = [*starts[1:], forward_end]
+    by_backward = sorted(names, key=lambda name: (last[name], name))
+    before = max(program.backward_s, _head_end(program, block, last[by_backward[0]]))
+    backward: dict[str, float] = {}
+    for name in by_backward:
+        backward[name] = max(0.0, last[name] - before)
+        before = max(before, last[name])
+    units = [
+        Unit(name=name, size_bytes=size[name], forward_s=max(0.0, end - start), backward_s=backward[name])
+        for name, start, end in zip(names, starts, ends, strict=True)
+    ]
+    total = sum(unit.forward_s + unit.backward_s for unit in units)
+    root = Unit(
+        name="",
+        size_bytes=float(program.size_bytes.sum()) - sum(unit.size_bytes for unit in units),
+        forward_s=starts[0],
+        backward_s=max(0.0, program.compute_s - total - starts[0]),
+    )
+    return root, units
+
+
+def _head_end(program: Program, block: Sequence[str], limit_s: float) -> float:
+    """Return when the root's own gradients that come before the first block's are ready (the model's head)."""
+    early = [float(t) for t, name in zip(program.ready_s, block, strict=True) if not name and t < limit_s]
+    return max(early, default=0.0)
+
+
+def simulate_fsdp(
+    root: Unit, units: Sequence[Unit], ring: Ring, forward_depth: int, backward_depth: int, *, reshard: bool = True
+) -> PrefetchPlan:
+    """Return a step with one setting. O(blocks).
+
+    The root's backward time that does not belong to a block is spent half before the blocks (loss, head) and half after
+    (embeddings): the split moves no collective across another.
+    """
+    count = len(units)
+    gather = [ring.all_gather_s(unit.size_bytes) for unit in units]
+    scatter = [ring.reduce_scatter_s(unit.size_bytes) for unit in units]
+    network = ring.all_gather_s(root.size_bytes)
+    now = network + root.forward_s  # the root is gathered before anything runs
+    begun: list[float] = []
+    for place, unit in enumerate(units):
+        gate = place - 1 - forward_depth
+        network = max(network, begun[gate] if gate >= 0 else 0.0) + gather[place]
+        begun.append(max(now, network))
+        now = begun[-1] + unit.forward_s
+    now += root.backward_s / 2
+    gathered = [0.0] * count
+    issued = 1 if reshard else count  # the last block is still gathered
+    for step in range(count):  # block count - 1 - step
+        here = count - 1 - step
+        if step >= issued:
+            network = max(network, now) + gather[here]
+            gathered[here] = network
+            issued += 1
+        begin = max(now, gathered[here])
+        while issued < min(count, step + 1 + backward_depth):
+            following = count - 1 - issued
+            network = max(network, begin) + gather[following]
+            gathered[following] = network
+            issued += 1
+        now = begin + units[here].backward_s
+        network = max(network, now) + scatter[here]
+    now += root.backward_s / 2
+    network = max(network, now) + ring.reduce_scatter_s(root.size_bytes)
+    compute = root.forward_s + root.backward_s + sum(unit.forward_s + unit.backward_s for unit in units)
+    step_s = max(now, network)
+    sizes = [unit.size_bytes for unit in units]
+    window = max(forward_depth + 2, backward_depth + 1) if reshard else count
+    held = max(sum(sizes[low : low + window]) for low in range(max(1, count - window + 1)))
+    return PrefetchPlan(
+        forward_depth=forward_depth,
+        backward_depth=backward_depth,
+        reshard_after_forward=reshard,
+        step_s=step_s,
+        exposed_s=step_s - compute,
+        gathered_bytes=root.size_bytes + held,
+    )
+
+
+def _lower(root: Unit, units: Sequence[Unit], ring: Ring) -> float:
+    compute = root.forward_s + root.backward_s + sum(unit.forward_s + unit.backward_s for unit in units)
+    wire = sum(2 * ring.all_gather_s(unit.size_bytes) + ring.reduce_scatter_s(unit.size_bytes) for unit in units)
+    edges = ring.all_gather_s(root.size_bytes) + ring.reduce_scatter_s(root.size_bytes)
+    spared = ring.all_gather_s(units[-1].size_bytes)  # the last block is gathered once
+    return max(compute + edges, wire - spared + edges)

@@ -1,0 +1,265 @@
+"""Measured times for a graph's ops: which calls in a profiler trace are which ops.
+
+Three ways, most trusted first: ranges named ``node:NAME``; calls in the graph's own order; the k-th call of a type in
+a step for the k-th op of that type. A model that runs eagerly calls composite operators (``aten::linear``) around those
+a graph is made of (``aten::addmm``): the outermost call whose type the graph has is the one that counts. Graphs carry no
+shapes, so shapes decide nothing.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from typing import Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ddltool.analyzers.oracle.kineto import ProfilerTrace
+from ddltool.analyzers.oracle.op_types import normal_type
+from ddltool.analyzers.oracle.trace_spans import Flags, Floats
+from ddltool.errors import InputError
+from ddltool.graph import COMPUTE, Estimate, Graph
+
+How = Literal["annotation", "sequence", "type order"]
+_ANNOTATION = "node:"
+# What runs here is no part of the step's graph: it ends where gradients leave.
+_OUTSIDE = (
+    "Optimizer.",
+    "torch::autograd::AccumulateGrad",
+    "autograd::engine::evaluate_function: torch::autograd::AccumulateGrad",
+    "torch::distributed::reducer::",
+    "torch.distributed.ddp.reducer::",
+)
+
+Rows = NDArray[np.intp]
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Match:
+    """What the trace says about a graph of ``n`` ops."""
+
+    how: How
+    durations: Floats
+    """(n,) seconds: the least over the steps; 0 for ops that cost nothing; NaN for transfers and where unmatched."""
+    measured: Flags
+    """(n,) whether the duration was measured."""
+    matched_ops: float
+    """Share of the compute ops that cost something (0 to 1)."""
+    matched_time: float
+    """Share of the time of the trace's operator calls (of their kernels, if it has any) that ops of the graph took."""
+    steps: int
+    """Steps, or repetitions, that the least was taken over."""
+    unmatched_types: tuple[tuple[str, int], ...]
+    """Types of ops without a time, and how many of each, most first."""
+    unmatched_calls: tuple[tuple[str, int, float], ...]
+    """Operators that are no op of the graph: name, calls and seconds in sum, longest first."""
+    inexact_types: tuple[str, ...]
+    """Types called more or less often per step than the graph has them: their ops all got the mean call."""
+
+
+def match(graph: Graph, trace: ProfilerTrace) -> Match:
+    """Return the times that a trace gives to a graph's compute ops. O(m log m) for m spans.
+
+    An op takes its kernels' time where it launched any, else its CPU time without waits for the device. Over several
+    steps the least counts, as in the paper's time oracle (TicTac, section 5). Nothing matched is no error here.
+    """
+    wanted = np.flatnonzero((graph.kind == COMPUTE) & np.array([mark != "free" for mark in graph.estimate], dtype=bool))
+    durations = np.full(len(graph), np.nan)
+    inexact: tuple[str, ...] = ()
+    how: How
+    named = _annotated(graph, trace)
+    if named is not None:
+        how = "annotation"
+        taken, steps = _by_name(trace, named, durations)
+    else:
+        calls = _calls(graph, wanted, trace)
+        runs = _runs(graph, wanted, trace, calls)
+        steps = len(runs) or max(len(trace.steps), 1)
+        if runs:
+            how, taken = "sequence", np.concatenate(runs)
+            durations[wanted] = np.min([trace.time_s[run] for run in runs], axis=0)
+        else:
+            how, taken = "type order", calls
+            inexact = _by_type(graph, wanted, trace, calls, durations)
+    measured = ~np.isnan(durations)
+    measured[np.setdiff1d(np.arange(len(graph)), wanted)] = False
+    durations[(graph.kind == COMPUTE) & ~np.isin(np.arange(len(graph)), wanted)] = 0.0
+    missing = Counter(graph.op_type[op] for op in wanted if not measured[op])
+    unmatched, share = _rest(trace, taken)
+    return Match(
+        how=how,
+        durations=durations,
+        measured=measured,
+        matched_ops=float(measured.sum()) / max(len(wanted), 1),
+        matched_time=share,
+        steps=steps,
+        unmatched_types=tuple(sorted(missing.items(), key=lambda item: (-item[1], item[0]))),
+        unmatched_calls=unmatched,
+        inexact_types=inexact,
+    )
+
+
+def apply(graph: Graph, match: Match, fallback: Graph) -> Graph:
+    """Return ``fallback`` (the same graph, timed by the roofline) with the measured times in it.
+
+    An op without a measurement gets its fallback time times the median ratio of measured to fallback over the ops that
+    have both; it is marked ``default``, a measured one ``measured``. Transfers keep the fallback's time and mark.
+
+    Raises InputError when nothing matched, and when the graphs differ.
+    """
+    if graph.names != fallback.names or not fallback.timed:
+        raise InputError("fallback", f"is not {graph.name} with every op timed", "estimate the same graph")
+    if not match.measured.any():
+        shown = ", ".join(name for name, _, _ in match.unmatched_calls[:5]) or "no operator calls"
+        raise InputError(
+            "--oracle", f"no op of {graph.name} occurs in the trace (it has {shown})", "give a trace of the same model"
+        )
+    ratio = scale_of(match, fallback)
+    compute = graph.kind == COMPUTE
+    rest = compute & np.isnan(match.durations)
+    durations = fallback.duration_s.copy()
+    durations[rest] *= ratio
+    filled = compute & ~rest
+    durations[filled] = match.durations[filled]
+    marks: list[Estimate | None] = list(fallback.estimate)
+    for op in np.flatnonzero(compute):
+        marks[op] = "measured" if match.measured[op] else "default" if rest[op] else "free"
+    meta = {**fallback.meta, "oracle": "profiler trace", "oracle_match": match.how, "oracle_steps": match.steps}
+    return replace(fallback, meta=meta).with_durations(durations, marks)
+
+
+def scale_of(match: Match, fallback: Graph) -> float:
+    """Return the median of measured over fallback time, over ops where both are positive; 1 where there are none."""
+    both = match.measured & (match.durations > 0) & (fallback.duration_s > 0)
+    return float(np.median(match.durations[both] / fallback.duration_s[both])) if both.any() else 1.0
+
+
+def _annotated(graph: Graph, trace: ProfilerTrace) -> dict[int, int] | None:
+    """Return the op of every trace key ``node:NAME`` that names one, None when no key does.
+
+    NAME is an op's name, or the last part of one that only one op has.
+    """
+    last = Counter(name.rpartition("/")[2] for name in graph.names)
+    place = {name.rpartition("/")[2]: op for op, name in enumerate(graph.names) if last[name.rpartition("/")[2]] == 1}
+    place |= {name: op for op, name in enumerate(graph.names)}
+    found = {
+        key: place[name]
+        for key, row in enumerate(trace.keys)
+        if row.name.startswith(_ANNOTATION) and (name := row.name.removeprefix(_ANNOTATION)) in place
+    }
+    return found or None
+
+
+def _by_name(trace: ProfilerTrace, named: dict[int, int], durations: Floats) -> tuple[Rows, int]:
+    """Fill in the least time of each named range; return the operator calls in them, and how often ranges repeat."""
+    op_of_key = np.full(len(trace.keys), -1, dtype=np.int64)
+    op_of_key[list(named)] = list(named.values())
+    is_range = op_of_key[trace.spans.key] >= 0
+    around = trace.spans.nearest(is_range)
+    # The operators in a range, not the range: entering and leaving one takes microseconds itself.
+    calls = np.flatnonzero(trace.is_top & (around >= 0))
+    time = np.bincount(around[calls], weights=trace.time_s[calls], minlength=len(trace.spans))
+    ranges = np.flatnonzero(is_range)
+    empty = np.bincount(around[calls], minlength=len(trace.spans))[ranges] == 0
+    time[ranges[empty]] = trace.time_s[ranges[empty]]
+    ops = op_of_key[trace.spans.key[ranges]]
+    np.fmin.at(durations, ops, time[ranges])
+    return calls, int(np.bincount(ops).max(initial=0))
+
+
+def _calls(graph: Graph, wanted: Rows, trace: ProfilerTrace) -> Rows:
+    """Return the spans that may be ops of the graph, by start: the outermost of its types, in steps if there are any."""
+    types = {normal_type(graph.op_type[op]) for op in wanted}
+    fits = trace.is_operator & trace.marked(lambda name: normal_type(name) in types)
+    outside = trace.marked(lambda name: name.startswith(_OUTSIDE))
+    fits &= ~trace.spans.below(outside) & ~outside
+    if trace.steps:
+        fits &= trace.span_step >= 0
+    rows = np.flatnonzero(fits & ~trace.spans.below(fits))
+    return rows[np.argsort(trace.spans.start_s[rows], kind="stable")]
+
+
+def _type_numbers(graph: Graph, wanted: Rows, trace: ProfilerTrace, calls: Rows) -> tuple[Rows, Rows, list[str]]:
+    """Return the types of the wanted ops and of the calls as numbers of one list."""
+    names = sorted({normal_type(graph.op_type[op]) for op in wanted})
+    number = {name: place for place, name in enumerate(names)}
+    of_key = np.array([number.get(normal_type(key.name), -1) for key in trace.keys], dtype=np.intp)
+    ops = np.array([number[normal_type(graph.op_type[op])] for op in wanted], dtype=np.intp)
+    return ops, of_key[trace.spans.key[calls]], names
+
+
+def _runs(graph: Graph, wanted: Rows, trace: ProfilerTrace, calls: Rows) -> list[Rows]:
+    """Return the calls of every step whose sequence of types is the graph's; without steps, of every repetition."""
+    ops, types, _ = _type_numbers(graph, wanted, trace, calls)
+    if not len(ops) or not len(calls):
+        return []
+    if trace.steps:
+        step = trace.span_step[calls]
+        parts: Iterable[Rows] = (np.flatnonzero(step == number) for number in range(len(trace.steps)))
+        return [calls[part] for part in parts if np.array_equal(types[part], ops)]
+    if len(calls) % len(ops) or not np.array_equal(types, np.tile(ops, len(calls) // len(ops))):
+        return []
+    return np.split(calls, len(calls) // len(ops))
+
+
+def _by_type(graph: Graph, wanted: Rows, trace: ProfilerTrace, calls: Rows, durations: Floats) -> tuple[str, ...]:
+    """Fill in times type by type, k-th op from k-th call of a step; return the types whose counts differ."""
+    ops, types, names = _type_numbers(graph, wanted, trace, calls)
+    step = trace.span_step[calls] if trace.steps else _repetitions(ops, types)
+    inexact: list[str] = []
+    for number, name in enumerate(names):
+        rows, places = np.flatnonzero(types == number), wanted[ops == number]
+        if not len(rows):
+            continue
+        per_step = [trace.time_s[calls[rows[step[rows] == each]]] for each in np.unique(step[rows])]
+        whole = [times for times in per_step if len(times) == len(places)]
+        if whole:
+            durations[places] = np.min(whole, axis=0)
+        else:
+            durations[places] = min(times.mean() for times in per_step)
+            inexact.append(name)
+    return tuple(inexact)
+
+
+def _repetitions(ops: Rows, types: Rows) -> NDArray[np.int32]:
+    """Return the repetition of each call, for a trace that marks no steps.
+
+    There are as many as most types' counts say, where these are whole multiples of the graph's; a type that does not
+    fit is one repetition of its own.
+    """
+    count, seen = np.bincount(ops), np.bincount(types, minlength=int(ops.max(initial=-1)) + 1)
+    fits = (seen > 0) & (seen % np.maximum(count, 1) == 0)
+    times = Counter((seen[fits] // count[fits]).tolist()).most_common(1)
+    found = np.zeros(len(types), dtype=np.int32)
+    for number in np.flatnonzero(fits) if times else []:
+        if seen[number] == count[number] * times[0][0]:
+            rows = np.flatnonzero(types == number)
+            found[rows] = np.arange(len(rows)) // count[number]
+    return found
+
+
+def _rest(trace: ProfilerTrace, taken: Rows) -> tuple[tuple[tuple[str, int, float], ...], float]:
+    """Return the operators that no op took with their calls and seconds, and the share of time that was taken.
+
+    Of a composite call only what its taken parts leave is counted. Calls outside the steps are not. In a trace with
+    kernels it is their time that is shared out: the host runs ahead, and its time is not the step's.
+    """
+    spans = trace.spans
+    time = trace.device_s if trace.device_s.any() else trace.time_s
+    is_taken = np.zeros(len(spans), dtype=bool)
+    is_taken[taken] = True
+    rows = trace.is_top & ((trace.span_step >= 0) | (not trace.steps))
+    inside = spans.with_nested(np.where(is_taken, time, 0.0))
+    top = np.flatnonzero(rows)
+    left = np.maximum(time[top] - inside[top], 0.0)
+    total = float(time[top].sum())
+    count = np.bincount(spans.key[top[~is_taken[top]]], minlength=len(trace.keys))
+    seconds = np.bincount(spans.key[top], weights=left, minlength=len(trace.keys))
+    merged: dict[str, tuple[int, float]] = {}
+    for key in np.flatnonzero(count):
+        calls, before = merged.get(trace.keys[key].name, (0, 0.0))
+        merged[trace.keys[key].name] = (calls + int(count[key]), before + float(seconds[key]))
+    listed = sorted(((name, *row) for name, row in merged.items()), key=lambda row: (-row[2], row[0]))
+    return tuple(listed), (total - float(left.sum())) / total if total > 0 else 0.0

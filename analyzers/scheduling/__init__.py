@@ -1,0 +1,1 @@
+"""Which job gets which GPUs: measured jobs, policies, a replay simulator and its metrics."""

@@ -1,0 +1,66 @@
+"""Every model of TicTac's Table 1: orders, efficiencies, and their distance to the best schedule.
+
+    python benchmarks/table1.py [--devices K80,V100] [--bandwidth 10Gbit] [--time-limit 20] [--samples 30]
+
+One line per model, mode and device: mean simulated step of random orders, TIC, TAC and the improved order over the
+exact optimum (or, where that is not proven, over its lower bound), and the efficiencies. Batch sizes are the paper's.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+
+from ddltool.analyzers.communication.efficiency import compare
+from ddltool.analyzers.oracle.roofline import estimate_roofline
+from ddltool.device import Network
+from ddltool.fixtures.loading import devices, folder
+from ddltool.fixtures.zoo import ZOO
+from ddltool.graph_io import read_graph
+from ddltool.units import parse_bandwidth
+
+ORDERS = ("random", "tic", "tac", "improved")
+
+
+def main() -> None:
+    """Print the table and the mean gap per column."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--devices", default="K80,V100")
+    parser.add_argument("--bandwidth", default="10Gbit")
+    parser.add_argument("--time-limit", type=float, default=20.0)
+    parser.add_argument("--samples", type=int, default=30)
+    given = parser.parse_args()
+    network = Network(bandwidth_bytes_per_s=parse_bandwidth(given.bandwidth))
+    models = [name for name, entry in ZOO.items() if entry.published is not None]
+    gaps: dict[str, list[float]] = {order: [] for order in (*ORDERS, "exact")}
+    print("| model | mode | device | best s | status | random | TIC | TAC | ours | E random | TIC | TAC | ours | best |")
+    print("|---|---|---|---|---|---|---|---|---|---|---|---|---|---|")
+    for device in given.devices.split(","):
+        for mode in ("inference", "training"):
+            for model in models:
+                shipped = read_graph(folder() / "graphs" / f"{model}-{mode}.graph.json.gz")
+                graph = estimate_roofline(shipped, devices().device(device), network)
+                found = compare(graph, samples=given.samples, exact_s=given.time_limit)
+                assert found.exact is not None
+                bound = found.exact.lower_bound_s
+                over = {order: result.makespan_s / bound - 1 for order, result in found.results().items()}
+                for order, gap in over.items():
+                    gaps[order].append(gap)
+                gaps["exact"].append(found.exact.makespan_s / bound - 1)
+                spread = found.bounds.upper_s - found.bounds.lower_s
+                values = [result.efficiency or 0.0 for result in found.results().values()]
+                best = (found.bounds.upper_s - found.exact.makespan_s) / spread
+                status = "optimal" if found.exact.status == "optimal" else f"gap {found.exact.gap:.3%}"
+                shown = " | ".join(f"+{over[order]:.3%}" for order in ORDERS)
+                print(
+                    f"| {model} | {mode} | {device} | {found.exact.makespan_s:.4f} | {status} | {shown} | "
+                    + " | ".join(f"{value:.3f}" for value in (*values, best))
+                    + " |",
+                    flush=True,
+                )
+    means = ", ".join(f"{order} {statistics.mean(values):.4%}" for order, values in gaps.items())
+    print(f"\nmean distance to the bound: {means}")
+
+
+if __name__ == "__main__":
+    main()

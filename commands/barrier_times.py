@@ -1,0 +1,144 @@
+"""Reads iteration times for ``ddltool barrier``: a CSV of iteration ends, or the hook's telemetry."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ddltool.errors import InputError, did_you_mean
+from ddltool.graph import natural_key
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+Floats = NDArray[np.float64]
+COLUMNS = ("worker", "iteration", "end_s")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Recorded:
+    """What n workers did: names, iteration lengths in seconds (oldest first), and when their next iteration begins."""
+
+    names: tuple[str, ...]
+    lengths_s: list[Floats]
+    origins_s: Floats
+    """(n,)"""
+    lagging: tuple[str, ...] = ()
+    """Workers whose rows stop more than two of their iterations before the newest row."""
+
+
+def read_recorded(path: Path) -> Recorded:
+    """Return the recorded iterations of a CSV (``worker,iteration,end_s``) or of telemetry.jsonl.
+
+    From ends, an iteration's length is the time since the worker's previous end. From telemetry, it is the step
+    without the waiting for others, and the next iterations begin together, at 0. Raises InputError naming row and
+    column.
+    """
+    frame = _read(path)
+    if {"rank", "step_s"} <= set(map(str, frame.columns)):
+        return _from_telemetry(frame, str(path))
+    names, ends, _ = _rows_by_worker(frame, COLUMNS, str(path))
+    for name, row in zip(names, ends, strict=True):
+        if len(row) < 2:
+            problem = "has one row, which gives no iteration length"
+            raise InputError(f"{path}:worker {name}", problem, "give two or more rows of each worker, or --predicted")
+    lengths = [np.diff(row) for row in ends]
+    last = np.array([row[-1] for row in ends])
+    late = [last.max() - at > 2 * row.max() for at, row in zip(last, lengths, strict=True)]
+    lagging = tuple(name for name, is_late in zip(names, late, strict=True) if is_late)
+    return Recorded(names=tuple(names), lengths_s=lengths, origins_s=last, lagging=lagging)
+
+
+def read_predicted(path: Path, lookahead: int | None) -> tuple[tuple[str, ...], Floats]:
+    """Return worker names (n,) and the predicted ends (n, R) that a CSV holds, its first ``lookahead`` per worker.
+
+    None: all, of which every worker must then have the same number. Raises InputError naming row and column.
+    """
+    frame = _read(path)
+    names, ends, rows = _rows_by_worker(frame, COLUMNS, str(path))
+    wanted = lookahead if lookahead is not None else max(map(len, ends))
+    for name, row, last in zip(names, ends, rows, strict=True):
+        if len(row) < wanted:
+            problem = f"worker {name} ends with this row, its prediction {len(row)} of {wanted}"
+            remedy = f"give every worker {wanted} rows, or set --lookahead {min(map(len, ends))}"
+            raise InputError(f"{path}:row {last + 1}:iteration", problem, remedy)
+    return tuple(names), np.array([row[:wanted] for row in ends])
+
+
+def _read(path: Path) -> pd.DataFrame:
+    import warnings
+
+    from ddltool.profile import read_table
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # columns of mixed type in a long table: what is wrong in them is told below
+        return read_table(path)
+
+
+def _from_telemetry(frame: pd.DataFrame, where: str) -> Recorded:
+    """Return each rank's steps without their waiting."""
+    names, steps, _ = _rows_by_worker(frame, ("rank", "step", "step_s"), where, ascending=False)
+    _, waits, _ = _rows_by_worker(frame, ("rank", "step", "wait_s"), where, ascending=False)
+    none_left = frame["wait_s"].to_numpy(dtype=np.float64) >= frame["step_s"].to_numpy(dtype=np.float64)
+    _refuse(none_left, frame["wait_s"], f"{where}:row {{row}}:wait_s", "it must be less than the row's step_s")
+    lengths = [step - wait for step, wait in zip(steps, waits, strict=True)]
+    return Recorded(names=tuple(names), lengths_s=lengths, origins_s=np.zeros(len(names)))
+
+
+def _rows_by_worker(
+    frame: pd.DataFrame, columns: tuple[str, str, str], where: str, *, ascending: bool = True
+) -> tuple[list[str], list[Floats], list[int]]:
+    """Return the workers' names in natural order, their values by iteration, and the row of each one's last value.
+
+    ``columns`` are worker, iteration and value. Iterations must follow one another; values, if ``ascending``, too.
+    """
+    import pandas as pd
+
+    worker, iteration, value = columns
+    for column in columns:
+        if column not in frame.columns:
+            raise InputError(f"{where}:{column}", "no such column", did_you_mean(column, map(str, frame.columns)))
+    _refuse(frame[worker].isna().to_numpy(), frame[worker], f"{where}:row {{row}}:{worker}", "name the worker")
+    numbers = pd.to_numeric(frame[iteration], errors="coerce").to_numpy(dtype=np.float64)
+    whole = np.isfinite(numbers) & (numbers == np.floor(numbers)) & (numbers >= 0)
+    _refuse(~whole, frame[iteration], f"{where}:row {{row}}:{iteration}", "it must be a whole number >= 0")
+    values = pd.to_numeric(frame[value], errors="coerce").to_numpy(dtype=np.float64)
+    _refuse(~np.isfinite(values), frame[value], f"{where}:row {{row}}:{value}", "it must be finite seconds")
+    codes, found = pd.factorize(frame[worker].astype(str))
+    names = [str(name) for name in found]
+    order = np.lexsort((numbers, codes))
+    codes, numbers, values = codes[order], numbers[order], values[order]
+    same = codes[1:] == codes[:-1]
+    step = np.diff(numbers)
+    problems = (
+        (same & (step == 0), iteration, "repeats iteration {at:g} of worker {name}", "give each iteration once"),
+        (same & (step > 1), iteration, "is iteration {at:g} of worker {name}, which has no iteration {before:g}",
+         "the iterations of a worker must follow one another"),
+        (same & ascending & (np.diff(values) < 0), value, "is {end!r}, before the previous end of worker {name}",
+         "a worker's iteration ends must ascend"),
+    )  # fmt: skip
+    for wrong, column, problem, remedy in problems:
+        if wrong.any():
+            places = np.flatnonzero(wrong) + 1
+            place = int(places[np.argmin(order[places])])
+            at = float(numbers[place])
+            text = problem.format(at=at, before=at - 1, name=names[codes[place]], end=float(values[place]))
+            raise InputError(f"{where}:row {order[place] + 1}:{column}", text, remedy)
+    bounds = np.append(np.flatnonzero(np.append(True, ~same)), len(codes))
+    parts = {
+        names[codes[low]]: (values[low:high], int(order[high - 1]))
+        for low, high in zip(bounds[:-1].tolist(), bounds[1:].tolist(), strict=True)
+    }
+    ordered = sorted(parts, key=natural_key)
+    return ordered, [parts[name][0] for name in ordered], [parts[name][1] for name in ordered]
+
+
+def _refuse(wrong: NDArray[np.bool_], raw: pd.Series[Any], where: str, remedy: str) -> None:
+    """Raise InputError for the first row that is wrong; ``where`` has a place for its number."""
+    if wrong.any():
+        row = int(np.argmax(wrong))
+        raise InputError(where.format(row=row + 1), f"is {raw.iloc[row]}", remedy)

@@ -1,0 +1,834 @@
+"""Profiler traces: against plain loops over the same JSON, against torch's own profiler, and against brute force."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import random
+import subprocess
+import sys
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+from torch.profiler import ProfilerActivity, profile, record_function, schedule
+
+from ddltool.analyzers.oracle import trace_events
+from ddltool.analyzers.oracle.kineto import ProfilerTrace, read_trace
+from ddltool.analyzers.oracle.matching import Match, apply, match, scale_of
+from ddltool.analyzers.oracle.op_types import normal_type
+from ddltool.analyzers.oracle.roofline import estimate_roofline
+from ddltool.analyzers.oracle.trace_events import read_events
+from ddltool.analyzers.oracle.trace_spans import Spans, busy_s
+from ddltool.analyzers.tracing import torch_adapter
+from ddltool.analyzers.tracing.step import TrainingStep, default_loss
+from ddltool.analyzers.tracing.torch_adapter import trace_torch
+from ddltool.device import Device, Network
+from ddltool.errors import InputError
+from ddltool.graph import COMPUTE, Graph, Op
+
+REAL = ("alexnet_single_gpu", "nccl_data", "sampled_rank-0", "distributed_info_not_found")
+GPU = REAL[:3]
+Event = dict[str, Any]
+
+
+# ---------------------------------------------------------------- published traces, counted by plain loops
+
+
+def real_file(shared_data: Path, name: str) -> Path:
+    path = shared_data / "kineto" / f"{name}.json.gz"
+    if not path.is_file():
+        pytest.skip(f"no trace {name} here")
+    return path
+
+
+def load_plainly(path: Path) -> dict[str, Any]:
+    with gzip.open(path, "rt", encoding="utf-8") as stream:
+        document: dict[str, Any] = json.load(stream)
+    return document
+
+
+def of_category(events: list[Event], *categories: str) -> list[Event]:
+    return [event for event in events if event.get("ph") == "X" and event.get("cat") in categories]
+
+
+def is_nccl(event: Event) -> bool:
+    return "nccl" in event["name"].lower()
+
+
+def covered_us(intervals: list[tuple[float, float]]) -> float:
+    """Length of a union by merging neighbours, another way than the module's."""
+    total, end = 0.0, -1.0
+    for first, last in sorted(intervals):
+        total += max(0.0, last - max(first, end))
+        end = max(end, last)
+    return total
+
+
+def spans_of(events: list[Event]) -> list[tuple[float, float]]:
+    return [(event["ts"], event["ts"] + event["dur"]) for event in events]
+
+
+@pytest.mark.parametrize("name", REAL)
+def test_counts_of_real_traces(shared_data: Path, name: str) -> None:
+    path = real_file(shared_data, name)
+    document, trace = load_plainly(path), read_trace(path)
+    events = document["traceEvents"]
+    kernels = of_category(events, "kernel")
+    compute = [event for event in kernels if not is_nccl(event)]
+    assert trace.events == len(events)
+    assert trace.categories["cpu_op"] == len(of_category(events, "cpu_op"))
+    assert trace.rank == document.get("distributedInfo", {}).get("rank")
+    assert trace.world_size == document.get("distributedInfo", {}).get("world_size")
+    for totals, rows in (
+        (trace.kernels, compute),
+        (trace.memcpy, of_category(events, "gpu_memcpy")),
+        (trace.memset, of_category(events, "gpu_memset")),
+        (trace.sync, of_category(events, "cuda_sync")),
+    ):
+        assert totals.count == len(rows)
+        assert totals.total_s == pytest.approx(sum(row["dur"] for row in rows) * 1e-6)
+    annotations = of_category(events, "user_annotation")
+    steps = {row["name"]: row["dur"] for row in annotations if row["name"].startswith("ProfilerStep")}
+    assert {f"ProfilerStep#{step.number}": step.duration_s * 1e6 for step in trace.steps} == pytest.approx(steps)
+    communication = [event for event in kernels if is_nccl(event)]
+    assert sum(row.count for row in trace.communications) == len(communication)
+    busy = covered_us(spans_of(compute))
+    assert trace.compute_busy_s * 1e6 == pytest.approx(busy, abs=1.0)
+    assert trace.communication_busy_s * 1e6 == pytest.approx(covered_us(spans_of(communication)), abs=1.0)
+    exposed = covered_us(spans_of(compute + communication)) - busy
+    assert trace.exposed_communication_s * 1e6 == pytest.approx(exposed, abs=1.0)
+
+
+def test_bytes_of_collectives(shared_data: Path) -> None:
+    path = real_file(shared_data, "nccl_data")
+    wanted: dict[str, float] = Counter()
+    for event in of_category(load_plainly(path)["traceEvents"], "kernel"):
+        if is_nccl(event):
+            size = {"Float": 4, "Int": 4, "Long": 8, "Byte": 1, "Char": 1}[event["args"]["dtype"]]
+            wanted[event["args"]["Collective name"]] += event["args"]["In msg nelems"] * size
+    found = {row.kind: row.bytes for row in read_trace(path).communications}
+    assert found == wanted
+    # ResNet-50's float32 gradients, three steps: 25.6 million parameters each, as the model is known to have.
+    assert found["allreduce"] / 3 == pytest.approx(25.56e6 * 4, rel=1e-3)
+    assert all(row.unsized == 0 for row in read_trace(path).communications)
+
+
+def operators_around(events: list[Event], launch: Event) -> list[Event]:
+    """Operators (one namespace, one name) around a runtime call, outermost first."""
+    found = [
+        event
+        for event in events
+        if event["tid"] == launch["tid"]
+        and event["ts"] <= launch["ts"] <= event["ts"] + event["dur"]
+        and event["name"].count("::") == 1
+        and not event["name"].startswith(("autograd::", "c10d::", "torch.", "torch::"))
+    ]
+    return sorted(found, key=lambda event: (event["ts"], -event["dur"]))
+
+
+@pytest.mark.parametrize("name", GPU)
+def test_kernels_belong_to_the_operator_around_their_launch(shared_data: Path, name: str) -> None:
+    path = real_file(shared_data, name)
+    events = load_plainly(path)["traceEvents"]
+    operators = of_category(events, "cpu_op")
+    launches = {event["args"]["correlation"]: event for event in of_category(events, "cuda_runtime")}
+    work = [event for event in of_category(events, "kernel", "gpu_memcpy", "gpu_memset") if not is_nccl(event)]
+    wanted: dict[str, float] = defaultdict(float)
+    for kernel in random.Random(3).sample(work, k=min(400, len(work))):
+        for around in operators_around(operators, launches[kernel["args"]["correlation"]])[:1]:
+            wanted[around["name"]] += kernel["dur"]
+    trace = read_trace(path)
+    found: dict[str, float] = defaultdict(float)
+    for row in trace.operators:
+        found[row.name] += row.device_s * 1e6
+    assert wanted
+    assert trace.unlinked_s == 0.0
+    for key, amount in wanted.items():
+        if len(work) <= 400:
+            assert found[key] == pytest.approx(amount, rel=1e-6), key
+        else:
+            assert found[key] >= amount * (1 - 1e-6), key
+
+
+def test_external_ids_agree_where_they_mean_operators(shared_data: Path, tmp_path: Path) -> None:
+    """This trace's kernels carry their operator's id: without the runtime calls the links must stay the same."""
+    path = real_file(shared_data, "nccl_data")
+    document = load_plainly(path)
+    document["traceEvents"] = [event for event in document["traceEvents"] if event.get("cat") != "cuda_runtime"]
+    linked, fallen_back = read_trace(path), read_trace(write(tmp_path / "t.json", document))
+    assert fallen_back.unlinked_s == 0.0
+    assert linked.device_s.sum() > 0
+    by_name: list[dict[str, float]] = [defaultdict(float), defaultdict(float)]
+    for trace, sums in zip((linked, fallen_back), by_name, strict=True):
+        for row in trace.operators:
+            sums[row.name] += row.device_s
+    assert by_name[0] == pytest.approx(by_name[1])
+
+
+def test_external_ids_that_are_correlations_link_nothing(shared_data: Path, tmp_path: Path) -> None:
+    """Older traces repeat the correlation there; 17 of them collide with ids of operators that launched nothing."""
+    document = load_plainly(real_file(shared_data, "alexnet_single_gpu"))
+    document["traceEvents"] = [event for event in document["traceEvents"] if event.get("cat") != "cuda_runtime"]
+    trace = read_trace(write(tmp_path / "t.json", document))
+    assert trace.device_s.sum() == 0.0
+    assert trace.unlinked_s == pytest.approx(trace.kernels.total_s)
+
+
+def test_resnet50_of_a_real_gpu_trace(shared_data: Path) -> None:
+    """The k-th convolution of each step by plain loops; the least over the three steps must be the graph's times."""
+    from ddltool.commands.sources import load_graph
+
+    path = real_file(shared_data, "nccl_data")
+    events = load_plainly(path)["traceEvents"]
+    launches = {event["args"]["correlation"]: event for event in of_category(events, "cuda_runtime")}
+    calls = sorted((e for e in of_category(events, "cpu_op") if e["name"] == "aten::conv2d"), key=lambda e: e["ts"])
+    time = dict.fromkeys(range(len(calls)), 0.0)
+    for kernel in of_category(events, "kernel", "gpu_memset", "gpu_memcpy"):
+        launch = launches[kernel["args"]["correlation"]]
+        for place, call in enumerate(calls):
+            if call["tid"] == launch["tid"] and call["ts"] <= launch["ts"] <= call["ts"] + call["dur"]:
+                time[place] += kernel["dur"]
+    assert len(calls) == 3 * 53
+    wanted = np.array(list(time.values())).reshape(3, 53).min(axis=0) * 1e-6
+    graph = load_graph("zoo:resnet50_v1", "training", None)
+    found = match(graph, read_trace(path))
+    convolutions = [op for op, name in enumerate(graph.op_type) if name == "aten.convolution"]
+    assert found.durations[convolutions] == pytest.approx(wanted)
+    assert (found.how, found.steps) == ("type order", 3)
+    assert found.matched_ops > 0.99
+    assert 0.9 < found.matched_time < 1.0
+    # The zoo's ResNet pools in its shortcuts as the paper's did, this one does not: it is told, not hidden.
+    assert "max_pool2d_with_indices" in found.inexact_types
+    assert ("aten._foreach_add_", 1) not in found.unmatched_types
+    assert any(name == "aten::_foreach_add_" for name, _, _ in found.unmatched_calls)
+
+
+# ---------------------------------------------------------------- traces that torch makes here
+
+
+def small_step() -> TrainingStep:
+    module = nn.Sequential(
+        nn.Conv2d(3, 8, 3, padding=1),
+        nn.BatchNorm2d(8),
+        nn.ReLU(),
+        nn.MaxPool2d(2),
+        nn.Conv2d(8, 16, 3, padding=1),
+        nn.ReLU(inplace=True),
+        nn.AdaptiveAvgPool2d(1),
+        nn.Flatten(),
+        nn.Dropout(0.1),
+        nn.Linear(16, 10),
+    )
+    return TrainingStep(name="small", module=module, inputs=(torch.randn(8, 3, 16, 16),), loss=default_loss)
+
+
+@pytest.fixture(scope="module")
+def graph() -> Graph:
+    return trace_torch(small_step, mode="training")
+
+
+@pytest.fixture(scope="module")
+def eager(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Three eager training steps, with an optimizer, marked as steps."""
+    path = tmp_path_factory.mktemp("eager") / "trace.json"
+    step = small_step()
+    optimizer = torch.optim.SGD(step.module.parameters(), lr=0.1, momentum=0.9)
+    with profile(
+        activities=[ProfilerActivity.CPU],
+        record_shapes=True,
+        schedule=schedule(wait=0, warmup=1, active=3, repeat=1),
+        on_trace_ready=lambda run: run.export_chrome_trace(str(path)),
+    ) as run:
+        for _ in range(4):
+            optimizer.zero_grad()
+            step.loss(step.module(*step.inputs)).backward()
+            optimizer.step()
+            run.step()
+    return path
+
+
+@pytest.fixture(scope="module")
+def annotated(tmp_path_factory: pytest.TempPathFactory) -> tuple[Graph, Path]:
+    """The graph's own ops run twice on real tensors, each in a range of its name."""
+
+    class Annotating(torch.fx.Interpreter):
+        def run_node(self, n: torch.fx.Node) -> Any:
+            if n.op != "call_function":
+                return super().run_node(n)
+            with record_function(f"node:{n.name}"):
+                return super().run_node(n)
+
+    path = tmp_path_factory.mktemp("annotated") / "trace.json"
+    step = small_step()
+    traced = torch_adapter._trace(step, "training")
+    graph = torch_adapter._to_graph(traced, step, "training")
+    values = [*step.module.parameters(), *step.module.buffers(), *step.inputs]
+    with torch.no_grad(), profile(activities=[ProfilerActivity.CPU]) as run:
+        for _ in range(2):
+            Annotating(traced.fx).run(*values)
+    run.export_chrome_trace(str(path))
+    return graph, path
+
+
+def costly(graph: Graph) -> list[int]:
+    return [op for op in range(len(graph)) if graph.kind[op] == COMPUTE and graph.estimate[op] != "free"]
+
+
+def test_an_eager_run_is_matched_call_by_call(graph: Graph, eager: Path) -> None:
+    trace = read_trace(eager)
+    found = match(graph, trace)
+    assert (found.how, found.steps, len(trace.steps)) == ("sequence", 3, 3)
+    assert found.matched_ops == 1.0
+    assert found.unmatched_types == ()
+    assert 0.0 < found.matched_time < 1.0
+    assert np.isfinite(found.durations[costly(graph)]).all()
+    # The optimizer's calls are nobody's ops, though the graph has mul and add of its own.
+    listed = {name for name, _, _ in found.unmatched_calls}
+    assert {"aten::mul_", "aten::add_"} & listed or {"aten::_foreach_mul_", "aten::_foreach_add_"} & listed
+    # The two convolutions by hand: the least of the three steps' aten::convolution, a name the eager run nests.
+    events = json.loads(eager.read_text())["traceEvents"]
+    times = [event["dur"] for event in sorted(events, key=lambda e: e["ts"]) if event["name"] == "aten::conv2d"]
+    wanted = np.array(times).reshape(3, 2).min(axis=0) * 1e-6
+    of_convolution = [op for op, name in enumerate(graph.op_type) if name == "aten.convolution"]
+    assert found.durations[of_convolution] == pytest.approx(wanted)
+
+
+def test_shapes_and_types_are_kept(eager: Path) -> None:
+    rows = {(row.name, row.shapes.split("]")[0]): row for row in read_trace(eager).operators}
+    first = rows["aten::conv2d", "[[8, 3, 16, 16"]
+    assert first.count == 3
+    assert first.dtypes.startswith("['float', 'float'")
+    assert first.min_s * 3 <= first.total_s
+    assert "aten::convolution" not in {name for name, _ in rows if name == "aten::convolution"}
+
+
+def test_names_and_order_tell_the_same(annotated: tuple[Graph, Path], tmp_path: Path) -> None:
+    """The same run read with its ranges, and with the ranges taken out: each op must get the same time."""
+    graph, path = annotated
+    document = json.loads(path.read_text())
+    named = match(graph, read_trace(path))
+    document["traceEvents"] = [e for e in document["traceEvents"] if not str(e.get("name")).startswith("node:")]
+    ordered = match(graph, read_trace(write(tmp_path / "plain.json", document)))
+    assert (named.how, ordered.how) == ("annotation", "sequence")
+    assert (named.steps, ordered.steps) == (2, 2)
+    assert named.matched_ops == ordered.matched_ops == 1.0
+    np.testing.assert_array_equal(named.durations, ordered.durations)
+
+
+def test_without_the_order_types_still_match(annotated: tuple[Graph, Path], tmp_path: Path) -> None:
+    """One more operator call breaks the sequence; every other type keeps its times, this one gets its mean."""
+    graph, path = annotated
+    document = json.loads(path.read_text())
+    events = [e for e in document["traceEvents"] if not str(e.get("name")).startswith("node:")]
+    ordered = match(graph, read_trace(write(tmp_path / "plain.json", {"traceEvents": events})))
+    pools = [e for e in events if e["name"] == "aten::max_pool2d_with_indices"]
+    late = max(e["ts"] + e.get("dur", 0) for e in events if "ts" in e) + 10
+    extra = {**pools[0], "ts": late, "dur": 900.0}
+    found = match(graph, read_trace(write(tmp_path / "more.json", {"traceEvents": [*events, extra]})))
+    assert found.how == "type order"
+    assert found.inexact_types == ("max_pool2d_with_indices",)
+    (pool,) = [op for op, name in enumerate(graph.op_type) if name == "aten.max_pool2d_with_indices"]
+    assert found.durations[pool] == pytest.approx((sum(e["dur"] for e in pools) + 900.0) / 3 * 1e-6)
+    rest = [op for op in costly(graph) if op != pool]
+    np.testing.assert_array_equal(found.durations[rest], ordered.durations[rest])
+
+
+DEVICE = Device(
+    name="test", title="test", peak_flops={"float32": 1e12}, memory_bytes_per_s=1e11, memory_gib=16, source="none"
+)
+NETWORK = Network(bandwidth_bytes_per_s=1e9, latency_s=1e-5)
+
+
+def test_apply_fills_the_rest_from_the_roofline(graph: Graph, eager: Path, tmp_path: Path) -> None:
+    """Take one type out of the trace: its ops get the roofline's time, scaled as the others came out."""
+    document = json.loads(eager.read_text())
+    gone = {"aten::linear", "aten::addmm"}
+    document["traceEvents"] = [e for e in document["traceEvents"] if e.get("name") not in gone]
+    found = match(graph, read_trace(write(tmp_path / "t.json", document)))
+    assert found.unmatched_types == (("aten.addmm", 1),)
+    roofline = estimate_roofline(graph, DEVICE, NETWORK)
+    timed = apply(graph, found, roofline)
+    ratios = [
+        found.durations[op] / roofline.duration_s[op]
+        for op in costly(graph)
+        if found.durations[op] > 0 and roofline.duration_s[op] > 0
+    ]
+    assert scale_of(found, roofline) == pytest.approx(float(np.median(ratios)))
+    for op in range(len(graph)):
+        if graph.kind[op] != COMPUTE:
+            assert (timed.duration_s[op], timed.estimate[op]) == (roofline.duration_s[op], "rule")
+        elif graph.estimate[op] == "free":
+            assert (timed.duration_s[op], timed.estimate[op]) == (0.0, "free")
+        elif graph.op_type[op] == "aten.addmm":
+            assert timed.estimate[op] == "default"
+            assert timed.duration_s[op] == pytest.approx(float(np.median(ratios)) * roofline.duration_s[op])
+        else:
+            assert (timed.duration_s[op], timed.estimate[op]) == (found.durations[op], "measured")
+    assert timed.meta["oracle_match"] == "type order"
+
+
+def test_a_trace_of_another_model_is_an_error(tmp_path: Path) -> None:
+    graph = compute_graph(["aten.convolution", "aten.relu"])
+    found = match(graph, read_trace(write(tmp_path / "t.json", [operator("fbgemm::lookup", 0, 5)])))
+    assert found.matched_ops == 0.0
+    with pytest.raises(InputError, match=r"no op of g occurs in the trace \(it has fbgemm::lookup\)"):
+        apply(graph, found, estimate_roofline(graph, DEVICE, NETWORK))
+
+
+# ---------------------------------------------------------------- traces made by hand
+
+
+def write(path: Path, document: Any) -> Path:
+    path.write_text(json.dumps(document), encoding="utf-8")
+    return path
+
+
+def operator(name: str, ts: float, dur: float, tid: int = 1, **args: Any) -> Event:
+    return {"ph": "X", "cat": "cpu_op", "name": name, "pid": 9, "tid": tid, "ts": ts, "dur": dur, "args": args}
+
+
+def launch(ts: float, correlation: int, tid: int = 1, name: str = "cudaLaunchKernel", dur: float = 1.0) -> Event:
+    event = operator(name, ts, dur, tid, correlation=correlation)
+    return {**event, "cat": "cuda_runtime"}
+
+
+def kernel(name: str, ts: float, dur: float, correlation: int, stream: int = 7, **args: Any) -> Event:
+    event = operator(name, ts, dur, stream, correlation=correlation, device=0, **{"External id": correlation}, **args)
+    return {**event, "cat": "kernel", "pid": 0}
+
+
+def annotation(name: str, ts: float, dur: float, tid: int = 1) -> Event:
+    return {**operator(name, ts, dur, tid), "cat": "user_annotation"}
+
+
+def compute_graph(types: list[str]) -> Graph:
+    ops = [Op(name="recv/w", kind="recv", resource="channel:0", size_bytes=4.0, parameter="w")]
+    ops += [
+        Op(name=f"op{i}", kind="compute", op_type=name, inputs=("recv/w",), flops=1e6, size_bytes=8.0, estimate="rule")
+        for i, name in enumerate(types)
+    ]
+    return Graph.from_ops("g", "inference", ops)
+
+
+STEP = [
+    operator("aten::conv2d", 10, 20),
+    operator("aten::convolution", 12, 15),
+    launch(14, 1),
+    kernel("conv", 100, 50, 1),
+    operator("aten::relu_", 40, 5),
+    launch(42, 2),
+    kernel("relu", 150, 8, 2),
+]
+
+
+def test_document_forms_read_the_same(tmp_path: Path) -> None:
+    """Bare list, keys before and after, gzip under any name, strings for numbers, begin and end for complete events."""
+    wanted = summary(read_trace(write(tmp_path / "a.json", {"traceEvents": STEP, "schemaVersion": 1})))
+    assert wanted["operators"] == {"aten::conv2d": (1, 20.0, 50.0), "aten::relu_": (1, 5.0, 8.0)}
+    forms: dict[str, Any] = {
+        "bare": STEP,
+        "after": {"distributedInfo": {"backend": "nccl"}, "x": [1, {"traceEvents": 3}], "traceEvents": STEP},
+        "before": {"traceEvents": STEP, "distributedInfo": {}, "last": 1.5},
+        "strings": [{**event, "ts": str(event["ts"]), "dur": f"{event['dur']:.3f}"} for event in STEP],
+        "shuffled": random.Random(1).sample(STEP, k=len(STEP)),
+        "pairs": list(as_pairs(STEP)),
+    }
+    for name, document in forms.items():
+        assert summary(read_trace(write(tmp_path / f"{name}.json", document))) == wanted, name
+    hidden = tmp_path / "compressed.json"
+    hidden.write_bytes(gzip.compress(json.dumps(STEP).encode()))
+    assert summary(read_trace(hidden)) == wanted
+
+
+def as_pairs(events: list[Event]) -> Iterator[Event]:
+    """The events as B and E, by time, as the format wants pairs of one thread to nest."""
+    edges = [(event["ts"], 1, {**event, "ph": "B"}) for event in events]
+    edges += [
+        (e["ts"] + e["dur"], 0, {"ph": "E", "pid": e["pid"], "tid": e["tid"], "ts": e["ts"] + e["dur"]}) for e in events
+    ]
+    for _, _, event in sorted(edges, key=lambda edge: (edge[0], edge[1])):
+        yield {key: value for key, value in event.items() if key != "dur"}
+
+
+def summary(trace: ProfilerTrace) -> dict[str, Any]:
+    rows = {row.name: (row.count, round(row.total_s * 1e6, 6), round(row.device_s * 1e6, 6)) for row in trace.operators}
+    return {"operators": rows, "kernels": trace.kernels.count, "busy": round(trace.compute_busy_s * 1e6, 6)}
+
+
+def test_missing_fields_are_no_errors(tmp_path: Path) -> None:
+    bare: list[Event] = [
+        {"ph": "X", "cat": "cpu_op", "name": "aten::add", "ts": 1},
+        {"ph": "X", "cat": "kernel", "name": "k", "ts": 5, "dur": 2, "args": None},
+        {
+            "ph": "X",
+            "cat": "kernel",
+            "name": "k",
+            "ts": 5,
+            "dur": 2,
+            "args": {"External id": "x", "correlation": 2**70},
+        },
+        {"ph": "M", "name": "process_name"},
+        {"name": "no phase"},
+        {},
+        {"ph": "E", "ts": 3},
+        {"ph": "B", "ts": 3, "tid": 5},
+    ]
+    trace = read_trace(write(tmp_path / "t.json", bare))
+    assert (trace.events, trace.kernels.count, trace.unpaired, trace.rank) == (8, 2, 2, None)
+
+
+def test_steps_take_the_least_and_communication_is_not_compute(tmp_path: Path) -> None:
+    """Two steps, backward on another thread, both NCCL namings, host waits and sync rows."""
+    events = [
+        annotation("ProfilerStep#3", 0, 100),
+        annotation("ProfilerStep#4", 100, 100),
+        operator("aten::relu", 500, 9),  # outside the steps: no part of it
+    ]
+    for base, conv, relu in ((0, 50, 8), (100, 30, 9)):
+        number = base + 10
+        events += [
+            operator("aten::conv2d", base + 10, 20),
+            operator("aten::cudnn_convolution", base + 12, 15),
+            launch(base + 14, number),
+            kernel("conv", base + 1000, conv, number),
+            operator("aten::relu", base + 40, 20, tid=2),
+            launch(base + 42, number + 1, tid=2),
+            kernel("relu", base + 1060, relu, number + 1),
+            operator("aten::item", base + 70, 25),
+            launch(base + 71, number + 5, name="cudaStreamSynchronize", dur=20),
+            kernel("Stream Sync", base + 1000, 99, number + 5),
+        ]
+    events += [
+        operator("aten::exp", 62, 3),
+        launch(63, 800),
+        kernel("exp", 1075, 3, 800),
+        launch(15, 900),  # inside the first convolution, as a functional collective may be: the network's time, not its
+        kernel("ncclDevKernel_AllReduce_Sum_f32_RING_LL(ncclDevKernelArgsStorage<4096ul>)", 1040, 40, 900, stream=9),
+        kernel("ncclKernel_AllGather_RING_LL_Sum_int8_t(ncclWork*)", 2000, 10, 901, stream=9),
+        {**kernel("Memset (Device)", 3000, 3, 902), "cat": "gpu_memset"},
+    ]
+    sized = {"Collective name": "_allgather_base", "In msg nelems": 100, "dtype": "BFloat16"}
+    events[-2]["args"] |= sized
+    trace = read_trace(write(tmp_path / "t.json", events))
+    assert {(row.kind, row.count, row.bytes, row.unsized) for row in trace.communications} == {
+        ("allreduce", 1, 0.0, 1),
+        ("allgather", 1, 200.0, 0),
+    }
+    # Computing: 1000-1050, 1060-1068, 1075-1078, 1100-1130, 1160-1169. The all-reduce 1040-1080 is bare in 1050-1060,
+    # 1068-1075 and 1078-1080.
+    assert trace.compute_busy_s * 1e6 == pytest.approx(50 + 8 + 3 + 30 + 9)
+    assert trace.communication_busy_s * 1e6 == pytest.approx(50)
+    assert trace.exposed_communication_s * 1e6 == pytest.approx(10 + 7 + 2 + 10)
+    assert (trace.sync.count, trace.sync.total_s * 1e6) == (2, pytest.approx(198))
+    assert [(step.number, round(step.duration_s * 1e6)) for step in trace.steps] == [(3, 100), (4, 100)]
+    found = match(compute_graph(["aten.convolution", "aten.relu", "aten.tanh"]), trace)
+    assert found.durations[1:3] * 1e6 == pytest.approx([30, 8])
+    assert np.isnan(found.durations[[0, 3]]).all()
+    assert found.unmatched_types == (("aten.tanh", 1),)
+    assert found.matched_ops == pytest.approx(2 / 3)
+    assert found.matched_time == pytest.approx(97 / 100)
+    assert found.unmatched_calls[0] == ("aten::exp", 1, pytest.approx(3e-6))
+    assert sum(row.device_s for row in trace.operators if row.name == "aten::conv2d") == pytest.approx(80e-6)
+    outside = trace.marked(lambda name: name == "aten::relu") & (trace.spans.start_s > 400e-6)
+    assert trace.span_step[outside].tolist() == [-1]
+    (waiting,) = np.flatnonzero(trace.marked(lambda name: name == "aten::item"))[:1]
+    assert trace.time_s[waiting] * 1e6 == pytest.approx(5)
+
+
+def test_partial_names_do_not_mismatch(tmp_path: Path) -> None:
+    """A range names an op by its last part only where that part is unique; unknown ranges are left alone."""
+    ops = [
+        Op(name=name, kind="compute", op_type="aten.mul") for name in ("forward/a/mul", "backward/mul", "forward/a/x")
+    ]
+    graph = Graph.from_ops("g", "training", ops)
+    events = [
+        annotation("node:mul", 0, 10),
+        operator("aten::mul", 1, 5),
+        annotation("node:x", 20, 10),
+        operator("aten::mul", 21, 7),
+        annotation("node:backward/mul", 40, 10),
+    ]
+    found = match(graph, read_trace(write(tmp_path / "t.json", events)))
+    assert found.how == "annotation"
+    assert np.isnan(found.durations[0])
+    assert found.durations[1:] * 1e6 == pytest.approx([10, 7])  # nothing ran in the last range: its own time
+    assert found.matched_ops == pytest.approx(2 / 3)
+
+
+@pytest.mark.parametrize(
+    ("graph_type", "trace_type"),
+    [
+        ("aten.convolution.default", "aten::_convolution"),
+        ("aten.convolution", "aten::conv2d"),
+        ("aten.native_batch_norm", "aten::cudnn_batch_norm"),
+        (
+            "aten._scaled_dot_product_flash_attention_for_cpu_backward",
+            "aten::_scaled_dot_product_efficient_attention_backward",
+        ),
+        ("Conv", "aten::conv2d"),
+        ("Relu", "aten::relu_"),
+        ("aten._softmax.default", "aten::softmax"),
+    ],
+)
+def test_types_that_are_one(graph_type: str, trace_type: str) -> None:
+    assert normal_type(graph_type) == normal_type(trace_type)
+
+
+def test_types_that_are_not_one() -> None:
+    names = ["aten::convolution", "aten::convolution_backward", "aten::mm", "aten::bmm", "fbgemm::mm", "aten::relu"]
+    names += ["aten::scaled_dot_product_attention", "aten::_scaled_dot_product_flash_attention_backward", "aten::addmm"]
+    assert len({normal_type(name) for name in names}) == len(names)
+
+
+# ---------------------------------------------------------------- bad input
+
+
+GOOD = json.dumps({"schemaVersion": 1, "traceEvents": STEP})
+
+
+@pytest.mark.parametrize(
+    ("content", "problem"),
+    [
+        (b"", "is empty"),
+        (b"   \n", "cut off at character 4"),
+        (GOOD[:-40].encode(), "the JSON is cut off"),
+        (GOOD[:-1].encode(), "the JSON is cut off"),
+        (b'{"traceEvents": [{"ph": "X", "name": "ab', "the JSON is cut off"),
+        (gzip.compress(GOOD.encode())[:-30], "gzip file is cut off"),
+        (gzip.compress(GOOD.encode())[:12] + b"\xff" * 40, "gzip file is damaged"),
+        (b'{"traceEvents": []}', "has no cpu_op and no kernel events (found: none at all)"),
+        (b'{"schemaVersion": 1}', "has no list traceEvents"),
+        (b"{}", "has no list traceEvents"),
+        (b'{"traceEvents": 3}', "has no list traceEvents"),
+        (b'"text"', "expected {, found"),
+        (b"[1, 2]", "event 0 is no JSON object"),
+        (b'{"traceEvents": [{"ph": nope, "name": "something that is long enough"}]}', "not JSON at character 17"),
+        (b'{"traceEvents": [{"ph": "M"} {"ph": "M"}]}', "expected , or ]"),
+        (b"\x89PNG\r\n\x1a\n\xff\xfe\xfa", "is not text"),
+        (b"[" * 100_000, "nested too deeply"),
+        (json.dumps([{"ph": "M", "name": "process_name"}]).encode(), "found: M"),
+    ],
+)
+def test_bad_files_are_one_line(tmp_path: Path, content: bytes, problem: str) -> None:
+    path = tmp_path / "bad.json"
+    path.write_bytes(content)
+    with pytest.raises(InputError) as caught:
+        read_trace(path)
+    assert problem in str(caught.value)
+    assert str(caught.value).startswith(str(path))
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), -1, -0.5, "soon", True, [3], "-4"])
+@pytest.mark.parametrize("field", ["ts", "dur"])
+def test_bad_times_name_their_event(tmp_path: Path, field: str, bad: Any) -> None:
+    events = [operator("aten::add", 1, 2), {**operator("aten::mul", 5, 2), field: bad}]
+    path = write(tmp_path / "t.json", {"traceEvents": events})
+    if field == "ts" and bad in (-1, -0.5, "-4") and not isinstance(bad, bool):
+        assert read_trace(path).events == 2  # a clock may start anywhere
+        return
+    with pytest.raises(InputError, match=rf"event 1 \(aten::mul\): {field} is "):
+        read_trace(path)
+
+
+def test_ends_before_begins(tmp_path: Path) -> None:
+    events = [{**operator("aten::mul", 5, 0), "ph": "B"}, {"ph": "E", "pid": 9, "tid": 1, "ts": 4}]
+    with pytest.raises(InputError, match=r"event 1 \(aten::mul\): ends at 4, before it begins at 5"):
+        read_trace(write(tmp_path / "t.json", events))
+
+
+def test_missing_file_and_folder(tmp_path: Path) -> None:
+    for path in (tmp_path / "none.json", tmp_path):
+        with pytest.raises(InputError, match="cannot be read"):
+            read_trace(path)
+
+
+# ---------------------------------------------------------------- parts against brute force
+
+
+json_values = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(max_size=8),
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=5), inner, max_size=4),
+    max_leaves=12,
+)
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    st.lists(json_values, max_size=8),
+    st.dictionaries(st.text(max_size=4), json_values, max_size=3),
+    st.booleans(),
+    st.integers(1, 9),
+)
+def test_streaming_equals_loading(
+    tmp_path_factory: pytest.TempPathFactory, events: list[Any], other: dict[str, Any], first: bool, block: int
+) -> None:
+    """Blocks of a few characters cut values anywhere; what comes out must be what json.load gives."""
+    other.pop("traceEvents", None)
+    document = {"traceEvents": events, **other} if first else {**other, "traceEvents": events}
+    path = write(tmp_path_factory.getbasetemp() / "stream.json", document)
+    header: dict[str, Any] = {}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(trace_events, "_BLOCK", block)
+        assert list(read_events(path, header)) == events
+    assert header == other
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.lists(st.tuples(st.integers(0, 60), st.integers(0, 15)), max_size=25))
+def test_busy_time_is_the_cells_that_are_covered(intervals: list[tuple[int, int]]) -> None:
+    cells = {cell for start, length in intervals for cell in range(start, start + length)}
+    starts = np.array([start for start, _ in intervals], dtype=np.float64)
+    lengths = np.array([length for _, length in intervals], dtype=np.float64)
+    assert busy_s(starts, lengths) == len(cells)
+
+
+@st.composite
+def nested(draw: Callable[..., Any]) -> list[tuple[int, float, float]]:
+    """(thread, start, duration) of spans that nest on each thread, in any order."""
+    rows: list[tuple[int, float, float]] = []
+
+    def fill(thread: int, first: int, last: int, depth: int) -> None:
+        at = first
+        while depth < 4 and at + 2 <= last and draw(st.booleans()):
+            start = draw(st.integers(at, last - 2))
+            end = draw(st.integers(start + 2, last))
+            rows.append((thread, float(start), float(end - start)))
+            fill(thread, start + 1, end - 1, depth + 1)
+            at = end + 1
+
+    for thread in range(2):
+        fill(thread, 0, 60, 0)
+    order: list[tuple[int, float, float]] = draw(st.permutations(rows))
+    return order
+
+
+@settings(max_examples=120, deadline=None)
+@given(
+    nested(), st.lists(st.tuples(st.integers(0, 1), st.integers(0, 60)), max_size=8), st.randoms(use_true_random=False)
+)
+def test_nesting_equals_looking_at_every_pair(
+    rows: list[tuple[int, float, float]], moments: list[tuple[int, int]], rng: random.Random
+) -> None:
+    thread = np.array([row[0] for row in rows], dtype=np.int32)
+    start, duration = (np.array([row[column] for row in rows], dtype=np.float64) for column in (1, 2))
+    spans, order = Spans.build(np.arange(len(rows), dtype=np.int32), thread, start, duration)
+    sorted_rows = [rows[place] for place in order]
+    marked = np.array([rng.random() < 0.4 for _ in rows], dtype=bool)
+    amount = np.array([rng.randrange(9) for _ in rows], dtype=np.float64)
+
+    def holds(outer: int, inner: int) -> bool:
+        a, b = sorted_rows[outer], sorted_rows[inner]
+        return outer != inner and a[0] == b[0] and a[1] <= b[1] and b[1] + b[2] <= a[1] + a[2]
+
+    size = range(len(rows))
+    around = {i: [j for j in size if holds(j, i)] for i in size}
+    shortest = lambda found: min(found, key=lambda j: sorted_rows[j][2], default=-1)  # noqa: E731
+    assert spans.parent.tolist() == [shortest(around[i]) for i in size]
+    assert spans.below(marked).tolist() == [any(marked[j] for j in around[i]) for i in size]
+    assert spans.nearest(marked).tolist() == [shortest([j for j in [i, *around[i]] if marked[j]]) for i in size]
+    assert spans.with_nested(amount).tolist() == [
+        amount[i] + sum(amount[j] for j in size if i in around[j]) for i in size
+    ]
+    asked = spans.innermost(
+        np.array([where for where, _ in moments], dtype=np.int32), np.array([at for _, at in moments], dtype=np.float64)
+    )
+    for (where, at), found in zip(moments, asked, strict=True):
+        holding = [j for j in size if sorted_rows[j][0] == where and sorted_rows[j][1] <= at <= sum(sorted_rows[j][1:])]
+        assert found == shortest(holding)
+
+
+def test_rounded_times_neither_nest_neighbours_nor_lose_children(tmp_path: Path) -> None:
+    """Times cut to microseconds: a child may end 1 us late; a neighbour that starts in the last 1 us is none."""
+    events = [
+        operator("aten::linear", 0, 10),
+        operator("aten::addmm", 3, 8),
+        operator("aten::add", 20, 10.25),
+        operator("aten::mul", 30, 10),
+    ]
+    trace = read_trace(write(tmp_path / "t.json", events))
+    assert [row.name for row in sorted(trace.operators, key=lambda row: row.name)] == [
+        "aten::add",
+        "aten::linear",
+        "aten::mul",
+    ]
+
+
+# ---------------------------------------------------------------- memory
+
+
+# getrusage's peak survives fork and exec: a child of a large test process would start with that of its parent.
+MEASURE = """
+import json, sys
+from ddltool.analyzers.oracle.kineto import read_trace
+def peak():
+    return next(int(line.split()[1]) for line in open("/proc/self/status") if line.startswith("VmHWM"))
+before = peak()
+if sys.argv[2] == "stream":
+    spans = len(read_trace(sys.argv[1]).spans)
+else:
+    spans = len(json.load(open(sys.argv[1]))["traceEvents"])
+print(peak() - before, spans)
+"""
+
+
+def grown_mib(path: Path, how: str) -> float:
+    """Peak resident memory beyond the imports, in a process of its own."""
+    if not Path("/proc/self/status").exists():
+        pytest.skip("no peak of a process's own to read here")
+    done = subprocess.run([sys.executable, "-c", MEASURE, str(path), how], capture_output=True, text=True, check=True)
+    grown, spans = (int(word) for word in done.stdout.split())
+    assert spans > 0
+    return grown / 1024
+
+
+def write_large(path: Path, mebibytes: int) -> None:
+    """A trace of operators, launches, kernels and flows in the profiler's layout and proportions."""
+    pad = {"External id": 1, "Sequence number": 1, "Fwd thread id": 0, "Record function id": 1, "Ev Idx": 1}
+    pad |= {"Input Dims": [[32, 3, 64, 64], [64, 3, 3, 3], [64]], "Input type": ["float", "float", "float"]}
+    name = "void at::native::vectorized_elementwise_kernel<4, at::native::AddFunctor<float>>"
+    flows = [{"ph": mark, "id": 1, "pid": 1, "tid": 1, "ts": 5, "cat": "ac2g", "name": "ac2g"} for mark in "sf"]
+    one = [operator("aten::conv2d", 0, 30, **pad), operator("aten::convolution", 1, 28, **pad), launch(5, 77)]
+    one += [kernel(name, 20, 25, 77, **{"grid": [512, 1, 1], "block": [256, 1, 1], "warps per SM": 2.5}), *flows]
+    template = ",\n".join(json.dumps({**event, "ts": f"@{event['ts']}"}) for event in one)
+    pieces = template.replace('"correlation": 77', '"correlation": %(id)d')
+    for event in one:
+        pieces = pieces.replace(f'"@{event["ts"]}"', f"%({'t' + str(event['ts'])})s")
+    with path.open("w", encoding="utf-8") as out:
+        written = out.write('{"schemaVersion": 1, "traceEvents": [\n')
+        number = 0
+        while written < mebibytes << 20:
+            number += 1
+            times = {f"t{event['ts']}": f"{1e12 + 40.125 * number + event['ts']:.3f}" for event in one}
+            written += out.write(pieces % {"id": number, **times} + ",\n")
+        out.write('{"ph": "M", "name": "end"}]}')
+
+
+def test_memory_is_a_part_of_the_file(tmp_path: Path) -> None:
+    path = tmp_path / "large.json"
+    write_large(path, 24)
+    assert grown_mib(path, "stream") < 24
+    assert grown_mib(path, "load") > 48  # what the test would say of a reader that loads the file
+
+
+@pytest.mark.slow
+def test_memory_of_a_large_trace(tmp_path: Path) -> None:
+    path = tmp_path / "large.json"
+    write_large(path, 150)
+    assert grown_mib(path, "stream") < 60
+
+
+def test_match_is_complete_for_every_op(graph: Graph, eager: Path) -> None:
+    found: Match = match(graph, read_trace(eager))
+    transfers = graph.kind != COMPUTE
+    assert np.isnan(found.durations[transfers]).all()
+    assert not found.measured[transfers].any()
+    assert set(np.flatnonzero(found.measured)) == set(costly(graph))
