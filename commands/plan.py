@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
     from ddltool.graph import Graph
     from ddltool.job import Job
-    from ddltool.plan import ParameterRecord, Plan
+    from ddltool.plan import BucketSetting, ParameterRecord, Plan
 
 STRATEGIES = ("est", "bsp")
 
@@ -51,7 +51,7 @@ def plan(
     made = make_plan(job, capabilities, strategy, top_k=top_k, limit_s=time_limit_s, seed=seed)
     graph = _graph_of(job, job_file.parent, graph_file)
     if graph is not None:
-        made = made.model_copy(update={"parameters": ordered_parameters(graph)})
+        made = made.model_copy(update={"parameters": ordered_parameters(graph), **_data_parallel(graph, made)})
     if output is not None:
         save(made, output)
     if as_json:
@@ -152,6 +152,23 @@ def ordered_parameters(graph: Graph) -> list[ParameterRecord]:
     ]
 
 
+def _data_parallel(graph: Graph, made: Plan) -> dict[str, Any]:
+    """Return the DDP and FSDP2 settings for the plan's processes on the network that the graph was timed for."""
+    from ddltool.analyzers.communication.collectives import plan_collectives, settings
+    from ddltool.analyzers.communication.program import Ring
+
+    bandwidth, latency = graph.meta.get("bandwidth_bytes_per_s"), graph.meta.get("latency_s")
+    known = isinstance(bandwidth, (int, float)) and isinstance(latency, (int, float))
+    if not (known and graph.timed) or made.world_size < 2:
+        return {}
+    ring = Ring(replicas=made.world_size, bandwidth_bytes_per_s=float(str(bandwidth)), latency_s=float(str(latency)))
+    plans = plan_collectives(graph, ring)
+    if plans is None:
+        return {}
+    buckets, prefetch = settings(plans)
+    return {"ddp": buckets, "fsdp2": prefetch}
+
+
 def show_plan(made: Plan, output: Path | None) -> None:
     """Print a plan as a table."""
     from ddltool.commands.output import out, table
@@ -182,8 +199,22 @@ def show_plan(made: Plan, output: Path | None) -> None:
             for number, other in enumerate(made.alternatives, start=2)
         )
         console.print(table("Other plans", ("rank", "step time", "throughput", "devices x ESTs"), shown))
+    if made.ddp is not None:
+        saved = 1 - made.ddp.step_s / made.ddp.default_step_s
+        console.print(f"DDP         {_bucket_text(made.ddp)}: {saved:.1%} of the step saved (predicted)")
+    if made.fsdp2 is not None:
+        saved = 1 - made.fsdp2.step_s / made.fsdp2.default_step_s
+        depth = max((len(ahead) for ahead in made.fsdp2.forward.values()), default=1)
+        back = max((len(ahead) for ahead in made.fsdp2.backward.values()), default=1)
+        console.print(f"FSDP2       prefetch {depth} / {back} blocks: {saved:.1%} of the step saved (predicted)")
     if output is not None:
         console.print(f"wrote {output}", soft_wrap=True)
+
+
+def _bucket_text(setting: BucketSetting) -> str:
+    if setting.bucket_cap_mb_list is not None:
+        return f"bucket_cap_mb_list of {len(setting.bucket_cap_mb_list)}"
+    return "default buckets" if setting.bucket_cap_mb is None else f"bucket_cap_mb={setting.bucket_cap_mb:g}"
 
 
 def _mix(assignments: list[Any]) -> str:

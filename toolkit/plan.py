@@ -40,6 +40,30 @@ class ParameterRecord(Record):
     priority: int | None = Field(default=None, description="0 first; equal numbers in any order; null: no preference")
 
 
+class BucketSetting(Record):
+    """How DDP should bucket gradients, and what that is predicted to give."""
+
+    bucket_cap_mb: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = Field(
+        default=None, description="MiB; null: DDP's default, or the list"
+    )
+    bucket_cap_mb_list: list[Annotated[float, Field(gt=0, allow_inf_nan=False)]] | None = Field(
+        default=None, description="MiB per bucket, in the order of reduction"
+    )
+    buckets: list[list[str]] = Field(description="parameter names by bucket, in the order of reduction")
+    step_s: Finite
+    default_step_s: Finite = Field(description="with DDP's default buckets")
+
+
+class PrefetchSetting(Record):
+    """Which blocks FSDP2 should gather ahead, and what that is predicted to give."""
+
+    units: list[str] = Field(description="the modules to shard, one unit each, in the order of forward")
+    forward: dict[str, list[str]] = Field(description="block to the blocks to prefetch in forward; empty: default")
+    backward: dict[str, list[str]] = Field(description="block to the blocks to prefetch in backward; empty: default")
+    step_s: Finite
+    default_step_s: Finite = Field(description="with FSDP2's own prefetch")
+
+
 class Plan(Artifact):
     """A predicted way to run a job (kind ``ddltool.plan``). Every figure in it is predicted, none measured."""
 
@@ -60,6 +84,8 @@ class Plan(Artifact):
     solve_seconds: Finite
     alternatives: list[Alternative] = Field(default_factory=list)
     parameters: list[ParameterRecord] = Field(default_factory=list)
+    ddp: BucketSetting | None = None
+    fsdp2: PrefetchSetting | None = None
     predicted: Literal[True] = True
 
     @property
@@ -90,6 +116,8 @@ class Enforcement(Artifact):
     parameters: list[ParameterRecord] = Field(
         default_factory=list, description="the model's parameters; empty: any model will do"
     )
+    ddp: BucketSetting | None = None
+    fsdp2: PrefetchSetting | None = None
     telemetry: str | None = Field(
         default="telemetry.jsonl", description="file to append to, relative to the working folder; null: none"
     )

@@ -13,10 +13,13 @@ from ddltool.analyzers.communication.efficiency import CLEAR_GAIN, SMALL_GAIN
 from ddltool.analyzers.communication.fsdp import FsdpPlan, plan_fsdp
 from ddltool.analyzers.communication.program import Ring, block_container, program_of
 from ddltool.graph import SEND, Graph
+from ddltool.plan import BucketSetting, PrefetchSetting
 from ddltool.units import show_bytes, show_seconds
 
 # Beyond this, a larger batch or a faster network is the answer and no setting is.
 _STARVED = 1.5
+# A simpler setting within this share of the best one's step is preferred.
+_AS_GOOD = 0.002
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -42,6 +45,29 @@ def plan_collectives(graph: Graph, ring: Ring) -> Collectives | None:
         container=block_container(program),
         ddp=plan_ddp(program, ring),
         fsdp=plan_fsdp(program, ring),
+    )
+
+
+def settings(plans: Collectives) -> tuple[BucketSetting, PrefetchSetting | None]:
+    """Return what a plan keeps of them: the single cap where it is as good as the list, and the prefetch lists."""
+    ddp, fsdp = plans.ddp, plans.fsdp
+    chosen = ddp.best_cap if ddp.best_cap.step_s <= ddp.best.step_s * (1 + _AS_GOOD) else ddp.best
+    chosen = ddp.default if ddp.default.step_s <= chosen.step_s * (1 + _AS_GOOD) else chosen
+    buckets = BucketSetting(
+        bucket_cap_mb=None if chosen is ddp.default else chosen.bucket_cap_mb,
+        bucket_cap_mb_list=list(chosen.bucket_cap_mb_list) if chosen.bucket_cap_mb_list is not None else None,
+        buckets=[list(bucket) for bucket in chosen.buckets],
+        step_s=chosen.step_s,
+        default_step_s=ddp.default.step_s,
+    )
+    if fsdp is None:
+        return buckets, None
+    return buckets, PrefetchSetting(
+        units=[unit.name for unit in fsdp.units],
+        forward={name: list(ahead) for name, ahead in fsdp.forward_prefetch().items()},
+        backward={name: list(ahead) for name, ahead in fsdp.backward_prefetch().items()},
+        step_s=fsdp.best.step_s,
+        default_step_s=fsdp.default.step_s,
     )
 
 

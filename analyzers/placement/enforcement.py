@@ -33,5 +33,7 @@ def to_enforcement(plan: Plan, *, telemetry: str | None = "telemetry.jsonl") -> 
         total_batch_size=sum(rank.local_batch_size for rank in ranks),
         ranks=ranks,
         parameters=plan.parameters,
+        ddp=plan.ddp,
+        fsdp2=plan.fsdp2,
         telemetry=telemetry,
     )

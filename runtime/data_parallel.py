@@ -1,0 +1,157 @@
+"""Apply a plan's DDP buckets and FSDP2 prefetch lists, and report what was applied.
+
+::
+
+    model = DistributedDataParallel(net, **ddp_arguments("enforce.json"))
+    ...                                    # two steps: DDP settles on its buckets after the first
+    print(bucket_report(model, "enforce.json").text)
+
+    for name in prefetch_units("enforce.json"):
+        fully_shard(net.get_submodule(name))
+    fully_shard(net)
+    print(apply_prefetch(net, "enforce.json").text)
+"""
+
+from __future__ import annotations
+
+import inspect
+import os
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from ddltool.artifacts import load
+from ddltool.errors import InputError
+from ddltool.plan import BucketSetting, Enforcement, PrefetchSetting
+
+Config = str | os.PathLike[str] | Enforcement
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class BucketReport:
+    """What DDP's reducer really does, beside the plan."""
+
+    status: Literal["as planned", "differs", "not settled", "unknown"]
+    """"not settled": before the second step; "unknown": this torch does not tell."""
+    planned: tuple[frozenset[str], ...]
+    actual: tuple[frozenset[str], ...]
+    """Parameter names by bucket, in the order of reduction; empty where unknown."""
+
+    @property
+    def text(self) -> str:
+        """Return the report as one line."""
+        if self.status == "as planned":
+            return f"DDP buckets: {len(self.actual)}, as planned"
+        if self.status == "not settled":
+            return "DDP buckets: not settled yet; ask again after the second step"
+        if self.status == "unknown":
+            return "DDP buckets: this torch does not tell which it formed"
+        first = next(
+            (place for place, (a, b) in enumerate(zip(self.planned, self.actual, strict=False)) if a != b),
+            min(len(self.planned), len(self.actual)),
+        )
+        return (
+            f"DDP buckets: {len(self.actual)}, planned {len(self.planned)}; the first that differs is bucket {first} "
+            "(gradients became ready in another order than in the traced graph)"
+        )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PrefetchReport:
+    """Which prefetch lists were set."""
+
+    forward: int
+    backward: int
+    text: str
+
+
+def ddp_arguments(config: Config) -> dict[str, Any]:
+    """Return the keyword arguments for ``DistributedDataParallel`` that make it form the planned buckets.
+
+    Empty where the plan keeps the default. Raises InputError for a config without a bucket plan, or when this torch
+    has no ``bucket_cap_mb_list`` and the plan needs one.
+    """
+    plan = _buckets(config)
+    if plan.bucket_cap_mb_list is not None:
+        if "bucket_cap_mb_list" not in inspect.signature(DistributedDataParallel.__init__).parameters:
+            raise InputError("ddp.bucket_cap_mb_list", "is unknown to this torch", "plan a single cap, or update torch")
+        return {"bucket_cap_mb_list": list(plan.bucket_cap_mb_list)}
+    return {} if plan.bucket_cap_mb is None else {"bucket_cap_mb": plan.bucket_cap_mb}
+
+
+def bucket_report(model: DistributedDataParallel, config: Config) -> BucketReport:
+    """Return the buckets that ``model`` reduces beside the planned ones; call it after the second step.
+
+    Reads what torch logs about its reducer (a private interface: "unknown" where it is not there).
+    """
+    plan = _buckets(config)
+    planned = tuple(frozenset(bucket) for bucket in plan.buckets)
+    told: dict[str, Any] = getattr(model, "_get_ddp_logging_data", dict)()
+    names = [name for name, value in model.module.named_parameters() if value.requires_grad]
+    rebuilt = str(told.get("rebuilt_per_bucket_param_indices", ""))
+    if not told:
+        return BucketReport(status="unknown", planned=planned, actual=())
+    if not rebuilt:
+        return BucketReport(status="not settled", planned=planned, actual=())
+    actual = tuple(frozenset(names[int(place)] for place in bucket.split()) for bucket in rebuilt.split(","))
+    return BucketReport(status="as planned" if actual == planned else "differs", planned=planned, actual=actual)
+
+
+def prefetch_units(config: Config) -> list[str]:
+    """Return the names of the modules to call ``fully_shard`` on, in the order of forward; the root comes after them."""
+    return list(_prefetch(config).units)
+
+
+def apply_prefetch(model: nn.Module, config: Config) -> PrefetchReport:
+    """Set the planned prefetch lists on a model whose units are sharded by ``fully_shard``.
+
+    Raises InputError when a planned unit is missing from the model, is not sharded, or when the config has no plan for
+    FSDP2. Where this torch has no prefetch lists nothing is set, and the report says so. All or nothing.
+    """
+    plan = _prefetch(config)
+    wanted = {*plan.units, *plan.forward, *plan.backward}
+    wanted |= {name for lists in (plan.forward, plan.backward) for ahead in lists.values() for name in ahead}
+    modules: dict[str, Any] = {}
+    for name in sorted(wanted):
+        try:
+            modules[name] = model.get_submodule(name)
+        except AttributeError:
+            raise InputError("fsdp2.units", f"the model has no module {name!r}", "trace and plan this model") from None
+    setters = ("set_modules_to_forward_prefetch", "set_modules_to_backward_prefetch")
+    sharded = [name for name in plan.units if hasattr(modules[name], "unshard")]
+    if len(sharded) < len(plan.units):
+        name = next(name for name in plan.units if name not in sharded)
+        raise InputError("fsdp2.units", f"{name!r} is not sharded", "call fully_shard on each unit and on the model")
+    if not all(hasattr(modules[name], setter) for name in plan.units for setter in setters):
+        return PrefetchReport(forward=0, backward=0, text="FSDP2 prefetch: this torch has no prefetch lists; none set")
+    for name, ahead in plan.forward.items():
+        modules[name].set_modules_to_forward_prefetch([modules[other] for other in ahead])
+    for name, ahead in plan.backward.items():
+        modules[name].set_modules_to_backward_prefetch([modules[other] for other in ahead])
+    forward, backward = len(plan.forward), len(plan.backward)
+    shown = f"lists set on {forward} modules for forward and {backward} for backward"
+    text = f"FSDP2 prefetch: {shown if forward or backward else 'the default, as planned'}"
+    return PrefetchReport(forward=forward, backward=backward, text=text)
+
+
+def _loaded(config: Config) -> tuple[Enforcement, str]:
+    if isinstance(config, Enforcement):
+        return config, "config"
+    return load(os.fspath(config), Enforcement), os.fspath(config)
+
+
+def _buckets(config: Config) -> BucketSetting:
+    enforcement, where = _loaded(config)
+    if enforcement.ddp is None:
+        raise InputError(f"{where}:ddp", "is missing", "plan with --graph and a training graph")
+    return enforcement.ddp
+
+
+def _prefetch(config: Config) -> PrefetchSetting:
+    enforcement, where = _loaded(config)
+    if enforcement.fsdp2 is None:
+        problem = "is missing: the plan knew no list of blocks"
+        raise InputError(f"{where}:fsdp2", problem, "plan with --graph and a training graph of a model with blocks")
+    return enforcement.fsdp2

@@ -1,0 +1,250 @@
+"""The counter that keeps transfers in order, and the gloo connections that carry them. Start at :class:`Gate`."""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from datetime import timedelta
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ddltool.errors import InputError, one_line
+from ddltool.runtime.job import Job
+from ddltool.runtime.transfers import IDLE_S, TransferError, TransferPlan, check_same_plan
+
+HEADER = 2  # int64 numbers before each payload: the parameter's index, and its version or the worker's clock
+CLOSE, PULL, STEP = range(3)  # what a worker's request asks for: nothing more, parameters, parameters for a gradient
+JOIN_S = 5.0
+WORDS, WORDS_S = 1024, 0.2  # length in bytes of a failing end's last words, and the time to send or hear them
+CLOSED = "the other end closed the connection"
+Direction = Literal["pull", "push"]
+
+
+class Gate:
+    """The counter of one channel and iteration: lets transfer k through when k transfers have gone before it.
+
+    ``order`` holds the keys, first to last; ``ready`` says whether a key could go. A transfer that is ready out of its
+    turn waits. ``changed`` is notified by whoever makes a transfer ready.
+    """
+
+    def __init__(self, order: Sequence[int], ready: Callable[[int], bool], changed: threading.Condition) -> None:
+        self.counter = 0
+        self._order = order
+        self._ready = ready
+        self._changed = changed
+
+    def take(self, timeout_s: float | None, check: Callable[[int], None]) -> int | None:
+        """Return the next key when it is ready, None when it was not within ``timeout_s``; the counter stays.
+
+        ``check(key)`` is called on every change and may raise to end the waiting.
+        """
+        end = None if timeout_s is None else time.monotonic() + timeout_s
+        with self._changed:
+            while True:
+                key = self._order[self.counter] if self.counter < len(self._order) else -1
+                check(key)
+                if key >= 0 and self._ready(key):
+                    return key
+                left = None if end is None else end - time.monotonic()
+                if left is not None and left <= 0:
+                    return None
+                self._changed.wait(left)
+
+    def passed(self) -> None:
+        """Count the transfer that was taken as handed to the transport."""
+        self.counter += 1
+
+    def waiting(self) -> list[int]:
+        """Return the keys that are ready but not in turn."""
+        return [key for key in self._order[self.counter + 1 :] if self._ready(key)]
+
+
+class Wire:
+    """This process's connections: one gloo group per direction, so that neither waits behind the other.
+
+    All operations may be called from any thread. A failed one raises TransferError.
+    """
+
+    def __init__(self, plan: TransferPlan, timeout_s: float, check: Callable[[], None]) -> None:
+        """Connect; call on all ranks. ``check`` may refuse with InputError, which then all ranks raise.
+
+        Raises InputError where torch.distributed is not initialised or the ranks' plans differ.
+        """
+        if not dist.is_initialized():
+            remedy = "call torch.distributed.init_process_group('gloo') first"
+            raise InputError("torch.distributed", "is not initialised", remedy)
+        control = dist.new_group(backend="gloo")
+        job = Job(rank=dist.get_rank(), world_size=dist.get_world_size(), side=control)
+        job.together(check)
+        check_same_plan(plan, control)
+        self.rank = job.rank
+        self._peers = [rank for rank in range(job.world_size) if (rank < plan.workers) != (job.rank < plan.workers)]
+        self._size = len(plan.slots)
+        self._groups = {
+            direction: dist.new_group(backend="gloo", timeout=timedelta(seconds=max(timeout_s, IDLE_S)))
+            for direction in ("pull", "push")
+        }
+        # Last words have a group of their own, for a wait that times out closes its group. gloo itself receives them, so
+        # that a process which is busy or late still finds them when it looks.
+        self._control = control
+        self._words = {peer: torch.zeros(WORDS, dtype=torch.uint8) for peer in self._peers}
+        self._hearing = [dist.irecv(words, peer, group=control) for peer, words in self._words.items()]
+
+    @property
+    def header_tag(self) -> int:
+        """Tag of headers; payloads have their parameter's index, requests the number after this one."""
+        return self._size
+
+    @property
+    def request_tag(self) -> int:
+        """Tag of requests."""
+        return self._size + 1
+
+    def post(self, direction: Direction, tensor: Tensor, peer: int, tag: int) -> dist.Work:
+        """Start to receive into ``tensor`` and return the work to wait for."""
+        try:
+            work = dist.irecv(tensor, peer, group=self._groups[direction], tag=tag)
+        except RuntimeError as error:
+            raise TransferError(reason(error)) from error
+        assert work is not None  # None only for ranks outside the group
+        return work
+
+    def send(self, direction: Direction, tensor: Tensor, peer: int, tag: int, timeout_s: float) -> None:
+        """Hand ``tensor`` to the transport and wait until it has taken all of it."""
+        try:
+            work = dist.isend(tensor, peer, group=self._groups[direction], tag=tag)
+            assert work is not None
+            work.wait(timedelta(seconds=timeout_s))
+        except RuntimeError as error:
+            raise TransferError(reason(error)) from error
+
+    def wait(self, work: dist.Work, timeout_s: float) -> None:
+        """Wait for a posted receive."""
+        try:
+            work.wait(timedelta(seconds=timeout_s))
+        except RuntimeError as error:
+            raise TransferError(reason(error)) from error
+
+    def hang_up(self) -> None:
+        """Close all connections, so that every thread here and every peer that waits on one stops waiting.
+
+        gloo has no call that does so (its ``abort`` leaves the waiting threads waiting), but a receive that times out
+        closes all pairs of its group.
+        """
+        for group in self._groups.values():
+            for peer in self._peers:
+                with suppress(RuntimeError):
+                    work = dist.irecv(torch.empty(1), peer, group=group, tag=self._size + 2)
+                    if work is not None:
+                        work.wait(timedelta(milliseconds=1))
+
+    def tell(self, text: str) -> None:
+        """Send every peer that still listens the last words of this end."""
+        words = torch.tensor(list(text.encode()[:WORDS].ljust(WORDS, b"\0")), dtype=torch.uint8)
+        sending = []
+        for peer in self._peers:
+            with suppress(RuntimeError):
+                sending.append(dist.isend(words, peer, group=self._control))
+        for work in sending:
+            with suppress(RuntimeError):
+                if work is not None:
+                    work.wait(timedelta(seconds=WORDS_S))
+
+    def heard(self) -> str:
+        """Return a peer's last words, empty when there are none."""
+        for words in self._words.values():
+            if text := bytes(words.tolist()).rstrip(b"\0"):
+                return text.decode(errors="ignore")
+        return ""
+
+
+class End:
+    """What a worker and a server have in common: threads, and one failure that ends them all and is told to the job.
+
+    Attributes:
+        changed: the condition that guards the state and is notified when it changes.
+    """
+
+    def __init__(self, wire: Wire, title: str) -> None:
+        self.changed = threading.Condition()
+        self._wire = wire
+        self._title = title
+        self._failing = False
+        self._failure: TransferError | None = None
+        self._threads: list[threading.Thread] = []
+        self._lanes: list[queue.SimpleQueue[Any]] = []
+        """Where threads wait for work; None ends them."""
+
+    def _start(self, body: Callable[[int], None], peer: int) -> None:
+        """Run ``body(peer)`` in a thread; what it raises becomes the failure of this end."""
+
+        def run() -> None:
+            try:
+                body(peer)
+            except TransferError as error:
+                self._fail(error)
+            except Exception as error:  # an optimizer's or a policy's own: the job must hear of it all the same
+                self._fail(TransferError(f"{self._title} failed: {type(error).__name__}: {error}"))
+
+        thread = threading.Thread(target=run, daemon=True, name=f"{self._title} {body.__name__} {peer}")
+        self._threads.append(thread)
+        thread.start()
+
+    def _fail(self, error: TransferError) -> None:
+        """Make ``error`` the failure unless there is one, tell the peers what was first, and end all threads."""
+        with self.changed:
+            if self._failing:
+                return
+            self._failing = True
+        # A closed connection has a reason at the other end; every other failure begins here and is told at once.
+        end = time.monotonic() + (2 * WORDS_S if CLOSED in str(error) else 0.0)
+        while not (first := self._wire.heard()) and time.monotonic() < end:
+            time.sleep(WORDS_S / 20)
+        self._wire.tell(first or str(error))
+        if first:
+            error = TransferError(f"{error}; before that, {first}")
+        with self.changed:
+            self._failure = error
+            self.changed.notify_all()
+        for lane in self._lanes:
+            lane.put(None)
+        self._wire.hang_up()
+
+    def _join(self) -> None:
+        """Wait for the threads, which have been told to end."""
+        for thread in self._threads:
+            thread.join(JOIN_S)
+        self._threads = []
+
+    def _raise_failure(self) -> None:
+        if self._failure is not None:
+            raise self._failure
+
+    @contextmanager
+    def _telling(self, what: str) -> Iterator[None]:
+        """Say ``what`` was going on in the errors of the wire."""
+        try:
+            yield
+        except TransferError as error:
+            raise TransferError(f"{self._title}: {error} {what}") from error
+
+
+def reason(error: Exception) -> str:
+    """Return what gloo says, in a few words."""
+    text = one_line(str(error))
+    for sign, words in (
+        ("imed out", "timed out"),
+        ("losed by peer", CLOSED),
+        ("eset by peer", CLOSED),
+        ("roken pipe", CLOSED),
+        ("pair closure", "this end has closed the connection"),
+    ):
+        if sign in text:
+            return words
+    return text[:200]

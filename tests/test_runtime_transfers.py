@@ -1,0 +1,300 @@
+"""Ordered transfers between real processes: same bits under every order, the enforced order, and every way to fail."""
+
+from __future__ import annotations
+
+import itertools
+import random
+import threading
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+
+from ddltool.analyzers.oracle.roofline import assign_channels
+from ddltool.errors import InputError
+from ddltool.graph import Graph, Op
+from ddltool.runtime.servers import MomentumSGD
+from ddltool.runtime.transfers import TransferPlan, planned_priority, spread
+from ddltool.runtime.wire import Gate
+from tests import transfer_workers as bodies
+from tests.transfer_workers import SGD, launch, make_batch, make_model, make_plan
+
+STEPS = 4
+NAMES = [name for name, _ in make_model().named_parameters()]
+
+
+def trained_alone(workers: int) -> dict[str, np.ndarray]:
+    """Return the weights after the same steps in one process, with torch's own optimizer."""
+    model = make_model()
+    optimizer = torch.optim.SGD(model.parameters(), **SGD, foreach=False)
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        for worker in range(workers):
+            features, labels = make_batch(worker, step)
+            (nn.functional.cross_entropy(model(features, use=step % 2), labels) / workers).backward()
+        for parameter in model.parameters():
+            if parameter.grad is None:  # the head that is not in use: zeros are pushed for it
+                parameter.grad = torch.zeros_like(parameter)
+        optimizer.step()
+    return {name: value.detach().numpy() for name, value in model.named_parameters()}
+
+
+@pytest.mark.parametrize(("workers", "servers"), [(1, 1), (2, 1), (2, 2), (1, 4)])
+def test_trained_bits_do_not_depend_on_the_order(workers: int, servers: int) -> None:
+    alone = trained_alone(workers)
+    first: Mapping[str, np.ndarray] | None = None
+    for order, push in itertools.product(("none", "random", "reversed", "given"), ("ready", "reverse")):
+        outcomes = launch(bodies.train, workers + servers, workers, servers, order, STEPS, push)
+        assert [(outcome.error, outcome.exit_code) for outcome in outcomes] == [("", 0)] * len(outcomes)
+        plan = make_plan(workers, servers, order)
+        for worker in range(workers):
+            weights, arrivals = outcomes[worker].result
+            first = first or weights
+            for name in NAMES:
+                assert weights[name].tobytes() == first[name].tobytes(), (order, push, name)
+            check_arrivals(plan, worker, arrivals)
+        for server in range(servers):
+            sent = [tuple(NAMES[index] for index in plan.queue(server, worker, STEPS)) for worker in range(workers)]
+            assert outcomes[workers + server].result == sent
+    assert first is not None
+    for name, value in alone.items():
+        if workers == 1:
+            assert value.tobytes() == first[name].tobytes()
+        np.testing.assert_allclose(first[name], value, rtol=0, atol=1e-6)
+
+
+def check_arrivals(plan: TransferPlan, worker: int, pulls: list[list[Any]]) -> None:
+    """Assert that every pull came in the enforced order on each channel, in the version that was due."""
+    assert len(pulls) == STEPS + 1
+    for number, arrivals in enumerate(pulls):
+        assert {arrival.version for arrival in arrivals} == {number}
+        times = [arrival.time_s for arrival in arrivals]
+        assert sorted(arrival.name for arrival in arrivals) == sorted(NAMES)
+        assert min(times) > 0
+        for server in range(plan.servers):
+            came = [arrival.name for arrival in arrivals if arrival.server == server]
+            assert came == [NAMES[index] for index in plan.queue(server, worker, number)]
+
+
+@pytest.mark.parametrize("order", ["random", "reversed"])
+def test_values_change_in_memory_in_the_enforced_order(order: str) -> None:
+    """The worker watches its parameters turn from NaN to values, with no word from the protocol."""
+    (watched, recorded), enforced = (outcome.result for outcome in launch(bodies.serve_slowly, 2, order, 0.01))
+    assert watched == recorded == enforced
+    assert watched != NAMES
+
+
+def test_random_orders_differ_by_worker_and_pull_and_repeat_with_the_seed() -> None:
+    plan, again = (make_plan(3, 1, "random") for _ in range(2))
+    orders = {key: plan.queue(0, *key) for key in itertools.product(range(3), range(10))}
+    assert orders == {key: again.queue(0, *key) for key in orders}
+    assert len(set(orders.values())) == 30, "two of 30 draws of 8! orders are equal once in 90 seeds"
+    assert all(sorted(order) == list(range(8)) for order in orders.values())
+
+
+def test_equal_priorities_make_one_total_order_per_channel() -> None:
+    priority = dict.fromkeys(NAMES, 4) | {NAMES[-1]: 0}
+    plan = TransferPlan.for_model(make_model(), workers=1, servers=1, priority=priority)
+    assert [NAMES[index] for index in plan.queue(0, 0, 0)] == [NAMES[-1], *NAMES[:-1]]
+
+
+@given(
+    sizes=st.dictionaries(st.text("ab12", min_size=1, max_size=3), st.integers(1, 50), min_size=1, max_size=8),
+    servers=st.integers(1, 4),
+)
+def test_parameters_are_spread_as_the_oracle_spreads_channels(sizes: dict[str, int], servers: int) -> None:
+    place = spread(sizes, servers)
+    ops = [Op(name=f"r{n}", kind="recv", resource="channel:0", size_bytes=sizes[n], parameter=n) for n in sizes]
+    graph = assign_channels(Graph.from_ops("g", "inference", ops), servers)
+    assert {op.parameter: op.resource for op in graph.ops()} == {n: f"channel:{s}" for n, s in place.items()}
+    load = [sum(size for name, size in sizes.items() if place[name] == server) for server in range(servers)]
+    assert max(load) <= min(load) + max(sizes.values())
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"priority": {NAMES[0]: 0}}, "transfer plan:priority: misses body.0.bias, body.2.bias, body.2.weight (and 4"),
+        ({"priority": dict.fromkeys([*NAMES, "heads.2.weight"], 0)}, "has unknown heads.2.weight; it must name each"),
+        ({"server_of": dict.fromkeys(NAMES, 1)}, "body.0.bias is on server 1; servers are 0 to 0"),
+        ({"priority": dict.fromkeys(NAMES, 0), "random_seed": 1}, "has both priorities and a random seed"),
+        ({"workers": 0}, "0 workers and 1 servers"),
+    ],
+)
+def test_what_a_plan_refuses(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(InputError) as refusal:
+        TransferPlan.for_model(make_model(), **({"workers": 1, "servers": 1} | changes))
+    assert message in str(refusal.value)
+
+
+def test_an_order_that_names_a_parameter_twice_is_refused() -> None:
+    with pytest.raises(InputError, match="transfer plan:order: names b twice"):
+        TransferPlan.priority_of(["a", "b", "b"])
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_the_counter_holds_back_what_is_ready_too_early(seed: int) -> None:
+    """Keys become ready in a random order from another thread; they pass in theirs, each at its own count."""
+    chance = random.Random(seed)
+    order = chance.sample(range(9), 9)
+    readiness = chance.sample(order, 9)
+    changed, ready = threading.Condition(), set[int]()
+    gate = Gate(order, ready.__contains__, changed)
+    passed: list[tuple[int, set[int]]] = []
+
+    def offer() -> None:
+        for key in readiness:
+            with changed:
+                ready.add(key)
+                changed.notify_all()
+            time.sleep(0.001)
+
+    thread = threading.Thread(target=offer)
+    thread.start()
+    for count in range(9):
+        assert gate.counter == count
+        key = gate.take(5.0, lambda _key: None)
+        assert key is not None
+        passed.append((key, set(ready)))
+        gate.passed()
+    thread.join()
+    assert [key for key, _ in passed] == order
+    # When a key passes, every key before it in the order had become ready.
+    for place, (_, seen) in enumerate(passed):
+        assert seen >= set(order[: place + 1])
+
+
+def test_a_transfer_that_never_becomes_ready_leaves_the_counter_and_names_who_waits() -> None:
+    changed = threading.Condition()
+    gate = Gate([2, 0, 1], {2, 1}.__contains__, changed)
+    assert gate.take(0.05, lambda _key: None) == 2
+    gate.passed()
+    start = time.monotonic()
+    assert gate.take(0.05, lambda _key: None) is None
+    assert time.monotonic() - start >= 0.05
+    assert (gate.counter, gate.waiting()) == (1, [1])
+
+
+@pytest.mark.parametrize(("momentum", "weight_decay"), [(0.0, 0.0), (0.9, 0.0), (0.5, 0.01)])
+def test_the_servers_optimizer_is_torchs_bit_for_bit(momentum: float, weight_decay: float) -> None:
+    torch.manual_seed(0)
+    parameter = nn.Parameter(torch.randn(17, 3))
+    value, update = parameter.detach().clone(), MomentumSGD(lr=0.3, momentum=momentum, weight_decay=weight_decay)
+    optimizer = torch.optim.SGD([parameter], lr=0.3, momentum=momentum, weight_decay=weight_decay)
+    for _ in range(5):
+        gradient = torch.randn(17, 3)
+        parameter.grad = gradient.clone()
+        optimizer.step()
+        before = value.clone()
+        updated = update("w", value, gradient)
+        assert torch.equal(value, before), "a transfer under way must keep its bits"
+        value = updated
+        assert torch.equal(value, parameter)
+
+
+@pytest.mark.parametrize(
+    ("workers", "servers", "trouble", "culprit", "text"),
+    [
+        (2, 1, "kill", 1, "of worker 1 (rank 1)"),
+        (2, 1, "kill", 0, "worker 0 (rank 0)"),  # with it goes the store in which the ranks met
+        (2, 2, "kill", 3, "of server 1 (rank 3)"),
+        (2, 1, "raise", 1, "worker 1 (rank 1) left a step with ValueError: a bad batch"),
+        (1, 2, "raise", 2, "server 1 (rank 2) failed: ValueError: a bad batch"),
+        (2, 1, "leave", 1, "from worker 1 (rank 1), which has closed"),
+    ],
+)
+def test_when_one_process_fails_the_others_end_with_its_name(
+    workers: int, servers: int, trouble: str, culprit: int, text: str
+) -> None:
+    outcomes = launch(bodies.train_with_trouble, workers + servers, workers, servers, trouble, culprit, 5.0)
+    for rank, outcome in enumerate(outcomes):
+        if rank == culprit:
+            assert outcome.exit_code == (-9 if trouble == "kill" else 0)
+            continue
+        assert outcome.error.startswith("TransferError: "), outcome
+        assert "\n" not in outcome.error
+        assert outcome.exit_code == 0
+        assert outcome.seconds < 10
+        if not (culprit == 0 and rank < workers):  # that one sees only the server close, and has nowhere to ask why
+            assert text in outcome.error, outcome.error
+
+
+def test_another_policy_needs_three_methods() -> None:
+    """Asynchronous updates: worker 0 takes five steps while worker 1 waits for its end, and every gradient counts."""
+    quick, slow, versions = (outcome.result for outcome in launch(bodies.train_asynchronously, 3, 5))
+    assert quick == [0, 1, 2, 3, 4]
+    assert slow == [5]
+    assert set(versions.values()) == {6}
+
+
+def test_a_missing_gradient_times_out_with_the_names_of_both() -> None:
+    """Worker 1 withholds one gradient: worker 0's first parameter waits for it, and all others behind the counter."""
+    timeout_s = 1.0
+    outcomes = launch(bodies.stall_in_the_middle, 3, 2, timeout_s)
+    line = (
+        "server 0 (rank 2): body.0.weight for worker 0 (rank 0) waits for its gradient of step 0 "
+        "from worker 1 (rank 1), for 1 s; body.0.bias, body.2.weight, body.2.bias (and 2 more) wait behind it"
+    )
+    assert outcomes[2].error == f"TransferError: {line}"
+    assert outcomes[0].error.endswith(f"; before that, {line}")
+    assert outcomes[1].error.endswith(f"; before that, {line}")
+    assert [outcome.exit_code for outcome in outcomes] == [0, 0, 0]
+    assert outcomes[0].seconds < 10
+
+
+@pytest.mark.parametrize(
+    ("case", "line"),
+    [
+        ("order on rank 1", "transfer plan: differs from rank 0's on rank 1; give every rank the same plan and model"),
+        ("order on ranks 1 and 2", "transfer plan: differs from rank 0's on ranks 1, 2; give every rank the same plan"),
+        ("more servers", "transfer plan: is for 2 workers and 2 servers, but this job runs 3 processes; start 4"),
+        ("shape on rank 2", "transfer plan: has heads.1.weight as float32 (4, 16), the model as torch.float32 (5, 16)"),
+    ],
+)
+def test_all_ranks_refuse_a_plan_that_one_does_not_share(case: str, line: str) -> None:
+    outcomes = launch(bodies.connect, 3, case)
+    for outcome in outcomes:
+        assert outcome.error.startswith("InputError: ")
+        assert line in outcome.error
+        assert outcome.seconds < 10
+
+
+def test_modules_of_torch_that_use_their_childrens_weights_wait_for_them() -> None:
+    outcomes = launch(bodies.use_unseen, 2, False)
+    assert [outcome.error for outcome in outcomes] == ["", ""]
+    output, expected = outcomes[0].result
+    assert output == expected
+
+
+def test_weights_that_nothing_waits_for_are_refused() -> None:
+    outcomes = launch(bodies.use_unseen, 2, True)
+    assert "InputError: model: uses last.weight without calling the module that owns it" in outcomes[0].error
+    assert "uses last.weight" in outcomes[1].error
+
+
+def test_priorities_come_from_the_enforcement_config(tmp_path: Path) -> None:
+    """What `ddltool emit` writes is what the transfers take; a plan without a graph says what is missing."""
+    from ddltool.artifacts import save
+    from ddltool.plan import Enforcement, ParameterRecord, RankEnforcement
+
+    records = [ParameterRecord(name=name, size_bytes=4, priority=place) for place, name in enumerate(("b", "a"))]
+    made = Enforcement(
+        job="job",
+        strategy="bsp",
+        world_size=1,
+        total_batch_size=1,
+        ranks=[RankEnforcement(rank=0, device_type="cpu", ests=0, local_batch_size=1)],
+        parameters=records,
+    )
+    save(made, tmp_path / "enforce.json")
+    assert planned_priority(tmp_path / "enforce.json") == {"b": 0, "a": 1}
+    save(made.model_copy(update={"parameters": []}), tmp_path / "bare.json")
+    with pytest.raises(InputError, match="hold no priority; make the plan with --graph"):
+        planned_priority(tmp_path / "bare.json")
