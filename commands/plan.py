@@ -16,12 +16,21 @@ if TYPE_CHECKING:
     from ddltool.job import Job
     from ddltool.plan import BucketSetting, ParameterRecord, Plan
 
-STRATEGIES = ("est", "bsp")
+STRATEGIES = ("est", "bsp", "elastic-bsp")
 
 
 def plan(
     job_file: Annotated[Path, typer.Argument(metavar="JOB.yaml", help="The job: workers, batch size, devices.")],
-    strategy: Annotated[str, typer.Option(help="est: best EST mapping; bsp: equal split over all devices.")] = "est",
+    strategy: Annotated[
+        str, typer.Option(help="est: best EST mapping; bsp: equal split; elastic-bsp: barriers when workers meet.")
+    ] = "est",
+    lookahead: Annotated[
+        int, typer.Option(help="elastic-bsp: iterations per worker up to the barrier.", min=1, max=100_000)
+    ] = 15,
+    max_gap: Annotated[
+        Optional[int],  # noqa: UP045
+        typer.Option(help="elastic-bsp: most iterations that one worker may be ahead.", min=0, show_default=False),
+    ] = None,
     graph_file: Annotated[
         Optional[Path],  # noqa: UP045
         typer.Option(
@@ -48,7 +57,16 @@ def plan(
         check_writable(output)
     job = read_job(job_file)
     capabilities = capabilities_of(job, job_file.parent, str(job_file))
-    made = make_plan(job, capabilities, strategy, top_k=top_k, limit_s=time_limit_s, seed=seed)
+    made = make_plan(
+        job,
+        capabilities,
+        strategy,
+        top_k=top_k,
+        limit_s=time_limit_s,
+        seed=seed,
+        lookahead=lookahead,
+        max_gap=max_gap,
+    )
     graph = _graph_of(job, job_file.parent, graph_file)
     if graph is not None:
         made = made.model_copy(update={"parameters": ordered_parameters(graph), **_data_parallel(graph, made)})
@@ -61,9 +79,18 @@ def plan(
 
 
 def make_plan(
-    job: Job, capabilities: Mapping[str, float], strategy: str, *, top_k: int, limit_s: float, seed: int
+    job: Job,
+    capabilities: Mapping[str, float],
+    strategy: str,
+    *,
+    top_k: int,
+    limit_s: float,
+    seed: int,
+    lookahead: int = 15,
+    max_gap: int | None = None,
 ) -> Plan:
     """Return the plan of a job; ``capabilities`` by device type in mini-batches per second."""
+    from ddltool.analyzers.barriers.superstep import plan_elastic_bsp
     from ddltool.analyzers.placement.bsp import plan_bsp
     from ddltool.analyzers.placement.est import solve_est
     from ddltool.analyzers.placement.problem import from_job
@@ -71,6 +98,8 @@ def make_plan(
     problem = from_job(job, capabilities)
     if strategy == "bsp":
         return plan_bsp(problem)
+    if strategy == "elastic-bsp":
+        return plan_elastic_bsp(problem, lookahead=lookahead, max_gap=max_gap)
     return solve_est(problem, top_k=top_k, time_limit_s=limit_s, seed=seed)
 
 
@@ -193,6 +222,14 @@ def show_plan(made: Plan, output: Path | None) -> None:
         f"waste       {made.waste:.4g} mini-batches/s of {made.waste + made.throughput:.4g} on the used devices"
     )
     console.print(f"solver      {made.status}, gap {made.gap:.2%}, {made.solve_seconds:.3f} s")
+    if made.superstep is not None:
+        step = made.superstep
+        shown_iterations = ", ".join(f"{name} {count}" for name, count in step.iterations.items())
+        console.print(f"superstep   {show_seconds(step.superstep_s)}: iterations until the barrier: {shown_iterations}")
+        console.print(
+            f"waiting     at most {show_seconds(step.waiting_s)}, all together {show_seconds(step.total_waiting_s)}; "
+            f"one worker is at most {step.iteration_gap} ahead"
+        )
     if made.alternatives:
         shown = (
             (str(number), show_seconds(other.iteration_s), f"{other.throughput:.4g}", _mix(other.assignments))

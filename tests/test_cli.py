@@ -348,7 +348,7 @@ def test_the_options_are_a_decision() -> None:
             ]
         ),
         "fit": sorted(["--holdout", *common]),
-        "plan": sorted(["--strategy", "--graph", "--top-k", "--time-limit", *common]),
+        "plan": sorted(["--strategy", "--graph", "--top-k", "--time-limit", "--lookahead", "--max-gap", *common]),
         "emit": sorted(["--output", "--target", "--telemetry", "--json"]),
         "barrier": sorted(
             ["--algorithm", "--lookahead", "--max-gap", "--picture", "--predicted", "--predictor", "--json", "--output"]

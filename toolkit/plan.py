@@ -8,7 +8,7 @@ from pydantic import Field, model_validator
 
 from ddltool.artifacts import Artifact, Record
 
-Strategy = Literal["bsp", "est"]
+Strategy = Literal["bsp", "est", "elastic-bsp", "lb-bsp", "goodput"]
 Finite = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 
 
@@ -64,6 +64,20 @@ class PrefetchSetting(Record):
     default_step_s: Finite = Field(description="with FSDP2's own prefetch")
 
 
+class Superstep(Record):
+    """ElasticBSP's next barrier on each device type."""
+
+    lookahead: Annotated[int, Field(ge=1)] = Field(description="R: iterations looked ahead per worker")
+    superstep_s: Finite = Field(description="seconds from barrier to barrier")
+    iterations: dict[str, Annotated[int, Field(ge=1)]] = Field(
+        description="device type to iterations until the barrier"
+    )
+    mini_batches: Annotated[int, Field(ge=1)] = Field(description="logical mini-batches of all workers in a superstep")
+    waiting_s: Finite = Field(description="of the worker that waits longest")
+    total_waiting_s: Finite
+    iteration_gap: Annotated[int, Field(ge=0)] = Field(description="staleness within a superstep")
+
+
 class Plan(Artifact):
     """A predicted way to run a job (kind ``ddltool.plan``). Every figure in it is predicted, none measured."""
 
@@ -86,6 +100,7 @@ class Plan(Artifact):
     parameters: list[ParameterRecord] = Field(default_factory=list)
     ddp: BucketSetting | None = None
     fsdp2: PrefetchSetting | None = None
+    superstep: Superstep | None = Field(default=None, description="of an elastic-bsp plan")
     predicted: Literal[True] = True
 
     @property

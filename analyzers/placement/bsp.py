@@ -20,7 +20,7 @@ def plan_bsp(problem: Problem) -> Plan:
     """
     started = time.perf_counter()
     check_affordable(problem)
-    chosen = _choose(problem)
+    chosen = choose_devices(problem)
     rows = _split(chosen, problem.max_workers * problem.batch_size)
     step = max(Fraction(samples, problem.batch_size) / device.capability_per_s for device, _, samples in rows)
     throughput = problem.max_workers / step
@@ -44,7 +44,7 @@ def plan_bsp(problem: Problem) -> Plan:
     )
 
 
-def _choose(problem: Problem) -> list[tuple[DeviceType, int]]:
+def choose_devices(problem: Problem) -> list[tuple[DeviceType, int]]:
     """Return the types with how many devices of each are kept, fastest first."""
     if not problem.single_type:
         return _keep(problem, problem.devices)

@@ -12,6 +12,9 @@ def to_enforcement(plan: Plan, *, telemetry: str | None = "telemetry.jsonl") -> 
     A rank's local batch holds the samples of all its logical workers. Raises InputError when a device of the plan has
     no samples, which a hand-edited plan may say.
     """
+    if plan.strategy == "elastic-bsp":
+        problem = "is an elastic-bsp plan: its workers do not step together, which DDP cannot do"
+        raise InputError("plan:strategy", problem, "run it with ddltool.runtime.sync, or emit a bsp, lb-bsp or est plan")
     ranks: list[RankEnforcement] = []
     for assignment in plan.assignments:
         if assignment.local_batch_size < 1:
