@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Optional
 
 import typer
 
-from ddltool.commands.options import Json, Output, Seed, Source
+from ddltool.commands.options import Json, Output, Seed
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -18,7 +18,10 @@ RESOLVER = "ddltool.commands.sources:training_step"
 
 
 def profile(
-    source: Source,
+    source: Annotated[
+        Optional[str],  # noqa: UP045
+        typer.Argument(metavar="SOURCE", help="The model to train; not needed with --network.", show_default=False),
+    ] = None,
     batch_sizes: Annotated[str, typer.Option(metavar="N,N,...", help="Local batch sizes to measure.")] = "1,2,4,8",
     replicas: Annotated[str, typer.Option(metavar="N,N,...", help="How many local processes to measure with.")] = "1",
     device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
@@ -31,12 +34,17 @@ def profile(
         float,
         typer.Option(metavar="GIB", help="Memory budget for the batch limit; the device's own by default.", min=0),
     ] = 0.0,
+    network: Annotated[
+        bool,
+        typer.Option("--network", help="Measure latency and bandwidth between --replicas processes (or torchrun's)."),
+    ] = False,
     output: Output = None,
     seed: Seed = 0,
     as_json: Json = False,
 ) -> None:
-    """Measure the training step over batch sizes and local processes, with gradient synchronisation over gloo."""
+    """Measure the training step over batch sizes and local processes, or the network between processes."""
     from ddltool.artifacts import check_writable
+    from ddltool.commands.network import profile_network
     from ddltool.commands.output import note, print_json
     from ddltool.errors import InputError
     from ddltool.profile import write_profile
@@ -44,6 +52,13 @@ def profile(
 
     if output is not None:
         check_writable(output)
+    if network:
+        if source is not None:
+            raise InputError("SOURCE", f"{source} has no part in --network", "leave it out")
+        profile_network(max(2, *integers(replicas, "--replicas")), output, as_json)
+        return
+    if source is None:
+        raise InputError("SOURCE", "is missing", "give a model, for example zoo:resnet32, or --network")
     if device not in ("cpu", "cuda"):
         raise InputError("--device", f"unknown device {device!r}", "cpu or cuda")
     request = MeasureRequest(

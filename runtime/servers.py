@@ -3,13 +3,14 @@
 It answers each worker's pull with its parameters in the plan's order, takes the gradients in whatever order they come,
 and updates a parameter when all workers' gradients are in, summed in rank order: the trained bits do not depend on the
 order of any transfer. Other synchronisation policies override :meth:`ParameterServer.may_send`,
-:meth:`ParameterServer.blockers` and :meth:`ParameterServer.accept`.
+:meth:`ParameterServer.blockers` and :meth:`ParameterServer.accept`; :mod:`ddltool.runtime.sync` has them.
 """
 
 from __future__ import annotations
 
 import queue
 import threading
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
@@ -18,7 +19,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from ddltool.runtime.transfers import IDLE_S, TIMEOUT_S, TransferError, TransferPlan, check_values, listing
-from ddltool.runtime.wire import CLOSE, HEADER, STEP, End, Gate, Wire
+from ddltool.runtime.wire import CLOSE, HEADER, PULL, STEP, End, Gate, Wire
 
 Update = Callable[[str, Tensor, Tensor], Tensor]
 """From a parameter's name, value and mean gradient to its new value, which must be a new tensor."""
@@ -88,7 +89,7 @@ class ParameterServer(End):
         self._gradients: dict[str, dict[int, Tensor]] = {name: {} for name in self.values}
         self._index = {slot.name: index for index, slot in enumerate(plan.slots)}
         self._closed: set[int] = set()
-        self._accepting = threading.Lock()
+        self._accepting = threading.RLock()
         self._steps: list[queue.SimpleQueue[_Step | None]] = [queue.SimpleQueue() for _ in range(plan.workers)]
         self._lanes += self._steps
 
@@ -120,6 +121,23 @@ class ParameterServer(End):
             self._gradients[name] = {}
             self.changed.notify_all()
 
+    def to_send(self, worker: int, name: str) -> tuple[Tensor, int]:
+        """Return the value of ``name`` that ``worker`` gets, and its version; ``changed`` is held."""
+        return self.values[name], self.version[name]
+
+    def waited(self, worker: int, clock: int, name: str, since_s: float) -> None:
+        """Note that ``name`` may go to ``worker``, whose transfer was in turn since ``since_s`` on the monotonic clock."""
+
+    def other_request(self, worker: int, kind: int, clock: int) -> None:
+        """Answer a request that is none of CLOSE, PULL and STEP. Raises TransferError: BSP knows no others."""
+        raise TransferError(f"{self._title}: worker {worker} (rank {worker}) sent request {kind}, which is unknown")
+
+    def left(self, worker: int) -> None:
+        """Note that ``worker`` asks for nothing more; its last gradients may be on their way."""
+        with self.changed:
+            self._closed.add(worker)
+            self.changed.notify_all()
+
     def serve(self) -> dict[str, Tensor]:
         """Serve until every worker has closed and return the final values.
 
@@ -130,8 +148,7 @@ class ParameterServer(End):
             for worker in range(self.plan.workers):
                 self._start(self._answer, worker)
                 self._start(self._collect, worker)
-            for thread in self._threads:
-                thread.join()
+            self._until_done()
         except BaseException as error:  # an interruption ends the others as well
             self._fail(TransferError(f"{self._title} was ended by {type(error).__name__}"))
             raise
@@ -140,24 +157,32 @@ class ParameterServer(End):
         self._raise_failure()
         return self.values
 
+    def _until_done(self) -> None:
+        """Wait for the threads to end."""
+        for thread in self._threads:
+            thread.join()
+
     def _answer(self, worker: int) -> None:
         """Answer one worker's requests, one transfer at a time, until it closes."""
         request = torch.empty(HEADER, dtype=torch.int64)
-        for pull in range(2**62):
+        pull = 0
+        while True:
             with self._telling(f"while waiting for a request of worker {worker} (rank {worker})"):
                 tag = self._wire.request_tag
                 self._wire.wait(self._wire.post("pull", request, worker, tag), self._idle_s)
             kind, clock = request.tolist()
             if kind == CLOSE:
                 break
+            if kind not in (PULL, STEP):
+                self.other_request(worker, kind, clock)
+                continue
             if kind == STEP:
                 with self._telling(f"while asking worker {worker} (rank {worker}) for gradients"):
                     self._steps[worker].put(self._expect(worker, clock))
             self._hand_over(worker, clock, pull)
+            pull += 1
         self._steps[worker].put(None)
-        with self.changed:
-            self._closed.add(worker)
-            self.changed.notify_all()
+        self.left(worker)
 
     def _hand_over(self, worker: int, clock: int, pull: int) -> None:
         """Send this server's parameters in order: the counter, and what each transfer waits for."""
@@ -176,6 +201,7 @@ class ParameterServer(End):
         gate = Gate(order, ready, self.changed)
         sent = []
         while gate.counter < len(order):
+            since_s = time.monotonic()
             index = gate.take(self._timeout_s, check)
             name = names[order[gate.counter]]
             if index is None:
@@ -185,7 +211,8 @@ class ParameterServer(End):
                 more = f"; {listing(behind)} wait behind it" if behind else ""
                 raise TransferError(f"{text}, for {self._timeout_s:g} s{more}")
             with self.changed:
-                value, version = self.values[name], self.version[name]
+                self.waited(worker, clock, name, since_s)
+                value, version = self.to_send(worker, name)
             with self._telling(f"while {name} went to worker {worker} (rank {worker})"):
                 header = torch.tensor([index, version])
                 self._wire.send("pull", header, worker, self._wire.header_tag, self._timeout_s)

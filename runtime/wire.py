@@ -19,6 +19,7 @@ from ddltool.runtime.job import Job
 from ddltool.runtime.transfers import IDLE_S, TransferError, TransferPlan, check_same_plan
 
 HEADER = 2  # int64 numbers before each payload: the parameter's index, and its version or the worker's clock
+REFUSED = -1  # in place of the index: nothing more will come, for the worker is no longer part of the job
 CLOSE, PULL, STEP = range(3)  # what a worker's request asks for: nothing more, parameters, parameters for a gradient
 JOIN_S = 5.0
 WORDS, WORDS_S = 1024, 0.2  # length in bytes of a failing end's last words, and the time to send or hear them
@@ -105,6 +106,11 @@ class Wire:
     def request_tag(self) -> int:
         """Tag of requests."""
         return self._size + 1
+
+    @property
+    def first_free_tag(self) -> int:
+        """Tags from here on are for messages between the ends of one synchronisation model."""
+        return self._size + 3  # the one before is for closing
 
     def post(self, direction: Direction, tensor: Tensor, peer: int, tag: int) -> dist.Work:
         """Start to receive into ``tensor`` and return the work to wait for."""

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from ddltool.errors import InputError
 from ddltool.runtime.transfers import TIMEOUT_S, TransferError, TransferPlan, check_values, listing
-from ddltool.runtime.wire import CLOSE, HEADER, PULL, STEP, End, Gate, Wire
+from ddltool.runtime.wire import CLOSE, HEADER, PULL, REFUSED, STEP, End, Gate, Wire
 
 # A server gives up on a transfer after the timeout and says why; the worker waits a little longer, to hear it.
 GRACE_S = 2.0
@@ -256,6 +256,8 @@ class Worker(End):
                 with self._telling(f"while waiting for {missing} of server {server} (rank {peer})"):
                     self._wire.wait(announced, self._timeout_s + GRACE_S)
                 index, version = header.tolist()
+                if index == REFUSED:
+                    raise TransferError(f"{self._title} was taken out of the job by server {server} (rank {peer})")
                 buffer, arrival = left.pop(index)
                 with self._telling(f"while {self._names[index]} came from server {server} (rank {peer})"):
                     self._wire.wait(arrival, self._timeout_s)

@@ -344,6 +344,7 @@ def test_the_options_are_a_decision() -> None:
                 "--repeats",
                 "--warmup",
                 "--memory-gib",
+                "--network",
                 *common,
             ]
         ),
@@ -358,6 +359,19 @@ def test_the_options_are_a_decision() -> None:
         "schema": ["--json", "--output"],
         "doctor": ["--json"],
     }
+
+
+def test_profile_network(cli: Cli, tmp_path: Path) -> None:
+    result = cli("profile", "--network", "-o", tmp_path / "network.json", "--json")
+    assert result.code == 0
+    document = result.document
+    assert document == json.loads((tmp_path / "network.json").read_text())
+    assert document["local"] is True
+    assert [pair["ranks"] for pair in document["pairs"]] == [[0, 1]]
+    assert document["bandwidth_bytes_per_s"] > 0
+    assert document["latency_s"] >= 0
+    assert cli("profile").error_line == "SOURCE: is missing; give a model, for example zoo:resnet32, or --network"
+    assert "has no part in --network" in cli("profile", "zoo:resnet32", "--network").error_line
 
 
 def test_run_returns_the_code() -> None:

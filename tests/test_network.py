@@ -1,0 +1,254 @@
+"""Latency and bandwidth between processes: the fit, real processes, a link of known rate, and failures."""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import os
+import shutil
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ddltool.errors import DdlToolError, InputError
+from ddltool.runtime.network import DEFAULT_SIZES, NetworkMeasurement, fit_link, measure_network, pairs_of
+
+SIZES = (8, 2**16, 2**20, 2**24)
+
+
+@given(
+    st.floats(1e-7, 1.0),
+    st.floats(1e4, 1e11),
+    st.lists(st.integers(1, 2**30), min_size=2, max_size=12, unique=True),
+)
+def test_times_on_a_line_give_the_line(latency: float, bandwidth: float, sizes: list[int]) -> None:
+    times = [latency + size / bandwidth for size in sizes]
+    if max(times) - min(times) < 1e-6 * max(times):
+        return  # all the same to within rounding: there is no slope to be found
+    found = fit_link(sizes, times)
+    assert found.bandwidth_bytes_per_s == pytest.approx(bandwidth, rel=1e-6)
+    assert found.latency_s == pytest.approx(latency, rel=1e-6, abs=1e-8 * max(times))
+    assert found.residual == pytest.approx(0.0, abs=1e-6)
+
+
+def test_a_burst_does_not_count_as_bandwidth() -> None:
+    # A token bucket lets the first 256 KiB through at once; after that 25 MB/s, with 50 us each.
+    sizes = DEFAULT_SIZES
+    times = [50e-6 + max(0, size - 2**18) / 25e6 for size in sizes]
+    found = fit_link(sizes, times)
+    assert found.bandwidth_bytes_per_s == pytest.approx(25e6, rel=0.02)
+    assert found.latency_s == pytest.approx(50e-6, rel=0.02)
+    assert found.residual > 0.3
+
+
+@pytest.mark.parametrize(
+    ("sizes", "times", "message"),
+    [
+        ([8], [1.0], "1 times for 1 sizes; give two sizes or more"),
+        ([8, 8], [1.0, 2.0], "2 times for 1 sizes; give two sizes or more"),
+        ([8, 16, 32], [1.0, 2.0], "2 times for 3 sizes; give two sizes or more"),
+        ([8, 16], [0.0, 1.0], "hold 0 s; they must be above 0 and finite"),
+        ([8, 16], [1.0, float("inf")], "hold 1 s; they must be above 0 and finite"),
+        ([8, 16], [2.0, 1.0], "do not grow with the size; measure larger sizes"),
+    ],
+)
+def test_times_that_say_nothing(sizes: list[int], times: list[float], message: str) -> None:
+    with pytest.raises(InputError, match=message):
+        fit_link(sizes, times)
+
+
+def test_who_is_measured_with_whom() -> None:
+    assert pairs_of(2) == [(0, 1)]
+    assert pairs_of(4) == [(0, 1), (0, 2), (0, 3), (1, 2), (1, 3), (2, 3)]
+    assert pairs_of(5) == [(0, 1), (1, 2), (2, 3), (3, 4), (4, 0)]
+
+
+def no_child_is_left() -> bool:
+    deadline = time.monotonic() + 10
+    while time.monotonic() < deadline:
+        workers = [
+            child for child in psutil.Process().children() if "resource_tracker" not in " ".join(child.cmdline())
+        ]
+        if not workers and not multiprocessing.active_children():
+            return True
+        time.sleep(0.1)
+    return False
+
+
+def check(found: NetworkMeasurement) -> None:
+    for pair in found.pairs:
+        assert pair.sizes_bytes == SIZES
+        assert all(0 < short <= median for short, median in zip(pair.shortest_s, pair.median_s, strict=True))
+        assert 0 < pair.fit.latency_s <= pair.shortest_s[0]
+    network = found.network(parameter_servers=3)
+    assert network.latency_s == max(pair.fit.latency_s for pair in found.pairs)
+    assert network.bandwidth_bytes_per_s == min(pair.fit.bandwidth_bytes_per_s for pair in found.pairs)
+    assert network.parameter_servers == 3
+
+
+def roughly_linear(found: NetworkMeasurement) -> bool:
+    """Return whether 16 times the bytes take 4 to 64 times as long, and the fit is within a factor of 3 there."""
+    for pair in found.pairs:
+        predicted = pair.fit.latency_s + SIZES[3] / pair.fit.bandwidth_bytes_per_s
+        if not (4 < pair.shortest_s[3] / pair.shortest_s[2] < 64 and 1 / 3 < predicted / pair.shortest_s[3] < 3):
+            return False
+    return True
+
+
+@pytest.mark.parametrize("processes", [2, 3])
+def test_local_processes(processes: int) -> None:
+    for _ in range(3):  # other load is not even: it may meet one size and not the other
+        seen: list[tuple[int, int]] = []
+        found = measure_network(
+            processes, sizes_bytes=SIZES, rounds=10, progress=lambda done, total, seen=seen: seen.append((done, total))
+        )
+        check(found)
+        if linear := roughly_linear(found):
+            break
+    assert linear, found
+    assert found.local
+    assert [(pair.first, pair.second) for pair in found.pairs] == pairs_of(processes)
+    assert seen == [(number + 1, len(found.pairs)) for number in range(len(found.pairs))]
+    assert no_child_is_left()
+
+
+JOB = f"""
+import json, os
+from dataclasses import asdict
+from ddltool.runtime.network import measure_network
+found = measure_network(sizes_bytes={SIZES}, rounds=5)
+print("rank", os.environ["RANK"], json.dumps(asdict(found)), flush=True)
+"""
+
+
+def test_every_rank_of_a_job_gets_the_same_result(tmp_path: Path) -> None:
+    script = tmp_path / "job.py"
+    script.write_text(JOB, encoding="utf-8")
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", str(script)]
+    environment = {**os.environ, "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=60, check=False)
+    assert done.returncode == 0, done.stderr[-2000:]
+    lines = dict(
+        line.removeprefix("rank ").split(" ", 1) for line in done.stdout.splitlines() if line.startswith("rank")
+    )
+    assert sorted(lines) == ["0", "1"]
+    assert lines["0"] == lines["1"]
+    document = json.loads(lines["0"])
+    assert (document["processes"], document["local"]) == (2, False)
+    assert document["pairs"][0]["sizes_bytes"] == list(SIZES)
+
+
+def test_a_process_that_dies_is_told_and_nobody_is_left() -> None:
+    def kill_one() -> None:
+        deadline = time.monotonic() + 30
+        while time.monotonic() < deadline and not (children := multiprocessing.active_children()):
+            time.sleep(0.02)
+        time.sleep(0.5)
+        children[-1].kill()
+
+    killer = threading.Thread(target=kill_one)
+    killer.start()
+    try:
+        with pytest.raises(
+            DdlToolError, match=r"a measuring process died \(exit code -9\)|the processes lost each other"
+        ):
+            measure_network(2, sizes_bytes=(8, 2**28), rounds=10_000, timeout_s=20)
+    finally:
+        killer.join()
+    assert no_child_is_left()
+
+
+def test_a_job_whose_peer_never_comes(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in (("RANK", "0"), ("WORLD_SIZE", "2"), ("MASTER_ADDR", "127.0.0.1"), ("MASTER_PORT", "0")):
+        monkeypatch.setenv(name, value)
+    began = time.monotonic()
+    with pytest.raises(DdlToolError, match="the processes lost each other"):
+        measure_network(timeout_s=2)
+    assert time.monotonic() - began < 30
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    with pytest.raises(InputError, match="WORLD_SIZE: is 1; measure between 2 or more processes"):
+        measure_network()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"processes": 1}, "replicas: 1 process has nobody to talk to; measure between 2 or more"),
+        ({"sizes_bytes": (8, 8)}, r"sizes: are \[8, 8\]; give two different sizes"),
+        ({"sizes_bytes": (0, 8)}, r"sizes: are \[0, 8\]; give two different sizes of 1 byte or more"),
+        ({"rounds": 0}, "rounds: is 0; it must be at least 1"),
+    ],
+)
+def test_bad_requests(arguments: dict[str, Any], message: str) -> None:
+    with pytest.raises(InputError, match=message):
+        measure_network(**arguments)
+
+
+def run_quietly(*command: str) -> bool:
+    return subprocess.run(command, capture_output=True, check=False).returncode == 0
+
+
+@pytest.fixture
+def shaped_link() -> Iterator[tuple[str, str, float]]:
+    """Two network namespaces joined by a link of 200 Mbit/s; yields their names and the rate in bytes/s."""
+    if os.geteuid() != 0 or shutil.which("ip") is None or shutil.which("tc") is None:
+        pytest.skip("needs root, ip and tc")
+    tag = f"nt{os.getpid() % 100_000}"
+    first, second = f"{tag}a", f"{tag}b"
+    try:
+        made = run_quietly("ip", "link", "add", first, "type", "veth", "peer", "name", second)
+        for number, end in enumerate((first, second), start=1):
+            inside = ("ip", "netns", "exec", end)
+            made = made and all(
+                run_quietly(*command)
+                for command in (
+                    ("ip", "netns", "add", end),
+                    ("ip", "link", "set", end, "netns", end),
+                    (*inside, "ip", "addr", "add", f"10.98.11.{number}/24", "dev", end),
+                    (*inside, "ip", "link", "set", end, "up"),
+                    (*inside, "ip", "link", "set", "lo", "up"),
+                    (*inside, "tc", *f"qdisc add dev {end} root tbf rate 200mbit burst 256kb latency 50ms".split()),
+                )
+            )
+        if not made:
+            pytest.skip("cannot make network namespaces here")
+        yield first, second, 200e6 / 8
+    finally:
+        for end in (first, second):
+            run_quietly("ip", "netns", "del", end)
+        run_quietly("ip", "link", "del", first)
+
+
+@pytest.mark.slow
+def test_a_link_of_known_rate(shaped_link: tuple[str, str, float], tmp_path: Path) -> None:
+    *ends, rate = shaped_link
+    script = tmp_path / "job.py"
+    script.write_text(JOB.replace(f"{SIZES}", "(8, 2**16, 2**20, 2**22)"), encoding="utf-8")
+    shared = {**os.environ, "WORLD_SIZE": "2", "MASTER_ADDR": "10.98.11.1", "MASTER_PORT": "29517"}
+    processes = [
+        subprocess.Popen(
+            ["ip", "netns", "exec", str(end), sys.executable, str(script)],
+            env={**shared, "RANK": str(rank), "GLOO_SOCKET_IFNAME": str(end), "OMP_NUM_THREADS": "1"},
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        for rank, end in enumerate(ends)
+    ]
+    try:
+        output = [process.communicate(timeout=90)[0] for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+    fit = json.loads(output[0].split(" ", 2)[2])["pairs"][0]["fit"]
+    # The kernel counts headers towards the rate and lets a burst through first: a few percent either way.
+    assert fit["bandwidth_bytes_per_s"] == pytest.approx(rate, rel=0.1)
+    assert fit["latency_s"] < 0.01
