@@ -33,7 +33,9 @@ def main() -> None:
     network = Network(bandwidth_bytes_per_s=parse_bandwidth(given.bandwidth))
     models = [name for name, entry in ZOO.items() if entry.published is not None]
     gaps: dict[str, list[float]] = {order: [] for order in (*ORDERS, "exact")}
-    print("| model | mode | device | best s | status | random | TIC | TAC | ours | E random | TIC | TAC | ours | best |")
+    print(
+        "| model | mode | device | best s | status | random | TIC | TAC | ours | E random | TIC | TAC | ours | best |"
+    )
     print("|---|---|---|---|---|---|---|---|---|---|---|---|---|---|")
     for device in given.devices.split(","):
         for mode in ("inference", "training"):

@@ -14,7 +14,9 @@ def to_enforcement(plan: Plan, *, telemetry: str | None = "telemetry.jsonl") -> 
     """
     if plan.strategy == "elastic-bsp":
         problem = "is an elastic-bsp plan: its workers do not step together, which DDP cannot do"
-        raise InputError("plan:strategy", problem, "run it with ddltool.runtime.sync, or emit a bsp, lb-bsp or est plan")
+        raise InputError(
+            "plan:strategy", problem, "run it with ddltool.runtime.sync, or emit a bsp, lb-bsp or est plan"
+        )
     ranks: list[RankEnforcement] = []
     for assignment in plan.assignments:
         if assignment.local_batch_size < 1:

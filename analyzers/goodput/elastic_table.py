@@ -1,0 +1,255 @@
+"""The same total batch on any number of workers: exact local batches, accumulation steps, remainder, learning rate.
+
+Start at :func:`elastic_table`. Which samples a step takes does not depend on the number of workers: step t of an epoch takes
+positions ``t M`` to ``(t + 1) M`` of its order of samples, cut by rank and then by pass. So a job that resizes between two
+steps loses and repeats nothing, and its checkpoint needs the number of samples done only. :meth:`Split.shares` cuts a step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ddltool.analyzers.goodput.lr_rules import GradientStatistics, rule
+from ddltool.errors import InputError
+
+Ints = NDArray[np.int64]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Share:
+    """One forward and backward pass of one rank: positions [start, stop) of the epoch's order of samples."""
+
+    rank: int
+    micro_step: int
+    start: int
+    stop: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Split:
+    """How ``world_size`` ranks share a total batch in ``accumulation_steps + 1`` passes each.
+
+    Rank and pass get ``total // parts`` samples, the first ``total % parts`` of the ranks (or passes) one more.
+    """
+
+    world_size: int
+    total_batch_size: int
+    accumulation_steps: int
+
+    @property
+    def remainder(self) -> int:
+        """Number of ranks that take one sample more than the others: the first ones."""
+        return self.total_batch_size % self.world_size
+
+    @property
+    def local_batch_sizes(self) -> Ints:
+        """Samples per rank and pass, shape (world_size, accumulation_steps + 1); they add up to the total batch."""
+        return _sizes(self.total_batch_size, self.world_size, self.accumulation_steps + 1)
+
+    def sizes_of(self, samples: int) -> Ints:
+        """Return samples per rank and pass of a step of fewer samples, in as few passes as memory for this split allows."""
+        largest = _ceil(_ceil(self.total_batch_size, self.world_size), self.accumulation_steps + 1)
+        passes = _ceil(_ceil(samples, self.world_size), largest)
+        return _sizes(samples, self.world_size, passes)
+
+    @property
+    def is_equal(self) -> bool:
+        """Whether all ranks take the same number of samples in all passes: plain gradient averaging is right then."""
+        return self.total_batch_size % (self.world_size * (self.accumulation_steps + 1)) == 0
+
+    @property
+    def gradient_weights(self) -> NDArray[np.float64]:
+        """Weight of each pass's mean gradient in the step's, shape as the local batches, sum 1: samples over the total."""
+        return self.local_batch_sizes / self.total_batch_size
+
+    def shares(self, epoch_samples: int, step: int) -> Iterator[Share]:
+        """Yield what each rank and pass takes at one step of an epoch; passes without samples are left out.
+
+        A last step of fewer than ``total_batch_size`` samples is cut by the same rule, in as few passes as keep the local
+        batches no larger than those of a full step. Raises InputError for a step that the epoch does not have.
+        """
+        start = step * self.total_batch_size
+        if not 0 <= start < epoch_samples:
+            raise InputError("step", f"is {step}", f"an epoch of {epoch_samples} samples has fewer steps")
+        total = min(self.total_batch_size, epoch_samples - start)
+        sizes = self.sizes_of(total)
+        for rank, micro in np.ndindex(sizes.shape):
+            stop = start + int(sizes[rank, micro])
+            if stop > start:
+                yield Share(rank=rank, micro_step=micro, start=start, stop=stop)
+            start = stop
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LastStep:
+    """The partial step at the end of an epoch; all zero when the epoch is a whole number of steps."""
+
+    samples: int
+    passes: int
+    """Largest number of passes with samples on any rank: ranks must agree on it to synchronise once."""
+    ranks_with_one_more: int
+    ranks_without_samples: tuple[int, ...]
+    """These must still take part in the synchronisation, with weight 0."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ElasticRow:
+    """One world size: the split, or why there is none and the nearest total batches that have one."""
+
+    world_size: int
+    split: Split | None
+    reason: str
+    """Empty when there is a split; else the proof that there is none."""
+    nearest_total_batch_sizes: tuple[int, ...]
+    """Without a split: the largest smaller and the smallest larger total batch that has one, as far as they exist."""
+    learning_rates: dict[str, float]
+    """By rule name, at the total batch of the table; the same for all world sizes because the total is."""
+    steps_per_epoch: int
+    last_step: LastStep | None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ElasticLimits:
+    """Constraints: samples per pass (memory), accumulation steps, and whether all passes must be of one size."""
+
+    max_local_batch_size: int
+    min_local_batch_size: int = 1
+    max_accumulation_steps: int | None = None
+    equal_batches: bool = False
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.min_local_batch_size <= self.max_local_batch_size:
+            raise InputError(
+                "local batch sizes",
+                f"are {self.min_local_batch_size} to {self.max_local_batch_size}",
+                "give 1 <= min <= max",
+            )
+        if self.max_accumulation_steps is not None and self.max_accumulation_steps < 0:
+            raise InputError("max_accumulation_steps", f"is {self.max_accumulation_steps}", "give 0 or more")
+
+
+def find_split(total_batch_size: int, world_size: int, limits: ElasticLimits) -> tuple[Split | None, str]:
+    """Return the split with the fewest accumulation steps, or None and the proof that none exists.
+
+    With n passes on W ranks, batches that differ by at most one lie within the limits if and only if
+    ``W n min <= M <= W n max`` (any other batches within the limits imply it: add them up), and equal ones if besides
+    ``W n`` divides M. Raises InputError for numbers below 1.
+    """
+    total, world = total_batch_size, world_size
+    if total < 1 or world < 1:
+        raise InputError("total_batch_size, world_size", f"are {total}, {world}", "give 1 or more")
+    low, high = limits.min_local_batch_size, limits.max_local_batch_size
+    fewest, most = _ceil(total, world * high), total // (world * low)
+    if fewest > most:
+        needed = f"{world} ranks with {fewest} x {low} samples at least need {world * fewest * low}"
+        before = f"with {fewest - 1} x {high} at most they hold {world * (fewest - 1) * high}"
+        return None, f"{needed}, more than {total}" if fewest == 1 else f"{needed}; {before}: never {total}"
+    if limits.max_accumulation_steps is not None and fewest > limits.max_accumulation_steps + 1:
+        held = world * (limits.max_accumulation_steps + 1) * high
+        return None, f"{limits.max_accumulation_steps} accumulation steps of at most {high} hold {held} samples"
+    if not limits.equal_batches:
+        return Split(world_size=world, total_batch_size=total, accumulation_steps=fewest - 1), ""
+    if total % world:
+        return None, f"{total} is no multiple of {world}"
+    if limits.max_accumulation_steps is not None:
+        most = min(most, limits.max_accumulation_steps + 1)
+    each = total // world
+    for passes in range(fewest, most + 1):
+        if each % passes == 0:
+            return Split(world_size=world, total_batch_size=total, accumulation_steps=passes - 1), ""
+    return None, f"no number of passes from {fewest} to {most} divides the {each} samples of a rank"
+
+
+def elastic_table(
+    total_batch_size: int,
+    world_sizes: Sequence[int],
+    limits: ElasticLimits,
+    *,
+    epoch_samples: int | None = None,
+    initial_batch_size: int | None = None,
+    learning_rate: float = 1.0,
+    rules: Sequence[str] = ("linear", "sqrt", "legw"),
+    statistics: GradientStatistics | None = None,
+) -> tuple[ElasticRow, ...]:
+    """Return one row per world size that keeps ``total_batch_size`` exactly, or says why none can.
+
+    ``learning_rate`` was tuned at ``initial_batch_size`` (M0, by default the total batch itself); each rule scales it by
+    its factor at ``M / M0``, without warm-up. ``epoch_samples``: samples of an epoch, for its steps and its last one.
+    Raises InputError for numbers out of range, unknown rules, and rules that need statistics without them.
+    """
+    if epoch_samples is not None and epoch_samples < 1:
+        raise InputError("epoch_samples", f"is {epoch_samples}", "give 1 or more")
+    if initial_batch_size is not None and initial_batch_size < 1:
+        raise InputError("initial_batch_size", f"is {initial_batch_size}", "give 1 or more")
+    scale = 1.0 if initial_batch_size is None else total_batch_size / initial_batch_size
+    rates = {name: learning_rate * rule(name).factor(scale, statistics) for name in rules}
+    rows = []
+    for world in world_sizes:
+        split, reason = find_split(total_batch_size, world, limits)
+        rows.append(
+            ElasticRow(
+                world_size=world,
+                split=split,
+                reason=reason,
+                nearest_total_batch_sizes=() if split else _nearest(total_batch_size, world, limits),
+                learning_rates=dict(rates),
+                steps_per_epoch=_ceil(epoch_samples, total_batch_size) if epoch_samples else 0,
+                last_step=last_step(split, epoch_samples) if split and epoch_samples else None,
+            )
+        )
+    return tuple(rows)
+
+
+def last_step(split: Split, epoch_samples: int) -> LastStep:
+    """Return who takes what in the partial step at the end of an epoch of ``epoch_samples`` samples."""
+    left = epoch_samples % split.total_batch_size
+    if not left:
+        return LastStep(samples=0, passes=0, ranks_with_one_more=0, ranks_without_samples=())
+    sizes = split.sizes_of(left)
+    return LastStep(
+        samples=left,
+        passes=int((sizes > 0).sum(axis=1).max()),
+        ranks_with_one_more=left % split.world_size,
+        ranks_without_samples=tuple(np.flatnonzero(sizes.sum(axis=1) == 0).tolist()),
+    )
+
+
+def _ceil(number: int, by: int) -> int:
+    return -(-number // by)
+
+
+def _sizes(total: int, ranks: int, passes: int) -> Ints:
+    """Return samples of shape (ranks, passes), as equal as they can be per rank and then per pass."""
+    per_rank = total // ranks + (np.arange(ranks) < total % ranks)
+    made: Ints = per_rank[:, None] // passes + (np.arange(passes)[None, :] < per_rank[:, None] % passes)
+    return made
+
+
+def _nearest(total: int, world: int, limits: ElasticLimits) -> tuple[int, ...]:
+    """Return the nearest smaller and larger total batch with a split, as far as they exist.
+
+    Every multiple of W from W min to W max has one (one pass), and every one from there on is at most ``W n`` away from a
+    multiple of ``W n max``, so both searches end.
+    """
+    least = world * limits.min_local_batch_size
+    largest = None
+    if limits.max_accumulation_steps is not None:
+        largest = world * (limits.max_accumulation_steps + 1) * limits.max_local_batch_size
+    found = []
+    below = total - 1 if largest is None else min(total - 1, largest)
+    while below >= least:
+        if find_split(below, world, limits)[0]:
+            found.append(below)
+            break
+        below -= 1
+    above = max(total + 1, least)
+    while largest is None or above <= largest:
+        if find_split(above, world, limits)[0]:
+            found.append(above)
+            break
+        above += 1
+    return tuple(found)

@@ -1,0 +1,165 @@
+"""How the learning rate follows the batch size: linear, square root, AdaScale, LEGW, as plug-ins by name.
+
+Start at :func:`rule`. Write a rule as a subclass of :class:`LrRule` and add it with :func:`register`. With ``S = M / M0``,
+the total batch over the batch that the learning rate was tuned for, a rule says by which factor the learning rate grows,
+how long the warm-up is, and how many steps at M0 one step is worth (for schedules that count steps).
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from ddltool.errors import InputError, did_you_mean
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class GradientStatistics:
+    """Of the mean gradient at batch M0: squared norm of its mean (sqr) and trace of its covariance (var).
+
+    Any common unit: rules use their ratio only. The noise scale in samples is ``phi = M0 var / sqr``.
+    """
+
+    sqr: float
+    var: float
+
+    def __post_init__(self) -> None:
+        for name, value in (("sqr", self.sqr), ("var", self.var)):
+            if not (math.isfinite(value) and value >= 0):
+                raise InputError(name, f"is {value}", "give a finite number >= 0")
+        if self.sqr + self.var == 0:
+            raise InputError("sqr, var", "are both 0", "the gradient's mean or its variance must be above 0")
+
+    @classmethod
+    def from_noise_scale(cls, noise_scale: float, initial_batch_size: int) -> GradientStatistics:
+        """Return statistics with ``M0 var / sqr = noise_scale`` (samples), sqr = 1."""
+        return cls(sqr=1.0, var=noise_scale / initial_batch_size)
+
+
+class LrRule:
+    """One rule. Subclasses define ``name`` and :meth:`factor`; the rest has the usual answers."""
+
+    name: str = ""
+    needs_statistics: bool = False
+
+    def factor(self, scale: float, statistics: GradientStatistics | None = None) -> float:
+        """Return the learning rate at batch ``scale * M0`` over that at M0."""
+        raise NotImplementedError
+
+    def warmup_epochs(self, scale: float, epochs_at_initial: float) -> float:
+        """Return the epochs of warm-up, given those that training at M0 has."""
+        checked_scale(scale)
+        return epochs_at_initial
+
+    def steps_at_initial(self, scale: float, statistics: GradientStatistics | None = None) -> float:
+        """Return how many steps at M0 a step is worth to the schedule: as many as its samples are, unless a rule knows."""
+        return checked_scale(scale)
+
+    def warmed_factor(
+        self,
+        scale: float,
+        epoch: float,
+        epochs_at_initial: float,
+        statistics: GradientStatistics | None = None,
+    ) -> float:
+        """Return the factor with the warm-up in it: linear from 0 at the start to :meth:`factor` at its end."""
+        whole, length = self.factor(scale, statistics), self.warmup_epochs(scale, epochs_at_initial)
+        return whole if epoch >= length else whole * max(epoch, 0.0) / length
+
+
+def checked_scale(scale: float) -> float:
+    """Return ``scale``. Raises InputError unless it is finite and above 0."""
+    if not (math.isfinite(scale) and scale > 0):
+        raise InputError("scale", f"is {scale}", "the total batch over the initial batch is a number above 0")
+    return float(scale)
+
+
+class Constant(LrRule):
+    """The learning rate stays as it is."""
+
+    name = "constant"
+
+    def factor(self, scale: float, statistics: GradientStatistics | None = None) -> float:
+        """Return 1."""
+        checked_scale(scale)
+        return 1.0
+
+
+class Linear(LrRule):
+    """Linear scaling, S (Goyal et al. 2017, section 2.1): S small steps move as far as one large one."""
+
+    name = "linear"
+
+    def factor(self, scale: float, statistics: GradientStatistics | None = None) -> float:
+        """Return S."""
+        return checked_scale(scale)
+
+
+class SquareRoot(LrRule):
+    """Square root scaling (Krizhevsky 2014, section 5): keeps the variance of the update; usual with Adam."""
+
+    name = "sqrt"
+
+    def factor(self, scale: float, statistics: GradientStatistics | None = None) -> float:
+        """Return the square root of S."""
+        return math.sqrt(checked_scale(scale))
+
+
+class AdaScale(LrRule):
+    """AdaScale (Johnson et al. 2020, section 3): the gain r, between 1 and S, from the gradient's noise at M0.
+
+    ``r = (var + sqr) / (var / S + sqr)``: S where noise is all, 1 where there is none. A step of batch M makes the
+    progress of r steps of batch M0, which is what its schedule counts. r / S is Pollux's statistical efficiency.
+    """
+
+    name = "adascale"
+    needs_statistics = True
+
+    def factor(self, scale: float, statistics: GradientStatistics | None = None) -> float:
+        """Return the gain r. Raises InputError without statistics."""
+        if statistics is None:
+            raise InputError("adascale", "needs gradient statistics", "measure them, or choose linear or sqrt")
+        var, sqr = statistics.var, statistics.sqr
+        return (var + sqr) / (var / checked_scale(scale) + sqr)
+
+    def steps_at_initial(self, scale: float, statistics: GradientStatistics | None = None) -> float:
+        """Return the gain r: AdaScale's scale-invariant iterations."""
+        return self.factor(scale, statistics)
+
+
+class Legw(SquareRoot):
+    """LEGW (You et al. 2019): square root scaling, and S times the epochs of warm-up."""
+
+    name = "legw"
+
+    def warmup_epochs(self, scale: float, epochs_at_initial: float) -> float:
+        """Return S times the epochs at M0."""
+        return checked_scale(scale) * epochs_at_initial
+
+
+_RULES: dict[str, LrRule] = {}
+
+
+def register(new: LrRule) -> None:
+    """Make a rule known by its name. Raises InputError when it has none or the name is taken."""
+    if not new.name:
+        raise InputError(type(new).__name__, "has no name", "set the class attribute name")
+    if new.name in _RULES:
+        raise InputError("rule", f'"{new.name}" exists', "choose another name")
+    _RULES[new.name] = new
+
+
+def rule(name: str) -> LrRule:
+    """Return the rule of this name. Raises InputError with the known names."""
+    if name not in _RULES:
+        raise InputError("rule", f'"{name}" is not known', did_you_mean(name, _RULES))
+    return _RULES[name]
+
+
+def rule_names() -> tuple[str, ...]:
+    """Return the names of all known rules, in the order in which they were registered."""
+    return tuple(_RULES)
+
+
+for _rule in (Constant(), Linear(), SquareRoot(), AdaScale(), Legw()):
+    register(_rule)

@@ -1,0 +1,235 @@
+"""What the rows determine, and what to measure next: coverage on data with a known truth, and brute force."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import fields
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ddltool.analyzers.goodput.fit import NAMES, fit
+from ddltool.analyzers.goodput.next_measurement import _PRIOR, Configurations, configurations, suggest_next
+from ddltool.analyzers.goodput.observations import Observations, concatenate
+from ddltool.analyzers.goodput.sensitivity import log_times
+from ddltool.analyzers.goodput.throughput import ThroughputParams, grad_time_s, iteration_time_s
+from ddltool.analyzers.goodput.uncertainty import ASSUMED_ERROR, parameter_intervals
+from ddltool.errors import InputError
+
+TRUTH = ThroughputParams(
+    alpha_grad_s=0.05,
+    beta_grad_s=0.002,
+    alpha_sync_local_s=0.03,
+    beta_sync_local_s=0.004,
+    alpha_sync_node_s=0.15,
+    beta_sync_node_s=0.01,
+    gamma=2.0,
+)
+PLACES = ((1, 1), (1, 2), (1, 4), (2, 2), (2, 4), (2, 8), (4, 16))
+ALL = tuple((nodes, replicas, batch) for nodes, replicas in PLACES for batch in (8, 32, 128))
+
+
+def measured(
+    rows: object, error: float, seed: int, truth: ThroughputParams = TRUTH, with_grad: bool = True
+) -> Observations:
+    nodes, replicas, batch = np.array(rows, dtype=float).T
+    chance = np.random.default_rng(seed)
+    step = np.asarray(iteration_time_s(truth, nodes, replicas, batch)) * np.exp(error * chance.normal(size=len(nodes)))
+    grad = np.asarray(grad_time_s(truth, batch)) * np.exp(error * chance.normal(size=len(nodes)))
+    return Observations(
+        num_nodes=nodes,
+        num_replicas=replicas,
+        local_batch_size=batch,
+        step_time_s=step,
+        grad_time_s=grad if with_grad else np.full(len(nodes), np.nan),
+    )
+
+
+def test_intervals_cover_the_truth_as_often_as_they_say() -> None:
+    runs = 60
+    covered = np.zeros(7)
+    for seed in range(runs):
+        rows = measured(ALL, 0.05, seed)
+        found = parameter_intervals(rows, fit(rows).params, level=0.9)
+        covered += [one.low <= getattr(TRUTH, one.name) <= one.high for one in found.intervals]
+    # 99.9 % of the time each lies within 3.3 standard errors of a proportion
+    margin = 3.3 * math.sqrt(0.9 * 0.1 / runs)
+    assert (covered / runs > 0.9 - margin).all(), dict(zip(NAMES, covered / runs, strict=True))
+    assert 0.84 < covered.mean() / runs < 0.96  # and they are not just wide
+
+
+@settings(max_examples=15, deadline=None)
+@given(st.integers(0, 10**6), st.sampled_from([0.02, 0.1]))
+def test_an_interval_holds_its_best_value_and_shrinks_with_less_noise(seed: int, error: float) -> None:
+    rows = measured(ALL, error, seed)
+    params = fit(rows).params
+    wide, narrow = (parameter_intervals(rows, params, level=level) for level in (0.95, 0.5))
+    for outer, inner in zip(wide.intervals, narrow.intervals, strict=True):
+        assert outer.low <= inner.low * (1 + 1e-3) + 1e-12
+        assert inner.high <= outer.high * (1 + 1e-3)
+        assert inner.low <= inner.value * (1 + 1e-6) + 1e-12
+        assert inner.value <= inner.high * (1 + 1e-6)
+    assert wide.error == pytest.approx(error, rel=0.5)
+    assert wide.error == narrow.error
+
+
+def test_ends_are_where_the_refitted_error_reaches_the_threshold() -> None:
+    """Checked against scipy's optimiser, with the parameter held at the end found."""
+    from scipy.optimize import least_squares
+    from scipy.special import ndtri
+
+    rows = measured(ALL, 0.05, 3)
+    found = parameter_intervals(rows, fit(rows).params, level=0.9, error=0.05)
+
+    def errors(logs: np.ndarray, held: int | None = None, at: float = 0.0) -> np.ndarray:
+        full = logs if held is None else np.insert(logs, held, at)
+        grad, step, _, _ = log_times(np.exp(full), rows.num_nodes, rows.num_replicas, rows.local_batch_size)
+        return np.concatenate([step - np.log(rows.step_time_s), grad - np.log(rows.grad_time_s)])
+
+    start = np.log([getattr(TRUTH, name) for name in NAMES])
+    best = 2 * least_squares(errors, start, xtol=1e-12, ftol=1e-12).cost
+    for name in ("alpha_grad_s", "alpha_sync_node_s", "gamma"):
+        held = NAMES.index(name)
+        for end in (found[name].low, found[name].high):
+            refit = least_squares(errors, np.delete(start, held), args=(held, math.log(end)), xtol=1e-12, ftol=1e-12)
+            assert (2 * refit.cost - best) / 0.05**2 == pytest.approx(float(ndtri(0.95)) ** 2, rel=0.02)
+
+
+@pytest.mark.parametrize(
+    ("rows", "undetermined"),
+    [
+        ([(1, 1, 8), (1, 1, 32)] * 4, NAMES[2:]),
+        ([(1, 1, 8)] * 8, NAMES[1:]),
+        ([row for row in ALL if row[0] == 1], ("alpha_sync_node_s", "beta_sync_node_s")),
+        (
+            [row for row in ALL if row[1] <= 2 and row[0] == 1],
+            ("beta_sync_local_s", "alpha_sync_node_s", "beta_sync_node_s"),
+        ),
+        (ALL, ()),
+    ],
+)
+def test_undetermined_parameters_are_named(rows: list[tuple[int, int, int]], undetermined: tuple[str, ...]) -> None:
+    seen = measured(rows, 0.02, 1)
+    found = parameter_intervals(seen, fit(seen).params)
+    assert set(undetermined) <= set(found.undetermined)
+    assert set(found.undetermined) <= {*undetermined, "gamma", "beta_sync_local_s"}
+    for one in found.intervals:
+        assert (one.reason != "") == (one.name in found.undetermined)
+    assert found["alpha_grad_s"].determined
+
+
+def test_seen_but_without_weight_is_undetermined_too() -> None:
+    """Synchronisation far shorter than a pass, fully hidden: no row says anything about its overlap."""
+    hidden = ThroughputParams(**{**TRUTH.as_dict(), "alpha_sync_local_s": 1e-6, "beta_sync_local_s": 0.0, "gamma": 8.0})
+    seen = measured([row for row in ALL if row[0] == 1] * 2, 0.05, 2, truth=hidden)
+    found = parameter_intervals(seen, fit(seen).params)
+    assert not found["gamma"].determined
+    assert found["gamma"].reason == "the rows fit as well with any value"
+    assert found["alpha_sync_local_s"].low == 0
+    assert found["alpha_sync_local_s"].high < float(grad_time_s(hidden, 8))  # longer than a pass would show
+
+
+def test_too_few_rows_assume_an_error() -> None:
+    seen = measured([(1, 1, 8), (1, 1, 32)], 0.01, 0, with_grad=False)
+    found = parameter_intervals(seen, fit(seen).params)
+    assert found.error_is_assumed
+    assert found.error == ASSUMED_ERROR
+    for bad in (0.0, 1.0):
+        with pytest.raises(InputError, match="level"):
+            parameter_intervals(seen, TRUTH, level=bad)
+    nothing = Observations(**{f.name: np.zeros(0) for f in fields(Observations)})
+    with pytest.raises(InputError, match="at least one"):
+        parameter_intervals(nothing, TRUTH)
+
+
+params = st.builds(
+    ThroughputParams,
+    **{name: st.floats(1e-3, 1.0) for name in NAMES[:6]},
+    gamma=st.floats(1.1, 9.0),
+)
+
+
+@settings(max_examples=60, deadline=None)
+@given(params, st.integers(1, 3), st.integers(1, 8), st.integers(1, 100))
+def test_jacobian_against_differences(p: ThroughputParams, nodes: int, more: int, batch: int) -> None:
+    values = np.array([getattr(p, name) for name in NAMES])
+    place = (np.array([float(nodes)]), np.array([float(nodes + more - 1)]), np.array([float(batch)]))
+    log_grad, log_step, by_grad, by_step = log_times(values, *place)
+    assert np.exp(log_step[0]) == pytest.approx(float(iteration_time_s(p, nodes, nodes + more - 1, batch)))
+    assert np.exp(log_grad[0]) == pytest.approx(float(grad_time_s(p, batch)))
+    for i in range(7):
+        up, down = (log_times(values * np.exp(h * (np.arange(7) == i)), *place) for h in (1e-5, -1e-5))
+        assert by_grad[0, i] == pytest.approx((up[0][0] - down[0][0]) / 2e-5, abs=1e-6)
+        assert by_step[0, i] == pytest.approx((up[1][0] - down[1][0]) / 2e-5, abs=1e-6)
+
+
+def test_the_predicted_reduction_is_that_of_adding_the_row() -> None:
+    rows = measured(ALL[:12], 0.05, 0)
+    points = configurations(8, 4, [8, 64])
+    found = suggest_next(rows, TRUTH, points, error=0.05)
+    values = np.array([getattr(TRUTH, name) for name in NAMES])
+
+    def variance(nodes: np.ndarray, replicas: np.ndarray, batch: np.ndarray) -> float:
+        _, _, by_grad, by_step = log_times(values, nodes, replicas, batch)
+        seen = np.concatenate([by_grad, by_step])
+        covariance = np.linalg.inv(np.diag(_PRIOR**-2) + seen.T @ seen / 0.05**2)
+        _, _, _, wanted = log_times(
+            values, *(np.asarray(getattr(points, f.name), dtype=float) for f in fields(Configurations))
+        )
+        return float(np.mean([row @ covariance @ row for row in wanted]))
+
+    own = (rows.num_nodes, rows.num_replicas, rows.local_batch_size)
+    assert found.variance_before == pytest.approx(variance(*own))
+    afters = []
+    for i in range(len(points)):
+        new = (points.num_nodes[i], points.num_replicas[i], points.local_batch_size[i])
+        afters.append(variance(*(np.append(old, one) for old, one in zip(own, new, strict=True))))
+    assert found.variance_before - found.reductions == pytest.approx(np.array(afters), rel=1e-6)
+    assert found.variance_after == pytest.approx(min(afters))
+
+
+def test_what_was_never_seen_is_suggested() -> None:
+    one_node = measured([row for row in ALL if row[0] == 1] * 3, 0.05, 0)
+    assert suggest_next(one_node, fit(one_node).params, configurations(16, 4, [8, 32, 128])).num_nodes > 1
+    one_batch = measured([(1, 1, 32), (1, 2, 32), (1, 4, 32)] * 3, 0.05, 0)
+    assert suggest_next(one_batch, fit(one_batch).params, configurations(4, 4, [8, 32, 128])).local_batch_size != 32
+    alone = measured([(1, 1, 8), (1, 1, 128)] * 3, 0.05, 0)
+    assert suggest_next(alone, fit(alone).params, configurations(4, 4, [8, 32, 128])).num_replicas > 1
+
+
+def test_following_suggestions_beats_chance() -> None:
+    """Five rows more, from rows of one replica: prediction error over everything that can run, mean of ten runs."""
+    points = configurations(16, 4, [8, 16, 32, 64, 128])
+    places = np.stack([points.num_nodes, points.num_replicas, points.local_batch_size], axis=1)
+    exact = np.log(np.asarray(iteration_time_s(TRUTH, *places.T)))
+
+    def after(seed: int, follow: bool) -> float:
+        chance = np.random.default_rng(seed)
+        rows = measured([(1, 1, 8), (1, 1, 32)], 0.03, seed)
+        for turn in range(5):
+            if follow:
+                best = suggest_next(rows, fit(rows).params, points, error=0.03)
+                place = (best.num_nodes, best.num_replicas, best.local_batch_size)
+            else:
+                place = tuple(places[chance.integers(len(places))])
+            rows = concatenate([rows, measured([place], 0.03, 1000 * seed + turn)])
+        made = iteration_time_s(fit(rows, slope_prior=0.0).params, *places.T)
+        return float(np.sqrt(np.mean((np.log(np.asarray(made)) - exact) ** 2)))
+
+    followed, random = (np.mean([after(seed, follow) for seed in range(10)]) for follow in (True, False))
+    assert followed < 0.8 * random
+
+
+def test_configurations() -> None:
+    found = configurations(6, 4, [16, 8, 8])
+    rows = set(zip(found.num_nodes.tolist(), found.num_replicas.tolist(), found.local_batch_size.tolist(), strict=True))
+    wanted = {(1, 1), (1, 2), (2, 2), (1, 3), (2, 3), (1, 4), (2, 4), (2, 5), (2, 6)}
+    assert rows == {(nodes, replicas, batch) for nodes, replicas in wanted for batch in (8, 16)}
+    assert configurations(64, 4, [8], tried_replicas=2).num_replicas.max() == 4
+    assert configurations(4, 4, [8]).num_nodes.max() == 1
+    with pytest.raises(InputError):
+        configurations(0, 4, [8])
+    with pytest.raises(InputError, match="above 0"):
+        suggest_next(measured(ALL, 0.05, 0), TRUTH, found, error=0.0)
