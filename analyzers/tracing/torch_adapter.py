@@ -13,8 +13,9 @@ from __future__ import annotations
 
 import logging
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -32,6 +33,17 @@ from ddltool.graph import Graph, Mode, Op
 _META_REFUSALS = (NotImplementedError, RuntimeError, TypeError)
 
 
+@dataclass(frozen=True, kw_only=True, eq=False)
+class TracedStep:
+    """A step's graph beside the fx graph that it was read from."""
+
+    graph: Graph
+    fx: GraphModule
+    """Placeholders in the order parameters, buffers, tensor inputs; ``node.meta["val"]`` holds fake CPU tensors."""
+    nodes: Mapping[str, Node]
+    """The call that each compute op of ``graph`` stands for, by op name, in program order."""
+
+
 def trace_torch(build: Callable[[], TrainingStep], *, mode: Mode, batch_size: int | None = None) -> Graph:
     """Return the graph of one step of the module that ``build`` makes.
 
@@ -41,6 +53,11 @@ def trace_torch(build: Callable[[], TrainingStep], *, mode: Mode, batch_size: in
 
     Raises InputError when the module does not run on its example inputs or depends on its data.
     """
+    return trace_step(build, mode=mode, batch_size=batch_size).graph
+
+
+def trace_step(build: Callable[[], TrainingStep], *, mode: Mode, batch_size: int | None = None) -> TracedStep:
+    """Return what :func:`trace_torch` returns, with the fx graph beside it. Raises as it does."""
     step = _build(build)
     step = TrainingStep(
         name=step.name,
@@ -159,7 +176,7 @@ def _flatten(output: Any) -> list[Tensor]:
     return [leaf for leaf in torch.utils._pytree.tree_leaves(output) if isinstance(leaf, Tensor)]
 
 
-def _to_graph(trace: _Trace, step: TrainingStep, mode: Mode) -> Graph:
+def _to_graph(trace: _Trace, step: TrainingStep, mode: Mode) -> TracedStep:
     nodes = list(trace.fx.graph.nodes)
     phase = _phases(trace, nodes)
     trace.fx.graph.eliminate_dead_code()
@@ -172,7 +189,8 @@ def _to_graph(trace: _Trace, step: TrainingStep, mode: Mode) -> Graph:
         size = float(value.numel() * value.element_size())
         producer[node] = f"recv/{name}"
         ops.append(Op(name=f"recv/{name}", kind="recv", resource="channel:0", size_bytes=size, parameter=name))
-    ops += _compute_ops([node for node in nodes if node.op == "call_function"], producer, phase)
+    calls: dict[str, Node] = {}
+    ops += _compute_ops([node for node in nodes if node.op == "call_function"], producer, phase, calls)
     if mode == "training":
         ops += _send_ops(trace, nodes[-1], producer)
     dtypes = [str(value.dtype).removeprefix("torch.") for value in trace.parameters.values()]
@@ -185,7 +203,8 @@ def _to_graph(trace: _Trace, step: TrainingStep, mode: Mode) -> Graph:
         meta["note"] = step.note
     first = next((value for value in step.inputs if isinstance(value, Tensor) and value.dim() > 0), None)
     batch = int(first.shape[0]) if first is not None else 0
-    return Graph.from_ops(step.name, mode, ops, batch_size=batch or None, meta=meta, where=step.name)
+    graph = Graph.from_ops(step.name, mode, ops, batch_size=batch or None, meta=meta, where=step.name)
+    return TracedStep(graph=graph, fx=trace.fx, nodes=calls)
 
 
 def _phases(trace: _Trace, nodes: list[Node]) -> dict[Node, str]:
@@ -204,8 +223,10 @@ def _phases(trace: _Trace, nodes: list[Node]) -> dict[Node, str]:
     return found
 
 
-def _compute_ops(calls: list[Node], producer: dict[Node, str | None], phase: dict[Node, str]) -> list[Op]:
-    """Return one compute op per call, filling ``producer`` with the op that makes each node's value."""
+def _compute_ops(
+    calls: list[Node], producer: dict[Node, str | None], phase: dict[Node, str], made_by: dict[str, Node]
+) -> list[Op]:
+    """Return one compute op per call; ``producer`` gets the op that makes each node's value, ``made_by`` each op's call."""
     ops: list[Op] = []
     writer: dict[int, str] = {}
     for node in calls:
@@ -222,6 +243,7 @@ def _compute_ops(calls: list[Node], producer: dict[Node, str | None], phase: dic
             writer[storage] = name
         cost = cost_of(node)
         producer[node] = name
+        made_by[name] = node
         ops.append(
             Op(
                 name=name,
