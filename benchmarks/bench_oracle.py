@@ -45,10 +45,10 @@ class Clock(TorchDispatchMode):
         self.times: list[tuple[str, float]] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        began = time.perf_counter()
-        result = func(*args, **(kwargs or {}))
-        self.times.append((func._schema.name.replace("::", "."), time.perf_counter() - began))
-        return result
+        kept: list[Any] = []
+        taken = time_call(lambda: kept.append(func(*args, **(kwargs or {}))), torch.device("cpu"))
+        self.times.append((func._schema.name.replace("::", "."), taken))
+        return kept[0]
 
 
 def inside_step(step: TrainingStep) -> dict[str, float]:

@@ -233,3 +233,18 @@ def test_configurations() -> None:
         configurations(0, 4, [8])
     with pytest.raises(InputError, match="above 0"):
         suggest_next(measured(ALL, 0.05, 0), TRUTH, found, error=0.0)
+
+
+def test_rows_without_any_error_have_intervals_too() -> None:
+    """Three rows that the model fits exactly leave it no residual to judge by and one direction flat."""
+    rows = Observations(
+        num_nodes=np.array([1.0, 1.0, 1.0]),
+        num_replicas=np.array([1.0, 1.0, 2.0]),
+        local_batch_size=np.array([4.0, 8.0, 8.0]),
+        step_time_s=np.array([0.02, 0.03, 0.04]),
+        grad_time_s=np.array([0.02, 0.03, 0.03]),
+    )
+    sure = parameter_intervals(rows, fit(rows).params)
+    assert sure["alpha_grad_s"].determined
+    assert sure["alpha_grad_s"].low <= 0.01 <= sure["alpha_grad_s"].high
+    assert set(sure.undetermined) == {"beta_sync_local_s", "alpha_sync_node_s", "beta_sync_node_s", "gamma"}

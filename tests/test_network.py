@@ -104,7 +104,7 @@ def roughly_linear(found: NetworkMeasurement) -> bool:
     return True
 
 
-@pytest.mark.parametrize("processes", [2, 3])
+@pytest.mark.parametrize("processes", [2, pytest.param(3, marks=pytest.mark.slow)])
 def test_local_processes(processes: int) -> None:
     for _ in range(3):  # other load is not even: it may meet one size and not the other
         seen: list[tuple[int, int]] = []

@@ -31,6 +31,25 @@ class FitError(Record):
     samples: Annotated[int, Field(ge=1)]
 
 
+class ParameterInterval(Record):
+    """What the rows alone say about one parameter, at 90 % confidence."""
+
+    low: NonNegative
+    high: NonNegative | None = Field(description="null: the rows set no upper limit")
+    reason: str = Field(default="", description="why the rows do not determine it; empty when they do")
+
+
+class NextMeasurement(Record):
+    """The configuration whose measurement would make predictions most certain."""
+
+    num_nodes: Annotated[int, Field(ge=1)]
+    num_replicas: Annotated[int, Field(ge=1)]
+    local_batch_size: Annotated[int, Field(ge=1)]
+    variance_reduction: NonNegative = Field(
+        description="share of the variance of predicted log step times that it removes"
+    )
+
+
 class Goodput(Artifact):
     """A throughput model fitted to measured step times."""
 
@@ -44,3 +63,5 @@ class Goodput(Artifact):
     fit_seconds: NonNegative
     undetermined: list[str] = Field(description="parameters that the data do not determine; they keep their prior")
     holdout: FitError | None = None
+    intervals: dict[str, ParameterInterval] = Field(default_factory=dict)
+    next_measurement: NextMeasurement | None = None

@@ -125,9 +125,7 @@ def best_cuts(program: Program, ring: Ring) -> list[int]:
 def _caps_for(program: Program, cuts: Sequence[int]) -> tuple[float, ...]:
     """Return the caps in MiB that make the reducer form exactly these buckets: each its own size in bytes."""
     bounds = [0, *cuts]
-    return tuple(
-        float(program.size_bytes[low:high].sum()) / MIB for low, high in itertools.pairwise(bounds)
-    )
+    return tuple(float(program.size_bytes[low:high].sum()) / MIB for low, high in itertools.pairwise(bounds))
 
 
 def _evaluate(
@@ -145,9 +143,7 @@ def _evaluate(
         name=name,
         bucket_cap_mb=DEFAULT_CAP_MIB if name == "default" else cap,
         bucket_cap_mb_list=cap_list,
-        buckets=tuple(
-            program.parameters[low:high] for low, high in itertools.pairwise(bounds) if high > low
-        ),
+        buckets=tuple(program.parameters[low:high] for low, high in itertools.pairwise(bounds) if high > low),
         step_s=step,
         exposed_s=step - program.compute_s,
     )

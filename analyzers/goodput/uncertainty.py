@@ -195,9 +195,11 @@ class _Profile:
         self.best_point, self.best_squares = point, squares
         _, jacobian = rows.residuals(point)
         index = np.flatnonzero(rows.free)
-        information = jacobian[:, index].T @ jacobian[:, index] / size**2 + 1e-2 * np.eye(len(index))
+        information = jacobian[:, index].T @ jacobian[:, index]
+        # A first guess of the step only. Rows that fit without error leave some directions flat at any scale of theirs.
+        ridge = max(1e-2 * size**2, 1e-12 * float(np.trace(information)), 1e-300)
         self.spread = np.zeros(7)
-        self.spread[index] = np.sqrt(np.diag(np.linalg.inv(information)))
+        self.spread[index] = size * np.sqrt(np.diag(np.linalg.inv(information + ridge * np.eye(len(index)))))
 
     def interval(self, i: int) -> tuple[float, float]:
         """Return the ends for parameter i, with no limit where the walk reaches the parameter's bound."""
