@@ -13,7 +13,7 @@ from typing import Annotated
 import typer
 
 from ddltool import __version__
-from ddltool.commands import barrier, demo, doctor, emit, fit, plan, profile, schema, trace, zoo
+from ddltool.commands import barrier, demo, doctor, emit, fit, plan, profile, schema, simulate, trace, zoo
 from ddltool.errors import DdlToolError, one_line
 
 app = typer.Typer(
@@ -31,6 +31,7 @@ for _command in (
     plan.plan,
     emit.emit,
     barrier.barrier,
+    simulate.simulate,
     demo.demo,
     zoo.zoo,
     schema.schema,

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Optional
 
@@ -150,7 +152,7 @@ def _measured(source: str, mode: Mode | None, batch_size: int | None, network: N
 
     if is_graph_file(source) or is_onnx_file(source):
         raise InputError("--oracle", f"{source} has no ops that can be run", "measured needs a torch SOURCE")
-    with progress(f"timing the ops of {source}") as advance:
+    with progress(f"timing the ops of {source}") as advance, contextlib.redirect_stdout(sys.stderr):
         return estimate_measured(
             lambda: resolve_step(source),
             mode=mode or "training",

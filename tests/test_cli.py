@@ -354,6 +354,20 @@ def test_the_options_are_a_decision() -> None:
         "barrier": sorted(
             ["--algorithm", "--lookahead", "--max-gap", "--picture", "--predicted", "--predictor", "--json", "--output"]
         ),
+        "simulate": sorted(
+            [
+                "--cluster",
+                "--interference",
+                "--interval",
+                "--policy",
+                "--power",
+                "--react",
+                "--restart-delay",
+                "--traces",
+                "--whole-seconds",
+                *common,
+            ]
+        ),
         "demo": sorted(common),
         "zoo": ["--json", "--write"],
         "schema": ["--json", "--output"],

@@ -1,0 +1,112 @@
+"""Nodes, allocations and the few ways to place GPUs on nodes that the policies share."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from ddltool.errors import CheckFailed, InputError
+
+Allocation = tuple[tuple[int, int], ...]
+"""(node, GPUs) pairs, each node once, GPUs >= 1; () is no allocation. The order is that of the ranks."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ClusterSpec:
+    """``N`` nodes; node i has ``gpus[i]`` GPUs of type ``gpu_types[i]``."""
+
+    gpus: tuple[int, ...]
+    gpu_types: tuple[str, ...]
+
+    def __post_init__(self) -> None:
+        if not self.gpus or len(self.gpus) != len(self.gpu_types) or min(self.gpus) < 1:
+            raise InputError("cluster", "has no nodes, or nodes without GPUs", "give one count and one type per node")
+
+    @classmethod
+    def homogeneous(cls, nodes: int, gpus_per_node: int, gpu_type: str = "gpu") -> ClusterSpec:
+        """Return ``nodes`` equal nodes."""
+        return cls(gpus=(gpus_per_node,) * nodes, gpu_types=(gpu_type,) * nodes)
+
+    @property
+    def total_gpus(self) -> int:
+        """All GPUs of all types."""
+        return sum(self.gpus)
+
+    @property
+    def type_names(self) -> tuple[str, ...]:
+        """GPU types in the order of their first node."""
+        return tuple(dict.fromkeys(self.gpu_types))
+
+    def type_of(self, allocation: Allocation) -> str:
+        """Return the GPU type of an allocation. Raises CheckFailed when it mixes types."""
+        found = {self.gpu_types[node] for node, _ in allocation}
+        if len(found) != 1:
+            raise CheckFailed(f"an allocation spans the GPU types {', '.join(sorted(found)) or '(none)'}")
+        return found.pop()
+
+
+def count_gpus(allocation: Allocation) -> int:
+    """Return how many GPUs an allocation has."""
+    return sum(count for _, count in allocation)
+
+
+def free_gpus(cluster: ClusterSpec, allocations: Iterable[Allocation]) -> list[int]:
+    """Return the free GPUs per node, (N,). Raises CheckFailed when a node's GPUs are given out twice."""
+    free = list(cluster.gpus)
+    for allocation in allocations:
+        for node, count in allocation:
+            free[node] -= count
+            if count < 1 or free[node] < 0:
+                raise CheckFailed(f"node {node} has {cluster.gpus[node]} GPUs, and more were given out")
+    return free
+
+
+def take_most_free(free: list[int], wanted: int) -> Allocation:
+    """Take ``wanted`` GPUs from the nodes with the most free ones first (ties: lowest node), and return them.
+
+    This is how the published simulator places Tiresias' and Optimus' jobs. ``free`` (N,) is reduced. The caller sees
+    to it that enough are free.
+    """
+    made: list[tuple[int, int]] = []
+    while wanted > 0:
+        node = max(range(len(free)), key=free.__getitem__)
+        count = min(free[node], wanted)
+        if count == 0:
+            raise CheckFailed(f"{wanted} GPUs are wanted and none is free")
+        made.append((node, count))
+        free[node] -= count
+        wanted -= count
+    return tuple(made)
+
+
+def packed(cluster: ClusterSpec, replicas: int) -> tuple[int, ...]:
+    """Return the GPUs per node of ``replicas`` packed on as few of the cluster's nodes as possible.
+
+    >>> packed(ClusterSpec.homogeneous(4, 4), 6)
+    (4, 2)
+    """
+    sizes = sorted(cluster.gpus, reverse=True)
+    made: list[int] = []
+    while replicas > 0:
+        size = sizes[len(made)] if len(made) < len(sizes) else sizes[-1]
+        made.append(min(size, replicas))
+        replicas -= made[-1]
+    return tuple(made)
+
+
+def interfering(allocations: Mapping[int, Allocation]) -> set[int]:
+    """Return the jobs that span nodes and share one of them with another such job."""
+    spanning: dict[int, list[int]] = {}
+    for job, allocation in allocations.items():
+        if len(allocation) > 1:
+            for node, _ in allocation:
+                spanning.setdefault(node, []).append(job)
+    return {job for jobs in spanning.values() if len(jobs) > 1 for job in jobs}
+
+
+def check_one_type(cluster: ClusterSpec, policy: str, names: Sequence[str]) -> None:
+    """Raise InputError when a policy that knows one GPU type only meets several."""
+    if len(cluster.type_names) > 1:
+        known = ", ".join(names)
+        problem = f"knows one GPU type, and the cluster has {', '.join(cluster.type_names)}"
+        raise InputError(f"policy {policy}", problem, f"use a cluster of one type, or one of: {known}")

@@ -1,0 +1,103 @@
+"""Pollux (Qiao et al., OSDI 2021): every job's goodput in proportion to its fair share, by GPUs and batch together."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ddltool.analyzers.scheduling.cluster import Allocation, ClusterSpec, check_one_type, count_gpus
+from ddltool.analyzers.scheduling.job import SimulatedJob, Tuning
+from ddltool.analyzers.scheduling.search import Choice, SearchResult, search
+from ddltool.errors import InputError
+
+Floats = NDArray[np.float64]
+# Keeps the power of a job without GPUs finite; the published simulator's number.
+_OFFSET = 1e-3
+# A job can use no more replicas in the published simulator.
+_MOST_REPLICAS = 64
+
+
+class Pollux:
+    """Maximises ``FITNESS_p``, the power mean of the jobs' speedups over an equal share (section 4.2).
+
+    Re-allocated jobs count with the factor ``max(T - R d, 0) / (T + d)``; a job explores at most twice the replicas it
+    has run with; at most one job that spans nodes runs on a node. ``power`` is p, ``delay_s`` is d.
+    """
+
+    name = "pollux"
+    tuning = Tuning.ADAPTIVE
+
+    def __init__(
+        self,
+        *,
+        power: float = -1.0,
+        delay_s: float = 30.0,
+        avoid_sharing: bool = True,
+        effort: int = 100,
+        seed: int = 0,
+    ) -> None:
+        if not math.isfinite(power):
+            raise InputError("power", f"is {power}", "a finite number; -1 is Pollux's")
+        self.power, self.delay_s, self.avoid_sharing, self.effort, self.seed = (
+            power,
+            delay_s,
+            avoid_sharing,
+            effort,
+            seed,
+        )
+        self.last: SearchResult | None = None
+
+    def allocate(self, jobs: Sequence[SimulatedJob], cluster: ClusterSpec, now_s: float) -> Mapping[int, Allocation]:
+        """Return the allocations for the next interval."""
+        check_one_type(cluster, self.name, ("fifo",))
+        choices = [self.choice(job, len(jobs), cluster, now_s) for job in jobs]
+        self.last = search(choices, cluster.gpus, avoid_sharing=self.avoid_sharing, effort=self.effort, seed=self.seed)
+        return {job.index: made for job, made in zip(jobs, self.last.allocations, strict=True) if made}
+
+    def choice(self, job: SimulatedJob, jobs: int, cluster: ClusterSpec, now_s: float) -> Choice:
+        """Return what each number of GPUs costs one of ``jobs`` jobs."""
+        most = min(job.most_replicas, _MOST_REPLICAS)
+        within, across, held = self.speedups(job, most, math.ceil(cluster.total_gpus / jobs), cluster)
+        age, delay = job.age_s(now_s), self.delay_s
+        factor = max(age - job.restarts * delay, 0.0) / (age + delay) if age + delay > 0 else 1.0
+        within_cost, across_cost = self.cost(within * factor), self.cost(across * factor)
+        within_cost[max(cluster.gpus) + 1 :] = np.inf
+        across_cost[:2] = np.inf
+        return Choice(
+            within=within_cost,
+            across=across_cost,
+            base=job.allocation,
+            keep=float(self.cost(np.array([held]))[0]) if job.allocation else np.inf,
+        )
+
+    def speedups(self, job: SimulatedJob, most: int, fair: int, cluster: ClusterSpec) -> tuple[Floats, Floats, float]:
+        """Return speedups (most + 1,) within and across nodes, and the current allocation's.
+
+        The base is the goodput on ``fair`` GPUs; as published, on one node, however many GPUs these are. They are scaled
+        so that a share of one GPU per job and node counts as in the published fitness.
+        """
+        scale = len(cluster.gpus) / cluster.total_gpus
+        held = count_gpus(job.allocation)
+        widest = max(most, fair, held)
+        table = job.goodput_table(widest)
+        if table is None:
+            linear = np.arange(widest + 1) / fair * scale
+            return linear[: most + 1], linear[: most + 1].copy(), float(linear[held])
+        table = table * (scale / table[0, fair])
+        row = min(len(job.allocation), 2) - 1
+        return table[0, : most + 1], table[1, : most + 1], float(table[row, held]) if held else 0.0
+
+    def cost(self, speedups: Floats) -> Floats:
+        """Return what is to be summed and minimised: the power mean's summands, negated where it grows with them."""
+        if self.power == 0:
+            return np.asarray(-np.log(np.maximum(speedups, _OFFSET)))
+        return np.asarray(-np.sign(self.power) * (speedups + _OFFSET) ** self.power)
+
+    def fitness(self, cost: float, jobs: int) -> float:
+        """Return the power mean that belongs to a total cost."""
+        if self.power == 0:
+            return math.exp(-cost / jobs)
+        return float((-np.sign(self.power) * cost / jobs) ** (1 / self.power))

@@ -1,0 +1,261 @@
+"""Replays a workload on a cluster under a policy. Start at :func:`simulate`.
+
+Discrete events: a submission, the end of a job's epoch (where it re-tunes its batch, or ends), a scheduling round.
+Between events every job's progress is a straight line, so nothing is stepped through. Rounds come at multiples of the
+interval while a job is there; with ``react`` also whenever a job arrives or ends. ``whole_seconds`` rounds the ends of
+epochs to seconds, as the published fixed-step simulator does, for like-for-like checks.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from ddltool.analyzers.scheduling.cluster import Allocation, ClusterSpec, count_gpus, free_gpus, interfering
+from ddltool.analyzers.scheduling.job import JobSpec, SimulatedJob, Tuning, make_jobs
+from ddltool.analyzers.scheduling.truth import Application
+from ddltool.errors import Infeasible, InputError
+
+# Rounds in which nothing runs and nothing is on its way, after which a policy is taken to starve its jobs for good.
+_PATIENCE = 1000
+
+
+class Policy(Protocol):
+    """Who gets which GPUs. A policy may keep state from round to round; it belongs to one simulation."""
+
+    name: str
+    tuning: Tuning
+
+    def allocate(self, jobs: Sequence[SimulatedJob], cluster: ClusterSpec, now_s: float) -> Mapping[int, Allocation]:
+        """Return the allocation of each job by ``job.index``; a job that is missing has none.
+
+        ``jobs`` are those submitted and not finished, in the workload's order; their current allocations are in
+        ``job.allocation``. An allocation that differs from the current one restarts the job.
+        """
+        ...
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class JobResult:
+    """What became of one job; seconds."""
+
+    name: str
+    application: str
+    submit_s: float
+    first_start_s: float
+    finish_s: float
+    restarts: int
+    gpu_seconds: float
+
+    @property
+    def jct_s(self) -> float:
+        """Completion time: from submission to finish."""
+        return self.finish_s - self.submit_s
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Usage:
+    """GPUs in use and jobs in the system from ``time_s`` on."""
+
+    time_s: float
+    gpus: int
+    jobs: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SimulationResult:
+    """The jobs in the workload's order, and how the cluster was used."""
+
+    policy: str
+    jobs: tuple[JobResult, ...]
+    usage: tuple[Usage, ...]
+    total_gpus: int
+    rounds: int
+    wall_seconds: float
+    policy_seconds: float
+    """CPU seconds within the policy."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Options:
+    """How to replay. Seconds; ``interference``: the share of speed lost by jobs across nodes that share a node."""
+
+    interval_s: float = 60.0
+    restart_delay_s: float = 30.0
+    interference: float = 0.0
+    whole_seconds: bool = False
+    react: bool = False
+
+    def __post_init__(self) -> None:
+        if not (math.isfinite(self.interval_s) and self.interval_s > 0):
+            raise InputError("interval", f"is {self.interval_s}", "it must be > 0 seconds")
+        if not (math.isfinite(self.restart_delay_s) and self.restart_delay_s >= 0):
+            raise InputError("restart delay", f"is {self.restart_delay_s}", "it must be >= 0 seconds")
+        if not 0 <= self.interference < 1:
+            raise InputError("interference", f"is {self.interference}", "a share of the speed, at least 0 and below 1")
+
+
+def simulate(
+    workload: Sequence[JobSpec],
+    applications: dict[str, Application],
+    cluster: ClusterSpec,
+    policy: Policy,
+    options: Options | None = None,
+) -> SimulationResult:
+    """Return what becomes of ``workload`` (n jobs) under ``policy``.
+
+    Raises InputError for jobs that can never run, CheckFailed when the policy gives GPUs out twice, Infeasible when it
+    lets jobs starve. O((n + rounds + epochs) log n) and the policy's own time.
+    """
+    begin = time.perf_counter()
+    run = _Run(make_jobs(workload, applications, policy.tuning, cluster), cluster, policy, options or Options())
+    run.play()
+    return SimulationResult(
+        policy=policy.name,
+        jobs=tuple(run.result(job) for job in run.jobs),
+        usage=tuple(run.usage),
+        total_gpus=cluster.total_gpus,
+        rounds=run.rounds,
+        wall_seconds=time.perf_counter() - begin,
+        policy_seconds=run.policy_seconds,
+    )
+
+
+class _Run:
+    """One replay: the event queue and what happens at each event."""
+
+    def __init__(self, jobs: list[SimulatedJob], cluster: ClusterSpec, policy: Policy, options: Options) -> None:
+        self.jobs, self.cluster, self.policy, self.options = jobs, cluster, policy, options
+        self.waiting = sorted(jobs, key=lambda job: (job.spec.submit_s, job.index))[::-1]
+        self.active: dict[int, SimulatedJob] = {}
+        self.epoch_ends: list[tuple[float, int]] = []
+        self.first_start: dict[int, float] = {}
+        self.usage: list[Usage] = []
+        self.rounds = 0
+        self.idle_rounds = 0
+        self.policy_seconds = 0.0
+
+    def play(self) -> None:
+        """Go from event to event until every job is finished."""
+        last_s = 0.0
+        while self.active or self.waiting:
+            now_s = self._next_round(last_s)
+            if self.options.react and self.waiting:
+                now_s = min(now_s, max(self.waiting[-1].spec.submit_s, last_s))
+            end_s = self._next_epoch_end()
+            # An epoch that ends with the interval ends before the round looks at the job, unless it was rounded down.
+            if end_s < now_s or (end_s == now_s and self.jobs[self.epoch_ends[0][1]].exact_next_s <= now_s):
+                finished = self._end_epoch(end_s)
+                while self._next_epoch_end() == end_s:
+                    finished |= self._end_epoch(end_s)
+                if not (finished and self.options.react and self.active):
+                    continue
+                now_s = end_s
+            self._admit(now_s)
+            self._round(now_s)
+            last_s = now_s
+
+    def _next_round(self, last_s: float) -> float:
+        """Return the next multiple of the interval at which a job is there. The first is one interval after 0."""
+        interval = self.options.interval_s
+        if self.active:
+            return (math.floor(last_s / interval + 1e-9) + 1) * interval
+        at = self.waiting[-1].spec.submit_s
+        return max(math.ceil(at / interval - 1e-9), math.floor(last_s / interval + 1e-9) + 1) * interval
+
+    def _next_epoch_end(self) -> float:
+        """Return when the next epoch ends, and drop entries that a change of plan has made void."""
+        while self.epoch_ends:
+            at, index = self.epoch_ends[0]
+            if self.jobs[index].next_s == at:
+                return at
+            heapq.heappop(self.epoch_ends)
+        return math.inf
+
+    def _end_epoch(self, now_s: float) -> bool:
+        """Handle one job's end of epoch and return whether the job finished."""
+        _, index = heapq.heappop(self.epoch_ends)
+        job = self.jobs[index]
+        if job.end_epoch(now_s):
+            del self.active[index]
+            self._note_usage(now_s)
+            if self.options.interference and not self.options.whole_seconds:
+                self._set_slowdowns(now_s)
+            return True
+        self._retune(job, now_s)
+        return False
+
+    def _admit(self, now_s: float) -> None:
+        while self.waiting and self.waiting[-1].spec.submit_s <= now_s:
+            job = self.waiting.pop()
+            job.last_s = now_s
+            self.active[job.index] = job
+
+    def _retune(self, job: SimulatedJob, now_s: float) -> None:
+        before = job.next_s
+        job.retune(now_s, self.options.whole_seconds)
+        if job.next_s != before:
+            heapq.heappush(self.epoch_ends, (job.next_s, job.index))
+
+    def _round(self, now_s: float) -> None:
+        """Let the jobs take note and re-tune, ask the policy, and put its answer into effect."""
+        jobs = sorted(self.active.values(), key=lambda job: job.index)
+        for job in jobs:
+            job.advance(now_s)
+            self._retune(job, now_s)
+        begin = time.process_time()
+        chosen = self.policy.allocate(jobs, self.cluster, now_s)
+        self.policy_seconds += time.process_time() - begin
+        free_gpus(self.cluster, chosen.values())
+        for job in jobs:
+            allocation = chosen.get(job.index, ())
+            if allocation != job.allocation:
+                job.reallocate(allocation, now_s, self.options.restart_delay_s)
+                if allocation:
+                    self.cluster.type_of(allocation)
+                    self.first_start.setdefault(job.index, now_s)
+                self._retune(job, now_s)
+        if self.options.interference:
+            self._set_slowdowns(now_s)
+        self.rounds += 1
+        self._note_usage(now_s)
+        self._watch_for_starvation(jobs)
+
+    def _set_slowdowns(self, now_s: float) -> None:
+        hit = interfering({index: job.allocation for index, job in self.active.items()})
+        for index, job in self.active.items():
+            slowdown = self.options.interference if index in hit else 0.0
+            if slowdown != job.slowdown:
+                job.advance(now_s)
+                job.slowdown = slowdown
+                self._retune(job, now_s)
+
+    def _watch_for_starvation(self, jobs: Sequence[SimulatedJob]) -> None:
+        moving = bool(self.waiting) or any(job.allocation for job in jobs)
+        self.idle_rounds = 0 if moving else self.idle_rounds + 1
+        if self.idle_rounds > _PATIENCE:
+            names = ", ".join(job.spec.name for job in jobs[:3])
+            raise Infeasible(f"policy {self.policy.name} gives no GPUs to {len(jobs)} jobs ({names}, ...) any more")
+
+    def _note_usage(self, now_s: float) -> None:
+        gpus = sum(count_gpus(job.allocation) for job in self.active.values())
+        state = Usage(time_s=now_s, gpus=gpus, jobs=len(self.active))
+        if not self.usage or (self.usage[-1].gpus, self.usage[-1].jobs) != (state.gpus, state.jobs):
+            self.usage.append(state)
+
+    def result(self, job: SimulatedJob) -> JobResult:
+        """Return what became of a finished job."""
+        assert job.finish_s is not None
+        return JobResult(
+            name=job.spec.name,
+            application=job.application.name,
+            submit_s=job.spec.submit_s,
+            first_start_s=self.first_start[job.index],
+            finish_s=job.finish_s,
+            restarts=job.restarts,
+            gpu_seconds=job.gpu_seconds(job.finish_s),
+        )

@@ -1,0 +1,290 @@
+"""What really happens when a job trains: step times, gradient statistics and the work until it ends, from measurements.
+
+An :class:`Application` holds one application's measurements and answers the simulator's questions about it. The rules
+of interpolation are those of Pollux's published simulator (AdaptDL traces): a measured placement, rotated to its
+smallest form, interpolates linearly in the local batch size; any other placement interpolates over nodes, replicas and
+local batch size; gradient statistics interpolate in the total batch size, per epoch; progress counts iterations at M0.
+Answers are cached: the same few configurations are asked for again and again.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ddltool.errors import InputError, did_you_mean
+
+Floats = NDArray[np.float64]
+Placement = tuple[int, ...]
+ANY_TYPE = "*"
+"""The GPU type of measurements that name none: they hold for every type."""
+# Larger node counts than these were not measured; the published simulator counts more nodes as this many.
+_MOST_NODES = 16
+
+
+def smallest_rotation(placement: Sequence[int]) -> Placement:
+    """Return the GPUs per node without zeros, rotated to the lexicographically smallest form.
+
+    >>> smallest_rotation((4, 0, 2, 3))
+    (2, 3, 4)
+    """
+    used = tuple(count for count in placement if count)
+    return min((used[at:] + used[:at] for at in range(len(used))), default=())
+
+
+@dataclass(kw_only=True, eq=False)
+class StepTimes:
+    """Measured times of one application on one GPU type: ``n`` placement rows and ``m`` scalability rows, seconds."""
+
+    where: str
+    placements: Sequence[Placement]
+    """(n,) GPUs per node, as measured."""
+    local_batch_size: Floats
+    """(n,)"""
+    times_s: Floats
+    """(n, 2) step time and the part of it that synchronises."""
+    scalability: Floats
+    """(m, 3) nodes, replicas, local batch size."""
+    scalability_times_s: Floats
+    """(m, 2)"""
+    _curves: dict[Placement, tuple[Floats, Floats]] = field(default_factory=dict, repr=False)
+    _cache: dict[tuple[Placement, int], tuple[float, float]] = field(default_factory=dict, repr=False)
+    _between: tuple[Callable[[Any], Floats], dict[tuple[int, int], tuple[Floats, Floats]]] | None = None
+
+    def __post_init__(self) -> None:
+        rows: dict[Placement, list[int]] = {}
+        for row, placement in enumerate(self.placements):
+            rows.setdefault(smallest_rotation(placement), []).append(row)
+        if not rows:
+            raise InputError(self.where, "holds no placement", "give at least one measured row")
+        for placement, chosen in rows.items():
+            self._curves[placement] = _curve(self.local_batch_size[chosen], self.times_s[chosen])
+
+    @property
+    def batch_range(self) -> tuple[int, int]:
+        """Smallest and largest measured local batch size."""
+        return int(self.local_batch_size.min()), int(self.local_batch_size.max())
+
+    def __call__(self, placement: Placement, local_batch_size: int) -> tuple[float, float]:
+        """Return (step time, sync time) in seconds of a placement without zeros."""
+        key = (placement, local_batch_size)
+        found = self._cache.get(key)
+        if found is None:
+            rotated = smallest_rotation(placement)
+            curve = self._curves.get(rotated)
+            found = _at(curve, local_batch_size) if curve else self._interpolated(rotated, local_batch_size)
+            self._cache[key] = found
+        return found
+
+    def _interpolated(self, placement: Placement, local_batch_size: int) -> tuple[float, float]:
+        """Return the times of a placement that was not measured, from those around it."""
+        if self._between is None:
+            self._between = self._neighbours()
+        surface, groups = self._between
+        nodes, replicas = min(len(placement), _MOST_NODES), sum(placement)
+        step, sync = surface([nodes, replicas, local_batch_size])[0].tolist()
+        if not math.isnan(step + sync):
+            return step, sync
+        # Outside the measured hull: the nearest measured (nodes, replicas), in ratios, speaks for it.
+        nearest = min(groups, key=lambda at: (abs(math.log(at[0] / nodes)) + abs(math.log(at[1] / replicas)), at))
+        return _at(groups[nearest], local_batch_size)
+
+    def _neighbours(self) -> tuple[Callable[[Any], Floats], dict[tuple[int, int], tuple[Floats, Floats]]]:
+        """Return the linear interpolation over (nodes, replicas, local batch size), and its rows by configuration."""
+        from scipy.interpolate import LinearNDInterpolator
+        from scipy.spatial import QhullError
+
+        at = np.array([(len(place), sum(place)) for place in map(smallest_rotation, self.placements)], dtype=np.float64)
+        points = np.column_stack([at, self.local_batch_size])
+        unique, inverse = np.unique(points, axis=0, return_inverse=True)
+        counts = np.bincount(inverse.ravel())
+        means = np.stack([np.bincount(inverse.ravel(), self.times_s[:, c]) / counts for c in range(2)], axis=1)
+        points = np.vstack([unique, self.scalability])
+        times = np.vstack([means, self.scalability_times_s])
+        groups: dict[tuple[int, int], list[int]] = {}
+        for row, (nodes, replicas) in enumerate(points[:, :2].astype(int).tolist()):
+            groups.setdefault((nodes, replicas), []).append(row)
+        curves = {key: _curve(points[rows, 2], times[rows]) for key, rows in groups.items()}
+        try:
+            return LinearNDInterpolator(points, times), curves
+        except (QhullError, ValueError):
+            # Too few or too flat rows for a volume: nothing lies inside it, so the nearest configuration speaks.
+            return _nothing, curves
+
+
+def _nothing(point: Any) -> Floats:
+    return np.full((1, 2), np.nan)
+
+
+def _curve(batch: Floats, times: Floats) -> tuple[Floats, Floats]:
+    """Return batch sizes (ascending, each once) and their mean times (k, 2)."""
+    unique, inverse = np.unique(batch, return_inverse=True)
+    counts = np.bincount(inverse)
+    return unique, np.stack([np.bincount(inverse, times[:, c]) / counts for c in range(2)], axis=1)
+
+
+def _at(curve: tuple[Floats, Floats], batch: float) -> tuple[float, float]:
+    """Return the times at a batch size: linear between measured ones, and on along the last two beyond them."""
+    sizes, times = curve
+    if len(sizes) == 1:
+        return float(times[0, 0]), float(times[0, 1])
+    upper = min(max(int(np.searchsorted(sizes, batch)), 1), len(sizes) - 1)
+    share = (batch - sizes[upper - 1]) / (sizes[upper] - sizes[upper - 1])
+    step, sync = (times[upper - 1] + share * (times[upper] - times[upper - 1])).tolist()
+    least = float(times[:, 0].min()) * 1e-3  # beyond the measured sizes a falling line must not cross zero
+    step = max(step, least)
+    return step, min(max(sync, 0.0), step)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Validation:
+    """One validation run at total batch ``batch_size``: arrays over its ``E`` epochs."""
+
+    batch_size: int
+    progress: Floats
+    """Iterations at M0 done at the end of the epoch."""
+    iteration: Floats
+    """Iterations at this batch size done at the end of the epoch."""
+    metric: Floats
+    grad_sqr: Floats
+    grad_var: Floats
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Limits:
+    """What an application may do beyond its measurements. None: what the measurements say, or no limit."""
+
+    max_epochs: int | None = None
+    max_local_batch_size: int | None = None
+    target_metric: float | None = None
+    """Training ends with the epoch in which the best metric reaches this; None: after ``max_epochs``."""
+    fixed_batch_size: int | None = None
+    """Total batch of a job whose batch may not be tuned."""
+    max_replicas: int | None = None
+
+
+# Pollux's published simulator (petuum/adaptdl, osdi21-artifact) sets these by hand, ncf's under adaptive policies.
+PUBLISHED_LIMITS: Mapping[str, Limits] = {
+    "bert": Limits(max_epochs=2),
+    "cifar10": Limits(max_epochs=100),
+    "ncf": Limits(max_epochs=10, fixed_batch_size=32768, max_replicas=1),
+    "imagenet": Limits(max_epochs=90),
+    "deepspeech2": Limits(max_epochs=80),
+    "yolov3": Limits(max_epochs=50, max_local_batch_size=8),
+}
+
+
+class Application:
+    """The truth about one application. Batch sizes are in samples, progress in iterations at M0, times in seconds.
+
+    ``times``: step times by GPU type (:data:`ANY_TYPE` for all types); ``validation``: at least one run.
+    Raises InputError where the measurements contradict each other or the limits.
+    """
+
+    def __init__(
+        self, name: str, times: Mapping[str, StepTimes], validation: Sequence[Validation], limits: Limits | None = None
+    ) -> None:
+        limits = limits if limits is not None else PUBLISHED_LIMITS.get(name, Limits())
+        if not times or not validation:
+            raise InputError(f"application {name}", "lacks step times or validation runs", "give both")
+        runs = sorted(validation, key=lambda run: run.batch_size)
+        epochs = min(len(run.progress) for run in runs)
+        self.name = name
+        self.times = dict(times)
+        self.limits = limits
+        self.max_epochs = limits.max_epochs or epochs
+        if not 1 <= self.max_epochs <= epochs:
+            raise InputError(f"application {name}", f"max epochs {self.max_epochs}", f"1 to {epochs} are measured")
+        self.batch_sizes = np.array([run.batch_size for run in runs], dtype=np.float64)
+        self.init_batch_size, self.max_batch_size = runs[0].batch_size, runs[-1].batch_size
+        ranges = [table.batch_range for table in times.values()]
+        self.min_local_batch_size = min(low for low, _ in ranges)
+        self.max_local_batch_size = limits.max_local_batch_size or max(high for _, high in ranges)
+        self.fixed_batch_size = limits.fixed_batch_size
+        most = max(1, self.max_batch_size // self.min_local_batch_size)
+        self.max_replicas = min(most, limits.max_replicas or most)
+        kept = slice(0, epochs)
+        self.metric = np.stack([run.metric[kept] for run in runs])
+        self.iteration = np.stack([run.iteration[kept] for run in runs])
+        self.grad_sqr = np.stack([run.grad_sqr[kept] for run in runs])
+        self.grad_var = np.stack([run.grad_var[kept] for run in runs])
+        progress = np.stack([run.progress[kept] for run in runs]).min(axis=0)
+        self.progress: list[float] = [0.0, *progress.tolist()]
+        """``progress[e]``: iterations at M0 until e epochs are done, the least over the measured batch sizes."""
+        if np.any(np.diff(self.progress[: self.max_epochs + 1]) <= 0):
+            raise InputError(
+                f"application {name}:progress", "does not grow with the epochs", "check the validation runs"
+            )
+        self._grad: dict[tuple[int, int], tuple[float, float]] = {}
+        self._last: dict[int, int] = {}
+
+    def step_times(self, placement: Placement, local_batch_size: int, gpu_type: str = ANY_TYPE) -> tuple[float, float]:
+        """Return (step time, sync time) in seconds on ``placement`` (GPUs per node) of one GPU type.
+
+        Raises InputError for a type without measurements.
+        """
+        table = self.times.get(gpu_type) or self.times.get(ANY_TYPE)
+        if table is None:
+            hint = did_you_mean(gpu_type, self.times)
+            raise InputError(f"application {self.name}", f"no step times on {gpu_type!r}", hint)
+        return table(placement, local_batch_size)
+
+    def runs_on(self, gpu_type: str) -> bool:
+        """Return whether the application was measured on this GPU type."""
+        return gpu_type in self.times or ANY_TYPE in self.times
+
+    def _weights(self, batch_size: float) -> tuple[int, int, float]:
+        """Return the measured runs around a total batch size and the weight of the upper one."""
+        sizes = self.batch_sizes
+        if not sizes[0] <= batch_size <= sizes[-1]:
+            where = f"application {self.name}:batch size"
+            raise InputError(where, f"is {batch_size:g}", f"measured from {sizes[0]:g} to {sizes[-1]:g}")
+        upper = int(np.searchsorted(sizes, batch_size))
+        if sizes[upper] == batch_size:
+            return upper, upper, 0.0
+        return upper - 1, upper, float((batch_size - sizes[upper - 1]) / (sizes[upper] - sizes[upper - 1]))
+
+    def grad_stats(self, batch_size: int, epoch: int) -> tuple[float, float]:
+        """Return the gradient's squared norm and variance (at M0) during ``epoch`` (from 0) at a total batch size."""
+        key = (batch_size, epoch)
+        found = self._grad.get(key)
+        if found is None:
+            low, high, share = self._weights(batch_size)
+            sqr = self.grad_sqr[low, epoch] * (1 - share) + self.grad_sqr[high, epoch] * share
+            var = self.grad_var[low, epoch] * (1 - share) + self.grad_var[high, epoch] * share
+            found = self._grad[key] = float(sqr), float(var)
+        return found
+
+    def gain(self, batch_size: int, epoch: int) -> float:
+        """Return the progress of one iteration, in iterations at M0: AdaScale's gain of the batch size."""
+        sqr, var = self.grad_stats(batch_size, epoch)
+        return (var + sqr) / (var * self.init_batch_size / batch_size + sqr)
+
+    def iterations(self, batch_size: int, epoch: int) -> float:
+        """Return the iterations at ``batch_size`` done at the end of epoch ``epoch`` (from 0)."""
+        low, high, share = self._weights(batch_size)
+        return float(self.iteration[low, epoch] * (1 - share) + self.iteration[high, epoch] * share)
+
+    def completion_epoch(self, batch_size: int) -> int:
+        """Return the last epoch (from 0) that training at this batch size needs."""
+        target = self.limits.target_metric
+        if target is None:
+            return self.max_epochs - 1
+        if batch_size not in self._last:
+            self._last[batch_size] = self._crossing(batch_size, target)
+        return self._last[batch_size]
+
+    def _crossing(self, batch_size: int, target: float) -> int:
+        low, high, share = self._weights(batch_size)
+        if self.metric[0, 0] < self.metric[0, -1]:  # an accuracy, which grows
+            best = np.maximum.accumulate(self.metric, axis=1)
+            reached = best[low] * (1 - share) + best[high] * share >= target
+        else:
+            best = np.minimum.accumulate(self.metric, axis=1)
+            reached = best[low] * (1 - share) + best[high] * share <= target
+        return min(int(reached.argmax()), self.max_epochs - 1) if reached.any() else self.max_epochs - 1

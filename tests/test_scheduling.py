@@ -1,0 +1,466 @@
+"""Jobs replayed from measurements: the truth's interpolation, what a job believes, and the event queue, by hand."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from scipy.optimize import minimize
+
+from ddltool.analyzers.goodput.throughput import ThroughputParams, goodput_per_s
+from ddltool.analyzers.scheduling.cluster import Allocation, ClusterSpec, count_gpus, packed
+from ddltool.analyzers.scheduling.estimate import (
+    Profile,
+    Tunable,
+    best_goodput,
+    fit,
+    objective,
+    predict_step,
+    split_batch,
+)
+from ddltool.analyzers.scheduling.fifo import Fifo
+from ddltool.analyzers.scheduling.job import JobSpec, SimulatedJob, Tuning
+from ddltool.analyzers.scheduling.metrics import IsolatedTimes, summarize
+from ddltool.analyzers.scheduling.optimus import Optimus
+from ddltool.analyzers.scheduling.pollux import Pollux
+from ddltool.analyzers.scheduling.simulator import Options, SimulationResult, simulate
+from ddltool.analyzers.scheduling.srtf import Srtf
+from ddltool.analyzers.scheduling.tiresias import Tiresias
+from ddltool.analyzers.scheduling.truth import Application, Limits, StepTimes, Validation, smallest_rotation
+from ddltool.commands.workloads import read_applications, read_cluster, read_workload
+from ddltool.errors import CheckFailed, Infeasible, InputError
+
+FOLDER = Path(__file__).resolve().parents[1] / "fixtures" / "workloads"
+POLICIES: dict[str, Callable[[], Any]] = {
+    "fifo": Fifo,
+    "tiresias": lambda: Tiresias(threshold_gpu_s=1800.0),
+    "optimus": Optimus,
+    "pollux": Pollux,
+    "srtf": Srtf,
+}
+
+
+def table(rows: Mapping[tuple[tuple[int, ...], int], tuple[float, float]], **scalability: Any) -> StepTimes:
+    """Return step times from {(placement, local batch): (step, sync)}."""
+    more = np.array(scalability.get("points", np.empty((0, 3))), dtype=float)
+    return StepTimes(
+        where="test",
+        placements=[placement for placement, _ in rows],
+        local_batch_size=np.array([float(local) for _, local in rows]),
+        times_s=np.array(list(rows.values())),
+        scalability=more,
+        scalability_times_s=np.array(scalability.get("times", np.empty((0, 2))), dtype=float),
+    )
+
+
+def validation(batch: int, progress: Sequence[float], metric: Sequence[float], sqr: float, var: float) -> Validation:
+    ones = np.ones(len(progress))
+    at = np.array(progress, dtype=float)
+    return Validation(
+        batch_size=batch,
+        progress=at,
+        iteration=at / 2,
+        metric=np.array(metric),
+        grad_sqr=ones * sqr,
+        grad_var=ones * var,
+    )
+
+
+def steady(step_s: float = 1.0, epochs: int = 2, widest: int = 4) -> Application:
+    """Return an application whose every step takes ``step_s`` and makes one iteration's progress, 10 per epoch."""
+    rows = {(p, 8): (step_s, 0.0) for n in (1, 2) for p in itertools.product(range(1, widest + 1), repeat=n)}
+    progress = [10.0 * (epoch + 1) for epoch in range(epochs)]
+    runs = [validation(batch, progress, [0.1 * e for e in range(epochs)], 1.0, 0.0) for batch in (8, 64)]
+    return Application("steady", {"*": table(rows)}, runs, Limits())
+
+
+def job(name: str, submit: float, replicas: int = 1, batch: int = 8, application: str = "steady") -> JobSpec:
+    return JobSpec(name=name, submit_s=submit, application=application, num_replicas=replicas, batch_size=batch)
+
+
+# The truth.
+
+
+def test_a_measured_placement_interpolates_linearly_in_the_local_batch_whatever_its_rotation() -> None:
+    times = table({((1, 2), 4): (1.0, 0.2), ((1, 2), 8): (2.0, 0.6), ((3,), 4): (9.0, 0.0)})
+    assert times((1, 2), 4) == pytest.approx((1.0, 0.2))
+    assert times((2, 1), 5) == pytest.approx((1.25, 0.3))
+    assert times((1, 2), 12) == pytest.approx((3.0, 1.0))  # beyond the last size: on along the last two
+    assert times.batch_range == (4, 8)
+
+
+@given(st.lists(st.integers(0, 4), min_size=1, max_size=5).filter(any))
+def test_the_smallest_rotation_is_a_rotation_and_the_least(placement: list[int]) -> None:
+    used = [count for count in placement if count]
+    rotations = {tuple(used[at:] + used[:at]) for at in range(len(used))}
+    assert smallest_rotation(placement) == min(rotations)
+    assert smallest_rotation(used[1:] + used[:1]) == min(rotations)
+
+
+def test_an_unmeasured_placement_interpolates_over_nodes_replicas_and_batch() -> None:
+    def plane(nodes: int, replicas: int, local: int) -> tuple[float, float]:
+        return 1 + 0.5 * nodes + 0.1 * replicas + 0.01 * local, 0.1 * nodes + 0.02 * replicas
+
+    measured = {(p, b): plane(len(p), sum(p), b) for p in [(1,), (4,), (1, 1), (4, 4)] for b in (4, 16)}
+    points = [(n, r, b) for n in (4, 8) for r in (n, 4 * n) for b in (4, 16)]
+    times = table(measured, points=points, times=[plane(*point) for point in points])
+    for placement in [(2, 3), (1, 2, 2), (4, 4, 4), (3, 3, 1, 1, 2)]:
+        assert times(placement, 9) == pytest.approx(plane(len(placement), sum(placement), 9))
+    # 40 nodes are far outside what was measured: the nearest configuration answers, with its batch's line.
+    assert times((4,) * 40, 10) == pytest.approx(plane(8, 32, 10))
+
+
+def test_statistics_interpolate_in_the_batch_size_and_give_adascales_gain() -> None:
+    runs = [validation(10, [5.0, 9.0], [0.1, 0.2], 1.0, 3.0), validation(30, [6.0, 8.0], [0.1, 0.2], 2.0, 7.0)]
+    application = Application("a", {"*": table({((1,), 10): (1.0, 0.0)})}, runs)
+    assert application.progress == [0.0, 5.0, 8.0]  # the least over the batch sizes
+    assert application.grad_stats(15, 1) == pytest.approx((1.25, 4.0))
+    assert application.gain(15, 0) == pytest.approx((4.0 + 1.25) / (4.0 / 1.5 + 1.25))
+    assert application.gain(10, 0) == 1.0
+    assert application.iterations(20, 1) == pytest.approx(4.25)
+    with pytest.raises(InputError, match="is 31; measured from 10 to 30"):
+        application.grad_stats(31, 0)
+
+
+@pytest.mark.parametrize(
+    ("metric", "target", "last"),
+    [([0.1, 0.5, 0.4, 0.9], 0.45, 1), ([0.1, 0.5, 0.4, 0.9], 0.95, 3), ([9.0, 4.0, 5.0, 1.0], 4.0, 1)],
+)
+def test_training_ends_with_the_epoch_that_reaches_the_target(metric: list[float], target: float, last: int) -> None:
+    times = {"*": table({((1,), 8): (1.0, 0.0)})}
+    runs = [validation(8, [1.0, 2.0, 3.0, 4.0], metric, 1.0, 1.0)]
+    assert Application("a", times, runs, Limits(target_metric=target)).completion_epoch(8) == last
+    assert Application("a", times, runs, Limits(max_epochs=2)).completion_epoch(8) == 1
+    with pytest.raises(InputError, match="max epochs 5"):
+        Application("a", times, runs, Limits(max_epochs=5))
+
+
+# What a job believes.
+
+TRUE = np.array([0.04, 2e-3, 0.12, 0.01, 0.03, 0.004, 1.8])
+
+
+def profile(nodes: Sequence[float], replicas: Sequence[float], local: Sequence[float], noise: float = 0.0) -> Profile:
+    made = Profile(
+        num_nodes=np.array(nodes, dtype=float),
+        num_replicas=np.array(replicas, dtype=float),
+        local_batch_size=np.array(local, dtype=float),
+        grad_time_s=np.ones(len(nodes)),
+        step_time_s=np.ones(len(nodes)),
+    )
+    grad, step = predict_step(TRUE, made)
+    wobble = np.exp(noise * np.random.default_rng(len(nodes)).standard_normal((2, len(nodes))))
+    grad = grad * wobble[0]
+    return Profile(
+        num_nodes=made.num_nodes,
+        num_replicas=made.num_replicas,
+        local_batch_size=made.local_batch_size,
+        grad_time_s=grad,
+        step_time_s=np.maximum(step * wobble[1], grad * 1.0001),
+    )
+
+
+SEEN = [
+    ([1], [1], [32]),
+    ([1, 1], [1, 2], [32, 32]),
+    ([1, 1, 1], [1, 2, 4], [32, 48, 64]),
+    ([1, 1, 1, 2, 3], [1, 2, 4, 8, 12], [32, 48, 64, 64, 20]),
+    ([1, 1, 1, 2, 3, 2, 4, 4], [1, 2, 4, 8, 12, 5, 16, 14], [32, 48, 64, 64, 20, 100, 90, 17]),
+]
+
+
+@pytest.mark.parametrize("noise", [0.0, 0.08])
+@pytest.mark.parametrize("seen", SEEN)
+def test_the_fit_reaches_what_a_general_minimiser_reaches(seen: tuple[list[int], ...], noise: float) -> None:
+    rows = profile(*seen, noise=noise)
+    found = fit(rows)
+    replicas, nodes, local = rows.num_replicas, rows.num_nodes, rows.local_batch_size
+    across, within = bool((nodes > 1).any()), bool(((nodes == 1) & (replicas > 1)).any())
+    grows = bool((replicas > 2).any())
+    free = [bool(np.ptp(local)), True, across, across and grows, within, within and grows, True]
+    half = float(rows.grad_time_s.mean()) / 2
+    fixed = np.array([half, 1.0, 1e-8, 1e-8, 1e-8, 1e-8, 1.0])
+
+    def value(logs: Any) -> float:
+        whole = fixed.copy()
+        whole[free] = np.exp(logs)
+        return objective(whole, rows)
+
+    bounds = [(math.log(1e-8), math.log(10.0))] * 6 + [(0.0, math.log(10.0))]
+    bounds = [bound for bound, is_free in zip(bounds, free, strict=True) if is_free]
+    rivals = []
+    for gamma in (1.001, 2.0, 4.0):
+        start = np.log(np.array([0.1, 0.01, 0.1, 0.01, 0.1, 0.01, gamma]))[free]
+        rivals.append(minimize(value, start, bounds=bounds, method="L-BFGS-B", options={"maxiter": 400}).fun)
+    kept = found.copy()
+    if not across:
+        kept[2:4] = 1e-8  # the prior on what was never seen is set after the minimum is found
+    assert objective(kept, rows) <= min(rivals) + 2e-3
+
+
+def test_the_fit_keeps_the_priors_on_what_was_not_seen() -> None:
+    alone = fit(profile([1], [1], [32]))
+    assert alone[0] == pytest.approx(alone[1] * 32)  # half of the time grows with the batch
+    assert max(alone[2:6]) < 1e-7
+    one_node = fit(profile([1, 1, 1], [1, 2, 4], [32, 48, 64]))
+    assert one_node[2:4] == pytest.approx(1.1 * one_node[4:6])
+    several = fit(profile(*SEEN[-1]))
+    again = fit(profile(*SEEN[-1]), several)
+    assert predict_step(again, profile(*SEEN[-1]))[1] == pytest.approx(profile(*SEEN[-1]).step_time_s, rel=0.05)
+
+
+def test_the_best_goodput_is_that_of_trying_every_candidate() -> None:
+    limits = Tunable(init_batch_size=64, max_batch_size=2048, min_local_batch_size=16, max_local_batch_size=200)
+    names = ("grad", "sync_node", "sync_local")
+    values = dict(zip([f"{a}_{n}_s" for n in names for a in ("alpha", "beta")], TRUE.tolist(), strict=False))
+    params = ThroughputParams(**values, gamma=float(TRUE[6]))
+    sqr, var = 0.7, 5.0
+    for nodes, replicas in [(1, 1), (1, 4), (2, 5), (4, 16)]:
+        tried = {}
+        low = max(64, 16 * replicas)
+        for at in range(50):
+            local = low * (2048 / low) ** (at / 49) / replicas
+            steps = math.ceil(local / 200 - 1e-8) - 1
+            steps = max(steps, 1) if replicas == 1 and local > 64 + 1e-8 else steps
+            atomic = math.ceil(local / (steps + 1) - 1e-8)
+            if 16 <= atomic <= 200:
+                tried[atomic, steps] = goodput_per_s(
+                    params, nodes, replicas, atomic, steps, noise_scale=64 * var / sqr, initial_batch_size=64
+                )
+        found = best_goodput(TRUE, sqr, var, limits, np.array([float(nodes)]), np.array([float(replicas)]))
+        assert found[0][0] == pytest.approx(max(tried.values()), rel=1e-6)
+        assert tried[int(found[1][0]), int(found[2][0])] == pytest.approx(max(tried.values()), rel=1e-6)
+
+
+def test_a_given_batch_is_split_into_what_fits() -> None:
+    limits = Tunable(init_batch_size=64, max_batch_size=2048, min_local_batch_size=16, max_local_batch_size=200)
+    assert split_batch(64, 1, limits) == (64, 0)
+    assert split_batch(128, 1, limits) == (64, 1)  # one replica above M0: one more gradient, to tell the noise
+    assert split_batch(1000, 2, limits) == (167, 2)
+    assert split_batch(1000, 3, limits) == (167, 1)
+
+
+# The event queue, by hand.
+
+
+def finishes(result: SimulationResult) -> list[float]:
+    return [made.finish_s for made in result.jobs]
+
+
+def test_first_in_first_out_by_hand() -> None:
+    cluster, applications = ClusterSpec.homogeneous(1, 1), {"steady": steady()}
+    jobs = [job("a", 5.0), job("b", 10.0)]
+    # Seen at 60, restart delay until 90, 2 epochs of 10 steps of 1 s; the next round is at 120.
+    assert finishes(simulate(jobs, applications, cluster, Fifo())) == [110.0, 170.0]
+    quick = Options(react=True, restart_delay_s=0.0)
+    assert finishes(simulate(jobs, applications, cluster, Fifo(), quick)) == [25.0, 45.0]
+    late = simulate([job("a", 1000.0)], applications, cluster, Fifo(), Options(interval_s=300.0))
+    assert finishes(late) == [1200.0 + 30.0 + 20.0]
+    assert late.rounds == 1
+
+
+def test_whole_seconds_round_each_epoch() -> None:
+    applications = {"steady": steady(step_s=1.04)}
+    cluster = ClusterSpec.homogeneous(1, 1)
+    exact = simulate([job("a", 0.0)], applications, cluster, Fifo())
+    rounded = simulate([job("a", 0.0)], applications, cluster, Fifo(), Options(whole_seconds=True))
+    assert finishes(exact) == pytest.approx([90 + 20.8])
+    assert finishes(rounded) == [90 + 10 + 10]
+
+
+def test_a_big_job_holds_later_ones_up_under_fifo_and_is_passed_over_under_tiresias() -> None:
+    cluster, applications = ClusterSpec.homogeneous(1, 2), {"steady": steady(epochs=10)}
+    jobs = [job("a", 0.0), job("big", 1.0, replicas=2, batch=16), job("c", 2.0)]
+    # a: 60 + 30 + 100 = 190, so big starts at 240; c waits for big under FIFO. Gain is 1 for every batch here.
+    assert finishes(simulate(jobs, applications, cluster, Fifo())) == [190.0, 370.0, 510.0 + 40.0]
+    assert finishes(simulate(jobs, applications, cluster, Tiresias())) == [190.0, 370.0, 190.0]
+
+
+def test_tiresias_demotes_what_has_been_served() -> None:
+    cluster, applications = ClusterSpec.homogeneous(1, 1), {"steady": steady(epochs=20)}
+    jobs = [job("a", 0.0), job("b", 61.0)]
+    made = simulate(jobs, applications, cluster, Tiresias(threshold_gpu_s=120.0))
+    # a runs from 60, is demoted at 180 with 90 of 200 s done; b runs from 180 to 300, is demoted too and waits for a
+    # (queue 1 is first in, first out): a needs 110 s from 330, b 110 s from 510.
+    assert finishes(made) == [330.0 + 110.0, 480.0 + 30.0 + 110.0]
+    assert [one.restarts for one in made.jobs] == [1, 1]
+
+
+def test_interference_slows_both_jobs_that_share_a_node_until_one_ends() -> None:
+    class Crossed(Fifo):
+        def allocate(self, jobs: Sequence[SimulatedJob], cluster: ClusterSpec, now_s: float) -> dict[int, Allocation]:
+            return {one.index: ((0, 1), (1, 1)) for one in jobs}
+
+    cluster = ClusterSpec.homogeneous(2, 2)
+    short, long = steady(epochs=3), steady(epochs=6)
+    jobs = [job("short", 0.0, 2, 16, "short"), job("long", 0.0, 2, 16, "long")]
+    made = simulate(jobs, {"short": short, "long": long}, cluster, Crossed(), Options(interference=0.5))
+    # Both at half speed: 30 steps take 60 s from 90 on; then the long one has 30 left, at full speed.
+    assert finishes(made) == pytest.approx([150.0, 180.0])
+    alone = simulate(jobs, {"short": short, "long": long}, cluster, Crossed())
+    assert finishes(alone) == pytest.approx([120.0, 150.0])
+
+
+def test_a_policy_that_gives_gpus_out_twice_or_never_is_refused() -> None:
+    class Double(Fifo):
+        def allocate(self, jobs: Sequence[SimulatedJob], cluster: ClusterSpec, now_s: float) -> dict[int, Allocation]:
+            return {one.index: ((0, 1),) for one in jobs}
+
+    class Nobody(Fifo):
+        def allocate(self, jobs: Sequence[SimulatedJob], cluster: ClusterSpec, now_s: float) -> dict[int, Allocation]:
+            return {}
+
+    cluster, applications = ClusterSpec.homogeneous(1, 1), {"steady": steady()}
+    with pytest.raises(CheckFailed, match="node 0 has 1 GPUs, and more were given out"):
+        simulate([job("a", 0.0), job("b", 0.0)], applications, cluster, Double())
+    with pytest.raises(Infeasible, match=r"gives no GPUs to 1 jobs \(a, ...\)"):
+        simulate([job("a", 0.0)], applications, cluster, Nobody())
+    with pytest.raises(InputError, match="wants 2 GPUs of 1"):
+        simulate([job("a", 0.0, 2, 16)], applications, cluster, Fifo())
+    with pytest.raises(InputError, match="no traces of 'other'"):
+        simulate([job("a", 0.0, application="other")], applications, cluster, Fifo())
+
+
+def test_finish_time_fairness_by_hand() -> None:
+    applications = {"steady": steady()}
+    cluster = ClusterSpec.homogeneous(1, 1)
+    made = simulate([job("a", 0.0), job("b", 0.0)], applications, cluster, Fifo())
+    summary = summarize(made, IsolatedTimes(applications, cluster), 30.0)
+    # a: 110 s, two jobs all the time: half a GPU, 20 s / 0.5 + 30. b: 170 s, (110 x 2 + 60) / 170 jobs on average.
+    assert summary.fairness == pytest.approx([110 / 70, 170 / (20 * 280 / 170 + 30)])
+    assert summary.worst_fairness == max(summary.fairness)
+    assert (summary.share_below_1, summary.restarts) == (0.0, 0)
+    assert summary.utilization == pytest.approx((50 + 50) / 170)
+    assert (summary.makespan_s, summary.avg_queueing_s) == (170.0, 90.0)
+
+
+# Invariants on the synthetic workload that ships.
+
+
+class Watched:
+    """A policy that checks what it is shown and what it answers."""
+
+    def __init__(self, inner: Any) -> None:
+        self.inner, self.name, self.tuning = inner, inner.name, inner.tuning
+        self.last_s = 0.0
+        self.progress: dict[int, float] = {}
+
+    def allocate(self, jobs: Sequence[SimulatedJob], cluster: ClusterSpec, now_s: float) -> Mapping[int, Allocation]:
+        assert now_s >= self.last_s
+        self.last_s = now_s
+        for one in jobs:
+            assert one.spec.submit_s <= now_s
+            assert one.progress >= self.progress.get(one.index, 0.0)
+            self.progress[one.index] = one.progress
+        made = self.inner.allocate(jobs, cluster, now_s)
+        used = np.zeros(len(cluster.gpus))
+        by_index = {one.index: one for one in jobs}
+        for index, allocation in made.items():
+            if allocation != by_index[index].allocation:
+                assert count_gpus(allocation) <= by_index[index].most_replicas
+            if self.tuning is Tuning.RIGID:
+                assert count_gpus(allocation) == by_index[index].spec.num_replicas
+            for node, count in allocation:
+                used[node] += count
+        assert (used <= np.array(cluster.gpus)).all()
+        if self.name == "pollux":
+            nodes = [node for allocation in made.values() if len(allocation) > 1 for node, _ in allocation]
+            assert len(nodes) == len(set(nodes))
+        return made  # type: ignore[no-any-return]
+
+
+@pytest.fixture(scope="module")
+def synthetic() -> tuple[list[JobSpec], dict[str, Application], ClusterSpec]:
+    jobs = read_workload(FOLDER / "synthetic.csv")
+    applications = read_applications([FOLDER / "traces"], [one.application for one in jobs])
+    return jobs, applications, read_cluster(FOLDER / "cluster.yaml")
+
+
+@pytest.mark.parametrize("name", POLICIES)
+@settings(max_examples=5, deadline=None)
+@given(data=st.data())
+def test_invariants(name: str, synthetic: tuple[Any, Any, Any], data: st.DataObject) -> None:
+    everything, applications, cluster = synthetic
+    jobs = data.draw(st.lists(st.sampled_from(everything), min_size=1, max_size=9, unique_by=lambda one: one.name))
+    options = Options(
+        interval_s=data.draw(st.sampled_from([20.0, 60.0, 137.0])),
+        restart_delay_s=data.draw(st.sampled_from([0.0, 30.0])),
+        interference=data.draw(st.sampled_from([0.0, 0.3])),
+        whole_seconds=data.draw(st.booleans()),
+        react=data.draw(st.booleans()),
+    )
+    made = simulate(jobs, applications, cluster, Watched(POLICIES[name]()), options)
+    assert [one.name for one in made.jobs] == [one.name for one in jobs]
+    isolated = IsolatedTimes(applications, cluster)
+    rounding = 0.5 * 20 if options.whole_seconds else 0.0
+    for one in made.jobs:
+        assert one.submit_s <= one.first_start_s < one.finish_s
+        least = isolated(one.application, cluster.total_gpus)
+        assert one.finish_s - one.first_start_s >= 0.98 * least - rounding + options.restart_delay_s
+    # Every GPU-second that a job holds is one that the cluster lends.
+    starts = [used.time_s for used in made.usage]
+    ends = [*starts[1:], max(finishes(made))]
+    lent = sum(used.gpus * (end - start) for used, start, end in zip(made.usage, starts, ends, strict=True))
+    assert sum(one.gpu_seconds for one in made.jobs) == pytest.approx(lent)
+    again = simulate(jobs, applications, cluster, POLICIES[name](), options)
+    assert again.jobs == made.jobs  # to the bit
+
+
+def test_adaptive_jobs_explore_twice_what_they_ran_with_at_most(synthetic: tuple[Any, Any, Any]) -> None:
+    jobs, applications, cluster = synthetic
+    held: dict[int, list[int]] = {}
+
+    class Growth(Pollux):
+        def allocate(self, jobs: Any, cluster: ClusterSpec, now_s: float) -> Mapping[int, Allocation]:
+            made = super().allocate(jobs, cluster, now_s)
+            for one in jobs:
+                held.setdefault(one.index, []).append(count_gpus(made.get(one.index, ())))
+            return made
+
+    simulate(jobs[:5], applications, cluster, Growth())
+    for counts in held.values():
+        assert next(count for count in counts if count) == 1
+        for at in range(1, len(counts)):
+            assert counts[at] <= 2 * max(1, *counts[:at])
+    assert max(map(max, held.values())) > 4
+
+
+def test_packed_placements() -> None:
+    assert packed(ClusterSpec(gpus=(2, 8, 4), gpu_types=("a",) * 3), 13) == (8, 4, 1)
+    assert packed(ClusterSpec.homogeneous(2, 4), 4) == (4,)
+
+
+# Like for like with the published simulator.
+
+PUBLISHED = {
+    "tiresias": {1: 2473.7, 2: 5145.0, 3: 3876.3, 6: 3469.7},
+    "optimus": {1: 4087.1, 2: 6913.9, 3: 3944.0, 6: 5301.9},
+    "pollux": {1: 2088.8, 2: 3322.9, 3: 2188.5, 6: 2446.1},
+}
+
+
+def published_average(data: Path, number: int, policy: Any) -> float:
+    folder = data / "pollux-osdi21"
+    jobs = read_workload(folder / "workloads" / f"workload-{number}.csv")
+    applications = read_applications([folder / "traces"], [one.application for one in jobs])
+    made = simulate(jobs, applications, ClusterSpec.homogeneous(16, 4), policy, Options(whole_seconds=True))
+    return float(np.mean([one.jct_s for one in made.jobs]))
+
+
+@pytest.mark.parametrize("number", [1, 2, 3, 6])
+def test_tiresias_and_optimus_repeat_the_published_averages(shared_data: Path, number: int) -> None:
+    assert published_average(shared_data, number, Tiresias()) == pytest.approx(PUBLISHED["tiresias"][number], abs=0.06)
+    # Unmeasured placements interpolate over a triangulation that is not unique; it moves Optimus by a few per cent.
+    assert published_average(shared_data, number, Optimus()) == pytest.approx(PUBLISHED["optimus"][number], rel=0.05)
+
+
+@pytest.mark.parametrize("number", [3, *(pytest.param(number, marks=pytest.mark.slow) for number in (1, 2, 6))])
+def test_pollux_comes_within_5_percent_of_the_published_averages(shared_data: Path, number: int) -> None:
+    assert published_average(shared_data, number, Pollux()) == pytest.approx(PUBLISHED["pollux"][number], rel=0.05)
