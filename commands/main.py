@@ -13,7 +13,7 @@ from typing import Annotated
 import typer
 
 from ddltool import __version__
-from ddltool.commands import barrier, demo, doctor, emit, fit, plan, profile, schema, simulate, trace, zoo
+from ddltool.commands import barrier, demo, doctor, emit, fit, gate, plan, profile, schema, simulate, trace, zoo
 from ddltool.errors import DdlToolError, one_line
 
 app = typer.Typer(
@@ -32,6 +32,7 @@ for _command in (
     emit.emit,
     barrier.barrier,
     simulate.simulate,
+    gate.gate,
     demo.demo,
     zoo.zoo,
     schema.schema,

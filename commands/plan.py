@@ -14,15 +14,16 @@ if TYPE_CHECKING:
 
     from ddltool.graph import Graph
     from ddltool.job import Job
-    from ddltool.plan import BucketSetting, ParameterRecord, Plan
+    from ddltool.plan import BucketSetting, GoodputChoice, ParameterRecord, Plan
 
-STRATEGIES = ("est", "bsp", "elastic-bsp")
+STRATEGIES = ("est", "bsp", "elastic-bsp", "goodput")
 
 
 def plan(
     job_file: Annotated[Path, typer.Argument(metavar="JOB.yaml", help="The job: workers, batch size, devices.")],
     strategy: Annotated[
-        str, typer.Option(help="est: best EST mapping; bsp: equal split; elastic-bsp: barriers when workers meet.")
+        str,
+        typer.Option(help="est: best EST mapping; bsp: equal split; elastic-bsp: barriers; goodput: count and batch."),
     ] = "est",
     lookahead: Annotated[
         int, typer.Option(help="elastic-bsp: iterations per worker up to the barrier.", min=1, max=100_000)
@@ -56,17 +57,20 @@ def plan(
     if output is not None:
         check_writable(output)
     job = read_job(job_file)
-    capabilities = capabilities_of(job, job_file.parent, str(job_file))
-    made = make_plan(
-        job,
-        capabilities,
-        strategy,
-        top_k=top_k,
-        limit_s=time_limit_s,
-        seed=seed,
-        lookahead=lookahead,
-        max_gap=max_gap,
-    )
+    if strategy == "goodput":
+        made = goodput_plan(job, job_file)
+    else:
+        capabilities = capabilities_of(job, job_file.parent, str(job_file))
+        made = make_plan(
+            job,
+            capabilities,
+            strategy,
+            top_k=top_k,
+            limit_s=time_limit_s,
+            seed=seed,
+            lookahead=lookahead,
+            max_gap=max_gap,
+        )
     graph = _graph_of(job, job_file.parent, graph_file)
     if graph is not None:
         made = made.model_copy(update={"parameters": ordered_parameters(graph), **_data_parallel(graph, made)})
@@ -101,6 +105,28 @@ def make_plan(
     if strategy == "elastic-bsp":
         return plan_elastic_bsp(problem, lookahead=lookahead, max_gap=max_gap)
     return solve_est(problem, top_k=top_k, time_limit_s=limit_s, seed=seed)
+
+
+def goodput_plan(job: Job, job_file: Path) -> Plan:
+    """Return the plan of highest goodput. Raises InputError when job.yaml lacks the goodput section or a model."""
+    from ddltool.analyzers.goodput.plan import plan_goodput
+    from ddltool.analyzers.goodput.throughput import ThroughputParams
+    from ddltool.artifacts import load
+    from ddltool.errors import InputError
+    from ddltool.goodput_model import Goodput
+
+    if job.goodput is None:
+        remedy = "add goodput: {max_batch_size: N, max_local_batch_size: N, noise_scale: PHI}"
+        raise InputError(f"{job_file}:goodput", "is missing", remedy)
+    models = {
+        offer.type: ThroughputParams(**load(job_file.parent / offer.goodput, Goodput).params.model_dump())
+        for offer in job.devices
+        if offer.goodput is not None
+    }
+    if not models:
+        problem = "no device has a fitted throughput model"
+        raise InputError(f"{job_file}:devices", problem, "add goodput: goodput.json (made by ddltool fit) to a device")
+    return plan_goodput(job, job.goodput, models)
 
 
 def capabilities_of(job: Job, folder: Path, where: str) -> dict[str, float]:
@@ -222,6 +248,8 @@ def show_plan(made: Plan, output: Path | None) -> None:
         f"waste       {made.waste:.4g} mini-batches/s of {made.waste + made.throughput:.4g} on the used devices"
     )
     console.print(f"solver      {made.status}, gap {made.gap:.2%}, {made.solve_seconds:.3f} s")
+    if made.goodput is not None:
+        _show_goodput(made.goodput)
     if made.superstep is not None:
         step = made.superstep
         shown_iterations = ", ".join(f"{name} {count}" for name, count in step.iterations.items())
@@ -246,6 +274,60 @@ def show_plan(made: Plan, output: Path | None) -> None:
         console.print(f"FSDP2       prefetch {depth} / {back} blocks: {saved:.1%} of the step saved (predicted)")
     if output is not None:
         console.print(f"wrote {output}", soft_wrap=True)
+
+
+def _show_goodput(choice: GoodputChoice) -> None:
+    """Print the chosen batch, the scaling table, and the elastic table."""
+    from ddltool.commands.output import out, table
+
+    console = out()
+    console.print(
+        f"goodput     {choice.goodput_per_s:.4g} samples/s: {choice.num_replicas} {choice.device_type}, local batch "
+        f"{choice.local_batch_size}, {choice.accumulation_steps} accumulation steps, total batch "
+        f"{choice.total_batch_size} (efficiency {choice.efficiency:.1%})"
+    )
+    console.print(
+        f"scaling     pays until {choice.pays_until}: beyond, a device brings less than {choice.pays_share:.0%} of the first"
+    )
+    rows = [
+        (
+            str(row.num_replicas),
+            str(row.local_batch_size),
+            str(row.accumulation_steps),
+            str(row.total_batch_size),
+            f"{row.goodput_per_s:.4g}",
+            f"{row.speedup:.2f}",
+        )
+        for row in _thinned(choice.scaling)
+    ]
+    columns = ("devices", "local batch", "accumulation", "total batch", "goodput/s", "speedup")
+    console.print(table("Goodput by number of devices (predicted)", columns, rows))
+    rates = list(choice.elastic[0].learning_rates) if choice.elastic else []
+    rows = []
+    for entry in _thinned(choice.elastic):
+        if entry.accumulation_steps is None:
+            nearest = " or ".join(str(total) for total in entry.nearest_total_batch_sizes) or "none"
+            rows.append((str(entry.world_size), f"none; {nearest}", "-", "-"))
+            continue
+        sizes = sorted({size for rank in entry.local_batch_sizes for size in rank}, reverse=True)
+        more = f" ({entry.ranks_with_one_more} + 1)" if entry.ranks_with_one_more else ""
+        last = str(entry.last_step_samples or "-")
+        rows.append((str(entry.world_size), "/".join(map(str, sizes)) + more, str(entry.accumulation_steps), last))
+    title = f"Elastic: how to keep a total batch of {choice.total_batch_size} exactly"
+    console.print(
+        table(title, ("processes", "local batch", "accumulation", "last step of an epoch"), rows, text_columns=2)
+    )
+    console.print("(k + 1): the first k processes take one sample more per step")
+    if choice.elastic:
+        shown = ", ".join(f"{name} {choice.elastic[0].learning_rates[name]:.4g}" for name in rates)
+        console.print(f"learning rate at that batch: {shown}")
+
+
+def _thinned(rows: list[Any], most: int = 12) -> list[Any]:
+    """Return at most ``most`` of the rows for people: all of them, or the first, the last and evenly between."""
+    if len(rows) <= most:
+        return rows
+    return [rows[round(place * (len(rows) - 1) / (most - 1))] for place in range(most)]
 
 
 def _bucket_text(setting: BucketSetting) -> str:

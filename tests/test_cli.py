@@ -368,6 +368,20 @@ def test_the_options_are_a_decision() -> None:
                 *common,
             ]
         ),
+        "gate": sorted(
+            [
+                "--baseline",
+                "--config",
+                "--github",
+                "--json",
+                "--junit",
+                "--level",
+                "--metrics",
+                "--rule",
+                "--sarif",
+                "--seed",
+            ]
+        ),
         "demo": sorted(common),
         "zoo": ["--json", "--write"],
         "schema": ["--json", "--output"],

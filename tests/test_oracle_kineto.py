@@ -268,14 +268,13 @@ def annotated(tmp_path_factory: pytest.TempPathFactory) -> tuple[Graph, Path]:
 
     path = tmp_path_factory.mktemp("annotated") / "trace.json"
     step = small_step()
-    traced = torch_adapter._trace(step, "training")
-    graph = torch_adapter._to_graph(traced, step, "training")
+    traced = torch_adapter.trace_step(small_step, mode="training")
     values = [*step.module.parameters(), *step.module.buffers(), *step.inputs]
     with torch.no_grad(), profile(activities=[ProfilerActivity.CPU]) as run:
         for _ in range(2):
             Annotating(traced.fx).run(*values)
     run.export_chrome_trace(str(path))
-    return graph, path
+    return traced.graph, path
 
 
 def costly(graph: Graph) -> list[int]:

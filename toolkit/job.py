@@ -24,6 +24,7 @@ class DeviceOffer(Record):
         default=None, description="mini-batches per second of one EST alone on one such device"
     )
     profile: str | None = Field(default=None, description="profile.csv to take the capability from")
+    goodput: str | None = Field(default=None, description="goodput.json of this device type, for the goodput strategy")
     memory_gib: Positive | None = None
     price_per_hour: Annotated[float, Field(ge=0, allow_inf_nan=False)] | None = Field(
         default=None, description="price of one device for an hour, in any one currency"
@@ -34,6 +35,22 @@ class DeviceOffer(Record):
         if self.capability_per_s is not None and self.profile is not None:
             raise ValueError(f"{self.type} has both capability_per_s and profile; give one of the two")
         return self
+
+
+class GoodputSection(Record):
+    """What choosing the batch needs to know (Pollux, section 3)."""
+
+    noise_scale: Annotated[float, Field(ge=0, allow_inf_nan=False)] | None = Field(
+        default=None, description="gradient noise scale in samples; null: every sample counts the same"
+    )
+    initial_batch_size: Annotated[int, Field(ge=1)] | None = Field(
+        default=None, description="M0, the total batch that the learning rate was tuned for; max_workers x batch_size"
+    )
+    max_batch_size: Annotated[int, Field(ge=1)]
+    max_local_batch_size: Annotated[int, Field(ge=1)] = Field(description="what fits into a device's memory")
+    learning_rate: Positive = Field(default=1.0, description="at M0; 1: the table then shows factors")
+    epoch_samples: Annotated[int, Field(ge=1)] | None = None
+    devices_per_node: Annotated[int, Field(ge=1)] = 8
 
 
 class Constraints(Record):
@@ -65,6 +82,7 @@ class Job(Artifact):
     devices: list[DeviceOffer] = Field(default_factory=list)
     cluster: str | None = Field(default=None, description="cluster.yaml that gives the device counts")
     constraints: Constraints = Field(default_factory=Constraints)
+    goodput: GoodputSection | None = Field(default=None, description="for the goodput strategy")
 
     @model_validator(mode="after")
     def _has_devices(self) -> Self:

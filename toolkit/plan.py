@@ -78,6 +78,52 @@ class Superstep(Record):
     iteration_gap: Annotated[int, Field(ge=0)] = Field(description="staleness within a superstep")
 
 
+class ScalingRow(Record):
+    """The best batch on one number of devices."""
+
+    num_replicas: Annotated[int, Field(ge=1)]
+    num_nodes: Annotated[int, Field(ge=1)]
+    local_batch_size: Annotated[int, Field(ge=1)]
+    accumulation_steps: Annotated[int, Field(ge=0)]
+    total_batch_size: Annotated[int, Field(ge=1)]
+    goodput_per_s: Finite
+    speedup: Finite
+
+
+class ElasticSetting(Record):
+    """How one number of processes keeps the total batch exactly, or why it cannot."""
+
+    world_size: Annotated[int, Field(ge=1)]
+    local_batch_sizes: list[list[int]] = Field(
+        description="samples by pass: of the first ranks_with_one_more ranks (if any), then of the others; empty: no split"
+    )
+    accumulation_steps: int | None
+    ranks_with_one_more: int = Field(description="the first ranks take one sample more")
+    reason: str = Field(default="", description="why there is no split")
+    nearest_total_batch_sizes: list[int] = Field(default_factory=list)
+    learning_rates: dict[str, float] = Field(description="by rule")
+    steps_per_epoch: int
+    last_step_samples: int = Field(description="samples of the epoch's last step, 0 when it is a full one")
+
+
+class GoodputChoice(Record):
+    """The devices and the batch of highest goodput, and what other numbers of devices would do."""
+
+    device_type: str
+    num_replicas: Annotated[int, Field(ge=1)]
+    num_nodes: Annotated[int, Field(ge=1)]
+    local_batch_size: Annotated[int, Field(ge=1)] = Field(description="per device and accumulation step")
+    accumulation_steps: Annotated[int, Field(ge=0)]
+    total_batch_size: Annotated[int, Field(ge=1)]
+    goodput_per_s: Finite = Field(description="samples per second that count like samples at the initial batch")
+    efficiency: Finite
+    speedup: Finite = Field(description="goodput over that of the fewest devices")
+    pays_until: int = Field(description="beyond this number devices bring less than pays_share of what the first did")
+    pays_share: Finite
+    scaling: list[ScalingRow] = Field(description="numbers of devices that no smaller number equals")
+    elastic: list[ElasticSetting] = Field(description="the chosen total batch on every number of devices")
+
+
 class Plan(Artifact):
     """A predicted way to run a job (kind ``ddltool.plan``). Every figure in it is predicted, none measured."""
 
@@ -101,6 +147,7 @@ class Plan(Artifact):
     ddp: BucketSetting | None = None
     fsdp2: PrefetchSetting | None = None
     superstep: Superstep | None = Field(default=None, description="of an elastic-bsp plan")
+    goodput: GoodputChoice | None = Field(default=None, description="of a goodput plan")
     predicted: Literal[True] = True
 
     @property

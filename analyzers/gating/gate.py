@@ -1,0 +1,288 @@
+"""The verdict: every rule on every figure it is about."""
+
+from __future__ import annotations
+
+import math
+import operator
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from ddltool.analyzers.gating.metric import Metric, show
+from ddltool.analyzers.gating.noise import FEWEST_REPEATS, Cell, NoiseTest, enough_repeats, geometric_mean, past_limit
+from ddltool.analyzers.gating.rules import Rule, check_unit, select
+from ddltool.errors import InputError
+
+LEVEL = 0.05
+_OPS = {
+    "<=": operator.le,
+    "<": operator.lt,
+    ">=": operator.ge,
+    ">": operator.gt,
+    "==": operator.eq,
+    "!=": operator.ne,
+}
+# Decimal limits and sums of floats differ in their last bits; that is no regression.
+_ROUNDING = 1e-9
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Check:
+    """One rule on one figure. Values are in the unit of the metric; ``limit`` is what ``current`` had to keep to."""
+
+    name: str
+    metric: str
+    rule: str
+    unit: str
+    baseline: float | str | None
+    current: float | str | None
+    limit: float | str | None
+    op: str
+    passed: bool
+    change: float | None = None
+    """(current - baseline) / baseline; None without a baseline or where it is 0."""
+    noise: NoiseTest | None = None
+    in_noise: bool = False
+    """Past the limit, but not by more than noise does: passed."""
+    note: str = ""
+
+    def shown(self) -> tuple[str, str, str, str]:
+        """Return baseline, current, change and limit for people."""
+        change = "-" if self.change is None else f"{100 * self.change:+.1f}%"
+        limit = "-" if self.limit is None else f"{self.op} {show(self.limit, self.unit)}"
+        return show(self.baseline, self.unit), show(self.current, self.unit), change, limit
+
+    def sentence(self) -> str:
+        """Return the check's outcome in one line: what it is, its baseline, its limit."""
+        baseline, current, change, limit = self.shown()
+        figures = f"{current} (baseline {baseline}{'' if change == '-' else f', {change}'}; limit {limit})"
+        return f"{self.name}: {figures}{f'; {self.note}' if self.note else ''}"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Verdict:
+    """All checks of a gate."""
+
+    checks: tuple[Check, ...]
+    level: float
+    tested: int
+    """Checks that the noise test decided or could have; each was tested at ``level / tested``."""
+    single_runs: bool = False
+    """Some of them had fewer than three runs a side: what differs between runs is not in their noise."""
+
+    @property
+    def passed(self) -> bool:
+        """Return whether every check passed."""
+        return all(check.passed for check in self.checks)
+
+    @property
+    def failed(self) -> tuple[Check, ...]:
+        """Return the checks that did not pass."""
+        return tuple(check for check in self.checks if not check.passed)
+
+    def test_in_words(self) -> str:
+        """Return how noise was told from change, or nothing where no figure had repeats."""
+        if not self.tested:
+            return ""
+        words = (
+            f"noise test: studentised difference of log medians, null simulated for the numbers of repeats; one-sided, "
+            f"false alarms at most {self.level:.3g} for the whole gate ({self.tested} tests)"
+        )
+        if self.single_runs:
+            words += f"; noise within runs only: give {FEWEST_REPEATS} files or more a side to count that between runs"
+        return words
+
+
+def judge(
+    rules: Sequence[Rule],
+    current: Mapping[str, Metric],
+    baseline: Mapping[str, Metric] | None,
+    *,
+    level: float = LEVEL,
+    seed: int = 0,
+    where: str = "--rule",
+) -> Verdict:
+    """Return the verdict of the rules on the metrics of two artifacts of one kind.
+
+    A measured figure with repeats fails only when it is past its limit beyond noise, tested so that at most ``level`` of gates
+    whose figures truly keep their limits raise any alarm (Bonferroni). Raises InputError for rules that do not fit the
+    metrics and for a rule on changes without a baseline.
+    """
+    pairs: list[tuple[Rule, str]] = []
+    for rule in rules:
+        if rule.relative and baseline is None:
+            raise InputError(where, f"{rule.text!r} compares with a baseline", "give --baseline, or an absolute limit")
+        pairs += [(rule, name) for name in select(rule, current, baseline or {}, where)]
+    if not pairs:
+        raise InputError(where, "no rule is about a figure of these artifacts", f"figures: {', '.join(current)}")
+    drafts = [_aligned(rule, current.get(name), (baseline or {}).get(name), where) for rule, name in pairs]
+    tested = sum(draft.testable for draft in drafts)
+    checks = [_check(draft, level / max(tested, 1), seed) for draft in drafts]
+    unique = {check.name: check for check in checks}
+    single = any(draft.testable and draft.fewest_runs < FEWEST_REPEATS for draft in drafts)
+    return Verdict(checks=tuple(unique.values()), level=level, tested=tested, single_runs=single)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Draft:
+    rule: Rule
+    metric: Metric
+    """Whichever side has it; names and unit."""
+    current: Metric | None
+    baseline: Metric | None
+    note: str = ""
+
+    @property
+    def fewest_runs(self) -> int:
+        """Return how many runs the cell with the fewest comes from, on the sides that are compared."""
+        sides = (self.current, self.baseline) if self.rule.relative else (self.current,)
+        return min((cell.runs for side in sides if side is not None for cell in side.cells), default=1)
+
+    @property
+    def testable(self) -> bool:
+        """Return whether the noise test applies."""
+        if self.current is None or not self.metric.measured or self.rule.op in ("==", "!="):
+            return False
+        if self.rule.demand == "unchanged" or not enough_repeats(self.current.cells):
+            return False
+        if self.rule.relative:
+            return self.baseline is not None and enough_repeats(self.baseline.cells)
+        return isinstance(self.rule.value, float) and self.rule.value > 0
+
+
+def _aligned(rule: Rule, current: Metric | None, baseline: Metric | None, where: str) -> _Draft:
+    """Return the two sides of a check reduced to the configurations that both have."""
+    metric = current or baseline
+    assert metric is not None  # the names come from the two sides
+    check_unit(rule, metric, where)
+    if current is None or baseline is None or not rule.relative:
+        return _Draft(rule=rule, metric=metric, current=current, baseline=baseline)
+    keys = {cell.key for cell in current.cells} & {cell.key for cell in baseline.cells}
+    everything = {cell.key for cell in (*current.cells, *baseline.cells)}
+    if keys == everything:
+        return _Draft(rule=rule, metric=metric, current=current, baseline=baseline)
+    if not keys:
+        problem = f"the two sides of {metric.name} have no configuration in common"
+        raise InputError(where, problem, f"they have {', '.join(sorted(everything))}")
+    note = f"over the {len(keys)} of {len(everything)} configurations that both sides have"
+    return _Draft(rule=rule, metric=metric, current=_only(current, keys), baseline=_only(baseline, keys), note=note)
+
+
+def _only(metric: Metric, keys: set[str]) -> Metric:
+    cells = tuple(cell for cell in metric.cells if cell.key in keys)
+    return replace(metric, cells=cells, value=geometric_mean(cells))
+
+
+def _check(draft: _Draft, level: float, seed: int) -> Check:
+    rule, metric = draft.rule, draft.metric
+    now = draft.current.value if draft.current is not None else None
+    before = draft.baseline.value if draft.baseline is not None else None
+    limit, op = _limit(rule, before, now)
+    change = None
+    if isinstance(now, float) and isinstance(before, float) and before != 0:
+        change = (now - before) / abs(before)
+    made = Check(
+        name=f"{metric.name} {rule.demand}",
+        metric=metric.name,
+        rule=rule.text,
+        unit=metric.unit,
+        baseline=before,
+        current=now,
+        limit=limit,
+        op=op,
+        passed=True,
+        change=change,
+        note=draft.note,
+    )
+    if now is None:
+        return replace(made, passed=False, note="the baseline has it, the current artifact does not")
+    if rule.relative and before is None:
+        return replace(made, note="new: the baseline does not have it")
+    assert limit is not None  # only a missing side leaves it open
+    passed = _keeps(now, op, limit)
+    if draft.testable and isinstance(now, float) and isinstance(limit, float) and limit > 0:
+        return _with_noise(made, draft, passed, limit, level, seed)
+    if metric.measured:
+        told = f"measured without repeats, so its noise is unknown (give {FEWEST_REPEATS} or more repeats or files)"
+        made = replace(made, note="; ".join(filter(None, (draft.note, told))))
+    return replace(made, passed=passed)
+
+
+def _limit(rule: Rule, before: float | str | None, now: float | str | None) -> tuple[float | str | None, str]:
+    """Return the value that the current figure is held against, and how."""
+    if not rule.relative:
+        return rule.value, rule.op
+    if before is None:
+        return None, "<="
+    if isinstance(before, str) or isinstance(rule.value, str):
+        return before, "=="
+    amount = rule.value * abs(before) if rule.dimension == "%" else rule.value
+    if rule.direction == "change":
+        # Of the two limits the one on the side to which the figure moved.
+        upward = isinstance(now, float) and now >= before
+        return (before + amount, "<=") if upward else (before - amount, ">=")
+    return (before + amount, "<=") if rule.direction == "increase" else (before - amount, ">=")
+
+
+def _keeps(now: float | str, op: str, limit: float | str) -> bool:
+    if isinstance(now, str) or isinstance(limit, str):
+        return bool(_OPS[op](str(now), str(limit)))
+    if math.isclose(now, limit, rel_tol=_ROUNDING, abs_tol=0.0):
+        return op in ("<=", ">=", "==")
+    return bool(_OPS[op](now, limit))
+
+
+def _with_noise(made: Check, draft: _Draft, passed: bool, limit: float, level: float, seed: int) -> Check:
+    """Return the check with its noise test: it fails only when the figure is past the limit beyond noise."""
+    assert draft.current is not None  # testable drafts have it
+    other: tuple[Cell, ...] = draft.baseline.cells if draft.rule.relative and draft.baseline is not None else ()
+    ratio = limit / geometric_mean(other) if other else limit
+    # A bound in both directions is two tests.
+    each = level / 2 if draft.rule.direction == "change" else level
+    test = past_limit(draft.current.cells, other, ratio, above=made.op in ("<=", "<"), level=each, seed=seed)
+    if passed:
+        return replace(made, noise=test)
+    if test.p <= each:
+        return replace(made, noise=test, passed=False)
+    span = f"{100 * (test.low - 1):+.1f}% .. {100 * (test.high - 1):+.1f}%" if other else ""
+    shown = f"the change is {span}" if other else f"it is {show(test.low, made.unit)} .. {show(test.high, made.unit)}"
+    told = f"past the limit, but inside the noise (p = {test.p:.2g}, needs <= {each:.2g}): {shown}"
+    return replace(made, noise=test, in_noise=True, note="; ".join(filter(None, (draft.note, told))))
+
+
+def as_document(verdict: Verdict, **facts: Any) -> dict[str, Any]:
+    """Return the JSON document of a verdict; ``facts`` come before its checks."""
+    return {
+        "kind": "ddltool.gate",
+        "schema_version": 1,
+        "passed": verdict.passed,
+        **facts,
+        "level": verdict.level,
+        "noise_test": verdict.test_in_words() or None,
+        "checks": [
+            {
+                "name": check.name,
+                "metric": check.metric,
+                "rule": check.rule,
+                "unit": check.unit,
+                "baseline": check.baseline,
+                "current": check.current,
+                "limit": check.limit,
+                "op": check.op,
+                "passed": check.passed,
+                "in_noise": check.in_noise,
+                "change": check.change,
+                "noise": None
+                if check.noise is None
+                else {
+                    "p": check.noise.p,
+                    "level": check.noise.level,
+                    "standard_error": check.noise.standard_error,
+                    "low": check.noise.low,
+                    "high": check.noise.high,
+                },
+                "note": check.note or None,
+            }
+            for check in verdict.checks
+        ],
+    }

@@ -1,0 +1,148 @@
+"""Reading what ``ddltool gate`` compares: artifacts of any kind, and the rules of a ``ddltool.toml``."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+    from ddltool.analyzers.gating.metrics import Figures
+    from ddltool.analyzers.gating.rules import Rule
+
+CONFIG_NAME = "ddltool.toml"
+_TABLES = (".csv", ".jsonl", ".ndjson")
+
+
+def is_table(path: Path) -> bool:
+    """Return whether a file's name says that it is a table of rows: .csv, .jsonl, either with .gz."""
+    return any(suffix in _TABLES for suffix in path.suffixes[-2:])
+
+
+def read_artifact(path: Path) -> dict[str, Any]:
+    """Return an artifact as a document with its ``kind``; tables become ``{kind, rows}``.
+
+    Raises InputError for files that cannot be read and for tables that break their schema.
+    """
+    from ddltool.artifacts import read_document
+
+    if is_table(path):
+        return _table(path)
+    return checked_document(read_document(path), str(path))
+
+
+def checked_document(document: dict[str, Any], where: str) -> dict[str, Any]:
+    """Return a document as it is, a profile (as ``ddltool profile --json`` prints it) with its rows checked."""
+    if document.get("kind") == "ddltool.profile":
+        return profile_document(_frame(document.get("rows"), where), where)
+    return document
+
+
+def _table(path: Path) -> dict[str, Any]:
+    from ddltool.errors import InputError
+    from ddltool.profile import read_table
+
+    frame = read_table(path)
+    if "compute_s" not in frame.columns:
+        return profile_document(frame, str(path))
+    from pydantic import ValidationError
+
+    from ddltool.telemetry import TelemetryRow
+
+    rows = json.loads(frame.to_json(orient="records", double_precision=15))
+    for number, row in enumerate(rows, start=1):
+        try:
+            TelemetryRow.model_validate(row)
+        except ValidationError as error:
+            first = error.errors()[0]
+            column = ".".join(map(str, first["loc"]))
+            raise InputError(f"{path}:row {number}:{column}", first["msg"], "a row that the hook wrote") from None
+    return {"kind": "ddltool.telemetry", "rows": rows}
+
+
+def _frame(rows: Any, where: str) -> pd.DataFrame:
+    import pandas as pd
+
+    from ddltool.errors import InputError
+
+    if not isinstance(rows, list) or not rows or not all(isinstance(row, dict) for row in rows):
+        raise InputError(f"{where}:rows", "is no list of rows", "make the profile again")
+    return pd.DataFrame(rows)
+
+
+def profile_document(frame: pd.DataFrame, where: str) -> dict[str, Any]:
+    """Return a profile's frame as a document. Raises InputError where it breaks the schema."""
+    from ddltool.profile import check_profile
+
+    checked = check_profile(frame, where)
+    return {"kind": "ddltool.profile", "rows": checked.to_dict("records")}
+
+
+def figures_of(paths: Sequence[Path]) -> Figures:
+    """Return the metrics of files that measure or predict the same thing. Raises InputError for two kinds."""
+    from ddltool.analyzers.gating.metrics import combine
+
+    return combine([(read_artifact(path), str(path)) for path in paths])
+
+
+@dataclass(frozen=True, kw_only=True)
+class GateConfig:
+    """The ``[gate]`` table of a ``ddltool.toml``: rules by kind (without ``ddltool.``), level and seed."""
+
+    where: str
+    rules: Mapping[str, Sequence[str]] = field(default_factory=dict)
+    level: float | None = None
+    baseline: str | None = None
+
+
+def read_config(path: Path) -> GateConfig:
+    """Return the ``[gate]`` table of a TOML file. Raises InputError naming what is unknown or of the wrong type."""
+    import tomllib
+
+    from ddltool.analyzers.gating.metrics import EXTRACTORS
+    from ddltool.artifacts import read_text
+    from ddltool.errors import InputError, did_you_mean
+
+    try:
+        table = tomllib.loads(read_text(path)).get("gate")
+    except tomllib.TOMLDecodeError as error:
+        raise InputError(str(path), f"is not valid TOML ({error})", "mind the quotes and brackets") from None
+    if not isinstance(table, dict):
+        raise InputError(str(path), "has no table [gate]", "write [gate.rules] with lists of rules by kind")
+    for name in table:
+        if name not in ("rules", "level", "baseline"):
+            raise InputError(
+                f"{path}:gate", f"unknown field {name!r}", did_you_mean(name, ["rules", "level", "baseline"])
+            )
+    rules = table.get("rules", {})
+    if not isinstance(rules, dict):
+        raise InputError(f"{path}:gate.rules", "is no table", "write [gate.rules], then KIND = [RULE, ...]")
+    known = {kind.removeprefix("ddltool.") for kind in EXTRACTORS}
+    for kind, texts in rules.items():
+        if kind not in known:
+            raise InputError(f"{path}:gate.rules", f"unknown kind {kind!r}", did_you_mean(kind, known))
+        if not isinstance(texts, list) or not texts or not all(isinstance(text, str) for text in texts):
+            raise InputError(f"{path}:gate.rules.{kind}", "is no list of rules", 'write ["METRIC <= VALUE", ...]')
+    level, baseline = table.get("level"), table.get("baseline")
+    if level is not None and not (type(level) is float and 0 < level < 1):
+        raise InputError(f"{path}:gate.level", f"is {level!r}", "give a share between 0 and 1, such as 0.05")
+    if baseline is not None and not isinstance(baseline, str):
+        raise InputError(f"{path}:gate.baseline", f"is {baseline!r}", "give the path of a folder or a file")
+    folder = str(path.parent / baseline) if baseline is not None else None
+    return GateConfig(where=str(path), rules=rules, level=level, baseline=folder)
+
+
+def rules_for(kind: str, given: Sequence[str], config: GateConfig | None) -> tuple[list[Rule], str]:
+    """Return the rules that hold, and where they come from: as given, else the configuration's, else the defaults."""
+    from ddltool.analyzers.gating.rules import default_rules, parse_rules
+
+    short = kind.removeprefix("ddltool.")
+    if given:
+        return parse_rules(given, "--rule"), "--rule"
+    if config is not None and short in config.rules:
+        return parse_rules(config.rules[short], f"{config.where}:gate.rules.{short}"), config.where
+    return default_rules(kind), f"defaults for {short}"
