@@ -13,7 +13,21 @@ from typing import Annotated
 import typer
 
 from ddltool import __version__
-from ddltool.commands import barrier, demo, doctor, emit, fit, gate, plan, profile, schema, simulate, trace, zoo
+from ddltool.commands import (
+    balance,
+    barrier,
+    demo,
+    doctor,
+    emit,
+    fit,
+    gate,
+    plan,
+    profile,
+    schema,
+    simulate,
+    trace,
+    zoo,
+)
 from ddltool.errors import DdlToolError, one_line
 
 app = typer.Typer(
@@ -30,6 +44,7 @@ for _command in (
     fit.fit,
     plan.plan,
     emit.emit,
+    balance.balance,
     barrier.barrier,
     simulate.simulate,
     gate.gate,

@@ -382,6 +382,20 @@ def test_the_options_are_a_decision() -> None:
                 "--seed",
             ]
         ),
+        "balance": sorted(
+            [
+                "--json",
+                "--output",
+                "--picture",
+                "--predictor",
+                "--save-weights",
+                "--schemes",
+                "--seed",
+                "--total-batch",
+                "--warm-up",
+                "--weights",
+            ]
+        ),
         "demo": sorted(common),
         "zoo": ["--json", "--write"],
         "schema": ["--json", "--output"],

@@ -1,0 +1,224 @@
+"""Simple RNN, LSTM and NARX that predict each worker's speed; one small model per worker, all in one batch.
+
+Every parameter has the worker as its first dimension, so one tensor operation serves all workers while no worker's
+model sees another's data: the loss is a sum over workers and Adam treats each parameter for itself. Look-back is 2 and
+there is one hidden layer (LB-BSP, section 3.2.2). NARX is a feedforward network over two past speeds and the current
+and two past readings of CPU and memory (Equation 4).
+
+Models are initialised by reuse, as in the paper: the first training begins with one model for the recent iterations of
+all workers together, from which each worker's own goes on. A worker that has never been short of memory so knows from
+the others what that does. Speeds enter relative to the worker's own 90th percentile and readings as the shares they are,
+so weights mean the same for every worker, in the next run, and in another job.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from ddltool.analyzers.balancing.predict import Settings, Trained
+
+Floats = NDArray[np.float64]
+LOOK_BACK = 2
+VALIDATED = 0.2
+# The common model sees at most this many iterations of all workers together; more cost time and teach it little.
+POOLED = 4000
+_POOLED_RATE, _OWN_RATE = 0.01, 0.003
+# Relative speeds and shares lie between 0 and about 1; this brings them to about -1.5 to 1.5.
+_CENTRE, _SCALE = 0.5, 0.3
+_REFERENCE = 0.9
+# A reused model starts once its worker's own speed is roughly known.
+_REUSE_AFTER = 10
+
+
+class Network(Trained):
+    """A recurrent or NARX network for each of n workers.
+
+    Attributes:
+        weights: name -> (n, ...) parameters in double precision.
+        validation: (n,) mean square error of relative speeds on the held-out iterations; NaN before training.
+    """
+
+    def __init__(self, kind: str, workers: int, settings: Settings) -> None:
+        """``kind``: rnn, lstm or narx."""
+        super().__init__(workers, settings)
+        self.kind = kind
+        self.workers = workers
+        self.weights = initial_weights(kind, settings, workers)
+        self.validation = np.full(workers, np.nan)
+        self._reference = np.ones(workers)
+
+    def reuse(self, weights: Mapping[str, Any]) -> None:
+        """Predict with these (n, ...) weights from the tenth iteration on; training goes on from them."""
+        self.weights = {
+            name: torch.tensor(np.asarray(weights[name]), dtype=torch.float64).reshape(value.shape)
+            for name, value in self.weights.items()
+        }
+        self.ready = True
+
+    @property
+    def look_back(self) -> int:
+        """Two iterations; with reused weights enough to know the worker's own speed."""
+        return LOOK_BACK if self.history.count >= self.settings.warm_up else _REUSE_AFTER
+
+    def _train(self) -> None:
+        rows = self.history.last(self.settings.window)
+        self._reference = np.quantile(rows[:, 0], _REFERENCE, axis=0)
+        inputs, targets = (torch.from_numpy(array) for array in _samples(self.kind, self._scaled(rows)))
+        with one_thread():
+            if not self.ready:
+                self._fit_common(inputs, targets)
+            self.weights, error = self._fit(self.weights, inputs, targets, _OWN_RATE, self.settings.own_steps)
+        self.validation = error.numpy() * _SCALE**2
+
+    def _fit_common(self, inputs: Tensor, targets: Tensor) -> None:
+        """Begin every worker's weights from one model of all workers' iterations."""
+        held = _held_out(targets.shape[1])
+        generator = torch.Generator().manual_seed(self.settings.seed)
+        parts = []
+        for span in (slice(None, -held), slice(-held, None)):
+            given, wanted = inputs[:, span].flatten(0, 1), targets[:, span].flatten()
+            chosen = torch.randperm(len(wanted), generator=generator)[: POOLED if span.stop else POOLED // 4]
+            parts.append((given[chosen], wanted[chosen]))
+        common = {name: value[:1] for name, value in self.weights.items()}
+        given = torch.cat([part[0] for part in parts])[None]
+        wanted = torch.cat([part[1] for part in parts])[None]
+        common, _ = self._fit(common, given, wanted, _POOLED_RATE, self.settings.most_steps, len(parts[1][1]))
+        self.weights = {name: value.expand(self.workers, *value.shape[1:]).clone() for name, value in common.items()}
+
+    def _fit(
+        self,
+        weights: Mapping[str, Tensor],
+        inputs: Tensor,
+        targets: Tensor,
+        rate: float,
+        steps: int,
+        held: int | None = None,
+    ) -> tuple[dict[str, Tensor], Tensor]:
+        """Train on (m, s, f) inputs and (m, s) targets; return weights with the lowest validation error, and that (m,).
+
+        The last ``held`` samples validate. A model whose validation error has not fallen for a while has ended; all
+        train on until the last one has.
+        """
+        held = _held_out(targets.shape[1]) if held is None else held
+        parameters = {name: value.clone().requires_grad_() for name, value in weights.items()}
+        optimizer = torch.optim.Adam(parameters.values(), lr=rate)
+        best = {name: value.clone() for name, value in weights.items()}
+        lowest = torch.full((len(targets),), torch.inf, dtype=torch.float64)
+        waited = torch.zeros(len(targets))
+        for _ in range(steps):
+            squares = (_forward(self.kind, parameters, inputs) - targets) ** 2
+            error = squares[:, -held:].mean(dim=1).detach()
+            better = (error < lowest * (1 - 1e-4)) & (waited < self.settings.patience)
+            lowest = torch.where(better, error, lowest)
+            for name, value in parameters.items():
+                best[name][better] = value.detach()[better]
+            waited = torch.where(better, 0, waited + 1)
+            if (waited >= self.settings.patience).all():
+                break
+            optimizer.zero_grad()
+            squares[:, :-held].mean(dim=1).sum().backward()
+            optimizer.step()
+        return best, lowest
+
+    def _forecast(self, cpu: Floats, memory: Floats) -> Floats:
+        if self.history.count < self.settings.warm_up:  # reused weights: the reference is still being learned
+            self._reference = np.quantile(self.history.last(self.settings.window)[:, 0], _REFERENCE, axis=0)
+        past = self.history.last(LOOK_BACK)
+        now = np.stack((np.zeros_like(cpu), cpu, memory))[None]
+        inputs, _ = _samples(self.kind, self._scaled(np.concatenate((past, now))))
+        with one_thread(), torch.no_grad():
+            forecast = _forward(self.kind, self.weights, torch.from_numpy(inputs)).numpy()[:, 0]
+        speeds: Floats = (forecast * _SCALE + _CENTRE) * self._reference
+        return speeds
+
+    def _scaled(self, rows: Floats) -> Floats:
+        """Return (k, 3, n) rows of relative speed, CPU and memory as the networks see them."""
+        ones = np.ones(self.workers)
+        scaled: Floats = (rows / np.stack((self._reference, ones, ones)) - _CENTRE) / _SCALE
+        return scaled
+
+
+def initial_weights(kind: str, settings: Settings, workers: int = 1) -> dict[str, Tensor]:
+    """Return name -> (n, ...) seeded parameters before any training, the same for every worker."""
+    generator = torch.Generator().manual_seed(settings.seed)
+    return {
+        name: _uniform((workers, *shape), fan_in, generator)
+        for name, (shape, fan_in) in _shapes(kind, settings.hidden).items()
+    }
+
+
+def _held_out(samples: int) -> int:
+    return max(1, int(VALIDATED * samples))
+
+
+@contextmanager
+def one_thread() -> Iterator[None]:
+    """Let torch compute on one thread: these operations are too small for more, and sums keep their order."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+def _shapes(kind: str, hidden: int) -> dict[str, tuple[tuple[int, ...], int]]:
+    """Return name -> (shape of one worker's parameter, fan-in)."""
+    ends: dict[str, tuple[tuple[int, ...], int]] = {"out": ((hidden, 1), hidden), "out_bias": ((1, 1), hidden)}
+    if kind == "narx":
+        features = LOOK_BACK + 2 * (LOOK_BACK + 1)
+        return {"in": ((features, hidden), features), "bias": ((1, hidden), features), **ends}
+    gates = 4 if kind == "lstm" else 1
+    return {
+        "in": ((1, gates * hidden), hidden),
+        "recurrent": ((hidden, gates * hidden), hidden),
+        "bias": ((1, gates * hidden), hidden),
+        **ends,
+    }
+
+
+def _uniform(shape: tuple[int, ...], fan_in: int, generator: torch.Generator) -> Tensor:
+    """Return uniform values in +-1/sqrt(fan_in), the same for every worker: models then differ by their data alone."""
+    bound = fan_in**-0.5
+    one = torch.empty(shape[1:], dtype=torch.float64).uniform_(-bound, bound, generator=generator)
+    return one.expand(shape).clone()
+
+
+def _samples(kind: str, scaled: Floats) -> tuple[Floats, Floats]:
+    """Return (n, s, f) inputs and (n, s) targets of (k, 3, n) scaled rows, s = k - 2.
+
+    Recurrent networks see the two past speeds, oldest first; NARX also sees CPU and memory of those and of the row.
+    """
+    speed, cpu, memory = scaled[:, 0], scaled[:, 1], scaled[:, 2]
+    columns = [speed[:-2], speed[1:-1]]
+    if kind == "narx":
+        columns += [cpu[:-2], cpu[1:-1], cpu[2:], memory[:-2], memory[1:-1], memory[2:]]
+    inputs = np.ascontiguousarray(np.stack(columns, axis=-1).transpose(1, 0, 2))
+    return inputs, np.ascontiguousarray(speed[2:].T)
+
+
+def _forward(kind: str, weights: Mapping[str, Tensor], inputs: Tensor) -> Tensor:
+    """Return (n, s) outputs for (n, s, f) inputs."""
+    if kind == "narx":
+        state = torch.tanh(torch.baddbmm(weights["bias"], inputs, weights["in"]))
+        return torch.baddbmm(weights["out_bias"], state, weights["out"])[..., 0]
+    hidden = weights["out"].shape[1]
+    state = inputs.new_zeros((*inputs.shape[:2], hidden))
+    cell = state
+    for step in range(inputs.shape[2]):
+        given = torch.baddbmm(weights["bias"], inputs[..., step : step + 1], weights["in"])
+        gates = torch.baddbmm(given, state, weights["recurrent"])
+        if kind == "rnn":
+            state = torch.tanh(gates)
+            continue
+        enter, forget, new, leave = gates.split(hidden, dim=-1)
+        cell = torch.sigmoid(forget) * cell + torch.sigmoid(enter) * torch.tanh(new)
+        state = torch.sigmoid(leave) * torch.tanh(cell)
+    return torch.baddbmm(weights["out_bias"], state, weights["out"])[..., 0]

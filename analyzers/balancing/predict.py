@@ -1,0 +1,223 @@
+"""The speed of every worker in its next iteration, from what it did before (LB-BSP, section 3.2.2 and Table 3).
+
+Predictors work online on all workers at once: ``predict`` before an iteration, with the readings of CPU and memory taken
+at its start, then ``observe`` with the speeds that it really had. ``make`` builds one by name; ARIMA is in
+:mod:`~.arima`, the networks are in :mod:`~.networks`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ddltool.errors import InputError, did_you_mean
+
+Floats = NDArray[np.float64]
+
+EMA_ALPHA = 0.2
+WARM_UP = 500
+# A prediction this many times beyond what a worker ever did is none; batch sizes made from it would stall the others.
+_BEYOND = 1.5
+PREDICTORS = ("last", "ema", "arima", "rnn", "lstm", "narx")
+
+
+class Predictor(Protocol):
+    """Predicts the next speeds of n workers."""
+
+    def predict(self, cpu: Floats, memory: Floats) -> Floats:
+        """Return (n,) samples per second of the iteration that begins now, NaN where nothing is known yet.
+
+        ``cpu`` and ``memory``: (n,) readings at its start. To be called once before every :meth:`observe`.
+        """
+        ...
+
+    def observe(self, speed: Floats) -> None:
+        """Take the (n,) speeds of the iteration that has ended, in samples per second."""
+        ...
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Settings:
+    """How the trained predictors learn; the defaults are the paper's where it gives them."""
+
+    warm_up: int = WARM_UP
+    """Iterations observed before the first training; until then predictions are EMA's."""
+    refit_every: int = 500
+    """Iterations between trainings after that; each goes on from the weights of the one before."""
+    window: int = 1000
+    """Most recent iterations that a training sees."""
+    hidden: int = 10
+    """Units of the one hidden layer."""
+    most_steps: int = 1500
+    """Steps at most of the common model's training, each over all its samples."""
+    own_steps: int = 60
+    """Steps at most of each worker's own training, each over the whole window."""
+    patience: int = 50
+    """Steps without a lower validation error after which a model's training stops."""
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        for name in ("warm_up", "window"):
+            if getattr(self, name) < 20:
+                raise InputError(name, f"is {getattr(self, name)}", "training needs 20 iterations or more")
+        for name in ("refit_every", "hidden", "most_steps", "own_steps", "patience"):
+            if getattr(self, name) < 1:
+                raise InputError(name, f"is {getattr(self, name)}", "give 1 or more")
+
+
+class Last:
+    """The speed of the last iteration: the paper's memoryless method."""
+
+    def __init__(self, workers: int) -> None:
+        self._speed = np.full(workers, np.nan)
+
+    def predict(self, cpu: Floats, memory: Floats) -> Floats:
+        """Return (n,) last speeds."""
+        return self._speed
+
+    def observe(self, speed: Floats) -> None:
+        """Keep (n,) speeds."""
+        self._speed = np.array(speed, dtype=np.float64)
+
+
+class Ema:
+    """Exponential moving average that begins at the first speed; alpha is the weight of the latest."""
+
+    def __init__(self, workers: int, alpha: float = EMA_ALPHA) -> None:
+        self._alpha = alpha
+        self._mean = np.full(workers, np.nan)
+
+    def predict(self, cpu: Floats, memory: Floats) -> Floats:
+        """Return (n,) averages."""
+        return self._mean
+
+    def observe(self, speed: Floats) -> None:
+        """Take (n,) speeds into the averages."""
+        known = ~np.isnan(self._mean)
+        self._mean = np.where(known, self._alpha * speed + (1 - self._alpha) * self._mean, speed)
+
+
+class History:
+    """The recorded iterations of n workers in arrays that grow."""
+
+    def __init__(self, workers: int) -> None:
+        self._rows = np.empty((256, 3, workers))
+        self.count = 0
+
+    def add(self, speed: Floats, cpu: Floats, memory: Floats) -> None:
+        """Append one iteration: (n,) speeds and the readings at its start."""
+        if self.count == len(self._rows):
+            self._rows = np.concatenate((self._rows, np.empty_like(self._rows)))
+        self._rows[self.count] = speed, cpu, memory
+        self.count += 1
+
+    def last(self, iterations: int) -> Floats:
+        """Return (k, 3, n) speed, CPU and memory of the last k iterations, k at most ``iterations``."""
+        return self._rows[max(0, self.count - iterations) : self.count]
+
+
+class Trained:
+    """A predictor that learns after a warm-up: EMA until then, and bounds on what it may say.
+
+    A subclass implements :meth:`_train` and :meth:`_forecast`.
+    """
+
+    def __init__(self, workers: int, settings: Settings, *, ready: bool = False) -> None:
+        """``ready``: weights are there from the start, so it predicts as soon as there is something to look back on."""
+        self.settings = settings
+        self.history = History(workers)
+        self.ready = ready
+        self._ema = Ema(workers)
+        self._lowest = np.full(workers, np.inf)
+        self._highest = np.full(workers, -np.inf)
+        self._readings: tuple[Floats, Floats] | None = None
+        self._due = False
+
+    def predict(self, cpu: Floats, memory: Floats) -> Floats:
+        """Return (n,) predicted speeds: EMA's before the warm-up is over, and where a forecast is no number.
+
+        Trains first when it is time; so a run that ends then has not trained in vain.
+        """
+        self._readings = np.array(cpu, dtype=np.float64), np.array(memory, dtype=np.float64)
+        if self._due:
+            self._train()
+            self.ready, self._due = True, False
+        fallback = self._ema.predict(cpu, memory)
+        if not self.ready or self.history.count < self.look_back:
+            return fallback
+        forecast = self._forecast(*self._readings)
+        bounded = np.clip(forecast, self._lowest / _BEYOND, self._highest * _BEYOND)
+        return np.where(np.isfinite(forecast), bounded, fallback)
+
+    def observe(self, speed: Floats) -> None:
+        """Take (n,) speeds of the iteration that :meth:`predict` was called for."""
+        if self._readings is None:
+            raise InputError("observe", "was called before predict", "predict every iteration before it is observed")
+        self.history.add(speed, *self._readings)
+        self._ema.observe(speed)
+        self._lowest, self._highest = np.minimum(self._lowest, speed), np.maximum(self._highest, speed)
+        since = self.history.count - self.settings.warm_up
+        self._due = since >= 0 and since % self.settings.refit_every == 0
+        if self.ready and not self._due:
+            self._advance(np.asarray(speed, dtype=np.float64))
+
+    @property
+    def look_back(self) -> int:
+        """Iterations that a prediction needs."""
+        return 2
+
+    def _train(self) -> None:
+        raise NotImplementedError
+
+    def _advance(self, speed: Floats) -> None:
+        """Take one more iteration into the state, between trainings."""
+
+    def _forecast(self, cpu: Floats, memory: Floats) -> Floats:
+        raise NotImplementedError
+
+
+def make(name: str, workers: int, settings: Settings | None = None) -> Predictor:
+    """Return the predictor called ``name`` for n workers; see :data:`PREDICTORS`. Raises InputError for other names."""
+    chosen = settings if settings is not None else Settings()
+    if name == "last":
+        return Last(workers)
+    if name == "ema":
+        return Ema(workers)
+    if name == "arima":
+        from ddltool.analyzers.balancing.arima import Arima
+
+        return Arima(workers, chosen)
+    if name in PREDICTORS:
+        from ddltool.analyzers.balancing.networks import Network
+
+        return Network(name, workers, chosen)
+    raise InputError("predictor", f"unknown predictor {name!r}", did_you_mean(name, PREDICTORS))
+
+
+def length_predictor(name: str, settings: Settings | None = None) -> Callable[[Floats, int], float]:
+    """Return the predictor as a function of one worker's iteration lengths, as barriers want it.
+
+    It takes (h,) recorded seconds, oldest first, and a lookahead, and returns the seconds of each next iteration. Equal
+    work per iteration is taken for granted: speed is one over length. No readings are known, so NARX sees constants.
+    """
+
+    def predicted(lengths_s: Floats, lookahead: int, /) -> float:
+        predictor = make(name, 1, settings)
+        nothing = np.zeros(1)
+        for length in np.asarray(lengths_s, dtype=np.float64):
+            predictor.predict(nothing, nothing)
+            predictor.observe(np.array([1.0 / length]))
+        return float(1.0 / predictor.predict(nothing, nothing)[0])
+
+    return predicted
+
+
+def check_names(names: Sequence[str]) -> None:
+    """Raise InputError for a name that is no predictor's."""
+    for name in names:
+        if name not in PREDICTORS:
+            raise InputError("--predictor", f"unknown predictor {name!r}", did_you_mean(name, (*PREDICTORS, "all")))

@@ -1,0 +1,103 @@
+"""A recorded trace lived through again: predict, size the batches, see how long the iteration would really have taken.
+
+Row k of the trace says how fast each worker was in iteration k, so an iteration with batch sizes x takes
+``max_i x_i / v_i`` (LB-BSP, section 3.2). Every predictor is judged on the same iterations, those after the warm-up.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from ddltool.analyzers.balancing.predict import Predictor
+from ddltool.analyzers.balancing.sizing import equal, proportional
+from ddltool.analyzers.balancing.trace import SpeedTrace
+
+Floats = NDArray[np.float64]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Outcome:
+    """What one way of sizing batches came to, over the iterations that are judged (J of them)."""
+
+    iteration_s: Floats
+    """(J,) seconds of the slowest worker."""
+    predicted: Floats | None
+    """(J, n) predicted speeds; None where nothing is predicted."""
+    actual: Floats
+    """(J, n) samples per second."""
+
+    @property
+    def rmse(self) -> float | None:
+        """Root mean square error of a worker's predicted speed, the mean over workers; samples per second."""
+        if self.predicted is None:
+            return None
+        return float(np.sqrt(((self.predicted - self.actual) ** 2).mean(axis=0)).mean())
+
+    @property
+    def rmse_relative(self) -> float | None:
+        """The same as a share of each worker's mean speed."""
+        if self.predicted is None:
+            return None
+        errors = np.sqrt(((self.predicted - self.actual) ** 2).mean(axis=0))
+        return float((errors / self.actual.mean(axis=0)).mean())
+
+    @property
+    def mean_s(self) -> float:
+        """Mean seconds of an iteration."""
+        return float(self.iteration_s.mean())
+
+
+def replay(
+    trace: SpeedTrace, predictor: Predictor, total: int, *, since: int = 0, limits: ArrayLike | None = None
+) -> Outcome:
+    """Return what sizing by this predictor's speeds comes to from iteration ``since`` on.
+
+    Args:
+        trace: K iterations of n workers.
+        predictor: a fresh one; it sees all iterations in order.
+        total: X, samples of all workers together.
+        since: the first iteration that is judged.
+        limits: (n,) most samples of each worker.
+
+    Where nothing can be predicted yet batches are equal and the prediction counts as the mean of the known speeds.
+    Raises Infeasible as :func:`~.sizing.proportional` does.
+    """
+    predicted = np.empty_like(trace.speed)
+    times = np.empty(trace.iterations)
+    for k in range(trace.iterations):
+        speeds = np.array(predictor.predict(trace.cpu[k], trace.memory[k]))
+        predicted[k] = speeds
+        if k >= since:
+            known = np.isfinite(speeds).all()
+            sizes = proportional(speeds, total, limits) if known else equal(trace.workers, total, limits)
+            times[k] = (sizes / trace.speed[k]).max()
+        predictor.observe(trace.speed[k])
+    return Outcome(iteration_s=times[since:], predicted=predicted[since:], actual=trace.speed[since:])
+
+
+def replay_equal(trace: SpeedTrace, total: int, *, since: int = 0, limits: ArrayLike | None = None) -> Outcome:
+    """Return what equal batches come to: BSP as frameworks have it."""
+    sizes = equal(trace.workers, total, limits)
+    actual = trace.speed[since:]
+    return Outcome(iteration_s=(sizes / actual).max(axis=1), predicted=None, actual=actual)
+
+
+def replay_oracle(trace: SpeedTrace, total: int, *, since: int = 0, limits: ArrayLike | None = None) -> Outcome:
+    """Return what the same sizing comes to with the speeds of each iteration known beforehand."""
+    actual = trace.speed[since:]
+    times = np.array([(proportional(speeds, total, limits) / speeds).max() for speeds in actual])
+    return Outcome(iteration_s=times, predicted=actual, actual=actual)
+
+
+def gain_kept(outcome: Outcome, equal_split: Outcome, oracle: Outcome) -> float:
+    """Return the share of the oracle's gain over the equal split that ``outcome`` reaches; 1 where there is none."""
+    possible = equal_split.mean_s - oracle.mean_s
+    return 1.0 if possible <= 0 else (equal_split.mean_s - outcome.mean_s) / possible
+
+
+def default_warm_up(iterations: int, wanted: int) -> int:
+    """Return the warm-up that a trace allows: ``wanted``, or half of a shorter trace, and never below 20."""
+    return max(20, min(wanted, iterations // 2))

@@ -1,0 +1,144 @@
+"""LB-BSP offline: predictors and schemes on synthetic clusters, and what sizing and predicting cost.
+
+    python benchmarks/bench_balancing.py                     # predictors on the CPU cluster of 32, seeds 0 to 2
+    python benchmarks/bench_balancing.py --schemes           # schemes on the CPU cluster of 32 and the GPU cluster of 16
+    python benchmarks/bench_balancing.py --solver            # exact sizes for up to 4,096 workers
+    python benchmarks/bench_balancing.py --trace FILE.csv.gz # write a synthetic trace (--workers, --iterations, --seed)
+
+Synthetic means made up: see ddltool.analyzers.balancing.synthetic for how. Times are CPU seconds on one thread.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from pathlib import Path
+
+import numpy as np
+
+from ddltool.analyzers.balancing import schemes
+from ddltool.analyzers.balancing.curves import DeviceCurves
+from ddltool.analyzers.balancing.minmax import drop_advice, split
+from ddltool.analyzers.balancing.predict import PREDICTORS, make
+from ddltool.analyzers.balancing.replay import gain_kept, replay, replay_equal, replay_oracle
+from ddltool.analyzers.balancing.sizing import equal, proportional
+from ddltool.analyzers.balancing.synthetic import cpu_cluster, gpu_curves, jitter
+from ddltool.runtime.watch import SpeedRow, write_rows
+
+BATCH = 128
+SINCE = 500
+
+
+def predictors(iterations: int, workers: int, seeds: int) -> None:
+    print("seed  predictor  rmse   of mean  iteration/equal  gain  CPU s")
+    for seed in range(seeds):
+        trace, total = cpu_cluster(iterations, seed, workers), BATCH * workers
+        base, oracle = replay_equal(trace, total, since=SINCE), replay_oracle(trace, total, since=SINCE)
+        for name in PREDICTORS:
+            begin = time.process_time()
+            made = replay(trace, make(name, workers), total, since=SINCE)
+            spent = time.process_time() - begin
+            print(
+                f"{seed:4}  {name:9}  {made.rmse:5.2f}  {made.rmse_relative:7.1%}  {made.mean_s / base.mean_s:15.3f}"
+                f"  {gain_kept(made, base, oracle):4.0%}  {spent:5.1f}"
+            )
+        print(f"{seed:4}  known      {0:5.2f}  {0:7.1%}  {oracle.mean_s / base.mean_s:15.3f}  100%")
+
+
+def show(name: str, made: schemes.SchemeResult, base: schemes.SchemeResult) -> None:
+    ratio = made.iteration_s / base.iteration_s
+    print(f"{name:28}  {made.iteration_s:8.3f} s  {ratio:6.3f}  {made.staleness:9.1f}  {made.iteration_gap:5}")
+
+
+def compare_schemes(iterations: int, seed: int) -> None:
+    print("CPU cluster of 32              iteration  of BSP  staleness    gap")
+    trace, total = cpu_cluster(iterations, seed), BATCH * 32
+    clock, need = schemes.cpu_clock(trace, total), equal(32, total).astype(float)
+    base = schemes.bsp(clock, need)
+    show("BSP", base, base)
+    show("ASP", schemes.bounded(clock, need, None), base)
+    show("SSP, bound 5", schemes.bounded(clock, need), base)
+    show("redundant execution, 2 of 32", schemes.redundant(clock, lambda sizes: sizes.astype(float), total, 2), base)
+    show("work shifting (FlexRR-like)", schemes.work_shifting(clock, total), base)
+    for name in ("ema", "narx"):
+        show(f"LB-BSP ({name})", schemes.lb_bsp(clock, trace, total, make(name, 32)), base)
+    show("LB-BSP, speeds known", schemes.lb_bsp_oracle(clock, total), base)
+    print("GPU cluster of 16              iteration  of BSP  staleness    gap")
+    _, curves = gpu_curves()
+    total = 32 * 16
+    clock = schemes.gpu_clock(curves, jitter(iterations, 16, seed), total)
+    need = curves.seconds(equal(16, total))
+    base = schemes.bsp(clock, need)
+    show("BSP", base, base)
+    show("ASP", schemes.bounded(clock, need, None), base)
+    show("SSP, bound 5", schemes.bounded(clock, need), base)
+    show("redundant execution, 1 of 16", schemes.redundant(clock, curves.seconds, total, 1), base)
+    balanced = split(curves, total).sizes
+    show(f"LB-BSP {tuple(balanced[::4].tolist())}", schemes.bsp(clock, curves.seconds(balanced)), base)
+
+
+def solver() -> None:
+    print("workers    total  proportional     split  drop_advice  with synchronisation")
+    for workers in (16, 256, 4096):
+        chance = np.random.default_rng(workers)
+        curves = DeviceCurves.of(
+            per_sample_s=chance.uniform(0.001, 0.02, workers),
+            launch_s=chance.uniform(0, 0.3, workers),
+            saturation=chance.integers(1, 40, workers),
+            communication_s=chance.uniform(0, 0.1, workers),
+            memory_limit=chance.integers(40, 400, workers),
+        )
+        total, speeds = 32 * workers, chance.uniform(1, 10, workers)
+        sync = np.arange(workers) * 0.1 / workers
+        calls = (
+            lambda v=speeds, x=total: proportional(v, x),
+            lambda c=curves, x=total: split(c, x),
+            lambda c=curves, x=total: drop_advice(c, x),
+            lambda c=curves, x=total, s=sync: drop_advice(c, x, s),
+        )
+        spent = []
+        for call in calls:
+            begin = time.process_time()
+            call()
+            spent.append(time.process_time() - begin)
+        print(f"{workers:7}  {total:7}  " + "  ".join(f"{seconds:10.4f}" for seconds in spent))
+
+
+def write_trace(path: Path, workers: int, iterations: int, seed: int) -> None:
+    trace = cpu_cluster(iterations, seed, workers)
+    rows = (
+        SpeedRow(
+            iteration=k,
+            worker=name,
+            speed=float(f"{trace.speed[k, w]:.4g}"),
+            cpu=float(f"{trace.cpu[k, w]:.2f}"),
+            memory=float(f"{trace.memory[k, w]:.2f}"),
+        )
+        for k in range(iterations)
+        for w, name in enumerate(trace.names)
+    )
+    write_rows(rows, path)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--schemes", action="store_true")
+    parser.add_argument("--solver", action="store_true")
+    parser.add_argument("--trace", type=Path)
+    parser.add_argument("--workers", type=int, default=32)
+    parser.add_argument("--iterations", type=int, default=2000)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--seeds", type=int, default=3)
+    options = parser.parse_args()
+    if options.trace is not None:
+        write_trace(options.trace, options.workers, options.iterations, options.seed)
+    elif options.solver:
+        solver()
+    elif options.schemes:
+        compare_schemes(options.iterations, options.seed)
+    else:
+        predictors(options.iterations, options.workers, options.seeds)
+
+
+if __name__ == "__main__":
+    main()

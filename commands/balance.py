@@ -1,0 +1,267 @@
+"""``ddltool balance TRACE.csv``: what load balancing by predicted speeds would have gained."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Optional
+
+import typer
+
+from ddltool.commands.options import Json, Output, Seed
+
+if TYPE_CHECKING:
+    from ddltool.analyzers.balancing.predict import Predictor, Settings
+    from ddltool.analyzers.balancing.replay import Outcome
+    from ddltool.analyzers.balancing.schemes import SchemeResult
+    from ddltool.analyzers.balancing.trace import SpeedTrace
+
+BATCH_PER_WORKER = 128
+SCHEME_LABELS = {
+    "bsp": "BSP",
+    "asp": "ASP",
+    "ssp": "SSP, bound 5",
+    "redundant": "redundant execution",
+    "work_shifting": "work shifting (FlexRR-like)",
+    "lb_bsp": "LB-BSP",
+    "lb_bsp_oracle": "LB-BSP, speeds known",
+}
+
+
+def balance(
+    trace: Annotated[
+        Path, typer.Argument(metavar="TRACE.csv", help="Columns iteration,worker,speed,cpu,memory (.gz accepted).")
+    ],
+    predictor: Annotated[str, typer.Option(help="last, ema, arima, rnn, lstm, narx or all.")] = "all",
+    total_batch: Annotated[
+        Optional[int],  # noqa: UP045
+        typer.Option(help=f"Samples of all workers together (default {BATCH_PER_WORKER} each).", show_default=False),
+    ] = None,
+    warm_up: Annotated[
+        int, typer.Option(help="Iterations before the first training; none of them is judged.", min=20)
+    ] = 500,
+    schemes: Annotated[bool, typer.Option("--schemes", help="Compare with BSP, ASP, SSP and others.")] = False,
+    weights: Annotated[
+        Optional[Path],  # noqa: UP045
+        typer.Option(metavar="FILE.json", help="Begin with the weights of an earlier run (rnn, lstm, narx)."),
+    ] = None,
+    save_weights: Annotated[
+        Optional[Path],  # noqa: UP045
+        typer.Option(metavar="FILE.json", help="Keep what the network has learned."),
+    ] = None,
+    picture: Annotated[
+        Optional[Path],  # noqa: UP045
+        typer.Option(metavar="FILE.svg", help="Draw actual and predicted speeds."),
+    ] = None,
+    seed: Seed = 0,
+    output: Output = None,
+    as_json: Json = False,
+) -> None:
+    """Replay recorded worker speeds: predict each next one, size the batches by it, and time the iterations."""
+    from ddltool.analyzers.balancing.predict import PREDICTORS, Settings, check_names
+    from ddltool.analyzers.balancing.replay import default_warm_up
+    from ddltool.artifacts import check_writable, save, write_text
+    from ddltool.commands.balance_trace import read_trace
+    from ddltool.commands.output import note, print_json
+    from ddltool.errors import InputError
+
+    chosen = PREDICTORS if predictor == "all" else (predictor,)
+    check_names(chosen)
+    for option, path in (("--weights", weights), ("--save-weights", save_weights)):
+        if path is not None and predictor not in ("rnn", "lstm", "narx"):
+            raise InputError(option, f"does not go with --predictor {predictor}", "name one of rnn, lstm, narx")
+    for path in (output, picture, save_weights):
+        if path is not None:
+            check_writable(path)
+    recorded = read_trace(trace)
+    warmed = default_warm_up(recorded.iterations, warm_up)
+    if recorded.iterations <= warmed:
+        problem = f"has {recorded.iterations} iterations, none after the warm-up of {warmed}"
+        raise InputError(str(trace), problem, f"record more than {warmed}")
+    if warmed < warm_up:
+        note(f"the trace has {recorded.iterations} iterations, so the warm-up is {warmed} of them")
+    total = total_batch if total_batch is not None else BATCH_PER_WORKER * recorded.workers
+    if total < recorded.workers:
+        raise InputError("--total-batch", f"is {total}", f"{recorded.workers} workers need one sample each or more")
+    settings = Settings(warm_up=warmed, seed=seed)
+    outcomes, networks = replay_all(recorded, chosen, total, settings, weights)
+    document = describe(recorded, outcomes, total, settings)
+    if schemes:
+        name = "narx" if predictor == "all" else predictor
+        document["schemes"] = {"predictor": name, **compare(recorded, total, name, settings)}
+    if save_weights is not None:
+        from ddltool.analyzers.balancing.weights import weights_to_json
+
+        write_text(save_weights, weights_to_json(networks[predictor], recorded.names))  # type: ignore[arg-type]
+        note(f"wrote {save_weights}")
+    if picture is not None:
+        from ddltool.analyzers.balancing.picture import speeds_svg
+
+        write_text(picture, speeds_svg(recorded.names, _drawn(outcomes, document), warmed))
+        note(f"wrote {picture}")
+    if output is not None:
+        save(document, output)
+    if as_json:
+        print_json(document)
+    else:
+        show(document, output)
+
+
+def replay_all(
+    trace: SpeedTrace, names: tuple[str, ...], total: int, settings: Settings, weights: Path | None
+) -> tuple[dict[str, Outcome], dict[str, Predictor]]:
+    """Return what each predictor, the equal split and the oracle come to, and the predictors."""
+    from ddltool.analyzers.balancing.predict import make
+    from ddltool.analyzers.balancing.replay import replay, replay_equal, replay_oracle
+    from ddltool.commands.output import progress
+
+    outcomes: dict[str, Outcome] = {}
+    predictors: dict[str, Predictor] = {}
+    since = settings.warm_up
+    with progress("replaying", len(names)) as advance:
+        for place, name in enumerate(names):
+            advance(place, name)
+            predictors[name] = make(name, trace.workers, settings)
+            if weights is not None:
+                _reuse(predictors[name], weights, trace.names)
+            outcomes[name] = replay(trace, predictors[name], total, since=since)
+    outcomes["equal"] = replay_equal(trace, total, since=since)
+    outcomes["oracle"] = replay_oracle(trace, total, since=since)
+    return outcomes, predictors
+
+
+def _reuse(predictor: Predictor, path: Path, names: tuple[str, ...]) -> None:
+    from ddltool.analyzers.balancing.networks import Network
+    from ddltool.analyzers.balancing.weights import reuse_weights
+    from ddltool.artifacts import read_document
+
+    assert isinstance(predictor, Network)  # the command has seen to it
+    reuse_weights(predictor, read_document(path), names, str(path))
+
+
+def describe(trace: SpeedTrace, outcomes: dict[str, Outcome], total: int, settings: Settings) -> dict[str, Any]:
+    """Return the document that ``--json`` prints."""
+    from ddltool.analyzers.balancing.replay import gain_kept
+
+    equal, oracle = outcomes["equal"], outcomes["oracle"]
+    records = {}
+    for name, outcome in outcomes.items():
+        records[name] = {
+            "rmse": outcome.rmse,
+            "rmse_relative": outcome.rmse_relative,
+            "iteration_s": outcome.mean_s,
+            "iteration_time_ratio": outcome.mean_s / equal.mean_s,
+            "gain_kept": gain_kept(outcome, equal, oracle),
+        }
+    references = {
+        key: {field: records[name][field] for field in ("iteration_s", "iteration_time_ratio")}
+        for key, name in (("equal_split", "equal"), ("oracle", "oracle"))
+    }
+    return {
+        "kind": "ddltool.balance",
+        "schema_version": 1,
+        "workers": trace.workers,
+        "iterations": trace.iterations,
+        "warm_up": settings.warm_up,
+        "total_batch": total,
+        "seed": settings.seed,
+        "predictors": {name: record for name, record in records.items() if name not in ("equal", "oracle")},
+        **references,
+    }
+
+
+def compare(trace: SpeedTrace, total: int, name: str, settings: Settings) -> dict[str, Any]:
+    """Return time and staleness of every scheme on the trace as wall-clock time; LB-BSP by the named predictor."""
+    from ddltool.analyzers.balancing import schemes
+    from ddltool.analyzers.balancing.predict import make
+    from ddltool.analyzers.balancing.sizing import equal
+
+    clock = schemes.cpu_clock(trace, total)
+    need = equal(trace.workers, total).astype(float)
+    made: dict[str, SchemeResult] = {
+        "bsp": schemes.bsp(clock, need),
+        "asp": schemes.bounded(clock, need, None),
+        "ssp": schemes.bounded(clock, need),
+    }
+    backups = trace.workers // 16
+    if backups:
+        made["redundant"] = schemes.redundant(clock, lambda sizes: sizes.astype(float), total, backups)
+    made["work_shifting"] = schemes.work_shifting(clock, total)
+    made["lb_bsp"] = schemes.lb_bsp(clock, trace, total, make(name, trace.workers, settings))
+    made["lb_bsp_oracle"] = schemes.lb_bsp_oracle(clock, total)
+    return {
+        key: {
+            "iteration_s": result.iteration_s,
+            "iteration_time_ratio": result.iteration_s / made["bsp"].iteration_s,
+            "staleness": result.staleness,
+            "iteration_gap": result.iteration_gap,
+            "wasted": result.wasted,
+        }
+        for key, result in made.items()
+    }
+
+
+def _drawn(outcomes: dict[str, Outcome], document: dict[str, Any]) -> dict[str, Outcome]:
+    """Return the outcomes to draw: up to three predictors, those with the lowest errors."""
+    names = sorted(document["predictors"], key=lambda name: document["predictors"][name]["rmse"])[:3]
+    return {name: outcomes[name] for name in names}
+
+
+def show(document: dict[str, Any], output: Path | None) -> None:
+    """Print the table of predictors and, where asked for, that of schemes."""
+    from ddltool.commands.output import out, table
+    from ddltool.units import show_seconds
+
+    console = out()
+    judged = document["iterations"] - document["warm_up"]
+    title = (
+        f"{document['workers']} workers, {judged} iterations after a warm-up of {document['warm_up']}, "
+        f"total batch {document['total_batch']}"
+    )
+    rows = [["equal split", "", "", show_seconds(document["equal_split"]["iteration_s"]), "1.000", ""]]
+    for name, record in document["predictors"].items():
+        rows.append(
+            [
+                name,
+                f"{record['rmse']:.4g}",
+                f"{record['rmse_relative']:.1%}",
+                show_seconds(record["iteration_s"]),
+                f"{record['iteration_time_ratio']:.3f}",
+                f"{record['gain_kept']:.0%}",
+            ]
+        )
+    oracle = document["oracle"]
+    ratio = f"{oracle['iteration_time_ratio']:.3f}"
+    rows.append(["speeds known", "0", "0.0%", show_seconds(oracle["iteration_s"]), ratio, "100%"])
+    columns = ("", "RMSE", "of mean", "iteration", "of equal split", "gain")
+    caption = "RMSE in samples/s, mean over workers; gain: share of what knowing the speeds would gain"
+    console.print(table(title, columns, rows, caption=caption))
+    if min(record["iteration_time_ratio"] for record in document["predictors"].values()) >= 1:
+        console.print("Equal batches are as fast here: these speeds cannot be foretold well enough.")
+    if "schemes" in document:
+        _show_schemes(document["schemes"])
+    if output is not None:
+        console.print(f"wrote {output}", soft_wrap=True)
+
+
+def _show_schemes(records: dict[str, Any]) -> None:
+    from ddltool.commands.output import out, table
+    from ddltool.units import show_seconds
+
+    rows = []
+    for name, label in SCHEME_LABELS.items():
+        if name not in records:
+            continue
+        record = records[name]
+        shown = f"{label} ({records['predictor']})" if name == "lb_bsp" else label
+        rows.append(
+            [
+                shown,
+                show_seconds(record["iteration_s"]),
+                f"{record['iteration_time_ratio']:.3f}",
+                f"{record['staleness']:.1f}",
+                str(record["iteration_gap"]),
+            ]
+        )
+    columns = ("", "iteration", "of BSP", "staleness", "gap")
+    caption = "staleness: updates of others that a gradient has not seen; rows as wall-clock time"
+    out().print(table("Schemes on the whole trace", columns, rows, caption=caption))

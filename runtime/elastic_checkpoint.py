@@ -1,0 +1,166 @@
+"""Checkpoint files of elastic training: written atomically, checked when read, no pickled code. Start at :func:`write`.
+
+A file is what ``torch.save`` makes of ``{"content": ..., "digest": ...}`` with a content of tensors, numbers, strings,
+lists and dicts, and is read with ``weights_only=True``. The file before the last is kept as ``NAME.previous``.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import io
+import os
+import tempfile
+import warnings
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ddltool.errors import InputError
+from ddltool.runtime.digests import digest, leaves
+
+KIND = "elastic-checkpoint"
+SCHEMA_VERSION = 1
+
+
+def environment(device: torch.device) -> dict[str, Any]:
+    """Return what the bits of a run depend on besides the data and the code: all of it must be the same to continue."""
+    device_type = (
+        torch.cuda.get_device_name(device) if device.type == "cuda" else torch.backends.cpu.get_cpu_capability()
+    )
+    return {
+        "device": f"{device.type} {device_type}",
+        "torch": str(torch.__version__),
+        "threads": torch.get_num_threads(),
+        "deterministic_algorithms": torch.are_deterministic_algorithms_enabled(),
+        "float32_matmul_precision": torch.get_float32_matmul_precision(),
+        "default_dtype": str(torch.get_default_dtype()),
+    }
+
+
+def content_digest(content: dict[str, Any]) -> str:
+    """Return one fingerprint of everything in a checkpoint's content, names included."""
+    hasher = hashlib.blake2b(digest_size=16)
+    for name, leaf in leaves(content):
+        value = digest(leaf) if isinstance(leaf, torch.Tensor) else repr(leaf)
+        hasher.update(f"{name}={value}\n".encode())
+    return hasher.hexdigest()
+
+
+def encode(content: dict[str, Any]) -> bytes:
+    """Return ``content`` as bytes, for another process."""
+    stream = io.BytesIO()
+    torch.save(content, stream)
+    return stream.getvalue()
+
+
+def decode(data: bytes) -> dict[str, Any]:
+    """Return what :func:`encode` was given."""
+    content: dict[str, Any] = torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
+    return content
+
+
+def previous(path: Path) -> Path:
+    """Return where the checkpoint before the last is kept."""
+    return path.with_name(path.name + ".previous")
+
+
+def write(path: str | os.PathLike[str], content: dict[str, Any]) -> None:
+    """Replace the checkpoint at ``path``: whenever the process is killed, the old file or the new one is there, whole.
+
+    What is written is read back before it takes the old file's place. Raises InputError when the folder cannot be
+    written to, or the content has objects that only pickle could bring back.
+    """
+    path = Path(path)
+    content = {"kind": KIND, "schema_version": SCHEMA_VERSION} | content
+    temporary = None
+    try:
+        descriptor, temporary = tempfile.mkstemp(prefix=f".{path.name}.", suffix=".partial", dir=path.parent)
+        with os.fdopen(descriptor, "wb") as file:
+            torch.save({"content": content, "digest": content_digest(content)}, file)
+            file.flush()
+            os.fsync(file.fileno())
+        _demand_readable(path, Path(temporary))
+        if path.exists():  # a second name first, then the switch: at no moment is `path` missing
+            spare = Path(temporary + ".previous")
+            os.link(path, spare)
+            os.replace(spare, previous(path))
+        os.replace(temporary, path)
+    except OSError as error:
+        if temporary is not None:
+            Path(temporary).unlink(missing_ok=True)
+        problem = f"cannot be written ({error.strerror})"
+        raise InputError(str(path), problem, "check that the folder exists, is writable and has space") from None
+    _sync_folder(path.parent)
+    _remove_leftovers(path)
+
+
+def _demand_readable(path: Path, temporary: Path) -> None:
+    try:
+        _read_one(temporary)
+    except InputError as error:
+        temporary.unlink(missing_ok=True)
+        problem = (
+            f"what would be written cannot be read back ({str(error).removeprefix(error.where + ': ').split(';')[0]})"
+        )
+        remedy = "keep to tensors, numbers, strings, lists and dicts in the states of optimizer and extras"
+        raise InputError(str(path), problem, remedy) from None
+
+
+def _sync_folder(folder: Path) -> None:
+    with contextlib.suppress(OSError):  # some file systems cannot
+        descriptor = os.open(folder, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+
+
+def _remove_leftovers(path: Path) -> None:
+    """Remove the temporary files of processes that were killed while they wrote this checkpoint."""
+    for leftover in path.parent.glob(f".{path.name}.*.partial*"):
+        leftover.unlink(missing_ok=True)
+
+
+def read(path: str | os.PathLike[str]) -> dict[str, Any]:
+    """Return a checkpoint's content; where the file is damaged, that of the one before it, with a warning.
+
+    Raises InputError when there is none, or none that is whole and of a known version.
+    """
+    path = Path(path)
+    try:
+        return _read_one(path)
+    except InputError as error:
+        older = previous(path)
+        if not older.exists() or "version" in str(error):
+            raise
+        content = _read_one(older)
+        warnings.warn(f"{error}. Continuing from the checkpoint before it, {older}", stacklevel=2)
+        return content
+
+
+def _read_one(path: Path) -> dict[str, Any]:
+    try:
+        document = torch.load(path, map_location="cpu", weights_only=True)
+        content, written = document["content"], document["digest"]
+        intact = content_digest(content) == written
+    except FileNotFoundError:
+        raise InputError(str(path), "no such file", "give the path of a checkpoint") from None
+    except Exception as error:  # torch.load raises whatever the damage leads to
+        problem = f"is no checkpoint, or a damaged one ({type(error).__name__})"
+        raise InputError(str(path), problem, "give a checkpoint that ElasticTrainer.save wrote") from None
+    if not intact:
+        raise InputError(str(path), "is damaged: its content is not what was written", "use an older checkpoint")
+    if (content.get("kind"), content.get("schema_version")) != (KIND, SCHEMA_VERSION):
+        problem = f"is {content.get('kind')} of version {content.get('schema_version')}"
+        raise InputError(str(path), problem, f"this program reads {KIND} of version {SCHEMA_VERSION}")
+    result: dict[str, Any] = content
+    return result
+
+
+def demand_equal(path: str | os.PathLike[str], saved: dict[str, Any], present: dict[str, Any], remedy: str) -> None:
+    """Raise InputError for the first field in which ``present`` is not what was ``saved``."""
+    for name, value in present.items():
+        if saved.get(name) != value:
+            raise InputError(f"{os.fspath(path)}:{name}", f"is {saved.get(name)} there and {value} here", remedy)

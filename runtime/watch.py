@@ -1,0 +1,255 @@
+"""Records speed, CPU and memory of training processes, iteration by iteration: the input of ``ddltool balance``.
+
+In a training loop of one's own::
+
+    watch = Watch("w0")
+    for batch in loader:
+        with watch.iteration(samples=len(batch)):
+            ...forward and backward...
+        ...gradients are exchanged and applied; waiting for others is not the worker's speed...
+    write_rows(watch.rows, "trace.csv")
+
+:func:`record` starts processes that train a model together and watches them.
+
+Readings are taken before the iteration, which is when batch sizes must be chosen. CPU is the share of a core that the
+process can expect: its cores over the processes that want to run on them now, itself included. Memory is the share of the
+machine's memory that is available.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import multiprocessing
+import os
+import queue
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import psutil
+
+from ddltool.artifacts import write_text
+from ddltool.errors import DdlToolError, InputError, one_line
+from ddltool.runtime.measure import SILENCE_LIMIT_S, _follow_parent, _free_port
+
+if TYPE_CHECKING:
+    from ddltool.runtime.measure import Step
+
+HEADER = "iteration,worker,speed,cpu,memory"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SpeedRow:
+    """One iteration of one worker."""
+
+    iteration: int
+    worker: str
+    speed: float
+    """Samples per second, without waiting for other workers."""
+    cpu: float
+    """Share of a core that the worker could expect when the iteration began, above 0 to 1."""
+    memory: float
+    """Share of the machine's memory that was available then, 0 to 1."""
+
+    def line(self) -> str:
+        """Return the row as CSV."""
+        return f"{self.iteration},{self.worker},{self.speed:.6g},{self.cpu:.4g},{self.memory:.4g}"
+
+
+@dataclass(slots=True)
+class Watch:
+    """Observes the iterations of this process."""
+
+    worker: str
+    rows: list[SpeedRow] = field(default_factory=list)
+
+    @contextmanager
+    def iteration(self, samples: int) -> Iterator[None]:
+        """Observe what the block does with ``samples`` samples; a block that raises leaves no row.
+
+        The block is the worker's own computation: leave the waiting for others outside, and on a GPU synchronise the
+        device before it ends.
+        """
+        cpu, memory = expected_cpu(), available_memory()
+        begin = time.perf_counter()
+        yield
+        seconds = max(time.perf_counter() - begin, 1e-9)
+        row = SpeedRow(iteration=len(self.rows), worker=self.worker, speed=samples / seconds, cpu=cpu, memory=memory)
+        self.rows.append(row)
+
+
+def expected_cpu() -> float:
+    """Return the share of a core that this process can expect now, above 0 to 1.
+
+    On Linux: its cores over the runnable processes that were last on one of them, itself included. A process counts once
+    whatever its threads. Elsewhere: the machine's idle share since the last call, as psutil has it.
+    """
+    try:
+        cores = os.sched_getaffinity(0)
+        return min(1.0, len(cores) / (1 + _others_running(cores)))
+    except (AttributeError, OSError):
+        return max(0.01, 1.0 - psutil.cpu_percent(interval=None) / 100)
+
+
+def available_memory() -> float:
+    """Return the share of the machine's memory that new work could take, 0 to 1."""
+    memory = psutil.virtual_memory()
+    return float(memory.available / memory.total)
+
+
+def _others_running(cores: set[int]) -> int:
+    """Return how many other processes want to run on these cores (Linux).
+
+    Reads /proc itself: psutil would take ten times as long, which a short iteration would notice.
+    """
+    running, own = 0, str(os.getpid())
+    for name in os.listdir("/proc"):
+        if not name.isdecimal() or name == own:
+            continue
+        try:
+            with open(f"/proc/{name}/stat", "rb") as file:
+                fields = file.read().rpartition(b") ")[2].split()
+        except OSError:
+            continue  # it has ended meanwhile
+        # Fields 3 and 39 of proc(5): the state, and the core it was last on.
+        if fields[0] == b"R" and int(fields[36]) in cores:
+            running += 1
+    return running
+
+
+def write_rows(rows: Iterable[SpeedRow], path: str | Path) -> None:
+    """Write rows as CSV (``.gz`` is accepted), by iteration, then worker. Raises InputError for an unusable path."""
+    ordered = sorted(rows, key=lambda row: (row.iteration, row.worker))
+    write_text(path, "\n".join((HEADER, *(row.line() for row in ordered))) + "\n")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class WatchRequest:
+    """Which training to watch. ``resolver`` is ``package.module:function``, called as ``function(source, batch)``."""
+
+    source: str
+    resolver: str
+    batch: int
+    """Samples per worker and iteration."""
+    workers: int = 2
+    iterations: int = 1000
+    cores: tuple[int, ...] | None = None
+    """The core that each worker stays on, as numbers from 0 among the usable ones, modulo how many those are."""
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        for name in ("batch", "workers", "iterations"):
+            if getattr(self, name) < 1:
+                raise InputError(name, f"is {getattr(self, name)}", "give a whole number >= 1")
+        if self.cores is not None and len(self.cores) != self.workers:
+            raise InputError("cores", f"names {len(self.cores)} cores", f"name one for each of {self.workers} workers")
+
+
+def record(request: WatchRequest) -> list[SpeedRow]:
+    """Return the rows of all workers, which train one model with averaged gradients over gloo, in lockstep, on the CPU.
+
+    Every process computes on one thread. Raises InputError when a step fails, DdlToolError when a process dies.
+    """
+    context = multiprocessing.get_context("spawn")
+    results: multiprocessing.Queue[tuple[str, Any]] = context.Queue()
+    port = _free_port()
+    children = [
+        context.Process(target=_worker, args=(request, rank, port, results), daemon=True)
+        for rank in range(request.workers)
+    ]
+    rows: list[SpeedRow] = []
+    try:
+        for child in children:
+            child.start()
+        _collect(results, children, rows)
+    finally:
+        for child in children:
+            if child.is_alive():
+                child.kill()
+            child.join()
+    return rows
+
+
+def _collect(results: multiprocessing.Queue[tuple[str, Any]], children: list[Any], rows: list[SpeedRow]) -> None:
+    """Take each worker's rows; a worker says now and then that it is alive."""
+    waiting, last = len(children), time.monotonic()
+    while waiting:
+        try:
+            kind, value = results.get(timeout=0.2)
+        except queue.Empty:
+            dead = [child for child in children if child.exitcode not in (None, 0)]
+            if dead and results.empty():
+                raise DdlToolError(f"a watched process died (exit code {dead[0].exitcode})") from None
+            if time.monotonic() - last > SILENCE_LIMIT_S:
+                raise DdlToolError(f"the watched processes were silent for {SILENCE_LIMIT_S:.0f} s") from None
+            continue
+        last = time.monotonic()
+        if kind == "error":
+            raise InputError(*value)
+        if kind == "rows":
+            rows.extend(value)
+            waiting -= 1
+
+
+def _worker(request: WatchRequest, rank: int, port: int, results: multiprocessing.Queue[tuple[str, Any]]) -> None:
+    """Train as one of the workers; whatever goes wrong reaches the parent as text."""
+    import torch
+    import torch.distributed as dist
+
+    os.dup2(2, 1)  # what the user's module prints must not mix with the command's result
+    threading.Thread(target=_follow_parent, daemon=True).start()
+    if request.cores is not None:
+        usable = sorted(os.sched_getaffinity(0))
+        os.sched_setaffinity(0, {usable[request.cores[rank] % len(usable)]})
+    torch.set_num_threads(1)
+    torch.manual_seed(request.seed)
+    try:
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+        dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=request.workers)
+        results.put(("rows", _train(request, rank, results)))
+    except KeyboardInterrupt:
+        return
+    except Exception as error:
+        text = one_line(f"{type(error).__name__}: {error}")[:300]
+        results.put(
+            ("error", (request.source, f"a training step failed ({text})", "it must train on its example inputs"))
+        )
+    finally:
+        if dist.is_initialized():
+            with contextlib.suppress(RuntimeError):
+                dist.destroy_process_group()
+
+
+def _train(request: WatchRequest, rank: int, results: multiprocessing.Queue[tuple[str, Any]]) -> list[SpeedRow]:
+    import torch
+    import torch.distributed as dist
+
+    module_name, _, function = request.resolver.partition(":")
+    resolver: Callable[[str, int], Step] = getattr(importlib.import_module(module_name), function)
+    step = resolver(request.source, request.batch)
+    parameters = [value for value in step.module.parameters() if value.requires_grad]
+    optimizer = torch.optim.SGD(parameters, lr=1e-2)
+    watch = Watch(f"w{rank}")
+    step.loss(step.module(*step.inputs)).backward()  # the first step pays for what later ones find ready
+    for number in range(request.iterations):
+        optimizer.zero_grad()
+        dist.barrier()
+        with watch.iteration(request.batch):
+            step.loss(step.module(*step.inputs)).backward()
+        gradients = torch.cat([value.grad.flatten() for value in parameters if value.grad is not None])
+        dist.all_reduce(gradients)
+        gradients /= request.workers
+        offset = 0
+        for value in parameters:
+            if value.grad is not None:
+                value.grad.copy_(gradients[offset : offset + value.numel()].view_as(value))
+                offset += value.numel()
+        optimizer.step()
+        if number % 100 == 0:
+            results.put(("alive", number))
+    return watch.rows

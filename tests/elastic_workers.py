@@ -1,0 +1,337 @@
+"""What the processes of the elastic tests are asked to do, and the models that they train.
+
+One crew of four ranks serves all tests; each call lets the first ``size`` of them form a process group of their own.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import copy
+import functools
+import importlib.util
+import itertools
+import multiprocessing
+import random
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import Dataset
+
+from ddltool.runtime import elastic_checkpoint, est_state, ordered_reduction
+from ddltool.runtime.digests import digest, leaves
+from ddltool.runtime.elastic_training import ElasticTrainer
+from ddltool.runtime.est_state import seed_streams
+from tests.runtime_workers import Crew
+
+WORKERS = 4
+BATCH = 8
+SAMPLES = 320  # ten steps an epoch
+
+
+class Digits(Dataset[tuple[Tensor, int]]):
+    """Scikit-learn's digits, 8 x 8; shifted, mirrored and made noisy by draws from all three host generators."""
+
+    def __init__(self, samples: int = SAMPLES) -> None:
+        # As load_digits does, without importing scikit-learn, which takes seconds in each process.
+        folder = next(iter(importlib.util.find_spec("sklearn").submodule_search_locations))  # type: ignore[union-attr,arg-type]
+        table = np.loadtxt(Path(folder) / "datasets/data/digits.csv.gz", delimiter=",", max_rows=samples)
+        self.images = torch.tensor(table[:, :-1], dtype=torch.float32).view(-1, 1, 8, 8) / 16
+        self.targets = table[:, -1].astype(int).tolist()
+
+    def __len__(self) -> int:
+        return len(self.images)
+
+    def __getitem__(self, index: int) -> tuple[Tensor, int]:
+        image = torch.roll(self.images[index], random.randint(-1, 1), dims=2)
+        if np.random.rand() < 0.3:  # noqa: NPY002  # the global generator is what is tested
+            image = image.flip(2)
+        return image + 0.05 * torch.randn_like(image), self.targets[index]
+
+
+class Cnn(nn.Module):
+    """Convolutions, BatchNorm, dropout; ``unused`` never has a gradient, ``rare`` only for some batches."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Sequential(
+            nn.Conv2d(1, 8, 3, padding=1),
+            nn.BatchNorm2d(8),
+            nn.ReLU(),
+            nn.Dropout(0.3),
+            nn.Conv2d(8, 16, 3, padding=1, stride=2),
+            nn.BatchNorm2d(16),
+            nn.ReLU(),
+            nn.Flatten(),
+        )
+        self.head = nn.Linear(256, 10)
+        self.rare = nn.Linear(256, 10)
+        self.unused = nn.Linear(3, 3)
+
+    def forward(self, images: Tensor) -> Tensor:
+        hidden = self.body(images)
+        logits: Tensor = self.head(hidden)
+        return logits + self.rare(hidden) if float(images.detach().sum()) % 1 < 0.3 else logits
+
+
+class Transformer(nn.Module):
+    """One encoder layer over the image's rows, with dropout and an embedding that is tied to nothing."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.project = nn.Linear(8, 16)
+        self.positions = nn.Embedding(8, 16)
+        self.layer = nn.TransformerEncoderLayer(16, 2, 32, dropout=0.2, batch_first=True)
+        self.head = nn.Linear(16, 10)
+        self.register_buffer("order", torch.arange(8), persistent=False)
+
+    def forward(self, images: Tensor) -> Tensor:
+        hidden = self.project(images.squeeze(1)) + self.positions(self.order)  # type: ignore[operator,arg-type]
+        logits: Tensor = self.head(self.layer(hidden).mean(1))
+        return logits
+
+
+MODELS: dict[str, Callable[[], nn.Module]] = {"cnn": Cnn, "transformer": Transformer}
+OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
+    "sgd": functools.partial(torch.optim.SGD, lr=0.05, momentum=0.9),
+    "adam": functools.partial(torch.optim.Adam, lr=2e-3, weight_decay=1e-4),
+    "adamw": functools.partial(torch.optim.AdamW, lr=2e-3),
+}
+
+
+def build(model: str, optimizer: str) -> tuple[nn.Module, torch.optim.Optimizer, Any]:
+    """Return a model, its optimizer and a learning-rate scheduler, the same ones each time."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(11)
+        module = MODELS[model]()
+    update = OPTIMIZERS[optimizer](module.parameters())
+    return module, update, torch.optim.lr_scheduler.StepLR(update, step_size=7, gamma=0.5)
+
+
+@functools.cache
+def elastic_crew() -> Crew:
+    """Return the four ranks that all tests share. They are forked from one process that has imported torch."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["torch._dynamo", __name__])
+    with mock.patch.object(multiprocessing, "get_context", return_value=context):
+        crew = Crew(WORKERS)
+    atexit.register(crew.close)
+    return crew
+
+
+def on(size: int, function: Callable[..., Any], *args: Any) -> list[Any]:
+    """Return ``function(*args)`` of every process of a job of ``size``; one process alone is this one."""
+    if size == 1:
+        torch.set_num_threads(1)
+        return [function(*args)]
+    with tempfile.TemporaryDirectory() as folder:
+        return elastic_crew().run(_in_group, size, f"{folder}/store", function, args)[:size]
+
+
+def _in_group(rank: int, size: int, store: str, function: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    if rank >= size:
+        return None
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=size)
+    return function(*args)
+
+
+def run(
+    path: str,
+    *,
+    model: str = "cnn",
+    optimizer: str = "sgd",
+    until: int = 20,
+    control: str = "",
+    plain_loop: bool = False,
+    **options: Any,
+) -> list[list[float]]:
+    """Train up to step ``until``, from the checkpoint at ``path`` if there is one, and write one there.
+
+    Returns the losses of the steps made here. ``control`` breaks one of the things that make bits equal.
+    """
+    module, update, scheduler = build(model, optimizer)
+    losses: list[list[float]] = []
+    with broken(control):
+        trainer = ElasticTrainer(
+            module,
+            update,
+            nn.CrossEntropyLoss(),
+            Digits(),
+            max_workers=WORKERS,
+            batch_size=BATCH,
+            bucket_mib=0.01,
+            extras={"scheduler": scheduler},
+            **options,
+        )
+        trainer.resume(path)
+        for epoch in itertools.count():
+            for step in by_hand(trainer, epoch) if plain_loop else trainer.epoch(epoch):
+                scheduler.step()
+                torch.rand(1), random.random()  # what happens between steps is nobody's turn
+                losses.append(list(step.losses))
+                if step.number == until:
+                    trainer.save(path)
+                    return losses
+    raise AssertionError("unreachable")
+
+
+def by_hand(trainer: ElasticTrainer, epoch: int) -> Iterator[Any]:
+    """Do what :meth:`ElasticTrainer.epoch` does, as a user who writes the loop would."""
+    for images, targets in trainer.batches(epoch):
+        loss = nn.functional.cross_entropy(trainer.model(images), targets)
+        loss.backward()
+        if trainer.turn_done(loss):
+            trainer.optimizer.step()
+            yield trainer.last_step
+
+
+@contextlib.contextmanager
+def broken(control: str) -> Iterator[None]:
+    """Take away one of the things that make bits equal."""
+    always = mock.patch.object(ordered_reduction.Segment, "joins", return_value=True)
+    with contextlib.ExitStack() as stack:
+        match control:
+            case "local sums first":
+                stack.enter_context(always)
+            case "all_reduce":
+                stack.enter_context(always)
+                collect = mock.patch.object(ordered_reduction.OrderedMean, "_collect", _all_reduced)
+                stack.enter_context(collect)
+            case "shared random streams":
+                stack.enter_context(mock.patch.object(est_state.RandomStreams, "restore", return_value=None))
+            case "shared buffers":
+                stack.enter_context(mock.patch.object(est_state.Buffers, "install", return_value=None))
+            case "torch stream not restored":
+                stack.enter_context(mock.patch.object(torch, "set_rng_state", return_value=None))
+            case _:
+                assert not control
+        yield
+
+
+def _all_reduced(self: Any, bucket: Any) -> Callable[[], None]:
+    row = bucket.rows[0]
+    if dist.is_initialized() and dist.get_world_size() > 1:
+        dist.all_reduce(row)
+    return lambda: None
+
+
+def bits(path: str | Path) -> dict[str, str]:
+    """Return the digest of everything in a checkpoint, by name: parameters, buffers, optimizer, streams, position."""
+    content = elastic_checkpoint.read(path)
+    return {name: digest(leaf) if isinstance(leaf, Tensor) else repr(leaf) for name, leaf in leaves(content)}
+
+
+def by_four_copies(model: str, optimizer: str, steps: int) -> tuple[dict[str, Tensor], list[list[float]]]:
+    """Train four whole copies of the model, one per logical worker, without any of the code that is tested.
+
+    Returns the final state of worker 0's copy (its buffers included) and the losses.
+    """
+    torch.use_deterministic_algorithms(True)
+    module, update, scheduler = build(model, optimizer)
+    copies = [module, *(copy.deepcopy(module) for _ in range(WORKERS - 1))]
+    states = []
+    for rank in range(WORKERS):
+        seed_streams(0, rank)
+        states.append((random.getstate(), np.random.get_state(), torch.get_rng_state()))  # noqa: NPY002
+    losses: list[list[float]] = []
+    dataset = Digits()
+    for step in range(steps):
+        epoch, place = divmod(step, SAMPLES // (WORKERS * BATCH))
+        order = torch.randperm(SAMPLES, generator=torch.Generator().manual_seed(epoch)).tolist()
+        losses.append([])
+        for rank, replica in enumerate(copies):
+            random.setstate(states[rank][0])
+            np.random.set_state(states[rank][1])  # noqa: NPY002
+            torch.set_rng_state(states[rank][2])
+            begin = (place * WORKERS + rank) * BATCH
+            samples = [dataset[index] for index in order[begin : begin + BATCH]]
+            replica.zero_grad()
+            images, targets = torch.stack([image for image, _ in samples]), torch.tensor([t for _, t in samples])
+            loss = nn.functional.cross_entropy(replica(images), targets)
+            loss.backward()
+            losses[-1].append(loss.item())
+            states[rank] = (random.getstate(), np.random.get_state(), torch.get_rng_state())  # noqa: NPY002
+        for parameters in zip(*(replica.parameters() for replica in copies), strict=True):
+            gradients = [parameter.grad for parameter in parameters]
+            if any(gradient is not None for gradient in gradients):
+                g0, g1, g2, g3 = (torch.zeros_like(parameters[0]) if g is None else g for g in gradients)
+                parameters[0].grad = (((g0 + g1) + g2) + g3) / 4
+        update.step()
+        scheduler.step()
+        with torch.no_grad():
+            for parameters in zip(*(replica.parameters() for replica in copies), strict=True):
+                for parameter in parameters[1:]:
+                    parameter.copy_(parameters[0])
+    return module.state_dict(), losses
+
+
+def by_ddp(hooked: bool, steps: int) -> dict[str, str]:
+    """Train with plain DDP, one process per logical worker; return the digests of rank 0's model."""
+    torch.use_deterministic_algorithms(True)
+    rank = dist.get_rank()
+    module, update, scheduler = build("transformer", "adamw")
+    model = DistributedDataParallel(module, bucket_cap_mb=0.01, broadcast_buffers=False)
+    if hooked:
+        model.register_comm_hook(None, ordered_reduction.ordered_mean)
+    seed_streams(0, rank)
+    dataset = Digits()
+    for step in range(steps):
+        epoch, place = divmod(step, SAMPLES // (WORKERS * BATCH))
+        order = torch.randperm(SAMPLES, generator=torch.Generator().manual_seed(epoch)).tolist()
+        begin = (place * WORKERS + rank) * BATCH
+        samples = [dataset[index] for index in order[begin : begin + BATCH]]
+        update.zero_grad()
+        images, targets = torch.stack([image for image, _ in samples]), torch.tensor([t for _, t in samples])
+        nn.functional.cross_entropy(model(images), targets).backward()
+        update.step()
+        scheduler.step()
+    return {name: digest(value) for name, value in module.named_parameters()}
+
+
+def evaluated(path: str) -> list[str]:
+    """Return the digests of the logits of a trained model under ``evaluating``, and of its buffers before and after."""
+    module, update, scheduler = build("cnn", "sgd")
+    trainer = ElasticTrainer(module, update, None, Digits(), extras={"scheduler": scheduler})
+    trainer.load(path)
+    before = [digest(value) for value in module.buffers()]
+    with trainer.evaluating() as model, torch.no_grad():
+        seen = digest(model(Digits().images[:50]))
+    assert module.training
+    assert before == [digest(value) for value in module.buffers()]
+    return [seen, "".join(before)]
+
+
+def refusal(**options: Any) -> str:
+    """Return what the trainer's construction says on this process."""
+    module, update, _ = build("cnn", "sgd")
+    try:
+        ElasticTrainer(module, update, None, Digits(), **options)
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return "built"
+
+
+def stopped_at() -> list[int]:
+    """Let rank 1 be asked to stop during step 3; return the step after which each process stops."""
+    import os
+    import signal
+
+    module, update, _ = build("transformer", "sgd")
+    trainer = ElasticTrainer(module, update, nn.CrossEntropyLoss(), Digits())
+    trainer.stop_on(signal.SIGTERM)
+    for step in trainer.epoch(0):
+        if step.stop:
+            return [step.number]
+        if step.number == 2 and dist.get_rank() == 1:
+            os.kill(os.getpid(), signal.SIGTERM)
+    return [-1]

@@ -1,0 +1,253 @@
+"""Batch sizes: in proportion to speeds, and exact min-max over curves, against brute force, the greedy rule and CP-SAT."""
+
+from __future__ import annotations
+
+import itertools
+import time
+from fractions import Fraction
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ddltool.analyzers.balancing.curves import DeviceCurves, TableCurves
+from ddltool.analyzers.balancing.minmax import drop_advice, greedy, split
+from ddltool.analyzers.balancing.sizing import equal, proportional
+from ddltool.analyzers.balancing.synthetic import gpu_curves
+from ddltool.errors import Infeasible, InputError
+
+
+@st.composite
+def shares(draw: st.DrawFn) -> tuple[list[float], int, list[int] | None]:
+    workers = draw(st.integers(1, 9))
+    speeds = draw(st.lists(st.floats(1e-3, 1e3), min_size=workers, max_size=workers))
+    limits = draw(st.none() | st.lists(st.integers(1, 60), min_size=workers, max_size=workers))
+    most = 500 if limits is None else sum(limits)
+    return speeds, draw(st.integers(workers, max(workers, most))), limits
+
+
+@given(shares())
+@settings(max_examples=400, deadline=None)
+def test_proportional_sizes_keep_total_bounds_and_quota(case: tuple[list[float], int, list[int] | None]) -> None:
+    """Checked against the exact shares in rational numbers, found by setting bounds one after the other."""
+    speeds, total, limits = case
+    sizes = proportional(speeds, total, limits)
+    assert sizes.sum() == total
+    assert (sizes >= 1).all()
+    most = [total] * len(speeds) if limits is None else limits
+    assert (sizes <= most).all()
+    exact = rational_shares([Fraction(v) for v in speeds], total, most)
+    for size, share in zip(sizes.tolist(), exact, strict=True):
+        assert abs(Fraction(size) - share) < 1 + Fraction(1, 10**6)
+    # Largest remainder: nobody who was rounded down had a larger remainder than somebody who was rounded up.
+    down = [share - int(share) for size, share in zip(sizes.tolist(), exact, strict=True) if size <= share]
+    up = [share - int(share) for size, share in zip(sizes.tolist(), exact, strict=True) if size > share]
+    if down and up:
+        assert max(down) <= min(up) + Fraction(1, 10**6)
+
+
+def rational_shares(speeds: list[Fraction], total: int, most: list[int]) -> list[Fraction]:
+    """Return clip(f v, 1, most) that add up to the total, by bisection over f in exact arithmetic, then a solve."""
+    low, high = Fraction(0), Fraction(max(most)) / min(speeds) + total
+    for _ in range(200):
+        factor = (low + high) / 2
+        if sum(min(max(factor * v, Fraction(1)), Fraction(m)) for v, m in zip(speeds, most, strict=True)) < total:
+            low = factor
+        else:
+            high = factor
+    return [min(max(high * v, Fraction(1)), Fraction(m)) for v, m in zip(speeds, most, strict=True)]
+
+
+def test_the_formula_of_the_paper() -> None:
+    assert proportional([1.0, 2.0, 3.0, 4.0], 100).tolist() == [10, 20, 30, 40]
+    assert proportional([1.0, 1.0, 1.0], 10).tolist() == [4, 3, 3]
+    assert proportional([1.0, 1.0, 1.0], 10, [2, 9, 9]).tolist() == [2, 4, 4]
+    assert proportional([1e-6, 1.0, 1.0], 5).tolist() == [1, 2, 2]
+    assert equal(3, 9).tolist() == [3, 3, 3]
+
+
+def test_limits_that_bind_are_named() -> None:
+    with pytest.raises(Infeasible, match="memory limits of all 3 workers admit 9 samples of 10"):
+        proportional([1, 1, 1], 10, [3, 3, 3])
+    with pytest.raises(Infeasible, match="total batch 2 is less than one sample for each of 3 workers"):
+        proportional([1, 1, 1], 2)
+    with pytest.raises(Infeasible, match="memory limit of worker 1 admits no sample"):
+        split(DeviceCurves.of(per_sample_s=[1, 1], memory_limit=[9, 0]), 4)
+    with pytest.raises(InputError, match=r"speeds\[1\]: is 0"):
+        proportional([1, 0], 4)
+
+
+@st.composite
+def tables(draw: st.DrawFn) -> tuple[list[list[int]], int]:
+    """Small monotone tables with flat stretches and jumps, and a total that fits."""
+    rows = []
+    for _ in range(draw(st.integers(1, 4))):
+        steps = draw(st.lists(st.integers(0, 4), min_size=1, max_size=7))
+        rows.append(np.cumsum(steps).tolist())
+    return rows, draw(st.integers(1, sum(map(len, rows))))
+
+
+def all_sizes(limits: list[int], total: int, least: int) -> list[tuple[int, ...]]:
+    ranges = [range(least, limit + 1) for limit in limits]
+    return [sizes for sizes in itertools.product(*ranges) if sum(sizes) == total]
+
+
+@given(tables())
+@settings(max_examples=300, deadline=None)
+def test_min_max_and_advice_against_every_split(case: tuple[list[list[int]], int]) -> None:
+    rows, total = case
+    curves = TableCurves.of(rows)
+    limits = [len(row) for row in rows]
+
+    def longest(sizes: tuple[int, ...]) -> int:
+        return max(row[size - 1] for row, size in zip(rows, sizes, strict=True) if size)
+
+    with_all = [longest(sizes) for sizes in all_sizes(limits, total, 1)]
+    if with_all:
+        made = split(curves, total)
+        assert made.sizes.sum() == total
+        assert made.iteration_s == min(with_all) == longest(tuple(made.sizes.tolist()))
+        assert np.array_equal(made.sizes, greedy(curves, total))
+    else:
+        with pytest.raises(Infeasible):
+            split(curves, total)
+    for sync in (None, [5 * n for n in range(len(rows))]):
+        advice = drop_advice(curves, total, sync)
+        found = advice.best
+        costs = [0] * len(rows) if sync is None else sync
+        best = min(longest(s) + costs[sum(map(bool, s)) - 1] for s in all_sizes(limits, total, 0))
+        assert found.iteration_s == best
+        assert found.sizes.sum() == total
+        assert (advice.kept is None) == (not with_all)
+        assert advice.dropped.tolist() == [w for w, size in enumerate(found.sizes) if size == 0]
+        if len(advice.dropped) and advice.kept is not None:
+            assert advice.saving > 0  # nobody is sent away for nothing
+
+
+def random_curves(chance: np.random.Generator, workers: int, *, accumulate: bool = False) -> DeviceCurves:
+    return DeviceCurves.of(
+        per_sample_s=chance.integers(1, 6, workers),
+        launch_s=chance.integers(0, 30, workers),
+        saturation=chance.integers(0, 12, workers),
+        communication_s=chance.integers(0, 10, workers),
+        memory_limit=chance.integers(4, 40, workers),
+        accumulate=accumulate,
+    )
+
+
+def cp_sat_optimum(curves: DeviceCurves, total: int) -> int:
+    """Return the least longest time as CP-SAT proves it, from the curves' tables of whole numbers."""
+    from ortools.sat.python import cp_model
+
+    model = cp_model.CpModel()
+    longest = model.new_int_var(0, 10**6, "longest")
+    sizes = []
+    for worker, limit in enumerate(np.minimum(curves.limits, total).tolist()):
+        steps = range(1, limit + 1)
+        probe = np.ones(len(curves.limits), dtype=np.int64)
+        row = []
+        for size in steps:
+            probe[worker] = size
+            row.append(round(curves.seconds(probe)[worker]))
+        size_var = model.new_int_var(1, limit, f"x{worker}")
+        seconds = model.new_int_var(0, 10**6, f"t{worker}")
+        model.add_element(size_var, [0, *row], seconds)
+        model.add(seconds <= longest)
+        sizes.append(size_var)
+    model.add(sum(sizes) == total)
+    model.minimize(longest)
+    solver = cp_model.CpSolver()
+    solver.parameters.num_workers = 1
+    assert solver.solve(model) == cp_model.OPTIMAL
+    return round(solver.objective_value)
+
+
+def check_against_cp_sat(instances: int, seed: int) -> None:
+    chance = np.random.default_rng(seed)
+    for number in range(instances):
+        workers = int(chance.integers(2, 9))
+        curves = random_curves(chance, workers, accumulate=bool(number % 3 == 0))
+        most = 25 * workers if curves.accumulate else int(curves.limits.sum())
+        total = int(chance.integers(workers, min(most, 25 * workers) + 1))
+        assert split(curves, total).iteration_s == cp_sat_optimum(curves, total)
+
+
+def test_min_max_against_cp_sat() -> None:
+    check_against_cp_sat(60, seed=1)
+
+
+@pytest.mark.slow
+def test_min_max_against_cp_sat_on_500_instances() -> None:
+    check_against_cp_sat(500, seed=2)
+
+
+def test_accumulated_batches_take_their_parts() -> None:
+    curves = DeviceCurves.of(per_sample_s=[2.0], launch_s=10.0, saturation=4.0, memory_limit=[8], accumulate=True)
+    for size, parts in ((1, [1]), (8, [8]), (9, [5, 4]), (17, [6, 6, 5]), (24, [8, 8, 8])):
+        expected = sum(10 + 2 * max(part, 4) for part in parts)
+        assert curves.seconds(np.array([size]))[0] == expected
+    never_falling = [curves.seconds(np.array([size]))[0] for size in range(1, 200)]
+    assert never_falling == sorted(never_falling)
+
+
+def test_accumulation_serves_where_memory_binds() -> None:
+    shape = {"per_sample_s": [0.01, 0.05], "launch_s": 0.1, "memory_limit": [16, 64]}
+    bound = split(DeviceCurves.of(**shape), 64)
+    free = split(DeviceCurves.of(**shape, accumulate=True), 64)
+    assert bound.sizes[0] == 16
+    assert free.sizes[0] > 16
+    assert free.iteration_s < bound.iteration_s
+
+
+def test_a_worker_that_cannot_help_is_dropped() -> None:
+    """The second one needs 9 s for a single sample; the first makes all ten in 2 s."""
+    curves = DeviceCurves.of(per_sample_s=[0.1, 0.1], launch_s=[1.0, 8.9])
+    advice = drop_advice(curves, 10)
+    assert advice.dropped.tolist() == [1]
+    assert advice.best.iteration_s == pytest.approx(2.0)
+    assert advice.saving == pytest.approx(1 - 2 / 9)
+    # It has to stay where the other one's memory is too small.
+    tight = DeviceCurves.of(per_sample_s=[0.1, 0.1], launch_s=[1.0, 8.9], memory_limit=[9, 9])
+    assert drop_advice(tight, 10).dropped.tolist() == []
+
+
+def test_thousands_of_workers() -> None:
+    chance = np.random.default_rng(0)
+    curves = random_curves(chance, 4096)
+    begin = time.process_time()
+    made = split(curves, 40_000)
+    assert time.process_time() - begin < 20 * greedy_seconds(curves, 4096 + 200)
+    assert np.array_equal(made.sizes, greedy(curves, 40_000))
+
+
+def greedy_seconds(curves: DeviceCurves, total: int) -> float:
+    begin = time.process_time()
+    greedy(curves, total)
+    return time.process_time() - begin
+
+
+def test_published_batch_sizes_of_four_gpus() -> None:
+    """Inception-V3 from 32 each: (89, 21, 12, 6), within 2 on curves that are only shaped like the paper's."""
+    _, curves = gpu_curves(1)
+    made = split(curves, 128)
+    assert np.abs(made.sizes - np.array([89, 21, 12, 6])).max() <= 2
+    equal_s = curves.seconds(np.full(4, 32))
+    assert equal_s[3] - made.seconds[3] == pytest.approx(2.0, abs=0.2)  # "reduced by nearly 2s"
+    assert made.seconds[0] - equal_s[0] == pytest.approx(0.5, abs=0.15)  # "an increase of 0.5s"
+
+
+@pytest.mark.parametrize(
+    ("call", "text"),
+    [
+        (lambda: DeviceCurves.of(per_sample_s=[1, -1]), "per_sample_s: has a value that is negative"),
+        (lambda: DeviceCurves.of(per_sample_s=[1, 1], launch_s=[1, 2, 3]), r"launch_s: has shape \(3,\)"),
+        (lambda: TableCurves.of([[1, 2], [3, 2]]), r"tables_s\[1\]\[1\]: is 2 s"),
+        (lambda: TableCurves.of([]), "holds no workers"),
+        (lambda: drop_advice(TableCurves.of([[1], [1]]), 1, [2, 1]), "never fall with more workers"),
+        (lambda: drop_advice(TableCurves.of([[1], [1]]), 0), "total: is 0"),
+    ],
+)
+def test_unusable_curves_are_refused(call: object, text: str) -> None:
+    with pytest.raises(InputError, match=text):
+        call()  # type: ignore[operator]

@@ -1,0 +1,431 @@
+"""The same bits on any number of processes, over real gloo processes."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from ddltool.errors import InputError
+from ddltool.runtime import elastic_checkpoint
+from ddltool.runtime.digests import digest, first_difference, read_steps
+from ddltool.runtime.elastic_group import divide
+from ddltool.runtime.elastic_training import ElasticTrainer
+from ddltool.runtime.ordered_reduction import ORDERS, Segment, fold, segments, sum_all
+from tests.elastic_workers import (
+    WORKERS,
+    Digits,
+    bits,
+    build,
+    by_ddp,
+    by_four_copies,
+    evaluated,
+    on,
+    refusal,
+    run,
+    stopped_at,
+)
+
+STEPS = 20
+JOBS = [("cnn", "sgd"), ("cnn", "adam"), ("transformer", "adamw")]
+
+
+def train(size: int, path: Path, **options: Any) -> list[list[float]]:
+    """Train on ``size`` processes; return the losses, which are the same on all."""
+    losses = on(size, _run, str(path), options)
+    assert all(each == losses[0] for each in losses)
+    return losses[0]
+
+
+def _run(path: str, options: dict[str, Any]) -> list[list[float]]:
+    return run(path, **options)
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, str], tuple[dict[str, str], list[list[float]]]]:
+    """Each job on one process: the digests of everything after the last step, and all losses."""
+    folder = tmp_path_factory.mktemp("alone")
+    answers = {}
+    for model, optimizer in JOBS:
+        path = folder / f"{model}-{optimizer}.pt"
+        losses = train(1, path, model=model, optimizer=optimizer, until=STEPS)
+        answers[model, optimizer] = (bits(path), losses)
+    return answers
+
+
+@pytest.mark.parametrize("job", JOBS, ids="-".join)
+def test_one_process_equals_four_copies_of_the_model(job: tuple[str, str], alone: Any) -> None:
+    """The oracle has none of the code under test: no swapping, no buckets, no shared model."""
+    state, losses = by_four_copies(*job, STEPS)
+    found, found_losses = alone[job]
+    assert found_losses == losses
+    assert len(losses) == STEPS
+    assert losses[-1] != losses[0]
+    names = dict(build(*job)[0].named_parameters())
+    for name, value in state.items():
+        place = f"parameters.{name}" if name in names else f"workers.0.buffers.{name}"
+        assert found[place] == digest(value), name
+
+
+@pytest.mark.parametrize("job", JOBS, ids="-".join)
+@pytest.mark.parametrize("placement", [(2, 2), (1, 1, 1, 1), (3, 1), (1, 2, 1)], ids=str)
+def test_any_placement_gives_the_same_bits(
+    job: tuple[str, str], placement: tuple[int, ...], alone: Any, tmp_path: Path
+) -> None:
+    model, optimizer = job
+    path = tmp_path / "run.pt"
+    losses = train(len(placement), path, model=model, optimizer=optimizer, until=STEPS, placement=placement)
+    assert (bits(path), losses) == alone[job]
+
+
+def test_resized_runs_give_the_same_bits(alone: Any, tmp_path: Path) -> None:
+    """4 -> 2 -> 1 -> 3 processes, mid-epoch and at an epoch's end, with one loop for all."""
+    path = tmp_path / "run.pt"
+    losses = []
+    for size, until in ((4, 3), (2, 10), (1, 14), (3, STEPS)):
+        losses += train(size, path, optimizer="adam", until=until)
+    assert (bits(path), losses) == alone["cnn", "adam"]
+
+
+def test_a_loop_written_by_hand_gives_the_same_bits(alone: Any, tmp_path: Path) -> None:
+    losses = train(2, tmp_path / "run.pt", until=STEPS, plain_loop=True)
+    assert (bits(tmp_path / "run.pt"), losses) == alone["cnn", "sgd"]
+
+
+def test_ddp_with_the_ordered_hook_gives_the_same_bits_and_without_it_others(alone: Any) -> None:
+    found, _ = alone["transformer", "adamw"]
+    expected = {name.removeprefix("parameters."): value for name, value in found.items() if "parameters." in name}
+    assert on(WORKERS, by_ddp, True, STEPS)[0] == expected
+    assert on(WORKERS, by_ddp, False, STEPS)[0] != expected
+
+
+@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize("accumulation", [1, 2])
+def test_orders_and_accumulation(order: str, accumulation: int, tmp_path: Path) -> None:
+    found = []
+    for size in (1, 2, 3):
+        path = tmp_path / f"{size}.pt"
+        losses = train(size, path, until=6, order=order, accumulation=accumulation)
+        found.append((bits(path), losses))
+    assert found[0] == found[1] == found[2]
+
+
+def test_the_two_orders_differ(tmp_path: Path) -> None:
+    train(1, tmp_path / "a.pt", until=3, order="ranked")
+    train(1, tmp_path / "b.pt", until=3, order="tree")
+    a, b = bits(tmp_path / "a.pt"), bits(tmp_path / "b.pt")
+    assert any(a[name] != b[name] for name in a if name.startswith("parameters."))
+
+
+CONTROLS = {
+    "local sums first": ("combined gradient", None),
+    "all_reduce": ("combined gradient", None),
+    "shared random streams": ("random stream", 0),
+    "shared buffers": ("buffer before", 1),
+    "torch stream not restored": ("random stream", 0),
+}
+
+
+@pytest.fixture(scope="module")
+def recorded(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The record of three steps on one process."""
+    folder = tmp_path_factory.mktemp("recorded")
+    train(1, folder / "run.pt", until=3, record=str(folder / "run.jsonl"))
+    return folder / "run.jsonl"
+
+
+def test_records_do_not_depend_on_the_placement(recorded: Path, tmp_path: Path) -> None:
+    for size, until in ((2, 1), (4, 3)):  # a resumed run goes on in the same file
+        train(size, tmp_path / "run.pt", until=until, record=str(tmp_path / "run.jsonl"))
+    assert read_steps(tmp_path / "run.jsonl") == read_steps(recorded)
+    assert first_difference(recorded, tmp_path / "run.jsonl") is None
+
+
+@pytest.mark.parametrize("control", CONTROLS)
+def test_what_is_taken_away_is_noticed_and_named(control: str, recorded: Path, tmp_path: Path) -> None:
+    train(2, tmp_path / "run.pt", until=3, control=control, record=str(tmp_path / "run.jsonl"))
+    found = first_difference(recorded, tmp_path / "run.jsonl")
+    assert found is not None
+    kind, worker = CONTROLS[control]
+    assert found.kind == kind
+    if worker is None:
+        assert (found.worker, found.step) == (None, 0)
+    else:
+        assert found.worker is not None
+        assert found.worker >= worker
+
+
+def test_first_difference_names_the_op(recorded: Path) -> None:
+    """A single flipped digit is found wherever it is, and what follows from it is not blamed."""
+    original, changed = read_steps(recorded), read_steps(recorded)
+    turn = changed[1]["workers"]["2"]
+    name = next(name for name in turn["output"] if "Dropout" in name)
+    turn["output"][name] = turn["loss"]["loss 0"] = changed[1]["shared"]["parameter"]["head.bias"] = "0" * 16
+    changed[2]["workers"]["0"]["batch"] = {}
+    found = first_difference(original, changed)
+    assert found is not None
+    assert (found.step, found.worker, found.kind, found.tensor) == (1, 2, "output", name)
+    assert "logical worker 2: output 3 body.3 (Dropout)" in str(found)
+    del changed[1]
+    found = first_difference(original, changed)
+    assert found is not None
+    assert (found.step, found.kind) == (2, "batch")
+    with pytest.raises(InputError, match="no step in common"):
+        first_difference(original[:1], changed[1:])
+
+
+@given(data=st.data(), workers=st.integers(1, 13), order=st.sampled_from(ORDERS))
+@settings(max_examples=200, deadline=None)
+def test_any_cut_of_the_workers_gives_the_same_sum(data: st.DataObject, workers: int, order: Any) -> None:
+    """Partial sums of any contiguous runs, sent and added up, have the bits of the sum in one place."""
+    cuts = data.draw(st.sets(st.integers(1, max(1, workers - 1)), max_size=workers - 1))
+    edges = [0, *sorted(cuts - {workers}), workers] if workers > 1 else [0, 1]
+    values = torch.randn(workers, 64, generator=torch.Generator().manual_seed(data.draw(st.integers(0, 999))))
+    whole = sum_all(((Segment(r, r + 1), values[r].clone()) for r in range(workers)), order)
+    sent = []
+    for begin, end in pairwise(edges):
+        part = fold(((Segment(r, r + 1), values[r].clone()) for r in range(begin, end)), order)
+        assert [segment for segment, _ in part] == segments(range(begin, end), order)
+        sent += part
+    assert torch.equal(sum_all(sent, order), whole)
+    if order == "ranked":
+        plain = values[0].clone()
+        for value in values[1:]:
+            plain = plain + value
+        assert torch.equal(whole, plain)
+
+
+@given(workers=st.integers(1, 40), size=st.integers(1, 40))
+def test_divide(workers: int, size: int) -> None:
+    if size > workers:
+        with pytest.raises(InputError, match="start at most"):
+            divide(workers, size)
+        return
+    runs = divide(workers, size)
+    assert [rank for run in runs for rank in run] == list(range(workers))
+    assert max(map(len, runs)) - min(map(len, runs)) <= 1
+
+
+def test_evaluation_is_the_same_on_all_processes(tmp_path: Path) -> None:
+    path = tmp_path / "run.pt"
+    train(1, path, until=2)
+    (here, _), *_ = on(1, evaluated, str(path))
+    elsewhere = on(2, evaluated, str(path))
+    assert [seen for seen, _ in elsewhere] == [here, here]
+    assert elsewhere[0][1] != elsewhere[1][1]  # the buffers that each holds between steps are not the same
+
+
+def test_a_request_to_stop_reaches_all_processes_in_the_same_step() -> None:
+    assert on(3, stopped_at) == [[3], [3], [3]]
+
+
+def saved(folder: Path, steps: int = 2) -> Path:
+    path = folder / "run.pt"
+    train(1, path, until=steps, model="transformer")
+    return path
+
+
+@pytest.mark.parametrize("call", ["fsync", "link", "replace"])
+@pytest.mark.parametrize("number", [1, 2])
+def test_a_killed_save_leaves_a_whole_checkpoint(call: str, number: int, tmp_path: Path) -> None:
+    """The process dies by SIGKILL at the n-th system call of a kind; afterwards there is the old file or the new one."""
+    path = saved(tmp_path)
+    old = elastic_checkpoint.read(path)
+    child = os.fork()
+    if child == 0:
+        real, left = getattr(os, call), [number]
+
+        def deadly(*args: Any, **options: Any) -> Any:
+            left[0] -= 1
+            if left[0] == 0:
+                os.kill(os.getpid(), signal.SIGKILL)
+            return real(*args, **options)
+
+        setattr(os, call, deadly)
+        elastic_checkpoint.write(path, old | {"position": "new"})
+        os._exit(0)
+    _, status = os.waitpid(child, 0)
+    killed = os.WIFSIGNALED(status)
+    assert killed or (call, number) == ("link", 2)
+    position = elastic_checkpoint.read(path)["position"]
+    assert position in (old["position"], "new")
+    if (call, number) in (("fsync", 1), ("link", 1), ("replace", 1), ("replace", 2)):
+        assert position == old["position"]
+    elastic_checkpoint.write(path, old)
+    assert sorted(each.name for each in tmp_path.iterdir()) == ["run.pt", "run.pt.previous"]
+
+
+@pytest.mark.parametrize("damage", ["cut", "flipped", "empty"])
+def test_damage_is_noticed_and_the_file_before_is_used(damage: str, tmp_path: Path) -> None:
+    path = saved(tmp_path, 2)
+    train(1, path, until=3, model="transformer")
+    data = bytearray(path.read_bytes())
+    if damage == "flipped":  # in the middle of a tensor, where no structure of the file format is
+        content = elastic_checkpoint.read(path)
+        place = bytes(data).index(content["parameters"]["project.weight"].numpy().tobytes())
+        data[place + 7] ^= 16
+    path.write_bytes({"cut": data[: len(data) // 2], "flipped": data, "empty": b""}[damage])
+    with pytest.warns(UserWarning, match="damaged"):
+        assert elastic_checkpoint.read(path)["position"]["steps_made"] == 2
+    elastic_checkpoint.previous(path).unlink()
+    with pytest.raises(InputError, match="damaged"):
+        elastic_checkpoint.read(path)
+
+
+def test_no_code_is_unpickled(tmp_path: Path) -> None:
+    class Trap:
+        def __reduce__(self) -> Any:
+            return (Path.touch, (tmp_path / "sprung",))
+
+    torch.save({"content": Trap(), "digest": ""}, tmp_path / "run.pt")
+    with pytest.raises(InputError, match="damaged"):
+        elastic_checkpoint.read(tmp_path / "run.pt")
+    assert not (tmp_path / "sprung").exists()
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"batch_size": 4}, "batch_size: is 8 there and 4 here"),
+        ({"seed": 1}, "seed: is 0 there and 1 here"),
+        ({"order": "tree"}, "order: is ranked there and tree here"),
+        ({"extras": {}}, "scheduler is only on one side"),
+        ({"max_workers": 3}, "max_workers: is 4 there and 3 here"),
+    ],
+    ids=str,
+)
+def test_another_setting_is_refused(options: dict[str, Any], message: str, tmp_path: Path) -> None:
+    path = saved(tmp_path)
+    module, update, scheduler = build("transformer", "sgd")
+    trainer = ElasticTrainer(module, update, None, Digits(), **({"extras": {"scheduler": scheduler}} | options))
+    with pytest.raises(InputError, match=message):
+        trainer.load(path)
+
+
+def test_another_number_of_threads_or_model_is_refused(tmp_path: Path) -> None:
+    path = saved(tmp_path)
+    with pytest.raises(InputError, match=r"parameters:body.0.weight: is None there"):
+        run(str(path), model="cnn")
+    torch.set_num_threads(2)
+    try:
+        with pytest.raises(InputError, match="threads: is 1 there and 2 here"):
+            run(str(path), model="transformer")
+    finally:
+        torch.set_num_threads(1)
+
+
+def test_what_cannot_have_equal_bits_is_refused() -> None:
+    assert "start at most 2 processes" in on(3, refusal_of, {"max_workers": 2})[1]
+    assert "give 2 counts" in on(2, refusal_of, {"placement": (4,)})[0]
+    assert "order: is up" in refusal(order="up")
+    assert "batch_size: is 0" in refusal(batch_size=0)
+    module, update, _ = build("cnn", "sgd")
+    with pytest.raises(InputError, match="SyncBatchNorm"):
+        ElasticTrainer(nn.SyncBatchNorm.convert_sync_batchnorm(module), update, None, Digits())
+    ddp = DistributedDataParallel.__new__(DistributedDataParallel)
+    with pytest.raises(InputError, match="bare module"):
+        ElasticTrainer(ddp, update, None, Digits())
+
+
+def refusal_of(options: dict[str, Any]) -> str:
+    return refusal(**options)
+
+
+def test_calls_out_of_order_are_refused(tmp_path: Path) -> None:
+    module, update, _ = build("transformer", "sgd")
+    trainer = ElasticTrainer(module, update, None, Digits())
+    with pytest.raises(InputError, match="no logical worker is switched in"):
+        trainer.turn_done()
+    with pytest.raises(InputError, match="loss_fn"):
+        next(trainer.epoch(0))
+    batches = trainer.batches(0)
+    for _ in range(WORKERS):
+        images, targets = next(batches)
+        with pytest.raises(InputError, match="the step is not over"):
+            trainer.save(tmp_path / "run.pt")
+        nn.functional.cross_entropy(module(images), targets).backward()
+        complete = trainer.turn_done()
+    assert complete
+    with pytest.raises(InputError, match="the step is not over"):
+        trainer.save(tmp_path / "run.pt")  # the gradients are there, and the optimizer has not used them
+    update.step()
+    trainer.save(tmp_path / "run.pt")
+    next(batches)
+    with pytest.raises(InputError, match="not followed by turn_done"):
+        next(batches)
+
+
+def test_extras_must_be_plain(tmp_path: Path) -> None:
+    module, update, _ = build("transformer", "sgd")
+
+    class Strange:
+        def state_dict(self) -> dict[str, Any]:
+            return {"object": Path("x")}
+
+        def load_state_dict(self, state_dict: dict[str, Any], /) -> None: ...
+
+    trainer = ElasticTrainer(module, update, None, Digits(), extras={"strange": Strange()})
+    with pytest.raises(InputError, match="cannot be read back"):
+        trainer.save(tmp_path / "run.pt")
+    assert not list(tmp_path.iterdir())
+
+
+def torchrun(size: int, *arguments: str, restarts: int = 0) -> str:
+    """Run a job of ``size`` processes; return what it printed."""
+    root = Path(__file__).parents[1]
+    command = [sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={size}", "--monitor-interval=0.1"]
+    command += [f"--max-restarts={restarts}", "--rdzv-backend=c10d", "--rdzv-endpoint=localhost:0", *arguments]
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(root)}
+    done = subprocess.run(command, cwd=root, env=environment, capture_output=True, text=True, timeout=600, check=False)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("steps", "kills"), [(60, 4), (400, 20)])
+def test_kill_9_at_random_moments_and_restarts_under_torchrun(steps: int, kills: int, tmp_path: Path) -> None:
+    """Each attempt continues from the last checkpoint; the end has the bits of a run that nobody disturbed."""
+    train(1, tmp_path / "calm.pt", until=steps)
+    out = torchrun(
+        2, "-m", "tests.elastic_kill", str(tmp_path / "killed.pt"), str(steps), str(kills), restarts=kills + 3
+    )
+    begins = [int(line.split()[-1]) for line in out.splitlines() if line.startswith("attempt")]
+    assert len(begins) == kills + 1
+    assert begins == sorted(begins)
+    assert len(set(begins)) > kills // 2  # the kills came in the middle of training
+    assert bits(tmp_path / "killed.pt") == bits(tmp_path / "calm.pt")
+
+
+@pytest.mark.slow
+def test_the_example_prints_the_same_digest_on_any_number_of_processes(tmp_path: Path) -> None:
+    last = set()
+    for size in (1, 2, 4):
+        out = torchrun(
+            size, "examples/elastic_digits.py", "--checkpoint", str(tmp_path / f"{size}.pt"), "--epochs", "1"
+        )
+        last.add(out.splitlines()[-1])
+    assert len(last) == 1
+    assert float(last.pop().split("accuracy ")[1].split(",")[0]) > 0.8
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("job", JOBS, ids="-".join)
+def test_fifty_steps(job: tuple[str, str], tmp_path: Path) -> None:
+    model, optimizer = job
+    expected = train(1, tmp_path / "1.pt", model=model, optimizer=optimizer, until=50)
+    losses = []
+    for size, until in ((4, 11), (2, 23), (1, 31), (3, 50)):
+        losses += train(size, tmp_path / "resized.pt", model=model, optimizer=optimizer, until=until)
+    assert losses == expected
+    assert bits(tmp_path / "resized.pt") == bits(tmp_path / "1.pt")
