@@ -303,19 +303,19 @@ def _show_goodput(choice: GoodputChoice) -> None:
     columns = ("devices", "local batch", "accumulation", "total batch", "goodput/s", "speedup")
     console.print(table("Goodput by number of devices (predicted)", columns, rows))
     rates = list(choice.elastic[0].learning_rates) if choice.elastic else []
-    rows = []
+    splits: list[tuple[str, ...]] = []
     for entry in _thinned(choice.elastic):
         if entry.accumulation_steps is None:
             nearest = " or ".join(str(total) for total in entry.nearest_total_batch_sizes) or "none"
-            rows.append((str(entry.world_size), f"none; {nearest}", "-", "-"))
+            splits.append((str(entry.world_size), f"none; {nearest}", "-", "-"))
             continue
         sizes = sorted({size for rank in entry.local_batch_sizes for size in rank}, reverse=True)
         more = f" ({entry.ranks_with_one_more} + 1)" if entry.ranks_with_one_more else ""
         last = str(entry.last_step_samples or "-")
-        rows.append((str(entry.world_size), "/".join(map(str, sizes)) + more, str(entry.accumulation_steps), last))
+        splits.append((str(entry.world_size), "/".join(map(str, sizes)) + more, str(entry.accumulation_steps), last))
     title = f"Elastic: how to keep a total batch of {choice.total_batch_size} exactly"
     console.print(
-        table(title, ("processes", "local batch", "accumulation", "last step of an epoch"), rows, text_columns=2)
+        table(title, ("processes", "local batch", "accumulation", "last step of an epoch"), splits, text_columns=2)
     )
     console.print("(k + 1): the first k processes take one sample more per step")
     if choice.elastic:
