@@ -12,18 +12,21 @@ from ddltool.commands.options import Json, Output, Seed
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
+    from ddltool.analyzers.balancing.plan import StepCurve
     from ddltool.graph import Graph
     from ddltool.job import Job
-    from ddltool.plan import BucketSetting, GoodputChoice, ParameterRecord, Plan
+    from ddltool.plan import BatchSplit, BucketSetting, GoodputChoice, ParameterRecord, Plan
 
-STRATEGIES = ("est", "bsp", "elastic-bsp", "goodput")
+STRATEGIES = ("est", "bsp", "lb-bsp", "elastic-bsp", "goodput")
 
 
 def plan(
     job_file: Annotated[Path, typer.Argument(metavar="JOB.yaml", help="The job: workers, batch size, devices.")],
     strategy: Annotated[
         str,
-        typer.Option(help="est: best EST mapping; bsp: equal split; elastic-bsp: barriers; goodput: count and batch."),
+        typer.Option(
+            help="est: EST mapping; bsp: equal split; lb-bsp: uneven split; elastic-bsp: barriers; goodput: count and batch."
+        ),
     ] = "est",
     lookahead: Annotated[
         int, typer.Option(help="elastic-bsp: iterations per worker up to the barrier.", min=1, max=100_000)
@@ -70,6 +73,7 @@ def plan(
             seed=seed,
             lookahead=lookahead,
             max_gap=max_gap,
+            curves=step_curves(job, job_file),
         )
     graph = _graph_of(job, job_file.parent, graph_file)
     if graph is not None:
@@ -92,8 +96,10 @@ def make_plan(
     seed: int,
     lookahead: int = 15,
     max_gap: int | None = None,
+    curves: Mapping[str, StepCurve] | None = None,
 ) -> Plan:
     """Return the plan of a job; ``capabilities`` by device type in mini-batches per second."""
+    from ddltool.analyzers.balancing.plan import plan_lb_bsp
     from ddltool.analyzers.barriers.superstep import plan_elastic_bsp
     from ddltool.analyzers.placement.bsp import plan_bsp
     from ddltool.analyzers.placement.est import solve_est
@@ -102,9 +108,32 @@ def make_plan(
     problem = from_job(job, capabilities)
     if strategy == "bsp":
         return plan_bsp(problem)
+    if strategy == "lb-bsp":
+        return plan_lb_bsp(problem, curves)
     if strategy == "elastic-bsp":
         return plan_elastic_bsp(problem, lookahead=lookahead, max_gap=max_gap)
     return solve_est(problem, top_k=top_k, time_limit_s=limit_s, seed=seed)
+
+
+def step_curves(job: Job, job_file: Path) -> dict[str, StepCurve]:
+    """Return time over batch size for the device types that have a fitted model or a limit of samples."""
+    from ddltool.analyzers.balancing.plan import StepCurve
+    from ddltool.artifacts import load
+    from ddltool.goodput_model import Goodput
+
+    found = {}
+    for offer in job.devices:
+        if offer.goodput is not None:
+            params = load(job_file.parent / offer.goodput, Goodput).params
+            launch_s, per_sample_s = params.alpha_grad_s, params.beta_grad_s
+        elif offer.max_local_batch_size is not None and offer.capability_per_s is not None:
+            launch_s, per_sample_s = 0.0, 1.0 / (offer.capability_per_s * job.batch_size)
+        else:
+            continue
+        found[offer.type] = StepCurve(
+            launch_s=launch_s, per_sample_s=per_sample_s, memory_limit=offer.max_local_batch_size
+        )
+    return found
 
 
 def goodput_plan(job: Job, job_file: Path) -> Plan:
@@ -250,6 +279,8 @@ def show_plan(made: Plan, output: Path | None) -> None:
     console.print(f"solver      {made.status}, gap {made.gap:.2%}, {made.solve_seconds:.3f} s")
     if made.goodput is not None:
         _show_goodput(made.goodput)
+    if made.split is not None:
+        _show_split(made.split, made.iteration_s)
     if made.superstep is not None:
         step = made.superstep
         shown_iterations = ", ".join(f"{name} {count}" for name, count in step.iterations.items())
@@ -274,6 +305,18 @@ def show_plan(made: Plan, output: Path | None) -> None:
         console.print(f"FSDP2       prefetch {depth} / {back} blocks: {saved:.1%} of the step saved (predicted)")
     if output is not None:
         console.print(f"wrote {output}", soft_wrap=True)
+
+
+def _show_split(split: BatchSplit, step_s: float) -> None:
+    from ddltool.commands.output import out
+    from ddltool.units import show_seconds
+
+    console = out()
+    if split.equal_s is not None:
+        saved = 1 - step_s / split.equal_s
+        console.print(f"equal split {show_seconds(split.equal_s)}: {saved:.1%} of the step saved")
+    for name, count in split.dropped.items():
+        console.print(f"left out    {count} {name}: the step is shorter without")
 
 
 def _show_goodput(choice: GoodputChoice) -> None:

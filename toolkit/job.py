@@ -24,7 +24,12 @@ class DeviceOffer(Record):
         default=None, description="mini-batches per second of one EST alone on one such device"
     )
     profile: str | None = Field(default=None, description="profile.csv to take the capability from")
-    goodput: str | None = Field(default=None, description="goodput.json of this device type, for the goodput strategy")
+    goodput: str | None = Field(
+        default=None, description="goodput.json of this device type, for the goodput and lb-bsp strategies"
+    )
+    max_local_batch_size: Annotated[int, Field(ge=1)] | None = Field(
+        default=None, description="most samples of a step on one such device, for the lb-bsp strategy"
+    )
     memory_gib: Positive | None = None
     price_per_hour: Annotated[float, Field(ge=0, allow_inf_nan=False)] | None = Field(
         default=None, description="price of one device for an hour, in any one currency"

@@ -78,6 +78,16 @@ class Superstep(Record):
     iteration_gap: Annotated[int, Field(ge=0)] = Field(description="staleness within a superstep")
 
 
+class BatchSplit(Record):
+    """LB-BSP's split of the total batch beside the equal one."""
+
+    total_batch_size: Annotated[int, Field(ge=1)]
+    equal_s: Finite | None = Field(description="step time of the equal split; null where memory forbids it")
+    kept_s: Finite | None = Field(description="step time with every device taking part; null where memory forbids it")
+    idle_s: Finite = Field(description="seconds that devices wait for the slowest, all together")
+    dropped: dict[str, Annotated[int, Field(ge=1)]] = Field(description="device type to how many are better left out")
+
+
 class ScalingRow(Record):
     """The best batch on one number of devices."""
 
@@ -146,6 +156,7 @@ class Plan(Artifact):
     parameters: list[ParameterRecord] = Field(default_factory=list)
     ddp: BucketSetting | None = None
     fsdp2: PrefetchSetting | None = None
+    split: BatchSplit | None = Field(default=None, description="of an lb-bsp plan")
     superstep: Superstep | None = Field(default=None, description="of an elastic-bsp plan")
     goodput: GoodputChoice | None = Field(default=None, description="of a goodput plan")
     predicted: Literal[True] = True
