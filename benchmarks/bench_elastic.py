@@ -28,8 +28,8 @@ import torch.multiprocessing as mp
 from torch import nn
 from torch.utils.data import TensorDataset
 
+from ddltool.runtime.elastic import ElasticTrainer
 from ddltool.runtime.elastic_group import Processes
-from ddltool.runtime.elastic_training import ElasticTrainer
 from ddltool.runtime.est_state import Contexts
 from ddltool.runtime.ordered_reduction import MIB, ORDERS, OrderedMean, segments
 

@@ -12,7 +12,7 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 from ddltool.runtime.digests import digest
-from ddltool.runtime.elastic_training import ElasticTrainer, start_processes
+from ddltool.runtime.elastic import ElasticTrainer, start_processes
 
 
 def main() -> None:

@@ -1,6 +1,6 @@
 """The turns of logical workers (ESTs) on one process: who computes which batch, in which state. Start at :class:`Turns`.
 
-:class:`ddltool.runtime.elastic_training.ElasticTrainer` is what a training script uses; it adds checkpoints and the ready-made
+:class:`ddltool.runtime.elastic.ElasticTrainer` is what a training script uses; it adds checkpoints and the ready-made
 loop.
 """
 
@@ -72,7 +72,7 @@ class Step:
 class Turns:
     """Runs the logical workers of this process, one after the other, and averages what all processes computed.
 
-    Args: as those of :class:`~ddltool.runtime.elastic_training.ElasticTrainer`.
+    Args: as those of :class:`~ddltool.runtime.elastic.ElasticTrainer`.
     """
 
     def __init__(

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import queue
 import threading
-import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
@@ -125,9 +124,6 @@ class ParameterServer(End):
         """Return the value of ``name`` that ``worker`` gets, and its version; ``changed`` is held."""
         return self.values[name], self.version[name]
 
-    def waited(self, worker: int, clock: int, name: str, since_s: float) -> None:
-        """Note that ``name`` may go to ``worker``, whose transfer was in turn since ``since_s`` on the monotonic clock."""
-
     def other_request(self, worker: int, kind: int, clock: int) -> None:
         """Answer a request that is none of CLOSE, PULL and STEP. Raises TransferError: BSP knows no others."""
         raise TransferError(f"{self._title}: worker {worker} (rank {worker}) sent request {kind}, which is unknown")
@@ -201,7 +197,6 @@ class ParameterServer(End):
         gate = Gate(order, ready, self.changed)
         sent = []
         while gate.counter < len(order):
-            since_s = time.monotonic()
             index = gate.take(self._timeout_s, check)
             name = names[order[gate.counter]]
             if index is None:
@@ -211,7 +206,6 @@ class ParameterServer(End):
                 more = f"; {listing(behind)} wait behind it" if behind else ""
                 raise TransferError(f"{text}, for {self._timeout_s:g} s{more}")
             with self.changed:
-                self.waited(worker, clock, name, since_s)
                 value, version = self.to_send(worker, name)
             with self._telling(f"while {name} went to worker {worker} (rank {worker})"):
                 header = torch.tensor([index, version])

@@ -95,7 +95,8 @@ class Wire:
         # that a process which is busy or late still finds them when it looks.
         self._control = control
         self._words = {peer: torch.zeros(WORDS, dtype=torch.uint8) for peer in self._peers}
-        self._hearing = [dist.irecv(words, peer, group=control) for peer, words in self._words.items()]
+        self._hearing = {peer: dist.irecv(words, peer, group=control) for peer, words in self._words.items()}
+        self._watched = False
 
     @property
     def header_tag(self) -> int:
@@ -144,11 +145,32 @@ class Wire:
         closes all pairs of its group.
         """
         for group in self._groups.values():
-            for peer in self._peers:
-                with suppress(RuntimeError):
-                    work = dist.irecv(torch.empty(1), peer, group=group, tag=self._size + 2)
-                    if work is not None:
-                        work.wait(timedelta(milliseconds=1))
+            self._close(group)
+        if self._watched:
+            self._close(self._control)
+
+    def _close(self, group: dist.ProcessGroup | None) -> None:
+        for peer in self._peers:
+            with suppress(RuntimeError):
+                work = dist.irecv(torch.empty(1), peer, group=group, tag=self._size + 2)
+                if work is not None:
+                    work.wait(timedelta(milliseconds=1))
+
+    def watch(self, peer: int) -> None:
+        """Wait until ``peer`` has said its last words, has closed, or :meth:`stop_watching` is called.
+
+        A transfer that begins in the moment in which the peer goes away may wait for ever in gloo; this receive has
+        been there from the beginning.
+        """
+        self._watched = True
+        work = self._hearing[peer]
+        with suppress(RuntimeError):
+            if work is not None:
+                work.wait(timedelta(seconds=10 * IDLE_S))
+
+    def stop_watching(self) -> None:
+        """End :meth:`watch` in all threads. Nothing can be told or heard after this."""
+        self._close(self._control)
 
     def tell(self, text: str) -> None:
         """Send every peer that still listens the last words of this end."""
@@ -164,10 +186,11 @@ class Wire:
 
     def heard(self) -> str:
         """Return a peer's last words, empty when there are none."""
-        for words in self._words.values():
-            if text := bytes(words.tolist()).rstrip(b"\0"):
-                return text.decode(errors="ignore")
-        return ""
+        return next((text for peer in self._words if (text := self.heard_from(peer))), "")
+
+    def heard_from(self, peer: int) -> str:
+        """Return this peer's last words, empty when there are none."""
+        return bytes(self._words[peer].tolist()).rstrip(b"\0").decode(errors="ignore")
 
 
 class End:
@@ -176,6 +199,8 @@ class End:
     Attributes:
         changed: the condition that guards the state and is notified when it changes.
     """
+
+    _join_s = JOIN_S
 
     def __init__(self, wire: Wire, title: str) -> None:
         self.changed = threading.Condition()
@@ -224,8 +249,9 @@ class End:
 
     def _join(self) -> None:
         """Wait for the threads, which have been told to end."""
+        end = time.monotonic() + self._join_s
         for thread in self._threads:
-            thread.join(JOIN_S)
+            thread.join(max(end - time.monotonic(), 0.0))
         self._threads = []
 
     def _raise_failure(self) -> None:

@@ -28,7 +28,7 @@ from torch.utils.data import Dataset
 
 from ddltool.runtime import elastic_checkpoint, est_state, ordered_reduction
 from ddltool.runtime.digests import digest, leaves
-from ddltool.runtime.elastic_training import ElasticTrainer
+from ddltool.runtime.elastic import ElasticTrainer
 from ddltool.runtime.est_state import seed_streams
 from tests.runtime_workers import Crew
 

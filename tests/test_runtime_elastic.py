@@ -20,8 +20,8 @@ from torch.nn.parallel import DistributedDataParallel
 from ddltool.errors import InputError
 from ddltool.runtime import elastic_checkpoint
 from ddltool.runtime.digests import digest, first_difference, read_steps
+from ddltool.runtime.elastic import ElasticTrainer
 from ddltool.runtime.elastic_group import divide
-from ddltool.runtime.elastic_training import ElasticTrainer
 from ddltool.runtime.ordered_reduction import ORDERS, Segment, fold, segments, sum_all
 from tests.elastic_workers import (
     WORKERS,

@@ -1,0 +1,48 @@
+"""One parameter-server runtime for all synchronisation models: this module brings its parts together.
+
+::
+
+    policy = SSP(3)                                    # or BSP(), ASP(), ElasticBSP(15), LocalSGD(8), BackupWorkers(1)
+    plan = TransferPlan.for_model(model, workers=4, servers=1)
+    if rank >= plan.workers:
+        SyncServer(model, plan, MomentumSGD(lr=0.1), policy).serve()
+    else:
+        with SyncWorker(model, plan, policy, checkpoint="last.pt") as worker:
+            for epoch in range(epochs):
+                mine = shard(len(data), worker.members(epoch), worker.rank, epoch=epoch, seed=0)
+                for inputs, labels in batches(data, mine):
+                    with worker.step():
+                        loss_function(model(inputs), labels).backward()
+
+The transfers are those of :mod:`ddltool.runtime.transfers`, in the plan's order. A worker may close or be lost at any
+time and the others go on (:mod:`~.membership`); a lost server ends the run. Workers cannot join late: a gloo group has
+the processes that it began with.
+"""
+
+from __future__ import annotations
+
+from ddltool.runtime.elastic_bsp import ElasticBSP, Superstep
+from ddltool.runtime.membership import Membership, shard
+from ddltool.runtime.servers import MomentumSGD
+from ddltool.runtime.sync_policies import ASP, BSP, SSP, BackupWorkers, LocalSGD, Policy
+from ddltool.runtime.sync_server import SyncServer
+from ddltool.runtime.sync_worker import SyncWorker
+from ddltool.runtime.transfers import TransferError, TransferPlan
+
+__all__ = [
+    "ASP",
+    "BSP",
+    "SSP",
+    "BackupWorkers",
+    "ElasticBSP",
+    "LocalSGD",
+    "Membership",
+    "MomentumSGD",
+    "Policy",
+    "Superstep",
+    "SyncServer",
+    "SyncWorker",
+    "TransferError",
+    "TransferPlan",
+    "shard",
+]

@@ -1,0 +1,270 @@
+"""The server of a synchronisation model. Start at :class:`SyncServer`; :mod:`ddltool.runtime.sync` has the whole picture."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from os import PathLike
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from ddltool.runtime.elastic_bsp import ElasticBSP
+from ddltool.runtime.member_server import LOST_AFTER_S, MemberServer, Refused
+from ddltool.runtime.membership import FOREVER_S, check_same_policy
+from ddltool.runtime.servers import Update as Optimizer
+from ddltool.runtime.sync_policies import Book, Policy, Update
+from ddltool.runtime.transfers import TransferError, TransferPlan
+
+OVER = -1  # in place of a superstep's number: there will be no more
+
+
+class SyncServer(MemberServer):
+    """A parameter server under a synchronisation model.
+
+    Attributes:
+        membership: who is in the job, who was lost and why.
+        log: waiting, staleness, dropped gradients.
+        policy: with ElasticBSP, ``policy.supersteps`` on server 0 has the decisions.
+        updates: how often any parameter was updated, over the number of parameters.
+    """
+
+    def __init__(
+        self,
+        values: nn.Module | Mapping[str, Tensor],
+        plan: TransferPlan,
+        update: Optimizer,
+        policy: Policy,
+        *,
+        lost_after_s: float = LOST_AFTER_S,
+        telemetry: str | PathLike[str] | None = None,
+    ) -> None:
+        """Take this rank's share of ``values`` and connect; a collective over all ranks.
+
+        ``lost_after_s``: a worker for which others wait, and from which nothing has come for so long, is taken out; it
+        must exceed a worker's longest step. ``telemetry``: a JSON Lines file of this server's own (see
+        :mod:`~.sync_records`). Raises InputError as :class:`~.wire.Wire` does, when the ranks' policies differ, when the
+        policy does not suit the job, and when the file cannot be written.
+        """
+        check_same_policy(policy)
+        super().__init__(values, plan, update, lost_after_s, None if telemetry is None else Path(telemetry))
+        self.policy = policy
+        names = tuple(slot.name for slot in plan.slots if slot.server == self.server and slot.trainable)
+        self._book = Book(
+            workers=plan.workers,
+            names=names,
+            decides=self.server == 0,
+            members=self.membership.members,
+            pushed={name: [0] * plan.workers for name in names},
+            version=self.version,
+            steps=[0] * plan.workers,
+        )
+        policy.open(self._book)
+        self.log.open()
+        self._snapshot: dict[int, tuple[dict[str, Tensor], dict[str, int]]] = {}
+        self._pulled: list[dict[str, int]] = [dict(self.version) for _ in range(plan.workers)]
+        self._since_s: dict[int, float] = {}
+        self._left = [0] * plan.workers
+        self._over = not (isinstance(policy, ElasticBSP) and self.server)
+
+    @property
+    def updates(self) -> float:
+        """Updates per trainable parameter so far."""
+        names = self._book.names
+        return sum(self.version[name] for name in names) / max(len(names), 1)
+
+    @property
+    def taken(self) -> int:
+        """Steps (under local SGD: rounds) of all workers whose gradients have come whole."""
+        return sum(self._book.steps)
+
+    # The policy points of the parameter server.
+
+    def may_send(self, worker: int, clock: int, name: str) -> bool:
+        """See :meth:`~.servers.ParameterServer.may_send`."""
+        self._check_member(worker)
+        allowed = name not in self._book.pushed or self.policy.may_pull(worker, clock, name)
+        self._note(worker, clock, name, allowed)
+        return allowed
+
+    def blockers(self, worker: int, clock: int, name: str) -> list[int]:
+        """See :meth:`~.servers.ParameterServer.blockers`."""
+        return self.policy.blockers(worker, clock, name)
+
+    def to_send(self, worker: int, name: str) -> tuple[Tensor, int]:
+        """See :meth:`~.servers.ParameterServer.to_send`."""
+        values, versions = self._snapshot.get(worker, (self.values, self.version))
+        self._pulled[worker][name] = versions[name]
+        self.membership.heard(worker)
+        return values[name], versions[name]
+
+    def accept(self, worker: int, clock: int, name: str, gradient: Tensor) -> None:
+        """See :meth:`~.servers.ParameterServer.accept`."""
+        finite = bool(torch.isfinite(gradient).all())
+        with self.changed:
+            if worker not in self.membership.members:
+                return
+            self.membership.heard(worker)
+        if not finite:
+            self._lose(worker, f"its gradient of {name} in step {clock} is not finite")
+            return
+        book = self._book
+        with self.changed:
+            book.pushed[name][worker] += 1
+            counts, updates = self.policy.take(worker, name, gradient)
+            stale = self.version[name] - self._pulled[worker][name]
+            self.log.used(worker, stale if counts else None)
+        self._apply(updates)
+        with self.changed:
+            self._left[worker] += 1
+            whole = self._left[worker] == len(book.names)
+            if whole:
+                self._left[worker] = 0
+                book.steps[worker] += 1
+                slowest = min((book.steps[other] for other in book.members), default=0)
+                self.log.step(worker, clock, book.steps[worker] - slowest)
+                if isinstance(self.policy, ElasticBSP):
+                    self.policy.ended(worker, time.monotonic())
+            self.changed.notify_all()
+        if whole:
+            self._decide()
+
+    # Threads.
+
+    def serve(self) -> dict[str, Tensor]:
+        """Serve until every worker has closed or is lost, and return the final values.
+
+        Raises TransferError when no worker ended well, and when another server is lost.
+        """
+        self.log.start()
+        if isinstance(self.policy, ElasticBSP):
+            self.policy.start(time.monotonic())
+            if self.server:
+                self._start(self._follow, 0)
+        try:
+            return super().serve()
+        finally:
+            self.log.close(self.policy.describe(), self._book.steps, round(self.updates))
+
+    def _until_done(self) -> None:
+        with self.changed:
+            while not self._failing and (self.membership.members or (self.membership.closed and not self._over)):
+                self.changed.wait()
+            ended_well = bool(self.membership.closed)
+            lost = dict(self.membership.lost)
+        if self._failing:
+            return
+        if not ended_well:
+            worker, reason = next(iter(lost.items()))
+            self._fail(TransferError(f"{self._title}: no worker is left; the first lost was worker {worker}: {reason}"))
+            return
+        if self._elastic_others():
+            self._announce([OVER] + [0] * self.plan.workers)
+        if lost:
+            self._dismiss(lost)
+
+    def _hand_over(self, worker: int, clock: int, pull: int) -> None:
+        try:
+            with self.changed:
+                self.membership.heard(worker)
+                while not self._may_begin(worker, clock):
+                    self._raise_failure()
+                    self.changed.wait()
+                self.policy.began(worker)
+                if self.policy.whole_pulls:
+                    self._snapshot[worker] = dict(self.values), dict(self.version)
+            super()._hand_over(worker, clock, pull)
+        except Refused:
+            self._refuse(worker)
+
+    def _may_begin(self, worker: int, clock: int) -> bool:
+        self._check_member(worker)
+        allowed = self.policy.may_begin(worker, clock)
+        self._note(worker, clock, self._book.names[0] if self._book.names else "", allowed)
+        return allowed
+
+    def _note(self, worker: int, clock: int, name: str, allowed: bool) -> None:
+        """Keep account of who waits for others; ``changed`` is held.
+
+        Until a worker's own gradient is in, its pull waits for the transport and for nobody else.
+        """
+        if not allowed:
+            self.membership.blocked(worker, clock, name)
+            if self._book.pushed[name][worker] >= clock and self.blockers(worker, clock, name):
+                self._since_s.setdefault(worker, time.monotonic())
+            return
+        self.membership.free(worker)
+        since_s = self._since_s.pop(worker, None)
+        if since_s is not None:
+            self.log.waited(worker, time.monotonic() - since_s)
+
+    def _follow(self, server: int) -> None:
+        """Take the barriers that server 0 announces, until it says that there will be no more."""
+        peer = self.plan.rank_of_server(server)
+        assert isinstance(self.policy, ElasticBSP)
+        while True:
+            message = torch.empty(1 + self.plan.workers, dtype=torch.int64)
+            with self._telling(f"while waiting for the next barrier of server {server} (rank {peer})"):
+                self._wire.wait(self._wire.post("pull", message, peer, self._wire.first_free_tag), FOREVER_S)
+            number, *quota = message.tolist()
+            with self.changed:
+                if number == OVER:
+                    self._over = True
+                else:
+                    self.policy.follow(quota)
+                self.changed.notify_all()
+            if number == OVER:
+                return
+
+    # What follows from a gradient or a loss.
+
+    def _apply(self, updates: list[Update]) -> None:
+        """Make updates, all visible at once; the accepting lock is held."""
+        if not updates:
+            return
+        new = {}
+        for due in updates:
+            total = due.gradients[0]
+            for gradient in due.gradients[1:]:
+                total = total.add_(gradient)
+            new[due.name] = self._update(due.name, self.values[due.name], total.div_(due.divisor))
+        with self.changed:
+            for name, value in new.items():
+                self.publish(name, value)
+            self.policy.applied()
+            self.changed.notify_all()
+
+    def _decide(self) -> None:
+        """Choose and announce the next barrier when this one has been reached."""
+        if not isinstance(self.policy, ElasticBSP) or self.server:
+            return
+        with self.changed:
+            quota = self.policy.decide(time.monotonic())
+            if quota is None:
+                return
+            over, following = self.policy.supersteps[-2:]
+            self.log.barrier(over)
+        if self._elastic_others():
+            self._announce([following.number, *quota])
+        with self.changed:
+            self.changed.notify_all()
+
+    def _elastic_others(self) -> bool:
+        return isinstance(self.policy, ElasticBSP) and self.server == 0 and self.plan.servers > 1
+
+    def _announce(self, numbers: list[int]) -> None:
+        for server in range(1, self.plan.servers):
+            peer = self.plan.rank_of_server(server)
+            try:
+                with self._telling(f"while telling server {server} (rank {peer}) the next barrier"):
+                    message = torch.tensor(numbers)
+                    self._wire.send("pull", message, peer, self._wire.first_free_tag, FOREVER_S)
+            except TransferError as error:  # raised here, it would pass for the loss of a worker
+                self._fail(error)
+
+    def _settle(self) -> None:
+        with self.changed:
+            updates = self.policy.settle()
+        self._apply(updates)
+        self._decide()

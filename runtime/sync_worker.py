@@ -1,0 +1,201 @@
+"""The worker of a synchronisation model. Start at :class:`SyncWorker`; :mod:`ddltool.runtime.sync` has the whole picture."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Protocol, Self
+
+import torch
+from torch import Tensor, nn
+
+from ddltool.artifacts import check_writable
+from ddltool.errors import InputError
+from ddltool.runtime.membership import FOREVER_S, LEFT_BEHIND_S, MEMBERS, check_same_policy
+from ddltool.runtime.sync_policies import Policy
+from ddltool.runtime.transfers import TransferError, TransferPlan
+from ddltool.runtime.wire import CLOSED, STEP
+from ddltool.runtime.workers import PushOrder, Worker
+
+
+class LocalOptimizer(Protocol):
+    """What makes local steps: any ``torch.optim`` optimizer does."""
+
+    def step(self) -> Any:
+        """Change the parameters in place."""
+
+    def zero_grad(self) -> Any:
+        """Forget the gradients."""
+
+
+class SyncWorker(Worker):
+    """A training process under a synchronisation model; the loop is the same for all models.
+
+    Attributes:
+        clock: the number of steps whose gradients have been pushed; under local SGD, of rounds.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        plan: TransferPlan,
+        policy: Policy,
+        *,
+        local_optimizer: LocalOptimizer | None = None,
+        checkpoint: str | os.PathLike[str] | None = None,
+        push: PushOrder = "ready",
+    ) -> None:
+        """Connect and hook the model; a collective over all ranks.
+
+        ``local_optimizer``: makes the local steps of local SGD, and only there. ``checkpoint``: where the parameters
+        of the last complete pull go when the run ends by a TransferError (a lost server above all); a file of this
+        worker's own; costs one copy of the parameters per pull. Raises InputError as :class:`~.wire.Wire` does, when
+        the ranks' policies differ, and when the file cannot be written.
+        """
+        if (policy.local_steps > 1) != (local_optimizer is not None):
+            problem = "is missing" if local_optimizer is None else f"is given under {policy.describe()}"
+            raise InputError("local_optimizer", problem, "local SGD of more than one step needs one, other models none")
+        if checkpoint is not None:
+            check_writable(Path(checkpoint))
+        check_same_policy(policy)
+        super().__init__(model, plan, timeout_s=FOREVER_S, push=push)
+        self.policy = policy
+        self._optimizer = local_optimizer
+        self._checkpoint = None if checkpoint is None else Path(checkpoint)
+        self._pulled: dict[str, Tensor] = {}
+        self._pulled_clock = 0
+        self._closing = False
+        self._local = 0  # steps of the round that is under way
+        for server in range(plan.servers):
+            self._start(self._watch, server)
+
+    @contextmanager
+    def step(self, *, push: bool = True) -> Iterator[Self]:
+        """Make one step; see :meth:`~.workers.Worker.step`.
+
+        Under local SGD only the first step of a round pulls and only the last one pushes; a round that closing or
+        ``push=False`` cuts short is pushed as it is. Raises TransferError also when this worker was taken out of the
+        job; then, and when a server is lost, the checkpoint has been written.
+        """
+        try:
+            if self._optimizer is None or not push:
+                self._end_round()
+                with super().step(push=push):
+                    yield self
+            else:
+                with self._local_step(self._optimizer):
+                    yield self
+        except TransferError:
+            self._save()
+            raise
+
+    def members(self, epoch: int) -> tuple[int, ...]:
+        """Return the workers that share the samples of ``epoch``; see :func:`~.membership.shard`.
+
+        All workers get the same answer for an epoch. Raises TransferError as :meth:`step` does.
+        """
+        try:
+            self._raise_failure()
+            answer = torch.empty(self.plan.workers, dtype=torch.int64)
+            with self._telling(f"while asking for the members of epoch {epoch}"):
+                peer = self.plan.rank_of_server(0)
+                coming = self._wire.post("pull", answer, peer, self._wire.first_free_tag)
+                self._ask(0, MEMBERS, epoch)
+                self._wire.wait(coming, FOREVER_S)
+        except TransferError as error:
+            self._fail(error)
+            self._save()
+            raise
+        return tuple(answer.nonzero().flatten().tolist())
+
+    def close(self) -> None:
+        """Push what a round has so far, tell the servers that nothing more will be asked for, and remove the hooks."""
+        try:
+            if self._threads and not self._failing:
+                self._end_round()
+            self._closing = True
+            super().close()
+        except TransferError:
+            self._save()
+            raise
+
+    def _join(self) -> None:
+        self._wire.stop_watching()
+        if self._failing:
+            self._join_s = LEFT_BEHIND_S
+        super()._join()
+
+    def _watch(self, server: int) -> None:
+        """Fail when a server goes away, whatever else is under way."""
+        peer = self.plan.rank_of_server(server)
+        self._wire.watch(peer)
+        if not self._closing and not self._failing:
+            raise TransferError(f"{self._title}: {CLOSED}: server {server} (rank {peer})")
+
+    @contextmanager
+    def _local_step(self, optimizer: LocalOptimizer) -> Iterator[None]:
+        """Make one local step of a round."""
+        try:
+            if self._local == 0:
+                self._begin(STEP)
+                self._pushing = False  # the hooks must not push the gradients of local steps
+            yield
+            if self._local == 0:
+                self._wait_until(lambda: len(self._arrived) == len(self._names))
+                self._keep()
+            self._raise_failure()
+            optimizer.step()
+            optimizer.zero_grad()
+            self._local += 1
+            if self._local == self.policy.local_steps:
+                self._end_round()
+        except BaseException as error:
+            self._fail(TransferError(f"{self._title} left a step with {type(error).__name__}: {error}"))
+            raise
+
+    def _end_round(self) -> None:
+        """Push what the local steps have changed."""
+        if self._local == 0:
+            return
+        self._local, self._pushing = 0, True
+        for index, slot in enumerate(self.plan.slots):
+            if slot.trainable:
+                self._offer(index, self._pulled[slot.name] - self._parameters[slot.name].detach().cpu())
+        super()._finish()
+
+    def _finish(self) -> None:
+        # Wait here for the arrivals: during the pushes the parameters still are what was pulled.
+        super()._finish()
+        if self._checkpoint is not None:
+            self._keep()
+
+    def _keep(self) -> None:
+        """Copy the parameters of a complete pull, for the next one overwrites them in place."""
+        if not self._pulled:
+            self._pulled = {name: value.detach().cpu().clone() for name, value in self._parameters.items()}
+        for name, value in self._pulled.items():
+            value.copy_(self._parameters[name].detach())
+        self._pulled_clock = self.clock
+
+    def _save(self) -> None:
+        """Write the checkpoint: all of the model's state with the parameters of the last complete pull."""
+        if self._checkpoint is None or not self._pulled:
+            return
+        path, self._checkpoint = self._checkpoint, None
+        state = {name: value.detach().cpu() for name, value in self.model.state_dict().items()} | self._pulled
+        save_weights({"model": state, "clock": self._pulled_clock}, path)
+
+
+def save_weights(content: dict[str, object], path: Path) -> None:
+    """Write a file for ``torch.load(path, weights_only=True)``: whole, or not at all."""
+    beside = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        with beside.open("wb") as file:
+            torch.save(content, file)
+            file.flush()
+            os.fsync(file.fileno())
+        beside.replace(path)
+    finally:
+        beside.unlink(missing_ok=True)

@@ -1,0 +1,432 @@
+"""Synchronisation models between real processes. Workers are made unequal by sleeps; what matters are counts and order."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+from ddltool.analyzers.barriers.predict import PREDICTORS, predict_ends
+from ddltool.analyzers.barriers.tradeoff import best_barrier
+from ddltool.analyzers.barriers.zipline import zipline
+from ddltool.errors import InputError
+from ddltool.runtime.membership import shard
+from ddltool.runtime.sync import ASP, BSP, SSP, BackupWorkers, ElasticBSP, LocalSGD, MomentumSGD, Policy
+from ddltool.runtime.sync_policies import Book
+from tests import sync_workers as bodies
+from tests import transfer_workers as transfers
+from tests.transfer_workers import SGD, Outcome, launch, make_batch, make_model
+
+STEPS = 5
+NAMES = [name for name, _ in make_model().named_parameters()]
+
+
+def run(
+    policy: Policy, steps: list[int], sleeps_s: list[float], servers: int = 1, **options: Any
+) -> tuple[list[Outcome], list[Outcome]]:
+    """Return how the workers and the servers ended."""
+    workers = len(steps)
+    outcomes = launch(bodies.train, workers + servers, policy, workers, servers, steps, sleeps_s, options)
+    return outcomes[:workers], outcomes[workers:]
+
+
+def results(outcomes: list[Outcome]) -> list[Any]:
+    """Return the results of processes that ended well."""
+    assert [(outcome.error, outcome.exit_code) for outcome in outcomes] == [("", 0)] * len(outcomes)
+    return [outcome.result for outcome in outcomes]
+
+
+@pytest.mark.parametrize(("servers", "order"), [(1, "none"), (2, "reversed")])
+def test_bsp_has_the_bits_of_the_ordered_transfers(servers: int, order: str) -> None:
+    workers, ours = run(BSP(), [STEPS] * 3, [0.0, 0.01, 0.0], servers, order=order)
+    theirs = launch(transfers.train, 3 + servers, 3, servers, order, STEPS)
+    alone = trained_alone()
+    for worker, other in zip(results(workers), theirs, strict=False):
+        for name in NAMES:
+            assert worker["weights"][name].tobytes() == other.result[0][name].tobytes() == alone[name].tobytes()
+    for server in results(ours):
+        assert set(server["version"].values()) == {STEPS}
+        assert server["staleness"] == {0: 3 * STEPS}
+        assert min(server["wait_s"][0], server["wait_s"][2]) > server["wait_s"][1]
+
+
+def trained_alone() -> dict[str, np.ndarray]:
+    """Return the weights after the same steps of three workers in this process."""
+    model, update = make_model(), MomentumSGD(**SGD)
+    parameters = dict(model.named_parameters())
+    for step in range(STEPS):
+        totals: dict[str, Tensor] = {}
+        for worker in range(3):
+            features, labels = make_batch(worker, step)
+            loss = nn.functional.cross_entropy(model(features, use=step % 2), labels)
+            found = torch.autograd.grad(loss, list(parameters.values()), allow_unused=True)
+            for (name, value), gradient in zip(parameters.items(), found, strict=True):
+                mine = torch.zeros_like(value) if gradient is None else gradient
+                totals[name] = totals[name] + mine if worker else mine
+        for name, value in parameters.items():
+            value.data = update(name, value.data, totals[name] / 3)
+    return {name: value.detach().numpy() for name, value in parameters.items()}
+
+
+def test_ssp_keeps_its_bound_and_uses_it() -> None:
+    """By the workers' own clocks: when a worker holds its parameters for step c, all others have made c - s steps."""
+    bound = 2
+    workers, servers = run(SSP(bound), [8, 8, 8], [0.0, 0.01, 0.04], no_pull=True)
+    found = results(workers)
+    ahead = []
+    for worker, other in itertools.permutations(range(3), 2):
+        for clock, pulled_s in enumerate(found[worker]["pulled"]):
+            ahead.append(clock - sum(made_s < pulled_s for made_s in found[other]["made"]))
+    assert max(ahead) == bound
+    (server,) = results(servers)
+    assert set(server["version"].values()) == {24}, "every gradient is an update"
+    assert server["wait_s"][0] > 0.05
+    # In the order in which the server took them: before a worker's gradient of step c come the others' of c - s - 1.
+    for name in NAMES:
+        taken = [0, 0, 0]
+        for _, worker, clock, _, _ in (event for event in server["events"] if event[3] == name):
+            assert clock == taken[worker]
+            assert clock - min(taken) <= bound
+            taken[worker] += 1
+
+
+def test_asp_waits_for_nobody() -> None:
+    workers, servers = run(ASP(), [10, 10, 2], [0.0, 0.01, 0.2])
+    quick, _, slow = results(workers)
+    (server,) = results(servers)
+    assert server["wait_s"] == [0.0, 0.0, 0.0]
+    assert quick["made"][-1] < slow["made"][0], "ten steps while the slow worker makes its first"
+    assert set(server["version"].values()) == {22}
+    assert max(server["staleness"]) >= 10, "all that the slow worker slept through"
+    assert sum(server["staleness"].values()) == 22
+
+
+@pytest.mark.parametrize("servers", [1, 2])
+def test_elastic_supersteps_are_those_of_zipline(servers: int) -> None:
+    lookahead = 6
+    workers, ours = run(ElasticBSP(lookahead), [30] * 3, [0.005, 0.011, 0.023], servers)
+    results(workers)
+    found = results(ours)
+    supersteps = found[0]["supersteps"]
+    assert [step.iterations for step in supersteps[:2]] == [[1, 1, 1], [1, 1, 1]]
+    whole = [step for step in supersteps[2:] if len(step.workers) == 3 and not any(map(math.isnan, step.end_s))]
+    whole = [step for step in whole if step.end_s]
+    assert len(whole) >= 3
+    gap = 0
+    for step in whole:
+        ends = predict_ends([np.array(x) for x in step.lengths_s], np.zeros(3), lookahead, PREDICTORS["ema"])
+        np.testing.assert_array_equal(ends, step.predicted_s)
+        assert step.iterations == zipline(ends).iterations.tolist() == brute_force(ends)
+        assert max(step.iterations) <= lookahead
+        gap = max(gap, max(step.iterations) - min(step.iterations))
+    assert 1 <= gap < lookahead
+    # By the gradients that the server took: in each superstep each worker made as many iterations as were chosen.
+    pushes = [(worker, step) for _, worker, step, name, _ in found[0]["events"] if name == first_on(found[0])]
+    place = 0
+    for step in supersteps[: 2 + len(whole)]:
+        count = sum(step.iterations)
+        made = [worker for worker, _ in pushes[place : place + count]]
+        assert [made.count(worker) for worker in range(3)] == step.iterations
+        place += count
+    for server in found:
+        assert set(server["version"].values()) == {90}
+
+
+def test_elastic_supersteps_under_a_bound_on_the_gap() -> None:
+    bound = 1
+    policy = ElasticBSP(6, objective="per_iteration", max_gap=bound, predictor="last")
+    workers, servers = run(policy, [20] * 3, [0.005, 0.01, 0.03])
+    results(workers)
+    supersteps = [step for step in results(servers)[0]["supersteps"] if step.predicted_s and len(step.workers) == 3]
+    assert len(supersteps) >= 2
+    for step in supersteps:
+        ends = np.array(step.predicted_s)
+        barrier = best_barrier(ends, objective="per_iteration", max_gap=bound)
+        assert step.iterations == barrier.iterations.tolist()
+        assert max(step.iterations) - min(step.iterations) <= bound
+        np.testing.assert_allclose(ends[:, 0], [recorded[-1] for recorded in step.lengths_s])
+
+
+def first_on(server: dict[str, Any]) -> str:
+    return next(iter(server["version"]))
+
+
+def brute_force(ends: np.ndarray) -> list[int]:
+    """Return the iterations of the earliest barrier with the least waiting, each worker as late as it can."""
+    best: tuple[float, float, list[int]] = (math.inf, math.inf, [])
+    for barrier_s in sorted(ends.ravel()):
+        counts = (ends <= barrier_s).sum(axis=1)
+        if counts.min() == 0:
+            continue
+        waiting_s = barrier_s - min(row[count - 1] for row, count in zip(ends, counts, strict=True))
+        if waiting_s < best[0] - 1e-12:
+            best = waiting_s, barrier_s, counts.tolist()
+    return best[2]
+
+
+def test_backup_workers_drop_what_comes_late_and_nothing_else() -> None:
+    workers, servers = run(BackupWorkers(1), [12, 12, 4], [0.01, 0.01, 0.06], no_pull=True)
+    results(workers)
+    (server,) = results(servers)
+    events = [event for event in server["events"] if event[3] == NAMES[0]]
+    assert len(events) == 28
+    used = sum(server["staleness"].values())
+    assert server["staleness"] == {0: used}, "no gradient of an old version is ever used"
+    assert used + sum(server["dropped"]) == 28
+    assert server["dropped"][2] >= 3, "five iterations of the others fit into one of the slow worker's"
+    # Each update takes two gradients; with one worker left, one.
+    version = next(iter(server["version"].values()))
+    assert math.ceil(used / 2) <= version <= used
+    assert set(server["version"].values()) == {version}
+
+
+def test_what_backup_workers_take_and_drop_step_by_step() -> None:
+    """Without processes: three workers, one backup; worker 2 is late once, then in time."""
+    policy, names = BackupWorkers(1), ("a", "b")
+    book = Book(
+        workers=3, names=names, members={0, 1, 2}, pushed={n: [0] * 3 for n in names}, version=dict.fromkeys(names, 0)
+    )
+    book.steps = [0, 0, 0]
+    policy.open(book)
+
+    def push(worker: int, value: float) -> list[Any]:
+        due: list[Any] = []
+        counted = []
+        for name in names:
+            counts, updates = policy.take(worker, name, torch.tensor(value))
+            counted.append(counts)
+            due += updates
+        book.steps[worker] += 1
+        assert len(set(counted)) == 1
+        if due:
+            assert not policy.may_begin(2, book.steps[2]), "nobody may pull half of an update"
+            policy.applied()
+        return [counted[0], *(([float(g) for g in update.gradients], update.divisor) for update in due)]
+
+    for worker in range(3):
+        policy.began(worker)
+    assert push(0, 1.0) == [True]
+    assert not policy.may_begin(0, 1)
+    assert policy.blockers(0, 1, "a") == [1, 2]
+    assert push(1, 2.0) == [True, ([1.0, 2.0], 2), ([1.0, 2.0], 2)]
+    assert push(2, 3.0) == [False]
+    assert all(policy.may_begin(worker, 1) for worker in range(3))
+    for worker in range(3):
+        policy.began(worker)
+    assert push(2, 4.0) == [True]
+    assert push(1, 5.0) == [True, ([5.0, 4.0], 2), ([5.0, 4.0], 2)], "in rank order, whoever came first"
+    book.members.discard(1)
+    assert push(0, 6.0) == [False]
+    policy.began(0)
+    policy.began(2)
+    book.members.discard(2)
+    assert push(0, 7.0) == [True, ([7.0], 1), ([7.0], 1)], "one is left"
+
+
+def test_local_sgd_averages_after_each_round() -> None:
+    """Against the same in one process, a round cut short by the end included."""
+    workers, servers = run(LocalSGD(2), [STEPS] * 3, [0.0, 0.01, 0.0], optimizer={"lr": 1.0})
+    values = dict(make_model().named_parameters())
+    for begin in range(0, STEPS, 2):
+        after = []
+        for rank in range(3):
+            model = make_model()
+            model.load_state_dict(values)
+            for step in range(begin, min(begin + 2, STEPS)):
+                features, labels = make_batch(rank, step)
+                nn.functional.cross_entropy(model(features, use=step % 2), labels).backward()
+                local = bodies.PlainSGD(model, 0.1)
+                local.step()
+                local.zero_grad()
+            after.append(dict(model.named_parameters()))
+        values = {name: nn.Parameter(sum(one[name].detach() for one in after) / 3) for name in values}
+    for worker in results(workers):
+        for name, value in values.items():
+            np.testing.assert_allclose(worker["weights"][name], value.detach().numpy(), rtol=0, atol=1e-6)
+    assert set(results(servers)[0]["version"].values()) == {3}
+
+
+def test_bsp_mean_over_those_who_are_left() -> None:
+    """A worker that closes leaves; from then on the update is the other's gradient alone."""
+    workers, servers = run(BSP(), [3, 1], [0.0, 0.0], optimizer={"lr": 0.1})
+    model = make_model()
+    for step in range(3):
+        grads = []
+        for rank in range(2 if step == 0 else 1):
+            features, labels = make_batch(rank, step)
+            loss = nn.functional.cross_entropy(model(features, use=step % 2), labels)
+            grads.append(torch.autograd.grad(loss, list(model.parameters()), allow_unused=True))
+        with torch.no_grad():
+            for parameter, *parts in zip(model.parameters(), *grads, strict=True):
+                if parts[0] is not None:
+                    parameter -= 0.1 * sum(parts) / len(parts)
+    quick = results(workers)[0]
+    # The other one's pull before it closed waited for the update in which it took part.
+    for name, value in model.named_parameters():
+        np.testing.assert_allclose(quick["weights"][name], value.detach().numpy(), rtol=0, atol=1e-6)
+    assert results(servers)[0]["lost"] == {}
+
+
+POLICIES = [BSP(), ASP(), SSP(1), ElasticBSP(4), BackupWorkers(1), LocalSGD(2)]
+
+
+@pytest.mark.parametrize("policy", POLICIES, ids=lambda policy: type(policy).__name__)
+def test_a_killed_worker_is_taken_out_and_the_rest_finish(policy: Policy) -> None:
+    servers = 2 if isinstance(policy, (ElasticBSP, BSP)) else 1
+    culprit = 0 if isinstance(policy, SSP) else 1  # rank 0 also keeps the store in which the ranks met
+    workers, ours = run(policy, [40] * 3, [0.01, 0.01, 0.02], servers, culprit=culprit, trouble="kill", epochs=True)
+    assert workers[culprit].exit_code == -9
+    rest = results([workers[rank] for rank in range(3) if rank != culprit])
+    for worker in rest:
+        assert len(worker["made"]) == 40
+        assert all(np.isfinite(value).all() for value in worker["weights"].values())
+        assert worker["members"][0] == (0, 1, 2)
+        assert worker["members"][-1] == tuple(rank for rank in range(3) if rank != culprit)
+    assert rest[0]["members"] == rest[1]["members"]
+    for server in results(ours):
+        assert list(server["lost"]) == [culprit]
+        assert server["seconds"] < 5
+
+
+@pytest.mark.parametrize(
+    ("policy", "trouble", "reason"),
+    [
+        (BSP(), "raise", "worker 1 (rank 1) left a step with ValueError: a bad batch"),
+        (ASP(), "nan", "in step 3 is not finite"),
+        (ElasticBSP(4), "nan", "in step 3 is not finite"),
+        (SSP(1), "stall", "and others waited for it"),
+        (BSP(), "stall", "and others waited for it"),
+    ],
+    ids=lambda value: type(value).__name__ if isinstance(value, Policy) else value[:5],
+)
+def test_a_worker_in_trouble_is_taken_out_and_hears_of_it(policy: Policy, trouble: str, reason: str) -> None:
+    options = {"culprit": 1, "trouble": trouble, "stall_s": 1.5, "lost_after_s": 0.5}
+    steps, sleeps_s = ([8, 8, 80], [0.02] * 3) if trouble == "stall" else ([8, 8, 8], [0.01] * 3)
+    workers, servers = run(policy, steps, sleeps_s, **options)
+    rest = results([workers[0], workers[2]])
+    (server,) = results(servers)
+    assert list(server["lost"]) == [1]
+    assert reason in server["lost"][1]
+    assert all(np.isfinite(value).all() for worker in rest for value in worker["weights"].values())
+    assert workers[1].exit_code == 0
+    if trouble != "raise":
+        assert workers[1].error.startswith("TransferError: ")
+        assert "taken out" in workers[1].error
+    if trouble == "stall":
+        waits_s = np.diff(rest[1]["made"])
+        assert 0.35 <= waits_s.max() < 1.4, "they waited for as long as they should, and then went on"
+
+
+@pytest.mark.parametrize(("servers", "lost"), [(1, 0), (2, 0), (2, 1)])
+def test_a_killed_server_ends_the_run_with_a_checkpoint(servers: int, lost: int, tmp_path: Path) -> None:
+    policy = ElasticBSP(4) if lost else BSP()
+    options = {"kill_at": 24, "kill_server": lost, "checkpoint": tmp_path / "last.pt", "optimizer": {"lr": 0.0}}
+    workers, ours = run(policy, [100] * 2, [0.005, 0.01], servers, **options)
+    assert ours[lost].exit_code == -9
+    for rank, worker in enumerate(workers):
+        assert worker.error.startswith("TransferError: ")
+        assert "\n" not in worker.error
+        assert f"server {lost} (rank {2 + lost})" in worker.error
+        assert worker.seconds < 10
+        saved = bodies.load(tmp_path / f"last.pt.{rank}")
+        model = make_model()
+        model.load_state_dict(saved["model"])
+        # The learning rate is 0 and the worker began with NaN: these are the server's values, all of them.
+        for name, value in make_model().named_parameters():
+            assert torch.equal(saved["model"][name], value)
+        assert 1 <= saved["clock"] < 100
+    for server in ours[:lost] + ours[lost + 1 :]:
+        assert server.error.startswith("TransferError: ")
+        assert server.seconds < 10
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["last.pt.0", "last.pt.1"]
+
+
+def test_when_the_last_worker_is_lost_the_server_says_so() -> None:
+    workers, servers = run(SSP(2), [5], [0.0], culprit=0, trouble="raise")
+    assert "a bad batch" in workers[0].error
+    assert "no worker is left; the first lost was worker 0" in servers[0].error
+    assert "a bad batch" in servers[0].error
+
+
+def test_telemetry_tells_what_the_log_sums_up(tmp_path: Path) -> None:
+    path = tmp_path / "sync.jsonl"
+    workers, servers = run(ElasticBSP(4), [10, 10], [0.005, 0.012], telemetry=path)
+    results(workers)
+    (server,) = results(servers)
+    rows = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+    assert {row["kind"] for row in rows} == {"ddltool.sync"}
+    steps = [row for row in rows if row["event"] == "step"]
+    assert [len([row for row in steps if row["worker"] == worker]) for worker in range(2)] == [10, 10]
+    for worker in range(2):
+        assert [row["step"] for row in steps if row["worker"] == worker] == list(range(10))
+    summary = rows[-1]
+    assert (summary["event"], summary["steps"], summary["updates"]) == ("summary", [10, 10], 20)
+    assert summary["staleness"] == {str(k): v for k, v in sorted(server["staleness"].items())}
+    assert summary["updates_per_s"] == pytest.approx(20 / summary["time_s"])
+    # The last pull, which belongs to no step, may wait too.
+    for worker in range(2):
+        waited_s = sum(row["wait_s"] for row in steps if row["worker"] == worker)
+        assert waited_s <= summary["wait_s"][worker] + 1e-9
+    barriers = [row for row in rows if row["event"] == "barrier"]
+    assert [row["superstep"] for row in barriers] == list(range(len(barriers)))
+    told = [row for row in barriers if row["predicted_end_s"]]
+    assert told
+    for row in told:
+        assert len(row["predicted_end_s"]) == len(row["end_s"]) == len(row["workers"])
+        assert all(0 < end_s <= row["length_s"] for end_s in row["end_s"] if end_s is not None)
+    assert [(row["worker"], row["lost"]) for row in rows if row["event"] == "left"] in (
+        [(0, False), (1, False)],
+        [(1, False), (0, False)],
+    )
+
+
+def test_ranks_with_another_model_are_refused() -> None:
+    outcomes = launch(bodies.disagree, 3)
+    for outcome in outcomes:
+        assert outcome.error == (
+            "InputError: synchronisation model: is SSP(3) on rank 0 and SSP(2) on rank 1; give every rank the same"
+        )
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: SSP(-1), "SSP: a staleness of -1"),
+        (lambda: LocalSGD(0), "local SGD: 0 local steps"),
+        (lambda: BackupWorkers(-1), "backup workers: -1 of them"),
+        (lambda: BackupWorkers(2).open(Book(workers=2, names=("a",))), "2 of 2 workers; at least one"),
+        (lambda: ElasticBSP(0), "ElasticBSP:lookahead: is 0"),
+        (lambda: ElasticBSP(5, max_gap=-1), "ElasticBSP:max_gap: is -1"),
+        (lambda: ElasticBSP(5, predictor="emma"), 'ElasticBSP:predictor: "emma"; did you mean "ema"?'),
+        (lambda: ElasticBSP(5, objective="totals"), 'ElasticBSP:objective: "totals"; did you mean "total"?'),
+        (lambda: ElasticBSP(5).open(Book(workers=2, names=())), "puts no trainable parameter on server 0"),
+        (lambda: shard(5, (0, 2), 1, epoch=0, seed=0), "worker 1: is not among the members [0, 2]"),
+    ],
+)
+def test_what_is_refused(make: Any, message: str) -> None:
+    with pytest.raises(InputError) as refusal:
+        make()
+    assert message in str(refusal.value)
+
+
+@given(
+    samples=st.integers(0, 60),
+    members=st.sets(st.integers(0, 9), min_size=1),
+    epoch=st.integers(0, 3),
+    seed=st.integers(0, 3),
+)
+def test_shards_hold_every_sample_once(samples: int, members: set[int], epoch: int, seed: int) -> None:
+    shards = [shard(samples, tuple(members), worker, epoch=epoch, seed=seed) for worker in members]
+    assert sorted(np.concatenate(shards).tolist()) == list(range(samples))
+    assert max(map(len, shards)) - min(map(len, shards)) <= 1
+    again = [shard(samples, tuple(sorted(members, reverse=True)), worker, epoch=epoch, seed=seed) for worker in members]
+    assert all(np.array_equal(one, other) for one, other in zip(shards, again, strict=True))
