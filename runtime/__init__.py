@@ -1,19 +1,47 @@
 """What runs inside training processes. Start at :func:`attach`, the hook that makes a job follow its plan.
 
-``attach`` and ``Hook`` are loaded, and torch with them, when they are first asked for.
+Everything is loaded, and torch with it, when it is first asked for.
 """
 
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from ddltool.runtime.data_parallel import apply_prefetch, bucket_report, ddp_arguments, prefetch_units
+    from ddltool.runtime.digests import first_difference
+    from ddltool.runtime.elastic import ElasticTrainer
     from ddltool.runtime.hook import Hook, attach
+    from ddltool.runtime.transfers import TransferPlan
+    from ddltool.runtime.workers import Worker
 
-__all__ = ["Hook", "attach"]
+_HOMES = {
+    "ElasticTrainer": "elastic",
+    "Hook": "hook",
+    "TransferPlan": "transfers",
+    "Worker": "workers",
+    "apply_prefetch": "data_parallel",
+    "attach": "hook",
+    "bucket_report": "data_parallel",
+    "ddp_arguments": "data_parallel",
+    "first_difference": "digests",
+    "prefetch_units": "data_parallel",
+}
+__all__ = [
+    "ElasticTrainer",
+    "Hook",
+    "TransferPlan",
+    "Worker",
+    "apply_prefetch",
+    "attach",
+    "bucket_report",
+    "ddp_arguments",
+    "first_difference",
+    "prefetch_units",
+]
 
 
 def __getattr__(name: str) -> Any:
-    if name not in __all__:
+    if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from ddltool.runtime import hook
+    from importlib import import_module
 
-    return getattr(hook, name)
+    return getattr(import_module(f"{__name__}.{_HOMES[name]}"), name)
