@@ -46,7 +46,9 @@ def barrier(
     predicted: Annotated[
         bool, typer.Option("--predicted", help="The rows are predictions themselves: make none from them.")
     ] = False,
-    predictor: Annotated[str, typer.Option(help="Next iteration lengths: last, ema or mean of the recorded.")] = "ema",
+    predictor: Annotated[
+        str, typer.Option(help="Next iteration lengths: last, ema, mean, arima, rnn, lstm or narx.")
+    ] = "ema",
     max_gap: Annotated[
         Optional[int],  # noqa: UP045
         typer.Option(help="Bound on the iteration gap of the exact barriers.", min=0),
@@ -87,14 +89,18 @@ def barrier(
 
 def ends_of(path: Path, lookahead: int | None, *, predicted: bool, predictor: str) -> tuple[tuple[str, ...], EndTimes]:
     """Return the workers' names (n,) and their predicted iteration ends (n, R)."""
+    from ddltool.analyzers.balancing.predict import PREDICTORS as TRAINED
+    from ddltool.analyzers.balancing.predict import length_predictor
     from ddltool.analyzers.barriers.ends import EndTimes
     from ddltool.analyzers.barriers.predict import PREDICTORS, predict_ends
     from ddltool.commands.barrier_times import read_predicted, read_recorded
     from ddltool.commands.output import note
     from ddltool.errors import InputError, did_you_mean
 
-    if predictor not in PREDICTORS:
-        raise InputError("--predictor", f"unknown predictor {predictor!r}", did_you_mean(predictor, PREDICTORS))
+    trained = [name for name in TRAINED if name not in PREDICTORS]
+    if predictor not in (*PREDICTORS, *trained):
+        known = (*PREDICTORS, *trained)
+        raise InputError("--predictor", f"unknown predictor {predictor!r}", did_you_mean(predictor, known))
     if predicted:
         names, ends = read_predicted(path, lookahead)
         return names, EndTimes.of(ends)
@@ -110,7 +116,8 @@ def ends_of(path: Path, lookahead: int | None, *, predicted: bool, predictor: st
             "iterations before the newest row; their predictions begin there"
         )
     where = [f"{name} of {path}" for name in names]
-    ends = predict_ends(recorded.lengths_s, recorded.origins_s, horizon, PREDICTORS[predictor], where)
+    rule = length_predictor(predictor) if predictor in trained else PREDICTORS[predictor]
+    ends = predict_ends(recorded.lengths_s, recorded.origins_s, horizon, rule, where)
     return names, EndTimes.of(ends)
 
 

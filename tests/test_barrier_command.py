@@ -142,7 +142,7 @@ TWO = ["a,1,1.0", "a,2,2.0", "b,1,1.5", "b,2,3.0"]
         (TWO[:3], ("--predicted",), "{file}:row 3:iteration: worker b ends with this row, its prediction 1 of 2"),
         (TWO, ("--predicted", "--lookahead", "3"), "{file}:row 2:iteration: worker a ends with this row"),
         (TWO, ("--algorithm", "ziplin"), "--algorithm: unknown algorithm 'ziplin'; did you mean \"zipline\"?"),
-        (TWO, ("--predictor", "arima"), "--predictor: unknown predictor 'arima'"),
+        (TWO, ("--predictor", "oracle"), "--predictor: unknown predictor 'oracle'"),
         (TWO, ("--lookahead", "0"), "Invalid value for '--lookahead'"),
         (TWO, ("--max-gap", "-1"), "Invalid value for '--max-gap'"),
         (TWO, ("-o", "/nowhere/barrier.json"), "/nowhere/barrier.json: cannot be written"),
@@ -189,3 +189,15 @@ def test_a_million_rows_take_seconds(cli: Cli, tmp_path: Path) -> None:
     begin = time.process_time()
     [(worker, int(i), float(end)) for worker, i, end in (row.split(",") for row in rows)]
     assert whole < 30 * (time.process_time() - begin)
+
+
+def test_the_predictors_of_balancing_serve_too(cli: Cli, tmp_path: Path) -> None:
+    """Lengths that repeat exactly: every predictor foretells them, so all give one barrier."""
+    rows = [f"{name},{k},{k * length}" for name, length in (("a", 2.0), ("b", 3.0)) for k in range(1, 9)]
+    (tmp_path / "times.csv").write_text("worker,iteration,end_s\n" + "\n".join(rows) + "\n")
+    found = {
+        name: cli("barrier", tmp_path / "times.csv", "--predictor", name, "--lookahead", 6, "--json").document
+        for name in ("last", "ema", "arima", "narx")
+    }
+    barriers = [document["algorithms"]["zipline"]["iterations"] for document in found.values()]
+    assert barriers == [barriers[0]] * 4
