@@ -11,14 +11,18 @@ if TYPE_CHECKING:
     from ddltool.graph import Graph
 
 
-def collective_plans(graph: Graph, *, replicas: int, bandwidth: str, latency: str) -> Collectives | None:
-    """Return the plans for ``replicas`` processes on that network; None for inference."""
+def collective_plans(
+    graph: Graph, *, replicas: int, bandwidth: str, latency: str, own_network: bool = False
+) -> Collectives | None:
+    """Return the plans for ``replicas`` processes on that network, or on the graph's own; None for inference."""
     from ddltool.analyzers.communication.collectives import plan_collectives
     from ddltool.analyzers.communication.program import Ring
     from ddltool.units import parse_bandwidth, parse_duration
 
-    ring = Ring(replicas=replicas, bandwidth_bytes_per_s=parse_bandwidth(bandwidth), latency_s=parse_duration(latency))
-    return plan_collectives(graph, ring)
+    rate, delay = parse_bandwidth(bandwidth), parse_duration(latency)
+    if own_network:
+        rate, delay = (float(str(graph.meta.get(name) or 0)) for name in ("bandwidth_bytes_per_s", "latency_s"))
+    return plan_collectives(graph, Ring(replicas=replicas, bandwidth_bytes_per_s=rate, latency_s=delay))
 
 
 def collectives_document(plans: Collectives) -> dict[str, Any]:
@@ -82,8 +86,8 @@ def collective_rows(plans: Collectives) -> list[tuple[str, ...]]:
     ddp = plans.ddp
     named = (("DDP default", ddp.default), ("DDP best cap", ddp.best_cap), ("DDP best buckets", ddp.best))
     for name, plan in named:
-        setting = f"{plan.bucket_cap_mb:g} MiB" if plan.bucket_cap_mb is not None else "own list"
-        setting += f", {len(plan.buckets)} buckets"
+        cap = "default" if plan.bucket_cap_mb is None else f"{plan.bucket_cap_mb:.4g} MiB"
+        setting = f"{'own list' if plan.bucket_cap_mb_list is not None else cap}, {len(plan.buckets)} buckets"
         rows.append((name, setting, show_seconds(plan.step_s), show_seconds(plan.exposed_s), "-"))
     if plans.fsdp is not None:
         fsdp = plans.fsdp

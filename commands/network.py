@@ -10,6 +10,10 @@ if TYPE_CHECKING:
     from ddltool.runtime.network import NetworkMeasurement
 
 
+# A fit this far off says little about any size of message.
+_BAD_FIT = 1.0
+
+
 def profile_network(processes: int, output: Path | None, as_json: bool) -> None:
     """Measure between the processes of this torchrun job, or between local ones, and print; rank 0 speaks for all."""
     from ddltool.artifacts import save
@@ -75,8 +79,12 @@ def show_network(found: NetworkMeasurement, output: Path | None) -> None:
     columns = ("ranks", "latency", "bandwidth", "misfit", f"median {smallest}", f"median {largest}")
     console = out()
     console.print(table(f"Network between {found.processes} processes (measured, one way)", columns, rows))
-    if found.local:
-        console.print("These processes were started on this machine: that is its loopback, not a network.")
+    if found.residual > _BAD_FIT:
+        console.print(
+            f"The times do not lie on a line (misfit {found.residual:.0%}): measure again on a quieter machine."
+        )
+    if found.local or os.environ.get("LOCAL_WORLD_SIZE", "") == os.environ.get("WORLD_SIZE", "-"):
+        console.print("These processes share one machine: that is its loopback, not a network.")
     rate = found.bandwidth_bytes_per_s * 8 / 1e9
     console.print(f"For ddltool trace: --bandwidth {rate:.3g}Gbit --latency {found.latency_s * 1e6:.3g}us")
     if output is not None:

@@ -255,6 +255,7 @@ def _data_parallel(graph: Graph, made: Plan) -> dict[str, Any]:
 
 def show_plan(made: Plan, output: Path | None) -> None:
     """Print a plan as a table."""
+    from ddltool.analyzers.communication.collectives import share_saved
     from ddltool.commands.output import out, table
     from ddltool.units import show_seconds
 
@@ -296,10 +297,10 @@ def show_plan(made: Plan, output: Path | None) -> None:
         )
         console.print(table("Other plans", ("rank", "step time", "throughput", "devices x ESTs"), shown))
     if made.ddp is not None:
-        saved = 1 - made.ddp.step_s / made.ddp.default_step_s
+        saved = share_saved(made.ddp.step_s, made.ddp.default_step_s)
         console.print(f"DDP         {_bucket_text(made.ddp)}: {saved:.1%} of the step saved (predicted)")
     if made.fsdp2 is not None:
-        saved = 1 - made.fsdp2.step_s / made.fsdp2.default_step_s
+        saved = share_saved(made.fsdp2.step_s, made.fsdp2.default_step_s)
         depth = max((len(ahead) for ahead in made.fsdp2.forward.values()), default=1)
         back = max((len(ahead) for ahead in made.fsdp2.backward.values()), default=1)
         console.print(f"FSDP2       prefetch {depth} / {back} blocks: {saved:.1%} of the step saved (predicted)")

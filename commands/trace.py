@@ -17,6 +17,9 @@ if TYPE_CHECKING:
     from ddltool.graph import Graph, Mode
 
 
+DEVICE, BANDWIDTH, LATENCY = "V100", "10Gbit", "50us"
+
+
 def trace(
     source: Source,
     mode: Annotated[
@@ -27,9 +30,9 @@ def trace(
         Optional[int],  # noqa: UP045
         typer.Option(help="Samples per step; the source's own by default.", min=1, show_default=False),
     ] = None,
-    device: Annotated[str, typer.Option(metavar="NAME", help="Device type to estimate compute times for.")] = "V100",
-    bandwidth: Annotated[str, typer.Option(help="Network bandwidth per channel.")] = "10Gbit",
-    latency: Annotated[str, typer.Option(help="Network latency per transfer.")] = "50us",
+    device: Annotated[str, typer.Option(metavar="NAME", help="Device type to estimate compute times for.")] = DEVICE,
+    bandwidth: Annotated[str, typer.Option(help="Network bandwidth per channel.")] = BANDWIDTH,
+    latency: Annotated[str, typer.Option(help="Network latency per transfer.")] = LATENCY,
     parameter_servers: Annotated[
         int, typer.Option(help="Channels to spread the parameters over.", min=1, max=10_000)
     ] = 1,
@@ -62,6 +65,7 @@ def trace(
     from ddltool.artifacts import check_writable, to_json, write_text
     from ddltool.commands.collectives import collective_plans
     from ddltool.commands.output import print_json
+    from ddltool.commands.sources import is_graph_file
     from ddltool.commands.trace_output import as_document, show_trace
     from ddltool.graph_io import write_graph
 
@@ -79,7 +83,10 @@ def trace(
         oracle=oracle,
     )
     comparison = compare_with_progress(graph, samples=samples, seed=seed, exact_s=time_limit if exact else None)
-    plans = collective_plans(graph, replicas=replicas, bandwidth=bandwidth, latency=latency)
+    own = is_graph_file(source) and oracle is None and graph.meta.get("bandwidth_bytes_per_s") is not None
+    if own:
+        _tell_ignored(device, bandwidth, latency, parameter_servers)
+    plans = collective_plans(graph, replicas=replicas, bandwidth=bandwidth, latency=latency, own_network=own)
     if output is not None:
         write_graph(graph, output)
     if perfetto is not None:
@@ -91,6 +98,21 @@ def trace(
         print_json(as_document(graph, comparison, plans))
     else:
         show_trace(graph, comparison, plans, [place for place in (output, perfetto) if place is not None])
+
+
+def _tell_ignored(device: str, bandwidth: str, latency: str, parameter_servers: int) -> None:
+    """Say which options have no part in a graph that brings its own times."""
+    from ddltool.commands.output import note
+
+    given = {
+        "--device": device != DEVICE,
+        "--bandwidth": bandwidth != BANDWIDTH,
+        "--latency": latency != LATENCY,
+        "--parameter-servers": parameter_servers != 1,
+    }
+    if any(given.values()):
+        names = ", ".join(name for name, changed in given.items() if changed)
+        note(f"note: {names} ignored: the file has times of its own; add --oracle roofline to time it anew")
 
 
 def _mode(mode: str | None) -> Mode | None:

@@ -3,7 +3,7 @@
 ::
 
     model = DistributedDataParallel(net, **ddp_arguments("enforce.json"))
-    ...                                    # two steps: DDP settles on its buckets after the first
+    ...                                    # three steps: DDP settles on its buckets after the first
     print(bucket_report(model, "enforce.json").text)
 
     for name in prefetch_units("enforce.json"):
@@ -34,7 +34,7 @@ class BucketReport:
     """What DDP's reducer really does, beside the plan."""
 
     status: Literal["as planned", "differs", "not settled", "unknown"]
-    """"not settled": before the second step; "unknown": this torch does not tell."""
+    """"not settled": before DDP has told, in the third step; "unknown": this torch does not tell."""
     planned: tuple[frozenset[str], ...]
     actual: tuple[frozenset[str], ...]
     """Parameter names by bucket, in the order of reduction; empty where unknown."""
@@ -45,7 +45,7 @@ class BucketReport:
         if self.status == "as planned":
             return f"DDP buckets: {len(self.actual)}, as planned"
         if self.status == "not settled":
-            return "DDP buckets: not settled yet; ask again after the second step"
+            return "DDP buckets: not settled yet; ask again after the third step"
         if self.status == "unknown":
             return "DDP buckets: this torch does not tell which it formed"
         first = next(
@@ -82,7 +82,7 @@ def ddp_arguments(config: Config) -> dict[str, Any]:
 
 
 def bucket_report(model: DistributedDataParallel, config: Config) -> BucketReport:
-    """Return the buckets that ``model`` reduces beside the planned ones; call it after the second step.
+    """Return the buckets that ``model`` reduces beside the planned ones; call it after the third step.
 
     Reads what torch logs about its reducer (a private interface: "unknown" where it is not there).
     """

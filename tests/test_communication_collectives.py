@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 
 import networkx as nx
@@ -44,6 +45,8 @@ def programs(draw: st.DrawFn, most: int = 7) -> Program:
         parameters=tuple(f"p{k}" for k in range(count)),
         ready_s=ready,
         size_bytes=size,
+        held=tuple(f"p{k}" for k in range(count)),
+        held_bytes=size,
         first_use_s=np.zeros(count),
         backward_s=0.0,
         compute_s=float(ready[-1]),
@@ -105,6 +108,8 @@ def test_a_bucket_plan_by_hand() -> None:
         parameters=("a", "b"),
         ready_s=np.array([1.0, 4.0]),
         size_bytes=np.array([1e6, 1e6]),
+        held=("a", "b"),
+        held_bytes=np.array([1e6, 1e6]),
         first_use_s=np.zeros(2),
         backward_s=0.0,
         compute_s=4.0,
@@ -131,7 +136,7 @@ def second_opinion(root: Unit, units: list[Unit], ring: Ring, ahead: int, back: 
 
     count = len(units)
     gather, scatter = ring.all_gather_s, ring.reduce_scatter_s
-    add("gather-root", gather(root.size_bytes), on_wire=True)
+    add("gather-root", gather(root.size_bytes) if root.size_bytes else 0.0, on_wire=True)
     add("root-forward", root.forward_s, "gather-root")
     last = "root-forward"
     for k, unit in enumerate(units):
@@ -141,7 +146,11 @@ def second_opinion(root: Unit, units: list[Unit], ring: Ring, ahead: int, back: 
         last = f"forward{k}"
     add("root-first", root.backward_s / 2, last)
     last = "root-first"
-    again: set[int] = {count - 1} if reshard else set(range(count))
+    again: set[int] = set() if reshard else set(range(count))
+    if reshard:
+        add(f"again{count - 1}", gather(units[-1].size_bytes), f"start:forward{count - 1}", on_wire=True)
+        again.add(count - 1)
+    scattered: list[str] = []
     for k in reversed(range(count)):
         if k not in again:
             add(f"again{k}", gather(units[k].size_bytes), last, on_wire=True)
@@ -151,10 +160,14 @@ def second_opinion(root: Unit, units: list[Unit], ring: Ring, ahead: int, back: 
             if following not in again:
                 add(f"again{following}", gather(units[following].size_bytes), f"start:backward{k}", on_wire=True)
                 again.add(following)
-        last = f"backward{k}"
-        add(f"scatter{k}", scatter(units[k].size_bytes), last, on_wire=True)
+        add(f"after{k}", 0.0, f"backward{k}", *scattered[-1:])
+        last = f"after{k}"
+        if units[k].gradient_bytes:
+            add(f"scatter{k}", scatter(units[k].gradient_bytes), last, on_wire=True)
+            scattered.append(f"scatter{k}")
     add("root-last", root.backward_s / 2, last)
-    add("scatter-root", scatter(root.size_bytes), "root-last", on_wire=True)
+    if root.gradient_bytes:
+        add("scatter-root", scatter(root.gradient_bytes), "root-last", on_wire=True)
     start: dict[str, float] = {}
     for name in nx.topological_sort(events):
         start[name] = max(
@@ -168,8 +181,10 @@ def second_opinion(root: Unit, units: list[Unit], ring: Ring, ahead: int, back: 
 
 
 units_strategy = st.lists(
-    st.tuples(st.integers(1, 9), st.integers(0, 9), st.integers(0, 9)).map(
-        lambda t: Unit(name="", size_bytes=t[0] * 1e8, forward_s=t[1] / 10, backward_s=t[2] / 10)
+    st.tuples(st.integers(1, 9), st.integers(0, 9), st.integers(0, 9), st.integers(0, 9)).map(
+        lambda t: Unit(
+            name="", size_bytes=t[0] * 1e8, gradient_bytes=t[3] * 1e8, forward_s=t[1] / 10, backward_s=t[2] / 10
+        )
     ),
     min_size=2,
     max_size=7,
@@ -182,7 +197,13 @@ def test_fsdp_equals_a_second_timeline(units: list[Unit], ahead: int, back: int,
     root, blocks = (
         units[0],
         [
-            Unit(name=f"b{k}", size_bytes=u.size_bytes, forward_s=u.forward_s, backward_s=u.backward_s)
+            Unit(
+                name=f"b{k}",
+                size_bytes=u.size_bytes,
+                gradient_bytes=u.gradient_bytes,
+                forward_s=u.forward_s,
+                backward_s=u.backward_s,
+            )
             for k, u in enumerate(units[1:])
         ],
     )
@@ -207,11 +228,80 @@ def test_fsdp_units_are_the_blocks() -> None:
     assert max(unit.backward_s for unit in units) < 1.5 * min(unit.backward_s for unit in units)
 
 
+def test_frozen_blocks_are_gathered_and_not_reduced() -> None:
+    """Six blocks of a large weight and a small adapter: freezing the weights takes the reduce-scatters away, no gather."""
+
+    def blocks(trained: bool) -> Graph:
+        ops: list[Op] = []
+        before: tuple[str, ...] = ()
+        for k in range(6):
+            for name, size in (("base", 4e8), ("adapter", 4e5)):
+                full = f"layers.{k}.{name}"
+                ops.append(
+                    Op(
+                        name=f"recv/{full}",
+                        kind="recv",
+                        resource="channel:0",
+                        duration_s=0.1,
+                        size_bytes=size,
+                        parameter=full,
+                    )
+                )
+            inputs = (f"recv/layers.{k}.base", f"recv/layers.{k}.adapter", *before)
+            ops.append(Op(name=f"f{k}", kind="compute", duration_s=0.01, inputs=inputs))
+            before = (f"f{k}",)
+        for k in reversed(range(6)):
+            ops.append(Op(name=f"backward/{k}", kind="compute", duration_s=0.02, inputs=before))
+            before = (f"backward/{k}",)
+            for name, size in (("base", 4e8), ("adapter", 4e5)):
+                full = f"layers.{k}.{name}"
+                if trained or name == "adapter":
+                    send = Op(name=f"send/{full}", kind="send", resource="channel:0", duration_s=0.1, size_bytes=size)
+                    ops.append(dataclasses.replace(send, parameter=full, inputs=before))
+        return Graph.from_ops("blocks", "training", ops)
+
+    whole, frozen = (plan_fsdp(program_of(blocks(trained)), RING) for trained in (True, False))
+    assert whole is not None
+    assert frozen is not None
+    assert frozen.default.gathered_bytes == whole.default.gathered_bytes
+    gathers = sum(RING.all_gather_s(unit.size_bytes) for unit in frozen.units)
+    assert gathers < frozen.default.step_s < whole.default.step_s
+
+
+def test_a_step_without_any_time_gains_nothing() -> None:
+    ops = [
+        Op(name="r", kind="recv", resource="channel:0", duration_s=0.0, parameter="w"),
+        Op(name="c", kind="compute", duration_s=0.0, inputs=("r",)),
+        Op(name="s", kind="send", resource="channel:0", duration_s=0.0, parameter="w", inputs=("c",)),
+    ]
+    plans = plan_collectives(
+        Graph.from_ops("zero", "training", ops), Ring(replicas=2, bandwidth_bytes_per_s=1e9, latency_s=0.0)
+    )
+    assert plans is not None
+    assert "leave bucket_cap_mb alone" in ddp_verdict(plans)
+
+
+@given(programs())
+@settings(max_examples=60, deadline=None)
+def test_no_single_cap_is_better(program: Program) -> None:
+    """Every cap that any set of neighbouring gradients adds up to, and anything between."""
+    sizes = program.size_bytes
+    sums = {float(sizes[i:j].sum()) for i in range(len(sizes)) for j in range(i + 1, len(sizes) + 1)}
+    best = min(finish_s(program, RING, assign_buckets(program, cap / MIB)) for cap in sums)
+    default = finish_s(program, RING, assign_buckets(program, 25, DEFAULT_FIRST_BYTES))
+    assert plan_ddp(program, RING).best_cap.step_s == pytest.approx(
+        max(min(best, default), program.compute_s), rel=1e-12
+    )
+
+
 def test_depth_pays_where_the_network_is_uneven() -> None:
     """A large block behind small ones: fetched further ahead, its gather hides behind more compute."""
     sizes = [1, 1, 1, 12, 1, 1]
-    blocks = [Unit(name=f"l.{k}", size_bytes=s * 1e8, forward_s=0.3, backward_s=0.6) for k, s in enumerate(sizes)]
-    root = Unit(name="", size_bytes=1e7, forward_s=0.0, backward_s=0.0)
+    blocks = [
+        Unit(name=f"l.{k}", size_bytes=s * 1e8, gradient_bytes=s * 1e8, forward_s=0.3, backward_s=0.6)
+        for k, s in enumerate(sizes)
+    ]
+    root = Unit(name="", size_bytes=1e7, gradient_bytes=1e7, forward_s=0.0, backward_s=0.0)
     shallow, deep = (simulate_fsdp(root, blocks, RING, depth, depth) for depth in (1, 3))
     assert deep.step_s < 0.95 * shallow.step_s
     assert deep.gathered_bytes > shallow.gathered_bytes

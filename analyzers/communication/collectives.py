@@ -71,11 +71,16 @@ def settings(plans: Collectives) -> tuple[BucketSetting, PrefetchSetting | None]
     )
 
 
+def share_saved(step_s: float, before_s: float) -> float:
+    """Return the share of a step that is saved, 0 where there was nothing to save."""
+    return 1.0 - step_s / before_s if before_s > 0 else 0.0
+
+
 def ddp_verdict(plans: Collectives) -> str:
     """Return in words what DDP's buckets can gain and what to set."""
     plan = plans.ddp
-    gain = 1.0 - plan.best.step_s / plan.default.step_s
-    by_cap = 1.0 - plan.best_cap.step_s / plan.default.step_s
+    gain = share_saved(plan.best.step_s, plan.default.step_s)
+    by_cap = share_saved(plan.best_cap.step_s, plan.default.step_s)
     exposed = f"DDP's default leaves {show_seconds(plan.default.exposed_s)} of communication exposed"
     if gain < SMALL_GAIN:
         text = f"{exposed}; no other buckets save {SMALL_GAIN:.0%} of the step: leave bucket_cap_mb alone."
@@ -97,7 +102,7 @@ def fsdp_verdict(plans: Collectives) -> str:
     if plan is None:
         return "FSDP2: the parameters' names show no list of blocks to shard by."
     best = plan.best
-    gain = 1.0 - best.step_s / plan.default.step_s
+    gain = share_saved(best.step_s, plan.default.step_s)
     exposed = f"FSDP2's default leaves {show_seconds(plan.default.exposed_s)} of communication exposed"
     if gain < SMALL_GAIN:
         text = f"{exposed}; prefetching further ahead saves less than {SMALL_GAIN:.0%}: leave the default."
@@ -105,7 +110,7 @@ def fsdp_verdict(plans: Collectives) -> str:
         extra = show_bytes(best.gathered_bytes - plan.default.gathered_bytes)
         depths = f"prefetch {best.forward_depth} blocks in forward and {best.backward_depth} in backward"
         text = f"{exposed}; {depths}: {gain:.1%} of the step saved for {extra} more."
-    kept = 1.0 - plan.without_reshard.step_s / best.step_s
+    kept = share_saved(plan.without_reshard.step_s, best.step_s)
     if kept >= SMALL_GAIN:
         size = show_bytes(plan.without_reshard.gathered_bytes)
         text += f" Where {size} of gathered parameters fit, reshard_after_forward=False saves another {kept:.1%}."

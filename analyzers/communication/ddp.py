@@ -21,6 +21,7 @@ MIB = 2**20
 DEFAULT_CAP_MIB = 25.0
 # torch.distributed._DEFAULT_FIRST_BUCKET_BYTES: only the default configuration begins with a small bucket.
 DEFAULT_FIRST_BYTES = 2**20
+_MOST_SUMS, _MOST_CAPS = 400, 300
 CAPS_MIB = (1, 2, 4, 8, 10, 16, 25, 32, 50, 64, 100, 128, 200, 256, 400, 512, 800, 1024, 2048, 4096)
 
 
@@ -30,7 +31,7 @@ class BucketPlan:
 
     name: str
     bucket_cap_mb: float | None
-    """What to pass to DistributedDataParallel; None where a list is needed."""
+    """What to pass to DistributedDataParallel; None: pass the list if there is one, else nothing (the default)."""
     bucket_cap_mb_list: tuple[float, ...] | None
     buckets: tuple[tuple[str, ...], ...]
     """Parameter names, in ready order."""
@@ -51,10 +52,14 @@ class DdpPlan:
 
 
 def plan_ddp(program: Program, ring: Ring) -> DdpPlan:
-    """Return the default buckets of DDP, the best ``bucket_cap_mb``, and the best buckets of any size. O(p^2)."""
+    """Return the default buckets of DDP, the best ``bucket_cap_mb``, and the best buckets of any size. O(p^2).
+
+    Caps tried: the usual sizes, and those at which the buckets change (all of them for small models, else spread evenly
+    over them). The order of buckets is that of one dtype: torch buckets each dtype separately.
+    """
     default = _evaluate(program, ring, "default", assign_buckets(program, DEFAULT_CAP_MIB, DEFAULT_FIRST_BYTES))
     total = float(program.size_bytes.sum()) / MIB
-    caps = sorted({float(cap) for cap in CAPS_MIB if cap < total} | {float(np.ceil(total))})
+    caps = [*sorted({float(cap) for cap in CAPS_MIB if cap < total} | {float(np.ceil(total))}), *_breakpoints(program)]
     tried = [_evaluate(program, ring, "cap", assign_buckets(program, cap), cap=cap) for cap in caps]
     best_cap = min(tried, key=lambda plan: (plan.step_s, len(plan.buckets)))
     if default.step_s <= best_cap.step_s:
@@ -72,6 +77,18 @@ def plan_ddp(program: Program, ring: Ring) -> DdpPlan:
         best=best,
         lower_s=max(program.compute_s, float(program.ready_s[-1]) + last, first + whole),
     )
+
+
+def _breakpoints(program: Program) -> list[float]:
+    """Return caps in MiB at which the buckets change: sums of neighbouring gradients, at most ``_MOST_CAPS`` of them."""
+    held = np.concatenate([np.zeros(1), np.cumsum(program.size_bytes)])
+    ends = np.arange(len(held))
+    if len(held) > _MOST_SUMS:
+        ends = np.unique(np.linspace(0, len(held) - 1, _MOST_SUMS).astype(np.int64))
+    sums = np.unique((held[ends][:, None] - held[ends][None, :])[np.tril_indices(len(ends), -1)])
+    if len(sums) > _MOST_CAPS:
+        sums = sums[np.linspace(0, len(sums) - 1, _MOST_CAPS).astype(np.int64)]
+    return [float(value) for value in sums / MIB]
 
 
 def assign_buckets(program: Program, cap_mib: float, first_bytes: float | None = None) -> list[int]:
@@ -123,7 +140,10 @@ def best_cuts(program: Program, ring: Ring) -> list[int]:
 
 
 def _caps_for(program: Program, cuts: Sequence[int]) -> tuple[float, ...]:
-    """Return the caps in MiB that make the reducer form exactly these buckets: each its own size in bytes."""
+    """Return the caps in MiB that make the reducer form exactly these buckets: each its own size in bytes.
+
+    Exact for parameters of one dtype that hold something, in the order in which their gradients become ready.
+    """
     bounds = [0, *cuts]
     return tuple(float(program.size_bytes[low:high].sum()) / MIB for low, high in itertools.pairwise(bounds))
 
@@ -141,7 +161,7 @@ def _evaluate(
     step = max(program.compute_s, finish_s(program, ring, cuts))
     return BucketPlan(
         name=name,
-        bucket_cap_mb=DEFAULT_CAP_MIB if name == "default" else cap,
+        bucket_cap_mb=cap,
         bucket_cap_mb_list=cap_list,
         buckets=tuple(program.parameters[low:high] for low, high in itertools.pairwise(bounds) if high > low),
         step_s=step,

@@ -7,8 +7,8 @@ What ``fully_shard`` does with one unit per block and one for the root, on CUDA 
   begun, where d is the number of units prefetched (1 by default: the gather waits for the copy-out of the unit before
   the current one).
 - Backward: before unit i runs, the gathers of the next d units (in reverse) are issued (1 by default) and may start
-  when unit i's compute does; after unit i, its reduce-scatter. The root stays gathered from forward to backward, and
-  so does the last block, which FSDP2 does not reshard.
+  when unit i's compute does; after unit i, its reduce-scatter, for which compute waits until the one before is through.
+  Every block is gathered again, the last one from the moment its forward has begun; the root stays gathered.
 - With ``reshard_after_forward=False`` there are no gathers in backward.
 
 Gathered and not yet freed parameters are what a deeper prefetch costs; the plan reports them.
@@ -34,6 +34,9 @@ class Unit:
 
     name: str
     size_bytes: float
+    """What is gathered: all parameters, frozen ones included."""
+    gradient_bytes: float
+    """What is reduced and scattered."""
     forward_s: float
     backward_s: float
 
@@ -117,14 +120,17 @@ def units_of(program: Program) -> tuple[Unit, list[Unit]] | None:
     container = block_container(program)
     if container is None:
         return None
-    block = [block_of(name, container) for name in program.parameters]
-    names = sorted({name for name in block if name})
-    first, last, size = {}, {}, {}
+    held = [block_of(name, container) for name in program.held]
+    trained = [block_of(name, container) for name in program.parameters]
+    names = sorted({name for name in held if name})
+    first, last, size, gradient = {}, {}, {}, {}
     for name in names:
-        mine = np.array([other == name for other in block])
+        mine = np.array([other == name for other in held])
+        ready = np.array([other == name for other in trained], dtype=bool)
         first[name] = float(program.first_use_s[mine].min())
-        last[name] = float(program.ready_s[mine].max())
-        size[name] = float(program.size_bytes[mine].sum())
+        size[name] = float(program.held_bytes[mine].sum())
+        gradient[name] = float(program.size_bytes[ready].sum())
+        last[name] = float(program.ready_s[ready].max(initial=program.backward_s))
     names = [name for name in names if np.isfinite(first[name])]
     if len(names) < 2:
         return None
@@ -133,26 +139,31 @@ def units_of(program: Program) -> tuple[Unit, list[Unit]] | None:
     # Ops of the root after the last block (head, loss) are not told from it by first use alone: the root's own
     # parameters used later mark them.
     rooted = [
-        float(use)
-        for use, name in zip(program.first_use_s, block, strict=True)
-        if not name and starts[-1] < use < 1e300
+        float(use) for use, name in zip(program.first_use_s, held, strict=True) if not name and starts[-1] < use < 1e300
     ]
     forward_end = min([*rooted, program.backward_s])
     ends = [*starts[1:], forward_end]
     by_backward = sorted(names, key=lambda name: (last[name], name))
-    before = max(program.backward_s, _head_end(program, block, last[by_backward[0]]))
+    before = max(program.backward_s, _head_end(program, trained, last[by_backward[0]]))
     backward: dict[str, float] = {}
     for name in by_backward:
         backward[name] = max(0.0, last[name] - before)
         before = max(before, last[name])
     units = [
-        Unit(name=name, size_bytes=size[name], forward_s=max(0.0, end - start), backward_s=backward[name])
+        Unit(
+            name=name,
+            size_bytes=size[name],
+            gradient_bytes=gradient[name],
+            forward_s=max(0.0, end - start),
+            backward_s=backward[name],
+        )
         for name, start, end in zip(names, starts, ends, strict=True)
     ]
     total = sum(unit.forward_s + unit.backward_s for unit in units)
     root = Unit(
         name="",
-        size_bytes=float(program.size_bytes.sum()) - sum(unit.size_bytes for unit in units),
+        size_bytes=float(program.held_bytes.sum()) - sum(unit.size_bytes for unit in units),
+        gradient_bytes=max(0.0, float(program.size_bytes.sum()) - sum(unit.gradient_bytes for unit in units)),
         forward_s=starts[0],
         backward_s=max(0.0, program.compute_s - total - starts[0]),
     )
@@ -168,15 +179,15 @@ def _head_end(program: Program, block: Sequence[str], limit_s: float) -> float:
 def simulate_fsdp(
     root: Unit, units: Sequence[Unit], ring: Ring, forward_depth: int, backward_depth: int, *, reshard: bool = True
 ) -> PrefetchPlan:
-    """Return a step with one setting. O(blocks).
+    """Return a step with one setting. O(blocks x depth).
 
-    The root's backward time that does not belong to a block is spent half before the blocks (loss, head) and half after
-    (embeddings): the split moves no collective across another.
+    The root's backward time is taken to lie half before the blocks (loss, head) and half after (embeddings). Units without
+    a gradient are not reduced.
     """
     count = len(units)
     gather = [ring.all_gather_s(unit.size_bytes) for unit in units]
-    scatter = [ring.reduce_scatter_s(unit.size_bytes) for unit in units]
-    network = ring.all_gather_s(root.size_bytes)
+    scatter = [ring.reduce_scatter_s(unit.gradient_bytes) if unit.gradient_bytes else 0.0 for unit in units]
+    network = ring.all_gather_s(root.size_bytes) if root.size_bytes else 0.0
     now = network + root.forward_s  # the root is gathered before anything runs
     begun: list[float] = []
     for place, unit in enumerate(units):
@@ -186,8 +197,13 @@ def simulate_fsdp(
         now = begun[-1] + unit.forward_s
     now += root.backward_s / 2
     gathered = [0.0] * count
-    issued = 1 if reshard else count  # the last block is still gathered
-    for step in range(count):  # block count - 1 - step
+    issued = 0 if reshard else count
+    if reshard:
+        network = max(network, begun[-1]) + gather[-1]
+        gathered[-1] = network
+        issued = 1
+    scattered = 0.0
+    for step in range(count):
         here = count - 1 - step
         if step >= issued:
             network = max(network, now) + gather[here]
@@ -199,10 +215,13 @@ def simulate_fsdp(
             network = max(network, begin) + gather[following]
             gathered[following] = network
             issued += 1
-        now = begin + units[here].backward_s
-        network = max(network, now) + scatter[here]
+        now = max(begin + units[here].backward_s, scattered)  # the buffer of the reduce-scatter before must be free
+        if scatter[here]:
+            network = max(network, now) + scatter[here]
+            scattered = network
     now += root.backward_s / 2
-    network = max(network, now) + ring.reduce_scatter_s(root.size_bytes)
+    if root.gradient_bytes:
+        network = max(network, now) + ring.reduce_scatter_s(root.gradient_bytes)
     compute = root.forward_s + root.backward_s + sum(unit.forward_s + unit.backward_s for unit in units)
     step_s = max(now, network)
     sizes = [unit.size_bytes for unit in units]
@@ -219,8 +238,10 @@ def simulate_fsdp(
 
 
 def _lower(root: Unit, units: Sequence[Unit], ring: Ring) -> float:
+    """Return a bound for every depth and for both ways of resharding."""
     compute = root.forward_s + root.backward_s + sum(unit.forward_s + unit.backward_s for unit in units)
-    wire = sum(2 * ring.all_gather_s(unit.size_bytes) + ring.reduce_scatter_s(unit.size_bytes) for unit in units)
-    edges = ring.all_gather_s(root.size_bytes) + ring.reduce_scatter_s(root.size_bytes)
-    spared = ring.all_gather_s(units[-1].size_bytes)  # the last block is gathered once
-    return max(compute + edges, wire - spared + edges)
+    reduced = [ring.reduce_scatter_s(unit.gradient_bytes) for unit in (root, *units) if unit.gradient_bytes]
+    wire = sum(ring.all_gather_s(unit.size_bytes) for unit in (root, *units) if unit.size_bytes) + sum(reduced)
+    edges = ring.all_gather_s(root.size_bytes) if root.size_bytes else 0.0
+    edges += ring.reduce_scatter_s(root.gradient_bytes) if root.gradient_bytes else 0.0
+    return max(compute + edges, wire)

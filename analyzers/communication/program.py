@@ -7,7 +7,6 @@ which is the order of a traced graph's ops. Start at :func:`program_of`.
 from __future__ import annotations
 
 import heapq
-import re
 from dataclasses import dataclass
 
 import numpy as np
@@ -27,8 +26,12 @@ class Program:
     """(p,) when each gradient is ready, ascending; equal times in program order."""
     size_bytes: NDArray[np.float64]
     """(p,)"""
+    held: tuple[str, ...]
+    """All q parameters, those without a gradient (frozen, unused) included, in file order."""
+    held_bytes: NDArray[np.float64]
+    """(q,)"""
     first_use_s: NDArray[np.float64]
-    """(p,) start of the first op that needs the parameter directly; infinite for an unused one."""
+    """(q,) start of the first op that needs the parameter directly; infinite for an unused one."""
     backward_s: float
     """Start of the backward pass."""
     compute_s: float
@@ -62,13 +65,15 @@ class Ring:
 def program_of(graph: Graph) -> Program:
     """Return the program view of a timed training graph. O((n + e) log n).
 
-    Compute ops on several resources count as one. Raises InputError for an inference graph or one without sends.
+    Compute ops on several resources count as one; gradients without any bytes are left out. Raises
+    InputError for an inference graph or one without sends.
     """
     if graph.mode != "training" or not len(graph.of_kind(SEND)):
         raise InputError(graph.name, "is no training step with gradients", "trace with --mode training")
     whole_times(graph)  # says which op has no duration
     start, end = _run(graph)
     sends = graph.of_kind(SEND)
+    sends = sends[graph.size_bytes[sends] > 0] if (graph.size_bytes[sends] > 0).any() else sends
     names = [graph.parameter[op] or graph.names[op] for op in sends]
     ready = np.array([max((end[source] for source in graph.inputs_of(int(op))), default=0.0) for op in sends])
     order = np.argsort(ready, kind="stable")
@@ -83,7 +88,9 @@ def program_of(graph: Graph) -> Program:
         parameters=tuple(names[place] for place in order),
         ready_s=ready[order],
         size_bytes=graph.size_bytes[sends][order],
-        first_use_s=np.array([used.get(names[place], np.inf) for place in order]),
+        held=tuple(used),
+        held_bytes=graph.size_bytes[graph.of_kind(RECV)],
+        first_use_s=np.array(list(used.values())),
         backward_s=_backward_start(graph, start, compute),
         compute_s=compute,
     )
@@ -128,9 +135,6 @@ def _backward_start(graph: Graph, start: NDArray[np.float64], compute_s: float) 
     return min(tail, default=compute_s)
 
 
-_NUMBERED = re.compile(r"^(.*?)\.?(\d+)\.")
-
-
 def block_of(parameter: str, container: str) -> str:
     """Return the block that a parameter belongs to: ``container.NUMBER``, or "" for the root."""
     prefix = f"{container}." if container else ""
@@ -147,7 +151,7 @@ def block_container(program: Program) -> str | None:
     """
     sizes: dict[str, float] = {}
     members: dict[str, set[str]] = {}
-    for name, size in zip(program.parameters, program.size_bytes.tolist(), strict=True):
+    for name, size in zip(program.held, program.held_bytes.tolist(), strict=True):
         parts = name.split(".")
         for place, part in enumerate(parts[:-1]):
             if part.isdigit():
