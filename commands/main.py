@@ -5,6 +5,7 @@ Only typer and rich are imported here; a subcommand imports what it needs when i
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
 from collections.abc import Sequence
@@ -89,10 +90,22 @@ def run(arguments: Sequence[str] | None = None) -> int:
         return _fail(_usage_text(error), 2)
     except (KeyboardInterrupt, typer.Abort):
         return _fail("interrupted", _INTERRUPTED)
+    except (OverflowError, RecursionError, UnicodeEncodeError) as error:
+        # Numbers and texts that pass every check of their own and still cannot be computed with, or printed.
+        problem = f"{type(error).__name__}: {error}"
+        return _fail(
+            f"input: holds a number or text beyond what can be computed with ({problem}); use ordinary ones", 2
+        )
     except BrokenPipeError:
         # The reader of our output has gone (`ddltool ... | head`); hand the interpreter a stdout that it can close.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
+    except OSError as error:
+        # Reading and writing artifacts tell their own; what is left is the output itself (a full disk), or a name.
+        with contextlib.suppress(OSError):
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        where = error.filename or "output"
+        return _fail(f"{where}: cannot be used ({error.strerror or error}); give another place", 2)
 
 
 def _usage_text(error: Exception) -> str:

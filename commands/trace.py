@@ -67,8 +67,11 @@ def trace(
     from ddltool.commands.output import print_json
     from ddltool.commands.sources import is_graph_file
     from ddltool.commands.trace_output import as_document, show_trace
+    from ddltool.errors import InputError
     from ddltool.graph_io import write_graph
 
+    if output is not None and output == perfetto:
+        raise InputError("--perfetto", f"is {perfetto}, as -o", "give two different files")
     for place in (output, perfetto):
         if place is not None:
             check_writable(place)

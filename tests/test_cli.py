@@ -403,6 +403,32 @@ def test_the_options_are_a_decision() -> None:
     }
 
 
+def test_what_no_check_foresees_is_one_line_too(cli: Cli, tmp_path: Path) -> None:
+    (tmp_path / "date.yaml").write_text(JOB.replace("name:", "name: 2001-13-45 #", 1))
+    assert "holds a value that cannot be read" in cli("plan", tmp_path / "date.yaml").error_line
+    (tmp_path / "big.json").write_text('{"kind": "ddltool.plan", "job": ' + "9" * 5000 + "}")
+    assert (
+        "holds a value that cannot be read" in cli("emit", tmp_path / "big.json", "-o", tmp_path / "o.json").error_line
+    )
+    graph = folder_graph(tmp_path, 1.7e308)
+    result = cli("trace", graph)
+    assert result.code == 2
+    assert "beyond what can be computed with" in result.error_line
+    same = tmp_path / "same.json"
+    assert "two different files" in cli("trace", graph, "-o", same, "--perfetto", same).error_line
+
+
+def folder_graph(folder: Path, seconds: float) -> Path:
+    """A graph of two ops that take that long each."""
+    ops = [
+        {"name": "r", "kind": "recv", "resource": "channel:0", "duration_s": seconds, "inputs": []},
+        {"name": "c", "kind": "compute", "resource": "compute:0", "duration_s": seconds, "inputs": ["r"]},
+    ]
+    document = {"kind": "ddltool.graph", "schema_version": 1, "name": "g", "mode": "inference", "ops": ops}
+    (folder / "huge.json").write_text(json.dumps(document))
+    return folder / "huge.json"
+
+
 def test_profile_network(cli: Cli, tmp_path: Path) -> None:
     result = cli("profile", "--network", "-o", tmp_path / "network.json", "--json")
     assert result.code == 0

@@ -89,6 +89,8 @@ def read_document(path: str | Path) -> dict[str, Any]:
         at = f"{path}:line {mark.line + 1} column {mark.column + 1}" if mark is not None else str(path)
         problem = getattr(error, "problem", None) or str(error)
         raise InputError(at, f"is not valid YAML ({problem})", "mind the indentation and the quotes") from None
+    except ValueError as error:  # a number of thousands of digits, a date that does not exist
+        raise InputError(str(path), f"holds a value that cannot be read ({error})", "write it as a string") from None
     if not isinstance(document, dict):
         raise InputError(str(path), f"holds a {type(document).__name__}, not a mapping", "expected {kind: ..., ...}")
     return cast(dict[str, Any], document)

@@ -157,6 +157,7 @@ def work_shifting(clock: Clock, total: int, overhead: float = 0.005) -> SchemeRe
         left = np.full(workers, batch)
         # Before the first worker ends nothing is shifted.
         passed = float((batch / rates).min())
+        ends = passed
         left = np.maximum(0.0, left - (clock.done_by(at + passed) - clock.done_by(at)))
         while left.max() > 1e-9 * batch:
             done = clock.done_by(at + passed + step) - clock.done_by(at + passed)
