@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 
 import numpy as np
@@ -269,6 +270,14 @@ def test_schemes_keep_their_order() -> None:
     # Nobody waits in ASP, so all others update once per update of a worker, on average over updates.
     assert asp.staleness == pytest.approx(15, rel=0.1)
     assert predicted.staleness == 0
+
+
+def test_equal_speeds_leave_nothing_to_shift() -> None:
+    """Everybody ends at once: shifting work changes nothing, and an iteration is the batch over the speed."""
+    trace = cpu_cluster(60, seed=0, workers=4)
+    constant = dataclasses.replace(trace, speed=np.full_like(trace.speed, 10.0))
+    made = work_shifting(cpu_clock(constant, 40), 40)
+    assert made.iteration_s == pytest.approx(1.0)
 
 
 def test_gpu_schemes_on_curves() -> None:
