@@ -54,7 +54,13 @@ def read_table(path: str | Path) -> pd.DataFrame:
         if any(suffix in (".jsonl", ".ndjson") for suffix in path.suffixes):
             frame = pd.DataFrame(_json_lines(text, path))
         else:
-            frame = pd.read_csv(io.StringIO(text), skipinitialspace=True, float_precision="round_trip")
+            # A device may well be called NA or nan: only an empty name is missing.
+            frame = pd.read_csv(
+                io.StringIO(text),
+                skipinitialspace=True,
+                float_precision="round_trip",
+                converters={"device": lambda name: name or None},
+            )
     except (pd.errors.ParserError, pd.errors.EmptyDataError) as error:
         raise InputError(
             str(path), f"is not a CSV table ({error})", "give a header line and one row per line"
