@@ -217,11 +217,9 @@ def profiles(draw: st.DrawFn) -> pd.DataFrame:
 
 
 def test_a_device_may_be_called_na(tmp_path: Path) -> None:
-    text = (
-        "device,num_nodes,num_replicas,local_batch_size,step_time_s,sync_time_s,peak_memory_bytes\nNA,1,1,8,0.1,0,1\n"
-    )
-    (tmp_path / "p.csv").write_text(text)
-    assert read_profile(tmp_path / "p.csv")["device"].tolist() == ["NA"]
+    header = "device,num_nodes,num_replicas,local_batch_size,step_time_s,sync_time_s,peak_memory_bytes"
+    (tmp_path / "p.csv").write_text(f"{header}\nNA,1,1,8,0.1,0,1\nnan,1,1,8,0.1,0,1\n")
+    assert read_profile(tmp_path / "p.csv")["device"].tolist() == ["NA", "nan"]
 
 
 @given(profiles())

@@ -54,12 +54,15 @@ def read_table(path: str | Path) -> pd.DataFrame:
         if any(suffix in (".jsonl", ".ndjson") for suffix in path.suffixes):
             frame = pd.DataFrame(_json_lines(text, path))
         else:
-            # A device may well be called NA or nan: only an empty name is missing.
+            # A device may well be called NA or nan: there only an empty field is missing.
+            header = pd.read_csv(io.StringIO(text), skipinitialspace=True, nrows=0).columns
+            missing = {name: [""] if name == "device" else ["", "nan", "NaN", "NA"] for name in header}
             frame = pd.read_csv(
                 io.StringIO(text),
                 skipinitialspace=True,
                 float_precision="round_trip",
-                converters={"device": lambda name: name or None},
+                keep_default_na=False,
+                na_values=missing,
             )
     except (pd.errors.ParserError, pd.errors.EmptyDataError) as error:
         raise InputError(
