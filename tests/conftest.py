@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
+
+from tests.processes import children_left
 
 # Two cores serve many test processes: one thread each keeps them from fighting, and results repeatable.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -59,3 +61,10 @@ def shared_data() -> Path:
     if not folder.is_dir():
         pytest.skip("no measured data here (set DDLTOOL_DATA)")
     return folder
+
+
+@pytest.fixture(autouse=True, scope="module")
+def nobody_is_left() -> Iterator[None]:
+    """Fail the file whose tests leave a process behind: the next file's tests would count it as theirs."""
+    yield
+    assert not children_left()

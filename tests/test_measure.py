@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import signal
 import subprocess
@@ -20,6 +19,7 @@ from torch import Tensor, nn
 from ddltool.errors import DdlToolError, InputError
 from ddltool.profile import check_profile
 from ddltool.runtime.measure import MeasureRequest, Progress, measure, reliability
+from tests.processes import children_left
 
 
 @dataclass
@@ -63,16 +63,6 @@ REQUEST = MeasureRequest(
 )
 
 
-def no_child_is_left() -> bool:
-    deadline = time.monotonic() + 10
-    while time.monotonic() < deadline:
-        if not multiprocessing.active_children() and not psutil.Process().children():
-            return True
-        time.sleep(0.1)
-    # The spawn method keeps a resource tracker alive for the parent's life; it is no measuring process.
-    return all("resource_tracker" in " ".join(child.cmdline()) for child in psutil.Process().children())
-
-
 def test_rows_of_real_processes() -> None:
     seen: list[Progress] = []
     frame = check_profile(measure(REQUEST, progress=seen.append), "measured")
@@ -81,7 +71,7 @@ def test_rows_of_real_processes() -> None:
     assert (frame["sync_time_s"] < frame["step_time_s"]).all()
     assert (frame["peak_memory_bytes"] > 2**20).all()
     assert [(progress.done, progress.total) for progress in seen] == [(1, 4), (2, 4), (3, 4), (4, 4)]
-    assert no_child_is_left()
+    assert not children_left()
 
 
 @pytest.mark.parametrize(
@@ -95,7 +85,7 @@ def test_rows_of_real_processes() -> None:
 def test_failures(source: str, message: str) -> None:
     with pytest.raises(DdlToolError, match=message):
         measure(replace(REQUEST, source=source))
-    assert no_child_is_left()
+    assert not children_left()
 
 
 def test_out_of_memory_keeps_what_was_measured() -> None:

@@ -14,13 +14,13 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from ddltool.errors import DdlToolError, InputError
 from ddltool.runtime.network import DEFAULT_SIZES, NetworkMeasurement, fit_link, measure_network, pairs_of
+from tests.processes import children_left
 
 SIZES = (8, 2**16, 2**20, 2**24)
 
@@ -72,18 +72,6 @@ def test_who_is_measured_with_whom() -> None:
     assert pairs_of(5) == [(0, 1), (1, 2), (2, 3), (3, 4), (4, 0)]
 
 
-def no_child_is_left() -> bool:
-    deadline = time.monotonic() + 10
-    while time.monotonic() < deadline:
-        workers = [
-            child for child in psutil.Process().children() if "resource_tracker" not in " ".join(child.cmdline())
-        ]
-        if not workers and not multiprocessing.active_children():
-            return True
-        time.sleep(0.1)
-    return False
-
-
 def check(found: NetworkMeasurement) -> None:
     for pair in found.pairs:
         assert pair.sizes_bytes == SIZES
@@ -118,7 +106,7 @@ def test_local_processes(processes: int) -> None:
     assert found.local
     assert [(pair.first, pair.second) for pair in found.pairs] == pairs_of(processes)
     assert seen == [(number + 1, len(found.pairs)) for number in range(len(found.pairs))]
-    assert no_child_is_left()
+    assert not children_left()
 
 
 JOB = f"""
@@ -126,7 +114,8 @@ import json, os
 from dataclasses import asdict
 from ddltool.runtime.network import measure_network
 found = measure_network(sizes_bytes={SIZES}, rounds=5)
-print("rank", os.environ["RANK"], json.dumps(asdict(found)), flush=True)
+with open("rank" + os.environ["RANK"] + ".json", "w") as file:
+    json.dump(asdict(found), file)
 """
 
 
@@ -135,14 +124,12 @@ def test_every_rank_of_a_job_gets_the_same_result(tmp_path: Path) -> None:
     script.write_text(JOB, encoding="utf-8")
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", str(script)]
     environment = {**os.environ, "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=60, check=False)
-    assert done.returncode == 0, done.stderr[-2000:]
-    lines = dict(
-        line.removeprefix("rank ").split(" ", 1) for line in done.stdout.splitlines() if line.startswith("rank")
+    done = subprocess.run(
+        command, capture_output=True, text=True, env=environment, timeout=60, check=False, cwd=tmp_path
     )
-    assert sorted(lines) == ["0", "1"]
-    assert lines["0"] == lines["1"]
-    document = json.loads(lines["0"])
+    assert done.returncode == 0, done.stderr[-2000:]
+    document, other = (json.loads((tmp_path / f"rank{rank}.json").read_text(encoding="utf-8")) for rank in (0, 1))
+    assert document == other
     assert (document["processes"], document["local"]) == (2, False)
     assert document["pairs"][0]["sizes_bytes"] == list(SIZES)
 
@@ -150,7 +137,7 @@ def test_every_rank_of_a_job_gets_the_same_result(tmp_path: Path) -> None:
 def test_a_process_that_dies_is_told_and_nobody_is_left() -> None:
     def kill_one() -> None:
         deadline = time.monotonic() + 30
-        while time.monotonic() < deadline and not (children := multiprocessing.active_children()):
+        while time.monotonic() < deadline and len(children := multiprocessing.active_children()) < 2:
             time.sleep(0.02)
         time.sleep(0.5)
         children[-1].kill()
@@ -164,7 +151,7 @@ def test_a_process_that_dies_is_told_and_nobody_is_left() -> None:
             measure_network(2, sizes_bytes=(8, 2**28), rounds=10_000, timeout_s=20)
     finally:
         killer.join()
-    assert no_child_is_left()
+    assert not children_left()
 
 
 def test_a_job_whose_peer_never_comes(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,32 @@
+"""Which processes a test left behind."""
+
+from __future__ import annotations
+
+import time
+
+import psutil
+
+# multiprocessing's own helpers live as long as the process that first needed them.
+_HELPERS = ("resource_tracker", "multiprocessing.forkserver")
+
+
+def children_left(within_s: float = 10.0) -> list[list[str]]:
+    """Return the command lines of this process's children that are still there after ``within_s`` seconds."""
+    deadline = time.monotonic() + within_s
+    while (left := _children()) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    return left
+
+
+def _children() -> list[list[str]]:
+    found = []
+    for child in psutil.Process().children():
+        try:
+            if child.status() == psutil.STATUS_ZOMBIE:
+                continue
+            command = child.cmdline()
+        except psutil.NoSuchProcess:
+            continue
+        if not any(name in " ".join(command) for name in _HELPERS):
+            found.append(command)
+    return found
