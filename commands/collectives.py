@@ -8,6 +8,7 @@ if TYPE_CHECKING:
     from ddltool.analyzers.communication.collectives import Collectives
     from ddltool.analyzers.communication.ddp import BucketPlan
     from ddltool.analyzers.communication.fsdp import PrefetchPlan
+    from ddltool.analyzers.communication.program import Ring
     from ddltool.graph import Graph
 
 
@@ -19,10 +20,23 @@ def collective_plans(
     from ddltool.analyzers.communication.program import Ring
     from ddltool.units import parse_bandwidth, parse_duration
 
-    rate, delay = parse_bandwidth(bandwidth), parse_duration(latency)
     if own_network:
-        rate, delay = (float(str(graph.meta.get(name) or 0)) for name in ("bandwidth_bytes_per_s", "latency_s"))
-    return plan_collectives(graph, Ring(replicas=replicas, bandwidth_bytes_per_s=rate, latency_s=delay))
+        ring = own_ring(graph, replicas)
+    else:
+        ring = Ring(
+            replicas=replicas, bandwidth_bytes_per_s=parse_bandwidth(bandwidth), latency_s=parse_duration(latency)
+        )
+    return plan_collectives(graph, ring) if ring is not None else None
+
+
+def own_ring(graph: Graph, replicas: int) -> Ring | None:
+    """Return ``replicas`` processes on the network that the graph was timed for; None when the graph does not say."""
+    from ddltool.analyzers.communication.program import Ring
+
+    rate, delay = graph.meta.get("bandwidth_bytes_per_s"), graph.meta.get("latency_s")
+    if not (isinstance(rate, (int, float)) and isinstance(delay, (int, float))):
+        return None
+    return Ring(replicas=replicas, bandwidth_bytes_per_s=float(rate), latency_s=float(delay))
 
 
 def collectives_document(plans: Collectives) -> dict[str, Any]:

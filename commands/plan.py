@@ -239,13 +239,11 @@ def ordered_parameters(graph: Graph) -> list[ParameterRecord]:
 def _data_parallel(graph: Graph, made: Plan) -> dict[str, Any]:
     """Return the DDP and FSDP2 settings for the plan's processes on the network that the graph was timed for."""
     from ddltool.analyzers.communication.collectives import plan_collectives, settings
-    from ddltool.analyzers.communication.program import Ring
+    from ddltool.commands.collectives import own_ring
 
-    bandwidth, latency = graph.meta.get("bandwidth_bytes_per_s"), graph.meta.get("latency_s")
-    known = isinstance(bandwidth, (int, float)) and isinstance(latency, (int, float))
-    if not (known and graph.timed) or made.world_size < 2:
+    ring = own_ring(graph, made.world_size)
+    if ring is None or not graph.timed or made.world_size < 2:
         return {}
-    ring = Ring(replicas=made.world_size, bandwidth_bytes_per_s=float(str(bandwidth)), latency_s=float(str(latency)))
     plans = plan_collectives(graph, ring)
     if plans is None:
         return {}

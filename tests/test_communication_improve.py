@@ -11,9 +11,10 @@ from hypothesis import strategies as st
 
 from ddltool.analyzers.communication.adverse import ADVERSE
 from ddltool.analyzers.communication.exact import solve_exact
-from ddltool.analyzers.communication.improve import improve, search_for
+from ddltool.analyzers.communication.improve import Search, improve
 from ddltool.analyzers.communication.order import tac
 from ddltool.analyzers.communication.properties import time_scale
+from ddltool.analyzers.communication.reduction import reduce
 from ddltool.analyzers.communication.timeline import Simulator, simulate
 from ddltool.fixtures.loading import folder
 from ddltool.graph import RECV, Graph, Op
@@ -81,7 +82,7 @@ def join_graphs(draw: st.DrawFn) -> Graph:
 @settings(max_examples=120, deadline=None)
 def test_the_closed_form_is_the_simulated_step(graph: Graph) -> None:
     """max over arrivals of A_k + R_k equals the simulated makespan of the same order, for every order."""
-    search = search_for(graph)
+    search = Search(graph, reduce(graph), 2.0, 20_000, 0)
     assert search.closed
     for order in itertools.islice(itertools.permutations(range(len(search.recvs))), 24):
         score = search.score(np.array(order, dtype=np.intp))[0]

@@ -88,17 +88,7 @@ def _after_head(problem: ShopProblem, needs: NDArray[np.bool_], head: NDArray[np
     inside = np.zeros(len(problem), dtype=bool)
     inside[blocks] = True
     inside |= needs[blocks].any(axis=0)
-    chosen = np.flatnonzero(inside).tolist()
-    place = {op: number for number, op in enumerate(chosen)}
-    first = ShopProblem(
-        times=[problem.times[op] for op in chosen],
-        resource=[problem.resource[op] for op in chosen],
-        kind=[problem.kind[op] for op in chosen],
-        inputs=[[place[source] for source in problem.inputs[op]] for op in chosen],
-        resources=problem.resources,
-        members=[[op] for op in chosen],
-    )
-    done = lower_bound(first)
+    done = lower_bound(problem.part(np.flatnonzero(inside).tolist()))
     return np.where(needs[:, blocks].all(axis=1), done, 0)
 
 

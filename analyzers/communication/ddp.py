@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -63,11 +63,11 @@ def plan_ddp(program: Program, ring: Ring) -> DdpPlan:
     tried = [_evaluate(program, ring, "cap", assign_buckets(program, cap), cap=cap) for cap in caps]
     best_cap = min(tried, key=lambda plan: (plan.step_s, len(plan.buckets)))
     if default.step_s <= best_cap.step_s:
-        best_cap = _renamed(default, "cap", None)
+        best_cap = replace(default, name="cap")
     cuts = best_cuts(program, ring)
     best = _evaluate(program, ring, "buckets", cuts, cap_list=_caps_for(program, cuts))
     if best_cap.step_s <= best.step_s:
-        best = _renamed(best_cap, "buckets", best_cap.bucket_cap_mb)
+        best = replace(best_cap, name="buckets")
     whole = ring.all_reduce_s(float(program.size_bytes.sum()))
     last = ring.all_reduce_s(float(program.size_bytes[-1]))
     first = float(program.ready_s[0])
@@ -166,15 +166,4 @@ def _evaluate(
         buckets=tuple(program.parameters[low:high] for low, high in itertools.pairwise(bounds) if high > low),
         step_s=step,
         exposed_s=step - program.compute_s,
-    )
-
-
-def _renamed(plan: BucketPlan, name: str, cap: float | None) -> BucketPlan:
-    return BucketPlan(
-        name=name,
-        bucket_cap_mb=cap,
-        bucket_cap_mb_list=plan.bucket_cap_mb_list,
-        buckets=plan.buckets,
-        step_s=plan.step_s,
-        exposed_s=plan.exposed_s,
     )

@@ -205,18 +205,17 @@ def compare(
     reason = None
     if efficiency(limits, limits.lower_s) is None:
         reason = "U = L, one resource does all the work: there is nothing to overlap"
-    by_chance, by_tic, by_tac = run(None), run(tic(graph)), run(tac(graph))
-    found = improve(graph, budget_s=improve_s, seed=seed)
-    same = by_tac.schedule is not None and found.schedule.priority == by_tac.schedule.priority
+    first = tac(graph)
+    by_chance, by_tic, by_tac = run(None), run(tic(graph)), run(first)
+    found = improve(graph, budget_s=improve_s, seed=seed, start=first)
+    same = found.schedule.priority == first.priority
     better = replace(by_tac, schedule=found.schedule) if same else run(found.schedule)
     ordered = found.orders_compute
     if better.makespan_s > by_tac.makespan_s:  # worse on these seeds, if not on those that it was chosen on
-        again = Schedule(name="improved", priority=tac(graph).priority, order=tac(graph).order)
-        better, ordered = replace(by_tac, schedule=again), False
+        better, ordered = replace(by_tac, schedule=replace(first, name="improved")), False
     exact = None
     if exact_s is not None:
-        best = better.schedule if better.schedule is not None else tac(graph)
-        exact = solve_exact(graph, time_limit_s=exact_s, seed=seed, start=best)
+        exact = solve_exact(graph, time_limit_s=exact_s, seed=seed, start=better.schedule)
     bound = lower_bound(reduce(graph)) / time_scale(graph) if exact is None else exact.lower_bound_s
     return Comparison(
         bounds=limits,

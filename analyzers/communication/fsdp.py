@@ -197,11 +197,10 @@ def simulate_fsdp(
         now = begun[-1] + unit.forward_s
     now += root.backward_s / 2
     gathered = [0.0] * count
-    issued = 0 if reshard else count
+    issued = 1 if reshard else count
     if reshard:
         network = max(network, begun[-1]) + gather[-1]
         gathered[-1] = network
-        issued = 1
     scattered = 0.0
     for step in range(count):
         here = count - 1 - step

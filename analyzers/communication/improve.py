@@ -46,13 +46,16 @@ class Improvement:
     """Whether no order of anything can be better."""
 
 
-def improve(graph: Graph, *, budget_s: float = 2.0, max_moves: int = 20_000, seed: int = 0) -> Improvement:
+def improve(
+    graph: Graph, *, budget_s: float = 2.0, max_moves: int = 20_000, seed: int = 0, start: Schedule | None = None
+) -> Improvement:
     """Return an order that is at least as good as TAC's in simulation, on the same seeds.
 
-    Ends at the lower bound, after ``max_moves`` orders, or after ``budget_s`` seconds, whichever comes first; only the
-    last makes the result depend on the machine. Raises InputError for ops without a duration.
+    ``start``: TAC's order where it is at hand. Ends at the lower bound, after ``max_moves`` orders, or after
+    ``budget_s`` seconds, whichever comes first; only the last makes the result depend on the machine. Raises
+    InputError for ops without a duration.
     """
-    first = tac(graph)
+    first = tac(graph) if start is None else start
     recvs = graph.of_kind(RECV)
     problem = reduce(graph)
     search = Search(graph, problem, budget_s, max_moves, seed)
@@ -71,11 +74,6 @@ def improve(graph: Graph, *, budget_s: float = 2.0, max_moves: int = 20_000, see
     bound = lower_bound(problem) / time_scale(graph)
     reached = _mean(Simulator(graph), best.priority, seed) <= bound * (1 + 1e-6)
     return Improvement(schedule=best, orders_compute=compute, moves=search.moves, at_bound=reached)
-
-
-def search_for(graph: Graph, *, budget_s: float = 2.0, max_moves: int = 20_000, seed: int = 0) -> Search:
-    """Return the search over a graph's orders, for a look at single steps of it."""
-    return Search(graph, reduce(graph), budget_s, max_moves, seed)
 
 
 def _judge(
@@ -133,7 +131,7 @@ class Search:
         self._collect_joins()
         self.tail = [-int(value) for value in heads_and_tails(problem)[1]]
         self.closed = len(problem.head) > 0 and self._closed()
-        self.bound = self._closed_bound() if self.closed else lower_bound(problem)
+        self.bound = lower_bound(problem.part(sorted(problem.head | set(self.recvs))) if self.closed else problem)
 
     def _collect_joins(self) -> None:
         """Find the recvs that each block needs; joins are the blocks of H, or all compute blocks without one."""
@@ -155,19 +153,6 @@ class Search:
     def _closed(self) -> bool:
         """Return whether every recv is needed by H: then the closed form ranks the orders."""
         return len(self.joins) > 0 and len(np.unique(self.flat)) == len(self.recvs)
-
-    def _closed_bound(self) -> int:
-        chosen = sorted(self.problem.head | set(self.recvs))
-        place = {block: number for number, block in enumerate(chosen)}
-        part = ShopProblem(
-            times=[self.problem.times[block] for block in chosen],
-            resource=[self.problem.resource[block] for block in chosen],
-            kind=[self.problem.kind[block] for block in chosen],
-            inputs=[[place[source] for source in self.problem.inputs[block]] for block in chosen],
-            resources=self.problem.resources,
-            members=[[block] for block in chosen],
-        )
-        return lower_bound(part)
 
     def run(self, starts: Sequence[Schedule]) -> list[int]:
         """Return the best order found, as blocks."""

@@ -53,6 +53,18 @@ class ShopProblem:
     def __len__(self) -> int:
         return len(self.times)
 
+    def part(self, chosen: Sequence[int]) -> ShopProblem:
+        """Return the problem of some of the ops, ascending; they must hold all their inputs. Members are op numbers."""
+        place = {op: number for number, op in enumerate(chosen)}
+        return ShopProblem(
+            times=[self.times[op] for op in chosen],
+            resource=[self.resource[op] for op in chosen],
+            kind=[self.kind[op] for op in chosen],
+            inputs=[[place[source] for source in self.inputs[op]] for op in chosen],
+            resources=self.resources,
+            members=[[op] for op in chosen],
+        )
+
     def consumers(self) -> list[list[int]]:
         """Return the reversed edges."""
         found: list[list[int]] = [[] for _ in self.times]
