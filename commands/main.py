@@ -27,6 +27,7 @@ from ddltool.commands import (
     schema,
     simulate,
     trace,
+    verify,
     zoo,
 )
 from ddltool.errors import DdlToolError, one_line
@@ -45,6 +46,7 @@ for _command in (
     fit.fit,
     plan.plan,
     emit.emit,
+    verify.verify,
     balance.balance,
     barrier.barrier,
     simulate.simulate,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Optional
+from typing import TYPE_CHECKING, Annotated, Any, Optional, cast
 
 import typer
 
@@ -13,11 +13,12 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from ddltool.analyzers.balancing.plan import StepCurve
+    from ddltool.decision import Objective
     from ddltool.graph import Graph
     from ddltool.job import Job
     from ddltool.plan import BatchSplit, BucketSetting, GoodputChoice, ParameterRecord, Plan
 
-STRATEGIES = ("est", "bsp", "lb-bsp", "elastic-bsp", "goodput")
+STRATEGIES = ("auto", "est", "bsp", "lb-bsp", "elastic-bsp", "goodput")
 
 
 def plan(
@@ -25,9 +26,22 @@ def plan(
     strategy: Annotated[
         str,
         typer.Option(
-            help="est: EST mapping; bsp: equal split; lb-bsp: uneven split; elastic-bsp: barriers; goodput: count and batch."
+            help="auto: compare all and pick; est: EST mapping; bsp: equal split; lb-bsp: uneven split; elastic-bsp: "
+            "barriers; goodput: count and batch."
         ),
-    ] = "est",
+    ] = "auto",
+    objective: Annotated[
+        str, typer.Option(help="auto: fastest, cheapest (per sample) or same-bits (on any number of devices).")
+    ] = "fastest",
+    telemetry: Annotated[
+        Optional[Path],  # noqa: UP045
+        typer.Option(metavar="FILE", help="auto: telemetry of an earlier run, in place of the job's capabilities."),
+    ] = None,
+    bandwidth: Annotated[
+        Optional[str],  # noqa: UP045
+        typer.Option(help="auto: network of a node, e.g. 100Gbit; nic_gbit of the cluster by default."),
+    ] = None,
+    latency: Annotated[str, typer.Option(help="auto: network latency.")] = "50us",
     lookahead: Annotated[
         int, typer.Option(help="elastic-bsp: iterations per worker up to the barrier.", min=1, max=100_000)
     ] = 15,
@@ -51,6 +65,7 @@ def plan(
 ) -> None:
     """Map the job's logical workers onto its devices and predict the step time."""
     from ddltool.artifacts import check_writable, save
+    from ddltool.commands.decide import OBJECTIVES, Given, auto_plan
     from ddltool.commands.output import print_json
     from ddltool.errors import InputError, did_you_mean
     from ddltool.job import read_job
@@ -59,8 +74,26 @@ def plan(
         raise InputError("--strategy", f"unknown strategy {strategy!r}", did_you_mean(strategy, STRATEGIES))
     if output is not None:
         check_writable(output)
+    if objective not in OBJECTIVES:
+        raise InputError("--objective", f"unknown objective {objective!r}", did_you_mean(objective, OBJECTIVES))
+    _only_for_auto(
+        strategy, {"--objective": objective != "fastest", "--telemetry": telemetry, "--bandwidth": bandwidth}
+    )
     job = read_job(job_file)
-    if strategy == "goodput":
+    graph = _graph_of(job, job_file.parent, graph_file)
+    if strategy == "auto":
+        from ddltool.analyzers.deciding.candidates import Settings
+
+        given = Given(
+            objective=cast("Objective", objective),
+            graph=graph,
+            telemetry=telemetry,
+            bandwidth=bandwidth,
+            latency=latency,
+            settings=Settings(top_k=top_k, limit_s=time_limit_s / 2, seed=seed, lookahead=lookahead, max_gap=max_gap),
+        )
+        made = auto_plan(job, job_file, given)
+    elif strategy == "goodput":
         made = goodput_plan(job, job_file)
     else:
         capabilities = capabilities_of(job, job_file.parent, str(job_file))
@@ -75,15 +108,24 @@ def plan(
             max_gap=max_gap,
             curves=step_curves(job, job_file),
         )
-    graph = _graph_of(job, job_file.parent, graph_file)
     if graph is not None:
-        made = made.model_copy(update={"parameters": ordered_parameters(graph), **_data_parallel(graph, made)})
+        settings = {} if made.decision is not None else _data_parallel(graph, made)
+        made = made.model_copy(update={"parameters": ordered_parameters(graph), **settings})
     if output is not None:
         save(made, output)
     if as_json:
         print_json(made.model_dump(mode="json"))
     else:
         show_plan(made, output)
+
+
+def _only_for_auto(strategy: str, given: Mapping[str, object]) -> None:
+    """Refuse options that no single strategy reads."""
+    from ddltool.errors import InputError
+
+    used = [name for name, value in given.items() if value]
+    if strategy != "auto" and used:
+        raise InputError(used[0], f"has no part in --strategy {strategy}", "leave it out, or use --strategy auto")
 
 
 def make_plan(
@@ -101,18 +143,21 @@ def make_plan(
     """Return the plan of a job; ``capabilities`` by device type in mini-batches per second."""
     from ddltool.analyzers.balancing.plan import plan_lb_bsp
     from ddltool.analyzers.barriers.superstep import plan_elastic_bsp
+    from ddltool.analyzers.deciding.compute import with_compute
     from ddltool.analyzers.placement.bsp import plan_bsp
     from ddltool.analyzers.placement.est import solve_est
     from ddltool.analyzers.placement.problem import from_job
 
     problem = from_job(job, capabilities)
     if strategy == "bsp":
-        return plan_bsp(problem)
-    if strategy == "lb-bsp":
-        return plan_lb_bsp(problem, curves)
-    if strategy == "elastic-bsp":
-        return plan_elastic_bsp(problem, lookahead=lookahead, max_gap=max_gap)
-    return solve_est(problem, top_k=top_k, time_limit_s=limit_s, seed=seed)
+        made = plan_bsp(problem)
+    elif strategy == "lb-bsp":
+        made = plan_lb_bsp(problem, curves)
+    elif strategy == "elastic-bsp":
+        made = plan_elastic_bsp(problem, lookahead=lookahead, max_gap=max_gap)
+    else:
+        made = solve_est(problem, top_k=top_k, time_limit_s=limit_s, seed=seed)
+    return with_compute(made, capabilities, curves)
 
 
 def step_curves(job: Job, job_file: Path) -> dict[str, StepCurve]:
@@ -254,6 +299,7 @@ def _data_parallel(graph: Graph, made: Plan) -> dict[str, Any]:
 def show_plan(made: Plan, output: Path | None) -> None:
     """Print a plan as a table."""
     from ddltool.analyzers.communication.collectives import share_saved
+    from ddltool.commands.decide import show_decision
     from ddltool.commands.output import out, table
     from ddltool.units import show_seconds
 
@@ -276,6 +322,8 @@ def show_plan(made: Plan, output: Path | None) -> None:
         f"waste       {made.waste:.4g} mini-batches/s of {made.waste + made.throughput:.4g} on the used devices"
     )
     console.print(f"solver      {made.status}, gap {made.gap:.2%}, {made.solve_seconds:.3f} s")
+    if made.decision is not None:
+        show_decision(made.decision)
     if made.goodput is not None:
         _show_goodput(made.goodput)
     if made.split is not None:

@@ -8,6 +8,8 @@ import psutil
 
 # multiprocessing's own helpers live as long as the process that first needed them.
 _HELPERS = ("resource_tracker", "multiprocessing.forkserver")
+# Process ids of those that are meant to serve all files of a session.
+LASTING: set[int] = set()
 
 
 def children_left(within_s: float = 10.0) -> list[list[str]]:
@@ -22,7 +24,7 @@ def _children() -> list[list[str]]:
     found = []
     for child in psutil.Process().children():
         try:
-            if child.status() == psutil.STATUS_ZOMBIE:
+            if child.pid in LASTING or child.status() == psutil.STATUS_ZOMBIE:
                 continue
             command = child.cmdline()
         except psutil.NoSuchProcess:

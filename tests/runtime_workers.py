@@ -29,6 +29,7 @@ from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDa
 from ddltool import runtime
 from ddltool.errors import InputError
 from ddltool.plan import Enforcement, ParameterRecord, RankEnforcement
+from tests.processes import LASTING
 
 PATIENCE_S = 60.0
 
@@ -75,6 +76,7 @@ class Crew:
 def crew() -> Crew:
     """Return the two ranks that all tests share."""
     pair = Crew(2)
+    LASTING.update(process.pid for process in pair._processes if process.pid is not None)
     atexit.register(pair.close)
     return pair
 

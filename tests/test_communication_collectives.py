@@ -289,9 +289,9 @@ def test_no_single_cap_is_better(program: Program) -> None:
     sums = {float(sizes[i:j].sum()) for i in range(len(sizes)) for j in range(i + 1, len(sizes) + 1)}
     best = min(finish_s(program, RING, assign_buckets(program, cap / MIB)) for cap in sums)
     default = finish_s(program, RING, assign_buckets(program, 25, DEFAULT_FIRST_BYTES))
-    assert plan_ddp(program, RING).best_cap.step_s == pytest.approx(
-        max(min(best, default), program.compute_s), rel=1e-12
-    )
+    best = max(min(best, default), program.compute_s)
+    # Fewer buckets are preferred where the step is at most 0.1 % longer.
+    assert best * (1 - 1e-12) <= plan_ddp(program, RING).best_cap.step_s <= best * (1 + 1e-3) * (1 + 1e-12)
 
 
 def test_depth_pays_where_the_network_is_uneven() -> None:

@@ -7,6 +7,8 @@ from typing import Annotated, ClassVar, Literal, Self
 from pydantic import Field, model_validator
 
 from ddltool.artifacts import Artifact, Record
+from ddltool.decision import Decision
+from ddltool.placement_records import Migration, NetworkCost
 
 Strategy = Literal["bsp", "est", "elastic-bsp", "lb-bsp", "goodput"]
 Finite = Annotated[float, Field(ge=0, allow_inf_nan=False)]
@@ -19,6 +21,7 @@ class Assignment(Record):
     devices: Annotated[int, Field(ge=1)]
     ests_per_device: Annotated[int, Field(ge=0)] = Field(description="logical workers on each; 0 where there are none")
     local_batch_size: Annotated[int, Field(ge=0)] = Field(description="samples per step on each device")
+    compute_s: Finite | None = Field(default=None, description="seconds that each device computes in a step")
 
 
 class Alternative(Record):
@@ -60,6 +63,7 @@ class PrefetchSetting(Record):
     units: list[str] = Field(description="the modules to shard, one unit each, in the order of forward")
     forward: dict[str, list[str]] = Field(description="block to the blocks to prefetch in forward; empty: default")
     backward: dict[str, list[str]] = Field(description="block to the blocks to prefetch in backward; empty: default")
+    reshard_after_forward: bool = Field(default=True, description="what to pass to fully_shard")
     step_s: Finite
     default_step_s: Finite = Field(description="with FSDP2's own prefetch")
 
@@ -159,6 +163,12 @@ class Plan(Artifact):
     split: BatchSplit | None = Field(default=None, description="of an lb-bsp plan")
     superstep: Superstep | None = Field(default=None, description="of an elastic-bsp plan")
     goodput: GoodputChoice | None = Field(default=None, description="of a goodput plan")
+    communication_s: Finite | None = Field(
+        default=None, description="exposed communication within iteration_s; null: iteration_s leaves it out"
+    )
+    decision: Decision | None = Field(default=None, description="the comparison of strategies behind an auto plan")
+    network: NetworkCost | None = Field(default=None, description="of an est plan with nodes and a fitted model")
+    migration: Migration | None = Field(default=None, description="of an est plan made with the current one in view")
     predicted: Literal[True] = True
 
     @property

@@ -49,23 +49,30 @@ def plan_collectives(graph: Graph, ring: Ring) -> Collectives | None:
 
 
 def settings(plans: Collectives) -> tuple[BucketSetting, PrefetchSetting | None]:
-    """Return what a plan keeps of them: the single cap where it is as good as the list, and the prefetch lists."""
-    ddp, fsdp = plans.ddp, plans.fsdp
+    """Return what a plan keeps of them: DDP's buckets and FSDP2's prefetch lists."""
+    return bucket_setting(plans.ddp), None if plans.fsdp is None else prefetch_setting(plans.fsdp)
+
+
+def bucket_setting(ddp: DdpPlan) -> BucketSetting:
+    """Return DDP's buckets for a plan: the simplest of default, single cap and list that is as good as the best."""
     chosen = ddp.best_cap if ddp.best_cap.step_s <= ddp.best.step_s * (1 + _AS_GOOD) else ddp.best
     chosen = ddp.default if ddp.default.step_s <= chosen.step_s * (1 + _AS_GOOD) else chosen
-    buckets = BucketSetting(
+    return BucketSetting(
         bucket_cap_mb=None if chosen is ddp.default else chosen.bucket_cap_mb,
         bucket_cap_mb_list=list(chosen.bucket_cap_mb_list) if chosen.bucket_cap_mb_list is not None else None,
         buckets=[list(bucket) for bucket in chosen.buckets],
         step_s=chosen.step_s,
         default_step_s=ddp.default.step_s,
     )
-    if fsdp is None:
-        return buckets, None
-    return buckets, PrefetchSetting(
+
+
+def prefetch_setting(fsdp: FsdpPlan) -> PrefetchSetting:
+    """Return FSDP2's units and prefetch lists for a plan."""
+    return PrefetchSetting(
         units=[unit.name for unit in fsdp.units],
         forward={name: list(ahead) for name, ahead in fsdp.forward_prefetch().items()},
         backward={name: list(ahead) for name, ahead in fsdp.backward_prefetch().items()},
+        reshard_after_forward=fsdp.best.reshard_after_forward,
         step_s=fsdp.best.step_s,
         default_step_s=fsdp.default.step_s,
     )

@@ -22,6 +22,8 @@ DEFAULT_CAP_MIB = 25.0
 # torch.distributed._DEFAULT_FIRST_BUCKET_BYTES: only the default configuration begins with a small bucket.
 DEFAULT_FIRST_BYTES = 2**20
 _MOST_SUMS, _MOST_CAPS = 400, 300
+# More buckets are only worth it from this share of the step on: what a launch costs is not in the ring's formula.
+_WORTH = 0.001
 CAPS_MIB = (1, 2, 4, 8, 10, 16, 25, 32, 50, 64, 100, 128, 200, 256, 400, 512, 800, 1024, 2048, 4096)
 
 
@@ -55,13 +57,15 @@ def plan_ddp(program: Program, ring: Ring) -> DdpPlan:
     """Return the default buckets of DDP, the best ``bucket_cap_mb``, and the best buckets of any size. O(p^2).
 
     Caps tried: the usual sizes, and those at which the buckets change (all of them for small models, else spread evenly
-    over them). The order of buckets is that of one dtype: torch buckets each dtype separately.
+    over them); of those within 0.1 % of the best, the one with the fewest buckets. The order of buckets is that of one dtype: torch buckets each dtype separately.
     """
     default = _evaluate(program, ring, "default", assign_buckets(program, DEFAULT_CAP_MIB, DEFAULT_FIRST_BYTES))
     total = float(program.size_bytes.sum()) / MIB
     caps = [*sorted({float(cap) for cap in CAPS_MIB if cap < total} | {float(np.ceil(total))}), *_breakpoints(program)]
     tried = [_evaluate(program, ring, "cap", assign_buckets(program, cap), cap=cap) for cap in caps]
-    best_cap = min(tried, key=lambda plan: (plan.step_s, len(plan.buckets)))
+    fastest = min(plan.step_s for plan in tried)
+    as_good = [plan for plan in tried if plan.step_s <= fastest * (1 + _WORTH)]
+    best_cap = min(as_good, key=lambda plan: (len(plan.buckets), plan.step_s))
     if default.step_s <= best_cap.step_s:
         best_cap = replace(default, name="cap")
     cuts = best_cuts(program, ring)

@@ -1,0 +1,251 @@
+"""What each strategy makes of one job on the same devices, communication included. Start at :class:`Candidates`."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from fractions import Fraction
+
+from ddltool.analyzers.balancing.plan import StepCurve, plan_lb_bsp
+from ddltool.analyzers.barriers.superstep import DEFAULT_LOOKAHEAD, plan_elastic_bsp
+from ddltool.analyzers.deciding.communication import Communication, Exposed
+from ddltool.analyzers.goodput.plan import plan_goodput
+from ddltool.analyzers.goodput.throughput import ThroughputParams, efficiency, grad_time_s
+from ddltool.analyzers.placement.bsp import plan_bsp
+from ddltool.analyzers.placement.est import solve_est
+from ddltool.analyzers.placement.problem import Problem
+from ddltool.decision import Kept, Option
+from ddltool.errors import Infeasible
+from ddltool.job import Job
+from ddltool.plan import Plan
+
+_SECONDS_PER_HOUR = 3600.0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Knowledge:
+    """What is known about the job beside its placement problem; all of it may be empty."""
+
+    curves: Mapping[str, StepCurve] = field(default_factory=dict)
+    """Step time over batch size, by device type."""
+    models: Mapping[str, ThroughputParams] = field(default_factory=dict)
+    """Fitted throughput models, by device type."""
+    communication: Communication | None = None
+    errors: Mapping[str, float] = field(default_factory=dict)
+    """Relative error of the compute times, by device type, where one is known."""
+    error_source: str = ""
+    d2_eligible: bool | None = None
+    """Whether the model may have the same bits on devices of different types; None: not known."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Settings:
+    """Options of the single strategies: EST plans to show, seconds per solver call, seed, and the barrier's limits."""
+
+    top_k: int = 1
+    limit_s: float = 5.0
+    seed: int = 0
+    lookahead: int = DEFAULT_LOOKAHEAD
+    max_gap: int | None = None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Candidate:
+    """One strategy's plan, its figures for comparison, and its communication settings."""
+
+    plan: Plan
+    option: Option
+    exposed: Exposed | None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Candidates:
+    """Makes the candidates of one job."""
+
+    job: Job
+    knowledge: Knowledge
+    settings: Settings
+
+    def of(self, problem: Problem, left_out: dict[str, str]) -> list[Candidate]:
+        """Return what each strategy makes of ``problem``; those without a plan go to ``left_out`` with the reason."""
+        makers: dict[str, Callable[[Problem], Candidate]] = {
+            "bsp": self._bsp,
+            "lb-bsp": self._lb_bsp,
+            "est": self._est,
+            "goodput": self._goodput,
+            "elastic-bsp": self._elastic_bsp,
+        }
+        found = []
+        for name, make in makers.items():
+            try:
+                found.append(make(problem))
+            except Infeasible as error:
+                left_out[name] = str(error)
+        return found
+
+    def baseline(self, problem: Problem) -> Option:
+        """Return doing nothing: the equal split over all devices, communication as it comes."""
+        plan = plan_bsp(problem)
+        try:
+            exposed = self._synchronous(plan, plan.iteration_s)
+        except Infeasible:
+            exposed = None
+        made = self._candidate(plan, problem, exposed, "D0").option
+        seconds = None if exposed is None else exposed.default_s
+        return self._figures(made.model_copy(update={"order": "", "order_saves_s": None}), problem, seconds)
+
+    def progress(self, option: Option) -> float:
+        """Return samples per second, as far as known those that count like samples at the initial batch."""
+        return option.throughput * self.job.batch_size if option.goodput_per_s is None else option.goodput_per_s
+
+    def error(self, devices: Mapping[str, int]) -> float | None:
+        """Return the largest relative error of the used types' compute times; None when one is not known."""
+        known = [self.knowledge.errors.get(name) for name in devices]
+        return None if None in known or not known else max(value for value in known if value is not None)
+
+    def _bsp(self, problem: Problem) -> Candidate:
+        plan = plan_bsp(problem)
+        return self._candidate(plan, problem, self._synchronous(plan, plan.iteration_s), "D0")
+
+    def _lb_bsp(self, problem: Problem) -> Candidate:
+        plan = plan_lb_bsp(problem, self.knowledge.curves)
+        return self._candidate(plan, problem, self._synchronous(plan, plan.iteration_s), "D0")
+
+    def _est(self, problem: Problem) -> Candidate:
+        """Bits across device types are promised only where the job or the model's scan says so."""
+        mixed = self.job.constraints.determinism == "D2" or self.knowledge.d2_eligible is True
+        plan = solve_est(
+            replace(problem, single_type=problem.single_type or not mixed),
+            top_k=self.settings.top_k,
+            time_limit_s=self.settings.limit_s,
+            seed=self.settings.seed,
+        )
+        capability = {device.name: device.capability_per_s for device in problem.devices}
+        # Gradients travel during the last EST's pass, and the device that ends last decides when.
+        last = max(
+            float(1 / capability[row.device_type])
+            for row in plan.assignments
+            if row.ests_per_device / capability[row.device_type] >= plan.iteration_s * 0.999
+        )
+        return self._candidate(plan, problem, self._synchronous(plan, last), "D2" if mixed else "D1")
+
+    def _goodput(self, problem: Problem) -> Candidate:
+        if self.job.goodput is None:
+            raise Infeasible("the job has no goodput section")
+        offered = {device.name for device in problem.devices}
+        models = {name: model for name, model in self.knowledge.models.items() if name in offered}
+        if not models:
+            raise Infeasible("no offered device has a fitted throughput model (goodput: FILE)")
+        plan = plan_goodput(self.job, self.job.goodput, models)
+        assert plan.goodput is not None  # plan_goodput fills it in
+        choice = plan.goodput
+        passes = choice.accumulation_steps + 1
+        compute = float(grad_time_s(models[choice.device_type], choice.local_batch_size)) * passes
+        made = self._candidate(
+            plan.model_copy(update={"iteration_s": min(compute, plan.iteration_s)}), problem, None, "D0"
+        )
+        option = made.option.model_copy(
+            update={
+                "iteration_s": plan.iteration_s,
+                "communication_s": max(0.0, plan.iteration_s - compute),
+                "throughput": plan.throughput,
+                "goodput_per_s": choice.goodput_per_s,
+            }
+        )
+        return Candidate(plan=plan, option=self._bounded(self._priced(option, problem)), exposed=None)
+
+    def _elastic_bsp(self, problem: Problem) -> Candidate:
+        """Every iteration carries its worker's own transfers, and the barrier is chosen with them."""
+        bare = self._barrier(problem)
+        if self.knowledge.communication is None:
+            return self._candidate(bare, problem, None, "none")
+        counts = {device.name: device.count for device in problem.devices}
+        each = {
+            device.name: self.knowledge.communication.asynchronous(counts, float(1 / device.capability_per_s))
+            for device in problem.devices
+        }
+        slowed = [
+            replace(device, capability_per_s=1 / (1 / device.capability_per_s + Fraction(each[device.name].best_s)))
+            for device in problem.devices
+        ]
+        plan = self._barrier(replace(problem, devices=tuple(slowed)))
+        worst = max(each.values(), key=lambda exposed: exposed.best_s)
+        option = self._candidate(
+            plan.model_copy(update={"iteration_s": bare.iteration_s}), problem, None, "none"
+        ).option
+        option = option.model_copy(update={"order": worst.setting, "order_saves_s": worst.default_s - worst.best_s})
+        option = self._figures(option, problem, max(0.0, plan.iteration_s - bare.iteration_s))
+        return Candidate(plan=plan, option=option, exposed=None)
+
+    def _barrier(self, problem: Problem) -> Plan:
+        return plan_elastic_bsp(problem, lookahead=self.settings.lookahead, max_gap=self.settings.max_gap)
+
+    def _synchronous(self, plan: Plan, pass_s: float) -> Exposed | None:
+        """Return what the plan's replicas leave exposed; None when nothing is known about communication."""
+        if self.knowledge.communication is None:
+            return None
+        return self.knowledge.communication.synchronous(devices_of(plan), pass_s)
+
+    def _candidate(self, plan: Plan, problem: Problem, exposed: Exposed | None, determinism: Kept) -> Candidate:
+        """Return the candidate of a plan whose ``iteration_s`` is compute alone."""
+        option = Option(
+            strategy=plan.strategy,
+            devices=devices_of(plan),
+            compute_s=plan.iteration_s,
+            iteration_s=plan.iteration_s,
+            throughput=plan.throughput,
+            staleness=0 if plan.superstep is None else plan.superstep.iteration_gap,
+            determinism=determinism,
+            order="" if exposed is None else exposed.setting,
+            order_saves_s=None if exposed is None else max(0.0, exposed.default_s - exposed.best_s),
+        )
+        return Candidate(
+            plan=plan,
+            option=self._figures(option, problem, None if exposed is None else exposed.best_s),
+            exposed=exposed,
+        )
+
+    def _figures(self, option: Option, problem: Problem, communication_s: float | None) -> Option:
+        """Return the option with everything that follows from its compute and its communication."""
+        iteration = option.compute_s + (communication_s or 0.0)
+        throughput = problem.max_workers / iteration
+        update: dict[str, object] = {
+            "communication_s": communication_s,
+            "iteration_s": iteration,
+            "throughput": throughput,
+        }
+        section = self.job.goodput
+        # Stale updates do not count like fresh ones, and no model here says how much less.
+        if section is not None and section.noise_scale is not None and option.staleness == 0:
+            total = self.job.max_workers * self.job.batch_size
+            share = float(efficiency(section.noise_scale, total, section.initial_batch_size or total))
+            update["goodput_per_s"] = throughput * self.job.batch_size * share
+        return self._bounded(self._priced(option.model_copy(update=update), problem))
+
+    def _priced(self, option: Option, problem: Problem) -> Option:
+        """Return the option with its price per sample where every used device has one."""
+        prices = {device.name: device.price_micro for device in problem.devices}
+        used = [prices.get(name) for name in option.devices]
+        if None in used:
+            return option
+        hourly = sum((prices[name] or 0) * count for name, count in option.devices.items()) / 1e6
+        rate = option.throughput * self.job.batch_size
+        return option.model_copy(update={"price_per_sample": hourly / _SECONDS_PER_HOUR / rate})
+
+    def _bounded(self, option: Option) -> Option:
+        """Return the option with the error of its compute times as limits of its step time."""
+        error = self.error(option.devices)
+        if error is None or not math.isfinite(error):
+            return option
+        return option.model_copy(
+            update={"low_s": option.iteration_s * max(0.0, 1 - error), "high_s": option.iteration_s * (1 + error)}
+        )
+
+
+def devices_of(plan: Plan) -> dict[str, int]:
+    """Return how many devices of each type a plan uses."""
+    counts: dict[str, int] = {}
+    for row in plan.assignments:
+        counts[row.device_type] = counts.get(row.device_type, 0) + row.devices
+    return counts

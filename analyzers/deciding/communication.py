@@ -1,0 +1,233 @@
+"""How much communication a step leaves exposed, by the best source that a job has. Start at :class:`Communication`.
+
+A traced graph on a known network gives DDP's buckets or FSDP2's prefetch, as they come and at their best
+(``analyzers/communication``); a fitted throughput model gives the synchronisation that was measured (Pollux, section
+3.2); telemetry of an earlier run gives that run's own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Protocol
+
+import numpy as np
+
+from ddltool.analyzers.communication.collectives import bucket_setting, prefetch_setting
+from ddltool.analyzers.communication.ddp import plan_ddp
+from ddltool.analyzers.communication.fsdp import FsdpPlan, plan_fsdp
+from ddltool.analyzers.communication.order import tac
+from ddltool.analyzers.communication.program import Program, Ring, program_of
+from ddltool.analyzers.communication.timeline import Simulator
+from ddltool.analyzers.goodput.throughput import ThroughputParams, overlapped, sync_time_s
+from ddltool.errors import Infeasible
+from ddltool.graph import COMPUTE, Graph
+from ddltool.plan import BucketSetting, PrefetchSetting
+from ddltool.units import show_bytes
+
+# Weights, gradients and Adam's two moments, all of one dtype: what every replica of DDP holds.
+STATES = 4
+_SEEDS = 5
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Exposed:
+    """Seconds of communication that a step does not hide: as it comes, and with the best setting."""
+
+    default_s: float
+    best_s: float
+    setting: str = ""
+    ddp: BucketSetting | None = None
+    fsdp2: PrefetchSetting | None = None
+
+
+class Communication(Protocol):
+    """Where the figures come from."""
+
+    @property
+    def source(self) -> str:
+        """Return what the figures are made of, in words."""
+        ...
+
+    def synchronous(self, devices: Mapping[str, int], pass_s: float) -> Exposed:
+        """Return what data-parallel replicas leave exposed; ``pass_s``: compute of the pass that ends with it."""
+        ...
+
+    def asynchronous(self, devices: Mapping[str, int], pass_s: float) -> Exposed:
+        """Return what one worker of a parameter server leaves exposed in each of its iterations."""
+        ...
+
+
+class GraphCommunication:
+    """From a timed training graph and the bandwidth of a node; compute is stretched to the job's devices.
+
+    A ring passes each node's link once, whatever the number of devices behind it. Parameter servers are taken to be
+    spread over the nodes, so that the workers of a node share its link and no other is narrower.
+    """
+
+    def __init__(
+        self,
+        graph: Graph,
+        bandwidth_bytes_per_s: float,
+        latency_s: float,
+        memory_gib: Mapping[str, float | None],
+        devices_per_node: int = 1,
+    ) -> None:
+        """Prepare a graph; ``memory_gib`` by device type. Raises InputError for a graph that is no training step."""
+        self.devices_per_node = devices_per_node
+        self.graph = graph
+        self.program = program_of(graph)
+        self.bandwidth_bytes_per_s = bandwidth_bytes_per_s
+        self.latency_s = latency_s
+        self.memory_gib = memory_gib
+        self._asynchronous: dict[float, Exposed] = {}
+
+    @property
+    def source(self) -> str:
+        """Return what the figures are made of, in words."""
+        return f"{self.graph.name}'s gradients on {self.bandwidth_bytes_per_s * 8 / 1e9:g} Gbit/s (predicted)"
+
+    def synchronous(self, devices: Mapping[str, int], pass_s: float) -> Exposed:
+        """Return DDP's exposure, or FSDP2's where a whole replica does not fit. Raises Infeasible when neither fits."""
+        replicas = sum(devices.values())
+        if replicas < 2:
+            return Exposed(default_s=0.0, best_s=0.0, setting="one process")
+        program = stretched(self.program, pass_s)
+        ring = Ring(replicas=replicas, bandwidth_bytes_per_s=self.bandwidth_bytes_per_s, latency_s=self.latency_s)
+        if self._sharded(devices):
+            found = plan_fsdp(program, ring)
+            if found is None:
+                raise Infeasible(
+                    f"a replica needs {show_bytes(self._state_bytes)} for weights, gradients and Adam's moments, more "
+                    "than its device has, and the parameters' names show no blocks to shard"
+                )
+            if self._fits_gathered(devices, found) and found.without_reshard.step_s < found.best.step_s:
+                found = replace(found, best=found.without_reshard)
+            best, default = found.best, found.default
+            kept = "" if best.reshard_after_forward else ", reshard_after_forward=False"
+            return Exposed(
+                default_s=max(0.0, default.step_s - pass_s),
+                best_s=max(0.0, best.step_s - pass_s),
+                setting=f"FSDP2, prefetch {best.forward_depth} / {best.backward_depth}{kept}",
+                fsdp2=prefetch_setting(found),
+            )
+        ddp = plan_ddp(program, ring)
+        buckets = bucket_setting(ddp)
+        return Exposed(
+            default_s=ddp.default.exposed_s,
+            best_s=max(0.0, buckets.step_s - pass_s),
+            setting=_bucket_text(buckets),
+            ddp=buckets,
+        )
+
+    @property
+    def _state_bytes(self) -> float:
+        return STATES * self.graph.parameter_bytes
+
+    def _sharded(self, devices: Mapping[str, int]) -> bool:
+        """Return whether the model states must be sharded. Raises Infeasible when even that is too much."""
+        known = {name: size * 2**30 for name in devices if (size := self.memory_gib.get(name)) is not None}
+        if not known or self._state_bytes <= min(known.values()):
+            return False
+        replicas = sum(devices.values())
+        smallest = min(known, key=lambda name: known[name])
+        if self._state_bytes / replicas > known[smallest]:
+            raise Infeasible(
+                f"memory: weights, gradients and Adam's moments are {show_bytes(self._state_bytes)}; "
+                f"{replicas} devices hold {show_bytes(known[smallest])} each ({smallest})"
+            )
+        return True
+
+    def _fits_gathered(self, devices: Mapping[str, int], plan: FsdpPlan) -> bool:
+        """Return whether every device has room for all gathered parameters beside its share of the states."""
+        sizes = [self.memory_gib.get(name) for name in devices]
+        needed = self._state_bytes / sum(devices.values()) + plan.without_reshard.gathered_bytes
+        return all(size is not None and needed <= size * 2**30 for size in sizes)
+
+    def asynchronous(self, devices: Mapping[str, int], pass_s: float) -> Exposed:
+        """Return the exposure of TAC's order over a random one, simulated on the graph."""
+        if pass_s not in self._asynchronous:
+            durations = self.graph.duration_s.copy()
+            compute = self.graph.kind == COMPUTE
+            durations[compute] *= pass_s / self.program.compute_s
+            rate = self.bandwidth_bytes_per_s / self.devices_per_node
+            durations[~compute] = self.latency_s + self.graph.size_bytes[~compute] / rate
+            graph = self.graph.with_durations(durations, list(self.graph.estimate))
+            simulator, priority = Simulator(graph), tac(graph).priority
+            best, default = (
+                float(np.mean([simulator.run(given, seed).makespan_s for seed in range(_SEEDS)]))
+                for given in (priority, None)
+            )
+            best = min(best, default)
+            self._asynchronous[pass_s] = Exposed(
+                default_s=default - pass_s, best_s=best - pass_s, setting="TAC's order of transfers"
+            )
+        return self._asynchronous[pass_s]
+
+
+class FittedCommunication:
+    """From fitted throughput models: the synchronisation that was measured. No order is known, so none is better."""
+
+    def __init__(self, models: Mapping[str, ThroughputParams], devices_per_node: int) -> None:
+        """Take ``models`` by device type; types without one count like those with."""
+        self.models = models
+        self.devices_per_node = devices_per_node
+
+    @property
+    def source(self) -> str:
+        """Return what the figures are made of, in words."""
+        return "fitted synchronisation of " + ", ".join(self.models)
+
+    def synchronous(self, devices: Mapping[str, int], pass_s: float) -> Exposed:
+        """Return the exposure by the slowest of the used types' models."""
+        replicas = sum(devices.values())
+        nodes = sum(-(-count // self.devices_per_node) for count in devices.values())
+        used = [self.models[name] for name in devices if name in self.models] or list(self.models.values())
+        exposed = max(
+            float(overlapped(pass_s, float(sync_time_s(model, nodes, replicas)), model.gamma)) - pass_s
+            for model in used
+        )
+        return Exposed(default_s=max(0.0, exposed), best_s=max(0.0, exposed), setting="as measured")
+
+    asynchronous = synchronous
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MeasuredCommunication:
+    """From one run's telemetry: ``sync_s`` on ``replicas`` processes, for other numbers by the ring's share."""
+
+    sync_s: float
+    replicas: int
+
+    @property
+    def source(self) -> str:
+        """Return what the figures are made of, in words."""
+        return f"synchronisation measured on {self.replicas} processes"
+
+    def synchronous(self, devices: Mapping[str, int], pass_s: float) -> Exposed:
+        """Return the measured time, scaled by (K - 1) / K as a ring all-reduce's bytes."""
+        count = sum(devices.values())
+        there = (self.replicas - 1) / self.replicas
+        here = (count - 1) / count
+        exposed = self.sync_s * here / there if there else (0.0 if count == 1 else self.sync_s)
+        return Exposed(default_s=exposed, best_s=exposed, setting="as measured")
+
+    asynchronous = synchronous
+
+
+def stretched(program: Program, compute_s: float) -> Program:
+    """Return the same step on a device on which all compute takes ``compute_s`` seconds."""
+    by = compute_s / program.compute_s
+    return replace(
+        program,
+        ready_s=program.ready_s * by,
+        first_use_s=program.first_use_s * by,
+        backward_s=program.backward_s * by,
+        compute_s=compute_s,
+    )
+
+
+def _bucket_text(setting: BucketSetting) -> str:
+    if setting.bucket_cap_mb_list is not None:
+        return f"DDP, {len(setting.bucket_cap_mb_list)} buckets of the plan"
+    return "DDP's defaults" if setting.bucket_cap_mb is None else f"DDP, bucket_cap_mb={setting.bucket_cap_mb:g}"

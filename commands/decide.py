@@ -1,0 +1,251 @@
+"""``ddltool plan --strategy auto``: everything known about a job, the comparison, and the table for people."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from ddltool.analyzers.deciding.candidates import Knowledge, Settings
+    from ddltool.analyzers.deciding.communication import Communication
+    from ddltool.analyzers.deciding.feedback import Run
+    from ddltool.decision import Decision, Objective, Option
+    from ddltool.goodput_model import Goodput
+    from ddltool.graph import Graph
+    from ddltool.job import Job
+    from ddltool.plan import Plan
+
+OBJECTIVES = ("fastest", "cheapest", "same-bits")
+# A roofline has been within this of measured steps of the models and devices in docs/profile-analytic.md.
+ROOFLINE_ERROR = 0.5
+
+
+@dataclass(frozen=True, kw_only=True)
+class Given:
+    """What the command line adds to job.yaml."""
+
+    objective: Objective
+    graph: Graph | None
+    telemetry: Path | None
+    bandwidth: str | None
+    latency: str
+    settings: Settings
+
+
+def auto_plan(job: Job, job_file: Path, given: Given) -> Plan:
+    """Return the picked plan with the comparison in ``decision``. Raises InputError, Infeasible."""
+    from ddltool.analyzers.deciding.compare import decide
+    from ddltool.analyzers.deciding.compute import with_compute
+    from ddltool.analyzers.placement.problem import from_job
+    from ddltool.commands.output import note
+    from ddltool.commands.plan import capabilities_of, step_curves
+
+    run = _run(given.telemetry)
+    measured = {} if run is None else run.capabilities(job.batch_size)
+    offered = {offer.type for offer in job.devices}
+    unknown = sorted(set(measured) - offered)
+    if unknown:
+        from ddltool.errors import InputError
+
+        problem = f"is of device {unknown[0]!r}, which the job does not offer"
+        raise InputError(str(given.telemetry), problem, f"types there: {', '.join(sorted(offered))}")
+    rest = job.model_copy(update={"devices": [offer for offer in job.devices if offer.type not in measured]})
+    capabilities = {**(capabilities_of(rest, job_file.parent, str(job_file)) if rest.devices else {}), **measured}
+    knowledge = _knowledge(job, job_file, given, run)
+    made = decide(
+        job,
+        from_job(job, capabilities),
+        knowledge,
+        objective=given.objective,
+        settings=given.settings,
+    )
+    if given.settings.top_k > 1 and made.strategy != "est":
+        note(f"note: --top-k lists EST plans; the plan picked is {made.strategy}")
+    return with_compute(made, capabilities, step_curves(job, job_file))
+
+
+def _run(path: Path | None) -> Run | None:
+    from ddltool.analyzers.deciding.feedback import read_run
+    from ddltool.profile import read_table
+
+    return None if path is None else read_run(read_table(path), str(path))
+
+
+def _knowledge(job: Job, job_file: Path, given: Given, run: Run | None) -> Knowledge:
+    from ddltool.analyzers.deciding.candidates import Knowledge
+    from ddltool.analyzers.goodput.throughput import ThroughputParams
+    from ddltool.commands.plan import step_curves
+
+    fitted = _fitted(job, job_file.parent)
+    models = {name: ThroughputParams(**model.params.model_dump()) for name, model in fitted.items()}
+    errors, source = _errors(job, job_file.parent, fitted, run)
+    return Knowledge(
+        curves=step_curves(job, job_file),
+        models=models,
+        communication=_communication(job, job_file.parent, given, models, run),
+        errors=errors,
+        error_source=source,
+    )
+
+
+def _fitted(job: Job, folder: Path) -> dict[str, Goodput]:
+    from ddltool.artifacts import load
+    from ddltool.goodput_model import Goodput
+
+    return {offer.type: load(folder / offer.goodput, Goodput) for offer in job.devices if offer.goodput is not None}
+
+
+def _errors(job: Job, folder: Path, fitted: Mapping[str, Goodput], run: Run | None) -> tuple[dict[str, float], str]:
+    """Return the relative error of each type's compute times where one is known, and where it comes from."""
+    from ddltool.profile import read_profile
+
+    found: dict[str, float] = {}
+    sources: list[str] = []
+    for offer in job.devices:
+        if run is not None and offer.type in run.errors():
+            found[offer.type] = run.errors()[offer.type]
+            sources.append("spread of the earlier run's steps")
+        elif offer.capability_per_s is None and offer.profile is not None:
+            frame = read_profile(folder / offer.profile)
+            if "step_time_spread_s" in frame.columns and frame["step_time_spread_s"].notna().any():
+                found[offer.type] = float((frame["step_time_spread_s"] / frame["step_time_s"]).median() / 2)
+                sources.append("spread of the profile")
+        elif offer.type in fitted and fitted[offer.type].mape is not None:
+            found[offer.type] = fitted[offer.type].mape
+            sources.append("error of the fit")
+        elif offer.capability_per_s is None:
+            found[offer.type] = ROOFLINE_ERROR
+            sources.append("roofline")
+    return found, ", ".join(dict.fromkeys(sources))
+
+
+def _communication(
+    job: Job, folder: Path, given: Given, models: Mapping[str, object], run: Run | None
+) -> Communication | None:
+    """Return the best source there is: an earlier run, a graph on a known network, or a fit that saw several replicas."""
+    from ddltool.analyzers.deciding.communication import FittedCommunication, MeasuredCommunication
+    from ddltool.analyzers.goodput.throughput import ThroughputParams
+
+    if run is not None and run.world_size > 1:
+        return MeasuredCommunication(sync_s=run.sync_s, replicas=run.world_size)
+    from_graph = _from_graph(job, folder, given)
+    if from_graph is not None:
+        return from_graph
+    synchronised = {
+        name: model
+        for name, model in models.items()
+        if isinstance(model, ThroughputParams) and model.alpha_sync_local_s + model.alpha_sync_node_s > 0
+    }
+    if synchronised:
+        return FittedCommunication(synchronised, 8 if job.goodput is None else job.goodput.devices_per_node)
+    return None
+
+
+def _from_graph(job: Job, folder: Path, given: Given) -> Communication | None:
+    from ddltool.analyzers.deciding.communication import GraphCommunication
+    from ddltool.artifacts import load
+    from ddltool.commands.output import note
+    from ddltool.errors import InputError
+    from ddltool.fixtures.loading import devices
+    from ddltool.graph import SEND
+    from ddltool.job import Cluster
+    from ddltool.units import parse_bandwidth, parse_duration
+
+    rate, per_node, delay = None, 1, parse_duration(given.latency)
+    offered = {offer.type for offer in job.devices if offer.count}
+    if job.cluster is not None:
+        groups = [group for group in load(folder / job.cluster, Cluster).nodes if group.devices.type in offered]
+        cards = [group.nic_gbit for group in groups]
+        per_node = max((group.devices.count for group in groups), default=1)
+        if cards and None not in cards:
+            rate = min(card for card in cards if card is not None) * 1e9 / 8
+    if given.bandwidth is not None:
+        rate = parse_bandwidth(given.bandwidth)
+    graph = given.graph
+    if graph is None and job.model is not None and rate is not None:
+        graph = _traced(job, folder)
+    if graph is None:
+        return None
+    if rate is None:
+        known, own = graph.meta.get("bandwidth_bytes_per_s"), graph.meta.get("latency_s")
+        if not isinstance(known, (int, float)):
+            note("note: communication is left out: name a cluster with nic_gbit, or give --bandwidth")
+            return None
+        rate, delay = float(known), float(own) if isinstance(own, (int, float)) else delay
+    if graph.mode != "training" or not graph.timed or not len(graph.of_kind(SEND)):
+        raise InputError(
+            "--graph", f"{graph.name} is no timed training step", "make one with ddltool trace SOURCE -o FILE"
+        )
+    table = {device.name.casefold(): device.memory_gib for device in devices().devices}
+    memory = {offer.type: offer.memory_gib or table.get(offer.type.casefold()) for offer in job.devices}
+    return GraphCommunication(graph, rate, delay, memory, per_node)
+
+
+def _traced(job: Job, folder: Path) -> Graph:
+    """Return the job's model as a graph; times only matter relative to each other, so any known device will do."""
+    from ddltool.commands.sources import is_graph_file
+    from ddltool.commands.trace import timed_graph
+    from ddltool.fixtures.loading import devices
+    from ddltool.graph_io import read_graph
+
+    source = str(job.model)
+    if is_graph_file(source) and read_graph(folder / source).timed:
+        return read_graph(folder / source)
+    known = {device.name.casefold() for device in devices().devices}
+    name = next((offer.type for offer in job.devices if offer.type.casefold() in known), "V100")
+    if is_graph_file(source):
+        return timed_graph(str(folder / source), device=name)
+    return timed_graph(source, batch_size=job.batch_size, device=name)
+
+
+def show_decision(decision: Decision) -> None:
+    """Print the comparison and the three sentences."""
+    from ddltool.commands.output import out, table
+
+    console = out()
+    rows = [_row("nothing", decision.baseline)]
+    rows += [
+        _row(("> " if option.strategy == decision.picked else "") + option.strategy, option)
+        for option in decision.options
+    ]
+    priced = any(option.price_per_sample is not None for option in decision.options)
+    progress = any(option.goodput_per_s is not None for option in decision.options)
+    columns = ["strategy", "devices", "step", "exposed", "per s"]
+    columns += ["goodput"] * progress + ["stale", "bits"] + ["price/1e6"] * priced
+    kept = [place for place, name in enumerate(_COLUMNS) if name in columns]
+    console.print(
+        table(
+            f"Strategies compared, objective {decision.objective} (predicted)",
+            [_COLUMNS[place] for place in kept],
+            [tuple(row[place] for place in kept) for row in rows],
+        )
+    )
+    for name, why in decision.left_out.items():
+        console.print(f"not compared: {name}: {why}")
+    for line in decision.words:
+        console.print(line)
+    if decision.communication_source:
+        console.print(f"communication from {decision.communication_source}")
+
+
+_COLUMNS = ("strategy", "devices", "step", "exposed", "per s", "goodput", "stale", "bits", "price/1e6")
+
+
+def _row(name: str, option: Option) -> tuple[str, ...]:
+    from ddltool.units import show_seconds
+
+    half = None if option.high_s is None else (option.high_s - option.iteration_s) / option.iteration_s
+    return (
+        name,
+        str(sum(option.devices.values())),
+        show_seconds(option.iteration_s) + ("" if half is None else f" ±{half:.0%}"),
+        show_seconds(option.communication_s),
+        f"{option.throughput:.4g}",
+        "-" if option.goodput_per_s is None else f"{option.goodput_per_s:.4g}",
+        str(option.staleness),
+        option.determinism if option.determinism != "none" else "-",
+        "-" if option.price_per_sample is None else f"{option.price_per_sample * 1e6:.3g}",
+    )

@@ -1,0 +1,143 @@
+"""``ddltool verify PLAN TELEMETRY``: predicted against measured, and what to fit again."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Optional
+
+import typer
+
+from ddltool.commands.options import Json, Output
+
+if TYPE_CHECKING:
+    from ddltool.analyzers.deciding.verification import Verification
+    from ddltool.analyzers.goodput.throughput import ThroughputParams
+
+
+def verify(
+    plan_file: Annotated[Path, typer.Argument(metavar="PLAN", help="plan.json that the run followed.")],
+    telemetry: Annotated[Path, typer.Argument(metavar="TELEMETRY", help="telemetry.jsonl that the hook wrote.")],
+    goodput: Annotated[
+        Optional[Path],  # noqa: UP045
+        typer.Option(
+            metavar="FILE",
+            help="goodput.json of the devices that the job really ran on, when they are not the plan's.",
+            show_default=False,
+        ),
+    ] = None,
+    max_error: Annotated[
+        Optional[str],  # noqa: UP045
+        typer.Option(metavar="PERCENT", help="Exit 1 when the step time is off by more, e.g. 15%.", show_default=False),
+    ] = None,
+    output: Output = None,
+    as_json: Json = False,
+) -> None:
+    """Compare a run with its plan: step time, compute by process, synchronisation; say what to fit again."""
+    from dataclasses import asdict
+
+    from ddltool.analyzers.deciding.feedback import read_run
+    from ddltool.analyzers.deciding.verification import verify as compare
+    from ddltool.artifacts import check_writable, load, save
+    from ddltool.commands.output import print_json
+    from ddltool.plan import Plan
+    from ddltool.profile import read_table
+
+    if output is not None:
+        check_writable(output)
+    limit = None if max_error is None else percent(max_error, "--max-error")
+    made = load(plan_file, Plan)
+    found = compare(made, read_run(read_table(telemetry), str(telemetry)), _models(goodput))
+    passed = limit is None or abs(found.error) <= limit
+    document: dict[str, Any] = {
+        "kind": "ddltool.verification",
+        "schema_version": 1,
+        "plan": str(plan_file),
+        "telemetry": str(telemetry),
+        "iteration": {
+            "predicted_s": found.predicted_s,
+            "measured_s": found.measured_s,
+            "low_s": found.low_s,
+            "high_s": found.high_s,
+            "error": found.error,
+        },
+        "compute": {"predicted_s": found.predicted_compute_s, "measured_s": found.measured_compute_s},
+        "sync": {"predicted_s": found.predicted_sync_s, "measured_s": found.measured_sync_s},
+        "ranks": [asdict(rank) for rank in found.ranks],
+        "refit": list(found.refit),
+        "max_error": limit,
+        "passed": passed,
+    }
+    if output is not None:
+        save(document, output)
+    if as_json:
+        print_json(document)
+    else:
+        show(found, limit, output)
+    if not passed:
+        raise typer.Exit(1)
+
+
+def percent(text: str, where: str) -> float:
+    """Return ``15%`` or ``0.15`` as 0.15. Raises InputError for anything else, negative or not finite."""
+    import math
+
+    from ddltool.errors import InputError
+
+    try:
+        value = float(text.removesuffix("%")) / (100 if text.endswith("%") else 1)
+    except ValueError:
+        value = math.nan
+    if not (math.isfinite(value) and value >= 0):
+        raise InputError(where, f"{text!r} is no share", "write for example 15% or 0.15")
+    return value
+
+
+def _models(path: Path | None) -> dict[str, ThroughputParams] | None:
+    """Return the fitted models of a file by device type, "" for all others."""
+    from ddltool.analyzers.goodput.throughput import ThroughputParams
+    from ddltool.artifacts import load
+    from ddltool.goodput_model import Goodput
+
+    if path is None:
+        return None
+    return {"": ThroughputParams(**load(path, Goodput).params.model_dump())}
+
+
+def show(found: Verification, limit: float | None, output: Path | None) -> None:
+    """Print the comparison."""
+    from ddltool.commands.output import out, table
+    from ddltool.units import show_seconds
+
+    def parts(name: str, predicted: float | None, measured: float) -> tuple[str, str, str, str]:
+        error = "-" if predicted is None or measured <= 0 else f"{predicted / measured - 1:+.1%}"
+        return name, show_seconds(predicted), show_seconds(measured), error
+
+    console = out()
+    rows = [
+        parts("step", found.predicted_s, found.measured_s),
+        parts("compute, longest", found.predicted_compute_s, found.measured_compute_s),
+        parts("synchronisation", found.predicted_sync_s, found.measured_sync_s),
+    ]
+    console.print(table("Predicted against measured", ("part of a step", "predicted", "measured", "error"), rows))
+    ranks = [
+        (
+            str(rank.rank),
+            rank.device,
+            str(rank.batch),
+            show_seconds(rank.predicted_s),
+            show_seconds(rank.measured_s),
+            f"{rank.error:+.1%}",
+            f"{rank.spread:.1%}",
+        )
+        for rank in found.ranks
+    ]
+    columns = ("rank", "device", "batch", "predicted", "measured", "error", "spread")
+    console.print(table("Compute by process (measured: medians)", columns, ranks, text_columns=2))
+    console.print(f"half of the measured steps took {show_seconds(found.low_s)} to {show_seconds(found.high_s)}")
+    for line in found.refit or ("nothing to fit again: the plan's figures hold",):
+        console.print(f"- {line}")
+    if limit is not None:
+        word = "within" if abs(found.error) <= limit else "beyond"
+        console.print(f"step time off by {abs(found.error):.1%}: {word} the limit of {limit:.0%}")
+    if output is not None:
+        console.print(f"wrote {output}", soft_wrap=True)
