@@ -15,7 +15,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ddltool.artifacts import check_writable, load, read_document, save, to_json, write_text
+from ddltool.artifacts import check_writable, load, parse, read_document, save, to_json, write_text
 from ddltool.errors import InputError, did_you_mean
 from ddltool.goodput_model import Goodput, ThroughputRecord
 from ddltool.job import Cluster, Constraints, DeviceOffer, Job, NodeDevices, NodeGroup, read_job
@@ -341,3 +341,27 @@ def test_cluster_counts() -> None:
 
 def test_suggestions() -> None:
     assert did_you_mean("xyz", ["b", "a"]) == "known: a, b"
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "message"),
+    [
+        ("a.json", '{"kind": "ddltool.job", "name": "a", "name": "b"}', "a.json: gives 'name' twice"),
+        ("a.yaml", "kind: ddltool.job\nname: a\ndevices: []\nname: b\n", "a.yaml:line 4: gives 'name' twice"),
+        ("b.yaml", "name: a\ndevices:\n  - {type: T4, type: V100}\n", "b.yaml:line 3: gives 'type' twice"),
+    ],
+)
+def test_a_key_that_stands_twice_is_refused(tmp_path: Path, name: str, text: str, message: str) -> None:
+    (tmp_path / name).write_text(text, encoding="utf-8")
+    with pytest.raises(InputError) as caught:
+        read_document(tmp_path / name)
+    assert message in str(caught.value)
+
+
+@pytest.mark.parametrize(("field", "value"), [("count", True), ("count", "4"), ("count", 4.0), ("memory_gib", True)])
+def test_a_number_is_a_number(field: str, value: object) -> None:
+    document = {"name": "a", "max_workers": 1, "devices": [{"type": "T4", field: value}]}
+    with pytest.raises(InputError, match=rf"devices\[0\]\.{field}: Input should be a valid"):
+        parse(document, Job, "job")
+    whole = {"name": "a", "max_workers": 1, "devices": [{"type": "T4", "count": 1, "memory_gib": 16}]}
+    assert parse(whole, Job, "job").devices[0].memory_gib == 16

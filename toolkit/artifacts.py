@@ -29,7 +29,7 @@ SCHEMA_VERSION = 1
 class Record(BaseModel):
     """A part of a document: unknown fields are refused, so that a misspelt one cannot be ignored in silence."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
 
 
 class Artifact(Record):
@@ -72,13 +72,48 @@ def read_text(path: str | Path) -> str:
     return text
 
 
+class _RepeatedKey(Exception):
+    """A mapping gives a key twice: one of the two values would be lost in silence."""
+
+    def __init__(self, key: object, line: int | None = None) -> None:
+        super().__init__(key)
+        self.key, self.line = key, line
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Return the object; raise _RepeatedKey for a key that stands twice."""
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        keys = [key for key, _ in pairs]
+        raise _RepeatedKey(next(key for key in keys if keys.count(key) > 1))
+    return found
+
+
+class _UniqueKeys(yaml.SafeLoader):
+    """YAML's safe loader, which keeps the last of repeated keys, made to refuse them."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        """Return the mapping; raise _RepeatedKey for a key that stands twice."""
+        seen: set[str] = set()
+        for key, _ in node.value:
+            if key.value in seen and key.tag != "tag:yaml.org,2002:merge":
+                raise _RepeatedKey(key.value, key.start_mark.line + 1)
+            if isinstance(key.value, str):
+                seen.add(key.value)
+        return super().construct_mapping(node, deep)
+
+
 def read_document(path: str | Path) -> dict[str, Any]:
     """Return the mapping that a JSON or YAML file holds. Raises InputError with the line and column of a mistake."""
     path = Path(path)
     text = read_text(path)
     suffixes = [suffix for suffix in path.suffixes if suffix != ".gz"]
+    is_yaml = suffixes[-1:] in ([".yaml"], [".yml"])
     try:
-        document = yaml.safe_load(text) if suffixes[-1:] in ([".yaml"], [".yml"]) else json.loads(text)
+        document = yaml.load(text, _UniqueKeys) if is_yaml else json.loads(text, object_pairs_hook=_unique)  # noqa: S506
+    except _RepeatedKey as error:
+        where = f"{path}:line {error.line}" if error.line else str(path)
+        raise InputError(where, f"gives {error.key!r} twice", "keep one of the two") from None
     except json.JSONDecodeError as error:
         where = f"{path}:line {error.lineno} column {error.colno}"
         raise InputError(where, f"is not valid JSON ({error.msg})", "the file may be cut off; make it again") from None

@@ -281,9 +281,9 @@ def _check_op(op: Op, where: str) -> None:
     for name, value in (("duration_s", op.duration_s), ("flops", op.flops), ("size_bytes", op.size_bytes)):
         if value is not None and not (math.isfinite(value) and value >= 0):
             raise InputError(f"{where}.{name}", f"{op.name!r} has {value}", "it must be a finite number >= 0")
-    stem = op.resource.partition(":")[0]
+    stem, _, number = op.resource.partition(":")
     wanted = "compute" if op.kind == "compute" else "channel"
-    if stem != wanted or ":" not in op.resource:
+    if stem != wanted or not (number.isascii() and number.isdigit()):
         raise InputError(
             f"{where}.resource", f"{op.kind} op {op.name!r} is on {op.resource!r}", f"expected {wanted}:NUMBER"
         )
