@@ -110,7 +110,7 @@ def read_document(path: str | Path) -> dict[str, Any]:
     suffixes = [suffix for suffix in path.suffixes if suffix != ".gz"]
     is_yaml = suffixes[-1:] in ([".yaml"], [".yml"])
     try:
-        document = yaml.load(text, _UniqueKeys) if is_yaml else json.loads(text, object_pairs_hook=_unique)  # noqa: S506
+        document = yaml.load(text, _UniqueKeys) if is_yaml else json.loads(text, object_pairs_hook=_unique)
     except _RepeatedKey as error:
         where = f"{path}:line {error.line}" if error.line else str(path)
         raise InputError(where, f"gives {error.key!r} twice", "keep one of the two") from None
