@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from ddltool.analyzers.balancing.trace import SpeedTrace
 
 BATCH_PER_WORKER = 128
+MOST_SAMPLES = 10**12
 SCHEME_LABELS = {
     "bsp": "BSP",
     "asp": "ASP",
@@ -82,6 +83,8 @@ def balance(
     total = total_batch if total_batch is not None else BATCH_PER_WORKER * recorded.workers
     if total < recorded.workers:
         raise InputError("--total-batch", f"is {total}", f"{recorded.workers} workers need one sample each or more")
+    if total > MOST_SAMPLES:
+        raise InputError("--total-batch", f"is {total}", f"give at most {MOST_SAMPLES} samples")
     settings = Settings(warm_up=warmed, seed=seed)
     outcomes, networks = replay_all(recorded, chosen, total, settings, weights)
     document = describe(recorded, outcomes, total, settings)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ddltool.analyzers.balancing.trace import SpeedTrace
+from ddltool.analyzers.balancing.trace import LEAST_SPEED, MOST_SPEED, SpeedTrace
 from ddltool.errors import InputError, did_you_mean
 from ddltool.graph import natural_key
 from ddltool.profile import read_table
@@ -40,6 +40,8 @@ def read_trace(path: Path) -> SpeedTrace:
     values = {column: _numbers(frame, column) for column in COLUMNS[2:]}
     speed = values["speed"]
     _refuse(~(np.isfinite(speed) & (speed > 0)), frame, "speed", path, "it must be finite samples per second above 0")
+    beyond = (speed < LEAST_SPEED) | (speed > MOST_SPEED)
+    _refuse(beyond, frame, "speed", path, f"it must lie between {LEAST_SPEED:g} and {MOST_SPEED:g} samples per second")
     for column in ("cpu", "memory"):
         share = values[column]
         _refuse(~(np.isfinite(share) & (share >= 0)), frame, column, path, "it must be a finite number >= 0")

@@ -22,23 +22,27 @@ SHOWN = {
     "total": "total_waiting_s",
     "per_iteration": "waiting_per_iteration_s",
 }
-MOST_ENDS = 50_000_000
+# Beyond these a choice takes more than seconds, for barriers that lie hours ahead.
+MOST_ENDS, MANY_ENDS = 5_000_000, 500_000
 # Bounds on the iteration gap in the trade-off: every one where they are few, else spread over their range.
-_CURVE_POINTS = 17
+_CURVE_POINTS, _FEW_POINTS = 17, 5
 _WORKERS_SHOWN = 16
 
 
 def barrier(
     times: Annotated[
         Path,
-        typer.Argument(metavar="TIMES.csv", help="Columns worker,iteration,end_s; or the hook's telemetry.jsonl."),
+        typer.Argument(
+            metavar="TIMES.csv",
+            help="Columns worker,iteration,end_s; or telemetry, the hook's or a server's.",
+        ),
     ],
     lookahead: Annotated[
         Optional[int],  # noqa: UP045
         typer.Option(
             help=f"Iterations to predict per worker (default {LOOKAHEAD}; with --predicted all in the file).",
             min=1,
-            max=1_000_000,
+            max=100_000,
             show_default=False,
         ),
     ] = None,
@@ -178,15 +182,16 @@ def describe(
 
 
 def _bounds(ends: EndTimes) -> list[int]:
-    """Return at most ``_CURVE_POINTS`` bounds on the gap, from 0 to the one from which on nothing improves."""
+    """Return at most 17 bounds (5 where ends are many) on the gap, from 0 to the one from which on nothing improves."""
     import numpy as np
 
     from ddltool.analyzers.barriers.tradeoff import OBJECTIVES, best_barrier
 
     most = max(best_barrier(ends, objective=objective).iteration_gap for objective in OBJECTIVES)
-    if most < _CURVE_POINTS:
+    points = _CURVE_POINTS if len(ends.end_s) <= MANY_ENDS else _FEW_POINTS
+    if most < points:
         return list(range(most + 1))
-    spread = np.unique(np.geomspace(1, most, _CURVE_POINTS - 1).round().astype(int))
+    spread = np.unique(np.geomspace(1, most, points - 1).round().astype(int))
     return [0, *spread.tolist()]
 
 

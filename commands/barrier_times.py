@@ -34,11 +34,13 @@ class Recorded:
 def read_recorded(path: Path) -> Recorded:
     """Return the recorded iterations of a CSV (``worker,iteration,end_s``) or of telemetry.jsonl.
 
-    From ends, an iteration's length is the time since the worker's previous end. From telemetry, it is the step
-    without the waiting for others, and the next iterations begin together, at 0. Raises InputError naming row and
-    column.
+    Telemetry is the hook's, or that of a server of :mod:`ddltool.runtime.sync`. From ends, an iteration's length is the
+    time since the worker's previous end. From telemetry, it is the step without the waiting for others, and the next
+    iterations begin together, at 0. Raises InputError naming row and column.
     """
     frame = _read(path)
+    if {"event", "worker", "wait_s"} <= set(map(str, frame.columns)):
+        return _from_sync(frame, str(path))
     if {"rank", "step_s"} <= set(map(str, frame.columns)):
         return _from_telemetry(frame, str(path))
     names, ends, _ = _rows_by_worker(frame, COLUMNS, str(path))
@@ -86,6 +88,31 @@ def _from_telemetry(frame: pd.DataFrame, where: str) -> Recorded:
     none_left = frame["wait_s"].to_numpy(dtype=np.float64) >= frame["step_s"].to_numpy(dtype=np.float64)
     _refuse(none_left, frame["wait_s"], f"{where}:row {{row}}:wait_s", "it must be less than the row's step_s")
     lengths = [step - wait for step, wait in zip(steps, waits, strict=True)]
+    return Recorded(names=tuple(names), lengths_s=lengths, origins_s=np.zeros(len(names)))
+
+
+def _from_sync(frame: pd.DataFrame, where: str) -> Recorded:
+    """Return each worker's steps without their waiting, from one parameter server's rows.
+
+    A step lasts from when the server had the gradients of the one before; those of the first one are not known. Who
+    has left has no next iteration.
+    """
+    left = frame[frame["event"] == "left"]
+    steps = frame[(frame["event"] == "step") & ~frame["worker"].isin(left["worker"])]
+    if steps.empty:  # the run is over, all have left
+        steps = frame[frame["event"] == "step"]
+    if steps.empty:
+        raise InputError(where, "has no row of a step", "give the telemetry of a server that has taken gradients")
+    steps = steps.assign(worker=steps["worker"].astype(int).astype(str)).reset_index(drop=True)
+    names, ends, _ = _rows_by_worker(steps, ("worker", "step", "time_s"), where)
+    _, waits, _ = _rows_by_worker(steps, ("worker", "step", "wait_s"), where, ascending=False)
+    lengths = [np.diff(end) - wait[1:] for end, wait in zip(ends, waits, strict=True)]
+    for name, own in zip(names, lengths, strict=True):
+        if not len(own) or own.min() <= 0:
+            problem = "has one step" if not len(own) else "waited longer than a step took"
+            raise InputError(
+                f"{where}:worker {name}", problem, "give two or more steps of each, as the server wrote them"
+            )
     return Recorded(names=tuple(names), lengths_s=lengths, origins_s=np.zeros(len(names)))
 
 

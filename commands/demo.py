@@ -129,7 +129,7 @@ def _trace(found: Findings, seed: int) -> None:
 
 def _profile(found: Findings, seed: int) -> None:
     from ddltool.commands.output import note
-    from ddltool.commands.profile import RESOLVER, measure_with_progress
+    from ddltool.commands.profile_measure import RESOLVER, measure_with_progress
     from ddltool.profile import write_profile
     from ddltool.runtime.measure import MeasureRequest, reliability
 

@@ -6,7 +6,9 @@ import importlib.metadata
 import importlib.util
 import os
 import platform
-from typing import Any
+from typing import Annotated, Any
+
+import typer
 
 from ddltool.commands.options import Json
 
@@ -14,8 +16,37 @@ PACKAGES = ("torch", "onnx", "numpy", "pandas", "scipy", "ortools", "networkx", 
 OPTIONAL = ("transformers", "ray")
 
 
-def doctor(as_json: Json = False) -> None:
-    """Show versions, processors, memory and GPUs, and what is missing."""
+def doctor(
+    overhead: Annotated[
+        str,
+        typer.Option(
+            metavar='"SCRIPT ARGS"',
+            help="Measure instead what ddltool costs this training script, on and off in turns.",
+        ),
+    ] = "",
+    max_overhead: Annotated[
+        str, typer.Option(metavar="SHARE", help="With --overhead: exit 1 when it is above, such as 1%.")
+    ] = "",
+    pairs: Annotated[int, typer.Option(help="With --overhead: pairs of runs.", min=1, max=1000)] = 10,
+    steps: Annotated[int, typer.Option(help="With --overhead: optimizer steps of each run.", min=4)] = 60,
+    replicas: Annotated[int, typer.Option(help="With --overhead: processes, under torchrun.", min=1, max=4096)] = 1,
+    as_json: Json = False,
+) -> None:
+    """Show versions, processors, memory and GPUs, and what is missing; or measure what ddltool costs a script."""
+    from ddltool.errors import InputError
+
+    if overhead:
+        from ddltool.commands.overhead import show_overhead
+
+        show_overhead(overhead, max_overhead, pairs, steps, replicas, as_json)
+        return
+    if max_overhead:
+        raise InputError("--max-overhead", "needs a script", "add --overhead SCRIPT")
+    _look(as_json)
+
+
+def _look(as_json: bool) -> None:
+    """Print what this machine offers."""
     from ddltool import __version__
     from ddltool.commands.output import out, print_json, table
 

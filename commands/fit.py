@@ -10,9 +10,11 @@ import typer
 from ddltool.commands.options import Json, Output, Seed
 
 if TYPE_CHECKING:
+    from ddltool.analyzers.goodput.fit import ErrorSummary
+    from ddltool.analyzers.goodput.heterogeneous import DeviceModels
     from ddltool.analyzers.goodput.observations import Observations
-    from ddltool.analyzers.goodput.throughput import ThroughputParams
-    from ddltool.goodput_model import Goodput, NextMeasurement, ParameterInterval
+    from ddltool.analyzers.goodput.uncertainty import Uncertainty
+    from ddltool.goodput_model import DeviceGoodput, FitError, Goodput, LeftOut, NextMeasurement, ParameterInterval
 
 
 def fit(
@@ -24,17 +26,28 @@ def fit(
         Optional[Path],  # noqa: UP045
         typer.Option(metavar="FILE", help="Rows kept out of the fit, to measure its error on."),
     ] = None,
+    picture: Annotated[
+        Optional[Path],  # noqa: UP045
+        typer.Option(metavar="FILE", help="Draw the fitted curves over the measured points (.svg or .png)."),
+    ] = None,
     output: Output = None,
     seed: Seed = 0,
     as_json: Json = False,
 ) -> None:
     """Fit Pollux's seven-parameter throughput model and report its error."""
     from ddltool.artifacts import check_writable, save
+    from ddltool.commands.fit_report import show_fit
     from ddltool.commands.output import print_json
 
-    if output is not None:
-        check_writable(output)
-    fitted = fit_files(profiles, holdout, seed)
+    for path in (output, picture):
+        if path is not None:
+            check_writable(path)
+    if picture is not None:
+        check_picture(picture)
+    rows = read_rows(profiles)
+    fitted = fit_rows(rows, [str(path) for path in profiles], holdout, seed)
+    if picture is not None:
+        draw_fit(rows, fitted, picture)
     if output is not None:
         save(fitted, output)
     if as_json:
@@ -44,62 +57,190 @@ def fit(
 
 
 def fit_files(profiles: list[Path], holdout: Path | None, seed: int) -> Goodput:
-    """Return the model fitted to the rows of all files together."""
-    from threadpoolctl import threadpool_limits
+    """Return the model fitted to the rows of all files together: one per device type when the rows name several."""
+    return fit_rows(read_rows(profiles), [str(path) for path in profiles], holdout, seed)
 
-    from ddltool.analyzers.goodput.fit import evaluate
-    from ddltool.analyzers.goodput.fit import fit as fit_observations
+
+def read_rows(profiles: list[Path]) -> dict[str, Observations]:
+    """Return the rows of all files by device type; of one type under its name, which may be empty.
+
+    Raises InputError when some rows name their device and others do not know to which of several they belong.
+    """
     from ddltool.analyzers.goodput.observations import concatenate, from_frame
-    from ddltool.goodput_model import FitError, Goodput, ThroughputRecord
+    from ddltool.errors import InputError
     from ddltool.profile import read_table
 
-    observations = concatenate([from_frame(read_table(path), str(path)) for path in profiles])
-    kept_out = from_frame(read_table(holdout), str(holdout)) if holdout is not None else None
+    devices = concatenate([from_frame(read_table(path), str(path)) for path in profiles]).by_device()
+    unnamed = devices.pop("", None)
+    if unnamed is None:
+        return devices
+    if len(devices) > 1:
+        where = str(profiles[int(unnamed.part[0])])
+        raise InputError(f"{where}:device", "is missing", f"rows of {', '.join(devices)} are there too; add the column")
+    return {name: concatenate_parts([rows, unnamed]) for name, rows in devices.items()} or {"": unnamed}
+
+
+def concatenate_parts(parts: list[Observations]) -> Observations:
+    """Return the rows of parts of one table of files: they keep the file that each came from."""
+    from dataclasses import replace
+
+    import numpy as np
+
+    from ddltool.analyzers.goodput.observations import concatenate
+
+    return replace(concatenate(parts), part=np.concatenate([rows.part for rows in parts]))
+
+
+def fit_rows(devices: dict[str, Observations], sources: list[str], holdout: Path | None, seed: int) -> Goodput:
+    """Return the model of each device type's rows as one document."""
+    from threadpoolctl import threadpool_limits
+
+    from ddltool.analyzers.goodput.heterogeneous import fit_devices
+    from ddltool.analyzers.goodput.uncertainty import joint_intervals
+    from ddltool.goodput_model import Goodput
+
+    kept_out = read_rows([holdout]) if holdout is not None else {}
     # Small problems: threads that wait for each other cost more than they bring, above all on a loaded machine.
     with threadpool_limits(1):
-        result = fit_observations(observations, seed=seed)
-        error = evaluate(result.params, kept_out) if kept_out is not None else None
-        intervals, following = uncertainty_of(observations, result.params)
+        models = fit_devices(devices, seed=seed)
+        results = models.results
+        errors = holdout_errors(models, kept_out, str(holdout))
+        kept = {name: rows.take(~results[name].left_out) for name, rows in devices.items()}
+        if models.shared_network:
+            found = joint_intervals(list(kept.values()), [results[name].params for name in kept])
+            sure = dict(zip(kept, found, strict=True))
+        else:
+            sure = {name: joint_intervals([rows], [results[name].params])[0] for name, rows in kept.items()}
+        main = max(devices, key=lambda name: len(devices[name]))
+        following = next_measurement(kept[main], models, main, sure[main])
+    records = device_records(models, errors, sure)
+    top = records[main]
+    if len(records) == 1:
+        return Goodput(
+            sources=sources,
+            **{name: getattr(top, name) for name in type(top).model_fields},
+            fit_seconds=results[main].fit_seconds,
+            next_measurement=following,
+            left_out=left_out(models, sources),
+        )
+    count = {name: record.samples for name, record in records.items()}
+    whole = sum(count.values())
     return Goodput(
-        sources=[str(path) for path in profiles],
-        params=ThroughputRecord(**result.params.as_dict()),
-        rmsle=result.rmsle,
-        mape=result.mape,
-        samples=result.samples,
-        fit_seconds=result.fit_seconds,
-        undetermined=list(result.undetermined),
-        holdout=FitError(rmsle=error.rmsle, mape=error.mape, samples=error.samples) if error is not None else None,
-        intervals=intervals,
+        sources=sources,
+        params=top.params,
+        rmsle=(sum(count[name] * item.rmsle**2 for name, item in records.items()) / whole) ** 0.5,
+        mape=sum(count[name] * item.mape for name, item in records.items()) / whole,
+        samples=whole,
+        fit_seconds=sum(result.fit_seconds for result in results.values()),
+        undetermined=top.undetermined,
+        holdout=whole_error([item.holdout for item in records.values() if item.holdout is not None]),
+        intervals=top.intervals,
         next_measurement=following,
+        left_out=left_out(models, sources),
+        devices=records,
+        shared_network=models.shared_network,
+        network_choice=models.reason,
+        note=f"params, intervals and next_measurement are those of {main}, the device with most rows",
     )
 
 
-def uncertainty_of(
-    observations: Observations, params: ThroughputParams
-) -> tuple[dict[str, ParameterInterval], NextMeasurement | None]:
-    """Return the parameters' intervals and what to measure next, among the batches seen and twice the replicas seen."""
+def holdout_errors(models: DeviceModels, kept_out: dict[str, Observations], where: str) -> dict[str, ErrorSummary]:
+    """Return the error on the rows kept out, by device. Raises InputError for a device that was not fitted."""
+    from ddltool.analyzers.goodput.fit import evaluate
+    from ddltool.errors import InputError, did_you_mean
+
+    made = {}
+    for name, rows in kept_out.items():
+        # one device type, or rows that name none, need no matching names
+        known = next(iter(models.results)) if len(models.results) == 1 else name
+        if known not in models.results:
+            raise InputError(f"{where}:device", f'is "{name}"', did_you_mean(name, models.results))
+        if known in made:
+            raise InputError(f"{where}:device", f"names {', '.join(kept_out)}", "the fitted rows are of one device")
+        made[known] = evaluate(models.results[known].params, rows)
+    return made
+
+
+def whole_error(parts: list[FitError]) -> FitError | None:
+    """Return the error over all rows of several parts; None without any."""
+    from ddltool.goodput_model import FitError
+
+    if not parts:
+        return None
+    whole = sum(part.samples for part in parts)
+    return FitError(
+        rmsle=(sum(part.samples * part.rmsle**2 for part in parts) / whole) ** 0.5,
+        mape=sum(part.samples * part.mape for part in parts) / whole,
+        samples=whole,
+    )
+
+
+def device_records(
+    models: DeviceModels, errors: dict[str, ErrorSummary], sure: dict[str, Uncertainty]
+) -> dict[str, DeviceGoodput]:
+    """Return the fitted models as records."""
+    from dataclasses import asdict
+
+    from ddltool.goodput_model import DeviceGoodput, FitError, ThroughputRecord
+
+    return {
+        name: DeviceGoodput(
+            params=ThroughputRecord(**result.params.as_dict()),
+            rmsle=result.rmsle,
+            mape=result.mape,
+            samples=result.samples,
+            undetermined=list(result.undetermined),
+            holdout=FitError(**asdict(errors[name])) if name in errors else None,
+            intervals=interval_records(sure[name]),
+        )
+        for name, result in models.results.items()
+    }
+
+
+def interval_records(sure: Uncertainty) -> dict[str, ParameterInterval]:
+    """Return the intervals as records; no upper limit is None."""
     import math
 
-    from ddltool.analyzers.goodput.next_measurement import configurations, suggest_next
-    from ddltool.analyzers.goodput.uncertainty import parameter_intervals
-    from ddltool.goodput_model import NextMeasurement, ParameterInterval
+    from ddltool.goodput_model import ParameterInterval
 
-    sure = parameter_intervals(observations, params)
-    intervals = {
+    return {
         entry.name: ParameterInterval(
             low=entry.low, high=entry.high if math.isfinite(entry.high) else None, reason=entry.reason
         )
         for entry in sure.intervals
     }
-    tried = int(observations.num_replicas.max())
-    per_node = int((observations.num_replicas / observations.num_nodes).max())
-    if observations.num_nodes.max() == 1:
+
+
+def left_out(models: DeviceModels, sources: list[str]) -> list[LeftOut]:
+    """Return what the fit left out, with the files' names."""
+    from dataclasses import asdict
+
+    from ddltool.goodput_model import LeftOut
+
+    made = []
+    for result in models.results.values():
+        for item in result.outliers:
+            record = asdict(item)
+            made.append(LeftOut(source=sources[record.pop("part")], **record))
+    return made
+
+
+def next_measurement(
+    rows: Observations, models: DeviceModels, device: str, sure: Uncertainty
+) -> NextMeasurement | None:
+    """Return what to measure next on a device, among the batches seen and twice the replicas seen."""
+    from ddltool.analyzers.goodput.next_measurement import configurations, suggest_next
+    from ddltool.goodput_model import NextMeasurement
+
+    tried = int(rows.num_replicas.max())
+    per_node = int((rows.num_replicas / rows.num_nodes).max())
+    if rows.num_nodes.max() == 1:
         per_node = 2 * tried  # who has measured one node may not have a second
-    candidates = configurations(2 * tried, max(1, per_node), observations.local_batch_size, tried_replicas=tried)
-    found = suggest_next(observations, params, candidates, error=max(sure.error, 1e-3))
+    candidates = configurations(2 * tried, max(1, per_node), rows.local_batch_size, tried_replicas=tried)
+    found = suggest_next(rows, models.results[device].params, candidates, error=max(sure.error, 1e-3))
     if found.variance_before <= 0:
-        return intervals, None
-    return intervals, NextMeasurement(
+        return None
+    return NextMeasurement(
         num_nodes=found.num_nodes,
         num_replicas=found.num_replicas,
         local_batch_size=found.local_batch_size,
@@ -107,40 +248,19 @@ def uncertainty_of(
     )
 
 
-def show_fit(fitted: Goodput, output: Path | None) -> None:
-    """Print the parameters and the errors."""
-    from ddltool.commands.output import out, table
-    from ddltool.units import show_seconds
+def check_picture(path: Path) -> None:
+    """Raise InputError when the name of a picture does not say a format that can be drawn."""
+    from ddltool.errors import InputError
 
-    def shown(name: str, value: float | None) -> str:
-        return "no limit" if value is None else f"{value:.3g}" if name == "gamma" else show_seconds(value)
+    if path.suffix.lower() not in (".svg", ".png"):
+        raise InputError("--picture", f"{path} has no ending .svg or .png", "name the file fit.svg or fit.png")
 
-    rows = []
-    for name, value in fitted.params.model_dump().items():
-        interval = fitted.intervals.get(name)
-        limits = f"{shown(name, interval.low)} .. {shown(name, interval.high)}" if interval is not None else ""
-        source = "prior: not in the data" if name in fitted.undetermined else "fitted"
-        if interval is not None and interval.reason:
-            limits, source = "-", "prior: not in the data" if name in fitted.undetermined else "not determined"
-        rows.append((name, shown(name, value), limits, source))
-    console = out()
-    columns = ("parameter", "value", "90 % interval", "")
-    console.print(table(f"Throughput model from {fitted.samples} rows (fitted)", columns, rows))
-    for name, interval in fitted.intervals.items():
-        if interval.reason:
-            console.print(f"{name}: {interval.reason}")
-    console.print(f"error on the fitted rows   MAPE {fitted.mape:.1%}, RMSLE {fitted.rmsle:.4f}")
-    if fitted.holdout is not None:
-        error = fitted.holdout
-        console.print(
-            f"error on the holdout rows  MAPE {error.mape:.1%}, RMSLE {error.rmsle:.4f} ({error.samples} rows)"
-        )
-    following = fitted.next_measurement
-    if following is not None and following.variance_reduction >= 0.01:
-        console.print(
-            f"measure next: {following.num_replicas} replicas on {following.num_nodes} node(s) at local batch "
-            f"{following.local_batch_size} (removes {following.variance_reduction:.0%} of the predictions' variance)"
-        )
-    console.print(f"fitted in {fitted.fit_seconds:.2f} s")
-    if output is not None:
-        console.print(f"wrote {output}", soft_wrap=True)
+
+def draw_fit(devices: dict[str, Observations], fitted: Goodput, path: Path) -> None:
+    """Write the picture of the fit."""
+    from ddltool.analyzers.goodput.picture import fit_picture
+    from ddltool.analyzers.goodput.throughput import ThroughputParams
+    from ddltool.artifacts import write_bytes
+
+    params = {name: ThroughputParams(**fitted.params_of(name).model_dump()) for name in devices}
+    write_bytes(path, fit_picture(devices, params, file_format=path.suffix.lower()[1:]))

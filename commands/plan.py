@@ -59,6 +59,31 @@ def plan(
     time_limit_s: Annotated[
         float, typer.Option("--time-limit", help="Solver's time limit in seconds.", min=0.01)
     ] = 10.0,
+    prefer: Annotated[
+        Optional[str],  # noqa: UP045
+        typer.Option(
+            help="est: what matters, in this order: throughput, devices, price, waste, moves.",
+            metavar="NAME,...",
+            show_default=False,
+        ),
+    ] = None,
+    current_file: Annotated[
+        Optional[Path],  # noqa: UP045
+        typer.Option("--current", metavar="PLAN", help="est: plan.json that runs now: is leaving it worth it?"),
+    ] = None,
+    migration_s: Annotated[
+        float, typer.Option("--migration", help="With --current: seconds that a move stops the job.", min=0, max=1e9)
+    ] = 30.0,
+    horizon_s: Annotated[
+        float, typer.Option("--horizon", help="With --current: seconds in which a move must pay.", min=0.001, max=1e9)
+    ] = 3600.0,
+    together: Annotated[
+        Optional[list[Path]],  # noqa: UP045
+        typer.Option("--with", metavar="JOB.yaml", help="est: another job on the same devices; repeat for more."),
+    ] = None,
+    share: Annotated[
+        str, typer.Option(help="With --with: sum or max-min of the throughputs relative to the job alone.")
+    ] = "sum",
     output: Output = None,
     seed: Seed = 0,
     as_json: Json = False,
@@ -79,6 +104,11 @@ def plan(
     _only_for_auto(
         strategy, {"--objective": objective != "fastest", "--telemetry": telemetry, "--bandwidth": bandwidth}
     )
+    if strategy != "est" and (prefer is not None or current_file is not None or together):
+        raise InputError("--strategy", f"is {strategy}", "--prefer, --current and --with need --strategy est")
+    if together:
+        _plan_jobs([job_file, *together], share, time_limit_s, seed, output, as_json)
+        return
     job = read_job(job_file)
     graph = _graph_of(job, job_file.parent, graph_file)
     if strategy == "auto":
@@ -95,6 +125,21 @@ def plan(
         made = auto_plan(job, job_file, given)
     elif strategy == "goodput":
         made = goodput_plan(job, job_file)
+    elif strategy == "est" and (prefer is not None or current_file is not None or job.network is not None):
+        from ddltool.commands.placement import est_plan
+
+        made = est_plan(
+            job,
+            job_file,
+            capabilities_of(job, job_file.parent, str(job_file)),
+            top_k=top_k,
+            limit_s=time_limit_s,
+            seed=seed,
+            prefer=prefer,
+            current_file=current_file,
+            migration_s=migration_s,
+            horizon_s=horizon_s,
+        )
     else:
         capabilities = capabilities_of(job, job_file.parent, str(job_file))
         made = make_plan(
@@ -126,6 +171,21 @@ def _only_for_auto(strategy: str, given: Mapping[str, object]) -> None:
     used = [name for name, value in given.items() if value]
     if strategy != "auto" and used:
         raise InputError(used[0], f"has no part in --strategy {strategy}", "leave it out, or use --strategy auto")
+
+
+def _plan_jobs(files: list[Path], share: str, limit_s: float, seed: int, output: Path | None, as_json: bool) -> None:
+    """Plan several jobs on the same devices."""
+    from ddltool.commands.output import print_json
+    from ddltool.commands.placement import jobs_document, plan_together, show_jobs
+    from ddltool.errors import InputError
+
+    if output is not None:
+        raise InputError("--output", "holds the plan of one job", "use --json for several")
+    made = plan_together(files, sharing=share, limit_s=limit_s, seed=seed)
+    if as_json:
+        print_json(jobs_document(made, files))
+    else:
+        show_jobs(made, files)
 
 
 def make_plan(
@@ -324,6 +384,10 @@ def show_plan(made: Plan, output: Path | None) -> None:
     console.print(f"solver      {made.status}, gap {made.gap:.2%}, {made.solve_seconds:.3f} s")
     if made.decision is not None:
         show_decision(made.decision)
+    if made.network is not None or made.migration is not None:
+        from ddltool.commands.placement import show_placement
+
+        show_placement(made)
     if made.goodput is not None:
         _show_goodput(made.goodput)
     if made.split is not None:

@@ -3,18 +3,14 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Optional
+from typing import Annotated, Optional
 
 import typer
 
 from ddltool.commands.options import Json, Output, Seed
 
-if TYPE_CHECKING:
-    import pandas as pd
-
-    from ddltool.analyzers.goodput.curve import CurveSummary
-
-RESOLVER = "ddltool.commands.sources:training_step"
+# Headings of --help for options that only one way to use the command reads.
+WATCH, IMPORT, ANALYTIC = "With --watch", "With --import", "With --analytic"
 
 
 def profile(
@@ -22,150 +18,206 @@ def profile(
         Optional[str],  # noqa: UP045
         typer.Argument(metavar="SOURCE", help="The model to train; not needed with --network.", show_default=False),
     ] = None,
-    batch_sizes: Annotated[str, typer.Option(metavar="N,N,...", help="Local batch sizes to measure.")] = "1,2,4,8",
-    replicas: Annotated[str, typer.Option(metavar="N,N,...", help="How many local processes to measure with.")] = "1",
-    device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
-    device_name: Annotated[
-        str, typer.Option(metavar="NAME", help="Name to write in the device column; the hardware's own by default.")
+    batch_sizes: Annotated[
+        str,
+        typer.Option(
+            metavar="N,N,...|auto",
+            help="Local batch sizes, 1,2,4,8 by default; auto searches where throughput saturates.",
+        ),
     ] = "",
-    repeats: Annotated[int, typer.Option(help="Timed steps per configuration.", min=1)] = 5,
-    warmup: Annotated[int, typer.Option(help="Untimed steps before them.", min=0)] = 2,
-    memory_gib: Annotated[
-        float,
-        typer.Option(metavar="GIB", help="Memory budget for the batch limit; the device's own by default.", min=0),
-    ] = 0.0,
+    replicas: Annotated[
+        str,
+        typer.Option(
+            metavar="N,N,...", help="How many processes to measure with; 1, and all of a torchrun job, by default."
+        ),
+    ] = "",
+    accumulation: Annotated[
+        str, typer.Option(metavar="N,N,...", help="Accumulation steps before the one that synchronises; 0 is none.")
+    ] = "0",
+    device: Annotated[
+        str, typer.Option(help="cpu or cuda; with --analytic the name of a device type, such as V100.")
+    ] = "cpu",
+    device_name: Annotated[
+        str, typer.Option(metavar="NAME", help="Name to write in the device column; cpu or cuda by default.")
+    ] = "",
+    precision: Annotated[str, typer.Option(metavar="SHARE", help="How well to know every step time.")] = "5%",
+    budget: Annotated[
+        str, typer.Option(metavar="TIME", help="Stop measuring after this long; 60s by default without --repeats.")
+    ] = "",
+    repeats: Annotated[
+        Optional[int],  # noqa: UP045
+        typer.Option(help="Timed steps per configuration, in place of --precision.", show_default=False),
+    ] = None,
+    warmup: Annotated[int, typer.Option(help="Untimed steps before them.")] = 2,
+    threads: Annotated[int, typer.Option(help="Threads of each process; 0 shares the cores.", min=0, max=4096)] = 0,
+    memory: Annotated[
+        str,
+        typer.Option(metavar="SIZE|all", help="Search the largest batch that fits, by trying; all is a whole GPU."),
+    ] = "",
+    memory_gib: Annotated[float, typer.Option(metavar="GIB", help="The same as --memory, in GiB.", min=0)] = 0.0,
+    resume: Annotated[
+        bool, typer.Option("--resume", help="Keep the rows of -o FILE; measure what is missing.")
+    ] = False,
     network: Annotated[
         bool,
         typer.Option("--network", help="Measure latency and bandwidth between --replicas processes (or torchrun's)."),
     ] = False,
+    watch: Annotated[
+        int,
+        typer.Option(
+            metavar="N", help="Record speed, CPU and memory of every process for N iterations, for balance.", min=0
+        ),
+    ] = 0,
+    cores: Annotated[
+        str, typer.Option(metavar="N,N,...", help="The core that each process stays on.", rich_help_panel=WATCH)
+    ] = "",
+    imports: Annotated[
+        Optional[list[Path]],  # noqa: UP045
+        typer.Option(
+            "--import", metavar="FILE", help="AdaptDL table, profiler trace, telemetry or profile.csv; may be repeated."
+        ),
+    ] = None,
+    nodes: Annotated[
+        int, typer.Option(help="Nodes of a profiler trace that does not say.", min=0, rich_help_panel=IMPORT)
+    ] = 0,
+    analytic: Annotated[
+        bool, typer.Option("--analytic", help="Predict the curve of a --device that is not here, with its error.")
+    ] = False,
+    bandwidth: Annotated[str, typer.Option(help="Network between nodes.", rich_help_panel=ANALYTIC)] = "10Gbit",
+    latency: Annotated[str, typer.Option(help="Network latency.", rich_help_panel=ANALYTIC)] = "50us",
+    local_bandwidth: Annotated[
+        str, typer.Option(help="Link between the GPUs of a node.", rich_help_panel=ANALYTIC)
+    ] = "15.75GB/s",
+    local_latency: Annotated[str, typer.Option(help="Its latency.", rich_help_panel=ANALYTIC)] = "10us",
+    gpus_per_node: Annotated[
+        int, typer.Option(help="Replicas of a node.", min=1, max=1024, rich_help_panel=ANALYTIC)
+    ] = 1,
+    arithmetic: Annotated[
+        str, typer.Option(help="default, float32, tf32 or mixed.", rich_help_panel=ANALYTIC)
+    ] = "default",
+    optimizer: Annotated[str, typer.Option(help="sgd, momentum or adam.", rich_help_panel=ANALYTIC)] = "adam",
+    per_parameter: Annotated[
+        str,
+        typer.Option(
+            metavar="TIME", help="Host time per parameter tensor; calibrated by default.", rich_help_panel=ANALYTIC
+        ),
+    ] = "",
     output: Output = None,
     seed: Seed = 0,
     as_json: Json = False,
 ) -> None:
-    """Measure the training step over batch sizes and local processes, or the network between processes."""
+    """Measure training steps here, or the network; watch workers; import measurements; or predict another device's curve."""
     from ddltool.artifacts import check_writable
+    from ddltool.commands import profile_options as options
     from ddltool.commands.network import profile_network
-    from ddltool.commands.output import note, print_json
+    from ddltool.commands.profile_measure import MeasureOptions, profile_model
+    from ddltool.commands.torchrun import one_voice
     from ddltool.errors import InputError
-    from ddltool.profile import write_profile
-    from ddltool.runtime.measure import MeasureRequest, reliability
 
-    if output is not None:
-        check_writable(output)
-    if network:
+    modes = [
+        name
+        for name, on in {"--network": network, "--watch": watch, "--import": imports, "--analytic": analytic}.items()
+        if on
+    ]
+    if len(modes) > 1:
+        raise InputError(modes[1], f"has no part in {modes[0]}", "give one of the two")
+    sizes = () if batch_sizes == "auto" else options.integers(batch_sizes or "1,2,4,8", "--batch-sizes")
+    if imports:
+        from ddltool.commands.profile_import import profile_import
+
         if source is not None:
-            raise InputError("SOURCE", f"{source} has no part in --network", "leave it out")
-        profile_network(max(2, *integers(replicas, "--replicas")), output, as_json)
+            raise InputError("SOURCE", f"{source} has no part in --import", "leave it out")
+        if batch_sizes and len(sizes) != 1:
+            raise InputError("--batch-sizes", f"is {batch_sizes}", "give the one size of the imported trace")
+        replica_counts = options.integers(replicas, "--replicas") if replicas else ()
+        if len(replica_counts) > 1:
+            raise InputError("--replicas", f"is {replicas}", "give the one number of the imported trace")
+        profile_import(
+            imports,
+            output,
+            as_json,
+            device=device_name or None,
+            batch_size=sizes[0] if batch_sizes else None,
+            num_nodes=nodes or None,
+            num_replicas=replica_counts[0] if replica_counts else None,
+        )
         return
+    if analytic:
+        from ddltool.commands.profile_analytic import AnalyticRequest, profile_analytic
+
+        profile_analytic(
+            AnalyticRequest(
+                source=_required(source),
+                device=device,
+                batch_sizes=sizes if batch_sizes and sizes else None,
+                replicas=options.integers(replicas, "--replicas") if replicas else (1,),
+                gpus_per_node=gpus_per_node,
+                bandwidth=bandwidth,
+                latency=latency,
+                local_bandwidth=local_bandwidth,
+                local_latency=local_latency,
+                arithmetic=arithmetic,
+                optimizer=optimizer,
+                per_parameter=per_parameter or None,
+            ),
+            output,
+            as_json,
+        )
+        return
+    if watch:
+        from ddltool.commands.watch import profile_watch
+
+        if batch_sizes and len(sizes) != 1:
+            raise InputError("--batch-sizes", f"is {batch_sizes}", "give the one size that every process trains with")
+        counts = options.integers(replicas, "--replicas") if replicas else (2,)
+        profile_watch(
+            _required(source),
+            batch=sizes[0] if batch_sizes else 8,
+            workers=max(counts),
+            iterations=watch,
+            cores=cores or None,
+            seed=seed,
+            output=output,
+            as_json=as_json,
+        )
+        return
+    with one_voice():
+        counts = options.integers(replicas, "--replicas") if replicas else ()
+        if network:
+            if source is not None:
+                raise InputError("SOURCE", f"{source} has no part in --network", "leave it out")
+            if output is not None:
+                check_writable(output)
+            profile_network(max(2, *counts, 2), output, as_json)
+            return
+        if memory and memory_gib:
+            raise InputError("--memory-gib", "says the same as --memory", "give one of them")
+        profile_model(
+            MeasureOptions(
+                source=_required(source),
+                batch_sizes=sizes,
+                replicas=counts,
+                accumulation=options.integers(accumulation, "--accumulation", least=0),
+                device=device,
+                device_name=device_name or device,
+                precision=options.share(precision, "--precision"),
+                budget_s=options.budget(budget, "--budget") if budget else None,
+                repeats=repeats,
+                warmup=warmup,
+                threads=threads,
+                memory=memory or (f"{memory_gib!r}GiB" if memory_gib else ""),
+                resume=resume,
+                seed=seed,
+            ),
+            output,
+            as_json,
+        )
+
+
+def _required(source: str | None) -> str:
+    """Return the source. Raises InputError when it is missing."""
+    from ddltool.errors import InputError
+
     if source is None:
         raise InputError("SOURCE", "is missing", "give a model, for example zoo:resnet32, or --network")
-    if device not in ("cpu", "cuda"):
-        raise InputError("--device", f"unknown device {device!r}", "cpu or cuda")
-    request = MeasureRequest(
-        source=source,
-        resolver=RESOLVER,
-        batch_sizes=integers(batch_sizes, "--batch-sizes"),
-        replicas=integers(replicas, "--replicas"),
-        device=device,
-        device_name=device_name or device,
-        warmup=warmup,
-        repeats=repeats,
-        seed=seed,
-    )
-    frame = measure_with_progress(request)
-    if output is not None:
-        write_profile(frame, output)
-    limit = memory_gib * 2**30 if memory_gib else _device_memory(device)
-    summaries = summarise_frame(frame, limit)
-    for warning in reliability(frame):
-        note(f"warning: {warning}")
-    if as_json:
-        print_json(as_document(frame, summaries))
-    else:
-        show_profile(frame, summaries, output)
-
-
-def integers(text: str, where: str) -> tuple[int, ...]:
-    """Return the numbers in ``1,2,4``. Raises InputError for anything that is no whole number >= 1."""
-    from ddltool.errors import InputError
-
-    try:
-        values = tuple(int(part) for part in text.split(","))
-    except ValueError:
-        raise InputError(where, f"{text!r} is not a list of whole numbers", "write for example 1,2,4") from None
-    if min(values) < 1:
-        raise InputError(where, f"{min(values)} is below 1", "write whole numbers >= 1")
-    return tuple(sorted(set(values)))
-
-
-def measure_with_progress(request: Any) -> pd.DataFrame:
-    """Return the measured rows, with a progress bar while they come in."""
-    from ddltool.commands.output import progress
-    from ddltool.runtime.measure import measure
-
-    total = len(request.batch_sizes) * len(request.replicas)
-    with progress("measuring", total) as advance:
-        return measure(request, progress=lambda state: advance(state.done, state.remark))
-
-
-def _device_memory(device: str) -> float:
-    """Return the bytes that the device has: all of the GPU's, or what is free in main memory."""
-    if device == "cuda":
-        import torch
-
-        return float(torch.cuda.get_device_properties(0).total_memory)
-    import psutil
-
-    return float(psutil.virtual_memory().available)
-
-
-def summarise_frame(frame: pd.DataFrame, memory_limit_bytes: float | None) -> dict[str, CurveSummary]:
-    """Return launch overhead, saturation and memory limit per device."""
-    from ddltool.analyzers.goodput.curve import summarise
-
-    return summarise(frame, memory_limit_bytes)
-
-
-def as_document(frame: pd.DataFrame, summaries: dict[str, CurveSummary]) -> dict[str, Any]:
-    """Return the JSON document of a profile."""
-    import json
-
-    devices = {
-        name: {
-            "saturation_batch": summary.saturation_batch,
-            "memory_limit_batch": summary.memory_limit_batch,
-            "launch_overhead_s": summary.launch_overhead_s,
-        }
-        for name, summary in summaries.items()
-    }
-    rows = json.loads(frame.to_json(orient="records", double_precision=15))
-    return {"kind": "ddltool.profile", "schema_version": 1, "rows": rows, "devices": devices}
-
-
-def show_profile(frame: pd.DataFrame, summaries: dict[str, CurveSummary], output: Path | None) -> None:
-    """Print the measured rows and what they say about the device."""
-    from ddltool.commands.output import out, table
-    from ddltool.units import show_bytes, show_seconds
-
-    rows = [
-        (
-            str(row["device"]),
-            str(row["num_replicas"]),
-            str(row["local_batch_size"]),
-            show_seconds(row["step_time_s"]),
-            show_seconds(row.get("step_time_spread_s")),
-            show_seconds(row["sync_time_s"]),
-            show_bytes(row["peak_memory_bytes"]),
-        )
-        for row in frame.to_dict("records")
-    ]
-    columns = ("device", "replicas", "local batch", "step", "spread", "sync", "peak memory")
-    console = out()
-    console.print(table("Step times (measured, median)", columns, rows))
-    for name, summary in summaries.items():
-        overhead = show_seconds(summary.launch_overhead_s)
-        limit = summary.memory_limit_batch if summary.memory_limit_batch is not None else "not reached"
-        console.print(f"{name}: launch overhead {overhead}, saturates at batch {summary.saturation_batch}")
-        console.print(f"{name}: memory limit at batch {limit} (predicted by extrapolation)")
-    if output is not None:
-        console.print(f"wrote {output}", soft_wrap=True)
+    return source

@@ -14,7 +14,17 @@ if TYPE_CHECKING:
     from ddltool.analyzers.scheduling.metrics import Summary
     from ddltool.analyzers.scheduling.simulator import Policy, SimulationResult
 
-POLICIES = ("fifo", "tiresias", "optimus", "pollux", "srtf")
+POLICIES = (
+    "fifo",
+    "tiresias",
+    "optimus",
+    "pollux",
+    "srtf",
+    "easyscale-homo",
+    "easyscale-heter",
+    "sia",
+    "ours",
+)
 
 
 def simulate(
@@ -42,13 +52,14 @@ def simulate(
 ) -> None:
     """Replay a workload on a cluster under one or more scheduling policies and compare completion times."""
     from ddltool.analyzers.scheduling.metrics import IsolatedTimes, summarize
-    from ddltool.analyzers.scheduling.simulator import Options
+    from ddltool.analyzers.scheduling.simulator import Options, check_runs
     from ddltool.analyzers.scheduling.simulator import simulate as replay
     from ddltool.artifacts import check_writable, save
     from ddltool.commands.output import note, print_json
     from ddltool.commands.workloads import read_applications, read_cluster, read_workload
 
-    makers = policies(policy, power, restart_delay, seed)
+    machines = read_cluster(cluster)
+    makers = policies(policy, power, restart_delay, seed, mixed=len(machines.type_names) > 1)
     if output is not None:
         check_writable(output)
     options = Options(
@@ -58,9 +69,11 @@ def simulate(
         whole_seconds=whole_seconds,
         react=react,
     )
-    jobs, machines = read_workload(workload), read_cluster(cluster)
+    jobs = read_workload(workload)
     applications = read_applications(traces, [job.application for job in jobs])
     isolated = IsolatedTimes(applications, machines)
+    for make in makers.values():
+        check_runs(jobs, applications, machines, make())
     records = {}
     for name, make in makers.items():
         result = replay(jobs, applications, machines, make(), options)
@@ -86,13 +99,23 @@ def simulate(
         show(document)
 
 
-def policies(names: str, power: float, delay_s: float, seed: int) -> dict[str, Callable[[], Policy]]:
-    """Return what makes each policy of a comma-separated list, in its order. Raises InputError for unknown names."""
+def policies(
+    names: str, power: float, delay_s: float, seed: int, *, mixed: bool = False
+) -> dict[str, Callable[[], Policy]]:
+    """Return what makes each policy of a comma-separated list, in its order.
+
+    ``all`` leaves those out that know one GPU type only where the cluster is ``mixed``. Raises InputError for unknown
+    names.
+    """
     from functools import partial
 
+    from ddltool.analyzers.scheduling.cluster import MIXED_POLICIES
+    from ddltool.analyzers.scheduling.easyscale import EasyScale
     from ddltool.analyzers.scheduling.fifo import Fifo
     from ddltool.analyzers.scheduling.optimus import Optimus
+    from ddltool.analyzers.scheduling.ours import Ours
     from ddltool.analyzers.scheduling.pollux import Pollux
+    from ddltool.analyzers.scheduling.sia import Sia
     from ddltool.analyzers.scheduling.srtf import Srtf
     from ddltool.analyzers.scheduling.tiresias import Tiresias
     from ddltool.errors import InputError, did_you_mean
@@ -103,8 +126,13 @@ def policies(names: str, power: float, delay_s: float, seed: int) -> dict[str, C
         "optimus": Optimus,
         "pollux": partial(Pollux, power=power, delay_s=delay_s, seed=seed),
         "srtf": Srtf,
+        "easyscale-homo": partial(EasyScale, heterogeneous=False),
+        "easyscale-heter": EasyScale,
+        "sia": partial(Sia, delay_s=delay_s),
+        "ours": partial(Ours, delay_s=delay_s, seed=seed),
     }
-    wanted = list(known) if names == "all" else [name.strip() for name in names.split(",") if name.strip()]
+    everything = [name for name in known if name in MIXED_POLICIES or not mixed]
+    wanted = everything if names == "all" else [name.strip() for name in names.split(",") if name.strip()]
     for name in wanted:
         if name not in known:
             raise InputError("--policy", f"unknown policy {name!r}", did_you_mean(name, [*known, "all"]))

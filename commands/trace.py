@@ -56,6 +56,10 @@ def trace(
         Optional[Path],  # noqa: UP045
         typer.Option(metavar="FILE", help="Write TAC's timeline as a Chrome/Perfetto trace.", show_default=False),
     ] = None,
+    determinism: Annotated[
+        bool,
+        typer.Option("--determinism", help="List what stands in the way of equal bits (D0, D1, D2), and nothing else."),
+    ] = False,
     output: Output = None,
     seed: Seed = 0,
     as_json: Json = False,
@@ -70,6 +74,13 @@ def trace(
     from ddltool.errors import InputError
     from ddltool.graph_io import write_graph
 
+    if determinism:
+        from ddltool.commands.determinism import determinism as scan
+
+        if output is not None:
+            raise InputError("-o", "has no part in --determinism", "leave it out, or redirect --json")
+        scan(source, mode=_mode(mode), batch_size=batch_size, as_json=as_json)
+        return
     if output is not None and output == perfetto:
         raise InputError("--perfetto", f"is {perfetto}, as -o", "give two different files")
     for place in (output, perfetto):

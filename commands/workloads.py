@@ -24,6 +24,8 @@ if TYPE_CHECKING:
 WORKLOAD = ("name", "time", "application", "num_replicas", "batch_size")
 VALIDATION = ("progress", "iteration", "metric", "grad_sqr", "grad_var")
 _MOST_GPUS = 100_000
+# Ten years: later times are in another unit, or a typing error.
+_LATEST_S = 315_360_000.0
 
 
 def read_cluster(path: Path) -> ClusterSpec:
@@ -50,6 +52,11 @@ def read_workload(path: Path) -> list[JobSpec]:
 
     frame = _table(path, WORKLOAD)
     times = _numbers(frame, "time", path, least=0.0)
+    late = np.flatnonzero(times > _LATEST_S)
+    if late.size:
+        raise InputError(
+            f"{path}:row {late[0] + 1}:time", f"is {times[late[0]]:g}", f"seconds, at most {_LATEST_S:.0f} (ten years)"
+        )
     replicas = _numbers(frame, "num_replicas", path, least=1.0, whole=True)
     batches = _numbers(frame, "batch_size", path, least=1.0, whole=True)
     names = [str(name) for name in frame["name"].tolist()]

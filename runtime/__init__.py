@@ -6,6 +6,7 @@ Everything is loaded, and torch with it, when it is first asked for.
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from ddltool.runtime.agent import GoodputAgent
     from ddltool.runtime.data_parallel import apply_prefetch, bucket_report, ddp_arguments, prefetch_units
     from ddltool.runtime.digests import first_difference
     from ddltool.runtime.elastic import ElasticTrainer
@@ -15,6 +16,7 @@ if TYPE_CHECKING:
 
 _HOMES = {
     "ElasticTrainer": "elastic",
+    "GoodputAgent": "agent",
     "Hook": "hook",
     "TransferPlan": "transfers",
     "Worker": "workers",
@@ -27,6 +29,7 @@ _HOMES = {
 }
 __all__ = [
     "ElasticTrainer",
+    "GoodputAgent",
     "Hook",
     "TransferPlan",
     "Worker",

@@ -1,6 +1,7 @@
 """Batches of different sizes on different ranks: who takes which samples of each global step.
 
-Start at :class:`VariableBatchSampler`. Every epoch is one permutation that all ranks compute for themselves from the
+Start at :class:`VariableBatchSampler`, whose sizes a plan fixes; :mod:`ddltool.runtime.resizable_batches` has the sampler whose
+total batch may change while the job runs. Every epoch is one permutation that all ranks compute for themselves from the
 seed; each global step takes the next ``X = sum(local_sizes)`` samples of it and cuts them in rank order.
 """
 
@@ -125,8 +126,13 @@ class VariableBatchSampler(Sampler[list[int]]):
 
     def _order(self) -> torch.Tensor:
         """Return the epoch's permutation of all samples."""
-        if not self.shuffle:
-            return torch.arange(self.dataset_size)
-        generator = torch.Generator()
-        generator.manual_seed(self.seed + self.epoch)
-        return torch.randperm(self.dataset_size, generator=generator)
+        return epoch_order(self.dataset_size, self.shuffle, self.seed + self.epoch)
+
+
+def epoch_order(dataset_size: int, shuffle: bool, seed: int) -> torch.Tensor:
+    """Return the order in which an epoch visits the samples, shape (dataset_size,), as torch's DistributedSampler has it."""
+    if not shuffle:
+        return torch.arange(dataset_size)
+    generator = torch.Generator()
+    generator.manual_seed(seed)
+    return torch.randperm(dataset_size, generator=generator)

@@ -1,7 +1,8 @@
-"""Fingerprints of every tensor of a training run, and the first one in which two runs differ.
+"""Fingerprints of every tensor of a training run.
 
-A run that is recorded (``ElasticTrainer(..., record="run.jsonl")``) leaves one line per step. Two records of the same
-training, on whatever numbers of processes, are compared by :func:`first_difference`::
+A run that is recorded (``ElasticTrainer(..., record="run.jsonl")``, or :class:`ddltool.runtime.run_recorder.RunRecorder`
+in a loop of one's own) leaves one line per step. Two records of the same training, on whatever numbers of processes,
+are compared by :func:`first_difference` and by ``ddltool diff-run``::
 
     >>> print(first_difference("a.jsonl", "b.jsonl"))  # doctest: +SKIP
     step 7, logical worker 2: output of 4 (Dropout) differs (first inputs and random streams are equal: a kernel or ...)
@@ -13,33 +14,26 @@ import hashlib
 import json
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from ddltool.errors import InputError
+from ddltool.artifacts import check_writable
+from ddltool.runtime.run_difference import (
+    KIND,
+    SCHEMA_VERSION,
+    WORKER_CAUSES,
+    Difference,
+    first_difference,
+    iterate_steps,
+    read_steps,
+)
+
+__all__ = ["Difference", "StepFile", "TurnRecorder", "digest", "digests", "first_difference", "leaves", "read_steps"]
 
 DIGEST_BYTES = 8
-KIND = "step-digests"
-SCHEMA_VERSION = 1
-
-# What a difference of each kind means, when everything that comes earlier in the step is equal. In causal order.
-WORKER_CAUSES = {
-    "random stream": "the random state at the start of the turn; another seed, or draws that were not the worker's own",
-    "batch": "the data: other samples, or another order, or an augmentation that draws from somewhere else",
-    "buffer before": "module buffers at the start of the turn; they were not the worker's own",
-    "output": "this module's kernel: another device type, number of threads or library, or a random draw of its own",
-    "loss": "the loss function's kernel",
-    "gradient": "a kernel of the backward pass: another device type, number of threads or library",
-    "buffer": "module buffers after the turn: the kernel that updates them",
-}
-SHARED_CAUSES = {
-    "combined gradient": "the reduction: the order in which gradients are added",
-    "parameter": "the optimizer: its state, its settings or its kernel",
-}
 
 
 def digest(value: Tensor | bytes) -> str:
@@ -128,21 +122,32 @@ class TurnRecorder:
 
 
 class StepFile:
-    """Writes one line per step. Opened on process 0 alone; a step that is made again replaces the one in the file."""
+    """Writes one line per step. Opened on process 0 alone; a step that is made again replaces the one in the file.
 
-    def __init__(self, path: str | os.PathLike[str]) -> None:
+    ``settings`` (plain numbers and strings by name) stand in every line. Raises InputError where the file cannot be
+    written.
+    """
+
+    def __init__(self, path: str | os.PathLike[str], settings: Mapping[str, Any] | None = None) -> None:
         self._path = Path(path)
+        self._settings = dict(settings or {})
         self._begun = False
+        check_writable(self._path)
+        if self._path.exists():
+            next(iterate_steps(self._path), None)  # another kind of file is not to be overwritten
 
     def reopen(self) -> None:
         """Let the next step that is written replace that step and what follows it."""
         self._begun = False
 
     def _keep_until(self, step: int) -> None:
-        lines = read_steps(self._path) if self._path.exists() else []
-        kept = [json.dumps(line) for line in lines if line["step"] < step]
+        """Drop what is recorded of ``step`` and later ones, and a line that a killed process left unfinished."""
         partial = self._path.with_name(self._path.name + ".partial")
-        partial.write_text("".join(f"{line}\n" for line in kept))
+        with partial.open("w") as kept:
+            for line in iterate_steps(self._path) if self._path.exists() else ():
+                if line["step"] >= step:
+                    break
+                kept.write(json.dumps(line) + "\n")
         os.replace(partial, self._path)
 
     def write(self, step: int, epoch: int, turns: Sequence[bytes], shared: Mapping[str, Mapping[str, str]]) -> None:
@@ -153,94 +158,13 @@ class StepFile:
         workers: dict[str, Any] = {}
         for part in turns:
             workers |= json.loads(part)
-        line = {"kind": KIND, "schema_version": SCHEMA_VERSION, "step": step, "epoch": epoch}
+        workers = {rank: workers[rank] for rank in sorted(workers, key=int)}
+        line = {
+            "kind": KIND,
+            "schema_version": SCHEMA_VERSION,
+            "step": step,
+            "epoch": epoch,
+            "settings": self._settings,
+        }
         with self._path.open("a") as file:
             file.write(json.dumps(line | {"workers": workers, "shared": shared}) + "\n")
-
-
-def read_steps(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
-    """Return a record's steps. A last line that a killed process left unfinished is left out.
-
-    Raises InputError when the file is missing or is not such a record.
-    """
-    try:
-        lines = Path(path).read_text().splitlines()
-    except OSError as error:
-        raise InputError(str(path), f"cannot be read ({error.strerror})", "give the path of a record") from None
-    steps = []
-    for number, line in enumerate(lines, start=1):
-        try:
-            step = json.loads(line)
-        except ValueError:
-            if number == len(lines):
-                break
-            raise InputError(f"{path}:{number}", "is not JSON", "give a record of steps") from None
-        if not isinstance(step, dict) or (step.get("kind"), step.get("schema_version")) != (KIND, SCHEMA_VERSION):
-            raise InputError(f"{path}:{number}", f"is no {KIND} of version {SCHEMA_VERSION}", "give a record of steps")
-        steps.append(step)
-    return steps
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Difference:
-    """Where two runs part.
-
-    Attributes:
-        step, epoch: the first step that differs, counted from 0.
-        worker: the virtual rank of the logical worker; None for what all share.
-        kind: a key of ``WORKER_CAUSES`` or ``SHARED_CAUSES``, or "missing" where only one run has such a record.
-        tensor: its name.
-        cause: what can be to blame, as all that comes before it is equal.
-    """
-
-    step: int
-    epoch: int
-    worker: int | None
-    kind: str
-    tensor: str
-    cause: str
-
-    def __str__(self) -> str:
-        who = "" if self.worker is None else f", logical worker {self.worker}"
-        return (
-            f"step {self.step}{who}: {self.kind} {self.tensor} differs. All before it is equal, so it is {self.cause}"
-        )
-
-
-Run = str | os.PathLike[str] | Sequence[Mapping[str, Any]]
-
-
-def first_difference(a: Run, b: Run) -> Difference | None:
-    """Return the first thing, in causal order, in which two recorded runs differ; None when no common step does.
-
-    Within a step: each kind of record in the order of ``WORKER_CAUSES``, each worker in virtual-rank order, each tensor
-    in the order in which it came to be; then what all workers share. ``a`` and ``b`` are paths of records or their steps
-    (:func:`read_steps`). Steps that only one of them has are left out. Raises InputError when they have no step in
-    common.
-    """
-    left, right = ({step["step"]: step for step in _steps(run)} for run in (a, b))
-    common = sorted(left.keys() & right.keys())
-    if not common:
-        raise InputError("runs", "have no step in common", "record two runs of the same training")
-    for number in common:
-        if (found := _difference_of_step(left[number], right[number])) is not None:
-            return found
-    return None
-
-
-def _steps(run: Run) -> Sequence[Mapping[str, Any]]:
-    return read_steps(run) if isinstance(run, (str, os.PathLike)) else run
-
-
-def _difference_of_step(a: Mapping[str, Any], b: Mapping[str, Any]) -> Difference | None:
-    ranks = sorted(set(a["workers"]) | set(b["workers"]), key=int)
-    places = [(kind, rank, cause) for kind, cause in WORKER_CAUSES.items() for rank in ranks]
-    for kind, rank, cause in [*places, *((kind, None, cause) for kind, cause in SHARED_CAUSES.items())]:
-        one, other = ((run["shared"] if rank is None else run["workers"].get(rank, {})).get(kind, {}) for run in (a, b))
-        worker = None if rank is None else int(rank)
-        for name in [*one, *(name for name in other if name not in one)]:
-            if name not in one or name not in other:
-                cause = "what only one of the runs has: other code, or another number of workers"
-            if one.get(name) != other.get(name):
-                return Difference(step=a["step"], epoch=a["epoch"], worker=worker, kind=kind, tensor=name, cause=cause)
-    return None

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Protocol
@@ -32,7 +32,7 @@ from torch.utils.data import Dataset
 from ddltool.errors import InputError
 from ddltool.runtime import elastic_checkpoint as checkpoint
 from ddltool.runtime.elastic_group import Processes, start_processes
-from ddltool.runtime.elastic_turns import Settings, Step, Turns
+from ddltool.runtime.elastic_turns import REDUCTIONS, Reduction, Settings, Step, Turns
 from ddltool.runtime.job import dataset_length
 from ddltool.runtime.ordered_reduction import Order
 
@@ -59,10 +59,10 @@ class ElasticTrainer(Turns):
     Process 0's parameters and buffers are the ones that training starts from. Every step takes ``max_workers *
     batch_size * accumulation`` samples of the epoch's permutation (``torch.randperm`` from ``seed + epoch``, as in
     torch's DistributedSampler); what is left at the end of an epoch is not used in it. Each sample is fetched while its
-    worker is switched in, so an augmentation draws from the worker's streams.
+    worker is switched in, so an augmentation draws from the worker's streams, unless there are ``data_workers``.
 
-    Turns on ``torch.use_deterministic_algorithms`` for this process. Between steps the model of process 0 holds virtual
-    rank 0's buffers; :meth:`evaluating` puts them on every process.
+    Turns on ``torch.use_deterministic_algorithms`` for this process. Between steps the model of one process (with an
+    even placement process 0) holds virtual rank 0's buffers; :meth:`evaluating` puts them on every process.
 
     Source: EasyScale (Li et al., SC 2023), sections 3.2 and 3.3, determinism levels D0 and D1.
 
@@ -76,9 +76,15 @@ class ElasticTrainer(Turns):
         batch_size: samples per logical worker and micro-batch.
         accumulation: micro-batches per logical worker and step.
         placement: logical workers of each process; None: as even as possible.
-        order: how gradients are added: ``ranked`` ((g0 + g1) + g2) + g3, or ``tree`` (g0 + g1) + (g2 + g3), which needs
-            less memory and traffic when a process has several workers. The bits differ between the two.
+        order: how gradients are added: ``ranked`` ((g0 + g1) + g2) + g3, or ``tree`` (g0 + g1) + (g2 + g3). The bits
+            differ between the two.
+        reduction: how a ``ranked`` sum comes about: ``chain``, the default for models on the host, passes it from process
+            to process during the backward passes, with one sum in memory; ``gather`` sends everything to everybody at
+            the end of a step. The same bits. ``tree`` gathers.
         bucket_mib: gradients that travel together, MiB.
+        data_workers: processes that make batches ahead for all logical workers here; the samples and augmentations do
+            not depend on how many, 0 included. Augmentations then draw from a state of their own for every batch; None:
+            from the logical worker's streams, within its turn, as in a plain loop.
         collate: makes a batch of a list of samples; None: torch's ``default_collate``.
         extras: what else belongs into a checkpoint, by name, such as the learning-rate scheduler.
         record: a file for the fingerprints of every step (see :mod:`ddltool.runtime.digests`); slow, for finding out.
@@ -99,7 +105,9 @@ class ElasticTrainer(Turns):
         accumulation: int = 1,
         placement: Sequence[int] | None = None,
         order: Order = "ranked",
+        reduction: Reduction | None = None,
         bucket_mib: float = 25.0,
+        data_workers: int | None = None,
         collate: Callable[[list[Any]], Any] | None = None,
         extras: Mapping[str, Stateful] | None = None,
         record: str | os.PathLike[str] | None = None,
@@ -112,15 +120,26 @@ class ElasticTrainer(Turns):
             seed=seed,
             order=order,
             dataset_size=dataset_length(dataset),
+            sample_streams="turn" if data_workers is None else "batch",
         )
-        processes = Processes.this(max_workers, placement)
+        chosen = _reduction(reduction, order, model)
+        processes = Processes.this(max_workers, placement, dealt=chosen == "chain")
         torch.use_deterministic_algorithms(True)
         here = checkpoint.environment(next(model.parameters()).device)
         environment = ", ".join(f"{name} {value}" for name, value in here.items())
         processes.job.demand_same("environment", environment, "give all processes the same: torch.set_num_threads")
-        _broadcast([*model.parameters(), *model.buffers()])
+        _broadcast([*model.parameters(), *model.buffers()], 0)
         super().__init__(
-            model, optimizer, dataset, settings, processes, bucket_mib=bucket_mib, collate=collate, record=record
+            model,
+            optimizer,
+            dataset,
+            settings,
+            processes,
+            bucket_mib=bucket_mib,
+            reduction=chosen,
+            data_workers=data_workers,
+            collate=collate,
+            record=record,
         )
         self.loss_fn = loss_fn
         self._extras = dict(extras or {})
@@ -129,13 +148,21 @@ class ElasticTrainer(Turns):
         """Train the rest of an epoch, one step per item. An epoch that is behind already yields nothing."""
         if self.loss_fn is None:
             raise InputError("loss_fn", "was not given", "give one, or write the loop with trainer.batches(epoch)")
-        for *inputs, target in self.batches(epoch):
-            loss = self.loss_fn(self.model(*inputs), target)
-            loss.backward()
-            if self.turn_done(loss):
-                self.optimizer.step()
-                assert self.last_step is not None
-                yield self.last_step
+        with self._feed.watched() if self._feed is not None else nullcontext():
+            for *inputs, target in self.batches(epoch):
+                loss = self.loss_fn(self.model(*inputs), target)
+                if self._turn_ends:
+                    self._mean.expect()
+                loss.backward()
+                if self.turn_done(loss):
+                    self.optimizer.step()
+                    assert self.last_step is not None
+                    yield self.last_step
+
+    def close(self) -> None:
+        """End the data workers, if there are any; otherwise they end with the process or when this is collected."""
+        if self._feed is not None:
+            self._feed.close()
 
     @contextmanager
     def evaluating(self) -> Iterator[nn.Module]:
@@ -144,7 +171,7 @@ class ElasticTrainer(Turns):
         was_training = self.model.training
         buffers = list(self.model.buffers())
         kept = [value.clone() for value in buffers]
-        _broadcast(buffers)
+        _broadcast(buffers, self.processes.first)
         self.model.eval()
         try:
             yield self.model
@@ -166,6 +193,7 @@ class ElasticTrainer(Turns):
         def write() -> None:
             if self.processes.rank == 0:
                 workers = [worker for part in parts for worker in checkpoint.decode(part)["workers"]]
+                workers.sort(key=lambda worker: worker["virtual_rank"])
                 checkpoint.write(path, self._content(workers))
 
         self.processes.job.together(write)
@@ -209,6 +237,7 @@ class ElasticTrainer(Turns):
         self.epoch_number, self.step_in_epoch = position["epoch"], position["step"]
         self.steps_made = position["steps_made"]
         self._mean.clear()
+        self._mean.close()
         self._mean = self._new_mean(content["buckets"])
         self._contexts.load(content["workers"], os.fspath(path))
         if self._file is not None:
@@ -217,7 +246,8 @@ class ElasticTrainer(Turns):
     def _checked(self, path: str | os.PathLike[str]) -> dict[str, Any]:
         """Return a checkpoint's content. Raises InputError unless this run can continue it."""
         content = checkpoint.read(path)
-        checkpoint.demand_equal(path, content["settings"], asdict(self.settings), BUILD_THE_SAME)
+        settings = {"sample_streams": "turn"} | content["settings"]  # older files do not say
+        checkpoint.demand_equal(path, settings, asdict(self.settings), BUILD_THE_SAME)
         remedy = "equal bits need the same: torch.set_num_threads, torch's version, the type of device"
         checkpoint.demand_equal(path, content["environment"], checkpoint.environment(self.device), remedy)
         saved = {name: str(tuple(value.shape)) for name, value in content["parameters"].items()}
@@ -230,12 +260,24 @@ class ElasticTrainer(Turns):
         return content
 
 
-def _broadcast(tensors: list[Tensor]) -> None:
-    """Give every process the values of process 0."""
+def _broadcast(tensors: list[Tensor], source: int) -> None:
+    """Give every process the values of process ``source``."""
     if dist.is_initialized() and dist.get_world_size() > 1:
         with torch.no_grad():
             for value in tensors:
-                dist.broadcast(value.data, src=0)
+                dist.broadcast(value.data, src=source)
+
+
+def _reduction(asked: Reduction | None, order: Order, model: nn.Module) -> Reduction:
+    """Return how gradients are added up. Raises InputError for what does not go together."""
+    if asked is not None and asked not in REDUCTIONS:
+        raise InputError("reduction", f"is {asked}", f"known: {', '.join(REDUCTIONS)}")
+    on_host = all(parameter.device.type == "cpu" for parameter in model.parameters())
+    possible = order == "ranked" and on_host
+    if asked == "chain" and not possible:
+        problem = f"is chain, with order {order}" if on_host else "is chain, with parameters that are not on the host"
+        raise InputError("reduction", problem, "leave it out, or give gather")
+    return asked or ("chain" if possible else "gather")
 
 
 def _check_model(model: nn.Module) -> None:

@@ -83,11 +83,11 @@ class ElasticBSP(ASP):
             raise InputError("transfer plan", "puts no trainable parameter on server 0", "it must see the gradients")
         super().open(book)
         self.supersteps: list[Superstep] = []
-        self._quota = [1] * book.workers
-        self._base = [0] * book.workers
-        self._lengths: list[list[float]] = [[] for _ in range(book.workers)]
-        self._last_end_s = [0.0] * book.workers
-        self._came = [False] * book.workers
+        self._quota = [1] * book.seats
+        self._base = [0] * book.seats
+        self._lengths: list[list[float]] = [[] for _ in range(book.seats)]
+        self._last_end_s = [0.0] * book.seats
+        self._came = [False] * book.seats
 
     def may_pull(self, worker: int, clock: int, name: str) -> bool:
         """See :meth:`~.sync_policies.Policy.may_pull`."""
@@ -105,6 +105,11 @@ class ElasticBSP(ASP):
         """Return the members that have not pushed ``target`` gradients of ``name``."""
         pushed = self.book.pushed[name]
         return sorted(other for other in self.book.members if pushed[other] < target[other])
+
+    def joined(self, worker: int, clock: int, now_s: float) -> None:
+        """See :meth:`~.sync_policies.Policy.joined`; its first superstep is the next one."""
+        self._quota[worker], self._base[worker] = max(self._quota[worker], clock), max(self._base[worker], clock)
+        self._last_end_s[worker] = now_s
 
     def start(self, now_s: float) -> None:
         """The job begins; the first superstep is one iteration each."""

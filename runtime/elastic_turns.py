@@ -9,9 +9,10 @@ from __future__ import annotations
 import os
 import signal
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass
 from types import FrameType
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -20,9 +21,16 @@ from torch.utils.data import Dataset, default_collate
 from ddltool.errors import InputError
 from ddltool.runtime.batches import VariableBatchSampler
 from ddltool.runtime.digests import StepFile, TurnRecorder, digests
+from ddltool.runtime.elastic_checkpoint import environment
 from ddltool.runtime.elastic_group import Processes
 from ddltool.runtime.est_state import Contexts
-from ddltool.runtime.ordered_reduction import MIB, ORDERS, Order, OrderedMean
+from ddltool.runtime.ordered_buckets import MIB, OrderedMean
+from ddltool.runtime.ordered_chain import ChainedMean
+from ddltool.runtime.ordered_reduction import ORDERS, GatheredMean, Order
+from ddltool.runtime.sample_feed import SampleFeed, Task
+
+Reduction = Literal["chain", "gather"]
+REDUCTIONS = ("chain", "gather")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -38,6 +46,8 @@ class Settings:
     seed: int
     order: Order
     dataset_size: int
+    sample_streams: str = "turn"
+    """What augmentations draw from: the worker's streams in its ``turn``, or a state of its own for each ``batch``."""
 
     def __post_init__(self) -> None:
         for name, value in asdict(self).items():
@@ -84,6 +94,8 @@ class Turns:
         processes: Processes,
         *,
         bucket_mib: float,
+        reduction: Reduction,
+        data_workers: int | None,
         collate: Callable[[list[Any]], Any] | None,
         record: str | os.PathLike[str] | None,
     ) -> None:
@@ -97,10 +109,14 @@ class Turns:
         }
         self._contexts = Contexts(model, processes.local, settings.seed, self.device)
         self._bucket_bytes = int(bucket_mib * MIB)
+        self._reduction = reduction
         self._mean = self._new_mean(None)
         self._collate = collate or default_collate
+        self._feed = None
+        if data_workers is not None:
+            self._feed = SampleFeed(dataset, self._collate, seed=settings.seed, workers=data_workers)
         self._turns = TurnRecorder(model) if record is not None else None
-        self._file = StepFile(record) if record is not None and processes.rank == 0 else None
+        self._file = processes.job.together(lambda: self._open_record(record))
         self.epoch_number, self.step_in_epoch, self.steps_made = 0, 0, 0
         self.last_step: Step | None = None
         self._losses: dict[int, list[Tensor]] = {}
@@ -109,6 +125,11 @@ class Turns:
         self._gathered_turns: list[bytes] = []
         self._combined: dict[str, str] = {}
         optimizer.register_step_post_hook(self._updated)
+
+    def _open_record(self, path: str | os.PathLike[str] | None) -> StepFile | None:
+        if path is None or self.processes.rank > 0:
+            return None
+        return StepFile(path, asdict(self.settings) | environment(self.device))
 
     @property
     def steps_per_epoch(self) -> int:
@@ -135,29 +156,51 @@ class Turns:
             return
         if epoch > self.epoch_number:
             self.epoch_number, self.step_in_epoch = epoch, 0
-        for sampler in self._samplers.values():
-            sampler.set_epoch(epoch)
-        shares = {rank: list(sampler) for rank, sampler in self._samplers.items()}
+        source = self._fetched(epoch)
         while self.step_in_epoch < self.steps_per_epoch:
-            step = self.step_in_epoch
             for rank in self.processes.local:
                 self._begin_turn(rank)
-                indices = shares[rank][step]
-                for begin in range(0, len(indices), self.settings.batch_size):
-                    samples = [self.dataset[index] for index in indices[begin : begin + self.settings.batch_size]]
-                    batch = _moved(self._collate(samples), self.device)
+                for _ in range(self.settings.accumulation):
+                    batch = _moved(next(source), self.device)
                     if self._turns is not None:
                         self._turns.batch(batch)
                     before = self._micro_batches
                     yield batch
                     if self._micro_batches == before:
-                        raise InputError(
-                            "trainer.batches", "a batch was not followed by turn_done", "call it each time"
-                        )
+                        problem = "a batch was not followed by turn_done"
+                        raise InputError("trainer.batches", problem, "call it each time")
+
+    def _fetched(self, epoch: int) -> Iterator[Any]:
+        """Yield the batches of the rest of the epoch in the order of the turns, each fetched when it is asked for."""
+        for sampler in self._samplers.values():
+            sampler.set_epoch(epoch)
+        shares = {rank: list(sampler) for rank, sampler in self._samplers.items()}
+        size, places = self.settings.batch_size, range(self.settings.accumulation)
+        tasks = [
+            Task(rank, epoch, step, place, tuple(shares[rank][step][place * size : (place + 1) * size]))
+            for step in range(self.step_in_epoch, self.steps_per_epoch)
+            for rank in self.processes.local
+            for place in places
+        ]
+        if self._feed is None:
+            for task in tasks:
+                yield self._collate([self.dataset[index] for index in task.indices])
+            return
+        batches = self._feed.batches(tasks)
+        for _ in tasks:
+            with nullcontext() if self._feed.workers else self._contexts.aside():
+                batch = next(batches)
+            yield batch
+
+    @property
+    def _turn_ends(self) -> bool:
+        """Whether the micro-batch that is out is the last of its worker's turn."""
+        return (self._micro_batches + 1) % self.settings.accumulation == 0
 
     def _begin_turn(self, rank: int) -> None:
         self._awaits_update = False
         self._mean.clear()
+        self._mean.begin(rank)
         self._contexts.enter(rank)
         if self._turns is not None:
             self._turns.begin(rank, *self._contexts.seen())
@@ -229,13 +272,13 @@ class Turns:
         signal.signal(number, note)
 
     def _new_mean(self, buckets: list[list[str]] | None) -> OrderedMean:
-        return OrderedMean(
-            dict(self.model.named_parameters()),
-            self.processes,
-            turns_per_worker=self.settings.accumulation,
-            order=self.settings.order,
-            bucket_bytes=self._bucket_bytes,
-            buckets=buckets,
+        parameters = dict(self.model.named_parameters())
+        turns, size = self.settings.accumulation, self._bucket_bytes
+        if self._reduction == "chain":
+            return ChainedMean(parameters, self.processes, turns_per_worker=turns, bucket_bytes=size, buckets=buckets)
+        order = self.settings.order
+        return GatheredMean(
+            parameters, self.processes, order=order, turns_per_worker=turns, bucket_bytes=size, buckets=buckets
         )
 
     def _demand_between_steps(self, what: str) -> None:

@@ -7,95 +7,15 @@ activations are gone when a turn ends. What is left is small, which is why a con
 
 from __future__ import annotations
 
-import random
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
 from ddltool.errors import InputError
-
-Document = dict[
-    str, Any
-]  # nested dicts of tensors, numbers, strings and None: what torch.load(weights_only=True) takes
-
-
-@dataclass(frozen=True, slots=True)
-class RandomStreams:
-    """The states of the generators that training code draws from: Python, NumPy, torch on the host, torch on a device."""
-
-    python: tuple[Any, ...]
-    numpy: Any
-    torch_cpu: Tensor  # (5056,) bytes
-    device: Tensor | None  # None where the model is on the host
-
-    @classmethod
-    def capture(cls, device: torch.device) -> RandomStreams:
-        """Return the present states of this process's global generators."""
-        on_device = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
-        return cls(random.getstate(), np.random.get_state(), torch.get_rng_state(), on_device)  # noqa: NPY002  # user code draws from it
-
-    @classmethod
-    def seeded(cls, seed: int, virtual_rank: int, device: torch.device) -> RandomStreams:
-        """Return the streams that a logical worker starts with; they depend on ``seed`` and ``virtual_rank`` only."""
-        before = cls.capture(device)
-        seed_streams(seed, virtual_rank, device)
-        streams = cls.capture(device)
-        before.restore(device)
-        return streams
-
-    def restore(self, device: torch.device) -> None:
-        """Make these the states of this process's global generators."""
-        random.setstate(self.python)
-        np.random.set_state(self.numpy)  # noqa: NPY002  # user code draws from it
-        torch.set_rng_state(self.torch_cpu)
-        if self.device is not None and device.type == "cuda":
-            torch.cuda.set_rng_state(self.device, device)
-
-    def to_document(self) -> Document:
-        """Return the states as tensors and numbers."""
-        version, words, gauss = self.python
-        _, key, position, has_gauss, cached = self.numpy
-        return {
-            "python": {"version": version, "words": torch.tensor(words, dtype=torch.int64), "gauss": gauss},
-            "numpy": {
-                "key": torch.from_numpy(key.astype(np.int64)),
-                "position": int(position),
-                "has_gauss": int(has_gauss),
-                "cached": float(cached),
-            },
-            "torch_cpu": self.torch_cpu,
-            "device": self.device,
-        }
-
-    @classmethod
-    def from_document(cls, document: Document) -> RandomStreams:
-        """Return the streams that :meth:`to_document` described."""
-        python, numpy = document["python"], document["numpy"]
-        key = numpy["key"].numpy().astype(np.uint32)
-        return cls(
-            (python["version"], tuple(python["words"].tolist()), python["gauss"]),
-            ("MT19937", key, numpy["position"], numpy["has_gauss"], numpy["cached"]),
-            document["torch_cpu"],
-            document["device"],
-        )
-
-
-def seed_streams(seed: int, virtual_rank: int, device: torch.device | None = None) -> None:
-    """Seed this process's global generators as logical worker ``virtual_rank`` of a run with ``seed`` starts.
-
-    For a plain DDP script that is to be compared with an elastic run: call it with the process's rank.
-    """
-    words = np.random.SeedSequence([seed, virtual_rank]).generate_state(4, np.uint64).tolist()
-    random.seed(words[0])
-    np.random.seed(words[1] % 2**32)  # noqa: NPY002  # user code draws from it
-    torch.default_generator.manual_seed(words[2])
-    if device is not None and device.type == "cuda":
-        with torch.cuda.device(device):
-            torch.cuda.manual_seed(words[3])
+from ddltool.runtime.random_streams import Document, RandomStreams, Streams
 
 
 class Buffers:
@@ -134,7 +54,7 @@ class Buffers:
 class Context:
     """One logical worker's state between its turns."""
 
-    streams: RandomStreams
+    streams: Streams
     buffers: list[Tensor | None]
 
 
@@ -142,27 +62,30 @@ class Contexts:
     """The contexts of the logical workers of this process; at most one is switched in.
 
     Between turns, the process's own random streams are back in place and the model holds the buffers of the first
-    local worker (on process 0 those of virtual rank 0, whose buffers plain DDP would keep).
+    local worker (on the process of virtual rank 0 those of that one, whose buffers plain DDP would keep).
     """
 
-    def __init__(self, model: nn.Module, local: range, seed: int, device: torch.device) -> None:
+    def __init__(self, model: nn.Module, local: Sequence[int], seed: int, device: torch.device) -> None:
         self._buffers = Buffers(model)
         self._device = device
         self._local = local
         self._contexts = {
-            rank: Context(RandomStreams.seeded(seed, rank, device), self._buffers.copy()) for rank in local
+            rank: Context(Streams(RandomStreams.seeded(seed, rank, device)), self._buffers.copy()) for rank in local
         }
-        self._outside: RandomStreams | None = None
+        self._outside = Streams.present(device)
+        self._aside = Streams(RandomStreams.seeded(seed, 0, device))
+        self._within = False
         self.active: int | None = None
         self._buffers.install(self._contexts[local[0]].buffers)
 
     def enter(self, virtual_rank: int) -> None:
         """Switch ``virtual_rank`` in; no other worker is."""
         context = self._contexts[virtual_rank]
-        if self._outside is None:
-            self._outside = RandomStreams.capture(self._device)
+        if not self._within:
+            self._outside.leave(self._device)
+            self._within = True
         self._buffers.install(context.buffers)
-        context.streams.restore(self._device)
+        context.streams.enter(self._device)
         self.active = virtual_rank
 
     def leave(self, last: bool = True) -> None:
@@ -170,13 +93,27 @@ class Contexts:
         if self.active is None:
             return
         context = self._contexts[self.active]
-        context.streams = RandomStreams.capture(self._device)
+        context.streams.leave(self._device)
         context.buffers = self._buffers.current()
         self.active = None
-        if last and self._outside is not None:
-            self._outside.restore(self._device)
-            self._outside = None
+        if last:
+            self._outside.enter(self._device)
+            self._within = False
             self._buffers.install(self._contexts[self._local[0]].buffers)
+
+    @contextmanager
+    def aside(self) -> Iterator[None]:
+        """Keep what is drawn, and seeded, within the block from everybody's streams."""
+        current = self._outside if self.active is None else self._contexts[self.active].streams
+        put_by = self.active is not None or not self._within
+        if put_by:
+            current.leave(self._device)
+        self._aside.enter(self._device)
+        try:
+            yield
+        finally:
+            if put_by:
+                current.enter(self._device)
 
     def seen(self) -> tuple[Document, dict[str, Tensor | None]]:
         """Return the random streams and buffers that code draws from and changes now, whosever they are."""
@@ -189,7 +126,7 @@ class Contexts:
 
     def streams(self, virtual_rank: int) -> RandomStreams:
         """Return a worker's random streams. Only for a worker that is switched out."""
-        return self._contexts[virtual_rank].streams
+        return self._contexts[virtual_rank].streams.values()
 
     def to_documents(self) -> list[Document]:
         """Return the local workers' contexts in virtual-rank order, for a checkpoint."""
@@ -215,6 +152,6 @@ class Contexts:
                 if new is not None and old is not None:  # tied in the model: tied again
                     new = memo.setdefault(id(old), new.to(self._device))
                 values.append(new)
-            loaded[rank] = Context(RandomStreams.from_document(document["streams"]), values)
+            loaded[rank] = Context(Streams(RandomStreams.from_document(document["streams"])), values)
         self._contexts = loaded
         self._buffers.install(self._contexts[self._local[0]].buffers)

@@ -10,14 +10,14 @@ averaging is that only while all x_r are equal. Start at :meth:`WeightedAverage.
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from ddltool.errors import InputError
-from ddltool.runtime.telemetry import Exchange, StepRecorder
+from ddltool.runtime.telemetry import Exchange
 
 
 def leading_size(values: Iterable[Any]) -> int | None:
@@ -92,6 +92,14 @@ class _Round:
     exchange: Exchange | None
 
 
+class Recorder(Protocol):
+    """Who wants to know about exchanges of gradients: telemetry, or what chooses batch sizes."""
+
+    def begin_exchange(self, samples: int, totals: Tensor | None) -> Exchange:
+        """Return the record of a backward pass whose gradients are about to be exchanged."""
+        ...
+
+
 class WeightedAverage:
     """The state of the communication hook: ``model.register_comm_hook(None, average.reduce)``.
 
@@ -102,6 +110,8 @@ class WeightedAverage:
         group: the process group of the model.
         side: a gloo group of the same ranks, for numbers that live on the host.
         recorder: measures when gradients are ready, all here, and averaged; None: nobody wants to know.
+        compress: the type in which gradients travel; None: their own. They are scaled before and corrected after that in
+            their own type, so only the travelling sum is rounded.
     """
 
     def __init__(
@@ -110,8 +120,10 @@ class WeightedAverage:
         planned_total: int,
         group: dist.ProcessGroup,
         side: dist.ProcessGroup,
-        recorder: StepRecorder | None = None,
+        recorder: Recorder | None = None,
+        compress: torch.dtype | None = None,
     ) -> None:
+        self._compress = compress
         self._counter = counter
         self._planned_total = planned_total
         self._group = group
@@ -129,7 +141,8 @@ class WeightedAverage:
         """Sum ``x_r g_r / X`` of one bucket over the ranks. DDP calls this for each bucket as it becomes ready.
 
         Works for any floating-point type, unused parameters, gradient accumulation under ``no_sync`` (x_r then counts
-        all micro-batches, of equal size on a rank) and scaled losses, for the sum is linear.
+        all micro-batches, of equal size on a rank) and scaled losses, for the sum is linear. Torch's wrappers may go around
+        it, as in ``bf16_compress_wrapper(average.reduce)``.
         """
         buffer = bucket.buffer()
         opens = self._complete
@@ -142,8 +155,9 @@ class WeightedAverage:
             buffer.mul_(current.samples / self._planned_total)
         else:
             buffer.zero_()  # not a product: the mean over no samples is NaN
-        work = dist.all_reduce(buffer, group=self._group, async_op=True)
-        future: torch.futures.Future[Tensor] = work.get_future().then(partial(self._finish, current))
+        sent = buffer if self._compress is None else buffer.to(self._compress)
+        work = dist.all_reduce(sent, group=self._group, async_op=True)
+        future: torch.futures.Future[Tensor] = work.get_future().then(partial(self._finish, current, buffer))
         return future
 
     def _open(self, device: torch.device) -> _Round:
@@ -167,9 +181,11 @@ class WeightedAverage:
             beacon = dist.all_reduce(self._beacon, group=self._side, async_op=True)
         beacon.get_future().then(exchange.note_arrival)
 
-    def _finish(self, current: _Round, future: torch.futures.Future[list[Tensor]]) -> Tensor:
+    def _finish(self, current: _Round, given: Tensor, future: torch.futures.Future[list[Tensor]]) -> Tensor:
         """Correct a summed bucket for the total that was counted, where it differs from the planned one."""
         buffer = future.value()[0]
+        if buffer.dtype != given.dtype:
+            buffer = given.copy_(buffer)
         current.counting.wait()
         if buffer.is_cuda:
             buffer.mul_(self._planned_total / current.totals[0].clamp(min=1))

@@ -22,7 +22,7 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Protocol, Self
 
 import torch
 import torch.distributed as dist
@@ -183,13 +183,15 @@ def attach(
         dataset: a dataset with ``__len__`` for :meth:`Hook.dataloader`; None if you load ``hook.local_batch_size``
             samples per step by your own means.
 
+    With the environment variable DDLTOOL_OFF=1 any config is as None: for measuring what the hook costs.
+
     The loss must be a mean over the local batch (under gradient accumulation over micro-batches of equal size). If the
     config names a telemetry file, it is emptied now. ``DistributedDataParallel.join`` is not supported.
 
     Raises InputError, on every rank as soon as one rank refuses, when config and job do not fit. Left uncaught, it ends
     the process with one line on stderr and exit code 2.
     """
-    if config is None:
+    if config is None or os.environ.get("DDLTOOL_OFF", "") not in ("", "0"):
         rank, world_size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
         return Hook(dataset, rank, world_size)
     try:
@@ -214,8 +216,6 @@ def _attach(path: str, model: nn.Module, optimizer: torch.optim.Optimizer, datas
     if job.side is not None and isinstance(model, DistributedDataParallel):
         average = WeightedAverage(counter, enforcement.total_batch_size, model.process_group, job.side, recorder)
         register(model, average)
-        atexit.unregister(_pause_before_exit)  # once is enough, however many models were attached to
-        atexit.register(_pause_before_exit)
     if file is not None and recorder is not None:
         job.together(file.open)
         optimizer.register_step_pre_hook(recorder.before_update)
@@ -240,8 +240,18 @@ class _Forward:
         self.counter.count(module, args, kwargs)
 
 
-def register(model: DistributedDataParallel, average: WeightedAverage) -> None:
+class Reduction(Protocol):
+    """What reduces DDP's buckets."""
+
+    def reduce(self, state: object, bucket: dist.GradBucket, /) -> torch.futures.Future[torch.Tensor]:  # type: ignore[name-defined]
+        """Start to reduce one bucket."""
+        ...
+
+
+def register(model: DistributedDataParallel, average: Reduction) -> None:
     """Make ``average`` the model's communication hook. Raises InputError when it already has one."""
+    atexit.unregister(_pause_before_exit)  # once is enough, however many models were attached to
+    atexit.register(_pause_before_exit)
     try:
         model.register_comm_hook(None, average.reduce)
     except RuntimeError as error:

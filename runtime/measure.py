@@ -1,121 +1,334 @@
-"""Measures training steps in real processes: batch sizes x local replicas, with and without synchronisation.
+"""Measures training steps in real processes: batch sizes x replicas x accumulation steps. Start at :func:`campaign`.
 
-Every replica is a process of its own with a gloo (CPU) or NCCL (CUDA) group. Start at :func:`iter_measurements`.
+Every replica is a process of its own with a gloo (CPU) or NCCL (CUDA) group: started here (``measure_pool``), or
+torchrun's (``measure_job``). This module decides what runs next and turns times into rows.
 """
 
 from __future__ import annotations
 
-import contextlib
-import importlib
-import multiprocessing
-import os
-import queue
-import resource
-import socket
-import threading
+import math
 import time
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
-from pathlib import Path
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
-from ddltool.errors import DdlToolError, InputError, one_line
+from ddltool.analyzers.goodput.measuring import (
+    Interval,
+    first_of,
+    next_doubling,
+    predict,
+)
+from ddltool.errors import InputError
+from ddltool.runtime.children import SILENCE_LIMIT_S
+from ddltool.runtime.children import follow_parent as _follow_parent
+from ddltool.runtime.children import free_port as _free_port
+from ddltool.runtime.measure_pool import Pool
+from ddltool.runtime.measure_request import LARGEST_BATCH, MOST_STEPS, MeasureRequest, reliability, row_of, settings_of
+from ddltool.runtime.measure_worker import FEWEST_FOR_AN_INTERVAL, Outcome, Step, Task
 
 if TYPE_CHECKING:
     import pandas as pd
-    import torch
-    from torch import nn
 
-# Nothing that a profile measures takes longer without a sign of life; a hung collective must not hang the user.
-SILENCE_LIMIT_S = 300.0
-RELIABLE_SPREAD, SHORTEST_STEP_S, FEWEST_REPEATS = 0.1, 1e-3, 3
+__all__ = [
+    "LARGEST_BATCH",
+    "SILENCE_LIMIT_S",
+    "MeasureRequest",
+    "Measured",
+    "Progress",
+    "Step",
+    "_follow_parent",
+    "_free_port",
+    "campaign",
+    "measure",
+    "reliability",
+    "settings_of",
+]
 
-
-class Step(Protocol):
-    """What a resolver returns: the module, its inputs, and a loss of its output."""
-
-    module: nn.Module
-    inputs: tuple[Any, ...]
-    loss: Callable[[Any], torch.Tensor]
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class MeasureRequest:
-    """What to measure. ``resolver`` is ``package.module:function``, called as ``function(source, batch_size)``."""
-
-    source: str
-    resolver: str
-    batch_sizes: tuple[int, ...]
-    replicas: tuple[int, ...] = (1,)
-    device: str = "cpu"
-    device_name: str = "cpu"
-    warmup: int = 2
-    repeats: int = 5
-    seed: int = 0
-
-    def __post_init__(self) -> None:
-        for name, values in (
-            ("batch sizes", self.batch_sizes),
-            ("replicas", self.replicas),
-            ("repeats", (self.repeats,)),
-        ):
-            if not values or min(values) < 1:
-                raise InputError(name, f"are {values}", "give whole numbers >= 1")
+# One visit times at most so many steps; what is still uncertain then is visited again later, in another mood of the machine.
+_STEPS_PER_VISIT = 1000
+# Powers of two end here when nothing saturates.
+_LARGEST_DOUBLING = 2**16
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Progress:
-    """How far a measurement is: configurations done, and the one just measured."""
+    """How far a measurement is: configurations done, how many it may become, and the one just measured."""
 
     done: int
     total: int
     remark: str
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Skipped:
+    """A configuration that was not measured, and why."""
+
+    num_replicas: int
+    accumulation_steps: int
+    local_batch_size: int
+    reason: str
+    predicted_step_time_s: float | None = None
+
+
+@dataclass(kw_only=True, slots=True)
+class Measured:
+    """What a campaign found."""
+
+    frame: pd.DataFrame
+    skipped: list[Skipped] = field(default_factory=list)
+    spent_s: float = 0.0
+    over_budget: bool = False
+    """Whether the budget ended the campaign before every median was known to the precision."""
+
+
+class Executor(Protocol):
+    """Runs tasks: a pool of own processes, or torchrun's job."""
+
+    def run(self, task: Task) -> Outcome:
+        """Return the times of a task."""
+        ...
+
+    def nodes_of(self, replicas: int) -> int:
+        """Return on how many nodes so many replicas run."""
+        ...
+
+
+Key = tuple[int, int, int]
+"""Replicas, accumulation steps, local batch size."""
+OnRows = Callable[["pd.DataFrame"], None]
+
+
 def measure(request: MeasureRequest, *, progress: Callable[[Progress], None] | None = None) -> pd.DataFrame:
-    """Return one row per configuration, in ProfileRow's columns; see :func:`iter_measurements` for what is measured."""
-    import pandas as pd
-
-    total = len(request.batch_sizes) * len(request.replicas)
-    rows: list[dict[str, Any]] = []
-    for row in iter_measurements(request):
-        rows.append(row)
-        if progress is not None:
-            remark = f"batch {row['local_batch_size']} x {row['num_replicas']}"
-            progress(Progress(done=len(rows), total=total, remark=remark))
-    if not rows:
-        raise InputError("--batch-sizes", f"even {min(request.batch_sizes)} runs out of memory", "give smaller ones")
-    return pd.DataFrame(rows)
+    """Return one row per configuration, in ProfileRow's columns, measured in processes of this machine."""
+    return campaign(request, progress=progress).frame
 
 
-def iter_measurements(request: MeasureRequest) -> Iterator[dict[str, Any]]:
-    """Yield a row as soon as a configuration is measured; batch sizes that run out of memory are left out.
+def campaign(
+    request: MeasureRequest,
+    *,
+    executor: Executor | None = None,
+    known: pd.DataFrame | None = None,
+    on_rows: OnRows | None = None,
+    progress: Callable[[Progress], None] | None = None,
+    largest_batch: int = LARGEST_BATCH,
+) -> Measured:
+    """Measure what the request asks for and ``known`` does not have; return all rows, the known ones as they are.
 
-    ``step_time_s``: median over the repeats of the slowest replica's full step. ``sync_time_s``: what that is longer
-    than the same step without synchronisation (AdaptDL's convention), 0 for one replica. Every process gets the same
-    number of threads whatever the number of replicas. Raises DdlToolError when a process fails, with its reason.
+    ``on_rows`` gets all rows after every visit to a configuration. Batches above ``largest_batch`` are left out, and all
+    larger ones once one runs out of memory. Columns: ``step_time_s`` is the median over the repeats of the slowest
+    replica's full step, with its 95 % interval; ``sync_time_s`` what that is longer than the same step without
+    synchronisation (AdaptDL's convention), 0 for one replica; ``grad_time_s`` one pass without synchronisation, the
+    update a part of it where nothing is accumulated.
+
+    Raises DdlToolError when a process fails, with its reason; InputError when nothing fits in memory.
     """
+    if executor is not None:
+        return _Campaign(request, executor, known, largest_batch).run(on_rows, progress)
     if request.device == "cuda":
         _check_cuda(max(request.replicas))
-    threads = max(1, len(os.sched_getaffinity(0)) // max(request.replicas))
-    for replicas in sorted(set(request.replicas)):
-        yield from _run_group(request, replicas, threads)
+    with Pool(request.subject(), request.replicas) as pool:
+        found = _Campaign(request, pool, known, largest_batch)
+        if found.next_task() is not None:
+            pool.start()  # importing torch is no part of the budget
+        return found.run(on_rows, progress)
 
 
-def reliability(frame: pd.DataFrame) -> list[str]:
-    """Return a plain sentence for every reason not to trust the rows, with what to try."""
-    found: list[str] = []
-    wide = frame[frame["step_time_spread_s"] > RELIABLE_SPREAD * frame["step_time_s"]]
-    if len(wide):
-        worst = (wide["step_time_spread_s"] / wide["step_time_s"]).max()
-        found.append(
-            f"{len(wide)} of {len(frame)} rows spread by up to {worst:.0%}; stop other load or raise --repeats"
+class _Campaign:
+    """The state of a campaign: what was timed so far, and what that makes of the rest."""
+
+    def __init__(
+        self, request: MeasureRequest, executor: Executor, known: pd.DataFrame | None, largest_batch: int
+    ) -> None:
+        self.request, self.executor = request, executor
+        self.limit = largest_batch
+        self.series = [
+            (replicas, steps)
+            for replicas in sorted(set(request.replicas))
+            for steps in sorted(set(request.accumulation))
+        ]
+        self.wanted = set(request.batch_sizes)
+        self.rows: dict[Key, dict[str, Any]] = {}
+        self.times: dict[Key, Outcome] = {}
+        self.began = time.monotonic()
+        for row in [] if known is None else known.to_dict("records"):
+            self.rows[_key(row)] = {str(name): value for name, value in row.items()}
+
+    def run(self, on_rows: OnRows | None, progress: Callable[[Progress], None] | None) -> Measured:
+        """Run tasks until nothing is left to do."""
+        self.began = time.monotonic()
+        while (task := self.next_task()) is not None:
+            self._absorb(task, self.executor.run(task))
+            if on_rows is not None and self.rows:
+                on_rows(self.frame())
+            if progress is not None:
+                total = max(len(self.rows), len(self.wanted) * len(self.series))
+                progress(Progress(done=len(self.rows), total=total, remark=str(task)))
+        if not self.rows:
+            smallest = min(self.request.batch_sizes, default=1)
+            raise InputError("--batch-sizes", f"even {smallest} runs out of memory", "give smaller ones")
+        over = self.request.repeats is None and self._spent() >= self.request.budget_s and self._work_left()
+        return Measured(frame=self.frame(), skipped=self._skipped(), spent_s=self._spent(), over_budget=over)
+
+    def frame(self) -> pd.DataFrame:
+        """Return all rows, ordered by replicas, accumulation steps and batch."""
+        import pandas as pd
+
+        return pd.DataFrame([self.rows[key] for key in sorted(self.rows)])
+
+    def next_task(self) -> Task | None:
+        """Return what to run next, None when everything is known well enough or the budget is spent."""
+        request = self.request
+        if self.rows and self._spent() >= request.budget_s:
+            return None
+        if request.repeats is not None:
+            missing = self._missing()
+            return self._task(missing[0], most=request.repeats) if missing else None
+        searched = self._search()
+        if searched is not None:
+            return self._first_visit(searched)
+        ranked = self._ranked()
+        if not ranked:
+            return None
+        doubt, key = ranked[0]
+        return self._second_visit(key, doubt) if key in self.rows else self._first_visit(key)
+
+    def _search(self) -> Key | None:
+        """Return the next configuration of the search for saturation, None when it has ended or was not asked for."""
+        if self.request.batch_sizes:
+            return None
+        replicas, steps = self.series[0]
+        points = {batch: point.median for batch, point in self._points(replicas, steps).items()}
+        batch = next_doubling(points, min(self.limit, _LARGEST_DOUBLING))
+        if batch is None or batch > self.limit or batch in points:
+            self.wanted = set(points)
+            return None
+        self.wanted = {*points, batch}
+        return replicas, steps, batch
+
+    def _missing(self) -> list[Key]:
+        """Return what was asked for, fits, and was not measured, in the order of the rows."""
+        return [
+            (replicas, steps, batch)
+            for replicas, steps in self.series
+            for batch in sorted(self.wanted)
+            if batch <= self.limit and (replicas, steps, batch) not in self.rows
+        ]
+
+    def _points(self, replicas: int, steps: int) -> dict[int, Interval]:
+        return {
+            key[2]: _interval(row)
+            for key, row in self.rows.items()
+            if key[:2] == (replicas, steps) and key[2] <= self.limit
+        }
+
+    def _ranked(self) -> list[tuple[float, Key]]:
+        """Return what is not known to the precision, with its doubt, the greatest first; equal doubts in a good order."""
+        found: list[tuple[float, Key]] = []
+        for replicas, steps in self.series:
+            points = self._points(replicas, steps)
+            doubts = {batch: predict(points, batch).relative for batch in self._wanted_of(points)}
+            unknown = sorted(batch for batch, doubt in doubts.items() if math.isinf(doubt))
+            if unknown:
+                found.append((math.inf, (replicas, steps, first_of(unknown, sorted(points)))))
+                continue
+            found += [(doubt, (replicas, steps, batch)) for batch, doubt in doubts.items()]
+            found += [
+                (point.relative, (replicas, steps, batch))
+                for batch, point in points.items()
+                # rows of an earlier run are kept as they are; what so many steps do not settle, more will not
+                if 0 < len(self.times.get((replicas, steps, batch), Outcome()).full) < MOST_STEPS
+            ]
+        return sorted((item for item in found if item[0] > self.request.precision), key=lambda item: -item[0])
+
+    def _wanted_of(self, points: dict[int, Interval]) -> list[int]:
+        return [batch for batch in sorted(self.wanted) if batch not in points and batch <= self.limit]
+
+    def _task(self, key: Key, *, most: int, seconds: float = math.inf, precision: float = 0.0) -> Task:
+        replicas, steps, batch = key
+        return Task(
+            replicas=replicas,
+            batch=batch,
+            accumulation=steps,
+            warmup=self.request.warmup,
+            most=most,
+            seconds=seconds,
+            precision=precision,
         )
-    if (frame["step_time_s"] < SHORTEST_STEP_S).any():
-        found.append("steps below 1 ms measure the framework more than the model; use larger batch sizes")
-    if (frame["repeats"] < FEWEST_REPEATS).any():
-        found.append(f"fewer than {FEWEST_REPEATS} repeats say nothing about the spread; raise --repeats")
-    return found
+
+    def _first_visit(self, key: Key) -> Task:
+        """Return a visit that lasts until the median is known, or the configuration's share of the budget is spent."""
+        share = (self.request.budget_s - self._spent()) / max(1, len(self._missing()))
+        return self._task(key, most=_STEPS_PER_VISIT, seconds=max(0.0, share), precision=self.request.precision)
+
+    def _second_visit(self, key: Key, doubt: float) -> Task:
+        """Return a visit with as many steps as bring the interval down to the precision, by the root of their number."""
+        have = self.times[key].full
+        lacking = math.ceil(len(have) * ((doubt / self.request.precision) ** 2 - 1)) if doubt < 10 else _STEPS_PER_VISIT
+        most = min(max(lacking, FEWEST_FOR_AN_INTERVAL), _STEPS_PER_VISIT)
+        rivals = max(1, len(self._ranked()))
+        return self._task(key, most=most, seconds=max(0.0, (self.request.budget_s - self._spent()) / rivals))
+
+    def _absorb(self, task: Task, outcome: Outcome) -> None:
+        """Add a visit's times to its configuration's row; forget what is too large."""
+        if outcome.out_of_memory:
+            self.limit = min(self.limit, task.batch - 1)
+            return
+        key = (task.replicas, task.accumulation, task.batch)
+        before = self.times.get(key, Outcome())
+        together = Outcome(
+            full=before.full + outcome.full,
+            local=before.local + outcome.local,
+            passes=before.passes + outcome.passes,
+            peak_bytes=max(before.peak_bytes, outcome.peak_bytes),
+        )
+        self.times[key] = together
+        self.rows[key] = row_of(self.request, task, together, self.executor.nodes_of(task.replicas))
+
+    def _spent(self) -> float:
+        return time.monotonic() - self.began
+
+    def _work_left(self) -> bool:
+        return bool(self._ranked()) or self._search() is not None
+
+    def _skipped(self) -> list[Skipped]:
+        """Return what was asked for and not measured, and why."""
+        found = []
+        for replicas, steps in self.series:
+            points = self._points(replicas, steps)
+            for batch in sorted(self.wanted - set(points)):
+                guess = predict(points, batch)
+                known = guess.relative <= self.request.precision and self.request.repeats is None
+                if batch > self.limit:
+                    reason = f"memory ends at batch {self.limit}"
+                elif known:
+                    neighbours = sorted(points)
+                    low = max(value for value in neighbours if value < batch)
+                    high = min(value for value in neighbours if value > batch)
+                    reason = f"known to {guess.relative:.1%} from the curve between batch {low} and {high}"
+                else:
+                    reason = "the budget was spent"
+                found.append(
+                    Skipped(
+                        num_replicas=replicas,
+                        accumulation_steps=steps,
+                        local_batch_size=batch,
+                        reason=reason,
+                        predicted_step_time_s=guess.step_time_s if known else None,
+                    )
+                )
+        return found
+
+
+def _key(row: dict[Any, Any]) -> Key:
+    steps = row.get("accumulation_steps")
+    passes = 0 if steps is None or math.isnan(steps) else int(steps)
+    return int(row["num_replicas"]), passes, int(row["local_batch_size"])
+
+
+def _interval(row: dict[str, Any]) -> Interval:
+    median = float(row["step_time_s"])
+    low, high = (float(row.get(f"step_time_{end}_s") or math.nan) for end in ("low", "high"))
+    return Interval(median=median, low=median if math.isnan(low) else low, high=median if math.isnan(high) else high)
 
 
 def _check_cuda(replicas: int) -> None:
@@ -126,224 +339,3 @@ def _check_cuda(replicas: int) -> None:
         raise InputError(
             "--device", f"cuda has {found} devices for {replicas} replicas", "use --device cpu or fewer replicas"
         )
-
-
-def _run_group(request: MeasureRequest, replicas: int, threads: int) -> Iterator[dict[str, Any]]:
-    """Start the processes of one replica count and yield what rank 0 reports."""
-    context = multiprocessing.get_context("spawn")
-    results: multiprocessing.Queue[tuple[str, Any]] = context.Queue()
-    port = _free_port()
-    children = [
-        context.Process(target=_child, args=(request, rank, replicas, threads, port, results), daemon=True)
-        for rank in range(replicas)
-    ]
-    try:
-        for child in children:
-            child.start()
-        yield from _listen(results, children)
-    finally:
-        for child in children:
-            if child.is_alive():
-                child.kill()
-            child.join()
-
-
-def _listen(results: multiprocessing.Queue[tuple[str, Any]], children: list[Any]) -> Iterator[dict[str, Any]]:
-    last = time.monotonic()
-    while True:
-        try:
-            kind, value = results.get(timeout=0.2)
-        except queue.Empty:
-            dead = [child for child in children if child.exitcode not in (None, 0)]
-            if dead and results.empty():
-                raise DdlToolError(f"a measuring process died (exit code {dead[0].exitcode})") from None
-            if time.monotonic() - last > SILENCE_LIMIT_S:
-                raise DdlToolError(f"the measuring processes were silent for {SILENCE_LIMIT_S:.0f} s") from None
-            continue
-        last = time.monotonic()
-        if kind == "row":
-            yield value
-        elif kind == "error":
-            raise InputError(*value)
-        else:
-            return
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
-
-
-def _child(
-    request: MeasureRequest,
-    rank: int,
-    replicas: int,
-    threads: int,
-    port: int,
-    results: multiprocessing.Queue[tuple[str, Any]],
-) -> None:
-    """Run one replica; whatever goes wrong reaches the parent as text."""
-    import torch
-    import torch.distributed as dist
-
-    os.dup2(2, 1)  # what the user's module prints must not mix with the command's result
-    threading.Thread(target=_follow_parent, daemon=True).start()
-    torch.set_num_threads(threads)
-    torch.manual_seed(request.seed)
-    try:
-        if replicas > 1:
-            # Otherwise gloo asks the host's name, which need not resolve to this machine.
-            os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-            backend = "nccl" if request.device == "cuda" else "gloo"
-            dist.init_process_group(backend, init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=replicas)
-        _measure_all(request, rank, replicas, results)
-    except DdlToolError as error:
-        where = getattr(error, "where", request.source)
-        results.put(("error", (where, getattr(error, "problem", str(error)), getattr(error, "remedy", ""))))
-    except KeyboardInterrupt:
-        return  # the parent was interrupted as well and reports it
-    except Exception as error:
-        text = one_line(f"{type(error).__name__}: {error}")[:300]
-        results.put(
-            ("error", (request.source, f"a training step failed ({text})", "it must train on its example inputs"))
-        )
-    else:
-        if rank == 0:
-            results.put(("done", None))
-    finally:
-        if dist.is_initialized():
-            with contextlib.suppress(RuntimeError):  # a dead peer must not hide what was reported
-                dist.destroy_process_group()
-
-
-def _follow_parent() -> None:
-    """End this process when the one that started it is gone: a killed command leaves nobody computing."""
-    parent = multiprocessing.parent_process()
-    if parent is not None:
-        parent.join()
-        os._exit(1)
-
-
-def _measure_all(
-    request: MeasureRequest, rank: int, replicas: int, results: multiprocessing.Queue[tuple[str, Any]]
-) -> None:
-    import torch
-
-    module_name, _, function = request.resolver.partition(":")
-    resolver: Callable[[str, int], Step] = getattr(importlib.import_module(module_name), function)
-    device = torch.device("cuda", rank) if request.device == "cuda" else torch.device("cpu")
-    for batch in sorted(set(request.batch_sizes)):
-        _reset_peak(device)
-        fits, full, local = 1.0, [0.0], [0.0]
-        try:
-            full, local = _time_steps(resolver(request.source, batch), request, replicas, device)
-        except (MemoryError, RuntimeError) as error:
-            if not isinstance(error, MemoryError) and "out of memory" not in str(error).lower():
-                raise
-            if replicas > 1:  # the peers are inside a collective by now; no message can reach them
-                raise InputError("--batch-sizes", f"{batch} runs out of memory", "leave it out") from None
-            fits = 0.0
-        if not fits:
-            return
-        if rank == 0:
-            results.put(("row", _row(request, replicas, batch, full, local, _peak_bytes(device))))
-
-
-def _row(
-    request: MeasureRequest, replicas: int, batch: int, full: list[float], local: list[float], peak_bytes: float
-) -> dict[str, Any]:
-    import numpy as np
-
-    step = float(np.median(full))
-    low, high = np.percentile(full, [25, 75])
-    return {
-        "device": request.device_name,
-        "num_nodes": 1,
-        "num_replicas": replicas,
-        "local_batch_size": batch,
-        "step_time_s": step,
-        # Never all of the step: computing takes some of it, whatever the noise says.
-        "sync_time_s": 0.0 if replicas == 1 else min(max(0.0, step - float(np.median(local))), 0.99 * step),
-        "peak_memory_bytes": peak_bytes,
-        "step_time_spread_s": float(high - low),
-        "repeats": request.repeats,
-    }
-
-
-def _time_steps(
-    step: Step, request: MeasureRequest, replicas: int, device: torch.device
-) -> tuple[list[float], list[float]]:
-    """Return the times of full steps and of steps without synchronisation, the slowest replica's, interleaved."""
-    import torch
-    from torch.nn.parallel import DistributedDataParallel
-
-    module = step.module.to(device).train()
-    inputs = tuple(value.to(device) if isinstance(value, torch.Tensor) else value for value in step.inputs)
-    wrapped: nn.Module = DistributedDataParallel(module) if replicas > 1 else module
-    optimizer = torch.optim.SGD(module.parameters(), lr=1e-3)
-
-    def once(*, synchronise: bool) -> float:
-        """Return the slowest replica's seconds for one step."""
-        waiting = contextlib.nullcontext() if synchronise or replicas == 1 else wrapped.no_sync()  # type: ignore[operator]
-        started = _now(device)
-        with waiting:
-            loss = step.loss(wrapped(*inputs))
-            loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        return _slowest(_now(device) - started, replicas, device)
-
-    for _ in range(request.warmup):
-        once(synchronise=True)
-    full: list[float] = []
-    local: list[float] = []
-    for _ in range(request.repeats):
-        full.append(once(synchronise=True))
-        if replicas > 1:
-            local.append(once(synchronise=False))
-    return full, local or full
-
-
-def _now(device: torch.device) -> float:
-    """Return the monotonic clock once the device has finished what was asked of it."""
-    import torch
-
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-    return time.perf_counter()
-
-
-def _slowest(seconds: float, replicas: int, device: torch.device) -> float:
-    """Return the longest of the replicas' times; also lines the replicas up for the next step."""
-    import torch
-    import torch.distributed as dist
-
-    if replicas == 1:
-        return seconds
-    longest = torch.tensor([seconds], dtype=torch.float64, device=device)
-    dist.all_reduce(longest, op=dist.ReduceOp.MAX)
-    return float(longest)
-
-
-def _reset_peak(device: torch.device) -> None:
-    import torch
-
-    if device.type == "cuda":
-        torch.cuda.reset_peak_memory_stats(device)
-        return
-    with contextlib.suppress(OSError):  # without the right to reset it, the peak is that of the process so far
-        Path("/proc/self/clear_refs").write_text("5")
-
-
-def _peak_bytes(device: torch.device) -> float:
-    """Return the peak memory: what CUDA allocated, or the process's resident set."""
-    import torch
-
-    if device.type == "cuda":
-        return float(torch.cuda.max_memory_allocated(device))
-    try:
-        status = Path("/proc/self/status").read_text(encoding="ascii")
-        return float(next(line.split()[1] for line in status.splitlines() if line.startswith("VmHWM"))) * 1024
-    except (OSError, StopIteration):
-        return float(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss) * 1024

@@ -5,6 +5,7 @@ Start at :class:`MemberServer`; :class:`~.sync_server.SyncServer` adds the synch
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 from collections.abc import Mapping
@@ -12,14 +13,18 @@ from pathlib import Path
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.distributed_c10d import Store
 
-from ddltool.errors import InputError
-from ddltool.runtime.membership import FOREVER_S, LEFT_BEHIND_S, MEMBERS, Membership
+from ddltool.errors import InputError, one_line
+from ddltool.runtime.member_wire import Door
+from ddltool.runtime.membership import FOREVER_S, JOIN, JOINED, LEFT_BEHIND_S, MEMBERS, Membership
 from ddltool.runtime.servers import ParameterServer
 from ddltool.runtime.servers import Update as Optimizer
 from ddltool.runtime.sync_records import SyncLog
 from ddltool.runtime.transfers import TransferError, TransferPlan
-from ddltool.runtime.wire import CLOSED, HEADER, JOIN_S, REFUSED
+from ddltool.runtime.wire import CLOSED, HEADER, REFUSED
+
+log = logging.getLogger(__name__)
 
 LOST_AFTER_S = 10.0
 WATCH_S, GRACE_S = 0.1, 1.0
@@ -39,13 +44,20 @@ class MemberServer(ParameterServer):
         update: Optimizer,
         lost_after_s: float,
         telemetry: Path | None,
+        door: Store | None,
     ) -> None:
         """See :class:`~.sync_server.SyncServer`."""
         if not lost_after_s > 0:
             raise InputError("lost_after_s", f"is {lost_after_s}", "give seconds above 0")
+        if (plan.late > 0) != (door is not None):
+            problem = f"is {'missing' if door is None else 'given'} for a plan with {plan.late} late workers"
+            raise InputError("door", problem, "both or neither: workers join through a torch.distributed store")
         super().__init__(values, plan, update, timeout_s=FOREVER_S, idle_s=FOREVER_S)
+        self._store = door
+        self._admitted: set[int] = set()
+        self._gates: dict[int, int] = {}
         self.membership = Membership(workers=plan.workers, lost_after_s=lost_after_s)
-        self.log = SyncLog(workers=plan.workers, path=telemetry)
+        self.log = SyncLog(workers=plan.seats, path=telemetry)
         self._leaving: set[int] = set()
         self._done = threading.Event()
 
@@ -55,11 +67,16 @@ class MemberServer(ParameterServer):
             self._start(self._guard, worker)
         watch = threading.Thread(target=self._watch, daemon=True, name=f"{self._title} watch")
         watch.start()
+        helpers = [watch]
+        if self._store is not None:
+            helpers.append(threading.Thread(target=self._open, daemon=True, name=f"{self._title} door"))
+            helpers[-1].start()
         try:
             return super().serve()
         finally:
             self._done.set()
-            watch.join(JOIN_S)
+            for thread in helpers:
+                thread.join(LEFT_BEHIND_S)
 
     def left(self, worker: int) -> None:
         """The worker has closed; it leaves when its last gradients are in."""
@@ -67,15 +84,52 @@ class MemberServer(ParameterServer):
 
     def other_request(self, worker: int, kind: int, clock: int) -> None:
         """See :meth:`~.servers.ParameterServer.other_request`."""
-        if kind != MEMBERS:
+        if kind == JOINED:
+            with self.changed:
+                self._gates.pop(worker, None)
+                self.changed.notify_all()
+            return
+        if kind == MEMBERS:
+            with self.changed:
+                members = self.membership.of_epoch(clock)
+                self.membership.heard(worker)
+            answer = torch.zeros(self.plan.seats, dtype=torch.int64)
+            answer[list(members)] = 1
+        elif kind == JOIN:
+            answer = torch.tensor(self._let_in(worker, clock))
+        else:
             super().other_request(worker, kind, clock)
-        with self.changed:
-            members = self.membership.of_epoch(clock)
-            self.membership.heard(worker)
-        answer = torch.zeros(self.plan.workers, dtype=torch.int64)
-        answer[list(members)] = 1
-        with self._telling(f"while telling worker {worker} (rank {worker}) the members"):
-            self._wire.send("pull", answer, worker, self._wire.first_free_tag, FOREVER_S)
+            return
+        peer = self.plan.rank_of_worker(worker)
+        with self._telling(f"while telling worker {worker} (rank {peer}) who is in the job"):
+            self._wire.send("pull", answer, peer, self._wire.first_free_tag, FOREVER_S)
+
+    def _open(self) -> None:
+        """Connect to those who come late. They are members when they have asked all servers (:meth:`_let_in`)."""
+        assert self._store is not None
+        try:
+            door = self._door(self._store)
+        except RuntimeError as error:
+            log.warning("%s: nobody can join: the store is gone (%s)", self._title, one_line(str(error))[:200])
+            return
+        for worker, groups in door.joiners(self._done):
+            with self.changed:
+                if self._done.is_set() or self._failing:
+                    break  # the joiner sees its connections close when this process ends
+                self._wire.admit(self.plan.rank_of_worker(worker), groups, 0)
+                self._admitted.add(worker)
+            for body in (self._guard, self._answer, self._collect):
+                self._start(body, worker)
+        self._done.wait()
+        door.close()
+
+    def _door(self, store: Store) -> Door:
+        """Return where joiners come in."""
+        raise NotImplementedError
+
+    def _let_in(self, worker: int, clock: int) -> list[int]:
+        """Make a joiner a member; return the number of its first step and its first epoch, [-1, 0] if that is too late."""
+        raise NotImplementedError
 
     def _check_member(self, worker: int) -> None:
         """Raise Refused when ``worker`` has been taken out."""
@@ -84,15 +138,16 @@ class MemberServer(ParameterServer):
 
     def _refuse(self, worker: int) -> None:
         """Tell a worker that asks for parameters that it is no longer a member."""
-        with self._telling(f"while refusing worker {worker} (rank {worker})"):
+        peer = self.plan.rank_of_worker(worker)
+        with self._telling(f"while refusing worker {worker} (rank {peer})"):
             header = torch.full((HEADER,), REFUSED, dtype=torch.int64)
-            self._wire.send("pull", header, worker, self._wire.header_tag, FOREVER_S)
+            self._wire.send("pull", header, peer, self._wire.header_tag, FOREVER_S)
 
     def _dismiss(self, lost: Mapping[int, str]) -> None:
         """End the threads of lost workers, which wait for what will never come; one that wakes up is to hear of it."""
         self._done.set()
-        text = "; ".join(f"worker {worker} was taken out: {reason}" for worker, reason in lost.items())
-        self._wire.tell(f"{self._title}: the job is over; {text}")
+        text = "".join(f"; worker {worker} was taken out: {reason}" for worker, reason in lost.items())
+        self._wire.tell(f"{self._title}: the job is over{text}")
         self._failing = True
         self._wire.hang_up()
 
@@ -105,10 +160,11 @@ class MemberServer(ParameterServer):
 
     def _guard(self, worker: int) -> None:
         """Take a worker out that has gone away without closing, whatever else is under way."""
-        self._wire.watch(worker)
+        peer = self.plan.rank_of_worker(worker)
+        self._wire.watch(peer)
         # What it sent before it closed may still be on its way.
         if not self._done.wait(GRACE_S) and worker not in self._leaving and not self._failing:
-            self._gone(worker, TransferError(f"{self._title}: {CLOSED}: worker {worker} (rank {worker})"))
+            self._gone(worker, TransferError(f"{self._title}: {CLOSED}: worker {worker} (rank {peer})"))
 
     def _answer(self, worker: int) -> None:
         try:
@@ -141,7 +197,7 @@ class MemberServer(ParameterServer):
         if self._failing:
             raise error
         time.sleep(2 * WATCH_S)  # its last words may be on their way
-        words = self._wire.heard_from(worker)
+        words = self._wire.heard_from(self.plan.rank_of_worker(worker))
         self._lose(worker, f"{error}; before that, {words}" if words else str(error))
 
     def _lose(self, worker: int, reason: str) -> None:

@@ -19,7 +19,8 @@ from ddltool.errors import InputError
 from ddltool.runtime.sync_policies import Policy
 from ddltool.runtime.transfers import IDLE_S
 
-MEMBERS = 3  # a request: who shares this epoch's samples
+# Requests: who shares this epoch's samples; let me in (clock -1: and say from when on); all servers have let me in.
+MEMBERS, JOIN, JOINED = 3, 4, 5
 # A wait that times out closes all connections of its group, and a long wait may be due to the policy. So waits have no
 # limit but this one: a dead peer ends them by closing, a silent one is found by looking at the clock.
 FOREVER_S = 10 * IDLE_S
@@ -88,6 +89,16 @@ class Membership:
         else:
             self.lost[worker] = reason
         return True
+
+    def add(self, worker: int) -> None:
+        """Let a late worker in."""
+        self.members.add(worker)
+        self.heard(worker)
+
+    @property
+    def next_epoch(self) -> int:
+        """The first epoch that nobody has begun."""
+        return max(self._epochs, default=-1) + 1
 
     def of_epoch(self, epoch: int) -> tuple[int, ...]:
         """Return the members that share the samples of ``epoch``, the same for all who ask."""

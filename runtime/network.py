@@ -22,7 +22,7 @@ from numpy.typing import ArrayLike
 
 from ddltool.device import Network
 from ddltool.errors import DdlToolError, InputError, one_line
-from ddltool.runtime.measure import _follow_parent, _free_port, _listen
+from ddltool.runtime.children import follow_parent, free_port, listen, start, stop
 
 if TYPE_CHECKING:
     import torch
@@ -195,26 +195,22 @@ def _measure_local(
 ) -> NetworkMeasurement:
     context = multiprocessing.get_context("spawn")
     results = context.Queue()
-    port = _free_port()
+    port = free_port()
     children = [
         context.Process(target=_child, args=(rank, processes, port, sizes, rounds, timeout_s, results), daemon=True)
         for rank in range(processes)
     ]
     pairs: tuple[PairMeasurement, ...] = ()
     try:
-        for child in children:
-            child.start()
-        for row in _listen(results, children):
+        start(children)
+        for row in listen(results, children):
             if "lost" in row:
                 raise DdlToolError(f"the processes lost each other ({row['lost']})")
             pairs = row.get("pairs", pairs)
             if "done" in row:
                 progress(row["done"], row["total"])
     finally:
-        for child in children:
-            if child.is_alive():
-                child.kill()
-            child.join()
+        stop(children)
     return NetworkMeasurement(processes=processes, local=True, pairs=pairs)
 
 
@@ -231,7 +227,7 @@ def _child(
     import torch
     import torch.distributed as dist
 
-    threading.Thread(target=_follow_parent, daemon=True).start()
+    threading.Thread(target=follow_parent, daemon=True).start()
     torch.set_num_threads(1)
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"  # otherwise gloo asks the host's name, which need not be this machine's
 
@@ -245,8 +241,6 @@ def _child(
         pairs = _measure_pairs(sizes, rounds, dist.group.WORLD, tell)
         if rank == 0:
             results.put(("row", {"pairs": pairs}))
-    except KeyboardInterrupt:
-        return  # the parent was interrupted as well and reports it
     except InputError as error:
         results.put(("error", (error.where, error.problem, error.remedy)))
     except Exception as error:

@@ -2,12 +2,12 @@
 
 Addition of floating-point numbers is not associative: g0 + g1 + g2 + g3 and (g0 + g1) + (g2 + g3) differ in their last
 bits. So the order in which the workers' gradients are added is fixed by virtual rank alone, and a process adds gradients
-locally only where that order has them next to each other anyway. Start at :class:`OrderedMean`.
+locally only where that order has them next to each other anyway. Start at :class:`GatheredMean`; what is used unless
+asked otherwise is :class:`ddltool.runtime.ordered_chain.ChainedMean`.
 """
 
 # No `from __future__ import annotations` here: DDP compares the annotations of a communication hook with real types.
 
-import json
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -16,12 +16,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ddltool.errors import InputError
 from ddltool.runtime.elastic_group import Processes
+from ddltool.runtime.ordered_buckets import Bucket, OrderedMean, add_gradient
 
 Order = Literal["ranked", "tree"]
 ORDERS = ("ranked", "tree")
-MIB = 1024 * 1024
 IN_FLIGHT = 2
 _all_gather = dist.all_gather_single if hasattr(dist, "all_gather_single") else dist.all_gather_into_tensor
 
@@ -76,106 +75,39 @@ def _assign(target: Tensor, value: Tensor) -> None:
         target.copy_(value)
 
 
-def segments(run: range, order: Order) -> list[Segment]:
+def segments(run: Sequence[int], order: Order) -> list[Segment]:
     """Return the sums that a process with the virtual ranks ``run`` sends to the others."""
     nothing = torch.zeros(0)
     return [part for part, _ in fold(((Segment(rank, rank + 1), nothing) for rank in run), order)]
 
 
-@dataclass(frozen=True, slots=True)
-class _Slice:
-    """A parameter's place in a bucket."""
+class GatheredMean(OrderedMean):
+    """The mean by gathering every sum that cannot be added up further, on all processes, after the last turn.
 
-    index: int
-    parameter: nn.Parameter
-    begin: int
-    end: int
-
-
-@dataclass(slots=True)
-class _Bucket:
-    slices: list[_Slice]
-    rows: Tensor  # (deepest stack of sums on this process, elements)
-
-
-class OrderedMean:
-    """Takes the gradients of each turn, and puts the mean over all turns of all logical workers into ``.grad``.
-
-    The buckets are recorded in the first step, from the order in which virtual rank 0's gradients become ready, and stay
-    as they are. Memory: a process holds one gradient per sum that it cannot add up further (``ranked``: one on process 0
-    and one per local worker elsewhere; ``tree``: at most 2 log2 of the number of local workers), and while buckets travel
-    a few times ``bucket_bytes``.
-
-    Args:
-        parameters: by name; those that do not require gradients are left out.
-        processes: who runs which logical workers.
-        turns_per_worker: micro-batches per logical worker and step; the mean is over all of them.
-        order: how the sum is bracketed.
-        bucket_bytes: gradients that travel together.
-        buckets: parameter names by bucket as recorded before; None: record them.
+    Memory: a process holds one gradient per sum that it cannot add up (``ranked``: one on process 0 and one per local
+    worker elsewhere; ``tree``: at most 2 log2 of the number of local workers), and while buckets travel a few times
+    ``bucket_bytes``. The processes' virtual ranks are contiguous.
     """
 
     def __init__(
-        self,
-        parameters: dict[str, nn.Parameter],
-        processes: Processes,
-        *,
-        turns_per_worker: int = 1,
-        order: Order = "ranked",
-        bucket_bytes: int = 25 * MIB,
-        buckets: list[list[str]] | None = None,
+        self, parameters: dict[str, nn.Parameter], processes: Processes, *, order: Order = "ranked", **options: Any
     ) -> None:
-        self._parameters = {name: value for name, value in parameters.items() if value.requires_grad}
-        self._processes = processes
-        self._divisor = processes.runs[-1].stop * turns_per_worker
+        super().__init__(parameters, processes, **options)
         self._order: Order = order
-        self._bucket_bytes = bucket_bytes
-        self._buckets: list[_Bucket] = []
-        self.bucket_names = buckets
         self._sent = [segments(run, order) for run in processes.runs]
         self._stack: list[Segment] = []
-        self._has_gradient = torch.zeros(len(processes.local), len(self._parameters), dtype=torch.bool)
-        self._ready: dict[str, None] = {}
-        self._watchers = [] if buckets else [self._watch(name, value) for name, value in self._parameters.items()]
-
-    def _watch(self, name: str, parameter: nn.Parameter) -> torch.utils.hooks.RemovableHandle:
-        def note(_: Tensor) -> None:
-            self._ready.setdefault(name)
-
-        handle: torch.utils.hooks.RemovableHandle = parameter.register_post_accumulate_grad_hook(note)
-        return handle
-
-    @property
-    def names(self) -> list[str]:
-        """The parameters that are averaged, in the model's order."""
-        return list(self._parameters)
-
-    def clear(self) -> None:
-        """Drop all gradients."""
-        for parameter in self._parameters.values():
-            parameter.grad = None
 
     def take(self, virtual_rank: int) -> None:
-        """Move the gradients of a worker's whole turn out of ``.grad``; workers come in virtual-rank order.
-
-        Raises InputError for sparse gradients.
-        """
+        """See :meth:`OrderedMean.take`."""
         self._prepare()
-        place = virtual_rank - self._processes.local.start
-        self._stack = [] if place == 0 else self._stack
+        self._note_present(virtual_rank)
+        self._stack = [] if virtual_rank == self._processes.local[0] else self._stack
         segment = Segment(virtual_rank, virtual_rank + 1)
         joins = bool(self._stack) and self._stack[-1].joins(segment, self._order)
         row = len(self._stack) - 1 if joins else len(self._stack)
-        has = [value.grad is not None for value in self._parameters.values()]
-        self._has_gradient[place] = torch.tensor(has)
         for bucket in self._buckets:
             for part in bucket.slices:
-                gradient = part.parameter.grad
-                target = bucket.rows[row, part.begin : part.end].view(part.parameter.shape)
-                if not joins:
-                    target.zero_() if gradient is None else target.copy_(gradient)
-                else:  # adding zero is not nothing: it turns -0.0 into 0.0, here as on any other placement
-                    target.add_(0.0 if gradient is None else gradient)
+                add_gradient(bucket.rows[row], part, part.parameter.grad, first=not joins)
                 part.parameter.grad = None
         self._stack = self._joined([*self._stack, segment], row)
 
@@ -191,24 +123,29 @@ class OrderedMean:
         return stack
 
     def finish(self, notes: Tensor) -> Tensor:
-        """Set ``.grad`` of every parameter to the mean, None where no worker had one. All processes call this together.
-
-        ``notes`` (workers here, n), float64, travels along; returns that of all workers, (max_workers, n), in
-        virtual-rank order.
-        """
-        flags = torch.cat([self._has_gradient.double(), notes], dim=1)
-        table = self._processes.gather_rows(flags)
-        used = table[:, : len(self._parameters)].sum(0) > 0
-        waiting: list[tuple[_Bucket, Callable[[], None]]] = []
+        """See :meth:`OrderedMean.finish`."""
+        used, table = self._exchange(notes)
+        waiting: list[tuple[Bucket, Callable[[], None]]] = []
         for bucket in self._buckets:
             if len(waiting) == IN_FLIGHT:
-                self._publish(*waiting.pop(0), used)
+                self._complete(*waiting.pop(0), used)
             waiting.append((bucket, self._collect(bucket)))
         for item in waiting:
-            self._publish(*item, used)
-        return table[:, len(self._parameters) :]
+            self._complete(*item, used)
+        return table
 
-    def _collect(self, bucket: _Bucket) -> Callable[[], None]:
+    def _complete(self, bucket: Bucket, total: Callable[[], None], used: Tensor) -> None:
+        total()
+        bucket.rows[0].div_(self._divisor)
+        self._publish(bucket, used)
+
+    def _rows_needed(self) -> int:
+        depth = 0
+        for count in range(1, len(self._processes.local) + 1):
+            depth = max(depth, len(segments(self._processes.local[:count], self._order)))
+        return max(depth + (self._order == "tree"), max(map(len, self._sent)))
+
+    def _collect(self, bucket: Bucket) -> Callable[[], None]:
         """Start gathering a bucket's sums; return a function that waits and puts the total into the bucket's row 0.
 
         The rows of all processes together are as long as one bucket may be, so that memory does not depend on how many
@@ -240,58 +177,6 @@ class OrderedMean:
                 bucket.rows[0, begin : begin + step].copy_(sum_all(parts, self._order))
 
         return total
-
-    def _publish(self, bucket: _Bucket, total: Callable[[], None], used: Tensor) -> None:
-        mean = bucket.rows[0]
-        total()
-        mean.div_(self._divisor)
-        for part in bucket.slices:
-            if not used[part.index]:
-                continue
-            gradient = mean[part.begin : part.end].view(part.parameter.shape)
-            like = part.parameter
-            part.parameter.grad = gradient if like.is_contiguous() else torch.empty_like(like).copy_(gradient)
-
-    def _prepare(self) -> None:
-        """Lay out the buckets, at the first turn. Process 0 says which (its first turn is virtual rank 0's)."""
-        if self._buckets:
-            return
-        for name, parameter in self._parameters.items():
-            if parameter.grad is not None and parameter.grad.is_sparse:
-                raise InputError(f"model:{name}", "has a sparse gradient", "use dense gradients (sparse=False)")
-        for watcher in self._watchers:
-            watcher.remove()
-        if self.bucket_names is None:
-            text = self._processes.from_first(lambda: json.dumps(self._record()).encode())
-            self.bucket_names = json.loads(text)
-        place = {name: index for index, name in enumerate(self._parameters)}
-        depth = 0
-        for begin in range(1, len(self._processes.local) + 1):
-            depth = max(depth, len(segments(self._processes.local[:begin], self._order)))
-        depth = max(depth + (self._order == "tree"), max(map(len, self._sent)))
-        for names in self.bucket_names or []:
-            slices, end = [], 0
-            for name in names:
-                parameter = self._parameters[name]
-                slices.append(_Slice(place[name], parameter, end, end + parameter.numel()))
-                end += parameter.numel()
-            self._buckets.append(_Bucket(slices, parameter.detach().new_zeros((depth, end))))
-
-    def _record(self) -> list[list[str]]:
-        """Return buckets in the order of the gradients' arrival, of one data type and device each."""
-        names = [*self._ready, *(name for name in reversed(self._parameters) if name not in self._ready)]
-        buckets: list[list[str]] = []
-        filled: dict[Any, tuple[list[str], int]] = {}
-        for name in names:
-            parameter = self._parameters[name]
-            size = parameter.numel() * parameter.element_size()
-            bucket, held = filled.get((parameter.dtype, parameter.device), ([], 0))
-            if not bucket or held + size > self._bucket_bytes:
-                bucket, held = [], 0
-                buckets.append(bucket)
-            bucket.append(name)
-            filled[parameter.dtype, parameter.device] = (bucket, held + size)
-        return buckets
 
 
 def ordered_mean(

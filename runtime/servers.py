@@ -84,12 +84,12 @@ class ParameterServer(End):
         mine = [slot for slot in plan.slots if slot.server == self.server]
         self.values = {slot.name: given[slot.name].detach().clone().contiguous() for slot in mine}
         self.version = dict.fromkeys(self.values, 0)
-        self.sent: list[tuple[str, ...]] = [()] * plan.workers
+        self.sent: list[tuple[str, ...]] = [()] * plan.seats
         self._gradients: dict[str, dict[int, Tensor]] = {name: {} for name in self.values}
         self._index = {slot.name: index for index, slot in enumerate(plan.slots)}
         self._closed: set[int] = set()
         self._accepting = threading.RLock()
-        self._steps: list[queue.SimpleQueue[_Step | None]] = [queue.SimpleQueue() for _ in range(plan.workers)]
+        self._steps: list[queue.SimpleQueue[_Step | None]] = [queue.SimpleQueue() for _ in range(plan.seats)]
         self._lanes += self._steps
 
     def may_send(self, worker: int, clock: int, name: str) -> bool:
@@ -161,11 +161,11 @@ class ParameterServer(End):
     def _answer(self, worker: int) -> None:
         """Answer one worker's requests, one transfer at a time, until it closes."""
         request = torch.empty(HEADER, dtype=torch.int64)
-        pull = 0
+        pull, peer = 0, self.plan.rank_of_worker(worker)
         while True:
-            with self._telling(f"while waiting for a request of worker {worker} (rank {worker})"):
+            with self._telling(f"while waiting for a request of worker {worker} (rank {peer})"):
                 tag = self._wire.request_tag
-                self._wire.wait(self._wire.post("pull", request, worker, tag), self._idle_s)
+                self._wire.wait(self._wire.post("pull", request, peer, tag), self._idle_s)
             kind, clock = request.tolist()
             if kind == CLOSE:
                 break
@@ -173,7 +173,7 @@ class ParameterServer(End):
                 self.other_request(worker, kind, clock)
                 continue
             if kind == STEP:
-                with self._telling(f"while asking worker {worker} (rank {worker}) for gradients"):
+                with self._telling(f"while asking worker {worker} (rank {peer}) for gradients"):
                     self._steps[worker].put(self._expect(worker, clock))
             self._hand_over(worker, clock, pull)
             pull += 1
@@ -182,7 +182,7 @@ class ParameterServer(End):
 
     def _hand_over(self, worker: int, clock: int, pull: int) -> None:
         """Send this server's parameters in order: the counter, and what each transfer waits for."""
-        names = [slot.name for slot in self.plan.slots]
+        names, peer = [slot.name for slot in self.plan.slots], self.plan.rank_of_worker(worker)
 
         def ready(index: int) -> bool:
             return self.may_send(worker, clock, names[index])
@@ -207,43 +207,45 @@ class ParameterServer(End):
                 raise TransferError(f"{text}, for {self._timeout_s:g} s{more}")
             with self.changed:
                 value, version = self.to_send(worker, name)
-            with self._telling(f"while {name} went to worker {worker} (rank {worker})"):
+            with self._telling(f"while {name} went to worker {worker} (rank {peer})"):
                 header = torch.tensor([index, version])
-                self._wire.send("pull", header, worker, self._wire.header_tag, self._timeout_s)
-                self._wire.send("pull", value, worker, index, self._timeout_s)
+                self._wire.send("pull", header, peer, self._wire.header_tag, self._timeout_s)
+                self._wire.send("pull", value, peer, index, self._timeout_s)
             gate.passed()
             sent.append(name)
         self.sent[worker] = tuple(sent)
 
     def _waits(self, worker: int, clock: int, name: str, blockers: list[int]) -> str:
         """Return which transfer waits for which."""
-        missing = listing([f"worker {other} (rank {other})" for other in blockers])
+        missing = listing([f"worker {other} (rank {self.plan.rank_of_worker(other)})" for other in blockers])
         what = f"its gradient of step {clock - 1} from {missing}" if blockers else "its update"
-        return f"{self._title}: {name} for worker {worker} (rank {worker}) waits for {what}"
+        return f"{self._title}: {name} for worker {worker} (rank {self.plan.rank_of_worker(worker)}) waits for {what}"
 
     def _expect(self, worker: int, clock: int) -> _Step:
         """Post the receives of one worker's gradients."""
         tag, indices = self._wire.header_tag, self.plan.gradients(self.server)
+        peer = self.plan.rank_of_worker(worker)
         payloads = {}
         for index in indices:
             slot = self.plan.slots[index]
             buffer = torch.empty(slot.shape, dtype=getattr(torch, slot.dtype))
-            payloads[index] = buffer, self._wire.post("push", buffer, worker, index)
+            payloads[index] = buffer, self._wire.post("push", buffer, peer, index)
         headers = []
         for _ in indices:
             header = torch.empty(HEADER, dtype=torch.int64)
-            headers.append((header, self._wire.post("push", header, worker, tag)))
+            headers.append((header, self._wire.post("push", header, peer, tag)))
         return _Step(clock, headers, payloads)
 
     def _collect(self, worker: int) -> None:
         """Take one worker's gradients as they come, until it closes."""
+        peer = self.plan.rank_of_worker(worker)
         while (step := self._steps[worker].get()) is not None:
             for header, announced in step.headers:
-                with self._telling(f"while waiting for gradients of worker {worker} (rank {worker})"):
+                with self._telling(f"while waiting for gradients of worker {worker} (rank {peer})"):
                     self._wire.wait(announced, self._idle_s)
                 index, clock = header.tolist()
                 name = self.plan.slots[index].name
-                with self._telling(f"while the gradient of {name} came from worker {worker} (rank {worker})"):
+                with self._telling(f"while the gradient of {name} came from worker {worker} (rank {peer})"):
                     buffer, arrival = step.payloads.pop(index)
                     self._wire.wait(arrival, self._timeout_s)
                 with self._accepting:

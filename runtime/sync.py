@@ -15,8 +15,9 @@
                         loss_function(model(inputs), labels).backward()
 
 The transfers are those of :mod:`ddltool.runtime.transfers`, in the plan's order. A worker may close or be lost at any
-time and the others go on (:mod:`~.membership`); a lost server ends the run. Workers cannot join late: a gloo group has
-the processes that it began with.
+time and the others go on (:mod:`~.membership`); a lost server ends the run. With ``for_model(..., late=n)`` and a store
+as ``door`` of the servers, up to n more processes may join while the job runs, by ``SyncWorker(..., door=store)``
+(:mod:`~.member_wire`).
 """
 
 from __future__ import annotations

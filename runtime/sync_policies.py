@@ -36,7 +36,9 @@ class Book:
     """What one server knows about the job; the server keeps it, policies read it."""
 
     workers: int
-    """How many began."""
+    """How many began, or the most that there were at once."""
+    seats: int = 0
+    """How many there are with all who may join; 0: as many as began."""
     names: tuple[str, ...]
     """This server's trainable parameters."""
     decides: bool = True
@@ -48,7 +50,12 @@ class Book:
     version: dict[str, int] = field(default_factory=dict)
     """Per parameter, how many updates have been made."""
     steps: list[int] = field(default_factory=list)
-    """Per worker, how many steps' gradients have come whole."""
+    """Per worker, how many steps' gradients have come whole; who joined counts from its ``start``."""
+    start: dict[int, int] = field(default_factory=dict)
+    """Per worker that joined late, the number of its first step."""
+
+    def __post_init__(self) -> None:
+        self.seats = self.seats or self.workers
 
 
 class Policy:
@@ -94,6 +101,9 @@ class Policy:
     def applied(self) -> None:
         """The updates that were due are made and can be seen."""
 
+    def joined(self, worker: int, clock: int, now_s: float) -> None:
+        """``worker`` is a member from now on; its first step has the number ``clock``, which nobody has pushed yet."""
+
 
 class BSP(Policy):
     """Bulk synchronous parallel: version v of a parameter needs the v-th gradient of every member, added in rank order.
@@ -112,7 +122,7 @@ class BSP(Policy):
 
     def blockers(self, worker: int, clock: int, name: str) -> list[int]:
         """See :meth:`Policy.blockers`."""
-        return sorted(other for other in self.book.members if other not in self._pending[name])
+        return sorted(self._needed(name) - self._pending[name].keys())
 
     def take(self, worker: int, name: str, gradient: Tensor) -> tuple[bool, list[Update]]:
         """See :meth:`Policy.take`."""
@@ -123,11 +133,16 @@ class BSP(Policy):
         """See :meth:`Policy.settle`."""
         return self._due(self.book.names)
 
+    def _needed(self, name: str) -> set[int]:
+        """Return the members that take part in the next update; who has joined does from its first step on."""
+        next_step, start = self.book.version[name], self.book.start
+        return {worker for worker in self.book.members if start.get(worker, 0) <= next_step}
+
     def _due(self, names: Iterable[str]) -> list[Update]:
         due = []
         for name in names:
             pending = self._pending[name]
-            if pending and pending.keys() >= self.book.members:
+            if pending and pending.keys() >= self._needed(name):
                 due.append(Update(name, [pending[worker] for worker in sorted(pending)], len(pending)))
                 self._pending[name] = {}
         return due
@@ -221,7 +236,7 @@ class BackupWorkers(Policy):
         super().open(book)
         self._iteration = 0
         self._turning = False
-        self._works_on = [0] * book.workers
+        self._works_on = [0] * book.seats
         self._pending: dict[int, dict[str, Tensor]] = {}
         self._arrived: set[int] = set()
 

@@ -67,6 +67,15 @@ class LeftRow(_Row):
     reason: str
 
 
+class JoinedRow(_Row):
+    """A worker has joined; ``step`` is the number of its first one, ``epoch`` the first of which it gets a share."""
+
+    event: Literal["joined"] = "joined"
+    worker: int
+    step: int
+    epoch: int
+
+
 class SummaryRow(_Row):
     """The last line: the whole run."""
 
@@ -80,7 +89,7 @@ class SummaryRow(_Row):
     dropped: list[int]
 
 
-Row = StepRow | BarrierRow | LeftRow | SummaryRow
+Row = StepRow | BarrierRow | LeftRow | JoinedRow | SummaryRow
 
 
 @dataclass(kw_only=True)
@@ -182,6 +191,10 @@ class SyncLog:
                 length_s=time.monotonic() - superstep.began_s,
             )
         )
+
+    def joined(self, worker: int, step: int, epoch: int) -> None:
+        """A worker has joined late."""
+        self._add(JoinedRow(time_s=self.time_s, worker=worker, step=step, epoch=epoch))
 
     def left(self, worker: int, reason: str | None) -> None:
         """A worker has closed (``reason`` None) or was lost."""

@@ -9,9 +9,12 @@ from pathlib import Path
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.distributed_c10d import Store
 
+from ddltool.errors import InputError
 from ddltool.runtime.elastic_bsp import ElasticBSP
 from ddltool.runtime.member_server import LOST_AFTER_S, MemberServer, Refused
+from ddltool.runtime.member_wire import Door
 from ddltool.runtime.membership import FOREVER_S, check_same_policy
 from ddltool.runtime.servers import Update as Optimizer
 from ddltool.runtime.sync_policies import Book, Policy, Update
@@ -39,33 +42,38 @@ class SyncServer(MemberServer):
         *,
         lost_after_s: float = LOST_AFTER_S,
         telemetry: str | PathLike[str] | None = None,
+        door: Store | None = None,
     ) -> None:
         """Take this rank's share of ``values`` and connect; a collective over all ranks.
 
         ``lost_after_s``: a worker for which others wait, and from which nothing has come for so long, is taken out; it
         must exceed a worker's longest step. ``telemetry``: a JSON Lines file of this server's own (see
-        :mod:`~.sync_records`). Raises InputError as :class:`~.wire.Wire` does, when the ranks' policies differ, when the
+        :mod:`~.sync_records`). ``door``: for a plan with ``late`` workers, a store through which they come, the same on
+        all servers. Raises InputError as :class:`~.wire.Wire` does, when the ranks' policies differ, when the
         policy does not suit the job, and when the file cannot be written.
         """
         check_same_policy(policy)
-        super().__init__(values, plan, update, lost_after_s, None if telemetry is None else Path(telemetry))
+        super().__init__(values, plan, update, lost_after_s, None if telemetry is None else Path(telemetry), door)
         self.policy = policy
         names = tuple(slot.name for slot in plan.slots if slot.server == self.server and slot.trainable)
         self._book = Book(
             workers=plan.workers,
+            seats=plan.seats,
             names=names,
             decides=self.server == 0,
             members=self.membership.members,
-            pushed={name: [0] * plan.workers for name in names},
+            pushed={name: [0] * plan.seats for name in names},
             version=self.version,
-            steps=[0] * plan.workers,
+            steps=[0] * plan.seats,
         )
+        if plan.late and not self.server and not names:
+            raise InputError("transfer plan", "puts no trainable parameter on server 0", "joining needs one there")
         policy.open(self._book)
         self.log.open()
         self._snapshot: dict[int, tuple[dict[str, Tensor], dict[str, int]]] = {}
-        self._pulled: list[dict[str, int]] = [dict(self.version) for _ in range(plan.workers)]
+        self._pulled: list[dict[str, int]] = [dict(self.version) for _ in range(plan.seats)]
         self._since_s: dict[int, float] = {}
-        self._left = [0] * plan.workers
+        self._left = [0] * plan.seats
         self._over = not (isinstance(policy, ElasticBSP) and self.server)
 
     @property
@@ -77,14 +85,15 @@ class SyncServer(MemberServer):
     @property
     def taken(self) -> int:
         """Steps (under local SGD: rounds) of all workers whose gradients have come whole."""
-        return sum(self._book.steps)
+        return sum(self._made())
 
     # The policy points of the parameter server.
 
     def may_send(self, worker: int, clock: int, name: str) -> bool:
         """See :meth:`~.servers.ParameterServer.may_send`."""
         self._check_member(worker)
-        allowed = name not in self._book.pushed or self.policy.may_pull(worker, clock, name)
+        held = any(clock >= step for other, step in self._gates.items() if other in self.membership.members)
+        allowed = name not in self._book.pushed or (not held and self.policy.may_pull(worker, clock, name))
         self._note(worker, clock, name, allowed)
         return allowed
 
@@ -145,7 +154,42 @@ class SyncServer(MemberServer):
         try:
             return super().serve()
         finally:
-            self.log.close(self.policy.describe(), self._book.steps, round(self.updates))
+            self.log.close(self.policy.describe(), self._made(), round(self.updates))
+
+    def _made(self) -> list[int]:
+        """Return per worker the steps that it has made."""
+        return [steps - self._book.start.get(worker, 0) for worker, steps in enumerate(self._book.steps)]
+
+    def _door(self, store: Store) -> Door:
+        return Door(store, self.plan, self.server, self.policy)
+
+    def _let_in(self, worker: int, clock: int) -> list[int]:
+        """See :meth:`~.member_server.MemberServer._let_in`.
+
+        Server 0 (``clock`` -1) chooses the first step: the next one of which no gradient can have been pushed anywhere.
+        Until the joiner says that all servers know, it holds back the pulls of that step, and with them its gradients.
+        """
+        book = self._book
+        with self._accepting, self.changed:
+            if not book.members or self._failing:
+                return [-1, 0]
+            most = max((count for counts in book.pushed.values() for count in counts), default=0)
+            if clock < 0:
+                clock = 1 + most
+                if self.plan.servers > 1:
+                    self._gates[worker] = clock
+            elif clock < most:  # a step that needed nothing of server 0 has slipped by
+                return [-2, 0]
+            for counts in book.pushed.values():
+                counts[worker] = clock
+            book.steps[worker] = book.start[worker] = clock
+            self.membership.add(worker)
+            book.workers = max(book.workers, len(book.members))
+            self.policy.joined(worker, clock, time.monotonic())
+            epoch = self.membership.next_epoch
+            self.log.joined(worker, clock, epoch)
+            self.changed.notify_all()
+        return [clock, epoch]
 
     def _until_done(self) -> None:
         with self.changed:
@@ -160,8 +204,8 @@ class SyncServer(MemberServer):
             self._fail(TransferError(f"{self._title}: no worker is left; the first lost was worker {worker}: {reason}"))
             return
         if self._elastic_others():
-            self._announce([OVER] + [0] * self.plan.workers)
-        if lost:
+            self._announce([OVER] + [0] * self.plan.seats)
+        if lost or self._admitted - self.membership.closed:
             self._dismiss(lost)
 
     def _hand_over(self, worker: int, clock: int, pull: int) -> None:
@@ -204,7 +248,7 @@ class SyncServer(MemberServer):
         peer = self.plan.rank_of_server(server)
         assert isinstance(self.policy, ElasticBSP)
         while True:
-            message = torch.empty(1 + self.plan.workers, dtype=torch.int64)
+            message = torch.empty(1 + self.plan.seats, dtype=torch.int64)
             with self._telling(f"while waiting for the next barrier of server {server} (rank {peer})"):
                 self._wire.wait(self._wire.post("pull", message, peer, self._wire.first_free_tag), FOREVER_S)
             number, *quota = message.tolist()

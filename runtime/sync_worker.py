@@ -10,13 +10,15 @@ from typing import Any, Protocol, Self
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.distributed_c10d import Store
 
 from ddltool.artifacts import check_writable
 from ddltool.errors import InputError
-from ddltool.runtime.membership import FOREVER_S, LEFT_BEHIND_S, MEMBERS, check_same_policy
+from ddltool.runtime.member_wire import knock
+from ddltool.runtime.membership import FOREVER_S, JOIN, JOINED, LEFT_BEHIND_S, MEMBERS, check_same_policy
 from ddltool.runtime.sync_policies import Policy
-from ddltool.runtime.transfers import TransferError, TransferPlan
-from ddltool.runtime.wire import CLOSED, STEP
+from ddltool.runtime.transfers import TransferError, TransferPlan, check_values
+from ddltool.runtime.wire import CLOSED, STEP, Wire
 from ddltool.runtime.workers import PushOrder, Worker
 
 
@@ -34,7 +36,9 @@ class SyncWorker(Worker):
     """A training process under a synchronisation model; the loop is the same for all models.
 
     Attributes:
-        clock: the number of steps whose gradients have been pushed; under local SGD, of rounds.
+        clock: the number of steps whose gradients have been pushed; under local SGD, of rounds. Who joins late begins
+            with a number near that of the others.
+        epoch: the first epoch of which this worker gets a share of the samples.
     """
 
     def __init__(
@@ -46,22 +50,27 @@ class SyncWorker(Worker):
         local_optimizer: LocalOptimizer | None = None,
         checkpoint: str | os.PathLike[str] | None = None,
         push: PushOrder = "ready",
+        door: Store | None = None,
     ) -> None:
-        """Connect and hook the model; a collective over all ranks.
+        """Connect and hook the model; a collective over all ranks, or with ``door`` this process's own doing.
 
         ``local_optimizer``: makes the local steps of local SGD, and only there. ``checkpoint``: where the parameters
         of the last complete pull go when the run ends by a TransferError (a lost server above all); a file of this
-        worker's own; costs one copy of the parameters per pull. Raises InputError as :class:`~.wire.Wire` does, when
-        the ranks' policies differ, and when the file cannot be written.
+        worker's own; costs one copy of the parameters per pull. ``door``: join a job that is running, through the store
+        that its servers look at; torch.distributed need not be initialised. Raises InputError as
+        :class:`~.wire.Wire` does, when the ranks' policies differ, when the file cannot be written, and when no seat is
+        left for who comes late; TransferError when the job lets nobody in.
         """
         if (policy.local_steps > 1) != (local_optimizer is not None):
             problem = "is missing" if local_optimizer is None else f"is given under {policy.describe()}"
             raise InputError("local_optimizer", problem, "local SGD of more than one step needs one, other models none")
         if checkpoint is not None:
             check_writable(Path(checkpoint))
-        check_same_policy(policy)
+        if door is None:
+            check_same_policy(policy)
+        self.policy, self._door = policy, door
+        self.epoch = 0
         super().__init__(model, plan, timeout_s=FOREVER_S, push=push)
-        self.policy = policy
         self._optimizer = local_optimizer
         self._checkpoint = None if checkpoint is None else Path(checkpoint)
         self._pulled: dict[str, Tensor] = {}
@@ -70,6 +79,8 @@ class SyncWorker(Worker):
         self._local = 0  # steps of the round that is under way
         for server in range(plan.servers):
             self._start(self._watch, server)
+        if door is not None:
+            self._join_job()
 
     @contextmanager
     def step(self, *, push: bool = True) -> Iterator[Self]:
@@ -96,19 +107,45 @@ class SyncWorker(Worker):
 
         All workers get the same answer for an epoch. Raises TransferError as :meth:`step` does.
         """
+        with self._telling(f"while asking for the members of epoch {epoch}"):
+            answer = self._exchange(0, MEMBERS, epoch, self.plan.seats)
+        return tuple(answer.nonzero().flatten().tolist())
+
+    def _exchange(self, server: int, kind: int, number: int, length: int) -> Tensor:
+        """Return the (length,) numbers that a server answers to a request."""
         try:
             self._raise_failure()
-            answer = torch.empty(self.plan.workers, dtype=torch.int64)
-            with self._telling(f"while asking for the members of epoch {epoch}"):
-                peer = self.plan.rank_of_server(0)
-                coming = self._wire.post("pull", answer, peer, self._wire.first_free_tag)
-                self._ask(0, MEMBERS, epoch)
-                self._wire.wait(coming, FOREVER_S)
+            answer = torch.empty(length, dtype=torch.int64)
+            coming = self._wire.post("pull", answer, self.plan.rank_of_server(server), self._wire.first_free_tag)
+            self._ask(server, kind, number)
+            self._wire.wait(coming, FOREVER_S)
         except TransferError as error:
             self._fail(error)
             self._save()
             raise
-        return tuple(answer.nonzero().flatten().tolist())
+        return answer
+
+    def _connect(self, timeout_s: float) -> Wire:
+        if self._door is None:
+            return super()._connect(timeout_s)
+        return knock(self._door, self.plan, self.policy, lambda: check_values(self.plan, self._parameters))
+
+    def _join_job(self) -> None:
+        """Become a member: server 0 says from which step and epoch on, then the others are told."""
+        try:
+            with self._telling("while joining"):
+                self.clock, self.epoch = self._exchange(0, JOIN, -1, 2).tolist()
+                for server in range(1, self.plan.servers):
+                    if self.clock >= 0:
+                        self.clock, _ = self._exchange(server, JOIN, self.clock, 2).tolist()
+                if self.clock < 0:
+                    why = "the job was over" if self.clock == -1 else "the others made another step"
+                    raise TransferError(f"{self._title}: {why} before all servers knew of this worker")
+                self._ask(0, JOINED, self.clock)
+        except TransferError as error:
+            self._fail(error)
+            self.close()
+            raise
 
     def close(self) -> None:
         """Push what a round has so far, tell the servers that nothing more will be asked for, and remove the hooks."""

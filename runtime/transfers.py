@@ -79,6 +79,8 @@ class TransferPlan:
     """Per parameter, lowest first; equal numbers keep the order of registration, so each channel's order is total."""
     random_seed: int | None = None
     """With a seed, every worker's every pull has an order of its own, drawn at random: TicTac's baseline."""
+    late: int = 0
+    """How many more workers may join while the job runs (:mod:`ddltool.runtime.sync` alone lets them)."""
 
     @classmethod
     def for_model(
@@ -90,6 +92,7 @@ class TransferPlan:
         priority: Mapping[str, int] | None = None,
         random_seed: int | None = None,
         server_of: Mapping[str, int] | None = None,
+        late: int = 0,
     ) -> TransferPlan:
         """Return the plan for ``model``; ``server_of`` (parameter to server) replaces :func:`spread`.
 
@@ -98,6 +101,8 @@ class TransferPlan:
         """
         if workers < 1 or servers < 1:
             raise InputError("transfer plan", f"{workers} workers and {servers} servers", "there must be one of each")
+        if late < 0:
+            raise InputError("transfer plan:late", f"is {late}", "give 0 or more")
         if priority is not None and random_seed is not None:
             raise InputError("transfer plan", "has both priorities and a random seed", "give one of the two")
         parameters = {name: value for name, value in model.named_parameters() if value.numel()}
@@ -125,6 +130,7 @@ class TransferPlan:
             servers=servers,
             priority=None if priority is None else tuple(priority[name] for name in parameters),
             random_seed=random_seed,
+            late=late,
         )
 
     @classmethod
@@ -138,8 +144,17 @@ class TransferPlan:
 
     @property
     def world_size(self) -> int:
-        """Number of processes: workers and servers."""
+        """Number of processes that begin: workers and servers."""
         return self.workers + self.servers
+
+    @property
+    def seats(self) -> int:
+        """Number of workers with all who may join."""
+        return self.workers + self.late
+
+    def rank_of_worker(self, worker: int) -> int:
+        """Return the rank of worker ``worker``; who joins has one beyond those that began."""
+        return worker if worker < self.workers else worker + self.servers
 
     def rank_of_server(self, server: int) -> int:
         """Return the rank of server ``server``."""
@@ -170,7 +185,7 @@ class TransferPlan:
     def digest(self) -> str:
         """Return 12 hexadecimal digits that two plans share only if they are the same."""
         slots = [(s.name, s.shape, s.dtype, s.trainable, s.server) for s in self.slots]
-        content = [slots, self.workers, self.servers, self.priority, self.random_seed]
+        content = [slots, self.workers, self.servers, self.priority, self.random_seed, self.late]
         return hashlib.sha256(json.dumps(content).encode()).hexdigest()[:12]
 
 

@@ -150,10 +150,11 @@ class WatchRequest:
             raise InputError("cores", f"names {len(self.cores)} cores", f"name one for each of {self.workers} workers")
 
 
-def record(request: WatchRequest) -> list[SpeedRow]:
+def record(request: WatchRequest, progress: Callable[[int], None] | None = None) -> list[SpeedRow]:
     """Return the rows of all workers, which train one model with averaged gradients over gloo, in lockstep, on the CPU.
 
-    Every process computes on one thread. Raises InputError when a step fails, DdlToolError when a process dies.
+    Every process computes on one thread. ``progress`` is told iterations done, now and then. Raises InputError when a step
+    fails, DdlToolError when a process dies.
     """
     context = multiprocessing.get_context("spawn")
     results: multiprocessing.Queue[tuple[str, Any]] = context.Queue()
@@ -166,7 +167,7 @@ def record(request: WatchRequest) -> list[SpeedRow]:
     try:
         for child in children:
             child.start()
-        _collect(results, children, rows)
+        _collect(results, children, rows, progress)
     finally:
         for child in children:
             if child.is_alive():
@@ -175,7 +176,12 @@ def record(request: WatchRequest) -> list[SpeedRow]:
     return rows
 
 
-def _collect(results: multiprocessing.Queue[tuple[str, Any]], children: list[Any], rows: list[SpeedRow]) -> None:
+def _collect(
+    results: multiprocessing.Queue[tuple[str, Any]],
+    children: list[Any],
+    rows: list[SpeedRow],
+    progress: Callable[[int], None] | None = None,
+) -> None:
     """Take each worker's rows; a worker says now and then that it is alive."""
     waiting, last = len(children), time.monotonic()
     while waiting:
@@ -191,6 +197,8 @@ def _collect(results: multiprocessing.Queue[tuple[str, Any]], children: list[Any
         last = time.monotonic()
         if kind == "error":
             raise InputError(*value)
+        if kind == "alive" and progress is not None:
+            progress(value)
         if kind == "rows":
             rows.extend(value)
             waiting -= 1

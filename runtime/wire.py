@@ -5,7 +5,7 @@ from __future__ import annotations
 import queue
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from typing import Any, Literal
@@ -24,7 +24,8 @@ CLOSE, PULL, STEP = range(3)  # what a worker's request asks for: nothing more, 
 JOIN_S = 5.0
 WORDS, WORDS_S = 1024, 0.2  # length in bytes of a failing end's last words, and the time to send or hear them
 CLOSED = "the other end closed the connection"
-Direction = Literal["pull", "push"]
+Direction = Literal["pull", "push", "control"]
+Groups = Mapping[Direction, Any]  # gloo process groups: of torch.distributed, or made directly
 
 
 class Gate:
@@ -84,19 +85,33 @@ class Wire:
         job = Job(rank=dist.get_rank(), world_size=dist.get_world_size(), side=control)
         job.together(check)
         check_same_plan(plan, control)
-        self.rank = job.rank
-        self._peers = [rank for rank in range(job.world_size) if (rank < plan.workers) != (job.rank < plan.workers)]
-        self._size = len(plan.slots)
-        self._groups = {
-            direction: dist.new_group(backend="gloo", timeout=timedelta(seconds=max(timeout_s, IDLE_S)))
-            for direction in ("pull", "push")
-        }
-        # Last words have a group of their own, for a wait that times out closes its group. gloo itself receives them, so
-        # that a process which is busy or late still finds them when it looks.
-        self._control = control
-        self._words = {peer: torch.zeros(WORDS, dtype=torch.uint8) for peer in self._peers}
-        self._hearing = {peer: dist.irecv(words, peer, group=control) for peer, words in self._words.items()}
+        pull, push = (
+            dist.new_group(backend="gloo", timeout=timedelta(seconds=max(timeout_s, IDLE_S))) for _ in range(2)
+        )
+        # Last words have a group of their own, for a wait that times out closes its group.
+        self._begin(plan, job.rank, {"pull": pull, "push": push, "control": control})
+        for rank in range(job.world_size):
+            if (rank < plan.workers) != (job.rank < plan.workers):
+                self.admit(rank, self._groups, rank)
+
+    def _begin(self, plan: TransferPlan, rank: int, groups: Groups) -> None:
+        self.rank, self._size, self._groups = rank, len(plan.slots), groups
+        self._routes: dict[int, tuple[Groups, int]] = {}
+        self._words: dict[int, Tensor] = {}
+        self._hearing: dict[int, Any] = {}
         self._watched = False
+
+    def admit(self, peer: int, groups: Groups, place: int) -> None:
+        """Make ``peer``, which has rank ``place`` in these groups, one of the other ends."""
+        self._routes[peer] = groups, place
+        # gloo itself receives last words, so that a process which is busy or late still finds them when it looks.
+        words = torch.zeros(WORDS, dtype=torch.uint8)
+        self._hearing[peer] = groups["control"].recv([words], place, 0)
+        self._words[peer] = words
+
+    def _route(self, direction: Direction, peer: int) -> tuple[Any, int]:
+        groups, place = self._routes.get(peer, (self._groups, peer))
+        return groups[direction], place
 
     @property
     def header_tag(self) -> int:
@@ -116,17 +131,17 @@ class Wire:
     def post(self, direction: Direction, tensor: Tensor, peer: int, tag: int) -> dist.Work:
         """Start to receive into ``tensor`` and return the work to wait for."""
         try:
-            work = dist.irecv(tensor, peer, group=self._groups[direction], tag=tag)
+            group, place = self._route(direction, peer)
+            work: dist.Work = group.recv([tensor], place, tag)
         except RuntimeError as error:
             raise TransferError(reason(error)) from error
-        assert work is not None  # None only for ranks outside the group
         return work
 
     def send(self, direction: Direction, tensor: Tensor, peer: int, tag: int, timeout_s: float) -> None:
         """Hand ``tensor`` to the transport and wait until it has taken all of it."""
         try:
-            work = dist.isend(tensor, peer, group=self._groups[direction], tag=tag)
-            assert work is not None
+            group, place = self._route(direction, peer)
+            work = group.send([tensor], place, tag)
             work.wait(timedelta(seconds=timeout_s))
         except RuntimeError as error:
             raise TransferError(reason(error)) from error
@@ -144,17 +159,16 @@ class Wire:
         gloo has no call that does so (its ``abort`` leaves the waiting threads waiting), but a receive that times out
         closes all pairs of its group.
         """
-        for group in self._groups.values():
-            self._close(group)
+        self._close("pull")
+        self._close("push")
         if self._watched:
-            self._close(self._control)
+            self._close("control")
 
-    def _close(self, group: dist.ProcessGroup | None) -> None:
-        for peer in self._peers:
+    def _close(self, direction: Direction) -> None:
+        for peer in list(self._routes):
             with suppress(RuntimeError):
-                work = dist.irecv(torch.empty(1), peer, group=group, tag=self._size + 2)
-                if work is not None:
-                    work.wait(timedelta(milliseconds=1))
+                group, place = self._route(direction, peer)
+                group.recv([torch.empty(1)], place, self._size + 2).wait(timedelta(milliseconds=1))
 
     def watch(self, peer: int) -> None:
         """Wait until ``peer`` has said its last words, has closed, or :meth:`stop_watching` is called.
@@ -163,30 +177,28 @@ class Wire:
         been there from the beginning.
         """
         self._watched = True
-        work = self._hearing[peer]
         with suppress(RuntimeError):
-            if work is not None:
-                work.wait(timedelta(seconds=10 * IDLE_S))
+            self._hearing[peer].wait(timedelta(seconds=10 * IDLE_S))
 
     def stop_watching(self) -> None:
         """End :meth:`watch` in all threads. Nothing can be told or heard after this."""
-        self._close(self._control)
+        self._close("control")
 
     def tell(self, text: str) -> None:
         """Send every peer that still listens the last words of this end."""
         words = torch.tensor(list(text.encode()[:WORDS].ljust(WORDS, b"\0")), dtype=torch.uint8)
         sending = []
-        for peer in self._peers:
+        for peer in list(self._routes):
             with suppress(RuntimeError):
-                sending.append(dist.isend(words, peer, group=self._control))
+                group, place = self._route("control", peer)
+                sending.append(group.send([words], place, 0))
         for work in sending:
             with suppress(RuntimeError):
-                if work is not None:
-                    work.wait(timedelta(seconds=WORDS_S))
+                work.wait(timedelta(seconds=WORDS_S))
 
     def heard(self) -> str:
         """Return a peer's last words, empty when there are none."""
-        return next((text for peer in self._words if (text := self.heard_from(peer))), "")
+        return next((text for peer in list(self._words) if (text := self.heard_from(peer))), "")
 
     def heard_from(self, peer: int) -> str:
         """Return this peer's last words, empty when there are none."""

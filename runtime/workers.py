@@ -77,9 +77,9 @@ class Worker(End):
         """
         self.model, self.plan, self._timeout_s = model, plan, timeout_s
         self._parameters = dict(model.named_parameters())
-        wire = Wire(plan, timeout_s, lambda: check_values(plan, self._parameters))
-        super().__init__(wire, f"worker {wire.rank} (rank {wire.rank})")
-        self.rank = wire.rank
+        wire = self._connect(timeout_s)
+        self.rank = wire.rank if wire.rank < plan.workers else wire.rank - plan.servers
+        super().__init__(wire, f"worker {self.rank} (rank {wire.rank})")
         self.clock = 0
         self.arrivals: list[Arrival] = []
         self._names = [slot.name for slot in plan.slots]
@@ -97,6 +97,9 @@ class Worker(End):
         for server in range(plan.servers):
             self._start(self._receive, server)
             self._start(self._push, server)
+
+    def _connect(self, timeout_s: float) -> Wire:
+        return Wire(self.plan, timeout_s, lambda: check_values(self.plan, self._parameters))
 
     @contextmanager
     def step(self, *, push: bool = True) -> Iterator[Self]:

@@ -333,6 +333,7 @@ def test_the_options_are_a_decision() -> None:
                 "--exact",
                 "--time-limit",
                 "--replicas",
+                "--determinism",
                 *common,
             ]
         ),

@@ -239,8 +239,9 @@ RATES = {"V100": 3.0, "T4": 1.0}
         ({"max_price_per_hour": 0.3}, "max_price_per_hour: 0.3 an hour buys no device; the cheapest, T4, costs 0.4"),
         (
             {"max_price_per_hour": 0.5, "memory_per_worker_gib": 16},
-            "max_price_per_hour: 0.5 an hour buys no device; the cheapest, V100, costs 2.1 "
-            "(memory_per_worker_gib leaves out T4)",
+            "6 workers: these requirements cannot be kept together, but without any one of them they can: "
+            "memory_per_worker_gib: one worker needs 16 GiB; T4 has 15, V100 has 16 | "
+            "max_price_per_hour: at most 0.5 an hour; T4 costs 0.4, V100 costs 2.1",
         ),
     ],
 )

@@ -11,8 +11,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
+from ddltool.analyzers.goodput.elastic_table import Split
 from ddltool.errors import InputError
 from ddltool.runtime.batches import VariableBatchSampler, split_tail
+from ddltool.runtime.resizable_batches import ResizableBatchSampler
 
 local_sizes = st.lists(st.integers(1, 9), min_size=1, max_size=5)
 
@@ -120,3 +122,92 @@ def test_it_feeds_a_dataloader_with_workers() -> None:
     sampler = VariableBatchSampler(20, [2, 5], 1, seed=4)
     batches = [batch[0].tolist() for batch in DataLoader(dataset, batch_sampler=sampler, num_workers=1)]
     assert batches == [[index * 10 for index in batch] for batch in sampler]
+
+
+def split_of(ranks: int, total: int, passes: int) -> Split:
+    """Return a split of ``total`` samples."""
+    return Split(world_size=ranks, total_batch_size=total, accumulation_steps=passes - 1)
+
+
+@given(st.data(), st.integers(1, 120))
+def test_resizing_loses_and_repeats_nothing(data: st.DataObject, dataset_size: int) -> None:
+    """Changes of the batch, fetching ahead, and restarts on other numbers of ranks, against the permutation itself.
+
+    Drawn are what happens at each step: nothing, a change at the first step that no rank has handed out, or a restart.
+    """
+    sizes = st.builds(split_of, st.just(0), st.integers(1, 30), st.integers(1, 4))
+    ranks, state = 0, None
+    visited: list[int] = []
+    steps = 0
+    while len(visited) < dataset_size:
+        ranks = data.draw(st.integers(1, 5))
+        first = data.draw(sizes)
+        split = split_of(ranks, first.total_batch_size, first.accumulation_steps + 1)
+        samplers = [ResizableBatchSampler(dataset_size, split, rank, seed=3) for rank in range(ranks)]
+        for sampler in samplers:
+            if state is not None:
+                sampler.load_state_dict(state, split)
+        loaders = [iter(sampler) for sampler in samplers]
+        ahead = [data.draw(st.integers(0, 6)) for _ in samplers]
+        fetched: list[list[list[int]]] = [[] for _ in samplers]
+        while len(visited) < dataset_size:
+            step: list[int] = []
+            for rank, sampler in enumerate(samplers):
+                while True:
+                    while len(fetched[rank]) <= ahead[rank] and (batch := next(loaders[rank], None)) is not None:
+                        fetched[rank].append(batch)
+                    taken, batch = sampler.issued.popleft(), fetched[rank].pop(0)
+                    assert taken.step == steps
+                    assert len(batch) == max(taken.samples, 1)
+                    step += batch if taken.samples else []
+                    if taken.is_last:
+                        break
+                sampler.commit(taken)
+            assert len(step) == taken.step_samples
+            assert taken.is_full or len(visited) + len(step) == dataset_size
+            visited += step
+            steps += 1
+            happens = data.draw(st.sampled_from(["nothing", "change", "restart"]))
+            if happens == "change":
+                new = data.draw(sizes)
+                at = max(sampler.next_step for sampler in samplers)
+                for sampler in samplers:
+                    sampler.resize(split_of(ranks, new.total_batch_size, new.accumulation_steps + 1), at)
+                    assert sampler.split_at(at).total_batch_size == new.total_batch_size
+            if happens == "restart":
+                break
+        state = samplers[0].state_dict()
+        assert all(sampler.state_dict() == state for sampler in samplers)
+    assert visited == permutation(dataset_size, 3)
+
+
+def test_what_was_handed_out_keeps_its_size() -> None:
+    sampler = ResizableBatchSampler(100, split_of(2, 8, 1), 0, shuffle=False)
+    loader = iter(sampler)
+    assert [next(loader), next(loader)] == [[0, 1, 2, 3], [8, 9, 10, 11]]
+    assert sampler.next_step == 2
+    with pytest.raises(InputError, match="step: 1 was handed out already; the next is 2"):
+        sampler.resize(split_of(2, 6, 1), 1)
+    sampler.resize(split_of(2, 6, 1), 2)
+    assert next(loader) == [16, 17, 18]
+    with pytest.raises(InputError, match="split: is for 3 ranks"):
+        sampler.resize(split_of(3, 6, 1), 3)
+    # Steps 0 and 1 of 8, 14 of 6 from 16 to 100; after step 0, one of the first two is left.
+    assert len(sampler) == 16
+    sampler.commit(sampler.issued.popleft())
+    assert len(sampler) == 15
+    sampler.set_epoch(1)
+    assert sampler.position == 0
+
+
+def test_a_rank_without_samples_takes_part_with_weight_0() -> None:
+    sampler = ResizableBatchSampler(9, split_of(4, 8, 1), 3, shuffle=False)
+    assert list(sampler) == [[6, 7], [8]]
+    assert [(taken.samples, taken.weight, taken.step_samples) for taken in sampler.issued] == [
+        (2, 0.25, 8),
+        (0, 0.0, 1),
+    ]
+    with pytest.raises(InputError, match="rank: is 4; there are 4 ranks"):
+        ResizableBatchSampler(9, split_of(4, 8, 1), 4)
+    with pytest.raises(InputError, match="dataset: has 0 samples"):
+        ResizableBatchSampler(0, split_of(4, 8, 1), 0)

@@ -2,12 +2,31 @@
 
 from __future__ import annotations
 
+import signal
+import sys
+from types import FrameType
+
+_INTERRUPTED = 130
+
+
+def _interrupt_once(number: int, frame: FrameType | None) -> None:
+    """Interrupt the command; a second Ctrl-C must not disturb the cleaning up after the first."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    raise KeyboardInterrupt
+
 
 def main() -> None:
     """Run the ``ddltool`` command line and exit with the code that the contract gives."""
-    from ddltool.commands.main import run
+    try:
+        if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+            signal.signal(signal.SIGINT, _interrupt_once)
+        from ddltool.commands.main import run
 
-    raise SystemExit(run())
+        code = run()
+    except KeyboardInterrupt:  # before run() could take care of it
+        print("error: interrupted", file=sys.stderr)  # noqa: T201
+        code = _INTERRUPTED
+    raise SystemExit(code)
 
 
 if __name__ == "__main__":

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import Field
+from pydantic import Field, SerializerFunctionWrapHandler, model_serializer
 
 from ddltool.artifacts import Artifact, Record
+from ddltool.errors import InputError, did_you_mean
 
 NonNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 
@@ -50,8 +51,37 @@ class NextMeasurement(Record):
     )
 
 
+class LeftOut(Record):
+    """A row that the fit left out: several times off what all other rows say."""
+
+    source: str = Field(description="the file")
+    row: Annotated[int, Field(ge=0)] = Field(description="counted from 1; 0: a median over a log's steps")
+    device: str = ""
+    num_nodes: Annotated[int, Field(ge=1)]
+    num_replicas: Annotated[int, Field(ge=1)]
+    local_batch_size: Annotated[int, Field(ge=1)]
+    step_time_s: NonNegative
+    expected_s: NonNegative = Field(description="what the fit of the other rows predicts")
+
+
+class DeviceGoodput(Record):
+    """The model of one device type among several."""
+
+    params: ThroughputRecord
+    rmsle: NonNegative
+    mape: NonNegative
+    samples: Annotated[int, Field(ge=1)]
+    undetermined: list[str]
+    holdout: FitError | None = None
+    intervals: dict[str, ParameterInterval] = Field(default_factory=dict)
+
+
+# Said only where there is something to say, so that the document of one device on clean rows stays short.
+_OCCASIONAL = ("devices", "shared_network", "network_choice", "note", "left_out")
+
+
 class Goodput(Artifact):
-    """A throughput model fitted to measured step times."""
+    """A throughput model fitted to measured step times; of several device types, one model each."""
 
     KIND: ClassVar[str] = "ddltool.goodput"
     kind: Literal["ddltool.goodput"] = "ddltool.goodput"
@@ -65,3 +95,27 @@ class Goodput(Artifact):
     holdout: FitError | None = None
     intervals: dict[str, ParameterInterval] = Field(default_factory=dict)
     next_measurement: NextMeasurement | None = None
+    left_out: list[LeftOut] = Field(default_factory=list, description="rows left out of the fit, its errors count them")
+    devices: dict[str, DeviceGoodput] = Field(default_factory=dict, description="by type, when the rows name several")
+    shared_network: bool | None = Field(default=None, description="whether the types share gamma and synchronisation")
+    network_choice: str = Field(default="", description="why they share it or not")
+    note: str = Field(default="", description="whose params are at the top when there are several devices")
+
+    def params_of(self, device: str) -> ThroughputRecord:
+        """Return the parameters of a device type: its own when the file has it, else those at the top.
+
+        The file of one device type says nothing about its name, so it answers for any; a file of several refuses a type
+        that it does not know: InputError.
+        """
+        if not self.devices:
+            return self.params
+        if device not in self.devices:
+            raise InputError("devices", f"has no {device}", did_you_mean(device, self.devices))
+        return self.devices[device].params
+
+    @model_serializer(mode="wrap")
+    def _without_empty(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        made: dict[str, Any] = handler(self)
+        return {
+            name: value for name, value in made.items() if name not in _OCCASIONAL or value not in (None, "", [], {})
+        }

@@ -30,6 +30,9 @@ class DeviceOffer(Record):
     max_local_batch_size: Annotated[int, Field(ge=1)] | None = Field(
         default=None, description="most samples of a step on one such device, for the lb-bsp strategy"
     )
+    max_ests: Annotated[int, Field(ge=1)] | None = Field(
+        default=None, description="most ESTs on one such device, for the est strategy"
+    )
     memory_gib: Positive | None = None
     price_per_hour: Annotated[float, Field(ge=0, allow_inf_nan=False)] | None = Field(
         default=None, description="price of one device for an hour, in any one currency"
@@ -67,6 +70,16 @@ class Constraints(Record):
     memory_per_worker_gib: Positive | None = Field(
         default=None, description="device memory that one EST needs while it runs (ESTs of a device take turns)"
     )
+    memory_fixed_gib: Annotated[float, Field(ge=0, allow_inf_nan=False)] | None = Field(
+        default=None,
+        description="ESTs do not take turns with their memory: k of them need this much and k x memory_per_worker_gib",
+    )
+    min_throughput: Positive | None = Field(
+        default=None, description="logical mini-batches per second that an est plan must reach"
+    )
+    hardware_agnostic: bool | None = Field(
+        default=None, description="false: the model needs vendor-tuned kernels, so D2 keeps to one device type too"
+    )
     determinism: Determinism | None = Field(
         default=None,
         description="D0: same bits for the same placement; D1: for any number of devices of one type; D2: of any types",
@@ -87,6 +100,10 @@ class Job(Artifact):
     devices: list[DeviceOffer] = Field(default_factory=list)
     cluster: str | None = Field(default=None, description="cluster.yaml that gives the device counts")
     constraints: Constraints = Field(default_factory=Constraints)
+    network: str | None = Field(
+        default=None, description="goodput.json whose fitted synchronisation time an est plan adds to its step"
+    )
+    weight: Positive = Field(default=1.0, description="of this job beside others that are planned with it")
     goodput: GoodputSection | None = Field(default=None, description="for the goodput strategy")
 
     @model_validator(mode="after")
@@ -97,6 +114,8 @@ class Job(Artifact):
         repeated = sorted({name for name in names if names.count(name) > 1})
         if repeated:
             raise ValueError(f"device type {repeated[0]!r} stands twice; add the counts up")
+        if self.constraints.memory_fixed_gib is not None and self.constraints.memory_per_worker_gib is None:
+            raise ValueError("constraints.memory_fixed_gib needs memory_per_worker_gib beside it")
         return self
 
 

@@ -37,11 +37,24 @@ class ProfileRow(Record):
     peak_memory_bytes: NonNegative | None = None
     step_time_spread_s: NonNegative | None = Field(default=None, description="interquartile range over the repeats")
     repeats: Annotated[int, Field(ge=1)] | None = None
+    step_time_low_s: Positive | None = Field(default=None, description="lower end of the median's 95 % interval")
+    step_time_high_s: Positive | None = Field(default=None, description="upper end of the median's 95 % interval")
+    accumulation_steps: Annotated[int, Field(ge=0)] | None = Field(
+        default=None, description="passes without synchronisation before the one that synchronises; 0 is none"
+    )
+    grad_time_s: Positive | None = Field(
+        default=None, description="median seconds of one pass over a local batch without synchronisation"
+    )
+    source: str | None = Field(default=None, description="the model that was measured")
+    settings: str | None = Field(default=None, description="how it was measured; rows compare where this is equal")
     schema_version: int = SCHEMA_VERSION
 
 
 REQUIRED = ("device", "num_nodes", "num_replicas", "local_batch_size", "step_time_s", "sync_time_s")
 COLUMNS = tuple(ProfileRow.model_fields)
+_TEXT = ("device", "source", "settings")
+_FROM_ZERO = ("sync_time_s", "peak_memory_bytes", "step_time_spread_s", "accumulation_steps")
+_WHOLE = ("num_nodes", "num_replicas", "local_batch_size", "repeats", "accumulation_steps")
 
 
 def read_table(path: str | Path) -> pd.DataFrame:
@@ -90,6 +103,9 @@ def _json_lines(text: str, path: Path) -> list[dict[str, Any]]:
             raise InputError(
                 f"{path}:line {number}", f"is not JSON ({error.msg})", "one JSON object per line"
             ) from None
+        except (ValueError, RecursionError):
+            problem = "has a number of thousands of digits, or is nested thousands deep"
+            raise InputError(f"{path}:line {number}", problem, "one flat JSON object per line") from None
         if not isinstance(row, dict):
             raise InputError(f"{path}:line {number}", "is not an object", "one JSON object per line")
         rows.append(row)
@@ -110,7 +126,7 @@ def check_profile(frame: pd.DataFrame, where: str) -> pd.DataFrame:
     if "schema_version" in checked.columns:
         _check_version(checked["schema_version"].tolist(), where)
     for name in COLUMNS:
-        if name not in checked.columns or name == "device":
+        if name not in checked.columns or name in _TEXT:
             continue
         numbers = pd.to_numeric(checked[name], errors="coerce")
         _check_numbers(numbers.tolist(), checked[name].tolist(), name, where)
@@ -131,14 +147,17 @@ def _check_version(versions: list[Any], where: str) -> None:
 
 def _check_numbers(values: list[float], raw: list[Any], name: str, where: str) -> None:
     optional = name not in REQUIRED
-    least = 0.0 if name in ("sync_time_s", "peak_memory_bytes", "step_time_spread_s") else None
-    whole = name in ("num_nodes", "num_replicas", "local_batch_size", "repeats")
+    least = 0.0 if name in _FROM_ZERO else None
+    whole = name in _WHOLE
     for row, value in enumerate(values, start=1):
         if optional and isinstance(raw[row - 1], float) and math.isnan(raw[row - 1]):
             continue
         good = math.isfinite(value) and (value >= least if least is not None else value > 0)
         if not good or (whole and value != int(value)):
-            wanted = "a whole number >= 1" if whole else "a finite number >= 0" if least is not None else "above zero"
+            from_where = 1 if least is None else 0
+            wanted = (
+                f"a whole number >= {from_where}" if whole else "above zero" if from_where else "a finite number >= 0"
+            )
             raise InputError(f"{where}:row {row}:{name}", f"is {raw[row - 1]}", f"it must be {wanted}")
 
 

@@ -31,3 +31,10 @@ class TelemetryRow(Record):
         description="from the end of the previous update, or an epoch's first forward pass, to the end of this one"
     )
     memory_bytes: Annotated[float, Field(ge=0)] = Field(description="peak memory of the process so far")
+    passes: Annotated[int, Field(ge=1)] = Field(default=1, description="forward and backward passes of this rank")
+    learning_rate_factor: Annotated[float, Field(ge=0, allow_inf_nan=False)] | None = Field(
+        default=None, description="what a goodput agent multiplied the learning rate by"
+    )
+    noise_scale: Annotated[float, Field(ge=0, allow_inf_nan=False)] | None = Field(
+        default=None, description="gradient noise scale in samples, as a goodput agent knew it"
+    )

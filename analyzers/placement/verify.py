@@ -25,6 +25,9 @@ def verify(problem: Problem, assignments: Sequence[Assignment]) -> Fraction:
     workers = sum(row.devices * row.ests_per_device for row in assignments)
     if not used.keys() <= offered.keys():
         raise ValueError(f"types that are not offered: {sorted(used.keys() - offered.keys())}")
+    limits = {name: device.most_ests for name, device in offered.items()}
+    if any(row.ests_per_device > (limits[row.device_type] or math.inf) for row in assignments):
+        raise ValueError(f"more ESTs on a device than may be: {limits}")
     price = sum((offered[name].price_micro or 0) * count for name, count in used.items())
     if workers != problem.max_workers:
         raise ValueError(f"{workers} ESTs instead of {problem.max_workers}")
@@ -34,4 +37,7 @@ def verify(problem: Problem, assignments: Sequence[Assignment]) -> Fraction:
         raise ValueError(f"constraints broken: {used}")
     if problem.max_price_micro is not None and price > problem.max_price_micro:
         raise ValueError(f"price limit broken: {price}")
-    return max(row.ests_per_device / offered[row.device_type].capability_per_s for row in assignments)
+    step = max(row.ests_per_device / offered[row.device_type].capability_per_s for row in assignments)
+    if problem.min_throughput is not None and problem.max_workers / step < problem.min_throughput:
+        raise ValueError(f"too slow: a step of {step} s")
+    return step

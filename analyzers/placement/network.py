@@ -1,0 +1,246 @@
+"""EST plans on nodes: the step is computing and synchronising, so fewer devices on fewer nodes may be faster.
+
+Computing takes ``f = max A_i / C_i`` (EasyScale, Equation 1b); synchronising takes Pollux's ``T_sync(N, K)`` for K devices
+on N nodes, and both overlap: ``(f^g + T_sync^g)^(1/g)`` (Pollux, section 3.2). Across nodes, T_sync grows with K alone and
+f falls with K, so the best K is found by bounding both over intervals of K; one node, and one device, are tried apart.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from fractions import Fraction
+
+from ddltool.analyzers.goodput.throughput import ThroughputParams, overlapped, sync_time_s
+from ddltool.analyzers.placement.closed_form import best_step_time
+from ddltool.analyzers.placement.dealing import evaluate
+from ddltool.analyzers.placement.est import is_feasible, solve_est
+from ddltool.analyzers.placement.problem import Problem, check_affordable
+from ddltool.analyzers.placement.step_times import Counts, allowed, reach
+from ddltool.errors import Infeasible, InputError
+from ddltool.placement_records import Choice, NetworkCost
+from ddltool.plan import Alternative, Plan
+
+# Bounds closer than this share of the best step are rounding.
+_ROUNDING = 1e-12
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class NodeShape:
+    """``nodes`` equal nodes with ``devices`` devices of one type each."""
+
+    device_type: str
+    devices: int
+    nodes: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Found:
+    """A plan with its nodes."""
+
+    step_s: float
+    counts: Counts
+    compute_s: Fraction
+    nodes: int
+    proven: bool
+
+
+def solve_on_nodes(
+    problem: Problem,
+    shapes: Sequence[NodeShape],
+    params: ThroughputParams,
+    *,
+    time_limit_s: float = 10.0,
+    seed: int = 0,
+) -> Plan:
+    """Return the plan of smallest step, synchronisation included, with the best of the other choices as alternatives.
+
+    The choices are one device, one node, and several nodes. ``params`` gives the synchronisation times (a fit per
+    device type would differ in its computing times only, which are not used); across nodes they are taken to be no
+    shorter than on one. ``iteration_s`` and ``throughput`` include synchronising, ``overload_factor`` does not, ``waste``
+    counts the devices' time in it as idle. Every constraint holds as for ``solve_est``. Raises Infeasible as it does,
+    InputError when a type has no nodes.
+    """
+    started = time.perf_counter()
+    check_affordable(problem)
+    names = {shape.device_type for shape in shapes}
+    for device in problem.devices:
+        if device.name not in names:
+            raise InputError(f"cluster:nodes.{device.name}", "has no nodes", "name the nodes of every device type")
+    quick = replace(problem, min_throughput=None)  # the limit is on the whole step: checked at the end
+    if not is_feasible(quick, seed=seed):
+        solve_est(quick, seed=seed)  # raises with the requirements that conflict
+    deadline = started + time_limit_s
+    found = {**_on_one_node(quick, shapes, params)}
+    limit = min((each.step_s for each in found.values()), default=math.inf)
+    across, bound = _across_nodes(quick, shapes, params, limit, deadline, seed)
+    if across is not None:
+        kept = found.get(_choice(across))
+        found[_choice(across)] = across if kept is None or across.step_s < kept.step_s else kept
+    ranked = sorted(found.items(), key=lambda item: (item[1].step_s, item[1].nodes, sum(item[1].counts)))
+    best = ranked[0][1]
+    _check_throughput(problem, best.step_s)
+    gap = max(0.0, 1.0 - min(bound, best.step_s) / best.step_s)
+    first = _alternative(quick, best)
+    return Plan(
+        job=problem.job,
+        strategy="est",
+        max_workers=problem.max_workers,
+        batch_size=problem.batch_size,
+        **{name: getattr(first, name) for name in Alternative.model_fields},
+        status="optimal" if gap <= _ROUNDING and best.proven else "feasible",
+        gap=gap if gap > _ROUNDING else 0.0,
+        alternatives=[_alternative(quick, each) for _, each in ranked[1:]],
+        network=NetworkCost(
+            choice=ranked[0][0],
+            num_nodes=best.nodes,
+            num_replicas=sum(best.counts),
+            compute_s=float(best.compute_s),
+            sync_s=_sync(params, best.nodes, sum(best.counts)),
+            best_steps={choice: each.step_s for choice, each in ranked},
+        ),
+        communication_s=max(0.0, best.step_s - float(best.compute_s)),
+        solve_seconds=time.perf_counter() - started,
+    )
+
+
+def nodes_needed(counts: Mapping[str, int], shapes: Sequence[NodeShape]) -> int:
+    """Return the fewest nodes that hold so many devices of each type: largest nodes first.
+
+    Raises InputError when there are not enough.
+    """
+    total = 0
+    for name, count in counts.items():
+        left = count
+        for shape in sorted((shape for shape in shapes if shape.device_type == name), key=lambda each: -each.devices):
+            nodes = min(shape.nodes, -(-left // shape.devices))
+            total += nodes
+            left = max(0, left - nodes * shape.devices)
+        if left:
+            raise InputError(f"devices.{name}.count", f"is more than the cluster's nodes hold by {left}", "offer fewer")
+    return total
+
+
+def _sync(params: ThroughputParams, nodes: int, replicas: int) -> float:
+    """Return T_sync in seconds; across nodes at least what it is on one."""
+    on_one = float(sync_time_s(params, 1, replicas))
+    return on_one if nodes == 1 else max(on_one, float(sync_time_s(params, nodes, replicas)))
+
+
+def _step(params: ThroughputParams, compute: Fraction, nodes: int, replicas: int) -> float:
+    return float(overlapped(float(compute), _sync(params, nodes, replicas), params.gamma))
+
+
+def _choice(found: _Found) -> Choice:
+    return "several nodes" if found.nodes > 1 else "one node" if sum(found.counts) > 1 else "one device"
+
+
+def _on_one_node(problem: Problem, shapes: Sequence[NodeShape], params: ThroughputParams) -> dict[Choice, _Found]:
+    """Return the best plans on one device and on one node, those that there are: a node holds one device type."""
+    best: dict[Choice, _Found] = {}
+    place = {device.name: number for number, device in enumerate(problem.devices)}
+    largest: dict[str, int] = {}
+    for shape in shapes:
+        if shape.nodes and shape.device_type in place:
+            largest[shape.device_type] = max(largest.get(shape.device_type, 0), shape.devices)
+    for name, devices in largest.items():
+        for number in range(1, min(devices, problem.device_limit, problem.devices[place[name]].count) + 1):
+            counts = tuple(number if place[name] == other else 0 for other in range(len(place)))
+            compute = reach(problem, counts) if allowed(problem, counts) else None
+            if compute is None:
+                continue
+            step = _step(params, compute, 1, number)
+            made = _Found(step_s=step, counts=counts, compute_s=compute, nodes=1, proven=True)
+            if (kept := best.get(_choice(made))) is None or step < kept.step_s:
+                best[_choice(made)] = made
+    return best
+
+
+def _across_nodes(
+    problem: Problem,
+    shapes: Sequence[NodeShape],
+    params: ThroughputParams,
+    limit: float,
+    deadline: float,
+    seed: int,
+) -> tuple[_Found | None, float]:
+    """Return the best plan on at least two devices anywhere, and a step time that none of them can beat.
+
+    Intervals of K are split, most promising first: ``f`` at the upper end and ``T_sync`` at the lower one bound the step.
+    """
+    most = min(problem.device_limit, sum(device.count for device in problem.devices))
+    if most < 2 or sum(shape.nodes for shape in shapes) < 2:
+        return None, math.inf
+    compute = {number: _compute_time(problem, number, seed) for number in (2, most)}
+    if compute[most] is None:
+        return None, math.inf
+    best_number, best_step = most, math.inf
+
+    def look(number: int) -> None:
+        nonlocal best_number, best_step
+        time_s = compute[number]
+        if time_s is not None and (step := _step(params, time_s, 2, number)) < best_step:
+            best_number, best_step = number, step
+
+    def bound(low: int, high: int) -> float:
+        time_s = compute[high]
+        return math.inf if time_s is None else _step(params, time_s, 2, low)
+
+    look(2)
+    look(most)
+    intervals = [(bound(2, most), 2, most)]
+    while intervals and intervals[0][0] < best_step * (1 - _ROUNDING) and time.perf_counter() < deadline:
+        _, low, high = heapq.heappop(intervals)
+        if high - low <= 1 or compute[low] == compute[high]:
+            continue  # both ends were looked at; with equal computing times the lower end is the best
+        middle = (low + high) // 2
+        compute[middle] = _compute_time(problem, middle, seed)
+        look(middle)
+        for part in ((low, middle), (middle, high)):
+            heapq.heappush(intervals, (bound(*part), *part))
+    left = min(best_step, intervals[0][0]) if intervals else best_step
+    plan = solve_est(replace(problem, max_devices=best_number), seed=seed)
+    used = {device.name: 0 for device in problem.devices}
+    for row in plan.assignments:
+        used[row.device_type] += row.devices
+    counts = tuple(used.values())
+    nodes = nodes_needed(used, shapes)
+    reached = reach(problem, counts)
+    if reached is None:
+        raise ValueError(f"{counts} devices have no room for every EST")
+    step = _step(params, reached, nodes, sum(counts))
+    proven = plan.status == "optimal"
+    return _Found(step_s=step, counts=counts, compute_s=reached, nodes=nodes, proven=proven), min(left, limit, step)
+
+
+def _compute_time(problem: Problem, devices: int, seed: int) -> Fraction | None:
+    """Return the smallest f with at most so many devices, exactly; None: they have no room."""
+    narrowed = replace(problem, max_devices=devices)
+    try:
+        if problem.max_price_micro is None:
+            return best_step_time(narrowed)
+        plan = solve_est(narrowed, seed=seed)
+    except Infeasible:
+        return None
+    used = {device.name: 0 for device in problem.devices}
+    for row in plan.assignments:
+        used[row.device_type] += row.devices
+    return reach(narrowed, tuple(used.values()))
+
+
+def _alternative(problem: Problem, found: _Found) -> Alternative:
+    """Return a plan's figures with the synchronisation in its step."""
+    made = evaluate(problem, found.counts, found.compute_s)
+    throughput = problem.max_workers / found.step_s
+    in_use = made.waste + made.throughput
+    return made.model_copy(update={"iteration_s": found.step_s, "throughput": throughput, "waste": in_use - throughput})
+
+
+def _check_throughput(problem: Problem, step_s: float) -> None:
+    if problem.min_throughput is not None and problem.max_workers / step_s < problem.min_throughput:
+        reached = problem.max_workers / step_s
+        text = f"min_throughput: at least {float(problem.min_throughput):g} mini-batches/s from {problem.max_workers}"
+        raise Infeasible(f"{text} workers; with synchronisation the most that can be reached is {reached:.4g}")

@@ -1,0 +1,213 @@
+"""EasyScale's intra-job scheduler (section 3.4): the best plan for what a job holds, and what more would bring.
+
+Role 1 is :func:`best_plan`, role 2 :func:`proposals`, role 3 :func:`accept` (the cluster's side) and :func:`fall_back`.
+All are exact, by the closed form: throughput is ``maxP / f`` with f the smallest step time that leaves room for every EST.
+Pure functions: the cluster simulator and the ``companion`` command call them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import cast
+
+import numpy as np
+
+from ddltool.analyzers.placement.step_table import check_capability, exact, smallest_step, table_of, weights_of
+from ddltool.errors import InputError, did_you_mean
+from ddltool.graph import natural_key
+
+# For more step times than these, a table costs more than it saves.
+_LARGEST_TABLE = 50_000
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PlanSummary:
+    """The best mapping of ESTs to the devices that a job holds."""
+
+    throughput: float
+    """Logical mini-batches per second; 0 when nothing is held."""
+    ests_per_device: Mapping[str, tuple[int, ...]]
+    """Device type to the ESTs of each used device, most first."""
+    used: Mapping[str, int]
+    """Device type to how many are used; held devices beyond these would idle and can be given back."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Proposal:
+    """``count`` more devices of one type."""
+
+    device_type: str
+    count: int
+    throughput: float
+    """With them, logical mini-batches per second."""
+    speedup: float
+    """Over the throughput on what is held; when nothing is held, over one device of the slowest known type."""
+    speedup_per_gpu: float
+    """What each of the devices adds to ``speedup``."""
+
+
+def best_plan(
+    capability: Mapping[str, float], held: Mapping[str, int], max_workers: int, *, homogeneous: bool = False
+) -> PlanSummary:
+    """Return the plan of highest throughput on the held devices, using no more of them than it needs (role 1).
+
+    ``capability``: mini-batches per second of one EST alone by device type; ``held``: devices by type;
+    ``homogeneous``: use one type only. Exact (EasyScale, Equation 1); some microseconds. Raises InputError for
+    capabilities that are not positive, negative counts, types without a capability, or ``max_workers`` below 1.
+    """
+    names = _names(capability, held, max_workers)
+    if homogeneous and len(names) > 1:
+        each = [best_plan(capability, {name: held[name]}, max_workers) for name in names]
+        return max(each, key=lambda plan: plan.throughput)
+    if not names:
+        return PlanSummary(throughput=0.0, ests_per_device={}, used={})
+    weights = weights_of(tuple(float(capability[name]) for name in names))
+    counts = [min(held[name], max_workers) for name in names]
+    k, kind = smallest_step(weights, counts, max_workers)
+    rooms = {name: weight * k // weights[kind] for name, weight in zip(names, weights, strict=True)}
+    dealt = _deal(
+        rooms, dict(zip(names, counts, strict=True)), max_workers, weights=dict(zip(names, weights, strict=True))
+    )
+    return PlanSummary(
+        throughput=_throughput(capability[names[kind]], k, max_workers),
+        ests_per_device=dealt,
+        used={name: len(ests) for name, ests in dealt.items()},
+    )
+
+
+def proposals(
+    capability: Mapping[str, float],
+    held: Mapping[str, int],
+    free: Mapping[str, int],
+    max_workers: int,
+    top_k: int,
+    homogeneous: bool,
+) -> list[Proposal]:
+    """Return the ``top_k`` scale-outs by devices of one type, highest speedup per device first (role 2).
+
+    On equal speedup per device, more devices first, then the type's name. Only counts that make the job faster than
+    one device fewer are proposed. A homogeneous job only asks for the type that it holds. Raises InputError as
+    :func:`best_plan` does, and for a ``top_k`` below 1.
+    """
+    if top_k < 1:
+        raise InputError("top_k", f"is {top_k}", "ask for one proposal at least")
+    offered = _names(capability, free, max_workers)
+    holding = _names(capability, held, max_workers)
+    if homogeneous and holding:
+        kept = max(holding, key=lambda name: best_plan(capability, {name: held[name]}, max_workers).throughput)
+        offered, holding = [name for name in offered if name == kept], [kept]
+    if not offered:
+        return []
+    now = best_plan(capability, {name: held[name] for name in holding}, max_workers).throughput
+    reference = now or min(float(value) for value in capability.values())
+    found: list[Proposal] = []
+    for name in offered:
+        speeds = _with_more(capability, {kind: held[kind] for kind in holding}, name, free[name], max_workers)
+        before = now
+        for count, speed in enumerate(speeds, start=1):
+            if speed > before:
+                gain = (speed - now) / reference
+                proposal = Proposal(
+                    device_type=name,
+                    count=count,
+                    throughput=speed,
+                    speedup=speed / reference,
+                    speedup_per_gpu=gain / count,
+                )
+                found.append(proposal)
+            before = speed
+    return sorted(found, key=_priority)[:top_k]
+
+
+def accept(offers: Iterable[tuple[str, Proposal]], free: Mapping[str, int]) -> list[tuple[str, Proposal]]:
+    """Return which (job, proposal) pairs a cluster grants: greedily by speedup per device, more devices first on a tie.
+
+    One proposal for each job at most, as long as the free devices last (EasyScale, section 3.4). Jobs with equal
+    proposals are served in natural order of their names.
+    """
+    left = dict(free)
+    granted: list[tuple[str, Proposal]] = []
+    served: set[str] = set()
+    for job, proposal in sorted(offers, key=lambda offer: (*_priority(offer[1])[:2], natural_key(offer[0]))):
+        if job not in served and proposal.count <= left.get(proposal.device_type, 0):
+            left[proposal.device_type] -= proposal.count
+            served.add(job)
+            granted.append((job, proposal))
+    return granted
+
+
+def fall_back(
+    previous: Mapping[str, int],
+    current: Mapping[str, int],
+    measured_before: float,
+    measured_now: float,
+    *,
+    tolerance: float = 0.0,
+) -> dict[str, int]:
+    """Return the devices to hold after a scale-out was measured (role 3): the previous ones when it slowed the job down.
+
+    Throughputs in the same unit; ``tolerance`` is the share of ``measured_before`` that may be noise.
+    """
+    slower = measured_now < measured_before * (1.0 - tolerance)
+    return dict(previous if slower else current)
+
+
+def _priority(proposal: Proposal) -> tuple[float, int, tuple[tuple[int, int, str], ...]]:
+    """Return the sort key; speedups are compared to nine digits, so that rounding does not break a tie."""
+    return -float(f"{proposal.speedup_per_gpu:.9g}"), -proposal.count, natural_key(proposal.device_type)
+
+
+def _names(capability: Mapping[str, float], counts: Mapping[str, int], max_workers: int) -> list[str]:
+    """Return the types with a positive count, in natural order, checked."""
+    if max_workers < 1:
+        raise InputError("max_workers", f"is {max_workers}", "at least one logical worker")
+    for name, count in counts.items():
+        if count < 0:
+            raise InputError(f"devices.{name}", f"is {count}", "a number of devices is 0 or more")
+        if count and name not in capability:
+            raise InputError(f"devices.{name}", "has no capability", did_you_mean(name, capability))
+        if count:
+            check_capability(f"capability.{name}", capability[name])
+    return sorted((name for name, count in counts.items() if count), key=natural_key)
+
+
+def _with_more(
+    capability: Mapping[str, float], held: Mapping[str, int], name: str, free: int, max_workers: int
+) -> Sequence[float]:
+    """Return the throughput with 1, 2, ... more devices of one type; beyond ``max_workers`` none can help."""
+    names = sorted({*held, name}, key=natural_key)
+    capabilities = tuple(float(capability[kind]) for kind in names)
+    more = min(free, max_workers)
+    vectors = np.tile([min(held.get(kind, 0), max_workers) for kind in names], (more, 1)).astype(np.int64)
+    vectors[:, names.index(name)] += np.arange(1, more + 1)
+    if max_workers * len(names) > _LARGEST_TABLE:
+        steps = [smallest_step(weights_of(capabilities), row, max_workers) for row in vectors.tolist()]
+        return [_throughput(capabilities[kind], k, max_workers) for k, kind in steps]
+    table = table_of(capabilities, max_workers)
+    return cast(list[float], table.throughputs[table.smallest(vectors)].tolist())
+
+
+def _throughput(capability: float, k: int, max_workers: int) -> float:
+    """Return ``maxP / (k / C)``, rounded once."""
+    return float(max_workers * exact(capability) / k)
+
+
+def _deal(
+    rooms: Mapping[str, int], counts: Mapping[str, int], workers: int, *, weights: Mapping[str, int]
+) -> dict[str, tuple[int, ...]]:
+    """Return the ESTs of each used device: roomiest types first, so that as few as possible are used."""
+    dealt: dict[str, tuple[int, ...]] = {}
+    for name in sorted(rooms, key=lambda name: (-rooms[name], weights[name], natural_key(name))):
+        room = rooms[name]
+        if workers <= 0 or not room:
+            continue
+        full = min(counts[name], workers // room)
+        ests = [room] * full
+        workers -= full * room
+        if workers and full < counts[name]:
+            ests.append(workers)
+            workers = 0
+        if ests:
+            dealt[name] = tuple(ests)
+    return dict(sorted(dealt.items(), key=lambda item: natural_key(item[0])))

@@ -1,0 +1,60 @@
+"""The texts that ``ddltool profile``'s options take, as numbers."""
+
+from __future__ import annotations
+
+import math
+import re
+
+from ddltool.errors import InputError
+from ddltool.units import parse_duration
+
+_SIZE = re.compile(r"\s*([0-9]*\.?[0-9]+)\s*([kKmMgGtT]i?)?[bB]?\s*")
+_PREFIX = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}
+DEFAULT_BUDGET_S = 60.0
+_LONGEST_BUDGET_S = 30 * 86400.0
+_MOST_NUMBERS = 1000
+
+
+def integers(text: str, where: str, least: int = 1) -> tuple[int, ...]:
+    """Return the numbers in ``1,2,4``, sorted, each once. Raises InputError for anything that is no whole number >= least."""
+    remedy = "write for example 1,2,4" if least else "write for example 0,1,4"
+    try:
+        values = tuple(int(part) for part in text.split(","))
+    except ValueError:  # also a number of thousands of digits
+        shown = text if len(text) <= 60 else f"{text[:60]}..."
+        raise InputError(where, f"{shown!r} is not a list of whole numbers", remedy) from None
+    if min(values) < least:
+        raise InputError(where, f"{min(values)} is below {least}", f"write whole numbers >= {least}")
+    if len(values) > _MOST_NUMBERS:
+        raise InputError(where, f"holds {len(values)} numbers", f"give at most {_MOST_NUMBERS}")
+    return tuple(sorted(set(values)))
+
+
+def share(text: str, where: str) -> float:
+    """Return the share that ``5%`` or ``0.05`` means. Raises InputError unless it lies above 0 and below 1."""
+    body = text.strip()
+    percent = body.endswith("%")
+    try:
+        value = float(body.removesuffix("%")) / (100 if percent else 1)
+    except ValueError:
+        value = math.nan
+    if not 0 < value < 1:
+        raise InputError(where, f"{text!r} is not a share", "write for example 5% or 0.05")
+    return value
+
+
+def budget(text: str, where: str) -> float:
+    """Return the seconds that ``60s`` or ``5min`` means. Raises InputError for 0, and for more than thirty days."""
+    seconds = parse_duration(text, where)
+    if not 0 < seconds <= _LONGEST_BUDGET_S:
+        raise InputError(where, f"{text!r} is not a usable time", "write a time above 0 and up to 720h, such as 60s")
+    return seconds
+
+
+def size(text: str, where: str) -> float:
+    """Return the bytes that ``2GiB`` or ``500MB`` means. Raises InputError for anything else, and for 0."""
+    match = _SIZE.fullmatch(text)
+    value = float(match[1]) * _PREFIX[(match[2] or "").lower()] if match else 0.0
+    if not 0 < value < math.inf:
+        raise InputError(where, f"{text!r} is not a size", "write for example 2GiB")
+    return value

@@ -1,0 +1,185 @@
+"""Partitioned data under unequal batches: samples move between ranks in the background (LB-BSP, section 3.5).
+
+Where each rank can reach its own partition only, larger batches traverse theirs more often, and its samples count more.
+:class:`PartitionedData` counts, and once one partition leads another by more than a threshold, a thread moves samples
+peer to peer until partitions are in proportion to the batches. Training goes on meanwhile with the old partitions; all ranks
+take over the new ones at the same step, start their loaders anew and count from zero.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ddltool.analyzers.balancing.partitions import THRESHOLD, Move, Traversals
+from ddltool.errors import DdlToolError, InputError
+
+_GOING, _DONE, _FAILED = 1.0, 2.0, 0.0
+
+
+@dataclass(slots=True)
+class _Migration:
+    """Moves that are being made by this rank's thread."""
+
+    moves: list[Move]
+    given: Tensor
+    """Places in this rank's partition of the samples that it gives away."""
+    thread: threading.Thread | None = None
+    received: list[tuple[Tensor, ...]] | None = None
+    failure: str | None = None
+
+
+class PartitionedData:
+    """One rank's partition, and its part in keeping all partitions equally often traversed.
+
+    Args:
+        tensors: this rank's samples; dim 0 counts them, everything else is alike on all ranks. On the host.
+        threshold: traversals by which one partition may lead another before samples move.
+        seed: of the order of samples and of the choice of those that move; the same on every rank.
+        on_reset: called on every rank when its partition has changed; make loaders of your own anew there.
+
+    Call it on every rank: it makes two gloo groups. Raises InputError where partitions do not fit together.
+    """
+
+    def __init__(
+        self,
+        tensors: Sequence[Tensor],
+        *,
+        threshold: float = THRESHOLD,
+        seed: int = 0,
+        on_reset: Callable[[], None] | None = None,
+    ) -> None:
+        self.tensors = tuple(tensor.contiguous() for tensor in tensors)
+        self.generation = 0
+        """How often partitions have changed."""
+        self._rank = dist.get_rank()
+        self._seed = seed
+        self._on_reset = on_reset
+        self._control = dist.new_group(backend="gloo")
+        self._carrier = dist.new_group(backend="gloo")
+        self._migration: _Migration | None = None
+        self._order: list[int] = []
+        self._passes = 0
+        self._traversals = Traversals(self._partitions(), threshold)
+
+    def _partitions(self) -> list[int]:
+        """Return all ranks' numbers of samples. Raises InputError on all ranks where one's tensors do not fit."""
+        lengths = {len(tensor) if tensor.dim() else -1 for tensor in self.tensors}
+        mine = lengths.pop() if len(lengths) == 1 else -1
+        kind = "; ".join(f"{tensor.dtype} {tuple(tensor.shape[1:])}" for tensor in self.tensors)
+        # A number that is alike where the text is; hash() differs between processes.
+        mark = sum((place + 1) * byte for place, byte in enumerate(kind.encode()))
+        rows = [torch.zeros(2, dtype=torch.int64) for _ in range(dist.get_world_size())]
+        dist.all_gather(rows, torch.tensor([mine, mark]), group=self._control)
+        for rank, row in enumerate(rows):
+            if int(row[0]) < 1:
+                raise InputError(
+                    f"partition of rank {rank}", "has no samples, or tensors of different lengths", "give 1 or more"
+                )
+            if int(row[1]) != int(rows[0][1]):
+                raise InputError(
+                    f"partition of rank {rank}", "has other types or shapes than rank 0's", "make them alike"
+                )
+        return [int(row[0]) for row in rows]
+
+    @property
+    def partitions(self) -> tuple[int, ...]:
+        """(n,) samples of each rank's partition."""
+        return tuple(self._traversals.partitions.tolist())
+
+    @property
+    def counts(self) -> tuple[float, ...]:
+        """(n,) traversals of each partition since the last change."""
+        return tuple(self._traversals.counts.tolist())
+
+    @property
+    def moving(self) -> bool:
+        """Whether samples are on their way."""
+        return self._migration is not None
+
+    def __len__(self) -> int:
+        """Return the samples of this rank's partition."""
+        return len(self.tensors[0])
+
+    def next_batch(self, size: int) -> tuple[Tensor, ...]:
+        """Return ``size`` samples of this partition: random order, all once before any twice."""
+        while len(self._order) < size:
+            generator = torch.Generator().manual_seed(hash((self._seed, self.generation, self._passes, self._rank)))
+            self._passes += 1
+            self._order += torch.randperm(len(self), generator=generator).tolist()
+        taken, self._order = self._order[:size], self._order[size:]
+        places = torch.tensor(taken, dtype=torch.int64)
+        return tuple(tensor[places] for tensor in self.tensors)
+
+    def after_step(self, sizes: Sequence[int]) -> bool:
+        """Count a step of (n,) ``sizes``, the same on every rank; return whether the partition has just changed.
+
+        Starts a migration when it is time. While one is under way ranks exchange one number per step, to agree on when all
+        are done. Raises DdlToolError on all ranks when it has failed on one.
+        """
+        self._traversals.add(sizes)
+        if self._migration is None:
+            if moves := self._traversals.moves():
+                self._start(moves)
+            return False
+        return self._finish_together(self._migration)
+
+    def _start(self, moves: list[Move]) -> None:
+        leaving = sum(move.samples for move in moves if move.source == self._rank)
+        generator = torch.Generator().manual_seed(hash((self._seed, self.generation, -1, self._rank)))
+        migration = _Migration(moves=moves, given=torch.randperm(len(self), generator=generator)[:leaving])
+        migration.thread = threading.Thread(
+            target=self._migrate, args=(migration,), name="ddltool-migrate", daemon=True
+        )
+        self._migration = migration
+        migration.thread.start()
+
+    def _migrate(self, migration: _Migration) -> None:
+        """Send and receive. All ranks go through the moves in one order, so nobody waits for somebody who waits."""
+        try:
+            received, begin = [], 0
+            for move in migration.moves:
+                if move.source == self._rank:
+                    places = migration.given[begin : begin + move.samples]
+                    begin += move.samples
+                    for tensor in self.tensors:
+                        dist.send(tensor[places], move.target, group=self._carrier)
+                elif move.target == self._rank:
+                    parts = tuple(tensor.new_empty((move.samples, *tensor.shape[1:])) for tensor in self.tensors)
+                    for part in parts:
+                        dist.recv(part, move.source, group=self._carrier)
+                    received.append(parts)
+            migration.received = received
+        except Exception as error:
+            migration.failure = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+
+    def _finish_together(self, migration: _Migration) -> bool:
+        state = _FAILED if migration.failure is not None else _GOING if migration.received is None else _DONE
+        least = torch.tensor([state])
+        dist.all_reduce(least, op=dist.ReduceOp.MIN, group=self._control)
+        if least.item() == _FAILED:
+            own = f" ({migration.failure})" if migration.failure else ""
+            raise DdlToolError(f"rank {self._rank}: moving samples between ranks has failed{own}")
+        if least.item() == _GOING:
+            return False
+        if migration.thread is not None:
+            migration.thread.join()
+        stays = torch.ones(len(self), dtype=torch.bool)
+        stays[migration.given] = False
+        received = migration.received or []
+        self.tensors = tuple(
+            torch.cat([tensor[stays], *(parts[place] for parts in received)])
+            for place, tensor in enumerate(self.tensors)
+        )
+        self._traversals.reset(migration.moves)
+        self._migration = None
+        self.generation += 1
+        self._order, self._passes = [], 0
+        if self._on_reset is not None:
+            self._on_reset()
+        return True

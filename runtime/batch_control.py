@@ -1,0 +1,300 @@
+"""Batch sizes that follow the workers' speeds while a DDP job runs (LB-BSP). Start at :func:`balance`.
+
+::
+
+    balancer = balance(ddp_model, optimizer, dataset, total_batch=256)
+    loader = balancer.dataloader(shuffle=True, seed=0)
+    for epoch in range(epochs):
+        balancer.set_epoch(epoch)
+        ...                                  # the training loop stays as it is
+
+After each optimizer step every rank reports samples and seconds; rank 0 chooses sizes with the same sum; all ranks load
+by them from the next step on that no loader has loaded yet. Gradients are weighted by samples, so the result is the mean over
+all samples whatever the sizes. A worker's step is never interrupted: sizes change between steps only.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, Self
+
+import numpy as np
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader, Dataset
+
+from ddltool.analyzers.balancing import algorithm2, predict
+from ddltool.analyzers.balancing.control import Policy, SpeedPolicy, TrialPolicy
+from ddltool.analyzers.balancing.sizing import equal
+from ddltool.errors import InputError
+from ddltool.runtime.balanced_sampler import BalancedSampler
+from ddltool.runtime.batch_control_clock import StepClock, row_of
+from ddltool.runtime.batch_control_events import EventFile, Manager
+from ddltool.runtime.batch_control_exchange import TIMEOUT_S, Exchange, KeyStore, default_store, own
+from ddltool.runtime.batch_control_loop import Background, Blocking
+from ddltool.runtime.gradients import SampleCounter, WeightedAverage
+from ddltool.runtime.hook import register
+from ddltool.runtime.job import Job, dataset_length
+
+Cluster = Literal["cpu", "gpu"]
+MOST_BLOCKING = 16
+# Each job in a process has keys of its own: the last ones of a job before would be taken for answers.
+_NUMBERS = itertools.count()
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class BalanceOptions:
+    """How to balance. The same on every rank."""
+
+    cluster: Cluster = "cpu"
+    """``cpu``: sizes by predicted speeds, chosen while all wait; ``gpu``: Algorithm 2, chosen behind the next step."""
+    predictor: str = "ema"
+    """For ``cpu``: last, ema, arima, rnn, lstm or narx."""
+    learning: predict.Settings | None = None
+    """How a trained predictor learns; None: as the paper has it, networks in the background."""
+    trial: algorithm2.Settings | None = None
+    """Algorithm 2's steps and windows."""
+    tolerance: float = 0.0
+    """For ``cpu``: share by which the longest predicted time must fall for sizes to change."""
+    background: bool | None = None
+    """Choose behind the next step; None: for ``gpu``, and for more than 16 ranks, whose reports take a while."""
+    enabled: bool = True
+    """False: sizes stay as they were given (BSP, or known speeds), gradients are weighted all the same."""
+    compress: Literal["bf16"] | None = None
+    """Let gradients travel as bfloat16."""
+    timeout_s: float = TIMEOUT_S
+    """How long a rank waits for the others' reports."""
+
+
+class Balancer:
+    """What :func:`balance` returns: one rank's end.
+
+    Attributes:
+        rank, world_size: this process's place.
+        total_batch: samples of all ranks per step; never changes.
+    """
+
+    def __init__(
+        self,
+        job: Job,
+        dataset: Dataset[Any],
+        sizes: tuple[int, ...],
+        loop: Blocking | Background | None,
+        clock: StepClock,
+        readings: bool,
+    ) -> None:
+        self.rank = job.rank
+        self.world_size = job.world_size
+        self.total_batch = sum(sizes)
+        self.manager: Manager | None = None
+        self._job = job
+        self._dataset = dataset
+        self._sizes = sizes
+        self._loop = loop
+        self._clock = clock
+        self._readings = readings
+        self._sampler: BalancedSampler | None = None
+        self._recall: dict[str, Any] | None = None
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """(n,) samples of each rank in the next full step that is loaded."""
+        return self._sizes
+
+    @property
+    def waited_s(self) -> float:
+        """Seconds in all that this rank's steps were held up by choosing batch sizes."""
+        return 0.0 if self._loop is None else self._loop.waited_s
+
+    def dataloader(self, *, shuffle: bool = True, seed: int = 0, **options: Any) -> DataLoader[Any]:
+        """Return the loader of this rank's batches; ``options`` go to ``DataLoader``. Call on every rank, once.
+
+        With data workers, lists of indices are handed out ahead (``num_workers * prefetch_factor`` steps), and new sizes
+        come into force as much later. Raises InputError when called again, when ``options`` choose samples themselves, or when
+        ranks would look ahead differently far.
+        """
+        if self._sampler is not None:
+            raise InputError("dataloader", "was made already", "use one loader per balancer")
+        if taken := sorted(options.keys() & {"batch_size", "shuffle", "sampler", "batch_sampler", "drop_last"}):
+            raise InputError("dataloader", f"{taken[0]} is the balancer's to choose", "leave it out")
+        sampler = BalancedSampler(dataset_length(self._dataset), self._sizes, self.rank, shuffle, seed)
+        loader: DataLoader[Any] = DataLoader(self._dataset, batch_sampler=sampler, **options)
+        ahead = loader.num_workers * (loader.prefetch_factor or 0)
+        self._job.demand_same(
+            "dataloader", f"{ahead} steps ahead, seed {seed}, shuffle {shuffle}", "use the same on all ranks"
+        )
+        self._sampler = sampler
+        if self._recall is not None:
+            self._restore(self._recall)
+        return loader
+
+    def set_epoch(self, epoch: int) -> None:
+        """Choose the epoch's order of samples; the same number on every rank."""
+        if self._sampler is not None:
+            self._sampler.set_epoch(epoch)
+
+    def after_step(self, *_: object) -> None:
+        """The optimizer has made its update: report, and take over new sizes. Runs by itself as an optimizer hook."""
+        exchanges = self._clock.take()
+        if not exchanges:
+            return  # an update without a backward pass before it is no step
+        if self._sampler is not None:
+            self._sampler.commit()
+        if self._loop is None:
+            return
+        chosen = self._loop.next(lambda: row_of(exchanges, self._clock.cuda, self._readings))
+        if chosen is None:
+            return
+        self._resize(tuple(int(size) for size in chosen))
+
+    def set_sizes(self, sizes: Sequence[int]) -> None:
+        """Use other sizes with the same sum from the next step that is not loaded yet; the same on every rank.
+
+        Raises InputError where sizes are being chosen (``enabled``) or do not fit.
+        """
+        if self._loop is not None:
+            raise InputError("sizes", "are chosen by speed in this job", "set BalanceOptions(enabled=False)")
+        self._resize(tuple(sizes))
+
+    def _resize(self, sizes: tuple[int, ...]) -> None:
+        if sizes != self._sizes:
+            if self._sampler is not None:
+                self._sampler.resize(sizes)
+            self._sizes = sizes
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what a checkpoint needs, as plain numbers; save rank 0's. Call between steps."""
+        sampler = {} if self._sampler is None else self._sampler.state_dict()
+        return {"sampler": sampler, "policy": {} if self.manager is None else self.manager.state_dict()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on after the last step of a checkpoint, on every rank with the same state, before the first step.
+
+        The number of ranks may be another; sizes then stay as they were given. Raises InputError when dataset, order or
+        total batch differ.
+        """
+        self._recall = state
+        if self._sampler is not None:
+            self._restore(state)
+
+    def _restore(self, state: dict[str, Any]) -> None:
+        assert self._sampler is not None
+        self._sampler.load_state_dict(state.get("sampler", {}))
+        self._sizes = self._sampler.sizes
+        if self.manager is not None:
+            self.manager.load_state_dict(state.get("policy", {}), self._sizes)
+
+    def close(self) -> None:
+        """End the background thread; call after the last step on every rank. Idempotent; gradients stay weighted."""
+        loop, self._loop = self._loop, None
+        if loop is not None:
+            loop.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def balance(
+    model: DistributedDataParallel,
+    optimizer: torch.optim.Optimizer,
+    dataset: Dataset[Any],
+    *,
+    total_batch: int | None = None,
+    sizes: Sequence[int] | None = None,
+    limits: Sequence[int] | None = None,
+    options: BalanceOptions | None = None,
+    events: str | os.PathLike[str] | None = None,
+    store: KeyStore | None = None,
+) -> Balancer:
+    """Balance the load of a DDP job; call once on every rank, before the first step.
+
+    Args:
+        model, optimizer: the job's; the loss must be a mean over the local batch (under accumulation over micro-batches of
+            equal size).
+        dataset: all samples, the same on every rank.
+        total_batch: X, samples of all ranks per step, split equally at the start; not needed with ``sizes``.
+        sizes: (n,) samples of each rank at the start.
+        limits: (n,) most samples that each rank's memory holds; None: memory use alone limits growth.
+        options: how to balance.
+        events: JSON Lines file that rank 0 writes resizes and advice to.
+        store: where ranks talk; None: the one of ``init_process_group``.
+
+    Raises InputError, on every rank, when something does not fit together.
+    """
+    job = Job.this()
+    chosen = options if options is not None else BalanceOptions()
+    path = None if events is None else Path(events)
+    start, manager = job.together(lambda: _prepare(job, model, total_batch, sizes, limits, chosen, path))
+    job.demand_same("batch sizes", str(start), "give every rank the same sizes")
+    cuda = any(parameter.is_cuda for parameter in model.parameters())
+    clock = StepClock(cuda)
+    loop: Blocking | Background | None = None
+    if job.world_size > 1 and chosen.enabled:
+        name = f"ddltool/balance/{next(_NUMBERS)}"
+        link = own(store if store is not None else default_store(), name, chosen.timeout_s)
+        exchange = Exchange(link, job.rank, job.world_size, manager)
+        many = job.world_size > MOST_BLOCKING
+        behind = (chosen.cluster == "gpu" or many) if chosen.background is None else chosen.background
+        loop = Background(exchange) if behind else Blocking(exchange)
+    balancer = Balancer(job, dataset, start, loop, clock, readings=chosen.predictor in predict.READING)
+    balancer.manager = manager if job.rank == 0 else None
+    if job.side is not None:
+        counter = SampleCounter()
+        compress = torch.bfloat16 if chosen.compress == "bf16" else None
+        average = WeightedAverage(counter, sum(start), model.process_group, job.side, clock, compress)
+        register(model, average)
+        model.register_forward_pre_hook(_forward(counter, clock), with_kwargs=True)
+    optimizer.register_step_post_hook(balancer.after_step)
+    return balancer
+
+
+def _prepare(
+    job: Job,
+    model: nn.Module,
+    total_batch: int | None,
+    sizes: Sequence[int] | None,
+    limits: Sequence[int] | None,
+    options: BalanceOptions,
+    events: Path | None,
+) -> tuple[tuple[int, ...], Manager]:
+    """Return the first sizes and what chooses the next ones. Raises InputError for what does not fit together."""
+    if job.world_size > 1 and not isinstance(model, DistributedDataParallel):
+        raise InputError("model", f"is a {type(model).__name__}", "wrap it in DistributedDataParallel first")
+    if options.cluster not in ("cpu", "gpu"):
+        raise InputError("cluster", f"is {options.cluster!r}", "cpu or gpu")
+    if sizes is None:
+        if total_batch is None:
+            raise InputError("total_batch", "is missing", "give it, or the sizes of all ranks")
+        sizes = equal(job.world_size, total_batch, limits).tolist()
+    if len(sizes) != job.world_size:
+        raise InputError("sizes", f"has {len(sizes)} entries", f"give one for each of {job.world_size} ranks")
+    if total_batch is not None and sum(sizes) != total_batch:
+        raise InputError("sizes", f"add up to {sum(sizes)}", f"the total batch is {total_batch}")
+    policy: Policy
+    if options.cluster == "gpu":
+        policy = TrialPolicy(sizes, limits, options.trial)
+    else:
+        learning = options.learning if options.learning is not None else predict.Settings(background=True)
+        policy = SpeedPolicy(sizes, limits, options.predictor, learning, tolerance=options.tolerance)
+    start = tuple(int(size) for size in np.asarray(policy.sizes))
+    return start, Manager(policy, EventFile(events if job.rank == 0 else None))
+
+
+def _forward(counter: SampleCounter, clock: StepClock) -> Callable[[nn.Module, tuple[Any, ...], dict[str, Any]], None]:
+    """Return what happens before each forward pass of the model: nothing unless gradients are wanted."""
+
+    def begin(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if torch.is_grad_enabled():
+            counter.count(module, args, kwargs)
+            if module.training:
+                clock.begin_forward()
+
+    return begin

@@ -1,0 +1,196 @@
+"""Batches for all logical workers of a process, made by data workers that they share. Start at :class:`SampleFeed`.
+
+EasyScale (Li et al., SC 2023), section 3.2, "Optimizing data pre-processing": only one logical worker trains at a time
+on a process, so a few data workers serve all of them, in the order of the turns, instead of a few for each. The paper
+queues the random states of the mini-batches that were made and not yet used, a state for each pair of logical and data
+worker. Here every mini-batch has a state of its own, which follows from the seed, the virtual rank, and the place in
+the epoch. So there is nothing to queue or to keep in a checkpoint, the number of data workers does not matter, and no
+mini-batch waits for the one before it.
+"""
+
+from __future__ import annotations
+
+import random
+import signal
+import threading
+import time
+import warnings
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch.utils.data import DataLoader, Dataset, Sampler
+from torch.utils.data._utils import signal_handling
+
+from ddltool.errors import InputError
+
+DYING_S = 2.0  # from the moment that a broken connection shows until the process counts as ended
+
+
+@dataclass(frozen=True, slots=True)
+class Task:
+    """One mini-batch: whose it is, where in the run, and its samples."""
+
+    virtual_rank: int
+    epoch: int
+    step: int
+    micro_batch: int
+    indices: tuple[int, ...]
+
+
+class _Batches(Dataset[Any]):
+    """Makes the batch of a task, in whatever process it is asked to."""
+
+    def __init__(self, dataset: Dataset[Any], collate: Callable[[list[Any]], Any], seed: int) -> None:
+        self._dataset, self._collate, self._seed = dataset, collate, seed
+
+    def __getitem__(self, task: Task) -> Any:
+        place = [self._seed, task.virtual_rank, task.epoch, task.step, task.micro_batch]
+        words = np.random.SeedSequence(place).generate_state(3, np.uint64).tolist()
+        random.seed(words[0])
+        np.random.seed(words[1] % 2**32)  # noqa: NPY002  # user code draws from it
+        torch.default_generator.manual_seed(words[2])
+        return self._collate([self._dataset[index] for index in task.indices])
+
+
+class _Order(Sampler[Task]):
+    """The tasks of the rest of an epoch, in the order of the turns."""
+
+    def __init__(self) -> None:
+        self.tasks: Sequence[Task] = ()
+
+    def __iter__(self) -> Iterator[Task]:
+        return iter(self.tasks)
+
+
+class SampleFeed:
+    """Makes batches in the order in which they are asked for; ``workers`` processes make them ahead.
+
+    With 0 workers they are made here, with one thread, as data workers have; the caller keeps the global random
+    generators of this process out of it.
+
+    Args:
+        dataset: map-style; sees the global generators of Python, NumPy and torch seeded anew for every batch.
+        collate: makes a batch of a list of samples.
+        seed: of the run.
+        workers: data worker processes.
+        prefetch: batches that each makes ahead.
+
+    Raises InputError for a negative number of workers.
+    """
+
+    def __init__(
+        self,
+        dataset: Dataset[Any],
+        collate: Callable[[list[Any]], Any],
+        *,
+        seed: int = 0,
+        workers: int = 0,
+        prefetch: int = 2,
+    ) -> None:
+        if workers < 0:
+            raise InputError("data_workers", f"is {workers}", "give 0 or more")
+        self.workers = workers
+        self._order = _Order()
+        self._batches = _Batches(dataset, collate, seed)
+        self._loader: DataLoader[Any] | None = None
+        if workers:
+            with warnings.catch_warnings():  # how many workers there are is the user's to say
+                warnings.simplefilter("ignore")
+                self._loader = DataLoader(
+                    self._batches,
+                    sampler=self._order,
+                    batch_size=None,
+                    num_workers=workers,
+                    prefetch_factor=prefetch,
+                    persistent_workers=True,
+                    generator=torch.Generator(),  # else it would draw from the stream of whoever is switched in
+                )
+            # Not left to garbage collection, which may close the loader's queues before it can tell its workers to end.
+            weakref.finalize(self, _end, self._loader)
+
+    def batches(self, tasks: Sequence[Task]) -> Iterator[Any]:
+        """Yield the batch of every task, in order. Raises InputError, naming it, when a data worker is gone."""
+        if self._loader is None:
+            for task in tasks:
+                with _one_thread():
+                    batch = self._batches[task]
+                yield batch
+            return
+        self._order.tasks = tasks
+        with warnings.catch_warnings(), _signal_kept():
+            warnings.simplefilter("ignore")
+            source = iter(self._loader)
+        for _ in tasks:
+            with self.watched():
+                batch = next(source)
+            yield batch
+
+    @contextmanager
+    def watched(self) -> Iterator[None]:
+        """Tell of a data worker that is gone in one line. Another loader's signal handler may tell of it anywhere."""
+        try:
+            yield
+        except (RuntimeError, OSError, EOFError) as error:
+            telling = not isinstance(error, RuntimeError) or "DataLoader worker" in str(error)
+            number, process = self._dead() if telling else (0, None)
+            if process is None:
+                raise
+            pid, code = process.pid, process.exitcode
+            self.close()
+            how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
+            remedy = "start again from the last checkpoint; a killed one often lacked memory: use fewer data_workers"
+            raise InputError(f"data worker {number}", f"(process {pid}) {how}", remedy) from None
+
+    def _dead(self) -> tuple[int, Any]:
+        """Return a data worker that has ended and its number, (0, None) where there is none."""
+        processes = getattr(getattr(self._loader, "_iterator", None), "_workers", [])
+        deadline = time.monotonic() + DYING_S
+        while processes:
+            for number, process in enumerate(processes):
+                if process.exitcode is not None:
+                    return number, process
+            if time.monotonic() > deadline:
+                break
+            time.sleep(0.01)
+        return 0, None
+
+    def close(self) -> None:
+        """End the data workers; they start again when they are needed."""
+        if self._loader is not None:
+            _end(self._loader)
+
+
+def _end(loader: DataLoader[Any]) -> None:
+    """End a loader's workers."""
+    iterator, loader._iterator = loader._iterator, None
+    if iterator is not None:
+        iterator._shutdown_workers()  # type: ignore[attr-defined]
+
+
+@contextmanager
+def _signal_kept() -> Iterator[None]:
+    """Keep torch from reporting dead workers in a signal handler, whatever the main thread is doing; it polls, too."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.getsignal(signal.SIGCHLD)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGCHLD, before if before is not None else signal.SIG_DFL)
+        signal_handling._SIGCHLD_handler_set = False  # another loader may set it again
+
+
+@contextmanager
+def _one_thread() -> Iterator[None]:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)

@@ -1,0 +1,227 @@
+"""What the processes of the goodput agent's tests are asked to do; as a script, a job for torchrun."""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import io
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import TensorDataset
+
+from ddltool.analyzers.goodput.elastic_table import Split
+from ddltool.runtime import agent_deciding
+from ddltool.runtime.agent import GoodputAgent
+from ddltool.runtime.agent_tuning import Decision
+
+
+def digits(samples: int) -> TensorDataset:
+    """Return scikit-learn's digits as (image, target, index), in a mixed order."""
+    # As load_digits does, without importing scikit-learn, which takes seconds in each process.
+    folder = next(iter(importlib.util.find_spec("sklearn").submodule_search_locations))  # type: ignore[union-attr,arg-type]
+    table = np.loadtxt(Path(folder) / "datasets/data/digits.csv.gz", delimiter=",")
+    table = np.random.default_rng(0).permutation(table)[:samples]
+    features = torch.tensor(table[:, :-1], dtype=torch.float32) / 16
+    return TensorDataset(features, torch.tensor(table[:, -1].astype(int)), torch.arange(samples))
+
+
+def network() -> nn.Sequential:
+    """Return a small network, the same every time."""
+    torch.manual_seed(3)
+    return nn.Sequential(nn.Linear(64, 16), nn.Tanh(), nn.Linear(16, 10))
+
+
+def vector(model: nn.Module) -> Tensor:
+    """Return all parameters in one vector."""
+    return torch.cat([parameter.detach().flatten() for parameter in model.parameters()])
+
+
+def build(dataset: TensorDataset, lr: float, momentum: float, **options: Any) -> tuple[Any, Any, GoodputAgent]:
+    """Return model, optimizer and agent of this process."""
+    module = network()
+    model = DistributedDataParallel(module) if dist.is_initialized() else module
+    optimizer = torch.optim.SGD(model.parameters(), lr=lr, momentum=momentum)
+    given: dict[str, Any] = {
+        "initial_batch_size": 24,
+        "max_batch_size": 200,
+        "max_local_batch_size": 64,
+        "rule": "linear",
+        "overhead": 1.0,
+        "background": False,
+    }
+    return model, optimizer, GoodputAgent(model, optimizer, dataset, **(given | options))
+
+
+def scripted(script: dict[int, tuple[int, int]]) -> Any:
+    """Replace decisions by those of a script: total batch and accumulation steps by the number of the look."""
+    looks = iter(range(10**6))
+
+    def decide(times: Any, nodes: int, present: Split, *_: Any, **__: Any) -> Decision | None:
+        look = next(looks)
+        if look not in script:
+            return None
+        total, accumulation = script[look]
+        split = Split(world_size=present.world_size, total_batch_size=total, accumulation_steps=accumulation)
+        return Decision(split=split, goodput_per_s=2.0, present_goodput_per_s=1.0, params=None)  # type: ignore[arg-type]
+
+    return mock.patch.object(agent_deciding, "decide", decide)
+
+
+def packed(state: dict[str, Any]) -> bytes:
+    """Return a checkpoint as a file holds it (tensors would be shared between the processes of a crew)."""
+    file = io.BytesIO()
+    torch.save(state, file)
+    return file.getvalue()
+
+
+def opened(checkpoint: bytes) -> Any:
+    """Return the state in a checkpoint."""
+    return torch.load(io.BytesIO(checkpoint), weights_only=True)
+
+
+def train(
+    rank: int,
+    samples: int,
+    epochs: int,
+    script: dict[int, tuple[int, int]],
+    *,
+    stop_at: int | None = None,
+    checkpoint: bytes | None = None,
+    workers: int = 0,
+    **options: Any,
+) -> dict[str, Any]:
+    """Train under scripted decisions; return what each step used, and all that a checkpoint holds."""
+    dataset = digits(samples)
+    with scripted(script):
+        model, optimizer, agent = build(dataset, 0.05, 0.9, **options)
+        module = model.module if isinstance(model, DistributedDataParallel) else model
+        scheduler = torch.optim.lr_scheduler.StepLR(optimizer, step_size=7, gamma=0.5)
+        if checkpoint is not None:
+            state = opened(checkpoint)
+            module.load_state_dict(state["model"])
+            optimizer.load_state_dict(state["optimizer"])
+            scheduler.load_state_dict(state["scheduler"])
+            agent.load_state_dict(state["agent"])
+        steps: list[dict[str, Any]] = []
+        used: list[int] = []
+        for epoch in range(epochs):
+            for inputs, answers, indices in agent.batches(epoch, num_workers=workers):
+                agent.backward(nn.functional.cross_entropy(model(inputs), answers))
+                used += indices.tolist() if agent.samples else []
+                if not agent.complete:
+                    continue
+                row = {
+                    "epoch": epoch,
+                    "indices": used,
+                    "factor": agent.learning_rate_factor,
+                    "step": agent.sampler.step,
+                }
+                used = []
+                optimizer.step()
+                optimizer.zero_grad()
+                scheduler.step()
+                steps.append(row | {"lr": optimizer.param_groups[0]["lr"]})
+                if agent.sampler.step == stop_at:
+                    break
+            if agent.sampler.step == stop_at:
+                break
+        agent.close()
+    kept = {
+        "model": module.state_dict(),
+        "optimizer": optimizer.state_dict(),
+        "scheduler": scheduler.state_dict(),
+        "agent": agent.state_dict(),
+    }
+    return {
+        "steps": steps,
+        "changes": agent.changes,
+        "state": packed(kept),
+        "vector": vector(module),
+        "progress": agent.progress,
+    }
+
+
+def train_two(rank: int, *args: Any) -> dict[str, Any]:
+    """As :func:`train`, with the keyword arguments as the last positional one."""
+    *plain, options = args
+    return train(rank, *plain, **options)
+
+
+def frozen_noise(rank: int, samples: int, batch: int, passes: int, adam: bool, epochs: int) -> tuple[float, float]:
+    """Return the agent's noise scale at fixed weights, and its stated relative error."""
+    dataset = digits(samples)
+    options = {"noise_every": 1, "smoothing": 0.9999, "adapt": False, "max_local_batch_size": batch}
+    module = network()
+    model = DistributedDataParallel(module) if dist.is_initialized() else module
+    optimizer: torch.optim.Optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    if adam:
+        optimizer = torch.optim.Adam(model.parameters(), eps=1e-3)
+        for parameter in module.parameters():
+            optimizer.state[parameter] = {
+                "step": torch.tensor(7.0),
+                "exp_avg": torch.zeros_like(parameter),
+                "exp_avg_sq": adam_moment(parameter),
+            }
+    ranks = dist.get_world_size() if dist.is_initialized() else 1
+    agent = GoodputAgent(
+        model,
+        optimizer,
+        dataset,
+        initial_batch_size=batch * passes * ranks,
+        max_batch_size=batch * passes * ranks,
+        max_local_batch_size=batch,
+        **{key: value for key, value in options.items() if key != "max_local_batch_size"},  # type: ignore[arg-type]
+    )
+    for epoch in range(epochs):
+        for inputs, answers, _ in agent.batches(epoch):
+            agent.backward(nn.functional.cross_entropy(model(inputs), answers))
+            if agent.complete:
+                model.zero_grad()  # no update: the weights stay, as after an overflow under AMP
+    agent.state_dict()
+    estimator = agent._chooser.estimator
+    agent.close()
+    return estimator.noise_scale or 0.0, estimator.relative_error or 1.0
+
+
+def adam_moment(parameter: Tensor) -> Tensor:
+    """Return a second moment that differs much between coordinates, the same on every rank."""
+    generator = torch.Generator().manual_seed(parameter.numel())
+    return torch.rand(parameter.shape, generator=generator) ** 4 * 1e-4
+
+
+def gather(steps: Sequence[Sequence[dict[str, Any]]]) -> list[dict[str, Any]]:
+    """Return one row per step with the indices of all ranks."""
+    return [rows[0] | {"indices": [i for row in rows for i in row["indices"]]} for rows in zip(*steps, strict=True)]
+
+
+def main() -> None:
+    """Train under torchrun until a step, from and to a checkpoint, and note what each rank used."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--stop-at", type=int)
+    given = parser.parse_args()
+    torch.set_num_threads(1)
+    if int(os.environ["WORLD_SIZE"]) > 1:
+        dist.init_process_group("gloo")
+    rank, file = int(os.environ["RANK"]), given.folder / "checkpoint.pt"
+    checkpoint = file.read_bytes() if file.exists() else None
+    script = {1: (60, 0), 3: (35, 1)} if checkpoint is None else {1: (90, 1)}
+    made = train(rank, 300, 3, script, stop_at=given.stop_at, checkpoint=checkpoint, interval_steps=3, workers=2)
+    torch.save(made["steps"], given.folder / f"steps-{made['steps'][0]['step']}-{rank}.pt")
+    if rank == 0:
+        file.write_bytes(made["state"])
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,115 @@
+"""``ddltool doctor --overhead``: the interval, the turns, and a script that is really slower when ddltool is on."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ddltool.commands.overhead import parse_share
+from ddltool.errors import InputError
+from ddltool.runtime import overhead
+from ddltool.runtime.overhead import Interval, Run, measure_overhead, median_interval
+
+SCRIPT = """
+import os, sys, torch
+assert sys.argv[1:] == ["--lr", "0.1"]
+weight = torch.nn.Parameter(torch.ones(4))
+optimizer = torch.optim.SGD([weight], lr=0.1)
+for step in range(1000):
+    for _ in range(300 if os.environ.get("DDLTOOL_HOLD") == "1" else 100):
+        weight.sum().backward()
+    optimizer.step()
+"""
+
+
+@given(st.lists(st.floats(0.5, 2.0), min_size=1, max_size=40), st.sampled_from([0.5, 0.9, 0.95, 0.99]))
+def test_the_interval_is_the_narrowest_of_the_binomial_law(ratios: list[float], confidence: float) -> None:
+    """Brute force: of all pairs (k-th smallest, k-th largest), the innermost that holds the median often enough."""
+    count = len(ratios)
+    holds = [
+        1 - 2 * sum(math.comb(count, place) for place in range(rank + 1)) / 2**count for rank in range((count + 1) // 2)
+    ]
+    good = [rank for rank, level in enumerate(holds) if level >= confidence]
+    rank = max(good, default=0)
+    found = median_interval(ratios, confidence)
+    assert (found.low, found.high) == (sorted(ratios)[rank], sorted(ratios)[-1 - rank])
+    assert found.confidence == pytest.approx(max(holds[rank], 0))
+    assert found.low <= found.median <= found.high
+
+
+def test_the_interval_holds_the_true_median_as_often_as_it_says() -> None:
+    chance = np.random.default_rng(0)
+    made = [median_interval(chance.lognormal(0.0, 0.1, 10).tolist()) for _ in range(4000)]
+    share = np.mean([interval.low <= 1.0 <= interval.high for interval in made])
+    assert share == pytest.approx(made[0].confidence, abs=0.01)
+    assert made[0].confidence == pytest.approx(0.9785, abs=1e-4)  # 10 values, second smallest to second largest
+
+
+def test_what_is_decided() -> None:
+    interval = Interval(median=1.01, low=1.005, high=1.02, confidence=0.95)
+    assert [interval.excess(limit) for limit in (0.004, 0.006, 0.01, 0.021)] == [
+        "above",
+        "not decided",
+        "not decided",
+        "within",
+    ]
+
+
+def test_turns_change_from_pair_to_pair(monkeypatch: pytest.MonkeyPatch) -> None:
+    turns: list[bool] = []
+
+    def run(command: Any, turn: bool, *_: Any) -> Run:
+        turns.append(turn)
+        return Run(steps=9, wall_s=3.0 if turn else 2.0, cpu_s=1.0)
+
+    monkeypatch.setattr(overhead, "_run", run)
+    found = measure_overhead([__file__], pairs=3, steps=9, warmup=2)
+    assert turns == [True, False, False, True, True, False]
+    assert (found.wall.median, found.cpu.median) == (1.5, 1.0)
+
+
+def test_a_script_that_is_slower_with_ddltool_is_found_out(tmp_path: Path, cli: Callable[..., Any]) -> None:
+    """Three times the work when on; the gate says no, with one line and exit code 1."""
+    script = tmp_path / "train.py"
+    script.write_text(SCRIPT, encoding="utf-8")
+    asked = ("doctor", "--overhead", f"{script} --lr 0.1", "--pairs", "1", "--steps", "12", "--json")
+    result = cli(*asked, "--max-overhead", "20%")
+    assert result.code == 1
+    assert result.error_line == "the overhead of ddltool is above 20% of a step"
+    document = result.document
+    assert document["verdict"] == "above"
+    assert document["cpu"]["median"] > 1.8
+    assert [len(document[turn]) for turn in ("on", "off")] == [1, 1]
+    assert {run["steps"] for run in document["on"]} == {12}
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("raise SystemExit(3)", "failed with exit code 3"),
+        ("print('no step')", "made 0 optimizer steps, of which 3 are warm-up"),
+        ("import nowhere_to_be_found", "No module named 'nowhere_to_be_found'; see to it that it runs by itself"),
+    ],
+)
+def test_a_script_that_cannot_be_measured(tmp_path: Path, cli: Callable[..., Any], text: str, message: str) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(text, encoding="utf-8")
+    result = cli("doctor", "--overhead", script, "--pairs", "1", "--steps", "12")
+    assert result.code == 2
+    assert message in result.error_line
+
+
+def test_options_that_cannot_be(cli: Callable[..., Any]) -> None:
+    assert cli("doctor", "--overhead", "nowhere.py").error_line == "nowhere.py: is no file; name a training script"
+    assert "needs a script" in cli("doctor", "--max-overhead", "1%").error_line
+    for text in ("1x", "-1%", "nan", "inf", ""):
+        with pytest.raises(InputError, match="--max-overhead: is"):
+            parse_share(text)
+    assert cli("doctor", "--overhead", '"a').code == 2

@@ -1,0 +1,273 @@
+"""The companion database: every plan against the intra-job scheduler's, torn and foreign files, recalibration."""
+
+from __future__ import annotations
+
+import json
+import os
+import sqlite3
+from pathlib import Path
+from random import Random
+
+import numpy as np
+import pytest
+import typer
+from typer.testing import CliRunner
+
+from ddltool.analyzers.placement.companion import (
+    build,
+    disagreeing,
+    measured_capability,
+    meta_of,
+    plan_for,
+)
+from ddltool.analyzers.placement.problem import from_job
+from ddltool.analyzers.placement.proposals import best_plan
+from ddltool.commands.companion import companion
+from ddltool.companion import Companion, CompanionDevice, CompanionMeta, is_companion, write_companion
+from ddltool.errors import DdlToolError, InputError
+from ddltool.job import Constraints, DeviceOffer, Job
+
+CAPABILITY = {"T4": 1.0, "P100": 2.4, "V100": 3.1}
+
+
+def about(counts: tuple[int, ...] = (3, 4, 2), workers: int = 8, **changes: object) -> CompanionMeta:
+    devices = [
+        CompanionDevice(type=name, count=count, capability_per_s=rate)
+        for (name, rate), count in zip(CAPABILITY.items(), counts, strict=True)
+    ]
+    return CompanionMeta(job="j", max_workers=workers, batch_size=4, devices=devices, **changes)  # type: ignore[arg-type]
+
+
+def written(path: Path, meta: CompanionMeta | None = None) -> Path:
+    meta = meta or about()
+    built = build(meta)
+    write_companion(path, meta, built.plans, built.vectors())
+    return path
+
+
+@pytest.mark.parametrize("homogeneous", [False, True])
+def test_every_vector_has_the_best_plan(tmp_path: Path, homogeneous: bool) -> None:
+    meta = about(homogeneous=homogeneous)
+    file = written(tmp_path / "plans.db", meta)
+    with Companion(file) as base:
+        assert base.meta == meta
+        assert base.counts() == (4 * 5 * 3, 4 * 5 * 3)
+        for vector in np.ndindex(4, 5, 3):
+            held = dict(zip(CAPABILITY, (int(count) for count in vector), strict=True))
+            plan = base.lookup(tuple(held.values()))
+            assert plan is not None
+            expected = best_plan(CAPABILITY, held, 8, homogeneous=homogeneous)
+            assert plan.throughput == expected.throughput
+            if not any(held.values()):
+                assert (plan.ests, plan.step_s) == ({}, 0.0)
+                continue
+            assert sum(devices * ests for rows in plan.ests.values() for devices, ests in rows) == 8
+            assert all(plan.used[name] <= held[name] for name in plan.used)
+            assert sum(plan.used.values()) == sum(expected.used.values())
+            slowest = max(ests / CAPABILITY[name] for name, rows in plan.ests.items() for _, ests in rows)
+            assert plan.step_s == pytest.approx(slowest)
+            assert plan.step_s * plan.throughput == pytest.approx(8)
+
+
+def test_limits_on_a_device_leave_vectors_without_a_plan(tmp_path: Path) -> None:
+    job = Job(
+        name="j",
+        max_workers=5,
+        devices=[DeviceOffer(type="T4", count=4, capability_per_s=1.0, max_ests=2)],
+    )
+    meta = meta_of(from_job(job, {"T4": 1.0}))
+    with Companion(written(tmp_path / "plans.db", meta)) as base:
+        found = [base.lookup((count,)) for count in range(5)]
+    assert [plan.throughput for plan in found if plan] == [0.0, 0.0, 0.0, 2.5, 2.5]
+    priced = job.model_copy(update={"constraints": Constraints(max_devices=2)})
+    with pytest.raises(InputError, match=r"constraints\.max_devices: is not kept in a companion database"):
+        meta_of(from_job(priced, {"T4": 1.0}))
+
+
+def test_large_inventories_are_filled_as_they_are_asked_for(tmp_path: Path) -> None:
+    meta = about((200, 200, 200), workers=200)
+    assert build(meta).plans == []
+    with Companion(written(tmp_path / "plans.db", meta)) as base:
+        held = (17, 180, 3)
+        assert base.lookup(held) is None
+        plan = plan_for(base.meta, held)
+        base.remember(held, plan)
+        assert plan.throughput == best_plan(CAPABILITY, dict(zip(CAPABILITY, held, strict=True)), 200).throughput
+    with Companion(tmp_path / "plans.db") as base:
+        assert base.lookup(held) is not None
+        assert base.lookup(held).throughput == plan.throughput  # type: ignore[union-attr]
+
+
+def test_more_devices_than_workers_are_the_same_as_as_many(tmp_path: Path) -> None:
+    job = Job(name="j", max_workers=3, devices=[DeviceOffer(type="T4", count=50, capability_per_s=1.0)])
+    meta = meta_of(from_job(job, {"T4": 1.0}))
+    assert meta.devices[0].count == 3
+    assert meta.clamped({"T4": 40}) == (3,)
+    with pytest.raises(InputError, match=r"devices\.T4: is 9, and plans are kept for at most 3"):
+        about(workers=8).clamped({"T4": 9})
+    with pytest.raises(InputError, match=r"devices\.A100: is not in the database"):
+        meta.clamped({"A100": 1})
+
+
+def test_recalibration_makes_plans_again_when_they_are_asked_for(tmp_path: Path) -> None:
+    file = written(tmp_path / "plans.db")
+    held = {"T4": 3, "P100": 4, "V100": 2}
+    with Companion(file) as base:
+        assert disagreeing(base.meta, {"V100": 3.0}, 0.1) == {}
+        changed = disagreeing(base.meta, {"V100": 2.0, "T4": 1.05}, 0.1)
+        assert changed == {"V100": 2.0}
+        base.recalibrate(changed)
+        counts = base.meta.clamped(held)
+        assert base.lookup(counts) is None
+        assert base.counts()[0] == 0
+        base.remember(counts, plan_for(base.meta, counts))
+    with Companion(file) as base:
+        assert base.meta.generation == 2
+        plan = base.lookup(counts)
+        assert plan is not None
+        assert plan.throughput == best_plan({**CAPABILITY, "V100": 2.0}, held, 8).throughput
+        assert base.counts()[0] == 1
+
+
+def test_capability_is_the_median_over_steps() -> None:
+    rows = [("a", 8, 2.0), ("a", 8, 1.0), ("a", 8, 100.0), ("a", 0, 1.0), ("b", 4, 0.0), ("c", 4, 0.5)]
+    assert measured_capability(rows, 4) == {"a": 1.0, "c": 2.0}
+
+
+def look_at_everything(path: Path) -> None:
+    with Companion(path) as base:
+        for vector in np.ndindex(4, 5, 3):
+            base.lookup([int(count) for count in vector])
+
+
+def test_torn_foreign_and_newer_files_are_refused_in_one_line(tmp_path: Path) -> None:
+    good = written(tmp_path / "plans.db").read_bytes()
+
+    def refused(name: str, content: bytes) -> str:
+        path = tmp_path / name
+        path.write_bytes(content)
+        with pytest.raises(InputError) as caught:
+            look_at_everything(path)
+        assert "\n" not in str(caught.value)
+        assert path.read_bytes() == content  # looked at, not changed
+        return str(caught.value)
+
+    assert "is cut off" in refused("torn.db", good[: len(good) // 2])
+    assert "is no SQLite file" in refused("empty.db", b"")
+    assert "is no SQLite file" in refused("text.db", b'{"kind": "ddltool.companion"}')
+    assert "cannot be used as a database" in refused("noise.db", good[:100] + os.urandom(len(good) - 100))
+    for name, statement, message in (
+        (
+            "kind.db",
+            "UPDATE meta SET value = replace(value, 'ddltool.companion', 'ddltool.plan')",
+            "expected 'ddltool.companion'",
+        ),
+        (
+            "version.db",
+            "UPDATE meta SET value = replace(value, '\"schema_version\": 1', '\"schema_version\": 9')",
+            "schema_version: is 9",
+        ),
+        ("meta.db", "UPDATE meta SET value = 'x'", "no readable meta document"),
+        ("tables.db", "DROP TABLE vectors", "is no companion database"),
+    ):
+        path = tmp_path / name
+        path.write_bytes(good)
+        base = sqlite3.connect(path)
+        base.execute(statement)
+        base.commit()
+        base.close()
+        assert message in refused(name, path.read_bytes())
+
+
+def test_a_failed_write_leaves_the_old_database(tmp_path: Path) -> None:
+    file = written(tmp_path / "plans.db")
+    before = file.read_bytes()
+
+    def broken():  # type: ignore[no-untyped-def]
+        yield from build(about()).vectors()
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        write_companion(file, about(), build(about()).plans, broken())
+    assert file.read_bytes() == before
+    assert [path.name for path in tmp_path.iterdir()] == ["plans.db"]
+    with pytest.raises(InputError, match="cannot be written"):
+        write_companion(tmp_path / "no" / "plans.db", about(), [], [])
+
+
+app = typer.Typer()
+app.command()(companion)
+JOB = """
+name: mixed
+max_workers: 8
+batch_size: 4
+devices:
+  - {type: V100, count: 4, capability_per_s: 3.1}
+  - {type: T4, count: 4, capability_per_s: 1.0}
+"""
+
+
+def run(*arguments: object) -> tuple[str, Exception | None]:
+    done = CliRunner().invoke(app, [str(argument) for argument in arguments])
+    error = done.exception if isinstance(done.exception, DdlToolError) else None
+    assert done.exit_code == 0 or error is not None, done.output
+    return done.stdout, error
+
+
+def test_the_command_makes_looks_up_and_corrects(tmp_path: Path) -> None:
+    (tmp_path / "job.yaml").write_text(JOB)
+    base = tmp_path / "plans.db"
+    made, error = run(tmp_path / "job.yaml", "-o", base, "--json")
+    assert error is None
+    assert json.loads(made)["built"]["vectors"] == 25
+    assert is_companion(base)
+    held = {"V100": 2, "T4": 1}
+    shown = json.loads(run(base, "--lookup", "V100=2,T4=1", "--free", "V100=2,T4=3", "--json")[0])
+    expected = best_plan({"V100": 3.1, "T4": 1.0}, held, 8)
+    assert shown["throughput"] == expected.throughput
+    assert shown["proposals"][0]["device_type"] == "V100"
+    telemetry = tmp_path / "telemetry.jsonl"
+    row = {
+        "kind": "ddltool.telemetry", "schema_version": 1, "rank": 0, "world_size": 1, "num_nodes": 1, "device": "V100",
+        "batch": 8, "total_batch": 8, "wait_s": 0.0, "sync_s": 0.0, "step_s": 1.0, "memory_bytes": 0.0,
+    }  # fmt: skip
+    lines = [json.dumps({**row, "step": step, "compute_s": 1.0}) for step in range(5)]
+    telemetry.write_text("\n".join(lines) + "\n")
+    corrected = json.loads(run(base, "--measured", telemetry, "--lookup", "V100=2,T4=1", "--json")[0])
+    assert corrected["recalibrated"] == {"V100": {"measured": 2.0, "predicted": 3.1, "changed": True}}
+    assert corrected["throughput"] == best_plan({"V100": 2.0, "T4": 1.0}, held, 8).throughput
+    again = json.loads(run(base, "--measured", telemetry, "--json")[0])
+    assert again["recalibrated"]["V100"]["changed"] is False
+    assert max(len(line) for line in run(base)[0].splitlines()) <= 80
+    assert "8 logical workers" in run(base)[0]
+
+
+def test_the_command_refuses_in_one_line(tmp_path: Path) -> None:
+    (tmp_path / "job.yaml").write_text(JOB)
+    base = tmp_path / "plans.db"
+    run(tmp_path / "job.yaml", "-o", base)
+    (tmp_path / "torn.db").write_bytes(base.read_bytes()[:5000])
+    (tmp_path / "empty.db").write_bytes(b"")
+    for arguments, message in (
+        ((tmp_path / "job.yaml",), "--output: is missing"),
+        ((base, "-o", tmp_path / "x.db"), "--output: is for making a database"),
+        ((base, "--lookup", "V100"), "--lookup: 'V100' is not TYPE=N"),
+        ((base, "--lookup", "V100=-1"), "--lookup: 'V100=-1' is not TYPE=N"),
+        ((base, "--lookup", "V100=1,V100=2"), "--lookup: V100 stands twice"),
+        ((base, "--lookup", "A100=1"), "devices.A100: is not in the database"),
+        ((base, "--lookup", "V100=5"), "is 5, and plans are kept for at most 4"),
+        ((base, "--free", "V100=1"), "--free: needs --lookup"),
+        ((tmp_path / "torn.db",), "is cut off"),
+        ((tmp_path / "empty.db",), "is no SQLite file"),
+        ((tmp_path / "none.db",), "no such file"),
+    ):
+        _, error = run(*arguments)
+        assert message in str(error), arguments
+        assert "\n" not in str(error)
+
+
+def test_vectors_are_numbered_in_mixed_base() -> None:
+    meta, random = about(), Random(0)
+    for _ in range(50):
+        vector = tuple(random.randint(0, device.count) for device in meta.devices)
+        assert meta.key(vector) == np.ravel_multi_index(vector, [device.count + 1 for device in meta.devices])

@@ -1,0 +1,193 @@
+"""Several jobs on shared devices against trying every way of sharing; larger cases against their proven bound."""
+
+from __future__ import annotations
+
+import itertools
+from fractions import Fraction
+from random import Random
+
+import numpy as np
+import pytest
+
+from ddltool.analyzers.placement.job_columns import generate, job_table
+from ddltool.analyzers.placement.jobs import JobsPlan, Sharing, solve_jobs
+from ddltool.analyzers.placement.problem import DeviceType, Problem
+from ddltool.analyzers.placement.step_times import allowed, reach
+from ddltool.analyzers.placement.verify import verify
+from ddltool.errors import Infeasible, InputError
+
+
+def random_job(random: Random, name: str, devices: dict[str, int], workers: tuple[int, ...]) -> Problem:
+    types = tuple(
+        DeviceType(
+            name=kind,
+            count=count,
+            capability_per_s=Fraction(random.randint(5, 60), 10),
+            price_micro=random.randint(1, 4),
+            max_ests=random.choice([None, None, None, 3]),
+        )
+        for kind, count in devices.items()
+    )
+    return Problem(
+        job=name,
+        max_workers=random.choice(workers),
+        batch_size=2,
+        devices=types,
+        single_type=random.random() < 0.2,
+        max_devices=random.choice([None, None, 2]),
+        max_price_micro=random.choice([None, None, 6]),
+    )
+
+
+def every_way(jobs: list[Problem], devices: dict[str, int], weights: list[float]) -> tuple[float, float, float]:
+    """The best weighted sum, the best smallest share, and the best weighted sum with that smallest share."""
+    options = []
+    for job in jobs:
+        found: dict[tuple[int, ...], float] = {}
+        for counts in itertools.product(*(range(count + 1) for count in devices.values())):
+            step = reach(job, counts) if any(counts) and allowed(job, counts) else None
+            if step is not None and step <= job.slowest_step:
+                found[counts] = float(job.max_workers / step)
+        alone = max(found.values())
+        options.append(
+            [(np.zeros(len(devices), dtype=int), 0.0)]
+            + [(np.array(row), speed / alone) for row, speed in found.items()]
+        )
+    limit = np.array(list(devices.values()))
+    ways = []
+    for way in itertools.product(*options):
+        if (sum(row for row, _ in way) <= limit).all():
+            shares = [share for _, share in way]
+            ways.append((min(shares), sum(weight * share for weight, share in zip(weights, shares, strict=True))))
+    floor = max(share for share, _ in ways)
+    return max(total for _, total in ways), floor, max(total for share, total in ways if share >= floor - 1e-12)
+
+
+def check(jobs: list[Problem], devices: dict[str, int], made: JobsPlan) -> None:
+    """No device is given twice, every job's plan keeps its own constraints, and the figures follow from the plans."""
+    used: dict[str, int] = {}
+    for job, plan, share in zip(jobs, made.plans, made.relative, strict=True):
+        if plan is None:
+            assert share == 0
+            continue
+        step = verify(job, plan.assignments)
+        assert plan.throughput == float(job.max_workers / step)
+        assert 0 < share <= 1 + 1e-9
+        for row in plan.assignments:
+            used[row.device_type] = used.get(row.device_type, 0) + row.devices
+    assert all(count <= devices[name] for name, count in used.items())
+    assert made.value <= made.bound * (1 + 1e-9)
+
+
+@pytest.mark.parametrize("objective", ["sum", "max-min"])
+def test_small_cases_equal_trying_every_way(objective: Sharing) -> None:
+    random, waiting = Random(3), 0
+    for number in range(25):
+        devices = {"a": random.randint(1, 3), "b": random.randint(1, 2)}
+        jobs = [random_job(random, f"j{place}", devices, (1, 3, 6)) for place in range(random.randint(2, 3))]
+        weights = [random.choice([1.0, 1.0, 2.5]) for _ in jobs]
+        try:
+            best, floor, second = every_way(jobs, devices, weights)
+        except ValueError:  # a job that cannot run even alone
+            with pytest.raises(Infeasible):
+                solve_jobs(jobs, devices, weights=weights)
+            continue
+        made = solve_jobs(jobs, devices, weights=weights, objective=objective, time_limit_s=20)
+        check(jobs, devices, made)
+        assert made.status == "optimal", number
+        total = sum(weight * share for weight, share in zip(weights, made.relative, strict=True))
+        waiting += None in made.plans
+        if objective == "sum":
+            assert made.value == pytest.approx(best)
+            assert total == pytest.approx(best)
+        else:
+            assert made.value == pytest.approx(floor)
+            # With a floor of 0 someone waits however it is shared.
+            assert total == pytest.approx(second if floor > 0 else best)
+    assert waiting >= 1
+
+
+def test_the_bound_holds_in_every_round() -> None:
+    """Lagrange's bound is at least the best way of sharing, however few rounds are made."""
+    random = Random(5)
+    for _ in range(12):
+        devices = {"a": 3, "b": 2}
+        jobs = [random_job(random, f"j{place}", devices, (2, 5)) for place in range(2)]
+        try:
+            best, _, _ = every_way(jobs, devices, [1.0, 1.0])
+        except ValueError:
+            continue
+        limit = np.array([3, 2])
+        steps = [
+            min(
+                step
+                for counts in itertools.product(range(4), range(3))
+                if any(counts) and allowed(job, counts) and (step := reach(job, counts)) is not None
+            )
+            for job in jobs
+        ]
+        tables = [job_table(job, ["a", "b"], limit, 1.0, step) for job, step in zip(jobs, steps, strict=True)]
+        for table in tables:
+            table.add((1, 0))
+            table.add((0, 1))
+        if all(table.columns for table in tables):
+            for rounds in (1, 2, 20):
+                assert generate(tables, limit, everyone=False, until=lambda: False, rounds=rounds) >= best - 1e-7
+
+
+def test_many_jobs_are_shared_close_to_the_bound() -> None:
+    random = Random(11)
+    devices = {"a": 64, "b": 64, "c": 64}
+    jobs = [
+        Problem(
+            job=f"j{place}",
+            max_workers=random.choice([4, 8, 16, 32]),
+            batch_size=2,
+            devices=tuple(
+                DeviceType(name=name, count=64, capability_per_s=Fraction(random.randint(10, 60), 10))
+                for name in devices
+            ),
+        )
+        for place in range(32)
+    ]
+    made = solve_jobs(jobs, devices, time_limit_s=8)
+    check(jobs, devices, made)
+    assert made.gap < 0.03
+    fair = solve_jobs(jobs, devices, objective="max-min", time_limit_s=60)  # ends long before, but on a busy machine
+    check(jobs, devices, fair)
+    assert min(fair.relative) > min(made.relative)
+    assert sum(fair.relative) <= made.bound + 1e-9
+
+
+def test_long_tables_are_thinned_without_losing_the_bound() -> None:
+    devices = {"a": 40, "b": 40}
+    jobs = [
+        Problem(
+            job=f"j{place}",
+            max_workers=3000,
+            batch_size=1,
+            devices=(
+                DeviceType(name="a", count=40, capability_per_s=Fraction(3)),
+                DeviceType(name="b", count=40, capability_per_s=Fraction(2 + place)),
+            ),
+        )
+        for place in range(2)
+    ]
+    made = solve_jobs(jobs, devices, time_limit_s=10)
+    check(jobs, devices, made)
+    assert made.gap < 0.01
+    # The second job is as fast on b as on a, so it should have b; splitting otherwise is worse.
+    assert made.value > 0.9
+
+
+def test_wrong_questions() -> None:
+    job = random_job(Random(1), "j", {"a": 1}, (1,))
+    for call, message in (
+        (lambda: solve_jobs([], {"a": 1}), "jobs: there are none"),
+        (lambda: solve_jobs([job], {"b": 1}), "j:devices: none of its device types is there"),
+        (lambda: solve_jobs([job], {"a": 1}, weights=[0.0]), "weights: must be one positive number for each job"),
+        (lambda: solve_jobs([job], {"a": 1}, weights=[1.0, 1.0]), "weights: must be one positive number for each job"),
+        (lambda: solve_jobs([job], {"a": 1}, weights=[float("nan")]), "weights: must be one positive number"),
+    ):
+        with pytest.raises(InputError, match=message):
+            call()  # type: ignore[no-untyped-call]

@@ -1,0 +1,194 @@
+"""Plans on nodes against trying every number of devices, and whether moving pays against counting mini-batches."""
+
+from __future__ import annotations
+
+import itertools
+from fractions import Fraction
+from random import Random
+
+import pytest
+
+from ddltool.analyzers.goodput.throughput import ThroughputParams
+from ddltool.analyzers.placement.est import solve_est
+from ddltool.analyzers.placement.migration import weigh
+from ddltool.analyzers.placement.network import NodeShape, nodes_needed, solve_on_nodes
+from ddltool.analyzers.placement.problem import DeviceType, Problem
+from ddltool.analyzers.placement.step_times import allowed, reach
+from ddltool.errors import Infeasible, InputError
+
+
+def params(**changes: float) -> ThroughputParams:
+    usual = {
+        "alpha_grad_s": 0.0,
+        "beta_grad_s": 0.0,
+        "alpha_sync_local_s": 0.1,
+        "beta_sync_local_s": 0.02,
+        "alpha_sync_node_s": 0.3,
+        "beta_sync_node_s": 0.05,
+        "gamma": 1.5,
+    }
+    return ThroughputParams(**{**usual, **changes})
+
+
+def case(random: Random) -> tuple[Problem, list[NodeShape]]:
+    shapes = [
+        NodeShape(device_type=name, devices=random.randint(1, 3), nodes=random.randint(1, 3))
+        for name in ("a", "a", "b")[: random.randint(2, 3)]
+    ]
+    counts = {name: sum(s.devices * s.nodes for s in shapes if s.device_type == name) for name in ("a", "b")}
+    devices = tuple(
+        DeviceType(
+            name=name,
+            count=count,
+            capability_per_s=Fraction(random.randint(5, 50), 10),
+            price_micro=random.randint(1, 4),
+            max_ests=random.choice([None, None, 4]),
+        )
+        for name, count in counts.items()
+        if count
+    )
+    problem = Problem(
+        job="j",
+        max_workers=random.randint(1, 14),
+        batch_size=1,
+        devices=devices,
+        max_devices=random.choice([None, 4]),
+        max_price_micro=random.choice([None, None, 9]),
+        single_type=random.random() < 0.2,
+    )
+    return problem, shapes
+
+
+def every_step(problem: Problem, shapes: list[NodeShape], cost: ThroughputParams) -> list[float]:
+    """The step time of every allowed number of devices: Pollux's formulas written out again."""
+    found = []
+    for counts in itertools.product(*(range(device.count + 1) for device in problem.devices)):
+        compute = reach(problem, counts) if any(counts) and allowed(problem, counts) else None
+        if compute is None:
+            continue
+        total = sum(counts)
+        on_one = sum(map(bool, counts)) == 1 and any(
+            shape.devices >= total and shape.device_type == device.name
+            for shape in shapes
+            for device, count in zip(problem.devices, counts, strict=True)
+            if count
+        )
+        local = cost.alpha_sync_local_s + cost.beta_sync_local_s * max(0, total - 2)
+        across = max(local, cost.alpha_sync_node_s + cost.beta_sync_node_s * max(0, total - 2))
+        sync = 0.0 if total == 1 else local if on_one else across
+        found.append((float(compute) ** cost.gamma + sync**cost.gamma) ** (1 / cost.gamma))
+    return found
+
+
+def test_the_best_plan_on_nodes_equals_brute_force() -> None:
+    random, chosen, infeasible = Random(2), set(), 0
+    for number in range(120):
+        problem, shapes = case(random)
+        cost = params(
+            alpha_sync_node_s=random.choice([0.0, 0.05, 0.3, 2.0]),
+            beta_sync_node_s=random.choice([0.0, 0.02, 0.3]),
+            gamma=random.choice([1.0, 1.5, 8.0]),
+        )
+        expected = every_step(problem, shapes, cost)
+        if not expected:
+            infeasible += 1
+            with pytest.raises(Infeasible):
+                solve_on_nodes(problem, shapes, cost)
+            continue
+        made = solve_on_nodes(problem, shapes, cost)
+        assert made.iteration_s == pytest.approx(min(expected)), number
+        assert (made.status, made.gap) == ("optimal", 0)
+        assert made.network is not None
+        assert made.throughput == pytest.approx(problem.max_workers / made.iteration_s)
+        assert made.communication_s == pytest.approx(made.iteration_s - made.overload_factor)
+        assert made.network.best_steps[made.network.choice] == made.iteration_s
+        assert made.network.num_replicas == made.world_size
+        chosen.add(made.network.choice)
+    assert chosen == {"one device", "one node", "several nodes"}
+    assert infeasible >= 2
+
+
+def test_a_slow_network_keeps_the_job_on_one_node() -> None:
+    devices = (DeviceType(name="a", count=8, capability_per_s=Fraction(1)),)
+    problem = Problem(job="j", max_workers=8, batch_size=1, devices=devices)
+    shapes = [NodeShape(device_type="a", devices=4, nodes=2)]
+    fast, slow = params(), params(alpha_sync_node_s=5.0)
+    assert [solve_on_nodes(problem, shapes, cost).world_size for cost in (fast, slow)] == [8, 4]
+    throughput = solve_on_nodes(problem, shapes, fast).throughput
+    asked = Problem(job="j", max_workers=8, batch_size=1, devices=devices, min_throughput=Fraction(5))
+    assert throughput > 5
+    with pytest.raises(Infeasible, match="min_throughput: .* with synchronisation the most that can be reached is"):
+        solve_on_nodes(asked, shapes, slow)
+    with pytest.raises(InputError, match="cluster:nodes.a: has no nodes"):
+        solve_on_nodes(problem, [], fast)
+
+
+def test_a_thousand_nodes_need_few_looks() -> None:
+    names = [f"t{place}" for place in range(8)]
+    devices = tuple(
+        DeviceType(name=name, count=1000, capability_per_s=Fraction(10 + place, 7)) for place, name in enumerate(names)
+    )
+    problem = Problem(job="j", max_workers=5000, batch_size=1, devices=devices)
+    shapes = [NodeShape(device_type=name, devices=8, nodes=125) for name in names]
+    made = solve_on_nodes(problem, shapes, params(beta_sync_node_s=0.0005))
+    assert made.status == "optimal"
+    assert 8 < made.world_size < 5000  # neither everything nor one node
+
+
+def test_nodes_are_filled_largest_first() -> None:
+    shapes = [NodeShape(device_type="a", devices=2, nodes=3), NodeShape(device_type="a", devices=4, nodes=1)]
+    assert [nodes_needed({"a": count}, shapes) for count in (1, 4, 5, 6, 7, 10)] == [1, 1, 2, 2, 3, 4]
+    with pytest.raises(InputError, match="more than the cluster's nodes hold by 1"):
+        nodes_needed({"a": 11}, shapes)
+
+
+def offered(*counts: int) -> Problem:
+    types = zip("abc", counts, (3, 2, 1), strict=False)
+    devices = tuple(
+        DeviceType(name=name, count=count, capability_per_s=Fraction(speed)) for name, count, speed in types
+    )
+    return Problem(job="j", max_workers=12, batch_size=1, devices=devices)
+
+
+def test_moving_pays_when_it_makes_more_mini_batches() -> None:
+    now = solve_est(offered(2, 2, 2))
+    wider = offered(6, 2, 2)
+    best = solve_est(wider)
+    for horizon in (1.0, 10.0, 50.0, 89.0, 91.0, 200.0, 5000.0):
+        made = weigh(wider, best, now, migration_s=30.0, horizon_s=horizon)
+        stays = now.throughput * horizon >= best.throughput * (horizon - 30.0)
+        assert made.migration is not None
+        assert made.migration.stay == stays
+        assert made.assignments == (now if stays else best).assignments
+        assert made.throughput == pytest.approx((now if stays else best).throughput)
+        assert (horizon > (made.migration.pays_after_s or 0)) == (not stays)
+    assert made.migration.devices_moved == sum(
+        abs(
+            sum(row.devices for row in best.assignments if row.device_type == name)
+            - sum(row.devices for row in now.assignments if row.device_type == name)
+        )
+        for name in "abc"
+    )
+
+
+def test_a_plan_that_is_no_longer_possible_is_left() -> None:
+    now = solve_est(offered(4, 2, 2))
+    fewer = offered(1, 2, 2)
+    best = solve_est(fewer)
+    made = weigh(fewer, best, now, migration_s=1e6, horizon_s=1.0)
+    assert made.migration is not None
+    assert (made.migration.stay, made.migration.current_throughput) == (False, None)
+    assert made.assignments == best.assignments
+    same = weigh(fewer, best, best, migration_s=0.0, horizon_s=1.0)
+    assert same.migration is not None
+    assert (same.migration.stay, same.migration.devices_moved, same.migration.pays_after_s) == (True, 0, None)
+
+
+def test_wrong_horizons() -> None:
+    now = solve_est(offered(1))
+    for migration, horizon in ((-1.0, 1.0), (1.0, 0.0), (float("nan"), 1.0)):
+        with pytest.raises(InputError, match="a horizon > 0 and a migration of 0 s or more"):
+            weigh(offered(1), now, now, migration_s=migration, horizon_s=horizon)
+    other = solve_est(Problem(job="k", max_workers=3, batch_size=1, devices=offered(1).devices))
+    with pytest.raises(InputError, match="has 3 logical workers, the job 12"):
+        weigh(offered(1), now, other, migration_s=1.0, horizon_s=1.0)

@@ -1,0 +1,261 @@
+"""The companion database: a job's best plan for every number of available devices, as one SQLite file.
+
+``meta`` holds the kind, the version and one JSON document (:class:`CompanionMeta`); ``plans`` the different plans;
+``vectors`` which plan is the best for each vector of device counts, under a key in mixed base. A file is written beside its
+place and renamed; later changes are transactions. What is torn, foreign or of another version is refused in one line.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import sqlite3
+import tempfile
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Annotated, Any, ClassVar, Literal, Self
+
+from pydantic import Field
+
+from ddltool.artifacts import Artifact, Record, check_writable, parse
+from ddltool.errors import InputError, did_you_mean
+
+_MAGIC = b"SQLite format 3\x00"
+_TABLES = """
+CREATE TABLE meta (key TEXT PRIMARY KEY, value TEXT NOT NULL) WITHOUT ROWID;
+CREATE TABLE plans (id INTEGER PRIMARY KEY, throughput REAL NOT NULL, step_s REAL NOT NULL, ests TEXT NOT NULL);
+CREATE TABLE vectors (key INTEGER PRIMARY KEY, plan INTEGER NOT NULL, generation INTEGER NOT NULL);
+"""
+_LOOKUP = """SELECT plans.throughput, plans.step_s, plans.ests FROM vectors JOIN plans ON plans.id = vectors.plan
+WHERE vectors.key = ? AND vectors.generation = ?"""
+
+
+class CompanionDevice(Record):
+    """Devices of one type."""
+
+    type: str = Field(min_length=1)
+    count: Annotated[int, Field(ge=1)] = Field(description="plans are kept for 0 to so many")
+    capability_per_s: Annotated[float, Field(gt=0, allow_inf_nan=False)] = Field(
+        description="mini-batches per second of one EST alone; measured where telemetry disagreed"
+    )
+    max_ests: Annotated[int, Field(ge=1)] | None = None
+
+
+class CompanionMeta(Artifact):
+    """What the plans were made for (kind ``ddltool.companion``)."""
+
+    KIND: ClassVar[str] = "ddltool.companion"
+    kind: Literal["ddltool.companion"] = "ddltool.companion"
+    job: str
+    max_workers: Annotated[int, Field(ge=1)]
+    batch_size: Annotated[int, Field(ge=1)]
+    homogeneous: bool = False
+    devices: list[CompanionDevice] = Field(min_length=1)
+    generation: Annotated[int, Field(ge=1)] = Field(
+        default=1,
+        description="grows when a capability changes; plans of earlier generations are made again when asked for",
+    )
+
+    def clamped(self, counts: Mapping[str, int]) -> tuple[int, ...]:
+        """Return the counts in the order of ``devices``, at most as many as are kept where more cannot help.
+
+        Raises InputError for unknown types, negative counts, and more devices than plans are kept for.
+        """
+        known = [device.type for device in self.devices]
+        for name, count in counts.items():
+            if name not in known:
+                raise InputError(f"devices.{name}", "is not in the database", did_you_mean(name, known))
+            if count < 0:
+                raise InputError(f"devices.{name}", f"is {count}", "a number of devices is 0 or more")
+        found = []
+        for device in self.devices:
+            count = counts.get(device.type, 0)
+            if count > device.count and device.count < self.max_workers:
+                problem = f"is {count}, and plans are kept for at most {device.count}"
+                raise InputError(f"devices.{device.type}", problem, "make the database again with more")
+            found.append(min(count, device.count))
+        return tuple(found)
+
+    def key(self, counts: Sequence[int]) -> int:
+        """Return the number of a vector of counts in the order of ``devices``: digits in mixed base, first type first."""
+        number = 0
+        for device, count in zip(self.devices, counts, strict=True):
+            number = number * (device.count + 1) + count
+        return number
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CompanionPlan:
+    """One plan. All figures are predicted."""
+
+    throughput: float
+    """Logical mini-batches per second; 0: the devices cannot run the job."""
+    step_s: float
+    """0 where ``throughput`` is."""
+    ests: Mapping[str, Sequence[tuple[int, int]]]
+    """Device type to (devices, ESTs on each)."""
+
+    @property
+    def used(self) -> dict[str, int]:
+        """Return how many devices of each type the plan uses."""
+        return {name: sum(devices for devices, _ in rows) for name, rows in self.ests.items()}
+
+
+def is_companion(path: Path) -> bool:
+    """Return whether a file starts as an SQLite database does."""
+    try:
+        with path.open("rb") as file:
+            return file.read(len(_MAGIC)) == _MAGIC
+    except OSError:
+        return False
+
+
+def write_companion(
+    path: Path, meta: CompanionMeta, plans: Iterable[CompanionPlan], vectors: Iterable[tuple[int, int]]
+) -> None:
+    """Write a database atomically: ``vectors`` are (key, place in ``plans``). Raises InputError when it cannot be written."""
+    check_writable(path)
+    handle, name = tempfile.mkstemp(dir=path.resolve().parent, prefix=f".{path.name}.")
+    os.close(handle)
+    try:
+        with contextlib.closing(sqlite3.connect(name)) as base:
+            # A crash leaves a temporary file, so the file needs no journal of its own.
+            base.executescript(f"PRAGMA journal_mode = OFF; PRAGMA synchronous = OFF; {_TABLES}")
+            rows = ((number, plan.throughput, plan.step_s, _text(plan)) for number, plan in enumerate(plans))
+            with base:
+                _write_meta(base, meta)
+                base.executemany("INSERT INTO plans VALUES (?, ?, ?, ?)", rows)
+                generation = meta.generation
+                base.executemany(f"INSERT INTO vectors VALUES (?, ?, {generation:d})", vectors)
+        with open(name, "rb+") as file:
+            os.fsync(file.fileno())
+        os.chmod(name, path.stat().st_mode & 0o777 if path.exists() else 0o644)
+        os.replace(name, path.resolve())
+    except (sqlite3.Error, OSError) as error:
+        raise InputError(str(path), f"cannot be written ({error})", "give a file in a writable folder") from None
+    finally:
+        with contextlib.suppress(OSError):
+            os.unlink(name)
+
+
+class Companion:
+    """An open database. Use as a context manager."""
+
+    def __init__(self, path: Path) -> None:
+        """Open and check ``path``. Raises InputError for anything but a whole database of this version."""
+        self.path = path
+        _check_file(path)
+        with self._explained():
+            self._base = sqlite3.connect(path, timeout=10.0)
+        try:
+            with self._explained():
+                row = self._base.execute("SELECT value FROM meta WHERE key = 'document'").fetchone()
+                tables = {name for (name,) in self._base.execute("SELECT name FROM sqlite_master WHERE type = 'table'")}
+            if row is None or not {"plans", "vectors"} <= tables:
+                raise InputError(str(path), "is no companion database", "make one with: ddltool companion JOB.yaml")
+            try:
+                document = json.loads(row[0])
+            except ValueError:
+                document = None
+            if not isinstance(document, dict):
+                raise InputError(str(path), "has no readable meta document", "make the database again")
+            self.meta = parse(document, CompanionMeta, str(path))
+        except BaseException:
+            self._base.close()
+            raise
+
+    def lookup(self, counts: Sequence[int]) -> CompanionPlan | None:
+        """Return the plan for counts in the order of the devices; None: it is not there, or of an earlier generation."""
+        with self._explained():
+            row = self._base.execute(_LOOKUP, (self.meta.key(counts), self.meta.generation)).fetchone()
+            return None if row is None else CompanionPlan(throughput=row[0], step_s=row[1], ests=json.loads(row[2]))
+
+    def remember(self, counts: Sequence[int], plan: CompanionPlan) -> None:
+        """Keep a plan that was made on demand; a database that cannot be written is left as it is."""
+        with self._explained(), contextlib.suppress(sqlite3.OperationalError), self._base:
+            made = self._base.execute(
+                "INSERT INTO plans (throughput, step_s, ests) VALUES (?, ?, ?)",
+                (plan.throughput, plan.step_s, _text(plan)),
+            )
+            self._base.execute(
+                "INSERT OR REPLACE INTO vectors VALUES (?, ?, ?)",
+                (self.meta.key(counts), made.lastrowid, self.meta.generation),
+            )
+
+    def recalibrate(self, capability: Mapping[str, float]) -> None:
+        """Put other capabilities (mini-batches per second) in place; plans made before count as out of date."""
+        devices = [
+            device.model_copy(update={"capability_per_s": float(capability.get(device.type, device.capability_per_s))})
+            for device in self.meta.devices
+        ]
+        meta = self.meta.model_copy(update={"devices": devices, "generation": self.meta.generation + 1})
+        with self._explained(), self._base:
+            _write_meta(self._base, meta)
+        self.meta = meta
+
+    def counts(self) -> tuple[int, int]:
+        """Return how many vectors have a plan of this generation, and how many there are in all."""
+        with self._explained():
+            query = "SELECT COUNT(*) FROM vectors WHERE generation = ?"
+            fresh = int(self._base.execute(query, (self.meta.generation,)).fetchone()[0])
+        total = 1
+        for device in self.meta.devices:
+            total *= device.count + 1
+        return fresh, total
+
+    def close(self) -> None:
+        """Close the file."""
+        self._base.close()
+
+    def __enter__(self) -> Self:
+        """Return the open database."""
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Close the file."""
+        self.close()
+
+    @contextlib.contextmanager
+    def _explained(self) -> Iterator[None]:
+        """Turn SQLite's and JSON's complaints about the file into one line."""
+        try:
+            yield
+        except (sqlite3.Error, ValueError) as error:
+            raise InputError(str(self.path), f"cannot be used as a database ({error})", "make it again") from None
+
+
+def _check_file(path: Path) -> None:
+    """Refuse what is no whole SQLite file: the header says how many pages there should be."""
+    try:
+        with path.open("rb") as file:
+            head = file.read(100)
+        size = path.stat().st_size
+    except FileNotFoundError:
+        raise InputError(str(path), "no such file", "give the path of an existing file") from None
+    except OSError as error:
+        raise InputError(str(path), f"cannot be read ({error.strerror})", "check the path") from None
+    if head[: len(_MAGIC)] != _MAGIC or len(head) < 100:
+        raise InputError(str(path), "is no SQLite file", "make one with: ddltool companion JOB.yaml -o FILE")
+    page = int.from_bytes(head[16:18], "big")
+    pages = int.from_bytes(head[28:32], "big")
+    page = 65536 if page == 1 else page
+    if size < page * pages:
+        raise InputError(str(path), f"is cut off ({size} of {page * pages} bytes)", "copy or make it again")
+
+
+def _write_meta(base: sqlite3.Connection, meta: CompanionMeta) -> None:
+    entries: dict[str, Any] = {
+        "kind": meta.kind,
+        "schema_version": str(meta.schema_version),
+        "document": json.dumps(meta.model_dump(mode="json"), ensure_ascii=False, allow_nan=False),
+    }
+    base.executemany("INSERT OR REPLACE INTO meta VALUES (?, ?)", entries.items())
+
+
+def _text(plan: CompanionPlan) -> str:
+    return json.dumps({name: [list(row) for row in rows] for name, rows in plan.ests.items()}, ensure_ascii=False)
