@@ -118,6 +118,34 @@ def test_telemetry_counts_without_its_waiting(cli: Cli, tmp_path: Path) -> None:
     assert document["bsp"]["waiting_time_s"] == pytest.approx(0.5)
 
 
+def test_telemetry_of_a_sync_server_counts_without_its_waiting(cli: Cli, tmp_path: Path) -> None:
+    """Two steps a second and three in two, under BSP: every step ends when the slower one's does."""
+    path = tmp_path / "sync.jsonl"
+    lines = []
+    for step in range(6):
+        for worker, own in ((0, 1.0), (1, 1.5)):
+            time_s = 1.5 * step + own
+            row = {
+                "event": "step",
+                "time_s": time_s,
+                "worker": worker,
+                "step": step,
+                "wait_s": 1.5 - own if step else 0,
+            }
+            lines.append(json.dumps({"kind": "ddltool.sync", **row, "staleness": 0, "gap": 0, "dropped": False}))
+    lines.append(
+        json.dumps({"kind": "ddltool.sync", "event": "summary", "time_s": 9.0, "steps": [6, 6], "wait_s": [2.5, 0]})
+    )
+    path.write_text("\n".join(lines) + "\n", encoding="utf-8")
+    record = cli("barrier", path, "--json").document["algorithms"]["zipline"]
+    assert record["barrier_s"] == pytest.approx(3.0)
+    assert record["iterations"] == {"0": 3, "1": 2}
+    path.write_text(lines[-1] + "\n", encoding="utf-8")
+    assert cli("barrier", path).code == 2
+    path.write_text("\n".join(lines[:3]) + "\n", encoding="utf-8")
+    assert f"{path}:worker 1: has one step" in cli("barrier", path).error_line
+
+
 TWO = ["a,1,1.0", "a,2,2.0", "b,1,1.5", "b,2,3.0"]
 
 
@@ -143,6 +171,7 @@ TWO = ["a,1,1.0", "a,2,2.0", "b,1,1.5", "b,2,3.0"]
         (TWO, ("--predicted", "--lookahead", "3"), "{file}:row 2:iteration: worker a ends with this row"),
         (TWO, ("--algorithm", "ziplin"), "--algorithm: unknown algorithm 'ziplin'; did you mean \"zipline\"?"),
         (TWO, ("--predictor", "oracle"), "--predictor: unknown predictor 'oracle'"),
+        (TWO, ("--lookahead", "100001"), "Invalid value for '--lookahead'"),
         (TWO, ("--lookahead", "0"), "Invalid value for '--lookahead'"),
         (TWO, ("--max-gap", "-1"), "Invalid value for '--max-gap'"),
         (TWO, ("-o", "/nowhere/barrier.json"), "/nowhere/barrier.json: cannot be written"),

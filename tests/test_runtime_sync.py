@@ -47,16 +47,22 @@ def results(outcomes: list[Outcome]) -> list[Any]:
 
 @pytest.mark.parametrize(("servers", "order"), [(1, "none"), (2, "reversed")])
 def test_bsp_has_the_bits_of_the_ordered_transfers(servers: int, order: str) -> None:
-    workers, ours = run(BSP(), [STEPS] * 3, [0.0, 0.01, 0.0], servers, order=order)
+    workers, ours = run(BSP(), [STEPS] * 3, [0.0, 0.1, 0.0], servers, order=order)
     theirs = launch(transfers.train, 3 + servers, 3, servers, order, STEPS)
     alone = trained_alone()
     for worker, other in zip(results(workers), theirs, strict=False):
         for name in NAMES:
             assert worker["weights"][name].tobytes() == other.result[0][name].tobytes() == alone[name].tobytes()
+    registered = []
     for server in results(ours):
+        sent, planned = server["sent"]
+        in_order = tuple(NAMES[index] for index in planned)
+        assert sent == [in_order] * 3, "to every worker in the plan's order"
+        registered += [in_order == tuple(sorted(in_order, key=NAMES.index))]
         assert set(server["version"].values()) == {STEPS}
         assert server["staleness"] == {0: 3 * STEPS}
         assert min(server["wait_s"][0], server["wait_s"][2]) > server["wait_s"][1]
+    assert all(registered) == (order == "none"), "the priorities are not those of the registration"
 
 
 def trained_alone() -> dict[str, np.ndarray]:
@@ -324,6 +330,23 @@ def test_a_worker_in_trouble_is_taken_out_and_hears_of_it(policy: Policy, troubl
     if trouble == "stall":
         waits_s = np.diff(rest[1]["made"])
         assert 0.35 <= waits_s.max() < 1.4, "they waited for as long as they should, and then went on"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("policy", [BSP(), ElasticBSP(4)], ids=["BSP", "ElasticBSP"])
+def test_a_stall_of_thirty_seconds_costs_the_others_ten(policy: Policy) -> None:
+    """With the default limit; the others have finished long before the stalled worker wakes."""
+    options = {"culprit": 1, "trouble": "stall", "stall_s": 30.0, "lost_after_s": 10.0}
+    workers, servers = run(policy, [20, 20, 20], [0.02] * 3, **options)
+    rest, (server,) = results([workers[0], workers[2]]), results(servers)
+    assert "nothing came from it for 10." in server["lost"][1]
+    waits_s = [np.diff(worker["made"]).max() for worker in rest]
+    print(
+        f"{type(policy).__name__}: the others lost {max(waits_s):.1f} s, the server ended after {server['seconds']:.1f} s"
+    )
+    assert 8 < max(waits_s) < 20
+    assert "taken out" in workers[1].error
+    assert workers[1].seconds < 35
 
 
 @pytest.mark.parametrize(("servers", "lost"), [(1, 0), (2, 0), (2, 1)])
