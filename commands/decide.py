@@ -80,7 +80,7 @@ def _knowledge(job: Job, job_file: Path, given: Given, run: Run | None) -> Knowl
     from ddltool.commands.plan import step_curves
 
     fitted = _fitted(job, job_file.parent)
-    models = {name: ThroughputParams(**model.params.model_dump()) for name, model in fitted.items()}
+    models = {name: ThroughputParams(**model.params_of(name).model_dump()) for name, model in fitted.items()}
     errors, source = _errors(job, job_file.parent, fitted, run)
     return Knowledge(
         curves=step_curves(job, job_file),
@@ -113,8 +113,8 @@ def _errors(job: Job, folder: Path, fitted: Mapping[str, Goodput], run: Run | No
             if "step_time_spread_s" in frame.columns and frame["step_time_spread_s"].notna().any():
                 found[offer.type] = float((frame["step_time_spread_s"] / frame["step_time_s"]).median() / 2)
                 sources.append("spread of the profile")
-        elif offer.type in fitted and fitted[offer.type].mape is not None:
-            found[offer.type] = fitted[offer.type].mape
+        elif offer.type in fitted:
+            found[offer.type] = fitted[offer.type].devices.get(offer.type, fitted[offer.type]).mape
             sources.append("error of the fit")
         elif offer.capability_per_s is None:
             found[offer.type] = ROOFLINE_ERROR
@@ -211,11 +211,17 @@ def show_decision(decision: Decision) -> None:
         _row(("> " if option.strategy == decision.picked else "") + option.strategy, option)
         for option in decision.options
     ]
-    priced = any(option.price_per_sample is not None for option in decision.options)
-    progress = any(option.goodput_per_s is not None for option in decision.options)
-    columns = ["strategy", "devices", "step", "exposed", "per s"]
-    columns += ["goodput"] * progress + ["stale", "bits"] + ["price/1e6"] * priced
-    kept = [place for place, name in enumerate(_COLUMNS) if name in columns]
+    everything = [decision.baseline, *decision.options]
+    progress = any(option.goodput_per_s is not None for option in everything)
+    columns = {
+        "±": any(option.high_s is not None for option in everything),
+        "exposed": any(option.communication_s is not None for option in everything),
+        "per s": not progress,
+        "goodput": progress,
+        "stale": any(option.staleness for option in everything),
+        "price/1e6": any(option.price_per_sample is not None for option in everything),
+    }
+    kept = [place for place, name in enumerate(_COLUMNS) if columns.get(name, True)]
     console.print(
         table(
             f"Strategies compared, objective {decision.objective} (predicted)",
@@ -231,7 +237,7 @@ def show_decision(decision: Decision) -> None:
         console.print(f"communication from {decision.communication_source}")
 
 
-_COLUMNS = ("strategy", "devices", "step", "exposed", "per s", "goodput", "stale", "bits", "price/1e6")
+_COLUMNS = ("strategy", "on", "step", "±", "exposed", "per s", "goodput", "stale", "bits", "price/1e6")
 
 
 def _row(name: str, option: Option) -> tuple[str, ...]:
@@ -241,10 +247,15 @@ def _row(name: str, option: Option) -> tuple[str, ...]:
     return (
         name,
         str(sum(option.devices.values())),
-        show_seconds(option.iteration_s) + ("" if half is None else f" ±{half:.0%}"),
+        show_seconds(option.iteration_s),
+        "-" if half is None else f"{half:.0%}",
         show_seconds(option.communication_s),
         f"{option.throughput:.4g}",
-        "-" if option.goodput_per_s is None else f"{option.goodput_per_s:.4g}",
+        "-"
+        if option.goodput_per_s is None
+        else f"{option.goodput_per_s:,.0f}"
+        if option.goodput_per_s >= 100
+        else f"{option.goodput_per_s:.3g}",
         str(option.staleness),
         option.determinism if option.determinism != "none" else "-",
         "-" if option.price_per_sample is None else f"{option.price_per_sample * 1e6:.3g}",

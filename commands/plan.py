@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Optional, cast
 
@@ -13,6 +14,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from ddltool.analyzers.balancing.plan import StepCurve
+    from ddltool.analyzers.goodput.throughput import ThroughputParams
     from ddltool.decision import Objective
     from ddltool.graph import Graph
     from ddltool.job import Job
@@ -84,6 +86,10 @@ def plan(
     share: Annotated[
         str, typer.Option(help="With --with: sum or max-min of the throughputs relative to the job alone.")
     ] = "sum",
+    picture: Annotated[
+        Optional[Path],  # noqa: UP045
+        typer.Option(metavar="FILE", help="goodput: draw goodput over devices and batch (.svg or .png)."),
+    ] = None,
     output: Output = None,
     seed: Seed = 0,
     as_json: Json = False,
@@ -91,14 +97,18 @@ def plan(
     """Map the job's logical workers onto its devices and predict the step time."""
     from ddltool.artifacts import check_writable, save
     from ddltool.commands.decide import OBJECTIVES, Given, auto_plan
+    from ddltool.commands.fit import check_picture
     from ddltool.commands.output import print_json
     from ddltool.errors import InputError, did_you_mean
     from ddltool.job import read_job
 
     if strategy not in STRATEGIES:
         raise InputError("--strategy", f"unknown strategy {strategy!r}", did_you_mean(strategy, STRATEGIES))
-    if output is not None:
-        check_writable(output)
+    for path in (output, picture):
+        if path is not None:
+            check_writable(path)
+    if picture is not None:
+        check_picture(picture)
     if objective not in OBJECTIVES:
         raise InputError("--objective", f"unknown objective {objective!r}", did_you_mean(objective, OBJECTIVES))
     _only_for_auto(
@@ -158,6 +168,8 @@ def plan(
         made = made.model_copy(update={"parameters": ordered_parameters(graph), **settings})
     if output is not None:
         save(made, output)
+    if picture is not None:
+        _draw_goodput(job, job_file, made, picture)
     if as_json:
         print_json(made.model_dump(mode="json"))
     else:
@@ -229,7 +241,7 @@ def step_curves(job: Job, job_file: Path) -> dict[str, StepCurve]:
     found = {}
     for offer in job.devices:
         if offer.goodput is not None:
-            params = load(job_file.parent / offer.goodput, Goodput).params
+            params = load(job_file.parent / offer.goodput, Goodput).params_of(offer.type)
             launch_s, per_sample_s = params.alpha_grad_s, params.beta_grad_s
         elif offer.max_local_batch_size is not None and offer.capability_per_s is not None:
             launch_s, per_sample_s = 0.0, 1.0 / (offer.capability_per_s * job.batch_size)
@@ -241,26 +253,60 @@ def step_curves(job: Job, job_file: Path) -> dict[str, StepCurve]:
     return found
 
 
+def fitted_models(job: Job, job_file: Path) -> dict[str, ThroughputParams]:
+    """Return the fitted throughput models of the job's device types."""
+    from ddltool.analyzers.goodput.throughput import ThroughputParams
+    from ddltool.artifacts import load
+    from ddltool.goodput_model import Goodput
+
+    return {
+        offer.type: ThroughputParams(
+            **load(job_file.parent / offer.goodput, Goodput).params_of(offer.type).model_dump()
+        )
+        for offer in job.devices
+        if offer.goodput is not None
+    }
+
+
 def goodput_plan(job: Job, job_file: Path) -> Plan:
     """Return the plan of highest goodput. Raises InputError when job.yaml lacks the goodput section or a model."""
     from ddltool.analyzers.goodput.plan import plan_goodput
-    from ddltool.analyzers.goodput.throughput import ThroughputParams
-    from ddltool.artifacts import load
     from ddltool.errors import InputError
-    from ddltool.goodput_model import Goodput
 
     if job.goodput is None:
         remedy = "add goodput: {max_batch_size: N, max_local_batch_size: N, noise_scale: PHI}"
         raise InputError(f"{job_file}:goodput", "is missing", remedy)
-    models = {
-        offer.type: ThroughputParams(**load(job_file.parent / offer.goodput, Goodput).params.model_dump())
-        for offer in job.devices
-        if offer.goodput is not None
-    }
+    models = fitted_models(job, job_file)
     if not models:
         problem = "no device has a fitted throughput model"
         raise InputError(f"{job_file}:devices", problem, "add goodput: goodput.json (made by ddltool fit) to a device")
     return plan_goodput(job, job.goodput, models)
+
+
+def _draw_goodput(job: Job, job_file: Path, made: Plan, path: Path) -> None:
+    """Draw goodput over devices and batch for the plan's device type. Raises InputError for a plan without goodput."""
+    from ddltool.analyzers.goodput.batch_search import BatchLimits
+    from ddltool.analyzers.goodput.picture import goodput_picture
+    from ddltool.artifacts import write_bytes
+    from ddltool.errors import InputError
+
+    if made.goodput is None or job.goodput is None:
+        raise InputError("--picture", f"shows goodput, and the plan is {made.strategy}", "use --strategy goodput")
+    device, section = made.goodput.device_type, job.goodput
+    initial = section.initial_batch_size or job.max_workers * job.batch_size
+    drawn = goodput_picture(
+        fitted_models(job, job_file)[device],
+        max(offer.count for offer in job.devices if offer.type == device),
+        BatchLimits(
+            initial_batch_size=initial,
+            max_batch_size=section.max_batch_size,
+            max_local_batch_size=section.max_local_batch_size,
+        ),
+        noise_scale=math.inf if section.noise_scale is None else section.noise_scale,
+        replicas_per_node=section.devices_per_node,
+        file_format=path.suffix.removeprefix("."),
+    )
+    write_bytes(path, drawn)
 
 
 def capabilities_of(job: Job, folder: Path, where: str) -> dict[str, float]:

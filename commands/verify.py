@@ -100,7 +100,10 @@ def _models(path: Path | None) -> dict[str, ThroughputParams] | None:
 
     if path is None:
         return None
-    return {"": ThroughputParams(**load(path, Goodput).params.model_dump())}
+    fitted = load(path, Goodput)
+    if fitted.devices:
+        return {name: ThroughputParams(**found.params.model_dump()) for name, found in fitted.devices.items()}
+    return {"": ThroughputParams(**fitted.params.model_dump())}
 
 
 def show(found: Verification, limit: float | None, output: Path | None) -> None:

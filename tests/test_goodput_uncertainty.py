@@ -86,7 +86,8 @@ def test_ends_are_where_the_refitted_error_reaches_the_threshold() -> None:
     def errors(logs: np.ndarray, held: int | None = None, at: float = 0.0) -> np.ndarray:
         full = logs if held is None else np.insert(logs, held, at)
         grad, step, _, _ = log_times(np.exp(full), rows.num_nodes, rows.num_replicas, rows.local_batch_size)
-        return np.concatenate([step - np.log(rows.step_time_s), grad - np.log(rows.grad_time_s)])
+        weight = math.sqrt(20 / len(ALL))  # of T_grad: as in the fit, 1 for up to 20 configurations
+        return np.concatenate([step - np.log(rows.step_time_s), weight * (grad - np.log(rows.grad_time_s))])
 
     start = np.log([getattr(TRUTH, name) for name in NAMES])
     best = 2 * least_squares(errors, start, xtol=1e-12, ftol=1e-12).cost
@@ -215,7 +216,7 @@ def test_following_suggestions_beats_chance() -> None:
             else:
                 place = tuple(places[chance.integers(len(places))])
             rows = concatenate([rows, measured([place], 0.03, 1000 * seed + turn)])
-        made = iteration_time_s(fit(rows, slope_prior=0.0).params, *places.T)
+        made = iteration_time_s(fit(rows, slope_spread=math.inf).params, *places.T)
         return float(np.sqrt(np.mean((np.log(np.asarray(made)) - exact) ** 2)))
 
     followed, random = (np.mean([after(seed, follow) for seed in range(10)]) for follow in (True, False))

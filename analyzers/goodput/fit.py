@@ -1,42 +1,43 @@
 """The fit of the throughput model: seven parameters from measured step times (Pollux, section 4.1). Start at :func:`fit`.
 
-Minimised is the mean squared log error (RMSLE squared) of the accumulation step ``T_grad`` and of the full step, both
-where observed, with L-BFGS-B and the analytic gradient, over the logarithms of the parameters. A parameter that no row
-can speak about keeps its prior: zero for synchronisation never seen (Pollux's "prior-driven exploration").
+Minimised is the mean squared log error of the full step and of one pass (:mod:`~ddltool.analyzers.goodput.problem`), from
+many starts, after rows that are no steady state were left out (:mod:`~ddltool.analyzers.goodput.robust`).
 
 Synchronisation slows down less than linearly as replicas are added, so a slope learnt on few replicas predicts too long
-steps for many. A prior on the slopes, ``SLOPE_PRIOR (beta / alpha)^2`` within and across nodes, answers that. Its weight
-is the one that best predicted rows of more than 8 replicas from those of up to 8, and of 4 nodes from those of up to 3,
-over the six applications of Pollux's own measurements (``benchmarks/bench_fit.py --prior`` repeats the choice).
+steps for many. A prior answers that: a slope is a small share of its intercept, ``beta / alpha`` Cauchy about 0 with scale
+:data:`SLOPE_SPREAD`, which lets rows that say otherwise have their way. What stands against it is the rows' own scatter
+about the model, counted once for each placement (rows of one placement err together), so rows without noise overrule it.
+Its scale, and the weight of T_grad, are about those that best predicted rows of more than 8 replicas from those of up to
+8, and of 4 nodes from those of up to 3, over the six applications of Pollux's own measurements
+(``benchmarks/bench_fit.py --prior`` repeats the choice).
 """
 
 from __future__ import annotations
 
+import math
 import time
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 
 import numpy as np
 from numpy.typing import NDArray
-from scipy.optimize import OptimizeResult, minimize
 
-from ddltool.analyzers.goodput.observations import Observations
+from ddltool.analyzers.goodput.observations import Observations, check
+from ddltool.analyzers.goodput.problem import NAMES, Descent, Problem, descend
+from ddltool.analyzers.goodput.robust import Outlier, describe, outliers
 from ddltool.analyzers.goodput.throughput import ThroughputParams, iteration_time_s
 from ddltool.errors import InputError, NotProven
 
+__all__ = ["NAMES", "SLOPE_SPREAD", "ErrorSummary", "FitResult", "JointFit", "evaluate", "fit", "fit_joint"]
+
 Array = NDArray[np.float64]
-NAMES = (
-    "alpha_grad_s",
-    "beta_grad_s",
-    "alpha_sync_local_s",
-    "beta_sync_local_s",
-    "alpha_sync_node_s",
-    "beta_sync_node_s",
-    "gamma",
-)
-# A time below this is zero for any step that can be measured.
-_LEAST_S = 1e-9
-SLOPE_PRIOR = 0.5
-_GAMMA_STARTS = (1.2, 2.5, 6.0)
+SLOPE_SPREAD = 0.05
+# Standard deviation of a log time: when the rows are too few to tell, and at least.
+ASSUMED_ERROR, LEAST_ERROR = 0.05, 1e-7
+_GAMMA_STARTS = (1.0, 1.3, 2.0, 3.5, 7.0)
+_GROWTH_STARTS = (0.02, 0.3)
+# Descents from all starts are cut short; the best few go on to the end.
+_SHORT, _FINALISTS = 12, 3
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -50,7 +51,7 @@ class ErrorSummary:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FitResult:
-    """Fitted parameters, their error on the fitted rows, and what the rows could not determine."""
+    """Fitted parameters, their error on all rows (those left out included), and what the rows could not determine."""
 
     params: ThroughputParams
     rmsle: float
@@ -58,14 +59,24 @@ class FitResult:
     samples: int
     fit_seconds: float
     undetermined: tuple[str, ...]
+    outliers: tuple[Outlier, ...] = ()
+    """Rows that were left out of the fit."""
+    left_out: NDArray[np.bool_] = field(default_factory=lambda: np.zeros(0, dtype=bool), compare=False)
+    """The same rows as a mask (n,) over all."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class JointFit:
+    """Models of several device types on one network: all seven parameters each, five of them in common."""
+
+    results: tuple[FitResult, ...]
 
 
 def evaluate(params: ThroughputParams, observations: Observations) -> ErrorSummary:
-    """Return RMSLE and MAPE of the full step time on the observations."""
+    """Return RMSLE and MAPE of the full step time on the observations. Raises InputError for rows that cannot be."""
+    check(observations)
     seen = observations.step_time_s
-    predicted = np.asarray(
-        iteration_time_s(params, observations.num_nodes, observations.num_replicas, observations.local_batch_size)
-    )
+    predicted = np.maximum(predict(params, observations), 1e-300)
     return ErrorSummary(
         rmsle=float(np.sqrt(np.mean((np.log(predicted) - np.log(seen)) ** 2))),
         mape=float(np.mean(np.abs(predicted - seen) / seen)),
@@ -73,151 +84,115 @@ def evaluate(params: ThroughputParams, observations: Observations) -> ErrorSumma
     )
 
 
-def fit(observations: Observations, *, seed: int = 0, slope_prior: float = SLOPE_PRIOR) -> FitResult:
-    """Return the best fit over a few starts, the first from the data and the others with other overlap exponents.
-
-    ``slope_prior`` is the weight of the prior on the slopes of synchronisation; 0 fits the rows alone.
-
-    ``seed`` shifts nothing when the starts agree; it is used for one more, random start. Raises InputError without
-    rows, NotProven when no start converged. O(rows) per evaluation.
-    """
-    started = time.perf_counter()
-    if len(observations) == 0:
-        raise InputError("observations", "are empty", "give at least one measured row")
-    problem = _Problem(observations, slope_prior)
-    chance = np.random.default_rng(seed)
-    best: OptimizeResult | None = None
-    for gamma in (*_GAMMA_STARTS, float(chance.uniform(1.0, 10.0))):
-        found = minimize(
-            problem.loss,
-            problem.start(gamma),
-            jac=True,
-            method="L-BFGS-B",
-            bounds=problem.bounds,
-            options={"maxiter": 500, "ftol": 1e-12, "gtol": 1e-8},
-        )
-        # 2 is "abnormal line search": at the rounding floor it ends a converged run, so the value decides.
-        if found.status in (0, 2) and np.isfinite(found.fun) and (best is None or found.fun < best.fun):
-            best = found
-    if best is None:
-        raise NotProven("the throughput fit did not converge from any start; check the rows for outliers")
-    params = problem.params(best.x)
-    error = evaluate(params, observations)
-    return FitResult(
-        params=params,
-        rmsle=error.rmsle,
-        mape=error.mape,
-        samples=len(observations),
-        fit_seconds=time.perf_counter() - started,
-        undetermined=tuple(name for name, free in zip(NAMES, problem.free, strict=True) if not free),
+def predict(params: ThroughputParams, rows: Observations) -> Array:
+    """Return the predicted step time of each row in seconds, shape (n,)."""
+    return np.asarray(
+        iteration_time_s(params, rows.num_nodes, rows.num_replicas, rows.local_batch_size, rows.accumulation_steps)
     )
 
 
-class _Problem:
-    """The loss over the logarithms of the free parameters; the others keep their priors."""
+def fit(
+    observations: Observations,
+    *,
+    seed: int = 0,
+    slope_spread: float = SLOPE_SPREAD,
+    grad_weight: float | None = None,
+    robust: bool = True,
+) -> FitResult:
+    """Return the best fit of one device type over many starts.
 
-    def __init__(self, rows: Observations, slope_prior: float) -> None:
-        self.slope_prior = slope_prior
-        self.batch = rows.local_batch_size
-        self.log_step = np.log(rows.step_time_s)
-        self.has_grad = np.isfinite(rows.grad_time_s)
-        self.log_grad = np.log(np.where(self.has_grad, rows.grad_time_s, 1.0))
-        self.step_s = rows.step_time_s
-        self.grad_s = np.where(self.has_grad, rows.grad_time_s, rows.step_time_s)
-        self.more = np.maximum(rows.num_replicas - 2, 0.0)
-        self.local = (rows.num_replicas > 1) & (rows.num_nodes <= 1)
-        self.across = (rows.num_replicas > 1) & (rows.num_nodes > 1)
-        self.shared = self.local | self.across
-        seen_local, seen_across = bool(self.local.any()), bool(self.across.any())
-        several = len(np.unique(self.batch)) > 1
-        self.free = np.array(
-            [
-                True,
-                several,
-                seen_local,
-                bool((self.more[self.local] > 0).any()),
-                seen_across,
-                bool((self.more[self.across] > 0).any()),
-                seen_local or seen_across,
-            ]
+    ``slope_spread``: scale of ``beta / alpha`` of synchronisation before any row is seen; ``math.inf`` fits the rows
+    alone. ``grad_weight``: how much an error of T_grad counts beside one of the step; by default 1 for up
+    to 20 configurations, falling to 0.1 for 200 and more. ``robust``: leave out rows that are
+    no steady state. ``seed`` makes one more, random start. Raises InputError without rows or for numbers that no
+    measurement can give, NotProven when no start converged. O(configurations) per evaluation.
+    """
+    joint = fit_joint([observations], seed=seed, slope_spread=slope_spread, grad_weight=grad_weight, robust=robust)
+    return joint.results[0]
+
+
+def fit_joint(
+    devices: Sequence[Observations],
+    *,
+    seed: int = 0,
+    slope_spread: float = SLOPE_SPREAD,
+    grad_weight: float | None = None,
+    robust: bool = True,
+) -> JointFit:
+    """Return the fit of several device types that share their network: gamma and the parameters of synchronisation.
+
+    Arguments and errors as for :func:`fit`. Each result has its own rows' error; ``fit_seconds`` is that of the whole.
+    """
+    started = time.perf_counter()
+    if not slope_spread > 0:
+        raise InputError("slope_spread", f"is {slope_spread}", "give a number above 0; inf fits the rows alone")
+    if not devices:
+        raise InputError("observations", "are empty", "give at least one measured row")
+    for rows in devices:
+        check(rows)
+    chance = np.random.default_rng(seed)
+    gammas = (*_GAMMA_STARTS, float(chance.uniform(1.0, 10.0)))
+    kept = list(devices)
+    left_out = [np.zeros(len(rows), dtype=bool) for rows in devices]
+    scale = 1.0 if math.isinf(slope_spread) else slope_spread
+    if robust:
+        problem = Problem(devices, slope_scale=scale, grad_weight=grad_weight)
+        problem.slope_weight = _slope_weight(problem, slope_spread, ASSUMED_ERROR)
+        start = _solve(problem, (2.0,)).point
+        left_out = outliers(devices, [start], problem.slope_weight, scale)
+        kept = [rows.take(~out) if out.any() else rows for rows, out in zip(devices, left_out, strict=True)]
+    problem = Problem(kept, slope_scale=scale, grad_weight=grad_weight)
+    found = _solve(problem, gammas)
+    for _ in range(20):  # the scatter decides how much the prior counts, and the prior moves the scatter
+        before = problem.slope_weight
+        problem.slope_weight = _slope_weight(problem, slope_spread, _scatter(problem, found.point))
+        found = descend(problem, found.point)
+        if abs(problem.slope_weight - before) <= 0.01 * before:
+            break
+    if problem.slope_weight > 0:
+        again = _solve(problem, _GAMMA_STARTS[::2])
+        found = again if again.loss < found.loss else found
+    if not (found.converged and math.isfinite(found.loss)):
+        raise NotProven("the throughput fit did not converge from any start; check the rows for errors of measurement")
+    undetermined = problem.free[problem.index]
+    seconds = time.perf_counter() - started
+    results = []
+    for place, (rows, params) in enumerate(zip(devices, problem.params(found.point), strict=True)):
+        error = evaluate(params, rows)
+        removed = left_out[place]
+        result = FitResult(
+            params=params,
+            rmsle=error.rmsle,
+            mape=error.mape,
+            samples=len(rows),
+            fit_seconds=seconds,
+            undetermined=tuple(name for name, free in zip(NAMES, undetermined[place], strict=True) if not free),
+            outliers=tuple(describe(rows, removed, predict(params, rows))) if removed.any() else (),
+            left_out=removed,
         )
-        largest = float(rows.step_time_s.max()) * 10
-        time_bounds = (np.log(_LEAST_S), np.log(largest))
-        every = [time_bounds] * 6 + [(0.0, np.log(10.0))]
-        self.bounds = [bound for bound, free in zip(every, self.free, strict=True) if free]
+        results.append(result)
+    return JointFit(results=tuple(results))
 
-    def start(self, gamma: float) -> Array:
-        """Return a start from the data: a line through T_grad, synchronisation from what the step takes longer."""
-        slope, intercept = 0.0, float(np.median(self.grad_s))
-        if self.free[1]:
-            weight = 1.0 / self.grad_s
-            slope, intercept = np.polyfit(self.batch, self.grad_s, 1, w=weight)
-        floor = 0.01 * float(np.median(self.grad_s))
-        longer = np.maximum(self.step_s - self.grad_s, floor)
-        local = float(np.median(longer[self.local])) if self.local.any() else 1.0
-        across = float(np.median(longer[self.across])) if self.across.any() else 1.0
-        values = [
-            max(intercept, floor),
-            max(slope, floor / float(self.batch.max())),
-            local,
-            local / 10,
-            across,
-            across / 10,
-        ]
-        whole = np.log(np.array([*values, gamma]))
-        low, high = (np.array(side) for side in zip(*self.bounds, strict=True))
-        start: Array = np.clip(whole[self.free], low, high)
-        return start
 
-    def _whole(self, logs: Array) -> Array:
-        """Return all seven parameters; those that are not free have their priors: 0, and 1 for gamma."""
-        values = np.zeros(7)
-        values[6] = 1.0
-        values[self.free] = np.exp(logs)
-        return values
+def _slope_weight(problem: Problem, slope_spread: float, error: float) -> float:
+    """Return the weight of the prior beside the mean squared error, errors of a placement taken as one."""
+    return 0.0 if math.isinf(slope_spread) else 2.0 * error**2 / max(problem.placements, 1)
 
-    def params(self, logs: Array) -> ThroughputParams:
-        """Return the parameters at a point; a time at the lower bound is zero."""
-        values = self._whole(logs)
-        values[:6][values[:6] <= _LEAST_S * 1.01] = 0.0
-        values[6] = min(max(values[6], 1.0), 10.0)
-        return ThroughputParams(**dict(zip(NAMES, values.tolist(), strict=True)))
 
-    def loss(self, logs: Array) -> tuple[float, Array]:
-        """Return the mean squared log errors and their gradient by the free logarithms."""
-        values = self._whole(logs)
-        a_g, b_g, a_l, b_l, a_n, b_n, gamma = values
-        grad = a_g + b_g * self.batch
-        sync = np.where(self.local, a_l + b_l * self.more, np.where(self.across, a_n + b_n * self.more, 1.0))
-        log_grad, log_sync = np.log(grad), np.log(np.maximum(sync, 1e-300))
-        both = np.logaddexp(gamma * log_grad, gamma * log_sync) / gamma
-        share = np.where(self.shared, np.exp(gamma * (log_grad - both)), 1.0)  # weight of T_grad in the step
-        log_step = np.where(self.shared, both, log_grad)
-        step_error = (log_step - self.log_step) / len(self.batch)
-        count = max(int(self.has_grad.sum()), 1)
-        grad_error = np.where(self.has_grad, log_grad - self.log_grad, 0.0) / count
-        loss = float(step_error @ (log_step - self.log_step) + grad_error @ (log_grad - self.log_grad))
-        by_grad = 2 * (step_error * share + grad_error) / grad
-        by_sync = np.where(self.shared, 2 * step_error * (1 - share) / sync, 0.0)
-        by_gamma = np.where(
-            self.shared, 2 * step_error * (share * log_grad + (1 - share) * log_sync - both) / gamma, 0.0
-        )
-        local, across = by_sync * self.local, by_sync * self.across
-        whole = np.array(
-            [
-                by_grad.sum() * a_g,
-                (by_grad @ self.batch) * b_g,
-                local.sum() * a_l,
-                (local @ self.more) * b_l,
-                across.sum() * a_n,
-                (across @ self.more) * b_n,
-                by_gamma.sum() * gamma,
-            ]
-        )
-        for alpha, beta in ((2, 3), (4, 5)):
-            if self.free[beta]:
-                penalty = self.slope_prior * (values[beta] / values[alpha]) ** 2
-                loss += penalty
-                whole[beta] += 2 * penalty
-                whole[alpha] -= 2 * penalty
-        return loss, whole[self.free]
+def _scatter(problem: Problem, point: Array) -> float:
+    """Return the standard deviation of the rows' log step times about the model."""
+    freedom = problem.rows - int(problem.free.sum())
+    if freedom < 1:
+        return ASSUMED_ERROR
+    return max(math.sqrt(problem.step_squares(point) / freedom), LEAST_ERROR)
+
+
+def _solve(problem: Problem, gammas: Sequence[float]) -> Descent:
+    """Return the best minimum: short descents from all starts, the best of them to the end."""
+    shared = bool(problem.free[problem.gamma])
+    growths = _GROWTH_STARTS if problem.free[problem.gamma - 1] or problem.free[problem.gamma - 3] else (0.02,)
+    starts = [problem.start(gamma, growth) for gamma in (gammas if shared else (2.0,)) for growth in growths]
+    short = sorted((descend(problem, start, steps=_SHORT) for start in starts), key=lambda item: item.loss)
+    ends = [descend(problem, item.point) for item in short[:_FINALISTS]]
+    done = [item for item in ends if item.converged] or ends
+    return min(done, key=lambda item: item.loss)

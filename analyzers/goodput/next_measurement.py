@@ -13,14 +13,16 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from ddltool.analyzers.goodput.fit import NAMES
 from ddltool.analyzers.goodput.observations import Observations
+from ddltool.analyzers.goodput.problem import NAMES
 from ddltool.analyzers.goodput.sensitivity import log_times
 from ddltool.analyzers.goodput.throughput import ThroughputParams
 from ddltool.errors import InputError
 
 Array = NDArray[np.float64]
 Ints = NDArray[np.int64]
+# Of more numbers of replicas, or batch sizes, these many are looked at: all small ones, then ever wider apart.
+_MOST_REPLICAS, _MOST_BATCHES = 256, 64
 # Before any row a time is known to a factor of ten (one standard deviation), gamma as spread evenly over log 1 to log 10.
 _PRIOR = np.array([math.log(10.0)] * 6 + [math.log(10.0) / math.sqrt(12.0)])
 
@@ -67,14 +69,23 @@ def configurations(
     if min(max_replicas, replicas_per_node, tried_replicas or 1) < 1 or not batches.size or batches[0] < 1:
         raise InputError("configurations", "has a number below 1", "give replicas and batch sizes of 1 or more")
     most = max_replicas if tried_replicas is None else min(max_replicas, 2 * tried_replicas)
+    batches = batches[np.array(_thinned(batches.size, _MOST_BATCHES)) - 1]
     places = []
-    for replicas in range(1, most + 1):
+    for replicas in _thinned(most, _MOST_REPLICAS):
         fewest = -(-replicas // replicas_per_node)
         places.append((fewest, replicas))
         if fewest == 1 and replicas > 1 and max_replicas > replicas_per_node:
             places.append((2, replicas))
     table = np.array([(nodes, replicas, batch) for nodes, replicas in places for batch in batches], dtype=np.int64)
     return Configurations(num_nodes=table[:, 0], num_replicas=table[:, 1], local_batch_size=table[:, 2])
+
+
+def _thinned(count: int, most: int) -> list[int]:
+    """Return 1 to ``count``, or when they are more than ``most`` the first half of that many and then a geometric rest."""
+    if count <= most:
+        return list(range(1, count + 1))
+    rest = np.geomspace(most // 2 + 1, count, most - most // 2).round().astype(np.int64)
+    return [*range(1, most // 2 + 1), *np.unique(rest).tolist()]
 
 
 def suggest_next(
@@ -98,7 +109,11 @@ def suggest_next(
         raise InputError("error", f"is {error}", "give the relative error of a measured time, above 0")
     values = _plausible(params, observations)
     _, _, by_grad, by_step = log_times(
-        values, observations.num_nodes, observations.num_replicas, observations.local_batch_size
+        values,
+        observations.num_nodes,
+        observations.num_replicas,
+        observations.local_batch_size,
+        observations.accumulation_steps,
     )
     seen = np.concatenate([by_step, by_grad[np.isfinite(observations.grad_time_s)]])
     covariance = np.linalg.inv(np.diag(_PRIOR**-2) + seen.T @ seen / error**2)

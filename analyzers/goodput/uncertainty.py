@@ -6,21 +6,22 @@ Profile likelihood: a value belongs to the interval of a parameter when the rows
 explained not much worse than by the best fit (F test on the sum of squared log errors; Bates and Watts 1988, section 6.1).
 Unlike a covariance from the Hessian it holds at bounds and far from them: a parameter that may as well be 0 or without an
 upper limit is seen as such. Rows alone count here: the prior on the slopes that :func:`ddltool.analyzers.goodput.fit.fit`
-uses is left out. Log errors of all measured times are taken as independent and of one size.
+uses is left out. Log errors of all measured times are taken as independent, those of steps as of one size, and those of
+T_grad as the fit weighs them.
 """
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
 from scipy.special import ndtri, stdtrit
 
-from ddltool.analyzers.goodput.fit import NAMES, _Problem
 from ddltool.analyzers.goodput.observations import Observations
-from ddltool.analyzers.goodput.sensitivity import log_times
+from ddltool.analyzers.goodput.problem import NAMES, Descent, Problem, descend
 from ddltool.analyzers.goodput.throughput import ThroughputParams
 from ddltool.errors import InputError
 
@@ -85,139 +86,103 @@ def parameter_intervals(
     the parameters, assumed to be 5 %. A few hundred small least-squares problems. Raises InputError without rows or for a
     level that is not between 0 and 1.
     """
-    if len(observations) == 0:
+    return joint_intervals([observations], [params], level=level, error=error)[0]
+
+
+def joint_intervals(
+    devices: Sequence[Observations],
+    params: Sequence[ThroughputParams],
+    *,
+    level: float = 0.9,
+    error: float | None = None,
+) -> tuple[Uncertainty, ...]:
+    """Return the intervals of several device types that share their network, one result per device.
+
+    Arguments and errors as for :func:`parameter_intervals`; the shared parameters have the same interval everywhere.
+    """
+    if not devices or min(len(rows) for rows in devices) == 0:
         raise InputError("observations", "are empty", "give at least one measured row")
     if not 0 < level < 1:
         raise InputError("level", f"is {level}", "give a confidence between 0 and 1, such as 0.9")
-    rows = _Rows(observations)
-    point, squares = rows.refit(rows.start_from(params))
-    found: list[tuple[float, float]] = []
+    problem = Problem(devices)
+    share = problem.grad_weight  # as in the fit: a T_grad counts as this much of a measured step
+    problem.grad_weight = share * problem.grads / problem.rows
+    count = problem.rows + share * problem.grads
+    within = sum(item.within + share * item.within_grad for item in problem.groups)
+
+    def squares_at(loss: float) -> float:
+        return loss * problem.rows + within
+
+    best = descend(problem, problem.start_from(params))
+    found: dict[int, tuple[float, float]] = {}
     for _ in range(4):  # a profile can meet a better fit than the one it starts from: then begin again there
-        freedom = rows.count - int(rows.free.sum())
+        freedom = count - float(problem.free.sum())
         assumed = error is None and freedom < 1
-        size = error if error is not None else ASSUMED_ERROR if assumed else math.sqrt(squares / freedom)
+        size = error if error is not None else ASSUMED_ERROR if assumed else math.sqrt(squares_at(best.loss) / freedom)
         size = max(size, 1e-9)  # rows without any error
         quantile = ndtri((1 + level) / 2) if assumed or error is not None else stdtrit(freedom, (1 + level) / 2)
-        profile = _Profile(rows, point, squares, size, float(quantile))
-        found = [profile.interval(int(i)) for i in np.flatnonzero(rows.free)]
-        if profile.best_squares >= squares - 1e-6 * size**2:
+        profile = _Profile(problem, best, size / math.sqrt(problem.rows), float(quantile))
+        found = {int(i): profile.interval(int(i)) for i in np.flatnonzero(problem.free)}
+        if profile.best.loss >= best.loss - 1e-6 * size**2 / problem.rows:
             break
-        point, squares = rows.refit(profile.best_point)
-    ends = iter(found)
-    intervals = []
-    for i, name in enumerate(NAMES):
-        value = float(np.exp(point[i])) if rows.free[i] else (1.0 if name == "gamma" else 0.0)
-        value = 0.0 if name != "gamma" and point[i] <= rows.low[i] + 1e-6 else value
-        low, high = next(ends) if rows.free[i] else ((1.0, 10.0) if name == "gamma" else (0.0, math.inf))
-        reason = "" if rows.free[i] else _UNSEEN[name]
-        one = Interval(name=name, value=value, low=low, high=high, reason=reason)
-        if rows.free[i] and not one.determined:
-            one = Interval(name=name, value=value, low=low, high=high, reason="the rows fit as well with any value")
-        intervals.append(one)
-    return Uncertainty(level=level, error=size, error_is_assumed=assumed, intervals=tuple(intervals))
+        best = descend(problem, profile.best.point)
+    return tuple(
+        Uncertainty(
+            level=level,
+            error=size,
+            error_is_assumed=assumed,
+            intervals=tuple(
+                _interval(problem, best.point, int(place), name, found)
+                for name, place in zip(NAMES, index, strict=True)
+            ),
+        )
+        for index in problem.index
+    )
 
 
-class _Rows:
-    """Least squares of log times by the logarithms of the free parameters, within bounds."""
-
-    def __init__(self, rows: Observations) -> None:
-        problem = _Problem(rows, 0.0)
-        self.free: NDArray[np.bool_] = problem.free
-        self.nodes, self.replicas, self.batch = rows.num_nodes, rows.num_replicas, rows.local_batch_size
-        self.has_grad, self.log_grad, self.log_step = problem.has_grad, problem.log_grad, problem.log_step
-        self.count = len(rows) + int(self.has_grad.sum())
-        self.low, self.high = np.zeros(7), np.zeros(7)
-        self.low[self.free], self.high[self.free] = (np.array(side) for side in zip(*problem.bounds, strict=True))
-        self.usual = np.zeros(7)
-        self.usual[self.free] = problem.start(2.0)
-
-    def start_from(self, params: ThroughputParams) -> Array:
-        """Return log parameters to start from. A zero has no logarithm, and near it nothing moves: a small value instead."""
-        values = np.array([getattr(params, name) for name in NAMES])
-        floor = np.exp(self.usual) * 1e-3
-        start = np.log(np.where(values > 0, values, floor))
-        made: Array = np.where(self.free, np.clip(start, self.low, self.high), 0.0)
-        return made
-
-    def values(self, point: Array) -> Array:
-        made = np.exp(point)
-        made[~self.free] = 0.0
-        if not self.free[6]:
-            made[6] = 1.0
-        return made
-
-    def residuals(self, point: Array) -> tuple[Array, Array]:
-        """Return residuals of shape (count,) and their Jacobian (count, 7)."""
-        log_grad, log_step, by_grad, by_step = log_times(self.values(point), self.nodes, self.replicas, self.batch)
-        seen = self.has_grad
-        errors = np.concatenate([log_step - self.log_step, (log_grad - self.log_grad)[seen]])
-        return errors, np.concatenate([by_step, by_grad[seen]])
-
-    def refit(self, point: Array, fixed: int | None = None) -> tuple[Array, float]:
-        """Return the least-squares point and its sum of squares, from ``point``, one parameter held (Levenberg-Marquardt)."""
-        moving = self.free.copy()
-        if fixed is not None:
-            moving[fixed] = False
-        point = point.copy()
-        errors, jacobian = self.residuals(point)
-        squares, damping = float(errors @ errors), 1e-3
-        for _ in range(200):
-            slope = jacobian.T @ errors
-            stuck = ((point <= self.low) & (slope > 0)) | ((point >= self.high) & (slope < 0))
-            index = np.flatnonzero(moving & ~stuck)
-            if not index.size:
-                break
-            normal = jacobian[:, index].T @ jacobian[:, index]
-            scale = np.diag(np.diag(normal) + 1e-12)
-            step = np.linalg.solve(normal + damping * scale, -slope[index])
-            tried = point.copy()
-            tried[index] = np.clip(point[index] + np.clip(step, -3.0, 3.0), self.low[index], self.high[index])
-            new_errors, new_jacobian = self.residuals(tried)
-            new_squares = float(new_errors @ new_errors)
-            if new_squares <= squares:
-                gained, moved = squares - new_squares, float(np.abs(tried - point).max())
-                point, errors, jacobian, squares = tried, new_errors, new_jacobian, new_squares
-                damping = max(damping * 0.2, 1e-9)
-                if gained <= 1e-9 * squares or moved < 1e-9:
-                    break
-            else:
-                damping *= 6.0
-                if damping > 1e8:
-                    break
-        return point, squares
+def _interval(problem: Problem, point: Array, i: int, name: str, found: dict[int, tuple[float, float]]) -> Interval:
+    gamma, free = name == "gamma", bool(problem.free[i])
+    value = float(np.exp(point[i])) if free else (1.0 if gamma else 0.0)
+    value = 0.0 if not gamma and point[i] <= problem.low[i] + 1e-6 else value
+    low, high = found[i] if free else ((1.0, 10.0) if gamma else (0.0, math.inf))
+    one = Interval(name=name, value=value, low=low, high=high, reason="" if free else _UNSEEN[name])
+    return one if one.determined or not free else replace(one, reason="the rows fit as well with any value")
 
 
 class _Profile:
-    """Walks from the best point along one parameter, refitting the others, until the fit is too bad."""
+    """Walks from the best point along one unknown, refitting the others, until the fit is too bad.
 
-    def __init__(self, rows: _Rows, point: Array, squares: float, size: float, quantile: float) -> None:
-        self.rows, self.point, self.squares, self.size, self.quantile = rows, point, squares, size, quantile
-        self.best_point, self.best_squares = point, squares
-        _, jacobian = rows.residuals(point)
-        index = np.flatnonzero(rows.free)
+    ``size`` is the standard deviation of an error in units of the problem's residuals.
+    """
+
+    def __init__(self, problem: Problem, found: Descent, size: float, quantile: float) -> None:
+        self.problem, self.point, self.size, self.quantile = problem, found.point, size, quantile
+        self.loss, self.best = found.loss, found
+        _, jacobian = problem.residuals(found.point)
+        index = np.flatnonzero(problem.free)
         information = jacobian[:, index].T @ jacobian[:, index]
         # A first guess of the step only. Rows that fit without error leave some directions flat at any scale of theirs.
-        ridge = max(1e-2 * size**2, 1e-12 * float(np.trace(information)), 1e-300)
-        self.spread = np.zeros(7)
+        ridge = max(1e-2 * size**2, 1e-12 * float(np.trace(information)), 1e-18)
+        self.spread = np.zeros(len(found.point))
         self.spread[index] = size * np.sqrt(np.diag(np.linalg.inv(information + ridge * np.eye(len(index)))))
 
     def interval(self, i: int) -> tuple[float, float]:
-        """Return the ends for parameter i, with no limit where the walk reaches the parameter's bound."""
+        """Return the ends for unknown i, with no limit where the walk reaches the unknown's bound."""
         low, high = self._end(i, -1.0), self._end(i, 1.0)
-        least, most = (1.0, 10.0) if NAMES[i] == "gamma" else (0.0, math.inf)
+        least, most = (1.0, 10.0) if i == self.problem.gamma else (0.0, math.inf)
         return least if low is None else float(np.exp(low)), most if high is None else float(np.exp(high))
 
     def _excess(self, i: int, at: float, start: Array) -> tuple[float, Array]:
         """Return how many standard errors the profile is above the best fit, less the quantile."""
         tried = start.copy()
         tried[i] = at
-        point, squares = self.rows.refit(tried, fixed=i)
-        if squares < self.best_squares:
-            self.best_point, self.best_squares = point, squares
-        return math.sqrt(max(squares - self.squares, 0.0)) / self.size - self.quantile, point
+        found = descend(self.problem, tried, fixed=i)
+        if found.loss < self.best.loss:
+            self.best = found
+        return math.sqrt(max(found.loss - self.loss, 0.0)) / self.size - self.quantile, found.point
 
     def _end(self, i: int, side: float) -> float | None:
-        bound = float(self.rows.high[i] if side > 0 else self.rows.low[i])
+        bound = float(self.problem.high[i] if side > 0 else self.problem.low[i])
         inside, at_inside, point = float(self.point[i]), -self.quantile, self.point
         step = min(max(self.quantile * float(self.spread[i]), 1e-7), 2.0)
         while True:

@@ -1,0 +1,376 @@
+"""``ddltool fit``: several device types, steps that took too long, accumulation, and numbers no measurement gives."""
+
+from __future__ import annotations
+
+import json
+import xml.etree.ElementTree as ET
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+import pytest
+
+from ddltool.analyzers.goodput.batch_search import BatchLimits
+from ddltool.analyzers.goodput.fit import evaluate, fit
+from ddltool.analyzers.goodput.grouped import group
+from ddltool.analyzers.goodput.heterogeneous import fit_devices, leave_out
+from ddltool.analyzers.goodput.observations import Observations, from_frame
+from ddltool.analyzers.goodput.picture import fit_picture, goodput_picture
+from ddltool.analyzers.goodput.problem import Problem
+from ddltool.analyzers.goodput.throughput import ThroughputParams, grad_time_s, iteration_time_s
+from ddltool.artifacts import load, save
+from ddltool.errors import InputError
+from ddltool.goodput_model import Goodput
+from ddltool.profile import read_table
+from tests.conftest import Result
+
+Cli = Callable[..., Result]
+TRUTH = ThroughputParams(
+    alpha_grad_s=0.02,
+    beta_grad_s=0.002,
+    alpha_sync_local_s=0.03,
+    beta_sync_local_s=0.001,
+    alpha_sync_node_s=0.1,
+    beta_sync_node_s=0.004,
+    gamma=2.0,
+)
+FAST = ThroughputParams(**{**TRUTH.as_dict(), "alpha_grad_s": 0.01, "beta_grad_s": 0.0005})
+OTHER_NETWORK = ThroughputParams(**{**FAST.as_dict(), "alpha_sync_local_s": 0.003, "alpha_sync_node_s": 0.01})
+PLACES = [(n, n * k, m) for n in (1, 2, 4) for k in (1, 2, 4) for m in (8, 32, 128)]
+
+
+def measured(
+    truth: ThroughputParams,
+    places: list[tuple[int, int, int]] = PLACES,
+    error: float = 0.02,
+    seed: int = 0,
+    passes: int = 0,
+) -> pd.DataFrame:
+    """A native profile: T_grad and the step each with its own error."""
+    nodes, replicas, batch = np.array(places).T
+    noise = np.exp(error * np.random.default_rng(seed).normal(size=(2, len(places))))
+    step = np.asarray(iteration_time_s(truth, nodes, replicas, batch, passes)) * noise[0]
+    grad = np.asarray(grad_time_s(truth, batch)) * noise[1]
+    return pd.DataFrame(
+        {
+            "device": "gpu",
+            "num_nodes": nodes,
+            "num_replicas": replicas,
+            "local_batch_size": batch,
+            "step_time_s": step,
+            "sync_time_s": np.maximum(step - (passes + 1) * grad, 0.0),
+        }
+    )
+
+
+def rows(truth: ThroughputParams, **options: object) -> Observations:
+    return from_frame(measured(truth, **options), "p.csv")  # type: ignore[arg-type]
+
+
+def off(params: ThroughputParams, truth: ThroughputParams = TRUTH) -> float:
+    """The mean relative error of predicted steps where none was measured."""
+    places = np.array([(n, n * k, m) for n in (1, 2, 3, 4) for k in (1, 3, 4) for m in (16, 64, 200)]).T
+    return float(np.mean(np.abs(np.asarray(iteration_time_s(params, *places)) / iteration_time_s(truth, *places) - 1)))
+
+
+# Steps that took too long
+
+
+def test_steps_that_took_too_long_are_found_and_named() -> None:
+    for bad in (3, 10, 26):
+        frame = measured(TRUTH)
+        frame.loc[bad, "step_time_s"] *= 5
+        dirty = from_frame(frame, "p.csv")
+        result = fit(dirty)
+        assert [item.row for item in result.outliers] == [bad + 1]
+        assert result.outliers[0].step_time_s == frame.loc[bad, "step_time_s"]
+        assert result.outliers[0].expected_s == pytest.approx(frame.loc[bad, "step_time_s"] / 5, rel=0.1)
+        assert off(result.params) < 0.03 < 0.05 < off(fit(dirty, robust=False).params)
+        assert result.samples == len(frame)  # its errors count them: nothing is hidden
+        assert result.mape == pytest.approx(evaluate(result.params, dirty).mape)
+
+
+def test_five_per_cent_of_the_rows_five_times_too_long() -> None:
+    frame = pd.concat([measured(TRUTH, seed=seed) for seed in range(8)], ignore_index=True)
+    bad = np.random.default_rng(1).choice(len(frame), len(frame) // 20, replace=False)
+    frame.loc[bad, "step_time_s"] *= 5
+    result = fit(from_frame(frame, "p.csv"))
+    assert sorted(item.row for item in result.outliers) == sorted(bad + 1)
+    assert off(result.params) < 0.01
+
+
+@pytest.mark.parametrize("error", [0.0, 0.02, 0.1])
+def test_clean_rows_lose_nothing(error: float) -> None:
+    for seed in range(5):
+        clean = rows(TRUTH, error=error, seed=seed)
+        result = fit(clean)
+        assert result.outliers == ()
+        assert result.params == fit(clean, robust=False).params
+
+
+def test_many_wrong_rows_are_no_outliers() -> None:
+    """Rows of which a quarter took five times as long are two machines, not slow steps; nor is the only row of its kind."""
+    frame = pd.concat([measured(TRUTH, seed=seed) for seed in range(4)], ignore_index=True)
+    frame.loc[np.random.default_rng(0).choice(len(frame), len(frame) // 4, replace=False), "step_time_s"] *= 5
+    assert fit(from_frame(frame, "p.csv")).outliers == ()
+    lonely = measured(TRUTH, [(1, 1, m) for m in (8, 16, 32, 64, 96, 128)] + [(2, 2, 32)])
+    lonely.loc[6, "step_time_s"] *= 20
+    assert fit(from_frame(lonely, "p.csv")).outliers == ()
+
+
+def test_telemetry_of_which_a_twentieth_is_slow_gives_the_same_model() -> None:
+    chance = np.random.default_rng(0)
+    log = []
+    for batch in (8, 16, 32, 64):
+        compute = float(grad_time_s(TRUTH, batch))
+        whole = float(iteration_time_s(TRUTH, 1, 2, batch))
+        for step in range(100):
+            slow = 5.0 if chance.random() < 0.05 else 1.0
+            log.append(
+                {"step": 10 + step, "rank": 0, "batch": batch, "world_size": 2, "num_nodes": 1, "wait_s": 0.0}
+                | {"compute_s": compute * slow, "sync_s": (whole - compute) * slow}
+            )
+    result = fit(from_frame(pd.DataFrame(log), "t.jsonl"))
+    batches = np.array([8, 12, 48, 64])
+    made, wanted = (np.asarray(iteration_time_s(p, 1, 2, batches)) for p in (result.params, TRUTH))
+    assert made == pytest.approx(wanted, rel=0.02)
+
+
+# Accumulation
+
+
+def test_rows_with_accumulation_are_steps_of_several_passes() -> None:
+    frame = pd.concat(
+        [measured(TRUTH, error=0.0, passes=s).assign(accumulation_steps=s) for s in (0, 3)], ignore_index=True
+    )
+    result = fit(from_frame(frame, "p.csv"))
+    assert result.params.as_dict() == pytest.approx(TRUTH.as_dict(), rel=1e-3)
+    # without the column the same rows are not explained
+    assert fit(from_frame(frame.drop(columns="accumulation_steps"), "p.csv")).mape > 0.1
+
+
+def test_the_time_of_a_pass_is_used_where_it_was_measured() -> None:
+    frame = measured(TRUTH, error=0.0, passes=2).assign(accumulation_steps=2.0)
+    frame["sync_time_s"] = 0.0  # says that all of the step is compute; the passes were timed by themselves
+    frame["grad_time_s"] = np.asarray(grad_time_s(TRUTH, frame["local_batch_size"]))
+    assert fit(from_frame(frame, "p.csv")).params.as_dict() == pytest.approx(TRUTH.as_dict(), rel=1e-3)
+    frame.loc[::2, "grad_time_s"] = np.nan  # half of them: the others fall back to step minus sync
+    made = from_frame(frame, "p.csv").grad_time_s
+    assert made[1::2] == pytest.approx(frame["grad_time_s"].to_numpy()[1::2])
+    assert made[::2] == pytest.approx(frame["step_time_s"].to_numpy()[::2] / 3)
+
+
+# Several device types
+
+
+def test_one_network_is_shared_and_helps_the_type_with_few_rows() -> None:
+    few = [(1, 1, 8), (1, 1, 32), (1, 1, 128), (2, 4, 32), (2, 4, 128)]
+    devices = {"slow": rows(TRUTH), "fast": rows(FAST, places=few, error=0.02, seed=1)}
+    models = fit_devices(devices, shared_network=None)
+    assert models.shared_network
+    assert off(models.results["fast"].params, FAST) < 0.02 < off(fit(devices["fast"]).params, FAST)
+    network = [{k: v for k, v in r.params.as_dict().items() if "grad" not in k} for r in models.results.values()]
+    assert network[0] == network[1]
+
+
+def test_unlike_networks_are_kept_apart() -> None:
+    devices = {"slow": rows(TRUTH), "fast": rows(OTHER_NETWORK, seed=1)}
+    models = fit_devices(devices)
+    assert not models.shared_network
+    assert models.results["fast"].params == fit(devices["fast"]).params
+    shared, separate = leave_out(list(devices.values())) or (0.0, 1.0)
+    assert separate < 0.5 * shared
+    forced = fit_devices(devices, shared_network=True)
+    assert forced.results["fast"].mape > 3 * models.results["fast"].mape
+
+
+def test_a_type_measured_alone_takes_the_network_of_the_other() -> None:
+    alone = [(1, 1, 8), (1, 1, 32), (1, 1, 128)]
+    models = fit_devices({"slow": rows(TRUTH), "fast": rows(FAST, places=alone)})
+    assert models.shared_network
+    assert models.reason == "only slow has rows of several replicas"
+    assert off(models.results["fast"].params, FAST) < 0.03
+
+
+def test_measured_types_on_their_own_networks(shared_data: Path) -> None:
+    """T4, RTX 2080 Ti and A100 of Sia's measurements: separate networks predict left-out placements better."""
+    folder = shared_data / "sia-sosp23" / "traces" / "cifar10"
+    devices = {
+        name: from_frame(read_table(folder / f"placements-{name}.csv"), name) for name in ("aws", "rtx", "dgx-ext")
+    }
+    shared, separate = leave_out(list(devices.values())) or (0.0, 1.0)
+    assert separate < 0.6 * shared
+    assert separate < 0.07
+
+
+def test_the_command_on_several_types(tmp_path: Path, cli: Cli) -> None:
+    slow = measured(TRUTH).assign(device="T4")
+    slow.loc[4, "step_time_s"] *= 6
+    slow.to_csv(tmp_path / "a.csv", index=False)
+    measured(OTHER_NETWORK, PLACES[:20]).assign(device="A100").to_csv(tmp_path / "b.csv", index=False)
+    out = cli("fit", tmp_path / "a.csv", tmp_path / "b.csv", "-o", tmp_path / "g.json", "--json").document
+    assert out["shared_network"] is False
+    assert out["params"] == out["devices"]["T4"]["params"] != out["devices"]["A100"]["params"]
+    assert "T4, the device with most rows" in out["note"]
+    assert [(item["source"], item["row"]) for item in out["left_out"]] == [(str(tmp_path / "a.csv"), 5)]
+    again = load(tmp_path / "g.json", Goodput)
+    assert again.params_of("A100").model_dump() == out["devices"]["A100"]["params"]
+    with pytest.raises(InputError, match='has no A10; did you mean "A100"'):
+        again.params_of("A10")
+    text = cli("fit", tmp_path / "a.csv", tmp_path / "b.csv", "--holdout", tmp_path / "b.csv").out
+    assert "a.csv:row 5 (" in text
+    assert "error on the holdout rows" in text
+    save(again, tmp_path / "again.json")
+    assert (tmp_path / "again.json").read_text() == (tmp_path / "g.json").read_text()
+
+
+def test_the_document_of_one_type_has_the_same_keys_as_ever(tmp_path: Path, cli: Cli) -> None:
+    measured(TRUTH).to_csv(tmp_path / "a.csv", index=False)
+    out = cli("fit", tmp_path / "a.csv", "--json").document
+    assert sorted(out) == [
+        "fit_seconds",
+        "holdout",
+        "intervals",
+        "kind",
+        "mape",
+        "next_measurement",
+        "params",
+        "rmsle",
+        "samples",
+        "schema_version",
+        "sources",
+        "undetermined",
+    ]
+    assert Goodput.model_validate(out).params_of("anything").model_dump() == out["params"]
+
+
+def test_rows_that_do_not_say_whose_they_are(tmp_path: Path, cli: Cli) -> None:
+    frame = measured(TRUTH)
+    frame.assign(device="T4").to_csv(tmp_path / "a.csv", index=False)
+    frame.assign(device="A100").to_csv(tmp_path / "b.csv", index=False)
+    frame.drop(columns="device").to_csv(tmp_path / "c.csv", index=False)
+    assert cli("fit", tmp_path / "a.csv", tmp_path / "c.csv", "--json").document["samples"] == 2 * len(frame)
+    found = cli("fit", tmp_path / "a.csv", tmp_path / "b.csv", tmp_path / "c.csv")
+    assert found.code == 2
+    assert "c.csv:device: is missing; rows of T4, A100 are there too" in found.error_line
+    held = cli("fit", tmp_path / "a.csv", tmp_path / "b.csv", "--holdout", tmp_path / "c.csv")
+    assert held.code == 2
+    assert "c.csv:device" in held.error_line
+
+
+# Numbers that no measurement gives
+
+
+@pytest.mark.parametrize(
+    ("column", "value", "message"),
+    [
+        ("step_time_s", "1e308", "row 2:step_time_s: is 1e+308; it must lie between 1e-09 and 1e+09"),
+        ("step_time_s", "5e-324", "row 2:step_time_s: is 4.94066e-324"),
+        ("local_batch_size", "1e308", "row 2:local_batch_size: is 1e308; it must be at most 1000000000"),
+        ("num_replicas", str(10**30), "row 2:num_replicas: is 1000000"),
+        ("accumulation_steps", "2.5", "row 2:accumulation_steps: is 2.5"),
+        ("accumulation_steps", "-1", "row 2:accumulation_steps: is -1"),
+        ("grad_time_s", "9", "row 2:grad_time_s: is 9, not above 0 and at most the step time"),
+        ("grad_time_s", "soon", "row 2:grad_time_s: is soon"),
+        ("sync_time_s", "inf", "row 2:sync_time_s: is inf"),
+    ],
+)
+def test_one_line_for_what_cannot_be(tmp_path: Path, cli: Cli, column: str, value: str, message: str) -> None:
+    frame = measured(TRUTH, PLACES[:3]).assign(accumulation_steps=0, grad_time_s="").astype(str)
+    frame.loc[1, column] = value
+    frame.to_csv(tmp_path / "p.csv", index=False)
+    found = cli("fit", tmp_path / "p.csv", "-o", tmp_path / "g.json")
+    assert found.code == 2
+    assert message in found.error_line.replace("1e+308;", "1e+308;").replace(
+        "is 1e+308; it must be", "is 1e308; it must be"
+    )
+    assert not (tmp_path / "g.json").exists()
+
+
+@pytest.mark.parametrize(
+    "line",
+    ['{"a": ' + "[" * 100_000 + "]" * 100_000 + "}", '{"a": ' + "1" * 5000 + "}"],
+    ids=["nested", "digits"],
+)
+def test_one_line_for_json_that_cannot_be(tmp_path: Path, cli: Cli, line: str) -> None:
+    (tmp_path / "t.jsonl").write_text(line + "\n")
+    found = cli("fit", tmp_path / "t.jsonl")
+    assert found.code == 2
+    assert "t.jsonl:line 1: has a number of thousands of digits, or is nested thousands deep" in found.error_line
+
+
+@pytest.mark.filterwarnings("error::RuntimeWarning")
+@pytest.mark.parametrize(
+    "places",
+    [
+        [(1, 1, 8)],
+        [(2, 4, 8)] * 2,
+        [(1, 2, 8)] * 7,
+        [(1, 1, 8), (1, 10**9, 8)],
+        [(4, 4, 10**9), (1, 1, 1)],
+        [(1, 1, 8), (1, 2, 8), (1, 4, 8), (2, 8, 8)],
+    ],
+)
+@pytest.mark.parametrize("scale", [1e-7, 1.0, 1e6])
+def test_few_rows_of_any_size_are_fitted_without_a_warning(
+    places: list[tuple[int, int, int]], scale: float, tmp_path: Path, cli: Cli
+) -> None:
+    frame = measured(TRUTH, places, error=0.0)
+    frame[["step_time_s", "sync_time_s"]] *= scale
+    frame = frame[(frame["step_time_s"] > 1e-9) & (frame["step_time_s"] < 1e9)]
+    frame.to_csv(tmp_path / "p.csv", index=False)
+    out = cli("fit", tmp_path / "p.csv", "--json")
+    assert out.code == 0, out
+    assert out.document["mape"] < 0.01
+
+
+def test_rows_by_the_hundred_thousand_cost_what_their_configurations_do() -> None:
+    """Rows of one configuration are one: the fit of all rows is that of the means, and as quick."""
+    frame = pd.concat([measured(TRUTH, error=0.05, seed=seed) for seed in range(40)], ignore_index=True)
+    many = from_frame(frame, "p.csv")
+    problem = Problem([many], grad_weight=0.1)
+    assert len(problem.groups[0].nodes) == len(PLACES)
+    point = problem.start(2.0)
+    errors, _ = problem.residuals(point)
+    predicted = problem.params(point)[0]
+    step = np.log(np.asarray(iteration_time_s(predicted, many.num_nodes, many.num_replicas, many.local_batch_size)))
+    grad = np.log(np.asarray(grad_time_s(predicted, many.local_batch_size)))
+    wanted = np.mean((step - np.log(many.step_time_s)) ** 2) + 0.1 * np.mean((grad - np.log(many.grad_time_s)) ** 2)
+    within = problem.groups[0].within / len(many) + 0.1 * problem.groups[0].within_grad / len(many)
+    assert float(errors @ errors) + within == pytest.approx(wanted)
+    # ever different batches are told apart to half a per cent
+    batch = np.random.default_rng(0).integers(1, 10**6, 50_000).astype(float)
+    wide = Observations(
+        num_nodes=np.ones(len(batch)),
+        num_replicas=np.ones(len(batch)),
+        local_batch_size=batch,
+        step_time_s=np.asarray(iteration_time_s(TRUTH, 1, 1, batch)),
+        grad_time_s=np.full(len(batch), np.nan),
+    )
+    assert len(group(wide).nodes) < 5000
+    assert fit(wide, robust=False).params.beta_grad_s == pytest.approx(TRUTH.beta_grad_s, rel=1e-3)
+
+
+# Pictures
+
+
+def test_pictures(tmp_path: Path, cli: Cli) -> None:
+    devices = {"T4": rows(TRUTH), "A100": rows(FAST)}
+    drawn = fit_picture(devices, {"T4": TRUTH, "A100": FAST})
+    words = "".join(ET.fromstring(drawn).itertext())
+    for word in ("T4", "A100", "16 GPUs on 4 nodes", "local batch size"):
+        assert word in words
+    limits = BatchLimits(initial_batch_size=64, max_batch_size=4096, max_local_batch_size=128)
+    options = {"noise_scale": 1000.0, "replicas_per_node": 4}
+    assert "scaling pays until" in "".join(
+        ET.fromstring(goodput_picture(TRUTH, 16, limits, **options)).itertext()  # type: ignore[arg-type]
+    )
+    assert goodput_picture(TRUTH, 1, limits, file_format="png", **options).startswith(b"\x89PNG")  # type: ignore[arg-type]
+    measured(TRUTH).to_csv(tmp_path / "p.csv", index=False)
+    assert cli("fit", tmp_path / "p.csv", "--picture", tmp_path / "p.png").code == 0
+    assert (tmp_path / "p.png").read_bytes().startswith(b"\x89PNG")
+    wrong = cli("fit", tmp_path / "p.csv", "--picture", tmp_path / "p.jpg")
+    assert wrong.code == 2
+    assert "no ending .svg or .png" in wrong.error_line
+    assert json.loads(cli("fit", tmp_path / "p.csv", "--picture", tmp_path / "p.svg", "--json").out)["samples"] == 27
