@@ -3,6 +3,7 @@
     python benchmarks/bench_balancing.py                     # predictors on the CPU cluster of 32, seeds 0 to 2
     python benchmarks/bench_balancing.py --schemes           # schemes on the CPU cluster of 32 and the GPU cluster of 16
     python benchmarks/bench_balancing.py --solver            # exact sizes for up to 4,096 workers
+    python benchmarks/bench_balancing.py --algorithm2 FILE.png  # Algorithm 2 on four simulated GPUs, and a picture of it
     python benchmarks/bench_balancing.py --trace FILE.csv.gz # write a synthetic trace (--workers, --iterations, --seed)
 
 Synthetic means made up: see ddltool.analyzers.balancing.synthetic for how. Times are CPU seconds on one thread.
@@ -23,6 +24,7 @@ from ddltool.analyzers.balancing.predict import PREDICTORS, make
 from ddltool.analyzers.balancing.replay import gain_kept, replay, replay_equal, replay_oracle
 from ddltool.analyzers.balancing.sizing import equal, proportional
 from ddltool.analyzers.balancing.synthetic import cpu_cluster, gpu_curves, jitter
+from ddltool.analyzers.balancing.trajectory import simulate, slower_network
 from ddltool.runtime.watch import SpeedRow, write_rows
 
 BATCH = 128
@@ -104,6 +106,33 @@ def solver() -> None:
         print(f"{workers:7}  {total:7}  " + "  ".join(f"{seconds:10.4f}" for seconds in spent))
 
 
+def algorithm2(path: Path) -> None:
+    """Start with 32 samples each; at iteration 150 the M60's network becomes four times slower (10 to 2.5 Gbit/s)."""
+    from ddltool.analyzers.balancing.picture import trajectory_figure
+
+    names, curves = gpu_curves(1)
+    cut = slower_network(curves, 1, 4.0)
+    print(
+        "delay  noise  fine tuning  sizes before the cut   at the end             longest step: start, before, cut, end"
+    )
+    for delay in (0, 1, 2):
+        for spread in (0.0, 0.01, 0.03):
+            run = simulate(curves, [32] * 4, 300, factors=jitter(300, 4, 0, spread), changes={150: cut}, delay=delay)
+            steps = run.seconds.max(axis=1)
+            sizes = [str(tuple(run.sizes[at].tolist())) for at in (149, 299)]
+            print(
+                f"{delay:5}  {spread:5.0%}  {run.fine_at or -1:11}  {sizes[0]:21}  {sizes[1]:21}  {steps[0]:.2f} s, "
+                f"{steps[130:150].mean():.2f} s, {steps[150]:.2f} s, {steps[280:].mean():.2f} s"
+            )
+            if (delay, spread) == (1, 0.01):
+                figure = trajectory_figure(names, run, {150: "M60: 2.5 Gbit/s"})
+                figure.savefig(path, dpi=110)
+    before, after = split(curves, 128), split(cut, 128)
+    for name, exact in (("exact, before", before), ("exact, after", after)):
+        print(f"{name:13}  {tuple(exact.sizes.tolist())}  {exact.iteration_s:.2f} s")
+    print(f"wrote {path}")
+
+
 def write_trace(path: Path, workers: int, iterations: int, seed: int) -> None:
     trace = cpu_cluster(iterations, seed, workers)
     rows = (
@@ -124,6 +153,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--schemes", action="store_true")
     parser.add_argument("--solver", action="store_true")
+    parser.add_argument("--algorithm2", type=Path, metavar="FILE.png")
     parser.add_argument("--trace", type=Path)
     parser.add_argument("--workers", type=int, default=32)
     parser.add_argument("--iterations", type=int, default=2000)
@@ -132,6 +162,8 @@ def main() -> None:
     options = parser.parse_args()
     if options.trace is not None:
         write_trace(options.trace, options.workers, options.iterations, options.seed)
+    elif options.algorithm2 is not None:
+        algorithm2(options.algorithm2)
     elif options.solver:
         solver()
     elif options.schemes:

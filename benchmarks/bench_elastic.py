@@ -4,8 +4,9 @@
 
 One thread per process. Printed are: the share of a step that goes into switching logical workers (one process, four
 workers; CPU time, so that a busy machine counts less) and into keeping their gradients apart; the peak memory of a
-process against the number of its workers, each in a fresh process; and the time of the ordered reduction over two
-processes against ``all_reduce`` of the same gradients, taking turns, with the bytes that each process receives by count.
+process against the number of its workers, each in a fresh process; the time of the ordered reduction over two
+processes against ``all_reduce`` of the same gradients, taking turns, with the bytes that each process receives by count;
+and the time until every logical worker has its first batch after a start, with data workers shared and not.
 """
 
 from __future__ import annotations
@@ -26,12 +27,22 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 from torch import nn
-from torch.utils.data import TensorDataset
+from torch.utils.data import TensorDataset, default_collate
 
 from ddltool.runtime.elastic import ElasticTrainer
 from ddltool.runtime.elastic_group import Processes
 from ddltool.runtime.est_state import Contexts
-from ddltool.runtime.ordered_reduction import MIB, ORDERS, OrderedMean, segments
+from ddltool.runtime.ordered_buckets import MIB, OrderedMean
+from ddltool.runtime.ordered_chain import ChainedMean
+from ddltool.runtime.ordered_reduction import GatheredMean, segments
+from ddltool.runtime.sample_feed import SampleFeed, Task
+
+WAYS = ("chain", "gather", "tree")
+
+
+def way_options(way: str) -> dict[str, Any]:
+    """Return the trainer's options for a way to add up gradients."""
+    return {"order": "tree"} if way == "tree" else {"reduction": way}
 
 
 def conv_net(width: int = 32) -> nn.Module:
@@ -77,8 +88,8 @@ def shares(steps: int) -> list[dict[str, Any]]:
     watches = {
         "enter": Stopwatch(Contexts, "enter"),
         "leave": Stopwatch(Contexts, "leave"),
-        "take": Stopwatch(OrderedMean, "take"),
-        "finish": Stopwatch(OrderedMean, "finish"),
+        "take": Stopwatch(ChainedMean, "take"),
+        "finish": Stopwatch(ChainedMean, "finish"),
     }
     rows = []
     for name, width, batch in (("conv net, 4 images", 16, 4), ("conv net, 16 images", 32, 16)):
@@ -107,12 +118,12 @@ def shares(steps: int) -> list[dict[str, Any]]:
     return rows
 
 
-def peak_memory(rank: int, size: int, folder: str, workers: int, order: str) -> None:
+def peak_memory(rank: int, size: int, folder: str, workers: int, way: str) -> None:
     """Train two steps in a fresh process and leave its peak memory in ``folder``."""
     torch.set_num_threads(1)
     if size > 1:
         dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=size)
-    trainer = trainer_of(conv_net(96), workers, 4, order=order)
+    trainer = trainer_of(conv_net(96), workers, 4, **way_options(way))
     for step in trainer.epoch(0):
         if step.number == 2:
             break
@@ -134,45 +145,106 @@ def spawn(function: Callable[..., Any], size: int, *args: Any) -> list[Any]:
     return answers
 
 
+def mean_of(way: str, parameters: dict[str, nn.Parameter], workers: int) -> tuple[OrderedMean, Processes]:
+    """Return a mean over the job's gradients, and who runs which workers."""
+    processes = Processes.this(workers, dealt=way == "chain")
+    if way == "chain":
+        return ChainedMean(parameters, processes, bucket_bytes=25 * MIB), processes
+    order: Any = "tree" if way == "tree" else "ranked"
+    return GatheredMean(parameters, processes, order=order), processes
+
+
+def received_mib(way: str, processes: Processes, gradient_mib: float) -> float:
+    """Return what process 0 receives in a step, by count."""
+    if way == "chain":
+        owners = processes.owners
+        sums = sum(rank > 0 and owners[rank - 1] != 0 for rank in processes.runs[0])
+        return gradient_mib * (sums + (owners[-1] != 0))
+    order: Any = "tree" if way == "tree" else "ranked"
+    return gradient_mib * (processes.size - 1) * max(len(segments(run, order)) for run in processes.runs)
+
+
 def reduction(rank: int, size: int, folder: str, repeats: int) -> None:
-    """Time the ordered mean and ``all_reduce`` of the same gradients in turns; leave medians in ``folder``."""
+    """Time the ordered mean and ``all_reduce`` of the same gradients in turns; leave medians in ``folder``.
+
+    All turns of a step come at once, so nothing of the chain is hidden behind a backward pass: its worst case.
+    """
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=size)
-    model = conv_net(64)
-    parameters = dict(model.named_parameters())
+    parameters = dict(conv_net(64).named_parameters())
     count = sum(value.numel() for value in parameters.values())
     times: dict[str, list[float]] = {"all_reduce": []}
     means = {}
     for workers in (size, 2 * size, 4 * size):
-        for order in ORDERS:
-            processes = Processes.this(workers)
-            means[f"{order}, {workers} workers"] = (OrderedMean(parameters, processes, order=order), processes)
-            times[f"{order}, {workers} workers"] = []
+        for way in WAYS:
+            means[f"{way}, {workers} workers"] = (way, *mean_of(way, parameters, workers))
+            times[f"{way}, {workers} workers"] = []
     flat = torch.randn(count)
     for _ in range(repeats):
         for name, row in times.items():
-            if name != "all_reduce":
-                mean, processes = means[name]
-                for virtual_rank in processes.local:
-                    for value in parameters.values():
-                        value.grad = torch.ones_like(value)
-                    mean.take(virtual_rank)
             dist.barrier()
             begin = time.perf_counter()
             if name == "all_reduce":
                 dist.all_reduce(flat)
             else:
+                _, mean, processes = means[name]
+                for virtual_rank in processes.local:
+                    for value in parameters.values():
+                        value.grad = torch.ones_like(value)
+                    mean.take(virtual_rank)
                 mean.finish(torch.zeros(len(processes.local), 1, dtype=torch.float64))
             row.append(time.perf_counter() - begin)
     gradient_mib = 4 * count / MIB
     received = {"all_reduce": 2 * (size - 1) / size * gradient_mib}
-    for name, (_, processes) in means.items():
-        order = name.split(",")[0]
-        rows = max(len(segments(run, order)) for run in processes.runs)  # type: ignore[arg-type]
-        received[name] = (size - 1) * rows * gradient_mib
+    received |= {name: received_mib(way, processes, gradient_mib) for name, (way, _, processes) in means.items()}
     result = {name: (1e3 * statistics.median(row[2:]), received[name]) for name, row in times.items()}
     with open(f"{folder}/{rank}.json", "w") as file:
         json.dump(result, file)
+
+
+def whole_steps(rank: int, size: int, folder: str, steps: int) -> None:
+    """Time whole steps of two trainers in turns, with the chain and with gathers; leave medians in ``folder``."""
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=size)
+    times: dict[str, list[float]] = {}
+    runs = {}
+    for way in ("chain", "gather"):
+        for each in (1, 4):
+            name = f"{way}, {each} workers each"
+            runs[name] = trainer_of(conv_net(48), each * size, 8, **way_options(way)).epoch(0)
+            times[name] = []
+    for _ in range(steps):
+        for name, run in runs.items():
+            dist.barrier()
+            begin = time.perf_counter()
+            next(run)
+            times[name].append(time.perf_counter() - begin)
+    with open(f"{folder}/{rank}.json", "w") as file:
+        json.dump({name: 1e3 * statistics.median(row[3:]) for name, row in times.items()}, file)
+
+
+def first_batches(repeats: int = 5, workers: int = 8, each: int = 4) -> dict[str, float]:
+    """Return the median seconds until all logical workers of a process have their first batch, from a fresh start."""
+    dataset = TensorDataset(torch.randn(1024, 3, 32, 32), torch.arange(1024) % 10)
+    tasks = [Task(rank, 0, step, 0, tuple(range(8))) for step in range(4) for rank in range(workers)]
+    times: dict[str, list[float]] = {"shared": [], "one set per logical worker": []}
+    for _ in range(repeats):
+        for name, row in times.items():
+            begin = time.perf_counter()
+            if name == "shared":
+                feeds = [SampleFeed(dataset, default_collate, workers=each)]
+                source = feeds[0].batches(tasks)
+                for _ in range(workers):
+                    next(source)
+            else:
+                feeds = [SampleFeed(dataset, default_collate, workers=each) for _ in range(workers)]
+                sources = [feed.batches(tasks[rank::workers]) for rank, feed in enumerate(feeds)]
+                for source in sources:
+                    next(source)
+            row.append(time.perf_counter() - begin)
+            for feed in feeds:
+                feed.close()
+    return {name: statistics.median(row) for name, row in times.items()}
 
 
 def main() -> None:
@@ -195,18 +267,23 @@ def main() -> None:
         )
     os.environ["OMP_NUM_THREADS"] = "1"
     counts = (1, 8) if given.quick else (1, 2, 4, 8)
-    for size, order in ((1, "ranked"), (1, "tree"), (2, "ranked"), (2, "tree")):
+    for size, way in ((1, "chain"), (2, "chain"), (2, "gather"), (2, "tree")):
         for each in counts:
-            answers = spawn(peak_memory, size, each * size, order)
+            answers = spawn(peak_memory, size, each * size, way)
             peaks = ", ".join(f"{answer['peak_mib']:.0f}" for answer in answers)
             gradients, buffers = answers[0]["gradients_mib"], answers[0]["buffers_mib"]
             print(
-                f"{size} processes, {order}, {each} workers each: peak {peaks} MiB "
+                f"{size} processes, {way}, {each} workers each: peak {peaks} MiB "
                 f"(gradients {gradients:.1f} MiB, buffers {buffers:.3f} MiB)",
                 flush=True,
             )
-    for name, (time_ms, received_mib) in spawn(reduction, 2, 12)[0].items():
-        print(f"2 processes, {name}: {time_ms:.1f} ms, {received_mib:.1f} MiB received per process")
+    for name, (time_ms, mib) in spawn(reduction, 2, 12)[0].items():
+        print(f"2 processes, {name}: {time_ms:.1f} ms, {mib:.1f} MiB received by process 0")
+    for name, time_ms in spawn(whole_steps, 2, 12)[0].items():
+        print(f"2 processes, {name}: step {time_ms:.0f} ms")
+    torch.set_num_threads(1)
+    for name, seconds in first_batches().items():
+        print(f"8 logical workers, 4 data workers {name}: first batches after {1e3 * seconds:.0f} ms")
 
 
 if __name__ == "__main__":

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from ddltool.runtime.agent import GoodputAgent
+    from ddltool.runtime.batch_control import BalanceOptions, balance
     from ddltool.runtime.data_parallel import apply_prefetch, bucket_report, ddp_arguments, prefetch_units
     from ddltool.runtime.digests import first_difference
     from ddltool.runtime.elastic import ElasticTrainer
@@ -15,6 +16,7 @@ if TYPE_CHECKING:
     from ddltool.runtime.workers import Worker
 
 _HOMES = {
+    "BalanceOptions": "batch_control",
     "ElasticTrainer": "elastic",
     "GoodputAgent": "agent",
     "Hook": "hook",
@@ -22,12 +24,14 @@ _HOMES = {
     "Worker": "workers",
     "apply_prefetch": "data_parallel",
     "attach": "hook",
+    "balance": "batch_control",
     "bucket_report": "data_parallel",
     "ddp_arguments": "data_parallel",
     "first_difference": "digests",
     "prefetch_units": "data_parallel",
 }
 __all__ = [
+    "BalanceOptions",
     "ElasticTrainer",
     "GoodputAgent",
     "Hook",
@@ -35,6 +39,7 @@ __all__ = [
     "Worker",
     "apply_prefetch",
     "attach",
+    "balance",
     "bucket_report",
     "ddp_arguments",
     "first_difference",

@@ -24,8 +24,9 @@ class ChainedMean(OrderedMean):
     """The mean in rank order, with gradients on their way during backward passes. For parameters on the host.
 
     A thread passes the sums on while the main thread computes; it lives from the first turn of a step to its end. A
-    bucket of the next turn waits until the same bucket of the turn before has been added, so memory does not depend on
-    the number of workers: at most the gradients of a turn, one set of sums, and a bucket.
+    backward pass waits until at most a bucket of the turn before has not been added, so memory does not depend on the
+    number of workers: the gradients of a turn, one set of sums, and a bucket. (Where backward passes come unannounced,
+    without :meth:`expect`, each bucket waits for the same one of the turn before when its gradients are there.)
     """
 
     def __init__(self, parameters: dict[str, nn.Parameter], processes: Processes, **options: Any) -> None:
@@ -35,6 +36,7 @@ class ChainedMean(OrderedMean):
         # By virtual rank and bucket: gradients in the order of the bucket's slices, and what the thread has added.
         self._submitted: dict[tuple[int, int], list[Tensor | None]] = {}
         self._added: set[tuple[int, int]] = set()
+        self._waiting_bytes = 0
         self._failure: BaseException | None = None
         self._thread: threading.Thread | None = None
         self._turn: int | None = None
@@ -53,6 +55,9 @@ class ChainedMean(OrderedMean):
         """See :meth:`OrderedMean.expect`. ``.grad`` must stay as that backward pass leaves it."""
         # Alone there is nothing to send, and in the first turn the buckets are not known yet.
         self._expected = self._processes.size > 1 and bool(self._buckets)
+        with self._changed:  # else the gradients of two turns would be there at once
+            self._changed.wait_for(lambda: self._waiting_bytes <= self._bucket_bytes or self._failure is not None)
+        self._raise_failure()
         self._missing = [set(names) for names in self.bucket_names or []]
 
     def _watch_bucket(self, name: str) -> torch.utils.hooks.RemovableHandle:
@@ -115,6 +120,7 @@ class ChainedMean(OrderedMean):
         gradients = [part.parameter.grad for part in self._buckets[place].slices]
         with self._changed:
             self._submitted[virtual_rank, place] = gradients
+            self._waiting_bytes += self._buckets[place].rows.nbytes
             self._changed.notify_all()
         if self._thread is None:
             self._thread = threading.Thread(target=self._pass_on, name="ordered-chain", daemon=True)
@@ -173,6 +179,7 @@ class ChainedMean(OrderedMean):
             row.div_(self._divisor)
         with self._changed:
             self._added.add((virtual_rank, place))
+            self._waiting_bytes -= row.nbytes
             self._changed.notify_all()
         if last:
             self._spread(place)

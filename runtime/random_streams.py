@@ -19,7 +19,7 @@ from torch import Tensor
 # What Python's and NumPy's generators look like in memory: 624 words of a Mersenne twister and the position in them,
 # which comes first in Python and last in NumPy. A draw changes the position, or, where it comes out the same, all words.
 WORDS = 624
-_GENERATOR: Any = random._inst  # type: ignore[attr-defined]  # what random.random and its like belong to
+_GENERATOR: Any = random._inst  # what random.random and its like belong to
 _Memory = ctypes.c_uint32 * (WORDS + 1)
 _TELLING = (0, 1, 2, WORDS - 1, WORDS)
 Document = dict[

@@ -247,3 +247,32 @@ def test_a_failing_step_is_told_in_one_line() -> None:
         record(request)
     with pytest.raises(InputError, match="workers: is 0"):
         WatchRequest(source="x", resolver="y:z", batch=4, workers=0)
+
+
+def two_speeds(path: Path, first: float, second: float) -> Path:
+    lines = [f"{k},{name},{speed!r},0.5,0.5" for k in range(30) for name, speed in (("a", first), ("b", second))]
+    path.write_text("\n".join(("iteration,worker,speed,cpu,memory", *lines)) + "\n")
+    return path
+
+
+@pytest.mark.parametrize("pair", [(1e300, 1e300), (1e308, 1e-308), (1e-300, 1.0), (1.0, 1e13)])
+def test_speeds_that_no_worker_has_are_one_line(
+    cli: Callable[..., Result], tmp_path: Path, pair: tuple[float, float]
+) -> None:
+    made = cli("balance", two_speeds(tmp_path / "trace.csv", *pair), "--warm-up", 20, "--schemes")
+    assert made.code == 2
+    assert "must lie between 1e-09 and 1e+12 samples per second" in made.error_line
+
+
+@pytest.mark.parametrize("total", [10**12 + 1, 10**20])
+def test_a_total_batch_beyond_all_machines_is_one_line(cli: Callable[..., Result], tmp_path: Path, total: int) -> None:
+    made = cli("balance", two_speeds(tmp_path / "trace.csv", 1.0, 2.0), "--predictor", "ema", "--total-batch", total)
+    assert made.code == 2
+    assert made.error_line.startswith(f"--total-batch: is {total};")
+
+
+def test_a_worker_a_billion_times_slower_ends(cli: Callable[..., Result], tmp_path: Path) -> None:
+    """LB-BSP then makes very many iterations in the trace's time; their mean is known long before its end."""
+    trace = two_speeds(tmp_path / "trace.csv", 1e9, 1.0)
+    made = cli("balance", trace, "--warm-up", 20, "--predictor", "last", "--schemes", "--json")
+    assert made.document["schemes"]["lb_bsp"]["iteration_time_ratio"] < 0.1

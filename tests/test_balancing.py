@@ -251,3 +251,8 @@ def test_published_batch_sizes_of_four_gpus() -> None:
 def test_unusable_curves_are_refused(call: object, text: str) -> None:
     with pytest.raises(InputError, match=text):
         call()  # type: ignore[operator]
+
+
+def test_times_beyond_numbers_are_one_line() -> None:
+    with pytest.raises(InputError, match="times too large for a number"):
+        split(DeviceCurves.of(per_sample_s=[1e308, 1.0]), 10)

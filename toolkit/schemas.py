@@ -6,6 +6,7 @@ from typing import Any
 
 from pydantic import BaseModel
 
+from ddltool.balance_events import BalanceEvent
 from ddltool.companion import CompanionMeta
 from ddltool.device import DeviceTable
 from ddltool.errors import InputError, did_you_mean
@@ -16,7 +17,7 @@ from ddltool.plan import Enforcement, Plan
 from ddltool.profile import ProfileRow
 from ddltool.telemetry import TelemetryRow
 
-_WITH_KIND = (GraphDocument, ProfileRow, Goodput, Cluster, Job, Plan, Enforcement, TelemetryRow, DeviceTable, CompanionMeta)
+_WITH_KIND = (GraphDocument, ProfileRow, Goodput, Cluster, Job, Plan, Enforcement, TelemetryRow, DeviceTable, CompanionMeta, BalanceEvent)
 MODELS: dict[str, type[BaseModel]] = {model.KIND.removeprefix("ddltool."): model for model in _WITH_KIND}
 
 

@@ -79,7 +79,7 @@ def _estimate(series: Floats) -> Floats:
         warnings.simplefilter("ignore")  # convergence; what came out is judged below
         try:
             fitted = ARIMA(series / scale, order=ORDER).fit(method="innovations_mle", cov_type="none")
-        except (ValueError, np.linalg.LinAlgError):
+        except (ValueError, ArithmeticError, np.linalg.LinAlgError):
             return walk
     found = np.asarray(fitted.params, dtype=np.float64)[:3]
     return found if np.isfinite(found).all() and abs(found[2]) <= 1 else walk

@@ -165,7 +165,10 @@ def _fill(curves: Curves, total: int, most: Counts, least: int) -> Counts:
 def _earliest(enough: Callable[[float], bool], curves: Curves, most: Counts) -> float:
     """Return the least number at which ``enough``, which stays true once it is, is true; infinity if it never is."""
     usable = most > 0
-    high = float(curves.seconds(np.maximum(most, 1))[usable].max())
+    with np.errstate(over="ignore"):
+        high = float(curves.seconds(np.maximum(most, 1))[usable].max())
+    if not math.isfinite(high):
+        raise InputError("curves", "give times too large for a number", "seconds of the whole batch must be finite")
     if not enough(high):
         return math.inf
     low = -1.0

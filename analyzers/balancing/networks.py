@@ -45,6 +45,8 @@ class Network(Trained):
         validation: (n,) mean square error of relative speeds on the held-out iterations; NaN before training.
     """
 
+    LEARNED = ("weights", "validation", "_reference")
+
     def __init__(self, kind: str, workers: int, settings: Settings) -> None:
         """``kind``: rnn, lstm or narx."""
         super().__init__(workers, settings)

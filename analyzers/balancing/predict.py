@@ -7,6 +7,9 @@ at its start, then ``observe`` with the speeds that it really had. ``make`` buil
 
 from __future__ import annotations
 
+import copy
+import logging
+import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -17,12 +20,15 @@ from numpy.typing import NDArray
 from ddltool.errors import InputError, did_you_mean
 
 Floats = NDArray[np.float64]
+log = logging.getLogger(__name__)
 
 EMA_ALPHA = 0.2
 WARM_UP = 500
 # A prediction this many times beyond what a worker ever did is none; batch sizes made from it would stall the others.
 _BEYOND = 1.5
 PREDICTORS = ("last", "ema", "arima", "rnn", "lstm", "narx")
+READING = ("narx",)
+"""Those that look at CPU and memory."""
 
 
 class Predictor(Protocol):
@@ -59,6 +65,8 @@ class Settings:
     patience: int = 50
     """Steps without a lower validation error after which a model's training stops."""
     seed: int = 0
+    background: bool = False
+    """Train networks in a thread, going on with what is there until it has ended: for use while a job runs."""
 
     def __post_init__(self) -> None:
         for name in ("warm_up", "window"):
@@ -115,6 +123,12 @@ class History:
         self._rows[self.count] = speed, cpu, memory
         self.count += 1
 
+    def copy(self) -> History:
+        """Return the same iterations in arrays of their own."""
+        made = copy.copy(self)
+        made._rows = self._rows[: self.count].copy()
+        return made
+
     def last(self, iterations: int) -> Floats:
         """Return (k, 3, n) speed, CPU and memory of the last k iterations, k at most ``iterations``."""
         return self._rows[max(0, self.count - iterations) : self.count]
@@ -126,6 +140,9 @@ class Trained:
     A subclass implements :meth:`_train` and :meth:`_forecast`.
     """
 
+    LEARNED: tuple[str, ...] = ()
+    """Attributes that training sets and that may be taken over later; none: it always trains in the foreground."""
+
     def __init__(self, workers: int, settings: Settings, *, ready: bool = False) -> None:
         """``ready``: weights are there from the start, so it predicts as soon as there is something to look back on."""
         self.settings = settings
@@ -136,6 +153,7 @@ class Trained:
         self._highest = np.full(workers, -np.inf)
         self._readings: tuple[Floats, Floats] | None = None
         self._due = False
+        self._apprentice: tuple[Trained, threading.Thread] | None = None
 
     def predict(self, cpu: Floats, memory: Floats) -> Floats:
         """Return (n,) predicted speeds: EMA's before the warm-up is over, and where a forecast is no number.
@@ -144,8 +162,13 @@ class Trained:
         """
         self._readings = np.array(cpu, dtype=np.float64), np.array(memory, dtype=np.float64)
         if self._due:
-            self._train()
-            self.ready, self._due = True, False
+            self._due = False
+            if self.settings.background and self.LEARNED:
+                self._train_behind()
+            else:
+                self._train()
+                self.ready = True
+        self._take_over()
         fallback = self._ema.predict(cpu, memory)
         if not self.ready or self.history.count < self.look_back:
             return fallback
@@ -169,6 +192,36 @@ class Trained:
     def look_back(self) -> int:
         """Iterations that a prediction needs."""
         return 2
+
+    def _train_behind(self) -> None:
+        """Start training on what is known now, unless the training before has not ended yet."""
+        if self._apprentice is not None:
+            return
+        apprentice = copy.copy(self)
+        apprentice.history = self.history.copy()
+        apprentice._apprentice = None
+
+        def train() -> None:
+            apprentice.ready = self.ready
+            try:
+                apprentice._train()
+                apprentice.ready = True
+            except Exception:
+                log.warning("training the speed predictor has failed; going on without", exc_info=True)
+
+        thread = threading.Thread(target=train, name="ddltool-predictor", daemon=True)
+        self._apprentice = apprentice, thread
+        thread.start()
+
+    def _take_over(self) -> None:
+        """Take over what a training in the background has learned, once it has ended."""
+        if self._apprentice is None or self._apprentice[1].is_alive():
+            return
+        apprentice, self._apprentice = self._apprentice[0], None
+        if apprentice.ready:
+            for name in self.LEARNED:
+                setattr(self, name, getattr(apprentice, name))
+            self.ready = True
 
     def _train(self) -> None:
         raise NotImplementedError

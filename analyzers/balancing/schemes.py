@@ -29,6 +29,8 @@ SSP_BOUND = 5
 FLEXRR_CHECKS = 100
 FLEXRR_TRIGGER = 0.2
 FLEXRR_CHUNK = 0.05
+MOST_PER_ROW = 100
+"""Iterations per row of the trace after which the rest of the horizon is left out: the mean is known by then."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -105,7 +107,7 @@ def bounded(clock: Clock, need: Floats, bound: int | None = SSP_BOUND) -> Scheme
     begins: list[Floats] = []
     ends: list[Floats] = []
     last = np.zeros(workers)
-    while last.min() < clock.horizon_s:
+    while last.min() < clock.horizon_s and len(ends) < MOST_PER_ROW * len(clock.rates):
         begin = last
         if bound is not None and len(ends) >= bound:
             begin = np.maximum(begin, ends[len(ends) - bound].max())
@@ -134,7 +136,7 @@ def redundant(clock: Clock, need: Callable[[Counts], Floats], total: int, backup
     sizes = np.full(workers, -(-total // counted), dtype=np.int64)
     work = need(sizes)
     at, iterations = 0.0, 0
-    while at < clock.horizon_s:
+    while at < clock.horizon_s and iterations < MOST_PER_ROW * len(clock.rates):
         at = float(np.partition(clock.when(clock.done_by(at) + work), counted - 1)[counted - 1])
         iterations += 1
     return SchemeResult(iteration_s=at / iterations, staleness=0.0, iteration_gap=0, wasted=backups / workers)
@@ -217,7 +219,7 @@ def _synchronous(
     """Return iterations that all begin together, with ``need(begin)`` (n,) work each, until the horizon."""
     at, iterations = 0.0, 0
     # Rounding must not let one more iteration begin an instant before the end.
-    while at < clock.horizon_s * (1 - 1e-12):
+    while at < clock.horizon_s * (1 - 1e-12) and iterations < MOST_PER_ROW * len(clock.rates):
         ends = clock.when(clock.done_by(at) + need(at))
         if observe is not None:
             observe(ends - at)

@@ -10,6 +10,8 @@ from numpy.typing import NDArray
 from ddltool.errors import InputError
 
 Floats = NDArray[np.float64]
+LEAST_SPEED, MOST_SPEED = 1e-9, 1e12
+"""Samples per second that a worker can have; beyond them times and their squares leave the range of numbers."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -33,12 +35,14 @@ class SpeedTrace:
         for name, array in arrays.items():
             if array.shape != shape or 0 in shape:
                 raise InputError(name, f"has shape {array.shape}", f"expected {shape}, with an iteration and a worker")
-            wrong = ~np.isfinite(array) | ((array <= 0) if name == "speed" else (array < 0))
+            inside = ((array >= LEAST_SPEED) & (array <= MOST_SPEED)) if name == "speed" else array >= 0
+            wrong = ~(np.isfinite(array) & inside)
             if wrong.any():
                 at, worker = np.argwhere(wrong)[0]
                 where = f"{name}, iteration {at}, worker {names[worker]}"
-                remedy = "speeds are above 0" if name == "speed" else "readings are at least 0"
-                raise InputError(where, f"is {array[at, worker]:g}", f"{remedy} and finite")
+                speeds = f"speeds are above 0: {LEAST_SPEED:g} to {MOST_SPEED:g} samples per second, and finite"
+                remedy = speeds if name == "speed" else "readings are at least 0 and finite"
+                raise InputError(where, f"is {array[at, worker]:g}", remedy)
         return cls(names=names, **arrays)
 
     @property

@@ -1,0 +1,200 @@
+"""Batch sizes on GPU clusters, found by trial while the job runs (LB-BSP, section 3.3.2 and Algorithm 2).
+
+Time over batch size is not known, only that it never falls. After each iteration the *leader* (shortest time, among those
+with memory to spare) and the *straggler* (longest time) are named; a leader that has been faster than the straggler in
+every iteration of a window takes some of the straggler's samples. Fast approach: 5 samples, a window of 5. Once a leader
+is found to have been slower than the straggler before, so that samples went to and fro: fine tuning, 1 sample, a window
+of 20. The total never changes. Start at :meth:`Algorithm2.observe`.
+
+Two additions to the listing. It tells "remove this straggler" as soon as that one has no more samples than one step, and
+leaves all as it is; in the fast approach it would stop there with up to 5 samples of which fine tuning could still give some
+away. Here that ends the fast approach, and only fine tuning gives the advice (``strict`` follows the listing). And where sizes
+come into force some iterations after they were chosen, as they do when chosen in the background, times of the old sizes
+would move samples again that are on their way already: :meth:`Algorithm2.observe` is told which sizes the times belong to.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Any
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from ddltool.errors import InputError
+
+Floats = NDArray[np.float64]
+Counts = NDArray[np.int64]
+MEMORY_SHARE = 0.95
+
+
+class Phase(StrEnum):
+    """How boldly batch sizes are changed."""
+
+    APPROACH = "approach"
+    FINE = "fine"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Settings:
+    """Steps and windows; the defaults are the paper's."""
+
+    step: int = 5
+    """Samples that move at a time in the fast approach."""
+    window: int = 5
+    """Iterations in which the leader must have been the faster one, in the fast approach."""
+    fine_step: int = 1
+    fine_window: int = 20
+    memory_share: float = MEMORY_SHARE
+    """Share of the memory in use above which a worker takes no more samples."""
+    strict: bool = False
+    """Advise to remove a straggler as the listing does, also in the fast approach."""
+
+    def __post_init__(self) -> None:
+        for name in ("step", "window", "fine_step", "fine_window"):
+            if getattr(self, name) < 1:
+                raise InputError(name, f"is {getattr(self, name)}", "give a whole number >= 1")
+        if not 0 < self.memory_share <= 1:
+            raise InputError("memory_share", f"is {self.memory_share:g}", "give a share above 0, up to 1")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Decision:
+    """What one iteration's times led to."""
+
+    sizes: tuple[int, ...]
+    """Samples of each worker from now on; their sum is that of the start."""
+    leader: int | None
+    """None: no worker may take more samples."""
+    straggler: int
+    phase: Phase
+    """After the decision."""
+    moved: int
+    """Samples that went from the straggler to the leader."""
+    remove: bool
+    """The straggler is the slowest although it has hardly any samples left: train without it."""
+
+
+class Algorithm2:
+    """The state of Algorithm 2 for n workers.
+
+    Args:
+        sizes: (n,) samples at the start, each at least 1; ``sum(sizes)`` is kept.
+        limits: (n,) most samples of each worker; None: memory use alone limits them.
+        settings: steps and windows.
+
+    Raises InputError for sizes below 1 or above their limits.
+    """
+
+    def __init__(
+        self, sizes: Sequence[int], limits: Sequence[int] | None = None, settings: Settings | None = None
+    ) -> None:
+        self.settings = settings if settings is not None else Settings()
+        self.sizes = np.array(sizes, dtype=np.int64)
+        if self.sizes.ndim != 1 or len(self.sizes) == 0 or self.sizes.min() < 1:
+            raise InputError("sizes", f"is {list(sizes)}", "give every worker one sample or more")
+        self.limits = np.full(len(self.sizes), np.iinfo(np.int64).max) if limits is None else np.array(limits)
+        if self.limits.shape != self.sizes.shape or (self.limits < self.sizes).any():
+            raise InputError("limits", f"is {limits}", f"give each of {len(self.sizes)} workers at least its batch")
+        self.phase = Phase.APPROACH
+        longest = max(self.settings.window, self.settings.fine_window)
+        self._recent: deque[Floats] = deque(maxlen=longest)
+        # [a, b]: a was slower than b in some iteration. One matrix instead of the whole history: O(n^2), not O(n k).
+        self._was_slower = np.zeros((len(self.sizes), len(self.sizes)), dtype=bool)
+
+    def observe(self, seconds: ArrayLike, memory: ArrayLike | None = None, sizes: ArrayLike | None = None) -> Decision:
+        """Take an iteration's times and return the batch sizes to use from now on.
+
+        Args:
+            seconds: (n,) batch processing times, communication included, waiting for others not; above 0, finite.
+            memory: (n,) shares of each worker's memory in use, 0 to 1; None: nobody is short of memory.
+            sizes: (n,) samples that took these times; None: those of the last decision. Where leader or straggler had
+                others, nothing is moved between them yet.
+
+        O(n^2). Raises InputError for times that are no positive numbers.
+        """
+        took = np.asarray(seconds, dtype=np.float64)
+        used = np.zeros(len(took)) if memory is None else np.asarray(memory, dtype=np.float64)
+        self._check(took, used)
+        self._recent.append(took)
+        self._was_slower |= took[:, None] > took[None, :]
+        straggler = int(np.argmax(took))
+        leader = self._leader(took, used)
+        moved = remove = 0
+        had = self.sizes if sizes is None else np.asarray(sizes)
+        settled = leader is not None and had[leader] == self.sizes[leader] and had[straggler] == self.sizes[straggler]
+        if leader is not None and leader != straggler and settled:
+            moved, remove = self._compare(leader, straggler)
+        if moved:
+            self.sizes[leader] += moved
+            self.sizes[straggler] -= moved
+        return Decision(
+            sizes=tuple(self.sizes.tolist()),
+            leader=leader,
+            straggler=straggler,
+            phase=self.phase,
+            moved=moved,
+            remove=bool(remove),
+        )
+
+    def _check(self, seconds: Floats, memory: Floats) -> None:
+        for name, values, least in (("seconds", seconds, np.nextafter(0, 1)), ("memory", memory, 0.0)):
+            if values.shape != self.sizes.shape:
+                raise InputError(name, f"has shape {values.shape}", f"give one number for each of {len(self.sizes)}")
+            wrong = ~(np.isfinite(values) & (values >= least))
+            if wrong.any():
+                worker = int(np.argmax(wrong))
+                raise InputError(f"{name}[{worker}]", f"is {values[worker]:g}", "give finite numbers above 0")
+
+    def _leader(self, seconds: Floats, memory: Floats) -> int | None:
+        """Return the fastest worker that may take one more step of samples."""
+        room = (memory <= self.settings.memory_share) & (self.sizes + self._step <= self.limits)
+        return int(np.argmin(np.where(room, seconds, np.inf))) if room.any() else None
+
+    @property
+    def _step(self) -> int:
+        return self.settings.step if self.phase is Phase.APPROACH else self.settings.fine_step
+
+    def _compare(self, leader: int, straggler: int) -> tuple[int, int]:
+        """Return samples to move and whether to advise removal; enters fine tuning where it is time."""
+        step = self._step
+        if self.sizes[straggler] <= step:
+            if self.phase is Phase.FINE or self.settings.strict:
+                return 0, 1
+            self._fine()
+            return 0, 0
+        window = self.settings.window if self.phase is Phase.APPROACH else self.settings.fine_window
+        if len(self._recent) >= window:
+            recent = list(self._recent)[-window:]
+            if all(took[leader] < took[straggler] for took in recent):
+                return step, 0
+        if self._was_slower[leader, straggler]:
+            self._fine()
+        return 0, 0
+
+    def _fine(self) -> None:
+        self.phase = Phase.FINE
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what a checkpoint needs, as plain numbers."""
+        return {
+            "sizes": self.sizes.tolist(),
+            "phase": self.phase.value,
+            "recent": [took.tolist() for took in self._recent],
+            "was_slower": self._was_slower.tolist(),
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from :meth:`state_dict`'s answer. Raises InputError where it is for other workers or another total."""
+        sizes = np.array(state.get("sizes", []), dtype=np.int64)
+        if sizes.shape != self.sizes.shape or sizes.sum() != self.sizes.sum():
+            problem = f"has sizes {sizes.tolist()}"
+            raise InputError("state", problem, f"this job has {len(self.sizes)} workers and {self.sizes.sum()} samples")
+        self.sizes = sizes
+        self.phase = Phase(state["phase"])
+        self._recent.clear()
+        self._recent.extend(np.array(took) for took in state["recent"])
+        self._was_slower = np.array(state["was_slower"], dtype=bool)

@@ -1,0 +1,152 @@
+"""What batch sizes to use next, from what every worker reports after an iteration: one interface for CPU and GPU clusters.
+
+:class:`SpeedPolicy` is LB-BSP's Algorithm 1 (predicted speeds), :class:`TrialPolicy` its Algorithm 2. Neither knows of
+processes or clocks, so both can be simulated.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ddltool.analyzers.balancing.algorithm2 import MEMORY_SHARE, Algorithm2, Phase
+from ddltool.analyzers.balancing.algorithm2 import Settings as TrialSettings
+from ddltool.analyzers.balancing.predict import Predictor, Settings, make
+from ddltool.analyzers.balancing.sizing import checked_limits, proportional
+from ddltool.errors import InputError
+
+Floats = NDArray[np.float64]
+Counts = NDArray[np.int64]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Report:
+    """One iteration of n workers, all (n,) arrays."""
+
+    samples: Counts
+    """What each worker processed; at least 1."""
+    seconds: Floats
+    """How long its computation took, without waiting for others; above 0."""
+    memory: Floats
+    """Share of its memory in use, 0 to 1."""
+    cpu: Floats
+    """Share of a core that it can expect now, 0 to 1; what the predictor sees."""
+    available: Floats
+    """Share of its machine's memory that is available now, 0 to 1; what the predictor sees."""
+
+    @classmethod
+    def of(cls, rows: Floats) -> Report:
+        """Return the report in (n, 5) rows of samples, seconds, memory, cpu, available."""
+        samples, seconds, memory, cpu, available = np.asarray(rows, dtype=np.float64).T
+        return cls(samples=samples.astype(np.int64), seconds=seconds, memory=memory, cpu=cpu, available=available)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Choice:
+    """The batch sizes from now on, and what is worth telling."""
+
+    sizes: tuple[int, ...]
+    fine_tuning: bool = False
+    """Fine tuning has begun just now."""
+    remove: int | None = None
+    """The straggler without which training would be faster."""
+
+
+class Policy(Protocol):
+    """Chooses batch sizes with a constant sum."""
+
+    sizes: Counts
+
+    def choose(self, report: Report) -> Choice:
+        """Return (n,) batch sizes after one more iteration."""
+        ...
+
+
+class SpeedPolicy:
+    """Batches in proportion to predicted speeds; no worker above its limit, and none larger that is short of memory.
+
+    Args:
+        sizes: (n,) samples at the start; the sum is kept.
+        limits: (n,) most samples of each worker; None: memory use alone limits them.
+        predictor: see :data:`~ddltool.analyzers.balancing.predict.PREDICTORS`.
+        settings: how trained predictors learn.
+        memory_share: share of the memory in use above which a worker takes no more samples than it has.
+        tolerance: share by which the longest predicted time must fall for sizes to change; 0: always the best ones.
+    """
+
+    def __init__(
+        self,
+        sizes: Sequence[int],
+        limits: Sequence[int] | None = None,
+        predictor: str = "ema",
+        settings: Settings | None = None,
+        memory_share: float = MEMORY_SHARE,
+        tolerance: float = 0.0,
+    ) -> None:
+        self.sizes = np.array(sizes, dtype=np.int64)
+        self.total = int(self.sizes.sum())
+        if self.sizes.ndim != 1 or len(self.sizes) == 0 or self.sizes.min() < 1:
+            raise InputError("sizes", f"is {list(sizes)}", "give every worker one sample or more")
+        self.limits = checked_limits(limits, len(self.sizes), self.total)
+        if (self.limits < self.sizes).any():
+            raise InputError("limits", f"is {limits}", f"give each of {len(self.sizes)} workers at least its batch")
+        self.memory_share = memory_share
+        self.tolerance = tolerance
+        self._predictor: Predictor = make(predictor, len(self.sizes), settings)
+        self._asked = False
+
+    def choose(self, report: Report) -> Choice:
+        """Learn (n,) speeds and return sizes for the next ones, predicted from the readings of now."""
+        if not self._asked:
+            self._predictor.predict(report.cpu, report.available)  # nothing is known yet; it keeps the readings
+            self._asked = True
+        self._predictor.observe(report.samples / report.seconds)
+        speeds = np.asarray(self._predictor.predict(report.cpu, report.available), dtype=np.float64)
+        if not (np.isfinite(speeds) & (speeds > 0)).all():
+            return Choice(sizes=tuple(self.sizes.tolist()))
+        # Who may not grow may still shrink, and the others can always take what he has: the present sizes fit.
+        limits = np.where(report.memory > self.memory_share, np.minimum(self.limits, self.sizes), self.limits)
+        best = proportional(speeds, self.total, limits)
+        if float((best / speeds).max()) <= (1 - self.tolerance) * float((self.sizes / speeds).max()):
+            self.sizes = best
+        return Choice(sizes=tuple(self.sizes.tolist()))
+
+
+class TrialPolicy:
+    """Algorithm 2: samples move between leader and straggler. Arguments as for :class:`Algorithm2`."""
+
+    def __init__(
+        self, sizes: Sequence[int], limits: Sequence[int] | None = None, settings: TrialSettings | None = None
+    ) -> None:
+        self._algorithm = Algorithm2(sizes, limits, settings)
+
+    @property
+    def sizes(self) -> Counts:
+        """(n,) samples from now on."""
+        return self._algorithm.sizes
+
+    @sizes.setter
+    def sizes(self, value: Counts) -> None:
+        self._algorithm.sizes = np.array(value, dtype=np.int64)
+
+    def choose(self, report: Report) -> Choice:
+        """Return sizes after one more iteration's times."""
+        before = self._algorithm.phase
+        decision = self._algorithm.observe(report.seconds, report.memory, report.samples)
+        return Choice(
+            sizes=decision.sizes,
+            fine_tuning=before is Phase.APPROACH and decision.phase is Phase.FINE,
+            remove=decision.straggler if decision.remove else None,
+        )
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return Algorithm 2's state as plain numbers."""
+        return self._algorithm.state_dict()
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from a state; see :meth:`Algorithm2.load_state_dict`."""
+        self._algorithm.load_state_dict(state)

@@ -1,0 +1,168 @@
+"""Load balancing in real training: examples/balance_digits.py on 4 gloo processes, and partitioned digits on 5.
+
+    python benchmarks/bench_balance_live.py --speed        # BSP, LB-BSP and known speeds; the slow worker changes at step 60
+    python benchmarks/bench_balance_live.py --accuracy     # equal batches, unequal weighted, unequal plain; 3 seeds
+    python benchmarks/bench_balance_live.py --partitions   # two classes per rank: samples that move, that stay, i.i.d.; 3 seeds
+
+Speeds are emulated by sleeping per sample (see the example). Accuracy is on 360 held-out digits.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+EXAMPLE = Path(__file__).resolve().parents[1] / "examples" / "balance_digits.py"
+MOVE_AT = 60
+SIZES = "89,21,12,6"  # the paper's
+
+
+def torchrun(processes: int, script: Path, *options: object) -> Any:
+    """Return what rank 0 printed as JSON."""
+    command = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node",
+        processes,
+        script,
+        *options,
+    ]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(list(map(str, command)), env=environment, capture_output=True, text=True, check=False)
+    if done.returncode:
+        sys.exit(done.stderr[-2000:])
+    return json.loads(done.stdout.strip().splitlines()[-1])
+
+
+def typical(rows: list[dict[str, Any]], begin: int, end: int) -> float:
+    """Return the median seconds of steps [begin, end), the tails of epochs left out: every twelfth step is one."""
+    return statistics.median(row["seconds"] for row in rows[begin:end] if row["step"] % 12 != 11)
+
+
+def speed(per_sample_ms: float) -> None:
+    runs = {}
+    for name, mode in (
+        ("BSP", "bsp"),
+        ("known speeds", "oracle"),
+        ("LB-BSP, EMA", "cpu"),
+        ("LB-BSP, Algorithm 2", "gpu"),
+    ):
+        options = ("--mode", mode, "--epochs", 10, "--move-at", MOVE_AT, "--per-sample-ms", per_sample_ms, "--rows")
+        runs[name] = torchrun(4, EXAMPLE, *options)["rows"]
+    print("median ms of steps    20-59  gain   61-64  65-79  80-119  gain   sizes at 59, at the end")
+    spans = {
+        name: [typical(rows, *span) for span in ((20, 60), (61, 65), (65, 80), (80, 120))]
+        for name, rows in runs.items()
+    }
+    for name, times in spans.items():
+        gains = [(spans["BSP"][at] - times[at]) / (spans["BSP"][at] - spans["known speeds"][at]) for at in (0, 3)]
+        sizes = [tuple(runs[name][at]["sizes"]) for at in (58, -1)]
+        shown = [f"{value * 1e3:.0f}" for value in times]
+        print(
+            f"{name:20}  {shown[0]:>5}  {gains[0]:4.0%}   {shown[1]:>5}  {shown[2]:>5}  {shown[3]:>6}  {gains[1]:4.0%}   "
+            f"{sizes[0]} {sizes[1]}"
+        )
+
+
+def accuracy() -> None:
+    print("                       accuracy after epoch 1     2     4     10   each seed after 10")
+    for name, options in (
+        ("equal", ("--mode", "bsp")),
+        ("unequal, weighted", ("--sizes", SIZES)),
+        ("unequal, plain", ("--sizes", SIZES, "--naive")),
+    ):
+        runs = [torchrun(4, EXAMPLE, *options, "--per-sample-ms", 0, "--seed", seed)["accuracy"] for seed in range(3)]
+        means = [sum(run[epoch] for run in runs) / 3 for epoch in (0, 1, 3, 9)]
+        print(f"{name:20}  {'  '.join(f'{value:.3f}' for value in means):>44}   {[round(run[9], 3) for run in runs]}")
+
+
+def partitions_worker() -> None:
+    """One of 5 ranks: rank r begins with digits 2 r and 2 r + 1, batches are 8, 12, 16, 20 and 24 (the paper's by 8)."""
+    import torch
+    import torch.distributed as dist
+    from sklearn.datasets import load_digits
+    from torch import nn
+    from torch.nn.parallel import DistributedDataParallel
+    from torch.utils.data import TensorDataset
+
+    from ddltool.runtime.balancing_data import PartitionedData
+    from ddltool.runtime.batch_control import BalanceOptions, balance
+
+    dist.init_process_group("gloo")
+    rank, sizes, steps = dist.get_rank(), (8, 12, 16, 20, 24), 180
+    torch.set_num_threads(1)
+    images, targets = load_digits(return_X_y=True)
+    found = {}
+    for seed in range(3):
+        order = torch.randperm(len(targets), generator=torch.Generator().manual_seed(seed))
+        features, labels = torch.tensor(images / 16, dtype=torch.float32)[order], torch.tensor(targets)[order]
+        for name in ("i.i.d.", "moving", "staying"):
+            torch.manual_seed(seed)
+            model = DistributedDataParallel(nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 10)))
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+            train = TensorDataset(features[:1437], labels[:1437])
+            balancer = balance(model, optimizer, train, sizes=sizes, options=BalanceOptions(enabled=False))
+            mine = labels[:1437] // 2 == rank
+            threshold = 2.0 if name == "moving" else 1e9
+            data = PartitionedData((features[:1437][mine], labels[:1437][mine]), threshold=threshold, seed=seed)
+            loader, step, changed = balancer.dataloader(seed=seed), 0, None
+            stream = iter(loader)
+            while step < steps:
+                if name == "i.i.d.":
+                    batch = next(stream, None)
+                    if batch is None:
+                        balancer.set_epoch(step)
+                        stream = iter(loader)
+                        continue
+                else:
+                    batch = data.next_batch(sizes[rank])
+                optimizer.zero_grad()
+                nn.functional.cross_entropy(model(batch[0]), batch[1]).backward()
+                optimizer.step()
+                step += 1
+                if name != "i.i.d." and data.after_step(sizes):
+                    changed = step
+            with torch.no_grad():
+                right = (model.module(features[1437:]).argmax(1) == labels[1437:]).float().mean().item()
+            found[f"{name} {seed}"] = (right, changed, data.partitions, [round(count, 1) for count in data.counts])
+    if rank == 0:
+        print(json.dumps(found))
+    dist.destroy_process_group()
+
+
+def partitions() -> None:
+    found = torchrun(5, Path(__file__).resolve(), "--worker")
+    print("          accuracy by seed        moved at step  partitions at the end            traversals since")
+    for name in ("i.i.d.", "moving", "staying"):
+        rows = [found[f"{name} {seed}"] for seed in range(3)]
+        print(f"{name:8}  {[round(row[0], 3) for row in rows]}  {rows[0][1]!s:>13}  {rows[0][2]}  {rows[0][3]}")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--speed", action="store_true")
+    parser.add_argument("--accuracy", action="store_true")
+    parser.add_argument("--partitions", action="store_true")
+    parser.add_argument("--per-sample-ms", type=float, default=4.0)
+    parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.worker:
+        partitions_worker()
+    if options.speed:
+        speed(options.per_sample_ms)
+    if options.accuracy:
+        accuracy()
+    if options.partitions:
+        partitions()
+
+
+if __name__ == "__main__":
+    main()

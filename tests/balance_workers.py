@@ -1,0 +1,320 @@
+"""What the tests of load balancing ask of real processes; see tests/runtime_workers.py for the crew that runs it."""
+
+from __future__ import annotations
+
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import (
+    bf16_compress_wrapper,
+    fp16_compress_wrapper,
+)
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import TensorDataset
+
+from ddltool.analyzers.balancing import algorithm2
+from ddltool.errors import DdlToolError, InputError
+from ddltool.runtime.balancing_data import PartitionedData
+from ddltool.runtime.batch_control import BalanceOptions, Balancer, balance
+from ddltool.runtime.batch_control_exchange import Exchange, default_store, own
+from ddltool.runtime.batch_control_loop import Background, Blocking
+from ddltool.runtime.gradients import SampleCounter, WeightedAverage
+from tests.runtime_workers import furthest, gradients, loss_of, make_data, make_model
+
+
+class Timed(nn.Module):
+    """A small network that takes some time per sample."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.network = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 2))
+        self.per_sample_s = 0.0
+
+    def forward(self, features: Tensor) -> Tensor:
+        time.sleep(self.per_sample_s * len(features))
+        return self.network(features)
+
+
+def late_round(rank: int, who: int) -> str:
+    """Return what a rank is told when rank ``who`` does not come to a round of reports."""
+    link = own(default_store(), f"late-{who}-{LATE.setdefault(who, len(LATE))}", 0.5)
+    exchange = Exchange(link, rank, 2, lambda rows: rows.sum(axis=0))
+    row = np.array([1.0, 2.0 + rank])
+    assert exchange.round(0, row).tolist() == [2.0, 5.0]
+    if rank == who:
+        return "stayed away"
+    try:
+        exchange.round(1, row)
+    except DdlToolError as error:
+        return str(error)
+    return "nothing"
+
+
+def failing_choice(rank: int, behind: bool) -> list[str]:
+    """Return what each step's call tells when rank 0 cannot choose in the second round."""
+    rounds = []
+
+    def choose(rows: np.ndarray) -> np.ndarray:
+        rounds.append(rows)
+        if len(rounds) == 2:
+            raise DdlToolError("no idea")
+        return rows[0]
+
+    exchange = Exchange(own(default_store(), f"failing-{behind}", 5.0), rank, 2, choose)
+    loop = Background(exchange) if behind else Blocking(exchange)
+    told = []
+    for _ in range(4):
+        try:
+            chosen = loop.next(lambda: np.array([7.0]))
+            told.append("none yet" if chosen is None else str(chosen[0]))
+        except DdlToolError as error:
+            told.append(str(error))
+            if not behind:
+                break
+    loop.close()
+    return told
+
+
+def broken_migration(rank: int) -> str:
+    """Return what a rank is told when moving samples fails."""
+    data = PartitionedData((torch.arange(40),), threshold=0.2)
+
+    def fail(migration: Any) -> None:
+        migration.failure = "the wire is cut"
+
+    data._migrate = fail  # type: ignore[method-assign]
+    try:
+        for _ in range(200):
+            data.after_step((20, 5))
+    except DdlToolError as error:
+        return str(error)
+    return "nothing"
+
+
+def dataset(samples: int) -> TensorDataset:
+    """Return samples whose first feature is their number."""
+    features = torch.randn(samples, 4, generator=torch.Generator().manual_seed(1))
+    features[:, 0] = torch.arange(samples)
+    return TensorDataset(features, (features[:, 1] > 0).long())
+
+
+def job(samples: int, **arguments: Any) -> tuple[DistributedDataParallel, torch.optim.Optimizer, Balancer]:
+    """Return a balanced job over :func:`dataset`, the same model on all ranks."""
+    torch.manual_seed(0)
+    model = DistributedDataParallel(Timed())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    return model, optimizer, balance(model, optimizer, dataset(samples), **arguments)
+
+
+def train(
+    rank: int,
+    cluster: str,
+    per_sample_ms: tuple[float, float],
+    moved_ms: tuple[float, float],
+    epochs: int = 3,
+    events: str | None = None,
+    **more: Any,
+) -> dict[str, Any]:
+    """Return sizes and samples of every step of a job whose ranks' speeds change in the middle."""
+    options = BalanceOptions(cluster=cluster, timeout_s=30.0, **more)  # type: ignore[arg-type]
+    model, optimizer, balancer = job(320, total_batch=32, options=options, events=events)
+    loader = balancer.dataloader(seed=5)
+    steps, seen = [], []
+    for epoch in range(epochs):
+        balancer.set_epoch(epoch)
+        model.module.per_sample_s = (per_sample_ms if epoch < epochs // 2 + 1 else moved_ms)[rank] / 1000
+        numbers: list[int] = []
+        for features, labels in loader:
+            optimizer.zero_grad()
+            nn.functional.cross_entropy(model(features), labels).backward()
+            optimizer.step()
+            steps.append(len(labels))
+            numbers += features[:, 0].long().tolist()
+        seen.append(numbers)
+    balancer.close()
+    return {
+        "steps": steps,
+        "seen": seen,
+        "sizes": balancer.sizes,
+        "threads": [thread.name for thread in threading.enumerate()],
+        "parameters": [value.detach().clone() for value in model.module.parameters()],
+    }
+
+
+def together(per_epoch: list[list[int]], total: int = 32) -> list[Tensor]:
+    """Return the parameters of one process that trains on whole batches, in the order of ``per_epoch``."""
+    torch.manual_seed(0)
+    model = Timed()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    features, labels = dataset(320).tensors
+    for numbers in per_epoch:
+        for begin in range(0, len(numbers), total):
+            places = torch.tensor(numbers[begin : begin + total])
+            optimizer.zero_grad()
+            nn.functional.cross_entropy(model(features[places]), labels[places]).backward()
+            optimizer.step()
+    return [value.detach().clone() for value in model.parameters()]
+
+
+def known_sizes(rank: int) -> tuple[list[int], list[int]]:
+    """Return the samples of each step, and their numbers, of a job whose script changes the sizes itself."""
+    model, optimizer, balancer = job(320, sizes=[8, 24], options=BalanceOptions(enabled=False))
+    steps, numbers = [], []
+    for step, (features, labels) in enumerate(balancer.dataloader()):
+        nn.functional.cross_entropy(model(features), labels).backward()
+        optimizer.step()
+        steps.append(len(labels))
+        numbers += features[:, 0].long().tolist()
+        if step == 3:
+            balancer.set_sizes([20, 12])
+    return steps, numbers
+
+
+def resumed(rank: int, cluster: str) -> tuple[list[int], list[int], bool]:
+    """Return what an epoch saw before and after a checkpoint in its middle, and whether sizes came back."""
+    options = BalanceOptions(cluster=cluster, timeout_s=30.0)  # type: ignore[arg-type]
+    model, optimizer, balancer = job(320, total_batch=32, options=options)
+    before: list[int] = []
+    model.module.per_sample_s = (0.0001, 0.0004)[rank]
+    for step, (features, labels) in enumerate(balancer.dataloader(seed=5)):
+        nn.functional.cross_entropy(model(features), labels).backward()
+        optimizer.step()
+        before += features[:, 0].long().tolist()
+        if step == 5:
+            break
+    states = [balancer.state_dict() if rank == 0 else None]
+    sizes = balancer.sizes
+    balancer.close()
+    dist.broadcast_object_list(states)
+    model, optimizer, balancer = job(320, total_batch=32, options=options)
+    balancer.load_state_dict(states[0])
+    loader = balancer.dataloader(seed=5)
+    same = balancer.sizes == sizes
+    after: list[int] = []
+    for features, labels in loader:
+        nn.functional.cross_entropy(model(features), labels).backward()
+        optimizer.step()
+        after += features[:, 0].long().tolist()
+    balancer.close()
+    return before, after, same
+
+
+def refusal(rank: int, case: str) -> str:
+    """Return the message with which a job is refused."""
+    try:
+        if case == "one size too many":
+            job(100, sizes=[1, 2, 3])
+        elif case == "no total":
+            job(100)
+        elif case == "other total":
+            job(100, sizes=[2, 2], total_batch=5)
+        elif case == "unknown predictor":
+            job(100, total_batch=8, options=BalanceOptions(predictor="emma"))
+        elif case == "different sizes":
+            job(100, sizes=[2, 2 + rank])
+        elif case == "no DDP":
+            balance(nn.Linear(2, 2), None, None, total_batch=4)  # type: ignore[arg-type]
+        elif case == "file of another kind":
+            path = Path(f"/dev/shm/ddltool-{time.time_ns()}.txt")
+            path.write_text("precious\n")
+            try:
+                job(100, total_batch=8, events=path)
+            finally:
+                assert path.read_text() == "precious\n"
+                path.unlink()
+        elif case == "data workers differ":
+            job(100, total_batch=8)[2].dataloader(num_workers=rank)
+        elif case == "sizes of one's own":
+            job(100, total_batch=8)[2].set_sizes([3, 5])
+        elif case == "own batch size":
+            job(100, total_batch=8)[2].dataloader(batch_size=4)
+    except (InputError, DdlToolError) as error:
+        return str(error)
+    return "accepted"
+
+
+def chained_gradients(rank: int, case: dict[str, Any]) -> float:
+    """Return the largest gradient error of unequal batches in some combination of DDP's features.
+
+    Keys of ``case``: ``passes`` (micro-batches per rank), ``compress`` (None, "ours", or the wrapper around it), ``unused``.
+    """
+    torch.manual_seed(0)
+    reference, model = make_model(), make_model()
+    reference.load_state_dict(model.state_dict())
+    wrapped = DistributedDataParallel(model, find_unused_parameters=True, **case.get("ddp", {}))
+    counter, side = SampleCounter(), dist.new_group(backend="gloo")
+    compress = torch.bfloat16 if case["compress"] == "ours" else None
+    average = WeightedAverage(counter, 16, wrapped.process_group, side, compress=compress)
+    around = {"bf16": bf16_compress_wrapper, "fp16": fp16_compress_wrapper}.get(case["compress"])
+    hook = average.reduce if around is None else around(average.reduce)
+    if around is not None:
+        hook.__name__ = "chained"  # by its name, DDP refuses torch's bf16 hook without NCCL, which the tests do without
+    wrapped.register_comm_hook(None, hook)
+    wrapped.register_forward_pre_hook(counter.count, with_kwargs=True)
+    sizes, passes = (3, 13), case["passes"]
+    features, labels = make_data(sum(sizes) * passes)
+    errors = []
+    for _ in range(3):
+        wrapped.zero_grad()
+        reference.zero_grad()
+        total = sum(sizes) * passes
+        for number in range(passes):
+            begin = number * sum(sizes) + sum(sizes[:rank])
+            mine = slice(begin, begin + sizes[rank])
+            if number < passes - 1:
+                with wrapped.no_sync():
+                    (loss_of(wrapped, features[mine], labels[mine]) / passes).backward()
+            else:
+                (loss_of(wrapped, features[mine], labels[mine]) / passes).backward()
+        loss_of(reference, features[:total], labels[:total]).backward()
+        errors.append(furthest(gradients(model), gradients(reference)))
+    return max(errors)
+
+
+def migrate(rank: int, sizes: tuple[int, int], steps: int, threshold: float) -> dict[str, Any]:
+    """Return partitions, what each held before and after, and how often each sample was used since the change."""
+    numbers = torch.arange(40) + 40 * rank
+    resets = []
+    data = PartitionedData(
+        (numbers, numbers.float()[:, None].repeat(1, 3)), threshold=threshold, seed=2, on_reset=lambda: resets.append(1)
+    )
+    used: list[int] = []
+    changed, gap = [], 0.0
+    for step in range(steps):
+        first, second = data.next_batch(sizes[rank])
+        assert torch.equal(second[:, 0].long(), first)
+        used += first.tolist()
+        if data.after_step(sizes):
+            changed.append(step)
+            used.clear()
+        if data.moving:  # a slow step, so that what moves has the time to
+            time.sleep(0.02)
+        else:
+            gap = max(gap, max(data.counts) - min(data.counts))
+    return {
+        "partitions": data.partitions,
+        "held": data.tensors[0].tolist(),
+        "used": np.bincount(np.array(used), minlength=80).tolist(),
+        "changed": changed,
+        "resets": len(resets),
+        "gap": gap,
+    }
+
+
+def mismatched_partitions(rank: int) -> str:
+    """Return the message for partitions of different types."""
+    try:
+        PartitionedData((torch.zeros(4, dtype=torch.float32 if rank else torch.float64),))
+    except InputError as error:
+        return str(error)
+    return "accepted"
+
+
+LATE: dict[int, int] = {}
+SHORT_WINDOWS = algorithm2.Settings(step=3, window=1, fine_window=3)

@@ -1,0 +1,59 @@
+"""``profile --watch``: real processes, a CSV that ``balance`` reads, and figures that follow from its rows."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from ddltool.commands.balance_trace import read_trace
+from ddltool.commands.watch import profile_watch, watch_document
+from ddltool.errors import InputError
+from ddltool.runtime.watch import SpeedRow
+
+
+def row(iteration: int, worker: str, speed: float) -> SpeedRow:
+    return SpeedRow(iteration=iteration, worker=worker, speed=speed, cpu=0.5, memory=0.25)
+
+
+def test_figures_follow_from_the_rows() -> None:
+    rows = [row(k, name, speed) for k in range(20) for name, speed in (("w10", 30.0), ("w9", 10.0))]
+    rows = [row(0, "w9", 1e-3) if r.iteration == 0 and r.worker == "w9" else r for r in rows]
+    document = watch_document(rows, 60)
+    assert [worker["worker"] for worker in document["workers"]] == ["w9", "w10"]
+    assert document["workers"][0]["speed"] == 10.0
+    assert document["equal_split_s"] == pytest.approx(6.0)
+    assert document["speeds_known_s"] == pytest.approx(3.0)
+    assert document["left_out"] == 5
+    assert watch_document(rows[:4], 60)["left_out"] == 0
+
+
+def test_real_processes_give_a_trace_for_balance(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    output = tmp_path / "trace.csv"
+    profile_watch("zoo:cifarnet", batch=2, workers=2, iterations=12, cores=None, seed=0, output=output, as_json=False)
+    shown = capsys.readouterr().out
+    assert "12 iterations with 2 samples per worker, measured" in shown
+    assert max(map(len, shown.splitlines())) <= 80 + len(str(output)) * 2
+    trace = read_trace(output)
+    assert trace.names == ("w0", "w1")
+    assert trace.iterations == 12
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"cores": "0,x"}, "--cores: '0,x' is not a list of cores"),
+        ({"cores": "0,-1"}, "--cores"),
+        ({"cores": "0"}, "cores: names 1 cores"),
+        ({"iterations": 0}, "iterations: is 0"),
+        ({"batch": -1}, "batch: is -1"),
+        ({"workers": 10**9}, "--replicas: is 1000000000"),
+        ({"iterations": 10**9}, "--watch: would make 2000000000 rows"),
+        ({"output": Path("/nowhere/at/all.csv")}, "/nowhere/at/all.csv"),
+    ],
+)
+def test_what_cannot_be_watched(changes: dict[str, object], message: str) -> None:
+    arguments: dict[str, object] = {"batch": 8, "workers": 2, "iterations": 3, "cores": None, "output": None}
+    with pytest.raises(InputError) as caught:
+        profile_watch("zoo:mlp", seed=0, as_json=True, **{**arguments, **changes})  # type: ignore[arg-type]
+    assert message in str(caught.value)

@@ -1,0 +1,176 @@
+"""Samplers and partitions under changing batch sizes: every sample exactly once, whatever happens to the sizes."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.utils.data import DataLoader, TensorDataset
+
+from ddltool.analyzers.balancing.partitions import Traversals, between
+from ddltool.errors import InputError
+from ddltool.runtime.balanced_sampler import BalancedSampler
+from ddltool.runtime.batches import VariableBatchSampler
+
+
+def composition(chance: np.random.Generator, total: int, parts: int) -> list[int]:
+    """Return ``parts`` random whole numbers of at least 1 that add up to ``total``."""
+    cuts = np.sort(chance.choice(np.arange(1, total), parts - 1, replace=False))
+    return np.diff([0, *cuts, total]).tolist()
+
+
+@given(st.integers(0, 10**6), st.integers(1, 6), st.integers(1, 200), st.integers(0, 30), st.booleans())
+@settings(max_examples=200, deadline=None)
+def test_every_sample_exactly_once_whatever_the_sizes(
+    seed: int, ranks: int, samples: int, extra: int, shuffle: bool
+) -> None:
+    chance = np.random.default_rng(seed)
+    samples, total = samples + ranks, ranks + extra
+    start = composition(chance, total, ranks)
+    made = [BalancedSampler(samples, start, rank, shuffle, seed % 100) for rank in range(ranks)]
+    for epoch in range(2):
+        for sampler in made:
+            sampler.set_epoch(epoch)
+        streams = [iter(sampler) for sampler in made]
+        seen: Counter[int] = Counter()
+        for step in range(len(made[0])):
+            if chance.random() < 0.5:
+                sizes, ahead = composition(chance, total, ranks), int(chance.integers(0, 3))
+                for sampler in made:
+                    sampler.resize(sizes, sampler.next_step + ahead)
+            wanted = made[0].sizes
+            batches = [next(stream) for stream in streams]
+            assert min(map(len, batches)) >= 1
+            if sum(map(len, batches)) == total:
+                assert tuple(map(len, batches)) == wanted
+            else:  # only the last two steps of an epoch are not full
+                assert step >= len(made[0]) - 2
+            seen.update(index for batch in batches for index in batch)
+        assert all(next(stream, None) is None for stream in streams)
+        assert seen == Counter(range(samples))
+
+
+def test_equal_sizes_are_the_plans() -> None:
+    """Where sizes never change it hands out what the sampler of fixed sizes does."""
+    for rank in range(3):
+        ours, fixed = BalancedSampler(51, [3, 4, 5], rank, seed=7), VariableBatchSampler(51, [3, 4, 5], rank, seed=7)
+        for epoch in (0, 3):
+            ours.set_epoch(epoch)
+            fixed.set_epoch(epoch)
+            assert list(ours) == list(fixed)
+
+
+@given(st.integers(0, 10**6))
+@settings(max_examples=150, deadline=None)
+def test_it_goes_on_after_the_last_step_done_on_another_number_of_ranks(seed: int) -> None:
+    chance = np.random.default_rng(seed)
+    samples, total = int(chance.integers(30, 100)), 12
+    ranks, others = chance.integers(1, 6, 2).tolist()
+    start = composition(chance, total, ranks)
+    made = [BalancedSampler(samples, start, rank, seed=3) for rank in range(ranks)]
+    streams = [iter(sampler) for sampler in made]
+    done = int(chance.integers(0, len(made[0]) + 1))
+    seen: Counter[int] = Counter()
+    for _ in range(done):
+        for sampler, stream in zip(made, streams, strict=True):
+            seen.update(next(stream))
+            sampler.commit()
+    for stream in streams:
+        next(stream, None)  # handed out ahead, but never done
+    state = json.loads(json.dumps(made[0].state_dict()))
+    left = samples - sum(seen.values())
+    sizes = composition(chance, total, others)
+    for rank in range(others):
+        sampler = BalancedSampler(samples, [total - others + 1] + [1] * (others - 1), rank, seed=3)
+        if 0 < left < others:
+            with pytest.raises(InputError, match=f"leaves {left} samples of the epoch for {others} ranks"):
+                sampler.load_state_dict(state)
+            return
+        sampler.load_state_dict(state)
+        if left == 0:
+            sampler.set_epoch(1)
+            assert len(list(sampler)) == len(sampler)
+            continue
+        sampler.resize(sizes)
+        for batch in sampler:
+            seen.update(batch)
+    assert seen == Counter(range(samples))
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_loaders_that_look_ahead_change_at_one_step(workers: int) -> None:
+    """Ranks resize at the same boundary; with data workers the change comes later, on both at the same step."""
+    start, later = [6, 2], [3, 5]
+    rows = []
+    for rank in range(2):
+        sampler = BalancedSampler(64, start, rank, shuffle=False)
+        loader = DataLoader(TensorDataset(torch.arange(64)), batch_sampler=sampler, num_workers=workers)
+        taken = []
+        for step, (batch,) in enumerate(loader):
+            taken.append(batch.tolist())
+            sampler.commit()
+            if step == 1:
+                sampler.resize(later)
+                assert sampler.sizes == tuple(later)
+        rows.append(taken)
+    lengths = [(len(one), len(other)) for one, other in zip(*rows, strict=True)]
+    first = 2 + 2 * workers
+    assert lengths == [(6, 2)] * first + [(3, 5)] * (8 - first)
+    assert sorted(index for batch in (*rows[0], *rows[1]) for index in batch) == list(range(64))
+
+
+def test_what_does_not_fit_is_refused() -> None:
+    sampler = BalancedSampler(20, [2, 3], 0)
+    stream = iter(sampler)
+    next(stream)
+    with pytest.raises(InputError, match="handed out already"):
+        sampler.resize([3, 2], 0)
+    for sizes in ([3, 3], [5], [0, 5], [2.5, 2.5]):
+        with pytest.raises(InputError):
+            sampler.resize(sizes)
+    with pytest.raises(InputError, match="has 1 samples for 2 ranks"):
+        BalancedSampler(1, [1, 1], 0)
+    with pytest.raises(InputError, match="sampler state:total"):
+        sampler.load_state_dict({**sampler.state_dict(), "total": 6})
+    with pytest.raises(InputError, match="names no place"):
+        sampler.load_state_dict({**sampler.state_dict(), "position": 99})
+    with pytest.raises(InputError, match="names no place"):
+        sampler.load_state_dict({**sampler.state_dict(), "epoch": None})
+
+
+@given(st.integers(0, 10**6), st.integers(1, 8))
+@settings(max_examples=60, deadline=None)
+def test_after_the_moves_all_partitions_are_traversed_equally_often(seed: int, ranks: int) -> None:
+    chance = np.random.default_rng(seed)
+    sizes = chance.integers(1, 50, ranks)
+    counted = Traversals(chance.integers(100, 5000, ranks).tolist(), threshold=float(chance.uniform(0.2, 3)))
+    before, steps = int(counted.partitions.sum()), 0
+    while not (moves := counted.moves()) and steps < 3000:
+        assert counted.gap <= counted.threshold
+        counted.add(sizes)
+        steps += 1
+    if not moves:
+        return
+    assert counted.gap > counted.threshold
+    assert len(moves) <= ranks - 1
+    counted.reset(moves)
+    assert counted.partitions.sum() == before
+    assert (counted.partitions >= 1).all()
+    share = counted.partitions / before - sizes / sizes.sum()
+    assert np.abs(share).max() <= 1.01 / before * ranks
+    counted.add(sizes * 1000)
+    # Each partition is less than a sample from its exact share.
+    assert counted.gap <= 2 * counted.counts.max() * 1.05 / max(1, counted.partitions.min() - 1)
+
+
+def test_moves_are_few_and_refuse_nonsense() -> None:
+    assert between(np.array([4, 4]), np.array([4, 4])) == []
+    with pytest.raises(InputError, match="partitions"):
+        Traversals([3, 0])
+    with pytest.raises(InputError, match="threshold"):
+        Traversals([3, 3], float("nan"))
