@@ -114,74 +114,81 @@ def profile(
     from ddltool.commands.torchrun import one_voice
     from ddltool.errors import InputError
 
-    modes = [
-        name
-        for name, on in {"--network": network, "--watch": watch, "--import": imports, "--analytic": analytic}.items()
-        if on
-    ]
-    if len(modes) > 1:
-        raise InputError(modes[1], f"has no part in {modes[0]}", "give one of the two")
-    sizes = () if batch_sizes == "auto" else options.integers(batch_sizes or "1,2,4,8", "--batch-sizes")
-    if imports:
-        from ddltool.commands.profile_import import profile_import
-
-        if source is not None:
-            raise InputError("SOURCE", f"{source} has no part in --import", "leave it out")
-        if batch_sizes and len(sizes) != 1:
-            raise InputError("--batch-sizes", f"is {batch_sizes}", "give the one size of the imported trace")
-        replica_counts = options.integers(replicas, "--replicas") if replicas else ()
-        if len(replica_counts) > 1:
-            raise InputError("--replicas", f"is {replicas}", "give the one number of the imported trace")
-        profile_import(
-            imports,
-            output,
-            as_json,
-            device=device_name or None,
-            batch_size=sizes[0] if batch_sizes else None,
-            num_nodes=nodes or None,
-            num_replicas=replica_counts[0] if replica_counts else None,
-        )
-        return
-    if analytic:
-        from ddltool.commands.profile_analytic import AnalyticRequest, profile_analytic
-
-        profile_analytic(
-            AnalyticRequest(
-                source=_required(source),
-                device=device,
-                batch_sizes=sizes if batch_sizes and sizes else None,
-                replicas=options.integers(replicas, "--replicas") if replicas else (1,),
-                gpus_per_node=gpus_per_node,
-                bandwidth=bandwidth,
-                latency=latency,
-                local_bandwidth=local_bandwidth,
-                local_latency=local_latency,
-                arithmetic=arithmetic,
-                optimizer=optimizer,
-                per_parameter=per_parameter or None,
-            ),
-            output,
-            as_json,
-        )
-        return
-    if watch:
-        from ddltool.commands.watch import profile_watch
-
-        if batch_sizes and len(sizes) != 1:
-            raise InputError("--batch-sizes", f"is {batch_sizes}", "give the one size that every process trains with")
-        counts = options.integers(replicas, "--replicas") if replicas else (2,)
-        profile_watch(
-            _required(source),
-            batch=sizes[0] if batch_sizes else 8,
-            workers=max(counts),
-            iterations=watch,
-            cores=cores or None,
-            seed=seed,
-            output=output,
-            as_json=as_json,
-        )
-        return
     with one_voice():
+        modes = [
+            name
+            for name, on in {
+                "--network": network,
+                "--watch": watch,
+                "--import": imports,
+                "--analytic": analytic,
+            }.items()
+            if on
+        ]
+        if len(modes) > 1:
+            raise InputError(modes[1], f"has no part in {modes[0]}", "give one of the two")
+        sizes = () if batch_sizes == "auto" else options.integers(batch_sizes or "1,2,4,8", "--batch-sizes")
+        if imports:
+            from ddltool.commands.profile_import import profile_import
+
+            if source is not None:
+                raise InputError("SOURCE", f"{source} has no part in --import", "leave it out")
+            if batch_sizes and len(sizes) != 1:
+                raise InputError("--batch-sizes", f"is {batch_sizes}", "give the one size of the imported trace")
+            replica_counts = options.integers(replicas, "--replicas") if replicas else ()
+            if len(replica_counts) > 1:
+                raise InputError("--replicas", f"is {replicas}", "give the one number of the imported trace")
+            profile_import(
+                imports,
+                output,
+                as_json,
+                device=device_name or None,
+                batch_size=sizes[0] if batch_sizes else None,
+                num_nodes=nodes or None,
+                num_replicas=replica_counts[0] if replica_counts else None,
+            )
+            return
+        if analytic:
+            from ddltool.commands.profile_analytic import AnalyticRequest, profile_analytic
+
+            profile_analytic(
+                AnalyticRequest(
+                    source=_required(source),
+                    device=device,
+                    batch_sizes=sizes if batch_sizes and sizes else None,
+                    replicas=options.integers(replicas, "--replicas") if replicas else (1,),
+                    gpus_per_node=gpus_per_node,
+                    bandwidth=bandwidth,
+                    latency=latency,
+                    local_bandwidth=local_bandwidth,
+                    local_latency=local_latency,
+                    arithmetic=arithmetic,
+                    optimizer=optimizer,
+                    per_parameter=per_parameter or None,
+                ),
+                output,
+                as_json,
+            )
+            return
+        if watch:
+            from ddltool.commands.watch import profile_watch
+
+            if batch_sizes and len(sizes) != 1:
+                raise InputError(
+                    "--batch-sizes", f"is {batch_sizes}", "give the one size that every process trains with"
+                )
+            counts = options.integers(replicas, "--replicas") if replicas else (2,)
+            profile_watch(
+                _required(source),
+                batch=sizes[0] if batch_sizes else 8,
+                workers=max(counts),
+                iterations=watch,
+                cores=cores or None,
+                seed=seed,
+                output=output,
+                as_json=as_json,
+            )
+            return
         counts = options.integers(replicas, "--replicas") if replicas else ()
         if network:
             if source is not None:

@@ -49,7 +49,7 @@ class _Batches(Dataset[Any]):
         self._dataset, self._collate, self._seed = dataset, collate, seed
 
     def __getitem__(self, task: Task) -> Any:
-        place = [self._seed, task.virtual_rank, task.epoch, task.step]
+        place = [self._seed, task.virtual_rank, task.epoch, task.step, task.micro_batch]
         words = np.random.SeedSequence(place).generate_state(3, np.uint64).tolist()
         random.seed(words[0])
         np.random.seed(words[1] % 2**32)  # noqa: NPY002  # user code draws from it

@@ -35,6 +35,7 @@ import psutil
 
 from ddltool.artifacts import write_text
 from ddltool.errors import DdlToolError, InputError, one_line
+from ddltool.runtime.children import start, stop
 from ddltool.runtime.measure import SILENCE_LIMIT_S, _follow_parent, _free_port
 
 if TYPE_CHECKING:
@@ -165,14 +166,10 @@ def record(request: WatchRequest, progress: Callable[[int], None] | None = None)
     ]
     rows: list[SpeedRow] = []
     try:
-        for child in children:
-            child.start()
+        start(children)
         _collect(results, children, rows, progress)
     finally:
-        for child in children:
-            if child.is_alive():
-                child.kill()
-            child.join()
+        stop(children)
     return rows
 
 

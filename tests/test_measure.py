@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from ddltool.errors import DdlToolError, InputError
 from ddltool.profile import check_profile
-from ddltool.runtime.measure import MeasureRequest, Progress, measure, reliability
+from ddltool.runtime.measure import MeasureRequest, Progress, campaign, measure, reliability
 from tests.processes import children_left
 
 
@@ -49,10 +49,10 @@ def resolver(source: str, batch_size: int) -> Step:
     x = torch.randn(batch_size, 16)
     if source == "raises":
         raise ValueError("no such\nweights")
-    if source == "dies":
-        os._exit(9)
-    if source == "dies late" and torch.distributed.is_initialized() and torch.distributed.get_rank() == 1:
+    if source == "dies late" and batch_size == 4 and torch.distributed.get_rank() == 1:
         os._exit(7)
+    if source == "killed" and batch_size == 4:
+        os.kill(os.getpid(), signal.SIGKILL)
     return Step(
         Limited() if source == "limited" else nn.Sequential(nn.Linear(16, 64), nn.ReLU(), nn.Linear(64, 16)), (x,)
     )
@@ -65,12 +65,18 @@ REQUEST = MeasureRequest(
 
 def test_rows_of_real_processes() -> None:
     seen: list[Progress] = []
-    frame = check_profile(measure(REQUEST, progress=seen.append), "measured")
-    assert [(row.num_replicas, row.local_batch_size) for row in frame.itertuples()] == [(1, 2), (1, 4), (2, 2), (2, 4)]
+    request = replace(REQUEST, batch_sizes=(2, 512), accumulation=(0, 3))
+    frame = check_profile(measure(request, progress=seen.append), "measured")
+    keys = frame[["num_replicas", "accumulation_steps", "local_batch_size"]].to_numpy().tolist()
+    assert keys == [[replicas, steps, batch] for replicas in (1, 2) for steps in (0, 3) for batch in (2, 512)]
+    accumulated = frame[frame["accumulation_steps"] == 3]
+    assert (accumulated["grad_time_s"] < accumulated["step_time_s"]).all()
+    alone = frame[(frame["num_replicas"] == 1) & (frame["accumulation_steps"] == 0)]
+    assert (alone["grad_time_s"] == alone["step_time_s"]).all()
     assert (frame.loc[frame["num_replicas"] == 1, "sync_time_s"] == 0).all()
     assert (frame["sync_time_s"] < frame["step_time_s"]).all()
     assert (frame["peak_memory_bytes"] > 2**20).all()
-    assert [(progress.done, progress.total) for progress in seen] == [(1, 4), (2, 4), (3, 4), (4, 4)]
+    assert [(progress.done, progress.total) for progress in seen] == [(done, 8) for done in range(1, 9)]
     assert not children_left()
 
 
@@ -78,13 +84,20 @@ def test_rows_of_real_processes() -> None:
     ("source", "message"),
     [
         ("raises", r"raises: a training step failed \(ValueError: no such weights\); it must train"),
-        ("dies", r"a measuring process died \(exit code 9\)"),
-        ("dies late", r"a measuring process died|a training step failed"),
+        pytest.param(
+            "dies late", r"^batch 4 on 2 replicas: a measuring process died \(exit code 7\)$", marks=pytest.mark.slow
+        ),
+        ("killed", r"^batch 4 on 1 replica: a measuring process was killed \(SIGKILL: by somebody, or by the system"),
     ],
 )
 def test_failures(source: str, message: str) -> None:
+    kept: list[int] = []
     with pytest.raises(DdlToolError, match=message):
-        measure(replace(REQUEST, source=source))
+        campaign(
+            replace(REQUEST, source=source, replicas=(2,) if source == "dies late" else (1,)),
+            on_rows=lambda frame: kept.append(len(frame)),
+        )
+    assert kept == ([] if source == "raises" else [1])  # what was measured before had been handed on
     assert not children_left()
 
 
@@ -95,10 +108,17 @@ def test_out_of_memory_keeps_what_was_measured() -> None:
         measure(replace(REQUEST, source="limited", batch_sizes=(8,), replicas=(1,)))
 
 
-@pytest.mark.parametrize("change", [{"batch_sizes": ()}, {"batch_sizes": (0,)}, {"replicas": (-1,)}, {"repeats": 0}])
-def test_bad_requests(change: dict[str, Any]) -> None:
-    with pytest.raises(InputError, match="give whole numbers >= 1"):
-        replace(REQUEST, **change)
+def test_adaptive_rows_of_real_processes() -> None:
+    """Whatever the budget sufficed for is a whole row, and everything else is named."""
+    request = replace(REQUEST, batch_sizes=(2, 4, 8, 512), replicas=(1,), repeats=None, budget_s=4.0, threads=1)
+    found = campaign(request)
+    frame = check_profile(found.frame, "measured")
+    assert len(frame) + len(found.skipped) == 4
+    assert (frame["step_time_low_s"] <= frame["step_time_s"]).all()
+    assert (frame["step_time_s"] <= frame["step_time_high_s"]).all()
+    assert (frame["repeats"] >= 3).all()
+    assert set(frame["source"]) == {"fine"}
+    assert not children_left()
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")

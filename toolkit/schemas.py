@@ -17,7 +17,19 @@ from ddltool.plan import Enforcement, Plan
 from ddltool.profile import ProfileRow
 from ddltool.telemetry import TelemetryRow
 
-_WITH_KIND = (GraphDocument, ProfileRow, Goodput, Cluster, Job, Plan, Enforcement, TelemetryRow, DeviceTable, CompanionMeta, BalanceEvent)
+_WITH_KIND = (
+    GraphDocument,
+    ProfileRow,
+    Goodput,
+    Cluster,
+    Job,
+    Plan,
+    Enforcement,
+    TelemetryRow,
+    DeviceTable,
+    CompanionMeta,
+    BalanceEvent,
+)
 MODELS: dict[str, type[BaseModel]] = {model.KIND.removeprefix("ddltool."): model for model in _WITH_KIND}
 
 

@@ -37,9 +37,12 @@ def step_times(document: Mapping[str, Any], where: str) -> Iterator[Metric]:
 
 
 def configuration(row: Mapping[str, Any]) -> str:
-    """Return the name of a row's configuration: ``DEVICE/NODESxREPLICAS/bLOCAL_BATCH``."""
+    """Return the name of a row's configuration: ``DEVICE/NODESxREPLICAS/bLOCAL_BATCH``, ``/sPASSES`` where accumulated."""
     device = "_".join(str(row["device"]).replace("/", "_").split())
-    return f"{device}/{int(row['num_nodes'])}x{int(row['num_replicas'])}/b{int(row['local_batch_size'])}"
+    name = f"{device}/{int(row['num_nodes'])}x{int(row['num_replicas'])}/b{int(row['local_batch_size'])}"
+    steps = row.get("accumulation_steps")
+    # NaN where the column is empty.
+    return f"{name}/s{int(steps)}" if steps is not None and steps == steps and steps > 0 else name
 
 
 def _row_cell(key: str, row: Mapping[str, Any]) -> Cell:

@@ -20,6 +20,8 @@ def capability_from_profile(frame: pd.DataFrame, device_type: str, batch_size: i
     device (a profile of one device serves any type) or when ``batch_size`` lies outside what was measured.
     """
     single = frame[frame["num_replicas"] == 1]
+    if "accumulation_steps" in single.columns:  # a step of several passes is no mini-batch of its local batch size
+        single = single[single["accumulation_steps"].fillna(0) == 0]
     devices = sorted(set(single["device"]))
     if len(devices) != 1:
         if device_type not in devices:

@@ -1,0 +1,206 @@
+"""``ddltool profile`` as people run it: rows that survive, files that are refused, and one line for every mistake."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import psutil
+import pytest
+
+from ddltool.profile import read_profile, write_profile
+from tests.conftest import Result
+
+Cli = Callable[..., Result]
+MODEL = """
+import os, time, torch
+from torch import nn
+
+class Slow(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(8, 8)
+
+    def forward(self, x):
+        print("a word of the model's own")
+        if x.shape[0] >= 4 and os.environ.get("SLOW"):
+            time.sleep(0.5)
+        return self.layer(x)
+
+def make():
+    return Slow(), (torch.randn(2, 8),)
+"""
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    (tmp_path / "model.py").write_text(MODEL)
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def start(folder: Path, *arguments: str) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [sys.executable, "-m", "ddltool", "profile", "model.py:make", *arguments],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        cwd=folder,
+        env={**os.environ, "SLOW": "1"},
+        start_new_session=True,
+    )
+
+
+def workers_of(pid: int, least: int) -> list[psutil.Process]:
+    """Return the measuring processes, once there are so many; multiprocessing's own helper is none of them."""
+    deadline = time.monotonic() + 120
+    found: list[psutil.Process] = []
+    while len(found) < least and time.monotonic() < deadline:
+        time.sleep(0.02)
+        found = [child for child in psutil.Process(pid).children() if "spawn_main" in " ".join(child.cmdline())]
+    assert len(found) >= least
+    return found
+
+
+def hears_interrupts(process: psutil.Process) -> bool:
+    """Return whether SIGINT reaches a process: by its mask in the kernel, whatever it has come to doing."""
+    status = Path(f"/proc/{process.pid}/status").read_text(encoding="ascii")
+    mask = next(line.split()[1] for line in status.splitlines() if line.startswith("SigBlk"))
+    return not int(mask, 16) & 1 << (signal.SIGINT - 1)
+
+
+def wait_for(path: Path) -> None:
+    deadline = time.monotonic() + 120
+    while not path.exists() and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert path.exists()
+
+
+def test_rows_survive_and_resume_adds_the_missing(cli: Cli, folder: Path) -> None:
+    """A worker is killed; a second run with --resume keeps the bytes of the rows and adds the rest."""
+    file = folder / "p.csv"
+    with start(folder, "--batch-sizes", "1,2,4", "--repeats", "40", "--threads", "1", "-o", "p.csv") as child:
+        wait_for(file)
+        while len(file.read_text().splitlines()) < 3:
+            time.sleep(0.05)
+        workers = psutil.Process(child.pid).children()
+        next(worker for worker in workers if "spawn_main" in " ".join(worker.cmdline())).kill()
+        out, err = child.communicate(timeout=60)
+    assert (child.returncode, out) == (1, "")
+    assert "2 rows are in p.csv; --resume goes on from there" in err
+    last = err.rstrip().splitlines()[-1]
+    assert last.startswith("error: batch 4 on 1 replica: a measuring process was killed (SIGKILL")
+    kept = file.read_text()
+    assert len(kept.splitlines()) == 3
+    again = ("--repeats", 3, "--threads", 1, "-o", "p.csv", "--resume")
+    result = cli("profile", "model.py:make", "--batch-sizes", "1,2,4", *again, "--json")
+    assert result.code == 0
+    assert [row["local_batch_size"] for row in result.document["rows"]] == [1, 2, 4]
+    assert file.read_text().startswith(kept)
+    assert read_profile(file)["repeats"].tolist() == [40, 40, 3]
+
+    frame = read_profile(file)
+    unchanged = file.read_text()
+    for change, message in (
+        (("--threads", 2), "p.csv:row 1:settings: is threads=1, not threads=2; measure alike"),
+        (("--device-name", "T4"), "p.csv:row 1:device: is cpu, not T4"),
+    ):
+        refused = cli("profile", "model.py:make", "--batch-sizes", "1", *again, *change)
+        assert refused.code == 2
+        assert message in refused.error_line
+    (folder / "model.py").write_text(MODEL + "# edited\n")
+    edited = cli("profile", "model.py:make", "--batch-sizes", "1", *again)
+    assert "p.csv:row 1:source: is model.py:make#" in edited.error_line
+    assert file.read_text() == unchanged
+    (folder / "model.py").write_text(MODEL)
+    write_profile(frame.drop(columns="settings"), file)
+    assert "has no column 'settings'" in cli("profile", "model.py:make", *again).error_line
+    import pandas as pd
+
+    write_profile(pd.concat([frame, frame.iloc[:1]]), file)
+    assert "p.csv:row 4: repeats an earlier configuration" in cli("profile", "model.py:make", *again).error_line
+
+
+@pytest.mark.parametrize("early", [True, False])
+def test_two_interrupts_are_one_line(folder: Path, early: bool) -> None:
+    """While the workers import torch, and while they measure; both signals go to the workers too."""
+    file = folder / "p.csv"
+    with start(folder, "--batch-sizes", "1,8", "--replicas", "1,2", "--repeats", "200", "-o", "p.csv") as child:
+        if not early:
+            wait_for(file)
+        workers = workers_of(child.pid, 2)
+        assert hears_interrupts(psutil.Process(child.pid))
+        assert not any(hears_interrupts(worker) for worker in workers)
+        os.killpg(child.pid, signal.SIGINT)
+        time.sleep(0.01)
+        os.killpg(child.pid, signal.SIGINT)
+        out, err = child.communicate(timeout=60)
+    assert (child.returncode, out) == (130, "")
+    assert err.rstrip().splitlines()[-1] == "error: interrupted"
+    assert "Traceback" not in err
+    assert file.exists() is not early
+    assert not psutil.wait_procs(workers, timeout=20)[1]
+
+
+def test_network_children_keep_quiet_when_interrupted(folder: Path) -> None:
+    with subprocess.Popen(
+        [sys.executable, "-m", "ddltool", "profile", "--network", "--replicas", "2"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    ) as child:
+        workers = workers_of(child.pid, 2)
+        assert not any(hears_interrupts(worker) for worker in workers)
+        os.killpg(child.pid, signal.SIGINT)
+        out, err = child.communicate(timeout=60)
+    assert (child.returncode, out, err) == (130, "", "error: interrupted\n")
+
+
+def test_standard_output_gets_the_rows_once(cli: Cli, folder: Path) -> None:
+    result = cli("profile", "model.py:make", "--batch-sizes", "1,2", "--repeats", 3, "--json")
+    assert result.code == 0
+    device = result.document["devices"]["cpu"]
+    assert device["memory_limit_origin"] in ("extrapolated", None)
+    assert set(device) >= {"saturation_batch", "memory_limit_batch", "launch_overhead_s"}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("--budget", "0"), "--budget: '0' is not a usable time"),
+        (("--budget", "nan"), "--budget: 'nan' is not a duration"),
+        (("--budget", "1e308h"), "--budget: '1e308h' is not"),
+        (("--repeats", 10**9), "repeats: has 1000000000; give whole numbers up to 100000"),
+        (("--repeats", 0), "repeats: are 0; give whole numbers >= 1"),
+        (("--warmup", 10**9), "warmup: has 1000000000"),
+        (("--precision", "0"), "--precision: '0' is not a share"),
+        (("--precision", "nan%"), "--precision: 'nan%' is not a share"),
+        (("--precision", "200%"), "--precision: '200%' is not a share"),
+        (("--batch-sizes", "9" * 5000), "is not a list of whole numbers"),
+        (("--batch-sizes", "1,99999999999"), "batch sizes: has 99999999999"),
+        (("--batch-sizes", ",".join(map(str, range(1, 2000)))), "--batch-sizes: holds 1999 numbers"),
+        (("--batch-sizes", "auto", "--repeats", 3), "auto searches with --precision"),
+        (("--replicas", "99999"), "replicas: has 99999"),
+        (("--accumulation", "-1"), "--accumulation: -1 is below 0"),
+        (("--memory", "lots"), "--memory: 'lots' is not a size"),
+        (("--memory", "0"), "--memory: '0' is not a size"),
+        (("--memory", "all"), "--memory: all is for GPUs"),
+        (("--memory", "9999TiB"), "GiB that are free"),
+        (("--memory", "1MiB"), "--memory: even batch 1 needs more than 1MiB"),
+        (("--memory", "1GiB", "--memory-gib", 2), "--memory-gib: says the same as --memory"),
+        (("--resume",), "--resume: has no file to go on with"),
+        (("--device", "tpu"), "--device: unknown device 'tpu'"),
+        (("-o", "no/such/folder.csv"), "no/such/folder.csv: cannot be written"),
+    ],
+)
+def test_every_mistake_is_one_line(cli: Cli, folder: Path, arguments: tuple[object, ...], message: str) -> None:
+    result = cli("profile", "model.py:make", *arguments)
+    assert result.code == 2
+    assert message in result.error_line
+    assert [path.name for path in folder.iterdir() if path.suffix != ".py" and path.is_file()] == []
