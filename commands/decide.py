@@ -77,6 +77,7 @@ def _run(path: Path | None) -> Run | None:
 def _knowledge(job: Job, job_file: Path, given: Given, run: Run | None) -> Knowledge:
     from ddltool.analyzers.deciding.candidates import Knowledge
     from ddltool.analyzers.goodput.throughput import ThroughputParams
+    from ddltool.analyzers.placement.determinism import d2_eligible
     from ddltool.commands.plan import step_curves
 
     fitted = _fitted(job, job_file.parent)
@@ -88,6 +89,7 @@ def _knowledge(job: Job, job_file: Path, given: Given, run: Run | None) -> Knowl
         communication=_communication(job, job_file.parent, given, models, run),
         errors=errors,
         error_source=source,
+        d2_eligible=None if given.graph is None else d2_eligible(given.graph)[0],
     )
 
 

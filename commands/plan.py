@@ -121,6 +121,7 @@ def plan(
         return
     job = read_job(job_file)
     graph = _graph_of(job, job_file.parent, graph_file)
+    job = _scanned(job, job_file.parent, graph)
     if strategy == "auto":
         from ddltool.analyzers.deciding.candidates import Settings
 
@@ -281,6 +282,32 @@ def goodput_plan(job: Job, job_file: Path) -> Plan:
         problem = "no device has a fitted throughput model"
         raise InputError(f"{job_file}:devices", problem, "add goodput: goodput.json (made by ddltool fit) to a device")
     return plan_goodput(job, job.goodput, models)
+
+
+def _scanned(job: Job, folder: Path, graph: Graph | None) -> Job:
+    """Return the job with what its model's ops say about D2, where it asks for D2 and does not say itself."""
+    from ddltool.analyzers.placement.determinism import d2_eligible
+    from ddltool.commands.determinism import scan_source
+    from ddltool.commands.output import note
+    from ddltool.commands.sources import is_graph_file
+
+    limits = job.constraints
+    if limits.determinism != "D2" or limits.hardware_agnostic is not None or (graph is None and job.model is None):
+        return job
+    if job.model is not None and not is_graph_file(job.model):
+        _, found = scan_source(job.model, batch_size=job.batch_size)
+        eligible, reasons = found.d2_eligible, found.reasons
+    else:
+        eligible, reasons = d2_eligible(graph or _read(folder / str(job.model)))
+    if not eligible:
+        note(f"D2: the plan keeps to one device type: {reasons[0]}")
+    return job.model_copy(update={"constraints": limits.model_copy(update={"hardware_agnostic": eligible})})
+
+
+def _read(path: Path) -> Graph:
+    from ddltool.graph_io import read_graph
+
+    return read_graph(path)
 
 
 def _draw_goodput(job: Job, job_file: Path, made: Plan, path: Path) -> None:

@@ -21,6 +21,8 @@ def main() -> None:
     arguments.add_argument("--checkpoint", default="digits.pt")
     arguments.add_argument("--epochs", type=int, default=2)
     arguments.add_argument("--record", help="write the fingerprints of every step here")
+    arguments.add_argument("--order", default="ranked", choices=("ranked", "tree"), help="how gradients are added up")
+    arguments.add_argument("--data-workers", type=int, help="processes that fetch samples ahead")
     given = arguments.parse_args()
 
     start_processes()
@@ -43,6 +45,8 @@ def main() -> None:
         max_workers=4,
         batch_size=8,
         extras={"scheduler": scheduler},
+        order=given.order,
+        data_workers=given.data_workers,
         record=given.record,
     )
     trainer.stop_on()  # SIGTERM: save, then stop

@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from ddltool.runtime.digests import first_difference
     from ddltool.runtime.elastic import ElasticTrainer
     from ddltool.runtime.hook import Hook, attach
+    from ddltool.runtime.run_recorder import RunRecorder
     from ddltool.runtime.transfers import TransferPlan
     from ddltool.runtime.workers import Worker
 
@@ -20,6 +21,7 @@ _HOMES = {
     "ElasticTrainer": "elastic",
     "GoodputAgent": "agent",
     "Hook": "hook",
+    "RunRecorder": "run_recorder",
     "TransferPlan": "transfers",
     "Worker": "workers",
     "apply_prefetch": "data_parallel",
@@ -35,6 +37,7 @@ __all__ = [
     "ElasticTrainer",
     "GoodputAgent",
     "Hook",
+    "RunRecorder",
     "TransferPlan",
     "Worker",
     "apply_prefetch",

@@ -61,7 +61,7 @@ class RunRecorder:
         self._model: nn.Module = model.module if isinstance(model, DistributedDataParallel) else model
         self._device = next(self._model.parameters()).device
         job = Job.this()
-        self._processes = Processes(job=job, runs=tuple(range(rank, rank + 1) for rank in range(job.world_size)))
+        self._processes = Processes(job=job, runs=tuple((rank,) for rank in range(job.world_size)))
         known = environment(self._device) | {"processes": job.world_size} | dict(settings or {})
         file = job.together(lambda: StepFile(path, known) if job.rank == 0 else None)
         self._file = file

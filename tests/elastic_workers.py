@@ -26,10 +26,14 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import Dataset
 
-from ddltool.runtime import elastic_checkpoint, est_state, ordered_reduction
+from ddltool.errors import InputError
+from ddltool.runtime import elastic_checkpoint, est_state, ordered_reduction, random_streams
 from ddltool.runtime.digests import digest, leaves
 from ddltool.runtime.elastic import ElasticTrainer
-from ddltool.runtime.est_state import seed_streams
+from ddltool.runtime.elastic_group import Processes
+from ddltool.runtime.ordered_chain import ChainedMean
+from ddltool.runtime.random_streams import seed_streams
+from ddltool.runtime.run_recorder import RunRecorder
 from tests.runtime_workers import Crew
 
 WORKERS = 4
@@ -137,6 +141,7 @@ def on(size: int, function: Callable[..., Any], *args: Any) -> list[Any]:
 
 
 def _in_group(rank: int, size: int, store: str, function: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+    multiprocessing.current_process()._config["daemon"] = False  # type: ignore[attr-defined]  # it has data workers
     if dist.is_initialized():
         dist.destroy_process_group()
     if rank >= size:
@@ -205,10 +210,10 @@ def broken(control: str) -> Iterator[None]:
                 stack.enter_context(always)
             case "all_reduce":
                 stack.enter_context(always)
-                collect = mock.patch.object(ordered_reduction.OrderedMean, "_collect", _all_reduced)
+                collect = mock.patch.object(ordered_reduction.GatheredMean, "_collect", _all_reduced)
                 stack.enter_context(collect)
             case "shared random streams":
-                stack.enter_context(mock.patch.object(est_state.RandomStreams, "restore", return_value=None))
+                stack.enter_context(mock.patch.object(random_streams.Streams, "enter", return_value=None))
             case "shared buffers":
                 stack.enter_context(mock.patch.object(est_state.Buffers, "install", return_value=None))
             case "torch stream not restored":
@@ -335,3 +340,114 @@ def stopped_at() -> list[int]:
         if step.number == 2 and dist.get_rank() == 1:
             os.kill(os.getpid(), signal.SIGTERM)
     return [-1]
+
+
+SHAPES = {"a": (3,), "b": (2, 5), "c": (7,), "d": (1,), "e": (4, 4)}
+PARAMETERS = tuple(SHAPES)
+
+
+def gradient_of(virtual_rank: int, name: str, step: int) -> Tensor | None:
+    """Return a known gradient whose sum depends on the order, None for some workers and parameters."""
+    if (virtual_rank + step + PARAMETERS.index(name)) % 5 == 0:
+        return None
+    generator = torch.Generator().manual_seed(1000 * step + 10 * virtual_rank + PARAMETERS.index(name))
+    return torch.randn(SHAPES[name], generator=generator) * 10.0 ** (virtual_rank % 4)
+
+
+def chained(counts: tuple[int, ...], early: bool, steps: int = 3, bucket_bytes: int = 48) -> tuple[list[str], int]:
+    """Average known gradients in a chain; return the digests of all means, and in how many turns something left early."""
+    parameters = {name: nn.Parameter(torch.zeros(shape)) for name, shape in SHAPES.items()}
+    processes = Processes.this(sum(counts), counts)
+    mean = ChainedMean(parameters, processes, bucket_bytes=bucket_bytes)
+    found, ahead = [], 0
+    for step in range(steps):
+        mean.clear()
+        for rank in processes.local:
+            mean.begin(rank)
+            gradients = {name: gradient_of(rank, name, step) for name in PARAMETERS}
+            loss = sum((parameters[n] * g).sum() for n, g in gradients.items() if g is not None)
+            if early:
+                mean.expect()
+            loss.backward()  # type: ignore[union-attr]
+            ahead += any(virtual == rank for virtual, _ in [*mean._submitted, *mean._added])
+            mean.take(rank)
+        notes = mean.finish(torch.tensor([[float(rank)] for rank in processes.local], dtype=torch.float64))
+        assert notes[:, 0].tolist() == list(range(sum(counts)))
+        found += ["none" if value.grad is None else digest(value.grad) for value in parameters.values()]
+    return found, ahead
+
+
+def twice() -> str:
+    """Return what a second backward pass of a turn that was said to have one meets."""
+    parameter = nn.Parameter(torch.ones(3))
+    processes = Processes.this(2)
+    mean = ChainedMean({"p": parameter}, processes)
+    for _ in range(2):
+        mean.clear()
+        mean.begin(processes.local[0])
+        mean.expect()
+        parameter.sum().backward()
+        try:
+            if mean._place:
+                parameter.sum().backward()
+        except InputError as error:
+            message = str(error)
+        mean.take(processes.local[0])
+        mean.finish(torch.zeros(1, 1, dtype=torch.float64))
+    return message
+
+
+def fed(path: str, data_workers: int | None, until: int, size_of_batch: int = BATCH) -> list[list[float]]:
+    """Train the transformer up to step ``until`` with batches from data workers, from the checkpoint if there is one."""
+    module, update, _ = build("transformer", "sgd")
+    trainer = ElasticTrainer(
+        module,
+        update,
+        nn.CrossEntropyLoss(),
+        Digits(),
+        max_workers=WORKERS,
+        batch_size=size_of_batch,
+        accumulation=BATCH // size_of_batch,
+        data_workers=data_workers,
+        record=f"{path}.jsonl",
+    )
+    trainer.resume(path)
+    losses = []
+    for epoch in itertools.count():
+        for step in trainer.epoch(epoch):
+            random.random(), np.random.rand()  # noqa: NPY002  # nobody's turn
+            losses.append(list(step.losses))
+            if step.number == until:
+                trainer.save(path)
+                trainer.close()
+                return losses
+    raise AssertionError("unreachable")
+
+
+def recorded_ddp(path: str, steps: int, hooked: bool = True, **options: Any) -> None:
+    """Train the transformer with plain DDP in a loop of its own, and record it."""
+    torch.use_deterministic_algorithms(True)
+    rank = dist.get_rank() if dist.is_initialized() else 0
+    module, update, _ = build("transformer", "adamw")
+    model: nn.Module = module
+    if dist.is_initialized():
+        model = DistributedDataParallel(module, bucket_cap_mb=0.01, broadcast_buffers=False)
+        if hooked:
+            model.register_comm_hook(None, ordered_reduction.ordered_mean)
+    recorder = RunRecorder(model, update, path, settings={"seed": 0}, **options)
+    seed_streams(0, rank)
+    for images, targets in recorder.batches(_shard(rank, steps)):
+        update.zero_grad()
+        loss = nn.functional.cross_entropy(model(images), targets)
+        recorder.loss(loss)
+        loss.backward()
+        update.step()
+
+
+def _shard(rank: int, steps: int) -> Iterator[list[Tensor]]:
+    dataset = Digits()
+    order = torch.randperm(SAMPLES, generator=torch.Generator().manual_seed(0)).tolist()
+    for step in range(steps):
+        begin = (step * WORKERS + rank) * BATCH
+        samples = [dataset[index] for index in order[begin : begin + BATCH]]
+        yield [torch.stack([image for image, _ in samples]), torch.tensor([target for _, target in samples])]

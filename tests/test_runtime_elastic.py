@@ -154,7 +154,8 @@ def test_records_do_not_depend_on_the_placement(recorded: Path, tmp_path: Path) 
 
 @pytest.mark.parametrize("control", CONTROLS)
 def test_what_is_taken_away_is_noticed_and_named(control: str, recorded: Path, tmp_path: Path) -> None:
-    train(2, tmp_path / "run.pt", until=3, control=control, record=str(tmp_path / "run.jsonl"))
+    options = {"reduction": "gather"} if control in ("local sums first", "all_reduce") else {}
+    train(2, tmp_path / "run.pt", until=3, control=control, record=str(tmp_path / "run.jsonl"), **options)
     found = first_difference(recorded, tmp_path / "run.jsonl")
     assert found is not None
     kind, worker = CONTROLS[control]
@@ -206,15 +207,21 @@ def test_any_cut_of_the_workers_gives_the_same_sum(data: st.DataObject, workers:
         assert torch.equal(whole, plain)
 
 
-@given(workers=st.integers(1, 40), size=st.integers(1, 40))
-def test_divide(workers: int, size: int) -> None:
+@given(workers=st.integers(1, 40), size=st.integers(1, 40), dealt=st.booleans())
+def test_divide(workers: int, size: int, dealt: bool) -> None:
     if size > workers:
         with pytest.raises(InputError, match="start at most"):
-            divide(workers, size)
+            divide(workers, size, dealt=dealt)
         return
-    runs = divide(workers, size)
-    assert [rank for run in runs for rank in run] == list(range(workers))
+    runs = divide(workers, size, dealt=dealt)
+    assert sorted(rank for run in runs for rank in run) == list(range(workers))
+    assert all(list(run) == sorted(run) for run in runs)
     assert max(map(len, runs)) - min(map(len, runs)) <= 1
+    if dealt:  # the turns of rank 0, 1, 2, ... end in that order
+        ends = {rank: (turn + 1) / len(run) for run in runs for turn, rank in enumerate(run)}
+        assert all(ends[rank] <= ends[rank + 1] + 1e-9 for rank in range(workers - 1))
+    else:
+        assert [rank for run in runs for rank in run] == list(range(workers))
 
 
 def test_evaluation_is_the_same_on_all_processes(tmp_path: Path) -> None:

@@ -15,6 +15,8 @@ from ddltool.analyzers.deciding.feedback import read_run
 from ddltool.analyzers.deciding.verification import verify
 from ddltool.analyzers.goodput.throughput import ThroughputParams, grad_time_s
 from ddltool.errors import InputError
+from ddltool.graph import Graph, Op
+from ddltool.graph_io import write_graph
 from ddltool.plan import Plan
 from tests.conftest import Result
 
@@ -231,3 +233,27 @@ def test_telemetry_of_devices_that_the_job_does_not_offer(tmp_path: Path, cli: C
     failed = cli("plan", tmp_path / "job.yaml", "--telemetry", told)
     assert failed.code == 2
     assert "is of device 'K80', which the job does not offer; types there: fast, slow" in failed.error_line
+
+
+@pytest.mark.parametrize(("op_type", "types"), [("aten.mm", {"fast", "slow"}), ("aten.convolution", {"fast"})])
+def test_d2_keeps_to_one_type_where_the_model_is_not_eligible(
+    tmp_path: Path, cli: Cli, op_type: str, types: set[str]
+) -> None:
+    graph = Graph.from_ops(
+        "toy",
+        "training",
+        [
+            Op(name="w", kind="recv", resource="channel:0", duration_s=1.0, parameter="w", size_bytes=8.0),
+            Op(name="forward/a/op", kind="compute", duration_s=1.0, inputs=("w",), op_type=op_type),
+            Op(name="g", kind="send", resource="channel:0", duration_s=1.0, parameter="w", inputs=("forward/a/op",)),
+        ],
+    )
+    write_graph(graph, tmp_path / "graph.json")
+    text = (
+        JOB.replace("count: 1", "count: 2").replace("max_workers: 4", "max_workers: 8")
+        + "model: graph.json\nconstraints: {determinism: D2}\n"
+    )
+    (tmp_path / "job.yaml").write_text(text, encoding="utf-8")
+    made = cli("plan", tmp_path / "job.yaml", "--strategy", "est", "--json")
+    assert {row["device_type"] for row in made.document["assignments"]} == types
+    assert ("D2: the plan keeps to one device type" in made.err) == (types == {"fast"})

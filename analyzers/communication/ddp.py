@@ -57,7 +57,8 @@ def plan_ddp(program: Program, ring: Ring) -> DdpPlan:
     """Return the default buckets of DDP, the best ``bucket_cap_mb``, and the best buckets of any size. O(p^2).
 
     Caps tried: the usual sizes, and those at which the buckets change (all of them for small models, else spread evenly
-    over them); of those within 0.1 % of the best, the one with the fewest buckets. The order of buckets is that of one dtype: torch buckets each dtype separately.
+    over them); of those within 0.1 % of the best, the one with the fewest buckets. The order of buckets is that of one
+    dtype: torch buckets each dtype separately.
     """
     default = _evaluate(program, ring, "default", assign_buckets(program, DEFAULT_CAP_MIB, DEFAULT_FIRST_BYTES))
     total = float(program.size_bytes.sum()) / MIB

@@ -147,7 +147,7 @@ def _finding(graph: Graph, op: str, kernels: KernelClass, places: list[int]) -> 
 
 def _reason(finding: OpFinding, whole: float) -> str:
     times = "once" if finding.count == 1 else f"{finding.count} times"
-    share = f", {finding.flops / whole:.1%} of the FLOPs" if whole > 0 and finding.flops > 0 else ""
+    share = f", {finding.flops / whole:.1%} of the FLOPs" if finding.flops > 0.0005 * whole else ""
     return f"{finding.op or 'an op without a type'} ({times}{share}): {finding.kernels.reason}"
 
 

@@ -1,0 +1,70 @@
+"""The chain of gradients: the bits of the plain sum in rank order, for any placement, with gradients leaving early."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ddltool.runtime.digests import digest
+from tests.elastic_workers import PARAMETERS, SHAPES, bits, chained, gradient_of, on, refusal, run, twice
+
+COUNTS = st.lists(st.integers(1, 4), min_size=1, max_size=4).map(tuple)
+
+
+def plain(workers: int, steps: int = 3, order: int = 1) -> list[str]:
+    """Return the digests of the means as a loop over ranks computes them."""
+    found = []
+    for step in range(steps):
+        for name in PARAMETERS:
+            gradients = [gradient_of(rank, name, step) for rank in range(workers)][::order]
+            if all(gradient is None for gradient in gradients):
+                found.append("none")
+                continue
+            zero = torch.zeros(SHAPES[name])
+            total = zero if gradients[0] is None else gradients[0]
+            for gradient in gradients[1:]:
+                total = total + (zero if gradient is None else gradient)
+            found.append(digest(total / workers))
+    return found
+
+
+@given(counts=COUNTS, early=st.booleans())
+@settings(max_examples=25, deadline=None)
+def test_any_placement_has_the_bits_of_the_plain_sum(counts: tuple[int, ...], early: bool) -> None:
+    expected = plain(sum(counts))
+    for found, _ in on(len(counts), chained, counts, early):
+        assert found == expected
+
+
+def test_the_oracle_depends_on_the_order() -> None:
+    assert plain(5) != plain(5, order=-1)
+
+
+def test_gradients_leave_during_the_backward_pass_only_when_that_is_the_last_one() -> None:
+    # Three steps of two turns on each process; in the very first turn the buckets are not known.
+    assert [ahead for _, ahead in on(2, chained, (2, 2), True)] == [5, 5]
+    assert [ahead for _, ahead in on(2, chained, (2, 2), False)] == [0, 0]
+
+
+def test_a_second_backward_pass_in_a_turn_is_refused_once_gradients_have_left() -> None:
+    assert all("more than one backward pass" in message for message in on(2, twice))
+
+
+def test_chain_and_gather_give_the_same_bits_and_one_continues_the_other(tmp_path: Path) -> None:
+    for name, steps in {"chain": [(3, "chain")], "mixed": [(1, "gather"), (2, "chain"), (3, "gather")]}.items():
+        for until, reduction in steps:
+            on(2, _run, str(tmp_path / name), until, reduction)
+    assert bits(tmp_path / "chain") == bits(tmp_path / "mixed")
+
+
+def _run(path: str, until: int, reduction: str) -> None:
+    run(path, until=until, reduction=reduction)
+
+
+def test_what_does_not_go_together_is_refused() -> None:
+    assert "is chain, with order tree" in refusal(order="tree", reduction="chain")
+    assert "reduction: is ring; known: chain, gather" in refusal(reduction="ring")
+    assert refusal(order="tree") == "built"
