@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from ddltool.analyzers.goodput import lr_rules
 from ddltool.analyzers.goodput.lr_rules import GradientStatistics, LrRule, register, rule, rule_names
 from ddltool.analyzers.goodput.throughput import efficiency
 from ddltool.errors import InputError
@@ -65,15 +66,16 @@ def test_warm_up_rises_in_a_line_to_the_factor() -> None:
     assert rule("linear").warmed_factor(4, 0, 0.0) == 4  # no warm-up
 
 
-def test_plug_in() -> None:
+def test_plug_in(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lr_rules, "_RULES", dict(lr_rules._RULES))  # known to this test alone
+
     class Cubic(LrRule):
         name = "cubic-root"
 
         def factor(self, scale: float, statistics: GradientStatistics | None = None) -> float:
             return float(scale ** (1 / 3))
 
-    if "cubic-root" not in rule_names():
-        register(Cubic())
+    register(Cubic())
     assert rule("cubic-root").factor(8) == pytest.approx(2)
     assert rule("cubic-root").steps_at_initial(8) == 8
     with pytest.raises(InputError, match="exists"):

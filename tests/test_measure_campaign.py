@@ -177,8 +177,9 @@ def test_what_is_skipped_is_known(flat: float, each: float) -> None:
 
     found = campaign(REQUEST, executor=Machine(curve))
     for item in found.skipped:
-        assert item.predicted_step_time_s is not None
-        assert item.predicted_step_time_s == pytest.approx(curve(item.local_batch_size), rel=0.051)
+        predicted = item.predicted_step_time_s
+        assert predicted is not None
+        assert abs(predicted - curve(item.local_batch_size)) <= 0.0501 * predicted
 
 
 def test_noise_gets_more_steps_and_the_count_can_be_fixed() -> None:

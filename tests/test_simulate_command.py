@@ -12,6 +12,7 @@ import pytest
 
 from ddltool.analyzers.scheduling.pollux import Pollux
 from ddltool.analyzers.scheduling.search import Choice, choose_counts, search
+from ddltool.commands.simulate import POLICIES
 from ddltool.commands.workloads import read_applications
 from tests.conftest import Result
 
@@ -36,7 +37,7 @@ def test_json_keeps_its_contract(run: Cli, tmp_path: Path) -> None:
     result = run("--policy", "all", "--json", "-o", written)
     assert result.code == 0, result.err
     document = result.document
-    assert list(document["policies"]) == ["fifo", "tiresias", "optimus", "pollux", "srtf"]
+    assert list(document["policies"]) == list(POLICIES)
     assert (document["jobs"], document["gpus"]) == (24, 16)
     assert written.is_file()
     for record in document["policies"].values():
@@ -90,6 +91,7 @@ def test_the_table_has_a_row_per_policy_within_80_columns(run: Cli) -> None:
     ("rows", "message"),
     [
         (["a,1,vision,1,64", "b,x,vision,1,64"], "row 2:time: is x; a number >= 0"),
+        (["a,1,vision,1,64", "b,1e300,vision,1,64"], "row 2:time: is 1e+300; seconds, at most 315360000"),
         (["a,1,vision,0,64"], "row 1:num_replicas: is 0; a whole number >= 1"),
         (["a,1,vision,1.5,64"], "row 1:num_replicas: is 1.5; a whole number >= 1"),
         (["a,1,vision,1,64", "a,2,vision,1,64"], "row 2:name: 'a' stands in row 1 too; name each job once"),
@@ -111,7 +113,10 @@ def test_a_bad_row_is_named(run: Cli, tmp_path: Path, rows: list[str], message: 
     [
         (("--policy", "polux"), "unknown policy 'polux'; did you mean \"pollux\"?"),
         (("--policy", ","), "--policy: names no policy"),
-        (("--interval", "0"), "interval: is 0.0; it must be > 0 seconds"),
+        (("--interval", "0"), "interval: is 0.0; above 0 and at most 604800 seconds"),
+        (("--interval", "1e300"), "interval: is 1e+300; above 0 and at most 604800 seconds"),
+        (("--interval", "nan"), "interval: is nan"),
+        (("--restart-delay", "1e300"), "restart delay: is 1e+300; from 0 to 604800 seconds"),
         (("--restart-delay", "-1"), "restart delay: is -1.0"),
         (("--interference", "1"), "interference: is 1.0"),
         (("--power", "nan"), "power: is nan"),
@@ -260,3 +265,24 @@ def test_the_summed_cost_is_the_power_mean(power: float) -> None:
     expected = means.get(power) or float(np.mean((speedups + 1e-3) ** power) ** (1 / power))
     assert pollux.fitness(float(pollux.cost(speedups).sum()), 4) == pytest.approx(expected)
     assert (np.diff(pollux.cost(np.array([0.0, 0.1, 1.0, 3.0]))) < 0).all()  # faster always costs less
+
+
+MIXED = """kind: ddltool.cluster
+name: mixed
+nodes:
+  - {name: slow, count: 2, devices: {type: gpu, count: 4}}
+  - {name: fast, count: 1, devices: {type: other, count: 8}}
+"""
+
+
+def test_a_mixed_cluster_runs_all_policies_that_can_and_names_those_that_cannot(cli: Cli, tmp_path: Path) -> None:
+    cluster = tmp_path / "mixed.yaml"
+    cluster.write_text(MIXED, encoding="utf-8")
+    files = (FOLDER / "synthetic.csv", "--cluster", cluster, "--traces", FOLDER / "traces")
+    result = cli("simulate", *files, "--policy", "all", "--json")
+    assert result.code == 0, result.err
+    assert [name for name in POLICIES if name not in result.document["policies"]] == ["optimus", "pollux"]
+    refused = cli("simulate", *files, "--policy", "fifo,pollux")
+    assert refused.code == 2
+    assert "policy pollux: knows one GPU type, and the cluster has gpu, other" in refused.error_line
+    assert refused.out == ""
