@@ -10,6 +10,9 @@ from ddltool.errors import CheckFailed, InputError
 Allocation = tuple[tuple[int, int], ...]
 """(node, GPUs) pairs, each node once, GPUs >= 1; () is no allocation. The order is that of the ranks."""
 
+MIXED_POLICIES = ("fifo", "tiresias", "srtf", "easyscale-homo", "easyscale-heter", "sia", "ours")
+"""Policies that run on clusters of several GPU types."""
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ClusterSpec:
@@ -37,6 +40,19 @@ class ClusterSpec:
         """GPU types in the order of their first node."""
         return tuple(dict.fromkeys(self.gpu_types))
 
+    def gpus_of(self, gpu_type: str) -> int:
+        """Return how many GPUs of one type there are."""
+        return sum(count for count, name in zip(self.gpus, self.gpu_types, strict=True) if name == gpu_type)
+
+    def nodes_of(self, gpu_type: str) -> tuple[int, ...]:
+        """Return the nodes with GPUs of one type, ascending."""
+        return tuple(node for node, name in enumerate(self.gpu_types) if name == gpu_type)
+
+    def of_type(self, gpu_type: str) -> ClusterSpec:
+        """Return the nodes of one type alone, numbered anew from 0 in the order of :meth:`nodes_of`."""
+        nodes = self.nodes_of(gpu_type)
+        return ClusterSpec(gpus=tuple(self.gpus[node] for node in nodes), gpu_types=(gpu_type,) * len(nodes))
+
     def type_of(self, allocation: Allocation) -> str:
         """Return the GPU type of an allocation. Raises CheckFailed when it mixes types."""
         found = {self.gpu_types[node] for node, _ in allocation}
@@ -61,15 +77,16 @@ def free_gpus(cluster: ClusterSpec, allocations: Iterable[Allocation]) -> list[i
     return free
 
 
-def take_most_free(free: list[int], wanted: int) -> Allocation:
+def take_most_free(free: list[int], wanted: int, nodes: Sequence[int] | None = None) -> Allocation:
     """Take ``wanted`` GPUs from the nodes with the most free ones first (ties: lowest node), and return them.
 
-    This is how the published simulator places Tiresias' and Optimus' jobs. ``free`` (N,) is reduced. The caller sees
-    to it that enough are free.
+    This is how the published simulator places Tiresias' and Optimus' jobs. ``free`` (N,) is reduced; ``nodes``: take
+    from these only. The caller sees to it that enough are free.
     """
+    among = range(len(free)) if nodes is None else nodes
     made: list[tuple[int, int]] = []
     while wanted > 0:
-        node = max(range(len(free)), key=free.__getitem__)
+        node = max(among, key=free.__getitem__)
         count = min(free[node], wanted)
         if count == 0:
             raise CheckFailed(f"{wanted} GPUs are wanted and none is free")
@@ -77,6 +94,14 @@ def take_most_free(free: list[int], wanted: int) -> Allocation:
         free[node] -= count
         wanted -= count
     return tuple(made)
+
+
+def free_by_type(cluster: ClusterSpec, free: Sequence[int]) -> dict[str, int]:
+    """Return how many of the ``free`` (N,) GPUs are of each type, in the order of the cluster's types."""
+    made = dict.fromkeys(cluster.type_names, 0)
+    for name, count in zip(cluster.gpu_types, free, strict=True):
+        made[name] += count
+    return made
 
 
 def packed(cluster: ClusterSpec, replicas: int) -> tuple[int, ...]:
@@ -104,9 +129,9 @@ def interfering(allocations: Mapping[int, Allocation]) -> set[int]:
     return {job for jobs in spanning.values() if len(jobs) > 1 for job in jobs}
 
 
-def check_one_type(cluster: ClusterSpec, policy: str, names: Sequence[str]) -> None:
+def check_one_type(cluster: ClusterSpec, policy: str) -> None:
     """Raise InputError when a policy that knows one GPU type only meets several."""
     if len(cluster.type_names) > 1:
-        known = ", ".join(names)
+        known = ", ".join(MIXED_POLICIES)
         problem = f"knows one GPU type, and the cluster has {', '.join(cluster.type_names)}"
         raise InputError(f"policy {policy}", problem, f"use a cluster of one type, or one of: {known}")

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from enum import Enum
 
 import numpy as np
 from numpy.typing import NDArray
 
+from ddltool.analyzers.placement.proposals import best_plan
+from ddltool.analyzers.scheduling.beliefs import Beliefs
 from ddltool.analyzers.scheduling.cluster import Allocation, ClusterSpec, count_gpus, packed
-from ddltool.analyzers.scheduling.estimate import Profile, Tunable, best_goodput, fit, split_batch
+from ddltool.analyzers.scheduling.estimate import Tunable, best_goodput, split_batch
 from ddltool.analyzers.scheduling.truth import Application
 from ddltool.errors import InputError
 
@@ -27,6 +30,12 @@ class Tuning(Enum):
     """The number of replicas, at the requested batch size."""
     ADAPTIVE = "adaptive"
     """Replicas and batch size; the request is not looked at."""
+    LOGICAL = "logical"
+    """The GPUs, of one type or several, that run the requested replicas as logical workers at the requested batch."""
+
+
+# Local batch sizes at which a job is profiled on one GPU of each type before it first runs in a mixed cluster.
+_PROFILED = 4
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -43,7 +52,15 @@ class JobSpec:
 class SimulatedJob:
     """The state of one job. Policies read it through the methods in the first half and change nothing."""
 
-    def __init__(self, index: int, spec: JobSpec, application: Application, tuning: Tuning, cluster: ClusterSpec):
+    def __init__(
+        self,
+        index: int,
+        spec: JobSpec,
+        application: Application,
+        tuning: Tuning,
+        cluster: ClusterSpec,
+        beliefs: Beliefs | None = None,
+    ):
         self.index = index
         self.spec = spec
         self.application = application
@@ -55,6 +72,7 @@ class SimulatedJob:
             min_local_batch_size=application.min_local_batch_size,
             max_local_batch_size=application.max_local_batch_size,
         )
+        self._limits: dict[str, Tunable] = {}
         self.batch_size = application.fixed_batch_size if tuning is Tuning.ADAPTIVE else spec.batch_size
         self.allocation: Allocation = ()
         self.placement: tuple[int, ...] = ()
@@ -73,13 +91,12 @@ class SimulatedJob:
         """When the current epoch ends under the current configuration, in whole seconds if asked."""
         self.exact_next_s = math.inf
         self._gpu_seconds = 0.0
-        self._seen: dict[tuple[int, int, int], tuple[float, float]] = {}
-        self._model: Floats | None = None
-        self._stale = False
-        self._models = 0
+        self.gpu_types = tuple(name for name in cluster.type_names if application.runs_on(name))
+        """Types of the cluster that the application was measured on."""
+        self.beliefs = beliefs if beliefs is not None else Beliefs()
         self._grad: tuple[float, float] | None = None
         self._tuned: tuple[object, ...] | None = None
-        self._table: tuple[object, NDArray[np.float64]] | None = None
+        self._tables: dict[str, tuple[object, NDArray[np.float64]]] = {}
 
     # What policies look at.
 
@@ -87,6 +104,13 @@ class SimulatedJob:
     def restarts(self) -> int:
         """Re-allocations so far: starts after the first."""
         return max(self.starts - 1, 0)
+
+    def limits_on(self, gpu_type: str) -> Tunable:
+        """Return within which batch sizes it may run on one GPU type: memory differs."""
+        if gpu_type not in self._limits:
+            largest = self.application.largest_local_batch(gpu_type)
+            self._limits[gpu_type] = replace(self.limits, max_local_batch_size=largest)
+        return self._limits[gpu_type]
 
     def age_s(self, now_s: float) -> float:
         """Return the seconds since the submission."""
@@ -99,39 +123,88 @@ class SimulatedJob:
     @property
     def most_replicas(self) -> int:
         """The most replicas that it may be given now: the request, or what batch and exploration allow."""
-        if self.tuning is Tuning.RIGID:
+        if self.tuning in (Tuning.RIGID, Tuning.LOGICAL):
             return self.spec.num_replicas
         limit = self.application.limits.max_replicas or self.cluster.total_gpus
         if self.tuning is Tuning.ELASTIC:
             return max(1, min(limit, self.spec.batch_size // self.limits.min_local_batch_size))
-        seen = max((replicas for _, replicas, _ in self._seen), default=0)
+        seen = self.beliefs.most_replicas
         return min(limit, max(2 * seen, 1), self.cluster.total_gpus, self.application.max_replicas)
 
-    def goodput_table(self, most: int) -> Floats | None:
+    @property
+    def steps_per_s(self) -> float:
+        """Optimizer steps per second as measured in the current allocation; 0 without one."""
+        return (1.0 - self.slowdown) / self._step_s() if self.allocation else 0.0
+
+    @property
+    def gradient(self) -> tuple[float, float] | None:
+        """Squared norm and variance of the gradient as last seen, its own or, pooled, that of a job like it."""
+        if self._grad is not None or not self.beliefs.grads:
+            return self._grad
+        epochs = [epoch for epoch in self.beliefs.grads if epoch <= self.epoch]
+        return self.beliefs.grads[max(epochs, default=min(self.beliefs.grads))]
+
+    def goodput_table(self, most: int, gpu_type: str | None = None) -> Floats | None:
         """Return believed goodput (2, most + 1): row 0 on one node, row 1 across nodes; column k on k replicas.
 
-        In samples per second; column 0 is 0, and so is one replica across nodes. None before the job has run.
+        In samples per second; column 0 is 0, and so is one replica across nodes. None before anything was seen on this
+        type (by default the cluster's first). What was seen on one GPU only scales as on the type that it knows best.
         """
-        if self._grad is None:
+        name = gpu_type or self.cluster.gpu_types[0]
+        grad, types = self.gradient, self.beliefs.types
+        if name not in types:
             return None
-        model = self._fitted()
-        key = (self._models, self._grad)
-        if self._table is None or self._table[0] != key or self._table[1].shape[1] <= most:
-            replicas = np.arange(1.0, most + 1)
-            nodes = np.repeat([1.0, 2.0], most)
-            found = best_goodput(model, *self._grad, self.limits, nodes, np.concatenate([replicas, replicas]))[0]
-            table = np.zeros((2, most + 1))
-            table[:, 1:] = found.reshape(2, most)
-            table[1, 1] = 0.0
-            self._table = (key, table)
-        return self._table[1][:, : most + 1]
+        if grad is None:
+            if len(self.cluster.type_names) == 1:
+                return None
+            grad = 1.0, 1.0  # profiled, but never run: a noise scale of M0 until it shows its own
+        values = self.beliefs.model(name)
+        key = (self.beliefs.version, grad)
+        known = self._tables.get(name)
+        if known is None or known[0] != key or known[1].shape[1] <= most:
+            table = self._believed(values, grad, most, self.limits_on(name))
+            if self.beliefs.pooled:
+                table *= self.beliefs.correction(name, most)
+            if types[0] != name and not self.beliefs.has_run_across(name):
+                other = self._believed(self.beliefs.model(types[0]), grad, most, self.limits_on(types[0]))
+                table = other * (table[0, 1] / other[0, 1]) if other[0, 1] > 0 else table
+            known = self._tables[name] = ((self.beliefs.version, grad), table)
+        return known[1][:, : most + 1]
+
+    def _believed(self, values: Floats, grad: tuple[float, float], most: int, limits: Tunable) -> Floats:
+        replicas = np.arange(1.0, most + 1)
+        nodes = np.repeat([1.0, 2.0], most)
+        found = best_goodput(values, *grad, limits, nodes, np.concatenate([replicas, replicas]))[0]
+        table = np.zeros((2, most + 1))
+        table[:, 1:] = found.reshape(2, most)
+        table[1, 1] = 0.0
+        return table
+
+    def remaining_samples(self) -> float:
+        """Return the samples left at M0's efficiency, by the declared epochs: no oracle, users state epochs and data."""
+        last = self.application.progress[self.application.max_epochs]
+        return max(last - self.progress, 0.0) * self.limits.init_batch_size
+
+    def profile(self) -> None:
+        """Time a few steps on one GPU of each type, as Sia does on submission; seconds that are not charged.
+
+        Nothing to do where all GPUs are alike, or where a job like it has been profiled.
+        """
+        if self.tuning is not Tuning.ADAPTIVE or len(self.cluster.type_names) == 1:
+            return
+        for name in self.gpu_types:
+            low, high = self.limits.min_local_batch_size, self.limits_on(name).max_local_batch_size
+            if name not in self.beliefs.types:
+                for size in sorted({round(size) for size in np.geomspace(low, high, _PROFILED).tolist()}):
+                    self.beliefs.observe(name, (1, 1, size), self.application.step_times((1,), size, name))
 
     def true_step_s(self, replicas: int, gpu_type: str | None = None) -> float:
         """Return the true time of one step at the requested batch size on ``replicas`` packed GPUs: for oracles."""
+        name = gpu_type or self.gpu_types[0]
         placement = packed(self.cluster, replicas)
-        local, steps = split_batch(self.spec.batch_size, replicas, self.limits)
+        local, steps = split_batch(self.spec.batch_size, replicas, self.limits_on(name))
         local = min(local, self.limits.max_batch_size // (replicas * (steps + 1)))
-        step, sync = self.application.step_times(placement, local, gpu_type or self.cluster.gpu_types[0])
+        step, sync = self.application.step_times(placement, local, name)
         return step + steps * (step - sync)
 
     def remaining_iterations(self) -> float:
@@ -191,21 +264,59 @@ class SimulatedJob:
     @property
     def total_batch_size(self) -> int:
         """Samples per optimizer step over all replicas."""
-        return sum(self.placement) * self.local_batch_size * (self.accumulation_steps + 1)
+        replicas = self.spec.num_replicas if self.tuning is Tuning.LOGICAL else sum(self.placement)
+        return replicas * self.local_batch_size * (self.accumulation_steps + 1)
 
     def retune(self, now_s: float, whole_seconds: bool) -> None:
         """Choose the batch from what is believed, and foresee the end of the epoch from what is true."""
         if not self.allocation:
             return
         self._choose_batch()
-        step, sync = self._true_times()
         gain = self.application.gain(self.total_batch_size, self.epoch)
-        self.rate = gain / (step + self.accumulation_steps * (step - sync)) * (1.0 - self.slowdown)
+        self.rate = gain / self._step_s() * (1.0 - self.slowdown)
         left = self.application.progress[self.epoch + 1] - self.progress
         begin = max(now_s, self.running_from_s)
         self.exact_next_s = self.next_s = begin + left / self.rate
         if whole_seconds:
             self.next_s = max(begin, float(round(self.next_s)))
+
+    def _step_s(self) -> float:
+        """Return the true seconds of one optimizer step under the current configuration."""
+        if self.tuning is not Tuning.LOGICAL:
+            step, sync = self._true_times()
+            return step + self.accumulation_steps * (step - sync)
+        held = Counter[str]()
+        for node, count in self.allocation:
+            held[self.cluster.gpu_types[node]] += count
+        return self.logical_step_s(held, self.placement)
+
+    def logical_step_s(self, held: Mapping[str, int], placement: tuple[int, ...]) -> float:
+        """Return the true seconds per step of the requested replicas as logical workers on GPUs of several types.
+
+        The slowest GPU's logical workers one after the other (EasyScale, Equation 1), then one synchronisation: that of
+        the slowest type in the same placement, which is an assumption, as mixed placements were not measured.
+        """
+        local, _steps = self.logical_batch()
+        capability = self.capabilities()
+        plan = best_plan(capability, held, self.spec.num_replicas)
+        sync = max(self.application.step_times(placement, local, name)[1] for name in held)
+        return self.spec.num_replicas / plan.throughput + sync
+
+    def logical_batch(self) -> tuple[int, int]:
+        """Return the local batch of one logical worker and its accumulation steps beyond the first: the same everywhere."""
+        replicas = self.spec.num_replicas
+        least = min((self.limits_on(name) for name in self.gpu_types), key=lambda one: one.max_local_batch_size)
+        local, steps = split_batch(self.spec.batch_size, replicas, least)
+        return max(1, min(local, self.limits.max_batch_size // (replicas * (steps + 1)))), steps
+
+    def capabilities(self) -> dict[str, float]:
+        """Return EasyScale's C: mini-batches per second of one logical worker alone on a GPU, by type; as measured."""
+        local, steps = self.logical_batch()
+        made = {}
+        for name in self.gpu_types:
+            step, sync = self.application.step_times((1,), local, name)
+            made[name] = 1.0 / ((step - sync) * (steps + 1))
+        return made
 
     def _true_times(self) -> tuple[float, float]:
         return self.application.step_times(
@@ -213,21 +324,26 @@ class SimulatedJob:
         )
 
     def _choose_batch(self) -> None:
+        if self.tuning is Tuning.LOGICAL:
+            self.local_batch_size, self.accumulation_steps = self.logical_batch()
+            return
         replicas = sum(self.placement)
-        if self.batch_size is None and self._grad is not None:
-            model = self._fitted()
-            key = (self._models, self._grad)
+        gpu_type = self.cluster.gpu_types[self.allocation[0][0]]
+        grad, limits = self.gradient, self.limits_on(gpu_type)
+        if self.batch_size is None and grad is not None and gpu_type in self.beliefs.types:
+            model = self.beliefs.model(gpu_type)
+            key = (self.beliefs.version, grad)
             if key == self._tuned:
                 return
             self._tuned = key
             nodes = np.array([float(len(self.placement))])
-            _, local, steps = best_goodput(model, *self._grad, self.limits, nodes, np.array([float(replicas)]))
+            _, local, steps = best_goodput(model, *grad, limits, nodes, np.array([float(replicas)]))
             self.local_batch_size, self.accumulation_steps = int(local[0]), int(steps[0])
         else:
             batch = self.batch_size
             if batch is None:
                 batch = max(self.limits.init_batch_size, self.limits.min_local_batch_size * replicas)
-            self.local_batch_size, self.accumulation_steps = split_batch(batch, replicas, self.limits)
+            self.local_batch_size, self.accumulation_steps = split_batch(batch, replicas, limits)
         count = replicas * (self.accumulation_steps + 1)
         self.local_batch_size = min(self.local_batch_size, self.limits.max_batch_size // count)
 
@@ -236,45 +352,47 @@ class SimulatedJob:
         if self.tuning is not Tuning.ADAPTIVE:
             return
         self._grad = self.application.grad_stats(self.total_batch_size, self.epoch)
-        key = (len(self.placement), sum(self.placement), self.local_batch_size)
-        if key not in self._seen:
-            self._seen[key] = self._true_times()
-            self._stale = True
-
-    def _fitted(self) -> Floats:
-        """Return the throughput model of everything seen so far."""
-        if self._model is None or self._stale:
-            at = np.array(list(self._seen), dtype=np.float64)
-            times = np.array(list(self._seen.values()))
-            profile = Profile(
-                num_nodes=at[:, 0],
-                num_replicas=at[:, 1],
-                local_batch_size=at[:, 2],
-                grad_time_s=times[:, 0] - times[:, 1],
-                step_time_s=times[:, 0],
-            )
-            self._model = fit(profile, self._model)
-            self._stale = False
-            self._models += 1
-        return self._model
+        if self.beliefs.pooled:
+            self.beliefs.grads[self.epoch] = self._grad
+        gpu_type = self.cluster.gpu_types[self.allocation[0][0]]
+        at = (len(self.placement), sum(self.placement), self.local_batch_size)
+        if not self.beliefs.knows(gpu_type, at):
+            self.beliefs.observe(gpu_type, at, self._true_times())
 
 
 def make_jobs(
-    specs: Sequence[JobSpec], applications: dict[str, Application], tuning: Tuning, cluster: ClusterSpec
+    specs: Sequence[JobSpec],
+    applications: dict[str, Application],
+    tuning: Tuning,
+    cluster: ClusterSpec,
+    *,
+    pooled: bool = False,
 ) -> list[SimulatedJob]:
-    """Return the jobs of a workload. Raises InputError for what can never run: unknown application, too many GPUs."""
+    """Return the jobs of a workload; ``pooled``: jobs of one application share their beliefs.
+
+    Raises InputError for what can never run: unknown application, no GPU type it was measured on, too many GPUs.
+    """
     jobs = []
+    shared: dict[str, Beliefs] = {}
     for index, spec in enumerate(specs):
         application = applications.get(spec.application)
         where = f"job {spec.name}"
         if application is None:
             known = ", ".join(sorted(applications))
             raise InputError(f"{where}:application", f"no traces of {spec.application!r}", f"known: {known}")
-        if tuning is Tuning.RIGID and spec.num_replicas > cluster.total_gpus:
-            problem = f"wants {spec.num_replicas} GPUs of {cluster.total_gpus}"
+        totals = {name: cluster.gpus_of(name) for name in cluster.type_names if application.runs_on(name)}
+        if not totals:
+            known = ", ".join(application.times)
+            problem = f"{spec.application} was not measured on {', '.join(cluster.type_names)}"
+            raise InputError(f"{where}:application", problem, f"measured on {known}")
+        most = max(totals.values())
+        if tuning is Tuning.RIGID and spec.num_replicas > most:
+            one = " of one type" if len(cluster.type_names) > 1 else ""
+            problem = f"wants {spec.num_replicas} GPUs{one} of {most}"
             raise InputError(f"{where}:num_replicas", problem, "it could never start; ask for fewer")
         low, high = application.init_batch_size, application.max_batch_size
         if tuning is not Tuning.ADAPTIVE and not low <= spec.batch_size <= high:
             raise InputError(f"{where}:batch_size", f"is {spec.batch_size}", f"{spec.application} has {low} to {high}")
-        jobs.append(SimulatedJob(index, spec, application, tuning, cluster))
+        beliefs = shared.setdefault(spec.application, Beliefs(pooled=True)) if pooled else None
+        jobs.append(SimulatedJob(index, spec, application, tuning, cluster, beliefs))
     return jobs

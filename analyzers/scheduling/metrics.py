@@ -48,37 +48,43 @@ class Summary:
 class IsolatedTimes:
     """How long a job takes alone on k GPUs, packed, with the best batch size in each epoch; seconds without restarts.
 
-    The best k' <= k replicas are taken in each epoch, so more GPUs never take longer.
+    On the type with the most GPUs that the application was measured on. The best k' <= k replicas are taken in each
+    epoch, so more GPUs never take longer.
     """
 
     def __init__(self, applications: Mapping[str, Application], cluster: ClusterSpec) -> None:
         self.applications = applications
         self.cluster = cluster
-        counts = {name: cluster.gpu_types.count(name) for name in cluster.type_names}
+        counts = {name: cluster.gpus_of(name) for name in cluster.type_names}
         self.types = sorted(counts, key=lambda name: -counts[name])
         self._epochs: dict[str, list[Floats]] = {}
 
     def __call__(self, name: str, gpus: int) -> float:
         """Return the seconds of application ``name`` on ``gpus`` GPUs."""
         application = self.applications[name]
-        gpus = min(gpus, application.max_replicas, self.cluster.total_gpus)
+        gpus = min(gpus, application.max_replicas, self.cluster.gpus_of(self._type(application)))
         known = self._epochs.setdefault(name, [])
         while len(known) < gpus:
             times = self._epoch_times(application, len(known) + 1)
             known.append(np.minimum(times, known[-1]) if known else times)
         return float(known[gpus - 1].sum())
 
+    def _type(self, application: Application) -> str:
+        """Return the type with the most GPUs that the application was measured on."""
+        return next((name for name in self.types if application.runs_on(name)), self.types[0])
+
     def _epoch_times(self, application: Application, replicas: int) -> Floats:
         """Return the seconds of each epoch (E,) on ``replicas`` packed GPUs at the best of some batch sizes."""
         epochs = application.max_epochs
-        gpu_type = next((name for name in self.types if application.runs_on(name)), self.types[0])
+        gpu_type = self._type(application)
+        largest = application.largest_local_batch(gpu_type)
         span = np.diff(application.progress[: epochs + 1])
         best = np.full(epochs, np.inf)
-        placement = packed(self.cluster, replicas)
+        placement = packed(self.cluster.of_type(gpu_type), replicas)
         low = max(application.init_batch_size, application.min_local_batch_size * replicas)
         totals = {application.fixed_batch_size} if application.fixed_batch_size else None
         for total in totals or set(np.geomspace(low, application.max_batch_size, _CANDIDATES).tolist()):
-            steps = max(int(np.ceil(total / replicas / application.max_local_batch_size - 1e-8)), 1)
+            steps = max(int(np.ceil(total / replicas / largest - 1e-8)), 1)
             local = int(np.ceil(total / replicas / steps - 1e-8))
             whole = replicas * local * steps
             if not application.init_batch_size <= whole <= application.max_batch_size:

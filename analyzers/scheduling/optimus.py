@@ -5,7 +5,14 @@ from __future__ import annotations
 import heapq
 from collections.abc import Mapping, Sequence
 
-from ddltool.analyzers.scheduling.cluster import Allocation, ClusterSpec, count_gpus, free_gpus, take_most_free
+from ddltool.analyzers.scheduling.cluster import (
+    Allocation,
+    ClusterSpec,
+    check_one_type,
+    count_gpus,
+    free_gpus,
+    take_most_free,
+)
 from ddltool.analyzers.scheduling.job import SimulatedJob, Tuning
 
 
@@ -24,6 +31,7 @@ class Optimus:
 
     def allocate(self, jobs: Sequence[SimulatedJob], cluster: ClusterSpec, now_s: float) -> Mapping[int, Allocation]:
         """Return the allocations for the next interval."""
+        check_one_type(cluster, self.name)
         replicas = self.count(jobs, cluster.total_gpus)
         made = {
             job.index: job.allocation

@@ -52,7 +52,7 @@ class Pollux:
 
     def allocate(self, jobs: Sequence[SimulatedJob], cluster: ClusterSpec, now_s: float) -> Mapping[int, Allocation]:
         """Return the allocations for the next interval."""
-        check_one_type(cluster, self.name, ("fifo",))
+        check_one_type(cluster, self.name)
         choices = [self.choice(job, len(jobs), cluster, now_s) for job in jobs]
         self.last = search(choices, cluster.gpus, avoid_sharing=self.avoid_sharing, effort=self.effort, seed=self.seed)
         return {job.index: made for job, made in zip(jobs, self.last.allocations, strict=True) if made}

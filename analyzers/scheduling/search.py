@@ -104,6 +104,19 @@ def search(
     return SearchResult(allocations=tuple(packing.allocations), cost=sum(packing.costs), bound=bound)
 
 
+def pack(
+    choices: Sequence[Choice], gpus: Sequence[int], counts: Sequence[int], *, avoid_sharing: bool = False
+) -> tuple[Allocation, ...]:
+    """Return allocations of n jobs of about ``counts`` (n,) GPUs on nodes with ``gpus`` (N,); the sum must fit.
+
+    Jobs that keep their count keep their place; the others come in order of their count, largest first. What no longer
+    fits because the free GPUs are scattered gets the best of what is free.
+    """
+    packing = _Packing(choices, gpus, avoid_sharing)
+    packing.fill(counts)
+    return tuple(packing.allocations)
+
+
 @dataclass
 class _Saved:
     free: list[int]

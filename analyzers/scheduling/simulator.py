@@ -15,17 +15,30 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from ddltool.analyzers.scheduling.cluster import Allocation, ClusterSpec, count_gpus, free_gpus, interfering
+from ddltool.analyzers.scheduling.cluster import (
+    MIXED_POLICIES,
+    Allocation,
+    ClusterSpec,
+    check_one_type,
+    count_gpus,
+    free_gpus,
+    interfering,
+)
 from ddltool.analyzers.scheduling.job import JobSpec, SimulatedJob, Tuning, make_jobs
 from ddltool.analyzers.scheduling.truth import Application
 from ddltool.errors import Infeasible, InputError
 
+# Longer intervals and delays are in another unit, or a typing error.
+_LONGEST_S = 604_800.0
 # Rounds in which nothing runs and nothing is on its way, after which a policy is taken to starve its jobs for good.
 _PATIENCE = 1000
 
 
 class Policy(Protocol):
-    """Who gets which GPUs. A policy may keep state from round to round; it belongs to one simulation."""
+    """Who gets which GPUs. A policy may keep state from round to round; it belongs to one simulation.
+
+    One with an attribute ``pools`` that is true lets the jobs of an application share what they have seen.
+    """
 
     name: str
     tuning: Tuning
@@ -91,10 +104,13 @@ class Options:
     react: bool = False
 
     def __post_init__(self) -> None:
-        if not (math.isfinite(self.interval_s) and self.interval_s > 0):
-            raise InputError("interval", f"is {self.interval_s}", "it must be > 0 seconds")
-        if not (math.isfinite(self.restart_delay_s) and self.restart_delay_s >= 0):
-            raise InputError("restart delay", f"is {self.restart_delay_s}", "it must be >= 0 seconds")
+        if not 0 < self.interval_s <= _LONGEST_S:
+            raise InputError(
+                "interval", f"is {self.interval_s}", f"above 0 and at most {_LONGEST_S:.0f} seconds (a week)"
+            )
+        if not 0 <= self.restart_delay_s <= _LONGEST_S:
+            problem = f"is {self.restart_delay_s}"
+            raise InputError("restart delay", problem, f"from 0 to {_LONGEST_S:.0f} seconds (a week)")
         if not 0 <= self.interference < 1:
             raise InputError("interference", f"is {self.interference}", "a share of the speed, at least 0 and below 1")
 
@@ -112,7 +128,8 @@ def simulate(
     lets jobs starve. O((n + rounds + epochs) log n) and the policy's own time.
     """
     begin = time.perf_counter()
-    run = _Run(make_jobs(workload, applications, policy.tuning, cluster), cluster, policy, options or Options())
+    jobs = make_jobs(workload, applications, policy.tuning, cluster, pooled=getattr(policy, "pools", False))
+    run = _Run(jobs, cluster, policy, options or Options())
     run.play()
     return SimulationResult(
         policy=policy.name,
@@ -123,6 +140,15 @@ def simulate(
         wall_seconds=time.perf_counter() - begin,
         policy_seconds=run.policy_seconds,
     )
+
+
+def check_runs(
+    workload: Sequence[JobSpec], applications: dict[str, Application], cluster: ClusterSpec, policy: Policy
+) -> None:
+    """Raise InputError, before anything is replayed, for a workload or a cluster that this policy cannot run."""
+    if policy.name not in MIXED_POLICIES:
+        check_one_type(cluster, policy.name)
+    make_jobs(workload, applications, policy.tuning, cluster)
 
 
 class _Run:
@@ -193,6 +219,7 @@ class _Run:
         while self.waiting and self.waiting[-1].spec.submit_s <= now_s:
             job = self.waiting.pop()
             job.last_s = now_s
+            job.profile()
             self.active[job.index] = job
 
     def _retune(self, job: SimulatedJob, now_s: float) -> None:
@@ -216,7 +243,8 @@ class _Run:
             if allocation != job.allocation:
                 job.reallocate(allocation, now_s, self.options.restart_delay_s)
                 if allocation:
-                    self.cluster.type_of(allocation)
+                    if self.policy.tuning is not Tuning.LOGICAL:
+                        self.cluster.type_of(allocation)
                     self.first_start.setdefault(job.index, now_s)
                 self._retune(job, now_s)
         if self.options.interference:

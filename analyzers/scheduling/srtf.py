@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from ddltool.analyzers.scheduling.cluster import Allocation, ClusterSpec, free_gpus, take_most_free
+from ddltool.analyzers.scheduling.cluster import Allocation, ClusterSpec
+from ddltool.analyzers.scheduling.gang import start_gangs
 from ddltool.analyzers.scheduling.job import SimulatedJob, Tuning
 
 
@@ -20,15 +21,4 @@ class Srtf:
 
     def allocate(self, jobs: Sequence[SimulatedJob], cluster: ClusterSpec, now_s: float) -> Mapping[int, Allocation]:
         """Return the allocations for the next interval."""
-        left = cluster.total_gpus
-        running: list[SimulatedJob] = []
-        for job in sorted(jobs, key=lambda job: (job.remaining_s(job.spec.num_replicas), job.index)):
-            if job.spec.num_replicas <= left:
-                left -= job.spec.num_replicas
-                running.append(job)
-        made = {job.index: job.allocation for job in running if job.allocation}
-        free = free_gpus(cluster, made.values())
-        for job in running:
-            if job.index not in made:
-                made[job.index] = take_most_free(free, job.spec.num_replicas)
-        return made
+        return start_gangs(sorted(jobs, key=lambda job: (job.remaining_s(job.spec.num_replicas), job.index)), cluster)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from ddltool.analyzers.scheduling.cluster import Allocation, ClusterSpec, free_gpus, take_most_free
+from ddltool.analyzers.scheduling.cluster import Allocation, ClusterSpec
+from ddltool.analyzers.scheduling.gang import start_gangs
 from ddltool.analyzers.scheduling.job import SimulatedJob, Tuning
 
 THRESHOLD_GPU_S = 16 * 3600.0
@@ -39,18 +40,8 @@ class Tiresias:
         demoted = [index for index in by_index if index in set(first) and self._served(index)]
         first = [index for index in first if index not in demoted]
         self.queues, self.last_s = (first, [*second, *demoted]), now_s
-        self.running = set()
-        left = cluster.total_gpus
-        for index in [*self.queues[0], *self.queues[1]]:
-            wanted = by_index[index].spec.num_replicas
-            if wanted <= left:
-                self.running.add(index)
-                left -= wanted
-        made = {index: job.allocation for index, job in by_index.items() if job.allocation and index in self.running}
-        free = free_gpus(cluster, made.values())
-        for index in [*self.queues[0], *self.queues[1]]:
-            if index in self.running and index not in made:
-                made[index] = take_most_free(free, by_index[index].spec.num_replicas)
+        made = start_gangs([by_index[index] for queue in self.queues for index in queue], cluster)
+        self.running = set(made)
         return made
 
     def _served(self, index: int) -> bool:

@@ -25,6 +25,8 @@ ANY_TYPE = "*"
 """The GPU type of measurements that name none: they hold for every type."""
 # Larger node counts than these were not measured; the published simulator counts more nodes as this many.
 _MOST_NODES = 16
+# Beyond the measured batch sizes the two lines may cross; some of a step always computes.
+_MOST_SYNC = 0.999
 
 
 def smallest_rotation(placement: Sequence[int]) -> Placement:
@@ -138,7 +140,7 @@ def _at(curve: tuple[Floats, Floats], batch: float) -> tuple[float, float]:
     step, sync = (times[upper - 1] + share * (times[upper] - times[upper - 1])).tolist()
     least = float(times[:, 0].min()) * 1e-3  # beyond the measured sizes a falling line must not cross zero
     step = max(step, least)
-    return step, min(max(sync, 0.0), step)
+    return step, min(max(sync, 0.0), _MOST_SYNC * step)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -237,6 +239,13 @@ class Application:
     def runs_on(self, gpu_type: str) -> bool:
         """Return whether the application was measured on this GPU type."""
         return gpu_type in self.times or ANY_TYPE in self.times
+
+    def largest_local_batch(self, gpu_type: str) -> int:
+        """Return the largest local batch size on one GPU type: that of its memory, as far as measured, or the limit."""
+        table = self.times.get(gpu_type) or self.times.get(ANY_TYPE)
+        if table is None or self.limits.max_local_batch_size:
+            return self.max_local_batch_size
+        return table.batch_range[1]
 
     def _weights(self, batch_size: float) -> tuple[int, int, float]:
         """Return the measured runs around a total batch size and the weight of the upper one."""

@@ -1,0 +1,156 @@
+"""Ours: jobs with little left first, GPUs where they are used well, and no restart that does not pay.
+
+Per round, one configuration (GPU type, count, within a node or across) for each job, of greatest total value
+
+    ``sum_j r_j^q s_j(c)^p``, with ``s_j(c)`` multiplied by ``h / (h + d)`` where c is a restart.
+
+``r_j`` is the job's rank by its remaining time, 1 for the longest: how many jobs wait for it if it goes first. For
+jobs that all speed up as ``k^q``, ``r^q`` is, nearly, by how much a second's work less in that job lowers the sum of
+completion times (Berg et al., heSRPT, 2020: the optimum gives the i-th longest of n jobs the share ``(i/n)^(1/(1-q))
+- ((i-1)/n)^(1/(1-q))``), so that ``p = 1`` would be the optimal choice for jobs that are all there. ``p = 0.25``
+leaves long jobs more. In the rank, each job that waits counts with its expected completion time to the power of
+``lateness`` (over the mean): the marginal cost of delay, as in the generalised c-mu rule (van Mieghem 1995), which
+protects the tail. ``s_j`` is the believed goodput over that on one GPU. ``h``, how long an allocation is likely to
+stay as it is, is the time since a job last arrived or ended, at least ``hold_s``, at most what is left of the job: in
+a busy cluster few restarts pay, in a quiet one nearly all.
+
+What it knows: step times and gradient statistics that jobs of the same application have shown (pooled), how far each
+job is, and the epochs that its user declared. No true remaining time, no future arrival, nothing of an application that
+never ran.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ddltool.analyzers.scheduling.assign import assign
+from ddltool.analyzers.scheduling.cluster import Allocation, ClusterSpec
+from ddltool.analyzers.scheduling.job import SimulatedJob, Tuning
+from ddltool.analyzers.scheduling.offers import Offer, Offers, offers
+from ddltool.analyzers.scheduling.packing import flat, search_type
+from ddltool.analyzers.scheduling.search import Choice
+from ddltool.errors import InputError
+
+Floats = NDArray[np.float64]
+# Completion times below a minute are as good as one.
+_LEAST_S = 60.0
+# Above this many (job, node) pairs the packing is not improved by local search: it would take longer than the round.
+_LARGE = 20_000
+
+
+class Ours:
+    """See the module. ``delay_s`` is what a restart costs; ``pools`` turns the sharing within an application on."""
+
+    name = "ours"
+    tuning = Tuning.ADAPTIVE
+
+    def __init__(
+        self,
+        *,
+        power: float = 0.25,
+        rank_power: float = 0.8,
+        lateness: float = 0.5,
+        hold_s: float = 120.0,
+        delay_s: float = 30.0,
+        pools: bool = True,
+        effort: int = 100,
+        seed: int = 0,
+    ) -> None:
+        if not (0 < power <= 1 and 0 <= rank_power <= 10 and 0 <= lateness <= 10 and hold_s > 0 and delay_s >= 0):
+            problem = f"power {power}, rank power {rank_power}, lateness {lateness}, hold {hold_s}, delay {delay_s}"
+            raise InputError("policy ours", problem, "0 < power <= 1, exponents 0 to 10, hold > 0, delay >= 0")
+        self.power, self.rank_power, self.hold_s, self.delay_s = power, rank_power, hold_s, delay_s
+        self.lateness = lateness
+        self.pools, self.effort, self.seed = pools, effort, seed
+        self._present: frozenset[int] = frozenset()
+        self._changed_s = 0.0
+
+    def allocate(self, jobs: Sequence[SimulatedJob], cluster: ClusterSpec, now_s: float) -> Mapping[int, Allocation]:
+        """Return the allocations for the next interval. One type: exact counts; several: :func:`assign`, then each type."""
+        if not jobs:
+            return {}
+        present = frozenset(job.index for job in jobs)
+        if present != self._present:
+            self._present, self._changed_s = present, now_s
+        hold = max(self.hold_s, now_s - self._changed_s)
+        made = [offers(job, cluster) for job in jobs]
+        weights = self._weights(made, cluster.total_gpus // len(jobs), now_s)
+        choices = [self._choices(offer, weight, hold, now_s) for offer, weight in zip(made, weights, strict=True)]
+        names = cluster.type_names
+        on_type = self._share_types(made, choices, names, cluster)
+        found: dict[int, Allocation] = {}
+        for name in names:
+            members = [at for at in range(len(jobs)) if on_type[at] == name]
+            if members:
+                effort = 0 if len(members) * len(cluster.gpus) > _LARGE else self.effort
+                for at, allocation in search_type(
+                    [choices[at][name] for at in members], cluster, name, effort, self.seed
+                ):
+                    found[jobs[members[at]].index] = allocation
+        return found
+
+    def _weights(self, made: Sequence[Offers], fair: int, now_s: float) -> list[float]:
+        """Return ``r^q`` of each job. One of which nothing is known yet counts as the shortest: it is soon known."""
+        order = sorted(range(len(made)), key=lambda at: (-(made[at].remaining_s or 0.0), -made[at].job.index))
+        costs = [self._lateness(made[at], fair, now_s) for at in order]
+        unit = sum(costs) / len(costs)
+        weights = [0.0] * len(made)
+        rank = 0.0
+        for at, cost in zip(order, costs, strict=True):
+            rank += cost / unit
+            weights[at] = rank**self.rank_power
+        return weights
+
+    def _lateness(self, offer: Offers, fair: int, now_s: float) -> float:
+        """Return what a second of delay of this job costs: its expected completion time to the power of ``lateness``."""
+        if offer.remaining_s is None:
+            return float(max(offer.job.age_s(now_s), _LEAST_S) ** self.lateness)
+        count = max(min(fair, offer.most), 1)
+        speed = max(float(one.speedup[:, count].max()) for one in offer.by_type)
+        expected = offer.job.age_s(now_s) + offer.remaining_s / max(speed, 1e-3)
+        return float(max(expected, _LEAST_S) ** self.lateness)
+
+    def _choices(self, offer: Offers, weight: float, hold: float, now_s: float) -> dict[str, Choice]:
+        """Return what each count on each type costs one job: the value of the best of all less its own."""
+        starting = max(offer.job.running_from_s - now_s, 0.0)
+        best = max(float(one.speedup.max()) for one in offer.by_type) ** self.power
+        return {one.gpu_type: self._choice(one, offer, weight, best, hold, starting) for one in offer.by_type}
+
+    def _choice(self, one: Offer, offer: Offers, weight: float, best: float, hold: float, starting: float) -> Choice:
+        remaining = math.inf if offer.remaining_s is None else offer.remaining_s
+        stays = np.minimum(remaining / np.maximum(one.speedup, 1e-9), hold)
+        restarted = one.speedup * (stays / (stays + self.delay_s))
+        cost = weight * (best - restarted[:, : offer.most + 1] ** self.power)
+        cost[0, 1:][one.speedup[0, 1 : offer.most + 1] <= 0] = np.inf
+        cost[1][one.speedup[1, : offer.most + 1] <= 0] = np.inf
+        keep = np.inf
+        if one.held:
+            span = float(stays[one.row, one.held])
+            kept = float(one.speedup[one.row, one.held]) * span / (span + starting) if span else 0.0
+            keep = weight * (best - kept**self.power)
+        return Choice(within=cost[0], across=cost[1], base=offer.job.allocation if one.held else (), keep=keep)
+
+    def _share_types(
+        self, made: Sequence[Offers], choices: Sequence[dict[str, Choice]], names: Sequence[str], cluster: ClusterSpec
+    ) -> list[str]:
+        """Return the GPU type of each job."""
+        if len(names) == 1:
+            return [names[0]] * len(made)
+        nothing = np.array([np.inf])
+        costs = []
+        for by_type in choices:
+            idle = next(iter(by_type.values())).within[0]
+            tables = [flat(by_type[name]) if name in by_type else nothing.copy() for name in names]
+            for table in tables:
+                table[0] = idle
+            costs.append(tables)
+        found = assign(costs, [cluster.gpus_of(name) for name in names])
+        fallback = [offer.job.gpu_types[0] for offer in made]
+        return [
+            names[kind] if count else other
+            for kind, count, other in zip(found.types, found.counts, fallback, strict=True)
+        ]
