@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -63,6 +64,11 @@ def show_parameters(title: str, fitted: Goodput | DeviceGoodput, hidden: tuple[s
         if interval is not None and interval.reason:
             limits, source = "-", "prior: not in the data" if name in fitted.undetermined else "not determined"
             reasons.append(f"{name}: {interval.reason}")
+        elif interval is not None and not interval.low <= value <= (
+            math.inf if interval.high is None else interval.high
+        ):
+            source = "fitted, with the prior"
+            reasons.append(f"{name}: the rows alone would put it in the interval; the prior draws it out")
         rows.append((name, shown(name, value), limits, source))
     console = out()
     console.print(table(title, ("parameter", "value", "90 % interval", ""), rows))
@@ -76,6 +82,9 @@ def show_errors(fitted: Goodput | DeviceGoodput) -> None:
 
     console = out()
     console.print(f"error on the fitted rows   MAPE {fitted.mape:.1%}, RMSLE {fitted.rmsle:.4f}")
+    free = len(type(fitted.params).model_fields) - len(fitted.undetermined)
+    if fitted.samples <= free:
+        console.print(f"{fitted.samples} row(s) for {free} parameters: any model fits them, so this error says nothing")
     if fitted.holdout is not None:
         error = fitted.holdout
         console.print(

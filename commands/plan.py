@@ -540,17 +540,23 @@ def _show_goodput(choice: GoodputChoice) -> None:
         more = f" ({entry.ranks_with_one_more} + 1)" if entry.ranks_with_one_more else ""
         last = str(entry.last_step_samples or "-")
         splits.append((str(entry.world_size), "/".join(map(str, sizes)) + more, str(entry.accumulation_steps), last))
+    hidden = max(len(choice.scaling), len(choice.elastic)) - 32
     title = f"Elastic: how to keep a total batch of {choice.total_batch_size} exactly"
     console.print(
         table(title, ("processes", "local batch", "accumulation", "last step of an epoch"), splits, text_columns=2)
     )
     console.print("(k + 1): the first k processes take one sample more per step")
+    if hidden > 0:
+        console.print(f"{hidden} numbers of processes are left out here; -o FILE and --json have all")
+    console.print(
+        "the goodput table lists the numbers of devices that no smaller number equals, with equal splits alone"
+    )
     if choice.elastic:
         shown = ", ".join(f"{name} {choice.elastic[0].learning_rates[name]:.4g}" for name in rates)
         console.print(f"learning rate at that batch: {shown}")
 
 
-def _thinned(rows: list[Any], most: int = 12) -> list[Any]:
+def _thinned(rows: list[Any], most: int = 32) -> list[Any]:
     """Return at most ``most`` of the rows for people: all of them, or the first, the last and evenly between."""
     if len(rows) <= most:
         return rows

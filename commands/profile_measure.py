@@ -233,6 +233,12 @@ def _device_memory(device: str) -> float:
     if device == "cuda":
         import torch
 
+        from ddltool.errors import InputError
+
+        if not torch.cuda.is_available():
+            raise InputError(
+                "--device", "cuda has 0 devices here", "use --device cpu, or --analytic for a GPU elsewhere"
+            )
         return float(torch.cuda.get_device_properties(0).total_memory)
     import psutil
 

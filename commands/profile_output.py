@@ -91,9 +91,13 @@ def _show_summary(console: Any, name: str, summary: CurveSummary, limit: MemoryL
     if summary.linear_from_batch is not None:
         slope = show_seconds(summary.seconds_per_sample)
         console.print(f"{name}: linear from batch {summary.linear_from_batch} on, {slope} per sample")
-    batch = summary.memory_limit_batch if summary.memory_limit_batch is not None else "not reached"
     if limit is not None:
         how = f"measured, {len(limit.tried)} tries within {show_bytes(limit.budget_bytes)}"
     else:
         how = "predicted by extrapolation"
-    console.print(f"{name}: memory limit at batch {batch} ({how})")
+    if summary.memory_limit_batch is None:
+        console.print(
+            f"{name}: memory limit unknown: the peaks do not grow with the batch; search it with --memory SIZE"
+        )
+    else:
+        console.print(f"{name}: memory limit at batch {summary.memory_limit_batch} ({how})")

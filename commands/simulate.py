@@ -187,11 +187,10 @@ def show(document: dict[str, Any]) -> None:
             f"{record['finish_time_fairness']['max']:.2f}",
             f"{record['finish_time_fairness']['share_below_1']:.0%}",
             str(record["restarts"]),
-            f"{record['wall_seconds']:.1f}",
         ]
         for name, record in document["policies"].items()
     ]
-    columns = ("", "avg JCT", "p99", "makespan", "used", "worst", "fair", "moves", "took")
+    columns = ("", "avg JCT", "p99", "makespan", "used", "worst", "fair", "moves")
     title = f"{document['jobs']} jobs on {document['gpus']} GPUs, seconds (simulated from measured traces)"
     caption = "worst: largest finish-time fairness; fair: share of jobs below 1; moves: restarts"
     out().print(table(title, columns, rows, caption=caption))

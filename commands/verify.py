@@ -14,6 +14,10 @@ if TYPE_CHECKING:
     from ddltool.analyzers.goodput.throughput import ThroughputParams
 
 
+# From here on a ratio says more than percent.
+_MANIFOLD = 5.0
+
+
 def verify(
     plan_file: Annotated[Path, typer.Argument(metavar="PLAN", help="plan.json that the run followed.")],
     telemetry: Annotated[Path, typer.Argument(metavar="TELEMETRY", help="telemetry.jsonl that the hook wrote.")],
@@ -112,7 +116,10 @@ def show(found: Verification, limit: float | None, output: Path | None) -> None:
     from ddltool.units import show_seconds
 
     def parts(name: str, predicted: float | None, measured: float) -> tuple[str, str, str, str]:
-        error = "-" if predicted is None or measured <= 0 else f"{predicted / measured - 1:+.1%}"
+        error = "-"
+        if predicted is not None and measured > 0:
+            ratio = predicted / measured
+            error = f"{ratio - 1:+.1%}" if ratio < _MANIFOLD else f"x {ratio:.3g}"
         return name, show_seconds(predicted), show_seconds(measured), error
 
     console = out()

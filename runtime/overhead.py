@@ -36,7 +36,9 @@ class Interval:
     confidence: float
 
     def excess(self, limit: float) -> Literal["within", "above", "not decided"]:
-        """Return how ``ratio - 1`` compares with ``limit``, as far as the interval tells."""
+        """Return how ``ratio - 1`` compares with ``limit``, as far as the interval tells: nothing below 95 % confidence."""
+        if self.confidence < CONFIDENCE:
+            return "not decided"
         if self.low - 1 > limit:
             return "above"
         return "within" if self.high - 1 <= limit else "not decided"

@@ -365,3 +365,9 @@ def test_a_number_is_a_number(field: str, value: object) -> None:
         parse(document, Job, "job")
     whole = {"name": "a", "max_workers": 1, "devices": [{"type": "T4", "count": 1, "memory_gib": 16}]}
     assert parse(whole, Job, "job").devices[0].memory_gib == 16
+
+
+def test_a_column_that_stands_twice_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "a.csv").write_text("device,num_nodes,device\nV,1,T\n", encoding="utf-8")
+    with pytest.raises(InputError, match="a.csv:line 1: has the column 'device' twice; keep one of the two"):
+        read_profile(tmp_path / "a.csv")

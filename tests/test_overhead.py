@@ -75,18 +75,28 @@ def test_turns_change_from_pair_to_pair(monkeypatch: pytest.MonkeyPatch) -> None
     assert (found.wall.median, found.cpu.median) == (1.5, 1.0)
 
 
+def test_one_pair_of_runs_decides_nothing(tmp_path: Path, cli: Callable[..., Any]) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(SCRIPT, encoding="utf-8")
+    asked = ("doctor", "--overhead", f"{script} --lr 0.1", "--steps", "12", "--pairs", "1", "--json")
+    few = cli(*asked, "--max-overhead", "20%")
+    assert (few.code, few.document["verdict"]) == (0, "not decided")
+    assert few.document["cpu"]["median"] > 1.8
+
+
+@pytest.mark.slow
 def test_a_script_that_is_slower_with_ddltool_is_found_out(tmp_path: Path, cli: Callable[..., Any]) -> None:
     """Three times the work when on; the gate says no, with one line and exit code 1."""
     script = tmp_path / "train.py"
     script.write_text(SCRIPT, encoding="utf-8")
-    asked = ("doctor", "--overhead", f"{script} --lr 0.1", "--pairs", "1", "--steps", "12", "--json")
-    result = cli(*asked, "--max-overhead", "20%")
+    asked = ("doctor", "--overhead", f"{script} --lr 0.1", "--steps", "12", "--json")
+    result = cli(*asked, "--pairs", "6", "--max-overhead", "20%")
     assert result.code == 1
     assert result.error_line == "the overhead of ddltool is above 20% of a step"
     document = result.document
     assert document["verdict"] == "above"
     assert document["cpu"]["median"] > 1.8
-    assert [len(document[turn]) for turn in ("on", "off")] == [1, 1]
+    assert [len(document[turn]) for turn in ("on", "off")] == [6, 6]
     assert {run["steps"] for run in document["on"]} == {12}
 
 

@@ -85,6 +85,11 @@ def test_the_table_has_a_row_per_policy_within_80_columns(run: Cli) -> None:
     assert "fifo" in rows
     assert "pollux" in rows
     assert max(map(len, result.out.splitlines())) <= 80
+    widest = run("--policy", "fifo,easyscale-heter", "--restart-delay", 100_000)
+    assert max(map(len, widest.out.splitlines())) <= 80
+    figures = next(line for line in widest.out.splitlines() if line.strip().startswith("easyscale-heter")).split()
+    assert len(figures) == 8
+    assert float(figures[3].replace(",", "")) > 100_000
 
 
 @pytest.mark.parametrize(

@@ -93,7 +93,7 @@ def test_a_run_as_planned(plan_file: Path) -> None:
     assert [check.predicted_s for check in found.ranks] == pytest.approx([0.1, 0.1])
     assert all(abs(check.error) < 0.02 for check in found.ranks)
     assert [line.partition(":")[0] for line in found.refit] == [
-        "the plan leaves synchronisation out; measured 0.01 s per step"
+        "the plan leaves synchronisation out; measured 10 ms per step"
     ]
 
 
@@ -183,6 +183,8 @@ def test_bad_options(plan_file: Path, tmp_path: Path, cli: Cli, options: list[st
         ({"compute_s": float("nan")}, "line 5:compute_s: is nan"),
         ({"sync_s": -1.0}, "line 5:sync_s: is -1.0"),
         ({"batch": "many"}, "line 5:batch: is many"),
+        ({"rank": 7}, "line 5:rank: is 7 of 2 processes"),
+        ({"step": 1e300}, "line 5:step: is 1e\\+300"),
     ],
 )
 def test_bad_rows_are_named(change: dict[str, Any], message: str) -> None:

@@ -5,6 +5,7 @@ One row is one configuration: device, nodes, replicas and local batch size, with
 
 from __future__ import annotations
 
+import csv
 import io
 import math
 from pathlib import Path
@@ -69,6 +70,7 @@ def read_table(path: str | Path) -> pd.DataFrame:
         else:
             # A device may well be called NA or nan: there only an empty field is missing.
             header = pd.read_csv(io.StringIO(text), skipinitialspace=True, nrows=0).columns
+            _check_header(text, path)
             missing = {name: [""] if name == "device" else ["", "nan", "NaN", "NA"] for name in header}
             frame = pd.read_csv(
                 io.StringIO(text),
@@ -84,6 +86,14 @@ def read_table(path: str | Path) -> pd.DataFrame:
     if frame.empty:
         raise InputError(str(path), "has no rows", "give at least one measured row")
     return frame
+
+
+def _check_header(text: str, path: Path) -> None:
+    """Raise InputError for a column that stands twice: pandas would rename it, and one of the two would be lost."""
+    names = next(csv.reader(io.StringIO(text), skipinitialspace=True), [])
+    repeated = next((name for name in names if names.count(name) > 1), None)
+    if repeated is not None:
+        raise InputError(f"{path}:line 1", f"has the column {repeated!r} twice", "keep one of the two")
 
 
 def _json_lines(text: str, path: Path) -> list[dict[str, Any]]:

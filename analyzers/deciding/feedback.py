@@ -13,6 +13,8 @@ from ddltool.errors import InputError
 if TYPE_CHECKING:
     import pandas as pd
 
+# No clock of the hook tells less.
+_SHORTEST_S = 1e-9
 _NEEDED = ("step", "rank", "world_size", "num_nodes", "device", "batch", "compute_s", "wait_s", "sync_s", "step_s")
 
 
@@ -80,13 +82,23 @@ def read_run(frame: pd.DataFrame, where: str) -> Run:
         raise InputError(
             f"{where}:line {row + 1}:{column}", f"is {frame[column].iloc[row]}", "it must be a number >= 0"
         )
+    for name, most in (("step", 1e15), ("rank", 1e9), ("world_size", 1e9), ("batch", 1e15), ("num_nodes", 1e9)):
+        over = np.flatnonzero(numbers[name].to_numpy() > most)
+        if over.size:
+            raise InputError(f"{where}:line {over[0] + 1}:{name}", f"is {numbers[name].iloc[over[0]]:g}", "too large")
+    wrong = np.flatnonzero((numbers["rank"] >= numbers["world_size"]).to_numpy())
+    if wrong.size:
+        row = numbers.iloc[int(wrong[0])]
+        problem = f"is {row['rank']:g} of {row['world_size']:g} processes"
+        raise InputError(f"{where}:line {wrong[0] + 1}:rank", problem, "ranks count from 0")
     numbers["device"] = frame["device"].astype(str)
     last = _last_run(numbers)
     steps = np.sort(last["step"].unique())
     first = steps[WARMUP_STEPS] if len(steps) > 2 * WARMUP_STEPS else steps[0]
     # An epoch's last step may be a smaller one: what the plan speaks about are the full ones.
     full = last.groupby("rank")["batch"].transform("max")
-    steady = last[(last["step"] >= first) & (last["batch"] == full) & (last["batch"] > 0) & (last["compute_s"] > 0)]
+    steady = last[(last["step"] >= first) & (last["batch"] == full) & (last["batch"] > 0)]
+    steady = steady[(steady["compute_s"] >= _SHORTEST_S) & (steady["step_s"] >= _SHORTEST_S)]
     if steady.empty:
         raise InputError(where, "holds no step with samples", "let the job train for more steps")
     per_step = steady.groupby("step")

@@ -9,6 +9,7 @@ from ddltool.analyzers.deciding.feedback import RankRun, Run
 from ddltool.analyzers.goodput.throughput import ThroughputParams, grad_time_s, overlapped, sync_time_s
 from ddltool.errors import InputError
 from ddltool.plan import Assignment, Plan
+from ddltool.units import show_seconds
 
 # Within this a prediction is called right; beyond it the figure it came from is named for a new fit.
 ACCEPTED = 0.15
@@ -96,8 +97,8 @@ def _check(row: Assignment, rank: RankRun, models: Mapping[str, ThroughputParams
         predicted = float(grad_time_s(model, rank.batch))
     elif models:
         raise InputError("--goodput", f"has no model of {rank.device}", f"it knows {', '.join(models)}")
-    elif row.compute_s is None or row.local_batch_size < 1:
-        raise InputError("plan:assignments", "hold no compute_s", "make the plan again, or give --goodput FILE")
+    elif row.compute_s is None or row.compute_s <= 0 or row.local_batch_size < 1:
+        raise InputError("plan:assignments", "hold no compute_s above 0", "make the plan again, or give --goodput FILE")
     else:
         predicted = row.compute_s * rank.batch / row.local_batch_size
     return RankCheck(
@@ -136,8 +137,11 @@ def _refit(checks: Sequence[RankCheck], run: Run, sync_s: float | None) -> Itera
             share = abs(worst.measured_s / worst.predicted_s - 1)
             yield f"{device} computes {share:.0%} {how} than predicted: fit it again from this telemetry"
     if len(checks) > 1 and sync_s is None:
-        yield f"the plan leaves synchronisation out; measured {run.sync_s:.3g} s per step: plan with a network or a fit"
+        yield (
+            f"the plan leaves synchronisation out; measured {show_seconds(run.sync_s)} per step: plan with a network or a fit"
+        )
     elif len(checks) > 1 and sync_s is not None and abs(sync_s - run.sync_s) > ACCEPTED * run.iteration_s:
         yield (
-            f"synchronisation took {run.sync_s:.3g} s per step, predicted {sync_s:.3g} s: fit it again from this telemetry"
+            f"synchronisation took {show_seconds(run.sync_s)} per step, predicted {show_seconds(sync_s)}: fit it again from "
+            "this telemetry"
         )

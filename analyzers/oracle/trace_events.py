@@ -130,6 +130,8 @@ class _Text:
                     raise self.cut_off() from None
             except RecursionError:
                 raise self.wrong("values are nested too deeply") from None
+            except ValueError:  # an integer of thousands of digits
+                raise self.wrong("a number has thousands of digits") from None
             else:
                 if not isinstance(found, (dict, list, str)) and self._may_go_on(end) and self.read_on():
                     continue
