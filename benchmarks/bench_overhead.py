@@ -50,10 +50,11 @@ def network(tiny: bool) -> nn.Module:
     )
 
 
-def trainer(variant: str, replicas: int, tiny: bool) -> Callable[[int], None]:
-    """Return a function that makes a number of training steps."""
+def trainer(variant: str, replicas: int, tiny: bool, steps: int) -> Callable[[int], None]:
+    """Return a function that makes training steps, ``steps`` of them at most."""
     torch.manual_seed(0)
-    data = TensorDataset(torch.randn(LOCAL * replicas * 400, 3, SIZE, SIZE), torch.arange(LOCAL * replicas * 400) % 10)
+    samples = LOCAL * replicas * steps
+    data = TensorDataset(torch.randn(samples, 3, SIZE, SIZE), torch.arange(samples) % 10)
     module = network(tiny)
     model = DistributedDataParallel(module) if replicas > 1 else module
     adam = variant.endswith("Adam")
@@ -101,7 +102,7 @@ def measure(rank: int, folder: str, blocks: int, steps: int, replicas: int, tiny
     os.chdir(folder)
     if replicas > 1:
         dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=replicas)
-    runs = {variant: trainer(variant, replicas, tiny) for variant in VARIANTS}
+    runs = {variant: trainer(variant, replicas, tiny, (blocks + 2) * steps) for variant in VARIANTS}
     times: dict[str, list[tuple[float, float]]] = {variant: [] for variant in VARIANTS}
     for block in range(-1, blocks):  # the first warms up: DDP rebuilds its buckets
         for place in range(len(VARIANTS)):
