@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from ddltool.analyzers.deciding.candidates import Knowledge, Settings
     from ddltool.analyzers.deciding.communication import Communication
     from ddltool.analyzers.deciding.feedback import Run
+    from ddltool.analyzers.goodput.throughput import ThroughputParams
     from ddltool.decision import Decision, Objective, Option
     from ddltool.goodput_model import Goodput
     from ddltool.graph import Graph
@@ -125,11 +126,10 @@ def _errors(job: Job, folder: Path, fitted: Mapping[str, Goodput], run: Run | No
 
 
 def _communication(
-    job: Job, folder: Path, given: Given, models: Mapping[str, object], run: Run | None
+    job: Job, folder: Path, given: Given, models: Mapping[str, ThroughputParams], run: Run | None
 ) -> Communication | None:
     """Return the best source there is: an earlier run, a graph on a known network, or a fit that saw several replicas."""
     from ddltool.analyzers.deciding.communication import FittedCommunication, MeasuredCommunication
-    from ddltool.analyzers.goodput.throughput import ThroughputParams
 
     if run is not None and run.world_size > 1:
         return MeasuredCommunication(sync_s=run.sync_s, replicas=run.world_size)
@@ -137,9 +137,7 @@ def _communication(
     if from_graph is not None:
         return from_graph
     synchronised = {
-        name: model
-        for name, model in models.items()
-        if isinstance(model, ThroughputParams) and model.alpha_sync_local_s + model.alpha_sync_node_s > 0
+        name: model for name, model in models.items() if model.alpha_sync_local_s + model.alpha_sync_node_s > 0
     }
     if synchronised:
         return FittedCommunication(synchronised, 8 if job.goodput is None else job.goodput.devices_per_node)
@@ -168,7 +166,7 @@ def _from_graph(job: Job, folder: Path, given: Given) -> Communication | None:
         rate = parse_bandwidth(given.bandwidth)
     graph = given.graph
     if graph is None and job.model is not None and rate is not None:
-        graph = _traced(job, folder)
+        graph = _traced(job)
     if graph is None:
         return None
     if rate is None:
@@ -186,21 +184,14 @@ def _from_graph(job: Job, folder: Path, given: Given) -> Communication | None:
     return GraphCommunication(graph, rate, delay, memory, per_node)
 
 
-def _traced(job: Job, folder: Path) -> Graph:
+def _traced(job: Job) -> Graph:
     """Return the job's model as a graph; times only matter relative to each other, so any known device will do."""
-    from ddltool.commands.sources import is_graph_file
     from ddltool.commands.trace import timed_graph
     from ddltool.fixtures.loading import devices
-    from ddltool.graph_io import read_graph
 
-    source = str(job.model)
-    if is_graph_file(source) and read_graph(folder / source).timed:
-        return read_graph(folder / source)
     known = {device.name.casefold() for device in devices().devices}
     name = next((offer.type for offer in job.devices if offer.type.casefold() in known), "V100")
-    if is_graph_file(source):
-        return timed_graph(str(folder / source), device=name)
-    return timed_graph(source, batch_size=job.batch_size, device=name)
+    return timed_graph(str(job.model), batch_size=job.batch_size, device=name)
 
 
 def show_decision(decision: Decision) -> None:

@@ -121,7 +121,7 @@ def plan(
         return
     job = read_job(job_file)
     graph = _graph_of(job, job_file.parent, graph_file)
-    job = _scanned(job, job_file.parent, graph)
+    job = _scanned(job, graph)
     if strategy == "auto":
         from ddltool.analyzers.deciding.candidates import Settings
 
@@ -284,7 +284,7 @@ def goodput_plan(job: Job, job_file: Path) -> Plan:
     return plan_goodput(job, job.goodput, models)
 
 
-def _scanned(job: Job, folder: Path, graph: Graph | None) -> Job:
+def _scanned(job: Job, graph: Graph | None) -> Job:
     """Return the job with what its model's ops say about D2, where it asks for D2 and does not say itself."""
     from ddltool.analyzers.placement.determinism import d2_eligible
     from ddltool.commands.determinism import scan_source
@@ -298,16 +298,11 @@ def _scanned(job: Job, folder: Path, graph: Graph | None) -> Job:
         _, found = scan_source(job.model, batch_size=job.batch_size)
         eligible, reasons = found.d2_eligible, found.reasons
     else:
-        eligible, reasons = d2_eligible(graph or _read(folder / str(job.model)))
+        assert graph is not None  # a job's own graph file has been read
+        eligible, reasons = d2_eligible(graph)
     if not eligible:
         note(f"D2: the plan keeps to one device type: {reasons[0]}")
     return job.model_copy(update={"constraints": limits.model_copy(update={"hardware_agnostic": eligible})})
-
-
-def _read(path: Path) -> Graph:
-    from ddltool.graph_io import read_graph
-
-    return read_graph(path)
 
 
 def _draw_goodput(job: Job, job_file: Path, made: Plan, path: Path) -> None:

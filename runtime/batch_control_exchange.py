@@ -102,11 +102,9 @@ def own(store: KeyStore, name: str, timeout_s: float = TIMEOUT_S) -> KeyStore:
     A blocking call holds a connection: one that is shared would stop everybody else in this process. Where the store cannot
     give another connection, its own and its own timeout have to do.
     """
-    try:
+    with contextlib.suppress(RuntimeError, NotImplementedError, AttributeError):
         store = store.clone()
         store.set_timeout(timedelta(seconds=timeout_s))
-    except (RuntimeError, NotImplementedError, AttributeError):
-        pass
     return dist.PrefixStore(name, store)  # type: ignore[attr-defined]  # exported only where it is available
 
 

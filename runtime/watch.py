@@ -35,8 +35,7 @@ import psutil
 
 from ddltool.artifacts import write_text
 from ddltool.errors import DdlToolError, InputError, one_line
-from ddltool.runtime.children import start, stop
-from ddltool.runtime.measure import SILENCE_LIMIT_S, _follow_parent, _free_port
+from ddltool.runtime.children import SILENCE_LIMIT_S, follow_parent, free_port, start, stop
 
 if TYPE_CHECKING:
     from ddltool.runtime.measure import Step
@@ -159,7 +158,7 @@ def record(request: WatchRequest, progress: Callable[[int], None] | None = None)
     """
     context = multiprocessing.get_context("spawn")
     results: multiprocessing.Queue[tuple[str, Any]] = context.Queue()
-    port = _free_port()
+    port = free_port()
     children = [
         context.Process(target=_worker, args=(request, rank, port, results), daemon=True)
         for rank in range(request.workers)
@@ -207,7 +206,7 @@ def _worker(request: WatchRequest, rank: int, port: int, results: multiprocessin
     import torch.distributed as dist
 
     os.dup2(2, 1)  # what the user's module prints must not mix with the command's result
-    threading.Thread(target=_follow_parent, daemon=True).start()
+    threading.Thread(target=follow_parent, daemon=True).start()
     if request.cores is not None:
         usable = sorted(os.sched_getaffinity(0))
         os.sched_setaffinity(0, {usable[request.cores[rank] % len(usable)]})

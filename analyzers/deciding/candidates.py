@@ -114,10 +114,10 @@ class Candidates:
 
     def _est(self, problem: Problem) -> Candidate:
         """Bits across device types are promised only where the job or the model's scan says so."""
-        asked = self.job.constraints.determinism == "D2" and not problem.single_type
-        mixed = asked or (self.knowledge.d2_eligible is True and not problem.single_type)
+        allowed = self.job.constraints.determinism == "D2" or self.knowledge.d2_eligible is True
+        mixed = allowed and not problem.single_type
         plan = solve_est(
-            replace(problem, single_type=problem.single_type or not mixed),
+            replace(problem, single_type=not mixed),
             top_k=self.settings.top_k,
             time_limit_s=self.settings.limit_s,
             seed=self.settings.seed,
