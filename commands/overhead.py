@@ -60,13 +60,10 @@ def parse_share(text: str) -> float:
     >>> parse_share("1%"), parse_share("0.02")
     (0.01, 0.02)
     """
+    from ddltool import units
     from ddltool.errors import InputError
 
-    number, scale = (text.strip()[:-1], 100.0) if text.strip().endswith("%") else (text, 1.0)
-    try:
-        share = float(number) / scale
-    except ValueError:
-        share = -1.0
+    share = units.parse_share(text)
     if not 0 <= share <= 10:
         raise InputError("--max-overhead", f'is "{text}"', "give a share such as 1%")
     return share

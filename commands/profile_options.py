@@ -6,7 +6,7 @@ import math
 import re
 
 from ddltool.errors import InputError
-from ddltool.units import parse_duration
+from ddltool.units import parse_duration, parse_share
 
 _SIZE = re.compile(r"\s*([0-9]*\.?[0-9]+)\s*([kKmMgGtT]i?)?[bB]?\s*")
 _PREFIX = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}
@@ -32,12 +32,7 @@ def integers(text: str, where: str, least: int = 1) -> tuple[int, ...]:
 
 def share(text: str, where: str) -> float:
     """Return the share that ``5%`` or ``0.05`` means. Raises InputError unless it lies above 0 and below 1."""
-    body = text.strip()
-    percent = body.endswith("%")
-    try:
-        value = float(body.removesuffix("%")) / (100 if percent else 1)
-    except ValueError:
-        value = math.nan
+    value = parse_share(text)
     if not 0 < value < 1:
         raise InputError(where, f"{text!r} is not a share", "write for example 5% or 0.05")
     return value

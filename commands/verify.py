@@ -86,11 +86,9 @@ def percent(text: str, where: str) -> float:
     import math
 
     from ddltool.errors import InputError
+    from ddltool.units import parse_share
 
-    try:
-        value = float(text.removesuffix("%")) / (100 if text.endswith("%") else 1)
-    except ValueError:
-        value = math.nan
+    value = parse_share(text)
     if not (math.isfinite(value) and value >= 0):
         raise InputError(where, f"{text!r} is no share", "write for example 15% or 0.15")
     return value

@@ -19,9 +19,6 @@ from ddltool.analyzers.goodput.measuring import (
     predict,
 )
 from ddltool.errors import InputError
-from ddltool.runtime.children import SILENCE_LIMIT_S
-from ddltool.runtime.children import follow_parent as _follow_parent
-from ddltool.runtime.children import free_port as _free_port
 from ddltool.runtime.measure_pool import Pool
 from ddltool.runtime.measure_request import LARGEST_BATCH, MOST_STEPS, MeasureRequest, reliability, row_of, settings_of
 from ddltool.runtime.measure_worker import FEWEST_FOR_AN_INTERVAL, Outcome, Step, Task
@@ -31,13 +28,10 @@ if TYPE_CHECKING:
 
 __all__ = [
     "LARGEST_BATCH",
-    "SILENCE_LIMIT_S",
     "MeasureRequest",
     "Measured",
     "Progress",
     "Step",
-    "_follow_parent",
-    "_free_port",
     "campaign",
     "measure",
     "reliability",

@@ -36,6 +36,19 @@ def parse_bandwidth(text: str, where: str = "--bandwidth") -> float:
     return rate
 
 
+def parse_share(text: str) -> float:
+    """Return the share that ``5%`` or ``0.05`` means, NaN for anything that is no number: callers know their limits.
+
+    >>> parse_share("5%"), parse_share("0.02")
+    (0.05, 0.02)
+    """
+    number = text.strip()
+    try:
+        return float(number.removesuffix("%")) / (100 if number.endswith("%") else 1)
+    except ValueError:
+        return math.nan
+
+
 def parse_duration(text: str, where: str = "--latency") -> float:
     """Return seconds for text such as ``50us``, ``1.5ms``, ``60s``, ``2h``; a bare number is seconds.
 

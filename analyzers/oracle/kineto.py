@@ -210,7 +210,7 @@ def _assemble(where: str, header: Mapping[str, Any], collected: Collector) -> Pr
     waiter = spans.innermost(_indices(collected.wait_thread), _seconds(collected.wait_start))
     waited = _seconds(collected.wait_duration)
     wait_s = _sums(waiter[waiter >= 0], waited[waiter >= 0], len(spans))
-    steps, span_step = _steps(collected.keys, spans)
+    steps, span_step = steps_and_spans(collected.keys, spans)
     device = _indices(collected.activity_device)
     compute, communication = kind == COMPUTE_KERNEL, kind == COMMUNICATION_KERNEL
     busy_compute = _busy_per_device(device, compute, start, duration)
@@ -268,7 +268,8 @@ def _lookup(ids: NDArray[np.int64], asked: NDArray[np.int64]) -> NDArray[np.int6
     return np.where(ids[order[place]] == asked, order[place], -1)
 
 
-def _steps(keys: tuple[OpKey, ...], spans: Spans) -> tuple[tuple[Step, ...], Indices]:
+def steps_and_spans(keys: tuple[OpKey, ...], spans: Spans) -> tuple[tuple[Step, ...], Indices]:
+    """Return the profiler's steps in order of time, and which span each is, shape (steps,)."""
     numbers = np.array([int(found[1]) if (found := _STEP.match(key.name)) else -1 for key in keys], dtype=np.int64)
     number = numbers[spans.key] if len(keys) else np.zeros(0, dtype=np.int64)
     at = np.flatnonzero(number >= 0)

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ddltool.analyzers.oracle.kineto import _steps
+from ddltool.analyzers.oracle.kineto import steps_and_spans
 from ddltool.analyzers.oracle.trace_columns import COMMUNICATION_KERNEL, COMPUTE_KERNEL, Collector
 from ddltool.analyzers.oracle.trace_events import read_events
 from ddltool.analyzers.oracle.trace_spans import Floats, Spans, busy_s
@@ -50,7 +50,7 @@ def read_steps(path: str | Path) -> TraceSteps:
         _seconds(collected.span_start),
         _seconds(collected.span_duration),
     )
-    steps, _ = _steps(collected.keys, spans)
+    steps, _ = steps_and_spans(collected.keys, spans)
     if not steps:
         raise InputError(str(path), "has no ProfilerStep range", "call prof.step() after every training step")
     begin = np.array([step.start_s for step in steps])
