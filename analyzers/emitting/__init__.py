@@ -1,0 +1,1 @@
+"""Enforcement settings written for launchers and frameworks."""
