@@ -74,7 +74,7 @@ def _build(job_file: Path, output: Path, as_json: bool) -> dict[str, Any]:
     from ddltool.analyzers.placement.problem import from_job
     from ddltool.artifacts import check_writable
     from ddltool.commands.output import out
-    from ddltool.commands.plan import capabilities_of
+    from ddltool.commands.plan_input import capabilities_of
     from ddltool.companion import write_companion
     from ddltool.job import read_job
 
@@ -122,7 +122,9 @@ def _recalibrate(base: Companion, telemetry: Path, threshold: float, as_json: bo
         try:
             entry = TelemetryRow.model_validate(present)
         except ValidationError as error:
-            raise InputError(f"{telemetry}:row {number}", f"is no telemetry ({error.errors()[0]['msg']})") from None
+            first = error.errors()[0]
+            column = ".".join(map(str, first["loc"]))
+            raise InputError(f"{telemetry}:row {number}:{column}", first["msg"], "a row that the hook wrote") from None
         rows.append((entry.device, entry.batch, entry.compute_s))
     known = {device.type: device.capability_per_s for device in base.meta.devices}
     measured = measured_capability(rows, base.meta.batch_size)

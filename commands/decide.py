@@ -42,7 +42,7 @@ def auto_plan(job: Job, job_file: Path, given: Given) -> Plan:
     from ddltool.analyzers.deciding.compute import with_compute
     from ddltool.analyzers.placement.problem import from_job
     from ddltool.commands.output import note
-    from ddltool.commands.plan import capabilities_of, step_curves
+    from ddltool.commands.plan_input import capabilities_of, step_curves
 
     run = _run(given.telemetry)
     measured = {} if run is None else run.capabilities(job.batch_size)
@@ -79,7 +79,7 @@ def _knowledge(job: Job, job_file: Path, given: Given, run: Run | None) -> Knowl
     from ddltool.analyzers.deciding.candidates import Knowledge
     from ddltool.analyzers.goodput.throughput import ThroughputParams
     from ddltool.analyzers.placement.determinism import d2_eligible
-    from ddltool.commands.plan import step_curves
+    from ddltool.commands.plan_input import step_curves
 
     fitted = _fitted(job, job_file.parent)
     models = {name: ThroughputParams(**model.params_of(name).model_dump()) for name, model in fitted.items()}

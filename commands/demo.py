@@ -156,8 +156,10 @@ def _fit(found: Findings, seed: int) -> None:
 
 
 def _plan(found: Findings, seed: int) -> None:
+    from ddltool.analyzers.deciding.candidates import Settings
     from ddltool.artifacts import save
-    from ddltool.commands.plan import capabilities_of, make_plan, ordered_parameters
+    from ddltool.commands.plan import make_plan
+    from ddltool.commands.plan_input import capabilities_of, ordered_parameters
     from ddltool.fixtures.loading import folder
     from ddltool.job import read_job
 
@@ -165,9 +167,8 @@ def _plan(found: Findings, seed: int) -> None:
     shutil.copyfile(folder() / "demo-job.yaml", job_file)
     job = read_job(job_file)
     found.capabilities = capabilities_of(job, found.folder, str(job_file))
-    plans = [
-        make_plan(job, found.capabilities, strategy, top_k=3, limit_s=10.0, seed=seed) for strategy in ("est", "bsp")
-    ]
+    settings = Settings(top_k=3, limit_s=10.0, seed=seed)
+    plans = [make_plan(job, found.capabilities, strategy, settings) for strategy in ("est", "bsp")]
     found.plan, found.baseline = (
         made.model_copy(update={"parameters": ordered_parameters(found.graph)}) for made in plans
     )

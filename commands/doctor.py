@@ -6,7 +6,7 @@ import importlib.metadata
 import importlib.util
 import os
 import platform
-from typing import Annotated, Any
+from typing import Annotated, Any, Optional
 
 import typer
 
@@ -18,12 +18,13 @@ OPTIONAL = ("transformers", "ray")
 
 def doctor(
     overhead: Annotated[
-        str,
+        Optional[str],  # noqa: UP045
         typer.Option(
             metavar='"SCRIPT ARGS"',
             help="Measure instead what ddltool costs this training script, on and off in turns.",
+            show_default=False,
         ),
-    ] = "",
+    ] = None,
     max_overhead: Annotated[
         str, typer.Option(metavar="SHARE", help="With --overhead: exit 1 when it is above, such as 1%.")
     ] = "",
@@ -35,7 +36,7 @@ def doctor(
     """Show versions, processors, memory and GPUs, and what is missing; or measure what ddltool costs a script."""
     from ddltool.errors import InputError
 
-    if overhead:
+    if overhead is not None:
         from ddltool.commands.overhead import show_overhead
 
         show_overhead(overhead, max_overhead, pairs, steps, replicas, as_json)

@@ -102,6 +102,10 @@ def run(arguments: Sequence[str] | None = None) -> int:
         return _fail(
             f"input: holds a number or text beyond what can be computed with ({problem}); use ordinary ones", 2
         )
+    except AttributeError:
+        if sys.stdout is not None:
+            raise
+        return _fail("output: standard output is closed; give it a place, or use -o FILE", 2)
     except BrokenPipeError:
         # The reader of our output has gone (`ddltool ... | head`); hand the interpreter a stdout that it can close.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -123,6 +127,7 @@ def _usage_text(error: Exception) -> str:
 
 
 def _fail(text: str, code: int) -> int:
-    sys.stdout.flush()
+    with contextlib.suppress(AttributeError, OSError):  # stdout may be closed, or its disk full
+        sys.stdout.flush()
     print(f"error: {one_line(text)}", file=sys.stderr)  # noqa: T201 - this is the one place that reports errors
     return code

@@ -10,20 +10,30 @@ from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 
+from ddltool.errors import visible
+
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from rich.table import Table
 
 
+class _Plain(Console):
+    """A console that shows the names in files as they are: no markup, nothing that a terminal would act on."""
+
+    def print(self, *objects: Any, **options: Any) -> None:
+        """Print as rich does, texts made visible."""
+        super().print(*(visible(each) if isinstance(each, str) else each for each in objects), **options)
+
+
 def out() -> Console:
     """Return the console for results: 80 columns when it is no terminal, no markup in the data."""
-    return Console(width=None if sys.stdout.isatty() else 80, highlight=False, markup=False)
+    return _Plain(width=None if sys.stdout.isatty() else 80, highlight=False, markup=False)
 
 
 def err() -> Console:
     """Return the console for notes and progress."""
-    return Console(stderr=True, highlight=False, markup=False, width=None if sys.stderr.isatty() else 200)
+    return _Plain(stderr=True, highlight=False, markup=False, width=None if sys.stderr.isatty() else 200)
 
 
 def note(text: str) -> None:
@@ -49,15 +59,23 @@ def table(
     from rich.table import Table
     from rich.text import Text
 
-    made = Table(title=Text(title), box=SIMPLE, caption=Text(caption) if caption else None, title_justify="left")
+    made = Table(
+        title=Text(visible(title)),
+        box=SIMPLE,
+        caption=Text(visible(caption)) if caption else None,
+        title_justify="left",
+    )
     made.min_width = min(len(title), 80)  # a title is wrapped to its table's width
     made.caption_justify = "left"
     for number, column in enumerate(columns):
         made.add_column(
-            Text(column), justify="left" if number < text_columns else "right", overflow="fold", no_wrap=number == 0
+            Text(visible(column)),
+            justify="left" if number < text_columns else "right",
+            overflow="fold",
+            no_wrap=number == 0,
         )
     for row in rows:
-        made.add_row(*(Text(cell) for cell in row))
+        made.add_row(*(Text(visible(cell)) for cell in row))
     return made
 
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
+    from ddltool.analyzers.deciding.candidates import Settings
     from ddltool.analyzers.placement.jobs import JobsPlan
     from ddltool.analyzers.placement.problem import Problem
     from ddltool.job import Job
@@ -16,19 +18,21 @@ if TYPE_CHECKING:
 SHARING = ("sum", "max-min")
 
 
-def est_plan(
-    job: Job,
-    job_file: Path,
-    capabilities: Mapping[str, float],
-    *,
-    top_k: int,
-    limit_s: float,
-    seed: int,
-    prefer: str | None = None,
-    current_file: Path | None = None,
-    migration_s: float = 0.0,
-    horizon_s: float = 3600.0,
-) -> Plan:
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Wishes:
+    """What the command line asks of an EST plan beside the solver's settings."""
+
+    prefer: str | None
+    """Objectives in their order, separated by commas."""
+    current_file: Path | None
+    """The plan that runs now."""
+    migration_s: float
+    """Seconds that a move stops the job."""
+    horizon_s: float
+    """Seconds in which a move must pay."""
+
+
+def est_plan(job: Job, job_file: Path, capabilities: Mapping[str, float], settings: Settings, wishes: Wishes) -> Plan:
     """Return the EST plan of a job: on nodes when it names a network, weighed against the current plan when one is given.
 
     Raises InputError for options that do not go together.
@@ -42,31 +46,36 @@ def est_plan(
     from ddltool.plan import Plan
 
     problem = from_job(job, capabilities)
-    current = None if current_file is None else load(current_file, Plan)
+    current = None if wishes.current_file is None else load(wishes.current_file, Plan)
     if job.network is not None:
-        for option, given in (("--prefer", prefer), ("--current", current_file)):
+        for option, given in (("--prefer", wishes.prefer), ("--current", wishes.current_file)):
             if given is not None:
                 raise InputError(option, "does not go with network: in job.yaml", "leave out one of the two")
-        return with_compute(_on_nodes(job, job_file, problem, limit_s, seed), capabilities, None)
-    names = {} if prefer is None else {"objective": _split(prefer)}
+        return with_compute(_on_nodes(job, job_file, problem, settings), capabilities, None)
+    names = {} if wishes.prefer is None else {"objective": _split(wishes.prefer)}
     made = solve_est(
         problem,
-        top_k=top_k,
-        time_limit_s=limit_s,
-        seed=seed,
+        top_k=settings.top_k,
+        time_limit_s=settings.limit_s,
+        seed=settings.seed,
         current=None if current is None else device_counts(current),
         **names,
     )
     if current is not None:
-        made = weigh(problem, made, current, migration_s=migration_s, horizon_s=horizon_s)
+        made = weigh(problem, made, current, migration_s=wishes.migration_s, horizon_s=wishes.horizon_s)
     return with_compute(made, capabilities, None)
 
 
 def _split(text: str) -> tuple[str, ...]:
-    return tuple(part.strip() for part in text.split(",") if part.strip())
+    names = tuple(part.strip() for part in text.split(",") if part.strip())
+    if not names:
+        from ddltool.errors import InputError
+
+        raise InputError("--prefer", f"{text!r} names no objective", "for example throughput,devices,price")
+    return names
 
 
-def _on_nodes(job: Job, job_file: Path, problem: Problem, limit_s: float, seed: int) -> Plan:
+def _on_nodes(job: Job, job_file: Path, problem: Problem, settings: Settings) -> Plan:
     """Return the plan with synchronisation in its step."""
     from ddltool.analyzers.goodput.throughput import ThroughputParams
     from ddltool.analyzers.placement.network import NodeShape, solve_on_nodes
@@ -83,7 +92,7 @@ def _on_nodes(job: Job, job_file: Path, problem: Problem, limit_s: float, seed: 
         for group in cluster.nodes
     ]
     params = ThroughputParams(**load(job_file.parent / job.network, Goodput).params.model_dump())
-    return solve_on_nodes(problem, shapes, params, time_limit_s=limit_s, seed=seed)
+    return solve_on_nodes(problem, shapes, params, time_limit_s=settings.limit_s, seed=settings.seed)
 
 
 def plan_together(files: Sequence[Path], *, sharing: str, limit_s: float, seed: int) -> JobsPlan:
@@ -95,7 +104,7 @@ def plan_together(files: Sequence[Path], *, sharing: str, limit_s: float, seed: 
 
     from ddltool.analyzers.placement.jobs import Sharing, solve_jobs
     from ddltool.analyzers.placement.problem import from_job
-    from ddltool.commands.plan import capabilities_of
+    from ddltool.commands.plan_input import capabilities_of
     from ddltool.errors import InputError, did_you_mean
     from ddltool.job import read_job
 

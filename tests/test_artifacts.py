@@ -371,3 +371,34 @@ def test_a_column_that_stands_twice_is_refused(tmp_path: Path) -> None:
     (tmp_path / "a.csv").write_text("device,num_nodes,device\nV,1,T\n", encoding="utf-8")
     with pytest.raises(InputError, match="a.csv:line 1: has the column 'device' twice; keep one of the two"):
         read_profile(tmp_path / "a.csv")
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [("1e-3", 1e-3), ("1.0e308", 1e308), ("-2E4", -2e4), (".5e1", 5.0), ("'1e-3'", "1e-3"), ("e5", "e5"), ("12", 12)],
+)
+def test_yaml_numbers_with_an_exponent_are_numbers(tmp_path: Path, text: str, value: object) -> None:
+    (tmp_path / "a.yaml").write_text(f"a: {text}\n", encoding="utf-8")
+    found = read_document(tmp_path / "a.yaml")["a"]
+    assert (type(found), found) == (type(value), value)
+
+
+@pytest.mark.parametrize("name", ["a.yaml", "a.json"])
+def test_an_integer_beyond_64_bits_is_refused(tmp_path: Path, name: str) -> None:
+    path = tmp_path / name
+    for number in (2**63 - 1, -(2**63)):
+        path.write_text(f'{{"a": {number}}}', encoding="utf-8")
+        assert read_document(path)["a"] == number
+    for number in (2**63, -(2**63) - 1, 10**400):
+        path.write_text(f'{{"a": {number}}}', encoding="utf-8")
+        with pytest.raises(InputError, match=rf"{name}: holds a value that cannot be read .*more than 64 bits"):
+            read_document(path)
+
+
+def test_what_a_terminal_acts_on_is_shown_as_an_escape() -> None:
+    from ddltool.commands.output import table
+
+    assert str(InputError("a\u202eb", "is\x1b[31m red\nand")) == "a\\u202eb: is\\x1b[31m red and"
+    made = table("t\u2066", ("c",), [("x\u202ey",)])
+    assert str(made.title) == "t\\u2066"
+    assert [str(cell) for cell in made.columns[0].cells] == ["x\\u202ey"]

@@ -11,6 +11,7 @@ import contextlib
 import gzip
 import json
 import os
+import re
 import stat
 import sys
 import tempfile
@@ -103,6 +104,34 @@ class _UniqueKeys(yaml.SafeLoader):
         return super().construct_mapping(node, deep)
 
 
+# YAML 1.1 takes 1e-3 for a text, which is not what anybody who writes it into a job file means: read it as YAML 1.2 does.
+_UniqueKeys.add_implicit_resolver(
+    "tag:yaml.org,2002:float",
+    re.compile(r"[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)[eE][-+]?[0-9]+"),
+    list("-+.0123456789"),
+)
+
+
+def _integer(text: str) -> int:
+    """Return the integer; raise ValueError beyond 64 bits, where solvers and arrays would fail later and far away."""
+    value = int(text) if len(text) <= 20 else None
+    if value is None or not -(2**63) <= value < 2**63:
+        raise ValueError(f"the integer {text[:12]}... of {len(text.lstrip('-'))} digits has more than 64 bits")
+    return value
+
+
+def _yaml_integer(loader: yaml.SafeLoader, node: yaml.ScalarNode) -> int:
+    """Return a YAML integer within 64 bits."""
+    value = yaml.SafeLoader.construct_yaml_int(loader, node)
+    if not -(2**63) <= value < 2**63:
+        text = str(node.value)
+        raise ValueError(f"the integer {text[:12]}... of {len(text)} digits has more than 64 bits")
+    return value
+
+
+_UniqueKeys.add_constructor("tag:yaml.org,2002:int", _yaml_integer)
+
+
 def read_document(path: str | Path) -> dict[str, Any]:
     """Return the mapping that a JSON or YAML file holds. Raises InputError with the line and column of a mistake."""
     path = Path(path)
@@ -110,7 +139,9 @@ def read_document(path: str | Path) -> dict[str, Any]:
     suffixes = [suffix for suffix in path.suffixes if suffix != ".gz"]
     is_yaml = suffixes[-1:] in ([".yaml"], [".yml"])
     try:
-        document = yaml.load(text, _UniqueKeys) if is_yaml else json.loads(text, object_pairs_hook=_unique)
+        document = (
+            yaml.load(text, _UniqueKeys) if is_yaml else json.loads(text, object_pairs_hook=_unique, parse_int=_integer)
+        )
     except _RepeatedKey as error:
         where = f"{path}:line {error.line}" if error.line else str(path)
         raise InputError(where, f"gives {error.key!r} twice", "keep one of the two") from None
@@ -124,8 +155,9 @@ def read_document(path: str | Path) -> dict[str, Any]:
         at = f"{path}:line {mark.line + 1} column {mark.column + 1}" if mark is not None else str(path)
         problem = getattr(error, "problem", None) or str(error)
         raise InputError(at, f"is not valid YAML ({problem})", "mind the indentation and the quotes") from None
-    except ValueError as error:  # a number of thousands of digits, a date that does not exist
-        raise InputError(str(path), f"holds a value that cannot be read ({error})", "write it as a string") from None
+    except ValueError as error:  # a number beyond 64 bits, a date that does not exist
+        remedy = "give a number in range, or write a text in quotes"
+        raise InputError(str(path), f"holds a value that cannot be read ({error})", remedy) from None
     if not isinstance(document, dict):
         raise InputError(str(path), f"holds a {type(document).__name__}, not a mapping", "expected {kind: ..., ...}")
     return cast(dict[str, Any], document)

@@ -66,8 +66,23 @@ class NotProven(DdlToolError):
 
 
 def one_line(text: str) -> str:
-    """Return ``text`` with every run of white space (newlines included) as one blank."""
-    return " ".join(text.split())
+    """Return ``text`` with every run of white space (newlines included) as one blank, and :func:`visible`."""
+    return visible(" ".join(text.split()))
+
+
+def visible(text: str) -> str:
+    r"""Return ``text`` with each character that a terminal acts on (controls, bidirectional marks) as an escape.
+
+    Newlines and tabs stay.
+
+    >>> visible("V100\u202e001P")
+    'V100\\u202e001P'
+    """
+    if text.isprintable():
+        return text
+    return "".join(
+        each if each.isprintable() or each in "\n\t" else each.encode("unicode_escape").decode() for each in text
+    )
 
 
 def did_you_mean(word: str, choices: Iterable[str]) -> str:

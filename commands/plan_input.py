@@ -1,0 +1,163 @@
+"""What a job names beside its own numbers: graphs, profiles and fitted models, read and turned into what plans need."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from ddltool.analyzers.balancing.plan import StepCurve
+    from ddltool.analyzers.goodput.throughput import ThroughputParams
+    from ddltool.graph import Graph
+    from ddltool.job import Job
+    from ddltool.plan import ParameterRecord, Plan
+
+
+def step_curves(job: Job, job_file: Path) -> dict[str, StepCurve]:
+    """Return time over batch size for the device types that have a fitted model or a limit of samples."""
+    from ddltool.analyzers.balancing.plan import StepCurve
+    from ddltool.artifacts import load
+    from ddltool.goodput_model import Goodput
+
+    found = {}
+    for offer in job.devices:
+        if offer.goodput is not None:
+            params = load(job_file.parent / offer.goodput, Goodput).params_of(offer.type)
+            launch_s, per_sample_s = params.alpha_grad_s, params.beta_grad_s
+        elif offer.max_local_batch_size is not None and offer.capability_per_s is not None:
+            launch_s, per_sample_s = 0.0, 1.0 / (offer.capability_per_s * job.batch_size)
+        else:
+            continue
+        found[offer.type] = StepCurve(
+            launch_s=launch_s, per_sample_s=per_sample_s, memory_limit=offer.max_local_batch_size
+        )
+    return found
+
+
+def fitted_models(job: Job, job_file: Path) -> dict[str, ThroughputParams]:
+    """Return the fitted throughput models of the job's device types."""
+    from ddltool.analyzers.goodput.throughput import ThroughputParams
+    from ddltool.artifacts import load
+    from ddltool.goodput_model import Goodput
+
+    return {
+        offer.type: ThroughputParams(
+            **load(job_file.parent / offer.goodput, Goodput).params_of(offer.type).model_dump()
+        )
+        for offer in job.devices
+        if offer.goodput is not None
+    }
+
+
+def scanned(job: Job, graph: Graph | None) -> Job:
+    """Return the job with what its model's ops say about D2, where it asks for D2 and does not say itself."""
+    from ddltool.analyzers.placement.determinism import d2_eligible
+    from ddltool.commands.determinism import scan_source
+    from ddltool.commands.output import note
+    from ddltool.commands.sources import is_graph_file
+
+    limits = job.constraints
+    if limits.determinism != "D2" or limits.hardware_agnostic is not None or (graph is None and job.model is None):
+        return job
+    if job.model is not None and not is_graph_file(job.model):
+        _, found = scan_source(job.model, batch_size=job.batch_size)
+        eligible, reasons = found.d2_eligible, found.reasons
+    else:
+        assert graph is not None  # a job's own graph file has been read
+        eligible, reasons = d2_eligible(graph)
+    if not eligible:
+        note(f"D2: the plan keeps to one device type: {reasons[0]}")
+    return job.model_copy(update={"constraints": limits.model_copy(update={"hardware_agnostic": eligible})})
+
+
+def capabilities_of(job: Job, folder: Path, where: str) -> dict[str, float]:
+    """Return the capability of each device type: as written, from its profile, or from the model's roofline.
+
+    Paths in the job are relative to ``folder``; predicted capabilities are told on stderr.
+    """
+    from ddltool.analyzers.placement.capability import capability_from_profile
+    from ddltool.commands.output import note
+    from ddltool.errors import InputError
+    from ddltool.profile import read_profile
+
+    found: dict[str, float] = {}
+    missing: list[str] = []
+    for offer in job.devices:
+        if offer.capability_per_s is not None:
+            found[offer.type] = offer.capability_per_s
+        elif offer.profile is not None:
+            path = folder / offer.profile
+            found[offer.type] = capability_from_profile(read_profile(path), offer.type, job.batch_size, str(path))
+        else:
+            missing.append(offer.type)
+    if missing and job.model is None:
+        problem = (
+            f"{missing[0]} has neither capability_per_s nor profile, and the job names no model to estimate it from"
+        )
+        raise InputError(f"{where}:devices", problem, "give one of the three")
+    if not missing:
+        return found
+    predicted = _roofline_capabilities(job, folder, missing)
+    shown = ", ".join(f"{name} {value:.3g}/s" for name, value in predicted.items())
+    note(f"predicted capabilities (roofline of {job.model}): {shown}")
+    return {**found, **predicted}
+
+
+def _roofline_capabilities(job: Job, folder: Path, types: list[str]) -> dict[str, float]:
+    """Return capabilities predicted from the traced model and the device table."""
+    from ddltool.analyzers.oracle.roofline import estimate_roofline
+    from ddltool.analyzers.placement.capability import capability_from_graph
+    from ddltool.commands.sources import is_graph_file, load_graph
+    from ddltool.device import Network
+    from ddltool.fixtures.loading import devices
+
+    source = str(folder / job.model) if job.model and is_graph_file(job.model) else str(job.model)
+    graph = load_graph(source, None, None if is_graph_file(source) else job.batch_size)
+    table = devices()
+    return {
+        name: capability_from_graph(estimate_roofline(graph, table.device(name, "devices.type"), Network()))
+        for name in types
+    }
+
+
+def graph_of(job: Job, folder: Path, graph_file: Path | None) -> Graph | None:
+    """Return the graph whose parameters the plan lists: the one given, or the job's own when that is a file."""
+    from ddltool.commands.sources import is_graph_file
+    from ddltool.graph_io import read_graph
+
+    if graph_file is not None:
+        return read_graph(graph_file)
+    return read_graph(folder / job.model) if job.model is not None and is_graph_file(job.model) else None
+
+
+def ordered_parameters(graph: Graph) -> list[ParameterRecord]:
+    """Return the graph's parameters in the order in which they should travel: TAC's, or TIC's for an untimed graph."""
+    from ddltool.analyzers.communication.order import tac, tic
+    from ddltool.graph import RECV
+    from ddltool.plan import ParameterRecord
+
+    schedule = tac(graph) if graph.timed else tic(graph)
+    place = {graph.names[position]: int(position) for position in graph.of_kind(RECV)}
+    return [
+        ParameterRecord(
+            name=graph.parameter[place[name]] or name,
+            size_bytes=int(graph.size_bytes[place[name]]),
+            priority=schedule.priority[name],
+        )
+        for name in schedule.order
+    ]
+
+
+def data_parallel(graph: Graph, made: Plan) -> dict[str, Any]:
+    """Return the DDP and FSDP2 settings for the plan's processes on the network that the graph was timed for."""
+    from ddltool.analyzers.communication.collectives import plan_collectives, settings
+    from ddltool.commands.collectives import own_ring
+
+    ring = own_ring(graph, made.world_size)
+    if ring is None or not graph.timed or made.world_size < 2:
+        return {}
+    plans = plan_collectives(graph, ring)
+    if plans is None:
+        return {}
+    buckets, prefetch = settings(plans)
+    return {"ddp": buckets, "fsdp2": prefetch}

@@ -1,0 +1,154 @@
+"""What ``ddltool plan`` prints."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from ddltool.plan import BatchSplit, BucketSetting, GoodputChoice, Plan
+
+
+def show_plan(made: Plan, output: Path | None) -> None:
+    """Print a plan as a table."""
+    from ddltool.analyzers.communication.collectives import share_saved
+    from ddltool.commands.decide import show_decision
+    from ddltool.commands.output import out, table
+    from ddltool.units import show_seconds
+
+    rows = [
+        (
+            row.device_type,
+            str(row.devices),
+            str(row.ests_per_device) if row.ests_per_device else "-",
+            str(row.local_batch_size),
+        )
+        for row in made.assignments
+    ]
+    console = out()
+    title = f"{made.job}: {made.strategy} plan for {made.max_workers} logical workers (predicted)"
+    console.print(table(title, ("device", "devices", "ESTs each", "local batch"), rows))
+    console.print(
+        f"step time   {show_seconds(made.iteration_s)}, {made.throughput:.4g} logical mini-batches/s (predicted)"
+    )
+    console.print(
+        f"waste       {made.waste:.4g} mini-batches/s of {made.waste + made.throughput:.4g} on the used devices"
+    )
+    console.print(f"solver      {made.status}, gap {made.gap:.2%}, {made.solve_seconds:.3f} s")
+    if made.decision is not None:
+        show_decision(made.decision)
+    if made.network is not None or made.migration is not None:
+        from ddltool.commands.placement import show_placement
+
+        show_placement(made)
+    if made.goodput is not None:
+        _show_goodput(made.goodput)
+    if made.split is not None:
+        _show_split(made.split, made.iteration_s)
+    if made.superstep is not None:
+        step = made.superstep
+        shown_iterations = ", ".join(f"{name} {count}" for name, count in step.iterations.items())
+        console.print(f"superstep   {show_seconds(step.superstep_s)}: iterations until the barrier: {shown_iterations}")
+        console.print(
+            f"waiting     at most {show_seconds(step.waiting_s)}, all together {show_seconds(step.total_waiting_s)}; "
+            f"one worker is at most {step.iteration_gap} ahead"
+        )
+    if made.alternatives:
+        shown = (
+            (str(number), show_seconds(other.iteration_s), f"{other.throughput:.4g}", _mix(other.assignments))
+            for number, other in enumerate(made.alternatives, start=2)
+        )
+        console.print(table("Other plans", ("rank", "step time", "throughput", "devices x ESTs"), shown))
+    if made.ddp is not None:
+        saved = share_saved(made.ddp.step_s, made.ddp.default_step_s)
+        console.print(f"DDP         {_bucket_text(made.ddp)}: {saved:.1%} of the step saved (predicted)")
+    if made.fsdp2 is not None:
+        saved = share_saved(made.fsdp2.step_s, made.fsdp2.default_step_s)
+        depth = max((len(ahead) for ahead in made.fsdp2.forward.values()), default=1)
+        back = max((len(ahead) for ahead in made.fsdp2.backward.values()), default=1)
+        console.print(f"FSDP2       prefetch {depth} / {back} blocks: {saved:.1%} of the step saved (predicted)")
+    if output is not None:
+        console.print(f"wrote {output}", soft_wrap=True)
+
+
+def _show_split(split: BatchSplit, step_s: float) -> None:
+    from ddltool.commands.output import out
+    from ddltool.units import show_seconds
+
+    console = out()
+    if split.equal_s is not None:
+        saved = 1 - step_s / split.equal_s
+        console.print(f"equal split {show_seconds(split.equal_s)}: {saved:.1%} of the step saved")
+    for name, count in split.dropped.items():
+        console.print(f"left out    {count} {name}: the step is shorter without")
+
+
+def _show_goodput(choice: GoodputChoice) -> None:
+    """Print the chosen batch, the scaling table, and the elastic table."""
+    from ddltool.commands.output import out, table
+
+    console = out()
+    console.print(
+        f"goodput     {choice.goodput_per_s:.4g} samples/s: {choice.num_replicas} {choice.device_type}, local batch "
+        f"{choice.local_batch_size}, {choice.accumulation_steps} accumulation steps, total batch "
+        f"{choice.total_batch_size} (efficiency {choice.efficiency:.1%})"
+    )
+    console.print(
+        f"scaling     pays until {choice.pays_until}: beyond, a device brings less than {choice.pays_share:.0%} of the first"
+    )
+    rows = [
+        (
+            str(row.num_replicas),
+            str(row.local_batch_size),
+            str(row.accumulation_steps),
+            str(row.total_batch_size),
+            f"{row.goodput_per_s:.4g}",
+            f"{row.speedup:.2f}",
+        )
+        for row in _thinned(choice.scaling)
+    ]
+    columns = ("devices", "local batch", "accumulation", "total batch", "goodput/s", "speedup")
+    console.print(table("Goodput by number of devices (predicted)", columns, rows))
+    rates = list(choice.elastic[0].learning_rates) if choice.elastic else []
+    splits: list[tuple[str, ...]] = []
+    for entry in _thinned(choice.elastic):
+        if entry.accumulation_steps is None:
+            nearest = " or ".join(str(total) for total in entry.nearest_total_batch_sizes) or "none"
+            splits.append((str(entry.world_size), f"none; {nearest}", "-", "-"))
+            continue
+        sizes = sorted({size for rank in entry.local_batch_sizes for size in rank}, reverse=True)
+        more = f" ({entry.ranks_with_one_more} + 1)" if entry.ranks_with_one_more else ""
+        last = str(entry.last_step_samples or "-")
+        splits.append((str(entry.world_size), "/".join(map(str, sizes)) + more, str(entry.accumulation_steps), last))
+    hidden = max(len(choice.scaling), len(choice.elastic)) - 32
+    title = f"Elastic: how to keep a total batch of {choice.total_batch_size} exactly"
+    console.print(
+        table(title, ("processes", "local batch", "accumulation", "last step of an epoch"), splits, text_columns=2)
+    )
+    console.print("(k + 1): the first k processes take one sample more per step")
+    if hidden > 0:
+        console.print(f"{hidden} numbers of processes are left out here; -o FILE and --json have all")
+    console.print(
+        "the goodput table lists the numbers of devices that no smaller number equals, with equal splits alone"
+    )
+    if choice.elastic:
+        shown = ", ".join(f"{name} {choice.elastic[0].learning_rates[name]:.4g}" for name in rates)
+        console.print(f"learning rate at that batch: {shown}")
+
+
+def _thinned(rows: list[Any], most: int = 32) -> list[Any]:
+    """Return at most ``most`` of the rows for people: all of them, or the first, the last and evenly between."""
+    if len(rows) <= most:
+        return rows
+    return [rows[round(place * (len(rows) - 1) / (most - 1))] for place in range(most)]
+
+
+def _bucket_text(setting: BucketSetting) -> str:
+    if setting.bucket_cap_mb_list is not None:
+        return f"bucket_cap_mb_list of {len(setting.bucket_cap_mb_list)}"
+    return "default buckets" if setting.bucket_cap_mb is None else f"bucket_cap_mb={setting.bucket_cap_mb:g}"
+
+
+def _mix(assignments: list[Any]) -> str:
+    return ", ".join(f"{row.devices} {row.device_type} x {row.ests_per_device}" for row in assignments)
