@@ -74,12 +74,16 @@ def _build(job_file: Path, output: Path, as_json: bool) -> dict[str, Any]:
     from ddltool.analyzers.placement.problem import from_job
     from ddltool.artifacts import check_writable
     from ddltool.commands.output import out
-    from ddltool.commands.plan_input import capabilities_of
+    from ddltool.commands.plan_input import capabilities_of, graph_of, scanned
     from ddltool.companion import write_companion
+    from ddltool.errors import InputError
     from ddltool.job import read_job
 
     check_writable(output)
     job = read_job(job_file)
+    if job.network is not None:
+        raise InputError(f"{job_file}:network", "is not kept in a companion database", "leave it out, or use plan")
+    job = scanned(job, graph_of(job, job_file.parent, None))
     meta = meta_of(from_job(job, capabilities_of(job, job_file.parent, str(job_file))))
     started = time.perf_counter()
     built = build(meta)

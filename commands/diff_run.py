@@ -37,7 +37,9 @@ def diff_run(
     if found.difference is not None:
         raise CheckFailed(str(found.difference))
     if whole and not found.same_length:
-        raise CheckFailed(f"{a} and {b} are equal in {found.common} steps, but only one of them has the others")
+        cut = " and ".join(str(path) for path, seen in ((a, found.a), (b, found.b)) if seen.cut)
+        rest = f"{cut} ends in the middle of a line" if cut else "only one of them has the others"
+        raise CheckFailed(f"{a} and {b} are equal in {found.common} steps, but {rest}")
 
 
 def as_document(found: Comparison) -> dict[str, Any]:

@@ -95,17 +95,21 @@ def _on_nodes(job: Job, job_file: Path, problem: Problem, settings: Settings) ->
     return solve_on_nodes(problem, shapes, params, time_limit_s=settings.limit_s, seed=settings.seed)
 
 
-def plan_together(files: Sequence[Path], *, sharing: str, limit_s: float, seed: int) -> JobsPlan:
-    """Return the plan of several jobs on the same devices: of each type as many as the job that names most of them.
+def plan_together(
+    files: Sequence[Path], *, sharing: str, limit_s: float, seed: int
+) -> tuple[JobsPlan, dict[Path, str]]:
+    """Return the plan of several jobs on the same devices, and why each job that waits does.
+
+    There are as many devices of each type as the job that names most of them says.
 
     Raises InputError for job files with a network, which is not part of a joint plan.
     """
     from typing import cast
 
-    from ddltool.analyzers.placement.jobs import Sharing, solve_jobs
+    from ddltool.analyzers.placement.jobs import Sharing, idle_throughput, solve_jobs
     from ddltool.analyzers.placement.problem import from_job
     from ddltool.commands.plan_input import capabilities_of
-    from ddltool.errors import InputError, did_you_mean
+    from ddltool.errors import Infeasible, InputError, did_you_mean
     from ddltool.job import read_job
 
     if sharing not in SHARING:
@@ -116,16 +120,28 @@ def plan_together(files: Sequence[Path], *, sharing: str, limit_s: float, seed: 
         job = read_job(file)
         if job.network is not None:
             raise InputError(f"{file}:network", "is not part of a joint plan", "leave it out, or plan the job alone")
-        problems.append(from_job(job, capabilities_of(job, file.parent, str(file))))
+        try:
+            problems.append(from_job(job, capabilities_of(job, file.parent, str(file))))
+        except Infeasible as error:
+            raise Infeasible(f"{file}: {error}") from None
         weights.append(job.weight)
         for offer in job.devices:
             devices[offer.type] = max(devices.get(offer.type, 0), offer.count)
-    return solve_jobs(
+    made = solve_jobs(
         problems, devices, weights=weights, objective=cast(Sharing, sharing), time_limit_s=limit_s, seed=seed
     )
+    waiting = {}
+    for file, problem, plan in zip(files, problems, made.plans, strict=True):
+        if plan is None:
+            reached = idle_throughput(problem, devices, made.plans)
+            text = f"{file.name} waits: on what the others leave it would reach {reached:.4g} mini-batches/s"
+            least = problem.min_throughput
+            below = "" if least is None else f", below its min_throughput of {float(least):g}"
+            waiting[file] = f"{text}{below}" if reached else f"{file.name} waits: the others leave no device for it"
+    return made, waiting
 
 
-def jobs_document(made: JobsPlan, files: Sequence[Path]) -> dict[str, Any]:
+def jobs_document(made: JobsPlan, files: Sequence[Path], waiting: Mapping[Path, str]) -> dict[str, Any]:
     """Return the JSON document of a joint plan."""
     return {
         "objective": made.objective,
@@ -135,13 +151,18 @@ def jobs_document(made: JobsPlan, files: Sequence[Path]) -> dict[str, Any]:
         "status": made.status,
         "solve_seconds": made.solve_seconds,
         "jobs": [
-            {"file": str(file), "relative": relative, "plan": None if plan is None else plan.model_dump(mode="json")}
+            {
+                "file": str(file),
+                "relative": relative,
+                "plan": None if plan is None else plan.model_dump(mode="json"),
+                "waits": waiting.get(file),
+            }
             for file, relative, plan in zip(files, made.relative, made.plans, strict=True)
         ],
     }
 
 
-def show_jobs(made: JobsPlan, files: Sequence[Path]) -> None:
+def show_jobs(made: JobsPlan, files: Sequence[Path], waiting: Mapping[Path, str]) -> None:
     """Print who gets what."""
     from ddltool.commands.output import out, table
     from ddltool.units import show_seconds
@@ -156,6 +177,8 @@ def show_jobs(made: JobsPlan, files: Sequence[Path]) -> None:
     columns = ("job", "devices x ESTs", "step time", "throughput", "of alone")
     console = out()
     console.print(table(f"{len(rows)} jobs on the same devices (predicted)", columns, rows, text_columns=2))
+    for reason in waiting.values():
+        console.print(reason)
     what = (
         "weighted sum of throughputs relative to alone" if made.objective == "sum" else "smallest relative throughput"
     )

@@ -123,6 +123,8 @@ def plan(
     if strategy != "est" and (prefer is not None or current_file is not None or together):
         raise InputError("--strategy", f"is {strategy}", "--prefer, --current and --with need --strategy est")
     if together:
+        if top_k != 1:
+            raise InputError("--top-k", "is for one job", "leave out --with or --top-k")
         _plan_jobs([job_file, *together], share, time_limit_s, seed, output, as_json)
         return
     job = read_job(job_file)
@@ -156,6 +158,7 @@ def plan(
 
 def _solve(strategy: str, job: Job, job_file: Path, given: Given, wishes: Wishes) -> Plan:
     """Return the plan of one strategy, or of the best one. Raises InputError, Infeasible."""
+    from ddltool.analyzers.placement.requirements import demand_throughput
     from ddltool.commands.decide import auto_plan
     from ddltool.commands.placement import est_plan
     from ddltool.commands.plan_input import capabilities_of, step_curves
@@ -166,7 +169,9 @@ def _solve(strategy: str, job: Job, job_file: Path, given: Given, wishes: Wishes
             job, job_file, replace(given, settings=replace(given.settings, limit_s=given.settings.limit_s / 2))
         )
     if strategy == "goodput":
-        return goodput_plan(job, job_file)
+        made = goodput_plan(job, job_file)
+        demand_throughput(made.throughput, job.constraints.min_throughput)
+        return made
     capabilities = capabilities_of(job, job_file.parent, str(job_file))
     if strategy == "est":
         return est_plan(job, job_file, capabilities, given.settings, wishes)
@@ -190,11 +195,11 @@ def _plan_jobs(files: list[Path], share: str, limit_s: float, seed: int, output:
 
     if output is not None:
         raise InputError("--output", "holds the plan of one job", "use --json for several")
-    made = plan_together(files, sharing=share, limit_s=limit_s, seed=seed)
+    made, waiting = plan_together(files, sharing=share, limit_s=limit_s, seed=seed)
     if as_json:
-        print_json(jobs_document(made, files))
+        print_json(jobs_document(made, files, waiting))
     else:
-        show_jobs(made, files)
+        show_jobs(made, files, waiting)
 
 
 def make_plan(
@@ -212,6 +217,7 @@ def make_plan(
     from ddltool.analyzers.placement.bsp import plan_bsp
     from ddltool.analyzers.placement.est import solve_est
     from ddltool.analyzers.placement.problem import from_job
+    from ddltool.analyzers.placement.requirements import demand_throughput
 
     problem = from_job(job, capabilities)
     if strategy == "bsp":
@@ -222,6 +228,7 @@ def make_plan(
         made = plan_elastic_bsp(problem, lookahead=settings.lookahead, max_gap=settings.max_gap)
     else:
         made = solve_est(problem, top_k=settings.top_k, time_limit_s=settings.limit_s, seed=settings.seed)
+    demand_throughput(made.throughput, problem.min_throughput)
     return with_compute(made, capabilities, curves)
 
 

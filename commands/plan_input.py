@@ -57,8 +57,14 @@ def scanned(job: Job, graph: Graph | None) -> Job:
     from ddltool.commands.sources import is_graph_file
 
     limits = job.constraints
-    if limits.determinism != "D2" or limits.hardware_agnostic is not None or (graph is None and job.model is None):
+    if limits.determinism != "D2" or limits.hardware_agnostic is not None:
         return job
+    if graph is None and job.model is None:
+        note(
+            "D2: nothing says which kernels the model uses, so the plan keeps to one device type; name a model: or --graph, "
+            "or set hardware_agnostic: true"
+        )
+        return job.model_copy(update={"constraints": limits.model_copy(update={"hardware_agnostic": False})})
     if job.model is not None and not is_graph_file(job.model):
         _, found = scan_source(job.model, batch_size=job.batch_size)
         eligible, reasons = found.d2_eligible, found.reasons

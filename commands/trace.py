@@ -77,8 +77,9 @@ def trace(
     if determinism:
         from ddltool.commands.determinism import determinism as scan
 
-        if output is not None:
-            raise InputError("-o", "has no part in --determinism", "leave it out, or redirect --json")
+        for option, place in (("-o", output), ("--perfetto", perfetto)):
+            if place is not None:
+                raise InputError(option, "has no part in --determinism", "leave it out, or redirect --json")
         scan(source, mode=_mode(mode), batch_size=batch_size, as_json=as_json)
         return
     if output is not None and output == perfetto:

@@ -5,12 +5,14 @@ the digest at the end is the same.
 """
 
 import argparse
+import sys
 
 import torch
 from sklearn.datasets import load_digits
 from torch import nn
 from torch.utils.data import TensorDataset
 
+from ddltool.errors import DdlToolError
 from ddltool.runtime.digests import digest
 from ddltool.runtime.elastic import ElasticTrainer, start_processes
 
@@ -68,4 +70,7 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    try:
+        main()
+    except DdlToolError as error:
+        sys.exit(f"error: {error}")

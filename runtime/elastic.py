@@ -17,6 +17,7 @@ are. Each has its data shard, its random streams and its module buffers, and the
 from __future__ import annotations
 
 import os
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import asdict
@@ -32,12 +33,14 @@ from torch.utils.data import Dataset
 from ddltool.errors import InputError
 from ddltool.runtime import elastic_checkpoint as checkpoint
 from ddltool.runtime.elastic_group import Processes, start_processes
+from ddltool.runtime.elastic_optimizer import demand_same_optimizer
 from ddltool.runtime.elastic_turns import REDUCTIONS, Reduction, Settings, Step, Turns
 from ddltool.runtime.job import dataset_length
 from ddltool.runtime.ordered_reduction import Order
 
 __all__ = ["ElasticTrainer", "Step", "start_processes"]
 
+_PARTS = ("settings", "environment", "position", "buckets", "parameters", "optimizer", "extras", "workers")
 BUILD_THE_SAME = "give the settings of the run that is continued"
 
 
@@ -143,6 +146,7 @@ class ElasticTrainer(Turns):
         )
         self.loss_fn = loss_fn
         self._extras = dict(extras or {})
+        self._stamps: dict[Path, checkpoint.Stamp | None] = {}  # of what this run has read and written
 
     def epoch(self, epoch: int) -> Iterator[Step]:
         """Train the rest of an epoch, one step per item. An epoch that is behind already yields nothing."""
@@ -194,7 +198,8 @@ class ElasticTrainer(Turns):
             if self.processes.rank == 0:
                 workers = [worker for part in parts for worker in checkpoint.decode(part)["workers"]]
                 workers.sort(key=lambda worker: worker["virtual_rank"])
-                checkpoint.write(path, self._content(workers))
+                place = Path(path).absolute()
+                self._stamps[place] = checkpoint.write(path, self._content(workers), self._stamps.get(place))
 
         self.processes.job.together(write)
 
@@ -206,6 +211,7 @@ class ElasticTrainer(Turns):
             "buckets": self._mean.bucket_names,
             "parameters": {name: value.detach() for name, value in self.model.named_parameters()},
             "optimizer": self.optimizer.state_dict(),
+            "optimizer_class": type(self.optimizer).__name__,
             "extras": {name: value.state_dict() for name, value in self._extras.items()},
             "workers": workers,
         }
@@ -217,6 +223,10 @@ class ElasticTrainer(Turns):
         expected: other threads, device type or torch.
         """
         found = Path(path).exists()
+        older = checkpoint.previous(Path(path))
+        if not found and older.exists() and self.processes.rank == 0:
+            text = f"{path} is missing and {older} is there: starting anew; rename it to continue from it"
+            warnings.warn(text, stacklevel=2)
         self.processes.job.demand_same(os.fspath(path), "there" if found else "missing", "use a folder that all see")
         if found:
             self.load(path)
@@ -225,6 +235,7 @@ class ElasticTrainer(Turns):
     def load(self, path: str | os.PathLike[str]) -> None:
         """Continue from a checkpoint, as :meth:`resume`. Raises InputError when there is none."""
         self._demand_between_steps("load")
+        mark = checkpoint.stamp(path)
         content = self.processes.job.together(lambda: self._checked(path))
         self.processes.job.demand_same(os.fspath(path), checkpoint.content_digest(content), "use a folder that all see")
         with torch.no_grad():
@@ -240,24 +251,37 @@ class ElasticTrainer(Turns):
         self._mean.close()
         self._mean = self._new_mean(content["buckets"])
         self._contexts.load(content["workers"], os.fspath(path))
+        self._stamps[Path(path).absolute()] = mark
         if self._file is not None:
             self._file.reopen()
 
     def _checked(self, path: str | os.PathLike[str]) -> dict[str, Any]:
         """Return a checkpoint's content. Raises InputError unless this run can continue it."""
         content = checkpoint.read(path)
+        if missing := [name for name in _PARTS if name not in content]:
+            raise InputError(
+                os.fspath(path), f"has no {missing[0]}", "give a checkpoint that ElasticTrainer.save wrote"
+            )
         settings = {"sample_streams": "turn"} | content["settings"]  # older files do not say
         checkpoint.demand_equal(path, settings, asdict(self.settings), BUILD_THE_SAME)
         remedy = "equal bits need the same: torch.set_num_threads, torch's version, the type of device"
         checkpoint.demand_equal(path, content["environment"], checkpoint.environment(self.device), remedy)
-        saved = {name: str(tuple(value.shape)) for name, value in content["parameters"].items()}
-        present = {name: str(tuple(value.shape)) for name, value in self.model.named_parameters()}
+        saved = {name: _form(value) for name, value in content["parameters"].items()}
+        present = {name: _form(value) for name, value in self.model.named_parameters()}
         present |= dict.fromkeys(saved.keys() - present.keys(), "missing")
         remedy = "build the model that was saved"
         checkpoint.demand_equal(f"{os.fspath(path)}:parameters", saved, present, remedy)
         if missing := sorted(set(content["extras"]) ^ set(self._extras)):
             raise InputError(f"{os.fspath(path)}:extras", f"{missing[0]} is only on one side", BUILD_THE_SAME)
+        told = demand_same_optimizer(path, content["optimizer"], content.get("optimizer_class"), self.optimizer)
+        if told and self.processes.rank == 0:
+            warnings.warn(told, stacklevel=2)
         return content
+
+
+def _form(value: Tensor) -> str:
+    """Return a tensor's type and shape in words."""
+    return f"{str(value.dtype).removeprefix('torch.')} {tuple(value.shape)}"
 
 
 def _broadcast(tensors: list[Tensor], source: int) -> None:

@@ -10,6 +10,7 @@ import contextlib
 import hashlib
 import io
 import os
+import re
 import tempfile
 import warnings
 from pathlib import Path
@@ -63,44 +64,92 @@ def decode(data: bytes) -> dict[str, Any]:
 
 def previous(path: Path) -> Path:
     """Return where the checkpoint before the last is kept."""
-    return path.with_name(path.name + ".previous")
+    return path.with_name(_named(path) + ".previous")
 
 
-def write(path: str | os.PathLike[str], content: dict[str, Any]) -> None:
+Stamp = tuple[int, int, int]
+"""What tells one written file from the next: its inode, size and time of change."""
+
+
+def stamp(path: str | os.PathLike[str]) -> Stamp | None:
+    """Return the stamp of the file at ``path``; None when there is none."""
+    try:
+        found = os.stat(path)
+    except OSError:
+        return None
+    return found.st_ino, found.st_size, found.st_mtime_ns
+
+
+def write(path: str | os.PathLike[str], content: dict[str, Any], last: Stamp | None = None) -> Stamp | None:
     """Replace the checkpoint at ``path``: whenever the process is killed, the old file or the new one is there, whole.
 
-    What is written is read back before it takes the old file's place. Raises InputError when the folder cannot be
-    written to, or the content has objects that only pickle could bring back.
+    What is written is read back before it takes the old file's place. Returns the new file's stamp; ``last`` is what this
+    run got when it last wrote or read ``path``. Raises InputError when another run has written there since, when the
+    folder cannot be written to or is full, or when the content has objects that only pickle could bring back.
     """
     path = Path(path)
+    _demand_own(path, last)
     content = {"kind": KIND, "schema_version": SCHEMA_VERSION} | content
     temporary = None
     try:
-        descriptor, temporary = tempfile.mkstemp(prefix=f".{path.name}.", suffix=".partial", dir=path.parent)
+        descriptor, temporary = tempfile.mkstemp(prefix=f".{_named(path)}.", suffix=".partial", dir=path.parent)
         with os.fdopen(descriptor, "wb") as file:
+            _lock(descriptor)  # so that nobody takes it for a leftover
             torch.save({"content": content, "digest": content_digest(content)}, file)
             file.flush()
             os.fsync(file.fileno())
-        _demand_readable(path, Path(temporary))
-        if path.exists():  # a second name first, then the switch: at no moment is `path` missing
-            spare = Path(temporary + ".previous")
-            os.link(path, spare)
-            os.replace(spare, previous(path))
-        os.replace(temporary, path)
-    except OSError as error:
+            _demand_readable(path, Path(temporary))
+            if path.exists():  # a second name first, then the switch: at no moment is `path` missing
+                spare = Path(temporary + ".previous")
+                os.link(path, spare)
+                os.replace(spare, previous(path))
+            os.replace(temporary, path)
+    except (OSError, RuntimeError) as error:  # torch tells a full disk by a RuntimeError
+        reason = error.strerror if isinstance(error, OSError) else str(error).splitlines()[0]
+        remedy = "check that the folder exists, is writable and has space"
+        raise InputError(str(path), f"cannot be written ({reason})", remedy) from None
+    finally:
         if temporary is not None:
             Path(temporary).unlink(missing_ok=True)
-        problem = f"cannot be written ({error.strerror})"
-        raise InputError(str(path), problem, "check that the folder exists, is writable and has space") from None
     _sync_folder(path.parent)
     _remove_leftovers(path)
+    return stamp(path)
+
+
+def _demand_own(path: Path, last: Stamp | None) -> None:
+    """Raise InputError when the file is not the one that this run left: two runs would overwrite each other's."""
+    now = stamp(path)
+    if last is not None and now is not None and now != last:
+        remedy = "end that run, or give this one a checkpoint of its own"
+        raise InputError(str(path), "was written by another run in the meantime", remedy)
+
+
+def _lock(descriptor: int) -> bool:
+    """Lock an open file until it is closed or the process ends; return False when another process has it."""
+    try:
+        import fcntl
+    except ImportError:  # Windows removes no file that is open
+        return True
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError:
+        pass  # a file system without locks
+    return True
+
+
+def _named(path: Path) -> str:
+    """Return the file's name. Raises InputError for a path without one."""
+    if not path.name:
+        raise InputError(f'"{path}"', "names no file", "give the path of a checkpoint")
+    return path.name
 
 
 def _demand_readable(path: Path, temporary: Path) -> None:
     try:
         _read_one(temporary)
     except InputError as error:
-        temporary.unlink(missing_ok=True)
         problem = (
             f"what would be written cannot be read back ({str(error).removeprefix(error.where + ': ').split(';')[0]})"
         )
@@ -119,8 +168,19 @@ def _sync_folder(folder: Path) -> None:
 
 def _remove_leftovers(path: Path) -> None:
     """Remove the temporary files of processes that were killed while they wrote this checkpoint."""
-    for leftover in path.parent.glob(f".{path.name}.*.partial*"):
-        leftover.unlink(missing_ok=True)
+    own = re.compile(rf"\.{re.escape(path.name)}\.[a-z0-9_]{{8}}\.partial(\.previous)?")
+    for entry in path.parent.iterdir():
+        if own.fullmatch(entry.name) and not _being_written(entry.with_name(entry.name.removesuffix(".previous"))):
+            entry.unlink(missing_ok=True)
+
+
+def _being_written(partial: Path) -> bool:
+    """Return whether a process is writing this temporary file."""
+    try:
+        with partial.open("rb") as file:
+            return not _lock(file.fileno())
+    except OSError:
+        return False
 
 
 def read(path: str | os.PathLike[str]) -> dict[str, Any]:
@@ -129,22 +189,28 @@ def read(path: str | os.PathLike[str]) -> dict[str, Any]:
     Raises InputError when there is none, or none that is whole and of a known version.
     """
     path = Path(path)
+    older = previous(path)
     try:
         return _read_one(path)
+    except _OtherVersion:
+        raise
     except InputError as error:
-        older = previous(path)
-        if not older.exists() or "version" in str(error):
+        if not older.exists():
             raise
         content = _read_one(older)
         warnings.warn(f"{error}. Continuing from the checkpoint before it, {older}", stacklevel=2)
         return content
 
 
+class _OtherVersion(InputError):
+    """A whole file that another version wrote: an older one beside it would be no remedy."""
+
+
 def _read_one(path: Path) -> dict[str, Any]:
     try:
         document = torch.load(path, map_location="cpu", weights_only=True)
         content, written = document["content"], document["digest"]
-        intact = content_digest(content) == written
+        intact = isinstance(content, dict) and content_digest(content) == written
     except FileNotFoundError:
         raise InputError(str(path), "no such file", "give the path of a checkpoint") from None
     except Exception as error:  # torch.load raises whatever the damage leads to
@@ -154,7 +220,7 @@ def _read_one(path: Path) -> dict[str, Any]:
         raise InputError(str(path), "is damaged: its content is not what was written", "use an older checkpoint")
     if (content.get("kind"), content.get("schema_version")) != (KIND, SCHEMA_VERSION):
         problem = f"is {content.get('kind')} of version {content.get('schema_version')}"
-        raise InputError(str(path), problem, f"this program reads {KIND} of version {SCHEMA_VERSION}")
+        raise _OtherVersion(str(path), problem, f"this program reads {KIND} of version {SCHEMA_VERSION}")
     result: dict[str, Any] = content
     return result
 

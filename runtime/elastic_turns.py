@@ -27,6 +27,7 @@ from ddltool.runtime.est_state import Contexts
 from ddltool.runtime.ordered_buckets import MIB, OrderedMean
 from ddltool.runtime.ordered_chain import ChainedMean
 from ddltool.runtime.ordered_reduction import ORDERS, GatheredMean, Order
+from ddltool.runtime.run_difference import BEFORE
 from ddltool.runtime.sample_feed import SampleFeed, Task
 
 Reduction = Literal["chain", "gather"]
@@ -53,6 +54,8 @@ class Settings:
         for name, value in asdict(self).items():
             if name != "seed" and isinstance(value, int) and value < 1:
                 raise InputError(name, f"is {value}", "give at least 1")
+        if not 0 <= self.seed < 2**63:
+            raise InputError("seed", f"is {self.seed}", "give 0 to 2**63 - 1")
         if self.order not in ORDERS:
             raise InputError("order", f"is {self.order}", f"known: {', '.join(ORDERS)}")
 
@@ -108,6 +111,8 @@ class Turns:
             for rank in processes.local
         }
         self._contexts = Contexts(model, processes.local, settings.seed, self.device)
+        if not 0 < bucket_mib < 2**40:  # NaN is neither
+            raise InputError("bucket_mib", f"is {bucket_mib}", "give the size of a bucket in MiB, above 0")
         self._bucket_bytes = int(bucket_mib * MIB)
         self._reduction = reduction
         self._mean = self._new_mean(None)
@@ -124,6 +129,7 @@ class Turns:
         self._awaits_update = self._stop = False
         self._gathered_turns: list[bytes] = []
         self._combined: dict[str, str] = {}
+        self._before: dict[str, str] | None = None
         optimizer.register_step_post_hook(self._updated)
 
     def _open_record(self, path: str | os.PathLike[str] | None) -> StepFile | None:
@@ -252,13 +258,19 @@ class Turns:
         if self._turns is not None:
             self._gathered_turns = self.processes.gather_bytes(self._turns.take())
             self._combined = digests(self._gradients()) if self._file is not None else {}
+            self._before = self._parameters() if self._file is not None and self.steps_made == 1 else None
 
     def _updated(self, *_: object) -> None:
         """Note that the optimizer made its step, and write the step's fingerprints."""
         if self._file is not None and self._awaits_update:
-            shared = {"combined gradient": self._combined, "parameter": digests(dict(self.model.named_parameters()))}
+            shared = {"combined gradient": self._combined, "parameter": self._parameters()}
+            if self._before is not None:
+                shared[BEFORE] = self._before
             self._file.write(self.steps_made - 1, self.epoch_number, self._gathered_turns, shared)
         self._awaits_update = False
+
+    def _parameters(self) -> dict[str, str]:
+        return digests(dict(self.model.named_parameters()))
 
     def stop_on(self, number: signal.Signals = signal.SIGTERM) -> None:
         """Let the signal, on any process, set :attr:`Step.stop` of a step on all of them, instead of ending the process.

@@ -9,16 +9,27 @@ from __future__ import annotations
 import gzip
 import json
 import os
+import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, TextIO
 
-from ddltool.errors import InputError
+from ddltool.errors import InputError, did_you_mean
 
 KIND = "step-digests"
 SCHEMA_VERSION = 1
-Cause = Literal["random numbers", "data order", "data", "buffers", "kernel", "reduction order", "optimizer", "code"]
+Cause = Literal[
+    "initial weights",
+    "random numbers",
+    "data order",
+    "data",
+    "buffers",
+    "kernel",
+    "reduction order",
+    "optimizer",
+    "code",
+]
 
 # What a difference of each kind of record means, when everything that comes earlier is equal. In causal order.
 WORKER_CAUSES: Mapping[str, tuple[Cause, str]] = {
@@ -40,6 +51,12 @@ SHARED_CAUSES: Mapping[str, tuple[Cause, str]] = {
     "combined gradient": ("reduction order", "the reduction: the order in which gradients are added"),
     "parameter": ("optimizer", "the optimizer: its state, its settings or its kernel"),
 }
+# In the line of step 0 alone.
+BEFORE = "parameter before"
+BEFORE_CAUSE: tuple[Cause, str] = (
+    "initial weights",
+    "the weights that the runs began with: another initialisation, or another checkpoint",
+)
 ONLY_ONE: tuple[Cause, str] = (
     "code",
     "what only one of the runs has: other code, or another number of workers",
@@ -60,7 +77,7 @@ class Difference:
     Attributes:
         step, epoch: the first step that differs, counted from 0.
         worker: the virtual rank of the logical worker; None for what all share.
-        kind: a key of ``WORKER_CAUSES`` or ``SHARED_CAUSES``.
+        kind: a key of ``WORKER_CAUSES`` or ``SHARED_CAUSES``, or ``BEFORE``.
         tensor: its name.
         cause_class: what is to blame, in a word.
         cause: what can be to blame, as all that comes before it is equal.
@@ -113,7 +130,7 @@ class Comparison:
     @property
     def same_length(self) -> bool:
         """Whether both records have the same steps, as far as was read, and end whole."""
-        return (self.a.steps, self.a.first, self.a.cut) == (self.b.steps, self.b.first, self.b.cut)
+        return (self.a.steps, self.a.first) == (self.b.steps, self.b.first) and not (self.a.cut or self.b.cut)
 
 
 def compare_runs(a: Run, b: Run) -> Comparison:
@@ -133,6 +150,10 @@ def compare_runs(a: Run, b: Run) -> Comparison:
         found = _difference_of_step(left, right)
         if found is not None:
             return Comparison(difference=found, common=common, a=seen[0], b=seen[1], settings=settings)
+    for run, read in ((a, seen[0]), (b, seen[1])):
+        if not read.steps:
+            where = os.fspath(run) if isinstance(run, (str, os.PathLike)) else "run"
+            raise InputError(where, "has no whole step", A_RECORD)
     if not common:
         problem = f"have no step in common ({_span(seen[0])} and {_span(seen[1])})"
         raise InputError("runs", problem, "record two runs of the same training")
@@ -158,7 +179,7 @@ def iterate_steps(path: str | os.PathLike[str]) -> Iterator[Step]:
 
 
 def _span(seen: Seen) -> str:
-    return "no whole step" if seen.first is None else f"steps {seen.first} to {seen.last}"
+    return f"steps {seen.first} to {seen.last}"
 
 
 def _steps(run: Run, seen: Seen) -> Iterator[Step]:
@@ -181,7 +202,7 @@ def _lines(where: str, seen: Seen) -> Iterator[Step]:
             for number, line in enumerate(file, start=1):
                 whole = line.endswith("\n")
                 try:
-                    step = json.loads(line, object_pairs_hook=_distinct)
+                    step = json.loads(line, object_pairs_hook=_distinct, parse_constant=str)
                 except (ValueError, RecursionError) as error:
                     if not whole:  # a process that is killed while it writes leaves a line without an end
                         seen.cut = True
@@ -189,7 +210,9 @@ def _lines(where: str, seen: Seen) -> Iterator[Step]:
                     what = error if isinstance(error, _Twice) else "is not JSON"
                     raise InputError(f"{where}:{number}", str(what), A_RECORD) from None
                 yield _checked(step, f"{where}:{number}")
-    except (OSError, EOFError) as error:
+    except EOFError:  # a compressed record whose writer was killed
+        seen.cut = True
+    except (OSError, zlib.error) as error:
         problem = getattr(error, "strerror", None) or "is damaged"
         raise InputError(where, f"cannot be read ({problem})", "give the path of a record") from None
     except UnicodeDecodeError:
@@ -223,7 +246,7 @@ def _checked(step: Any, where: str) -> Step:
     if not isinstance(step.get("settings", {}), dict):
         raise InputError(f"{where}:settings", "is no mapping", A_RECORD)
     groups = step.get("workers")
-    if not isinstance(groups, dict) or not all(rank.isdecimal() for rank in groups):
+    if not isinstance(groups, dict) or not all(_is_rank(rank) for rank in groups):
         raise InputError(f"{where}:workers", "is no mapping from virtual ranks", A_RECORD)
     for name, kinds in [*groups.items(), ("shared", step.get("shared"))]:
         good = isinstance(kinds, dict) and all(
@@ -232,7 +255,14 @@ def _checked(step: Any, where: str) -> Step:
         )
         if not good:
             raise InputError(f"{where}:{name}", "does not map kinds to tensors to digests", A_RECORD)
+        known = {*SHARED_CAUSES, BEFORE} if name == "shared" else WORKER_CAUSES.keys()
+        if unknown := sorted(kinds.keys() - known):
+            raise InputError(f"{where}:{name}", f"unknown kind {unknown[0]!r}", did_you_mean(unknown[0], known))
     return step
+
+
+def _is_rank(text: str) -> bool:
+    return text.isascii() and text.isdigit() and len(text) < 10
 
 
 def _pairs(a: Iterator[Step], b: Iterator[Step]) -> Iterator[tuple[Step, Step]]:
@@ -259,9 +289,10 @@ def _different_settings(a: Step, b: Step) -> tuple[tuple[str, Any, Any], ...]:
 
 def _difference_of_step(a: Step, b: Step) -> Difference | None:
     ranks = sorted(set(a["workers"]) | set(b["workers"]), key=int)
-    places: list[tuple[str, str | None, tuple[Cause, str]]] = [
-        (kind, rank, cause) for kind, cause in WORKER_CAUSES.items() for rank in ranks
-    ]
+    places: list[tuple[str, str | None, tuple[Cause, str]]] = []
+    if BEFORE in a["shared"] and BEFORE in b["shared"]:  # older records have none
+        places.append((BEFORE, None, BEFORE_CAUSE))
+    places += [(kind, rank, cause) for kind, cause in WORKER_CAUSES.items() for rank in ranks]
     places += [(kind, None, cause) for kind, cause in SHARED_CAUSES.items()]
     first: tuple[str, str | None, str, tuple[Cause, str]] | None = None
     differing: dict[str, int] = {}

@@ -17,6 +17,7 @@ from ddltool.runtime.elastic_group import Processes
 from ddltool.runtime.est_state import Buffers
 from ddltool.runtime.job import Job
 from ddltool.runtime.random_streams import RandomStreams
+from ddltool.runtime.run_difference import BEFORE
 
 T = TypeVar("T")
 
@@ -68,6 +69,7 @@ class RunRecorder:
         self._turns = TurnRecorder(self._model)
         self._gradients: dict[str, Tensor] = {}
         self._combined: dict[str, str] = {}
+        self._before: dict[str, str] | None = None
         self._epoch = 0
         self._open = False
         self.step = first_step
@@ -125,11 +127,17 @@ class RunRecorder:
         order = list(named)
         self._turns.end({name: self._gradients.get(name) for name in order}, self._buffers())
         self._combined = digests({name: self._model.get_parameter(name).grad for name in order})
+        self._before = self._parameters() if self._file is not None and self.step == 0 else None
         self._open = False
+
+    def _parameters(self) -> dict[str, str]:
+        return digests(dict(self._model.named_parameters()))
 
     def _after_update(self, *_: object) -> None:
         gathered = self._processes.gather_bytes(self._turns.take())
         if self._file is not None:
-            shared = {"combined gradient": self._combined, "parameter": digests(dict(self._model.named_parameters()))}
+            shared = {"combined gradient": self._combined, "parameter": self._parameters()}
+            if self._before is not None:
+                shared[BEFORE] = self._before
             self._file.write(self.step, self._epoch, gathered, shared)
         self.step += 1

@@ -10,12 +10,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ddltool.commands import diff_run as command
 from ddltool.errors import CheckFailed, InputError
-from ddltool.runtime.run_difference import SHARED_CAUSES, WORKER_CAUSES, compare_runs, first_difference
+from ddltool.runtime.run_difference import SHARED_CAUSES, WORKER_CAUSES, compare_runs, first_difference, read_steps
 from tests.elastic_workers import WORKERS, on, recorded_ddp, run
 
 STEPS = 4
@@ -117,7 +118,7 @@ def test_other_numbers_of_workers_are_named() -> None:
 
 
 BAD: dict[str, tuple[Callable[[list[dict[str, Any]]], str], str]] = {
-    "empty": (lambda _: "", "have no step in common"),
+    "empty": (lambda _: "", "b.jsonl: has no whole step"),
     "no JSON": (lambda _: "{\n{}\n", "is not JSON"),
     "another kind": (lambda s: json.dumps(s[0] | {"kind": "x"}) + "\n", "is no step-digests of version 1"),
     "a list": (lambda _: "[]\n", "is no step-digests"),
@@ -126,9 +127,15 @@ BAD: dict[str, tuple[Callable[[list[dict[str, Any]]], str], str]] = {
     "duplicate keys": (lambda s: json.dumps(s[0])[:-1] + ', "step": 0}\n', "has 'step' twice"),
     "negative": (lambda s: json.dumps(s[0] | {"step": -1}) + "\n", "step: is -1"),
     "fraction": (lambda s: json.dumps(s[0] | {"step": 1e308}) + "\n", "step: is 1e"),
-    "NaN": (lambda s: json.dumps(s[0] | {"epoch": float("nan")}) + "\n", "epoch: is nan"),
+    "NaN": (lambda s: json.dumps(s[0] | {"epoch": float("nan")}) + "\n", "epoch: is 'NaN'"),
     "workers": (lambda s: json.dumps(s[0] | {"workers": {"a": {}}}) + "\n", "no mapping from virtual ranks"),
     "digests": (lambda s: json.dumps(s[0] | {"shared": {"x": {"y": 1}}}) + "\n", "does not map kinds"),
+    "a kind": (
+        lambda s: json.dumps(s[0] | {"workers": {"0": {"mystery": {"y": "1"}}}}) + "\n",
+        "b.jsonl:1:0: unknown kind 'mystery'",
+    ),
+    "shared kind": (lambda s: json.dumps(s[0] | {"shared": {"foo": {"y": "1"}}}) + "\n", "unknown kind 'foo'"),
+    "long rank": (lambda s: json.dumps(s[0] | {"workers": {"1" * 5000: {}}}) + "\n", "no mapping from virtual ranks"),
     "deep": (lambda _: "[" * 100_000 + "\n", "is not JSON"),
 }
 
@@ -145,10 +152,70 @@ def test_what_is_no_record_is_told_in_one_line(name: str, tmp_path: Path) -> Non
 def test_missing_binary_and_cut_compressed_files(tmp_path: Path) -> None:
     a = write(tmp_path / "a.jsonl", record())
     (tmp_path / "binary.jsonl").write_bytes(random.Random(0).randbytes(1000))
-    (tmp_path / "cut.jsonl.gz").write_bytes(gzip.compress(a.read_bytes())[:-20])
-    for name in ("missing.jsonl", "binary.jsonl", "cut.jsonl.gz"):
+    packed = gzip.compress(a.read_bytes(), mtime=0)
+    (tmp_path / "flipped.jsonl.gz").write_bytes(packed[:100] + bytes([packed[100] ^ 255]) + packed[101:])
+    for name in ("missing.jsonl", "binary.jsonl", "flipped.jsonl.gz"):
         with pytest.raises(InputError, match=name):
             compare_runs(a, tmp_path / name)
+    many = write(tmp_path / "many.jsonl", record(40))
+    (tmp_path / "cut.jsonl.gz").write_bytes(gzip.compress(many.read_bytes(), mtime=0)[:-20])
+    found = compare_runs(many, tmp_path / "cut.jsonl.gz")
+    assert (found.difference, found.b.cut, found.same_length) == (None, True, False)
+    assert 0 < found.common < 40
+
+
+def test_two_records_that_are_cut_are_not_whole(tmp_path: Path) -> None:
+    cut = write(tmp_path / "a.jsonl", record(), "{")
+    command.diff_run(cut, cut)
+    with pytest.raises(CheckFailed, match="equal in 4 steps, but .* ends in the middle of a line"):
+        command.diff_run(cut, cut, whole=True)
+
+
+def test_settings_that_are_no_numbers_are_compared(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    a = write(tmp_path / "a.jsonl", record(rate=float("nan")))
+    command.diff_run(a, a, as_json=True)
+    assert json.loads(capsys.readouterr().out)["settings"] == []
+    command.diff_run(a, write(tmp_path / "b.jsonl", record(rate=1)), as_json=True)
+    assert json.loads(capsys.readouterr().out)["settings"] == [{"name": "rate", "a": "NaN", "b": 1}]
+
+
+def test_other_weights_at_the_start_are_named(tmp_path: Path) -> None:
+    """Also beside a record that was continued, where the weights before are those of another step."""
+    from torch import nn, optim
+
+    from ddltool.runtime.elastic import ElasticTrainer
+    from tests.elastic_workers import Digits
+
+    def recorded(name: str, weight: float, stop: int = 3) -> Path:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Flatten(), nn.Linear(64, 10))
+        with torch.no_grad():
+            model[1].weight[0, 0] = weight
+        trainer = ElasticTrainer(
+            model,
+            optim.SGD(model.parameters(), lr=0.1),
+            nn.CrossEntropyLoss(),
+            Digits(),
+            record=tmp_path / f"{name}.jsonl",
+        )
+        trainer.resume(tmp_path / f"{name}.pt")
+        for step in trainer.epoch(0):
+            if step.number == stop:
+                break
+        trainer.save(tmp_path / f"{name}.pt")
+        return tmp_path / f"{name}.jsonl"
+
+    whole = recorded("whole", 0.0)
+    found = first_difference(whole, recorded("other", 1e-6))
+    assert found is not None
+    assert (found.step, found.kind, found.tensor) == (0, "parameter before", "1.weight")
+    assert found.cause_class == "initial weights"
+    recorded("parts", 0.0, stop=1)
+    parts = recorded("parts", 0.0)
+    assert ["parameter before" in step["shared"] for step in read_steps(parts)] == [True, False, False]
+    assert compare_runs(whole, parts).difference is None
+    late = [step for step in read_steps(parts) if step["step"]]
+    assert compare_runs(whole, late).difference is None
 
 
 def test_plain_ddp_with_the_ordered_hook_records_what_an_elastic_run_records(tmp_path: Path) -> None:

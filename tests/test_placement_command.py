@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -114,6 +115,7 @@ def test_several_jobs(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
         (["job.yaml", "--strategy", "est", "--current", "goodput.json"], "goodput.json:kind: is 'ddltool.goodput'"),
         (["job.yaml", "--strategy", "est", "--with", "second.yaml", "--share", "fair"], "--share: unknown rule 'fair'"),
         (["job.yaml", "--strategy", "est", "--with", "networked.yaml"], "network: is not part of a joint plan"),
+        (["job.yaml", "--strategy", "est", "--with", "second.yaml", "--top-k", "2"], "--top-k: is for one job"),
         (
             ["job.yaml", "--strategy", "est", "--with", "second.yaml", "-o", "x.json"],
             "--output: holds the plan of one job",
@@ -139,3 +141,73 @@ def test_a_network_needs_nodes(folder: Path, capsys: pytest.CaptureFixture[str])
     (folder / "alone.yaml").write_text(alone)
     assert run(["plan", str(folder / "alone.yaml"), "--strategy", "est"]) == 2
     assert "network: needs cluster: beside it" in capsys.readouterr().err
+
+
+def limited(folder: Path, name: str, constraints: str, text: str = JOB) -> Path:
+    """Write a job with constraints."""
+    path = folder / name
+    path.write_text(f"{text}constraints: {{{constraints}}}\n")
+    return path
+
+
+@pytest.mark.parametrize("strategy", ["auto", "bsp", "lb-bsp", "elastic-bsp", "est"])
+def test_no_strategy_is_slower_than_the_job_allows(
+    folder: Path, capsys: pytest.CaptureFixture[str], strategy: str
+) -> None:
+    """Whatever is planned reaches min_throughput, and one that cannot is refused with both figures."""
+    reached = {"bsp": 12.19, "est": 19.2, "lb-bsp": 25.6, "elastic-bsp": 26, "auto": 26}[strategy]
+    for least in (6, 13, 30):
+        file = limited(folder, "fast.yaml", f"min_throughput: {least}")
+        code = run(["plan", str(file), "--strategy", strategy, "--json"])
+        shown = capsys.readouterr()
+        if code == 0:
+            assert json.loads(shown.out)["throughput"] >= least
+        else:
+            assert code == 3
+            assert f"fast.yaml: {'no strategy has a plan: ' if strategy == 'auto' else ''}" in shown.err
+            assert f"min_throughput: at least {least}" in shown.err
+        assert code == (0 if least <= reached else 3)
+
+
+def test_auto_maps_over_several_types_when_one_is_not_enough(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["plan", str(limited(folder, "mixed.yaml", "min_throughput: 13")), "--json"]) == 0
+    options = {each["strategy"]: each for each in json.loads(capsys.readouterr().out)["decision"]["options"]}
+    assert options["est"]["determinism"] == "D0"
+    assert len(options["est"]["devices"]) > 1
+    assert options["est"]["throughput"] >= 13
+    assert run(["plan", str(limited(folder, "one.yaml", "min_throughput: 12")), "--json"]) == 0
+    options = {each["strategy"]: each for each in json.loads(capsys.readouterr().out)["decision"]["options"]}
+    assert (options["est"]["determinism"], len(options["est"]["devices"])) == ("D1", 1)
+
+
+def test_unknown_kernels_are_not_hardware_agnostic(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["plan", str(limited(folder, "d2.yaml", "determinism: D2")), "--strategy", "est", "--json"]) == 0
+    shown = capsys.readouterr()
+    assert len(devices(json.loads(shown.out))) == 1
+    assert "D2: nothing says which kernels the model uses, so the plan keeps to one device type" in shown.err
+    sure = limited(folder, "sure.yaml", "determinism: D2, hardware_agnostic: true")
+    assert len(devices(plan(capsys, sure))) > 1
+
+
+def test_the_job_that_cannot_run_or_has_to_wait_is_named(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    broke = limited(folder, "broke.yaml", "max_price_per_hour: 0.1", JOB.replace("mixed", "broke"))
+    assert run(["plan", str(folder / "job.yaml"), "--strategy", "est", "--with", str(broke)]) == 3
+    assert "broke.yaml: max_price_per_hour" in capsys.readouterr().err
+    slow = limited(folder, "slow.yaml", "min_throughput: 40", JOB.replace("mixed", "slow"))
+    assert run(["plan", str(folder / "job.yaml"), "--strategy", "est", "--with", str(slow)]) == 3
+    assert "error: slow: min_throughput: at least 40" in capsys.readouterr().err
+    first = limited(folder, "first.yaml", "min_throughput: 15")
+    second = limited(folder, "later.yaml", "min_throughput: 12", JOB.replace("mixed", "later"))
+    made = plan(capsys, first, "--with", second)
+    (waiting,) = (job for job in made["jobs"] if job["plan"] is None)
+    found = re.search(
+        r"waits: on what the others leave it would reach ([0-9.]+) mini-batches/s, below its", waiting["waits"]
+    )
+    assert found is not None
+    assert 0 < float(found[1]) < 15
+
+
+def test_prices_have_a_limit(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    dear = limited(folder, "dear.yaml", "max_price_per_hour: 12", JOB.replace("2.5", "1.0e13"))
+    assert run(["plan", str(dear), "--strategy", "est"]) == 2
+    assert "devices.V100.price_per_hour: is 1e+13; at most 1000000000" in capsys.readouterr().err

@@ -247,9 +247,11 @@ def test_the_command_refuses_in_one_line(tmp_path: Path) -> None:
     base = tmp_path / "plans.db"
     run(tmp_path / "job.yaml", "-o", base)
     (tmp_path / "torn.db").write_bytes(base.read_bytes()[:5000])
+    (tmp_path / "net.yaml").write_text(JOB + "network: goodput.json\n")
     (tmp_path / "empty.db").write_bytes(b"")
     for arguments, message in (
         ((tmp_path / "job.yaml",), "--output: is missing"),
+        ((tmp_path / "net.yaml", "-o", tmp_path / "x.db"), "net.yaml:network: is not kept in a companion database"),
         ((base, "-o", tmp_path / "x.db"), "--output: is for making a database"),
         ((base, "--lookup", "V100"), "--lookup: 'V100' is not TYPE=N"),
         ((base, "--lookup", "V100=-1"), "--lookup: 'V100=-1' is not TYPE=N"),
@@ -271,3 +273,52 @@ def test_vectors_are_numbered_in_mixed_base() -> None:
     for _ in range(50):
         vector = tuple(random.randint(0, device.count) for device in meta.devices)
         assert meta.key(vector) == np.ravel_multi_index(vector, [device.count + 1 for device in meta.devices])
+
+
+def test_two_that_recalibrate_at_once_both_count(tmp_path: Path) -> None:
+    """Each opened the file before the other wrote; plans made with the old capabilities do not come back."""
+    path = written(tmp_path / "plans.db")
+    names = [device.type for device in about().devices]
+    with Companion(path) as one, Companion(path) as other:
+        one.recalibrate({names[0]: 10.0})
+        counts = one.meta.clamped({names[0]: 1, names[1]: 1})
+        stale = plan_for(one.meta, counts)
+        other.recalibrate({names[1]: 5.0})
+        one.remember(counts, stale)
+        assert other.lookup(counts) is None
+        assert other.meta.generation == 3
+    with Companion(path) as base:
+        assert [device.capability_per_s for device in base.meta.devices][:2] == [10.0, 5.0]
+        assert base.lookup(counts) is None
+
+
+@pytest.mark.parametrize(
+    ("column", "value"),
+    [
+        *(
+            ("ests", text)
+            for text in ("null", "[1]", '{"V100": 3}', '{"H100": [[1, 8]]}', '{"V100": [[-1, -8]]}', "{", "{}")
+        ),
+        *(("throughput", value) for value in ("abc", -5.0, float("inf"))),
+        *(("step_s", value) for value in (b"x", float("inf"), 0.0)),
+    ],
+)
+def test_a_plan_that_does_not_fit_is_refused(tmp_path: Path, column: str, value: object) -> None:
+    path = written(tmp_path / "plans.db")
+    with sqlite3.connect(path) as base:
+        base.execute(f"UPDATE plans SET {column} = ?", (value,))
+    base.close()
+    with Companion(path) as companion_base, pytest.raises(InputError, match=r"plans\.db: cannot be used as a database"):
+        companion_base.lookup([device.count for device in companion_base.meta.devices])
+
+
+def test_a_locked_database_is_to_be_tried_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = written(tmp_path / "plans.db")
+    real = sqlite3.connect
+    monkeypatch.setattr(sqlite3, "connect", lambda *a, **k: real(*a, **{**k, "timeout": 0.05}))
+    with Companion(path) as base:
+        other = real(path)
+        other.execute("BEGIN EXCLUSIVE")
+        with pytest.raises(InputError, match="is locked.*try again when the process that writes it is done"):
+            base.recalibrate({base.meta.devices[0].type: 2.0})
+        other.close()

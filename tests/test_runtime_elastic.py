@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+import warnings
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -332,11 +333,128 @@ def test_another_number_of_threads_or_model_is_refused(tmp_path: Path) -> None:
         torch.set_num_threads(1)
 
 
+def test_another_type_or_optimizer_is_refused_before_anything_is_loaded(tmp_path: Path) -> None:
+    path = saved(tmp_path)
+    module, update, scheduler = build("transformer", "sgd")
+    parts = {"extras": {"scheduler": scheduler}}
+    with pytest.raises(InputError, match=r"is float32 \(.*\) there and float64 \(.*\) here"):
+        ElasticTrainer(module.double(), update, None, Digits(), **parts).load(path)
+    module, _, _ = build("transformer", "sgd")
+    before = [value.clone() for value in module.parameters()]
+    others = {
+        "is SGD there and Adam here": torch.optim.Adam(module.parameters()),
+        "has 1 parameter groups there and 2 here": torch.optim.SGD(
+            [{"params": [value]} for value in list(module.parameters())[:2]], lr=0.1
+        ),
+        "parameters there and 2 here": torch.optim.SGD(list(module.parameters())[:2], lr=0.1),
+    }
+    for message, other in others.items():
+        with pytest.raises(InputError, match=message):
+            ElasticTrainer(module, other, None, Digits(), **parts).load(path)
+    assert all(torch.equal(*pair) for pair in zip(before, module.parameters(), strict=True))
+
+
+def test_other_options_of_the_optimizer_are_told(tmp_path: Path) -> None:
+    path = tmp_path / "run.pt"
+    for rate, decay, told in ((0.1, 0.0, ""), (0.1, 0.0, ""), (0.7, 0.0, "lr of group 0 is 0.1 there and 0.7 here")):
+        module = nn.Linear(2, 2)
+        update = torch.optim.SGD(module.parameters(), lr=rate, weight_decay=decay)
+        trainer = ElasticTrainer(module, update, None, Digits())
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            trainer.resume(path)
+        assert [told in str(each.message) for each in caught] == ([True] if told else [])
+        trainer.save(path)
+
+
+def test_a_run_does_not_overwrite_another(tmp_path: Path) -> None:
+    path = tmp_path / "run.pt"
+    first, second = (
+        ElasticTrainer(module, torch.optim.SGD(module.parameters(), lr=0.1), None, Digits())
+        for module in (nn.Linear(2, 2), nn.Linear(2, 2))
+    )
+    first.save(path)
+    first.save(path)
+    assert second.resume(path)
+    second.save(path)
+    with pytest.raises(InputError, match=r"run\.pt: was written by another run in the meantime"):
+        first.save(path)
+    second.save(path)
+
+
+def test_what_another_process_is_writing_is_no_leftover(tmp_path: Path) -> None:
+    path = saved(tmp_path)
+    content = elastic_checkpoint.read(path)
+    others = [f".{path.name}.{name}.partial" for name in ("abcd_123", "abcd_124")]
+    strangers = [".run.pt.big.abcd_123.partial", ".run_pt.abcd_123.partial"]
+    for name in others + strangers:
+        (tmp_path / name).touch()
+    script = (
+        "import fcntl, sys; f = open(sys.argv[1]); fcntl.flock(f, fcntl.LOCK_EX); print('held', flush=True); input()"
+    )
+    with subprocess.Popen(
+        [sys.executable, "-c", script, str(tmp_path / others[0])],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    ) as holder:
+        assert holder.stdout is not None
+        assert holder.stdout.readline() == "held\n"
+        elastic_checkpoint.write(path, content)
+        holder.communicate("\n")
+    left = {each.name for each in tmp_path.iterdir()}
+    assert left == {path.name, f"{path.name}.previous", others[0], *strangers}
+
+
+def test_a_full_disk_leaves_the_old_checkpoint_and_nothing_else(tmp_path: Path) -> None:
+    path = saved(tmp_path)
+    script = (
+        "import resource, signal, sys, torch\n"
+        "from ddltool.runtime import elastic_checkpoint as c\n"
+        "content = c.read(sys.argv[1]) | {'more': torch.zeros(100000)}\n"
+        "signal.signal(signal.SIGXFSZ, signal.SIG_IGN)\n"
+        "resource.setrlimit(resource.RLIMIT_FSIZE, (20000, 20000))\n"
+        "c.write(sys.argv[1], content)\n"
+    )
+    before = path.read_bytes()
+    ended = subprocess.run([sys.executable, "-c", script, str(path)], capture_output=True, text=True, check=False)
+    assert "InputError" in ended.stderr.splitlines()[-1]
+    assert "run.pt: cannot be written (" in ended.stderr
+    assert [each.name for each in tmp_path.iterdir()] == ["run.pt"]
+    assert path.read_bytes() == before
+
+
+def test_only_the_file_itself_decides_what_it_is(tmp_path: Path) -> None:
+    folder = tmp_path / "conversion"  # a name with "version" in it
+    folder.mkdir()
+    path = saved(folder, 2)
+    train(1, path, until=3, model="transformer")
+    path.write_bytes(path.read_bytes()[:500])
+    with pytest.warns(UserWarning, match="damaged"):
+        assert elastic_checkpoint.read(path)["position"]["steps_made"] == 2
+    path.unlink()
+    module, update, scheduler = build("transformer", "sgd")
+    trainer = ElasticTrainer(module, update, None, Digits(), extras={"scheduler": scheduler})
+    with pytest.warns(UserWarning, match=r"run\.pt is missing and .*previous is there: starting anew"):
+        assert not trainer.resume(path)
+    hollow = {"kind": elastic_checkpoint.KIND, "schema_version": 1}
+    torch.save({"content": hollow, "digest": elastic_checkpoint.content_digest(hollow)}, path)
+    with pytest.raises(InputError, match=r"run\.pt: has no settings"):
+        trainer.load(path)
+    torch.save({"content": torch.zeros(1), "digest": ""}, path)
+    with pytest.warns(UserWarning, match="damaged"):
+        trainer.load(path)
+    with pytest.raises(InputError, match="names no file"):
+        trainer.resume("")
+
+
 def test_what_cannot_have_equal_bits_is_refused() -> None:
     assert "start at most 2 processes" in on(3, refusal_of, {"max_workers": 2})[1]
     assert "give 2 counts" in on(2, refusal_of, {"placement": (4,)})[0]
     assert "order: is up" in refusal(order="up")
     assert "batch_size: is 0" in refusal(batch_size=0)
+    assert "seed: is -1" in refusal(seed=-1)
+    assert "bucket_mib: is nan" in refusal(bucket_mib=float("nan"))
     module, update, _ = build("cnn", "sgd")
     with pytest.raises(InputError, match="SyncBatchNorm"):
         ElasticTrainer(nn.SyncBatchNorm.convert_sync_batchnorm(module), update, None, Digits())

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import os
 import sqlite3
 import tempfile
@@ -152,17 +153,11 @@ class Companion:
             self._base = sqlite3.connect(path, timeout=10.0)
         try:
             with self._explained():
-                row = self._base.execute("SELECT value FROM meta WHERE key = 'document'").fetchone()
                 tables = {name for (name,) in self._base.execute("SELECT name FROM sqlite_master WHERE type = 'table'")}
-            if row is None or not {"plans", "vectors"} <= tables:
-                raise InputError(str(path), "is no companion database", "make one with: ddltool companion JOB.yaml")
-            try:
-                document = json.loads(row[0])
-            except ValueError:
-                document = None
-            if not isinstance(document, dict):
-                raise InputError(str(path), "has no readable meta document", "make the database again")
-            self.meta = parse(document, CompanionMeta, str(path))
+                if not {"meta", "plans", "vectors"} <= tables:
+                    problem = "is no companion database"
+                    raise InputError(str(path), problem, "make one with: ddltool companion JOB.yaml")
+                self.meta = self._stored()
         except BaseException:
             self._base.close()
             raise
@@ -171,11 +166,30 @@ class Companion:
         """Return the plan for counts in the order of the devices; None: it is not there, or of an earlier generation."""
         with self._explained():
             row = self._base.execute(_LOOKUP, (self.meta.key(counts), self.meta.generation)).fetchone()
-            return None if row is None else CompanionPlan(throughput=row[0], step_s=row[1], ests=json.loads(row[2]))
+            return None if row is None else self._checked(row, counts)
+
+    def _checked(self, row: Sequence[Any], counts: Sequence[int]) -> CompanionPlan:
+        """Return the plan in a row. Raises ValueError unless it places every EST on devices that are there."""
+        held = dict(zip((device.type for device in self.meta.devices), counts, strict=True))
+        throughput, step_s, ests = row[0], row[1], json.loads(row[2])
+        good = isinstance(throughput, float) and isinstance(step_s, float) and isinstance(ests, dict)
+        if good and ests:
+            pairs = {name: [tuple(pair) for pair in rows] for name, rows in ests.items() if _are_pairs(rows)}
+            used = {name: sum(devices for devices, _ in rows) for name, rows in pairs.items()}
+            placed = sum(devices * each for rows in pairs.values() for devices, each in rows)
+            good = len(pairs) == len(ests) and all(used[name] <= held.get(name, -1) for name in used)
+            good = good and placed == self.meta.max_workers and 0 < throughput < math.inf and 0 < step_s < math.inf
+        elif good:
+            good = throughput == step_s == 0
+        if not good:
+            raise ValueError("a plan in it does not fit its devices")
+        return CompanionPlan(throughput=throughput, step_s=step_s, ests=ests)
 
     def remember(self, counts: Sequence[int], plan: CompanionPlan) -> None:
         """Keep a plan that was made on demand; a database that cannot be written is left as it is."""
-        with self._explained(), contextlib.suppress(sqlite3.OperationalError), self._base:
+        with self._explained(), contextlib.suppress(sqlite3.OperationalError), self._writing():
+            if self._stored().generation != self.meta.generation:
+                return  # made with capabilities that have changed since
             made = self._base.execute(
                 "INSERT INTO plans (throughput, step_s, ests) VALUES (?, ?, ?)",
                 (plan.throughput, plan.step_s, _text(plan)),
@@ -186,15 +200,39 @@ class Companion:
             )
 
     def recalibrate(self, capability: Mapping[str, float]) -> None:
-        """Put other capabilities (mini-batches per second) in place; plans made before count as out of date."""
-        devices = [
-            device.model_copy(update={"capability_per_s": float(capability.get(device.type, device.capability_per_s))})
-            for device in self.meta.devices
-        ]
-        meta = self.meta.model_copy(update={"devices": devices, "generation": self.meta.generation + 1})
-        with self._explained(), self._base:
+        """Put other capabilities (mini-batches per second) in place; plans made before count as out of date.
+
+        What another process has changed since the file was opened is kept.
+        """
+        with self._explained(), self._writing():
+            stored = self._stored()
+            devices = [
+                device.model_copy(
+                    update={"capability_per_s": float(capability.get(device.type, device.capability_per_s))}
+                )
+                for device in stored.devices
+            ]
+            meta = stored.model_copy(update={"devices": devices, "generation": stored.generation + 1})
             _write_meta(self._base, meta)
         self.meta = meta
+
+    @contextlib.contextmanager
+    def _writing(self) -> Iterator[None]:
+        """Be the only writer from the first look at the file to the commit."""
+        with self._base:
+            self._base.execute("BEGIN IMMEDIATE")
+            yield
+
+    def _stored(self) -> CompanionMeta:
+        """Return the meta document as it stands in the file now."""
+        row = self._base.execute("SELECT value FROM meta WHERE key = 'document'").fetchone()
+        try:
+            document = json.loads(row[0]) if row is not None else None
+        except ValueError:
+            document = None
+        if not isinstance(document, dict):
+            raise InputError(str(self.path), "has no readable meta document", "make the database again")
+        return parse(document, CompanionMeta, str(self.path))
 
     def counts(self) -> tuple[int, int]:
         """Return how many vectors have a plan of this generation, and how many there are in all."""
@@ -226,7 +264,9 @@ class Companion:
         try:
             yield
         except (sqlite3.Error, ValueError) as error:
-            raise InputError(str(self.path), f"cannot be used as a database ({error})", "make it again") from None
+            locked = "locked" in str(error)
+            remedy = "try again when the process that writes it is done" if locked else "make it again"
+            raise InputError(str(self.path), f"cannot be used as a database ({error})", remedy) from None
 
 
 def _check_file(path: Path) -> None:
@@ -255,6 +295,14 @@ def _write_meta(base: sqlite3.Connection, meta: CompanionMeta) -> None:
         "document": json.dumps(meta.model_dump(mode="json"), ensure_ascii=False, allow_nan=False),
     }
     base.executemany("INSERT OR REPLACE INTO meta VALUES (?, ?)", entries.items())
+
+
+def _are_pairs(rows: Any) -> bool:
+    """Return whether these are pairs of (devices, ESTs), each at least 1."""
+    return isinstance(rows, list) and all(
+        isinstance(pair, list) and len(pair) == 2 and all(type(each) is int and each > 0 for each in pair)
+        for pair in rows
+    )
 
 
 def _text(plan: CompanionPlan) -> str:

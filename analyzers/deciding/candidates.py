@@ -15,6 +15,7 @@ from ddltool.analyzers.goodput.throughput import ThroughputParams, efficiency, g
 from ddltool.analyzers.placement.bsp import plan_bsp
 from ddltool.analyzers.placement.est import solve_est
 from ddltool.analyzers.placement.problem import Problem
+from ddltool.analyzers.placement.requirements import demand_throughput
 from ddltool.decision import Kept, Option
 from ddltool.errors import Infeasible
 from ddltool.job import Job
@@ -79,7 +80,7 @@ class Candidates:
         found = []
         for name, make in makers.items():
             try:
-                found.append(make(problem))
+                found.append(_fast_enough(make(problem), problem))
             except Infeasible as error:
                 left_out[name] = str(error)
         return found
@@ -116,20 +117,26 @@ class Candidates:
         """Bits across device types are promised only where the job or the model's scan says so."""
         allowed = self.job.constraints.determinism == "D2" or self.knowledge.d2_eligible is True
         mixed = allowed and not problem.single_type
-        plan = solve_est(
-            replace(problem, single_type=not mixed),
-            top_k=self.settings.top_k,
-            time_limit_s=self.settings.limit_s,
-            seed=self.settings.seed,
-        )
+        try:
+            plan = self._mapped(problem if mixed else replace(problem, single_type=True))
+        except Infeasible:
+            if problem.single_type or mixed:
+                raise
+            plan, allowed = self._mapped(problem), False  # over several types the bits hold for this placement alone
+            mixed = len({row.device_type for row in plan.assignments}) > 1
         capability = {device.name: device.capability_per_s for device in problem.devices}
+        kept: Kept = "D1" if not mixed else "D2" if allowed else "D0"
         # Gradients travel during the last EST's pass, and the device that ends last decides when.
         last = max(
             float(1 / capability[row.device_type])
             for row in plan.assignments
             if row.ests_per_device / capability[row.device_type] >= plan.iteration_s * 0.999
         )
-        return self._candidate(plan, problem, self._synchronous(plan, last), "D2" if mixed else "D1")
+        return self._candidate(plan, problem, self._synchronous(plan, last), kept)
+
+    def _mapped(self, problem: Problem) -> Plan:
+        settings = self.settings
+        return solve_est(problem, top_k=settings.top_k, time_limit_s=settings.limit_s, seed=settings.seed)
 
     def _goodput(self, problem: Problem) -> Candidate:
         if self.job.goodput is None:
@@ -242,6 +249,12 @@ class Candidates:
         return option.model_copy(
             update={"low_s": option.iteration_s * max(0.0, 1 - error), "high_s": option.iteration_s * (1 + error)}
         )
+
+
+def _fast_enough(candidate: Candidate, problem: Problem) -> Candidate:
+    """Return the candidate. Raises Infeasible when it is slower, communication included, than the job asks for."""
+    demand_throughput(candidate.option.throughput, problem.min_throughput)
+    return candidate
 
 
 def devices_of(plan: Plan) -> dict[str, int]:

@@ -18,7 +18,7 @@ from ddltool.analyzers.placement.job_columns import JobTable, generate, job_tabl
 from ddltool.analyzers.placement.job_floor import highest_floor
 from ddltool.analyzers.placement.problem import Problem
 from ddltool.analyzers.placement.step_times import Counts, reach
-from ddltool.errors import InputError
+from ddltool.errors import Infeasible, InputError
 from ddltool.graph import natural_key
 from ddltool.plan import Plan
 
@@ -131,7 +131,10 @@ def _tables(
         if not offered:
             raise InputError(f"{problem.job}:devices", "none of its device types is there", f"there are {names}")
         narrowed = replace(problem, devices=tuple(offered))
-        alone = solve_est(narrowed, seed=seed)
+        try:
+            alone = solve_est(narrowed, seed=seed)
+        except Infeasible as error:
+            raise Infeasible(f"{problem.job}: {error}") from None
         used = {device.name: 0 for device in offered}
         for row in alone.assignments:
             used[row.device_type] += row.devices
@@ -141,6 +144,21 @@ def _tables(
         tables.append(job_table(narrowed, names, counts, weight, step))
         tables[-1].add(tuple(used.get(name, 0) for name in names))
     return tables
+
+
+def idle_throughput(problem: Problem, devices: Mapping[str, int], plans: Sequence[Plan | None]) -> float:
+    """Return what a job would reach on the devices that no plan uses, were any throughput enough; 0: it cannot run."""
+    left = dict(devices)
+    for plan in plans:
+        for row in () if plan is None else plan.assignments:
+            left[row.device_type] -= row.devices
+    offered = tuple(
+        replace(device, count=min(device.count, left[device.name])) for device in problem.devices if left[device.name]
+    )
+    try:
+        return solve_est(replace(problem, devices=offered, min_throughput=None)).throughput if offered else 0.0
+    except Infeasible:
+        return 0.0
 
 
 def _value(tables: Sequence[JobTable], chosen: Sequence[Counts | None]) -> float:

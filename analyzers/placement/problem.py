@@ -45,6 +45,10 @@ def from_job(job: Job, capabilities: Mapping[str, float]) -> Problem:
         raise InputError(
             "constraints.max_price_per_hour", f"is {budget:g}", f"at most {_LARGEST_PRICE}, or leave it out"
         )
+    for offer in offers:
+        if offer.price_per_hour is not None and offer.price_per_hour > _LARGEST_PRICE:
+            where, price = f"devices.{offer.type}.price_per_hour", offer.price_per_hour
+            raise InputError(where, f"is {price:g}", f"at most {_LARGEST_PRICE}, or leave it out")
     every = [_device(offer, capabilities, limits) for offer in offers]
     single = _single_type_reason(limits)
     problem = Problem(

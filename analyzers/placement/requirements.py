@@ -126,6 +126,14 @@ def requirements(problem: Problem) -> list[Requirement]:
     return found
 
 
+def demand_throughput(throughput: float, least: Fraction | float | None) -> None:
+    """Raise Infeasible when a plan's throughput is below ``least`` (both in logical mini-batches per second)."""
+    if least is not None and throughput < float(least) * (1 - 1e-9):
+        raise Infeasible(
+            f"min_throughput: at least {float(least):g} mini-batches/s; this strategy reaches {throughput:.4g}"
+        )
+
+
 def minimal_conflict(problem: Problem, feasible: Callable[[Problem], bool]) -> list[Requirement]:
     """Return requirements that cannot be kept together, and could if any one of them were dropped.
 
