@@ -1,0 +1,165 @@
+"""What goes wrong on a parameter server, and what it costs: kill -9 of a worker and of the server, a stall, NaN.
+
+    python benchmarks/bench_sync_faults.py [--models bsp,elastic] [--faults kill-worker,nan] [--stall 30] [--json FILE]
+
+Three workers with steps of 20 ms (a sleep, beside a small network on random data) and one server, each a process of its
+own. After 20 steps of worker 1 the fault happens. Printed are: the longest time between two steps of the other workers
+from then on, how each process ended (the first words of its error), the seconds from the fault until all had ended, what
+the server lost, and how many processes were left (always 0: they are counted before anything is cleaned up).
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import multiprocessing
+import os
+import signal
+import tempfile
+import time
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from ddltool.errors import DdlToolError
+from ddltool.runtime.sync import BSP, ElasticBSP, MomentumSGD, Policy, SyncServer, SyncWorker, TransferPlan
+
+MODELS: dict[str, Policy] = {"bsp": BSP(), "elastic": ElasticBSP(4)}
+FAULTS = ("kill-worker", "nan", "raise", "stall", "kill-server")
+WORKERS, CULPRIT, FAULT_AT, STEPS = 3, 1, 20, 60
+STEP_S = 0.02
+
+
+def work(pipe: Connection, model: nn.Module, plan: TransferPlan, policy: Policy, run: dict[str, Any]) -> None:
+    """Train; send the time of every step."""
+    rank = dist.get_rank()
+    with SyncWorker(model, plan, policy, checkpoint=Path(run["folder"], f"last.pt.{rank}")) as worker:
+        for number in range(STEPS):
+            if rank == CULPRIT and number == FAULT_AT:
+                pipe.send(("fault", time.monotonic()))
+                if run["fault"] == "kill-worker":
+                    os.kill(os.getpid(), signal.SIGKILL)
+                if run["fault"] == "kill-server":
+                    os.kill(run["server"].value, signal.SIGKILL)
+                if run["fault"] == "stall":
+                    time.sleep(run["stall"])
+            with worker.step():
+                if rank == CULPRIT and number == FAULT_AT and run["fault"] == "raise":
+                    raise RuntimeError("a bad batch")
+                loss = model(torch.ones(4, 32)).pow(2).mean()
+                if rank == CULPRIT and number == FAULT_AT and run["fault"] == "nan":
+                    loss = loss * float("nan")
+                time.sleep(STEP_S)
+                loss.backward()
+            pipe.send(("step", time.monotonic()))
+
+
+def enter(pipe: Connection, rank: int, name: str, run: dict[str, Any]) -> None:
+    """Run one process of a job and send how it ended."""
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{run['folder']}/meeting", rank=rank, world_size=WORKERS + 1)
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(32, 64), nn.ReLU(), nn.Linear(64, 10))
+    plan = TransferPlan.for_model(model, workers=WORKERS, servers=1)
+    lost: dict[int, str] = {}
+    try:
+        if rank < WORKERS:
+            work(pipe, model, plan, MODELS[name], run)
+        else:
+            run["server"].value = os.getpid()
+            server = SyncServer(model, plan, MomentumSGD(lr=0.01), MODELS[name])
+            try:
+                server.serve()
+            finally:
+                lost = server.membership.lost
+        ending = "done"
+    except (DdlToolError, RuntimeError) as error:
+        ending = f"{type(error).__name__}: {error}"
+    pipe.send(("end", time.monotonic(), ending, lost))
+
+
+def measure(name: str, fault: str, stall: float) -> dict[str, Any]:
+    """Run one job and return what happened."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["ddltool.runtime.sync"])
+    with tempfile.TemporaryDirectory() as folder:
+        run = {"folder": folder, "fault": fault, "stall": stall, "server": context.Value("q", 0)}
+        crew = []
+        for rank in range(WORKERS + 1):
+            ours, theirs = context.Pipe(duplex=False)
+            process = context.Process(target=enter, args=(theirs, rank, name, run), daemon=True)
+            process.start()
+            theirs.close()
+            crew.append((process, ours))
+        seen = [listen(pipe) for _, pipe in crew]
+        for process, _ in crew:
+            process.join(5)
+        left = sum(process.is_alive() for process, _ in crew)
+        files = sorted(path.name for path in Path(folder).glob("last.pt*"))
+    fault_s = next(each[1] for each in seen[CULPRIT] if each[0] == "fault")
+    gaps = [
+        later[1] - max(earlier[1], fault_s)
+        for rank, events in enumerate(seen[:WORKERS])
+        if rank != CULPRIT
+        for earlier, later in itertools.pairwise(events)
+        if earlier[0] == later[0] == "step" and later[1] > fault_s
+    ]
+    ends = [next((each for each in events if each[0] == "end"), None) for events in seen]
+    return {
+        "model": name,
+        "fault": fault,
+        "others_longest_gap_s": max(gaps, default=None),
+        "endings": ["killed" if end is None else end[2] for end in ends],
+        "all_ended_s": max(end[1] for end in ends if end is not None) - fault_s,
+        "lost": {} if ends[-1] is None else ends[-1][3],
+        "checkpoints": files,
+        "processes_left": left,
+    }
+
+
+def listen(pipe: Connection) -> list[tuple[Any, ...]]:
+    """Return what a process says until it ends."""
+    said = []
+    try:
+        while not said or said[-1][0] != "end":
+            said.append(pipe.recv())
+    except EOFError:
+        pass
+    return said
+
+
+def main() -> None:
+    """Run every fault under every model and print what happened."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--models", default=",".join(MODELS))
+    parser.add_argument("--faults", default=",".join(FAULTS))
+    parser.add_argument("--stall", type=float, default=30.0, help="seconds")
+    parser.add_argument("--json", type=Path)
+    given = parser.parse_args()
+    rows = []
+    for name in given.models.split(","):
+        for fault in given.faults.split(","):
+            row = measure(name, fault, given.stall)
+            rows.append(row)
+            gap = row["others_longest_gap_s"]
+            others = "-" if gap is None else f"{gap:.2f} s"
+            print(
+                f"{name:8} {fault:12} others' longest gap {others:>8}, all ended after {row['all_ended_s']:.2f} s, ",
+                end="",
+            )
+            print(f"{row['processes_left']} processes left, checkpoints {row['checkpoints'] or 'none'}")
+            for rank, ending in enumerate(row["endings"]):
+                print(f"    {f'worker {rank}' if rank < WORKERS else 'server':8} {ending.splitlines()[0][:110]}")
+            for rank, reason in row["lost"].items():
+                print(f"    lost     worker {rank}: {reason.splitlines()[0][:110]}", flush=True)
+    if given.json:
+        given.json.write_text(json.dumps(rows, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
