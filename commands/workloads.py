@@ -50,15 +50,15 @@ def read_workload(path: Path) -> list[JobSpec]:
     """
     from ddltool.analyzers.scheduling.job import JobSpec
 
-    frame = _table(path, WORKLOAD)
-    times = _numbers(frame, "time", path, least=0.0)
+    frame = read_columns(path, WORKLOAD)
+    times = read_numbers(frame, "time", path, least=0.0)
     late = np.flatnonzero(times > _LATEST_S)
     if late.size:
         raise InputError(
             f"{path}:row {late[0] + 1}:time", f"is {times[late[0]]:g}", f"seconds, at most {_LATEST_S:.0f} (ten years)"
         )
-    replicas = _numbers(frame, "num_replicas", path, least=1.0, whole=True)
-    batches = _numbers(frame, "batch_size", path, least=1.0, whole=True)
+    replicas = read_numbers(frame, "num_replicas", path, least=1.0, whole=True)
+    batches = read_numbers(frame, "batch_size", path, least=1.0, whole=True)
     names = [str(name) for name in frame["name"].tolist()]
     seen: dict[str, int] = {}
     for row, name in enumerate(names, start=1):
@@ -111,7 +111,7 @@ def _step_times(place: Path) -> dict[str, StepTimes]:
     made = {}
     for path in sorted(place.glob("placements*.csv")):
         suffix = path.stem.removeprefix("placements")
-        placements = _table(path, ("placement", "local_bsz", "step_time", "sync_time"))
+        placements = read_columns(path, ("placement", "local_bsz", "step_time", "sync_time"))
         digits = []
         for row, value in enumerate(placements["placement"].tolist(), start=1):
             text = str(value)
@@ -120,13 +120,13 @@ def _step_times(place: Path) -> dict[str, StepTimes]:
             digits.append(tuple(map(int, text)))
         other = place / f"scalability{suffix}.csv"
         columns = ("num_nodes", "num_replicas", "local_bsz", "step_time", "sync_time")
-        scalability = _table(other, columns) if other.is_file() else None
+        scalability = read_columns(other, columns) if other.is_file() else None
         made[suffix.removeprefix("-") or ANY_TYPE] = StepTimes(
             where=str(path),
             placements=digits,
-            local_batch_size=_numbers(placements, "local_bsz", path, least=1.0),
+            local_batch_size=read_numbers(placements, "local_bsz", path, least=1.0),
             times_s=_times(placements, path),
-            scalability=np.column_stack([_numbers(scalability, name, other, least=1.0) for name in columns[:3]])
+            scalability=np.column_stack([read_numbers(scalability, name, other, least=1.0) for name in columns[:3]])
             if scalability is not None
             else np.empty((0, 3)),
             scalability_times_s=_times(scalability, other) if scalability is not None else np.empty((0, 2)),
@@ -136,8 +136,8 @@ def _step_times(place: Path) -> dict[str, StepTimes]:
 
 def _times(frame: pd.DataFrame, path: Path) -> Floats:
     """Return step and sync times (n, 2)."""
-    step = _numbers(frame, "step_time", path, least=0.0)
-    sync = _numbers(frame, "sync_time", path, least=0.0)
+    step = read_numbers(frame, "step_time", path, least=0.0)
+    sync = read_numbers(frame, "sync_time", path, least=0.0)
     bad = np.flatnonzero((sync >= step) | (step <= 0))
     if bad.size:
         row = int(bad[0])
@@ -154,8 +154,8 @@ def _validation(place: Path) -> list[Validation]:
         text = path.stem.removeprefix("validation-")
         if not text.isdigit() or int(text) == 0:
             raise InputError(str(path), f"{text!r} is no batch size", "name it validation-BATCH.csv, such as -128")
-        frame = _table(path, VALIDATION)
-        columns = {name: _numbers(frame, name, path, least=0.0) for name in VALIDATION}
+        frame = read_columns(path, VALIDATION)
+        columns = {name: read_numbers(frame, name, path, least=0.0) for name in VALIDATION}
         if not (columns["grad_sqr"] + columns["grad_var"] > 0).all():
             row = int(np.flatnonzero(columns["grad_sqr"] + columns["grad_var"] <= 0)[0])
             raise InputError(f"{path}:row {row + 1}:grad_sqr", "and grad_var are 0", "one of them must be above 0")
@@ -163,7 +163,8 @@ def _validation(place: Path) -> list[Validation]:
     return runs
 
 
-def _table(path: Path, columns: Sequence[str]) -> pd.DataFrame:
+def read_columns(path: Path, columns: Sequence[str]) -> pd.DataFrame:
+    """Return a table that has these columns. Raises InputError for one that is missing."""
     from ddltool.profile import read_table
 
     frame = read_table(path)
@@ -173,7 +174,7 @@ def _table(path: Path, columns: Sequence[str]) -> pd.DataFrame:
     return frame
 
 
-def _numbers(frame: pd.DataFrame, column: str, path: Path, *, least: float, whole: bool = False) -> Floats:
+def read_numbers(frame: pd.DataFrame, column: str, path: Path, *, least: float, whole: bool = False) -> Floats:
     """Return a column as finite numbers of at least ``least``."""
     import pandas as pd
 

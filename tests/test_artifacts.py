@@ -146,7 +146,10 @@ plans = st.builds(
 
 
 parameters = st.builds(
-    ParameterRecord, name=st.text(), size_bytes=st.integers(0, 2**40), priority=st.none() | st.integers()
+    ParameterRecord,
+    name=st.text(),
+    size_bytes=st.integers(0, 2**40),
+    priority=st.none() | st.integers(-(2**63), 2**63 - 1),
 )
 
 

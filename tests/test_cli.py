@@ -370,7 +370,13 @@ def test_the_options_are_a_decision() -> None:
         "companion": ["--free", "--json", "--lookup", "--measured", "--output", "--threshold", "--top-k"],
         "diff-run": ["--json", "--whole"],
         "verify": ["--goodput", "--json", "--max-error", "--output"],
-        "emit": sorted(["--output", "--target", "--telemetry", "--json"]),
+        "emit": sorted(
+            [
+                *("--output", "--target", "--telemetry", "--json", "--script", "--devices-per-node", "--queue"),
+                *("--resource", "--image", "--kind", "--node-label"),
+            ]
+        ),
+        "report": ["--json", "--noise-scale", "--output", "--title"],
         "barrier": sorted(
             ["--algorithm", "--lookahead", "--max-gap", "--picture", "--predicted", "--predictor", "--json", "--output"]
         ),
@@ -385,6 +391,8 @@ def test_the_options_are_a_decision() -> None:
                 "--restart-delay",
                 "--traces",
                 "--whole-seconds",
+                *("--mtbf", "--repair", "--checkpoint-interval", "--failures", "--failure-seed", "--goodput"),
+                *("--price", "--metrics", "--generate", "--sample", "--convert"),
                 *common,
             ]
         ),

@@ -204,6 +204,7 @@ class Enforcement(Artifact):
     telemetry: str | None = Field(
         default="telemetry.jsonl", description="file to append to, relative to the working folder; null: none"
     )
+    plan_sha256: str | None = Field(default=None, description="SHA-256 of the canonical JSON of the plan behind it")
 
     @model_validator(mode="after")
     def _adds_up(self) -> Self:

@@ -211,7 +211,7 @@ def goodput_picture(
         lower.set_xlim(0.5, max_replicas + 0.5)
         lower.set_xlabel(f"GPUs ({replicas_per_node} per node)")
         lower.set_ylabel("goodput\n(useful samples/s)")
-        upper.legend(loc="lower right", fontsize=9, framealpha=0.9)
+        upper.legend(loc="lower right", fontsize=9, framealpha=0.9, labelcolor="#000000")  # its ground is white
         figure.legend(
             *lower.get_legend_handles_labels(), loc="outside lower center", ncols=2, frameon=False, fontsize=9
         )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from ddltool.analyzers.emitting.layout import plan_hash
 from ddltool.errors import InputError
 from ddltool.plan import Enforcement, Plan, RankEnforcement
 
@@ -41,4 +42,5 @@ def to_enforcement(plan: Plan, *, telemetry: str | None = "telemetry.jsonl") -> 
         ddp=plan.ddp,
         fsdp2=plan.fsdp2,
         telemetry=telemetry,
+        plan_sha256=plan_hash(plan),
     )

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import io
 import re
+import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -31,6 +32,7 @@ _RESOLUTION = 1 / 1600
 _STYLE: dict[Any, Any] = {
     "svg.hashsalt": "ddltool",
     "svg.fonttype": "none",
+    "text.parse_math": False,  # a name may hold dollars
     "font.family": "sans-serif",
     "font.size": 10,
     "text.color": _INK,
@@ -51,6 +53,8 @@ class Lane:
     start_s: NDArray[np.float64]
     end_s: NDArray[np.float64]
     kinds: Sequence[str]
+    labels: Sequence[str] = ()
+    """What stands on each bar, as far as there is room; empty: nothing."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -101,6 +105,10 @@ def _draw_panel(axis: Axes, panel: Panel, scale: float, unit: str) -> None:
                 for start, end in merge_bars(lane.start_s[chosen], lane.end_s[chosen], resolution)
             ]
             axis.broken_barh(spans, (place - 0.4, 0.8), facecolors=colour, linewidth=0)
+        for text, start, end in zip(lane.labels, lane.start_s, lane.end_s, strict=False):
+            if text and end - start > 0.014 * len(text) * panel.makespan_s:
+                middle = (start + end) / 2 * scale
+                axis.text(middle, place, text, ha="center", va="center", fontsize=8, color="#ffffff")
     axis.axvline(panel.makespan_s * scale, color=_INK, linewidth=1, linestyle="--")
     axis.set_yticks(range(len(panel.lanes)), [lane.name for lane in panel.lanes])
     axis.set_ylim(len(panel.lanes) - 0.4, -0.6)
@@ -229,7 +237,9 @@ def _to_svg(figure: Figure, title: str) -> str:
     """Return the figure as an SVG element that scales with the page, titled for screen readers."""
     FigureCanvasSVG(figure)
     buffer = io.StringIO()
-    figure.savefig(buffer, format="svg", transparent=True, metadata={"Date": None, "Creator": None, "Title": title})
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # letters that no font here has: the reader's browser has its own
+        figure.savefig(buffer, format="svg", transparent=True, metadata={"Date": None, "Creator": None, "Title": title})
     text = buffer.getvalue()
     text = text[text.index("<svg") :]
     text = re.sub(r'<svg ([^>]*?)width="[^"]*"', r'<svg \1width="100%" role="img"', text, count=1)

@@ -20,9 +20,11 @@ class ClusterSpec:
 
     gpus: tuple[int, ...]
     gpu_types: tuple[str, ...]
+    partial: bool = False
+    """Whether nodes may be down: these have 0 GPUs and keep their number; a type that is down altogether is not there."""
 
     def __post_init__(self) -> None:
-        if not self.gpus or len(self.gpus) != len(self.gpu_types) or min(self.gpus) < 1:
+        if not self.gpus or len(self.gpus) != len(self.gpu_types) or min(self.gpus) < (0 if self.partial else 1):
             raise InputError("cluster", "has no nodes, or nodes without GPUs", "give one count and one type per node")
 
     @classmethod
@@ -38,15 +40,17 @@ class ClusterSpec:
     @property
     def type_names(self) -> tuple[str, ...]:
         """GPU types in the order of their first node."""
-        return tuple(dict.fromkeys(self.gpu_types))
+        if not self.partial:
+            return tuple(dict.fromkeys(self.gpu_types))
+        return tuple(dict.fromkeys(name for name, count in zip(self.gpu_types, self.gpus, strict=True) if count))
 
     def gpus_of(self, gpu_type: str) -> int:
         """Return how many GPUs of one type there are."""
         return sum(count for count, name in zip(self.gpus, self.gpu_types, strict=True) if name == gpu_type)
 
     def nodes_of(self, gpu_type: str) -> tuple[int, ...]:
-        """Return the nodes with GPUs of one type, ascending."""
-        return tuple(node for node, name in enumerate(self.gpu_types) if name == gpu_type)
+        """Return the nodes with GPUs of one type, ascending; those that are down are left out."""
+        return tuple(node for node, name in enumerate(self.gpu_types) if name == gpu_type and self.gpus[node])
 
     def of_type(self, gpu_type: str) -> ClusterSpec:
         """Return the nodes of one type alone, numbered anew from 0 in the order of :meth:`nodes_of`."""
@@ -100,7 +104,8 @@ def free_by_type(cluster: ClusterSpec, free: Sequence[int]) -> dict[str, int]:
     """Return how many of the ``free`` (N,) GPUs are of each type, in the order of the cluster's types."""
     made = dict.fromkeys(cluster.type_names, 0)
     for name, count in zip(cluster.gpu_types, free, strict=True):
-        made[name] += count
+        if name in made:
+            made[name] += count
     return made
 
 

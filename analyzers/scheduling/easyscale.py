@@ -48,6 +48,8 @@ class EasyScale:
         """Return the allocations for the next interval."""
         made = {job.index: job.allocation for job in jobs if job.allocation}
         for job in jobs:
+            if job.index not in made:  # its nodes went away, and with them what it could fall back to
+                self._before.pop(job.index, None)
             if job.index in made and (back := self._fall_back(job, now_s)):
                 made[job.index] = back
         free = free_gpus(cluster, made.values())

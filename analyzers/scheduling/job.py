@@ -91,8 +91,21 @@ class SimulatedJob:
         """When the current epoch ends under the current configuration, in whole seconds if asked."""
         self.exact_next_s = math.inf
         self._gpu_seconds = 0.0
-        self.gpu_types = tuple(name for name in cluster.type_names if application.runs_on(name))
-        """Types of the cluster that the application was measured on."""
+        self.measured_types = tuple(name for name in cluster.type_names if application.runs_on(name))
+        """Types of the whole cluster that the application was measured on."""
+        self.gpu_types = self.measured_types
+        """Those of them that are up."""
+        self.checkpoint_interval_s = math.inf
+        self.failures = 0
+        self.lost_gpu_seconds = 0.0
+        """GPU time spent on progress that failures undid."""
+        self.lost_progress = 0.0
+        """Iterations at M0 that failures undid."""
+        self.restart_gpu_seconds = 0.0
+        """GPU time held while starting or restarting."""
+        self.gpu_seconds_by_type: dict[str, float] = {}
+        self._saved = (0.0, 0, 0.0)
+        """Progress, epoch and time of the last checkpoint."""
         self.beliefs = beliefs if beliefs is not None else Beliefs()
         self._grad: tuple[float, float] | None = None
         self._tuned: tuple[object, ...] | None = None
@@ -192,7 +205,7 @@ class SimulatedJob:
         """
         if self.tuning is not Tuning.ADAPTIVE or len(self.cluster.type_names) == 1:
             return
-        for name in self.gpu_types:
+        for name in self.measured_types:
             low, high = self.limits.min_local_batch_size, self.limits_on(name).max_local_batch_size
             if name not in self.beliefs.types:
                 for size in sorted({round(size) for size in np.geomspace(low, high, _PROFILED).tolist()}):
@@ -200,7 +213,7 @@ class SimulatedJob:
 
     def true_step_s(self, replicas: int, gpu_type: str | None = None) -> float:
         """Return the true time of one step at the requested batch size on ``replicas`` packed GPUs: for oracles."""
-        name = gpu_type or self.gpu_types[0]
+        name = gpu_type or self.measured_types[0]
         placement = packed(self.cluster, replicas)
         local, steps = split_batch(self.spec.batch_size, replicas, self.limits_on(name))
         local = min(local, self.limits.max_batch_size // (replicas * (steps + 1)))
@@ -232,12 +245,44 @@ class SimulatedJob:
     def advance(self, now_s: float) -> None:
         """Bring progress and GPU time up to ``now_s``, which is not after the end of the current epoch."""
         if self.allocation:
-            self._gpu_seconds += count_gpus(self.allocation) * (now_s - self.last_s)
+            self._charge(now_s)
             ran = now_s - max(self.last_s, self.running_from_s)
             if ran > 0:
+                if self.checkpoint_interval_s < math.inf:
+                    self._save(now_s)
                 self.progress = min(self.progress + self.rate * ran, self.application.progress[self.epoch + 1])
                 self._observe()
         self.last_s = now_s
+
+    def _charge(self, now_s: float) -> None:
+        """Count the GPU time since the last look, by type, and the part of it that starting took."""
+        held = now_s - self.last_s
+        self._gpu_seconds += count_gpus(self.allocation) * held
+        starting = min(now_s, self.running_from_s) - self.last_s
+        if starting > 0:
+            self.restart_gpu_seconds += count_gpus(self.allocation) * starting
+        for node, count in self.allocation:
+            name = self.cluster.gpu_types[node]
+            self.gpu_seconds_by_type[name] = self.gpu_seconds_by_type.get(name, 0.0) + count * held
+
+    def _save(self, now_s: float) -> None:
+        """Take note of the last checkpoint of the stretch from the last look to now, in which progress is a line."""
+        begin = max(self.last_s, self.running_from_s)
+        count = math.floor((now_s - self.running_from_s) / self.checkpoint_interval_s)
+        at_s = self.running_from_s + count * self.checkpoint_interval_s
+        if count and begin < at_s <= now_s:
+            end = self.application.progress[self.epoch + 1]
+            self._saved = min(self.progress + self.rate * (at_s - begin), end), self.epoch, at_s
+
+    def fail(self, now_s: float) -> None:
+        """Lose the GPUs at ``now_s`` without warning: back to the last checkpoint, off all nodes."""
+        self.advance(now_s)
+        progress, epoch, saved_s = self._saved
+        self.failures += 1
+        self.lost_gpu_seconds += count_gpus(self.allocation) * max(now_s - saved_s, 0.0)
+        self.lost_progress += self.progress - progress
+        self.progress, self.epoch = progress, epoch
+        self.reallocate((), now_s, 0.0)
 
     def end_epoch(self, now_s: float) -> bool:
         """Finish the current epoch at ``now_s`` and return whether that was the last."""
@@ -252,7 +297,7 @@ class SimulatedJob:
         return False
 
     def reallocate(self, allocation: Allocation, now_s: float, delay_s: float) -> None:
-        """Stop, and start again on ``allocation`` after the restart delay; () only stops."""
+        """Stop with a checkpoint, and start again on ``allocation`` after the restart delay; () only stops."""
         self.allocation = allocation
         self.placement = tuple(count for _, count in allocation)
         self.next_s = math.inf
@@ -260,6 +305,7 @@ class SimulatedJob:
         if allocation:
             self.starts += 1
             self.running_from_s = now_s + delay_s
+        self._saved = self.progress, self.epoch, self.running_from_s
 
     @property
     def total_batch_size(self) -> int:
@@ -305,7 +351,7 @@ class SimulatedJob:
     def logical_batch(self) -> tuple[int, int]:
         """Return the local batch of one logical worker and its accumulation steps beyond the first: the same everywhere."""
         replicas = self.spec.num_replicas
-        least = min((self.limits_on(name) for name in self.gpu_types), key=lambda one: one.max_local_batch_size)
+        least = min((self.limits_on(name) for name in self.measured_types), key=lambda one: one.max_local_batch_size)
         local, steps = split_batch(self.spec.batch_size, replicas, least)
         return max(1, min(local, self.limits.max_batch_size // (replicas * (steps + 1)))), steps
 

@@ -1,19 +1,36 @@
-"""Figures of one simulation: completion times, makespan, utilisation, finish-time fairness."""
+"""Figures of one simulation: completion and queueing times, makespan, utilisation, goodput, cost, fairness."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 from numpy.typing import NDArray
 
 from ddltool.analyzers.scheduling.cluster import ClusterSpec, packed
+from ddltool.analyzers.scheduling.generator import POLLUX, SIZE_CLASSES, size_class
 from ddltool.analyzers.scheduling.simulator import SimulationResult
 from ddltool.analyzers.scheduling.truth import Application
+from ddltool.errors import InputError, did_you_mean
 
 Floats = NDArray[np.float64]
 _CANDIDATES = 33
+_MOST_PRICE = 1e6
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ClassFigures:
+    """The jobs of one size class; seconds unless said otherwise."""
+
+    jobs: int
+    avg_jct_s: float
+    median_jct_s: float
+    p99_jct_s: float
+    avg_queueing_s: float
+    restarts: int
+    worst_fairness: float
+    gpu_hours: float
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -33,6 +50,30 @@ class Summary:
     fairness: tuple[float, ...]
     by_application: Mapping[str, float]
     """Average completion time."""
+    queueing_s: tuple[float, ...] = ()
+    """(n,) from submission to first start."""
+    p99_queueing_s: float = 0.0
+    gpu_hours: float = 0.0
+    """GPU time held by jobs."""
+    restart_gpu_hours: float = 0.0
+    """The part of it that starts and restarts took."""
+    lost_gpu_hours: float = 0.0
+    """The part of it whose training failures undid."""
+    useful_share: float = 0.0
+    """Share of the GPU time of all nodes that were up in which training was done that lasted."""
+    availability: float = 1.0
+    """Share of the whole cluster's GPU time that was up."""
+    node_failures: int = 0
+    job_failures: int = 0
+    goodput: Mapping[str, float] = field(default_factory=dict)
+    """By application: samples at M0 that the training was worth per second from first start to finish, the mean."""
+    cost: float | None = None
+    """Price of the GPU time that jobs held; None without prices."""
+    cluster_cost: float | None = None
+    """Price of all GPUs that were up, from the first submission to the last finish."""
+    job_costs: tuple[float, ...] = ()
+    by_class: Mapping[str, ClassFigures] = field(default_factory=dict)
+    """By size class (Pollux, section 5.1), in their order; those that have jobs."""
 
     @property
     def worst_fairness(self) -> float:
@@ -95,13 +136,40 @@ class IsolatedTimes:
         return best
 
 
-def summarize(result: SimulationResult, isolated: IsolatedTimes, restart_delay_s: float) -> Summary:
+def class_of(name: str, isolated: IsolatedTimes) -> str:
+    """Return an application's size class: the published one, else by its GPU time alone on one GPU.
+
+    Source: Pollux, section 5.1 and Table 1.
+    """
+    published = next((template.size for template in POLLUX if template.application == name), None)
+    return published or size_class(isolated(name, 1) / 3600.0)
+
+
+def check_prices(prices: Mapping[str, float], cluster: ClusterSpec) -> None:
+    """Raise InputError unless there is a price per GPU hour, finite and >= 0, for every type, and for nothing else."""
+    for name, price in prices.items():
+        if name not in cluster.type_names:
+            raise InputError(f"price of {name}", "is of no type in the cluster", did_you_mean(name, cluster.type_names))
+        if not 0 <= price <= _MOST_PRICE:
+            raise InputError(f"price of {name}", f"is {price:g}", f"per GPU hour, from 0 to {_MOST_PRICE:.0f}")
+    missing = [name for name in cluster.type_names if name not in prices]
+    if missing:
+        raise InputError("price", f"of {missing[0]} is missing", "one TYPE=PRICE per GPU type, or one number for all")
+
+
+def summarize(
+    result: SimulationResult,
+    isolated: IsolatedTimes,
+    restart_delay_s: float,
+    *,
+    prices: Mapping[str, float] | None = None,
+) -> Summary:
     """Return the figures of one simulation.
 
     Finish-time fairness is a job's completion time over that in an isolated, equally partitioned cluster (Mahajan et
     al., Themis, NSDI 2020; Pollux, section 5.3.1): alone on its 1/n of the GPUs, n the time average of the jobs in the
     system during its life, with one start. A share below one GPU is that much of one GPU's time; other fractions are
-    interpolated in the speed between whole GPUs.
+    interpolated in the speed between whole GPUs. The isolated cluster never fails. ``prices``: per GPU hour, by type.
     """
     submit = np.array([job.submit_s for job in result.jobs])
     finish = np.array([job.finish_s for job in result.jobs])
@@ -113,19 +181,75 @@ def summarize(result: SimulationResult, isolated: IsolatedTimes, restart_delay_s
     ]
     makespan = float(finish.max() - submit.min())
     names = sorted({job.application for job in result.jobs})
+    fairness = jct / np.array(fair)
+    queueing = np.array([job.first_start_s - job.submit_s for job in result.jobs])
+    held, restart, lost = (
+        sum(getattr(job, name) for job in result.jobs)
+        for name in ("gpu_seconds", "restart_gpu_seconds", "lost_gpu_seconds")
+    )
+    up = sum(result.available_gpu_seconds.values())
+    costs = [_price(job.gpu_seconds_by_type, prices) for job in result.jobs] if prices is not None else []
     return Summary(
         avg_jct_s=float(jct.mean()),
         median_jct_s=float(np.median(jct)),
         p99_jct_s=float(np.percentile(jct, 99)),
         makespan_s=makespan,
-        avg_queueing_s=float(np.mean([job.first_start_s - job.submit_s for job in result.jobs])),
+        avg_queueing_s=float(np.mean(queueing)),
         utilization=sum(job.gpu_seconds for job in result.jobs) / (result.total_gpus * makespan),
         restarts=sum(job.restarts for job in result.jobs),
-        fairness=tuple((jct / np.array(fair)).tolist()),
+        fairness=tuple(fairness.tolist()),
         by_application={
             name: float(np.mean([job.jct_s for job in result.jobs if job.application == name])) for name in names
         },
+        queueing_s=tuple(queueing.tolist()),
+        p99_queueing_s=float(np.percentile(queueing, 99)),
+        gpu_hours=held / 3600,
+        restart_gpu_hours=restart / 3600,
+        lost_gpu_hours=lost / 3600,
+        useful_share=(held - restart - lost) / up if up else 0.0,
+        availability=up / (result.total_gpus * makespan),
+        node_failures=result.node_failures,
+        job_failures=sum(job.failures for job in result.jobs),
+        goodput={name: _goodput(result, name) for name in names},
+        cost=sum(costs) if prices is not None else None,
+        cluster_cost=_price(result.available_gpu_seconds, prices) if prices is not None else None,
+        job_costs=tuple(costs),
+        by_class=_by_class(result, isolated, jct, queueing, fairness),
     )
+
+
+def _price(gpu_seconds: Mapping[str, float], prices: Mapping[str, float]) -> float:
+    return sum(seconds / 3600 * prices[name] for name, seconds in gpu_seconds.items())
+
+
+def _goodput(result: SimulationResult, application: str) -> float:
+    """Return the mean over an application's jobs of useful samples per second of their life on GPUs, waits included."""
+    rates = [
+        job.useful_samples / (job.finish_s - job.first_start_s) for job in result.jobs if job.application == application
+    ]
+    return float(np.mean(rates))
+
+
+def _by_class(
+    result: SimulationResult, isolated: IsolatedTimes, jct: Floats, queueing: Floats, fairness: Floats
+) -> dict[str, ClassFigures]:
+    """Return the figures of each size class that has jobs; all arrays are (n,)."""
+    of_application = {job.application: class_of(job.application, isolated) for job in result.jobs}
+    made = {}
+    for name in SIZE_CLASSES:
+        rows = [row for row, job in enumerate(result.jobs) if of_application[job.application] == name]
+        if rows:
+            made[name] = ClassFigures(
+                jobs=len(rows),
+                avg_jct_s=float(jct[rows].mean()),
+                median_jct_s=float(np.median(jct[rows])),
+                p99_jct_s=float(np.percentile(jct[rows], 99)),
+                avg_queueing_s=float(queueing[rows].mean()),
+                restarts=sum(result.jobs[row].restarts for row in rows),
+                worst_fairness=float(fairness[rows].max()),
+                gpu_hours=sum(result.jobs[row].gpu_seconds for row in rows) / 3600,
+            )
+    return made
 
 
 def _average_present(submit: Floats, finish: Floats) -> Floats:

@@ -2,8 +2,10 @@
 
 Discrete events: a submission, the end of a job's epoch (where it re-tunes its batch, or ends), a scheduling round.
 Between events every job's progress is a straight line, so nothing is stepped through. Rounds come at multiples of the
-interval while a job is there; with ``react`` also whenever a job arrives or ends. ``whole_seconds`` rounds the ends of
-epochs to seconds, as the published fixed-step simulator does, for like-for-like checks.
+interval while a job is there; with ``react`` also whenever a job arrives or ends, or a node goes or comes.
+``whole_seconds`` rounds the ends of epochs to seconds, as the published fixed-step simulator does, for like-for-like
+checks. With :class:`Failures` nodes go and come: their jobs fall back to the last checkpoint and wait for the next round,
+and the policy sees the nodes that are up.
 """
 
 from __future__ import annotations
@@ -12,7 +14,7 @@ import heapq
 import math
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 from ddltool.analyzers.scheduling.cluster import (
@@ -24,6 +26,7 @@ from ddltool.analyzers.scheduling.cluster import (
     free_gpus,
     interfering,
 )
+from ddltool.analyzers.scheduling.failures import Failures, NodeStates, without
 from ddltool.analyzers.scheduling.job import JobSpec, SimulatedJob, Tuning, make_jobs
 from ddltool.analyzers.scheduling.truth import Application
 from ddltool.errors import Infeasible, InputError
@@ -32,6 +35,8 @@ from ddltool.errors import Infeasible, InputError
 _LONGEST_S = 604_800.0
 # Rounds in which nothing runs and nothing is on its way, after which a policy is taken to starve its jobs for good.
 _PATIENCE = 1000
+# Rounds and seconds in which no job gets further than before, after which failures are taken to eat all progress.
+_FUTILE = 10_000, 604_800.0
 
 
 class Policy(Protocol):
@@ -63,6 +68,15 @@ class JobResult:
     finish_s: float
     restarts: int
     gpu_seconds: float
+    failures: int = 0
+    """How often it lost a node without warning."""
+    lost_gpu_seconds: float = 0.0
+    """GPU time of the training that failures undid."""
+    restart_gpu_seconds: float = 0.0
+    """GPU time held while starting."""
+    gpu_seconds_by_type: Mapping[str, float] = field(default_factory=dict)
+    useful_samples: float = 0.0
+    """Samples at the smallest batch size that the training was worth."""
 
     @property
     def jct_s(self) -> float:
@@ -72,11 +86,12 @@ class JobResult:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Usage:
-    """GPUs in use and jobs in the system from ``time_s`` on."""
+    """GPUs in use and jobs in the system from ``time_s`` on; ``up``: GPUs of nodes that are up (-1: all)."""
 
     time_s: float
     gpus: int
     jobs: int
+    up: int = -1
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -91,6 +106,9 @@ class SimulationResult:
     wall_seconds: float
     policy_seconds: float
     """CPU seconds within the policy."""
+    node_failures: int = 0
+    available_gpu_seconds: Mapping[str, float] = field(default_factory=dict)
+    """GPU time of the nodes that were up, by type, from the first submission to the last finish."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -102,6 +120,7 @@ class Options:
     interference: float = 0.0
     whole_seconds: bool = False
     react: bool = False
+    failures: Failures | None = None
 
     def __post_init__(self) -> None:
         if not 0 < self.interval_s <= _LONGEST_S:
@@ -128,8 +147,11 @@ def simulate(
     lets jobs starve. O((n + rounds + epochs) log n) and the policy's own time.
     """
     begin = time.perf_counter()
+    options = options or Options()
     jobs = make_jobs(workload, applications, policy.tuning, cluster, pooled=getattr(policy, "pools", False))
-    run = _Run(jobs, cluster, policy, options or Options())
+    if options.failures is not None:
+        options.failures.check(cluster)
+    run = _Run(jobs, cluster, policy, options)
     run.play()
     return SimulationResult(
         policy=policy.name,
@@ -139,6 +161,8 @@ def simulate(
         rounds=run.rounds,
         wall_seconds=time.perf_counter() - begin,
         policy_seconds=run.policy_seconds,
+        node_failures=run.nodes.failed if run.nodes else 0,
+        available_gpu_seconds=run.available,
     )
 
 
@@ -164,6 +188,16 @@ class _Run:
         self.rounds = 0
         self.idle_rounds = 0
         self.policy_seconds = 0.0
+        self.up = cluster
+        """The cluster as the policy sees it: with the nodes that are up."""
+        self.nodes = NodeStates(options.failures, cluster) if options.failures is not None else None
+        if options.failures is not None:
+            for job in jobs:
+                job.checkpoint_interval_s = options.failures.checkpoint_interval_s
+        self.furthest: dict[int, float] = {}
+        self.gained = 0, 0.0  # round and time at which a job last got further than ever
+        self.available = dict.fromkeys(cluster.type_names, 0.0)
+        self.counted_s = self.waiting[-1].spec.submit_s if self.waiting else 0.0
 
     def play(self) -> None:
         """Go from event to event until every job is finished."""
@@ -173,6 +207,15 @@ class _Run:
             if self.options.react and self.waiting:
                 now_s = min(now_s, max(self.waiting[-1].spec.submit_s, last_s))
             end_s = self._next_epoch_end()
+            if self.nodes is not None and self.nodes.next_s() <= now_s and self.nodes.next_s() < end_s:
+                now_s = self.nodes.next_s()
+                self._change_nodes(now_s)
+                if not (self.options.react and self.active):
+                    continue
+                self._admit(now_s)
+                self._round(now_s)
+                last_s = now_s
+                continue
             # An epoch that ends with the interval ends before the round looks at the job, unless it was rounded down.
             if end_s < now_s or (end_s == now_s and self.jobs[self.epoch_ends[0][1]].exact_next_s <= now_s):
                 finished = self._end_epoch(end_s)
@@ -181,9 +224,40 @@ class _Run:
                 if not (finished and self.options.react and self.active):
                     continue
                 now_s = end_s
+            if self.nodes is not None and self.nodes.next_s() <= now_s:
+                self._change_nodes(now_s)
             self._admit(now_s)
             self._round(now_s)
             last_s = now_s
+        self._count_available(max((job.finish_s or 0.0 for job in self.jobs), default=0.0))
+
+    def _change_nodes(self, now_s: float) -> None:
+        """Let what happens to nodes at ``now_s`` happen, and take their jobs off them."""
+        assert self.nodes is not None
+        self._count_available(now_s)
+        while self.nodes.next_s() == now_s:
+            failed, left, _ = self.nodes.pop()
+            for job in self.active.values():
+                held = {node for node, _ in job.allocation}
+                if held.intersection(failed):
+                    job.fail(now_s)
+                elif held.intersection(left):
+                    job.advance(now_s)
+                    job.reallocate((), now_s, 0.0)
+        self.up = without(self.cluster, self.nodes.down)
+        types = self.up.type_names
+        for job in self.jobs:
+            job.gpu_types = tuple(name for name in job.measured_types if name in types)
+        if self.options.interference:
+            self._set_slowdowns(now_s)
+        self._note_usage(now_s)
+
+    def _count_available(self, now_s: float) -> None:
+        """Count the GPU time of the nodes that were up since the last change."""
+        if now_s > self.counted_s:
+            for name in self.up.type_names:
+                self.available[name] += self.up.gpus_of(name) * (now_s - self.counted_s)
+            self.counted_s = now_s
 
     def _next_round(self, last_s: float) -> float:
         """Return the next multiple of the interval at which a job is there. The first is one interval after 0."""
@@ -235,9 +309,11 @@ class _Run:
             job.advance(now_s)
             self._retune(job, now_s)
         begin = time.process_time()
-        chosen = self.policy.allocate(jobs, self.cluster, now_s)
+        # A job whose every GPU type is down is not shown to the policy: there is nothing that it could be given.
+        shown = jobs if self.nodes is None else [job for job in jobs if job.gpu_types]
+        chosen = self.policy.allocate(shown, self.up, now_s) if shown else {}
         self.policy_seconds += time.process_time() - begin
-        free_gpus(self.cluster, chosen.values())
+        free_gpus(self.up, chosen.values())
         for job in jobs:
             allocation = chosen.get(job.index, ())
             if allocation != job.allocation:
@@ -264,15 +340,32 @@ class _Run:
 
     def _watch_for_starvation(self, jobs: Sequence[SimulatedJob]) -> None:
         moving = bool(self.waiting) or any(job.allocation for job in jobs)
+        if self.nodes is not None:
+            moving = moving or self.nodes.returns
+            self._watch_for_futility(jobs)
         self.idle_rounds = 0 if moving else self.idle_rounds + 1
         if self.idle_rounds > _PATIENCE:
             names = ", ".join(job.spec.name for job in jobs[:3])
             raise Infeasible(f"policy {self.policy.name} gives no GPUs to {len(jobs)} jobs ({names}, ...) any more")
 
+    def _watch_for_futility(self, jobs: Sequence[SimulatedJob]) -> None:
+        """Raise Infeasible when for a long time no job has come further than it had been."""
+        last_s = max(job.last_s for job in jobs)
+        for job in jobs:
+            if job.progress > self.furthest.get(job.index, 0.0):
+                self.furthest[job.index] = job.progress
+                self.gained = self.rounds, last_s
+        if self.rounds - self.gained[0] > _FUTILE[0] and last_s - self.gained[1] > _FUTILE[1]:
+            raise Infeasible(
+                f"under policy {self.policy.name} no job has come further for {last_s - self.gained[1]:.0f} s: failures "
+                f"undo what is trained, or too few nodes are up; shorten the checkpoint interval or lengthen the MTBF"
+            )
+
     def _note_usage(self, now_s: float) -> None:
         gpus = sum(count_gpus(job.allocation) for job in self.active.values())
-        state = Usage(time_s=now_s, gpus=gpus, jobs=len(self.active))
-        if not self.usage or (self.usage[-1].gpus, self.usage[-1].jobs) != (state.gpus, state.jobs):
+        state = Usage(time_s=now_s, gpus=gpus, jobs=len(self.active), up=self.up.total_gpus)
+        last = self.usage[-1] if self.usage else None
+        if last is None or (last.gpus, last.jobs, last.up) != (state.gpus, state.jobs, state.up):
             self.usage.append(state)
 
     def result(self, job: SimulatedJob) -> JobResult:
@@ -286,4 +379,9 @@ class _Run:
             finish_s=job.finish_s,
             restarts=job.restarts,
             gpu_seconds=job.gpu_seconds(job.finish_s),
+            failures=job.failures,
+            lost_gpu_seconds=job.lost_gpu_seconds,
+            restart_gpu_seconds=job.restart_gpu_seconds,
+            gpu_seconds_by_type=dict(job.gpu_seconds_by_type),
+            useful_samples=job.progress * job.limits.init_batch_size,
         )

@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -37,6 +37,19 @@ def smallest_rotation(placement: Sequence[int]) -> Placement:
     """
     used = tuple(count for count in placement if count)
     return min((used[at:] + used[:at] for at in range(len(used))), default=())
+
+
+class Times(Protocol):
+    """Step times of one application on one GPU type: measured (:class:`StepTimes`) or fitted."""
+
+    @property
+    def batch_range(self) -> tuple[int, int]:
+        """Smallest and largest local batch size."""
+        ...
+
+    def __call__(self, placement: Placement, local_batch_size: int) -> tuple[float, float]:
+        """Return (step time, sync time) in seconds of a placement without zeros."""
+        ...
 
 
 @dataclass(kw_only=True, eq=False)
@@ -189,7 +202,7 @@ class Application:
     """
 
     def __init__(
-        self, name: str, times: Mapping[str, StepTimes], validation: Sequence[Validation], limits: Limits | None = None
+        self, name: str, times: Mapping[str, Times], validation: Sequence[Validation], limits: Limits | None = None
     ) -> None:
         limits = limits if limits is not None else PUBLISHED_LIMITS.get(name, Limits())
         if not times or not validation:

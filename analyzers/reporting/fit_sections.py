@@ -1,0 +1,225 @@
+"""The report's sections of measured profiles and fitted throughput models."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from ddltool.analyzers.goodput.batch_search import BatchLimits
+from ddltool.analyzers.goodput.frontier import Frontier, frontier
+from ddltool.analyzers.goodput.observations import Observations, from_frame
+from ddltool.analyzers.goodput.picture import fit_picture, goodput_picture
+from ddltool.analyzers.goodput.throughput import ThroughputParams, iteration_time_s
+from ddltool.analyzers.reporting.charts import Line, intervals_svg, lines_svg
+from ddltool.analyzers.reporting.page import Picture, Section, Table, shortened
+from ddltool.errors import Infeasible, InputError, visible
+from ddltool.goodput_model import DeviceGoodput, Goodput, ThroughputRecord
+from ddltool.units import show_bytes, show_seconds
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+_ROWS_AT_FIRST = 10
+_DEVICES_SHOWN = 6
+# What the heat map spans where no profile says which batches fit.
+_REPLICAS, _REPLICAS_PER_NODE = 16, 4
+_LOCAL_BATCH = 256
+
+
+def profile_section(frame: pd.DataFrame, name: str, anchor: str, models: Sequence[tuple[str, Goodput]]) -> Section:
+    """Return the section of a checked profile; the fitted curves of the first of ``models`` that knows its devices.
+
+    ``models`` are (file name, model). Without one the measured points stand alone.
+    """
+    table = _profile_table(frame, None)
+    lead = [f"{len(frame):,} measured configurations of {_listed(sorted(set(frame['device'])))}."]
+    for model_name, fitted in models:
+        drawn = _fitted(frame, fitted)
+        if drawn is None:
+            continue
+        rows, params = drawn
+        svg = fit_picture({shortened(visible(key), 40): value for key, value in rows.items()},
+                          {shortened(visible(key), 40): value for key, value in params.items()}).decode()  # fmt: skip
+        caption = f"Points are measured, lines are {model_name}; nine of ten measured steps should lie in the bands."
+        table = _profile_table(frame, params)
+        picture = Picture(svg=svg, caption=caption, label="measured", table=table, unfolded=True)
+        return Section(anchor=anchor, title=f"Profile: {name}", lead=lead, blocks=[picture])
+    lead.append("No fitted model of these devices is among the files, so there are no curves.")
+    picture = Picture(svg=_points(frame), caption="Median step times.", label="measured", table=table, unfolded=True)
+    return Section(anchor=anchor, title=f"Profile: {name}", lead=lead, blocks=[picture])
+
+
+def _fitted(frame: pd.DataFrame, fitted: Goodput) -> tuple[dict[str, Observations], dict[str, ThroughputParams]] | None:
+    """Return rows and models by device; None where the model lacks a device, or cannot draw these rows."""
+    rows, params = {}, {}
+    try:
+        for device, part in frame.groupby("device"):
+            params[str(device)] = _params(fitted.params_of(str(device)))
+            rows[str(device)] = from_frame(part.reset_index(drop=True), "profile")
+    except InputError:
+        return None
+    return rows, params
+
+
+def _params(record: ThroughputRecord) -> ThroughputParams:
+    return ThroughputParams.from_dict(record.model_dump())
+
+
+def _points(frame: pd.DataFrame) -> str:
+    lines = []
+    for (device, nodes, replicas), part in frame.groupby(["device", "num_nodes", "num_replicas"]):
+        ordered = part.sort_values("local_batch_size")
+        batch = ordered["local_batch_size"].to_numpy(dtype=float)
+        label = f"{str(device)[:10]} {nodes} x {replicas}"
+        lines.append(Line(label=label, x=batch, y=ordered["step_time_s"].to_numpy(dtype=float)))
+    return lines_svg(
+        lines, xlabel="local batch size (samples)", ylabel="step time (s)", title="Measured step times", draw="points"
+    )
+
+
+def _profile_table(frame: pd.DataFrame, params: Mapping[str, ThroughputParams] | None) -> Table:
+    header = ["device", "nodes", "replicas", "local batch", "step", "spread", "sync", "peak memory"]
+    rows = []
+    for row in frame.to_dict("records"):
+        cells = [
+            str(row["device"]),
+            *(f"{row[name]:,}" for name in ("num_nodes", "num_replicas", "local_batch_size")),
+            *(show_seconds(_optional(row, key)) for key in ("step_time_s", "step_time_spread_s", "sync_time_s")),
+            show_bytes(_optional(row, "peak_memory_bytes")),
+        ]
+        if params is not None:
+            steps = _optional(row, "accumulation_steps") or 0.0
+            where = (row["num_nodes"], row["num_replicas"], row["local_batch_size"], steps)
+            predicted = float(iteration_time_s(params[str(row["device"])], *where))
+            cells += [show_seconds(predicted), f"{predicted / row['step_time_s'] - 1:+.1%}"]
+        rows.append(cells)
+    if params is not None:
+        header += ["fitted", "error"]
+    return Table(caption="Measured configurations", header=header, rows=rows, label="measured", head=_ROWS_AT_FIRST)
+
+
+def _optional(row: Mapping[Any, Any], name: str) -> float | None:
+    value = row.get(name)
+    return None if value is None or (isinstance(value, float) and math.isnan(value)) else float(value)
+
+
+def goodput_section(
+    fitted: Goodput, name: str, anchor: str, profile: pd.DataFrame | None, noise_scale: float | None
+) -> Section:
+    """Return the section of a fitted model: parameters with intervals, and goodput over GPUs and batch.
+
+    ``profile`` (of any device) gives the largest batch that is known to fit; ``noise_scale`` None: every sample counts
+    the same.
+    """
+    lead = [
+        f"Fitted to {fitted.samples} rows of {_listed(fitted.sources)}: MAPE {fitted.mape:.1%}, RMSLE {fitted.rmsle:.4f}."
+    ]
+    if fitted.left_out:
+        lead.append(f"{len(fitted.left_out)} rows were left out: several times off what all others say.")
+    if fitted.next_measurement is not None:
+        following = fitted.next_measurement
+        lead.append(
+            f"Measure next: {following.num_replicas} replicas on {following.num_nodes} nodes at local batch "
+            f"{following.local_batch_size} (removes {following.variance_reduction:.0%} of the predictions' variance)."
+        )
+    records: dict[str, Goodput | DeviceGoodput] = dict(fitted.devices) or {"": fitted}
+    if len(records) > _DEVICES_SHOWN:
+        lead.append(f"{_DEVICES_SHOWN} of {len(records)} device types are shown.")
+    blocks: list[Picture | Table] = []
+    for device, record in list(records.items())[:_DEVICES_SHOWN]:
+        blocks.append(_parameters(device, record))
+        heat = _heat(device, _params(record.params), profile, noise_scale)
+        if isinstance(heat, str):
+            lead.append(heat)
+        else:
+            blocks.append(heat)
+    return Section(anchor=anchor, title=f"Throughput model: {name}", lead=lead, blocks=blocks)
+
+
+def _parameters(device: str, record: Goodput | DeviceGoodput) -> Picture | Table:
+    """Return the parameters as a table, under a picture of their intervals where there are any."""
+    rows, drawn = [], []
+    for key, value in record.params.model_dump().items():
+        shown = (lambda one: f"{one:.3g}") if key == "gamma" else show_seconds
+        interval = record.intervals.get(key)
+        low = high = "-"
+        source = "prior: not in the data" if key in record.undetermined else "fitted"
+        if interval is not None:
+            low, high = shown(interval.low), "no limit" if interval.high is None else shown(interval.high)
+            if value > 0 and interval.high is not None and not interval.reason:
+                floor = 1e-2  # an interval down to zero has no end on a logarithmic axis
+                ends = (max(interval.low / value, floor), min(interval.high / value, 1e4))
+                if 1e-3 < ends[1] < 1e4:
+                    drawn.append((key, 1.0, min(ends[0], 1.0), max(ends[1], 1.0)))
+            source = interval.reason or source
+        rows.append((key, shown(value), low, high, source))
+    of = f" of {device}" if device else ""
+    table = Table(
+        caption=f"Parameters{of} with 90 % intervals",
+        header=("parameter", "value", "low", "high", "from"),
+        rows=rows,
+        label="predicted",
+    )
+    if not drawn:
+        return table
+    svg = intervals_svg(drawn, xlabel="90 % interval over the fitted value", title="Intervals of the fitted parameters")
+    caption = f"How surely the rows determine each parameter{of}; intervals that reach 0 are cut at 0.01."
+    return Picture(svg=svg, caption=caption, label="predicted", table=table, unfolded=True)
+
+
+def _heat(
+    device: str, params: ThroughputParams, profile: pd.DataFrame | None, noise_scale: float | None
+) -> Picture | str:
+    """Return goodput over GPUs and batch, or in words why there is none."""
+    most, first = _LOCAL_BATCH, 32
+    if profile is not None:
+        most = int(profile["local_batch_size"].max())
+        first = int(profile["local_batch_size"].min())
+    limits = BatchLimits(
+        initial_batch_size=first, max_batch_size=most * _REPLICAS, max_local_batch_size=most, max_accumulation_steps=0
+    )
+    noise = math.inf if noise_scale is None else noise_scale
+    try:
+        found = frontier(params, _REPLICAS, limits, noise_scale=noise, replicas_per_node=_REPLICAS_PER_NODE)
+        svg = goodput_picture(
+            params, _REPLICAS, limits, noise_scale=noise, replicas_per_node=_REPLICAS_PER_NODE
+        ).decode()
+    except (InputError, Infeasible, ArithmeticError, ValueError) as error:
+        return f"No goodput map: {error}."
+    of = f" of {device}" if device else ""
+    sort = f"at noise scale {noise_scale:,.0f}" if noise_scale is not None else "with every sample counting the same"
+    bound = "the largest measured" if profile is not None else "by assumption"
+    caption = (
+        f"Goodput{of} over GPUs ({_REPLICAS_PER_NODE} per node) and total batch, {sort}; initial batch {first}, local "
+        f"batches up to {most} ({bound}). Scaling pays until {found.pays_until} GPUs."
+    )
+    return Picture(svg=svg, caption=caption, label="predicted", table=_heat_table(found), unfolded=True)
+
+
+def _heat_table(found: Frontier) -> Table:
+    rows = [
+        (
+            str(found.num_replicas[at]),
+            str(found.num_nodes[at]),
+            f"{found.tuned.local_batch_size[at]:,}",
+            f"{found.tuned.total_batch_size[at]:,}",
+            f"{found.tuned.goodput_per_s[at]:,.4g}",
+            f"{found.speedup[at]:.2f}",
+        )
+        for at in range(len(found.num_replicas))
+        if found.tuned.feasible[at]
+    ]
+    return Table(
+        caption="Best batch on each number of GPUs",
+        header=("GPUs", "nodes", "local batch", "total batch", "goodput/s", "speedup"),
+        rows=rows,
+        label="predicted",
+        head=8,
+    )
+
+
+def _listed(names: Sequence[str], most: int = 4) -> str:
+    """Return names in a row, the first few of many."""
+    shown = ", ".join(shortened(name, 60) for name in names[:most])
+    return f"{shown} and {len(names) - most} more" if len(names) > most else shown

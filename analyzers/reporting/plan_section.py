@@ -1,0 +1,351 @@
+"""The report's sections of plans, of every strategy, and of what the hook is to enforce."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from ddltool.analyzers.reporting.charts import Line as ChartLine
+from ddltool.analyzers.reporting.charts import Span, bars_svg, lines_svg, spans_svg
+from ddltool.analyzers.reporting.page import Picture, Section, Table, shortened
+from ddltool.plan import (
+    Alternative,
+    Assignment,
+    BucketSetting,
+    Enforcement,
+    GoodputChoice,
+    ParameterRecord,
+    Plan,
+    PrefetchSetting,
+)
+from ddltool.units import show_bytes, show_seconds
+
+_LANES_DRAWN = 16
+_ITERATIONS_DRAWN = 200
+_ROWS_AT_FIRST = 10
+_COLOURS = {"compute": "#E69F00", "communication": "#0072B2", "waiting": "#999999"}
+Blocks = list[Picture | Table]
+
+
+def plan_section(plan: Plan, name: str, anchor: str) -> Section:
+    """Return the section of one plan: its step, its placement, and what its strategy adds. All predicted."""
+    proof = "proven optimal" if plan.status == "optimal" else f"within {plan.gap:.1%} of the proven bound"
+    lead = [
+        f"Job {shortened(plan.job, 60)}, strategy {plan.strategy}: {show_seconds(plan.iteration_s)} per step, "
+        f"{plan.throughput:.4g} mini-batches/s of {plan.batch_size} samples on {plan.world_size} devices; {proof}.",
+    ]
+    lead += plan.decision.words if plan.decision is not None else []
+    blocks: Blocks = [_placement(plan)]
+    if plan.superstep is not None:
+        blocks.append(_superstep_table(plan))
+    if plan.split is not None:
+        lead.append(_split_words(plan))
+    if plan.goodput is not None:
+        blocks += _goodput(plan.goodput)
+    if plan.decision is not None:
+        blocks.append(_decision(plan))
+    if plan.alternatives:
+        blocks.append(_alternatives(plan))
+    if plan.network is not None:
+        blocks.append(_network(plan))
+    if plan.migration is not None:
+        lead.append(_migration_words(plan))
+    blocks += communication_blocks(plan.ddp, plan.fsdp2, plan.parameters)
+    return Section(anchor=anchor, title=f"Plan ({plan.strategy}): {name}", lead=lead, blocks=blocks)
+
+
+def _placement(plan: Plan) -> Picture | Table:
+    """Return what each device does in a step (to the barrier, for elastic-bsp), over the table of assignments."""
+    table = Table(
+        caption="Devices and what each of them does",
+        header=("device type", "devices", "ESTs each", "local batch", "compute"),
+        rows=[
+            (
+                row.device_type,
+                str(row.devices),
+                str(row.ests_per_device) if plan.est_count else "-",
+                f"{row.local_batch_size:,}",
+                show_seconds(row.compute_s),
+            )
+            for row in plan.assignments
+        ],
+        label="predicted",
+        head=_ROWS_AT_FIRST,
+    )
+    timed = [row for row in plan.assignments if row.compute_s is not None]
+    if not timed:
+        return table
+    lanes = [(f"{row.devices} x {shortened(row.device_type, 18)}", _spans(plan, row)) for row in timed[:_LANES_DRAWN]]
+    end = plan.superstep.superstep_s if plan.superstep is not None else plan.iteration_s
+    word = "barrier" if plan.superstep is not None else "step"
+    caption = f"What one device of each kind does until the {word} ends at {show_seconds(end)}."
+    if len(timed) > _LANES_DRAWN:
+        caption += f" {_LANES_DRAWN} of {len(timed)} kinds are drawn."
+    svg = spans_svg(
+        lanes, xlabel="time (s)", title=f"Timeline of one {word}", colours=_COLOURS, mark=(f"{word} ends", end)
+    )
+    return Picture(svg=svg, caption=caption, label="predicted", table=table, unfolded=True)
+
+
+def _spans(plan: Plan, row: Assignment) -> list[Span]:
+    """Return one device's bars: its ESTs or iterations, then communication or waiting."""
+    compute = row.compute_s or 0.0
+    made: list[Span] = []
+    if plan.superstep is not None:
+        count = plan.superstep.iterations.get(row.device_type, 0)
+        drawn = count if count <= _ITERATIONS_DRAWN else 1
+        length = compute * count / max(drawn, 1)
+        made = [Span(place * length, (place + 1) * length, "compute", str(place + 1)) for place in range(drawn)]
+        end = plan.superstep.superstep_s
+        done = count * compute
+    else:
+        parts = row.ests_per_device if 1 < row.ests_per_device <= _ITERATIONS_DRAWN else 1
+        text = "EST {}" if plan.est_count else f"{row.local_batch_size} samples"
+        made = [
+            Span(place * compute / parts, (place + 1) * compute / parts, "compute", text.format(place + 1))
+            for place in range(parts)
+        ]
+        done, end = compute, plan.iteration_s - (plan.communication_s or 0.0)
+        if plan.communication_s:
+            made.append(Span(max(end, done), max(end, done) + plan.communication_s, "communication"))
+    if end > done * (1 + 1e-9):
+        made.append(Span(done, end, "waiting"))
+    return made
+
+
+def _superstep_table(plan: Plan) -> Table:
+    found = plan.superstep
+    assert found is not None  # the caller has seen to it
+    rows = [(name, f"{count:,}") for name, count in found.iterations.items()]
+    caption = (
+        f"Iterations until the barrier (lookahead {found.lookahead}): {found.mini_batches} mini-batches in "
+        f"{show_seconds(found.superstep_s)}; longest waiting {show_seconds(found.waiting_s)}, of all "
+        f"{show_seconds(found.total_waiting_s)}; iteration gap {found.iteration_gap}"
+    )
+    return Table(
+        caption=caption, header=("device type", "iterations"), rows=rows, label="predicted", head=_ROWS_AT_FIRST
+    )
+
+
+def _split_words(plan: Plan) -> str:
+    found = plan.split
+    assert found is not None
+    equal = "memory forbids it" if found.equal_s is None else show_seconds(found.equal_s)
+    dropped = ", ".join(f"{count} {name}" for name, count in found.dropped.items())
+    left = f" Better left out: {dropped}." if dropped else ""
+    return (
+        f"Total batch {found.total_batch_size}; the equal split: {equal}. "
+        f"Devices wait {show_seconds(found.idle_s)} for the slowest, all together.{left}"
+    )
+
+
+def _goodput(found: GoodputChoice) -> Blocks:
+    scaling = Table(
+        caption=f"Numbers of {found.device_type} that no smaller number equals; scaling pays until {found.pays_until}",
+        header=("devices", "nodes", "local batch", "accumulation", "total batch", "goodput/s", "speedup"),
+        rows=[
+            (
+                *(f"{count:,}" for count in (row.num_replicas, row.num_nodes, row.local_batch_size)),
+                str(row.accumulation_steps),
+                f"{row.total_batch_size:,}",
+                f"{row.goodput_per_s:,.4g}",
+                f"{row.speedup:.2f}",
+            )
+            for row in found.scaling
+        ],
+        label="predicted",
+        head=_ROWS_AT_FIRST,
+    )
+    line = ChartLine(
+        label="best batch",
+        x=np.array([row.num_replicas for row in found.scaling], dtype=np.float64),
+        y=np.array([row.goodput_per_s for row in found.scaling], dtype=np.float64),
+    )
+    svg = lines_svg(
+        [line], xlabel="devices", ylabel="goodput (useful samples/s)", title="Goodput over devices", draw="points"
+    )
+    chosen = (
+        f"Chosen: {found.num_replicas} devices on {found.num_nodes} nodes, total batch {found.total_batch_size:,}, "
+        f"efficiency {found.efficiency:.3f}, speedup {found.speedup:.2f}."
+    )
+    return [Picture(svg=svg, caption=chosen, label="predicted", table=scaling, unfolded=True), _elastic(found)]
+
+
+def _elastic(found: GoodputChoice) -> Table:
+    rules = sorted({rule for row in found.elastic for rule in row.learning_rates})
+    rows = []
+    for row in found.elastic:
+        first = "; ".join(" + ".join(map(str, passes)) for passes in row.local_batch_sizes) or "no split"
+        nearest = ", ".join(map(str, row.nearest_total_batch_sizes))
+        remark = f"{row.reason} (nearest: {nearest})" if row.reason and nearest else row.reason
+        rates = (f"{row.learning_rates[rule]:.4g}" if rule in row.learning_rates else "-" for rule in rules)
+        rows.append((str(row.world_size), first, *rates, f"{row.steps_per_epoch:,}", remark))
+    return Table(
+        caption=f"Elastic table: the total batch of {found.total_batch_size:,} on every number of processes",
+        header=("processes", "local batches", *(f"lr, {rule}" for rule in rules), "steps/epoch", ""),
+        rows=rows,
+        label="predicted",
+        head=_ROWS_AT_FIRST,
+        text_columns=2,
+    )
+
+
+def _decision(plan: Plan) -> Picture:
+    found = plan.decision
+    assert found is not None
+    options = [*found.options, found.baseline]
+    names = [row.strategy for row in found.options] + ["doing nothing"]
+    rows: list[tuple[str, ...]] = [
+        (
+            f"{name} (picked)" if name == found.picked else name,
+            ", ".join(f"{count} {device}" for device, count in row.devices.items()),
+            show_seconds(row.iteration_s),
+            show_seconds(row.compute_s),
+            show_seconds(row.communication_s),
+            f"{row.throughput:.4g}",
+            str(row.staleness),
+            row.determinism,
+            row.order,
+        )
+        for name, row in zip(names, options, strict=True)
+    ]
+    rows += [(name, reason, *[""] * 7) for name, reason in found.left_out.items()]
+    header = ("strategy", "devices", "step", "compute", "exposed", "mini-batches/s", "staleness", "bits", "order")
+    table = Table(
+        caption=f"Strategies, best first ({found.objective}); those without figures are not compared",
+        header=header,
+        rows=rows,
+        label="predicted",
+        text_columns=2,
+    )
+    svg = bars_svg(
+        [(name, row.throughput) for name, row in zip(names, options, strict=True)],
+        xlabel="logical mini-batches per second",
+        title="Throughput by strategy",
+    )
+    return Picture(svg=svg, caption="Strategies for this job.", label="predicted", table=table, unfolded=True)
+
+
+def _alternatives(plan: Plan) -> Table:
+    first: list[Plan | Alternative] = [plan]
+    rows = [
+        (
+            _mix(row.assignments),
+            show_seconds(row.iteration_s),
+            f"{row.throughput:.4g}",
+            str(row.est_count),
+            f"{row.waste:.4g}",
+            show_seconds(row.overload_factor),
+        )
+        for row in [*first, *plan.alternatives]
+    ]
+    return Table(
+        caption="The plan, and the next best different ones",
+        header=("devices x ESTs", "step", "mini-batches/s", "ESTs", "waste", "overload f"),
+        rows=rows,
+        label="predicted",
+        head=_ROWS_AT_FIRST,
+    )
+
+
+def _mix(rows: Sequence[Assignment]) -> str:
+    return ", ".join(f"{row.devices} {row.device_type} x {row.ests_per_device}" for row in rows)
+
+
+def _network(plan: Plan) -> Table:
+    found = plan.network
+    assert found is not None
+    rows = [
+        (f"{name} (chosen)" if name == found.choice else name, show_seconds(step))
+        for name, step in found.best_steps.items()
+    ]
+    caption = (
+        f"Best step by where the devices stand; here {found.num_replicas} on {found.num_nodes} nodes: compute "
+        f"{show_seconds(found.compute_s)}, synchronisation {show_seconds(found.sync_s)}"
+    )
+    return Table(caption=caption, header=("devices on", "best step"), rows=rows, label="predicted")
+
+
+def _migration_words(plan: Plan) -> str:
+    found = plan.migration
+    assert found is not None
+    word = "stays with the current plan" if found.stay else "leaves the current plan"
+    pays = "never" if found.pays_after_s is None else f"from a horizon of {show_seconds(found.pays_after_s)} on"
+    return (
+        f"With a migration of {show_seconds(found.migration_s)} and a horizon of {show_seconds(found.horizon_s)} the job "
+        f"{word}; {found.devices_moved} devices would move. Moving pays {pays}."
+    )
+
+
+def communication_blocks(
+    ddp: BucketSetting | None, fsdp2: PrefetchSetting | None, parameters: Sequence[ParameterRecord]
+) -> Blocks:
+    """Return the tables of DDP's buckets, FSDP2's prefetch and the order of parameters, where they are set."""
+    blocks: Blocks = []
+    if ddp is not None:
+        sizes = {row.name: row.size_bytes for row in parameters}
+        buckets = [
+            (
+                str(place),
+                str(len(bucket)),
+                show_bytes(sum(sizes.get(name, 0) for name in bucket)),
+                bucket[0] if bucket else "",
+            )
+            for place, bucket in enumerate(ddp.buckets)
+        ]
+        cap = "DDP's default" if ddp.bucket_cap_mb is None else f"{ddp.bucket_cap_mb:.4g} MiB"
+        caption = (
+            f"DDP buckets in the order of reduction (cap {cap}): step {show_seconds(ddp.step_s)}, "
+            f"with DDP's default {show_seconds(ddp.default_step_s)}"
+        )
+        header: tuple[str, ...] = ("bucket", "parameters", "size", "first parameter")
+        blocks.append(Table(caption=caption, header=header, rows=buckets, label="predicted", head=_ROWS_AT_FIRST))
+    if fsdp2 is not None:
+        units: list[Sequence[str]] = [
+            (unit, ", ".join(fsdp2.forward.get(unit, [])) or "-", ", ".join(fsdp2.backward.get(unit, [])) or "-")
+            for unit in fsdp2.units
+        ]
+        caption = (
+            f"FSDP2 units and what each gathers ahead (-: left to it): step {show_seconds(fsdp2.step_s)}, with its own choice "
+            f"{show_seconds(fsdp2.default_step_s)}"
+        )
+        header = ("unit", "ahead in forward", "ahead in backward")
+        blocks.append(
+            Table(caption=caption, header=header, rows=units, label="predicted", head=_ROWS_AT_FIRST, text_columns=3)
+        )
+    if parameters:
+        ordered = sorted(parameters, key=lambda row: (row.priority is None, row.priority or 0))
+        places = [
+            (row.name, "-" if row.priority is None else str(row.priority), show_bytes(row.size_bytes))
+            for row in ordered
+        ]
+        caption = f"Order in which {len(parameters):,} parameters should travel"
+        header = ("parameter", "priority", "size")
+        blocks.append(Table(caption=caption, header=header, rows=places, label="predicted", head=_ROWS_AT_FIRST))
+    return blocks
+
+
+def enforcement_section(made: Enforcement, name: str, anchor: str) -> Section:
+    """Return the section of what the hook enforces: every rank's batch, and the communication settings."""
+    rows = [(str(row.rank), row.device_type, str(row.ests), f"{row.local_batch_size:,}") for row in made.ranks]
+    table = Table(
+        caption="What each process does",
+        header=("rank", "device type", "ESTs", "local batch"),
+        rows=rows,
+        label="read",
+        head=_ROWS_AT_FIRST,
+    )
+    drawn = made.ranks[:_LANES_DRAWN]
+    svg = bars_svg(
+        [(f"rank {row.rank} ({row.device_type})", float(row.local_batch_size)) for row in drawn],
+        xlabel="local batch size (samples)",
+        title="Local batch size by rank",
+    )
+    some = f" Ranks 0 to {_LANES_DRAWN - 1} of {len(made.ranks)} are drawn." if len(made.ranks) > _LANES_DRAWN else ""
+    lead = f"Job {shortened(made.job, 60)}, {made.strategy}: {made.world_size} processes, {made.total_batch_size:,} samples."
+    picture = Picture(
+        svg=svg, caption=f"Samples of each process per step.{some}", label="read", table=table, unfolded=True
+    )
+    blocks: Blocks = [picture, *communication_blocks(made.ddp, made.fsdp2, made.parameters)]
+    return Section(anchor=anchor, title=f"Enforcement: {name}", lead=[lead], blocks=blocks)

@@ -1,0 +1,192 @@
+"""Is a resize worth its restart? For one job now: the time that a faster allocation saves over what is left.
+
+On the allocation that it has, the job needs T more seconds. On another one, whose goodput is ``r`` times as high, it
+needs ``d + T / r``, d the restart. The resize saves ``T (1 - 1/r) - d``, and pays when T is above ``d / (1 - 1/r)``,
+the break-even. T is a guess, r a prediction and d was measured some times: each is a distribution, and what is said is
+the expected saving and the probability that there is one. Guesses are log-normal: a median and a factor within which
+about two thirds of such guesses lie. This is the trade that Pollux's re-allocation factor (OSDI 2021, section 4.2)
+makes for a whole cluster without knowing T.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ddltool.errors import InputError
+
+Floats = NDArray[np.float64]
+# Quantiles at which the distributions are summed: the grid has 199 x 39 x at most 16 points.
+_REMAINING, _GAIN, _RESTARTS = 199, 39, 16
+_LARGEST = 1e15
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Guess:
+    """A positive number that is not known: about two thirds lie within ``median / factor`` and ``median * factor``."""
+
+    median: float
+    factor: float = 1.0
+
+    def __post_init__(self) -> None:
+        if not 0 < self.median <= _LARGEST:
+            raise InputError("guess", f"is {self.median}", "a number above 0")
+        if not 1 <= self.factor <= 1e3:
+            raise InputError("guess:factor", f"is {self.factor}", "from 1 (known) to 1000")
+
+    def quantiles(self, count: int) -> tuple[Floats, Floats]:
+        """Return values and their weights, (count,) each; one value of weight 1 where it is known."""
+        if self.factor == 1:
+            return np.array([self.median]), np.ones(1)
+        from scipy.special import ndtri
+
+        sigma = math.log(self.factor)
+        edges = (np.arange(count) + 0.5) / count
+        return self.median * np.exp(sigma * ndtri(edges)), np.full(count, 1.0 / count)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Advice:
+    """What a resize brings; seconds. Savings are negative where it loses time."""
+
+    gain: float
+    """Goodput then over goodput now."""
+    restart_s: float
+    """The mean of the measured restarts."""
+    break_even_s: float | None
+    """Time left, on the present allocation, from which it pays; None: it never does."""
+    saved_s: float
+    """With every guess at its median."""
+    expected_s: float
+    low_s: float
+    """The saving's 10th percentile."""
+    high_s: float
+    """The saving's 90th percentile."""
+    probability: float
+    """That it saves any time."""
+
+    @property
+    def worth(self) -> bool:
+        """Whether time is saved on average."""
+        return self.expected_s > 0
+
+
+def advise(
+    goodput_now: float,
+    goodput_then: float,
+    remaining: Guess,
+    restarts_s: Sequence[float],
+    *,
+    gain_factor: float = 1.0,
+    hold_s: float | None = None,
+) -> Advice:
+    """Return what changing to an allocation of goodput ``goodput_then`` saves.
+
+    Goodputs in useful samples per second; ``remaining``: seconds left on the present allocation; ``restarts_s``:
+    measured restarts, each as likely as the others. ``gain_factor``: by which the ratio of the goodputs may be off, as
+    :class:`Guess` has it. ``hold_s``: after that the job is back on its present allocation, by another restart; None:
+    it keeps the new one. Raises InputError for goodputs, restarts and times that cannot be.
+    """
+    for name, value in (("goodput now", goodput_now), ("goodput then", goodput_then)):
+        if not 0 < value <= _LARGEST:
+            raise InputError(name, f"is {value}", "samples per second, above 0")
+    restarts = np.sort(np.array(restarts_s, dtype=np.float64))
+    if not restarts.size or not ((restarts >= 0) & (restarts <= _LARGEST)).all():
+        raise InputError("restarts_s", f"are {list(restarts_s)[:3]}", "at least one measured restart, seconds >= 0")
+    if hold_s is not None and not 0 < hold_s <= _LARGEST:
+        raise InputError("hold_s", f"is {hold_s}", "seconds above 0")
+    delay = float(restarts.mean())
+    gain = goodput_then / goodput_now
+    if len(restarts) > _RESTARTS:
+        restarts = np.quantile(restarts, (np.arange(_RESTARTS) + 0.5) / _RESTARTS)
+    left, left_weights = remaining.quantiles(_REMAINING)
+    gains, gain_weights = Guess(median=gain, factor=gain_factor).quantiles(_GAIN)
+    saved = saved_seconds(left[:, None, None], gains[:, None], restarts, hold_s)
+    weights = left_weights[:, None, None] * gain_weights[:, None] / len(restarts) * np.ones_like(saved)
+    low, high = _percentiles(saved.ravel(), weights.ravel(), (0.1, 0.9))
+    return Advice(
+        gain=gain,
+        restart_s=delay,
+        break_even_s=_break_even(gain, delay, hold_s),
+        saved_s=float(saved_seconds(np.array(remaining.median), np.array(gain), np.array(delay), hold_s)),
+        expected_s=float((saved * weights).sum()),
+        low_s=low,
+        high_s=high,
+        probability=float(weights[saved > 0].sum()),
+    )
+
+
+def saved_seconds(remaining: Floats, gain: Floats, delay: Floats, hold_s: float | None = None) -> Floats:
+    """Return ``T (1 - 1/r) - d``; where the hold ends first, what it has brought by then less the restart back.
+
+    All broadcast; seconds. Within a hold of h the job does ``r max(h - d, 0)`` seconds' worth of its present work.
+    """
+    kept: Floats = remaining - remaining / gain - delay
+    if hold_s is None:
+        return kept
+    brought = gain * np.maximum(hold_s - delay, 0.0) - hold_s - delay
+    return np.where(delay + remaining / gain <= hold_s, kept, brought)
+
+
+def _break_even(gain: float, delay: float, hold_s: float | None) -> float | None:
+    """Return the least T from which every longer one saves time."""
+    if gain <= 1:
+        return None
+    found = delay / (1 - 1 / gain)
+    if hold_s is None:
+        return found
+    # With T beyond what the hold allows the saving no longer depends on T.
+    ends_later = gain * max(hold_s - delay, 0.0) - hold_s - delay
+    return found if ends_later > 0 else None
+
+
+def _percentiles(values: Floats, weights: Floats, shares: Sequence[float]) -> list[float]:
+    order = np.argsort(values, kind="stable")
+    total = np.cumsum(weights[order])
+    at = np.minimum(np.searchsorted(total, np.array(shares) * total[-1]), len(values) - 1)
+    return [float(value) for value in values[order][at]]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Placement:
+    """GPUs per node that a job could have, (N,)."""
+
+    gpus: tuple[int, ...]
+
+    @property
+    def nodes(self) -> int:
+        """On how many nodes."""
+        return sum(count > 0 for count in self.gpus)
+
+    @property
+    def replicas(self) -> int:
+        """How many GPUs."""
+        return sum(self.gpus)
+
+
+def placements(held: Sequence[int], free: Sequence[int], most: int) -> Iterator[Placement]:
+    """Yield the other allocations of 1 to ``most`` GPUs that the job could have now, each packed on the fewest nodes.
+
+    ``held`` and ``free``: GPUs per node, (N,). Nodes with the most GPUs go first, those that it has on a tie; the last
+    of the nodes taken is the tightest that holds what is left. With the GPUs that it has only a placement on fewer
+    nodes is another one.
+    """
+    has = Placement(gpus=tuple(held))
+    room = [one + other for one, other in zip(held, free, strict=True)]
+    order = sorted(range(len(room)), key=lambda node: (-room[node], -held[node], node))
+    for count in range(1, min(sum(room), most) + 1):
+        gpus, left = [0] * len(room), count
+        for place, node in enumerate(order):
+            if room[node] >= left:  # the roomiest that is left, so else none holds it
+                tight = [other for other in order[place:] if room[other] >= left]
+                gpus[min(tight, key=lambda other: (room[other], -held[other], other))] = left
+                break
+            gpus[node] = room[node]
+            left -= room[node]
+        found = Placement(gpus=tuple(gpus))
+        if found.replicas != has.replicas or found.nodes < has.nodes:
+            yield found

@@ -1,0 +1,168 @@
+"""``ddltool report ARTIFACT...``: one page that shows any artifacts, without network or scripts."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Optional
+
+import typer
+
+from ddltool.commands.options import Json
+
+if TYPE_CHECKING:
+    from ddltool.analyzers.reporting.page import Section
+    from ddltool.commands.report_reading import Found
+
+
+def report(
+    artifacts: Annotated[
+        list[Path], typer.Argument(metavar="ARTIFACT...", help="Files of any kind that ddltool writes; .gz accepted.")
+    ],
+    output: Annotated[
+        Path, typer.Option("-o", "--output", metavar="FILE.html", help="Where to write the page.")
+    ] = Path("report.html"),
+    title: Annotated[str, typer.Option(help="The page's title.")] = "ddltool report",
+    noise_scale: Annotated[
+        Optional[float],  # noqa: UP045
+        typer.Option(
+            help="Gradient noise scale in samples for goodput maps; by default telemetry's, else none.",
+            min=0.0,
+            show_default=False,
+        ),
+    ] = None,
+    as_json: Json = False,
+) -> None:
+    """Show artifacts as one page: pictures with their numbers, for screen, phone and print.
+
+    Example: ddltool report graph.json plan.json telemetry.jsonl -o report.html
+    """
+    import math
+
+    from ddltool import __version__
+    from ddltool.analyzers.reporting.page import render
+    from ddltool.artifacts import check_writable, write_text
+    from ddltool.commands.output import out, print_json, progress, table
+    from ddltool.commands.report_reading import read_any
+    from ddltool.errors import InputError
+
+    if noise_scale is not None and not math.isfinite(noise_scale):
+        raise InputError("--noise-scale", f"is {noise_scale}", "give a number of samples >= 0")
+    _refuse_overwriting(artifacts, output)
+    check_writable(output)
+    with progress("reading", len(artifacts)) as advance:
+        found = []
+        for place, path in enumerate(artifacts):
+            advance(place, path.name)
+            found.append(read_any(path))
+    ordered, sections = build(found, noise_scale)
+    page = render(title, sections, summary=[_summary(ordered)], generated_by=f"ddltool {__version__}")
+    write_text(output, page)
+    listed = [
+        {"section": section.anchor, "title": section.title, "kind": f"ddltool.{one.kind}", "file": str(one.path)}
+        for one, section in zip(ordered, sections, strict=True)
+    ]
+    if as_json:
+        print_json(
+            {
+                "kind": "ddltool.report",
+                "schema_version": 1,
+                "report": str(output),
+                "bytes": len(page.encode()),
+                "sections": listed,
+            }
+        )
+        return
+    rows = [(entry["section"], entry["file"]) for entry in listed]
+    out().print(table("Sections", ("section", "file"), rows, text_columns=2))
+    out().print(f"wrote {output} ({len(page.encode()) / 1e3:,.0f} kB)", soft_wrap=True)
+
+
+def _refuse_overwriting(artifacts: Sequence[Path], output: Path) -> None:
+    """Raise InputError where the page would replace an artifact."""
+    from ddltool.errors import InputError
+
+    if any(path.resolve() == output.resolve() for path in artifacts):
+        raise InputError("-o", f"{output} is one of the artifacts", "give another file")
+
+
+def build(found: Sequence[Found], noise_scale: float | None = None) -> tuple[list[Found], list[Section]]:
+    """Return the artifacts in the order of their sections, and the sections.
+
+    ``noise_scale`` (samples) is for goodput maps; None: the last that telemetry among the files knows.
+    """
+    from ddltool.commands.output import progress
+    from ddltool.commands.report_reading import ORDER
+
+    ordered = sorted(found, key=lambda one: ORDER.index(one.kind))
+    noise = _noise(found) if noise_scale is None else noise_scale
+    counts: dict[str, int] = {}
+    sections = []
+    with progress("drawing", len(ordered)) as advance:
+        for place, one in enumerate(ordered):
+            advance(place, one.name)
+            counts[one.kind] = counts.get(one.kind, 0) + 1
+            sections.append(_section(one, f"{one.kind}-{counts[one.kind]}", found, noise))
+    return ordered, sections
+
+
+def _noise(found: Sequence[Found]) -> float | None:
+    """Return the last gradient noise scale in any telemetry, None where there is none."""
+    for one in found:
+        if one.kind == "telemetry" and one.content["noise_scale"].notna().any():
+            return float(one.content["noise_scale"].dropna().iloc[-1])
+    return None
+
+
+def _section(one: Found, anchor: str, found: Sequence[Found], noise: float | None) -> Section:
+    from ddltool.analyzers.reporting import fit_sections, plan_section, result_sections, telemetry_section
+
+    if one.kind == "graph":
+        return _graph_section(one, anchor)
+    if one.kind == "profile":
+        models = [(other.name, other.content) for other in found if other.kind == "goodput"]
+        return fit_sections.profile_section(one.content, one.name, anchor, models)
+    if one.kind == "goodput":
+        profiles = [other.content for other in found if other.kind == "profile"]
+        return fit_sections.goodput_section(one.content, one.name, anchor, profiles[0] if profiles else None, noise)
+    if one.kind == "telemetry":
+        plans = [(other.name, other.content) for other in found if other.kind == "plan"]
+        return telemetry_section.telemetry_section(one.content, one.name, anchor, plans)
+    drawers: dict[str, Any] = {
+        "plan": plan_section.plan_section,
+        "enforcement": plan_section.enforcement_section,
+        "sync": telemetry_section.sync_section,
+        "network": result_sections.network_section,
+        "barrier": result_sections.barrier_section,
+        "balance": result_sections.balance_section,
+        "verification": result_sections.verification_section,
+        "simulation": result_sections.simulation_section,
+        "gate": result_sections.gate_section,
+    }
+    made: Section = drawers[one.kind](one.content, one.name, anchor)
+    return made
+
+
+def _graph_section(one: Found, anchor: str) -> Section:
+    """Return a graph's section; a graph without times gets a V100's behind the default network, and says so."""
+    from ddltool.analyzers.oracle.roofline import estimate_roofline
+    from ddltool.analyzers.reporting.graph_section import graph_section
+    from ddltool.device import Network
+    from ddltool.fixtures.loading import devices
+
+    graph, remark = one.content, ""
+    if not graph.timed:
+        graph = estimate_roofline(graph, devices().device("V100"), Network())
+        remark = "The file has no times: these are a V100's behind 10 Gbit/s, by the roofline."
+    elif graph.meta.get("oracle"):
+        remark = f"Times: {graph.meta['oracle']}, {graph.meta.get('device') or 'device not named'}."
+    return graph_section(graph, one.name, anchor, remark=remark)
+
+
+def _summary(found: Sequence[Found]) -> str:
+    """Return what the labels mean, and how many artifacts there are."""
+    count = f"{len(found)} artifact{'s' if len(found) > 1 else ''}, in the order in which data flow."
+    return (
+        f"{count} Predicted: computed from datasheet figures or a fitted model. Simulated: played through. "
+        "Measured: by a clock. Read: as it stands in the file."
+    )

@@ -1,0 +1,223 @@
+"""Reads what ``ddltool report`` shows: any artifact, told by its kind, its name or its columns, and checked."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ddltool.errors import InputError, did_you_mean
+
+if TYPE_CHECKING:
+    from pydantic import BaseModel
+
+# Sections stand in the order in which data flow.
+ORDER = (
+    "graph",
+    "profile",
+    "network",
+    "goodput",
+    "plan",
+    "enforcement",
+    "telemetry",
+    "verification",
+    "sync",
+    "barrier",
+    "balance",
+    "simulation",
+    "gate",
+)
+# Keys that tell documents without a kind, as hands and older versions write them.
+_TELLING = {
+    "graph": {"ops", "mode"},
+    "goodput": {"params", "rmsle"},
+    "plan": {"assignments", "strategy", "iteration_s"},
+    "enforcement": {"ranks", "world_size", "total_batch_size"},
+    "simulation": {"policies", "workload", "gpus"},
+    "barrier": {"algorithms", "bsp", "tradeoff"},
+    "balance": {"predictors", "equal_split", "oracle"},
+    "gate": {"checks", "passed", "artifact"},
+    "network": {"pairs", "processes", "bandwidth_bytes_per_s"},
+    "verification": {"plan", "telemetry", "iteration", "ranks"},
+    "profile": {"rows", "devices"},
+}
+_EVENTS = ("step", "barrier", "left", "joined", "summary")
+Row = dict[str, Any]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Found:
+    """One artifact: kind without ``ddltool.``, where it was read, and the checked content.
+
+    ``content`` is a Graph, a frame (profile, telemetry), a list of rows (sync), or the kind's record.
+    """
+
+    kind: str
+    path: Path
+    content: Any
+
+    @property
+    def name(self) -> str:
+        """The file's name without its folders."""
+        return self.path.name
+
+
+def read_any(path: Path) -> Found:
+    """Return the artifact in a file. Raises InputError, naming the file, for what is unknown, broken or empty."""
+    suffixes = [suffix for suffix in path.suffixes if suffix != ".gz"]
+    last = suffixes[-1].lower() if suffixes else ""
+    if last in (".jsonl", ".ndjson"):
+        return _from_rows(path, _lines(path))
+    if last == ".csv":
+        from ddltool.profile import read_profile
+
+        return Found(kind="profile", path=path, content=read_profile(path))
+    if last not in (".json", ".yaml", ".yml"):
+        raise InputError(str(path), "is no artifact by its name", "name a .json, .jsonl or .csv file (.gz accepted)")
+    return _from_document(path)
+
+
+def _from_document(path: Path) -> Found:
+    from ddltool.artifacts import read_document
+
+    document = read_document(path)
+    kind = _kind_of(document, str(path))
+    if kind == "profile":
+        from ddltool.commands.gate_files import profile_document
+
+        rows = document.get("rows")
+        if not isinstance(rows, list) or not rows or not all(isinstance(row, dict) for row in rows):
+            raise InputError(f"{path}:rows", "is no list of rows", "make the profile again")
+        import pandas as pd
+
+        checked = profile_document(pd.DataFrame(rows), str(path))
+        return Found(kind=kind, path=path, content=pd.DataFrame(checked["rows"]))
+    return Found(kind=kind, path=path, content=_parsers()[kind]({"kind": f"ddltool.{kind}", **document}, str(path)))
+
+
+def _kind_of(document: Mapping[str, Any], where: str) -> str:
+    """Return the kind that a document names, or that its keys tell."""
+    shown = [name for name in ORDER if name not in ("telemetry", "sync")]
+    named = document.get("kind")
+    if named is None:
+        for kind, keys in _TELLING.items():
+            if keys <= document.keys():
+                return kind
+        raise InputError(where, "is no artifact that is known", f"known: {', '.join(ORDER)}")
+    kind = str(named).removeprefix("ddltool.")
+    if not isinstance(named, str) or kind not in shown:
+        raise InputError(f"{where}:kind", f"is {named!r}, which has no section", did_you_mean(kind[:60], shown))
+    return kind
+
+
+def _parsers() -> dict[str, Callable[[dict[str, Any], str], Any]]:
+    """Return by kind what checks a document."""
+    from ddltool.analyzers.reporting.documents import COMMAND_DOCUMENTS
+    from ddltool.artifacts import Artifact, parse
+    from ddltool.goodput_model import Goodput
+    from ddltool.graph_io import from_document
+    from ddltool.plan import Enforcement, Plan
+
+    def parser(model: type[Artifact]) -> Callable[[dict[str, Any], str], Any]:
+        return lambda document, where: parse(document, model, where)
+
+    models: list[type[Artifact]] = [Goodput, Plan, Enforcement, *COMMAND_DOCUMENTS]
+    made = {model.KIND.removeprefix("ddltool."): parser(model) for model in models}
+    return {**made, "graph": from_document}
+
+
+def _lines(path: Path) -> list[tuple[int, Row]]:
+    """Return (line number, object) of JSON Lines. A last line that is cut off is left out: its writer still runs."""
+    text = _text_so_far(path)
+    rows: list[tuple[int, Row]] = []
+    lines = text.split("\n")
+    for number, line in enumerate(lines, start=1):
+        if not line.strip():
+            continue
+        where = f"{path}:line {number}"
+        try:
+            row = json.loads(line)
+        except (ValueError, RecursionError) as error:
+            if number == len(lines) and rows:
+                break
+            problem = f"is not JSON ({error.msg})" if isinstance(error, json.JSONDecodeError) else "is beyond reading"
+            raise InputError(where, problem, "one JSON object per line") from None
+        if not isinstance(row, dict):
+            raise InputError(where, "is not an object", "one JSON object per line")
+        rows.append((number, row))
+    return rows
+
+
+def _text_so_far(path: Path) -> str:
+    """Return a file's text; of a plain one that ends within a letter, the text up to the last whole line."""
+    from ddltool.artifacts import read_text
+
+    try:
+        return read_text(path)
+    except InputError:
+        if path.suffix == ".gz" or not path.is_file():
+            raise
+        whole, newline, _ = path.read_bytes().rpartition(b"\n")
+        try:
+            text = whole.decode("utf-8-sig")
+        except UnicodeDecodeError:
+            text = ""
+        if not newline or not text.strip():
+            raise
+        return text + "\n"
+
+
+def _from_rows(path: Path, rows: list[tuple[int, Row]]) -> Found:
+    """Return telemetry of the hook or the agent, or of a synchronisation server."""
+    first = rows[0][1]
+    named = first.get("kind")
+    if named == "ddltool.sync" or (named is None and first.get("event") in _EVENTS):
+        return Found(kind="sync", path=path, content=_sync_rows(path, rows))
+    if named == "ddltool.telemetry" or (named is None and {"rank", "step_s"} <= first.keys()):
+        import pandas as pd
+
+        from ddltool.telemetry import TelemetryRow
+
+        checked = _checked(path, rows, lambda row: TelemetryRow)
+        return Found(kind="telemetry", path=path, content=pd.DataFrame(checked))
+    if named == "ddltool.profile" or (named is None and "local_batch_size" in first):
+        from ddltool.profile import read_profile
+
+        return Found(kind="profile", path=path, content=read_profile(path))
+    shown = f"is {named!r}, which has no section" if named is not None else "is missing"
+    raise InputError(f"{path}:line {rows[0][0]}:kind", shown, "telemetry, sync and profile rows are known")
+
+
+def _sync_rows(path: Path, rows: list[tuple[int, Row]]) -> list[Row]:
+    from ddltool.runtime.sync_records import BarrierRow, JoinedRow, LeftRow, StepRow, SummaryRow
+
+    models: dict[Any, type[BaseModel]] = {
+        "step": StepRow,
+        "barrier": BarrierRow,
+        "left": LeftRow,
+        "joined": JoinedRow,
+        "summary": SummaryRow,
+    }
+    for number, row in rows:
+        event = row.get("event")
+        if not isinstance(event, str) or event not in models:
+            raise InputError(f"{path}:line {number}:event", f"is {event!r}", did_you_mean(str(event)[:60], models))
+    return _checked(path, rows, lambda row: models[row["event"]])
+
+
+def _checked(path: Path, rows: list[tuple[int, Row]], model_of: Callable[[Row], type[BaseModel]]) -> list[Row]:
+    """Return the rows as their models give them. Raises InputError naming line and field."""
+    from pydantic import ValidationError
+
+    made = []
+    for number, row in rows:
+        try:
+            # As JSON, so that keys of mappings, which are texts there, count as the integers that they stand for.
+            made.append(model_of(row).model_validate_json(json.dumps(row)).model_dump())
+        except ValidationError as error:
+            first = error.errors()[0]
+            field = ".".join(map(str, first["loc"]))
+            raise InputError(f"{path}:line {number}:{field}", first["msg"], "a row as ddltool writes it") from None
+    return made

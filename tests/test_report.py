@@ -1,0 +1,468 @@
+"""``ddltool report``: every kind has its section, figures are right, bad files change nothing, a browser shows it well."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import re
+import statistics
+import xml.etree.ElementTree as ElementTree
+from html import unescape
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import typer
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ddltool.analyzers.reporting.page import shortened
+from ddltool.analyzers.reporting.telemetry_section import binned
+from ddltool.commands.report import report
+from ddltool.commands.report_reading import ORDER, read_any
+from ddltool.errors import InputError
+from ddltool.units import show_seconds
+from tests.browser import chromium, needs_chromium
+from tests.report_artifacts import STRATEGIES, write_all, write_telemetry
+
+app = typer.Typer(pretty_exceptions_enable=False)
+app.command()(report)
+
+
+def made(*arguments: str | Path) -> None:
+    app([str(argument) for argument in arguments], standalone_mode=False)
+
+
+@pytest.fixture(scope="module")
+def artifacts(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
+    return write_all(tmp_path_factory.mktemp("artifacts"))
+
+
+@pytest.fixture(scope="module")
+def page(artifacts: list[Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("page") / "report.html"
+    made(*reversed(artifacts), "-o", path, "--title", "Everything")
+    return path
+
+
+def sections_of(html: str) -> dict[str, str]:
+    return dict(re.findall(r'<section id="([^"]*)">(.*?)</section>', html, flags=re.DOTALL))
+
+
+def cells(section: str, first: str) -> list[str]:
+    """Return the cells of the row that begins with a word."""
+    rows = re.findall(r"<tr>(.*?)</tr>", section)
+    found = [[unescape(cell) for cell in re.findall(r"<td[^>]*>(.*?)</td>", row)] for row in rows]
+    return next(row for row in found if row and row[0] == first)
+
+
+def named(artifacts: list[Path], name: str) -> Path:
+    return next(path for path in artifacts if path.name == name)
+
+
+# What is there
+
+
+def test_every_kind_has_its_section_in_the_order_of_data_flow(artifacts: list[Path], page: Path) -> None:
+    kinds = [name.rsplit("-", 1)[0] for name in sections_of(page.read_text())]
+    assert list(dict.fromkeys(kinds)) == list(ORDER)
+    assert len(kinds) == len(artifacts)
+
+
+def test_every_section_has_figures_and_says_where_they_come_from(page: Path) -> None:
+    for name, section in sections_of(page.read_text()).items():
+        assert "<table" in section, name
+        assert '<span class="badge">' in section, name
+        assert "<svg" in section, name
+
+
+def test_every_picture_has_its_numbers_under_it(page: Path) -> None:
+    figures = re.findall(r"<figure>(.*?)</figure>", page.read_text(), flags=re.DOTALL)
+    assert len(figures) > 20
+    assert all("<svg" in figure and "<details open><summary>numbers" in figure for figure in figures)
+
+
+def test_pictures_are_well_formed_and_nothing_comes_from_outside(page: Path) -> None:
+    html = page.read_text()
+    for svg in re.findall(r"<svg.*?</svg>", html, flags=re.DOTALL):
+        ElementTree.fromstring(svg)
+    without_namespaces = re.sub(r'xmlns(:\w+)?="[^"]*"', "", html)
+    assert "<script" not in html
+    assert not re.search(r'(src|href)="(?!#|data:image/png)', without_namespaces)
+    assert not re.search(r"url\((?!#)", without_namespaces)
+    assert "http" not in re.sub(r'"data:image/png[^"]*"', "", without_namespaces)
+
+
+def test_the_same_files_give_the_same_page(artifacts: list[Path], tmp_path: Path) -> None:
+    for name in ("one.html", "two.html"):
+        made(named(artifacts, "toy.json.gz"), named(artifacts, "telemetry.jsonl"), "-o", tmp_path / name)
+    assert (tmp_path / "one.html").read_bytes() == (tmp_path / "two.html").read_bytes()
+
+
+def test_json_lists_the_sections(artifacts: list[Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    gate, plan = named(artifacts, "gate.json"), named(artifacts, "plan-est.json")
+    made(gate, plan, "-o", tmp_path / "r.html", "--json")
+    document = json.loads(capsys.readouterr().out)
+    assert document["kind"] == "ddltool.report"
+    assert document["bytes"] == (tmp_path / "r.html").stat().st_size
+    assert [(row["section"], row["kind"], row["file"]) for row in document["sections"]] == [
+        ("plan-1", "ddltool.plan", str(plan)),
+        ("gate-1", "ddltool.gate", str(gate)),
+    ]
+
+
+# Figures, against the files themselves
+
+
+def test_each_ranks_medians_are_those_of_the_rows(artifacts: list[Path], page: Path) -> None:
+    path = named(artifacts, "telemetry.jsonl")
+    rows = [json.loads(line) for line in path.read_text().splitlines()]
+    section = next(part for part in sections_of(page.read_text()).values() if "Telemetry: telemetry.jsonl" in part)
+    table = section[section.index("Median step of each rank") :]
+    for rank in sorted({row["rank"] for row in rows}):
+        own = [row for row in rows if row["rank"] == rank and row["step"] >= 3]
+        wanted = [
+            show_seconds(statistics.median(row[name] for row in own))
+            for name in ("compute_s", "wait_s", "sync_s", "step_s")
+        ]
+        assert cells(table, str(rank))[3:7] == wanted
+
+
+def test_a_plan_beside_telemetry_is_held_against_it(artifacts: list[Path], page: Path) -> None:
+    verified = json.loads(named(artifacts, "verification.json").read_text())["iteration"]
+    section = next(part for part in sections_of(page.read_text()).values() if "Telemetry: telemetry.jsonl" in part)
+    row = cells(section[section.index("Predicted by plan-est.json") :], "step")
+    error = verified["predicted_s"] / verified["measured_s"] - 1
+    assert row[1:] == [show_seconds(verified["predicted_s"]), show_seconds(verified["measured_s"]), f"{error:+.1%}"]
+    assert re.search(r"Not compared with [^<]*plan-elastic-bsp.json \(plan is an elastic-bsp plan\)", section)
+
+
+def test_the_order_of_the_toy_graph(artifacts: list[Path], page: Path) -> None:
+    from ddltool.analyzers.communication.efficiency import compare
+    from ddltool.graph_io import read_graph
+
+    comparison = compare(read_graph(named(artifacts, "toy.json.gz")), samples=20, improve_s=0.0)
+    section = next(part for part in sections_of(page.read_text()).values() if "Graph: toy.json.gz" in part)
+    for name, result in (("random", comparison.random), ("TIC", comparison.tic), ("TAC", comparison.tac)):
+        assert cells(section, name)[1] == show_seconds(result.makespan_s)
+        assert cells(section, name)[4] == f"{result.efficiency:.3f}"
+
+
+@pytest.mark.parametrize("strategy", [*STRATEGIES, "goodput"])
+def test_plans_of_every_strategy(artifacts: list[Path], page: Path, strategy: str) -> None:
+    plan = json.loads(named(artifacts, f"plan-{strategy}.json").read_text())
+    section = next(part for part in sections_of(page.read_text()).values() if f"plan-{strategy}.json" in part)
+    assert f"{plan['throughput']:.4g} mini-batches/s" in section
+    for row in plan["assignments"]:
+        assert cells(section, row["device_type"])[3] == f"{row['local_batch_size']:,}"
+    shown = {
+        "est": ("DDP buckets", "next best", "should travel"),
+        "lb-bsp": ("the equal split",),
+        "elastic-bsp": ("Iterations until the barrier",),
+        "auto": ("Strategies, best first", "doing nothing"),
+        "goodput": ("Elastic table", "scaling pays until"),
+    }
+    for words in shown.get(strategy, ()):
+        assert words in section
+
+
+def test_unfinished_jobs_are_counted_as_by_hand(artifacts: list[Path], page: Path) -> None:
+    jobs = json.loads(named(artifacts, "simulation.json").read_text())["policies"]["fifo"]["jobs"]
+    last = max(
+        job["finish_s"]
+        for policy in json.loads(named(artifacts, "simulation.json").read_text())["policies"].values()
+        for job in policy["jobs"]
+    )
+    section = sections_of(page.read_text())["simulation-1"]
+    table = section[section.index("Unfinished jobs at nine times") :]
+    at = np.linspace(0, last, 200)[round(199 * 4 / 8)]
+    count = sum(job["submit_s"] <= at < job["finish_s"] for job in jobs)
+    assert cells(table, f"{at:,.0f}")[1] == str(count)
+    assert count > 0
+
+
+@given(st.lists(st.tuples(st.integers(0, 500), st.floats(0, 10)), min_size=1, max_size=60), st.integers(1, 20))
+@settings(deadline=None, max_examples=60)
+def test_bins_hold_every_value_once(items: list[tuple[int, float]], points: int) -> None:
+    step, value = np.array([at for at, _ in items]), np.array([what for _, what in items])
+    found = binned(step, value, points)
+    assert len(found.step) <= points
+    parts: dict[int, list[float]] = {}
+    for at, what in items:
+        parts.setdefault((at - int(step.min())) // found.width, []).append(what)
+    assert len(parts) == len(found.step)
+    for place, number in enumerate(sorted(parts)):
+        assert found.median[place] == pytest.approx(statistics.median(parts[number]))
+        assert found.low[place] <= found.median[place] <= found.high[place]
+    assert found.width == 1 or (found.width - 1) * points < step.max() - step.min() + 1
+
+
+@given(st.text(max_size=60), st.integers(3, 30))
+def test_shortened_keeps_both_ends(text: str, most: int) -> None:
+    found = shortened(text, most)
+    assert len(found) == min(len(text), most)
+    if len(text) > most:
+        tail = (most - 1) // 2
+        assert found == text[: most - 1 - tail] + "…" + text[-tail:]
+
+
+# Bad input
+
+
+def complaint_about(path: Path) -> str | None:
+    """Return what reading a file complains of, None where it is taken."""
+    try:
+        read_any(path)
+    except InputError as error:
+        return str(error)
+    return None
+
+
+def without(document: dict[str, Any], *path: str) -> dict[str, Any]:
+    changed: dict[str, Any] = json.loads(json.dumps(document))
+    inner = changed
+    for step in path[:-1]:
+        inner = inner[step]
+    del inner[path[-1]]
+    return changed
+
+
+BAD = {
+    "empty.json": ("", "is empty"),
+    "cut.json": ('{"kind": "ddltool.plan", "job": "a', "is not valid JSON"),
+    "list.json": ("[1, 2]", "not a mapping"),
+    "twice.json": ('{"kind": "ddltool.gate", "kind": "ddltool.gate"}', "twice"),
+    "unknown.json": ('{"kind": "ddltool.zoo", "schema_version": 1}', "has no section"),
+    "listed.json": ('{"kind": ["a"]}', "has no section"),
+    "nothing.json": ('{"a": 1}', "is no artifact that is known"),
+    "version.json": ('{"kind": "ddltool.gate", "schema_version": 9}', "schema_version"),
+    "half.json": ('{"kind": "ddltool.gate", "schema_version": 1}', "is missing"),
+    "nan.json": ('{"kind": "ddltool.network", "processes": 2, "local": true, "bandwidth_bytes_per_s": NaN}', "nan"),
+    "rows.json": ('{"kind": "ddltool.profile", "rows": []}', "is no list of rows"),
+    "page.html": ("<html>", "is no artifact by its name"),
+    "empty.jsonl": ("\n\n", "is empty"),
+    "middle.jsonl": ('{"kind": "ddltool.telemetry"\n{}\n', "is not JSON"),
+    "other.jsonl": ('{"kind": "ddltool.balance_event"}\n', "has no section"),
+    "number.jsonl": ("17\n", "is not an object"),
+    "event.jsonl": ('{"kind": "ddltool.sync", "event": "stop"}\n', "event"),
+    "field.jsonl": ('{"kind": "ddltool.telemetry", "step": -1}\n', "step"),
+    "columns.csv": ("a,b\n1,2\n", "has no column"),
+    "zero.csv": (
+        "device,num_nodes,num_replicas,local_batch_size,step_time_s,sync_time_s\nT4,1,1,8,0,0\n",
+        "above zero",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_a_bad_file_is_named_and_nothing_is_written(artifacts: list[Path], tmp_path: Path, name: str) -> None:
+    text, words = BAD[name]
+    bad, output = tmp_path / name, tmp_path / "report.html"
+    bad.write_text(text)
+    output.write_text("the page of yesterday")
+    with pytest.raises(InputError) as caught:
+        made(named(artifacts, "gate.json"), bad, named(artifacts, "barrier.json"), "-o", output)
+    assert str(bad) in str(caught.value)
+    assert words in str(caught.value)
+    assert "\n" not in str(caught.value)
+    assert output.read_text() == "the page of yesterday"
+    assert sorted(path.name for path in tmp_path.iterdir()) == sorted({name, "report.html"})
+
+
+@pytest.mark.parametrize("name", ["simulation", "barrier", "balance", "network", "gate", "verification", "plan-est"])
+def test_a_missing_field_is_refused_or_not_needed(artifacts: list[Path], tmp_path: Path, name: str) -> None:
+    document = json.loads(named(artifacts, f"{name}.json").read_text())
+    changed = tmp_path / f"{name}.json"
+    needed = []
+    for key in document:
+        changed.write_text(json.dumps(without(document, key)))
+        complaint = complaint_about(changed)
+        if complaint is not None:
+            needed.append(key)
+            assert str(changed) in complaint
+    assert needed
+    changed.write_text(json.dumps({key: document[key] for key in ["kind", *needed]}))
+    made(changed, "-o", tmp_path / "r.html")
+
+
+def test_a_negative_time_is_refused(artifacts: list[Path], tmp_path: Path) -> None:
+    document = json.loads(named(artifacts, "simulation.json").read_text())
+    document["policies"]["fifo"]["jobs"][0]["finish_s"] = -1.0
+    bad = tmp_path / "simulation.json"
+    bad.write_text(json.dumps(document))
+    with pytest.raises(InputError, match=r"simulation.json:policies.fifo.jobs\[0\].finish_s"):
+        read_any(bad)
+
+
+def test_the_page_cannot_replace_an_artifact(artifacts: list[Path]) -> None:
+    gate = named(artifacts, "gate.json")
+    before = gate.read_bytes()
+    with pytest.raises(InputError, match="is one of the artifacts"):
+        made(gate, "-o", gate)
+    assert gate.read_bytes() == before
+
+
+@pytest.mark.parametrize("tail", [b'{"kind": "ddltool.tele', b'{"device": "\xe2\x82', b"{"])
+def test_a_line_that_is_being_written_is_left_out(tmp_path: Path, tail: bytes) -> None:
+    path = tmp_path / "telemetry.jsonl"
+    write_telemetry(path, steps=10)
+    whole = path.read_bytes()
+    path.write_bytes(whole + tail)
+    assert len(read_any(path).content) == 40
+    for broken in (tail + b"\n" + whole, whole + tail + b"\n" + whole, whole + tail + b"\n"):
+        path.write_bytes(broken)
+        with pytest.raises(InputError, match="telemetry.jsonl"):
+            read_any(path)
+
+
+def test_a_running_job_gives_a_fresh_page(tmp_path: Path) -> None:
+    path, output = tmp_path / "telemetry.jsonl", tmp_path / "r.html"
+    for steps in (6, 9):
+        write_telemetry(path, steps=steps)
+        made(path, "-o", output)
+        assert f"steps 0 to {steps - 1} of 4 ranks" in output.read_text()
+
+
+def test_documents_without_a_kind_are_told_by_their_keys(artifacts: list[Path], tmp_path: Path) -> None:
+    for path in artifacts:
+        if path.suffix != ".json":
+            continue
+        document = json.loads(path.read_text())
+        kind = document.pop("kind")
+        document.pop("schema_version")
+        bare = tmp_path / path.name
+        bare.write_text(json.dumps(document))
+        assert f"ddltool.{read_any(bare).kind}" == kind
+
+
+def test_compressed_files_are_read(artifacts: list[Path], tmp_path: Path) -> None:
+    for name in ("telemetry.jsonl", "profile.csv", "plan-bsp.json"):
+        packed = tmp_path / f"{name}.gz"
+        packed.write_bytes(gzip.compress(named(artifacts, name).read_bytes()))
+        assert read_any(packed).kind == read_any(named(artifacts, name)).kind
+
+
+# Hostile names, large files
+
+HOSTILE = [
+    '<script>alert("x")</script>',
+    "&amp;<b>'\"",
+    "\u202egnp.exe\u202c",
+    "$\\frac{1}{0}$ _{^",
+    "_hidden",
+    "x" * 10_000,
+    "字\u0000\u001b[31m\u2028",
+    "\ud800",
+    "</svg></section><img src=x onerror=y>",
+]
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+def test_hostile_names_stay_text(artifacts: list[Path], tmp_path: Path, name: str) -> None:
+    plan = json.loads(named(artifacts, "plan-bsp.json").read_text())
+    plan["job"] = name
+    plan["assignments"][0]["device_type"] = name
+    gate = json.loads(named(artifacts, "gate.json").read_text())
+    gate["checks"][0] |= {"metric": name, "rule": name, "note": name}
+    gate["current"] = [name]
+    ops = [
+        {"name": f"recv {name}", "kind": "recv", "resource": "channel:0", "duration_s": 1.0, "parameter": name},
+        {"name": name, "kind": "compute", "resource": "compute:0", "duration_s": 2.0, "inputs": [f"recv {name}"]},
+    ]
+    graph = {"kind": "ddltool.graph", "schema_version": 1, "name": name, "mode": "inference", "ops": ops}
+    files = {"plan.json": plan, "gate.json": gate, "graph.json": graph}
+    for file, document in files.items():
+        (tmp_path / file).write_text(json.dumps(document))
+    try:
+        write_telemetry(tmp_path / "t.jsonl", steps=6, device=name)
+    except (UnicodeEncodeError, ValueError):  # a lone surrogate cannot be written that way
+        write_telemetry(tmp_path / "t.jsonl", steps=6)
+    output = tmp_path / "r.html"
+    made(*(tmp_path / file for file in [*files, "t.jsonl"]), "-o", output, "--title", name)
+    html = output.read_text()
+    assert "<script" not in html
+    assert "<img" not in html
+    assert not re.search("[\u202a-\u202e\u2028\x00\x1b]", html)
+    assert len(html) < 1_000_000
+    assert list(sections_of(html)) == ["graph-1", "plan-1", "telemetry-1", "gate-1"]
+    for svg in re.findall(r"<svg.*?</svg>", html, flags=re.DOTALL):
+        ElementTree.fromstring(svg)
+
+
+@pytest.mark.slow
+def test_a_hundred_thousand_rows_make_a_small_page(tmp_path: Path) -> None:
+    path = tmp_path / "telemetry.jsonl"
+    write_telemetry(path, ranks=8, steps=12_500)
+    made(path, "-o", tmp_path / "r.html")
+    html = (tmp_path / "r.html").read_text()
+    assert len(html) < 6_000_000
+    assert "100,000 rows" in html
+    assert "Each point stands for 53 steps" in html
+
+
+def test_a_long_table_says_what_it_leaves_out(tmp_path: Path) -> None:
+    ops: list[dict[str, Any]] = []
+    for number in range(1000):
+        parameter = {"kind": "recv", "resource": "channel:0", "duration_s": 1e-3, "parameter": f"p{number}"}
+        before = [f"op/{number - 1}"] if number else []
+        compute = {
+            "kind": "compute",
+            "resource": "compute:0",
+            "duration_s": 1e-3,
+            "inputs": [*before, f"recv/{number}"],
+        }
+        ops += [{"name": f"recv/{number}", **parameter}, {"name": f"op/{number}", **compute}]
+    graph = {"kind": "ddltool.graph", "schema_version": 1, "name": "chain", "mode": "inference", "ops": ops}
+    (tmp_path / "graph.json").write_text(json.dumps(graph))
+    made(tmp_path / "graph.json", "-o", tmp_path / "r.html")
+    html = (tmp_path / "r.html").read_text()
+    assert "290 more rows; the last 700 of 1,000 are left out" in html
+    assert html.count("<td") < 3000
+
+
+# A real browser
+
+
+@needs_chromium
+def test_a_browser_shows_everything(page: Path, tmp_path: Path) -> None:
+    wide = (
+        "[...document.querySelectorAll('main p, h1, h2, figure, .caption, .drawing, .scroll, figcaption, nav')]"
+        ".filter(e => e.getBoundingClientRect().right > innerWidth + 1).map(e => e.outerHTML.slice(0, 80))"
+    )
+    sections = "[...document.querySelectorAll('section')].map(s => [s.id, s.getBoundingClientRect().height])"
+    drawings = (
+        "[...document.querySelectorAll('svg')].map(s => s.getBoundingClientRect())"
+        ".filter(r => r.width < 300 || r.height < 60)"
+    )
+    with chromium(tmp_path) as browser:
+        for width, dark in ((1280, False), (390, True)):
+            browser.open(page, width=width, dark=dark)
+            assert browser.complaints() == []
+            assert [url for url in browser.requests() if not url.startswith("data:image/png")] == [page.as_uri()]
+            assert browser.value("document.documentElement.scrollWidth") == width
+            assert browser.value(wide) == []
+            heights = dict(browser.value(sections))
+            assert list(heights) == list(sections_of(page.read_text()))
+            assert min(heights.values()) > 200
+            assert browser.value(f"{drawings}.length") == 0
+            paper = browser.value("getComputedStyle(document.body).backgroundColor")
+            assert paper == ("rgb(22, 24, 27)" if dark else "rgb(255, 255, 255)")
+        browser.open(page, width=800, dark=True, media="print")
+        assert browser.value("getComputedStyle(document.body).backgroundColor") == "rgb(255, 255, 255)"
+        assert browser.value("getComputedStyle(document.querySelector('nav')).display") == "none"
+
+
+@needs_chromium
+@pytest.mark.slow
+@pytest.mark.parametrize("dark", [False, True])
+def test_letters_in_pictures_can_be_read(page: Path, tmp_path: Path, dark: bool) -> None:
+    small = (
+        "[...document.querySelectorAll('svg text')].filter(t => t.textContent.trim())"
+        ".map(t => t.getBoundingClientRect()).filter(r => Math.max(r.width, r.height) < 5).length"
+    )
+    with chromium(tmp_path) as browser:
+        browser.open(page, width=390, dark=dark)
+        assert browser.value(small) == 0
+        ink = browser.value("getComputedStyle(document.querySelector('svg text')).fill")
+        assert ink == ("rgb(232, 234, 237)" if dark else "rgb(26, 26, 26)")

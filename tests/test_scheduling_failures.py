@@ -1,0 +1,303 @@
+"""Nodes that fail, leave and come back: by hand, against a replay of the written events, and invariants of every policy."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ddltool.analyzers.scheduling.cluster import MIXED_POLICIES, Allocation, ClusterSpec
+from ddltool.analyzers.scheduling.easyscale import EasyScale
+from ddltool.analyzers.scheduling.failures import Failures, NodeEvent, NodeStates, without
+from ddltool.analyzers.scheduling.fifo import Fifo
+from ddltool.analyzers.scheduling.job import JobSpec, SimulatedJob
+from ddltool.analyzers.scheduling.optimus import Optimus
+from ddltool.analyzers.scheduling.ours import Ours
+from ddltool.analyzers.scheduling.pollux import Pollux
+from ddltool.analyzers.scheduling.sia import Sia
+from ddltool.analyzers.scheduling.simulator import Options, SimulationResult, simulate
+from ddltool.analyzers.scheduling.srtf import Srtf
+from ddltool.analyzers.scheduling.tiresias import Tiresias
+from ddltool.analyzers.scheduling.truth import Application
+from ddltool.commands.workloads import read_applications, read_cluster, read_workload
+from ddltool.errors import Infeasible, InputError
+from tests.test_scheduling import steady
+from tests.test_scheduling_policies import APPLICATIONS, TWO_TYPES
+
+FOLDER = Path(__file__).resolve().parents[1] / "fixtures" / "workloads"
+EVERY: dict[str, Callable[[], Any]] = {
+    "fifo": Fifo,
+    "tiresias": lambda: Tiresias(threshold_gpu_s=1800.0),
+    "optimus": Optimus,
+    "pollux": Pollux,
+    "srtf": Srtf,
+    "easyscale-homo": lambda: EasyScale(heterogeneous=False),
+    "easyscale-heter": EasyScale,
+    "sia": Sia,
+    "ours": Ours,
+}
+
+
+def job(name: str, submit: float, replicas: int = 1, batch: int = 8, application: str = "steady") -> JobSpec:
+    return JobSpec(name=name, submit_s=submit, application=application, num_replicas=replicas, batch_size=batch)
+
+
+def at(time_s: float, node: int, kind: Any) -> NodeEvent:
+    return NodeEvent(time_s=time_s, node=node, kind=kind)
+
+
+def play(events: Sequence[NodeEvent], nodes: int = 1, checkpoint_s: float = 25.0, react: bool = False) -> Any:
+    """Replay one job of 10 epochs of 10 s; it is seen at 60 and trains from 90 on."""
+    failures = Failures(events=tuple(events), checkpoint_interval_s=checkpoint_s)
+    options = Options(failures=failures, react=react)
+    return simulate([job("a", 0.0)], {"steady": steady(epochs=10)}, ClusterSpec.homogeneous(nodes, 1), Fifo(), options)
+
+
+# By hand.
+
+
+def test_a_failure_costs_what_was_trained_since_the_checkpoint() -> None:
+    assert play([]).jobs[0].finish_s == 190.0
+    # Fails at 150, 60 s trained, saved at 115 and 140: 10 s lost. Back at 200: the round at 240, training from 270 on.
+    made = play([at(150.0, 0, "fail"), at(200.0, 0, "join")])
+    assert made.jobs[0].finish_s == pytest.approx(270.0 + 100.0 - 50.0)
+    assert (made.jobs[0].failures, made.jobs[0].restarts, made.node_failures) == (1, 1, 1)
+    assert made.jobs[0].lost_gpu_seconds == pytest.approx(10.0)
+    assert made.jobs[0].restart_gpu_seconds == 60.0
+    assert made.jobs[0].gpu_seconds == pytest.approx((150 - 60) + (320 - 240))
+    assert made.available_gpu_seconds == {"gpu": pytest.approx(150 + 120)}
+
+
+def test_epochs_are_undone_too() -> None:
+    # No checkpoint before 200 s of training: all 60 s, six epochs, are lost.
+    made = play([at(150.0, 0, "fail"), at(200.0, 0, "join")], checkpoint_s=200.0)
+    assert made.jobs[0].finish_s == pytest.approx(270.0 + 100.0)
+    assert made.jobs[0].lost_gpu_seconds == pytest.approx(60.0)
+    assert made.jobs[0].useful_samples == 800.0
+
+
+def test_a_node_that_leaves_after_notice_costs_only_the_restart() -> None:
+    made = play([at(150.0, 0, "leave"), at(200.0, 0, "join")])
+    assert made.jobs[0].finish_s == pytest.approx(270.0 + 40.0)
+    assert (made.jobs[0].failures, made.jobs[0].lost_gpu_seconds, made.node_failures) == (0, 0.0, 0)
+
+
+def test_the_job_goes_to_a_node_that_is_up_at_once_with_react() -> None:
+    assert play([at(150.0, 0, "fail")], nodes=2).jobs[0].finish_s == pytest.approx(180.0 + 30.0 + 50.0)
+    # With react it trains from 30 on: 50 s are saved at 100, and it starts again in that very moment.
+    assert play([at(100.0, 0, "fail")], nodes=2, react=True).jobs[0].finish_s == pytest.approx(100.0 + 30.0 + 50.0)
+
+
+def test_a_node_may_join_late_and_a_failure_while_starting_loses_no_training() -> None:
+    made = play([at(0.0, 0, "leave"), at(100.0, 0, "join")])
+    assert made.jobs[0].finish_s == pytest.approx(120.0 + 30.0 + 100.0)
+    early = play([at(80.0, 0, "fail"), at(81.0, 0, "join")])
+    assert early.jobs[0].lost_gpu_seconds == 0.0
+    assert early.jobs[0].finish_s == pytest.approx(120.0 + 30.0 + 100.0)
+
+
+def test_an_end_at_the_moment_of_the_failure_counts() -> None:
+    assert play([at(190.0, 0, "fail")]).jobs[0].finish_s == 190.0
+
+
+def test_what_can_never_end_is_said_so() -> None:
+    with pytest.raises(Infeasible, match="gives no GPUs"):
+        play([at(100.0, 0, "fail")])
+    hopeless = Failures(mtbf_s=5.0, repair_s=100.0, checkpoint_interval_s=300.0)
+    with pytest.raises(Infeasible, match="no job has come further for"):
+        simulate(
+            [job("a", 0.0)],
+            {"steady": steady(epochs=10)},
+            ClusterSpec.homogeneous(1, 1),
+            Fifo(),
+            Options(failures=hopeless, interval_s=200.0),
+        )
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"mtbf_s": 0.0}, "mtbf: is 0 s; from 1"),
+        ({"mtbf_s": float("nan")}, "mtbf: is nan"),
+        ({"repair_s": 0.0}, "repair: is 0 s; above 0"),
+        ({"checkpoint_interval_s": float("inf")}, "checkpoint interval: is inf s"),
+        ({"seed": -1}, "failure seed: is -1"),
+        ({"events": (at(float("nan"), 0, "fail"),)}, "node event: is NodeEvent"),
+        ({"events": (at(0.0, 9, "fail"),)}, "at 0 s is on node 9; nodes are 0 to 0"),
+    ],
+)
+def test_values_that_make_no_sense_are_named(values: dict[str, Any], message: str) -> None:
+    with pytest.raises(InputError, match=message):
+        Failures(**values).check(ClusterSpec.homogeneous(1, 1))
+
+
+# The drawn failures.
+
+
+def test_the_share_of_time_up_is_that_of_the_renewal_process() -> None:
+    states = NodeStates(Failures(mtbf_s=9000.0, repair_s=1000.0, seed=3), ClusterSpec.homogeneous(40, 1))
+    up = last = 0.0
+    while states.next_s() < 2e6:
+        up += (40 - len(states.down)) * (states.next_s() - last)
+        last = states.next_s()
+        states.pop()
+    # MTBF / (MTBF + repair) = 0.9; 40 nodes x 200 cycles: the standard error is about 0.001.
+    assert up / (40 * last) == pytest.approx(0.9, abs=0.005)
+    assert states.failed == pytest.approx(8000, rel=0.05)
+
+
+def test_every_node_has_a_stream_of_its_own_and_sources_add_up() -> None:
+    def history(nodes: int) -> list[tuple[float, bool]]:
+        states = NodeStates(Failures(mtbf_s=500.0, repair_s=50.0), ClusterSpec.homogeneous(nodes, 1))
+        made = []
+        while states.next_s() < 20_000:
+            when, before = states.next_s(), 0 in states.down
+            states.pop()
+            if (0 in states.down) != before:
+                made.append((when, before))
+        return made
+
+    assert history(1) == history(7)
+    states = NodeStates(Failures(events=(at(5.0, 0, "leave"), at(5.0, 0, "join"))), ClusterSpec.homogeneous(2, 1))
+    assert [states.pop(), states.pop()] == [([], [], []), ([], [0], [])]  # a node that joins and leaves at once is away
+    assert states.returns is False
+
+
+# Invariants.
+
+
+class Watched:
+    """A policy that checks what it is shown: nothing dead, nothing backwards, nothing lost beyond a checkpoint."""
+
+    def __init__(self, inner: Any, failures: Failures, cluster: ClusterSpec) -> None:
+        self.inner, self.name, self.tuning = inner, inner.name, inner.tuning
+        self.pools = getattr(inner, "pools", False)
+        self.failures, self.whole = failures, cluster
+        self.last_s = 0.0
+        self.seen: dict[int, tuple[float, int, float]] = {}
+
+    def allocate(self, jobs: Sequence[SimulatedJob], cluster: ClusterSpec, now_s: float) -> Mapping[int, Allocation]:
+        assert now_s >= self.last_s
+        states = NodeStates(self.failures, self.whole)
+        while states.next_s() <= now_s:
+            states.pop()
+        assert cluster.gpus == without(self.whole, states.down).gpus
+        for one in jobs:
+            progress, failed, lost = self.seen.get(one.index, (0.0, 0, 0.0))
+            assert one.failures >= failed
+            assert one.progress >= progress - (one.lost_progress - lost) - 1e-9
+            self.seen[one.index] = one.progress, one.failures, one.lost_progress
+            assert not {node for node, _ in one.allocation} & states.down
+        made = self.inner.allocate(jobs, cluster, now_s)
+        used = np.zeros(len(cluster.gpus), dtype=int)
+        for allocation in made.values():
+            assert len({node for node, _ in allocation}) == len(allocation)
+            for node, count in allocation:
+                used[node] += count
+        assert (used <= np.array(cluster.gpus)).all()
+        self.last_s = now_s
+        return made  # type: ignore[no-any-return]
+
+
+@pytest.fixture(scope="module")
+def synthetic() -> tuple[list[JobSpec], dict[str, Application], ClusterSpec]:
+    jobs = read_workload(FOLDER / "synthetic.csv")
+    applications = read_applications([FOLDER / "traces"], [one.application for one in jobs])
+    return jobs, applications, read_cluster(FOLDER / "cluster.yaml")
+
+
+def hold(made: SimulationResult, failures: Failures) -> None:
+    """Hold GPU time against the usage, and losses against the checkpoints."""
+    starts = [used.time_s for used in made.usage]
+    ends = [*starts[1:], max(one.finish_s for one in made.jobs)]
+    assert all(a <= b for a, b in itertools.pairwise(starts))
+    lent = sum(used.gpus * max(end - start, 0.0) for used, start, end in zip(made.usage, starts, ends, strict=True))
+    held = sum(one.gpu_seconds for one in made.jobs)
+    assert held == pytest.approx(lent)
+    assert all(used.gpus <= used.up for used in made.usage)
+    assert held <= sum(made.available_gpu_seconds.values()) * (1 + 1e-9)
+    for one in made.jobs:
+        assert one.submit_s <= one.first_start_s < one.finish_s
+        assert sum(one.gpu_seconds_by_type.values()) == pytest.approx(one.gpu_seconds)
+        assert one.lost_gpu_seconds + one.restart_gpu_seconds <= one.gpu_seconds * (1 + 1e-9)
+        most = one.failures * failures.checkpoint_interval_s * made.total_gpus
+        assert 0 <= one.lost_gpu_seconds <= most * (1 + 1e-9)
+        assert one.failures <= one.restarts + 1
+
+
+def check(
+    policy: Callable[[], Any],
+    jobs: Sequence[JobSpec],
+    applications: dict[str, Application],
+    cluster: ClusterSpec,
+    data: st.DataObject,
+) -> None:
+    nodes = st.integers(0, len(cluster.gpus) - 1)
+    gone = data.draw(st.lists(st.tuples(st.integers(0, 3000), nodes, st.sampled_from(["fail", "leave"])), max_size=4))
+    # Whoever leaves comes back: a gang that needs all nodes must be able to end.
+    events = [each for when, node, kind in gone for each in (at(when, node, kind), at(when + 400.0, node, "join"))]
+    failures = Failures(
+        mtbf_s=data.draw(st.sampled_from([None, 3000.0, 20_000.0])),
+        repair_s=data.draw(st.sampled_from([30.0, 600.0])),
+        checkpoint_interval_s=data.draw(st.sampled_from([20.0, 300.0])),
+        events=tuple(events),
+        seed=data.draw(st.integers(0, 5)),
+    )
+    options = Options(
+        interval_s=data.draw(st.sampled_from([20.0, 60.0])),
+        interference=data.draw(st.sampled_from([0.0, 0.3])),
+        whole_seconds=data.draw(st.booleans()),
+        react=data.draw(st.booleans()),
+        failures=failures,
+    )
+    made = simulate(jobs, applications, cluster, Watched(policy(), failures, cluster), options)
+    hold(made, failures)
+    again = simulate(jobs, applications, cluster, policy(), options)
+    assert (again.jobs, again.usage) == (made.jobs, made.usage)  # to the bit
+
+
+@pytest.mark.parametrize("name", EVERY)
+@settings(max_examples=3, deadline=None)
+@given(data=st.data())
+def test_invariants(name: str, synthetic: tuple[Any, Any, Any], data: st.DataObject) -> None:
+    everything, applications, cluster = synthetic
+    jobs = data.draw(st.lists(st.sampled_from(everything), min_size=1, max_size=6, unique_by=lambda one: one.name))
+    check(EVERY[name], jobs, applications, cluster, data)
+
+
+@pytest.mark.parametrize("name", MIXED_POLICIES)
+@settings(max_examples=4, deadline=None)
+@given(data=st.data())
+def test_invariants_on_mixed_gpus(name: str, data: st.DataObject) -> None:
+    kinds = data.draw(st.lists(st.sampled_from(list(APPLICATIONS)), min_size=1, max_size=5))
+    jobs = [
+        job(str(n), 30.0 * n, data.draw(st.sampled_from([1, 2, 4])), 32, application)
+        for n, application in enumerate(kinds)
+    ]
+    check(EVERY[name], jobs, APPLICATIONS, TWO_TYPES, data)
+
+
+@pytest.mark.parametrize("name", EVERY)
+def test_options_that_never_strike_change_nothing(name: str, synthetic: tuple[Any, Any, Any]) -> None:
+    jobs, applications, cluster = synthetic
+    bare = simulate(jobs[:8], applications, cluster, EVERY[name](), Options())
+    idle = simulate(jobs[:8], applications, cluster, EVERY[name](), Options(failures=Failures()))
+    assert [replace(one, lost_gpu_seconds=0.0) for one in idle.jobs] == list(bare.jobs)
+    assert idle.usage == bare.usage
+
+
+def test_shorter_checkpoint_intervals_lose_less(synthetic: tuple[Any, Any, Any]) -> None:
+    jobs, applications, cluster = synthetic
+    lost = []
+    for interval in (20.0, 200.0, 2000.0):
+        failures = Failures(mtbf_s=4000.0, repair_s=300.0, checkpoint_interval_s=interval)
+        made = simulate(jobs, applications, cluster, Fifo(), Options(failures=failures))
+        lost.append(sum(one.lost_gpu_seconds for one in made.jobs))
+    assert 0 < lost[0] < lost[1] < lost[2]

@@ -1,0 +1,88 @@
+"""Cost, goodput, queueing and size classes of a simulation: by hand, and against the jobs' own figures."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from ddltool.analyzers.scheduling.cluster import ClusterSpec
+from ddltool.analyzers.scheduling.failures import Failures, NodeEvent
+from ddltool.analyzers.scheduling.fifo import Fifo
+from ddltool.analyzers.scheduling.metrics import IsolatedTimes, check_prices, class_of, summarize
+from ddltool.analyzers.scheduling.ours import Ours
+from ddltool.analyzers.scheduling.simulator import Options, simulate
+from ddltool.errors import InputError
+from tests.test_scheduling import job, steady
+from tests.test_scheduling_policies import APPLICATIONS, TWO_TYPES
+from tests.test_scheduling_policies import job as mixed_job
+
+
+def test_useful_share_cost_and_goodput_by_hand() -> None:
+    applications = {"steady": steady(epochs=10)}
+    cluster = ClusterSpec.homogeneous(1, 1)
+    events = (NodeEvent(time_s=150.0, node=0, kind="fail"), NodeEvent(time_s=200.0, node=0, kind="join"))
+    options = Options(failures=Failures(events=events, checkpoint_interval_s=25.0))
+    made = simulate([job("a", 0.0)], applications, cluster, Fifo(), options)
+    summary = summarize(made, IsolatedTimes(applications, cluster), 30.0, prices={"gpu": 36.0})
+    # Held 60-150 and 240-320: 170 GPU-seconds, 60 of them starting, 10 lost, 100 useful; down 150-200 of 320.
+    assert summary.makespan_s == 320.0
+    assert summary.gpu_hours * 3600 == pytest.approx(170)
+    assert summary.restart_gpu_hours * 3600 == pytest.approx(60)
+    assert summary.lost_gpu_hours * 3600 == pytest.approx(10)
+    assert summary.useful_share == pytest.approx(100 / 270)
+    assert summary.availability == pytest.approx(270 / 320)
+    assert (summary.cost, summary.cluster_cost) == (pytest.approx(1.70), pytest.approx(2.70))
+    assert (summary.node_failures, summary.job_failures, summary.restarts) == (1, 1, 1)
+    assert summary.goodput == {"steady": pytest.approx(100 * 8 / 260)}
+    assert summary.queueing_s == (60.0,)
+
+
+def test_prices_count_by_type_on_mixed_gpus() -> None:
+    jobs = [mixed_job(str(n), 40.0 * n, kind, 2, 32) for n, kind in enumerate(["both", "quick", "only", "both"])]
+    made = simulate(jobs, APPLICATIONS, TWO_TYPES, Ours())
+    isolated = IsolatedTimes(APPLICATIONS, TWO_TYPES)
+    only_fast = summarize(made, isolated, 30.0, prices={"slow": 0.0, "fast": 3.0})
+    only_slow = summarize(made, isolated, 30.0, prices={"slow": 3.0, "fast": 0.0})
+    assert only_fast.cost is not None
+    assert only_slow.cost is not None
+    assert only_fast.cost > 0
+    assert only_fast.cost + only_slow.cost == pytest.approx(3.0 * only_fast.gpu_hours)
+    assert only_fast.job_costs[2] == 0.0  # measured on the slow type alone
+    assert only_fast.cluster_cost == pytest.approx(3.0 * 8 * only_fast.makespan_s / 3600)
+    assert summarize(made, isolated, 30.0).cost is None
+
+
+def test_classes_share_out_the_jobs() -> None:
+    applications: dict[str, Any] = {"quick": steady(), "slow": steady(step_s=400.0), "imagenet": steady(step_s=2.0)}
+    for name, application in applications.items():
+        application.name = name
+    cluster = ClusterSpec.homogeneous(2, 2)
+    isolated = IsolatedTimes(applications, cluster)
+    # 20 steps of 400 s on one GPU are 2.2 GPU-hours; what Pollux published goes before what was computed.
+    assert [class_of(name, isolated) for name in applications] == ["small", "medium", "xlarge"]
+    jobs = [job(str(n), 30.0 * n, application=name) for n, name in enumerate(["quick", "slow", "imagenet", "quick"])]
+    made = simulate(jobs, applications, cluster, Fifo())
+    summary = summarize(made, isolated, 30.0)
+    assert list(summary.by_class) == ["small", "medium", "xlarge"]
+    assert [each.jobs for each in summary.by_class.values()] == [2, 1, 1]
+    assert sum(each.jobs * each.avg_jct_s for each in summary.by_class.values()) == pytest.approx(4 * summary.avg_jct_s)
+    assert sum(each.gpu_hours for each in summary.by_class.values()) == pytest.approx(summary.gpu_hours)
+    assert max(each.worst_fairness for each in summary.by_class.values()) == summary.worst_fairness
+    small = [one.jct_s for one in made.jobs if one.application == "quick"]
+    assert summary.by_class["small"].median_jct_s == pytest.approx(np.median(small))
+
+
+@pytest.mark.parametrize(
+    ("prices", "message"),
+    [
+        ({"slow": 1.0}, "price: of fast is missing"),
+        ({"slow": 1.0, "fast": float("nan")}, "price of fast: is nan"),
+        ({"slow": -1.0, "fast": 1.0}, "price of slow: is -1"),
+        ({"slow": 1.0, "fats": 1.0}, 'price of fats: is of no type in the cluster; did you mean "fast"'),
+    ],
+)
+def test_bad_prices_are_named(prices: dict[str, float], message: str) -> None:
+    with pytest.raises(InputError, match=message):
+        check_prices(prices, TWO_TYPES)
