@@ -117,9 +117,13 @@ def plan(
         check_picture(picture)
     if objective not in OBJECTIVES:
         raise InputError("--objective", f"unknown objective {objective!r}", did_you_mean(objective, OBJECTIVES))
-    _only_for_auto(
-        strategy, {"--objective": objective != "fastest", "--telemetry": telemetry, "--bandwidth": bandwidth}
-    )
+    only_auto = {"--objective": objective != "fastest", "--telemetry": telemetry, "--bandwidth": bandwidth}
+    _only_for(strategy, ("auto",), only_auto)
+    _only_for(strategy, ("elastic-bsp", "auto"), {"--lookahead": lookahead != 15, "--max-gap": max_gap is not None})
+    _only_for(strategy, ("est", "auto"), {"--top-k": top_k != 1})
+    if current_file is None and (migration_s != 30.0 or horizon_s != 3600.0):
+        name = "--migration" if migration_s != 30.0 else "--horizon"
+        raise InputError(name, "needs --current", "give the plan that runs now")
     if strategy != "est" and (prefer is not None or current_file is not None or together):
         raise InputError("--strategy", f"is {strategy}", "--prefer, --current and --with need --strategy est")
     if together:
@@ -178,13 +182,14 @@ def _solve(strategy: str, job: Job, job_file: Path, given: Given, wishes: Wishes
     return make_plan(job, capabilities, strategy, given.settings, curves=step_curves(job, job_file))
 
 
-def _only_for_auto(strategy: str, given: Mapping[str, object]) -> None:
-    """Refuse options that no single strategy reads."""
+def _only_for(strategy: str, those: tuple[str, ...], given: Mapping[str, object]) -> None:
+    """Refuse options that the strategy does not read; ``those`` do."""
     from ddltool.errors import InputError
 
     used = [name for name, value in given.items() if value]
-    if strategy != "auto" and used:
-        raise InputError(used[0], f"has no part in --strategy {strategy}", "leave it out, or use --strategy auto")
+    if strategy not in those and used:
+        remedy = f"leave it out, or use --strategy {' or '.join(those)}"
+        raise InputError(used[0], f"has no part in --strategy {strategy}", remedy)
 
 
 def _plan_jobs(files: list[Path], share: str, limit_s: float, seed: int, output: Path | None, as_json: bool) -> None:

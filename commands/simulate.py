@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Optional
 
@@ -15,9 +16,12 @@ if TYPE_CHECKING:
     from ddltool.analyzers.scheduling.cluster import ClusterSpec
     from ddltool.analyzers.scheduling.job import JobSpec
     from ddltool.analyzers.scheduling.metrics import Summary
+    from ddltool.analyzers.scheduling.recording import Recorder
     from ddltool.analyzers.scheduling.simulator import Options, Policy, SimulationResult
     from ddltool.analyzers.scheduling.truth import Application
 
+_NODES, _JOBS = "Nodes that fail", "Jobs and their truth"
+_SHOW, _SWEEP, _QUESTIONS = "Pictures", "Sweeps: workloads x policies x seeds", "Other questions"
 POLICIES = (
     "fifo",
     "tiresias",
@@ -32,11 +36,12 @@ POLICIES = (
 
 
 def simulate(
-    workload: Annotated[
-        Optional[Path],  # noqa: UP045
+    workloads: Annotated[
+        Optional[list[Path]],  # noqa: UP045
         typer.Argument(
             metavar="WORKLOAD.csv",
-            help="Columns name,time,application,num_replicas,batch_size; or a Philly (JSON) or Helios (CSV) trace.",
+            help="Columns name,time,application,num_replicas,batch_size; or a Philly (JSON) or Helios (CSV) trace. "
+            "Several are a sweep.",
         ),
     ] = None,
     cluster: Annotated[
@@ -61,22 +66,35 @@ def simulate(
         bool, typer.Option("--whole-seconds", help="End epochs at whole seconds, as the published simulator does.")
     ] = False,
     mtbf: Annotated[
-        str, typer.Option(metavar="TIME", help="Mean time between failures of one node, such as 48h.")
+        str,
+        typer.Option(
+            metavar="TIME", help="Mean time between failures of one node, such as 48h.", rich_help_panel=_NODES
+        ),
     ] = "",
-    repair: Annotated[str, typer.Option(metavar="TIME", help="How long a failed node is down.")] = "30m",
+    repair: Annotated[
+        str, typer.Option(metavar="TIME", help="How long a failed node is down.", rich_help_panel=_NODES)
+    ] = "30m",
     checkpoint_interval: Annotated[
-        str, typer.Option(metavar="TIME", help="Training between checkpoints; a failure undoes what came after.")
+        str,
+        typer.Option(
+            metavar="TIME",
+            help="Training between checkpoints; a failure undoes what came after.",
+            rich_help_panel=_NODES,
+        ),
     ] = "10m",
     failures: Annotated[
         Optional[Path],  # noqa: UP045
-        typer.Option(metavar="FILE.csv", help="Node events: time,node,event (fail, leave, join)."),
+        typer.Option(
+            metavar="FILE.csv", help="Node events: time,node,event (fail, leave, join).", rich_help_panel=_NODES
+        ),
     ] = None,
-    failure_seed: Annotated[int, typer.Option(min=0, help="Seed of the drawn failures.")] = 0,
+    failure_seed: Annotated[int, typer.Option(min=0, help="Seed of the drawn failures.", rich_help_panel=_NODES)] = 0,
     goodput: Annotated[
         Optional[list[str]],  # noqa: UP045
         typer.Option(
             metavar="APP=FILE,noise=N,samples=N,batch=M0",
             help="A fitted goodput.json in place of traces; also max-batch=, max-local=; repeatable.",
+            rich_help_panel=_JOBS,
         ),
     ] = None,
     price: Annotated[str, typer.Option(metavar="PRICE|TYPE=PRICE,...", help="Price of a GPU hour.")] = "",
@@ -88,14 +106,78 @@ def simulate(
         typer.Option(
             metavar="jobs=160,hours=8,pattern=diurnal",
             help="Write a synthetic workload to -o: pattern constant, poisson or diurnal; also seed=.",
+            rich_help_panel=_JOBS,
         ),
     ] = None,
     sample: Annotated[
-        str, typer.Option(metavar="jobs=N,hours=H", help="Of a cluster's trace: N jobs of its busiest H hours.")
+        str,
+        typer.Option(
+            metavar="jobs=N,hours=H", help="Of a cluster's trace: N jobs of its busiest H hours.", rich_help_panel=_JOBS
+        ),
     ] = "",
     convert: Annotated[
-        bool, typer.Option("--convert", help="Write the trace as a workload to -o in place of replaying it.")
+        bool,
+        typer.Option(
+            "--convert", help="Write the trace as a workload to -o in place of replaying it.", rich_help_panel=_JOBS
+        ),
     ] = False,
+    picture: Annotated[
+        Optional[Path],  # noqa: UP045
+        typer.Option(
+            metavar="DIR", help="Draw completion times, allocations and one job's life.", rich_help_panel=_SHOW
+        ),
+    ] = None,
+    picture_job: Annotated[
+        Optional[str],  # noqa: UP045
+        typer.Option(metavar="NAME", help="Whose life: else the most restarted.", rich_help_panel=_SHOW),
+    ] = None,
+    picture_format: Annotated[str, typer.Option(help="png or svg.", rich_help_panel=_SHOW)] = "png",
+    seeds: Annotated[
+        Optional[int],  # noqa: UP045
+        typer.Option(min=1, max=100_000, help="Replay each with seeds 0 to N-1.", rich_help_panel=_SWEEP),
+    ] = None,
+    jobs: Annotated[
+        Optional[int],  # noqa: UP045
+        typer.Option(min=1, max=4096, help="Local processes.", rich_help_panel=_SWEEP),
+    ] = None,
+    engine: Annotated[str, typer.Option(help="local, or ray: a Ray cluster.", rich_help_panel=_SWEEP)] = "local",
+    csv: Annotated[
+        Optional[Path],  # noqa: UP045
+        typer.Option("--csv", metavar="FILE", help="One row per replay.", rich_help_panel=_SWEEP),
+    ] = None,
+    compare: Annotated[
+        Optional[str],  # noqa: UP045
+        typer.Option(metavar="A,B", help="Compare two policies in pairs, with intervals.", rich_help_panel=_SWEEP),
+    ] = None,
+    advise: Annotated[
+        Optional[Path],  # noqa: UP045
+        typer.Option(
+            metavar="JOBSTATE.yaml", help="Is a resize of this job worth its restart?", rich_help_panel=_QUESTIONS
+        ),
+    ] = None,
+    autoscale: Annotated[
+        Optional[str],  # noqa: UP045
+        typer.Option(
+            metavar="APP", help="Rent nodes for one job by goodput or by throughput.", rich_help_panel=_QUESTIONS
+        ),
+    ] = None,
+    search: Annotated[
+        Optional[str],  # noqa: UP045
+        typer.Option(
+            "--hyperparameter-search",
+            metavar="APP",
+            help="100 trials of this application under the policies.",
+            rich_help_panel=_QUESTIONS,
+        ),
+    ] = None,
+    local_batch: Annotated[
+        str,
+        typer.Option(
+            metavar="N,...",
+            help="With --hyperparameter-search: fixed samples per GPU of the baseline.",
+            rich_help_panel=_QUESTIONS,
+        ),
+    ] = "128",
     seed: Seed = 0,
     output: Output = None,
     as_json: Json = False,
@@ -104,22 +186,30 @@ def simulate(
     from ddltool.analyzers.scheduling.simulator import Options
     from ddltool.artifacts import check_writable, save
     from ddltool.commands.output import note, print_json
-    from ddltool.commands.simulation_tables import describe_failures, show_classes, show_more
-    from ddltool.commands.workload_inputs import read_failures, read_fitted, read_jobs, read_prices, read_templates
-    from ddltool.commands.workloads import read_applications, read_cluster
+    from ddltool.commands.simulate_modes import Question, answer, sweep_mode, write_jobs
+    from ddltool.commands.simulation_tables import show_classes, show_more
+    from ddltool.commands.workload_inputs import read_failures, read_prices
+    from ddltool.commands.workloads import read_cluster
     from ddltool.errors import InputError
 
-    folders = list(traces or [])
-    if output is not None:
-        check_writable(output)
-    if generate is not None or convert:
-        _write_jobs(workload, cluster, folders, generate, sample, seed, output, as_json)
+    folders, files = list(traces or []), list(workloads or [])
+    for path in (output, csv):
+        if path is not None:
+            check_writable(path)
+    asked = Question(advise=advise, autoscale=autoscale, search=search, local_batch=local_batch)
+    if asked.count:
+        makers = partial(policies, policy, power, restart_delay, seed)
+        timing = Options(interval_s=interval, restart_delay_s=restart_delay)
+        answer(asked, files, folders, cluster, makers, timing, output=output, as_json=as_json)
         return
-    if workload is None or cluster is None or not (folders or goodput):
-        missing = "WORKLOAD.csv" if workload is None else "--cluster" if cluster is None else "--traces"
+    if generate is not None or convert:
+        write_jobs(files, cluster, folders, generate, sample, seed, output, as_json)
+        return
+    if not files or cluster is None or not (folders or goodput):
+        missing = "WORKLOAD.csv" if not files else "--cluster" if cluster is None else "--traces"
         raise InputError(missing, "is missing", "give WORKLOAD.csv, --cluster, and --traces or --goodput")
     machines = read_cluster(cluster)
-    makers = policies(policy, power, restart_delay, seed, mixed=len(machines.type_names) > 1)
+    chosen = policies(policy, power, restart_delay, seed, mixed=len(machines.type_names) > 1)
     lost = read_failures(mtbf, repair, checkpoint_interval, failures, failure_seed)
     options = Options(
         interval_s=interval,
@@ -129,41 +219,57 @@ def simulate(
         react=react,
         failures=lost,
     )
-    prices = read_prices(price, machines)
-    jobs, remark = read_jobs(workload, lambda: read_templates(folders, machines), sample, seed)
-    fitted, assumed = read_fitted(goodput or [])
-    measured = [job.application for job in jobs if job.application not in fitted]
-    if measured and not folders:
-        raise InputError(
-            "--traces", f"are missing for application {measured[0]!r}", "give --traces or --goodput for it"
+    if len(files) > 1 or seeds is not None or jobs is not None or csv is not None or compare or engine != "local":
+        single = {
+            "--goodput": goodput,
+            "--price": price,
+            "--metrics": metrics,
+            "--sample": sample,
+            "--picture": picture,
+        }
+        if used := [name for name, value in single.items() if value]:
+            raise InputError(used[0], "has no part in a sweep", "leave it out, or replay one workload with one seed")
+        sweep_mode(
+            files,
+            cluster,
+            folders,
+            list(chosen),
+            range(seeds) if seeds is not None else [seed],
+            options,
+            power=power,
+            jobs=jobs or 1,
+            engine=engine,
+            compare=compare,
+            output=output,
+            csv=csv,
+            as_json=as_json,
         )
-    applications = fitted | read_applications(folders, measured)
-    for text in filter(None, [remark, *assumed]):
-        note(text)
-    records = {
-        cell.policy: describe(cell.result, cell.summary)
-        for cell in run_cells({str(workload): jobs}, applications, machines, makers, options, prices=prices)
-    }
-    document = {
-        "kind": "ddltool.simulation",
-        "schema_version": 1,
-        "workload": str(workload),
-        "jobs": len(jobs),
-        "gpus": machines.total_gpus,
-        "interval_s": interval,
-        "restart_delay_s": restart_delay,
-        "interference": interference,
-        "seed": seed,
-        **({"failures": describe_failures(lost)} if lost is not None else {}),
-        **({"prices_per_gpu_hour": prices} if prices is not None else {}),
-        "truth": " and ".join([*(["measured traces"] if measured else []), *(["fitted models"] if fitted else [])]),
-        **({"assumptions": assumed} if assumed else {}),
-        **({"conversion": remark} if remark else {}),
-        "policies": records,
-    }
+        return
+    if picture is not None:
+        from ddltool.commands.simulate_pictures import prepare_folder
+
+        prepare_folder(picture, picture_format)
+    elif picture_job is not None:
+        raise InputError("--picture-job", "needs --picture", "give the folder for the pictures")
+    prices = read_prices(price, machines)
+    inputs = Inputs(files[0], folders, goodput or [], machines, sample, seed)
+    watched = _watched(chosen) if picture is not None else {}
+    cells = list(
+        run_cells(
+            {str(files[0]): inputs.jobs},
+            inputs.applications,
+            machines,
+            {name: watched.get(name, make) for name, make in chosen.items()},
+            options,
+            prices=prices,
+        )
+    )
+    document = inputs.document(cells, options, seed, prices)
     if output is not None:
         save(document, output)
         note(f"wrote {output}")
+    if picture is not None:
+        _draw(cells, watched, picture, picture_job, picture_format)
     if as_json:
         print_json(document)
         return
@@ -172,6 +278,93 @@ def simulate(
         show_more(document)
     if metrics:
         show_classes(document)
+
+
+class Inputs:
+    """What one replay reads: jobs, and the truth about their applications."""
+
+    def __init__(
+        self,
+        workload: Path,
+        folders: Sequence[Path],
+        goodput: Sequence[str],
+        machines: ClusterSpec,
+        sample: str,
+        seed: int,
+    ) -> None:
+        """Read everything, and tell on stderr what is assumed. Raises InputError."""
+        from ddltool.commands.output import note
+        from ddltool.commands.workload_inputs import read_fitted, read_jobs, read_templates
+        from ddltool.commands.workloads import read_applications
+        from ddltool.errors import InputError
+
+        self.workload, self.machines = workload, machines
+        self.jobs, self.remark = read_jobs(workload, lambda: read_templates(folders, machines), sample, seed)
+        fitted, self.assumed = read_fitted(goodput)
+        measured = [job.application for job in self.jobs if job.application not in fitted]
+        if measured and not folders:
+            raise InputError(
+                "--traces", f"are missing for application {measured[0]!r}", "give --traces or --goodput for it"
+            )
+        self.truth = " and ".join([*(["measured traces"] if measured else []), *(["fitted models"] if fitted else [])])
+        self.applications = fitted | read_applications(folders, measured)
+        for text in filter(None, [self.remark, *self.assumed]):
+            note(text)
+
+    def document(
+        self, cells: Sequence[Cell], options: Options, seed: int, prices: Mapping[str, float] | None
+    ) -> dict[str, Any]:
+        """Return the document (kind ``ddltool.simulation``) of all policies."""
+        from ddltool.commands.simulation_tables import describe_failures
+
+        return {
+            "kind": "ddltool.simulation",
+            "schema_version": 1,
+            "workload": str(self.workload),
+            "jobs": len(self.jobs),
+            "gpus": self.machines.total_gpus,
+            "interval_s": options.interval_s,
+            "restart_delay_s": options.restart_delay_s,
+            "interference": options.interference,
+            "seed": seed,
+            **({"failures": describe_failures(options.failures)} if options.failures is not None else {}),
+            **({"prices_per_gpu_hour": prices} if prices is not None else {}),
+            "truth": self.truth,
+            **({"assumptions": self.assumed} if self.assumed else {}),
+            **({"conversion": self.remark} if self.remark else {}),
+            "policies": {cell.policy: describe(cell.result, cell.summary) for cell in cells},
+        }
+
+
+def _watched(makers: Mapping[str, Callable[[], Policy]]) -> dict[str, _Watched]:
+    return {name: _Watched(make) for name, make in makers.items()}
+
+
+class _Watched:
+    """Makes a policy whose last instance is remembered with what it gave to whom."""
+
+    def __init__(self, make: Callable[[], Policy]) -> None:
+        self._make = make
+        self.recorder: Recorder | None = None
+
+    def __call__(self) -> Policy:
+        from ddltool.analyzers.scheduling.recording import Recorder
+
+        self.recorder = Recorder(self._make())
+        return self.recorder
+
+
+def _draw(
+    cells: Sequence[Cell], watched: Mapping[str, _Watched], folder: Path, job: str | None, file_format: str
+) -> None:
+    """Write the pictures and say where they are."""
+    from ddltool.commands.output import note
+    from ddltool.commands.simulate_pictures import write_pictures
+
+    recorders = {name: each.recorder for name, each in watched.items() if each.recorder is not None}
+    results = {cell.policy: cell.result for cell in cells}
+    for path in write_pictures(folder, results, recorders, job=job, file_format=file_format):
+        note(f"wrote {path}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -212,51 +405,6 @@ def run_cells(
             yield Cell(workload=workload, policy=policy, result=result, summary=summary)
 
 
-def _write_jobs(
-    workload: Path | None,
-    cluster: Path | None,
-    folders: Sequence[Path],
-    generate: str | None,
-    sample: str,
-    seed: int,
-    output: Path | None,
-    as_json: bool,
-) -> None:
-    """Write a synthetic or converted workload as CSV to ``output``, by default to standard output."""
-    from dataclasses import asdict
-
-    from ddltool.analyzers.scheduling.generator import generate as make
-    from ddltool.commands.output import note, print_json
-    from ddltool.commands.workload_inputs import read_jobs, read_pattern, read_templates, write_workload
-    from ddltool.commands.workloads import read_cluster
-    from ddltool.errors import InputError
-
-    machines = read_cluster(cluster) if cluster is not None else None
-    if generate is not None:
-        if workload is not None:
-            raise InputError("--generate", f"and the workload {workload} are two", "give one of them")
-        pattern = read_pattern(generate, seed=seed)
-        fields = ",".join(f"{key}={value}" for key, value in asdict(pattern).items())
-        jobs, source = make(pattern, read_templates(folders, machines)), f"synthetic: {fields}"
-        remark = source
-    else:
-        if workload is None:
-            raise InputError("--convert", "needs a trace", "give a Philly (JSON) or Helios (CSV) trace")
-        jobs, remark = read_jobs(workload, lambda: read_templates(folders, machines), sample, seed)
-        if not remark:
-            raise InputError(str(workload), "is a workload already", "give a Philly (JSON) or Helios (CSV) trace")
-        source = f"{workload.name}; applications drawn by size class, {sample or 'all jobs'}, seed={seed}"
-    if as_json:
-        if output is not None:
-            write_workload(jobs, source, output)
-        print_json(
-            {"kind": "ddltool.workload", "schema_version": 1, "source": remark, "jobs": [asdict(job) for job in jobs]}
-        )
-        return
-    write_workload(jobs, source, output or Path("-"))
-    note(f"{remark}; wrote {len(jobs)} jobs to {output or 'standard output'}")
-
-
 def policies(
     names: str, power: float, delay_s: float, seed: int, *, mixed: bool = False
 ) -> dict[str, Callable[[], Policy]]:
@@ -265,8 +413,6 @@ def policies(
     ``all`` leaves those out that know one GPU type only where the cluster is ``mixed``. Raises InputError for unknown
     names.
     """
-    from functools import partial
-
     from ddltool.analyzers.scheduling.cluster import MIXED_POLICIES
     from ddltool.analyzers.scheduling.easyscale import EasyScale
     from ddltool.analyzers.scheduling.fifo import Fifo
@@ -319,6 +465,7 @@ def describe(result: SimulationResult, summary: Summary) -> dict[str, Any]:
         "rounds": result.rounds,
         "wall_seconds": result.wall_seconds,
         "policy_cpu_seconds": result.policy_seconds,
+        "usage": _usage(result),
         "jobs": [
             {
                 "name": job.name,
@@ -335,6 +482,18 @@ def describe(result: SimulationResult, summary: Summary) -> dict[str, Any]:
             }
             for job, fairness, cost in zip(result.jobs, summary.fairness, costs, strict=True)
         ],
+    }
+
+
+def _usage(result: SimulationResult, most: int = 500) -> dict[str, list[float]]:
+    """Return the GPUs that are held from each time on; of many changes, as many, evenly spread."""
+    rows = result.usage
+    if len(rows) > most:
+        rows = tuple(rows[round(place * (len(rows) - 1) / (most - 1))] for place in range(most))
+    return {
+        "time_s": [row.time_s for row in rows],
+        "gpus": [row.gpus for row in rows],
+        "jobs": [row.jobs for row in rows],
     }
 
 

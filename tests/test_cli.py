@@ -393,6 +393,8 @@ def test_the_options_are_a_decision() -> None:
                 "--whole-seconds",
                 *("--mtbf", "--repair", "--checkpoint-interval", "--failures", "--failure-seed", "--goodput"),
                 *("--price", "--metrics", "--generate", "--sample", "--convert"),
+                *("--picture", "--picture-job", "--picture-format", "--seeds", "--jobs", "--engine", "--csv", "--compare"),
+                *("--advise", "--autoscale", "--hyperparameter-search", "--local-batch"),
                 *common,
             ]
         ),

@@ -115,6 +115,10 @@ def test_several_jobs(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
         (["job.yaml", "--strategy", "est", "--current", "goodput.json"], "goodput.json:kind: is 'ddltool.goodput'"),
         (["job.yaml", "--strategy", "est", "--with", "second.yaml", "--share", "fair"], "--share: unknown rule 'fair'"),
         (["job.yaml", "--strategy", "est", "--with", "networked.yaml"], "network: is not part of a joint plan"),
+        (["job.yaml", "--strategy", "est", "--max-gap", "3"], "--max-gap: has no part in --strategy est"),
+        (["job.yaml", "--strategy", "bsp", "--lookahead", "3"], "leave it out, or use --strategy elastic-bsp or auto"),
+        (["job.yaml", "--strategy", "lb-bsp", "--top-k", "3"], "--top-k: has no part in --strategy lb-bsp"),
+        (["job.yaml", "--strategy", "est", "--horizon", "3"], "--horizon: needs --current"),
         (["job.yaml", "--strategy", "est", "--with", "second.yaml", "--top-k", "2"], "--top-k: is for one job"),
         (
             ["job.yaml", "--strategy", "est", "--with", "second.yaml", "-o", "x.json"],

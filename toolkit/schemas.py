@@ -13,6 +13,7 @@ from ddltool.errors import InputError, did_you_mean
 from ddltool.goodput_model import Goodput
 from ddltool.graph_io import GraphDocument
 from ddltool.job import Cluster, Job
+from ddltool.job_state import JobState
 from ddltool.plan import Enforcement, Plan
 from ddltool.profile import ProfileRow
 from ddltool.telemetry import TelemetryRow
@@ -29,6 +30,7 @@ _WITH_KIND = (
     DeviceTable,
     CompanionMeta,
     BalanceEvent,
+    JobState,
 )
 MODELS: dict[str, type[BaseModel]] = {model.KIND.removeprefix("ddltool."): model for model in _WITH_KIND}
 

@@ -183,6 +183,13 @@ class SimulatedJob(_Part):
     gpu_seconds: NonNegative
 
 
+class UsageRecord(_Part):
+    """GPUs that are held from each time (seconds) on."""
+
+    time_s: list[NonNegative]
+    gpus: list[Count]
+
+
 class PolicyRecord(_Part):
     """One policy."""
 
@@ -193,6 +200,7 @@ class PolicyRecord(_Part):
     utilization: NonNegative
     restarts: Count
     finish_time_fairness: Fairness
+    usage: UsageRecord | None = None
     jobs: Annotated[list[SimulatedJob], Field(min_length=1)]
 
 

@@ -261,7 +261,7 @@ def simulation_section(found: SimulationDocument, name: str, anchor: str) -> Sec
         table=table,
         unfolded=True,
     )
-    blocks: Blocks = [distribution, _load(found, drawn), _gpu_time(found), _jobs(found)]
+    blocks: Blocks = [distribution, _load(found, drawn), *_allocation(found, drawn), _gpu_time(found), _jobs(found)]
     return Section(anchor=anchor, title=f"Simulation: {name}", lead=[lead], blocks=blocks)
 
 
@@ -277,6 +277,26 @@ def _load(found: SimulationDocument, remark: str) -> Picture:
     table = Table(caption="Unfinished jobs at nine times", header=("time (s)", *present), rows=rows, label="simulated")
     caption = f"Jobs that are submitted and not finished.{remark}"
     return Picture(svg=svg, caption=caption, label="simulated", table=table, unfolded=True)
+
+
+def _allocation(found: SimulationDocument, remark: str) -> Blocks:
+    """Return the GPUs that are held over time, as far as the document has them."""
+    held = {key: record.usage for key, record in found.policies.items() if record.usage is not None}
+    last = max((usage.time_s[-1] for usage in held.values() if usage.time_s), default=0.0)
+    if not last:
+        return []
+    times = np.linspace(0.0, last, _POINTS)
+    series: dict[str, NDArray[np.float64]] = {}
+    for key, usage in held.items():
+        place = np.searchsorted(np.array(usage.time_s), times, side="right") - 1
+        series[key] = np.where(place >= 0, np.array([*usage.gpus, 0.0])[place], 0.0)
+    lines = [Line(label=key, x=times, y=values) for key, values in series.items()]
+    svg = lines_svg(lines, xlabel="time (s)", ylabel="GPUs that are held", title="Allocation over time", draw="steps")
+    picked = np.linspace(0, _POINTS - 1, 9).round().astype(int)
+    rows = [(f"{times[at]:,.0f}", *(f"{values[at]:.0f}" for values in series.values())) for at in picked]
+    table = Table(caption="GPUs held at nine times", header=("time (s)", *series), rows=rows, label="simulated")
+    caption = f"GPUs that jobs hold, of {found.gpus}.{remark}"
+    return [Picture(svg=svg, caption=caption, label="simulated", table=table, unfolded=True)]
 
 
 def _jobs_at(record: PolicyRecord, times: NDArray[np.float64]) -> NDArray[np.float64]:

@@ -1,0 +1,111 @@
+"""What ``ddltool simulate`` does beside one replay, through the command: sweeps, pictures, and questions about one job."""
+
+from __future__ import annotations
+
+import csv
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tests.conftest import Result
+from tests.test_scheduling_advise import write as write_state
+
+Cli = Callable[..., Result]
+FOLDER = Path(__file__).resolve().parents[1] / "fixtures" / "workloads"
+SHARED = ("--cluster", FOLDER / "cluster.yaml", "--traces", FOLDER / "traces")
+
+
+def test_a_sweep_has_the_figures_of_single_replays(cli: Cli, tmp_path: Path) -> None:
+    shutil.copyfile(FOLDER / "synthetic.csv", tmp_path / "again.csv")
+    files = (FOLDER / "synthetic.csv", tmp_path / "again.csv")
+    swept = cli(
+        *("simulate", *files, *SHARED, "--policy", "fifo,srtf", "--compare", "srtf,fifo"),
+        *("--csv", tmp_path / "rows.csv", "--json"),
+    )
+    assert swept.code == 0, swept.err
+    single = cli("simulate", files[0], *SHARED, "--policy", "fifo,srtf", "--json").document["policies"]
+    cells = swept.document["cells"]
+    assert [(cell["workload"], cell["policy"]) for cell in cells] == [
+        (name, policy) for name in ("synthetic", "again") for policy in ("fifo", "srtf")
+    ]
+    for cell in cells:
+        assert cell["figures"]["avg_jct_s"] == single[cell["policy"]]["avg_jct_s"]
+    with (tmp_path / "rows.csv").open() as rows:
+        assert len(list(csv.DictReader(rows))) == 4
+    measures = {row["measure"]: row for row in swept.document["comparison"]["comparisons"]}
+    change = single["srtf"]["avg_jct_s"] / single["fifo"]["avg_jct_s"]
+    assert any(row["ratio"] == pytest.approx(change) for row in measures.values())
+    shown = cli("simulate", files[0], *SHARED, "--policy", "fifo,srtf", "--seeds", "1", "--compare", "srtf,fifo")
+    assert "srtf against fifo" in shown.out
+    assert max(len(line) for line in shown.out.splitlines()) <= 80
+
+
+def test_pictures_and_usage(cli: Cli, tmp_path: Path) -> None:
+    made = cli(
+        *("simulate", FOLDER / "synthetic.csv", *SHARED, "--policy", "fifo,ours"),
+        *("--picture", tmp_path / "made", "--picture-format", "svg", "--json"),
+    )
+    assert made.code == 0, made.err
+    names = {path.name for path in (tmp_path / "made").iterdir()}
+    assert names == {
+        "completion-times.svg",
+        *(f"{kind}-{name}.svg" for kind in ("allocation", "job") for name in ("fifo", "ours")),
+    }
+    plain = cli("simulate", FOLDER / "synthetic.csv", *SHARED, "--policy", "fifo,ours", "--json").document
+    for name, record in plain["policies"].items():
+        assert record["avg_jct_s"] == made.document["policies"][name]["avg_jct_s"]
+        usage = record["usage"]
+        assert usage["time_s"] == sorted(usage["time_s"])
+        assert 0 < max(usage["gpus"]) <= 16
+        held = sum(
+            gpus * (end - begin)
+            for begin, end, gpus in zip(usage["time_s"], usage["time_s"][1:], usage["gpus"], strict=False)
+        )
+        assert held == pytest.approx(sum(job["gpu_seconds"] for job in record["jobs"]), rel=0.05)
+
+
+def test_the_advice_is_the_functions(cli: Cli, tmp_path: Path) -> None:
+    state = write_state(tmp_path)
+    shown = cli("simulate", "--advise", state, "-o", tmp_path / "advice.json")
+    assert shown.code == 0, shown.err
+    assert shown.out.startswith(("Resize from", "Stay on"))
+    assert json.loads((tmp_path / "advice.json").read_text())["kind"] == "ddltool.advice"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("--advise", "x.yaml", "--autoscale", "a"), "are several; ask one at a time"),
+        (("w.csv", "--advise", "x.yaml"), "WORKLOAD.csv: has no part in this question"),
+        (("--advise", "x.yaml"), "x.yaml: no such file"),
+        (("--autoscale", "imagenet"), "--traces: is missing"),
+        (("--autoscale", "nothing", "--traces", FOLDER / "traces"), "nothing"),
+        (("--hyperparameter-search", "a", "--traces", FOLDER / "traces"), "--cluster: is missing"),
+        (("--hyperparameter-search", "a", *SHARED, "--local-batch", "0"), "--local-batch: 0 is below 1"),
+        (("w.csv", "v.csv", "--convert", "-o", "c.csv"), "WORKLOAD.csv: is given 2 times"),
+        ((FOLDER / "synthetic.csv", *SHARED, "--seeds", "2", "--price", "1"), "--price: has no part in a sweep"),
+        ((FOLDER / "synthetic.csv", *SHARED, "--compare", "ours"), "--compare: is 'ours'; two policies"),
+        (
+            (FOLDER / "synthetic.csv", *SHARED, "--policy", "fifo", "--compare", "fifo,sia"),
+            "two policies of those replayed: fifo",
+        ),
+        ((FOLDER / "synthetic.csv", *SHARED, "--engine", "cloud"), "--engine: unknown engine 'cloud'"),
+        ((FOLDER / "synthetic.csv", *SHARED, "--picture-job", "x"), "--picture-job: needs --picture"),
+        (
+            (FOLDER / "synthetic.csv", *SHARED, "--picture", "p", "--picture-format", "gif"),
+            "--picture-format: is 'gif'",
+        ),
+        ((FOLDER / "synthetic.csv", FOLDER / "synthetic.csv", *SHARED), "is given twice"),
+    ],
+)
+def test_what_does_not_go_together_is_one_line(
+    cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, arguments: tuple[object, ...], message: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    refused = cli("simulate", *arguments)
+    assert refused.code == 2
+    assert message in refused.error_line
+    assert not list(tmp_path.glob("*.csv"))
