@@ -88,6 +88,7 @@ def load_and_check(
 ) -> Enforcement:
     """Return the config. Raises InputError where it does not fit this job."""
     enforcement = load(path, Enforcement)
+    check_plan(path, enforcement.plan_sha256, os.environ.get("DDLTOOL_PLAN_SHA256"))
     _check_world(path, enforcement, job)
     _check_model(model, job)
     if not isinstance(optimizer, torch.optim.Optimizer):
@@ -97,6 +98,13 @@ def load_and_check(
         problem = f"is {enforcement.total_batch_size}, but the dataset has {size} samples"
         raise InputError(f"{path}:total_batch_size", problem, "plan smaller batches or fewer processes")
     return enforcement
+
+
+def check_plan(path: str, emitted: str | None, launched: str | None) -> None:
+    """Raise InputError when launcher and config were emitted from two plans; None: one of them does not say."""
+    if emitted and launched and emitted != launched:
+        problem = f"is {emitted[:12]}..., but the job was launched by plan {launched[:12]}... (DDLTOOL_PLAN_SHA256)"
+        raise InputError(f"{path}:plan_sha256", problem, "emit the launcher and the config from one plan")
 
 
 def _check_world(path: str, enforcement: Enforcement, job: Job) -> None:

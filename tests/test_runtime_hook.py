@@ -354,3 +354,13 @@ def test_under_torchrun_a_refusal_is_one_line_for_each_rank(tmp_path: Path) -> N
     assert done.stderr.splitlines().count(line) == 2
     assert "exitcode  : 2 " in done.stderr
     assert "InputError" not in done.stderr
+
+
+def test_a_config_of_another_plan_than_the_launchers_is_refused() -> None:
+    from ddltool.runtime.job import check_plan
+
+    check_plan("e.json", "a" * 64, "a" * 64)
+    check_plan("e.json", None, "a" * 64)
+    check_plan("e.json", "a" * 64, None)
+    with pytest.raises(InputError, match=r"e\.json:plan_sha256: is aaaaaaaaaaaa\.\.\., but .* by plan bbbbbbbbbbbb"):
+        check_plan("e.json", "a" * 64, "b" * 64)
