@@ -38,11 +38,12 @@ class Given:
 
 def auto_plan(job: Job, job_file: Path, given: Given) -> Plan:
     """Return the picked plan with the comparison in ``decision``. Raises InputError, Infeasible."""
+    from ddltool.analyzers.deciding.communication import GraphCommunication
     from ddltool.analyzers.deciding.compare import decide
     from ddltool.analyzers.deciding.compute import with_compute
     from ddltool.analyzers.placement.problem import from_job
     from ddltool.commands.output import note
-    from ddltool.commands.plan_input import capabilities_of, step_curves
+    from ddltool.commands.plan_input import capabilities_of, ordered_parameters, step_curves
 
     run = _run(given.telemetry)
     measured = {} if run is None else run.capabilities(job.batch_size)
@@ -63,6 +64,8 @@ def auto_plan(job: Job, job_file: Path, given: Given) -> Plan:
         objective=given.objective,
         settings=given.settings,
     )
+    if given.graph is None and isinstance(knowledge.communication, GraphCommunication):
+        made = made.model_copy(update={"parameters": ordered_parameters(knowledge.communication.graph)})
     if given.settings.top_k > 1 and made.strategy != "est":
         note(f"note: --top-k lists EST plans; the plan picked is {made.strategy}")
     return with_compute(made, capabilities, step_curves(job, job_file))

@@ -150,6 +150,7 @@ def plan(
     if graph is not None:
         settings = {} if made.decision is not None else data_parallel(graph, made)
         made = made.model_copy(update={"parameters": ordered_parameters(graph), **settings})
+    made = made.model_copy(update={"devices_per_node": _devices_per_node(job, job_file, made)})
     if output is not None:
         save(made, output)
     if picture is not None:
@@ -180,6 +181,22 @@ def _solve(strategy: str, job: Job, job_file: Path, given: Given, wishes: Wishes
     if strategy == "est":
         return est_plan(job, job_file, capabilities, given.settings, wishes)
     return make_plan(job, capabilities, strategy, given.settings, curves=step_curves(job, job_file))
+
+
+def _devices_per_node(job: Job, job_file: Path, made: Plan) -> dict[str, int] | None:
+    """Return how many devices of each used type stand on a node of the job's cluster; on unequal nodes, the fewest."""
+    from ddltool.artifacts import load
+    from ddltool.job import Cluster
+
+    if job.cluster is None:
+        return None
+    used = {row.device_type for row in made.assignments}
+    found: dict[str, int] = {}
+    for group in load(job_file.parent / job.cluster, Cluster).nodes:
+        name, count = group.devices.type, group.devices.count
+        if name in used and count and group.count:
+            found[name] = min(found.get(name, count), count)
+    return found or None
 
 
 def _only_for(strategy: str, those: tuple[str, ...], given: Mapping[str, object]) -> None:

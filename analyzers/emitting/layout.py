@@ -105,8 +105,8 @@ def one_word(text: str) -> str:
 def layout(plan: Plan, devices_per_node: Mapping[str, int] | int | None = None) -> Layout:
     """Return the nodes that run a plan: per device type as many full nodes as there are, and one for the rest.
 
-    ``devices_per_node`` counts devices of a node, for all types or by type. Without it a plan that says its number of
-    nodes is spread evenly over them; otherwise each device type is taken to stand on one node (``assumed``). Raises
+    ``devices_per_node`` counts devices of a node, for all types or by type. Without it the plan's own are taken, and a
+    plan that says its number of nodes is spread evenly over them; otherwise each device type is taken to stand on one node (``assumed``). Raises
     InputError for a type that the plan does not use and for counts below one.
     """
     runs = [
@@ -131,6 +131,8 @@ def layout(plan: Plan, devices_per_node: Mapping[str, int] | int | None = None) 
 def _per_node(plan: Plan, types: list[str], given: Mapping[str, int] | int | None) -> dict[str, int]:
     """Return the devices per node by type, for the types where they are known."""
     if given is None:
+        if plan.devices_per_node is not None:
+            return {name: count for name, count in plan.devices_per_node.items() if name in types}
         known = plan.goodput.num_nodes if plan.goodput else plan.network.num_nodes if plan.network else None
         return {types[0]: math.ceil(plan.world_size / known)} if known and len(set(types)) == 1 else {}
     counts = dict.fromkeys(types, given) if isinstance(given, int) else dict(given)

@@ -115,9 +115,9 @@ def _property(text: str) -> str:
 
 def summary(verdict: Verdict, subject: str) -> str:
     """Return the step summary: a Markdown table of all checks, then the notes."""
-    passed = len(verdict.checks) - len(verdict.failed)
+    count, failed = len(verdict.checks), len(verdict.failed)
     lines = [
-        f"### ddltool gate: {'passed' if verdict.passed else 'failed'} ({passed} of {len(verdict.checks)} checks)",
+        f"### ddltool gate: {f'{failed} of {count} checks failed' if failed else f'passed ({count} checks)'}",
         "",
         _markdown(subject),
         "",

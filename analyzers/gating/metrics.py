@@ -136,12 +136,27 @@ def _plan(document: Mapping[str, Any], where: str) -> Iterator[Metric]:
     yield from figure("iteration_gap", step.get("iteration_gap"))
     for name in ("superstep_s", "waiting_s", "total_waiting_s"):
         yield from figure(name, step.get(name), "s")
-    # What only some plans say.
-    optional = {"price_per_hour": "", "price_per_sample": "", "goodput": "1/s", "staleness": "", "determinism": "text"}
-    for name, unit in optional.items():
-        yield from figure(name, document.get(name), unit)
+    yield from _picked(plan)
     yield from _parameters(plan.parameters)
     yield from _settings(plan)
+
+
+def _picked(plan: Plan) -> Iterator[Metric]:
+    """Yield what only a plan with a comparison of strategies says: price, goodput, staleness, bits, communication."""
+    if plan.decision is None:
+        if plan.goodput is not None:
+            yield from figure("goodput", plan.goodput.goodput_per_s, "1/s")
+        return
+    option = next((each for each in plan.decision.options if each.strategy == plan.decision.picked), None)
+    if option is None:
+        return
+    yield from figure("exposed_s", option.communication_s, "s")
+    yield from figure("goodput", option.goodput_per_s, "1/s")
+    yield from figure("staleness", option.staleness)
+    yield from figure("determinism", option.determinism, "text")
+    if option.price_per_sample is not None:
+        yield from figure("price_per_sample", option.price_per_sample)
+        yield from figure("price_per_hour", option.price_per_sample * option.throughput * plan.batch_size * 3600)
 
 
 def _enforcement(document: Mapping[str, Any], where: str) -> Iterator[Metric]:
