@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import heapq
 import json
 import os
 import resource
@@ -187,6 +188,39 @@ def scale(jobs: int, nodes: int = 1024, hours: float = 8.0) -> None:
     )
 
 
+def bounds(jobs: Sequence[JobSpec], applications: dict[str, Application]) -> tuple[float, float]:
+    """Return what no policy can be below: the average and the 99th percentile of the completion times, seconds.
+
+    No job ends before its time alone on the number of GPUs that suits it best, of all 64, with the best batch in each
+    epoch. No policy finishes work faster than all GPUs as one machine that makes no use of parallelism badly: each job is
+    worth the fewest GPU-seconds on any number, served in order of what is left (SRPT, which is optimal there). The
+    average is at least the larger of the two; neither counts restarts, rounds or exploration.
+    """
+    isolated = IsolatedTimes(applications, CLUSTER)
+    total = CLUSTER.total_gpus
+    alone, work = {}, {}
+    for name in {job.application for job in jobs}:
+        times = np.array([isolated(name, count) for count in range(1, total + 1)])
+        alone[name], work[name] = times.min() + 30.0, float((times * np.arange(1, total + 1)).min())
+    least = np.array([alone[job.application] for job in jobs])
+    todo = sorted((job.submit_s, work[job.application] / total) for job in jobs)
+    now, left, waits = 0.0, [], 0.0
+    while todo or left:
+        if not left:
+            now = max(now, todo[0][0])
+        while todo and todo[0][0] <= now:
+            begin, seconds = todo.pop(0)
+            heapq.heappush(left, (seconds, begin))
+        seconds, begin = heapq.heappop(left)
+        until = min(now + seconds, todo[0][0]) if todo else now + seconds
+        if until < now + seconds:
+            heapq.heappush(left, (seconds - (until - now), begin))
+        else:
+            waits += until - begin
+        now = until
+    return max(float(least.mean()), waits / len(jobs)), float(np.percentile(least, 99))
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--workloads", default=",".join(map(str, WORKLOADS)))
@@ -194,6 +228,7 @@ def main() -> None:
     parser.add_argument("--mixed", type=int, metavar="WORKLOADS", help="this many workloads' jobs at once")
     parser.add_argument("--round", type=int, metavar="JOBS")
     parser.add_argument("--scale", type=int, metavar="JOBS")
+    parser.add_argument("--bound", action="store_true", help="what no policy can be below, for the same workloads")
     parser.add_argument("--json", action="store_true")
     given = parser.parse_args()
     if not DATA.is_dir():
@@ -217,6 +252,13 @@ def main() -> None:
             (number, read_workload(DATA / "workloads" / f"workload-{number}.csv"))
             for number in given.workloads.split(",")
         ]
+    if given.bound:
+        for name, jobs in named:
+            average, tail = bounds(jobs, applications)
+            print(
+                f"{name}: no policy is below {average:,.0f} s on average, nor below {tail:,.0f} s at the 99th percentile"
+            )
+        return None
     rows = [compare(name, jobs, applications) for name, jobs in named]
     if given.json:
         print(json.dumps(rows, indent=1))

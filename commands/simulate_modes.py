@@ -82,7 +82,8 @@ def _search(
 
     if cluster is None:
         raise InputError("--cluster", "is missing", "give the nodes that the trials share")
-    first, *others = integers(asked.local_batch, "--local-batch")
+    integers(asked.local_batch, "--local-batch")  # says what is wrong with it
+    first, *others = (int(part) for part in asked.local_batch.split(",") if part.strip())  # the first is the baseline
     made = policies(mixed=len(read_cluster(cluster).type_names) > 1)
     search = Search(application=asked.search or "", local_batch_size=first)
     return search_trials(traces, cluster, search, made, timing, local_batch_sizes=others)

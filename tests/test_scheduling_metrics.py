@@ -86,3 +86,23 @@ def test_classes_share_out_the_jobs() -> None:
 def test_bad_prices_are_named(prices: dict[str, float], message: str) -> None:
     with pytest.raises(InputError, match=message):
         check_prices(prices, TWO_TYPES)
+
+
+def test_a_fair_share_does_not_depend_on_the_order_of_the_types() -> None:
+    """And it is that of the type on which the application is fastest."""
+    from ddltool.analyzers.scheduling.cluster import ClusterSpec
+    from tests.test_scheduling_policies import APPLICATIONS, TWO_TYPES
+
+    assert len(set(TWO_TYPES.gpu_types)) == 2
+    turned = ClusterSpec(gpus=TWO_TYPES.gpus[::-1], gpu_types=TWO_TYPES.gpu_types[::-1])
+    for name, application in APPLICATIONS.items():
+        for count in (1, 2, 4):
+            found = IsolatedTimes(APPLICATIONS, TWO_TYPES)(name, count)
+            assert found == IsolatedTimes(APPLICATIONS, turned)(name, count)
+            alone = []
+            for kind in TWO_TYPES.type_names:
+                if application.runs_on(kind):
+                    at = [place for place, each in enumerate(TWO_TYPES.gpu_types) if each == kind]
+                    part = ClusterSpec(gpus=tuple(TWO_TYPES.gpus[i] for i in at), gpu_types=(kind,) * len(at))
+                    alone.append(IsolatedTimes(APPLICATIONS, part)(name, count))
+            assert found == min(alone)

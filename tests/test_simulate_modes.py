@@ -75,6 +75,23 @@ def test_the_advice_is_the_functions(cli: Cli, tmp_path: Path) -> None:
     assert json.loads((tmp_path / "advice.json").read_text())["kind"] == "ddltool.advice"
 
 
+def test_the_first_local_batch_is_the_baseline(cli: Cli, tmp_path: Path) -> None:
+    made = cli(
+        "simulate",
+        "--hyperparameter-search",
+        "vision",
+        *SHARED,
+        "--policy",
+        "fifo",
+        "--local-batch",
+        "32,16,64",
+        "--json",
+    )
+    assert made.code == 0, made.err
+    assert list(made.document["policies"]) == ["fixed-32", "fixed-16", "fixed-64", "fifo"]
+    assert made.document["search"]["local_batch_size"] == 32
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

@@ -89,35 +89,33 @@ class Summary:
 class IsolatedTimes:
     """How long a job takes alone on k GPUs, packed, with the best batch size in each epoch; seconds without restarts.
 
-    On the type with the most GPUs that the application was measured on. The best k' <= k replicas are taken in each
-    epoch, so more GPUs never take longer.
+    On the type on which it is fastest, of those that the application was measured on; a type with fewer than k GPUs is
+    taken whole. The best k' <= k replicas are taken in each epoch, so more GPUs never take longer.
     """
 
     def __init__(self, applications: Mapping[str, Application], cluster: ClusterSpec) -> None:
         self.applications = applications
         self.cluster = cluster
-        counts = {name: cluster.gpus_of(name) for name in cluster.type_names}
-        self.types = sorted(counts, key=lambda name: -counts[name])
-        self._epochs: dict[str, list[Floats]] = {}
+        self._epochs: dict[tuple[str, str], list[Floats]] = {}
 
     def __call__(self, name: str, gpus: int) -> float:
         """Return the seconds of application ``name`` on ``gpus`` GPUs."""
         application = self.applications[name]
-        gpus = min(gpus, application.max_replicas, self.cluster.gpus_of(self._type(application)))
-        known = self._epochs.setdefault(name, [])
+        types = [kind for kind in self.cluster.type_names if application.runs_on(kind)] or self.cluster.type_names[:1]
+        return min(self._on(application, kind, gpus) for kind in types)
+
+    def _on(self, application: Application, gpu_type: str, gpus: int) -> float:
+        """Return the seconds on GPUs of one type."""
+        gpus = min(gpus, application.max_replicas, self.cluster.gpus_of(gpu_type))
+        known = self._epochs.setdefault((application.name, gpu_type), [])
         while len(known) < gpus:
-            times = self._epoch_times(application, len(known) + 1)
+            times = self._epoch_times(application, gpu_type, len(known) + 1)
             known.append(np.minimum(times, known[-1]) if known else times)
         return float(known[gpus - 1].sum())
 
-    def _type(self, application: Application) -> str:
-        """Return the type with the most GPUs that the application was measured on."""
-        return next((name for name in self.types if application.runs_on(name)), self.types[0])
-
-    def _epoch_times(self, application: Application, replicas: int) -> Floats:
+    def _epoch_times(self, application: Application, gpu_type: str, replicas: int) -> Floats:
         """Return the seconds of each epoch (E,) on ``replicas`` packed GPUs at the best of some batch sizes."""
         epochs = application.max_epochs
-        gpu_type = self._type(application)
         largest = application.largest_local_batch(gpu_type)
         span = np.diff(application.progress[: epochs + 1])
         best = np.full(epochs, np.inf)
