@@ -111,14 +111,22 @@ def show(rows: Sequence[dict[str, Any]]) -> None:
         )
 
 
-def mixed(repeat: int) -> None:
-    """Print every policy for mixed clusters, on the three measured applications' jobs of ``repeat`` workloads at once."""
+def mixed(repeat: int, order: str, only: str) -> None:
+    """Print every policy for mixed clusters, on the three measured applications' jobs of ``repeat`` workloads at once.
+
+    ``order``: ``given`` (file after file), ``time`` (rows by submission) or ``turned`` (as given, the cluster's types in
+    reverse order): what ties go by. ``only``: policies to replay; empty: all.
+    """
+    turned = order == "turned"
+    cluster = ClusterSpec(gpus=MIXED.gpus[::-1], gpu_types=MIXED.gpu_types[::-1]) if turned else MIXED
     jobs = [
         dataclasses.replace(job, name=f"{number}-{job.name}", num_replicas=min(job.num_replicas, MOST_REQUESTED))
         for number in WORKLOADS[:repeat]
         for job in read_workload(DATA / "workloads" / f"workload-{number}.csv")
         if job.application in ("bert", "cifar10", "imagenet")
     ]
+    if order == "time":
+        jobs.sort(key=lambda job: job.submit_s)
     applications = read_applications([SIA / "traces", DATA / "traces"], [job.application for job in jobs])
     makers: dict[str, Callable[[], Any]] = {
         "fifo": Fifo,
@@ -135,7 +143,9 @@ def mixed(repeat: int) -> None:
     print("                         avg JCT  over fifo    p99  makespan  over fifo  worst FTF  moves  CPU s")
     first: Summary | None = None
     for name, make in makers.items():
-        made, cpu, _ = play(jobs, applications, MIXED, make())
+        if only and name not in only.split(","):
+            continue
+        made, cpu, _ = play(jobs, applications, cluster, make())
         first = first or made
         print(
             f"{name:<24}{made.avg_jct_s:8.0f}{first.avg_jct_s / made.avg_jct_s:10.1f}x{made.p99_jct_s:7.0f}"
@@ -228,6 +238,8 @@ def main() -> None:
     parser.add_argument("--mixed", type=int, metavar="WORKLOADS", help="this many workloads' jobs at once")
     parser.add_argument("--round", type=int, metavar="JOBS")
     parser.add_argument("--scale", type=int, metavar="JOBS")
+    parser.add_argument("--order", choices=("given", "time", "turned"), default="given", help="with --mixed")
+    parser.add_argument("--only", default="", help="with --mixed: these policies")
     parser.add_argument("--bound", action="store_true", help="what no policy can be below, for the same workloads")
     parser.add_argument("--json", action="store_true")
     given = parser.parse_args()
@@ -235,7 +247,7 @@ def main() -> None:
         print(f"no data at {DATA}; set DDLTOOL_DATA")
         return
     if given.mixed:
-        return mixed(given.mixed)
+        return mixed(given.mixed, given.order, given.only)
     if given.round:
         return busy_round(given.round)
     if given.scale:

@@ -106,3 +106,23 @@ def test_a_fair_share_does_not_depend_on_the_order_of_the_types() -> None:
                     part = ClusterSpec(gpus=tuple(TWO_TYPES.gpus[i] for i in at), gpu_types=(kind,) * len(at))
                     alone.append(IsolatedTimes(APPLICATIONS, part)(name, count))
             assert found == min(alone)
+
+
+def test_a_share_is_one_of_every_type() -> None:
+    """And the job is on the type where that is fastest; by hand from the times on whole GPUs."""
+    isolated = IsolatedTimes(APPLICATIONS, TWO_TYPES)
+    for name, application in APPLICATIONS.items():
+        for share in (1.0, 0.5, 0.3, 0.01):
+            expected = []
+            for kind in TWO_TYPES.type_names:
+                if not application.runs_on(kind):
+                    continue
+                nodes = tuple(
+                    count for count, each in zip(TWO_TYPES.gpus, TWO_TYPES.gpu_types, strict=True) if each == kind
+                )
+                alone = IsolatedTimes(APPLICATIONS, ClusterSpec(gpus=nodes, gpu_types=(kind,) * len(nodes)))
+                gpus = share * sum(nodes)
+                whole = [1 / alone(name, count) for count in range(1, sum(nodes) + 1)]
+                speed = np.interp(gpus, range(len(whole) + 1), [0.0, *whole])
+                expected.append(1 / speed)
+            assert isolated.on_share(name, share) == pytest.approx(min(expected))

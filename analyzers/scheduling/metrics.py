@@ -100,9 +100,30 @@ class IsolatedTimes:
 
     def __call__(self, name: str, gpus: int) -> float:
         """Return the seconds of application ``name`` on ``gpus`` GPUs."""
+        return min(self._on(self.applications[name], kind, gpus) for kind in self._types(name))
+
+    def on_share(self, name: str, share: float) -> float:
+        """Return the seconds on ``share`` (0 to 1) of every type's GPUs, on the type where that is fastest.
+
+        A part of a GPU is that part of its time.
+        """
+        return min(
+            self._on_part(self.applications[name], kind, share * self.cluster.gpus_of(kind))
+            for kind in self._types(name)
+        )
+
+    def _types(self, name: str) -> list[str]:
         application = self.applications[name]
-        types = [kind for kind in self.cluster.type_names if application.runs_on(kind)] or self.cluster.type_names[:1]
-        return min(self._on(application, kind, gpus) for kind in types)
+        names = list(self.cluster.type_names)
+        return [kind for kind in names if application.runs_on(kind)] or names[:1]
+
+    def _on_part(self, application: Application, gpu_type: str, gpus: float) -> float:
+        """Return the seconds on a possibly fractional number of GPUs of one type."""
+        if gpus <= 1:
+            return self._on(application, gpu_type, 1) / gpus
+        low = int(gpus)
+        slow, fast = (1 / self._on(application, gpu_type, count) for count in (low, low + 1))
+        return 1 / (slow + (gpus - low) * (fast - slow))
 
     def _on(self, application: Application, gpu_type: str, gpus: int) -> float:
         """Return the seconds on GPUs of one type."""
@@ -166,7 +187,8 @@ def summarize(
 
     Finish-time fairness is a job's completion time over that in an isolated, equally partitioned cluster (Mahajan et
     al., Themis, NSDI 2020; Pollux, section 5.3.1): alone on its 1/n of the GPUs, n the time average of the jobs in the
-    system during its life, with one start. A share below one GPU is that much of one GPU's time; other fractions are
+    system during its life, with one start. With several types it is the share of the one on which
+    that is fastest. A share below one GPU is that much of one GPU's time; other fractions are
     interpolated in the speed between whole GPUs. The isolated cluster never fails. ``prices``: per GPU hour, by type.
     """
     submit = np.array([job.submit_s for job in result.jobs])
@@ -174,7 +196,7 @@ def summarize(
     jct = finish - submit
     present = _average_present(submit, finish)
     fair = [
-        _on_share(isolated, job.application, result.total_gpus / max(count, 1.0)) + restart_delay_s
+        isolated.on_share(job.application, 1 / max(count, 1.0)) + restart_delay_s
         for job, count in zip(result.jobs, present.tolist(), strict=True)
     ]
     makespan = float(finish.max() - submit.min())
@@ -255,12 +277,3 @@ def _average_present(submit: Floats, finish: Floats) -> Floats:
     overlap = np.minimum(finish[:, None], finish) - np.maximum(submit[:, None], submit)
     made: Floats = np.maximum(overlap, 0.0).sum(axis=1) / (finish - submit)
     return made
-
-
-def _on_share(isolated: IsolatedTimes, application: str, share: float) -> float:
-    """Return the seconds on a possibly fractional number of GPUs."""
-    if share <= 1:
-        return isolated(application, 1) / share
-    low = int(share)
-    slow, fast = 1 / isolated(application, low), 1 / isolated(application, low + 1)
-    return 1 / (slow + (share - low) * (fast - slow))
