@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 
 BATCH_PER_WORKER = 128
 MOST_SAMPLES = 10**12
+WORKERS_PER_BACKUP = 16
 SCHEME_LABELS = {
     "bsp": "BSP",
     "asp": "ASP",
@@ -74,6 +75,13 @@ def balance(
         if path is not None:
             check_writable(path)
     recorded = read_trace(trace)
+    if schemes:
+        from ddltool.analyzers.balancing.schemes import check_ratio
+
+        check_ratio(recorded)
+        if recorded.workers < WORKERS_PER_BACKUP:
+            few = f"one worker in {WORKERS_PER_BACKUP} is a backup, and the trace has {recorded.workers}"
+            note(f"redundant execution is left out: {few}")
     warmed = default_warm_up(recorded.iterations, warm_up)
     if recorded.iterations <= warmed:
         problem = f"has {recorded.iterations} iterations, none after the warm-up of {warmed}"
@@ -185,7 +193,7 @@ def compare(trace: SpeedTrace, total: int, name: str, settings: Settings) -> dic
         "asp": schemes.bounded(clock, need, None),
         "ssp": schemes.bounded(clock, need),
     }
-    backups = trace.workers // 16
+    backups = trace.workers // WORKERS_PER_BACKUP
     if backups:
         made["redundant"] = schemes.redundant(clock, lambda sizes: sizes.astype(float), total, backups)
     made["work_shifting"] = schemes.work_shifting(clock, total)

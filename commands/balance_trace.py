@@ -23,7 +23,8 @@ COLUMNS = ("iteration", "worker", "speed", "cpu", "memory")
 def read_trace(path: Path) -> SpeedTrace:
     """Return the trace in a CSV (``.gz`` is accepted), rows in any order; workers come in natural order of their names.
 
-    Every worker needs a row for every iteration. Raises InputError naming row and column.
+    Every worker needs a row for every iteration; numbers that no worker has are told on stderr. Raises InputError naming row
+    and column.
     """
     import pandas as pd
 
@@ -34,6 +35,9 @@ def read_trace(path: Path) -> SpeedTrace:
         if column not in frame.columns:
             raise InputError(f"{path}:{column}", "no such column", did_you_mean(column, map(str, frame.columns)))
     _refuse(frame["worker"].isna().to_numpy(), frame, "worker", path, "name the worker")
+    # They would end up in pictures and terminals, which act on such characters.
+    unprintable = ~frame["worker"].astype(str).map(str.isprintable).to_numpy(dtype=bool)
+    _refuse(unprintable, frame, "worker", path, "name workers without control characters")
     numbers = _numbers(frame, "iteration")
     whole = np.isfinite(numbers) & (numbers == np.floor(numbers)) & (numbers >= 0) & (numbers < 2**53)
     _refuse(~whole, frame, "iteration", path, "it must be a whole number >= 0")
@@ -61,9 +65,24 @@ def read_trace(path: Path) -> SpeedTrace:
         missing = int(np.argmax(np.bincount(cell, minlength=len(names) * len(iterations)) == 0))
         problem = f"worker {names[missing % len(names)]} has no iteration {iterations[missing // len(names)]:.0f}"
         raise InputError(str(path), problem, "give a row of every worker for every iteration")
+    _tell_gaps(iterations, path)
     shape = (len(iterations), len(names))
     arrays = {column: array[order].reshape(shape) for column, array in values.items()}
     return SpeedTrace.of(tuple(map(str, names)), **arrays)
+
+
+def _tell_gaps(iterations: NDArray[np.float64], path: Path) -> None:
+    """Say on stderr how many iterations are missing between the (K,) ascending ones, and where first."""
+    from ddltool.commands.output import note
+
+    steps = np.diff(iterations)
+    if (steps > 1).any():
+        place = int(np.argmax(steps > 1))
+        first, last = iterations[place], iterations[place + 1]
+        note(
+            f"{path}: {steps.sum() - len(steps):.0f} iterations are missing, the first between {first:.0f} and {last:.0f}; "
+            "rows on both sides are taken as neighbours"
+        )
 
 
 def _numbers(frame: pd.DataFrame, column: str) -> NDArray[np.float64]:

@@ -43,7 +43,7 @@ def auto_plan(job: Job, job_file: Path, given: Given) -> Plan:
     from ddltool.analyzers.deciding.compute import with_compute
     from ddltool.analyzers.placement.problem import from_job
     from ddltool.commands.output import note
-    from ddltool.commands.plan_input import capabilities_of, ordered_parameters, step_curves
+    from ddltool.commands.plan_input import capabilities_of, ordered_parameters
 
     run = _run(given.telemetry)
     measured = {} if run is None else run.capabilities(job.batch_size)
@@ -68,7 +68,7 @@ def auto_plan(job: Job, job_file: Path, given: Given) -> Plan:
         made = made.model_copy(update={"parameters": ordered_parameters(knowledge.communication.graph)})
     if given.settings.top_k > 1 and made.strategy != "est":
         note(f"note: --top-k lists EST plans; the plan picked is {made.strategy}")
-    return with_compute(made, capabilities, step_curves(job, job_file))
+    return with_compute(made, capabilities)
 
 
 def _run(path: Path | None) -> Run | None:

@@ -33,13 +33,13 @@ from ddltool.commands import (
     verify,
     zoo,
 )
+from ddltool.commands.examples import epilog
 from ddltool.errors import DdlToolError, one_line
 
 app = typer.Typer(
     name="ddltool",
     help="Order transfers, size batches, place workers and set barriers for distributed training, before it runs.",
     no_args_is_help=True,
-    add_completion=False,
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
@@ -62,7 +62,7 @@ for _command in (
     schema.schema,
     doctor.doctor,
 ):
-    app.command()(_command)
+    app.command(epilog=epilog(_command.__name__.replace("_", "-")))(_command)
 
 # typer ships its own copy of click since 0.2x and used the real one before; the base class is found through its child.
 _UsageProblem: type[Exception] = next(base for base in typer.BadParameter.__mro__ if base.__name__ == "ClickException")

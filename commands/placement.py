@@ -51,7 +51,7 @@ def est_plan(job: Job, job_file: Path, capabilities: Mapping[str, float], settin
         for option, given in (("--prefer", wishes.prefer), ("--current", wishes.current_file)):
             if given is not None:
                 raise InputError(option, "does not go with network: in job.yaml", "leave out one of the two")
-        return with_compute(_on_nodes(job, job_file, problem, settings), capabilities, None)
+        return with_compute(_on_nodes(job, job_file, problem, settings), capabilities)
     names = {} if wishes.prefer is None else {"objective": _split(wishes.prefer)}
     made = solve_est(
         problem,
@@ -63,7 +63,7 @@ def est_plan(job: Job, job_file: Path, capabilities: Mapping[str, float], settin
     )
     if current is not None:
         made = weigh(problem, made, current, migration_s=wishes.migration_s, horizon_s=wishes.horizon_s)
-    return with_compute(made, capabilities, None)
+    return with_compute(made, capabilities)
 
 
 def _split(text: str) -> tuple[str, ...]:

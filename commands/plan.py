@@ -96,7 +96,7 @@ def plan(
     seed: Seed = 0,
     as_json: Json = False,
 ) -> None:
-    """Map the job's logical workers onto its devices and predict the step time."""
+    """Compare the ways to run a job on its devices, or plan by one, and predict the step time."""
     from ddltool.analyzers.deciding.candidates import Settings
     from ddltool.artifacts import check_writable, save
     from ddltool.commands.decide import OBJECTIVES, Given
@@ -243,7 +243,7 @@ def make_plan(
 
     problem = from_job(job, capabilities)
     if strategy == "bsp":
-        made = plan_bsp(problem)
+        made = plan_bsp(problem, curves)
     elif strategy == "lb-bsp":
         made = plan_lb_bsp(problem, curves)
     elif strategy == "elastic-bsp":
@@ -251,7 +251,7 @@ def make_plan(
     else:
         made = solve_est(problem, top_k=settings.top_k, time_limit_s=settings.limit_s, seed=settings.seed)
     demand_throughput(made.throughput, problem.min_throughput)
-    return with_compute(made, capabilities, curves)
+    return with_compute(made, capabilities)
 
 
 def goodput_plan(job: Job, job_file: Path) -> Plan:

@@ -14,22 +14,26 @@ if TYPE_CHECKING:
 
 
 def step_curves(job: Job, job_file: Path) -> dict[str, StepCurve]:
-    """Return time over batch size for the device types that have a fitted model or a limit of samples."""
-    from ddltool.analyzers.balancing.plan import StepCurve
-    from ddltool.artifacts import load
-    from ddltool.goodput_model import Goodput
+    """Return time over batch size for the device types that have a fitted model, saturation or a limit of samples.
 
+    Raises InputError for a total batch beyond what can be split.
+    """
+    from ddltool.analyzers.balancing.plan import StepCurve, checked_total, memory_limit
+
+    checked_total(job.max_workers, job.batch_size, f"{job_file}:batch_size")
+    models = fitted_models(job, job_file)
     found = {}
     for offer in job.devices:
-        if offer.goodput is not None:
-            params = load(job_file.parent / offer.goodput, Goodput).params_of(offer.type)
-            launch_s, per_sample_s = params.alpha_grad_s, params.beta_grad_s
-        elif offer.max_local_batch_size is not None and offer.capability_per_s is not None:
-            launch_s, per_sample_s = 0.0, 1.0 / (offer.capability_per_s * job.batch_size)
-        else:
+        limit, model = memory_limit(job, offer), models.get(offer.type)
+        if model is None and limit is None and offer.saturation_batch is None:
             continue
         found[offer.type] = StepCurve(
-            launch_s=launch_s, per_sample_s=per_sample_s, memory_limit=offer.max_local_batch_size
+            launch_s=0.0 if model is None else model.alpha_grad_s,
+            per_sample_s=None if model is None else model.beta_grad_s,
+            memory_limit=limit,
+            saturation=offer.saturation_batch or 0,
+            sync=model,
+            devices_per_node=8 if job.goodput is None else job.goodput.devices_per_node,
         )
     return found
 
@@ -77,7 +81,7 @@ def scanned(job: Job, graph: Graph | None) -> Job:
 
 
 def capabilities_of(job: Job, folder: Path, where: str) -> dict[str, float]:
-    """Return the capability of each device type: as written, from its profile, or from the model's roofline.
+    """Return the capability of each device type: as written, from its fit or its profile, or from the model's roofline.
 
     Paths in the job are relative to ``folder``; predicted capabilities are told on stderr.
     """
@@ -91,6 +95,10 @@ def capabilities_of(job: Job, folder: Path, where: str) -> dict[str, float]:
     for offer in job.devices:
         if offer.capability_per_s is not None:
             found[offer.type] = offer.capability_per_s
+        elif offer.goodput is not None:
+            # Before the profile: what several strategies are compared by must come from one source.
+            model = fitted_models(job, folder / "job.yaml")[offer.type]
+            found[offer.type] = 1.0 / (model.alpha_grad_s + model.beta_grad_s * job.batch_size)
         elif offer.profile is not None:
             path = folder / offer.profile
             found[offer.type] = capability_from_profile(read_profile(path), offer.type, job.batch_size, str(path))

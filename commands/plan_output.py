@@ -44,8 +44,15 @@ def show_plan(made: Plan, output: Path | None) -> None:
         show_placement(made)
     if made.goodput is not None:
         _show_goodput(made.goodput)
+    if any(row.accumulation_steps for row in made.assignments):
+        passes = ", ".join(
+            f"{row.device_type} {row.local_batch_size} in {row.accumulation_steps + 1}"
+            for row in made.assignments
+            if row.accumulation_steps
+        )
+        console.print(f"passes      {passes}: memory does not hold them at once", soft_wrap=True)
     if made.split is not None:
-        _show_split(made.split, made.iteration_s)
+        _show_split(made.split, made.iteration_s - (made.communication_s or 0.0))
     if made.superstep is not None:
         step = made.superstep
         shown_iterations = ", ".join(f"{name} {count}" for name, count in step.iterations.items())
@@ -54,6 +61,8 @@ def show_plan(made: Plan, output: Path | None) -> None:
             f"waiting     at most {show_seconds(step.waiting_s)}, all together {show_seconds(step.total_waiting_s)}; "
             f"one worker is at most {step.iteration_gap} ahead"
         )
+        for name, count in step.left_out.items():
+            console.print(f"left out    {count} {name}: the others make more without")
     if made.alternatives:
         shown = (
             (str(number), show_seconds(other.iteration_s), f"{other.throughput:.4g}", _mix(other.assignments))
@@ -79,9 +88,13 @@ def _show_split(split: BatchSplit, step_s: float) -> None:
     console = out()
     if split.equal_s is not None:
         saved = 1 - step_s / split.equal_s
-        console.print(f"equal split {show_seconds(split.equal_s)}: {saved:.1%} of the step saved")
+        console.print(f"equal split {show_seconds(split.equal_s)} of computing: {saved:.1%} of it saved")
     for name, count in split.dropped.items():
         console.print(f"left out    {count} {name}: the step is shorter without")
+    if split.accumulated_s is not None:
+        console.print(
+            f"accumulation would make the step {show_seconds(split.accumulated_s)} where memory limits batches"
+        )
 
 
 def _show_goodput(choice: GoodputChoice) -> None:

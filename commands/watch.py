@@ -28,12 +28,13 @@ def profile_watch(
 ) -> None:
     """Train ``source`` in ``workers`` local processes in lockstep, write what each did as CSV, and print a summary.
 
-    ``cores`` is a list such as ``0,0,1``: the core that each worker stays on. Raises InputError for what cannot be watched.
+    ``cores`` is a list such as ``0,0,1``: the core that each worker stays on. Raises InputError for what cannot be watched,
+    DdlToolError when a worker is lost; what was recorded until then is written all the same.
     """
     from ddltool.artifacts import check_writable
     from ddltool.commands.output import print_json, progress
-    from ddltool.errors import InputError
-    from ddltool.runtime.watch import WatchRequest, record, write_rows
+    from ddltool.errors import DdlToolError, InputError
+    from ddltool.runtime.watch import WatchLost, WatchRequest, record, write_rows
 
     if workers > MOST_WORKERS:
         raise InputError("--replicas", f"is {workers}", f"watch at most {MOST_WORKERS} local processes")
@@ -50,8 +51,11 @@ def profile_watch(
         cores=None if cores is None else _cores(cores),
         seed=seed,
     )
-    with progress("watching", iterations) as advance:
-        rows = record(request, lambda done: advance(done, f"{done} of {iterations}"))
+    try:
+        with progress("watching", iterations) as advance:
+            rows = record(request, lambda done: advance(done, f"{done} of {iterations}"))
+    except WatchLost as lost:
+        raise DdlToolError(f"{source}: {lost}; {_keep(lost.rows, workers, output)}") from None
     if output is not None:
         write_rows(rows, output)
     document = watch_document(rows, request.batch)
@@ -59,6 +63,19 @@ def profile_watch(
         print_json(document)
     else:
         show_watch(document, output)
+
+
+def _keep(rows: Sequence[SpeedRow], workers: int, output: Path | None) -> str:
+    """Write what was recorded before a worker was lost, and return what to say about it."""
+    from ddltool.runtime.watch import write_rows
+
+    if not rows:
+        return "no iteration was complete, so nothing is written"
+    complete = f"the {len(rows) // workers} iterations that all workers completed"
+    if output is None:
+        return f"{complete} are lost: name a file with -o"
+    write_rows(rows, output)
+    return f"{complete} are in {output}"
 
 
 def _cores(text: str) -> tuple[int, ...]:

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
-from torch.utils.data import Sampler
+from torch.utils.data import DataLoader, Dataset, Sampler
 
 from ddltool.analyzers.balancing.sizing import Counts, proportional
 from ddltool.errors import InputError
@@ -98,9 +98,13 @@ class BalancedSampler(Sampler[list[int]]):
         if epoch != self.epoch:
             self.epoch, self._done, self._next, self._bounds = epoch, 0, 0, self._standard
 
-    def commit(self) -> None:
-        """Note that one more step of this epoch is done: where :meth:`state_dict` will go on."""
-        self._done = min(self._done + 1, self._next)
+    def commit(self, steps: int = 1) -> None:
+        """Note that ``steps`` more steps of this epoch are done: where :meth:`state_dict` will go on."""
+        self._done = min(self._done + steps, self._next)
+
+    def finish(self) -> None:
+        """Note that all steps of this epoch are done."""
+        self._done = self._next = len(self)
 
     def __len__(self) -> int:
         """Return the number of steps in the present epoch: the same on every rank, whatever the sizes."""
@@ -166,6 +170,33 @@ class BalancedSampler(Sampler[list[int]]):
         if isinstance(sizes, list) and len(sizes) == len(present) and sum(sizes) == self.total:
             present = _checked(sizes)
         self._changes = [(0, present)]
+
+
+class BalancedLoader(DataLoader[Any]):
+    """A DataLoader over a :class:`BalancedSampler` that knows how many of its batches no update has used yet."""
+
+    def __init__(self, dataset: Dataset[Any], sampler: BalancedSampler, **options: Any) -> None:
+        super().__init__(dataset, batch_sampler=sampler, **options)
+        self._balanced = sampler
+        self._waiting = 0
+
+    def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
+        """Yield the batches of the epoch; one that is asked for more than it has is done."""
+        self._waiting = 0
+        for batch in super().__iter__():
+            self._waiting += 1
+            yield batch
+        self._waiting = 0
+        self._balanced.finish()
+
+    def commit(self, passes: int) -> None:
+        """Note an update after ``passes`` forward passes: it used as many batches, but none that was not handed out.
+
+        So a loop that fetches ahead is not ahead in the count, nor is one with two passes per batch.
+        """
+        used = min(passes, self._waiting)
+        self._waiting -= used
+        self._balanced.commit(used)
 
 
 def _checked(sizes: Sequence[int]) -> tuple[int, ...]:

@@ -32,11 +32,13 @@ from ddltool.analyzers.balancing import algorithm2, predict
 from ddltool.analyzers.balancing.control import Policy, SpeedPolicy, TrialPolicy
 from ddltool.analyzers.balancing.sizing import equal
 from ddltool.errors import InputError
-from ddltool.runtime.balanced_sampler import BalancedSampler
+from ddltool.runtime.balanced_sampler import BalancedLoader, BalancedSampler
+from ddltool.runtime.batch_control_arguments import check_options, whole_samples
 from ddltool.runtime.batch_control_clock import StepClock, row_of
 from ddltool.runtime.batch_control_events import EventFile, Manager
-from ddltool.runtime.batch_control_exchange import TIMEOUT_S, Exchange, KeyStore, default_store, own
+from ddltool.runtime.batch_control_exchange import TIMEOUT_S, Exchange, KeyStore, default_store, own, under
 from ddltool.runtime.batch_control_loop import Background, Blocking
+from ddltool.runtime.batch_control_loss import LossReport
 from ddltool.runtime.gradients import SampleCounter, WeightedAverage
 from ddltool.runtime.hook import register
 from ddltool.runtime.job import Job, dataset_length
@@ -92,6 +94,7 @@ class Balancer:
         self.world_size = job.world_size
         self.total_batch = sum(sizes)
         self.manager: Manager | None = None
+        self.report: LossReport | None = None
         self._job = job
         self._dataset = dataset
         self._sizes = sizes
@@ -99,6 +102,7 @@ class Balancer:
         self._clock = clock
         self._readings = readings
         self._sampler: BalancedSampler | None = None
+        self._loader: BalancedLoader | None = None
         self._recall: dict[str, Any] | None = None
 
     @property
@@ -123,12 +127,12 @@ class Balancer:
         if taken := sorted(options.keys() & {"batch_size", "shuffle", "sampler", "batch_sampler", "drop_last"}):
             raise InputError("dataloader", f"{taken[0]} is the balancer's to choose", "leave it out")
         sampler = BalancedSampler(dataset_length(self._dataset), self._sizes, self.rank, shuffle, seed)
-        loader: DataLoader[Any] = DataLoader(self._dataset, batch_sampler=sampler, **options)
+        loader = BalancedLoader(self._dataset, sampler, **options)
         ahead = loader.num_workers * (loader.prefetch_factor or 0)
         self._job.demand_same(
             "dataloader", f"{ahead} steps ahead, seed {seed}, shuffle {shuffle}", "use the same on all ranks"
         )
-        self._sampler = sampler
+        self._sampler, self._loader = sampler, loader
         if self._recall is not None:
             self._restore(self._recall)
         return loader
@@ -141,10 +145,11 @@ class Balancer:
     def after_step(self, *_: object) -> None:
         """The optimizer has made its update: report, and take over new sizes. Runs by itself as an optimizer hook."""
         exchanges = self._clock.take()
-        if not exchanges:
+        if not exchanges and self.world_size > 1:
             return  # an update without a backward pass before it is no step
-        if self._sampler is not None:
-            self._sampler.commit()
+        passes = self._clock.take_passes()
+        if self._loader is not None:
+            self._loader.commit(passes)
         if self._loop is None:
             return
         chosen = self._loop.next(lambda: row_of(exchanges, self._clock.cuda, self._readings))
@@ -194,6 +199,8 @@ class Balancer:
         loop, self._loop = self._loop, None
         if loop is not None:
             loop.close()
+        if self.report is not None:
+            self.report.close()
 
     def __enter__(self) -> Self:
         return self
@@ -217,8 +224,7 @@ def balance(
     """Balance the load of a DDP job; call once on every rank, before the first step.
 
     Args:
-        model, optimizer: the job's; the loss must be a mean over the local batch (under accumulation over micro-batches of
-            equal size).
+        model, optimizer: the job's; the loss must be a mean over the local batch, which reaches the model through its output.
         dataset: all samples, the same on every rank.
         total_batch: X, samples of all ranks per step, split equally at the start; not needed with ``sizes``.
         sizes: (n,) samples of each rank at the start.
@@ -237,21 +243,27 @@ def balance(
     cuda = any(parameter.is_cuda for parameter in model.parameters())
     clock = StepClock(cuda)
     loop: Blocking | Background | None = None
+    exchange = None
     if job.world_size > 1 and chosen.enabled:
         name = f"ddltool/balance/{next(_NUMBERS)}"
-        link = own(store if store is not None else default_store(), name, chosen.timeout_s)
-        exchange = Exchange(link, job.rank, job.world_size, manager)
+        shared = store if store is not None else default_store()
+        # Rank 0 is to be the first to give up: it knows who is missing, and tells the others.
+        link = own(shared, name, chosen.timeout_s * (1.0 if job.rank == 0 else 1.5))
+        exchange = Exchange(link, job.rank, job.world_size, manager, under(shared, name))
         many = job.world_size > MOST_BLOCKING
         behind = (chosen.cluster == "gpu" or many) if chosen.background is None else chosen.background
         loop = Background(exchange) if behind else Blocking(exchange)
     balancer = Balancer(job, dataset, start, loop, clock, readings=chosen.predictor in predict.READING)
+    if job.world_size > 1:
+        balancer.report = LossReport(exchange, balancer.close)
     balancer.manager = manager if job.rank == 0 else None
+    counter = SampleCounter(required=job.world_size > 1)
+    model.register_forward_pre_hook(_forward(counter, clock), with_kwargs=True)
     if job.side is not None:
-        counter = SampleCounter()
         compress = torch.bfloat16 if chosen.compress == "bf16" else None
         average = WeightedAverage(counter, sum(start), model.process_group, job.side, clock, compress)
         register(model, average)
-        model.register_forward_pre_hook(_forward(counter, clock), with_kwargs=True)
+        model.register_forward_hook(counter.weigh)
     optimizer.register_step_post_hook(balancer.after_step)
     return balancer
 
@@ -268,8 +280,11 @@ def _prepare(
     """Return the first sizes and what chooses the next ones. Raises InputError for what does not fit together."""
     if job.world_size > 1 and not isinstance(model, DistributedDataParallel):
         raise InputError("model", f"is a {type(model).__name__}", "wrap it in DistributedDataParallel first")
-    if options.cluster not in ("cpu", "gpu"):
-        raise InputError("cluster", f"is {options.cluster!r}", "cpu or gpu")
+    check_options(options)
+    if total_batch is not None:
+        total_batch = whole_samples("total_batch", total_batch)
+    sizes = None if sizes is None else [whole_samples("sizes", size) for size in sizes]
+    limits = None if limits is None else [whole_samples("limits", limit) for limit in limits]
     if sizes is None:
         if total_batch is None:
             raise InputError("total_batch", "is missing", "give it, or the sizes of all ranks")

@@ -28,9 +28,11 @@ class StepClock:
     recorder: StepRecorder | None = None
     _start: Stamp | None = None
     _exchanges: list[Exchange] | None = None
+    _passes: int = 0
 
     def begin_forward(self) -> None:
         """A forward pass begins; the first since the last exchange starts the clock."""
+        self._passes += 1
         if self._start is None:
             self._start = stamp(self.cuda)
         if self.recorder is not None:
@@ -52,6 +54,11 @@ class StepClock:
         """Return the exchanges since the last call: those of the step that has ended."""
         exchanges, self._exchanges = self._exchanges or [], None
         return exchanges
+
+    def take_passes(self) -> int:
+        """Return the forward passes since the last call."""
+        passes, self._passes = self._passes, 0
+        return passes
 
 
 def row_of(exchanges: list[Exchange], cuda: bool, readings: bool) -> Floats:

@@ -58,7 +58,8 @@ class Manager:
     """Chooses batch sizes on rank 0: what :class:`~ddltool.runtime.batch_control_exchange.Exchange` calls.
 
     The first step is not judged: it pays for what later ones find ready. Nor are steps of fewer samples (the end of an
-    epoch), whose times say little about full ones.
+    epoch), whose times say little about full ones. A step of several full batches (gradient accumulation) is judged as
+    one of their mean.
     """
 
     def __init__(self, policy: Policy, events: EventFile, skip: int = 1) -> None:
@@ -74,9 +75,11 @@ class Manager:
         """Return (n,) sizes from (n, 5) rows of samples, seconds, memory in use, CPU and memory available."""
         with self._lock:
             step, self._step = self._step, self._step + 1
-            full = round(float(rows[:, 0].sum())) == self.total and (rows[:, 0] >= 1).all()
+            passes, rest = divmod(round(float(rows[:, 0].sum())), self.total)
+            full = rest == 0 and passes >= 1 and (rows[:, 0] >= passes).all()
             if step < self._skip or not full:
                 return self._policy.sizes.astype(np.float64)
+            rows = np.concatenate((rows[:, :2] / passes, rows[:, 2:]), axis=1)
             before = self._policy.sizes.tolist()
             choice = self._policy.choose(Report.of(rows))
         seconds = [float(f"{value:.4g}") for value in rows[:, 1]]

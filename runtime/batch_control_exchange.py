@@ -8,6 +8,7 @@ that everybody is done with are deleted. Nothing is pickled.
 from __future__ import annotations
 
 import contextlib
+import time
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
@@ -21,9 +22,15 @@ from ddltool.errors import DdlToolError
 Floats = NDArray[np.float64]
 TIMEOUT_S = 300.0
 _FAILED = b"-"
+_MISSING = b"!"
+_NOTHING = "step {}: nothing came from {}, so batch sizes are unknown"
 KeyStore = Any
 """A ``torch.distributed.Store``: its type hints are not those of the real one."""
 Choose = Callable[[Floats], Floats]
+
+
+class ExchangeError(DdlToolError):
+    """Ranks have not come to an agreement, mostly because one is gone."""
 
 
 class Exchange:
@@ -33,10 +40,16 @@ class Exchange:
         store: a store that all ranks share, with a connection and a timeout of its own (:func:`own`).
         rank, world_size: this process's place.
         choose: what rank 0 does with (n, m) rows: returns (k,) numbers for all ranks. Only rank 0's is called.
+        other: another connection to the keys of ``store``, for :meth:`interrupt`; None: it cannot be interrupted.
     """
 
-    def __init__(self, store: KeyStore, rank: int, world_size: int, choose: Choose | None) -> None:
+    def __init__(
+        self, store: KeyStore, rank: int, world_size: int, choose: Choose | None, other: KeyStore | None = None
+    ) -> None:
         self._store = store
+        self._other = other
+        self._under_way: int | None = None
+        self._interrupted = False
         self._rank = rank
         self._world_size = world_size
         self._choose = choose
@@ -46,6 +59,9 @@ class Exchange:
 
         Raises DdlToolError naming the ranks that did not come in time, or when the store is gone.
         """
+        self._under_way = step
+        if self._interrupted:
+            raise self._ended(step)
         if self._rank == 0:
             return self._serve(step, row)
         mine = f"row/{step}/{self._rank}"
@@ -55,8 +71,12 @@ class Exchange:
         except RuntimeError as error:
             raise self._lost(step, "rank 0", error) from None
         self._forget(mine)
+        if self._interrupted:
+            raise self._ended(step)
+        if text.startswith(_MISSING):
+            raise ExchangeError(_NOTHING.format(step, text.removeprefix(_MISSING).decode()))
         if text == _FAILED:
-            raise DdlToolError(f"step {step}: rank 0 could not choose batch sizes; see its message")
+            raise ExchangeError(f"step {step}: rank 0 could not choose batch sizes; see its message")
         return np.frombuffer(text, dtype="<f8")
 
     def _serve(self, step: int, row: Floats) -> Floats:
@@ -65,10 +85,16 @@ class Exchange:
         keys = [f"row/{step}/{rank}" for rank in range(1, self._world_size)]
         try:
             given = self._store.multi_get(keys) if self._store.has_extended_api() else map(self._store.get, keys)
+            given = list(given)
+            if self._interrupted:
+                raise self._ended(step)
             rows = np.stack([np.asarray(row, dtype=np.float64), *(np.frombuffer(text, dtype="<f8") for text in given)])
         except RuntimeError as error:
             missing = [str(rank) for rank, key in enumerate(keys, 1) if not self._there(key)]
-            raise self._lost(step, f"rank {', '.join(missing)}" if missing else "the store", error) from None
+            who = f"rank {', '.join(missing)}" if missing else "the store"
+            with contextlib.suppress(RuntimeError):
+                self._store.set(f"choice/{step}", _MISSING + who.encode())
+            raise self._lost(step, who, error) from None
         try:
             chosen = self._choose(rows)
         except BaseException:
@@ -85,10 +111,46 @@ class Exchange:
         except RuntimeError:
             return True
 
+    def interrupt(self) -> None:
+        """Let a round that is under way in another thread end in an error; nothing more can be asked afterwards.
+
+        It waits outside the interpreter, where only a key that comes can wake it: this writes the ones it waits for.
+        """
+        self._interrupted = True
+        if self._other is None or self._under_way is None:
+            return
+        step = self._under_way
+        keys = [f"row/{step}/{rank}" for rank in range(1, self._world_size)] if self._rank == 0 else [f"choice/{step}"]
+        with contextlib.suppress(RuntimeError):
+            for key in keys:
+                if not self._other.check([key]):
+                    self._other.set(key, _FAILED)
+
+    def missing(self, within_s: float) -> list[int] | None:
+        """Return the ranks that do not call this within so many seconds; None where the store itself is gone.
+
+        For ranks that have lost another one, to find out which. Only after :meth:`interrupt`.
+        """
+        store = self._other if self._other is not None else self._store
+        try:
+            store.set(f"alive/{self._rank}", b"1")
+            left, end = set(range(self._world_size)), time.monotonic() + within_s
+            while left and time.monotonic() < end:
+                left = {rank for rank in left if not store.check([f"alive/{rank}"])}
+                time.sleep(0.05)
+        except RuntimeError:
+            return None
+        return sorted(left)
+
     @staticmethod
-    def _lost(step: int, who: str, error: RuntimeError) -> DdlToolError:
-        reason = (str(error).strip().splitlines() or [""])[0][:120]
-        return DdlToolError(f"step {step}: nothing came from {who}, so batch sizes are unknown ({reason})")
+    def _ended(step: int) -> ExchangeError:
+        return ExchangeError(f"step {step}: this rank is ending, so batch sizes are unknown")
+
+    @staticmethod
+    def _lost(step: int, who: str, error: RuntimeError) -> ExchangeError:
+        text = str(error)
+        reason = "time is up" if "timeout" in text.lower() else "the connection is lost"
+        return ExchangeError(f"{_NOTHING.format(step, who)} ({reason})")
 
     def _forget(self, key: str) -> None:
         # Stores that cannot delete keep a few bytes a step.
@@ -105,6 +167,11 @@ def own(store: KeyStore, name: str, timeout_s: float = TIMEOUT_S) -> KeyStore:
     with contextlib.suppress(RuntimeError, NotImplementedError, AttributeError):
         store = store.clone()
         store.set_timeout(timedelta(seconds=timeout_s))
+    return under(store, name)
+
+
+def under(store: KeyStore, name: str) -> KeyStore:
+    """Return ``store`` with all keys under ``name``, over the same connection."""
     return dist.PrefixStore(name, store)  # type: ignore[attr-defined]  # exported only where it is available
 
 

@@ -6,6 +6,7 @@ return the same choice on all ranks, or None where there is none yet.
 
 from __future__ import annotations
 
+import atexit
 import queue
 import threading
 import time
@@ -39,7 +40,8 @@ class Blocking:
         return chosen
 
     def close(self) -> None:
-        """Nothing is open."""
+        """Nothing more can be chosen."""
+        self._exchange.interrupt()
 
 
 class Background:
@@ -57,6 +59,7 @@ class Background:
         self.waited_s = 0.0
         self._thread = threading.Thread(target=self._run, name="ddltool-balance", daemon=True)
         self._thread.start()
+        atexit.register(self.close)
 
     def next(self, row: Row) -> Floats | None:
         """Hand in a step and return what was chosen from the one before; None after the first."""
@@ -76,8 +79,14 @@ class Background:
         return chosen
 
     def close(self) -> None:
-        """Let the thread end when it has made the last choice, which nobody will use; at most a few seconds."""
+        """End the thread; what it is waiting for nobody will use. At most a few seconds. Idempotent.
+
+        It must not live on until the interpreter ends: that ends threads where they are, and in the middle of torch's own
+        code the whole process with them.
+        """
+        atexit.unregister(self.close)
         self._rows.put(None)
+        self._exchange.interrupt()
         self._thread.join(timeout=5.0)
 
     def _run(self) -> None:

@@ -3,12 +3,16 @@
 With a loss that is the mean over the local batch, rank r's gradient g_r is the mean over its x_r samples, and the
 gradient of the mean over all X = sum x_r samples is ``g = sum_r x_r g_r / X`` (LB-BSP, weighted aggregation). Plain
 averaging is that only while all x_r are equal. Start at :meth:`WeightedAverage.reduce`.
+
+Under gradient accumulation the micro-batches of a rank may differ in size as well: :meth:`SampleCounter.weigh` gives each
+its own samples as weight, so the result is the mean over all samples whatever the micro-batches.
 """
 
 # No `from __future__ import annotations` here: DDP compares the annotations of a communication hook with real types.
 
+import copy
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, is_dataclass
 from functools import partial
 from typing import Any, Protocol
 
@@ -50,6 +54,9 @@ class SampleCounter:
         self._counted = 0
         self._announced: int | None = None
         self._passed_in_eval_mode = False
+        self._passes = 0
+        self._reference = 0  # samples of the first pass that had any: what the others are weighed against
+        self._weight = 1.0
 
     def announce(self, samples: int) -> None:
         """Let the next counted forward pass stand for ``samples`` samples. Raises InputError when negative."""
@@ -68,18 +75,88 @@ class SampleCounter:
             problem = "the model's arguments hold no tensor to count samples by"
             raise InputError("forward", problem, "call hook.count_samples(n) before each forward pass")
         self._counted += samples or 0
+        self._passes += 1
+        self._reference = self._reference or samples or 0
+        self._weight = (samples or 0) / self._reference if self._reference else 1.0
+
+    def weigh(self, module: nn.Module, args: object, output: Any) -> Any:
+        """Give the pass that was counted last its samples as weight: a forward hook of the model.
+
+        Gradients that enter the model through its output are scaled by the pass's samples over those of the first pass
+        since they were last taken; a pass without samples adds nothing. While all passes are equal (None returned) nothing
+        is touched. What a loss adds past the output (a penalty on the parameters, say) is not scaled.
+
+        Raises InputError when passes differ and the output holds no tensor with a gradient.
+        """
+        if not (module.training and torch.is_grad_enabled()) or self._weight == 1.0 or not self._required:
+            return None
+        found: list[Tensor] = []
+        scaled = _scaled(output, self._weight, found)
+        if not found:
+            problem = (
+                f"is a {type(output).__name__} without a tensor to weigh, and micro-batches of a step differ in size"
+            )
+            raise InputError("the model's output", problem, "return tensors, or use micro-batches of equal size")
+        return scaled
 
     def take(self) -> int:
-        """Return the samples counted since the last call and start again from 0.
+        """Return the samples counted since the last call and start again from 0; see :meth:`take_weight`."""
+        return self.take_weight()[0]
+
+    def take_weight(self) -> tuple[int, int]:
+        """Return the samples counted since the last call, and as how many the sum of the passes' gradients counts.
+
+        With K passes of x_k samples and mean gradients g_k, weighed against x_1, ``K x_1 sum_k (x_k / x_1) g_k`` is K times
+        the sum over all samples: so the second number is ``K x_1``, for equal passes the first one. Starts again from 0.
 
         Raises InputError when only forward passes in evaluation mode came before: their gradient would silently weigh
         nothing.
         """
         samples, passed, self._counted, self._passed_in_eval_mode = self._counted, self._passed_in_eval_mode, 0, False
+        weight = self._passes * self._reference
+        self._passes, self._reference, self._weight = 0, 0, 1.0
         if samples == 0 and passed and self._required:
             problem = "gradients of a forward pass in evaluation mode, whose samples were not counted"
             raise InputError("backward", problem, "call train() on the wrapped model before training on it")
-        return samples
+        return samples, weight
+
+
+class _Scaled(torch.autograd.Function):
+    """The same values; gradients on their way back are multiplied by a weight."""
+
+    @staticmethod
+    def forward(ctx: Any, value: Tensor, weight: float) -> Tensor:
+        ctx.weight = weight
+        return value.clone()  # not a view, which could not be changed in place
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        # Not a product for 0: the mean over no samples is NaN.
+        return (gradient * ctx.weight if ctx.weight else torch.zeros_like(gradient)), None
+
+
+def _scaled(value: Any, weight: float, found: list[Tensor]) -> Any:
+    """Return ``value`` with all tensors in it scaled that have gradients; those go to ``found``."""
+    if isinstance(value, Tensor):
+        if not value.requires_grad:
+            return value
+        found.append(value)
+        return _Scaled.apply(value, weight)  # type: ignore[no-untyped-call]
+    if isinstance(value, Mapping):
+        made = copy.copy(value)
+        for key, entry in value.items():
+            if (after := _scaled(entry, weight, found)) is not entry:
+                made[key] = after  # type: ignore[index]
+        return made
+    if isinstance(value, (list, tuple)):
+        entries = [_scaled(entry, weight, found) for entry in value]
+        return type(value)(*entries) if hasattr(value, "_fields") else type(value)(entries)
+    if is_dataclass(value) and not isinstance(value, type):
+        record = copy.copy(value)
+        for field in fields(value):
+            object.__setattr__(record, field.name, _scaled(getattr(value, field.name), weight, found))
+        return record
+    return value
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -87,6 +164,7 @@ class _Round:
     """One backward pass whose gradients are exchanged: what its buckets have in common."""
 
     samples: int
+    weight: int  # what this rank's accumulated gradient counts as, in samples
     totals: Tensor  # one number: this rank's samples, and once `counting` is complete, those of all ranks
     counting: dist.Work
     exchange: Exchange | None
@@ -141,7 +219,7 @@ class WeightedAverage:
         """Sum ``x_r g_r / X`` of one bucket over the ranks. DDP calls this for each bucket as it becomes ready.
 
         Works for any floating-point type, unused parameters, gradient accumulation under ``no_sync`` (x_r then counts
-        all micro-batches, of equal size on a rank) and scaled losses, for the sum is linear. Torch's wrappers may go around
+        all micro-batches) and scaled losses, for the sum is linear. Torch's wrappers may go around
         it, as in ``bf16_compress_wrapper(average.reduce)``.
         """
         buffer = bucket.buffer()
@@ -152,7 +230,7 @@ class WeightedAverage:
         if bucket.is_last() and current.exchange is not None:
             self._watch_arrival(current.exchange, current.counting if opens and not buffer.is_cuda else None)
         if current.samples:
-            buffer.mul_(current.samples / self._planned_total)
+            buffer.mul_(current.weight / self._planned_total)
         else:
             buffer.zero_()  # not a product: the mean over no samples is NaN
         sent = buffer if self._compress is None else buffer.to(self._compress)
@@ -165,11 +243,11 @@ class WeightedAverage:
 
         It is first in the group's queue, so it is there before the buckets are, and never read on a CUDA host.
         """
-        samples = self._counter.take()
+        samples, weight = self._counter.take_weight()
         totals = torch.full((1,), samples, dtype=torch.float64, device=device)
         exchange = self._recorder.begin_exchange(samples, totals) if self._recorder is not None else None
         counting = dist.all_reduce(totals, group=self._group, async_op=True)
-        return _Round(samples=samples, totals=totals, counting=counting, exchange=exchange)
+        return _Round(samples=samples, weight=weight, totals=totals, counting=counting, exchange=exchange)
 
     def _watch_arrival(self, exchange: Exchange, beacon: dist.Work | None) -> None:
         """Note that this rank is ready, and let ``exchange`` learn when the slowest rank is.

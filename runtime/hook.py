@@ -185,7 +185,7 @@ def attach(
 
     With the environment variable DDLTOOL_OFF=1 any config is as None: for measuring what the hook costs.
 
-    The loss must be a mean over the local batch (under gradient accumulation over micro-batches of equal size). If the
+    The loss must be a mean over the local batch (under gradient accumulation over the micro-batch). If the
     config names a telemetry file, it is emptied now. ``DistributedDataParallel.join`` is not supported.
 
     Raises InputError, on every rank as soon as one rank refuses, when config and job do not fit. Left uncaught, it ends
@@ -216,6 +216,7 @@ def _attach(path: str, model: nn.Module, optimizer: torch.optim.Optimizer, datas
     if job.side is not None and isinstance(model, DistributedDataParallel):
         average = WeightedAverage(counter, enforcement.total_batch_size, model.process_group, job.side, recorder)
         register(model, average)
+        model.register_forward_hook(counter.weigh)
     if file is not None and recorder is not None:
         job.together(file.open)
         optimizer.register_step_pre_hook(recorder.before_update)

@@ -20,14 +20,15 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+import math
 import multiprocessing
 import os
-import queue
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -40,6 +41,10 @@ from ddltool.runtime.children import SILENCE_LIMIT_S, follow_parent, free_port, 
 if TYPE_CHECKING:
     from ddltool.runtime.measure import Step
 
+# How often a worker hands in its rows; what it has not handed in is lost when it is killed.
+TELL_EVERY_S = 0.5
+# When a worker is gone, the others soon notice and hand in what they have.
+AFTER_LOSS_S = 5.0
 HEADER = "iteration,worker,speed,cpu,memory"
 
 
@@ -150,57 +155,90 @@ class WatchRequest:
             raise InputError("cores", f"names {len(self.cores)} cores", f"name one for each of {self.workers} workers")
 
 
+class WatchLost(DdlToolError):
+    """A watched process has ended before its time."""
+
+    def __init__(self, message: str, rows: list[SpeedRow]) -> None:
+        super().__init__(message)
+        self.rows = rows
+        """All workers' rows of the iterations that every worker has completed."""
+
+
 def record(request: WatchRequest, progress: Callable[[int], None] | None = None) -> list[SpeedRow]:
     """Return the rows of all workers, which train one model with averaged gradients over gloo, in lockstep, on the CPU.
 
     Every process computes on one thread. ``progress`` is told iterations done, now and then. Raises InputError when a step
-    fails, DdlToolError when a process dies.
+    fails, WatchLost with what was recorded when a process dies.
     """
     context = multiprocessing.get_context("spawn")
-    results: multiprocessing.Queue[tuple[str, Any]] = context.Queue()
     port = free_port()
+    # A pipe for each: a queue that all share can be left locked, or with half a message in it, by one that is killed.
+    pipes = [context.Pipe(duplex=False) for _ in range(request.workers)]
     children = [
-        context.Process(target=_worker, args=(request, rank, port, results), daemon=True)
-        for rank in range(request.workers)
+        context.Process(target=_worker, args=(request, rank, port, writer), daemon=True)
+        for rank, (_, writer) in enumerate(pipes)
     ]
-    rows: list[SpeedRow] = []
     try:
         start(children)
-        _collect(results, children, rows, progress)
+        for _, writer in pipes:
+            writer.close()  # the child's own is the only one left, so that its end shows here
+        return _collect([reader for reader, _ in pipes], children, progress)
     finally:
         stop(children)
-    return rows
+        for pipe in pipes:
+            for end in pipe:
+                end.close()
 
 
 def _collect(
-    results: multiprocessing.Queue[tuple[str, Any]],
-    children: list[Any],
-    rows: list[SpeedRow],
-    progress: Callable[[int], None] | None = None,
-) -> None:
-    """Take each worker's rows; a worker says now and then that it is alive."""
-    waiting, last = len(children), time.monotonic()
-    while waiting:
-        try:
-            kind, value = results.get(timeout=0.2)
-        except queue.Empty:
-            dead = [child for child in children if child.exitcode not in (None, 0)]
-            if dead and results.empty():
-                raise DdlToolError(f"a watched process died (exit code {dead[0].exitcode})") from None
-            if time.monotonic() - last > SILENCE_LIMIT_S:
-                raise DdlToolError(f"the watched processes were silent for {SILENCE_LIMIT_S:.0f} s") from None
-            continue
-        last = time.monotonic()
-        if kind == "error":
-            raise InputError(*value)
-        if kind == "alive" and progress is not None:
-            progress(value)
-        if kind == "rows":
-            rows.extend(value)
-            waiting -= 1
+    readers: list[Connection], children: list[Any], progress: Callable[[int], None] | None = None
+) -> list[SpeedRow]:
+    """Take each worker's rows as they come; a worker that has nothing to tell for long is given up."""
+    rows: list[list[SpeedRow]] = [[] for _ in readers]
+    waiting = dict(enumerate(readers))
+    failures: dict[int, tuple[str, str, str]] = {}
+    gone: list[int] = []
+    last, broken_at = time.monotonic(), math.inf
+    while waiting and time.monotonic() < broken_at + AFTER_LOSS_S:
+        ready = wait(list(waiting.values()), timeout=0.2)
+        if not ready and time.monotonic() - last > SILENCE_LIMIT_S:
+            raise DdlToolError(f"the watched processes were silent for {SILENCE_LIMIT_S:.0f} s")
+        for rank, reader in [pair for pair in waiting.items() if pair[1] in ready]:
+            last = time.monotonic()
+            try:
+                kind, value = reader.recv()
+            except (EOFError, OSError):
+                kind, value = "gone", None
+            if kind == "rows":
+                rows[rank].extend(value)
+                if progress is not None:
+                    progress(min(map(len, rows)))
+                continue
+            del waiting[rank]
+            if kind == "error":
+                failures[rank] = value
+            elif kind == "gone":
+                gone.append(rank)
+            if kind != "done":
+                broken_at = min(broken_at, last)
+    if gone:
+        # The others fail because this one is gone, not by themselves.
+        raise _lost(gone[0], children[gone[0]], rows)
+    if failures:
+        raise InputError(*failures[min(failures)])
+    return [row for each in rows for row in each]
 
 
-def _worker(request: WatchRequest, rank: int, port: int, results: multiprocessing.Queue[tuple[str, Any]]) -> None:
+def _lost(rank: int, child: Any, rows: list[list[SpeedRow]]) -> WatchLost:
+    child.join(timeout=5.0)
+    code = child.exitcode
+    how = f"was killed (signal {-code})" if code is not None and code < 0 else f"ended (exit code {code})"
+    complete = min(map(len, rows))
+    kept = [row for each in rows for row in each[:complete]]
+    return WatchLost(f"worker w{rank} {how} at iteration {len(rows[rank])}", kept)
+
+
+def _worker(request: WatchRequest, rank: int, port: int, results: Connection) -> None:
     """Train as one of the workers; whatever goes wrong reaches the parent as text."""
     import torch
     import torch.distributed as dist
@@ -215,21 +253,24 @@ def _worker(request: WatchRequest, rank: int, port: int, results: multiprocessin
     try:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
         dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=request.workers)
-        results.put(("rows", _train(request, rank, results)))
+        _train(request, rank, results)
+        results.send(("done", None))
     except KeyboardInterrupt:
         return
     except Exception as error:
         text = one_line(f"{type(error).__name__}: {error}")[:300]
-        results.put(
-            ("error", (request.source, f"a training step failed ({text})", "it must train on its example inputs"))
-        )
+        with contextlib.suppress(OSError):
+            results.send(
+                ("error", (request.source, f"a training step failed ({text})", "it must train on its example inputs"))
+            )
     finally:
         if dist.is_initialized():
             with contextlib.suppress(RuntimeError):
                 dist.destroy_process_group()
 
 
-def _train(request: WatchRequest, rank: int, results: multiprocessing.Queue[tuple[str, Any]]) -> list[SpeedRow]:
+def _train(request: WatchRequest, rank: int, results: Connection) -> None:
+    """Train, and hand in rows now and then: not each one, for whoever reads them would take time from the watched."""
     import torch
     import torch.distributed as dist
 
@@ -239,21 +280,25 @@ def _train(request: WatchRequest, rank: int, results: multiprocessing.Queue[tupl
     parameters = [value for value in step.module.parameters() if value.requires_grad]
     optimizer = torch.optim.SGD(parameters, lr=1e-2)
     watch = Watch(f"w{rank}")
+    told, last = 0, time.monotonic()
     step.loss(step.module(*step.inputs)).backward()  # the first step pays for what later ones find ready
-    for number in range(request.iterations):
-        optimizer.zero_grad()
-        dist.barrier()
-        with watch.iteration(request.batch):
-            step.loss(step.module(*step.inputs)).backward()
-        gradients = torch.cat([value.grad.flatten() for value in parameters if value.grad is not None])
-        dist.all_reduce(gradients)
-        gradients /= request.workers
-        offset = 0
-        for value in parameters:
-            if value.grad is not None:
-                value.grad.copy_(gradients[offset : offset + value.numel()].view_as(value))
-                offset += value.numel()
-        optimizer.step()
-        if number % 100 == 0:
-            results.put(("alive", number))
-    return watch.rows
+    try:
+        for _ in range(request.iterations):
+            optimizer.zero_grad()
+            dist.barrier()
+            with watch.iteration(request.batch):
+                step.loss(step.module(*step.inputs)).backward()
+            gradients = torch.cat([value.grad.flatten() for value in parameters if value.grad is not None])
+            dist.all_reduce(gradients)
+            gradients /= request.workers
+            offset = 0
+            for value in parameters:
+                if value.grad is not None:
+                    value.grad.copy_(gradients[offset : offset + value.numel()].view_as(value))
+                    offset += value.numel()
+            optimizer.step()
+            if time.monotonic() - last > TELL_EVERY_S:
+                results.send(("rows", watch.rows[told:]))
+                told, last = len(watch.rows), time.monotonic()
+    finally:
+        results.send(("rows", watch.rows[told:]))

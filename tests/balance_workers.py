@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
+import multiprocessing
 import threading
 import time
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -205,6 +208,102 @@ def resumed(rank: int, cluster: str) -> tuple[list[int], list[int], bool]:
     return before, after, same
 
 
+def accumulated(rank: int, case: dict[str, Any]) -> tuple[list[int], list[int], list[int], float]:
+    """Return what an accumulating job saw before and after a checkpoint, then in a pass anew, and the largest gradient error.
+
+    Keys of ``case``: ``passes`` per update, ``workers`` that load ahead, ``no_sync``, ``output`` (how the model answers).
+    """
+    workers = {"num_workers": 1, "prefetch_factor": 1} if case["workers"] else {}
+    # The crew's processes are daemons, which may have no children; these loaders' are gone when their loops end.
+    multiprocessing.current_process()._config["daemon"] = False  # type: ignore[attr-defined]
+
+    def made() -> tuple[Any, ...]:
+        torch.manual_seed(0)
+        model = DistributedDataParallel(Answering(case["output"]))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+        balancer = balance(model, optimizer, dataset(100), total_batch=8, options=BalanceOptions(enabled=False))
+        return model, optimizer, balancer
+
+    def loop(model: Any, optimizer: Any, balancer: Balancer, loader: Any, stop: int | None) -> list[int]:
+        numbers: list[int] = []
+        window: list[int] = []
+        for step, (features, labels) in enumerate(loader, 1):
+            window += features[:, 0].long().tolist()
+            ends = step % case["passes"] == 0
+            with contextlib.nullcontext() if ends or not case["no_sync"] else model.no_sync():
+                nn.functional.cross_entropy(read(model(features)), labels).backward()
+            if not ends:
+                continue
+            if case["no_sync"]:
+                errors.append(against_all(model, window, case["passes"]))
+            optimizer.step()
+            optimizer.zero_grad()
+            numbers += window
+            window = []
+            balancer.set_sizes([(1, 7), (6, 2), (4, 4)][step // case["passes"] % 3])
+            if step == stop:
+                break
+        return numbers
+
+    errors: list[float] = []
+    model, optimizer, balancer = made()
+    loader = balancer.dataloader(seed=5, **workers)
+    before = loop(model, optimizer, balancer, loader, 2 * case["passes"])
+    states = [balancer.state_dict() if rank == 0 else None]
+    balancer.close()
+    dist.broadcast_object_list(states)
+    model, optimizer, balancer = made()
+    balancer.load_state_dict(states[0])
+    loader = balancer.dataloader(seed=5, **workers)
+    after = loop(model, optimizer, balancer, loader, None)
+    anew = [number for features, _ in loader for number in features[:, 0].long().tolist()]
+    balancer.close()
+    return before, after, anew, max(errors, default=0.0)
+
+
+class Answering(nn.Module):
+    """A linear model that answers with a tensor, or with one inside something."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 2)
+        self.kind = kind
+
+    def forward(self, features: Tensor) -> Any:
+        answer = self.layer(features / 50)
+        kinds = {"dict": {"name": "x", "logits": answer}, "tuple": (None, [answer]), "record": Logits(answer)}
+        return kinds.get(self.kind, answer)
+
+
+@dataclass
+class Logits:
+    """A model's answer of its own type."""
+
+    logits: Tensor
+
+
+def read(answer: Any) -> Tensor:
+    """Return the tensor in what :class:`Answering` answered."""
+    if isinstance(answer, dict):
+        return answer["logits"]
+    if isinstance(answer, tuple):
+        return answer[1][0]
+    return answer.logits if isinstance(answer, Logits) else answer
+
+
+def against_all(model: DistributedDataParallel, window: list[int], passes: int) -> float:
+    """Return the relative error of the gradient against ``passes`` times the mean over all ranks' samples."""
+    gathered: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(gathered, window)
+    places = torch.tensor([number for numbers in gathered for number in numbers])
+    features, labels = dataset(100).tensors
+    reference = Answering("")
+    reference.load_state_dict(model.module.state_dict())
+    (passes * nn.functional.cross_entropy(reference(features[places]), labels[places])).backward()
+    pairs = zip(model.module.parameters(), reference.parameters(), strict=True)
+    return max(float((one.grad - two.grad).abs().max() / two.grad.abs().max()) for one, two in pairs)
+
+
 def refusal(rank: int, case: str) -> str:
     """Return the message with which a job is refused."""
     try:
@@ -214,6 +313,8 @@ def refusal(rank: int, case: str) -> str:
             job(100)
         elif case == "other total":
             job(100, sizes=[2, 2], total_batch=5)
+        elif case in ARGUMENTS:
+            job(100, **{"total_batch": 8, **ARGUMENTS[case]})
         elif case == "unknown predictor":
             job(100, total_batch=8, options=BalanceOptions(predictor="emma"))
         elif case == "different sizes":
@@ -316,5 +417,18 @@ def mismatched_partitions(rank: int) -> str:
     return "accepted"
 
 
+ARGUMENTS: dict[str, dict[str, Any]] = {
+    "half a sample": {"sizes": [8.5, 8], "total_batch": None},
+    "limit nan": {"limits": [float("nan"), 8]},
+    "limit huge": {"limits": [10**30, 8]},
+    "total text": {"total_batch": "8"},
+    "total nan": {"total_batch": float("nan")},
+    "total fraction": {"total_batch": 8.5},
+    "total huge": {"total_batch": 10**30},
+    "compress": {"options": BalanceOptions(compress="fp8")},  # type: ignore[arg-type]
+    "tolerance nan": {"options": BalanceOptions(tolerance=float("nan"))},
+    "tolerance -1": {"options": BalanceOptions(tolerance=-1.0)},
+    "timeout": {"options": BalanceOptions(timeout_s=-1)},
+}
 LATE: dict[int, int] = {}
 SHORT_WINDOWS = algorithm2.Settings(step=3, window=1, fine_window=3)

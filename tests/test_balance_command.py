@@ -43,7 +43,10 @@ def short(tmp_path: Path) -> Path:
 def test_json_keeps_its_contract(cli: Cli, short: Path) -> None:
     result = cli("balance", short, "--predictor", "all", "--schemes", "--json")
     assert result.code == 0
-    assert result.err.strip() == "the trace has 120 iterations, so the warm-up is 60 of them"
+    assert result.err.splitlines() == [
+        "redundant execution is left out: one worker in 16 is a backup, and the trace has 3",
+        "the trace has 120 iterations, so the warm-up is 60 of them",
+    ]
     document = result.document
     assert tuple(document["predictors"]) == PREDICTORS
     for record_ in document["predictors"].values():
@@ -131,6 +134,8 @@ GOOD = ["0,a,1,1,1", "0,b,2,1,1", "1,a,1,1,1", "1,b,2,1,1"]
         (HEADER, [*GOOD[:3], "1,b,2,1,"], ":row 4:memory: is nan"),
         (HEADER, [*GOOD[:3], "1.5,b,2,1,1"], ":row 4:iteration: is 1.5; it must be a whole number >= 0"),
         (HEADER, [*GOOD[:3], "1,,2,1,1"], ":row 4:worker: is nan; name the worker"),
+        (HEADER, [*GOOD[:3], '1,"b\x07",2,1,1'], ":row 4:worker: is b\\x07; name workers without control characters"),
+        (HEADER, [*GOOD[:3], '1,"b\u202e",2,1,1'], ":row 4:worker: is b\\u202e; name"),
         (HEADER, [*GOOD, "1,b,2,1,1"], ":row 5:iteration: repeats iteration 1 of worker b"),
         (HEADER, GOOD[:3], "worker b has no iteration 1; give a row of every worker for every iteration"),
         (HEADER, GOOD, "has 2 iterations, none after the warm-up of 20"),
@@ -276,3 +281,34 @@ def test_a_worker_a_billion_times_slower_ends(cli: Callable[..., Result], tmp_pa
     trace = two_speeds(tmp_path / "trace.csv", 1e9, 1.0)
     made = cli("balance", trace, "--warm-up", 20, "--predictor", "last", "--schemes", "--json")
     assert made.document["schemes"]["lb_bsp"]["iteration_time_ratio"] < 0.1
+
+
+def test_speeds_too_far_apart_for_schemes_are_one_line(cli: Callable[..., Result], tmp_path: Path) -> None:
+    """Alternating 1e-9 and 1e12: a worker would make 10^21 iterations within a row. Without schemes it is a trace."""
+    trace = tmp_path / "trace.csv"
+    rows = [f"{k},w{w},{(1e-9, 1e12)[(k + w) % 2]!r},0.5,0.5" for k in range(30) for w in range(3)]
+    trace.write_text("\n".join(("iteration,worker,speed,cpu,memory", *rows)) + "\n")
+    made = cli("balance", trace, "--warm-up", 20, "--predictor", "last", "--schemes")
+    assert made.code == 2
+    assert made.error_line == (
+        "speeds: lie between 1e-09 and 1e+12 samples per second; schemes are simulated up to a ratio of 1e+09"
+    )
+    assert cli("balance", trace, "--warm-up", 20, "--predictor", "last").code == 0
+
+
+def test_alternating_speeds_at_the_limit_end(cli: Callable[..., Result], tmp_path: Path) -> None:
+    trace = tmp_path / "trace.csv"
+    rows = [f"{k},w{w},{(1.0, 1e9)[(k + w) % 2]!r},0.5,0.5" for k in range(30) for w in range(3)]
+    trace.write_text("\n".join(("iteration,worker,speed,cpu,memory", *rows)) + "\n")
+    made = cli("balance", trace, "--warm-up", 20, "--predictor", "last", "--schemes", "--json")
+    assert made.document["schemes"]["work_shifting"]["iteration_time_ratio"] < 1
+
+
+def test_missing_iterations_are_told(cli: Callable[..., Result], short: Path, tmp_path: Path) -> None:
+    trace = tmp_path / "gaps.csv"
+    lines = short.read_text().splitlines()
+    trace.write_text("\n".join(line for line in lines if line.split(",")[0] not in ("40", "41", "77")) + "\n")
+    made = cli("balance", trace, "--predictor", "last")
+    assert made.code == 0
+    assert "3 iterations are missing, the first between 39 and 42;" in made.err
+    assert "missing" not in cli("balance", short, "--predictor", "last").err

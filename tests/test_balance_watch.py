@@ -2,8 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
+import re
+import subprocess
+import sys
+import time
 from pathlib import Path
 
+import psutil
 import pytest
 
 from ddltool.commands.balance_trace import read_trace
@@ -37,6 +44,52 @@ def test_real_processes_give_a_trace_for_balance(tmp_path: Path, capsys: pytest.
     trace = read_trace(output)
     assert trace.names == ("w0", "w1")
     assert trace.iterations == 12
+
+
+def test_a_killed_worker_costs_its_last_moments_only(tmp_path: Path) -> None:
+    """Killed in the middle: exit code 1, who, how and when, and the iterations that all had completed stay."""
+    output = tmp_path / "trace.csv"
+    command = [
+        "-m",
+        "ddltool",
+        "profile",
+        "zoo:cifarnet",
+        "--watch",
+        "1000000",
+        "--batch-sizes",
+        "2",
+        "--replicas",
+        "2",
+    ]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    running = subprocess.Popen(
+        [sys.executable, *command, "-o", str(output)], stderr=subprocess.PIPE, text=True, env=environment
+    )
+    try:
+        victim = _after_some_work(psutil.Process(running.pid))
+        victim.kill()
+        told = running.communicate(timeout=60)[1]
+    finally:
+        running.kill()
+    assert running.returncode == 1
+    line = next(line for line in told.splitlines() if line.startswith("error: "))
+    found = re.search(r"worker w([01]) was killed \(signal 9\) at iteration (\d+); the (\d+) iterations that all", line)
+    assert found is not None, told
+    trace = read_trace(output)
+    assert trace.iterations == int(found[3]) <= int(found[2])
+    assert trace.names == ("w0", "w1")
+
+
+def _after_some_work(command: psutil.Process) -> psutil.Process:
+    """Return a watched process that has trained for some seconds of CPU."""
+    deadline = time.monotonic() + 120
+    while time.monotonic() < deadline and command.status() != psutil.STATUS_ZOMBIE:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            workers = [child for child in command.children() if "spawn_main" in " ".join(child.cmdline())]
+            if len(workers) == 2 and min(sum(child.cpu_times()[:2]) for child in workers) > 8:
+                return workers[1]
+        time.sleep(0.1)
+    raise AssertionError("no worker trained")
 
 
 @pytest.mark.parametrize(

@@ -149,6 +149,28 @@ def test_weights_travel_as_numbers() -> None:
     assert weights_to_json(pupil, ("b", "new")) != text
 
 
+def test_weights_that_fit_worse_than_none_are_let_go() -> None:
+    """Weights that foretell nonsense, and lead the training nowhere: the first training begins anew beside them."""
+    document = json.loads(weights_to_json(trained(), ("a", "b", "c")))
+    for record in document["workers"].values():
+        record["weights"] = {key: (np.array(value) * -40 + 30).tolist() for key, value in record["weights"].items()}
+    pupil, fresh = Network("narx", 3, QUICK), Network("narx", 3, QUICK)
+    reuse_weights(pupil, document, ("a", "b", "c"))
+    other = driven(seed=5)
+    kept, anew = (replay(other, network, 96, since=QUICK.warm_up) for network in (pupil, fresh))
+    assert kept.rmse is not None
+    assert anew.rmse is not None
+    assert kept.rmse <= 1.02 * anew.rmse
+    assert (pupil.validation <= fresh.validation * 1.02).all()
+
+
+def trained() -> Network:
+    """Return a NARX that has learned three workers."""
+    network = Network("narx", 3, QUICK)
+    replay(driven(), network, 96)
+    return network
+
+
 @pytest.mark.parametrize(
     ("change", "text"),
     [

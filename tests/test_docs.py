@@ -39,7 +39,7 @@ import typer
 from ddltool.commands.main import app, run
 
 REPO = Path(__file__).resolve().parents[1]
-PAGES = [REPO / "README.md", *sorted((REPO / "docs").glob("*.md"))]
+PAGES = [REPO / "README.md", *sorted((REPO / "docs").rglob("*.md"))]
 _MARK = re.compile(r"<!-- run: (.*?) -->")
 _FILE = re.compile(r"# ([\w.-]+\.(?:yaml|py|toml|json))$")
 

@@ -505,3 +505,28 @@ def test_solving_leaves_the_interrupt_handler_alone() -> None:
     before = signal.getsignal(signal.SIGINT)
     solve_est(problem((3.0, 1.0), (2, 2), 5))
     assert signal.getsignal(signal.SIGINT) is before is signal.default_int_handler
+
+
+def test_an_equal_split_takes_the_time_of_its_curves() -> None:
+    """Launch and saturation included; on equal devices the uneven split has the same time, and memory is kept."""
+    from ddltool.analyzers.balancing.plan import StepCurve, plan_lb_bsp
+
+    problem = from_job(
+        Job(
+            name="j",
+            max_workers=4,
+            batch_size=8,
+            devices=[DeviceOffer(type="A", count=4, capability_per_s=3.0)],
+        ),
+        {"A": 3.0},
+    )
+    for saturation, seconds in ((0, 0.05 + 8 * 0.01), (20, 0.05 + 20 * 0.01)):
+        curves = {"A": StepCurve(launch_s=0.05, per_sample_s=0.01, saturation=saturation)}
+        plan = plan_bsp(problem, curves)
+        assert plan.iteration_s == pytest.approx(seconds)
+        assert [row.compute_s for row in plan.assignments] == [pytest.approx(seconds)]
+        assert plan.throughput == pytest.approx(4 / seconds)
+    even = {"A": StepCurve(launch_s=0.05, per_sample_s=0.01)}
+    assert plan_lb_bsp(problem, even).iteration_s == pytest.approx(plan_bsp(problem, even).iteration_s)
+    with pytest.raises(Infeasible, match="an equal split gives each A 8 samples, and 7 fit"):
+        plan_bsp(problem, {"A": StepCurve(memory_limit=7)})

@@ -10,11 +10,16 @@ import numpy as np
 import pytest
 import torch
 
+from ddltool.analyzers.balancing.control import SpeedPolicy
 from ddltool.balance_events import BalanceEvent
+from ddltool.runtime.batch_control import balance
+from ddltool.runtime.batch_control_events import EventFile, Manager
 from tests.balance_workers import (
     SHORT_WINDOWS,
+    accumulated,
     broken_migration,
     chained_gradients,
+    dataset,
     failing_choice,
     known_sizes,
     late_round,
@@ -88,6 +93,29 @@ def test_algorithm_2_in_the_background(tmp_path: Path) -> None:
     }
 
 
+def test_steps_of_several_batches_are_judged_by_their_mean() -> None:
+    """Gradient accumulation: three batches of 8 in a step; what is left of an epoch still is not judged."""
+    manager = Manager(SpeedPolicy([4, 4], predictor="last"), EventFile(None), skip=0)
+    rest = np.tile([0.5, 1.0, 0.5], (2, 1))
+    assert manager(np.column_stack(([12.0, 12.0], [3.0, 1.0], rest))).tolist() == [2.0, 6.0]
+    assert manager(np.column_stack(([6.0, 11.0], [1.0, 9.0], rest))).tolist() == [2.0, 6.0]
+    assert manager(np.column_stack(([4.0, 12.0], [3.0, 3.0], rest))).tolist() == [2.0, 6.0]
+    assert manager(np.column_stack(([4.0, 12.0], [1.0, 3.0], rest))).tolist() == [4.0, 4.0]
+
+
+def test_one_process_alone_remembers_where_it_was() -> None:
+    model = torch.nn.Linear(4, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with balance(model, optimizer, dataset(20), total_batch=4) as balancer:  # type: ignore[arg-type]
+        for number, (features, labels) in enumerate(balancer.dataloader(), 1):
+            torch.nn.functional.cross_entropy(model(features), labels).backward()
+            if number % 2 == 0:
+                optimizer.step()
+            if number == 3:
+                break
+        assert balancer.state_dict()["sampler"]["position"] == 8
+
+
 def test_a_straggler_beyond_help_is_told_once(tmp_path: Path) -> None:
     """Ten milliseconds against three seconds' worth per sample: with one sample left it is still the slowest."""
     events = tmp_path / "events.jsonl"
@@ -113,11 +141,51 @@ def test_a_checkpoint_in_mid_epoch_loses_and_repeats_nothing(cluster: str) -> No
 
 
 @pytest.mark.parametrize(
+    ("passes", "workers", "no_sync", "output"),
+    [
+        (2, False, True, ""),
+        (2, True, True, "dict"),
+        (3, True, True, "tuple"),
+        (3, False, True, "record"),
+        (2, False, False, ""),
+        (1, True, True, ""),
+    ],
+)
+def test_accumulation_over_batches_of_changing_sizes(passes: int, workers: bool, no_sync: bool, output: str) -> None:
+    """Sizes change within a step; the result is the mean over all its samples, and a checkpoint counts all its batches.
+
+    100 samples in batches of 8 leave a shorter batch at the end, which with 3 passes is left without an update.
+    """
+    case = {"passes": passes, "workers": workers, "no_sync": no_sync, "output": output}
+    answers = crew().run(accumulated, case)
+    done = 100 // (8 * passes) * 8 * passes
+    steps = -(-100 // 8)
+    whole = 100 if steps % passes == 0 else done
+    seen = Counter(number for before, after, *_ in answers for number in (*before, *after))
+    assert max(seen.values()) == 1
+    assert sum(seen.values()) in (whole, done)
+    assert len(answers[0][0]) + len(answers[1][0]) == 16 * passes
+    assert Counter(number for *_, anew, _ in answers for number in anew) == Counter(range(100))
+    assert max(error for *_, error in answers) < 1e-4
+
+
+@pytest.mark.parametrize(
     ("case", "message"),
     [
         ("one size too many", "sizes: has 3 entries; give one for each of 2 ranks"),
         ("no total", "total_batch: is missing"),
         ("other total", "sizes: add up to 4; the total batch is 5"),
+        ("half a sample", "sizes: 8.5 is no number of samples"),
+        ("limit nan", "limits: nan is no number of samples"),
+        ("limit huge", "limits: 1000000000000000000000000000000 is no"),
+        ("total text", "total_batch: '8' is no number of samples"),
+        ("total nan", "total_batch: nan is"),
+        ("total fraction", "total_batch: 8.5 is"),
+        ("total huge", "total_batch: 1000000000000000000000000000000 is"),
+        ("compress", "compress: is 'fp8'; None or bf16"),
+        ("tolerance nan", "tolerance: is nan; give a share from 0 to 1"),
+        ("tolerance -1", "tolerance: is -1.0"),
+        ("timeout", "timeout_s: is -1"),
         ("unknown predictor", "unknown predictor 'emma'"),
         ("different sizes", "batch sizes: differs between rank 0"),
         ("no DDP", "model: is a Linear; wrap it in DistributedDataParallel first"),

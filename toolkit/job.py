@@ -30,6 +30,9 @@ class DeviceOffer(Record):
     max_local_batch_size: Annotated[int, Field(ge=1)] | None = Field(
         default=None, description="most samples of a step on one such device, for the lb-bsp strategy"
     )
+    saturation_batch: Annotated[int, Field(ge=1)] | None = Field(
+        default=None, description="samples below which a step takes no less time, for the lb-bsp strategy"
+    )
     max_ests: Annotated[int, Field(ge=1)] | None = Field(
         default=None, description="most ESTs on one such device, for the est strategy"
     )

@@ -21,6 +21,9 @@ class Assignment(Record):
     devices: Annotated[int, Field(ge=1)]
     ests_per_device: Annotated[int, Field(ge=0)] = Field(description="logical workers on each; 0 where there are none")
     local_batch_size: Annotated[int, Field(ge=0)] = Field(description="samples per step on each device")
+    accumulation_steps: Annotated[int, Field(ge=0)] = Field(
+        default=0, description="passes before the last one of a step; local_batch_size is split over all of them"
+    )
     compute_s: Finite | None = Field(default=None, description="seconds that each device computes in a step")
 
 
@@ -80,6 +83,9 @@ class Superstep(Record):
     waiting_s: Finite = Field(description="of the worker that waits longest")
     total_waiting_s: Finite
     iteration_gap: Annotated[int, Field(ge=0)] = Field(description="staleness within a superstep")
+    left_out: dict[str, Annotated[int, Field(ge=1)]] = Field(
+        default_factory=dict, description="device type to how many are better left out"
+    )
 
 
 class BatchSplit(Record):
@@ -90,6 +96,9 @@ class BatchSplit(Record):
     kept_s: Finite | None = Field(description="step time with every device taking part; null where memory forbids it")
     idle_s: Finite = Field(description="seconds that devices wait for the slowest, all together")
     dropped: dict[str, Annotated[int, Field(ge=1)]] = Field(description="device type to how many are better left out")
+    accumulated_s: Finite | None = Field(
+        default=None, description="step time with gradient accumulation, where that would be shorter"
+    )
 
 
 class ScalingRow(Record):
@@ -169,6 +178,9 @@ class Plan(Artifact):
     decision: Decision | None = Field(default=None, description="the comparison of strategies behind an auto plan")
     network: NetworkCost | None = Field(default=None, description="of an est plan with nodes and a fitted model")
     migration: Migration | None = Field(default=None, description="of an est plan made with the current one in view")
+    devices_per_node: dict[str, Annotated[int, Field(ge=1)]] | None = Field(
+        default=None, description="devices of each used type on a node of the job's cluster; null: the job names none"
+    )
     predicted: Literal[True] = True
 
     @property

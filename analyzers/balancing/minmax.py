@@ -128,7 +128,7 @@ def _best_subset(curves: Curves, total: int, most: Counts, costs: Floats) -> Spl
 
 def _with_most(curves: Curves, total: int, most: Counts, costs: Floats, count: int) -> Split | None:
     """Return the best split over at most ``count`` workers; None where their limits admit too little."""
-    at = _earliest(lambda t: _top(curves, t, most, count) >= total, curves, most)
+    at = earliest(lambda t: _top(curves, t, most, count) >= total, curves, most)
     if not math.isfinite(at):
         return None
     useful = _useful(curves, at, most)
@@ -154,7 +154,7 @@ def _fill(curves: Curves, total: int, most: Counts, least: int) -> Counts:
     floor = np.minimum(most, least)
     if int(floor.sum()) == total:
         return floor
-    at = _earliest(lambda t: int(capacities(curves, t, least, most).sum()) >= total, curves, most)
+    at = earliest(lambda t: int(capacities(curves, t, least, most).sum()) >= total, curves, most)
     sizes = capacities(curves, float(np.nextafter(at, -np.inf)), least, most)
     room = capacities(curves, at, least, most) - sizes  # samples that end exactly at the optimum
     before = np.concatenate(([0], np.cumsum(room)[:-1]))
@@ -162,7 +162,7 @@ def _fill(curves: Curves, total: int, most: Counts, least: int) -> Counts:
     return filled
 
 
-def _earliest(enough: Callable[[float], bool], curves: Curves, most: Counts) -> float:
+def earliest(enough: Callable[[float], bool], curves: Curves, most: Counts) -> float:
     """Return the least number at which ``enough``, which stays true once it is, is true; infinity if it never is."""
     usable = most > 0
     with np.errstate(over="ignore"):

@@ -55,14 +55,19 @@ class Network(Trained):
         self.weights = initial_weights(kind, settings, workers)
         self.validation = np.full(workers, np.nan)
         self._reference = np.ones(workers)
+        self._compare = False
 
-    def reuse(self, weights: Mapping[str, Any]) -> None:
-        """Predict with these (n, ...) weights from the tenth iteration on; training goes on from them."""
+    def reuse(self, weights: Mapping[str, Any], *, compare: bool = False) -> None:
+        """Predict with these (n, ...) weights from the tenth iteration on; training goes on from them.
+
+        With ``compare`` the first training begins anew as well, and each worker keeps what validates better: weights from
+        elsewhere may fit worse than none.
+        """
         self.weights = {
             name: torch.tensor(np.asarray(weights[name]), dtype=torch.float64).reshape(value.shape)
             for name, value in self.weights.items()
         }
-        self.ready = True
+        self.ready, self._compare = True, compare
 
     @property
     def look_back(self) -> int:
@@ -74,9 +79,14 @@ class Network(Trained):
         self._reference = np.quantile(rows[:, 0], _REFERENCE, axis=0)
         inputs, targets = (torch.from_numpy(array) for array in _samples(self.kind, self._scaled(rows)))
         with one_thread():
-            if not self.ready:
+            kept = self._fit(self.weights, inputs, targets, _OWN_RATE, self.settings.own_steps) if self.ready else None
+            if kept is None or self._compare:
+                self.weights = initial_weights(self.kind, self.settings, self.workers)
                 self._fit_common(inputs, targets)
-            self.weights, error = self._fit(self.weights, inputs, targets, _OWN_RATE, self.settings.own_steps)
+                fresh = self._fit(self.weights, inputs, targets, _OWN_RATE, self.settings.own_steps)
+                kept = fresh if kept is None else _better(kept, fresh)
+            self._compare = False
+            self.weights, error = kept
         self.validation = error.numpy() * _SCALE**2
 
     def _fit_common(self, inputs: Tensor, targets: Tensor) -> None:
@@ -145,6 +155,18 @@ class Network(Trained):
         ones = np.ones(self.workers)
         scaled: Floats = (rows / np.stack((self._reference, ones, ones)) - _CENTRE) / _SCALE
         return scaled
+
+
+def _better(
+    one: tuple[dict[str, Tensor], Tensor], other: tuple[dict[str, Tensor], Tensor]
+) -> tuple[dict[str, Tensor], Tensor]:
+    """Return for each worker the weights, of two, with the lower validation error: what was reused may not fit."""
+    first = one[1] <= other[1]
+    weights = {
+        name: torch.where(first.reshape(-1, *[1] * (value.dim() - 1)), value, other[0][name])
+        for name, value in one[0].items()
+    }
+    return weights, torch.minimum(one[1], other[1])
 
 
 def initial_weights(kind: str, settings: Settings, workers: int = 1) -> dict[str, Tensor]:

@@ -20,7 +20,8 @@ from numpy.typing import NDArray
 from ddltool.analyzers.balancing.curves import Curves
 from ddltool.analyzers.balancing.predict import Predictor
 from ddltool.analyzers.balancing.sizing import equal, proportional
-from ddltool.analyzers.balancing.trace import SpeedTrace
+from ddltool.analyzers.balancing.trace import MOST_SPEED, SpeedTrace
+from ddltool.errors import InputError
 
 Floats = NDArray[np.float64]
 Counts = NDArray[np.int64]
@@ -31,6 +32,10 @@ FLEXRR_TRIGGER = 0.2
 FLEXRR_CHUNK = 0.05
 MOST_PER_ROW = 100
 """Iterations per row of the trace after which the rest of the horizon is left out: the mean is known by then."""
+MOST_SHIFTING_PER_ROW = 20
+"""The same for work shifting, whose iterations are simulated check by check."""
+MOST_RATIO = 1e9
+"""Between the fastest and the slowest speed of a trace; beyond it one row is more iterations than can be simulated."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -82,8 +87,20 @@ class Clock:
         return times
 
 
+def check_ratio(trace: SpeedTrace) -> None:
+    """Raise InputError for speeds further apart than :data:`MOST_RATIO`."""
+    low, high = float(trace.speed.min()), float(trace.speed.max())
+    if high > MOST_RATIO * low:
+        problem = f"lie between {low:g} and {high:g} samples per second"
+        raise InputError("speeds", problem, f"schemes are simulated up to a ratio of {MOST_RATIO:g}")
+
+
 def cpu_clock(trace: SpeedTrace, total: int) -> Clock:
-    """Return the clock of a trace: work is samples, and a row lasts as long as an iteration with equal batches."""
+    """Return the clock of a trace: work is samples, and a row lasts as long as an iteration with equal batches.
+
+    Raises InputError for speeds too far apart (:func:`check_ratio`).
+    """
+    check_ratio(trace)
     return Clock(trace.speed, (equal(trace.workers, total) / trace.speed).max(axis=1))
 
 
@@ -145,14 +162,15 @@ def redundant(clock: Clock, need: Callable[[Counts], Floats], total: int, backup
 def work_shifting(clock: Clock, total: int, overhead: float = 0.005) -> SchemeResult:
     """Return a FlexRR-like scheme on CPU workers: inside an iteration, those who are done take work from stragglers.
 
-    Progress is checked 100 times per (equal-split) iteration. A worker that has ended takes 5 % of a batch from the one
-    with most left, provided that one lags by more than 20 % of a batch; each transfer costs the helper ``overhead`` of
-    the iteration before it begins. Samples must be processed one by one for this, which the figures do not charge for.
+    Progress is checked 100 times per (equal-split) iteration, in one that lasts longer each hundredth of its time so far. A
+    worker that has ended takes 5 % of a batch from the one with most left, provided that one lags by more than 20 % of a
+    batch; each transfer costs the helper ``overhead`` of the iteration before it begins. Samples must be processed one by one
+    for this, which the figures do not charge for.
     """
     workers = clock.rates.shape[1]
     batch = total / workers
     at, iterations = 0.0, 0
-    while at < clock.horizon_s:
+    while at < clock.horizon_s and iterations < MOST_SHIFTING_PER_ROW * len(clock.rates):
         rates = clock.rates[clock.row(at)]
         length = float((batch / rates).max())
         step = length / FLEXRR_CHECKS
@@ -162,6 +180,7 @@ def work_shifting(clock: Clock, total: int, overhead: float = 0.005) -> SchemeRe
         ends = passed
         left = np.maximum(0.0, left - (clock.done_by(at + passed) - clock.done_by(at)))
         while left.max() > 1e-9 * batch:
+            step = max(step, passed / FLEXRR_CHECKS)
             done = clock.done_by(at + passed + step) - clock.done_by(at + passed)
             idle = np.flatnonzero(left <= 1e-9 * batch)
             order = np.argsort(-left, kind="stable")
@@ -189,7 +208,8 @@ def lb_bsp(clock: Clock, trace: SpeedTrace, total: int, predictor: Predictor) ->
         return sizes.astype(np.float64)
 
     def observe(seconds: Floats) -> None:
-        predictor.observe(need.sizes / seconds)  # type: ignore[attr-defined]
+        # Far into a trace a short time can be lost to rounding.
+        predictor.observe(np.minimum(need.sizes / np.maximum(seconds, 1e-300), MOST_SPEED))  # type: ignore[attr-defined]
 
     return _synchronous(clock, need, observe)
 
@@ -208,7 +228,9 @@ def lb_bsp_oracle(clock: Clock, total: int) -> SchemeResult:
                 low = middle
             else:
                 high = middle
-        return proportional(clock.done_by(at + high) - begun, total).astype(np.float64)
+        done = clock.done_by(at + high) - begun
+        # Far into a trace the little that a slow worker gets done can be lost to rounding.
+        return proportional(np.maximum(done, 1e-12 * done.max()), total).astype(np.float64)
 
     return _synchronous(clock, need)
 

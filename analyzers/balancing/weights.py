@@ -46,8 +46,9 @@ def weights_to_json(network: Network, names: Sequence[str]) -> str:
 def reuse_weights(network: Network, document: Any, names: Sequence[str], where: str = "weights") -> None:
     """Let the network's n workers, called ``names``, begin with the weights of a parsed document.
 
-    A worker of the same name goes on with its own; any other takes those with the lowest validation error. Raises
-    InputError for a document of another kind, network or shape, and for values that are no finite numbers.
+    A worker of the same name goes on with its own; any other takes those with the lowest validation error. Where a fresh
+    start validates better at the first training, that is kept instead. Raises InputError for a document of another kind,
+    network or shape, and for values that are no finite numbers.
     """
     if not isinstance(document, dict) or document.get("kind") != KIND:
         raise InputError(where, "holds no weights of a speed predictor", f'its "kind" must be "{KIND}"')
@@ -62,7 +63,8 @@ def reuse_weights(network: Network, document: Any, names: Sequence[str], where: 
     checked = {name: _checked(record, network, f"{where}:workers.{name}") for name, record in stored.items()}
     best = min(stored, key=lambda name: (_validation(stored[name]), name))
     chosen = [checked[name if name in checked else best] for name in names]
-    network.reuse({key: np.stack([weights[key] for weights in chosen]) for key in network.weights})
+    weights = {key: np.stack([weights[key] for weights in chosen]) for key in network.weights}
+    network.reuse(weights, compare=True)
 
 
 def _validation(record: dict[str, Any]) -> float:

@@ -36,6 +36,8 @@ class Knowledge:
     errors: Mapping[str, float] = field(default_factory=dict)
     """Relative error of the compute times, by device type, where one is known."""
     error_source: str = ""
+    remark: str = ""
+    """What a reader must know of the compute times beside their errors: some measured, some predicted."""
     d2_eligible: bool | None = None
     """Whether the model may have the same bits on devices of different types; None: not known."""
 
@@ -87,7 +89,10 @@ class Candidates:
 
     def baseline(self, problem: Problem) -> Option:
         """Return doing nothing: the equal split over all devices, communication as it comes."""
-        plan = plan_bsp(problem)
+        try:
+            plan = plan_bsp(problem, self.knowledge.curves)
+        except Infeasible:  # an equal split that does not fit would have to be made in passes, of the same time
+            plan = plan_bsp(problem)
         try:
             exposed = self._synchronous(plan, plan.iteration_s)
         except Infeasible:
@@ -106,11 +111,11 @@ class Candidates:
         return None if None in known or not known else max(value for value in known if value is not None)
 
     def _bsp(self, problem: Problem) -> Candidate:
-        plan = plan_bsp(problem)
+        plan = plan_bsp(problem, self.knowledge.curves)
         return self._candidate(plan, problem, self._synchronous(plan, plan.iteration_s), "D0")
 
     def _lb_bsp(self, problem: Problem) -> Candidate:
-        plan = plan_lb_bsp(problem, self.knowledge.curves)
+        plan = plan_lb_bsp(problem, self.knowledge.curves, synchronise=False)  # it comes with all strategies' below
         return self._candidate(plan, problem, self._synchronous(plan, plan.iteration_s), "D0")
 
     def _est(self, problem: Problem) -> Candidate:

@@ -1,0 +1,133 @@
+"""Every kind of document: its form, what writes it, what reads it, and its JSON Schema. ``docs/formats.md`` has the fields.
+
+Kinds with ``checked`` are validated on reading by the model that the schema is made from. The others are printed by one
+command with ``--json`` and read by no other; their schema holds the kind and the version only.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal
+
+from ddltool.errors import InputError, did_you_mean
+
+if TYPE_CHECKING:
+    from pydantic import BaseModel
+
+Form = Literal["JSON", "JSON or YAML", "a row of CSV", "a line of JSON Lines", "SQLite"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Kind:
+    """One kind of document, named without ``ddltool.``."""
+
+    name: str
+    form: Form
+    written_by: str
+    read_by: str
+
+
+def _stored(name: str, form: Form, written_by: str, read_by: str) -> Kind:
+    return Kind(name=name, form=form, written_by=written_by, read_by=read_by)
+
+
+def _printed(name: str, written_by: str) -> Kind:
+    return Kind(name=name, form="JSON", written_by=written_by, read_by="people and scripts")
+
+
+FILES = (
+    _stored("graph", "JSON", "trace -o, zoo --write", "trace, plan --graph, gate, report"),
+    _stored("profile", "a row of CSV", "profile -o", "fit, plan, gate, report"),
+    _stored("goodput", "JSON", "fit -o", "plan, verify, simulate --goodput, gate, report"),
+    _stored("cluster", "JSON or YAML", "people", "plan, simulate"),
+    _stored("job", "JSON or YAML", "people", "plan, companion"),
+    _stored("job_state", "JSON or YAML", "people, or a job about itself", "simulate --advise"),
+    _stored("plan", "JSON", "plan -o", "emit, verify, plan --current, gate, report"),
+    _stored("enforcement", "JSON", "emit", "the hook, transfers, gate, report"),
+    _stored(
+        "telemetry",
+        "a line of JSON Lines",
+        "the hook, the goodput agent",
+        "fit, verify, plan, companion, barrier, gate, report",
+    ),
+    _stored("devices", "JSON", "comes with ddltool", "trace, profile --analytic, plan"),
+    _stored("companion", "SQLite", "companion -o", "companion --lookup, --measured"),
+    _stored("balance_event", "a line of JSON Lines", "balance(..., events=)", "people and scripts"),
+    _stored("sync", "a line of JSON Lines", "SyncServer(telemetry=)", "barrier, report"),
+    _stored("speed_weights", "JSON", "balance --save-weights", "balance --weights"),
+    _stored("figures", "JSON", "people and scripts", "gate"),
+)
+RESULTS = (
+    _stored("network", "JSON", "profile --network", "gate, report"),
+    _stored("barrier", "JSON", "barrier", "gate, report"),
+    _stored("balance", "JSON", "balance", "gate, report"),
+    _stored("verification", "JSON", "verify", "report"),
+    _stored("simulation", "JSON", "simulate", "gate, report"),
+    _stored("gate", "JSON", "gate --json", "report"),
+    _stored("trace", "JSON", "trace --json", "gate"),
+    _stored("demo", "JSON", "demo --json", "gate"),
+    _printed("advice", "simulate --advise"),
+    _printed("autoscaling", "simulate --autoscale"),
+    _printed("comparison", "simulate --compare"),
+    _printed("determinism", "trace --determinism --json"),
+    _printed("doctor", "doctor --json"),
+    _printed("emit", "emit --json"),
+    _printed("gate_metrics", "gate --metrics --json"),
+    _printed("hyperparameter_search", "simulate --hyperparameter-search"),
+    _printed("kinds", "schema --json"),
+    _printed("overhead", "doctor --overhead --json"),
+    _printed("report", "report --json"),
+    _printed("run-difference", "diff-run --json"),
+    _printed("sweep", "simulate --seeds"),
+    _printed("watch", "profile --watch --json"),
+    _printed("workload", "simulate --generate, --convert, with --json"),
+    _printed("zoo", "zoo --json"),
+)
+KINDS: dict[str, Kind] = {kind.name: kind for kind in (*FILES, *RESULTS)}
+
+
+def checked_models() -> dict[str, type[BaseModel]]:
+    """Return the models of the kinds that are validated on reading, by name, except sync's, which are several."""
+    from ddltool.analyzers.reporting.documents import COMMAND_DOCUMENTS
+    from ddltool.artifacts import Artifact
+    from ddltool.job_state import JobState
+    from ddltool.schemas import MODELS
+
+    more: tuple[type[Artifact], ...] = (JobState, *COMMAND_DOCUMENTS)
+    return {**MODELS, **{model.KIND.removeprefix("ddltool."): model for model in more}}
+
+
+def schema_of(kind: str) -> dict[str, Any]:
+    """Return the JSON Schema of a kind, named with or without ``ddltool.``. Raises InputError naming the nearest kind."""
+    short = kind.removeprefix("ddltool.")
+    if short not in KINDS:
+        raise InputError("KIND", f"unknown kind {kind!r}", did_you_mean(short, KINDS))
+    models = checked_models()
+    if short in models:
+        schema = models[short].model_json_schema()
+    elif short == "sync":
+        schema = _sync_schema()
+    else:
+        schema = _loose_schema(short)
+    return {"$schema": "https://json-schema.org/draft/2020-12/schema", "$id": f"ddltool.{short}", **schema}
+
+
+def _sync_schema() -> dict[str, Any]:
+    """The schema of any row of a synchronisation server's telemetry."""
+    from pydantic import TypeAdapter
+
+    from ddltool.runtime.sync_records import BarrierRow, JoinedRow, LeftRow, StepRow, SummaryRow
+
+    rows: TypeAdapter[Any] = TypeAdapter(StepRow | BarrierRow | LeftRow | JoinedRow | SummaryRow)
+    return {"title": "SyncRow", **rows.json_schema()}
+
+
+def _loose_schema(short: str) -> dict[str, Any]:
+    """The schema of a document that one command prints: what every document has, and no promise about the rest."""
+    return {
+        "title": short,
+        "description": f"Written by: {KINDS[short].written_by}. Other fields are described on that command's page.",
+        "type": "object",
+        "properties": {"kind": {"const": f"ddltool.{short}"}, "schema_version": {"const": 1}},
+        "required": ["kind", "schema_version"],
+    }

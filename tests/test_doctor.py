@@ -1,0 +1,206 @@
+"""``ddltool doctor``: checks that are really tried, on this machine and on machines that are made to lack something."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from ddltool.runtime import machine_checks
+from tests.conftest import Result
+from tests.processes import children_left
+
+Cli = Callable[..., Result]
+
+WANTED = (
+    *("python", "packages", "machine", "CUDA", "store port", "gloo", "gloo, default network", "NCCL", "clock"),
+    *("this folder", "temporary files", "cache", "shared memory", "transformers", "ray", "chromium"),
+)
+
+
+def by_name(document: dict[str, Any]) -> dict[str, dict[str, str]]:
+    return {check["name"]: check for check in document["checks"]}
+
+
+def test_this_machine_passes(cli: Cli) -> None:
+    started = time.monotonic()
+    result = cli("doctor", "--json")
+    seconds = time.monotonic() - started
+    assert result.code == 0
+    assert result.document["passed"] is True
+    checks = by_name(result.document)
+    assert tuple(checks) == WANTED
+    for check in checks.values():
+        assert (check["remedy"] == "") == (check["status"] == "ok"), check
+    assert checks["gloo"]["status"] == "ok"
+    assert "2 processes added 1 MiB" in checks["gloo"]["found"]
+    assert seconds < machine_checks.PATIENCE_S  # it did not wait for a process that hung
+    assert children_left() == []
+
+
+class Pair:
+    """Answers in the place of two processes."""
+
+    def __init__(self, gloo: machine_checks.Status) -> None:
+        self.gloo = gloo
+
+    def checks(self) -> list[machine_checks.Check]:
+        remedy = "" if self.gloo == "ok" else "mend it"
+        return [machine_checks.Check(name="gloo", status=self.gloo, found="as told", remedy=remedy)]
+
+
+@pytest.fixture
+def told(monkeypatch: pytest.MonkeyPatch) -> Pair:
+    pair = Pair("ok")
+    context = SimpleNamespace(__enter__=lambda: pair)
+
+    class Processes:
+        def __enter__(self) -> Pair:
+            return context.__enter__()
+
+        def __exit__(self, *_: object) -> None:
+            pass
+
+    monkeypatch.setattr(machine_checks, "processes", Processes)
+    return pair
+
+
+def test_only_what_is_needed_fails(told: Pair, cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shutil, "which", lambda _: None)
+    monkeypatch.setattr(machine_checks, "SHARED_MEMORY_BYTES", float("inf"))
+    result = cli("doctor", "--json")
+    checks = by_name(result.document)
+    assert checks["chromium"]["status"] == "optional"
+    assert checks["shared memory"]["status"] == "warning"
+    assert (result.code, result.document["passed"]) == (0, True)
+    told.gloo = "failed"
+    result = cli("doctor", "--json")
+    assert (result.code, result.document["passed"]) == (1, False)
+    assert result.error_line.startswith("1 of 16 checks failed: gloo;") or "checks failed: gloo;" in result.error_line
+    shown = cli("doctor")
+    assert shown.code == 1
+    assert "gloo: mend it" in shown.out
+    assert max(len(line) for line in shown.out.splitlines() if "─" in line) <= 80
+
+
+def test_a_missing_package_fails_and_is_named(told: Pair, cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
+    import ddltool.commands.doctor as doctor
+
+    monkeypatch.setattr(doctor, "PACKAGES", ("torch", "no-such-package-anywhere"))
+    result = cli("doctor", "--json")
+    assert result.code == 1
+    assert "no-such-package-anywhere" in result.error_line
+    assert by_name(result.document)["no-such-package-anywhere"]["remedy"].startswith("pip install")
+
+
+def test_a_machine_without_torch_gets_a_list_too(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
+    import importlib.util
+
+    real = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name, *rest: None if name == "torch" else real(name, *rest))
+    checks = by_name(cli("doctor", "--json").document)
+    assert "store port" in checks
+    assert "gloo" not in checks
+
+
+def test_folders_are_tried(tmp_path: Path) -> None:
+    def check(folder: Path, required: bool) -> machine_checks.Check:
+        return machine_checks.check_folder("temporary files", folder, required=required, remedy="set TMPDIR")
+
+    assert check(tmp_path, True).status == "ok"
+    assert check(tmp_path / "not" / "yet", True).status == "ok"
+    assert list(tmp_path.iterdir()) == []  # nothing is left, nothing is made
+    (tmp_path / "file").write_text("")
+    assert check(tmp_path / "file", True).status == "failed"  # no folder can be there
+    assert check(tmp_path / "file", False).status == "warning"
+    assert check(tmp_path / "file", False).remedy == "set TMPDIR"
+
+
+def test_no_temporary_folder_at_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    import tempfile
+
+    from ddltool.commands.doctor import _temporary_check
+
+    def none_usable() -> str:
+        raise FileNotFoundError(2, "No usable temporary directory found in ['a', 'b']")
+
+    assert _temporary_check().status == "ok"
+    monkeypatch.setattr(tempfile, "gettempdir", none_usable)
+    assert _temporary_check().found == "No usable temporary directory found in ['a', 'b']"
+    assert _temporary_check().status == "failed"
+
+
+def test_little_room_is_a_warning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(machine_checks, "FREE_BYTES", 2**62)
+    check = machine_checks.check_folder("cache", tmp_path, required=True, remedy="set MPLCONFIGDIR")
+    assert check.status == "warning"
+    assert check.remedy == "make room, or set MPLCONFIGDIR"
+
+
+def test_a_coarse_clock_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert machine_checks.check_clock().status == "ok"
+    real = time.perf_counter
+    monkeypatch.setattr(time, "perf_counter", lambda: round(real(), 3))
+    coarse = machine_checks.check_clock()
+    assert coarse.status == "warning"
+    assert "1,000,000 ns" in coarse.found
+
+
+def test_a_port_that_cannot_be_had_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object, **__: object) -> None:
+        raise OSError(99, "Cannot assign requested address")
+
+    assert machine_checks.check_store_port().status == "ok"
+    monkeypatch.setattr(socket, "create_server", refuse)
+    check = machine_checks.check_store_port()
+    assert (check.status, check.found) == ("failed", "127.0.0.1: Cannot assign requested address")
+
+
+def test_processes_that_hang_or_die_fail_gloo(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(machine_checks, "PATIENCE_S", 0.3)
+    with machine_checks.processes() as pair:  # importing torch alone takes longer
+        hung = {check.name: check for check in pair.checks()}
+    assert hung["gloo"].status == "failed"
+    assert "no answer" in hung["gloo"].found
+    assert hung["gloo, default network"].status == "warning"
+    monkeypatch.setattr(machine_checks, "PATIENCE_S", 60.0)
+    with machine_checks.processes() as pair:
+        pair.children[0].kill()
+        died = {check.name: check for check in pair.checks()}
+    assert "was killed (SIGKILL" in died["gloo"].found
+    assert children_left() == []
+
+
+def test_a_wrong_interface_fails_what_uses_it() -> None:
+    environment = {**os.environ, "GLOO_SOCKET_IFNAME": "no-such-interface"}
+    command = [sys.executable, "-m", "ddltool", "doctor", "--json"]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 1  # it was asked for by name, so everything that uses gloo fails
+    assert "checks failed: gloo;" in done.stderr
+    assert "GLOO_SOCKET_IFNAME" in done.stdout
+
+
+def test_what_is_said_of_gpus_that_are_not_here() -> None:
+    from ddltool.commands.doctor import _cuda_check
+
+    pair = machine_checks._Pair.__new__(machine_checks._Pair)
+    pair._problem = ""
+    works, broken = {"problem": "", "seconds": 0.002}, {"problem": "unhandled system error", "seconds": 0.0}
+    assert pair._nccl({}).status == "optional"
+    good = pair._nccl({("NCCL", 0): works, ("NCCL", 1): works})
+    assert (good.status, good.found) == ("ok", "2 process(es) added 1 MiB in 2.00 ms (median)")
+    bad = pair._nccl({("NCCL", 0): works, ("NCCL", 1): broken})
+    assert (bad.status, bad.found) == ("failed", "unhandled system error")
+    assert "NCCL_DEBUG" in bad.remedy
+    assert _cuda_check({"cuda_devices": ["T4", "T4"], "cuda_build": "13.0"}).found == "2: T4"
+    assert _cuda_check({"cuda_devices": [], "cuda_build": "13.0"}).status == "warning"  # a driver is missing
+    assert _cuda_check({"cuda_devices": [], "cuda_build": None}).status == "optional"
