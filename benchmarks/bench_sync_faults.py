@@ -1,11 +1,13 @@
-"""What goes wrong on a parameter server, and what it costs: kill -9 of a worker and of the server, a stall, NaN.
+"""What goes wrong on a parameter server, and what it costs: kills, a stall, NaN, overflow, SIGTERM to the whole job.
 
-    python benchmarks/bench_sync_faults.py [--models bsp,elastic] [--faults kill-worker,nan] [--stall 30] [--json FILE]
+    python benchmarks/bench_sync_faults.py [--models bsp,elastic] [--faults kill-worker,nan] [--stall 30] [--repeat 3]
+        [--json FILE]
 
 Three workers with steps of 20 ms (a sleep, beside a small network on random data) and one server, each a process of its
-own. After 20 steps of worker 1 the fault happens. Printed are: the longest time between two steps of the other workers
-from then on, how each process ended (the first words of its error), the seconds from the fault until all had ended, what
-the server lost, and how many processes were left (always 0: they are counted before anything is cleaned up).
+own. In step 20 of worker 1 (kill-last: of each worker) the fault happens. Printed are: the longest time between two
+steps of the other workers from then on, how each process ended (the first words of its error), the seconds from the
+fault until all had ended, what the server lost, and how many processes were left (always 0: they are counted before
+anything is cleaned up). At the end a table of the worst of all runs, in Markdown.
 """
 
 from __future__ import annotations
@@ -28,9 +30,10 @@ from torch import nn
 
 from ddltool.errors import DdlToolError
 from ddltool.runtime.sync import BSP, ElasticBSP, MomentumSGD, Policy, SyncServer, SyncWorker, TransferPlan
+from ddltool.runtime.sync_signals import Terminated
 
 MODELS: dict[str, Policy] = {"bsp": BSP(), "elastic": ElasticBSP(4)}
-FAULTS = ("kill-worker", "nan", "raise", "stall", "kill-server")
+FAULTS = ("kill-worker", "nan", "raise", "stall", "overflow", "kill-server", "kill-last", "term-all")
 WORKERS, CULPRIT, FAULT_AT, STEPS = 3, 1, 20, 60
 STEP_S = 0.02
 
@@ -40,12 +43,15 @@ def work(pipe: Connection, model: nn.Module, plan: TransferPlan, policy: Policy,
     rank = dist.get_rank()
     with SyncWorker(model, plan, policy, checkpoint=Path(run["folder"], f"last.pt.{rank}")) as worker:
         for number in range(STEPS):
-            if rank == CULPRIT and number == FAULT_AT:
+            if number == FAULT_AT and (rank == CULPRIT or run["fault"] == "kill-last"):
                 pipe.send(("fault", time.monotonic()))
-                if run["fault"] == "kill-worker":
+                if run["fault"] in ("kill-worker", "kill-last"):
                     os.kill(os.getpid(), signal.SIGKILL)
                 if run["fault"] == "kill-server":
-                    os.kill(run["server"].value, signal.SIGKILL)
+                    os.kill(run["pids"][WORKERS], signal.SIGKILL)
+                if run["fault"] == "term-all":
+                    for pid in sorted(run["pids"], key=os.getpid().__eq__):  # this process last
+                        os.kill(pid, signal.SIGTERM)
                 if run["fault"] == "stall":
                     time.sleep(run["stall"])
             with worker.step():
@@ -54,6 +60,8 @@ def work(pipe: Connection, model: nn.Module, plan: TransferPlan, policy: Policy,
                 loss = model(torch.ones(4, 32)).pow(2).mean()
                 if rank == CULPRIT and number == FAULT_AT and run["fault"] == "nan":
                     loss = loss * float("nan")
+                if number == FAULT_AT and run["fault"] == "overflow":
+                    loss = loss + 2.5e38 * sum(value.sum() for value in model.parameters())
                 time.sleep(STEP_S)
                 loss.backward()
             pipe.send(("step", time.monotonic()))
@@ -62,6 +70,7 @@ def work(pipe: Connection, model: nn.Module, plan: TransferPlan, policy: Policy,
 def enter(pipe: Connection, rank: int, name: str, run: dict[str, Any]) -> None:
     """Run one process of a job and send how it ended."""
     torch.set_num_threads(1)
+    run["pids"][rank] = os.getpid()
     dist.init_process_group("gloo", init_method=f"file://{run['folder']}/meeting", rank=rank, world_size=WORKERS + 1)
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(32, 64), nn.ReLU(), nn.Linear(64, 10))
@@ -71,14 +80,13 @@ def enter(pipe: Connection, rank: int, name: str, run: dict[str, Any]) -> None:
         if rank < WORKERS:
             work(pipe, model, plan, MODELS[name], run)
         else:
-            run["server"].value = os.getpid()
             server = SyncServer(model, plan, MomentumSGD(lr=0.01), MODELS[name])
             try:
                 server.serve()
             finally:
                 lost = server.membership.lost
         ending = "done"
-    except (DdlToolError, RuntimeError) as error:
+    except (DdlToolError, RuntimeError, Terminated) as error:
         ending = f"{type(error).__name__}: {error}"
     pipe.send(("end", time.monotonic(), ending, lost))
 
@@ -88,7 +96,7 @@ def measure(name: str, fault: str, stall: float) -> dict[str, Any]:
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["ddltool.runtime.sync"])
     with tempfile.TemporaryDirectory() as folder:
-        run = {"folder": folder, "fault": fault, "stall": stall, "server": context.Value("q", 0)}
+        run = {"folder": folder, "fault": fault, "stall": stall, "pids": context.Array("q", WORKERS + 1)}
         crew = []
         for rank in range(WORKERS + 1):
             ours, theirs = context.Pipe(duplex=False)
@@ -101,7 +109,7 @@ def measure(name: str, fault: str, stall: float) -> dict[str, Any]:
             process.join(5)
         left = sum(process.is_alive() for process, _ in crew)
         files = sorted(path.name for path in Path(folder).glob("last.pt*"))
-    fault_s = next(each[1] for each in seen[CULPRIT] if each[0] == "fault")
+    fault_s = max(each[1] for events in seen for each in events if each[0] == "fault")
     gaps = [
         later[1] - max(earlier[1], fault_s)
         for rank, events in enumerate(seen[:WORKERS])
@@ -133,30 +141,51 @@ def listen(pipe: Connection) -> list[tuple[Any, ...]]:
     return said
 
 
+def show(row: dict[str, Any]) -> None:
+    """Print one run."""
+    gap = row["others_longest_gap_s"]
+    others = "-" if gap is None else f"{gap:.2f} s"
+    print(
+        f"{row['model']:8} {row['fault']:12} others' longest gap {others:>8}, "
+        f"all ended after {row['all_ended_s']:.2f} s, "
+        f"{row['processes_left']} processes left, checkpoints {row['checkpoints'] or 'none'}"
+    )
+    for rank, ending in enumerate(row["endings"]):
+        print(f"    {f'worker {rank}' if rank < WORKERS else 'server':8} {ending.splitlines()[0][:110]}")
+    for rank, reason in row["lost"].items():
+        print(f"    lost     worker {rank}: {reason.splitlines()[0][:110]}", flush=True)
+
+
+def summarise(rows: list[dict[str, Any]]) -> None:
+    """Print the worst of the runs of each model and fault."""
+    print(f"\nworst of {len(rows) // len({(row['model'], row['fault']) for row in rows})} runs each\n")
+    print("| fault | model | longest step of the others, s | all ended after, s | checkpoints | processes left |")
+    print("|---|---|---|---|---|---|")
+    for name, fault in dict.fromkeys((row["model"], row["fault"]) for row in rows):
+        runs = [row for row in rows if (row["model"], row["fault"]) == (name, fault)]
+        gaps = [row["others_longest_gap_s"] for row in runs]
+        longest = "-" if None in gaps else f"{max(gaps):.2f}"
+        ended = max(row["all_ended_s"] for row in runs)
+        saved, left = min(len(row["checkpoints"]) for row in runs), max(row["processes_left"] for row in runs)
+        print(f"| {fault} | {name} | {longest} | {ended:.2f} | {saved} | {left} |")
+
+
 def main() -> None:
     """Run every fault under every model and print what happened."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--models", default=",".join(MODELS))
     parser.add_argument("--faults", default=",".join(FAULTS))
     parser.add_argument("--stall", type=float, default=30.0, help="seconds")
+    parser.add_argument("--repeat", type=int, default=1)
     parser.add_argument("--json", type=Path)
     given = parser.parse_args()
     rows = []
-    for name in given.models.split(","):
-        for fault in given.faults.split(","):
-            row = measure(name, fault, given.stall)
-            rows.append(row)
-            gap = row["others_longest_gap_s"]
-            others = "-" if gap is None else f"{gap:.2f} s"
-            print(
-                f"{name:8} {fault:12} others' longest gap {others:>8}, all ended after {row['all_ended_s']:.2f} s, ",
-                end="",
-            )
-            print(f"{row['processes_left']} processes left, checkpoints {row['checkpoints'] or 'none'}")
-            for rank, ending in enumerate(row["endings"]):
-                print(f"    {f'worker {rank}' if rank < WORKERS else 'server':8} {ending.splitlines()[0][:110]}")
-            for rank, reason in row["lost"].items():
-                print(f"    lost     worker {rank}: {reason.splitlines()[0][:110]}", flush=True)
+    for fault in given.faults.split(","):
+        for name in given.models.split(","):
+            for _ in range(given.repeat):
+                rows.append(measure(name, fault, given.stall))
+                show(rows[-1])
+    summarise(rows)
     if given.json:
         given.json.write_text(json.dumps(rows, indent=1) + "\n")
 

@@ -12,21 +12,17 @@ from ddltool.commands.options import Json, Output
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from ddltool.analyzers.barriers.ends import Barrier, EndTimes
+    from ddltool.analyzers.barriers.ends import Barrier, EndTimes, Floats
+    from ddltool.analyzers.barriers.tradeoff import TradeoffPoint
+
+    Prices = Floats | None
 
 ALGORITHMS = ("zipline", "gridscan", "fullgridscan")
 LOOKAHEAD = 15
-LABELS = {"waiting": "least longest", "total": "least total", "per_iteration": "least per iter."}
-SHOWN = {
-    "waiting": "waiting_time_s",
-    "total": "total_waiting_s",
-    "per_iteration": "waiting_per_iteration_s",
-}
 # Beyond these a choice takes more than seconds, for barriers that lie hours ahead.
 MOST_ENDS, MANY_ENDS = 5_000_000, 500_000
 # Bounds on the iteration gap in the trade-off: every one where they are few, else spread over their range.
 _CURVE_POINTS, _FEW_POINTS = 17, 5
-_WORKERS_SHOWN = 16
 
 
 def barrier(
@@ -57,15 +53,24 @@ def barrier(
         Optional[int],  # noqa: UP045
         typer.Option(help="Bound on the iteration gap of the exact barriers.", min=0),
     ] = None,
+    weights: Annotated[
+        Optional[str],  # noqa: UP045
+        typer.Option(
+            metavar="FILE.csv|WORKER=PRICE,...",
+            help="What a second of waiting of each worker costs: minimised in total and per iteration.",
+        ),
+    ] = None,
     picture: Annotated[
         Optional[Path],  # noqa: UP045
-        typer.Option(metavar="FILE.svg", help="Draw the timeline with the barrier."),
+        typer.Option(metavar="FILE.svg", help="Draw the timeline with the barrier, and the trade-off with staleness."),
     ] = None,
     output: Output = None,
     as_json: Json = False,
 ) -> None:
     """Choose the next barrier: how many iterations each worker makes until all synchronise."""
     from ddltool.artifacts import check_writable, save, write_text
+    from ddltool.commands.barrier_output import show_barriers
+    from ddltool.commands.barrier_times import read_weights
     from ddltool.commands.output import note, print_json
     from ddltool.errors import InputError, did_you_mean
 
@@ -75,13 +80,25 @@ def barrier(
         if path is not None:
             check_writable(path)
     names, ends = ends_of(times, lookahead, predicted=predicted, predictor=predictor)
+    prices = None if weights is None else read_weights(weights, names)
     chosen = ALGORITHMS if algorithm == "all" else (algorithm,)
-    barriers = choose(ends, chosen, max_gap)
-    document = describe(names, ends, barriers, max_gap, None if predicted else predictor)
+    barriers = choose(ends, chosen, max_gap, prices)
+    curve = tradeoff_curve(ends, prices)
+    document = describe(names, ends, barriers, curve, prices)
+    document |= {"max_gap": max_gap, "predictor": None if predicted else predictor}
     if picture is not None:
         from ddltool.analyzers.barriers.picture import barrier_svg
 
-        write_text(picture, barrier_svg(names, ends, barriers[chosen[0]][0]))
+        # The published algorithms know neither bound nor price: under these, an exact barrier is what was asked for.
+        drawn = title = chosen[0]
+        if prices is not None:
+            drawn, title = "total", "least total by weight"
+        elif max_gap is not None:
+            drawn, title = "waiting", "least longest"
+        title += "" if max_gap is None else f", gap <= {max_gap}"
+        made = barriers[drawn][0]
+        svg = barrier_svg(names, ends, made, title=title, curve=curve, max_gap=max_gap, weights=prices)
+        write_text(picture, svg)
         note(f"wrote {picture}")
     if output is not None:
         save(document, output)
@@ -125,8 +142,10 @@ def ends_of(path: Path, lookahead: int | None, *, predicted: bool, predictor: st
     return names, EndTimes.of(ends)
 
 
-def choose(ends: EndTimes, algorithms: tuple[str, ...], max_gap: int | None) -> dict[str, tuple[Barrier, float]]:
-    """Return each algorithm's barrier and CPU seconds, then BSP's and the exact ones under ``max_gap``."""
+def choose(
+    ends: EndTimes, algorithms: tuple[str, ...], max_gap: int | None, prices: Prices = None
+) -> dict[str, tuple[Barrier, float]]:
+    """Return each algorithm's barrier and CPU seconds, then BSP's and the exact ones under ``max_gap`` and prices."""
     from functools import partial
 
     from ddltool.analyzers.barriers.ends import bsp
@@ -138,7 +157,7 @@ def choose(ends: EndTimes, algorithms: tuple[str, ...], max_gap: int | None) -> 
     made = {name: _timed(published[name], ends) for name in algorithms}
     made["bsp"] = _timed(bsp, ends)
     for objective in OBJECTIVES:
-        made[objective] = _timed(partial(best_barrier, objective=objective, max_gap=max_gap), ends)
+        made[objective] = _timed(partial(best_barrier, objective=objective, max_gap=max_gap, weights=prices), ends)
     return made
 
 
@@ -150,18 +169,25 @@ def _timed(call: Callable[[EndTimes], Barrier], ends: EndTimes) -> tuple[Barrier
     return barrier, time.process_time() - begin
 
 
+def tradeoff_curve(ends: EndTimes, prices: Prices) -> tuple[TradeoffPoint, ...]:
+    """Return the best barriers by bound on the iteration gap."""
+    from ddltool.analyzers.barriers.tradeoff import tradeoff
+
+    return tradeoff(ends, _bounds(ends, prices), prices)
+
+
 def describe(
     names: tuple[str, ...],
     ends: EndTimes,
     barriers: dict[str, tuple[Barrier, float]],
-    max_gap: int | None,
-    predictor: str | None,
+    curve: tuple[TradeoffPoint, ...],
+    prices: Prices,
 ) -> dict[str, Any]:
-    """Return the document that ``--json`` prints."""
-    from ddltool.analyzers.barriers.tradeoff import OBJECTIVES, tradeoff
+    """Return the document that ``--json`` prints, but for the options."""
+    from ddltool.analyzers.barriers.tradeoff import OBJECTIVES
 
     records = {
-        name: {**_figures(made), "iterations": _iterations(names, made), "compute_seconds": seconds}
+        name: {**_figures(made, prices), "iterations": _iterations(names, made), "compute_seconds": seconds}
         for name, (made, seconds) in barriers.items()
     }
     return {
@@ -169,25 +195,26 @@ def describe(
         "schema_version": 1,
         "workers": len(names),
         "lookahead": int((ends.pointers[1:] - ends.pointers[:-1]).max()),
-        "predictor": predictor,
+        "predictor": None,
         "algorithms": {name: record for name, record in records.items() if name in ALGORITHMS},
         "bsp": records["bsp"],
-        "max_gap": max_gap,
+        "max_gap": None,
+        "weights": None if prices is None else dict(zip(names, prices.tolist(), strict=True)),
         "objectives": {name: records[name] for name in OBJECTIVES},
         "tradeoff": [
-            {"max_gap": point.max_gap, **{name: _figures(getattr(point, name)) for name in OBJECTIVES}}
-            for point in tradeoff(ends, _bounds(ends))
+            {"max_gap": point.max_gap, **{name: _figures(getattr(point, name), prices) for name in OBJECTIVES}}
+            for point in curve
         ],
     }
 
 
-def _bounds(ends: EndTimes) -> list[int]:
+def _bounds(ends: EndTimes, prices: Prices) -> list[int]:
     """Return at most 17 bounds (5 where ends are many) on the gap, from 0 to the one from which on nothing improves."""
     import numpy as np
 
     from ddltool.analyzers.barriers.tradeoff import OBJECTIVES, best_barrier
 
-    most = max(best_barrier(ends, objective=objective).iteration_gap for objective in OBJECTIVES)
+    most = max(best_barrier(ends, objective=objective, weights=prices).iteration_gap for objective in OBJECTIVES)
     points = _CURVE_POINTS if len(ends.end_s) <= MANY_ENDS else _FEW_POINTS
     if most < points:
         return list(range(most + 1))
@@ -195,77 +222,20 @@ def _bounds(ends: EndTimes) -> list[int]:
     return [0, *spread.tolist()]
 
 
-def _figures(made: Barrier) -> dict[str, float | int]:
+def _figures(made: Barrier, prices: Prices) -> dict[str, float | int]:
+    cost = {}
+    if prices is not None:
+        waited = float(prices @ (made.barrier_s - made.chosen_s))
+        cost = {"waiting_cost": waited, "waiting_cost_per_iteration": waited / int(made.iterations.sum())}
     return {
         "waiting_time_s": made.waiting_s,
         "barrier_s": made.barrier_s,
         "total_waiting_s": made.total_waiting_s,
         "waiting_per_iteration_s": made.waiting_per_iteration_s,
         "iteration_gap": made.iteration_gap,
+        **cost,
     }
 
 
 def _iterations(names: tuple[str, ...], made: Barrier) -> dict[str, int]:
     return dict(zip(names, made.iterations.tolist(), strict=True))
-
-
-def show_barriers(document: dict[str, Any], output: Path | None) -> None:
-    """Print the barriers, each worker's iterations, and the trade-off of waiting against the iteration gap."""
-    from ddltool.commands.output import out, table
-    from ddltool.units import show_seconds
-
-    legend = "longest, total, per iter.: waiting of the workers"
-    if document["max_gap"] is not None:
-        legend += f"; in the rows 'least ...' the gap is at most {document['max_gap']}"
-    records = {
-        "bsp": document["bsp"],
-        **document["algorithms"],
-        **{label: document["objectives"][name] for name, label in LABELS.items()},
-    }
-    rows = [
-        [
-            name,
-            show_seconds(record["barrier_s"]),
-            show_seconds(record["waiting_time_s"]),
-            show_seconds(record["total_waiting_s"]),
-            show_seconds(record["waiting_per_iteration_s"]),
-            str(record["iteration_gap"]),
-            show_seconds(record["compute_seconds"]),
-        ]
-        for name, record in records.items()
-    ]
-    title = f"Next barrier of {document['workers']} workers, lookahead {document['lookahead']} (predicted)"
-    columns = ("", "at", "longest", "total", "per iter.", "gap", "CPU")
-    console = out()
-    console.print(table(title, columns, rows, caption=legend))
-    _show_iterations(document)
-    curve = []
-    for point in document["tradeoff"]:
-        cells = [str(point["max_gap"])]
-        for name, figure in SHOWN.items():
-            cells += [show_seconds(point[name]["barrier_s"]), show_seconds(point[name][figure])]
-        curve.append(cells)
-    headings = ("gap <=", "at", "longest", "at", "total", "at", "per iter.")
-    console.print(table("Least waiting by bound on the iteration gap", headings, curve, text_columns=0))
-    if output is not None:
-        console.print(f"wrote {output}", soft_wrap=True)
-
-
-def _show_iterations(document: dict[str, Any]) -> None:
-    """Print the iterations until the barrier: per worker, or how they spread where workers are many."""
-    import numpy as np
-
-    from ddltool.commands.output import out, table
-
-    columns = {**document["algorithms"], LABELS["per_iteration"]: document["objectives"]["per_iteration"]}
-    workers = list(next(iter(columns.values()))["iterations"])
-    if len(workers) <= _WORKERS_SHOWN:
-        rows = [[worker, *(str(record["iterations"][worker]) for record in columns.values())] for worker in workers]
-        out().print(table("Iterations until the barrier", ("worker", *columns), rows))
-        return
-    counts = [np.array(list(record["iterations"].values())) for record in columns.values()]
-    rows = [
-        [label, *(f"{np.quantile(count, share):g}" for count in counts)]
-        for label, share in (("fewest", 0.0), ("median", 0.5), ("most", 1.0))
-    ]
-    out().print(table(f"Iterations of {len(workers)} workers until the barrier", ("", *columns), rows))

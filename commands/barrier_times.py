@@ -17,6 +17,10 @@ if TYPE_CHECKING:
 
 Floats = NDArray[np.float64]
 COLUMNS = ("worker", "iteration", "end_s")
+# Thirty million years: predictions from longer times could leave the range of floats, and mean nothing.
+MOST_S = 1e15
+# Above this, floats skip whole numbers.
+MOST_ITERATIONS = 2**53
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -71,11 +75,58 @@ def read_predicted(path: Path, lookahead: int | None) -> tuple[tuple[str, ...], 
     return tuple(names), np.array([row[:wanted] for row in ends])
 
 
+def read_weights(text: str, names: tuple[str, ...]) -> Floats:
+    """Return (n,) what a second of waiting of each worker costs.
+
+    ``text``: a CSV with the columns ``worker`` and ``weight``, or ``NAME=NUMBER`` with commas between. Raises InputError
+    for a worker without a weight or with two, a name that is no worker's, and weights that are no finite numbers >= 0 or
+    all of them 0.
+    """
+    pairs = _weight_pairs(text)
+    where = "--weights"
+    found: dict[str, float] = {}
+    for name, value in pairs:
+        if name not in names:
+            raise InputError(where, f"names {name!r}, which is no worker", did_you_mean(name, names))
+        if name in found:
+            raise InputError(where, f"has worker {name} twice", "give each worker one weight")
+        try:
+            found[name] = float(value)
+        except ValueError:
+            found[name] = float("nan")
+        if not 0 <= found[name] <= MOST_S:
+            raise InputError(where, f"is {value} for worker {name}", f"give numbers from 0 to {MOST_S:g}")
+    missing = [name for name in names if name not in found]
+    if missing:
+        more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
+        raise InputError(where, f"has no weight for worker {missing[0]}{more}", "give every worker one")
+    if not any(found.values()):
+        raise InputError(where, "is 0 for every worker", "give at least one a weight above 0")
+    return np.array([found[name] for name in names])
+
+
+def _weight_pairs(text: str) -> list[tuple[str, str]]:
+    """Return (worker, weight) as they were written."""
+    if "=" in text and not Path(text).exists():
+        parts = [part.rpartition("=") for part in text.split(",")]
+        if wrong := next((part for part in parts if not part[0]), None):
+            raise InputError("--weights", f"has {''.join(wrong)!r}", "give WORKER=NUMBER with commas between")
+        return [(name.strip(), value.strip()) for name, _, value in parts]
+    frame = _read(Path(text))
+    for column in ("worker", "weight"):
+        if column not in frame.columns:
+            raise InputError(f"{text}:{column}", "no such column", did_you_mean(column, map(str, frame.columns)))
+    return list(zip(frame["worker"].astype(str), frame["weight"].astype(str), strict=True))
+
+
 def _read(path: Path) -> pd.DataFrame:
     import warnings
 
     from ddltool.profile import read_table
 
+    if path.is_file() and not path.stat().st_size:
+        remedy = f"give a CSV with the columns {', '.join(COLUMNS)}, or telemetry"
+        raise InputError(str(path), "is empty", remedy)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # columns of mixed type in a long table: what is wrong in them is told below
         return read_table(path)
@@ -85,6 +136,7 @@ def _from_telemetry(frame: pd.DataFrame, where: str) -> Recorded:
     """Return each rank's steps without their waiting."""
     names, steps, _ = _rows_by_worker(frame, ("rank", "step", "step_s"), where, ascending=False)
     _, waits, _ = _rows_by_worker(frame, ("rank", "step", "wait_s"), where, ascending=False)
+    _refuse_negative(frame["wait_s"], where)
     none_left = frame["wait_s"].to_numpy(dtype=np.float64) >= frame["step_s"].to_numpy(dtype=np.float64)
     _refuse(none_left, frame["wait_s"], f"{where}:row {{row}}:wait_s", "it must be less than the row's step_s")
     lengths = [step - wait for step, wait in zip(steps, waits, strict=True)]
@@ -103,9 +155,12 @@ def _from_sync(frame: pd.DataFrame, where: str) -> Recorded:
         steps = frame[frame["event"] == "step"]
     if steps.empty:
         raise InputError(where, "has no row of a step", "give the telemetry of a server that has taken gradients")
-    steps = steps.assign(worker=steps["worker"].astype(int).astype(str)).reset_index(drop=True)
+    numbers = _whole(steps["worker"])
+    _refuse(np.isnan(numbers), steps["worker"], f"{where}:row {{row}}:worker", "it must be a whole number >= 0")
+    steps = steps.assign(worker=numbers.astype(np.int64).astype(str))
     names, ends, _ = _rows_by_worker(steps, ("worker", "step", "time_s"), where)
     _, waits, _ = _rows_by_worker(steps, ("worker", "step", "wait_s"), where, ascending=False)
+    _refuse_negative(steps["wait_s"], where)
     lengths = [np.diff(end) - wait[1:] for end, wait in zip(ends, waits, strict=True)]
     for name, own in zip(names, lengths, strict=True):
         if not len(own) or own.min() <= 0:
@@ -130,11 +185,13 @@ def _rows_by_worker(
         if column not in frame.columns:
             raise InputError(f"{where}:{column}", "no such column", did_you_mean(column, map(str, frame.columns)))
     _refuse(frame[worker].isna().to_numpy(), frame[worker], f"{where}:row {{row}}:{worker}", "name the worker")
-    numbers = pd.to_numeric(frame[iteration], errors="coerce").to_numpy(dtype=np.float64)
-    whole = np.isfinite(numbers) & (numbers == np.floor(numbers)) & (numbers >= 0)
-    _refuse(~whole, frame[iteration], f"{where}:row {{row}}:{iteration}", "it must be a whole number >= 0")
+    numbers = _whole(frame[iteration])
+    remedy = "it must be a whole number >= 0, below 2^53"
+    _refuse(np.isnan(numbers), frame[iteration], f"{where}:row {{row}}:{iteration}", remedy)
     values = pd.to_numeric(frame[value], errors="coerce").to_numpy(dtype=np.float64)
     _refuse(~np.isfinite(values), frame[value], f"{where}:row {{row}}:{value}", "it must be finite seconds")
+    remedy = f"it must be seconds between -{MOST_S:g} and {MOST_S:g}"
+    _refuse(np.abs(values) > MOST_S, frame[value], f"{where}:row {{row}}:{value}", remedy)
     codes, found = pd.factorize(frame[worker].astype(str))
     names = [str(name) for name in found]
     order = np.lexsort((numbers, codes))
@@ -154,7 +211,7 @@ def _rows_by_worker(
             place = int(places[np.argmin(order[places])])
             at = float(numbers[place])
             text = problem.format(at=at, before=at - 1, name=names[codes[place]], end=float(values[place]))
-            raise InputError(f"{where}:row {order[place] + 1}:{column}", text, remedy)
+            raise InputError(f"{where}:row {frame.index[order[place]] + 1}:{column}", text, remedy)
     bounds = np.append(np.flatnonzero(np.append(True, ~same)), len(codes))
     parts = {
         names[codes[low]]: (values[low:high], int(order[high - 1]))
@@ -164,8 +221,23 @@ def _rows_by_worker(
     return ordered, [parts[name][0] for name in ordered], [parts[name][1] for name in ordered]
 
 
+def _whole(raw: pd.Series[Any]) -> Floats:
+    """Return (n,) the whole numbers from 0 that floats tell apart; NaN for all else."""
+    import pandas as pd
+
+    numbers = pd.to_numeric(raw, errors="coerce").to_numpy(dtype=np.float64)
+    whole = np.isfinite(numbers) & (numbers == np.floor(numbers)) & (numbers >= 0) & (numbers < MOST_ITERATIONS)
+    return np.where(whole, numbers, np.nan)
+
+
+def _refuse_negative(waits: pd.Series[Any], where: str) -> None:
+    """Raise InputError for the first waiting time below 0; all are numbers."""
+    wrong = waits.to_numpy(dtype=np.float64) < 0
+    _refuse(wrong, waits, f"{where}:row {{row}}:wait_s", "nobody waits for less than 0 s")
+
+
 def _refuse(wrong: NDArray[np.bool_], raw: pd.Series[Any], where: str, remedy: str) -> None:
-    """Raise InputError for the first row that is wrong; ``where`` has a place for its number."""
+    """Raise InputError for the first row that is wrong; ``where`` has a place for its number in the file."""
     if wrong.any():
         row = int(np.argmax(wrong))
-        raise InputError(where.format(row=row + 1), f"is {raw.iloc[row]}", remedy)
+        raise InputError(where.format(row=raw.index[row] + 1), f"is {raw.iloc[row]}", remedy)

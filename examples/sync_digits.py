@@ -1,9 +1,15 @@
-"""Train on scikit-learn's digits under a synchronisation model: torchrun --nproc-per-node 4 THIS_FILE [MODEL].
+"""Train on scikit-learn's digits under synchronisation models: python examples/sync_launch.py 4 THIS_FILE [MODEL...].
 
 Ranks 0 to 2 are workers, rank 2 the slowest (it sleeps); rank 3 is the parameter server. MODEL is bsp, asp, ssp,
-elastic, local or backup.
+elastic, local or backup; several are trained one after the other, each until the server has used GRADIENTS gradients
+(400), so time and accuracy can be compared.
+
+What the workers' shares of an epoch are is equal under every model, so with a fixed number of epochs the job lasts as
+long as the slowest worker needs for its share, whatever the model. With a number of gradients, who is faster makes more.
 """
 
+import itertools
+import os
 import sys
 import time
 
@@ -23,46 +29,59 @@ from ddltool.runtime.sync import (
     SyncServer,
     SyncWorker,
     TransferPlan,
-    shard,
 )
 
+WORKERS, LOCAL_STEPS = 3, 4
+GRADIENTS = int(os.environ.get("GRADIENTS", "400"))
+# A model, and how many workers' gradients make one update.
 MODELS = {
-    "bsp": BSP(),
-    "asp": ASP(),
-    "ssp": SSP(3),
-    "elastic": ElasticBSP(15),
-    "local": LocalSGD(4),
-    "backup": BackupWorkers(1),
+    "bsp": (BSP(), WORKERS),
+    "asp": (ASP(), 1),
+    "ssp": (SSP(3), 1),
+    "elastic": (ElasticBSP(15), 1),
+    "local": (LocalSGD(LOCAL_STEPS), WORKERS * LOCAL_STEPS),
+    "backup": (BackupWorkers(1), WORKERS - 1),
 }
 
 
-def main() -> None:
-    """Train for three epochs; the server prints how long workers waited, and the accuracy."""
-    dist.init_process_group("gloo")
+def train(name: str) -> None:
+    """Train under one model; the server prints time, accuracy, and how long the workers waited."""
+    policy, per_update = MODELS[name]
     torch.manual_seed(0)
-    torch.set_num_threads(1)
-    policy = MODELS[sys.argv[1] if len(sys.argv) > 1 else "elastic"]
     images, targets = load_digits(return_X_y=True)
     features, labels = torch.tensor(images, dtype=torch.float32) / 16, torch.tensor(targets)
     model = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 10))
-    plan = TransferPlan.for_model(model, workers=3, servers=1)
+    plan = TransferPlan.for_model(model, workers=WORKERS, servers=1)
     rank, local = dist.get_rank(), policy.local_steps > 1
-    if rank == 3:
-        server = SyncServer(model, plan, MomentumSGD(lr=1.0 if local else 0.5), policy, telemetry="sync.jsonl")
+    if rank == WORKERS:
+        update = MomentumSGD(lr=1.0 if local else 0.5)
+        server = SyncServer(model, plan, update, policy, telemetry=f"sync.{name}.jsonl")
+        begin = time.monotonic()
         model.load_state_dict(server.serve())
+        seconds = time.monotonic() - begin
         with torch.no_grad():
             accuracy = (model(features[1500:]).argmax(1) == labels[1500:]).float().mean().item()
-        waits = ", ".join(f"{seconds:.2f}" for seconds in server.log.wait_s)
-        print(f"{policy.describe()}: accuracy {accuracy:.3f}, {server.updates:.0f} updates, workers waited {waits} s")
+        waits = ", ".join(f"{wait_s:.2f}" for wait_s in server.log.wait_s)
+        used = round(server.updates * per_update)
+        print(f"{name}: {used} gradients in {seconds:.1f} s, accuracy {accuracy:.3f}, waited {waits} s", flush=True)
         return
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5) if local else None
     with SyncWorker(model, plan, policy, local_optimizer=optimizer, checkpoint=f"last.{rank}.pt") as worker:
-        for epoch in range(3):
-            mine = torch.from_numpy(shard(1500, worker.members(epoch), rank, epoch=epoch, seed=0))
-            for batch in mine.split(16):
+        for epoch in itertools.count():
+            for batch in worker.batches(1500, 16, epoch=epoch, seed=0):
+                if worker.updates * per_update >= GRADIENTS:
+                    return
                 with worker.step():
                     time.sleep(0.03 if rank == 2 else 0.01)
                     nn.functional.cross_entropy(model(features[batch]), labels[batch]).backward()
+
+
+def main() -> None:
+    """Train under each model that the command line names."""
+    dist.init_process_group("gloo")
+    torch.set_num_threads(1)
+    for name in sys.argv[1:] or ["bsp", "elastic"]:
+        train(name)
 
 
 if __name__ == "__main__":

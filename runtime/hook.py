@@ -47,12 +47,14 @@ class Hook:
     Attributes:
         rank, world_size: this process's place in the job.
         local_batch_size: samples per step on this rank as planned; None where nothing is enforced.
+        accumulation_steps: passes before the last one of a step, over all of which the script splits the local batch.
     """
 
     def __init__(self, dataset: Dataset[Any] | None, rank: int, world_size: int) -> None:
         self.rank = rank
         self.world_size = world_size
         self.local_batch_size: int | None = None
+        self.accumulation_steps = 0
         self._dataset = dataset
         self._samplers: list[DistributedSampler[Any] | VariableBatchSampler] = []
 
@@ -130,6 +132,7 @@ class EnforcingHook(Hook):
         super().__init__(dataset, rank, enforcement.world_size)
         self.enforcement = enforcement
         self.local_batch_size = enforcement.ranks[rank].local_batch_size
+        self.accumulation_steps = enforcement.ranks[rank].accumulation_steps
         self._counter = counter
         self._recorder = recorder
 

@@ -17,7 +17,7 @@ from torch.distributed.distributed_c10d import Store
 
 from ddltool.errors import InputError, one_line
 from ddltool.runtime.member_wire import Door
-from ddltool.runtime.membership import FOREVER_S, JOIN, JOINED, LEFT_BEHIND_S, MEMBERS, Membership
+from ddltool.runtime.membership import FOREVER_S, JOIN, JOINED, LEFT_BEHIND_S, MEMBERS, SHARE, Membership, Share
 from ddltool.runtime.servers import ParameterServer
 from ddltool.runtime.servers import Update as Optimizer
 from ddltool.runtime.sync_records import SyncLog
@@ -89,9 +89,14 @@ class MemberServer(ParameterServer):
                 self._gates.pop(worker, None)
                 self.changed.notify_all()
             return
+        if kind == SHARE:
+            with self.changed:
+                self.membership.shares(worker, clock)
+            return
         if kind == MEMBERS:
             with self.changed:
                 members = self.membership.of_epoch(clock)
+                self.membership.begins(worker, clock)
                 self.membership.heard(worker)
             answer = torch.zeros(self.plan.seats, dtype=torch.int64)
             answer[list(members)] = 1
@@ -182,6 +187,12 @@ class MemberServer(ParameterServer):
 
     def _watch(self) -> None:
         """Take out workers for which others wait in vain."""
+        try:
+            self._take_out_the_silent()
+        except Exception as error:  # what follows from a loss may be an update, and so the optimizer's own
+            self._fail(TransferError(f"{self._title} failed: {type(error).__name__}: {error}"))
+
+    def _take_out_the_silent(self) -> None:
         while not self._done.wait(min(WATCH_S, self.membership.lost_after_s / 4)) and not self._failing:
             with self.changed:
                 waiting = self.membership.waiting()
@@ -210,10 +221,14 @@ class MemberServer(ParameterServer):
             with self.changed:
                 if not self.membership.remove(worker, reason):
                     return
-                self.log.left(worker, reason)
+                self.log.left(worker, reason, self._share(worker))
                 self.changed.notify_all()
             if self.membership.members:
                 self._settle()
+
+    def _share(self, worker: int) -> Share | None:
+        """Return how far ``worker`` has come in its epoch; ``changed`` is held."""
+        raise NotImplementedError
 
     def _settle(self) -> None:
         """Do what is due now that a member is gone; the accepting lock is held."""

@@ -1,7 +1,8 @@
 """Who is in the job: members, the lost and why, who has been silent, and whose samples are whose.
 
 Samples are shared again at every epoch among those who are members when the first of them begins it, so a lost worker's
-share is handed over with the next epoch that nobody has begun; what it had not processed of its last epoch is left out.
+share is handed over with the next epoch that nobody has begun; what it had not processed of its last epoch is left out,
+and counted (:class:`Share`).
 """
 
 from __future__ import annotations
@@ -19,13 +20,38 @@ from ddltool.errors import InputError
 from ddltool.runtime.sync_policies import Policy
 from ddltool.runtime.transfers import IDLE_S
 
-# Requests: who shares this epoch's samples; let me in (clock -1: and say from when on); all servers have let me in.
-MEMBERS, JOIN, JOINED = 3, 4, 5
+# Requests: who shares this epoch's samples; let me in (clock -1: and say from when on); all servers have let me in; my
+# share of the epoch that I last asked for has so many batches.
+MEMBERS, JOIN, JOINED, SHARE = 3, 4, 5, 6
 # A wait that times out closes all connections of its group, and a long wait may be due to the policy. So waits have no
 # limit but this one: a dead peer ends them by closing, a silent one is found by looking at the clock.
 FOREVER_S = 10 * IDLE_S
 # A transfer that begins in the moment in which its peer goes away may never end in gloo; its thread is left behind.
 LEFT_BEHIND_S = 1.0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Share:
+    """How far a worker has come in the epoch that it asked for last."""
+
+    epoch: int
+    steps: int
+    """Steps of it whose gradients have come whole."""
+    batches: int | None
+    """How many there are to make; None: the worker has not said."""
+
+    @property
+    def left_out(self) -> int | None:
+        """Batches of the share that were not processed; None: not known."""
+        return None if self.batches is None else max(0, self.batches - self.steps)
+
+
+@dataclass(kw_only=True, slots=True)
+class _Epoch:
+    number: int
+    batches: int | None = None
+    clock: int | None = None
+    """The number of the worker's first step in it."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -41,6 +67,7 @@ class Membership:
     _heard_s: dict[int, float] = field(default_factory=dict)
     _blocked: dict[int, tuple[int, str]] = field(default_factory=dict)
     _epochs: dict[int, tuple[int, ...]] = field(default_factory=dict)
+    _begun: dict[int, _Epoch] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         now_s = time.monotonic()
@@ -103,6 +130,29 @@ class Membership:
     def of_epoch(self, epoch: int) -> tuple[int, ...]:
         """Return the members that share the samples of ``epoch``, the same for all who ask."""
         return self._epochs.setdefault(epoch, tuple(sorted(self.members)))
+
+    def begins(self, worker: int, epoch: int) -> None:
+        """A worker has asked for the members of ``epoch``, which it begins with its next step."""
+        self._begun[worker] = _Epoch(number=epoch)
+
+    def shares(self, worker: int, batches: int) -> None:
+        """A worker has said how many batches its share of that epoch has."""
+        if worker in self._begun:
+            self._begun[worker].batches = batches
+
+    def steps(self, worker: int, clock: int) -> None:
+        """A worker begins step number ``clock``."""
+        begun = self._begun.get(worker)
+        if begun is not None and begun.clock is None:
+            begun.clock = clock
+
+    def share(self, worker: int, made: int, local_steps: int = 1) -> Share | None:
+        """Return how far ``worker`` is after ``made`` pushes of ``local_steps`` steps each; None: it has asked for none."""
+        begun = self._begun.get(worker)
+        if begun is None:
+            return None
+        steps = 0 if begun.clock is None else max(0, made - begun.clock) * local_steps
+        return Share(epoch=begun.number, steps=steps, batches=begun.batches)
 
 
 def shard(samples: int, members: Sequence[int], worker: int, *, epoch: int, seed: int) -> NDArray[np.int64]:

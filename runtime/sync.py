@@ -9,10 +9,9 @@
     else:
         with SyncWorker(model, plan, policy, checkpoint="last.pt") as worker:
             for epoch in range(epochs):
-                mine = shard(len(data), worker.members(epoch), worker.rank, epoch=epoch, seed=0)
-                for inputs, labels in batches(data, mine):
+                for batch in worker.batches(len(inputs), 32, epoch=epoch, seed=0):
                     with worker.step():
-                        loss_function(model(inputs), labels).backward()
+                        loss_function(model(inputs[batch]), labels[batch]).backward()
 
 The transfers are those of :mod:`ddltool.runtime.transfers`, in the plan's order. A worker may close or be lost at any
 time and the others go on (:mod:`~.membership`); a lost server ends the run. With ``for_model(..., late=n)`` and a store

@@ -18,7 +18,8 @@ from typing import ClassVar, Literal
 from ddltool.artifacts import SCHEMA_VERSION, Record, check_writable
 from ddltool.errors import InputError
 from ddltool.runtime.elastic_bsp import Superstep
-from ddltool.runtime.telemetry import ROWS_HELD, SECONDS_HELD, whole_lines
+from ddltool.runtime.membership import Share
+from ddltool.runtime.telemetry import whole_lines
 
 log = logging.getLogger(__name__)
 
@@ -65,6 +66,12 @@ class LeftRow(_Row):
     worker: int
     lost: bool
     reason: str
+    epoch: int | None = None
+    """The epoch of which it last asked for a share (server 0 alone is asked)."""
+    steps_of_epoch: int | None = None
+    """Steps of that epoch that it has made."""
+    batches_left: int | None = None
+    """Batches of its share that nobody has processed, where it has said how many there are."""
 
 
 class JoinedRow(_Row):
@@ -109,8 +116,6 @@ class SyncLog:
     _step_wait_s: list[float] = field(default_factory=list)
     _step_staleness: list[int] = field(default_factory=list)
     _step_dropped: list[bool] = field(default_factory=list)
-    _rows: list[Row] = field(default_factory=list)
-    _written_s: float = 0.0
     _descriptor: int | None = None
 
     def __post_init__(self) -> None:
@@ -137,7 +142,7 @@ class SyncLog:
 
     def start(self) -> None:
         """Times count from here."""
-        self._began_s = self._written_s = time.monotonic()
+        self._began_s = time.monotonic()
 
     @property
     def time_s(self) -> float:
@@ -196,16 +201,26 @@ class SyncLog:
         """A worker has joined late."""
         self._add(JoinedRow(time_s=self.time_s, worker=worker, step=step, epoch=epoch))
 
-    def left(self, worker: int, reason: str | None) -> None:
-        """A worker has closed (``reason`` None) or was lost."""
-        self._add(LeftRow(time_s=self.time_s, worker=worker, lost=reason is not None, reason=reason or "closed"))
+    def left(self, worker: int, reason: str | None, share: Share | None = None) -> None:
+        """A worker has closed (``reason`` None) or was lost, so far into its share of an epoch."""
+        self._add(
+            LeftRow(
+                time_s=self.time_s,
+                worker=worker,
+                lost=reason is not None,
+                reason=reason or "closed",
+                epoch=None if share is None else share.epoch,
+                steps_of_epoch=None if share is None else share.steps,
+                batches_left=None if share is None else share.left_out,
+            )
+        )
         if reason is not None:
-            log.warning("worker %d is taken out of the job: %s", worker, reason)
+            log.warning("worker %d is taken out of the job: %s%s", worker, reason, _told(share))
 
     def close(self, policy: str, steps: list[int], updates: int) -> None:
         """Write the summary and close the file."""
         time_s = self.time_s
-        self._rows.append(
+        self._add(
             SummaryRow(
                 time_s=time_s,
                 policy=policy,
@@ -217,29 +232,27 @@ class SyncLog:
                 dropped=self.dropped,
             )
         )
-        self._flush()
         if self._descriptor is not None:
             os.close(self._descriptor)
             self._descriptor = None
 
     def _add(self, row: Row) -> None:
-        if self._descriptor is None:
-            return
-        self._rows.append(row)
-        if len(self._rows) >= ROWS_HELD or time.monotonic() - self._written_s > SECONDS_HELD:
-            self._flush()
-
-    def _flush(self) -> None:
-        """Write the rows held back; a failure is logged once and ends telemetry, not training."""
-        rows, self._rows = self._rows, []
-        self._written_s = time.monotonic()
+        """Write a row at once, so that a killed server loses none; a failure ends telemetry, not training."""
         if self._descriptor is None:
             return
         try:
-            for block in whole_lines([row.model_dump_json() for row in rows]):
+            for block in whole_lines([row.model_dump_json()]):
                 if os.write(self._descriptor, block) != len(block):
                     raise OSError(0, "no space left")
         except OSError as error:
             log.warning("%s: telemetry stops, training goes on (%s)", self.path, error.strerror)
             os.close(self._descriptor)
             self._descriptor = None
+
+
+def _told(share: Share | None) -> str:
+    """Return what a lost worker leaves out, as the end of a sentence."""
+    if share is None:
+        return ""
+    text = f"; it had made {share.steps} steps of epoch {share.epoch}"
+    return text if share.left_out is None else f"{text}, {share.left_out} of its {share.batches} batches are left out"

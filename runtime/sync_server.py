@@ -15,9 +15,10 @@ from ddltool.errors import InputError
 from ddltool.runtime.elastic_bsp import ElasticBSP
 from ddltool.runtime.member_server import LOST_AFTER_S, MemberServer, Refused
 from ddltool.runtime.member_wire import Door
-from ddltool.runtime.membership import FOREVER_S, check_same_policy
+from ddltool.runtime.membership import FOREVER_S, Share, check_same_policy
 from ddltool.runtime.servers import Update as Optimizer
 from ddltool.runtime.sync_policies import Book, Policy, Update
+from ddltool.runtime.sync_signals import Interruptions
 from ddltool.runtime.transfers import TransferError, TransferPlan
 
 OVER = -1  # in place of a superstep's number: there will be no more
@@ -85,7 +86,12 @@ class SyncServer(MemberServer):
     @property
     def taken(self) -> int:
         """Steps (under local SGD: rounds) of all workers whose gradients have come whole."""
-        return sum(self._made())
+        return sum(self.steps_made)
+
+    @property
+    def steps_made(self) -> list[int]:
+        """Per worker, late ones included, the steps that it has made (under local SGD: rounds)."""
+        return [steps - self._book.start.get(worker, 0) for worker, steps in enumerate(self._book.steps)]
 
     # The policy points of the parameter server.
 
@@ -116,7 +122,12 @@ class SyncServer(MemberServer):
                 return
             self.membership.heard(worker)
         if not finite:
-            self._lose(worker, f"its gradient of {name} in step {clock} is not finite")
+            # Large parameters are the job's doing: then other workers' gradients will not be finite either.
+            largest = max((float(self.values[other].abs().max()) for other in self._book.names), default=0.0)
+            reason = (
+                f"its gradient of {name} in step {clock} is not finite (the largest parameter here is {largest:.3g})"
+            )
+            self._lose(worker, reason)
             return
         book = self._book
         with self.changed:
@@ -124,7 +135,8 @@ class SyncServer(MemberServer):
             counts, updates = self.policy.take(worker, name, gradient)
             stale = self.version[name] - self._pulled[worker][name]
             self.log.used(worker, stale if counts else None)
-        self._apply(updates)
+        if not self._apply(updates, f"after worker {worker}'s gradient of step {clock}"):
+            return
         with self.changed:
             self._left[worker] += 1
             whole = self._left[worker] == len(book.names)
@@ -144,9 +156,13 @@ class SyncServer(MemberServer):
     def serve(self) -> dict[str, Tensor]:
         """Serve until every worker has closed or is lost, and return the final values.
 
-        Raises TransferError when no worker ended well, and when another server is lost.
+        Raises TransferError when no worker ended well, when another server is lost, and when an update is not finite;
+        :attr:`values` then holds the last ones, all finite. SIGTERM and Ctrl-C end the run in order (the summary is
+        written, the workers hear of it) unless the script has handlers of its own.
         """
         self.log.start()
+        interruptions = Interruptions()
+        interruptions.open()
         if isinstance(self.policy, ElasticBSP):
             self.policy.start(time.monotonic())
             if self.server:
@@ -154,11 +170,9 @@ class SyncServer(MemberServer):
         try:
             return super().serve()
         finally:
-            self.log.close(self.policy.describe(), self._made(), round(self.updates))
-
-    def _made(self) -> list[int]:
-        """Return per worker the steps that it has made."""
-        return [steps - self._book.start.get(worker, 0) for worker, steps in enumerate(self._book.steps)]
+            with interruptions.held_off():
+                self.log.close(self.policy.describe(), self.steps_made, round(self.updates))
+            interruptions.close()
 
     def _door(self, store: Store) -> Door:
         return Door(store, self.plan, self.server, self.policy)
@@ -212,6 +226,7 @@ class SyncServer(MemberServer):
         try:
             with self.changed:
                 self.membership.heard(worker)
+                self.membership.steps(worker, clock)
                 while not self._may_begin(worker, clock):
                     self._raise_failure()
                     self.changed.wait()
@@ -263,21 +278,42 @@ class SyncServer(MemberServer):
 
     # What follows from a gradient or a loss.
 
-    def _apply(self, updates: list[Update]) -> None:
-        """Make updates, all visible at once; the accepting lock is held."""
+    def _apply(self, updates: list[Update], when: str) -> bool:
+        """Make updates, all visible at once; the accepting lock is held.
+
+        Return False, with the run ended and nothing published, when one of the new values is not finite.
+        """
         if not updates:
-            return
+            return True
         new = {}
         for due in updates:
             total = due.gradients[0]
             for gradient in due.gradients[1:]:
                 total = total.add_(gradient)
-            new[due.name] = self._update(due.name, self.values[due.name], total.div_(due.divisor))
+            mean = total.div_(due.divisor)
+            value = self._update(due.name, self.values[due.name], mean)
+            if not torch.isfinite(value).all():
+                self._fail(TransferError(f"{self._title}: {self._not_finite(due, mean)}, {when}"))
+                return False
+            new[due.name] = value
         with self.changed:
             for name, value in new.items():
                 self.publish(name, value)
             self.policy.applied()
             self.changed.notify_all()
+        return True
+
+    def _not_finite(self, due: Update, mean: Tensor) -> str:
+        """Return which update is not finite, and why; every gradient in it is finite."""
+        before = self.values[due.name]
+        if not torch.isfinite(before).all():
+            cause = "its value was not finite from the beginning"
+        elif not torch.isfinite(mean).all():
+            cause = f"the sum of {len(due.gradients)} workers' finite gradients is too large for {mean.dtype}"
+        else:
+            largest = float(mean.abs().max()) if mean.numel() else 0.0
+            cause = f"the optimizer left the numbers of {before.dtype} on a finite gradient (largest {largest:.3g})"
+        return f"update {self.version[due.name] + 1} of {due.name} is not finite: {cause}"
 
     def _decide(self) -> None:
         """Choose and announce the next barrier when this one has been reached."""
@@ -310,5 +346,8 @@ class SyncServer(MemberServer):
     def _settle(self) -> None:
         with self.changed:
             updates = self.policy.settle()
-        self._apply(updates)
-        self._decide()
+        if self._apply(updates, "after the loss or the end of a worker"):
+            self._decide()
+
+    def _share(self, worker: int) -> Share | None:
+        return self.membership.share(worker, self._book.steps[worker], self.policy.local_steps)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import TracebackType
 from typing import Any, Protocol, Self
 
 import torch
@@ -13,13 +15,27 @@ from torch import Tensor, nn
 from torch.distributed.distributed_c10d import Store
 
 from ddltool.artifacts import check_writable
-from ddltool.errors import InputError
+from ddltool.errors import InputError, one_line
 from ddltool.runtime.member_wire import knock
-from ddltool.runtime.membership import FOREVER_S, JOIN, JOINED, LEFT_BEHIND_S, MEMBERS, check_same_policy
+from ddltool.runtime.membership import (
+    FOREVER_S,
+    JOIN,
+    JOINED,
+    LEFT_BEHIND_S,
+    MEMBERS,
+    SHARE,
+    check_same_policy,
+    shard,
+)
 from ddltool.runtime.sync_policies import Policy
+from ddltool.runtime.sync_signals import Interruptions, Terminated
 from ddltool.runtime.transfers import TransferError, TransferPlan, check_values
 from ddltool.runtime.wire import CLOSED, STEP, Wire
 from ddltool.runtime.workers import PushOrder, Worker
+
+log = logging.getLogger(__name__)
+
+WORDS_WAIT_S = 2.0
 
 
 class LocalOptimizer(Protocol):
@@ -55,9 +71,10 @@ class SyncWorker(Worker):
         """Connect and hook the model; a collective over all ranks, or with ``door`` this process's own doing.
 
         ``local_optimizer``: makes the local steps of local SGD, and only there. ``checkpoint``: where the parameters
-        of the last complete pull go when the run ends by a TransferError (a lost server above all); a file of this
-        worker's own; costs one copy of the parameters per pull. ``door``: join a job that is running, through the store
-        that its servers look at; torch.distributed need not be initialised. Raises InputError as
+        of the last complete pull go when the run ends by a TransferError (a lost server above all), by SIGTERM or by
+        Ctrl-C; a file of this worker's own; costs one copy of the parameters per pull. SIGTERM then ends the process
+        with 143; a script with a handler of its own keeps it (see :mod:`~.sync_signals`). ``door``: join a job that is
+        running, through the store that its servers look at; torch.distributed need not be initialised. Raises InputError as
         :class:`~.wire.Wire` does, when the ranks' policies differ, when the file cannot be written, and when no seat is
         left for who comes late; TransferError when the job lets nobody in.
         """
@@ -70,6 +87,7 @@ class SyncWorker(Worker):
             check_same_policy(policy)
         self.policy, self._door = policy, door
         self.epoch = 0
+        self._interruptions = Interruptions()
         super().__init__(model, plan, timeout_s=FOREVER_S, push=push)
         self._optimizer = local_optimizer
         self._checkpoint = None if checkpoint is None else Path(checkpoint)
@@ -81,6 +99,8 @@ class SyncWorker(Worker):
             self._start(self._watch, server)
         if door is not None:
             self._join_job()
+        if checkpoint is not None:
+            self._interruptions.open()
 
     @contextmanager
     def step(self, *, push: bool = True) -> Iterator[Self]:
@@ -90,7 +110,7 @@ class SyncWorker(Worker):
         ``push=False`` cuts short is pushed as it is. Raises TransferError also when this worker was taken out of the
         job; then, and when a server is lost, the checkpoint has been written.
         """
-        try:
+        with self._saving():
             if self._optimizer is None or not push:
                 self._end_round()
                 with super().step(push=push):
@@ -98,32 +118,63 @@ class SyncWorker(Worker):
             else:
                 with self._local_step(self._optimizer):
                     yield self
-        except TransferError:
-            self._save()
-            raise
+
+    @property
+    def updates(self) -> int:
+        """Updates that the parameters had when they were last pulled, of the parameter with most: the job's progress.
+
+        Under ASP, SSP and ElasticBSP every gradient is an update; under the other models a whole iteration is.
+        """
+        return max((arrival.version for arrival in list(self.arrivals)), default=0)
+
+    def batches(self, samples: int, batch_size: int, *, epoch: int, seed: int) -> tuple[Tensor, ...]:
+        """Return this worker's share of ``epoch`` in batches: (b,) int64 indices below ``samples``, shuffled.
+
+        The share is :func:`~.membership.shard`'s among :meth:`members`. The server is told how many batches there are,
+        so it can say what was left out should this worker be lost. Raises InputError for a batch size below 1, and
+        TransferError as :meth:`step` does.
+        """
+        if batch_size < 1:
+            raise InputError("batch_size", f"is {batch_size}", "give 1 or more")
+        members = self.members(epoch)
+        if self.rank not in members and epoch >= self.epoch:
+            with self._saving(), self._requesting():
+                raise TransferError(f"{self._title} was taken out of the job before epoch {epoch}")
+        mine = torch.from_numpy(shard(samples, members, self.rank, epoch=epoch, seed=seed))
+        split = mine.split(batch_size) if len(mine) else ()
+        with self._saving(), self._requesting(), self._telling("while telling the size of its share"):
+            self._ask(0, SHARE, len(split))
+        return tuple(split)
 
     def members(self, epoch: int) -> tuple[int, ...]:
         """Return the workers that share the samples of ``epoch``; see :func:`~.membership.shard`.
 
         All workers get the same answer for an epoch. Raises TransferError as :meth:`step` does.
         """
-        with self._telling(f"while asking for the members of epoch {epoch}"):
+        with self._saving(), self._requesting(), self._telling(f"while asking for the members of epoch {epoch}"):
             answer = self._exchange(0, MEMBERS, epoch, self.plan.seats)
         return tuple(answer.nonzero().flatten().tolist())
 
     def _exchange(self, server: int, kind: int, number: int, length: int) -> Tensor:
         """Return the (length,) numbers that a server answers to a request."""
+        self._raise_failure()
+        answer = torch.empty(length, dtype=torch.int64)
+        coming = self._wire.post("pull", answer, self.plan.rank_of_server(server), self._wire.first_free_tag)
+        self._ask(server, kind, number)
+        self._wire.wait(coming, FOREVER_S)
+        return answer
+
+    @contextmanager
+    def _requesting(self) -> Iterator[None]:
+        """Make the error of a request the failure of this end, and raise that: it knows a server's last words."""
         try:
-            self._raise_failure()
-            answer = torch.empty(length, dtype=torch.int64)
-            coming = self._wire.post("pull", answer, self.plan.rank_of_server(server), self._wire.first_free_tag)
-            self._ask(server, kind, number)
-            self._wire.wait(coming, FOREVER_S)
+            yield
         except TransferError as error:
             self._fail(error)
-            self._save()
+            with self.changed:  # another thread may have been first and be about to say so
+                self.changed.wait_for(lambda: self._failure is not None, WORDS_WAIT_S)
+                self._raise_failure()
             raise
-        return answer
 
     def _connect(self, timeout_s: float) -> Wire:
         if self._door is None:
@@ -150,13 +201,22 @@ class SyncWorker(Worker):
     def close(self) -> None:
         """Push what a round has so far, tell the servers that nothing more will be asked for, and remove the hooks."""
         try:
-            if self._threads and not self._failing:
-                self._end_round()
-            self._closing = True
-            super().close()
-        except TransferError:
-            self._save()
-            raise
+            with self._saving():
+                if self._threads and not self._failing:
+                    self._end_round()
+                self._closing = True
+                super().close()
+        finally:
+            self._interruptions.close()
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        try:
+            if isinstance(error, KeyboardInterrupt | Terminated):  # it may have come between two steps
+                self._save_and_warn()
+        finally:
+            super().__exit__(kind, error, trace)
 
     def _join(self) -> None:
         self._wire.stop_watching()
@@ -210,19 +270,46 @@ class SyncWorker(Worker):
 
     def _keep(self) -> None:
         """Copy the parameters of a complete pull, for the next one overwrites them in place."""
-        if not self._pulled:
-            self._pulled = {name: value.detach().cpu().clone() for name, value in self._parameters.items()}
-        for name, value in self._pulled.items():
-            value.copy_(self._parameters[name].detach())
-        self._pulled_clock = self.clock
+        with self._interruptions.held_off():
+            if not self._pulled:
+                self._pulled = {name: value.detach().cpu().clone() for name, value in self._parameters.items()}
+            for name, value in self._pulled.items():
+                value.copy_(self._parameters[name].detach())
+            self._pulled_clock = self.clock
 
-    def _save(self) -> None:
-        """Write the checkpoint: all of the model's state with the parameters of the last complete pull."""
+    @contextmanager
+    def _saving(self) -> Iterator[None]:
+        """Write the checkpoint when the run ends here; what ended it stays the error that is raised."""
+        try:
+            yield
+        except TransferError as error:
+            if problem := self._save():
+                raise TransferError(f"{error}; {problem}") from error
+            raise
+        except (KeyboardInterrupt, Terminated):
+            self._save_and_warn()
+            raise
+
+    def _save_and_warn(self) -> None:
+        if problem := self._save():
+            log.warning("%s: %s", self._title, problem)
+
+    def _save(self) -> str:
+        """Write the checkpoint: all of the model's state with the parameters of the last complete pull.
+
+        Return why it could not be written, empty when it was or none is wanted.
+        """
         if self._checkpoint is None or not self._pulled:
-            return
-        path, self._checkpoint = self._checkpoint, None
-        state = {name: value.detach().cpu() for name, value in self.model.state_dict().items()} | self._pulled
-        save_weights({"model": state, "clock": self._pulled_clock}, path)
+            return ""
+        with self._interruptions.held_off():
+            path, self._checkpoint = self._checkpoint, None
+            try:
+                state = {name: value.detach().cpu() for name, value in self.model.state_dict().items()} | self._pulled
+                save_weights({"model": state, "clock": self._pulled_clock}, path)
+            except (OSError, RuntimeError) as error:  # torch reports a full disk as a RuntimeError
+                why = getattr(error, "strerror", None) or one_line(str(error))[:200]
+                return f"checkpoint {path} could not be written ({why})"
+        return ""
 
 
 def save_weights(content: dict[str, object], path: Path) -> None:

@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from ddltool.analyzers.barriers.tradeoff import best_barrier
 from ddltool.analyzers.barriers.zipline import zipline
 from tests.conftest import Result
 
@@ -133,6 +134,19 @@ def test_telemetry_of_a_sync_server_counts_without_its_waiting(cli: Cli, tmp_pat
                 "wait_s": 1.5 - own if step else 0,
             }
             lines.append(json.dumps({"kind": "ddltool.sync", **row, "staleness": 0, "gap": 0, "dropped": False}))
+    for changed, row, message in (
+        ({"worker": None}, 3, "worker: is nan; it must be a whole number >= 0"),
+        ({"worker": "abc"}, 3, "worker: is abc; it must be a whole number >= 0"),
+        ({"worker": 0.7}, 3, "worker: is 0.7; it must be a whole number >= 0"),
+        ({"wait_s": -3.0}, 5, "wait_s: is -3.0; nobody waits for less than 0 s"),
+        ({"time_s": 1e300}, 5, "time_s: is 1e+300; it must be seconds between -1e+15 and 1e+15"),
+    ):
+        wrong = [*lines[: row - 1], json.dumps(json.loads(lines[row - 1]) | changed), *lines[row:]]
+        gone = {"kind": "ddltool.sync", "event": "left", "time_s": 0.5, "worker": 7, "lost": False, "reason": "closed"}
+        path.write_text("\n".join([json.dumps(gone), *wrong]) + "\n", encoding="utf-8")
+        refused = cli("barrier", path)
+        assert (refused.code, refused.out) == (2, "")
+        assert refused.error_line.startswith(f"{path}:row {row + 1}:{message}"), "rows are those of the file"
     lines.append(
         json.dumps({"kind": "ddltool.sync", "event": "summary", "time_s": 9.0, "steps": [6, 6], "wait_s": [2.5, 0]})
     )
@@ -158,6 +172,13 @@ TWO = ["a,1,1.0", "a,2,2.0", "b,1,1.5", "b,2,3.0"]
         ([*TWO, "b,3,inf"], (), "{file}:row 5:end_s: is inf"),
         ([*TWO, "b,2.5,4.0"], (), "{file}:row 5:iteration: is 2.5; it must be a whole number"),
         ([*TWO, ",3,4.0"], (), "{file}:row 5:worker: is nan; name the worker"),
+        ([*TWO, "b,3,1e308"], (), "{file}:row 5:end_s: is 1e+308; it must be seconds between -1e+15 and 1e+15"),
+        ([*TWO, "b,3,-2e15"], ("--predicted",), "{file}:row 5:end_s: is -2000000000000000.0; it must be seconds"),
+        (
+            [*TWO, "b,99999999999999999999,4.0"],
+            (),
+            "{file}:row 5:iteration: is 99999999999999999999; it must be a whole number >= 0, below 2^53",
+        ),
         ([*TWO, "b,3,2.9"], (), "{file}:row 5:end_s: is 2.9, before the previous end of worker b"),
         ([*TWO, "a,2,2.5"], (), "{file}:row 5:iteration: repeats iteration 2 of worker a"),
         ([*TWO, "a,4,2.5"], (), "{file}:row 5:iteration: is iteration 4 of worker a, which has no iteration 3"),
@@ -189,7 +210,8 @@ def test_a_missing_column_and_a_missing_file_are_one_line(cli: Cli, tmp_path: Pa
     assert cli("barrier", path).error_line == f'{path}:end_s: no such column; did you mean "ends"? (known: ends, iteration, worker)'  # fmt: skip  # noqa: E501
     assert "no such file" in cli("barrier", tmp_path / "none.csv").error_line
     (tmp_path / "empty.csv").touch()
-    assert f"{tmp_path / 'empty.csv'}: is empty" in cli("barrier", tmp_path / "empty.csv").error_line
+    remedy = "give a CSV with the columns worker, iteration, end_s, or telemetry"
+    assert cli("barrier", tmp_path / "empty.csv").error_line == f"{tmp_path / 'empty.csv'}: is empty; {remedy}"
     waited = telemetry(tmp_path / "telemetry.jsonl", wait=0.0)
     text = waited.read_text(encoding="utf-8")
     waited.write_text(text.replace('"step_s": 1.5, "wait_s": 0.0', '"step_s": 1.5, "wait_s": 1.5', 1), encoding="utf-8")
@@ -230,3 +252,85 @@ def test_the_predictors_of_balancing_serve_too(cli: Cli, tmp_path: Path) -> None
     }
     barriers = [document["algorithms"]["zipline"]["iterations"] for document in found.values()]
     assert barriers == [barriers[0]] * 4
+
+
+def test_a_worker_may_be_called_nan(cli: Cli, tmp_path: Path) -> None:
+    rows = [f"{name},{k},{k * length}" for name, length in (("NaN", 2.0), ("NA", 3.0)) for k in range(1, 9)]
+    document = cli("barrier", write(tmp_path / "times.csv", rows), "--json").document
+    assert set(document["bsp"]["iterations"]) == {"NaN", "NA"}
+
+
+def test_times_up_to_the_limit_stay_finite(cli: Cli, tmp_path: Path) -> None:
+    rows = ["a,1,-1e15", "a,2,1e15", "b,1,0", "b,2,1e15"]
+    result = cli("barrier", write(tmp_path / "times.csv", rows), "--json", "--algorithm", "all", "--lookahead", 100)
+    assert (result.code, result.err) == (0, "")
+    assert "Infinity" not in result.out
+    assert "NaN" not in result.out
+
+
+WEIGHED = [[0.0, 9.0], [3.0, 10.0], [4.0, 14.0]]
+
+
+def test_weights_by_name_and_from_a_file(cli: Cli, tmp_path: Path) -> None:
+    """As best_barrier has it for the same weights; the cost is counted by hand."""
+    rows = [f"w{w},{i},{end}" for w, ends in enumerate(WEIGHED) for i, end in enumerate(ends, start=1)]
+    path = write(tmp_path / "times.csv", rows)
+    prices = write(tmp_path / "prices.csv", ["w2,1", "w0,10", "w1,1"], header="worker,weight")
+    free = cli("barrier", path, "--predicted", "--json").document
+    assert (free["weights"], "waiting_cost" in free["bsp"]) == (None, False)
+    for given in (prices, "w1=1,w0=10,w2=1"):
+        document = cli("barrier", path, "--predicted", "--json", "--weights", given).document
+        assert document["weights"] == {"w0": 10.0, "w1": 1.0, "w2": 1.0}
+        found = document["objectives"]["total"]
+        best = best_barrier(WEIGHED, weights=[10.0, 1.0, 1.0])
+        assert list(found["iterations"].values()) == best.iterations.tolist()
+        assert list(found["iterations"].values()) != list(free["objectives"]["total"]["iterations"].values())
+        assert found["waiting_cost"] == 10 * (9 - 9) + (9 - 3) + (9 - 4)
+        assert document["bsp"]["waiting_cost"] == 10 * 4 + 1
+        assert document["tradeoff"][-1]["total"]["waiting_cost"] == found["waiting_cost"]
+        assert found["waiting_cost_per_iteration"] == found["waiting_cost"] / 4
+    shown = cli("barrier", path, "--predicted", "--weights", prices)
+    assert "cost per iter." in shown.out
+    assert max(map(len, shown.out.splitlines())) <= 80
+
+
+@pytest.mark.parametrize(
+    ("given", "line"),
+    [
+        ("w0=1,w1=1", "--weights: has no weight for worker w2; give every worker one"),
+        ("w0=1", "--weights: has no weight for worker w1 and 1 more"),
+        ("w0=1,w1=1,w3=1", "--weights: names 'w3', which is no worker; known: w0, w1, w2"),
+        ("w0=1,w0=2,w1=1,w2=1", "--weights: has worker w0 twice"),
+        ("w0=1,w1=x,w2=1", "--weights: is x for worker w1; give numbers from 0 to 1e+15"),
+        ("w0=1,w1=-1,w2=1", "--weights: is -1 for worker w1"),
+        ("w0=1,w1=inf,w2=1", "--weights: is inf for worker w1"),
+        ("w0=0,w1=0,w2=0", "--weights: is 0 for every worker"),
+        ("w0=1,w1", "--weights: has 'w1'; give WORKER=NUMBER with commas between"),
+        ("nowhere.csv", "nowhere.csv: "),
+    ],
+)
+def test_unusable_weights_are_one_line(cli: Cli, tmp_path: Path, given: str, line: str) -> None:
+    rows = [f"w{w},{i},{end}" for w, ends in enumerate(WEIGHED) for i, end in enumerate(ends, start=1)]
+    result = cli("barrier", write(tmp_path / "times.csv", rows), "--predicted", "--weights", given)
+    assert (result.code, result.out) == (2, "")
+    assert result.error_line.startswith(line), result.error_line
+
+
+def test_the_picture_shows_the_bounded_barrier_and_the_trade_off(cli: Cli, tmp_path: Path) -> None:
+    drawn = {}
+    for name, options in (("free", ()), ("bound", ("--max-gap", 2)), ("weights", ("--weights", "w0=9,w1=1,w2=1,w3=1"))):
+        path = tmp_path / f"{name}.svg"
+        assert cli("barrier", EXAMPLE, "--picture", path, *options).code == 0
+        drawn[name] = path.read_text(encoding="utf-8")
+    document = cli("barrier", EXAMPLE, "--max-gap", 2, "--json").document
+    bounded, free = document["objectives"]["waiting"]["iterations"], document["algorithms"]["zipline"]["iterations"]
+    assert bounded != free
+    for name, count in bounded.items():
+        assert f">{name} ({count})<" in drawn["bound"]
+        assert f">{name} ({free[name]})<" in drawn["free"]
+    assert "least longest, gap &lt;= 2" in drawn["bound"]
+    assert "--max-gap 2" in drawn["bound"]
+    assert ">zipline<" in drawn["free"]
+    for svg in drawn.values():
+        assert "bound on the iteration gap (staleness)" in svg
+    assert "mean of the workers, by weight" in drawn["weights"]

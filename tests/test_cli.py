@@ -378,7 +378,7 @@ def test_the_options_are_a_decision() -> None:
         ),
         "report": ["--json", "--noise-scale", "--output", "--title"],
         "barrier": sorted(
-            ["--algorithm", "--lookahead", "--max-gap", "--picture", "--predicted", "--predictor", "--json", "--output"]
+            ["--algorithm", "--lookahead", "--max-gap", "--picture", "--predicted", "--predictor", "--weights", "--json", "--output"]
         ),
         "simulate": sorted(
             [

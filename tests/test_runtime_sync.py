@@ -106,7 +106,7 @@ def test_ssp_keeps_its_bound_and_uses_it() -> None:
 
 
 def test_asp_waits_for_nobody() -> None:
-    workers, servers = run(ASP(), [10, 10, 2], [0.0, 0.01, 0.2])
+    workers, servers = run(ASP(), [10, 10, 2], [0.0, 0.01, 0.6])
     quick, _, slow = results(workers)
     (server,) = results(servers)
     assert server["wait_s"] == [0.0, 0.0, 0.0]

@@ -196,6 +196,9 @@ class RankEnforcement(Record):
     device_type: str
     ests: Annotated[int, Field(ge=0)]
     local_batch_size: Annotated[int, Field(ge=1)]
+    accumulation_steps: Annotated[int, Field(ge=0)] = Field(
+        default=0, description="passes before the last one of a step; local_batch_size is split over all of them"
+    )
 
 
 class Enforcement(Artifact):

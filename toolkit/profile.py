@@ -68,10 +68,10 @@ def read_table(path: str | Path) -> pd.DataFrame:
         if any(suffix in (".jsonl", ".ndjson") for suffix in path.suffixes):
             frame = pd.DataFrame(_json_lines(text, path))
         else:
-            # A device may well be called NA or nan: there only an empty field is missing.
+            # A device or a worker may well be called NA or nan: there only an empty field is missing.
             header = pd.read_csv(io.StringIO(text), skipinitialspace=True, nrows=0).columns
             _check_header(text, path)
-            missing = {name: [""] if name == "device" else ["", "nan", "NaN", "NA"] for name in header}
+            missing = {name: [""] if name in ("device", "worker") else ["", "nan", "NaN", "NA"] for name in header}
             frame = pd.read_csv(
                 io.StringIO(text),
                 skipinitialspace=True,

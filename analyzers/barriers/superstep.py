@@ -4,6 +4,8 @@ Every device is one worker with a logical mini-batch of its own per iteration, s
 ``k / C_p``. Of the barriers among the next R of them (ElasticBSP, section IV) the plan takes the one that makes most
 mini-batches per second: with speeds known, the least waiting per unit of time, where ZipLine takes the least waiting of
 one superstep. All supersteps are alike, because all workers start together after each barrier.
+
+Which devices take part is chosen too (:mod:`~.superstep_devices`), for a slow one can cost more than it brings.
 Start at :func:`plan_elastic_bsp`.
 """
 
@@ -12,36 +14,37 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from fractions import Fraction
+from typing import Any
 
-from ddltool.analyzers.placement.bsp import choose_devices
+import numpy as np
+from numpy.typing import NDArray
+
+from ddltool.analyzers.barriers.superstep_devices import MOST_COMBINATIONS, choose, left_out
 from ddltool.analyzers.placement.problem import Problem, check_affordable
 from ddltool.errors import InputError
 from ddltool.graph import natural_key
 from ddltool.plan import Assignment, Plan, Superstep
 
 DEFAULT_LOOKAHEAD = 15
+# Ends looked at, one for each pair of entries and iteration: a second or two.
+MOST_ENDS = 100_000_000
+_INT64 = 2**62
 
 
 def plan_elastic_bsp(problem: Problem, *, lookahead: int = DEFAULT_LOOKAHEAD, max_gap: int | None = None) -> Plan:
-    """Return the plan with a barrier among each worker's next ``lookahead`` iterations.
+    """Return the plan with a barrier among each worker's next ``lookahead`` iterations, and the best devices for it.
 
-    ``max_gap`` bounds the iterations by which one worker may be ahead of another. Devices are chosen as for BSP; at most
-    ``max_workers`` of them, as each makes a logical mini-batch at a time. Synchronisation itself is left out, as in all
-    plans. Raises Infeasible when no device can be afforded.
+    ``max_gap`` bounds the iterations by which one worker may be ahead of another. At most ``max_workers`` devices take
+    part, as each makes a logical mini-batch at a time. ``status`` is ``optimal`` when no other devices and no other
+    barrier make more mini-batches per second; else ``gap`` bounds how much more they could. Synchronisation itself is
+    left out, as in all plans. Raises Infeasible when no device can be afforded, InputError as :func:`best_superstep`.
     """
     started = time.perf_counter()
     check_affordable(problem)
-    chosen = choose_devices(problem)
-    left = problem.max_workers
-    rows = []
-    for device, count in chosen:
-        used = min(count, left)
-        left -= used
-        if used:
-            rows.append((device, used))
-    barrier, iterations = best_superstep(
-        [(device.capability_per_s, count) for device, count in rows], lookahead, max_gap
-    )
+    each = len(problem.devices) ** 2 * lookahead
+    combinations = max(1, min(MOST_COMBINATIONS, MOST_ENDS // max(each, 1)))
+    found = choose(problem, lambda workers: best_superstep(workers, lookahead, max_gap), combinations)
+    rows, barrier, iterations = found.rows, found.barrier, found.iterations
     made = sum(k * count for k, (_, count) in zip(iterations, rows, strict=True))
     throughput = float(made / barrier)
     waits = [barrier - k / device.capability_per_s for k, (device, _) in zip(iterations, rows, strict=True)]
@@ -61,8 +64,8 @@ def plan_elastic_bsp(problem: Problem, *, lookahead: int = DEFAULT_LOOKAHEAD, ma
         est_count=0,
         waste=max(0.0, capability - throughput),
         overload_factor=problem.max_workers / throughput,
-        status="optimal",
-        gap=0.0,
+        status="optimal" if found.bound == found.rate else "feasible",
+        gap=float(found.bound / found.rate - 1),
         solve_seconds=time.perf_counter() - started,
         superstep=Superstep(
             lookahead=lookahead,
@@ -72,6 +75,7 @@ def plan_elastic_bsp(problem: Problem, *, lookahead: int = DEFAULT_LOOKAHEAD, ma
             waiting_s=float(max(waits)),
             total_waiting_s=float(sum(wait * count for wait, (_, count) in zip(waits, rows, strict=True))),
             iteration_gap=max(iterations) - min(iterations),
+            left_out=left_out(problem, rows) if found.bound == found.rate else {},
         ),
     )
 
@@ -82,22 +86,65 @@ def best_superstep(
     """Return (barrier in seconds, iterations per entry) of the superstep that makes most mini-batches per second.
 
     ``workers``: (iterations per second, how many such workers). Every worker makes 1 to ``lookahead`` iterations, at most
-    ``max_gap`` more than any other. The first of equal ones wins. O(n^2 R) exact, n entries. Raises InputError for a
-    lookahead below 1 or a negative gap.
+    ``max_gap`` more than any other. The earliest of equal ones wins. Exact, in O(n^2 R) operations on arrays for n
+    entries. Raises InputError for a lookahead below 1 or a negative gap, and for n^2 R above 100 million.
     """
     if lookahead < 1 or (max_gap is not None and max_gap < 0):
         raise InputError(
             "--lookahead", f"{lookahead} with a gap of {max_gap}", "look 1 iteration ahead or more, gap >= 0"
         )
-    best: tuple[Fraction, Fraction, list[int]] | None = None
-    for at in sorted({k / speed for speed, _ in workers for k in range(1, lookahead + 1)}):
-        iterations = [min(lookahead, int(at * speed)) for speed, _ in workers]
-        if min(iterations) < 1:
-            continue
-        if max_gap is not None:
-            iterations = [min(k, min(iterations) + max_gap) for k in iterations]
-        rate = sum(k * count for k, (_, count) in zip(iterations, workers, strict=True)) / at
-        if best is None or rate > best[0]:
-            best = (rate, at, iterations)
+    if len(workers) ** 2 * lookahead > MOST_ENDS:
+        problem = f"{lookahead} iterations of {len(workers)} device types are too many"
+        raise InputError("--lookahead", problem, f"at most {MOST_ENDS // len(workers) ** 2} for these types")
+    best: tuple[Fraction, Fraction] | None = None
+    counts = np.array([count for _, count in workers], dtype=np.int64)
+    for speed in {speed for speed, _ in workers}:
+        found = _best_of(speed, [other for other, _ in workers], counts, lookahead, max_gap)
+        if found is not None and (best is None or found[0] > best[0] or (found[0] == best[0] and found[1] < best[1])):
+            best = found
     assert best is not None  # the slowest worker's first end is a candidate
-    return best[1], best[2]
+    at = best[1]
+    iterations = [min(lookahead, int(at * speed)) for speed, _ in workers]
+    if max_gap is not None:
+        iterations = [min(k, min(iterations) + max_gap) for k in iterations]
+    return at, iterations
+
+
+def _best_of(
+    speed: Fraction, speeds: Sequence[Fraction], counts: NDArray[np.int64], lookahead: int, max_gap: int | None
+) -> tuple[Fraction, Fraction] | None:
+    """Return (mini-batches per second, barrier) of the best barrier among the ends of a worker with ``speed``.
+
+    None when by none of them all workers have made an iteration.
+    """
+    made = _iterations(speed, speeds, lookahead)  # (n, R)
+    fewest = made.min(axis=0)
+    whole = np.flatnonzero(fewest >= 1)
+    if not len(whole):
+        return None
+    if max_gap is not None:
+        made = np.minimum(made, fewest + max_gap)
+    total = counts @ made[:, whole]  # (r,) mini-batches until the whole[i] + 1-th end
+    rate = total / (whole + 1)  # times speed
+    # Rates closer than rounding are compared exactly; the first of equal ones stays.
+    close = np.flatnonzero(rate >= rate.max() * (1 - 1e-12))
+    most, place = 0, -1
+    for candidate in close.tolist():
+        number, end = int(total[candidate]), int(whole[candidate]) + 1
+        if place < 0 or number * (place + 1) > most * end:
+            most, place = number, end - 1
+    return most * speed / (place + 1), (place + 1) / speed
+
+
+def _iterations(speed: Fraction, speeds: Sequence[Fraction], lookahead: int) -> NDArray[np.int64]:
+    """Return (n, R) how many iterations, at most R, each worker has made when one with ``speed`` ends its k-th."""
+    ends = np.arange(1, lookahead + 1, dtype=np.int64)
+    made = np.empty((len(speeds), lookahead), dtype=np.int64)
+    for place, other in enumerate(speeds):
+        ratio = other / speed
+        up, down = ratio.numerator, ratio.denominator
+        exact: NDArray[Any] = ends
+        if up * lookahead >= _INT64 or down >= _INT64:
+            exact = ends.astype(object)  # Python's whole numbers, which have no largest
+        made[place] = np.minimum(exact * up // down, lookahead)
+    return made

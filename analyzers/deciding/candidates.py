@@ -173,7 +173,8 @@ class Candidates:
         bare = self._barrier(problem)
         if self.knowledge.communication is None:
             return self._candidate(bare, problem, None, "none")
-        counts = {device.name: device.count for device in problem.devices}
+        # A type that the barrier leaves out without communication is asked for with all of its devices.
+        counts = {device.name: device.count for device in problem.devices} | devices_of(bare)
         each = {
             device.name: self.knowledge.communication.asynchronous(counts, float(1 / device.capability_per_s))
             for device in problem.devices

@@ -30,6 +30,7 @@ def to_enforcement(plan: Plan, *, telemetry: str | None = "telemetry.jsonl") -> 
                     device_type=assignment.device_type,
                     ests=assignment.ests_per_device,
                     local_batch_size=assignment.local_batch_size,
+                    accumulation_steps=assignment.accumulation_steps,
                 )
             )
     return Enforcement(

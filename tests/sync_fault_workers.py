@@ -1,0 +1,84 @@
+"""Process bodies for what goes wrong on a parameter server beyond a lost worker; see :func:`train`."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from ddltool.runtime.sync import MomentumSGD, Policy, SyncServer, SyncWorker, TransferError
+from tests.sync_workers import PlainSGD
+from tests.transfer_workers import Branches, make_batch, make_model, make_plan
+
+SAMPLES, BATCH = 44, 4  # three workers: 15, 15 and 14 samples, so 4 batches each
+
+
+def train(
+    rank: int, policy: Policy, workers: int, servers: int, folder: Path, fault: str, options: dict[str, Any]
+) -> Any:
+    """Train three epochs; in step ``at`` the ``culprits`` meet with the fault."""
+    model, plan = make_model(), make_plan(workers, servers, "none")
+    Path(folder, f"pid.{rank}").write_text(str(os.getpid()))
+    dist.barrier()
+    if rank >= workers:
+        return serve(rank, policy, folder, model, plan, options)
+    local = PlainSGD(model, 0.1) if policy.local_steps > 1 else None
+    last = options.get("checkpoint", folder) / f"last.{rank}.pt"
+    last.parent.mkdir(exist_ok=True)
+    made, updates = 0, []
+    with SyncWorker(model, plan, policy, checkpoint=last, local_optimizer=local) as worker:
+        for epoch in range(3):
+            for batch in worker.batches(SAMPLES, BATCH, epoch=epoch, seed=0):
+                with worker.step():
+                    features, labels = make_batch(rank, int(batch[0]))
+                    loss = nn.functional.cross_entropy(model(features), labels)
+                    updates.append(worker.updates)
+                    if made == options.get("at", 3) and rank in options["culprits"]:
+                        loss = go_wrong(fault, loss, model, folder, last)
+                    time.sleep(0.01)
+                    loss.backward()
+                made += 1
+    return {"made": made, "updates": updates}
+
+
+def go_wrong(fault: str, loss: torch.Tensor, model: Branches, folder: Path, last: Path) -> torch.Tensor:
+    if fault == "huge":  # every gradient of it is finite
+        return loss + sum(value.sum() * 2.5e38 for value in model.body.parameters())
+    if fault == "nan without a folder":
+        shutil.rmtree(last.parent)
+        return loss * float("nan")
+    if fault == "kill":
+        os.kill(os.getpid(), signal.SIGKILL)
+    if fault == "interrupt":
+        raise KeyboardInterrupt
+    if fault == "terminate all":
+        pids = [int(path.read_text()) for path in folder.glob("pid.*")]
+        for pid in sorted(pids, key=os.getpid().__eq__):  # this process last
+            os.kill(pid, signal.SIGTERM)
+    return loss
+
+
+def serve(rank: int, policy: Policy, folder: Path, model: nn.Module, plan: Any, options: dict[str, Any]) -> Any:
+    """Return how the server ended, and what it holds then."""
+    server = SyncServer(
+        model,
+        plan,
+        MomentumSGD(lr=options.get("lr", 0.01)),
+        policy,
+        telemetry=folder / f"sync.{rank}.jsonl",
+        lost_after_s=5.0,
+    )
+    ending = "done"
+    try:
+        server.serve()
+    except TransferError as error:
+        ending = str(error)
+    finite = all(bool(torch.isfinite(value).all()) for value in server.values.values())
+    return {"ending": ending, "finite": finite, "lost": server.membership.lost}

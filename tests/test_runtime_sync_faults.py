@@ -1,0 +1,213 @@
+"""Faults between real processes: overflow, unwritable checkpoints, SIGTERM, and what a lost worker leaves undone."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from ddltool.errors import InputError
+from ddltool.runtime.membership import Membership
+from ddltool.runtime.sync import ASP, BSP, BackupWorkers, ElasticBSP, LocalSGD, Policy
+from ddltool.runtime.sync_signals import Interruptions, Terminated
+from tests import sync_fault_workers as bodies
+from tests.transfer_workers import Outcome, launch
+
+
+def run(
+    policy: Policy, folder: Path, fault: str, servers: int = 1, **options: Any
+) -> tuple[list[Outcome], list[Outcome]]:
+    """Return how three workers and the servers ended; without ``culprits`` worker 1 is the one."""
+    options = {"culprits": (1,)} | options
+    outcomes = launch(bodies.train, 3 + servers, policy, 3, servers, folder, fault, options)
+    return outcomes[:3], outcomes[3:]
+
+
+def check_saved(folder: Path, ranks: tuple[int, ...] = (0, 1, 2)) -> None:
+    for rank in ranks:
+        saved = torch.load(folder / f"last.{rank}.pt", weights_only=True)
+        assert all(bool(torch.isfinite(value).all()) for value in saved["model"].values())
+        assert saved["clock"] >= 1
+
+
+def rows(folder: Path, rank: int = 3) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (folder / f"sync.{rank}.jsonl").read_text(encoding="utf-8").splitlines()]
+
+
+SUM, OPTIMIZER = "workers' finite gradients is too large for torch.float32", "left the numbers of torch.float32"
+
+
+@pytest.mark.parametrize(
+    ("policy", "servers", "culprits", "lr", "cause"),
+    [
+        (BSP(), 1, (0, 1), 0.01, f"the sum of 3 {SUM}"),
+        (BSP(), 2, (0, 1), 0.01, f"the sum of 3 {SUM}"),
+        (ASP(), 1, (1,), 10.0, OPTIMIZER),
+        (BackupWorkers(0), 1, (0, 1), 0.01, f"the sum of 3 {SUM}"),
+    ],
+    ids=["bsp", "bsp on two servers", "asp", "backup"],
+)
+def test_what_overflows_is_not_published(
+    policy: Policy, servers: int, culprits: tuple[int, ...], lr: float, cause: str, tmp_path: Path
+) -> None:
+    """All gradients are finite, so no worker is to blame; the last finite parameters are kept."""
+    workers, ours = run(policy, tmp_path, "huge", servers, culprits=culprits, lr=lr)
+    for worker in workers:
+        assert worker.error.startswith("TransferError: ")
+        assert cause in worker.error
+        assert "is not finite" in worker.error
+        assert "gradient of step 3" in worker.error
+    assert all(server.result["finite"] and server.result["lost"] == {} for server in ours)
+    assert cause in ours[0].result["ending"] + ours[-1].result["ending"]
+    check_saved(tmp_path)
+
+
+def test_a_checkpoint_that_cannot_be_written_hides_nothing(tmp_path: Path) -> None:
+    workers, _ = run(ASP(), tmp_path, "nan without a folder", checkpoint=tmp_path / "gone")
+    error = workers[1].error
+    assert error.startswith("TransferError: worker 1 (rank 1)")
+    assert "taken out" in error
+    assert f"checkpoint {tmp_path}/gone/last.1.pt could not be written (No such file or directory)" in error
+
+
+@pytest.mark.parametrize("policy", [BSP(), ElasticBSP(4), LocalSGD(2)], ids=lambda policy: type(policy).__name__)
+def test_sigterm_to_the_whole_job_leaves_checkpoints_and_telemetry(policy: Policy, tmp_path: Path) -> None:
+    workers, (server,) = run(policy, tmp_path, "terminate all", at=6, culprits=(2,))
+    assert server.exit_code == 128 + signal.SIGTERM
+    assert workers[2].exit_code == 128 + signal.SIGTERM
+    for worker in workers[:2]:  # who heard of another's end first ends with that
+        assert worker.exit_code == 128 + signal.SIGTERM or worker.error.startswith("TransferError: ")
+    check_saved(tmp_path)
+    assert not list(tmp_path.glob(".last*")), "nothing half written"
+    told = rows(tmp_path)
+    assert told[-1]["event"] == "summary"
+    assert sum(told[-1]["steps"]) == sum(row["event"] == "step" for row in told) >= 6
+
+
+def test_ctrl_c_in_one_worker_saves_its_parameters_and_the_rest_finish(tmp_path: Path) -> None:
+    workers, (server,) = run(BSP(), tmp_path, "interrupt", at=5)
+    check_saved(tmp_path, (1,))
+    assert workers[1].exit_code not in (0, None)
+    assert "left a step with KeyboardInterrupt" in server.result["lost"][1]
+    assert not (tmp_path / "last.0.pt").exists()
+
+
+def test_what_a_lost_worker_leaves_undone_is_counted(tmp_path: Path) -> None:
+    """Four batches in the first epoch, two made in the second when it is killed: 2 of 4 are left out."""
+    workers, (server,) = run(BSP(), tmp_path, "kill", at=6)
+    assert workers[1].exit_code == -signal.SIGKILL
+    left = {row["worker"]: row for row in rows(tmp_path) if row["event"] == "left"}
+    assert (left[1]["lost"], left[1]["epoch"], left[1]["steps_of_epoch"], left[1]["batches_left"]) == (True, 1, 2, 2)
+    assert (left[0]["lost"], left[0]["epoch"], left[0]["batches_left"]) == (False, 2, 0)
+    assert [workers[rank].result["made"] for rank in (0, 2)] == [4 + 4 + 6] * 2, "two share the third epoch"
+    assert list(server.result["lost"]) == [1]
+    updates = workers[0].result["updates"]
+    assert updates == list(range(14)), "under BSP every iteration is an update"
+
+
+def test_shares_are_counted_from_the_first_step_of_the_epoch() -> None:
+    """Without processes: gradients of the epoch before may still be on their way when the next one begins."""
+    members = Membership(workers=2, lost_after_s=1.0)
+    assert members.share(0, 7) is None
+    members.begins(0, 3)
+    share = members.share(0, 7)
+    assert share is not None
+    assert (share.epoch, share.steps, share.left_out) == (3, 0, None)
+    members.shares(0, 5)
+    members.steps(0, 8)  # seven have come whole, the eighth has been pushed
+    members.steps(0, 9)
+    for made, steps, left_out in ((7, 0, 5), (8, 0, 5), (10, 2, 3), (14, 6, 0)):
+        share = members.share(0, made)
+        assert share is not None
+        assert (share.steps, share.left_out) == (steps, left_out)
+    share = members.share(0, 10, local_steps=2)
+    assert share is not None
+    assert share.steps == 4
+
+
+class Handlers:
+    """The process's handlers as they were, whatever a test does to them."""
+
+    def __enter__(self) -> None:
+        self.before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+
+    def __exit__(self, *_: object) -> None:
+        for number, handler in self.before.items():
+            signal.signal(number, handler)
+
+
+def test_signals_are_held_off_and_handlers_given_back() -> None:
+    with Handlers():
+        mine = Interruptions()
+        mine.open()
+        done = False
+
+        def block() -> None:
+            nonlocal done
+            with mine.held_off():
+                signal.raise_signal(signal.SIGTERM)
+                done = True
+
+        with pytest.raises(Terminated) as ended:
+            block()
+        assert (done, ended.value.code, str(ended.value)) == (True, 143, "SIGTERM")
+        signal.raise_signal(signal.SIGTERM)  # the end is under way: once is enough
+        with pytest.raises(KeyboardInterrupt):
+            signal.raise_signal(signal.SIGINT)
+        mine.close()
+        assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+        assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+def test_a_script_keeps_the_handlers_that_it_has() -> None:
+    def own(*_: object) -> None:
+        pass
+
+    with Handlers():
+        signal.signal(signal.SIGTERM, own)
+        before = Interruptions()
+        before.open()
+        assert signal.getsignal(signal.SIGTERM) is own
+        later = Interruptions()
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        later.open()
+        signal.signal(signal.SIGTERM, own)  # taken while a worker was there
+        later.close()
+        before.close()
+        assert signal.getsignal(signal.SIGTERM) is own
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        elsewhere = Interruptions()
+        thread = threading.Thread(target=elsewhere.open)
+        thread.start()
+        thread.join()
+        assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL, "handlers belong to the main thread"
+
+
+def test_a_forked_child_dies_of_sigterm_as_ever() -> None:
+    """A data loader ends its workers by SIGTERM, which must not look like the end of the job in them."""
+    code = (
+        "import os, signal\nfrom ddltool.runtime.sync_signals import Interruptions\n"
+        "import time\nInterruptions().open()\nready, tell = os.pipe()\nchild = os.fork()\n"
+        "if child == 0:\n    os.write(tell, b'.')\n    while True:\n        time.sleep(0.01)\n"
+        "os.read(ready, 1)\n"
+        "os.kill(child, signal.SIGTERM)\n"
+        "print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout.split() == [str(-signal.SIGTERM)], done.stderr
+
+
+def test_a_batch_needs_a_sample() -> None:
+    from ddltool.runtime.sync import SyncWorker
+
+    with pytest.raises(InputError, match="batch_size: is 0; give 1 or more"):
+        SyncWorker.batches(object.__new__(SyncWorker), 10, 0, epoch=0, seed=0)
