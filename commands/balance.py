@@ -65,12 +65,14 @@ def balance(
     from ddltool.commands.balance_trace import read_trace
     from ddltool.commands.output import note, print_json
     from ddltool.errors import InputError
+    from ddltool.outputs import demand_distinct
 
     chosen = PREDICTORS if predictor == "all" else (predictor,)
     check_names(chosen)
     for option, path in (("--weights", weights), ("--save-weights", save_weights)):
         if path is not None and predictor not in ("rnn", "lstm", "narx"):
             raise InputError(option, f"does not go with --predictor {predictor}", "name one of rnn, lstm, narx")
+    demand_distinct([trace], {"-o": output, "--picture": picture, "--save-weights": save_weights})
     for path in (output, picture, save_weights):
         if path is not None:
             check_writable(path)

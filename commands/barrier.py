@@ -73,9 +73,11 @@ def barrier(
     from ddltool.commands.barrier_times import read_weights
     from ddltool.commands.output import note, print_json
     from ddltool.errors import InputError, did_you_mean
+    from ddltool.outputs import demand_distinct
 
     if algorithm not in (*ALGORITHMS, "all"):
         raise InputError("--algorithm", f"unknown algorithm {algorithm!r}", did_you_mean(algorithm, ALGORITHMS))
+    demand_distinct([times], {"-o": output, "--picture": picture})
     for path in (output, picture):
         if path is not None:
             check_writable(path)

@@ -78,7 +78,9 @@ def _build(job_file: Path, output: Path, as_json: bool) -> dict[str, Any]:
     from ddltool.companion import write_companion
     from ddltool.errors import InputError
     from ddltool.job import read_job
+    from ddltool.outputs import demand_distinct
 
+    demand_distinct([job_file], {"-o": output})
     check_writable(output)
     job = read_job(job_file)
     if job.network is not None:

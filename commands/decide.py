@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -41,6 +41,7 @@ def auto_plan(job: Job, job_file: Path, given: Given) -> Plan:
     from ddltool.analyzers.deciding.communication import GraphCommunication
     from ddltool.analyzers.deciding.compare import decide
     from ddltool.analyzers.deciding.compute import with_compute
+    from ddltool.analyzers.deciding.feedback import combine
     from ddltool.analyzers.placement.problem import from_job
     from ddltool.commands.output import note
     from ddltool.commands.plan_input import capabilities_of, ordered_parameters
@@ -55,8 +56,12 @@ def auto_plan(job: Job, job_file: Path, given: Given) -> Plan:
         problem = f"is of device {unknown[0]!r}, which the job does not offer"
         raise InputError(str(given.telemetry), problem, f"types there: {', '.join(sorted(offered))}")
     rest = job.model_copy(update={"devices": [offer for offer in job.devices if offer.type not in measured]})
-    capabilities = {**(capabilities_of(rest, job_file.parent, str(job_file)) if rest.devices else {}), **measured}
-    knowledge = _knowledge(job, job_file, given, run)
+    told = job if job.model or all(offer.capability_per_s or offer.profile for offer in job.devices) else rest
+    predicted = capabilities_of(told, job_file.parent, str(job_file)) if rest.devices else {}
+    combined = combine(measured, predicted)
+    capabilities = combined.capabilities
+    known = _knowledge(job, job_file, given, run)
+    knowledge = replace(known, errors={**known.errors, **combined.errors}, remark=combined.remark)
     made = decide(
         job,
         from_job(job, capabilities),

@@ -78,6 +78,7 @@ def emit(
     from ddltool.commands.emit_targets import Wishes, render
     from ddltool.commands.output import note, print_json
     from ddltool.errors import InputError, did_you_mean
+    from ddltool.outputs import demand_distinct
     from ddltool.plan import Plan
 
     known = next((name for name in TARGETS if name == target), None)
@@ -86,6 +87,7 @@ def emit(
     path = output or Path(_OUTPUTS[known])
     if as_json and str(path) == "-":
         raise InputError("--json", "cannot share stdout with -o -", "give -o a file name")
+    demand_distinct([plan_file], {"-o": path})
     wishes = Wishes(
         telemetry=None if telemetry == "none" else telemetry,
         script=script,

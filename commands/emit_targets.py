@@ -7,7 +7,7 @@ import shlex
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING
 
-from ddltool.errors import InputError, did_you_mean
+from ddltool.errors import InputError, did_you_mean, shortened
 
 if TYPE_CHECKING:
     from ddltool.analyzers.emitting.gaps import Target
@@ -28,6 +28,8 @@ _MEANT_FOR = {
 }
 _LABEL_KEY = re.compile(r"([a-z0-9]([-a-z0-9.]{0,251}[a-z0-9])?/)?[A-Za-z0-9]([-A-Za-z0-9_.]{0,61}[A-Za-z0-9])?")
 _LABEL_VALUE = re.compile(r"[a-z0-9]([-a-z0-9.]{0,61}[a-z0-9])?")
+# registry.example:5000/team/name:tag@sha256:digest
+_IMAGE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:/@-]{0,511}")
 _SLURM_NAME = re.compile(r"[\w.,/-]+", re.ASCII)
 
 
@@ -66,6 +68,9 @@ def render(plan: Plan, target: Target, wishes: Wishes) -> Rendered:
         if getattr(wishes, field.name) is not None and target not in _MEANT_FOR.get(field.name, (target,)):
             option = "--" + field.name.replace("_", "-")
             raise InputError(option, f"says nothing to {target}", f"it is for {', '.join(_MEANT_FOR[field.name])}")
+    if wishes.telemetry is not None and not (wishes.telemetry.strip() and wishes.telemetry.isprintable()):
+        problem = f"is {wishes.telemetry!r}, which is no name of a file"
+        raise InputError("--telemetry", problem, "give a file such as telemetry.jsonl, or none")
     enforcement = to_enforcement(plan, telemetry=wishes.telemetry)  # refuses what no process group can run
     if target not in _LAUNCHERS:
         gaps = not_expressed(plan, target)
@@ -104,7 +109,7 @@ def _kubernetes(plan: Plan, wishes: Wishes, placed: Layout, gaps: list[str]) -> 
     resource = _named("--resource", wishes.resource or "nvidia.com/gpu", _LABEL_KEY)
     settings = ClusterSettings(
         script=_words(wishes.script),
-        image=wishes.image or _IMAGE,
+        image=_IMAGE if wishes.image is None else _named("--image", wishes.image, _IMAGE_NAME),
         resource=None if resource == "none" else resource,
         node_label=_named("--node-label", wishes.node_label or "ddltool/device-type", _LABEL_KEY),
         queue=None if wishes.queue is None else _named("--queue", wishes.queue, _LABEL_VALUE),
@@ -132,8 +137,10 @@ def _words(script: str) -> list[str]:
         words = shlex.split(script)
     except ValueError as error:
         raise InputError("--script", f"cannot be split ({error})", "mind the quotes") from None
-    if not words or any(character in script for character in "\0\n\r"):
+    if not words or not all(character.isprintable() for character in script):
         raise InputError("--script", "is empty or holds a line break", 'give "train.py --its options"')
+    if not words[0] or words[0].startswith("-"):
+        raise InputError("--script", f"begins with {words[0]!r}, which is no script", 'give "train.py --its options"')
     return words
 
 
@@ -153,5 +160,6 @@ def _devices_per_node(text: str | None) -> dict[str, int] | int | None:
 
 def _named(option: str, text: str, pattern: re.Pattern[str]) -> str:
     if not pattern.fullmatch(text):
-        raise InputError(option, f"is {text!r}, which no cluster takes as a name", f"expected {pattern.pattern}")
+        shown = shortened(text, 80)
+        raise InputError(option, f"is {shown!r}, which no cluster takes as a name", f"expected {pattern.pattern}")
     return text

@@ -38,7 +38,9 @@ def fit(
     from ddltool.artifacts import check_writable, save
     from ddltool.commands.fit_report import show_fit
     from ddltool.commands.output import print_json
+    from ddltool.outputs import demand_distinct
 
+    demand_distinct([*profiles, holdout], {"-o": output, "--picture": picture})
     for path in (output, picture):
         if path is not None:
             check_writable(path)

@@ -60,10 +60,12 @@ def gate(
     from ddltool.analyzers.gating.formats import junit as as_junit
     from ddltool.analyzers.gating.formats import sarif as as_sarif
     from ddltool.analyzers.gating.gate import LEVEL, as_document, judge
+    from ddltool.analyzers.gating.metric import harmless
     from ddltool.artifacts import check_writable, save, write_text
     from ddltool.commands.gate_files import figures_of, rules_for
     from ddltool.commands.output import print_json
     from ddltool.errors import CheckFailed, InputError
+    from ddltool.outputs import demand_distinct
 
     begin = time.perf_counter()
     for path in (junit, sarif):
@@ -79,6 +81,9 @@ def gate(
         raise InputError("--level", f"is {chosen:g}", "give a share between 0 and 1, such as 0.05")
     rules, origin = rules_for(found.kind, rule or [], settings)
     against = _baselines(current, baseline or [], settings)
+    summary = os.environ.get("GITHUB_STEP_SUMMARY") if github else None
+    read = [*current, *against, settings.where if settings is not None else None]
+    demand_distinct(read, {"--junit": junit, "--sarif": sarif, "GITHUB_STEP_SUMMARY": summary or None})
     before = figures_of(against) if against else None
     if before is not None and before.kind != found.kind:
         problem = f"is a {before.kind}, {current[0]} a {found.kind}"
@@ -91,7 +96,7 @@ def gate(
         seed=seed,
         where=origin,
     )
-    subject = str(current[0]) if len(current) == 1 else f"{current[0]} and {len(current) - 1} more"
+    subject = harmless(str(current[0])) if len(current) == 1 else harmless(f"{current[0]} and {len(current) - 1} more")
     if junit is not None:
         write_text(junit, as_junit(verdict, subject, seconds=time.perf_counter() - begin))
     if sarif is not None:
@@ -105,7 +110,8 @@ def gate(
         print_json(as_document(verdict, artifact=found.kind, rules_from=origin, **names))
     else:
         written = [path for path in (junit, sarif) if path is not None]
-        _show(verdict, f"{subject} against {against[0]}" if against else subject, origin, written)
+        beside = harmless(f"{subject} against {against[0]}") if against else subject
+        _show(verdict, beside, origin, written)
     if not verdict.passed:
         failed = verdict.failed
         more = f" | and {len(failed) - _NAMED} more" if len(failed) > _NAMED else ""
@@ -151,12 +157,14 @@ def _tell_github(verdict: Verdict, path: str, subject: str) -> None:
 
 def _show(verdict: Verdict, subject: str, origin: str, written: list[Path]) -> None:
     from ddltool.analyzers.gating.formats import outcome, remarks
+    from ddltool.analyzers.gating.metric import LONGEST_NAME
     from ddltool.commands.output import out, table
+    from ddltool.errors import shortened
 
     rows = []
     for check in verdict.checks:
         before, now, change, limit = check.shown()
-        rows.append((outcome(check), check.metric, before, now, change, limit))
+        rows.append((outcome(check), shortened(check.metric, LONGEST_NAME), before, now, change, limit))
     console = out()
     columns = ("", "metric", "baseline", "current", "change", "limit")
     console.print(table(f"Gate ({origin})", columns, rows, text_columns=2))
@@ -172,8 +180,9 @@ def _show(verdict: Verdict, subject: str, origin: str, written: list[Path]) -> N
 
 
 def _list_metrics(kind: str, metrics: list[Metric], as_json: bool) -> None:
-    from ddltool.analyzers.gating.metric import show
+    from ddltool.analyzers.gating.metric import LONGEST_NAME, show
     from ddltool.commands.output import out, print_json, table
+    from ddltool.errors import shortened
 
     if as_json:
         listed = [
@@ -184,7 +193,7 @@ def _list_metrics(kind: str, metrics: list[Metric], as_json: bool) -> None:
         return
     rows = [
         (
-            metric.name,
+            shortened(metric.name, LONGEST_NAME),
             "measured" if metric.measured else "",
             show(metric.value, metric.unit),
             str(min((cell.repeats for cell in metric.cells), default=1)) if metric.measured else "-",

@@ -51,8 +51,10 @@ def _table(path: Path) -> dict[str, Any]:
         return profile_document(frame, str(path))
     from pydantic import ValidationError
 
+    from ddltool.analyzers.deciding.feedback import check_rows
     from ddltool.telemetry import TelemetryRow
 
+    check_rows(frame, str(path))
     rows = json.loads(frame.to_json(orient="records", double_precision=15))
     for number, row in enumerate(rows, start=1):
         try:
@@ -60,7 +62,7 @@ def _table(path: Path) -> dict[str, Any]:
         except ValidationError as error:
             first = error.errors()[0]
             column = ".".join(map(str, first["loc"]))
-            raise InputError(f"{path}:row {number}:{column}", first["msg"], "a row that the hook wrote") from None
+            raise InputError(f"{path}:line {number}:{column}", first["msg"], "a row that the hook wrote") from None
     return {"kind": "ddltool.telemetry", "rows": rows}
 
 

@@ -107,9 +107,12 @@ def plan(
     from ddltool.commands.plan_output import show_plan
     from ddltool.errors import Infeasible, InputError, did_you_mean
     from ddltool.job import read_job
+    from ddltool.outputs import demand_distinct
 
     if strategy not in STRATEGIES:
         raise InputError("--strategy", f"unknown strategy {strategy!r}", did_you_mean(strategy, STRATEGIES))
+    inputs = [job_file, telemetry, graph_file, current_file, *(together or [])]
+    demand_distinct(inputs, {"-o": output, "--picture": picture})
     for path in (output, picture):
         if path is not None:
             check_writable(path)
@@ -132,6 +135,9 @@ def plan(
         _plan_jobs([job_file, *together], share, time_limit_s, seed, output, as_json)
         return
     job = read_job(job_file)
+    named = [offer_file for offer in job.devices for offer_file in (offer.profile, offer.goodput)]
+    beside = [job_file.parent / name for name in (*named, job.cluster, job.network) if name]
+    demand_distinct(beside, {"-o": output, "--picture": picture})
     graph = graph_of(job, job_file.parent, graph_file)
     job = scanned(job, graph)
     given = Given(

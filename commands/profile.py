@@ -113,7 +113,9 @@ def profile(
     from ddltool.commands.profile_measure import MeasureOptions, profile_model
     from ddltool.commands.torchrun import one_voice
     from ddltool.errors import InputError
+    from ddltool.outputs import demand_distinct
 
+    demand_distinct(imports or [], {"-o": output})
     with one_voice():
         modes = [
             name

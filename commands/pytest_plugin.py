@@ -15,13 +15,15 @@ if TYPE_CHECKING:
     import pandas as pd
 
     from ddltool.analyzers.gating.gate import Verdict
+    from ddltool.analyzers.gating.metrics import Figures
     from ddltool.analyzers.gating.rules import Rule
     from ddltool.graph import Graph
     from ddltool.plan import Plan
 
 DEFAULT_FOLDER = "ddltool-baselines"
 T = TypeVar("T")
-_WRITTEN = pytest.StashKey[list[str]]()
+# Path of each baseline that this run wrote -> the test that did.
+_WRITTEN = pytest.StashKey[dict[str, str]]()
 
 
 class AssertGate(Protocol):
@@ -51,13 +53,13 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     """Begin the list of baselines that this run writes."""
-    config.stash[_WRITTEN] = []
+    config.stash[_WRITTEN] = {}
 
 
 def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
     """Say which baselines were written."""
     written = config.stash[_WRITTEN]
-    for line in dict.fromkeys(written):
+    for line in written:
         terminalreporter.write_line(f"ddltool: wrote baseline {line}")
 
 
@@ -108,12 +110,13 @@ def ddltool_profile(ddltool_dir: Path) -> Callable[[str], pd.DataFrame]:
 
 
 @pytest.fixture
-def assert_gate(ddltool_dir: Path, pytestconfig: pytest.Config) -> AssertGate:
+def assert_gate(ddltool_dir: Path, pytestconfig: pytest.Config, request: pytest.FixtureRequest) -> AssertGate:
     """Hold an artifact against a committed baseline: ``assert_gate(current, "plan.json", rules=[...])``.
 
     ``current``: a path, a Graph, a profile as a DataFrame, an artifact such as a Plan, or a JSON document with its kind.
     Without rules those of ``ddltool.toml`` in pytest's root folder hold, else the defaults of the kind. With
-    ``--ddltool-update`` the current artifact becomes the baseline, unless it breaks an absolute limit.
+    ``--ddltool-update`` the current artifact becomes the baseline, unless it breaks an absolute limit, the baseline is of
+    another kind, or another test of this run has written it.
     """
 
     def gate(
@@ -129,8 +132,8 @@ def assert_gate(ddltool_dir: Path, pytestconfig: pytest.Config) -> AssertGate:
             count = f"{len(verdict.failed)} of {len(verdict.checks)}"
             pytest.fail(f"{count} checks failed against {target}:\n{failed}{hint}", pytrace=False)
         if update:
-            _told(lambda: _write(current, target))
-            pytestconfig.stash[_WRITTEN].append(str(target))
+            written, name = pytestconfig.stash[_WRITTEN], request.node.nodeid
+            _told(lambda: _write_once(current, target, written, name))
         return verdict
 
     return gate
@@ -170,11 +173,35 @@ def _judge(current: Any, target: Path, texts: Sequence[str], level: float | None
     rules, origin = rules_for(found.kind, texts, config)
     if not update and not target.is_file():
         raise InputError(str(target), "no such baseline", "write it with: pytest --ddltool-update")
-    before = found if update else figures_of([target])
+    before = _replaced(target, found) if update else figures_of([target])
     if before.kind != found.kind:
         raise InputError(str(target), f"is a {before.kind}", f"the current artifact is a {found.kind}")
+    before = found if update else before
     chosen = level if level is not None else config.level if config is not None and config.level else LEVEL
     return judge(rules, found.metrics, before.metrics, level=chosen, where="rules" if texts else origin)
+
+
+def _replaced(target: Path, found: Figures) -> Figures:
+    """Return the figures of the baseline that an update replaces; those of the current artifact where it has none."""
+    from ddltool.commands.gate_files import figures_of
+    from ddltool.errors import InputError
+
+    try:
+        return figures_of([target]) if target.exists() else found
+    except InputError:
+        return found  # a broken baseline is what an update is for
+
+
+def _write_once(current: Any, target: Path, written: dict[str, str], name: str) -> None:
+    """Write the baseline, unless another test of this run did: only the last of them would ever be compared."""
+    from ddltool.errors import InputError
+
+    place = str(target.resolve())
+    first = written.get(place, name)
+    if first != name:
+        raise InputError(str(target), f"is the baseline of {first} too", "give each test a baseline of its own")
+    _write(current, target)
+    written[place] = name
 
 
 def _document(current: Any) -> Mapping[str, Any]:

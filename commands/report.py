@@ -14,6 +14,8 @@ if TYPE_CHECKING:
     from ddltool.analyzers.reporting.page import Section
     from ddltool.commands.report_reading import Found
 
+_MOST_SAMPLES = 1e15
+
 
 def report(
     artifacts: Annotated[
@@ -45,10 +47,13 @@ def report(
     from ddltool.commands.output import out, print_json, progress, table
     from ddltool.commands.report_reading import read_any
     from ddltool.errors import InputError
+    from ddltool.outputs import demand_distinct
 
-    if noise_scale is not None and not math.isfinite(noise_scale):
-        raise InputError("--noise-scale", f"is {noise_scale}", "give a number of samples >= 0")
-    _refuse_overwriting(artifacts, output)
+    if noise_scale is not None and not (math.isfinite(noise_scale) and noise_scale <= _MOST_SAMPLES):
+        raise InputError(
+            "--noise-scale", f"is {noise_scale:g}", f"give a number of samples from 0 to {_MOST_SAMPLES:g}"
+        )
+    demand_distinct(artifacts, {"-o": output})
     check_writable(output)
     with progress("reading", len(artifacts)) as advance:
         found = []
@@ -76,14 +81,6 @@ def report(
     rows = [(entry["section"], entry["file"]) for entry in listed]
     out().print(table("Sections", ("section", "file"), rows, text_columns=2))
     out().print(f"wrote {output} ({len(page.encode()) / 1e3:,.0f} kB)", soft_wrap=True)
-
-
-def _refuse_overwriting(artifacts: Sequence[Path], output: Path) -> None:
-    """Raise InputError where the page would replace an artifact."""
-    from ddltool.errors import InputError
-
-    if any(path.resolve() == output.resolve() for path in artifacts):
-        raise InputError("-o", f"{output} is one of the artifacts", "give another file")
 
 
 def build(found: Sequence[Found], noise_scale: float | None = None) -> tuple[list[Found], list[Section]]:

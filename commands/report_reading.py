@@ -178,10 +178,12 @@ def _from_rows(path: Path, rows: list[tuple[int, Row]]) -> Found:
     if named == "ddltool.telemetry" or (named is None and {"rank", "step_s"} <= first.keys()):
         import pandas as pd
 
+        from ddltool.analyzers.deciding.feedback import check_rows
         from ddltool.telemetry import TelemetryRow
 
-        checked = _checked(path, rows, lambda row: TelemetryRow)
-        return Found(kind="telemetry", path=path, content=pd.DataFrame(checked))
+        frame = pd.DataFrame(_checked(path, rows, lambda row: TelemetryRow))
+        check_rows(frame, str(path))
+        return Found(kind="telemetry", path=path, content=frame)
     if named == "ddltool.profile" or (named is None and "local_batch_size" in first):
         from ddltool.profile import read_profile
 

@@ -58,7 +58,7 @@ def simulate(
     interference: Annotated[
         float, typer.Option(help="Share of speed lost by jobs across nodes that share a node.")
     ] = 0.0,
-    power: Annotated[float, typer.Option(help="p of Pollux's fitness: lower is fairer.")] = -1.0,
+    power: Annotated[float, typer.Option(help="p of Pollux's fitness, -50 to 50: lower is fairer.")] = -1.0,
     react: Annotated[
         bool, typer.Option("--react", help="Also schedule whenever a job arrives or ends, or a node goes or comes.")
     ] = False,
@@ -191,8 +191,13 @@ def simulate(
     from ddltool.commands.workload_inputs import read_failures, read_prices
     from ddltool.commands.workloads import read_cluster
     from ddltool.errors import InputError
+    from ddltool.outputs import demand_distinct
 
     folders, files = list(traces or []), list(workloads or [])
+    demand_distinct(
+        [*files, cluster, failures, advise, *_models(goodput or []), *_trace_files(folders, output, csv)],
+        {"-o": output, "--csv": csv},
+    )
     for path in (output, csv):
         if path is not None:
             check_writable(path)
@@ -210,7 +215,7 @@ def simulate(
         raise InputError(missing, "is missing", "give WORKLOAD.csv, --cluster, and --traces or --goodput")
     machines = read_cluster(cluster)
     chosen = policies(policy, power, restart_delay, seed, mixed=len(machines.type_names) > 1)
-    lost = read_failures(mtbf, repair, checkpoint_interval, failures, failure_seed)
+    lost = read_failures(mtbf, repair, checkpoint_interval, failures, failure_seed, nodes=len(machines.gpus))
     options = Options(
         interval_s=interval,
         restart_delay_s=restart_delay,
@@ -278,6 +283,18 @@ def simulate(
         show_more(document)
     if metrics:
         show_classes(document)
+
+
+def _models(texts: Sequence[str]) -> list[str]:
+    """Return the files of ``--goodput APP=FILE,...``; what is none is refused where it is read."""
+    return [text.partition(",")[0].partition("=")[2] or text for text in texts]
+
+
+def _trace_files(folders: Sequence[Path], *outputs: Path | None) -> list[Path]:
+    """Return the measured traces, where an output could be one of them."""
+    if all(path is None or not path.exists() for path in outputs):
+        return []
+    return [path for folder in folders for path in folder.glob("*/*.csv")]
 
 
 class Inputs:
@@ -393,6 +410,7 @@ def run_cells(
     from ddltool.analyzers.scheduling.metrics import IsolatedTimes, summarize
     from ddltool.analyzers.scheduling.simulator import check_runs
     from ddltool.analyzers.scheduling.simulator import simulate as replay
+    from ddltool.commands.simulate_progress import replay_progress
 
     isolated = IsolatedTimes(applications, cluster)
     for jobs in workloads.values():
@@ -400,7 +418,8 @@ def run_cells(
             check_runs(jobs, applications, cluster, make())
     for workload, jobs in workloads.items():
         for policy, make in makers.items():
-            result = replay(jobs, applications, cluster, make(), options)
+            with replay_progress(policy, len(jobs)) as on_round:
+                result = replay(jobs, applications, cluster, make(), options, on_round=on_round)
             summary = summarize(result, isolated, options.restart_delay_s, prices=prices)
             yield Cell(workload=workload, policy=policy, result=result, summary=summary)
 
@@ -442,6 +461,8 @@ def policies(
             raise InputError("--policy", f"unknown policy {name!r}", did_you_mean(name, [*known, "all"]))
     if not wanted:
         raise InputError("--policy", "names no policy", did_you_mean(names, known))
+    if "pollux" in wanted:
+        Pollux(power=power)  # refuses a power before anything is replayed, in a sweep too
     return {name: known[name] for name in wanted}
 
 

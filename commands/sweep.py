@@ -38,12 +38,12 @@ def sweep(
 
     ``jobs`` local processes (``engine="local"``; 1: this process), or as many as a Ray cluster holds. ``output`` is
     rewritten after every cell and taken up again when it is there: what it holds is not replayed, what failed is tried
-    again. ``table``: the same as CSV. Raises InputError before anything runs for input that cannot be read and for an
-    ``output`` of other settings.
+    again. ``table``: the same as CSV. Raises InputError before anything runs for input that cannot be read, for an
+    ``output`` of other settings and for one that another sweep is writing.
     """
-    from ddltool.analyzers.scheduling.sweep import cells, finished
+    from ddltool.analyzers.scheduling.sweep import cells
     from ddltool.artifacts import check_writable
-    from ddltool.commands.output import note, progress
+    from ddltool.commands.sweep_lock import sole_writer
     from ddltool.errors import InputError, did_you_mean
 
     if engine not in ENGINES:
@@ -56,25 +56,42 @@ def sweep(
     for place in (output, table):
         if place is not None:
             check_writable(place)
-    records = finished(_earlier(output, settings), str(output))
-    there = sum(cell in records for cell in wanted)
+    with sole_writer(output):
+        records = _earlier(output, settings)
+        todo = [_task(cell, names, cluster, traces, options, power) for cell in wanted if cell not in records]
+        document = _replay(todo, records, wanted, settings, jobs, engine, output)
+    if table is not None:
+        _write_csv(document, table)
+    return document
+
+
+def _replay(
+    todo: Sequence[Task],
+    records: dict[Cell, dict[str, Any]],
+    wanted: Sequence[Cell],
+    settings: Mapping[str, Any],
+    jobs: int,
+    engine: str,
+    output: Path | None,
+) -> dict[str, Any]:
+    """Replay what is to do, keeping ``output`` up to date, and return the whole document."""
+    from ddltool.commands.output import note, progress
+
+    there = len(wanted) - len(todo)
     if there:
         note(f"{output}: {there} of {len(wanted)} replays are there already")
-    todo = [_task(cell, names, cluster, traces, options, power) for cell in wanted if cell not in records]
     with progress("replays", total=len(wanted)) as advance:
         advance(there, "")
-        for record in run_tasks(todo, jobs, engine):
+        for ended, record in enumerate(run_tasks(todo, jobs, engine), start=1):
             records[cell_of(record)] = record
             if record["error"]:
                 note(f"failed: {cell_of(record)}: {record['error']}")
-            advance(sum(cell in records for cell in wanted), str(cell_of(record)))
+            advance(there + ended, str(cell_of(record)))
             if output is not None:
                 _keep(_document(settings, records, wanted), output)
     document = _document(settings, records, wanted)
     if output is not None:
         _keep(document, output)
-    if table is not None:
-        _write_csv(document, table)
     return document
 
 
@@ -140,13 +157,14 @@ def _task(
     }
 
 
-def _earlier(output: Path | None, settings: dict[str, Any]) -> list[dict[str, Any]]:
+def _earlier(output: Path | None, settings: dict[str, Any]) -> dict[Cell, dict[str, Any]]:
     """Return the cells of an earlier run with these settings, and add to ``settings`` the files that only it had."""
+    from ddltool.analyzers.scheduling.sweep import finished
     from ddltool.artifacts import read_document
     from ddltool.errors import InputError
 
     if output is None or not output.is_file() or output.stat().st_size == 0:
-        return []
+        return {}
     found = read_document(output)
     remedy = "give a new file name, or remove it"
     if found.get("kind") != "ddltool.sweep" or not isinstance(found.get("cells"), list):
@@ -159,14 +177,14 @@ def _earlier(output: Path | None, settings: dict[str, Any]) -> list[dict[str, An
         if name not in _BY_NAME:
             if known != value:
                 raise InputError(f"{output}:settings.{name}", "is not that of this sweep", remedy)
-        elif not isinstance(known, dict):
+        elif not (isinstance(known, dict) and all(isinstance(each, str) for each in known.values())):
             raise InputError(f"{output}:settings.{name}", "is missing", remedy)
         else:
             changed = [key for key in value if known.get(key, value[key]) != value[key]]
             if changed:
                 raise InputError(f"{output}:settings.{name}.{changed[0]}", "has changed since", remedy)
             settings[name] = {**known, **value}
-    return list(found["cells"])
+    return finished(found["cells"], str(output))
 
 
 def _document(

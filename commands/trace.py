@@ -73,6 +73,7 @@ def trace(
     from ddltool.commands.trace_output import as_document, show_trace
     from ddltool.errors import InputError
     from ddltool.graph_io import write_graph
+    from ddltool.outputs import demand_distinct
 
     if determinism:
         from ddltool.commands.determinism import determinism as scan
@@ -84,6 +85,7 @@ def trace(
         return
     if output is not None and output == perfetto:
         raise InputError("--perfetto", f"is {perfetto}, as -o", "give two different files")
+    demand_distinct([source.partition(":")[0], oracle], {"-o": output, "--perfetto": perfetto})
     for place in (output, perfetto):
         if place is not None:
             check_writable(place)

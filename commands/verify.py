@@ -14,10 +14,6 @@ if TYPE_CHECKING:
     from ddltool.analyzers.goodput.throughput import ThroughputParams
 
 
-# From here on a ratio says more than percent.
-_MANIFOLD = 5.0
-
-
 def verify(
     plan_file: Annotated[Path, typer.Argument(metavar="PLAN", help="plan.json that the run followed.")],
     telemetry: Annotated[Path, typer.Argument(metavar="TELEMETRY", help="telemetry.jsonl that the hook wrote.")],
@@ -40,18 +36,24 @@ def verify(
     from dataclasses import asdict
 
     from ddltool.analyzers.deciding.feedback import read_run
+    from ddltool.analyzers.deciding.verification import ACCEPTED
     from ddltool.analyzers.deciding.verification import verify as compare
     from ddltool.artifacts import check_writable, load, save
     from ddltool.commands.output import print_json
+    from ddltool.outputs import demand_distinct
     from ddltool.plan import Plan
     from ddltool.profile import read_table
 
+    demand_distinct([plan_file, telemetry, goodput], {"-o": output})
     if output is not None:
         check_writable(output)
     limit = None if max_error is None else percent(max_error, "--max-error")
     made = load(plan_file, Plan)
-    found = compare(made, read_run(read_table(telemetry), str(telemetry)), _models(goodput))
-    passed = limit is None or abs(found.error) <= limit
+    models, model_error = _models(goodput)
+    run = read_run(read_table(telemetry), str(telemetry))
+    found = compare(made, run, models, model_error=model_error, accepted=ACCEPTED if limit is None else limit)
+    # A run of other devices, or of some of the processes, cannot show that the plan was right.
+    passed = limit is None or (found.complete and abs(found.error) <= limit)
     document: dict[str, Any] = {
         "kind": "ddltool.verification",
         "schema_version": 1,
@@ -67,6 +69,8 @@ def verify(
         "compute": {"predicted_s": found.predicted_compute_s, "measured_s": found.measured_compute_s},
         "sync": {"predicted_s": found.predicted_sync_s, "measured_s": found.measured_sync_s},
         "ranks": [asdict(rank) for rank in found.ranks],
+        "missing_ranks": list(found.missing),
+        "known_error": found.known_error,
         "refit": list(found.refit),
         "max_error": limit,
         "passed": passed,
@@ -82,7 +86,10 @@ def verify(
 
 
 def percent(text: str, where: str) -> float:
-    """Return ``15%`` or ``0.15`` as 0.15. Raises InputError for anything else, negative or not finite."""
+    """Return ``15%`` or ``0.15`` as 0.15.
+
+    Raises InputError for anything else, negative or not finite, and for a bare number above 1: who writes 15 means 15%.
+    """
     import math
 
     from ddltool.errors import InputError
@@ -91,34 +98,34 @@ def percent(text: str, where: str) -> float:
     value = parse_share(text)
     if not (math.isfinite(value) and value >= 0):
         raise InputError(where, f"{text!r} is no share", "write for example 15% or 0.15")
+    if value > 1 and not text.strip().endswith("%"):
+        raise InputError(where, f"{text!r} would be {100 * value:g}%", f"write {value:g}% or {value / 100:g}")
     return value
 
 
-def _models(path: Path | None) -> dict[str, ThroughputParams] | None:
-    """Return the fitted models of a file by device type, "" for all others."""
+def _models(path: Path | None) -> tuple[dict[str, ThroughputParams] | None, float | None]:
+    """Return the fitted models of a file by device type ("" for all others), and the error of the fit."""
     from ddltool.analyzers.goodput.throughput import ThroughputParams
     from ddltool.artifacts import load
     from ddltool.goodput_model import Goodput
 
     if path is None:
-        return None
+        return None, None
     fitted = load(path, Goodput)
     if fitted.devices:
-        return {name: ThroughputParams(**found.params.model_dump()) for name, found in fitted.devices.items()}
-    return {"": ThroughputParams(**fitted.params.model_dump())}
+        models = {name: ThroughputParams(**found.params.model_dump()) for name, found in fitted.devices.items()}
+        return models, max(found.mape for found in fitted.devices.values())
+    return {"": ThroughputParams(**fitted.params.model_dump())}, fitted.mape
 
 
 def show(found: Verification, limit: float | None, output: Path | None) -> None:
     """Print the comparison."""
+    from ddltool.analyzers.deciding.verification import error_text
     from ddltool.commands.output import out, table
     from ddltool.units import show_seconds
 
     def parts(name: str, predicted: float | None, measured: float) -> tuple[str, str, str, str]:
-        error = "-"
-        if predicted is not None and measured > 0:
-            ratio = predicted / measured
-            error = f"{ratio - 1:+.1%}" if ratio < _MANIFOLD else f"x {ratio:.3g}"
-        return name, show_seconds(predicted), show_seconds(measured), error
+        return name, show_seconds(predicted), show_seconds(measured), error_text(predicted, measured)
 
     console = out()
     rows = [
@@ -130,11 +137,11 @@ def show(found: Verification, limit: float | None, output: Path | None) -> None:
     ranks = [
         (
             str(rank.rank),
-            rank.device,
+            f"{rank.device} for {rank.planned_device}" if rank.other_device else rank.device,
             str(rank.batch),
             show_seconds(rank.predicted_s),
             show_seconds(rank.measured_s),
-            f"{rank.error:+.1%}",
+            "-" if rank.other_device else error_text(rank.predicted_s, rank.measured_s),
             f"{rank.spread:.1%}",
         )
         for rank in found.ranks
@@ -142,10 +149,16 @@ def show(found: Verification, limit: float | None, output: Path | None) -> None:
     columns = ("rank", "device", "batch", "predicted", "measured", "error", "spread")
     console.print(table("Compute by process (measured: medians)", columns, ranks, text_columns=2))
     console.print(f"half of the measured steps took {show_seconds(found.low_s)} to {show_seconds(found.high_s)}")
+    if found.known_error is None:
+        console.print("the prediction comes without an error of its own")
+    else:
+        console.print(f"predicted compute is known to within {found.known_error:.0%}, synchronisation without an error")
     for line in found.refit or ("nothing to fit again: the plan's figures hold",):
         console.print(f"- {line}")
     if limit is not None:
         word = "within" if abs(found.error) <= limit else "beyond"
-        console.print(f"step time off by {abs(found.error):.1%}: {word} the limit of {limit:.0%}")
+        console.print(f"step time off by {abs(found.error):.1%}: {word} the limit of {100 * limit:.3g}%")
+        if not found.complete:
+            console.print("FAILED: not the whole run on the planned devices (see above)")
     if output is not None:
         console.print(f"wrote {output}", soft_wrap=True)

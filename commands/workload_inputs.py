@@ -83,8 +83,8 @@ def read_jobs(
     """
     from ddltool.analyzers.scheduling import readers
     from ddltool.artifacts import read_text
-    from ddltool.commands.workloads import read_workload
-    from ddltool.profile import read_table
+    from ddltool.commands.workload_tables import read_rows
+    from ddltool.commands.workloads import WORKLOAD, read_workload
 
     fields = {"seed": seed} | read_fields(sample, "--sample", {"jobs": int, "hours": float, "seed": int})
     if fields["seed"] < 0:
@@ -95,7 +95,7 @@ def read_jobs(
         except (json.JSONDecodeError, RecursionError) as error:
             raise InputError(str(path), f"is no JSON ({error})", "give Philly's cluster_job_log") from None
     else:
-        frame = read_table(path)
+        frame = read_rows(path, WORKLOAD, no_nan=readers.COLUMNS["duration"])
         if not readers.is_trace(list(frame.columns)):
             if sample:
                 raise InputError("--sample", f"{path} is a workload", "sample from a cluster's trace")
@@ -128,8 +128,13 @@ def write_workload(jobs: Sequence[JobSpec], source: str, path: Path) -> None:
     write_text(path, text.getvalue())
 
 
-def read_failures(mtbf: str, repair: str, checkpoint: str, events: Path | None, seed: int) -> Failures | None:
-    """Return what goes wrong, None when neither a time between failures nor a file of events is given."""
+def read_failures(
+    mtbf: str, repair: str, checkpoint: str, events: Path | None, seed: int, *, nodes: int | None = None
+) -> Failures | None:
+    """Return what goes wrong, None when neither a time between failures nor a file of events is given.
+
+    ``nodes``: how many the cluster has, so that an event on another is named with its row.
+    """
     from ddltool.analyzers.scheduling.failures import Failures
     from ddltool.units import parse_duration
 
@@ -139,14 +144,17 @@ def read_failures(mtbf: str, repair: str, checkpoint: str, events: Path | None, 
         mtbf_s=mtbf_s,
         repair_s=repair_s,
         checkpoint_interval_s=checkpoint_s,
-        events=read_events(events) if events is not None else (),
+        events=read_events(events, nodes) if events is not None else (),
         seed=seed,
     )
     return made if mtbf_s is not None or events is not None else None
 
 
-def read_events(path: Path) -> tuple[NodeEvent, ...]:
-    """Return the node events of a CSV ``time,node,event``: seconds, node from 0, one of fail, leave, join."""
+def read_events(path: Path, count: int | None = None) -> tuple[NodeEvent, ...]:
+    """Return the node events of a CSV ``time,node,event``: seconds, node from 0, one of fail, leave, join.
+
+    ``count``: how many nodes there are. Raises InputError naming file, row and column.
+    """
     from ddltool.analyzers.scheduling.failures import KINDS, NodeEvent
     from ddltool.commands.workloads import read_columns, read_numbers
 
@@ -158,7 +166,10 @@ def read_events(path: Path) -> tuple[NodeEvent, ...]:
         zip(times.tolist(), nodes.tolist(), frame["event"].tolist(), strict=True), 1
     ):
         if kind not in KINDS:
-            raise InputError(f"{path}:row {row}:event", f"is {kind}", f"one of {', '.join(KINDS)}")
+            shown = "empty" if kind != kind else kind  # pandas' mark of an empty field is no number
+            raise InputError(f"{path}:row {row}:event", f"is {shown}", f"one of {', '.join(KINDS)}")
+        if count is not None and node >= count:
+            raise InputError(f"{path}:row {row}:node", f"is {node:.0f}", f"nodes are 0 to {count - 1}")
         made.append(NodeEvent(time_s=time_s, node=int(node), kind=kind))
     return tuple(made)
 

@@ -26,6 +26,8 @@ VALIDATION = ("progress", "iteration", "metric", "grad_sqr", "grad_var")
 _MOST_GPUS = 100_000
 # Ten years: later times are in another unit, or a typing error.
 _LATEST_S = 315_360_000.0
+# Nothing trains with steps longer than an hour: such times are in another unit.
+_LONGEST_STEP_S = 3600.0
 
 
 def read_cluster(path: Path) -> ClusterSpec:
@@ -59,18 +61,26 @@ def read_workload(path: Path) -> list[JobSpec]:
         )
     replicas = read_numbers(frame, "num_replicas", path, least=1.0, whole=True)
     batches = read_numbers(frame, "batch_size", path, least=1.0, whole=True)
-    names = [str(name) for name in frame["name"].tolist()]
+    names, kinds = (_texts(frame, column, path) for column in ("name", "application"))
     seen: dict[str, int] = {}
     for row, name in enumerate(names, start=1):
         if name in seen:
             raise InputError(f"{path}:row {row}:name", f"{name!r} stands in row {seen[name]} too", "name each job once")
         seen[name] = row
     return [
-        JobSpec(name=name, submit_s=time, application=str(application), num_replicas=int(count), batch_size=int(batch))
-        for name, time, application, count, batch in zip(
-            names, times.tolist(), frame["application"].tolist(), replicas.tolist(), batches.tolist(), strict=True
+        JobSpec(name=name, submit_s=time, application=kind, num_replicas=int(count), batch_size=int(batch))
+        for name, time, kind, count, batch in zip(
+            names, times.tolist(), kinds, replicas.tolist(), batches.tolist(), strict=True
         )
     ]
+
+
+def _texts(frame: pd.DataFrame, column: str, path: Path) -> list[str]:
+    """Return a column as texts, none of them empty."""
+    empty = frame[column].isna().to_numpy()
+    if empty.any():
+        raise InputError(f"{path}:row {empty.argmax() + 1}:{column}", "is empty, or NA", "give a name")
+    return [str(value) for value in frame[column].tolist()]
 
 
 def read_applications(folders: Sequence[Path], wanted: Sequence[str]) -> dict[str, Application]:
@@ -111,7 +121,7 @@ def _step_times(place: Path) -> dict[str, StepTimes]:
     made = {}
     for path in sorted(place.glob("placements*.csv")):
         suffix = path.stem.removeprefix("placements")
-        placements = read_columns(path, ("placement", "local_bsz", "step_time", "sync_time"))
+        placements = read_columns(path, ("placement", "local_bsz", "step_time", "sync_time"), ended=True)
         digits = []
         for row, value in enumerate(placements["placement"].tolist(), start=1):
             text = str(value)
@@ -120,7 +130,7 @@ def _step_times(place: Path) -> dict[str, StepTimes]:
             digits.append(tuple(map(int, text)))
         other = place / f"scalability{suffix}.csv"
         columns = ("num_nodes", "num_replicas", "local_bsz", "step_time", "sync_time")
-        scalability = read_columns(other, columns) if other.is_file() else None
+        scalability = read_columns(other, columns, ended=True) if other.is_file() else None
         made[suffix.removeprefix("-") or ANY_TYPE] = StepTimes(
             where=str(path),
             placements=digits,
@@ -143,31 +153,45 @@ def _times(frame: pd.DataFrame, path: Path) -> Floats:
         row = int(bad[0])
         problem = f"is {sync[row]:g} with a step time of {step[row]:g}"
         raise InputError(f"{path}:row {row + 1}:sync_time", problem, "it is a part of the step, which is > 0")
+    slow = np.flatnonzero(step > _LONGEST_STEP_S)
+    if slow.size:
+        row = int(slow[0])
+        remedy = f"seconds, at most {_LONGEST_STEP_S:.0f} (an hour)"
+        raise InputError(f"{path}:row {row + 1}:step_time", f"is {step[row]:g}", remedy)
     return np.column_stack([step, sync])
 
 
 def _validation(place: Path) -> list[Validation]:
     from ddltool.analyzers.scheduling.truth import Validation
 
-    runs = []
+    runs: list[Validation] = []
+    first: tuple[Path, int] | None = None
     for path in sorted(place.glob("validation-*.csv")):
         text = path.stem.removeprefix("validation-")
         if not text.isdigit() or int(text) == 0:
             raise InputError(str(path), f"{text!r} is no batch size", "name it validation-BATCH.csv, such as -128")
-        frame = read_columns(path, VALIDATION)
+        frame = read_columns(path, VALIDATION, ended=True)
         columns = {name: read_numbers(frame, name, path, least=0.0) for name in VALIDATION}
         if not (columns["grad_sqr"] + columns["grad_var"] > 0).all():
             row = int(np.flatnonzero(columns["grad_sqr"] + columns["grad_var"] <= 0)[0])
             raise InputError(f"{path}:row {row + 1}:grad_sqr", "and grad_var are 0", "one of them must be above 0")
+        first = first or (path, len(frame))
+        if len(frame) != first[1]:
+            short, long = sorted([(len(frame), path), (first[1], first[0])])
+            problem = f"has {short[0]} epochs; {long[1].name} has {long[0]}"
+            raise InputError(str(short[1]), problem, "as many in all validation files; this one may be cut off")
         runs.append(Validation(batch_size=int(text), **columns))
     return runs
 
 
-def read_columns(path: Path, columns: Sequence[str]) -> pd.DataFrame:
-    """Return a table that has these columns. Raises InputError for one that is missing."""
-    from ddltool.profile import read_table
+def read_columns(path: Path, columns: Sequence[str], *, ended: bool = False) -> pd.DataFrame:
+    """Return a table that has these columns. Raises InputError for one that is missing and for rows of other lengths.
 
-    frame = read_table(path)
+    ``ended``: the last row must have its end of line, so that a file that was cut off within a number is refused.
+    """
+    from ddltool.commands.workload_tables import read_rows
+
+    frame = read_rows(path, columns, ended=ended)
     missing = [name for name in columns if name not in frame.columns]
     if missing:
         raise InputError(f"{path}:{missing[0]}", "column is missing", f"expected columns {', '.join(columns)}")

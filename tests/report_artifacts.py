@@ -49,7 +49,8 @@ def write_all(place: Path) -> list[Path]:
         _do("fit", "profile.csv", "-o", "goodput.json")
         for strategy in STRATEGIES:
             extra = ["--graph", "graph.json.gz"] if strategy in ("est", "auto") else []
-            _do("plan", "job.yaml", "--strategy", strategy, "--top-k", "2", *extra, "-o", f"plan-{strategy}.json")
+            extra += ["--top-k", "2"] if strategy == "est" else []
+            _do("plan", "job.yaml", "--strategy", strategy, *extra, "-o", f"plan-{strategy}.json")
         _do("plan", "tuned.yaml", "--strategy", "goodput", "-o", "plan-goodput.json")
         _do("emit", "plan-est.json", "-o", "enforce.json")
         ranks = len(json.loads(Path("enforce.json").read_text())["ranks"])

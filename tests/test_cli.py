@@ -378,7 +378,17 @@ def test_the_options_are_a_decision() -> None:
         ),
         "report": ["--json", "--noise-scale", "--output", "--title"],
         "barrier": sorted(
-            ["--algorithm", "--lookahead", "--max-gap", "--picture", "--predicted", "--predictor", "--weights", "--json", "--output"]
+            [
+                "--algorithm",
+                "--lookahead",
+                "--max-gap",
+                "--picture",
+                "--predicted",
+                "--predictor",
+                "--weights",
+                "--json",
+                "--output",
+            ]
         ),
         "simulate": sorted(
             [
@@ -393,7 +403,16 @@ def test_the_options_are_a_decision() -> None:
                 "--whole-seconds",
                 *("--mtbf", "--repair", "--checkpoint-interval", "--failures", "--failure-seed", "--goodput"),
                 *("--price", "--metrics", "--generate", "--sample", "--convert"),
-                *("--picture", "--picture-job", "--picture-format", "--seeds", "--jobs", "--engine", "--csv", "--compare"),
+                *(
+                    "--picture",
+                    "--picture-job",
+                    "--picture-format",
+                    "--seeds",
+                    "--jobs",
+                    "--engine",
+                    "--csv",
+                    "--compare",
+                ),
                 *("--advise", "--autoscale", "--hyperparameter-search", "--local-batch"),
                 *common,
             ]

@@ -295,3 +295,33 @@ def test_words_tell_gain_and_doubt() -> None:
     assert "gains 110.0%" in sure.decision.words[1]
     assert "less than the difference" in sure.decision.words[2]
     assert "measure before you change anything" in unsure.decision.words[2]
+
+
+def test_the_words_say_what_is_measured_and_what_has_no_error() -> None:
+    told = decide(
+        MIXED, problem_of(MIXED), Knowledge(errors={"V100": 0.02, "P100": 0.02, "T4": 0.5}, remark="T4 guessed")
+    )
+    assert told.decision is not None
+    assert told.decision.words[1].endswith("per step (± 50% by compute).")
+    assert told.decision.words[2].startswith("How sure: less than its error says")
+    assert "T4 guessed" in told.decision.words[2]
+    plain = decide(MIXED, problem_of(MIXED), Knowledge(errors={"V100": 0.02, "P100": 0.02, "T4": 0.02}))
+    assert plain.decision is not None
+    assert plain.decision.words[2].endswith("less than the difference.")
+    bare = auto(MIXED).decision
+    assert bare is not None
+    assert bare.words[1].endswith("per step (without a known error).")
+
+
+def test_the_words_of_measured_communication_and_of_equals() -> None:
+    seen = auto(MIXED, Knowledge(communication=MeasuredCommunication(sync_s=0.05, replicas=12))).decision
+    assert seen is not None
+    assert "is exposed communication (as measured, its error is not known)." in seen.words[0]
+    assert "with as measured" not in " ".join(seen.words)
+    none = auto(MIXED, Knowledge(communication=MeasuredCommunication(sync_s=0.0, replicas=12))).decision
+    assert none is not None
+    assert "no communication worth mentioning is exposed" in none.words[0]
+    equal = auto(job({"A": (4, 1.0)}, workers=4)).decision
+    assert equal is not None
+    assert "0.0%" not in " ".join(equal.words)
+    assert "it gains nothing in progress per second" in equal.words[1]

@@ -445,6 +445,13 @@ def test_the_hooks_config_names_its_plan(cli: Cli, tmp_path: Path) -> None:
         (["--target", "kubernetes", "--kind", "PodJob"], "unknown kind 'PodJob'"),
         (["--target", "kubernetes", "--queue", "a b"], "--queue: is 'a b'"),
         (["--target", "slurm", "--queue", "a\n#SBATCH x"], "--queue: is 'a #SBATCH x'"),
+        (["--target", "kubernetes", "--image", "a b"], "--image: is 'a b'"),
+        (["--target", "kubernetes", "--image", "a\nb: c"], "--image: is 'a b: c'"),
+        (["--target", "kubernetes", "--image", ""], "--image: is ''"),
+        (["--target", "torchrun", "--script", "-x"], "--script: begins with '-x', which is no script"),
+        (["--target", "slurm", "--script", "a\x1bb"], "--script: is empty or holds a line break"),
+        (["--telemetry", ""], "--telemetry: is '', which is no name of a file"),
+        (["--telemetry", "a\nb"], "--telemetry: is 'a b', which is no name of a file"),
         (["--json", "-o", "-"], "--json: cannot share stdout with -o -"),
     ],
 )
@@ -470,3 +477,30 @@ def test_a_pytorch_job_with_two_kinds_of_workers_is_refused() -> None:
         objects(plan(("T4", 2, 4), ("V100", 1, 12)), 1, "PyTorchJob")
     with pytest.raises(InputError, match="enforce.json: is larger than"):
         objects(plan(("A", 20_000, 4)), 8, "TrainJob")
+
+
+@pytest.mark.parametrize("target", ["torchrun", "slurm", "kubernetes", "ddp"])
+def test_a_long_name_of_a_job_is_shortened(cli: Cli, tmp_path: Path, target: str) -> None:
+    job = "head" + "n" * 10_000 + "tail"
+    setting = BucketSetting(bucket_cap_mb=25.0, buckets=[["w"]], step_s=1.0, default_step_s=1.0)
+    save(MIXED.model_copy(update={"job": job, "ddp": setting}), tmp_path / "plan.json")
+    made = cli("emit", tmp_path / "plan.json", "--target", target, "-o", tmp_path / "out")
+    assert made.code == 0, made.err
+    lines = [line for line in (tmp_path / "out").read_text(encoding="utf-8").splitlines() if "enforce.json" not in line]
+    named = [line for line in lines if "head" in line and "tail" in line]
+    assert named
+    if target != "kubernetes":
+        assert max(map(len, named)) < 300
+
+
+@pytest.mark.parametrize("name", ["registry.example:5000/team/job:1.2", "me/job@sha256:" + "0" * 64])
+def test_names_of_images_are_taken(cli: Cli, tmp_path: Path, name: str) -> None:
+    save(MIXED, tmp_path / "plan.json")
+    made = cli("emit", tmp_path / "plan.json", "--target", "kubernetes", "--image", name, "-o", tmp_path / "out.yaml")
+    assert made.code == 0
+    assert f"image: {name}" in (tmp_path / "out.yaml").read_text(encoding="utf-8")
+
+
+def test_batches_of_one_sample_need_no_word() -> None:
+    assert not any(gap.startswith("local batch") for gap in not_expressed(plan(("T4", 4, 1)), "torchrun"))
+    assert any(gap.startswith("local batch") for gap in not_expressed(plan(("T4", 4, 2)), "torchrun"))

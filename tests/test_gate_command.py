@@ -150,7 +150,7 @@ def test_telemetry_is_read(cli: Cli, project: Path) -> None:
     assert cli("gate", "telemetry.jsonl", "--baseline", "telemetry.jsonl").code == 0
     assert cli("gate", "telemetry.jsonl", "--rule", "step_s <= 15 ms").code == 1
     Path("bad.jsonl").write_text(lines[0].replace("0.01", '"fast"') + "\n", encoding="utf-8")
-    assert "row 1:compute_s" in cli("gate", "bad.jsonl", "--rule", "step_s <= 15 ms").error_line
+    assert "line 1:compute_s" in cli("gate", "bad.jsonl", "--rule", "step_s <= 15 ms").error_line
 
 
 @pytest.mark.parametrize(
@@ -313,3 +313,25 @@ def test_the_pre_commit_hook_and_the_rules_run_here(cli: Cli, project: Path) -> 
     for kind in ("plan", "profile"):
         rules, origin = rules_for(f"ddltool.{kind}", [], read_config(Path("ddltool.toml")))
         assert (len(rules) > 1, origin) == (True, "ddltool.toml")
+
+
+@pytest.mark.parametrize("name", ["\udcff.json", "a\n::error::b.json"])
+def test_any_name_of_a_file_is_gated(cli: Cli, project: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    """Names of files are bytes on Linux: one that is no UTF-8, and one that the runner would act on."""
+    monkeypatch.setenv("GITHUB_STEP_SUMMARY", "summary.md")
+    Path(name).write_text('{"kind": "ddltool.figures", "figures": {"a": 1.0}}', encoding="utf-8")
+    failed = cli("gate", name, "--rule", "a <= 0", "--junit", "j.xml", "--sarif", "s.json", "--github")
+    assert failed.code == 1
+    assert ElementTree.parse("j.xml").getroot().get("failures") == "1"
+    assert json.loads(Path("s.json").read_text(encoding="utf-8"))["runs"][0]["results"]
+    for text in (failed.out, failed.err, Path("summary.md").read_text(encoding="utf-8")):
+        assert not any(line.lstrip().startswith("::error::b") for line in text.splitlines())
+        assert all(character.isprintable() or character == "\n" for character in text)
+    assert cli("gate", name, "--rule", "a <= 1", "--json").code == 0
+
+
+def test_a_name_in_an_artifact_that_is_no_text(cli: Cli, project: Path) -> None:
+    Path("sur.json").write_text('{"kind": "ddltool.figures", "figures": {"a\\ud800": 1.0}}', encoding="utf-8")
+    failed = cli("gate", "sur.json", "--rule", "* <= 0", "--junit", "j.xml", "--sarif", "s.json", "--github")
+    assert failed.code == 1
+    assert r"a\ud800" in failed.error_line

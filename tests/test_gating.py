@@ -18,7 +18,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from ddltool.analyzers.gating.formats import junit, sarif, summary, workflow_commands
+from ddltool.analyzers.gating.formats import junit, remarks, sarif, summary, workflow_commands
 from ddltool.analyzers.gating.gate import Verdict, as_document, judge
 from ddltool.analyzers.gating.measured import merge
 from ddltool.analyzers.gating.metric import Metric
@@ -631,3 +631,56 @@ def test_a_frame_of_a_profile_file_is_taken(tmp_path: Path) -> None:
     path = tmp_path / "profile.csv"
     pd.DataFrame([row(), row(16, 0.2)]).to_csv(path, index=False)
     assert values(read_artifact(path)) == values(profile(row(), row(16, 0.2)))
+
+
+HOSTILE = "x\n::stop-commands::tok\n::error::pwn\x01\x1b[31m##[add-mask]a\u202e"
+
+
+def _hostile() -> Verdict:
+    sides = [extract({"kind": "ddltool.figures", "figures": {HOSTILE: value}}, "t").metrics for value in (2.0, 1.0)]
+    return judge([parse_rule("* <= +5%")], sides[0], sides[1])
+
+
+def test_no_name_becomes_a_command_of_the_runner_or_the_terminal() -> None:
+    verdict = _hostile()
+    lines = workflow_commands(verdict, "a\n::error::b.json")
+    assert len(lines) == 1
+    texts = [*lines, summary(verdict, HOSTILE), junit(verdict, HOSTILE), json.dumps(sarif(verdict, "t", version="1"))]
+    texts += [*remarks(verdict), verdict.failed[0].sentence()]
+    for text in texts:
+        assert all(character.isprintable() or character == "\n" for character in text), text
+        assert "##[" not in text
+        assert "::stop-commands" not in text
+    for text in [*lines, verdict.failed[0].sentence(), *remarks(verdict)]:
+        assert "\n" not in text
+        assert not re.search("::error::pwn", text)
+    assert lines[0].startswith("::error file=")
+    # However a console folds it, no line of it begins with a command.
+    shown = verdict.failed[0].sentence()
+    assert not any(re.match(r"::[a-z-]+( [^:]*)?::", shown[at:]) for at in range(len(shown)))
+
+
+def test_ordinary_names_stay_as_they_are() -> None:
+    for name in ("tests/test_a.py::TestA::test_b", "a#b", "latency[p99]", "größe/µs"):
+        assert list(extract({"kind": "ddltool.figures", "figures": {name: 1.0}}, "t").metrics) == [name]
+
+
+def test_two_names_that_read_the_same_are_refused() -> None:
+    figures = {"a\x01": 1.0, "a\\x01": 2.0}
+    with pytest.raises(InputError, match="has two figures that read"):
+        extract({"kind": "ddltool.figures", "figures": figures}, "t")
+
+
+def test_a_long_name_is_shortened_in_messages_only() -> None:
+    name = "n" * 10_000
+    sides = [extract({"kind": "ddltool.figures", "figures": {name: value}}, "t").metrics for value in (2.0, 1.0)]
+    verdict = judge([parse_rule("* <= +5%")], sides[0], sides[1])
+    assert all(len(text) < 1500 for text in [verdict.failed[0].sentence(), *workflow_commands(verdict, "t")])
+    assert as_document(verdict)["checks"][0]["metric"] == name
+
+
+@pytest.mark.parametrize("text", ["a <= 1e999", "a <= 1e308 h", "a increase <= 1e999%"])
+def test_limits_beyond_all_numbers_name_their_rule(text: str) -> None:
+    with pytest.raises(InputError, match=re.escape(text)) as failed:
+        parse_rule(text)
+    assert "beyond what a number holds" in str(failed.value)

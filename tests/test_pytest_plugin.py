@@ -185,3 +185,37 @@ def test_a_session_without_gates_imports_nothing_heavy(pytester: pytest.Pytester
         """
     )
     pytester.runpytest_subprocess(*LOAD).assert_outcomes(passed=1)
+
+
+def test_update_does_not_replace_a_baseline_of_another_kind(pytester: pytest.Pytester, sample: Path) -> None:
+    (sample / "plan.json").write_text('{"kind": "ddltool.figures", "figures": {"a": 1.0}}', encoding="utf-8")
+    gate_of(pytester, 1.0, "path, 'plan.json', ['iteration_s <= 9']")
+    result = pytester.runpytest("--ddltool-update")
+    result.assert_outcomes(failed=1)
+    result.stdout.fnmatch_lines(["*plan.json: is a ddltool.figures; the current artifact is a ddltool.plan*"])
+    assert "figures" in (sample / "plan.json").read_text(encoding="utf-8")
+
+
+def test_update_replaces_a_broken_baseline(pytester: pytest.Pytester, sample: Path) -> None:
+    (sample / "plan.json").write_text("{", encoding="utf-8")
+    gate_of(pytester, 1.0, "path, 'plan.json', ['iteration_s <= 9']")
+    pytester.runpytest("--ddltool-update").assert_outcomes(passed=1)
+    assert json.loads((sample / "plan.json").read_text(encoding="utf-8"))["kind"] == "ddltool.plan"
+
+
+def test_two_tests_cannot_write_one_baseline(pytester: pytest.Pytester, sample: Path) -> None:
+    pytester.path.joinpath("now.json").write_text(plan(2.0).model_dump_json(), encoding="utf-8")
+    pytester.path.joinpath("then.json").write_text(plan(3.0).model_dump_json(), encoding="utf-8")
+    pytester.makepyfile(
+        """
+        def test_one(assert_gate):
+            assert_gate("now.json", "plan.json", ["iteration_s <= 9"])
+
+        def test_two(assert_gate):
+            assert_gate("then.json", "./plan.json", ["iteration_s <= 9"])
+        """
+    )
+    result = pytester.runpytest("--ddltool-update")
+    result.assert_outcomes(passed=1, failed=1)
+    result.stdout.fnmatch_lines(["*plan.json: is the baseline of *::test_one too; give each test*"])
+    assert json.loads((sample / "plan.json").read_text(encoding="utf-8"))["iteration_s"] == 2.0

@@ -12,16 +12,19 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pandas as pd
 import pytest
 import typer
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ddltool.analyzers.reporting.page import shortened
-from ddltool.analyzers.reporting.telemetry_section import binned
+from ddltool.analyzers.reporting.fit_sections import goodput_section
+from ddltool.analyzers.reporting.page import Picture, shortened
+from ddltool.analyzers.reporting.telemetry_section import binned, verified_row
 from ddltool.commands.report import report
 from ddltool.commands.report_reading import ORDER, read_any
 from ddltool.errors import InputError
+from ddltool.goodput_model import Goodput
 from ddltool.units import show_seconds
 from tests.browser import chromium, needs_chromium
 from tests.report_artifacts import STRATEGIES, write_all, write_telemetry
@@ -298,7 +301,7 @@ def test_a_negative_time_is_refused(artifacts: list[Path], tmp_path: Path) -> No
 def test_the_page_cannot_replace_an_artifact(artifacts: list[Path]) -> None:
     gate = named(artifacts, "gate.json")
     before = gate.read_bytes()
-    with pytest.raises(InputError, match="is one of the artifacts"):
+    with pytest.raises(InputError, match="is one of the inputs"):
         made(gate, "-o", gate)
     assert gate.read_bytes() == before
 
@@ -430,6 +433,10 @@ def test_a_browser_shows_everything(page: Path, tmp_path: Path) -> None:
         "[...document.querySelectorAll('main p, h1, h2, figure, .caption, .drawing, .scroll, figcaption, nav')]"
         ".filter(e => e.getBoundingClientRect().right > innerWidth + 1).map(e => e.outerHTML.slice(0, 80))"
     )
+    cut = (
+        "[...document.querySelectorAll('[id^=plan] .scroll')].filter(e => e.innerText.includes('elastic-bsp'))"
+        ".filter(e => e.scrollWidth > e.clientWidth + 1).length"
+    )
     sections = "[...document.querySelectorAll('section')].map(s => [s.id, s.getBoundingClientRect().height])"
     drawings = (
         "[...document.querySelectorAll('svg')].map(s => s.getBoundingClientRect())"
@@ -442,6 +449,8 @@ def test_a_browser_shows_everything(page: Path, tmp_path: Path) -> None:
             assert [url for url in browser.requests() if not url.startswith("data:image/png")] == [page.as_uri()]
             assert browser.value("document.documentElement.scrollWidth") == width
             assert browser.value(wide) == []
+            if width == 1280:  # no table of the strategies is cut behind a scroll bar
+                assert browser.value(cut) == 0
             heights = dict(browser.value(sections))
             assert list(heights) == list(sections_of(page.read_text()))
             assert min(heights.values()) > 200
@@ -466,3 +475,56 @@ def test_letters_in_pictures_can_be_read(page: Path, tmp_path: Path, dark: bool)
         assert browser.value(small) == 0
         ink = browser.value("getComputedStyle(document.querySelector('svg text')).fill")
         assert ink == ("rgb(232, 234, 237)" if dark else "rgb(26, 26, 26)")
+
+
+@pytest.mark.parametrize(
+    ("undetermined", "rows", "known"),
+    [
+        (["beta_sync_local_s", "alpha_sync_node_s", "beta_sync_node_s"], [(1, 1), (1, 2)], 2),
+        (["alpha_sync_local_s", "beta_sync_local_s", "alpha_sync_node_s"], [(1, 1)], 1),
+        (["alpha_sync_node_s", "beta_sync_node_s"], [(1, 1), (1, 8)], 4),
+        ([], [(1, 1), (1, 4), (2, 8)], 8),
+        ([], [(1, 1), (4, 16)], 16),
+        ([], None, 16),
+        (["alpha_sync_node_s"], None, 4),
+        (["beta_sync_local_s", "alpha_sync_node_s"], None, 2),
+        (["alpha_sync_local_s", "beta_sync_local_s", "alpha_sync_node_s"], None, 1),
+        ([], [(1, 1), (1, 8)], 4),
+    ],
+)
+def test_where_data_end_the_goodput_section_says_so(
+    undetermined: list[str], rows: list[tuple[int, int]] | None, known: int
+) -> None:
+    params = {"alpha_grad_s": 0.02, "beta_grad_s": 0.001, "alpha_sync_local_s": 0.001, "beta_sync_local_s": 0.0}
+    params |= {"alpha_sync_node_s": 0.0, "beta_sync_node_s": 0.0, "gamma": 1.0}
+    fitted = Goodput.model_validate(
+        {"sources": ["p.csv"], "params": params, "rmsle": 0.01, "mape": 0.01, "samples": 8, "fit_seconds": 0.1}
+        | {"undetermined": undetermined}
+    )
+    profile = None
+    if rows is not None:
+        profile = pd.DataFrame(
+            [
+                {"device": "T4", "num_nodes": nodes, "num_replicas": replicas, "local_batch_size": 32}
+                for nodes, replicas in rows
+            ]
+        )
+    section = goodput_section(fitted, "g.json", "goodput-1", profile, None)
+    picture = section.blocks[-1]
+    assert isinstance(picture, Picture)
+    assert picture.table is not None
+    noun = "replica" if rows is None else "GPU"
+    if known == 16:
+        assert f"Scaling pays until 16 {noun}s." in picture.caption
+        assert "data" not in picture.table.header
+        return
+    # Free synchronisation makes more of anything pay: nothing of that may be said beyond the data.
+    assert f"Beyond {known} {noun}{'s' if known > 1 else ''} (hatched, dashed) no data support it: " in picture.caption
+    assert "Whether scaling pays beyond is not known." in picture.caption
+    assert [row[-1] for row in picture.table.rows] == ["yes"] * known + ["no"] * (16 - known)
+    assert "not supported by data" in picture.svg
+
+
+def test_errors_read_the_same_on_the_page_and_the_command_line(tmp_path: Path) -> None:
+    assert verified_row("step", 71.8, 0.2)[-1] == "x 359"
+    assert verified_row("step", 0.0, 0.2)[-1] == "-"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -13,11 +14,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ddltool.analyzers.scheduling.cluster import MIXED_POLICIES, Allocation, ClusterSpec
+from ddltool.analyzers.scheduling import simulator
+from ddltool.analyzers.scheduling.cluster import MIXED_POLICIES, Allocation, ClusterSpec, count_gpus
 from ddltool.analyzers.scheduling.easyscale import EasyScale
 from ddltool.analyzers.scheduling.failures import Failures, NodeEvent, NodeStates, without
 from ddltool.analyzers.scheduling.fifo import Fifo
-from ddltool.analyzers.scheduling.job import JobSpec, SimulatedJob
+from ddltool.analyzers.scheduling.job import JobSpec, SimulatedJob, Tuning, make_jobs
 from ddltool.analyzers.scheduling.optimus import Optimus
 from ddltool.analyzers.scheduling.ours import Ours
 from ddltool.analyzers.scheduling.pollux import Pollux
@@ -166,8 +168,120 @@ def test_every_node_has_a_stream_of_its_own_and_sources_add_up() -> None:
 
     assert history(1) == history(7)
     states = NodeStates(Failures(events=(at(5.0, 0, "leave"), at(5.0, 0, "join"))), ClusterSpec.homogeneous(2, 1))
-    assert [states.pop(), states.pop()] == [([], [], []), ([], [0], [])]  # a node that joins and leaves at once is away
+    assert [states.pop(), states.pop()] == [([], [0], []), ([], [], [0])]  # in the order given: away and back at once
+    states = NodeStates(Failures(events=(at(5.0, 0, "join"), at(5.0, 0, "leave"))), ClusterSpec.homogeneous(2, 1))
+    assert [states.pop(), states.pop()] == [([], [], []), ([], [0], [])]
     assert states.returns is False
+    assert states.gone == {0}
+
+
+@given(st.data())
+@settings(max_examples=60, deadline=None)
+def test_skipping_ahead_is_the_same_as_event_by_event(data: st.DataObject) -> None:
+    times = st.sampled_from([0.0, 50.0, 1000.0, 3000.0, 7777.0])
+    events = data.draw(
+        st.lists(st.builds(at, times, st.integers(0, 3), st.sampled_from(["fail", "leave", "join"])), max_size=6)
+    )
+    failures = Failures(
+        mtbf_s=data.draw(st.sampled_from([3.0, 40.0, 900.0])),
+        repair_s=data.draw(st.sampled_from([1.0, 25.0, 4000.0])),
+        events=tuple(events),
+        seed=data.draw(st.integers(0, 9)),
+    )
+    cluster = ClusterSpec(gpus=(1, 2, 4, 8), gpu_types=("a", "b", "a", "b"))
+    slow, fast = NodeStates(failures, cluster), NodeStates(failures, cluster)
+    now_s = 0.0
+    for until_s in sorted(data.draw(st.lists(st.floats(0.0, 9000.0), min_size=1, max_size=3))):
+        up_s = dict.fromkeys(cluster.type_names, 0.0)
+        begin_s = now_s
+
+        def count(to_s: float, begin_s: float, up_s: dict[str, float] = up_s) -> None:
+            for node, kind in enumerate(cluster.gpu_types):
+                up_s[kind] += (to_s - begin_s) * cluster.gpus[node] * (node not in slow.down)
+
+        while slow.next_s() < until_s:
+            count(slow.next_s(), now_s)
+            now_s = slow.next_s()
+            slow.pop()
+        count(until_s, now_s)
+        now_s = until_s
+        assert fast.skip(begin_s, until_s) == pytest.approx(up_s)
+        assert (fast.down, fast.failed, fast.next_s()) == (slow.down, slow.failed, slow.next_s())
+    for _ in range(20):  # and the streams go on alike, to the bit
+        assert fast.next_s() == slow.next_s()
+        assert fast.pop() == slow.pop()
+
+
+def test_long_idle_spans_cost_little_and_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    def play_twice(idle_s: float) -> tuple[SimulationResult, float]:
+        jobs = [job("a", 0.0), job("b", idle_s), job("c", 2 * idle_s + 7.0)]
+        failures = Failures(mtbf_s=600.0, repair_s=300.0, checkpoint_interval_s=20.0, seed=3)
+        begin = time.process_time()
+        made = simulate(jobs, {"steady": steady()}, ClusterSpec.homogeneous(5, 1), Fifo(), Options(failures=failures))
+        return made, time.process_time() - begin
+
+    skipped, _ = play_twice(2e6)
+    monkeypatch.setattr(simulator, "_FEW_EVENTS", float("inf"))
+    stepped, spent = play_twice(2e6)
+    assert skipped.jobs == stepped.jobs
+    assert skipped.node_failures == stepped.node_failures > 20_000
+    assert skipped.available_gpu_seconds == pytest.approx(stepped.available_gpu_seconds)
+    assert len(skipped.usage) < 100 < len(stepped.usage)
+    monkeypatch.undo()
+    assert play_twice(2e7)[1] < spent  # ten times the span
+
+
+def test_more_failures_than_can_be_drawn_are_refused() -> None:
+    failures = Failures(mtbf_s=1.0, repair_s=1.0)
+    with pytest.raises(InputError, match="mtbf: is 1 s: more than 1e\\+09 failures until the last job comes"):
+        simulate(
+            [job("a", 0.0), job("b", 3e8)],
+            {"steady": steady()},
+            ClusterSpec.homogeneous(20, 1),
+            Fifo(),
+            Options(failures=failures),
+        )
+
+
+def test_a_job_that_was_content_asks_again_when_its_node_is_gone(
+    synthetic: tuple[list[JobSpec], dict[str, Application], ClusterSpec],
+) -> None:
+    """A scale-out that made it slower is taken back, and then its nodes fail: it must not wait for good."""
+    specs, applications, cluster = synthetic
+    policy = EasyScale()
+    jobs = make_jobs(specs[:1], applications, policy.tuning, cluster)
+    policy._content.add(0)
+    jobs[0].running_from_s = 0.0
+    assert count_gpus(policy.allocate(jobs, cluster, 60.0)[0]) >= 1
+
+
+def test_training_that_restarts_undo_and_a_hundred_years_end_the_replay() -> None:
+    class Restless:
+        """Moves the only job each round, so that it never gets to train."""
+
+        name, tuning = "fifo", Tuning.RIGID
+
+        def allocate(
+            self, jobs: Sequence[SimulatedJob], cluster: ClusterSpec, now_s: float
+        ) -> Mapping[int, Allocation]:
+            node = int(now_s / 60.0) % 2
+            return {one.index: ((node, 1),) for one in jobs}
+
+    two = ClusterSpec.homogeneous(2, 1)
+    with pytest.raises(Infeasible, match="no job has come further for .* restarts leave no time to train"):
+        simulate([job("a", 0.0)], {"steady": steady()}, two, Restless(), Options(restart_delay_s=90.0))
+    endless = steady(step_s=3e7, epochs=40)
+    with pytest.raises(Infeasible, match=r"after 100 simulated years under policy fifo 1 jobs are not done \(a\)"):
+        simulate([job("a", 0.0)], {"steady": endless}, two, Fifo(), Options(interval_s=604_800.0))
+
+
+def test_jobs_shorter_than_a_round_are_progress() -> None:
+    """None of them is seen at a round with progress; together they last longer than what is taken for futile."""
+    specs = [job(f"j{n}", 60.0 * n) for n in range(10_500)]
+    made = simulate(
+        specs, {"steady": steady(step_s=0.1)}, ClusterSpec.homogeneous(1, 1), Fifo(), Options(restart_delay_s=0.0)
+    )
+    assert made.rounds >= 10_500
 
 
 # Invariants.

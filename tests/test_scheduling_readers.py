@@ -118,6 +118,21 @@ def test_philly_by_hand() -> None:
         ("5,u2,v2,4", "2,u2,v2,4", "row 5:job_id: '2' stands twice"),
         ("3600,0", "-1,0", "row 5:duration: is -1"),
         ("3600,0", "inf,0", "row 5:duration: is inf"),
+        (
+            "2020-06-09 18:40:00,2020-06-09 18:40",
+            "0001-01-01 00:00:00,2020-06-09 18:40",
+            "row 5:submit_time: is 0001-01-01",
+        ),
+        (
+            "2020-06-09 18:40:00,2020-06-09 18:40",
+            "9999-01-01 00:00:00,2020-06-09 18:40",
+            "row 5:submit_time: is 9999-01-01 00:00:00, 7,984 years from the middle of the trace; times within ten years",
+        ),
+        (
+            "2020-06-09 18:40:00,2020-06-09 18:40",
+            "5,2020-06-09 18:40",
+            "row 5:submit_time: is 5, and row 1 has 2020-06-09 19:00:00; dates or seconds, the same in all rows",
+        ),
         ("gpu_num", "gpu_mun", "trace.csv:gpu_num: column is missing"),
         ("submit_time", "s", "trace.csv:submit_time: column is missing"),
     ],
@@ -137,6 +152,11 @@ def test_a_bad_row_is_named(old: str, new: str, message: str) -> None:
             lambda jobs: jobs[0]["attempts"][1].update(end_time="2017-10-07 02:59:59"),
             "job 1:end_time: of an attempt is '2017",
         ),
+        (
+            lambda jobs: jobs[0]["attempts"][1].update(end_time="2037-10-07 02:59:59"),
+            "job 1:end_time: of an attempt is '2037.*by ten years at most",
+        ),
+        (lambda jobs: jobs[1].update(submitted_time="60"), "row 2:submitted_time: is 60, and row 1 has 2017"),
         (lambda jobs: jobs[0]["attempts"][1].update(start_time="x"), "job 1:start_time: of an attempt is 'x'"),
         (lambda jobs: jobs[0]["attempts"][1].pop("detail"), "job 1:attempts: are broken"),
         (lambda jobs: jobs[1].update(jobid="application_1"), "'application_1' stands twice"),
@@ -198,6 +218,14 @@ def test_the_command_reads_samples_and_converts_both_formats(cli: Cli, tmp_path:
         (("--convert",), "--convert: needs a trace"),
     ]:
         bad = cli("simulate", *arguments)
+        assert bad.code == 2
+        assert message in bad.error_line
+    for old, new, message in [
+        ("5,u2,v2,4", "5,,u2,v2,4", "helios.csv:row 5: has 13 fields; the header has 12"),
+        ("3600,0", "nan,0", "helios.csv:row 5:duration: is nan; a number, or nothing"),
+    ]:
+        table.write_text(HELIOS.replace(old, new))
+        bad = cli("simulate", table, "--convert")
         assert bad.code == 2
         assert message in bad.error_line
     log.write_text(json.dumps(philly())[:-40])

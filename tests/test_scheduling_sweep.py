@@ -23,6 +23,7 @@ from ddltool.analyzers.scheduling.sweep import COLUMNS, FIGURES, cells
 from ddltool.commands import sweep as command
 from ddltool.commands import sweep_engines
 from ddltool.commands.sweep import sweep
+from ddltool.commands.sweep_lock import sole_writer
 from ddltool.commands.sweep_output import compare_document, show_comparison, show_sweep
 from ddltool.errors import InputError, MissingExtra
 
@@ -33,6 +34,7 @@ import sys
 from pathlib import Path
 from ddltool.analyzers.scheduling.simulator import Options
 from ddltool.commands.sweep import sweep
+from ddltool.commands.sweep_lock import sole_writer
 folder, output = map(Path, sys.argv[1:3])
 sweep([folder / "small.csv"], folder / "cluster.yaml", [Path(sys.argv[3])], ["ours", "pollux"], range(500), Options(),
       jobs=2, output=output)
@@ -237,4 +239,58 @@ def test_however_it_is_ended_nobody_is_left_and_the_file_is_whole(folder: Path, 
     assert not left
     document = json.loads(output.read_text())
     assert 0 < len(document["cells"]) < document["cells_wanted"] == 1000
-    assert not list(folder.glob(".*sweep*")) or how == signal.SIGKILL
+    # What a killed process leaves holds nobody up: the lock ended with it, and the next sweep clears up.
+    assert {path.name for path in folder.glob(".*sweep*")} <= {".sweep.json.lock"} or how == signal.SIGKILL
+    with sole_writer(output):
+        pass
+    assert not list(folder.glob(".*sweep*"))
+
+
+def test_two_sweeps_do_not_write_one_file(run: Sweep, tmp_path: Path) -> None:
+    output = tmp_path / "sweep.json"
+    run(policies=["fifo"], seeds=[0], output=output)
+    kept = output.read_bytes()
+    (tmp_path / "link.json").symlink_to(output)
+    with sole_writer(output):
+        for path in (output, tmp_path / "link.json"):
+            with pytest.raises(InputError, match=rf"another sweep is writing .*{path.name}"):
+                run(policies=["srtf"], seeds=[0], output=path)
+        run(policies=["srtf"], seeds=[0], output=tmp_path / "other.json")
+    assert output.read_bytes() == kept
+    run(policies=["srtf"], seeds=[0], output=output)
+    assert {cell["policy"] for cell in json.loads(output.read_text())["cells"]} == {"fifo", "srtf"}
+    assert not list(tmp_path.glob(".*"))
+
+
+def test_what_killed_writers_left_is_cleared_up_and_nothing_else(run: Sweep, tmp_path: Path) -> None:
+    def write(name: str, mode: int) -> Path:
+        path = tmp_path / name
+        path.write_text("{")
+        path.chmod(mode)
+        return path
+
+    left = write(".sweep.json.j4jrhx67", 0o600)
+    others = [
+        write(".sweep.json.backup01", 0o644),
+        write(".sweep.json.old", 0o600),
+        write(".other.json.j4jrhx67", 0o600),
+    ]
+    run(policies=["fifo"], seeds=[0], output=tmp_path / "sweep.json")
+    assert not left.exists()
+    assert all(path.exists() for path in others)
+
+
+@pytest.mark.parametrize(("name", "value"), [("p99_jct_s", float("nan")), ("cpu_s", float("inf")), ("jobs", True)])
+def test_a_file_with_figures_that_are_no_numbers_is_refused(
+    run: Sweep, tmp_path: Path, name: str, value: float
+) -> None:
+    output = tmp_path / "sweep.json"
+    run(policies=["fifo"], output=output)
+    document = json.loads(output.read_text())
+    cell = document["cells"][1]
+    (cell if name == "cpu_s" else cell["figures"])[name] = value
+    output.write_text(json.dumps(document))
+    kept = output.read_bytes()
+    with pytest.raises(InputError, match=rf"cells\[1\]:{name}: is {value} \(small under fifo, seed 1\)"):
+        run(policies=["fifo"], output=output)
+    assert output.read_bytes() == kept

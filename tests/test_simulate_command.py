@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import itertools
 import shutil
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
@@ -12,6 +14,7 @@ import pytest
 
 from ddltool.analyzers.scheduling.pollux import Pollux
 from ddltool.analyzers.scheduling.search import Choice, choose_counts, search
+from ddltool.commands import output, simulate_progress
 from ddltool.commands.simulate import POLICIES
 from ddltool.commands.workloads import read_applications
 from tests.conftest import Result
@@ -85,7 +88,7 @@ def test_the_table_has_a_row_per_policy_within_80_columns(run: Cli) -> None:
     assert "fifo" in rows
     assert "pollux" in rows
     assert max(map(len, result.out.splitlines())) <= 80
-    widest = run("--policy", "fifo,easyscale-heter", "--restart-delay", 100_000)
+    widest = run("--policy", "fifo,easyscale-heter", "--restart-delay", 86_400)
     assert max(map(len, widest.out.splitlines())) <= 80
     figures = next(line for line in widest.out.splitlines() if line.strip().startswith("easyscale-heter")).split()
     assert len(figures) == 8
@@ -103,6 +106,10 @@ def test_the_table_has_a_row_per_policy_within_80_columns(run: Cli) -> None:
         (["a,1,visoin,1,64"], "holds no traces of application 'visoin'; did you mean \"vision\"?"),
         (["a,1,vision,17,64"], "job a:num_replicas: wants 17 GPUs of 16; it could never start"),
         (["a,1,vision,1,32"], "job a:batch_size: is 32; vision has 64 to 1024"),
+        (["a,1,vision,1,64,9"], "row 1: has 6 fields; the header has 5"),
+        (["a,1,vision,1,64", "", "b,1,vision"], "row 2: has 3 fields; the header has 5"),
+        (["a,1,,1,64"], "row 1:application: is empty"),
+        ([], "workload.csv: has no rows; expected columns name, time, application"),
     ],
 )
 def test_a_bad_row_is_named(run: Cli, tmp_path: Path, rows: list[str], message: str) -> None:
@@ -118,13 +125,17 @@ def test_a_bad_row_is_named(run: Cli, tmp_path: Path, rows: list[str], message: 
     [
         (("--policy", "polux"), "unknown policy 'polux'; did you mean \"pollux\"?"),
         (("--policy", ","), "--policy: names no policy"),
-        (("--interval", "0"), "interval: is 0.0; above 0 and at most 604800 seconds"),
-        (("--interval", "1e300"), "interval: is 1e+300; above 0 and at most 604800 seconds"),
+        (("--interval", "0"), "interval: is 0.0; from 1 to 604800 seconds"),
+        (("--interval", "1e300"), "interval: is 1e+300; from 1 to 604800 seconds"),
         (("--interval", "nan"), "interval: is nan"),
-        (("--restart-delay", "1e300"), "restart delay: is 1e+300; from 0 to 604800 seconds"),
+        (("--interval", "1e-9"), "interval: is 1e-09; from 1 to 604800 seconds"),
+        (("--restart-delay", "1e300"), "restart delay: is 1e+300; from 0 to 86400 seconds"),
         (("--restart-delay", "-1"), "restart delay: is -1.0"),
         (("--interference", "1"), "interference: is 1.0"),
+        (("--restart-delay", "604800"), "restart delay: is 604800.0; from 0 to 86400 seconds"),
         (("--power", "nan"), "power: is nan"),
+        (("--power", "-1000"), "power: is -1000.0; from -50 to 50"),
+        (("--power", "1000", "--seeds", "1"), "power: is 1000.0; from -50 to 50"),
     ],
 )
 def test_a_bad_option_is_named(run: Cli, arguments: tuple[str, ...], message: str) -> None:
@@ -139,6 +150,27 @@ def test_a_bad_option_is_named(run: Cli, arguments: tuple[str, ...], message: st
         ("placements.csv", "placement,local_bsz,step_time,sync_time\n1x,16,1,0\n", "row 1:placement: is 1x"),
         ("placements.csv", "placement,local_bsz,step_time,sync_time\n1,16,1,2\n", "row 1:sync_time: is 2 with a step"),
         ("placements.csv", "placement,local_bsz,step_time\n1,16,1\n", "sync_time: column is missing"),
+        (
+            "placements.csv",
+            "placement,local_bsz,step_time,sync_time\n1,16,1e5,1\n",
+            "row 1:step_time: is 100000; seconds",
+        ),
+        (
+            "placements.csv",
+            "placement,local_bsz,step_time,sync_time\n1,16,1,0\n1,32,1,0.0",
+            "row 2: has no end of line",
+        ),
+        (
+            "placements.csv",
+            "placement,local_bsz,step_time,sync_time\n1,16,1,0,5\n",
+            "row 1: has 5 fields; the header has 4",
+        ),
+        ("placements.csv", "", "is empty; expected columns placement, local_bsz, step_time, sync_time"),
+        (
+            "validation-256.csv",
+            "progress,iteration,metric,grad_sqr,grad_var\n1,1,1,1,1\n",
+            "validation-256.csv: has 1 epochs; validation-1024.csv has 20",
+        ),
         ("validation-x.csv", "progress\n1\n", "'x' is no batch size"),
         (
             "validation-64.csv",
@@ -155,6 +187,82 @@ def test_a_bad_trace_is_named(cli: Cli, tmp_path: Path, name: str, text: str, me
     result = cli("simulate", *files, "--policy", "fifo")
     assert result.code == 2
     assert message in result.error_line
+
+
+def test_an_application_that_takes_longer_than_a_year_at_best_is_refused(cli: Cli, tmp_path: Path) -> None:
+    traces = tmp_path / "traces"
+    shutil.copytree(FOLDER / "traces", traces)
+    for path in (traces / "vision").glob("validation-*.csv"):
+        header, *rows = path.read_text().splitlines()
+        grown = [",".join(str(float(each) * 1e8) for each in row.split(",")) for row in rows]
+        path.write_text("\n".join([header, *grown]) + "\n")
+    files = (FOLDER / "synthetic.csv", "--cluster", FOLDER / "cluster.yaml", "--traces", traces)
+    result = cli("simulate", *files, "--policy", "fifo")
+    assert result.code == 2
+    assert "application vision: takes " in result.error_line
+    assert "years or more on any GPUs; a year at most" in result.error_line
+
+
+def test_an_output_is_no_input_and_no_other_output(cli: Cli, tmp_path: Path) -> None:
+    shutil.copytree(FOLDER, tmp_path / "w")
+    events = tmp_path / "w" / "events.csv"
+    events.write_text("time,node,event\n1,0,leave\n9,0,join\n")
+    folder = tmp_path / "w"
+    trace, workload, cluster = (
+        folder / "traces/vision/placements.csv",
+        folder / "synthetic.csv",
+        folder / "cluster.yaml",
+    )
+    kept = {path: path.read_bytes() for path in (trace, workload, cluster, events)}
+    files = (workload, "--cluster", cluster, "--traces", folder / "traces", "--failures", events, "--policy", "fifo")
+    for path in kept:
+        for option in ("-o", "--csv"):
+            refused = cli("simulate", *files, option, path)
+            assert refused.code == 2
+            assert f"{option}: " in refused.error_line
+            assert "is one of the inputs" in refused.error_line
+    twice = cli("simulate", *files, "-o", tmp_path / "x", "--csv", tmp_path / "x")
+    assert twice.code == 2
+    assert "is written by -o too" in twice.error_line
+    assert {path: path.read_bytes() for path in kept} == kept
+    assert not (tmp_path / "x").exists()
+
+
+def test_bad_node_events_are_named_by_file_and_row(run: Cli, tmp_path: Path) -> None:
+    events = tmp_path / "events.csv"
+    for rows, message in [
+        ("1,0,fail\n2,9,fail\n", "events.csv:row 2:node: is 9; nodes are 0 to 3"),
+        ("1,0,fail\n2,1,\n", "events.csv:row 2:event: is empty; one of fail, leave, join"),
+        ("1,0,fail,5\n", "events.csv:row 1: has 4 fields; the header has 3"),
+        ("", "events.csv: has no rows; expected columns time, node, event"),
+    ]:
+        events.write_text("time,node,event\n" + rows)
+        result = run("--policy", "fifo", "--failures", events)
+        assert result.code == 2
+        assert message in result.error_line
+    events.write_text("time,node,event\n" + "".join(f"0,{node},leave\n" for node in range(3)))
+    stuck = run("--policy", "fifo", "--failures", events)
+    assert stuck.code == 3
+    assert "cannot run: nodes 0, 1, 2 do not come back and it wants" in stuck.error_line
+    assert "of the 4 GPUs that are left; policy fifo gives no GPUs to" in stuck.error_line
+
+
+def test_a_long_replay_shows_how_far_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    shown: list[tuple[int, str]] = []
+
+    @contextmanager
+    def recorded(title: str, total: int | None = None) -> Iterator[Callable[[int, str], None]]:
+        assert (title, total) == ("fifo", 7)
+        yield lambda done, remark: shown.append((done, remark))
+
+    monkeypatch.setattr(output, "progress", recorded)
+    with simulate_progress.replay_progress("fifo", 7) as on_round:
+        on_round(1, 3600.0)
+        assert not shown  # a short replay shows nothing
+        time.sleep(1.05)
+        on_round(3, 7200.0)
+        on_round(4, 7260.0)  # at once after it: not drawn again
+    assert shown == [(3, "3 of 7 jobs, 2.0 simulated hours")]
 
 
 def test_traces_of_several_gpu_types_and_folders_are_put_together(tmp_path: Path) -> None:

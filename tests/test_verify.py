@@ -11,8 +11,8 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from ddltool.analyzers.deciding.feedback import read_run
-from ddltool.analyzers.deciding.verification import verify
+from ddltool.analyzers.deciding.feedback import combine, read_run
+from ddltool.analyzers.deciding.verification import error_text, verify
 from ddltool.analyzers.goodput.throughput import ThroughputParams, grad_time_s
 from ddltool.errors import InputError
 from ddltool.graph import Graph, Op
@@ -259,3 +259,180 @@ def test_d2_keeps_to_one_type_where_the_model_is_not_eligible(
     made = cli("plan", tmp_path / "job.yaml", "--strategy", "est", "--json")
     assert {row["device_type"] for row in made.document["assignments"]} == types
     assert ("D2: the plan keeps to one device type" in made.err) == (types == {"fast"})
+
+
+def test_another_device_is_named_and_not_blamed(plan_file: Path, tmp_path: Path, cli: Cli) -> None:
+    """Rank 1 was planned on a slow device; an H100 in its place is ten times as fast."""
+    made = rows({"fast": 24, "H100": 8}, {"fast": 0.1, "H100": 0.01})
+    found = verify(planned(plan_file), read_run(pd.DataFrame(made), "t"))
+    assert not found.complete
+    assert found.refit[0].startswith("rank 1 was planned on slow, ran on H100: the run did not follow the plan")
+    assert not any(line.startswith("H100 computes") for line in found.refit)
+    told = write(tmp_path / "t.jsonl", made)
+    assert cli("verify", plan_file, told).code == 0
+    judged = cli("verify", plan_file, told, "--max-error", "20%")
+    assert judged.code == 1  # within 20 %, by the planned device's time
+    assert "within the limit" in judged.out
+    assert "H100 for slow" in judged.out
+
+
+def test_a_model_of_the_other_device_answers_for_it(plan_file: Path) -> None:
+    params = ThroughputParams(
+        alpha_grad_s=0.0,
+        beta_grad_s=0.1 / 24,
+        alpha_sync_local_s=0.0,
+        beta_sync_local_s=0.0,
+        alpha_sync_node_s=0.0,
+        beta_sync_node_s=0.0,
+        gamma=1.0,
+    )
+    run = read_run(frame({"fast": 24, "H100": 8}, {"fast": 0.1, "H100": 0.0333}, sync_s=0.0), "t")
+    assert verify(planned(plan_file), run, {"": params}).complete
+
+
+def test_part_of_the_processes_is_no_proof(plan_file: Path, tmp_path: Path, cli: Cli) -> None:
+    made = [row for row in rows({"fast": 24, "slow": 8}, {"fast": 0.1, "slow": 0.1}) if row["rank"] == 0]
+    found = verify(planned(plan_file), read_run(pd.DataFrame(made), "t"))
+    assert found.missing == (1,)
+    assert found.refit[0].startswith("no rows of rank 1 (1 of 2 processes)")
+    told = write(tmp_path / "t.jsonl", made)
+    judged = cli("verify", plan_file, told, "--max-error", "30%", "--json")
+    assert judged.code == 1
+    assert (judged.document["passed"], judged.document["missing_ranks"]) == (False, [1])
+
+
+@pytest.mark.parametrize(("text", "remedy"), [("15", "write 15% or 0.15"), ("1.5", "write 1.5% or 0.015")])
+def test_a_bare_number_above_one_is_no_share(plan_file: Path, tmp_path: Path, cli: Cli, text: str, remedy: str) -> None:
+    told = write(tmp_path / "t.jsonl", rows({"fast": 24, "slow": 8}, {"fast": 0.1, "slow": 0.1}))
+    failed = cli("verify", plan_file, told, "--max-error", text)
+    assert failed.code == 2
+    assert failed.error_line.endswith(remedy)
+    assert cli("verify", plan_file, told, "--max-error", "150%").code == 0
+
+
+IMPOSSIBLE = [
+    ({"step_s": 0.0}, "line 5:step_s: is 0 s for 24 samples"),
+    ({"compute_s": 5e-324}, "line 5:compute_s: is 4.94066e-324 s for 24 samples"),
+    ({"compute_s": 1e308, "step_s": 1e308}, "line 5:compute_s: is 1e+308 s, too large; it must be <= 1e+09 s"),
+    ({"wait_s": 2e9}, "line 5:wait_s: is 2e+09 s, too large"),
+    ({"rank": 2}, "line 5:rank: is 2 of 2 processes"),
+]
+
+
+@pytest.mark.parametrize(("change", "message"), IMPOSSIBLE)
+@pytest.mark.parametrize("command", ["verify", "gate", "report"])
+def test_impossible_rows_are_refused_by_all_readers(
+    plan_file: Path, tmp_path: Path, cli: Cli, command: str, change: dict[str, Any], message: str
+) -> None:
+    made = rows({"fast": 24, "slow": 8}, {"fast": 0.1, "slow": 0.1})
+    made[4] |= change
+    told = write(tmp_path / "t.jsonl", made)
+    words: dict[str, list[object]] = {
+        "verify": ["verify", plan_file, told],
+        "gate": ["gate", told, "--rule", "step_s <= 1"],
+        "report": ["report", told, "-o", tmp_path / "page.html"],
+    }
+    failed = cli(*words[command])
+    assert failed.code == 2
+    assert f"t.jsonl:{message}" in failed.error_line
+    assert not (tmp_path / "page.html").exists()
+
+
+@pytest.mark.parametrize("command", ["verify", "gate", "report"])
+def test_a_run_that_never_trained(plan_file: Path, tmp_path: Path, cli: Cli, command: str) -> None:
+    dead = [
+        {**row, "batch": 0, "compute_s": 0.0, "step_s": 0.0}
+        for row in rows({"fast": 24, "slow": 8}, {"fast": 0.1, "slow": 0.1})
+    ]
+    told = write(tmp_path / "t.jsonl", dead)
+    words: dict[str, list[object]] = {
+        "verify": ["verify", plan_file, told],
+        "gate": ["gate", told, "--rule", "step_s <= 1"],
+        "report": ["report", told, "-o", tmp_path / "page.html"],
+    }
+    failed = cli(*words[command])
+    assert failed.code == 2
+    assert "holds no step with samples" in failed.error_line
+
+
+def test_an_absurd_plan_is_refused(plan_file: Path, tmp_path: Path, cli: Cli) -> None:
+    document = json.loads(plan_file.read_text(encoding="utf-8"))
+    document["assignments"][0]["compute_s"] = 1e308
+    plan_file.write_text(json.dumps(document), encoding="utf-8")
+    told = write(tmp_path / "t.jsonl", rows({"fast": 24, "slow": 8}, {"fast": 0.1, "slow": 0.1}))
+    failed = cli("verify", plan_file, told)
+    assert failed.code == 2
+    assert "it must be <= 1e+09 s" in failed.error_line
+
+
+@pytest.mark.parametrize(
+    ("times", "cause"), [(2.0, "quieter machine"), (0.5, "busier machine"), (60.0, "not the devices of the plan")]
+)
+def test_one_factor_for_all_is_the_machines(plan_file: Path, times: float, cause: str) -> None:
+    found = verify(
+        planned(plan_file), read_run(frame({"fast": 24, "slow": 8}, dict.fromkeys(("fast", "slow"), 0.1 * times)), "t")
+    )
+    assert sum(cause in line for line in found.refit) == 1
+    uneven = verify(
+        planned(plan_file), read_run(frame({"fast": 24, "slow": 8}, {"fast": 0.1 * times, "slow": 0.1}), "t")
+    )
+    assert not any(cause in line for line in uneven.refit)
+
+
+def test_a_fit_that_knows_less_than_the_limit_says_so(plan_file: Path) -> None:
+    run = read_run(frame({"fast": 24, "slow": 8}, {"fast": 0.1, "slow": 0.2}), "t")
+    params = ThroughputParams(
+        alpha_grad_s=0.0,
+        beta_grad_s=0.1 / 24,
+        alpha_sync_local_s=0.0,
+        beta_sync_local_s=0.0,
+        alpha_sync_node_s=0.0,
+        beta_sync_node_s=0.0,
+        gamma=1.0,
+    )
+    for error, told in ((0.31, True), (0.05, False)):
+        found = verify(planned(plan_file), run, {"": params}, model_error=error)
+        assert found.known_error == error
+        assert any("known to within 31% only, more than 15%" in line for line in found.refit) == told
+
+
+def test_the_rest_of_a_subtraction_is_no_prediction(plan_file: Path) -> None:
+    params = ThroughputParams(
+        alpha_grad_s=0.01363,
+        beta_grad_s=0.0021528,
+        alpha_sync_local_s=1e-17,
+        beta_sync_local_s=0.0,
+        alpha_sync_node_s=0.0,
+        beta_sync_node_s=0.0,
+        gamma=1.0,
+    )
+    found = verify(
+        planned(plan_file), read_run(frame({"fast": 24, "slow": 8}, {"fast": 0.1, "slow": 0.1}), "t"), {"": params}
+    )
+    assert found.predicted_sync_s == 0.0
+    assert error_text(found.predicted_sync_s, 0.065) == "-"
+
+
+@pytest.mark.parametrize(
+    ("predicted", "measured", "shown"),
+    [(0.11, 0.1, "+10.0%"), (36.0, 0.1, "x 360"), (1e-3, 0.1, "x 0.01"), (None, 0.1, "-"), (0.1, 0.0, "-")],
+)
+def test_error_texts(predicted: float | None, measured: float, shown: str) -> None:
+    assert error_text(predicted, measured) == shown
+
+
+def test_predictions_are_scaled_to_what_was_measured() -> None:
+    """A CPU that poses as two devices runs at a hundredth of their roofline: the third type would too."""
+    found = combine({"V100": 11.0, "P100": 8.0}, {"V100": 1100.0, "P100": 800.0, "T4": 500.0})
+    assert found.capabilities == pytest.approx({"V100": 11.0, "P100": 8.0, "T4": 5.0})
+    assert found.errors == {"T4": 0.5}
+    assert found.remark.startswith("P100, V100 measured, T4 predicted: measured speeds are 0.01 times")
+    uneven = combine({"V100": 11.0, "P100": 200.0}, {"V100": 1100.0, "P100": 800.0, "T4": 500.0})
+    assert uneven.capabilities["T4"] == pytest.approx(500 * (0.01 * 0.25) ** 0.5)
+    assert uneven.errors["T4"] == pytest.approx(24.0)  # 0.25 / 0.01 - 1: nothing sure can follow from it
+    near = combine({"V100": 900.0}, {"V100": 1100.0, "T4": 500.0})
+    assert (near.capabilities["T4"], near.remark) == (500.0, "V100 measured, T4 predicted")
+    blind = combine({"V100": 11.0}, {"T4": 500.0})
+    assert "nothing tells how far" in blind.remark
+    assert combine({"V100": 11.0}, {"V100": 1100.0}).remark == ""
+    assert combine({}, {"V100": 1100.0}).capabilities == {"V100": 1100.0}

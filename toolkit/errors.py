@@ -17,6 +17,9 @@ from __future__ import annotations
 import difflib
 from collections.abc import Iterable
 
+# Names come from files that others wrote: one of ten thousand characters must not hide the message.
+LONGEST_PART = 1000
+
 
 class DdlToolError(Exception):
     """Anything that ddltool can explain in one line."""
@@ -42,6 +45,7 @@ class InputError(DdlToolError):
         self.where = where
         self.problem = problem
         self.remedy = remedy
+        where, problem, remedy = (shortened(part, LONGEST_PART) for part in (where, problem, remedy))
         text = ": ".join(part for part in (where, problem) if part)
         super().__init__(one_line(f"{text}; {remedy}" if remedy else text))
 
@@ -83,6 +87,18 @@ def visible(text: str) -> str:
     return "".join(
         each if each.isprintable() or each in "\n\t" else each.encode("unicode_escape").decode() for each in text
     )
+
+
+def shortened(text: str, most: int) -> str:
+    """Return ``text`` with its middle left out where it is longer than ``most`` characters: names differ at both ends.
+
+    >>> shortened("telemetry-of-node-17.jsonl", 15)
+    'telemet…7.jsonl'
+    """
+    if len(text) <= most:
+        return text
+    tail = (most - 1) // 2
+    return f"{text[: most - 1 - tail]}…{text[len(text) - tail :]}"
 
 
 def did_you_mean(word: str, choices: Iterable[str]) -> str:

@@ -76,6 +76,8 @@ def show_seconds(seconds: float | None) -> str:
         return "inf"
     for scale, unit in ((1.0, "s"), (1e-3, "ms"), (1e-6, "us"), (1e-9, "ns")):
         if abs(seconds) >= scale:
+            if abs(seconds) >= 1e12:  # digits would hide what it is
+                return f"{seconds:.3g} s"
             return f"{seconds / scale:.3g} {unit}" if abs(seconds) < 1000 else f"{seconds:,.0f} s"
     return "0 s" if seconds == 0 else f"{seconds:.2e} s"
 

@@ -71,7 +71,7 @@ def decide(
         error_source=knowledge.error_source,
         communication_source="" if knowledge.communication is None else knowledge.communication.source,
     )
-    decision = decision.model_copy(update={"words": explain(decision, picked.option, job.batch_size)})
+    decision = decision.model_copy(update={"words": explain(decision, picked.option, job.batch_size, knowledge.remark)})
     exposed = picked.exposed
     return picked.plan.model_copy(
         update={

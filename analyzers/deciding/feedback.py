@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -13,8 +14,17 @@ from ddltool.errors import InputError
 if TYPE_CHECKING:
     import pandas as pd
 
-# No clock of the hook tells less.
-_SHORTEST_S = 1e-9
+# The hook writes nanoseconds; a step that takes less was never made. Nor does one take thirty years.
+_SHORTEST_S, _LONGEST_S = 1e-9, 1e9
+_TIMES = ("compute_s", "wait_s", "sync_s", "step_s")
+_MOST = {
+    **dict.fromkeys(_TIMES, _LONGEST_S),
+    **dict.fromkeys(("step", "batch", "total_batch", "noise_scale", "learning_rate_factor"), 1e15),
+    **dict.fromkeys(("rank", "world_size", "num_nodes", "passes"), 1e9),
+    "memory_bytes": 1e18,
+}
+# Of measured rates that are this many times off their prediction, the prediction of other types is off as well.
+RESCALED_FROM = 2.0
 _NEEDED = ("step", "rank", "world_size", "num_nodes", "device", "batch", "compute_s", "wait_s", "sync_s", "step_s")
 
 
@@ -63,11 +73,12 @@ class Run:
         return found
 
 
-def read_run(frame: pd.DataFrame, where: str) -> Run:
-    """Return the last run of a telemetry table, warm-up steps left out (the first ``WARMUP_STEPS`` of longer runs).
+def check_rows(frame: pd.DataFrame, where: str) -> pd.DataFrame:
+    """Return the columns of a telemetry table that a run is read from, numbers as floats, one row per rank and step.
 
-    Several runs append to one file: a step number that falls back begins the next. Raises InputError for missing
-    columns, values that are no times, or a run without samples.
+    The one check of rows that the hook's files get, whoever reads them. Raises InputError, naming line and column, for
+    missing columns, values that are no times or counts (not finite, negative, beyond 1e9 s), ranks beyond the number of
+    processes, samples that took no time; and for a table in which no step has samples.
     """
     import pandas as pd
 
@@ -75,30 +86,53 @@ def read_run(frame: pd.DataFrame, where: str) -> Run:
         if name not in frame.columns:
             raise InputError(where, f"has no column {name!r}", "give the telemetry.jsonl that the hook wrote")
     numeric = [name for name in _NEEDED if name != "device"]
-    numbers = frame[numeric].apply(pd.to_numeric, errors="coerce")
-    bad = np.argwhere(~np.isfinite(numbers.to_numpy(dtype=float)) | (numbers.to_numpy(dtype=float) < 0))
+    numbers: pd.DataFrame = frame[numeric].apply(pd.to_numeric, errors="coerce").astype(float).reset_index(drop=True)
+    bad = np.argwhere(~np.isfinite(numbers.to_numpy()) | (numbers.to_numpy() < 0))
     if bad.size:
         row, column = int(bad[0][0]), numeric[int(bad[0][1])]
         raise InputError(
             f"{where}:line {row + 1}:{column}", f"is {frame[column].iloc[row]}", "it must be a number >= 0"
         )
-    for name, most in (("step", 1e15), ("rank", 1e9), ("world_size", 1e9), ("batch", 1e15), ("num_nodes", 1e9)):
-        over = np.flatnonzero(numbers[name].to_numpy() > most)
+    for name, most in _MOST.items():
+        if name not in frame.columns:
+            continue
+        values = pd.to_numeric(frame[name], errors="coerce").to_numpy(dtype=float)
+        over = np.flatnonzero(values > most)  # an agent's columns may be empty: NaN is not above anything
         if over.size:
-            raise InputError(f"{where}:line {over[0] + 1}:{name}", f"is {numbers[name].iloc[over[0]]:g}", "too large")
+            unit = " s" if name in _TIMES else ""
+            problem = f"is {values[over[0]]:g}{unit}, too large"
+            raise InputError(f"{where}:line {over[0] + 1}:{name}", problem, f"it must be <= {most:g}{unit}")
     wrong = np.flatnonzero((numbers["rank"] >= numbers["world_size"]).to_numpy())
     if wrong.size:
-        row = numbers.iloc[int(wrong[0])]
-        problem = f"is {row['rank']:g} of {row['world_size']:g} processes"
+        rank, size = (float(numbers[name].iloc[int(wrong[0])]) for name in ("rank", "world_size"))
+        problem = f"is {rank:g} of {size:g} processes"
         raise InputError(f"{where}:line {wrong[0] + 1}:rank", problem, "ranks count from 0")
-    numbers["device"] = frame["device"].astype(str)
+    trained = (numbers["batch"] > 0).to_numpy()
+    if not trained.any():
+        raise InputError(where, "holds no step with samples", "let the job train for more steps")
+    for name in ("step_s", "compute_s"):
+        instant = np.flatnonzero(trained & (numbers[name] < _SHORTEST_S).to_numpy())
+        if instant.size:
+            place = f"{where}:line {instant[0] + 1}:{name}"
+            problem = f"is {numbers[name].iloc[instant[0]]:g} s for {numbers['batch'].iloc[instant[0]]:g} samples"
+            raise InputError(place, problem, "a step takes at least 1 ns; the run did not measure")
+    numbers["device"] = frame["device"].astype(str).to_numpy()
+    return numbers
+
+
+def read_run(frame: pd.DataFrame, where: str) -> Run:
+    """Return the last run of a telemetry table, warm-up steps left out (the first ``WARMUP_STEPS`` of longer runs).
+
+    Several runs append to one file: a step number that falls back begins the next. Raises InputError for what
+    :func:`check_rows` refuses, and for a last run without samples.
+    """
+    numbers = check_rows(frame, where)
     last = _last_run(numbers)
     steps = np.sort(last["step"].unique())
     first = steps[WARMUP_STEPS] if len(steps) > 2 * WARMUP_STEPS else steps[0]
     # An epoch's last step may be a smaller one: what the plan speaks about are the full ones.
     full = last.groupby("rank")["batch"].transform("max")
     steady = last[(last["step"] >= first) & (last["batch"] == full) & (last["batch"] > 0)]
-    steady = steady[(steady["compute_s"] >= _SHORTEST_S) & (steady["step_s"] >= _SHORTEST_S)]
     if steady.empty:
         raise InputError(where, "holds no step with samples", "let the job train for more steps")
     per_step = steady.groupby("step")
@@ -106,12 +140,49 @@ def read_run(frame: pd.DataFrame, where: str) -> Run:
     return Run(
         world_size=int(steady["world_size"].iloc[-1]),
         num_nodes=int(steady["num_nodes"].iloc[-1]),
-        ranks=tuple(_rank(int(str(rank)), part) for rank, part in steady.groupby("rank")),
+        ranks=tuple(_rank(int(float(str(rank))), part) for rank, part in steady.groupby("rank")),
         iteration_s=float(slowest.median()),
         iteration_low_s=float(slowest.quantile(0.25)),
         iteration_high_s=float(slowest.quantile(0.75)),
         sync_s=float(per_step["sync_s"].min().median()),
     )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Combined:
+    """Speeds of all offered device types: of some measured, of the others predicted."""
+
+    capabilities: Mapping[str, float]
+    """Mini-batches per second by device type."""
+    errors: Mapping[str, float]
+    """Relative error of the types whose prediction was scaled."""
+    remark: str
+    """What a reader must know before comparing one with the other; empty where all types are measured."""
+
+
+def combine(measured: Mapping[str, float], predicted: Mapping[str, float]) -> Combined:
+    """Return measured speeds where there are any, and predictions that fit to them for the other types.
+
+    Both are mini-batches per second by device type; ``predicted`` holds the measured types as well, as far as something
+    predicts them. Where a measured type is more than ``RESCALED_FROM`` times off its own prediction, whatever made it so
+    (another machine posing as it, a model the roofline does not know) makes it for the others too: they are scaled by
+    the geometric mean of measured over predicted, with the spread of these ratios as their error, at least 50 %.
+    """
+    others = {name: rate for name, rate in predicted.items() if name not in measured}
+    if not measured or not others:
+        return Combined(capabilities={**others, **measured}, errors={}, remark="")
+    told = f"{', '.join(sorted(measured))} measured, {', '.join(sorted(others))} predicted"
+    ratios = [rate / predicted[name] for name, rate in measured.items() if predicted.get(name, 0.0) > 0]
+    if not ratios:
+        remark = f"{told}, and nothing tells how far predictions are off here"
+        return Combined(capabilities={**others, **measured}, errors={}, remark=remark)
+    if all(1 / RESCALED_FROM <= ratio <= RESCALED_FROM for ratio in ratios):
+        return Combined(capabilities={**others, **measured}, errors={}, remark=told)
+    scale = float(np.exp(np.mean(np.log(ratios))))
+    error = max(0.5, max(ratios) / min(ratios) - 1)
+    remark = f"{told}: measured speeds are {scale:.2g} times their own prediction, so the predicted ones are scaled by as much"
+    scaled = {name: rate * scale for name, rate in others.items()}
+    return Combined(capabilities={**scaled, **measured}, errors=dict.fromkeys(others, error), remark=remark)
 
 
 def _last_run(numbers: pd.DataFrame) -> pd.DataFrame:

@@ -13,6 +13,11 @@ from ddltool.units import show_seconds
 
 # Within this a prediction is called right; beyond it the figure it came from is named for a new fit.
 ACCEPTED = 0.15
+# Ratios of measured over predicted within this factor of each other are one ratio.
+_ALIKE = 1.5
+# From here on a ratio says more than percent.
+_MANIFOLD = 5.0
+_ROUNDING, _LONGEST_S, _RANKS_NAMED = 1e-12, 1e9, 8
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -21,6 +26,8 @@ class RankCheck:
 
     rank: int
     device: str
+    """What it ran on."""
+    planned_device: str
     planned_batch: int
     batch: int
     predicted_s: float
@@ -30,6 +37,8 @@ class RankCheck:
     """Predicted over measured, minus one."""
     spread: float
     """Half the interquartile range of the measured times, relative."""
+    other_device: bool = False
+    """It ran on another device than planned, and no model says how fast that one should be."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -50,16 +59,45 @@ class Verification:
     """None where the plan says nothing about it."""
     measured_sync_s: float
     ranks: tuple[RankCheck, ...]
+    missing: tuple[int, ...]
+    """Ranks of the plan without a row in the telemetry: the comparison is without them."""
+    known_error: float | None
+    """Relative error that the plan or the models give for their compute times; None where they give none."""
     refit: tuple[str, ...]
     """What to measure or fit again, and why; empty when the plan was right."""
 
+    @property
+    def complete(self) -> bool:
+        """Return whether the run can tell if the plan was right: all its processes, on the devices it names."""
+        return not self.missing and not any(check.other_device for check in self.ranks)
 
-def verify(plan: Plan, run: Run, models: Mapping[str, ThroughputParams] | None = None) -> Verification:
+
+def error_text(predicted_s: float | None, measured_s: float) -> str:
+    """Return how far a prediction is off: ``+12.3%``, from five times on ``x 7.2``, ``-`` where nothing is predicted.
+
+    >>> error_text(0.11, 0.1), error_text(36.0, 0.1), error_text(0.001, 0.1), error_text(0.0, 0.1)
+    ('+10.0%', 'x 360', 'x 0.01', '-')
+    """
+    if predicted_s is None or predicted_s <= 0 or measured_s <= 0:
+        return "-"
+    ratio = predicted_s / measured_s
+    return f"{ratio - 1:+.1%}" if 1 / _MANIFOLD < ratio < _MANIFOLD else f"x {ratio:.3g}"
+
+
+def verify(
+    plan: Plan,
+    run: Run,
+    models: Mapping[str, ThroughputParams] | None = None,
+    *,
+    model_error: float | None = None,
+    accepted: float = ACCEPTED,
+) -> Verification:
     """Return the comparison of ``run`` with ``plan``.
 
     ``models`` (by device type, or one under "" for all) predict the devices that the job really ran on, where these are
-    not the plan's. Raises InputError when the run cannot be this plan's: another number of processes, no compute times
-    in the plan and no models, or a device that no model knows.
+    not the plan's; ``model_error`` is their relative error. ``accepted``: the deviation of a step that the reader allows.
+    Raises InputError when the run cannot be this plan's: another number of processes, no compute times in the plan and
+    no models, or a device that no model knows.
     """
     if plan.strategy == "elastic-bsp":
         raise InputError("plan", "is an elastic-bsp plan", "the hook writes no telemetry of supersteps to compare with")
@@ -68,6 +106,9 @@ def verify(plan: Plan, run: Run, models: Mapping[str, ThroughputParams] | None =
         raise InputError("telemetry", problem, "give the telemetry of a run of this plan")
     rows = [row for row in plan.assignments for _ in range(row.devices)]
     given = dict(models or {})
+    known = model_error if given else None if plan.decision is None else plan.decision.error
+    present = {rank.rank for rank in run.ranks}
+    missing = tuple(rank for rank in range(plan.world_size) if rank not in present)
     checks = tuple(_check(rows[rank.rank], rank, given) for rank in run.ranks)
     compute = max(check.predicted_s for check in checks)
     sync = plan.communication_s
@@ -76,6 +117,8 @@ def verify(plan: Plan, run: Run, models: Mapping[str, ThroughputParams] | None =
     elif sync is None and plan.strategy == "goodput":
         sync = max(0.0, plan.iteration_s - compute)
     predicted = compute + (sync or 0.0)
+    if not predicted <= _LONGEST_S:
+        raise InputError("plan", f"predicts {predicted:.3g} s for this run's step", f"it must be <= {_LONGEST_S:g} s")
     return Verification(
         predicted_s=predicted,
         measured_s=run.iteration_s,
@@ -87,7 +130,9 @@ def verify(plan: Plan, run: Run, models: Mapping[str, ThroughputParams] | None =
         predicted_sync_s=sync,
         measured_sync_s=run.sync_s,
         ranks=checks,
-        refit=tuple(_refit(checks, run, sync)),
+        missing=missing,
+        known_error=known,
+        refit=(*_not_followed(checks, missing), *_refit(checks, run, sync, known, accepted)),
     )
 
 
@@ -104,6 +149,8 @@ def _check(row: Assignment, rank: RankRun, models: Mapping[str, ThroughputParams
     return RankCheck(
         rank=rank.rank,
         device=rank.device,
+        planned_device=row.device_type,
+        other_device=model is None and rank.device != row.device_type,
         planned_batch=row.local_batch_size,
         batch=rank.batch,
         predicted_s=predicted,
@@ -116,26 +163,55 @@ def _check(row: Assignment, rank: RankRun, models: Mapping[str, ThroughputParams
 def _exposed_s(model: ThroughputParams, run: Run, compute_s: float) -> float:
     """Return the synchronisation that one model leaves exposed behind ``compute_s`` (Pollux, section 3.2)."""
     sync = float(sync_time_s(model, run.num_nodes, run.world_size))
-    return float(overlapped(compute_s, sync, model.gamma)) - compute_s
+    exposed = float(overlapped(compute_s, sync, model.gamma)) - compute_s
+    return exposed if exposed > _ROUNDING * compute_s else 0.0  # the rest of a subtraction is no prediction
 
 
-def _refit(checks: Sequence[RankCheck], run: Run, sync_s: float | None) -> Iterator[str]:
-    """Yield what to measure or fit again."""
+def _not_followed(checks: Sequence[RankCheck], missing: Sequence[int]) -> Iterator[str]:
+    """Yield where the run did something else than the plan says."""
+    if missing:
+        named = ", ".join(map(str, missing[:_RANKS_NAMED])) + (", ..." if len(missing) > _RANKS_NAMED else "")
+        noun = "rank" if len(missing) == 1 else "ranks"
+        yield (
+            f"no rows of {noun} {named} ({len(missing)} of {len(checks) + len(missing)} processes): "
+            "this is only part of the run; give the telemetry of all"
+        )
+    for check in checks:
+        if check.other_device:
+            yield (
+                f"rank {check.rank} was planned on {check.planned_device}, ran on {check.device}: "
+                "the run did not follow the plan; give --goodput FILE of the devices it ran on"
+            )
     for check in checks:
         if check.batch != check.planned_batch:
             yield (
                 f"rank {check.rank} trained on {check.batch} samples per step, the plan gives it {check.planned_batch}: "
                 "the run did not follow the plan"
             )
+
+
+def _refit(
+    checks: Sequence[RankCheck], run: Run, sync_s: float | None, known: float | None, accepted: float
+) -> Iterator[str]:
+    """Yield what to measure or fit again."""
     by_device: dict[str, list[RankCheck]] = {}
     for check in checks:
-        by_device.setdefault(check.device, []).append(check)
+        if not check.other_device:
+            by_device.setdefault(check.device, []).append(check)
+    off = []
     for device, ranks in by_device.items():
         worst = max(ranks, key=lambda check: abs(check.error))
         if abs(worst.error) > max(ACCEPTED, worst.spread):
+            off.append(worst)
             how = "slower" if worst.error < 0 else "faster"
-            share = abs(worst.measured_s / worst.predicted_s - 1)
-            yield f"{device} computes {share:.0%} {how} than predicted: fit it again from this telemetry"
+            times = f"{worst.measured_s / worst.predicted_s:.3g} times the predicted time"
+            yield f"{device} computes {how} than predicted ({times}): fit it again from this telemetry"
+    yield from _other_load([check for ranks in by_device.values() for check in ranks], known)
+    if off and known is not None and known > accepted:
+        yield (
+            f"the compute times behind the prediction are known to within {known:.0%} only, more than {accepted:.0%}: "
+            "profile again with more repeats and nothing else running"
+        )
     if len(checks) > 1 and sync_s is None:
         yield (
             f"the plan leaves synchronisation out; measured {show_seconds(run.sync_s)} per step: plan with a network or a fit"
@@ -145,3 +221,19 @@ def _refit(checks: Sequence[RankCheck], run: Run, sync_s: float | None) -> Itera
             f"synchronisation took {show_seconds(run.sync_s)} per step, predicted {show_seconds(sync_s)}: fit it again from "
             "this telemetry"
         )
+
+
+def _other_load(checks: Sequence[RankCheck], known: float | None) -> Iterator[str]:
+    """Yield the likely cause where all processes are off by about one factor: the machine, not a device."""
+    ratios = [check.measured_s / check.predicted_s for check in checks]
+    if len(ratios) < 2 or max(ratios) > _ALIKE * min(ratios):
+        return
+    if any(abs(check.error) <= max(ACCEPTED, check.spread, known or 0.0) for check in checks):
+        return
+    middle = sorted(ratios)[len(ratios) // 2]
+    said = f"all processes take about {middle:.2g} times the predicted time: possibly"
+    if not 1 / _MANIFOLD < middle < _MANIFOLD:
+        yield f"{said} these are not the devices of the plan; give --goodput FILE, a fit of those it ran on"
+    elif (max(ratios) < 1) == (min(ratios) < 1):
+        load = "busier" if max(ratios) < 1 else "quieter"
+        yield f"{said} the profile was taken on a {load} machine; profile again as it is in training, then fit and plan"

@@ -7,6 +7,8 @@ from ddltool.units import show_seconds
 
 # From this share of communication in a step on, another number of samples per step gains more than any strategy.
 _STARVED = 0.5
+# Below this a share reads as 0.0%.
+_SHOWN = 0.0005
 _WHY = {
     "bsp": "an equal split is as good as anything else here",
     "lb-bsp": "every device gets the share of the batch that lets all end together",
@@ -16,12 +18,16 @@ _WHY = {
 }
 
 
-def explain(decision: Decision, picked: Option, batch_size: int) -> list[str]:
-    """Return three sentences about the picked option; ``batch_size``: samples per logical mini-batch."""
+def explain(decision: Decision, picked: Option, batch_size: int, remark: str = "") -> list[str]:
+    """Return three sentences about the picked option.
+
+    ``batch_size``: samples per logical mini-batch; ``remark``: what a reader must know of the compute times beside
+    their error, such as which are measured and which predicted.
+    """
     return [
         _why(decision, picked, batch_size),
         _gain(decision, picked, batch_size),
-        _sure(decision, picked, batch_size),
+        _sure(decision, picked, batch_size, remark),
     ]
 
 
@@ -32,40 +38,60 @@ def _why(decision: Decision, picked: Option, batch_size: int) -> str:
         stale = f", but with updates up to {first.staleness} iterations stale" if first.staleness else ""
         lead = _rate(first, decision, batch_size) / _rate(picked, decision, batch_size) - 1
         rest = "" if stale else ", too little to change a script for"
-        text += f"; {first.strategy} is {lead:.1%} ahead{stale}{rest}"
+        ahead = f"is {lead:.1%} ahead{stale}{rest}" if lead >= _SHOWN else f"is just as good{stale}"
+        text += f"; {first.strategy} {ahead}"
     if picked.communication_s is None:
         return f"{text}; communication is not in these figures (no graph, no fitted model)."
-    order = f" with {picked.order}" if picked.order else ""
+    if sum(picked.devices.values()) == 1:
+        return f"{text}; one device has nothing to exchange."
+    # Communication by a simulation or of an earlier run has no error that anybody knows.
+    measured = picked.order == "as measured"
+    order = f" with {picked.order}" if picked.order and not measured else ""
     share = picked.communication_s / picked.iteration_s
     starved = f" ({share:.0%} of it: larger batches per worker would gain far more)" if share > _STARVED else ""
-    return f"{text}; {show_seconds(picked.communication_s)} of each step is exposed communication{starved}{order}."
+    if picked.communication_s < _SHOWN * 0.1 * picked.iteration_s:
+        exposed = "no communication worth mentioning is exposed"
+    else:
+        exposed = f"{show_seconds(picked.communication_s)} of each step is exposed communication{starved}"
+    source = "as measured" if measured else "predicted"
+    return f"{text}; {exposed}{order} ({source}, its error is not known)."
 
 
 def _gain(decision: Decision, picked: Option, batch_size: int) -> str:
     nothing = decision.baseline
     unit = "samples per price" if decision.objective == "cheapest" else "progress per second"
     gain = _rate(picked, decision, batch_size) / _rate(nothing, decision, batch_size) - 1
-    steps = f"{show_seconds(nothing.iteration_s)} -> {show_seconds(picked.iteration_s)} per step"
+    error = "without a known error" if decision.error is None else f"± {decision.error:.0%} by compute"
+    steps = f"{show_seconds(nothing.iteration_s)} -> {show_seconds(picked.iteration_s)} per step ({error})"
     saved = ""
     if picked.order_saves_s and picked.order_saves_s >= 0.001 * picked.iteration_s:
         saved = f"; {show_seconds(picked.order_saves_s)} of that by the order of communication"
+    against = "Against doing nothing (equal split over all devices)"
+    if abs(gain) < _SHOWN:
+        return f"{against} it gains nothing in {unit}, {steps}."
     if gain < 0:
-        return f"Against doing nothing (equal split over all devices) it costs {-gain:.1%} of the {unit}, {steps}."
-    return f"Against doing nothing (equal split over all devices) it gains {gain:.1%} in {unit}, {steps}{saved}."
+        return f"{against} it costs {-gain:.1%} of the {unit}, {steps}."
+    return f"{against} it gains {gain:.1%} in {unit}, {steps}{saved}."
 
 
-def _sure(decision: Decision, picked: Option, batch_size: int) -> str:
+def _sure(decision: Decision, picked: Option, batch_size: int, remark: str) -> str:
     gain = _rate(picked, decision, batch_size) / _rate(decision.baseline, decision, batch_size) - 1
+    mixed = f"; {remark}" if remark else ""
     if decision.error is None:
         return (
             "How sure: as sure as the capabilities in the job, which come without an error; profile and fit the devices, "
-            "or give the telemetry of an earlier run, to know it."
+            f"or give the telemetry of an earlier run, to know it{mixed}."
         )
     source = f" ({decision.error_source})" if decision.error_source else ""
     if abs(gain) <= decision.error:
         return (
             f"How sure: not; compute times are known to within {decision.error:.0%}{source}, more than the difference: "
-            "measure before you change anything."
+            f"measure before you change anything{mixed}."
+        )
+    if remark:
+        return (
+            f"How sure: less than its error says, compute times known to within {decision.error:.0%}{source}: {remark}; "
+            "measure all types before you rely on it."
         )
     return f"How sure: compute times are known to within {decision.error:.0%}{source}, less than the difference."
 

@@ -14,7 +14,13 @@ TARGETS: tuple[Target, ...] = ("hook", "torchrun", "kubernetes", "slurm", "fsdp2
 _HOOK = "emit --target hook and ddltool.runtime.attach do it"
 # What, whether a plan has it, who expresses it, and where to go with the others. The order is that of the output.
 _CONTENTS: tuple[tuple[str, Callable[[Plan], bool], frozenset[Target], str], ...] = (
-    ("local batch sizes", lambda plan: True, frozenset({"hook", "kubernetes", "ddp", "fsdp2"}), _HOOK),
+    (
+        "local batch sizes",
+        # Of one sample each, whatever script runs makes the only step there is.
+        lambda plan: any(row.local_batch_size != 1 for row in plan.assignments),
+        frozenset({"hook", "kubernetes", "ddp", "fsdp2"}),
+        _HOOK,
+    ),
     (
         "weights of uneven gradients",
         lambda plan: len({row.local_batch_size for row in plan.assignments}) > 1,

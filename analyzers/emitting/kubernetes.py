@@ -11,12 +11,13 @@ import yaml
 
 from ddltool.analyzers.emitting.layout import Layout, NodeGroup, cluster_name, label_value, one_word, plan_hash
 from ddltool.artifacts import to_json
-from ddltool.errors import InputError
+from ddltool.errors import InputError, shortened
 from ddltool.plan import Enforcement, Plan
 
 Kind = Literal["TrainJob", "PyTorchJob", "JobSet"]
 KINDS: tuple[Kind, ...] = ("TrainJob", "PyTorchJob", "JobSet")
 
+_LONGEST_NAME = 1000  # of a job in an annotation; all annotations together may have 256 KiB
 _PORT = 29500
 _MOUNT = "/etc/ddltool"
 _VOLUME = "ddltool-plan"
@@ -223,7 +224,7 @@ def _labels(plan: Plan) -> dict[str, str]:
 
 
 def _annotations(plan: Plan) -> dict[str, str]:
-    return {"ddltool/plan-sha256": plan_hash(plan), "ddltool/job": plan.job}
+    return {"ddltool/plan-sha256": plan_hash(plan), "ddltool/job": shortened(plan.job, _LONGEST_NAME)}
 
 
 def _variables(plan: Plan) -> list[dict[str, str]]:

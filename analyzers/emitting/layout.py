@@ -10,12 +10,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import groupby
 
-from ddltool.errors import InputError, did_you_mean
+from ddltool.errors import InputError, did_you_mean, shortened
 from ddltool.plan import Plan
 
 # The longest name that leaves room for what JobSet and Trainer append ("-node-0-0-xxxxx") in a label of 63 characters.
 NAME_LENGTH = 40
-_LABEL_LENGTH = 63
+_LABEL_LENGTH, _LONGEST_COMMENT = 63, 120
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -99,6 +99,7 @@ def label_value(text: str) -> str:
 
 def one_word(text: str) -> str:
     """Return ``text`` fit for a comment line: JSON's quotes and escapes where it holds more than plain characters."""
+    text = shortened(text, _LONGEST_COMMENT)
     return text if re.fullmatch(r"[\w.+/:-]+", text, re.ASCII) else json.dumps(text)
 
 
@@ -106,8 +107,8 @@ def layout(plan: Plan, devices_per_node: Mapping[str, int] | int | None = None) 
     """Return the nodes that run a plan: per device type as many full nodes as there are, and one for the rest.
 
     ``devices_per_node`` counts devices of a node, for all types or by type. Without it the plan's own are taken, and a
-    plan that says its number of nodes is spread evenly over them; otherwise each device type is taken to stand on one node (``assumed``). Raises
-    InputError for a type that the plan does not use and for counts below one.
+    plan that says its number of nodes is spread evenly over them; otherwise each device type is taken to stand on one
+    node (``assumed``). Raises InputError for a type that the plan does not use and for counts below one.
     """
     runs = [
         (name, sum(row.devices for row in rows))

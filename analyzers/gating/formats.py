@@ -10,6 +10,8 @@ from typing import Any
 from urllib.parse import quote
 
 from ddltool.analyzers.gating.gate import Check, Verdict
+from ddltool.analyzers.gating.metric import LONGEST_NAME, harmless
+from ddltool.errors import shortened
 
 SARIF_SCHEMA = "https://json.schemastore.org/sarif-2.1.0.json"
 # What XML 1.0 has no way to write.
@@ -36,7 +38,7 @@ def junit(verdict: Verdict, subject: str, *, seconds: float = 0.0) -> str:
 
 
 def _xml(text: str) -> str:
-    return _NO_XML.sub("�", text)
+    return _NO_XML.sub("�", harmless(text))
 
 
 def sarif(verdict: Verdict, path: str, *, version: str) -> dict[str, Any]:
@@ -88,7 +90,8 @@ def sarif(verdict: Verdict, path: str, *, version: str) -> dict[str, Any]:
 def _uri(path: str) -> str:
     """Return a path as a URI reference: relative ones stay relative, absolute ones become file:///."""
     posix = PurePath(path).as_posix()
-    return f"file://{quote(posix)}" if posix.startswith("/") else quote(posix)
+    quoted = quote(posix, errors="surrogateescape")  # names of files are bytes, not all of them UTF-8
+    return f"file://{quoted}" if posix.startswith("/") else quoted
 
 
 def workflow_commands(verdict: Verdict, path: str) -> list[str]:
@@ -98,14 +101,14 @@ def workflow_commands(verdict: Verdict, path: str) -> list[str]:
         if check.passed and not check.in_noise:
             continue
         command, title = ("notice", "inside the noise") if check.passed else ("error", "ddltool gate")
-        place = f"file={_property(path)},line=1,title={_property(f'{title}: {check.metric}')}"
+        place = f"file={_property(path)},line=1,title={_property(f'{title}: {shortened(check.metric, LONGEST_NAME)}')}"
         lines.append(f"::{command} {place}::{_data(check.sentence())}")
     return lines
 
 
 def _data(text: str) -> str:
-    """Escape the message of a workflow command."""
-    return text.replace("%", "%25").replace("\r", "%0D").replace("\n", "%0A")
+    """Escape the message of a workflow command; what only a terminal or the runner acts on is shown as an escape."""
+    return harmless(text).replace("%", "%25").replace("\r", "%0D").replace("\n", "%0A")
 
 
 def _property(text: str) -> str:
@@ -125,7 +128,7 @@ def summary(verdict: Verdict, subject: str) -> str:
         "|---|---|---:|---:|---:|---:|",
     ]
     for check in verdict.checks:
-        cells = (outcome(check), check.name, *check.shown())
+        cells = (outcome(check), check.shown_name, *check.shown())
         lines.append("| " + " | ".join(_markdown(cell) for cell in cells) + " |")
     notes = [f"- {_markdown(line)}" for line in remarks(verdict)]
     if verdict.test_in_words():
@@ -139,7 +142,10 @@ def remarks(verdict: Verdict) -> list[str]:
     for check in verdict.checks:
         if check.note:
             about.setdefault(check.note, []).append(check.metric)
-    return [f"{', '.join(metrics)}: {text}" for text, metrics in about.items()]
+    return [
+        harmless(f"{', '.join(shortened(name, LONGEST_NAME) for name in metrics)}: {text}")
+        for text, metrics in about.items()
+    ]
 
 
 def outcome(check: Check) -> str:
@@ -148,5 +154,5 @@ def outcome(check: Check) -> str:
 
 
 def _markdown(text: str) -> str:
-    escaped = text.replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")
-    return re.sub(r"([\\`*_\[\]|~])", r"\\\1", " ".join(escaped.split()))
+    escaped = harmless(text).replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")
+    return re.sub(r"([\\`*_\[\]|~])", r"\\\1", escaped)

@@ -8,10 +8,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from ddltool.analyzers.gating.metric import Metric, show
+from ddltool.analyzers.gating.metric import LONGEST_NAME, Metric, harmless, show
 from ddltool.analyzers.gating.noise import FEWEST_REPEATS, Cell, NoiseTest, enough_repeats, geometric_mean, past_limit
 from ddltool.analyzers.gating.rules import Rule, check_unit, select
-from ddltool.errors import InputError
+from ddltool.errors import InputError, shortened
 
 LEVEL = 0.05
 _OPS = {
@@ -56,7 +56,12 @@ class Check:
         """Return the check's outcome in one line: what it is, its baseline, its limit."""
         baseline, current, change, limit = self.shown()
         figures = f"{current} (baseline {baseline}{'' if change == '-' else f', {change}'}; limit {limit})"
-        return f"{self.name}: {figures}{f'; {self.note}' if self.note else ''}"
+        return harmless(f"{self.shown_name}: {figures}{f'; {self.note}' if self.note else ''}")
+
+    @property
+    def shown_name(self) -> str:
+        """Return the name for people: on one line, and shortened where it is longer than anybody reads."""
+        return shortened(harmless(self.name), LONGEST_NAME)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -3,12 +3,23 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
 from ddltool.analyzers.gating.noise import Cell
+from ddltool.errors import one_line, shortened
 from ddltool.units import show_bytes, show_seconds
+
+# In messages and tables; documents keep the whole name.
+LONGEST_NAME = 120
+# What GitHub's runner acts on in a log: the newer form at the start of a line, the older one anywhere.
+_COMMANDS = (
+    "add-mask|add-matcher|add-path|debug|echo|endgroup|error|group|internal-set-repo-path|notice|remove-matcher|"
+    "save-state|set-env|set-output|stop-commands|warning"
+)
+_WORKFLOW_COMMAND = re.compile(rf"::(?=({_COMMANDS})\b)|##(?=\[)", re.IGNORECASE)
 
 Unit = Literal["", "s", "bytes", "share", "1/s", "text"]
 
@@ -24,6 +35,15 @@ class Metric:
     """By a clock, so that it has noise; else counted or predicted, and any change is a change."""
     cells: tuple[Cell, ...] = ()
     """Of measured figures: what ``value`` is the geometric mean of."""
+
+
+def harmless(text: str) -> str:
+    r"""Return text on one line, control characters and whatever GitHub's runner would take for a command as escapes.
+
+    >>> harmless("a\n::error::b"), harmless("x##[add-mask]y"), harmless("tests/t.py::test_b")
+    ('a \\x3a:error::b', 'x#\\x23[add-mask]y', 'tests/t.py::test_b')
+    """
+    return _WORKFLOW_COMMAND.sub(lambda match: r"\x3a:" if match.group() == "::" else r"#\x23", one_line(text))
 
 
 def figure(name: str, value: object, unit: str = "", *, measured: bool = False) -> Iterator[Metric]:
@@ -50,7 +70,7 @@ def show(value: float | str | None, unit: str) -> str:
     ('1.53 ms', '98%', '7', '-')
     """
     if value is None or isinstance(value, str):
-        return "-" if value is None else value
+        return "-" if value is None else shortened(harmless(value), LONGEST_NAME)
     if unit == "s":
         return show_seconds(value)
     if unit == "bytes":

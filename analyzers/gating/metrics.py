@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from ddltool.analyzers.gating.measured import merge, step_times, telemetry_times
-from ddltool.analyzers.gating.metric import Metric, Unit, figure, figures
+from ddltool.analyzers.gating.metric import Metric, Unit, figure, figures, harmless
 from ddltool.analyzers.gating.noise import cell_of
 from ddltool.artifacts import parse
-from ddltool.errors import InputError, did_you_mean
+from ddltool.errors import InputError, did_you_mean, shortened
 from ddltool.goodput_model import Goodput
 from ddltool.graph import RECV, SEND, Graph
 from ddltool.graph_io import from_document
@@ -43,7 +43,13 @@ def extract(document: Mapping[str, Any], where: str) -> Figures:
         shown = str(kind).removeprefix("ddltool.")
         raise InputError(f"{where}:kind", f"{kind!r} has no figures to gate", did_you_mean(shown, known))
     try:
-        found = {metric.name: metric for metric in EXTRACTORS[kind](document, where)}
+        found: dict[str, Metric] = {}
+        written: dict[str, str] = {}
+        for metric in EXTRACTORS[kind](document, where):
+            named = _printable(metric)
+            if written.setdefault(named.name, metric.name) != metric.name:
+                raise InputError(where, f"has two figures that read {shortened(named.name, 80)}", "rename one of them")
+            found[named.name] = named
     except KeyError as error:
         raise InputError(where, f"has no field {error.args[0]!r}", f"is it a whole {kind} document?") from None
     except (TypeError, AttributeError, ValueError, OverflowError) as error:
@@ -51,6 +57,15 @@ def extract(document: Mapping[str, Any], where: str) -> Figures:
     if not found:
         raise InputError(where, "has no figures to gate", "is it a whole document?")
     return Figures(kind=kind, metrics=found)
+
+
+def _printable(metric: Metric) -> Metric:
+    """Return the metric with names that no reader of the gate's output acts on: they come from files of others."""
+    name = harmless(metric.name).replace(" ", "_")
+    value = harmless(metric.value) if isinstance(metric.value, str) else metric.value
+    if name == metric.name and value == metric.value:
+        return metric
+    return replace(metric, name=name, value=value)
 
 
 def combine(documents: Sequence[tuple[Mapping[str, Any], str]]) -> Figures:

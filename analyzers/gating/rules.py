@@ -18,13 +18,14 @@
 from __future__ import annotations
 
 import fnmatch
+import math
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
 from ddltool.analyzers.gating.metric import Metric
-from ddltool.errors import InputError, did_you_mean
+from ddltool.errors import InputError, did_you_mean, shortened
 
 Op = Literal["<=", "<", ">=", ">", "==", "!="]
 Direction = Literal["increase", "decrease", "change"]
@@ -112,11 +113,14 @@ def _value(written: str, op: str, where: str) -> tuple[float | str, str, str]:
         raise InputError(where, f"{written!r} is no number", "write a number, such as 0.5, 500 ms or 5%")
     sign, number, unit = match.groups()
     value = float(sign + number)
-    if not unit:
-        return value, "", sign
-    for dimension, scales in _SCALES.items():
+    scale, dimension = 1.0, ""
+    for name, scales in _SCALES.items():
         if unit in scales:
-            return value * scales[unit], dimension, sign
+            scale, dimension = scales[unit], name
+    if not math.isfinite(value * scale):
+        raise InputError(where, f"{shortened(written, 60)} is beyond what a number holds", "give a limit up to 1e308")
+    if not unit or dimension:
+        return value * scale, dimension, sign
     known = [name for scales in _SCALES.values() for name in scales]
     raise InputError(where, f"unknown unit {unit!r}", did_you_mean(unit, known))
 

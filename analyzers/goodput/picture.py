@@ -55,14 +55,19 @@ def fit_picture(
         figure = Figure(figsize=(_WIDTH_IN, 0.6 + 3.6 * len(names)), layout="constrained")
         axes = figure.subplots(len(names), 1, squeeze=False)[:, 0]
         for axis, name in zip(axes, names, strict=True):
-            _draw_fit(axis, devices[name], params[name])
+            _draw_fit(axis, name, devices[name], params[name])
             if len(devices) > 1:
                 axis.set_title(name, loc="left", fontsize=10)
         axes[-1].set_xlabel("local batch size (samples per replica and pass)")
         return _bytes(figure, "Fitted step times over the measured ones", file_format)
 
 
-def _draw_fit(axis: Axes, rows: Observations, params: ThroughputParams) -> None:
+def noun_of(device: str) -> str:
+    """Return what one replica on a device is called: GPU, and replica on a CPU or where nothing names the device."""
+    return "GPU" if device and not device.casefold().startswith("cpu") else "replica"
+
+
+def _draw_fit(axis: Axes, name: str, rows: Observations, params: ThroughputParams) -> None:
     # the points of one number of accumulation steps: others lie on other curves
     steps, counts = np.unique(rows.accumulation_steps, return_counts=True)
     passes = float(steps[counts.argmax()])
@@ -73,7 +78,9 @@ def _draw_fit(axis: Axes, rows: Observations, params: ThroughputParams) -> None:
     for place, (nodes, replicas) in enumerate(_placements(rows)):
         own = rows.take((rows.num_nodes == nodes) & (rows.num_replicas == replicas))
         colour = SERIES_COLOURS[place % len(SERIES_COLOURS)]
-        label = f"{replicas:.0f} GPU{'s' if replicas > 1 else ''}" + (f" on {nodes:.0f} nodes" if nodes > 1 else "")
+        label = f"{replicas:.0f} {noun_of(name)}{'s' if replicas > 1 else ''}" + (
+            f" on {nodes:.0f} nodes" if nodes > 1 else ""
+        )
         middle = np.asarray(iteration_time_s(params, nodes, replicas, line, passes)) * scale
         spread = np.exp(_QUANTILE * _deviation(rows, params, nodes, replicas, line, passes))
         axis.fill_between(line, middle / spread, middle * spread, color=colour, alpha=0.18, linewidth=0)
@@ -144,14 +151,18 @@ def goodput_picture(
     noise_scale: float,
     replicas_per_node: int,
     threshold: float = 0.5,
+    known: int | None = None,
+    noun: str = "GPU",
     file_format: str = "svg",
 ) -> bytes:
     """Return goodput over (GPUs, total batch) as a heat map, with the best batch of each count and where scaling stops paying.
 
     Below the map goodput over GPUs: efficient counts (no smaller one has as much) are marked, and the line that further
-    GPUs would have to reach to bring ``threshold`` of what the first does. Arguments and errors as for
+    GPUs would have to reach to bring ``threshold`` of what the first does. Beyond ``known`` GPUs, of which no measurement
+    speaks, everything is hatched and dashed, and nothing is said about what pays. Arguments and errors as for
     :func:`~ddltool.analyzers.goodput.frontier.frontier`.
     """
+    known = max_replicas if known is None else min(known, max_replicas)
     found = frontier(
         params,
         max_replicas,
@@ -160,6 +171,9 @@ def goodput_picture(
         replicas_per_node=replicas_per_node,
         threshold=threshold,
     )
+    pays_until = frontier(
+        params, known, limits, noise_scale=noise_scale, replicas_per_node=replicas_per_node, threshold=threshold
+    ).pays_until
     can = found.tuned.feasible
     replicas, best = found.num_replicas[can], found.tuned.total_batch_size[can]
     goodput = found.tuned.goodput_per_s
@@ -182,8 +196,17 @@ def goodput_picture(
         upper.plot(replicas, best, color="white", linewidth=3.0)
         upper.plot(replicas, best, color="black", linewidth=1.2, marker="o", markersize=3, label="best batch")
         upper.set_ylabel("total batch size (samples)")
-        chosen = found.efficient & can
-        lower.plot(found.num_replicas[can], goodput[can], color=SERIES_COLOURS[0], linewidth=1.4, label="best goodput")
+        chosen = found.efficient & can & (found.num_replicas <= known)
+        sure, rest = can & (found.num_replicas <= known), can & (found.num_replicas >= known)
+        lower.plot(
+            found.num_replicas[sure], goodput[sure], color=SERIES_COLOURS[0], linewidth=1.4, label="best goodput"
+        )
+        if known < max_replicas:
+            lower.plot(found.num_replicas[rest], goodput[rest], color=SERIES_COLOURS[0], linewidth=1.2, linestyle="--")
+            for axis in (upper, lower):
+                label = "not supported by data" if axis is lower else "_"
+                span = (known + 0.5, max_replicas + 0.5)
+                axis.axvspan(*span, facecolor="none", edgecolor="#888888", hatch="//", linewidth=0, label=label)
         lower.plot(
             found.num_replicas[chosen],
             goodput[chosen],
@@ -195,27 +218,28 @@ def goodput_picture(
         first = int(np.flatnonzero(can)[0])
         slope = threshold * goodput[first] / found.num_replicas[first]
         # beyond the count until which scaling pays, all goodput lies below this line
-        pays = np.array([found.pays_until, max_replicas])
+        pays = np.array([pays_until, known])
         lower.plot(
             pays,
-            goodput[found.pays_until - 1] + slope * (pays - found.pays_until),
+            goodput[pays_until - 1] + slope * (pays - pays_until),
             color=_INK,
             linestyle=":",
             linewidth=1.2,
-            label=f"{threshold:.0%} of the first GPU's goodput for each further one",
+            label=f"{threshold:.0%} of the first {noun}'s goodput for each further one",
         )
         for axis in (upper, lower):
-            label = f"scaling pays until {found.pays_until}" if axis is lower else "_"
-            axis.axvline(found.pays_until, color="#D55E00", linestyle="--", linewidth=1.6, label=label)
+            least = "at least " if pays_until == known < max_replicas else ""
+            label = f"scaling pays {least}until {pays_until}" if axis is lower else "_"
+            axis.axvline(pays_until, color="#D55E00", linestyle="--", linewidth=1.6, label=label)
         lower.set_ylim(0, 1.08 * float(goodput.max()))
         lower.set_xlim(0.5, max_replicas + 0.5)
-        lower.set_xlabel(f"GPUs ({replicas_per_node} per node)")
+        lower.set_xlabel(f"{noun}s ({replicas_per_node} per node)")
         lower.set_ylabel("goodput\n(useful samples/s)")
         upper.legend(loc="lower right", fontsize=9, framealpha=0.9, labelcolor="#000000")  # its ground is white
         figure.legend(
             *lower.get_legend_handles_labels(), loc="outside lower center", ncols=2, frameon=False, fontsize=9
         )
-        return _bytes(figure, "Goodput over GPUs and total batch size, and its efficient frontier", file_format)
+        return _bytes(figure, f"Goodput over {noun}s and total batch size, and its efficient frontier", file_format)
 
 
 def _bytes(figure: Figure, title: str, file_format: str) -> bytes:

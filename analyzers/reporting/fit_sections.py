@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from ddltool.analyzers.goodput.batch_search import BatchLimits
 from ddltool.analyzers.goodput.frontier import Frontier, frontier
 from ddltool.analyzers.goodput.observations import Observations, from_frame
-from ddltool.analyzers.goodput.picture import fit_picture, goodput_picture
+from ddltool.analyzers.goodput.picture import fit_picture, goodput_picture, noun_of
 from ddltool.analyzers.goodput.throughput import ThroughputParams, iteration_time_s
 from ddltool.analyzers.reporting.charts import Line, intervals_svg, lines_svg
 from ddltool.analyzers.reporting.page import Picture, Section, Table, shortened
@@ -129,7 +129,7 @@ def goodput_section(
     blocks: list[Picture | Table] = []
     for device, record in list(records.items())[:_DEVICES_SHOWN]:
         blocks.append(_parameters(device, record))
-        heat = _heat(device, _params(record.params), profile, noise_scale)
+        heat = _heat(device, record, profile, noise_scale)
         if isinstance(heat, str):
             lead.append(heat)
         else:
@@ -168,22 +168,60 @@ def _parameters(device: str, record: Goodput | DeviceGoodput) -> Picture | Table
     return Picture(svg=svg, caption=caption, label="predicted", table=table, unfolded=True)
 
 
+def _known_until(device: str, record: Goodput | DeviceGoodput, profile: pd.DataFrame | None) -> tuple[int, str]:
+    """Return up to how many replicas of the map there are data, and in words why not beyond.
+
+    A model says something of every number; where nobody measured synchronisation, it takes that as free.
+    """
+    limits = [(_REPLICAS, "")]
+    if "alpha_sync_node_s" in record.undetermined:
+        limits.append(
+            (_REPLICAS_PER_NODE, "nothing measured synchronises between nodes, so the model takes it as free")
+        )
+        if "beta_sync_local_s" in record.undetermined:
+            limits.append((2, "nothing measured says what further replicas cost, so the model takes them as free"))
+        if "alpha_sync_local_s" in record.undetermined:
+            limits.append((1, "nothing measured has two replicas, so the model takes synchronisation as free"))
+    if profile is not None:
+        own = profile[profile["device"] == device] if device in set(profile["device"]) else profile
+        replicas, nodes = own["num_replicas"], own["num_nodes"]
+        spread, together = int(replicas[nodes > 1].max() or 0) if (nodes > 1).any() else 0, int(replicas.max())
+        if spread < _REPLICAS:
+            most = max(spread, min(together, _REPLICAS_PER_NODE))
+            limits.append(
+                (max(1, most), f"the largest measured configuration has {together} on {int(nodes.max())} nodes")
+            )
+    return min(limits, key=lambda limit: limit[0])
+
+
 def _heat(
-    device: str, params: ThroughputParams, profile: pd.DataFrame | None, noise_scale: float | None
+    device: str, record: Goodput | DeviceGoodput, profile: pd.DataFrame | None, noise_scale: float | None
 ) -> Picture | str:
-    """Return goodput over GPUs and batch, or in words why there is none."""
+    """Return goodput over replicas and batch, or in words why there is none."""
+    params = _params(record.params)
     most, first = _LOCAL_BATCH, 32
+    name = device
     if profile is not None:
         most = int(profile["local_batch_size"].max())
         first = int(profile["local_batch_size"].min())
+        name = device or str(profile["device"].iloc[0])
     limits = BatchLimits(
         initial_batch_size=first, max_batch_size=most * _REPLICAS, max_local_batch_size=most, max_accumulation_steps=0
     )
     noise = math.inf if noise_scale is None else noise_scale
+    known, why = _known_until(device, record, profile)
+    noun = noun_of(name)
     try:
         found = frontier(params, _REPLICAS, limits, noise_scale=noise, replicas_per_node=_REPLICAS_PER_NODE)
+        pays = frontier(params, known, limits, noise_scale=noise, replicas_per_node=_REPLICAS_PER_NODE).pays_until
         svg = goodput_picture(
-            params, _REPLICAS, limits, noise_scale=noise, replicas_per_node=_REPLICAS_PER_NODE
+            params,
+            _REPLICAS,
+            limits,
+            noise_scale=noise,
+            replicas_per_node=_REPLICAS_PER_NODE,
+            known=known,
+            noun=noun,
         ).decode()
     except (InputError, Infeasible, ArithmeticError, ValueError) as error:
         return f"No goodput map: {error}."
@@ -191,13 +229,24 @@ def _heat(
     sort = f"at noise scale {noise_scale:,.0f}" if noise_scale is not None else "with every sample counting the same"
     bound = "the largest measured" if profile is not None else "by assumption"
     caption = (
-        f"Goodput{of} over GPUs ({_REPLICAS_PER_NODE} per node) and total batch, {sort}; initial batch {first}, local "
-        f"batches up to {most} ({bound}). Scaling pays until {found.pays_until} GPUs."
+        f"Goodput{of} over {noun}s ({_REPLICAS_PER_NODE} per node) and total batch, {sort}; initial batch {first}, local "
+        f"batches up to {most} ({bound}). {_pays_words(pays, known, why, noun)}"
     )
-    return Picture(svg=svg, caption=caption, label="predicted", table=_heat_table(found), unfolded=True)
+    return Picture(svg=svg, caption=caption, label="predicted", table=_heat_table(found, known, noun), unfolded=True)
 
 
-def _heat_table(found: Frontier) -> Table:
+def _pays_words(pays: int, known: int, why: str, noun: str) -> str:
+    """Return until where scaling pays, as far as there are data, and where these end."""
+    if known >= _REPLICAS:
+        return f"Scaling pays until {pays} {noun}s."
+    counted = f"{known} {noun}{'s' if known > 1 else ''}"
+    until = (
+        f"As far as that, scaling pays until {pays}." if pays < known else "Whether scaling pays beyond is not known."
+    )
+    return f"Beyond {counted} (hatched, dashed) no data support it: {why}. {until}"
+
+
+def _heat_table(found: Frontier, known: int, noun: str) -> Table:
     rows = [
         (
             str(found.num_replicas[at]),
@@ -206,13 +255,15 @@ def _heat_table(found: Frontier) -> Table:
             f"{found.tuned.total_batch_size[at]:,}",
             f"{found.tuned.goodput_per_s[at]:,.4g}",
             f"{found.speedup[at]:.2f}",
+            *([] if known >= _REPLICAS else ["yes" if found.num_replicas[at] <= known else "no"]),
         )
         for at in range(len(found.num_replicas))
         if found.tuned.feasible[at]
     ]
+    header = [f"{noun}s", "nodes", "local batch", "total batch", "goodput/s", "speedup"]
     return Table(
-        caption="Best batch on each number of GPUs",
-        header=("GPUs", "nodes", "local batch", "total batch", "goodput/s", "speedup"),
+        caption=f"Best batch on each number of {noun}s",
+        header=header if known >= _REPLICAS else [*header, "data"],
         rows=rows,
         label="predicted",
         head=8,

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from html import escape
 from typing import Literal
 
+from ddltool.errors import shortened as shortened  # the sections take it from here
 from ddltool.errors import visible
 
 Label = Literal["measured", "predicted", "simulated", "read"]
@@ -61,10 +62,10 @@ _STYLE = """
   :root { --ink: #e8eaed; --paper: #16181b; --faint: #a5abb3; --line: #3c4147; --soft: #212429; }
 }
 * { box-sizing: border-box; }
-body { margin: 0 auto; padding: 1.5rem 1rem 4rem; max-width: 60rem; color: var(--ink); background: var(--paper);
+body { margin: 0 auto; padding: 1.5rem 1rem 4rem; max-width: 76rem; color: var(--ink); background: var(--paper);
   font: 16px/1.5 system-ui, sans-serif; overflow-wrap: anywhere; }
 h1 { font-size: 1.6rem; margin: 0 0 .3rem; } h2 { font-size: 1.25rem; margin: 2.2rem 0 .4rem; }
-p { margin: .4rem 0; } a { color: inherit; } nav { margin: 1rem 0; font-size: .95rem; }
+p { margin: .4rem 0; max-width: 58rem; } a { color: inherit; } nav { margin: 1rem 0; font-size: .95rem; }
 nav a { display: inline-block; margin-right: 1rem; }
 .faint, figcaption, .caption { color: var(--faint); font-size: .9rem; }
 figure { margin: 1rem 0; padding: .8rem; border: 1px solid var(--line); border-radius: 6px; }
@@ -104,18 +105,6 @@ def render(title: str, sections: Sequence[Section], *, summary: Sequence[str], g
         "</body></html>",
     ]
     return "\n".join(parts) + "\n"
-
-
-def shortened(text: str, most: int) -> str:
-    """Return ``text`` with its middle left out where it is longer than ``most`` characters: names differ at both ends.
-
-    >>> shortened("telemetry-of-node-17.jsonl", 15)
-    'telemet…7.jsonl'
-    """
-    if len(text) <= most:
-        return text
-    tail = (most - 1) // 2
-    return f"{text[: most - 1 - tail]}…{text[len(text) - tail :]}"
 
 
 def _text(text: str) -> str:

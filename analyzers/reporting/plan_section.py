@@ -211,9 +211,12 @@ def _decision(plan: Plan) -> Picture:
         for name, row in zip(names, options, strict=True)
     ]
     rows += [(name, reason, *[""] * 7) for name, reason in found.left_out.items()]
-    header = ("strategy", "devices", "step", "compute", "exposed", "mini-batches/s", "staleness", "bits", "order")
+    header = ("strategy", "devices", "step", "compute", "exposed", "per s", "stale", "bits", "order")
     table = Table(
-        caption=f"Strategies, best first ({found.objective}); those without figures are not compared",
+        caption=(
+            f"Strategies, best first ({found.objective}); per s: logical mini-batches; stale: iterations of staleness; "
+            "those without figures are not compared"
+        ),
         header=header,
         rows=rows,
         label="predicted",

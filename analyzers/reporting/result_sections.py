@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
+from ddltool.analyzers.deciding.verification import error_text
 from ddltool.analyzers.reporting.charts import Line, bars_svg, lines_svg
 from ddltool.analyzers.reporting.documents import (
     BalanceDocument,
@@ -201,8 +202,9 @@ def verification_section(found: VerificationDocument, name: str, anchor: str) ->
     """Return the section of predicted against measured."""
     step = found.iteration
     lead = [
-        f"{shortened(found.telemetry, 60)} against {shortened(found.plan, 60)}: predicted {step.error:+.1%} off; half of "
-        f"the measured steps took {show_seconds(step.low_s)} to {show_seconds(step.high_s)}.",
+        f"{shortened(found.telemetry, 60)} against {shortened(found.plan, 60)}: predicted over measured step "
+        f"{error_text(step.predicted_s, step.measured_s)}; half of the measured steps took {show_seconds(step.low_s)} to "
+        f"{show_seconds(step.high_s)}.",
         *(found.refit or ["Nothing to fit again: the plan's figures hold."]),
     ]
     parts = (("step", step), ("compute, longest", found.compute), ("synchronisation", found.sync))

@@ -223,8 +223,9 @@ def _compared(
 
 def verified_row(part: str, predicted: float | None, measured: float) -> tuple[str, str, str, str]:
     """Return a row of :func:`verified_table`: name, seconds predicted and measured, relative error."""
-    error = f"{predicted / measured - 1:+.1%}" if predicted is not None and measured > 0 else "-"
-    return part, show_seconds(predicted), show_seconds(measured), error
+    from ddltool.analyzers.deciding.verification import error_text
+
+    return part, show_seconds(predicted), show_seconds(measured), error_text(predicted, measured)
 
 
 def verified_table(caption: str, rows: Sequence[Sequence[str]]) -> Table:

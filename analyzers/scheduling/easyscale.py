@@ -48,8 +48,9 @@ class EasyScale:
         """Return the allocations for the next interval."""
         made = {job.index: job.allocation for job in jobs if job.allocation}
         for job in jobs:
-            if job.index not in made:  # its nodes went away, and with them what it could fall back to
+            if job.index not in made:  # its nodes went away: there is nothing to fall back to or to be content with
                 self._before.pop(job.index, None)
+                self._content.discard(job.index)
             if job.index in made and (back := self._fall_back(job, now_s)):
                 made[job.index] = back
         free = free_gpus(cluster, made.values())

@@ -53,7 +53,7 @@ class Ours:
         *,
         power: float = 0.25,
         rank_power: float = 0.8,
-        lateness: float = 0.5,
+        lateness: float = 0.75,
         hold_s: float = 120.0,
         delay_s: float = 30.0,
         pools: bool = True,

@@ -16,6 +16,9 @@ from ddltool.errors import InputError
 Floats = NDArray[np.float64]
 # Keeps the power of a job without GPUs finite; the published simulator's number.
 _OFFSET = 1e-3
+# Beyond it the summands of speedups from _OFFSET to 100,000 overflow; nearer to 0 they differ by rounding alone, and the
+# limit, the geometric mean, is taken in their place.
+_MOST_POWER, _LEAST_POWER = 50.0, 1e-3
 # A job can use no more replicas in the published simulator.
 _MOST_REPLICAS = 64
 
@@ -24,7 +27,8 @@ class Pollux:
     """Maximises ``FITNESS_p``, the power mean of the jobs' speedups over an equal share (section 4.2).
 
     Re-allocated jobs count with the factor ``max(T - R d, 0) / (T + d)``; a job explores at most twice the replicas it
-    has run with; at most one job that spans nodes runs on a node. ``power`` is p, ``delay_s`` is d.
+    has run with; at most one job that spans nodes runs on a node. ``power`` is p, from -50 to 50 (near 0: the geometric
+    mean), ``delay_s`` is d.
     """
 
     name = "pollux"
@@ -39,8 +43,11 @@ class Pollux:
         effort: int = 100,
         seed: int = 0,
     ) -> None:
-        if not math.isfinite(power):
-            raise InputError("power", f"is {power}", "a finite number; -1 is Pollux's")
+        if not abs(power) <= _MOST_POWER:
+            problem = f"is {power}"
+            raise InputError("power", problem, f"from -{_MOST_POWER:.0f} to {_MOST_POWER:.0f}; -1 is Pollux's")
+        if abs(power) < _LEAST_POWER:
+            power = 0.0
         self.power, self.delay_s, self.avoid_sharing, self.effort, self.seed = (
             power,
             delay_s,

@@ -34,6 +34,7 @@ _START, _END = "start_time", "end_time"
 _ZONE = r"\s+(?:PST|PDT|UTC|GMT)$"
 _MOST_GPUS, _LONGEST_S = 100_000, 315_360_000.0
 _BUSY_STEP_S = 3600.0
+_SPAN = "times within ten years"
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -78,6 +79,9 @@ def read_table_trace(frame: pd.DataFrame, where: str) -> ClusterTrace:
             raise InputError(
                 f"{where}:row {bad[0] + 1}:{_END}", f"lies {-length[bad[0]]:g} s before {_START}", "a later time"
             )
+        if (bad := np.flatnonzero(length > _LONGEST_S)).size:
+            problem = f"lies {_years(length[bad[0]])} after {_START}"
+            raise InputError(f"{where}:row {bad[0] + 1}:{_END}", problem, _SPAN)
     else:
         raise InputError(f"{where}:duration", "column is missing", f"give it, or {_START} and {_END}")
     return _trace(submit, gpus, gpus * length / 3600.0, where)
@@ -116,11 +120,15 @@ def read_philly(document: Any, where: str) -> ClusterTrace:
     _unique(pd.Series(names, dtype=object), where, "jobid")
     submit = _times(pd.Series(submits, dtype=object), where, "submitted_time")
     start, end = (_when(pd.Series(each, dtype=object)) for each in spans)
-    for name, found in ((_START, start), (_END, end), (_END, np.where(end < start, np.nan, end))):
+    with np.errstate(invalid="ignore"):
+        orderly = np.where((end < start) | (end - start > _LONGEST_S), np.nan, end)
+    for name, found in ((_START, start), (_END, end), (_END, orderly)):
         if (bad := np.flatnonzero(np.isnan(found))).size:
             problem = f"of an attempt is {spans[name == _END][bad[0]]!r}"
             raise InputError(
-                f"{where}:job {owner[bad[0]] + 1}:{name}", problem, "YYYY-MM-DD HH:MM:SS, the end after the start"
+                f"{where}:job {owner[bad[0]] + 1}:{name}",
+                problem,
+                "YYYY-MM-DD HH:MM:SS, the end after the start by ten years at most",
             )
     hours = np.full(len(document), np.nan)
     held = np.bincount(owner, np.array(counts) * (end - start), minlength=len(document)) / 3600.0
@@ -223,11 +231,32 @@ def _when(values: pd.Series[Any]) -> Floats:
         texts = values.iloc[rest].astype(str).str.strip()
         if texts.str.endswith(("T", "C")).any():
             texts = texts.str.replace(_ZONE, "", regex=True)
-        dates = pd.to_datetime(texts, format="%Y-%m-%d %H:%M:%S", errors="coerce")
-        seconds = (dates - pd.Timestamp(0)) / pd.Timedelta(seconds=1)
+        dates = pd.to_datetime(texts, format="%Y-%m-%d %H:%M:%S", errors="coerce").to_numpy()
+        # In whole seconds, as numpy counts them: years far from 1970 do not fit into nanoseconds.
+        seconds = dates.astype("datetime64[s]").astype(np.int64).astype(np.float64)
+        seconds[np.isnat(dates)] = np.nan
         made = made.copy()
-        made[rest] = seconds.to_numpy(dtype=np.float64)
+        made[rest] = seconds
     return made
+
+
+def _years(seconds: float) -> str:
+    return f"{abs(seconds) / 31_536_000:,.0f} years"
+
+
+def _check_span(made: Floats, values: pd.Series[Any], where: str, column: str) -> None:
+    """Raise InputError for times far apart: of them one is mistyped, or dates and seconds stand in one column."""
+    numeric = pd.to_numeric(values, errors="coerce").notna().to_numpy()
+    given = ~np.isnan(made)
+    if (mixed := np.flatnonzero((numeric != numeric[given.argmax()]) & given)).size:
+        row, other = int(mixed[0]), int(given.argmax())
+        problem = f"is {values.iloc[row]}, and row {other + 1} has {values.iloc[other]}"
+        raise InputError(f"{where}:row {row + 1}:{column}", problem, "dates or seconds, the same in all rows")
+    if given.any() and np.nanmax(made) - np.nanmin(made) > _LONGEST_S:
+        middle = float(np.nanmedian(made))
+        row = int(np.nanargmax(np.abs(made - middle)))
+        problem = f"is {values.iloc[row]}, {_years(made[row] - middle)} from the middle of the trace"
+        raise InputError(f"{where}:row {row + 1}:{column}", problem, _SPAN)
 
 
 def _times(values: pd.Series[Any], where: str, column: str, *, missing: bool = False) -> Floats:
@@ -240,6 +269,7 @@ def _times(values: pd.Series[Any], where: str, column: str, *, missing: bool = F
         raise InputError(
             f"{where}:row {row + 1}:{column}", f"is {values.iloc[row]}", "YYYY-MM-DD HH:MM:SS, or seconds >= 0"
         )
+    _check_span(made, values, where, column)
     return made
 
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 import heapq
 import math
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -29,14 +29,18 @@ from ddltool.analyzers.scheduling.cluster import (
 from ddltool.analyzers.scheduling.failures import Failures, NodeStates, without
 from ddltool.analyzers.scheduling.job import JobSpec, SimulatedJob, Tuning, make_jobs
 from ddltool.analyzers.scheduling.truth import Application
-from ddltool.errors import Infeasible, InputError
+from ddltool.analyzers.scheduling.watchdog import YEAR_S, Watchdog
+from ddltool.errors import InputError
 
-# Longer intervals and delays are in another unit, or a typing error.
-_LONGEST_S = 604_800.0
-# Rounds in which nothing runs and nothing is on its way, after which a policy is taken to starve its jobs for good.
-_PATIENCE = 1000
-# Rounds and seconds in which no job gets further than before, after which failures are taken to eat all progress.
-_FUTILE = 10_000, 604_800.0
+# Other intervals and delays are in another unit, or a typing error.
+_INTERVAL_S = (1.0, 604_800.0)
+_LONGEST_DELAY_S = 86_400.0
+# Applications that take longer at best than this have step times or iterations in another unit.
+_LONGEST_JOB_S = YEAR_S
+# Node events without a job in the system that are gone through one by one; more are skipped in one go.
+_FEW_EVENTS = 10_000.0
+# Failures that may be drawn until the last job comes: more take minutes and mean nothing.
+_MOST_FAILURES = 1e9
 
 
 class Policy(Protocol):
@@ -123,13 +127,12 @@ class Options:
     failures: Failures | None = None
 
     def __post_init__(self) -> None:
-        if not 0 < self.interval_s <= _LONGEST_S:
-            raise InputError(
-                "interval", f"is {self.interval_s}", f"above 0 and at most {_LONGEST_S:.0f} seconds (a week)"
-            )
-        if not 0 <= self.restart_delay_s <= _LONGEST_S:
+        least, most = _INTERVAL_S
+        if not least <= self.interval_s <= most:
+            raise InputError("interval", f"is {self.interval_s}", f"from {least:.0f} to {most:.0f} seconds (a week)")
+        if not 0 <= self.restart_delay_s <= _LONGEST_DELAY_S:
             problem = f"is {self.restart_delay_s}"
-            raise InputError("restart delay", problem, f"from 0 to {_LONGEST_S:.0f} seconds (a week)")
+            raise InputError("restart delay", problem, f"from 0 to {_LONGEST_DELAY_S:.0f} seconds (a day)")
         if not 0 <= self.interference < 1:
             raise InputError("interference", f"is {self.interference}", "a share of the speed, at least 0 and below 1")
 
@@ -140,18 +143,22 @@ def simulate(
     cluster: ClusterSpec,
     policy: Policy,
     options: Options | None = None,
+    *,
+    on_round: Callable[[int, float], None] | None = None,
 ) -> SimulationResult:
-    """Return what becomes of ``workload`` (n jobs) under ``policy``.
+    """Return what becomes of ``workload`` (n jobs) under ``policy``. ``on_round(finished jobs, now_s)`` may show it.
 
     Raises InputError for jobs that can never run, CheckFailed when the policy gives GPUs out twice, Infeasible when it
-    lets jobs starve. O((n + rounds + epochs) log n) and the policy's own time.
+    lets jobs starve, when for a week nothing is trained that lasts, and after a hundred simulated years.
+    O((n + rounds + epochs) log n) and the policy's own time.
     """
     begin = time.perf_counter()
     options = options or Options()
     jobs = make_jobs(workload, applications, policy.tuning, cluster, pooled=getattr(policy, "pools", False))
     if options.failures is not None:
         options.failures.check(cluster)
-    run = _Run(jobs, cluster, policy, options)
+        _check_failures(options.failures, workload, cluster)
+    run = _Run(jobs, cluster, policy, options, on_round)
     run.play()
     return SimulationResult(
         policy=policy.name,
@@ -173,20 +180,42 @@ def check_runs(
     if policy.name not in MIXED_POLICIES:
         check_one_type(cluster, policy.name)
     make_jobs(workload, applications, policy.tuning, cluster)
+    for application in {
+        id(each): each for each in map(applications.get, (job.application for job in workload))
+    }.values():
+        if application is not None and (least_s := application.least_s(cluster.type_names)) > _LONGEST_JOB_S:
+            problem = f"takes {least_s / YEAR_S:,.1f} years or more on any GPUs"
+            raise InputError(
+                f"application {application.name}", problem, "a year at most; check step times and iterations"
+            )
+
+
+def _check_failures(failures: Failures, workload: Sequence[JobSpec], cluster: ClusterSpec) -> None:
+    """Raise InputError for more drawn failures before the last submission than are worth drawing."""
+    last_s = max((job.submit_s for job in workload), default=0.0)
+    if failures.mtbf_s is not None and failures.expected(len(cluster.gpus), last_s) > _MOST_FAILURES:
+        problem = f"is {failures.mtbf_s:g} s: more than {_MOST_FAILURES:.0e} failures until the last job comes"
+        raise InputError("mtbf", problem, "a longer time, or jobs that come sooner")
 
 
 class _Run:
     """One replay: the event queue and what happens at each event."""
 
-    def __init__(self, jobs: list[SimulatedJob], cluster: ClusterSpec, policy: Policy, options: Options) -> None:
-        self.jobs, self.cluster, self.policy, self.options = jobs, cluster, policy, options
+    def __init__(
+        self,
+        jobs: list[SimulatedJob],
+        cluster: ClusterSpec,
+        policy: Policy,
+        options: Options,
+        on_round: Callable[[int, float], None] | None = None,
+    ) -> None:
+        self.jobs, self.cluster, self.policy, self.options, self.on_round = jobs, cluster, policy, options, on_round
         self.waiting = sorted(jobs, key=lambda job: (job.spec.submit_s, job.index))[::-1]
         self.active: dict[int, SimulatedJob] = {}
         self.epoch_ends: list[tuple[float, int]] = []
         self.first_start: dict[int, float] = {}
         self.usage: list[Usage] = []
         self.rounds = 0
-        self.idle_rounds = 0
         self.policy_seconds = 0.0
         self.up = cluster
         """The cluster as the policy sees it: with the nodes that are up."""
@@ -194,15 +223,16 @@ class _Run:
         if options.failures is not None:
             for job in jobs:
                 job.checkpoint_interval_s = options.failures.checkpoint_interval_s
-        self.furthest: dict[int, float] = {}
-        self.gained = 0, 0.0  # round and time at which a job last got further than ever
         self.available = dict.fromkeys(cluster.type_names, 0.0)
         self.counted_s = self.waiting[-1].spec.submit_s if self.waiting else 0.0
+        self.watchdog = Watchdog(policy.name, self.nodes, self.counted_s)
 
     def play(self) -> None:
         """Go from event to event until every job is finished."""
         last_s = 0.0
         while self.active or self.waiting:
+            if self.nodes is not None and not self.active:
+                self._skip_idle(self.waiting[-1].spec.submit_s)
             now_s = self._next_round(last_s)
             if self.options.react and self.waiting:
                 now_s = min(now_s, max(self.waiting[-1].spec.submit_s, last_s))
@@ -244,13 +274,29 @@ class _Run:
                 elif held.intersection(left):
                     job.advance(now_s)
                     job.reallocate((), now_s, 0.0)
+        self._show_nodes()
+        if self.options.interference:
+            self._set_slowdowns(now_s)
+        self._note_usage(now_s)
+
+    def _show_nodes(self) -> None:
+        """Let policy and jobs see the nodes that are up."""
+        assert self.nodes is not None
         self.up = without(self.cluster, self.nodes.down)
         types = self.up.type_names
         for job in self.jobs:
             job.gpu_types = tuple(name for name in job.measured_types if name in types)
-        if self.options.interference:
-            self._set_slowdowns(now_s)
-        self._note_usage(now_s)
+
+    def _skip_idle(self, until_s: float) -> None:
+        """Go through what happens to nodes until the next submission in one go, if it is much: no job is there to see it."""
+        assert self.nodes is not None
+        if self.nodes.expected_until(until_s) <= _FEW_EVENTS:
+            return
+        for name, up_s in self.nodes.skip(self.counted_s, until_s).items():
+            self.available[name] += up_s
+        self.counted_s = max(self.counted_s, until_s)
+        self._show_nodes()
+        self._note_usage(until_s)
 
     def _count_available(self, now_s: float) -> None:
         """Count the GPU time of the nodes that were up since the last change."""
@@ -282,6 +328,7 @@ class _Run:
         job = self.jobs[index]
         if job.end_epoch(now_s):
             del self.active[index]
+            self.watchdog.finished(now_s)
             self._note_usage(now_s)
             if self.options.interference and not self.options.whole_seconds:
                 self._set_slowdowns(now_s)
@@ -327,7 +374,9 @@ class _Run:
             self._set_slowdowns(now_s)
         self.rounds += 1
         self._note_usage(now_s)
-        self._watch_for_starvation(jobs)
+        self.watchdog.look(jobs, self.up, now_s, more=bool(self.waiting))
+        if self.on_round is not None:
+            self.on_round(len(self.jobs) - len(self.waiting) - len(self.active), now_s)
 
     def _set_slowdowns(self, now_s: float) -> None:
         hit = interfering({index: job.allocation for index, job in self.active.items()})
@@ -337,29 +386,6 @@ class _Run:
                 job.advance(now_s)
                 job.slowdown = slowdown
                 self._retune(job, now_s)
-
-    def _watch_for_starvation(self, jobs: Sequence[SimulatedJob]) -> None:
-        moving = bool(self.waiting) or any(job.allocation for job in jobs)
-        if self.nodes is not None:
-            moving = moving or self.nodes.returns
-            self._watch_for_futility(jobs)
-        self.idle_rounds = 0 if moving else self.idle_rounds + 1
-        if self.idle_rounds > _PATIENCE:
-            names = ", ".join(job.spec.name for job in jobs[:3])
-            raise Infeasible(f"policy {self.policy.name} gives no GPUs to {len(jobs)} jobs ({names}, ...) any more")
-
-    def _watch_for_futility(self, jobs: Sequence[SimulatedJob]) -> None:
-        """Raise Infeasible when for a long time no job has come further than it had been."""
-        last_s = max(job.last_s for job in jobs)
-        for job in jobs:
-            if job.progress > self.furthest.get(job.index, 0.0):
-                self.furthest[job.index] = job.progress
-                self.gained = self.rounds, last_s
-        if self.rounds - self.gained[0] > _FUTILE[0] and last_s - self.gained[1] > _FUTILE[1]:
-            raise Infeasible(
-                f"under policy {self.policy.name} no job has come further for {last_s - self.gained[1]:.0f} s: failures "
-                f"undo what is trained, or too few nodes are up; shorten the checkpoint interval or lengthen the MTBF"
-            )
 
     def _note_usage(self, now_s: float) -> None:
         gpus = sum(count_gpus(job.allocation) for job in self.active.values())

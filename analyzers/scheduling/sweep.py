@@ -6,6 +6,7 @@ the same bit for bit wherever they were computed; how long it took is kept besid
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -94,21 +95,26 @@ def _key(cell: Cell) -> dict[str, Any]:
 def finished(records: Iterable[Mapping[str, Any]], where: str) -> dict[Cell, dict[str, Any]]:
     """Return the cells that an earlier run's ``records`` hold; failed ones are left out, to be tried again.
 
-    Raises InputError, naming ``where``, for records that are no cells.
+    Raises InputError, naming ``where``, for records that are no cells and for figures that are no finite numbers.
     """
     made: dict[Cell, dict[str, Any]] = {}
-    for number, record in enumerate(records, start=1):
+    for number, record in enumerate(records):
+        at, remedy = f"{where}:cells[{number}]", "give the file that a sweep wrote, or a new name"
         try:
             cell = Cell(workload=record["workload"], policy=record["policy"], seed=record["seed"])
-            values = record["figures"]
-            whole = values is None or all(type(values[name]) in (int, float) for name in FIGURES)
+            values, cpu_s = record["figures"], record["cpu_s"]
+            known = {name: values[name] for name in (*FIGURES, *values)} if values is not None else {}
+            whole = [type(each) for each in (cell.workload, cell.policy, cell.seed)] == [str, str, int]
         except (KeyError, TypeError):
             whole = False
         if not whole:
-            problem = "is no cell of a sweep"
-            raise InputError(f"{where}:cells[{number - 1}]", problem, "give the file that a sweep wrote, or a new name")
-        if values is not None:
-            made[cell] = dict(record)
+            raise InputError(at, "is no cell of a sweep", remedy)
+        if values is None:
+            continue
+        for name, value in {**known, "cpu_s": cpu_s}.items():
+            if type(value) not in (int, float) or not math.isfinite(value):
+                raise InputError(f"{at}:{name}", f"is {value} ({cell})", f"a finite number; {remedy}")
+        made[cell] = done(cell, values, cpu_s)
     return made
 
 

@@ -249,6 +249,15 @@ class Application:
             raise InputError(f"application {self.name}", f"no step times on {gpu_type!r}", hint)
         return table(placement, local_batch_size)
 
+    def least_s(self, gpu_types: Sequence[str]) -> float:
+        """Return the seconds that it takes at the very best: at the largest batch, in steps as short as the shortest.
+
+        The shortest step is that of one GPU of any of the types at the smallest local batch; a bound for plausibility.
+        """
+        types = [name for name in gpu_types if self.runs_on(name)]
+        step_s = min((self.step_times((1,), self.min_local_batch_size, name)[0] for name in types), default=0.0)
+        return self.progress[self.max_epochs] * self.init_batch_size / self.max_batch_size * step_s
+
     def runs_on(self, gpu_type: str) -> bool:
         """Return whether the application was measured on this GPU type."""
         return gpu_type in self.times or ANY_TYPE in self.times

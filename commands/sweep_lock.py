@@ -1,0 +1,81 @@
+"""One sweep per output file: two that write the same one would each throw away what the other has replayed."""
+
+from __future__ import annotations
+
+import os
+import re
+import stat
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+from ddltool.errors import InputError
+
+
+@contextmanager
+def sole_writer(output: Path | None) -> Iterator[None]:
+    """Hold the lock of ``output`` (a side file beside it, gone afterwards) and clear up after writers that were killed.
+
+    None, ``-``, pipes and devices are written without a lock. The lock ends with the process, however that ends. Raises
+    InputError when another sweep holds it.
+    """
+    if output is None or str(output) == "-" or (output.exists() and not output.is_file()):
+        yield
+        return
+    target = output.resolve()
+    side = target.with_name(f".{target.name}.lock")
+    descriptor = _take(side, output)
+    try:
+        _remove_leftovers(target)
+        yield
+    finally:
+        # Removed while it is still held: who waits for it would see that the file it has locked is gone, and try again.
+        with suppress(OSError):
+            side.unlink()
+        os.close(descriptor)
+
+
+def _take(side: Path, output: Path) -> int:
+    """Return the descriptor of the locked side file."""
+    while True:
+        try:
+            descriptor = os.open(side, os.O_RDWR | os.O_CREAT | getattr(os, "O_NOFOLLOW", 0), 0o666)
+        except OSError as error:
+            problem = f"cannot be locked ({error.strerror}: {side})"
+            raise InputError(str(output), problem, "give a file in a writable folder") from None
+        if not _lock(descriptor):
+            os.close(descriptor)
+            raise InputError("-o", f"another sweep is writing {output}", "wait until it ends, or give another file")
+        try:
+            if os.path.samestat(os.fstat(descriptor), os.stat(side)):
+                return descriptor
+        except OSError:
+            pass  # its last holder has removed it in the meantime
+        os.close(descriptor)
+
+
+def _lock(descriptor: int) -> bool:
+    """Lock an open file until it is closed or the process ends; return False when another process has it."""
+    try:
+        import fcntl
+    except ImportError:  # Windows refuses to replace a file that is open
+        return True
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError:
+        pass  # a file system without locks
+    return True
+
+
+def _remove_leftovers(target: Path) -> None:
+    """Remove the temporary files of killed writers of ``target``: named and permitted as tempfile makes them, and ours."""
+    name = re.compile(re.escape(f".{target.name}.") + r"[a-z0-9_]{8}")
+    for path in target.parent.iterdir():
+        if name.fullmatch(path.name):
+            with suppress(OSError):
+                found = path.lstat()
+                private = stat.S_ISREG(found.st_mode) and stat.S_IMODE(found.st_mode) == 0o600
+                if private and found.st_uid == os.getuid():
+                    path.unlink()
