@@ -46,6 +46,7 @@ def test_real_processes_give_a_trace_for_balance(tmp_path: Path, capsys: pytest.
     assert trace.iterations == 12
 
 
+@pytest.mark.slow
 def test_a_killed_worker_costs_its_last_moments_only(tmp_path: Path) -> None:
     """Killed in the middle: exit code 1, who, how and when, and the iterations that all had completed stay."""
     output = tmp_path / "trace.csv"

@@ -79,6 +79,7 @@ def test_the_report_labels_its_figures(demo: tuple[Path, dict[str, object], str]
     assert "http" not in html.replace("http://www.w3.org", "")
 
 
+@pytest.mark.slow
 def test_an_interruption_while_training_leaves_nobody_behind(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "ddltool", "demo", "-o", str(tmp_path / "out")]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}

@@ -47,6 +47,7 @@ def measured(
     )
 
 
+@pytest.mark.slow
 def test_intervals_cover_the_truth_as_often_as_they_say() -> None:
     runs = 60
     covered = np.zeros(7)
@@ -200,6 +201,7 @@ def test_what_was_never_seen_is_suggested() -> None:
     assert suggest_next(alone, fit(alone).params, configurations(4, 4, [8, 32, 128])).num_replicas > 1
 
 
+@pytest.mark.slow
 def test_following_suggestions_beats_chance() -> None:
     """Five rows more, from rows of one replica: prediction error over everything that can run, mean of ten runs."""
     points = configurations(16, 4, [8, 16, 32, 64, 128])

@@ -108,6 +108,7 @@ def test_out_of_memory_keeps_what_was_measured() -> None:
         measure(replace(REQUEST, source="limited", batch_sizes=(8,), replicas=(1,)))
 
 
+@pytest.mark.slow
 def test_adaptive_rows_of_real_processes() -> None:
     """Whatever the budget sufficed for is a whole row, and everything else is named."""
     request = replace(REQUEST, batch_sizes=(2, 4, 8, 512), replicas=(1,), repeats=None, budget_s=4.0, threads=1)

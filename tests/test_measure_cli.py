@@ -81,6 +81,7 @@ def wait_for(path: Path) -> None:
     assert path.exists()
 
 
+@pytest.mark.slow
 def test_rows_survive_and_resume_adds_the_missing(cli: Cli, folder: Path) -> None:
     """A worker is killed; a second run with --resume keeps the bytes of the rows and adds the rest."""
     file = folder / "p.csv"

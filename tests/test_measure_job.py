@@ -55,6 +55,7 @@ def lines_of_ours(text: str) -> list[str]:
     return [line for line in text.splitlines() if line.startswith("error: ")]
 
 
+@pytest.mark.slow
 def test_one_file_for_all_replica_counts(tmp_path: Path) -> None:
     done = torchrun(
         tmp_path, "--batch-sizes", "16,64", "--repeats", "4", "--accumulation", "0,1", "-o", "p.csv", "--json"

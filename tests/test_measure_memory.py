@@ -98,6 +98,7 @@ def test_a_line_is_found_in_few_tries() -> None:
     assert len(found.tried) <= 12  # doubling and halving alone take 21
 
 
+@pytest.mark.slow
 def test_the_limit_of_a_real_process() -> None:
     """From the smallest batch to the limit, the room must be filled by what a sample takes: 4 or 6 MiB of copies."""
     budget = 600 * MIB
@@ -123,6 +124,7 @@ def test_the_kernels_high_water_mark_decides_where_nobody_watched(monkeypatch: p
     assert large is None
 
 
+@pytest.mark.slow
 def test_an_exception_of_the_allocator_is_caught() -> None:
     found = measure_limit(subject("full"), 2 * 2**30)
     assert found.batch == 23

@@ -75,6 +75,7 @@ def test_turns_change_from_pair_to_pair(monkeypatch: pytest.MonkeyPatch) -> None
     assert (found.wall.median, found.cpu.median) == (1.5, 1.0)
 
 
+@pytest.mark.slow
 def test_one_pair_of_runs_decides_nothing(tmp_path: Path, cli: Callable[..., Any]) -> None:
     script = tmp_path / "train.py"
     script.write_text(SCRIPT, encoding="utf-8")

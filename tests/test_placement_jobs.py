@@ -135,6 +135,7 @@ def test_the_bound_holds_in_every_round() -> None:
                 assert generate(tables, limit, everyone=False, until=lambda: False, rounds=rounds) >= best - 1e-7
 
 
+@pytest.mark.slow
 def test_many_jobs_are_shared_close_to_the_bound() -> None:
     random = Random(11)
     devices = {"a": 64, "b": 64, "c": 64}

@@ -40,6 +40,7 @@ def test_any_placement_and_number_of_data_workers(size: int, data_workers: int, 
     assert bits(path) == bits(alone)
 
 
+@pytest.mark.slow
 def test_resumed_in_mid_epoch_on_other_numbers(alone: Path, tmp_path: Path) -> None:
     path = tmp_path / "run.pt"
     for size, data_workers, until in ((2, 2, 3), (4, 0, 7), (1, 4, 11), (3, 1, UNTIL)):

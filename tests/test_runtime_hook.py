@@ -329,6 +329,7 @@ def torchrun(example: str, folder: Path) -> subprocess.CompletedProcess[str]:
     )
 
 
+@pytest.mark.slow
 def test_the_examples_train_under_torchrun_to_the_same_accuracy(tmp_path: Path) -> None:
     """Batches of 8 and 24, rightly weighted, are the same steps as two batches of 16."""
     (tmp_path / "enforce.json").write_text(to_json(enforcement([8, 24], telemetry="telemetry.jsonl")), encoding="utf-8")

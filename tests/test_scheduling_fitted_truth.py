@@ -154,4 +154,4 @@ def test_failures_and_tables_through_the_command(cli: Cli, tmp_path: Path) -> No
     events.write_text("time,node,event\n600,0,fial\n")
     assert "row 1:event: is fial; one of fail, leave, join" in cli(*base, "--failures", events).error_line
     events.write_text("time,node,event\n600,99,fail\n")
-    assert "on node 99; nodes are 0 to" in cli(*base, "--failures", events).error_line
+    assert "events.csv:row 1:node: is 99; nodes are 0 to" in cli(*base, "--failures", events).error_line

@@ -218,6 +218,7 @@ def test_table_and_comparison(run: Sweep, tmp_path: Path, capsys: pytest.Capture
             compare_document(document, pair)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
 def test_however_it_is_ended_nobody_is_left_and_the_file_is_whole(folder: Path, how: signal.Signals) -> None:
     output = folder / "sweep.json"

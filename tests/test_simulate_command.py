@@ -270,12 +270,12 @@ def test_traces_of_several_gpu_types_and_folders_are_put_together(tmp_path: Path
     first.mkdir(parents=True)
     second.mkdir(parents=True)
     text = (source / "placements.csv").read_text(encoding="utf-8").splitlines()
-    (first / "placements-slow.csv").write_text("\n".join(text), encoding="utf-8")
+    (first / "placements-slow.csv").write_text("\n".join([*text, ""]), encoding="utf-8")
     halved = [text[0]]
     for line in text[1:]:
         placement, local, step, sync = line.split(",")
         halved.append(f"{placement},{local},{float(step) / 2},{float(sync) / 2}")
-    (first / "placements-fast.csv").write_text("\n".join(halved), encoding="utf-8")
+    (first / "placements-fast.csv").write_text("\n".join([*halved, ""]), encoding="utf-8")
     for path in source.glob("validation-*.csv"):
         shutil.copy(path, second)
     application = read_applications([tmp_path / "speeds", tmp_path / "runs"], ["vision"])["vision"]
