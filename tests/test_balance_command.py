@@ -237,6 +237,7 @@ def linear_step(source: str, batch: int) -> LinearStep:
     return LinearStep(batch)
 
 
+@pytest.mark.slow
 def test_record_watches_real_processes() -> None:
     request = WatchRequest(
         source="linear", resolver="tests.test_balance_command:linear_step", batch=16, workers=2, iterations=12

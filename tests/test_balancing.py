@@ -93,6 +93,7 @@ def all_sizes(limits: list[int], total: int, least: int) -> list[tuple[int, ...]
     return [sizes for sizes in itertools.product(*ranges) if sum(sizes) == total]
 
 
+@pytest.mark.slow
 @given(tables())
 @settings(max_examples=300, deadline=None)
 def test_min_max_and_advice_against_every_split(case: tuple[list[list[int]], int]) -> None:

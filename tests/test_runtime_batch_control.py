@@ -144,11 +144,11 @@ def test_a_checkpoint_in_mid_epoch_loses_and_repeats_nothing(cluster: str) -> No
     ("passes", "workers", "no_sync", "output"),
     [
         (2, False, True, ""),
-        (2, True, True, "dict"),
+        pytest.param(2, True, True, "dict", marks=pytest.mark.slow),
         (3, True, True, "tuple"),
         (3, False, True, "record"),
         (2, False, False, ""),
-        (1, True, True, ""),
+        pytest.param(1, True, True, "", marks=pytest.mark.slow),
     ],
 )
 def test_accumulation_over_batches_of_changing_sizes(passes: int, workers: bool, no_sync: bool, output: str) -> None:

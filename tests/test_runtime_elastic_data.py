@@ -32,7 +32,10 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-@pytest.mark.parametrize(("size", "data_workers"), [(1, 1), (2, 2), (4, 1), (2, 4), (3, 0)])
+@pytest.mark.parametrize(
+    ("size", "data_workers"),
+    [(1, 1), (2, 2), pytest.param(4, 1, marks=pytest.mark.slow), pytest.param(2, 4, marks=pytest.mark.slow), (3, 0)],
+)
 def test_any_placement_and_number_of_data_workers(size: int, data_workers: int, alone: Path, tmp_path: Path) -> None:
     path = tmp_path / "run.pt"
     on(size, fed, str(path), data_workers, UNTIL)

@@ -344,6 +344,7 @@ def test_the_examples_train_under_torchrun_to_the_same_accuracy(tmp_path: Path) 
     assert {(row.rank, row.batch) for row in rows} == {(0, 8), (1, 24), (0, 7), (1, 21)}
 
 
+@pytest.mark.slow
 def test_under_torchrun_a_refusal_is_one_line_for_each_rank(tmp_path: Path) -> None:
     (tmp_path / "enforce.json").write_text(to_json(enforcement([8, 8, 8])), encoding="utf-8")
     done = torchrun("train_hooked.py", tmp_path)

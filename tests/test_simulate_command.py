@@ -80,6 +80,7 @@ def test_longer_restarts_cost_time(run: Cli) -> None:
     assert averages[0] + 30 <= averages[1] + 1e-6
 
 
+@pytest.mark.slow
 def test_the_table_has_a_row_per_policy_within_80_columns(run: Cli) -> None:
     result = run("--policy", "fifo,pollux")
     assert result.code == 0

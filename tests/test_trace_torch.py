@@ -219,6 +219,7 @@ def test_transformers_models(name: str) -> None:
     assert len(unknown) <= 0.02 * len(graph.of_kind(COMPUTE)), set(unknown)
 
 
+@pytest.mark.slow
 def test_a_seven_billion_parameter_model_needs_little_memory() -> None:
     """32 layers of Llama, 27 GB of float32 weights, in well under 2 GiB."""
     pytest.importorskip("transformers")
