@@ -72,6 +72,26 @@ def speed(per_sample_ms: float) -> None:
         )
 
 
+def compete() -> None:
+    """Two processes, on the core of one a third that computes: equal batches and LB-BSP, in turns."""
+    for mode in ("bsp", "cpu", "bsp", "cpu"):
+        options = (
+            "--mode",
+            mode,
+            "--compete",
+            "--width",
+            100_000,
+            "--epochs",
+            6,
+            "--total-batch",
+            256,
+            "--move-at",
+            10**6,
+        )
+        rows = torchrun(2, EXAMPLE, *options, "--rows")["rows"]
+        print(f"{mode:4} {typical(rows, 20, len(rows)) * 1e3:6.0f} ms, sizes {tuple(rows[-1]['sizes'])}", flush=True)
+
+
 def accuracy() -> None:
     print("                       accuracy after epoch 1     2     4     10   each seed after 10")
     for name, options in (
@@ -149,6 +169,7 @@ def partitions() -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--speed", action="store_true")
+    parser.add_argument("--compete", action="store_true", help="a real competing process; needs two cores to itself")
     parser.add_argument("--accuracy", action="store_true")
     parser.add_argument("--partitions", action="store_true")
     parser.add_argument("--per-sample-ms", type=float, default=4.0)
@@ -158,6 +179,8 @@ def main() -> None:
         partitions_worker()
     if options.speed:
         speed(options.per_sample_ms)
+    if options.compete:
+        compete()
     if options.accuracy:
         accuracy()
     if options.partitions:
