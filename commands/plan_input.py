@@ -92,12 +92,14 @@ def capabilities_of(job: Job, folder: Path, where: str) -> dict[str, float]:
 
     found: dict[str, float] = {}
     missing: list[str] = []
+    models: dict[str, ThroughputParams] = {}  # read when a device first needs its own
     for offer in job.devices:
         if offer.capability_per_s is not None:
             found[offer.type] = offer.capability_per_s
         elif offer.goodput is not None:
             # Before the profile: what several strategies are compared by must come from one source.
-            model = fitted_models(job, folder / "job.yaml")[offer.type]
+            models = models or fitted_models(job, folder / "job.yaml")
+            model = models[offer.type]
             found[offer.type] = 1.0 / (model.alpha_grad_s + model.beta_grad_s * job.batch_size)
         elif offer.profile is not None:
             path = folder / offer.profile

@@ -258,7 +258,7 @@ def simulate(
         raise InputError("--picture-job", "needs --picture", "give the folder for the pictures")
     prices = read_prices(price, machines)
     inputs = Inputs(files[0], folders, goodput or [], machines, sample, seed)
-    watched = _watched(chosen) if picture is not None else {}
+    watched = {name: _Watched(make) for name, make in chosen.items()} if picture is not None else {}
     cells = list(
         run_cells(
             {str(files[0]): inputs.jobs},
@@ -351,10 +351,6 @@ class Inputs:
             **({"conversion": self.remark} if self.remark else {}),
             "policies": {cell.policy: describe(cell.result, cell.summary) for cell in cells},
         }
-
-
-def _watched(makers: Mapping[str, Callable[[], Policy]]) -> dict[str, _Watched]:
-    return {name: _Watched(make) for name, make in makers.items()}
 
 
 class _Watched:
