@@ -22,7 +22,7 @@ from ddltool.runtime.servers import ParameterServer
 from ddltool.runtime.servers import Update as Optimizer
 from ddltool.runtime.sync_records import SyncLog
 from ddltool.runtime.transfers import TransferError, TransferPlan
-from ddltool.runtime.wire import CLOSED, HEADER, REFUSED
+from ddltool.runtime.wire import CLOSED, HEADER, REFUSED, TELLING_S
 
 log = logging.getLogger(__name__)
 
@@ -158,6 +158,7 @@ class MemberServer(ParameterServer):
 
     def _join(self) -> None:
         self._done.set()
+        self._told.wait(TELLING_S)
         self._wire.stop_watching()
         if self._failing:
             self._join_s = LEFT_BEHIND_S

@@ -30,7 +30,7 @@ from ddltool.runtime.membership import (
 from ddltool.runtime.sync_policies import Policy
 from ddltool.runtime.sync_signals import Interruptions, Terminated
 from ddltool.runtime.transfers import TransferError, TransferPlan, check_values
-from ddltool.runtime.wire import CLOSED, STEP, Wire
+from ddltool.runtime.wire import CLOSED, STEP, TELLING_S, Wire
 from ddltool.runtime.workers import PushOrder, Worker
 
 log = logging.getLogger(__name__)
@@ -219,6 +219,7 @@ class SyncWorker(Worker):
             super().__exit__(kind, error, trace)
 
     def _join(self) -> None:
+        self._told.wait(TELLING_S)
         self._wire.stop_watching()
         if self._failing:
             self._join_s = LEFT_BEHIND_S

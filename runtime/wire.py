@@ -23,6 +23,7 @@ REFUSED = -1  # in place of the index: nothing more will come, for the worker is
 CLOSE, PULL, STEP = range(3)  # what a worker's request asks for: nothing more, parameters, parameters for a gradient
 JOIN_S = 5.0
 WORDS, WORDS_S = 1024, 0.2  # length in bytes of a failing end's last words, and the time to send or hear them
+TELLING_S = 5.0  # at most, for hearing and telling last words and for hanging up
 CLOSED = "the other end closed the connection"
 Direction = Literal["pull", "push", "control"]
 Groups = Mapping[Direction, Any]  # gloo process groups: of torch.distributed, or made directly
@@ -220,6 +221,9 @@ class End:
         self._title = title
         self._failing = False
         self._failure: TransferError | None = None
+        self._told = threading.Event()
+        self._told.set()
+        """Clear while a failure is being told: whoever closes connections waits, or nobody would hear the reason."""
         self._threads: list[threading.Thread] = []
         self._lanes: list[queue.SimpleQueue[Any]] = []
         """Where threads wait for work; None ends them."""
@@ -245,6 +249,13 @@ class End:
             if self._failing:
                 return
             self._failing = True
+            self._told.clear()
+        try:
+            self._tell_and_hang_up(error)
+        finally:
+            self._told.set()
+
+    def _tell_and_hang_up(self, error: TransferError) -> None:
         # A closed connection has a reason at the other end; every other failure begins here and is told at once.
         end = time.monotonic() + (2 * WORDS_S if CLOSED in str(error) else 0.0)
         while not (first := self._wire.heard()) and time.monotonic() < end:
@@ -261,6 +272,7 @@ class End:
 
     def _join(self) -> None:
         """Wait for the threads, which have been told to end."""
+        self._told.wait(TELLING_S)
         end = time.monotonic() + self._join_s
         for thread in self._threads:
             thread.join(max(end - time.monotonic(), 0.0))

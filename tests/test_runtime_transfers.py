@@ -202,9 +202,9 @@ def test_the_servers_optimizer_is_torchs_bit_for_bit(momentum: float, weight_dec
 @pytest.mark.parametrize(
     ("workers", "servers", "trouble", "culprit", "text"),
     [
-        (2, 1, "kill", 1, "of worker 1 (rank 1)"),
+        (2, 1, "kill", 1, "worker 1 (rank 1)"),
         (2, 1, "kill", 0, "worker 0 (rank 0)"),  # with it goes the store in which the ranks met
-        (2, 2, "kill", 3, "of server 1 (rank 3)"),
+        (2, 2, "kill", 3, "server 1 (rank 3)"),
         (2, 1, "raise", 1, "worker 1 (rank 1) left a step with ValueError: a bad batch"),
         (1, 2, "raise", 2, "server 1 (rank 2) failed: ValueError: a bad batch"),
         (2, 1, "leave", 1, "from worker 1 (rank 1), which has closed"),

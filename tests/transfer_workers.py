@@ -7,6 +7,7 @@ import os
 import signal
 import tempfile
 import time
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
@@ -295,16 +296,22 @@ class Pausing(ParameterServer):
 
 
 class Asynchronous(ParameterServer):
-    """Every gradient is applied as it comes; nobody waits for anybody."""
+    """Every gradient is applied as it comes; a worker waits for its own and for nobody else's."""
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self.own: Counter[tuple[int, str]] = Counter()
 
     def may_send(self, worker: int, clock: int, name: str) -> bool:
-        return True
+        return self.own[worker, name] >= clock
 
     def blockers(self, worker: int, clock: int, name: str) -> list[int]:
         return []
 
     def accept(self, worker: int, clock: int, name: str, gradient: Tensor) -> None:
-        self.publish(name, self._update(name, self.values[name], gradient))
+        with self.changed:
+            self.own[worker, name] += 1
+            self.publish(name, self._update(name, self.values[name], gradient))
 
 
 def train_asynchronously(rank: int, steps: int) -> Any:
@@ -325,5 +332,6 @@ def train_asynchronously(rank: int, steps: int) -> Any:
                 nn.functional.cross_entropy(model(features), labels).backward()
             versions.append(worker.arrivals[-1].version)
         if rank == 0:
+            worker.pull()  # comes when all gradients have been applied
             dist.barrier(group=turn)
     return versions
