@@ -140,6 +140,7 @@ class Cell:
     """Seconds by nodes, replicas and local batch."""
 
     def target(self, calibration: Calibration, links: tuple[Link, Link] | None = None) -> Target:
+        """Return what this cell's steps are predicted for; ``links``: local and between nodes, LINKS' by default."""
         local, network = links or LINKS[self.device]
         how = APPLICATIONS[self.application]
         return Target(
@@ -152,6 +153,7 @@ class Cell:
         )
 
     def alone(self) -> np.ndarray:
+        """Return (b,) the measured seconds of a step on one replica, by batch."""
         return np.array([self.measured[1, 1, batch] for batch in self.batches])
 
 
@@ -202,6 +204,7 @@ class Quick:
         self.update_s = passes * graphs[0].parameter_bytes / target.device.memory_bytes_per_s
 
     def seconds(self, c: Calibration) -> np.ndarray:
+        """Return (b,) the predicted seconds of a step under a calibration."""
         share = np.where(self.matrix, c.matrix_unit_share, c.vector_share)
         busy = np.maximum(self.flops_s / share, self.bytes_s / c.bandwidth_share).sum(axis=1)
         host = c.per_op_s * self.launches + c.per_parameter_s * self.parameters
@@ -235,6 +238,7 @@ def calibrate(cells: list[Quick]) -> Calibration:
 
 
 def summary(ratios: np.ndarray) -> str:
+    """Return MAPE and range of predicted over measured as a cell of a table; ``ratios``: (k,)."""
     mape = float(np.abs(ratios - 1).mean())
     return f"{mape:6.1%}  {ratios.min():.2f} .. {ratios.max():.2f}"
 
@@ -252,6 +256,7 @@ def folds(cells: list[Cell], quick: list[Quick], keep: Callable[[Cell, Cell], bo
 
 
 def one_replica(cells: list[Cell], quick: list[Quick]) -> None:
+    """Print how far predictions of one replica are off: uncalibrated, scaled, and calibrated on other rows."""
     raw = [rows.seconds(DATASHEET) / rows.measured for rows in quick]
     scaled = []
     for cell, ratio in zip(cells, raw, strict=True):
@@ -274,6 +279,7 @@ def one_replica(cells: list[Cell], quick: list[Quick]) -> None:
 
 
 def several_replicas(cells: list[Cell], quick: list[Quick]) -> None:
+    """Print how far predictions of several replicas are off, with the datasheet's links and with one factor for each."""
     print("\nSEVERAL REPLICAS, calibrated with the application left out: MAPE and range of predicted / measured")
     print(f"{'':20s}{'':9s}{'links of datasheet':22s}{'x factor per link':22s}{'factor'}")
     for cell in cells:
@@ -289,6 +295,7 @@ def several_replicas(cells: list[Cell], quick: list[Quick]) -> None:
 
 
 def ratios(cell: Cell, calibration: Calibration, where: str, factor: float) -> np.ndarray:
+    """Return (k,) predicted over measured steps, on one node (``where``: local) or several; ``factor``: of the links' rates."""
     local, network = (replace(k, bandwidth_bytes_per_s=k.bandwidth_bytes_per_s * factor) for k in LINKS[cell.device])
     target = cell.target(calibration, (local, network))
     wanted = [key for key in cell.measured if key[1] > 1 and (key[0] == 1) == (where == "local")]

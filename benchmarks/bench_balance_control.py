@@ -2,9 +2,10 @@
 
     python benchmarks/bench_balance_control.py                 # 4, 32 and 96 workers
 
-n processes on this machine each report to torch.distributed's TCPStore, as ranks of a job do, and rank 0 (which also runs the
-store's server) chooses and tells. On n machines all but rank 0's part happens at the same time, so of this machine, with its
-few cores, the figure that carries over is rank 0's: the CPU seconds of its whole process (server thread included) per step.
+n processes on this machine each report as ranks of a job do: up to 16 through torch.distributed's TCPStore, more along a tree
+of gloo messages (--store: through the store all the same). Rank 0, which also runs the store's server, chooses and tells. On n
+machines all but rank 0's part happens at the same time, so of this machine, with its few cores, the figure that carries over
+is rank 0's: the CPU seconds of its whole process (server thread included) per step.
 *Whole round* counts receiving n reports, choosing, answering and clearing up, as if nothing overlapped; the time on the wire is
 not in it. *Choosing* is the decision alone.
 
@@ -20,13 +21,16 @@ import time
 from datetime import timedelta
 
 import numpy as np
+import torch
 import torch.distributed as dist
 
 from ddltool.analyzers.balancing.control import Policy, SpeedPolicy, TrialPolicy
 from ddltool.analyzers.balancing.predict import Settings
+from ddltool.runtime.batch_control import LIVE_LEARNING, MOST_BLOCKING
 from ddltool.runtime.batch_control_events import EventFile, Manager
 from ddltool.runtime.batch_control_exchange import Exchange, own
 from ddltool.runtime.batch_control_loop import Background
+from ddltool.runtime.batch_control_tree import TreeExchange
 
 STEP_S = 0.1
 
@@ -34,6 +38,8 @@ STEP_S = 0.1
 def policy(name: str, workers: int) -> Policy:
     if name == "algorithm2":
         return TrialPolicy([32] * workers)
+    if name == "ema":
+        return SpeedPolicy([32] * workers, settings=LIVE_LEARNING)
     return SpeedPolicy(
         [32] * workers, predictor=name, settings=Settings(warm_up=60, refit_every=10**6, background=True)
     )
@@ -56,7 +62,7 @@ def choosing(name: str, workers: int, rounds: int) -> float:
     return statistics.median(spent[rounds // 2 + 1 :])
 
 
-def rounds_of(workers: int, rounds: int, port: int) -> float:
+def rounds_of(workers: int, rounds: int, port: int, by_store: bool) -> float:
     """Return rank 0's median CPU seconds per round."""
     children, rank = [], 0
     for number in range(1, workers):
@@ -67,7 +73,12 @@ def rounds_of(workers: int, rounds: int, port: int) -> float:
         children.append(child)
     store = dist.TCPStore("127.0.0.1", port, workers, rank == 0, timedelta(seconds=60), wait_for_workers=False)
     manager = Manager(policy("ema", workers), EventFile(None))
-    exchange = Exchange(own(store, "bench", 60), rank, workers, manager)
+    if by_store:
+        exchange = Exchange(own(store, "bench", 60), rank, workers, manager)
+    else:
+        torch.set_num_threads(1)
+        dist.init_process_group("gloo", store=dist.PrefixStore("group", store), rank=rank, world_size=workers)
+        exchange = TreeExchange(own(store, "bench", 60), rank, workers, manager, 60)
     chance, spent = np.random.default_rng(rank), []
     for number in range(rounds):
         row = np.array([32, 32 / chance.uniform(50, 100), 0.5, 1.0, 0.5])
@@ -78,6 +89,8 @@ def rounds_of(workers: int, rounds: int, port: int) -> float:
         os._exit(0)
     for child in children:
         os.waitpid(child, 0)
+    if dist.is_initialized():
+        dist.destroy_process_group()
     return statistics.median(spent[5:])
 
 
@@ -99,12 +112,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--workers", default="4,32,96")
     parser.add_argument("--rounds", type=int, default=60)
+    parser.add_argument("--store", action="store_true", help="let more than 16 workers talk through the store as well")
     options = parser.parse_args()
     port = 20000 + os.getpid() % 20000
     print(f"milliseconds per step, and as a share of a step of {STEP_S * 1000:.0f} ms")
     print("workers  whole round      choosing:   ema       narx    algorithm 2")
     for place, workers in enumerate(int(part) for part in options.workers.split(",")):
-        whole = rounds_of(workers, options.rounds, port + place)
+        whole = rounds_of(workers, options.rounds, port + place, options.store or workers <= MOST_BLOCKING)
         chosen = [choosing(name, workers, 140) for name in ("ema", "narx", "algorithm2")]
         print(
             f"{workers:7}  {whole * 1e3:5.2f} ({whole / STEP_S:5.2%})           "

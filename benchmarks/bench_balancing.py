@@ -2,7 +2,7 @@
 
     python benchmarks/bench_balancing.py                     # predictors on the CPU cluster of 32, seeds 0 to 2
     python benchmarks/bench_balancing.py --schemes           # schemes on the CPU cluster of 32 and the GPU cluster of 16
-    python benchmarks/bench_balancing.py --solver            # exact sizes for up to 4,096 workers
+    python benchmarks/bench_balancing.py --solver            # exact sizes for up to 20,480 workers
     python benchmarks/bench_balancing.py --algorithm2 FILE.png  # Algorithm 2 on four simulated GPUs, and a picture of it
     python benchmarks/bench_balancing.py --trace FILE.csv.gz # write a synthetic trace (--workers, --iterations, --seed)
 
@@ -32,6 +32,7 @@ SINCE = 500
 
 
 def predictors(iterations: int, workers: int, seeds: int) -> None:
+    """Print error, iteration time and gain of each predictor on synthetic CPU clusters, a seed each."""
     print("seed  predictor  rmse   of mean  iteration/equal  gain  CPU s")
     for seed in range(seeds):
         trace, total = cpu_cluster(iterations, seed, workers), BATCH * workers
@@ -48,11 +49,13 @@ def predictors(iterations: int, workers: int, seeds: int) -> None:
 
 
 def show(name: str, made: schemes.SchemeResult, base: schemes.SchemeResult) -> None:
+    """Print one scheme's row beside BSP, the ``base``."""
     ratio = made.iteration_s / base.iteration_s
     print(f"{name:28}  {made.iteration_s:8.3f} s  {ratio:6.3f}  {made.staleness:9.1f}  {made.iteration_gap:5}")
 
 
 def compare_schemes(iterations: int, seed: int) -> None:
+    """Print time and staleness of every scheme on a CPU cluster of 32 and a GPU cluster of 16."""
     print("CPU cluster of 32              iteration  of BSP  staleness    gap")
     trace, total = cpu_cluster(iterations, seed), BATCH * 32
     clock, need = schemes.cpu_clock(trace, total), equal(32, total).astype(float)
@@ -79,18 +82,24 @@ def compare_schemes(iterations: int, seed: int) -> None:
     show(f"LB-BSP {tuple(balanced[::4].tolist())}", schemes.bsp(clock, curves.seconds(balanced)), base)
 
 
+def many_devices(workers: int) -> DeviceCurves:
+    """Return made-up curves of unlike devices."""
+    chance = np.random.default_rng(workers)
+    return DeviceCurves.of(
+        per_sample_s=chance.uniform(0.001, 0.02, workers),
+        launch_s=chance.uniform(0, 0.3, workers),
+        saturation=chance.integers(1, 40, workers),
+        communication_s=chance.uniform(0, 0.1, workers),
+        memory_limit=chance.integers(40, 400, workers),
+    )
+
+
 def solver() -> None:
+    """Print the CPU seconds of sizing batches and of advice on dropping workers, up to 20,480 of them."""
     print("workers    total  proportional     split  drop_advice  with synchronisation")
     for workers in (16, 256, 4096):
-        chance = np.random.default_rng(workers)
-        curves = DeviceCurves.of(
-            per_sample_s=chance.uniform(0.001, 0.02, workers),
-            launch_s=chance.uniform(0, 0.3, workers),
-            saturation=chance.integers(1, 40, workers),
-            communication_s=chance.uniform(0, 0.1, workers),
-            memory_limit=chance.integers(40, 400, workers),
-        )
-        total, speeds = 32 * workers, chance.uniform(1, 10, workers)
+        curves = many_devices(workers)
+        total, speeds = 32 * workers, np.random.default_rng(0).uniform(1, 10, workers)
         sync = np.arange(workers) * 0.1 / workers
         calls = (
             lambda v=speeds, x=total: proportional(v, x),
@@ -104,6 +113,14 @@ def solver() -> None:
             call()
             spent.append(time.process_time() - begin)
         print(f"{workers:7}  {total:7}  " + "  ".join(f"{seconds:10.4f}" for seconds in spent))
+    print("\nadvice with synchronisation that takes with all workers    0.01 s   0.1 s     1 s    10 s")
+    for workers in (4096, 20_480):
+        curves, spent = many_devices(workers), []
+        for whole_s in (0.01, 0.1, 1.0, 10.0):
+            begin = time.process_time()
+            drop_advice(curves, 32 * workers, np.arange(workers) * whole_s / workers)
+            spent.append(time.process_time() - begin)
+        print(f"{workers:7}  {32 * workers:7}" + " " * 41 + "  ".join(f"{seconds:6.2f}" for seconds in spent))
 
 
 def algorithm2(path: Path) -> None:
@@ -134,6 +151,7 @@ def algorithm2(path: Path) -> None:
 
 
 def write_trace(path: Path, workers: int, iterations: int, seed: int) -> None:
+    """Write the speeds of a synthetic CPU cluster as ``ddltool balance`` reads them, rounded as a recording would be."""
     trace = cpu_cluster(iterations, seed, workers)
     rows = (
         SpeedRow(
@@ -150,6 +168,7 @@ def write_trace(path: Path, workers: int, iterations: int, seed: int) -> None:
 
 
 def main() -> None:
+    """Print the table that the options ask for; predictors by default."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--schemes", action="store_true")
     parser.add_argument("--solver", action="store_true")

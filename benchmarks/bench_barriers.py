@@ -63,6 +63,7 @@ def example() -> str:
 
 
 def cpu_seconds(call: Callable[[Any], Any], given: Any) -> tuple[float, Any]:
+    """Return the shortest CPU seconds of up to three calls (one, when it takes over a second), and the result."""
     best, result = float("inf"), None
     for _ in range(3):
         begin = time.process_time()
@@ -74,6 +75,7 @@ def cpu_seconds(call: Callable[[Any], Any], given: Any) -> tuple[float, Any]:
 
 
 def compare() -> list[dict[str, Any]]:
+    """Return our times beside the published algorithms' on the same matrices. Ends the run when two results differ."""
     rows = []
     per_operation: dict[str, float] = {}
     for lookahead in LOOKAHEADS:
@@ -107,6 +109,7 @@ def compare() -> list[dict[str, Any]]:
 
 
 def growth() -> list[dict[str, Any]]:
+    """Return our times up to 10,000 workers."""
     rows = []
     for workers in (100, 300, 1000, 3000, 10_000):
         matrix = synthetic_ends(workers, 150)
@@ -150,6 +153,7 @@ def realised(spread: float, *, workers: int = 8, lookahead: int = 15, jobs: int 
 
 
 def main() -> None:
+    """Print the comparison and the growth, or what an option asks for instead."""
     options = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     options.add_argument("--json", action="store_true", help="print one JSON document")
     options.add_argument("--example", action="store_true", help="print the synthetic example times.csv")

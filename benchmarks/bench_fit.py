@@ -37,10 +37,12 @@ TYPES = {"aws": "T4", "rtx": "RTX 2080 Ti", "dgx-ext": "A100"}
 
 
 def read(path: Path) -> Observations:
+    """Return the measured rows of a table."""
     return from_frame(read_table(path), str(path))
 
 
 def errors() -> None:
+    """Print the fit's errors on fitted and unseen rows beside AdaptDL's, by application."""
     print("             fitted: RMSLE  MAPE    unseen: RMSLE   MAPE   CPU s    (in brackets AdaptDL; * ours is larger)")
     for application, reference in ADAPTDL.items():
         folder = POLLUX / application
@@ -61,6 +63,7 @@ def errors() -> None:
 
 
 def types() -> None:
+    """Print the errors of each device type's fit, and what sharing the network's parameters between types is worth."""
     print("\nfitted RMSLE, MAPE and unseen RMSLE, MAPE of each device type by itself")
     for application in ("bert", "cifar10", "imagenet"):
         devices = {name: read(SIA / application / f"placements-{name}.csv") for name in TYPES}
@@ -95,6 +98,7 @@ def one_for_all(devices: list[Observations]) -> float:
 
 
 def prior() -> None:
+    """Print the error beyond the measured replicas and nodes for every weight of the prior: how the ones in use were chosen."""
     print("mean RMSLE of rows left out (K > 8 from K <= 8; 4 nodes from up to 3), placements.csv only")
     weights = (0.03, 0.1, 0.3, 1.0)
     print("slope spread   " + "".join(f"  T_grad {weight:<5g}" for weight in weights))

@@ -80,6 +80,7 @@ class Block(nn.Module):
             self.short = nn.Sequential(nn.Conv2d(inputs, outputs, 1, stride, bias=False), nn.BatchNorm2d(outputs))
 
     def forward(self, features: Tensor) -> Tensor:
+        """Return the features (n, outputs, h, w) of features (n, inputs, h * stride, w * stride)."""
         hidden = torch.relu(self.norm1(self.conv1(features)))
         return torch.relu(self.norm2(self.conv2(hidden)) + self.short(features))
 
@@ -224,6 +225,7 @@ class WholeSteps(ParameterServer):
 
 
 def make_plan(module: nn.Module, order: str, orders: dict[str, dict[str, int]], seed: int) -> TransferPlan:
+    """Return the transfer plan of one order: drawn anew from ``seed`` for random ones, else by the priorities in ``orders``."""
     if order == RANDOM:
         return TransferPlan.for_model(module, workers=1, servers=1, random_seed=seed)
     return TransferPlan.for_model(module, workers=1, servers=1, priority=orders[order])
@@ -281,6 +283,7 @@ def measure_block(step: TrainingStep, mode: str, plan: TransferPlan, steps: int)
 
 
 def shell(*words: str) -> None:
+    """Run a command. Raises CalledProcessError when it fails."""
     subprocess.run(words, check=True, capture_output=True, text=True)
 
 
@@ -415,6 +418,7 @@ def evaluate(case: dict[str, Any], blocks: list[dict[str, Any]], graph: Graph) -
 
 
 def show(result: dict[str, Any]) -> None:
+    """Print measured and predicted step times of one model and mode, a row for each order."""
     print(
         f"\n{result['model']}, {result['mode']}: compute {result['compute_s'] * 1e3:.0f} ms, "
         f"transfers {result['transfer_s'] * 1e3:.0f} ms one way ({result['parameter_bytes'] / 1e6:.1f} MB at "

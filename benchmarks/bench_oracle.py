@@ -104,6 +104,7 @@ def compare(source: str, batch_size: int, threads: int, given: argparse.Namespac
 
 
 def show(row: dict[str, Any]) -> None:
+    """Print one model's row and, with --calls, the eight op types that differ most."""
     print(
         f"{row['source']:20s} {row['batch_size']:5d} {row['threads']:7d} {row['timed']:5d} of {row['ops']:4d} "
         f"{row['oracle_s'] * 1e3:9.2f} ms {row['real_s'] * 1e3:9.2f} ms {row['error']:+7.1%} "
@@ -116,6 +117,7 @@ def show(row: dict[str, Any]) -> None:
 
 
 def main() -> None:
+    """Compare the oracle with real steps for every number of threads and every model."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", default=MODELS)
     parser.add_argument("--threads", default="1,2")

@@ -2,7 +2,8 @@
 
 Step times must be equal where a closed form exists (no price limit); the program ends with an error where they differ
 or where a plan is not proven optimal. ``solve`` and ``closed form`` are the median and the largest of ``--repeat``
-runs, ``top 5`` is one run with four alternatives.
+runs, ``top 5`` is one run with four alternatives. ``--options`` prints another table: 10,000 devices of eight types with
+all constraints, alone and together, under seven orders of objectives, two of them with a current plan.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from random import Random
 from ddltool.analyzers.placement.closed_form import best_step_time
 from ddltool.analyzers.placement.est import solve_est
 from ddltool.analyzers.placement.problem import DeviceType, Problem
+from ddltool.errors import Infeasible
 
 SIZES = ((1, 64), (3, 64), (3, 1_000), (8, 1_000), (8, 10_000), (32, 10_000))
 WORKERS = (8, 1_000, 50_000)
@@ -74,11 +76,66 @@ def row(problem: Problem, limit: str, repeat: int) -> str:
     return f"{text} {plan.world_size:8,d} {plan.throughput:10.1f}  {solve}  {closed}  {top:8.4f}"
 
 
+def constrained(workers: int) -> dict[str, Problem]:
+    """Return the problems of the table of options."""
+    free = make(8, 10_000, workers, "none")
+    budget = sum(device.count * (device.price_micro or 0) for device in free.devices)
+    rate = Fraction(solve_est(free).throughput)
+    few = tuple(replace(device, max_ests=40, memory_ests=50) for device in free.devices)
+    return {
+        "none": free,
+        "max_price_per_hour": replace(free, max_price_micro=budget // 7),
+        "max_devices": replace(free, max_devices=1_428),
+        "homogeneous": replace(free, single_type=True),
+        "min_throughput": replace(free, min_throughput=rate / 3),
+        "memory": replace(free, devices=tuple(replace(device, memory_ests=7) for device in free.devices)),
+        "all but homogeneous": replace(
+            free, devices=few, max_price_micro=budget // 3, max_devices=4_000, min_throughput=rate / 20
+        ),
+        "none possible": replace(free, max_price_micro=budget // 50, max_devices=400, min_throughput=rate / 2),
+    }
+
+
+def options() -> None:
+    """Print the largest and the mean CPU time over the orders of objectives, five plans each, for every constraint."""
+    orders = (
+        ("throughput",),
+        ("throughput", "devices", "price", "waste"),
+        ("throughput", "price"),
+        ("throughput", "moves"),
+        ("price", "throughput"),
+        ("devices", "throughput"),
+        ("moves", "throughput"),
+    )
+    print("workers  constraints          plans  optimal  CPU s: mean  largest")
+    for workers in (1_000, 5_000, 50_000):
+        for name, problem in constrained(workers).items():
+            random, plans, proven, taken = Random(1), 0, 0, []
+            now = {device.name: random.randint(0, device.count) for device in problem.devices}
+            for order in orders:
+                started = time.process_time()
+                try:
+                    made = solve_est(problem, top_k=5, objective=order, current=now if "moves" in order else None)
+                    plans, proven = plans + 1 + len(made.alternatives), proven + (made.status == "optimal")
+                except Infeasible:
+                    proven += 1
+                taken.append(time.process_time() - started)
+            text = f"{workers:7,d}  {name:20s} {plans:5d} {proven:6d}/{len(orders)}"
+            print(f"{text} {statistics.mean(taken):12.2f} {max(taken):8.2f}", flush=True)
+            if proven < len(orders):
+                sys.exit("a plan is not proven")
+
+
 def main() -> None:
     """Print the table."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--repeat", type=int, default=5)
-    repeat = parser.parse_args().repeat
+    parser.add_argument("--options", action="store_true")
+    given = parser.parse_args()
+    if given.options:
+        options()
+        return
+    repeat = given.repeat
     print("types  devices  workers  limit            used mini-b./s  solve: median/max  closed: median/max     top 5")
     for types, devices in SIZES:
         for workers in WORKERS:

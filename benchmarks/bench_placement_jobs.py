@@ -1,7 +1,7 @@
 """EST planning beyond one job: the published planner's choices, proposals, several jobs, the companion database, nodes.
 
 Each part prints one table. The program ends with an error where the exact plan is worse than the published planner's,
-where figures of the same thing differ, or where several jobs end more than one percent below their bound. Seconds are
+where figures of the same thing differ, or where several jobs end more than five percent below their bound. Seconds are
 CPU seconds of this process; with ``--parts`` only some parts run.
 """
 
@@ -14,6 +14,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from fractions import Fraction
 from functools import partial
 from pathlib import Path
@@ -122,28 +123,47 @@ def roles() -> None:
     print()
 
 
+def limited(problem: Problem, random: Random) -> Problem:
+    """Return the problem with one of: a single type, few devices, a budget, few ESTs on a device, or as it is."""
+    kind = random.randrange(5)
+    if kind == 0:
+        return replace(problem, single_type=True)
+    if kind == 1:
+        return replace(problem, max_devices=random.choice([4, 8, 16]))
+    if kind == 2:
+        dear = tuple(replace(each, price_micro=int(each.capability_per_s * 300_000)) for each in problem.devices)
+        return replace(problem, devices=dear, max_price_micro=20_000_000)
+    few = tuple(replace(each, max_ests=random.choice([2, 4])) for each in problem.devices)
+    return replace(problem, devices=few) if kind == 3 else problem
+
+
 def jobs() -> None:
-    """Print several jobs at once."""
-    print("jobs  devices  rule       value    bound     gap  waiting  wall s")
-    for number, devices in ((8, 64), (64, 256), (64, 1_024), (256, 1_024)):
+    """Print several jobs at once: small ones, one with limits on the jobs, one with thousands of ESTs each."""
+    print("jobs devices  ESTs          rule      value   bound    gap waiting wall s CPU s")
+    small, large = (4, 8, 16, 32, 64), (1_000, 5_000, 50_000)
+    cases = [(number, devices, small, False) for number, devices in ((8, 64), (64, 256), (64, 1_024), (256, 1_024))]
+    for number, devices, workers, limits in (*cases, (64, 1_024, small, True), (64, 1_024, large, False)):
         random = Random(number)
         each = devices // 4
         problems = []
         for place in range(number):
             rates = [round(random.uniform(*span), 2) for span in SPANS]
-            problems.append(make(f"j{place}", rates, [each] * 4, random.choice([4, 8, 16, 32, 64])))
-        rules: tuple[Sharing, ...] = ("sum", "max-min") if number <= 64 else ("sum",)
+            problem = make(f"j{place}", rates, [each] * 4, random.choice(workers))
+            problems.append(limited(problem, random) if limits else problem)
+        rules: tuple[Sharing, ...] = ("sum", "max-min")
         for rule in rules:
-            started = time.perf_counter()
-            made = solve_jobs(problems, {f"t{place}": each for place in range(4)}, objective=rule, time_limit_s=20)
-            seconds = time.perf_counter() - started
+            started, used = time.perf_counter(), time.process_time()
+            made = solve_jobs(problems, {f"t{place}": each for place in range(4)}, objective=rule, time_limit_s=10)
+            seconds, used = time.perf_counter() - started, time.process_time() - used
             waiting = sum(plan is None for plan in made.plans)
+            shown = f"{workers[0]}-{workers[-1]}" + (", limits" if limits else "")
             print(
-                f"{number:4d} {devices:8,d}  {rule:8s} {made.value:7.3f}  {made.bound:7.3f} "
-                f"{made.gap:7.2%} {waiting:8d} {seconds:7.1f}"
+                f"{number:4d} {devices:7,d}  {shown:13s} {rule:7s} {made.value:7.3f} {made.bound:7.3f} "
+                f"{made.gap:6.2%} {waiting:7d} {seconds:6.1f} {used:5.1f}",
+                flush=True,
             )
-            if rule == "sum" and made.gap > 0.01:
-                sys.exit("more than one percent below the bound")
+            if made.gap > 0.05:
+                sys.exit("more than five percent below the bound")
     print()
 
 

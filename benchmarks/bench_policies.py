@@ -232,6 +232,7 @@ def bounds(jobs: Sequence[JobSpec], applications: dict[str, Application]) -> tup
 
 
 def main() -> None:
+    """Answer the question that the options ask; without any, compare the policies on all published workloads."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--workloads", default=",".join(map(str, WORKLOADS)))
     parser.add_argument("--generated", metavar="SEEDS")
@@ -247,11 +248,17 @@ def main() -> None:
         print(f"no data at {DATA}; set DDLTOOL_DATA")
         return
     if given.mixed:
-        return mixed(given.mixed, given.order, given.only)
-    if given.round:
-        return busy_round(given.round)
-    if given.scale:
-        return scale(given.scale)
+        mixed(given.mixed, given.order, given.only)
+    elif given.round:
+        busy_round(given.round)
+    elif given.scale:
+        scale(given.scale)
+    else:
+        workloads(given)
+
+
+def workloads(given: argparse.Namespace) -> None:
+    """Compare the policies on published or generated workloads, or print what no policy can be below on them."""
     applications = read_applications([DATA / "traces"], list(FIRST_BATCH))
     if given.generated:
         named = [
@@ -270,13 +277,12 @@ def main() -> None:
             print(
                 f"{name}: no policy is below {average:,.0f} s on average, nor below {tail:,.0f} s at the 99th percentile"
             )
-        return None
+        return
     rows = [compare(name, jobs, applications) for name, jobs in named]
     if given.json:
         print(json.dumps(rows, indent=1))
     else:
         show(rows)
-    return None
 
 
 if __name__ == "__main__":

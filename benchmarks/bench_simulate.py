@@ -86,6 +86,7 @@ class Recorder(Pollux):
         self.asked: list[tuple[list[int], list[Choice]]] = []
 
     def allocate(self, jobs: Any, cluster: ClusterSpec, now_s: float) -> Any:
+        """Return Pollux's allocation, and keep the jobs and their choices."""
         made = super().allocate(jobs, cluster, now_s)
         choices = [self.choice(job, len(jobs), cluster, now_s) for job in jobs]
         self.asked.append(([job.index for job in jobs], choices))
@@ -266,6 +267,7 @@ def write_fixtures(folder: Path) -> None:
 
 
 def main() -> None:
+    """Replay the workloads under the policies beside the published times, or do what an option asks for instead."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--workloads", default=",".join(map(str, WORKLOADS)))
     parser.add_argument("--policies", default=",".join(POLICIES))

@@ -13,6 +13,7 @@ anything is cleaned up). At the end a table of the worst of all runs, in Markdow
 from __future__ import annotations
 
 import argparse
+import contextlib
 import itertools
 import json
 import multiprocessing
@@ -131,13 +132,11 @@ def measure(name: str, fault: str, stall: float) -> dict[str, Any]:
 
 
 def listen(pipe: Connection) -> list[tuple[Any, ...]]:
-    """Return what a process says until it ends."""
+    """Return what a process says, up to its "end"; that of a process that was killed has none."""
     said = []
-    try:
+    with contextlib.suppress(EOFError):  # the other end of the pipe closes with the process, however that ends
         while not said or said[-1][0] != "end":
             said.append(pipe.recv())
-    except EOFError:
-        pass
     return said
 
 

@@ -34,12 +34,14 @@ NOISE = 2000.0
 
 
 def goodput(nodes: int, replicas: int, m: object, s: object) -> np.ndarray:
+    """Return samples per second of local batches ``m`` and accumulation steps ``s``, broadcast against each other."""
     return np.asarray(
         goodput_per_s(PARAMS, nodes, replicas, m, s, noise_scale=NOISE, initial_batch_size=LIMITS.initial_batch_size)
     )
 
 
 def every_point(nodes: int, replicas: int) -> float:
+    """Return the best goodput of an allocation over all whole batches: the answer to compare with."""
     m = np.arange(1, LIMITS.max_local_batch_size + 1)[:, None]
     s = np.arange(0, 16)[None, :]
     total = replicas * m * (s + 1)
@@ -48,6 +50,7 @@ def every_point(nodes: int, replicas: int) -> float:
 
 
 def by_scipy(nodes: int, replicas: int) -> float:
+    """Return the best goodput found by a bounded scalar search for each number of accumulation steps."""
     best = 0.0
     for s in range(16):
         low = max(1, -(-LIMITS.initial_batch_size // (replicas * (s + 1))))
@@ -63,6 +66,7 @@ def by_scipy(nodes: int, replicas: int) -> float:
 
 
 def fifty_sizes(nodes: int, replicas: int) -> float:
+    """Return the best goodput over fifty total batches in geometric progression, as Pollux does (section 4.4)."""
     most = min(LIMITS.max_batch_size, replicas * LIMITS.max_local_batch_size * 16)
     total = np.geomspace(max(LIMITS.initial_batch_size, replicas), most, 50)
     passes = np.ceil(total / replicas / LIMITS.max_local_batch_size)
@@ -71,11 +75,13 @@ def fifty_sizes(nodes: int, replicas: int) -> float:
 
 
 def one_by_one(loop: Callable[[int, int], float], allocations: list[tuple[int, int]]) -> None:
+    """Choose the batch of one allocation after the other by ``loop``."""
     for nodes, replicas in allocations:
         loop(nodes, replicas)
 
 
 def seconds(run: Callable[[], object], repeats: int) -> float:
+    """Return the shortest CPU seconds of ``repeats`` runs."""
     best = math.inf
     for _ in range(repeats):
         started = time.process_time()

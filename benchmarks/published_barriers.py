@@ -14,10 +14,12 @@ Chosen = list[tuple[float, int, int]]  # (end, worker, iteration from 1)
 
 
 def spread(chosen: Chosen) -> float:
+    """Return the seconds between the first and the last end of a set: its waiting time."""
     return max(chosen)[0] - min(chosen)[0]
 
 
 def zipline(matrix: Matrix) -> tuple[float, Chosen]:
+    """Return ZipLine's waiting time and set; ``matrix``: predicted ends in seconds, one row a worker."""
     workers = len(matrix)
     omega = [(end, worker, place) for worker, row in enumerate(matrix) for place, end in enumerate(row, start=1)]
     omega.sort()
@@ -41,6 +43,7 @@ def zipline(matrix: Matrix) -> tuple[float, Chosen]:
 
 
 def replace(taken: Chosen, element: tuple[float, int, int]) -> None:
+    """Append an element to the set, in place of the same worker's earlier one."""
     for index, (_, worker, _) in enumerate(taken):
         if worker == element[1]:
             del taken[index]
@@ -49,6 +52,7 @@ def replace(taken: Chosen, element: tuple[float, int, int]) -> None:
 
 
 def gridscan(matrix: Matrix, designated: int | None = None) -> tuple[float, Chosen]:
+    """Return GridScan's waiting time and set: each worker's end nearest to each end of the designated one (who ends first)."""
     if designated is None:
         designated = min(range(len(matrix)), key=lambda worker: matrix[worker][0])
     best: Chosen = []
@@ -71,6 +75,7 @@ def gridscan(matrix: Matrix, designated: int | None = None) -> tuple[float, Chos
 
 
 def full_gridscan(matrix: Matrix) -> tuple[float, Chosen]:
+    """Return FullGridScan's waiting time and set: the best of GridScan with every worker designated in turn."""
     best: Chosen = []
     least = float("inf")
     for designated in range(len(matrix)):

@@ -29,6 +29,8 @@ SWEPT_BYTES = 600 * 2**20
 
 @dataclass(frozen=True)
 class DigitsStep:
+    """A module, its inputs and the loss of its output: what the resolver of a watched source returns."""
+
     module: Any
     inputs: tuple[Any, ...]
     loss: Any
@@ -87,6 +89,7 @@ def competitors() -> list[Any]:
 
 
 def main() -> None:
+    """Record while competitors come and go, and write the rows."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--iterations", type=int, default=1000)
     parser.add_argument("--workers", type=int, default=4)

@@ -68,6 +68,7 @@ class Options:
 
 
 def cloud_gpu() -> Environment:
+    """Return the paper's GPU environment: K80 workers on 10 Gbit/s, compute scaled by :func:`k80_factor`."""
     return Environment(
         title="K80, 10 Gbit/s",
         device=devices().device("K80"),
@@ -85,10 +86,12 @@ def k80_factor(model: str) -> float:
 
 
 def shipped(model: str, mode: Mode) -> Graph:
+    """Return the graph of a model that ships with ddltool."""
     return read_graph(folder() / "graphs" / f"{model}-{mode}.graph.json.gz")
 
 
 def cpu_cluster() -> Environment:
+    """Return the paper's CPU environment: 32 cores a worker on 1 Gbit/s."""
     core = devices().device("cpu-core")
     node = core.model_copy(
         update={
@@ -113,6 +116,7 @@ def worker_graph(
 
 
 def run(graph: Graph, workers: int, servers: int, order: Schedule | None, options: Options) -> ClusterRun:
+    """Return a simulated training or inference run; no ``order``: a random one in each iteration."""
     return simulate_cluster(
         graph,
         workers=workers,
@@ -136,20 +140,24 @@ def gains(graph: Graph, workers: int, servers: int, options: Options) -> dict[st
 
 
 def heading(number: str, text: str) -> None:
+    """Print the title of a figure."""
     print(f"\nFigure {number} (simulated): {text}")
 
 
 def table(columns: Sequence[str], rows: Iterable[tuple[str, Sequence[str]]]) -> None:
+    """Print named rows under right-aligned columns."""
     print(f"  {'':14s}" + "".join(f"{column:>14s}" for column in columns), flush=True)
     for name, cells in rows:
         print(f"  {name:14s}" + "".join(f"{cell:>14s}" for cell in cells), flush=True)
 
 
 def both(values: dict[str, float]) -> str:
+    """Return the gains of TIC and TAC as one cell."""
     return f"{values['tic']:+.1%} {values['tac']:+.1%}"
 
 
 def figure7(options: Options) -> None:
+    """Print the gain by number of workers and servers."""
     where, sizes = cloud_gpu(), ((2, 1), (4, 1), (8, 2), (16, 4))
     for mode in MODES:
         heading("7", f"gain in throughput over random orders, TIC and TAC; {mode}, {where.title}, W workers, P servers")
@@ -161,6 +169,7 @@ def figure7(options: Options) -> None:
 
 
 def figure9(options: Options) -> None:
+    """Print the gain by number of servers."""
     where, servers = cloud_gpu(), (1, 2, 4)
     for mode in MODES:
         heading("9", f"gain in throughput over random orders, TIC and TAC; {mode}, {where.title}, 8 workers")
@@ -172,6 +181,7 @@ def figure9(options: Options) -> None:
 
 
 def figure10(options: Options) -> None:
+    """Print the gain by batch size."""
     where, factors = cloud_gpu(), (0.5, 1.0, 2.0)
     for mode in MODES:
         heading(
@@ -201,6 +211,7 @@ def figure11(options: Options) -> None:
 
 
 def figure12(options: Options) -> None:
+    """Print the distribution of step times, and how well the efficiency E explains them, also by compute factor."""
     where, workers, model = cpu_cluster(), 4, "inception_v2"
     for mode in MODES:
         graph = worker_graph(model, mode, where, 1, options)
@@ -248,6 +259,7 @@ FIGURES: dict[str, Callable[[Options], None]] = {
 
 
 def main() -> None:
+    """Print the figures that are asked for, all by default."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--figures", nargs="+", choices=list(FIGURES), default=list(FIGURES))
     parser.add_argument("--models", nargs="+", choices=TABLE_1, default=list(TABLE_1))

@@ -35,6 +35,7 @@ def autoscale_job(
     InputError for traces, nodes and thresholds that cannot be.
     """
     from ddltool.analyzers.scheduling.autoscale import CloudNode, ScalingRule, compare_rules
+    from ddltool.commands.output import progress
     from ddltool.commands.workloads import read_applications
 
     node = CloudNode(gpus=gpus, gpu_type=gpu_type, most=most, price_per_h=price_per_h)
@@ -44,7 +45,8 @@ def autoscale_job(
         **{f"fixed-{count}": ScalingRule(rule="fixed", nodes=count) for count in fixed if count <= most},
     }
     job = read_applications(traces, [application])[application]
-    results = compare_rules(job, node, list(rules.values()), restart_delay_s=restart_delay_s)
+    with progress(f"{application} under {len(rules)} scaling rules"):
+        results = compare_rules(job, node, list(rules.values()), restart_delay_s=restart_delay_s)
     made = {}
     for name, result in zip(rules, results, strict=True):
         made[name] = {
@@ -104,7 +106,12 @@ def show_autoscaling(document: Mapping[str, Any]) -> None:
     columns = ("", "hours", "change", "cost", "change", "effic.", "nodes", "moves")
     title = f"{document['application']} on up to {document['most_nodes']} rented nodes (simulated)"
     out().print(
-        table(title, columns, rows, caption="changes against the throughput scaler; effic.: statistical efficiency")
+        table(
+            title,
+            columns,
+            rows,
+            caption="changes against the throughput scaler; effic.: statistical efficiency; moves: restarts",
+        )
     )
 
 
@@ -124,16 +131,21 @@ def search_trials(
     from dataclasses import asdict, replace
 
     from ddltool.analyzers.scheduling.hyperparameter_search import SearchResult, run_search
+    from ddltool.commands.simulate_progress import replay_progress
     from ddltool.commands.workloads import read_applications, read_cluster
 
     machines = read_cluster(cluster)
     applications = read_applications(traces, [search.application])
     found: dict[str, SearchResult] = {}
+
+    def run(name: str, one: Search, policy: Policy | None) -> None:
+        with replay_progress(name, one.trials) as on_round:
+            found[name] = run_search(one, applications, machines, policy, options, on_round)
+
     for size in dict.fromkeys([search.local_batch_size, *local_batch_sizes]):
-        fixed = replace(search, local_batch_size=size)
-        found[f"fixed-{size}"] = run_search(fixed, applications, machines, options=options)
+        run(f"fixed-{size}", replace(search, local_batch_size=size), None)
     for name, make in policies.items():
-        found[name] = run_search(search, applications, machines, make(), options)
+        run(name, search, make())
     return {
         "kind": "ddltool.hyperparameter_search",
         "schema_version": 1,
@@ -189,5 +201,8 @@ def show_search(document: Mapping[str, Any]) -> None:
     search = document["search"]
     title = f"{search['trials']} trials of {search['application']}, {search['concurrent']} at a time (trials synthetic)"
     columns = ("", "JCT, min", "change", "span, h", "change", "GPU h", "moves")
-    caption = f"changes against a fixed {search['local_batch_size']} samples on each of {search['gpus']} GPUs"
+    caption = (
+        f"changes against a fixed {search['local_batch_size']} samples on each of {search['gpus']} GPUs; "
+        "span: from the first trial to the end of the last; moves: restarts"
+    )
     out().print(table(title, columns, rows, caption=caption))

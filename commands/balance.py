@@ -18,15 +18,6 @@ if TYPE_CHECKING:
 BATCH_PER_WORKER = 128
 MOST_SAMPLES = 10**12
 WORKERS_PER_BACKUP = 16
-SCHEME_LABELS = {
-    "bsp": "BSP",
-    "asp": "ASP",
-    "ssp": "SSP, bound 5",
-    "redundant": "redundant execution",
-    "work_shifting": "work shifting (FlexRR-like)",
-    "lb_bsp": "LB-BSP",
-    "lb_bsp_oracle": "LB-BSP, speeds known",
-}
 
 
 def balance(
@@ -60,10 +51,10 @@ def balance(
 ) -> None:
     """Replay recorded worker speeds: predict each next one, size the batches by it, and time the iterations."""
     from ddltool.analyzers.balancing.predict import PREDICTORS, Settings, check_names
-    from ddltool.analyzers.balancing.replay import default_warm_up
-    from ddltool.artifacts import check_writable, save, write_text
+    from ddltool.artifacts import check_writable, save
+    from ddltool.commands.balance_output import show_balance
     from ddltool.commands.balance_trace import read_trace
-    from ddltool.commands.output import note, print_json
+    from ddltool.commands.output import print_json
     from ddltool.errors import InputError
     from ddltool.outputs import demand_distinct
 
@@ -78,45 +69,87 @@ def balance(
             check_writable(path)
     recorded = read_trace(trace)
     if schemes:
-        from ddltool.analyzers.balancing.schemes import check_ratio
-
-        check_ratio(recorded)
-        if recorded.workers < WORKERS_PER_BACKUP:
-            few = f"one worker in {WORKERS_PER_BACKUP} is a backup, and the trace has {recorded.workers}"
-            note(f"redundant execution is left out: {few}")
-    warmed = default_warm_up(recorded.iterations, warm_up)
-    if recorded.iterations <= warmed:
-        problem = f"has {recorded.iterations} iterations, none after the warm-up of {warmed}"
-        raise InputError(str(trace), problem, f"record more than {warmed}")
-    if warmed < warm_up:
-        note(f"the trace has {recorded.iterations} iterations, so the warm-up is {warmed} of them")
-    total = total_batch if total_batch is not None else BATCH_PER_WORKER * recorded.workers
-    if total < recorded.workers:
-        raise InputError("--total-batch", f"is {total}", f"{recorded.workers} workers need one sample each or more")
-    if total > MOST_SAMPLES:
-        raise InputError("--total-batch", f"is {total}", f"give at most {MOST_SAMPLES} samples")
-    settings = Settings(warm_up=warmed, seed=seed)
+        _check_schemes(recorded)
+    settings = Settings(warm_up=_warmed(recorded, warm_up, trace), seed=seed)
+    total = _total(recorded, total_batch)
     outcomes, networks = replay_all(recorded, chosen, total, settings, weights)
     document = describe(recorded, outcomes, total, settings)
     if schemes:
         name = "narx" if predictor == "all" else predictor
         document["schemes"] = {"predictor": name, **compare(recorded, total, name, settings)}
     if save_weights is not None:
-        from ddltool.analyzers.balancing.weights import weights_to_json
-
-        write_text(save_weights, weights_to_json(networks[predictor], recorded.names))  # type: ignore[arg-type]
-        note(f"wrote {save_weights}")
+        _write_weights(networks[predictor], recorded, save_weights)
     if picture is not None:
-        from ddltool.analyzers.balancing.picture import speeds_svg
-
-        write_text(picture, speeds_svg(recorded.names, _drawn(outcomes, document), warmed))
-        note(f"wrote {picture}")
+        _write_picture(recorded, _drawn(outcomes, document), settings.warm_up, picture)
     if output is not None:
         save(document, output)
     if as_json:
         print_json(document)
     else:
-        show(document, output)
+        show_balance(document, output)
+
+
+def _check_schemes(recorded: SpeedTrace) -> None:
+    """Raise InputError for speeds too far apart to compare schemes on; say which scheme so few workers leave out."""
+    from ddltool.analyzers.balancing.schemes import check_ratio
+    from ddltool.commands.output import note
+
+    check_ratio(recorded)
+    if recorded.workers < WORKERS_PER_BACKUP:
+        few = f"one worker in {WORKERS_PER_BACKUP} is a backup, and the trace has {recorded.workers}"
+        note(f"redundant execution is left out: {few}")
+
+
+def _warmed(recorded: SpeedTrace, asked: int, path: Path) -> int:
+    """Return the iterations of warm-up that the trace allows, and say so when they are fewer than asked for.
+
+    Raises InputError when no iteration comes after them.
+    """
+    from ddltool.analyzers.balancing.replay import default_warm_up
+    from ddltool.commands.output import note
+    from ddltool.errors import InputError
+
+    warmed = default_warm_up(recorded.iterations, asked)
+    if recorded.iterations <= warmed:
+        problem = f"has {recorded.iterations} iterations, none after the warm-up of {warmed}"
+        raise InputError(str(path), problem, f"record more than {warmed}")
+    if warmed < asked:
+        note(f"the trace has {recorded.iterations} iterations, so the warm-up is {warmed} of them")
+    return warmed
+
+
+def _total(recorded: SpeedTrace, given: int | None) -> int:
+    """Return the samples of all workers together. Raises InputError for fewer than workers, and beyond MOST_SAMPLES."""
+    from ddltool.errors import InputError
+
+    total = given if given is not None else BATCH_PER_WORKER * recorded.workers
+    if total < recorded.workers:
+        raise InputError("--total-batch", f"is {total}", f"{recorded.workers} workers need one sample each or more")
+    if total > MOST_SAMPLES:
+        raise InputError("--total-batch", f"is {total}", f"give at most {MOST_SAMPLES} samples")
+    return total
+
+
+def _write_weights(network: Predictor, recorded: SpeedTrace, path: Path) -> None:
+    """Keep what a network has learned of each worker."""
+    from ddltool.analyzers.balancing.networks import Network
+    from ddltool.analyzers.balancing.weights import weights_to_json
+    from ddltool.artifacts import write_text
+    from ddltool.commands.output import note
+
+    assert isinstance(network, Network)  # --save-weights names one
+    write_text(path, weights_to_json(network, recorded.names))
+    note(f"wrote {path}")
+
+
+def _write_picture(recorded: SpeedTrace, drawn: dict[str, Outcome], warm_up: int, path: Path) -> None:
+    """Draw actual and predicted speeds."""
+    from ddltool.analyzers.balancing.picture import speeds_svg
+    from ddltool.artifacts import write_text
+    from ddltool.commands.output import note
+
+    write_text(path, speeds_svg(recorded.names, drawn, warm_up))
+    note(f"wrote {path}")
 
 
 def replay_all(
@@ -143,11 +176,12 @@ def replay_all(
 
 
 def _reuse(predictor: Predictor, path: Path, names: tuple[str, ...]) -> None:
+    """Let a network begin with the weights of a file. Raises InputError for weights that do not fit it."""
     from ddltool.analyzers.balancing.networks import Network
     from ddltool.analyzers.balancing.weights import reuse_weights
     from ddltool.artifacts import read_document
 
-    assert isinstance(predictor, Network)  # the command has seen to it
+    assert isinstance(predictor, Network)  # --weights goes with no other predictor
     reuse_weights(predictor, read_document(path), names, str(path))
 
 
@@ -217,64 +251,3 @@ def _drawn(outcomes: dict[str, Outcome], document: dict[str, Any]) -> dict[str, 
     """Return the outcomes to draw: up to three predictors, those with the lowest errors."""
     names = sorted(document["predictors"], key=lambda name: document["predictors"][name]["rmse"])[:3]
     return {name: outcomes[name] for name in names}
-
-
-def show(document: dict[str, Any], output: Path | None) -> None:
-    """Print the table of predictors and, where asked for, that of schemes."""
-    from ddltool.commands.output import out, table
-    from ddltool.units import show_seconds
-
-    console = out()
-    judged = document["iterations"] - document["warm_up"]
-    title = (
-        f"{document['workers']} workers, {judged} iterations after a warm-up of {document['warm_up']}, "
-        f"total batch {document['total_batch']}"
-    )
-    rows = [["equal split", "", "", show_seconds(document["equal_split"]["iteration_s"]), "1.000", ""]]
-    for name, record in document["predictors"].items():
-        rows.append(
-            [
-                name,
-                f"{record['rmse']:.4g}",
-                f"{record['rmse_relative']:.1%}",
-                show_seconds(record["iteration_s"]),
-                f"{record['iteration_time_ratio']:.3f}",
-                f"{record['gain_kept']:.0%}",
-            ]
-        )
-    oracle = document["oracle"]
-    ratio = f"{oracle['iteration_time_ratio']:.3f}"
-    rows.append(["speeds known", "0", "0.0%", show_seconds(oracle["iteration_s"]), ratio, "100%"])
-    columns = ("", "RMSE", "of mean", "iteration", "of equal split", "gain")
-    caption = "RMSE in samples/s, mean over workers; gain: share of what knowing the speeds would gain"
-    console.print(table(title, columns, rows, caption=caption))
-    if min(record["iteration_time_ratio"] for record in document["predictors"].values()) >= 1:
-        console.print("Equal batches are as fast here: these speeds cannot be foretold well enough.")
-    if "schemes" in document:
-        _show_schemes(document["schemes"])
-    if output is not None:
-        console.print(f"wrote {output}", soft_wrap=True)
-
-
-def _show_schemes(records: dict[str, Any]) -> None:
-    from ddltool.commands.output import out, table
-    from ddltool.units import show_seconds
-
-    rows = []
-    for name, label in SCHEME_LABELS.items():
-        if name not in records:
-            continue
-        record = records[name]
-        shown = f"{label} ({records['predictor']})" if name == "lb_bsp" else label
-        rows.append(
-            [
-                shown,
-                show_seconds(record["iteration_s"]),
-                f"{record['iteration_time_ratio']:.3f}",
-                f"{record['staleness']:.1f}",
-                str(record["iteration_gap"]),
-            ]
-        )
-    columns = ("", "iteration", "of BSP", "staleness", "gap")
-    caption = "staleness: updates of others that a gradient has not seen; rows as wall-clock time"
-    out().print(table("Schemes on the whole trace", columns, rows, caption=caption))

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 OBJECTIVES = ("fastest", "cheapest", "same-bits")
 # A roofline has been within this of measured steps of the models and devices in docs/profile-analytic.md.
 ROOFLINE_ERROR = 0.5
+_COLUMNS = ("strategy", "on", "step", "±", "exposed", "per s", "goodput", "stale", "bits", "price/1e6")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,6 +78,7 @@ def auto_plan(job: Job, job_file: Path, given: Given) -> Plan:
 
 
 def _run(path: Path | None) -> Run | None:
+    """Return the earlier run that telemetry tells of, None without any."""
     from ddltool.analyzers.deciding.feedback import read_run
     from ddltool.profile import read_table
 
@@ -84,6 +86,7 @@ def _run(path: Path | None) -> Run | None:
 
 
 def _knowledge(job: Job, job_file: Path, given: Given, run: Run | None) -> Knowledge:
+    """Return what is known beside capabilities: curves, fitted models, communication, errors, and fitness for D2."""
     from ddltool.analyzers.deciding.candidates import Knowledge
     from ddltool.analyzers.goodput.throughput import ThroughputParams
     from ddltool.analyzers.placement.determinism import d2_eligible
@@ -103,6 +106,7 @@ def _knowledge(job: Job, job_file: Path, given: Given, run: Run | None) -> Knowl
 
 
 def _fitted(job: Job, folder: Path) -> dict[str, Goodput]:
+    """Return the goodput.json of each device type that names one."""
     from ddltool.artifacts import load
     from ddltool.goodput_model import Goodput
 
@@ -153,6 +157,11 @@ def _communication(
 
 
 def _from_graph(job: Job, folder: Path, given: Given) -> Communication | None:
+    """Return communication simulated on the model's graph; None without a graph, or without a rate for its network.
+
+    The rate is --bandwidth, else that of the cluster's slowest network card, else the one that the graph was timed for. Raises
+    InputError for a graph that is no timed training step.
+    """
     from ddltool.analyzers.deciding.communication import GraphCommunication
     from ddltool.artifacts import load
     from ddltool.commands.output import note
@@ -214,7 +223,7 @@ def show_decision(decision: Decision) -> None:
     ]
     everything = [decision.baseline, *decision.options]
     progress = any(option.goodput_per_s is not None for option in everything)
-    columns = {
+    shown = {
         "±": any(option.high_s is not None for option in everything),
         "exposed": any(option.communication_s is not None for option in everything),
         "per s": not progress,
@@ -222,7 +231,7 @@ def show_decision(decision: Decision) -> None:
         "stale": any(option.staleness for option in everything),
         "price/1e6": any(option.price_per_sample is not None for option in everything),
     }
-    kept = [place for place, name in enumerate(_COLUMNS) if columns.get(name, True)]
+    kept = [place for place, name in enumerate(_COLUMNS) if shown.get(name, True)]
     console.print(
         table(
             f"Strategies compared, objective {decision.objective} (predicted)",
@@ -238,10 +247,8 @@ def show_decision(decision: Decision) -> None:
         console.print(f"communication from {decision.communication_source}")
 
 
-_COLUMNS = ("strategy", "on", "step", "±", "exposed", "per s", "goodput", "stale", "bits", "price/1e6")
-
-
 def _row(name: str, option: Option) -> tuple[str, ...]:
+    """Return an option's cells, one for each of _COLUMNS."""
     from ddltool.units import show_seconds
 
     half = None if option.high_s is None else (option.high_s - option.iteration_s) / option.iteration_s
@@ -252,12 +259,15 @@ def _row(name: str, option: Option) -> tuple[str, ...]:
         "-" if half is None else f"{half:.0%}",
         show_seconds(option.communication_s),
         f"{option.throughput:.4g}",
-        "-"
-        if option.goodput_per_s is None
-        else f"{option.goodput_per_s:,.0f}"
-        if option.goodput_per_s >= 100
-        else f"{option.goodput_per_s:.3g}",
+        _rate(option.goodput_per_s),
         str(option.staleness),
         option.determinism if option.determinism != "none" else "-",
         "-" if option.price_per_sample is None else f"{option.price_per_sample * 1e6:.3g}",
     )
+
+
+def _rate(per_s: float | None) -> str:
+    """Return a rate for the table: whole from a hundred on, else in three digits; a dash for none."""
+    if per_s is None:
+        return "-"
+    return f"{per_s:,.0f}" if per_s >= 100 else f"{per_s:.3g}"

@@ -151,15 +151,15 @@ def _fit(found: Findings, seed: int) -> None:
     from ddltool.artifacts import save
     from ddltool.commands.fit import fit_files
 
-    found.fitted = fit_files([found.folder / "profile.csv"], None, seed)
+    found.fitted = fit_files([found.folder / "profile.csv"], seed)
     save(found.fitted, found.folder / "goodput.json")
 
 
 def _plan(found: Findings, seed: int) -> None:
     from ddltool.analyzers.deciding.candidates import Settings
     from ddltool.artifacts import save
-    from ddltool.commands.plan import make_plan
     from ddltool.commands.plan_input import capabilities_of, ordered_parameters
+    from ddltool.commands.plan_solve import make_plan
     from ddltool.fixtures.loading import folder
     from ddltool.job import read_job
 
@@ -240,7 +240,7 @@ def _refit(found: Findings, seed: int) -> None:
     from ddltool.artifacts import save
     from ddltool.commands.fit import fit_files
 
-    found.refitted = fit_files([found.folder / "telemetry.jsonl"], None, seed)
+    found.refitted = fit_files([found.folder / "telemetry.jsonl"], seed)
     save(found.refitted, found.folder / "goodput-telemetry.json")
 
 

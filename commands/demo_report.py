@@ -115,7 +115,7 @@ def _gain(graph: Graph, comparison: Comparison) -> str:
 def _order_section(graph: Graph, comparison: Comparison, anchor: str, title: str) -> Section:
     from ddltool.analyzers.communication.efficiency import verdict
     from ddltool.analyzers.reporting.page import Picture, Section, Table
-    from ddltool.analyzers.reporting.pictures import Panel, lanes_of, makespan_svg, timeline_svg
+    from ddltool.analyzers.reporting.pictures import Panel, at_both_widths, lanes_of, makespan_svg, timeline_svg
     from ddltool.graph import KINDS
 
     kinds = [KINDS[kind] for kind in graph.kind]
@@ -155,9 +155,9 @@ def _order_section(graph: Graph, comparison: Comparison, anchor: str, title: str
         title=title,
         lead=[verdict(comparison).text],
         blocks=[
-            Picture(svg=timeline_svg(panels), caption=picture, label="simulated", table=first),
+            Picture(svg=at_both_widths(timeline_svg)(panels), caption=picture, label="simulated", table=first),
             Picture(
-                svg=makespan_svg(makespans, comparison.bounds.lower_s),
+                svg=at_both_widths(makespan_svg)(makespans, comparison.bounds.lower_s),
                 caption="Mean step time; the whiskers are the fastest and slowest run, L is the busiest resource alone.",
                 label="simulated",
                 table=numbers,
@@ -175,7 +175,7 @@ def _fit_section(found: Findings) -> Section:
 
     from ddltool.analyzers.goodput.throughput import ThroughputParams, iteration_time_s
     from ddltool.analyzers.reporting.page import Picture, Section, Table
-    from ddltool.analyzers.reporting.pictures import Series, curve_svg
+    from ddltool.analyzers.reporting.pictures import Series, at_both_widths, curve_svg
 
     params = ThroughputParams.from_dict(found.fitted.params.model_dump())
     line = np.linspace(1.0, float(found.profile["local_batch_size"].max()) * 1.1, 60)
@@ -214,7 +214,10 @@ def _fit_section(found: Findings) -> Section:
         lead=[f"Pollux's seven parameters, fitted to steps measured here: {error}"],
         blocks=[
             Picture(
-                svg=curve_svg(series), caption="Points are measured, lines are the fit.", label="measured", table=table
+                svg=at_both_widths(curve_svg)(series),
+                caption="Points are measured, lines are the fit.",
+                label="measured",
+                table=table,
             )
         ],
     )
@@ -222,7 +225,7 @@ def _fit_section(found: Findings) -> Section:
 
 def _plan_section(found: Findings) -> Section:
     from ddltool.analyzers.reporting.page import Picture, Section, Table
-    from ddltool.analyzers.reporting.pictures import devices_svg
+    from ddltool.analyzers.reporting.pictures import at_both_widths, devices_svg
 
     plan, baseline = found.plan, found.baseline
     table = Table(
@@ -247,7 +250,9 @@ def _plan_section(found: Findings) -> Section:
         anchor="plan",
         title="Placement",
         lead=[lead],
-        blocks=[Picture(svg=devices_svg(bars), caption="The used devices.", label="predicted", table=table)],
+        blocks=[
+            Picture(svg=at_both_widths(devices_svg)(bars), caption="The used devices.", label="predicted", table=table)
+        ],
     )
 
 
@@ -265,7 +270,7 @@ def _mix(plan: Plan) -> str:
 
 def _training_section(found: Findings) -> Section:
     from ddltool.analyzers.reporting.page import Picture, Section, Table
-    from ddltool.analyzers.reporting.pictures import line_svg, phases_svg
+    from ddltool.analyzers.reporting.pictures import at_both_widths, line_svg, phases_svg
 
     ranks = measured_steps(found)
     losses = found.training["losses"]
@@ -309,9 +314,14 @@ def _training_section(found: Findings) -> Section:
         title="Training with the hook",
         lead=lead,
         blocks=[
-            Picture(svg=phases_svg(bars), caption="Where each rank's median step goes.", label="measured", table=table),
             Picture(
-                svg=line_svg(losses, xlabel="step", ylabel="loss", title="Training loss"),
+                svg=at_both_widths(phases_svg)(bars),
+                caption="Where each rank's median step goes.",
+                label="measured",
+                table=table,
+            ),
+            Picture(
+                svg=at_both_widths(line_svg)(losses, xlabel="step", ylabel="loss", title="Training loss"),
                 caption="Training loss.",
                 label="measured",
                 table=history,

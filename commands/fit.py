@@ -10,6 +10,8 @@ import typer
 from ddltool.commands.options import Json, Output, Seed
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from ddltool.analyzers.goodput.fit import ErrorSummary
     from ddltool.analyzers.goodput.heterogeneous import DeviceModels
     from ddltool.analyzers.goodput.observations import Observations
@@ -58,9 +60,9 @@ def fit(
         show_fit(fitted, output)
 
 
-def fit_files(profiles: list[Path], holdout: Path | None, seed: int) -> Goodput:
+def fit_files(profiles: list[Path], seed: int) -> Goodput:
     """Return the model fitted to the rows of all files together: one per device type when the rows name several."""
-    return fit_rows(read_rows(profiles), [str(path) for path in profiles], holdout, seed)
+    return fit_rows(read_rows(profiles), [str(path) for path in profiles], None, seed)
 
 
 def read_rows(profiles: list[Path]) -> dict[str, Observations]:
@@ -99,7 +101,6 @@ def fit_rows(devices: dict[str, Observations], sources: list[str], holdout: Path
 
     from ddltool.analyzers.goodput.heterogeneous import fit_devices
     from ddltool.analyzers.goodput.uncertainty import joint_intervals
-    from ddltool.goodput_model import Goodput
 
     kept_out = read_rows([holdout]) if holdout is not None else {}
     # Small problems: threads that wait for each other cost more than they bring, above all on a loaded machine.
@@ -116,7 +117,20 @@ def fit_rows(devices: dict[str, Observations], sources: list[str], holdout: Path
         main = max(devices, key=lambda name: len(devices[name]))
         following = next_measurement(kept[main], models, main, sure[main])
     records = device_records(models, errors, sure)
-    top = records[main]
+    return _document(records, main, models, sources, following)
+
+
+def _document(
+    records: dict[str, DeviceGoodput],
+    main: str,
+    models: DeviceModels,
+    sources: list[str],
+    following: NextMeasurement | None,
+) -> Goodput:
+    """Return the records of one or several device types as one document; ``main``: the type that speaks for all."""
+    from ddltool.goodput_model import Goodput
+
+    top, results = records[main], models.results
     if len(records) == 1:
         return Goodput(
             sources=sources,
@@ -125,17 +139,15 @@ def fit_rows(devices: dict[str, Observations], sources: list[str], holdout: Path
             next_measurement=following,
             left_out=left_out(models, sources),
         )
-    count = {name: record.samples for name, record in records.items()}
-    whole = sum(count.values())
+    whole = pooled_error(list(records.values()))
+    held = [item.holdout for item in records.values() if item.holdout is not None]
     return Goodput(
         sources=sources,
         params=top.params,
-        rmsle=(sum(count[name] * item.rmsle**2 for name, item in records.items()) / whole) ** 0.5,
-        mape=sum(count[name] * item.mape for name, item in records.items()) / whole,
-        samples=whole,
+        **whole.model_dump(),
         fit_seconds=sum(result.fit_seconds for result in results.values()),
         undetermined=top.undetermined,
-        holdout=whole_error([item.holdout for item in records.values() if item.holdout is not None]),
+        holdout=pooled_error(held) if held else None,
         intervals=top.intervals,
         next_measurement=following,
         left_out=left_out(models, sources),
@@ -163,12 +175,10 @@ def holdout_errors(models: DeviceModels, kept_out: dict[str, Observations], wher
     return made
 
 
-def whole_error(parts: list[FitError]) -> FitError | None:
-    """Return the error over all rows of several parts; None without any."""
+def pooled_error(parts: Sequence[FitError | DeviceGoodput]) -> FitError:
+    """Return the error over the samples of one part or more: root mean square of RMSLE, mean of MAPE."""
     from ddltool.goodput_model import FitError
 
-    if not parts:
-        return None
     whole = sum(part.samples for part in parts)
     return FitError(
         rmsle=(sum(part.samples * part.rmsle**2 for part in parts) / whole) ** 0.5,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Optional
 
@@ -12,8 +13,11 @@ import typer
 from ddltool.commands.options import Json, Seed
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from ddltool.analyzers.gating.gate import Verdict
     from ddltool.analyzers.gating.metric import Metric
+    from ddltool.analyzers.gating.metrics import Figures
     from ddltool.commands.gate_files import GateConfig
 
 _NAMED = 8
@@ -55,19 +59,14 @@ def gate(
 
     Example: ddltool gate plan.json --baseline main/plan.json --rule 'iteration_s increase <= 5%'
     """
-    import time
-
-    from ddltool.analyzers.gating.formats import junit as as_junit
-    from ddltool.analyzers.gating.formats import sarif as as_sarif
-    from ddltool.analyzers.gating.gate import LEVEL, as_document, judge
-    from ddltool.analyzers.gating.metric import harmless
-    from ddltool.artifacts import check_writable, save, write_text
+    from ddltool.analyzers.gating.gate import as_document, judge
+    from ddltool.artifacts import check_writable
     from ddltool.commands.gate_files import figures_of, rules_for
     from ddltool.commands.output import print_json
-    from ddltool.errors import CheckFailed, InputError
+    from ddltool.errors import CheckFailed
     from ddltool.outputs import demand_distinct
 
-    begin = time.perf_counter()
+    begin_s = time.perf_counter()
     for path in (junit, sarif):
         if path is not None:
             check_writable(path)
@@ -76,47 +75,84 @@ def gate(
         _list_metrics(found.kind, list(found.metrics.values()), as_json)
         return
     settings = _settings(config)
-    chosen = level if level is not None else settings.level if settings and settings.level else LEVEL
-    if not 0 < chosen < 1:
-        raise InputError("--level", f"is {chosen:g}", "give a share between 0 and 1, such as 0.05")
+    false_alarms = _level(level, settings)
     rules, origin = rules_for(found.kind, rule or [], settings)
     against = _baselines(current, baseline or [], settings)
     summary = os.environ.get("GITHUB_STEP_SUMMARY") if github else None
     read = [*current, *against, settings.where if settings is not None else None]
     demand_distinct(read, {"--junit": junit, "--sarif": sarif, "GITHUB_STEP_SUMMARY": summary or None})
-    before = figures_of(against) if against else None
-    if before is not None and before.kind != found.kind:
-        problem = f"is a {before.kind}, {current[0]} a {found.kind}"
-        raise InputError(str(against[0]), problem, "compare two artifacts of one kind")
+    before = _figures_before(against, found, current[0]) if against else None
     verdict = judge(
         rules,
         found.metrics,
         before.metrics if before is not None else None,
-        level=chosen,
+        level=false_alarms,
         seed=seed,
         where=origin,
     )
-    subject = harmless(str(current[0])) if len(current) == 1 else harmless(f"{current[0]} and {len(current) - 1} more")
-    if junit is not None:
-        write_text(junit, as_junit(verdict, subject, seconds=time.perf_counter() - begin))
-    if sarif is not None:
-        from ddltool import __version__
-
-        save(as_sarif(verdict, str(current[0]), version=__version__), sarif)
+    _write(verdict, current, junit, sarif, begin_s=begin_s)
     if github:
-        _tell_github(verdict, str(current[0]), subject)
+        _tell_github(verdict, current)
     if as_json:
         names = {"current": [str(path) for path in current], "baseline": [str(path) for path in against]}
         print_json(as_document(verdict, artifact=found.kind, rules_from=origin, **names))
     else:
-        written = [path for path in (junit, sarif) if path is not None]
-        beside = harmless(f"{subject} against {against[0]}") if against else subject
-        _show(verdict, beside, origin, written)
+        _show(verdict, _subject(current, against), origin, [path for path in (junit, sarif) if path is not None])
     if not verdict.passed:
-        failed = verdict.failed
-        more = f" | and {len(failed) - _NAMED} more" if len(failed) > _NAMED else ""
-        named = " | ".join(check.sentence() for check in failed[:_NAMED])
-        raise CheckFailed(f"{len(failed)} of {len(verdict.checks)} checks failed: {named}{more}")
+        raise CheckFailed(_failures(verdict))
+
+
+def _level(given: float | None, settings: GateConfig | None) -> float:
+    """Return the share of false alarms: as given, else configured, else the default. Raises InputError outside (0, 1)."""
+    from ddltool.analyzers.gating.gate import LEVEL
+    from ddltool.errors import InputError
+
+    chosen = given if given is not None else settings.level if settings and settings.level else LEVEL
+    if not 0 < chosen < 1:
+        raise InputError("--level", f"is {chosen:g}", "give a share between 0 and 1, such as 0.05")
+    return chosen
+
+
+def _figures_before(files: list[Path], found: Figures, current: Path) -> Figures:
+    """Return the baseline's figures. Raises InputError when they are of another kind than those found in ``current``."""
+    from ddltool.commands.gate_files import figures_of
+    from ddltool.errors import InputError
+
+    before = figures_of(files)
+    if before.kind != found.kind:
+        problem = f"is a {before.kind}, {current} a {found.kind}"
+        raise InputError(str(files[0]), problem, "compare two artifacts of one kind")
+    return before
+
+
+def _subject(current: list[Path], against: Sequence[Path] = ()) -> str:
+    """Return what is judged in words: the first file, how many more, and the first baseline."""
+    from ddltool.analyzers.gating.metric import harmless
+
+    named = str(current[0]) if len(current) == 1 else f"{current[0]} and {len(current) - 1} more"
+    return harmless(f"{named} against {against[0]}" if against else named)
+
+
+def _write(verdict: Verdict, current: list[Path], junit: Path | None, sarif: Path | None, *, begin_s: float) -> None:
+    """Write the reports that were asked for; JUnit's tells how long the gate took since ``begin_s``."""
+    from ddltool.analyzers.gating.formats import junit as as_junit
+    from ddltool.analyzers.gating.formats import sarif as as_sarif
+    from ddltool.artifacts import save, write_text
+
+    if junit is not None:
+        write_text(junit, as_junit(verdict, _subject(current), seconds=time.perf_counter() - begin_s))
+    if sarif is not None:
+        from ddltool import __version__
+
+        save(as_sarif(verdict, str(current[0]), version=__version__), sarif)
+
+
+def _failures(verdict: Verdict) -> str:
+    """Return the line that names each failed check, the first few in full."""
+    failed = verdict.failed
+    more = f" | and {len(failed) - _NAMED} more" if len(failed) > _NAMED else ""
+    named = " | ".join(check.sentence() for check in failed[:_NAMED])
+    return f"{len(failed)} of {len(verdict.checks)} checks failed: {named}{more}"
 
 
 def _settings(config: Path | None) -> GateConfig | None:
@@ -139,23 +175,24 @@ def _baselines(current: list[Path], given: list[Path], settings: GateConfig | No
     return found
 
 
-def _tell_github(verdict: Verdict, path: str, subject: str) -> None:
+def _tell_github(verdict: Verdict, current: list[Path]) -> None:
     """Write annotations on stderr, which GitHub reads as well as stdout, and append to the step summary."""
     from ddltool.analyzers.gating.formats import summary, workflow_commands
     from ddltool.errors import InputError
 
-    for line in workflow_commands(verdict, path):
+    for line in workflow_commands(verdict, str(current[0])):
         sys.stderr.write(line + "\n")
     place = os.environ.get("GITHUB_STEP_SUMMARY")
     if place:
         try:
             with open(place, "a", encoding="utf-8") as file:
-                file.write(summary(verdict, subject))
+                file.write(summary(verdict, _subject(current)))
         except OSError as error:
             raise InputError("GITHUB_STEP_SUMMARY", f"{place} cannot be written ({error.strerror})") from None
 
 
 def _show(verdict: Verdict, subject: str, origin: str, written: list[Path]) -> None:
+    """Print the checks as a table, what they rest on, and the outcome in one line."""
     from ddltool.analyzers.gating.formats import outcome, remarks
     from ddltool.analyzers.gating.metric import LONGEST_NAME
     from ddltool.commands.output import out, table
@@ -180,6 +217,7 @@ def _show(verdict: Verdict, subject: str, origin: str, written: list[Path]) -> N
 
 
 def _list_metrics(kind: str, metrics: list[Metric], as_json: bool) -> None:
+    """Print what an artifact can be judged by."""
     from ddltool.analyzers.gating.metric import LONGEST_NAME, show
     from ddltool.commands.output import out, print_json, table
     from ddltool.errors import shortened

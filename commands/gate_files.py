@@ -93,7 +93,7 @@ def figures_of(paths: Sequence[Path]) -> Figures:
 
 @dataclass(frozen=True, kw_only=True)
 class GateConfig:
-    """The ``[gate]`` table of a ``ddltool.toml``: rules by kind (without ``ddltool.``), level and seed."""
+    """The ``[gate]`` table of a ``ddltool.toml``: rules by kind (without ``ddltool.``), level and baseline."""
 
     where: str
     rules: Mapping[str, Sequence[str]] = field(default_factory=dict)

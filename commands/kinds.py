@@ -1,7 +1,7 @@
 """Every kind of document: its form, what writes it, what reads it, and its JSON Schema. ``docs/formats.md`` has the fields.
 
-Kinds with ``checked`` are validated on reading by the model that the schema is made from. The others are printed by one
-command with ``--json`` and read by no other; their schema holds the kind and the version only.
+Those of :func:`checked_models` are validated on reading by the model that the schema is made from. The others are printed by
+one command with ``--json`` and read by no other; their schema holds the kind and the version only.
 """
 
 from __future__ import annotations
@@ -27,61 +27,61 @@ class Kind:
     read_by: str
 
 
-def _stored(name: str, form: Form, written_by: str, read_by: str) -> Kind:
+def _file(name: str, form: Form, written_by: str, read_by: str) -> Kind:
     return Kind(name=name, form=form, written_by=written_by, read_by=read_by)
 
 
-def _printed(name: str, written_by: str) -> Kind:
-    return Kind(name=name, form="JSON", written_by=written_by, read_by="people and scripts")
+def _result(name: str, written_by: str, read_by: str = "people and scripts") -> Kind:
+    return Kind(name=name, form="JSON", written_by=written_by, read_by=read_by)
 
 
 FILES = (
-    _stored("graph", "JSON", "trace -o, zoo --write", "trace, plan --graph, gate, report"),
-    _stored("profile", "a row of CSV", "profile -o", "fit, plan, gate, report"),
-    _stored("goodput", "JSON", "fit -o", "plan, verify, simulate --goodput, gate, report"),
-    _stored("cluster", "JSON or YAML", "people", "plan, simulate"),
-    _stored("job", "JSON or YAML", "people", "plan, companion"),
-    _stored("job_state", "JSON or YAML", "people, or a job about itself", "simulate --advise"),
-    _stored("plan", "JSON", "plan -o", "emit, verify, plan --current, gate, report"),
-    _stored("enforcement", "JSON", "emit", "the hook, transfers, gate, report"),
-    _stored(
+    _file("graph", "JSON", "trace -o, zoo --write", "trace, plan --graph, gate, report"),
+    _file("profile", "a row of CSV", "profile -o", "fit, plan, gate, report"),
+    _file("goodput", "JSON", "fit -o", "plan, verify, simulate --goodput, gate, report"),
+    _file("cluster", "JSON or YAML", "people", "plan, simulate"),
+    _file("job", "JSON or YAML", "people", "plan, companion"),
+    _file("job_state", "JSON or YAML", "people, or a job about itself", "simulate --advise"),
+    _file("plan", "JSON", "plan -o", "emit, verify, plan --current, gate, report"),
+    _file("enforcement", "JSON", "emit", "the hook, transfers, gate, report"),
+    _file(
         "telemetry",
         "a line of JSON Lines",
         "the hook, the goodput agent",
         "fit, verify, plan, companion, barrier, gate, report",
     ),
-    _stored("devices", "JSON", "comes with ddltool", "trace, profile --analytic, plan"),
-    _stored("companion", "SQLite", "companion -o", "companion --lookup, --measured"),
-    _stored("balance_event", "a line of JSON Lines", "balance(..., events=)", "people and scripts"),
-    _stored("sync", "a line of JSON Lines", "SyncServer(telemetry=)", "barrier, report"),
-    _stored("speed_weights", "JSON", "balance --save-weights", "balance --weights"),
-    _stored("figures", "JSON", "people and scripts", "gate"),
+    _file("devices", "JSON", "comes with ddltool", "trace, profile --analytic, plan"),
+    _file("companion", "SQLite", "companion -o", "companion --lookup, --measured"),
+    _file("balance_event", "a line of JSON Lines", "balance(..., events=)", "people and scripts"),
+    _file("sync", "a line of JSON Lines", "SyncServer(telemetry=)", "barrier, report"),
+    _file("speed_weights", "JSON", "balance --save-weights", "balance --weights"),
+    _file("figures", "JSON", "people and scripts", "gate"),
 )
 RESULTS = (
-    _stored("network", "JSON", "profile --network", "gate, report"),
-    _stored("barrier", "JSON", "barrier", "gate, report"),
-    _stored("balance", "JSON", "balance", "gate, report"),
-    _stored("verification", "JSON", "verify", "report"),
-    _stored("simulation", "JSON", "simulate", "gate, report"),
-    _stored("gate", "JSON", "gate --json", "report"),
-    _stored("trace", "JSON", "trace --json", "gate"),
-    _stored("demo", "JSON", "demo --json", "gate"),
-    _printed("advice", "simulate --advise"),
-    _printed("autoscaling", "simulate --autoscale"),
-    _printed("comparison", "simulate --compare"),
-    _printed("determinism", "trace --determinism --json"),
-    _printed("doctor", "doctor --json"),
-    _printed("emit", "emit --json"),
-    _printed("gate_metrics", "gate --metrics --json"),
-    _printed("hyperparameter_search", "simulate --hyperparameter-search"),
-    _printed("kinds", "schema --json"),
-    _printed("overhead", "doctor --overhead --json"),
-    _printed("report", "report --json"),
-    _printed("run-difference", "diff-run --json"),
-    _printed("sweep", "simulate --seeds"),
-    _printed("watch", "profile --watch --json"),
-    _printed("workload", "simulate --generate, --convert, with --json"),
-    _printed("zoo", "zoo --json"),
+    _result("network", "profile --network", "gate, report"),
+    _result("barrier", "barrier", "gate, report"),
+    _result("balance", "balance", "gate, report"),
+    _result("verification", "verify", "report"),
+    _result("simulation", "simulate", "gate, report"),
+    _result("gate", "gate --json", "report"),
+    _result("trace", "trace --json", "gate"),
+    _result("demo", "demo --json", "gate"),
+    _result("advice", "simulate --advise"),
+    _result("autoscaling", "simulate --autoscale"),
+    _result("comparison", "simulate --compare"),
+    _result("determinism", "trace --determinism --json"),
+    _result("doctor", "doctor --json"),
+    _result("emit", "emit --json"),
+    _result("gate_metrics", "gate --metrics --json"),
+    _result("hyperparameter_search", "simulate --hyperparameter-search"),
+    _result("kinds", "schema --json"),
+    _result("overhead", "doctor --overhead --json"),
+    _result("report", "report --json"),
+    _result("run-difference", "diff-run --json"),
+    _result("sweep", "simulate --seeds"),
+    _result("watch", "profile --watch --json"),
+    _result("workload", "simulate --generate, --convert, with --json"),
+    _result("zoo", "zoo --json"),
 )
 KINDS: dict[str, Kind] = {kind.name: kind for kind in (*FILES, *RESULTS)}
 

@@ -16,10 +16,12 @@ _BAD_FIT = 1.0
 
 def profile_network(processes: int, output: Path | None, as_json: bool) -> None:
     """Measure between the processes of this torchrun job, or between local ones, and print; rank 0 speaks for all."""
-    from ddltool.artifacts import save
+    from ddltool.artifacts import check_writable, save
     from ddltool.commands.output import print_json, progress
     from ddltool.runtime.network import measure_network
 
+    if output is not None:
+        check_writable(output)
     with progress("measuring the network") as advance:
         found = measure_network(processes, progress=lambda done, total: advance(done, f"pair {done} of {total}"))
     if int(os.environ.get("RANK", "0")) != 0:

@@ -3,144 +3,88 @@
 from __future__ import annotations
 
 import math
-from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Optional, cast
+from typing import TYPE_CHECKING, cast
 
-import typer
-
+from ddltool.commands import plan_options as given
 from ddltool.commands.options import Json, Output, Seed
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from ddltool.analyzers.balancing.plan import StepCurve
-    from ddltool.analyzers.deciding.candidates import Settings
-    from ddltool.commands.decide import Given
-    from ddltool.commands.placement import Wishes
     from ddltool.decision import Objective
+    from ddltool.graph import Graph
     from ddltool.job import Job
     from ddltool.plan import Plan
 
 STRATEGIES = ("auto", "est", "bsp", "lb-bsp", "elastic-bsp", "goodput")
+# The strategies that read an option; those of EST plans alone are in _check_est.
+READERS = {
+    "--objective": ("auto",),
+    "--telemetry": ("auto",),
+    "--bandwidth": ("auto",),
+    "--lookahead": ("elastic-bsp", "auto"),
+    "--max-gap": ("elastic-bsp", "auto"),
+    "--top-k": ("est", "auto"),
+}
 
 
 def plan(
-    job_file: Annotated[Path, typer.Argument(metavar="JOB.yaml", help="The job: workers, batch size, devices.")],
-    strategy: Annotated[
-        str,
-        typer.Option(
-            help="auto: compare all and pick; est: EST mapping; bsp: equal split; lb-bsp: uneven split; elastic-bsp: "
-            "barriers; goodput: count and batch."
-        ),
-    ] = "auto",
-    objective: Annotated[
-        str, typer.Option(help="auto: fastest, cheapest (per sample) or same-bits (on any number of devices).")
-    ] = "fastest",
-    telemetry: Annotated[
-        Optional[Path],  # noqa: UP045
-        typer.Option(metavar="FILE", help="auto: telemetry of an earlier run, in place of the job's capabilities."),
-    ] = None,
-    bandwidth: Annotated[
-        Optional[str],  # noqa: UP045
-        typer.Option(help="auto: network of a node, e.g. 100Gbit; nic_gbit of the cluster by default."),
-    ] = None,
-    latency: Annotated[str, typer.Option(help="auto: network latency.")] = "50us",
-    lookahead: Annotated[
-        int, typer.Option(help="elastic-bsp: iterations per worker up to the barrier.", min=1, max=100_000)
-    ] = 15,
-    max_gap: Annotated[
-        Optional[int],  # noqa: UP045
-        typer.Option(help="elastic-bsp: most iterations that one worker may be ahead.", min=0, show_default=False),
-    ] = None,
-    graph_file: Annotated[
-        Optional[Path],  # noqa: UP045
-        typer.Option(
-            "--graph", metavar="FILE", help="graph.json: puts the model's parameters and their order in the plan."
-        ),
-    ] = None,
-    top_k: Annotated[int, typer.Option(help="How many different plans to show.", min=1, max=1000)] = 1,
-    time_limit_s: Annotated[
-        float, typer.Option("--time-limit", help="Solver's time limit in seconds.", min=0.01)
-    ] = 10.0,
-    prefer: Annotated[
-        Optional[str],  # noqa: UP045
-        typer.Option(
-            help="est: what matters, in this order: throughput, devices, price, waste, moves.",
-            metavar="NAME,...",
-            show_default=False,
-        ),
-    ] = None,
-    current_file: Annotated[
-        Optional[Path],  # noqa: UP045
-        typer.Option("--current", metavar="PLAN", help="est: plan.json that runs now: is leaving it worth it?"),
-    ] = None,
-    migration_s: Annotated[
-        float, typer.Option("--migration", help="With --current: seconds that a move stops the job.", min=0, max=1e9)
-    ] = 30.0,
-    horizon_s: Annotated[
-        float, typer.Option("--horizon", help="With --current: seconds in which a move must pay.", min=0.001, max=1e9)
-    ] = 3600.0,
-    together: Annotated[
-        Optional[list[Path]],  # noqa: UP045
-        typer.Option("--with", metavar="JOB.yaml", help="est: another job on the same devices; repeat for more."),
-    ] = None,
-    share: Annotated[
-        str, typer.Option(help="With --with: sum or max-min of the throughputs relative to the job alone.")
-    ] = "sum",
-    picture: Annotated[
-        Optional[Path],  # noqa: UP045
-        typer.Option(metavar="FILE", help="goodput: draw goodput over devices and batch (.svg or .png)."),
-    ] = None,
+    job_file: given.JobFile,
+    strategy: given.Strategy = "auto",
+    objective: given.Objective = "fastest",
+    telemetry: given.Telemetry = None,
+    bandwidth: given.Bandwidth = None,
+    latency: given.Latency = "50us",
+    lookahead: given.Lookahead = given.LOOKAHEAD,
+    max_gap: given.MaxGap = None,
+    graph_file: given.GraphFile = None,
+    top_k: given.TopK = 1,
+    time_limit_s: given.TimeLimitS = 10.0,
+    prefer: given.Prefer = None,
+    current_file: given.CurrentFile = None,
+    migration_s: given.MigrationS = given.MIGRATION_S,
+    horizon_s: given.HorizonS = given.HORIZON_S,
+    together: given.Together = None,
+    share: given.Share = "sum",
+    picture: given.Picture = None,
     output: Output = None,
     seed: Seed = 0,
     as_json: Json = False,
 ) -> None:
     """Compare the ways to run a job on its devices, or plan by one, and predict the step time."""
     from ddltool.analyzers.deciding.candidates import Settings
-    from ddltool.artifacts import check_writable, save
+    from ddltool.artifacts import save
     from ddltool.commands.decide import OBJECTIVES, Given
-    from ddltool.commands.fit import check_picture
     from ddltool.commands.output import print_json
     from ddltool.commands.placement import Wishes
-    from ddltool.commands.plan_input import data_parallel, graph_of, ordered_parameters, scanned
     from ddltool.commands.plan_output import show_plan
-    from ddltool.errors import Infeasible, InputError, did_you_mean
-    from ddltool.job import read_job
+    from ddltool.commands.plan_solve import complete, solve
     from ddltool.outputs import demand_distinct
 
-    if strategy not in STRATEGIES:
-        raise InputError("--strategy", f"unknown strategy {strategy!r}", did_you_mean(strategy, STRATEGIES))
-    inputs = [job_file, telemetry, graph_file, current_file, *(together or [])]
-    demand_distinct(inputs, {"-o": output, "--picture": picture})
-    for path in (output, picture):
-        if path is not None:
-            check_writable(path)
-    if picture is not None:
-        check_picture(picture)
-    if objective not in OBJECTIVES:
-        raise InputError("--objective", f"unknown objective {objective!r}", did_you_mean(objective, OBJECTIVES))
-    only_auto = {"--objective": objective != "fastest", "--telemetry": telemetry, "--bandwidth": bandwidth}
-    _only_for(strategy, ("auto",), only_auto)
-    _only_for(strategy, ("elastic-bsp", "auto"), {"--lookahead": lookahead != 15, "--max-gap": max_gap is not None})
-    _only_for(strategy, ("est", "auto"), {"--top-k": top_k != 1})
-    if current_file is None and (migration_s != 30.0 or horizon_s != 3600.0):
-        name = "--migration" if migration_s != 30.0 else "--horizon"
-        raise InputError(name, "needs --current", "give the plan that runs now")
-    if strategy != "est" and (prefer is not None or current_file is not None or together):
-        raise InputError("--strategy", f"is {strategy}", "--prefer, --current and --with need --strategy est")
+    _demand_known("--strategy", strategy, STRATEGIES)
+    _demand_known("--objective", objective, OBJECTIVES)
+    written = {"-o": output, "--picture": picture}
+    demand_distinct([job_file, telemetry, graph_file, current_file, *(together or [])], written)
+    _check_places(output, picture)
+    _demand_readers(
+        strategy,
+        {
+            "--objective": objective != "fastest",
+            "--telemetry": telemetry is not None,
+            "--bandwidth": bool(bandwidth),
+            "--lookahead": lookahead != given.LOOKAHEAD,
+            "--max-gap": max_gap is not None,
+            "--top-k": top_k != 1,
+        },
+    )
+    moves = {"--migration": migration_s != given.MIGRATION_S, "--horizon": horizon_s != given.HORIZON_S}
+    _check_est(strategy, wished=bool(prefer is not None or current_file or together), current=current_file, moves=moves)
     if together:
-        if top_k != 1:
-            raise InputError("--top-k", "is for one job", "leave out --with or --top-k")
-        _plan_jobs([job_file, *together], share, time_limit_s, seed, output, as_json)
+        _plan_jobs([job_file, *together], share, top_k, time_limit_s, seed, output, as_json)
         return
-    job = read_job(job_file)
-    named = [offer_file for offer in job.devices for offer_file in (offer.profile, offer.goodput)]
-    beside = [job_file.parent / name for name in (*named, job.cluster, job.network) if name]
-    demand_distinct(beside, {"-o": output, "--picture": picture})
-    graph = graph_of(job, job_file.parent, graph_file)
-    job = scanned(job, graph)
-    given = Given(
+    job, graph = _read(job_file, graph_file, written)
+    known = Given(
         objective=cast("Objective", objective),
         graph=graph,
         telemetry=telemetry,
@@ -149,14 +93,7 @@ def plan(
         settings=Settings(top_k=top_k, limit_s=time_limit_s, seed=seed, lookahead=lookahead, max_gap=max_gap),
     )
     wishes = Wishes(prefer=prefer, current_file=current_file, migration_s=migration_s, horizon_s=horizon_s)
-    try:
-        made = _solve(strategy, job, job_file, given, wishes)
-    except Infeasible as error:
-        raise Infeasible(f"{job_file}: {error}") from None
-    if graph is not None:
-        settings = {} if made.decision is not None else data_parallel(graph, made)
-        made = made.model_copy(update={"parameters": ordered_parameters(graph), **settings})
-    made = made.model_copy(update={"devices_per_node": _devices_per_node(job, job_file, made)})
+    made = complete(solve(strategy, job, job_file, known, wishes), job, job_file, graph)
     if output is not None:
         save(made, output)
     if picture is not None:
@@ -167,60 +104,73 @@ def plan(
         show_plan(made, output)
 
 
-def _solve(strategy: str, job: Job, job_file: Path, given: Given, wishes: Wishes) -> Plan:
-    """Return the plan of one strategy, or of the best one. Raises InputError, Infeasible."""
-    from ddltool.analyzers.placement.requirements import demand_throughput
-    from ddltool.commands.decide import auto_plan
-    from ddltool.commands.placement import est_plan
-    from ddltool.commands.plan_input import capabilities_of, step_curves
+def _demand_known(option: str, name: str, known: tuple[str, ...]) -> None:
+    """Raise InputError, naming the nearest, when a name is none of those that are known."""
+    from ddltool.errors import InputError, did_you_mean
 
-    if strategy == "auto":
-        # Several strategies call the solver, each with a share of the time.
-        return auto_plan(
-            job, job_file, replace(given, settings=replace(given.settings, limit_s=given.settings.limit_s / 2))
-        )
-    if strategy == "goodput":
-        made = goodput_plan(job, job_file)
-        demand_throughput(made.throughput, job.constraints.min_throughput)
-        return made
-    capabilities = capabilities_of(job, job_file.parent, str(job_file))
-    if strategy == "est":
-        return est_plan(job, job_file, capabilities, given.settings, wishes)
-    return make_plan(job, capabilities, strategy, given.settings, curves=step_curves(job, job_file))
+    if name not in known:
+        raise InputError(option, f"unknown {option.removeprefix('--')} {name!r}", did_you_mean(name, known))
 
 
-def _devices_per_node(job: Job, job_file: Path, made: Plan) -> dict[str, int] | None:
-    """Return how many devices of each used type stand on a node of the job's cluster; on unequal nodes, the fewest."""
-    from ddltool.artifacts import load
-    from ddltool.job import Cluster
+def _check_places(output: Path | None, picture: Path | None) -> None:
+    """Raise InputError for a file that cannot be written, before anything is solved."""
+    from ddltool.artifacts import check_writable
+    from ddltool.commands.fit import check_picture
 
-    if job.cluster is None:
-        return None
-    used = {row.device_type for row in made.assignments}
-    found: dict[str, int] = {}
-    for group in load(job_file.parent / job.cluster, Cluster).nodes:
-        name, count = group.devices.type, group.devices.count
-        if name in used and count and group.count:
-            found[name] = min(found.get(name, count), count)
-    return found or None
+    for path in (output, picture):
+        if path is not None:
+            check_writable(path)
+    if picture is not None:
+        check_picture(picture)
 
 
-def _only_for(strategy: str, those: tuple[str, ...], given: Mapping[str, object]) -> None:
-    """Refuse options that the strategy does not read; ``those`` do."""
+def _demand_readers(strategy: str, given: Mapping[str, bool]) -> None:
+    """Raise InputError for the first option given that the strategy does not read."""
     from ddltool.errors import InputError
 
-    used = [name for name, value in given.items() if value]
-    if strategy not in those and used:
-        remedy = f"leave it out, or use --strategy {' or '.join(those)}"
-        raise InputError(used[0], f"has no part in --strategy {strategy}", remedy)
+    for name, is_given in given.items():
+        if is_given and strategy not in READERS[name]:
+            remedy = f"leave it out, or use --strategy {' or '.join(READERS[name])}"
+            raise InputError(name, f"has no part in --strategy {strategy}", remedy)
 
 
-def _plan_jobs(files: list[Path], share: str, limit_s: float, seed: int, output: Path | None, as_json: bool) -> None:
-    """Plan several jobs on the same devices."""
+def _check_est(strategy: str, *, wished: bool, current: Path | None, moves: Mapping[str, bool]) -> None:
+    """Raise InputError for the EST plan's own options with another strategy, and for prices of moves without --current."""
+    from ddltool.errors import InputError
+
+    priced = [name for name, is_given in moves.items() if is_given]
+    if priced and current is None:
+        raise InputError(priced[0], "needs --current", "give the plan that runs now")
+    if wished and strategy != "est":
+        raise InputError("--strategy", f"is {strategy}", "--prefer, --current and --with need --strategy est")
+
+
+def _read(job_file: Path, graph_file: Path | None, written: Mapping[str, Path | None]) -> tuple[Job, Graph | None]:
+    """Return the job, with what its model's ops say about D2, and the graph whose parameters the plan lists.
+
+    Raises InputError for files that cannot be read, and for outputs that would replace what the job names.
+    """
+    from ddltool.commands.plan_input import graph_of, scanned
+    from ddltool.job import read_job
+    from ddltool.outputs import demand_distinct
+
+    job = read_job(job_file)
+    named = [offer_file for offer in job.devices for offer_file in (offer.profile, offer.goodput)]
+    demand_distinct([job_file.parent / name for name in (*named, job.cluster, job.network) if name], written)
+    graph = graph_of(job, job_file.parent, graph_file)
+    return scanned(job, graph), graph
+
+
+def _plan_jobs(
+    files: list[Path], share: str, top_k: int, limit_s: float, seed: int, output: Path | None, as_json: bool
+) -> None:
+    """Plan several jobs on the same devices. Raises InputError for options that are for one job."""
     from ddltool.commands.output import print_json
     from ddltool.commands.placement import jobs_document, plan_together, show_jobs
     from ddltool.errors import InputError
 
+    if top_k != 1:
+        raise InputError("--top-k", "is for one job", "leave out --with or --top-k")
     if output is not None:
         raise InputError("--output", "holds the plan of one job", "use --json for several")
     made, waiting = plan_together(files, sharing=share, limit_s=limit_s, seed=seed)
@@ -228,52 +178,6 @@ def _plan_jobs(files: list[Path], share: str, limit_s: float, seed: int, output:
         print_json(jobs_document(made, files, waiting))
     else:
         show_jobs(made, files, waiting)
-
-
-def make_plan(
-    job: Job,
-    capabilities: Mapping[str, float],
-    strategy: str,
-    settings: Settings,
-    *,
-    curves: Mapping[str, StepCurve] | None = None,
-) -> Plan:
-    """Return the plan of a job; ``capabilities`` by device type in mini-batches per second."""
-    from ddltool.analyzers.balancing.plan import plan_lb_bsp
-    from ddltool.analyzers.barriers.superstep import plan_elastic_bsp
-    from ddltool.analyzers.deciding.compute import with_compute
-    from ddltool.analyzers.placement.bsp import plan_bsp
-    from ddltool.analyzers.placement.est import solve_est
-    from ddltool.analyzers.placement.problem import from_job
-    from ddltool.analyzers.placement.requirements import demand_throughput
-
-    problem = from_job(job, capabilities)
-    if strategy == "bsp":
-        made = plan_bsp(problem, curves)
-    elif strategy == "lb-bsp":
-        made = plan_lb_bsp(problem, curves)
-    elif strategy == "elastic-bsp":
-        made = plan_elastic_bsp(problem, lookahead=settings.lookahead, max_gap=settings.max_gap)
-    else:
-        made = solve_est(problem, top_k=settings.top_k, time_limit_s=settings.limit_s, seed=settings.seed)
-    demand_throughput(made.throughput, problem.min_throughput)
-    return with_compute(made, capabilities)
-
-
-def goodput_plan(job: Job, job_file: Path) -> Plan:
-    """Return the plan of highest goodput. Raises InputError when job.yaml lacks the goodput section or a model."""
-    from ddltool.analyzers.goodput.plan import plan_goodput
-    from ddltool.commands.plan_input import fitted_models
-    from ddltool.errors import InputError
-
-    if job.goodput is None:
-        remedy = "add goodput: {max_batch_size: N, max_local_batch_size: N, noise_scale: PHI}"
-        raise InputError(f"{job_file}:goodput", "is missing", remedy)
-    models = fitted_models(job, job_file)
-    if not models:
-        problem = "no device has a fitted throughput model"
-        raise InputError(f"{job_file}:devices", problem, "add goodput: goodput.json (made by ddltool fit) to a device")
-    return plan_goodput(job, job.goodput, models)
 
 
 def _draw_goodput(job: Job, job_file: Path, made: Plan, path: Path) -> None:

@@ -8,12 +8,12 @@ import os
 import signal
 import sys
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from ddltool.commands.profile_options import DEFAULT_BUDGET_S, size
-from ddltool.errors import DdlToolError, InputError
+from ddltool.commands import values
+from ddltool.errors import DdlToolError, InputError, Interrupted
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -25,6 +25,29 @@ if TYPE_CHECKING:
     from ddltool.runtime.measure_memory import MemoryLimit
 
 RESOLVER = "ddltool.commands.sources:training_step"
+_BUDGET_S = 60.0
+"""How long a measurement may go on that is told neither its budget nor its number of steps."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Sampling:
+    """How many steps of each configuration are timed: a number of them, or until their time is known well enough."""
+
+    precision: float
+    budget_s: float
+    repeats: int | None
+    warmup: int
+
+    @classmethod
+    def read(cls, *, precision: str, budget: str, repeats: int | None, warmup: int) -> Sampling:
+        """Return what the options of these names say. Raises InputError for texts that are no share and no time."""
+        otherwise_s = math.inf if repeats is not None else _BUDGET_S
+        return cls(
+            precision=values.share(precision, "--precision"),
+            budget_s=values.budget(budget, "--budget") if budget else otherwise_s,
+            repeats=repeats,
+            warmup=warmup,
+        )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -37,10 +60,7 @@ class MeasureOptions:
     accumulation: tuple[int, ...]
     device: str
     device_name: str
-    precision: float
-    budget_s: float | None
-    repeats: int | None
-    warmup: int
+    sampling: Sampling
     threads: int
     memory: str
     resume: bool
@@ -52,12 +72,15 @@ def profile_model(options: MeasureOptions, output: Path | None, as_json: bool) -
     from ddltool.commands.output import note, print_json
     from ddltool.commands.profile_output import as_document, shortfalls, show_profile
     from ddltool.runtime.measure import reliability, settings_of
-    from ddltool.runtime.measure_files import RowFile, source_name
+    from ddltool.runtime.measure_files import RowFile, source_name, threads_of
     from ddltool.runtime.measure_job import job_from_environment
 
     if options.device not in ("cpu", "cuda"):
         raise InputError("--device", f"unknown device {options.device!r}", "cpu or cuda")
     place = job_from_environment()
+    if options.resume and not options.threads and place is None and output is not None and output.is_file():
+        # The default depends on the numbers of replicas, and what is missing may be fewer than were measured.
+        options = replace(options, threads=threads_of(output))
     request = request_of(options, place)
     if place is not None and place.rank > 0:
         _follow(request, place)
@@ -87,8 +110,8 @@ def request_of(options: MeasureOptions, place: Place | None) -> MeasureRequest:
     from ddltool.runtime.measure_files import source_name
 
     world = place.world_size if place is not None else 1
-    budget_s = options.budget_s or (math.inf if options.repeats is not None else DEFAULT_BUDGET_S)
-    if not options.batch_sizes and options.repeats is not None:
+    sampling = options.sampling
+    if not options.batch_sizes and sampling.repeats is not None:
         raise InputError("--batch-sizes", "auto searches with --precision", "leave --repeats out")
     return MeasureRequest(
         source=options.source,
@@ -101,10 +124,10 @@ def request_of(options: MeasureOptions, place: Place | None) -> MeasureRequest:
         device_name=options.device_name,
         threads=options.threads,
         processes=place.local_world_size if place is not None else 0,
-        warmup=options.warmup,
-        repeats=options.repeats,
-        precision=options.precision,
-        budget_s=budget_s,
+        warmup=sampling.warmup,
+        repeats=sampling.repeats,
+        precision=sampling.precision,
+        budget_s=sampling.budget_s,
         seed=options.seed,
     )
 
@@ -200,15 +223,18 @@ def _follow(request: MeasureRequest, place: Place) -> None:
 
 @contextlib.contextmanager
 def _tell_what_is_kept(file: RowFile) -> Iterator[None]:
-    """Say on stderr which rows a failure or a Ctrl-C leaves behind."""
-    from ddltool.commands.output import note
-
+    """Let the line of a failure or a Ctrl-C end with the rows that it leaves behind."""
     try:
         yield
-    except (DdlToolError, KeyboardInterrupt):
-        if file.written:
-            note(f"{file.written} rows are in {file.path}; --resume goes on from there")
-        raise
+    except (DdlToolError, KeyboardInterrupt) as error:
+        if not file.written:
+            raise
+        rows = "1 row is" if file.written == 1 else f"{file.written} rows are"
+        kept = f"{rows} in {file.path}; --resume goes on from there"
+        if isinstance(error, DdlToolError):
+            error.args = (f"{error}; {kept}",)
+            raise
+        raise Interrupted(kept) from None
 
 
 def _memory_limit(
@@ -224,7 +250,7 @@ def _memory_limit(
             raise InputError("--memory", "all is for GPUs", "give a size, such as 2GiB: a CPU shares its memory")
         budget_bytes = _device_memory("cuda")
     else:
-        budget_bytes = size(options.memory, "--memory")
+        budget_bytes = values.size(options.memory, "--memory")
     return measure_limit(request.subject(), budget_bytes, progress=progress)
 
 
@@ -232,8 +258,6 @@ def _device_memory(device: str) -> float:
     """Return the bytes that the device has: all of the GPU's, or what is free in main memory."""
     if device == "cuda":
         import torch
-
-        from ddltool.errors import InputError
 
         if not torch.cuda.is_available():
             raise InputError(

@@ -1,55 +1,90 @@
-"""The texts that ``ddltool profile``'s options take, as numbers."""
+"""The options of ``ddltool profile``: those of measuring, then those of its other modes."""
 
 from __future__ import annotations
 
-import math
-import re
+from pathlib import Path
+from typing import Annotated, Optional
 
-from ddltool.errors import InputError
-from ddltool.units import parse_duration, parse_share
+import typer
 
-_SIZE = re.compile(r"\s*([0-9]*\.?[0-9]+)\s*([kKmMgGtT]i?)?[bB]?\s*")
-_PREFIX = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}
-DEFAULT_BUDGET_S = 60.0
-_LONGEST_BUDGET_S = 30 * 86400.0
-_MOST_NUMBERS = 1000
+WATCH, IMPORT, ANALYTIC = "With --watch", "With --import", "With --analytic"
+_Files = Optional[list[Path]]  # noqa: UP045
+_Text = Optional[str]  # noqa: UP045
+_Count = Optional[int]  # noqa: UP045
 
-
-def integers(text: str, where: str, least: int = 1) -> tuple[int, ...]:
-    """Return the numbers in ``1,2,4``, sorted, each once. Raises InputError for anything that is no whole number >= least."""
-    remedy = "write for example 1,2,4" if least else "write for example 0,1,4"
-    try:
-        values = tuple(int(part) for part in text.split(","))
-    except ValueError:  # also a number of thousands of digits
-        shown = text if len(text) <= 60 else f"{text[:60]}..."
-        raise InputError(where, f"{shown!r} is not a list of whole numbers", remedy) from None
-    if min(values) < least:
-        raise InputError(where, f"{min(values)} is below {least}", f"write whole numbers >= {least}")
-    if len(values) > _MOST_NUMBERS:
-        raise InputError(where, f"holds {len(values)} numbers", f"give at most {_MOST_NUMBERS}")
-    return tuple(sorted(set(values)))
-
-
-def share(text: str, where: str) -> float:
-    """Return the share that ``5%`` or ``0.05`` means. Raises InputError unless it lies above 0 and below 1."""
-    value = parse_share(text)
-    if not 0 < value < 1:
-        raise InputError(where, f"{text!r} is not a share", "write for example 5% or 0.05")
-    return value
-
-
-def budget(text: str, where: str) -> float:
-    """Return the seconds that ``60s`` or ``5min`` means. Raises InputError for 0, and for more than thirty days."""
-    seconds = parse_duration(text, where)
-    if not 0 < seconds <= _LONGEST_BUDGET_S:
-        raise InputError(where, f"{text!r} is not a usable time", "write a time above 0 and up to 720h, such as 60s")
-    return seconds
-
-
-def size(text: str, where: str) -> float:
-    """Return the bytes that ``2GiB`` or ``500MB`` means. Raises InputError for anything else, and for 0."""
-    match = _SIZE.fullmatch(text)
-    value = float(match[1]) * _PREFIX[(match[2] or "").lower()] if match else 0.0
-    if not 0 < value < math.inf:
-        raise InputError(where, f"{text!r} is not a size", "write for example 2GiB")
-    return value
+Source = Annotated[
+    _Text,
+    typer.Argument(metavar="SOURCE", help="The model to train; not needed with --network.", show_default=False),
+]
+BatchSizes = Annotated[
+    str,
+    typer.Option(
+        metavar="N,N,...|auto",
+        help="Local batch sizes, 1,2,4,8 by default; auto searches where throughput saturates.",
+    ),
+]
+Replicas = Annotated[
+    str,
+    typer.Option(
+        metavar="N,N,...", help="How many processes to measure with; 1, and all of a torchrun job, by default."
+    ),
+]
+Accumulation = Annotated[
+    str, typer.Option(metavar="N,N,...", help="Accumulation steps before the one that synchronises; 0 is none.")
+]
+Device = Annotated[str, typer.Option(help="cpu or cuda; with --analytic the name of a device type, such as V100.")]
+DeviceName = Annotated[
+    str, typer.Option(metavar="NAME", help="Name to write in the device column; cpu or cuda by default.")
+]
+Precision = Annotated[str, typer.Option(metavar="SHARE", help="How well to know every step time.")]
+Budget = Annotated[
+    str, typer.Option(metavar="TIME", help="Stop measuring after this long; 60s by default without --repeats.")
+]
+Repeats = Annotated[
+    _Count,
+    typer.Option(help="Timed steps per configuration, in place of --precision.", show_default=False),
+]
+Warmup = Annotated[int, typer.Option(help="Untimed steps before them.")]
+Threads = Annotated[int, typer.Option(help="Threads of each process; 0 shares the cores.", min=0, max=4096)]
+Memory = Annotated[
+    str,
+    typer.Option(metavar="SIZE|all", help="Search the largest batch that fits, by trying; all is a whole GPU."),
+]
+MemoryGib = Annotated[float, typer.Option(metavar="GIB", help="The same as --memory, in GiB.", min=0)]
+Resume = Annotated[bool, typer.Option("--resume", help="Keep the rows of -o FILE; measure what is missing.")]
+Network = Annotated[
+    bool,
+    typer.Option("--network", help="Measure latency and bandwidth between --replicas processes (or torchrun's)."),
+]
+Watch = Annotated[
+    int,
+    typer.Option(
+        metavar="N", help="Record speed, CPU and memory of every process for N iterations, for balance.", min=0
+    ),
+]
+Cores = Annotated[
+    str, typer.Option(metavar="N,N,...", help="The core that each process stays on.", rich_help_panel=WATCH)
+]
+Imports = Annotated[
+    _Files,
+    typer.Option(
+        "--import", metavar="FILE", help="AdaptDL table, profiler trace, telemetry or profile.csv; may be repeated."
+    ),
+]
+Nodes = Annotated[int, typer.Option(help="Nodes of a profiler trace that does not say.", min=0, rich_help_panel=IMPORT)]
+Analytic = Annotated[
+    bool, typer.Option("--analytic", help="Predict the curve of a --device that is not here, with its error.")
+]
+Bandwidth = Annotated[str, typer.Option(help="Network between nodes.", rich_help_panel=ANALYTIC)]
+Latency = Annotated[str, typer.Option(help="Network latency.", rich_help_panel=ANALYTIC)]
+LocalBandwidth = Annotated[str, typer.Option(help="Link between the GPUs of a node.", rich_help_panel=ANALYTIC)]
+LocalLatency = Annotated[str, typer.Option(help="Its latency.", rich_help_panel=ANALYTIC)]
+GpusPerNode = Annotated[int, typer.Option(help="Replicas of a node.", min=1, max=1024, rich_help_panel=ANALYTIC)]
+Arithmetic = Annotated[str, typer.Option(help="default, float32, tf32 or mixed.", rich_help_panel=ANALYTIC)]
+Optimizer = Annotated[str, typer.Option(help="sgd, momentum or adam.", rich_help_panel=ANALYTIC)]
+PerParameter = Annotated[
+    str,
+    typer.Option(
+        metavar="TIME", help="Host time per parameter tensor; calibrated by default.", rich_help_panel=ANALYTIC
+    ),
+]

@@ -112,7 +112,13 @@ def _noise(found: Sequence[Found]) -> float | None:
 
 
 def _section(one: Found, anchor: str, found: Sequence[Found], noise: float | None) -> Section:
-    from ddltool.analyzers.reporting import fit_sections, plan_section, result_sections, telemetry_section
+    from ddltool.analyzers.reporting import (
+        fit_sections,
+        plan_section,
+        result_sections,
+        simulation_section,
+        telemetry_section,
+    )
 
     if one.kind == "graph":
         return _graph_section(one, anchor)
@@ -133,7 +139,7 @@ def _section(one: Found, anchor: str, found: Sequence[Found], noise: float | Non
         "barrier": result_sections.barrier_section,
         "balance": result_sections.balance_section,
         "verification": result_sections.verification_section,
-        "simulation": result_sections.simulation_section,
+        "simulation": simulation_section.simulation_section,
         "gate": result_sections.gate_section,
     }
     made: Section = drawers[one.kind](one.content, one.name, anchor)

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from ddltool.analyzers.scheduling.simulator import Options, Policy
+    from ddltool.commands.workload_inputs import FittedText
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -21,14 +22,13 @@ class Question:
     local_batch: str
 
     @property
-    def count(self) -> int:
-        """Return how many are asked."""
-        return sum(each is not None for each in (self.advise, self.autoscale, self.search))
+    def is_asked(self) -> bool:
+        """Return whether one is."""
+        return any(each is not None for each in (self.advise, self.autoscale, self.search))
 
 
 def answer(
     asked: Question,
-    workloads: Sequence[Path],
     traces: Sequence[Path],
     cluster: Path | None,
     policies: Callable[..., Mapping[str, Callable[[], Policy]]],
@@ -44,10 +44,6 @@ def answer(
     from ddltool.commands.output import note, print_json
     from ddltool.errors import InputError
 
-    if asked.count > 1:
-        raise InputError("--advise, --autoscale, --hyperparameter-search", "are several", "ask one at a time")
-    if workloads:
-        raise InputError("WORKLOAD.csv", "has no part in this question", "leave it out")
     show: Callable[[Mapping[str, Any]], None]
     if asked.advise is not None:
         document, show = advise_job(asked.advise), show_advice
@@ -76,14 +72,13 @@ def _search(
 ) -> dict[str, Any]:
     from ddltool.analyzers.scheduling.hyperparameter_search import Search
     from ddltool.commands.autoscale import search_trials
-    from ddltool.commands.profile_options import integers
+    from ddltool.commands.values import integers
     from ddltool.commands.workloads import read_cluster
     from ddltool.errors import InputError
 
     if cluster is None:
         raise InputError("--cluster", "is missing", "give the nodes that the trials share")
-    integers(asked.local_batch, "--local-batch")  # says what is wrong with it
-    first, *others = (int(part) for part in asked.local_batch.split(",") if part.strip())  # the first is the baseline
+    first, *others = integers(asked.local_batch, "--local-batch", ordered=False)  # the first is the baseline
     made = policies(mixed=len(read_cluster(cluster).type_names) > 1)
     search = Search(application=asked.search or "", local_batch_size=first)
     return search_trials(traces, cluster, search, made, timing, local_batch_sizes=others)
@@ -97,6 +92,8 @@ def sweep_mode(
     seeds: Sequence[int],
     options: Options,
     *,
+    models: Sequence[FittedText],
+    prices: Mapping[str, float] | None,
     power: float,
     jobs: int,
     engine: str,
@@ -121,6 +118,8 @@ def sweep_mode(
         policies,
         seeds,
         options,
+        models=models,
+        prices=prices,
         power=power,
         jobs=jobs,
         engine=engine,
@@ -156,6 +155,7 @@ def write_jobs(
 
     from ddltool.analyzers.scheduling.generator import generate as make
     from ddltool.commands.output import note, print_json
+    from ddltool.commands.simulate_progress import reading
     from ddltool.commands.workload_inputs import read_jobs, read_pattern, read_templates, write_workload
     from ddltool.commands.workloads import read_cluster
     from ddltool.errors import InputError
@@ -174,7 +174,8 @@ def write_jobs(
     else:
         if workload is None:
             raise InputError("--convert", "needs a trace", "give a Philly (JSON) or Helios (CSV) trace")
-        jobs, remark = read_jobs(workload, lambda: read_templates(folders, machines), sample, seed)
+        with reading(workload):
+            jobs, remark = read_jobs(workload, lambda: read_templates(folders, machines), sample, seed)
         if not remark:
             raise InputError(str(workload), "is a workload already", "give a Philly (JSON) or Helios (CSV) trace")
         source = f"{workload.name}; applications drawn by size class, {sample or 'all jobs'}, seed={seed}"

@@ -2,13 +2,48 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from ddltool.analyzers.scheduling.recording import Recorder
-    from ddltool.analyzers.scheduling.simulator import SimulationResult
+    from ddltool.analyzers.scheduling.simulator import Policy, SimulationResult
+    from ddltool.commands.simulate_replay import Replay
+
+
+class Watched:
+    """Makes a policy whose last instance is remembered with what it gave to whom."""
+
+    def __init__(self, make: Callable[[], Policy]) -> None:
+        self._make = make
+        self.recorder: Recorder | None = None
+
+    def __call__(self) -> Policy:
+        """Return a new instance of the policy, recorded."""
+        from ddltool.analyzers.scheduling.recording import Recorder
+
+        self.recorder = Recorder(self._make())
+        return self.recorder
+
+
+def watch(makers: Mapping[str, Callable[[], Policy]]) -> dict[str, Watched]:
+    """Return makers of the same policies that remember what they give to whom."""
+    return {name: Watched(make) for name, make in makers.items()}
+
+
+def draw(
+    folder: Path, replays: Sequence[Replay], watched: Mapping[str, Watched], *, job: str | None, file_format: str
+) -> None:
+    """Write the pictures of replays under watched policies, and say where they are."""
+    from ddltool.commands.output import note, progress
+
+    recorders = {name: each.recorder for name, each in watched.items() if each.recorder is not None}
+    results = {each.policy: each.result for each in replays}
+    with progress("drawing pictures"):
+        paths = write_pictures(folder, results, recorders, job=job, file_format=file_format)
+    for path in paths:
+        note(f"wrote {path}")
 
 
 def prepare_folder(folder: Path, file_format: str = "png") -> None:

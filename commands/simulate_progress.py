@@ -1,13 +1,16 @@
-"""Shows on stderr how far a replay is, once it has taken more than a second."""
+"""Shows on stderr how far a replay is, once it has taken more than a second, and that a large file is being read."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from pathlib import Path
 
 _PATIENCE_S = 1.0
 _REDRAW_S = 0.1
+# A table of 8 MiB takes about half a second.
+_LARGE_BYTES = 2**23
 
 
 @contextmanager
@@ -33,3 +36,14 @@ def replay_progress(title: str, jobs: int) -> Iterator[Callable[[int, float], No
             advance(finished, f"{finished} of {jobs} jobs, {now_s / 3600:,.1f} simulated hours")
 
         yield on_round
+
+
+@contextmanager
+def reading(path: Path) -> Iterator[None]:
+    """Show on a terminal that a large file is being read."""
+    with ExitStack() as stack:
+        if path.is_file() and path.stat().st_size > _LARGE_BYTES:
+            from ddltool.commands.output import progress
+
+            stack.enter_context(progress(f"reading {path.name}"))
+        yield

@@ -1,46 +1,51 @@
-"""What ``ddltool simulate`` tells beyond completion times: records and tables of waits, goodput, failures, cost, classes."""
+"""The tables of ``ddltool simulate``: completion times; waits, losses and cost; figures by size class."""
 
 from __future__ import annotations
 
-from dataclasses import asdict
-from typing import TYPE_CHECKING, Any
-
-if TYPE_CHECKING:
-    from ddltool.analyzers.scheduling.failures import Failures
-    from ddltool.analyzers.scheduling.metrics import Summary
+from typing import Any
 
 
-def describe_more(summary: Summary) -> dict[str, Any]:
-    """Return the further keys of one policy's record; costs only where prices are given."""
-    made: dict[str, Any] = {
-        "p99_queueing_s": summary.p99_queueing_s,
-        "gpu_hours": summary.gpu_hours,
-        "restart_gpu_hours": summary.restart_gpu_hours,
-        "lost_gpu_hours": summary.lost_gpu_hours,
-        "useful_share": summary.useful_share,
-        "availability": summary.availability,
-        "node_failures": summary.node_failures,
-        "job_failures": summary.job_failures,
-        "goodput_by_application": dict(summary.goodput),
-        "by_class": {name: asdict(figures) for name, figures in summary.by_class.items()},
-    }
-    if summary.cost is not None:
-        made["cost"] = {"jobs": summary.cost, "cluster": summary.cluster_cost}
-    return made
+def show(document: dict[str, Any], *, more: bool = False, classes: bool = False) -> None:
+    """Print one row per policy; ``more``: waits, losses and cost too; ``classes``: the size classes too."""
+    _show_times(document)
+    if more:
+        _show_more(document)
+    if classes:
+        _show_classes(document)
 
 
-def describe_failures(failures: Failures) -> dict[str, Any]:
-    """Return what was to go wrong."""
-    return {
-        "mtbf_s": failures.mtbf_s,
-        "repair_s": failures.repair_s,
-        "checkpoint_interval_s": failures.checkpoint_interval_s,
-        "events": len(failures.events),
-        "seed": failures.seed,
-    }
+def price_text(price: float) -> str:
+    """Return a price for people: cents matter in small ones only."""
+    return f"{price:,.2f}" if price < 100_000 else f"{price:,.0f}"
 
 
-def show_more(document: dict[str, Any]) -> None:
+def _show_times(document: dict[str, Any]) -> None:
+    """Print one row per policy."""
+    from ddltool.commands.output import out, table
+
+    rows = [
+        [
+            name,
+            f"{record['avg_jct_s']:,.0f}",
+            f"{record['p99_jct_s']:,.0f}",
+            f"{record['makespan_s']:,.0f}",
+            f"{record['utilization']:.0%}",
+            f"{record['finish_time_fairness']['max']:.2f}",
+            f"{record['finish_time_fairness']['share_below_1']:.0%}",
+            str(record["restarts"]),
+        ]
+        for name, record in document["policies"].items()
+    ]
+    columns = ("", "avg JCT", "p99", "makespan", "used", "worst", "fair", "moves")
+    title = f"{document['jobs']} jobs on {document['gpus']} GPUs, seconds (simulated from {document['truth']})"
+    caption = (
+        "JCT: completion time of a job; used: share of the GPU time held; worst: largest finish-time fairness; "
+        "fair: share of jobs where it is below 1; moves: restarts"
+    )
+    out().print(table(title, columns, rows, caption=caption))
+
+
+def _show_more(document: dict[str, Any]) -> None:
     """Print one row per policy: waits, what GPU time was good for, failures, cost; within 80 columns."""
     from ddltool.commands.output import out, table
 
@@ -57,16 +62,17 @@ def show_more(document: dict[str, Any]) -> None:
             str(record["job_failures"]),
             f"{record['lost_gpu_hours']:,.1f}",
         ]
-        rows.append([*row, f"{record['cost']['jobs']:,.2f}"] if priced else row)
+        rows.append([*row, price_text(record["cost"]["jobs"])] if priced else row)
     caption = (
-        "median: JCT; wait: from submission to start; useful: share of the GPU time that was up in which training was done "
-        "that lasted; hit: losses of a node by jobs; lost h: GPU-hours undone"
-        + ("; cost: of held GPUs" if priced else "")
+        "median: of the completion times; wait: from submission to first start; useful: share of the GPU time that was "
+        "up in which training was done that lasted; hit: jobs that lost a node, counted each time; lost h: GPU-hours of "
+        "training undone" + ("; cost: of the GPU time held" if priced else "")
     )
+    out().print()
     out().print(table("Waits, use and losses; seconds", columns, rows, caption=caption))
 
 
-def show_classes(document: dict[str, Any]) -> None:
+def _show_classes(document: dict[str, Any]) -> None:
     """Print the figures of each size class under each policy; within 80 columns."""
     from ddltool.commands.output import out, table
 
@@ -88,4 +94,5 @@ def show_classes(document: dict[str, Any]) -> None:
         ]
     columns = ("", "jobs", "avg JCT", "median", "p99", "wait", "worst", "GPU-h")
     caption = "classes by GPU time: small up to 1 GPU-hour, medium 10, large 100, xlarge above (Pollux, 5.1)"
+    out().print()
     out().print(table("By size class, seconds", columns, rows, caption=caption))

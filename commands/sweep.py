@@ -3,21 +3,19 @@
 from __future__ import annotations
 
 import csv
-import hashlib
 import io
-import json
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ddltool.commands.sweep_engines import ENGINES, Task, cell_of, run_tasks
+from ddltool.commands.sweep_settings import Setup, earlier_cells, settings_of
 
 if TYPE_CHECKING:
     from ddltool.analyzers.scheduling.simulator import Options
     from ddltool.analyzers.scheduling.sweep import Cell
-
-# Settings that hold one value per file or application: a file of other ones may be taken up, not of changed ones.
-_BY_NAME = ("workloads", "traces")
+    from ddltool.commands.workload_inputs import FittedText
 
 
 def sweep(
@@ -28,6 +26,8 @@ def sweep(
     seeds: Sequence[int],
     options: Options,
     *,
+    models: Sequence[FittedText] = (),
+    prices: Mapping[str, float] | None = None,
     power: float = -1.0,
     jobs: int = 1,
     engine: str = "local",
@@ -36,6 +36,7 @@ def sweep(
 ) -> dict[str, Any]:
     """Replay every cell and return the document (kind ``ddltool.sweep``), the cells in the order asked.
 
+    ``models``: fitted models in place of the traces of their applications; ``prices``: per GPU hour, by type.
     ``jobs`` local processes (``engine="local"``; 1: this process), or as many as a Ray cluster holds. ``output`` is
     rewritten after every cell and taken up again when it is there: what it holds is not replayed, what failed is tried
     again. ``table``: the same as CSV. Raises InputError before anything runs for input that cannot be read, for an
@@ -52,13 +53,14 @@ def sweep(
         raise InputError("--jobs", f"is {jobs}", "at least 1")
     names = _names(workloads)
     wanted = cells(list(names), policies, seeds)
-    settings = _settings(names, cluster, traces, options, power)
+    setup = Setup(cluster=cluster, traces=traces, models=models, options=options, power=power, prices=prices)
+    settings = settings_of(names, setup)
     for place in (output, table):
         if place is not None:
             check_writable(place)
     with sole_writer(output):
-        records = _earlier(output, settings)
-        todo = [_task(cell, names, cluster, traces, options, power) for cell in wanted if cell not in records]
+        records = earlier_cells(output, settings)
+        todo = [_task(cell, names, setup) for cell in wanted if cell not in records]
         document = _replay(todo, records, wanted, settings, jobs, engine, output)
     if table is not None:
         _write_csv(document, table)
@@ -109,82 +111,19 @@ def _names(workloads: Sequence[Path]) -> dict[str, Path]:
     return made
 
 
-def _settings(
-    names: Mapping[str, Path], cluster: Path, traces: Sequence[Path], options: Options, power: float
-) -> dict[str, Any]:
-    """Return what the figures depend on: file contents by their hash. Raises InputError for what cannot be read."""
-    from dataclasses import asdict
-
-    from ddltool.artifacts import read_text
-    from ddltool.commands.workloads import read_applications, read_cluster, read_workload
-
-    wanted = [job.application for path in names.values() for job in read_workload(path)]
-    read_cluster(cluster)
-    read_applications(traces, wanted)
-    return {
-        "workloads": {name: hashlib.sha256(path.read_bytes()).hexdigest() for name, path in names.items()},
-        "cluster": hashlib.sha256(read_text(cluster).encode()).hexdigest(),
-        "traces": {name: _traces_hash(traces, name) for name in sorted(set(wanted))},
-        "options": asdict(options),
-        "power": power,
-    }
-
-
-def _traces_hash(traces: Sequence[Path], application: str) -> str:
-    """Return the hash of all that the folders hold of one application."""
-    digest = hashlib.sha256()
-    for folder in traces:
-        for path in sorted((folder / application).glob("*.csv")):
-            content = path.read_bytes()
-            digest.update(f"{path.name}:{len(content)}:".encode() + content)
-    return digest.hexdigest()
-
-
-def _task(
-    cell: Cell, names: Mapping[str, Path], cluster: Path, traces: Sequence[Path], options: Options, power: float
-) -> Task:
-    from dataclasses import asdict
-
+def _task(cell: Cell, names: Mapping[str, Path], setup: Setup) -> Task:
     return {
         "workload": cell.workload,
         "policy": cell.policy,
         "seed": cell.seed,
         "workload_path": str(names[cell.workload].resolve()),
-        "cluster_path": str(cluster.resolve()),
-        "traces": [str(folder.resolve()) for folder in traces],
-        "power": power,
-        "options": asdict(options),
+        "cluster_path": str(setup.cluster.resolve()),
+        "traces": [str(folder.resolve()) for folder in setup.traces],
+        "models": [[model.application, str(Path(model.file).resolve()), model.fields] for model in setup.models],
+        "prices": None if setup.prices is None else dict(setup.prices),
+        "power": setup.power,
+        "options": asdict(setup.options),
     }
-
-
-def _earlier(output: Path | None, settings: dict[str, Any]) -> dict[Cell, dict[str, Any]]:
-    """Return the cells of an earlier run with these settings, and add to ``settings`` the files that only it had."""
-    from ddltool.analyzers.scheduling.sweep import finished
-    from ddltool.artifacts import read_document
-    from ddltool.errors import InputError
-
-    if output is None or not output.is_file() or output.stat().st_size == 0:
-        return {}
-    found = read_document(output)
-    remedy = "give a new file name, or remove it"
-    if found.get("kind") != "ddltool.sweep" or not isinstance(found.get("cells"), list):
-        raise InputError(str(output), "is there and is no sweep", remedy)
-    old = found.get("settings")
-    # Through JSON, as the file has gone: tuples and integers look alike on both sides.
-    new = json.loads(json.dumps(settings))
-    for name, value in new.items():
-        known = old.get(name) if isinstance(old, dict) else None
-        if name not in _BY_NAME:
-            if known != value:
-                raise InputError(f"{output}:settings.{name}", "is not that of this sweep", remedy)
-        elif not (isinstance(known, dict) and all(isinstance(each, str) for each in known.values())):
-            raise InputError(f"{output}:settings.{name}", "is missing", remedy)
-        else:
-            changed = [key for key in value if known.get(key, value[key]) != value[key]]
-            if changed:
-                raise InputError(f"{output}:settings.{name}.{changed[0]}", "has changed since", remedy)
-            settings[name] = {**known, **value}
-    return finished(found["cells"], str(output))
 
 
 def _document(

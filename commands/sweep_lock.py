@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import re
 import stat
@@ -10,6 +11,8 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from ddltool.errors import InputError
+
+_WITHOUT_LOCKS = {errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL}
 
 
 @contextmanager
@@ -46,11 +49,11 @@ def _take(side: Path, output: Path) -> int:
         if not _lock(descriptor):
             os.close(descriptor)
             raise InputError("-o", f"another sweep is writing {output}", "wait until it ends, or give another file")
-        try:
+        # Between opening and locking, its last holder may have removed the file (and a third made a new one): then what is
+        # locked here keeps nobody out, and the next round opens the name anew.
+        with suppress(FileNotFoundError):
             if os.path.samestat(os.fstat(descriptor), os.stat(side)):
                 return descriptor
-        except OSError:
-            pass  # its last holder has removed it in the meantime
         os.close(descriptor)
 
 
@@ -64,8 +67,10 @@ def _lock(descriptor: int) -> bool:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         return False
-    except OSError:
-        pass  # a file system without locks
+    except OSError as error:
+        if error.errno not in _WITHOUT_LOCKS:
+            raise
+        # Such a file system cannot keep another sweep out; refusing to write there would be worse than not noticing one.
     return True
 
 

@@ -28,7 +28,8 @@ def run_cell(task: Mapping[str, Any]) -> dict[str, Any]:
     """Return the record of one cell; a problem is a record too.
 
     ``task``: ``workload`` (its name), ``policy``, ``seed``, ``workload_path``, ``cluster_path``, ``traces`` (folders),
-    ``power`` and ``options`` (of :class:`ddltool.analyzers.scheduling.simulator.Options`).
+    ``models`` (fitted: application, file, fields), ``prices`` (by type, or None), ``power`` and ``options`` (of
+    :class:`ddltool.analyzers.scheduling.simulator.Options`).
     """
     from ddltool.analyzers.scheduling.sweep import Cell, done, failed, figures
 
@@ -45,17 +46,17 @@ def run_cell(task: Mapping[str, Any]) -> dict[str, Any]:
 
 def replay_cell(task: Mapping[str, Any]) -> tuple[Any, Any]:
     """Return the simulation's result and its summary."""
-    from ddltool.analyzers.scheduling.metrics import IsolatedTimes, summarize
-    from ddltool.analyzers.scheduling.simulator import check_runs, simulate
-    from ddltool.commands.simulate import policies
+    from ddltool.commands.simulate_policies import policies
+    from ddltool.commands.simulate_replay import replays
 
-    jobs, machines, applications = _inputs(task["workload_path"], task["cluster_path"], tuple(task["traces"]))
+    models = tuple(tuple(model) for model in task["models"])
+    jobs, machines, applications = _inputs(task["workload_path"], task["cluster_path"], tuple(task["traces"]), models)
     options = _options(task["options"], task["seed"])
     mixed = len(machines.type_names) > 1
-    make = policies(task["policy"], task["power"], options.restart_delay_s, task["seed"], mixed=mixed)[task["policy"]]
-    check_runs(jobs, applications, machines, make())
-    result = simulate(jobs, applications, machines, make(), options)
-    return result, summarize(result, IsolatedTimes(applications, machines), options.restart_delay_s)
+    makers = policies(task["policy"], task["power"], options.restart_delay_s, task["seed"], mixed=mixed)
+    # The sweep shows how far it is; a worker's own bar would write over that.
+    (done,) = replays(jobs, applications, machines, makers, options, prices=task["prices"], show_progress=False)
+    return done.result, done.summary
 
 
 def _options(values: Mapping[str, Any], seed: int) -> Options:
@@ -74,14 +75,16 @@ def _options(values: Mapping[str, Any], seed: int) -> Options:
 
 @lru_cache(maxsize=4)
 def _inputs(
-    workload: str, cluster: str, traces: tuple[str, ...]
+    workload: str, cluster: str, traces: tuple[str, ...], models: tuple[tuple[str, str, str], ...]
 ) -> tuple[list[JobSpec], ClusterSpec, dict[str, Application]]:
     """Return the workload, the cluster and the applications, read once for the cells of a workload."""
-    from ddltool.commands.workloads import read_applications, read_cluster, read_workload
+    from ddltool.commands.simulate_inputs import read_truth
+    from ddltool.commands.workload_inputs import FittedText
+    from ddltool.commands.workloads import read_cluster, read_workload
 
     jobs = read_workload(Path(workload))
-    machines = read_cluster(Path(cluster))
-    return jobs, machines, read_applications([Path(name) for name in traces], [job.application for job in jobs])
+    truth = read_truth(jobs, [Path(name) for name in traces], [FittedText(*model) for model in models])
+    return jobs, read_cluster(Path(cluster)), truth.applications
 
 
 def main() -> None:

@@ -12,10 +12,11 @@ import typer
 from ddltool.commands.options import Json, Output, Seed, Source
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from ddltool.analyzers.communication.efficiency import Comparison
     from ddltool.device import Network
     from ddltool.graph import Graph, Mode
-
 
 DEVICE, BANDWIDTH, LATENCY = "V100", "10Gbit", "50us"
 
@@ -65,8 +66,7 @@ def trace(
     as_json: Json = False,
 ) -> None:
     """Trace one step, order its transfers, and say what that gains, for parameter servers, DDP and FSDP2."""
-    from ddltool.analyzers.communication.perfetto import to_chrome_trace
-    from ddltool.artifacts import check_writable, to_json, write_text
+    from ddltool.artifacts import check_writable
     from ddltool.commands.collectives import collective_plans
     from ddltool.commands.output import print_json
     from ddltool.commands.sources import is_graph_file
@@ -76,12 +76,7 @@ def trace(
     from ddltool.outputs import demand_distinct
 
     if determinism:
-        from ddltool.commands.determinism import determinism as scan
-
-        for option, place in (("-o", output), ("--perfetto", perfetto)):
-            if place is not None:
-                raise InputError(option, "has no part in --determinism", "leave it out, or redirect --json")
-        scan(source, mode=_mode(mode), batch_size=batch_size, as_json=as_json)
+        _scan(source, mode, batch_size, {"-o": output, "--perfetto": perfetto}, as_json)
         return
     if output is not None and output == perfetto:
         raise InputError("--perfetto", f"is {perfetto}, as -o", "give two different files")
@@ -107,14 +102,34 @@ def trace(
     if output is not None:
         write_graph(graph, output)
     if perfetto is not None:
-        timeline, schedule = comparison.tac.timeline, comparison.tac.schedule
-        write_text(
-            perfetto, to_json(to_chrome_trace(graph, timeline, schedule.priority if schedule else None), indent=None)
-        )
+        _write_timeline(graph, comparison, perfetto)
     if as_json:
         print_json(as_document(graph, comparison, plans))
     else:
         show_trace(graph, comparison, plans, [place for place in (output, perfetto) if place is not None])
+
+
+def _scan(
+    source: str, mode: str | None, batch_size: int | None, written: Mapping[str, Path | None], as_json: bool
+) -> None:
+    """Print what stands in the way of equal bits. Raises InputError for a file to write: a scan writes none."""
+    from ddltool.commands.determinism import determinism
+    from ddltool.errors import InputError
+
+    for option, place in written.items():
+        if place is not None:
+            raise InputError(option, "has no part in --determinism", "leave it out, or redirect --json")
+    determinism(source, mode=_mode(mode), batch_size=batch_size, as_json=as_json)
+
+
+def _write_timeline(graph: Graph, comparison: Comparison, path: Path) -> None:
+    """Write TAC's timeline as a Chrome/Perfetto trace."""
+    from ddltool.analyzers.communication.perfetto import to_chrome_trace
+    from ddltool.artifacts import to_json, write_text
+
+    timeline, schedule = comparison.tac.timeline, comparison.tac.schedule
+    priority = schedule.priority if schedule is not None else None
+    write_text(path, to_json(to_chrome_trace(graph, timeline, priority), indent=None))
 
 
 def _tell_ignored(device: str, bandwidth: str, latency: str, parameter_servers: int) -> None:
@@ -133,6 +148,7 @@ def _tell_ignored(device: str, bandwidth: str, latency: str, parameter_servers: 
 
 
 def _mode(mode: str | None) -> Mode | None:
+    """Return the mode of that name. Raises InputError for any other."""
     from ddltool.errors import InputError
 
     modes: dict[str | None, Mode | None] = {None: None, "training": "training", "inference": "inference"}
@@ -146,13 +162,17 @@ def timed_graph(
     *,
     mode: Mode | None = None,
     batch_size: int | None = None,
-    device: str = "V100",
-    bandwidth: str = "10Gbit",
-    latency: str = "50us",
+    device: str = DEVICE,
+    bandwidth: str = BANDWIDTH,
+    latency: str = LATENCY,
     parameter_servers: int = 1,
     oracle: str | None = None,
 ) -> Graph:
-    """Return the graph of SOURCE with a duration for every op: its own where a file has them, else the roofline's."""
+    """Return the graph of SOURCE with a duration for every op: its own where a file has them, else the roofline's.
+
+    ``oracle``: roofline, measured, or the path of a profiler trace. Raises InputError for what is none of them, for unknown
+    devices and for a SOURCE that cannot be read.
+    """
     from ddltool.analyzers.oracle.roofline import estimate_roofline
     from ddltool.commands.output import note, progress
     from ddltool.commands.sources import is_graph_file, load_graph

@@ -16,12 +16,37 @@ def as_document(graph: Graph, comparison: Comparison, plans: Collectives | None 
     """Return the JSON document of a trace: graph, bounds, schedules, what is winnable, collectives, coverage, verdict."""
     from dataclasses import asdict
 
-    from ddltool.analyzers.communication.efficiency import attribute, efficiency, efficiency_of_best, verdict
+    from ddltool.analyzers.communication.efficiency import verdict
     from ddltool.analyzers.oracle.roofline import coverage
     from ddltool.commands.collectives import collectives_document
 
-    judged = verdict(comparison)
-    bounds = comparison.bounds
+    judged, bounds = verdict(comparison), comparison.bounds
+    return {
+        "kind": "ddltool.trace",
+        "schema_version": 1,
+        "graph": graph_document(graph),
+        "bounds": {
+            "upper_s": bounds.upper_s,
+            "lower_s": bounds.lower_s,
+            "speedup": bounds.speedup,
+            "best_lower_s": comparison.best_bound_s,
+        },
+        "schedules": _schedules_document(comparison),
+        "efficiency_undefined": comparison.undefined_reason,
+        "coverage": asdict(coverage(graph)),
+        "servers": servers_of(graph),
+        "collectives": collectives_document(plans) if plans is not None else None,
+        "verdict": {"worth_it": judged.worth_it, "text": judged.text},
+        "predicted": True,
+    }
+
+
+def _schedules_document(comparison: Comparison) -> dict[str, Any]:
+    """Return what each order comes to, the exact one's last where it was solved for."""
+    from dataclasses import asdict
+
+    from ddltool.analyzers.communication.efficiency import attribute, efficiency, efficiency_of_best
+
     schedules: dict[str, Any] = {}
     for name, result in comparison.results().items():
         shares = attribute(comparison, result.makespan_s)
@@ -42,7 +67,7 @@ def as_document(graph: Graph, comparison: Comparison, plans: Collectives | None 
     if exact is not None:
         schedules["exact"] = {
             "makespan_s": exact.makespan_s,
-            "efficiency": efficiency(bounds, exact.makespan_s),
+            "efficiency": efficiency(comparison.bounds, exact.makespan_s),
             "efficiency_of_best": efficiency_of_best(comparison, exact.makespan_s),
             "lower_bound_s": exact.lower_bound_s,
             "status": exact.status,
@@ -51,24 +76,7 @@ def as_document(graph: Graph, comparison: Comparison, plans: Collectives | None 
             "order": list(exact.schedule.order),
             "priority": dict(exact.schedule.priority),
         }
-    return {
-        "kind": "ddltool.trace",
-        "schema_version": 1,
-        "graph": graph_document(graph),
-        "bounds": {
-            "upper_s": bounds.upper_s,
-            "lower_s": bounds.lower_s,
-            "speedup": bounds.speedup,
-            "best_lower_s": comparison.best_bound_s,
-        },
-        "schedules": schedules,
-        "efficiency_undefined": comparison.undefined_reason,
-        "coverage": asdict(coverage(graph)),
-        "servers": servers_of(graph),
-        "collectives": collectives_document(plans) if plans is not None else None,
-        "verdict": {"worth_it": judged.worth_it, "text": judged.text},
-        "predicted": True,
-    }
+    return schedules
 
 
 def graph_document(graph: Graph) -> dict[str, Any]:
@@ -144,6 +152,7 @@ def _origin(facts: dict[str, Any]) -> str:
 
 
 def _order_rows(comparison: Comparison) -> list[tuple[str, ...]]:
+    """Return the rows of the table of orders: those simulated, the exact one, and the bounds."""
     from ddltool.analyzers.communication.efficiency import efficiency
     from ddltool.units import show_seconds
 
@@ -174,6 +183,7 @@ def _order_rows(comparison: Comparison) -> list[tuple[str, ...]]:
 
 
 def _show_collectives(plans: Collectives) -> None:
+    """Print the table of DDP's and FSDP2's settings and what each is worth."""
     from ddltool.analyzers.communication.collectives import ddp_verdict, fsdp_verdict
     from ddltool.commands.collectives import collective_rows
     from ddltool.commands.output import out, table
@@ -186,6 +196,7 @@ def _show_collectives(plans: Collectives) -> None:
 
 
 def _show_coverage(graph: Graph) -> None:
+    """Print how much of the compute time was measured, estimated by a rule, or guessed."""
     from ddltool.analyzers.oracle.roofline import coverage
     from ddltool.commands.output import out
 

@@ -10,6 +10,8 @@ import typer
 from ddltool.commands.options import Json, Output
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from ddltool.analyzers.deciding.verification import Verification
     from ddltool.analyzers.goodput.throughput import ThroughputParams
 
@@ -33,8 +35,6 @@ def verify(
     as_json: Json = False,
 ) -> None:
     """Compare a run with its plan: step time, compute by process, synchronisation; say what to fit again."""
-    from dataclasses import asdict
-
     from ddltool.analyzers.deciding.feedback import read_run
     from ddltool.analyzers.deciding.verification import ACCEPTED
     from ddltool.analyzers.deciding.verification import verify as compare
@@ -54,11 +54,26 @@ def verify(
     found = compare(made, run, models, model_error=model_error, accepted=ACCEPTED if limit is None else limit)
     # A run of other devices, or of some of the processes, cannot show that the plan was right.
     passed = limit is None or (found.complete and abs(found.error) <= limit)
-    document: dict[str, Any] = {
+    names = {"plan": str(plan_file), "telemetry": str(telemetry)}
+    document = as_document(found, names, limit=limit, passed=passed)
+    if output is not None:
+        save(document, output)
+    if as_json:
+        print_json(document)
+    else:
+        show(found, limit, output)
+    if not passed:
+        raise typer.Exit(1)
+
+
+def as_document(found: Verification, names: Mapping[str, str], *, limit: float | None, passed: bool) -> dict[str, Any]:
+    """Return the JSON document of a comparison (kind ``ddltool.verification``); ``names``: the files compared."""
+    from dataclasses import asdict
+
+    return {
         "kind": "ddltool.verification",
         "schema_version": 1,
-        "plan": str(plan_file),
-        "telemetry": str(telemetry),
+        **names,
         "iteration": {
             "predicted_s": found.predicted_s,
             "measured_s": found.measured_s,
@@ -75,14 +90,6 @@ def verify(
         "max_error": limit,
         "passed": passed,
     }
-    if output is not None:
-        save(document, output)
-    if as_json:
-        print_json(document)
-    else:
-        show(found, limit, output)
-    if not passed:
-        raise typer.Exit(1)
 
 
 def percent(text: str, where: str) -> float:

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from ddltool.runtime.watch import SpeedRow
 
-RESOLVER = "ddltool.commands.sources:training_step"
 MOST_WORKERS = 256
 MOST_ROWS = 10**7
 WARM_ITERATIONS = 5
@@ -33,6 +32,7 @@ def profile_watch(
     """
     from ddltool.artifacts import check_writable
     from ddltool.commands.output import print_json, progress
+    from ddltool.commands.profile_measure import RESOLVER
     from ddltool.errors import DdlToolError, InputError
     from ddltool.runtime.watch import WatchLost, WatchRequest, record, write_rows
 

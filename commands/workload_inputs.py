@@ -7,7 +7,7 @@ import json
 import math
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ddltool.errors import InputError, did_you_mean
 
@@ -113,6 +113,17 @@ def read_jobs(
     )
 
 
+def demand_workload(path: Path) -> None:
+    """Raise InputError for a cluster's trace, which is no workload yet."""
+    from ddltool.analyzers.scheduling import readers
+    from ddltool.artifacts import read_text
+
+    header = "" if ".json" in path.suffixes else read_text(path).partition("\n")[0]
+    columns = [name.strip().strip('"') for name in header.split(",")]
+    if ".json" in path.suffixes or readers.is_trace(columns):
+        raise InputError(str(path), "is a cluster's trace", "make a workload of it with --convert first")
+
+
 def write_workload(jobs: Sequence[JobSpec], source: str, path: Path) -> None:
     """Write a workload with a column that says where its jobs are from: as a table, atomically."""
     import csv
@@ -174,8 +185,30 @@ def read_events(path: Path, count: int | None = None) -> tuple[NodeEvent, ...]:
     return tuple(made)
 
 
-def read_fitted(texts: Sequence[str]) -> tuple[dict[str, Application], list[str]]:
-    """Return applications from ``APP=FILE,noise=..,samples=..,batch=..[,max-batch=..,max-local=..]``, and what is assumed."""
+class FittedText(NamedTuple):
+    """One ``--goodput APP=FILE,FIELDS`` in its parts."""
+
+    application: str
+    file: str
+    fields: str
+
+
+def split_fitted(texts: Sequence[str]) -> list[FittedText]:
+    """Return the parts of each ``APP=FILE,noise=..,samples=..,batch=..[,max-batch=..,max-local=..]``. Reads no file."""
+    made: dict[str, FittedText] = {}
+    for text in texts:
+        head, _, fields = text.partition(",")
+        name, equals, file = head.partition("=")
+        if not (equals and name and file):
+            raise InputError("--goodput", f"is {text!r}", "APP=FILE,noise=SAMPLES,samples=TOTAL,batch=M0")
+        if name in made:
+            raise InputError("--goodput", f"gives {name} twice", "one model per application")
+        made[name] = FittedText(name, file, fields)
+    return list(made.values())
+
+
+def read_fitted(models: Sequence[FittedText]) -> tuple[dict[str, Application], list[str]]:
+    """Return the applications of fitted models, and what is assumed about them."""
     from ddltool.analyzers.goodput.throughput import ThroughputParams
     from ddltool.analyzers.scheduling.fitted_truth import assumptions, fitted_application
     from ddltool.analyzers.scheduling.truth import ANY_TYPE
@@ -184,14 +217,8 @@ def read_fitted(texts: Sequence[str]) -> tuple[dict[str, Application], list[str]
 
     made: dict[str, Application] = {}
     said = []
-    for text in texts:
-        head, _, rest = text.partition(",")
-        name, equals, file = head.partition("=")
-        if not (equals and name and file):
-            raise InputError("--goodput", f"is {text!r}", "APP=FILE,noise=SAMPLES,samples=TOTAL,batch=M0")
-        if name in made:
-            raise InputError("--goodput", f"gives {name} twice", "one model per application")
-        job = _fitted_job(rest, f"--goodput {name}")
+    for name, file, fields in models:
+        job = _fitted_job(fields, f"--goodput {name}")
         model = load(file, Goodput)
         records = {kind: each.params for kind, each in model.devices.items()} or {ANY_TYPE: model.params}
         params = {kind: ThroughputParams(**record.model_dump()) for kind, record in records.items()}

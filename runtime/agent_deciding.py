@@ -180,7 +180,7 @@ class Chooser:
     def _message(self, step: int) -> _Message:
         """Return what rank 0 has to say: the result of a fit that is done, and when to look again."""
         step_s = (time.perf_counter() - self._looked[1]) / max(step - self._looked[0], 1)
-        decision, soon = self._fitted(step)
+        decision, soon = self._fitted()
         split = decision.split if decision is not None and self._policy.adapt else None
         statistics_ = self.estimator.statistics(self._limits.initial_batch_size)
         known = statistics_ is not None and self.estimator.count >= LEAST_OBSERVATIONS
@@ -229,7 +229,7 @@ class Chooser:
             self._noise.cost_s, statistics.median(self._durations), NOISE_SHARE * policy.overhead
         )
 
-    def _fitted(self, step: int) -> tuple[Decision | None, bool]:
+    def _fitted(self) -> tuple[Decision | None, bool]:
         """Return a decision that is ready, and whether one is being made."""
         if self._fitting is None and not self._can_afford_fit():
             return None, False

@@ -39,12 +39,16 @@ from ddltool.runtime.batch_control_events import EventFile, Manager
 from ddltool.runtime.batch_control_exchange import TIMEOUT_S, Exchange, KeyStore, default_store, own, under
 from ddltool.runtime.batch_control_loop import Background, Blocking
 from ddltool.runtime.batch_control_loss import LossReport
+from ddltool.runtime.batch_control_tree import TreeExchange
 from ddltool.runtime.gradients import SampleCounter, WeightedAverage
 from ddltool.runtime.hook import register
 from ddltool.runtime.job import Job, dataset_length
 
 Cluster = Literal["cpu", "gpu"]
 MOST_BLOCKING = 16
+# In a job a worker that has become slow holds up all others until the sizes follow, so both ways notice lasting changes.
+LIVE_LEARNING = predict.Settings(background=True, restart_after=3)
+LIVE_TRIAL = algorithm2.Settings(renew=True)
 # Each job in a process has keys of its own: the last ones of a job before would be taken for answers.
 _NUMBERS = itertools.count()
 
@@ -58,9 +62,10 @@ class BalanceOptions:
     predictor: str = "ema"
     """For ``cpu``: last, ema, arima, rnn, lstm or narx."""
     learning: predict.Settings | None = None
-    """How a trained predictor learns; None: as the paper has it, networks in the background."""
+    """How a predictor learns; None: as the paper has it, networks in the background, and ``ema`` begins anew after
+    three steps that show a lasting change."""
     trial: algorithm2.Settings | None = None
-    """Algorithm 2's steps and windows."""
+    """Algorithm 2's steps and windows; None: the paper's, and the fast approach again after a lasting change."""
     tolerance: float = 0.0
     """For ``cpu``: share by which the longest predicted time must fall for sizes to change."""
     background: bool | None = None
@@ -243,15 +248,18 @@ def balance(
     cuda = any(parameter.is_cuda for parameter in model.parameters())
     clock = StepClock(cuda)
     loop: Blocking | Background | None = None
-    exchange = None
+    exchange: Exchange | None = None
     if job.world_size > 1 and chosen.enabled:
         name = f"ddltool/balance/{next(_NUMBERS)}"
         shared = store if store is not None else default_store()
         # Rank 0 is to be the first to give up: it knows who is missing, and tells the others.
         link = own(shared, name, chosen.timeout_s * (1.0 if job.rank == 0 else 1.5))
-        exchange = Exchange(link, job.rank, job.world_size, manager, under(shared, name))
         many = job.world_size > MOST_BLOCKING
         behind = (chosen.cluster == "gpu" or many) if chosen.background is None else chosen.background
+        if many and not behind:
+            exchange = TreeExchange(link, job.rank, job.world_size, manager, chosen.timeout_s)
+        else:
+            exchange = Exchange(link, job.rank, job.world_size, manager, under(shared, name))
         loop = Background(exchange) if behind else Blocking(exchange)
     balancer = Balancer(job, dataset, start, loop, clock, readings=chosen.predictor in predict.READING)
     if job.world_size > 1:
@@ -295,9 +303,9 @@ def _prepare(
         raise InputError("sizes", f"add up to {sum(sizes)}", f"the total batch is {total_batch}")
     policy: Policy
     if options.cluster == "gpu":
-        policy = TrialPolicy(sizes, limits, options.trial)
+        policy = TrialPolicy(sizes, limits, options.trial if options.trial is not None else LIVE_TRIAL)
     else:
-        learning = options.learning if options.learning is not None else predict.Settings(background=True)
+        learning = options.learning if options.learning is not None else LIVE_LEARNING
         policy = SpeedPolicy(sizes, limits, options.predictor, learning, tolerance=options.tolerance)
     start = tuple(int(size) for size in np.asarray(policy.sizes))
     return start, Manager(policy, EventFile(events if job.rank == 0 else None))

@@ -38,6 +38,11 @@ class EventFile:
                 )
         path.write_bytes(b"")
 
+    @property
+    def wanted(self) -> bool:
+        """Whether events are written at all."""
+        return self._path is not None
+
     def add(self, event: BalanceEvent) -> None:
         """Append one line, in one write."""
         if self._path is None:
@@ -79,24 +84,26 @@ class Manager:
             full = rest == 0 and passes >= 1 and (rows[:, 0] >= passes).all()
             if step < self._skip or not full:
                 return self._policy.sizes.astype(np.float64)
-            rows = np.concatenate((rows[:, :2] / passes, rows[:, 2:]), axis=1)
+            if passes > 1:
+                rows = np.concatenate((rows[:, :2] / passes, rows[:, 2:]), axis=1)
             before = self._policy.sizes.tolist()
             choice = self._policy.choose(Report.of(rows))
-        seconds = [float(f"{value:.4g}") for value in rows[:, 1]]
+        removed = choice.remove if choice.remove != self._advised else None
+        seconds = rows[:, 1]
         if choice.fine_tuning:
             self._tell("fine_tuning", step, choice.sizes, seconds)
         if list(choice.sizes) != before:
             log.debug("step %d: batch sizes %s", step, choice.sizes)
             self._tell("resize", step, choice.sizes, seconds)
-        if choice.remove != self._advised and choice.remove is not None:
-            size = choice.sizes[choice.remove]
+        if removed is not None:
+            size = choice.sizes[removed]
             log.warning(
                 "step %d: remove this straggler: rank %d is the slowest (%.3g s) with only %d samples left; training "
                 "without it would be faster",
-                *(step, choice.remove, seconds[choice.remove], size),
+                *(step, removed, seconds[removed], size),
             )
-            self._tell("remove_straggler", step, choice.sizes, seconds, choice.remove)
-        self._advised = choice.remove if choice.remove is not None else self._advised
+            self._tell("remove_straggler", step, choice.sizes, seconds, removed)
+            self._advised = removed
         return np.array(choice.sizes, dtype=np.float64)
 
     def _tell(
@@ -104,10 +111,12 @@ class Manager:
         event: Literal["resize", "fine_tuning", "remove_straggler"],
         step: int,
         sizes: tuple[int, ...],
-        seconds: list[float],
+        seconds: Floats,
         rank: int | None = None,
     ) -> None:
-        self._events.add(BalanceEvent(event=event, step=step, sizes=list(sizes), seconds=seconds, rank=rank))
+        if self._events.wanted:  # a line about 96 ranks takes longer to make than their sizes to choose
+            shown = [float(f"{value:.4g}") for value in seconds]
+            self._events.add(BalanceEvent(event=event, step=step, sizes=list(sizes), seconds=shown, rank=rank))
 
     def state_dict(self) -> dict[str, Any]:
         """Return what Algorithm 2 has found out; empty for predictors, which learn anew."""

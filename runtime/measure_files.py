@@ -65,14 +65,38 @@ class RowFile:
             for row, value in enumerate(frame[name].astype(str).tolist(), start=1):
                 if value != now:
                     then, here = _difference(value, now)
-                    raise InputError(
-                        f"{path}:row {row}:{name}", f"is {then}, not {here}", "measure alike, or write another file"
-                    )
+                    remedy = f"measure alike{_options(name, then)}, or write another file"
+                    raise InputError(f"{path}:row {row}:{name}", f"is {then}, not {here}", remedy)
         frame["accumulation_steps"] = frame["accumulation_steps"].fillna(0).astype("int64")
         twice = frame.duplicated(_KEY).to_numpy().nonzero()[0]
         if twice.size:
             raise InputError(f"{path}:row {twice[0] + 1}", "repeats an earlier configuration", "remove one of the rows")
         return frame.drop(columns="schema_version", errors="ignore")  # every writing sets it anew
+
+
+def threads_of(path: Path) -> int:
+    """Return the threads per process with which the rows of ``path`` were measured, 0 where the file says nothing of it.
+
+    What is wrong with the file is for :class:`RowFile` to say.
+    """
+    try:
+        settings = read_profile(path)["settings"].astype(str)
+    except (InputError, KeyError):
+        return 0
+    found = settings.str.extract(r"(?:^|;)threads=([1-9]\d{0,8})(?:;|$)")[0].dropna()
+    return int(found.iloc[0]) if len(found) else 0
+
+
+def _options(column: str, then: str) -> str:
+    """Return in brackets the options that make a measurement like the one that filled ``column`` with ``then``."""
+    if column == "device":
+        return " (--device, --device-name)"
+    if column != "settings":
+        return ""
+    settings = (part.partition("=") for part in then.split(";"))
+    return (
+        f" ({', '.join(f'--{name} {value}' if name != 'torch' else f'torch {value}' for name, _, value in settings)})"
+    )
 
 
 def _difference(then: str, now: str) -> tuple[str, str]:

@@ -25,8 +25,9 @@ from ddltool.analyzers.balancing import algorithm2
 from ddltool.errors import DdlToolError, InputError
 from ddltool.runtime.balancing_data import PartitionedData
 from ddltool.runtime.batch_control import BalanceOptions, Balancer, balance
-from ddltool.runtime.batch_control_exchange import Exchange, default_store, own
+from ddltool.runtime.batch_control_exchange import Exchange, default_store, own, under
 from ddltool.runtime.batch_control_loop import Background, Blocking
+from ddltool.runtime.batch_control_tree import TreeExchange
 from ddltool.runtime.gradients import SampleCounter, WeightedAverage
 from tests.runtime_workers import furthest, gradients, loss_of, make_data, make_model
 
@@ -82,6 +83,35 @@ def failing_choice(rank: int, behind: bool) -> list[str]:
                 break
     loop.close()
     return told
+
+
+def tree_rounds(rank: int, world_size: int, fan_out: int) -> list[list[float]]:
+    """Return what three rounds along a tree answer: row r is (r + step, r), the choice their product plus 100 r."""
+
+    def choose(rows: np.ndarray) -> np.ndarray:
+        return rows[:, 0] * rows[:, 1] + 100 * np.arange(len(rows))
+
+    exchange = TreeExchange(default_store(), rank, world_size, choose, 20.0, fan_out)
+    return [exchange.round(step, np.array([rank + step, rank])).tolist() for step in range(3)]
+
+
+def tree_failure(rank: int, world_size: int, case: str) -> str:
+    """Return what a rank is told when rank 0 cannot choose, or when the rank that ``case`` names stays away."""
+
+    def choose(rows: np.ndarray) -> np.ndarray:
+        if case == "choice":
+            raise DdlToolError("no idea")
+        return rows[:, 0]
+
+    link = under(default_store(), f"tree {case}")
+    exchange = TreeExchange(link, rank, world_size, choose, 1.5, 1)
+    if case == str(rank):
+        return "stayed away"
+    try:
+        exchange.round(0, np.array([1.0]))
+    except DdlToolError as error:
+        return str(error)
+    return "nothing"
 
 
 def broken_migration(rank: int) -> str:

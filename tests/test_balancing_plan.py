@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -179,6 +180,36 @@ def test_the_cost_of_synchronisation_is_seen(shapes: list[tuple[int, int, int]],
         if (took := brute_force(shapes, counts, total, lambda used, n=devices: sum(used) == n)) is not None
     ]
     assert (None if made is None else made.iteration_s) == min(found, default=None)
+
+
+@given(st.integers(0, 10**6), st.integers(1, 8), st.sampled_from([1.0, 2.5]))
+@settings(max_examples=60, deadline=None)
+def test_all_times_at_once_or_one_number_of_devices_after_the_other(seed: int, kinds: int, gamma: float) -> None:
+    """Devices that cost nothing are searched over time, priced ones over their number: the same step either way."""
+    chance = np.random.default_rng(seed)
+    curves = DeviceCurves.of(
+        launch_s=chance.uniform(0, 0.3, kinds),
+        per_sample_s=chance.uniform(0.001, 0.02, kinds),
+        memory_limit=chance.integers(5, 60, kinds),
+        accumulate=bool(seed % 2),
+    )
+    counts = tuple(chance.integers(1, 30, kinds).tolist())
+    total, grows = int(chance.integers(1, 20 * sum(counts))), float(chance.uniform(0, 0.02))
+    most = int(chance.integers(1, sum(counts) + 1)) if seed % 3 else None
+
+    def finish(slowest_s: float, devices: int) -> float:
+        return float((slowest_s**gamma + (grows * (devices - 1)) ** gamma) ** (1 / gamma))
+
+    free = choose(curves, Offer(counts=counts, max_devices=most), total, finish)
+    priced = choose(curves, Offer(counts=counts, max_devices=most, prices=(0,) * kinds), total, finish)
+    if priced is None:
+        assert free is None
+        return
+    assert free is not None
+    assert free.iteration_s == pytest.approx(priced.iteration_s, rel=1e-14)
+    assert sum(row.devices * row.size for row in free.rows) == total
+    assert sum(free.numbers) <= (most or total)
+    assert finish(free.slowest_s, sum(free.numbers)) == free.iteration_s
 
 
 @given(st.integers(0, 10**6))

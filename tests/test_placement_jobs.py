@@ -9,7 +9,8 @@ from random import Random
 import numpy as np
 import pytest
 
-from ddltool.analyzers.placement.job_columns import generate, job_table
+from ddltool.analyzers.placement.job_columns import JobTable, generate, job_table
+from ddltool.analyzers.placement.job_load import cheapest, lines_at, load_at, whole_columns
 from ddltool.analyzers.placement.jobs import JobsPlan, Sharing, solve_jobs
 from ddltool.analyzers.placement.problem import DeviceType, Problem
 from ddltool.analyzers.placement.step_times import allowed, reach
@@ -133,6 +134,115 @@ def test_the_bound_holds_in_every_round() -> None:
         if all(table.columns for table in tables):
             for rounds in (1, 2, 20):
                 assert generate(tables, limit, everyone=False, until=lambda: False, rounds=rounds) >= best - 1e-7
+
+
+def tables_of(jobs: list[Problem], devices: dict[str, int]) -> list[JobTable]:
+    """Tables with the columns of each job alone; raises ValueError for a job that cannot run even alone."""
+    limit = np.array(list(devices.values()))
+    tables = []
+    for job in jobs:
+        steps = {
+            counts: step
+            for counts in itertools.product(*(range(count + 1) for count in devices.values()))
+            if any(counts) and allowed(job, counts) and (step := reach(job, counts)) is not None
+        }
+        fastest = min(steps, key=lambda counts: steps[counts])
+        tables.append(job_table(job, list(devices), limit, 1.0, steps[fastest]))
+        assert tables[-1].add(fastest)
+    return tables
+
+
+def test_what_is_said_about_a_floor_is_true() -> None:
+    """Of every floor: what is called impossible is, and whole columns that fit give every job that much."""
+    random, told, fitted = Random(6), 0, 0
+    for _ in range(40):
+        devices = {"a": random.randint(1, 3), "b": random.randint(1, 3)}
+        jobs = [random_job(random, f"j{place}", devices, (1, 3, 6)) for place in range(random.randint(2, 3))]
+        try:
+            _, best, _ = every_way(jobs, devices, [1.0] * len(jobs))
+            tables = tables_of(jobs, devices)
+        except ValueError:
+            continue
+        limit = np.array(list(devices.values()))
+        for floor in np.unique(np.concatenate([table.values for table in tables])):
+            load = load_at(tables, limit, float(floor), np.ones(2), lambda: False)
+            if load.impossible:
+                assert best < floor * (1 - 1e-9)
+                told += 1
+            elif load.columns:
+                rows, fit = whole_columns(load, limit, len(jobs))
+                assert fit == (np.sum(rows, axis=0) <= limit).all()
+                assert min(table.columns[row] for table, row in zip(tables, rows, strict=True)) >= floor * (1 - 1e-9)
+                assert not fit or best >= floor * (1 - 1e-9)
+                fitted += fit
+    assert min(told, fitted) > 50
+
+
+def test_no_devices_of_a_job_cost_less_than_is_said() -> None:
+    """At any prices, for few ESTs and for so many that they are looked at in parts."""
+    random, tight = Random(9), 0
+    for number in range(60):
+        devices = {"a": random.randint(1, 4), "b": random.randint(1, 4)}
+        job = random_job(random, "j", devices, (3, 8) if number % 2 else (700, 1_234))
+        try:
+            (table,) = tables_of([job], devices)
+        except ValueError:
+            continue
+        prices = np.array([random.choice([0, 1, 1.7, 5]), random.choice([1, 2, 3.1])])
+        shares = {
+            counts: table.worth(step)
+            for counts in itertools.product(*(range(count + 1) for count in devices.values()))
+            if any(counts) and (step := table.step(counts)) is not None
+        }
+        for floor in sorted(set(shares.values())):
+            lines = lines_at([table], floor)
+            assert lines is not None
+            least, columns = cheapest(lines, prices, 1)
+            real = min(float(prices @ counts) for counts, share in shares.items() if share >= floor * (1 - 1e-12))
+            assert least[0] <= real + 1e-9
+            tight += least[0] > real - 1e-9
+            assert {job for job, _ in columns} <= {0}
+    assert tight > 50
+
+
+def many(number: int, devices: dict[str, int], workers: tuple[int, ...]) -> list[Problem]:
+    """Jobs with limits of their own, every fourth without."""
+    random = Random(number)
+    jobs = []
+    for place in range(number):
+        offers = tuple(
+            DeviceType(
+                name=name, count=count, capability_per_s=Fraction(random.randint(10, 60), 10), price_micro=place % 3 + 1
+            )
+            for place, (name, count) in enumerate(devices.items())
+        )
+        limits = ({}, {"max_devices": 6}, {"max_price_micro": 15}, {"single_type": True})[place % 4]
+        jobs.append(
+            Problem(job=f"j{place}", max_workers=random.choice(workers), batch_size=2, devices=offers, **limits)  # type: ignore[arg-type]
+        )
+    return jobs
+
+
+def test_hundreds_of_jobs_all_get_something() -> None:
+    devices = {"a": 100, "b": 100, "c": 100}
+    jobs = many(120, devices, (4, 8, 16, 32))
+    made = solve_jobs(jobs, devices, objective="max-min", time_limit_s=60)  # ends long before
+    check(jobs, devices, made)
+    assert None not in made.plans
+    assert made.gap < 0.03
+
+
+@pytest.mark.parametrize("objective", ["sum", "max-min"])
+def test_there_is_an_answer_with_a_bound_without_any_time(objective: Sharing) -> None:
+    devices = {"a": 30, "b": 30}
+    jobs = many(24, devices, (4, 8, 200))
+    made = solve_jobs(jobs, devices, objective=objective, time_limit_s=1e-9)
+    check(jobs, devices, made)
+    assert made.value > 0
+    assert made.gap == pytest.approx(1 - made.value / made.bound)
+    longer = solve_jobs(jobs, devices, objective=objective, time_limit_s=2)
+    assert made.value <= longer.bound + 1e-9
+    assert made.bound >= longer.value - 1e-9
 
 
 @pytest.mark.slow

@@ -16,6 +16,7 @@ from ddltool.analyzers.placement.closed_form import best_step_time
 from ddltool.analyzers.placement.est import is_feasible, solve_est
 from ddltool.analyzers.placement.problem import DeviceType, Problem, from_job
 from ddltool.analyzers.placement.requirements import minimal_conflict, requirements
+from ddltool.analyzers.placement.step_table import step_table
 from ddltool.analyzers.placement.verify import verify
 from ddltool.errors import DdlToolError, Infeasible, InputError
 from ddltool.job import Constraints, DeviceOffer, Job
@@ -295,3 +296,18 @@ def test_extreme_capabilities_are_one_line_or_right(rates: tuple[float, float]) 
         return
     made = solve_est(case)
     assert verify(case, made.assignments) == best_step_time(case)
+
+
+def test_a_table_s_step_times_are_the_fractions_rounded_once() -> None:
+    """For short decimals, which are divided all at once, and for seventeen digits, which are not."""
+    random = Random(4)
+    for number in range(40):
+        rates = tuple(
+            Fraction(random.randint(1, 99), 10) if number % 2 else Fraction(repr(1 / random.uniform(0.05, 2)))
+            for _ in range(3)
+        )
+        workers = random.randint(1, 90)
+        table = step_table(rates, workers)
+        for place in range(len(table.multiples)):
+            assert table.seconds[place] == float(table.step(place))
+            assert table.throughputs[place] == float(workers / table.step(place))

@@ -84,6 +84,7 @@ def test_every_picture_has_its_numbers_under_it(page: Path) -> None:
     figures = re.findall(r"<figure>(.*?)</figure>", page.read_text(), flags=re.DOTALL)
     assert len(figures) > 20
     assert all("<svg" in figure and "<details open><summary>numbers" in figure for figure in figures)
+    assert all(figure.count("<svg") == 2 for figure in figures)  # for a screen and for a phone
 
 
 def test_pictures_are_well_formed_and_nothing_comes_from_outside(page: Path) -> None:
@@ -158,7 +159,8 @@ def test_plans_of_every_strategy(artifacts: list[Path], page: Path, strategy: st
     section = next(part for part in sections_of(page.read_text()).values() if f"plan-{strategy}.json" in part)
     assert f"{plan['throughput']:.4g} mini-batches/s" in section
     for row in plan["assignments"]:
-        assert cells(section, row["device_type"])[3] == f"{row['local_batch_size']:,}"
+        place = [unescape(cell) for cell in re.findall(r"<th[^>]*>(.*?)</th>", section)].index("local batch")
+        assert cells(section, row["device_type"])[place] == f"{row['local_batch_size']:,}"
     shown = {
         "est": ("DDP buckets", "next best", "should travel"),
         "lb-bsp": ("the equal split",),
@@ -424,7 +426,60 @@ def test_a_long_table_says_what_it_leaves_out(tmp_path: Path) -> None:
     assert html.count("<td") < 3000
 
 
+def test_a_graph_that_takes_no_time_has_no_picture(tmp_path: Path) -> None:
+    op = {"name": "a", "kind": "compute", "resource": "compute:0", "duration_s": 0.0}
+    graph = {"kind": "ddltool.graph", "schema_version": 1, "name": "nothing", "mode": "inference", "ops": [op]}
+    (tmp_path / "graph.json").write_text(json.dumps(graph))
+    made(tmp_path / "graph.json", "-o", tmp_path / "r.html")
+    html = (tmp_path / "r.html").read_text()
+    assert "Nothing in this graph takes any time." in html
+    assert "<svg" not in html
+
+
+@pytest.mark.parametrize(("iterations", "drawn"), [(7, "7"), (150, "150 iterations")])
+def test_many_iterations_become_one_bar_that_says_so(
+    artifacts: list[Path], tmp_path: Path, iterations: int, drawn: str
+) -> None:
+    plan = json.loads(named(artifacts, "plan-elastic-bsp.json").read_text())
+    plan["superstep"]["iterations"] = dict.fromkeys(plan["superstep"]["iterations"], iterations)
+    (tmp_path / "plan.json").write_text(json.dumps(plan))
+    made(tmp_path / "plan.json", "-o", tmp_path / "r.html")
+    texts = re.findall(r"<text[^>]*>([^<]*)</text>", (tmp_path / "r.html").read_text())
+    assert drawn in texts
+    assert ("1" in texts) == (iterations == 7)
+
+
+def test_remarks_on_every_rank_do_not_fill_the_page(artifacts: list[Path], tmp_path: Path) -> None:
+    found = json.loads(named(artifacts, "verification.json").read_text())
+    found["refit"] = [f"rank {rank} trained on 64 samples per step" for rank in range(64)]
+    (tmp_path / "verification.json").write_text(json.dumps(found))
+    made(tmp_path / "verification.json", "-o", tmp_path / "r.html")
+    html = (tmp_path / "r.html").read_text()
+    assert "Rank 3 trained on 64 samples per step." in html
+    assert "And 60 more of the kind." in html
+    assert "ank 4 trained" not in html
+
+
 # A real browser
+
+# Letters of a picture that reach out of it, and pairs of texts that lie over each other, of the pictures that are shown.
+_TEXTS = (
+    "[...document.querySelectorAll('svg')].filter(s => s.getBoundingClientRect().width).map(s => [s, "
+    "[...s.querySelectorAll('text')].filter(t => t.textContent.trim())"
+    ".map(t => [t.textContent, t.getBoundingClientRect()])])"
+)
+CUT_LETTERS = (
+    f"{_TEXTS}.flatMap(([s, texts]) => {{const b = s.getBoundingClientRect(); return texts.filter(([_, r]) => "
+    "r.left < b.left - 1 || r.right > b.right + 1 || r.top < b.top - 1 || r.bottom > b.bottom + 1)"
+    ".map(([text]) => `${s.closest('section').id}: ${text}`)})"
+)
+COVERED_LETTERS = (
+    f"{_TEXTS}.flatMap(([s, texts]) => texts.flatMap(([one, a], i) => texts.slice(i + 1).filter(([_, b]) => "
+    "Math.min(a.right, b.right) - Math.max(a.left, b.left) > 1 && "
+    "Math.min(a.bottom, b.bottom) - Math.max(a.top, b.top) > 3)"
+    ".map(([other]) => `${s.closest('section').id}: ${one} | ${other}`)))"
+)
+SCROLLING_PICTURES = "[...document.querySelectorAll('.drawing')].filter(e => e.scrollWidth > e.clientWidth + 1).length"
 
 
 @needs_chromium
@@ -440,8 +495,10 @@ def test_a_browser_shows_everything(page: Path, tmp_path: Path) -> None:
     sections = "[...document.querySelectorAll('section')].map(s => [s.id, s.getBoundingClientRect().height])"
     drawings = (
         "[...document.querySelectorAll('svg')].map(s => s.getBoundingClientRect())"
-        ".filter(r => r.width < 300 || r.height < 60)"
+        ".filter(r => r.width && (r.width < 300 || r.height < 60))"
     )
+    shown = "[...document.querySelectorAll('svg')].filter(s => s.getBoundingClientRect().width).length"
+    figures = "document.querySelectorAll('figure').length"
     with chromium(tmp_path) as browser:
         for width, dark in ((1280, False), (390, True)):
             browser.open(page, width=width, dark=dark)
@@ -455,6 +512,10 @@ def test_a_browser_shows_everything(page: Path, tmp_path: Path) -> None:
             assert list(heights) == list(sections_of(page.read_text()))
             assert min(heights.values()) > 200
             assert browser.value(f"{drawings}.length") == 0
+            assert browser.value(shown) == browser.value(figures) > 20
+            assert browser.value(CUT_LETTERS) == []
+            assert browser.value(COVERED_LETTERS) == []
+            assert browser.value(SCROLLING_PICTURES) == 0
             paper = browser.value("getComputedStyle(document.body).backgroundColor")
             assert paper == ("rgb(22, 24, 27)" if dark else "rgb(255, 255, 255)")
         browser.open(page, width=800, dark=True, media="print")
@@ -467,12 +528,12 @@ def test_a_browser_shows_everything(page: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize("dark", [False, True])
 def test_letters_in_pictures_can_be_read(page: Path, tmp_path: Path, dark: bool) -> None:
     small = (
-        "[...document.querySelectorAll('svg text')].filter(t => t.textContent.trim())"
-        ".map(t => t.getBoundingClientRect()).filter(r => Math.max(r.width, r.height) < 5).length"
+        "Math.min(...[...document.querySelectorAll('svg text')].filter(t => t.getBoundingClientRect().width)"
+        ".map(t => parseFloat(getComputedStyle(t).fontSize) * Math.hypot(t.getScreenCTM().a, t.getScreenCTM().b)))"
     )
     with chromium(tmp_path) as browser:
         browser.open(page, width=390, dark=dark)
-        assert browser.value(small) == 0
+        assert browser.value(small) >= 9.0
         ink = browser.value("getComputedStyle(document.querySelector('svg text')).fill")
         assert ink == ("rgb(232, 234, 237)" if dark else "rgb(26, 26, 26)")
 

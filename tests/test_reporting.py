@@ -15,8 +15,22 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ddltool.analyzers.reporting.page import Picture, Section, Table, render
+from ddltool.analyzers.reporting.charts import _LINE_COLOURS, Line, bars_svg, lines_svg
+from ddltool.analyzers.reporting.page import (
+    _PICTURE_COLOURS,
+    _STYLE,
+    Picture,
+    Section,
+    Table,
+    counted,
+    few,
+    filled,
+    render,
+)
 from ddltool.analyzers.reporting.pictures import (
+    _INK,
+    KIND_COLOURS,
+    PHASE_COLOURS,
     Lane,
     Panel,
     Series,
@@ -171,5 +185,129 @@ def test_a_browser_draws_it(tmp_path: Path) -> None:
     pixels = imread(shot)[..., :3]
     ink = (np.abs(pixels - pixels[0, 0]).sum(axis=2) > 0.1).mean()
     assert 0.02 < ink < 0.9
-    for colour in ((0, 114, 178), (230, 159, 0), (0, 158, 115)):  # recv, compute and send are all visible
+    for colour in ((0, 114, 178), (201, 134, 0), (0, 158, 115)):  # recv, compute and send are all visible
         assert (np.abs(pixels - np.array(colour) / 255).max(axis=2) < 0.02).sum() > 200
+
+
+# Colours, by the formulas of WCAG 2.2 and of Machado, Oliveira and Fernandes (2009, full severity)
+
+DEFICIENCIES = {
+    "none": np.eye(3),
+    "deuteranopia": [[0.367322, 0.860646, -0.227968], [0.280085, 0.672501, 0.047413], [-0.01182, 0.04294, 0.968881]],
+    "protanopia": [[0.152286, 1.052583, -0.204868], [0.114503, 0.786281, 0.099216], [-0.003882, -0.048116, 1.051998]],
+}
+TO_XYZ = np.array([[0.4124, 0.3576, 0.1805], [0.2126, 0.7152, 0.0722], [0.0193, 0.1192, 0.9505]])
+
+
+def linear(colour: str) -> np.ndarray:
+    parts = np.array([int(colour[place : place + 2], 16) for place in (1, 3, 5)]) / 255
+    return np.where(parts <= 0.04045, parts / 12.92, ((parts + 0.055) / 1.055) ** 2.4)
+
+
+def contrast(one: str, two: str) -> float:
+    light = sorted(float(linear(colour) @ [0.2126, 0.7152, 0.0722]) for colour in (one, two))
+    return (light[1] + 0.05) / (light[0] + 0.05)
+
+
+def lab(colour: np.ndarray) -> np.ndarray:
+    part = TO_XYZ @ np.clip(colour, 0, 1) / [0.9505, 1, 1.089]
+    part = np.where(part > 0.008856, np.cbrt(part), 7.787 * part + 16 / 116)
+    return np.array([116 * part[1] - 16, 500 * (part[0] - part[1]), 200 * (part[1] - part[2])])
+
+
+def schemes() -> dict[str, dict[str, str]]:
+    """Return the page's colours by name, light and dark, from its style sheet."""
+    light, dark = (dict(re.findall(r"--([a-z-]+): (#[0-9a-f]{6})", part)) for part in _STYLE.split("@media")[:2])
+    return {"light": light, "dark": {**light, **dark}}
+
+
+def shown(colour: str, scheme: dict[str, str]) -> str:
+    """Return a picture's colour as the page shows it."""
+    if colour == _INK:
+        return scheme["ink"]
+    variables = {own: variable.removeprefix("var(--").removesuffix(")") for own, variable in _PICTURE_COLOURS}
+    name = variables.get(colour.lower())
+    return scheme[name] if name else colour
+
+
+@pytest.mark.parametrize("mode", ["light", "dark"])
+def test_text_and_pictures_stand_out_from_the_paper(mode: str) -> None:
+    scheme = schemes()[mode]
+    assert contrast(scheme["ink"], scheme["paper"]) >= 7
+    assert contrast(scheme["faint"], scheme["paper"]) >= 4.5
+    assert contrast(scheme["on-blue"], scheme["blue"]) >= 4.5
+    assert contrast("#000000", KIND_COLOURS["compute"]) >= 4.5  # what stands on bars of computation
+    for colour in (*_LINE_COLOURS, *KIND_COLOURS.values(), *PHASE_COLOURS.values()):
+        assert contrast(shown(colour, scheme), scheme["paper"]) >= 3, colour
+
+
+@pytest.mark.parametrize("deficiency", DEFICIENCIES)
+@pytest.mark.parametrize("mode", ["light", "dark"])
+def test_colours_of_one_picture_can_be_told_apart(mode: str, deficiency: str) -> None:
+    seen = np.array(DEFICIENCIES[deficiency])
+    for colours in (_LINE_COLOURS, tuple(KIND_COLOURS.values()), tuple(PHASE_COLOURS.values())):
+        for one, two in itertools.combinations([shown(colour, schemes()[mode]) for colour in colours], 2):
+            assert np.linalg.norm(lab(seen @ linear(one)) - lab(seen @ linear(two))) > 10, (one, two)
+
+
+# Charts that are drawn for two widths
+
+
+def both(html: str) -> list[ElementTree.Element]:
+    found = [ElementTree.fromstring(svg) for svg in re.findall(r"<svg.*?</svg>", html, flags=re.DOTALL)]
+    assert re.findall(r'<div class="(\w+)"><svg', html) == ["wide", "narrow"]
+    return found
+
+
+def words(svg: ElementTree.Element) -> list[str]:
+    return [element.text or "" for element in svg.iter() if element.tag.endswith("}text")]
+
+
+def test_a_chart_comes_for_a_screen_and_for_a_phone() -> None:
+    wide, narrow = both(bars_svg([("one", 0.0123), ("two", 0.5)], xlabel="time", title="Times", seconds=True))
+    assert [float(svg.attrib["viewBox"].split()[2]) for svg in (wide, narrow)] == [8 * 72, pytest.approx(4.2 * 72)]
+    for svg in (wide, narrow):
+        assert {"12.3 ms", "500 ms", "time (ms)", "one", "two"} <= set(words(svg))
+    ids = [set(re.findall(r'id="(\w+)"', ElementTree.tostring(svg, encoding="unicode"))) for svg in (wide, narrow)]
+    assert not ids[0] & ids[1]  # what is hidden lends nothing
+
+
+def test_an_axis_that_counts_has_whole_numbers_only() -> None:
+    line = Line(label="a", x=np.array([0.0, 1.0, 2.0]), y=np.array([1.0, 1.0, 1.0]))
+    for svg in both(lines_svg([line], xlabel="step", ylabel="jobs", title="Jobs", whole="xy")):
+        ticks = [text for text in words(svg) if re.fullmatch(r"[\d.]+", text)]
+        assert ticks
+        assert all("." not in text for text in ticks)
+
+
+@pytest.mark.parametrize("draw", ["line", "steps", "points"])
+def test_a_single_point_is_seen(draw: str) -> None:
+    line = Line(label="a", x=np.array([3.0]), y=np.array([1.0]))
+    drawn = lines_svg([line], xlabel="x", ylabel="y", title="One", draw=draw)  # type: ignore[arg-type]
+    assert drawn.lower().count("#0072b2") >= 2 * 2  # a marker, at both widths
+
+
+def test_ratios_over_many_decades_begin_at_the_baseline() -> None:
+    rows = [("better", 0.01), ("worse", 50.0)]
+    failed = ("failed", [False, True])
+    drawn = bars_svg(
+        rows, xlabel="x", title="t", level=("baseline", 1.0), from_level=True, marked=failed, unmarked="ok"
+    )
+    for svg in both(drawn):
+        assert {"0.01", "50", "failed", "ok", "baseline"} <= set(words(svg))
+
+
+def test_empty_columns_go_and_numbers_of_things_are_words() -> None:
+    rows = [("x", "-", "1", ""), ("y", "", "-", "")]
+    table = Table(caption="c", header=("a", "b", "c", "d"), rows=rows, label="read", text_columns=2)
+    found = filled(table)
+    assert (list(found.header), found.text_columns) == (["a", "c"], 1)
+    assert [list(row) for row in found.rows] == [["x", "1"], ["y", "-"]]
+    assert (counted(0, "job"), counted(1, "job"), counted(1200, "job")) == ("0 jobs", "1 job", "1,200 jobs")
+    assert few(["a", "b", "c"], most=2) == ["a", "b", "and 1 more of the kind"]
+    assert few(["a" * 999]) == ["a" * 120 + "…" + "a" * 119]
+
+
+def test_no_line_ends_between_a_number_and_its_unit() -> None:
+    html = render("t", [Section(anchor="a", title="b", lead=["12 ms of 3 steps, 4 s"])], summary=[], generated_by="d")
+    assert "12\N{NO-BREAK SPACE}ms of 3 steps, 4\N{NO-BREAK SPACE}s" in html

@@ -16,7 +16,7 @@ from ddltool.analyzers.scheduling.pollux import Pollux
 from ddltool.analyzers.scheduling.simulator import Options
 from ddltool.analyzers.scheduling.truth import Application
 from ddltool.commands.autoscale import autoscale_job, search_trials, show_autoscaling, show_search
-from ddltool.commands.simulate import policies
+from ddltool.commands.simulate_policies import policies
 from ddltool.commands.workloads import read_applications
 from ddltool.errors import InputError
 

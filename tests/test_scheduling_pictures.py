@@ -18,8 +18,8 @@ from ddltool.analyzers.scheduling.pictures import (
 )
 from ddltool.analyzers.scheduling.recording import Recorder
 from ddltool.analyzers.scheduling.simulator import Options, SimulationResult, simulate
-from ddltool.commands.simulate import POLICIES, policies
 from ddltool.commands.simulate_pictures import write_pictures
+from ddltool.commands.simulate_policies import POLICIES, policies
 from ddltool.commands.workloads import read_applications, read_cluster, read_workload
 from ddltool.errors import InputError
 

@@ -15,7 +15,7 @@ import pytest
 from ddltool.analyzers.scheduling.pollux import Pollux
 from ddltool.analyzers.scheduling.search import Choice, choose_counts, search
 from ddltool.commands import output, simulate_progress
-from ddltool.commands.simulate import POLICIES
+from ddltool.commands.simulate_policies import POLICIES
 from ddltool.commands.workloads import read_applications
 from tests.conftest import Result
 
@@ -264,6 +264,30 @@ def test_a_long_replay_shows_how_far_it_is(monkeypatch: pytest.MonkeyPatch) -> N
         on_round(3, 7200.0)
         on_round(4, 7260.0)  # at once after it: not drawn again
     assert shown == [(3, "3 of 7 jobs, 2.0 simulated hours")]
+
+
+def test_what_takes_long_besides_replays_says_what_it_is_at(
+    run: Cli, cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    titles: list[str] = []
+
+    @contextmanager
+    def recorded(title: str, total: int | None = None) -> Iterator[Callable[[int, str], None]]:
+        titles.append(title if total is None else f"{title} of {total}")
+        yield lambda done, remark: None
+
+    monkeypatch.setattr(output, "progress", recorded)
+    monkeypatch.setattr(simulate_progress, "_PATIENCE_S", 0.0)
+    assert run("--policy", "fifo", "--picture", tmp_path / "p").code == 0
+    assert titles == ["fifo of 24", "drawing pictures"]  # a small workload is read at once
+    monkeypatch.setattr(simulate_progress, "_LARGE_BYTES", 100)
+    assert run("--policy", "fifo").code == 0
+    assert titles[2:] == ["reading synthetic.csv", "fifo of 24"]
+    shared = ("--cluster", FOLDER / "cluster.yaml", "--traces", FOLDER / "traces")
+    assert cli("simulate", *shared, "--hyperparameter-search", "vision", "--policy", "srtf").code == 0
+    assert titles[4:] == ["fixed-128 of 100", "srtf of 100"]
+    assert cli("simulate", *shared[2:], "--autoscale", "vision").code == 0
+    assert titles[6:] == ["vision under 5 scaling rules"]
 
 
 def test_traces_of_several_gpu_types_and_folders_are_put_together(tmp_path: Path) -> None:

@@ -2,12 +2,13 @@
 
 ::
 
-    DdlToolError            1
+    DdlToolError            1   what was run failed: a process was killed, processes lost each other
     +-- CheckFailed         1   a gate or a verification said no
     +-- InputError          2   a file, an option or a value is wrong: says where, what, and what would be right
     |   +-- MissingExtra    2   an optional package is needed and not installed
     +-- Infeasible          3   no plan satisfies the constraints: says which
     +-- NotProven           3   a solver ran out of time without any answer
+    +-- Interrupted       130   Ctrl-C, where there is more to say than that: what is kept
 
 Library code raises these; only :func:`ddltool.__main__.main` turns them into a line and an exit code.
 """
@@ -67,6 +68,15 @@ class NotProven(DdlToolError):
     """The solver stopped at its time limit without any solution."""
 
     exit_code = 3
+
+
+class Interrupted(DdlToolError):
+    """The user stopped a run that leaves something behind; the message says what, and how to go on."""
+
+    exit_code = 130
+
+    def __init__(self, kept: str) -> None:
+        super().__init__(f"interrupted; {kept}")
 
 
 def one_line(text: str) -> str:

@@ -52,6 +52,8 @@ class Settings:
     """Share of the memory in use above which a worker takes no more samples."""
     strict: bool = False
     """Advise to remove a straggler as the listing does, also in the fast approach."""
+    renew: bool = False
+    """Go back to the fast approach once there is work for it again (speeds have changed); the listing never does."""
 
     def __post_init__(self) -> None:
         for name in ("step", "window", "fine_step", "fine_window"):
@@ -160,6 +162,9 @@ class Algorithm2:
 
     def _compare(self, leader: int, straggler: int) -> tuple[int, int]:
         """Return samples to move and whether to advise removal; enters fine tuning where it is time."""
+        if self.settings.renew and self.phase is Phase.FINE and self._far_apart(leader, straggler):
+            self.phase = Phase.APPROACH
+            self._was_slower[:] = False  # that was before the change
         step = self._step
         if self.sizes[straggler] <= step:
             if self.phase is Phase.FINE or self.settings.strict:
@@ -174,6 +179,17 @@ class Algorithm2:
         if self._was_slower[leader, straggler]:
             self._fine()
         return 0, 0
+
+    def _far_apart(self, leader: int, straggler: int) -> bool:
+        """Tell whether the leader would still be faster after a step of the fast approach, through a window of it.
+
+        Times are taken as proportional to samples, which for GPUs is more than they change: no step is too large.
+        """
+        step, window, sizes = self.settings.step, self.settings.window, self.sizes
+        if sizes[straggler] <= step or sizes[leader] + step > self.limits[leader] or len(self._recent) < window:
+            return False
+        more, less = (sizes[leader] + step) / sizes[leader], (sizes[straggler] - step) / sizes[straggler]
+        return all(took[leader] * more < took[straggler] * less for took in list(self._recent)[-window:])
 
     def _fine(self) -> None:
         self.phase = Phase.FINE

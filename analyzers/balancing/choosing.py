@@ -7,20 +7,20 @@ with prices a knapsack with one whole number per type, which CP-SAT solves where
 falls with T, so a bisection finds the least T over all choices of devices at once. Devices of a type are alike, so
 100,000 of them cost no more than one.
 
-Where synchronisation takes longer the more devices take part, each number of devices has a least T of its own, and
-ranges of numbers that cannot win are not looked into.
+Where synchronisation takes longer the more devices take part, :func:`~.searching.shortest` weighs the fewest devices
+that make the batch by T for all T at once. With prices each number of devices has a least T of its own, and ranges of
+numbers that cannot win are not looked into.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
-from ddltool.analyzers.balancing.curves import Counts, Curves, capacities
-from ddltool.analyzers.balancing.minmax import earliest
+from ddltool.analyzers.balancing.curves import Counts, Curves
+from ddltool.analyzers.balancing.searching import earliest, shortest
 
 Finish = Callable[[float, int], float]
 """From the seconds of the slowest device and the number of devices to those of the whole step; never falling in either."""
@@ -106,14 +106,11 @@ def spread(curves: Curves, numbers: Sequence[int], total: int) -> tuple[Row, ...
     if sum(numbers[kind] * int(most[kind]) for kind in used) < total:
         return None
     most = np.where(np.asarray(numbers) > 0, most, 0)
-
-    def room(within_s: float) -> Counts:
-        return capacities(curves, within_s, 1, most)
-
     low = high = np.minimum(most, 1)
     if devices < total:
-        at = earliest(lambda t: _sum(numbers, room(t)) >= total, curves, most)
-        low, high = room(float(np.nextafter(at, -np.inf))), room(at)
+        reach = earliest(lambda sizes: _sum(numbers, sizes) >= total, curves, 1, most)
+        assert reach is not None  # the limits admit the total
+        low, high = reach.before, reach.sizes
     left = total - _sum(numbers, low)
     rows: list[Row] = []
     for kind in used:
@@ -152,6 +149,8 @@ class _Search:
         largest = min(self.total, sum(self.offer.counts[kind] for kind in kinds))
         if self.offer.max_devices is not None:
             largest = min(largest, self.offer.max_devices)
+        if self.offer.prices is None:
+            return self._unpriced(largest, kinds)
         best = self._with_most(largest, kinds)
         if best is None:
             return None
@@ -170,23 +169,47 @@ class _Search:
             ranges.append((middle + 1, last, slowest))
         return best
 
+    def _unpriced(self, largest: int, kinds: tuple[int, ...]) -> Chosen | None:
+        """Return the best choice of at most ``largest`` devices where they cost nothing."""
+
+        def fewest(sizes: Counts) -> int:
+            left, used = self.total, 0
+            for kind in np.argsort(-sizes, kind="stable").tolist():
+                if not (size := int(sizes[kind])):
+                    break
+                number: int = min(self.offer.counts[kind], largest - used, -(-left // size))
+                left -= number * size
+                used += number
+                if left <= 0:
+                    return used
+            return 0
+
+        found = shortest(fewest, self.finish, self.curves, self._most(kinds), largest)
+        if found is None:
+            return None
+        numbers = self._pick(found.sizes, found.number, None)
+        assert numbers is not None
+        return self._chosen(numbers)
+
+    def _most(self, kinds: tuple[int, ...]) -> Counts:
+        """Return (K,) the most samples of a device of each type, 0 for those outside ``kinds`` or of which there are none."""
+        mine = np.zeros(len(self.offer.counts), dtype=bool)
+        mine[list(kinds)] = True
+        most: Counts = np.minimum(self.curves.limits, self.total)
+        return np.where(mine & (np.asarray(self.offer.counts) > 0), most, 0)
+
     def _with_most(self, devices: int, kinds: tuple[int, ...]) -> Chosen | None:
         """Return the best choice of at most ``devices`` devices."""
-        most = np.minimum(self.curves.limits, self.total)
-        mine = np.zeros(len(most), dtype=bool)
-        mine[list(kinds)] = True
-        most = np.where(mine & (np.asarray(self.offer.counts) > 0), most, 0)
-        if not most.any():
+        most = self._most(kinds)
+        reach = earliest(lambda sizes: self._pick(sizes, devices, self.total) is not None, self.curves, 0, most)
+        if reach is None:
             return None
-
-        def most_by(within_s: float) -> Counts:
-            return capacities(self.curves, within_s, 0, most)
-
-        at = earliest(lambda t: self._pick(most_by(t), devices, self.total) is not None, self.curves, most)
-        if not math.isfinite(at):
-            return None
-        numbers = self._pick(most_by(at), devices, None)
+        numbers = self._pick(reach.sizes, devices, None)
         assert numbers is not None
+        return self._chosen(numbers)
+
+    def _chosen(self, numbers: list[int]) -> Chosen:
+        """Return the choice of so many devices of each type, which can all take part."""
         rows = spread(self.curves, numbers, self.total)
         assert rows is not None  # the sum of what they make by `at` reaches the total
         slowest = max(seconds_of(self.curves, row) for row in rows)

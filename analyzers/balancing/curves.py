@@ -141,12 +141,12 @@ class TableCurves:
         return seconds
 
 
-def capacities(curves: Curves, within_s: float, least: int, most: Counts) -> Counts:
+def capacities(curves: Curves, within_s: float, least: int | Counts, most: Counts) -> Counts:
     """Return (n,) the most samples that each worker makes within ``within_s``, from ``least`` to (n,) ``most``.
 
-    Where ``most`` is less than ``least`` it is the answer.
+    ``least`` is one number or (n,); where ``most`` is less than it, ``most`` is the answer.
 
-    Bisection over the size for all workers at once: O(n log max(most)).
+    Bisection over the size for all workers at once: O(n log max(most - least)).
     """
     high = np.array(most, dtype=np.int64)
     low = np.minimum(high, least)

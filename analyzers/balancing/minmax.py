@@ -4,25 +4,23 @@
 greedy rule gives one sample after the other to the worker whose next sample would end earliest. It is optimal: if the
 result ends at T, the greedy took its last sample although every other next sample would have ended at T or later, so
 fewer than X samples in all end before T, whatever the sizes. After all samples that end by some time the greedy is where
-it is without regard to order, so a bisection over T for the last such state replaces its X steps:
-O(n log X) per bisection step, and about 64 steps until no floating-point number is left between the bounds.
+it is without regard to order, so a bisection over T for the last such state (:mod:`.searching`) replaces its X steps.
 
 Leaving a worker out is giving it nothing. As one worker's time does not depend on the others, the least T at which the
 workers' capacities reach X, with nothing from those that cannot make one sample by T, is the optimum over all subsets
-at once. Where synchronisation costs more the more workers take part, the best subset of m workers at T is the m with
-the largest capacities, and each m is a bisection of its own.
+at once. Where synchronisation costs more the more workers take part, the fewest workers that make X samples by T are
+those with the largest capacities, which one sort finds.
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from ddltool.analyzers.balancing.curves import Counts, Curves, Floats, capacities
+from ddltool.analyzers.balancing.curves import Counts, Curves, Floats
+from ddltool.analyzers.balancing.searching import earliest, shortest
 from ddltool.analyzers.balancing.sizing import checked_limits
 from ddltool.errors import Infeasible, InputError
 
@@ -103,50 +101,27 @@ def drop_advice(curves: Curves, total: int, sync_s: ArrayLike | None = None) -> 
 
 
 def _best_subset(curves: Curves, total: int, most: Counts, costs: Floats) -> Split:
-    """Return the split with the least iteration time over all subsets of the workers.
-
-    More workers never make the slowest later, so the range from a to b workers takes at least the time with b, and
-    the synchronisation of a: ranges that cannot win are never looked into.
-    """
-    workers = len(most)
-    best = _with_most(curves, total, most, costs, workers)
-    assert best is not None  # all workers together admit the total
-    ranges = [(1, workers - 1, float(best.seconds.max()))]
-    while ranges:
-        first, last, slowest = ranges.pop()
-        if first > last or slowest + float(costs[first - 1]) >= best.iteration_s:
-            continue
-        count = (first + last) // 2
-        found = _with_most(curves, total, most, costs, count)
-        if found is not None:
-            if found.iteration_s < best.iteration_s:
-                best = found
-            ranges.append((first, count - 1, float(found.seconds.max())))
-        ranges.append((count + 1, last, slowest))
-    return best
-
-
-def _with_most(curves: Curves, total: int, most: Counts, costs: Floats, count: int) -> Split | None:
-    """Return the best split over at most ``count`` workers; None where their limits admit too little."""
-    at = earliest(lambda t: _top(curves, t, most, count) >= total, curves, most)
-    if not math.isfinite(at):
-        return None
-    useful = _useful(curves, at, most)
-    chosen = np.argsort(-useful, kind="stable")[: min(count, total)]
-    # Whoever makes a sample in time gets one: nobody is left out without need.
+    """Return the split with the least iteration time over all subsets of the workers."""
+    found = shortest(
+        lambda sizes: _fewest(sizes, total),
+        lambda slowest_s, number: slowest_s + float(costs[number - 1]),
+        curves,
+        most,
+        min(len(most), total),
+    )
+    assert found is not None  # all workers together admit the total
+    chosen = np.argsort(-found.sizes, kind="stable")[: found.number]
     allowed = np.zeros_like(most)
-    allowed[chosen] = np.where(useful[chosen] > 0, most[chosen], 0)
+    allowed[chosen] = np.where(found.sizes[chosen] > 0, most[chosen], 0)
     sizes = _fill(curves, total, allowed, 1)
     seconds = np.where(sizes > 0, curves.seconds(np.maximum(sizes, 1)), 0.0)
     return Split(sizes=sizes, seconds=seconds, sync_s=float(costs[int((sizes > 0).sum()) - 1]))
 
 
-def _useful(curves: Curves, within_s: float, most: Counts) -> Counts:
-    return capacities(curves, within_s, 0, most)
-
-
-def _top(curves: Curves, within_s: float, most: Counts, count: int) -> int:
-    return int(np.sort(_useful(curves, within_s, most))[::-1][:count].sum())
+def _fewest(sizes: Counts, total: int) -> int:
+    """Return the least number of workers that make ``total`` together if each makes its ``sizes``; 0: all make less."""
+    made = np.cumsum(np.sort(sizes)[::-1])
+    return 0 if int(made[-1]) < total else int(np.searchsorted(made, total)) + 1
 
 
 def _fill(curves: Curves, total: int, most: Counts, least: int) -> Counts:
@@ -154,38 +129,12 @@ def _fill(curves: Curves, total: int, most: Counts, least: int) -> Counts:
     floor = np.minimum(most, least)
     if int(floor.sum()) == total:
         return floor
-    at = earliest(lambda t: int(capacities(curves, t, least, most).sum()) >= total, curves, most)
-    sizes = capacities(curves, float(np.nextafter(at, -np.inf)), least, most)
-    room = capacities(curves, at, least, most) - sizes  # samples that end exactly at the optimum
+    reach = earliest(lambda sizes: int(sizes.sum()) >= total, curves, least, most)
+    assert reach is not None  # the limits admit the total
+    room = reach.sizes - reach.before  # samples that end exactly at the optimum
     before = np.concatenate(([0], np.cumsum(room)[:-1]))
-    filled: Counts = sizes + np.clip(total - int(sizes.sum()) - before, 0, room)
+    filled: Counts = reach.before + np.clip(total - int(reach.before.sum()) - before, 0, room)
     return filled
-
-
-def earliest(enough: Callable[[float], bool], curves: Curves, most: Counts) -> float:
-    """Return the least number at which ``enough``, which stays true once it is, is true; infinity if it never is."""
-    usable = most > 0
-    with np.errstate(over="ignore"):
-        high = float(curves.seconds(np.maximum(most, 1))[usable].max())
-    if not math.isfinite(high):
-        raise InputError("curves", "give times too large for a number", "seconds of the whole batch must be finite")
-    if not enough(high):
-        return math.inf
-    low = -1.0
-    while True:
-        middle = _between(low, high)
-        if middle is None:
-            return high
-        if enough(middle):
-            high = middle
-        else:
-            low = middle
-
-
-def _between(low: float, high: float) -> float | None:
-    """Return a number strictly between the bounds, None where there is none."""
-    middle = low + (high - low) / 2
-    return middle if low < middle < high else None
 
 
 def greedy(curves: Curves, total: int) -> NDArray[np.int64]:

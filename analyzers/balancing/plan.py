@@ -9,6 +9,7 @@ import math
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cache
 
 from ddltool.analyzers.balancing.choosing import Chosen, Finish, Offer, Row, choose, seconds_of, spread
 from ddltool.analyzers.balancing.curves import DeviceCurves
@@ -221,9 +222,12 @@ def _finish(known: list[StepCurve], accumulating: bool) -> Finish | None:
         across = float(sync_time_s(params, -(-devices // per_node), devices)) if devices > per_node else 0.0
         return max(inside, across)  # a fit may make it faster across nodes than inside; more devices never are
 
+    @cache
+    def longest(devices: int) -> float:
+        return max(sync_s(params, per_node, devices) for params, per_node in models)
+
     def finish(slowest_s: float, devices: int) -> float:
-        longest = max(sync_s(params, per_node, devices) for params, per_node in models)
-        return float(overlapped(slowest_s, longest, gamma))
+        return float(overlapped(slowest_s, longest(devices), gamma))
 
     return finish
 

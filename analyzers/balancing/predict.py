@@ -10,6 +10,7 @@ from __future__ import annotations
 import copy
 import logging
 import threading
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -24,6 +25,8 @@ log = logging.getLogger(__name__)
 
 EMA_ALPHA = 0.2
 WARM_UP = 500
+# A lasting change: speeds in a row that are all this many times above the average, or all this many times below it.
+_CHANGED = 1.25
 # A prediction this many times beyond what a worker ever did is none; batch sizes made from it would stall the others.
 _BEYOND = 1.5
 PREDICTORS = ("last", "ema", "arima", "rnn", "lstm", "narx")
@@ -67,6 +70,8 @@ class Settings:
     seed: int = 0
     background: bool = False
     """Train networks in a thread, going on with what is there until it has ended: for use while a job runs."""
+    restart_after: int = 0
+    """Speeds in a row far off on the same side after which ``ema`` begins anew with their median; 0: never (the paper's)."""
 
     def __post_init__(self) -> None:
         for name in ("warm_up", "window"):
@@ -75,6 +80,8 @@ class Settings:
         for name in ("refit_every", "hidden", "most_steps", "own_steps", "patience"):
             if getattr(self, name) < 1:
                 raise InputError(name, f"is {getattr(self, name)}", "give 1 or more")
+        if self.restart_after < 0:
+            raise InputError("restart_after", f"is {self.restart_after}", "give 0 or more")
 
 
 class Last:
@@ -93,10 +100,16 @@ class Last:
 
 
 class Ema:
-    """Exponential moving average that begins at the first speed; alpha is the weight of the latest."""
+    """Exponential moving average that begins at the first speed; alpha is the weight of the latest.
 
-    def __init__(self, workers: int, alpha: float = EMA_ALPHA) -> None:
+    With ``restart_after`` k > 0, a worker whose last k speeds were all 1.25 times above its average of then, or all as far
+    below, has changed for good: its average begins anew with their median, and need not get there by and by.
+    """
+
+    def __init__(self, workers: int, alpha: float = EMA_ALPHA, restart_after: int = 0) -> None:
         self._alpha = alpha
+        self._recent: deque[Floats] = deque(maxlen=restart_after)
+        self._above = self._below = np.zeros(workers, dtype=np.int64)
         self._mean = np.full(workers, np.nan)
 
     def predict(self, cpu: Floats, memory: Floats) -> Floats:
@@ -106,7 +119,14 @@ class Ema:
     def observe(self, speed: Floats) -> None:
         """Take (n,) speeds into the averages."""
         known = ~np.isnan(self._mean)
+        if self._recent.maxlen:
+            self._recent.append(np.asarray(speed, dtype=np.float64))
+            self._above = (self._above + 1) * (speed > _CHANGED * self._mean)
+            self._below = (self._below + 1) * (speed < self._mean / _CHANGED)
         self._mean = np.where(known, self._alpha * speed + (1 - self._alpha) * self._mean, speed)
+        changed = np.maximum(self._above, self._below) >= (self._recent.maxlen or np.inf)
+        if changed.any():
+            self._mean = np.where(changed, np.median(np.stack(self._recent), axis=0), self._mean)
 
 
 class History:
@@ -239,7 +259,7 @@ def make(name: str, workers: int, settings: Settings | None = None) -> Predictor
     if name == "last":
         return Last(workers)
     if name == "ema":
-        return Ema(workers)
+        return Ema(workers, restart_after=chosen.restart_after)
     if name == "arima":
         from ddltool.analyzers.balancing.arima import Arima
 

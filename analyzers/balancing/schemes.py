@@ -200,16 +200,20 @@ def work_shifting(clock: Clock, total: int, overhead: float = 0.005) -> SchemeRe
 def lb_bsp(clock: Clock, trace: SpeedTrace, total: int, predictor: Predictor) -> SchemeResult:
     """Return LB-BSP on CPU workers: batches by predicted speeds, with the readings of the moment they are chosen."""
 
+    sizes = equal(trace.workers, total)
+
     def need(at: float) -> Floats:
+        """Return the (n,) batches of the iteration that begins at ``at``; equal until the predictor knows all speeds."""
+        nonlocal sizes
         row = clock.row(at)
         speeds = np.asarray(predictor.predict(trace.cpu[row], trace.memory[row]))
         sizes = proportional(speeds, total) if np.isfinite(speeds).all() else equal(trace.workers, total)
-        need.sizes = sizes  # type: ignore[attr-defined]
         return sizes.astype(np.float64)
 
     def observe(seconds: Floats) -> None:
+        """Tell the predictor the speeds at which those batches were computed."""
         # Far into a trace a short time can be lost to rounding.
-        predictor.observe(np.minimum(need.sizes / np.maximum(seconds, 1e-300), MOST_SPEED))  # type: ignore[attr-defined]
+        predictor.observe(np.minimum(sizes / np.maximum(seconds, 1e-300), MOST_SPEED))
 
     return _synchronous(clock, need, observe)
 
@@ -218,6 +222,7 @@ def lb_bsp_oracle(clock: Clock, total: int) -> SchemeResult:
     """Return LB-BSP on CPU workers that know what each will get done: the least whole batches allow, to a sample."""
 
     def need(at: float) -> Floats:
+        """Return the (n,) samples that each worker gets done until all together have done ``total``, by bisection."""
         begun = clock.done_by(at)
         low, high = 0.0, float(((total / len(begun)) / clock.rates[clock.row(at)]).max()) * 4 + 1e-9
         while float((clock.done_by(at + high) - begun).sum()) < total:

@@ -45,7 +45,7 @@ def heads_and_tails(problem: ShopProblem) -> tuple[NDArray[np.int64], NDArray[np
         head = _rows_times(needs, by_resource).max(axis=1)
         tail = _rows_times(np.ascontiguousarray(needs.T), by_resource).max(axis=1)
         if problem.head and len(problem.head) < count:
-            head = np.maximum(head, _after_head(problem, needs, head))
+            head = np.maximum(head, _after_head(problem, needs))
     for op in range(count):
         for source in problem.inputs[op]:
             head[op] = max(head[op], head[source] + times[source])
@@ -82,7 +82,7 @@ def _rows_times(rows: NDArray[np.bool_], columns: NDArray[np.int64]) -> NDArray[
     return np.concatenate(parts)
 
 
-def _after_head(problem: ShopProblem, needs: NDArray[np.bool_], head: NDArray[np.int64]) -> NDArray[np.int64]:
+def _after_head(problem: ShopProblem, needs: NDArray[np.bool_]) -> NDArray[np.int64]:
     """Return for ops that need all of H when H can be done at the earliest, 0 for the others."""
     blocks = sorted(problem.head)
     inside = np.zeros(len(problem), dtype=bool)

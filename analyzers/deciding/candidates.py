@@ -173,17 +173,17 @@ class Candidates:
         bare = self._barrier(problem)
         if self.knowledge.communication is None:
             return self._candidate(bare, problem, None, "none")
-        # A type that the barrier leaves out without communication is asked for with all of its devices.
-        counts = {device.name: device.count for device in problem.devices} | devices_of(bare)
-        each = {
-            device.name: self.knowledge.communication.asynchronous(counts, float(1 / device.capability_per_s))
-            for device in problem.devices
-        }
-        slowed = [
-            replace(device, capability_per_s=1 / (1 / device.capability_per_s + Fraction(each[device.name].best_s)))
-            for device in problem.devices
-        ]
-        plan = self._barrier(replace(problem, devices=tuple(slowed)))
+        # A type that the barrier leaves out without communication may come in with it, as far as there is room.
+        used = devices_of(bare)
+        room = max(1, problem.device_limit - sum(used.values()))
+        counts = {device.name: used.get(device.name) or min(device.count, room) for device in problem.devices}
+        plan, each = self._with_transfers(problem, counts)
+        # Devices that stay out have no transfers that could slow the others: those that are left are asked again.
+        while devices_of(plan) != counts:
+            counts = devices_of(plan)
+            kept = tuple(replace(it, count=counts[it.name]) for it in problem.devices if it.name in counts)
+            narrower, each = self._with_transfers(replace(problem, devices=kept), counts)
+            plan = _narrowed(plan, narrower)
         worst = max(each.values(), key=lambda exposed: exposed.best_s)
         option = self._candidate(
             plan.model_copy(update={"iteration_s": bare.iteration_s}), problem, None, "none"
@@ -191,6 +191,19 @@ class Candidates:
         option = option.model_copy(update={"order": worst.setting, "order_saves_s": worst.default_s - worst.best_s})
         option = self._figures(option, problem, max(0.0, plan.iteration_s - bare.iteration_s))
         return Candidate(plan=plan, option=option, exposed=None)
+
+    def _with_transfers(self, problem: Problem, counts: Mapping[str, int]) -> tuple[Plan, dict[str, Exposed]]:
+        """Return the barrier where each device exposes what it does with ``counts`` devices at work, and that by type."""
+        assert self.knowledge.communication is not None
+        each = {}
+        for device in problem.devices:
+            beside = {device.name: counts[device.name]} if problem.single_type else counts
+            each[device.name] = self.knowledge.communication.asynchronous(beside, float(1 / device.capability_per_s))
+        slowed = [
+            replace(device, capability_per_s=1 / (1 / device.capability_per_s + Fraction(each[device.name].best_s)))
+            for device in problem.devices
+        ]
+        return self._barrier(replace(problem, devices=tuple(slowed))), each
 
     def _barrier(self, problem: Problem) -> Plan:
         return plan_elastic_bsp(problem, lookahead=self.settings.lookahead, max_gap=self.settings.max_gap)
@@ -255,6 +268,16 @@ class Candidates:
         return option.model_copy(
             update={"low_s": option.iteration_s * max(0.0, 1 - error), "high_s": option.iteration_s * (1 + error)}
         )
+
+
+def _narrowed(wide: Plan, narrow: Plan) -> Plan:
+    """Return ``narrow``, planned for the devices of ``wide``, with what ``wide`` says of all devices."""
+    assert wide.superstep is not None
+    assert narrow.superstep is not None
+    parts = (wide.superstep.left_out, narrow.superstep.left_out)
+    left_out = {name: sum(part.get(name, 0) for part in parts) for name in (*parts[0], *parts[1])}
+    superstep = narrow.superstep.model_copy(update={"left_out": left_out})
+    return narrow.model_copy(update={"superstep": superstep, "status": wide.status, "gap": wide.gap})
 
 
 def _fast_enough(candidate: Candidate, problem: Problem) -> Candidate:

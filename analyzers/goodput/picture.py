@@ -6,6 +6,7 @@ colour-blind and by their lightness in print; every series has a marker of its o
 
 from __future__ import annotations
 
+import functools
 import io
 import math
 from collections.abc import Mapping
@@ -19,12 +20,20 @@ from matplotlib.ticker import LogLocator, NullFormatter, ScalarFormatter
 from numpy.typing import NDArray
 
 from ddltool.analyzers.goodput.batch_search import BatchLimits
-from ddltool.analyzers.goodput.frontier import frontier, goodput_grid
+from ddltool.analyzers.goodput.frontier import Frontier, frontier, goodput_grid
 from ddltool.analyzers.goodput.observations import Observations
 from ddltool.analyzers.goodput.problem import Problem
 from ddltool.analyzers.goodput.sensitivity import log_times
 from ddltool.analyzers.goodput.throughput import ThroughputParams, iteration_time_s
-from ddltool.analyzers.reporting.pictures import _INK, _STYLE, _WIDTH_IN, SERIES_COLOURS, _time_unit, _to_svg
+from ddltool.analyzers.reporting.pictures import (
+    _INK,
+    _STYLE,
+    SERIES_COLOURS,
+    _time_unit,
+    _to_svg,
+    is_narrow,
+    width_in,
+)
 
 Array = NDArray[np.float64]
 
@@ -52,7 +61,7 @@ def fit_picture(
     """
     names = sorted(devices, key=lambda name: -len(devices[name]))[:PANELS_DRAWN]
     with mpl.rc_context(_STYLE):
-        figure = Figure(figsize=(_WIDTH_IN, 0.6 + 3.6 * len(names)), layout="constrained")
+        figure = Figure(figsize=(width_in(), 0.6 + 3.6 * len(names)), layout="constrained")
         axes = figure.subplots(len(names), 1, squeeze=False)[:, 0]
         for axis, name in zip(axes, names, strict=True):
             _draw_fit(axis, name, devices[name], params[name])
@@ -163,83 +172,97 @@ def goodput_picture(
     :func:`~ddltool.analyzers.goodput.frontier.frontier`.
     """
     known = max_replicas if known is None else min(known, max_replicas)
-    found = frontier(
+    up_to = functools.partial(
+        frontier,
         params,
-        max_replicas,
-        limits,
+        limits=limits,
         noise_scale=noise_scale,
         replicas_per_node=replicas_per_node,
         threshold=threshold,
     )
-    pays_until = frontier(
-        params, known, limits, noise_scale=noise_scale, replicas_per_node=replicas_per_node, threshold=threshold
-    ).pays_until
-    can = found.tuned.feasible
-    replicas, best = found.num_replicas[can], found.tuned.total_batch_size[can]
-    goodput = found.tuned.goodput_per_s
-    # a batch far above the best one only makes the map small
-    top = min(limits.max_batch_size, max(4 * int(best.max()), 2 * limits.initial_batch_size))
-    batches = np.geomspace(limits.initial_batch_size, max(top, limits.initial_batch_size + 1), 160)
-    surface = goodput_grid(params, found.num_nodes, found.num_replicas, batches, limits, noise_scale=noise_scale)
+    found, sure = up_to(max_replicas), up_to(known)
     with mpl.rc_context(_STYLE):
-        figure = Figure(figsize=(_WIDTH_IN, 6.4), layout="constrained")
+        figure = Figure(figsize=(width_in(), 6.8 if is_narrow() else 6.4), layout="constrained")
         upper, lower = figure.subplots(2, 1, sharex=True, height_ratios=(1.5, 1.0))
-        edges = np.arange(0.5, max_replicas + 1.0)
-        ratio = math.sqrt(batches[1] / batches[0])
-        heights = np.concatenate([batches / ratio, [batches[-1] * ratio]])
-        mesh = upper.pcolormesh(
-            edges, heights, np.ma.masked_invalid(surface.T), cmap="cividis", vmin=0.0, rasterized=True
-        )
-        figure.colorbar(mesh, ax=upper, label="goodput (useful samples/s)", pad=0.01)
-        _log_axis(upper, "y")
-        upper.set_ylim(heights[0], heights[-1])
-        upper.plot(replicas, best, color="white", linewidth=3.0)
-        upper.plot(replicas, best, color="black", linewidth=1.2, marker="o", markersize=3, label="best batch")
-        upper.set_ylabel("total batch size (samples)")
-        chosen = found.efficient & can & (found.num_replicas <= known)
-        sure, rest = can & (found.num_replicas <= known), can & (found.num_replicas >= known)
-        lower.plot(
-            found.num_replicas[sure], goodput[sure], color=SERIES_COLOURS[0], linewidth=1.4, label="best goodput"
-        )
-        if known < max_replicas:
-            lower.plot(found.num_replicas[rest], goodput[rest], color=SERIES_COLOURS[0], linewidth=1.2, linestyle="--")
-            for axis in (upper, lower):
-                label = "not supported by data" if axis is lower else "_"
-                span = (known + 0.5, max_replicas + 0.5)
-                axis.axvspan(*span, facecolor="none", edgecolor="#888888", hatch="//", linewidth=0, label=label)
-        lower.plot(
-            found.num_replicas[chosen],
-            goodput[chosen],
-            "o",
-            color=SERIES_COLOURS[0],
-            markersize=4,
-            label="efficient frontier",
-        )
-        first = int(np.flatnonzero(can)[0])
-        slope = threshold * goodput[first] / found.num_replicas[first]
-        # beyond the count until which scaling pays, all goodput lies below this line
-        pays = np.array([pays_until, known])
-        lower.plot(
-            pays,
-            goodput[pays_until - 1] + slope * (pays - pays_until),
-            color=_INK,
-            linestyle=":",
-            linewidth=1.2,
-            label=f"{threshold:.0%} of the first {noun}'s goodput for each further one",
-        )
-        for axis in (upper, lower):
-            least = "at least " if pays_until == known < max_replicas else ""
-            label = f"scaling pays {least}until {pays_until}" if axis is lower else "_"
-            axis.axvline(pays_until, color="#D55E00", linestyle="--", linewidth=1.6, label=label)
-        lower.set_ylim(0, 1.08 * float(goodput.max()))
+        _draw_map(figure, upper, found, _map_batches(found, limits), (params, limits, noise_scale))
+        _draw_frontier(lower, found, known, noun)
+        _draw_limit(lower, found, (sure.pays_until, known), threshold, noun)
+        least = "at least " if sure.pays_until == known < max_replicas else ""
+        for axis, label in ((upper, "_"), (lower, f"scaling pays {least}until {sure.pays_until}")):
+            if known < max_replicas:
+                _hatch_unknown(axis, known, max_replicas, "_" if axis is upper else "not supported by data")
+            axis.axvline(sure.pays_until, color="#D55E00", linestyle="--", linewidth=1.6, label=label)
+        lower.set_ylim(0, 1.08 * float(found.tuned.goodput_per_s.max()))
         lower.set_xlim(0.5, max_replicas + 0.5)
+        lower.xaxis.get_major_locator().set_params(integer=True)
         lower.set_xlabel(f"{noun}s ({replicas_per_node} per node)")
         lower.set_ylabel("goodput\n(useful samples/s)")
-        upper.legend(loc="lower right", fontsize=9, framealpha=0.9, labelcolor="#000000")  # its ground is white
         figure.legend(
-            *lower.get_legend_handles_labels(), loc="outside lower center", ncols=2, frameon=False, fontsize=9
+            *lower.get_legend_handles_labels(),
+            loc="outside lower left" if is_narrow() else "outside lower center",
+            ncols=1 if is_narrow() else 2,
+            frameon=False,
+            fontsize=9,
         )
         return _bytes(figure, f"Goodput over {noun}s and total batch size, and its efficient frontier", file_format)
+
+
+def _map_batches(found: Frontier, limits: BatchLimits) -> Array:
+    """Return the total batches (b,) of the map: one far above the best would only make the map small."""
+    best = int(found.tuned.total_batch_size[found.tuned.feasible].max())
+    top = min(limits.max_batch_size, max(4 * best, 2 * limits.initial_batch_size))
+    return np.geomspace(limits.initial_batch_size, max(top, limits.initial_batch_size + 1), 160)
+
+
+def _draw_map(
+    figure: Figure, axis: Axes, found: Frontier, batches: Array, model: tuple[ThroughputParams, BatchLimits, float]
+) -> None:
+    """Draw goodput over (GPUs, total batch) and the best batch of each count; ``model``: parameters, limits, noise scale."""
+    params, limits, noise_scale = model
+    surface = goodput_grid(params, found.num_nodes, found.num_replicas, batches, limits, noise_scale=noise_scale)
+    edges = np.arange(0.5, len(found.num_replicas) + 1.0)
+    ratio = math.sqrt(batches[1] / batches[0])
+    heights = np.concatenate([batches / ratio, [batches[-1] * ratio]])
+    mesh = axis.pcolormesh(edges, heights, np.ma.masked_invalid(surface.T), cmap="cividis", vmin=0.0, rasterized=True)
+    # on a phone a bar beside the map would take a third of it
+    beside = {"location": "top", "aspect": 30} if is_narrow() else {"location": "right"}
+    figure.colorbar(mesh, ax=axis, label="goodput (useful samples/s)", pad=0.01, **beside)
+    _log_axis(axis, "y")
+    axis.set_ylim(heights[0], heights[-1])
+    can = found.tuned.feasible
+    replicas, best = found.num_replicas[can], found.tuned.total_batch_size[can]
+    axis.plot(replicas, best, color="white", linewidth=3.0)
+    axis.plot(replicas, best, color="black", linewidth=1.2, marker="o", markersize=3, label="best batch")
+    axis.set_ylabel("total batch size (samples)")
+    axis.legend(loc="lower right", fontsize=9, framealpha=0.9, labelcolor="#000000")  # its ground is white
+
+
+def _draw_frontier(axis: Axes, found: Frontier, known: int, noun: str) -> None:
+    """Draw the best goodput of each count: as a line as far as there are data, dashed beyond, a dot where it is efficient."""
+    can, replicas, goodput = found.tuned.feasible, found.num_replicas, found.tuned.goodput_per_s
+    sure, rest = can & (replicas <= known), can & (replicas >= known)
+    axis.plot(replicas[sure], goodput[sure], color=SERIES_COLOURS[0], linewidth=1.4, label="best goodput")
+    if known < len(replicas):
+        axis.plot(replicas[rest], goodput[rest], color=SERIES_COLOURS[0], linewidth=1.2, linestyle="--")
+    chosen = found.efficient & sure
+    label = f"efficient: no fewer {noun}s give as much"
+    axis.plot(replicas[chosen], goodput[chosen], "o", color=SERIES_COLOURS[0], markersize=4, label=label)
+
+
+def _draw_limit(axis: Axes, found: Frontier, pays: tuple[int, int], threshold: float, noun: str) -> None:
+    """Draw what further GPUs would have to bring to pay, from the first of ``pays`` on as far as the second."""
+    goodput, until = found.tuned.goodput_per_s, pays[0]
+    first = int(np.flatnonzero(found.tuned.feasible)[0])
+    slope = threshold * goodput[first] / found.num_replicas[first]
+    # beyond the count until which scaling pays, all goodput lies below this line
+    x = np.array(pays)
+    label = f"{threshold:.0%} of the first {noun}'s goodput for each further one"
+    axis.plot(x, goodput[until - 1] + slope * (x - until), color=_INK, linestyle=":", linewidth=1.2, label=label)
+
+
+def _hatch_unknown(axis: Axes, known: int, most: int, label: str) -> None:
+    """Hatch the counts of which no measurement speaks."""
+    axis.axvspan(known + 0.5, most + 0.5, facecolor="none", edgecolor="#888888", hatch="//", linewidth=0, label=label)
 
 
 def _bytes(figure: Figure, title: str, file_format: str) -> bytes:

@@ -134,12 +134,6 @@ class ProfilerTrace:
         return np.where(self.device_s > 0, self.device_s, np.maximum(self.spans.duration_s - self.wait_s, 0.0))
 
     @property
-    def sequence(self) -> Indices:
-        """The keys of the top-level operator calls in order of their start, over all threads."""
-        top = np.flatnonzero(self.is_top)
-        return self.spans.key[top[np.argsort(self.spans.start_s[top], kind="stable")]]
-
-    @property
     def operators(self) -> tuple[OperatorTotals, ...]:
         """Return the totals of the top-level operator calls, longest first; nested calls count in their parent."""
         top = np.flatnonzero(self.is_top)

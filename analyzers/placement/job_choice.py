@@ -40,16 +40,28 @@ def solver_until(deadline: float, seed: int, share: float = 1.0) -> cp_model.CpS
 
 
 def choose(
-    tables: Sequence[JobTable], counts: Ints, deadline: float, seed: int, *, everyone: bool
+    tables: Sequence[JobTable],
+    counts: Ints,
+    deadline: float,
+    seed: int,
+    *,
+    everyone: bool,
+    start: Sequence[Counts | None] | None = None,
 ) -> list[Counts | None]:
-    """Return the best choice of whole columns that CP-SAT finds."""
+    """Return the best choice of whole columns that CP-SAT finds; at least as good as ``start``, one column for each job.
+
+    With ``everyone`` there must be a start, for that there is always an answer.
+    """
+    first: list[Counts | None] = _greedy(tables, counts) if start is None else list(start)
     model = cp_model.CpModel()
     picks = [{row: model.new_bool_var("") for row in table.columns} for table in tables]
-    for pick in picks:
+    for pick, chosen in zip(picks, first, strict=True):
         if everyone:
             model.add_exactly_one(pick.values())
         else:
             model.add_at_most_one(pick.values())
+        for row, variable in pick.items():
+            model.add_hint(variable, row == chosen)
     for place, limit in enumerate(counts.tolist()):
         terms = [(variable, row[place]) for pick in picks for row, variable in pick.items() if row[place]]
         model.add(cp_model.LinearExpr.weighted_sum(*zip(*terms, strict=True)) <= limit if terms else True)
@@ -63,8 +75,14 @@ def choose(
     solver = solver_until(min(deadline, time.perf_counter() + _CHOICE_S), seed, 0.7)
     solver.parameters.relative_gap_limit = 1e-6
     if solver.solve(model) not in (cp_model.OPTIMAL, cp_model.FEASIBLE):
-        return _greedy(tables, counts)
-    return [next((row for row, variable in pick.items() if solver.boolean_value(variable)), None) for pick in picks]
+        return first
+    found = [next((row for row, variable in pick.items() if solver.boolean_value(variable)), None) for pick in picks]
+    return found if value_of(tables, found) >= value_of(tables, first) else first
+
+
+def value_of(tables: Sequence[JobTable], rows: Sequence[Counts | None]) -> float:
+    """Return the weighted sum of what each job makes of its devices, relative to alone; a job without any waits."""
+    return sum(table.columns[row] for table, row in zip(tables, rows, strict=True) if row is not None)
 
 
 def _greedy(tables: Sequence[JobTable], counts: Ints) -> list[Counts | None]:

@@ -26,6 +26,8 @@ Ints = NDArray[np.int64]
 _LONGEST = 1500
 # Up to so many ESTs a job's devices are chosen whole, by dynamic programming.
 _WHOLE = 128
+# A job's limit on devices or money is priced at so many times the devices' mean price, each in its own trial.
+_MULTIPLIERS = (0.1, 0.3, 1.0, 3.0, 10.0)
 # So many of a job's best columns are taken in a round.
 _COLUMNS_A_ROUND = 4
 
@@ -115,6 +117,26 @@ def job_table(problem: Problem, names: Sequence[str], devices: Ints, weight: flo
     )
 
 
+def limit_prices(table: JobTable) -> list[tuple[Floats, float]]:
+    """Return pairs of (T,) what a device costs beyond its price and what the job has of that for free, in mean prices.
+
+    At such prices a job that keeps its limits on devices and money pays no more than without (Lagrange), so that they
+    give bounds as well, and devices that keep the limits more often. The first pair is 0; one type alone needs no other.
+    """
+    problem, kinds = table.problem, len(table.available)
+    trials = [(np.zeros(kinds), 0.0)]
+    if problem.single_type:
+        return trials
+    if problem.max_devices is not None:
+        trials += [(np.full(kinds, times), times * problem.max_devices) for times in _MULTIPLIERS]
+    if problem.max_price_micro:
+        money = np.zeros(kinds)
+        money[list(table.places)] = [device.price_micro or 0 for device in problem.devices]
+        unit = float(money.max(initial=0)) or 1.0
+        trials += [(times * money / unit, times * problem.max_price_micro / unit) for times in _MULTIPLIERS]
+    return trials
+
+
 def price(table: JobTable, prices: Floats) -> tuple[float, list[Counts]]:
     """Return a bound on worth less cost of any column at ``prices`` (T,) of devices, and promising columns.
 
@@ -126,20 +148,31 @@ def price(table: JobTable, prices: Floats) -> tuple[float, list[Counts]]:
     modes: Iterator[NDArray[np.bool_]] = iter([np.ones(len(prices), dtype=bool)])
     if table.problem.single_type:
         modes = iter(np.eye(len(prices), dtype=bool))
-    workers = table.problem.max_workers
+    unit = float(prices.mean())
     for mode in modes:
-        rooms = np.where(mode & (table.available > 0), table.rooms, 0)
-        cost, counts, holds = _cover(rooms, np.where(mode, table.available, 0), prices, workers)
-        worths = np.where(holds, table.values - counts @ prices, -np.inf)
-        rows = [row for row in np.argsort(-worths)[:_COLUMNS_A_ROUND] if np.isfinite(worths[row])]
-        columns += [tuple(int(count) for count in counts[row]) for row in rows]
-        if workers <= _WHOLE:
-            whole_cost, choice = _cover_whole(rooms, prices, workers)
-            cost = np.maximum(cost, whole_cost)
-            rows = [row for row in np.argsort(cost - table.values)[:_COLUMNS_A_ROUND] if np.isfinite(cost[row])]
-            columns += [_chosen(rooms[row], choice[:, row], workers) for row in rows]
+        cost = np.full(len(table.values), -np.inf)
+        for extra, free in limit_prices(table):
+            paid, rows = _price_at(table, mode, prices + unit * extra)
+            cost = np.maximum(cost, paid - unit * free)
+            columns += rows
         best = max(best, float((table.best_values - cost).max(initial=-np.inf)))
     return best, columns
+
+
+def _price_at(table: JobTable, mode: NDArray[np.bool_], prices: Floats) -> tuple[Floats, list[Counts]]:
+    """Return (S,) what room for every EST costs at least with types in ``mode`` (T,), and the columns of most worth."""
+    workers = table.problem.max_workers
+    rooms = np.where(mode & (table.available > 0), table.rooms, 0)
+    cost, counts, holds = cover(rooms, np.where(mode, table.available, 0), prices, workers)
+    worths = np.where(holds, table.values - counts @ prices, -np.inf)
+    rows = [row for row in np.argsort(-worths)[:_COLUMNS_A_ROUND] if np.isfinite(worths[row])]
+    columns = [tuple(int(count) for count in counts[row]) for row in rows]
+    if workers <= _WHOLE:
+        whole_cost, choice = _cover_whole(rooms, prices, workers)
+        cost = np.maximum(cost, whole_cost)
+        rows = [row for row in np.argsort(cost - table.values)[:_COLUMNS_A_ROUND] if np.isfinite(cost[row])]
+        columns += [_chosen(rooms[row], choice[:, row], workers) for row in rows]
+    return cost, columns
 
 
 def _cover_whole(rooms: Ints, prices: Floats, workers: int) -> tuple[Floats, NDArray[np.int8]]:
@@ -186,21 +219,25 @@ def _chosen(rooms: Ints, choice: NDArray[np.int8], workers: int) -> Counts:
     return tuple(counts)
 
 
-def _cover(rooms: Ints, available: Ints, prices: Floats, workers: int) -> tuple[Floats, Ints, NDArray[np.bool_]]:
-    """Return (S,) the least cost of room for every EST, parts allowed; (S, T) whole devices; (S,) whether there is room."""
+def cover(rooms: Ints, available: Ints, prices: Floats, workers: int | Ints) -> tuple[Floats, Ints, NDArray[np.bool_]]:
+    """Return (S,) the least cost of room for every EST, parts allowed; (S, T) whole devices; (S,) whether there is room.
+
+    ``rooms`` is (S, T); ``available`` and ``prices`` are (T,) or (S, T), ``workers`` one number or (S,).
+    """
+    prices, available = np.broadcast_to(prices, rooms.shape), np.broadcast_to(available, rooms.shape)
     with np.errstate(divide="ignore", invalid="ignore"):
         ratio = np.where(rooms > 0, prices / rooms, np.inf)
     order = np.argsort(ratio, axis=1, kind="stable")
     lines = np.arange(len(rooms))
-    left = np.full(len(rooms), float(workers))
+    left = np.broadcast_to(workers, len(rooms)).astype(float)
     cost = np.zeros(len(rooms))
     counts = np.zeros_like(rooms)
     for rank in range(rooms.shape[1]):
         kind = order[:, rank]
         room = rooms[lines, kind]
         needed = np.where(room > 0, left / np.maximum(room, 1), 0.0)
-        taken = np.minimum(needed, available[kind])
-        cost += taken * prices[kind]
+        taken = np.minimum(needed, available[lines, kind])
+        cost += taken * prices[lines, kind]
         counts[lines, kind] = np.ceil(taken - 1e-9).astype(np.int64)
         left = np.maximum(left - taken * room, 0.0)
     holds = left <= 1e-9 * workers

@@ -13,7 +13,7 @@ from ortools.sat.python import cp_model
 
 from ddltool.analyzers.placement.dealing import plan_of
 from ddltool.analyzers.placement.est import solve_est
-from ddltool.analyzers.placement.job_choice import SCALE, choose, device_variables, seed_columns, solver_until
+from ddltool.analyzers.placement.job_choice import SCALE, choose, device_variables, seed_columns, solver_until, value_of
 from ddltool.analyzers.placement.job_columns import JobTable, generate, job_table
 from ddltool.analyzers.placement.job_floor import highest_floor
 from ddltool.analyzers.placement.problem import Problem
@@ -28,6 +28,8 @@ Sharing = Literal["sum", "max-min"]
 _SMALL = 4000
 # Below this gap more time is not worth it, but in problems that are solved at once.
 _CLOSE, _TINY = 1e-3, 400
+# The smallest share, where it comes first, has this part of the time.
+_FLOOR_SHARE = 0.6
 # The sum, where it comes second, is given so long.
 _SECOND_S = 4.0
 # A gap below this is rounding.
@@ -75,23 +77,24 @@ def solve_jobs(
     names = sorted((name for name, count in devices.items() if count > 0), key=natural_key)
     counts = np.array([devices[name] for name in names], dtype=np.int64)
     tables = _tables(problems, names, counts, weights or [1.0] * len(problems), seed)
-    floor, floor_bound = 0.0, 1.0
+    floor, floor_bound, start = 0.0, 1.0, None
     if objective == "max-min":
-        floor, floor_bound, tables = highest_floor(tables, counts, deadline, seed)
+        part = time.perf_counter() + _FLOOR_SHARE * (deadline - time.perf_counter())
+        floor, floor_bound, tables, start = highest_floor(tables, counts, part, seed)
         deadline = min(deadline, time.perf_counter() + _SECOND_S)  # what follows only settles the sum
     everyone = floor > 0
     seed_columns(tables, counts)
     # A share of the time is kept for the choice of whole columns.
     part = time.perf_counter() + 0.6 * (deadline - time.perf_counter())
     bound = generate(tables, counts, everyone=everyone, until=lambda: time.perf_counter() > part)
-    chosen = choose(tables, counts, deadline, seed, everyone=everyone)
+    chosen = choose(tables, counts, deadline, seed, everyone=everyone, start=start)
     chosen = _improve(tables, counts, chosen)
-    value = _value(tables, chosen)
+    value = value_of(tables, chosen)
     size = sum(len(table.values) for table in tables)
     largest = _SMALL if objective == "sum" and bound - value > _CLOSE * bound else _TINY
     if bound - value > _ROUNDING * bound and size <= largest:
         chosen, bound = _exact(tables, counts, chosen, bound, deadline, seed, everyone=everyone)
-        value = _value(tables, chosen)
+        value = value_of(tables, chosen)
     relative = tuple(
         0.0 if row is None else table.columns[row] / table.weight for table, row in zip(tables, chosen, strict=True)
     )
@@ -159,10 +162,6 @@ def idle_throughput(problem: Problem, devices: Mapping[str, int], plans: Sequenc
         return solve_est(replace(problem, devices=offered, min_throughput=None)).throughput if offered else 0.0
     except Infeasible:
         return 0.0
-
-
-def _value(tables: Sequence[JobTable], chosen: Sequence[Counts | None]) -> float:
-    return sum(table.columns[row] for table, row in zip(tables, chosen, strict=True) if row is not None)
 
 
 def _improve(tables: Sequence[JobTable], counts: Ints, chosen: Sequence[Counts | None]) -> list[Counts | None]:
@@ -241,7 +240,8 @@ def _exact(
         row = tuple(solver.value(variable) for variable in own)
         table.add(row)
         rows.append(row if row in table.columns else None)
-    rows = rows if _value(tables, rows) > _value(tables, chosen) else list(chosen)
+    complete = not everyone or None not in rows
+    rows = rows if complete and value_of(tables, rows) > value_of(tables, chosen) else list(chosen)
     # Half a unit for each job is what rounding may have hidden.
     return rows, min(bound, (solver.best_objective_bound + len(tables)) / unit)
 

@@ -73,12 +73,20 @@ def check_affordable(problem: Problem) -> None:
     if not _runs(problem):
         # How many ESTs fit on a device, and how fast they run, is for the strategy to see.
         basic = replace(problem, single_type=False, max_devices=None, min_throughput=None)
-        raise conflict_error(problem, minimal_conflict(basic, _runs))
+        raise conflict_error(problem, minimal_conflict(basic, _could_run))
 
 
 def _runs(problem: Problem) -> bool:
     """Return whether at least one EST can run somewhere."""
     return any(problem.affordable(device) for device in problem.devices)
+
+
+def _could_run(problem: Problem) -> bool:
+    """Return the same for part of the requirements: where memory alone leaves too little room, the price is no cause."""
+    limited = all(device.memory_ests is not None for device in problem.devices)
+    if problem.max_price_micro is None and limited:
+        return sum(device.count * (device.memory_ests or 0) for device in problem.devices) >= problem.max_workers
+    return _runs(problem)
 
 
 def _single_type_reason(limits: Constraints) -> str | None:

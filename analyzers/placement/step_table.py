@@ -112,11 +112,11 @@ def step_table(
     multiples = np.concatenate([np.arange(1, limit + 1) for limit in limits])
     columns = [_rooms(weight, weights, limits, most) for weight, most in zip(weights, limits, strict=True)]
     rooms = np.stack(columns, axis=1)
-    steps = [
-        k / capability for capability, limit in zip(capabilities, limits, strict=True) for k in range(1, limit + 1)
-    ]
-    seconds = np.array([float(step) for step in steps])
-    throughputs = np.array([float(max_workers / step) for step in steps])
+    pairs = list(zip(capabilities, limits, strict=True))
+    seconds = np.concatenate([_ratios(limit, rate.denominator, rate.numerator) for rate, limit in pairs])
+    throughputs = np.concatenate(
+        [_ratios(limit, rate.denominator, max_workers * rate.numerator, inverse=True) for rate, limit in pairs]
+    )
     # Rounded quotients keep the order of the exact ones except for ties; of step times that round to the same float the
     # smaller has less room, or as much.
     order = np.lexsort((rooms.sum(axis=1), seconds))
@@ -131,6 +131,16 @@ def step_table(
         seconds=seconds[keep],
         throughputs=np.append(throughputs[order][keep], 0.0),
     )
+
+
+def _ratios(limit: int, factor: int, other: int, *, inverse: bool = False) -> Floats:
+    """Return ``k factor / other`` for k = 1 to ``limit``, or its inverse, each rounded once as a fraction's float is."""
+    if max(limit * factor, other) < 2**53:  # exact as floats
+        multiples = np.arange(1, limit + 1) * float(factor)
+        return np.asarray(other / multiples if inverse else multiples / other)
+    if inverse:
+        return np.array([other / (k * factor) for k in range(1, limit + 1)])
+    return np.array([k * factor / other for k in range(1, limit + 1)])
 
 
 def _rooms(weight: int, weights: Sequence[int], limits: Sequence[int], most: int) -> Ints:

@@ -11,8 +11,9 @@ from ddltool.analyzers.goodput.frontier import Frontier, frontier
 from ddltool.analyzers.goodput.observations import Observations, from_frame
 from ddltool.analyzers.goodput.picture import fit_picture, goodput_picture, noun_of
 from ddltool.analyzers.goodput.throughput import ThroughputParams, iteration_time_s
-from ddltool.analyzers.reporting.charts import Line, intervals_svg, lines_svg
-from ddltool.analyzers.reporting.page import Picture, Section, Table, shortened
+from ddltool.analyzers.reporting.charts import LINES_DRAWN, Line, intervals_svg, lines_svg
+from ddltool.analyzers.reporting.page import Picture, Section, Table, counted, filled, shortened
+from ddltool.analyzers.reporting.pictures import at_both_widths
 from ddltool.errors import Infeasible, InputError, visible
 from ddltool.goodput_model import DeviceGoodput, Goodput, ThroughputRecord
 from ddltool.units import show_bytes, show_seconds
@@ -22,6 +23,8 @@ if TYPE_CHECKING:
 
 _ROWS_AT_FIRST = 10
 _DEVICES_SHOWN = 6
+# Batches over more than this are drawn on a logarithmic axis.
+_WIDE_RANGE = 40
 # What the heat map spans where no profile says which batches fit.
 _REPLICAS, _REPLICAS_PER_NODE = 16, 4
 _LOCAL_BATCH = 256
@@ -33,21 +36,29 @@ def profile_section(frame: pd.DataFrame, name: str, anchor: str, models: Sequenc
     ``models`` are (file name, model). Without one the measured points stand alone.
     """
     table = _profile_table(frame, None)
-    lead = [f"{len(frame):,} measured configurations of {_listed(sorted(set(frame['device'])))}."]
+    lead = [f"{counted(len(frame), 'measured configuration')} of {_listed(sorted(set(frame['device'])))}."]
     for model_name, fitted in models:
         drawn = _fitted(frame, fitted)
         if drawn is None:
             continue
         rows, params = drawn
-        svg = fit_picture({shortened(visible(key), 40): value for key, value in rows.items()},
-                          {shortened(visible(key), 40): value for key, value in params.items()}).decode()  # fmt: skip
+        svg = _curves(
+            {shortened(visible(key), 40): value for key, value in rows.items()},
+            {shortened(visible(key), 40): value for key, value in params.items()},
+        )
         caption = f"Points are measured, lines are {model_name}; nine of ten measured steps should lie in the bands."
         table = _profile_table(frame, params)
         picture = Picture(svg=svg, caption=caption, label="measured", table=table, unfolded=True)
         return Section(anchor=anchor, title=f"Profile: {name}", lead=lead, blocks=[picture])
     lead.append("No fitted model of these devices is among the files, so there are no curves.")
-    picture = Picture(svg=_points(frame), caption="Median step times.", label="measured", table=table, unfolded=True)
+    svg, caption = _points(frame)
+    picture = Picture(svg=svg, caption=caption, label="measured", table=table, unfolded=True)
     return Section(anchor=anchor, title=f"Profile: {name}", lead=lead, blocks=[picture])
+
+
+@at_both_widths
+def _curves(rows: Mapping[str, Observations], params: Mapping[str, ThroughputParams]) -> str:
+    return fit_picture(rows, params).decode()
 
 
 def _fitted(frame: pd.DataFrame, fitted: Goodput) -> tuple[dict[str, Observations], dict[str, ThroughputParams]] | None:
@@ -66,16 +77,28 @@ def _params(record: ThroughputRecord) -> ThroughputParams:
     return ThroughputParams.from_dict(record.model_dump())
 
 
-def _points(frame: pd.DataFrame) -> str:
+def _points(frame: pd.DataFrame) -> tuple[str, str]:
+    """Return the measured points of each placement, and a remark where not all are drawn."""
     lines = []
     for (device, nodes, replicas), part in frame.groupby(["device", "num_nodes", "num_replicas"]):
         ordered = part.sort_values("local_batch_size")
         batch = ordered["local_batch_size"].to_numpy(dtype=float)
-        label = f"{str(device)[:10]} {nodes} x {replicas}"
+        label = f"{shortened(visible(str(device)), 18)}, {counted(int(str(replicas)), 'replica')}" + (
+            "" if nodes == 1 else f" on {nodes} nodes"
+        )
         lines.append(Line(label=label, x=batch, y=ordered["step_time_s"].to_numpy(dtype=float)))
-    return lines_svg(
-        lines, xlabel="local batch size (samples)", ylabel="step time (s)", title="Measured step times", draw="points"
+    some = f" The first {LINES_DRAWN} of {len(lines)} placements are drawn." if len(lines) > LINES_DRAWN else ""
+    svg = lines_svg(
+        lines,
+        xlabel="local batch size (samples)",
+        ylabel="step time",
+        title="Measured step times",
+        draw="points",
+        seconds=True,
+        log_x=bool(frame["local_batch_size"].max() > _WIDE_RANGE * frame["local_batch_size"].min()),
+        whole="x",
     )
+    return svg, f"Median step times.{some}"
 
 
 def _profile_table(frame: pd.DataFrame, params: Mapping[str, ThroughputParams] | None) -> Table:
@@ -96,7 +119,9 @@ def _profile_table(frame: pd.DataFrame, params: Mapping[str, ThroughputParams] |
         rows.append(cells)
     if params is not None:
         header += ["fitted", "error"]
-    return Table(caption="Measured configurations", header=header, rows=rows, label="measured", head=_ROWS_AT_FIRST)
+    return filled(
+        Table(caption="Measured configurations", header=header, rows=rows, label="measured", head=_ROWS_AT_FIRST)
+    )
 
 
 def _optional(row: Mapping[Any, Any], name: str) -> float | None:
@@ -113,15 +138,17 @@ def goodput_section(
     the same.
     """
     lead = [
-        f"Fitted to {fitted.samples} rows of {_listed(fitted.sources)}: MAPE {fitted.mape:.1%}, RMSLE {fitted.rmsle:.4f}."
+        f"Fitted to {counted(fitted.samples, 'row')} of {_listed(fitted.sources)}: MAPE {fitted.mape:.1%}, "
+        f"RMSLE {fitted.rmsle:.4f}."
     ]
     if fitted.left_out:
-        lead.append(f"{len(fitted.left_out)} rows were left out: several times off what all others say.")
+        lead.append(f"Left out, several times off what all others say: {counted(len(fitted.left_out), 'row')}.")
     if fitted.next_measurement is not None:
         following = fitted.next_measurement
         lead.append(
-            f"Measure next: {following.num_replicas} replicas on {following.num_nodes} nodes at local batch "
-            f"{following.local_batch_size} (removes {following.variance_reduction:.0%} of the predictions' variance)."
+            f"Measure next: {counted(following.num_replicas, 'replica')} on {counted(following.num_nodes, 'node')} "
+            f"at local batch {following.local_batch_size} (removes {following.variance_reduction:.0%} "
+            "of the predictions' variance)."
         )
     records: dict[str, Goodput | DeviceGoodput] = dict(fitted.devices) or {"": fitted}
     if len(records) > _DEVICES_SHOWN:
@@ -141,18 +168,17 @@ def _parameters(device: str, record: Goodput | DeviceGoodput) -> Picture | Table
     """Return the parameters as a table, under a picture of their intervals where there are any."""
     rows, drawn = [], []
     for key, value in record.params.model_dump().items():
-        shown = (lambda one: f"{one:.3g}") if key == "gamma" else show_seconds
+        shown = (lambda one: f"{one:.3g}") if key == "gamma" else _short_seconds
         interval = record.intervals.get(key)
         low = high = "-"
         source = "prior: not in the data" if key in record.undetermined else "fitted"
         if interval is not None:
             low, high = shown(interval.low), "no limit" if interval.high is None else shown(interval.high)
-            if value > 0 and interval.high is not None and not interval.reason:
+            if value > 0 and interval.high is not None and not interval.reason and 1e-3 < interval.high / value < 1e4:
                 floor = 1e-2  # an interval down to zero has no end on a logarithmic axis
-                ends = (max(interval.low / value, floor), min(interval.high / value, 1e4))
-                if 1e-3 < ends[1] < 1e4:
-                    drawn.append((key, 1.0, min(ends[0], 1.0), max(ends[1], 1.0)))
-            source = interval.reason or source
+                drawn.append((key, 1.0, max(interval.low / value, floor), max(interval.high / value, floor)))
+            outside = value < interval.low or (interval.high is not None and value > interval.high)
+            source = interval.reason or (f"{source}, outside its interval" if outside else source)
         rows.append((key, shown(value), low, high, source))
     of = f" of {device}" if device else ""
     table = Table(
@@ -164,8 +190,16 @@ def _parameters(device: str, record: Goodput | DeviceGoodput) -> Picture | Table
     if not drawn:
         return table
     svg = intervals_svg(drawn, xlabel="90 % interval over the fitted value", title="Intervals of the fitted parameters")
-    caption = f"How surely the rows determine each parameter{of}; intervals that reach 0 are cut at 0.01."
+    caption = f"How surely the rows determine each parameter{of}: the shorter, the surer; cut at 0.01."
+    missing = [row[0] for row in rows if row[0] not in {name for name, *_ in drawn}]
+    if missing:
+        caption += f" Not drawn, for they have no interval or an unlimited one: {', '.join(missing)}."
     return Picture(svg=svg, caption=caption, label="predicted", table=table, unfolded=True)
+
+
+def _short_seconds(seconds: float) -> str:
+    """Return a fitted time; below what any clock tells apart the digits would only take the eye."""
+    return "< 1 ns" if 0 < seconds < 1e-9 else show_seconds(seconds)
 
 
 def _known_until(device: str, record: Goodput | DeviceGoodput, profile: pd.DataFrame | None) -> tuple[int, str]:
@@ -189,7 +223,10 @@ def _known_until(device: str, record: Goodput | DeviceGoodput, profile: pd.DataF
         if spread < _REPLICAS:
             most = max(spread, min(together, _REPLICAS_PER_NODE))
             limits.append(
-                (max(1, most), f"the largest measured configuration has {together} on {int(nodes.max())} nodes")
+                (
+                    max(1, most),
+                    f"the largest measured configuration has {together} on {counted(int(nodes.max()), 'node')}",
+                )
             )
     return min(limits, key=lambda limit: limit[0])
 
@@ -214,36 +251,40 @@ def _heat(
     try:
         found = frontier(params, _REPLICAS, limits, noise_scale=noise, replicas_per_node=_REPLICAS_PER_NODE)
         pays = frontier(params, known, limits, noise_scale=noise, replicas_per_node=_REPLICAS_PER_NODE).pays_until
-        svg = goodput_picture(
-            params,
-            _REPLICAS,
-            limits,
-            noise_scale=noise,
-            replicas_per_node=_REPLICAS_PER_NODE,
-            known=known,
-            noun=noun,
-        ).decode()
+        svg = _map(params, limits, noise, known, noun)
     except (InputError, Infeasible, ArithmeticError, ValueError) as error:
         return f"No goodput map: {error}."
     of = f" of {device}" if device else ""
     sort = f"at noise scale {noise_scale:,.0f}" if noise_scale is not None else "with every sample counting the same"
     bound = "the largest measured" if profile is not None else "by assumption"
     caption = (
-        f"Goodput{of} over {noun}s ({_REPLICAS_PER_NODE} per node) and total batch, {sort}; initial batch {first}, local "
-        f"batches up to {most} ({bound}). {_pays_words(pays, known, why, noun)}"
+        f"Goodput{of} over {noun}s ({_REPLICAS_PER_NODE} per node) and total batch, {sort}; initial batch {first:,}, local "
+        f"batches up to {most:,} ({bound}). {_pays_words(pays, known, why, noun)}"
     )
     return Picture(svg=svg, caption=caption, label="predicted", table=_heat_table(found, known, noun), unfolded=True)
+
+
+@at_both_widths
+def _map(params: ThroughputParams, limits: BatchLimits, noise_scale: float, known: int, noun: str) -> str:
+    return goodput_picture(
+        params,
+        _REPLICAS,
+        limits,
+        noise_scale=noise_scale,
+        replicas_per_node=_REPLICAS_PER_NODE,
+        known=known,
+        noun=noun,
+    ).decode()
 
 
 def _pays_words(pays: int, known: int, why: str, noun: str) -> str:
     """Return until where scaling pays, as far as there are data, and where these end."""
     if known >= _REPLICAS:
-        return f"Scaling pays until {pays} {noun}s."
-    counted = f"{known} {noun}{'s' if known > 1 else ''}"
+        return f"Scaling pays until {counted(pays, noun)}."
     until = (
         f"As far as that, scaling pays until {pays}." if pays < known else "Whether scaling pays beyond is not known."
     )
-    return f"Beyond {counted} (hatched, dashed) no data support it: {why}. {until}"
+    return f"Beyond {counted(known, noun)} (hatched, dashed) no data support it: {why}. {until}"
 
 
 def _heat_table(found: Frontier, known: int, noun: str) -> Table:

@@ -10,8 +10,8 @@ import numpy as np
 from ddltool.analyzers.communication.efficiency import Bounds, bounds, efficiency
 from ddltool.analyzers.communication.order import tac, tic
 from ddltool.analyzers.communication.timeline import Simulator, Timeline
-from ddltool.analyzers.reporting.page import Picture, Section, Table, shortened
-from ddltool.analyzers.reporting.pictures import Lane, Panel, lanes_of, timeline_svg
+from ddltool.analyzers.reporting.page import Picture, Section, Table, counted, shortened
+from ddltool.analyzers.reporting.pictures import Lane, Panel, at_both_widths, lanes_of, timeline_svg
 from ddltool.graph import KINDS, RECV, Graph
 from ddltool.units import show_bytes, show_seconds
 
@@ -47,17 +47,16 @@ def graph_section(graph: Graph, name: str, anchor: str, *, remark: str = "") -> 
         "TAC": _ordered(simulator, by_tac.priority, runs),
     }
     limits = bounds(graph)
+    batch = f" at batch {graph.batch_size:,}" if graph.batch_size else ""
     facts = (
-        f"{graph.mode} step of {graph.name} at batch {graph.batch_size or '-'}: {len(graph):,} ops, "
-        f"{len(graph.of_kind(RECV)):,} parameters of {show_bytes(graph.parameter_bytes)}. {remark}"
+        f"{graph.mode.capitalize()} step of {shortened(graph.name, 60)}{batch}: {counted(len(graph), 'op')}, "
+        f"{counted(len(graph.of_kind(RECV)), 'parameter')} of {show_bytes(graph.parameter_bytes)}. {remark}"
     )
     lead = [facts.strip(), _verdict(limits, orders)]
-    return Section(
-        anchor=anchor,
-        title=f"Graph: {name}",
-        lead=lead,
-        blocks=[_timeline(graph, orders), _table_of_orders(limits, orders, runs)],
-    )
+    blocks: list[Picture | Table] = [_table_of_orders(limits, orders, runs)]
+    if limits.upper_s > 0:  # else there is nothing to draw
+        blocks.insert(0, _timeline(graph, orders))
+    return Section(anchor=anchor, title=f"Graph: {name}", lead=lead, blocks=blocks)
 
 
 def _ordered(simulator: Simulator, priority: Mapping[str, int] | None, runs: int) -> _Ordered:
@@ -100,10 +99,10 @@ def _timeline(graph: Graph, orders: Mapping[str, _Ordered]) -> Picture:
     if resources > _LANES_DRAWN:
         caption += f" {_LANES_DRAWN} of {resources} resources are drawn."
     return Picture(
-        svg=timeline_svg(panels),
+        svg=at_both_widths(timeline_svg)(panels),
         caption=caption,
         label="simulated",
-        table=_transfers(graph, orders["TAC"]),
+        table=_transfers(graph, orders["TAC"]) if len(graph.of_kind(RECV)) else None,
         unfolded=True,
     )
 

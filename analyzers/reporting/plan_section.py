@@ -8,7 +8,8 @@ import numpy as np
 
 from ddltool.analyzers.reporting.charts import Line as ChartLine
 from ddltool.analyzers.reporting.charts import Span, bars_svg, lines_svg, spans_svg
-from ddltool.analyzers.reporting.page import Picture, Section, Table, shortened
+from ddltool.analyzers.reporting.page import Picture, Section, Table, counted, filled, shortened
+from ddltool.analyzers.reporting.pictures import COMPUTE_COLOUR, WAIT_COLOUR
 from ddltool.plan import (
     Alternative,
     Assignment,
@@ -22,9 +23,9 @@ from ddltool.plan import (
 from ddltool.units import show_bytes, show_seconds
 
 _LANES_DRAWN = 16
-_ITERATIONS_DRAWN = 200
+_ITERATIONS_DRAWN = 80
 _ROWS_AT_FIRST = 10
-_COLOURS = {"compute": "#E69F00", "communication": "#0072B2", "waiting": "#999999"}
+_COLOURS = {"compute": COMPUTE_COLOUR, "communication": "#0072B2", "waiting": WAIT_COLOUR}
 Blocks = list[Picture | Table]
 
 
@@ -33,7 +34,8 @@ def plan_section(plan: Plan, name: str, anchor: str) -> Section:
     proof = "proven optimal" if plan.status == "optimal" else f"within {plan.gap:.1%} of the proven bound"
     lead = [
         f"Job {shortened(plan.job, 60)}, strategy {plan.strategy}: {show_seconds(plan.iteration_s)} per step, "
-        f"{plan.throughput:.4g} mini-batches/s of {plan.batch_size} samples on {plan.world_size} devices; {proof}.",
+        f"{plan.throughput:.4g} mini-batches/s of {counted(plan.batch_size, 'sample')} "
+        f"on {counted(plan.world_size, 'device')}; {proof}.",
     ]
     lead += plan.decision.words if plan.decision is not None else []
     blocks: Blocks = [_placement(plan)]
@@ -57,7 +59,22 @@ def plan_section(plan: Plan, name: str, anchor: str) -> Section:
 
 def _placement(plan: Plan) -> Picture | Table:
     """Return what each device does in a step (to the barrier, for elastic-bsp), over the table of assignments."""
-    table = Table(
+    table = filled(_assignments(plan))
+    timed = [row for row in plan.assignments if row.compute_s is not None]
+    if not timed:
+        return table
+    lanes = [(f"{row.devices} x {shortened(row.device_type, 18)}", _spans(plan, row)) for row in timed[:_LANES_DRAWN]]
+    end = plan.superstep.superstep_s if plan.superstep is not None else plan.iteration_s
+    word = "superstep" if plan.superstep is not None else "step"
+    caption = f"What one device of each kind does until the {word} ends at {show_seconds(end)}."
+    if len(timed) > _LANES_DRAWN:
+        caption += f" {_LANES_DRAWN} of {len(timed)} kinds are drawn."
+    svg = spans_svg(lanes, title=f"Timeline of one {word}", colours=_COLOURS, mark=(f"{word} ends", end))
+    return Picture(svg=svg, caption=caption, label="predicted", table=table, unfolded=True)
+
+
+def _assignments(plan: Plan) -> Table:
+    return Table(
         caption="Devices and what each of them does",
         header=("device type", "devices", "ESTs each", "local batch", "compute"),
         rows=[
@@ -73,19 +90,6 @@ def _placement(plan: Plan) -> Picture | Table:
         label="predicted",
         head=_ROWS_AT_FIRST,
     )
-    timed = [row for row in plan.assignments if row.compute_s is not None]
-    if not timed:
-        return table
-    lanes = [(f"{row.devices} x {shortened(row.device_type, 18)}", _spans(plan, row)) for row in timed[:_LANES_DRAWN]]
-    end = plan.superstep.superstep_s if plan.superstep is not None else plan.iteration_s
-    word = "barrier" if plan.superstep is not None else "step"
-    caption = f"What one device of each kind does until the {word} ends at {show_seconds(end)}."
-    if len(timed) > _LANES_DRAWN:
-        caption += f" {_LANES_DRAWN} of {len(timed)} kinds are drawn."
-    svg = spans_svg(
-        lanes, xlabel="time (s)", title=f"Timeline of one {word}", colours=_COLOURS, mark=(f"{word} ends", end)
-    )
-    return Picture(svg=svg, caption=caption, label="predicted", table=table, unfolded=True)
 
 
 def _spans(plan: Plan, row: Assignment) -> list[Span]:
@@ -96,12 +100,15 @@ def _spans(plan: Plan, row: Assignment) -> list[Span]:
         count = plan.superstep.iterations.get(row.device_type, 0)
         drawn = count if count <= _ITERATIONS_DRAWN else 1
         length = compute * count / max(drawn, 1)
-        made = [Span(place * length, (place + 1) * length, "compute", str(place + 1)) for place in range(drawn)]
+        texts = [str(place + 1) for place in range(drawn)] if drawn == count else [f"{count:,} iterations"]
+        made = [Span(place * length, (place + 1) * length, "compute", text) for place, text in enumerate(texts)]
         end = plan.superstep.superstep_s
         done = count * compute
     else:
         parts = row.ests_per_device if 1 < row.ests_per_device <= _ITERATIONS_DRAWN else 1
-        text = "EST {}" if plan.est_count else f"{row.local_batch_size} samples"
+        text = "EST {}" if plan.est_count else f"{row.local_batch_size:,} samples"
+        if parts < row.ests_per_device:
+            text = f"{row.ests_per_device:,} ESTs"
         made = [
             Span(place * compute / parts, (place + 1) * compute / parts, "compute", text.format(place + 1))
             for place in range(parts)
@@ -135,7 +142,7 @@ def _split_words(plan: Plan) -> str:
     dropped = ", ".join(f"{count} {name}" for name, count in found.dropped.items())
     left = f" Better left out: {dropped}." if dropped else ""
     return (
-        f"Total batch {found.total_batch_size}; the equal split: {equal}. "
+        f"Total batch {found.total_batch_size:,}; the equal split: {equal}. "
         f"Devices wait {show_seconds(found.idle_s)} for the slowest, all together.{left}"
     )
 
@@ -163,11 +170,16 @@ def _goodput(found: GoodputChoice) -> Blocks:
         y=np.array([row.goodput_per_s for row in found.scaling], dtype=np.float64),
     )
     svg = lines_svg(
-        [line], xlabel="devices", ylabel="goodput (useful samples/s)", title="Goodput over devices", draw="points"
+        [line],
+        xlabel="devices",
+        ylabel="goodput (useful samples/s)",
+        title="Goodput over devices",
+        draw="points",
+        whole="x",
     )
     chosen = (
-        f"Chosen: {found.num_replicas} devices on {found.num_nodes} nodes, total batch {found.total_batch_size:,}, "
-        f"efficiency {found.efficiency:.3f}, speedup {found.speedup:.2f}."
+        f"Chosen: {counted(found.num_replicas, 'device')} on {counted(found.num_nodes, 'node')}, "
+        f"total batch {found.total_batch_size:,}, efficiency {found.efficiency:.3f}, speedup {found.speedup:.2f}."
     )
     return [Picture(svg=svg, caption=chosen, label="predicted", table=scaling, unfolded=True), _elastic(found)]
 
@@ -181,13 +193,15 @@ def _elastic(found: GoodputChoice) -> Table:
         remark = f"{row.reason} (nearest: {nearest})" if row.reason and nearest else row.reason
         rates = (f"{row.learning_rates[rule]:.4g}" if rule in row.learning_rates else "-" for rule in rules)
         rows.append((str(row.world_size), first, *rates, f"{row.steps_per_epoch:,}", remark))
-    return Table(
-        caption=f"Elastic table: the total batch of {found.total_batch_size:,} on every number of processes",
-        header=("processes", "local batches", *(f"lr, {rule}" for rule in rules), "steps/epoch", ""),
-        rows=rows,
-        label="predicted",
-        head=_ROWS_AT_FIRST,
-        text_columns=2,
+    return filled(
+        Table(
+            caption=f"Elastic table: the total batch of {found.total_batch_size:,} on every number of processes",
+            header=("processes", "local batches", *(f"lr, {rule}" for rule in rules), "steps/epoch", "remark"),
+            rows=rows,
+            label="predicted",
+            head=_ROWS_AT_FIRST,
+            text_columns=2,
+        )
     )
 
 
@@ -196,9 +210,10 @@ def _decision(plan: Plan) -> Picture:
     assert found is not None
     options = [*found.options, found.baseline]
     names = [row.strategy for row in found.options] + ["doing nothing"]
+    names = [f"{name} (picked)" if name == found.picked else name for name in names]
     rows: list[tuple[str, ...]] = [
         (
-            f"{name} (picked)" if name == found.picked else name,
+            name,
             ", ".join(f"{count} {device}" for device, count in row.devices.items()),
             show_seconds(row.iteration_s),
             show_seconds(row.compute_s),
@@ -227,7 +242,13 @@ def _decision(plan: Plan) -> Picture:
         xlabel="logical mini-batches per second",
         title="Throughput by strategy",
     )
-    return Picture(svg=svg, caption="Strategies for this job.", label="predicted", table=table, unfolded=True)
+    return Picture(
+        svg=svg,
+        caption=f"Strategies for this job, {found.picked} picked: the words above say why.",
+        label="predicted",
+        table=table,
+        unfolded=True,
+    )
 
 
 def _alternatives(plan: Plan) -> Table:
@@ -264,7 +285,7 @@ def _network(plan: Plan) -> Table:
         for name, step in found.best_steps.items()
     ]
     caption = (
-        f"Best step by where the devices stand; here {found.num_replicas} on {found.num_nodes} nodes: compute "
+        f"Best step by where the devices stand; here {found.num_replicas} on {counted(found.num_nodes, 'node')}: compute "
         f"{show_seconds(found.compute_s)}, synchronisation {show_seconds(found.sync_s)}"
     )
     return Table(caption=caption, header=("devices on", "best step"), rows=rows, label="predicted")
@@ -277,7 +298,7 @@ def _migration_words(plan: Plan) -> str:
     pays = "never" if found.pays_after_s is None else f"from a horizon of {show_seconds(found.pays_after_s)} on"
     return (
         f"With a migration of {show_seconds(found.migration_s)} and a horizon of {show_seconds(found.horizon_s)} the job "
-        f"{word}; {found.devices_moved} devices would move. Moving pays {pays}."
+        f"{word}; {counted(found.devices_moved, 'device')} would move. Moving pays {pays}."
     )
 
 
@@ -323,7 +344,7 @@ def communication_blocks(
             (row.name, "-" if row.priority is None else str(row.priority), show_bytes(row.size_bytes))
             for row in ordered
         ]
-        caption = f"Order in which {len(parameters):,} parameters should travel"
+        caption = f"Order in which {counted(len(parameters), 'parameter')} should travel"
         header = ("parameter", "priority", "size")
         blocks.append(Table(caption=caption, header=header, rows=places, label="predicted", head=_ROWS_AT_FIRST))
     return blocks
@@ -341,12 +362,13 @@ def enforcement_section(made: Enforcement, name: str, anchor: str) -> Section:
     )
     drawn = made.ranks[:_LANES_DRAWN]
     svg = bars_svg(
-        [(f"rank {row.rank} ({row.device_type})", float(row.local_batch_size)) for row in drawn],
+        [(f"rank {row.rank} ({shortened(row.device_type, 10)})", float(row.local_batch_size)) for row in drawn],
         xlabel="local batch size (samples)",
         title="Local batch size by rank",
     )
     some = f" Ranks 0 to {_LANES_DRAWN - 1} of {len(made.ranks)} are drawn." if len(made.ranks) > _LANES_DRAWN else ""
-    lead = f"Job {shortened(made.job, 60)}, {made.strategy}: {made.world_size} processes, {made.total_batch_size:,} samples."
+    processes = f"{made.world_size} process{'' if made.world_size == 1 else 'es'}"
+    lead = f"Job {shortened(made.job, 60)}, {made.strategy}: {processes}, {made.total_batch_size:,} samples."
     picture = Picture(
         svg=svg, caption=f"Samples of each process per step.{some}", label="read", table=table, unfolded=True
     )

@@ -1,11 +1,11 @@
-"""The report's sections of what commands found: network, barriers, balancing, verification, simulation, gate."""
+"""The report's sections of what commands found: network, barriers, balancing, verification, gate."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 
 import numpy as np
-from numpy.typing import NDArray
 
 from ddltool.analyzers.deciding.verification import error_text
 from ddltool.analyzers.reporting.charts import Line, bars_svg, lines_svg
@@ -14,21 +14,19 @@ from ddltool.analyzers.reporting.documents import (
     BarrierDocument,
     GateDocument,
     NetworkDocument,
-    PolicyRecord,
     SchemeRecord,
-    SimulationDocument,
     SplitTime,
     VerificationDocument,
 )
-from ddltool.analyzers.reporting.page import Picture, Section, Table, shortened
+from ddltool.analyzers.reporting.page import Picture, Section, Table, counted, few, shortened
 from ddltool.analyzers.reporting.telemetry_section import verified_row, verified_table
 from ddltool.units import show_bytes, show_seconds
 
 _ROWS_AT_FIRST = 10
 _BARS_DRAWN = 24
 _PAIRS_DRAWN = 6
-# Points of a line over time.
-_POINTS = 200
+# Ratios that span more would leave the small ones no bar at all.
+_LOG_FROM = 20
 Blocks = list[Picture | Table]
 
 
@@ -50,25 +48,47 @@ def network_section(found: NetworkDocument, name: str, anchor: str) -> Section:
         for pair in found.pairs
     ]
     header = ("ranks", "latency", "bandwidth", "misfit")
-    table = Table(
+    fitted = Table(
         caption="Pairs of processes, one way", header=header, rows=rows, label="measured", head=_ROWS_AT_FIRST
     )
+    return Section(anchor=anchor, title=f"Network: {name}", lead=lead, blocks=[*_rates(found), fitted])
+
+
+def _rates(found: NetworkDocument) -> Blocks:
+    """Return the rate by message size of the slowest pairs, as far as any message took time."""
     slowest = sorted(found.pairs, key=lambda pair: pair.bandwidth_bytes_per_s)[:_PAIRS_DRAWN]
-    lines = []
+    lines, rates = [], []
     for pair in slowest:
         count = min(len(pair.sizes_bytes), len(pair.median_s))
         sizes, times = (np.array(values[:count], dtype=float) for values in (pair.sizes_bytes, pair.median_s))
-        keep = sizes > 0
-        rate = np.divide(sizes, times, out=np.zeros_like(sizes), where=times > 0)
-        lines.append(Line(label=f"{pair.ranks[0]} - {pair.ranks[1]}", x=sizes[keep], y=rate[keep] / 1e9))
+        keep = (sizes > 0) & (times > 0)
+        rate = sizes[keep] / times[keep]
+        rates.append(dict(zip(sizes[keep], rate, strict=True)))
+        lines.append(Line(label=f"{pair.ranks[0]} - {pair.ranks[1]}", x=sizes[keep], y=rate / 2**30))
+    if not any(line.x.size for line in lines):
+        return []
     svg = lines_svg(
-        lines, xlabel="message size (bytes)", ylabel="GB/s", title="Rate by message size", draw="points", log_x=True
+        lines,
+        xlabel="message size",
+        ylabel="rate (GiB/s)",
+        title="Rate by message size",
+        draw="points",
+        byte_x=True,
+    )
+    rows = [
+        (show_bytes(size), *(f"{show_bytes(one[size])}/s" if size in one else "-" for one in rates))
+        for size in sorted({size for one in rates for size in one})
+    ]
+    table = Table(
+        caption="Median rate between two ranks by message size",
+        header=("message", *(line.label for line in lines)),
+        rows=rows,
+        label="measured",
+        head=_ROWS_AT_FIRST,
     )
     some = f" The {_PAIRS_DRAWN} slowest of {len(found.pairs)} pairs." if len(found.pairs) > _PAIRS_DRAWN else ""
-    picture = Picture(
-        svg=svg, caption=f"Median rate by message size.{some}", label="measured", table=table, unfolded=True
-    )
-    return Section(anchor=anchor, title=f"Network: {name}", lead=lead, blocks=[picture])
+    caption = f"Median rate by message size, a line for each pair of ranks.{some}"
+    return [Picture(svg=svg, caption=caption, label="measured", table=table, unfolded=True)]
 
 
 def barrier_section(found: BarrierDocument, name: str, anchor: str) -> Section:
@@ -90,17 +110,24 @@ def barrier_section(found: BarrierDocument, name: str, anchor: str) -> Section:
         )
         for key, record in records.items()
     ]
-    header = ("", "at", "longest waiting", "of all", "per iteration", "gap")
+    header = ("choice", "at", "longest waiting", "of all", "per iteration", "gap")
     choices = Table(caption="Choices of the next barrier", header=header, rows=rows, label="predicted")
     svg = bars_svg(
         [(key, record.waiting_time_s) for key, record in records.items()],
-        xlabel="longest waiting of a worker (s)",
+        xlabel="longest waiting of a worker",
         title="Longest waiting by choice of the barrier",
+        seconds=True,
     )
     blocks: Blocks = [
-        Picture(svg=svg, caption="Longest waiting of any worker.", label="predicted", table=choices, unfolded=True)
+        Picture(
+            svg=svg,
+            caption="Longest waiting of any worker, by choice of the barrier.",
+            label="predicted",
+            table=choices,
+            unfolded=True,
+        )
     ]
-    workers = sorted({worker for record in records.values() for worker in record.iterations})
+    workers = sorted({worker for record in records.values() for worker in record.iterations}, key=_natural)
     counts = [
         [shortened(worker, 40), *(str(record.iterations.get(worker, "-")) for record in records.values())]
         for worker in workers
@@ -116,10 +143,14 @@ def barrier_section(found: BarrierDocument, name: str, anchor: str) -> Section:
     )
     if found.tradeoff:
         blocks.append(_tradeoff(found))
-    lead = (
-        f"{found.workers} workers, {found.lookahead} iterations looked ahead. Times count as in the file that was read."
-    )
+    ahead = f"{counted(found.workers, 'worker')}, {counted(found.lookahead, 'iteration')} looked ahead."
+    lead = f"{ahead} Times count as in the file that was read."
     return Section(anchor=anchor, title=f"Barrier: {name}", lead=[lead], blocks=blocks)
+
+
+def _natural(name: str) -> list[tuple[int, str]]:
+    """Return what sorts ``w2`` before ``w10``."""
+    return [(int(part), "") if part.isdecimal() else (-1, part) for part in re.split(r"(\d{1,15})", name)]
 
 
 def _tradeoff(found: BarrierDocument) -> Picture:
@@ -133,9 +164,11 @@ def _tradeoff(found: BarrierDocument) -> Picture:
     svg = lines_svg(
         lines,
         xlabel="bound on the iteration gap",
-        ylabel="least waiting (s)",
+        ylabel="least waiting",
         title="Waiting against the iteration gap",
         draw="points",
+        seconds=True,
+        whole="x",
     )
     rows = [
         (
@@ -168,15 +201,23 @@ def balance_section(found: BalanceDocument, name: str, anchor: str) -> Section:
     rows = [("equal split", "-", "-", *_split(found.equal_split), "-")]
     for key, record in found.predictors.items():
         gain = "-" if record.gain_kept is None else f"{record.gain_kept:.0%}"
-        rows.append((key, f"{record.rmse:.4g}", f"{record.rmse_relative:.1%}", *_split(record), gain))
+        rows.append((key, f"{record.rmse:,.4g}", f"{record.rmse_relative:.1%}", *_split(record), gain))
     rows.append(("speeds known", "0", "0.0%", *_split(found.oracle), "100%"))
     header = ("predictor", "RMSE", "of mean", "iteration", "of equal split", "gain kept")
     table = Table(caption="Predictors of speed, and batches sized by them", header=header, rows=rows, label="simulated")
     bars = [("equal split", found.equal_split.iteration_s)]
     bars += [(key, record.iteration_s) for key, record in found.predictors.items()]
     bars.append(("speeds known", found.oracle.iteration_s))
-    svg = bars_svg(bars, xlabel="mean iteration time (s)", title="Iteration time by predictor")
-    blocks: Blocks = [Picture(svg=svg, caption="Mean iteration time.", label="simulated", table=table, unfolded=True)]
+    svg = bars_svg(bars, xlabel="mean iteration time", title="Iteration time by predictor", seconds=True)
+    blocks: Blocks = [
+        Picture(
+            svg=svg,
+            caption="Mean iteration time by what sizes the batches.",
+            label="simulated",
+            table=table,
+            unfolded=True,
+        )
+    ]
     schemes = {key: record for key, record in found.schemes.items() if isinstance(record, SchemeRecord)}
     if schemes:
         cells = [
@@ -186,11 +227,20 @@ def balance_section(found: BalanceDocument, name: str, anchor: str) -> Section:
         head = ("scheme", "iteration", "of BSP", "staleness", "gap")
         drawn = bars_svg(
             [(key, record.iteration_s) for key, record in schemes.items()],
-            xlabel="mean iteration time (s)",
+            xlabel="mean iteration time",
             title="Iteration time by scheme",
+            seconds=True,
         )
         under = Table(caption="Schemes on the whole trace", header=head, rows=cells, label="simulated")
-        blocks.append(Picture(svg=drawn, caption="Schemes compared.", label="simulated", table=under, unfolded=True))
+        blocks.append(
+            Picture(
+                svg=drawn,
+                caption="Mean iteration time by scheme, on the whole trace.",
+                label="simulated",
+                table=under,
+                unfolded=True,
+            )
+        )
     return Section(anchor=anchor, title=f"Balancing: {name}", lead=[lead], blocks=blocks)
 
 
@@ -205,7 +255,7 @@ def verification_section(found: VerificationDocument, name: str, anchor: str) ->
         f"{shortened(found.telemetry, 60)} against {shortened(found.plan, 60)}: predicted over measured step "
         f"{error_text(step.predicted_s, step.measured_s)}; half of the measured steps took {show_seconds(step.low_s)} to "
         f"{show_seconds(step.high_s)}.",
-        *(found.refit or ["Nothing to fit again: the plan's figures hold."]),
+        *(_as_sentence(words) for words in few(found.refit) or ["nothing to fit again: the plan's figures hold"]),
     ]
     parts = (("step", step), ("compute, longest", found.compute), ("synchronisation", found.sync))
     rows = [verified_row(part, times.predicted_s, times.measured_s) for part, times in parts]
@@ -214,12 +264,19 @@ def verification_section(found: VerificationDocument, name: str, anchor: str) ->
         for rank in found.ranks
     ]
     bars: list[tuple[str, float]] = []
-    for part, times in parts:
+    for part, times in zip(("step", "compute", "sync"), (step, found.compute, found.sync), strict=True):
         bars += [(f"{part}, predicted", times.predicted_s)] if times.predicted_s is not None else []
         bars.append((f"{part}, measured", times.measured_s))
     picture = Picture(
-        svg=bars_svg(bars, xlabel="seconds", title="Predicted against measured"),
-        caption="Predicted against measured.",
+        svg=bars_svg(
+            bars,
+            xlabel="time",
+            title="Predicted against measured",
+            seconds=True,
+            marked=("predicted", [name.endswith("predicted") for name, _ in bars]),
+            unmarked="measured",
+        ),
+        caption="Predicted against measured: the step, its longest computation, and synchronisation.",
         label="measured",
         table=verified_table("Parts of the step", rows),
         unfolded=True,
@@ -227,131 +284,9 @@ def verification_section(found: VerificationDocument, name: str, anchor: str) ->
     return Section(anchor=anchor, title=f"Verification: {name}", lead=lead, blocks=[picture])
 
 
-def simulation_section(found: SimulationDocument, name: str, anchor: str) -> Section:
-    """Return the section of a simulated workload: completion times, unfinished jobs over time, GPU hours."""
-    jobs = len(next(iter(found.policies.values())).jobs)
-    lead = f"{jobs} jobs of {shortened(found.workload, 60)} on {found.gpus} GPUs, under {len(found.policies)} policies."
-    rows = [
-        (
-            key,
-            *(
-                f"{value:,.0f}"
-                for value in (record.avg_jct_s, record.median_jct_s, record.p99_jct_s, record.makespan_s)
-            ),
-            f"{record.utilization:.0%}",
-            f"{record.finish_time_fairness.max:.2f}",
-            f"{record.finish_time_fairness.share_below_1:.0%}",
-            f"{record.restarts:,}",
-        )
-        for key, record in found.policies.items()
-    ]
-    header = ("policy", "mean JCT", "median", "p99", "makespan", "used", "worst", "fair", "restarts")
-    caption = "Seconds; used: share of GPU time; worst: largest finish-time fairness; fair: share of jobs below 1"
-    table = Table(caption=caption, header=header, rows=rows, label="simulated")
-    lines = []
-    for key, record in found.policies.items():
-        times = np.sort([job.jct_s for job in record.jobs])
-        share = np.arange(1, len(times) + 1) / len(times)
-        lines.append(Line(label=key, x=np.concatenate([[0.0], times]), y=np.concatenate([[0.0], share])))
-    drawn = " Eight policies are drawn." if len(lines) > 8 else ""
-    distribution = Picture(
-        svg=lines_svg(
-            lines, xlabel="job completion time (s)", ylabel="share of the jobs", title="Completion times", draw="steps"
-        ),
-        caption=f"Share of the jobs that took at most so long.{drawn}",
-        label="simulated",
-        table=table,
-        unfolded=True,
-    )
-    blocks: Blocks = [distribution, _load(found, drawn), *_allocation(found, drawn), _gpu_time(found), _jobs(found)]
-    return Section(anchor=anchor, title=f"Simulation: {name}", lead=[lead], blocks=blocks)
-
-
-def _load(found: SimulationDocument, remark: str) -> Picture:
-    """Return how many jobs are there over time: submitted and not finished."""
-    last = max(job.finish_s for record in found.policies.values() for job in record.jobs)
-    times = np.linspace(0.0, max(last, 1e-9), _POINTS)
-    present = {key: _jobs_at(record, times) for key, record in found.policies.items()}
-    lines = [Line(label=key, x=times, y=values) for key, values in present.items()]
-    svg = lines_svg(lines, xlabel="time (s)", ylabel="unfinished jobs", title="Unfinished jobs over time", draw="steps")
-    picked = np.linspace(0, _POINTS - 1, 9).round().astype(int)
-    rows = [(f"{times[at]:,.0f}", *(f"{values[at]:.0f}" for values in present.values())) for at in picked]
-    table = Table(caption="Unfinished jobs at nine times", header=("time (s)", *present), rows=rows, label="simulated")
-    caption = f"Jobs that are submitted and not finished.{remark}"
-    return Picture(svg=svg, caption=caption, label="simulated", table=table, unfolded=True)
-
-
-def _allocation(found: SimulationDocument, remark: str) -> Blocks:
-    """Return the GPUs that are held over time, as far as the document has them."""
-    held = {key: record.usage for key, record in found.policies.items() if record.usage is not None}
-    last = max((usage.time_s[-1] for usage in held.values() if usage.time_s), default=0.0)
-    if not last:
-        return []
-    times = np.linspace(0.0, last, _POINTS)
-    series: dict[str, NDArray[np.float64]] = {}
-    for key, usage in held.items():
-        place = np.searchsorted(np.array(usage.time_s), times, side="right") - 1
-        series[key] = np.where(place >= 0, np.array([*usage.gpus, 0.0])[place], 0.0)
-    lines = [Line(label=key, x=times, y=values) for key, values in series.items()]
-    svg = lines_svg(lines, xlabel="time (s)", ylabel="GPUs that are held", title="Allocation over time", draw="steps")
-    picked = np.linspace(0, _POINTS - 1, 9).round().astype(int)
-    rows = [(f"{times[at]:,.0f}", *(f"{values[at]:.0f}" for values in series.values())) for at in picked]
-    table = Table(caption="GPUs held at nine times", header=("time (s)", *series), rows=rows, label="simulated")
-    caption = f"GPUs that jobs hold, of {found.gpus}.{remark}"
-    return [Picture(svg=svg, caption=caption, label="simulated", table=table, unfolded=True)]
-
-
-def _jobs_at(record: PolicyRecord, times: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Return the number of unfinished jobs at ``times`` (t,), in seconds, shape (t,)."""
-    submitted = np.sort([job.submit_s for job in record.jobs])
-    finished = np.sort([job.finish_s for job in record.jobs])
-    there = np.searchsorted(submitted, times, side="right") - np.searchsorted(finished, times, side="right")
-    return there.astype(np.float64)
-
-
-def _gpu_time(found: SimulationDocument) -> Picture:
-    """Return the GPU hours that each application got under each policy."""
-    applications = sorted({job.application for record in found.policies.values() for job in record.jobs})
-    hours = {
-        key: {
-            name: sum(job.gpu_seconds for job in record.jobs if job.application == name) / 3600 for name in applications
-        }
-        for key, record in found.policies.items()
-    }
-    rows = [
-        (key, *(f"{got[name]:.1f}" for name in applications), f"{sum(got.values()):.1f}") for key, got in hours.items()
-    ]
-    table = Table(
-        caption="GPU hours by application",
-        header=("policy", *(shortened(name, 30) for name in applications), "all"),
-        rows=rows,
-        label="simulated",
-    )
-    svg = bars_svg(
-        [(key, sum(got.values())) for key, got in hours.items()],
-        xlabel="GPU hours of all jobs",
-        title="GPU hours by policy",
-    )
-    return Picture(svg=svg, caption="GPU hours that all jobs took.", label="simulated", table=table, unfolded=True)
-
-
-def _jobs(found: SimulationDocument) -> Table:
-    by_name = {key: {job.name: job for job in record.jobs} for key, record in found.policies.items()}
-    first = next(iter(found.policies.values())).jobs
-    rows = []
-    for job in first:
-        cells = [shortened(job.name, 40), job.application, f"{job.submit_s:,.0f}"]
-        cells += [f"{jobs[job.name].jct_s:,.0f}" if job.name in jobs else "-" for jobs in by_name.values()]
-        rows.append(cells)
-    header = ("job", "application", "submitted", *(f"JCT, {key}" for key in by_name))
-    return Table(
-        caption="Completion time of each job (s)",
-        header=header,
-        rows=rows,
-        label="simulated",
-        head=_ROWS_AT_FIRST,
-        text_columns=2,
-    )
+def _as_sentence(words: str) -> str:
+    """Return a remark as a sentence; names in lower case at its beginning are no names of files here."""
+    return f"{words[:1].upper()}{words[1:].rstrip('.')}."
 
 
 def gate_section(found: GateDocument, name: str, anchor: str) -> Section:
@@ -377,20 +312,29 @@ def gate_section(found: GateDocument, name: str, anchor: str) -> Section:
         )
     header = ("outcome", "metric", "baseline", "current", "change", "limit", "rule")
     table = Table(
-        caption=f"Checks of a {found.artifact}", header=header, rows=rows, label="read", head=20, text_columns=2
+        caption=f"Checks of a {found.artifact.removeprefix('ddltool.')}",
+        header=header,
+        rows=rows,
+        label="read",
+        head=20,
+        text_columns=2,
     )
     changes = [
-        (check.metric, check.current / check.baseline)
-        for check in found.checks
+        (check.metric, check.current / check.baseline, not check.passed)
+        for check in sorted(found.checks, key=lambda one: one.passed)
         if check.baseline is not None and check.current is not None and check.baseline > 0 and check.current >= 0
     ]
     blocks: Blocks = [table]
     if changes:
+        ratios = [ratio for _, ratio, _ in changes]
         svg = bars_svg(
-            changes[:_BARS_DRAWN],
+            [(metric, ratio) for metric, ratio, _ in changes[:_BARS_DRAWN]],
             xlabel="current over baseline",
             title="Current over baseline",
             level=("baseline", 1.0),
+            from_level=min(ratios) > 0 and max(*ratios, 1.0) > _LOG_FROM * min(*ratios, 1.0),
+            marked=("failed", [bad for *_, bad in changes[:_BARS_DRAWN]]),
+            unmarked="passed",
         )
         some = f" {_BARS_DRAWN} of {len(changes)} metrics are drawn." if len(changes) > _BARS_DRAWN else ""
         blocks = [
@@ -402,7 +346,9 @@ def gate_section(found: GateDocument, name: str, anchor: str) -> Section:
 def _value(value: float | None, unit: str) -> str:
     if value is None:
         return "-"
-    return show_seconds(value) if unit == "s" else f"{value:.4g} {unit}".strip()
+    if unit in ("s", "bytes"):
+        return show_seconds(value) if unit == "s" else show_bytes(value)
+    return f"{value:,.0f} {unit}".strip() if 1e4 <= abs(value) < 1e12 else f"{value:.4g} {unit}".strip()
 
 
 def _listed(names: Sequence[str], most: int = 3) -> str:

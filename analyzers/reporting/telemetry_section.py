@@ -11,8 +11,8 @@ from numpy.typing import NDArray
 
 from ddltool.analyzers.goodput.observations import WARMUP_STEPS
 from ddltool.analyzers.reporting.charts import Line, bars_svg, lines_svg
-from ddltool.analyzers.reporting.page import Picture, Section, Table, shortened
-from ddltool.analyzers.reporting.pictures import phases_svg
+from ddltool.analyzers.reporting.page import Picture, Section, Table, counted, few, shortened
+from ddltool.analyzers.reporting.pictures import at_both_widths, phases_svg
 from ddltool.errors import InputError
 from ddltool.plan import Plan
 from ddltool.units import show_bytes, show_seconds
@@ -62,7 +62,7 @@ def telemetry_section(frame: pd.DataFrame, name: str, anchor: str, plans: Sequen
     steady = steady if len(steady) else frame
     ranks = int(frame["rank"].nunique())
     lead = [
-        f"{len(frame):,} rows: steps {frame['step'].min():,} to {frame['step'].max():,} of {ranks} ranks "
+        f"{counted(len(frame), 'row')}: steps {frame['step'].min():,} to {frame['step'].max():,} of {counted(ranks, 'rank')} "
         f"(world size {', '.join(str(size) for size in sorted(set(frame['world_size']))[:8])}); median step "
         f"{show_seconds(float(steady['step_s'].median()))}. Medians leave out the first {WARMUP_STEPS} steps."
     ]
@@ -80,7 +80,9 @@ def _step_times(frame: pd.DataFrame, levels: list[tuple[str, float]]) -> Picture
         Line(label="step, median", x=made.step, y=made.median, low=made.low, high=made.high),
         Line(label="of it waiting", x=waiting.step, y=waiting.median),
     ]
-    svg = lines_svg(lines, xlabel="step", ylabel="seconds", title="Step time over time", levels=levels)
+    svg = lines_svg(
+        lines, xlabel="step", ylabel="time", title="Step time over time", levels=levels, seconds=True, whole="x"
+    )
     per = "" if made.width == 1 else f" Each point stands for {made.width:,} steps."
     rows = [
         (f"{at:,.0f}", *(show_seconds(float(value)) for value in (middle, low, high, wait)))
@@ -129,7 +131,7 @@ def _phases(frame: pd.DataFrame) -> Picture:
     if longest <= 0:
         bars = [(name, {"compute": 1e-9}) for name, _ in bars]
     caption = f"Where each rank's median step goes.{some}"
-    return Picture(svg=phases_svg(bars), caption=caption, label="measured", table=table, unfolded=True)
+    return Picture(svg=at_both_widths(phases_svg)(bars), caption=caption, label="measured", table=table, unfolded=True)
 
 
 def _batches(frame: pd.DataFrame) -> Blocks:
@@ -150,7 +152,9 @@ def _batches(frame: pd.DataFrame) -> Blocks:
         made = binned(step, batch)
         lines = [Line(label="median of the ranks", x=made.step, y=made.median, low=made.low, high=made.high)]
         rows = [("all", *_sizes(batch))]
-    svg = lines_svg(lines, xlabel="step", ylabel="samples", title="Batch size of each rank over time", draw="steps")
+    svg = lines_svg(
+        lines, xlabel="step", ylabel="samples", title="Batch size of each rank over time", draw="steps", whole="xy"
+    )
     header = ("rank", "first", "least", "median", "most", "last")
     table = Table(caption="Local batch sizes", header=header, rows=rows, label="measured")
     caption = "Samples that each rank processed in a step."
@@ -174,7 +178,7 @@ def _agent(frame: pd.DataFrame) -> Blocks:
         Line(label="gradient noise scale", x=noise.step, y=noise.median),
         Line(label="total batch size", x=total.step, y=total.median),
     ]
-    svg = lines_svg(lines, xlabel="step", ylabel="samples", title="Noise scale and total batch over time")
+    svg = lines_svg(lines, xlabel="step", ylabel="samples", title="Noise scale and total batch over time", whole="x")
     factor = known.get("learning_rate_factor")
     factors = None if factor is None or not factor.notna().all() else binned(step, factor.to_numpy(dtype=float)).median
     rows = [
@@ -215,9 +219,9 @@ def _compared(
         rows = [verified_row(*part) for part in parts]
         rows += [verified_row(f"compute, rank {rank.rank}", rank.predicted_s, rank.measured_s) for rank in found.ranks]
         blocks.append(verified_table(f"Predicted by {shortened(name, 60)} against measured", rows))
-        words.append(f"Against {shortened(name, 60)}: {'; '.join(found.refit) or 'nothing to fit again'}.")
+        words.append(f"Against {shortened(name, 60)}: {'; '.join(few(found.refit)) or 'nothing to fit again'}.")
     if left_out:
-        words.append(f"Not compared with {'; '.join(left_out)}.")
+        words.append(f"Not compared with {'; '.join(few(left_out, 8))}.")
     return blocks, levels[:3], words
 
 
@@ -239,7 +243,8 @@ def sync_section(rows: Sequence[Mapping[str, Any]], name: str, anchor: str) -> S
     steps = [row for row in rows if row["event"] == "step"]
     barriers = [row for row in rows if row["event"] == "barrier"]
     summaries = [row for row in rows if row["event"] == "summary"]
-    lead = [f"{len(steps):,} steps of {len({row['worker'] for row in steps})} workers, {len(barriers):,} barriers."]
+    workers = len({row["worker"] for row in steps})
+    lead = [f"{counted(len(steps), 'step')} of {counted(workers, 'worker')}, {counted(len(barriers), 'barrier')}."]
     if summaries:
         last = summaries[-1]
         lead.append(f"Policy {last['policy']}: {last['updates']:,} updates, {last['updates_per_s']:.4g} per second.")
@@ -291,8 +296,11 @@ def _sync_waiting(steps: Sequence[Mapping[str, Any]]) -> Picture:
         )
     header = ("worker", "steps", "waited", "median wait", "staleness", "most", "gap", "dropped")
     table = Table(caption="By worker", header=header, rows=rows, label="measured", head=_ROWS_AT_FIRST)
-    some = f" {_RANKS_DRAWN} of {len(bars)} workers are drawn." if len(bars) > _RANKS_DRAWN else ""
-    svg = bars_svg(bars[:_RANKS_DRAWN], xlabel="seconds waited for others", title="Waiting by worker")
+    some = ""
+    if len(bars) > _RANKS_DRAWN:
+        some = f" The {_RANKS_DRAWN} of {len(bars)} workers that waited longest."
+        bars = sorted(bars, key=lambda bar: -bar[1])[:_RANKS_DRAWN]
+    svg = bars_svg(bars, xlabel="time waited for others", title="Waiting by worker", seconds=True)
     caption = f"How long each worker waited for others.{some}"
     return Picture(svg=svg, caption=caption, label="measured", table=table, unfolded=True)
 
@@ -309,9 +317,15 @@ def _sync_staleness(steps: Sequence[Mapping[str, Any]]) -> Picture:
         label="measured",
         head=_ROWS_AT_FIRST,
     )
-    line = Line(label="steps", x=values.astype(float), y=counts.astype(float))
-    svg = lines_svg([line], xlabel="staleness (updates)", ylabel="steps", title="Staleness of gradients", draw="points")
-    return Picture(svg=svg, caption="How stale the used gradients were.", label="measured", table=table, unfolded=True)
+    bars = [(_updates(int(value)), float(count)) for value, count in zip(values, counts, strict=True)]
+    svg = bars_svg(bars[:_RANKS_DRAWN], xlabel="steps", title="Staleness of gradients")
+    some = f" The {_RANKS_DRAWN} freshest of {len(bars)} are drawn." if len(bars) > _RANKS_DRAWN else ""
+    caption = f"How many updates old the used gradients were.{some}"
+    return Picture(svg=svg, caption=caption, label="measured", table=table, unfolded=True)
+
+
+def _updates(staleness: int) -> str:
+    return "up to date" if staleness == 0 else f"{counted(staleness, 'update')} old"
 
 
 def _sync_barriers(barriers: Sequence[Mapping[str, Any]]) -> Table:

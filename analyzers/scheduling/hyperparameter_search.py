@@ -8,7 +8,7 @@ is compared is how the scheduler serves that pattern of arrivals.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from ddltool.analyzers.scheduling.cluster import Allocation, ClusterSpec
@@ -83,11 +83,12 @@ def run_search(
     cluster: ClusterSpec,
     policy: Policy | None = None,
     options: Options | None = None,
+    on_round: Callable[[int, float], None] | None = None,
 ) -> SearchResult:
     """Return what a search takes under ``policy``; None: the baseline, ``search.gpus`` GPUs and a fixed batch each.
 
-    Rounds also come whenever a trial ends, as the next one starts then. Raises InputError for an application that is
-    not there and for trials that cannot run.
+    Rounds also come whenever a trial ends, as the next one starts then; ``on_round(finished trials, now_s)`` may show
+    them. Raises InputError for an application that is not there and for trials that cannot run.
     """
     if search.application not in applications:
         known = ", ".join(applications)
@@ -112,7 +113,8 @@ def run_search(
         for number in range(search.trials)
     ]
     shown = AsProposed(policy if policy is not None else Fifo(), search.concurrent)
-    result = simulate(workload, applications, cluster, shown, replace(options or Options(), react=True))
+    settings = replace(options or Options(), react=True)
+    result = simulate(workload, applications, cluster, shown, settings, on_round=on_round)
     first = min(job.submit_s for job in result.jobs)
     return SearchResult(
         policy="baseline" if policy is None else policy.name,

@@ -29,6 +29,8 @@ MEASURES: Mapping[str, str] = {
     "gpu_seconds": "cost (GPU time)",
 }
 """What is compared, and its name for people; less is better for all of them."""
+PRICED: Mapping[str, str] = {"cost": "cost (price)"}
+"""What is compared besides where every replay has it, above 0."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -96,7 +98,8 @@ def compare(replays: Sequence[Replay], first: str, second: str, *, confidence: f
     workloads = list(dict.fromkeys(name for name, _ in shared))
     unit = "workload" if len(workloads) > 1 else "seed"
     made = []
-    for measure in MEASURES:
+    priced = [name for name in PRICED if all(found[each][key].get(name, 0) > 0 for each in found for key in shared)]
+    for measure in (*MEASURES, *priced):
         logs = {key: _log_ratio(found[first][key], found[second][key], measure, key) for key in shared}
         if unit == "workload":
             values = [float(np.mean([logs[key] for key in shared if key[0] == name])) for name in workloads]

@@ -29,8 +29,8 @@ FIGURES = (
     "restarts",
     "gpu_seconds",
 )
-COLUMNS = ("workload", "policy", "seed", *FIGURES, "cpu_s", "error")
-"""Of the CSV: one row per cell."""
+COLUMNS = ("workload", "policy", "seed", *FIGURES, "cost", "cpu_s", "error")
+"""Of the CSV: one row per cell; ``cost`` is a figure where prices are given, else empty."""
 _MOST_CELLS = 1_000_000
 
 
@@ -62,7 +62,10 @@ def cells(workloads: Sequence[str], policies: Sequence[str], seeds: Sequence[int
 
 
 def figures(result: SimulationResult, summary: Summary) -> dict[str, float]:
-    """Return the figures of one replay, with the keys of :data:`FIGURES`; they hold no measured time."""
+    """Return the figures of one replay, with the keys of :data:`FIGURES` and a cost where there are prices.
+
+    They hold no measured time.
+    """
     return {
         "jobs": len(result.jobs),
         "avg_jct_s": summary.avg_jct_s,
@@ -75,6 +78,7 @@ def figures(result: SimulationResult, summary: Summary) -> dict[str, float]:
         "fair_share": summary.share_below_1,
         "restarts": summary.restarts,
         "gpu_seconds": sum(job.gpu_seconds for job in result.jobs),
+        **({"cost": summary.cost} if summary.cost is not None else {}),
     }
 
 

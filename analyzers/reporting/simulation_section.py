@@ -1,0 +1,198 @@
+"""The report's section of a simulated workload."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import PurePath
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ddltool.analyzers.reporting.charts import LINES_DRAWN, Line, bars_svg, lines_svg
+from ddltool.analyzers.reporting.documents import PolicyRecord, SimulationDocument
+from ddltool.analyzers.reporting.page import Picture, Section, Table, counted, shortened
+
+_ROWS_AT_FIRST = 10
+# Points of a line over time.
+_POINTS = 200
+# A workload's seconds beyond ten hours tell nobody anything.
+_HOURS_FROM_S = 36_000.0
+_LONG_TAIL = 10
+Blocks = list[Picture | Table]
+
+
+def simulation_section(found: SimulationDocument, name: str, anchor: str) -> Section:
+    """Return the section of a simulated workload: completion times, unfinished jobs over time, GPU hours."""
+    jobs = len(next(iter(found.policies.values())).jobs)
+    policies = "1 policy" if len(found.policies) == 1 else f"{len(found.policies)} policies"
+    source = shortened(PurePath(found.workload).name or found.workload, 60)
+    lead = f"{counted(jobs, 'job')} of {source} on {counted(found.gpus, 'GPU')}, under {policies}."
+    drawn = f" The first {LINES_DRAWN} policies are drawn." if len(found.policies) > LINES_DRAWN else ""
+    blocks: Blocks = [
+        _completion(found, drawn),
+        _load(found, drawn),
+        *_allocation(found, drawn),
+        _gpu_time(found),
+        _jobs(found),
+    ]
+    return Section(anchor=anchor, title=f"Simulation: {name}", lead=[lead], blocks=blocks)
+
+
+def _completion(found: SimulationDocument, remark: str) -> Picture:
+    """Return the distribution of completion times under each policy, over its summary."""
+    longest = max(job.jct_s for record in found.policies.values() for job in record.jobs)
+    scale, unit = _clock(longest)
+    spread = np.array([job.jct_s for record in found.policies.values() for job in record.jobs])
+    # one job that takes days leaves all others at the edge
+    log = spread.min() > 0 and longest > _LONG_TAIL * np.median(spread)
+    lines = []
+    for key, record in found.policies.items():
+        times = np.sort([job.jct_s for job in record.jobs])
+        share = np.arange(1, len(times) + 1) / len(times)
+        # all lines end where the longest does: one that stops would seem to have fewer jobs
+        at = np.concatenate([[spread.min() if log else 0.0], times, [longest]]) * scale
+        lines.append(Line(label=key, x=at, y=np.concatenate([[0.0], share, [1.0]])))
+    svg = lines_svg(
+        lines,
+        xlabel=f"job completion time ({unit})",
+        ylabel="share of the jobs",
+        title="Completion times",
+        draw="steps",
+        log_x=bool(log),
+    )
+    caption = f"Share of the jobs that were complete within a time: the higher, the better.{remark}"
+    return Picture(svg=svg, caption=caption, label="simulated", table=_summary(found), unfolded=True)
+
+
+def _summary(found: SimulationDocument) -> Table:
+    """Return each policy's completion times, use of the GPUs, fairness and restarts."""
+    longest = max(record.makespan_s for record in found.policies.values())
+    rows = [
+        (
+            key,
+            *(
+                _time(value, longest)
+                for value in (record.avg_jct_s, record.median_jct_s, record.p99_jct_s, record.makespan_s)
+            ),
+            f"{record.utilization:.0%}",
+            f"{record.finish_time_fairness.max:.2f}",
+            f"{record.finish_time_fairness.share_below_1:.0%}",
+            f"{record.restarts:,}",
+        )
+        for key, record in found.policies.items()
+    ]
+    header = ("policy", "mean JCT", "median", "p99", "makespan", "used", "worst", "fair", "restarts")
+    caption = (
+        f"Times in {_clock(longest)[1]}; used: share of GPU time; worst: largest finish-time fairness; "
+        "fair: share of jobs below 1"
+    )
+    return Table(caption=caption, header=header, rows=rows, label="simulated")
+
+
+def _load(found: SimulationDocument, remark: str) -> Picture:
+    """Return how many jobs are there over time: submitted and not finished."""
+    last = max(job.finish_s for record in found.policies.values() for job in record.jobs)
+    times = np.linspace(0.0, max(last, 1e-9), _POINTS)
+    present = {key: _jobs_at(record, times) for key, record in found.policies.items()}
+    svg = _over_time(times, present, ylabel="unfinished jobs", title="Unfinished jobs over time")
+    picked = np.linspace(0, _POINTS - 1, 9).round().astype(int)
+    rows = [(_time(times[at], last), *(f"{values[at]:.0f}" for values in present.values())) for at in picked]
+    header = (f"time ({_clock(last)[1]})", *present)
+    table = Table(caption="Unfinished jobs at nine times", header=header, rows=rows, label="simulated")
+    caption = f"Jobs that are submitted and not finished.{remark}"
+    return Picture(svg=svg, caption=caption, label="simulated", table=table, unfolded=True)
+
+
+def _clock(longest_s: float) -> tuple[float, str]:
+    """Return the factor and the name of a unit for the time of a workload."""
+    return (1.0, "s") if longest_s < _HOURS_FROM_S else (1 / 3600, "h")
+
+
+def _time(seconds: float, longest_s: float) -> str:
+    """Return a time in the unit of :func:`_clock`, for a cell."""
+    scale, unit = _clock(longest_s)
+    return f"{seconds * scale:,.0f}" if unit == "s" else f"{seconds * scale:,.2f}"
+
+
+def _over_time(
+    times_s: NDArray[np.float64], series: Mapping[str, NDArray[np.float64]], *, ylabel: str, title: str
+) -> str:
+    """Return counts over the time of a workload, by policy; ``times_s`` and each series (t,)."""
+    scale, unit = _clock(float(times_s[-1]))
+    lines = [Line(label=key, x=times_s * scale, y=values) for key, values in series.items()]
+    return lines_svg(lines, xlabel=f"time ({unit})", ylabel=ylabel, title=title, draw="steps", whole="y")
+
+
+def _allocation(found: SimulationDocument, remark: str) -> Blocks:
+    """Return the GPUs that are held over time, as far as the document has them."""
+    held = {key: record.usage for key, record in found.policies.items() if record.usage is not None}
+    last = max((usage.time_s[-1] for usage in held.values() if usage.time_s), default=0.0)
+    if not last:
+        return []
+    times = np.linspace(0.0, last, _POINTS)
+    series: dict[str, NDArray[np.float64]] = {}
+    for key, usage in held.items():
+        place = np.searchsorted(np.array(usage.time_s), times, side="right") - 1
+        series[key] = np.where(place >= 0, np.array([*usage.gpus, 0.0])[place], 0.0)
+    svg = _over_time(times, series, ylabel="GPUs that are held", title="Allocation over time")
+    picked = np.linspace(0, _POINTS - 1, 9).round().astype(int)
+    rows = [(_time(times[at], last), *(f"{values[at]:.0f}" for values in series.values())) for at in picked]
+    header = (f"time ({_clock(last)[1]})", *series)
+    table = Table(caption="GPUs held at nine times", header=header, rows=rows, label="simulated")
+    caption = f"GPUs that jobs hold, of {found.gpus}.{remark}"
+    return [Picture(svg=svg, caption=caption, label="simulated", table=table, unfolded=True)]
+
+
+def _jobs_at(record: PolicyRecord, times: NDArray[np.float64]) -> NDArray[np.float64]:
+    """Return the number of unfinished jobs at ``times`` (t,), in seconds, shape (t,)."""
+    submitted = np.sort([job.submit_s for job in record.jobs])
+    finished = np.sort([job.finish_s for job in record.jobs])
+    there = np.searchsorted(submitted, times, side="right") - np.searchsorted(finished, times, side="right")
+    return there.astype(np.float64)
+
+
+def _gpu_time(found: SimulationDocument) -> Picture:
+    """Return the GPU hours that each application got under each policy."""
+    applications = sorted({job.application for record in found.policies.values() for job in record.jobs})
+    hours = {
+        key: {
+            name: sum(job.gpu_seconds for job in record.jobs if job.application == name) / 3600 for name in applications
+        }
+        for key, record in found.policies.items()
+    }
+    rows = [
+        (key, *(f"{got[name]:,.1f}" for name in applications), f"{sum(got.values()):,.1f}")
+        for key, got in hours.items()
+    ]
+    table = Table(
+        caption="GPU hours by application",
+        header=("policy", *(shortened(name, 30) for name in applications), "all"),
+        rows=rows,
+        label="simulated",
+    )
+    svg = bars_svg(
+        [(key, sum(got.values())) for key, got in hours.items()],
+        xlabel="GPU hours of all jobs",
+        title="GPU hours by policy",
+    )
+    return Picture(svg=svg, caption="GPU hours that all jobs took.", label="simulated", table=table, unfolded=True)
+
+
+def _jobs(found: SimulationDocument) -> Table:
+    by_name = {key: {job.name: job for job in record.jobs} for key, record in found.policies.items()}
+    first = next(iter(found.policies.values())).jobs
+    longest = max(record.makespan_s for record in found.policies.values())
+    rows = []
+    for job in first:
+        cells = [shortened(job.name, 40), job.application, _time(job.submit_s, longest)]
+        cells += [_time(jobs[job.name].jct_s, longest) if job.name in jobs else "-" for jobs in by_name.values()]
+        rows.append(cells)
+    header = ("job", "application", "submitted", *(f"JCT, {key}" for key in by_name))
+    return Table(
+        caption=f"Completion time of each job ({_clock(longest)[1]})",
+        header=header,
+        rows=rows,
+        label="simulated",
+        head=_ROWS_AT_FIRST,
+        text_columns=2,
+    )

@@ -1,0 +1,64 @@
+"""The policies of ``ddltool simulate`` by their names."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from ddltool.analyzers.scheduling.simulator import Policy
+
+POLICIES = (
+    "fifo",
+    "tiresias",
+    "optimus",
+    "pollux",
+    "srtf",
+    "easyscale-homo",
+    "easyscale-heter",
+    "sia",
+    "ours",
+)
+
+
+def policies(
+    names: str, power: float, delay_s: float, seed: int, *, mixed: bool = False
+) -> dict[str, Callable[[], Policy]]:
+    """Return what makes each policy of a comma-separated list, in its order.
+
+    ``all`` leaves those out that know one GPU type only where the cluster is ``mixed``. Raises InputError for unknown
+    names.
+    """
+    from ddltool.analyzers.scheduling.cluster import MIXED_POLICIES
+    from ddltool.analyzers.scheduling.easyscale import EasyScale
+    from ddltool.analyzers.scheduling.fifo import Fifo
+    from ddltool.analyzers.scheduling.optimus import Optimus
+    from ddltool.analyzers.scheduling.ours import Ours
+    from ddltool.analyzers.scheduling.pollux import Pollux
+    from ddltool.analyzers.scheduling.sia import Sia
+    from ddltool.analyzers.scheduling.srtf import Srtf
+    from ddltool.analyzers.scheduling.tiresias import Tiresias
+    from ddltool.errors import InputError, did_you_mean
+
+    known: dict[str, Callable[[], Policy]] = {
+        "fifo": Fifo,
+        "tiresias": Tiresias,
+        "optimus": Optimus,
+        "pollux": partial(Pollux, power=power, delay_s=delay_s, seed=seed),
+        "srtf": Srtf,
+        "easyscale-homo": partial(EasyScale, heterogeneous=False),
+        "easyscale-heter": EasyScale,
+        "sia": partial(Sia, delay_s=delay_s),
+        "ours": partial(Ours, delay_s=delay_s, seed=seed),
+    }
+    everything = [name for name in known if name in MIXED_POLICIES or not mixed]
+    wanted = everything if names == "all" else [name.strip() for name in names.split(",") if name.strip()]
+    for name in wanted:
+        if name not in known:
+            raise InputError("--policy", f"unknown policy {name!r}", did_you_mean(name, [*known, "all"]))
+    if not wanted:
+        raise InputError("--policy", "names no policy", did_you_mean(names, known))
+    if "pollux" in wanted:
+        Pollux(power=power)  # refuses a power before anything is replayed, in a sweep too
+    return {name: known[name] for name in wanted}

@@ -1,0 +1,74 @@
+"""The texts that options take, as numbers; each error names the option."""
+
+from __future__ import annotations
+
+import math
+import re
+
+from ddltool.errors import InputError
+from ddltool.units import parse_duration, parse_share
+
+_SIZE = re.compile(r"\s*([0-9]*\.?[0-9]+)\s*([kKmMgGtT]i?)?[bB]?\s*")
+_PREFIX = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}
+_LONGEST_BUDGET_S = 30 * 86400.0
+_MOST_NUMBERS = 1000
+
+
+def integers(text: str, where: str, least: int = 1, *, ordered: bool = True) -> tuple[int, ...]:
+    """Return the numbers in ``1,2,4``, each once; ``ordered``: by size, else as they stand.
+
+    Raises InputError for anything that is no whole number >= least.
+    """
+    remedy = "write for example 1,2,4" if least else "write for example 0,1,4"
+    try:
+        values = tuple(int(part) for part in text.split(","))
+    except ValueError:  # also a number of thousands of digits
+        shown = text if len(text) <= 60 else f"{text[:60]}..."
+        raise InputError(where, f"{shown!r} is not a list of whole numbers", remedy) from None
+    if min(values) < least:
+        raise InputError(where, f"{min(values)} is below {least}", f"write whole numbers >= {least}")
+    if len(values) > _MOST_NUMBERS:
+        raise InputError(where, f"holds {len(values)} numbers", f"give at most {_MOST_NUMBERS}")
+    return tuple(sorted(set(values)) if ordered else dict.fromkeys(values))
+
+
+def optional_integers(text: str, where: str) -> tuple[int, ...] | None:
+    """Return :func:`integers` of a text, None of an empty one: the option was not given."""
+    return integers(text, where) if text else None
+
+
+def single(numbers: tuple[int, ...] | None, text: str, where: str, remedy: str) -> int | None:
+    """Return the only one of the ``numbers`` that ``text`` gave, None where it gave none at all.
+
+    Raises InputError, which ends with ``remedy``, for several numbers and for words in place of one.
+    """
+    if numbers is None:
+        return None
+    if len(numbers) != 1:
+        raise InputError(where, f"is {text}", remedy)
+    return numbers[0]
+
+
+def share(text: str, where: str) -> float:
+    """Return the share that ``5%`` or ``0.05`` means. Raises InputError unless it lies above 0 and below 1."""
+    value = parse_share(text)
+    if not 0 < value < 1:
+        raise InputError(where, f"{text!r} is not a share", "write for example 5% or 0.05")
+    return value
+
+
+def budget(text: str, where: str) -> float:
+    """Return the seconds that ``60s`` or ``5min`` means. Raises InputError for 0, and for more than thirty days."""
+    seconds = parse_duration(text, where)
+    if not 0 < seconds <= _LONGEST_BUDGET_S:
+        raise InputError(where, f"{text!r} is not a usable time", "write a time above 0 and up to 720h, such as 60s")
+    return seconds
+
+
+def size(text: str, where: str) -> float:
+    """Return the bytes that ``2GiB`` or ``500MB`` means. Raises InputError for anything else, and for 0."""
+    match = _SIZE.fullmatch(text)
+    value = float(match[1]) * _PREFIX[(match[2] or "").lower()] if match else 0.0
+    if not 0 < value < math.inf:
+        raise InputError(where, f"{text!r} is not a size", "write for example 2GiB")
+    return value

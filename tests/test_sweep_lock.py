@@ -1,0 +1,55 @@
+"""The lock of a sweep's output file where the file system, or the moment, does not do what one expects."""
+
+from __future__ import annotations
+
+import errno
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from ddltool.commands.sweep_lock import sole_writer
+
+fcntl = pytest.importorskip("fcntl")
+Flock = Callable[[int, int], None]
+
+
+def failing(code: int) -> Flock:
+    def flock(descriptor: int, how: int) -> None:
+        raise OSError(code, os.strerror(code))
+
+    return flock
+
+
+def test_a_file_system_without_locks_is_written_all_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fcntl, "flock", failing(errno.ENOLCK))
+    with sole_writer(tmp_path / "sweep.json"):
+        assert (tmp_path / ".sweep.json.lock").exists()
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_disk_that_fails_is_no_missing_lock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fcntl, "flock", failing(errno.EIO))
+    with pytest.raises(OSError, match=os.strerror(errno.EIO)), sole_writer(tmp_path / "sweep.json"):
+        raise AssertionError("the lock was not taken")
+
+
+def test_a_lock_file_that_vanishes_before_it_is_locked_is_taken_anew(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The last holder removes the side file between another's opening and locking it: the first lock keeps nobody out."""
+    side = tmp_path / ".sweep.json.lock"
+    real: Flock = fcntl.flock
+    taken: list[int] = []
+
+    def flock(descriptor: int, how: int) -> None:
+        real(descriptor, how)
+        taken.append(descriptor)
+        if len(taken) == 1:
+            side.unlink()
+
+    monkeypatch.setattr(fcntl, "flock", flock)
+    with sole_writer(tmp_path / "sweep.json"):
+        assert len(taken) == 2
+        assert os.path.samestat(os.fstat(taken[-1]), side.stat())

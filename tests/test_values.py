@@ -1,0 +1,54 @@
+"""The texts of options as numbers: what is read, and which option an error names."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ddltool.commands.values import budget, integers, optional_integers, share, single, size
+from ddltool.errors import InputError
+
+
+@given(st.lists(st.integers(1, 10**6), min_size=1, max_size=20))
+def test_integers_come_sorted_and_once(numbers: list[int]) -> None:
+    text = ",".join(map(str, numbers))
+    assert integers(text, "--replicas") == optional_integers(text, "--replicas") == tuple(sorted(set(numbers)))
+
+
+def test_an_option_that_is_not_given_has_no_numbers() -> None:
+    assert optional_integers("", "--replicas") is None
+    assert single(None, "", "--replicas", "give one") is None
+
+
+@pytest.mark.parametrize(("numbers", "text"), [((1, 2), "1,2"), ((), "auto")])
+def test_single_refuses_several_numbers_and_none(numbers: tuple[int, ...], text: str) -> None:
+    assert single((8,), "8,8", "--batch-sizes", "give one") == 8
+    with pytest.raises(InputError, match=rf"^--batch-sizes: is {text}; give one$"):
+        single(numbers, text, "--batch-sizes", "give one")
+
+
+@pytest.mark.parametrize(
+    ("read", "text", "message"),
+    [
+        (integers, "1,x", "'1,x' is not a list of whole numbers; write for example 1,2,4"),
+        (integers, "0", "0 is below 1; write whole numbers >= 1"),
+        (integers, ",".join(map(str, range(1, 1002))), "holds 1001 numbers; give at most 1000"),
+        (share, "100%", "'100%' is not a share"),
+        (budget, "0s", "'0s' is not a usable time"),
+        (budget, "721h", "'721h' is not a usable time"),
+        (size, "0GiB", "'0GiB' is not a size"),
+        (size, "much", "'much' is not a size"),
+    ],
+)
+def test_errors_name_the_option_and_the_text(read: object, text: str, message: str) -> None:
+    with pytest.raises(InputError) as caught:
+        read(text, "--option")  # type: ignore[operator]
+    assert str(caught.value).startswith(f"--option: {message}")
+
+
+def test_sizes_and_shares_in_their_units() -> None:
+    assert size("2GiB", "--memory") == 2 * 2**30
+    assert size("500 MB", "--memory") == 500e6
+    assert share("5%", "--precision") == share("0.05", "--precision") == pytest.approx(0.05)
+    assert budget("5min", "--budget") == 300.0
