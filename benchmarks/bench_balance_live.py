@@ -292,7 +292,7 @@ def main() -> None:
         partitions_worker()
     if options.speed:
         speed(options.per_sample_ms)
-    elif options.compete:
+    elif options.compete and not options.cpu_limit:
         compete(options.steps)
     if options.accuracy:
         accuracy()

@@ -64,6 +64,8 @@ def balance(
         if path is not None and predictor not in ("rnn", "lstm", "narx"):
             raise InputError(option, f"does not go with --predictor {predictor}", "name one of rnn, lstm, narx")
     demand_distinct([trace], {"-o": output, "--picture": picture, "--save-weights": save_weights})
+    if picture is not None and picture.suffix.lower() != ".svg":
+        raise InputError("--picture", f"{picture} has no ending .svg", "name the file speeds.svg")
     for path in (output, picture, save_weights):
         if path is not None:
             check_writable(path)

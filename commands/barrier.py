@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Optional
 import typer
 
 from ddltool.commands.options import Json, Output
+from ddltool.commands.parts import is_given
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -26,6 +27,7 @@ _CURVE_POINTS, _FEW_POINTS = 17, 5
 
 
 def barrier(
+    context: typer.Context,
     times: Annotated[
         Path,
         typer.Argument(
@@ -77,6 +79,10 @@ def barrier(
 
     if algorithm not in (*ALGORITHMS, "all"):
         raise InputError("--algorithm", f"unknown algorithm {algorithm!r}", did_you_mean(algorithm, ALGORITHMS))
+    if predicted and is_given(context, "predictor"):
+        raise InputError("--predictor", "has no part in --predicted", "leave it out: the rows are predictions already")
+    if picture is not None and picture.suffix.lower() != ".svg":
+        raise InputError("--picture", f"{picture} has no ending .svg", "name the file barrier.svg")
     demand_distinct([times], {"-o": output, "--picture": picture})
     for path in (output, picture):
         if path is not None:

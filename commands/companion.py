@@ -120,6 +120,7 @@ def _recalibrate(base: Companion, telemetry: Path, threshold: float, as_json: bo
     from ddltool.commands.output import out
     from ddltool.errors import InputError
     from ddltool.profile import read_table
+    from ddltool.schema_words import in_words
     from ddltool.telemetry import TelemetryRow
 
     rows = []
@@ -130,7 +131,7 @@ def _recalibrate(base: Companion, telemetry: Path, threshold: float, as_json: bo
         except ValidationError as error:
             first = error.errors()[0]
             column = ".".join(map(str, first["loc"]))
-            raise InputError(f"{telemetry}:row {number}:{column}", first["msg"], "a row that the hook wrote") from None
+            raise InputError(f"{telemetry}:row {number}:{column}", *in_words(first)) from None
         rows.append((entry.device, entry.batch, entry.compute_s))
     known = {device.type: device.capability_per_s for device in base.meta.devices}
     measured = measured_capability(rows, base.meta.batch_size)

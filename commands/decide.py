@@ -43,12 +43,15 @@ def auto_plan(job: Job, job_file: Path, given: Given) -> Plan:
     from ddltool.analyzers.deciding.compare import decide
     from ddltool.analyzers.deciding.compute import with_compute
     from ddltool.analyzers.deciding.feedback import combine
+    from ddltool.analyzers.deciding.rescaling import measured_speeds, with_run
     from ddltool.analyzers.placement.problem import from_job
     from ddltool.commands.output import note
     from ddltool.commands.plan_input import capabilities_of, ordered_parameters
 
     run = _run(given.telemetry)
-    measured = {} if run is None else run.capabilities(job.batch_size)
+    known = _knowledge(job, job_file, given, run)
+    speeds = None if run is None else measured_speeds(run, job.batch_size, known.curves)
+    measured = {} if speeds is None else speeds.capabilities
     offered = {offer.type for offer in job.devices}
     unknown = sorted(set(measured) - offered)
     if unknown:
@@ -57,12 +60,14 @@ def auto_plan(job: Job, job_file: Path, given: Given) -> Plan:
         problem = f"is of device {unknown[0]!r}, which the job does not offer"
         raise InputError(str(given.telemetry), problem, f"types there: {', '.join(sorted(offered))}")
     rest = job.model_copy(update={"devices": [offer for offer in job.devices if offer.type not in measured]})
-    told = job if job.model or all(offer.capability_per_s or offer.profile for offer in job.devices) else rest
+    told = job if job.model or all(it.capability_per_s or it.profile or it.goodput for it in job.devices) else rest
     predicted = capabilities_of(told, job_file.parent, str(job_file)) if rest.devices else {}
     combined = combine(measured, predicted)
     capabilities = combined.capabilities
-    known = _knowledge(job, job_file, given, run)
+    factors = {name: predicted[name] / capabilities[name] for name in combined.errors}
     knowledge = replace(known, errors={**known.errors, **combined.errors}, remark=combined.remark)
+    if run is not None and speeds is not None:
+        knowledge = with_run(knowledge, run, {**factors, **speeds.factors})
     made = decide(
         job,
         from_job(job, capabilities),
@@ -99,6 +104,7 @@ def _knowledge(job: Job, job_file: Path, given: Given, run: Run | None) -> Knowl
         curves=step_curves(job, job_file),
         models=models,
         communication=_communication(job, job_file.parent, given, models, run),
+        other_s=0.0 if run is None else run.other_s,
         errors=errors,
         error_source=source,
         d2_eligible=None if given.graph is None else d2_eligible(given.graph)[0],
@@ -120,20 +126,22 @@ def _errors(job: Job, folder: Path, fitted: Mapping[str, Goodput], run: Run | No
     found: dict[str, float] = {}
     sources: list[str] = []
     for offer in job.devices:
+        known: list[tuple[float, str]] = []
         if run is not None and offer.type in run.errors():
-            found[offer.type] = run.errors()[offer.type]
-            sources.append("spread of the earlier run's steps")
+            known.append((run.errors()[offer.type], "spread of the earlier run's steps"))
         elif offer.capability_per_s is None and offer.profile is not None:
             frame = read_profile(folder / offer.profile)
             if "step_time_spread_s" in frame.columns and frame["step_time_spread_s"].notna().any():
-                found[offer.type] = float((frame["step_time_spread_s"] / frame["step_time_s"]).median() / 2)
-                sources.append("spread of the profile")
-        elif offer.type in fitted:
-            found[offer.type] = fitted[offer.type].devices.get(offer.type, fitted[offer.type]).mape
-            sources.append("error of the fit")
-        elif offer.capability_per_s is None:
-            found[offer.type] = ROOFLINE_ERROR
-            sources.append("roofline")
+                spread = float((frame["step_time_spread_s"] / frame["step_time_s"]).median() / 2)
+                known.append((spread, "spread of the profile"))
+        elif offer.capability_per_s is None and offer.type not in fitted:
+            known.append((ROOFLINE_ERROR, "roofline"))
+        if offer.type in fitted:  # its times, or at least how they grow with the batch, are the fit's
+            mape = fitted[offer.type].devices.get(offer.type, fitted[offer.type]).mape
+            known.append((mape, "error of the fit"))
+        if known:
+            found[offer.type], source = max(known)
+            sources.append(source)
     return found, ", ".join(dict.fromkeys(sources))
 
 
@@ -214,6 +222,7 @@ def _traced(job: Job) -> Graph:
 def show_decision(decision: Decision) -> None:
     """Print the comparison and the three sentences."""
     from ddltool.commands.output import out, table
+    from ddltool.units import show_seconds
 
     console = out()
     rows = [_row("nothing", decision.baseline)]
@@ -239,6 +248,11 @@ def show_decision(decision: Decision) -> None:
             [tuple(row[place] for place in kept) for row in rows],
         )
     )
+    if decision.baseline.other_s:
+        console.print(
+            f"every step has {show_seconds(decision.baseline.other_s)} besides, as the earlier run measured: optimizer, "
+            "loader, waiting"
+        )
     for name, why in decision.left_out.items():
         console.print(f"not compared: {name}: {why}")
     for line in decision.words:

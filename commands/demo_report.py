@@ -115,7 +115,8 @@ def _gain(graph: Graph, comparison: Comparison) -> str:
 def _order_section(graph: Graph, comparison: Comparison, anchor: str, title: str) -> Section:
     from ddltool.analyzers.communication.efficiency import verdict
     from ddltool.analyzers.reporting.page import Picture, Section, Table
-    from ddltool.analyzers.reporting.pictures import Panel, at_both_widths, lanes_of, makespan_svg, timeline_svg
+    from ddltool.analyzers.reporting.pictures import Panel, lanes_of, makespan_svg, timeline_svg
+    from ddltool.analyzers.reporting.style import at_both_widths
     from ddltool.graph import KINDS
 
     kinds = [KINDS[kind] for kind in graph.kind]
@@ -175,7 +176,8 @@ def _fit_section(found: Findings) -> Section:
 
     from ddltool.analyzers.goodput.throughput import ThroughputParams, iteration_time_s
     from ddltool.analyzers.reporting.page import Picture, Section, Table
-    from ddltool.analyzers.reporting.pictures import Series, at_both_widths, curve_svg
+    from ddltool.analyzers.reporting.pictures import Series, curve_svg
+    from ddltool.analyzers.reporting.style import at_both_widths
 
     params = ThroughputParams.from_dict(found.fitted.params.model_dump())
     line = np.linspace(1.0, float(found.profile["local_batch_size"].max()) * 1.1, 60)
@@ -225,7 +227,8 @@ def _fit_section(found: Findings) -> Section:
 
 def _plan_section(found: Findings) -> Section:
     from ddltool.analyzers.reporting.page import Picture, Section, Table
-    from ddltool.analyzers.reporting.pictures import at_both_widths, devices_svg
+    from ddltool.analyzers.reporting.pictures import devices_svg
+    from ddltool.analyzers.reporting.style import at_both_widths
 
     plan, baseline = found.plan, found.baseline
     table = Table(
@@ -270,7 +273,8 @@ def _mix(plan: Plan) -> str:
 
 def _training_section(found: Findings) -> Section:
     from ddltool.analyzers.reporting.page import Picture, Section, Table
-    from ddltool.analyzers.reporting.pictures import at_both_widths, line_svg, phases_svg
+    from ddltool.analyzers.reporting.pictures import line_svg, phases_svg
+    from ddltool.analyzers.reporting.style import at_both_widths
 
     ranks = measured_steps(found)
     losses = found.training["losses"]

@@ -11,12 +11,12 @@ from typing import TYPE_CHECKING, Annotated, Optional
 import typer
 
 from ddltool.commands.options import Json, Seed
+from ddltool.commands.parts import demand_part
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from ddltool.analyzers.gating.gate import Verdict
-    from ddltool.analyzers.gating.metric import Metric
     from ddltool.analyzers.gating.metrics import Figures
     from ddltool.commands.gate_files import GateConfig
 
@@ -24,9 +24,13 @@ _NAMED = 8
 
 
 def gate(
+    context: typer.Context,
     current: Annotated[
         list[Path],
-        typer.Argument(metavar="CURRENT...", help="An artifact of any kind; several files are repeats of one thing."),
+        typer.Argument(
+            metavar="CURRENT...",
+            help="An artifact of a kind that 'ddltool schema' says gate reads; several are repeats.",
+        ),
     ],
     baseline: Annotated[
         Optional[list[Path]],  # noqa: UP045
@@ -66,14 +70,15 @@ def gate(
     from ddltool.errors import CheckFailed
     from ddltool.outputs import demand_distinct
 
+    if metrics:
+        demand_part(context, "--metrics", {"current", "metrics", "as_json"})
+        _list_metrics(figures_of(current), as_json)
+        return
     begin_s = time.perf_counter()
     for path in (junit, sarif):
         if path is not None:
             check_writable(path)
     found = figures_of(current)
-    if metrics:
-        _list_metrics(found.kind, list(found.metrics.values()), as_json)
-        return
     settings = _settings(config)
     false_alarms = _level(level, settings)
     rules, origin = rules_for(found.kind, rule or [], settings)
@@ -216,12 +221,13 @@ def _show(verdict: Verdict, subject: str, origin: str, written: list[Path]) -> N
         console.print(f"wrote {path}", soft_wrap=True)
 
 
-def _list_metrics(kind: str, metrics: list[Metric], as_json: bool) -> None:
+def _list_metrics(found: Figures, as_json: bool) -> None:
     """Print what an artifact can be judged by."""
     from ddltool.analyzers.gating.metric import LONGEST_NAME, show
     from ddltool.commands.output import out, print_json, table
     from ddltool.errors import shortened
 
+    kind, metrics = found.kind, list(found.metrics.values())
     if as_json:
         listed = [
             {"name": metric.name, "value": metric.value, "unit": metric.unit, "measured": metric.measured}

@@ -1,4 +1,4 @@
-"""Reading what ``ddltool gate`` compares: artifacts of any kind, and the rules of a ``ddltool.toml``."""
+"""Reading what ``ddltool gate`` compares: artifacts, and the rules of a ``ddltool.toml``."""
 
 from __future__ import annotations
 
@@ -52,6 +52,7 @@ def _table(path: Path) -> dict[str, Any]:
     from pydantic import ValidationError
 
     from ddltool.analyzers.deciding.feedback import check_rows
+    from ddltool.schema_words import in_words
     from ddltool.telemetry import TelemetryRow
 
     check_rows(frame, str(path))
@@ -62,7 +63,7 @@ def _table(path: Path) -> dict[str, Any]:
         except ValidationError as error:
             first = error.errors()[0]
             column = ".".join(map(str, first["loc"]))
-            raise InputError(f"{path}:line {number}:{column}", first["msg"], "a row that the hook wrote") from None
+            raise InputError(f"{path}:line {number}:{column}", *in_words(first)) from None
     return {"kind": "ddltool.telemetry", "rows": rows}
 
 

@@ -78,7 +78,7 @@ RESULTS = (
     _result("overhead", "doctor --overhead --json"),
     _result("report", "report --json"),
     _result("run-difference", "diff-run --json"),
-    _result("sweep", "simulate --seeds"),
+    _result("sweep", "simulate --seeds", "simulate --seeds -o, gate, report"),
     _result("watch", "profile --watch --json"),
     _result("workload", "simulate --generate, --convert, with --json"),
     _result("zoo", "zoo --json"),

@@ -1,4 +1,7 @@
-"""Which options have a part in what a command was asked to do; one that has none is refused, never ignored."""
+"""Which options have a part in what a command was asked to do, for commands with several modes.
+
+An option that has none is refused, even with its default value: who gives it expects something of it.
+"""
 
 from __future__ import annotations
 

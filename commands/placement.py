@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -106,30 +106,43 @@ def plan_together(
     """
     from typing import cast
 
-    from ddltool.analyzers.placement.jobs import Sharing, idle_throughput, solve_jobs
+    from ddltool.analyzers.placement.jobs import LARGEST_WEIGHT, Sharing, idle_throughput, solve_jobs
     from ddltool.analyzers.placement.problem import from_job
     from ddltool.commands.plan_input import capabilities_of
-    from ddltool.errors import Infeasible, InputError, did_you_mean
-    from ddltool.job import read_job
+    from ddltool.errors import Infeasible, InputError, did_you_mean, naming
+    from ddltool.job import Job, read_job
 
     if sharing not in SHARING:
         raise InputError("--share", f"unknown rule {sharing!r}", did_you_mean(sharing, SHARING))
-    problems, weights = [], []
+    problems, names, weights = [], [], []
     devices: dict[str, int] = {}
     for file in files:
         job = read_job(file)
         if job.network is not None:
             raise InputError(f"{file}:network", "is not part of a joint plan", "leave it out, or plan the job alone")
+        if job.weight > LARGEST_WEIGHT:
+            raise InputError(
+                f"{file}:weight", f"is {job.weight:g}", f"give a number above 0, at most {LARGEST_WEIGHT:g}"
+            )
         try:
-            problems.append(from_job(job, capabilities_of(job, file.parent, str(file))))
+            with naming(file, Job.model_fields):
+                problem = from_job(job, capabilities_of(job, file.parent, str(file)))
         except Infeasible as error:
             raise Infeasible(f"{file}: {error}") from None
+        # Files tell jobs apart where names may not.
+        problems.append(replace(problem, job=str(file)))
+        names.append(job.name)
         weights.append(job.weight)
         for offer in job.devices:
             devices[offer.type] = max(devices.get(offer.type, 0), offer.count)
     made = solve_jobs(
         problems, devices, weights=weights, objective=cast(Sharing, sharing), time_limit_s=limit_s, seed=seed
     )
+    named = [
+        None if plan is None else plan.model_copy(update={"job": name})
+        for plan, name in zip(made.plans, names, strict=True)
+    ]
+    made = replace(made, plans=tuple(named))
     waiting = {}
     for file, problem, plan in zip(files, problems, made.plans, strict=True):
         if plan is None:

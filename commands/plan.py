@@ -6,8 +6,11 @@ import math
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
+import typer
+
 from ddltool.commands import plan_options as given
 from ddltool.commands.options import Json, Output, Seed
+from ddltool.commands.parts import demand_part
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -23,19 +26,23 @@ READERS = {
     "--objective": ("auto",),
     "--telemetry": ("auto",),
     "--bandwidth": ("auto",),
+    "--latency": ("auto",),
     "--lookahead": ("elastic-bsp", "auto"),
     "--max-gap": ("elastic-bsp", "auto"),
     "--top-k": ("est", "auto"),
 }
+# What the plan of several jobs reads.
+_TOGETHER = {"job_file", "strategy", "together", "share", "time_limit_s", "output", "seed", "as_json"}
 
 
 def plan(
+    context: typer.Context,
     job_file: given.JobFile,
     strategy: given.Strategy = "auto",
     objective: given.Objective = "fastest",
     telemetry: given.Telemetry = None,
     bandwidth: given.Bandwidth = None,
-    latency: given.Latency = "50us",
+    latency: given.Latency = given.LATENCY,
     lookahead: given.Lookahead = given.LOOKAHEAD,
     max_gap: given.MaxGap = None,
     graph_file: given.GraphFile = None,
@@ -46,7 +53,7 @@ def plan(
     migration_s: given.MigrationS = given.MIGRATION_S,
     horizon_s: given.HorizonS = given.HORIZON_S,
     together: given.Together = None,
-    share: given.Share = "sum",
+    share: given.Share = given.SHARE,
     picture: given.Picture = None,
     output: Output = None,
     seed: Seed = 0,
@@ -60,6 +67,7 @@ def plan(
     from ddltool.commands.placement import Wishes
     from ddltool.commands.plan_output import show_plan
     from ddltool.commands.plan_solve import complete, solve
+    from ddltool.errors import InputError
     from ddltool.outputs import demand_distinct
 
     _demand_known("--strategy", strategy, STRATEGIES)
@@ -73,6 +81,7 @@ def plan(
             "--objective": objective != "fastest",
             "--telemetry": telemetry is not None,
             "--bandwidth": bool(bandwidth),
+            "--latency": latency != given.LATENCY,
             "--lookahead": lookahead != given.LOOKAHEAD,
             "--max-gap": max_gap is not None,
             "--top-k": top_k != 1,
@@ -80,8 +89,11 @@ def plan(
     )
     moves = {"--migration": migration_s != given.MIGRATION_S, "--horizon": horizon_s != given.HORIZON_S}
     _check_est(strategy, wished=bool(prefer is not None or current_file or together), current=current_file, moves=moves)
+    if share != given.SHARE and not together:
+        raise InputError("--share", "needs --with", "name the jobs that share the devices")
     if together:
-        _plan_jobs([job_file, *together], share, top_k, time_limit_s, seed, output, as_json)
+        demand_part(context, "a plan of several jobs", _TOGETHER, instead="leave it out, or leave out --with")
+        _plan_jobs([job_file, *together], share, time_limit_s, seed, output, as_json)
         return
     job, graph = _read(job_file, graph_file, written)
     known = Given(
@@ -124,12 +136,12 @@ def _check_places(output: Path | None, picture: Path | None) -> None:
         check_picture(picture)
 
 
-def _demand_readers(strategy: str, given: Mapping[str, bool]) -> None:
-    """Raise InputError for the first option given that the strategy does not read."""
+def _demand_readers(strategy: str, changed: Mapping[str, bool]) -> None:
+    """Raise InputError for the first option with another value than its default that the strategy does not read."""
     from ddltool.errors import InputError
 
-    for name, is_given in given.items():
-        if is_given and strategy not in READERS[name]:
+    for name, is_changed in changed.items():
+        if is_changed and strategy not in READERS[name]:
             remedy = f"leave it out, or use --strategy {' or '.join(READERS[name])}"
             raise InputError(name, f"has no part in --strategy {strategy}", remedy)
 
@@ -161,16 +173,12 @@ def _read(job_file: Path, graph_file: Path | None, written: Mapping[str, Path | 
     return scanned(job, graph), graph
 
 
-def _plan_jobs(
-    files: list[Path], share: str, top_k: int, limit_s: float, seed: int, output: Path | None, as_json: bool
-) -> None:
-    """Plan several jobs on the same devices. Raises InputError for options that are for one job."""
+def _plan_jobs(files: list[Path], share: str, limit_s: float, seed: int, output: Path | None, as_json: bool) -> None:
+    """Plan several jobs on the same devices. Raises InputError for an output, which holds one plan."""
     from ddltool.commands.output import print_json
     from ddltool.commands.placement import jobs_document, plan_together, show_jobs
     from ddltool.errors import InputError
 
-    if top_k != 1:
-        raise InputError("--top-k", "is for one job", "leave out --with or --top-k")
     if output is not None:
         raise InputError("--output", "holds the plan of one job", "use --json for several")
     made, waiting = plan_together(files, sharing=share, limit_s=limit_s, seed=seed)
@@ -202,6 +210,6 @@ def _draw_goodput(job: Job, job_file: Path, made: Plan, path: Path) -> None:
         ),
         noise_scale=math.inf if section.noise_scale is None else section.noise_scale,
         replicas_per_node=section.devices_per_node,
-        file_format=path.suffix.removeprefix("."),
+        file_format=path.suffix.lower().removeprefix("."),
     )
     write_bytes(path, drawn)

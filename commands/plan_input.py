@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -39,18 +40,33 @@ def step_curves(job: Job, job_file: Path) -> dict[str, StepCurve]:
 
 
 def fitted_models(job: Job, job_file: Path) -> dict[str, ThroughputParams]:
-    """Return the fitted throughput models of the job's device types."""
+    """Return the fitted throughput models of the job's device types.
+
+    Raises InputError, which names the model's file, for one without the type and for one whose passes take no time or
+    more than a number holds: no plan can be made of either.
+    """
     from ddltool.analyzers.goodput.throughput import ThroughputParams
     from ddltool.artifacts import load
+    from ddltool.errors import InputError, naming
     from ddltool.goodput_model import Goodput
 
-    return {
-        offer.type: ThroughputParams(
-            **load(job_file.parent / offer.goodput, Goodput).params_of(offer.type).model_dump()
-        )
-        for offer in job.devices
-        if offer.goodput is not None
-    }
+    found = {}
+    for offer in job.devices:
+        if offer.goodput is None:
+            continue
+        path = job_file.parent / offer.goodput
+        fitted = load(path, Goodput)
+        with naming(path, ["devices"]):
+            params = fitted.params_of(offer.type)
+        where = f"{path}:devices.{offer.type}.params" if fitted.devices else f"{path}:params"
+        pass_s = params.alpha_grad_s + params.beta_grad_s * job.batch_size
+        if pass_s == 0:
+            raise InputError(where, "say that a pass takes no time", "alpha_grad_s or beta_grad_s must be above 0")
+        if not (math.isfinite(pass_s) and math.isfinite(1.0 / pass_s)):
+            problem = f"say that a pass over {job.batch_size} samples takes {pass_s:.3g} s"
+            raise InputError(where, problem, "alpha_grad_s and beta_grad_s must give a time between 1e-300 and 1e300 s")
+        found[offer.type] = ThroughputParams(**params.model_dump())
+    return found
 
 
 def scanned(job: Job, graph: Graph | None) -> Job:

@@ -7,7 +7,9 @@ from typing import Annotated, Optional
 
 import typer
 
-LOOKAHEAD, MIGRATION_S, HORIZON_S = 15, 30.0, 3600.0
+from ddltool.commands.values import number
+
+LOOKAHEAD, MIGRATION_S, HORIZON_S, LATENCY, SHARE = 15, 30.0, 3600.0, "50us", "sum"
 _File = Optional[Path]  # noqa: UP045
 _Files = Optional[list[Path]]  # noqa: UP045
 _Text = Optional[str]  # noqa: UP045
@@ -47,7 +49,15 @@ GraphFile = Annotated[
     ),
 ]
 TopK = Annotated[int, typer.Option(help="How many different plans to show.", min=1, max=1000)]
-TimeLimitS = Annotated[float, typer.Option("--time-limit", help="Solver's time limit in seconds.", min=0.01)]
+TimeLimitS = Annotated[
+    float,
+    typer.Option(
+        "--time-limit",
+        help="Solver's time limit in seconds.",
+        metavar="SECONDS",
+        parser=number("--time-limit", 0.01),
+    ),
+]
 Prefer = Annotated[
     _Text,
     typer.Option(
@@ -61,10 +71,22 @@ CurrentFile = Annotated[
     typer.Option("--current", metavar="PLAN", help="est: plan.json that runs now: is leaving it worth it?"),
 ]
 MigrationS = Annotated[
-    float, typer.Option("--migration", help="With --current: seconds that a move stops the job.", min=0, max=1e9)
+    float,
+    typer.Option(
+        "--migration",
+        help="With --current: seconds that a move stops the job.",
+        metavar="SECONDS",
+        parser=number("--migration", 0, 1e9),
+    ),
 ]
 HorizonS = Annotated[
-    float, typer.Option("--horizon", help="With --current: seconds in which a move must pay.", min=0.001, max=1e9)
+    float,
+    typer.Option(
+        "--horizon",
+        help="With --current: seconds in which a move must pay.",
+        metavar="SECONDS",
+        parser=number("--horizon", 0.001, 1e9),
+    ),
 ]
 Together = Annotated[
     _Files,

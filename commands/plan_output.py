@@ -48,7 +48,7 @@ def show_plan(made: Plan, output: Path | None) -> None:
         _show_goodput(made.goodput)
     _show_passes(made.assignments)
     if made.split is not None:
-        _show_split(made.split, made.iteration_s - (made.communication_s or 0.0))
+        _show_split(made.split, _compute_s(made))
     if made.superstep is not None:
         _show_superstep(made.superstep)
     if made.alternatives:
@@ -60,6 +60,13 @@ def show_plan(made: Plan, output: Path | None) -> None:
     _show_settings(made)
     if output is not None:
         console.print(f"wrote {output}", soft_wrap=True)
+
+
+def _compute_s(made: Plan) -> float:
+    """Return a plan's seconds per step without communication and whatever else an earlier run had in a step."""
+    if made.decision is not None:
+        return next(option.compute_s for option in made.decision.options if option.strategy == made.strategy)
+    return made.iteration_s - (made.communication_s or 0.0)
 
 
 def _show_passes(assignments: Sequence[Assignment]) -> None:

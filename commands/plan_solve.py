@@ -20,10 +20,11 @@ if TYPE_CHECKING:
 
 def solve(strategy: str, job: Job, job_file: Path, known: Given, wishes: Wishes) -> Plan:
     """Return the plan of one strategy, or of the best one. Raises InputError, and Infeasible, which names the job's file."""
-    from ddltool.errors import Infeasible
+    from ddltool.errors import Infeasible, naming
 
     try:
-        return _solved(strategy, job, job_file, known, wishes)
+        with naming(job_file, type(job).model_fields):
+            return _solved(strategy, job, job_file, known, wishes)
     except Infeasible as error:
         raise Infeasible(f"{job_file}: {error}") from None
 

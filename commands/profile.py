@@ -8,7 +8,8 @@ import typer
 
 from ddltool.commands import profile_options as given
 from ddltool.commands.options import Json, Output, Seed
-from ddltool.commands.parts import demand_part
+from ddltool.commands.parts import demand_part, is_given
+from ddltool.commands.values import as_options
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -26,8 +27,19 @@ _PARTS = {
     | {"threads", "memory", "memory_gib", "resume"},
 }
 """By mode (\"\": measuring), the parameters that it reads."""
+_OPTIONS = {
+    "batch sizes": "--batch-sizes",
+    "replicas": "--replicas",
+    "accumulation steps": "--accumulation",
+    "warmup": "--warmup",
+    "repeats": "--repeats",
+    "precision": "--precision",
+    "budget": "--budget",
+}
+"""What a request to measure calls these options in its errors."""
 
 
+@as_options(_OPTIONS)
 def profile(
     context: typer.Context,
     source: given.Source = None,
@@ -42,13 +54,13 @@ def profile(
     warmup: given.Warmup = 2,
     threads: given.Threads = 0,
     memory: given.Memory = "",
-    memory_gib: given.MemoryGib = 0.0,
+    memory_gib: given.MemoryGib = None,
     resume: given.Resume = False,
     network: given.Network = False,
-    watch: given.Watch = 0,
+    watch: given.Watch = None,
     cores: given.Cores = "",
     imports: given.Imports = None,
-    nodes: given.Nodes = 0,
+    nodes: given.Nodes = None,
     analytic: given.Analytic = False,
     bandwidth: given.Bandwidth = "10Gbit",
     latency: given.Latency = "50us",
@@ -65,6 +77,7 @@ def profile(
     """Measure training steps here, or the network; watch workers; import measurements; or predict another device's curve."""
     from ddltool.commands import values
     from ddltool.commands.torchrun import one_voice
+    from ddltool.errors import InputError
     from ddltool.outputs import demand_distinct
 
     # Long, but flat: it hands each mode its share of the options.
@@ -72,6 +85,10 @@ def profile(
     with one_voice():
         mode = _mode({"--network": network, "--watch": watch, "--import": imports, "--analytic": analytic})
         demand_part(context, mode or "measuring", _PARTS[mode])
+        if is_given(context, "repeats") and is_given(context, "precision"):
+            raise InputError(
+                "--precision", "has no part beside --repeats, which takes its place", "give one of the two"
+            )
         sizes = () if batch_sizes == "auto" else values.optional_integers(batch_sizes, "--batch-sizes")
         counts = values.optional_integers(replicas, "--replicas")
         subject = _subject(source, mode)
@@ -80,8 +97,8 @@ def profile(
 
             size = values.single(sizes, batch_sizes, "--batch-sizes", "give the one size of the imported trace")
             count = values.single(counts, replicas, "--replicas", "give the one number of the imported trace")
-            named, known = device_name or None, nodes or None
-            profile_import(imports, output, as_json, device=named, batch_size=size, num_nodes=known, num_replicas=count)
+            named = device_name or None
+            profile_import(imports, output, as_json, device=named, batch_size=size, num_nodes=nodes, num_replicas=count)
         elif network:
             from ddltool.commands.network import profile_network
 
@@ -158,10 +175,17 @@ def _subject(source: str | None, mode: str) -> str:
     return source or ""
 
 
-def _memory(size: str, gib: float) -> str:
-    """Return what --memory or --memory-gib says in the form of the first, "" without either. Raises InputError for both."""
+def _memory(size: str, gib: float | None) -> str:
+    """Return what --memory or --memory-gib says in the form of the first, "" without either.
+
+    Raises InputError for both, and for no memory.
+    """
     from ddltool.errors import InputError
 
-    if size and gib:
+    if gib is None:
+        return size
+    if size:
         raise InputError("--memory-gib", "says the same as --memory", "give one of them")
-    return size or (f"{gib!r}GiB" if gib else "")
+    if gib <= 0:
+        raise InputError("--memory-gib", f"is {gib:g}", "give a number above 0")
+    return f"{gib!r}GiB"

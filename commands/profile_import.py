@@ -90,6 +90,11 @@ def import_files(
         part, source = _import_one(path, device, batch_size, num_nodes, num_replicas)
         parts.append(part)
         sources.append(source)
+    # The tables say these of each row.
+    given = {"--batch-sizes": batch_size, "--nodes": num_nodes, "--replicas": num_replicas}
+    named = [name for name, value in given.items() if value is not None]
+    if named and all(source.kind != "trace" for source in sources):
+        raise InputError(named[0], f"has no part in the import of {sources[0].path}", "it is for a profiler trace")
     return pd.concat(parts, ignore_index=True), sources
 
 
@@ -125,15 +130,13 @@ def read_csv(path: Path) -> pd.DataFrame:
 
     from ddltool.analyzers.goodput.imports import kind_of
     from ddltool.artifacts import read_text
-    from ddltool.errors import InputError, one_line
+    from ddltool.profile import not_csv
 
     text = read_text(path)
     try:
         header = [name.strip() for name in next(csv.reader(io.StringIO(text), skipinitialspace=True), [])]
-    except csv.Error as error:
-        raise InputError(
-            str(path), f"is not a CSV table ({error})", "give a header line and one row per line"
-        ) from None
+    except csv.Error:
+        raise not_csv(text, path) from None
     kind_of(header, str(path))  # pandas would rename a column that occurs twice
     missing = {name: [""] if name == "device" else ["", "nan", "NaN", "NA"] for name in header}
     try:
@@ -151,9 +154,8 @@ def read_csv(path: Path) -> pd.DataFrame:
                 na_values=missing,
                 low_memory=False,
             )
-    except (pd.errors.ParserError, pd.errors.EmptyDataError, pd.errors.ParserWarning) as error:
-        text = one_line(str(error))
-        raise InputError(str(path), f"is not a CSV table ({text})", "one row per line, one field per column") from None
+    except (pd.errors.ParserError, pd.errors.EmptyDataError, pd.errors.ParserWarning):
+        raise not_csv(text, path) from None
 
 
 def read_telemetry(path: Path) -> pd.DataFrame:

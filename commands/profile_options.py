@@ -7,6 +7,8 @@ from typing import Annotated, Optional
 
 import typer
 
+from ddltool.commands.values import number
+
 WATCH, IMPORT, ANALYTIC = "With --watch", "With --import", "With --analytic"
 _Files = Optional[list[Path]]  # noqa: UP045
 _Text = Optional[str]  # noqa: UP045
@@ -50,16 +52,24 @@ Memory = Annotated[
     str,
     typer.Option(metavar="SIZE|all", help="Search the largest batch that fits, by trying; all is a whole GPU."),
 ]
-MemoryGib = Annotated[float, typer.Option(metavar="GIB", help="The same as --memory, in GiB.", min=0)]
+MemoryGib = Annotated[
+    Optional[float],  # noqa: UP045
+    typer.Option(
+        metavar="GIB", help="The same as --memory, in GiB.", parser=number("--memory-gib"), show_default=False
+    ),
+]
 Resume = Annotated[bool, typer.Option("--resume", help="Keep the rows of -o FILE; measure what is missing.")]
 Network = Annotated[
     bool,
     typer.Option("--network", help="Measure latency and bandwidth between --replicas processes (or torchrun's)."),
 ]
 Watch = Annotated[
-    int,
+    _Count,
     typer.Option(
-        metavar="N", help="Record speed, CPU and memory of every process for N iterations, for balance.", min=0
+        metavar="N",
+        help="Record speed, CPU and memory of every process for N iterations, for balance.",
+        min=1,
+        show_default=False,
     ),
 ]
 Cores = Annotated[
@@ -71,7 +81,12 @@ Imports = Annotated[
         "--import", metavar="FILE", help="AdaptDL table, profiler trace, telemetry or profile.csv; may be repeated."
     ),
 ]
-Nodes = Annotated[int, typer.Option(help="Nodes of a profiler trace that does not say.", min=0, rich_help_panel=IMPORT)]
+Nodes = Annotated[
+    _Count,
+    typer.Option(
+        help="Nodes of a profiler trace that does not say.", min=1, show_default=False, rich_help_panel=IMPORT
+    ),
+]
 Analytic = Annotated[
     bool, typer.Option("--analytic", help="Predict the curve of a --device that is not here, with its error.")
 ]

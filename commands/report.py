@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Optional
 import typer
 
 from ddltool.commands.options import Json
+from ddltool.commands.values import number
 
 if TYPE_CHECKING:
     from ddltool.analyzers.reporting.page import Section
@@ -19,7 +20,10 @@ _MOST_SAMPLES = 1e15
 
 def report(
     artifacts: Annotated[
-        list[Path], typer.Argument(metavar="ARTIFACT...", help="Files of any kind that ddltool writes; .gz accepted.")
+        list[Path],
+        typer.Argument(
+            metavar="ARTIFACT...", help="Files of the kinds that 'ddltool schema' lists for report; .gz accepted."
+        ),
     ],
     output: Annotated[
         Path, typer.Option("-o", "--output", metavar="FILE.html", help="Where to write the page.")
@@ -29,7 +33,8 @@ def report(
         Optional[float],  # noqa: UP045
         typer.Option(
             help="Gradient noise scale in samples for goodput maps; by default telemetry's, else none.",
-            min=0.0,
+            metavar="SAMPLES",
+            parser=number("--noise-scale", 0, _MOST_SAMPLES),
             show_default=False,
         ),
     ] = None,
@@ -39,20 +44,13 @@ def report(
 
     Example: ddltool report graph.json plan.json telemetry.jsonl -o report.html
     """
-    import math
-
     from ddltool import __version__
     from ddltool.analyzers.reporting.page import render
     from ddltool.artifacts import check_writable, write_text
     from ddltool.commands.output import out, print_json, progress, table
     from ddltool.commands.report_reading import read_any
-    from ddltool.errors import InputError
     from ddltool.outputs import demand_distinct
 
-    if noise_scale is not None and not (math.isfinite(noise_scale) and noise_scale <= _MOST_SAMPLES):
-        raise InputError(
-            "--noise-scale", f"is {noise_scale:g}", f"give a number of samples from 0 to {_MOST_SAMPLES:g}"
-        )
     demand_distinct(artifacts, {"-o": output})
     check_writable(output)
     with progress("reading", len(artifacts)) as advance:
@@ -117,6 +115,7 @@ def _section(one: Found, anchor: str, found: Sequence[Found], noise: float | Non
         plan_section,
         result_sections,
         simulation_section,
+        sweep_section,
         telemetry_section,
     )
 
@@ -140,6 +139,7 @@ def _section(one: Found, anchor: str, found: Sequence[Found], noise: float | Non
         "balance": result_sections.balance_section,
         "verification": result_sections.verification_section,
         "simulation": simulation_section.simulation_section,
+        "sweep": sweep_section.sweep_section,
         "gate": result_sections.gate_section,
     }
     made: Section = drawers[one.kind](one.content, one.name, anchor)

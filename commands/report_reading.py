@@ -27,6 +27,7 @@ ORDER = (
     "barrier",
     "balance",
     "simulation",
+    "sweep",
     "gate",
 )
 # Keys that tell documents without a kind, as hands and older versions write them.
@@ -36,6 +37,7 @@ _TELLING = {
     "plan": {"assignments", "strategy", "iteration_s"},
     "enforcement": {"ranks", "world_size", "total_batch_size"},
     "simulation": {"policies", "workload", "gpus"},
+    "sweep": {"cells", "cells_wanted", "cells_failed"},
     "barrier": {"algorithms", "bsp", "tradeoff"},
     "balance": {"predictors", "equal_split", "oracle"},
     "gate": {"checks", "passed", "artifact"},
@@ -213,6 +215,8 @@ def _checked(path: Path, rows: list[tuple[int, Row]], model_of: Callable[[Row], 
     """Return the rows as their models give them. Raises InputError naming line and field."""
     from pydantic import ValidationError
 
+    from ddltool.schema_words import in_words
+
     made = []
     for number, row in rows:
         try:
@@ -221,5 +225,5 @@ def _checked(path: Path, rows: list[tuple[int, Row]], model_of: Callable[[Row], 
         except ValidationError as error:
             first = error.errors()[0]
             field = ".".join(map(str, first["loc"]))
-            raise InputError(f"{path}:line {number}:{field}", first["msg"], "a row as ddltool writes it") from None
+            raise InputError(f"{path}:line {number}:{field}", *in_words(first)) from None
     return made

@@ -8,8 +8,11 @@ import typer
 
 from ddltool.commands import simulate_options as given
 from ddltool.commands.options import Json, Output, Seed
+from ddltool.commands.simulate_parts import OPTIONS
+from ddltool.commands.values import as_options
 
 
+@as_options(OPTIONS)
 def simulate(
     context: typer.Context,
     workloads: given.Workloads = None,

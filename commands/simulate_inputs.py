@@ -33,6 +33,17 @@ class Inputs:
     truth: Truth
 
 
+def check_models(jobs: Sequence[JobSpec], models: Sequence[FittedText]) -> None:
+    """Raise InputError for a fitted model of an application that no job has."""
+    from ddltool.errors import InputError, did_you_mean
+
+    known = {job.application for job in jobs}
+    for model in models:
+        if model.application not in known:
+            problem = f"{model.application!r} is no application of the workload"
+            raise InputError("--goodput", problem, did_you_mean(model.application, known))
+
+
 def read_truth(jobs: Sequence[JobSpec], folders: Sequence[Path], models: Sequence[FittedText]) -> Truth:
     """Return the truth about the jobs' applications: fitted ``models`` where there are some, else traces.
 
@@ -71,6 +82,7 @@ def read_inputs(
 
     with reading(workload):
         jobs, remark = read_jobs(workload, lambda: read_templates(folders, machines), sample, seed)
+    check_models(jobs, models)
     truth = read_truth(jobs, folders, models)
     for text in filter(None, [remark, *truth.assumed]):
         note(text)

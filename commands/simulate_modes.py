@@ -47,6 +47,9 @@ def answer(
     show: Callable[[Mapping[str, Any]], None]
     if asked.advise is not None:
         document, show = advise_job(asked.advise), show_advice
+    elif "" in (asked.autoscale, asked.search):
+        option = "--autoscale" if asked.autoscale is not None else "--hyperparameter-search"
+        raise InputError(option, "the application's name is empty", "name one that has a folder in --traces")
     elif not traces:
         raise InputError("--traces", "is missing", "give the folder of measured applications")
     elif asked.autoscale is not None:

@@ -5,10 +5,21 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from ddltool.commands.parts import demand_part, is_given
+from ddltool.commands.simulate_policies import POLICIES
 
 if TYPE_CHECKING:
     import typer
 
+OPTIONS = {
+    "interval": "--interval",
+    "restart delay": "--restart-delay",
+    "interference": "--interference",
+    "power": "--power",
+    "mtbf": "--mtbf",
+    "repair": "--repair",
+    "checkpoint interval": "--checkpoint-interval",
+}
+"""What the library calls these options in its errors."""
 _ALWAYS = {"output", "as_json", "seed"}
 _REPLAY = _ALWAYS | {
     "workloads",
@@ -50,6 +61,33 @@ def is_sweep(context: typer.Context) -> bool:
 
 def check_parts(context: typer.Context) -> None:
     """Raise InputError for the first option on the command line that what was asked for does not read."""
+    _check_mode(context)
+    _check_partners(context)
+
+
+def _check_partners(context: typer.Context) -> None:
+    """Raise InputError for an option that is read with another one only, which is not there."""
+    from ddltool.errors import InputError
+
+    drawn, fails = is_given(context, "mtbf"), is_given(context, "failures")
+    for name in ("repair", "failure_seed"):
+        if is_given(context, name) and not drawn:
+            remedy = "events say themselves when a node is back" if fails else "say how often nodes fail"
+            raise InputError(f"--{name.replace('_', '-')}", "needs --mtbf", remedy)
+    if is_given(context, "checkpoint_interval") and not (drawn or fails):
+        raise InputError("--checkpoint-interval", "needs --mtbf or --failures", "say how often nodes fail")
+    if is_given(context, "seeds") and is_given(context, "seed"):
+        last = context.params["seeds"] - 1
+        raise InputError(
+            "--seed", f"has no part beside --seeds, which takes the seeds 0 to {last}", "give one of the two"
+        )
+    names = {name.strip() for name in context.params["policy"].split(",")}
+    if is_given(context, "power") and names <= {*POLICIES} - {"pollux"}:
+        problem = f"has no part in --policy {context.params['policy']}"
+        raise InputError("--power", problem, "leave it out, or replay pollux, which alone reads it")
+
+
+def _check_mode(context: typer.Context) -> None:
     for name, (mode, allowed) in _MODES.items():
         if is_given(context, name):
             demand_part(context, mode, allowed)

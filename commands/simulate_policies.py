@@ -59,6 +59,5 @@ def policies(
             raise InputError("--policy", f"unknown policy {name!r}", did_you_mean(name, [*known, "all"]))
     if not wanted:
         raise InputError("--policy", "names no policy", did_you_mean(names, known))
-    if "pollux" in wanted:
-        Pollux(power=power)  # refuses a power before anything is replayed, in a sweep too
+    Pollux(power=power)  # refuses a power before anything is replayed, in a sweep too
     return {name: known[name] for name in wanted}

@@ -44,9 +44,15 @@ def _take(side: Path, output: Path) -> int:
         try:
             descriptor = os.open(side, os.O_RDWR | os.O_CREAT | getattr(os, "O_NOFOLLOW", 0), 0o666)
         except OSError as error:
-            problem = f"cannot be locked ({error.strerror}: {side})"
-            raise InputError(str(output), problem, "give a file in a writable folder") from None
-        if not _lock(descriptor):
+            raise _unlockable(output, side, error) from None
+        try:
+            locked = _lock(descriptor)
+        except OSError as error:
+            os.close(descriptor)
+            with suppress(OSError):
+                side.unlink()
+            raise _unlockable(output, side, error) from None
+        if not locked:
             os.close(descriptor)
             raise InputError("-o", f"another sweep is writing {output}", "wait until it ends, or give another file")
         # Between opening and locking, its last holder may have removed the file (and a third made a new one): then what is
@@ -57,8 +63,16 @@ def _take(side: Path, output: Path) -> int:
         os.close(descriptor)
 
 
+def _unlockable(output: Path, side: Path, error: OSError) -> InputError:
+    problem = f"cannot be locked ({error.strerror}: {side})"
+    return InputError(str(output), problem, "give a file in a writable folder")
+
+
 def _lock(descriptor: int) -> bool:
-    """Lock an open file until it is closed or the process ends; return False when another process has it."""
+    """Lock an open file until it is closed or the process ends; return False when another process has it.
+
+    Raises OSError where the disk fails.
+    """
     try:
         import fcntl
     except ImportError:  # Windows refuses to replace a file that is open

@@ -37,7 +37,7 @@ def settings_of(names: Mapping[str, Path], setup: Setup) -> dict[str, Any]:
     """
     from ddltool.artifacts import read_text
     from ddltool.commands.output import note
-    from ddltool.commands.simulate_inputs import read_truth
+    from ddltool.commands.simulate_inputs import check_models, read_truth
     from ddltool.commands.workload_inputs import demand_workload
     from ddltool.commands.workloads import read_cluster, read_workload
 
@@ -45,6 +45,7 @@ def settings_of(names: Mapping[str, Path], setup: Setup) -> dict[str, Any]:
         demand_workload(path)
     jobs = [job for path in names.values() for job in read_workload(path)]
     read_cluster(setup.cluster)
+    check_models(jobs, setup.models)
     assumed = read_truth(jobs, setup.traces, setup.models).assumed
     fitted = {model.application: model for model in setup.models}
     for text in assumed:

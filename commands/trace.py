@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Optional
 import typer
 
 from ddltool.commands.options import Json, Output, Seed, Source
+from ddltool.commands.values import number
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -48,7 +49,9 @@ def trace(
     exact: Annotated[
         bool, typer.Option("--exact", help="Solve for the best order of everything, with a bound.")
     ] = False,
-    time_limit: Annotated[float, typer.Option(help="Seconds for --exact.", min=0.0)] = 20.0,
+    time_limit: Annotated[
+        float, typer.Option(help="Seconds for --exact.", metavar="SECONDS", parser=number("--time-limit", 0))
+    ] = 20.0,
     replicas: Annotated[
         int, typer.Option(help="Processes that DDP or FSDP2 would run on (training).", min=2, max=100_000)
     ] = 8,

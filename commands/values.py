@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 import re
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 
 from ddltool.errors import InputError
 from ddltool.units import parse_duration, parse_share
@@ -12,6 +14,43 @@ _SIZE = re.compile(r"\s*([0-9]*\.?[0-9]+)\s*([kKmMgGtT]i?)?[bB]?\s*")
 _PREFIX = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}
 _LONGEST_BUDGET_S = 30 * 86400.0
 _MOST_NUMBERS = 1000
+
+
+@contextmanager
+def as_options(names: Mapping[str, str]) -> Iterator[None]:
+    """Name the option in an InputError of the code inside: library functions name their own fields.
+
+    ``names``: the option by the field. Also decorates a command.
+    """
+    try:
+        yield
+    except InputError as error:
+        if error.where in names:
+            field, error.where = error.where, names[error.where]
+            # what was added to the line since, such as the rows that are kept, stays
+            error.args = (error.where + str(error).removeprefix(field),)
+        raise
+
+
+def number(where: str, least: float = -math.inf, most: float = math.inf) -> Callable[[str | float], float]:
+    """Return what reads a number from ``least`` to ``most``, as ``typer.Option(parser=)`` takes it.
+
+    A bound of typer's own tells whoever gives NaN that it "should be less than" something.
+    """
+
+    def read(text: str | float) -> float:
+        try:
+            value = float(text)
+        except ValueError:
+            raise InputError(where, f"{text!r} is no number", "give a number") from None
+        if math.isnan(value):
+            raise InputError(where, "is nan", "give a number")
+        if not least <= value <= most:
+            limits = f"from {least:.15g} to {most:.15g}" if most < math.inf else f"of at least {least:.15g}"
+            raise InputError(where, f"is {value:.15g}", f"give a number {limits}")
+        return value
+
+    return read
 
 
 def integers(text: str, where: str, least: int = 1, *, ordered: bool = True) -> tuple[int, ...]:

@@ -83,6 +83,7 @@ def as_document(found: Verification, names: Mapping[str, str], *, limit: float |
         },
         "compute": {"predicted_s": found.predicted_compute_s, "measured_s": found.measured_compute_s},
         "sync": {"predicted_s": found.predicted_sync_s, "measured_s": found.measured_sync_s},
+        "other": {"predicted_s": found.predicted_other_s, "measured_s": found.measured_other_s},
         "ranks": [asdict(rank) for rank in found.ranks],
         "missing_ranks": list(found.missing),
         "known_error": found.known_error,
@@ -139,6 +140,7 @@ def show(found: Verification, limit: float | None, output: Path | None) -> None:
         parts("step", found.predicted_s, found.measured_s),
         parts("compute, longest", found.predicted_compute_s, found.measured_compute_s),
         parts("synchronisation", found.predicted_sync_s, found.measured_sync_s),
+        parts("other: optimizer, loader, waiting", found.predicted_other_s, found.measured_other_s),
     ]
     console.print(table("Predicted against measured", ("part of a step", "predicted", "measured", "error"), rows))
     ranks = [

@@ -12,6 +12,8 @@ if TYPE_CHECKING:
 MOST_WORKERS = 256
 MOST_ROWS = 10**7
 WARM_ITERATIONS = 5
+_OPTIONS = {"batch": "--batch-sizes", "workers": "--replicas", "iterations": "--watch", "cores": "--cores"}
+"""What a request calls these options in its errors."""
 
 
 def profile_watch(
@@ -33,6 +35,7 @@ def profile_watch(
     from ddltool.artifacts import check_writable
     from ddltool.commands.output import print_json, progress
     from ddltool.commands.profile_measure import RESOLVER
+    from ddltool.commands.values import as_options
     from ddltool.errors import DdlToolError, InputError
     from ddltool.runtime.watch import WatchLost, WatchRequest, record, write_rows
 
@@ -42,15 +45,16 @@ def profile_watch(
         raise InputError("--watch", f"would make {workers * iterations} rows", f"record at most {MOST_ROWS}")
     if output is not None:
         check_writable(output)
-    request = WatchRequest(
-        source=source,
-        resolver=RESOLVER,
-        batch=batch,
-        workers=workers,
-        iterations=iterations,
-        cores=None if cores is None else _cores(cores),
-        seed=seed,
-    )
+    with as_options(_OPTIONS):
+        request = WatchRequest(
+            source=source,
+            resolver=RESOLVER,
+            batch=batch,
+            workers=workers,
+            iterations=iterations,
+            cores=None if cores is None else _cores(cores),
+            seed=seed,
+        )
     try:
         with progress("watching", iterations) as advance:
             rows = record(request, lambda done: advance(done, f"{done} of {iterations}"))

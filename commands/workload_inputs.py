@@ -268,5 +268,10 @@ def read_prices(text: str, cluster: ClusterSpec) -> dict[str, float] | None:
             made = dict.fromkeys(cluster.type_names, float(text))
         except ValueError:
             raise InputError("--price", f"is {text!r}", "a number per GPU hour, or TYPE=NUMBER,...") from None
-    check_prices(made, cluster)
+    try:
+        check_prices(made, cluster)
+    except InputError as error:
+        # "price of T4" and "price"
+        kind = error.where.removeprefix("price").removeprefix(" of ")
+        raise InputError("--price" + (f":{kind}" if kind else ""), error.problem, error.remedy) from None
     return made

@@ -3,6 +3,9 @@
 torchrun ends all processes of a machine as soon as one fails. Here a killed worker is a matter between it and the
 server: one line is printed for each process that ends. SIGTERM and Ctrl-C are passed on to all of them. The exit code
 is that of the last rank, which is a server.
+
+Before the transfers are connected nobody could go on: the others would wait for half an hour for one that ended while
+it started. Then they are ended, too.
 """
 
 import os
@@ -11,6 +14,24 @@ import subprocess
 import sys
 import time
 from types import FrameType
+from typing import Any
+
+GROUPS = 4  # that all ranks have joined when the transfers are connected: torch.distributed's own and those of a Wire
+GRACE_S = 5.0
+
+
+def awaited(store: Any, size: int, gone: set[int]) -> int | None:
+    """Return a rank of those that are ``gone`` for which another waits in the store; None once the job has begun."""
+    if not gone or not hasattr(store, "list_keys"):  # older versions of torch
+        return None
+    joined: dict[str, set[int]] = {}
+    for key in store.list_keys():  # a rank that joins a group leaves its address under GROUP//.../RANK
+        group, _, rank = key.rpartition("/")
+        if "//" in group and rank.isdigit():
+            joined.setdefault(group, set()).add(int(rank))
+    if sum(len(ranks) == size for ranks in joined.values()) >= GROUPS:
+        return None
+    return next((rank for ranks in joined.values() for rank in gone if ranks - gone and rank not in ranks), None)
 
 
 def main() -> None:
@@ -36,9 +57,18 @@ def main() -> None:
 
     signal.signal(signal.SIGTERM, pass_on)
     signal.signal(signal.SIGINT, pass_on)
-    running, begin = dict(crew), time.monotonic()
+    running, begin, kill_at = dict(crew), time.monotonic(), 0.0
     while running:
         time.sleep(0.05)
+        if not kill_at and (lost := awaited(store, size, crew.keys() - running.keys())) is not None:
+            print(
+                f"rank {lost} ended before the job began, which cannot begin without it: ending the others", flush=True
+            )
+            pass_on(signal.SIGTERM, None)
+            kill_at = time.monotonic() + GRACE_S
+        if kill_at and time.monotonic() > kill_at:
+            for process in running.values():
+                process.kill()
         for rank, process in list(running.items()):
             if process.poll() is not None:
                 del running[rank]

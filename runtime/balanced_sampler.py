@@ -21,9 +21,9 @@ class BalancedSampler(Sampler[list[int]]):
     """Batches of dataset indices of one rank; every sample of an epoch comes exactly once over all ranks.
 
     With N samples and X in a step, step t of an epoch takes samples t X to (t + 1) X of its order, cut in rank order. What is
-    left at the end is one smaller step, shared out in proportion to the sizes, at least one sample each. If that is
-    less than one sample for each of the n ranks, the step before gives it what it lacks; if that one cannot
-    (X < 2 n), it takes the rest itself.
+    left at the end is one smaller step, shared out in proportion to the sizes, at least ``least`` samples each. If that is
+    too little for n ranks, the step before gives it what it lacks; if that one would have too little itself then, it takes
+    the rest too: one larger step of less than 2 n ``least`` samples.
 
     Use as ``DataLoader(batch_sampler=...)``. Steps are numbered through all epochs. A loader with workers asks for
     lists ahead of time, so new sizes come into force at :attr:`next_step`, the first step not handed out yet, or later.
@@ -34,8 +34,9 @@ class BalancedSampler(Sampler[list[int]]):
         sizes: (n,) samples of each rank at the start; their sum X is kept.
         rank: this process's place in ``sizes``.
         shuffle, seed: the order of samples, as torch's DistributedSampler has it; the same on every rank.
+        least: samples that each rank gets in every step, the last ones of an epoch included; the same on every rank.
 
-    Raises InputError for a size below 1, a rank out of range, or fewer samples than ranks.
+    Raises InputError for a size below ``least``, a rank out of range, or a dataset of fewer than n ``least`` samples.
 
     >>> sampler = BalancedSampler(10, [1, 3], 1, shuffle=False)
     >>> sampler.resize([3, 1], step=1)
@@ -43,20 +44,30 @@ class BalancedSampler(Sampler[list[int]]):
     [[1, 2, 3], [7], [9]]
     """
 
-    def __init__(self, dataset_size: int, sizes: Sequence[int], rank: int, shuffle: bool = True, seed: int = 0) -> None:
-        self._changes = [(0, _checked(sizes))]
+    def __init__(
+        self,
+        dataset_size: int,
+        sizes: Sequence[int],
+        rank: int,
+        shuffle: bool = True,
+        seed: int = 0,
+        least: int = 1,
+    ) -> None:
+        self._changes = [(0, fitting_sizes(sizes, len(sizes), sum(sizes), least))]
         if not 0 <= rank < len(sizes):
             raise InputError("rank", f"is {rank}", f"there are {len(sizes)} ranks: 0 to {len(sizes) - 1}")
-        if dataset_size < len(sizes):
+        if dataset_size < len(sizes) * least:
             problem = f"has {dataset_size} samples for {len(sizes)} ranks"
-            raise InputError("dataset", problem, "give every rank one sample or more")
+            raise InputError("dataset", problem, f"give every rank {_least(least)}")
         self.dataset_size = dataset_size
         self.rank = rank
         self.shuffle = shuffle
         self.seed = seed
+        self.least = least
         self.epoch = 0
         self.total = sum(sizes)
-        self._standard = _step_bounds(0, dataset_size, self.total, len(sizes))
+        self._floor = len(sizes) * least
+        self._standard = _step_bounds(0, dataset_size, self.total, self._floor)
         self._bounds = self._standard
         self._done = 0
         self._next = 0
@@ -78,17 +89,12 @@ class BalancedSampler(Sampler[list[int]]):
     def resize(self, sizes: Sequence[int], step: int | None = None) -> None:
         """Use other sizes with the same sum from ``step`` on (None: from :attr:`next_step`); the same on every rank.
 
-        Raises InputError for a step that was handed out already, another sum or another number of ranks.
+        Raises InputError for a step that was handed out already, a size below ``least``, another sum or number of ranks.
         """
         first = self.next_step if step is None else step
         if first < self.next_step:
             raise InputError("step", f"{first} was handed out already", f"the next is {self.next_step}")
-        checked = _checked(sizes)
-        if len(checked) != len(self._changes[0][1]) or sum(checked) != self.total:
-            problem = f"are {len(checked)} with sum {sum(checked)}"
-            raise InputError(
-                "sizes", problem, f"this job has {len(self._changes[0][1])} ranks and {self.total} samples"
-            )
+        checked = fitting_sizes(sizes, len(self._changes[0][1]), self.total, self.least)
         kept = [change for change in self._changes if change[0] < first]
         current = max((place for place, change in enumerate(kept) if change[0] <= self.next_step), default=0)
         self._changes = [*kept[current:], (first, checked)]
@@ -131,7 +137,7 @@ class BalancedSampler(Sampler[list[int]]):
         sizes = np.array(self.sizes, dtype=np.int64)
         if samples == self.total:
             return sizes
-        return proportional(sizes, samples, sizes if samples < self.total else None)
+        return proportional(sizes, samples, sizes if samples < self.total else None, self.least)
 
     def state_dict(self) -> dict[str, Any]:
         """Return what a checkpoint needs, as plain numbers; the number of ranks may be another one afterwards."""
@@ -146,9 +152,10 @@ class BalancedSampler(Sampler[list[int]]):
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on after the last step that was committed; sizes are taken over where the number of ranks is the same.
+        """Go on after the last step that was committed; sizes are taken over where they fit this job's ranks and ``least``.
 
-        Raises InputError when the state is of another dataset, order or total batch.
+        Raises InputError when the state is of another dataset, order or total batch, or leaves too little of its epoch for
+        these ranks.
         """
         for name in ("dataset_size", "total", "seed", "shuffle"):
             if state.get(name) != (mine := getattr(self, name)):
@@ -159,16 +166,17 @@ class BalancedSampler(Sampler[list[int]]):
         ):
             raise InputError("sampler state", "names no place in an epoch", "give what state_dict returned")
         ranks = len(self._changes[-1][1])
-        if 0 < (left := self.dataset_size - position) < ranks:
+        if 0 < (left := self.dataset_size - position) < self._floor:
+            each = "" if self.least == 1 else f" that need {self.least} each"
             remedy = "resume on fewer ranks, or begin the next epoch"
-            raise InputError("sampler state", f"leaves {left} samples of the epoch for {ranks} ranks", remedy)
+            raise InputError("sampler state", f"leaves {left} samples of the epoch for {ranks} ranks{each}", remedy)
         before = [bound for bound in self._standard if bound < position]
-        after = _step_bounds(position, self.dataset_size, self.total, ranks) if left else [position]
+        after = _step_bounds(position, self.dataset_size, self.total, self._floor) if left else [position]
         self._bounds = [*before, *after]
         self.epoch, self._done, self._next = epoch, len(before), len(before)
         present = self._changes[-1][1]
-        if isinstance(sizes, list) and len(sizes) == len(present) and sum(sizes) == self.total:
-            present = _checked(sizes)
+        if isinstance(sizes, list) and len(sizes) == ranks and sum(sizes) == self.total and min(sizes) >= self.least:
+            present = fitting_sizes(sizes, ranks, self.total, self.least)
         self._changes = [(0, present)]
 
 
@@ -199,19 +207,32 @@ class BalancedLoader(DataLoader[Any]):
         self._balanced.commit(used)
 
 
-def _checked(sizes: Sequence[int]) -> tuple[int, ...]:
+def fitting_sizes(sizes: Sequence[int], ranks: int, total: int, least: int = 1) -> tuple[int, ...]:
+    """Return (n,) whole ``sizes``. Raises InputError for one below ``least``, another sum or another number of ranks."""
+    if least < 1:
+        raise InputError("least", f"is {least}", "give every rank one sample or more")
     whole = tuple(int(size) for size in sizes)
-    if not whole or min(whole) < 1 or list(whole) != list(sizes):
-        raise InputError("sizes", f"is {list(sizes)}", "give every rank one sample or more per step")
+    if not whole or min(whole) < least or list(whole) != list(sizes):
+        raise InputError("sizes", f"is {list(sizes)}", f"give every rank {_least(least)}")
+    if len(whole) != ranks or sum(whole) != total:
+        problem = f"are {len(whole)} with sum {sum(whole)}"
+        raise InputError("sizes", problem, f"this job has {ranks} ranks and {total} samples")
     return whole
 
 
-def _step_bounds(begin: int, end: int, total: int, ranks: int) -> list[int]:
-    """Return where steps begin in positions [begin, end) of an epoch's order, and its end."""
+def _least(number: int) -> str:
+    return "one sample or more" if number == 1 else f"{number} samples or more, or make least smaller"
+
+
+def _step_bounds(begin: int, end: int, total: int, floor: int) -> list[int]:
+    """Return where steps begin in positions [begin, end) of an epoch's order, and its end; none has less than ``floor``.
+
+    Where [begin, end) itself has less it is one step.
+    """
     bounds = [*range(begin, end, total), end]
-    lacking = ranks - (end - bounds[-2])
+    lacking = floor - (end - bounds[-2])
     if lacking > 0 and len(bounds) > 2:
-        if total - lacking >= ranks:
+        if total - lacking >= floor:
             bounds[-2] -= lacking
         else:
             del bounds[-2]

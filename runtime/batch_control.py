@@ -32,11 +32,12 @@ from ddltool.analyzers.balancing import algorithm2, predict
 from ddltool.analyzers.balancing.control import Policy, SpeedPolicy, TrialPolicy
 from ddltool.analyzers.balancing.sizing import equal
 from ddltool.errors import InputError
-from ddltool.runtime.balanced_sampler import BalancedLoader, BalancedSampler
+from ddltool.runtime.balanced_sampler import BalancedLoader, BalancedSampler, fitting_sizes
 from ddltool.runtime.batch_control_arguments import check_options, whole_samples
 from ddltool.runtime.batch_control_clock import StepClock, row_of
 from ddltool.runtime.batch_control_events import EventFile, Manager
 from ddltool.runtime.batch_control_exchange import TIMEOUT_S, Exchange, KeyStore, default_store, own, under
+from ddltool.runtime.batch_control_least import least_samples
 from ddltool.runtime.batch_control_loop import Background, Blocking
 from ddltool.runtime.batch_control_loss import LossReport
 from ddltool.runtime.batch_control_tree import TreeExchange
@@ -62,8 +63,8 @@ class BalanceOptions:
     predictor: str = "ema"
     """For ``cpu``: last, ema, arima, rnn, lstm or narx."""
     learning: predict.Settings | None = None
-    """How a predictor learns; None: as the paper has it, networks in the background, and ``ema`` begins anew after
-    three steps that show a lasting change."""
+    """How a predictor learns; None: as the paper has it, networks in the background, and EMA, theirs before they have
+    learned too, begins anew after three steps that show a lasting change."""
     trial: algorithm2.Settings | None = None
     """Algorithm 2's steps and windows; None: the paper's, and the fast approach again after a lasting change."""
     tolerance: float = 0.0
@@ -84,6 +85,7 @@ class Balancer:
     Attributes:
         rank, world_size: this process's place.
         total_batch: samples of all ranks per step; never changes.
+        least: samples that every rank gets in every step.
     """
 
     def __init__(
@@ -94,9 +96,11 @@ class Balancer:
         loop: Blocking | Background | None,
         clock: StepClock,
         readings: bool,
+        least: int = 1,
     ) -> None:
         self.rank = job.rank
         self.world_size = job.world_size
+        self.least = least
         self.total_batch = sum(sizes)
         self.manager: Manager | None = None
         self.report: LossReport | None = None
@@ -124,14 +128,14 @@ class Balancer:
         """Return the loader of this rank's batches; ``options`` go to ``DataLoader``. Call on every rank, once.
 
         With data workers, lists of indices are handed out ahead (``num_workers * prefetch_factor`` steps), and new sizes
-        come into force as much later. Raises InputError when called again, when ``options`` choose samples themselves, or when
-        ranks would look ahead differently far.
+        come into force as much later. Raises InputError when called again, when ``options`` choose samples themselves, when
+        ranks would look ahead differently far, or for a dataset without a length or of less than ``least`` for every rank.
         """
         if self._sampler is not None:
             raise InputError("dataloader", "was made already", "use one loader per balancer")
         if taken := sorted(options.keys() & {"batch_size", "shuffle", "sampler", "batch_sampler", "drop_last"}):
             raise InputError("dataloader", f"{taken[0]} is the balancer's to choose", "leave it out")
-        sampler = BalancedSampler(dataset_length(self._dataset), self._sizes, self.rank, shuffle, seed)
+        sampler = BalancedSampler(dataset_length(self._dataset), self._sizes, self.rank, shuffle, seed, self.least)
         loader = BalancedLoader(self._dataset, sampler, **options)
         ahead = loader.num_workers * (loader.prefetch_factor or 0)
         self._job.demand_same(
@@ -169,7 +173,7 @@ class Balancer:
         """
         if self._loop is not None:
             raise InputError("sizes", "are chosen by speed in this job", "set BalanceOptions(enabled=False)")
-        self._resize(tuple(sizes))
+        self._resize(fitting_sizes(sizes, self.world_size, self.total_batch, self.least))
 
     def _resize(self, sizes: tuple[int, ...]) -> None:
         if sizes != self._sizes:
@@ -200,7 +204,10 @@ class Balancer:
             self.manager.load_state_dict(state.get("policy", {}), self._sizes)
 
     def close(self) -> None:
-        """End the background thread; call after the last step on every rank. Idempotent; gradients stay weighted."""
+        """End threads and groups of choosing sizes; call after the last step on every rank, each when it gets there.
+
+        Idempotent; gradients stay weighted.
+        """
         loop, self._loop = self._loop, None
         if loop is not None:
             loop.close()
@@ -222,6 +229,7 @@ def balance(
     total_batch: int | None = None,
     sizes: Sequence[int] | None = None,
     limits: Sequence[int] | None = None,
+    least: int | None = None,
     options: BalanceOptions | None = None,
     events: str | os.PathLike[str] | None = None,
     store: KeyStore | None = None,
@@ -234,17 +242,20 @@ def balance(
         total_batch: X, samples of all ranks per step, split equally at the start; not needed with ``sizes``.
         sizes: (n,) samples of each rank at the start.
         limits: (n,) most samples that each rank's memory holds; None: memory use alone limits growth.
+        least: samples that every rank gets in every step; None: 1, or 2 where the model has a BatchNorm layer in training
+            mode, which cannot do with one (SyncBatchNorm can).
         options: how to balance.
         events: JSON Lines file that rank 0 writes resizes and advice to.
-        store: where ranks talk; None: the one of ``init_process_group``.
+        store: where ranks talk; None: the one of ``init_process_group``. More than 16 ranks that all wait talk over a gloo
+            group of the job's default process group instead, and use the store to find out who is missing.
 
     Raises InputError, on every rank, when something does not fit together.
     """
     job = Job.this()
     chosen = options if options is not None else BalanceOptions()
     path = None if events is None else Path(events)
-    start, manager = job.together(lambda: _prepare(job, model, total_batch, sizes, limits, chosen, path))
-    job.demand_same("batch sizes", str(start), "give every rank the same sizes")
+    start, fewest, manager = job.together(lambda: _prepare(job, model, total_batch, sizes, limits, least, chosen, path))
+    job.demand_same("batch sizes", f"{start}, at least {fewest}", "give every rank the same sizes and the same least")
     cuda = any(parameter.is_cuda for parameter in model.parameters())
     clock = StepClock(cuda)
     loop: Blocking | Background | None = None
@@ -252,7 +263,7 @@ def balance(
     if job.world_size > 1 and chosen.enabled:
         name = f"ddltool/balance/{next(_NUMBERS)}"
         shared = store if store is not None else default_store()
-        # Rank 0 is to be the first to give up: it knows who is missing, and tells the others.
+        # Through the store, rank 0 is to be the first to give up: it knows who is missing, and tells the others.
         link = own(shared, name, chosen.timeout_s * (1.0 if job.rank == 0 else 1.5))
         many = job.world_size > MOST_BLOCKING
         behind = (chosen.cluster == "gpu" or many) if chosen.background is None else chosen.background
@@ -261,7 +272,7 @@ def balance(
         else:
             exchange = Exchange(link, job.rank, job.world_size, manager, under(shared, name))
         loop = Background(exchange) if behind else Blocking(exchange)
-    balancer = Balancer(job, dataset, start, loop, clock, readings=chosen.predictor in predict.READING)
+    balancer = Balancer(job, dataset, start, loop, clock, chosen.predictor in predict.READING, fewest)
     if job.world_size > 1:
         balancer.report = LossReport(exchange, balancer.close)
     balancer.manager = manager if job.rank == 0 else None
@@ -282,10 +293,11 @@ def _prepare(
     total_batch: int | None,
     sizes: Sequence[int] | None,
     limits: Sequence[int] | None,
+    least: int | None,
     options: BalanceOptions,
     events: Path | None,
-) -> tuple[tuple[int, ...], Manager]:
-    """Return the first sizes and what chooses the next ones. Raises InputError for what does not fit together."""
+) -> tuple[tuple[int, ...], int, Manager]:
+    """Return the first sizes, the least ones, and what chooses the next. Raises InputError for what does not fit."""
     if job.world_size > 1 and not isinstance(model, DistributedDataParallel):
         raise InputError("model", f"is a {type(model).__name__}", "wrap it in DistributedDataParallel first")
     check_options(options)
@@ -293,22 +305,24 @@ def _prepare(
         total_batch = whole_samples("total_batch", total_batch)
     sizes = None if sizes is None else [whole_samples("sizes", size) for size in sizes]
     limits = None if limits is None else [whole_samples("limits", limit) for limit in limits]
+    total = total_batch if sizes is None else sum(sizes)
+    if total is None:
+        raise InputError("total_batch", "is missing", "give it, or the sizes of all ranks")
+    fewest = least_samples(model, least, job.world_size, total, sizes, limits)
     if sizes is None:
-        if total_batch is None:
-            raise InputError("total_batch", "is missing", "give it, or the sizes of all ranks")
-        sizes = equal(job.world_size, total_batch, limits).tolist()
+        sizes = equal(job.world_size, total, limits, fewest).tolist()
     if len(sizes) != job.world_size:
         raise InputError("sizes", f"has {len(sizes)} entries", f"give one for each of {job.world_size} ranks")
     if total_batch is not None and sum(sizes) != total_batch:
         raise InputError("sizes", f"add up to {sum(sizes)}", f"the total batch is {total_batch}")
     policy: Policy
     if options.cluster == "gpu":
-        policy = TrialPolicy(sizes, limits, options.trial if options.trial is not None else LIVE_TRIAL)
+        policy = TrialPolicy(sizes, limits, options.trial if options.trial is not None else LIVE_TRIAL, fewest)
     else:
         learning = options.learning if options.learning is not None else LIVE_LEARNING
-        policy = SpeedPolicy(sizes, limits, options.predictor, learning, tolerance=options.tolerance)
+        policy = SpeedPolicy(sizes, limits, options.predictor, learning, tolerance=options.tolerance, least=fewest)
     start = tuple(int(size) for size in np.asarray(policy.sizes))
-    return start, Manager(policy, EventFile(events if job.rank == 0 else None))
+    return start, fewest, Manager(policy, EventFile(events if job.rank == 0 else None))
 
 
 def _forward(counter: SampleCounter, clock: StepClock) -> Callable[[nn.Module, tuple[Any, ...], dict[str, Any]], None]:

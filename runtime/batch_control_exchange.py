@@ -126,6 +126,12 @@ class Exchange:
                 if not self._other.check([key]):
                     self._other.set(key, _FAILED)
 
+    def look(self) -> None:
+        """Note what shows who is lost as long as this end is open: before :meth:`close`, for :meth:`missing` after it."""
+
+    def close(self) -> None:
+        """Let go of what this end holds; after :meth:`interrupt`, when no round is under way any more. Idempotent."""
+
     def missing(self, within_s: float) -> list[int] | None:
         """Return the ranks that do not call this within so many seconds; None where the store itself is gone.
 

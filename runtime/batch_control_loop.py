@@ -40,8 +40,9 @@ class Blocking:
         return chosen
 
     def close(self) -> None:
-        """Nothing more can be chosen."""
+        """Nothing more can be chosen. Idempotent."""
         self._exchange.interrupt()
+        self._exchange.close()
 
 
 class Background:
@@ -88,6 +89,8 @@ class Background:
         self._rows.put(None)
         self._exchange.interrupt()
         self._thread.join(timeout=5.0)
+        if not self._thread.is_alive():
+            self._exchange.close()
 
     def _run(self) -> None:
         step = 0

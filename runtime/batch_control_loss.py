@@ -5,6 +5,9 @@ A rank that is killed shows in the others as a broken connection in the middle o
 
 from __future__ import annotations
 
+import atexit
+import contextlib
+import os
 import re
 import sys
 from collections.abc import Callable
@@ -46,7 +49,12 @@ class LossReport:
             self._previous(kind, value, trace)
             return
         sys.stderr.write(f"error: {line}\n")
-        raise SystemExit(1)
+        # All that an exit does but taking the interpreter apart, in which torch with broken connections at times aborts.
+        atexit._run_exitfuncs()
+        for stream in (sys.stdout, sys.stderr):
+            with contextlib.suppress(OSError, ValueError):
+                stream.flush()
+        os._exit(1)
 
     def _line(self, value: BaseException) -> str | None:
         if isinstance(value, ExchangeError):
@@ -54,6 +62,8 @@ class LossReport:
             return str(value)
         if not isinstance(value, RuntimeError) or not _BROKEN.search(str(value)):
             return None
+        if self._exchange is not None:
+            self._exchange.look()
         self._stop()
         gone = "the connection to another rank is lost"
         if self._exchange is not None:

@@ -192,19 +192,27 @@ class ElasticTrainer(Turns):
         only pickle could bring back.
         """
         self._demand_between_steps("save")
-        parts = self.processes.gather_bytes(checkpoint.encode({"workers": self._contexts.to_documents()}))
+        rank, first = self.processes.rank, self.processes.first
+        own: dict[str, Any] = {"workers": self._contexts.to_documents()}
+        if rank == first:  # extras that copy buffers, as AveragedModel does, copied virtual rank 0's here
+            own["extras"] = {name: value.state_dict() for name, value in self._extras.items()}
+        # Process 0 takes its own as they are: `write` refuses what cannot be read back.
+        share = self.processes.job.together(lambda: checkpoint.encode_readable(path, own) if rank else b"")
+        parts = self.processes.gather_bytes(share)
 
         def write() -> None:
-            if self.processes.rank == 0:
-                workers = [worker for part in parts for worker in checkpoint.decode(part)["workers"]]
+            if rank == 0:
+                documents = [own, *map(checkpoint.decode, parts[1:])]
+                workers = [worker for document in documents for worker in document["workers"]]
                 workers.sort(key=lambda worker: worker["virtual_rank"])
+                content = self._content(workers, documents[first]["extras"])
                 place = Path(path).absolute()
-                self._stamps[place] = checkpoint.write(path, self._content(workers), self._stamps.get(place))
+                self._stamps[place] = checkpoint.write(path, content, self._stamps.get(place))
 
         self.processes.job.together(write)
 
-    def _content(self, workers: list[dict[str, Any]]) -> dict[str, Any]:
-        return {
+    def _content(self, workers: list[dict[str, Any]], extras: dict[str, Any]) -> dict[str, Any]:
+        content = {
             "settings": asdict(self.settings),
             "environment": checkpoint.environment(self.device),
             "position": {"epoch": self.epoch_number, "step": self.step_in_epoch, "steps_made": self.steps_made},
@@ -212,9 +220,10 @@ class ElasticTrainer(Turns):
             "parameters": {name: value.detach() for name, value in self.model.named_parameters()},
             "optimizer": self.optimizer.state_dict(),
             "optimizer_class": type(self.optimizer).__name__,
-            "extras": {name: value.state_dict() for name, value in self._extras.items()},
+            "extras": extras,
             "workers": workers,
         }
+        return checkpoint.uncompiled(content)
 
     def resume(self, path: str | os.PathLike[str]) -> bool:
         """Continue from a checkpoint if there is one; return whether there was. All processes call this together.
@@ -238,9 +247,10 @@ class ElasticTrainer(Turns):
         mark = checkpoint.stamp(path)
         content = self.processes.job.together(lambda: self._checked(path))
         self.processes.job.demand_same(os.fspath(path), checkpoint.content_digest(content), "use a folder that all see")
+        names = {checkpoint.plain_name(name): name for name, _ in self.model.named_parameters()}
         with torch.no_grad():
             for name, value in self.model.named_parameters():
-                value.copy_(content["parameters"][name])
+                value.copy_(content["parameters"][checkpoint.plain_name(name)])
         self.optimizer.load_state_dict(content["optimizer"])
         for name, extra in self._extras.items():
             extra.load_state_dict(content["extras"][name])
@@ -249,7 +259,7 @@ class ElasticTrainer(Turns):
         self.steps_made = position["steps_made"]
         self._mean.clear()
         self._mean.close()
-        self._mean = self._new_mean(content["buckets"])
+        self._mean = self._new_mean([[names[name] for name in bucket] for bucket in content["buckets"] or []] or None)
         self._contexts.load(content["workers"], os.fspath(path))
         self._stamps[Path(path).absolute()] = mark
         if self._file is not None:
@@ -262,13 +272,15 @@ class ElasticTrainer(Turns):
             raise InputError(
                 os.fspath(path), f"has no {missing[0]}", "give a checkpoint that ElasticTrainer.save wrote"
             )
+        content = checkpoint.uncompiled(content)  # older files may have the names of a compiled model
         settings = {"sample_streams": "turn"} | content["settings"]  # older files do not say
         checkpoint.demand_equal(path, settings, asdict(self.settings), BUILD_THE_SAME)
         remedy = "equal bits need the same: torch.set_num_threads, torch's version, the type of device"
         checkpoint.demand_equal(path, content["environment"], checkpoint.environment(self.device), remedy)
         saved = {name: _form(value) for name, value in content["parameters"].items()}
-        present = {name: _form(value) for name, value in self.model.named_parameters()}
+        present = {checkpoint.plain_name(name): _form(value) for name, value in self.model.named_parameters()}
         present |= dict.fromkeys(saved.keys() - present.keys(), "missing")
+        saved |= dict.fromkeys(present.keys() - saved.keys(), "missing")
         remedy = "build the model that was saved"
         checkpoint.demand_equal(f"{os.fspath(path)}:parameters", saved, present, remedy)
         if missing := sorted(set(content["extras"]) ^ set(self._extras)):

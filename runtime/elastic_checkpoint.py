@@ -23,6 +23,7 @@ from ddltool.runtime.digests import digest, leaves
 
 KIND = "elastic-checkpoint"
 SCHEMA_VERSION = 1
+READABLE = "keep to tensors, numbers, strings, lists and dicts in the states of optimizer and extras"
 
 
 def environment(device: torch.device) -> dict[str, Any]:
@@ -49,11 +50,38 @@ def content_digest(content: dict[str, Any]) -> str:
     return hasher.hexdigest()
 
 
+def plain_name(name: str) -> str:
+    """Return a parameter's or buffer's name without what ``torch.compile`` puts before it."""
+    return name.replace("_orig_mod.", "")
+
+
+def uncompiled(content: dict[str, Any]) -> dict[str, Any]:
+    """Return a checkpoint's content with plain names, so that it fits the model compiled and as it is."""
+    buckets = content["buckets"] and [[plain_name(name) for name in bucket] for bucket in content["buckets"]]
+    workers = [worker | {"buffers": _plain(worker["buffers"])} for worker in content["workers"]]
+    return content | {"parameters": _plain(content["parameters"]), "buckets": buckets, "workers": workers}
+
+
+def _plain(values: dict[str, Any]) -> dict[str, Any]:
+    return {plain_name(name): value for name, value in values.items()}
+
+
 def encode(content: dict[str, Any]) -> bytes:
     """Return ``content`` as bytes, for another process."""
     stream = io.BytesIO()
     torch.save(content, stream)
     return stream.getvalue()
+
+
+def encode_readable(path: str | os.PathLike[str], content: dict[str, Any]) -> bytes:
+    """Return ``content`` as :func:`encode` does. Raises InputError when it has objects that only pickle could bring back."""
+    try:
+        data = encode(content)
+        decode(data)
+    except Exception as error:  # pickle raises what the object's own code raises
+        problem = f"what would be written cannot be read back ({type(error).__name__})"
+        raise InputError(os.fspath(path), problem, READABLE) from None
+    return data
 
 
 def decode(data: bytes) -> dict[str, Any]:
@@ -153,8 +181,7 @@ def _demand_readable(path: Path, temporary: Path) -> None:
         problem = (
             f"what would be written cannot be read back ({str(error).removeprefix(error.where + ': ').split(';')[0]})"
         )
-        remedy = "keep to tensors, numbers, strings, lists and dicts in the states of optimizer and extras"
-        raise InputError(str(path), problem, remedy) from None
+        raise InputError(str(path), problem, READABLE) from None
 
 
 def _sync_folder(folder: Path) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import signal
+import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass
@@ -21,6 +22,7 @@ from torch.utils.data import Dataset, default_collate
 from ddltool.errors import InputError
 from ddltool.runtime.batches import VariableBatchSampler
 from ddltool.runtime.digests import StepFile, TurnRecorder, digests
+from ddltool.runtime.elastic_attributes import AttributeWatch
 from ddltool.runtime.elastic_checkpoint import environment
 from ddltool.runtime.elastic_group import Processes
 from ddltool.runtime.est_state import Contexts
@@ -32,13 +34,14 @@ from ddltool.runtime.sample_feed import SampleFeed, Task
 
 Reduction = Literal["chain", "gather"]
 REDUCTIONS = ("chain", "gather")
+SAME_CTRL_C_S = 1.0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Settings:
     """What the bits of a run depend on and the user chooses; a checkpoint is continued with the same.
 
-    Raises InputError for a count below 1 or an unknown order.
+    Raises InputError for a count below 1, an unknown order, or a dataset without the samples of one step.
     """
 
     max_workers: int
@@ -52,12 +55,15 @@ class Settings:
 
     def __post_init__(self) -> None:
         for name, value in asdict(self).items():
-            if name != "seed" and isinstance(value, int) and value < 1:
+            if name not in ("seed", "dataset_size") and isinstance(value, int) and value < 1:
                 raise InputError(name, f"is {value}", "give at least 1")
         if not 0 <= self.seed < 2**63:
             raise InputError("seed", f"is {self.seed}", "give 0 to 2**63 - 1")
         if self.order not in ORDERS:
             raise InputError("order", f"is {self.order}", f"known: {', '.join(ORDERS)}")
+        if self.dataset_size < (needed := self.max_workers * self.batch_size * self.accumulation):
+            what = f"has {self.dataset_size} samples, one step takes max_workers x batch_size x accumulation = {needed}"
+            raise InputError("dataset", what, "give a smaller batch_size or max_workers")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -111,6 +117,7 @@ class Turns:
             for rank in processes.local
         }
         self._contexts = Contexts(model, processes.local, settings.seed, self.device)
+        self._attributes = AttributeWatch(model, processes.rank == processes.first)  # one process tells
         if not 0 < bucket_mib < 2**40:  # NaN is neither
             raise InputError("bucket_mib", f"is {bucket_mib}", "give the size of a bucket in MiB, above 0")
         self._bucket_bytes = int(bucket_mib * MIB)
@@ -208,6 +215,7 @@ class Turns:
         self._mean.clear()
         self._mean.begin(rank)
         self._contexts.enter(rank)
+        self._attributes.begin()
         if self._turns is not None:
             self._turns.begin(rank, *self._contexts.seen())
 
@@ -228,6 +236,7 @@ class Turns:
         if self._micro_batches % self.settings.accumulation:
             return False
         buffers = self._contexts.seen()[1] if self._turns is not None else {}
+        self._attributes.end()
         last = rank == self.processes.local[-1]
         self._contexts.leave(last)
         if self._turns is not None:
@@ -272,16 +281,25 @@ class Turns:
     def _parameters(self) -> dict[str, str]:
         return digests(dict(self.model.named_parameters()))
 
-    def stop_on(self, number: signal.Signals = signal.SIGTERM) -> None:
-        """Let the signal, on any process, set :attr:`Step.stop` of a step on all of them, instead of ending the process.
+    def stop_on(self, *numbers: signal.Signals) -> None:
+        """Let a signal, on any process, set :attr:`Step.stop` of a step on all of them, instead of ending the process.
 
-        ``if step.stop: trainer.save(path); break`` is then a checkpoint on request.
+        ``if step.stop: trainer.save(path); break`` is then a checkpoint on request. Without ``numbers``: SIGTERM and
+        SIGINT (Ctrl-C). A SIGINT more than a second after the first is a KeyboardInterrupt, at once; earlier ones are
+        the same Ctrl-C, which the terminal and a launcher both send.
         """
+        first: float | None = None
 
-        def note(_: int, __: FrameType | None) -> None:
+        def note(number: int, _: FrameType | None) -> None:
+            nonlocal first
             self._stop = True
+            if number == signal.SIGINT:
+                first = time.monotonic() if first is None else first
+                if time.monotonic() - first > SAME_CTRL_C_S:
+                    raise KeyboardInterrupt
 
-        signal.signal(number, note)
+        for number in numbers or (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, note)
 
     def _new_mean(self, buckets: list[list[str]] | None) -> OrderedMean:
         parameters = dict(self.model.named_parameters())

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from ddltool.errors import InputError
+from ddltool.runtime.elastic_checkpoint import plain_name
 from ddltool.runtime.random_streams import Document, RandomStreams, Streams
 
 
@@ -31,6 +32,7 @@ class Buffers:
             for name in module._buffers
         ]
         self.names = [full for _, _, full in self._places]
+        self.plain_names = list(map(plain_name, self.names))
 
     def current(self) -> list[Tensor | None]:
         """Return the values that the model holds now, in the order of ``names``."""
@@ -136,18 +138,21 @@ class Contexts:
         ]
 
     def load(self, documents: list[Document], where: str) -> None:
-        """Take the local workers' contexts from those of all workers. Raises InputError when buffers do not fit."""
+        """Take the local workers' contexts from those of all workers, with buffers by plain name.
+
+        Raises InputError when buffers do not fit.
+        """
         loaded = {}
         for rank in self._local:
             document = documents[rank]
             context = self._contexts[rank]
-            if (saved := set(document["buffers"])) != (present := set(self._buffers.names)):
+            if (saved := set(document["buffers"])) != (present := set(self._buffers.plain_names)):
                 name = sorted(saved ^ present)[0]
                 side = "the checkpoint" if name in saved else "the model"
                 raise InputError(f"{where}:buffers", f"{name} is only in {side}", "build the model that was saved")
             values: list[Tensor | None] = []
             memo: dict[int, Tensor] = {}
-            for name, old in zip(self._buffers.names, context.buffers, strict=True):
+            for name, old in zip(self._buffers.plain_names, context.buffers, strict=True):
                 new = document["buffers"][name]
                 if new is not None and old is not None:  # tied in the model: tied again
                     new = memo.setdefault(id(old), new.to(self._device))

@@ -22,6 +22,10 @@ from ddltool.plan import Enforcement, ParameterRecord
 
 T = TypeVar("T")
 NOTE_BYTES = 1024
+MAP_STYLE = "give a map-style dataset (with __len__ and __getitem__)"
+WITHOUT_DATASET = (
+    "give a map-style dataset, or leave dataset out and load hook.local_batch_size samples per step yourself"
+)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -94,7 +98,7 @@ def load_and_check(
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise InputError("optimizer", f"is a {type(optimizer).__name__}", "give the job's torch.optim.Optimizer")
     check_parameters(path, enforcement.parameters, model)
-    if dataset is not None and (size := dataset_length(dataset)) < enforcement.total_batch_size:
+    if dataset is not None and (size := dataset_length(dataset, WITHOUT_DATASET)) < enforcement.total_batch_size:
         problem = f"is {enforcement.total_batch_size}, but the dataset has {size} samples"
         raise InputError(f"{path}:total_batch_size", problem, "plan smaller batches or fewer processes")
     return enforcement
@@ -164,9 +168,8 @@ def _unwrapped(model: nn.Module) -> nn.Module:
         model = inner
 
 
-def dataset_length(dataset: Dataset[Any]) -> int:
-    """Return the number of samples. Raises InputError for datasets whose samples cannot be picked by index."""
-    remedy = "give a map-style dataset, or leave dataset out and load hook.local_batch_size samples per step yourself"
+def dataset_length(dataset: Dataset[Any], remedy: str = MAP_STYLE) -> int:
+    """Return the number of samples. Raises InputError, with ``remedy``, where samples cannot be picked by index."""
     if isinstance(dataset, IterableDataset):
         raise InputError("dataset", f"is a {type(dataset).__name__}, an IterableDataset", remedy)
     try:

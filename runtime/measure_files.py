@@ -13,6 +13,7 @@ from ddltool.profile import read_profile, write_profile
 if TYPE_CHECKING:
     import pandas as pd
 
+_SETTINGS = {"device", "threads", "warmup", "seed", "torch"}  # as measure_request.settings_of writes them
 _KEY = ["num_replicas", "accumulation_steps", "local_batch_size"]
 
 
@@ -93,10 +94,11 @@ def _options(column: str, then: str) -> str:
         return " (--device, --device-name)"
     if column != "settings":
         return ""
-    settings = (part.partition("=") for part in then.split(";"))
-    return (
-        f" ({', '.join(f'--{name} {value}' if name != 'torch' else f'torch {value}' for name, _, value in settings)})"
-    )
+    settings = dict(part.split("=", 1) for part in then.split(";") if "=" in part)
+    if not settings or not set(settings) <= _SETTINGS:  # rows that were predicted or imported: no option measures those
+        return ""
+    named = (f"{name if name == 'torch' else f'--{name}'} {value}" for name, value in settings.items())
+    return f" ({', '.join(named)})"
 
 
 def _difference(then: str, now: str) -> tuple[str, str]:

@@ -22,7 +22,7 @@ from ddltool.runtime.servers import ParameterServer
 from ddltool.runtime.servers import Update as Optimizer
 from ddltool.runtime.sync_records import SyncLog
 from ddltool.runtime.transfers import TransferError, TransferPlan
-from ddltool.runtime.wire import CLOSED, HEADER, REFUSED, TELLING_S
+from ddltool.runtime.wire import CLOSED, HEADER, REFUSED
 
 log = logging.getLogger(__name__)
 
@@ -158,11 +158,12 @@ class MemberServer(ParameterServer):
 
     def _join(self) -> None:
         self._done.set()
-        self._told.wait(TELLING_S)
+        super()._join()
+
+    def _closing_time(self) -> None:
         self._wire.stop_watching()
         if self._failing:
             self._join_s = LEFT_BEHIND_S
-        super()._join()
 
     def _guard(self, worker: int) -> None:
         """Take a worker out that has gone away without closing, whatever else is under way."""

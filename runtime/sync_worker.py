@@ -30,7 +30,7 @@ from ddltool.runtime.membership import (
 from ddltool.runtime.sync_policies import Policy
 from ddltool.runtime.sync_signals import Interruptions, Terminated
 from ddltool.runtime.transfers import TransferError, TransferPlan, check_values
-from ddltool.runtime.wire import CLOSED, STEP, TELLING_S, Wire
+from ddltool.runtime.wire import CLOSED, STEP, Wire
 from ddltool.runtime.workers import PushOrder, Worker
 
 log = logging.getLogger(__name__)
@@ -73,7 +73,8 @@ class SyncWorker(Worker):
         ``local_optimizer``: makes the local steps of local SGD, and only there. ``checkpoint``: where the parameters
         of the last complete pull go when the run ends by a TransferError (a lost server above all), by SIGTERM or by
         Ctrl-C; a file of this worker's own; costs one copy of the parameters per pull. SIGTERM then ends the process
-        with 143; a script with a handler of its own keeps it (see :mod:`~.sync_signals`). ``door``: join a job that is
+        with 143; a script with a handler of its own keeps it (see :mod:`~.sync_signals`). ``push``: as
+        :class:`~.workers.Worker` has it; "step" where gradients are clipped. ``door``: join a job that is
         running, through the store that its servers look at; torch.distributed need not be initialised. Raises InputError as
         :class:`~.wire.Wire` does, when the ranks' policies differ, when the file cannot be written, and when no seat is
         left for who comes late; TransferError when the job lets nobody in.
@@ -95,6 +96,7 @@ class SyncWorker(Worker):
         self._pulled_clock = 0
         self._closing = False
         self._local = 0  # steps of the round that is under way
+        self._updates = 0  # up to the last pull but one
         for server in range(plan.servers):
             self._start(self._watch, server)
         if door is not None:
@@ -123,12 +125,21 @@ class SyncWorker(Worker):
     def updates(self) -> int:
         """Updates that the parameters had when they were last pulled, of the parameter with most: the job's progress.
 
+        While the next pull has brought nothing yet, and after a failure, what the one before brought.
         Under ASP, SSP and ElasticBSP every gradient is an update; under the other models a whole iteration is.
         """
-        return max((arrival.version for arrival in list(self.arrivals)), default=0)
+        return max([self._updates, *(arrival.version for arrival in list(self.arrivals))])
 
-    def batches(self, samples: int, batch_size: int, *, epoch: int, seed: int) -> tuple[Tensor, ...]:
+    def _begin(self, kind: int) -> None:
+        self._updates = self.updates
+        super()._begin(kind)
+
+    def batches(
+        self, samples: int, batch_size: int, *, epoch: int, seed: int, drop_last: bool = False
+    ) -> tuple[Tensor, ...]:
         """Return this worker's share of ``epoch`` in batches: (b,) int64 indices below ``samples``, shuffled.
+
+        The last batch has what is left, which may be one sample; ``drop_last`` leaves it out unless it is whole.
 
         The share is :func:`~.membership.shard`'s among :meth:`members`. The server is told how many batches there are,
         so it can say what was left out should this worker be lost. Raises InputError for a batch size below 1, and
@@ -142,6 +153,8 @@ class SyncWorker(Worker):
                 raise TransferError(f"{self._title} was taken out of the job before epoch {epoch}")
         mine = torch.from_numpy(shard(samples, members, self.rank, epoch=epoch, seed=seed))
         split = mine.split(batch_size) if len(mine) else ()
+        if drop_last and split and len(split[-1]) < batch_size:
+            split = split[:-1]
         with self._saving(), self._requesting(), self._telling("while telling the size of its share"):
             self._ask(0, SHARE, len(split))
         return tuple(split)
@@ -218,12 +231,10 @@ class SyncWorker(Worker):
         finally:
             super().__exit__(kind, error, trace)
 
-    def _join(self) -> None:
-        self._told.wait(TELLING_S)
+    def _closing_time(self) -> None:
         self._wire.stop_watching()
         if self._failing:
             self._join_s = LEFT_BEHIND_S
-        super()._join()
 
     def _watch(self, server: int) -> None:
         """Fail when a server goes away, whatever else is under way."""

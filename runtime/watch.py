@@ -144,7 +144,7 @@ class WatchRequest:
     workers: int = 2
     iterations: int = 1000
     cores: tuple[int, ...] | None = None
-    """The core that each worker stays on, as numbers from 0 among the usable ones, modulo how many those are."""
+    """The core that each worker stays on, by the system's numbers: one that this process may use."""
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -153,6 +153,18 @@ class WatchRequest:
                 raise InputError(name, f"is {getattr(self, name)}", "give a whole number >= 1")
         if self.cores is not None and len(self.cores) != self.workers:
             raise InputError("cores", f"names {len(self.cores)} cores", f"name one for each of {self.workers} workers")
+        if self.cores is not None:
+            _demand_usable(self.cores)
+
+
+def _demand_usable(cores: tuple[int, ...]) -> None:
+    """Raise InputError for a core that this process may not use."""
+    if not hasattr(os, "sched_getaffinity"):
+        raise InputError("cores", "cannot be chosen on this system", "leave it out")
+    usable = sorted(os.sched_getaffinity(0))
+    for core in cores:
+        if core not in usable:
+            raise InputError("cores", f"{core} is not here", f"usable: {', '.join(map(str, usable))}")
 
 
 class WatchLost(DdlToolError):
@@ -246,8 +258,7 @@ def _worker(request: WatchRequest, rank: int, port: int, results: Connection) ->
     os.dup2(2, 1)  # what the user's module prints must not mix with the command's result
     threading.Thread(target=follow_parent, daemon=True).start()
     if request.cores is not None:
-        usable = sorted(os.sched_getaffinity(0))
-        os.sched_setaffinity(0, {usable[request.cores[rank] % len(usable)]})
+        os.sched_setaffinity(0, {request.cores[rank]})
     torch.set_num_threads(1)
     torch.manual_seed(request.seed)
     try:

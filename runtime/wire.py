@@ -25,6 +25,7 @@ JOIN_S = 5.0
 WORDS, WORDS_S = 1024, 0.2  # length in bytes of a failing end's last words, and the time to send or hear them
 TELLING_S = 5.0  # at most, for hearing and telling last words and for hanging up
 CLOSED = "the other end closed the connection"
+BEFORE = "before that,"
 Direction = Literal["pull", "push", "control"]
 Groups = Mapping[Direction, Any]  # gloo process groups: of torch.distributed, or made directly
 
@@ -261,8 +262,8 @@ class End:
         while not (first := self._wire.heard()) and time.monotonic() < end:
             time.sleep(WORDS_S / 20)
         self._wire.tell(first or str(error))
-        if first:
-            error = TransferError(f"{error}; before that, {first}")
+        if first and BEFORE not in str(error):  # a lost worker's reason, which this end repeats, has it already
+            error = TransferError(f"{error}; {BEFORE} {first}")
         with self.changed:
             self._failure = error
             self.changed.notify_all()
@@ -273,10 +274,14 @@ class End:
     def _join(self) -> None:
         """Wait for the threads, which have been told to end."""
         self._told.wait(TELLING_S)
+        self._closing_time()
         end = time.monotonic() + self._join_s
         for thread in self._threads:
             thread.join(max(end - time.monotonic(), 0.0))
         self._threads = []
+
+    def _closing_time(self) -> None:
+        """Close what only waiting threads need; called once no failure is being told any more."""
 
     def _raise_failure(self) -> None:
         if self._failure is not None:

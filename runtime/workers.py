@@ -25,7 +25,8 @@ from ddltool.runtime.wire import CLOSE, HEADER, PULL, REFUSED, STEP, End, Gate, 
 
 # A server gives up on a transfer after the timeout and says why; the worker waits a little longer, to hear it.
 GRACE_S = 2.0
-PushOrder = Literal["ready", "reverse"]
+PushOrder = Literal["ready", "reverse", "step"]
+PUSH_ORDERS = ("ready", "reverse", "step")
 # Modules that only call their children, which then wait for themselves. Other modules of torch.nn may use the
 # parameters of their children without calling them (MultiheadAttention does).
 _CONTAINERS = (
@@ -73,8 +74,13 @@ class Worker(End):
         """Connect and hook the model; a collective over all ranks.
 
         ``push``: "ready" sends each channel's gradients as they become ready, "reverse" holds them to the reverse of
-        the plan's order (of the registration order under a random seed). Raises InputError as :class:`Wire` does.
+        the plan's order (of the registration order under a random seed). Both send while the backward pass runs, so
+        ``.grad`` must not be changed after it. "step" sends what ``.grad`` holds at the end of the step: after clipping
+        and scaling, and after any number of backward passes. Raises InputError as :class:`Wire` does, and for another
+        ``push``.
         """
+        if push not in PUSH_ORDERS:
+            raise InputError("push", f"is {push}", f"known: {', '.join(PUSH_ORDERS)}")
         self.model, self.plan, self._timeout_s = model, plan, timeout_s
         self._parameters = dict(model.named_parameters())
         wire = self._connect(timeout_s)
@@ -86,9 +92,10 @@ class Worker(End):
         self._arrived = set(range(len(plan.slots)))
         self._awaited: set[int] = set()
         self._gradients: dict[int, Tensor] = {}
+        self._offered: dict[int, tuple[Tensor, int]] = {}  # `.grad` as the hook saw it, and its version then
         self._pushed = 0
         self._pushing = False
-        self._reverse = push == "reverse"
+        self._reverse, self._at_end = push == "reverse", push == "step"
         self._orders: list[list[int]] = [[] for _ in range(plan.servers)]
         self._pulls: list[queue.SimpleQueue[_Pull | None]] = [queue.SimpleQueue() for _ in range(plan.servers)]
         self._pushes: list[queue.SimpleQueue[Gate | None]] = [queue.SimpleQueue() for _ in range(plan.servers)]
@@ -107,7 +114,8 @@ class Worker(End):
 
         The body runs one forward and, with ``push``, one backward pass. On leaving, every parameter has arrived and
         every gradient is with the transport; a trainable parameter without a gradient has pushed zeros, and ``grad`` is
-        None again. Raises TransferError when a transfer fails; an exception of the body ends the job's transfers.
+        None again. Raises TransferError when a transfer fails, and InputError when ``.grad`` was changed after it had
+        been offered to the transport; an exception of the body ends the job's transfers.
         """
         self._begin(STEP if push else PULL)
         try:
@@ -167,7 +175,7 @@ class Worker(End):
         with self.changed:
             self._raise_failure()
             self._arrived, self._awaited, self.arrivals = set(), set(), []
-            self._gradients, self._pushed, self._pushing = {}, 0, kind == STEP
+            self._gradients, self._offered, self._pushed, self._pushing = {}, {}, 0, kind == STEP
         start = time.perf_counter()
         for server, lane in enumerate(self._pulls):
             with self._telling(f"while asking server {server} (rank {self.plan.rank_of_server(server)})"):
@@ -204,15 +212,28 @@ class Worker(End):
         self._wait_until(lambda: len(self._arrived) == len(self._names))
         if not self._pushing:
             return
-        for index, slot in enumerate(self.plan.slots):
+        self._demand_unchanged()
+        for index, slot in reversed(list(enumerate(self.plan.slots))):  # last layer first, as a backward pass has it
             if slot.trainable and index not in self._gradients:
-                self._offer(index, torch.zeros(slot.shape, dtype=getattr(torch, slot.dtype)))
+                gradient = self._parameters[slot.name].grad if self._at_end else None
+                if gradient is None:
+                    gradient = torch.zeros(slot.shape, dtype=getattr(torch, slot.dtype))
+                self._offer(index, _on_host(gradient))
         trainable = sum(slot.trainable for slot in self.plan.slots)
         self._wait_until(lambda: self._pushed == trainable)
         for name in self._names:
             self._parameters[name].grad = None
-        self._gradients, self._pushing = {}, False
+        self._gradients, self._offered, self._pushing = {}, {}, False
         self.clock += 1
+
+    def _demand_unchanged(self) -> None:
+        """Raise InputError when a gradient that was offered has been changed: anything between may have been sent."""
+        for index, (offered, version) in self._offered.items():
+            present = self._parameters[self._names[index]].grad
+            if offered._version != version or (present is not None and present is not offered):
+                problem = f"{self._names[index]}.grad was changed after the backward pass, while it was being pushed"
+                remedy = 'clip and scale gradients with push="step", or scale the loss'
+                raise InputError("worker.step", problem, remedy)
 
     def _await(self, wanted: frozenset[int]) -> None:
         """Wait for parameters: the hook before a module's forward pass."""
@@ -228,9 +249,13 @@ class Worker(End):
         if index not in self._awaited:
             problem = f"uses {name} without calling the module that owns it, so nothing waited for its transfer"
             raise InputError("model", problem, "call the owning module in the forward pass")
+        if self._at_end:
+            return
         if index in self._gradients:
-            raise InputError("worker.step", f"{name} has a second gradient", "run one backward pass per step")
-        self._offer(index, gradient.detach().to_dense().cpu().contiguous())
+            remedy = 'run one backward pass per step, or give push="step"'
+            raise InputError("worker.step", f"{name} has a second gradient", remedy)
+        self._offered[index] = gradient, gradient._version
+        self._offer(index, _on_host(gradient))
 
     def _offer(self, index: int, gradient: Tensor) -> None:
         with self.changed:
@@ -290,3 +315,8 @@ class Worker(End):
                 with self.changed:
                     self._pushed += 1
                     self.changed.notify_all()
+
+
+def _on_host(gradient: Tensor) -> Tensor:
+    """Return a gradient as it is sent; its own memory where that is possible."""
+    return gradient.detach().to_dense().cpu().contiguous()

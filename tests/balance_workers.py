@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import multiprocessing
+import os
 import threading
 import time
 from dataclasses import dataclass
@@ -23,6 +24,7 @@ from torch.utils.data import TensorDataset
 
 from ddltool.analyzers.balancing import algorithm2
 from ddltool.errors import DdlToolError, InputError
+from ddltool.runtime import batch_control
 from ddltool.runtime.balancing_data import PartitionedData
 from ddltool.runtime.batch_control import BalanceOptions, Balancer, balance
 from ddltool.runtime.batch_control_exchange import Exchange, default_store, own, under
@@ -91,8 +93,11 @@ def tree_rounds(rank: int, world_size: int, fan_out: int) -> list[list[float]]:
     def choose(rows: np.ndarray) -> np.ndarray:
         return rows[:, 0] * rows[:, 1] + 100 * np.arange(len(rows))
 
-    exchange = TreeExchange(default_store(), rank, world_size, choose, 20.0, fan_out)
-    return [exchange.round(step, np.array([rank + step, rank])).tolist() for step in range(3)]
+    exchange = TreeExchange(under(default_store(), f"fan out {fan_out}"), rank, world_size, choose, 20.0, fan_out)
+    try:
+        return [exchange.round(step, np.array([rank + step, rank])).tolist() for step in range(3)]
+    finally:
+        exchange.close()
 
 
 def tree_failure(rank: int, world_size: int, case: str) -> str:
@@ -105,13 +110,96 @@ def tree_failure(rank: int, world_size: int, case: str) -> str:
 
     link = under(default_store(), f"tree {case}")
     exchange = TreeExchange(link, rank, world_size, choose, 1.5, 1)
-    if case == str(rank):
-        return "stayed away"
     try:
+        if case == str(rank):
+            time.sleep(1.5 + 2.0)  # its connections stay, as those of a rank that hangs
+            return "stayed away"
         exchange.round(0, np.array([1.0]))
     except DdlToolError as error:
         return str(error)
+    finally:
+        exchange.close()
     return "nothing"
+
+
+def tree_late(rank: int, world_size: int, after_s: list[float | None], timeout_s: float) -> tuple[str, float]:
+    """Return what each rank of a chain is told, and its seconds, when it comes after so many seconds; None: never."""
+    link = under(default_store(), f"late {after_s}")
+    exchange = TreeExchange(link, rank, world_size, lambda rows: rows[:, 0], timeout_s, 1)
+    after = after_s[rank]
+    time.sleep(max(seconds or 0.0 for seconds in after_s) + timeout_s + 4.0 if after is None else after)
+    begin = time.monotonic()
+    try:
+        exchange.round(0, np.array([1.0]))
+    except DdlToolError as error:
+        return str(error), time.monotonic() - begin
+    finally:
+        exchange.close()
+    return "nothing", time.monotonic() - begin
+
+
+def held() -> tuple[int, int, int]:
+    """Return this process's process groups, threads and open files."""
+    groups = len(dist.distributed_c10d._world.pg_map)
+    return groups, len(os.listdir("/proc/self/task")), len(os.listdir("/proc/self/fd"))
+
+
+def tree_lives(rank: int, world_size: int) -> list[tuple[int, int, int]]:
+    """Return what the process holds after each of four trees has come and gone, ranks closing theirs at different times.
+
+    The last two end in a failure, of the choice and of the lowest rank's; the last is closed twice.
+    """
+    found = []
+    for number in range(4):
+        link = under(default_store(), f"life {number}")
+        exchange = TreeExchange(link, rank, world_size, failing if number == 2 else first_column, 2.0, 1)
+        loop = Blocking(exchange)
+        last = number == 3 and rank == world_size - 1
+        with contextlib.suppress(DdlToolError):
+            if last:
+                loop.close()  # gone before the first round, and all others notice
+            assert loop.next(lambda: np.array([7.0])).tolist() == [7.0] * world_size
+            assert number < 2
+        time.sleep(0.1 * ((rank + number) % world_size))
+        loop.close()
+        loop.close()
+        del exchange, loop
+        dist.barrier()
+        found.append(held())
+    return found
+
+
+def first_column(rows: np.ndarray) -> np.ndarray:
+    return rows[:, 0]
+
+
+def failing(rows: np.ndarray) -> np.ndarray:
+    raise DdlToolError("no idea")
+
+
+def tree_job(rank: int, per_sample_ms: list[float]) -> dict[str, Any]:
+    """Return sizes of each step of a job through the tree, what carried its reports, and what it left behind."""
+    usual, batch_control.MOST_BLOCKING = batch_control.MOST_BLOCKING, 1
+    try:
+        options = BalanceOptions(background=False, timeout_s=20.0)
+        model, optimizer, balancer = job(320, total_batch=64, options=options)
+        kind, before = type(balancer._loop._exchange).__name__, held()  # type: ignore[union-attr]
+        model.module.per_sample_s = per_sample_ms[rank] / 1000
+        steps = []
+        for epoch in range(3):
+            balancer.set_epoch(epoch)
+            for features, labels in balancer.dataloader(seed=5) if epoch == 0 else balancer._loader:
+                nn.functional.cross_entropy(model(features), labels).backward()
+                optimizer.step()
+                steps.append(len(labels))
+        time.sleep(0.1 * rank)
+        balancer.close()
+        balancer.close()
+        threads = [thread.name for thread in threading.enumerate()]
+        dist.barrier()
+    finally:
+        batch_control.MOST_BLOCKING = usual
+    return {"steps": steps, "kind": kind, "ended": before[0] - held()[0], "threads": threads, "sizes": balancer.sizes}
 
 
 def broken_migration(rank: int) -> str:

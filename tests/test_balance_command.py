@@ -156,6 +156,7 @@ def test_one_line_for_bad_input(cli: Cli, tmp_path: Path, header: str, rows: lis
         (["--total-batch", 2], "--total-batch: is 2; 3 workers need one sample each or more"),
         (["--weights", "w.json"], "--weights: does not go with --predictor all"),
         (["--picture", "/nowhere/p.svg"], "/nowhere"),
+        (["--picture", "p.png"], "--picture: p.png has no ending .svg; name the file speeds.svg"),
         (["--predictor", "narx", "--weights", "none.json"], "none.json"),
     ],
 )

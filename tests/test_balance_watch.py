@@ -16,7 +16,7 @@ import pytest
 from ddltool.commands.balance_trace import read_trace
 from ddltool.commands.watch import profile_watch, watch_document
 from ddltool.errors import InputError
-from ddltool.runtime.watch import SpeedRow
+from ddltool.runtime.watch import SpeedRow, WatchRequest, record
 
 
 def row(iteration: int, worker: str, speed: float) -> SpeedRow:
@@ -93,14 +93,37 @@ def _after_some_work(command: psutil.Process) -> psutil.Process:
     raise AssertionError("no worker trained")
 
 
+def test_each_worker_stays_on_the_core_asked_for() -> None:
+    usable = sorted(os.sched_getaffinity(0))
+    asked = (usable[-1], usable[0])
+    request = WatchRequest(
+        source="zoo:cifarnet",
+        resolver="ddltool.commands.sources:training_step",
+        batch=2,
+        workers=2,
+        iterations=200,
+        cores=asked,
+    )
+    seen: set[tuple[int, ...]] = set()
+
+    def look(done: int) -> None:
+        for child in psutil.Process().children():
+            with contextlib.suppress(psutil.NoSuchProcess):
+                seen.add(tuple(child.cpu_affinity()))
+
+    record(request, look)
+    assert {(core,) for core in asked} <= seen
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
         ({"cores": "0,x"}, "--cores: '0,x' is not a list of cores"),
         ({"cores": "0,-1"}, "--cores"),
-        ({"cores": "0"}, "cores: names 1 cores"),
-        ({"iterations": 0}, "iterations: is 0"),
-        ({"batch": -1}, "batch: is -1"),
+        ({"cores": "0"}, "--cores: names 1 cores"),
+        ({"iterations": 0}, "--watch: is 0"),
+        ({"batch": -1}, "--batch-sizes: is -1"),
+        ({"cores": f"{max(os.sched_getaffinity(0))},99999"}, "--cores: 99999 is not here; usable: "),
         ({"workers": 10**9}, "--replicas: is 1000000000"),
         ({"iterations": 10**9}, "--watch: would make 2000000000 rows"),
         ({"output": Path("/nowhere/at/all.csv")}, "/nowhere/at/all.csv"),

@@ -87,6 +87,23 @@ def test_ema_is_its_closed_form() -> None:
     assert np.array_equal(last[1:], trace.speed[:-1])
 
 
+@pytest.mark.parametrize("name", ["arima", "rnn", "lstm", "narx"])
+@pytest.mark.parametrize("restart_after", [0, 3])
+def test_a_warm_up_notices_a_lasting_change_where_ema_does(name: str, restart_after: int) -> None:
+    """What a predictor says before it has learned is EMA's to the bit, the paper's or the one that begins anew."""
+    settings, nothing = Settings(restart_after=restart_after), np.zeros(2)
+    learning, ema, plain = make(name, 2, settings), make("ema", 2, settings), make("ema", 2)
+    for speed in [[30.0, 20.0]] * 20 + [[10.0, 20.5]] * 3:
+        for predictor in (learning, ema, plain):
+            predictor.predict(nothing, nothing)
+            predictor.observe(np.array(speed))
+    said, expected, slow = (each.predict(nothing, nothing).tolist() for each in (learning, ema, plain))
+    assert said == expected
+    assert said[1] == slow[1]
+    assert said[0] == (10.0 if restart_after else slow[0])
+    assert slow[0] > 20
+
+
 def test_arima_forecasts_are_those_of_statsmodels() -> None:
     """With the same parameters, the state-space model's own one-step predictions, once its start is forgotten."""
     from statsmodels.tsa.arima.model import ARIMA

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
+from functools import partial
 
 import numpy as np
 import pytest
@@ -15,7 +16,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from ddltool.analyzers.balancing.partitions import Traversals, between
 from ddltool.errors import InputError
 from ddltool.runtime.balanced_sampler import BalancedSampler
-from ddltool.runtime.batches import VariableBatchSampler
+from ddltool.runtime.batches import VariableBatchSampler, epoch_order
 
 
 def composition(chance: np.random.Generator, total: int, parts: int) -> list[int]:
@@ -53,6 +54,87 @@ def test_every_sample_exactly_once_whatever_the_sizes(
             seen.update(index for batch in batches for index in batch)
         assert all(next(stream, None) is None for stream in streams)
         assert seen == Counter(range(samples))
+
+
+@given(
+    st.integers(0, 10**6), st.integers(1, 5), st.integers(1, 7), st.integers(0, 120), st.integers(0, 30), st.booleans()
+)
+@settings(max_examples=200, deadline=None)
+def test_no_rank_gets_less_than_the_least_in_any_step(
+    seed: int, ranks: int, least: int, samples: int, extra: int, shuffle: bool
+) -> None:
+    """Any dataset, however short, with that much for each rank: also the last step of an epoch has it."""
+    chance, floor = np.random.default_rng(seed), ranks * least
+    samples, total = samples + floor, floor + extra
+    raised = partial(at_least, chance, total, ranks, least)
+    start = raised()
+    made = [BalancedSampler(samples, start, rank, shuffle, seed % 100, least) for rank in range(ranks)]
+    for epoch in range(2):
+        for sampler in made:
+            sampler.set_epoch(epoch)
+        streams = [iter(sampler) for sampler in made]
+        seen: Counter[int] = Counter()
+        sums = []
+        for _ in range(len(made[0])):
+            if chance.random() < 0.5:
+                sizes, ahead = raised(), int(chance.integers(0, 3))
+                for sampler in made:
+                    sampler.resize(sizes, sampler.next_step + ahead)
+            wanted = made[0].sizes
+            shares = []
+            for stream in streams:
+                batch = next(stream)
+                seen.update(batch)
+                shares.append(len(batch))
+            assert min(shares) >= least
+            sums.append(sum(shares))
+            if sums[-1] <= total:
+                assert all(share <= size for share, size in zip(shares, wanted, strict=True))
+        assert all(next(stream, None) is None for stream in streams)
+        assert seen == Counter(range(samples))
+        left = samples % total
+        if left in (0, *range(floor, total)) or samples < total:
+            expected = [total] * (samples // total) + [left] * (left > 0)
+        elif total + left >= 2 * floor:  # the step before gives what the last one lacks
+            expected = [total] * (samples // total - 1) + [total + left - floor, floor]
+        else:  # no two steps can be made of what is left
+            expected = [total] * (samples // total - 1) + [total + left]
+        assert sums == expected
+
+
+def at_least(chance: np.random.Generator, total: int, parts: int, least: int) -> list[int]:
+    """Return ``parts`` random whole numbers of at least ``least`` that add up to ``total``."""
+    return [least - 1 + size for size in composition(chance, total - parts * (least - 1), parts)]
+
+
+@given(st.integers(0, 10**6))
+@settings(max_examples=150, deadline=None)
+def test_it_goes_on_with_another_least_on_another_number_of_ranks(seed: int) -> None:
+    """All that is left comes once, the new least in each step, or it is refused where too little is left."""
+    chance = np.random.default_rng(seed)
+    (ranks, others), (least, later) = chance.integers(1, 5, 2).tolist(), chance.integers(1, 5, 2).tolist()
+    total, samples = int(chance.integers(16, 24)), int(chance.integers(30, 90))
+    first = BalancedSampler(samples, at_least(chance, total, ranks, least), 0, seed=3, least=least)
+    done = int(chance.integers(0, len(first)))
+    for _, _ in zip(range(done), first, strict=False):
+        first.commit()
+    state = json.loads(json.dumps(first.state_dict()))
+    seen: Counter[int] = Counter()
+    start = at_least(chance, total, others, later)
+    for rank in range(others):
+        sampler = BalancedSampler(samples, start, rank, seed=3, least=later)
+        if 0 < samples - state["position"] < others * later:
+            assert others * later > ranks * least  # what goes on as it was is never refused
+            with pytest.raises(InputError, match="samples of the epoch for"):
+                sampler.load_state_dict(state)
+            return
+        sampler.load_state_dict(state)
+        kept = others == ranks and min(state["sizes"]) >= later
+        assert sampler.sizes == tuple(state["sizes"] if kept else start)
+        for batch in sampler:
+            assert len(batch) >= later
+            seen.update(batch)
+    assert seen == Counter(epoch_order(samples, True, 3)[state["position"] :].tolist())
 
 
 def test_equal_sizes_are_the_plans() -> None:
@@ -133,8 +215,17 @@ def test_what_does_not_fit_is_refused() -> None:
     for sizes in ([3, 3], [5], [0, 5], [2.5, 2.5]):
         with pytest.raises(InputError):
             sampler.resize(sizes)
-    with pytest.raises(InputError, match="has 1 samples for 2 ranks"):
+    with pytest.raises(InputError, match="has 1 samples for 2 ranks; give every rank one sample or more"):
         BalancedSampler(1, [1, 1], 0)
+    with pytest.raises(InputError, match="has 3 samples for 2 ranks; give every rank 2 samples or more, or make least"):
+        BalancedSampler(3, [2, 2], 0, least=2)
+    with pytest.raises(InputError, match="least: is 0"):
+        BalancedSampler(3, [2, 2], 0, least=0)
+    firm = BalancedSampler(20, [2, 3], 0, least=2)
+    with pytest.raises(InputError, match=r"sizes: is \[1, 4\]; give every rank 2 samples or more"):
+        firm.resize([1, 4])
+    with pytest.raises(InputError, match="leaves 3 samples of the epoch for 2 ranks that need 2 each"):
+        firm.load_state_dict({**firm.state_dict(), "position": 17})
     with pytest.raises(InputError, match="sampler state:total"):
         sampler.load_state_dict({**sampler.state_dict(), "total": 6})
     with pytest.raises(InputError, match="names no place"):

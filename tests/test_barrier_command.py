@@ -193,6 +193,8 @@ TWO = ["a,1,1.0", "a,2,2.0", "b,1,1.5", "b,2,3.0"]
         (TWO, ("--algorithm", "ziplin"), "--algorithm: unknown algorithm 'ziplin'; did you mean \"zipline\"?"),
         (TWO, ("--predictor", "oracle"), "--predictor: unknown predictor 'oracle'"),
         (TWO, ("--lookahead", "100001"), "Invalid value for '--lookahead'"),
+        (TWO, ("--predicted", "--predictor", "ema"), "--predictor: has no part in --predicted; leave it out"),
+        (TWO, ("--picture", "p.png"), "--picture: p.png has no ending .svg; name the file barrier.svg"),
         (TWO, ("--lookahead", "0"), "Invalid value for '--lookahead'"),
         (TWO, ("--max-gap", "-1"), "Invalid value for '--max-gap'"),
         (TWO, ("-o", "/nowhere/barrier.json"), "/nowhere/barrier.json: cannot be written"),

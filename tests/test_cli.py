@@ -224,14 +224,14 @@ def test_bad_graphs(cli: Cli, folder: Path) -> None:
         (
             ("plan", "FOLDER/negative.yaml"),
             2,
-            "negative.yaml:devices[0].count: Input should be greater than or equal to 0 (got -4)",
+            "negative.yaml:devices[0].count: is -4; give a number of at least 0",
         ),
         (("plan", "FOLDER/job.yaml", "--strategy", "magic"), 2, "--strategy: unknown strategy 'magic'"),
         (("plan", "FOLDER/zero.yaml"), 3, "zero.yaml: no devices are offered: every count is 0"),
         (("plan", "FOLDER/job.yaml", "--strategy", "est", "--prefer", ","), 2, "--prefer: ',' names no objective"),
         (("doctor", "--overhead", ""), 2, "--overhead: names no script"),
         (("plan", "FOLDER/memory.yaml"), 3, "memory_per_worker_gib: one worker needs 99 GiB; T4 has 16, V100 has 16"),
-        (("fit", "FOLDER/graph.json"), 2, "graph.json: has "),
+        (("fit", "FOLDER/graph.json"), 2, "graph.json: is not a CSV table (it begins like JSON)"),
         (("fit", "FOLDER/nan.csv"), 2, "nan.csv:row 2:step_time_s: is nan"),
         (("fit", "FOLDER/empty.csv"), 2, "empty.csv: is empty"),
         (("emit", "FOLDER/job.yaml"), 2, "job.yaml:kind: is 'ddltool.plan'"),
@@ -452,19 +452,26 @@ def test_the_options_are_a_decision() -> None:
     }
 
 
-def test_what_no_check_foresees_is_one_line_too(cli: Cli, tmp_path: Path) -> None:
+def test_what_no_check_foresees_is_one_line_too(cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "date.yaml").write_text(JOB.replace("name:", "name: 2001-13-45 #", 1))
     assert "holds a value that cannot be read" in cli("plan", tmp_path / "date.yaml").error_line
     (tmp_path / "big.json").write_text('{"kind": "ddltool.plan", "job": ' + "9" * 5000 + "}")
     assert (
         "holds a value that cannot be read" in cli("emit", tmp_path / "big.json", "-o", tmp_path / "o.json").error_line
     )
-    graph = folder_graph(tmp_path, 1.7e308)
+    huge = cli("trace", folder_graph(tmp_path, 1.7e308))
+    assert huge.code == 2
+    assert "huge.json:ops[0].duration_s: is 1.7e+308, the sum up to it more than 1e+150" in huge.error_line
+    graph, same = folder_graph(tmp_path, 1.0), tmp_path / "same.json"
+    assert "two different files" in cli("trace", graph, "-o", same, "--perfetto", same).error_line
+
+    def overflows(*_: object) -> None:
+        raise OverflowError("too large")
+
+    monkeypatch.setattr("ddltool.commands.trace_output.show_trace", overflows)
     result = cli("trace", graph)
     assert result.code == 2
     assert "beyond what can be computed with" in result.error_line
-    same = tmp_path / "same.json"
-    assert "two different files" in cli("trace", graph, "-o", same, "--perfetto", same).error_line
 
 
 def folder_graph(folder: Path, seconds: float) -> Path:

@@ -335,3 +335,59 @@ def test_a_name_in_an_artifact_that_is_no_text(cli: Cli, project: Path) -> None:
     failed = cli("gate", "sur.json", "--rule", "* <= 0", "--junit", "j.xml", "--sarif", "s.json", "--github")
     assert failed.code == 1
     assert r"a\ud800" in failed.error_line
+
+
+@pytest.mark.parametrize(
+    ("now", "before", "change"),
+    [(1e308, 0.3, None), (0.3, 1e308, -1.0), (1.7e308, 1e-308, None), (-1.7e308, 1.7e308, None), (2.0, 1.0, 1.0)],
+)
+@pytest.mark.parametrize("repeats", [1, 4])
+def test_changes_beyond_what_a_number_holds(
+    cli: Cli, project: Path, now: float, before: float, change: float | None, repeats: int
+) -> None:
+    """The figures are far apart; the report is whole, and JSON, and the page of the verdict is drawn."""
+    for name, value in (("now", now), ("before", before)):
+        document = {"kind": "ddltool.figures", "schema_version": 1, "figures": {"a_s": [value] * repeats}}
+        Path(f"{name}.json").write_text(json.dumps(document))
+    written = ["--junit", "j.xml", "--sarif", "s.json"]
+    result = cli("gate", "now.json", "--baseline", "before.json", "--rule", "a_s increase <= 5%", "--json", *written)
+    (check,) = result.document["checks"]
+    assert result.code == (1 if now > before else 0)
+    assert check["passed"] is (now < before)
+    assert check["change"] == change if change is None else math.isclose(check["change"], change)
+    assert all(value is None or not isinstance(value, float) or math.isfinite(value) for value in check.values())
+    texts = (result.out, result.err, Path("j.xml").read_text(), Path("s.json").read_text())
+    assert not any("inf" in text.replace("information", "") or "nan" in text for text in texts)
+    ElementTree.parse("j.xml")
+    json.loads(Path("s.json").read_text())
+    Path("verdict.json").write_text(result.out)
+    assert cli("report", "verdict.json", "-o", "page.html").code == 0
+
+
+def test_the_page_of_a_verdict_about_texts(cli: Cli, project: Path) -> None:
+    result = cli("gate", "est.json", "--baseline", "bsp.json", "--rule", "strategy unchanged", "--json")
+    assert result.code == 1
+    Path("verdict.json").write_text(result.out)
+    assert cli("report", "verdict.json", "-o", "page.html").code == 0
+    assert "== bsp" in Path("page.html").read_text()
+
+
+@pytest.mark.parametrize(
+    ("option", "value"),
+    [
+        ("--baseline", "nothing.json"),
+        ("--rule", "devices <= 1"),
+        ("--config", "nothing.toml"),
+        ("--level", "0.05"),
+        ("--junit", "j.xml"),
+        ("--sarif", "s.json"),
+        ("--github", None),
+        ("--seed", "1"),
+    ],
+)
+def test_the_list_of_metrics_takes_no_other_option(cli: Cli, project: Path, option: str, value: str | None) -> None:
+    result = cli("gate", "est.json", "--metrics", option, *([] if value is None else [value]))
+    assert (result.code, result.out) == (2, "")
+    assert result.error_line == f"{option}: has no part in --metrics; leave it out"
+    assert not Path("j.xml").exists()
+    assert cli("gate", "est.json", "--metrics", "--json").document["artifact"] == "ddltool.plan"

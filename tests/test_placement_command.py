@@ -119,7 +119,23 @@ def test_several_jobs(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
         (["job.yaml", "--strategy", "bsp", "--lookahead", "3"], "leave it out, or use --strategy elastic-bsp or auto"),
         (["job.yaml", "--strategy", "lb-bsp", "--top-k", "3"], "--top-k: has no part in --strategy lb-bsp"),
         (["job.yaml", "--strategy", "est", "--horizon", "3"], "--horizon: needs --current"),
-        (["job.yaml", "--strategy", "est", "--with", "second.yaml", "--top-k", "2"], "--top-k: is for one job"),
+        (
+            ["job.yaml", "--strategy", "est", "--with", "second.yaml", "--top-k", "2"],
+            "--top-k: has no part in a plan of several",
+        ),
+        *(
+            (
+                ["job.yaml", "--strategy", "est", "--with", "second.yaml", option, value],
+                f"{option}: has no part in a plan of several jobs; leave it out, or leave out --with",
+            )
+            for option, value in (("--prefer", "price"), ("--current", "none.json"), ("--graph", "none.json"))
+        ),
+        *(
+            (["job.yaml", option, "nan"], f"{option}: is nan; give a number")
+            for option in ("--horizon", "--migration", "--time-limit")
+        ),
+        (["job.yaml", "--horizon", "1e10"], "--horizon: is 10000000000; give a number from 0.001 to 1000000000"),
+        (["job.yaml", "--time-limit", "0"], "--time-limit: is 0; give a number of at least 0.01"),
         (
             ["job.yaml", "--strategy", "est", "--with", "second.yaml", "-o", "x.json"],
             "--output: holds the plan of one job",
@@ -199,7 +215,7 @@ def test_the_job_that_cannot_run_or_has_to_wait_is_named(folder: Path, capsys: p
     assert "broke.yaml: max_price_per_hour" in capsys.readouterr().err
     slow = limited(folder, "slow.yaml", "min_throughput: 40", JOB.replace("mixed", "slow"))
     assert run(["plan", str(folder / "job.yaml"), "--strategy", "est", "--with", str(slow)]) == 3
-    assert "error: slow: min_throughput: at least 40" in capsys.readouterr().err
+    assert f"error: {slow}: min_throughput: at least 40" in capsys.readouterr().err
     first = limited(folder, "first.yaml", "min_throughput: 15")
     second = limited(folder, "later.yaml", "min_throughput: 12", JOB.replace("mixed", "later"))
     made = plan(capsys, first, "--with", second)

@@ -305,6 +305,21 @@ def test_what_a_trace_does_not_say_is_asked_for(
         import_files([path], **given)
 
 
+@pytest.mark.parametrize(
+    ("given", "option"),
+    [({"batch_size": 8}, "batch-sizes"), ({"num_nodes": 1}, "nodes"), ({"num_replicas": 2}, "replicas")],
+)
+def test_what_a_trace_is_asked_has_no_part_in_tables(tmp_path: Path, given: dict[str, int], option: str) -> None:
+    table = write(tmp_path, "placements.csv", PLACEMENTS)
+    with pytest.raises(
+        InputError, match=f"^--{option}: has no part in the import of .*placements.csv; it is for a profiler"
+    ):
+        import_files([table], device="T4", **given)
+    number = {"batch_size": 8, "num_nodes": 1, "num_replicas": 4}
+    both = import_files([table, trace(tmp_path, distributedInfo={"world_size": 4})], device="V100", **number)
+    assert [source.kind for source in both[1]] == ["placements", "trace"]
+
+
 def test_a_trace_without_steps(tmp_path: Path) -> None:
     with pytest.raises(InputError, match="no ProfilerStep range"):
         import_files([write(tmp_path, "t.json", json.dumps({"traceEvents": []}))], batch_size=8)

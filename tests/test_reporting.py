@@ -28,9 +28,6 @@ from ddltool.analyzers.reporting.page import (
     render,
 )
 from ddltool.analyzers.reporting.pictures import (
-    _INK,
-    KIND_COLOURS,
-    PHASE_COLOURS,
     Lane,
     Panel,
     Series,
@@ -42,6 +39,7 @@ from ddltool.analyzers.reporting.pictures import (
     phases_svg,
     timeline_svg,
 )
+from ddltool.analyzers.reporting.style import INK, KIND_COLOURS, PHASE_COLOURS
 
 VOID = {"meta", "br", "hr", "img", "link", "input"}
 
@@ -223,7 +221,7 @@ def schemes() -> dict[str, dict[str, str]]:
 
 def shown(colour: str, scheme: dict[str, str]) -> str:
     """Return a picture's colour as the page shows it."""
-    if colour == _INK:
+    if colour == INK:
         return scheme["ink"]
     variables = {own: variable.removeprefix("var(--").removesuffix(")") for own, variable in _PICTURE_COLOURS}
     name = variables.get(colour.lower())

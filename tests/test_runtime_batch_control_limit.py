@@ -43,6 +43,17 @@ def used_s(process: int) -> float:
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
+def share_used(process: int, at_least_s: float) -> float:
+    """Return the CPU seconds per second of a process, over at least 1 s and until it has used some."""
+    begin, before = time.monotonic(), used_s(process)
+    used = spent = 0.0
+    while spent < 1.0 or used < at_least_s:
+        time.sleep(0.1)
+        used, spent = used_s(process) - before, time.monotonic() - begin
+        assert spent < 30.0, f"used {used} s in {spent} s"
+    return used / spent
+
+
 @pytest.mark.parametrize(
     ("mounts", "own"),
     [
@@ -69,9 +80,10 @@ def test_a_limit_holds_and_goes_away_with_who_is_in_it() -> None:
             (group / "cgroup.procs").write_text(str(process.pid))
             process.stdin.write(b"\n")
             process.stdin.flush()
-            begin, before = time.monotonic(), used_s(process.pid)
-            time.sleep(1.0)
-            assert used_s(process.pid) - before <= 0.15 * (time.monotonic() - begin)
+            limited = share_used(process.pid, 0.03)
+            assert limited <= 0.15
+            module.set_limit(group, 1.0)
+            assert any(share_used(process.pid, 0.15) > 1.5 * limited for _ in range(5))
         assert not group.exists()
         assert process.wait(5) == -9
 
@@ -79,12 +91,24 @@ def test_a_limit_holds_and_goes_away_with_who_is_in_it() -> None:
 @pytest.mark.slow
 def test_sizes_follow_the_limit_to_another_worker() -> None:
     """Worker 1 has a third of worker 0's CPU; after the middle of the run it is the other way round."""
-    needed()
-    command = [sys.executable, str(BENCHMARKS / "bench_balance_live.py"), "--cpu-limit", "--steps", "24"]
-    command += ["--seeds", "1", "--variants", "bsp,oracle,cpu", "--trials", "1", "--per-step"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=True)
-    sizes = json.loads(done.stdout.splitlines()[-1])[0]["cpu"]["sizes"]
+    module, shares, steps = needed(), (0.6, 0.2), 16
+    with module.CpuLimits(shares) as made:
+        given = {
+            "variants": ["cpu"],
+            "shares": shares,
+            "groups": list(map(str, made.groups)),
+            "steps": steps,
+            "move_at": steps // 2,
+            "total_batch": 128,
+            "channels": 32,
+            "seed": 0,
+        }
+        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+        command += [str(BENCHMARKS / "bench_balance_live.py"), "--limited-worker", json.dumps(given)]
+        environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+        done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=True, env=environment)
+    sizes = json.loads(done.stdout.splitlines()[-1])["cpu"]["sizes"]
     assert sizes[0] == [64, 64]
-    assert sizes[11][0] > 80
+    assert sizes[7][0] > 80
     assert sizes[-1][0] < 48
     assert all(sum(row) == 128 for row in sizes)

@@ -323,7 +323,7 @@ def test_another_setting_is_refused(options: dict[str, Any], message: str, tmp_p
 
 def test_another_number_of_threads_or_model_is_refused(tmp_path: Path) -> None:
     path = saved(tmp_path)
-    with pytest.raises(InputError, match=r"parameters:body.0.weight: is None there"):
+    with pytest.raises(InputError, match=r"parameters:body.0.weight: is missing there"):
         run(str(path), model="cnn")
     torch.set_num_threads(2)
     try:

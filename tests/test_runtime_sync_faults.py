@@ -15,8 +15,10 @@ import torch
 
 from ddltool.errors import InputError
 from ddltool.runtime.membership import Membership
-from ddltool.runtime.sync import ASP, BSP, BackupWorkers, ElasticBSP, LocalSGD, Policy
+from ddltool.runtime.sync import ASP, BSP, BackupWorkers, ElasticBSP, LocalSGD, Policy, SyncWorker
 from ddltool.runtime.sync_signals import Interruptions, Terminated
+from ddltool.runtime.wire import PULL
+from ddltool.runtime.workers import Arrival
 from tests import sync_fault_workers as bodies
 from tests.transfer_workers import Outcome, launch
 
@@ -206,8 +208,51 @@ def test_a_forked_child_dies_of_sigterm_as_ever() -> None:
     assert done.stdout.split() == [str(-signal.SIGTERM)], done.stderr
 
 
-def test_a_batch_needs_a_sample() -> None:
-    from ddltool.runtime.sync import SyncWorker
+def test_reasons_are_told_once(tmp_path: Path) -> None:
+    """Every worker raises in its fourth step; the server has the reason of the first from its last words."""
+    workers, (server,) = run(BSP(), tmp_path, "raise", culprits=(0, 1, 2))
+    for worker in workers:
+        assert worker.error in ("ValueError: a bad batch", "")
+    assert "no worker is left" in server.result["ending"]
+    assert server.result["ending"].count("before that,") == 1, server.result["ending"]
 
+
+def test_updates_stay_when_the_next_pull_brings_nothing() -> None:
+    """Without processes: the server is lost while a worker waits for its parameters."""
+    worker = object.__new__(SyncWorker)
+    worker.changed, worker._failure = threading.Condition(), None
+    worker._updates, worker.arrivals = 0, []
+    worker.plan = type("Plan", (), {"gradients": lambda self, server: ()})()
+    worker._pulls, worker._pushes = [], []
+    assert worker.updates == 0
+    worker.arrivals = [
+        Arrival(name=name, server=0, version=version, time_s=0.1) for name, version in (("a", 7), ("b", 9))
+    ]
+    worker._begin(PULL)
+    assert worker.arrivals == []
+    assert worker.updates == 9
+    worker.arrivals = [Arrival(name="a", server=0, version=8, time_s=0.1)]
+    assert worker.updates == 9, "of the parameter with most, and b has not come yet"
+    worker.arrivals += [Arrival(name="b", server=0, version=11, time_s=0.1)]
+    assert worker.updates == 11
+
+
+def test_a_last_batch_that_is_not_whole_can_be_left_out() -> None:
+    """Without processes: 9 samples in batches of 4; what the server is told counts the batches that there are."""
+    told = []
+    worker = object.__new__(SyncWorker)
+    worker.rank, worker.epoch, worker._title, worker._checkpoint = 0, 0, "worker 0", None
+    worker.members = lambda epoch: (0,)  # type: ignore[method-assign]
+    worker._ask = lambda server, kind, number: told.append(number)  # type: ignore[method-assign]
+    all_of_them = worker.batches(9, 4, epoch=0, seed=0)
+    whole = worker.batches(9, 4, epoch=0, seed=0, drop_last=True)
+    assert [len(batch) for batch in all_of_them] == [4, 4, 1]
+    assert [batch.tolist() for batch in whole] == [batch.tolist() for batch in all_of_them[:2]]
+    assert len(worker.batches(8, 4, epoch=0, seed=0, drop_last=True)) == 2
+    assert worker.batches(3, 4, epoch=0, seed=0, drop_last=True) == ()
+    assert told == [3, 2, 2, 0]
+
+
+def test_a_batch_needs_a_sample() -> None:
     with pytest.raises(InputError, match="batch_size: is 0; give 1 or more"):
         SyncWorker.batches(object.__new__(SyncWorker), 10, 0, epoch=0, seed=0)

@@ -23,6 +23,7 @@ from ddltool.graph import Graph, Op
 from ddltool.runtime.servers import MomentumSGD
 from ddltool.runtime.transfers import TransferPlan, planned_priority, spread
 from ddltool.runtime.wire import Gate
+from ddltool.runtime.workers import Worker
 from tests import transfer_workers as bodies
 from tests.transfer_workers import SGD, launch, make_batch, make_model, make_plan
 
@@ -81,6 +82,49 @@ def check_arrivals(plan: TransferPlan, worker: int, pulls: list[list[Any]]) -> N
         for server in range(plan.servers):
             came = [arrival.name for arrival in arrivals if arrival.server == server]
             assert came == [NAMES[index] for index in plan.queue(server, worker, number)]
+
+
+@pytest.mark.parametrize("push", ["ready", "reverse"])
+@pytest.mark.parametrize("how", ["clip", "scale one", "another"])
+def test_a_gradient_that_changes_while_it_is_pushed_is_refused(how: str, push: str) -> None:
+    """Its memory is being sent: what would arrive is part of the old and part of the new."""
+    worker, server = launch(bodies.train_changing, 2, how, push, 2)
+    assert worker.error.startswith("InputError: worker.step: ")
+    assert ".grad was changed after the backward pass, while it was being pushed; clip and scale" in worker.error
+    assert "InputError" in server.error
+
+
+@pytest.mark.parametrize("how", ["clip", "two"])
+def test_gradients_pushed_at_the_end_of_a_step_are_those_after_clipping(how: str) -> None:
+    """The oracle is torch's own SGD on one process, bit for bit."""
+    worker, server = launch(bodies.train_changing, 2, how, "step", 3)
+    assert (worker.error, server.error) == ("", "")
+    model = bodies.make_model()
+    optimizer = torch.optim.SGD(model.parameters(), **SGD, foreach=False)
+    for step in range(3):
+        optimizer.zero_grad()
+        for part in range(2 if how == "two" else 1):
+            features, labels = make_batch(part, step)
+            nn.functional.cross_entropy(model(features), labels).backward()
+        bodies.change(model, how)
+        for parameter in model.parameters():
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+        optimizer.step()
+    for name, value in model.named_parameters():
+        assert worker.result[name].tobytes() == value.detach().numpy().tobytes(), name
+
+
+def test_gradients_may_be_forgotten_after_the_backward_pass() -> None:
+    plain, forgotten = (launch(bodies.train_changing, 2, how, "ready", 2)[0] for how in ("", "forget"))
+    assert (plain.error, forgotten.error) == ("", "")
+    for name, value in plain.result.items():
+        assert forgotten.result[name].tobytes() == value.tobytes()
+
+
+def test_an_unknown_push_is_refused() -> None:
+    with pytest.raises(InputError, match="push: is late; known: ready, reverse, step"):
+        Worker(nn.Linear(2, 2), bodies.make_plan(1, 1, "none"), push="late")  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("order", ["random", "reversed"])

@@ -103,6 +103,8 @@ def test_the_first_local_batch_is_the_baseline(cli: Cli, tmp_path: Path) -> None
         (("w.csv", *SHARED, "--local-batch", "4"), "--local-batch: has no part in a replay; leave it out"),
         (("--advise", "x.yaml"), "x.yaml: no such file"),
         (("--autoscale", "imagenet"), "--traces: is missing"),
+        (("--autoscale", "", "--traces", FOLDER / "traces"), "--autoscale: the application's name is empty"),
+        (("--hyperparameter-search", "", *SHARED), "--hyperparameter-search: the application's name is empty"),
         (("--autoscale", "nothing", "--traces", FOLDER / "traces"), "nothing"),
         (("--hyperparameter-search", "a", "--traces", FOLDER / "traces"), "--cluster: is missing"),
         (("--hyperparameter-search", "a", *SHARED, "--local-batch", "0"), "--local-batch: 0 is below 1"),

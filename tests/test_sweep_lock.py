@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from ddltool.commands.sweep_lock import sole_writer
+from ddltool.errors import InputError
 
 fcntl = pytest.importorskip("fcntl")
 Flock = Callable[[int, int], None]
@@ -31,8 +32,14 @@ def test_a_file_system_without_locks_is_written_all_the_same(tmp_path: Path, mon
 
 def test_a_disk_that_fails_is_no_missing_lock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fcntl, "flock", failing(errno.EIO))
-    with pytest.raises(OSError, match=os.strerror(errno.EIO)), sole_writer(tmp_path / "sweep.json"):
+    before = len(os.listdir("/proc/self/fd")) if Path("/proc/self/fd").exists() else 0
+    with (
+        pytest.raises(InputError, match=r"sweep\.json: cannot be locked .*error"),
+        sole_writer(tmp_path / "sweep.json"),
+    ):
         raise AssertionError("the lock was not taken")
+    assert not list(tmp_path.iterdir())
+    assert not before or len(os.listdir("/proc/self/fd")) == before
 
 
 def test_a_lock_file_that_vanishes_before_it_is_locked_is_taken_anew(

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from ddltool.runtime.servers import MomentumSGD, ParameterServer
 from ddltool.runtime.transfers import TransferPlan
-from ddltool.runtime.workers import Worker
+from ddltool.runtime.workers import PushOrder, Worker
 
 PATIENCE_S = 40.0
 
@@ -153,6 +153,36 @@ def train(rank: int, workers: int, servers: int, order: str, steps: int, push: s
         worker.pull()
         arrivals.append(worker.arrivals)
     return {name: value.detach().numpy() for name, value in model.named_parameters()}, arrivals
+
+
+def change(model: nn.Module, how: str) -> None:
+    """Do to the gradients what a training loop does between the backward pass and the end of the step."""
+    parameters = [parameter for parameter in model.parameters() if parameter.grad is not None]
+    if how == "clip":
+        nn.utils.clip_grad_norm_(parameters, 0.05)
+    if how == "scale one":
+        parameters[0].grad.mul_(0.5)  # type: ignore[union-attr]
+    if how == "another":
+        parameters[-1].grad = 0.5 * parameters[-1].grad  # type: ignore[operator]
+    if how == "forget":
+        model.zero_grad()
+
+
+def train_changing(rank: int, how: str, push: PushOrder, steps: int) -> Any:
+    """One worker, one server; the gradients are changed after the backward pass, or come from ``how`` = two of them."""
+    model, plan = make_model(), make_plan(1, 1, "none")
+    if rank == 1:
+        ParameterServer(model, plan, MomentumSGD(**SGD), timeout_s=10).serve()
+        return None
+    with Worker(model, plan, timeout_s=10, push=push) as worker:
+        for step in range(steps):
+            with worker.step():
+                for part in range(2 if how == "two" else 1):
+                    features, labels = make_batch(part, step)
+                    nn.functional.cross_entropy(model(features), labels).backward()
+                change(model, how)
+        worker.pull()
+    return {name: value.detach().numpy() for name, value in model.named_parameters()}
 
 
 def train_with_trouble(rank: int, workers: int, servers: int, trouble: str, culprit: int, timeout_s: float) -> None:

@@ -22,7 +22,8 @@ from typing import IO, Any, ClassVar, TypeVar, cast
 import yaml
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from ddltool.errors import InputError, did_you_mean, one_line
+from ddltool.errors import InputError, did_you_mean
+from ddltool.schema_words import in_words
 
 SCHEMA_VERSION = 1
 
@@ -192,19 +193,17 @@ def _first_problem(error: ValidationError, model: type[BaseModel], where: str) -
     field = ""
     for part in first["loc"]:
         field += f"[{part}]" if isinstance(part, int) else f".{part}" if field else str(part)
-    value = first.get("input")
-    shown = f" (got {value!r})" if isinstance(value, (str, int, float, bool)) or value is None else ""
-    message = first["msg"].removeprefix("Value error, ")
     if first["type"] == "extra_forbidden":
         name = str(first["loc"][-1])
         known = _fields_beside(first["loc"], model)
         return InputError(
             f"{where}:{field}", f"unknown field {name!r}", did_you_mean(name, known) if known else "remove it"
         )
-    if first["type"] == "missing":
-        return InputError(f"{where}:{field}", "is missing", "it is required")
-    more = f" (and {error.error_count() - 1} more)" if error.error_count() > 1 else ""
-    return InputError(f"{where}:{field}" if field else where, one_line(message) + shown + more)
+    problem, remedy = in_words(first)
+    if error.error_count() > 1 and first["type"] != "missing":
+        more = f" (and {error.error_count() - 1} more)"
+        problem, remedy = (problem, f"{remedy}{more}") if remedy else (f"{problem}{more}", "")
+    return InputError(f"{where}:{field}" if field else where, problem, remedy)
 
 
 def _fields_beside(loc: tuple[int | str, ...], model: type[BaseModel]) -> list[str]:

@@ -22,7 +22,10 @@ class Option(Record):
     communication_s: Finite | None = Field(
         default=None, description="communication left exposed per step; null: not predicted"
     )
-    iteration_s: Finite = Field(description="seconds per global step, exposed communication included")
+    other_s: Finite = Field(
+        default=0.0, description="the rest of a step as an earlier run measured it: optimizer, loader, waiting"
+    )
+    iteration_s: Finite = Field(description="seconds per global step, exposed communication and the rest included")
     low_s: Finite | None = Field(default=None, description="lower end of iteration_s; null: its error is not known")
     high_s: Finite | None = None
     throughput: Finite = Field(description="logical mini-batches per second")

@@ -16,7 +16,10 @@ Library code raises these; only :func:`ddltool.__main__.main` turns them into a 
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable
+import re
+from collections.abc import Collection, Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
 
 # Names come from files that others wrote: one of ten thousand characters must not hide the message.
 LONGEST_PART = 1000
@@ -77,6 +80,17 @@ class Interrupted(DdlToolError):
 
     def __init__(self, kept: str) -> None:
         super().__init__(f"interrupted; {kept}")
+
+
+@contextmanager
+def naming(path: str | Path, fields: Collection[str]) -> Iterator[None]:
+    """Name ``path`` in an InputError of the code inside that is about one of the file's top ``fields`` and names no file."""
+    try:
+        yield
+    except InputError as error:
+        if type(error) is not InputError or re.split("[.:[]", error.where, maxsplit=1)[0] not in fields:
+            raise
+        raise InputError(f"{path}:{error.where}", error.problem, error.remedy) from None
 
 
 def one_line(text: str) -> str:

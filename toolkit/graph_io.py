@@ -5,10 +5,16 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
+import numpy as np
+from numpy.typing import NDArray
 from pydantic import Field
 
 from ddltool.artifacts import Artifact, Record, parse, read_document, save
+from ddltool.errors import InputError
 from ddltool.graph import Estimate, Graph, Mode, Op, OpKind
+
+# Products of two sums are still numbers.
+_LARGEST_SUM = 1e150
 
 
 class OpRecord(Record):
@@ -79,9 +85,21 @@ def from_document(document: dict[str, Any], where: str = "graph") -> Graph:
         )
         for row in checked.ops
     )
-    return Graph.from_ops(
+    made = Graph.from_ops(
         checked.name, checked.mode, ops, batch_size=checked.batch_size, meta=checked.meta, where=where
     )
+    for name in ("duration_s", "flops", "size_bytes"):
+        _check_sum(getattr(made, name), f"{where}:ops", name)
+    return made
+
+
+def _check_sum(values: NDArray[np.float64], where: str, name: str) -> None:
+    """Raise InputError at the op from which on the sum, without NaN (not estimated), is too large to compute with."""
+    with np.errstate(over="ignore"):
+        large = np.flatnonzero(np.nancumsum(values) > _LARGEST_SUM)
+    if large.size:
+        at, value = f"{where}[{large[0]}].{name}", values[large[0]]
+        raise InputError(at, f"is {value:g}, the sum up to it more than {_LARGEST_SUM:g}", "give ordinary numbers")
 
 
 def read_graph(path: str | Path) -> Graph:

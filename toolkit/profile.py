@@ -68,6 +68,8 @@ def read_table(path: str | Path) -> pd.DataFrame:
         if any(suffix in (".jsonl", ".ndjson") for suffix in path.suffixes):
             frame = pd.DataFrame(_json_lines(text, path))
         else:
+            if _like_json(text):
+                raise not_csv(text, path)
             # A device or a worker may well be called NA or nan: there only an empty field is missing.
             header = pd.read_csv(io.StringIO(text), skipinitialspace=True, nrows=0).columns
             _check_header(text, path)
@@ -79,13 +81,40 @@ def read_table(path: str | Path) -> pd.DataFrame:
                 keep_default_na=False,
                 na_values=missing,
             )
-    except (pd.errors.ParserError, pd.errors.EmptyDataError) as error:
-        raise InputError(
-            str(path), f"is not a CSV table ({error})", "give a header line and one row per line"
-        ) from None
+    except (pd.errors.ParserError, pd.errors.EmptyDataError, csv.Error):
+        raise not_csv(text, path) from None
     if frame.empty:
         raise InputError(str(path), "has no rows", "give at least one measured row")
     return frame
+
+
+def _like_json(text: str) -> bool:
+    return text.lstrip()[:1] in ("{", "[")
+
+
+def not_csv(text: str, path: Path) -> InputError:
+    """Return what is wrong with a text that could not be read as CSV: the first row, from 1 after the header, that differs."""
+    remedy = "give a header line and one row per line, one field per column"
+    if _like_json(text):
+        return InputError(
+            str(path), "is not a CSV table (it begins like JSON)", "give a table, or rows of JSON as .jsonl"
+        )
+    rows = csv.reader(io.StringIO(text), skipinitialspace=True, strict=True)
+    problem, line = "it cannot be read", 1
+    try:
+        columns = len(next((row for row in rows if row), []))
+        if not columns:
+            problem = "it has no header"
+        line = rows.line_num + 1
+        for number, row in enumerate((row for row in rows if row), start=1):
+            if len(row) > columns:
+                problem = f"row {number} has {len(row)} columns, the header {columns}"
+                break
+            line = rows.line_num + 1
+    except csv.Error:
+        # A quote that nothing closes, letters behind one, or a field beyond what is read.
+        problem = f"line {line} has a quote that does not end its field, or a field that is too long"
+    return InputError(str(path), f"is not a CSV table ({problem})", remedy)
 
 
 def _check_header(text: str, path: Path) -> None:

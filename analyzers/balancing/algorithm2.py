@@ -24,6 +24,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from ddltool.analyzers.balancing.sizing import checked_sizes
 from ddltool.errors import InputError
 
 Floats = NDArray[np.float64]
@@ -84,20 +85,24 @@ class Algorithm2:
     """The state of Algorithm 2 for n workers.
 
     Args:
-        sizes: (n,) samples at the start, each at least 1; ``sum(sizes)`` is kept.
+        sizes: (n,) samples at the start, each at least ``least``; ``sum(sizes)`` is kept.
         limits: (n,) most samples of each worker; None: memory use alone limits them.
         settings: steps and windows.
+        least: samples that each worker keeps; the listing's is 1.
 
-    Raises InputError for sizes below 1 or above their limits.
+    Raises InputError for sizes below ``least`` or above their limits.
     """
 
     def __init__(
-        self, sizes: Sequence[int], limits: Sequence[int] | None = None, settings: Settings | None = None
+        self,
+        sizes: Sequence[int],
+        limits: Sequence[int] | None = None,
+        settings: Settings | None = None,
+        least: int = 1,
     ) -> None:
         self.settings = settings if settings is not None else Settings()
-        self.sizes = np.array(sizes, dtype=np.int64)
-        if self.sizes.ndim != 1 or len(self.sizes) == 0 or self.sizes.min() < 1:
-            raise InputError("sizes", f"is {list(sizes)}", "give every worker one sample or more")
+        self.sizes = checked_sizes(sizes, least)
+        self.least = least
         self.limits = np.full(len(self.sizes), np.iinfo(np.int64).max) if limits is None else np.array(limits)
         if self.limits.shape != self.sizes.shape or (self.limits < self.sizes).any():
             raise InputError("limits", f"is {limits}", f"give each of {len(self.sizes)} workers at least its batch")
@@ -166,7 +171,7 @@ class Algorithm2:
             self.phase = Phase.APPROACH
             self._was_slower[:] = False  # that was before the change
         step = self._step
-        if self.sizes[straggler] <= step:
+        if self.sizes[straggler] - step < self.least:
             if self.phase is Phase.FINE or self.settings.strict:
                 return 0, 1
             self._fine()
@@ -186,7 +191,11 @@ class Algorithm2:
         Times are taken as proportional to samples, which for GPUs is more than they change: no step is too large.
         """
         step, window, sizes = self.settings.step, self.settings.window, self.sizes
-        if sizes[straggler] <= step or sizes[leader] + step > self.limits[leader] or len(self._recent) < window:
+        if (
+            sizes[straggler] - step < self.least
+            or sizes[leader] + step > self.limits[leader]
+            or len(self._recent) < window
+        ):
             return False
         more, less = (sizes[leader] + step) / sizes[leader], (sizes[straggler] - step) / sizes[straggler]
         return all(took[leader] * more < took[straggler] * less for took in list(self._recent)[-window:])
@@ -209,6 +218,8 @@ class Algorithm2:
         if sizes.shape != self.sizes.shape or sizes.sum() != self.sizes.sum():
             problem = f"has sizes {sizes.tolist()}"
             raise InputError("state", problem, f"this job has {len(self.sizes)} workers and {self.sizes.sum()} samples")
+        if sizes.min() < self.least:
+            raise InputError("state", f"has sizes {sizes.tolist()}", f"every worker has {self.least} samples or more")
         self.sizes = sizes
         self.phase = Phase(state["phase"])
         self._recent.clear()

@@ -84,7 +84,7 @@ def choose(curves: Curves, offer: Offer, total: int, finish: Finish | None = Non
         total: X, samples of all devices together; at least 1.
         finish: how synchronisation lengthens the step; None: not at all.
 
-    Of equal times the choice with most room is taken, so that no device is left out without need.
+    Where devices cost nothing, of equal steps the one with most devices is taken, so that none is left out without need.
     """
     search = _Search(curves=curves, offer=offer, total=total, finish=finish or (lambda slowest, devices: slowest))
     kinds = range(len(offer.counts))
@@ -184,7 +184,10 @@ class _Search:
                     return used
             return 0
 
-        found = shortest(fewest, self.finish, self.curves, self._most(kinds), largest)
+        def room(sizes: Counts) -> int:
+            return min(largest, _sum(self.offer.counts, (sizes > 0).astype(np.int64)))
+
+        found = shortest(fewest, room, self.finish, self.curves, self._most(kinds))
         if found is None:
             return None
         numbers = self._pick(found.sizes, found.number, None)

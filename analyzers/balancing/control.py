@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from ddltool.analyzers.balancing.algorithm2 import MEMORY_SHARE, Algorithm2, Phase
 from ddltool.analyzers.balancing.algorithm2 import Settings as TrialSettings
 from ddltool.analyzers.balancing.predict import Predictor, Settings, make
-from ddltool.analyzers.balancing.sizing import checked_limits, proportional
+from ddltool.analyzers.balancing.sizing import checked_limits, checked_sizes, proportional
 from ddltool.errors import InputError
 
 Floats = NDArray[np.float64]
@@ -76,6 +76,7 @@ class SpeedPolicy:
         settings: how trained predictors learn.
         memory_share: share of the memory in use above which a worker takes no more samples than it has.
         tolerance: share by which the longest predicted time must fall for sizes to change; 0: always the best ones.
+        least: samples that each worker gets whatever its speed.
     """
 
     def __init__(
@@ -86,12 +87,12 @@ class SpeedPolicy:
         settings: Settings | None = None,
         memory_share: float = MEMORY_SHARE,
         tolerance: float = 0.0,
+        least: int = 1,
     ) -> None:
-        self.sizes = np.array(sizes, dtype=np.int64)
+        self.sizes = checked_sizes(sizes, least)
         self.total = int(self.sizes.sum())
-        if self.sizes.ndim != 1 or len(self.sizes) == 0 or self.sizes.min() < 1:
-            raise InputError("sizes", f"is {list(sizes)}", "give every worker one sample or more")
-        self.limits = checked_limits(limits, len(self.sizes), self.total)
+        self.least = least
+        self.limits = checked_limits(limits, len(self.sizes), self.total, least)
         if (self.limits < self.sizes).any():
             raise InputError("limits", f"is {limits}", f"give each of {len(self.sizes)} workers at least its batch")
         self.memory_share = memory_share
@@ -110,7 +111,7 @@ class SpeedPolicy:
             return Choice(sizes=tuple(self.sizes.tolist()))
         # Who may not grow may still shrink, and the others can always take what he has: the present sizes fit.
         limits = np.where(report.memory > self.memory_share, np.minimum(self.limits, self.sizes), self.limits)
-        best = proportional(speeds, self.total, limits)
+        best = proportional(speeds, self.total, limits, self.least)
         if float((best / speeds).max()) <= (1 - self.tolerance) * float((self.sizes / speeds).max()):
             self.sizes = best
         return Choice(sizes=tuple(self.sizes.tolist()))
@@ -120,9 +121,13 @@ class TrialPolicy:
     """Algorithm 2: samples move between leader and straggler. Arguments as for :class:`Algorithm2`."""
 
     def __init__(
-        self, sizes: Sequence[int], limits: Sequence[int] | None = None, settings: TrialSettings | None = None
+        self,
+        sizes: Sequence[int],
+        limits: Sequence[int] | None = None,
+        settings: TrialSettings | None = None,
+        least: int = 1,
     ) -> None:
-        self._algorithm = Algorithm2(sizes, limits, settings)
+        self._algorithm = Algorithm2(sizes, limits, settings, least)
 
     @property
     def sizes(self) -> Counts:

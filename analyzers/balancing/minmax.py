@@ -104,10 +104,10 @@ def _best_subset(curves: Curves, total: int, most: Counts, costs: Floats) -> Spl
     """Return the split with the least iteration time over all subsets of the workers."""
     found = shortest(
         lambda sizes: _fewest(sizes, total),
+        lambda sizes: min(int((sizes > 0).sum()), total),
         lambda slowest_s, number: slowest_s + float(costs[number - 1]),
         curves,
         most,
-        min(len(most), total),
     )
     assert found is not None  # all workers together admit the total
     chosen = np.argsort(-found.sizes, kind="stable")[: found.number]

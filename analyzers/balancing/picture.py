@@ -10,7 +10,7 @@ from matplotlib.figure import Figure
 
 from ddltool.analyzers.balancing.replay import Floats, Outcome
 from ddltool.analyzers.balancing.trajectory import Trajectory
-from ddltool.analyzers.reporting.pictures import _INK, _STYLE, _WIDTH_IN, SERIES_COLOURS, _to_svg
+from ddltool.analyzers.reporting.style import INK, SERIES_COLOURS, STYLE, WIDTH_IN, to_svg
 
 ITERATIONS_DRAWN = 150
 WORKERS_DRAWN = 3
@@ -32,12 +32,12 @@ def speeds_svg(names: Sequence[str], outcomes: Mapping[str, Outcome], first: int
     spread = actual[low:high].std(axis=0) / actual[low:high].mean(axis=0)
     drawn = np.sort(np.argsort(-spread, kind="stable")[:WORKERS_DRAWN]).tolist()
     at = np.arange(first + low, first + high)
-    with mpl.rc_context(_STYLE):
-        figure = Figure(figsize=(_WIDTH_IN, 0.9 + 2.0 * len(drawn)), layout="constrained")
+    with mpl.rc_context(STYLE):
+        figure = Figure(figsize=(WIDTH_IN, 0.9 + 2.0 * len(drawn)), layout="constrained")
         axes = figure.subplots(len(drawn), 1, sharex=True, squeeze=False)[:, 0]
         for axis, worker in zip(axes, drawn, strict=True):
             label = "actual" if axis is axes[0] else "_"
-            axis.plot(at, actual[low:high, worker], color=_INK, linewidth=1, label=label)
+            axis.plot(at, actual[low:high, worker], color=INK, linewidth=1, label=label)
             for place, (name, outcome) in enumerate(outcomes.items()):
                 if outcome.predicted is None:
                     continue
@@ -49,7 +49,7 @@ def speeds_svg(names: Sequence[str], outcomes: Mapping[str, Outcome], first: int
             axis.set_ylabel("samples/s")
         axes[-1].set_xlabel("iteration")
         figure.legend(loc="outside upper right", ncols=4, frameon=False, fontsize=9)
-        return _to_svg(figure, "Actual and predicted speed of each worker")
+        return to_svg(figure, "Actual and predicted speed of each worker")
 
 
 def _liveliest(actual: Floats) -> tuple[int, int]:
@@ -77,8 +77,8 @@ def trajectory_figure(names: Sequence[str], run: Trajectory, marks: Mapping[int,
     happened = dict(marks or {})
     if run.fine_at is not None:
         happened[run.fine_at] = "fine tuning"
-    with mpl.rc_context(_STYLE):
-        figure = Figure(figsize=(_WIDTH_IN, 5.0), layout="constrained")
+    with mpl.rc_context(STYLE):
+        figure = Figure(figsize=(WIDTH_IN, 5.0), layout="constrained")
         upper, lower = figure.subplots(2, 1, sharex=True)
         for place, name in enumerate(names):
             colour = SERIES_COLOURS[place % len(SERIES_COLOURS)]
@@ -86,7 +86,7 @@ def trajectory_figure(names: Sequence[str], run: Trajectory, marks: Mapping[int,
             lower.plot(run.seconds[:, place], color=colour, linewidth=1.0, label="_")
         for at, text in happened.items():
             for axis in (upper, lower):
-                axis.axvline(at, color=_INK, linewidth=0.8, linestyle=":", label="_")
+                axis.axvline(at, color=INK, linewidth=0.8, linestyle=":", label="_")
             upper.text(at, 1.02, text, transform=upper.get_xaxis_transform(), fontsize=9, ha="center")
         upper.set_ylabel("samples")
         upper.set_ylim(bottom=0)

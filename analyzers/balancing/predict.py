@@ -71,7 +71,8 @@ class Settings:
     background: bool = False
     """Train networks in a thread, going on with what is there until it has ended: for use while a job runs."""
     restart_after: int = 0
-    """Speeds in a row far off on the same side after which ``ema`` begins anew with their median; 0: never (the paper's)."""
+    """Speeds in a row far off on the same side after which EMA, during a warm-up too, begins anew with their median; 0:
+    never (the paper's)."""
 
     def __post_init__(self) -> None:
         for name in ("warm_up", "window"):
@@ -168,7 +169,7 @@ class Trained:
         self.settings = settings
         self.history = History(workers)
         self.ready = ready
-        self._ema = Ema(workers)
+        self._ema = Ema(workers, restart_after=settings.restart_after)
         self._lowest = np.full(workers, np.inf)
         self._highest = np.full(workers, -np.inf)
         self._readings: tuple[Floats, Floats] | None = None

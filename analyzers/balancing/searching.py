@@ -8,6 +8,10 @@ Where an iteration takes longer the more workers take part, let K(T) be the fewe
 never rises with T. The shortest iteration is the least ``value(T, K(T))`` over all T, and in a range of times from T1 to
 T2 nothing is less than ``value(T1, K(T2))``: ranges that cannot win are dropped, the others halved, the most promising
 first. A point costs one evaluation of the capacities, where a bisection for each number of workers takes dozens.
+
+``value`` may be flat over times, as where synchronisation hides computation. A range that can only be as short as the
+best is looked into only if more workers could take part in it: of those that can by T2, so many that ``value`` at T1
+allows one more than the best has. So of a plateau few times are looked at, not those of all samples on it.
 """
 
 from __future__ import annotations
@@ -107,72 +111,115 @@ class Shortest:
 
     iteration_s: float
     slowest_s: float
-    """When the slowest worker may end at the latest."""
+    """When the slowest worker ends: the least time by which ``number`` workers can."""
     sizes: Counts
     """(n,) most samples that each worker makes by then."""
     number: int
-    """Most workers that may take part without making the iteration longer."""
+    """Most workers that can take part without making the iteration longer."""
+
+
+@dataclass(kw_only=True, slots=True, eq=False)
+class _Best:
+    """The best iteration seen, and whether a range of times can hold a better one."""
+
+    fewest: Callable[[Counts], int]
+    largest: Callable[[Counts], int]
+    value: Callable[[float, int], float]
+    iteration_s: float = math.inf
+    number: int = 0
+    at_s: float = math.inf
+    sizes: Counts | None = None
+
+    def look(self, at_s: float, sizes: Counts) -> int:
+        """See what an iteration takes whose slowest worker ends at ``at_s``; return the fewest workers, 0 for none."""
+        fewest = self.fewest(sizes)
+        if not fewest or (found := self.value(at_s, fewest)) > self.iteration_s:
+            return fewest
+        if found < self.iteration_s:
+            self.iteration_s, self.number = found, 0
+        if self._more(at_s, sizes):
+            self.number = self._most(at_s, max(fewest, self.number), self.largest(sizes))
+            self.at_s, self.sizes = at_s, sizes
+        return fewest
+
+    def may_win(self, bound: float, part: _Range) -> bool:
+        """Return whether a range with no iteration below ``bound`` may hold a shorter one, or an equal one of more workers."""
+        return bound < self.iteration_s or (bound == self.iteration_s and self._more(part.next_s, part.high))
+
+    def _more(self, from_s: float, until: Counts) -> bool:
+        """Return whether more workers than the best's may take part from ``from_s`` on if each makes at most ``until``."""
+        return self.largest(until) > self.number and self.value(from_s, self.number + 1) <= self.iteration_s
+
+    def _most(self, at_s: float, number: int, largest: int) -> int:
+        """Return the most workers up to ``largest``, of which ``number`` are not too many, that keep the iteration."""
+        while number < largest:
+            middle = number + (largest - number + 1) // 2
+            if self.value(at_s, middle) <= self.iteration_s:
+                number = middle
+            else:
+                largest = middle - 1
+        return number
 
 
 def shortest(
     fewest: Callable[[Counts], int],
+    largest: Callable[[Counts], int],
     value: Callable[[float, int], float],
     curves: Curves,
     most: Counts,
-    largest: int,
 ) -> Shortest | None:
     """Return the shortest iteration over all times of the slowest worker; None where all make too little.
 
     Args:
         fewest: from (n,) capacities to the least number of workers that make the whole batch, 0 where all together do not;
             never rising with capacities (0 counting as infinite).
+        largest: from (n,) capacities to the most workers that can take part, with a sample at least for each; no less than
+            ``fewest``, never falling with capacities.
         value: from the seconds of the slowest worker and the number of workers to those of the iteration; never falling.
         curves: seconds over batch size.
         most: (n,) most samples.
-        largest: most workers that can take part.
 
-    Of equal iterations the one with most workers is taken. Exact: what decides are the given functions' own numbers.
+    Of equal iterations the one with most workers is taken, and of those the one whose slowest worker ends first. Exact: what
+    decides are the given functions' own numbers.
     """
     whole = earliest(lambda sizes: fewest(sizes) > 0, curves, 0, most)
     if whole is None:
         return None
-    best = (math.inf, 0, whole.at_s, whole.sizes)
+    best = _Best(fewest=fewest, largest=largest, value=value)
     waiting: list[tuple[float, int, _Range]] = []
     order = itertools.count()
 
-    def look(at_s: float, sizes: Counts) -> int:
-        nonlocal best
-        if not (number := fewest(sizes)):
-            return 0
-        found = value(at_s, number)
-        if found < best[0] or (found == best[0] and number > best[1]):
-            best = (found, number, at_s, sizes)
-        return number
-
     def push(part: _Range) -> None:
-        if part.next_s < part.until_s and (bound := value(part.next_s, part.fewest)) <= best[0]:
+        if part.next_s < part.until_s and best.may_win(bound := value(part.next_s, part.fewest), part):
             heapq.heappush(waiting, (bound, next(order), part))
 
-    look(whole.at_s, whole.sizes)
+    best.look(whole.at_s, whole.sizes)
     until_s = _last_s(curves, most > 0, most)
-    everything = look(until_s, most)
+    everything = best.look(until_s, most)
     rest = _next_s(curves, whole.sizes, most)
     push(_Range(next_s=rest, until_s=until_s, low=whole.sizes, high=most, fewest=everything))
-    while waiting and waiting[0][0] <= best[0]:
-        part = heapq.heappop(waiting)[2]
+    while waiting:
+        bound, _, part = heapq.heappop(waiting)
+        if not best.may_win(bound, part):  # something better was found since
+            continue
         middle = _between(part.next_s, part.until_s)
-        while value(middle, part.fewest) > best[0]:  # where nothing can win any more
+        while value(middle, part.fewest) > best.iteration_s:  # where nothing can win any more
             middle = _between(part.next_s, middle)
         sizes = capacities(curves, middle, part.low, part.high)
         at_s, next_s = _last_s(curves, sizes > 0, sizes), _next_s(curves, sizes, most)
-        if number := look(at_s, sizes):
+        if number := best.look(at_s, sizes):
             push(_Range(next_s=part.next_s, until_s=at_s, low=part.low, high=sizes, fewest=number))
         push(_Range(next_s=next_s, until_s=part.until_s, low=sizes, high=part.high, fewest=part.fewest))
-    iteration_s, number, slowest_s, sizes = best
-    while number < largest:
-        middle_number = number + (largest - number + 1) // 2
-        if value(slowest_s, middle_number) <= iteration_s:
-            number = middle_number
-        else:
-            largest = middle_number - 1
-    return Shortest(iteration_s=iteration_s, slowest_s=slowest_s, sizes=sizes, number=number)
+    return _first(best, curves, most)
+
+
+def _first(best: _Best, curves: Curves, most: Counts) -> Shortest:
+    """Return the best iteration with the slowest worker as early as its number of workers can have it."""
+    assert best.sizes is not None
+    number, at_s, sizes = best.number, best.at_s, best.sizes
+    # Where any earlier time would have made an iteration of so many workers shorter, none of them can do it.
+    if best.value(math.nextafter(at_s, 0.0), number) >= best.iteration_s:
+        reach = earliest(lambda made: 0 < best.fewest(made) <= number <= best.largest(made), curves, 0, sizes)
+        assert reach is not None  # the best itself is one
+        at_s, sizes = reach.at_s, reach.sizes
+    return Shortest(iteration_s=best.iteration_s, slowest_s=at_s, sizes=sizes, number=number)

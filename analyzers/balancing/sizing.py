@@ -1,8 +1,8 @@
 """Batch sizes in proportion to speeds, as integers with an exact total (LB-BSP, section 3.2 and Algorithm 1).
 
 On a CPU worker the computation time is x / v, so with ``x_i = v_i / sum v * X`` all workers end together. Bounds (at
-least one sample, at most what fits into memory) are kept by scaling those within them by one common factor, so what one
-cannot take goes to the others in proportion to their speeds.
+least one sample or a number given, at most what fits into memory) are kept by scaling those within them by one common
+factor, so what one cannot take goes to the others in proportion to their speeds.
 """
 
 from __future__ import annotations
@@ -17,21 +17,22 @@ Counts = NDArray[np.int64]
 NO_LIMIT = np.iinfo(np.int64).max
 
 
-def equal(workers: int, total: int, limits: ArrayLike | None = None) -> Counts:
+def equal(workers: int, total: int, limits: ArrayLike | None = None, least: int = 1) -> Counts:
     """Return (n,) batch sizes as equal as possible with sum ``total``; see :func:`proportional`."""
-    return proportional(np.ones(workers), total, limits)
+    return proportional(np.ones(workers), total, limits, least)
 
 
-def proportional(speeds: ArrayLike, total: int, limits: ArrayLike | None = None) -> Counts:
-    """Return (n,) batch sizes with sum ``total``, each at least 1 and less than one sample from its exact share.
+def proportional(speeds: ArrayLike, total: int, limits: ArrayLike | None = None, least: int = 1) -> Counts:
+    """Return (n,) batch sizes with sum ``total``, each at least ``least`` and less than one sample from its exact share.
 
-    The exact share is ``clip(f * v_i, 1, limit_i)`` with the one factor f for which the shares add up to ``total``. It
+    The exact share is ``clip(f * v_i, least, limit_i)`` with the one factor f for which the shares add up to ``total``. It
     is rounded down, and the largest remainders get the samples that are left (of equal ones the first workers).
 
     Args:
         speeds: (n,) samples per second, each above zero and finite.
         total: X, samples of all workers together.
         limits: (n,) most samples that fit into each worker's memory; None: no limit.
+        least: samples that each worker gets whatever its speed, 1 or more.
 
     O(n log n). Raises InputError for speeds that are not positive, Infeasible where no sizes keep to the bounds.
     """
@@ -42,61 +43,77 @@ def proportional(speeds: ArrayLike, total: int, limits: ArrayLike | None = None)
     if wrong.any():
         worker = int(np.argmax(wrong))
         raise InputError(f"speeds[{worker}]", f"is {speed[worker]:g}", "speeds are finite samples per second above 0")
-    most = checked_limits(limits, len(speed), total)
-    share = _exact_shares(speed / speed.max(), total, np.minimum(most, total).astype(np.float64))
+    most = checked_limits(limits, len(speed), total, least)
+    share = _exact_shares(speed / speed.max(), total, np.minimum(most, total).astype(np.float64), least)
     # A share that is whole but for rounding must not lose a sample to its neighbours.
     whole = np.rint(share)
     share = np.where(np.abs(share - whole) <= 1e-9 * np.maximum(whole, 1.0), whole, share)
-    sizes = np.clip(np.floor(share).astype(np.int64), 1, most)
-    _give(sizes, share, most, total - int(sizes.sum()))
+    sizes = np.clip(np.floor(share).astype(np.int64), least, most)
+    _give(sizes, share, most, total - int(sizes.sum()), least)
     return sizes
 
 
-def checked_limits(limits: ArrayLike | None, workers: int, total: int) -> Counts:
-    """Return (n,) limits as integers; raise Infeasible where ``total`` cannot be split within them."""
+def checked_sizes(sizes: ArrayLike, least: int = 1) -> Counts:
+    """Return (n,) batch sizes as integers. Raises InputError where one is below ``least``."""
+    if least < 1:
+        raise InputError("least", f"is {least}", "give every worker one sample or more")
+    given = np.array(sizes, dtype=np.int64)
+    if given.ndim != 1 or len(given) == 0 or given.min() < least:
+        each = "one sample" if least == 1 else f"{least} samples"
+        raise InputError("sizes", f"is {np.asarray(sizes).tolist()}", f"give every worker {each} or more")
+    return given
+
+
+def checked_limits(limits: ArrayLike | None, workers: int, total: int, least: int = 1) -> Counts:
+    """Return (n,) limits as integers; raise Infeasible where ``total`` cannot be split between ``least`` and them."""
+    if least < 1:
+        raise InputError("least", f"is {least}", "give every worker one sample or more")
     if limits is None:
         most = np.full(workers, NO_LIMIT, dtype=np.int64)
     else:
         most = np.asarray(limits, dtype=np.int64)
         if most.shape != (workers,) or (most < 0).any():
             raise InputError("limits", "are not usable", f"give {workers} whole numbers of samples")
-    if total < workers:
-        raise Infeasible(f"the total batch {total} is less than one sample for each of {workers} workers")
-    empty = np.flatnonzero(most < 1)
-    if len(empty):
-        raise Infeasible(f"the memory limit of worker {empty[0]} admits no sample at all")
+    if total < workers * least:
+        each = "one sample" if least == 1 else f"{least} samples"
+        raise Infeasible(f"the total batch {total} is less than {each} for each of {workers} workers")
+    tight = np.flatnonzero(most < least)
+    if len(tight):
+        admits = most[tight[0]]
+        what = "no sample at all" if admits == 0 else f"{admits} of at least {least} samples"
+        raise Infeasible(f"the memory limit of worker {tight[0]} admits {what}")
     admitted = int(np.minimum(most, total).sum())
     if admitted < total:
         raise Infeasible(f"the memory limits of all {workers} workers admit {admitted} samples of {total}")
     return most
 
 
-def _exact_shares(speed: Floats, total: int, most: Floats) -> Floats:
-    """Return (n,) ``clip(f * speed, 1, most)`` with the f for which they add up to ``total``.
+def _exact_shares(speed: Floats, total: int, most: Floats, least: int) -> Floats:
+    """Return (n,) ``clip(f * speed, least, most)`` with the f for which they add up to ``total``.
 
-    The sum grows with f and bends where a worker leaves its lower bound (f = 1 / v) or meets its limit (f = most / v);
+    The sum grows with f and bends where a worker leaves its lower bound (f = least / v) or meets its limit (f = most / v);
     sorted by these the piece that holds ``total`` is found from running sums.
     """
-    bends = np.concatenate((1.0 / speed, most / speed))
+    bends = np.concatenate((least / speed, most / speed))
     slope_changes = np.concatenate((speed, -speed))
     # A worker leaves its lower bound before it meets its limit, also where both are the same f.
     order = np.argsort(bends, kind="stable")
     bends = bends[order]
     slope = np.cumsum(slope_changes[order])
-    sums = len(speed) + np.concatenate(([0.0], np.cumsum(slope[:-1] * np.diff(bends))))
+    sums = len(speed) * least + np.concatenate(([0.0], np.cumsum(slope[:-1] * np.diff(bends))))
     piece = max(int(np.searchsorted(sums, total, side="left")) - 1, 0)
     factor = bends[piece]
     if slope[piece] > 0:
         factor += (total - sums[piece]) / slope[piece]
-    shares: Floats = np.clip(factor * speed, 1.0, most)
+    shares: Floats = np.clip(factor * speed, float(least), most)
     return shares
 
 
-def _give(sizes: Counts, share: Floats, most: Counts, left: int) -> None:
+def _give(sizes: Counts, share: Floats, most: Counts, left: int, least: int) -> None:
     """Add ``left`` samples (or take as many away, if negative) where the remainders are largest (smallest)."""
     step = 1 if left > 0 else -1
     while left:
-        room = sizes < most if step > 0 else sizes > 1
+        room = sizes < most if step > 0 else sizes > least
         order = np.argsort(-step * (share - sizes), kind="stable")
         chosen = order[room[order]][: abs(left)]
         sizes[chosen] += step

@@ -15,7 +15,7 @@ from matplotlib.ticker import MaxNLocator
 
 from ddltool.analyzers.barriers.ends import Barrier, Counts, EndTimes, Floats, Times
 from ddltool.analyzers.barriers.tradeoff import TradeoffPoint
-from ddltool.analyzers.reporting.pictures import _INK, _STYLE, _WIDTH_IN, SERIES_COLOURS, _time_unit, _to_svg
+from ddltool.analyzers.reporting.style import INK, SERIES_COLOURS, STYLE, WIDTH_IN, time_unit, to_svg
 
 WORKERS_DRAWN = 40
 _ENDS = "#0072B2"
@@ -46,8 +46,8 @@ def barrier_svg(
         by_waiting = np.argsort(barrier.chosen_s, kind="stable")
         drawn = by_waiting[np.linspace(0, ends.workers - 1, WORKERS_DRAWN).round().astype(int)]
     heights = [0.8 + 0.3 * len(drawn)] + [2.6] * (len(curve) > 1)
-    with mpl.rc_context(_STYLE):
-        figure = Figure(figsize=(_WIDTH_IN, 0.6 + sum(heights)), layout="constrained")
+    with mpl.rc_context(STYLE):
+        figure = Figure(figsize=(WIDTH_IN, 0.6 + sum(heights)), layout="constrained")
         axes = figure.subplots(len(heights), 1, squeeze=False, height_ratios=heights)[:, 0]
         _draw_timeline(axes[0], names, ends, barrier, drawn)
         some = f"{len(drawn)} of {ends.workers} workers" if len(drawn) < ends.workers else ""
@@ -56,13 +56,13 @@ def barrier_svg(
         figure.legend(handles, labels, loc="outside upper right", ncols=4, frameon=False, fontsize=9)
         if len(curve) > 1:
             _draw_curve(axes[1], curve, np.ones(ends.workers) if weights is None else weights, max_gap)
-        return _to_svg(figure, "Iteration ends of each worker, and the barrier")
+        return to_svg(figure, "Iteration ends of each worker, and the barrier")
 
 
 def _draw_timeline(axis: Axes, names: Sequence[str], ends: EndTimes, barrier: Barrier, drawn: Counts) -> None:
     """Draw a lane for each worker of ``drawn`` (m,)."""
     low = float(ends.first_s.min())
-    scale, unit = _time_unit(max(float(ends.last_s.max()) - low, barrier.barrier_s - low))
+    scale, unit = time_unit(max(float(ends.last_s.max()) - low, barrier.barrier_s - low))
     # On clocks that began long ago only differences are legible; the axis then counts from the first end.
     offset = low if abs(low) > 1e3 * max(float(ends.last_s.max()) - low, 1e-9) else 0.0
     for place, worker in enumerate(drawn.tolist()):
@@ -75,7 +75,7 @@ def _draw_timeline(axis: Axes, names: Sequence[str], ends: EndTimes, barrier: Ba
     axis.plot(np.concatenate(rows), lanes, "|", color=_ENDS, markersize=9, label="iteration end")
     chosen_s = (barrier.chosen_s[drawn] - offset) * scale
     axis.plot(chosen_s, np.arange(len(drawn)), "o", color=_CHOSEN, markersize=6, label="last before the barrier")
-    axis.axvline((barrier.barrier_s - offset) * scale, color=_INK, linestyle="--", linewidth=1, label="barrier")
+    axis.axvline((barrier.barrier_s - offset) * scale, color=INK, linestyle="--", linewidth=1, label="barrier")
     labels = [f"{names[worker]} ({barrier.iterations[worker]})" for worker in drawn.tolist()]
     axis.set_yticks(range(len(drawn)), labels)
     axis.set_ylim(len(drawn) - 0.5, -0.5)
@@ -99,12 +99,12 @@ def _draw_curve(axis: Axes, curve: Sequence[TradeoffPoint], weights: Floats, max
             mean(point.per_iteration) * len(weights) / int(point.per_iteration.iterations.sum()) for point in curve
         ],
     }
-    scale, unit = _time_unit(max(max(line) for line in lines.values()))
+    scale, unit = time_unit(max(max(line) for line in lines.values()))
     for (label, line), colour in zip(lines.items(), SERIES_COLOURS, strict=False):
         values = [value * scale for value in line]
         axis.step(gaps, values, where="post", color=colour, linewidth=1.5, label=label, marker="o", markersize=3)
     if max_gap is not None:
-        axis.axvline(max_gap, color=_INK, linestyle="--", linewidth=1, label=f"--max-gap {max_gap}")
+        axis.axvline(max_gap, color=INK, linestyle="--", linewidth=1, label=f"--max-gap {max_gap}")
     axis.set_ylim(bottom=0)
     axis.xaxis.set_major_locator(MaxNLocator(integer=True))
     axis.set_xlabel("bound on the iteration gap (staleness)")

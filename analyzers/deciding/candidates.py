@@ -9,7 +9,7 @@ from fractions import Fraction
 
 from ddltool.analyzers.balancing.plan import StepCurve, plan_lb_bsp
 from ddltool.analyzers.barriers.superstep import DEFAULT_LOOKAHEAD, plan_elastic_bsp
-from ddltool.analyzers.deciding.communication import Communication, Exposed
+from ddltool.analyzers.deciding.communication import FITTED, Communication, Exposed
 from ddltool.analyzers.goodput.plan import plan_goodput
 from ddltool.analyzers.goodput.throughput import ThroughputParams, efficiency, grad_time_s
 from ddltool.analyzers.placement.bsp import plan_bsp
@@ -33,6 +33,8 @@ class Knowledge:
     models: Mapping[str, ThroughputParams] = field(default_factory=dict)
     """Fitted throughput models, by device type."""
     communication: Communication | None = None
+    other_s: float = 0.0
+    """Seconds of each step, or each worker's iteration, beside both: optimizer, loader, waiting."""
     errors: Mapping[str, float] = field(default_factory=dict)
     """Relative error of the compute times, by device type, where one is known."""
     error_source: str = ""
@@ -155,23 +157,26 @@ class Candidates:
         choice = plan.goodput
         passes = choice.accumulation_steps + 1
         compute = float(grad_time_s(models[choice.device_type], choice.local_batch_size)) * passes
+        other_s = self.knowledge.other_s
+        kept = plan.iteration_s / (plan.iteration_s + other_s)
         made = self._candidate(
             plan.model_copy(update={"iteration_s": min(compute, plan.iteration_s)}), problem, None, "D0"
         )
         option = made.option.model_copy(
             update={
-                "iteration_s": plan.iteration_s,
+                "iteration_s": plan.iteration_s + other_s,
                 "communication_s": max(0.0, plan.iteration_s - compute),
-                "throughput": plan.throughput,
-                "goodput_per_s": choice.goodput_per_s,
+                "throughput": plan.throughput * kept,
+                "goodput_per_s": choice.goodput_per_s * kept,
+                "order": FITTED,
             }
         )
         return Candidate(plan=plan, option=self._bounded(self._priced(option, problem)), exposed=None)
 
     def _elastic_bsp(self, problem: Problem) -> Candidate:
-        """Every iteration carries its worker's own transfers, and the barrier is chosen with them."""
+        """Every iteration carries its worker's own transfers and the rest, and the barrier is chosen with them."""
         bare = self._barrier(problem)
-        if self.knowledge.communication is None:
+        if self.knowledge.communication is None and not self.knowledge.other_s:
             return self._candidate(bare, problem, None, "none")
         # A type that the barrier leaves out without communication may come in with it, as far as there is room.
         used = devices_of(bare)
@@ -189,18 +194,25 @@ class Candidates:
             plan.model_copy(update={"iteration_s": bare.iteration_s}), problem, None, "none"
         ).option
         option = option.model_copy(update={"order": worst.setting, "order_saves_s": worst.default_s - worst.best_s})
-        option = self._figures(option, problem, max(0.0, plan.iteration_s - bare.iteration_s))
-        return Candidate(plan=plan, option=option, exposed=None)
+        added, rest = max(0.0, plan.iteration_s - bare.iteration_s), self.knowledge.other_s
+        rest_s = added * rest / (rest + worst.best_s) if rest else 0.0
+        communication_s = None if self.knowledge.communication is None else added - rest_s
+        return Candidate(plan=plan, option=self._figures(option, problem, communication_s, rest_s), exposed=None)
 
     def _with_transfers(self, problem: Problem, counts: Mapping[str, int]) -> tuple[Plan, dict[str, Exposed]]:
         """Return the barrier where each device exposes what it does with ``counts`` devices at work, and that by type."""
-        assert self.knowledge.communication is not None
+        known, rest = self.knowledge.communication, Fraction(self.knowledge.other_s)
         each = {}
         for device in problem.devices:
             beside = {device.name: counts[device.name]} if problem.single_type else counts
-            each[device.name] = self.knowledge.communication.asynchronous(beside, float(1 / device.capability_per_s))
+            pass_s = float(1 / device.capability_per_s)
+            each[device.name] = (
+                Exposed(default_s=0.0, best_s=0.0) if known is None else known.asynchronous(beside, pass_s)
+            )
         slowed = [
-            replace(device, capability_per_s=1 / (1 / device.capability_per_s + Fraction(each[device.name].best_s)))
+            replace(
+                device, capability_per_s=1 / (1 / device.capability_per_s + Fraction(each[device.name].best_s) + rest)
+            )
             for device in problem.devices
         ]
         return self._barrier(replace(problem, devices=tuple(slowed))), each
@@ -233,12 +245,16 @@ class Candidates:
             exposed=exposed,
         )
 
-    def _figures(self, option: Option, problem: Problem, communication_s: float | None) -> Option:
-        """Return the option with everything that follows from its compute and its communication."""
-        iteration = option.compute_s + (communication_s or 0.0)
+    def _figures(
+        self, option: Option, problem: Problem, communication_s: float | None, other_s: float | None = None
+    ) -> Option:
+        """Return the option with everything that follows from its compute, its communication and the rest of a step."""
+        rest_s = self.knowledge.other_s if other_s is None else other_s
+        iteration = option.compute_s + (communication_s or 0.0) + rest_s
         throughput = problem.max_workers / iteration
         update: dict[str, object] = {
             "communication_s": communication_s,
+            "other_s": rest_s,
             "iteration_s": iteration,
             "throughput": throughput,
         }

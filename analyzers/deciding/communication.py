@@ -1,8 +1,8 @@
 """How much communication a step leaves exposed, by the best source that a job has. Start at :class:`Communication`.
 
 A traced graph on a known network gives DDP's buckets or FSDP2's prefetch, as they come and at their best
-(``analyzers/communication``); a fitted throughput model gives the synchronisation that was measured (Pollux, section
-3.2); telemetry of an earlier run gives that run's own.
+(``analyzers/communication``); a fitted throughput model gives the fit's synchronisation (Pollux, section 3.2);
+telemetry of an earlier run gives that run's own.
 """
 
 from __future__ import annotations
@@ -24,6 +24,9 @@ from ddltool.errors import Infeasible
 from ddltool.graph import COMPUTE, Graph
 from ddltool.plan import BucketSetting, PrefetchSetting
 from ddltool.units import show_bytes
+
+FITTED, MEASURED = "as fitted", "as measured"
+"""The setting of an exposure that a fit or a run gives: no order of transfers is known, so none is better."""
 
 # Weights, gradients and Adam's two moments, all of one dtype: what every replica of DDP holds.
 STATES = 4
@@ -166,7 +169,7 @@ class GraphCommunication:
 
 
 class FittedCommunication:
-    """From fitted throughput models: the synchronisation that was measured. No order is known, so none is better."""
+    """From fitted throughput models: the synchronisation by the fit. No order is known, so none is better."""
 
     def __init__(self, models: Mapping[str, ThroughputParams], devices_per_node: int) -> None:
         """Take ``models`` by device type; types without one count like those with."""
@@ -187,7 +190,7 @@ class FittedCommunication:
             float(overlapped(pass_s, float(sync_time_s(model, nodes, replicas)), model.gamma)) - pass_s
             for model in used
         )
-        return Exposed(default_s=max(0.0, exposed), best_s=max(0.0, exposed), setting="as measured")
+        return Exposed(default_s=max(0.0, exposed), best_s=max(0.0, exposed), setting=FITTED)
 
     asynchronous = synchronous
 
@@ -210,7 +213,7 @@ class MeasuredCommunication:
         there = (self.replicas - 1) / self.replicas
         here = (count - 1) / count
         exposed = self.sync_s * here / there if there else (0.0 if count == 1 else self.sync_s)
-        return Exposed(default_s=exposed, best_s=exposed, setting="as measured")
+        return Exposed(default_s=exposed, best_s=exposed, setting=MEASURED)
 
     asynchronous = synchronous
 

@@ -78,11 +78,23 @@ def decide(
             "iteration_s": picked.option.iteration_s,
             "throughput": picked.option.throughput,
             "communication_s": picked.option.communication_s,
+            "waste": max(0.0, _in_use(picked, problem) - picked.option.throughput),
             "ddp": None if exposed is None else exposed.ddp,
             "fsdp2": None if exposed is None else exposed.fsdp2,
             "decision": decision,
         }
     )
+
+
+def _in_use(picked: Candidate, problem: Problem) -> float:
+    """Return the mini-batches per second that the plan's devices make while none of them waits, by the plan's own times."""
+    plan, option = picked.plan, picked.option
+    if plan.strategy == "elastic-bsp":  # its own figures carry transfers in each iteration
+        each = {device.name: float(device.capability_per_s) for device in problem.devices}
+        return sum(each[name] * count for name, count in option.devices.items())
+    if plan.strategy == "goodput":  # one type and one batch: all of them compute throughout compute_s
+        return option.throughput * option.iteration_s / option.compute_s
+    return plan.waste + plan.throughput
 
 
 def _samples_per_price(option: Option) -> float:

@@ -41,6 +41,8 @@ class RankRun:
     sync_s: float
     step_s: float
     error: float
+    passes: int = 1
+    """Forward and backward passes over the batch: more than one under gradient accumulation."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -58,12 +60,10 @@ class Run:
     sync_s: float
     """Median over the steps of the shortest synchronisation of any rank: none waits in that."""
 
-    def capabilities(self, batch_size: int) -> dict[str, float]:
-        """Return mini-batches of ``batch_size`` samples per second of one device, by device type: the median rank's."""
-        found: dict[str, list[float]] = {}
-        for rank in self.ranks:
-            found.setdefault(rank.device, []).append(rank.batch / rank.compute_s / batch_size)
-        return {device: float(np.median(rates)) for device, rates in found.items()}
+    @property
+    def other_s(self) -> float:
+        """Return what the longest compute and the synchronisation leave of a step: optimizer, loader, waiting."""
+        return max(0.0, self.iteration_s - max(rank.compute_s for rank in self.ranks) - self.sync_s)
 
     def errors(self) -> dict[str, float]:
         """Return the largest relative error of compute times, by device type."""
@@ -117,7 +117,18 @@ def check_rows(frame: pd.DataFrame, where: str) -> pd.DataFrame:
             problem = f"is {numbers[name].iloc[instant[0]]:g} s for {numbers['batch'].iloc[instant[0]]:g} samples"
             raise InputError(place, problem, "a step takes at least 1 ns; the run did not measure")
     numbers["device"] = frame["device"].astype(str).to_numpy()
+    numbers["passes"] = _passes(frame)
     return numbers
+
+
+def _passes(frame: pd.DataFrame) -> np.ndarray:
+    """Return each row's passes, one where the column is missing or empty."""
+    import pandas as pd
+
+    if "passes" not in frame.columns:
+        return np.ones(len(frame))
+    values = pd.to_numeric(frame["passes"], errors="coerce").fillna(1.0).to_numpy(dtype=float)
+    return np.asarray(np.maximum(values, 1.0))
 
 
 def read_run(frame: pd.DataFrame, where: str) -> Run:
@@ -210,4 +221,5 @@ def _rank(rank: int, part: pd.DataFrame) -> RankRun:
         sync_s=float(part["sync_s"].median()),
         step_s=float(part["step_s"].median()),
         error=float((high - low) / 2 / middle),
+        passes=int(part["passes"].median()),
     )

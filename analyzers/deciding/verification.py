@@ -58,6 +58,9 @@ class Verification:
     predicted_sync_s: float | None
     """None where the plan says nothing about it."""
     measured_sync_s: float
+    predicted_other_s: float | None
+    """What is neither; None where the plan was made without the telemetry of a run."""
+    measured_other_s: float
     ranks: tuple[RankCheck, ...]
     missing: tuple[int, ...]
     """Ranks of the plan without a row in the telemetry: the comparison is without them."""
@@ -116,7 +119,8 @@ def verify(
         sync = max(_exposed_s(model, run, compute) for model in given.values())
     elif sync is None and plan.strategy == "goodput":
         sync = max(0.0, plan.iteration_s - compute)
-    predicted = compute + (sync or 0.0)
+    other = None if given else _planned_other_s(plan)
+    predicted = compute + (sync or 0.0) + (other or 0.0)
     if not predicted <= _LONGEST_S:
         raise InputError("plan", f"predicts {predicted:.3g} s for this run's step", f"it must be <= {_LONGEST_S:g} s")
     return Verification(
@@ -129,11 +133,28 @@ def verify(
         measured_compute_s=max(check.measured_s for check in checks),
         predicted_sync_s=sync,
         measured_sync_s=run.sync_s,
+        predicted_other_s=other,
+        measured_other_s=run.other_s,
         ranks=checks,
         missing=missing,
         known_error=known,
-        refit=(*_not_followed(checks, missing), *_refit(checks, run, sync, known, accepted)),
+        refit=(*_not_followed(checks, missing), *_refit(checks, run, sync, known, accepted), *_rest(run, other)),
     )
+
+
+def _remedy(checks: Sequence[RankCheck]) -> str:
+    """Return what to do about figures that were wrong: a plan takes those of its own devices as they were measured."""
+    if all(check.device == check.planned_device for check in checks):
+        return "plan again with --telemetry and this file"
+    # Rows of a profile from other times would be averaged with the run's.
+    return "fit it again from this telemetry alone"
+
+
+def _planned_other_s(plan: Plan) -> float | None:
+    """Return what the plan adds to a step beside compute and synchronisation; None where no run has told it."""
+    if plan.decision is None:
+        return None
+    return next((it.other_s for it in plan.decision.options if it.strategy == plan.strategy), 0.0) or None
 
 
 def _check(row: Assignment, rank: RankRun, models: Mapping[str, ThroughputParams]) -> RankCheck:
@@ -205,7 +226,7 @@ def _refit(
             off.append(worst)
             how = "slower" if worst.error < 0 else "faster"
             times = f"{worst.measured_s / worst.predicted_s:.3g} times the predicted time"
-            yield f"{device} computes {how} than predicted ({times}): fit it again from this telemetry"
+            yield f"{device} computes {how} than predicted ({times}): {_remedy(ranks)}"
     yield from _other_load([check for ranks in by_device.values() for check in ranks], known)
     if off and known is not None and known > accepted:
         yield (
@@ -218,9 +239,17 @@ def _refit(
         )
     elif len(checks) > 1 and sync_s is not None and abs(sync_s - run.sync_s) > ACCEPTED * run.iteration_s:
         yield (
-            f"synchronisation took {show_seconds(run.sync_s)} per step, predicted {show_seconds(sync_s)}: fit it again from "
-            "this telemetry"
+            f"synchronisation took {show_seconds(run.sync_s)} per step, predicted {show_seconds(sync_s)}: {_remedy(checks)}"
         )
+
+
+def _rest(run: Run, other_s: float | None) -> Iterator[str]:
+    """Yield what to do about a part of the step that is neither compute nor synchronisation."""
+    if abs(run.other_s - (other_s or 0.0)) <= ACCEPTED * run.iteration_s:
+        return
+    said = f"{show_seconds(run.other_s)} of each step is neither compute nor synchronisation"
+    predicted = "the plan leaves it out" if other_s is None else f"predicted {show_seconds(other_s)}"
+    yield f"{said} (optimizer, loader, waiting), {predicted}: plan again with --telemetry and this file"
 
 
 def _other_load(checks: Sequence[RankCheck], known: float | None) -> Iterator[str]:

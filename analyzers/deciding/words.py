@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from ddltool.analyzers.deciding.communication import FITTED, MEASURED
 from ddltool.decision import Decision, Option
 from ddltool.units import show_seconds
 
@@ -44,16 +45,16 @@ def _why(decision: Decision, picked: Option, batch_size: int) -> str:
         return f"{text}; communication is not in these figures (no graph, no fitted model)."
     if sum(picked.devices.values()) == 1:
         return f"{text}; one device has nothing to exchange."
-    # Communication by a simulation or of an earlier run has no error that anybody knows.
-    measured = picked.order == "as measured"
-    order = f" with {picked.order}" if picked.order and not measured else ""
+    # Communication by a simulation, by a fit or of an earlier run has no error that anybody knows.
+    given = picked.order in (FITTED, MEASURED)
+    order = f" with {picked.order}" if picked.order and not given else ""
     share = picked.communication_s / picked.iteration_s
     starved = f" ({share:.0%} of it: larger batches per worker would gain far more)" if share > _STARVED else ""
     if picked.communication_s < _SHOWN * 0.1 * picked.iteration_s:
         exposed = "no communication worth mentioning is exposed"
     else:
         exposed = f"{show_seconds(picked.communication_s)} of each step is exposed communication{starved}"
-    source = "as measured" if measured else "predicted"
+    source = picked.order if given else "predicted"
     return f"{text}; {exposed}{order} ({source}, its error is not known)."
 
 

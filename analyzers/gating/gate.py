@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import operator
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -24,6 +25,7 @@ _OPS = {
 }
 # Decimal limits and sums of floats differ in their last bits; that is no regression.
 _ROUNDING = 1e-9
+_LARGEST = sys.float_info.max
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -40,7 +42,7 @@ class Check:
     op: str
     passed: bool
     change: float | None = None
-    """(current - baseline) / baseline; None without a baseline or where it is 0."""
+    """(current - baseline) / baseline; None without a baseline, where it is 0, and beyond what a number holds."""
     noise: NoiseTest | None = None
     in_noise: bool = False
     """Past the limit, but not by more than noise does: passed."""
@@ -48,7 +50,7 @@ class Check:
 
     def shown(self) -> tuple[str, str, str, str]:
         """Return baseline, current, change and limit for people."""
-        change = "-" if self.change is None else f"{100 * self.change:+.1f}%"
+        change = "-" if self.change is None else _percent(self.change)
         limit = "-" if self.limit is None else f"{self.op} {show(self.limit, self.unit)}"
         return show(self.baseline, self.unit), show(self.current, self.unit), change, limit
 
@@ -183,9 +185,6 @@ def _check(draft: _Draft, level: float, seed: int) -> Check:
     now = draft.current.value if draft.current is not None else None
     before = draft.baseline.value if draft.baseline is not None else None
     limit, op = _limit(rule, before, now)
-    change = None
-    if isinstance(now, float) and isinstance(before, float) and before != 0:
-        change = (now - before) / abs(before)
     made = Check(
         name=f"{metric.name} {rule.demand}",
         metric=metric.name,
@@ -196,7 +195,7 @@ def _check(draft: _Draft, level: float, seed: int) -> Check:
         limit=limit,
         op=op,
         passed=True,
-        change=change,
+        change=_change(now, before),
         note=draft.note,
     )
     if now is None:
@@ -213,6 +212,18 @@ def _check(draft: _Draft, level: float, seed: int) -> Check:
     return replace(made, passed=passed)
 
 
+def _change(now: float | str | None, before: float | str | None) -> float | None:
+    """Return the relative change, None where there is none that can be written as a percentage."""
+    if not (isinstance(now, float) and isinstance(before, float) and before != 0):
+        return None
+    change = (now - before) / abs(before)
+    return change if math.isfinite(100 * change) else None
+
+
+def _percent(change: float) -> str:
+    return f"{100 * change:+.1f}%" if abs(change) < 1e4 else f"{100 * change:+.3g}%"
+
+
 def _limit(rule: Rule, before: float | str | None, now: float | str | None) -> tuple[float | str | None, str]:
     """Return the value that the current figure is held against, and how."""
     if not rule.relative:
@@ -222,11 +233,12 @@ def _limit(rule: Rule, before: float | str | None, now: float | str | None) -> t
     if isinstance(before, str) or isinstance(rule.value, str):
         return before, "=="
     amount = rule.value * abs(before) if rule.dimension == "%" else rule.value
+    # Of the two limits of a change the one on the side to which the figure moved.
+    upward = rule.direction == "increase"
     if rule.direction == "change":
-        # Of the two limits the one on the side to which the figure moved.
         upward = isinstance(now, float) and now >= before
-        return (before + amount, "<=") if upward else (before - amount, ">=")
-    return (before + amount, "<=") if rule.direction == "increase" else (before - amount, ">=")
+    # Where the sum overflows, no figure can be past it.
+    return (min(before + amount, _LARGEST), "<=") if upward else (max(before - amount, -_LARGEST), ">=")
 
 
 def _keeps(now: float | str, op: str, limit: float | str) -> bool:
@@ -241,7 +253,8 @@ def _with_noise(made: Check, draft: _Draft, passed: bool, limit: float, level: f
     """Return the check with its noise test: it fails only when the figure is past the limit beyond noise."""
     assert draft.current is not None  # testable drafts have it
     other: tuple[Cell, ...] = draft.baseline.cells if draft.rule.relative and draft.baseline is not None else ()
-    ratio = limit / geometric_mean(other) if other else limit
+    # No float is further from 1 than these, and a limit of 0 has no logarithm.
+    ratio = min(max(limit / geometric_mean(other), sys.float_info.min), _LARGEST) if other else limit
     # A bound in both directions is two tests.
     each = level / 2 if draft.rule.direction == "change" else level
     test = past_limit(draft.current.cells, other, ratio, above=made.op in ("<=", "<"), level=each, seed=seed)
@@ -256,7 +269,7 @@ def _with_noise(made: Check, draft: _Draft, passed: bool, limit: float, level: f
 
 
 def as_document(verdict: Verdict, **facts: Any) -> dict[str, Any]:
-    """Return the JSON document of a verdict; ``facts`` come before its checks."""
+    """Return the JSON document of a verdict; ``facts`` come before its checks. Figures beyond any float are null."""
     return {
         "kind": "ddltool.gate",
         "schema_version": 1,

@@ -14,6 +14,7 @@ from typing import Any
 from ddltool.analyzers.gating.measured import merge, step_times, telemetry_times
 from ddltool.analyzers.gating.metric import Metric, Unit, figure, figures, harmless
 from ddltool.analyzers.gating.noise import cell_of
+from ddltool.analyzers.gating.sweeps import sweep
 from ddltool.artifacts import parse
 from ddltool.errors import InputError, did_you_mean, shortened
 from ddltool.goodput_model import Goodput
@@ -295,6 +296,7 @@ EXTRACTORS: dict[str, Extractor] = {
     "ddltool.telemetry": telemetry_times,
     "ddltool.barrier": _barrier,
     "ddltool.simulation": _simulation,
+    "ddltool.sweep": sweep,
     "ddltool.balance": _balance,
     "ddltool.network": _network,
     "ddltool.demo": _training,

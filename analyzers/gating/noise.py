@@ -15,6 +15,7 @@ Of the ratios 1, 0 and infinity of the two sides' spreads the one with the large
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -26,6 +27,9 @@ FEWEST_REPEATS = 3
 DRAWS = 20_000
 # From here on T hardly depends on the number of repeats any more.
 _MOST_SIMULATED = 40
+# exp of more is no float.
+_REACH = 700.0
+_LARGEST = sys.float_info.max
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -89,17 +93,21 @@ def past_limit(
     Needs cells with :func:`enough_repeats` and a positive limit.
     """
     k = len(current)
-    ratio = geometric_mean(current) / (geometric_mean(baseline) if baseline else 1.0)
-    error = math.sqrt(sum((cell.spread / cell.median) ** 2 / cell.repeats for cell in (*current, *baseline))) / k
+    # In logarithms, for a ratio of 1e308 to 1e-308 is no float.
+    log_ratio = math.log(geometric_mean(current)) - (math.log(geometric_mean(baseline)) if baseline else 0.0)
+    shares = [cell.spread / cell.median / math.sqrt(cell.repeats) for cell in (*current, *baseline)]
+    error = min(math.hypot(*shares) / k, _LARGEST)
     null = _null(_sizes(current), _sizes(baseline), seed)
-    distance = math.log(ratio / limit) * (1 if above else -1)
+    distance = (log_ratio - math.log(limit)) * (1 if above else -1)
     if error == 0:
         p = 0.0 if distance > 0 else 1.0
     else:
         p = max((1 + DRAWS - int(np.searchsorted(draws, distance / error))) / (DRAWS + 1) for draws in null)
     critical = max(float(draws[min(int(DRAWS * (1 - level)), DRAWS - 1)]) for draws in null)
-    reach = min(critical * error, 700.0)  # exp of more is no float
-    return NoiseTest(p=p, standard_error=error, low=ratio * math.exp(-reach), high=ratio * math.exp(reach), level=level)
+    low, high = (
+        math.exp(min(max(log_ratio + each, -_REACH), _REACH)) for each in (-critical * error, critical * error)
+    )
+    return NoiseTest(p=p, standard_error=error, low=low, high=high, level=level)
 
 
 def _sizes(cells: Sequence[Cell]) -> tuple[int, ...]:

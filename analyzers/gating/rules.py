@@ -213,6 +213,7 @@ DEFAULT_RULES: dict[str, tuple[str, ...]] = {
         "iteration_gap increase <= 0",
     ),
     "ddltool.simulation": ("avg_jct_s increase <= 5%", "makespan_s increase <= 5%", "utilization decrease <= 5%"),
+    "ddltool.sweep": ("avg_jct_s increase <= 5%", "makespan_s increase <= 5%", "failed increase <= 0"),
     "ddltool.balance": ("iteration_time_ratio increase <= 5%", "rmse_relative increase <= 10%"),
     "ddltool.network": ("bandwidth_bytes_per_s decrease <= 20%", "latency_s increase <= 20%"),
     "ddltool.demo": ("iteration_s increase <= 5%", "mape/fit <= 30%"),

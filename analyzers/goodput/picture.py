@@ -25,15 +25,7 @@ from ddltool.analyzers.goodput.observations import Observations
 from ddltool.analyzers.goodput.problem import Problem
 from ddltool.analyzers.goodput.sensitivity import log_times
 from ddltool.analyzers.goodput.throughput import ThroughputParams, iteration_time_s
-from ddltool.analyzers.reporting.pictures import (
-    _INK,
-    _STYLE,
-    SERIES_COLOURS,
-    _time_unit,
-    _to_svg,
-    is_narrow,
-    width_in,
-)
+from ddltool.analyzers.reporting.style import INK, SERIES_COLOURS, STYLE, is_narrow, time_unit, to_svg, width_in
 
 Array = NDArray[np.float64]
 
@@ -60,7 +52,7 @@ def fit_picture(
     rows are drawn.
     """
     names = sorted(devices, key=lambda name: -len(devices[name]))[:PANELS_DRAWN]
-    with mpl.rc_context(_STYLE):
+    with mpl.rc_context(STYLE):
         figure = Figure(figsize=(width_in(), 0.6 + 3.6 * len(names)), layout="constrained")
         axes = figure.subplots(len(names), 1, squeeze=False)[:, 0]
         for axis, name in zip(axes, names, strict=True):
@@ -81,7 +73,7 @@ def _draw_fit(axis: Axes, name: str, rows: Observations, params: ThroughputParam
     steps, counts = np.unique(rows.accumulation_steps, return_counts=True)
     passes = float(steps[counts.argmax()])
     rows = rows.take(rows.accumulation_steps == passes)
-    scale, unit = _time_unit(float(np.median(rows.step_time_s)))
+    scale, unit = time_unit(float(np.median(rows.step_time_s)))
     batches = np.unique(rows.local_batch_size)
     line = np.geomspace(batches[0], batches[-1], 80) if len(batches) > 1 else batches[:1]
     for place, (nodes, replicas) in enumerate(_placements(rows)):
@@ -181,7 +173,7 @@ def goodput_picture(
         threshold=threshold,
     )
     found, sure = up_to(max_replicas), up_to(known)
-    with mpl.rc_context(_STYLE):
+    with mpl.rc_context(STYLE):
         figure = Figure(figsize=(width_in(), 6.8 if is_narrow() else 6.4), layout="constrained")
         upper, lower = figure.subplots(2, 1, sharex=True, height_ratios=(1.5, 1.0))
         _draw_map(figure, upper, found, _map_batches(found, limits), (params, limits, noise_scale))
@@ -257,7 +249,7 @@ def _draw_limit(axis: Axes, found: Frontier, pays: tuple[int, int], threshold: f
     # beyond the count until which scaling pays, all goodput lies below this line
     x = np.array(pays)
     label = f"{threshold:.0%} of the first {noun}'s goodput for each further one"
-    axis.plot(x, goodput[until - 1] + slope * (x - until), color=_INK, linestyle=":", linewidth=1.2, label=label)
+    axis.plot(x, goodput[until - 1] + slope * (x - until), color=INK, linestyle=":", linewidth=1.2, label=label)
 
 
 def _hatch_unknown(axis: Axes, known: int, most: int, label: str) -> None:
@@ -268,7 +260,7 @@ def _hatch_unknown(axis: Axes, known: int, most: int, label: str) -> None:
 def _bytes(figure: Figure, title: str, file_format: str) -> bytes:
     """Return the figure as the bytes of a file; ``title`` is what an SVG's reader without eyes is told."""
     if file_format == "svg":
-        return _to_svg(figure, title).encode("utf-8")
+        return to_svg(figure, title).encode("utf-8")
     made = io.BytesIO()
     figure.savefig(made, format="png", dpi=_DOTS_PER_INCH, metadata={"Software": None, "Title": title})
     return made.getvalue()

@@ -33,6 +33,12 @@ def plan_bsp(problem: Problem, curves: Mapping[str, StepCurve] | None = None) ->
     times = [_share_s(problem, device, samples, (curves or {}).get(device.name)) for device, _, samples in rows]
     step = max(times)
     throughput = problem.max_workers / step
+    # By the same times as the step: what each device makes with its own samples, were it not to wait.
+    capability = sum(
+        Fraction(count * samples, problem.batch_size) / seconds
+        for (_, count, samples), seconds in zip(rows, times, strict=True)
+        if seconds
+    )
     return Plan(
         job=problem.job,
         strategy="bsp",
@@ -53,7 +59,7 @@ def plan_bsp(problem: Problem, curves: Mapping[str, StepCurve] | None = None) ->
             )
         ],
         est_count=0,
-        waste=float(sum(device.capability_per_s * count for device, count in chosen) - throughput),
+        waste=max(0.0, float(capability - throughput)),
         overload_factor=float(step),
         status="optimal",
         gap=0.0,

@@ -52,10 +52,11 @@ def solve_est(
     the ``current`` ones by type); what it leaves out of the default order follows. Of plans equal in all, the one that
     uses most devices of the type whose name comes first. Alternatives use other numbers of devices per type. Each is
     proven the next best, so there are fewer when the different plans or the time (``time_limit_s`` in all) run out.
-    ``status`` is "optimal" when all objectives are proven; ``gap`` is the part of the step time that a faster plan
-    could save at most, under the values reached in the objectives before the throughput. ``current`` is also where the
-    search starts. Raises Infeasible, naming a smallest set of requirements that cannot be kept together, NotProven when
-    there was no time at all, InputError for a ``top_k`` below 1 or an impossible ``objective``.
+    ``status`` is "optimal" when all of that is proven, so that it repeats; ``gap`` is the part of the step time that a
+    faster plan could save at most, under the values reached in the objectives before the throughput; 0 in a "feasible"
+    plan: only what comes after the throughput is open. ``current`` is also where the search starts. Raises Infeasible,
+    naming a smallest set of requirements that cannot be kept together, NotProven when there was no time at all,
+    InputError for a ``top_k`` below 1 or an impossible ``objective``.
 
     >>> offered = (DeviceType(name="T4", count=4, capability_per_s=Fraction(1)),
     ...            DeviceType(name="V100", count=2, capability_per_s=Fraction("3.1")))
@@ -77,7 +78,7 @@ def solve_est(
         current=None if current is None else tuple(current.get(device.name, 0) for device in problem.devices),
     )
     if time_limit_s <= 0 or not _extend(search):
-        if time_limit_s > 0 and time.perf_counter() < search.deadline:
+        if search.exhausted:
             raise _conflict(problem, seed)
         raise NotProven(f"no plan was found within {time_limit_s:g} s; allow more with --time-limit")
     while len(search.found) < top_k and search.found[-1].proven and _extend(search):
@@ -118,7 +119,8 @@ def _conflict(problem: Problem, seed: int) -> Infeasible:
     for requirement in requirements(problem):
         if requirement.name not in names or requirement.name == "min_throughput":
             free = requirement.without(free)
-    return conflict_error(problem, conflict, best=f"{solve_est(free, seed=seed).throughput:.4g}")
+    most = solve_est(free, seed=seed)
+    return conflict_error(problem, conflict, best="" if most.gap else f"{most.throughput:.4g}")
 
 
 def _extend(search: Search) -> bool:
@@ -129,6 +131,7 @@ def _extend(search: Search) -> bool:
     except OutOfTime:
         return False
     if solution is None:
+        search.exhausted = True
         return False
     later = search.objective[search.objective.index("throughput") + 1 :]
     solution = _refine(search, solution, later) if solution.proven else solution
@@ -210,14 +213,13 @@ def _refine(search: Search, solution: Solution, names: Sequence[str]) -> Solutio
     """Return the best solution in the objectives ``names`` and then of first types, at the same step time."""
     model, used = est_model.build(search, solution.step_s)
     objectives = [part for name in names for part in est_model.expressions(model, search, used, name)]
-    proofs, counts = 0, solution.counts
+    counts = solution.counts
     for objective in [*objectives, *est_model.preference(search.problem, used)]:
         model.minimize(objective)
         est_model.hint(model, used, counts)
         answer = est_model.solve(search, model, used)
         counts = answer.counts or counts
         if answer.counts is None or not answer.proven:
-            break
-        proofs += 1
+            return replace(solution, counts=counts, proven=False)
         model.add(objective == answer.value)
-    return replace(solution, counts=counts, proven=proofs >= len(objectives))
+    return replace(solution, counts=counts)

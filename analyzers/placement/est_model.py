@@ -31,7 +31,7 @@ class Solution:
     bound_s: Fraction
     """No plan is faster than this."""
     proven: bool
-    """Whether it is the best in every objective."""
+    """Whether it is the best in every objective, and of those the one that uses most of the first types."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -45,6 +45,8 @@ class Search:
     current: Counts | None = None
     """Devices that the job holds now: what the search starts from, and what moves are counted from."""
     found: list[Solution] = field(default_factory=list)
+    exhausted: bool = False
+    """Proven: there is no other solution."""
     fixed: dict[str, int] = field(default_factory=dict)
     """Objectives that come before the throughput, with their best values."""
 
@@ -143,13 +145,19 @@ def solve(search: Search, model: cp_model.CpModel, used: Sequence[cp_model.IntVa
     solver.parameters.random_seed = search.seed
     # CP-SAT would put the default handler in Python's place, and a later Ctrl-C would end the process without clean-up.
     solver.parameters.catch_sigint_signal = False
-    status = solver.solve(model)
+    status = run(solver, model)
     if status in (cp_model.OPTIMAL, cp_model.FEASIBLE):
         counts = tuple(solver.value(variable) for variable in used)
         return Answer(counts=counts, proven=status == cp_model.OPTIMAL, value=round(solver.objective_value))
+    return Answer(counts=None, proven=status == cp_model.INFEASIBLE)
+
+
+def run(solver: cp_model.CpSolver, model: cp_model.CpModel) -> cp_model.CpSolverStatus:
+    """Return CP-SAT's status. Raises ValueError for a model that it does not take: that is not "no answer in time"."""
+    status = solver.solve(model)
     if status == cp_model.MODEL_INVALID:
         raise ValueError(f"CP-SAT does not take the model: {model.validate()}")
-    return Answer(counts=None, proven=status == cp_model.INFEASIBLE)
+    return status
 
 
 def expressions(

@@ -9,6 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 from ortools.sat.python import cp_model
 
+from ddltool.analyzers.placement.est_model import run
 from ddltool.analyzers.placement.job_columns import JobTable
 from ddltool.analyzers.placement.step_times import Counts
 
@@ -74,7 +75,7 @@ def choose(
     model.maximize(cp_model.LinearExpr.weighted_sum(*zip(*terms, strict=True)))
     solver = solver_until(min(deadline, time.perf_counter() + _CHOICE_S), seed, 0.7)
     solver.parameters.relative_gap_limit = 1e-6
-    if solver.solve(model) not in (cp_model.OPTIMAL, cp_model.FEASIBLE):
+    if run(solver, model) not in (cp_model.OPTIMAL, cp_model.FEASIBLE):
         return first
     found = [next((row for row, variable in pick.items() if solver.boolean_value(variable)), None) for pick in picks]
     return found if value_of(tables, found) >= value_of(tables, first) else first

@@ -24,12 +24,16 @@ Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
 # Longer tables are thinned to so many groups of step times.
 _LONGEST = 1500
-# Up to so many ESTs a job's devices are chosen whole, by dynamic programming.
-_WHOLE = 128
+# Up to so many ESTs a job's devices are chosen whole at every step time of its table: dynamic programming over as many.
+_MOST_WHOLE = 128
 # A job's limit on devices or money is priced at so many times the devices' mean price, each in its own trial.
 _MULTIPLIERS = (0.1, 0.3, 1.0, 3.0, 10.0)
 # So many of a job's best columns are taken in a round.
 _COLUMNS_A_ROUND = 4
+# Step times and worths this near (relatively) are the same: floats of the same fractions, in another order.
+SAME = 1e-12
+# What linear programs and sums over them leave open.
+ROUNDING = 1e-9
 
 
 @dataclass(kw_only=True, slots=True)
@@ -67,6 +71,10 @@ class JobTable:
         """Return the weighted throughput relative to that alone."""
         return self.weight * float(self.problem.max_workers / step) / self.alone
 
+    def least_worth(self, floor: float) -> float:
+        """Return the least worth that counts as ``floor`` times the throughput alone."""
+        return floor * self.weight * (1 - SAME)
+
     def step(self, counts: Sequence[int]) -> Fraction | None:
         """Return the step time on these devices; None where they break a constraint or are too few."""
         own = tuple(int(counts[place]) for place in self.places)
@@ -89,8 +97,8 @@ def job_table(problem: Problem, names: Sequence[str], devices: Ints, weight: flo
     places = tuple(list(names).index(device.name) for device in problem.devices)
     steps = np.array([float(alone_step), float(problem.slowest_step)])
     first, last = (
-        int(np.searchsorted(table.seconds, steps[0] * (1 - 1e-12))),
-        int(np.searchsorted(table.seconds, steps[1] * (1 + 1e-12), side="right")),
+        int(np.searchsorted(table.seconds, steps[0] * (1 - SAME))),
+        int(np.searchsorted(table.seconds, steps[1] * (1 + SAME), side="right")),
     )
     chosen = np.arange(first, max(last, first + 1))
     starts = chosen
@@ -167,36 +175,38 @@ def _price_at(table: JobTable, mode: NDArray[np.bool_], prices: Floats) -> tuple
     worths = np.where(holds, table.values - counts @ prices, -np.inf)
     rows = [row for row in np.argsort(-worths)[:_COLUMNS_A_ROUND] if np.isfinite(worths[row])]
     columns = [tuple(int(count) for count in counts[row]) for row in rows]
-    if workers <= _WHOLE:
-        whole_cost, choice = _cover_whole(rooms, prices, workers)
+    if workers <= _MOST_WHOLE:
+        whole_cost, choice = cover_whole(rooms, prices, workers)
         cost = np.maximum(cost, whole_cost)
         rows = [row for row in np.argsort(cost - table.values)[:_COLUMNS_A_ROUND] if np.isfinite(cost[row])]
-        columns += [_chosen(rooms[row], choice[:, row], workers) for row in rows]
+        columns += taken_whole(rooms[rows], choice[:, rows], workers)
     return cost, columns
 
 
-def _cover_whole(rooms: Ints, prices: Floats, workers: int) -> tuple[Floats, NDArray[np.int8]]:
-    """Return (S,) the least cost of whole devices with room for every EST, and (workers + 1, S) the type taken last.
+def cover_whole(rooms: Ints, prices: Floats, workers: int | Ints) -> tuple[Floats, NDArray[np.int16]]:
+    """Return (L,) the least cost of whole devices with room for every EST, and (W + 1, L) the type taken last.
 
-    Dynamic programming over the ESTs that have room, without limits on the numbers of devices: still a bound, and tighter
-    than with parts of devices, for the last device is paid in full.
+    ``rooms`` is (L, T); ``prices`` (T,) or (L, T); ``workers``, W at most, one number or (L,). Dynamic programming over the
+    ESTs that have room, without limits on the numbers of devices: still a bound, and tighter than with parts of devices, for
+    the last device is paid in full. A type without room is never taken; the cost is infinite where none has room.
     """
     if len(rooms) == 1:  # plain numbers are many times faster than arrays of one
-        return _cover_one(rooms[0].tolist(), prices.tolist(), workers)
-    lines = np.arange(len(rooms))
-    cost = np.zeros((workers + 1, len(rooms)))
-    choice = np.zeros((workers + 1, len(rooms)), dtype=np.int8)
-    usable = rooms > 0
-    for placed in range(1, workers + 1):
-        before = cost[np.maximum(0, placed - rooms.T), lines]
-        total = np.where(usable.T, before + prices[:, None], np.inf)
-        choice[placed] = total.argmin(axis=0)
-        cost[placed] = total[choice[placed], lines]
-    return cost[workers], choice
+        return _cover_one(rooms[0].tolist(), prices.ravel().tolist(), int(np.max(workers)))
+    lines, most = np.arange(len(rooms)), int(np.max(workers))
+    cost = np.zeros((most + 1, len(rooms)))
+    choice = np.zeros((most + 1, len(rooms)), dtype=np.int16)
+    price_each = np.where(rooms > 0, prices, np.inf).T
+    room = rooms.T
+    for placed in range(1, most + 1):
+        total = price_each + cost[np.maximum(0, placed - room), lines]
+        taken = total.argmin(axis=0)
+        choice[placed] = taken
+        cost[placed] = total[taken, lines]
+    return cost[workers, lines], choice
 
 
-def _cover_one(rooms: list[int], prices: list[float], workers: int) -> tuple[Floats, NDArray[np.int8]]:
-    """Return what :func:`_cover_whole` does, for a single step time."""
+def _cover_one(rooms: list[int], prices: list[float], workers: int) -> tuple[Floats, NDArray[np.int16]]:
+    """Return what :func:`cover_whole` does, for a single line."""
     offers = [(kind, room, prices[kind]) for kind, room in enumerate(rooms) if room]
     cost, choice = [0.0] * (workers + 1), [0] * (workers + 1)
     for placed in range(1, workers + 1):
@@ -206,17 +216,18 @@ def _cover_one(rooms: list[int], prices: list[float], workers: int) -> tuple[Flo
             if total < least:
                 least, taken = total, kind
         cost[placed], choice[placed] = least, taken
-    return np.array([cost[workers]]), np.array(choice, dtype=np.int8)[:, None]
+    return np.array([cost[workers]]), np.array(choice, dtype=np.int16)[:, None]
 
 
-def _chosen(rooms: Ints, choice: NDArray[np.int8], workers: int) -> Counts:
-    """Return the numbers of devices that dynamic programming took for one step time."""
-    counts, left = [0] * len(rooms), workers
-    while left > 0:
-        kind = int(choice[left])
-        counts[kind] += 1
-        left -= int(rooms[kind])
-    return tuple(counts)
+def taken_whole(rooms: Ints, choice: NDArray[np.int16], workers: int | Ints) -> list[Counts]:
+    """Return the numbers of devices that :func:`cover_whole` took for each of its (L, T) lines; none where none has room."""
+    counts, left = np.zeros_like(rooms), np.where(rooms.any(axis=1), workers, 0)
+    while (left > 0).any():
+        busy = np.flatnonzero(left > 0)
+        kind = choice[left[busy], busy]
+        counts[busy, kind] += 1
+        left[busy] -= rooms[busy, kind]
+    return [tuple(row) for row in counts.tolist()]
 
 
 def cover(rooms: Ints, available: Ints, prices: Floats, workers: int | Ints) -> tuple[Floats, Ints, NDArray[np.bool_]]:
@@ -238,44 +249,55 @@ def cover(rooms: Ints, available: Ints, prices: Floats, workers: int | Ints) -> 
         needed = np.where(room > 0, left / np.maximum(room, 1), 0.0)
         taken = np.minimum(needed, available[lines, kind])
         cost += taken * prices[lines, kind]
-        counts[lines, kind] = np.ceil(taken - 1e-9).astype(np.int64)
+        counts[lines, kind] = np.ceil(taken - ROUNDING).astype(np.int64)
         left = np.maximum(left - taken * room, 0.0)
-    holds = left <= 1e-9 * workers
+    holds = left <= ROUNDING * workers
     return np.where(holds, cost, np.inf), counts, holds
 
 
-def master(tables: Sequence[JobTable], devices: Ints, *, everyone: bool) -> tuple[float, Floats, list[float]]:
-    """Solve the linear master problem: return its value, the prices (T,) of devices, and those (J,) of the jobs' places.
+def linear_program(cost: Floats, **given: Any) -> Any | None:
+    """Return what scipy's ``linprog`` says about the least ``cost``, if it solved the problem; None: it is not known."""
+    from scipy import optimize
+
+    linprog: Any = optimize.linprog
+    made = linprog(cost, **given)
+    return made if made.status == 0 else None
+
+
+def master(tables: Sequence[JobTable], devices: Ints, *, everyone: bool) -> tuple[float, Floats] | None:
+    """Solve the linear master problem: return its value and the prices (T,) of devices; None: it was not solved.
 
     ``everyone``: each job must get a column, else one at most.
     """
-    from scipy import optimize, sparse
+    from scipy import sparse
 
-    linprog: Any = optimize.linprog
     owners = [job for job, table in enumerate(tables) for _ in table.columns]
     counts = np.array([counts for table in tables for counts in table.columns], dtype=float)
     worth = np.array([worth for table in tables for worth in table.columns.values()])
     picks = sparse.csr_matrix((np.ones(len(owners)), (owners, range(len(owners)))), shape=(len(tables), len(owners)))
     use = sparse.csr_matrix(counts.T)
     if everyone:
-        made: Any = linprog(-worth, A_ub=use, b_ub=devices, A_eq=picks, b_eq=np.ones(len(tables)), method="highs")
-        place_prices = made.eqlin.marginals
+        made = linear_program(-worth, A_ub=use, b_ub=devices, A_eq=picks, b_eq=np.ones(len(tables)), method="highs")
     else:
         both = sparse.vstack([use, picks])
-        made = linprog(-worth, A_ub=both, b_ub=np.append(devices, np.ones(len(tables))), method="highs")
-        place_prices = made.ineqlin.marginals[len(devices) :]
-    prices = np.maximum(0.0, -made.ineqlin.marginals[: len(devices)])
-    return float(-made.fun), prices, [float(-value) for value in place_prices]
+        made = linear_program(-worth, A_ub=both, b_ub=np.append(devices, np.ones(len(tables))), method="highs")
+    if made is None:
+        return None
+    return float(-made.fun), np.maximum(0.0, -made.ineqlin.marginals[: len(devices)])
 
 
 def generate(tables: Sequence[JobTable], devices: Ints, *, everyone: bool, until: Any, rounds: int = 60) -> float:
     """Add columns until none can improve the master problem or ``until()`` says stop; return the smallest bound seen.
 
+    It ends as well where the master problem is not solved: without new prices there is nothing to ask.
     The bound holds for every way of sharing the devices. The columns must admit a solution of the master problem.
     """
     bound = float(sum(table.weight for table in tables))
     for _ in range(rounds):
-        value, prices, _ = master(tables, devices, everyone=everyone)
+        solved = master(tables, devices, everyone=everyone)
+        if solved is None:
+            break
+        value, prices = solved
         total, fresh = float(prices @ devices), False
         for table in tables:
             most, columns = price(table, prices)
@@ -283,6 +305,6 @@ def generate(tables: Sequence[JobTable], devices: Ints, *, everyone: bool, until
             for counts in columns:
                 fresh |= table.add(counts)
         bound = min(bound, total)
-        if not fresh or bound - value <= 1e-9 * max(1.0, bound) or until():
+        if not fresh or bound - value <= ROUNDING * max(1.0, bound) or until():
             break
     return bound

@@ -11,8 +11,9 @@ import numpy as np
 from numpy.typing import NDArray
 from ortools.sat.python import cp_model
 
+from ddltool.analyzers.placement.est_model import run
 from ddltool.analyzers.placement.job_choice import device_variables, solver_until
-from ddltool.analyzers.placement.job_columns import JobTable
+from ddltool.analyzers.placement.job_columns import SAME, JobTable
 from ddltool.analyzers.placement.job_load import Load, at_least, load_at, whole_columns
 from ddltool.analyzers.placement.requirements import Problem
 from ddltool.analyzers.placement.step_times import Counts
@@ -44,7 +45,7 @@ class _Search:
         for table, row in zip(self.tables, rows, strict=True):
             table.add(row)
             shares.append(table.columns.get(row, 0.0) / table.weight)
-        reached = int(np.searchsorted(self.floors, min(shares) * (1 + 1e-12), side="right")) - 1
+        reached = int(np.searchsorted(self.floors, min(shares) * (1 + SAME), side="right")) - 1
         if reached > self.low:
             self.low, self.rows = reached, rows
 
@@ -142,7 +143,7 @@ def _choose(search: _Search, load: Load, start: Sequence[Counts], deadline: floa
     for place, limit in enumerate(search.counts.tolist()):
         model.add(cp_model.LinearExpr.weighted_sum(picks, use[:, place].tolist()) <= limit)
     solver = solver_until(min(deadline, time.perf_counter() + _PATIENCE_S), search.seed)
-    if solver.solve(model) not in (cp_model.OPTIMAL, cp_model.FEASIBLE):
+    if run(solver, model) not in (cp_model.OPTIMAL, cp_model.FEASIBLE):
         return None
     found = dict(load.columns[place] for place, pick in enumerate(picks) if solver.boolean_value(pick))
     return [found[job] for job in range(len(search.tables))]
@@ -161,7 +162,7 @@ def _every_number(search: _Search, floor: float, deadline: float) -> tuple[list[
     for place, limit in enumerate(search.counts.tolist()):
         model.add(cp_model.LinearExpr.sum([own[place] for own in used]) <= limit)
     solver = solver_until(min(deadline, time.perf_counter() + _PATIENCE_S), search.seed)
-    status = solver.solve(model)
+    status = run(solver, model)
     if status in (cp_model.OPTIMAL, cp_model.FEASIBLE):
         return [tuple(solver.value(variable) for variable in own) for own in used], False
     return None, status == cp_model.INFEASIBLE
@@ -184,6 +185,6 @@ def _cut(table: JobTable, row: Counts, floor: float) -> JobTable:
 
 def _demanding(table: JobTable, floor: float) -> Problem:
     """Return the job's problem with the floor (less rounding) as its least throughput."""
-    least = Fraction(floor * table.alone) * (1 - Fraction(1, 10**12))
+    least = Fraction(table.least_worth(floor) / table.weight * table.alone)
     asked = table.problem.min_throughput
     return replace(table.problem, min_throughput=least if asked is None else max(asked, least))

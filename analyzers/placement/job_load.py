@@ -11,19 +11,27 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from ddltool.analyzers.placement.job_columns import JobTable, cover, limit_prices
+from ddltool.analyzers.placement.job_columns import (
+    ROUNDING,
+    JobTable,
+    cover,
+    cover_whole,
+    limit_prices,
+    linear_program,
+    taken_whole,
+)
 from ddltool.analyzers.placement.step_times import Counts
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
-# Up to so many ESTs a job's devices are chosen whole, by dynamic programming over all jobs at once.
-_WHOLE = 512
-_ROUNDING = 1e-9
+# More ESTs than this are put together in so many parts before devices are chosen whole for them.
+_PARTS = 512
+# Jobs are looked at together in dynamic programs of about the same length: those with up to so many ESTs.
+_SHORT = 128
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -54,6 +62,8 @@ class Lines:
     """(L, T) what a device costs beyond its price, in mean prices."""
     credit: Floats
     """(L,) what the job has of that for free."""
+    starts: Ints
+    """(M,) the first line of each mode; a mode's lines are trials of prices for the same choice of devices."""
 
 
 def at_least(table: JobTable, floor: float) -> Ints:
@@ -61,7 +71,7 @@ def at_least(table: JobTable, floor: float) -> Ints:
 
     Where the table is thinned, the last of them may be a little too slow: what it does not allow is impossible.
     """
-    return np.flatnonzero(table.best_values >= floor * table.weight * (1 - 1e-12))
+    return np.flatnonzero(table.best_values >= table.least_worth(floor))
 
 
 def load_at(
@@ -69,7 +79,8 @@ def load_at(
 ) -> Load:
     """Return whether every job can have ``floor``, by generating columns from ``prices`` (T,) on; they join the tables.
 
-    Ends as soon as one of the two is known, when no column is new, or when ``until()`` says so.
+    Ends as soon as one of the two is known, when no column is new, when a linear program is not solved, or when
+    ``until()`` says so.
     """
     lines = lines_at(tables, floor)
     if lines is None:
@@ -77,11 +88,14 @@ def load_at(
     prices = prices / float(prices @ counts)
     for _ in range(rounds):
         least, columns = cheapest(lines, prices, len(tables))
-        if least.sum() > 1 + _ROUNDING:
+        if least.sum() > 1 + ROUNDING:
             return Load(prices=prices, impossible=True, columns=(), parts=np.zeros(0))
         fresh = sum(tables[job].add(row) for job, row in columns)  # all of them: any() would stop at the first
-        value, now, pool, parts = _master(tables, counts, floor)
-        if value <= 1 + _ROUNDING:
+        solved = _master(tables, counts, floor)
+        if solved is None:
+            break
+        value, now, pool, parts = solved
+        if value <= 1 + ROUNDING:
             return Load(prices=now, impossible=False, columns=tuple(pool), parts=parts)
         # The middle of old and new prices is nearer to the best ones than the new alone, which jump.
         prices = now if not fresh else 0.5 * (prices + now)
@@ -93,7 +107,9 @@ def load_at(
 
 def lines_at(tables: Sequence[JobTable], floor: float) -> Lines | None:
     """Return what to ask for at a floor; None: a job cannot have it."""
-    jobs, rooms, available, extra, credit = [], [], [], [], []
+    jobs: list[int] = []
+    starts: list[int] = []
+    rooms, available, extra, credit = [], [], [], []
     for job, table in enumerate(tables):
         slowest = at_least(table, floor)
         if not len(slowest):
@@ -102,6 +118,7 @@ def lines_at(tables: Sequence[JobTable], floor: float) -> Lines | None:
         trials = limit_prices(table)
         modes = np.eye(kinds, dtype=np.int64) if table.problem.single_type else np.ones((1, kinds), dtype=np.int64)
         for mode in modes[(modes * table.available).any(axis=1)]:
+            starts.append(len(jobs))
             for cost, free in trials:
                 jobs.append(job)
                 rooms.append(table.rooms[slowest[-1]] * mode * (table.available > 0))
@@ -115,6 +132,7 @@ def lines_at(tables: Sequence[JobTable], floor: float) -> Lines | None:
         workers=np.array([tables[job].problem.max_workers for job in jobs]),
         extra=np.array(extra),
         credit=np.array(credit),
+        starts=np.array(starts),
     )
 
 
@@ -123,56 +141,32 @@ def cheapest(lines: Lines, prices: Floats, number: int) -> tuple[Floats, list[tu
     unit = float(prices.mean())
     each = prices + unit * lines.extra
     cost, rows, holds = cover(lines.rooms, lines.available, each, lines.workers)
-    columns = [(int(lines.jobs[line]), rows[line]) for line in np.flatnonzero(holds)]
-    for low, high in ((0, 128), (128, _WHOLE), (_WHOLE, np.inf)):
+    columns = [(int(lines.jobs[line]), tuple(rows[line].tolist())) for line in np.flatnonzero(holds)]
+    for low, high in ((0, _SHORT), (_SHORT, _PARTS), (_PARTS, np.inf)):
         part = np.flatnonzero((lines.workers > low) & (lines.workers <= high) & holds)
         if len(part):
-            whole, counts = _cover_whole(*_scaled(lines.rooms[part], lines.workers[part], up=True), each[part])
+            rooms, workers = _in_parts(lines.rooms[part], lines.workers[part], up=True)
+            whole, choice = cover_whole(rooms, each[part], workers)
             cost[part] = np.maximum(cost[part], whole)
-            if high > _WHOLE:
-                _, counts = _cover_whole(*_scaled(lines.rooms[part], lines.workers[part], up=False), each[part])
-            columns += zip(lines.jobs[part].tolist(), counts, strict=True)
+            if high > _PARTS:
+                rooms, workers = _in_parts(lines.rooms[part], lines.workers[part], up=False)
+                _, choice = cover_whole(rooms, each[part], workers)
+            columns += zip(lines.jobs[part].tolist(), taken_whole(rooms, choice, workers), strict=True)
     cost -= unit * lines.credit
     # Of a job's modes (one device type each) the cheapest counts, of its trials in a mode the dearest, which is nearest.
     least = np.full(number, np.inf)
-    marks = np.flatnonzero(lines.credit == 0)
-    for start, end in zip(marks, [*marks[1:], len(cost)], strict=True):
-        job = lines.jobs[start]
-        least[job] = min(least[job], cost[start:end].max())
-    return least, [(job, tuple(int(count) for count in row)) for job, row in columns]
+    np.minimum.at(least, lines.jobs[lines.starts], np.maximum.reduceat(cost, lines.starts))
+    return least, columns
 
 
-def _scaled(rooms: Ints, workers: Ints, *, up: bool) -> tuple[Ints, Ints]:
-    """Return (L, T) rooms and (L,) workers in ``_WHOLE`` parts where there are more workers than that.
+def _in_parts(rooms: Ints, workers: Ints, *, up: bool) -> tuple[Ints, Ints]:
+    """Return (L, T) rooms and (L,) workers in ``_PARTS`` parts where there are more workers than that.
 
     Rooms rounded up keep a bound a bound; rounded down, what holds the parts holds the workers.
     """
-    goal = np.minimum(workers, _WHOLE)
+    goal = np.minimum(workers, _PARTS)
     over = rooms * goal[:, None]
     return (-(-over // workers[:, None]) if up else over // workers[:, None]), goal
-
-
-def _cover_whole(rooms: Ints, workers: Ints, prices: Floats) -> tuple[Floats, Ints]:
-    """Return (L,) the least cost of whole devices with room for (L,) workers, without limits on devices, and (L, T) them.
-
-    Dynamic programming over the ESTs that have room. A type without room is never taken; infinite where none has room.
-    """
-    lines, most = np.arange(len(rooms)), int(workers.max())
-    cost = np.zeros((most + 1, len(rooms)))
-    choice = np.zeros((most + 1, len(rooms)), dtype=np.int64)
-    price = np.where(rooms > 0, prices, np.inf).T
-    room = rooms.T
-    for placed in range(1, most + 1):
-        total = price + cost[np.maximum(0, placed - room), lines]
-        choice[placed] = total.argmin(axis=0)
-        cost[placed] = total[choice[placed], lines]
-    counts, left = np.zeros_like(rooms), np.where(rooms.any(axis=1), workers, 0)
-    while (left > 0).any():
-        busy = np.flatnonzero(left > 0)
-        kind = choice[left[busy], busy]
-        counts[busy, kind] += 1
-        left[busy] -= rooms[busy, kind]
-    return cost[workers, lines], counts
 
 
 def _pool(tables: Sequence[JobTable], floor: float) -> list[tuple[int, Counts]]:
@@ -181,25 +175,24 @@ def _pool(tables: Sequence[JobTable], floor: float) -> list[tuple[int, Counts]]:
         (job, row)
         for job, table in enumerate(tables)
         for row, worth in table.columns.items()
-        if worth >= floor * table.weight * (1 - 1e-12)
+        if worth >= table.least_worth(floor)
     ]
 
 
 def _master(
     tables: Sequence[JobTable], counts: Ints, floor: float
-) -> tuple[float, Floats, list[tuple[int, Counts]], Floats]:
-    """Return the least load in parts of the columns, prices (T,), the columns, and their parts.
+) -> tuple[float, Floats, list[tuple[int, Counts]], Floats] | None:
+    """Return the least load in parts of the columns, prices (T,), the columns, and their parts; None: it is not known.
 
     Every job has a column, for it is on its own with all devices in one.
     """
-    from scipy import optimize, sparse
+    from scipy import sparse
 
-    linprog: Any = optimize.linprog
     pool = _pool(tables, floor)
     owners = np.array([job for job, _ in pool])
     use = np.array([row for _, row in pool], dtype=float)
     picks = sparse.csr_matrix((np.ones(len(pool)), (owners, np.arange(len(pool)))), shape=(len(tables), len(pool) + 1))
-    made: Any = linprog(
+    made = linear_program(
         np.append(np.zeros(len(pool)), 1.0),
         A_ub=sparse.csr_matrix(np.column_stack([use.T, -counts.astype(float)])),
         b_ub=np.zeros(len(counts)),
@@ -207,6 +200,8 @@ def _master(
         b_eq=np.ones(len(tables)),
         method="highs-ds",  # simplex: a corner, with fewer split jobs than there are types
     )
+    if made is None:
+        return None
     prices = np.maximum(0.0, -made.ineqlin.marginals)
     total = float(prices @ counts)
     return float(made.fun), prices / total if total > 0 else np.ones(len(counts)) / counts.sum(), pool, made.x[:-1]

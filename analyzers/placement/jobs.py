@@ -13,12 +13,13 @@ from ortools.sat.python import cp_model
 
 from ddltool.analyzers.placement.dealing import plan_of
 from ddltool.analyzers.placement.est import solve_est
+from ddltool.analyzers.placement.est_model import run
 from ddltool.analyzers.placement.job_choice import SCALE, choose, device_variables, seed_columns, solver_until, value_of
 from ddltool.analyzers.placement.job_columns import JobTable, generate, job_table
 from ddltool.analyzers.placement.job_floor import highest_floor
 from ddltool.analyzers.placement.problem import Problem
 from ddltool.analyzers.placement.step_times import Counts, reach
-from ddltool.errors import Infeasible, InputError
+from ddltool.errors import Infeasible, InputError, NotProven
 from ddltool.graph import natural_key
 from ddltool.plan import Plan
 
@@ -26,6 +27,8 @@ Ints = NDArray[np.int64]
 Sharing = Literal["sum", "max-min"]
 # Up to so many step times of all jobs together, one model with all of them is solved as well.
 _SMALL = 4000
+# Larger ones would leave nothing of the others in the solver's sums.
+LARGEST_WEIGHT = 1e9
 # Below this gap more time is not worth it, but in problems that are solved at once.
 _CLOSE, _TINY = 1e-3, 400
 # The smallest share, where it comes first, has this part of the time.
@@ -70,7 +73,8 @@ def solve_jobs(
     most as many as it offers. "sum" maximises the weighted sum of throughputs relative to the job alone (a job may then
     wait); "max-min" maximises the smallest relative throughput, then the sum. The value is proven by a bound: columns
     for the jobs, priced by a linear program, then chosen whole by CP-SAT. Raises Infeasible where a job cannot run even
-    alone, InputError for no jobs, unknown types, or weights that are not positive.
+    alone, NotProven where it is not settled what a job makes alone, InputError for no jobs, unknown types, or weights that
+    are not positive.
     """
     started = time.perf_counter()
     deadline = started + time_limit_s
@@ -121,8 +125,9 @@ def _tables(
     """Return each job's table, with the types and counts that are shared."""
     if not problems:
         raise InputError("jobs", "there are none", "give one job at least")
-    if len(weights) != len(problems) or not all(0 < weight <= 1e9 for weight in weights):
-        raise InputError("weights", "must be one positive number for each job", "leave them out for equal weights")
+    if len(weights) != len(problems) or not all(0 < weight <= LARGEST_WEIGHT for weight in weights):
+        wrong = f"must be one positive number for each job, at most {LARGEST_WEIGHT:g}"
+        raise InputError("weights", wrong, "leave them out for equal weights")
     tables = []
     for problem, weight in zip(problems, weights, strict=True):
         shared = dict(zip(names, counts.tolist(), strict=True))
@@ -138,6 +143,8 @@ def _tables(
             alone = solve_est(narrowed, seed=seed)
         except Infeasible as error:
             raise Infeasible(f"{problem.job}: {error}") from None
+        if alone.gap > 0:  # shares of less than the best would pass 1, and no bound would hold
+            raise NotProven(f"{problem.job}: what it reaches alone was not settled in {alone.solve_seconds:.0f} s")
         used = {device.name: 0 for device in offered}
         for row in alone.assignments:
             used[row.device_type] += row.devices
@@ -233,7 +240,7 @@ def _exact(
         model.add(cp_model.LinearExpr.sum([own[place] for own in used]) <= limit)
     model.maximize(cp_model.LinearExpr.weighted_sum(*zip(*terms, strict=True)))
     solver = solver_until(deadline, seed)
-    if solver.solve(model) not in (cp_model.OPTIMAL, cp_model.FEASIBLE):
+    if run(solver, model) not in (cp_model.OPTIMAL, cp_model.FEASIBLE):
         return list(chosen), bound
     rows: list[Counts | None] = []
     for table, own in zip(tables, used, strict=True):

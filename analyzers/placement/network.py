@@ -48,6 +48,15 @@ class _Found:
     proven: bool
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Computing:
+    """The computing time f with at most so many devices."""
+
+    reached: Fraction
+    least: Fraction
+    """No choice of devices is faster; less than ``reached`` where the solver's time ran out."""
+
+
 def solve_on_nodes(
     problem: Problem,
     shapes: Sequence[NodeShape],
@@ -177,17 +186,20 @@ def _across_nodes(
     compute = {number: _compute_time(problem, number, seed) for number in (2, most)}
     if compute[most] is None:
         return None, math.inf
-    best_number, best_step = most, math.inf
+    best_number, best_step, unsettled = most, math.inf, math.inf
 
     def look(number: int) -> None:
-        nonlocal best_number, best_step
-        time_s = compute[number]
-        if time_s is not None and (step := _step(params, time_s, 2, number)) < best_step:
+        nonlocal best_number, best_step, unsettled
+        if (times := compute[number]) is None:
+            return
+        if (step := _step(params, times.reached, 2, number)) < best_step:
             best_number, best_step = number, step
+        if times.least < times.reached:
+            unsettled = min(unsettled, _step(params, times.least, 2, number))
 
     def bound(low: int, high: int) -> float:
-        time_s = compute[high]
-        return math.inf if time_s is None else _step(params, time_s, 2, low)
+        times = compute[high]
+        return math.inf if times is None else _step(params, times.least, 2, low)
 
     look(2)
     look(most)
@@ -201,7 +213,7 @@ def _across_nodes(
         look(middle)
         for part in ((low, middle), (middle, high)):
             heapq.heappush(intervals, (bound(*part), *part))
-    left = min(best_step, intervals[0][0]) if intervals else best_step
+    left = min(best_step, unsettled, *(first for first, _, _ in intervals[:1]))
     plan = solve_est(replace(problem, max_devices=best_number), seed=seed)
     used = {device.name: 0 for device in problem.devices}
     for row in plan.assignments:
@@ -216,19 +228,21 @@ def _across_nodes(
     return _Found(step_s=step, counts=counts, compute_s=reached, nodes=nodes, proven=proven), min(left, limit, step)
 
 
-def _compute_time(problem: Problem, devices: int, seed: int) -> Fraction | None:
-    """Return the smallest f with at most so many devices, exactly; None: they have no room."""
+def _compute_time(problem: Problem, devices: int, seed: int) -> _Computing | None:
+    """Return the smallest f with at most so many devices; None: they have no room."""
     narrowed = replace(problem, max_devices=devices)
     try:
         if problem.max_price_micro is None:
-            return best_step_time(narrowed)
+            best = best_step_time(narrowed)
+            return _Computing(reached=best, least=best)
         plan = solve_est(narrowed, seed=seed)
     except Infeasible:
         return None
     used = {device.name: 0 for device in problem.devices}
     for row in plan.assignments:
         used[row.device_type] += row.devices
-    return reach(narrowed, tuple(used.values()))
+    reached = reach(narrowed, tuple(used.values()))
+    return None if reached is None else _Computing(reached=reached, least=reached * (1 - Fraction(plan.gap)))
 
 
 def _alternative(problem: Problem, found: _Found) -> Alternative:

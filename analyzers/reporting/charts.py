@@ -18,16 +18,16 @@ from matplotlib.patches import Patch
 from numpy.typing import NDArray
 
 from ddltool.analyzers.reporting.page import shortened
-from ddltool.analyzers.reporting.pictures import (
-    _INK,
-    _PAPER,
-    _STYLE,
-    _WIDTH_IN,
+from ddltool.analyzers.reporting.style import (
+    INK,
+    PAPER,
     SERIES_COLOURS,
-    _time_unit,
-    _to_svg,
+    STYLE,
+    WIDTH_IN,
     at_both_widths,
     is_narrow,
+    time_unit,
+    to_svg,
     width_in,
 )
 from ddltool.errors import visible
@@ -37,7 +37,7 @@ Array = NDArray[np.float64]
 _MARKERS = "os^Dv*"
 _DASHES = ("-", "--", "-.", ":", (0, (5, 1, 1, 1, 1, 1)), (0, (1, 3)))
 # Okabe and Ito's orange and sky blue are too faint for thin lines on white: the page's own colour follows the first four.
-_LINE_COLOURS = (*SERIES_COLOURS[:4], _INK)
+_LINE_COLOURS = (*SERIES_COLOURS[:4], INK)
 LINES_DRAWN = 8
 _LONGEST_NAME, _LONGEST_NARROW_NAME = 34, 24
 # In a legend: the width of a letter, and of a key with its gaps.
@@ -98,9 +98,9 @@ def lines_svg(
     scale = 1.0
     if seconds:
         highest = [line.y if line.high is None else line.high for line in shown]
-        scale, unit = _time_unit(max([*(float(y.max()) for y in highest if y.size), *(value for _, value in levels)]))
+        scale, unit = time_unit(max([*(float(y.max()) for y in highest if y.size), *(value for _, value in levels)]))
         ylabel = f"{ylabel} ({unit})"
-    with mpl.rc_context(_STYLE):
+    with mpl.rc_context(STYLE):
         names = [line.label for line in shown] + [label for label, _ in levels]
         columns = _columns([name_of(name) for name in names])
         height = 3.3 + 0.17 * (-(-len(names) // columns) - 1)
@@ -109,7 +109,7 @@ def lines_svg(
         for place, line in enumerate(shown):
             _draw_line(axis, line, place, draw, scale)
         for label, level in levels:
-            axis.axhline(level * scale, color=_INK, linestyle=":", linewidth=1.6, label=name_of(label))
+            axis.axhline(level * scale, color=INK, linestyle=":", linewidth=1.6, label=name_of(label))
         if byte_x:
             _byte_axis(axis)
         elif log_x:
@@ -125,7 +125,7 @@ def lines_svg(
         _plain_numbers(axis)
         if len(lines) + len(levels) > 1 or any(line.low is not None for line in lines):
             figure.legend(loc="outside upper left", ncols=columns, frameon=False, fontsize=9)
-        return _to_svg(figure, title)
+        return to_svg(figure, title)
 
 
 def _columns(names: Sequence[str]) -> int:
@@ -207,8 +207,8 @@ def bars_svg(
     """
     values = [value for _, value in rows]
     longest = max([*values, level[1] if level else 0.0])
-    scale, unit = _time_unit(longest) if seconds else (1.0, "")
-    with mpl.rc_context(_STYLE):
+    scale, unit = time_unit(longest) if seconds else (1.0, "")
+    with mpl.rc_context(STYLE):
         figure = Figure(figsize=(width_in(), 0.9 + 0.34 * len(rows)), layout="constrained")
         axis = figure.subplots()
         left = level[1] * scale if level is not None and from_level else 0.0
@@ -216,13 +216,13 @@ def bars_svg(
         drawn = axis.barh(range(len(rows)), widths, left=left, height=0.62, color=SERIES_COLOURS[0])
         for place, value in enumerate(values):
             shown = show_seconds(value) if seconds else _number(value)
-            ground = {"facecolor": _PAPER, "edgecolor": "none", "pad": 0.8}
+            ground = {"facecolor": PAPER, "edgecolor": "none", "pad": 0.8}
             at, beside = (value * scale, place), (4 if value * scale >= left else -4, 0)
             side: Literal["left", "right"] = "left" if value * scale >= left else "right"
             axis.annotate(shown, at, beside, textcoords="offset points", va="center", ha=side, fontsize=9, bbox=ground)
         handles = _mark_bars(list(drawn.patches), marked, unmarked)
         if level is not None:
-            made = axis.axvline(level[1] * scale, color=_INK, linestyle="--", linewidth=1.4, label=name_of(level[0]))
+            made = axis.axvline(level[1] * scale, color=INK, linestyle="--", linewidth=1.4, label=name_of(level[0]))
             handles = [*handles, made]
         if handles:
             figure.legend(handles=handles, loc="outside upper right", frameon=False, fontsize=9, ncols=3)
@@ -240,7 +240,7 @@ def bars_svg(
         _plain_numbers(axis)
         if is_narrow() and not from_level:
             axis.locator_params(axis="x", nbins=4)
-        return _to_svg(figure, title)
+        return to_svg(figure, title)
 
 
 def _mark_bars(bars: Sequence[Patch], marked: tuple[str, Sequence[bool]] | None, unmarked: str) -> list[Artist]:
@@ -269,8 +269,8 @@ def spans_svg(
     """Return a lane per named row with its bars over time in seconds; ``colours`` by kind, ``mark`` a named vertical line."""
     longest = max((span.end for _, spans in lanes for span in spans), default=0.0)
     longest = max(longest, mark[1] if mark else 0.0)
-    scale, unit = _time_unit(longest)
-    with mpl.rc_context(_STYLE):
+    scale, unit = time_unit(longest)
+    with mpl.rc_context(STYLE):
         figure = Figure(figsize=(width_in(), 1.1 + 0.36 * len(lanes)), layout="constrained")
         axis = figure.subplots()
         for place, (_, spans) in enumerate(lanes):
@@ -283,7 +283,7 @@ def spans_svg(
             if kind in shown
         ]
         if mark is not None:
-            axis.axvline(mark[1] * scale, color=_INK, linestyle="--", linewidth=1.2)
+            axis.axvline(mark[1] * scale, color=INK, linestyle="--", linewidth=1.2)
             at = (mark[1] * scale, -0.5)
             axis.annotate(mark[0], at, (-4, 0), textcoords="offset points", ha="right", va="bottom", fontsize=9)
         figure.legend(handles=handles, loc="outside upper right", ncols=4, frameon=False, fontsize=9)
@@ -291,7 +291,7 @@ def spans_svg(
         axis.set_ylim(len(lanes) - 0.5, -0.9)
         axis.set_xlim(0, 1.01 * longest * scale if longest > 0 else 1.0)
         axis.set_xlabel(f"time ({unit})")
-        return _to_svg(figure, title)
+        return to_svg(figure, title)
 
 
 def _hatch(kind: str) -> str | None:
@@ -314,7 +314,7 @@ def _draw_span(axis: Axes, span: Span, place: int, colour: str, size: tuple[floa
         linewidth=edge,
         hatch=_hatch(span.kind),
     )
-    if span.text and length > 0.013 * len(span.text) * longest * _WIDTH_IN / width_in():
+    if span.text and length > 0.013 * len(span.text) * longest * WIDTH_IN / width_in():
         middle = (span.start + span.end) / 2 * scale
         axis.text(middle, place, span.text, ha="center", va="center", fontsize=8, color="#000000")
 
@@ -322,15 +322,15 @@ def _draw_span(axis: Axes, span: Span, place: int, colour: str, size: tuple[floa
 @at_both_widths
 def intervals_svg(rows: Sequence[tuple[str, float, float, float]], *, xlabel: str, title: str) -> str:
     """Return a dot with whiskers per (name, value, low, high), all above zero, on a logarithmic axis."""
-    with mpl.rc_context(_STYLE):
+    with mpl.rc_context(STYLE):
         figure = Figure(figsize=(width_in(), 0.9 + 0.34 * len(rows)), layout="constrained")
         axis = figure.subplots()
         for place, (_, value, low, high) in enumerate(rows):
             axis.plot([low, high], [place, place], color=SERIES_COLOURS[0], linewidth=2, marker="|", markersize=11)
             axis.plot([value], [place], "o", color=SERIES_COLOURS[1], markersize=4)
-        axis.axvline(1.0, color=_INK, linestyle=":", linewidth=1)
+        axis.axvline(1.0, color=INK, linestyle=":", linewidth=1)
         _log_axis(axis)
         axis.set_yticks(range(len(rows)), [name_of(name) for name, *_ in rows])
         axis.set_ylim(len(rows) - 0.5, -0.5)
         axis.set_xlabel(xlabel)
-        return _to_svg(figure, title)
+        return to_svg(figure, title)

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, ClassVar, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from ddltool.artifacts import Artifact
 
@@ -214,15 +214,83 @@ class SimulationDocument(_Document):
     policies: Annotated[dict[str, PolicyRecord], Field(min_length=1)]
 
 
+class SweepFigures(_Part):
+    """What one replay comes to."""
+
+    avg_jct_s: NonNegative
+    median_jct_s: NonNegative
+    p99_jct_s: NonNegative
+    makespan_s: NonNegative
+    utilization: NonNegative
+    worst_fairness: NonNegative
+    restarts: NonNegative
+    gpu_seconds: NonNegative
+    cost: NonNegative | None = None
+
+
+class SweepCell(_Part):
+    """One replay: a workload, a policy, a seed."""
+
+    workload: str
+    policy: str
+    seed: int
+    figures: SweepFigures | None
+    error: str | None = None
+
+
+class ComparedMeasure(_Part):
+    """One measure of the first policy over the second's."""
+
+    measure: str
+    ratio: Annotated[float, Field(gt=0, allow_inf_nan=False)]
+    low: NonNegative | None
+    high: NonNegative | None
+    better: Count
+    units: Count
+    decided: bool
+
+
+class PolicyComparison(_Part):
+    """Two policies in pairs, which a sweep with ``--compare`` has at its end."""
+
+    first: str
+    second: str
+    unit: str
+    confidence: Number
+    comparisons: Annotated[list[ComparedMeasure], Field(min_length=1)]
+
+
+class SweepDocument(_Document):
+    """``ddltool simulate --seeds``."""
+
+    KIND: ClassVar[str] = "ddltool.sweep"
+    kind: Literal["ddltool.sweep"] = "ddltool.sweep"
+    cells_wanted: Count
+    cells_failed: Count
+    cells: Annotated[list[SweepCell], Field(min_length=1)]
+    comparison: PolicyComparison | None = None
+
+    @model_validator(mode="after")
+    def _told_apart(self) -> Self:
+        seen: set[tuple[str, str, int]] = set()
+        for cell in self.cells:
+            key = cell.workload, cell.policy, cell.seed
+            if key in seen:
+                where = f"{cell.policy} on {cell.workload} with seed {cell.seed}"
+                raise ValueError(f"cells give {where} twice; keep one of the two")
+            seen.add(key)
+        return self
+
+
 class GateCheck(_Part):
     """One rule."""
 
     metric: str
     rule: str
     unit: str
-    baseline: Number | None
-    current: Number | None
-    limit: Number | None
+    baseline: Number | str | None
+    current: Number | str | None
+    limit: Number | str | None
     op: str
     passed: bool
     in_noise: bool
@@ -249,5 +317,6 @@ COMMAND_DOCUMENTS: tuple[type[Artifact], ...] = (
     BalanceDocument,
     VerificationDocument,
     SimulationDocument,
+    SweepDocument,
     GateDocument,
 )

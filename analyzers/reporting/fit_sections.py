@@ -13,7 +13,7 @@ from ddltool.analyzers.goodput.picture import fit_picture, goodput_picture, noun
 from ddltool.analyzers.goodput.throughput import ThroughputParams, iteration_time_s
 from ddltool.analyzers.reporting.charts import LINES_DRAWN, Line, intervals_svg, lines_svg
 from ddltool.analyzers.reporting.page import Picture, Section, Table, counted, filled, shortened
-from ddltool.analyzers.reporting.pictures import at_both_widths
+from ddltool.analyzers.reporting.style import at_both_widths
 from ddltool.errors import Infeasible, InputError, visible
 from ddltool.goodput_model import DeviceGoodput, Goodput, ThroughputRecord
 from ddltool.units import show_bytes, show_seconds

@@ -11,7 +11,8 @@ from ddltool.analyzers.communication.efficiency import Bounds, bounds, efficienc
 from ddltool.analyzers.communication.order import tac, tic
 from ddltool.analyzers.communication.timeline import Simulator, Timeline
 from ddltool.analyzers.reporting.page import Picture, Section, Table, counted, shortened
-from ddltool.analyzers.reporting.pictures import Lane, Panel, at_both_widths, lanes_of, timeline_svg
+from ddltool.analyzers.reporting.pictures import Lane, Panel, lanes_of, timeline_svg
+from ddltool.analyzers.reporting.style import at_both_widths
 from ddltool.graph import KINDS, RECV, Graph
 from ddltool.units import show_bytes, show_seconds
 

@@ -9,7 +9,7 @@ import numpy as np
 from ddltool.analyzers.reporting.charts import Line as ChartLine
 from ddltool.analyzers.reporting.charts import Span, bars_svg, lines_svg, spans_svg
 from ddltool.analyzers.reporting.page import Picture, Section, Table, counted, filled, shortened
-from ddltool.analyzers.reporting.pictures import COMPUTE_COLOUR, WAIT_COLOUR
+from ddltool.analyzers.reporting.style import COMPUTE_COLOUR, WAIT_COLOUR
 from ddltool.plan import (
     Alternative,
     Assignment,

@@ -27,6 +27,8 @@ _BARS_DRAWN = 24
 _PAIRS_DRAWN = 6
 # Ratios that span more would leave the small ones no bar at all.
 _LOG_FROM = 20
+# A bar beyond, or below one over this, leaves nothing of the others.
+_MOST_DRAWN = 1e12
 Blocks = list[Picture | Table]
 
 
@@ -305,7 +307,9 @@ def gate_section(found: GateDocument, name: str, anchor: str) -> Section:
                 check.metric,
                 _value(check.baseline, check.unit),
                 _value(check.current, check.unit),
-                "-" if check.change is None else f"{check.change:+.1%}",
+                "-"
+                if check.change is None
+                else f"{100 * check.change:+{'.1f' if abs(check.change) < 1e4 else '.3g'}}%",
                 "-" if check.limit is None else f"{check.op} {_value(check.limit, check.unit)}",
                 check.note or check.rule,
             )
@@ -322,7 +326,11 @@ def gate_section(found: GateDocument, name: str, anchor: str) -> Section:
     changes = [
         (check.metric, check.current / check.baseline, not check.passed)
         for check in sorted(found.checks, key=lambda one: one.passed)
-        if check.baseline is not None and check.current is not None and check.baseline > 0 and check.current >= 0
+        if isinstance(check.baseline, float)
+        and isinstance(check.current, float)
+        and check.baseline > 0
+        and check.current >= 0
+        and (check.current == 0 or 1 / _MOST_DRAWN < check.current / check.baseline < _MOST_DRAWN)
     ]
     blocks: Blocks = [table]
     if changes:
@@ -343,9 +351,9 @@ def gate_section(found: GateDocument, name: str, anchor: str) -> Section:
     return Section(anchor=anchor, title=f"Gate: {name}", lead=lead, blocks=blocks)
 
 
-def _value(value: float | None, unit: str) -> str:
-    if value is None:
-        return "-"
+def _value(value: float | str | None, unit: str) -> str:
+    if value is None or isinstance(value, str):
+        return value or "-"
     if unit in ("s", "bytes"):
         return show_seconds(value) if unit == "s" else show_bytes(value)
     return f"{value:,.0f} {unit}".strip() if 1e4 <= abs(value) < 1e12 else f"{value:.4g} {unit}".strip()

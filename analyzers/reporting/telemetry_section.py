@@ -12,7 +12,8 @@ from numpy.typing import NDArray
 from ddltool.analyzers.goodput.observations import WARMUP_STEPS
 from ddltool.analyzers.reporting.charts import Line, bars_svg, lines_svg
 from ddltool.analyzers.reporting.page import Picture, Section, Table, counted, few, shortened
-from ddltool.analyzers.reporting.pictures import at_both_widths, phases_svg
+from ddltool.analyzers.reporting.pictures import phases_svg
+from ddltool.analyzers.reporting.style import at_both_widths
 from ddltool.errors import InputError
 from ddltool.plan import Plan
 from ddltool.units import show_bytes, show_seconds

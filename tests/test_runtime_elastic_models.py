@@ -1,0 +1,265 @@
+"""What models, datasets and extras may bring along: plain state, buffers in copies, compiled modules, signals."""
+
+from __future__ import annotations
+
+import signal
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.data import TensorDataset
+
+from ddltool.errors import InputError
+from ddltool.runtime import elastic_attributes, elastic_checkpoint, elastic_turns
+from ddltool.runtime.digests import digest, leaves
+from ddltool.runtime.elastic import ElasticTrainer
+from tests.elastic_workers import on
+
+
+class Net(nn.Module):
+    """A normalised layer that keeps what ``habit`` says."""
+
+    def __init__(self, habit: str = "") -> None:
+        super().__init__()
+        self.body = nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6), nn.Tanh())
+        self.last = nn.Linear(6, 3)
+        self.habit = habit
+        self.calls = 0
+        self.shape: tuple[int, ...] | None = None
+        self.register_buffer("counted", torch.zeros(()))
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        hidden = self.body(inputs)
+        if self.habit == "counts":
+            self.calls += 1
+        if self.habit == "counts below":
+            self.body[0].seen = getattr(self.body[0], "seen", 0) + 1
+        if self.habit == "toggles":
+            self.calls = not self.calls
+        if self.habit == "notes the shape":
+            self.shape = tuple(inputs.shape)
+        if self.habit == "is ready":
+            self.ready = True
+        if self.habit == "has a buffer":
+            self.counted = self.counted + 1
+            hidden = hidden * self.counted
+        if self.habit == "counts late" and float(self.counted.add_(1)) > 2:
+            self.calls += 1
+        logits: Tensor = self.last(hidden)
+        return logits
+
+
+def trainer_of(model: nn.Module, samples: int = 64, **options: Any) -> ElasticTrainer:
+    generator = torch.Generator().manual_seed(5)
+    data = TensorDataset(
+        torch.randn(samples, 4, generator=generator), torch.randint(3, (samples,), generator=generator)
+    )
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    options = {"max_workers": 4, "batch_size": 2} | options
+    return ElasticTrainer(model, optimizer, nn.CrossEntropyLoss(), data, **options)
+
+
+def net(habit: str = "") -> Net:
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(3)
+        return Net(habit)
+
+
+def warned(habit: str, **options: Any) -> list[str]:
+    """Train two steps; return the warnings."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        trainer = trainer_of(net(habit), **options)
+        for step in trainer.epoch(0):
+            if step.number == 2:
+                break
+    return [str(each.message) for each in caught if "attribute" in str(each.message)]
+
+
+@pytest.mark.parametrize(
+    ("habit", "told"),
+    [
+        ("counts", "the model: attribute calls changes in every turn."),
+        ("counts below", "module body.0: attribute seen changes in every turn."),
+        ("toggles", "the model: attribute calls changes in every turn."),
+    ],
+)
+def test_plain_state_that_logical_workers_share_is_told_once(habit: str, told: str) -> None:
+    (text,) = warned(habit)
+    assert text.startswith(told)
+    assert "register it as a buffer: self.register_buffer(" in text
+
+
+def test_plain_state_is_told_where_each_process_has_one_worker() -> None:
+    """It makes no difference there until the run goes on with fewer processes."""
+    assert len(warned("counts", max_workers=1)) == 1
+
+
+@pytest.mark.parametrize("habit", ["", "notes the shape", "is ready", "has a buffer"])
+def test_what_all_turns_set_alike_is_not_told(habit: str) -> None:
+    assert warned(habit) == []
+
+
+def test_two_turns_are_watched_and_no_more() -> None:
+    with mock.patch.object(elastic_attributes, "_attributes", wraps=elastic_attributes._attributes) as looks:
+        assert warned("counts late") == []
+    assert looks.call_count == 2 * elastic_attributes.WATCHED_TURNS
+
+
+def averaged(path: str, options: dict[str, Any]) -> list[int]:
+    """Train three steps with an average of the model, which copies its buffers; save; return the virtual ranks here."""
+    torch.set_num_threads(1)
+    model = net()
+    average = torch.optim.swa_utils.AveragedModel(model)
+    trainer = trainer_of(model, extras={"average": average}, **options)
+    for step in trainer.epoch(0):
+        average.update_parameters(model)
+        if step.number == 3:
+            break
+    trainer.save(path)
+    return list(trainer.processes.local)
+
+
+def saved_bits(path: Path) -> dict[str, str]:
+    content = elastic_checkpoint.read(path)
+    return {
+        name: digest(value) if isinstance(value, Tensor) else repr(value)
+        for name, value in leaves({key: content[key] for key in ("parameters", "extras", "workers", "optimizer")})
+    }
+
+
+def test_extras_are_those_of_the_process_that_holds_virtual_rank_0(tmp_path: Path) -> None:
+    (alone,) = on(1, averaged, str(tmp_path / "alone.pt"), {})
+    assert alone == [0, 1, 2, 3]
+    for placement, first in (((2, 2), 0), ((1, 3), 1)):
+        path = tmp_path / f"{first}.pt"
+        ranks = on(2, averaged, str(path), {"placement": placement})
+        assert 0 in ranks[first]
+        assert saved_bits(path) == saved_bits(tmp_path / "alone.pt"), placement
+
+
+class Opaque:
+    """Extras whose state only pickle could bring back."""
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"self": self}
+
+    def load_state_dict(self, _: dict[str, Any]) -> None:
+        pass
+
+
+def save_opaque(path: str, placement: tuple[int, ...] | None) -> str:
+    trainer = trainer_of(net(), extras={"opaque": Opaque()}, placement=placement)
+    try:
+        trainer.save(path)
+    except InputError as error:
+        return str(error)
+    return ""
+
+
+def test_extras_that_cannot_be_read_back_are_refused_on_every_process(tmp_path: Path) -> None:
+    for size, placement in ((1, None), (2, (1, 3))):
+        for told in on(size, save_opaque, str(tmp_path / "run.pt"), placement):
+            assert "what would be written cannot be read back" in told
+            assert "keep to tensors, numbers, strings, lists and dicts" in told
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(("samples", "accumulation"), [(15, 2), (7, 1), (0, 1)])
+def test_a_dataset_smaller_than_a_step_is_told_in_the_trainers_own_words(samples: int, accumulation: int) -> None:
+    text = (
+        f"dataset: has {samples} samples, one step takes max_workers x batch_size x accumulation = {8 * accumulation};"
+        " give a smaller batch_size or max_workers"
+    )
+    with pytest.raises(InputError) as refused:
+        trainer_of(net(), samples, accumulation=accumulation)
+    assert str(refused.value) == text
+    trainer_of(net(), 8 * accumulation, accumulation=accumulation)
+
+
+def trained(path: Path, compiled: bool, until: int) -> dict[str, str]:
+    torch.set_num_threads(1)
+    model: nn.Module = net()
+    if compiled:
+        model = torch.compile(model, backend="eager")  # type: ignore[assignment]
+    trainer = trainer_of(model, bucket_mib=1e-4)
+    assert trainer.resume(path) == path.exists()
+    for step in trainer.epoch(0):
+        if step.number == until:
+            break
+    trainer.save(path)
+    return saved_bits(path)
+
+
+@pytest.mark.parametrize("compiled", [True, False], ids=["then as it is", "then compiled"])
+def test_a_compiled_models_checkpoint_fits_the_model_as_it_is(compiled: bool, tmp_path: Path) -> None:
+    whole = trained(tmp_path / "whole.pt", False, 4)
+    trained(tmp_path / "run.pt", compiled, 2)
+    assert trained(tmp_path / "run.pt", not compiled, 4) == whole
+    assert not any("_orig_mod" in name for name in whole)
+
+
+def test_older_checkpoints_of_compiled_models_have_their_names(tmp_path: Path) -> None:
+    """They hold ``_orig_mod.``; what this version wrote is renamed here as they have it."""
+    whole = trained(tmp_path / "whole.pt", False, 4)
+    trained(tmp_path / "run.pt", False, 2)
+    content = elastic_checkpoint.read(tmp_path / "run.pt")
+    content["parameters"] = {f"_orig_mod.{name}": value for name, value in content["parameters"].items()}
+    content["buckets"] = [[f"_orig_mod.{name}" for name in bucket] for bucket in content["buckets"]]
+    for worker in content["workers"]:
+        worker["buffers"] = {f"_orig_mod.{name}": value for name, value in worker["buffers"].items()}
+    (tmp_path / "run.pt").unlink()
+    elastic_checkpoint.write(tmp_path / "run.pt", content)
+    assert trained(tmp_path / "run.pt", False, 4) == whole
+
+
+@pytest.fixture
+def handlers() -> Iterator[None]:
+    """Put the process's signal handlers back, whatever a test does to them."""
+    numbers = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
+    before = {number: signal.getsignal(number) for number in numbers}
+    try:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_termination_and_ctrl_c_ask_for_the_end_of_the_step(number: signal.Signals, handlers: None) -> None:
+    trainer = trainer_of(net())
+    trainer.stop_on()
+    stops = []
+    for step in trainer.epoch(0):
+        stops.append(step.stop)
+        if step.number == 2:
+            signal.raise_signal(number)
+            signal.raise_signal(number)  # the terminal and the launcher send the same Ctrl-C
+    assert stops == [False, False, True, True, True, True, True, True]
+
+
+def test_a_second_ctrl_c_ends_at_once(handlers: None) -> None:
+    trainer = trainer_of(net())
+    trainer.stop_on()
+    signal.raise_signal(signal.SIGINT)
+    with (
+        mock.patch.object(elastic_turns, "SAME_CTRL_C_S", -1.0),
+        pytest.raises(KeyboardInterrupt),
+    ):
+        signal.raise_signal(signal.SIGINT)
+    signal.raise_signal(signal.SIGTERM)
+
+
+def test_other_signals_can_be_chosen(handlers: None) -> None:
+    trainer = trainer_of(net())
+    trainer.stop_on(signal.SIGUSR1)
+    signal.raise_signal(signal.SIGUSR1)
+    assert next(trainer.epoch(0)).stop
+    with pytest.raises(KeyboardInterrupt):
+        signal.raise_signal(signal.SIGINT)

@@ -1,0 +1,103 @@
+"""What a schema refuses, in this project's words: what is wrong, and what would be right. Start at :func:`in_words`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from ddltool.errors import one_line, shortened
+
+_LONGEST_VALUE = 80
+_WANTED = {
+    "int": "a whole number",
+    "float": "a number",
+    "string": "a text",
+    "bool": "true or false",
+    "list": "a list",
+    "tuple": "a list",
+    "set": "a list",
+    "dict": "a mapping",
+    "mapping": "a mapping",
+    "model": "a mapping",
+    "dataclass": "a mapping",
+    "none": "null",
+}
+
+
+def in_words(complaint: Mapping[str, Any]) -> tuple[str, str]:
+    """Return what is wrong and what would be right, of one of pydantic's complaints (``ValidationError.errors()``).
+
+    >>> in_words({"type": "greater_than", "ctx": {"gt": 0.0}, "input": 0, "msg": "Input should be greater than 0"})
+    ('is 0', 'give a number above 0')
+    >>> in_words({"type": "dict_type", "input": [], "msg": "Input should be a valid dictionary"})
+    ('is a list', 'give a mapping')
+    """
+    kind, value, context = str(complaint["type"]), complaint.get("input"), complaint.get("ctx") or {}
+    if kind == "missing":
+        return "is missing", "it is required"
+    if kind == "extra_forbidden":
+        return "is unknown", "remove it"
+    wanted = _wanted(kind, context)
+    if kind in ("string_too_short", "too_short", "string_too_long", "too_long"):
+        return _of_length(kind, value), wanted
+    if wanted:
+        return f"is {shown(value)}", wanted
+    # Validators of this project speak for themselves; so does, in a pinch, pydantic.
+    message = one_line(str(complaint["msg"]).removeprefix("Value error, "))
+    scalar = value is None or isinstance(value, (str, int, float))
+    return f"{message} (got {shown(value)})" if scalar else message, ""
+
+
+def shown(value: object) -> str:
+    """Return a value as JSON and YAML call it; of lists and mappings that they are some.
+
+    >>> shown(True), shown(None), shown("4"), shown({"a": 1}), shown(1e308)
+    ('true', 'null', "'4'", 'a mapping', '1e+308')
+    """
+    if value is None or isinstance(value, bool):
+        return {None: "null", True: "true", False: "false"}[value]
+    if isinstance(value, (str, bytes, int, float)):
+        return shortened(repr(value), _LONGEST_VALUE)
+    if isinstance(value, (list, tuple, set)):
+        return "a list"
+    return "a mapping" if isinstance(value, Mapping) else f"a {type(value).__name__}"
+
+
+def _wanted(kind: str, context: Mapping[str, Any]) -> str:
+    """Return what would be right, nothing for a kind of complaint without words here."""
+    for name, key, words in (
+        ("greater_than", "gt", "above"),
+        ("greater_than_equal", "ge", "of at least"),
+        ("less_than", "lt", "below"),
+        ("less_than_equal", "le", "of at most"),
+        ("multiple_of", "multiple_of", "that is a multiple of"),
+    ):
+        if kind == name:
+            return f"give a number {words} {_number(context[key])}"
+    if kind == "finite_number":
+        return "give a finite number"
+    if kind == "literal_error":
+        return f"give {context['expected']}"
+    if kind in ("string_too_short", "too_short"):
+        return f"give at least {_counted(kind, context['min_length'])}"
+    if kind in ("string_too_long", "too_long"):
+        return f"give at most {_counted(kind, context['max_length'])}"
+    for ending in ("_attributes_type", "_type", "_parsing", "_parsing_size", "_from_float", "_required"):
+        if kind.endswith(ending) and kind.removesuffix(ending) in _WANTED:
+            return f"give {_WANTED[kind.removesuffix(ending)]}"
+    return ""
+
+
+def _number(value: float) -> str:
+    return f"{value:g}" if isinstance(value, float) else str(value)
+
+
+def _of_length(kind: str, value: object) -> str:
+    """Return how long a text or a list is."""
+    count = len(value) if isinstance(value, (str, list, tuple, dict)) else 0
+    return f"has {_counted(kind, count)}" if count else "is empty"
+
+
+def _counted(kind: str, count: int) -> str:
+    unit, units = ("character", "characters") if kind.startswith("string") else ("entry", "entries")
+    return f"{count} {unit if count == 1 else units}"
