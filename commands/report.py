@@ -87,8 +87,9 @@ def build(found: Sequence[Found], noise_scale: float | None = None) -> tuple[lis
     ``noise_scale`` (samples) is for goodput maps; None: the last that telemetry among the files knows.
     """
     from ddltool.commands.output import progress
-    from ddltool.commands.report_reading import ORDER
+    from ddltool.commands.report_reading import ORDER, told_apart
 
+    found = told_apart(found)
     ordered = sorted(found, key=lambda one: ORDER.index(one.kind))
     noise = _noise(found) if noise_scale is None else noise_scale
     counts: dict[str, int] = {}

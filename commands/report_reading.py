@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -59,11 +59,24 @@ class Found:
     kind: str
     path: Path
     content: Any
+    folders: int = 0
 
     @property
     def name(self) -> str:
-        """The file's name without its folders."""
-        return self.path.name
+        """The file's name, with as many of its folders as tell it from other files."""
+        return "/".join(self.path.parts[-1 - self.folders :])
+
+
+def told_apart(found: Sequence[Found]) -> list[Found]:
+    """Return the artifacts with the fewest folders in their names that make them differ; the same file keeps its name."""
+    made = list(found)
+    for place, one in enumerate(found):
+        others = {other.path for other in found if other.path != one.path and other.path.name == one.path.name}
+        for folders in range(len(one.path.parts) if others else 0):
+            made[place] = replace(one, folders=folders)
+            if all(replace(one, path=other, folders=folders).name != made[place].name for other in others):
+                break
+    return made
 
 
 def read_any(path: Path) -> Found:

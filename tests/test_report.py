@@ -22,7 +22,7 @@ from ddltool.analyzers.reporting.fit_sections import goodput_section
 from ddltool.analyzers.reporting.page import Picture, shortened
 from ddltool.analyzers.reporting.telemetry_section import binned, verified_row
 from ddltool.commands.report import report
-from ddltool.commands.report_reading import ORDER, read_any
+from ddltool.commands.report_reading import ORDER, Found, read_any, told_apart
 from ddltool.errors import InputError
 from ddltool.goodput_model import Goodput
 from ddltool.units import show_seconds
@@ -140,6 +140,12 @@ def test_a_plan_beside_telemetry_is_held_against_it(artifacts: list[Path], page:
     error = verified["predicted_s"] / verified["measured_s"] - 1
     assert row[1:] == [show_seconds(verified["predicted_s"]), show_seconds(verified["measured_s"]), f"{error:+.1%}"]
     assert re.search(r"Not compared with [^<]*plan-elastic-bsp.json \(plan is an elastic-bsp plan\)", section)
+
+
+def test_files_of_one_name_are_told_apart_by_their_folders() -> None:
+    paths = [Path(text) for text in ("a/x/plan.json", "b/x/plan.json", "a/graph.json", "plan.json", "a/graph.json")]
+    found = told_apart([Found(kind="plan", path=path, content=None) for path in paths])
+    assert [one.name for one in found] == ["a/x/plan.json", "b/x/plan.json", "graph.json", "plan.json", "graph.json"]
 
 
 def test_the_order_of_the_toy_graph(artifacts: list[Path], page: Path) -> None:
