@@ -109,6 +109,7 @@ def hand_over(rounds: int, port: int) -> float:
 
 
 def main() -> None:
+    """Measure what was asked for and print the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--workers", default="4,32,96")
     parser.add_argument("--rounds", type=int, default=60)

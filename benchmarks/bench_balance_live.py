@@ -61,6 +61,7 @@ def typical(rows: list[dict[str, Any]], begin: int, end: int) -> float:
 
 
 def speed(per_sample_ms: float) -> None:
+    """Train with emulated speeds in every way and print the step times."""
     runs = {}
     for name, mode in (
         ("BSP", "bsp"),
@@ -179,6 +180,7 @@ def back_after(run: dict[str, Any], name: str, move_at: int) -> int | None:
 
 
 def accuracy() -> None:
+    """Train with equal, weighted and plainly averaged batches and print the accuracies."""
     print("                       accuracy after epoch 1     2     4     10   each seed after 10")
     for name, options in (
         ("equal", ("--mode", "bsp")),
@@ -253,6 +255,7 @@ def partitions() -> None:
 
 
 def main() -> None:
+    """Run what was asked for, or be a worker of it."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--speed", action="store_true")
     parser.add_argument(

@@ -55,6 +55,7 @@ def balance(
     from ddltool.commands.balance_output import show_balance
     from ddltool.commands.balance_trace import read_trace
     from ddltool.commands.output import print_json
+    from ddltool.commands.values import demand_picture
     from ddltool.errors import InputError
     from ddltool.outputs import demand_distinct
 
@@ -64,8 +65,7 @@ def balance(
         if path is not None and predictor not in ("rnn", "lstm", "narx"):
             raise InputError(option, f"does not go with --predictor {predictor}", "name one of rnn, lstm, narx")
     demand_distinct([trace], {"-o": output, "--picture": picture, "--save-weights": save_weights})
-    if picture is not None and picture.suffix.lower() != ".svg":
-        raise InputError("--picture", f"{picture} has no ending .svg", "name the file speeds.svg")
+    demand_picture(picture, "speeds")
     for path in (output, picture, save_weights):
         if path is not None:
             check_writable(path)

@@ -74,6 +74,7 @@ def barrier(
     from ddltool.commands.barrier_output import show_barriers
     from ddltool.commands.barrier_times import read_weights
     from ddltool.commands.output import note, print_json
+    from ddltool.commands.values import demand_picture
     from ddltool.errors import InputError, did_you_mean
     from ddltool.outputs import demand_distinct
 
@@ -81,8 +82,7 @@ def barrier(
         raise InputError("--algorithm", f"unknown algorithm {algorithm!r}", did_you_mean(algorithm, ALGORITHMS))
     if predicted and is_given(context, "predictor"):
         raise InputError("--predictor", "has no part in --predicted", "leave it out: the rows are predictions already")
-    if picture is not None and picture.suffix.lower() != ".svg":
-        raise InputError("--picture", f"{picture} has no ending .svg", "name the file barrier.svg")
+    demand_picture(picture, "barrier")
     demand_distinct([times], {"-o": output, "--picture": picture})
     for path in (output, picture):
         if path is not None:

@@ -40,14 +40,14 @@ def fit(
     from ddltool.artifacts import check_writable, save
     from ddltool.commands.fit_report import show_fit
     from ddltool.commands.output import print_json
+    from ddltool.commands.values import demand_picture
     from ddltool.outputs import demand_distinct
 
     demand_distinct([*profiles, holdout], {"-o": output, "--picture": picture})
     for path in (output, picture):
         if path is not None:
             check_writable(path)
-    if picture is not None:
-        check_picture(picture)
+    demand_picture(picture, "fit", (".svg", ".png"))
     rows = read_rows(profiles)
     fitted = fit_rows(rows, [str(path) for path in profiles], holdout, seed)
     if picture is not None:
@@ -258,14 +258,6 @@ def next_measurement(
         local_batch_size=found.local_batch_size,
         variance_reduction=max(0.0, 1 - found.variance_after / found.variance_before),
     )
-
-
-def check_picture(path: Path) -> None:
-    """Raise InputError when the name of a picture does not say a format that can be drawn."""
-    from ddltool.errors import InputError
-
-    if path.suffix.lower() not in (".svg", ".png"):
-        raise InputError("--picture", f"{path} has no ending .svg or .png", "name the file fit.svg or fit.png")
 
 
 def draw_fit(devices: dict[str, Observations], fitted: Goodput, path: Path) -> None:

@@ -127,13 +127,12 @@ def _demand_known(option: str, name: str, known: tuple[str, ...]) -> None:
 def _check_places(output: Path | None, picture: Path | None) -> None:
     """Raise InputError for a file that cannot be written, before anything is solved."""
     from ddltool.artifacts import check_writable
-    from ddltool.commands.fit import check_picture
+    from ddltool.commands.values import demand_picture
 
     for path in (output, picture):
         if path is not None:
             check_writable(path)
-    if picture is not None:
-        check_picture(picture)
+    demand_picture(picture, "fit", (".svg", ".png"))
 
 
 def _demand_readers(strategy: str, changed: Mapping[str, bool]) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import os
 import re
 import stat
@@ -11,8 +10,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from ddltool.errors import InputError
-
-_WITHOUT_LOCKS = {errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL}
+from ddltool.file_lock import try_lock
 
 
 @contextmanager
@@ -46,7 +44,7 @@ def _take(side: Path, output: Path) -> int:
         except OSError as error:
             raise _unlockable(output, side, error) from None
         try:
-            locked = _lock(descriptor)
+            locked = try_lock(descriptor)
         except OSError as error:
             os.close(descriptor)
             with suppress(OSError):
@@ -66,26 +64,6 @@ def _take(side: Path, output: Path) -> int:
 def _unlockable(output: Path, side: Path, error: OSError) -> InputError:
     problem = f"cannot be locked ({error.strerror}: {side})"
     return InputError(str(output), problem, "give a file in a writable folder")
-
-
-def _lock(descriptor: int) -> bool:
-    """Lock an open file until it is closed or the process ends; return False when another process has it.
-
-    Raises OSError where the disk fails.
-    """
-    try:
-        import fcntl
-    except ImportError:  # Windows refuses to replace a file that is open
-        return True
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    except OSError as error:
-        if error.errno not in _WITHOUT_LOCKS:
-            raise
-        # Such a file system cannot keep another sweep out; refusing to write there would be worse than not noticing one.
-    return True
 
 
 def _remove_leftovers(target: Path) -> None:

@@ -1,11 +1,12 @@
-"""The texts that options take, as numbers; each error names the option."""
+"""The texts that options take, as numbers and checked names; each error names the option."""
 
 from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 
 from ddltool.errors import InputError
 from ddltool.units import parse_duration, parse_share
@@ -111,3 +112,10 @@ def size(text: str, where: str) -> float:
     if not 0 < value < math.inf:
         raise InputError(where, f"{text!r} is not a size", "write for example 2GiB")
     return value
+
+
+def demand_picture(path: Path | None, name: str, endings: Sequence[str] = (".svg",)) -> None:
+    """Raise InputError when ``--picture`` names a format that cannot be drawn; ``name``: of the file to propose."""
+    if path is not None and path.suffix.lower() not in endings:
+        proposed = " or ".join(name + ending for ending in endings)
+        raise InputError("--picture", f"{path} has no ending {' or '.join(endings)}", f"name the file {proposed}")

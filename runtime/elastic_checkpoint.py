@@ -19,6 +19,7 @@ from typing import Any
 import torch
 
 from ddltool.errors import InputError
+from ddltool.file_lock import try_lock
 from ddltool.runtime.digests import digest, leaves
 
 KIND = "elastic-checkpoint"
@@ -122,7 +123,8 @@ def write(path: str | os.PathLike[str], content: dict[str, Any], last: Stamp | N
     try:
         descriptor, temporary = tempfile.mkstemp(prefix=f".{_named(path)}.", suffix=".partial", dir=path.parent)
         with os.fdopen(descriptor, "wb") as file:
-            _lock(descriptor)  # so that nobody takes it for a leftover
+            with contextlib.suppress(OSError):  # a checkpoint without a lock is better than none
+                try_lock(descriptor)  # so that nobody takes it for a leftover
             torch.save({"content": content, "digest": content_digest(content)}, file)
             file.flush()
             os.fsync(file.fileno())
@@ -150,21 +152,6 @@ def _demand_own(path: Path, last: Stamp | None) -> None:
     if last is not None and now is not None and now != last:
         remedy = "end that run, or give this one a checkpoint of its own"
         raise InputError(str(path), "was written by another run in the meantime", remedy)
-
-
-def _lock(descriptor: int) -> bool:
-    """Lock an open file until it is closed or the process ends; return False when another process has it."""
-    try:
-        import fcntl
-    except ImportError:  # Windows removes no file that is open
-        return True
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    except OSError:
-        pass  # a file system without locks
-    return True
 
 
 def _named(path: Path) -> str:
@@ -205,7 +192,7 @@ def _being_written(partial: Path) -> bool:
     """Return whether a process is writing this temporary file."""
     try:
         with partial.open("rb") as file:
-            return not _lock(file.fileno())
+            return not try_lock(file.fileno())
     except OSError:
         return False
 

@@ -12,7 +12,7 @@ from ddltool.analyzers.goodput.observations import Observations, from_frame
 from ddltool.analyzers.goodput.picture import fit_picture, goodput_picture, noun_of
 from ddltool.analyzers.goodput.throughput import ThroughputParams, iteration_time_s
 from ddltool.analyzers.reporting.charts import LINES_DRAWN, Line, intervals_svg, lines_svg
-from ddltool.analyzers.reporting.page import Picture, Section, Table, counted, filled, shortened
+from ddltool.analyzers.reporting.page import Picture, Section, Table, counted, filled, listed, shortened
 from ddltool.analyzers.reporting.style import at_both_widths
 from ddltool.errors import Infeasible, InputError, visible
 from ddltool.goodput_model import DeviceGoodput, Goodput, ThroughputRecord
@@ -36,7 +36,7 @@ def profile_section(frame: pd.DataFrame, name: str, anchor: str, models: Sequenc
     ``models`` are (file name, model). Without one the measured points stand alone.
     """
     table = _profile_table(frame, None)
-    lead = [f"{counted(len(frame), 'measured configuration')} of {_listed(sorted(set(frame['device'])))}."]
+    lead = [f"{counted(len(frame), 'measured configuration')} of {listed(sorted(set(frame['device'])), 4)}."]
     for model_name, fitted in models:
         drawn = _fitted(frame, fitted)
         if drawn is None:
@@ -138,7 +138,7 @@ def goodput_section(
     the same.
     """
     lead = [
-        f"Fitted to {counted(fitted.samples, 'row')} of {_listed(fitted.sources)}: MAPE {fitted.mape:.1%}, "
+        f"Fitted to {counted(fitted.samples, 'row')} of {listed(fitted.sources, 4)}: MAPE {fitted.mape:.1%}, "
         f"RMSLE {fitted.rmsle:.4f}."
     ]
     if fitted.left_out:
@@ -309,9 +309,3 @@ def _heat_table(found: Frontier, known: int, noun: str) -> Table:
         label="predicted",
         head=8,
     )
-
-
-def _listed(names: Sequence[str], most: int = 4) -> str:
-    """Return names in a row, the first few of many."""
-    shown = ", ".join(shortened(name, 60) for name in names[:most])
-    return f"{shown} and {len(names) - most} more" if len(names) > most else shown

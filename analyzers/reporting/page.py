@@ -133,6 +133,12 @@ def few(remarks: Sequence[str], most: int = 4) -> list[str]:
     return [*shown, f"and {len(remarks) - most:,} more of the kind"] if len(remarks) > most else shown
 
 
+def listed(names: Sequence[str], most: int) -> str:
+    """Return names in a row, the first ``most`` of many."""
+    shown = ", ".join(shortened(name, 60) for name in names[:most])
+    return f"{shown} and {len(names) - most} more" if len(names) > most else shown
+
+
 def counted(count: int, noun: str) -> str:
     """Return a number of things in words.
 

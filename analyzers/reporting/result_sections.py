@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
 
 import numpy as np
 
@@ -18,7 +17,7 @@ from ddltool.analyzers.reporting.documents import (
     SplitTime,
     VerificationDocument,
 )
-from ddltool.analyzers.reporting.page import Picture, Section, Table, counted, few, shortened
+from ddltool.analyzers.reporting.page import Picture, Section, Table, counted, few, listed, shortened
 from ddltool.analyzers.reporting.telemetry_section import verified_row, verified_table
 from ddltool.units import show_bytes, show_seconds
 
@@ -295,8 +294,8 @@ def gate_section(found: GateDocument, name: str, anchor: str) -> Section:
     """Return the section of a gate's verdict."""
     failed = [check for check in found.checks if not check.passed]
     word = "Passed" if found.passed else f"FAILED: {len(failed)} of {len(found.checks)} checks"
-    against = f" against {_listed(found.baseline)}" if found.baseline else ""
-    lead = [f"{word}, {_listed(found.current)}{against}."]
+    against = f" against {listed(found.baseline, 3)}" if found.baseline else ""
+    lead = [f"{word}, {listed(found.current, 3)}{against}."]
     lead += [found.noise_test] if found.noise_test else []
     rows = []
     for check in sorted(found.checks, key=lambda one: one.passed):
@@ -357,8 +356,3 @@ def _value(value: float | str | None, unit: str) -> str:
     if unit in ("s", "bytes"):
         return show_seconds(value) if unit == "s" else show_bytes(value)
     return f"{value:,.0f} {unit}".strip() if 1e4 <= abs(value) < 1e12 else f"{value:.4g} {unit}".strip()
-
-
-def _listed(names: Sequence[str], most: int = 3) -> str:
-    shown = ", ".join(shortened(name, 60) for name in names[:most])
-    return f"{shown} and {len(names) - most} more" if len(names) > most else shown
