@@ -70,9 +70,9 @@ class Exchange:
             text = self._store.get(f"choice/{step}")
         except RuntimeError as error:
             raise self._lost(step, "rank 0", error) from None
-        self._forget(mine)
         if self._interrupted:
-            raise self._ended(step)
+            raise self._ended(step)  # rank 0 may still be about to read this row
+        self._forget(mine)
         if text.startswith(_MISSING):
             raise ExchangeError(_NOTHING.format(step, text.removeprefix(_MISSING).decode()))
         if text == _FAILED:
@@ -120,11 +120,12 @@ class Exchange:
         if self._other is None or self._under_way is None:
             return
         step = self._under_way
-        keys = [f"row/{step}/{rank}" for rank in range(1, self._world_size)] if self._rank == 0 else [f"choice/{step}"]
         with contextlib.suppress(RuntimeError):
-            for key in keys:
-                if not self._other.check([key]):
-                    self._other.set(key, _FAILED)
+            if self._rank == 0:  # nobody else reads rows
+                for rank in range(1, self._world_size):
+                    self._other.set(f"row/{step}/{rank}", _FAILED)
+            elif not self._other.check([f"choice/{step}"]):
+                self._other.set(f"choice/{step}", _FAILED)
 
     def look(self) -> None:
         """Note what shows who is lost as long as this end is open: before :meth:`close`, for :meth:`missing` after it."""

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import logging
 import threading
-import time
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -17,12 +16,12 @@ from torch.distributed.distributed_c10d import Store
 
 from ddltool.errors import InputError, one_line
 from ddltool.runtime.member_wire import Door
-from ddltool.runtime.membership import FOREVER_S, JOIN, JOINED, LEFT_BEHIND_S, MEMBERS, SHARE, Membership, Share
+from ddltool.runtime.membership import FOREVER_S, JOIN, JOINED, MEMBERS, SHARE, Membership, Share
 from ddltool.runtime.servers import ParameterServer
 from ddltool.runtime.servers import Update as Optimizer
 from ddltool.runtime.sync_records import SyncLog
 from ddltool.runtime.transfers import TransferError, TransferPlan
-from ddltool.runtime.wire import CLOSED, HEADER, REFUSED
+from ddltool.runtime.wire import CLOSED, HEADER, LEFT_BEHIND_S, LISTEN_S, REFUSED
 
 log = logging.getLogger(__name__)
 
@@ -63,8 +62,6 @@ class MemberServer(ParameterServer):
 
     def serve(self) -> dict[str, Tensor]:
         """See :meth:`~.servers.ParameterServer.serve`."""
-        for worker in range(self.plan.workers):
-            self._start(self._guard, worker)
         watch = threading.Thread(target=self._watch, daemon=True, name=f"{self._title} watch")
         watch.start()
         helpers = [watch]
@@ -123,7 +120,8 @@ class MemberServer(ParameterServer):
                     break  # the joiner sees its connections close when this process ends
                 self._wire.admit(self.plan.rank_of_worker(worker), groups, 0)
                 self._admitted.add(worker)
-            for body in (self._guard, self._answer, self._collect):
+            self._listen_to(self.plan.rank_of_worker(worker))
+            for body in (self._answer, self._collect):
                 self._start(body, worker)
         self._done.wait()
         door.close()
@@ -160,15 +158,10 @@ class MemberServer(ParameterServer):
         self._done.set()
         super()._join()
 
-    def _closing_time(self) -> None:
-        self._wire.stop_watching()
-        if self._failing:
-            self._join_s = LEFT_BEHIND_S
-
-    def _guard(self, worker: int) -> None:
+    def _listen(self, peer: int) -> None:
         """Take a worker out that has gone away without closing, whatever else is under way."""
-        peer = self.plan.rank_of_worker(worker)
-        self._wire.watch(peer)
+        super()._listen(peer)
+        worker = self.plan.worker_of_rank(peer)
         # What it sent before it closed may still be on its way.
         if not self._done.wait(GRACE_S) and worker not in self._leaving and not self._failing:
             self._gone(worker, TransferError(f"{self._title}: {CLOSED}: worker {worker} (rank {peer})"))
@@ -209,8 +202,7 @@ class MemberServer(ParameterServer):
         """A worker's connection has ended."""
         if self._failing:
             raise error
-        time.sleep(2 * WATCH_S)  # its last words may be on their way
-        words = self._wire.heard_from(self.plan.rank_of_worker(worker))
+        words = self._wire.last_words(self.plan.rank_of_worker(worker), LISTEN_S)
         self._lose(worker, f"{error}; before that, {words}" if words else str(error))
 
     def _lose(self, worker: int, reason: str) -> None:

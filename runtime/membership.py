@@ -26,8 +26,6 @@ MEMBERS, JOIN, JOINED, SHARE = 3, 4, 5, 6
 # A wait that times out closes all connections of its group, and a long wait may be due to the policy. So waits have no
 # limit but this one: a dead peer ends them by closing, a silent one is found by looking at the clock.
 FOREVER_S = 10 * IDLE_S
-# A transfer that begins in the moment in which its peer goes away may never end in gloo; its thread is left behind.
-LEFT_BEHIND_S = 1.0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

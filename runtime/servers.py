@@ -79,7 +79,7 @@ class ParameterServer(End):
         given = dict(values.named_parameters()) if isinstance(values, nn.Module) else dict(values)
         self.plan, self._update, self._timeout_s, self._idle_s = plan, update, timeout_s, idle_s
         wire = Wire(plan, timeout_s, lambda: check_values(plan, given))
-        self.server = wire.rank - plan.workers
+        self.server = plan.server_of_rank(wire.rank)
         super().__init__(wire, f"server {self.server} (rank {wire.rank})")
         mine = [slot for slot in plan.slots if slot.server == self.server]
         self.values = {slot.name: given[slot.name].detach().clone().contiguous() for slot in mine}
@@ -142,6 +142,7 @@ class ParameterServer(End):
         """
         try:
             for worker in range(self.plan.workers):
+                self._listen_to(self.plan.rank_of_worker(worker))
                 self._start(self._answer, worker)
                 self._start(self._collect, worker)
             self._until_done()

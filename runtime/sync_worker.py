@@ -21,7 +21,6 @@ from ddltool.runtime.membership import (
     FOREVER_S,
     JOIN,
     JOINED,
-    LEFT_BEHIND_S,
     MEMBERS,
     SHARE,
     check_same_policy,
@@ -34,8 +33,6 @@ from ddltool.runtime.wire import CLOSED, STEP, Wire
 from ddltool.runtime.workers import PushOrder, Worker
 
 log = logging.getLogger(__name__)
-
-WORDS_WAIT_S = 2.0
 
 
 class LocalOptimizer(Protocol):
@@ -88,17 +85,15 @@ class SyncWorker(Worker):
             check_same_policy(policy)
         self.policy, self._door = policy, door
         self.epoch = 0
+        self._closing = False
         self._interruptions = Interruptions()
         super().__init__(model, plan, timeout_s=FOREVER_S, push=push)
         self._optimizer = local_optimizer
         self._checkpoint = None if checkpoint is None else Path(checkpoint)
         self._pulled: dict[str, Tensor] = {}
         self._pulled_clock = 0
-        self._closing = False
         self._local = 0  # steps of the round that is under way
         self._updates = 0  # up to the last pull but one
-        for server in range(plan.servers):
-            self._start(self._watch, server)
         if door is not None:
             self._join_job()
         if checkpoint is not None:
@@ -156,7 +151,7 @@ class SyncWorker(Worker):
         if drop_last and split and len(split[-1]) < batch_size:
             split = split[:-1]
         with self._saving(), self._requesting(), self._telling("while telling the size of its share"):
-            self._ask(0, SHARE, len(split))
+            self._abandonable(lambda: self._ask(0, SHARE, len(split)))
         return tuple(split)
 
     def members(self, epoch: int) -> tuple[int, ...]:
@@ -170,24 +165,15 @@ class SyncWorker(Worker):
 
     def _exchange(self, server: int, kind: int, number: int, length: int) -> Tensor:
         """Return the (length,) numbers that a server answers to a request."""
-        self._raise_failure()
         answer = torch.empty(length, dtype=torch.int64)
-        coming = self._wire.post("pull", answer, self.plan.rank_of_server(server), self._wire.first_free_tag)
-        self._ask(server, kind, number)
-        self._wire.wait(coming, FOREVER_S)
-        return answer
 
-    @contextmanager
-    def _requesting(self) -> Iterator[None]:
-        """Make the error of a request the failure of this end, and raise that: it knows a server's last words."""
-        try:
-            yield
-        except TransferError as error:
-            self._fail(error)
-            with self.changed:  # another thread may have been first and be about to say so
-                self.changed.wait_for(lambda: self._failure is not None, WORDS_WAIT_S)
-                self._raise_failure()
-            raise
+        def exchange() -> Tensor:
+            coming = self._wire.post("pull", answer, self.plan.rank_of_server(server), self._wire.first_free_tag)
+            self._ask(server, kind, number)
+            self._wire.wait(coming, FOREVER_S)
+            return answer
+
+        return self._abandonable(exchange)
 
     def _connect(self, timeout_s: float) -> Wire:
         if self._door is None:
@@ -197,7 +183,7 @@ class SyncWorker(Worker):
     def _join_job(self) -> None:
         """Become a member: server 0 says from which step and epoch on, then the others are told."""
         try:
-            with self._telling("while joining"):
+            with self._requesting(), self._telling("while joining"):
                 self.clock, self.epoch = self._exchange(0, JOIN, -1, 2).tolist()
                 for server in range(1, self.plan.servers):
                     if self.clock >= 0:
@@ -205,9 +191,8 @@ class SyncWorker(Worker):
                 if self.clock < 0:
                     why = "the job was over" if self.clock == -1 else "the others made another step"
                     raise TransferError(f"{self._title}: {why} before all servers knew of this worker")
-                self._ask(0, JOINED, self.clock)
-        except TransferError as error:
-            self._fail(error)
+                self._abandonable(lambda: self._ask(0, JOINED, self.clock))
+        except TransferError:
             self.close()
             raise
 
@@ -231,17 +216,11 @@ class SyncWorker(Worker):
         finally:
             super().__exit__(kind, error, trace)
 
-    def _closing_time(self) -> None:
-        self._wire.stop_watching()
-        if self._failing:
-            self._join_s = LEFT_BEHIND_S
-
-    def _watch(self, server: int) -> None:
+    def _listen(self, peer: int) -> None:
         """Fail when a server goes away, whatever else is under way."""
-        peer = self.plan.rank_of_server(server)
-        self._wire.watch(peer)
+        super()._listen(peer)
         if not self._closing and not self._failing:
-            raise TransferError(f"{self._title}: {CLOSED}: server {server} (rank {peer})")
+            raise TransferError(f"{self._title}: {CLOSED}: server {self.plan.server_of_rank(peer)} (rank {peer})")
 
     @contextmanager
     def _local_step(self, optimizer: LocalOptimizer) -> Iterator[None]:

@@ -160,6 +160,14 @@ class TransferPlan:
         """Return the rank of server ``server``."""
         return self.workers + server
 
+    def worker_of_rank(self, rank: int) -> int:
+        """Return which worker has rank ``rank``."""
+        return rank if rank < self.workers else rank - self.servers
+
+    def server_of_rank(self, rank: int) -> int:
+        """Return which server has rank ``rank``."""
+        return rank - self.workers
+
     @cached_property
     def _on_server(self) -> tuple[tuple[int, ...], ...]:
         """Per server the indices of its parameters in the enforced order; in order of registration without one."""

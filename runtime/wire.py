@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -22,10 +22,14 @@ HEADER = 2  # int64 numbers before each payload: the parameter's index, and its 
 REFUSED = -1  # in place of the index: nothing more will come, for the worker is no longer part of the job
 CLOSE, PULL, STEP = range(3)  # what a worker's request asks for: nothing more, parameters, parameters for a gradient
 JOIN_S = 5.0
-WORDS, WORDS_S = 1024, 0.2  # length in bytes of a failing end's last words, and the time to send or hear them
+# A transfer that begins in the moment in which its peer goes away may never end in gloo; its thread is left behind.
+LEFT_BEHIND_S = 1.0
+# Length in bytes of a failing end's last words, and how long to send them and to wait for those of an end that closes.
+WORDS, WORDS_S, LISTEN_S = 1024, 1.0, 2.0
 TELLING_S = 5.0  # at most, for hearing and telling last words and for hanging up
 CLOSED = "the other end closed the connection"
 BEFORE = "before that,"
+T = TypeVar("T")
 Direction = Literal["pull", "push", "control"]
 Groups = Mapping[Direction, Any]  # gloo process groups: of torch.distributed, or made directly
 
@@ -101,7 +105,7 @@ class Wire:
         self._routes: dict[int, tuple[Groups, int]] = {}
         self._words: dict[int, Tensor] = {}
         self._hearing: dict[int, Any] = {}
-        self._watched = False
+        self._ended: dict[int, threading.Event] = {}
 
     def admit(self, peer: int, groups: Groups, place: int) -> None:
         """Make ``peer``, which has rank ``place`` in these groups, one of the other ends."""
@@ -109,6 +113,7 @@ class Wire:
         # gloo itself receives last words, so that a process which is busy or late still finds them when it looks.
         words = torch.zeros(WORDS, dtype=torch.uint8)
         self._hearing[peer] = groups["control"].recv([words], place, 0)
+        self._ended[peer] = threading.Event()
         self._words[peer] = words
 
     def _route(self, direction: Direction, peer: int) -> tuple[Any, int]:
@@ -163,8 +168,7 @@ class Wire:
         """
         self._close("pull")
         self._close("push")
-        if self._watched:
-            self._close("control")
+        self._close("control")
 
     def _close(self, direction: Direction) -> None:
         for peer in list(self._routes):
@@ -173,14 +177,14 @@ class Wire:
                 group.recv([torch.empty(1)], place, self._size + 2).wait(timedelta(milliseconds=1))
 
     def watch(self, peer: int) -> None:
-        """Wait until ``peer`` has said its last words, has closed, or :meth:`stop_watching` is called.
+        """Wait until ``peer`` has said its last words, has closed, or :meth:`stop_watching` is called; once per peer.
 
         A transfer that begins in the moment in which the peer goes away may wait for ever in gloo; this receive has
         been there from the beginning.
         """
-        self._watched = True
         with suppress(RuntimeError):
             self._hearing[peer].wait(timedelta(seconds=10 * IDLE_S))
+        self._ended[peer].set()
 
     def stop_watching(self) -> None:
         """End :meth:`watch` in all threads. Nothing can be told or heard after this."""
@@ -198,12 +202,27 @@ class Wire:
             with suppress(RuntimeError):
                 work.wait(timedelta(seconds=WORDS_S))
 
-    def heard(self) -> str:
-        """Return a peer's last words, empty when there are none."""
-        return next((text for peer in list(self._words) if (text := self.heard_from(peer))), "")
+    def listen(self, within_s: float) -> str:
+        """Return a peer's last words; empty when a peer has closed without any, or none has done either in time."""
+        end = time.monotonic() + within_s
+        while not (text := self._heard()) and not self._gone() and time.monotonic() < end:
+            time.sleep(0.01)
+        return text or self._heard()
 
-    def heard_from(self, peer: int) -> str:
+    def last_words(self, peer: int, within_s: float) -> str:
         """Return this peer's last words, empty when there are none."""
+        self._ended[peer].wait(within_s)
+        return self._said(peer)
+
+    def _heard(self) -> str:
+        return next((text for peer in list(self._words) if (text := self._said(peer))), "")
+
+    def _gone(self) -> bool:
+        return any(ended.is_set() for ended in list(self._ended.values()))
+
+    def _said(self, peer: int) -> str:
+        if not self._ended[peer].is_set():
+            return ""  # half of them may be there
         return bytes(self._words[peer].tolist()).rstrip(b"\0").decode(errors="ignore")
 
 
@@ -213,8 +232,6 @@ class End:
     Attributes:
         changed: the condition that guards the state and is notified when it changes.
     """
-
-    _join_s = JOIN_S
 
     def __init__(self, wire: Wire, title: str) -> None:
         self.changed = threading.Condition()
@@ -226,12 +243,19 @@ class End:
         self._told.set()
         """Clear while a failure is being told: whoever closes connections waits, or nobody would hear the reason."""
         self._threads: list[threading.Thread] = []
+        self._listeners: list[threading.Thread] = []
         self._lanes: list[queue.SimpleQueue[Any]] = []
         """Where threads wait for work; None ends them."""
 
     def _start(self, body: Callable[[int], None], peer: int) -> None:
         """Run ``body(peer)`` in a thread; what it raises becomes the failure of this end."""
+        self._threads.append(self._thread(body, peer))
 
+    def _listen_to(self, peer: int) -> None:
+        """Run :meth:`_listen` in a thread, which may be the last one to end."""
+        self._listeners.append(self._thread(self._listen, peer))
+
+    def _thread(self, body: Callable[[int], None], peer: int) -> threading.Thread:
         def run() -> None:
             try:
                 body(peer)
@@ -241,8 +265,52 @@ class End:
                 self._fail(TransferError(f"{self._title} failed: {type(error).__name__}: {error}"))
 
         thread = threading.Thread(target=run, daemon=True, name=f"{self._title} {body.__name__} {peer}")
-        self._threads.append(thread)
         thread.start()
+        return thread
+
+    def _listen(self, peer: int) -> None:
+        """Hear the last words of ``peer``, a rank."""
+        self._wire.watch(peer)
+
+    @contextmanager
+    def _requesting(self) -> Iterator[None]:
+        """Make the error of a request the failure of this end, and raise that: it knows a peer's last words."""
+        try:
+            yield
+        except TransferError as error:
+            self._fail(error)
+            with self.changed:  # another thread may have been first and be about to say so
+                self.changed.wait_for(lambda: self._failure is not None, TELLING_S)
+                self._raise_failure()
+            raise
+
+    def _abandonable(self, transfer: Callable[[], T]) -> T:
+        """Return what ``transfer()`` does, in a thread of its own: no longer waited for once this end has failed.
+
+        The main thread must not wait in gloo itself, which forgets a transfer that begins in the moment in which its
+        peer goes away.
+        """
+        self._raise_failure()
+        answers: list[T | TransferError] = []
+
+        def run() -> None:
+            answer: T | TransferError
+            try:
+                answer = transfer()
+            except TransferError as error:
+                answer = error
+            with self.changed:
+                answers.append(answer)
+                self.changed.notify_all()
+
+        threading.Thread(target=run, daemon=True, name=f"{self._title} request").start()
+        with self.changed:
+            while not answers:
+                self._raise_failure()
+                self.changed.wait()
+        if isinstance(answers[0], TransferError):
+            raise answers[0]
+        return answers[0]
 
     def _fail(self, error: TransferError) -> None:
         """Make ``error`` the failure unless there is one, tell the peers what was first, and end all threads."""
@@ -258,9 +326,7 @@ class End:
 
     def _tell_and_hang_up(self, error: TransferError) -> None:
         # A closed connection has a reason at the other end; every other failure begins here and is told at once.
-        end = time.monotonic() + (2 * WORDS_S if CLOSED in str(error) else 0.0)
-        while not (first := self._wire.heard()) and time.monotonic() < end:
-            time.sleep(WORDS_S / 20)
+        first = self._wire.listen(LISTEN_S if CLOSED in str(error) else 0.0)
         self._wire.tell(first or str(error))
         if first and BEFORE not in str(error):  # a lost worker's reason, which this end repeats, has it already
             error = TransferError(f"{error}; {BEFORE} {first}")
@@ -274,14 +340,11 @@ class End:
     def _join(self) -> None:
         """Wait for the threads, which have been told to end."""
         self._told.wait(TELLING_S)
-        self._closing_time()
-        end = time.monotonic() + self._join_s
-        for thread in self._threads:
+        self._wire.stop_watching()
+        end = time.monotonic() + (LEFT_BEHIND_S if self._failing else JOIN_S)
+        for thread in [*self._threads, *self._listeners]:
             thread.join(max(end - time.monotonic(), 0.0))
-        self._threads = []
-
-    def _closing_time(self) -> None:
-        """Close what only waiting threads need; called once no failure is being told any more."""
+        self._threads, self._listeners = [], []
 
     def _raise_failure(self) -> None:
         if self._failure is not None:

@@ -84,7 +84,7 @@ class Worker(End):
         self.model, self.plan, self._timeout_s = model, plan, timeout_s
         self._parameters = dict(model.named_parameters())
         wire = self._connect(timeout_s)
-        self.rank = wire.rank if wire.rank < plan.workers else wire.rank - plan.servers
+        self.rank = plan.worker_of_rank(wire.rank)
         super().__init__(wire, f"worker {self.rank} (rank {wire.rank})")
         self.clock = 0
         self.arrivals: list[Arrival] = []
@@ -102,6 +102,7 @@ class Worker(End):
         self._handles = self._hook()
         self._lanes += [*self._pulls, *self._pushes]
         for server in range(plan.servers):
+            self._listen_to(plan.rank_of_server(server))
             self._start(self._receive, server)
             self._start(self._push, server)
 
@@ -137,9 +138,9 @@ class Worker(End):
         self._handles = []
         try:
             if self._threads and not self._failing:
-                with self._telling("while closing"):
+                with self._requesting(), self._telling("while closing"):
                     for server in range(self.plan.servers):
-                        self._ask(server, CLOSE, self.clock)
+                        self._abandonable(partial(self._ask, server, CLOSE, self.clock))
         finally:
             for lane in self._lanes:
                 lane.put(None)
@@ -178,7 +179,8 @@ class Worker(End):
             self._gradients, self._offered, self._pushed, self._pushing = {}, {}, 0, kind == STEP
         start = time.perf_counter()
         for server, lane in enumerate(self._pulls):
-            with self._telling(f"while asking server {server} (rank {self.plan.rank_of_server(server)})"):
+            what = f"while asking server {server} (rank {self.plan.rank_of_server(server)})"
+            with self._requesting(), self._telling(what):
                 lane.put(self._expect(server, kind, start))
         for server, gates in enumerate(self._pushes):
             order = self.plan.gradients(server)

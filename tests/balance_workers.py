@@ -5,8 +5,10 @@ from __future__ import annotations
 import contextlib
 import multiprocessing
 import os
+import sys
 import threading
 import time
+import traceback
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -45,6 +47,13 @@ class Timed(nn.Module):
     def forward(self, features: Tensor) -> Tensor:
         time.sleep(self.per_sample_s * len(features))
         return self.network(features)
+
+
+def running(name: str) -> list[str]:
+    """Return where the threads of this name in this process stand."""
+    frames = sys._current_frames()
+    alive = [thread for thread in threading.enumerate() if thread.name == name and thread.ident in frames]
+    return ["".join(traceback.format_stack(frames[thread.ident])) for thread in alive if thread.ident is not None]
 
 
 def late_round(rank: int, who: int) -> str:
@@ -263,7 +272,7 @@ def train(
         "steps": steps,
         "seen": seen,
         "sizes": balancer.sizes,
-        "threads": [thread.name for thread in threading.enumerate()],
+        "threads": running("ddltool-balance"),
         "parameters": [value.detach().clone() for value in model.module.parameters()],
     }
 

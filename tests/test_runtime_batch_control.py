@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import threading
 from collections import Counter
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 
 from ddltool.analyzers.balancing.control import SpeedPolicy
 from ddltool.balance_events import BalanceEvent
+from ddltool.errors import DdlToolError
 from ddltool.runtime.batch_control import balance
 from ddltool.runtime.batch_control_events import EventFile, Manager
+from ddltool.runtime.batch_control_exchange import Exchange
 from tests.balance_workers import (
     SHORT_WINDOWS,
     accumulated,
@@ -87,7 +92,7 @@ def test_algorithm_2_in_the_background(tmp_path: Path) -> None:
     assert steps[-1][0] >= 22
     for epoch in range(4):
         assert Counter(number for answer in answers for number in answer["seen"][epoch]) == Counter(range(320))
-    assert not any("ddltool-balance" in answer["threads"] for answer in answers)
+    assert [answer["threads"] for answer in answers] == [[], []]
     assert {BalanceEvent.model_validate_json(line).event for line in Path(events).read_text().splitlines()} >= {
         "resize"
     }
@@ -252,6 +257,28 @@ def test_a_rank_that_stays_away_is_named(who: int) -> None:
     assert answers[who] == "stayed away"
     assert answers[1 - who].startswith(f"step 1: nothing came from rank {who}, so batch sizes are unknown")
     assert "\n" not in answers[1 - who]
+
+
+def test_who_ends_early_leaves_its_row_to_rank_0() -> None:
+    """Rank 0 comes to the round when rank 1 has given it up; it would otherwise wait in vain."""
+    store = dist.HashStore()
+    store.set_timeout(timedelta(seconds=5))
+    first, other = (Exchange(store, rank, 2, lambda rows: rows.sum(axis=0), store) for rank in range(2))
+    told: list[str] = []
+
+    def take_part() -> None:
+        try:
+            other.round(0, np.array([1.0]))
+        except DdlToolError as error:
+            told.append(str(error))
+
+    thread = threading.Thread(target=take_part)
+    thread.start()
+    store.wait(["row/0/1"])
+    other.interrupt()
+    thread.join()
+    assert told == ["step 0: this rank is ending, so batch sizes are unknown"]
+    assert first.round(0, np.array([2.0])).tolist() == [3.0]
 
 
 def test_a_choice_that_fails_ends_the_job_everywhere() -> None:

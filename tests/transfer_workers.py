@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import faulthandler
 import multiprocessing
 import os
 import signal
@@ -11,6 +12,7 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
@@ -57,19 +59,29 @@ def launch(body: Callable[..., Any], size: int, *args: Any) -> list[Outcome]:
             end = time.monotonic() + PATIENCE_S
             for rank, (process, pipe) in enumerate(crew):
                 answer = None
-                assert pipe.poll(max(end - time.monotonic(), 0.0)), f"rank {rank} did not answer"
+                if not pipe.poll(max(end - time.monotonic(), 0.0)):
+                    raise AssertionError(f"rank {rank} did not answer\n{_stacks(crew, port)}")
                 try:
                     answer = pipe.recv()
                 except EOFError:
                     answer = (None, "no answer", 0.0)
                 process.join(max(end - time.monotonic(), 0.0))
-                assert process.exitcode is not None, f"rank {rank} did not end"
+                assert process.exitcode is not None, f"rank {rank} did not end\n{_stacks(crew, port)}"
                 outcomes.append(Outcome(answer[0], answer[1], process.exitcode, answer[2]))
             return outcomes
         finally:
             for process, _ in crew:
                 process.kill()
                 process.join()
+
+
+def _stacks(crew: list[tuple[BaseProcess, Connection]], port: Path) -> str:
+    """Return where every thread of the processes that are still there stands."""
+    for process, _ in crew:
+        if process.pid is not None and process.is_alive():
+            os.kill(process.pid, signal.SIGUSR1)
+    time.sleep(1.0)
+    return "\n".join(f"{path.name}:\n{path.read_text()}" for path in sorted(port.parent.glob("stacks.*")))
 
 
 def meet(port: Path, rank: int, size: int) -> None:
@@ -87,6 +99,8 @@ def meet(port: Path, rank: int, size: int) -> None:
 
 def _enter(pipe: Connection, port: Path, rank: int, size: int, body: Callable[..., Any], args: tuple[Any, ...]) -> None:
     torch.set_num_threads(1)
+    stacks = port.with_name(f"stacks.{rank}").open("w", encoding="utf-8")
+    faulthandler.register(signal.SIGUSR1, stacks)
     meet(port, rank, size)
     dist.barrier()
     start = time.monotonic()
