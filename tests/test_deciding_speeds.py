@@ -19,6 +19,9 @@ from ddltool.analyzers.deciding.rescaling import measured_speeds, scaled_curve, 
 from ddltool.analyzers.goodput.throughput import ThroughputParams, iteration_time_s
 from ddltool.analyzers.placement.bsp import plan_bsp
 from ddltool.analyzers.placement.problem import DeviceType, Problem
+from ddltool.analyzers.reporting.plan_section import _proof, _spans
+from ddltool.artifacts import load
+from ddltool.plan import Plan
 from tests.conftest import Result
 from tests.test_verify import rows
 
@@ -310,6 +313,15 @@ def test_the_rest_of_a_step_is_in_the_next_plan(tmp_path: Path, cli: Cli) -> Non
     each = 0.2 * (LAUNCH_S + SAMPLE_S * BATCH) / (LAUNCH_S + SAMPLE_S * 128)
     assert elastic["iteration_s"] == pytest.approx(2 * (each + 0.01 + OTHER_S))
     assert elastic["other_s"] == pytest.approx(2 * OTHER_S)
+    plan = load(tmp_path / "plan.json", Plan)
+    for row in plan.assignments:
+        drawn = sorted(_spans(plan, row), key=lambda span: span.start)
+        assert [span.kind for span in drawn if span.kind != "waiting"] == ["compute", "communication", "other"]
+        assert drawn[-1].end == pytest.approx(plan.iteration_s)
+    assert _proof(plan) == "proven optimal"
+    unproven = plan.model_copy(update={"status": "feasible"})
+    assert "shorter step" in _proof(unproven.model_copy(update={"gap": 0.0}))
+    assert _proof(unproven.model_copy(update={"gap": 0.02})) == "within 2.0% of the proven bound"
     found = cli("verify", tmp_path / "plan.json", told, "--json").document
     assert found["iteration"]["error"] == pytest.approx(0.0, abs=1e-9)
     assert found["other"]["predicted_s"] == pytest.approx(OTHER_S)

@@ -93,8 +93,8 @@ sys.exit(max(task.wait() for task in tasks))
 
 
 def fake_torchrun(folder: Path) -> None:
-    """A torchrun that only tells how it was called."""
-    executable(folder / "torchrun", '#!/bin/bash\nprintf "%s\\n" "$#" "$@"\n')
+    """A torchrun that only tells how it was called, in one write: bash's own printf has one for each line."""
+    executable(folder / "torchrun", '#!/bin/bash\nexec env printf "%s\\n" "$#" "$@"\n')
 
 
 def run(command: list[str], folder: Path, **variables: str) -> subprocess.CompletedProcess[str]:

@@ -188,6 +188,13 @@ class Plan(Artifact):
         """Number of processes: one per used device."""
         return sum(assignment.devices for assignment in self.assignments)
 
+    @property
+    def other_s(self) -> float | None:
+        """Seconds that a step has beside compute and synchronisation; None where no run has told it."""
+        if self.decision is None:
+            return None
+        return next((it.other_s for it in self.decision.options if it.strategy == self.strategy), 0.0) or None
+
 
 class RankEnforcement(Record):
     """What one process does."""

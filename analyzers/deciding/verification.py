@@ -119,7 +119,7 @@ def verify(
         sync = max(_exposed_s(model, run, compute) for model in given.values())
     elif sync is None and plan.strategy == "goodput":
         sync = max(0.0, plan.iteration_s - compute)
-    other = None if given else _planned_other_s(plan)
+    other = None if given else plan.other_s
     predicted = compute + (sync or 0.0) + (other or 0.0)
     if not predicted <= _LONGEST_S:
         raise InputError("plan", f"predicts {predicted:.3g} s for this run's step", f"it must be <= {_LONGEST_S:g} s")
@@ -148,13 +148,6 @@ def _remedy(checks: Sequence[RankCheck]) -> str:
         return "plan again with --telemetry and this file"
     # Rows of a profile from other times would be averaged with the run's.
     return "fit it again from this telemetry alone"
-
-
-def _planned_other_s(plan: Plan) -> float | None:
-    """Return what the plan adds to a step beside compute and synchronisation; None where no run has told it."""
-    if plan.decision is None:
-        return None
-    return next((it.other_s for it in plan.decision.options if it.strategy == plan.strategy), 0.0) or None
 
 
 def _check(row: Assignment, rank: RankRun, models: Mapping[str, ThroughputParams]) -> RankCheck:

@@ -9,7 +9,7 @@ import numpy as np
 from ddltool.analyzers.reporting.charts import Line as ChartLine
 from ddltool.analyzers.reporting.charts import Span, bars_svg, lines_svg, spans_svg
 from ddltool.analyzers.reporting.page import Picture, Section, Table, counted, filled, shortened
-from ddltool.analyzers.reporting.style import COMPUTE_COLOUR, WAIT_COLOUR
+from ddltool.analyzers.reporting.style import COMPUTE_COLOUR, SERIES_COLOURS, WAIT_COLOUR
 from ddltool.plan import (
     Alternative,
     Assignment,
@@ -25,17 +25,16 @@ from ddltool.units import show_bytes, show_seconds
 _LANES_DRAWN = 16
 _ITERATIONS_DRAWN = 80
 _ROWS_AT_FIRST = 10
-_COLOURS = {"compute": COMPUTE_COLOUR, "communication": "#0072B2", "waiting": WAIT_COLOUR}
+_COLOURS = {"compute": COMPUTE_COLOUR, "communication": "#0072B2", "waiting": WAIT_COLOUR, "other": SERIES_COLOURS[3]}
 Blocks = list[Picture | Table]
 
 
 def plan_section(plan: Plan, name: str, anchor: str) -> Section:
     """Return the section of one plan: its step, its placement, and what its strategy adds. All predicted."""
-    proof = "proven optimal" if plan.status == "optimal" else f"within {plan.gap:.1%} of the proven bound"
     lead = [
         f"Job {shortened(plan.job, 60)}, strategy {plan.strategy}: {show_seconds(plan.iteration_s)} per step, "
         f"{plan.throughput:.4g} mini-batches/s of {counted(plan.batch_size, 'sample')} "
-        f"on {counted(plan.world_size, 'device')}; {proof}.",
+        f"on {counted(plan.world_size, 'device')}; {_proof(plan)}.",
     ]
     lead += plan.decision.words if plan.decision is not None else []
     blocks: Blocks = [_placement(plan)]
@@ -55,6 +54,14 @@ def plan_section(plan: Plan, name: str, anchor: str) -> Section:
         lead.append(_migration_words(plan))
     blocks += communication_blocks(plan.ddp, plan.fsdp2, plan.parameters)
     return Section(anchor=anchor, title=f"Plan ({plan.strategy}): {name}", lead=lead, blocks=blocks)
+
+
+def _proof(plan: Plan) -> str:
+    if plan.status == "optimal":
+        return "proven optimal"
+    if plan.gap < 5e-4:
+        return "no plan has a shorter step, but the search ended before the other objectives were proven"
+    return f"within {plan.gap:.1%} of the proven bound"
 
 
 def _placement(plan: Plan) -> Picture | Table:
@@ -93,7 +100,7 @@ def _assignments(plan: Plan) -> Table:
 
 
 def _spans(plan: Plan, row: Assignment) -> list[Span]:
-    """Return one device's bars: its ESTs or iterations, then communication or waiting."""
+    """Return one device's bars: its ESTs or iterations, waiting, then communication and the rest of a step."""
     compute = row.compute_s or 0.0
     made: list[Span] = []
     if plan.superstep is not None:
@@ -113,9 +120,13 @@ def _spans(plan: Plan, row: Assignment) -> list[Span]:
             Span(place * compute / parts, (place + 1) * compute / parts, "compute", text.format(place + 1))
             for place in range(parts)
         ]
-        done, end = compute, plan.iteration_s - (plan.communication_s or 0.0)
-        if plan.communication_s:
-            made.append(Span(max(end, done), max(end, done) + plan.communication_s, "communication"))
+        communication_s, other_s = plan.communication_s or 0.0, plan.other_s or 0.0
+        done, end = compute, plan.iteration_s - communication_s - other_s
+        together = max(end, done)
+        if communication_s:
+            made.append(Span(together, together + communication_s, "communication"))
+        if other_s:
+            made.append(Span(together + communication_s, together + communication_s + other_s, "other"))
     if end > done * (1 + 1e-9):
         made.append(Span(done, end, "waiting"))
     return made
