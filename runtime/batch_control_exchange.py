@@ -23,6 +23,7 @@ Floats = NDArray[np.float64]
 TIMEOUT_S = 300.0
 _FAILED = b"-"
 _MISSING = b"!"
+_ENDED = b"."
 _NOTHING = "step {}: nothing came from {}, so batch sizes are unknown"
 KeyStore = Any
 """A ``torch.distributed.Store``: its type hints are not those of the real one."""
@@ -75,6 +76,9 @@ class Exchange:
         self._forget(mine)
         if text.startswith(_MISSING):
             raise ExchangeError(_NOTHING.format(step, text.removeprefix(_MISSING).decode()))
+        if text.startswith(_ENDED):
+            who = text.removeprefix(_ENDED).decode()
+            raise ExchangeError(f"step {step}: rank {who} has ended, so batch sizes are unknown")
         if text == _FAILED:
             raise ExchangeError(f"step {step}: rank 0 could not choose batch sizes; see its message")
         return np.frombuffer(text, dtype="<f8")
@@ -87,6 +91,7 @@ class Exchange:
             given = self._store.multi_get(keys) if self._store.has_extended_api() else map(self._store.get, keys)
             given = list(given)
             if self._interrupted:
+                self._end(self._store, step)
                 raise self._ended(step)
             rows = np.stack([np.asarray(row, dtype=np.float64), *(np.frombuffer(text, dtype="<f8") for text in given)])
         except RuntimeError as error:
@@ -124,8 +129,13 @@ class Exchange:
             if self._rank == 0:  # nobody else reads rows
                 for rank in range(1, self._world_size):
                     self._other.set(f"row/{step}/{rank}", _FAILED)
-            elif not self._other.check([f"choice/{step}"]):
-                self._other.set(f"choice/{step}", _FAILED)
+            else:
+                self._end(self._other, step)
+
+    def _end(self, store: KeyStore, step: int) -> None:
+        """Say in place of the choice that this rank has ended, unless there is one."""
+        with contextlib.suppress(RuntimeError):
+            store.compare_set(f"choice/{step}", "", _ENDED.decode() + str(self._rank))
 
     def look(self) -> None:
         """Note what shows who is lost as long as this end is open: before :meth:`close`, for :meth:`missing` after it."""

@@ -62,7 +62,8 @@ class RollCall:
         self._world_size = world_size
         self._every_s = min(_MARK_AFTER_S, timeout_s / 4)
         self._next = 0
-        self._since: float | None = None
+        self._waiting: tuple[float, int] | None = None
+        """Since when this rank waits in which round; in one piece, for another thread reads it."""
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._mark, name="ddltool-roll-call", daemon=True)
         self._thread.start()
@@ -71,11 +72,11 @@ class RollCall:
     def begin(self, step: int) -> None:
         """This rank has come to the round of ``step`` and waits for others."""
         self._next = step
-        self._since = time.monotonic()
+        self._waiting = (time.monotonic(), step)
 
     def end(self) -> None:
         """The round went well."""
-        self._since = None
+        self._waiting = None
         self._next += 1
 
     def close(self) -> None:
@@ -89,9 +90,10 @@ class RollCall:
         """Say in the store that this rank has come, once per round that takes long."""
         marked = -1
         while not self._over.wait(self._every_s):
-            since, step = self._since, self._next
-            if since is None or marked == step or time.monotonic() - since < self._every_s:
+            waiting = self._waiting
+            if waiting is None or marked == waiting[1] or time.monotonic() - waiting[0] < self._every_s:
                 continue
+            step = waiting[1]
             try:
                 self._store.set(f"came/{self._rank}", str(step))
             except RuntimeError:

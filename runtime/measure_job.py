@@ -201,9 +201,11 @@ class Job:
         time.sleep(2 * _GRACE_S if self.place.rank == 0 else 3 * _GRACE_S)
         if not self._telling.acquire(blocking=False):
             return
-        if self.place.rank == 0:
-            self._leave(_as_error(reason))
-        os._exit(int(reason["code"]))
+        try:
+            if self.place.rank == 0:
+                self._leave(_as_error(reason))
+        finally:  # whatever became of the line: its stream may be closed
+            os._exit(int(reason["code"]))
 
     def _device(self) -> Any:
         import torch

@@ -15,13 +15,14 @@ from torch import Tensor, nn
 from torch.distributed.distributed_c10d import Store
 
 from ddltool.errors import InputError, one_line
+from ddltool.runtime.ends import LEFT_BEHIND_S, LISTEN_S
 from ddltool.runtime.member_wire import Door
 from ddltool.runtime.membership import FOREVER_S, JOIN, JOINED, MEMBERS, SHARE, Membership, Share
 from ddltool.runtime.servers import ParameterServer
 from ddltool.runtime.servers import Update as Optimizer
 from ddltool.runtime.sync_records import SyncLog
 from ddltool.runtime.transfers import TransferError, TransferPlan
-from ddltool.runtime.wire import CLOSED, HEADER, LEFT_BEHIND_S, LISTEN_S, REFUSED
+from ddltool.runtime.wire import CLOSED, HEADER, REFUSED
 
 log = logging.getLogger(__name__)
 
@@ -46,12 +47,15 @@ class MemberServer(ParameterServer):
         door: Store | None,
     ) -> None:
         """See :class:`~.sync_server.SyncServer`."""
-        if not lost_after_s > 0:
-            raise InputError("lost_after_s", f"is {lost_after_s}", "give seconds above 0")
-        if (plan.late > 0) != (door is not None):
-            problem = f"is {'missing' if door is None else 'given'} for a plan with {plan.late} late workers"
-            raise InputError("door", problem, "both or neither: workers join through a torch.distributed store")
-        super().__init__(values, plan, update, timeout_s=FOREVER_S, idle_s=FOREVER_S)
+
+        def check() -> None:
+            if not lost_after_s > 0:
+                raise InputError("lost_after_s", f"is {lost_after_s}", "give seconds above 0")
+            if (plan.late > 0) != (door is not None):
+                problem = f"is {'missing' if door is None else 'given'} for a plan with {plan.late} late workers"
+                raise InputError("door", problem, "both or neither: workers join through a torch.distributed store")
+
+        super().__init__(values, plan, update, timeout_s=FOREVER_S, idle_s=FOREVER_S, check=check)
         self._store = door
         self._admitted: set[int] = set()
         self._gates: dict[int, int] = {}
@@ -118,7 +122,11 @@ class MemberServer(ParameterServer):
             with self.changed:
                 if self._done.is_set() or self._failing:
                     break  # the joiner sees its connections close when this process ends
-                self._wire.admit(self.plan.rank_of_worker(worker), groups, 0)
+                try:
+                    self._wire.admit(self.plan.rank_of_worker(worker), groups, 0)
+                except TransferError as error:
+                    log.warning("%s: worker %d wanted to join and has gone (%s)", self._title, worker, error)
+                    continue
                 self._admitted.add(worker)
             self._listen_to(self.plan.rank_of_worker(worker))
             for body in (self._answer, self._collect):
@@ -160,11 +168,11 @@ class MemberServer(ParameterServer):
 
     def _listen(self, peer: int) -> None:
         """Take a worker out that has gone away without closing, whatever else is under way."""
-        super()._listen(peer)
+        self._wire.watch(peer)
         worker = self.plan.worker_of_rank(peer)
         # What it sent before it closed may still be on its way.
         if not self._done.wait(GRACE_S) and worker not in self._leaving and not self._failing:
-            self._gone(worker, TransferError(f"{self._title}: {CLOSED}: worker {worker} (rank {peer})"))
+            self._gone(worker, TransferError(f"{self._title}: {CLOSED}: worker {worker} (rank {peer})", peer))
 
     def _answer(self, worker: int) -> None:
         try:

@@ -17,8 +17,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from ddltool.runtime.ends import JOIN_S, End
 from ddltool.runtime.transfers import IDLE_S, TIMEOUT_S, TransferError, TransferPlan, check_values, listing
-from ddltool.runtime.wire import CLOSE, HEADER, PULL, STEP, End, Gate, Wire
+from ddltool.runtime.wire import CLOSE, CLOSED, HEADER, PULL, STEP, Gate, Wire
 
 Update = Callable[[str, Tensor, Tensor], Tensor]
 """From a parameter's name, value and mean gradient to its new value, which must be a new tensor."""
@@ -70,15 +71,22 @@ class ParameterServer(End):
         *,
         timeout_s: float = TIMEOUT_S,
         idle_s: float = IDLE_S,
+        check: Callable[[], None] = lambda: None,
     ) -> None:
         """Take this rank's share of ``values`` as version 0 and connect; a collective over all ranks.
 
         ``timeout_s``: how long a transfer that a worker asked for may wait for its turn, and how long its bytes may
-        take. ``idle_s``: how long a worker may ask for nothing. Raises InputError as :class:`Wire` does.
+        take. ``idle_s``: how long a worker may ask for nothing. ``check`` may refuse with InputError, which then all
+        ranks raise. Raises InputError as :class:`Wire` does.
         """
         given = dict(values.named_parameters()) if isinstance(values, nn.Module) else dict(values)
         self.plan, self._update, self._timeout_s, self._idle_s = plan, update, timeout_s, idle_s
-        wire = Wire(plan, timeout_s, lambda: check_values(plan, given))
+
+        def check_all() -> None:
+            check_values(plan, given)
+            check()
+
+        wire = Wire(plan, timeout_s, check_all)
         self.server = plan.server_of_rank(wire.rank)
         super().__init__(wire, f"server {self.server} (rank {wire.rank})")
         mine = [slot for slot in plan.slots if slot.server == self.server]
@@ -155,9 +163,18 @@ class ParameterServer(End):
         return self.values
 
     def _until_done(self) -> None:
-        """Wait for the threads to end."""
-        for thread in self._threads:
-            thread.join()
+        """Wait for the threads to end, or for a failure."""
+        with self.changed:
+            self.changed.wait_for(lambda: self._failing or self._ended.issuperset(self._threads))
+
+    def _listen(self, peer: int) -> None:
+        """Fail when a worker goes away without having closed."""
+        super()._listen(peer)
+        worker = self.plan.worker_of_rank(peer)
+        with self.changed:  # its last request may still be on its way
+            if self.changed.wait_for(lambda: self._failing or worker in self._closed, JOIN_S):
+                return
+        raise TransferError(f"{self._title}: {CLOSED}: worker {worker} (rank {peer})", peer)
 
     def _answer(self, worker: int) -> None:
         """Answer one worker's requests, one transfer at a time, until it closes."""
@@ -166,7 +183,7 @@ class ParameterServer(End):
         while True:
             with self._telling(f"while waiting for a request of worker {worker} (rank {peer})"):
                 tag = self._wire.request_tag
-                self._wire.wait(self._wire.post("pull", request, peer, tag), self._idle_s)
+                self._wire.wait(self._wire.post("pull", request, peer, tag), peer, self._idle_s)
             kind, clock = request.tolist()
             if kind == CLOSE:
                 break
@@ -243,11 +260,11 @@ class ParameterServer(End):
         while (step := self._steps[worker].get()) is not None:
             for header, announced in step.headers:
                 with self._telling(f"while waiting for gradients of worker {worker} (rank {peer})"):
-                    self._wire.wait(announced, self._idle_s)
+                    self._wire.wait(announced, peer, self._idle_s)
                 index, clock = header.tolist()
                 name = self.plan.slots[index].name
                 with self._telling(f"while the gradient of {name} came from worker {worker} (rank {peer})"):
                     buffer, arrival = step.payloads.pop(index)
-                    self._wire.wait(arrival, self._timeout_s)
+                    self._wire.wait(arrival, peer, self._timeout_s)
                 with self._accepting:
                     self.accept(worker, clock, name, buffer)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import queue
+import threading
 import time
 from collections.abc import Mapping
 from os import PathLike
@@ -13,6 +15,7 @@ from torch.distributed.distributed_c10d import Store
 
 from ddltool.errors import InputError
 from ddltool.runtime.elastic_bsp import ElasticBSP
+from ddltool.runtime.ends import TELLING_S
 from ddltool.runtime.member_server import LOST_AFTER_S, MemberServer, Refused
 from ddltool.runtime.member_wire import Door
 from ddltool.runtime.membership import FOREVER_S, Share, check_same_policy
@@ -67,15 +70,24 @@ class SyncServer(MemberServer):
             version=self.version,
             steps=[0] * plan.seats,
         )
-        if plan.late and not self.server and not names:
-            raise InputError("transfer plan", "puts no trainable parameter on server 0", "joining needs one there")
-        policy.open(self._book)
-        self.log.open()
+        try:
+            if plan.late and not self.server and not names:
+                raise InputError("transfer plan", "puts no trainable parameter on server 0", "joining needs one there")
+            policy.open(self._book)
+            self.log.open()
+        except InputError as error:
+            self._fail(TransferError(f"{self._title}: {error}"))  # the others are connected, and would wait
+            raise
         self._snapshot: dict[int, tuple[dict[str, Tensor], dict[str, int]]] = {}
         self._pulled: list[dict[str, int]] = [dict(self.version) for _ in range(plan.seats)]
         self._since_s: dict[int, float] = {}
         self._left = [0] * plan.seats
         self._over = not (isinstance(policy, ElasticBSP) and self.server)
+        others = plan.servers - 1 if isinstance(policy, ElasticBSP) and not self.server else 0
+        self._barriers: list[queue.SimpleQueue[list[int] | None]] = [queue.SimpleQueue() for _ in range(others)]
+        """On server 0, what each other server is to be told."""
+        self._lanes += self._barriers
+        self._announcers: list[threading.Thread] = []
 
     @property
     def updates(self) -> float:
@@ -105,7 +117,9 @@ class SyncServer(MemberServer):
 
     def blockers(self, worker: int, clock: int, name: str) -> list[int]:
         """See :meth:`~.servers.ParameterServer.blockers`."""
-        return self.policy.blockers(worker, clock, name)
+        # Who joins holds back the others until all servers know it.
+        joining = {other for other, step in self._gates.items() if clock >= step and other in self.membership.members}
+        return sorted({*self.policy.blockers(worker, clock, name), *(joining - {worker})})
 
     def to_send(self, worker: int, name: str) -> tuple[Tensor, int]:
         """See :meth:`~.servers.ParameterServer.to_send`."""
@@ -167,6 +181,9 @@ class SyncServer(MemberServer):
             self.policy.start(time.monotonic())
             if self.server:
                 self._start(self._follow, 0)
+            for server in range(1, 1 + len(self._barriers)):
+                self._start(self._announce, server)
+            self._announcers = self._threads[-len(self._barriers) :] if self._barriers else []
         try:
             return super().serve()
         finally:
@@ -207,20 +224,30 @@ class SyncServer(MemberServer):
 
     def _until_done(self) -> None:
         with self.changed:
-            while not self._failing and (self.membership.members or (self.membership.closed and not self._over)):
-                self.changed.wait()
+            self.changed.wait_for(lambda: self._failing or not self.membership.members)
             ended_well = bool(self.membership.closed)
             lost = dict(self.membership.lost)
-        if self._failing:
-            return
-        if not ended_well:
+        if not self._failing and not ended_well:
             worker, reason = next(iter(lost.items()))
             self._fail(TransferError(f"{self._title}: no worker is left; the first lost was worker {worker}: {reason}"))
-            return
-        if self._elastic_others():
-            self._announce([OVER] + [0] * self.plan.seats)
-        if lost or self._admitted - self.membership.closed:
+        if not self._failing:
+            self._end_together()
+        if not self._failing and (lost or self._admitted - self.membership.closed):
             self._dismiss(lost)
+
+    def _end_together(self) -> None:
+        """Under ElasticBSP: tell the other servers that there will be no more barriers, or hear it from server 0."""
+        for lane in self._barriers:
+            lane.put([OVER] + [0] * self.plan.seats)
+            lane.put(None)
+        limit_s = 2 * self.membership.lost_after_s + TELLING_S  # servers may lose a worker so much apart
+        with self.changed:
+            if self.changed.wait_for(
+                lambda: self._failing or (self._over and self._ended.issuperset(self._announcers)), limit_s
+            ):
+                return
+        problem = "server 0 has not said" if self.server else "another server has not heard"
+        self._fail(TransferError(f"{self._title}: {problem} that the run is over, for {limit_s:g} s"))
 
     def _hand_over(self, worker: int, clock: int, pull: int) -> None:
         try:
@@ -265,7 +292,7 @@ class SyncServer(MemberServer):
         while True:
             message = torch.empty(1 + self.plan.seats, dtype=torch.int64)
             with self._telling(f"while waiting for the next barrier of server {server} (rank {peer})"):
-                self._wire.wait(self._wire.post("pull", message, peer, self._wire.first_free_tag), FOREVER_S)
+                self._wire.wait(self._wire.post("pull", message, peer, self._wire.first_free_tag), peer, FOREVER_S)
             number, *quota = message.tolist()
             with self.changed:
                 if number == OVER:
@@ -325,23 +352,17 @@ class SyncServer(MemberServer):
                 return
             over, following = self.policy.supersteps[-2:]
             self.log.barrier(over)
-        if self._elastic_others():
-            self._announce([following.number, *quota])
+        for lane in self._barriers:
+            lane.put([following.number, *quota])
         with self.changed:
             self.changed.notify_all()
 
-    def _elastic_others(self) -> bool:
-        return isinstance(self.policy, ElasticBSP) and self.server == 0 and self.plan.servers > 1
-
-    def _announce(self, numbers: list[int]) -> None:
-        for server in range(1, self.plan.servers):
-            peer = self.plan.rank_of_server(server)
-            try:
-                with self._telling(f"while telling server {server} (rank {peer}) the next barrier"):
-                    message = torch.tensor(numbers)
-                    self._wire.send("pull", message, peer, self._wire.first_free_tag, FOREVER_S)
-            except TransferError as error:  # raised here, it would pass for the loss of a worker
-                self._fail(error)
+    def _announce(self, server: int) -> None:
+        """Tell another server the barriers, in a thread of its own: nothing waits for a server that is gone."""
+        peer, lane = self.plan.rank_of_server(server), self._barriers[server - 1]
+        while (numbers := lane.get()) is not None:
+            with self._telling(f"while telling server {server} (rank {peer}) the next barrier"):
+                self._wire.send("pull", torch.tensor(numbers), peer, self._wire.first_free_tag, FOREVER_S)
 
     def _settle(self) -> None:
         with self.changed:

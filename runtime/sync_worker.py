@@ -28,9 +28,11 @@ from ddltool.runtime.membership import (
 )
 from ddltool.runtime.sync_policies import Policy
 from ddltool.runtime.sync_signals import Interruptions, Terminated
-from ddltool.runtime.transfers import TransferError, TransferPlan, check_values
+from ddltool.runtime.transfers import TransferError, TransferPlan
 from ddltool.runtime.wire import CLOSED, STEP, Wire
 from ddltool.runtime.workers import PushOrder, Worker
+
+NOTED_S = 1.0
 
 log = logging.getLogger(__name__)
 
@@ -76,20 +78,14 @@ class SyncWorker(Worker):
         :class:`~.wire.Wire` does, when the ranks' policies differ, when the file cannot be written, and when no seat is
         left for who comes late; TransferError when the job lets nobody in.
         """
-        if (policy.local_steps > 1) != (local_optimizer is not None):
-            problem = "is missing" if local_optimizer is None else f"is given under {policy.describe()}"
-            raise InputError("local_optimizer", problem, "local SGD of more than one step needs one, other models none")
-        if checkpoint is not None:
-            check_writable(Path(checkpoint))
         if door is None:
             check_same_policy(policy)
-        self.policy, self._door = policy, door
+        self.policy, self._door, self._optimizer = policy, door, local_optimizer
+        self._checkpoint = None if checkpoint is None else Path(checkpoint)
         self.epoch = 0
         self._closing = False
         self._interruptions = Interruptions()
         super().__init__(model, plan, timeout_s=FOREVER_S, push=push)
-        self._optimizer = local_optimizer
-        self._checkpoint = None if checkpoint is None else Path(checkpoint)
         self._pulled: dict[str, Tensor] = {}
         self._pulled_clock = 0
         self._local = 0  # steps of the round that is under way
@@ -170,7 +166,7 @@ class SyncWorker(Worker):
         def exchange() -> Tensor:
             coming = self._wire.post("pull", answer, self.plan.rank_of_server(server), self._wire.first_free_tag)
             self._ask(server, kind, number)
-            self._wire.wait(coming, FOREVER_S)
+            self._wire.wait(coming, self.plan.rank_of_server(server), FOREVER_S)
             return answer
 
         return self._abandonable(exchange)
@@ -178,7 +174,15 @@ class SyncWorker(Worker):
     def _connect(self, timeout_s: float) -> Wire:
         if self._door is None:
             return super()._connect(timeout_s)
-        return knock(self._door, self.plan, self.policy, lambda: check_values(self.plan, self._parameters))
+        return knock(self._door, self.plan, self.policy, self._check)
+
+    def _check(self) -> None:
+        super()._check()
+        if (self.policy.local_steps > 1) != (self._optimizer is not None):
+            problem = "is missing" if self._optimizer is None else f"is given under {self.policy.describe()}"
+            raise InputError("local_optimizer", problem, "local SGD of more than one step needs one, other models none")
+        if self._checkpoint is not None:
+            check_writable(self._checkpoint)
 
     def _join_job(self) -> None:
         """Become a member: server 0 says from which step and epoch on, then the others are told."""
@@ -193,11 +197,16 @@ class SyncWorker(Worker):
                     raise TransferError(f"{self._title}: {why} before all servers knew of this worker")
                 self._abandonable(lambda: self._ask(0, JOINED, self.clock))
         except TransferError:
+            self._reported = True
             self.close()
             raise
 
     def close(self) -> None:
-        """Push what a round has so far, tell the servers that nothing more will be asked for, and remove the hooks."""
+        """Push what a round has so far, tell the servers that nothing more will be asked for, and remove the hooks.
+
+        Raises TransferError as :meth:`step` does, and when a server was lost since the last step: what the servers hold
+        is gone then, and the checkpoint has been written.
+        """
         try:
             with self._saving():
                 if self._threads and not self._failing:
@@ -219,8 +228,10 @@ class SyncWorker(Worker):
     def _listen(self, peer: int) -> None:
         """Fail when a server goes away, whatever else is under way."""
         super()._listen(peer)
-        if not self._closing and not self._failing:
-            raise TransferError(f"{self._title}: {CLOSED}: server {self.plan.server_of_rank(peer)} (rank {peer})")
+        with self.changed:  # a server that has been told that this worker closes may end before that is noted here
+            if self.changed.wait_for(lambda: self._failing or peer in self._closed, NOTED_S if self._closing else 0.0):
+                return
+        raise TransferError(f"{self._title}: {CLOSED}: server {self.plan.server_of_rank(peer)} (rank {peer})", peer)
 
     @contextmanager
     def _local_step(self, optimizer: LocalOptimizer) -> Iterator[None]:
@@ -240,6 +251,7 @@ class SyncWorker(Worker):
             if self._local == self.policy.local_steps:
                 self._end_round()
         except BaseException as error:
+            self._reported = True
             self._fail(TransferError(f"{self._title} left a step with {type(error).__name__}: {error}"))
             raise
 
@@ -274,6 +286,7 @@ class SyncWorker(Worker):
         try:
             yield
         except TransferError as error:
+            self._reported = True
             if problem := self._save():
                 raise TransferError(f"{error}; {problem}") from error
             raise

@@ -42,9 +42,18 @@ IDLE_S = 1800.0
 
 
 class TransferError(DdlToolError):
-    """A transfer did not happen: says which one waited, for what, and on which rank."""
+    """A transfer did not happen: says which one waited, for what, and on which rank.
+
+    Attributes:
+        peer: the rank at the other end of a broken connection; None: the failure is none of a connection, or of several.
+    """
 
     exit_code = 1
+
+    def __init__(self, text: str, peer: int | None = None) -> None:
+        """``text``: all that there is to say."""
+        super().__init__(text)
+        self.peer = peer
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

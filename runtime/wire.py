@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import queue
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from datetime import timedelta
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -21,15 +20,8 @@ from ddltool.runtime.transfers import IDLE_S, TransferError, TransferPlan, check
 HEADER = 2  # int64 numbers before each payload: the parameter's index, and its version or the worker's clock
 REFUSED = -1  # in place of the index: nothing more will come, for the worker is no longer part of the job
 CLOSE, PULL, STEP = range(3)  # what a worker's request asks for: nothing more, parameters, parameters for a gradient
-JOIN_S = 5.0
-# A transfer that begins in the moment in which its peer goes away may never end in gloo; its thread is left behind.
-LEFT_BEHIND_S = 1.0
-# Length in bytes of a failing end's last words, and how long to send them and to wait for those of an end that closes.
-WORDS, WORDS_S, LISTEN_S = 1024, 1.0, 2.0
-TELLING_S = 5.0  # at most, for hearing and telling last words and for hanging up
+WORDS, WORDS_S = 1024, 1.0  # length in bytes of a failing end's last words, and how long to send them
 CLOSED = "the other end closed the connection"
-BEFORE = "before that,"
-T = TypeVar("T")
 Direction = Literal["pull", "push", "control"]
 Groups = Mapping[Direction, Any]  # gloo process groups: of torch.distributed, or made directly
 
@@ -108,13 +100,19 @@ class Wire:
         self._ended: dict[int, threading.Event] = {}
 
     def admit(self, peer: int, groups: Groups, place: int) -> None:
-        """Make ``peer``, which has rank ``place`` in these groups, one of the other ends."""
-        self._routes[peer] = groups, place
+        """Make ``peer``, which has rank ``place`` in these groups, one of the other ends.
+
+        Raises TransferError, with nothing changed, when it has gone already.
+        """
         # gloo itself receives last words, so that a process which is busy or late still finds them when it looks.
         words = torch.zeros(WORDS, dtype=torch.uint8)
-        self._hearing[peer] = groups["control"].recv([words], place, 0)
+        try:
+            self._hearing[peer] = groups["control"].recv([words], place, 0)
+        except RuntimeError as error:
+            raise TransferError(reason(error), peer) from error
         self._ended[peer] = threading.Event()
         self._words[peer] = words
+        self._routes[peer] = groups, place
 
     def _route(self, direction: Direction, peer: int) -> tuple[Any, int]:
         groups, place = self._routes.get(peer, (self._groups, peer))
@@ -141,7 +139,7 @@ class Wire:
             group, place = self._route(direction, peer)
             work: dist.Work = group.recv([tensor], place, tag)
         except RuntimeError as error:
-            raise TransferError(reason(error)) from error
+            raise TransferError(reason(error), peer) from error
         return work
 
     def send(self, direction: Direction, tensor: Tensor, peer: int, tag: int, timeout_s: float) -> None:
@@ -151,14 +149,14 @@ class Wire:
             work = group.send([tensor], place, tag)
             work.wait(timedelta(seconds=timeout_s))
         except RuntimeError as error:
-            raise TransferError(reason(error)) from error
+            raise TransferError(reason(error), peer) from error
 
-    def wait(self, work: dist.Work, timeout_s: float) -> None:
-        """Wait for a posted receive."""
+    def wait(self, work: dist.Work, peer: int, timeout_s: float) -> None:
+        """Wait for a receive that was posted for ``peer``."""
         try:
             work.wait(timedelta(seconds=timeout_s))
         except RuntimeError as error:
-            raise TransferError(reason(error)) from error
+            raise TransferError(reason(error), peer) from error
 
     def hang_up(self) -> None:
         """Close all connections, so that every thread here and every peer that waits on one stops waiting.
@@ -202,161 +200,27 @@ class Wire:
             with suppress(RuntimeError):
                 work.wait(timedelta(seconds=WORDS_S))
 
-    def listen(self, within_s: float) -> str:
-        """Return a peer's last words; empty when a peer has closed without any, or none has done either in time."""
-        end = time.monotonic() + within_s
-        while not (text := self._heard()) and not self._gone() and time.monotonic() < end:
-            time.sleep(0.01)
-        return text or self._heard()
-
     def last_words(self, peer: int, within_s: float) -> str:
-        """Return this peer's last words, empty when there are none."""
-        self._ended[peer].wait(within_s)
-        return self._said(peer)
+        """Return the last words of ``peer``, waiting for it to say them or to close; empty when there are none.
 
-    def _heard(self) -> str:
+        Of a peer that says nothing to this end, one server's to another, others may tell: any last words will do.
+        """
+        if peer in self._ended:
+            self._ended[peer].wait(within_s)
+            return self._said(peer)
+        end = time.monotonic() + within_s
+        while not (text := self.heard()) and time.monotonic() < end:
+            time.sleep(0.01)
+        return text
+
+    def heard(self) -> str:
+        """Return a peer's last words, empty when there are none."""
         return next((text for peer in list(self._words) if (text := self._said(peer))), "")
-
-    def _gone(self) -> bool:
-        return any(ended.is_set() for ended in list(self._ended.values()))
 
     def _said(self, peer: int) -> str:
         if not self._ended[peer].is_set():
             return ""  # half of them may be there
         return bytes(self._words[peer].tolist()).rstrip(b"\0").decode(errors="ignore")
-
-
-class End:
-    """What a worker and a server have in common: threads, and one failure that ends them all and is told to the job.
-
-    Attributes:
-        changed: the condition that guards the state and is notified when it changes.
-    """
-
-    def __init__(self, wire: Wire, title: str) -> None:
-        self.changed = threading.Condition()
-        self._wire = wire
-        self._title = title
-        self._failing = False
-        self._failure: TransferError | None = None
-        self._told = threading.Event()
-        self._told.set()
-        """Clear while a failure is being told: whoever closes connections waits, or nobody would hear the reason."""
-        self._threads: list[threading.Thread] = []
-        self._listeners: list[threading.Thread] = []
-        self._lanes: list[queue.SimpleQueue[Any]] = []
-        """Where threads wait for work; None ends them."""
-
-    def _start(self, body: Callable[[int], None], peer: int) -> None:
-        """Run ``body(peer)`` in a thread; what it raises becomes the failure of this end."""
-        self._threads.append(self._thread(body, peer))
-
-    def _listen_to(self, peer: int) -> None:
-        """Run :meth:`_listen` in a thread, which may be the last one to end."""
-        self._listeners.append(self._thread(self._listen, peer))
-
-    def _thread(self, body: Callable[[int], None], peer: int) -> threading.Thread:
-        def run() -> None:
-            try:
-                body(peer)
-            except TransferError as error:
-                self._fail(error)
-            except Exception as error:  # an optimizer's or a policy's own: the job must hear of it all the same
-                self._fail(TransferError(f"{self._title} failed: {type(error).__name__}: {error}"))
-
-        thread = threading.Thread(target=run, daemon=True, name=f"{self._title} {body.__name__} {peer}")
-        thread.start()
-        return thread
-
-    def _listen(self, peer: int) -> None:
-        """Hear the last words of ``peer``, a rank."""
-        self._wire.watch(peer)
-
-    @contextmanager
-    def _requesting(self) -> Iterator[None]:
-        """Make the error of a request the failure of this end, and raise that: it knows a peer's last words."""
-        try:
-            yield
-        except TransferError as error:
-            self._fail(error)
-            with self.changed:  # another thread may have been first and be about to say so
-                self.changed.wait_for(lambda: self._failure is not None, TELLING_S)
-                self._raise_failure()
-            raise
-
-    def _abandonable(self, transfer: Callable[[], T]) -> T:
-        """Return what ``transfer()`` does, in a thread of its own: no longer waited for once this end has failed.
-
-        The main thread must not wait in gloo itself, which forgets a transfer that begins in the moment in which its
-        peer goes away.
-        """
-        self._raise_failure()
-        answers: list[T | TransferError] = []
-
-        def run() -> None:
-            answer: T | TransferError
-            try:
-                answer = transfer()
-            except TransferError as error:
-                answer = error
-            with self.changed:
-                answers.append(answer)
-                self.changed.notify_all()
-
-        threading.Thread(target=run, daemon=True, name=f"{self._title} request").start()
-        with self.changed:
-            while not answers:
-                self._raise_failure()
-                self.changed.wait()
-        if isinstance(answers[0], TransferError):
-            raise answers[0]
-        return answers[0]
-
-    def _fail(self, error: TransferError) -> None:
-        """Make ``error`` the failure unless there is one, tell the peers what was first, and end all threads."""
-        with self.changed:
-            if self._failing:
-                return
-            self._failing = True
-            self._told.clear()
-        try:
-            self._tell_and_hang_up(error)
-        finally:
-            self._told.set()
-
-    def _tell_and_hang_up(self, error: TransferError) -> None:
-        # A closed connection has a reason at the other end; every other failure begins here and is told at once.
-        first = self._wire.listen(LISTEN_S if CLOSED in str(error) else 0.0)
-        self._wire.tell(first or str(error))
-        if first and BEFORE not in str(error):  # a lost worker's reason, which this end repeats, has it already
-            error = TransferError(f"{error}; {BEFORE} {first}")
-        with self.changed:
-            self._failure = error
-            self.changed.notify_all()
-        for lane in self._lanes:
-            lane.put(None)
-        self._wire.hang_up()
-
-    def _join(self) -> None:
-        """Wait for the threads, which have been told to end."""
-        self._told.wait(TELLING_S)
-        self._wire.stop_watching()
-        end = time.monotonic() + (LEFT_BEHIND_S if self._failing else JOIN_S)
-        for thread in [*self._threads, *self._listeners]:
-            thread.join(max(end - time.monotonic(), 0.0))
-        self._threads, self._listeners = [], []
-
-    def _raise_failure(self) -> None:
-        if self._failure is not None:
-            raise self._failure
-
-    @contextmanager
-    def _telling(self, what: str) -> Iterator[None]:
-        """Say ``what`` was going on in the errors of the wire."""
-        try:
-            yield
-        except TransferError as error:
-            raise TransferError(f"{self._title}: {error} {what}") from error
 
 
 def reason(error: Exception) -> str:

@@ -20,8 +20,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from ddltool.errors import InputError
+from ddltool.runtime.ends import End
 from ddltool.runtime.transfers import TIMEOUT_S, TransferError, TransferPlan, check_values, listing
-from ddltool.runtime.wire import CLOSE, HEADER, PULL, REFUSED, STEP, End, Gate, Wire
+from ddltool.runtime.wire import CLOSE, HEADER, PULL, REFUSED, STEP, Gate, Wire
 
 # A server gives up on a transfer after the timeout and says why; the worker waits a little longer, to hear it.
 GRACE_S = 2.0
@@ -79,9 +80,7 @@ class Worker(End):
         and scaling, and after any number of backward passes. Raises InputError as :class:`Wire` does, and for another
         ``push``.
         """
-        if push not in PUSH_ORDERS:
-            raise InputError("push", f"is {push}", f"known: {', '.join(PUSH_ORDERS)}")
-        self.model, self.plan, self._timeout_s = model, plan, timeout_s
+        self.model, self.plan, self._timeout_s, self._order = model, plan, timeout_s, push
         self._parameters = dict(model.named_parameters())
         wire = self._connect(timeout_s)
         self.rank = plan.worker_of_rank(wire.rank)
@@ -96,6 +95,8 @@ class Worker(End):
         self._pushed = 0
         self._pushing = False
         self._reverse, self._at_end = push == "reverse", push == "step"
+        self._closed: set[int] = set()
+        self._reported = False
         self._orders: list[list[int]] = [[] for _ in range(plan.servers)]
         self._pulls: list[queue.SimpleQueue[_Pull | None]] = [queue.SimpleQueue() for _ in range(plan.servers)]
         self._pushes: list[queue.SimpleQueue[Gate | None]] = [queue.SimpleQueue() for _ in range(plan.servers)]
@@ -107,7 +108,13 @@ class Worker(End):
             self._start(self._push, server)
 
     def _connect(self, timeout_s: float) -> Wire:
-        return Wire(self.plan, timeout_s, lambda: check_values(self.plan, self._parameters))
+        return Wire(self.plan, timeout_s, self._check)
+
+    def _check(self) -> None:
+        """Raise InputError for arguments that do not fit; all ranks then refuse."""
+        if self._order not in PUSH_ORDERS:
+            raise InputError("push", f"is {self._order}", f"known: {', '.join(PUSH_ORDERS)}")
+        check_values(self.plan, self._parameters)
 
     @contextmanager
     def step(self, *, push: bool = True) -> Iterator[Self]:
@@ -123,6 +130,7 @@ class Worker(End):
             yield self
             self._finish()
         except BaseException as error:
+            self._reported = True
             self._fail(TransferError(f"{self._title} left a step with {type(error).__name__}: {error}"))
             raise
 
@@ -132,7 +140,10 @@ class Worker(End):
             pass
 
     def close(self) -> None:
-        """Tell the servers that nothing more will be asked for, and remove the hooks. Idempotent."""
+        """Tell the servers that nothing more will be asked for, and remove the hooks. Idempotent.
+
+        Raises TransferError when the job has failed and nothing has said so to the caller yet.
+        """
         for handle in self._handles:
             handle.remove()
         self._handles = []
@@ -141,10 +152,19 @@ class Worker(End):
                 with self._requesting(), self._telling("while closing"):
                     for server in range(self.plan.servers):
                         self._abandonable(partial(self._ask, server, CLOSE, self.clock))
+                        with self.changed:
+                            self._closed.add(self.plan.rank_of_server(server))
+                            self.changed.notify_all()
+        except TransferError:
+            self._reported = True
+            raise
         finally:
             for lane in self._lanes:
                 lane.put(None)
             self._join()
+        if not self._reported:
+            self._reported = True
+            self._raise_failure()
 
     def __enter__(self) -> Self:
         return self
@@ -153,6 +173,7 @@ class Worker(End):
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         if error is not None:
+            self._reported = True
             self._fail(TransferError(f"{self._title} was ended by {type(error).__name__}: {error}"))
         self.close()
 
@@ -284,13 +305,13 @@ class Worker(End):
             for header, announced in pull.headers:
                 missing = listing([self._names[index] for index in left])
                 with self._telling(f"while waiting for {missing} of server {server} (rank {peer})"):
-                    self._wire.wait(announced, self._timeout_s + GRACE_S)
+                    self._wire.wait(announced, peer, self._timeout_s + GRACE_S)
                 index, version = header.tolist()
                 if index == REFUSED:
                     raise TransferError(f"{self._title} was taken out of the job by server {server} (rank {peer})")
                 buffer, arrival = left.pop(index)
                 with self._telling(f"while {self._names[index]} came from server {server} (rank {peer})"):
-                    self._wire.wait(arrival, self._timeout_s)
+                    self._wire.wait(arrival, peer, self._timeout_s)
                 value = self._parameters[self._names[index]].detach()
                 if buffer.data_ptr() != value.data_ptr():
                     value.copy_(buffer)

@@ -58,7 +58,7 @@ def running(name: str) -> list[str]:
 
 def late_round(rank: int, who: int) -> str:
     """Return what a rank is told when rank ``who`` does not come to a round of reports."""
-    link = own(default_store(), f"late-{who}-{LATE.setdefault(who, len(LATE))}", 0.5)
+    link = own(default_store(), f"late-{who}-{LATE.setdefault(who, len(LATE))}", 4.0)
     exchange = Exchange(link, rank, 2, lambda rows: rows.sum(axis=0))
     row = np.array([1.0, 2.0 + rank])
     assert exchange.round(0, row).tolist() == [2.0, 5.0]
@@ -118,10 +118,10 @@ def tree_failure(rank: int, world_size: int, case: str) -> str:
         return rows[:, 0]
 
     link = under(default_store(), f"tree {case}")
-    exchange = TreeExchange(link, rank, world_size, choose, 1.5, 1)
+    exchange = TreeExchange(link, rank, world_size, choose, 4.0, 1)
     try:
         if case == str(rank):
-            time.sleep(1.5 + 2.0)  # its connections stay, as those of a rank that hangs
+            time.sleep(4.0 + 4.0)  # its connections stay, as those of a rank that hangs
             return "stayed away"
         exchange.round(0, np.array([1.0]))
     except DdlToolError as error:

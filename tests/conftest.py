@@ -10,8 +10,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import HealthCheck, settings
 
 from tests.processes import children_left
+
+# On a busy machine an example may take any time, and a change must not fail on a rare example that it did not cause:
+# `pytest --hypothesis-profile=search` looks for those.
+settings.register_profile("repeatable", deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
+settings.register_profile("search", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("repeatable")
 
 # Two cores serve many test processes: one thread each keeps them from fighting, and results repeatable.
 os.environ.setdefault("OMP_NUM_THREADS", "1")

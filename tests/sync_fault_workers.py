@@ -67,6 +67,31 @@ def go_wrong(fault: str, loss: torch.Tensor, model: Branches, folder: Path, last
     return loss
 
 
+def lose_the_server_before_the_end(rank: int, policy: Policy, steps: int, folder: Path) -> str:
+    """One worker kills the server after its last step, and closes when it has noticed; return what closing says."""
+    model, plan = make_model(), make_plan(1, 1, "none")
+    Path(folder, f"pid.{rank}").write_text(str(os.getpid()))
+    dist.barrier()
+    if rank == 1:
+        SyncServer(model, plan, MomentumSGD(lr=0.01), policy).serve()
+    local = PlainSGD(model, 0.1) if policy.local_steps > 1 else None
+    worker = SyncWorker(model, plan, policy, checkpoint=folder / "last.pt", local_optimizer=local)
+    for step in range(steps):
+        with worker.step():
+            features, labels = make_batch(0, step)
+            nn.functional.cross_entropy(model(features), labels).backward()
+    os.kill(int(Path(folder, "pid.1").read_text()), signal.SIGKILL)
+    with worker.changed:
+        assert worker.changed.wait_for(lambda: worker._failure is not None, 30.0)
+    said = "nothing"
+    try:
+        worker.close()
+    except TransferError as error:
+        said = str(error)
+    worker.close()  # it has been said once
+    return said
+
+
 def serve(rank: int, policy: Policy, folder: Path, model: nn.Module, plan: Any, options: dict[str, Any]) -> Any:
     """Return how the server ended, and what it holds then."""
     server = SyncServer(
@@ -75,7 +100,7 @@ def serve(rank: int, policy: Policy, folder: Path, model: nn.Module, plan: Any, 
         MomentumSGD(lr=options.get("lr", 0.01)),
         policy,
         telemetry=folder / f"sync.{rank}.jsonl",
-        lost_after_s=5.0,
+        lost_after_s=options.get("lost_after_s", 5.0),
     )
     ending = "done"
     try:

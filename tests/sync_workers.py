@@ -7,6 +7,7 @@ import multiprocessing
 import os
 import signal
 import time
+from datetime import timedelta
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -45,7 +46,8 @@ def train(
         assert door is not None
         while not door.check(["open"]):
             time.sleep(0.01)
-        time.sleep(options.get("delay_s", 0.0))
+        if options.get("comes_after"):
+            door.wait(["over"], timedelta(seconds=PATIENCE_S))
         policy = options.get("strangers", {}).get(rank, policy)
         if options.get("ghost") and rank == plan.world_size:  # it knocks, and that is all
             door.add("ddltool/knocked", 1)
@@ -58,6 +60,7 @@ def train(
         for parameter in model.parameters():
             parameter.fill_(float("nan"))
     pulled, made, members = [], [], []
+    Dawdling.dawdle_s = options.get("dawdle_s", Dawdling.dawdle_s)
     checkpoint = options.get("checkpoint")
     with (Dawdling if joins else SyncWorker)(
         model,
@@ -68,11 +71,18 @@ def train(
         door=door if joins else None,
     ) as worker:
         rank, began = worker.rank, worker.clock
+        if joins and door is not None:
+            door.set("in", "")
         for step in range(steps[rank]):
             features, labels = make_batch(rank, step)
             with worker.step():
                 loss = nn.functional.cross_entropy(model(features, use=step % 2), labels)
                 pulled.append(time.monotonic())
+                if not joins and door is not None and step == options.get("hold"):
+                    door.wait(["in"], timedelta(seconds=PATIENCE_S))
+                if step == 0 and rank == options.get("last"):
+                    while not all(Path(options["gate"], str(other)).exists() for other in range(rank)):
+                        time.sleep(0.01)
                 if rank == options.get("culprit") and step == options.get("at", 3):
                     make_trouble(options, loss)
                 time.sleep(sleeps_s[rank])
@@ -82,6 +92,8 @@ def train(
                 members.append(worker.members(worker.epoch + step))
         if not options.get("no_pull"):
             worker.pull()
+    if "gate" in options:
+        Path(options["gate"], str(rank)).touch()
     weights = {name: value.detach().numpy() for name, value in model.named_parameters()}
     found = {"weights": weights, "pulled": pulled, "made": made, "members": members}
     return found | {"worker": worker.rank, "began": began, "epoch": worker.epoch}
@@ -109,6 +121,8 @@ def serve(model: nn.Module, plan: Any, policy: Policy, options: dict[str, Any]) 
     server.kill_at = options.get("kill_at") if server.server == options.get("kill_server", 0) else None
     begin = time.monotonic()
     values = server.serve()
+    if door is not None:
+        door.set("over", "")
     return {
         "values": {name: value.numpy() for name, value in values.items()},
         "version": dict(server.version),
@@ -127,9 +141,11 @@ def serve(model: nn.Module, plan: Any, policy: Policy, options: dict[str, Any]) 
 class Dawdling(SyncWorker):
     """A joiner that lets time pass between server 0, which lets it in, and the others, which do not know of it yet."""
 
+    dawdle_s = 0.4
+
     def _exchange(self, server: int, kind: int, number: int, length: int) -> Tensor:
         if server:
-            time.sleep(0.4)
+            time.sleep(self.dawdle_s)
         return super()._exchange(server, kind, number, length)
 
 

@@ -31,10 +31,9 @@ def by_name(document: dict[str, Any]) -> dict[str, dict[str, str]]:
     return {check["name"]: check for check in document["checks"]}
 
 
-def test_this_machine_passes(cli: Cli) -> None:
-    started = time.monotonic()
+def test_this_machine_passes(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(machine_checks, "PATIENCE_S", 120.0)  # the machine may be busy
     result = cli("doctor", "--json")
-    seconds = time.monotonic() - started
     assert result.code == 0
     assert result.document["passed"] is True
     checks = by_name(result.document)
@@ -43,7 +42,7 @@ def test_this_machine_passes(cli: Cli) -> None:
         assert (check["remedy"] == "") == (check["status"] == "ok"), check
     assert checks["gloo"]["status"] == "ok"
     assert "2 processes added 1 MiB" in checks["gloo"]["found"]
-    assert seconds < machine_checks.PATIENCE_S  # it did not wait for a process that hung
+    assert not any("no answer" in check["found"] for check in checks.values())
     assert children_left() == []
 
 

@@ -162,6 +162,6 @@ def test_a_killed_parent_leaves_nobody_behind(tmp_path: Path) -> None:
         time.sleep(4)  # long enough for the workers to have started their own watch
         child.send_signal(signal.SIGKILL)
     assert workers
-    gone, alive = psutil.wait_procs(workers, timeout=20)
+    gone, alive = psutil.wait_procs(workers, timeout=120)
     assert not alive
     assert len(gone) == len(workers)

@@ -52,8 +52,10 @@ def test_sizes_follow_the_speeds_and_nothing_else_changes(predictor: str, tmp_pa
     steps = by_step(answers)
     assert all(sum(sizes) == 32 for sizes in steps)
     assert steps[0] == (16, 16)
-    assert steps[25][0] >= 24  # by 0.9 : 0.1 it would be 29 : 3; fixed costs of a step take a part
-    assert steps[-1][0] <= 10
+    assert (
+        max(sizes[0] for sizes in steps[23:26]) >= 24
+    )  # by 0.9 : 0.1 it would be 29 : 3; fixed costs of a step take a part
+    assert min(sizes[0] for sizes in steps[-3:]) <= 10
     for epoch in range(4):
         seen = Counter(number for answer in answers for number in answer["seen"][epoch])
         assert seen == Counter(range(320))
@@ -279,6 +281,46 @@ def test_who_ends_early_leaves_its_row_to_rank_0() -> None:
     thread.join()
     assert told == ["step 0: this rank is ending, so batch sizes are unknown"]
     assert first.round(0, np.array([2.0])).tolist() == [3.0]
+
+
+def test_who_ends_early_is_named() -> None:
+    """Of three, rank 1 ends while rank 0 chooses, or rank 0 while it waits: the others hear it at once, in its name."""
+    for who, told_by in ((1, {1: "this rank is ending", 2: "rank 1 has ended"}), (0, {1: "rank 0 has ended"})):
+        store, told = dist.HashStore(), {}
+        store.set_timeout(timedelta(seconds=20))
+        choosing, ended = threading.Event(), threading.Event()
+
+        def choose(
+            rows: np.ndarray, choosing: threading.Event = choosing, ended: threading.Event = ended
+        ) -> np.ndarray:
+            choosing.set()
+            ended.wait(20)
+            return rows.sum(axis=0)
+
+        ends = [Exchange(store, rank, 3, choose, store) for rank in range(3)]
+
+        def take_part(rank: int, ends: list[Exchange] = ends, told: dict[int, str] = told) -> None:
+            try:
+                told[rank] = str(ends[rank].round(0, np.array([float(rank)])))
+            except DdlToolError as error:
+                told[rank] = str(error)
+
+        taking = [threading.Thread(target=take_part, args=(rank,)) for rank in ((0, 1, 2) if who else (0, 1))]
+        for thread in taking:
+            thread.start()
+        if who:
+            assert choosing.wait(20)
+        else:
+            store.wait(["row/0/1"])
+        ends[who].interrupt()
+        for thread in taking[1:]:
+            thread.join(10)
+        ended.set()
+        taking[0].join(10)
+        assert {rank: told[rank] for rank in told_by} == {
+            rank: f"step 0: {text}, so batch sizes are unknown" for rank, text in told_by.items()
+        }
+        assert told[0] == ("[3.]" if who else "step 0: this rank is ending, so batch sizes are unknown")
 
 
 def test_a_choice_that_fails_ends_the_job_everywhere() -> None:

@@ -105,8 +105,9 @@ def test_ssp_keeps_its_bound_and_uses_it() -> None:
             taken[worker] += 1
 
 
-def test_asp_waits_for_nobody() -> None:
-    workers, servers = run(ASP(), [10, 10, 2], [0.0, 0.01, 0.6])
+def test_asp_waits_for_nobody(tmp_path: Path) -> None:
+    """The last worker stays in its first step until the others have made all of theirs."""
+    workers, servers = run(ASP(), [10, 10, 2], [0.0, 0.01, 0.0], last=2, gate=str(tmp_path))
     quick, _, slow = results(workers)
     (server,) = results(servers)
     assert server["wait_s"] == [0.0, 0.0, 0.0]
@@ -300,7 +301,7 @@ def test_a_killed_worker_is_taken_out_and_the_rest_finish(policy: Policy) -> Non
     assert rest[0]["members"] == rest[1]["members"]
     for server in results(ours):
         assert list(server["lost"]) == [culprit]
-        assert server["seconds"] < 5
+        assert "nothing came from it" not in server["lost"][culprit], "its end was noticed, not its silence"
 
 
 @pytest.mark.parametrize(
@@ -315,7 +316,9 @@ def test_a_killed_worker_is_taken_out_and_the_rest_finish(policy: Policy) -> Non
     ids=lambda value: type(value).__name__ if isinstance(value, Policy) else value[:5],
 )
 def test_a_worker_in_trouble_is_taken_out_and_hears_of_it(policy: Policy, trouble: str, reason: str) -> None:
-    options = {"culprit": 1, "trouble": trouble, "stall_s": 1.5, "lost_after_s": 0.5}
+    options: dict[str, Any] = {"culprit": 1, "trouble": trouble}
+    if trouble == "stall":
+        options |= {"stall_s": 5.0, "lost_after_s": 2.0}
     steps, sleeps_s = ([8, 8, 80], [0.02] * 3) if trouble == "stall" else ([8, 8, 8], [0.01] * 3)
     workers, servers = run(policy, steps, sleeps_s, **options)
     rest = results([workers[0], workers[2]])
@@ -329,7 +332,7 @@ def test_a_worker_in_trouble_is_taken_out_and_hears_of_it(policy: Policy, troubl
         assert "taken out" in workers[1].error
     if trouble == "stall":
         waits_s = np.diff(rest[1]["made"])
-        assert 0.35 <= waits_s.max() < 1.4, "they waited for as long as they should, and then went on"
+        assert 1.3 <= waits_s.max() < 5.0, "they waited for as long as they should, and went on before it woke"
 
 
 @pytest.mark.slow

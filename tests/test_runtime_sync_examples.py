@@ -18,14 +18,18 @@ import torch.distributed as dist
 EXAMPLES = Path(__file__).resolve().parents[1] / "examples"
 LAUNCH = [sys.executable, str(EXAMPLES / "sync_launch.py")]
 
-# Rank 1 goes on until it is told to end, as every rank does on SIGTERM; rank 0 is killed at once.
+# Rank 1 goes on until it is told to end, as every rank does on SIGTERM, or until it is alone; rank 0 is killed at once.
 RANKS = """
 import os, signal, sys, time
 rank, size = os.environ["RANK"], os.environ["WORLD_SIZE"]
 print(f"I am {rank} of {size}, {sys.argv[1]}", flush=True)
 if rank == "0":
     os.kill(os.getpid(), signal.SIGKILL)
-if rank == "1":
+if rank == "1" and sys.argv[1] == "alone":
+    import psutil
+    while len(psutil.Process(os.getppid()).children()) > 1:  # the launcher has not seen the others end
+        time.sleep(0.05)
+elif rank == "1":
     time.sleep(float(sys.argv[1]))
 sys.exit(0 if rank == "1" else 7)
 """
@@ -34,12 +38,12 @@ sys.exit(0 if rank == "1" else 7)
 def test_the_others_go_on_when_one_is_killed(tmp_path: Path) -> None:
     (tmp_path / "ranks.py").write_text(RANKS)
     done = subprocess.run(
-        [*LAUNCH, "3", str(tmp_path / "ranks.py"), "0.5"], capture_output=True, text=True, timeout=120, check=False
+        [*LAUNCH, "3", str(tmp_path / "ranks.py"), "alone"], capture_output=True, text=True, timeout=120, check=False
     )
     ends = re.findall(r"^rank (\d) (.*) after", done.stdout, re.MULTILINE)
     assert sorted(ends) == [("0", "was killed by SIGKILL"), ("1", "ended with 0"), ("2", "ended with 7")], done.stderr
-    assert ends[-1][0] == "1", "the one that sleeps was left alone"
-    assert done.stdout.count("of 3, 0.5") == 3
+    assert ends[-1][0] == "1", "the one that goes on was left alone"
+    assert done.stdout.count("of 3, alone") == 3
     assert done.returncode == 7, "the last rank's"
 
 

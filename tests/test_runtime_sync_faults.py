@@ -14,11 +14,12 @@ import pytest
 import torch
 
 from ddltool.errors import InputError
+from ddltool.runtime.ends import End
 from ddltool.runtime.membership import Membership
 from ddltool.runtime.sync import ASP, BSP, BackupWorkers, ElasticBSP, LocalSGD, Policy, SyncWorker
 from ddltool.runtime.sync_signals import Interruptions, Terminated
 from ddltool.runtime.transfers import TransferError
-from ddltool.runtime.wire import PULL, End
+from ddltool.runtime.wire import CLOSED, PULL
 from ddltool.runtime.workers import Arrival
 from tests import sync_fault_workers as bodies
 from tests.transfer_workers import Outcome, launch
@@ -70,6 +71,35 @@ def test_what_overflows_is_not_published(
     assert all(server.result["finite"] and server.result["lost"] == {} for server in ours)
     assert cause in ours[0].result["ending"] + ours[-1].result["ending"]
     check_saved(tmp_path, culprits)  # under ASP others may still be in their first step
+
+
+@pytest.mark.parametrize(("policy", "steps"), [(BSP(), 3), (LocalSGD(4), 6)], ids=["bsp", "local steps not pushed"])
+def test_a_server_that_is_lost_after_the_last_step_is_told_when_closing(
+    policy: Policy, steps: int, tmp_path: Path
+) -> None:
+    worker, server = launch(bodies.lose_the_server_before_the_end, 2, policy, steps, tmp_path)
+    assert server.exit_code == -signal.SIGKILL
+    assert worker.error == ""
+    assert "the other end closed the connection" in worker.result
+    assert "server 0 (rank 1)" in worker.result
+    assert torch.load(tmp_path / "last.pt", weights_only=True)["clock"] >= 1
+
+
+@pytest.mark.parametrize(
+    ("policy", "options", "line"),
+    [
+        (BackupWorkers(3), {}, "backup workers: 3 of 3 workers; at least one worker must be none"),
+        (ASP(), {"lost_after_s": 0.0}, "lost_after_s: is 0.0; give seconds above 0"),
+    ],
+    ids=["after connecting", "before"],
+)
+def test_what_a_server_refuses_is_told_on_all_ranks(
+    policy: Policy, options: dict[str, Any], line: str, tmp_path: Path
+) -> None:
+    workers, (server,) = run(policy, tmp_path, "none", **options)
+    assert server.error == f"InputError: {line}"
+    for worker in workers:
+        assert line in worker.error
 
 
 def test_a_checkpoint_that_cannot_be_written_hides_nothing(tmp_path: Path) -> None:
@@ -264,18 +294,45 @@ def test_a_transfer_that_never_ends_is_left_behind_when_its_peer_is_gone() -> No
     """Without processes: gloo forgets a send that begins as the connection closes, and nothing wakes it."""
 
     class Silent:
-        def listen(self, within_s: float) -> str:
-            return "server 0 is out of paper"
+        def last_words(self, peer: int, within_s: float) -> str:
+            return "server 0 is out of paper" if peer == 1 else ""
 
         def tell(self, text: str) -> None: ...
 
         def hang_up(self) -> None: ...
 
     end, forgotten = End(Silent(), "worker 0"), threading.Event()  # type: ignore[arg-type]
-    failing = threading.Timer(0.2, end._fail, [TransferError("worker 0: the connection is closed")])
+    failing = threading.Timer(0.2, end._fail, [TransferError(f"worker 0: {CLOSED}", 1)])
     failing.start()
-    with pytest.raises(TransferError, match=r"^worker 0: the connection is closed; before that, server 0 is out of"):
+    with pytest.raises(TransferError, match=rf"^worker 0: {CLOSED}; before that, server 0 is out of paper$"):
         end._abandonable(forgotten.wait)
     forgotten.set()
     with pytest.raises(TransferError, match="closed"):
         end._abandonable(lambda: pytest.fail("asked although nobody answers any more"))
+
+
+def test_an_interruption_while_a_reason_is_heard_leaves_an_end_that_has_failed() -> None:
+    """Without processes: SIGTERM comes while the main thread waits for the last words of a server that has closed."""
+    done = []
+
+    class Interrupted:
+        def last_words(self, peer: int, within_s: float) -> str:
+            raise Terminated
+
+        def tell(self, text: str) -> None:
+            done.append(text)
+
+        def hang_up(self) -> None:
+            done.append("hung up")
+
+    end = End(Interrupted(), "worker 0")  # type: ignore[arg-type]
+    with pytest.raises(Terminated):
+        end._fail(TransferError(f"worker 0: {CLOSED}", 1))
+    assert done == [f"worker 0: {CLOSED}", "hung up"]
+    with pytest.raises(TransferError, match=CLOSED):
+        end._raise_failure()
+
+
+def test_an_error_of_a_request_that_is_no_transfers_is_raised() -> None:
+    with pytest.raises(ZeroDivisionError):
+        End(None, "worker 0")._abandonable(lambda: 1 // 0)  # type: ignore[arg-type]

@@ -16,6 +16,8 @@ from ddltool.runtime.sync import ASP, BSP, SSP, BackupWorkers, ElasticBSP, Local
 from tests import sync_workers as bodies
 from tests.transfer_workers import SGD, Outcome, make_batch, make_model
 
+# Those who began wait in this step for the joiner, however late it comes, and are not taken for lost meanwhile.
+HELD = {"hold": 20, "lost_after_s": 35.0}
 NAMES = [name for name, _ in make_model().named_parameters()]
 
 
@@ -29,7 +31,7 @@ def results(outcomes: list[Outcome]) -> list[Any]:
 def test_bsp_takes_a_joiner_into_the_mean_from_its_first_step_on(servers: int) -> None:
     """Bit for bit as one process that adds the third worker's gradients from that step on."""
     steps = [60, 60, 8]
-    workers, ours, late = bodies.launch_with_late(BSP(), 2, servers, steps, [0.02] * 3, {"open_at": 20})
+    workers, ours, late = bodies.launch_with_late(BSP(), 2, servers, steps, [0.02] * 3, {"open_at": 20} | HELD)
     (joiner,) = results(late)
     found = results(workers)
     began = joiner["began"]
@@ -65,10 +67,10 @@ POLICIES = [ASP(), SSP(2), ElasticBSP(4), BackupWorkers(1), LocalSGD(2)]
 @pytest.mark.parametrize("policy", POLICIES, ids=lambda policy: type(policy).__name__)
 def test_a_joiner_works_beside_the_others(policy: Policy) -> None:
     steps, servers = [40, 40, 10], 2 if isinstance(policy, ElasticBSP) else 1
-    options = {"open_at": 20, "optimizer": {"lr": 1.0 if isinstance(policy, LocalSGD) else 0.02}}
+    options = {"open_at": 20, "optimizer": {"lr": 1.0 if isinstance(policy, LocalSGD) else 0.02}} | HELD
     workers, ours, late = bodies.launch_with_late(policy, 2, servers, steps, [0.02, 0.03, 0.02], options)
     found, (joiner,) = results(workers), results(late)
-    assert joiner["made"][-1] < found[1]["made"][-1], "it worked while the others did"
+    assert 3 <= joiner["began"] < 40, "it came while the others worked"
     assert all(np.isfinite(value).all() for one in (*found, joiner) for value in one["weights"].values())
     for server in results(ours):
         assert server["lost"] == {}
@@ -95,7 +97,7 @@ def test_a_joiner_works_beside_the_others(policy: Policy) -> None:
 def test_a_joiner_takes_over_the_share_of_a_lost_worker() -> None:
     """Killed in step 3; from the joiner's first epoch on, all samples belong to those who are there."""
     steps = [60, 60, 10]
-    options = {"open_at": 60, "epochs": True, "culprit": 1, "trouble": "kill"}
+    options = {"open_at": 60, "epochs": True, "culprit": 1, "trouble": "kill"} | HELD | {"hold": 30}
     workers, ours, late = bodies.launch_with_late(BSP(), 2, 1, steps, [0.02] * 3, options)
     assert workers[1].exit_code == -9
     (survivor,), (joiner,) = results(workers[:1]), results(late)
@@ -112,7 +114,7 @@ def test_a_joiner_takes_over_the_share_of_a_lost_worker() -> None:
 @pytest.mark.parametrize("servers", [1, 2])
 def test_a_joiner_that_is_killed_is_taken_out(servers: int) -> None:
     steps = [60, 60, 60]
-    options = {"open_at": 20, "culprit": 2, "trouble": "kill"}
+    options = {"open_at": 20, "culprit": 2, "trouble": "kill"} | HELD
     workers, ours, late = bodies.launch_with_late(BSP(), 2, servers, steps, [0.02] * 3, options)
     assert late[0].exit_code == -9
     results(workers)
@@ -121,9 +123,19 @@ def test_a_joiner_that_is_killed_is_taken_out(servers: int) -> None:
         assert set(server["version"].values()) == {60}
 
 
+def test_a_joiner_that_falls_silent_while_it_joins_holds_nobody_up() -> None:
+    """Server 0 holds back the others' pulls until server 1 knows of the joiner too, which waits for nobody's gradients."""
+    options = {"open_at": 20, "dawdle_s": 9.0, "lost_after_s": 2.0}
+    workers, ours, late = bodies.launch_with_late(ASP(), 2, 2, [150, 150, 5], [0.02] * 3, options)
+    found, servers = results(workers), results(ours)
+    assert max(np.diff(found[0]["made"])) < 8.0, "they went on before it woke"
+    assert "nothing came from it" in servers[0]["lost"][2]
+    assert late[0].error.startswith("TransferError: ")
+
+
 def test_who_cannot_join_is_told_why_and_the_job_goes_on() -> None:
     """Three knock: one has another synchronisation model, one finds no seat, and one gets in."""
-    options = {"open_at": 20, "late": 1, "strangers": {3: SSP(3)}}
+    options = {"open_at": 20, "late": 1, "strangers": {3: SSP(3)}} | HELD
     workers, ours, late = bodies.launch_with_late(BSP(), 2, 1, [60, 60, 5, 5, 5], [0.02] * 5, options)
     results(workers)
     (server,) = results(ours)
@@ -136,7 +148,7 @@ def test_who_cannot_join_is_told_why_and_the_job_goes_on() -> None:
 
 
 def test_a_joiner_that_comes_when_all_is_over_is_told() -> None:
-    options = {"open_at": 1, "delay_s": 2.0}
+    options = {"open_at": 1, "comes_after": True}
     workers, ours, late = bodies.launch_with_late(BSP(), 2, 1, [5, 5, 5], [0.0] * 3, options)
     results(workers)
     results(ours)

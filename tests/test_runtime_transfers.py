@@ -23,7 +23,6 @@ from ddltool.graph import Graph, Op
 from ddltool.runtime.servers import MomentumSGD
 from ddltool.runtime.transfers import TransferPlan, planned_priority, spread
 from ddltool.runtime.wire import Gate
-from ddltool.runtime.workers import Worker
 from tests import transfer_workers as bodies
 from tests.transfer_workers import SGD, launch, make_batch, make_model, make_plan
 
@@ -120,11 +119,6 @@ def test_gradients_may_be_forgotten_after_the_backward_pass() -> None:
     assert (plain.error, forgotten.error) == ("", "")
     for name, value in plain.result.items():
         assert forgotten.result[name].tobytes() == value.tobytes()
-
-
-def test_an_unknown_push_is_refused() -> None:
-    with pytest.raises(InputError, match="push: is late; known: ready, reverse, step"):
-        Worker(nn.Linear(2, 2), bodies.make_plan(1, 1, "none"), push="late")  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("order", ["random", "reversed"])
@@ -280,17 +274,17 @@ def test_another_policy_needs_three_methods() -> None:
 
 def test_a_missing_gradient_times_out_with_the_names_of_both() -> None:
     """Worker 1 withholds one gradient: worker 0's first parameter waits for it, and all others behind the counter."""
-    timeout_s = 1.0
+    timeout_s = 3.0
     outcomes = launch(bodies.stall_in_the_middle, 3, 2, timeout_s)
     line = (
         "server 0 (rank 2): body.0.weight for worker 0 (rank 0) waits for its gradient of step 0 "
-        "from worker 1 (rank 1), for 1 s; body.0.bias, body.2.weight, body.2.bias (and 2 more) wait behind it"
+        "from worker 1 (rank 1), for 3 s; body.0.bias, body.2.weight, body.2.bias (and 2 more) wait behind it"
     )
     assert outcomes[2].error == f"TransferError: {line}"
     assert outcomes[0].error.endswith(f"; before that, {line}")
     assert outcomes[1].error.endswith(f"; before that, {line}")
     assert [outcome.exit_code for outcome in outcomes] == [0, 0, 0]
-    assert outcomes[0].seconds < 10
+    assert outcomes[0].seconds < 20
 
 
 @pytest.mark.parametrize(
@@ -299,6 +293,7 @@ def test_a_missing_gradient_times_out_with_the_names_of_both() -> None:
         ("order on rank 1", "transfer plan: differs from rank 0's on rank 1; give every rank the same plan and model"),
         ("order on ranks 1 and 2", "transfer plan: differs from rank 0's on ranks 1, 2; give every rank the same plan"),
         ("more servers", "transfer plan: is for 2 workers and 2 servers, but this job runs 3 processes; start 4"),
+        ("push on rank 0", "push: is late; known: ready, reverse, step"),
         ("shape on rank 2", "transfer plan: has heads.1.weight as float32 (4, 16), the model as torch.float32 (5, 16)"),
     ],
 )

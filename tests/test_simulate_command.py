@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import itertools
 import shutil
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -276,11 +276,13 @@ def test_a_long_replay_shows_how_far_it_is(monkeypatch: pytest.MonkeyPatch) -> N
         assert (title, total) == ("fifo", 7)
         yield lambda done, remark: shown.append((done, remark))
 
+    clock = [0.0]
+    monkeypatch.setattr(simulate_progress, "time", SimpleNamespace(monotonic=lambda: clock[0]))
     monkeypatch.setattr(output, "progress", recorded)
     with simulate_progress.replay_progress("fifo", 7) as on_round:
         on_round(1, 3600.0)
         assert not shown  # a short replay shows nothing
-        time.sleep(1.05)
+        clock[0] += 1.05
         on_round(3, 7200.0)
         on_round(4, 7260.0)  # at once after it: not drawn again
     assert shown == [(3, "3 of 7 jobs, 2.0 simulated hours")]

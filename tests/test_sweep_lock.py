@@ -39,7 +39,7 @@ def test_a_disk_that_fails_is_no_missing_lock(tmp_path: Path, monkeypatch: pytes
     ):
         raise AssertionError("the lock was not taken")
     assert not list(tmp_path.iterdir())
-    assert not before or len(os.listdir("/proc/self/fd")) == before
+    assert not before or len(os.listdir("/proc/self/fd")) <= before
 
 
 def test_a_lock_file_that_vanishes_before_it_is_locked_is_taken_anew(

@@ -272,7 +272,7 @@ def connect(rank: int, case: str) -> None:
     if rank == 2:
         ParameterServer(model, plan, MomentumSGD(**SGD)).serve()
         return
-    with Worker(model, plan):
+    with Worker(model, plan, push="late" if case == "push on rank 0" and rank == 0 else "ready"):  # type: ignore[arg-type]
         pass
 
 
