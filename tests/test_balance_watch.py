@@ -93,6 +93,7 @@ def _after_some_work(command: psutil.Process) -> psutil.Process:
     raise AssertionError("no worker trained")
 
 
+@pytest.mark.slow
 def test_each_worker_stays_on_the_core_asked_for() -> None:
     usable = sorted(os.sched_getaffinity(0))
     asked = (usable[-1], usable[0])

@@ -253,7 +253,7 @@ def test_a_migration_that_fails_is_told_on_all_ranks() -> None:
         assert answer == f"rank {rank}: moving samples between ranks has failed (the wire is cut)"
 
 
-@pytest.mark.parametrize("who", [0, 1])
+@pytest.mark.parametrize("who", [0, pytest.param(1, marks=pytest.mark.slow)])
 def test_a_rank_that_stays_away_is_named(who: int) -> None:
     answers = crew().run(late_round, who)
     assert answers[who] == "stayed away"

@@ -310,7 +310,7 @@ def test_a_killed_worker_is_taken_out_and_the_rest_finish(policy: Policy) -> Non
         (BSP(), "raise", "worker 1 (rank 1) left a step with ValueError: a bad batch"),
         (ASP(), "nan", "in step 3 is not finite"),
         (ElasticBSP(4), "nan", "in step 3 is not finite"),
-        (SSP(1), "stall", "and others waited for it"),
+        pytest.param(SSP(1), "stall", "and others waited for it", marks=pytest.mark.slow),
         (BSP(), "stall", "and others waited for it"),
     ],
     ids=lambda value: type(value).__name__ if isinstance(value, Policy) else value[:5],

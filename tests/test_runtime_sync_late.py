@@ -61,7 +61,7 @@ def test_bsp_takes_a_joiner_into_the_mean_from_its_first_step_on(servers: int) -
         assert server["steps"] == 128
 
 
-POLICIES = [ASP(), SSP(2), ElasticBSP(4), BackupWorkers(1), LocalSGD(2)]
+POLICIES = [pytest.param(ASP(), marks=pytest.mark.slow), SSP(2), ElasticBSP(4), BackupWorkers(1), LocalSGD(2)]
 
 
 @pytest.mark.parametrize("policy", POLICIES, ids=lambda policy: type(policy).__name__)
@@ -111,7 +111,7 @@ def test_a_joiner_takes_over_the_share_of_a_lost_worker() -> None:
     assert sorted(np.concatenate(shares).tolist()) == list(range(23))
 
 
-@pytest.mark.parametrize("servers", [1, 2])
+@pytest.mark.parametrize("servers", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_a_joiner_that_is_killed_is_taken_out(servers: int) -> None:
     steps = [60, 60, 60]
     options = {"open_at": 20, "culprit": 2, "trouble": "kill"} | HELD
@@ -123,6 +123,7 @@ def test_a_joiner_that_is_killed_is_taken_out(servers: int) -> None:
         assert set(server["version"].values()) == {60}
 
 
+@pytest.mark.slow
 def test_a_joiner_that_falls_silent_while_it_joins_holds_nobody_up() -> None:
     """Server 0 holds back the others' pulls until server 1 knows of the joiner too, which waits for nobody's gradients."""
     options = {"open_at": 20, "dawdle_s": 9.0, "lost_after_s": 2.0}

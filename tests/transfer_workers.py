@@ -251,7 +251,7 @@ def stall_in_the_middle(rank: int, workers: int, timeout_s: float) -> None:
         return
     with Worker(model, plan, timeout_s=timeout_s) as worker:
         if rank == 1:
-            model.body[0].weight.register_hook(lambda gradient: time.sleep(3 * timeout_s))
+            model.body[0].weight.register_hook(lambda gradient: time.sleep(2 * timeout_s))
         for step in range(2):
             features, labels = make_batch(rank, step)
             with worker.step():
