@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Optional
 import typer
 
 from ddltool.commands.options import Json, Output
+from ddltool.commands.values import number
 
 if TYPE_CHECKING:
     from ddltool.analyzers.placement.proposals import Proposal
@@ -32,7 +33,12 @@ def companion(
         typer.Option("--measured", metavar="TELEMETRY", help="telemetry.jsonl to compare the capabilities with."),
     ] = None,
     threshold: Annotated[
-        float, typer.Option(help="With --measured: the share by which a capability must be off.", min=0.0, max=10.0)
+        float,
+        typer.Option(
+            help="With --measured: the share by which a capability must be off; 0 to 10.",
+            parser=number("--threshold", 0.0, 10.0),
+            metavar="SHARE",
+        ),
     ] = 0.1,
     output: Output = None,
     as_json: Json = False,
@@ -124,14 +130,14 @@ def _recalibrate(base: Companion, telemetry: Path, threshold: float, as_json: bo
     from ddltool.telemetry import TelemetryRow
 
     rows = []
-    for number, row in enumerate(read_table(telemetry).to_dict("records"), start=1):
+    for place, row in enumerate(read_table(telemetry).to_dict("records"), start=1):
         present = {str(name): value for name, value in row.items() if value is not None and value == value}
         try:
             entry = TelemetryRow.model_validate(present)
         except ValidationError as error:
             first = error.errors()[0]
             column = ".".join(map(str, first["loc"]))
-            raise InputError(f"{telemetry}:row {number}:{column}", *in_words(first)) from None
+            raise InputError(f"{telemetry}:row {place}:{column}", *in_words(first)) from None
         rows.append((entry.device, entry.batch, entry.compute_s))
     known = {device.type: device.capability_per_s for device in base.meta.devices}
     measured = measured_capability(rows, base.meta.batch_size)

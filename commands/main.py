@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import sys
 from collections.abc import Sequence
 from typing import Annotated
@@ -68,6 +69,13 @@ for _command in (
 _UsageProblem: type[Exception] = next(base for base in typer.BadParameter.__mro__ if base.__name__ == "ClickException")
 
 _INTERRUPTED = 130
+# What typer (by way of pydantic) says of numbers, and what we say.
+_WANTED = {
+    "^Input should be greater than or equal to ": "must be at least ",
+    "^Input should be less than or equal to ": "must be at most ",
+    "^Input should be a valid integer.*": "must be a whole number",
+    "^Input should be a valid number.*": "must be a number",
+}
 
 
 def _show_version(value: bool) -> None:
@@ -123,9 +131,21 @@ def run(arguments: Sequence[str] | None = None) -> int:
 def _usage_text(error: Exception) -> str:
     """Return a usage problem as one line, with where help stands."""
     text = getattr(error, "format_message", lambda: str(error))().rstrip(".")
+    text = _in_words(text)
     context = getattr(error, "ctx", None)
     command = context.command_path if context is not None else "ddltool"
     return f"{text}; see {command} --help" if text else f"see {command} --help"
+
+
+def _in_words(text: str) -> str:
+    """Return what typer says of an option's value as the other errors put it: the option, then what is wanted."""
+    match = re.fullmatch(r"Invalid value for (?:'-\w' / )?'(?P<option>[\w-]+)': (?P<problem>.*)", text, re.DOTALL)
+    if match is None:
+        return text
+    problem = match["problem"]
+    for sign, words in _WANTED.items():
+        problem = re.sub(sign, words, problem)
+    return f"{match['option']}: {problem}"
 
 
 def _fail(text: str, code: int) -> int:

@@ -213,12 +213,20 @@ def test_bad_graphs(cli: Cli, folder: Path) -> None:
             2,
             "--oracle: unknown oracle 'moon', and no such file; roofline, measured, or the path of",
         ),
-        (("trace", "FOLDER/graph.json", "--batch-size", "0"), 2, "'--batch-size'"),
+        (
+            ("trace", "FOLDER/graph.json", "--batch-size", "0"),
+            2,
+            "--batch-size: must be at least 1; see ddltool trace --help",
+        ),
         (("trace", "FOLDER/graph.json", "-o", "/proc/no/graph.json"), 2, "/proc/no/graph.json: cannot be written"),
         (("trace", "FOLDER/graph.json", "-o", "FOLDER"), 2, "is a folder; give a file name"),
         (("trace", "FOLDER/bad.onnx"), 2, "bad.onnx: is not an ONNX"),
         (("trace", "FOLDER/model.py:raises"), 2, "the factory raised RuntimeError: no GPU here"),
-        (("trace", "FOLDER/graph.json", "--parameter-servers", "99999"), 2, "'--parameter-servers'"),
+        (
+            ("trace", "FOLDER/graph.json", "--parameter-servers", "99999"),
+            2,
+            "--parameter-servers: must be at most 10000; see",
+        ),
         (("trace",), 2, "Missing argument 'SOURCE'"),
         (("tarce", "x"), 2, "No such command 'tarce'"),
         (

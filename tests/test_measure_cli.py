@@ -220,7 +220,7 @@ def test_standard_output_gets_the_rows_once(cli: Cli, folder: Path) -> None:
         (("--memory", "1GiB", "--memory-gib", 0), "--memory-gib: says the same as --memory"),
         (("--repeats", 3, "--precision", "1%"), "--precision: has no part beside --repeats"),
         (("--accumulation", "99999999"), "--accumulation: has 99999999"),
-        (("--watch", 0), "Invalid value for '--watch'"),
+        (("--watch", 0), "--watch: must be at least "),
         (("--resume",), "--resume: has no file to go on with"),
         (("--device", "tpu"), "--device: unknown device 'tpu'"),
         (("-o", "no/such/folder.csv"), "no/such/folder.csv: cannot be written"),
