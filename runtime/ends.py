@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
+from ddltool.errors import InputError
 from ddltool.runtime.transfers import TransferError
 from ddltool.runtime.wire import CLOSED, Wire
 
@@ -34,6 +35,11 @@ class End:
         self._title = title
         self._failing = False
         self._failure: TransferError | None = None
+        """Set when it has been told."""
+        self._cause: TransferError | None = None
+        """Set at once, without what others said before."""
+        self._has_left = False
+        """Whether the threads have ended, so that nothing can be asked any more."""
         self._told = threading.Event()
         self._told.set()
         """Clear while a failure is being told: whoever closes connections waits, or nobody would hear the reason."""
@@ -88,9 +94,10 @@ class End:
         """Return what ``transfer()`` does, in a thread of its own: no longer waited for once this end has failed.
 
         The main thread must not wait in gloo itself, which forgets a transfer that begins in the moment in which its
-        peer goes away.
+        peer goes away. Raises InputError when this end has closed.
         """
         self._raise_failure()
+        self._demand_open()
         answers: list[T] = []
         errors: list[BaseException] = []
 
@@ -114,12 +121,16 @@ class End:
             raise errors[0]
         return answers[0]
 
+    def _demand_open(self) -> None:
+        if self._has_left:
+            raise InputError(self._title, "is asked for something after it has closed", "ask before, inside its block")
+
     def _fail(self, error: TransferError) -> None:
         """Make ``error`` the failure unless there is one, tell the peers what was first, and end all threads."""
         with self.changed:
             if self._failing:
                 return
-            self._failing = True
+            self._failing, self._cause = True, error
             self._told.clear()
         try:
             self._tell_and_hang_up(error)
@@ -129,20 +140,23 @@ class End:
     def _tell_and_hang_up(self, error: TransferError) -> None:
         first = ""
         try:
-            # A closed connection has a reason at the other end; every other failure begins here and is told at once.
+            # A broken connection may have a reason at another end; every other failure begins here and is told at once.
             if CLOSED in str(error) and error.peer is not None:
                 first = self._wire.last_words(error.peer, LISTEN_S)
-            first = first or self._wire.heard()
+            if error.peer is not None:
+                first = first or self._wire.heard()
         finally:  # a signal may end the listening
-            self._wire.tell(first or str(error))
-            if first and BEFORE not in str(error):  # a lost worker's reason, which this end repeats, has it already
-                error = TransferError(f"{error}; {BEFORE} {first}", error.peer)
-            with self.changed:
-                self._failure = error
-                self.changed.notify_all()
-            for lane in self._lanes:
-                lane.put(None)
-            self._wire.hang_up()
+            try:
+                self._wire.tell(first or str(error))
+            finally:
+                if first and BEFORE not in str(error):  # a lost worker's reason, which this end repeats, has it already
+                    error = TransferError(f"{error}; {BEFORE} {first}", error.peer)
+                with self.changed:
+                    self._failure = error
+                    self.changed.notify_all()
+                for lane in self._lanes:
+                    lane.put(None)
+                self._wire.hang_up()
 
     def _join(self) -> None:
         """Wait for the threads, which have been told to end."""
@@ -152,10 +166,17 @@ class End:
         for thread in [*self._threads, *self._listeners]:
             thread.join(max(end - time.monotonic(), 0.0))
         self._threads, self._listeners = [], []
+        self._has_left = True
 
     def _raise_failure(self) -> None:
         if self._failure is not None:
             raise self._failure
+
+    def _raise_what_ended_it(self) -> None:
+        """Raise the failure when all is over, also one that could not be told in time."""
+        self._raise_failure()
+        if self._cause is not None:
+            raise self._cause
 
     @contextmanager
     def _telling(self, what: str) -> Iterator[None]:

@@ -210,7 +210,9 @@ class MemberServer(ParameterServer):
         """A worker's connection has ended."""
         if self._failing:
             raise error
-        words = self._wire.last_words(self.plan.rank_of_worker(worker), LISTEN_S)
+        peer = self.plan.rank_of_worker(worker)
+        words = self._wire.last_words(peer, LISTEN_S)
+        self._wire.forget(peer)  # they are no reason of what goes wrong later
         self._lose(worker, f"{error}; before that, {words}" if words else str(error))
 
     def _lose(self, worker: int, reason: str) -> None:

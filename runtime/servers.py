@@ -159,7 +159,7 @@ class ParameterServer(End):
             raise
         finally:
             self._join()
-        self._raise_failure()
+        self._raise_what_ended_it()
         return self.values
 
     def _until_done(self) -> None:

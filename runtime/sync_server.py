@@ -15,7 +15,6 @@ from torch.distributed.distributed_c10d import Store
 
 from ddltool.errors import InputError
 from ddltool.runtime.elastic_bsp import ElasticBSP
-from ddltool.runtime.ends import TELLING_S
 from ddltool.runtime.member_server import LOST_AFTER_S, MemberServer, Refused
 from ddltool.runtime.member_wire import Door
 from ddltool.runtime.membership import FOREVER_S, Share, check_same_policy
@@ -24,6 +23,7 @@ from ddltool.runtime.sync_policies import Book, Policy, Update
 from ddltool.runtime.sync_signals import Interruptions
 from ddltool.runtime.transfers import TransferError, TransferPlan
 
+BACKLOG_S = 60.0  # at most, for the last updates of another server
 OVER = -1  # in place of a superstep's number: there will be no more
 
 
@@ -240,7 +240,7 @@ class SyncServer(MemberServer):
         for lane in self._barriers:
             lane.put([OVER] + [0] * self.plan.seats)
             lane.put(None)
-        limit_s = 2 * self.membership.lost_after_s + TELLING_S  # servers may lose a worker so much apart
+        limit_s = 2 * self.membership.lost_after_s + BACKLOG_S  # servers may lose a worker so much apart
         with self.changed:
             if self.changed.wait_for(
                 lambda: self._failing or (self._over and self._ended.issuperset(self._announcers)), limit_s

@@ -32,7 +32,7 @@ from ddltool.runtime.transfers import TransferError, TransferPlan
 from ddltool.runtime.wire import CLOSED, STEP, Wire
 from ddltool.runtime.workers import PushOrder, Worker
 
-NOTED_S = 1.0
+NOTED_S = 5.0
 
 log = logging.getLogger(__name__)
 

@@ -21,6 +21,8 @@ HEADER = 2  # int64 numbers before each payload: the parameter's index, and its 
 REFUSED = -1  # in place of the index: nothing more will come, for the worker is no longer part of the job
 CLOSE, PULL, STEP = range(3)  # what a worker's request asks for: nothing more, parameters, parameters for a gradient
 WORDS, WORDS_S = 1024, 1.0  # length in bytes of a failing end's last words, and how long to send them
+# A time-out would look like the end of the peer, and close the connections to all others as well.
+LONGER_THAN_ANY_JOB = timedelta(days=365)
 CLOSED = "the other end closed the connection"
 Direction = Literal["pull", "push", "control"]
 Groups = Mapping[Direction, Any]  # gloo process groups: of torch.distributed, or made directly
@@ -181,7 +183,7 @@ class Wire:
         been there from the beginning.
         """
         with suppress(RuntimeError):
-            self._hearing[peer].wait(timedelta(seconds=10 * IDLE_S))
+            self._hearing[peer].wait(LONGER_THAN_ANY_JOB)
         self._ended[peer].set()
 
     def stop_watching(self) -> None:
@@ -190,7 +192,7 @@ class Wire:
 
     def tell(self, text: str) -> None:
         """Send every peer that still listens the last words of this end."""
-        words = torch.tensor(list(text.encode()[:WORDS].ljust(WORDS, b"\0")), dtype=torch.uint8)
+        words = torch.tensor(list(text.encode(errors="replace")[:WORDS].ljust(WORDS, b"\0")), dtype=torch.uint8)
         sending = []
         for peer in list(self._routes):
             with suppress(RuntimeError):
@@ -212,6 +214,11 @@ class Wire:
         while not (text := self.heard()) and time.monotonic() < end:
             time.sleep(0.01)
         return text
+
+    def forget(self, peer: int) -> None:
+        """Let nobody hear any more what ``peer`` said when it ended: the job goes on without it."""
+        if self._ended[peer].is_set():
+            self._words[peer].zero_()
 
     def heard(self) -> str:
         """Return a peer's last words, empty when there are none."""

@@ -125,8 +125,9 @@ class Worker(End):
         None again. Raises TransferError when a transfer fails, and InputError when ``.grad`` was changed after it had
         been offered to the transport; an exception of the body ends the job's transfers.
         """
-        self._begin(STEP if push else PULL)
+        self._demand_open()
         try:
+            self._begin(STEP if push else PULL)
             yield self
             self._finish()
         except BaseException as error:
@@ -151,10 +152,7 @@ class Worker(End):
             if self._threads and not self._failing:
                 with self._requesting(), self._telling("while closing"):
                     for server in range(self.plan.servers):
-                        self._abandonable(partial(self._ask, server, CLOSE, self.clock))
-                        with self.changed:
-                            self._closed.add(self.plan.rank_of_server(server))
-                            self.changed.notify_all()
+                        self._abandonable(partial(self._say_goodbye, server))
         except TransferError:
             self._reported = True
             raise
@@ -164,7 +162,13 @@ class Worker(End):
             self._join()
         if not self._reported:
             self._reported = True
-            self._raise_failure()
+            self._raise_what_ended_it()
+
+    def _say_goodbye(self, server: int) -> None:
+        self._ask(server, CLOSE, self.clock)
+        with self.changed:
+            self._closed.add(self.plan.rank_of_server(server))
+            self.changed.notify_all()
 
     def __enter__(self) -> Self:
         return self

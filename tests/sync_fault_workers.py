@@ -13,7 +13,11 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from ddltool.runtime.sync import MomentumSGD, Policy, SyncServer, SyncWorker, TransferError
+from ddltool.errors import InputError
+from ddltool.runtime import wire
+from ddltool.runtime.servers import ParameterServer
+from ddltool.runtime.sync import ASP, BSP, MomentumSGD, Policy, SyncServer, SyncWorker, TransferError
+from ddltool.runtime.workers import Worker
 from tests.sync_workers import PlainSGD
 from tests.transfer_workers import Branches, make_batch, make_model, make_plan
 
@@ -90,6 +94,59 @@ def lose_the_server_before_the_end(rank: int, policy: Policy, steps: int, folder
         said = str(error)
     worker.close()  # it has been said once
     return said
+
+
+class Breaking:
+    """An optimizer that fails after so many updates; SGD before."""
+
+    def __init__(self, after: int, text: str) -> None:
+        self.left, self.text, self.inner = after, text, MomentumSGD(lr=0.01)
+
+    def __call__(self, name: str, value: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
+        self.left -= 1
+        if self.left == 0:
+            raise RuntimeError(self.text)
+        return self.inner(name, value, gradient)
+
+
+def train_until_the_optimizer_breaks(rank: int, after: int, text: str) -> Any:
+    """Two workers under ASP, of which worker 1 raises in its second step; the optimizer of the server breaks later."""
+    model, plan = make_model(), make_plan(2, 1, "none")
+    if rank == 2:
+        SyncServer(model, plan, Breaking(after, text), ASP(), lost_after_s=30.0).serve()
+        return None
+    with SyncWorker(model, plan, ASP()) as worker:
+        for step in range(2000):
+            with worker.step():
+                features, labels = make_batch(rank, step)
+                if rank == 1 and step == 1:
+                    raise ValueError("a bad batch of long ago")
+                nn.functional.cross_entropy(model(features), labels).backward()
+                time.sleep(0.005)
+    return None
+
+
+def train_beyond(rank: int, limit_s: float, seconds: float, synchronised: bool) -> Any:
+    """Train for longer than ``limit_s``, which is what a connection may be silent; then ask a closed worker for more."""
+    wire.IDLE_S = limit_s / 10
+    model, plan = make_model(), make_plan(1, 1, "none")
+    update = MomentumSGD(lr=0.01)
+    if rank == 1:
+        server = SyncServer(model, plan, update, BSP()) if synchronised else ParameterServer(model, plan, update)
+        server.serve()
+        return "served"
+    began = time.monotonic()
+    with SyncWorker(model, plan, BSP()) if synchronised else Worker(model, plan) as worker:
+        while time.monotonic() - began < seconds:
+            with worker.step():
+                features, labels = make_batch(0, 0)
+                nn.functional.cross_entropy(model(features), labels).backward()
+                time.sleep(0.02)
+    try:
+        worker.pull()
+    except InputError as error:
+        return str(error)
+    return "pulled"
 
 
 def serve(rank: int, policy: Policy, folder: Path, model: nn.Module, plan: Any, options: dict[str, Any]) -> Any:

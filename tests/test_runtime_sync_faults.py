@@ -85,6 +85,25 @@ def test_a_server_that_is_lost_after_the_last_step_is_told_when_closing(
     assert torch.load(tmp_path / "last.pt", weights_only=True)["clock"] >= 1
 
 
+@pytest.mark.parametrize("synchronised", [False, True])
+def test_a_long_run_is_no_silence_and_nothing_is_asked_after_it(synchronised: bool) -> None:
+    """The receive of a peer's last words waits as long as the job lasts, whatever the limits of others."""
+    worker, server = launch(bodies.train_beyond, 2, 1.0, 2.5, synchronised)
+    assert (worker.error, server.error, server.result) == ("", "", "served")
+    assert worker.result == (
+        "worker 0 (rank 0): is asked for something after it has closed; ask before, inside its block"
+    )
+
+
+def test_a_failure_is_told_and_not_an_older_one() -> None:
+    """With a text that is no UTF-8, as names of files may be: the server ends with its own failure, and says it."""
+    worker, lost, server = launch(bodies.train_until_the_optimizer_breaks, 3, 400, "cannot read \udcff.jpg")
+    assert lost.error == "ValueError: a bad batch of long ago"
+    assert server.error.startswith("TransferError: server 0 (rank 2) failed: RuntimeError: cannot read ")
+    assert "long ago" not in server.error
+    assert worker.error.endswith("before that, server 0 (rank 2) failed: RuntimeError: cannot read ?.jpg")
+
+
 @pytest.mark.parametrize(
     ("policy", "options", "line"),
     [
