@@ -130,6 +130,7 @@ def test_rows_survive_and_resume_adds_the_missing(cli: Cli, folder: Path) -> Non
     assert "p.csv:row 4: repeats an earlier configuration" in cli("profile", "model.py:make", *again).error_line
 
 
+@pytest.mark.slow
 def test_resume_keeps_the_number_of_threads(cli: Cli, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Two replicas share the cores, so the one that is added later would have more by itself."""
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1})

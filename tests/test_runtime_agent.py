@@ -146,7 +146,8 @@ def exact_noise_scale(samples: int, adam: bool) -> float:
     return variance / (float(gradients.mean(dim=0).square().sum()) - variance / samples)
 
 
-@pytest.mark.parametrize("adam", [False, pytest.param(True, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("adam", [False, True])
 def test_noise_scale_on_digits_within_ten_percent_of_all_samples(adam: bool) -> None:
     """From two replicas, from accumulation, and from consecutive steps; the norms pass through DDP's buckets."""
     exact = exact_noise_scale(640, adam)

@@ -83,7 +83,7 @@ print(json.dumps([killed, found]))
 @pytest.mark.parametrize(
     ("victim", "late"),
     [
-        (1, 2),  # between rank 0 and rank 4
+        pytest.param(1, 2, marks=pytest.mark.slow),  # between rank 0 and rank 4
         pytest.param(4, 3, marks=pytest.mark.slow),  # its report is in already: nobody waits for it but to tell it
         pytest.param(0, 4, marks=pytest.mark.slow),  # with the store
     ],
