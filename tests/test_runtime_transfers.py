@@ -124,9 +124,11 @@ def test_gradients_may_be_forgotten_after_the_backward_pass() -> None:
 @pytest.mark.parametrize("order", ["random", "reversed"])
 def test_values_change_in_memory_in_the_enforced_order(order: str) -> None:
     """The worker watches its parameters turn from NaN to values, with no word from the protocol."""
-    (watched, recorded), enforced = (outcome.result for outcome in launch(bodies.serve_slowly, 2, order, 0.01))
-    assert watched == recorded == enforced
-    assert watched != NAMES
+    (watched, recorded), enforced = (outcome.result for outcome in launch(bodies.serve_slowly, 2, order, 0.05))
+    # On a busy machine several may have come between two looks.
+    assert len(watched) >= 3
+    assert [name for new in watched for name in sorted(new, key=enforced.index)] == recorded == enforced
+    assert enforced != NAMES
 
 
 def test_random_orders_differ_by_worker_and_pull_and_repeat_with_the_seed() -> None:

@@ -310,7 +310,7 @@ def use_unseen(rank: int, own: bool) -> Any:
 
 
 def serve_slowly(rank: int, order: str, pause_s: float) -> Any:
-    """One worker watches its own memory while the server pauses between transfers: the order in which values change."""
+    """One worker watches its own memory while the server pauses between transfers: what has changed from look to look."""
     model, plan = make_model(), make_plan(1, 1, order)
     names = [slot.name for slot in plan.slots]
     if rank == 1:
@@ -322,10 +322,12 @@ def serve_slowly(rank: int, order: str, pause_s: float) -> Any:
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.fill_(float("nan"))
-    seen: list[str] = []
+    left, seen = set(names), []
     with Worker(model, plan) as worker, worker.step(push=False):
-        while len(seen) < len(names):
-            seen += [n for n, p in parameters.items() if n not in seen and not torch.isnan(p).any()]
+        while left:
+            if new := {name for name in left if not torch.isnan(parameters[name]).any()}:
+                seen.append(new)
+                left -= new
     return seen, [arrival.name for arrival in worker.arrivals]
 
 
