@@ -49,9 +49,11 @@ class End:
         self._lanes: list[queue.SimpleQueue[Any]] = []
         """Where threads wait for work; None ends them."""
 
-    def _start(self, body: Callable[[int], None], peer: int) -> None:
+    def _start(self, body: Callable[[int], None], peer: int) -> threading.Thread:
         """Run ``body(peer)`` in a thread; what it raises becomes the failure of this end."""
-        self._threads.append(self._thread(body, peer))
+        thread = self._thread(body, peer)
+        self._threads.append(thread)
+        return thread
 
     def _listen_to(self, peer: int) -> None:
         """Run :meth:`_listen` in a thread, which may be the last one to end."""

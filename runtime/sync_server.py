@@ -181,9 +181,7 @@ class SyncServer(MemberServer):
             self.policy.start(time.monotonic())
             if self.server:
                 self._start(self._follow, 0)
-            for server in range(1, 1 + len(self._barriers)):
-                self._start(self._announce, server)
-            self._announcers = self._threads[-len(self._barriers) :] if self._barriers else []
+            self._announcers = [self._start(self._announce, 1 + place) for place in range(len(self._barriers))]
         try:
             return super().serve()
         finally:

@@ -16,6 +16,7 @@ from torch.distributed.distributed_c10d import Store
 
 from ddltool.artifacts import check_writable
 from ddltool.errors import InputError, one_line
+from ddltool.runtime.ends import JOIN_S
 from ddltool.runtime.member_wire import knock
 from ddltool.runtime.membership import (
     FOREVER_S,
@@ -31,8 +32,6 @@ from ddltool.runtime.sync_signals import Interruptions, Terminated
 from ddltool.runtime.transfers import TransferError, TransferPlan
 from ddltool.runtime.wire import CLOSED, STEP, Wire
 from ddltool.runtime.workers import PushOrder, Worker
-
-NOTED_S = 5.0
 
 log = logging.getLogger(__name__)
 
@@ -229,7 +228,7 @@ class SyncWorker(Worker):
         """Fail when a server goes away, whatever else is under way."""
         super()._listen(peer)
         with self.changed:  # a server that has been told that this worker closes may end before that is noted here
-            if self.changed.wait_for(lambda: self._failing or peer in self._closed, NOTED_S if self._closing else 0.0):
+            if self.changed.wait_for(lambda: self._failing or peer in self._closed, JOIN_S if self._closing else 0.0):
                 return
         raise TransferError(f"{self._title}: {CLOSED}: server {self.plan.server_of_rank(peer)} (rank {peer})", peer)
 

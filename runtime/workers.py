@@ -80,7 +80,7 @@ class Worker(End):
         and scaling, and after any number of backward passes. Raises InputError as :class:`Wire` does, and for another
         ``push``.
         """
-        self.model, self.plan, self._timeout_s, self._order = model, plan, timeout_s, push
+        self.model, self.plan, self._timeout_s, self._push_order = model, plan, timeout_s, push
         self._parameters = dict(model.named_parameters())
         wire = self._connect(timeout_s)
         self.rank = plan.worker_of_rank(wire.rank)
@@ -94,7 +94,6 @@ class Worker(End):
         self._offered: dict[int, tuple[Tensor, int]] = {}  # `.grad` as the hook saw it, and its version then
         self._pushed = 0
         self._pushing = False
-        self._reverse, self._at_end = push == "reverse", push == "step"
         self._closed: set[int] = set()
         self._reported = False
         self._orders: list[list[int]] = [[] for _ in range(plan.servers)]
@@ -112,8 +111,8 @@ class Worker(End):
 
     def _check(self) -> None:
         """Raise InputError for arguments that do not fit; all ranks then refuse."""
-        if self._order not in PUSH_ORDERS:
-            raise InputError("push", f"is {self._order}", f"known: {', '.join(PUSH_ORDERS)}")
+        if self._push_order not in PUSH_ORDERS:
+            raise InputError("push", f"is {self._push_order}", f"known: {', '.join(PUSH_ORDERS)}")
         check_values(self.plan, self._parameters)
 
     @contextmanager
@@ -209,7 +208,7 @@ class Worker(End):
                 lane.put(self._expect(server, kind, start))
         for server, gates in enumerate(self._pushes):
             order = self.plan.gradients(server)
-            self._orders[server] = list(order) if self._reverse else []
+            self._orders[server] = list(order) if self._push_order == "reverse" else []
             if kind == STEP and order:
                 gates.put(Gate(self._orders[server], self._gradients.__contains__, self.changed))
 
@@ -242,7 +241,7 @@ class Worker(End):
         self._demand_unchanged()
         for index, slot in reversed(list(enumerate(self.plan.slots))):  # last layer first, as a backward pass has it
             if slot.trainable and index not in self._gradients:
-                gradient = self._parameters[slot.name].grad if self._at_end else None
+                gradient = self._parameters[slot.name].grad if self._push_order == "step" else None
                 if gradient is None:
                     gradient = torch.zeros(slot.shape, dtype=getattr(torch, slot.dtype))
                 self._offer(index, _on_host(gradient))
@@ -276,7 +275,7 @@ class Worker(End):
         if index not in self._awaited:
             problem = f"uses {name} without calling the module that owns it, so nothing waited for its transfer"
             raise InputError("model", problem, "call the owning module in the forward pass")
-        if self._at_end:
+        if self._push_order == "step":
             return
         if index in self._gradients:
             remedy = 'run one backward pass per step, or give push="step"'
@@ -287,7 +286,7 @@ class Worker(End):
     def _offer(self, index: int, gradient: Tensor) -> None:
         with self.changed:
             self._gradients[index] = gradient
-            if not self._reverse:
+            if self._push_order != "reverse":
                 self._orders[self.plan.slots[index].server].append(index)
             self.changed.notify_all()
 
