@@ -12,9 +12,10 @@ import argparse
 import statistics
 
 from ddltool.analyzers.communication.efficiency import compare
-from ddltool.analyzers.oracle.roofline import estimate_roofline
+from ddltool.analyzers.costs.estimate import estimate
+from ddltool.analyzers.costs.model import cost_model
 from ddltool.device import Network
-from ddltool.fixtures.loading import devices, folder
+from ddltool.fixtures.loading import calibration, devices, folder
 from ddltool.fixtures.zoo import ZOO
 from ddltool.graph_io import read_graph
 from ddltool.units import parse_bandwidth
@@ -41,7 +42,7 @@ def main() -> None:
         for mode in ("inference", "training"):
             for model in models:
                 shipped = read_graph(folder() / "graphs" / f"{model}-{mode}.graph.json.gz")
-                graph = estimate_roofline(shipped, devices().device(device), network)
+                graph = estimate(shipped, cost_model(devices().device(device), calibration()), network)
                 found = compare(graph, samples=given.samples, exact_s=given.time_limit)
                 assert found.exact is not None
                 bound = found.exact.lower_bound_s

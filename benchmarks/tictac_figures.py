@@ -21,9 +21,10 @@ from ddltool.analyzers.communication.cluster import ClusterRun, simulate_cluster
 from ddltool.analyzers.communication.efficiency import bounds
 from ddltool.analyzers.communication.order import Schedule, tac, tic
 from ddltool.analyzers.communication.regression import Line, fit_line
-from ddltool.analyzers.oracle.roofline import estimate_roofline
+from ddltool.analyzers.costs.estimate import estimate
+from ddltool.analyzers.costs.model import cost_model
 from ddltool.device import Device, Network
-from ddltool.fixtures.loading import devices, folder
+from ddltool.fixtures.loading import calibration, devices, folder
 from ddltool.graph import COMPUTE, Graph, Mode
 from ddltool.graph_io import read_graph
 
@@ -81,7 +82,7 @@ def cloud_gpu() -> Environment:
 def k80_factor(model: str) -> float:
     """Return published over roofline time of a training step, from the published model of the same family."""
     known, images_per_s = next(found for family, found in PUBLISHED_K80.items() if model.startswith(family))
-    graph = estimate_roofline(shipped(known, "training"), devices().device("K80"), Network())
+    graph = estimate(shipped(known, "training"), cost_model(devices().device("K80"), calibration()), Network())
     return (graph.batch_size or 1) / images_per_s / bounds(graph).compute_s
 
 
@@ -109,7 +110,7 @@ def worker_graph(
 ) -> Graph:
     """Return the timed graph of one worker; ``batch_factor`` scales the batch and with it all compute times."""
     network = Network(bandwidth_bytes_per_s=where.bandwidth_bytes_per_s, parameter_servers=servers)
-    timed = estimate_roofline(shipped(model, mode), where.device, network)
+    timed = estimate(shipped(model, mode), cost_model(where.device, calibration()), network)
     factor = options.compute_factor or where.compute_factor(model)
     scale = np.where(timed.kind == COMPUTE, factor * batch_factor, 1.0)
     return timed.with_durations(timed.duration_s * scale, timed.estimate)

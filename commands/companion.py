@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Optional
 
 import typer
 
-from ddltool.commands.options import Json, Output
+from ddltool.commands.options import DevicesFile, Json, Output
 from ddltool.commands.values import number
 
 if TYPE_CHECKING:
@@ -40,6 +40,7 @@ def companion(
             metavar="SHARE",
         ),
     ] = 0.1,
+    devices_file: DevicesFile = None,
     output: Output = None,
     as_json: Json = False,
 ) -> None:
@@ -55,10 +56,11 @@ def companion(
             Companion(source).close()  # says what is wrong with it
         if output is None:
             raise InputError("--output", "is missing", "say where the database goes: -o plans.db")
-        document["built"] = _build(source, output, as_json)
+        document["built"] = _build(source, output, devices_file, as_json)
         source = output
-    elif output is not None:
-        raise InputError("--output", "is for making a database from a job", "leave it out")
+    elif output is not None or devices_file is not None:
+        option = "--devices-file" if output is None else "--output"
+        raise InputError(option, "is for making a database from a job", "leave it out")
     with Companion(source) as base:
         if measured is not None:
             document["recalibrated"] = _recalibrate(base, measured, threshold, as_json)
@@ -72,7 +74,7 @@ def companion(
         print_json(document)
 
 
-def _build(job_file: Path, output: Path, as_json: bool) -> dict[str, Any]:
+def _build(job_file: Path, output: Path, devices_file: Path | None, as_json: bool) -> dict[str, Any]:
     """Make the database of a job."""
     import time
 
@@ -83,12 +85,13 @@ def _build(job_file: Path, output: Path, as_json: bool) -> dict[str, Any]:
     from ddltool.commands.plan_input import capabilities_of, graph_of, scanned
     from ddltool.companion import write_companion
     from ddltool.errors import InputError
+    from ddltool.fixtures.loading import with_specs
     from ddltool.job import read_job
     from ddltool.outputs import demand_distinct
 
-    demand_distinct([job_file], {"-o": output})
+    demand_distinct([job_file, devices_file], {"-o": output})
     check_writable(output)
-    job = read_job(job_file)
+    job = with_specs(read_job(job_file), str(job_file), devices_file)
     if job.network is not None:
         raise InputError(f"{job_file}:network", "is not kept in a companion database", "leave it out, or use plan")
     job = scanned(job, graph_of(job, job_file.parent, None))

@@ -14,14 +14,13 @@ if TYPE_CHECKING:
     from ddltool.analyzers.deciding.feedback import Run
     from ddltool.analyzers.goodput.throughput import ThroughputParams
     from ddltool.decision import Decision, Objective, Option
+    from ddltool.device import DeviceTable
     from ddltool.goodput_model import Goodput
     from ddltool.graph import Graph
     from ddltool.job import Job
     from ddltool.plan import Plan
 
 OBJECTIVES = ("fastest", "cheapest", "same-bits")
-# A roofline has been within this of measured steps of the models and devices in docs/profile-analytic.md.
-ROOFLINE_ERROR = 0.5
 _COLUMNS = ("strategy", "on", "step", "±", "exposed", "per s", "goodput", "stale", "bits", "price/1e6")
 
 
@@ -121,10 +120,12 @@ def _fitted(job: Job, folder: Path) -> dict[str, Goodput]:
 
 def _errors(job: Job, folder: Path, fitted: Mapping[str, Goodput], run: Run | None) -> tuple[dict[str, float], str]:
     """Return the relative error of each type's compute times where one is known, and where it comes from."""
+    from ddltool.fixtures.loading import devices_of
     from ddltool.profile import read_profile
 
     found: dict[str, float] = {}
     sources: list[str] = []
+    table = devices_of(job, str(folder / "job.yaml"))
     for offer in job.devices:
         known: list[tuple[float, str]] = []
         if run is not None and offer.type in run.errors():
@@ -135,7 +136,7 @@ def _errors(job: Job, folder: Path, fitted: Mapping[str, Goodput], run: Run | No
                 spread = float((frame["step_time_spread_s"] / frame["step_time_s"]).median() / 2)
                 known.append((spread, "spread of the profile"))
         elif offer.capability_per_s is None and offer.type not in fitted:
-            known.append((ROOFLINE_ERROR, "roofline"))
+            known.append((_model_error(offer.type, table), "cost model, in cross-validation"))
         if offer.type in fitted:  # its times, or at least how they grow with the batch, are the fit's
             mape = fitted[offer.type].devices.get(offer.type, fitted[offer.type]).mape
             known.append((mape, "error of the fit"))
@@ -143,6 +144,14 @@ def _errors(job: Job, folder: Path, fitted: Mapping[str, Goodput], run: Run | No
             found[offer.type], source = max(known)
             sources.append(source)
     return found, ", ".join(dict.fromkeys(sources))
+
+
+def _model_error(name: str, table: DeviceTable) -> float:
+    """Return half the width of the cost model's 80 % interval on a device type, as a share of the prediction."""
+    from ddltool.analyzers.costs.model import cost_model
+    from ddltool.fixtures.loading import calibration
+
+    return cost_model(table.device(name, "devices.type"), calibration()).relative_error
 
 
 def _communication(
@@ -174,7 +183,7 @@ def _from_graph(job: Job, folder: Path, given: Given) -> Communication | None:
     from ddltool.artifacts import load
     from ddltool.commands.output import note
     from ddltool.errors import InputError
-    from ddltool.fixtures.loading import devices
+    from ddltool.fixtures.loading import devices_of
     from ddltool.graph import SEND
     from ddltool.job import Cluster
     from ddltool.units import parse_bandwidth, parse_duration
@@ -204,8 +213,11 @@ def _from_graph(job: Job, folder: Path, given: Given) -> Communication | None:
         raise InputError(
             "--graph", f"{graph.name} is no timed training step", "make one with ddltool trace SOURCE -o FILE"
         )
-    table = {device.name.casefold(): device.memory_gib for device in devices().devices}
-    memory = {offer.type: offer.memory_gib or table.get(offer.type.casefold()) for offer in job.devices}
+    table = devices_of(job, str(folder / "job.yaml"))
+    memory = {device.type: device.memory_gib for device in job.devices}
+    for name, given_gib in memory.items():
+        if given_gib is None and (known_device := table.find(name)) is not None:
+            memory[name] = known_device.memory_gib
     return GraphCommunication(graph, rate, delay, memory, per_node)
 
 
@@ -214,9 +226,15 @@ def _traced(job: Job) -> Graph:
     from ddltool.commands.trace import timed_graph
     from ddltool.fixtures.loading import devices
 
-    known = {device.name.casefold() for device in devices().devices}
-    name = next((offer.type for offer in job.devices if offer.type.casefold() in known), "V100")
-    return timed_graph(str(job.model), batch_size=job.batch_size, device=name)
+    name = next((offer.type for offer in job.devices if devices().find(offer.type)), "V100")
+    return timed_graph(
+        str(job.model),
+        batch_size=job.batch_size,
+        device=name,
+        precision=job.precision,
+        channels_last=job.channels_last,
+        sequence_length=job.sequence_length,
+    )
 
 
 def show_decision(decision: Decision) -> None:

@@ -109,18 +109,19 @@ def _announced(name: str, found: Findings) -> Iterator[None]:
 def _trace(found: Findings, seed: int) -> None:
     from ddltool.analyzers.communication.efficiency import compare
     from ddltool.analyzers.communication.perfetto import to_chrome_trace
-    from ddltool.analyzers.oracle.roofline import estimate_roofline
+    from ddltool.analyzers.costs.estimate import estimate
+    from ddltool.analyzers.costs.model import cost_model
     from ddltool.artifacts import to_json, write_text
     from ddltool.commands.trace import timed_graph
     from ddltool.device import Network
-    from ddltool.fixtures.loading import devices, folder
+    from ddltool.fixtures.loading import calibration, devices, folder
     from ddltool.graph_io import read_graph, write_graph
 
     found.graph = timed_graph(MODEL, batch_size=8, device="V100")
     found.comparison = compare(found.graph, samples=SAMPLES, seed=seed)
     write_graph(found.graph, found.folder / "graph.json")
     shipped = read_graph(folder() / "graphs" / f"{CONTRAST}.graph.json.gz")
-    found.contrast_graph = estimate_roofline(shipped, devices().device(CONTRAST_DEVICE), Network())
+    found.contrast_graph = estimate(shipped, cost_model(devices().device(CONTRAST_DEVICE), calibration()), Network())
     found.contrast = compare(found.contrast_graph, samples=SAMPLES, seed=seed)
     best = found.comparison.tac
     trace = to_chrome_trace(found.graph, best.timeline, best.schedule.priority if best.schedule else None)

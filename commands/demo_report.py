@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 def rows(found: Findings) -> list[tuple[str, str, str]]:
     """Return one row per step: name, what it found, seconds."""
     plan, training = found.plan, found.training
-    from ddltool.analyzers.oracle.roofline import coverage
+    from ddltool.analyzers.costs.estimate import coverage
 
     graph = found.graph
     count = (

@@ -8,6 +8,8 @@ from collections import defaultdict
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from ddltool.analyzers.placement.determinism import OpFinding, Scan
     from ddltool.graph import Graph, Mode
 
@@ -20,7 +22,9 @@ _VERDICTS = {
 }
 
 
-def scan_source(source: str, mode: Mode | None = None, batch_size: int | None = None) -> tuple[Graph, Scan]:
+def scan_source(
+    source: str, mode: Mode | None = None, batch_size: int | None = None, bindings: Mapping[str, int] | None = None
+) -> tuple[Graph, Scan]:
     """Return the graph of any SOURCE and what its ops allow; torch sources are looked at with their data types.
 
     Raises InputError as :func:`ddltool.commands.sources.load_graph`.
@@ -29,21 +33,29 @@ def scan_source(source: str, mode: Mode | None = None, batch_size: int | None = 
     from ddltool.commands.sources import is_graph_file, is_onnx_file, load_graph, resolve_step
 
     if is_graph_file(source) or is_onnx_file(source):
-        graph = load_graph(source, mode, batch_size)
+        graph = load_graph(source, mode, batch_size, bindings)
         return graph, scan(graph)
+    from ddltool.analyzers.loading.sources import demand_whole
     from ddltool.analyzers.tracing.torch_adapter import trace_step
 
     with contextlib.redirect_stdout(sys.stderr):  # what the user's forward prints must not mix with the result
         traced = trace_step(lambda: resolve_step(source), mode=mode or "training", batch_size=batch_size)
-    return traced.graph, scan(traced.graph, op_facts(traced))
+    return demand_whole(traced.graph, source), scan(traced.graph, op_facts(traced))
 
 
-def determinism(source: str, *, mode: Mode | None = None, batch_size: int | None = None, as_json: bool = False) -> None:
+def determinism(
+    source: str,
+    *,
+    mode: Mode | None = None,
+    batch_size: int | None = None,
+    bindings: Mapping[str, int] | None = None,
+    as_json: bool = False,
+) -> None:
     """Print the levels of a model's ops; the body of ``ddltool trace SOURCE --determinism``."""
     from ddltool.commands.output import out, print_json, progress
 
     with progress(f"tracing {source}"):
-        graph, found = scan_source(source, mode, batch_size)
+        graph, found = scan_source(source, mode, batch_size, bindings)
     if as_json:
         print_json(as_document(graph, found))
         return

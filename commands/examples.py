@@ -7,6 +7,8 @@ from __future__ import annotations
 
 EXAMPLES: dict[str, str] = {
     "trace": "ddltool trace zoo:resnet50_v1 --device K80 --bandwidth 10Gbit -o graph.json",
+    "predict": "ddltool predict timm:resnet50 --device A100,L4,RTX4090 --precision amp",
+    "calibrate": "ddltool calibrate profile.csv --model train.py:make_model --device MYGPU -o device.yaml",
     "profile": "ddltool profile train.py:make_model --batch-sizes 8,16,32 --replicas 1,2 -o profile.csv",
     "fit": "ddltool fit profile.csv --holdout scalability.csv -o goodput.json",
     "plan": "ddltool plan job.yaml --strategy est -o plan.json",
@@ -18,6 +20,7 @@ EXAMPLES: dict[str, str] = {
     "simulate": "ddltool simulate workload.csv --cluster cluster.yaml --traces traces --policy fifo,ours",
     "companion": "ddltool companion job.yaml -o plans.db; then: ddltool companion plans.db --lookup V100=2,T4=1",
     "demo": "ddltool demo -o my-demo",
+    "devices": "ddltool devices A100 --json",
     "zoo": "ddltool zoo --json",
     "schema": "ddltool schema plan -o plan.schema.json",
     "doctor": 'ddltool doctor; or: ddltool doctor --overhead "train.py --epochs 1" --max-overhead 1%',

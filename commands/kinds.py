@@ -37,7 +37,7 @@ def _result(name: str, written_by: str, read_by: str = "people and scripts") -> 
 
 FILES = (
     _file("graph", "JSON", "trace -o, zoo --write", "trace, plan --graph, gate, report"),
-    _file("profile", "a row of CSV", "profile -o", "fit, plan, gate, report"),
+    _file("profile", "a row of CSV", "profile -o, predict -o", "fit, plan, gate, report"),
     _file("goodput", "JSON", "fit -o", "plan, verify, simulate --goodput, gate, report"),
     _file("cluster", "JSON or YAML", "people", "plan, simulate"),
     _file("job", "JSON or YAML", "people", "plan, companion"),
@@ -50,7 +50,13 @@ FILES = (
         "the hook, the goodput agent",
         "fit, verify, plan, companion, barrier, gate, report",
     ),
-    _file("devices", "JSON", "comes with ddltool", "trace, profile --analytic, plan"),
+    _file("calibration", "JSON", "comes with ddltool", "predict, trace, plan"),
+    _file(
+        "devices",
+        "JSON or YAML",
+        "comes with ddltool; people; calibrate -o",
+        "devices, predict, trace, plan, companion",
+    ),
     _file("companion", "SQLite", "companion -o", "companion --lookup, --measured"),
     _file("balance_event", "a line of JSON Lines", "balance(..., events=)", "people and scripts"),
     _file("sync", "a line of JSON Lines", "SyncServer(telemetry=)", "barrier, report"),

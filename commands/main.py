@@ -18,14 +18,17 @@ from ddltool import __version__
 from ddltool.commands import (
     balance,
     barrier,
+    calibrate,
     companion,
     demo,
+    devices,
     diff_run,
     doctor,
     emit,
     fit,
     gate,
     plan,
+    predict,
     profile,
     report,
     schema,
@@ -46,6 +49,8 @@ app = typer.Typer(
 )
 for _command in (
     trace.trace,
+    predict.predict,
+    calibrate.calibrate,
     profile.profile,
     fit.fit,
     plan.plan,
@@ -60,6 +65,7 @@ for _command in (
     report.report,
     demo.demo,
     zoo.zoo,
+    devices.devices,
     schema.schema,
     doctor.doctor,
 ):

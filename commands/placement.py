@@ -96,7 +96,7 @@ def _on_nodes(job: Job, job_file: Path, problem: Problem, settings: Settings) ->
 
 
 def plan_together(
-    files: Sequence[Path], *, sharing: str, limit_s: float, seed: int
+    files: Sequence[Path], *, sharing: str, limit_s: float, seed: int, devices_file: Path | None = None
 ) -> tuple[JobsPlan, dict[Path, str]]:
     """Return the plan of several jobs on the same devices, and why each job that waits does.
 
@@ -110,6 +110,7 @@ def plan_together(
     from ddltool.analyzers.placement.problem import from_job
     from ddltool.commands.plan_input import capabilities_of
     from ddltool.errors import Infeasible, InputError, did_you_mean, naming
+    from ddltool.fixtures.loading import with_specs
     from ddltool.job import Job, read_job
 
     if sharing not in SHARING:
@@ -117,7 +118,7 @@ def plan_together(
     problems, names, weights = [], [], []
     devices: dict[str, int] = {}
     for file in files:
-        job = read_job(file)
+        job = with_specs(read_job(file), str(file), devices_file)
         if job.network is not None:
             raise InputError(f"{file}:network", "is not part of a joint plan", "leave it out, or plan the job alone")
         if job.weight > LARGEST_WEIGHT:

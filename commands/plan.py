@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, cast
 import typer
 
 from ddltool.commands import plan_options as given
-from ddltool.commands.options import Json, Output, Seed
+from ddltool.commands.options import DevicesFile, Json, Output, Seed
 from ddltool.commands.parts import demand_part
 
 if TYPE_CHECKING:
@@ -32,7 +32,7 @@ READERS = {
     "--top-k": ("est", "auto"),
 }
 # What the plan of several jobs reads.
-_TOGETHER = {"job_file", "strategy", "together", "share", "time_limit_s", "output", "seed", "as_json"}
+_TOGETHER = {"job_file", "strategy", "together", "share", "devices_file", "time_limit_s", "output", "seed", "as_json"}
 
 
 def plan(
@@ -55,6 +55,7 @@ def plan(
     together: given.Together = None,
     share: given.Share = given.SHARE,
     picture: given.Picture = None,
+    devices_file: DevicesFile = None,
     output: Output = None,
     seed: Seed = 0,
     as_json: Json = False,
@@ -73,7 +74,7 @@ def plan(
     _demand_known("--strategy", strategy, STRATEGIES)
     _demand_known("--objective", objective, OBJECTIVES)
     written = {"-o": output, "--picture": picture}
-    demand_distinct([job_file, telemetry, graph_file, current_file, *(together or [])], written)
+    demand_distinct([job_file, telemetry, graph_file, current_file, devices_file, *(together or [])], written)
     _check_places(output, picture)
     _demand_readers(
         strategy,
@@ -93,9 +94,9 @@ def plan(
         raise InputError("--share", "needs --with", "name the jobs that share the devices")
     if together:
         demand_part(context, "a plan of several jobs", _TOGETHER, instead="leave it out, or leave out --with")
-        _plan_jobs([job_file, *together], share, time_limit_s, seed, output, as_json)
+        _plan_jobs([job_file, *together], share, devices_file, time_limit_s, seed, output, as_json)
         return
-    job, graph = _read(job_file, graph_file, written)
+    job, graph = _read(job_file, graph_file, devices_file, written)
     known = Given(
         objective=cast("Objective", objective),
         graph=graph,
@@ -156,23 +157,34 @@ def _check_est(strategy: str, *, wished: bool, current: Path | None, moves: Mapp
         raise InputError("--strategy", f"is {strategy}", "--prefer, --current and --with need --strategy est")
 
 
-def _read(job_file: Path, graph_file: Path | None, written: Mapping[str, Path | None]) -> tuple[Job, Graph | None]:
+def _read(
+    job_file: Path, graph_file: Path | None, devices_file: Path | None, written: Mapping[str, Path | None]
+) -> tuple[Job, Graph | None]:
     """Return the job, with what its model's ops say about D2, and the graph whose parameters the plan lists.
 
     Raises InputError for files that cannot be read, and for outputs that would replace what the job names.
     """
     from ddltool.commands.plan_input import graph_of, scanned
+    from ddltool.fixtures.loading import with_specs
     from ddltool.job import read_job
     from ddltool.outputs import demand_distinct
 
-    job = read_job(job_file)
+    job = with_specs(read_job(job_file), str(job_file), devices_file)
     named = [offer_file for offer in job.devices for offer_file in (offer.profile, offer.goodput)]
     demand_distinct([job_file.parent / name for name in (*named, job.cluster, job.network) if name], written)
     graph = graph_of(job, job_file.parent, graph_file)
     return scanned(job, graph), graph
 
 
-def _plan_jobs(files: list[Path], share: str, limit_s: float, seed: int, output: Path | None, as_json: bool) -> None:
+def _plan_jobs(
+    files: list[Path],
+    share: str,
+    devices_file: Path | None,
+    limit_s: float,
+    seed: int,
+    output: Path | None,
+    as_json: bool,
+) -> None:
     """Plan several jobs on the same devices. Raises InputError for an output, which holds one plan."""
     from ddltool.commands.output import print_json
     from ddltool.commands.placement import jobs_document, plan_together, show_jobs
@@ -180,7 +192,7 @@ def _plan_jobs(files: list[Path], share: str, limit_s: float, seed: int, output:
 
     if output is not None:
         raise InputError("--output", "holds the plan of one job", "use --json for several")
-    made, waiting = plan_together(files, sharing=share, limit_s=limit_s, seed=seed)
+    made, waiting = plan_together(files, sharing=share, limit_s=limit_s, seed=seed, devices_file=devices_file)
     if as_json:
         print_json(jobs_document(made, files, waiting))
     else:

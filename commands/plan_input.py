@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from ddltool.analyzers.balancing.plan import StepCurve
     from ddltool.analyzers.goodput.throughput import ThroughputParams
+    from ddltool.analyzers.tracing.dialect import Numerics
     from ddltool.graph import Graph
     from ddltool.job import Job
     from ddltool.plan import ParameterRecord, Plan
@@ -97,7 +98,7 @@ def scanned(job: Job, graph: Graph | None) -> Job:
 
 
 def capabilities_of(job: Job, folder: Path, where: str) -> dict[str, float]:
-    """Return the capability of each device type: as written, from its fit or its profile, or from the model's roofline.
+    """Return the capability of each device type: as written, from its fit or its profile, or from the cost model.
 
     Paths in the job are relative to ``folder``; predicted capabilities are told on stderr.
     """
@@ -129,27 +130,48 @@ def capabilities_of(job: Job, folder: Path, where: str) -> dict[str, float]:
         raise InputError(f"{where}:devices", problem, "give one of the three")
     if not missing:
         return found
-    predicted = _roofline_capabilities(job, folder, missing)
+    predicted = _roofline_capabilities(job, folder, missing, where)
     shown = ", ".join(f"{name} {value:.3g}/s" for name, value in predicted.items())
-    note(f"predicted capabilities (roofline of {job.model}): {shown}")
+    note(f"predicted capabilities ({job.model}, {job.precision}, {job.optimizer}): {shown}")
     return {**found, **predicted}
 
 
-def _roofline_capabilities(job: Job, folder: Path, types: list[str]) -> dict[str, float]:
-    """Return capabilities predicted from the traced model and the device table."""
-    from ddltool.analyzers.oracle.roofline import estimate_roofline
+def _roofline_capabilities(job: Job, folder: Path, types: list[str], where: str) -> dict[str, float]:
+    """Return capabilities predicted from the traced model and the known devices, with those that the job describes."""
+    from ddltool.analyzers.costs.estimate import estimate
+    from ddltool.analyzers.costs.model import cost_model
     from ddltool.analyzers.placement.capability import capability_from_graph
     from ddltool.commands.sources import is_graph_file, load_graph
     from ddltool.device import Network
-    from ddltool.fixtures.loading import devices
+    from ddltool.fixtures.loading import calibration, devices_of
 
     source = str(folder / job.model) if job.model and is_graph_file(job.model) else str(job.model)
-    graph = load_graph(source, None, None if is_graph_file(source) else job.batch_size)
-    table = devices()
+    graph = load_graph(
+        source,
+        None,
+        None if is_graph_file(source) else job.batch_size,
+        numerics=numerics_of(job),
+        sequence_length=job.sequence_length,
+    )
+    table = devices_of(job, where)
     return {
-        name: capability_from_graph(estimate_roofline(graph, table.device(name, "devices.type"), Network()))
+        name: capability_from_graph(
+            estimate(
+                graph,
+                cost_model(table.device(name, "devices.type"), calibration()),
+                Network(),
+                optimizer=job.optimizer,
+            )
+        )
         for name in types
     }
+
+
+def numerics_of(job: Job) -> Numerics:
+    """Return the precision and layout that the job's predicted times are for."""
+    from ddltool.analyzers.tracing.dialect import Numerics
+
+    return Numerics(job.precision, job.channels_last)
 
 
 def graph_of(job: Job, folder: Path, graph_file: Path | None) -> Graph | None:

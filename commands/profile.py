@@ -16,12 +16,10 @@ if TYPE_CHECKING:
 
 _ALWAYS = {"output", "seed", "as_json"}
 _ONE = _ALWAYS | {"source", "batch_sizes", "replicas"}
-_LINKS = {"bandwidth", "latency", "local_bandwidth", "local_latency", "gpus_per_node"}
 _PARTS = {
     "--network": _ALWAYS | {"network", "replicas"},
     "--watch": _ONE | {"watch", "cores"},
     "--import": _ALWAYS | {"imports", "device_name", "batch_sizes", "nodes", "replicas"},
-    "--analytic": _ONE | _LINKS | {"analytic", "device", "arithmetic", "optimizer", "per_parameter"},
     "": _ONE
     | {"accumulation", "device", "device_name", "precision", "budget", "repeats", "warmup"}
     | {"threads", "memory", "memory_gib", "resume"},
@@ -61,20 +59,11 @@ def profile(
     cores: given.Cores = "",
     imports: given.Imports = None,
     nodes: given.Nodes = None,
-    analytic: given.Analytic = False,
-    bandwidth: given.Bandwidth = "10Gbit",
-    latency: given.Latency = "50us",
-    local_bandwidth: given.LocalBandwidth = "15.75GB/s",
-    local_latency: given.LocalLatency = "10us",
-    gpus_per_node: given.GpusPerNode = 1,
-    arithmetic: given.Arithmetic = "default",
-    optimizer: given.Optimizer = "adam",
-    per_parameter: given.PerParameter = "",
     output: Output = None,
     seed: Seed = 0,
     as_json: Json = False,
 ) -> None:
-    """Measure training steps here, or the network; watch workers; import measurements; or predict another device's curve."""
+    """Measure training steps here, or the network; watch workers; or import measurements."""
     from ddltool.commands import values
     from ddltool.commands.torchrun import one_voice
     from ddltool.errors import InputError
@@ -83,7 +72,7 @@ def profile(
     # Long, but flat: it hands each mode its share of the options.
     demand_distinct(imports or [], {"-o": output})
     with one_voice():
-        mode = _mode({"--network": network, "--watch": watch, "--import": imports, "--analytic": analytic})
+        mode = _mode({"--network": network, "--watch": watch, "--import": imports})
         demand_part(context, mode or "measuring", _PARTS[mode])
         if is_given(context, "repeats") and is_given(context, "precision"):
             raise InputError(
@@ -119,24 +108,6 @@ def profile(
                 output=output,
                 as_json=as_json,
             )
-        elif analytic:
-            from ddltool.commands.profile_analytic import AnalyticRequest, profile_analytic
-
-            request = AnalyticRequest(
-                source=subject,
-                device=device,
-                batch_sizes=sizes or None,
-                replicas=counts or (1,),
-                gpus_per_node=gpus_per_node,
-                bandwidth=bandwidth,
-                latency=latency,
-                local_bandwidth=local_bandwidth,
-                local_latency=local_latency,
-                arithmetic=arithmetic,
-                optimizer=optimizer,
-                per_parameter=per_parameter or None,
-            )
-            profile_analytic(request, output, as_json)
         else:
             from ddltool.commands.profile_measure import MeasureOptions, Sampling, profile_model
 

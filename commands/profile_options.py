@@ -9,7 +9,7 @@ import typer
 
 from ddltool.commands.values import number
 
-WATCH, IMPORT, ANALYTIC = "With --watch", "With --import", "With --analytic"
+WATCH, IMPORT = "With --watch", "With --import"
 _Files = Optional[list[Path]]  # noqa: UP045
 _Text = Optional[str]  # noqa: UP045
 _Count = Optional[int]  # noqa: UP045
@@ -34,7 +34,7 @@ Replicas = Annotated[
 Accumulation = Annotated[
     str, typer.Option(metavar="N,N,...", help="Accumulation steps before the one that synchronises; 0 is none.")
 ]
-Device = Annotated[str, typer.Option(help="cpu or cuda; with --analytic the name of a device type, such as V100.")]
+Device = Annotated[str, typer.Option(help="cpu or cuda.")]
 DeviceName = Annotated[
     str, typer.Option(metavar="NAME", help="Name to write in the device column; cpu or cuda by default.")
 ]
@@ -85,21 +85,5 @@ Nodes = Annotated[
     _Count,
     typer.Option(
         help="Nodes of a profiler trace that does not say.", min=1, show_default=False, rich_help_panel=IMPORT
-    ),
-]
-Analytic = Annotated[
-    bool, typer.Option("--analytic", help="Predict the curve of a --device that is not here, with its error.")
-]
-Bandwidth = Annotated[str, typer.Option(help="Network between nodes.", rich_help_panel=ANALYTIC)]
-Latency = Annotated[str, typer.Option(help="Network latency.", rich_help_panel=ANALYTIC)]
-LocalBandwidth = Annotated[str, typer.Option(help="Link between the GPUs of a node.", rich_help_panel=ANALYTIC)]
-LocalLatency = Annotated[str, typer.Option(help="Its latency.", rich_help_panel=ANALYTIC)]
-GpusPerNode = Annotated[int, typer.Option(help="Replicas of a node.", min=1, max=1024, rich_help_panel=ANALYTIC)]
-Arithmetic = Annotated[str, typer.Option(help="default, float32, tf32 or mixed.", rich_help_panel=ANALYTIC)]
-Optimizer = Annotated[str, typer.Option(help="sgd, momentum or adam.", rich_help_panel=ANALYTIC)]
-PerParameter = Annotated[
-    str,
-    typer.Option(
-        metavar="TIME", help="Host time per parameter tensor; calibrated by default.", rich_help_panel=ANALYTIC
     ),
 ]

@@ -149,15 +149,16 @@ def _section(one: Found, anchor: str, found: Sequence[Found], noise: float | Non
 
 def _graph_section(one: Found, anchor: str) -> Section:
     """Return a graph's section; a graph without times gets a V100's behind the default network, and says so."""
-    from ddltool.analyzers.oracle.roofline import estimate_roofline
+    from ddltool.analyzers.costs.estimate import estimate
+    from ddltool.analyzers.costs.model import cost_model
     from ddltool.analyzers.reporting.graph_section import graph_section
     from ddltool.device import Network
-    from ddltool.fixtures.loading import devices
+    from ddltool.fixtures.loading import calibration, devices
 
     graph, remark = one.content, ""
     if not graph.timed:
-        graph = estimate_roofline(graph, devices().device("V100"), Network())
-        remark = "The file has no times: these are a V100's behind 10 Gbit/s, by the roofline."
+        graph = estimate(graph, cost_model(devices().device("V100"), calibration()), Network())
+        remark = "The file has no times: these are a V100's behind 10 Gbit/s, predicted."
     elif graph.meta.get("oracle"):
         remark = f"Times: {graph.meta['oracle']}, {graph.meta.get('device') or 'device not named'}."
     return graph_section(graph, one.name, anchor, remark=remark)

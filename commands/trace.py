@@ -9,7 +9,16 @@ from typing import TYPE_CHECKING, Annotated, Optional
 
 import typer
 
-from ddltool.commands.options import Json, Output, Seed, Source
+from ddltool.commands.options import (
+    ChannelsLast,
+    DevicesFile,
+    Json,
+    Output,
+    Precision,
+    Seed,
+    SequenceLength,
+    Source,
+)
 from ddltool.commands.values import number
 
 if TYPE_CHECKING:
@@ -32,7 +41,15 @@ def trace(
         Optional[int],  # noqa: UP045
         typer.Option(help="Samples per step; the source's own by default.", min=1, show_default=False),
     ] = None,
+    bind: Annotated[
+        Optional[str],  # noqa: UP045
+        typer.Option(metavar="NAME=SIZE,...", help="Sizes of an ONNX file's symbolic dimensions.", show_default=False),
+    ] = None,
     device: Annotated[str, typer.Option(metavar="NAME", help="Device type to estimate compute times for.")] = DEVICE,
+    precision: Precision = "fp32",
+    channels_last: ChannelsLast = False,
+    sequence_length: SequenceLength = None,
+    devices_file: DevicesFile = None,
     bandwidth: Annotated[str, typer.Option(help="Network bandwidth per channel.")] = BANDWIDTH,
     latency: Annotated[str, typer.Option(help="Network latency per transfer.")] = LATENCY,
     parameter_servers: Annotated[
@@ -79,11 +96,11 @@ def trace(
     from ddltool.outputs import demand_distinct
 
     if determinism:
-        _scan(source, mode, batch_size, {"-o": output, "--perfetto": perfetto}, as_json)
+        _scan(source, mode, batch_size, bind, {"-o": output, "--perfetto": perfetto}, as_json)
         return
     if output is not None and output == perfetto:
         raise InputError("--perfetto", f"is {perfetto}, as -o", "give two different files")
-    demand_distinct([source.partition(":")[0], oracle], {"-o": output, "--perfetto": perfetto})
+    demand_distinct([source.partition(":")[0], oracle, devices_file], {"-o": output, "--perfetto": perfetto})
     for place in (output, perfetto):
         if place is not None:
             check_writable(place)
@@ -91,16 +108,21 @@ def trace(
         source,
         mode=_mode(mode),
         batch_size=batch_size,
+        bindings=_bindings(bind, source),
         device=device,
         bandwidth=bandwidth,
         latency=latency,
         parameter_servers=parameter_servers,
         oracle=oracle,
+        devices_file=devices_file,
+        precision=precision,
+        channels_last=channels_last,
+        sequence_length=sequence_length,
     )
     comparison = compare_with_progress(graph, samples=samples, seed=seed, exact_s=time_limit if exact else None)
     own = is_graph_file(source) and oracle is None and graph.meta.get("bandwidth_bytes_per_s") is not None
     if own:
-        _tell_ignored(device, bandwidth, latency, parameter_servers)
+        _tell_ignored(device, devices_file, bandwidth, latency, parameter_servers)
     plans = collective_plans(graph, replicas=replicas, bandwidth=bandwidth, latency=latency, own_network=own)
     if output is not None:
         write_graph(graph, output)
@@ -113,7 +135,12 @@ def trace(
 
 
 def _scan(
-    source: str, mode: str | None, batch_size: int | None, written: Mapping[str, Path | None], as_json: bool
+    source: str,
+    mode: str | None,
+    batch_size: int | None,
+    bind: str | None,
+    written: Mapping[str, Path | None],
+    as_json: bool,
 ) -> None:
     """Print what stands in the way of equal bits. Raises InputError for a file to write: a scan writes none."""
     from ddltool.commands.determinism import determinism
@@ -122,7 +149,7 @@ def _scan(
     for option, place in written.items():
         if place is not None:
             raise InputError(option, "has no part in --determinism", "leave it out, or redirect --json")
-    determinism(source, mode=_mode(mode), batch_size=batch_size, as_json=as_json)
+    determinism(source, mode=_mode(mode), batch_size=batch_size, bindings=_bindings(bind, source), as_json=as_json)
 
 
 def _write_timeline(graph: Graph, comparison: Comparison, path: Path) -> None:
@@ -135,12 +162,13 @@ def _write_timeline(graph: Graph, comparison: Comparison, path: Path) -> None:
     write_text(path, to_json(to_chrome_trace(graph, timeline, priority), indent=None))
 
 
-def _tell_ignored(device: str, bandwidth: str, latency: str, parameter_servers: int) -> None:
+def _tell_ignored(device: str, devices_file: Path | None, bandwidth: str, latency: str, parameter_servers: int) -> None:
     """Say which options have no part in a graph that brings its own times."""
     from ddltool.commands.output import note
 
     given = {
         "--device": device != DEVICE,
+        "--devices-file": devices_file is not None,
         "--bandwidth": bandwidth != BANDWIDTH,
         "--latency": latency != LATENCY,
         "--parameter-servers": parameter_servers != 1,
@@ -160,28 +188,51 @@ def _mode(mode: str | None) -> Mode | None:
     return modes[mode]
 
 
+def _bindings(text: str | None, source: str) -> dict[str, int]:
+    """Return the sizes in ``batch=8,sequence=128``. Raises InputError for anything else, and without an ONNX file."""
+    from ddltool.commands.sources import is_onnx_file
+    from ddltool.errors import InputError
+
+    if text is not None and not is_onnx_file(source):
+        raise InputError("--bind", f"{source} has no symbolic dimensions", "leave it out: only ONNX files have them")
+    found: dict[str, int] = {}
+    for part in text.split(",") if text is not None else ():
+        name, _, size = part.strip().rpartition("=")
+        if not name or name in found or not size.isdecimal():
+            raise InputError("--bind", f"cannot read {part!r}", "give each name once: batch=8,sequence=128")
+        found[name] = int(size)
+    return found
+
+
 def timed_graph(
     source: str,
     *,
     mode: Mode | None = None,
     batch_size: int | None = None,
+    bindings: Mapping[str, int] | None = None,
     device: str = DEVICE,
     bandwidth: str = BANDWIDTH,
     latency: str = LATENCY,
     parameter_servers: int = 1,
     oracle: str | None = None,
+    devices_file: Path | None = None,
+    precision: str = "fp32",
+    channels_last: bool = False,
+    sequence_length: int | None = None,
 ) -> Graph:
-    """Return the graph of SOURCE with a duration for every op: its own where a file has them, else the roofline's.
+    """Return the graph of SOURCE with a duration for every op: its own where a file has them, else the cost model's.
 
-    ``oracle``: roofline, measured, or the path of a profiler trace. Raises InputError for what is none of them, for unknown
-    devices and for a SOURCE that cannot be read.
+    ``oracle``: roofline, measured, or the path of a profiler trace. ``devices_file``: device types beside the known ones.
+    Raises InputError for what is none of them, for unknown devices and for a SOURCE that cannot be read.
     """
-    from ddltool.analyzers.oracle.roofline import estimate_roofline
+    from ddltool.analyzers.costs.estimate import estimate
+    from ddltool.analyzers.costs.model import cost_model
+    from ddltool.analyzers.tracing.dialect import Numerics
     from ddltool.commands.output import note, progress
     from ddltool.commands.sources import is_graph_file, load_graph
     from ddltool.device import Network
     from ddltool.errors import InputError
-    from ddltool.fixtures.loading import devices
+    from ddltool.fixtures.loading import calibration, known_devices
     from ddltool.units import parse_bandwidth, parse_duration
 
     if oracle not in (None, "roofline", "measured") and not Path(oracle).is_file():
@@ -192,16 +243,17 @@ def timed_graph(
         latency_s=parse_duration(latency),
         parameter_servers=parameter_servers,
     )
-    hardware = devices().device(device)
+    model = cost_model(known_devices(devices_file).device(device), calibration())
+    numerics = Numerics(precision, channels_last)  # type: ignore[arg-type]  # Numerics checks it
     if oracle == "measured":
         return _measured(source, mode, batch_size, network)
     with progress(f"tracing {source}"):
-        graph = load_graph(source, mode, batch_size)
+        graph = load_graph(source, mode, batch_size, bindings, numerics=numerics, sequence_length=sequence_length)
     if graph.meta.get("note"):
         note(f"note: {graph.meta['note']}")
     if is_graph_file(source) and graph.timed and oracle is None:
         return graph
-    estimated = estimate_roofline(graph, hardware, network)
+    estimated = estimate(graph, model, network)
     return estimated if oracle in (None, "roofline") else _from_profiler(graph, estimated, oracle)
 
 

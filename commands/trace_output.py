@@ -17,7 +17,7 @@ def as_document(graph: Graph, comparison: Comparison, plans: Collectives | None 
     from dataclasses import asdict
 
     from ddltool.analyzers.communication.efficiency import verdict
-    from ddltool.analyzers.oracle.roofline import coverage
+    from ddltool.analyzers.costs.estimate import coverage
     from ddltool.commands.collectives import collectives_document
 
     judged, bounds = verdict(comparison), comparison.bounds
@@ -197,7 +197,7 @@ def _show_collectives(plans: Collectives) -> None:
 
 def _show_coverage(graph: Graph) -> None:
     """Print how much of the compute time was measured, estimated by a rule, or guessed."""
-    from ddltool.analyzers.oracle.roofline import coverage
+    from ddltool.analyzers.costs.estimate import coverage
     from ddltool.commands.output import out
 
     covered = coverage(graph)

@@ -14,6 +14,8 @@ from ddltool.analyzers.communication.collectives import plan_collectives
 from ddltool.analyzers.communication.ddp import plan_ddp
 from ddltool.analyzers.communication.efficiency import compare
 from ddltool.analyzers.communication.program import Ring, program_of
+from ddltool.analyzers.costs.estimate import estimate
+from ddltool.analyzers.costs.model import cost_model
 from ddltool.analyzers.deciding.candidates import Knowledge
 from ddltool.analyzers.deciding.communication import (
     STATES,
@@ -25,14 +27,13 @@ from ddltool.analyzers.deciding.communication import (
 )
 from ddltool.analyzers.deciding.compare import LEAST_GAIN, SIMPLEST, STALENESS_MARGIN, decide
 from ddltool.analyzers.goodput.throughput import ThroughputParams, iteration_time_s
-from ddltool.analyzers.oracle.roofline import estimate_roofline
 from ddltool.analyzers.placement.bsp import plan_bsp
 from ddltool.analyzers.placement.est import solve_est
 from ddltool.analyzers.placement.problem import Problem, from_job
 from ddltool.decision import Option
 from ddltool.device import Network
 from ddltool.errors import Infeasible, InputError
-from ddltool.fixtures.loading import devices, folder
+from ddltool.fixtures.loading import calibration, devices, folder
 from ddltool.graph import Graph
 from ddltool.graph_io import read_graph
 from ddltool.job import DeviceOffer, GoodputSection, Job
@@ -67,7 +68,7 @@ MIXED = job({"V100": (4, 3.1), "P100": (4, 2.4), "T4": (4, 1.0)})
 @pytest.fixture(scope="module")
 def resnet() -> Graph:
     graph = read_graph(folder() / "graphs" / "resnet50_v1-training.graph.json.gz")
-    return estimate_roofline(graph, devices().device("V100"), Network())
+    return estimate(graph, cost_model(devices().device("V100"), calibration()), Network())
 
 
 def test_without_communication_the_figures_are_the_single_plans() -> None:

@@ -300,7 +300,7 @@ STOCK: dict[str, Callable[[], Any]] = {
     "profile.csv": lambda: _made(
         "profile.csv",
         arguments=(
-            "profile", "zoo:cifarnet", "--device", "T4", "--analytic", "--batch-sizes", "16,64,256", "--replicas", "1,2,4",
+            "predict", "zoo:cifarnet", "--device", "T4", "--batch-sizes", "16,64,256", "--replicas", "1,2,4",
             "-o", "profile.csv",
         ),
     ),

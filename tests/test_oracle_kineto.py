@@ -20,14 +20,16 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.profiler import ProfilerActivity, profile, record_function, schedule
 
+from ddltool.analyzers.costs.estimate import estimate
+from ddltool.analyzers.costs.model import datasheet
 from ddltool.analyzers.oracle import trace_events
 from ddltool.analyzers.oracle.kineto import ProfilerTrace, read_trace
 from ddltool.analyzers.oracle.matching import Match, apply, match, scale_of
 from ddltool.analyzers.oracle.op_types import normal_type
-from ddltool.analyzers.oracle.roofline import estimate_roofline
 from ddltool.analyzers.oracle.trace_events import read_events
 from ddltool.analyzers.oracle.trace_spans import Spans, busy_s
 from ddltool.analyzers.tracing import torch_adapter
+from ddltool.analyzers.tracing.dialect import Numerics
 from ddltool.analyzers.tracing.step import TrainingStep, default_loss
 from ddltool.analyzers.tracing.torch_adapter import trace_torch
 from ddltool.device import Device, Network
@@ -232,7 +234,7 @@ def small_step() -> TrainingStep:
 
 @pytest.fixture(scope="module")
 def graph() -> Graph:
-    return trace_torch(small_step, mode="training")
+    return trace_torch(small_step, mode="training", numerics=Numerics(cuda=False))
 
 
 @pytest.fixture(scope="module")
@@ -268,7 +270,7 @@ def annotated(tmp_path_factory: pytest.TempPathFactory) -> tuple[Graph, Path]:
 
     path = tmp_path_factory.mktemp("annotated") / "trace.json"
     step = small_step()
-    traced = torch_adapter.trace_step(small_step, mode="training")
+    traced = torch_adapter.trace_step(small_step, mode="training", numerics=Numerics(cuda=False))
     values = [*step.module.parameters(), *step.module.buffers(), *step.inputs]
     with torch.no_grad(), profile(activities=[ProfilerActivity.CPU]) as run:
         for _ in range(2):
@@ -353,7 +355,7 @@ def test_apply_fills_the_rest_from_the_roofline(graph: Graph, eager: Path, tmp_p
     document["traceEvents"] = [e for e in document["traceEvents"] if e.get("name") not in gone]
     found = match(graph, read_trace(write(tmp_path / "t.json", document)))
     assert found.unmatched_types == (("aten.addmm", 1),)
-    roofline = estimate_roofline(graph, DEVICE, NETWORK)
+    roofline = estimate(graph, datasheet(DEVICE), NETWORK)
     timed = apply(graph, found, roofline)
     ratios = [
         found.durations[op] / roofline.duration_s[op]
@@ -379,7 +381,7 @@ def test_a_trace_of_another_model_is_an_error(tmp_path: Path) -> None:
     found = match(graph, read_trace(write(tmp_path / "t.json", [operator("fbgemm::lookup", 0, 5)])))
     assert found.matched_ops == 0.0
     with pytest.raises(InputError, match=r"no op of g occurs in the trace \(it has fbgemm::lookup\)"):
-        apply(graph, found, estimate_roofline(graph, DEVICE, NETWORK))
+        apply(graph, found, estimate(graph, datasheet(DEVICE), NETWORK))
 
 
 # ---------------------------------------------------------------- traces made by hand

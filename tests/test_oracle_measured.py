@@ -11,9 +11,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from ddltool.analyzers.costs.estimate import coverage
 from ddltool.analyzers.oracle import measured
 from ddltool.analyzers.oracle.measured import OpTimes, apply_times, estimate_measured, measure_ops
-from ddltool.analyzers.oracle.roofline import coverage
 from ddltool.analyzers.tracing import torch_run
 from ddltool.analyzers.tracing.step import TrainingStep, default_loss
 from ddltool.analyzers.tracing.torch_adapter import TracedStep, trace_step

@@ -9,7 +9,8 @@ import pytest
 
 from ddltool.analyzers.communication.collectives import plan_collectives, settings
 from ddltool.analyzers.communication.program import Ring
-from ddltool.analyzers.oracle.roofline import estimate_roofline
+from ddltool.analyzers.costs.estimate import estimate
+from ddltool.analyzers.costs.model import datasheet
 from ddltool.analyzers.tracing.step import TrainingStep
 from ddltool.analyzers.tracing.torch_adapter import trace_torch
 from ddltool.artifacts import save
@@ -34,7 +35,7 @@ def planned() -> tuple[BucketSetting, PrefetchSetting | None]:
         )
 
     graph = trace_torch(build, mode="training")
-    graph = estimate_roofline(graph, devices().device("cpu-core"), Network())
+    graph = estimate(graph, datasheet(devices().device("cpu-core")), Network())
     plans = plan_collectives(graph, Ring(replicas=2, bandwidth_bytes_per_s=5e8, latency_s=1e-6))
     assert plans is not None
     return settings(plans)

@@ -17,7 +17,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from ddltool.analyzers.oracle.roofline import assign_channels
+from ddltool.analyzers.costs.estimate import assign_channels
 from ddltool.errors import InputError
 from ddltool.graph import Graph, Op
 from ddltool.runtime.servers import MomentumSGD

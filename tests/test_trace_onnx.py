@@ -208,9 +208,49 @@ def test_bad_files(tmp_path: Path) -> None:
 
 
 def test_a_second_symbolic_dimension(tmp_path: Path) -> None:
-    path = saved(model([helper.make_node("Relu", ["x"], ["y"])], {}, ["n", "length"]), tmp_path)
-    with pytest.raises(InputError, match=r"dimension 1 of input 'x' has no size \(length\); only the first may be"):
+    path = saved(model([helper.make_node("Relu", ["x"], ["y"])], {}, ["n", "length", 3]), tmp_path)
+    with pytest.raises(InputError, match=r"without a size: length \(x\[1\]\); give them with --bind length=SIZE"):
         trace_onnx(path)
+    with pytest.raises(InputError, match=r"has a dimension 'lenght'; did you mean \"length\"\? \(known: length, n\)"):
+        trace_onnx(path, bindings={"lenght": 5})
+    with pytest.raises(InputError, match="length is 0; it must be at least 1"):
+        trace_onnx(path, bindings={"length": 0})
+    for bindings, batch_size in (({"length": 5}, 4), ({"length": 5, "n": 4}, None)):
+        graph = trace_onnx(path, bindings=bindings, batch_size=batch_size)
+        assert graph.batch_size == 4
+        assert graph.flops.sum() == 4 * 5 * 3
+
+
+@pytest.mark.parametrize(
+    ("source", "text", "message"),
+    [
+        ("FILE", "length", "--bind: cannot read 'length'; give each name once: batch=8,sequence=128"),
+        ("FILE", "n=1,n=2", "--bind: cannot read 'n=2'; give each name once"),
+        ("FILE", "n=2", "has dimensions without a size: length (x[1]); give them with --bind length=SIZE"),
+        (
+            "zoo:cifarnet",
+            "n=2",
+            "--bind: zoo:cifarnet has no symbolic dimensions; leave it out: only ONNX files have them",
+        ),
+    ],
+)
+@pytest.mark.parametrize("more", [[], ["--determinism"]])
+def test_bindings_on_the_command_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], source: str, text: str, message: str, more: list[str]
+) -> None:
+    from ddltool.commands.main import run
+
+    path = saved(model([helper.make_node("Relu", ["x"], ["y"])], {}, ["n", "length"]), tmp_path)
+    assert run(["trace", source.replace("FILE", path), "--bind", text, *more]) == 2
+    assert message in capsys.readouterr().err
+    assert run(["trace", path, "--bind", "n=2,length=3", "--samples", "1", *more]) == 0
+
+
+def test_a_dimension_without_a_name(tmp_path: Path) -> None:
+    path = saved(model([helper.make_node("Relu", ["x"], ["y"])], {}, ["n", None]), tmp_path)
+    with pytest.raises(InputError, match=r"--bind x.1=SIZE"):
+        trace_onnx(path)
+    assert trace_onnx(path, bindings={"x.1": 7}).flops.sum() == 7
 
 
 @given(st.binary(max_size=200))

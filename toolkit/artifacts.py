@@ -16,6 +16,7 @@ import stat
 import sys
 import tempfile
 import zlib
+from collections.abc import Mapping
 from pathlib import Path
 from typing import IO, Any, ClassVar, TypeVar, cast
 
@@ -42,6 +43,7 @@ class Artifact(Record):
 
 
 A = TypeVar("A", bound=Artifact)
+R = TypeVar("R", bound=Record)
 
 
 def read_text(path: str | Path) -> str:
@@ -175,10 +177,15 @@ def parse(document: dict[str, Any], model: type[A], where: str) -> A:
     version = document.get("schema_version", SCHEMA_VERSION)
     if type(version) is not int or version != SCHEMA_VERSION:
         raise InputError(f"{where}:schema_version", f"is {version!r}", f"this ddltool reads version {SCHEMA_VERSION}")
+    return parse_record({**document, "kind": kind}, model, where)
+
+
+def parse_record(document: Mapping[str, Any], model: type[R], where: str, inside: str = "") -> R:
+    """Return ``document``, which stands in ``inside`` of a file, as ``model``. Raises InputError as :func:`parse` does."""
     try:
-        return model.model_validate({**document, "kind": kind})
+        return model.model_validate(document)
     except ValidationError as error:
-        raise _first_problem(error, model, where) from None
+        raise _first_problem(error, model, where, inside) from None
 
 
 def load(path: str | Path, model: type[A]) -> A:
@@ -186,11 +193,11 @@ def load(path: str | Path, model: type[A]) -> A:
     return parse(read_document(path), model, str(path))
 
 
-def _first_problem(error: ValidationError, model: type[BaseModel], where: str) -> InputError:
+def _first_problem(error: ValidationError, model: type[BaseModel], where: str, inside: str = "") -> InputError:
     """Return the first of pydantic's complaints in this project's form."""
     # A misspelt field is both unknown and missing; the unknown one is what the reader must mend.
     first = min(error.errors(), key=lambda problem: problem["type"] != "extra_forbidden")
-    field = ""
+    field = inside
     for part in first["loc"]:
         field += f"[{part}]" if isinstance(part, int) else f".{part}" if field else str(part)
     if first["type"] == "extra_forbidden":

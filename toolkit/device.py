@@ -1,31 +1,90 @@
-"""Device and Network: what the roofline needs to know about hardware."""
+"""Device and Network: what an estimate needs to know about hardware."""
 
 from __future__ import annotations
 
+import re
 from typing import Annotated, ClassVar, Literal
 
-from pydantic import Field
+from pydantic import Field, field_validator
 
 from ddltool.artifacts import Artifact, Record
+from ddltool.calibration import DeviceFit
 from ddltool.errors import InputError, did_you_mean
 
 Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+NotNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+Architecture = Literal[
+    "",
+    "Kepler",
+    "Maxwell",
+    "Pascal",
+    "Volta",
+    "Turing",
+    "Ampere",
+    "Ada",
+    "Hopper",
+    "Blackwell",
+    "CDNA",
+    "CDNA2",
+    "CDNA3",
+    "CPU",
+]
+PEAKS = ("float64", "float32", "tf32", "float16", "bfloat16", "float8", "float4", "int8", "int4")
+
+_MAKERS = re.compile("(nvidia|amd|tesla|geforce|instinct)+(?=.)")
+
+
+def name_key(name: str) -> str:
+    """Return what two spellings of a device's name have in common: no case, blanks, hyphens, underscores or maker.
+
+    >>> name_key("NVIDIA GeForce RTX 3090") == name_key("rtx3090")
+    True
+    """
+    return _MAKERS.sub("", re.sub(r"[\s_-]", "", name.casefold()), count=1) if name else name
 
 
 class Device(Record):
-    """One device type, with datasheet figures and where they were read."""
+    """One device type, with datasheet figures and where they were read. Zero and the empty text mean: not known."""
 
-    name: str
-    title: str
-    peak_flops: dict[str, Positive] = Field(description="FLOP/s by torch dtype name, dense; float32 is required")
+    name: str = Field(min_length=1)
+    title: str = ""
+    architecture: Architecture = Field(default="", description="the maker's name of the chip's generation")
+    multiprocessors: Annotated[int, Field(ge=0, le=1_000_000)] = Field(
+        default=0, description="streaming multiprocessors (NVIDIA) or compute units (AMD)"
+    )
+    clock_hz: NotNegative = Field(default=0.0, description="boost clock")
+    peak_flops: dict[str, Positive] = Field(
+        description="FLOP/s by torch dtype name, dense, 16-bit types accumulated in float32; float32 (outside tensor cores) "
+        "is required, and matrix products of float32 through tf32 stand under tf32"
+    )
     memory_bytes_per_s: Positive
     memory_gib: Positive
-    source: str = Field(description="the datasheet")
+    l2_bytes: NotNegative = Field(default=0.0, description="last cache on the chip before its memory")
+    power_w: NotNegative = Field(default=0.0, description="the maker's limit: TDP or board power")
+    link_bytes_per_s: NotNegative = Field(
+        default=0.0, description="what one device can send to its neighbours within a node, one way, all links together"
+    )
+    link: str = Field(default="", description="what that connection is")
+    price_per_hour: NotNegative | None = Field(default=None, description="of one device, in any one currency")
+    source: str = Field(default="given by the user", description="the datasheet")
     note: str = ""
+    fitted: DeviceFit | None = Field(default=None, description="what `ddltool calibrate` found from measured rows")
+    aliases: list[str] = Field(default_factory=list, description="other names, such as torch.cuda.get_device_name's")
+
+    @field_validator("peak_flops")
+    @classmethod
+    def _known_types(cls, peaks: dict[str, float]) -> dict[str, float]:
+        for name in peaks:
+            if name not in PEAKS:
+                raise ValueError(f"names the type {name!r}; {did_you_mean(name, PEAKS)}")
+        if "float32" not in peaks:
+            raise ValueError("has no float32; give at least float32: FLOP/s outside tensor cores")
+        return peaks
 
     def peak_for(self, dtype: str) -> float:
         """Return FLOP/s for a dtype name; types without a figure of their own run at the float32 rate."""
-        return self.peak_flops.get(dtype, self.peak_flops["float32"])
+        name = "float8" if dtype.startswith("float8_") else dtype
+        return self.peak_flops.get(name, self.peak_flops["float32"])
 
 
 class DeviceTable(Artifact):
@@ -35,14 +94,26 @@ class DeviceTable(Artifact):
     kind: Literal["ddltool.devices"] = "ddltool.devices"
     devices: list[Device]
 
+    def find(self, name: str) -> Device | None:
+        """Return the device of that name, however spelt (:func:`name_key`); names come before aliases; None if unknown."""
+        wanted = name_key(name)
+        by_name = (device for device in self.devices if name_key(device.name) == wanted)
+        by_alias = (device for device in self.devices if wanted in map(name_key, device.aliases))
+        return next(by_name, None) or next(by_alias, None)
+
     def device(self, name: str, where: str = "--device") -> Device:
-        """Return the device of that name, upper and lower case alike. Raises InputError naming the nearest."""
-        by_name = {device.name.casefold(): device for device in self.devices}
-        found = by_name.get(name.casefold())
+        """Return the device of that name; see :meth:`find`. Raises InputError naming the nearest."""
+        found = self.find(name)
         if found is None:
-            names = [device.name for device in self.devices]
-            raise InputError(where, f"unknown device {name!r}", did_you_mean(name, names))
+            raise InputError(
+                where, f"unknown device {name!r}", did_you_mean(name, [each.name for each in self.devices])
+            )
         return found
+
+    def with_devices(self, own: list[Device]) -> DeviceTable:
+        """Return a table in which ``own`` come first, in place of those of the same name here."""
+        names = {name_key(device.name) for device in own}
+        return DeviceTable(devices=own + [each for each in self.devices if name_key(each.name) not in names])
 
 
 class Network(Record):

@@ -26,6 +26,8 @@ if TYPE_CHECKING:
 OpKind = Literal["recv", "compute", "send"]
 Mode = Literal["training", "inference"]
 KINDS: tuple[OpKind, ...] = ("recv", "compute", "send")
+Gemm = tuple[float, float, float, float]
+NO_GEMM: Gemm = (0.0, 0.0, 0.0, 0.0)
 RECV, COMPUTE, SEND = range(3)
 # Where a duration comes from: a formula for that op type, the memory-traffic default, an op that costs nothing, the
 # file that was read, or a measurement. Coverage is counted over these.
@@ -46,6 +48,12 @@ class Op:
     inputs: tuple[str, ...] = ()
     op_type: str = ""
     estimate: Estimate | None = None
+    written_bytes: float = 0.0
+    """The part of a compute op's ``size_bytes`` that it writes; 0 where nobody said."""
+    dtype: str = ""
+    """torch's name of the type that a compute op works in; empty: the graph's (``meta["dtype"]``)."""
+    gemm: Gemm = NO_GEMM
+    """(count, m, n, k) of the matrix products behind an op, of the forward pass for a backward op; zeros: none."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -71,6 +79,10 @@ class Graph:
     """(n + 1,) row pointers: op i's inputs are ``input_index[input_ptr[i]:input_ptr[i + 1]]``."""
     input_index: NDArray[np.int32]
     """(e,) op indices."""
+    written_bytes: NDArray[np.float64]
+    dtype: tuple[str, ...]
+    gemm: NDArray[np.float64]
+    """(n, 4) count, m, n and k of the matrix products behind each op; zeros where there are none or nobody said."""
     batch_size: int | None = None
     meta: Mapping[str, str | int | float | bool | None] = field(default_factory=dict)
     """What the graph was made from and for: source, device, bandwidth. Free-form, kept in the file."""
@@ -119,6 +131,9 @@ class Graph:
             estimate=tuple(op.estimate for op in rows),
             input_ptr=pointers,
             input_index=np.array(sources, dtype=np.int32),
+            written_bytes=np.array([op.written_bytes for op in rows], dtype=np.float64),
+            dtype=tuple(op.dtype for op in rows),
+            gemm=np.array([op.gemm for op in rows], dtype=np.float64).reshape(len(rows), 4),
             batch_size=batch_size,
             meta=dict(meta or {}),
         )
@@ -156,6 +171,9 @@ class Graph:
             inputs=tuple(self.names[source] for source in self.inputs_of(position)),
             op_type=self.op_type[position],
             estimate=self.estimate[position],
+            written_bytes=float(self.written_bytes[position]),
+            dtype=self.dtype[position],
+            gemm=tuple(self.gemm[position].tolist()),
         )
 
     def ops(self) -> Iterator[Op]:
@@ -278,7 +296,9 @@ def _input_indices(op: Op, index: Mapping[str, int], where: str) -> list[int]:
 
 
 def _check_op(op: Op, where: str) -> None:
-    for name, value in (("duration_s", op.duration_s), ("flops", op.flops), ("size_bytes", op.size_bytes)):
+    numbers = [("duration_s", op.duration_s), ("flops", op.flops), ("size_bytes", op.size_bytes)]
+    numbers += [("written_bytes", op.written_bytes), *(("gemm", value) for value in op.gemm)]
+    for name, value in numbers:
         if value is not None and not (math.isfinite(value) and value >= 0):
             raise InputError(f"{where}.{name}", f"{op.name!r} has {value}", "it must be a finite number >= 0")
     stem, _, number = op.resource.partition(":")

@@ -11,7 +11,7 @@ from pydantic import Field
 
 from ddltool.artifacts import Artifact, Record, parse, read_document, save
 from ddltool.errors import InputError
-from ddltool.graph import Estimate, Graph, Mode, Op, OpKind
+from ddltool.graph import NO_GEMM, Estimate, Graph, Mode, Op, OpKind
 
 # Products of two sums are still numbers.
 _LARGEST_SUM = 1e150
@@ -30,6 +30,13 @@ class OpRecord(Record):
     inputs: list[str] = Field(default_factory=list, description="names of the ops whose results it needs")
     op_type: str = Field(default="", description="the framework's name of the op")
     estimate: Estimate | None = Field(default=None, description="where duration_s comes from")
+    written_bytes: float = Field(default=0.0, description="the part of a compute op's size_bytes that it writes")
+    dtype: str = Field(default="", description="torch's name of the type that it works in; empty: meta.dtype")
+    gemm: tuple[float, float, float, float] = Field(
+        default=NO_GEMM,
+        strict=False,
+        description="count, m, n, k of the matrix products behind it (of the forward pass for a backward op); zeros: none",
+    )
 
 
 class GraphDocument(Artifact):
@@ -62,6 +69,12 @@ def to_document(graph: Graph) -> dict[str, Any]:
             row["op_type"] = op.op_type
         if op.estimate is not None:
             row["estimate"] = op.estimate
+        if op.written_bytes:
+            row["written_bytes"] = op.written_bytes
+        if op.dtype:
+            row["dtype"] = op.dtype
+        if any(op.gemm):
+            row["gemm"] = list(op.gemm)
         rows.append(row)
     head: dict[str, Any] = {"kind": GraphDocument.KIND, "schema_version": 1, "name": graph.name, "mode": graph.mode}
     return {**head, "batch_size": graph.batch_size, "meta": dict(graph.meta), "ops": rows}
@@ -82,6 +95,9 @@ def from_document(document: dict[str, Any], where: str = "graph") -> Graph:
             inputs=tuple(row.inputs),
             op_type=row.op_type,
             estimate=row.estimate,
+            written_bytes=row.written_bytes,
+            dtype=row.dtype,
+            gemm=row.gemm,
         )
         for row in checked.ops
     )

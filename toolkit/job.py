@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, ClassVar, Literal, Self
+from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
 
@@ -40,11 +40,16 @@ class DeviceOffer(Record):
     price_per_hour: Annotated[float, Field(ge=0, allow_inf_nan=False)] | None = Field(
         default=None, description="price of one device for an hour, in any one currency"
     )
+    spec: dict[str, Any] | None = Field(
+        default=None, description="a ddltool.devices entry without its name, for a type that ddltool does not know"
+    )
 
     @model_validator(mode="after")
     def _one_source(self) -> Self:
         if self.capability_per_s is not None and self.profile is not None:
             raise ValueError(f"{self.type} has both capability_per_s and profile; give one of the two")
+        if self.spec is not None and "name" in self.spec:
+            raise ValueError(f"the spec of {self.type} has a name; its type is its name: leave the name out")
         return self
 
 
@@ -100,6 +105,14 @@ class Job(Artifact):
     )
     max_workers: Annotated[int, Field(ge=1, le=10_000_000)] = Field(description="maxP: logical workers (ESTs)")
     batch_size: Annotated[int, Field(ge=1)] = Field(default=1, description="samples per logical worker and step")
+    precision: Literal["fp32", "tf32", "amp", "bf16"] = Field(
+        default="fp32", description="what predicted times are for; fp32: as torch runs it by default"
+    )
+    channels_last: bool = Field(default=False, description="images in channels_last")
+    optimizer: Literal["none", "sgd", "momentum", "adam", "adamw"] = "adam"
+    sequence_length: Annotated[int, Field(ge=1)] | None = Field(
+        default=None, description="tokens of a sample; null: the source's own"
+    )
     devices: list[DeviceOffer] = Field(default_factory=list)
     cluster: str | None = Field(default=None, description="cluster.yaml that gives the device counts")
     constraints: Constraints = Field(default_factory=Constraints)

@@ -7,6 +7,7 @@ from typing import Any
 from pydantic import BaseModel
 
 from ddltool.balance_events import BalanceEvent
+from ddltool.calibration import CalibrationTable
 from ddltool.companion import CompanionMeta
 from ddltool.device import DeviceTable
 from ddltool.errors import InputError, did_you_mean
@@ -27,6 +28,7 @@ _WITH_KIND = (
     Plan,
     Enforcement,
     TelemetryRow,
+    CalibrationTable,
     DeviceTable,
     CompanionMeta,
     BalanceEvent,

@@ -19,7 +19,8 @@ import torch
 from numpy.typing import NDArray
 from torch.fx import Node
 
-from ddltool.analyzers.oracle.roofline import assign_channels
+from ddltool.analyzers.costs.estimate import assign_channels
+from ddltool.analyzers.tracing.dialect import Numerics
 from ddltool.analyzers.tracing.step import TrainingStep
 from ddltool.analyzers.tracing.torch_adapter import TracedStep, trace_step
 from ddltool.analyzers.tracing.torch_run import (
@@ -115,7 +116,7 @@ def estimate_measured(
 
     See ``trace_torch`` for the first arguments and :func:`measure_ops` for the others. Raises what they raise.
     """
-    traced = trace_step(build, mode=mode, batch_size=batch_size)
+    traced = trace_step(build, mode=mode, batch_size=batch_size, numerics=Numerics(cuda=False))
     times = measure_ops(traced, device=device, runs=runs, threads=threads, memory_bytes=memory_bytes, progress=progress)
     graph = apply_times(traced.graph, times, network or Network())
     meta = {

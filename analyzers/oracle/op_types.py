@@ -34,6 +34,8 @@ _SAME = {
     "avg_pool2d": "averagepool",
     "adaptive_avg_pool2d": "globalaveragepool",
     "nll_loss_forward": "nll_loss nll_loss_nd",
+    "recurrent": "cudnn_rnn mkldnn_rnn_layer miopen_rnn lstm gru rnn_tanh rnn_relu",
+    "recurrent_backward": "cudnn_rnn_backward mkldnn_rnn_layer_backward miopen_rnn_backward",
     "nll_loss2d_forward": "nll_loss2d",
     "native_dropout": "dropout",
     "to_copy": "to",

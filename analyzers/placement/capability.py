@@ -39,11 +39,11 @@ def capability_from_profile(frame: pd.DataFrame, device_type: str, batch_size: i
 
 
 def capability_from_graph(graph: Graph) -> float:
-    """Return 1 / total compute time of a timed graph, in mini-batches (of the graph's batch size) per second.
+    """Return 1 / step time of a timed graph, its update included, in mini-batches (of the graph's batch size) per second.
 
     Raises InputError when the graph takes no time.
     """
-    total = float(graph.duration_s[graph.kind == COMPUTE].sum())
+    total = float(graph.duration_s[graph.kind == COMPUTE].sum()) + float(graph.meta.get("update_s") or 0.0)
     if not total > 0:
         raise InputError(graph.name, f"its compute ops take {total} s", "use a timed graph with work in it")
     return 1.0 / total

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from onnx import AttributeProto, GraphProto, ModelProto, NodeProto, TensorProto, helper
 
-from ddltool.analyzers.tracing.onnx_batch import find_batch, shapes_at
+from ddltool.analyzers.tracing.onnx_batch import bind_dimensions, find_batch, shapes_at
 from ddltool.analyzers.tracing.onnx_costs import NodeView, cost_of, is_setting
 from ddltool.analyzers.tracing.onnx_shapes import Inferred, inputs_of, label, sort_nodes
 from ddltool.errors import InputError, one_line
@@ -30,18 +30,20 @@ _PACKED_BITS: Mapping[int, int] = {TensorProto.INT4: 4, TensorProto.UINT4: 4, Te
 _QUANTISED = _FLOAT8 | _PACKED_BITS.keys() | {TensorProto.INT8, TensorProto.UINT8}
 
 
-def trace_onnx(path: str, *, batch_size: int | None = None) -> Graph:
+def trace_onnx(path: str, *, batch_size: int | None = None, bindings: Mapping[str, int] | None = None) -> Graph:
     """Return the forward graph of an ONNX file; durations None, flops, bytes and their provenance set.
 
     Every used floating-point initializer (and ConstantOfShape or Constant node that stands in for a weight) is a recv,
     running statistics included: a worker that runs the model needs them. A symbolic first dimension of an input is the
-    batch, ``batch_size`` or 1. What is not counted in full is said in ``meta["note"]``.
+    batch, ``batch_size`` or 1; ``bindings`` gives symbolic dimensions their sizes by name. What is not counted in full is
+    said in ``meta["note"]``.
 
     Weights count as they are stored, int8 and 4-bit weights and int32 biases of quantised models included;
     quantisation scales and zero points are no parameters. ``meta["dtype"]`` is the type of most FLOPs.
 
     Raises InputError for what is no ONNX file, for names that nothing makes, for external data outside the file's
-    folder, and where the shapes cannot be inferred, contradict each other or do not follow ``batch_size``.
+    folder, for symbolic dimensions without a size or sizes without a dimension, and where the shapes cannot be inferred,
+    contradict each other or do not follow ``batch_size``.
     """
     if batch_size is not None and not 1 <= batch_size <= _LARGEST_BATCH:
         raise InputError("--batch-size", f"is {batch_size}", f"it must be at least 1 and at most {_LARGEST_BATCH}")
@@ -49,6 +51,7 @@ def trace_onnx(path: str, *, batch_size: int | None = None) -> Graph:
     _check_tensors(model, Path(path))
     model = _inlined(model, path)
     notes = ["the nodes were not in topological order and have been sorted"] if sort_nodes(model.graph, path) else []
+    bind_dimensions(model.graph, bindings or {}, path)
     batch = find_batch(model.graph, path)
     if batch_size is not None and not batch.inputs:
         raise InputError("--batch-size", f"no input of {path} has a batch dimension", "leave it out")

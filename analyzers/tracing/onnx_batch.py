@@ -27,9 +27,11 @@ from ddltool.analyzers.tracing.onnx_shapes import (
     patched,
     show,
 )
-from ddltool.errors import InputError
+from ddltool.errors import InputError, did_you_mean
 
 _ROUNDS = 64
+_LARGEST_SIZE = 2**31 - 1
+_NAMELESS = frozenset(["", "?", "-1"])  # as some exporters write a dimension of any size
 # Where samples go that two dimensions of a Reshape's output could take: tried in this order.
 _MERGES = ("by rank", "first", "last")
 # Besides Reduce*: outputs of one element are one number for the whole batch.
@@ -47,20 +49,53 @@ class Batch:
     """Inputs whose first dimension is another size: they keep it."""
 
 
+def bind_dimensions(graph: GraphProto, bindings: Mapping[str, int], path: str) -> None:
+    """Write sizes into the graph's symbolic dimensions, by name; one without a name is called ``INPUT.PLACE``.
+
+    Raises InputError for a name that no input has, and for a size that no dimension can have.
+    """
+    for value in graph.input:
+        for place, dim in enumerate(value.type.tensor_type.shape.dim):
+            if dim.dim_value <= 0 and dim.dim_param in _NAMELESS:
+                dim.dim_param = f"{value.name}.{place}"
+    known = _symbols(graph)
+    for name, size in bindings.items():
+        if name not in known:
+            remedy = did_you_mean(name, known) if known else "leave it out: all its dimensions have sizes"
+            raise InputError("--bind", f"no input of {path} has a dimension {name!r}", remedy)
+        if not 1 <= size <= _LARGEST_SIZE:
+            raise InputError("--bind", f"{name} is {size}", f"it must be at least 1 and at most {_LARGEST_SIZE}")
+    for value in (*graph.input, *graph.value_info, *graph.output):
+        for dim in value.type.tensor_type.shape.dim:
+            if dim.dim_param in bindings:
+                dim.dim_value = bindings[dim.dim_param]
+
+
+def _symbols(graph: GraphProto) -> dict[str, str]:
+    """Return each symbolic dimension of the inputs with where it is first."""
+    constants = {tensor.name for tensor in graph.initializer}
+    found: dict[str, str] = {}
+    for value in (value for value in graph.input if value.name not in constants):
+        for place, dim in enumerate(value.type.tensor_type.shape.dim):
+            if dim.dim_value <= 0:
+                found.setdefault(dim.dim_param, f"{value.name}[{place}]")
+    return found
+
+
 def find_batch(graph: GraphProto, path: str) -> Batch:
     """Return where the batch is: the symbolic first dimensions, or else the first input's and those equal to it.
 
-    Raises InputError for a symbolic dimension that is not the batch.
+    Raises InputError, which names them all, for symbolic dimensions that are not the batch.
     """
     constants = {tensor.name for tensor in graph.initializer}
     values = [value for value in graph.input if value.name not in constants]
     dims = {value.name: value.type.tensor_type.shape.dim for value in values if value.type.tensor_type.shape.dim}
-    symbols = frozenset(shape[0].dim_param for shape in dims.values() if shape[0].dim_value <= 0) - {""}
-    for name, shape in dims.items():
-        for place, dim in enumerate(shape):
-            if place > 0 and dim.dim_value <= 0 and dim.dim_param not in symbols:
-                problem = f"dimension {place} of input {name!r} has no size ({dim.dim_param or 'unnamed'})"
-                raise InputError(path, problem, "only the first may be symbolic: export with fixed sizes")
+    symbols = frozenset(shape[0].dim_param for shape in dims.values() if shape[0].dim_value <= 0)
+    rest = {name: place for name, place in _symbols(graph).items() if name not in symbols}
+    if rest:
+        named = ", ".join(f"{name} ({place})" for name, place in rest.items())
+        remedy = f"give them with --bind {','.join(f'{name}=SIZE' for name in rest)}"
+        raise InputError(path, f"has dimensions without a size: {named}", remedy)
     symbolic = [name for name, shape in dims.items() if any(dim.dim_value <= 0 for dim in shape)]
     if symbolic:
         return Batch(inputs=tuple(symbolic), size=None, symbols=symbols, others=())

@@ -78,13 +78,29 @@ def with_batch_size(inputs: tuple[Any, ...], batch_size: int | None) -> tuple[An
         raise InputError("--batch-size", "the example inputs hold no tensor with a batch dimension", "leave it out")
     old = batched[0].shape[0]
 
-    def resize(value: Any) -> Any:
-        if not isinstance(value, Tensor) or value.dim() == 0 or value.shape[0] != old:
-            return value
-        rows = torch.arange(batch_size, device=value.device) % old
-        return value.index_select(0, rows)
+    return tuple(
+        resized(value, 0, batch_size) if isinstance(value, Tensor) and value.dim() and value.shape[0] == old else value
+        for value in inputs
+    )
 
-    return tuple(resize(value) for value in inputs)
+
+def with_sequence_length(inputs: tuple[Any, ...], length: int | None) -> tuple[Any, ...]:
+    """Return the inputs with dimension 1 of every (batch, length) tensor of integers set to ``length``.
+
+    Columns are repeated. Raises InputError when there is no such tensor.
+    """
+    if length is None:
+        return inputs
+    tokens = [isinstance(value, Tensor) and value.dim() == 2 and not value.is_floating_point() for value in inputs]
+    if not any(tokens):
+        raise InputError("--sequence-length", "the example inputs hold no token indices", "leave it out")
+    return tuple(resized(value, 1, length) if is_one else value for value, is_one in zip(inputs, tokens, strict=True))
+
+
+def resized(tensor: Tensor, dimension: int, size: int) -> Tensor:
+    """Return a tensor with ``size`` entries along a dimension: its own, from the first again after the last."""
+    places = torch.arange(size, device=tensor.device) % tensor.shape[dimension]
+    return tensor.index_select(dimension, places)
 
 
 _GUESSES: tuple[tuple[type[nn.Module], str], ...] = (

@@ -15,9 +15,10 @@ import logging
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -25,8 +26,9 @@ from torch.func import functional_call
 from torch.fx import GraphModule, Node
 from torch.fx.experimental.proxy_tensor import get_proxy_mode, make_fx
 
+from ddltool.analyzers.tracing.dialect import Numerics
 from ddltool.analyzers.tracing.step import TrainingStep, with_batch_size
-from ddltool.analyzers.tracing.torch_costs import base_name, cost_of
+from ddltool.analyzers.tracing.torch_costs import Scale, base_name, cost_of, prime_batch
 from ddltool.errors import DdlToolError, InputError, one_line
 from ddltool.graph import Graph, Mode, Op
 
@@ -43,8 +45,33 @@ class TracedStep:
     nodes: Mapping[str, Node]
     """The call that each compute op of ``graph`` stands for, by op name, in program order."""
 
+    def at(self, batch_size: int) -> Graph:
+        """Return the graph at another batch size, its work counted again from the same trace; see :class:`Scale`.
 
-def trace_torch(build: Callable[[], TrainingStep], *, mode: Mode, batch_size: int | None = None) -> Graph:
+        Exact where the traced batch size is a prime of :func:`trace_any_batch`'s choice. O(ops).
+        """
+        graph = self.graph
+        if batch_size == graph.batch_size or graph.batch_size is None:
+            return graph
+        scale = Scale(graph.batch_size, batch_size)
+        work = np.stack([graph.flops, graph.size_bytes, graph.written_bytes])
+        gemm = graph.gemm.copy()
+        for position, name in enumerate(graph.names):
+            if name in self.nodes:
+                cost = cost_of(self.nodes[name], scale)
+                work[:, position] = cost.flops, cost.size_bytes, cost.written_bytes
+                gemm[position] = cost.gemm
+        return replace(
+            graph, flops=work[0], size_bytes=work[1], written_bytes=work[2], gemm=gemm, batch_size=batch_size
+        )
+
+
+AS_DEFAULT = Numerics()
+
+
+def trace_torch(
+    build: Callable[[], TrainingStep], *, mode: Mode, batch_size: int | None = None, numerics: Numerics = AS_DEFAULT
+) -> Graph:
     """Return the graph of one step of the module that ``build`` makes.
 
     ``build`` is called under the ``meta`` device, so that weights take no memory; a module that cannot be built there
@@ -53,21 +80,38 @@ def trace_torch(build: Callable[[], TrainingStep], *, mode: Mode, batch_size: in
 
     Raises InputError when the module does not run on its example inputs or depends on its data.
     """
-    return trace_step(build, mode=mode, batch_size=batch_size).graph
+    return trace_step(build, mode=mode, batch_size=batch_size, numerics=numerics).graph
 
 
-def trace_step(build: Callable[[], TrainingStep], *, mode: Mode, batch_size: int | None = None) -> TracedStep:
+def trace_step(
+    build: Callable[[], TrainingStep], *, mode: Mode, batch_size: int | None = None, numerics: Numerics = AS_DEFAULT
+) -> TracedStep:
     """Return what :func:`trace_torch` returns, with the fx graph beside it. Raises as it does."""
     step = _build(build)
-    step = TrainingStep(
-        name=step.name,
-        module=step.module.train(mode == "training"),
-        inputs=with_batch_size(step.inputs, batch_size),
-        loss=step.loss,
-        note=step.note,
-    )
-    traced = _trace(step, mode)
-    return _to_graph(traced, step, mode)
+    return _trace_built(replace(step, inputs=with_batch_size(step.inputs, batch_size)), mode, numerics)
+
+
+def trace_any_batch(build: Callable[[], TrainingStep], *, mode: Mode, numerics: Numerics = AS_DEFAULT) -> TracedStep:
+    """Return a trace whose ``at`` knows the work at any batch size, traced at a prime that divides nothing else.
+
+    A module that takes no such batch (one that halves it, say) is traced at a multiple of the prime. Raises InputError
+    as :func:`trace_torch` does.
+    """
+    step = _build(build)
+    tensors = [*step.module.parameters(), *step.module.buffers()]
+    sizes = [size for tensor in tensors for size in tensor.shape]
+    sizes += [size for value in step.inputs if isinstance(value, Tensor) for size in value.shape[1:]]
+    prime = prime_batch(sizes)
+    try:
+        return _trace_built(replace(step, inputs=with_batch_size(step.inputs, prime)), mode, numerics)
+    except InputError:
+        multiple = replace(step, inputs=with_batch_size(step.inputs, 8 * prime))
+        return _trace_built(multiple, mode, numerics)
+
+
+def _trace_built(step: TrainingStep, mode: Mode, numerics: Numerics) -> TracedStep:
+    step = replace(step, module=step.module.train(mode == "training"))
+    return _to_graph(_trace(step, mode, numerics), step, mode, numerics)
 
 
 def _build(build: Callable[[], TrainingStep]) -> TrainingStep:
@@ -83,17 +127,21 @@ def _build(build: Callable[[], TrainingStep]) -> TrainingStep:
 class _Trace:
     """A recorded step: the fx graph, its parameters in placeholder order, and where each node was issued."""
 
-    def __init__(self, step: TrainingStep, mode: Mode) -> None:
+    def __init__(self, step: TrainingStep, mode: Mode, numerics: Numerics) -> None:
         self.module = step.module
         self.mode = mode
+        self.numerics = numerics
         self.loss = step.loss
         fake = FakeTensorMode(allow_non_fake_inputs=True)
         with fake:
             self.parameters = {
-                name: _fake(value).requires_grad_(value.requires_grad) for name, value in self.module.named_parameters()
+                name: numerics.cast(_fake(value)).requires_grad_(value.requires_grad)
+                for name, value in self.module.named_parameters()
             }
-            self.buffers = {name: _fake(value) for name, value in self.module.named_buffers()}
-            self.inputs = tuple(_fake(value) if isinstance(value, Tensor) else value for value in step.inputs)
+            self.buffers = {name: numerics.cast(_fake(value)) for name, value in self.module.named_buffers()}
+            self.inputs = tuple(
+                numerics.cast(_fake(value)) if isinstance(value, Tensor) else value for value in step.inputs
+            )
         self.scopes: list[tuple[int, str]] = []
         self.backward_start: int | None = None
         with fake, self._scoped():
@@ -105,10 +153,11 @@ class _Trace:
         stream = iter(tensors)
         inputs = tuple(next(stream) if isinstance(value, Tensor) else value for value in self.inputs)
         with torch.set_grad_enabled(self.mode == "training"):
-            output = functional_call(self.module, (parameters, buffers), inputs)
-            if self.mode == "inference":
-                return _flatten(output)
-            loss = self.loss(output)
+            with self.numerics.running():
+                output = functional_call(self.module, (parameters, buffers), inputs)
+                if self.mode == "inference":
+                    return _flatten(output)
+                loss = self.loss(output)
             self.backward_start = _position()
             wanted = [value for value in parameters.values() if value.requires_grad]
             return loss, torch.autograd.grad(loss, wanted, allow_unused=True)
@@ -136,11 +185,11 @@ class _Trace:
                 handle.remove()
 
 
-def _trace(step: TrainingStep, mode: Mode) -> _Trace:
+def _trace(step: TrainingStep, mode: Mode, numerics: Numerics) -> _Trace:
     try:
         with warnings.catch_warnings(), _silent_log():
             warnings.simplefilter("ignore")
-            return _Trace(step, mode)
+            return _Trace(step, mode, numerics)
     except DdlToolError:
         raise
     except Exception as error:  # whatever the user's forward raises is the user's to read, in one line
@@ -176,7 +225,7 @@ def _flatten(output: Any) -> list[Tensor]:
     return [leaf for leaf in torch.utils._pytree.tree_leaves(output) if isinstance(leaf, Tensor)]
 
 
-def _to_graph(trace: _Trace, step: TrainingStep, mode: Mode) -> TracedStep:
+def _to_graph(trace: _Trace, step: TrainingStep, mode: Mode, numerics: Numerics) -> TracedStep:
     nodes = list(trace.fx.graph.nodes)
     phase = _phases(trace, nodes)
     trace.fx.graph.eliminate_dead_code()
@@ -198,9 +247,18 @@ def _to_graph(trace: _Trace, step: TrainingStep, mode: Mode) -> TracedStep:
         "framework": "torch",
         "dtype": max(set(dtypes), key=dtypes.count) if dtypes else "float32",
         "parameter_elements": sum(value.numel() for value in trace.parameters.values()),
+        "precision": numerics.precision,
+        "channels_last": numerics.channels_last,
     }
     if step.note:
         meta["note"] = step.note
+    read = [
+        value
+        for value in step.inputs
+        if isinstance(value, Tensor) and value.dim() == 2 and not value.is_floating_point()
+    ]
+    if read:
+        meta["tokens_per_sample"] = int(read[0].shape[1])
     first = next((value for value in step.inputs if isinstance(value, Tensor) and value.dim() > 0), None)
     batch = int(first.shape[0]) if first is not None else 0
     graph = Graph.from_ops(step.name, mode, ops, batch_size=batch or None, meta=meta, where=step.name)
@@ -253,6 +311,9 @@ def _compute_ops(
                 inputs=tuple(inputs),
                 op_type=f"aten.{base_name(node.target)}",
                 estimate=cost.estimate,
+                written_bytes=cost.written_bytes,
+                dtype=cost.dtype,
+                gemm=cost.gemm,
             )
         )
     return ops

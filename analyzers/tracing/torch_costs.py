@@ -1,14 +1,18 @@
-"""FLOPs and memory traffic of one aten op, and whether a rule knows them.
+"""FLOPs, memory traffic and matrix shape of one aten op, and whether a rule knows them.
 
-FLOPs of matrix products, convolutions and attention are torch's own (``torch.utils.flop_counter.flop_registry``, the
-rules behind FlopCounterMode; a multiply-add counts two). Element-wise, reduction, normalisation, pooling and copy ops
-are bound by memory; they get a small FLOP count per element and the bytes they read and write. Views and allocations
-cost nothing. Whatever is in no table falls back to its memory traffic and is counted as ``default``.
+Convolutions, matrix products, attention and recurrent layers are counted from their shapes here (a multiply-add counts
+two), not by ``torch.utils.flop_counter``, whose rule for the backward pass of a convolution ignores ``groups`` and which
+knows neither recurrent layers nor ``_grouped_mm``. Element-wise, reduction, normalisation, pooling and copy ops are bound
+by memory; they get a small FLOP count per element and the bytes they read and write. Views and allocations cost nothing.
+Whatever is in no table falls back to its memory traffic and is counted as ``default``.
+
+Every size goes through a :class:`Scale`, so that one trace gives the work of a step at any batch size.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import math
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,201 +20,190 @@ import torch
 from torch import Tensor
 from torch.fx import Node
 from torch.fx.node import map_arg
-from torch.utils import flop_counter
 
-from ddltool.graph import Estimate
+from ddltool.graph import NO_GEMM, Estimate, Gemm
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Cost:
-    """Work of one op: floating-point operations and bytes read plus written."""
+    """Work of one op: floating-point operations, bytes read plus written, and the shape of its matrix product."""
 
     flops: float
     size_bytes: float
     estimate: Estimate
+    written_bytes: float = 0.0
+    """The part of ``size_bytes`` that is written."""
+    gemm: Gemm = NO_GEMM
+    """(count, m, n, k) of the products behind it, of the forward pass for a backward op; zeros where there are none."""
+    dtype: str = ""
+    """torch's name of the type that it computes in."""
 
 
-# torch's registry has no entry for the CPU attention kernels (they would count as zero); same formula, other name.
-_CPU_ATTENTION: Mapping[str, Any] = {
-    "_scaled_dot_product_flash_attention_for_cpu": flop_counter.sdpa_flop_count,
-    "_scaled_dot_product_flash_attention_for_cpu_backward": flop_counter.sdpa_backward_flop_count,
-}
+@dataclass(frozen=True, slots=True)
+class Scale:
+    """From the batch size of a trace to another one: every dimension that the traced batch divides grows with it.
+
+    Exact when the traced batch size is a prime that divides no other dimension of the model (:func:`prime_batch`).
+    """
+
+    traced: int = 1
+    wanted: int = 1
+
+    def size(self, number: int) -> int:
+        """Return a dimension or a count of elements at the wanted batch size.
+
+        >>> Scale(61, 4).size(61 * 196), Scale(61, 4).size(61 * 61), Scale(61, 4).size(224)
+        (784, 16, 224)
+        """
+        if self.traced == self.wanted:
+            return number
+        factor = 1
+        while number and number % self.traced == 0:
+            number //= self.traced
+            factor *= self.wanted
+        return number * factor
+
+    def shape(self, tensor: Tensor) -> tuple[int, ...]:
+        """Return a tensor's shape at the wanted batch size."""
+        return tuple(self.size(int(dim)) for dim in tensor.shape)
+
+    def elements(self, tensor: Tensor) -> int:
+        """Return how many elements a tensor has at the wanted batch size."""
+        return math.prod(self.shape(tensor))
+
+    def stored_bytes(self, tensor: Tensor) -> float:
+        """Return the bytes of the storage behind a tensor at the wanted batch size."""
+        width = tensor.element_size()
+        return float(self.size(tensor.untyped_storage().nbytes() // width) * width)
+
+
+AS_TRACED = Scale()
+
+
+def prime_batch(sizes: Iterable[int]) -> int:
+    """Return a prime that divides none of the ``sizes``: traced at this batch, a dimension tells if it is the batch's."""
+    taken = {int(size) for size in sizes}
+    primes = (61, 67, 71, 73, 79, 83, 89, 97, 101, 103, 107, 109, 113, 127, 131, 137, 139, 149, 151)
+    return next((prime for prime in primes if all(size % prime for size in taken if size)), 157)
+
+
+def _words(names: str) -> frozenset[str]:
+    return frozenset(names.split())
+
+
 # Nothing is computed or moved: memory is handed out, or a tensor is looked at in another way.
-_FREE = frozenset(
-    [
-        "empty",
-        "empty_like",
-        "empty_strided",
-        "new_empty",
-        "new_empty_strided",
-        "detach",
-        "alias",
-        "lift_fresh",
-        "lift_fresh_copy",
-        "_unsafe_view",
-        "view",
-        "reshape",
-        "_reshape_alias",
-        "expand",
-        "t",
-        "transpose",
-        "permute",
-        "squeeze",
-        "unsqueeze",
-        "select",
-        "slice",
-        "split",
-        "split_with_sizes",
-        "chunk",
-        "unbind",
-        "as_strided",
-        "as_strided_",
-        "unfold",
-        "diagonal",
-        "view_as_real",
-        "view_as_complex",
-        "sym_size",
-        "sym_numel",
-        "sym_stride",
-        "resolve_conj",
-        "resolve_neg",
-        "scalar_tensor",
-        "_assert_tensor_metadata",
-    ]
+_FREE = _words(
+    "empty empty_like empty_strided new_empty new_empty_strided detach alias lift_fresh lift_fresh_copy _unsafe_view "
+    "view reshape _reshape_alias expand t transpose permute squeeze unsqueeze select slice split split_with_sizes "
+    "chunk unbind as_strided as_strided_ unfold diagonal view_as_real view_as_complex sym_size sym_numel sym_stride "
+    "resolve_conj resolve_neg scalar_tensor _assert_tensor_metadata _assert_async _assert_scalar"
 )
+
+
+def _factors(groups: Mapping[float, str]) -> dict[str, float]:
+    return {name: factor for factor, names in groups.items() for name in names.split()}
+
+
 # FLOPs per element of the largest tensor involved; sources of the factors: one operation per visit of an element, five
 # for an exponential with its subtraction, sum and division, as counted in the usual softmax and normalisation listings.
 _PER_ELEMENT: Mapping[str, float] = {
-    **dict.fromkeys(
-        [
-            "sum",
-            "mean",
-            "amax",
-            "amin",
-            "max",
-            "min",
-            "argmax",
-            "argmin",
-            "prod",
-            "any",
-            "all",
-            "norm",
-            "linalg_vector_norm",
-            "cumsum",
-        ],
-        1.0,
+    **_factors(
+        {
+            1.0: "sum mean amax amin max min argmax argmin prod any all norm linalg_vector_norm cumsum bernoulli bernoulli_ "
+            "rand rand_like randn randn_like normal_ uniform_ random_ sort topk roll flip histc bincount unique_consecutive",
+            2.0: "nll_loss_forward nll_loss_backward nll_loss2d_forward nll_loss2d_backward mse_loss",
+            3.0: "var var_mean std std_mean logsumexp native_dropout native_dropout_backward",
+            4.0: "_native_batch_norm_legit_no_training cudnn_batch_norm _batch_norm_with_update",
+            5.0: "_softmax _safe_softmax _log_softmax _softmax_backward_data _log_softmax_backward_data _fused_rms_norm "
+            "_fused_rms_norm_backward",
+            7.0: "native_layer_norm native_group_norm native_batch_norm _native_batch_norm_legit",
+            8.0: "mse_loss_backward gelu gelu_backward silu silu_backward tanh_backward sigmoid_backward",
+            10.0: "native_layer_norm_backward native_group_norm_backward native_batch_norm_backward",
+        }
     ),
-    **dict.fromkeys(
-        ["var", "var_mean", "std", "std_mean", "logsumexp", "native_dropout", "native_dropout_backward"], 3.0
-    ),
-    **dict.fromkeys(
-        ["_softmax", "_safe_softmax", "_log_softmax", "_softmax_backward_data", "_log_softmax_backward_data"], 5.0
-    ),
-    **dict.fromkeys(["native_layer_norm", "native_group_norm", "native_batch_norm", "_native_batch_norm_legit"], 7.0),
-    **dict.fromkeys(["_native_batch_norm_legit_no_training", "cudnn_batch_norm", "_batch_norm_with_update"], 4.0),
-    **dict.fromkeys(["_fused_rms_norm", "_fused_rms_norm_backward"], 5.0),
-    **dict.fromkeys(["native_layer_norm_backward", "native_group_norm_backward", "native_batch_norm_backward"], 10.0),
     **{
         f"{pool}{rank}d{suffix}{direction}": 1.0
         for pool, suffix in (("avg_pool", ""), ("_adaptive_avg_pool", ""), ("max_pool", "_with_indices"))
         for rank in (1, 2, 3)
         for direction in ("", "_backward")
     },
-    **dict.fromkeys(
-        ["nll_loss_forward", "nll_loss_backward", "nll_loss2d_forward", "nll_loss2d_backward", "mse_loss"], 2.0
-    ),
-    **dict.fromkeys(
-        ["mse_loss_backward", "gelu", "gelu_backward", "silu", "silu_backward", "tanh_backward", "sigmoid_backward"],
-        8.0,
-    ),
-    **dict.fromkeys(
-        ["bernoulli", "bernoulli_", "rand", "rand_like", "randn", "randn_like", "normal_", "uniform_", "random_"], 1.0
-    ),
-    **dict.fromkeys(["sort", "topk", "roll", "flip", "histc", "bincount", "unique_consecutive"], 1.0),
 }
 # Data movement without arithmetic.
-_COPIES = frozenset(
-    [
-        "copy",
-        "copy_",
-        "clone",
-        "contiguous",
-        "_to_copy",
-        "cat",
-        "stack",
-        "constant_pad_nd",
-        "pad",
-        "repeat",
-        "fill",
-        "fill_",
-        "zero_",
-        "zeros",
-        "zeros_like",
-        "ones",
-        "ones_like",
-        "full",
-        "full_like",
-        "new_zeros",
-        "new_ones",
-        "new_full",
-        "arange",
-        "linspace",
-        "eye",
-        "slice_scatter",
-        "select_scatter",
-        "slice_backward",
-        "select_backward",
-        "index_put",
-        "index_put_",
-        "_unsafe_index_put",
-        "index_add",
-        "index_add_",
-        "scatter",
-        "scatter_",
-        "scatter_add",
-        "scatter_add_",
-        "embedding_dense_backward",
-        "triu",
-        "tril",
-        "masked_fill",
-        "masked_fill_",
-        "masked_scatter",
-        "where",
-        "upsample_nearest2d",
-        "upsample_bilinear2d",
-        "upsample_nearest2d_backward",
-        "upsample_bilinear2d_backward",
-        "_foreach_copy_",
-        "one_hot",
-    ]
+_COPIES = _words(
+    "copy copy_ clone contiguous _to_copy cat stack constant_pad_nd pad repeat fill fill_ zero_ zeros zeros_like ones "
+    "ones_like full full_like new_zeros new_ones new_full arange linspace eye slice_scatter select_scatter "
+    "slice_backward select_backward index_put index_put_ _unsafe_index_put index_add index_add_ scatter scatter_ "
+    "scatter_add scatter_add_ embedding_dense_backward triu tril masked_fill masked_fill_ masked_scatter where "
+    "upsample_nearest2d upsample_bilinear2d upsample_bicubic2d upsample_nearest2d_backward "
+    "upsample_bilinear2d_backward upsample_bicubic2d_backward _foreach_copy_ one_hot im2col col2im reflection_pad2d "
+    "reflection_pad2d_backward"
 )
 # Only the looked-up rows are touched, not the whole table.
-_LOOKUPS = frozenset(["embedding", "index", "index_select", "gather", "_unsafe_index", "take", "take_along_dim"])
+_LOOKUPS = _words("embedding index index_select gather _unsafe_index take take_along_dim")
+# CUDA's kernels for these read half precision and compute in float32, or write half precision again: a cast beside them is
+# no kernel of its own.
+_CASTS_INPUT = _words("_softmax _log_softmax _safe_softmax sum prod cumsum cumprod")
+_CASTS_RESULT = frozenset(["_softmax_backward_data", "_log_softmax_backward_data"])
+_CASTING = _CASTS_INPUT | _CASTS_RESULT
 
 
-def cost_of(node: Node) -> Cost:
-    """Return the cost of a call node whose ``meta['val']`` holds fake tensors (set by make_fx)."""
+def cost_of(node: Node, scale: Scale = AS_TRACED) -> Cost:
+    """Return the cost of a call node whose ``meta['val']`` holds fake tensors (set by make_fx), at a scaled batch size."""
     target = node.target
     name = base_name(target)
     output = _tensors(node.meta.get("val"))
+    written = _bytes(output, scale)
     if name in _FREE or _is_view(target):
-        return Cost(flops=0.0, size_bytes=0.0, estimate="free")
-    inputs = _tensors(list(map_arg((node.args, node.kwargs), lambda n: n.meta.get("val"))))
-    counted = _counted_flops(node, name)
-    if counted is not None:
-        return Cost(flops=counted, size_bytes=_bytes(inputs) + _bytes(output), estimate="rule")
+        return Cost(flops=0.0, size_bytes=0.0, estimate="free", written_bytes=written)
+    if _in_neighbour(node, name):
+        return Cost(flops=0.0, size_bytes=0.0, estimate="free", written_bytes=written)
+    args = tuple(map_arg(node.args, lambda n: n.meta.get("val")))
+    kwargs = map_arg(node.kwargs, lambda n: n.meta.get("val"))
+    inputs = _tensors([args, kwargs])
+    if name in _CASTING:
+        inputs, output = _without_casts(node, inputs, output)
+        written = _bytes(output, scale)
+    moved = _bytes(inputs, scale) + written
+    dtype = _dtype([*output, *inputs])
+    product = _product(node, name, args, scale)
+    if product is not None:
+        flops, gemm = product
+        return Cost(
+            flops=flops, size_bytes=moved, estimate="rule", written_bytes=written, gemm=gemm, dtype=_dtype(inputs)
+        )
     if name in _LOOKUPS:
-        return Cost(flops=0.0, size_bytes=2.0 * _bytes(output), estimate="rule")
-    moved = _bytes(inputs) + _bytes(output)
+        return Cost(flops=0.0, size_bytes=2.0 * written, estimate="rule", written_bytes=written, dtype=dtype)
     if name in _COPIES:
-        return Cost(flops=0.0, size_bytes=moved, estimate="rule")
-    elements = max((float(tensor.numel()) for tensor in [*inputs, *output]), default=0.0)
+        return Cost(flops=0.0, size_bytes=moved, estimate="rule", written_bytes=written, dtype=dtype)
+    elements = max((float(scale.elements(tensor)) for tensor in [*inputs, *output]), default=0.0)
     factor = _PER_ELEMENT.get(name.removesuffix("_")) or _PER_ELEMENT.get(name)
     if factor is None and isinstance(target, torch._ops.OpOverload) and torch.Tag.pointwise in target.tags:
         factor = 1.0
     if factor is not None:
-        return Cost(flops=factor * elements, size_bytes=moved, estimate="rule")
-    return Cost(flops=elements, size_bytes=moved, estimate="default")
+        return Cost(flops=factor * elements, size_bytes=moved, estimate="rule", written_bytes=written, dtype=dtype)
+    return Cost(flops=elements, size_bytes=moved, estimate="default", written_bytes=written, dtype=dtype)
+
+
+def _in_neighbour(node: Node, name: str) -> bool:
+    """Return whether a cast happens inside the kernel beside it: before a softmax or sum, or after a softmax's backward."""
+    if name != "_to_copy" or not isinstance(node.args[0], Node):
+        return False
+    before = base_name(node.args[0].target)
+    if before in _CASTS_RESULT:
+        return len(node.args[0].users) == 1
+    return bool(node.users) and all(base_name(user.target) in _CASTS_INPUT for user in node.users)
+
+
+def _without_casts(node: Node, inputs: list[Tensor], output: list[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
+    """Return what a kernel that casts by itself really reads and writes: the tensors beyond the casts."""
+    for source in node.all_input_nodes:
+        if _in_neighbour(source, base_name(source.target)):
+            cast = source.meta["val"]
+            inputs = [source.args[0].meta["val"] if tensor is cast else tensor for tensor in inputs]  # type: ignore[union-attr]
+    for user in node.users:
+        if _in_neighbour(user, base_name(user.target)):
+            output = [user.meta["val"]]
+    return inputs, output
 
 
 def base_name(target: Any) -> str:
@@ -220,21 +213,151 @@ def base_name(target: Any) -> str:
     return str(getattr(target, "__name__", target))
 
 
-def _counted_flops(node: Node, name: str) -> float | None:
-    """Return torch's own FLOP count, or None where its registry has no rule."""
-    packet = getattr(node.target, "overloadpacket", None)
-    rule = flop_counter.flop_registry.get(packet)
-    args, kwargs = map_arg((node.args, node.kwargs), lambda n: n.meta.get("val"))
-    if rule is not None:
-        return float(rule(*args, **kwargs, out_val=node.meta.get("val")))
-    counter = _CPU_ATTENTION.get(name)
-    return float(counter(*(tuple(value.shape) for value in _leading_tensors(args, name)))) if counter else None
+def _product(node: Node, name: str, args: tuple[Any, ...], scale: Scale) -> tuple[float, Gemm] | None:
+    """Return FLOPs and (count, m, n, k) of an op that multiplies matrices, None for any other."""
+    if name in ("convolution", "_convolution", "convolution_overrideable"):
+        return _convolution(args[0], args[1], _first(node), transposed=bool(args[6]), groups=args[8], scale=scale)
+    if name in ("convolution_backward", "convolution_backward_overrideable"):
+        out, x, weight = args[:3]
+        flops, gemm = _convolution(x, weight, out, transposed=bool(args[7]), groups=args[9], scale=scale)
+        return flops * sum(bool(wanted) for wanted in args[10][:2]), gemm
+    if name in ("mm", "_scaled_mm", "_int_mm"):
+        return _matmul(scale.shape(args[0]), scale.shape(args[1]))
+    if name in ("bmm", "matmul"):
+        return _matmul(scale.shape(args[0]), scale.shape(args[1]))
+    if name in ("addmm", "baddbmm", "addbmm", "_addmm_activation"):
+        return _matmul(scale.shape(args[1]), scale.shape(args[2]))
+    if name == "addmv" or name == "mv":
+        matrix, vector = args[-2:]
+        return _matmul(scale.shape(matrix), (*scale.shape(vector), 1))
+    if name == "linear":
+        weight = scale.shape(args[1])
+        return _matmul((scale.elements(args[0]) // weight[1], weight[1]), weight[::-1])
+    if name in ("_grouped_mm", "_scaled_grouped_mm"):
+        return _grouped(scale.shape(args[0]), scale.shape(args[1]))
+    if "scaled_dot_product" in name and "attention" in name:
+        return _attention(node, name, args, scale)
+    if name in ("mkldnn_rnn_layer", "mkldnn_rnn_layer_backward", "_cudnn_rnn", "_cudnn_rnn_backward"):
+        return _recurrent(node, name, args, scale)
+    if name in ("recurrent", "recurrent_backward"):
+        return _recurrent_layers(name, args, scale)
+    return None
 
 
-def _leading_tensors(args: Iterable[Any], name: str) -> list[Tensor]:
-    """Return the tensors that a CPU attention rule takes: (query, key, value), before them the gradient backward."""
+def _convolution(
+    x: Tensor, weight: Tensor, out: Tensor, *, transposed: bool, groups: int, scale: Scale
+) -> tuple[float, Gemm]:
+    """Return FLOPs of a convolution and its implicit matrix product: one per group, positions x channels x taps.
+
+    Every position of the output (of the input, when transposed) meets every element of its filters once.
+    """
+    filters = scale.shape(weight)  # (out, in / groups, taps ...), transposed (in, out / groups, taps ...)
+    seen = scale.shape(x if transposed else out)
+    positions = (seen[0] if len(seen) == len(filters) else 1) * math.prod(seen[2:])
+    flops = 2.0 * positions * math.prod(filters)
+    gemm = (float(groups), float(positions), filters[0] / groups, float(math.prod(filters[1:])))
+    return flops, gemm
+
+
+def _matmul(left: Sequence[int], right: Sequence[int]) -> tuple[float, Gemm]:
+    """Return FLOPs and shape of (..., m, k) @ (..., k, n)."""
+    if len(left) < 2 or len(right) < 2:
+        inner = float(left[-1]) if left else 1.0
+        return 2.0 * inner, (1.0, 1.0, 1.0, inner)
+    count = float(max(math.prod(left[:-2]), math.prod(right[:-2])))
+    m, k, n = float(left[-2]), float(left[-1]), float(right[-1])
+    return 2.0 * count * m * n * k, (count, m, n, k)
+
+
+def _grouped(left: Sequence[int], right: Sequence[int]) -> tuple[float, Gemm]:
+    """Return FLOPs and shape of ``_grouped_mm``: rows, or the inner dimension, are dealt out to the groups.
+
+    (t, k) x (g, k, n): every row meets its group's matrix. (m, t) x (t, n) gives (g, m, n): the gradient of that matrix.
+    (g, m, k) x (k, t): the columns are dealt out.
+    """
+    if len(left) == 2 and len(right) == 3:
+        groups, k, n = right
+        return 2.0 * left[0] * k * n, (float(groups), left[0] / groups, float(n), float(k))
+    if len(left) == 3 and len(right) == 2:
+        groups, m, k = left
+        return 2.0 * m * k * right[1], (float(groups), float(m), right[1] / groups, float(k))
+    if len(left) == 2:
+        m, t, n = left[0], left[1], right[1]
+        return 2.0 * m * t * n, (1.0, float(m), float(n), float(t))
+    return _matmul(left, right)
+
+
+def _attention(node: Node, name: str, args: tuple[Any, ...], scale: Scale) -> tuple[float, Gemm] | None:
+    """Return FLOPs and (heads of all samples, queries, keys, width) of fused attention.
+
+    Two products forward; five backward, since the scores are computed again. FLOPs count the whole square, as MFU is
+    usually reported; the keys of ``gemm`` are halved under a causal mask, of which kernels skip the upper half.
+    """
+    backward = "backward" in name
+    schema = node.target._schema if isinstance(node.target, torch._ops.OpOverload) else None
+    names = [argument.name for argument in schema.arguments] if schema is not None else []
+    given = {**dict(zip(names, args, strict=False)), **node.kwargs}
+    if not all(isinstance(given.get(part), Tensor) for part in ("query", "key", "value")):
+        return None
+    query, key, value = (scale.shape(given[part]) for part in ("query", "key", "value"))
+    heads, queries, width = math.prod(query[:-2]), query[-2], query[-1]
+    keys, out_width = key[-2], value[-1]
+    scores, mixed = 2.0 * heads * queries * keys * width, 2.0 * heads * queries * keys * out_width
+    flops = 3.0 * scores + 2.0 * mixed if backward else scores + mixed
+    causal = bool(given.get("is_causal", False)) and queries > 1
+    return flops, (float(heads), float(queries), keys / 2 if causal else float(keys), float(width))
+
+
+def _recurrent(node: Node, name: str, args: tuple[Any, ...], scale: Scale) -> tuple[float, Gemm] | None:
+    """Return FLOPs and (steps, batch, gates, inputs + state) of one recurrent layer of oneDNN, or a stack of cuDNN's."""
+    schema = node.target._schema if isinstance(node.target, torch._ops.OpOverload) else None
+    names = [argument.name for argument in schema.arguments] if schema is not None else []
+    given = {**dict(zip(names, args, strict=False)), **map_arg(node.kwargs, lambda n: n.meta.get("val"))}
+    x = given.get("input")
+    weights = [value for key, value in given.items() if key in ("weight0", "weight1", "weight2") and value is not None]
+    if name.startswith("_cudnn"):
+        weights = [value for value in given.get("weight", ()) if isinstance(value, Tensor)]
+    matrices = [scale.shape(weight) for weight in weights if isinstance(weight, Tensor) and weight.dim() == 2]
+    if not isinstance(x, Tensor) or not matrices:
+        return None
+    return _layers(scale.shape(x), matrices, backward="backward" in name)
+
+
+def _recurrent_layers(name: str, args: tuple[Any, ...], scale: Scale) -> tuple[float, Gemm] | None:
+    """Return FLOPs and shape of the tracer's own recurrent op: (input, weights, ...); backward has the gradient first."""
     tensors = [value for value in args if isinstance(value, Tensor)]
-    return tensors[: 4 if name.endswith("backward") else 3]
+    weights = next((value for value in args if isinstance(value, (list, tuple))), ())
+    matrices = [scale.shape(weight) for weight in weights if weight.dim() == 2]
+    x = tensors[-1] if name.endswith("backward") else tensors[0]
+    return _layers(scale.shape(x), matrices, backward=name.endswith("backward")) if matrices else None
+
+
+def _layers(x: Sequence[int], matrices: Sequence[Sequence[int]], *, backward: bool) -> tuple[float, Gemm]:
+    """Return FLOPs and shape of recurrent layers whose weight matrices are (gates x state, inputs) each.
+
+    Every step of every sample meets every weight once; backward twice, for the input and for the weights. The steps of one
+    layer wait for each other, hence ``gemm``'s count: steps times layers and directions.
+    """
+    rows = math.prod(x[:-1])  # (steps, batch, features) or the other way round: the product is what counts
+    flops = 2.0 * rows * sum(math.prod(matrix) for matrix in matrices)
+    steps = float(x[0])
+    layers = max(len(matrices) / 2.0, 1.0)
+    wide = float(matrices[0][0])
+    inner = sum(matrix[1] for matrix in matrices) / layers
+    return (2.0 * flops if backward else flops), (steps * layers, rows / steps if steps else 0.0, wide, inner)
+
+
+def _first(node: Node) -> Tensor:
+    value = node.meta["val"]
+    first: Tensor = value[0] if isinstance(value, (list, tuple)) else value
+    return first
+
+
+def _dtype(tensors: Sequence[Tensor]) -> str:
+    """Return the type that an op computes in: that of its largest floating-point tensor, else of its first."""
+    floating = [tensor for tensor in tensors if tensor.is_floating_point()]
+    chosen = max(floating, key=lambda tensor: tensor.numel(), default=tensors[0] if tensors else None)
+    return str(chosen.dtype).removeprefix("torch.") if chosen is not None else ""
 
 
 def _is_view(target: Any) -> bool:
@@ -262,6 +385,6 @@ def _tensors(values: Any) -> list[Tensor]:
     return list(found.values())
 
 
-def _bytes(tensors: Iterable[Tensor]) -> float:
+def _bytes(tensors: Iterable[Tensor], scale: Scale) -> float:
     """Return the bytes that the tensors occupy; an expanded tensor counts what it is stored in."""
-    return float(sum(min(t.numel() * t.element_size(), t.untyped_storage().nbytes()) for t in tensors))
+    return float(sum(min(scale.elements(t) * t.element_size(), scale.stored_bytes(t)) for t in tensors))

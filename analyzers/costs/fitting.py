@@ -1,0 +1,288 @@
+"""Fitting the constants of the cost model to measured steps, with what is known already as the prior. Start at :func:`fit`.
+
+Least squares of log(predicted / measured) over all cases, softened against outliers (soft L1), plus the squared distance of
+every constant from its prior in units of how far it may be off: what the cases do not determine stays where it was. All
+constants are positive and fitted as logarithms. A kernel depends on one constant of each kind, so one difference per kind
+gives all slopes (Curtis, Powell and Reid, "On the estimation of sparse Jacobian matrices", 1974).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
+
+import numpy as np
+from numpy.typing import NDArray
+from scipy.optimize import least_squares
+
+from ddltool.analyzers.costs.kernel_times import ARITHMETIC, FEED, TRAFFIC, UNITS, Constants, Demand, seconds
+from ddltool.analyzers.costs.step import VIEW
+
+Array = NDArray[np.float64]
+_SCALARS = ("start_s", "cache", "issue_s", "update_s")
+# Host and device time meet softly here, as cases hold kernels without their order.
+_MEETING = 6.0
+_STEP = 1e-5
+# Seconds that a setting adds, before anything is known of it.
+_ADDED_S = 0.01
+# As in a step's time: the device waits for the host where the pass takes this much longer than its kernels.
+_WAITS = 1.1
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Case:
+    """One measured step and what it asks of its device."""
+
+    demand: Demand
+    """Of ``k`` kernels, alike ones once."""
+    count: Array
+    """(k,) how often each runs."""
+    ops: int
+    """Ops that launch kernels."""
+    views: int
+    """Ops that do not."""
+    update_traffic_s: float
+    """Seconds of the update's traffic at full bandwidth."""
+    tensors: int
+    """Parameter tensors that are updated."""
+    generation: str
+    """The device's architecture."""
+    measured_s: float
+    weight: float = 1.0
+    error: float = 0.1
+    """Relative error that is expected of such a measurement, model and prediction together."""
+    setting: str = ""
+    """What adds the same seconds to every step beside it, such as a loader of data; empty where nothing does."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Belief:
+    """Constants, and how far each may be off (standard deviation of its logarithm)."""
+
+    constants: Constants
+    generations: Mapping[str, Mapping[str, float]]
+    """Factors by generation and unit, 1 where nothing is known."""
+    spread: Mapping[str, float]
+    """By name as :func:`names` gives them; a name that is missing has the spread of what it starts with, else of ``*``."""
+    settings: Mapping[str, float] = field(default_factory=dict)
+    """Seconds that a setting adds to each step."""
+
+    def spread_of(self, name: str) -> float:
+        """Return how far a constant may be off."""
+        return self.spread.get(name, self.spread.get(name.partition(":")[0], self.spread["*"]))
+
+    def at(self, generation: str) -> Constants:
+        """Return the constants with a generation's factors; with none where it is not known."""
+        return replace(self.constants, units=dict(self.generations.get(generation, dict.fromkeys(UNITS, 1.0))))
+
+
+def names(generations: Sequence[str], settings: Sequence[str] = ()) -> list[str]:
+    """Return the names of all constants in the order in which they are fitted."""
+    shares = [
+        *(f"arithmetic:{n}" for n in ARITHMETIC),
+        *(f"traffic:{n}" for n in TRAFFIC),
+        *(f"feed:{n}" for n in FEED),
+    ]
+    factors = [f"{unit}:{generation}" for generation in generations for unit in UNITS]
+    return [*shares, *_SCALARS, *factors, *(f"setting:{setting}" for setting in settings)]
+
+
+def _to_vector(belief: Belief, generations: Sequence[str], settings: Sequence[str]) -> Array:
+    constants = belief.constants
+    values = [constants.arithmetic[n] for n in ARITHMETIC] + [constants.traffic[n] for n in TRAFFIC]
+    values += [constants.feed[n] for n in FEED] + [getattr(constants, n) for n in _SCALARS]
+    values += [belief.generations.get(g, {}).get(unit, 1.0) for g in generations for unit in UNITS]
+    values += [belief.settings.get(setting, _ADDED_S) for setting in settings]
+    made: Array = np.log(np.array(values))
+    return made
+
+
+def _from_vector(logs: Array, generations: Sequence[str], settings: Sequence[str], belief: Belief) -> Belief:
+    values = iter(np.exp(logs).tolist())
+    constants = Constants(
+        arithmetic={n: next(values) for n in ARITHMETIC},
+        traffic={n: next(values) for n in TRAFFIC},
+        feed={n: next(values) for n in FEED},
+        **{n: next(values) for n in _SCALARS},
+    )
+    factors = {generation: {unit: next(values) for unit in UNITS} for generation in generations}
+    of_settings = {setting: next(values) for setting in settings}
+    return replace(
+        belief,
+        constants=constants,
+        generations={**belief.generations, **factors},
+        settings={**belief.settings, **of_settings},
+    )
+
+
+class _Stack:
+    """All cases in one table, so that one pass over arrays gives every predicted step."""
+
+    def __init__(self, cases: Sequence[Case]) -> None:
+        parts = {f.name: [getattr(case.demand, f.name) for case in cases] for f in fields(Demand)}
+        self.demand = Demand(**{name: np.concatenate(values) for name, values in parts.items()})
+        self.count = np.concatenate([case.count for case in cases])
+        lengths = [len(case.count) for case in cases]
+        self.case = np.repeat(np.arange(len(cases)), lengths)
+        names_, self.generation = np.unique([case.generation for case in cases], return_inverse=True)
+        self.generations = [str(name) for name in names_]
+        settings = [case.setting for case in cases]
+        self.settings = sorted(set(settings) - {""})
+        self.setting = np.array([self.settings.index(name) if name else -1 for name in settings])
+        self.issued = np.array([case.ops + VIEW * case.views for case in cases])
+        self.traffic_s = np.array([case.update_traffic_s for case in cases])
+        self.tensors = np.array([case.tensors for case in cases], dtype=np.float64)
+
+    def steps_s(self, belief: Belief) -> Array:
+        """Return (cases,) predicted seconds."""
+        device, host = self.device_s(belief), self.host_s(belief)
+        made: Array = _met(device, host) + sum(self._update_s(belief)) + self._added_s(belief)
+        return made
+
+    def device_s(self, belief: Belief) -> Array:
+        """Return (cases,) seconds of all kernels, one after another."""
+        return self._per_case(self._kernels_s(self._constants(belief)))
+
+    def host_s(self, belief: Belief) -> Array:
+        """Return (cases,) seconds in which the host issues all ops."""
+        made: Array = belief.constants.issue_s * self.issued
+        return made
+
+    def slopes(self, belief: Belief) -> Array:
+        """Return (cases, constants) d log(seconds) / d log(constant), constants as :func:`names` gives them."""
+        width = len(names(self.generations, self.settings))
+        constants = self._constants(belief)
+        kernels = self._kernels_s(constants)
+        flat = np.zeros(len(self.issued) * width)
+        for bumped, column in self._bumps(constants):
+            slope = (self._kernels_s(bumped) - kernels) / _STEP
+            chosen = (column >= 0) & (slope != 0.0)
+            place = self.case[chosen] * width + column[chosen]
+            flat += np.bincount(place, weights=slope[chosen], minlength=len(flat))
+        slopes = flat.reshape(-1, width)
+        device, host = self._per_case(kernels), self.host_s(belief)
+        met, every = _met(device, host), np.arange(len(host))
+        slopes *= ((_met(device * (1.0 + _STEP), host) - met) / (_STEP * device))[:, None]
+        columns = {name: place for place, name in enumerate(names(self.generations, self.settings))}
+        slopes[:, columns["issue_s"]] += (_met(device, host * (1.0 + _STEP)) - met) / _STEP
+        traffic, tensors = self._update_s(belief)
+        memory = len(ARITHMETIC) + len(TRAFFIC) + len(FEED) + len(_SCALARS) + len(UNITS) * self.generation
+        slopes[every, memory + UNITS.index("memory")] -= traffic
+        slopes[:, columns["traffic:pointwise"]] -= traffic
+        slopes[:, columns["update_s"]] += tensors
+        added = self._added_s(belief)
+        if self.settings:
+            slopes[every, width - len(self.settings) + np.maximum(self.setting, 0)] += added
+        slopes /= (met + traffic + tensors + added)[:, None]
+        return slopes
+
+    def _bumps(self, constants: Constants) -> Iterator[tuple[Constants, NDArray[np.intp]]]:
+        """Yield constants with all of a kind raised by ``_STEP``, and (kernels,) which of them each kernel depends on."""
+        more = 1.0 + _STEP
+        arithmetic_of = self.demand.arithmetic_of
+        raised = {name: share * more for name, share in constants.arithmetic.items()}
+        yield replace(constants, arithmetic=raised), arithmetic_of
+        raised = {name: share * more for name, share in constants.traffic.items()}
+        yield replace(constants, traffic=raised), len(ARITHMETIC) + self.demand.traffic_of
+        place = np.array([FEED.index(name) if name in FEED else -1 for name in ARITHMETIC])[arithmetic_of]
+        start = len(ARITHMETIC) + len(TRAFFIC)
+        raised = {name: share * more for name, share in constants.feed.items()}
+        yield replace(constants, feed=raised), np.where((arithmetic_of >= 0) & (place >= 0), start + place, -1)
+        start += len(FEED)
+        for name in ("start_s", "cache"):
+            bumped = replace(constants, **{name: getattr(constants, name) * more})
+            yield bumped, np.full(len(self.case), start + _SCALARS.index(name))
+        start += len(_SCALARS)
+        generation = len(UNITS) * self.generation[self.case]
+        for number, unit in enumerate(UNITS):
+            units = {**constants.units, unit: constants.units[unit] * more}
+            yield replace(constants, units=units), start + generation + number
+
+    def _constants(self, belief: Belief) -> Constants:
+        """Return the constants with (kernels,) factors of each kernel's generation."""
+        known = [belief.at(name).units for name in self.generations]
+        of_case = {unit: np.array([units[unit] for units in known])[self.generation] for unit in UNITS}
+        units = {unit: factors[self.case] for unit, factors in of_case.items()}
+        return replace(belief.constants, units=units)  # type: ignore[arg-type]
+
+    def _kernels_s(self, constants: Constants) -> Array:
+        made: Array = self.count * seconds(self.demand, constants)
+        return made
+
+    def _per_case(self, values: Array) -> Array:
+        made: Array = np.bincount(self.case, weights=values, minlength=len(self.issued)).astype(np.float64)
+        return made
+
+    def _update_s(self, belief: Belief) -> tuple[Array, Array]:
+        """Return (cases,) seconds of the update's traffic, and of its tensors."""
+        memory = np.array([belief.at(name).units["memory"] for name in self.generations])[self.generation]
+        traffic = self.traffic_s / (belief.constants.traffic["pointwise"] * memory)
+        return traffic, belief.constants.update_s * self.tensors
+
+    def _added_s(self, belief: Belief) -> Array:
+        """Return (cases,) the seconds that each case's setting adds."""
+        seconds_of = np.array([*(belief.settings.get(name, _ADDED_S) for name in self.settings), 0.0])
+        made: Array = seconds_of[self.setting]
+        return made
+
+
+def _met(device: Array, host: Array) -> Array:
+    """Return the time of a pass: the longer of the two, and a little more where they are alike."""
+    longer, shorter = np.maximum(device, host), np.minimum(device, host)
+    made: Array = longer * (1.0 + (shorter / longer) ** _MEETING) ** (1.0 / _MEETING)
+    return made
+
+
+def steps_s(cases: Sequence[Case], belief: Belief) -> Array:
+    """Return (cases,) the predicted seconds of every case."""
+    return _Stack(cases).steps_s(belief)
+
+
+def host_bound(cases: Sequence[Case], belief: Belief) -> NDArray[np.bool_]:
+    """Return (cases,) whether the device waits for the host for more than a tenth of the pass."""
+    stack = _Stack(cases)
+    device = stack.device_s(belief)
+    made: NDArray[np.bool_] = np.maximum(device, stack.host_s(belief)) > _WAITS * device
+    return made
+
+
+def fit(cases: Sequence[Case], prior: Belief, *, first: Belief | None = None, rounds: int = 30) -> Belief:
+    """Return the belief after the cases. O(rounds x kernels).
+
+    Generations and settings that occur in ``cases`` get factors of their own. ``first``: where to begin the search, for a
+    fit to cases much like those of an earlier one. Raises ValueError for no cases.
+    """
+    if not cases:
+        raise ValueError("no cases to fit")
+    stack = _Stack(cases)
+    parts = stack.generations, stack.settings
+    start = _to_vector(prior, *parts)
+    begin = start if first is None else _to_vector(first, *parts)
+    spread = np.array([prior.spread_of(name) for name in names(*parts)])
+    measured = np.log([case.measured_s for case in cases])
+    scale = np.array([case.weight / case.error for case in cases])
+    free = spread > 0
+
+    def at(logs: Array) -> Belief:
+        every = start.copy()
+        every[free] = logs
+        return _from_vector(every, *parts, prior)
+
+    def errors(belief: Belief) -> Array:
+        made: Array = (np.log(stack.steps_s(belief)) - measured) * scale
+        return made
+
+    def residuals(logs: Array) -> Array:
+        off = errors(at(logs))
+        soft = np.sign(off) * np.sqrt(2.0 * (np.sqrt(1.0 + off**2) - 1.0))
+        made: Array = np.concatenate([soft, (logs - start[free]) / spread[free]])
+        return made
+
+    def jacobian(logs: Array) -> Array:
+        belief = at(logs)
+        root = np.sqrt(1.0 + errors(belief) ** 2)
+        of_cases = stack.slopes(belief)[:, free] * (scale * np.sqrt((1.0 + root) / 2.0) / root)[:, None]
+        return np.concatenate([of_cases, np.diag(1.0 / spread[free])])
+
+    found = least_squares(residuals, begin[free], jac=jacobian, max_nfev=rounds, x_scale="jac", ftol=1e-5)
+    return at(found.x)

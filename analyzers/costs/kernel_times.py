@@ -1,0 +1,230 @@
+"""The time of a kernel on a device: a roofline whose ceilings are the shares of the datasheet that kernels reach.
+
+A kernel takes ``start + max(arithmetic, traffic)``, softened where both are alike (Williams et al., "Roofline", CACM 2009).
+Arithmetic is a matrix product cut into tiles that fill the multiprocessors in waves (the idea of NeuSight, ASPLOS 2025:
+utilisation by tile, bounded by the roofline); matrix units are also limited by what a multiprocessor can feed them per cycle,
+which has grown less than their rate. Traffic is bytes over bandwidth, less what the last cache keeps. Which share of each a
+class of kernels reaches is a constant (:class:`Constants`), few of them, fitted to published measurements by :mod:`.fitting`.
+Start at :func:`demand_of`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ddltool.analyzers.costs.kernels import CLASS, CLASSES, Kernels
+from ddltool.device import Device
+
+Array = NDArray[np.float64]
+# Rows and columns of the pieces that libraries cut a product into, and the rate of each beside the largest's.
+_TILES = ((256, 128, 1.0), (128, 128, 1.0), (128, 64, 0.9), (64, 64, 0.75), (64, 32, 0.5), (32, 32, 0.35))
+# A tile's prologue and epilogue count as so many steps of its inner loop; with fewer tiles than multiprocessors the inner
+# dimension is split, down to pieces of this length; half of an unfilled last wave is lost (others fill the rest).
+_EDGE, _SPLIT, _TAIL = 32.0, 256.0, 0.5
+# The last cache keeps this part of its size of what a kernel's neighbours wrote.
+_KEPT = 0.5
+# Peaks this many times float32's are those of matrix units.
+_MATRIX_UNIT = 1.5
+_SOFTNESS = 3.0
+# cuDNN's kernels for many groups in channels_last: groups in whole warps, and few channels each.
+_WARP, _NARROW = 32, 32
+_ALIGNED = 8
+UNITS = ("tensor", "vector", "memory")
+_PRODUCTS = ("convolution", "matrix_product", "attention", "recurrent")
+_BY_LAYOUT = ("convolution", "grouped_convolution", "depthwise_convolution", "normalisation", "pooling")
+_LAYOUTS = ("channels_first", "channels_last")
+
+
+def _names() -> tuple[tuple[str, ...], tuple[str, ...]]:
+    arithmetic = [f"{name}/{unit}" for name in _PRODUCTS[1:] for unit in ("tensor", "vector")]
+    arithmetic += [f"convolution/{unit}" for unit in ("tensor/channels_first", "tensor/channels_last", "vector")]
+    arithmetic += ["convolution/misaligned"]
+    grouped = [
+        "grouped_convolution/channels_first",
+        "grouped_convolution/channels_last",
+        "grouped_convolution/channels_last/narrow",
+        *(f"depthwise_convolution/{layout}" for layout in _LAYOUTS),
+    ]
+    traffic = [name for name in CLASSES if name not in _BY_LAYOUT]
+    traffic += [f"{name}/{layout}" for name in ("convolution", "normalisation", "pooling") for layout in _LAYOUTS]
+    return (*arithmetic, *grouped), (*traffic, "convolution/misaligned", *grouped)
+
+
+ARITHMETIC, TRAFFIC = _names()
+FEED = tuple(name for name in ARITHMETIC if "/tensor" in name)
+_ARITHMETIC = {name: place for place, name in enumerate(ARITHMETIC)}
+_TRAFFIC = {name: place for place, name in enumerate(TRAFFIC)}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Constants:
+    """What kernels reach on one device; every share is of the datasheet's figure for the device."""
+
+    arithmetic: Mapping[str, float]
+    """Shares of peak FLOP/s by ARITHMETIC name; grouped convolutions' of the float32 peak."""
+    traffic: Mapping[str, float]
+    """Shares of the memory's bandwidth by TRAFFIC name."""
+    feed: Mapping[str, float]
+    """Operations per cycle for which a multiprocessor can feed its matrix units, by FEED name."""
+    start_s: float
+    """Seconds between two kernels on the device."""
+    cache: float
+    """Share of a kernel's traffic that the last cache saves where all of it fits."""
+    issue_s: float
+    """Seconds in which the host issues one op; views take a quarter."""
+    update_s: float
+    """Seconds of the update per parameter tensor, beside its traffic."""
+    units: Mapping[str, float] = field(default_factory=lambda: dict.fromkeys(UNITS, 1.0))
+    """Factors of the device's generation on the shares: matrix units, float32 units, memory."""
+
+
+# A CPU, or any device at its datasheet: no launches, no host beside it.
+DATASHEET = Constants(
+    arithmetic=dict.fromkeys(ARITHMETIC, 1.0),
+    traffic=dict.fromkeys(TRAFFIC, 1.0),
+    feed={},
+    start_s=0.0,
+    cache=0.0,
+    issue_s=0.0,
+    update_s=0.0,
+)
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Demand:
+    """What ``k`` kernels ask of one device at its datasheet rates, before any share is known."""
+
+    arithmetic_s: Array
+    """(k,) seconds at peak, with tiles and waves."""
+    arithmetic_of: NDArray[np.intp]
+    """(k,) index into ARITHMETIC; -1 for kernels without products, which are bound by memory at any peak."""
+    on_tensor: NDArray[np.bool_]
+    """(k,) whether the peak is that of matrix units."""
+    fed_s: Array
+    """(k,) seconds at one operation per cycle and multiprocessor; 0 off the matrix units and where clocks are unknown."""
+    traffic_s: Array
+    """(k,) seconds at full bandwidth."""
+    traffic_of: NDArray[np.intp]
+    """(k,) index into TRAFFIC."""
+    cached: Array
+    """(k,) part of the traffic that the last cache could hold, 0 to 1."""
+    serial: NDArray[np.bool_]
+    """(k,) whether arithmetic and traffic add up instead of overlapping: grouped convolutions."""
+
+
+def demand_of(kernels: Kernels, device: Device, *, precision: str = "fp32", channels_last: bool = False) -> Demand:
+    """Return what the kernels ask of a device. ``precision``: as in :class:`Numerics`. O(k)."""
+    peak, tensor = _peaks(kernels, device, precision)
+    layout = _LAYOUTS[channels_last]
+    vector = device.peak_flops["float32"]
+    grouped = (kernels.kind == CLASS["grouped_convolution"]) | (kernels.kind == CLASS["depthwise_convolution"])
+    shaped = kernels.gemm[:, 1] > 0
+    tiled = (
+        shaped
+        & (device.multiprocessors > 0)
+        & ~grouped
+        & (kernels.kind != CLASS["attention"])
+        & (kernels.kind != CLASS["recurrent"])
+    )
+    flops = kernels.flops.copy()
+    flops[tiled] = tiled_flops(kernels.gemm[tiled], device.multiprocessors)
+    arithmetic_of, traffic_of = _constants_of(kernels, tensor, layout)
+    product = arithmetic_of >= 0
+    sized = np.maximum(kernels.moved_bytes, 1.0)
+    cycles_per_s = device.multiprocessors * device.clock_hz
+    return Demand(
+        arithmetic_s=np.where(product, flops / np.where(grouped, vector, peak), 0.0),
+        arithmetic_of=arithmetic_of,
+        on_tensor=tensor & ~grouped,
+        fed_s=flops / cycles_per_s * (tensor & ~grouped & product) if cycles_per_s else np.zeros(len(kernels)),
+        traffic_s=kernels.moved_bytes / device.memory_bytes_per_s,
+        traffic_of=traffic_of,
+        cached=np.minimum(1.0, _KEPT * device.l2_bytes / sized),
+        serial=grouped,
+    )
+
+
+def seconds(demand: Demand, constants: Constants) -> Array:
+    """Return (k,) seconds of every kernel."""
+    units = constants.units
+    shares = np.array([constants.arithmetic[name] for name in ARITHMETIC])
+    reached = shares[np.maximum(demand.arithmetic_of, 0)] * np.where(demand.on_tensor, units["tensor"], units["vector"])
+    feed = np.array([constants.feed.get(name, np.inf) for name in ARITHMETIC])[np.maximum(demand.arithmetic_of, 0)]
+    arithmetic = demand.arithmetic_s / reached + demand.fed_s / feed
+    rates = np.array([constants.traffic[name] for name in TRAFFIC])[demand.traffic_of] * units["memory"]
+    traffic = demand.traffic_s * (1.0 - constants.cache * demand.cached) / rates
+    longer, shorter = np.maximum(arithmetic, traffic), np.minimum(arithmetic, traffic)
+    ratio = np.divide(shorter, longer, out=np.zeros_like(longer), where=longer > 0)
+    together: Array = np.where(
+        demand.serial, arithmetic + traffic, longer * (1.0 + ratio**_SOFTNESS) ** (1.0 / _SOFTNESS)
+    )
+    return constants.start_s + together
+
+
+def tiled_flops(gemm: Array, multiprocessors: int) -> Array:
+    """Return (k,) the operations that products of shape ``gemm`` (k, 4) occupy a device for, padding and waves included.
+
+    ``multiprocessors``: at least 1. The fastest of the usual tiles counts: those of all products run in waves, a last one in
+    part; where there are fewer tiles than multiprocessors the inner dimension is split.
+    """
+    processors = float(multiprocessors)
+    count, m, n, k = gemm.T
+    best = np.full(len(gemm), np.inf)
+    for rows, columns, rate in {(a, b, e) for r, c, e in _TILES for a, b in ((r, c), (c, r))}:
+        tiles = count * np.ceil(m / rows) * np.ceil(n / columns)
+        parts = np.where(
+            tiles < processors, np.minimum(np.ceil(processors / tiles), np.maximum(1.0, np.floor(k / _SPLIT))), 1.0
+        )
+        filled = tiles * parts / processors
+        waves = np.where(filled < 1.0, 1.0, filled + _TAIL * (np.ceil(filled) - filled))
+        best = np.minimum(best, waves * processors / parts * rows * columns * 2.0 * (k + _EDGE * parts) / rate)
+    return best
+
+
+def _peaks(kernels: Kernels, device: Device, precision: str) -> tuple[Array, NDArray[np.bool_]]:
+    """Return (k,) FLOP/s of each kernel's type, and whether that is the matrix units' rate."""
+    vector = device.peak_flops["float32"]
+    tf32 = device.peak_flops.get("tf32", vector)
+    convolution = np.isin(kernels.kind, [CLASS["convolution"], CLASS["recurrent"]])
+    names = sorted(set(kernels.dtype))
+    rate = dict(zip(names, (device.peak_for(name) for name in names), strict=True))
+    peak = np.array([rate[name] for name in kernels.dtype], dtype=np.float64)
+    float32 = np.array([name == "float32" for name in kernels.dtype], dtype=bool)
+    peak[float32 & (convolution | (precision == "tf32"))] = tf32
+    return peak, peak > _MATRIX_UNIT * vector
+
+
+def _constants_of(
+    kernels: Kernels, tensor: NDArray[np.bool_], layout: str
+) -> tuple[NDArray[np.intp], NDArray[np.intp]]:
+    """Return (k,) which share of arithmetic, and which of traffic, each kernel reaches."""
+    kind, gemm = kernels.kind, kernels.gemm
+    arithmetic = np.full(len(kernels), -1, dtype=np.intp)
+    traffic = np.zeros(len(kernels), dtype=np.intp)
+    for name, number in CLASS.items():
+        traffic[kind == number] = _TRAFFIC.get(name, _TRAFFIC.get(f"{name}/{layout}", 0))
+    for name in _PRODUCTS[1:]:
+        chosen = kind == CLASS[name]
+        arithmetic[chosen & tensor] = _ARITHMETIC[f"{name}/tensor"]
+        arithmetic[chosen & ~tensor] = _ARITHMETIC[f"{name}/vector"]
+    convolution = kind == CLASS["convolution"]
+    arithmetic[convolution & tensor] = _ARITHMETIC[f"convolution/tensor/{layout}"]
+    arithmetic[convolution & ~tensor] = _ARITHMETIC["convolution/vector"]
+    uneven = (gemm[:, 1:] % _ALIGNED != 0).any(axis=1) & (gemm[:, 1] > 0)
+    if layout == "channels_last":
+        misaligned = convolution & tensor & uneven
+        arithmetic[misaligned] = _ARITHMETIC["convolution/misaligned"]
+        traffic[misaligned] = _TRAFFIC["convolution/misaligned"]
+    grouped = kind == CLASS["grouped_convolution"]
+    narrow = (gemm[:, 0] % _WARP == 0) & (np.minimum(gemm[:, 2], gemm[:, 3]) <= _NARROW)
+    for name, chosen in (
+        (f"grouped_convolution/{layout}", grouped),
+        ("grouped_convolution/channels_last/narrow", grouped & narrow & (layout == "channels_last")),
+        (f"depthwise_convolution/{layout}", kind == CLASS["depthwise_convolution"]),
+    ):
+        arithmetic[chosen], traffic[chosen] = _ARITHMETIC[name], _TRAFFIC[name]
+    return arithmetic, traffic

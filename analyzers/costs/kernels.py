@@ -1,0 +1,168 @@
+"""The kernels behind a graph's ops: which class each belongs to, and the work it does. Start at :func:`kernels_of`.
+
+An op of a trace is one call of torch's; on the device the backward pass of a convolution is two kernels, and a view none. A
+kernel is what the time of :mod:`.kernel_times` is defined for: floating-point operations, memory traffic, and the shape of
+a matrix product, which says how well it fills the device's multiprocessors.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ddltool.analyzers.oracle.op_types import normal_type
+from ddltool.graph import COMPUTE, Graph
+
+Array = NDArray[np.float64]
+CLASSES = (
+    "convolution",
+    "grouped_convolution",
+    "depthwise_convolution",
+    "matrix_product",
+    "attention",
+    "normalisation",
+    "softmax",
+    "pointwise",
+    "reduction",
+    "pooling",
+    "copy",
+    "indexing",
+    "recurrent",
+)
+CLASS = {name: number for number, name in enumerate(CLASSES)}
+FORWARD, INPUT_GRADIENT, WEIGHT_GRADIENT = range(3)
+
+
+def _words(names: str) -> frozenset[str]:
+    return frozenset(names.split())
+
+
+_PRODUCTS = _words(
+    "mm addmm bmm baddbmm addbmm linear matmul grouped_mm scaled_mm int_mm mv addmv scaled_grouped_mm gemm"
+)
+_REDUCTIONS = _words(
+    "sum mean var var_mean std std_mean amax amin max min argmax argmin norm linalg_vector_norm prod cumsum cumprod "
+    "logsumexp any all nll_loss_forward nll_loss2d_forward nll_loss_backward nll_loss2d_backward reducemean reducesum"
+)
+_COPIES = _words(
+    "to_copy copy clone contiguous cat stack constant_pad_nd pad roll repeat flip slice_backward select_backward fill "
+    "zeros slice_scatter select_scatter new_zeros new_ones new_full ones ones_like zeros_like full full_like arange "
+    "linspace eye reflection_pad2d reflection_pad2d_backward im2col col2im transpose concat slice split expand tile"
+)
+_INDEXING = _words(
+    "embedding embedding_dense_backward index index_put unsafe_index unsafe_index_put index_select index_add gather "
+    "scatter scatter_add sort topk take take_along_dim masked_scatter bincount histc unique_consecutive one_hot"
+)
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Kernels:
+    """``k`` kernels of one graph, in the order of its ops."""
+
+    op: NDArray[np.intp]
+    """(k,) the op that each belongs to."""
+    kind: NDArray[np.int8]
+    """(k,) index into CLASSES."""
+    direction: NDArray[np.int8]
+    """(k,) FORWARD, INPUT_GRADIENT or WEIGHT_GRADIENT; anything but a convolution is FORWARD."""
+    flops: Array
+    """(k,) floating-point operations."""
+    moved_bytes: Array
+    """(k,) bytes read and written."""
+    gemm: Array
+    """(k, 4) count, m, n, k of the kernel's own matrix product; zeros where there is none or it is not known."""
+    width: Array
+    """(k,) bytes of one element of the type that it works in."""
+    dtype: tuple[str, ...]
+    """(k,) torch's name of that type."""
+    ops: int
+    """Ops of the graph."""
+
+    def __len__(self) -> int:
+        return len(self.op)
+
+    def per_op(self, values: Array) -> Array:
+        """Return (ops,) sums over the kernels of each op of ``values``, (k,)."""
+        sums: Array = np.bincount(self.op, weights=values, minlength=self.ops).astype(np.float64)
+        return sums
+
+
+_WIDTH = {"float64": 8, "int64": 8, "float16": 2, "bfloat16": 2, "int16": 2, "int8": 1, "uint8": 1, "bool": 1}
+
+
+def kernels_of(graph: Graph) -> Kernels:
+    """Return the kernels of a graph's compute ops; ops that cost nothing have none. O(n)."""
+    own = str(graph.meta.get("dtype", "float32"))
+    costs = (graph.kind == COMPUTE) & np.array([source != "free" for source in graph.estimate], dtype=bool)
+    ops = np.flatnonzero(costs)
+    types = [graph.op_type[op] for op in ops]
+    kind = np.array([class_of(op_type) for op_type in types], dtype=np.int8)
+    gemm = graph.gemm[ops].copy()
+    flops, moved = graph.flops[ops].copy(), graph.size_bytes[ops].copy()
+    dtype = [graph.dtype[op] or own for op in ops]
+    width = np.array([_WIDTH.get(name, 4) for name in dtype], dtype=np.float64)
+    convolution = kind == CLASS["convolution"]
+    kind[convolution & (gemm[:, 0] > 1)] = CLASS["grouped_convolution"]
+    kind[convolution & (gemm[:, 0] > 1) & (gemm[:, 2] <= 1)] = CLASS["depthwise_convolution"]
+    backward = convolution & np.array([op_type.endswith("_backward") for op_type in types], dtype=bool)
+    one = 2.0 * gemm.prod(axis=1)
+    both = backward & (flops > 1.5 * one) & (one > 0)
+    direction = np.where(backward, WEIGHT_GRADIENT, FORWARD).astype(np.int8)
+    if not both.any():
+        gemm[backward] = gemm[backward][:, [0, 2, 3, 1]]
+        return Kernels(
+            op=ops, kind=kind, direction=direction, flops=flops, moved_bytes=moved, gemm=gemm, width=width,
+            dtype=tuple(dtype), ops=len(graph),
+        )  # fmt: skip
+    # The gradient of the input and that of the weights: each reads the output's gradient and one more tensor.
+    output = gemm[both, 0] * gemm[both, 1] * gemm[both, 2] * width[both]
+    shared = (moved[both] + output) / 2.0
+    count, m, n, k = gemm[both].T
+    flops[both] /= 2.0
+    moved[both] = shared
+    gemm[backward] = gemm[backward][:, [0, 2, 3, 1]]
+    order = np.argsort(np.concatenate([ops, ops[both]]), kind="stable")
+
+    def joined(first: NDArray[np.generic], second: NDArray[np.generic]) -> NDArray[np.generic]:
+        return np.concatenate([first, second])[order]
+
+    names = np.array(dtype, dtype=object)
+    return Kernels(
+        op=joined(ops, ops[both]),  # type: ignore[arg-type]
+        kind=joined(kind, kind[both]),  # type: ignore[arg-type]
+        direction=joined(direction, np.full(int(both.sum()), INPUT_GRADIENT, dtype=np.int8)),  # type: ignore[arg-type]
+        flops=joined(flops, flops[both]),  # type: ignore[arg-type]
+        moved_bytes=joined(moved, shared),  # type: ignore[arg-type]
+        gemm=joined(gemm, np.stack([count, m, k, n], axis=1)),  # type: ignore[arg-type]
+        width=joined(width, width[both]),  # type: ignore[arg-type]
+        dtype=tuple(joined(names, names[both])),
+        ops=len(graph),
+    )
+
+
+@lru_cache(maxsize=4096)
+def class_of(op_type: str) -> int:
+    """Return the index of an op type's class: a convolution's is refined by its groups later."""
+    name = normal_type(op_type).rpartition(".")[2]
+    if name.startswith(("convolution", "convtranspose")):
+        return CLASS["convolution"]
+    if name in _PRODUCTS:
+        return CLASS["matrix_product"]
+    if "attention" in name:
+        return CLASS["attention"]
+    if name.startswith(("recurrent", "mkldnn_rnn", "cudnn_rnn", "lstm", "gru", "rnn")):
+        return CLASS["recurrent"]
+    if "_norm" in name or name.endswith("normalization"):
+        return CLASS["reduction"] if "vector_norm" in name else CLASS["normalisation"]
+    if "softmax" in name:
+        return CLASS["softmax"]
+    if "pool" in name or "upsample" in name or name == "resize":
+        return CLASS["pooling"]
+    if name in _REDUCTIONS:
+        return CLASS["reduction"]
+    if name in _COPIES:
+        return CLASS["copy"]
+    return CLASS["indexing"] if name in _INDEXING else CLASS["pointwise"]

@@ -1,0 +1,124 @@
+"""The cost model of one device: its datasheet, the constants that hold for it, and how sure its predictions are.
+
+Start at :class:`CostModel`; :func:`cost_model` makes one from the device table and the calibration.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from ddltool.analyzers.costs.kernel_times import DATASHEET, UNITS, Constants
+from ddltool.analyzers.costs.step import StepTime, time_step
+from ddltool.calibration import CalibrationTable, Residuals
+from ddltool.device import Device
+from ddltool.graph import Graph
+
+# Generations in the order of their years: one without measured rows lies between its neighbours.
+GENERATIONS = ("Kepler", "Maxwell", "Pascal", "Volta", "Turing", "Ampere", "Ada", "Hopper", "Blackwell")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Interval:
+    """A prediction in which 80 % of measurements are expected to lie between ``low`` and ``high``."""
+
+    value: float
+    low: float
+    high: float
+
+    def overlaps(self, other: Interval) -> bool:
+        """Return whether the two cannot be told apart."""
+        return self.low <= other.high and other.low <= self.high
+
+    def __add__(self, seconds: float) -> Interval:
+        return Interval(value=self.value + seconds, low=self.low + seconds, high=self.high + seconds)
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class CostModel:
+    """Times on one device."""
+
+    device: Device
+    constants: Constants
+    residuals: Residuals
+    """Of a step that is bound by the device."""
+    host_residuals: Residuals
+    """Of a step that is bound by the host."""
+
+    def step(self, graph: Graph, *, optimizer: str = "none") -> StepTime:
+        """Return the predicted time of one step of a traced graph on this device."""
+        return time_step(graph, self.device, self.constants, optimizer=optimizer)
+
+    def interval(self, step_s: float, *, host_bound: bool = False) -> Interval:
+        """Return the prediction with its 80 % interval: wider for steps that wait for the host."""
+        low, high = self.residuals.low, self.residuals.high
+        if host_bound:
+            low, high = min(low, self.host_residuals.low), max(high, self.host_residuals.high)
+        return Interval(value=step_s, low=step_s * min(low, 1.0), high=step_s * max(high, 1.0))
+
+    @property
+    def relative_error(self) -> float:
+        """Half the width of the interval as a share of the prediction."""
+        return (max(self.residuals.high, 1.0) - min(self.residuals.low, 1.0)) / 2.0
+
+
+def cost_model(device: Device, calibration: CalibrationTable) -> CostModel:
+    """Return the cost model of a device: with its own fit where a user gave one, else with its generation's factors."""
+    host = calibration.residuals["host"]
+    own = device.fitted
+    if own is not None:
+        constants = _constants(calibration, dict(own.units))
+        constants = replace(constants, issue_s=own.issue_s, start_s=own.start_s, update_s=own.update_s)
+        return CostModel(device=device, constants=constants, residuals=own.residuals, host_residuals=host)
+    if device.architecture == "CPU":
+        return datasheet(device)
+    known = calibration.generations
+    seen = device.name in calibration.devices
+    kind = "device" if seen else "generation" if device.architecture in known else "unknown"
+    units = _units(device.architecture, calibration)
+    return CostModel(
+        device=device,
+        constants=_constants(calibration, units),
+        residuals=calibration.residuals[kind],  # type: ignore[index]
+        host_residuals=host,
+    )
+
+
+# Datasheets alone were between a quarter of a measured step and all of it, on CPUs and GPUs alike.
+_UNCALIBRATED = Residuals(low=1.0, high=4.0, median_error=0.6, rows=1, what="the datasheet alone, never measured")
+
+
+def datasheet(device: Device) -> CostModel:
+    """Return the cost model of a device that reaches its datasheet and has no host beside it: how CPUs are estimated."""
+    return CostModel(device=device, constants=DATASHEET, residuals=_UNCALIBRATED, host_residuals=_UNCALIBRATED)
+
+
+def _constants(calibration: CalibrationTable, units: dict[str, float]) -> Constants:
+    return Constants(
+        arithmetic=calibration.arithmetic,
+        traffic=calibration.traffic,
+        feed=calibration.feed,
+        start_s=calibration.start_s,
+        cache=calibration.cache,
+        issue_s=calibration.issue_s,
+        update_s=calibration.update_s,
+        units=units,
+    )
+
+
+def _units(generation: str, calibration: CalibrationTable) -> dict[str, float]:
+    """Return a generation's factors; the geometric mean of its nearest neighbours' where it was not measured, else 1."""
+    known = calibration.generations
+    if generation in known:
+        return dict(known[generation])
+    if generation not in GENERATIONS:
+        return dict.fromkeys(UNITS, 1.0)
+    place = GENERATIONS.index(generation)
+    before = next((known[name] for name in reversed(GENERATIONS[:place]) if name in known), None)
+    after = next((known[name] for name in GENERATIONS[place:] if name in known), None)
+    near = [units for units in (before, after) if units is not None]
+    if not near:
+        return dict.fromkeys(UNITS, 1.0)
+    return {unit: math.exp(float(np.mean([math.log(units[unit]) for units in near]))) for unit in UNITS}

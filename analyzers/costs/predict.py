@@ -1,0 +1,180 @@
+"""Predicted steps over batch sizes and placements of a job on one device type. Start at :func:`predict`.
+
+A step is ``accumulation`` passes and an update. With several replicas the gradients leave in DDP's default buckets over a
+ring (Patarasuk and Yuan, JPDC 2009) while the last backward pass goes on, and only what is left after it counts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from ddltool.analyzers.communication.ddp import DEFAULT_CAP_MIB, DEFAULT_FIRST_BYTES, assign_buckets, finish_s
+from ddltool.analyzers.communication.program import Program, Ring, program_of
+from ddltool.analyzers.costs.compiled import compiled
+from ddltool.analyzers.costs.estimate import OPTIMIZER, estimate
+from ddltool.analyzers.costs.model import CostModel, Interval
+from ddltool.analyzers.costs.step import OPTIMIZERS
+from ddltool.analyzers.costs.work import StepWork, WorkCurve
+from ddltool.device import Device, Network
+from ddltool.errors import InputError, did_you_mean
+from ddltool.graph import Graph
+
+# The CUDA context, cuDNN's workspaces and fragmentation: what a training process cannot have of the device.
+RESERVED_BYTES = 2.0**30
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Link:
+    """What one replica sends over: bytes per second each way, and seconds per message."""
+
+    bandwidth_bytes_per_s: float
+    latency_s: float
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Placement:
+    """Replicas over nodes; one node is joined by the local link, several by the network."""
+
+    num_nodes: int
+    num_replicas: int
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.num_nodes <= self.num_replicas:
+            text = f"{self.num_replicas} replicas on {self.num_nodes} nodes"
+            raise InputError("--replicas", text, "every node holds at least one replica")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Setting:
+    """How the replicas are joined, and how the model is trained."""
+
+    local: Link
+    network: Link
+    optimizer: str = OPTIMIZER
+    accumulation: int = 1
+    """Passes in a step."""
+    compile: bool = False
+
+    def __post_init__(self) -> None:
+        if self.optimizer not in OPTIMIZERS:
+            raise InputError("--optimizer", f"unknown {self.optimizer!r}", did_you_mean(self.optimizer, OPTIMIZERS))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PredictedStep:
+    """One predicted configuration; seconds and bytes."""
+
+    num_nodes: int
+    num_replicas: int
+    local_batch_size: int
+    step: Interval
+    sync_time_s: float
+    """What the step takes longer than with one replica."""
+    peak_memory_bytes: float
+    fits: bool
+    samples_per_s: float
+    """Of all replicas."""
+    tokens_per_s: float | None
+    """Of all replicas, where the model reads tokens."""
+    mfu: float
+    """Operations of matrix products and convolutions over what the device's peak of that precision would allow."""
+    host_bound: bool
+
+
+def predict(
+    curve: WorkCurve, model: CostModel, setting: Setting, batch_sizes: Sequence[int], placements: Sequence[Placement]
+) -> list[PredictedStep]:
+    """Return one prediction per placement and local batch size, placements outermost. O(ops log ops) per batch size."""
+    made: list[PredictedStep] = []
+    works = {size: curve.at(size) for size in batch_sizes}
+    timed = {size: timed_step(work.graph, model, setting) for size, work in works.items()}
+    programs = {size: program_of(graph) for size, graph in timed.items()}
+    for placement in placements:
+        for size in batch_sizes:
+            graph, program = timed[size], programs[size]
+            update_s = float(graph.meta.get("update_s") or 0.0)
+            synced_s = _synchronised_s(program, setting, placement)
+            step_s = (setting.accumulation - 1) * program.compute_s + synced_s + update_s
+            host_bound = bool(graph.meta.get("host_bound", False))
+            samples = placement.num_replicas * size * setting.accumulation
+            tokens = graph.meta.get("tokens_per_sample")
+            memory = peak_memory_bytes(works[size], setting.optimizer, placement.num_replicas)
+            flops = setting.accumulation * product_flops(graph)
+            made.append(
+                PredictedStep(
+                    num_nodes=placement.num_nodes,
+                    num_replicas=placement.num_replicas,
+                    local_batch_size=size,
+                    step=model.interval(step_s, host_bound=host_bound),
+                    sync_time_s=max(synced_s - program.compute_s, 0.0),
+                    peak_memory_bytes=memory,
+                    fits=memory <= usable_bytes(model.device),
+                    samples_per_s=samples / step_s,
+                    tokens_per_s=samples * float(tokens) / step_s if isinstance(tokens, (int, float)) else None,
+                    mfu=flops / step_s / peak_flops(model.device, str(graph.meta.get("precision", "fp32"))),
+                    host_bound=host_bound,
+                )
+            )
+    return made
+
+
+def timed_step(graph: Graph, model: CostModel, setting: Setting) -> Graph:
+    """Return a traced training graph with the model's times: of the compiled step where the setting says so."""
+    run = compiled(graph) if setting.compile else graph
+    network = Network(bandwidth_bytes_per_s=setting.network.bandwidth_bytes_per_s, latency_s=setting.network.latency_s)
+    return estimate(run, model, network, optimizer=setting.optimizer)
+
+
+def product_flops(graph: Graph) -> float:
+    """Return the operations of all matrix products, convolutions and attention in a graph: what MFU counts."""
+    return float(graph.flops[graph.gemm[:, 1] > 0].sum())
+
+
+def peak_flops(device: Device, precision: str) -> float:
+    """Return the FLOP/s that a device could reach in a precision (``fp32`` counts against float32's own rate)."""
+    return device.peak_for({"amp": "float16", "bf16": "bfloat16", "tf32": "tf32"}.get(precision, "float32"))
+
+
+def usable_bytes(device: Device) -> float:
+    """Return what a training process can have of a device's memory."""
+    return device.memory_gib * 2.0**30 - RESERVED_BYTES
+
+
+def _synchronised_s(program: Program, setting: Setting, placement: Placement) -> float:
+    """Return forward, backward and what is left of DDP's all-reduces after it, in seconds."""
+    if placement.num_replicas == 1:
+        return program.compute_s
+    link = setting.local if placement.num_nodes == 1 else setting.network
+    ring = Ring(
+        replicas=placement.num_replicas, bandwidth_bytes_per_s=link.bandwidth_bytes_per_s, latency_s=link.latency_s
+    )
+    cuts = assign_buckets(program, DEFAULT_CAP_MIB, DEFAULT_FIRST_BYTES)
+    return max(program.compute_s, finish_s(program, ring, cuts))
+
+
+def peak_memory_bytes(work: StepWork, optimizer: str, num_replicas: int = 1) -> float:
+    """Return the estimated peak of one replica: parameters, gradients, activations, optimizer state, DDP's buckets."""
+    parameters = work.graph.parameter_bytes
+    live = float(work.live_bytes.max(initial=0.0))
+    state = OPTIMIZERS[optimizer].state_copies * parameters
+    buckets = parameters if num_replicas > 1 else 0.0
+    updating = 3 * parameters  # the parameters, their gradients, and one temporary
+    return max(live, updating) + state + buckets
+
+
+def memory_limit_batch(curve: WorkCurve, device: Device, optimizer: str, num_replicas: int = 1) -> int:
+    """Return the largest local batch whose estimated peak fits the device; 0 when none does. Bisection."""
+
+    def fits(size: int) -> bool:
+        return peak_memory_bytes(curve.at(size), optimizer, num_replicas) <= usable_bytes(device)
+
+    if not fits(1):
+        return 0
+    low, high = 1, 2
+    while fits(high) and high < 2**40:
+        low, high = high, 2 * high
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if fits(middle) else (low, middle)
+    return low

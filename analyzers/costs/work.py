@@ -1,0 +1,84 @@
+"""The work of one training step at any local batch size, from one trace: its graph and the memory alive while it runs.
+
+Start at :func:`measure_work`. The step is traced at a prime batch size, at which a dimension tells whether it grows with the
+batch (:func:`ddltool.analyzers.tracing.torch_costs.prime_batch`); all other sizes are counted again from that trace.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+from torch.fx import Node
+from torch.utils._pytree import tree_leaves
+
+from ddltool.analyzers.tracing.dialect import Numerics
+from ddltool.analyzers.tracing.step import TrainingStep
+from ddltool.analyzers.tracing.torch_adapter import AS_DEFAULT, TracedStep, trace_any_batch
+from ddltool.analyzers.tracing.torch_costs import AS_TRACED, Scale
+from ddltool.graph import Graph
+
+Array = NDArray[np.float64]
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class StepWork:
+    """One training step at one batch size: its graph (``n`` ops) and the bytes alive while it runs."""
+
+    graph: Graph
+    live_bytes: Array
+    """(c,) bytes of all tensors after each call, parameters, gradients, buffers and inputs included."""
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class WorkCurve:
+    """The work of a step at any batch size."""
+
+    traced: TracedStep
+
+    def at(self, batch_size: int) -> StepWork:
+        """Return the work at a batch size. O(ops)."""
+        own = self.traced.graph.batch_size
+        scale = AS_TRACED if own is None else Scale(own, batch_size)
+        return StepWork(graph=self.traced.at(batch_size), live_bytes=live_bytes(self.traced, scale))
+
+
+def measure_work(build: Callable[[], TrainingStep], numerics: Numerics = AS_DEFAULT) -> WorkCurve:
+    """Return the work of the training step that ``build`` makes. Raises InputError when it cannot be traced."""
+    return WorkCurve(traced=trace_any_batch(build, mode="training", numerics=numerics))
+
+
+def live_bytes(step: TracedStep, scale: Scale = AS_TRACED) -> Array:
+    """Return (c,) the bytes alive after each call of a traced step, its result allocated and what it used last still held.
+
+    A storage lives from the call that makes it to the last call that uses any view of it; parameters, buffers and inputs
+    live throughout, gradients from their making to the end. What kernels take as workspace is not in a trace. O(calls).
+    """
+    nodes = list(step.fx.graph.nodes)
+    size: dict[int, float] = {}
+    last: dict[int, int] = {}
+    born: dict[int, int] = {}
+    for place, node in enumerate(nodes):
+        for tensor in _tensors(node):
+            key = tensor.untyped_storage()._cdata
+            size[key] = max(size.get(key, 0.0), scale.stored_bytes(tensor))
+            born.setdefault(key, 0 if node.op == "placeholder" else place)
+            last[key] = max(last.get(key, 0), place)
+        for source in node.all_input_nodes:
+            for tensor in _tensors(source):
+                last[tensor.untyped_storage()._cdata] = place
+    lasting = {t.untyped_storage()._cdata for node in nodes if node.op == "placeholder" for t in _tensors(node)}
+    change = np.zeros(len(nodes) + 1)
+    for key, held in size.items():
+        change[born[key]] += held
+        change[len(nodes) if key in lasting else last[key] + 1] -= held
+    alive = np.cumsum(change)[:-1]
+    return np.array([alive[place] for place, node in enumerate(nodes) if node.op == "call_function"])
+
+
+def _tensors(node: Node) -> list[Tensor]:
+    return [leaf for leaf in tree_leaves(node.meta.get("val")) if isinstance(leaf, torch.Tensor)]

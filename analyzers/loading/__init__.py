@@ -1,0 +1,1 @@
+"""Where training steps come from: factories, transformers and timm models. Start at ``sources.resolve``."""

@@ -1,0 +1,97 @@
+"""``package.module:factory`` and ``path/file.py:factory``: what a function of the user's makes, as a training step."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import sys
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from ddltool.analyzers.tracing.step import TrainingStep, default_loss, guess_inputs, tensors_in
+from ddltool.errors import DdlToolError, InputError, did_you_mean, one_line
+
+
+def factory_step(source: str) -> TrainingStep:
+    """Return the step of the module that the function named by ``source`` makes, called without arguments.
+
+    Raises InputError for what cannot be imported, has no such function, or makes no module.
+    """
+    location, _, name = source.rpartition(":")
+    module = _import_file(location, source) if location.endswith(".py") else _import_module(location, source)
+    factory = getattr(module, name, None)
+    if factory is None:
+        names = [key for key, value in vars(module).items() if callable(value) and not key.startswith("_")]
+        raise InputError(source, f"{location} has no {name!r}", did_you_mean(name, names))
+    if not callable(factory):
+        raise InputError(source, f"{name!r} is not callable", "give a function that returns an nn.Module")
+    try:
+        made = factory()
+    except (DdlToolError, NotImplementedError, KeyboardInterrupt):
+        raise  # NotImplementedError: the meta device lacks an op; the tracer then builds with real weights
+    except BaseException as error:  # SystemExit too: a factory must not end the command without a word
+        text = one_line(f"{type(error).__name__}: {error}")[:300]
+        raise InputError(source, f"the factory raised {text}", "it must work when called without arguments") from error
+    return step_from(made, source, name)
+
+
+def step_from(made: Any, source: str, name: str) -> TrainingStep:
+    """Return the step of a module or of (module, example inputs), trained on the module's own loss where it has one.
+
+    That is ``module.loss(output, module.example_targets(batch_size))``. Raises InputError for anything else.
+    """
+    note = ""
+    if isinstance(made, tuple) and len(made) == 2 and isinstance(made[0], nn.Module):
+        module, inputs = made
+        inputs = tuple(inputs) if isinstance(inputs, (tuple, list)) else (inputs,)
+    elif isinstance(made, nn.Module):
+        module = made
+        inputs, note = guess_inputs(module)
+    else:
+        kind = type(made).__name__
+        raise InputError(source, f"the factory returned a {kind}", "return an nn.Module or (nn.Module, example_inputs)")
+    own = getattr(module, "loss", None)
+    targets = getattr(module, "example_targets", None)
+    if not (callable(own) and callable(targets)):
+        return TrainingStep(name=name, module=module, inputs=inputs, loss=default_loss, note=note)
+
+    def loss(output: Any) -> Any:
+        first = tensors_in(output)[0]
+        return own(output, targets(first.shape[0]).to(first.device))
+
+    return TrainingStep(name=name, module=module, inputs=inputs, loss=loss, note=note)
+
+
+def _import_module(name: str, source: str) -> Any:
+    here = str(Path.cwd())
+    if here not in sys.path:
+        sys.path.insert(0, here)  # as `python -m` does, so that a package in the working folder is found
+    try:
+        return importlib.import_module(name)
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:  # a module may call sys.exit
+        text = one_line(f"{type(error).__name__}: {error}")[:300]
+        raise InputError(source, f"cannot import {name} ({text})", "is it installed, or in this folder?") from error
+
+
+def _import_file(location: str, source: str) -> Any:
+    path = Path(location)
+    if not path.is_file():
+        raise InputError(source, f"no such file: {location}", "give the path of a Python file")
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    if spec is None or spec.loader is None:
+        raise InputError(source, f"{location} cannot be loaded", "give the path of a Python file")
+    module = importlib.util.module_from_spec(spec)
+    sys.path.insert(0, str(path.resolve().parent))
+    sys.modules.setdefault(path.stem, module)
+    try:
+        spec.loader.exec_module(module)
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:  # a script may call sys.exit
+        text = one_line(f"{type(error).__name__}: {error}")[:300]
+        raise InputError(source, f"{location} cannot be loaded ({text})", "it must import without errors") from error
+    return module

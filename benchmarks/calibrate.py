@@ -1,0 +1,308 @@
+"""Fit the cost model to published measurements, judge it by rows that the fit did not see, and write both down.
+
+    python benchmarks/calibrate.py --data ../shared/data --cache DIR [--processes 2]
+
+Writes fixtures/calibration.json (the constants), docs/truth.md and docs/truth.png (how far off they are). Tracing the
+models takes an hour on two cores the first time; DIR keeps the traces. The rest takes minutes. Start at :func:`main`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+from truth_cases import SOURCES, Row, Truth, read
+from truth_models import Trace, Work, traced
+from truth_page import write_page
+
+from ddltool.analyzers.costs.fitting import Belief, Case, fit, host_bound, steps_s
+from ddltool.analyzers.costs.kernel_times import ARITHMETIC, FEED, TRAFFIC, UNITS, Constants, demand_of
+from ddltool.analyzers.costs.model import GENERATIONS, cost_model
+from ddltool.analyzers.costs.step import OPTIMIZERS
+from ddltool.artifacts import save
+from ddltool.calibration import CalibrationTable, Residuals
+from ddltool.fixtures.loading import devices
+
+ROOT = Path(__file__).resolve().parents[1]
+FOLDS = 5
+HELD = 0.8
+# Standard deviations above which a tenth lies.
+_TENTH = 1.2816
+# A model of today's timm with other parameters under an old name is another architecture.
+SAME_PARAMETERS = 0.02
+
+
+def _slow(name: str) -> bool:
+    """Return whether kernels of this name are known to reach little of a datasheet's rate, and nobody says how little."""
+    return name.startswith(("grouped", "depthwise")) or name.endswith("misaligned")
+
+
+# What was believed before any row was read: kernels reach three quarters to four fifths of a datasheet's rates, give or take
+# a quarter; a few microseconds lie between two kernels, and the host takes some twenty for an op.
+PRIOR = Belief(
+    constants=Constants(
+        arithmetic={name: 0.3 if _slow(name) else 0.8 for name in ARITHMETIC},
+        traffic={name: 0.3 if _slow(name) else 0.75 for name in TRAFFIC},
+        feed=dict.fromkeys(FEED, 4000.0),
+        start_s=4e-6,
+        cache=0.4,
+        issue_s=20e-6,
+        update_s=20e-6,
+    ),
+    generations={},
+    spread={
+        "*": 0.25,
+        **{f"arithmetic:{name}": 1.2 for name in ARITHMETIC if _slow(name)},
+        **{f"traffic:{name}": 1.2 for name in TRAFFIC if _slow(name)},
+        **{"feed": 0.8, "start_s": 0.4, "cache": 0.5, "issue_s": 0.4, "update_s": 0.4, "setting": 1.5},
+        **dict.fromkeys(UNITS, 0.2),
+    },
+)
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Cell:
+    """All rows of one model, batch size, format and device: one case of the fit."""
+
+    rows: Sequence[Row]
+    case: Case
+
+    @property
+    def row(self) -> Row:
+        """Return one of the rows, for what all have in common."""
+        return self.rows[0]
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Judged:
+    """Rows that were predicted without having been seen."""
+
+    cells: Sequence[Cell]
+    predicted_s: np.ndarray
+    host_bound: np.ndarray
+
+    def chosen(self, keep: Callable[[Row], bool], *, host: bool | None = False) -> list[tuple[Row, float]]:
+        """Return (row, predicted seconds) of the rows to keep; ``host``: of steps that wait for the host, None: of all."""
+        parts = zip(self.cells, self.predicted_s.tolist(), self.host_bound.tolist(), strict=True)
+        return [(row, time) for cell, time, bound in parts if host in (None, bound) for row in cell.rows if keep(row)]
+
+
+def chip(device: str) -> str:
+    """Return what is left out together: an A100 with more memory tells of the others.
+
+    >>> chip("A100-PCIe-80GB"), chip("RTX3090")
+    ('A100', 'RTX3090')
+    """
+    return device.partition("-")[0]
+
+
+def cells_of(truth: Truth, works: dict[Trace, dict[int, Work]]) -> list[Cell]:
+    """Return the cases of the fit; rows whose model cannot be traced, or is another one today, are counted as excluded."""
+    grouped: dict[tuple[str, Trace, int, str, str], list[Row]] = defaultdict(list)
+    for row in truth.rows:
+        work = works[row.trace].get(row.batch)
+        if work is None:
+            truth.excluded[row.source]["the model cannot be built or traced today"] += 1
+        elif row.params_m and abs(work.parameter_bytes / 4e6 / row.params_m - 1.0) > SAME_PARAMETERS:
+            truth.excluded[row.source]["today's model of that name has other parameters"] += 1
+        else:
+            grouped[row.source, row.trace, row.batch, row.device, row.precision].append(row)
+    size: dict[tuple[str, str, str], int] = defaultdict(int)
+    for source, trace, _, device, _ in grouped:
+        size[source, trace.model, device] += 1
+    return [
+        Cell(rows=rows, case=_case(rows, works[trace][batch], size[source, trace.model, device]))
+        for (source, trace, batch, device, _), rows in grouped.items()
+    ]
+
+
+def _case(rows: Sequence[Row], work: Work, beside: int) -> Case:
+    """Return the case of rows that differ in their time alone, one of ``beside`` of its model and device."""
+    row, source = rows[0], SOURCES[rows[0].source]
+    device = devices().device(row.device)
+    training = row.trace.mode == "training" and row.optimizer != "none"
+    traffic_s = OPTIMIZERS[row.optimizer].passes * work.parameter_bytes / device.memory_bytes_per_s
+    return Case(
+        demand=demand_of(work.kernels, device, precision=row.precision, channels_last=row.trace.channels_last),
+        count=work.count,
+        ops=work.ops,
+        views=work.views,
+        update_traffic_s=traffic_s if training else 0.0,
+        tensors=work.tensors if training else 0,
+        generation=device.architecture,
+        measured_s=math.exp(float(np.median([math.log(each.measured_s) for each in rows]))),
+        weight=source.weight / math.sqrt(beside),
+        error=source.error,
+        setting=f"{row.source}, {row.model}" if source.adds else "",
+    )
+
+
+def table_of(belief: Belief, **more: object) -> CalibrationTable:
+    """Return the constants as a file holds them; ``more``: fields beside the constants."""
+    constants = belief.constants
+    once = Residuals(low=1.0, high=1.0, median_error=0.0, rows=1, what="not judged yet")
+    known = [name for name in GENERATIONS if name in belief.generations]
+    return CalibrationTable(
+        **{
+            "arithmetic": _rounded(constants.arithmetic),
+            "traffic": _rounded(constants.traffic),
+            "feed": _rounded(constants.feed),
+            **_rounded({name: getattr(constants, name) for name in ("start_s", "cache", "issue_s", "update_s")}),
+            "generations": {name: _rounded(belief.generations[name]) for name in known},
+            "spread": {},
+            "devices": [],
+            "residuals": dict.fromkeys(("device", "generation", "unknown", "host"), once),
+            "provenance": [],
+            **more,
+        }  # type: ignore[arg-type]
+    )
+
+
+def _rounded(values: Iterable | dict) -> dict[str, float]:
+    return {name: float(f"{value:.4g}") for name, value in dict(values).items()}
+
+
+def without(cells: Sequence[Cell], left_out: Callable[[Row], bool], whole: Belief) -> Judged:
+    """Return the predictions for the rows to leave out by a fit to the others.
+
+    A generation that the fit did not see takes the factors that the product gives it, from its neighbours.
+    """
+    seen = [cell for cell in cells if not left_out(cell.row)]
+    judged = [cell for cell in cells if left_out(cell.row)]
+    belief = fit([cell.case for cell in seen], PRIOR, first=whole, rounds=12)
+    table = table_of(belief)
+    factors = {
+        generation: dict(cost_model(devices().device(cell.row.device), table).constants.units)
+        for generation, cell in {each.case.generation: each for each in judged}.items()
+    }
+    # What a setting adds is a nuisance: what is left out is judged with that of the fit to all rows.
+    belief = replace(belief, generations=factors, settings=whole.settings)
+    cases = [cell.case for cell in judged]
+    return Judged(cells=judged, predicted_s=steps_s(cases, belief), host_bound=host_bound(cases, belief))
+
+
+def joined(parts: Sequence[Judged]) -> Judged:
+    """Return all of them together."""
+    return Judged(
+        cells=[cell for part in parts for cell in part.cells],
+        predicted_s=np.concatenate([part.predicted_s for part in parts]),
+        host_bound=np.concatenate([part.host_bound for part in parts]),
+    )
+
+
+def families_left_out(cells: Sequence[Cell], whole: Belief) -> Judged:
+    """Return every row predicted without its model's family: timm's families in folds, the others one by one."""
+    size: dict[str, int] = defaultdict(int)
+    for cell in cells:
+        size[cell.row.family] += cell.row.source.startswith("timm")
+    timm = sorted((name for name in size if size[name]), key=lambda name: (-size[name], name))
+    folds = [set(timm[place::FOLDS]) for place in range(FOLDS)]
+    folds += [{name} for name in sorted(size) if not size[name]]
+    print(f"{len(timm)} families of timm in {FOLDS} folds, and {len(folds) - FOLDS} others", flush=True)
+    return joined([without(cells, lambda row, fold=fold: row.family in fold, whole) for fold in folds])
+
+
+def devices_left_out(cells: Sequence[Cell], whole: Belief) -> tuple[Judged, Judged]:
+    """Return rows predicted without their chip, where its generation has others; and without their generation."""
+    generation = {cell.row.device: cell.case.generation for cell in cells}
+    chips = sorted({chip(device) for device in generation})
+    of = {name: next(generation[device] for device in generation if chip(device) == name) for name in chips}
+    others = [name for name in chips if sum(of[each] == of[name] for each in chips) > 1]
+    known = [without(cells, lambda row, name=name: chip(row.device) == name, whole) for name in others]
+    unknown = [
+        without(cells, lambda row, name=name: generation[row.device] == name, whole)
+        for name in GENERATIONS
+        if name in of.values()
+    ]
+    return joined(known), joined(unknown)
+
+
+def residuals_of(judged: Sequence[tuple[Row, float]], what: str) -> Residuals:
+    """Return between which factors of a prediction 80 % of measurements lie; every (model, device) has equal weight.
+
+    The quantiles of split conformal prediction (Vovk et al., 2005), as many on either side: with ``n`` cells the level
+    ``q`` becomes ``ceil((n + 1) q) / n``.
+    """
+    groups: dict[tuple[str, str], list[tuple[Row, float]]] = defaultdict(list)
+    for row, time in judged:
+        groups[row.model, row.device].append((row, time))
+    logs = np.array([math.log(row.measured_s / time) for each in groups.values() for row, time in each])
+    weights = np.array([1.0 / len(each) for each in groups.values() for _ in each])
+    cells, upper = len(groups), (1.0 + HELD) / 2.0
+    level = min(1.0, math.ceil((cells + 1) * upper) / cells)
+    errors = np.abs(np.expm1(-logs))
+    return Residuals(
+        low=float(f"{math.exp(-_quantile(-logs, weights, level)):.4g}"),
+        high=float(f"{math.exp(_quantile(logs, weights, level)):.4g}"),
+        median_error=float(f"{_quantile(errors, weights, 0.5):.4g}"),
+        rows=len(judged),
+        what=what,
+    )
+
+
+def _host(judged: Judged) -> Residuals:
+    """Return those of steps that wait for the host: few were measured, so at least what was believed of hosts."""
+    rows = judged.chosen(lambda _: True, host=True)
+    believed = _TENTH * PRIOR.spread["issue_s"]
+    made = residuals_of(rows, "the model's family; at least what the prior expects of other hosts")
+    low, high = min(made.low, math.exp(-believed)), max(made.high, math.exp(believed))
+    return made.model_copy(update={"low": float(f"{low:.4g}"), "high": float(f"{high:.4g}")})
+
+
+def _quantile(values: np.ndarray, weights: np.ndarray, level: float) -> float:
+    order = np.argsort(values, kind="stable")
+    reached = np.cumsum(weights[order])
+    place = int(np.searchsorted(reached, level * reached[-1] * (1.0 - 1e-12)))
+    return float(values[order][min(place, len(values) - 1)])
+
+
+def main() -> None:
+    """Trace, fit, judge and write."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--data", type=Path, required=True, help="folder that holds truth and sia-sosp23")
+    parser.add_argument("--cache", type=Path, required=True, help="folder for traces, outside the repository")
+    parser.add_argument("--processes", type=int, default=2)
+    given = parser.parse_args()
+    truth = read(given.data)
+    wanted: dict[Trace, set[int]] = defaultdict(set)
+    for row in truth.rows:
+        wanted[row.trace].add(row.batch)
+    cells = cells_of(truth, traced(wanted, given.cache, processes=given.processes))
+    whole = fit([cell.case for cell in cells], PRIOR)
+    families = families_left_out(cells, whole)
+    known, unknown = devices_left_out(cells, whole)
+    # Sources whose software adds to the step do not tell how far off it is.
+    own = lambda row: not SOURCES[row.source].adds  # noqa: E731
+    plain = lambda row: own(row) and row.source != "timm"  # noqa: E731 - without its GPU timm would judge a fit without timm
+    residuals = {
+        "device": residuals_of(families.chosen(own), "the model's family"),
+        "generation": residuals_of(known.chosen(plain), "the GPU, others of its generation known"),
+        "unknown": residuals_of(unknown.chosen(plain), "all GPUs of the generation"),
+        "host": residuals_of(
+            families.chosen(lambda _: True, host=True), "the model's family; steps that wait for the host"
+        ),
+    }
+    provenance = [
+        f"{name}: {source.title}, {sum(row.source == name for cell in cells for row in cell.rows)} rows; {source.remark}"
+        for name, source in SOURCES.items()
+    ]
+    logs = {unit: np.log([units[unit] for units in whole.generations.values()]) for unit in UNITS}
+    spread = {**PRIOR.spread, **{unit: max(0.05, float(np.std(logs[unit]))) for unit in UNITS}}
+    table = table_of(
+        whole,
+        spread=_rounded(spread),
+        devices=sorted({cell.row.device for cell in cells}),
+        residuals=residuals,
+        provenance=provenance,
+    )
+    save(table, ROOT / "fixtures" / "calibration.json")
+    write_page(ROOT / "docs", truth, table, whole, families, known, unknown)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,352 @@
+"""docs/truth.md and its picture: predicted against measured, of rows that the fit did not see. Start at :func:`write_page`."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+from truth_cases import SOURCES, Row, Truth
+from truth_models import Trace, build
+
+from ddltool.analyzers.costs.fitting import Belief
+from ddltool.analyzers.costs.kernel_times import UNITS
+from ddltool.analyzers.costs.model import cost_model
+from ddltool.analyzers.tracing.dialect import Numerics
+from ddltool.analyzers.tracing.torch_adapter import trace_any_batch
+from ddltool.artifacts import write_text
+from ddltool.calibration import CalibrationTable, Residuals
+from ddltool.fixtures.loading import devices
+
+if TYPE_CHECKING:
+    from calibrate import Judged
+
+Pairs = list[tuple[Row, float]]
+COMMAND = "python benchmarks/calibrate.py --data ../shared/data --cache /tmp/ddltool-traces"
+# Rows whose prediction the page shows, one of a kind: source, model, device, precision.
+EXAMPLES = (
+    ("timm", "regnety_032", "RTX3090", "amp"),
+    ("timm", "vit_base_patch16_224", "RTX3090", "amp"),
+    ("lambda", "ResNet-50 v1.5", "V100", "amp"),
+    ("lambda", "ResNet-50 v1.5", "H100", "tf32"),
+    ("lambda", "BERT-base SQuAD", "A100-80GB", "amp"),
+    ("lambda", "SSD300-ResNet50", "RTX6000Ada", "amp"),
+    ("neusight", "gpt2_large", "H100", "fp32"),
+    ("mpt", "MPT-125m", "A100", "bf16"),
+)
+_KINDS = {
+    "convolutions without groups": "resnet resnetv2 senet res2net sknet ssd nfnet vgg selecsls densenet vovnet hgnet "
+    "inception_v3 inception_v4 inception_resnet_v2",
+    "convolutions with groups": "efficientnet mobilenetv3 ghostnet regnet rexnet hardcorenas xception xception_aligned nasnet "
+    "pnasnet convnext",
+    "attention on images": "vision_transformer vision_transformer_hybrid vision_transformer_relpos vision_transformer_sam deit "
+    "beit cait xcit crossvit volo swin_transformer_v2 swin_transformer_v2_cr pit tnt twins levit coat hiera mvitv2 gcvit",
+    "BERT": "bert",
+    "GPT": "gpt",
+    "recurrent, and translation": "gnmt lstm transformer",
+}
+
+
+def kind_of(row: Row) -> str:
+    """Return the class of models that a row's belongs to."""
+    found = (name for name, families in _KINDS.items() if row.family in families.split())
+    return next(found, "other models of images")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Summary:
+    """How far off the predictions of some rows are."""
+
+    rows: int
+    models: int
+    ratio: float
+    """Median of predicted / measured."""
+    median: float
+    ninth: float
+    """Median and 90th percentile of |predicted / measured - 1|."""
+    held: float
+    """Share of rows within their 80 % interval."""
+
+    @classmethod
+    def of(cls, pairs: Pairs, residuals: Residuals) -> Summary:
+        """Return the summary of at least one row."""
+        ratio = np.array([time / row.measured_s for row, time in pairs])
+        error = np.abs(ratio - 1.0)
+        low, high = min(residuals.low, 1.0), max(residuals.high, 1.0)
+        return cls(
+            rows=len(pairs),
+            models=len({(row.model, row.device) for row, _ in pairs}),
+            ratio=float(np.median(ratio)),
+            median=float(np.median(error)),
+            ninth=float(np.quantile(error, 0.9)),
+            held=float(np.mean((1.0 / ratio >= low) & (1.0 / ratio <= high))),
+        )
+
+    def cells(self) -> str:
+        """Return the cells of a table's line."""
+        return (
+            f"{self.rows:,} | {self.models} | {self.ratio:.2f} | {_percent(self.median)} | {_percent(self.ninth)} | "
+            f"{_percent(self.held)}"
+        )
+
+
+HEAD = (
+    "rows | models x GPUs | median predicted / measured | median error | 90th percentile | within the 80 % interval |"
+)
+
+
+def _percent(share: float) -> str:
+    return f"{100.0 * share:.1f} %" if share < 0.0995 else f"{100.0 * share:.0f} %"
+
+
+def _table(first: str, lines: Sequence[tuple[str, Pairs]], residuals: Residuals) -> str:
+    made = [f"| {first} | {HEAD}", f"|---{'|---:' * 6}|"]
+    made += [f"| {name} | {Summary.of(pairs, residuals).cells()} |" for name, pairs in lines if pairs]
+    return "\n".join(made)
+
+
+def _by(pairs: Pairs, key: Callable[[Row], str]) -> list[tuple[str, Pairs]]:
+    groups: dict[str, Pairs] = defaultdict(list)
+    for row, time in pairs:
+        groups[key(row)].append((row, time))
+    return sorted(groups.items())
+
+
+def write_page(
+    folder: Path,
+    truth: Truth,
+    table: CalibrationTable,
+    whole: Belief,
+    families: Judged,
+    known: Judged,
+    unknown: Judged,
+) -> None:
+    """Write the page and its picture into ``folder``."""
+    every = families.chosen(lambda _: True, host=None)
+    _picture(folder / "truth.png", every)
+    write_text(folder / "truth.md", _page(truth, table, whole, every, families, known, unknown))
+
+
+def _page(
+    truth: Truth,
+    table: CalibrationTable,
+    whole: Belief,
+    every: Pairs,
+    families: Judged,
+    known: Judged,
+    unknown: Judged,
+) -> str:
+    residuals = table.residuals
+    own: Callable[[Row], bool] = lambda row: not SOURCES[row.source].adds  # noqa: E731
+    plain: Callable[[Row], bool] = lambda row: own(row) and row.source != "timm"  # noqa: E731
+    judged = [(row, time) for row, time in every if own(row)]
+    device = Summary.of(judged, residuals["device"])
+    of_known, of_unknown = known.chosen(plain, host=None), unknown.chosen(plain, host=None)
+    new, other = Summary.of(of_known, residuals["generation"]), Summary.of(of_unknown, residuals["unknown"])
+    usual = [
+        (row, time)
+        for row, time in [*of_known, *of_unknown]
+        if row.source in ("lambda", "neusight") and (row.family == "bert" or "timm:resnet50@" in row.trace.model)
+    ]
+    usual_new = Summary.of(usual, residuals["generation"])
+    sources = [
+        (SOURCES[name].title, pairs)
+        for name in SOURCES
+        for own_name, pairs in _by(every, lambda r: r.source)
+        if own_name == name
+    ]
+    parts = [
+        "# How far off the predictions are",
+        f"A model of a family that the fit never saw, on a GPU that it did see, is predicted {_percent(device.median)} off in "
+        f"the median and {_percent(device.ninth)} off in the worst tenth of {device.rows:,} published measurements; a GPU that "
+        f"it did not see {_percent(new.median)} ({_percent(new.ninth)}), a whole generation that it did not see "
+        f"{_percent(other.median)} ({_percent(other.ninth)}).",
+        "![Predicted against measured step times, cross-validated](truth.png)",
+        "<!-- run: parse (the measured rows) -->\n```sh\n" + COMMAND + "\n```",
+        "That command writes this page, its picture and `fixtures/calibration.json`, the constants that every prediction uses. "
+        "Each figure below is of rows that the fit behind it did not see. Times are of one step on one GPU.",
+        "## By source\n\nEach model's family was left out, timm's in five folds of whole files of timm.\n\n"
+        + _table("source", sources, residuals["device"]),
+        "\n".join(f"- {source.title}: {source.remark}." for source in SOURCES.values()),
+        "The last two tell of Kepler and Turing, which nobody else measured. Their software adds time to every step that is "
+        "not the GPU's; how much is fitted by model, and not shipped: "
+        + "; ".join(f"{name} {1e3 * added:.0f} ms" for name, added in sorted(whole.settings.items()))
+        + ". They are in no interval.",
+        "## By class of models\n\n" + _table("class", _by(judged, kind_of), residuals["device"]),
+        "timm's training rows by layout:\n\n"
+        + _table(
+            "layout",
+            _by(
+                [(row, time) for row, time in every if row.source == "timm"],
+                lambda row: "channels last" if row.trace.channels_last else "channels first",
+            ),
+            residuals["device"],
+        ),
+        "## By GPU, left out\n\nThe GPU's rows were left out (an A100's with those of its variants), others of its generation "
+        "were known. timm's training rows, all of one GPU, are not judged here: without them nothing tells of most layers.\n\n"
+        + _table("GPU", _by(of_known, lambda row: row.device), residuals["generation"]),
+        "All GPUs of a generation were left out; its factors lie between its neighbours':\n\n"
+        + _table("GPU", _by(of_unknown, lambda row: row.device), residuals["unknown"]),
+        f"ResNet-50 and BERT alone, of both tables: {_percent(usual_new.median)} off in the median, "
+        f"{_percent(usual_new.ninth)} in the worst tenth.",
+        "## Intervals\n\nA prediction's interval holds 80 % of measurements, by split conformal prediction: the quantiles of "
+        "measured / predicted over the rows left out, each model on each GPU with equal weight.\n\n"
+        + _intervals(table),
+        "## Some rows\n\nPredicted by the shipped constants, which saw these rows, from a fresh trace:\n\n"
+        + _examples(families, table),
+        "## What was left out\n\n" + _excluded(truth),
+        "## The constants\n\n" + _constants(table),
+        "## Limits\n\n" + _limits(every, residuals["device"]),
+    ]
+    return "\n\n".join(parts) + "\n"
+
+
+def _intervals(table: CalibrationTable) -> str:
+    words = {
+        "device": "another model on a GPU of the fit",
+        "generation": "another GPU of a generation of the fit",
+        "unknown": "a generation that the fit did not see",
+        "host": "a step that waits for the host",
+    }
+    lines = ["| what | from | to | median error | rows | left out |", "|---|---:|---:|---:|---:|---|"]
+    for name, word in words.items():
+        each = table.residuals[name]  # type: ignore[index]
+        lines.append(
+            f"| {word} | {each.low:.2f} x | {each.high:.2f} x | {_percent(each.median_error)} | {each.rows:,} | {each.what} |"
+        )
+    return "\n".join(lines)
+
+
+def examples(rows: Sequence[Row]) -> list[Row]:
+    """Return the rows of EXAMPLES: of each the one with the largest batch."""
+    found = []
+    for source, model, device, precision in EXAMPLES:
+        same = [
+            row
+            for row in rows
+            if (row.source, row.model, row.device, row.precision) == (source, model, device, precision)
+            and row.trace.mode == "training"
+        ]
+        if same:
+            found.append(max(same, key=lambda row: (row.batch, -row.measured_s)))
+    return found
+
+
+def predicted_s(row: Row, table: CalibrationTable) -> float:
+    """Return the seconds that the product predicts for a row, from a fresh trace and the constants of ``table``."""
+    trace: Trace = row.trace
+    numerics = Numerics(trace.precision if row.precision != "tf32" else "tf32", trace.channels_last)  # type: ignore[arg-type]
+    step = trace_any_batch(lambda: build(trace), mode=trace.mode, numerics=numerics)  # type: ignore[arg-type]
+    model = cost_model(devices().device(row.device), table)
+    return model.step(step.at(row.batch), optimizer=row.optimizer).step_s
+
+
+def _examples(families: Judged, table: CalibrationTable) -> str:
+    lines = [
+        "| source | model | GPU | format | batch | measured | predicted | error |",
+        "|---|---|---|---|---:|---:|---:|---:|",
+    ]
+    for row in examples([row for cell in families.cells for row in cell.rows]):
+        time = predicted_s(row, table)
+        layout = ", channels last" if row.trace.channels_last else ""
+        lines.append(
+            f"| {row.source} | {row.model} | {row.device} | {row.precision}{layout} | {row.batch} "
+            f"| {1e3 * row.measured_s:.1f} ms | {1e3 * time:.1f} ms | {100.0 * (time / row.measured_s - 1.0):+.0f} % |"
+        )
+    return "\n".join(lines)
+
+
+def _excluded(truth: Truth) -> str:
+    lines = ["| source | rows | why |", "|---|---:|---|"]
+    for name, reasons in truth.excluded.items():
+        lines += [f"| {SOURCES[name].title} | {count:,} | {reason} |" for reason, count in reasons.most_common()]
+    return "\n".join(lines)
+
+
+def _constants(table: CalibrationTable) -> str:
+    lines = ["| constant | value | meaning |", "|---|---:|---|"]
+    for name, value in table.arithmetic.items():
+        lines.append(
+            f"| arithmetic, {name} | {value:.3g} | share of the peak FLOP/s that the products of such kernels reach |"
+        )
+    for name, value in table.traffic.items():
+        lines.append(f"| traffic, {name} | {value:.3g} | share of the memory's bandwidth that such kernels reach |")
+    for name, value in table.feed.items():
+        lines.append(
+            f"| feed, {name} | {value:,.0f} | FLOPs per cycle for which a multiprocessor can feed its matrix units |"
+        )
+    lines += [
+        f"| start | {1e6 * table.start_s:.1f} us | between two kernels on the device |",
+        f"| cache | {table.cache:.2f} | share of a kernel's traffic saved where the last cache holds all of it |",
+        f"| issue | {1e6 * table.issue_s:.1f} us | in which the host issues one op; a quarter for a view |",
+        f"| update | {1e6 * table.update_s:.1f} us | of the optimizer per parameter tensor, beside its traffic |",
+    ]
+    for generation, units in table.generations.items():
+        factors = ", ".join(f"{unit} {units[unit]:.2f}" for unit in UNITS)  # type: ignore[index]
+        lines.append(f"| {generation} | {factors} | factors on the shares of matrix units, float32 units and memory |")
+    note = (
+        "Shares may exceed 1: what a datasheet counts, caches and cuDNN's faster algorithms are all inside. Grouped "
+        "convolutions count against the float32 peak, also where matrix units run them."
+    )
+    return "\n".join(lines) + "\n\n" + note
+
+
+def _limits(every: Pairs, residuals: Residuals) -> str:
+    training = [(row, time) for row, time in every if row.source.startswith("timm")]
+    families = _by(training, lambda row: row.family)
+    worst = sorted(
+        ((name, Summary.of(pairs, residuals)) for name, pairs in families if len(pairs) >= 6),
+        key=lambda each: -each[1].median,
+    )[:5]
+    listed = ", ".join(f"`{name}` ({_percent(each.median)})" for name, each in worst)
+    return "\n".join(
+        (
+            f"- The families that are predicted worst, by timm's files, with their median error: {listed}.",
+            "- A step that waits for the host is as slow as the host, its Python and its data loader; the constants are of the "
+            "hosts that were measured. `ddltool calibrate` fits them to yours.",
+            "- A source's software is in its rows: container, cuDNN, apex or autocast. One GPU gives numbers 10 to 20 % apart.",
+            "- AMD's GPUs, CPUs, float8 and sparse kernels were not measured: their constants are NVIDIA's.",
+            "- timm's names mean today's models: what has other parameters today is left out, other changes go unseen.",
+        )
+    )
+
+
+def _picture(path: Path, pairs: Pairs) -> None:
+    import matplotlib as mpl
+
+    mpl.use("Agg")
+    from matplotlib import pyplot as plt
+
+    figure, axes = plt.subplots(figsize=(7.2, 6.4), dpi=130)
+    groups = dict(_by(pairs, lambda row: row.source))
+    for place, name in enumerate(name for name in SOURCES if name in groups):
+        measured = np.array([row.measured_s for row, _ in groups[name]])
+        time = np.array([time for _, time in groups[name]])
+        small = len(measured) > 200
+        axes.scatter(
+            1e3 * measured, 1e3 * time, s=5 if small else 16, alpha=0.35 if small else 0.8, linewidths=0,
+            color=f"C{place}", label=f"{SOURCES[name].title} ({len(measured):,})", zorder=1 if small else 2,
+        )  # fmt: skip
+    ends = np.array(
+        [1e3 * min(min(row.measured_s, t) for row, t in pairs), 1e3 * max(max(row.measured_s, t) for row, t in pairs)]
+    )
+    axes.plot(ends, ends, color="black", linewidth=1)
+    for factor in (0.7, 1.3):
+        axes.plot(ends, factor * ends, color="black", linewidth=0.7, linestyle="--")
+    axes.set(
+        xscale="log",
+        yscale="log",
+        xlabel="measured step (ms)",
+        ylabel="predicted step (ms), its model's family left out",
+    )
+    axes.set_title("Diagonal: exact; dashed: 30 % off")
+    axes.grid(visible=True, which="major", linewidth=0.4, alpha=0.5)
+    legend = axes.legend(loc="upper left", fontsize=8, frameon=False, markerscale=1.5)
+    for handle in legend.legend_handles:
+        handle.set_alpha(1.0)
+    figure.tight_layout()
+    figure.savefig(path, metadata={"Software": None})
+    plt.close(figure)

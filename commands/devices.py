@@ -1,0 +1,90 @@
+"""``ddltool devices``: the device types that are known, and one of them in full."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated, Optional
+
+import typer
+
+from ddltool.commands.options import DevicesFile, Json
+
+if TYPE_CHECKING:
+    from ddltool.device import Device
+
+_CAPTION = (
+    "GB/s: memory bandwidth; float32, tf32, 16 bit: 10^12 FLOP/s, dense; 16 bit: float16 accumulated in float32 and, from "
+    "Ampere on, bfloat16; link: GB/s to the neighbours within a node, one way"
+)
+
+
+def devices(
+    name: Annotated[
+        Optional[str],  # noqa: UP045
+        typer.Argument(metavar="NAME", help="One device in full; all by default.", show_default=False),
+    ] = None,
+    devices_file: DevicesFile = None,
+    as_json: Json = False,
+) -> None:
+    """List the device types that are known: memory, rates and links, by datasheet; or one of them with its sources."""
+    from ddltool.commands.output import out, print_json, table
+    from ddltool.device import DeviceTable
+    from ddltool.fixtures.loading import known_devices
+
+    known = known_devices(devices_file)
+    if name is not None:
+        known = DeviceTable(devices=[known.device(name, "NAME")])
+    if as_json:
+        print_json(known.model_dump(mode="json"))
+    elif name is not None:
+        _show(known.devices[0])
+    else:
+        columns = ("device", "GiB", "GB/s", "float32", "tf32", "16 bit", "link", "")
+        rows = [_row(device) for device in known.devices]
+        out().print(table("Known devices", columns, rows, caption=_CAPTION))
+
+
+def _row(device: Device) -> tuple[str, ...]:
+    peaks = device.peak_flops
+    return (
+        device.name,
+        f"{device.memory_gib:g}",
+        f"{device.memory_bytes_per_s / 1e9:.4g}",
+        _tera(peaks["float32"]),
+        _tera(peaks.get("tf32")),
+        _tera(peaks.get("float16", peaks.get("bfloat16"))),
+        f"{device.link_bytes_per_s / 1e9:.4g}" if device.link_bytes_per_s else "-",
+        device.link.partition(" ")[0],
+    )
+
+
+def _tera(rate: float | None) -> str:
+    return "-" if rate is None else f"{rate / 1e12:.4g}"
+
+
+def _show(device: Device) -> None:
+    """Print everything that is known of one device; what is not known is left out."""
+    from ddltool.commands.output import out
+
+    lines = {
+        "architecture": device.architecture,
+        "multiprocessors": f"{device.multiprocessors or ''}",
+        "boost clock": _amount(device.clock_hz / 1e9, "GHz"),
+        **{name: f"{_tera(rate)} x 10^12/s" for name, rate in device.peak_flops.items()},
+        "memory": f"{device.memory_gib:g} GiB at {device.memory_bytes_per_s / 1e9:.4g} GB/s",
+        "last cache": _amount(device.l2_bytes / 2**20, "MiB"),
+        "power": _amount(device.power_w, "W"),
+        "link": ", ".join(filter(None, (_amount(device.link_bytes_per_s / 1e9, "GB/s one way"), device.link))),
+        "price per hour": "" if device.price_per_hour is None else f"{device.price_per_hour:g}",
+        "source": device.source,
+        "note": device.note,
+        "also called": ", ".join(device.aliases),
+    }
+    console = out()
+    console.print(f"{device.name}: {device.title}" if device.title else device.name, soft_wrap=True)
+    for label, text in lines.items():
+        if text:
+            console.print(f"  {label:<16}{text}", soft_wrap=True)
+
+
+def _amount(value: float, unit: str) -> str:
+    return f"{value:.4g} {unit}" if value else ""

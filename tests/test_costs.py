@@ -1,0 +1,572 @@
+"""The cost model: work against counting by hand and direct traces, times against closed forms and a queue run by hand."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+from torch.profiler import ProfilerActivity, profile
+
+from ddltool.analyzers.costs.compiled import compiled
+from ddltool.analyzers.costs.estimate import estimate
+from ddltool.analyzers.costs.kernel_times import ARITHMETIC, FEED, TRAFFIC, Constants, tiled_flops
+from ddltool.analyzers.costs.kernels import CLASS, INPUT_GRADIENT, WEIGHT_GRADIENT, kernels_of
+from ddltool.analyzers.costs.model import CostModel, Interval, cost_model
+from ddltool.analyzers.costs.predict import Link, Placement, Setting, memory_limit_batch, peak_memory_bytes, predict
+from ddltool.analyzers.costs.step import time_step
+from ddltool.analyzers.costs.updating import update
+from ddltool.analyzers.costs.work import StepWork, measure_work
+from ddltool.analyzers.tracing.dialect import Numerics
+from ddltool.analyzers.tracing.step import TrainingStep, default_loss
+from ddltool.analyzers.tracing.torch_adapter import trace_any_batch, trace_torch
+from ddltool.commands.sources import resolve_step, training_step
+from ddltool.device import Device, Network
+from ddltool.fixtures.loading import calibration, devices
+from ddltool.graph import COMPUTE, Graph, Op
+from ddltool.profile import read_profile
+from tests.conftest import Result
+
+Cli = Callable[..., Result]
+LINK = Link(bandwidth_bytes_per_s=1e9, latency_s=1e-4)
+SETTING = Setting(local=LINK, network=LINK, optimizer="sgd")
+ALONE = Placement(num_nodes=1, num_replicas=1)
+DEVICE = Device(
+    name="test",
+    architecture="Ampere",
+    multiprocessors=80,
+    clock_hz=1.5e9,
+    peak_flops={"float32": 1e12, "tf32": 8e12, "float16": 16e12},
+    memory_bytes_per_s=1e11,
+    memory_gib=16,
+)
+PLAIN = Constants(
+    arithmetic=dict.fromkeys(ARITHMETIC, 1.0),
+    traffic=dict.fromkeys(TRAFFIC, 1.0),
+    feed=dict.fromkeys(FEED, 1e9),
+    start_s=0.0,
+    cache=0.0,
+    issue_s=0.0,
+    update_s=0.0,
+)
+
+
+def model(name: str = "V100") -> CostModel:
+    return cost_model(devices().device(name), calibration())
+
+
+def step_of(module: nn.Module, *inputs: Tensor) -> TrainingStep:
+    return TrainingStep(name="made", module=module, inputs=inputs, loss=default_loss)
+
+
+def traced(module: type[nn.Module] | nn.Module, *inputs: Tensor, numerics: Numerics | None = None) -> Graph:
+    made = module if isinstance(module, nn.Module) else module()
+    return trace_torch(lambda: step_of(made, *inputs), mode="training", numerics=numerics or Numerics())
+
+
+def flops_of(graph: Graph, word: str) -> float:
+    return float(sum(op.flops for op in graph.ops() if word in op.op_type))
+
+
+# ---------------------------------------------------------------- FLOPs, by hand
+
+
+@pytest.mark.parametrize("groups", [1, 4, 64])
+def test_grouped_convolutions_count_their_own_channels(groups: int) -> None:
+    graph = traced(
+        nn.Sequential(nn.Conv2d(3, 64, 1), nn.Conv2d(64, 64, 3, padding=1, groups=groups)), torch.zeros(2, 3, 8, 8)
+    )
+    one = 2 * 2 * 8 * 8 * 64 * (64 // groups) * 9
+    forward = [op.flops for op in graph.ops() if op.op_type == "aten.convolution"]
+    backward = [op.flops for op in graph.ops() if op.op_type == "aten.convolution_backward"]
+    assert forward == [2 * 2 * 8 * 8 * 64 * 3, one]
+    assert backward == [2 * one, 2 * 2 * 8 * 8 * 64 * 3]  # the image wants no gradient
+
+
+@pytest.mark.parametrize(
+    ("layer", "shape", "one"),
+    [
+        (nn.Conv1d(6, 8, 5), (2, 6, 20), 2 * 2 * 16 * 8 * 6 * 5),
+        (nn.Conv3d(2, 4, 3), (2, 2, 5, 5, 5), 2 * 2 * 27 * 4 * 2 * 27),
+        (nn.ConvTranspose2d(6, 8, 4, stride=2, groups=2), (2, 6, 5, 5), 2 * 2 * 25 * 6 * 4 * 16),
+        (nn.Linear(6, 9), (2, 6), 2 * 2 * 6 * 9),
+    ],
+)
+def test_other_products(layer: nn.Module, shape: tuple[int, ...], one: int) -> None:
+    graph = traced(nn.Sequential(layer, nn.Flatten()), torch.zeros(*shape))
+    products = graph.flops[graph.gemm[:, 1] > 0]
+    assert products.sum() == 2 * one  # forward, and the gradient of the weights
+
+
+@pytest.mark.parametrize("bidirectional", [False, True])
+@pytest.mark.parametrize(("kind", "gates"), [(nn.LSTM, 4), (nn.GRU, 3), (nn.RNN, 1)])
+def test_recurrent_layers(kind: type[nn.LSTM], gates: int, bidirectional: bool) -> None:
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = kind(16, 32, 2, bidirectional=bidirectional, batch_first=True)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.layers(x)[0]
+
+    sides = 2 if bidirectional else 1
+    weights = sides * gates * 32 * ((16 + 32) + (32 * sides + 32))
+    for numerics in (Numerics(), Numerics("amp")):
+        graph = traced(Model, torch.zeros(3, 7, 16), numerics=numerics)
+        assert flops_of(graph, "recurrent") == 3 * 2 * 3 * 7 * weights  # backward is twice forward
+        assert {op.dtype for op in graph.ops() if "recurrent" in op.op_type} == {
+            "float16" if numerics.precision == "amp" else "float32"
+        }
+
+
+def test_grouped_matrix_products() -> None:
+    class Experts(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.zeros(4, 16, 32))
+
+        def forward(self, x: Tensor) -> Tensor:
+            ends = torch.full((4,), 8, dtype=torch.int32).cumsum(0).to(torch.int32)
+            return torch._grouped_mm(x.bfloat16(), self.weight.bfloat16(), offs=ends).float()
+
+    graph = traced(Experts, torch.zeros(32, 16))
+    assert flops_of(graph, "grouped_mm") == 2 * (2 * 32 * 16 * 32)
+
+
+def test_attention_counts_the_square_and_keeps_half_of_it_under_a_mask() -> None:
+    class Heads(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.scale = nn.Parameter(torch.ones(1))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return nn.functional.scaled_dot_product_attention(x * self.scale, x, x, dropout_p=0.1, is_causal=True)
+
+    graph = traced(Heads, torch.zeros(2, 4, 32, 16))
+    one = 2 * 2 * 4 * 32 * 32 * 16
+    assert sorted(op.flops for op in graph.ops() if "attention" in op.op_type) == [2 * one, 5 * one]
+    assert {op.gemm for op in graph.ops() if "attention" in op.op_type} == {(8.0, 32.0, 16.0, 16.0)}
+
+
+# ---------------------------------------------------------------- one trace, any batch
+
+
+@pytest.mark.parametrize("numerics", [Numerics(), Numerics("amp"), Numerics("amp", True), Numerics("bf16")], ids=str)
+@pytest.mark.parametrize("name", ["cifarnet", "resnet32", "bert_small"])
+def test_one_trace_gives_every_batch(name: str, numerics: Numerics) -> None:
+    known = trace_any_batch(lambda: resolve_step(f"zoo:{name}"), mode="training", numerics=numerics)
+    for size in (2, 24):
+        made = known.at(size)
+        direct = trace_torch(lambda: resolve_step(f"zoo:{name}"), mode="training", batch_size=size, numerics=numerics)
+        assert made.op_type == direct.op_type
+        for field in ("flops", "size_bytes", "written_bytes", "gemm"):
+            np.testing.assert_array_equal(getattr(made, field), getattr(direct, field))
+
+
+def test_work_of_all_pairs_grows_with_the_square() -> None:
+    class Pairs(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(64, 32)
+
+        def forward(self, x: Tensor) -> Tensor:
+            made = self.linear(x)
+            return (made @ made.T).logsumexp(1)
+
+    curve = measure_work(lambda: step_of(Pairs(), torch.zeros(1, 64)))
+    for size in (8, 16, 64):
+        assert 2 * size * size * 32 in curve.at(size).graph.flops
+
+
+def test_a_model_that_halves_its_batch_is_traced_at_an_even_one() -> None:
+    class Halves(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(6, 6)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.linear(x.reshape(2, -1, 6)).sum((0, 2))
+
+    graph = measure_work(lambda: step_of(Halves(), torch.zeros(2, 6))).at(8).graph
+    assert 2 * 8 * 36 in graph.flops
+
+
+def allocator_peak(name: str, batch: int, folder: Path) -> float:
+    """Return the peak bytes of tensors in a real step on the CPU, as torch's allocator reports them."""
+    step = training_step(f"zoo:{name}", batch)
+    module = step.module.train()
+
+    def run() -> None:
+        for parameter in module.parameters():
+            parameter.grad = None
+        step.loss(module(*step.inputs)).backward()
+
+    run()
+    for parameter in module.parameters():
+        parameter.grad = None
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as recorded:
+        run()
+    recorded.export_chrome_trace(str(folder / "trace.json"))
+    events = json.loads((folder / "trace.json").read_text())["traceEvents"]
+    changes = sorted((event["ts"], event["args"]["Bytes"]) for event in events if event["name"] == "[memory]")
+    held = [*module.parameters(), *module.buffers(), *step.inputs]
+    base = sum(tensor.numel() * tensor.element_size() for tensor in held)
+    return float(np.cumsum([size for _, size in changes]).max()) + base
+
+
+@pytest.mark.parametrize("name", ["cifarnet", "resnet32", "bert_small"])
+def test_the_peak_of_live_bytes_is_the_allocators(name: str, tmp_path: Path) -> None:
+    curve = measure_work(lambda: resolve_step(f"zoo:{name}"), Numerics(cuda=False))
+    assert float(curve.at(8).live_bytes.max()) == pytest.approx(allocator_peak(name, 8, tmp_path), rel=0.05)
+
+
+# ---------------------------------------------------------------- precision
+
+
+def test_autocast_is_cudas() -> None:
+    class Block(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.norm, self.linear = nn.LayerNorm(16), nn.Linear(16, 16)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return nn.functional.softmax(nn.functional.gelu(self.linear(self.norm(x))), -1)
+
+    graph = traced(Block, torch.zeros(4, 16), numerics=Numerics("amp"))
+    kind = {op.op_type: op.dtype for op in graph.ops()}
+    assert kind["aten.addmm"] == kind["aten.gelu"] == "float16"
+    assert kind["aten.native_layer_norm"] == "float32"
+    softmax = next(op for op in graph.ops() if op.op_type == "aten._softmax")
+    assert softmax.size_bytes == 4 * 16 * (2 + 4)  # it reads half precision and writes float32, in one kernel
+    casts = [op for op in graph.ops() if op.op_type == "aten._to_copy" and op.estimate == "free"]
+    assert len(casts) >= 2
+
+
+def test_every_precision_runs_at_its_own_peak() -> None:
+    layers = nn.Sequential(nn.Conv2d(64, 64, 1, bias=False), nn.Flatten(), nn.Linear(64 * 256, 64, bias=False))
+    device = DEVICE.model_copy(update={"memory_bytes_per_s": 1e18, "multiprocessors": 0})
+    seconds = {}
+    for precision in ("fp32", "tf32", "amp"):
+        graph = traced(layers, torch.zeros(64, 64, 16, 16), numerics=Numerics(precision))  # type: ignore[arg-type]
+        op_s = time_step(graph, device, PLAIN).op_s
+        types = np.array(graph.op_type)
+        rate = graph.flops / np.where(op_s > 0, op_s, np.inf)
+        seconds[precision] = (rate[types == "aten.convolution"][0], rate[types == "aten.mm"][0])
+    assert seconds["fp32"] == pytest.approx((8e12, 1e12))  # torch's default: TF32 in convolutions alone
+    assert seconds["tf32"] == pytest.approx((8e12, 8e12))
+    assert seconds["amp"] == pytest.approx((16e12, 16e12))
+
+
+# ---------------------------------------------------------------- kernels and times
+
+
+def test_the_backward_of_a_convolution_is_two_kernels() -> None:
+    graph = traced(nn.Sequential(nn.Conv2d(8, 16, 3), nn.Conv2d(16, 32, 3)), torch.zeros(2, 8, 12, 12))
+    kernels = kernels_of(graph)
+    chosen = kernels.kind == CLASS["convolution"]
+    assert kernels.flops[chosen].sum() == flops_of(graph, "convolution")
+    assert sorted(kernels.direction[chosen].tolist()) == [0, 0, INPUT_GRADIENT, WEIGHT_GRADIENT, WEIGHT_GRADIENT]
+    np.testing.assert_allclose(2 * kernels.gemm[chosen].prod(axis=1), kernels.flops[chosen])
+    assert set(kernels.op.tolist()) <= set(np.flatnonzero(graph.kind == COMPUTE).tolist())
+
+
+sizes = st.integers(1, 5000).map(float)
+
+
+@settings(max_examples=100)
+@given(st.tuples(st.integers(1, 64).map(float), sizes, sizes, sizes), st.integers(1, 160))
+def test_tiles_never_do_less_than_the_product(gemm: tuple[float, ...], processors: int) -> None:
+    occupied = tiled_flops(np.array([gemm]), processors)[0]
+    assert occupied >= 2 * np.prod(gemm)
+
+
+def test_large_products_come_close_to_their_own_operations() -> None:
+    assert tiled_flops(np.array([[1.0, 8192.0, 8192.0, 8192.0]]), 108)[0] == pytest.approx(2 * 8192.0**3, rel=0.05)
+    one_row = tiled_flops(np.array([[1.0, 1.0, 4096.0, 4096.0]]), 108)[0]
+    assert one_row > 10 * 2 * 4096.0**2  # a row fills no tile
+
+
+@settings(max_examples=50)
+@given(st.lists(st.tuples(st.floats(0, 1e-3), st.booleans()), min_size=1, max_size=30), st.floats(1e-6, 1e-3))
+def test_the_device_runs_behind_the_host(ops: list[tuple[float, bool]], issue_s: float) -> None:
+    """A queue played by hand: the host issues one op after another, the device runs what it was given, in order."""
+    rows = [
+        Op(name=str(place), kind="compute", size_bytes=0.0 if view else seconds * 1e11, estimate="free" if view else "rule",
+           op_type="aten.add")
+        for place, (seconds, view) in enumerate(ops)
+    ]  # fmt: skip
+    step = time_step(Graph.from_ops("queue", "inference", rows), DEVICE, replace(PLAIN, issue_s=issue_s))
+    host = device = 0.0
+    for seconds, view in ops:
+        busy = seconds if not view and seconds * 1e11 > 0 else 0.0
+        host += issue_s if busy else issue_s / 4
+        if busy:
+            device = max(device, host) + busy
+    assert step.pass_s == pytest.approx(device, rel=1e-9, abs=1e-12)
+
+
+@pytest.mark.parametrize("name", ["resnet32", "bert_small"])
+def test_more_samples_take_longer_and_a_faster_device_less(name: str) -> None:
+    curve = measure_work(lambda: resolve_step(f"zoo:{name}"))
+    rows = predict(curve, model("V100"), SETTING, [1, 8, 64, 512], [ALONE])
+    steps = [row.step.value for row in rows]
+    rates = [row.samples_per_s for row in rows]
+    assert steps == sorted(steps)
+    assert rates == sorted(rates)
+    assert rows[0].host_bound
+    assert not rows[-1].host_bound
+    assert all(0 < row.mfu < 1 for row in rows)
+    at_512 = {
+        kind: predict(curve, model(kind), SETTING, [512], [ALONE])[0].step.value for kind in ("K80", "V100", "H100")
+    }
+    assert at_512["K80"] > at_512["V100"] > at_512["H100"]
+
+
+@pytest.mark.parametrize("name", ["resnet32", "bert_small", "gpt_small"])
+def test_compiling_saves_traffic_and_keeps_products(name: str) -> None:
+    graph = trace_torch(lambda: resolve_step(f"zoo:{name}"), mode="training", numerics=Numerics("amp"))
+    fused = compiled(graph)
+    product = graph.gemm[:, 1] > 0
+    np.testing.assert_array_equal(fused.size_bytes[product], graph.size_bytes[product])
+    np.testing.assert_array_equal(fused.flops, graph.flops)
+    compute = graph.kind == COMPUTE
+    assert 0.2 * graph.size_bytes[compute].sum() < fused.size_bytes[compute].sum() < graph.size_bytes[compute].sum()
+    assert model().step(fused).device_s < model().step(graph).device_s
+
+
+def test_the_estimate_is_the_step() -> None:
+    graph = trace_torch(lambda: resolve_step("zoo:resnet32"), mode="training", batch_size=64)
+    timed = estimate(graph, model(), Network(), optimizer="momentum")
+    step = model().step(graph, optimizer="momentum")
+    assert timed.duration_s[timed.kind == COMPUTE].sum() == pytest.approx(step.pass_s)
+    assert timed.meta["update_s"] == step.update_s > 0
+    assert timed.meta["error_low"] < 1 < timed.meta["error_high"]
+
+
+# ---------------------------------------------------------------- replicas and memory
+
+
+def test_synchronisation_hides_behind_backward() -> None:
+    curve = measure_work(lambda: resolve_step("zoo:resnet32"))
+    places = [ALONE, Placement(num_nodes=2, num_replicas=2)]
+    fast, slow = (
+        predict(curve, model(), replace(SETTING, network=Link(bandwidth_bytes_per_s=rate, latency_s=0.0)), [64], places)
+        for rate in (1e12, 1e6)
+    )
+    assert fast[1].sync_time_s < 0.01 * fast[0].step.value
+    whole = curve.at(64).graph.parameter_bytes / 1e6  # a ring of two moves the whole size once
+    assert 0.9 * whole - slow[0].step.value < slow[1].sync_time_s <= whole
+
+
+def test_accumulation_repeats_passes_and_updates_once() -> None:
+    curve = measure_work(lambda: resolve_step("zoo:resnet32"))
+    once, four = (predict(curve, model(), replace(SETTING, accumulation=n), [64], [ALONE])[0] for n in (1, 4))
+    alone = predict(curve, model(), replace(SETTING, optimizer="none"), [64], [ALONE])[0].step.value
+    assert four.step.value - once.step.value == pytest.approx(3 * alone)
+    assert four.samples_per_s > once.samples_per_s
+
+
+def test_memory_by_hand() -> None:
+    recv = Op(name="recv/w", kind="recv", resource="channel:0", size_bytes=4e6, parameter="w")
+    add = Op(name="add", kind="compute", inputs=("recv/w",))
+    work = StepWork(graph=Graph.from_ops("little", "training", [recv, add]), live_bytes=np.array([5e6, 9e6, 7e6]))
+    assert peak_memory_bytes(work, "sgd") == 3 * 4e6  # the update needs more than the pass
+    assert peak_memory_bytes(work, "adam") == 5 * 4e6
+    assert peak_memory_bytes(work, "sgd", num_replicas=2) == 4 * 4e6
+    assert peak_memory_bytes(replace(work, live_bytes=np.array([100e6])), "sgd") == 100e6
+
+
+def test_the_memory_limit_is_the_last_batch_that_fits() -> None:
+    curve = measure_work(lambda: resolve_step("zoo:bert_small"))
+    for gib in (2, 5, 16):
+        device = DEVICE.model_copy(update={"memory_gib": gib})
+        limit, usable = memory_limit_batch(curve, device, "sgd"), gib * 2**30 - 2**30
+        assert peak_memory_bytes(curve.at(limit), "sgd") <= usable < peak_memory_bytes(curve.at(limit + 1), "sgd")
+    assert memory_limit_batch(curve, DEVICE.model_copy(update={"memory_gib": 1.01}), "sgd") == 0
+
+
+# ---------------------------------------------------------------- how sure
+
+
+def test_intervals_widen_with_what_was_not_seen() -> None:
+    seen, generation, unknown = (model(name).interval(1.0) for name in ("V100", "A30", "MI300X"))
+    for narrow, wide in ((seen, generation), (generation, unknown)):
+        assert wide.low <= narrow.low <= 1 <= narrow.high <= wide.high
+    waits = model("V100").interval(1.0, host_bound=True)
+    assert waits.low <= seen.low
+    assert waits.high >= seen.high
+    assert Interval(value=2, low=1, high=3).overlaps(Interval(value=4, low=3, high=5))
+
+
+@pytest.mark.parametrize("factor", [0.6, 1.7])
+def test_a_few_rows_pull_a_device_to_where_it_is(factor: float) -> None:
+    """A device whose memory is slower or faster than its generation's: five rows of one model mend another's."""
+    device = devices().device("A10")
+    true = replace(
+        model("A10"), device=device.model_copy(update={"memory_bytes_per_s": device.memory_bytes_per_s * factor})
+    )
+    first, second = (
+        measure_work(lambda name=name: resolve_step(f"zoo:{name}")) for name in ("resnet32", "resnet50_v1")
+    )  # type: ignore[misc]
+
+    def seconds(known: CostModel, curve: object, size: int) -> float:
+        return predict(curve, known, SETTING, [size], [ALONE])[0].step.value  # type: ignore[arg-type]
+
+    rows = [(second.traced.at(size), seconds(true, second, size)) for size in (16, 32, 64, 128, 256)]
+    found = update(rows, device, calibration(), optimizer="sgd", source="rows")
+    assert np.abs(found.after - 1).max() < 0.5 * np.abs(found.before - 1).max()
+    before, after = (abs(seconds(known, first, 512) / seconds(true, first, 512) - 1) for known in (
+        model("A10"), cost_model(found.device, calibration())))  # fmt: skip
+    assert after < 0.6 * before
+
+
+# ---------------------------------------------------------------- the commands
+
+
+def test_rows_say_that_they_are_predicted(cli: Cli, tmp_path: Path) -> None:
+    out = tmp_path / "profile.csv"
+    options = ("--batch-sizes", "8,32,128", "--replicas", "1,2,8", "--gpus-per-node", 4)
+    result = cli("predict", "zoo:cifarnet", "--device", "t4,A100", *options, "-o", out, "--json")
+    document = result.document
+    assert document["predicted"] is True
+    assert {row["origin"] for row in document["rows"]} == {"predicted"}
+    assert {row["device"] for row in document["rows"]} == {"T4", "A100"}
+    for row in document["rows"]:
+        assert row["predicted_low_s"] < row["step_time_s"] < row["predicted_high_s"]
+        assert row["samples_per_s"] == pytest.approx(row["num_replicas"] * row["local_batch_size"] / row["step_time_s"])
+    assert document["assumptions"]["precision"] == "fp32"
+    frame = read_profile(out)
+    places = frame[["num_nodes", "num_replicas"]].drop_duplicates().to_numpy().tolist()
+    assert places == [[1, 1], [1, 2], [2, 8]]
+    text = cli("predict", "zoo:cifarnet", "--device", "T4", "--batch-sizes", 8).out
+    assert text.startswith("Fastest here: ")
+    assert "predicted, not measured" in text
+    assert "Host-bound at batch 8" in text
+    assert max(len(line) for line in text.splitlines() if "│" in line or "─" in line) <= 80
+
+
+def test_batches_beyond_the_memory_are_shown_and_marked(cli: Cli) -> None:
+    rows = cli("predict", "zoo:bert_small", "--device", "T4", "--batch-sizes", "16,1000000", "--json").document["rows"]
+    assert [row["fits"] for row in rows] == [True, False]
+    every = cli("predict", "zoo:bert_small", "--device", "T4", "--json").document["rows"]
+    assert [row["local_batch_size"] for row in every] == [2**power for power in range(len(every))]
+    assert all(row["fits"] for row in every)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "wanted"),
+    [
+        (("--device", "T44"), 'unknown device .T44.; did you mean "T4"'),
+        (("--device", "cpu-core"), "is no GPU"),
+        (("--device", ","), "names no device"),
+        (("--precision", "fp8"), "--precision: unknown 'fp8'"),
+        (("--optimizer", "adamx"), "--optimizer: unknown 'adamx'"),
+        (("--batch-sizes", "0"), "--batch-sizes"),
+        (("--batch-sizes", "1000000000000"), "--batch-sizes: 1000000000000 is out of range"),
+        (("--replicas", "0"), "--replicas"),
+        (("--bandwidth", "0Gbit"), "--bandwidth: .*not a usable bandwidth"),
+        (("--local-latency", "nan"), "--local-latency"),
+    ],
+)
+def test_bad_requests_get_one_line(cli: Cli, arguments: tuple[str, ...], wanted: str, tmp_path: Path) -> None:
+    out = tmp_path / "profile.csv"
+    device = () if "--device" in arguments else ("--device", "T4")
+    result = cli("predict", "zoo:cifarnet", *device, *arguments, "-o", out)
+    assert result.code == 2
+    assert re.search(wanted, result.error_line)
+    assert not out.exists()
+
+
+def test_a_source_that_cannot_be_traced_at_other_batches(cli: Cli) -> None:
+    assert "holds one batch size only" in cli("predict", "model.onnx", "--device", "T4").error_line
+
+
+JOB = """
+kind: ddltool.job
+name: j
+model: zoo:{name}
+batch_size: {size}
+max_workers: 2
+precision: {precision}
+optimizer: {optimizer}
+devices:
+  - {{type: {device}, count: 2}}
+"""
+TEN_JOBS = [
+    ("resnet32", 64, "fp32", "adam", "V100"),
+    ("resnet32", 8, "amp", "momentum", "T4"),
+    ("cifarnet", 128, "fp32", "sgd", "K80"),
+    ("resnet50_v1", 32, "amp", "momentum", "A100"),
+    ("bert_small", 16, "tf32", "adamw", "A100"),
+    ("bert_small", 4, "bf16", "adam", "H100"),
+    ("gpt_small", 8, "fp32", "adam", "RTX3090"),
+    ("inception_v1", 32, "fp32", "adam", "P100"),
+    ("vgg16", 16, "amp", "sgd", "RTX4090"),
+    ("alexnet_v2", 256, "fp32", "momentum", "MI300X"),
+]
+
+
+@pytest.mark.parametrize("job", TEN_JOBS, ids=lambda job: f"{job[0]}-{job[4]}")
+def test_one_thing_has_one_time(cli: Cli, job: tuple[str, int, str, str, str], tmp_path: Path) -> None:
+    """What ``predict`` says of a step is what ``plan`` says, and what ``trace`` and its graph add up to."""
+    name, size, precision, optimizer, device = job
+    path, graph = tmp_path / "job.yaml", tmp_path / "graph.json"
+    path.write_text(JOB.format(name=name, size=size, precision=precision, optimizer=optimizer, device=device))
+    predicted = cli(
+        *("predict", f"zoo:{name}", "--device", device, "--batch-sizes", size, "--precision", precision),
+        *("--optimizer", optimizer, "--json"),
+    ).document["rows"][0]["step_time_s"]
+    planned = cli("plan", path, "--strategy", "bsp", "--json").document
+    assert planned["iteration_s"] == pytest.approx(predicted, rel=1e-6)
+    cli("trace", f"zoo:{name}", "--batch-size", size, "--device", device, "--precision", precision, "-o", graph)
+    ops = json.loads(graph.read_text())
+    passes = sum(op["duration_s"] for op in ops["ops"] if op["kind"] == "compute")
+    without = cli(
+        *("predict", f"zoo:{name}", "--device", device, "--batch-sizes", size, "--precision", precision),
+        *("--optimizer", "none", "--json"),
+    ).document["rows"][0]["step_time_s"]
+    assert passes == pytest.approx(without, rel=1e-6)
+
+
+def test_calibrate_from_a_profile_and_from_nccl(cli: Cli, tmp_path: Path) -> None:
+    rows, device, log = tmp_path / "rows.csv", tmp_path / "device.yaml", tmp_path / "nccl.log"
+    made = cli("predict", "zoo:resnet32", "--device", "A10", "--batch-sizes", "64,128,256,512,1024", "--json").document[
+        "rows"
+    ]
+    lines = [f"A10,1,1,{row['local_batch_size']},{1.5 * row['step_time_s']},0,zoo:resnet32" for row in made]
+    rows.write_text(
+        "device,num_nodes,num_replicas,local_batch_size,step_time_s,sync_time_s,source\n" + "\n".join(lines)
+    )
+    log.write_text(
+        "# nccl-tests version 2.13\n#       size count type redop root time algbw busbw #wrong time algbw busbw #wrong\n"
+        "     8388608 2097152 float sum -1 400.0 20.9 31.4 0 401.0 20.9 31.3 0\n"
+        "   134217728 33554432 float sum -1 2237.0 60.0 90.0 0 2240.0 60.0 90.0 0\n"
+    )
+    found = cli("calibrate", rows, log, "--device", "A10", "-o", device, "--json").document
+    assert found["median_error"]["before"] == pytest.approx(1 / 3, abs=0.01)
+    assert found["median_error"]["after"] < found["median_error"]["before"] / 2
+    assert found["devices"][0]["link_bytes_per_s"] == 90e9
+    again = cli(
+        "predict", "zoo:resnet32", "--device", "A10", "--batch-sizes", "256", "--devices-file", device, "--json"
+    ).document
+    assert again["rows"][0]["step_time_s"] == pytest.approx(1.5 * made[2]["step_time_s"], rel=0.2)
+    assert "before" in cli("calibrate", rows, "--device", "A10").out
+
+
+def test_calibrate_refuses_in_one_line(cli: Cli, tmp_path: Path) -> None:
+    rows, log = tmp_path / "rows.csv", tmp_path / "nccl.log"
+    rows.write_text("device,num_nodes,num_replicas,local_batch_size,step_time_s,sync_time_s\nA10,1,1,8,0.1,0\n")
+    log.write_text("# time algbw busbw\n 8 2 float sum -1 40.0 0.0 0.0 0\n")
+    assert "does not say which model" in cli("calibrate", rows, "--device", "A10").error_line
+    assert "has no row of 64 MiB or more" in cli("calibrate", log, "--device", "A10").error_line
+    rows.write_text("device,num_nodes,num_replicas,local_batch_size,step_time_s,sync_time_s\nA10,1,2,8,0.1,0\n")
+    refused = cli("calibrate", rows, "--device", "A10", "--model", "zoo:cifarnet")
+    assert "has no rows of one replica" in refused.error_line

@@ -1,0 +1,57 @@
+"""Calibration: the constants of the cost model as a file, where they come from, and how far off they were."""
+
+from __future__ import annotations
+
+from typing import Annotated, ClassVar, Literal
+
+from pydantic import Field
+
+from ddltool.artifacts import Artifact, Record
+
+Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+Shares = dict[str, Positive]
+
+
+class Residuals(Record):
+    """Where measured / predicted lay in cross-validation: the middle 80 % of rows, and how many there were."""
+
+    low: Positive
+    high: Positive
+    median_error: Annotated[float, Field(ge=0, allow_inf_nan=False)] = Field(description="of |predicted / measured - 1|")
+    rows: Annotated[int, Field(ge=1)]
+    what: str = Field(description="what was left out of the fit")
+
+
+class DeviceFit(Record):
+    """What a user's own measurements say about one device, in place of the shipped constants."""
+
+    units: Shares = Field(description="factors on the shares of matrix units, float32 units and memory")
+    issue_s: Positive
+    start_s: Positive
+    update_s: Positive
+    residuals: Residuals
+    source: str = Field(description="the files that it was fitted to")
+
+
+class CalibrationTable(Artifact):
+    """The shipped constants (kind ``ddltool.calibration``); see ``ddltool.analyzers.costs.kernel_times.Constants``."""
+
+    KIND: ClassVar[str] = "ddltool.calibration"
+    kind: Literal["ddltool.calibration"] = "ddltool.calibration"
+    arithmetic: Shares
+    traffic: Shares
+    feed: Shares
+    start_s: Positive
+    cache: Positive
+    issue_s: Positive
+    update_s: Positive
+    generations: dict[str, Shares] = Field(description="factors of an architecture: tensor, vector, memory")
+    spread: dict[str, Annotated[float, Field(ge=0)]] = Field(
+        description="how far a constant may be off (standard deviation of its logarithm): the prior of a user's calibration"
+    )
+    devices: list[str] = Field(description="devices with measured rows in the fit")
+    residuals: dict[Literal["device", "generation", "unknown", "host"], Residuals] = Field(
+        description="device: another model on a device of the fit; generation: on another device of a generation of the fit; "
+        "unknown: on a generation that the fit did not see; host: a step bound by the host"
+    )
+    provenance: list[str] = Field(description="one line per source of measured rows: where, rows, what was excluded and why")
