@@ -11,7 +11,7 @@ from __future__ import annotations
 import argparse
 import math
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -22,6 +22,7 @@ from truth_page import write_page
 
 from ddltool.analyzers.costs.fitting import Belief, Case, fit, host_bound, steps_s
 from ddltool.analyzers.costs.kernel_times import ARITHMETIC, FEED, TRAFFIC, UNITS, Constants, demand_of
+from ddltool.analyzers.costs.kernels import CLASS
 from ddltool.analyzers.costs.model import GENERATIONS, cost_model
 from ddltool.analyzers.costs.step import OPTIMIZERS
 from ddltool.artifacts import save
@@ -61,6 +62,8 @@ PRIOR = Belief(
         **{f"traffic:{name}": 1.2 for name in TRAFFIC if _slow(name)},
         **{"feed": 0.8, "start_s": 0.4, "cache": 0.5, "issue_s": 0.4, "update_s": 0.4, "setting": 1.5},
         **dict.fromkeys(UNITS, 0.2),
+        # A K80's clock follows its power, far below the boost of the datasheet.
+        **{f"{unit}:Kepler": 0.3 for unit in UNITS},
     },
 )
 
@@ -136,10 +139,19 @@ def _case(rows: Sequence[Row], work: Work, beside: int) -> Case:
         tensors=work.tensors if training else 0,
         generation=device.architecture,
         measured_s=math.exp(float(np.median([math.log(each.measured_s) for each in rows]))),
-        weight=source.weight / math.sqrt(beside),
+        weight=0.0 if _judged_alone(row, work) else source.weight / math.sqrt(beside),
         error=source.error,
         setting=f"{row.source}, {row.model}" if source.adds else "",
     )
+
+
+def _judged_alone(row: Row, work: Work) -> bool:
+    """Return whether a row is judged, but kept out of the fit: forward passes of convolutions with groups.
+
+    Their backward passes are many times slower, and the cost model has one rate for both, which is that of training.
+    """
+    grouped = [CLASS["grouped_convolution"], CLASS["depthwise_convolution"]]
+    return row.trace.mode == "inference" and bool(np.isin(work.kernels.kind, grouped).any())
 
 
 def table_of(belief: Belief, **more: object) -> CalibrationTable:
@@ -163,8 +175,8 @@ def table_of(belief: Belief, **more: object) -> CalibrationTable:
     )
 
 
-def _rounded(values: Iterable | dict) -> dict[str, float]:
-    return {name: float(f"{value:.4g}") for name, value in dict(values).items()}
+def _rounded(values: Mapping[str, float]) -> dict[str, float]:
+    return {name: float(f"{value:.4g}") for name, value in values.items()}
 
 
 def without(cells: Sequence[Cell], left_out: Callable[[Row], bool], whole: Belief) -> Judged:
@@ -248,10 +260,15 @@ def residuals_of(judged: Sequence[tuple[Row, float]], what: str) -> Residuals:
 def _host(judged: Judged) -> Residuals:
     """Return those of steps that wait for the host: few were measured, so at least what was believed of hosts."""
     rows = judged.chosen(lambda _: True, host=True)
-    believed = _TENTH * PRIOR.spread["issue_s"]
+    believed = math.exp(_TENTH * PRIOR.spread["issue_s"])
     made = residuals_of(rows, "the model's family; at least what the prior expects of other hosts")
-    low, high = min(made.low, math.exp(-believed)), max(made.high, math.exp(believed))
-    return made.model_copy(update={"low": float(f"{low:.4g}"), "high": float(f"{high:.4g}")})
+    return _wider(made, made.model_copy(update=_rounded({"low": 1.0 / believed, "high": believed})))
+
+
+def _wider(residuals: Residuals, than: Residuals) -> Residuals:
+    """Return the residuals with an interval that holds another's: what is known less is not known better."""
+    low, high = min(residuals.low, than.low), max(residuals.high, than.high)
+    return residuals.model_copy(update={"low": low, "high": high})
 
 
 def _quantile(values: np.ndarray, weights: np.ndarray, level: float) -> float:
@@ -278,14 +295,15 @@ def main() -> None:
     known, unknown = devices_left_out(cells, whole)
     # Sources whose software adds to the step do not tell how far off it is.
     own = lambda row: not SOURCES[row.source].adds  # noqa: E731
-    plain = lambda row: own(row) and row.source != "timm"  # noqa: E731 - without its GPU timm would judge a fit without timm
+    # timm's rows are of two GPUs: without the one nothing tells of most layers, and the other would stand for all GPUs.
+    plain = lambda row: own(row) and not row.source.startswith("timm")  # noqa: E731
+    device = residuals_of(families.chosen(own), "the model's family")
+    generation = _wider(residuals_of(known.chosen(plain), "the GPU, others of its generation known"), device)
     residuals = {
-        "device": residuals_of(families.chosen(own), "the model's family"),
-        "generation": residuals_of(known.chosen(plain), "the GPU, others of its generation known"),
-        "unknown": residuals_of(unknown.chosen(plain), "all GPUs of the generation"),
-        "host": residuals_of(
-            families.chosen(lambda _: True, host=True), "the model's family; steps that wait for the host"
-        ),
+        "device": device,
+        "generation": generation,
+        "unknown": _wider(residuals_of(unknown.chosen(plain), "all GPUs of the generation"), generation),
+        "host": _host(families),
     }
     provenance = [
         f"{name}: {source.title}, {sum(row.source == name for cell in cells for row in cell.rows)} rows; {source.remark}"
@@ -295,7 +313,7 @@ def main() -> None:
     spread = {**PRIOR.spread, **{unit: max(0.05, float(np.std(logs[unit]))) for unit in UNITS}}
     table = table_of(
         whole,
-        spread=_rounded(spread),
+        spread=_rounded({name: value for name, value in spread.items() if name != "setting"}),
         devices=sorted({cell.row.device for cell in cells}),
         residuals=residuals,
         provenance=provenance,

@@ -111,11 +111,16 @@ def _devices(names: str, table: DeviceTable) -> list[Any]:
 
 
 def trace_work(source: str, numerics: Any, sequence_length: int | None) -> WorkCurve:
-    """Return the work of SOURCE's training step at any batch size. Raises InputError for what is no torch source."""
+    """Return the work of SOURCE's training step at any batch size.
+
+    Raises InputError for what is no torch source, and for a library's model of which a part feeds nothing.
+    """
     import contextlib
     import sys
 
     from ddltool.analyzers.costs.work import measure_work
+    from ddltool.analyzers.loading.sources import demand_whole
+    from ddltool.commands.output import note
     from ddltool.commands.sources import is_graph_file, is_onnx_file, resolve_step
     from ddltool.errors import InputError
 
@@ -123,7 +128,10 @@ def trace_work(source: str, numerics: Any, sequence_length: int | None) -> WorkC
         remedy = "give a torch source: zoo:NAME, timm:NAME, transformers:NAME, file.py:factory"
         raise InputError(source, "holds one batch size only and cannot be traced at others", remedy)
     with contextlib.redirect_stdout(sys.stderr):  # what the user's forward prints must not mix with the result
-        return measure_work(lambda: resolve_step(source, sequence_length=sequence_length), numerics)
+        curve = measure_work(lambda: resolve_step(source, sequence_length=sequence_length), numerics)
+    if remark := demand_whole(curve.traced.graph, source).meta.get("note"):
+        note(f"note: {remark}")
+    return curve
 
 
 def _predict_on(

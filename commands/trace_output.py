@@ -79,6 +79,13 @@ def _schedules_document(comparison: Comparison) -> dict[str, Any]:
     return schedules
 
 
+# What a graph says of its times: where they are for, how they were made, and how sure they are.
+_SAID = (
+    *("device", "oracle", "precision", "channels_last", "optimizer", "update_s", "error_low", "error_high"),
+    *("bandwidth_bytes_per_s", "latency_s"),
+)
+
+
 def graph_document(graph: Graph) -> dict[str, Any]:
     """Return a graph's figures."""
     from ddltool.graph import RECV, SEND
@@ -94,7 +101,7 @@ def graph_document(graph: Graph) -> dict[str, Any]:
         "recvs": len(graph.of_kind(RECV)),
         "sends": len(graph.of_kind(SEND)),
         "flops": float(graph.flops.sum()),
-        **{key: graph.meta.get(key) for key in ("device", "oracle", "bandwidth_bytes_per_s", "latency_s")},
+        **{key: graph.meta.get(key) for key in _SAID},
         "channels": sum(name.startswith("channel:") for name in graph.resource_names),
     }
 
@@ -143,7 +150,10 @@ def show_trace(graph: Graph, comparison: Comparison, plans: Collectives | None, 
 def _origin(facts: dict[str, Any]) -> str:
     """Return in words where the times come from."""
     if facts["oracle"] == "roofline":
-        return f"on {facts['device']}, roofline; all times predicted"
+        low, high = facts["error_low"], facts["error_high"]
+        range_ = f", 80 % of measured steps within x {low:.2f} to {high:.2f}" if low and high else ""
+        how = f", {facts['precision']}" if facts["precision"] else ""
+        return f"on {facts['device']}{how}; all times predicted{range_}"
     if facts["oracle"] == "measured":
         return f"ops measured on this machine's {facts['device']}, transfers predicted"
     if facts["oracle"] is not None:

@@ -295,7 +295,24 @@ def test_words_tell_gain_and_doubt() -> None:
     assert unsure.decision is not None
     assert "gains 110.0%" in sure.decision.words[1]
     assert "less than the difference" in sure.decision.words[2]
-    assert "measure before you change anything" in unsure.decision.words[2]
+    assert sure.decision.gain_error == pytest.approx(0.1 * 3**0.5)  # three types, independent
+    assert "the gain between" in sure.decision.words[1]
+    assert "too close to call" in unsure.decision.words[2]
+    assert "measure P100 and T4 and V100 before you change anything" in unsure.decision.words[2]
+    assert set(unsure.decision.too_close) == {o.strategy for o in unsure.decision.options} - {unsure.strategy}
+
+
+def test_the_error_of_one_type_cancels() -> None:
+    plan = auto(job({"V100": (4, 3.1)}, workers=4), Knowledge(errors={"V100": 0.3}, error_source="cost model"))
+    assert plan.decision is not None
+    assert (plan.decision.error, plan.decision.gain_error, plan.decision.too_close) == (0.3, 0.0, [])
+
+
+def test_an_error_beside_a_given_capability_is_not_dropped() -> None:
+    plan = auto(MIXED, Knowledge(errors={"T4": 0.3}, error_source="cost model"))
+    assert plan.decision is not None
+    assert plan.decision.error == 0.3
+    assert "without a known error" not in plan.decision.words[1]
 
 
 def test_the_words_say_what_is_measured_and_what_has_no_error() -> None:
@@ -303,7 +320,7 @@ def test_the_words_say_what_is_measured_and_what_has_no_error() -> None:
         MIXED, problem_of(MIXED), Knowledge(errors={"V100": 0.02, "P100": 0.02, "T4": 0.5}, remark="T4 guessed")
     )
     assert told.decision is not None
-    assert told.decision.words[1].endswith("per step (± 50% by compute).")
+    assert "per step (± 50% by compute; the gain between" in told.decision.words[1]
     assert told.decision.words[2].startswith("How sure: less than its error says")
     assert "T4 guessed" in told.decision.words[2]
     plain = decide(MIXED, problem_of(MIXED), Knowledge(errors={"V100": 0.02, "P100": 0.02, "T4": 0.02}))

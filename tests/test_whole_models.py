@@ -19,14 +19,12 @@ from ddltool.graph import RECV, SEND, Graph
 
 FAST = ["transformers:clip", "transformers:switch_transformers", "timm:levit_128", "timm:resnet50"]
 TRANSFORMERS = """
-albert align altclip aria_text audio-spectrogram-transformer bart beit bert bert-generation big_bird bit blenderbot-small
-blip blip-2 bloom bridgetower camembert canine chinese_clip clap clip clipseg codegen convbert convnext convnextv2 ctrl
-cvt data2vec-audio data2vec-text data2vec-vision deberta deberta-v2 deit detr dinov2 distilbert efficientnet electra
-ernie falcon florence2 fnet focalnet gemma git glpn gpt2 gpt_neo gpt_neox gptj groupvit hiera hubert idefics3
-imagegpt layoutlm layoutlmv3 led levit lilt longformer marian mbart mobilebert mobilenet_v2 mobilevit mpnet nystromformer
-opt owlvit patchtst pegasus perceiver phi plbart poolformer pvt qwen2 regnet resnet roberta roformer sam segformer sew
-siglip speech_to_text speecht5 squeezebert swin swinv2 t5 timesformer unispeech videomae vilt vision-text-dual-encoder
-visual_bert vit vit_mae wav2vec2 whisper xglm xlm-roberta xlnet yolos qwen2_vl mixtral llava olmoe
+albert align altclip aria_text audio-spectrogram-transformer bart beit bert big_bird blenderbot-small blip blip-2 bloom
+bridgetower camembert canine chinese_clip clap clip clipseg codegen convbert convnext convnextv2 ctrl cvt data2vec-audio
+data2vec-text data2vec-vision deberta deit detr dinov2 distilbert efficientnet electra ernie falcon florence2 fnet focalnet
+gemma git glpn gpt2 gpt_neo gpt_neox gptj groupvit hiera hubert idefics3 imagegpt layoutlm layoutlmv3 led levit lilt
+longformer marian mixtral mobilevit opt perceiver qwen2_vl regnet resnet roberta segformer siglip speech_to_text swin t5 vit
+wav2vec2 whisper xlnet yolos llava
 """
 TIMM = """
 resnet50 resnext50_32x4d seresnet50 resnetv2_50 densenet121 vgg16 efficientnet_b0 mobilenetv2_100 mobilenetv3_large_100
@@ -47,6 +45,9 @@ UNUSED: Mapping[str, str] = {
     "mask_emb": "only masked inputs read it",
     "mask_token": "only masked inputs read it",
     "canine.final_char_encoder": "the classifier reads what comes before it",
+    "layout_output": "the classifier reads the text and not the layout of the last layer",
+    "r_s_bias": "only inputs of several segments read it",
+    "seg_embed": "only inputs of several segments read it",
     "vision_tower": "the language model reads an earlier layer of the vision tower",
 }
 MATRIX = {
@@ -79,7 +80,7 @@ class Counter(TorchFunctionMode):
         if name in ("matmul", "__matmul__", "__rmatmul__", "mm", "bmm"):
             return 2.0 * output.numel() * args[0].shape[-1]
         if name in ("addmm", "baddbmm"):
-            return 2.0 * output.numel() * args[1].shape[-1]
+            return 2.0 * output.numel() * (args[1] if len(args) > 1 else kwargs["batch1"]).shape[-1]
         if name in ("conv1d", "conv2d", "conv3d"):
             return 2.0 * output.numel() * math.prod(args[1].shape[1:])
         if name.startswith("conv_transpose"):
@@ -109,7 +110,8 @@ def einsum_flops(equation: str, operands: Any) -> float:
     }
     result = equation.partition("->")[2].replace(" ", "")
     contracted = set("".join(letters)) - set(result)
-    return 2.0 * math.prod(sizes.values()) if contracted else 0.0
+    summed = math.prod(sizes[letter] for letter in contracted)  # over one number there is nothing to sum
+    return 2.0 * math.prod(sizes.values()) if summed > 1 else 0.0
 
 
 def counted(source: str, unfed: set[str]) -> float:

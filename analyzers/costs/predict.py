@@ -15,7 +15,7 @@ from ddltool.analyzers.costs.compiled import compiled
 from ddltool.analyzers.costs.estimate import OPTIMIZER, estimate
 from ddltool.analyzers.costs.model import CostModel, Interval
 from ddltool.analyzers.costs.step import OPTIMIZERS
-from ddltool.analyzers.costs.work import StepWork, WorkCurve
+from ddltool.analyzers.costs.work import Array, WorkCurve
 from ddltool.device import Device, Network
 from ddltool.errors import InputError, did_you_mean
 from ddltool.graph import Graph
@@ -99,7 +99,8 @@ def predict(
             host_bound = bool(graph.meta.get("host_bound", False))
             samples = placement.num_replicas * size * setting.accumulation
             tokens = graph.meta.get("tokens_per_sample")
-            memory = peak_memory_bytes(works[size], setting.optimizer, placement.num_replicas)
+            live, parameters = works[size].live_bytes, graph.parameter_bytes
+            memory = peak_memory_bytes(live, parameters, setting.optimizer, placement.num_replicas)
             flops = setting.accumulation * product_flops(graph)
             made.append(
                 PredictedStep(
@@ -153,21 +154,25 @@ def _synchronised_s(program: Program, setting: Setting, placement: Placement) ->
     return max(program.compute_s, finish_s(program, ring, cuts))
 
 
-def peak_memory_bytes(work: StepWork, optimizer: str, num_replicas: int = 1) -> float:
-    """Return the estimated peak of one replica: parameters, gradients, activations, optimizer state, DDP's buckets."""
-    parameters = work.graph.parameter_bytes
-    live = float(work.live_bytes.max(initial=0.0))
-    state = OPTIMIZERS[optimizer].state_copies * parameters
-    buckets = parameters if num_replicas > 1 else 0.0
-    updating = 3 * parameters  # the parameters, their gradients, and one temporary
-    return max(live, updating) + state + buckets
+def peak_memory_bytes(live_bytes: Array, parameter_bytes: float, optimizer: str, num_replicas: int = 1) -> float:
+    """Return the estimated peak of one replica: parameters, gradients, activations, optimizer state, DDP's buckets.
+
+    ``live_bytes``: (c,) alive after each call of the pass.
+    """
+    state = OPTIMIZERS[optimizer].state_copies * parameter_bytes
+    buckets = parameter_bytes if num_replicas > 1 else 0.0
+    updating = 3 * parameter_bytes  # the parameters, their gradients, and one temporary
+    return max(float(live_bytes.max(initial=0.0)), updating) + state + buckets
 
 
 def memory_limit_batch(curve: WorkCurve, device: Device, optimizer: str, num_replicas: int = 1) -> int:
     """Return the largest local batch whose estimated peak fits the device; 0 when none does. Bisection."""
 
+    parameters = curve.traced.graph.parameter_bytes
+
     def fits(size: int) -> bool:
-        return peak_memory_bytes(curve.at(size), optimizer, num_replicas) <= usable_bytes(device)
+        live = curve.live_bytes(size)
+        return peak_memory_bytes(live, parameters, optimizer, num_replicas) <= usable_bytes(device)
 
     if not fits(1):
         return 0

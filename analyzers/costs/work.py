@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 import torch
@@ -42,42 +43,59 @@ class WorkCurve:
 
     def at(self, batch_size: int) -> StepWork:
         """Return the work at a batch size. O(ops)."""
+        return StepWork(graph=self.traced.at(batch_size), live_bytes=self.live_bytes(batch_size))
+
+    def live_bytes(self, batch_size: int) -> Array:
+        """Return (c,) the bytes alive after each call, its result allocated and what it used last still held. O(calls).
+
+        What kernels take as workspace is not in a trace.
+        """
         own = self.traced.graph.batch_size
         scale = AS_TRACED if own is None else Scale(own, batch_size)
-        return StepWork(graph=self.traced.at(batch_size), live_bytes=live_bytes(self.traced, scale))
+        change = np.zeros(self._calls.size + 1)
+        for elements, width, born, died in self._storages:
+            held = float(scale.size(elements) * width)
+            change[born] += held
+            change[died] -= held
+        alive: Array = np.cumsum(change)[:-1][self._calls]
+        return alive
+
+    @cached_property
+    def _calls(self) -> NDArray[np.bool_]:
+        """Return (nodes,) which nodes are calls."""
+        return np.array([node.op == "call_function" for node in self.traced.fx.graph.nodes])
+
+    @cached_property
+    def _storages(self) -> list[tuple[int, int, int, int]]:
+        """Return elements, bytes of each, first node and first node after the last use of every storage.
+
+        A storage lives from the call that makes it to the last call that uses any view of it; parameters, buffers and
+        inputs live throughout, gradients from their making to the end.
+        """
+        nodes = list(self.traced.fx.graph.nodes)
+        size: dict[int, tuple[int, int]] = {}
+        last: dict[int, int] = {}
+        born: dict[int, int] = {}
+        lasting: set[int] = set()
+        for place, node in enumerate(nodes):
+            for tensor in _tensors(node):
+                storage, width = tensor.untyped_storage(), tensor.element_size()
+                key = storage._cdata
+                size.setdefault(key, (storage.nbytes() // width, width))
+                born.setdefault(key, 0 if node.op == "placeholder" else place)
+                last[key] = max(last.get(key, 0), place)
+                if node.op == "placeholder":
+                    lasting.add(key)
+            for source in node.all_input_nodes:
+                for tensor in _tensors(source):
+                    last[tensor.untyped_storage()._cdata] = place
+        end = len(nodes)
+        return [(*size[key], born[key], end if key in lasting else last[key] + 1) for key in size]
 
 
 def measure_work(build: Callable[[], TrainingStep], numerics: Numerics = AS_DEFAULT) -> WorkCurve:
     """Return the work of the training step that ``build`` makes. Raises InputError when it cannot be traced."""
     return WorkCurve(traced=trace_any_batch(build, mode="training", numerics=numerics))
-
-
-def live_bytes(step: TracedStep, scale: Scale = AS_TRACED) -> Array:
-    """Return (c,) the bytes alive after each call of a traced step, its result allocated and what it used last still held.
-
-    A storage lives from the call that makes it to the last call that uses any view of it; parameters, buffers and inputs
-    live throughout, gradients from their making to the end. What kernels take as workspace is not in a trace. O(calls).
-    """
-    nodes = list(step.fx.graph.nodes)
-    size: dict[int, float] = {}
-    last: dict[int, int] = {}
-    born: dict[int, int] = {}
-    for place, node in enumerate(nodes):
-        for tensor in _tensors(node):
-            key = tensor.untyped_storage()._cdata
-            size[key] = max(size.get(key, 0.0), scale.stored_bytes(tensor))
-            born.setdefault(key, 0 if node.op == "placeholder" else place)
-            last[key] = max(last.get(key, 0), place)
-        for source in node.all_input_nodes:
-            for tensor in _tensors(source):
-                last[tensor.untyped_storage()._cdata] = place
-    lasting = {t.untyped_storage()._cdata for node in nodes if node.op == "placeholder" for t in _tensors(node)}
-    change = np.zeros(len(nodes) + 1)
-    for key, held in size.items():
-        change[born[key]] += held
-        change[len(nodes) if key in lasting else last[key] + 1] -= held
-    alive = np.cumsum(change)[:-1]
-    return np.array([alive[place] for place, node in enumerate(nodes) if node.op == "call_function"])
 
 
 def _tensors(node: Node) -> list[Tensor]:

@@ -108,9 +108,21 @@ class Candidates:
         return option.throughput * self.job.batch_size if option.goodput_per_s is None else option.goodput_per_s
 
     def error(self, devices: Mapping[str, int]) -> float | None:
-        """Return the largest relative error of the used types' compute times; None when one is not known."""
-        known = [self.knowledge.errors.get(name) for name in devices]
-        return None if None in known or not known else max(value for value in known if value is not None)
+        """Return the largest relative error of the used types' compute times, given ones counted as exact; None for none."""
+        known = [self.knowledge.errors[name] for name in devices if name in self.knowledge.errors]
+        return max(known, default=None)
+
+    def gain_error(self, first: Mapping[str, int], second: Mapping[str, int]) -> float | None:
+        """Return the relative error of one plan's rate over another's; None where no error is known.
+
+        The errors of different types are independent and add in squares. One type's error is the same on both sides: it
+        scales both steps, and cancels.
+        """
+        types = {*first, *second}
+        known = [self.knowledge.errors[name] for name in types if name in self.knowledge.errors]
+        if not known:
+            return None
+        return 0.0 if len(types) == 1 else math.hypot(*known)
 
     def _bsp(self, problem: Problem) -> Candidate:
         plan = plan_bsp(problem, self.knowledge.curves)

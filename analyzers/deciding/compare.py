@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import replace
 from itertools import combinations
@@ -60,14 +61,17 @@ def decide(
     ranked = list({candidate.option.strategy: candidate for candidate in reversed(found)}.values())
     ranked.sort(key=found.index)
     picked = _pick(ranked, value)
+    baseline = maker.baseline(problem)
     decision = Decision(
         objective=objective,
         picked=picked.option.strategy,
-        baseline=maker.baseline(problem),
+        baseline=baseline,
         options=[candidate.option for candidate in ranked],
         left_out=left_out,
         words=[],
         error=maker.error(picked.option.devices),
+        gain_error=maker.gain_error(picked.option.devices, baseline.devices),
+        too_close=_too_close(maker, ranked, picked, value),
         error_source=knowledge.error_source,
         communication_source="" if knowledge.communication is None else knowledge.communication.source,
     )
@@ -115,6 +119,20 @@ def _pick(ranked: list[Candidate], value: Callable[[Option], float]) -> Candidat
         and candidate.option.staleness <= best.option.staleness
     ]
     return min(as_good, key=lambda candidate: SIMPLEST.index(candidate.option.strategy))
+
+
+def _too_close(
+    maker: Candidates, ranked: list[Candidate], picked: Candidate, value: Callable[[Option], float]
+) -> list[str]:
+    """Return the strategies that cannot be told apart from the picked one: the error of the ratio is more than it says."""
+    found = []
+    for other in ranked:
+        error = maker.gain_error(picked.option.devices, other.option.devices)
+        if other is not picked and error is not None and value(other.option) > 0:
+            ratio = value(picked.option) / value(other.option)
+            if abs(math.log(ratio)) <= math.log1p(error) and error > 0:
+                found.append(other.option.strategy)
+    return found
 
 
 def _parts(problem: Problem) -> list[Problem]:

@@ -40,6 +40,8 @@ def _why(decision: Decision, picked: Option, batch_size: int) -> str:
         lead = _rate(first, decision, batch_size) / _rate(picked, decision, batch_size) - 1
         rest = "" if stale else ", too little to change a script for"
         ahead = f"is {lead:.1%} ahead{stale}{rest}" if lead >= _SHOWN else f"is just as good{stale}"
+        if first.strategy in decision.too_close and not stale:
+            ahead = "is too close to tell apart"
         text += f"; {first.strategy} {ahead}"
     if picked.communication_s is None:
         return f"{text}; communication is not in these figures (no graph, no fitted model)."
@@ -63,6 +65,9 @@ def _gain(decision: Decision, picked: Option, batch_size: int) -> str:
     unit = "samples per price" if decision.objective == "cheapest" else "progress per second"
     gain = _rate(picked, decision, batch_size) / _rate(nothing, decision, batch_size) - 1
     error = "without a known error" if decision.error is None else f"± {decision.error:.0%} by compute"
+    if decision.gain_error is not None and abs(gain) >= _SHOWN:
+        low, high = (1 + gain) / (1 + decision.gain_error) - 1, (1 + gain) * (1 + decision.gain_error) - 1
+        error += f"; the gain between {low:+.0%} and {high:+.0%}"
     steps = f"{show_seconds(nothing.iteration_s)} -> {show_seconds(picked.iteration_s)} per step ({error})"
     saved = ""
     if picked.order_saves_s and picked.order_saves_s >= 0.001 * picked.iteration_s:
@@ -84,10 +89,12 @@ def _sure(decision: Decision, picked: Option, batch_size: int, remark: str) -> s
             f"or give the telemetry of an earlier run, to know it{mixed}."
         )
     source = f" ({decision.error_source})" if decision.error_source else ""
-    if abs(gain) <= decision.error:
+    apart = decision.error if decision.gain_error is None else decision.gain_error
+    if abs(gain) <= apart or (abs(gain) < _SHOWN and decision.error > 0):
+        types = " and ".join(sorted({*picked.devices, *decision.baseline.devices}))
         return (
-            f"How sure: not; compute times are known to within {decision.error:.0%}{source}, more than the difference: "
-            f"measure before you change anything{mixed}."
+            f"How sure: too close to call; compute times are known to within {decision.error:.0%}{source}, more than the "
+            f"difference: measure {types} before you change anything{mixed}."
         )
     if remark:
         return (

@@ -7,6 +7,7 @@ example, so that the tower feeds the language model. Start at :func:`example_inp
 from __future__ import annotations
 
 import inspect
+import math
 from collections.abc import Mapping
 from itertools import product
 from typing import Any
@@ -75,7 +76,8 @@ class _Maker:
         positions = _hint((self.text, self.config), *_POSITIONS)
         most = positions if isinstance(positions, int) and positions > 0 else None
         if wanted is None:
-            return min(_TEXT_LENGTH, most or _TEXT_LENGTH)
+            axial = _hint((self.config,), "axial_pos_shape")  # Reformer trains on texts of one length
+            return math.prod(axial) if axial else min(_TEXT_LENGTH, most or _TEXT_LENGTH)
         if not {"input_ids", "decoder_input_ids"}.intersection(self.takes):
             raise InputError("--sequence-length", f"{self.source} reads no text", "leave it out")
         limit = self._learned_positions(most) if most is not None else None
@@ -139,6 +141,15 @@ class _Maker:
             return [
                 {"pixel_values": _floats(*s), "hidden_states": _floats(*s), "image_grid_thw": grid, "grid_thw": grid}
                 for s in shapes
+            ]
+        if "spatial_shapes" in self.takes:  # an image cut into patches
+            patch = _hint((self.vision,), "patch_size", default=16)
+            return [
+                {
+                    "pixel_values": _floats(1, _GRID**2, channels * patch**2),
+                    "pixel_attention_mask": torch.ones(1, _GRID**2, dtype=torch.long, device="cpu"),
+                    "spatial_shapes": torch.tensor([[_GRID, _GRID]], device="cpu"),
+                }
             ]
         if "aspect_ratio_ids" in self.takes:  # an image cut into tiles
             tiles = _hint((self.vision,), "max_num_tiles", default=4)

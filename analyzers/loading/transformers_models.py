@@ -64,7 +64,9 @@ _REPAIRS: Mapping[str, Mapping[str, int]] = {
     "llama4": {"vision_config.hidden_size": 1408, "vision_config.vision_output_dim": 4096},
     "qwen2_vl": {"vision_config.hidden_size": 8192},
     "shieldgemma2": {"vision_config.image_size": 896},
+    "smolvlm": {"vision_config.image_size": 364, "vision_config.patch_size": 14},
     "t5gemma2": {"encoder.vision_config.image_size": 896},
+    "voxtral": {"audio_token_id": 24},
 }
 
 
