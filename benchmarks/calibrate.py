@@ -22,7 +22,6 @@ from truth_page import write_page
 
 from ddltool.analyzers.costs.fitting import Belief, Case, fit, host_bound, steps_s
 from ddltool.analyzers.costs.kernel_times import ARITHMETIC, FEED, TRAFFIC, UNITS, Constants, demand_of
-from ddltool.analyzers.costs.kernels import CLASS
 from ddltool.analyzers.costs.model import GENERATIONS, cost_model
 from ddltool.analyzers.costs.step import OPTIMIZERS
 from ddltool.artifacts import save
@@ -44,7 +43,10 @@ def _slow(name: str) -> bool:
 
 
 # What was believed before any row was read: kernels reach three quarters to four fifths of a datasheet's rates, give or take
-# a quarter; a few microseconds lie between two kernels, and the host takes some twenty for an op.
+# a quarter; a few microseconds lie between two kernels, and today's hosts take some ten for an op, forward or backward, and for
+# a tensor of a fused update. Older ones, with a loop over the parameters, took more: what the rows say of that is theirs.
+_HOSTS = 0.5
+"""How far one host's time per op is from another's: the standard deviation of its logarithm."""
 PRIOR = Belief(
     constants=Constants(
         arithmetic={name: 0.3 if _slow(name) else 0.8 for name in ARITHMETIC},
@@ -52,15 +54,15 @@ PRIOR = Belief(
         feed=dict.fromkeys(FEED, 4000.0),
         start_s=4e-6,
         cache=0.4,
-        issue_s=20e-6,
-        update_s=20e-6,
+        issue_s=10e-6,
+        update_s=10e-6,
     ),
     generations={},
     spread={
         "*": 0.25,
         **{f"arithmetic:{name}": 1.2 for name in ARITHMETIC if _slow(name)},
         **{f"traffic:{name}": 1.2 for name in TRAFFIC if _slow(name)},
-        **{"feed": 0.8, "start_s": 0.4, "cache": 0.5, "issue_s": 0.4, "update_s": 0.4, "setting": 1.5},
+        **{"feed": 0.8, "start_s": 0.4, "cache": 0.5, "issue_s": 0.2, "update_s": 0.15, "setting": 1.5},
         **dict.fromkeys(UNITS, 0.2),
         # A K80's clock follows its power, far below the boost of the datasheet.
         **{f"{unit}:Kepler": 0.3 for unit in UNITS},
@@ -139,19 +141,10 @@ def _case(rows: Sequence[Row], work: Work, beside: int) -> Case:
         tensors=work.tensors if training else 0,
         generation=device.architecture,
         measured_s=math.exp(float(np.median([math.log(each.measured_s) for each in rows]))),
-        weight=0.0 if _judged_alone(row, work) else source.weight / math.sqrt(beside),
+        weight=source.weight / math.sqrt(beside),
         error=source.error,
         setting=f"{row.source}, {row.model}" if source.adds else "",
     )
-
-
-def _judged_alone(row: Row, work: Work) -> bool:
-    """Return whether a row is judged, but kept out of the fit: forward passes of convolutions with groups.
-
-    Their backward passes are many times slower, and the cost model has one rate for both, which is that of training.
-    """
-    grouped = [CLASS["grouped_convolution"], CLASS["depthwise_convolution"]]
-    return row.trace.mode == "inference" and bool(np.isin(work.kernels.kind, grouped).any())
 
 
 def table_of(belief: Belief, **more: object) -> CalibrationTable:
@@ -260,9 +253,12 @@ def residuals_of(judged: Sequence[tuple[Row, float]], what: str) -> Residuals:
 def _host(judged: Judged) -> Residuals:
     """Return those of steps that wait for the host: few were measured, so at least what was believed of hosts."""
     rows = judged.chosen(lambda _: True, host=True)
-    believed = math.exp(_TENTH * PRIOR.spread["issue_s"])
-    made = residuals_of(rows, "the model's family; at least what the prior expects of other hosts")
-    return _wider(made, made.model_copy(update=_rounded({"low": 1.0 / believed, "high": believed})))
+    believed = math.exp(_TENTH * _HOSTS)
+    what = "what is expected of other hosts"
+    expected = Residuals(
+        median_error=_HOSTS, rows=len(rows), what=what, **_rounded({"low": 1 / believed, "high": believed})
+    )
+    return _wider(residuals_of(rows, f"the model's family; at least {what}"), expected) if rows else expected
 
 
 def _wider(residuals: Residuals, than: Residuals) -> Residuals:

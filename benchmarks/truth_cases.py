@@ -134,7 +134,7 @@ def _timm_family(name: str) -> str:
 def _timm_model(name: str, size: int, excluded: Counter[str]) -> str | None:
     """Return the source of a timm model of an image size, None where today's timm does not have it."""
     timm = imported("timm", "timm")
-    if not timm.is_model(name) or name in timm.models._registry._deprecated_models:
+    if not timm.is_model(name):
         excluded["no model of today's timm has that name"] += 1
         return None
     return f"timm:{name}@{size}"

@@ -144,7 +144,6 @@ def _page(
     plain: Callable[[Row], bool] = lambda row: own(row) and not row.source.startswith("timm")  # noqa: E731
     shown: Callable[[Row], bool] = lambda row: own(row) and row.source != "timm"  # noqa: E731
     judged = [(row, time) for row, time in every if own(row)]
-    unfitted = sum(len(cell.rows) for cell in families.cells if cell.case.weight == 0)
     device = Summary.of(judged, residuals["device"])
     of_known, of_unknown = known.chosen(plain, host=None), unknown.chosen(plain, host=None)
     new, other = Summary.of(of_known, residuals["generation"]), Summary.of(of_unknown, residuals["unknown"])
@@ -173,8 +172,6 @@ def _page(
         "## By source\n\nEach model's family was left out, timm's in five folds of whole files of timm.\n\n"
         + _table("source", sources, residuals["device"]),
         "\n".join(f"- {source.title}: {source.remark}." for source in SOURCES.values()),
-        f"{unfitted} of timm's inference rows are judged but not fitted: forward passes of convolutions with groups, whose "
-        "backward passes are many times slower, while the cost model has one rate for both.",
         "The last two tell of Kepler and Turing, which nobody else measured. Their software adds time to every step that is "
         "not the GPU's; how much is fitted by model, and not shipped: "
         + "; ".join(f"{name} {1e3 * added:.0f} ms" for name, added in sorted(whole.settings.items()))

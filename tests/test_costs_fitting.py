@@ -190,7 +190,7 @@ def test_the_shipped_calibration_is_whole() -> None:
     assert set(table.traffic) == set(TRAFFIC)
     assert set(table.feed) == set(FEED)
     for share in (*table.arithmetic.values(), *table.traffic.values()):
-        assert 0.0 < share <= 2.0
+        assert 0.0 < share <= 4.0  # grouped convolutions count against the float32 peak, where matrix units run them
     assert 0.0 < table.cache < 1.0
     for units in table.generations.values():
         assert set(units) == set(UNITS)

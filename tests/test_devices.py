@@ -236,7 +236,7 @@ def test_commands_take_own_devices(cli: Cli, tmp_path: Path) -> None:
         "trace",
         "zoo:cifarnet",
         "--batch-size",
-        "4",
+        "512",
         "--samples",
         "2",
         "--bandwidth",

@@ -36,7 +36,7 @@ def planned() -> tuple[BucketSetting, PrefetchSetting | None]:
 
     graph = trace_torch(build, mode="training")
     graph = estimate(graph, datasheet(devices().device("cpu-core")), Network())
-    plans = plan_collectives(graph, Ring(replicas=2, bandwidth_bytes_per_s=5e8, latency_s=1e-6))
+    plans = plan_collectives(graph, Ring(replicas=2, bandwidth_bytes_per_s=2e9, latency_s=3e-6))
     assert plans is not None
     return settings(plans)
 

@@ -17,8 +17,10 @@ class Residuals(Record):
 
     low: Positive
     high: Positive
-    median_error: Annotated[float, Field(ge=0, allow_inf_nan=False)] = Field(description="of |predicted / measured - 1|")
-    rows: Annotated[int, Field(ge=1)]
+    median_error: Annotated[float, Field(ge=0, allow_inf_nan=False)] = Field(
+        description="of |predicted / measured - 1|"
+    )
+    rows: Annotated[int, Field(ge=0)]
     what: str = Field(description="what was left out of the fit")
 
 
@@ -54,4 +56,6 @@ class CalibrationTable(Artifact):
         description="device: another model on a device of the fit; generation: on another device of a generation of the fit; "
         "unknown: on a generation that the fit did not see; host: a step bound by the host"
     )
-    provenance: list[str] = Field(description="one line per source of measured rows: where, rows, what was excluded and why")
+    provenance: list[str] = Field(
+        description="one line per source of measured rows: where, rows, what was excluded and why"
+    )

@@ -54,10 +54,12 @@ class Decision(Record):
         default=None, description="relative error of the predicted compute times; null: given without one"
     )
     gain_error: Finite | None = Field(
-        default=None, description="relative error of the gain over doing nothing; null: compute times have no known error"
+        default=None,
+        description="relative error of the gain over doing nothing; null: compute times have no known error",
     )
     too_close: list[str] = Field(
-        default_factory=list, description="strategies that the error of the compute times does not tell from the picked one"
+        default_factory=list,
+        description="strategies that the error of the compute times does not tell from the picked one",
     )
     error_source: str = ""
     communication_source: str = ""

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-from ddltool.analyzers.costs.kernels import CLASS, CLASSES, Kernels
+from ddltool.analyzers.costs.kernels import CLASS, CLASSES, WEIGHT_GRADIENT, Kernels
 from ddltool.device import Device
 
 Array = NDArray[np.float64]
@@ -37,6 +37,12 @@ UNITS = ("tensor", "vector", "memory")
 _PRODUCTS = ("convolution", "matrix_product", "attention", "recurrent")
 _BY_LAYOUT = ("convolution", "grouped_convolution", "depthwise_convolution", "normalisation", "pooling")
 _LAYOUTS = ("channels_first", "channels_last")
+# The gradient of the weights of these is a kernel of its own kind, far slower than the others.
+_OWN_WEIGHTS = (
+    "grouped_convolution/channels_last",
+    "depthwise_convolution/channels_first",
+    "depthwise_convolution/channels_last",
+)
 
 
 def _names() -> tuple[tuple[str, ...], tuple[str, ...]]:
@@ -49,6 +55,7 @@ def _names() -> tuple[tuple[str, ...], tuple[str, ...]]:
         "grouped_convolution/channels_last/narrow",
         *(f"depthwise_convolution/{layout}" for layout in _LAYOUTS),
     ]
+    arithmetic += [f"{name}/weights" for name in _OWN_WEIGHTS]
     traffic = [name for name in CLASSES if name not in _BY_LAYOUT]
     traffic += [f"{name}/{layout}" for name in ("convolution", "normalisation", "pooling") for layout in _LAYOUTS]
     return (*arithmetic, *grouped), (*traffic, "convolution/misaligned", *grouped)
@@ -227,4 +234,6 @@ def _constants_of(
         (f"depthwise_convolution/{layout}", kind == CLASS["depthwise_convolution"]),
     ):
         arithmetic[chosen], traffic[chosen] = _ARITHMETIC[name], _TRAFFIC[name]
+        if name in _OWN_WEIGHTS:
+            arithmetic[chosen & (kernels.direction == WEIGHT_GRADIENT)] = _ARITHMETIC[f"{name}/weights"]
     return arithmetic, traffic

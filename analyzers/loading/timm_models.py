@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import warnings
+from typing import Any
+
 import torch
+from torch import nn
 
 from ddltool.analyzers.loading.bound import REMEDY, least_batch
 from ddltool.analyzers.loading.packages import imported, nearest
@@ -23,14 +27,24 @@ def timm_step(name: str) -> TrainingStep:
         raise InputError(source, f"unknown model {name!r}", remedy)
     if at and not side.isdecimal():
         raise InputError(source, f"cannot read the image size {side!r}", f"give pixels: timm:{name}@256")
-    made_for = timm.get_pretrained_cfg(name)
+    pixels = {"img_size": int(side)} if at else {}
+    module = _built(timm, source, name)
+    made_for = module.default_cfg
     # A model of fixed size has to be built for another; the others take images of any.
-    options = {"img_size": int(side)} if at and made_for.fixed_input_size else {}
+    if pixels and made_for.get("fixed_input_size") and int(side) != made_for["input_size"][-1]:
+        module = _built(timm, source, name, **pixels)
+    channels, *sides = made_for["input_size"]
+    size = (channels, int(side), int(side)) if at else (channels, *sides)
+    images = torch.ones(least_batch(module), *size)
+    return TrainingStep(name=name, module=module, inputs=(images,), loss=default_loss)
+
+
+def _built(timm: Any, source: str, name: str, **options: int) -> nn.Module:
     try:
-        module = timm.create_model(name, pretrained=False, **options)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of names that timm has renamed since
+            made: nn.Module = timm.create_model(name, pretrained=False, **options)
     except Exception as error:
         text = one_line(f"{type(error).__name__}: {error}")[:300]
         raise InputError(source, f"cannot be built ({text})", REMEDY) from error
-    size = (made_for.input_size[0], int(side), int(side)) if at else made_for.input_size
-    images = torch.ones(least_batch(module), *size)
-    return TrainingStep(name=name, module=module, inputs=(images,), loss=default_loss)
+    return made
