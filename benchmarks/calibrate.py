@@ -52,7 +52,7 @@ PRIOR = Belief(
         arithmetic={name: 0.3 if _slow(name) else 0.8 for name in ARITHMETIC},
         traffic={name: 0.3 if _slow(name) else 0.75 for name in TRAFFIC},
         feed=dict.fromkeys(FEED, 4000.0),
-        start_s=4e-6,
+        start_s=5e-6,
         cache=0.4,
         issue_s=10e-6,
         update_s=10e-6,
@@ -62,7 +62,7 @@ PRIOR = Belief(
         "*": 0.25,
         **{f"arithmetic:{name}": 1.2 for name in ARITHMETIC if _slow(name)},
         **{f"traffic:{name}": 1.2 for name in TRAFFIC if _slow(name)},
-        **{"feed": 0.8, "start_s": 0.4, "cache": 0.5, "issue_s": 0.2, "update_s": 0.15, "setting": 1.5},
+        **{"feed": 0.8, "start_s": 0.15, "cache": 0.5, "issue_s": 0.2, "update_s": 0.15, "setting": 1.5},
         **dict.fromkeys(UNITS, 0.2),
         # A K80's clock follows its power, far below the boost of the datasheet.
         **{f"{unit}:Kepler": 0.3 for unit in UNITS},
