@@ -448,7 +448,7 @@ def test_rows_say_that_they_are_predicted(cli: Cli, tmp_path: Path) -> None:
     frame = read_profile(out)
     places = frame[["num_nodes", "num_replicas"]].drop_duplicates().to_numpy().tolist()
     assert places == [[1, 1], [1, 2], [2, 8]]
-    text = cli("predict", "zoo:cifarnet", "--device", "T4", "--batch-sizes", 8).out
+    text = cli("predict", "zoo:cifarnet", "--device", "H100", "--batch-sizes", 8).out
     assert text.startswith("Fastest here: ")
     assert "predicted, not measured" in text
     assert "Host-bound at batch 8" in text

@@ -111,6 +111,8 @@ def trace_any_batch(build: Callable[[], TrainingStep], *, mode: Mode, numerics: 
 
 def _trace_built(step: TrainingStep, mode: Mode, numerics: Numerics) -> TracedStep:
     step = replace(step, module=step.module.train(mode == "training"))
+    if mode == "training" and not any(value.requires_grad for value in step.module.parameters()):
+        raise InputError(step.name, "has no parameter that is trained", "trace it with --mode inference")
     return _to_graph(_trace(step, mode, numerics), step, mode, numerics)
 
 
