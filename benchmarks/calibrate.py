@@ -161,6 +161,7 @@ def table_of(belief: Belief, **more: object) -> CalibrationTable:
             "generations": {name: _rounded(belief.generations[name]) for name in known},
             "spread": {},
             "devices": [],
+            "judged": [],
             "residuals": dict.fromkeys(("device", "generation", "unknown", "host"), once),
             "provenance": [],
             **more,
@@ -305,12 +306,14 @@ def main() -> None:
         f"{name}: {source.title}, {sum(row.source == name for cell in cells for row in cell.rows)} rows; {source.remark}"
         for name, source in SOURCES.items()
     ]
+    judged = {cell.row.device for cell in cells if not SOURCES[cell.row.source].adds}
     logs = {unit: np.log([units[unit] for units in whole.generations.values()]) for unit in UNITS}
     spread = {**PRIOR.spread, **{unit: max(0.05, float(np.std(logs[unit]))) for unit in UNITS}}
     table = table_of(
         whole,
         spread=_rounded({name: value for name, value in spread.items() if name != "setting"}),
-        devices=sorted({cell.row.device for cell in cells}),
+        devices=sorted(judged),
+        judged=sorted({devices().device(name).architecture for name in judged}),
         residuals=residuals,
         provenance=provenance,
     )

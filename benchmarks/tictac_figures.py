@@ -279,7 +279,10 @@ def main() -> None:
         f" {given.worker_noise:g} per worker, server card {given.server_rate:g} x worker card."
     )
     factors = {model: given.compute_factor or k80_factor(model) for model in given.models}
-    print("compute times over roofline, K80: " + ", ".join(f"{name} {value:.2f}" for name, value in factors.items()))
+    print(
+        "compute times over the cost model's, K80: "
+        + ", ".join(f"{name} {value:.2f}" for name, value in factors.items())
+    )
     for number in given.figures:
         started = time.perf_counter()
         options = Options(

@@ -85,7 +85,7 @@ def demo(
         return
     console = out()
     console.print(table("What each step found", ("step", "finding", "time"), rows(found), text_columns=2))
-    console.print("Predicted: for V100, P100 and T4, from datasheets. Measured: on this machine's CPU.")
+    console.print("Predicted: for V100, P100 and T4 (see ddltool predict). Measured: on this machine's CPU.")
     console.print(f"All artifacts are in {output}{os.sep}")
     console.print(f"Report: {report.resolve()}", soft_wrap=True)
 

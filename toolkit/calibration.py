@@ -51,7 +51,8 @@ class CalibrationTable(Artifact):
     spread: dict[str, Annotated[float, Field(ge=0)]] = Field(
         description="how far a constant may be off (standard deviation of its logarithm): the prior of a user's calibration"
     )
-    devices: list[str] = Field(description="devices with measured rows in the fit")
+    devices: list[str] = Field(description="devices whose measured rows say how far off predictions are")
+    judged: list[str] = Field(description="the architectures of these devices")
     residuals: dict[Literal["device", "generation", "unknown", "host"], Residuals] = Field(
         description="device: another model on a device of the fit; generation: on another device of a generation of the fit; "
         "unknown: on a generation that the fit did not see; host: a step bound by the host"

@@ -74,9 +74,8 @@ def cost_model(device: Device, calibration: CalibrationTable) -> CostModel:
         return CostModel(device=device, constants=constants, residuals=own.residuals, host_residuals=host)
     if device.architecture == "CPU":
         return datasheet(device)
-    known = calibration.generations
     seen = device.name in calibration.devices
-    kind = "device" if seen else "generation" if device.architecture in known else "unknown"
+    kind = "device" if seen else "generation" if device.architecture in calibration.judged else "unknown"
     units = _units(device.architecture, calibration)
     return CostModel(
         device=device,

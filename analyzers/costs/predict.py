@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
+
 from ddltool.analyzers.communication.ddp import DEFAULT_CAP_MIB, DEFAULT_FIRST_BYTES, assign_buckets, finish_s
 from ddltool.analyzers.communication.program import Program, Ring, program_of
 from ddltool.analyzers.costs.compiled import compiled
@@ -78,7 +80,7 @@ class PredictedStep:
     tokens_per_s: float | None
     """Of all replicas, where the model reads tokens."""
     mfu: float
-    """Operations of matrix products and convolutions over what the device's peak of that precision would allow."""
+    """Share of the step that matrix products, convolutions and attention would take at the device's dense peak."""
     host_bound: bool
 
 
@@ -101,7 +103,7 @@ def predict(
             tokens = graph.meta.get("tokens_per_sample")
             live, parameters = works[size].live_bytes, graph.parameter_bytes
             memory = peak_memory_bytes(live, parameters, setting.optimizer, placement.num_replicas)
-            flops = setting.accumulation * product_flops(graph)
+            least_s = setting.accumulation * products_s(graph, model.device)
             made.append(
                 PredictedStep(
                     num_nodes=placement.num_nodes,
@@ -113,7 +115,7 @@ def predict(
                     fits=memory <= usable_bytes(model.device),
                     samples_per_s=samples / step_s,
                     tokens_per_s=samples * float(tokens) / step_s if isinstance(tokens, (int, float)) else None,
-                    mfu=flops / step_s / peak_flops(model.device, str(graph.meta.get("precision", "fp32"))),
+                    mfu=least_s / step_s,
                     host_bound=host_bound,
                 )
             )
@@ -127,14 +129,18 @@ def timed_step(graph: Graph, model: CostModel, setting: Setting) -> Graph:
     return estimate(run, model, network, optimizer=setting.optimizer)
 
 
-def product_flops(graph: Graph) -> float:
-    """Return the operations of all matrix products, convolutions and attention in a graph: what MFU counts."""
-    return float(graph.flops[graph.gemm[:, 1] > 0].sum())
+def products_s(graph: Graph, device: Device) -> float:
+    """Return the seconds of all matrix products, convolutions and attention at the device's dense peak: what MFU counts.
 
-
-def peak_flops(device: Device, precision: str) -> float:
-    """Return the FLOP/s that a device could reach in a precision (``fp32`` counts against float32's own rate)."""
-    return device.peak_for({"amp": "float16", "bf16": "bfloat16", "tf32": "tf32"}.get(precision, "float32"))
+    In ``fp32`` convolutions and recurrent layers may use TF32, so its peak is theirs.
+    """
+    precision = str(graph.meta.get("precision", "fp32"))
+    peak = device.peak_for({"amp": "float16", "bf16": "bfloat16", "tf32": "tf32"}.get(precision, "float32"))
+    eased = device.peak_for("tf32") if precision == "fp32" else peak
+    product = graph.gemm[:, 1] > 0
+    names = [op_type.rpartition(".")[2] for op_type in graph.op_type]
+    convolution = product & np.array([name.startswith(("convolution", "recurrent")) for name in names], dtype=bool)
+    return float(graph.flops[convolution].sum() / eased + graph.flops[product & ~convolution].sum() / peak)
 
 
 def usable_bytes(device: Device) -> float:

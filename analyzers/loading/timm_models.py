@@ -29,7 +29,7 @@ def timm_step(name: str) -> TrainingStep:
         raise InputError(source, f"cannot read the image size {side!r}", f"give pixels: timm:{name}@256")
     pixels = {"img_size": int(side)} if at else {}
     module = _built(timm, source, name)
-    made_for = module.default_cfg
+    made_for: Any = module.default_cfg
     # A model of fixed size has to be built for another; the others take images of any.
     if pixels and made_for.get("fixed_input_size") and int(side) != made_for["input_size"][-1]:
         module = _built(timm, source, name, **pixels)
