@@ -261,7 +261,7 @@ def _show(document: dict[str, Any], output: Path | None) -> None:
                 str(row["num_replicas"]),
                 str(row["local_batch_size"]),
                 show_seconds(row["step_time_s"]),
-                span.replace(" ", "", 0),
+                span,
                 f"{row['samples_per_s']:.4g}",
                 f"{row['mfu']:.0%}",
                 show_seconds(row["sync_time_s"]) if row["num_replicas"] > 1 else "-",

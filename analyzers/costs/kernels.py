@@ -111,12 +111,6 @@ def kernels_of(graph: Graph) -> Kernels:
     one = 2.0 * gemm.prod(axis=1)
     both = backward & (flops > 1.5 * one) & (one > 0)
     direction = np.where(backward, WEIGHT_GRADIENT, FORWARD).astype(np.int8)
-    if not both.any():
-        gemm[backward] = gemm[backward][:, [0, 2, 3, 1]]
-        return Kernels(
-            op=ops, kind=kind, direction=direction, flops=flops, moved_bytes=moved, gemm=gemm, width=width,
-            dtype=tuple(dtype), ops=len(graph),
-        )  # fmt: skip
     # The gradient of the input and that of the weights: each reads the output's gradient and one more tensor.
     output = gemm[both, 0] * gemm[both, 1] * gemm[both, 2] * width[both]
     shared = (moved[both] + output) / 2.0

@@ -32,9 +32,6 @@ class Interval:
         """Return whether the two cannot be told apart."""
         return self.low <= other.high and other.low <= self.high
 
-    def __add__(self, seconds: float) -> Interval:
-        return Interval(value=self.value + seconds, low=self.low + seconds, high=self.high + seconds)
-
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class CostModel:

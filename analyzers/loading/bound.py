@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -18,6 +16,7 @@ from torch._subclasses.fake_tensor import (
 from torch.func import functional_call
 
 from ddltool.analyzers.loading.known_values import Assumptions, KnownValues
+from ddltool.analyzers.tracing.torch_adapter import silent_log
 from ddltool.errors import InputError, one_line
 
 REMEDY = "write a factory that returns (module, example_inputs)"
@@ -69,17 +68,6 @@ def bind(
     return tuple(inputs.values())
 
 
-@contextmanager
-def _silent_log() -> Iterator[None]:
-    """Keep torch from logging the stack of an error that only means that the next shape is to be tried."""
-    before = logging.root.manager.disable
-    logging.disable(logging.CRITICAL)
-    try:
-        yield
-    finally:
-        logging.disable(before)
-
-
 class _Method(nn.Module):
     """A method of a module, as a module."""
 
@@ -98,7 +86,7 @@ def tried(owner: nn.Module, method: str, inputs: Mapping[str, Tensor], packed: f
     """
     module = _Method(owner, method)
     with (
-        _silent_log(),
+        silent_log(),
         FakeTensorMode(allow_non_fake_inputs=True),
         torch.no_grad(),
         KnownValues() as known,

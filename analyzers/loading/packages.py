@@ -47,7 +47,7 @@ def _declare_torchvision() -> torch.library.Library | None:
             torch.ops.load_library(str(compiled))
             return None
     except OSError:
-        pass
+        pass  # built for another torch (with CUDA, say): the two names below stand in for it
     library = torch.library.Library("torchvision", "DEF")
     for name in ("nms", "qnms"):
         library.define(f"{name}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")

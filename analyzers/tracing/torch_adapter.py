@@ -189,7 +189,7 @@ class _Trace:
 
 def _trace(step: TrainingStep, mode: Mode, numerics: Numerics) -> _Trace:
     try:
-        with warnings.catch_warnings(), _silent_log():
+        with warnings.catch_warnings(), silent_log():
             warnings.simplefilter("ignore")
             return _Trace(step, mode, numerics)
     except DdlToolError:
@@ -201,8 +201,8 @@ def _trace(step: TrainingStep, mode: Mode, numerics: Numerics) -> _Trace:
 
 
 @contextmanager
-def _silent_log() -> Iterator[None]:
-    """Keep torch from logging the stack of an error that is about to be told in one line."""
+def silent_log() -> Iterator[None]:
+    """Keep torch from logging the stack of an error that is told in one line, or only means to try something else."""
     before = logging.root.manager.disable
     logging.disable(logging.CRITICAL)
     try:
