@@ -26,7 +26,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import TensorDataset
 
 from ddltool.analyzers.balancing.sizing import proportional
-from ddltool.runtime.batch_control import BalanceOptions, Balancer, balance
+from ddltool.runtime.balancing.control import BalanceOptions, Balancer, balance
 
 TRAINED = 1437
 

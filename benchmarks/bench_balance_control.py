@@ -26,11 +26,11 @@ import torch.distributed as dist
 
 from ddltool.analyzers.balancing.control import Policy, SpeedPolicy, TrialPolicy
 from ddltool.analyzers.balancing.predict import Settings
-from ddltool.runtime.batch_control import LIVE_LEARNING, MOST_BLOCKING
-from ddltool.runtime.batch_control_events import EventFile, Manager
-from ddltool.runtime.batch_control_exchange import Exchange, own
-from ddltool.runtime.batch_control_loop import Background
-from ddltool.runtime.batch_control_tree import TreeExchange
+from ddltool.runtime.balancing.control import LIVE_LEARNING, MOST_BLOCKING
+from ddltool.runtime.balancing.events import EventFile, Manager
+from ddltool.runtime.balancing.exchange import Exchange, own
+from ddltool.runtime.balancing.loop import Background
+from ddltool.runtime.balancing.tree import TreeExchange
 
 STEP_S = 0.1
 

@@ -201,8 +201,8 @@ def partitions_worker() -> None:
     from torch.nn.parallel import DistributedDataParallel
     from torch.utils.data import TensorDataset
 
-    from ddltool.runtime.balancing_data import PartitionedData
-    from ddltool.runtime.batch_control import BalanceOptions, balance
+    from ddltool.runtime.balancing.control import BalanceOptions, balance
+    from ddltool.runtime.balancing.partitioned import PartitionedData
 
     dist.init_process_group("gloo")
     rank, sizes, steps = dist.get_rank(), (8, 12, 16, 20, 24), 180

@@ -25,7 +25,7 @@ from ddltool.analyzers.balancing.replay import gain_kept, replay, replay_equal, 
 from ddltool.analyzers.balancing.sizing import equal, proportional
 from ddltool.analyzers.balancing.synthetic import cpu_cluster, gpu_curves, jitter
 from ddltool.analyzers.balancing.trajectory import simulate, slower_network
-from ddltool.runtime.watch import SpeedRow, write_rows
+from ddltool.runtime.measuring.watch import SpeedRow, write_rows
 
 BATCH = 128
 SINCE = 500

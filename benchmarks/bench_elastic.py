@@ -29,13 +29,13 @@ import torch.multiprocessing as mp
 from torch import nn
 from torch.utils.data import TensorDataset, default_collate
 
-from ddltool.runtime.elastic import ElasticTrainer
-from ddltool.runtime.elastic_group import Processes
-from ddltool.runtime.est_state import Contexts
-from ddltool.runtime.ordered_buckets import MIB, OrderedMean
-from ddltool.runtime.ordered_chain import ChainedMean
-from ddltool.runtime.ordered_reduction import GatheredMean, segments
-from ddltool.runtime.sample_feed import SampleFeed, Task
+from ddltool.runtime.elastic.contexts import Contexts
+from ddltool.runtime.elastic.ordered_buckets import MIB, OrderedMean
+from ddltool.runtime.elastic.ordered_chain import ChainedMean
+from ddltool.runtime.elastic.ordered_reduction import GatheredMean, segments
+from ddltool.runtime.elastic.processes import Processes
+from ddltool.runtime.elastic.sample_feed import SampleFeed, Task
+from ddltool.runtime.elastic.trainer import ElasticTrainer
 
 WAYS = ("chain", "gather", "tree")
 

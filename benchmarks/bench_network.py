@@ -46,9 +46,9 @@ from ddltool.analyzers.communication.timeline import Simulator
 from ddltool.analyzers.tracing.step import TrainingStep, default_loss
 from ddltool.analyzers.tracing.torch_adapter import trace_torch
 from ddltool.graph import COMPUTE, RECV, Graph
-from ddltool.runtime.servers import MomentumSGD, ParameterServer
-from ddltool.runtime.transfers import TransferPlan
-from ddltool.runtime.workers import Worker
+from ddltool.runtime.servers.parameter_server import MomentumSGD, ParameterServer
+from ddltool.runtime.servers.transfers import TransferPlan
+from ddltool.runtime.servers.worker import Worker
 
 WORKER_IP, SERVER_IP, PORT = "10.99.7.1", "10.99.7.2", 29517
 RANDOM, MODES = "random", ("inference", "training")

@@ -30,8 +30,8 @@ from torch.utils.data import DataLoader, TensorDataset
 from ddltool import runtime
 from ddltool.artifacts import save
 from ddltool.plan import Enforcement, RankEnforcement
-from ddltool.runtime.agent import GoodputAgent
-from ddltool.runtime.overhead import median_interval
+from ddltool.runtime.agent.agent import GoodputAgent
+from ddltool.runtime.measuring.overhead import median_interval
 
 VARIANTS = ("plain", "agent", "agent, Adam", "plain, Adam", "hook")
 BASE = {"agent": "plain", "agent, Adam": "plain, Adam", "hook": "plain"}

@@ -22,8 +22,8 @@ from ddltool.analyzers.goodput.fit import fit
 from ddltool.analyzers.goodput.measuring import median_interval
 from ddltool.analyzers.goodput.observations import Observations
 from ddltool.analyzers.goodput.throughput import grad_time_s
-from ddltool.runtime import measure_worker
-from ddltool.runtime.measure_worker import Subject, Task, Worker
+from ddltool.runtime.measuring import worker as measure_worker
+from ddltool.runtime.measuring.worker import Subject, Task, Worker
 
 FITTED, BETWEEN, BEYOND = (1, 2, 4, 8, 16), (3, 6, 12), (32,)
 CLOCKS = {"wall": time.perf_counter, "cpu": time.process_time}

@@ -32,7 +32,7 @@ from scipy.stats import ttest_1samp
 from sklearn.datasets import load_digits
 from torch import Tensor, nn
 
-from ddltool.runtime.sync import (
+from ddltool.runtime.servers import (
     ASP,
     BSP,
     SSP,
@@ -178,7 +178,7 @@ def enter(pipe: Connection, meeting: str, rank: int, size: int, name: str, run: 
 def measure(name: str, run: dict[str, Any]) -> dict[str, Any]:
     """Run one job and return its figures."""
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["sklearn.datasets", "ddltool.runtime.sync"])  # imported once for all processes
+    context.set_forkserver_preload(["sklearn.datasets", "ddltool.runtime.servers"])  # imported once for all processes
     size, crew = len(SLEEPS_S) + 1, []
     with tempfile.TemporaryDirectory() as folder:
         for rank in range(size):

@@ -30,8 +30,8 @@ import torch.distributed as dist
 from torch import nn
 
 from ddltool.errors import DdlToolError
-from ddltool.runtime.sync import BSP, ElasticBSP, MomentumSGD, Policy, SyncServer, SyncWorker, TransferPlan
-from ddltool.runtime.sync_signals import Terminated
+from ddltool.runtime.servers import BSP, ElasticBSP, MomentumSGD, Policy, SyncServer, SyncWorker, TransferPlan
+from ddltool.runtime.servers.signals import Terminated
 
 MODELS: dict[str, Policy] = {"bsp": BSP(), "elastic": ElasticBSP(4)}
 FAULTS = ("kill-worker", "nan", "raise", "stall", "overflow", "kill-server", "kill-last", "term-all")
@@ -95,7 +95,7 @@ def enter(pipe: Connection, rank: int, name: str, run: dict[str, Any]) -> None:
 def measure(name: str, fault: str, stall: float) -> dict[str, Any]:
     """Run one job and return what happened."""
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["ddltool.runtime.sync"])
+    context.set_forkserver_preload(["ddltool.runtime.servers"])
     with tempfile.TemporaryDirectory() as folder:
         run = {"folder": folder, "fault": fault, "stall": stall, "pids": context.Array("q", WORKERS + 1)}
         crew = []

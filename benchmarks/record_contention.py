@@ -20,7 +20,7 @@ from typing import Any
 
 import numpy as np
 
-from ddltool.runtime.watch import WatchRequest, record, write_rows
+from ddltool.runtime.measuring.watch import WatchRequest, record, write_rows
 
 BATCH = 384
 LASTING_S, SPIKE_S = (6.0, 20.0), (0.2, 0.6)

@@ -38,7 +38,7 @@ class Recorded:
 def read_recorded(path: Path) -> Recorded:
     """Return the recorded iterations of a CSV (``worker,iteration,end_s``) or of telemetry.jsonl.
 
-    Telemetry is the hook's, or that of a server of :mod:`ddltool.runtime.sync`. From ends, an iteration's length is the
+    Telemetry is the hook's, or that of a server of :mod:`ddltool.runtime.servers`. From ends, an iteration's length is the
     time since the worker's previous end. From telemetry, it is the step without the waiting for others, and the next
     iterations begin together, at 0. Raises InputError naming row and column.
     """

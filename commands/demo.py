@@ -132,7 +132,7 @@ def _profile(found: Findings, seed: int) -> None:
     from ddltool.commands.output import note
     from ddltool.commands.profile_measure import RESOLVER, measure_with_progress
     from ddltool.profile import write_profile
-    from ddltool.runtime.measure import MeasureRequest, reliability
+    from ddltool.runtime.measuring.campaign import MeasureRequest, reliability
 
     request = MeasureRequest(
         source=MODEL,

@@ -10,7 +10,7 @@ import typer
 from ddltool.commands.options import Json
 
 if TYPE_CHECKING:
-    from ddltool.runtime.run_difference import Comparison, Seen
+    from ddltool.runtime.elastic.run_difference import Comparison, Seen
 
 
 def diff_run(
@@ -27,7 +27,7 @@ def diff_run(
     """
     from ddltool.commands.output import print_json
     from ddltool.errors import CheckFailed
-    from ddltool.runtime.run_difference import compare_runs
+    from ddltool.runtime.elastic.run_difference import compare_runs
 
     found = compare_runs(a, b)
     if as_json:

@@ -17,7 +17,7 @@ import typer
 from ddltool.commands.options import Json
 
 if TYPE_CHECKING:
-    from ddltool.runtime.machine_checks import Check
+    from ddltool.runtime.measuring.machine_checks import Check
 
 PACKAGES = (
     "torch",
@@ -101,7 +101,7 @@ def _look(as_json: bool) -> None:
 
 def _examine() -> tuple[list[Check], dict[str, Any]]:
     """Return all checks, and the figures of the machine. The two processes start first: they import torch meanwhile."""
-    from ddltool.runtime import machine_checks as tried
+    from ddltool.runtime.measuring import machine_checks as tried
 
     port = tried.check_store_port()
     if importlib.util.find_spec("torch") is None or port.status != "ok":
@@ -117,14 +117,14 @@ def _examine() -> tuple[list[Check], dict[str, Any]]:
 
 
 def _python_check() -> Check:
-    from ddltool.runtime.machine_checks import Check
+    from ddltool.runtime.measuring.machine_checks import Check
 
     return Check(name="python", status="ok", found=f"{platform.python_version()}, {sys.executable}")
 
 
 def _package_checks() -> list[Check]:
     """One line for all packages, and one for each that is missing."""
-    from ddltool.runtime.machine_checks import Check
+    from ddltool.runtime.measuring.machine_checks import Check
 
     missing = [name for name in PACKAGES if _version(name) is None]
     if not missing:
@@ -137,7 +137,7 @@ def _package_checks() -> list[Check]:
 
 
 def _cores_check(machine: dict[str, Any]) -> Check:
-    from ddltool.runtime.machine_checks import Check
+    from ddltool.runtime.measuring.machine_checks import Check
 
     cores, busy = machine["cpu_count"], os.getloadavg()[0]
     found = f"{cores} core(s), {machine['memory_gib']} GiB of memory, load {busy:.1f}"
@@ -148,7 +148,7 @@ def _cores_check(machine: dict[str, Any]) -> Check:
 
 
 def _cuda_check(machine: dict[str, Any]) -> Check:
-    from ddltool.runtime.machine_checks import Check
+    from ddltool.runtime.measuring.machine_checks import Check
 
     devices = machine["cuda_devices"]
     if devices:
@@ -169,7 +169,7 @@ def _cuda_check(machine: dict[str, Any]) -> Check:
 
 
 def _folder_checks() -> list[Check]:
-    from ddltool.runtime.machine_checks import check_folder, check_shared_memory
+    from ddltool.runtime.measuring.machine_checks import check_folder, check_shared_memory
 
     cache = os.environ.get("MPLCONFIGDIR") or os.environ.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")
     return [
@@ -183,7 +183,7 @@ def _folder_checks() -> list[Check]:
 
 
 def _temporary_check() -> Check:
-    from ddltool.runtime.machine_checks import Check, check_folder
+    from ddltool.runtime.measuring.machine_checks import Check, check_folder
 
     remedy = "set TMPDIR to a writable folder"
     try:
@@ -194,7 +194,7 @@ def _temporary_check() -> Check:
 
 
 def _extra_checks() -> list[Check]:
-    from ddltool.runtime.machine_checks import Check
+    from ddltool.runtime.measuring.machine_checks import Check
 
     found: list[Check] = []
     for name, remedy in OPTIONAL.items():

@@ -122,7 +122,7 @@ def _sync_schema() -> dict[str, Any]:
     """The schema of any row of a synchronisation server's telemetry."""
     from pydantic import TypeAdapter
 
-    from ddltool.runtime.sync_records import BarrierRow, JoinedRow, LeftRow, StepRow, SummaryRow
+    from ddltool.runtime.servers.records import BarrierRow, JoinedRow, LeftRow, StepRow, SummaryRow
 
     rows: TypeAdapter[Any] = TypeAdapter(StepRow | BarrierRow | LeftRow | JoinedRow | SummaryRow)
     return {"title": "SyncRow", **rows.json_schema()}

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from ddltool.runtime.network import NetworkMeasurement
+    from ddltool.runtime.measuring.network import NetworkMeasurement
 
 
 # A fit this far off says little about any size of message.
@@ -18,7 +18,7 @@ def profile_network(processes: int, output: Path | None, as_json: bool) -> None:
     """Measure between the processes of this torchrun job, or between local ones, and print; rank 0 speaks for all."""
     from ddltool.artifacts import check_writable, save
     from ddltool.commands.output import print_json, progress
-    from ddltool.runtime.network import measure_network
+    from ddltool.runtime.measuring.network import measure_network
 
     if output is not None:
         check_writable(output)

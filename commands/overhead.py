@@ -7,14 +7,14 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from ddltool.runtime.overhead import Interval, Overhead
+    from ddltool.runtime.measuring.overhead import Interval, Overhead
 
 
 def show_overhead(script: str, max_overhead: str, pairs: int, steps: int, replicas: int, as_json: bool) -> None:
     """Measure, print, and raise CheckFailed when the overhead is above the limit beyond doubt."""
     from ddltool.commands.output import out, print_json, progress, table
     from ddltool.errors import CheckFailed, InputError
-    from ddltool.runtime.overhead import measure_overhead
+    from ddltool.runtime.measuring.overhead import measure_overhead
 
     limit = parse_share(max_overhead) if max_overhead else None
     try:

@@ -19,10 +19,10 @@ if TYPE_CHECKING:
     import pandas as pd
 
     from ddltool.analyzers.goodput.curve import CurveSummary
-    from ddltool.runtime.measure import Measured, MeasureRequest
-    from ddltool.runtime.measure_files import RowFile
-    from ddltool.runtime.measure_job import Place
-    from ddltool.runtime.measure_memory import MemoryLimit
+    from ddltool.runtime.measuring.campaign import Measured, MeasureRequest
+    from ddltool.runtime.measuring.memory import MemoryLimit
+    from ddltool.runtime.measuring.row_file import RowFile
+    from ddltool.runtime.measuring.torchrun_job import Place
 
 RESOLVER = "ddltool.commands.sources:training_step"
 _BUDGET_S = 60.0
@@ -71,9 +71,9 @@ def profile_model(options: MeasureOptions, output: Path | None, as_json: bool) -
     """Measure, write and print. Under torchrun every rank calls this, and rank 0 does all but its share of the steps."""
     from ddltool.commands.output import note, print_json
     from ddltool.commands.profile_output import as_document, shortfalls, show_profile
-    from ddltool.runtime.measure import reliability, settings_of
-    from ddltool.runtime.measure_files import RowFile, source_name, threads_of
-    from ddltool.runtime.measure_job import job_from_environment
+    from ddltool.runtime.measuring.campaign import reliability, settings_of
+    from ddltool.runtime.measuring.row_file import RowFile, source_name, threads_of
+    from ddltool.runtime.measuring.torchrun_job import job_from_environment
 
     if options.device not in ("cpu", "cuda"):
         raise InputError("--device", f"unknown device {options.device!r}", "cpu or cuda")
@@ -106,8 +106,8 @@ def profile_model(options: MeasureOptions, output: Path | None, as_json: bool) -
 
 def request_of(options: MeasureOptions, place: Place | None) -> MeasureRequest:
     """Return the request, with the defaults that depend on each other filled in."""
-    from ddltool.runtime.measure import MeasureRequest
-    from ddltool.runtime.measure_files import source_name
+    from ddltool.runtime.measuring.campaign import MeasureRequest
+    from ddltool.runtime.measuring.row_file import source_name
 
     world = place.world_size if place is not None else 1
     sampling = options.sampling
@@ -135,7 +135,7 @@ def request_of(options: MeasureOptions, place: Place | None) -> MeasureRequest:
 def measure_with_progress(request: MeasureRequest) -> pd.DataFrame:
     """Return the measured rows, with a progress bar while they come in."""
     from ddltool.commands.output import progress
-    from ddltool.runtime.measure import measure
+    from ddltool.runtime.measuring.campaign import measure
 
     with progress("measuring", len(request.batch_sizes) * len(request.replicas)) as advance:
         return measure(request, progress=lambda state: advance(state.done, state.remark))
@@ -146,7 +146,7 @@ def _lead(
 ) -> tuple[Measured, MemoryLimit | None]:
     """Search the memory limit if it was asked for, then measure; batches beyond the limit are not tried."""
     from ddltool.commands.output import progress
-    from ddltool.runtime.measure import LARGEST_BATCH, campaign
+    from ddltool.runtime.measuring.campaign import LARGEST_BATCH, campaign
 
     with _job(request, place) as job, progress("measuring") as advance:
         limit = _memory_limit(request, options, lambda remark: advance(0, f"memory: {remark}"))
@@ -173,7 +173,7 @@ def _job(request: MeasureRequest, place: Place | None) -> Iterator[Any]:
     if place is None:
         yield None
         return
-    from ddltool.runtime.measure_job import Job
+    from ddltool.runtime.measuring.torchrun_job import Job
 
     def leave(error: DdlToolError) -> NoReturn:
         sys.stdout.flush()
@@ -211,7 +211,7 @@ def _prints_elsewhere() -> Iterator[None]:
 
 def _follow(request: MeasureRequest, place: Place) -> None:
     """Be one of the other ranks."""
-    from ddltool.runtime.measure_job import Job
+    from ddltool.runtime.measuring.torchrun_job import Job
 
     def leave(error: DdlToolError) -> NoReturn:
         os._exit(error.exit_code)
@@ -241,7 +241,7 @@ def _memory_limit(
     request: MeasureRequest, options: MeasureOptions, progress: Callable[[str], None]
 ) -> MemoryLimit | None:
     """Return the measured memory limit, None when none was asked for."""
-    from ddltool.runtime.measure_memory import measure_limit
+    from ddltool.runtime.measuring.memory import measure_limit
 
     if not options.memory:
         return None

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from ddltool.analyzers.goodput.curve import CurveSummary
-    from ddltool.runtime.measure import Measured, MeasureRequest
-    from ddltool.runtime.measure_memory import MemoryLimit
+    from ddltool.runtime.measuring.campaign import Measured, MeasureRequest
+    from ddltool.runtime.measuring.memory import MemoryLimit
 
 
 def shortfalls(found: Measured, request: MeasureRequest) -> list[str]:

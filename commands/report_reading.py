@@ -208,7 +208,7 @@ def _from_rows(path: Path, rows: list[tuple[int, Row]]) -> Found:
 
 
 def _sync_rows(path: Path, rows: list[tuple[int, Row]]) -> list[Row]:
-    from ddltool.runtime.sync_records import BarrierRow, JoinedRow, LeftRow, StepRow, SummaryRow
+    from ddltool.runtime.servers.records import BarrierRow, JoinedRow, LeftRow, StepRow, SummaryRow
 
     models: dict[Any, type[BaseModel]] = {
         "step": StepRow,

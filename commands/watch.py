@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from ddltool.runtime.watch import SpeedRow
+    from ddltool.runtime.measuring.watch import SpeedRow
 
 MOST_WORKERS = 256
 MOST_ROWS = 10**7
@@ -37,7 +37,7 @@ def profile_watch(
     from ddltool.commands.profile_measure import RESOLVER
     from ddltool.commands.values import as_options
     from ddltool.errors import DdlToolError, InputError
-    from ddltool.runtime.watch import WatchLost, WatchRequest, record, write_rows
+    from ddltool.runtime.measuring.watch import WatchLost, WatchRequest, record, write_rows
 
     if workers > MOST_WORKERS:
         raise InputError("--replicas", f"is {workers}", f"watch at most {MOST_WORKERS} local processes")
@@ -71,7 +71,7 @@ def profile_watch(
 
 def _keep(rows: Sequence[SpeedRow], workers: int, output: Path | None) -> str:
     """Write what was recorded before a worker was lost, and return what to say about it."""
-    from ddltool.runtime.watch import write_rows
+    from ddltool.runtime.measuring.watch import write_rows
 
     if not rows:
         return "no iteration was complete, so nothing is written"

@@ -20,7 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import TensorDataset
 
 from ddltool.analyzers.balancing.sizing import proportional
-from ddltool.runtime.batch_control import BalanceOptions, balance
+from ddltool.runtime.balancing import BalanceOptions, balance
 
 TRAINED = 1437
 

@@ -13,8 +13,7 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 from ddltool.errors import DdlToolError
-from ddltool.runtime.digests import digest
-from ddltool.runtime.elastic import ElasticTrainer, start_processes
+from ddltool.runtime.elastic import ElasticTrainer, digest, start_processes
 
 
 def main() -> None:

@@ -27,9 +27,8 @@ from sklearn.datasets import load_digits
 from torch import Tensor, nn
 from torch.utils.data import Dataset
 
-from ddltool.runtime import children
-from ddltool.runtime.digests import digest
-from ddltool.runtime.elastic import ElasticTrainer
+from ddltool.runtime.elastic import ElasticTrainer, digest
+from ddltool.runtime.measuring import children
 
 # Logical workers and slowness (seconds added to every forward pass) of each device.
 FOUR = ((1, 0.0), (1, 0.0), (1, 0.0), (1, 0.0))

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from sklearn.datasets import load_digits
 from torch import nn
 
-from ddltool.runtime.sync import (
+from ddltool.runtime.servers import (
     ASP,
     BSP,
     SSP,

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from ddltool.runtime.sync import ASP, MomentumSGD, SyncServer, SyncWorker, TransferPlan
+from ddltool.runtime.servers import ASP, MomentumSGD, SyncServer, SyncWorker, TransferPlan
 
 WORKERS, UPDATES = 2, int(os.environ.get("UPDATES", "600"))
 

@@ -7,30 +7,27 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from ddltool.runtime.agent import GoodputAgent
-    from ddltool.runtime.batch_control import BalanceOptions, balance
-    from ddltool.runtime.data_parallel import apply_prefetch, bucket_report, ddp_arguments, prefetch_units
-    from ddltool.runtime.digests import first_difference
-    from ddltool.runtime.elastic import ElasticTrainer
-    from ddltool.runtime.hook import Hook, attach
-    from ddltool.runtime.run_recorder import RunRecorder
-    from ddltool.runtime.transfers import TransferPlan
-    from ddltool.runtime.workers import Worker
+    from ddltool.runtime.balancing import BalanceOptions, balance
+    from ddltool.runtime.elastic import ElasticTrainer, RunRecorder, first_difference
+    from ddltool.runtime.hook import Hook, apply_prefetch, attach, bucket_report, ddp_arguments, prefetch_units
+    from ddltool.runtime.servers import TransferPlan, Worker
 
+# The package that each name comes from.
 _HOMES = {
-    "BalanceOptions": "batch_control",
+    "BalanceOptions": "balancing",
     "ElasticTrainer": "elastic",
     "GoodputAgent": "agent",
     "Hook": "hook",
-    "RunRecorder": "run_recorder",
-    "TransferPlan": "transfers",
-    "Worker": "workers",
-    "apply_prefetch": "data_parallel",
+    "RunRecorder": "elastic",
+    "TransferPlan": "servers",
+    "Worker": "servers",
+    "apply_prefetch": "hook",
     "attach": "hook",
-    "balance": "batch_control",
-    "bucket_report": "data_parallel",
-    "ddp_arguments": "data_parallel",
-    "first_difference": "digests",
-    "prefetch_units": "data_parallel",
+    "balance": "balancing",
+    "bucket_report": "hook",
+    "ddp_arguments": "hook",
+    "first_difference": "elastic",
+    "prefetch_units": "hook",
 }
 __all__ = [
     "BalanceOptions",

@@ -19,9 +19,9 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import TensorDataset
 
 from ddltool.analyzers.goodput.elastic_table import Split
-from ddltool.runtime import agent_deciding
-from ddltool.runtime.agent import GoodputAgent
-from ddltool.runtime.agent_tuning import Decision
+from ddltool.runtime.agent import deciding as agent_deciding
+from ddltool.runtime.agent.agent import GoodputAgent
+from ddltool.runtime.agent.tuning import Decision
 
 
 def digits(samples: int) -> TensorDataset:

@@ -26,13 +26,13 @@ from torch.utils.data import TensorDataset
 
 from ddltool.analyzers.balancing import algorithm2
 from ddltool.errors import DdlToolError, InputError
-from ddltool.runtime import batch_control
-from ddltool.runtime.balancing_data import PartitionedData
-from ddltool.runtime.batch_control import BalanceOptions, Balancer, balance
-from ddltool.runtime.batch_control_exchange import Exchange, default_store, own, under
-from ddltool.runtime.batch_control_loop import Background, Blocking
-from ddltool.runtime.batch_control_tree import TreeExchange
-from ddltool.runtime.gradients import SampleCounter, WeightedAverage
+from ddltool.runtime.balancing import control as batch_control
+from ddltool.runtime.balancing.control import BalanceOptions, Balancer, balance
+from ddltool.runtime.balancing.exchange import Exchange, default_store, own, under
+from ddltool.runtime.balancing.loop import Background, Blocking
+from ddltool.runtime.balancing.partitioned import PartitionedData
+from ddltool.runtime.balancing.tree import TreeExchange
+from ddltool.runtime.hook.gradients import SampleCounter, WeightedAverage
 from tests.runtime_workers import furthest, gradients, loss_of, make_data, make_model
 
 

@@ -13,7 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.profiler import ProfilerActivity, profile
 
 from ddltool.errors import InputError
-from ddltool.runtime.data_parallel import apply_prefetch, bucket_report, ddp_arguments, prefetch_units
+from ddltool.runtime.hook.data_parallel import apply_prefetch, bucket_report, ddp_arguments, prefetch_units
 
 
 class Blocks(nn.Module):

@@ -27,13 +27,15 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import Dataset
 
 from ddltool.errors import InputError
-from ddltool.runtime import elastic_checkpoint, est_state, ordered_reduction, random_streams
-from ddltool.runtime.digests import digest, leaves
-from ddltool.runtime.elastic import ElasticTrainer
-from ddltool.runtime.elastic_group import Processes
-from ddltool.runtime.ordered_chain import ChainedMean
-from ddltool.runtime.random_streams import seed_streams
-from ddltool.runtime.run_recorder import RunRecorder
+from ddltool.runtime.elastic import checkpoint as elastic_checkpoint
+from ddltool.runtime.elastic import contexts as est_state
+from ddltool.runtime.elastic import ordered_reduction, random_streams
+from ddltool.runtime.elastic.digests import digest, leaves
+from ddltool.runtime.elastic.ordered_chain import ChainedMean
+from ddltool.runtime.elastic.processes import Processes
+from ddltool.runtime.elastic.random_streams import seed_streams
+from ddltool.runtime.elastic.run_recorder import RunRecorder
+from ddltool.runtime.elastic.trainer import ElasticTrainer
 from tests.runtime_workers import Crew
 
 WORKERS = 4

@@ -14,7 +14,7 @@ import numpy as np
 
 from ddltool.commands.main import run
 from ddltool.fixtures.loading import folder
-from ddltool.runtime.sync_records import BarrierRow, LeftRow, StepRow, SummaryRow
+from ddltool.runtime.servers.records import BarrierRow, LeftRow, StepRow, SummaryRow
 from ddltool.telemetry import TelemetryRow
 
 STRATEGIES = ("est", "bsp", "lb-bsp", "elastic-bsp", "auto")
@@ -173,7 +173,7 @@ def write_sync(path: Path) -> None:
 def write_network(path: Path) -> None:
     """Write a measurement between three processes as ``ddltool profile --network`` writes it."""
     from ddltool.commands.network import network_document
-    from ddltool.runtime.network import NetworkMeasurement
+    from ddltool.runtime.measuring.network import NetworkMeasurement
 
     sizes = tuple(float(2**power) for power in range(10, 24, 2))
     pairs = [

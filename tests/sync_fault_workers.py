@@ -14,10 +14,9 @@ import torch.distributed as dist
 from torch import nn
 
 from ddltool.errors import InputError
-from ddltool.runtime import wire
-from ddltool.runtime.servers import ParameterServer
-from ddltool.runtime.sync import ASP, BSP, MomentumSGD, Policy, SyncServer, SyncWorker, TransferError
-from ddltool.runtime.workers import Worker
+from ddltool.runtime.servers import ASP, BSP, MomentumSGD, Policy, SyncServer, SyncWorker, TransferError, wire
+from ddltool.runtime.servers.parameter_server import ParameterServer
+from ddltool.runtime.servers.worker import Worker
 from tests.sync_workers import PlainSGD
 from tests.transfer_workers import Branches, make_batch, make_model, make_plan
 

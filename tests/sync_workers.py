@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ddltool.runtime.sync import SSP, MomentumSGD, Policy, SyncServer, SyncWorker
+from ddltool.runtime.servers import SSP, MomentumSGD, Policy, SyncServer, SyncWorker
 from tests.transfer_workers import PATIENCE_S, SGD, Outcome, launch, make_batch, make_model, make_plan
 
 

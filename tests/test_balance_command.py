@@ -16,7 +16,7 @@ from ddltool.analyzers.balancing.predict import PREDICTORS
 from ddltool.analyzers.balancing.synthetic import cpu_cluster
 from ddltool.commands.balance_trace import read_trace
 from ddltool.errors import InputError
-from ddltool.runtime.watch import SpeedRow, Watch, WatchRequest, expected_cpu, record, write_rows
+from ddltool.runtime.measuring.watch import SpeedRow, Watch, WatchRequest, expected_cpu, record, write_rows
 from tests.conftest import Result
 
 Cli = Callable[..., Result]
@@ -187,7 +187,7 @@ def test_shipped_traces_can_be_read(path: Path) -> None:
 
 def test_watch_measures_the_block_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = iter([10.0, 12.0, 20.0, 20.5])
-    monkeypatch.setattr("ddltool.runtime.watch.time.perf_counter", lambda: next(clock))
+    monkeypatch.setattr("ddltool.runtime.measuring.watch.time.perf_counter", lambda: next(clock))
     watch = Watch("w7")
     for samples in (64, 32):
         with watch.iteration(samples):

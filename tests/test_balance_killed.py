@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from ddltool.runtime.children import free_port
+from ddltool.runtime.measuring.children import free_port
 
 SCRIPT = """
 import os, signal, sys, time
@@ -17,7 +17,7 @@ import torch, torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import TensorDataset
-from ddltool.runtime.batch_control import BalanceOptions, balance
+from ddltool.runtime.balancing.control import BalanceOptions, balance
 
 rank, cluster, victim, when, port = int(sys.argv[1]), sys.argv[2], int(sys.argv[3]), sys.argv[4], sys.argv[5]
 dist.init_process_group("gloo", rank=rank, world_size=3, init_method="tcp://127.0.0.1:" + port)

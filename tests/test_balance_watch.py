@@ -16,7 +16,7 @@ import pytest
 from ddltool.commands.balance_trace import read_trace
 from ddltool.commands.watch import profile_watch, watch_document
 from ddltool.errors import InputError
-from ddltool.runtime.watch import SpeedRow, WatchRequest, record
+from ddltool.runtime.measuring.watch import SpeedRow, WatchRequest, record
 
 
 def row(iteration: int, worker: str, speed: float) -> SpeedRow:

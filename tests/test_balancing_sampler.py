@@ -15,8 +15,8 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from ddltool.analyzers.balancing.partitions import Traversals, between
 from ddltool.errors import InputError
-from ddltool.runtime.balanced_sampler import BalancedSampler
-from ddltool.runtime.batches import VariableBatchSampler, epoch_order
+from ddltool.runtime.balancing.sampler import BalancedSampler
+from ddltool.runtime.hook.batches import VariableBatchSampler, epoch_order
 
 
 def composition(chance: np.random.Generator, total: int, parts: int) -> list[int]:

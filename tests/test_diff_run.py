@@ -16,7 +16,13 @@ from hypothesis import strategies as st
 
 from ddltool.commands import diff_run as command
 from ddltool.errors import CheckFailed, InputError
-from ddltool.runtime.run_difference import SHARED_CAUSES, WORKER_CAUSES, compare_runs, first_difference, read_steps
+from ddltool.runtime.elastic.run_difference import (
+    SHARED_CAUSES,
+    WORKER_CAUSES,
+    compare_runs,
+    first_difference,
+    read_steps,
+)
 from tests.elastic_workers import WORKERS, on, recorded_ddp, run
 
 STEPS = 4
@@ -183,7 +189,7 @@ def test_other_weights_at_the_start_are_named(tmp_path: Path) -> None:
     """Also beside a record that was continued, where the weights before are those of another step."""
     from torch import nn, optim
 
-    from ddltool.runtime.elastic import ElasticTrainer
+    from ddltool.runtime.elastic.trainer import ElasticTrainer
     from tests.elastic_workers import Digits
 
     def recorded(name: str, weight: float, stop: int = 3) -> Path:

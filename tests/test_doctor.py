@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from ddltool.runtime import machine_checks
+from ddltool.runtime.measuring import machine_checks
 from tests.conftest import Result
 from tests.processes import children_left
 

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from ddltool.errors import DdlToolError, InputError
 from ddltool.profile import check_profile
-from ddltool.runtime.measure import MeasureRequest, Progress, campaign, measure, reliability
+from ddltool.runtime.measuring.campaign import MeasureRequest, Progress, campaign, measure, reliability
 from tests.processes import children_left
 
 

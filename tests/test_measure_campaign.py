@@ -24,8 +24,8 @@ from ddltool.analyzers.goodput.measuring import (
 )
 from ddltool.errors import InputError
 from ddltool.profile import check_profile
-from ddltool.runtime.measure import MeasureRequest, campaign
-from ddltool.runtime.measure_worker import Outcome, Task
+from ddltool.runtime.measuring.campaign import MeasureRequest, campaign
+from ddltool.runtime.measuring.worker import Outcome, Task
 
 
 @pytest.mark.parametrize("count", range(1, 15))

@@ -12,8 +12,8 @@ import pytest
 
 from ddltool.errors import InputError
 from ddltool.profile import read_profile
-from ddltool.runtime.measure_job import Job, job_from_environment
-from ddltool.runtime.measure_worker import Subject
+from ddltool.runtime.measuring.torchrun_job import Job, job_from_environment
+from ddltool.runtime.measuring.worker import Subject
 
 MODEL = """
 import os, signal, torch

@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from ddltool.errors import DdlToolError, InputError
-from ddltool.runtime import measure_memory
-from ddltool.runtime.measure_memory import measure_limit, search_limit
-from ddltool.runtime.measure_worker import Subject
+from ddltool.runtime.measuring import memory as measure_memory
+from ddltool.runtime.measuring.memory import measure_limit, search_limit
+from ddltool.runtime.measuring.worker import Subject
 from tests.processes import children_left
 
 MIB = 2**20

@@ -19,7 +19,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ddltool.errors import DdlToolError, InputError
-from ddltool.runtime.network import DEFAULT_SIZES, NetworkMeasurement, fit_link, measure_network, pairs_of
+from ddltool.runtime.measuring.network import DEFAULT_SIZES, NetworkMeasurement, fit_link, measure_network, pairs_of
 from tests.processes import children_left
 
 SIZES = (8, 2**16, 2**20, 2**24)
@@ -112,7 +112,7 @@ def test_local_processes(processes: int) -> None:
 JOB = f"""
 import json, os
 from dataclasses import asdict
-from ddltool.runtime.network import measure_network
+from ddltool.runtime.measuring.network import measure_network
 found = measure_network(sizes_bytes={SIZES}, rounds=5)
 with open(os.path.join(os.path.dirname(__file__), "rank" + os.environ["RANK"] + ".json"), "w") as file:
     json.dump(asdict(found), file)

@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 
 from ddltool.commands.overhead import parse_share
 from ddltool.errors import InputError
-from ddltool.runtime import overhead
-from ddltool.runtime.overhead import Interval, Run, measure_overhead, median_interval
+from ddltool.runtime.measuring import overhead
+from ddltool.runtime.measuring.overhead import Interval, Run, measure_overhead, median_interval
 
 SCRIPT = """
 import os, sys, torch

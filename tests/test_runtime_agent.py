@@ -18,10 +18,10 @@ from ddltool.analyzers.goodput.batch_search import BatchLimits
 from ddltool.analyzers.goodput.elastic_table import Split
 from ddltool.analyzers.goodput.throughput import goodput_per_s
 from ddltool.errors import InputError
-from ddltool.runtime import agent_deciding
-from ddltool.runtime.agent import GoodputAgent
-from ddltool.runtime.agent_tuning import FULL_STEP, PASS, Decision, StepTimes, decide
-from ddltool.runtime.noise_sampling import affordable_interval
+from ddltool.runtime.agent import deciding as agent_deciding
+from ddltool.runtime.agent.agent import GoodputAgent
+from ddltool.runtime.agent.noise_sampling import affordable_interval
+from ddltool.runtime.agent.tuning import FULL_STEP, PASS, Decision, StepTimes, decide
 from ddltool.telemetry import TelemetryRow
 from tests import agent_workers as workers
 from tests.runtime_workers import crew
@@ -216,7 +216,7 @@ def test_norms_that_fail_are_one_warning(monkeypatch: pytest.MonkeyPatch, caplog
     def broken(*_: Any, **__: Any) -> None:
         raise MemoryError
 
-    monkeypatch.setattr("ddltool.runtime.noise_sampling.squared_norm", broken)
+    monkeypatch.setattr("ddltool.runtime.agent.noise_sampling.squared_norm", broken)
     model, optimizer, agent = job(interval_steps=2, noise_every=1)
     with caplog.at_level(logging.WARNING):
         run(model, optimizer, agent)

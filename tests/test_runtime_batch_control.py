@@ -16,9 +16,9 @@ import torch.distributed as dist
 from ddltool.analyzers.balancing.control import SpeedPolicy
 from ddltool.balance_events import BalanceEvent
 from ddltool.errors import DdlToolError
-from ddltool.runtime.batch_control import balance
-from ddltool.runtime.batch_control_events import EventFile, Manager
-from ddltool.runtime.batch_control_exchange import Exchange
+from ddltool.runtime.balancing.control import balance
+from ddltool.runtime.balancing.events import EventFile, Manager
+from ddltool.runtime.balancing.exchange import Exchange
 from tests.balance_workers import (
     SHORT_WINDOWS,
     accumulated,

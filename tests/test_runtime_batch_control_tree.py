@@ -9,7 +9,7 @@ import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ddltool.runtime.batch_control_roll_call import RollCall
+from ddltool.runtime.balancing.roll_call import RollCall
 from tests.balance_workers import tree_failure, tree_job, tree_late, tree_lives, tree_rounds
 from tests.processes import LASTING
 from tests.runtime_workers import Crew

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from ddltool.runtime.children import free_port
+from ddltool.runtime.measuring.children import free_port
 
 TIMEOUT_S = 6.0
 IN_TREE = "error: step 3: nothing came from rank {}, so batch sizes are unknown (the connection is lost)"
@@ -22,7 +22,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import TensorDataset
 from datetime import timedelta
-from ddltool.runtime import batch_control
+from ddltool.runtime.balancing import control as batch_control
 
 RANKS, STEP, KILLED_S, LATE_S = 5, 3, 1.5, 4.0
 victim, late, port, timeout_s = int(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]), float(sys.argv[4])

@@ -13,8 +13,8 @@ from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 from ddltool.analyzers.goodput.elastic_table import Split
 from ddltool.errors import InputError
-from ddltool.runtime.batches import VariableBatchSampler, split_tail
-from ddltool.runtime.resizable_batches import ResizableBatchSampler
+from ddltool.runtime.hook.batches import VariableBatchSampler, split_tail
+from ddltool.runtime.hook.resizable_batches import ResizableBatchSampler
 
 local_sizes = st.lists(st.integers(1, 9), min_size=1, max_size=5)
 

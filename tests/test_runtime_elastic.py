@@ -19,11 +19,11 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from ddltool.errors import InputError
-from ddltool.runtime import elastic_checkpoint
-from ddltool.runtime.digests import digest, first_difference, read_steps
-from ddltool.runtime.elastic import ElasticTrainer
-from ddltool.runtime.elastic_group import divide
-from ddltool.runtime.ordered_reduction import ORDERS, Segment, fold, segments, sum_all
+from ddltool.runtime.elastic import checkpoint as elastic_checkpoint
+from ddltool.runtime.elastic.digests import digest, first_difference, read_steps
+from ddltool.runtime.elastic.ordered_reduction import ORDERS, Segment, fold, segments, sum_all
+from ddltool.runtime.elastic.processes import divide
+from ddltool.runtime.elastic.trainer import ElasticTrainer
 from tests.elastic_workers import (
     WORKERS,
     Digits,
@@ -410,7 +410,7 @@ def test_a_full_disk_leaves_the_old_checkpoint_and_nothing_else(tmp_path: Path) 
     path = saved(tmp_path)
     script = (
         "import resource, signal, sys, torch\n"
-        "from ddltool.runtime import elastic_checkpoint as c\n"
+        "from ddltool.runtime.elastic import checkpoint as c\n"
         "content = c.read(sys.argv[1]) | {'more': torch.zeros(100000)}\n"
         "signal.signal(signal.SIGXFSZ, signal.SIG_IGN)\n"
         "resource.setrlimit(resource.RLIMIT_FSIZE, (20000, 20000))\n"

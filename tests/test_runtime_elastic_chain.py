@@ -8,7 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ddltool.runtime.digests import digest
+from ddltool.runtime.elastic.digests import digest
 from tests.elastic_workers import PARAMETERS, SHAPES, bits, chained, gradient_of, on, refusal, run, twice
 
 COUNTS = st.lists(st.integers(1, 4), min_size=1, max_size=4).map(tuple)

@@ -17,8 +17,8 @@ from hypothesis import strategies as st
 from torch.utils.data import Dataset, default_collate
 
 from ddltool.errors import InputError
-from ddltool.runtime.digests import digest, first_difference
-from ddltool.runtime.sample_feed import SampleFeed, Task
+from ddltool.runtime.elastic.digests import digest, first_difference
+from ddltool.runtime.elastic.sample_feed import SampleFeed, Task
 from tests.elastic_workers import BATCH, SAMPLES, WORKERS, Digits, bits, fed, on
 
 UNTIL = 12  # of ten steps an epoch

@@ -15,9 +15,11 @@ from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
 from ddltool.errors import InputError
-from ddltool.runtime import elastic_attributes, elastic_checkpoint, elastic_turns
-from ddltool.runtime.digests import digest, leaves
-from ddltool.runtime.elastic import ElasticTrainer
+from ddltool.runtime.elastic import attributes as elastic_attributes
+from ddltool.runtime.elastic import checkpoint as elastic_checkpoint
+from ddltool.runtime.elastic import turns as elastic_turns
+from ddltool.runtime.elastic.digests import digest, leaves
+from ddltool.runtime.elastic.trainer import ElasticTrainer
 from tests.elastic_workers import on
 
 

@@ -12,9 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from ddltool.runtime import random_streams
-from ddltool.runtime.est_state import Contexts
-from ddltool.runtime.random_streams import PythonStream, RandomStreams, Streams, seed_streams
+from ddltool.runtime.elastic import random_streams
+from ddltool.runtime.elastic.contexts import Contexts
+from ddltool.runtime.elastic.random_streams import PythonStream, RandomStreams, Streams, seed_streams
 
 HOST = torch.device("cpu")
 # What draws from each generator; "half" ones leave half of a pair of normal draws behind, 624 words are a whole block.

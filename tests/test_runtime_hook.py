@@ -18,7 +18,7 @@ from ddltool import runtime
 from ddltool.artifacts import save, to_json
 from ddltool.errors import InputError
 from ddltool.plan import ParameterRecord
-from ddltool.runtime.job import check_parameters, count_nodes
+from ddltool.runtime.hook.job import check_parameters, count_nodes
 from ddltool.telemetry import TelemetryRow
 from tests.runtime_workers import (
     crew,
@@ -300,7 +300,7 @@ def test_importing_the_runtime_imports_nothing_heavy_but_torch() -> None:
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     added = {name.split(".")[0] for name in done.stdout.split()}
     assert not added & {"ortools", "pandas", "scipy", "sklearn", "onnx", "matplotlib", "networkx", "typer", "rich"}
-    assert "ddltool.runtime.hook" in done.stdout.split()
+    assert "ddltool.runtime.hook.attaching" in done.stdout.split()
     inside = {name for name in done.stdout.split() if name.startswith("ddltool.")}
     assert not {name for name in inside if name.split(".")[1] in ("analyzers", "commands", "fixtures")}
 
@@ -359,7 +359,7 @@ def test_under_torchrun_a_refusal_is_one_line_for_each_rank(tmp_path: Path) -> N
 
 
 def test_a_config_of_another_plan_than_the_launchers_is_refused() -> None:
-    from ddltool.runtime.job import check_plan
+    from ddltool.runtime.hook.job import check_plan
 
     check_plan("e.json", "a" * 64, "a" * 64)
     check_plan("e.json", None, "a" * 64)

@@ -19,9 +19,9 @@ from ddltool.analyzers.barriers.predict import PREDICTORS, predict_ends
 from ddltool.analyzers.barriers.tradeoff import best_barrier
 from ddltool.analyzers.barriers.zipline import zipline
 from ddltool.errors import InputError
-from ddltool.runtime.membership import shard
-from ddltool.runtime.sync import ASP, BSP, SSP, BackupWorkers, ElasticBSP, LocalSGD, MomentumSGD, Policy
-from ddltool.runtime.sync_policies import Book
+from ddltool.runtime.servers import ASP, BSP, SSP, BackupWorkers, ElasticBSP, LocalSGD, MomentumSGD, Policy
+from ddltool.runtime.servers.membership import shard
+from ddltool.runtime.servers.policies import Book
 from tests import sync_workers as bodies
 from tests import transfer_workers as transfers
 from tests.transfer_workers import SGD, Outcome, launch, make_batch, make_model

@@ -52,7 +52,7 @@ STARTING = """
 import os, signal, torch
 import torch.distributed as dist
 from torch import nn
-from ddltool.runtime.sync import BSP, MomentumSGD, SyncServer, SyncWorker, TransferPlan
+from ddltool.runtime.servers import BSP, MomentumSGD, SyncServer, SyncWorker, TransferPlan
 rank, where = int(os.environ["RANK"]), os.environ["WHERE"]
 def leave(place):
     if rank == int(os.environ["GONE"]) and where == place:

@@ -14,13 +14,13 @@ import pytest
 import torch
 
 from ddltool.errors import InputError
-from ddltool.runtime.ends import End
-from ddltool.runtime.membership import Membership
-from ddltool.runtime.sync import ASP, BSP, BackupWorkers, ElasticBSP, LocalSGD, Policy, SyncWorker
-from ddltool.runtime.sync_signals import Interruptions, Terminated
-from ddltool.runtime.transfers import TransferError
-from ddltool.runtime.wire import CLOSED, PULL
-from ddltool.runtime.workers import Arrival
+from ddltool.runtime.servers import ASP, BSP, BackupWorkers, ElasticBSP, LocalSGD, Policy, SyncWorker
+from ddltool.runtime.servers.ends import End
+from ddltool.runtime.servers.membership import Membership
+from ddltool.runtime.servers.signals import Interruptions, Terminated
+from ddltool.runtime.servers.transfers import TransferError
+from ddltool.runtime.servers.wire import CLOSED, PULL
+from ddltool.runtime.servers.worker import Arrival
 from tests import sync_fault_workers as bodies
 from tests.transfer_workers import Outcome, launch
 
@@ -247,7 +247,7 @@ def test_a_script_keeps_the_handlers_that_it_has() -> None:
 def test_a_forked_child_dies_of_sigterm_as_ever() -> None:
     """A data loader ends its workers by SIGTERM, which must not look like the end of the job in them."""
     code = (
-        "import os, signal\nfrom ddltool.runtime.sync_signals import Interruptions\n"
+        "import os, signal\nfrom ddltool.runtime.servers.signals import Interruptions\n"
         "import time\nInterruptions().open()\nready, tell = os.pipe()\nchild = os.fork()\n"
         "if child == 0:\n    os.write(tell, b'.')\n    while True:\n        time.sleep(0.01)\n"
         "os.read(ready, 1)\n"

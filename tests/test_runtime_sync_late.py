@@ -10,9 +10,9 @@ import torch
 from torch import nn
 
 from ddltool.errors import InputError
-from ddltool.runtime.membership import shard
-from ddltool.runtime.servers import MomentumSGD
-from ddltool.runtime.sync import ASP, BSP, SSP, BackupWorkers, ElasticBSP, LocalSGD, Policy, TransferPlan
+from ddltool.runtime.servers import ASP, BSP, SSP, BackupWorkers, ElasticBSP, LocalSGD, Policy, TransferPlan
+from ddltool.runtime.servers.membership import shard
+from ddltool.runtime.servers.parameter_server import MomentumSGD
 from tests import sync_workers as bodies
 from tests.transfer_workers import SGD, Outcome, make_batch, make_model
 

@@ -20,8 +20,8 @@ from torch.utils.data import TensorDataset
 from ddltool import runtime
 from ddltool.artifacts import save
 from ddltool.errors import InputError
-from ddltool.runtime import telemetry
-from ddltool.runtime.telemetry import Exchange, Identity, RowFile, Stamp, Step, StepRecorder, seconds_between
+from ddltool.runtime.hook import telemetry
+from ddltool.runtime.hook.telemetry import Exchange, Identity, RowFile, Stamp, Step, StepRecorder, seconds_between
 from ddltool.telemetry import TelemetryRow
 from tests.runtime_workers import crew, enforcement, loss_of, make_data, make_model, observed_training, train_alone
 

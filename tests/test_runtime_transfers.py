@@ -20,9 +20,9 @@ from torch import nn
 from ddltool.analyzers.costs.estimate import assign_channels
 from ddltool.errors import InputError
 from ddltool.graph import Graph, Op
-from ddltool.runtime.servers import MomentumSGD
-from ddltool.runtime.transfers import TransferPlan, planned_priority, spread
-from ddltool.runtime.wire import Gate
+from ddltool.runtime.servers.parameter_server import MomentumSGD
+from ddltool.runtime.servers.transfers import TransferPlan, planned_priority, spread
+from ddltool.runtime.servers.wire import Gate
 from tests import transfer_workers as bodies
 from tests.transfer_workers import SGD, launch, make_batch, make_model, make_plan
 

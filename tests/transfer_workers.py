@@ -20,9 +20,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ddltool.runtime.servers import MomentumSGD, ParameterServer
-from ddltool.runtime.transfers import TransferPlan
-from ddltool.runtime.workers import PushOrder, Worker
+from ddltool.runtime.servers.parameter_server import MomentumSGD, ParameterServer
+from ddltool.runtime.servers.transfers import TransferPlan
+from ddltool.runtime.servers.worker import PushOrder, Worker
 
 PATIENCE_S = 40.0
 

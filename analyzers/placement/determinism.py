@@ -2,7 +2,7 @@
 
 Levels (EasyScale, Li et al., SC 2023, section 3.3): D0, equal bits on the same devices: fixed seeds, deterministic
 kernels. D1, on any number of devices of one type: besides, constant virtual ranks, streams and buckets
-(:class:`ddltool.runtime.elastic.ElasticTrainer`). D2, on any mix of device types: besides, kernels that do not depend
+(:class:`ddltool.runtime.elastic.trainer.ElasticTrainer`). D2, on any mix of device types: besides, kernels that do not depend
 on the device. The paper scans modules; here every op of the traced step is looked up, so that functional calls and the
 backward pass count too. Start at :func:`scan`; a planner needs :func:`d2_eligible` only.
 """

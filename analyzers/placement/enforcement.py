@@ -16,7 +16,7 @@ def to_enforcement(plan: Plan, *, telemetry: str | None = "telemetry.jsonl") -> 
     if plan.strategy == "elastic-bsp":
         problem = "is an elastic-bsp plan: its workers do not step together, which DDP cannot do"
         raise InputError(
-            "plan:strategy", problem, "run it with ddltool.runtime.sync, or emit a bsp, lb-bsp or est plan"
+            "plan:strategy", problem, "run it with ddltool.runtime.servers, or emit a bsp, lb-bsp or est plan"
         )
     ranks: list[RankEnforcement] = []
     for assignment in plan.assignments:

@@ -1,0 +1,433 @@
+"""Training whose batch size follows the goodput: measured while it runs, at no cost. Start at :class:`GoodputAgent`.
+
+::
+
+    agent = GoodputAgent(
+        ddp_model, optimizer, dataset, initial_batch_size=32, max_batch_size=1024, max_local_batch_size=256
+    )
+    for epoch in range(epochs):
+        for inputs, targets in agent.batches(epoch):
+            agent.backward(loss_fn(model(inputs), targets))  # a mean over the batch
+            if agent.complete:  # the last pass of a step: gradients are the mean over all samples of all ranks
+                optimizer.step()
+                optimizer.zero_grad()
+                scheduler.step()
+
+The agent times the passes and steps, estimates the gradient noise scale from norms of the reduction, refits the throughput
+model every so often beside the training, and changes total batch, local batch and accumulation at a step boundary, on all
+ranks alike; the learning rate follows by a rule (Pollux, Qiao et al., OSDI 2021, job level).
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import os
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader, Dataset
+
+from ddltool.analyzers.goodput.batch_search import BatchLimits
+from ddltool.analyzers.goodput.lr_rules import rule as lr_rule
+from ddltool.analyzers.goodput.noise_scale import SMOOTHING, NoiseScaleEstimator
+from ddltool.errors import InputError
+from ddltool.runtime.agent.deciding import Chooser, Policy
+from ddltool.runtime.agent.noise_sampling import NoiseSampler
+from ddltool.runtime.agent.recording import AgentReduction, AgentTelemetry, TimedStep
+from ddltool.runtime.agent.tuning import Decision, split_near
+from ddltool.runtime.hook.attaching import register
+from ddltool.runtime.hook.job import Job, count_nodes, dataset_length
+from ddltool.runtime.hook.resizable_batches import Pass, ResizableBatchSampler
+from ddltool.runtime.hook.telemetry import Exchange, Stamp, stamp
+
+OFF, HOLD = "DDLTOOL_OFF", "DDLTOOL_HOLD"
+WARMUP_STEPS = 3
+"""Steps after a start whose times are left out: they allocate and fill caches."""
+FIRST_NOISE_EVERY = 10
+"""The noise is sampled every so many steps until what that costs is known."""
+ALIASES = {"square-root": "sqrt", "square_root": "sqrt"}
+log = logging.getLogger(__name__)
+
+
+class GoodputAgent:
+    """Tunes one job's batch while it trains. All ranks make the same one, after DDP and before the first step.
+
+    Args:
+        model: ``DistributedDataParallel`` without a communication hook, or with one process any module.
+        optimizer: its ``lr`` stays the rate at ``initial_batch_size``, for schedulers to move: it is multiplied by the
+            rule's factor inside ``optimizer.step()`` only, so factors never compound.
+        dataset: map-style, the same on every rank, or its number of samples (then use :attr:`sampler` in a loader of
+            your own, and give that to :meth:`batches`).
+        initial_batch_size: total batch M0 that the learning rate was tuned for, and the smallest one used.
+        max_batch_size: largest total batch.
+        max_local_batch_size, min_local_batch_size: samples per rank and pass (memory).
+        max_accumulation_steps: None: any number.
+        rule: how the learning rate follows: adascale, linear, sqrt (or square-root), legw, constant, or a registered one.
+        warmup_epochs: of the learning rate at M0, stretched by the rule (legw).
+        interval_s: seconds between decisions. Longer where a fit would cost more than the overhead allows.
+        interval_steps: decide after every so many steps instead, whatever it costs.
+        overhead: share of the time that measuring and deciding may take.
+        noise_every: sample the noise every so many steps; None: as often as the overhead allows; 0: never.
+        smoothing: of the noise scale, per observation.
+        min_gain: share of goodput that a change must promise.
+        adapt: False: measure and decide, but change nothing.
+        background: fit in a thread beside training, to be applied at the next look; False: at once.
+        shuffle, seed: the order of samples: ``torch.randperm`` from ``seed + epoch``.
+        telemetry: a JSON Lines file for one row per rank and step (kind ``ddltool.telemetry``).
+
+    With the environment variable DDLTOOL_OFF=1 the agent only hands out batches of the initial size and averages
+    gradients; with DDLTOOL_HOLD=1 it does all its work and changes nothing.
+
+    Once training runs, a failure of the agent's own work is one warning and the present setting stays.
+
+    Raises InputError, on all ranks, for arguments that cannot be; Infeasible when no batch fits the ranks.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        dataset: Dataset[Any] | int,
+        *,
+        initial_batch_size: int,
+        max_batch_size: int,
+        max_local_batch_size: int,
+        min_local_batch_size: int = 1,
+        max_accumulation_steps: int | None = None,
+        rule: str = "adascale",
+        warmup_epochs: float = 0.0,
+        interval_s: float = 30.0,
+        interval_steps: int | None = None,
+        overhead: float = 0.01,
+        noise_every: int | None = None,
+        smoothing: float = SMOOTHING,
+        min_gain: float = 0.05,
+        adapt: bool = True,
+        background: bool = True,
+        shuffle: bool = True,
+        seed: int = 0,
+        telemetry: str | os.PathLike[str] | None = None,
+    ) -> None:
+        job = Job.this()
+        limits = BatchLimits(
+            initial_batch_size=initial_batch_size,
+            max_batch_size=max_batch_size,
+            max_local_batch_size=max_local_batch_size,
+            min_local_batch_size=min_local_batch_size,
+            max_accumulation_steps=max_accumulation_steps,
+        )
+        self.is_off = _is_set(OFF)
+        policy = Policy(
+            interval_s=interval_s,
+            interval_steps=interval_steps,
+            overhead=overhead,
+            noise_every=noise_every,
+            min_gain=min_gain,
+            adapt=adapt and not _is_set(HOLD),
+            background=background,
+        )
+        _check(policy, warmup_epochs)
+        _check_model(model, job)
+        self._rule = lr_rule(ALIASES.get(rule, rule))
+        self._job, self._model, self._limits, self._warmup_epochs = job, model, limits, warmup_epochs
+        self._dataset = None if isinstance(dataset, int) else dataset
+        samples = dataset if isinstance(dataset, int) else dataset_length(dataset)
+        built = f"{limits}, {policy}, {rule}, {samples} samples, seed {seed}, shuffle {shuffle}, off {self.is_off}"
+        job.demand_same("agent", built, "build it alike on every rank")
+        start = split_near(initial_batch_size, job.world_size, limits)
+        self.sampler = ResizableBatchSampler(samples, start, job.rank, shuffle, seed)
+        self.progress = 0.0
+        """Steps at the initial batch that the steps made are worth (with AdaScale its scale-invariant steps)."""
+        self._cuda = any(parameter.is_cuda for parameter in model.parameters())
+        self._current: Pass | None = None
+        self._done_backward: Pass | None = None
+        self._made: Pass | None = None
+        self._timed: TimedStep | None = None
+        self._started = 0
+        self._base_rates: list[Any] | None = None
+        self._synchronised = model if isinstance(model, DistributedDataParallel) and job.world_size > 1 else None
+        group = self._synchronised.process_group if self._synchronised is not None else None
+        trained = [parameter for part in optimizer.param_groups for parameter in part["params"]]
+        every = FIRST_NOISE_EVERY if noise_every is None else noise_every
+        self._noise = NoiseSampler(trained, optimizer, job.world_size, group, 0 if self.is_off else every)
+        self._reduction = AgentReduction(self._noise, group) if group is not None else None
+        if self._synchronised is not None and self._reduction is not None:
+            register(self._synchronised, self._reduction)
+        nodes = count_nodes(job.world_size)
+        estimator = NoiseScaleEstimator(smoothing)
+        self._chooser = Chooser(job, nodes, limits, policy, self.sampler, self._noise, estimator)
+        wanted = telemetry is not None and not self.is_off
+        self._telemetry = AgentTelemetry(telemetry, job, nodes, self._cuda) if telemetry and wanted else None
+        optimizer.register_step_pre_hook(self._before_update)
+        optimizer.register_step_post_hook(self._after_update)
+
+    # What a training loop uses.
+
+    def batches(self, epoch: int, loader: DataLoader[Any] | None = None, **options: Any) -> Iterator[Any]:
+        """Yield this rank's batches of what is left of ``epoch``: all of it, or after a restart the rest.
+
+        ``options`` go to ``DataLoader`` (``num_workers``, ``collate_fn``); or give a ``loader`` made with
+        ``batch_sampler=agent.sampler``. Epochs that are behind the agent are empty. Batches that workers fetched ahead
+        keep their size when the batch changes. Raises InputError without a dataset or a loader.
+        """
+        if loader is None and self._dataset is None:
+            raise InputError("dataset", "is only a number", "give batches() a loader made with agent.sampler")
+        if loader is not None and loader.batch_sampler is not self.sampler:
+            raise InputError("loader", "has a sampler of its own", "make it with batch_sampler=agent.sampler")
+        if epoch < self.sampler.epoch:
+            return
+        self.sampler.set_epoch(epoch)
+        if loader is None:
+            # The dataset is checked above; a sized one is what DataLoader takes.
+            loader = DataLoader(self._dataset, batch_sampler=self.sampler, **options)  # type: ignore[arg-type]
+        batches = iter(loader)
+        while True:
+            start = stamp(self._cuda)
+            try:
+                batch = next(batches)
+            except StopIteration:
+                return
+            self._begin_pass(self.sampler.issued.popleft(), start)
+            yield batch
+            self._end_pass()
+
+    @property
+    def complete(self) -> bool:
+        """Whether the present batch is the last pass of its step: time for ``optimizer.step()``."""
+        return self._current is not None and self._current.is_last
+
+    @property
+    def samples(self) -> int:
+        """Samples of the present batch that count: 0 where a rank without samples only takes part (and out of batches)."""
+        return 0 if self._current is None else self._current.samples
+
+    @property
+    def total_batch_size(self) -> int:
+        """Samples of all ranks in a full step, at the step under way or the next."""
+        return self.sampler.split_at(self._step()).total_batch_size
+
+    @property
+    def accumulation_steps(self) -> int:
+        """Passes without an update in a full step."""
+        return self.sampler.split_at(self._step()).accumulation_steps
+
+    @property
+    def noise_scale(self) -> float | None:
+        """The gradient noise scale in samples, smoothed, as of the last look; None while unknown."""
+        return self._chooser.noise_scale
+
+    @property
+    def changes(self) -> list[tuple[int, int, int]]:
+        """Changes since the start of this process: first step, total batch, accumulation steps."""
+        return self._chooser.changes
+
+    @property
+    def decision(self) -> Decision | None:
+        """What the last fit found, on rank 0; None elsewhere and before it."""
+        return self._chooser.decision
+
+    @property
+    def learning_rate_factor(self) -> float:
+        """What the learning rate is multiplied by in the step under way."""
+        taken = self._current
+        total = self.total_batch_size if taken is None or taken.is_full else taken.step_samples
+        return self._factor(total)
+
+    def backward(self, loss: Tensor) -> None:
+        """Back-propagate a mean loss over the batch, with the weight of its samples in the step.
+
+        With AMP give ``scaler.scale(loss)``. Raises InputError outside of :meth:`batches`.
+        """
+        taken = self._current
+        if taken is None:
+            raise InputError("backward", "no batch is under way", "call it inside for ... in agent.batches(epoch)")
+        if self._reduction is not None:
+            self._reduction.taken = taken
+            self._reduction.exchange = self._timed.exchanges[-1] if self._timed is not None else None
+        try:
+            (loss * taken.weight).backward()
+        finally:
+            if self._reduction is not None:
+                self._reduction.taken = self._reduction.exchange = None
+        self._done_backward = taken
+        if self._timed is not None:
+            self._note_backward(taken, self._timed)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what a checkpoint needs beside model, optimizer and scheduler: numbers, strings and tensors only.
+
+        Save it on rank 0, between ``optimizer.step()`` and the next batch; ``torch.load(weights_only=True)`` reads it.
+        """
+        return {
+            "version": 1,
+            "initial_batch_size": self._limits.initial_batch_size,
+            "rule": self._rule.name,
+            "learning_rate_factor": self._factor(self.total_batch_size),
+            "progress": self.progress,
+            "sampler": self.sampler.state_dict(),
+            **self._chooser.state(),
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue from a checkpoint of any number of processes: the same total batch where the ranks can share it.
+
+        Where they cannot, the nearest that they can. Raises InputError for a state of another dataset, order or initial
+        batch, or for what is no state; nothing is taken then.
+        """
+        if not isinstance(state, Mapping) or state.get("version") != 1:
+            raise InputError("agent state", "is none of version 1", "give what state_dict returned")
+        first, mine = state.get("initial_batch_size"), self._limits.initial_batch_size
+        if first != mine:
+            raise InputError("agent state:initial_batch_size", f"is {first}", f"this job has {mine}")
+        try:
+            progress, total = float(state["progress"]), int(state["sampler"]["total_batch_size"])
+            split = split_near(total, self._job.world_size, self._limits)
+            before = self.sampler.state_dict(), self.sampler.split_at(self.sampler.step)
+            self.sampler.load_state_dict(state["sampler"], split)
+            try:
+                self._chooser.load_state(state)
+            except Exception:
+                self.sampler.load_state_dict(*before)
+                raise
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            raise InputError("agent state", f"cannot be read ({error!r})", "give what state_dict returned") from None
+        if split.total_batch_size != total and self._job.rank == 0:
+            log.warning(
+                "goodput agent: %d ranks cannot share %d samples; going on with %d",
+                *(split.world_size, total, split.total_batch_size),
+            )
+        self.progress = progress
+        self._started = self.sampler.step
+        self._current = self._made = self._timed = None
+
+    def close(self) -> None:
+        """Write telemetry that is held back and end the agent's thread; also happens at exit. Idempotent."""
+        if self._telemetry is not None:
+            self._telemetry.close()
+        self._chooser.close()
+
+    # A pass and a step, from inside.
+
+    def _step(self) -> int:
+        return self._current.step if self._current is not None and self._made is None else self.sampler.step
+
+    def _begin_pass(self, taken: Pass, start: Stamp) -> None:
+        self._current, self._made = taken, None
+        if self._synchronised is not None:
+            self._synchronised.require_backward_grad_sync = taken.is_last  # as no_sync() does around both passes
+        if self.is_off:
+            return
+        self._noise.begin(taken)
+        if taken.number == 0:
+            self._timed = TimedStep(taken=taken)
+        if self._timed is not None:
+            self._timed.exchanges.append(Exchange(taken.samples, None, start, self._cuda))
+
+    def _note_backward(self, taken: Pass, timed: TimedStep) -> None:
+        exchange = timed.exchanges[-1]
+        if exchange.ready is None:
+            exchange.note_ready()
+        exchange.note_done()
+        try:
+            self._noise.after_pass(taken)
+            if taken.is_last:
+                self._noise.finish(taken)
+        except Exception as error:
+            self._chooser.warn("sampling the noise", error)
+        timed.own_s += self._noise.take_spent_s()
+
+    def _end_pass(self) -> None:
+        """The loop wants the next batch: a step whose update was skipped (an overflow under AMP) is over as well."""
+        taken = self._current
+        if taken is not None and taken.is_last and self._made is not taken:
+            self._finish_step(taken)
+        self._current = None
+
+    def _before_update(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        taken = self._current
+        if taken is None or self._made is taken:
+            return
+        if not taken.is_last:
+            raise InputError("optimizer.step", "came before the step's last pass", "call it if agent.complete")
+        if self._done_backward is not taken:
+            raise InputError(
+                "optimizer.step", "came before agent.backward", "call agent.backward(loss), not loss.backward()"
+            )
+        if not self.is_off:
+            factor = self.learning_rate_factor
+            self._base_rates = [group["lr"] for group in optimizer.param_groups]
+            for group in optimizer.param_groups:
+                group["lr"] = group["lr"] * factor
+
+    def _after_update(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        if self._base_rates is not None:
+            for group, rate in zip(optimizer.param_groups, self._base_rates, strict=True):
+                group["lr"] = rate
+            self._base_rates = None
+        taken = self._current
+        if taken is not None and taken.is_last and self._made is not taken:
+            self._finish_step(taken)
+
+    def _finish_step(self, taken: Pass) -> None:
+        end = stamp(self._cuda)
+        factor = self._factor(taken.step_samples)
+        self._made = taken
+        self.sampler.commit(taken)
+        self.progress += self._worth(taken.step_samples)
+        timed, self._timed = self._timed, None
+        if timed is None:
+            return
+        timed.end = end
+        self._chooser.largest_tried = max(self._chooser.largest_tried, taken.step_samples)
+        if self._telemetry is not None:
+            self._telemetry.add(timed, factor, self.noise_scale)
+        if taken.is_full and taken.step >= self._started + WARMUP_STEPS:
+            self._chooser.add(timed)
+        if self.sampler.step >= self._chooser.look_at:
+            self._chooser.look(self.sampler.step)
+
+    def _factor(self, total: int) -> float:
+        """Return the learning rate's factor at ``total`` samples; a smaller last step of an epoch keeps the base rate."""
+        statistics = self._chooser.statistics
+        if self._rule.needs_statistics and statistics is None:
+            return 1.0
+        scale = max(1.0, total / self._limits.initial_batch_size)
+        epoch = self.sampler.epoch + self.sampler.position / self.sampler.dataset_size
+        return self._rule.warmed_factor(scale, epoch, self._warmup_epochs, statistics)
+
+    def _worth(self, total: int) -> float:
+        """Return how many steps at the initial batch a step is worth."""
+        statistics = self._chooser.statistics
+        scale = total / self._limits.initial_batch_size
+        if scale <= 1 or (self._rule.needs_statistics and statistics is None):
+            return min(scale, 1.0)
+        return self._rule.steps_at_initial(scale, statistics)
+
+
+def _is_set(name: str) -> bool:
+    return os.environ.get(name, "") not in ("", "0")
+
+
+def _check(policy: Policy, warmup_epochs: float) -> None:
+    """Raise InputError for a setting that cannot be."""
+    for name, value in (("interval_s", policy.interval_s), ("overhead", policy.overhead)):
+        if not (math.isfinite(value) and value > 0):
+            raise InputError(name, f"is {value}", "give a finite number above 0")
+    for name, value in (("min_gain", policy.min_gain), ("warmup_epochs", warmup_epochs)):
+        if not (math.isfinite(value) and value >= 0):
+            raise InputError(name, f"is {value}", "give a finite number, 0 or more")
+    if policy.interval_steps is not None and policy.interval_steps < 1:
+        raise InputError("interval_steps", f"is {policy.interval_steps}", "give 1 or more")
+    if policy.noise_every is not None and policy.noise_every < 0:
+        raise InputError("noise_every", f"is {policy.noise_every}", "give 0 (never) or more")
+
+
+def _check_model(model: nn.Module, job: Job) -> None:
+    """Raise InputError unless DDP averages the gradients of several processes."""
+    if job.world_size > 1 and not isinstance(model, DistributedDataParallel):
+        remedy = "give the model that torch.nn.parallel.DistributedDataParallel(model) returns"
+        raise InputError("model", f"is a {type(model).__name__}, not a DistributedDataParallel", remedy)

@@ -1,0 +1,347 @@
+"""Gradient noise from norms that training passes by anyway, on every k-th step. Start at :class:`NoiseSampler`.
+
+Two batch sizes make the two equations of :mod:`ddltool.analyzers.goodput.noise_scale`; which two depends on the job:
+
+- K > 1 replicas: each rank's own gradient, seen as the flat bucket before the reduction, against the reduced bucket.
+- one replica with accumulation: the gradient after the first pass against that of the whole step.
+- one replica without: the gradients of two consecutive steps, which needs a copy of one for the time of a step.
+
+There are no backward hooks. A step that is not sampled costs a comparison of integers; a sampled one reads each flat bucket
+twice, and sends one number beside the gradients. How often to sample follows from what that was measured to cost.
+"""
+
+# No `from __future__ import annotations` here: DDP compares the annotations of a communication hook with real types.
+
+import math
+import statistics
+from collections import deque
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from ddltool.analyzers.goodput.noise_scale import NoiseScaleEstimator, differenced_terms, noise_terms, small_batch
+from ddltool.errors import InputError
+from ddltool.runtime.hook.resizable_batches import Pass
+from ddltool.runtime.hook.telemetry import Stamp, seconds_between, stamp
+
+SAMPLES_HELD = 256
+"""Norms are read from the device when a decision wants them, or when there are this many."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Norms:
+    """One observation, still on the device: squared norms of shape (2,), or with their difference's of shape (3,)."""
+
+    values: Tensor
+    small: float
+    big: float
+    """Samples behind the two norms; equal for two consecutive steps."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Previous:
+    """The gradient of the step before, for one replica without accumulation."""
+
+    step: int
+    samples: int
+    gradients: list[Tensor]
+    scales: list[Tensor] | None
+    squared: Tensor
+
+
+class Preconditioner:
+    """The scale P that the optimizer gives each coordinate of the gradient, where it gives one.
+
+    Known: optimizers that keep ``exp_avg_sq`` (Adam, AdamW, NAdam, RAdam: ``1 / (sqrt(v / (1 - beta2^step)) + eps)``) or
+    ``square_avg`` (RMSprop: ``1 / (sqrt(v) + eps)``). All others, and the first step, have P = 1 (Pollux, section 3.1).
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self._optimizer = optimizer
+        self._group = {id(p): place for place, group in enumerate(optimizer.param_groups) for p in group["params"]}
+
+    @property
+    def is_pending(self) -> bool:
+        """Whether P becomes known with the first update only: norms before it would have another unit."""
+        return not self._optimizer.state and any(
+            "betas" in group or "alpha" in group for group in self._optimizer.param_groups
+        )
+
+    def scales(self, parameters: Sequence[nn.Parameter]) -> list[Tensor] | None:
+        """Return P for each parameter, in its shape; None where P is 1 for all of them."""
+        found = [self._scale(parameter) for parameter in parameters]
+        if all(scale is None for scale in found):
+            return None
+        return [
+            scale if scale is not None else torch.ones_like(parameter)
+            for scale, parameter in zip(found, parameters, strict=True)
+        ]
+
+    def _scale(self, parameter: nn.Parameter) -> Tensor | None:
+        # Never through [] on the state: it is a defaultdict, and an empty entry would change what a checkpoint holds.
+        state: dict[str, Any] = self._optimizer.state.get(parameter, {})
+        moment = state.get("exp_avg_sq", state.get("square_avg"))
+        place = self._group.get(id(parameter))
+        if moment is None or place is None or moment.shape != parameter.shape:
+            return None
+        options = self._optimizer.param_groups[place]
+        corrected = 1.0
+        if "exp_avg_sq" in state:
+            step = state.get("step", 0)
+            made = float(step) if not isinstance(step, Tensor) or not step.is_cuda else float(step.item())
+            if made < 1:
+                return None
+            corrected = 1.0 - float(options["betas"][1]) ** made
+        scale: Tensor = (moment / corrected).sqrt_().add_(options["eps"]).reciprocal_()
+        return scale
+
+
+def squared_norm(tensors: Sequence[Tensor], scales: Sequence[Tensor] | None = None) -> Tensor:
+    """Return ``sum |p t|^2`` over the tensors as a tensor of shape (), float32 at least, without waiting for the device."""
+    if not tensors:
+        return torch.zeros(())
+    if scales is not None:
+        tensors = torch._foreach_mul(list(tensors), list(scales))
+    wide = torch.float64 if tensors[0].dtype == torch.float64 else torch.float32
+    norms: Sequence[Tensor] = torch._foreach_norm(list(tensors), 2, dtype=wide)
+    return torch.stack(list(norms)).square().sum()
+
+
+class NoiseSampler:
+    """Takes the norms of sampled steps and hands observations to an estimator.
+
+    Args:
+        parameters: what is trained.
+        optimizer: where the scale of each coordinate comes from (Adam's, for example).
+        world_size: number of replicas.
+        group: their process group; None with one replica.
+        every: sample every so many steps; 0: never.
+
+    Attributes:
+        every: as above; change it on all ranks at the same step.
+        cost_s: median seconds that sampling took per sampled step (or pair of steps), on the device where there is one;
+            NaN before the first. Known after :meth:`drain`.
+    """
+
+    def __init__(
+        self,
+        parameters: Sequence[nn.Parameter],
+        optimizer: torch.optim.Optimizer,
+        world_size: int,
+        group: dist.ProcessGroup | None,
+        every: int = 1,
+    ) -> None:
+        self._parameters = [parameter for parameter in parameters if parameter.requires_grad]
+        self._preconditioner = Preconditioner(optimizer)
+        self._world_size = world_size
+        self._group = group
+        self._cuda = any(parameter.is_cuda for parameter in self._parameters)
+        self.every = every
+        self.cost_s = math.nan
+        self._held: list[Norms] = []
+        self._spans: list[tuple[Stamp, Stamp]] = []
+        self._costs: deque[list[tuple[Stamp, Stamp]]] = deque(maxlen=9)
+        self._spent_s = 0.0
+        self._previous: _Previous | None = None
+        self._forget_step()
+
+    def _forget_step(self) -> None:
+        self._active = False
+        self._local: list[Tensor] = []
+        self._small: Tensor | None = None
+        self._reduced: list[tuple[torch.futures.Future[Tensor], list[nn.Parameter], list[Tensor]]] = []
+        self._reducing: dist.Work | None = None
+        self._scales: dict[int, list[Tensor] | None] = {}
+
+    def wants(self, taken: Pass) -> bool:
+        """Return whether this step is sampled: every k-th full step; without a second batch size also the one after it."""
+        if not self.every or not taken.is_full or self._preconditioner.is_pending:
+            return False
+        if self._needs_pairs(taken) and self.every > 1:
+            return taken.step % self.every in (0, 1)
+        return taken.step % self.every == 0
+
+    def _needs_pairs(self, taken: Pass) -> bool:
+        return self._world_size == 1 and taken.passes == 1
+
+    def begin(self, taken: Pass) -> None:
+        """A pass begins; the first of a step decides whether the step is sampled."""
+        if taken.number == 0:
+            self._forget_step()
+            self._active = self.wants(taken)
+            if (
+                self._previous is None or self.every == 1
+            ):  # else the second of a pair, whose cost counts with the first's
+                self._spans = []
+
+    @property
+    def active(self) -> bool:
+        """Whether the step that is under way is sampled."""
+        return self._active
+
+    def after_pass(self, taken: Pass) -> None:
+        """A pass of one replica that accumulates is done: the first one's gradient is the small batch."""
+        if self._active and self._world_size == 1 and taken.passes > 1 and taken.number == 0:
+            with self._timed():
+                gradients, scales = self._gradients()
+                self._small = squared_norm(gradients, scales) / taken.weight**2
+
+    def before_reduction(self, bucket: "dist.GradBucket", taken: Pass) -> None:  # type: ignore[name-defined]
+        """A bucket of this rank is complete, weighted, and not reduced yet."""
+        if not self._active:
+            return
+        with self._timed():
+            try:
+                scales = self._bucket_scales(bucket)
+                tensors = [bucket.buffer()] if scales is None else bucket.gradients()
+                self._local.append(squared_norm(tensors, scales))
+            except Exception:  # the other ranks wait for this one's number: say that there is none
+                self._local.append(torch.full((), math.nan, device=bucket.buffer().device))
+            if bucket.is_last():
+                rank_weight = taken.split.sizes_of(taken.step_samples).sum(axis=1)
+                mine = float(rank_weight[dist.get_rank(self._group)]) / taken.step_samples
+                self._small = torch.stack(self._local).sum().reshape(1) / mine**2
+                self._reducing = dist.all_reduce(self._small, group=self._group, async_op=True)
+
+    def after_reduction(self, bucket: "dist.GradBucket", future: torch.futures.Future[Tensor]) -> None:  # type: ignore[name-defined]
+        """The reduction of a bucket is under way; ``future`` will hold the flat result."""
+        if self._active:
+            scales = self._bucket_scales(bucket)
+            self._reduced.append((future, [], []) if scales is None else (future, bucket.parameters(), scales))
+
+    def _bucket_scales(self, bucket: "dist.GradBucket") -> list[Tensor] | None:  # type: ignore[name-defined]
+        """Return P of a bucket, the same before and after the reduction."""
+        if bucket.index() not in self._scales:
+            self._scales[bucket.index()] = self._preconditioner.scales(bucket.parameters())
+        return self._scales[bucket.index()]
+
+    def finish(self, taken: Pass) -> None:
+        """The step's gradients are complete and the optimizer has not used them yet: make the observation."""
+        if not self._active:
+            return
+        with self._timed():
+            if self._world_size > 1:
+                self._finish_replicas(taken)
+            elif taken.passes > 1:
+                self._finish_accumulation(taken)
+            else:
+                self._finish_pair(taken)
+        if self._previous is None or self.every == 1:
+            self._costs.append(self._spans)
+        self._forget_step()
+
+    def _finish_replicas(self, taken: Pass) -> None:
+        if self._reducing is None or self._small is None:
+            return
+        self._reducing.wait()
+        flats = [future.value() for future, parameters, _ in self._reduced if not parameters]
+        big = squared_norm(flats) if flats else torch.zeros_like(self._small[0])
+        for future, parameters, scales in self._reduced:
+            if parameters:
+                parts = future.value().split([parameter.numel() for parameter in parameters])
+                views = [part.view(parameter.shape) for part, parameter in zip(parts, parameters, strict=True)]
+                big = big + squared_norm(views, scales)
+        sizes = taken.split.sizes_of(taken.step_samples).sum(axis=1)
+        if sizes.min() < 1:
+            return
+        values = torch.stack([self._small[0] / self._world_size, big.to(self._small.dtype)])
+        self._hold(values, small_batch(sizes), taken.step_samples)
+
+    def _finish_accumulation(self, taken: Pass) -> None:
+        if self._small is None:
+            return
+        gradients, scales = self._gradients()
+        first = int(taken.split.sizes_of(taken.step_samples)[0, 0])
+        self._hold(torch.stack([self._small, squared_norm(gradients, scales)]), first, taken.step_samples)
+
+    def _finish_pair(self, taken: Pass) -> None:
+        previous, self._previous = self._previous, None
+        gradients = [parameter.grad for parameter in self._parameters if parameter.grad is not None]
+        fits = previous is not None and previous.step == taken.step - 1 and previous.samples == taken.step_samples
+        if previous is not None and fits and len(previous.gradients) == len(gradients):
+            scaled = gradients if previous.scales is None else list(torch._foreach_mul(gradients, previous.scales))
+            squared = squared_norm(scaled)
+            torch._foreach_sub_(previous.gradients, scaled)
+            values = torch.stack([previous.squared, squared, squared_norm(previous.gradients)])
+            self._hold(values, taken.step_samples, taken.step_samples)
+            if self.every > 1:
+                return
+        if self.every == 1 or taken.step % self.every == 0:
+            gradients, scales = self._gradients()
+            kept = [g.clone() for g in gradients] if scales is None else list(torch._foreach_mul(gradients, scales))
+            self._previous = _Previous(
+                step=taken.step,
+                samples=taken.step_samples,
+                gradients=kept,
+                scales=scales,
+                squared=squared_norm(kept),
+            )
+
+    def _gradients(self) -> tuple[list[Tensor], list[Tensor] | None]:
+        """Return the gradients that there are, and P for each."""
+        trained = [parameter for parameter in self._parameters if parameter.grad is not None]
+        gradients = [parameter.grad for parameter in trained if parameter.grad is not None]
+        if 0 not in self._scales:
+            self._scales[0] = self._preconditioner.scales(trained)
+        return gradients, self._scales[0]
+
+    def _hold(self, values: Tensor, small: float, big: float) -> None:
+        self._held.append(Norms(values=values.detach(), small=small, big=big))
+        del self._held[:-SAMPLES_HELD]
+
+    def drain(self, estimator: NoiseScaleEstimator) -> int:
+        """Give the estimator what was observed since the last call, and return how many observations it took.
+
+        Here, and only here, the host waits for the device. An observation that is not finite (an overflow under loss
+        scaling) is left out.
+        """
+        held, self._held = self._held, []
+        taken = 0
+        for size in (2, 3):
+            chosen = [norms for norms in held if norms.values.numel() == size]
+            numbers = torch.stack([norms.values.double() for norms in chosen]).tolist() if chosen else []
+            for norms, row in zip(chosen, numbers, strict=True):
+                try:
+                    if size == 2:
+                        terms = noise_terms(row[0], row[1], norms.small, norms.big)
+                    else:
+                        terms = differenced_terms(row[0], row[1], (row[0] + row[1] - row[2]) / 2, norms.big)
+                except InputError:
+                    continue
+                estimator.add(terms)
+                taken += 1
+        if self._cuda and held:
+            torch.cuda.synchronize()  # the stamps after the last norm may not have passed yet
+        if self._costs:
+            self.cost_s = statistics.median(sum(seconds_between(*span) for span in spans) for spans in self._costs)
+        return taken
+
+    def take_spent_s(self) -> float:
+        """Return the host's seconds that sampling took since the last call."""
+        spent, self._spent_s = self._spent_s, 0.0
+        return spent
+
+    @contextmanager
+    def _timed(self) -> Iterator[None]:
+        start = stamp(self._cuda)
+        yield
+        end = stamp(self._cuda)
+        self._spans.append((start, end))
+        self._spent_s += end.host_s - start.host_s
+
+
+def affordable_interval(cost_s: float, step_s: float, share: float, most: int = 1000) -> int:
+    """Return the smallest k for which ``cost_s`` on every k-th step is at most ``share`` of the time; at most ``most``.
+
+    >>> affordable_interval(0.002, 0.05, 0.005)
+    8
+    """
+    if not (cost_s > 0 and step_s > 0 and share > 0):
+        return 1
+    wanted = cost_s / (step_s * share)
+    return most if not math.isfinite(wanted) else max(1, min(most, math.ceil(wanted * (1 - 1e-12))))

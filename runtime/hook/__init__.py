@@ -1,0 +1,13 @@
+"""Makes a training script follow its plan: batches, weighted gradients, telemetry. Start at :func:`attach`."""
+
+from ddltool.runtime.hook.attaching import Hook, attach
+from ddltool.runtime.hook.data_parallel import apply_prefetch, bucket_report, ddp_arguments, prefetch_units
+
+__all__ = [
+    "Hook",
+    "apply_prefetch",
+    "attach",
+    "bucket_report",
+    "ddp_arguments",
+    "prefetch_units",
+]

@@ -1,0 +1,191 @@
+"""The largest batch that fits in memory, found by trying. Start at :func:`search_limit`, :func:`measure_limit`.
+
+Every try is a real training step in a child process. On CPU it fits when the process's resident set, by the kernel's own
+high-water mark, stayed within the budget; the parent stops a child that goes beyond it, before it takes the machine's
+memory. The limit on address space that systems offer (``RLIMIT_AS``) is of no use here: torch reserves gigabytes that it never
+touches. On CUDA it fits when no ``OutOfMemoryError`` comes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import multiprocessing
+import os
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from multiprocessing.connection import Connection
+from typing import Any
+
+import psutil
+
+from ddltool.errors import DdlToolError, InputError
+from ddltool.runtime.measuring.children import SILENCE_LIMIT_S, follow_parent, how_it_ended, start, stop
+from ddltool.runtime.measuring.pool import Refusal
+from ddltool.runtime.measuring.worker import Subject, Task, Worker, as_input_error, reset_peak
+
+LARGEST = 2**20
+# A step's memory is reached in its first backward pass; the second shows what an optimizer keeps.
+_STEPS = 2
+_LOOK_EVERY_S = 0.005
+# A line through two small batches may be far off; the search does not jump further than this.
+_LONGEST_JUMP = 16
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MemoryLimit:
+    """What was tried and what came out of it."""
+
+    batch: int | None
+    """Largest batch that ran within the budget, while the next one did not; None: none up to ``LARGEST`` was too large."""
+    budget_bytes: float
+    tried: dict[int, float | None] = field(default_factory=dict)
+    """Peak bytes by batch; None where it did not fit."""
+
+
+def search_limit(attempt: Callable[[int], float | None], budget_bytes: float, largest: int = LARGEST) -> MemoryLimit:
+    """Return the limit by growing batches, then bisection; ``attempt(batch)`` returns peak bytes, None if it did not fit.
+
+    The largest batch that fits has run, and the next one has been tried and did not fit. A line through the peaks guesses
+    the limit, which saves tries where memory grows evenly and costs none otherwise: every other try halves the bracket.
+    """
+    tried: dict[int, float | None] = {}
+
+    def fits(batch: int) -> bool:
+        tried[batch] = peak = attempt(batch)
+        return peak is not None
+
+    low, high, step = 0, largest + 1, 0
+    while high - low > 1:
+        guess = _guess(tried, budget_bytes)
+        step += 1
+        if high > largest:
+            wish = 1 if low == 0 else max(2 * low, min(guess or 0, _LONGEST_JUMP * low))
+            batch = min(wish, largest)
+        elif guess is not None and step % 2:
+            margin = max(1, (high - low) // 8)  # a guess next to an end would tell little
+            batch = min(max(guess, low + margin), high - margin)
+        else:
+            batch = (low + high) // 2
+        if fits(batch):
+            low = batch
+        else:
+            high = batch
+    return MemoryLimit(batch=None if high > largest else low, budget_bytes=budget_bytes, tried=tried)
+
+
+def _guess(tried: dict[int, float | None], budget_bytes: float) -> int | None:
+    """Return where the line through the two largest batches that fit meets the budget; None where it does not rise."""
+    fitted = sorted((batch, peak) for batch, peak in tried.items() if peak is not None)
+    if len(fitted) < 2:
+        return None
+    (one, low), (two, high) = fitted[-2:]
+    if high <= low:
+        return None
+    return int(min(two + (budget_bytes - high) * (two - one) / (high - low), 2.0 * LARGEST))
+
+
+def measure_limit(
+    subject: Subject, budget_bytes: float, *, progress: Callable[[str], None] = lambda remark: None
+) -> MemoryLimit:
+    """Return the largest batch whose training step keeps to ``budget_bytes`` per process.
+
+    On CUDA the budget is what torch's allocator may take of the device. Raises InputError for a budget beyond what is free,
+    or when the model does not train; DdlToolError when a process ends in another way.
+    """
+    if subject.device == "cpu" and budget_bytes > (free := psutil.virtual_memory().available):
+        problem = f"{budget_bytes / 2**30:.3g} GiB is more than the {free / 2**30:.3g} GiB that are free"
+        raise InputError("--memory", problem, "give less, or stop other programs")
+    with _Tries(subject, budget_bytes) as tries:
+
+        def attempt(batch: int) -> float | None:
+            peak = tries.attempt(batch)
+            progress(f"batch {batch} {'does not fit' if peak is None else 'fits'}")
+            return peak
+
+        return search_limit(attempt, budget_bytes)
+
+
+class _Tries:
+    """A child process that tries one batch after another; a new one after each that went beyond the budget."""
+
+    def __init__(self, subject: Subject, budget_bytes: float) -> None:
+        self.subject, self.budget_bytes = subject, budget_bytes
+        self._child: Any = None
+        self._pipe: Connection | None = None
+
+    def __enter__(self) -> _Tries:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._end()
+
+    def attempt(self, batch: int) -> float | None:
+        """Return the peak bytes of a training step, None when it did not fit."""
+        if self._child is None:
+            self._begin()
+        assert self._pipe is not None
+        with contextlib.suppress(OSError):
+            self._pipe.send(batch)
+        watched = psutil.Process(self._child.pid) if self.subject.device == "cpu" else None
+        silent = 0.0
+        while not self._pipe.poll(_LOOK_EVERY_S):
+            silent += _LOOK_EVERY_S
+            if silent > SILENCE_LIMIT_S:
+                raise DdlToolError(f"memory of batch {batch}: the process was silent for {SILENCE_LIMIT_S:.0f} s")
+            with contextlib.suppress(psutil.NoSuchProcess):
+                if watched is not None and watched.memory_info().rss > self.budget_bytes:
+                    self._end()
+                    return None
+        try:
+            answer = self._pipe.recv()
+        except (EOFError, OSError):
+            self._child.join()
+            raise DdlToolError(f"memory of batch {batch}: the process {how_it_ended(self._child.exitcode)}") from None
+        if isinstance(answer, Refusal):
+            raise InputError(answer.where, answer.problem, answer.remedy)
+        peak, again = answer
+        fits = peak > 0 and peak <= self.budget_bytes
+        if not again or peak > self.budget_bytes:  # after an exception of the allocator all was given back
+            self._end()
+        return float(peak) if fits else None
+
+    def _begin(self) -> None:
+        context = multiprocessing.get_context("spawn")
+        self._pipe, theirs = context.Pipe()
+        self._child = context.Process(target=_serve, args=(self.subject, self.budget_bytes, theirs), daemon=True)
+        start([self._child])
+        theirs.close()
+
+    def _end(self) -> None:
+        if self._child is not None:
+            stop([self._child])
+        if self._pipe is not None:
+            self._pipe.close()
+        self._child = self._pipe = None
+
+
+def _serve(subject: Subject, budget_bytes: float, pipe: Connection) -> None:
+    """Try the batches that come; answer with the peak bytes (0: out of memory) and whether this process may try another."""
+    os.dup2(2, 1)  # what the user's module prints must not mix with the command's result
+    threading.Thread(target=follow_parent, daemon=True).start()
+    try:
+        import torch
+
+        device = torch.device(subject.device, 0) if subject.device == "cuda" else torch.device("cpu")
+        if device.type == "cuda":
+            total = torch.cuda.get_device_properties(device).total_memory
+            torch.cuda.set_per_process_memory_fraction(min(1.0, budget_bytes / total), device)
+        worker = Worker(subject, device)
+        while True:
+            batch = pipe.recv()
+            worker.drop()
+            again = reset_peak(device)
+            outcome = worker.run(Task(replicas=1, batch=batch, warmup=0, most=_STEPS))
+            pipe.send((outcome.peak_bytes, again))
+    except (EOFError, BrokenPipeError):
+        return  # the parent has gone
+    except Exception as error:
+        told = as_input_error(error, subject.source)
+        with contextlib.suppress(OSError):
+            pipe.send(Refusal(told.where, told.problem, told.remedy))

@@ -1,0 +1,315 @@
+"""Records speed, CPU and memory of training processes, iteration by iteration: the input of ``ddltool balance``.
+
+In a training loop of one's own::
+
+    watch = Watch("w0")
+    for batch in loader:
+        with watch.iteration(samples=len(batch)):
+            ...forward and backward...
+        ...gradients are exchanged and applied; waiting for others is not the worker's speed...
+    write_rows(watch.rows, "trace.csv")
+
+:func:`record` starts processes that train a model together and watches them.
+
+Readings are taken before the iteration, which is when batch sizes must be chosen. CPU is the share of a core that the
+process can expect: its cores over the processes that want to run on them now, itself included. Memory is the share of the
+machine's memory that is available.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import math
+import multiprocessing
+import os
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import psutil
+
+from ddltool.artifacts import write_text
+from ddltool.errors import DdlToolError, InputError, one_line
+from ddltool.runtime.measuring.children import SILENCE_LIMIT_S, follow_parent, free_port, start, stop
+
+if TYPE_CHECKING:
+    from ddltool.runtime.measuring.campaign import Step
+
+# How often a worker hands in its rows; what it has not handed in is lost when it is killed.
+TELL_EVERY_S = 0.5
+# When a worker is gone, the others soon notice and hand in what they have.
+AFTER_LOSS_S = 5.0
+HEADER = "iteration,worker,speed,cpu,memory"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SpeedRow:
+    """One iteration of one worker."""
+
+    iteration: int
+    worker: str
+    speed: float
+    """Samples per second, without waiting for other workers."""
+    cpu: float
+    """Share of a core that the worker could expect when the iteration began, above 0 to 1."""
+    memory: float
+    """Share of the machine's memory that was available then, 0 to 1."""
+
+    def line(self) -> str:
+        """Return the row as CSV."""
+        return f"{self.iteration},{self.worker},{self.speed:.6g},{self.cpu:.4g},{self.memory:.4g}"
+
+
+@dataclass(slots=True)
+class Watch:
+    """Observes the iterations of this process."""
+
+    worker: str
+    rows: list[SpeedRow] = field(default_factory=list)
+
+    @contextmanager
+    def iteration(self, samples: int) -> Iterator[None]:
+        """Observe what the block does with ``samples`` samples; a block that raises leaves no row.
+
+        The block is the worker's own computation: leave the waiting for others outside, and on a GPU synchronise the
+        device before it ends.
+        """
+        cpu, memory = expected_cpu(), available_memory()
+        begin = time.perf_counter()
+        yield
+        seconds = max(time.perf_counter() - begin, 1e-9)
+        row = SpeedRow(iteration=len(self.rows), worker=self.worker, speed=samples / seconds, cpu=cpu, memory=memory)
+        self.rows.append(row)
+
+
+def expected_cpu() -> float:
+    """Return the share of a core that this process can expect now, above 0 to 1.
+
+    On Linux: its cores over the runnable processes that were last on one of them, itself included. A process counts once
+    whatever its threads. Elsewhere: the machine's idle share since the last call, as psutil has it.
+    """
+    try:
+        cores = os.sched_getaffinity(0)
+        return min(1.0, len(cores) / (1 + _others_running(cores)))
+    except (AttributeError, OSError):
+        return max(0.01, 1.0 - psutil.cpu_percent(interval=None) / 100)
+
+
+def available_memory() -> float:
+    """Return the share of the machine's memory that new work could take, 0 to 1."""
+    memory = psutil.virtual_memory()
+    return float(memory.available / memory.total)
+
+
+def _others_running(cores: set[int]) -> int:
+    """Return how many other processes want to run on these cores (Linux).
+
+    Reads /proc itself: psutil would take ten times as long, which a short iteration would notice.
+    """
+    running, own = 0, str(os.getpid())
+    for name in os.listdir("/proc"):
+        if not name.isdecimal() or name == own:
+            continue
+        try:
+            with open(f"/proc/{name}/stat", "rb") as file:
+                fields = file.read().rpartition(b") ")[2].split()
+        except OSError:
+            continue  # it has ended meanwhile
+        # Fields 3 and 39 of proc(5): the state, and the core it was last on.
+        if fields[0] == b"R" and int(fields[36]) in cores:
+            running += 1
+    return running
+
+
+def write_rows(rows: Iterable[SpeedRow], path: str | Path) -> None:
+    """Write rows as CSV (``.gz`` is accepted), by iteration, then worker. Raises InputError for an unusable path."""
+    ordered = sorted(rows, key=lambda row: (row.iteration, row.worker))
+    write_text(path, "\n".join((HEADER, *(row.line() for row in ordered))) + "\n")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class WatchRequest:
+    """Which training to watch. ``resolver`` is ``package.module:function``, called as ``function(source, batch)``."""
+
+    source: str
+    resolver: str
+    batch: int
+    """Samples per worker and iteration."""
+    workers: int = 2
+    iterations: int = 1000
+    cores: tuple[int, ...] | None = None
+    """The core that each worker stays on, by the system's numbers: one that this process may use."""
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        for name in ("batch", "workers", "iterations"):
+            if getattr(self, name) < 1:
+                raise InputError(name, f"is {getattr(self, name)}", "give a whole number >= 1")
+        if self.cores is not None and len(self.cores) != self.workers:
+            raise InputError("cores", f"names {len(self.cores)} cores", f"name one for each of {self.workers} workers")
+        if self.cores is not None:
+            _demand_usable(self.cores)
+
+
+def _demand_usable(cores: tuple[int, ...]) -> None:
+    """Raise InputError for a core that this process may not use."""
+    if not hasattr(os, "sched_getaffinity"):
+        raise InputError("cores", "cannot be chosen on this system", "leave it out")
+    usable = sorted(os.sched_getaffinity(0))
+    for core in cores:
+        if core not in usable:
+            raise InputError("cores", f"{core} is not here", f"usable: {', '.join(map(str, usable))}")
+
+
+class WatchLost(DdlToolError):
+    """A watched process has ended before its time."""
+
+    def __init__(self, message: str, rows: list[SpeedRow]) -> None:
+        super().__init__(message)
+        self.rows = rows
+        """All workers' rows of the iterations that every worker has completed."""
+
+
+def record(request: WatchRequest, progress: Callable[[int], None] | None = None) -> list[SpeedRow]:
+    """Return the rows of all workers, which train one model with averaged gradients over gloo, in lockstep, on the CPU.
+
+    Every process computes on one thread. ``progress`` is told iterations done, now and then. Raises InputError when a step
+    fails, WatchLost with what was recorded when a process dies.
+    """
+    context = multiprocessing.get_context("spawn")
+    port = free_port()
+    # A pipe for each: a queue that all share can be left locked, or with half a message in it, by one that is killed.
+    pipes = [context.Pipe(duplex=False) for _ in range(request.workers)]
+    children = [
+        context.Process(target=_worker, args=(request, rank, port, writer), daemon=True)
+        for rank, (_, writer) in enumerate(pipes)
+    ]
+    try:
+        start(children)
+        for _, writer in pipes:
+            writer.close()  # the child's own is the only one left, so that its end shows here
+        return _collect([reader for reader, _ in pipes], children, progress)
+    finally:
+        stop(children)
+        for pipe in pipes:
+            for end in pipe:
+                end.close()
+
+
+def _collect(
+    readers: list[Connection], children: list[Any], progress: Callable[[int], None] | None = None
+) -> list[SpeedRow]:
+    """Take each worker's rows as they come; a worker that has nothing to tell for long is given up."""
+    rows: list[list[SpeedRow]] = [[] for _ in readers]
+    waiting = dict(enumerate(readers))
+    failures: dict[int, tuple[str, str, str]] = {}
+    gone: list[int] = []
+    last, broken_at = time.monotonic(), math.inf
+    while waiting and time.monotonic() < broken_at + AFTER_LOSS_S:
+        ready = wait(list(waiting.values()), timeout=0.2)
+        if not ready and time.monotonic() - last > SILENCE_LIMIT_S:
+            raise DdlToolError(f"the watched processes were silent for {SILENCE_LIMIT_S:.0f} s")
+        for rank, reader in [pair for pair in waiting.items() if pair[1] in ready]:
+            last = time.monotonic()
+            try:
+                kind, value = reader.recv()
+            except (EOFError, OSError):
+                kind, value = "gone", None
+            if kind == "rows":
+                rows[rank].extend(value)
+                if progress is not None:
+                    progress(min(map(len, rows)))
+                continue
+            del waiting[rank]
+            if kind == "error":
+                failures[rank] = value
+            elif kind == "gone":
+                gone.append(rank)
+            if kind != "done":
+                broken_at = min(broken_at, last)
+    if gone:
+        # The others fail because this one is gone, not by themselves.
+        raise _lost(gone[0], children[gone[0]], rows)
+    if failures:
+        raise InputError(*failures[min(failures)])
+    return [row for each in rows for row in each]
+
+
+def _lost(rank: int, child: Any, rows: list[list[SpeedRow]]) -> WatchLost:
+    child.join(timeout=5.0)
+    code = child.exitcode
+    how = f"was killed (signal {-code})" if code is not None and code < 0 else f"ended (exit code {code})"
+    complete = min(map(len, rows))
+    kept = [row for each in rows for row in each[:complete]]
+    return WatchLost(f"worker w{rank} {how} at iteration {len(rows[rank])}", kept)
+
+
+def _worker(request: WatchRequest, rank: int, port: int, results: Connection) -> None:
+    """Train as one of the workers; whatever goes wrong reaches the parent as text."""
+    import torch
+    import torch.distributed as dist
+
+    os.dup2(2, 1)  # what the user's module prints must not mix with the command's result
+    threading.Thread(target=follow_parent, daemon=True).start()
+    if request.cores is not None:
+        os.sched_setaffinity(0, {request.cores[rank]})
+    torch.set_num_threads(1)
+    torch.manual_seed(request.seed)
+    try:
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+        dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=request.workers)
+        _train(request, rank, results)
+        results.send(("done", None))
+    except KeyboardInterrupt:
+        return
+    except Exception as error:
+        text = one_line(f"{type(error).__name__}: {error}")[:300]
+        with contextlib.suppress(OSError):
+            results.send(
+                ("error", (request.source, f"a training step failed ({text})", "it must train on its example inputs"))
+            )
+    finally:
+        if dist.is_initialized():
+            with contextlib.suppress(RuntimeError):
+                dist.destroy_process_group()
+
+
+def _train(request: WatchRequest, rank: int, results: Connection) -> None:
+    """Train, and hand in rows now and then: not each one, for whoever reads them would take time from the watched."""
+    import torch
+    import torch.distributed as dist
+
+    module_name, _, function = request.resolver.partition(":")
+    resolver: Callable[[str, int], Step] = getattr(importlib.import_module(module_name), function)
+    step = resolver(request.source, request.batch)
+    parameters = [value for value in step.module.parameters() if value.requires_grad]
+    optimizer = torch.optim.SGD(parameters, lr=1e-2)
+    watch = Watch(f"w{rank}")
+    told, last = 0, time.monotonic()
+    step.loss(step.module(*step.inputs)).backward()  # the first step pays for what later ones find ready
+    try:
+        for _ in range(request.iterations):
+            optimizer.zero_grad()
+            dist.barrier()
+            with watch.iteration(request.batch):
+                step.loss(step.module(*step.inputs)).backward()
+            gradients = torch.cat([value.grad.flatten() for value in parameters if value.grad is not None])
+            dist.all_reduce(gradients)
+            gradients /= request.workers
+            offset = 0
+            for value in parameters:
+                if value.grad is not None:
+                    value.grad.copy_(gradients[offset : offset + value.numel()].view_as(value))
+                    offset += value.numel()
+            optimizer.step()
+            if time.monotonic() - last > TELL_EVERY_S:
+                results.send(("rows", watch.rows[told:]))
+                told, last = len(watch.rows), time.monotonic()
+    finally:
+        results.send(("rows", watch.rows[told:]))

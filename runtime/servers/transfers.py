@@ -1,0 +1,278 @@
+"""Ordered transfers between workers and parameter servers: the plan, the counter, the wire. Start at :class:`TransferPlan`.
+
+Ranks 0 to W-1 are workers, ranks W to W+P-1 parameter servers. In a step a worker pulls every parameter and pushes
+every gradient; each worker-server pair is one channel per direction, and a channel carries one transfer at a time. The
+order is enforced where TicTac (section 5.1) enforces it, at the sender: priorities become numbers 0 to n-1 within a
+channel, the server holds a counter per worker and iteration, and transfer k goes to the transport only when the counter
+has reached k. :mod:`ddltool.runtime.servers.parameter_server` and :mod:`ddltool.runtime.servers.worker` are the two ends.
+
+::
+
+    plan = TransferPlan.for_model(model, workers=2, servers=1, priority={"fc.weight": 3, ...})
+    if rank >= plan.workers:
+        ParameterServer(model, plan, MomentumSGD(lr=0.1, momentum=0.9)).serve()
+    else:
+        with Worker(model, plan) as worker:
+            for inputs, labels in loader:
+                with worker.step():
+                    loss_function(model(inputs), labels).backward()
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import random
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from ddltool.artifacts import load
+from ddltool.errors import DdlToolError, InputError
+from ddltool.graph import natural_key
+from ddltool.plan import Enforcement
+
+TIMEOUT_S = 30.0
+IDLE_S = 1800.0
+
+
+class TransferError(DdlToolError):
+    """A transfer did not happen: says which one waited, for what, and on which rank.
+
+    Attributes:
+        peer: the rank at the other end of a broken connection; None: the failure is none of a connection, or of several.
+    """
+
+    exit_code = 1
+
+    def __init__(self, text: str, peer: int | None = None) -> None:
+        """``text``: all that there is to say."""
+        super().__init__(text)
+        self.peer = peer
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Slot:
+    """One parameter as it travels: both ends must agree on every field."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+    trainable: bool
+    server: int
+
+    @property
+    def size_bytes(self) -> int:
+        """Bytes of one transfer."""
+        dtype: torch.dtype = getattr(torch, self.dtype)
+        return torch.Size(self.shape).numel() * dtype.itemsize
+
+
+@dataclass(frozen=True, kw_only=True)
+class TransferPlan:
+    """Which parameter lies on which server, and in which order each server hands them to each worker.
+
+    Parameters have the index they are registered with. ``priority`` None and ``random_seed`` None: every channel keeps
+    the order of registration.
+    """
+
+    slots: tuple[Slot, ...]
+    workers: int
+    servers: int
+    priority: tuple[int, ...] | None = None
+    """Per parameter, lowest first; equal numbers keep the order of registration, so each channel's order is total."""
+    random_seed: int | None = None
+    """With a seed, every worker's every pull has an order of its own, drawn at random: TicTac's baseline."""
+    late: int = 0
+    """How many more workers may join while the job runs (:mod:`ddltool.runtime.servers` alone lets them)."""
+
+    @classmethod
+    def for_model(
+        cls,
+        model: nn.Module,
+        *,
+        workers: int,
+        servers: int,
+        priority: Mapping[str, int] | None = None,
+        random_seed: int | None = None,
+        server_of: Mapping[str, int] | None = None,
+        late: int = 0,
+    ) -> TransferPlan:
+        """Return the plan for ``model``; ``server_of`` (parameter to server) replaces :func:`spread`.
+
+        Raises InputError when ``priority`` or ``server_of`` leave out a parameter or name one that the model lacks,
+        when both an order and a seed are given, and for counts below 1 or servers that do not exist.
+        """
+        if workers < 1 or servers < 1:
+            raise InputError("transfer plan", f"{workers} workers and {servers} servers", "there must be one of each")
+        if late < 0:
+            raise InputError("transfer plan:late", f"is {late}", "give 0 or more")
+        if priority is not None and random_seed is not None:
+            raise InputError("transfer plan", "has both priorities and a random seed", "give one of the two")
+        parameters = {name: value for name, value in model.named_parameters() if value.numel()}
+        sizes = {name: value.numel() * value.element_size() for name, value in parameters.items()}
+        if priority is not None:
+            _check_names("transfer plan:priority", priority, sizes)
+        if server_of is not None:
+            _check_names("transfer plan:server_of", server_of, sizes)
+            if wrong := sorted(name for name, server in server_of.items() if not 0 <= server < servers):
+                problem = f"{wrong[0]} is on server {server_of[wrong[0]]}"
+                raise InputError("transfer plan:server_of", problem, f"servers are 0 to {servers - 1}")
+        place = spread(sizes, servers) if server_of is None else server_of
+        return cls(
+            slots=tuple(
+                Slot(
+                    name=name,
+                    shape=tuple(value.shape),
+                    dtype=str(value.dtype).removeprefix("torch."),
+                    trainable=value.requires_grad,
+                    server=place[name],
+                )
+                for name, value in parameters.items()
+            ),
+            workers=workers,
+            servers=servers,
+            priority=None if priority is None else tuple(priority[name] for name in parameters),
+            random_seed=random_seed,
+            late=late,
+        )
+
+    @classmethod
+    def priority_of(cls, order: Sequence[str]) -> dict[str, int]:
+        """Return priorities 0 to n-1 for parameters in this order. Raises InputError when one comes twice."""
+        numbers = {name: number for number, name in enumerate(order)}
+        if len(numbers) < len(order):
+            twice = sorted({name for name in order if order.count(name) > 1}, key=natural_key)
+            raise InputError("transfer plan:order", f"names {twice[0]} twice", "name each parameter once")
+        return numbers
+
+    @property
+    def world_size(self) -> int:
+        """Number of processes that begin: workers and servers."""
+        return self.workers + self.servers
+
+    @property
+    def seats(self) -> int:
+        """Number of workers with all who may join."""
+        return self.workers + self.late
+
+    def rank_of_worker(self, worker: int) -> int:
+        """Return the rank of worker ``worker``; who joins has one beyond those that began."""
+        return worker if worker < self.workers else worker + self.servers
+
+    def rank_of_server(self, server: int) -> int:
+        """Return the rank of server ``server``."""
+        return self.workers + server
+
+    def worker_of_rank(self, rank: int) -> int:
+        """Return which worker has rank ``rank``."""
+        return rank if rank < self.workers else rank - self.servers
+
+    def server_of_rank(self, rank: int) -> int:
+        """Return which server has rank ``rank``."""
+        return rank - self.workers
+
+    @cached_property
+    def _on_server(self) -> tuple[tuple[int, ...], ...]:
+        """Per server the indices of its parameters in the enforced order; in order of registration without one."""
+        numbers = self.priority or tuple(range(len(self.slots)))
+        order = sorted(range(len(self.slots)), key=lambda index: (numbers[index], index))
+        return tuple(tuple(i for i in order if self.slots[i].server == server) for server in range(self.servers))
+
+    def queue(self, server: int, worker: int, pull: int) -> tuple[int, ...]:
+        """Return the indices that ``server`` hands to ``worker`` in pull number ``pull``, first to last.
+
+        The place in this tuple is the transfer's normalised priority number.
+        """
+        queue = self._on_server[server]
+        if self.random_seed is None:
+            return queue
+        chance = random.Random(f"{self.random_seed}/{server}/{worker}/{pull}")
+        return tuple(chance.sample(queue, len(queue)))
+
+    def gradients(self, server: int) -> tuple[int, ...]:
+        """Return the indices of the trainable parameters on ``server``, in the reverse of the order of the pulls."""
+        return tuple(index for index in reversed(self._on_server[server]) if self.slots[index].trainable)
+
+    def digest(self) -> str:
+        """Return 12 hexadecimal digits that two plans share only if they are the same."""
+        slots = [(s.name, s.shape, s.dtype, s.trainable, s.server) for s in self.slots]
+        content = [slots, self.workers, self.servers, self.priority, self.random_seed, self.late]
+        return hashlib.sha256(json.dumps(content).encode()).hexdigest()[:12]
+
+
+def spread(sizes: Mapping[str, float], servers: int) -> dict[str, int]:
+    """Return a server for each parameter: largest first onto the least loaded (LPT), ties by name. O(n log n + n P)."""
+    load = [0.0] * servers
+    place: dict[str, int] = {}
+    for name in sorted(sizes, key=lambda name: (-sizes[name], natural_key(name))):
+        place[name] = min(range(servers), key=load.__getitem__)
+        load[place[name]] += sizes[name]
+    return place
+
+
+def _check_names(where: str, given: Iterable[str], known: Iterable[str]) -> None:
+    """Raise InputError unless the two hold the same names."""
+    missing = sorted(set(known) - set(given), key=natural_key)
+    unknown = sorted(set(given) - set(known), key=natural_key)
+    parts = [f"{kind} {listing(names)}" for kind, names in (("misses", missing), ("has unknown", unknown)) if names]
+    if parts:
+        raise InputError(where, " and ".join(parts), "it must name each of the model's parameters once")
+
+
+def check_values(plan: TransferPlan, values: Mapping[str, Tensor]) -> None:
+    """Raise InputError unless ``values`` holds every parameter of the plan in its shape and type."""
+    for slot in plan.slots:
+        value = values.get(slot.name)
+        if value is None:
+            raise InputError("transfer plan", f"names {slot.name}, which the model lacks", "make it from this model")
+        if tuple(value.shape) != slot.shape or str(value.dtype) != f"torch.{slot.dtype}":
+            problem = f"has {slot.name} as {slot.dtype} {slot.shape}, the model as {value.dtype} {tuple(value.shape)}"
+            raise InputError("transfer plan", problem, "make it from this model")
+    known = {slot.name for slot in plan.slots}
+    if left_out := [name for name, value in values.items() if value.numel() and name not in known]:
+        raise InputError("transfer plan", f"leaves out {listing(left_out)}", "make it from this model")
+
+
+def listing(names: Sequence[str], most: int = 3) -> str:
+    """Return the first ``most`` names and how many more there are."""
+    more = f" (and {len(names) - most} more)" if len(names) > most else ""
+    return ", ".join(names[:most]) + more
+
+
+def check_same_plan(plan: TransferPlan, group: dist.ProcessGroup | None = None) -> None:
+    """Raise InputError on every rank unless all ranks hold the same plan and there is a process for each part in it.
+
+    The message names the ranks that differ from rank 0 and is the same on all. Call on all ranks of ``group``.
+    """
+    size = dist.get_world_size(group)
+    mine = torch.tensor(list(plan.digest().encode()), dtype=torch.uint8)
+    digests = [torch.empty_like(mine) for _ in range(size)]
+    dist.all_gather(digests, mine, group=group)
+    other = [str(rank) for rank, digest in enumerate(digests) if not torch.equal(digest, digests[0])]
+    if other:
+        ranks = ("rank " if len(other) == 1 else "ranks ") + listing(other, 8)
+        raise InputError(
+            "transfer plan", f"differs from rank 0's on {ranks}", "give every rank the same plan and model"
+        )
+    if size != plan.world_size:
+        problem = f"is for {plan.workers} workers and {plan.servers} servers, but this job runs {size} processes"
+        raise InputError("transfer plan", problem, f"start {plan.world_size}")
+
+
+def planned_priority(config: str | os.PathLike[str] | Enforcement) -> dict[str, int]:
+    """Return the priority numbers of an enforcement config's parameters, for :meth:`TransferPlan.for_model`.
+
+    Raises InputError when the config lists no parameters with a number: such a plan was made without a graph.
+    """
+    path = "config" if isinstance(config, Enforcement) else os.fspath(config)
+    enforcement = config if isinstance(config, Enforcement) else load(path, Enforcement)
+    numbers = {entry.name: entry.priority for entry in enforcement.parameters if entry.priority is not None}
+    if not numbers:
+        raise InputError(f"{path}:parameters", "hold no priority", "make the plan with --graph")
+    return numbers
