@@ -34,9 +34,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import typer
 
-from ddltool.commands.main import app, run
+from ddltool.commands.main import load, run
 
 REPO = Path(__file__).resolve().parents[1]
 PAGES = [REPO / "README.md", *sorted((REPO / "docs").rglob("*.md"))]
@@ -385,7 +384,7 @@ def test_all_commands_run(page: Path, tmp_path: Path, monkeypatch: pytest.Monkey
 
 @functools.cache
 def _command(name: str) -> Any:
-    return typer.main.get_command(app).commands[name]  # type: ignore[attr-defined]
+    return load(name)
 
 
 def check_options(command: str) -> None:
