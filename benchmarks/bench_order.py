@@ -20,7 +20,7 @@ from ddltool.analyzers.communication.efficiency import compare
 from ddltool.analyzers.communication.order import precedes, tac, tic
 from ddltool.analyzers.communication.properties import whole_times
 from ddltool.analyzers.communication.timeline import Simulator
-from ddltool.commands.trace import timed_graph
+from ddltool.analyzers.loading.timed_graph import timed_graph
 from ddltool.errors import MissingExtra
 from ddltool.fixtures.loading import folder
 from ddltool.graph import RECV, Graph

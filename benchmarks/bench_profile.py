@@ -33,7 +33,7 @@ SOURCES = ("zoo:resnet32", "zoo:cifarnet")
 def collect(source: str, rounds: int, seed: int) -> dict[tuple[str, int], list[float]]:
     """Return step times (seconds) by clock and batch."""
     subject = Subject(
-        source=source, resolver="ddltool.commands.sources:training_step", device="cpu", threads=1, seed=seed
+        source=source, resolver="ddltool.analyzers.loading.sources:training_step", device="cpu", threads=1, seed=seed
     )
     worker = Worker(subject, torch.device("cpu"))
     order, found = random.Random(seed), defaultdict(list)

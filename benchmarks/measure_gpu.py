@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ddltool.analyzers.loading.sources import resolve
+from ddltool.analyzers.loading.sources import resolve_step
 from ddltool.analyzers.tracing.step import TrainingStep, default_loss, with_batch_size
 from ddltool.errors import DdlToolError, one_line
 
@@ -87,7 +87,7 @@ def _own(module: Callable[[], nn.Module], example: Callable[[], Tensor]) -> Call
 
 
 def _source(name: str) -> Callable[[], TrainingStep]:
-    return lambda: resolve(name, {}, sequence_length=LENGTH if name.startswith("transformers:") else None)
+    return lambda: resolve_step(name, sequence_length=LENGTH if name.startswith("transformers:") else None)
 
 
 # Name, what makes it, image size or length, and the two batch sizes; the smallest first, for a short run.

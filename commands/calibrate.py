@@ -96,8 +96,8 @@ def _fitted(
 
 def _cases(frame: pd.DataFrame, model: str | None, numerics: Any, where: str) -> list[tuple[Graph, float]]:
     """Return (graph, measured seconds) of every row of one replica and one pass. Raises InputError when it lacks a model."""
+    from ddltool.analyzers.loading.sources import work_of
     from ddltool.commands.output import progress
-    from ddltool.commands.predict import trace_work
     from ddltool.errors import InputError
 
     single = frame[frame["num_replicas"] == 1]
@@ -112,7 +112,7 @@ def _cases(frame: pd.DataFrame, model: str | None, numerics: Any, where: str) ->
             raise InputError(where, "does not say which model was trained", "name it: --model SOURCE")
         if source not in curves:
             with progress(f"tracing {source}"):
-                curves[source] = trace_work(source, numerics, None)
+                curves[source] = work_of(source, numerics, None)
         made.append((curves[source].traced.at(int(row["local_batch_size"])), float(row["step_time_s"])))
     return made
 

@@ -223,7 +223,7 @@ def _from_graph(job: Job, folder: Path, given: Given) -> Communication | None:
 
 def _traced(job: Job) -> Graph:
     """Return the job's model as a graph; times only matter relative to each other, so any known device will do."""
-    from ddltool.commands.trace import timed_graph
+    from ddltool.analyzers.loading.timed_graph import timed_graph
     from ddltool.fixtures.loading import devices
 
     name = next((offer.type for offer in job.devices if devices().find(offer.type)), "V100")

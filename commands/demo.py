@@ -111,8 +111,8 @@ def _trace(found: Findings, seed: int) -> None:
     from ddltool.analyzers.communication.perfetto import to_chrome_trace
     from ddltool.analyzers.costs.estimate import estimate
     from ddltool.analyzers.costs.model import cost_model
+    from ddltool.analyzers.loading.timed_graph import timed_graph
     from ddltool.artifacts import to_json, write_text
-    from ddltool.commands.trace import timed_graph
     from ddltool.device import Network
     from ddltool.fixtures.loading import calibration, devices, folder
     from ddltool.graph_io import read_graph, write_graph

@@ -27,10 +27,10 @@ def scan_source(
 ) -> tuple[Graph, Scan]:
     """Return the graph of any SOURCE and what its ops allow; torch sources are looked at with their data types.
 
-    Raises InputError as :func:`ddltool.commands.sources.load_graph`.
+    Raises InputError as :func:`ddltool.analyzers.loading.sources.load_graph`.
     """
+    from ddltool.analyzers.loading.sources import is_graph_file, is_onnx_file, load_graph, resolve_step
     from ddltool.analyzers.placement.determinism import op_facts, scan
-    from ddltool.commands.sources import is_graph_file, is_onnx_file, load_graph, resolve_step
 
     if is_graph_file(source) or is_onnx_file(source):
         graph = load_graph(source, mode, batch_size, bindings)

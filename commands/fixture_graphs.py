@@ -7,7 +7,7 @@ from pathlib import Path
 
 from ddltool.analyzers.communication.adverse import ADVERSE
 from ddltool.analyzers.communication.toys import TOYS
-from ddltool.commands.trace import timed_graph
+from ddltool.analyzers.loading.timed_graph import timed_graph
 from ddltool.fixtures.zoo import ZOO
 from ddltool.graph import Graph, Mode
 from ddltool.graph_io import write_graph

@@ -72,10 +72,10 @@ def fitted_models(job: Job, job_file: Path) -> dict[str, ThroughputParams]:
 
 def scanned(job: Job, graph: Graph | None) -> Job:
     """Return the job with what its model's ops say about D2, where it asks for D2 and does not say itself."""
+    from ddltool.analyzers.loading.sources import is_graph_file
     from ddltool.analyzers.placement.determinism import d2_eligible
     from ddltool.commands.determinism import scan_source
     from ddltool.commands.output import note
-    from ddltool.commands.sources import is_graph_file
 
     limits = job.constraints
     if limits.determinism != "D2" or limits.hardware_agnostic is not None:
@@ -140,8 +140,8 @@ def _roofline_capabilities(job: Job, folder: Path, types: list[str], where: str)
     """Return capabilities predicted from the traced model and the known devices, with those that the job describes."""
     from ddltool.analyzers.costs.estimate import estimate
     from ddltool.analyzers.costs.model import cost_model
+    from ddltool.analyzers.loading.sources import is_graph_file, load_graph
     from ddltool.analyzers.placement.capability import capability_from_graph
-    from ddltool.commands.sources import is_graph_file, load_graph
     from ddltool.device import Network
     from ddltool.fixtures.loading import calibration, devices_of
 
@@ -176,7 +176,7 @@ def numerics_of(job: Job) -> Numerics:
 
 def graph_of(job: Job, folder: Path, graph_file: Path | None) -> Graph | None:
     """Return the graph whose parameters the plan lists: the one given, or the job's own when that is a file."""
-    from ddltool.commands.sources import is_graph_file
+    from ddltool.analyzers.loading.sources import is_graph_file
     from ddltool.graph_io import read_graph
 
     if graph_file is not None:

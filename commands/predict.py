@@ -51,10 +51,11 @@ def predict(
     """Predict training steps on devices that are not here, each with the range in which 80 % of measurements fall."""
     from ddltool.analyzers.costs.model import cost_model
     from ddltool.analyzers.costs.predict import Link, Placement, Setting
+    from ddltool.analyzers.loading.sources import work_of
     from ddltool.analyzers.tracing.dialect import Numerics
     from ddltool.artifacts import check_writable
     from ddltool.commands import values
-    from ddltool.commands.output import print_json, progress
+    from ddltool.commands.output import note, print_json, progress
     from ddltool.errors import InputError
     from ddltool.fixtures.loading import calibration, known_devices
     from ddltool.profile import write_profile
@@ -82,7 +83,9 @@ def predict(
 
     settings = {model.device.name: setting(model) for model in models}
     with progress(f"tracing {source}"):
-        curve = trace_work(source, numerics, sequence_length)
+        curve = work_of(source, numerics, sequence_length)
+    if remark := curve.traced.graph.meta.get("note"):
+        note(f"note: {remark}")
     found = {
         model.device.name: _predict_on(curve, model, settings[model.device.name], sizes, places) for model in models
     }
@@ -108,30 +111,6 @@ def _devices(names: str, table: DeviceTable) -> list[Any]:
     if not found:
         raise InputError("--device", "names no device", "give one or more, such as A100,L4")
     return list(found.values())
-
-
-def trace_work(source: str, numerics: Any, sequence_length: int | None) -> WorkCurve:
-    """Return the work of SOURCE's training step at any batch size.
-
-    Raises InputError for what is no torch source, and for a library's model of which a part feeds nothing.
-    """
-    import contextlib
-    import sys
-
-    from ddltool.analyzers.costs.work import measure_work
-    from ddltool.analyzers.loading.sources import demand_whole
-    from ddltool.commands.output import note
-    from ddltool.commands.sources import is_graph_file, is_onnx_file, resolve_step
-    from ddltool.errors import InputError
-
-    if is_graph_file(source) or is_onnx_file(source):
-        remedy = "give a torch source: zoo:NAME, timm:NAME, transformers:NAME, file.py:factory"
-        raise InputError(source, "holds one batch size only and cannot be traced at others", remedy)
-    with contextlib.redirect_stdout(sys.stderr):  # what the user's forward prints must not mix with the result
-        curve = measure_work(lambda: resolve_step(source, sequence_length=sequence_length), numerics)
-    if remark := demand_whole(curve.traced.graph, source).meta.get("note"):
-        note(f"note: {remark}")
-    return curve
 
 
 def _predict_on(

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from ddltool.runtime.measuring.row_file import RowFile
     from ddltool.runtime.measuring.torchrun_job import Place
 
-RESOLVER = "ddltool.commands.sources:training_step"
+RESOLVER = "ddltool.analyzers.loading.sources:training_step"
 _BUDGET_S = 60.0
 """How long a measurement may go on that is told neither its budget nor its number of steps."""
 

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from ddltool.analyzers.communication.collectives import Collectives
     from ddltool.analyzers.communication.efficiency import Comparison
-    from ddltool.analyzers.oracle.matching import Match
     from ddltool.graph import Graph
 
 
@@ -220,20 +219,3 @@ def _show_coverage(graph: Graph) -> None:
     if covered.default_types:
         shown = ", ".join(f"{name} x{count}" for name, count in covered.default_types[:4])
         out().print(f"Without a rule: {shown}", soft_wrap=True)
-
-
-def describe_match(match: Match) -> list[str]:
-    """Return what was and was not found in a profiler trace, a line each."""
-    lines = [
-        f"trace matched by {match.how}: {match.matched_ops:.1%} of the ops, {match.matched_time:.1%} of the trace's time, "
-        f"least of {match.steps} step(s)"
-    ]
-    if match.unmatched_types:
-        shown = ", ".join(f"{name} x{count}" for name, count in match.unmatched_types[:6])
-        lines.append(f"ops without a time in the trace (scaled roofline instead): {shown}")
-    if match.unmatched_calls:
-        shown = ", ".join(f"{name} x{calls} ({seconds:.3g} s)" for name, calls, seconds in match.unmatched_calls[:5])
-        lines.append(f"in the trace but not in the graph: {shown}")
-    if match.inexact_types:
-        lines.append(f"called more or less often than in the graph, mean taken: {', '.join(match.inexact_types[:6])}")
-    return lines

@@ -55,7 +55,7 @@ def _write(folder: Path, as_json: bool) -> None:
 
 def describe(name: str) -> dict[str, Any]:
     """Return a zoo model's figures in both modes, traced now, with the published ones where there are some."""
-    from ddltool.commands.sources import load_graph
+    from ddltool.analyzers.loading.sources import load_graph
     from ddltool.fixtures.zoo import entry
     from ddltool.graph import COMPUTE, RECV
 

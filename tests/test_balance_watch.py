@@ -99,7 +99,7 @@ def test_each_worker_stays_on_the_core_asked_for() -> None:
     asked = (usable[-1], usable[0])
     request = WatchRequest(
         source="zoo:cifarnet",
-        resolver="ddltool.commands.sources:training_step",
+        resolver="ddltool.analyzers.loading.sources:training_step",
         batch=2,
         workers=2,
         iterations=200,

@@ -22,13 +22,13 @@ from ddltool.analyzers.costs.kernel_times import ARITHMETIC, FEED, TRAFFIC, Cons
 from ddltool.analyzers.costs.kernels import CLASS, INPUT_GRADIENT, WEIGHT_GRADIENT, kernels_of
 from ddltool.analyzers.costs.model import CostModel, Interval, cost_model
 from ddltool.analyzers.costs.predict import Link, Placement, Setting, memory_limit_batch, peak_memory_bytes, predict
-from ddltool.analyzers.costs.step import time_step
+from ddltool.analyzers.costs.step import time_step, update_s
 from ddltool.analyzers.costs.updating import update
 from ddltool.analyzers.costs.work import measure_work
+from ddltool.analyzers.loading.sources import resolve_step, training_step
 from ddltool.analyzers.tracing.dialect import Numerics
 from ddltool.analyzers.tracing.step import TrainingStep, default_loss
 from ddltool.analyzers.tracing.torch_adapter import trace_any_batch, trace_torch
-from ddltool.commands.sources import resolve_step, training_step
 from ddltool.device import Device, Network
 from ddltool.fixtures.loading import calibration, devices
 from ddltool.graph import COMPUTE, Graph, Op
@@ -183,7 +183,7 @@ def test_work_of_all_pairs_grows_with_the_square() -> None:
 
     curve = measure_work(lambda: step_of(Pairs(), torch.zeros(1, 64)))
     for size in (8, 16, 64):
-        assert 2 * size * size * 32 in curve.at(size).graph.flops
+        assert 2 * size * size * 32 in curve.traced.at(size).flops
 
 
 def test_a_model_that_halves_its_batch_is_traced_at_an_even_one() -> None:
@@ -195,7 +195,7 @@ def test_a_model_that_halves_its_batch_is_traced_at_an_even_one() -> None:
         def forward(self, x: Tensor) -> Tensor:
             return self.linear(x.reshape(2, -1, 6)).sum((0, 2))
 
-    graph = measure_work(lambda: step_of(Halves(), torch.zeros(2, 6))).at(8).graph
+    graph = measure_work(lambda: step_of(Halves(), torch.zeros(2, 6))).traced.at(8)
     assert 2 * 8 * 36 in graph.flops
 
 
@@ -225,7 +225,7 @@ def allocator_peak(name: str, batch: int, folder: Path) -> float:
 @pytest.mark.parametrize("name", ["cifarnet", "resnet32", "bert_small"])
 def test_the_peak_of_live_bytes_is_the_allocators(name: str, tmp_path: Path) -> None:
     curve = measure_work(lambda: resolve_step(f"zoo:{name}"), Numerics(cuda=False))
-    assert float(curve.at(8).live_bytes.max()) == pytest.approx(allocator_peak(name, 8, tmp_path), rel=0.05)
+    assert float(curve.live_bytes(8).max()) == pytest.approx(allocator_peak(name, 8, tmp_path), rel=0.05)
 
 
 # ---------------------------------------------------------------- precision
@@ -362,7 +362,7 @@ def test_synchronisation_hides_behind_backward() -> None:
         for rate in (1e12, 1e6)
     )
     assert fast[1].sync_time_s < 0.01 * fast[0].step.value
-    whole = curve.at(64).graph.parameter_bytes / 1e6  # a ring of two moves the whole size once
+    whole = curve.traced.graph.parameter_bytes / 1e6  # a ring of two moves the whole size once
     assert 0.9 * whole - slow[0].step.value < slow[1].sync_time_s <= whole
 
 
@@ -376,10 +376,22 @@ def test_accumulation_repeats_passes_and_updates_once() -> None:
 
 def test_memory_by_hand() -> None:
     live = np.array([5e6, 9e6, 7e6])
-    assert peak_memory_bytes(live, 4e6, "sgd") == 3 * 4e6  # the update needs more than the pass
-    assert peak_memory_bytes(live, 4e6, "adam") == 5 * 4e6
-    assert peak_memory_bytes(live, 4e6, "sgd", num_replicas=2) == 4 * 4e6
-    assert peak_memory_bytes(np.array([100e6]), 4e6, "sgd") == 100e6
+    graph = measure_work(lambda: step_of(nn.Linear(1000, 1000, bias=False), torch.zeros(2, 1000))).traced.graph
+    assert peak_memory_bytes(live, graph, "sgd") == 3 * 4e6  # the update needs more than the pass
+    assert peak_memory_bytes(live, graph, "adam") == 5 * 4e6
+    assert peak_memory_bytes(live, graph, "sgd", num_replicas=2) == 4 * 4e6
+    assert peak_memory_bytes(np.array([100e6]), graph, "sgd") == 100e6
+
+
+def test_what_is_frozen_has_no_update_and_no_state() -> None:
+    frozen = nn.Sequential(nn.Linear(1000, 1000, bias=False), nn.Linear(1000, 10, bias=False))
+    frozen[0].requires_grad_(False)
+    graph = measure_work(lambda: step_of(frozen, torch.zeros(2, 1000))).traced.graph
+    assert (graph.parameter_bytes, graph.trained_bytes) == (4_040_000, 40_000)
+    assert peak_memory_bytes(np.zeros(1), graph, "adam") == 4_040_000 + 4 * 40_000
+    small = measure_work(lambda: step_of(nn.Linear(1000, 10, bias=False), torch.zeros(2, 1000))).traced.graph
+    times = [update_s(each, DEVICE, model().constants, "adam") for each in (graph, small)]
+    assert times[0] == times[1] > 0
 
 
 def test_the_memory_limit_is_the_last_batch_that_fits() -> None:
@@ -387,10 +399,7 @@ def test_the_memory_limit_is_the_last_batch_that_fits() -> None:
     for gib in (2, 5, 16):
         device = DEVICE.model_copy(update={"memory_gib": gib})
         limit, usable = memory_limit_batch(curve, device, "sgd"), gib * 2**30 - 2**30
-        peaks = [
-            peak_memory_bytes(curve.live_bytes(n), curve.traced.graph.parameter_bytes, "sgd")
-            for n in (limit, limit + 1)
-        ]
+        peaks = [peak_memory_bytes(curve.live_bytes(n), curve.traced.graph, "sgd") for n in (limit, limit + 1)]
         assert peaks[0] <= usable < peaks[1]
     assert memory_limit_batch(curve, DEVICE.model_copy(update={"memory_gib": 1.01}), "sgd") == 0
 

@@ -186,7 +186,7 @@ def test_external_ids_that_are_correlations_link_nothing(shared_data: Path, tmp_
 
 def test_resnet50_of_a_real_gpu_trace(shared_data: Path) -> None:
     """The k-th convolution of each step by plain loops; the least over the three steps must be the graph's times."""
-    from ddltool.commands.sources import load_graph
+    from ddltool.analyzers.loading.sources import load_graph
 
     path = real_file(shared_data, "nccl_data")
     events = load_plainly(path)["traceEvents"]

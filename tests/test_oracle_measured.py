@@ -12,12 +12,12 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from ddltool.analyzers.costs.estimate import coverage
+from ddltool.analyzers.loading.sources import resolve_step, training_step
 from ddltool.analyzers.oracle import measured
 from ddltool.analyzers.oracle.measured import OpTimes, apply_times, estimate_measured, measure_ops
 from ddltool.analyzers.tracing import torch_run
 from ddltool.analyzers.tracing.step import TrainingStep, default_loss
 from ddltool.analyzers.tracing.torch_adapter import TracedStep, trace_step
-from ddltool.commands.sources import resolve_step, training_step
 from ddltool.device import Network
 from ddltool.errors import InputError
 from ddltool.graph import COMPUTE, Graph, Op

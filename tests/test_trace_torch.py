@@ -12,9 +12,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
+from ddltool.analyzers.loading.sources import load_graph, resolve_step
 from ddltool.analyzers.tracing.step import TrainingStep, default_loss, guess_inputs, with_batch_size
 from ddltool.analyzers.tracing.torch_adapter import trace_torch
-from ddltool.commands.sources import load_graph, resolve_step
 from ddltool.errors import InputError
 from ddltool.graph import COMPUTE, RECV, SEND, Graph
 
@@ -224,7 +224,7 @@ def test_a_seven_billion_parameter_model_needs_little_memory() -> None:
     """32 layers of Llama, 27 GB of float32 weights, in well under 2 GiB."""
     pytest.importorskip("transformers")
     code = (
-        "import resource\nfrom ddltool.commands.sources import load_graph\n"
+        "import resource\nfrom ddltool.analyzers.loading.sources import load_graph\n"
         "g = load_graph('transformers:llama', 'training', None)\n"
         "print(int(g.parameter_bytes), len(g.of_kind(0)), resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024)"
     )

@@ -14,7 +14,7 @@ from torch.func import functional_call
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
-from ddltool.commands.sources import load_graph, resolve_step
+from ddltool.analyzers.loading.sources import load_graph, resolve_step
 from ddltool.graph import RECV, SEND, Graph
 
 FAST = ["transformers:clip", "transformers:switch_transformers", "timm:levit_128", "timm:resnet50"]

@@ -194,6 +194,11 @@ class Graph:
         """Bytes of all parameters: what the recv ops bring in."""
         return float(self.size_bytes[self.kind == RECV].sum())
 
+    @property
+    def trained_bytes(self) -> float:
+        """Bytes of the parameters that are trained: those whose gradients the send ops take away."""
+        return float(self.size_bytes[self.kind == SEND].sum())
+
     def successors(self) -> tuple[NDArray[np.int64], NDArray[np.int32]]:
         """Return the reversed edges as compressed rows ``(ptr (n + 1,), index (e,))``."""
         counts = np.bincount(self.input_index, minlength=len(self)).astype(np.int64)

@@ -41,7 +41,8 @@ def _words(names: str) -> frozenset[str]:
 
 
 _PRODUCTS = _words(
-    "mm addmm bmm baddbmm addbmm linear matmul grouped_mm scaled_mm int_mm mv addmv scaled_grouped_mm gemm"
+    "mm addmm bmm baddbmm addbmm linear matmul grouped_mm scaled_mm int_mm mv addmv scaled_grouped_mm gemm "
+    "matmulinteger qlinearmatmul"
 )
 _REDUCTIONS = _words(
     "sum mean var var_mean std std_mean amax amin max min argmax argmin norm linalg_vector_norm prod cumsum cumprod "

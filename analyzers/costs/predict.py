@@ -89,8 +89,7 @@ def predict(
 ) -> list[PredictedStep]:
     """Return one prediction per placement and local batch size, placements outermost. O(ops log ops) per batch size."""
     made: list[PredictedStep] = []
-    works = {size: curve.at(size) for size in batch_sizes}
-    timed = {size: timed_step(work.graph, model, setting) for size, work in works.items()}
+    timed = {size: timed_step(curve.traced.at(size), model, setting) for size in batch_sizes}
     programs = {size: program_of(graph) for size, graph in timed.items()}
     for placement in placements:
         for size in batch_sizes:
@@ -101,8 +100,7 @@ def predict(
             host_bound = bool(graph.meta.get("host_bound", False))
             samples = placement.num_replicas * size * setting.accumulation
             tokens = graph.meta.get("tokens_per_sample")
-            live, parameters = works[size].live_bytes, graph.parameter_bytes
-            memory = peak_memory_bytes(live, parameters, setting.optimizer, placement.num_replicas)
+            memory = peak_memory_bytes(curve.live_bytes(size), graph, setting.optimizer, placement.num_replicas)
             least_s = setting.accumulation * products_s(graph, model.device)
             made.append(
                 PredictedStep(
@@ -160,25 +158,24 @@ def _synchronised_s(program: Program, setting: Setting, placement: Placement) ->
     return max(program.compute_s, finish_s(program, ring, cuts))
 
 
-def peak_memory_bytes(live_bytes: Array, parameter_bytes: float, optimizer: str, num_replicas: int = 1) -> float:
+def peak_memory_bytes(live_bytes: Array, graph: Graph, optimizer: str, num_replicas: int = 1) -> float:
     """Return the estimated peak of one replica: parameters, gradients, activations, optimizer state, DDP's buckets.
 
-    ``live_bytes``: (c,) alive after each call of the pass.
+    ``live_bytes``: (c,) alive after each call of the pass. ``graph``: the pass at any batch size, for its parameters.
     """
-    state = OPTIMIZERS[optimizer].state_copies * parameter_bytes
-    buckets = parameter_bytes if num_replicas > 1 else 0.0
-    updating = 3 * parameter_bytes  # the parameters, their gradients, and one temporary
+    trained = graph.trained_bytes
+    state = OPTIMIZERS[optimizer].state_copies * trained
+    buckets = trained if num_replicas > 1 else 0.0
+    updating = graph.parameter_bytes + 2 * trained  # the parameters, their gradients, and one temporary
     return max(float(live_bytes.max(initial=0.0)), updating) + state + buckets
 
 
 def memory_limit_batch(curve: WorkCurve, device: Device, optimizer: str, num_replicas: int = 1) -> int:
     """Return the largest local batch whose estimated peak fits the device; 0 when none does. Bisection."""
 
-    parameters = curve.traced.graph.parameter_bytes
-
     def fits(size: int) -> bool:
         live = curve.live_bytes(size)
-        return peak_memory_bytes(live, parameters, optimizer, num_replicas) <= usable_bytes(device)
+        return peak_memory_bytes(live, curve.traced.graph, optimizer, num_replicas) <= usable_bytes(device)
 
     if not fits(1):
         return 0

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from ddltool.analyzers.costs.kernel_times import Constants, demand_of, seconds
 from ddltool.analyzers.costs.kernels import kernels_of
 from ddltool.device import Device
-from ddltool.graph import COMPUTE, RECV, Graph
+from ddltool.graph import COMPUTE, SEND, Graph
 
 Array = NDArray[np.float64]
 # A view is no kernel, but the host makes it: measured beside ops that launch one.
@@ -95,10 +95,10 @@ def time_step(graph: Graph, device: Device, constants: Constants, *, optimizer: 
 
 
 def update_s(graph: Graph, device: Device, constants: Constants, optimizer: str) -> float:
-    """Return the seconds of the optimizer's update: its memory traffic, and host work per parameter tensor."""
+    """Return the seconds of the optimizer's update: its memory traffic, and host work per trained tensor."""
     passes = OPTIMIZERS[optimizer].passes
     if passes == 0:
         return 0.0
     rate = device.memory_bytes_per_s * constants.traffic["pointwise"] * constants.units["memory"]
-    tensors = len(graph.of_kind(RECV))
-    return passes * graph.parameter_bytes / rate + constants.update_s * tensors
+    tensors = len(graph.of_kind(SEND))
+    return passes * graph.trained_bytes / rate + constants.update_s * tensors

@@ -20,7 +20,7 @@ from ddltool.analyzers.costs.step import OPTIMIZERS
 from ddltool.calibration import CalibrationTable, DeviceFit
 from ddltool.device import Device
 from ddltool.errors import InputError
-from ddltool.graph import COMPUTE, RECV, Graph
+from ddltool.graph import COMPUTE, SEND, Graph
 
 _OWN = "own"
 # How far a device may be from its generation, and a user's host from the one of the measurements (standard deviations of
@@ -49,8 +49,8 @@ def case_of(graph: Graph, model: CostModel, measured_s: float, *, optimizer: str
         count=np.ones(len(kernels)),
         ops=launching,
         views=int((graph.kind == COMPUTE).sum()) - launching,
-        update_traffic_s=passes * graph.parameter_bytes / model.device.memory_bytes_per_s,
-        tensors=len(graph.of_kind(RECV)) if passes else 0,
+        update_traffic_s=passes * graph.trained_bytes / model.device.memory_bytes_per_s,
+        tensors=len(graph.of_kind(SEND)) if passes else 0,
         generation=_OWN,
         measured_s=measured_s,
     )

@@ -21,18 +21,8 @@ from ddltool.analyzers.tracing.dialect import Numerics
 from ddltool.analyzers.tracing.step import TrainingStep
 from ddltool.analyzers.tracing.torch_adapter import AS_DEFAULT, TracedStep, trace_any_batch
 from ddltool.analyzers.tracing.torch_costs import AS_TRACED, Scale
-from ddltool.graph import Graph
 
 Array = NDArray[np.float64]
-
-
-@dataclass(frozen=True, kw_only=True, eq=False)
-class StepWork:
-    """One training step at one batch size: its graph (``n`` ops) and the bytes alive while it runs."""
-
-    graph: Graph
-    live_bytes: Array
-    """(c,) bytes of all tensors after each call, parameters, gradients, buffers and inputs included."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -41,13 +31,10 @@ class WorkCurve:
 
     traced: TracedStep
 
-    def at(self, batch_size: int) -> StepWork:
-        """Return the work at a batch size. O(ops)."""
-        return StepWork(graph=self.traced.at(batch_size), live_bytes=self.live_bytes(batch_size))
-
     def live_bytes(self, batch_size: int) -> Array:
         """Return (c,) the bytes alive after each call, its result allocated and what it used last still held. O(calls).
 
+        Of all tensors: parameters, gradients, buffers and inputs included.
         What kernels take as workspace is not in a trace.
         """
         own = self.traced.graph.batch_size

@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import nn
 
 from ddltool.analyzers.tracing.step import TrainingStep, default_loss, guess_inputs, tensors_in
@@ -32,6 +33,8 @@ def factory_step(source: str) -> TrainingStep:
     except (DdlToolError, NotImplementedError, KeyboardInterrupt):
         raise  # NotImplementedError: the meta device lacks an op; the tracer then builds with real weights
     except BaseException as error:  # SystemExit too: a factory must not end the command without a word
+        if isinstance(error, (RuntimeError, TypeError)) and torch.get_default_device().type == "meta":
+            raise  # a number asked of a weight that is not there: real ones have it
         text = one_line(f"{type(error).__name__}: {error}")[:300]
         raise InputError(source, f"the factory raised {text}", "it must work when called without arguments") from error
     return step_from(made, source, name)

@@ -1,18 +1,26 @@
-"""What a torch SOURCE can be: ``package.module:factory``, ``path/file.py:factory``, ``transformers:NAME``, ``timm:NAME``."""
+"""SOURCE, what a user names a model by: a graph, an ONNX file, or a torch module from wherever it comes.
+
+``graph.json``, ``model.onnx``, ``package.module:factory``, ``path/file.py:factory``, ``zoo:NAME``, ``transformers:NAME``,
+``timm:NAME``. Torch and ONNX are imported when a source needs them. Start at :func:`load_graph`.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import contextlib
+import sys
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
-from ddltool.analyzers.loading.factories import factory_step, step_from
-from ddltool.analyzers.loading.timm_models import timm_step
-from ddltool.analyzers.loading.transformers_models import transformers_step
-from ddltool.analyzers.tracing.step import TrainingStep, with_sequence_length
 from ddltool.errors import InputError
-from ddltool.graph import RECV, Graph
+from ddltool.graph import RECV, Graph, Mode
+from ddltool.graph_io import read_graph
+
+if TYPE_CHECKING:
+    from ddltool.analyzers.costs.work import WorkCurve
+    from ddltool.analyzers.tracing.dialect import Numerics
+    from ddltool.analyzers.tracing.step import TrainingStep
 
 FORMS = "model.onnx, package.module:factory, path/file.py:factory, zoo:NAME, transformers:NAME, timm:NAME or graph.json"
 # Of the bytes of parameters: poolers and mask tokens stay below, a tower that no input reaches is above.
@@ -20,15 +28,100 @@ _MOST_UNFED = 0.03
 _MODULES_SHOWN = 3
 
 
-def resolve(
-    source: str, schemes: Mapping[str, Callable[[str], Any]], *, sequence_length: int | None = None
-) -> TrainingStep:
+def is_graph_file(source: str) -> bool:
+    """Return whether SOURCE names a graph document."""
+    return source.removesuffix(".gz").endswith(".json")
+
+
+def is_onnx_file(source: str) -> bool:
+    """Return whether SOURCE names an ONNX file."""
+    return source.endswith(".onnx")
+
+
+def load_graph(
+    source: str,
+    mode: Mode | None,
+    batch_size: int | None,
+    bindings: Mapping[str, int] | None = None,
+    *,
+    numerics: Numerics | None = None,
+    sequence_length: int | None = None,
+) -> Graph:
+    """Return the graph of any SOURCE. Torch sources default to a training step, ONNX files to inference.
+
+    ``bindings``: sizes of an ONNX file's symbolic dimensions. ``numerics``: precision and layout of a torch source, and
+    ``sequence_length`` the tokens of its samples; files have their own. Raises InputError when the source does not exist, does
+    not run or has no such mode.
+    """
+    if is_graph_file(source):
+        graph = read_graph(source)
+        if mode is not None and mode != graph.mode:
+            raise InputError("--mode", f"{source} holds a graph for {graph.mode}, not {mode}", "leave --mode out")
+        if batch_size is not None and batch_size != graph.batch_size:
+            raise InputError("--batch-size", f"{source} was traced for {graph.batch_size}", "trace the model again")
+        return graph
+    if is_onnx_file(source):
+        from ddltool.analyzers.tracing.onnx_adapter import trace_onnx
+
+        if mode == "training":
+            raise InputError("--mode", f"{source} holds a forward graph only", "use --mode inference for ONNX files")
+        return trace_onnx(source, batch_size=batch_size, bindings=bindings)
+    from ddltool.analyzers.tracing.dialect import Numerics
+    from ddltool.analyzers.tracing.torch_adapter import trace_torch
+
+    with contextlib.redirect_stdout(sys.stderr):  # what the user's forward prints must not mix with the result either
+        graph = trace_torch(
+            lambda: resolve_step(source, sequence_length),
+            mode=mode or "training",
+            batch_size=batch_size,
+            numerics=numerics or Numerics(),
+        )
+    return demand_whole(graph, source)
+
+
+def training_step(source: str, batch_size: int) -> TrainingStep:
+    """Return a real training step of a torch SOURCE at that batch size, weights allocated and initialised."""
+    from ddltool.analyzers.tracing.step import with_batch_size
+
+    if is_graph_file(source) or is_onnx_file(source):
+        raise InputError(source, "cannot be trained here", "give a torch source: zoo:NAME, file.py:factory, ...")
+    step = resolve_step(source)
+    return replace(step, inputs=with_batch_size(step.inputs, batch_size))
+
+
+def work_of(source: str, numerics: Numerics, sequence_length: int | None) -> WorkCurve:
+    """Return the work of SOURCE's training step at any batch size.
+
+    Raises InputError for what is no torch source, and for a library's model of which a part feeds nothing.
+    """
+    from ddltool.analyzers.costs.work import measure_work
+
+    if is_graph_file(source) or is_onnx_file(source):
+        remedy = "give a torch source: zoo:NAME, timm:NAME, transformers:NAME, file.py:factory"
+        raise InputError(source, "holds one batch size only and cannot be traced at others", remedy)
+    with contextlib.redirect_stdout(sys.stderr):  # what the user's forward prints must not mix with the result
+        curve = measure_work(lambda: resolve_step(source, sequence_length), numerics)
+    demand_whole(curve.traced.graph, source)
+    return curve
+
+
+def resolve_step(source: str, sequence_length: int | None = None) -> TrainingStep:
     """Return the module of a torch SOURCE with example inputs and a loss, under the ambient default device.
 
-    ``schemes``: makers of further ``scheme:NAME`` sources; each returns a module or (module, example inputs).
-    ``sequence_length``: tokens of text. Raises InputError when the source does not exist, cannot be built or fed, or
-    has no text of that length, and MissingExtra when it needs a package that is not installed.
+    ``sequence_length``: tokens of text, the source's own by default. Raises InputError when the source does not exist, cannot
+    be built or fed, or has no text of that length, and MissingExtra when it needs a package that is not installed.
     """
+    with contextlib.redirect_stdout(sys.stderr):  # what the user's code prints must not mix with the result
+        return _resolved(source, sequence_length)
+
+
+def _resolved(source: str, sequence_length: int | None) -> TrainingStep:
+    from ddltool.analyzers.loading.factories import factory_step, step_from
+    from ddltool.analyzers.loading.timm_models import timm_step
+    from ddltool.analyzers.loading.transformers_models import transformers_step
+    from ddltool.analyzers.tracing.step import with_sequence_length
+    from ddltool.fixtures import zoo
+
     scheme, colon, name = source.partition(":")
     if not colon:
         exists = Path(source).exists()
@@ -38,8 +131,8 @@ def resolve(
         return transformers_step(name, sequence_length)
     if scheme == "timm":
         step = timm_step(name)
-    elif scheme in schemes:
-        step = step_from(schemes[scheme](name), source, name)
+    elif scheme == "zoo":
+        step = step_from((zoo.build(name), zoo.example_inputs(name)), source, name)
     else:
         step = factory_step(source)
     return replace(step, inputs=with_sequence_length(step.inputs, sequence_length))

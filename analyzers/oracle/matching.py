@@ -58,6 +58,24 @@ class Match:
     inexact_types: tuple[str, ...]
     """Types called more or less often per step than the graph has them: their ops all got the mean call."""
 
+    def lines(self) -> list[str]:
+        """Return what was and was not found in a profiler trace, a line each."""
+        lines = [
+            f"trace matched by {self.how}: {self.matched_ops:.1%} of the ops, {self.matched_time:.1%} of the trace's time, "
+            f"least of {self.steps} step(s)"
+        ]
+        if self.unmatched_types:
+            shown = ", ".join(f"{name} x{count}" for name, count in self.unmatched_types[:6])
+            lines.append(f"ops without a time in the trace (scaled roofline instead): {shown}")
+        if self.unmatched_calls:
+            shown = ", ".join(f"{name} x{calls} ({seconds:.3g} s)" for name, calls, seconds in self.unmatched_calls[:5])
+            lines.append(f"in the trace but not in the graph: {shown}")
+        if self.inexact_types:
+            lines.append(
+                f"called more or less often than in the graph, mean taken: {', '.join(self.inexact_types[:6])}"
+            )
+        return lines
+
 
 def match(graph: Graph, trace: ProfilerTrace) -> Match:
     """Return the times that a trace gives to a graph's compute ops. O(m log m) for m spans.

@@ -14,7 +14,7 @@ _ATTENTION = re.compile(r"scaled_dot_product_\w*?attention\w*?(_backward)?$")
 _SAME = {
     "convolution": (
         "conv1d conv2d conv3d conv cudnn_convolution mkldnn_convolution miopen_convolution thnn_conv2d slow_conv2d_forward "
-        "convolution_overrideable mps_convolution cudnn_convolution_relu conv_depthwise2d"
+        "convinteger qlinearconv convolution_overrideable mps_convolution cudnn_convolution_relu conv_depthwise2d"
     ),
     "convolution_backward": (
         "cudnn_convolution_backward mkldnn_convolution_backward miopen_convolution_backward thnn_conv2d_backward "
@@ -48,14 +48,14 @@ _CANONICAL = {name: canonical for canonical, names in _SAME.items() for name in 
 
 @lru_cache(maxsize=4096)
 def normal_type(op_type: str) -> str:
-    """Return the canonical name of an op type, without aten's namespace, overload and in-place mark.
+    """Return the canonical name of an op type, without aten's or ONNX's namespace, overload and in-place mark.
 
-    >>> [normal_type(name) for name in ("aten.convolution.default", "aten::_convolution", "aten.conv2d", "Conv")]
+    >>> [normal_type(name) for name in ("aten.convolution.default", "aten::_convolution", "aten.conv2d", "onnx.Conv")]
     ['convolution', 'convolution', 'convolution', 'convolution']
     >>> normal_type("aten::relu_"), normal_type("fbgemm::bounds_check_indices")
     ('relu', 'fbgemm.bounds_check_indices')
     """
-    name = op_type.strip().replace("::", ".")
+    name = op_type.strip().replace("::", ".").removeprefix("onnx.")
     if name.startswith("aten."):
         name = _OVERLOADS.sub("", name.removeprefix("aten."))
     elif "." in name:

@@ -86,11 +86,12 @@ class Dialect(TorchFunctionMode):
         name = getattr(func, "__name__", "")
         if func is F.dropout:
             return _dropout(*args, **kwargs)
+        # Dropout happens inside CUDA's attention; with it the CPU would leave the fused path.
         if func is F.scaled_dot_product_attention:
-            # Dropout happens inside CUDA's kernel; with it the CPU would leave the fused path.
-            args, kwargs = args[:4], {**kwargs, "dropout_p": 0.0}
-            if len(args) > 3 or "attn_mask" in kwargs:
-                kwargs = {**kwargs, "is_causal": kwargs.get("is_causal", False)}
+            named = dict(zip(("attn_mask", "dropout_p", "is_causal"), args[3:], strict=False))
+            args, kwargs = args[:3], {**named, **kwargs, "dropout_p": 0.0}
+        if func is F.multi_head_attention_forward and not kwargs.get("need_weights", True):
+            args = (*args[:10], 0.0, *args[11:])  # calls the former, where this mode is off
         if name in ("lstm", "gru", "rnn_tanh", "rnn_relu") and len(args) == 9:
             return _recurrent(name, *args)
         if name in _IN_FLOAT32 and torch.is_autocast_enabled("cpu"):

@@ -1,0 +1,100 @@
+"""A graph with a time for every op, from whoever knows it: the file, the cost model, this machine, a profiler trace."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+from ddltool.analyzers.costs.estimate import estimate
+from ddltool.analyzers.costs.model import cost_model
+from ddltool.analyzers.loading.sources import is_graph_file, is_onnx_file, load_graph, resolve_step
+from ddltool.device import Network
+from ddltool.errors import InputError
+from ddltool.fixtures.loading import calibration, known_devices
+from ddltool.graph import Graph, Mode
+from ddltool.units import parse_bandwidth, parse_duration
+
+DEVICE, BANDWIDTH, LATENCY = "V100", "10Gbit", "50us"
+
+
+def timed_graph(
+    source: str,
+    *,
+    mode: Mode | None = None,
+    batch_size: int | None = None,
+    bindings: Mapping[str, int] | None = None,
+    device: str = DEVICE,
+    bandwidth: str = BANDWIDTH,
+    latency: str = LATENCY,
+    parameter_servers: int = 1,
+    oracle: str | None = None,
+    devices_file: Path | None = None,
+    precision: str = "fp32",
+    channels_last: bool = False,
+    sequence_length: int | None = None,
+    tell: Callable[[str], None] = lambda line: None,
+    progress: Callable[[int, str], None] = lambda done, remark: None,
+) -> Graph:
+    """Return the graph of SOURCE with a duration for every op: its own where a file has them, else the cost model's.
+
+    ``oracle``: roofline, measured, or the path of a profiler trace. ``devices_file``: device types beside the known ones.
+    ``tell`` takes remarks on the source and on what a profiler trace lacked. Raises InputError for what is none of them, for
+    unknown devices and for a SOURCE that cannot be read.
+    """
+    from ddltool.analyzers.tracing.dialect import Numerics
+
+    if oracle not in (None, "roofline", "measured") and not Path(oracle).is_file():
+        problem = f"unknown oracle {oracle!r}, and no such file"
+        raise InputError("--oracle", problem, "roofline, measured, or the path of a profiler trace")
+    network = Network(
+        bandwidth_bytes_per_s=parse_bandwidth(bandwidth),
+        latency_s=parse_duration(latency),
+        parameter_servers=parameter_servers,
+    )
+    model = cost_model(known_devices(devices_file).device(device), calibration())
+    numerics = Numerics(precision, channels_last)  # type: ignore[arg-type]  # Numerics checks it
+    if oracle == "measured":
+        return _measured(source, mode, batch_size, sequence_length, network, progress)
+    graph = load_graph(source, mode, batch_size, bindings, numerics=numerics, sequence_length=sequence_length)
+    if graph.meta.get("note"):
+        tell(f"note: {graph.meta['note']}")
+    if is_graph_file(source) and graph.timed and oracle is None:
+        return graph
+    estimated = estimate(graph, model, network)
+    return estimated if oracle in (None, "roofline") else _from_profiler(graph, estimated, Path(oracle), tell)
+
+
+def _measured(
+    source: str,
+    mode: Mode | None,
+    batch_size: int | None,
+    sequence_length: int | None,
+    network: Network,
+    progress: Callable[[int, str], None],
+) -> Graph:
+    """Return the graph of a torch SOURCE with ops timed on this machine's CPU."""
+    from ddltool.analyzers.oracle.measured import estimate_measured
+
+    if is_graph_file(source) or is_onnx_file(source):
+        raise InputError("--oracle", f"{source} has no ops that can be run", "measured needs a torch SOURCE")
+    with contextlib.redirect_stdout(sys.stderr):
+        return estimate_measured(
+            lambda: resolve_step(source, sequence_length),
+            mode=mode or "training",
+            batch_size=batch_size,
+            network=network,
+            progress=lambda done, total: progress(done, f"{done} of {total}"),
+        )
+
+
+def _from_profiler(graph: Graph, estimated: Graph, path: Path, tell: Callable[[str], None]) -> Graph:
+    """Return the graph with the times of a profiler trace; transfers and what it lacks come from the cost model."""
+    from ddltool.analyzers.oracle.kineto import read_trace
+    from ddltool.analyzers.oracle.matching import apply, match
+
+    found = match(graph, read_trace(path))
+    for line in found.lines():
+        tell(line)
+    return apply(graph, found, estimated)
