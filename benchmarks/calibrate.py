@@ -43,8 +43,9 @@ def _slow(name: str) -> bool:
 
 
 # What was believed before any row was read: kernels reach three quarters to four fifths of a datasheet's rates, give or take
-# a quarter; a few microseconds lie between two kernels, and today's hosts take some ten for an op, forward or backward, and for
-# a tensor of a fused update. Older ones, with a loop over the parameters, took more: what the rows say of that is theirs.
+# a quarter; a few microseconds lie between two kernels, and between two steps of a recurrent layer; today's hosts take some
+# ten for an op, forward or backward, and for a tensor of a fused update. Older ones, with a loop over the parameters, took
+# more: what the rows say of that is theirs.
 _HOSTS = 0.5
 """How far one host's time per op is from another's: the standard deviation of its logarithm."""
 PRIOR = Belief(
@@ -56,13 +57,14 @@ PRIOR = Belief(
         cache=0.4,
         issue_s=10e-6,
         update_s=10e-6,
+        turn_s=3e-6,
     ),
     generations={},
     spread={
         "*": 0.25,
         **{f"arithmetic:{name}": 1.2 for name in ARITHMETIC if _slow(name)},
         **{f"traffic:{name}": 1.2 for name in TRAFFIC if _slow(name)},
-        **{"feed": 0.8, "start_s": 0.15, "cache": 0.5, "issue_s": 0.2, "update_s": 0.15, "setting": 1.5},
+        **{"feed": 0.8, "start_s": 0.15, "cache": 0.5, "issue_s": 0.2, "update_s": 0.15, "turn_s": 0.5, "setting": 1.5},
         **dict.fromkeys(UNITS, 0.2),
         # A K80's clock follows its power, far below the boost of the datasheet.
         **{f"{unit}:Kepler": 0.3 for unit in UNITS},
@@ -157,7 +159,9 @@ def table_of(belief: Belief, **more: object) -> CalibrationTable:
             "arithmetic": _rounded(constants.arithmetic),
             "traffic": _rounded(constants.traffic),
             "feed": _rounded(constants.feed),
-            **_rounded({name: getattr(constants, name) for name in ("start_s", "cache", "issue_s", "update_s")}),
+            **_rounded(
+                {name: getattr(constants, name) for name in ("start_s", "cache", "turn_s", "issue_s", "update_s")}
+            ),
             "generations": {name: _rounded(belief.generations[name]) for name in known},
             "spread": {},
             "devices": [],

@@ -20,7 +20,7 @@ from ddltool.analyzers.costs.compiled import compiled
 from ddltool.analyzers.costs.estimate import estimate
 from ddltool.analyzers.costs.kernel_times import ARITHMETIC, FEED, TRAFFIC, Constants, tiled_flops
 from ddltool.analyzers.costs.kernels import CLASS, INPUT_GRADIENT, WEIGHT_GRADIENT, kernels_of
-from ddltool.analyzers.costs.model import CostModel, Interval, cost_model
+from ddltool.analyzers.costs.model import CostModel, cost_model
 from ddltool.analyzers.costs.predict import Link, Placement, Setting, memory_limit_batch, peak_memory_bytes, predict
 from ddltool.analyzers.costs.step import time_step, update_s
 from ddltool.analyzers.costs.updating import update
@@ -56,6 +56,7 @@ PLAIN = Constants(
     cache=0.0,
     issue_s=0.0,
     update_s=0.0,
+    turn_s=0.0,
 )
 
 
@@ -366,6 +367,18 @@ def test_synchronisation_hides_behind_backward() -> None:
     assert 0.9 * whole - slow[0].step.value < slow[1].sync_time_s <= whole
 
 
+def test_a_ring_is_as_fast_as_its_slowest_hop() -> None:
+    """More replicas never synchronise sooner; a tree of nodes keeps the latency of many from adding up."""
+    curve = measure_work(lambda: resolve_step("zoo:resnet32"))
+    slow, fast = Link(bandwidth_bytes_per_s=1e8, latency_s=1e-5), Link(bandwidth_bytes_per_s=1e9, latency_s=1e-4)
+    setting = replace(SETTING, local=slow, network=fast)
+    places = [Placement(num_nodes=-(-count // 8), num_replicas=count) for count in (2, 8, 9, 16, 64, 512)]
+    waits = [row.sync_time_s for row in predict(curve, model(), setting, [8], places)]
+    assert waits == sorted(waits)
+    bytes_s = 2 * curve.traced.graph.parameter_bytes / 1e8
+    assert waits[-1] < bytes_s + 3 * 2 * (6 * 1e-4 + 7 * 1e-5)  # three buckets, six levels of nodes, seven hops inside
+
+
 def test_accumulation_repeats_passes_and_updates_once() -> None:
     curve = measure_work(lambda: resolve_step("zoo:resnet32"))
     once, four = (predict(curve, model(), replace(SETTING, accumulation=n), [64], [ALONE])[0] for n in (1, 4))
@@ -411,10 +424,37 @@ def test_intervals_widen_with_what_was_not_seen() -> None:
     seen, generation, unknown = (model(name).interval(1.0) for name in ("V100", "A30", "MI300X"))
     for narrow, wide in ((seen, generation), (generation, unknown)):
         assert wide.low <= narrow.low <= 1 <= narrow.high <= wide.high
-    waits = model("V100").interval(1.0, host_bound=True)
-    assert waits.low <= seen.low
-    assert waits.high >= seen.high
-    assert Interval(value=2, low=1, high=3).overlaps(Interval(value=4, low=3, high=5))
+    shares = [model("V100").interval(1.0, host_share=share) for share in (0.0, 0.5, 0.6, 0.7, 0.8, 0.9, 2.0)]
+    assert [each.low for each in shares] == sorted((each.low for each in shares), reverse=True)
+    assert [each.high for each in shares] == sorted(each.high for each in shares)
+    assert shares[1] == seen
+    assert shares[2].high < 1.3 * shares[1].high  # it widens bit by bit
+
+
+def test_no_device_is_faster_than_its_datasheet() -> None:
+    bare = {
+        "multiprocessors": 0,
+        "clock_hz": 0.0,
+        "name": "box",
+    }  # without clocks nothing limits what feeds matrix units
+    box = cost_model(devices().device("A100").model_copy(update=bare), calibration())
+    curve = measure_work(lambda: step_of(nn.Linear(4096, 4096), torch.zeros(2, 4096)), Numerics("amp"))
+    (row,) = predict(curve, box, SETTING, [8192], [ALONE])
+    assert 0.5 < row.mfu <= 1.0
+
+
+def test_the_steps_of_a_recurrent_layer_wait_for_each_other() -> None:
+    """As many products in 512 steps of 2 samples as in 2 steps of 512: the former takes a turn of the device for each."""
+
+    def pass_s(steps: int, batch: int) -> float:
+        layers = nn.LSTM(64, 64, 2, batch_first=True)
+        graph = traced(layers, torch.zeros(batch, steps, 64))
+        return model("A100").step(graph).device_s
+
+    turn_s = calibration().turn_s
+    assert pass_s(512, 2) - pass_s(2, 512) == pytest.approx(
+        2 * 2 * 510 * turn_s, rel=0.05
+    )  # layers, forward and backward
 
 
 @pytest.mark.parametrize("factor", [0.6, 1.7])

@@ -32,6 +32,7 @@ CONSTANTS = Constants(
     cache=0.4,
     issue_s=10e-6,
     update_s=20e-6,
+    turn_s=3e-6,
 )
 PRIOR = Belief(constants=CONSTANTS, generations={}, spread={"*": 1.0, **dict.fromkeys(UNITS, 0.3), "setting": 0.5})
 USED = ("matrix_product/tensor", "convolution/vector", "depthwise_convolution/channels_last")
@@ -53,6 +54,7 @@ def make_case(random: np.random.Generator, kernels: int = 12, generation: str = 
         traffic_s=size,
         traffic_of=random.choice([TRAFFIC.index("pointwise"), TRAFFIC.index("copy")], kernels),
         cached=random.uniform(0.0, 1.0, kernels),
+        turns=random.choice([0.0, 50.0], kernels),
         serial=arithmetic_of == ARITHMETIC.index("depthwise_convolution/channels_last"),
     )
     case = Case(
@@ -104,7 +106,7 @@ def test_finds_the_constants_that_cases_were_made_from(seed: int) -> None:
     for name in ("pointwise", "copy"):
         assert found.constants.traffic[name] == pytest.approx(truth.constants.traffic[name], rel=0.03)
     for name in USED[1:]:
-        assert found.constants.arithmetic[name] == pytest.approx(truth.constants.arithmetic[name], rel=0.05)
+        assert found.constants.arithmetic[name] == pytest.approx(min(truth.constants.arithmetic[name], 1.0), rel=0.05)
 
 
 def test_what_cases_do_not_tell_stays_at_the_prior() -> None:

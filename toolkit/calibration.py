@@ -47,6 +47,7 @@ class CalibrationTable(Artifact):
     cache: Positive
     issue_s: Positive
     update_s: Positive
+    turn_s: Positive
     generations: dict[str, Shares] = Field(description="factors of an architecture: tensor, vector, memory")
     spread: dict[str, Annotated[float, Field(ge=0)]] = Field(
         description="how far a constant may be off (standard deviation of its logarithm): the prior of a user's calibration"

@@ -39,7 +39,7 @@ def estimate(graph: Graph, model: CostModel, network: Network, *, optimizer: str
     """
     graph = assign_channels(graph, network.parameter_servers)
     step = model.step(graph, optimizer=optimizer)
-    interval = model.interval(1.0, host_bound=step.host_bound)
+    interval = model.interval(1.0, host_share=step.host_share)
     is_compute = graph.kind == COMPUTE
     transfer = network.latency_s + graph.size_bytes / network.bandwidth_bytes_per_s
     durations = np.where(is_compute, np.diff(step.end_s, prepend=0.0), transfer)
@@ -53,7 +53,7 @@ def estimate(graph: Graph, model: CostModel, network: Network, *, optimizer: str
         "parameter_servers": network.parameter_servers,
         "optimizer": optimizer,
         "update_s": step.update_s,
-        "host_bound": step.host_bound,
+        "host_share": step.host_share,
         "error_low": interval.low,
         "error_high": interval.high,
     }

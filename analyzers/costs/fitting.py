@@ -16,17 +16,15 @@ from numpy.typing import NDArray
 from scipy.optimize import least_squares
 
 from ddltool.analyzers.costs.kernel_times import ARITHMETIC, FEED, TRAFFIC, UNITS, Constants, Demand, seconds
-from ddltool.analyzers.costs.step import VIEW
+from ddltool.analyzers.costs.step import HOST_BOUND, VIEW
 
 Array = NDArray[np.float64]
-_SCALARS = ("start_s", "cache", "issue_s", "update_s")
+_SCALARS = ("start_s", "cache", "turn_s", "issue_s", "update_s")
 # Host and device time meet softly here, as cases hold kernels without their order.
 _MEETING = 6.0
 _STEP = 1e-5
 # Seconds that a setting adds, before anything is known of it.
 _ADDED_S = 0.01
-# As in a step's time: the device waits for the host where the pass takes this much longer than its kernels.
-_WAITS = 1.1
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -189,7 +187,7 @@ class _Stack:
         raised = {name: share * more for name, share in constants.feed.items()}
         yield replace(constants, feed=raised), np.where((arithmetic_of >= 0) & (place >= 0), start + place, -1)
         start += len(FEED)
-        for name in ("start_s", "cache"):
+        for name in ("start_s", "cache", "turn_s"):
             bumped = replace(constants, **{name: getattr(constants, name) * more})
             yield bumped, np.full(len(self.case), start + _SCALARS.index(name))
         start += len(_SCALARS)
@@ -239,10 +237,9 @@ def steps_s(cases: Sequence[Case], belief: Belief) -> Array:
 
 
 def host_bound(cases: Sequence[Case], belief: Belief) -> NDArray[np.bool_]:
-    """Return (cases,) whether the device waits for the host for more than a tenth of the pass."""
+    """Return (cases,) whether the host needs about as long as the device, or longer."""
     stack = _Stack(cases)
-    device = stack.device_s(belief)
-    made: NDArray[np.bool_] = np.maximum(device, stack.host_s(belief)) > _WAITS * device
+    made: NDArray[np.bool_] = stack.host_s(belief) > HOST_BOUND * stack.device_s(belief)
     return made
 
 

@@ -27,8 +27,9 @@ _TILES = ((256, 128, 1.0), (128, 128, 1.0), (128, 64, 0.9), (64, 64, 0.75), (64,
 _EDGE, _SPLIT, _TAIL = 32.0, 256.0, 0.5
 # The last cache keeps this part of its size of what a kernel's neighbours wrote.
 _KEPT = 0.5
-# Peaks this many times float32's are those of matrix units.
+# Peaks this many times float32's are those of matrix units, from Volta on: a P100 has twice the rate in float16 without any.
 _MATRIX_UNIT = 1.5
+_WITHOUT_MATRIX_UNITS = ("Kepler", "Maxwell", "Pascal")
 _SOFTNESS = 3.0
 # cuDNN's kernels for many groups in channels_last: groups in whole warps, and few channels each.
 _WARP, _NARROW = 32, 32
@@ -85,6 +86,8 @@ class Constants:
     """Seconds in which the host issues one op; views take a quarter."""
     update_s: float
     """Seconds of the update per parameter tensor, beside its traffic."""
+    turn_s: float
+    """Seconds between two steps of a recurrent layer, which wait for each other."""
     units: Mapping[str, float] = field(default_factory=lambda: dict.fromkeys(UNITS, 1.0))
     """Factors of the device's generation on the shares: matrix units, float32 units, memory."""
 
@@ -98,6 +101,7 @@ DATASHEET = Constants(
     cache=0.0,
     issue_s=0.0,
     update_s=0.0,
+    turn_s=0.0,
 )
 
 
@@ -119,6 +123,8 @@ class Demand:
     """(k,) index into TRAFFIC."""
     cached: Array
     """(k,) part of the traffic that the last cache could hold, 0 to 1."""
+    turns: Array
+    """(k,) steps that wait for each other, of recurrent layers; 0 for any other kernel."""
     serial: NDArray[np.bool_]
     """(k,) whether arithmetic and traffic add up instead of overlapping: grouped convolutions."""
 
@@ -151,6 +157,7 @@ def demand_of(kernels: Kernels, device: Device, *, precision: str = "fp32", chan
         traffic_s=kernels.moved_bytes / device.memory_bytes_per_s,
         traffic_of=traffic_of,
         cached=np.minimum(1.0, _KEPT * device.l2_bytes / sized),
+        turns=np.where(kernels.kind == CLASS["recurrent"], kernels.gemm[:, 0], 0.0),
         serial=grouped,
     )
 
@@ -162,6 +169,8 @@ def seconds(demand: Demand, constants: Constants) -> Array:
     reached = shares[np.maximum(demand.arithmetic_of, 0)] * np.where(demand.on_tensor, units["tensor"], units["vector"])
     feed = np.array([constants.feed.get(name, np.inf) for name in ARITHMETIC])[np.maximum(demand.arithmetic_of, 0)]
     arithmetic = demand.arithmetic_s / reached + demand.fed_s / feed
+    # Whatever its constants say of an unknown device, it is not faster than its datasheet; groups may use other units.
+    arithmetic = np.where(demand.serial, arithmetic, np.maximum(arithmetic, demand.arithmetic_s))
     rates = np.array([constants.traffic[name] for name in TRAFFIC])[demand.traffic_of] * units["memory"]
     traffic = demand.traffic_s * (1.0 - constants.cache * demand.cached) / rates
     longer, shorter = np.maximum(arithmetic, traffic), np.minimum(arithmetic, traffic)
@@ -169,7 +178,7 @@ def seconds(demand: Demand, constants: Constants) -> Array:
     together: Array = np.where(
         demand.serial, arithmetic + traffic, longer * (1.0 + ratio**_SOFTNESS) ** (1.0 / _SOFTNESS)
     )
-    return constants.start_s + together
+    return constants.start_s + constants.turn_s * demand.turns + together
 
 
 def tiled_flops(gemm: Array, multiprocessors: int) -> Array:
@@ -202,7 +211,7 @@ def _peaks(kernels: Kernels, device: Device, precision: str) -> tuple[Array, NDA
     peak = np.array([rate[name] for name in kernels.dtype], dtype=np.float64)
     float32 = np.array([name == "float32" for name in kernels.dtype], dtype=bool)
     peak[float32 & (convolution | (precision == "tf32"))] = tf32
-    return peak, peak > _MATRIX_UNIT * vector
+    return peak, (peak > _MATRIX_UNIT * vector) & (device.architecture not in _WITHOUT_MATRIX_UNITS)
 
 
 def _constants_of(

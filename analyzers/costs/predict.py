@@ -6,6 +6,7 @@ ring (Patarasuk and Yuan, JPDC 2009) while the last backward pass goes on, and o
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -16,7 +17,7 @@ from ddltool.analyzers.communication.program import Program, Ring, program_of
 from ddltool.analyzers.costs.compiled import compiled
 from ddltool.analyzers.costs.estimate import OPTIMIZER, estimate
 from ddltool.analyzers.costs.model import CostModel, Interval
-from ddltool.analyzers.costs.step import OPTIMIZERS
+from ddltool.analyzers.costs.step import HOST_BOUND, OPTIMIZERS
 from ddltool.analyzers.costs.work import Array, WorkCurve
 from ddltool.device import Device, Network
 from ddltool.errors import InputError, did_you_mean
@@ -97,7 +98,8 @@ def predict(
             update_s = float(graph.meta.get("update_s") or 0.0)
             synced_s = _synchronised_s(program, setting, placement)
             step_s = (setting.accumulation - 1) * program.compute_s + synced_s + update_s
-            host_bound = bool(graph.meta.get("host_bound", False))
+            share = graph.meta.get("host_share")
+            host_share = float(share) if isinstance(share, (int, float)) else 0.0
             samples = placement.num_replicas * size * setting.accumulation
             tokens = graph.meta.get("tokens_per_sample")
             memory = peak_memory_bytes(curve.live_bytes(size), graph, setting.optimizer, placement.num_replicas)
@@ -107,14 +109,14 @@ def predict(
                     num_nodes=placement.num_nodes,
                     num_replicas=placement.num_replicas,
                     local_batch_size=size,
-                    step=model.interval(step_s, host_bound=host_bound),
+                    step=model.interval(step_s, host_share=host_share),
                     sync_time_s=max(synced_s - program.compute_s, 0.0),
                     peak_memory_bytes=memory,
                     fits=memory <= usable_bytes(model.device),
                     samples_per_s=samples / step_s,
                     tokens_per_s=samples * float(tokens) / step_s if isinstance(tokens, (int, float)) else None,
                     mfu=least_s / step_s,
-                    host_bound=host_bound,
+                    host_bound=host_share > HOST_BOUND,
                 )
             )
     return made
@@ -150,12 +152,27 @@ def _synchronised_s(program: Program, setting: Setting, placement: Placement) ->
     """Return forward, backward and what is left of DDP's all-reduces after it, in seconds."""
     if placement.num_replicas == 1:
         return program.compute_s
-    link = setting.local if placement.num_nodes == 1 else setting.network
-    ring = Ring(
-        replicas=placement.num_replicas, bandwidth_bytes_per_s=link.bandwidth_bytes_per_s, latency_s=link.latency_s
-    )
+    ring = _ring(setting, placement)
     cuts = assign_buckets(program, DEFAULT_CAP_MIB, DEFAULT_FIRST_BYTES)
     return max(program.compute_s, finish_s(program, ring, cuts))
+
+
+def _ring(setting: Setting, placement: Placement) -> Ring:
+    """Return the ring through all replicas: as fast as its slowest hop.
+
+    Over several nodes a message goes around the ring, of which every step waits for the network, or up and down a tree of
+    the nodes with a chain inside each, whichever is shorter, as NCCL chooses.
+    """
+    n, nodes = placement.num_replicas, placement.num_nodes
+    local, network = setting.local, setting.network
+    if nodes == 1:
+        return Ring(replicas=n, bandwidth_bytes_per_s=local.bandwidth_bytes_per_s, latency_s=local.latency_s)
+    rate, turns = network.bandwidth_bytes_per_s, 2 * (n - 1)
+    inside = math.ceil(n / nodes) - 1
+    if inside:
+        rate = min(rate, local.bandwidth_bytes_per_s)
+    tree_s = 2 * (math.ceil(math.log2(nodes)) * network.latency_s + inside * local.latency_s)
+    return Ring(replicas=n, bandwidth_bytes_per_s=rate, latency_s=min(turns * network.latency_s, tree_s) / turns)
 
 
 def peak_memory_bytes(live_bytes: Array, graph: Graph, optimizer: str, num_replicas: int = 1) -> float:

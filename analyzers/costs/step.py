@@ -16,6 +16,8 @@ from ddltool.device import Device
 from ddltool.graph import COMPUTE, SEND, Graph
 
 Array = NDArray[np.float64]
+# From this share of the device's time on a step is called bound by the host: a slower host then makes the step longer.
+HOST_BOUND = 0.9
 # A view is no kernel, but the host makes it: measured beside ops that launch one.
 VIEW = 0.25
 
@@ -64,9 +66,14 @@ class StepTime:
         return self.pass_s + self.update_s
 
     @property
+    def host_share(self) -> float:
+        """What the host takes, as a share of what the device takes."""
+        return self.host_s / self.device_s if self.device_s > 0 else 0.0
+
+    @property
     def host_bound(self) -> bool:
-        """Whether the host needs about as long as the device, or longer: a slower host then makes the step longer."""
-        return self.host_s > 0.9 * self.device_s
+        """Whether the host needs about as long as the device, or longer."""
+        return self.host_share > HOST_BOUND
 
 
 def time_step(graph: Graph, device: Device, constants: Constants, *, optimizer: str = "none") -> StepTime:
