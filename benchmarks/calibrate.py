@@ -299,11 +299,11 @@ def main() -> None:
     # timm's rows are of two GPUs: without the one nothing tells of most layers, and the other would stand for all GPUs.
     plain = lambda row: own(row) and not row.source.startswith("timm")  # noqa: E731
     device = residuals_of(families.chosen(own), "the model's family")
-    generation = _wider(residuals_of(known.chosen(plain), "the GPU, others of its generation known"), device)
+    generation = _wider(residuals_of(known.chosen(plain), "the GPU"), device)
     residuals = {
         "device": device,
         "generation": generation,
-        "unknown": _wider(residuals_of(unknown.chosen(plain), "all GPUs of the generation"), generation),
+        "unknown": _wider(residuals_of(unknown.chosen(plain), "any GPU of its generation"), generation),
         "host": _host(families),
     }
     provenance = [

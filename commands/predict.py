@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ddltool.commands.options import ChannelsLast, DevicesFile, Json, Output, Precision, SequenceLength, Source
+from ddltool.commands.options import ChannelsLast, DevicesFile, Json, Output, Precision, SequenceLength
 
 if TYPE_CHECKING:
     from ddltool.analyzers.costs.model import CostModel
@@ -22,10 +23,19 @@ _LARGEST = 2**31
 # Rings reach about this share of what a link carries one way.
 _LINK_SHARE = 0.8
 _PCIE = 15.75e9
+# Names of more devices than these are counted.
+_NAMED = 6
 
 
 def predict(
-    source: Source,
+    source: Annotated[
+        str,
+        typer.Argument(
+            metavar="SOURCE",
+            help="package.module:factory, file.py:factory, zoo:NAME, transformers:NAME or timm:NAME.",
+            show_default=False,
+        ),
+    ],
     device: Annotated[str, typer.Option(metavar="NAME,NAME", help="Device types; `ddltool devices` lists them.")],
     batch_sizes: Annotated[
         str, typer.Option(metavar="N,N,...|auto", help="Local batch sizes; auto: 1, 2, 4, ... up to the memory limit.")
@@ -89,7 +99,7 @@ def predict(
     found = {
         model.device.name: _predict_on(curve, model, settings[model.device.name], sizes, places) for model in models
     }
-    document = _document(source, models, settings, found, curve)
+    document = _document(source, models, settings, found, curve, gpus_per_node)
     if output is not None:
         write_profile(_frame(document), output)
     if as_json:
@@ -138,18 +148,23 @@ def _document(
     settings: dict[str, Setting],
     found: dict[str, list[PredictedStep]],
     curve: WorkCurve,
+    gpus_per_node: int,
 ) -> dict[str, Any]:
     """Return the JSON document: rows as in profile.csv and more, what was assumed, and how sure it is."""
+    from ddltool.analyzers.costs.predict import has_precision, memory_limit_batch
+
     meta = curve.traced.graph.meta
     rows, about = [], {}
     for model in models:
         name, setting = model.device.name, settings[model.device.name]
         steps = found[name]
-        alone = [step for step in steps if step.num_replicas == steps[0].num_replicas]
-        best = max(step.samples_per_s for step in alone)
+        alone = [step for step in steps if step.num_replicas == steps[0].num_replicas and step.fits]
+        best = max((step.samples_per_s for step in alone), default=0.0)
+        wide = [step.local_batch_size for step in alone if step.samples_per_s >= _SATURATED * best]
         about[name] = {
-            "saturation_batch": min(s.local_batch_size for s in alone if s.samples_per_s >= _SATURATED * best),
-            "memory_limit_batch": max((s.local_batch_size for s in alone if s.fits), default=0),
+            "saturation_batch": min(wide, default=None),
+            "memory_limit_batch": memory_limit_batch(curve, model.device, setting.optimizer, steps[0].num_replicas),
+            "has_precision": has_precision(model.device, str(meta.get("precision"))),
             "price_per_hour": model.device.price_per_hour,
             "error": model.residuals.model_dump(),
             "link_bytes_per_s": setting.local.bandwidth_bytes_per_s,
@@ -169,6 +184,7 @@ def _document(
             "optimizer": first.optimizer,
             "accumulation": first.accumulation,
             "sequence_length": meta.get("tokens_per_sample"),
+            "gpus_per_node": gpus_per_node,
             "bandwidth_bytes_per_s": first.network.bandwidth_bytes_per_s,
         },
     }
@@ -214,82 +230,98 @@ def _frame(document: dict[str, Any]) -> Any:
 def _show(document: dict[str, Any], output: Path | None) -> None:
     """Print the answer, the rows, and how sure they are."""
     from ddltool.commands.output import out, table
-    from ddltool.units import show_bytes, show_seconds
+    from ddltool.units import show_bytes, show_rate, show_seconds, show_span
 
     rows, console = document["rows"], out()
     several = len(document["devices"]) > 1
     if several:
         rows = sorted(rows, key=lambda row: -row["samples_per_s"])
-    best = max((row for row in rows if row["fits"]), key=lambda row: row["samples_per_s"], default=None)
-    if best is not None:
-        rate = f"{best['samples_per_s']:.4g} samples/s"
-        rate += f", {best['tokens_per_s']:.4g} tokens/s" if best["tokens_per_s"] else ""
-        where = f"{best['num_replicas']} x {best['device']}" if best["num_replicas"] > 1 else best["device"]
-        console.print(
-            f"Fastest here: {rate} on {where} at local batch {best['local_batch_size']} (MFU {best['mfu']:.0%}), predicted.",
-            soft_wrap=True,
-        )
+    console.print(_answer(document), soft_wrap=True)
+    replicated = any(row["num_replicas"] > 1 for row in rows)
     priced = any(row["price_per_million_samples"] is not None for row in rows)
-    columns = ["device", "replicas", "batch", "step", "80 % range", "per s", "MFU", "sync", "memory"]
-    cells = []
-    for row in rows:
-        span = f"{show_seconds(row['predicted_low_s'])}..{show_seconds(row['predicted_high_s'])}"
-        cells.append(
-            [
-                row["device"],
-                str(row["num_replicas"]),
-                str(row["local_batch_size"]),
-                show_seconds(row["step_time_s"]),
-                span,
-                f"{row['samples_per_s']:.4g}",
-                f"{row['mfu']:.0%}",
-                show_seconds(row["sync_time_s"]) if row["num_replicas"] > 1 else "-",
-                show_bytes(row["peak_memory_bytes"]) + ("" if row["fits"] else " !"),
-            ]
-        )
-    if not several:  # the title names it
-        columns, cells = columns[1:], [cell[1:] for cell in cells]
-    if all(row["num_replicas"] == 1 for row in rows):
-        place = columns.index("sync")
-        columns, cells = _without(columns, place), [_without(cell, place) for cell in cells]
-        place = columns.index("replicas")
-        columns, cells = _without(columns, place), [_without(cell, place) for cell in cells]
-    if priced:
-        columns.append("per 1M")
-        costs = (row["price_per_million_samples"] for row in rows)
-        for cell, cost in zip(cells, costs, strict=True):
-            cell.append("-" if cost is None else f"{cost:.3g}")
-    names = ", ".join(document["devices"])
-    console.print(table(f"Training steps on {names} (predicted, not measured)", columns, cells))
+    columns: list[tuple[str, bool, Callable[[dict[str, Any]], str]]] = [
+        ("device", several, lambda row: row["device"]),  # else the title names it
+        ("replicas", replicated, lambda row: str(row["num_replicas"])),
+        ("batch", True, lambda row: str(row["local_batch_size"])),
+        ("step", True, lambda row: show_seconds(row["step_time_s"])),
+        ("80 % range", True, lambda row: show_span(row["predicted_low_s"], row["predicted_high_s"])),
+        ("per s", True, lambda row: show_rate(row["samples_per_s"])),
+        ("MFU", True, lambda row: f"{row['mfu']:.0%}"),
+        ("sync", replicated, lambda row: show_seconds(row["sync_time_s"]) if row["num_replicas"] > 1 else "-"),
+        ("memory", True, lambda row: show_bytes(row["peak_memory_bytes"]) + ("" if row["fits"] else " !")),
+        (
+            "per 1M",
+            priced,
+            lambda row: "-" if (cost := row["price_per_million_samples"]) is None else f"{cost:.3g}",
+        ),
+    ]
+    shown = [(name, text) for name, kept, text in columns if kept]
+    names = (
+        ", ".join(document["devices"]) if len(document["devices"]) <= _NAMED else f"{len(document['devices'])} devices"
+    )
+    title = f"Training steps on {names} (predicted, not measured)"
+    console.print(table(title, [name for name, _ in shown], [[text(row) for _, text in shown] for row in rows]))
     for line in _remarks(document):
-        console.print(line, soft_wrap=True)
+        console.print(line)
     if output is not None:
         console.print(f"wrote {output}", soft_wrap=True)
 
 
-def _without(items: list[str], place: int) -> list[str]:
-    return items[:place] + items[place + 1 :]
+def _answer(document: dict[str, Any]) -> str:
+    """Return the first line: the fastest row that fits, or what would."""
+    from ddltool.units import show_rate
+
+    best = max((row for row in document["rows"] if row["fits"]), key=lambda row: row["samples_per_s"], default=None)
+    if best is None:
+        most = {name: about["memory_limit_batch"] for name, about in document["devices"].items()}
+        fitting = ", ".join(f"{batch} on {name}" for name, batch in most.items() if batch)
+        return "None of these fits, by estimate; " + (
+            f"at most: {fitting}." if fitting else "one sample does not either."
+        )
+    rate = f"{show_rate(best['samples_per_s'])} samples/s"
+    rate += f", {show_rate(best['tokens_per_s'])} tokens/s" if best["tokens_per_s"] else ""
+    where = f"{best['num_replicas']} x {best['device']}" if best["num_replicas"] > 1 else best["device"]
+    return (
+        f"Fastest here: {rate} on {where} at local batch {best['local_batch_size']} (MFU {best['mfu']:.0%}), predicted."
+    )
 
 
 def _remarks(document: dict[str, Any]) -> list[str]:
     """Return what was assumed, what does not fit, what waits for the host, and how far off such predictions were."""
-    given = document["assumptions"]
-    words = [str(given["precision"]), "channels_last" if given["channels_last"] else "channels_first"]
+    from ddltool.units import show_bytes
+
+    given, rows = document["assumptions"], document["rows"]
+    words = [str(given["precision"]), *(["channels_last"] if given["channels_last"] else [])]
     words += ["compiled" if given["compile"] else "eager", f"optimizer {given['optimizer']}"]
     words += [f"{given['accumulation']} passes a step"] if given["accumulation"] > 1 else []
     words += [f"{given['sequence_length']} tokens a sample"] if given["sequence_length"] else []
+    if any(row["num_replicas"] > 1 for row in rows):
+        words.append(f"up to {given['gpus_per_node']} GPUs a node")
+        if any(row["num_nodes"] > 1 for row in rows):
+            words.append(f"{show_bytes(given['bandwidth_bytes_per_s'])}/s between nodes")
     lines = [f"Assumed: {', '.join(words)}."]
-    if any(not row["fits"] for row in document["rows"]):
+    if any(not row["fits"] for row in rows):
         lines.append("! needs more memory than the device has, by estimate.")
-    if any(row["host_bound"] for row in document["rows"]):
-        sizes = sorted({row["local_batch_size"] for row in document["rows"] if row["host_bound"]})
-        lines.append(
-            f"Host-bound at batch {', '.join(map(str, sizes))}: the GPU waits for Python; --compile or a larger batch helps."
-        )
+    if lacking := [name for name, about in document["devices"].items() if not about["has_precision"]]:
+        lines.append(f"{', '.join(lacking)}: no rate for {given['precision']} in the datasheet; float32's is taken.")
+    waiting: dict[str, set[int]] = {}
+    for row in rows:
+        if row["host_bound"]:
+            waiting.setdefault(row["device"], set()).add(row["local_batch_size"])
+    if waiting:
+        where = "; ".join(f"{name} at batch {', '.join(map(str, sorted(sizes)))}" for name, sizes in waiting.items())
+        helps = "a larger batch helps" if given["compile"] else "--compile or a larger batch helps"
+        lines.append(f"Host-bound, the GPU waits for Python: {where}; {helps}.")
+    alike: dict[tuple[Any, ...], list[str]] = {}
     for name, about in document["devices"].items():
-        error = about["error"]
+        alike.setdefault(tuple(about["error"].values()), []).append(name)
+    for names in alike.values():
+        error = document["devices"][names[0]]["error"]
+        where = ", ".join(names) if len(names) <= _NAMED else f"{len(names)} devices"
+        basis = f"{error['rows']} measured steps, predicted without {error['what']}" if error["rows"] else error["what"]
         lines.append(
-            f"How sure on {name}: {error['what']}, measured / predicted lay between {error['low']:.2f} and {error['high']:.2f} "
-            f"in 80 % of {error['rows']} rows (median error {error['median_error']:.0%})."
+            f"How sure on {where}: 80 % {'lay' if error['rows'] else 'should lie'} between {error['low']:.2f} and "
+            f"{error['high']:.2f} times the prediction, half of them within {error['median_error']:.0%} ({basis})"
+            + ("; wider where the host has a part." if waiting else ".")
         )
     return lines

@@ -125,13 +125,16 @@ def shortened(text: str, most: int) -> str:
     return f"{text[: most - 1 - tail]}…{text[len(text) - tail :]}"
 
 
+_LISTED = 30
+
+
 def did_you_mean(word: str, choices: Iterable[str]) -> str:
-    """Return a remedy that names the nearest of ``choices``, then all of them.
+    """Return a remedy that names the nearest of ``choices``, then all of them, or the first of many.
 
     >>> did_you_mean("V-100", ["V100", "P100"])
     'did you mean "V100"? (known: P100, V100)'
     """
     known = sorted(choices)
     near = difflib.get_close_matches(word, known, n=1)
-    listing = ", ".join(known)
+    listing = ", ".join(known[:_LISTED]) + (f" and {len(known) - _LISTED} more" if len(known) > _LISTED else "")
     return f'did you mean "{near[0]}"? (known: {listing})' if near else f"known: {listing}"

@@ -82,6 +82,30 @@ def show_seconds(seconds: float | None) -> str:
     return "0 s" if seconds == 0 else f"{seconds:.2e} s"
 
 
+def show_span(low_s: float, high_s: float) -> str:
+    """Return a range of durations in one unit.
+
+    >>> show_span(0.00583, 0.021), show_span(0.5, 75.0), show_span(0.00002, 0.002)
+    ('5.83..21 ms', '0.5..75 s', '20 us..2 ms')
+    """
+    low, high = show_seconds(low_s), show_seconds(high_s)
+    for scale, unit in ((1.0, "s"), (1e-3, "ms"), (1e-6, "us"), (1e-9, "ns")):
+        if high.endswith(f" {unit}") and low_s >= 0.1 * scale:
+            return f"{low_s / scale:.3g}..{high}"
+        if high.endswith(f" {unit}"):
+            break
+    return f"{low}..{high}"
+
+
+def show_rate(per_s: float) -> str:
+    """Return a rate in four significant digits, thousands set apart.
+
+    >>> show_rate(38324.6), show_rate(2.658e7), show_rate(12.345)
+    ('38,320', '26,580,000', '12.35')
+    """
+    return f"{float(f'{per_s:.4g}'):,.0f}" if per_s >= 1000 else f"{per_s:.4g}"
+
+
 def show_bytes(size_bytes: float | None) -> str:
     """Return a size for people in binary units.
 

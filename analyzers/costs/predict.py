@@ -129,13 +129,22 @@ def timed_step(graph: Graph, model: CostModel, setting: Setting) -> Graph:
     return estimate(run, model, network, optimizer=setting.optimizer)
 
 
+# What each precision computes in.
+_TYPES = {"amp": "float16", "bf16": "bfloat16", "tf32": "tf32", "fp32": "float32"}
+
+
+def has_precision(device: Device, precision: str) -> bool:
+    """Return whether a device's datasheet has a rate for the type that ``precision`` computes in."""
+    return _TYPES[precision] in device.peak_flops
+
+
 def products_s(graph: Graph, device: Device) -> float:
     """Return the seconds of all matrix products, convolutions and attention at the device's dense peak: what MFU counts.
 
     In ``fp32`` convolutions and recurrent layers may use TF32, so its peak is theirs.
     """
     precision = str(graph.meta.get("precision", "fp32"))
-    peak = device.peak_for({"amp": "float16", "bf16": "bfloat16", "tf32": "tf32"}.get(precision, "float32"))
+    peak = device.peak_for(_TYPES[precision])
     eased = device.peak_for("tf32") if precision == "fp32" else peak
     product = graph.gemm[:, 1] > 0
     names = [op_type.rpartition(".")[2] for op_type in graph.op_type]

@@ -65,7 +65,7 @@ def _gain(decision: Decision, picked: Option, batch_size: int) -> str:
     unit = "samples per price" if decision.objective == "cheapest" else "progress per second"
     gain = _rate(picked, decision, batch_size) / _rate(nothing, decision, batch_size) - 1
     error = "without a known error" if decision.error is None else f"± {decision.error:.0%} by compute"
-    if decision.gain_error is not None and abs(gain) >= _SHOWN:
+    if decision.gain_error and abs(gain) >= _SHOWN:
         low, high = (1 + gain) / (1 + decision.gain_error) - 1, (1 + gain) * (1 + decision.gain_error) - 1
         error += f"; the gain between {low:+.0%} and {high:+.0%}"
     steps = f"{show_seconds(nothing.iteration_s)} -> {show_seconds(picked.iteration_s)} per step ({error})"
@@ -95,6 +95,20 @@ def _sure(decision: Decision, picked: Option, batch_size: int, remark: str) -> s
         return (
             f"How sure: too close to call; compute times are known to within {decision.error:.0%}{source}, more than the "
             f"difference: measure {types} before you change anything{mixed}."
+        )
+    if (
+        decision.gain_error == 0
+        and picked.communication_s
+        and abs(picked.compute_s / decision.baseline.compute_s - 1) < _SHOWN
+    ):
+        return (
+            f"How sure: the gain is communication alone, whose error is not known; the devices' compute times, known to "
+            f"within {decision.error:.0%}{source}, are the same in both: measure it with ddltool profile --network{mixed}."
+        )
+    if decision.gain_error == 0:
+        return (
+            f"How sure: the devices are the same in both, so the error of their compute times ({decision.error:.0%}{source}) "
+            f"is no error of the gain{mixed}."
         )
     if remark:
         return (
