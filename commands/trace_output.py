@@ -210,6 +210,9 @@ def _show_coverage(graph: Graph) -> None:
     from ddltool.commands.output import out
 
     covered = coverage(graph)
+    if not covered.rule_ops + covered.measured_ops + covered.default_ops + covered.free_ops:
+        out().print("\nTimes of the ops: the file's own.")
+        return
     measured = f"measurements {covered.measured_time:.1%}, " if covered.measured_ops else ""
     out().print(
         f"\nCoverage of the compute time: {measured}rules {covered.rule_time:.1%}, defaults {covered.default_time:.1%} "

@@ -8,12 +8,18 @@ from pathlib import Path
 import numpy as np
 import onnx
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from onnx import TensorProto, helper, numpy_helper
+from torch import nn
 
+from ddltool.analyzers.costs.model import cost_model
 from ddltool.analyzers.tracing.onnx_adapter import trace_onnx
+from ddltool.analyzers.tracing.step import TrainingStep, default_loss
+from ddltool.analyzers.tracing.torch_adapter import trace_torch
 from ddltool.errors import InputError
+from ddltool.fixtures.loading import calibration, devices
 from ddltool.graph import COMPUTE, RECV
 
 LIGHT = Path(onnx.__file__).parent / "backend" / "test" / "data" / "light"
@@ -149,6 +155,22 @@ def test_a_small_model_by_hand(tmp_path: Path) -> None:
     assert trace_onnx(path).batch_size == 1
 
 
+def test_a_convolution_takes_as_long_as_torchs(tmp_path: Path) -> None:
+    """One layer of 3.7 GFLOP, from a file and from a module: the same kernel on the same device."""
+    nodes = [helper.make_node("Conv", ["x", "w"], ["y"], pads=[1, 1, 1, 1])]
+    path = saved(model(nodes, {"w": np.zeros((64, 64, 3, 3), np.float32)}, [16, 64, 56, 56]), tmp_path)
+    step = TrainingStep(
+        name="one",
+        module=nn.Conv2d(64, 64, 3, padding=1, bias=False),
+        inputs=(torch.zeros(16, 64, 56, 56),),
+        loss=default_loss,
+    )
+    numbers = cost_model(devices().device("V100"), calibration())
+    ours = numbers.step(trace_onnx(path)).device_s
+    torchs = numbers.step(trace_torch(lambda: step, mode="inference")).device_s
+    assert ours == pytest.approx(torchs, rel=0.2)
+
+
 def test_unknown_ops_count_as_default(tmp_path: Path) -> None:
     nodes = [helper.make_node("Strange", ["x"], ["y"], domain="some.vendor")]
     made = model(nodes, {}, [2, 3], [2, 3])
@@ -243,7 +265,7 @@ def test_bindings_on_the_command_line(
     path = saved(model([helper.make_node("Relu", ["x"], ["y"])], {}, ["n", "length"]), tmp_path)
     assert run(["trace", source.replace("FILE", path), "--bind", text, *more]) == 2
     assert message in capsys.readouterr().err
-    assert run(["trace", path, "--bind", "n=2,length=3", "--samples", "1", *more]) == 0
+    assert run(["trace", path, "--bind", "n=2,length=3", *more]) == 0
 
 
 def test_a_dimension_without_a_name(tmp_path: Path) -> None:

@@ -16,7 +16,10 @@ OPTIMIZER = "adam"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Coverage:
-    """How much of a graph's estimate rests on what, as shares of compute ops and of their time (0 to 1)."""
+    """How much of a graph's estimate rests on what, as shares of compute ops and of their time (0 to 1).
+
+    What is left of either is a file's own.
+    """
 
     rule_ops: float
     rule_time: float
@@ -108,14 +111,14 @@ def coverage(graph: Graph) -> Coverage:
     for position in np.flatnonzero(default):
         counts[graph.op_type[position]] = counts.get(graph.op_type[position], 0) + 1
     measured = compute & (source == "measured")
-    default_time, measured_time = (float(times[chosen].sum()) / total for chosen in (default, measured))
+    rule = compute & (source == "rule")
     return Coverage(
-        rule_ops=1.0 - (int(default.sum()) + int(free.sum()) + int(measured.sum())) / ops,
-        rule_time=max(0.0, 1.0 - default_time - measured_time),
+        rule_ops=int(rule.sum()) / ops,
+        rule_time=float(times[rule].sum()) / total,
         measured_ops=int(measured.sum()) / ops,
-        measured_time=measured_time,
+        measured_time=float(times[measured].sum()) / total,
         default_ops=int(default.sum()) / ops,
-        default_time=default_time,
+        default_time=float(times[default].sum()) / total,
         free_ops=int(free.sum()) / ops,
         default_types=tuple(sorted(counts.items(), key=lambda item: (-item[1], item[0]))),
     )
