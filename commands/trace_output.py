@@ -196,8 +196,10 @@ def _show_collectives(plans: Collectives) -> None:
     from ddltool.analyzers.communication.collectives import ddp_verdict, fsdp_verdict
     from ddltool.commands.collectives import collective_rows
     from ddltool.commands.output import out, table
+    from ddltool.units import show_bytes
 
-    title = f"Data parallel on {plans.ring.replicas} replicas (ring collectives, predicted)"
+    rate = show_bytes(plans.ring.bandwidth_bytes_per_s)
+    title = f"Data parallel on {plans.ring.replicas} replicas, {rate}/s between any two (predicted)"
     columns = ("framework", "setting", "step", "exposed", "gathered")
     out().print(table(title, columns, collective_rows(plans), text_columns=2))
     out().print(ddp_verdict(plans))
