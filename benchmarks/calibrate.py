@@ -163,7 +163,6 @@ def table_of(belief: Belief, **more: object) -> CalibrationTable:
                 {name: getattr(constants, name) for name in ("start_s", "cache", "turn_s", "issue_s", "update_s")}
             ),
             "generations": {name: _rounded(belief.generations[name]) for name in known},
-            "spread": {},
             "devices": [],
             "judged": [],
             "residuals": dict.fromkeys(("device", "generation", "unknown", "host"), once),
@@ -247,8 +246,8 @@ def residuals_of(judged: Sequence[tuple[Row, float]], what: str) -> Residuals:
     level = min(1.0, math.ceil((cells + 1) * upper) / cells)
     errors = np.abs(np.expm1(-logs))
     return Residuals(
-        low=float(f"{math.exp(-_quantile(-logs, weights, level)):.4g}"),
-        high=float(f"{math.exp(_quantile(logs, weights, level)):.4g}"),
+        low=min(1.0, float(f"{math.exp(-_quantile(-logs, weights, level)):.4g}")),
+        high=max(1.0, float(f"{math.exp(_quantile(logs, weights, level)):.4g}")),
         median_error=float(f"{_quantile(errors, weights, 0.5):.4g}"),
         rows=len(judged),
         what=what,
@@ -311,11 +310,8 @@ def main() -> None:
         for name, source in SOURCES.items()
     ]
     judged = {cell.row.device for cell in cells if not SOURCES[cell.row.source].adds}
-    logs = {unit: np.log([units[unit] for units in whole.generations.values()]) for unit in UNITS}
-    spread = {**PRIOR.spread, **{unit: max(0.05, float(np.std(logs[unit]))) for unit in UNITS}}
     table = table_of(
         whole,
-        spread=_rounded({name: value for name, value in spread.items() if name != "setting"}),
         devices=sorted(judged),
         judged=sorted({devices().device(name).architecture for name in judged}),
         residuals=residuals,

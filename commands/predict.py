@@ -20,8 +20,9 @@ if TYPE_CHECKING:
 # A rate of 90 % of the best predicted one counts as saturated, as for measured profiles.
 _SATURATED = 0.9
 _LARGEST = 2**31
-# Rings reach about this share of what a link carries one way.
+# Rings reach about this share of what a datasheet says that a link carries one way; a measured link is what they reach.
 _LINK_SHARE = 0.8
+# An unknown link counts as PCIe 3.0 x16.
 _PCIE = 15.75e9
 # Names of more devices than these are counted.
 _NAMED = 6
@@ -66,6 +67,7 @@ def predict(
     from ddltool.artifacts import check_writable
     from ddltool.commands import values
     from ddltool.commands.output import note, print_json, progress
+    from ddltool.device import MEASURED
     from ddltool.errors import InputError
     from ddltool.fixtures.loading import calibration, known_devices
     from ddltool.profile import write_profile
@@ -87,7 +89,8 @@ def predict(
     inside_s = parse_duration(local_latency, "--local-latency")
 
     def setting(model: CostModel) -> Setting:
-        rate = local or _LINK_SHARE * (model.device.link_bytes_per_s or _PCIE / _LINK_SHARE)
+        own = model.device.link_bytes_per_s or _PCIE
+        rate = local or (own if model.device.link.startswith(MEASURED) else _LINK_SHARE * own)
         link = Link(bandwidth_bytes_per_s=rate, latency_s=inside_s)
         return Setting(local=link, network=network, optimizer=optimizer, accumulation=accumulation, compile=compile_)
 
@@ -114,9 +117,7 @@ def _devices(names: str, table: DeviceTable) -> list[Any]:
 
     found = {}
     for name in filter(None, (part.strip() for part in names.split(","))):
-        device = table.device(name)
-        if device.architecture == "CPU" or device.name.startswith("cpu"):
-            raise InputError("--device", f"{device.name} is no GPU", "measure a CPU instead: ddltool profile SOURCE")
+        device = table.gpu(name)
         found[device.name] = device
     if not found:
         raise InputError("--device", "names no device", "give one or more, such as A100,L4")

@@ -70,9 +70,11 @@ def import_files(
     batch_size: int | None = None,
     num_nodes: int | None = None,
     num_replicas: int | None = None,
+    unnamed: str = "",
 ) -> tuple[pd.DataFrame, list[ImportedFile]]:
     """Return the rows of all files, in their order, and what each gave. Nothing is returned when one of them is bad.
 
+    ``device`` names the device of all rows, ``unnamed`` that of rows that name none.
     Raises InputError naming file, row and column; also for a file given twice.
     """
     import pandas as pd
@@ -87,7 +89,7 @@ def import_files(
         if path.resolve() in seen:
             raise InputError(str(path), "is given twice", "its rows would count double")
         seen.add(path.resolve())
-        part, source = _import_one(path, device, batch_size, num_nodes, num_replicas)
+        part, source = _import_one(path, device, batch_size, num_nodes, num_replicas, unnamed)
         parts.append(part)
         sources.append(source)
     # The tables say these of each row.
@@ -99,7 +101,12 @@ def import_files(
 
 
 def _import_one(
-    path: Path, device: str | None, batch_size: int | None, num_nodes: int | None, num_replicas: int | None
+    path: Path,
+    device: str | None,
+    batch_size: int | None,
+    num_nodes: int | None,
+    num_replicas: int | None,
+    unnamed: str,
 ) -> tuple[pd.DataFrame, ImportedFile]:
     from ddltool.analyzers.goodput.imports import import_steps, import_table, kind_of
     from ddltool.errors import InputError
@@ -111,7 +118,11 @@ def _import_one(
 
         steps = read_steps(path)
         rows = import_steps(
-            steps, local_batch_size=batch_size, num_nodes=num_nodes, num_replicas=num_replicas, device=device
+            steps,
+            local_batch_size=batch_size,
+            num_nodes=num_nodes,
+            num_replicas=num_replicas,
+            device=device or steps.device or unnamed or None,
         )
         return rows, ImportedFile(path=str(path), kind="trace", rows=len(steps.step_time_s))
     if last in (".jsonl", ".ndjson"):
@@ -121,6 +132,10 @@ def _import_one(
     else:
         raise InputError(str(path), f"ends in {last or 'nothing'}", "give a .csv, .jsonl or .json file (or .gz of one)")
     kind = kind_of([str(name) for name in frame.columns], str(path))
+    if unnamed and "device" in frame.columns:
+        frame["device"] = frame["device"].fillna("").astype(str).str.strip().replace("", unnamed)
+    elif unnamed:
+        device = device or unnamed
     return import_table(frame, str(path), device), ImportedFile(path=str(path), kind=kind, rows=len(frame))
 
 

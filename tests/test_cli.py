@@ -365,6 +365,7 @@ def test_the_options_are_a_decision() -> None:
                     "--precision",
                     "--channels-last",
                     "--optimizer",
+                    "--sequence-length",
                 ),
                 *(option for option in common if option != "--seed"),
             ]

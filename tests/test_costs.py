@@ -23,7 +23,6 @@ from ddltool.analyzers.costs.kernels import CLASS, INPUT_GRADIENT, WEIGHT_GRADIE
 from ddltool.analyzers.costs.model import CostModel, cost_model
 from ddltool.analyzers.costs.predict import Link, Placement, Setting, memory_limit_batch, peak_memory_bytes, predict
 from ddltool.analyzers.costs.step import time_step, update_s
-from ddltool.analyzers.costs.updating import update
 from ddltool.analyzers.costs.work import measure_work
 from ddltool.analyzers.loading.sources import resolve_step, training_step
 from ddltool.analyzers.tracing.dialect import Numerics
@@ -457,28 +456,6 @@ def test_the_steps_of_a_recurrent_layer_wait_for_each_other() -> None:
     )  # layers, forward and backward
 
 
-@pytest.mark.parametrize("factor", [0.6, 1.7])
-def test_a_few_rows_pull_a_device_to_where_it_is(factor: float) -> None:
-    """A device whose memory is slower or faster than its generation's: five rows of one model mend another's."""
-    device = devices().device("A10")
-    true = replace(
-        model("A10"), device=device.model_copy(update={"memory_bytes_per_s": device.memory_bytes_per_s * factor})
-    )
-    first, second = (
-        measure_work(lambda name=name: resolve_step(f"zoo:{name}")) for name in ("resnet32", "resnet50_v1")
-    )  # type: ignore[misc]
-
-    def seconds(known: CostModel, curve: object, size: int) -> float:
-        return predict(curve, known, SETTING, [size], [ALONE])[0].step.value  # type: ignore[arg-type]
-
-    rows = [(second.traced.at(size), seconds(true, second, size)) for size in (16, 32, 64, 128, 256)]
-    found = update(rows, device, calibration(), optimizer="sgd", source="rows")
-    assert np.abs(found.after - 1).max() < 0.5 * np.abs(found.before - 1).max()
-    before, after = (abs(seconds(known, first, 512) / seconds(true, first, 512) - 1) for known in (
-        model("A10"), cost_model(found.device, calibration())))  # fmt: skip
-    assert after < 0.6 * before
-
-
 # ---------------------------------------------------------------- the commands
 
 
@@ -585,39 +562,3 @@ def test_one_thing_has_one_time(cli: Cli, job: tuple[str, int, str, str, str], t
         *("--optimizer", "none", "--json"),
     ).document["rows"][0]["step_time_s"]
     assert passes == pytest.approx(without, rel=1e-6)
-
-
-def test_calibrate_from_a_profile_and_from_nccl(cli: Cli, tmp_path: Path) -> None:
-    rows, device, log = tmp_path / "rows.csv", tmp_path / "device.yaml", tmp_path / "nccl.log"
-    made = cli("predict", "zoo:resnet32", "--device", "A10", "--batch-sizes", "64,128,256,512,1024", "--json").document[
-        "rows"
-    ]
-    lines = [f"A10,1,1,{row['local_batch_size']},{1.5 * row['step_time_s']},0,zoo:resnet32" for row in made]
-    rows.write_text(
-        "device,num_nodes,num_replicas,local_batch_size,step_time_s,sync_time_s,source\n" + "\n".join(lines)
-    )
-    log.write_text(
-        "# nccl-tests version 2.13\n#       size count type redop root time algbw busbw #wrong time algbw busbw #wrong\n"
-        "     8388608 2097152 float sum -1 400.0 20.9 31.4 0 401.0 20.9 31.3 0\n"
-        "   134217728 33554432 float sum -1 2237.0 60.0 90.0 0 2240.0 60.0 90.0 0\n"
-    )
-    found = cli("calibrate", rows, log, "--device", "A10", "-o", device, "--json").document
-    assert found["median_error"]["before"] == pytest.approx(1 / 3, abs=0.01)
-    assert found["median_error"]["after"] < found["median_error"]["before"] / 2
-    assert found["devices"][0]["link_bytes_per_s"] == 90e9
-    again = cli(
-        "predict", "zoo:resnet32", "--device", "A10", "--batch-sizes", "256", "--devices-file", device, "--json"
-    ).document
-    assert again["rows"][0]["step_time_s"] == pytest.approx(1.5 * made[2]["step_time_s"], rel=0.2)
-    assert "before" in cli("calibrate", rows, "--device", "A10").out
-
-
-def test_calibrate_refuses_in_one_line(cli: Cli, tmp_path: Path) -> None:
-    rows, log = tmp_path / "rows.csv", tmp_path / "nccl.log"
-    rows.write_text("device,num_nodes,num_replicas,local_batch_size,step_time_s,sync_time_s\nA10,1,1,8,0.1,0\n")
-    log.write_text("# time algbw busbw\n 8 2 float sum -1 40.0 0.0 0.0 0\n")
-    assert "does not say which model" in cli("calibrate", rows, "--device", "A10").error_line
-    assert "has no row of 64 MiB or more" in cli("calibrate", log, "--device", "A10").error_line
-    rows.write_text("device,num_nodes,num_replicas,local_batch_size,step_time_s,sync_time_s\nA10,1,2,8,0.1,0\n")
-    refused = cli("calibrate", rows, "--device", "A10", "--model", "zoo:cifarnet")
-    assert "has no rows of one replica" in refused.error_line

@@ -8,9 +8,10 @@ from pathlib import Path
 
 import pytest
 
+from ddltool.analyzers.costs.model import cost_model
 from ddltool.device import Device, DeviceTable, name_key
 from ddltool.errors import InputError
-from ddltool.fixtures.loading import devices, devices_of, known_devices, with_specs
+from ddltool.fixtures.loading import calibration, devices, devices_of, known_devices, with_specs
 from ddltool.job import Job, read_job
 from tests.conftest import Result
 
@@ -142,6 +143,30 @@ def test_like_takes_over_all_that_is_not_said(tmp_path: Path) -> None:
     assert sum(name_key(device.name) == "a100" for device in table.devices) == 1, (
         "the user's takes the shipped one's place"
     )
+
+
+@pytest.mark.parametrize(
+    ("entry", "residuals"),
+    [
+        ("{name: A100, like: A100}", "device"),
+        ("{name: a100, like: A100, memory_gib: 20, price_per_hour: 2}", "device"),
+        ("{name: A100, like: A100, memory_bytes_per_s: 8e11}", "generation"),
+        ("{name: A100, like: A100, source: my own bench, peak_flops: {float16: 1e14}}", "generation"),
+        (PLAIN.replace("box", "A100"), "unknown"),
+        ("{name: half, like: A100}", "generation"),
+    ],
+)
+def test_only_the_shipped_figures_were_measured(entry: str, residuals: str, tmp_path: Path) -> None:
+    device = known_devices(write(tmp_path, entry)).devices[0]
+    assert cost_model(device, calibration()).residuals == calibration().residuals[residuals]  # type: ignore[index]
+
+
+def test_what_was_measured_on_a_device_is_not_of_one_like_it(tmp_path: Path) -> None:
+    fitted = "{units: {tensor: 1, vector: 1, memory: 0.5}, issue_s: 1e-5, start_s: 1e-5, update_s: 1e-5, source: rows, "
+    fitted += "residuals: {low: 0.8, high: 1.2, median_error: 0.1, rows: 5, what: rows}}"
+    table = known_devices(write(tmp_path, f"{{name: mine, like: A10, fitted: {fitted}}}", "{name: other, like: mine}"))
+    assert table.device("mine").fitted is not None
+    assert table.device("other").fitted is None
 
 
 @pytest.mark.parametrize(

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from typing import Annotated, ClassVar, Literal
 
-from pydantic import Field
+from pydantic import Field, field_validator, model_validator
 
 from ddltool.artifacts import Artifact, Record
 
 Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 Shares = dict[str, Positive]
+# What a generation or a device has factors on: matrix units, float32 units, memory.
+UNITS = ("tensor", "vector", "memory")
 
 
 class Residuals(Record):
@@ -23,6 +25,12 @@ class Residuals(Record):
     rows: Annotated[int, Field(ge=0)]
     what: str = Field(description="what was left out of the fit")
 
+    @model_validator(mode="after")
+    def _about_the_prediction(self) -> Residuals:
+        if not self.low <= 1.0 <= self.high:
+            raise ValueError(f"low is {self.low:g} and high {self.high:g}; the prediction itself, 1, lies between them")
+        return self
+
 
 class DeviceFit(Record):
     """What a user's own measurements say about one device, in place of the shipped constants."""
@@ -33,6 +41,13 @@ class DeviceFit(Record):
     update_s: Positive
     residuals: Residuals
     source: str = Field(description="the files that it was fitted to")
+
+    @field_validator("units")
+    @classmethod
+    def _every_unit(cls, units: dict[str, float]) -> dict[str, float]:
+        if set(units) != set(UNITS):
+            raise ValueError(f"has {', '.join(sorted(units)) or 'nothing'}; give exactly {', '.join(UNITS)}")
+        return units
 
 
 class CalibrationTable(Artifact):
@@ -49,9 +64,6 @@ class CalibrationTable(Artifact):
     update_s: Positive
     turn_s: Positive
     generations: dict[str, Shares] = Field(description="factors of an architecture: tensor, vector, memory")
-    spread: dict[str, Annotated[float, Field(ge=0)]] = Field(
-        description="how far a constant may be off (standard deviation of its logarithm): the prior of a user's calibration"
-    )
     devices: list[str] = Field(description="devices whose measured rows say how far off predictions are")
     judged: list[str] = Field(description="the architectures of these devices")
     residuals: dict[Literal["device", "generation", "unknown", "host"], Residuals] = Field(

@@ -29,6 +29,10 @@ Architecture = Literal[
     "CDNA3",
     "CPU",
 ]
+# The source of a device whose figures are not the shipped ones begins so.
+GIVEN = "given by the user"
+# A link that was measured begins so.
+MEASURED = "measured"
 PEAKS = ("float64", "float32", "tf32", "float16", "bfloat16", "float8", "float4", "int8", "int4")
 
 _MAKERS = re.compile("(nvidia|amd|tesla|geforce|instinct)+(?=.)")
@@ -66,7 +70,7 @@ class Device(Record):
     )
     link: str = Field(default="", description="what that connection is")
     price_per_hour: NotNegative | None = Field(default=None, description="of one device, in any one currency")
-    source: str = Field(default="given by the user", description="the datasheet")
+    source: str = Field(default=GIVEN, description="the datasheet")
     note: str = ""
     fitted: DeviceFit | None = Field(default=None, description="what `ddltool calibrate` found from measured rows")
     aliases: list[str] = Field(default_factory=list, description="other names, such as torch.cuda.get_device_name's")
@@ -80,6 +84,11 @@ class Device(Record):
         if "float32" not in peaks:
             raise ValueError("has no float32; give at least float32: FLOP/s outside tensor cores")
         return peaks
+
+    def runs_like(self, other: Device) -> bool:
+        """Return whether all figures that a step's time depends on are those of another device."""
+        names = ("architecture", "multiprocessors", "clock_hz", "peak_flops", "memory_bytes_per_s", "l2_bytes")
+        return all(getattr(self, name) == getattr(other, name) for name in names)
 
     def peak_for(self, dtype: str) -> float:
         """Return FLOP/s for a dtype name; types without a figure of their own run at the float32 rate."""
@@ -109,6 +118,13 @@ class DeviceTable(Artifact):
                 where, f"unknown device {name!r}", did_you_mean(name, [each.name for each in self.devices])
             )
         return found
+
+    def gpu(self, name: str, where: str = "--device") -> Device:
+        """Return the device of that name; see :meth:`find`. Raises InputError naming the nearest, and for a CPU."""
+        device = self.device(name, where)
+        if device.architecture == "CPU" or device.name.startswith("cpu"):
+            raise InputError(where, f"{device.name} is no GPU", "measure a CPU instead: ddltool profile SOURCE")
+        return device
 
     def with_devices(self, own: list[Device]) -> DeviceTable:
         """Return a table in which ``own`` come first, in place of those of the same name here."""

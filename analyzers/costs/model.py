@@ -13,7 +13,7 @@ import numpy as np
 from ddltool.analyzers.costs.kernel_times import DATASHEET, UNITS, Constants
 from ddltool.analyzers.costs.step import HOST_BOUND, StepTime, time_step
 from ddltool.calibration import CalibrationTable, Residuals
-from ddltool.device import Device
+from ddltool.device import GIVEN, Device, name_key
 from ddltool.graph import Graph
 
 # A host that takes up to this share of the device's time does not show in the step.
@@ -73,7 +73,8 @@ def cost_model(device: Device, calibration: CalibrationTable) -> CostModel:
         return CostModel(device=device, constants=constants, residuals=own.residuals, host_residuals=host)
     if device.architecture == "CPU":
         return datasheet(device)
-    seen = device.name in calibration.devices
+    known = {name_key(name) for name in calibration.devices}
+    seen = name_key(device.name) in known and not device.source.startswith(GIVEN)
     kind = "device" if seen else "generation" if device.architecture in calibration.judged else "unknown"
     residuals = calibration.residuals[kind]  # type: ignore[index]
     if device.architecture not in GENERATIONS:
