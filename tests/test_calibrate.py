@@ -220,11 +220,12 @@ def test_rows_that_say_how_they_were_measured() -> None:
         (
             {"settings": PROFILE},
             {"precision": "amp"},
-            "row 1:settings: was measured in fp32, not amp; leave --precision",
+            "row 1: was measured in fp32, not amp; leave --precision",
         ),
-        ({"settings": PROFILE}, {"optimizer": "adam"}, "row 1:settings: was measured with sgd, not adam; leave --opt"),
-        ({"precision": "bf16"}, {}, "row 1:settings: was measured in bf16, not fp32"),
-        ({"settings": PROFILE.replace("cuda", "cpu")}, {}, "row 1:settings: was measured on a CPU"),
+        ({"settings": PROFILE}, {"optimizer": "adam"}, "row 1: was measured with sgd, not adam; leave --opt"),
+        ({"precision": "bf16"}, {}, "row 1: was measured in bf16, not fp32"),
+        ({"settings": PROFILE.replace("cuda", "cpu")}, {}, "row 1: was measured on a CPU"),
+        ({"optimizer": "adamx"}, {}, 'row 1:optimizer: unknown .adamx.; did you mean "adam'),
         ({"source": None}, {}, "rows.csv: does not say which model was trained; name it: --model SOURCE"),
     ],
 )

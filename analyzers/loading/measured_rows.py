@@ -6,9 +6,10 @@ import re
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
+from ddltool.analyzers.costs.step import OPTIMIZERS
 from ddltool.analyzers.costs.updating import Measured
 from ddltool.device import Device, DeviceTable, name_key
-from ddltool.errors import InputError
+from ddltool.errors import InputError, did_you_mean
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -55,13 +56,12 @@ def measured_rows(
             continue
         said = _said(row, place)
         if said.get("precision", precision) not in (precision, {"tf32": "fp32"}.get(precision)):
-            raise InputError(
-                f"{place}:settings", f"was measured in {said['precision']}, not {precision}", _alike("precision")
-            )
+            raise InputError(place, f"was measured in {said['precision']}, not {precision}", _alike("precision"))
         if optimizer is not None and said.get("optimizer", optimizer) != optimizer:
-            raise InputError(
-                f"{place}:settings", f"was measured with {said['optimizer']}, not {optimizer}", _alike("optimizer")
-            )
+            raise InputError(place, f"was measured with {said['optimizer']}, not {optimizer}", _alike("optimizer"))
+        trained = said.get("optimizer") or optimizer or "adam"
+        if trained not in OPTIMIZERS:
+            raise InputError(f"{place}:optimizer", f"unknown {trained!r}", did_you_mean(trained, OPTIMIZERS))
         source = row.get("source")
         source = _DIGEST.sub("", source) if isinstance(source, str) and source else model
         if source is None:
@@ -70,7 +70,7 @@ def measured_rows(
             Measured(
                 model=source,
                 batch=int(row["local_batch_size"]),
-                optimizer=said.get("optimizer") or optimizer or "adam",
+                optimizer=trained,
                 seconds=float(row["step_time_s"]),
             )
         )
@@ -89,9 +89,7 @@ def _said(row: Mapping[Any, Any], place: str) -> dict[str, str]:
     for told in (settings, row):
         said |= {name: told[name] for name in _PROFILE if isinstance(told.get(name), str) and told[name]}
     if settings.get("device") == "cpu":
-        raise InputError(
-            f"{place}:settings", "was measured on a CPU", "measure on the GPU: ddltool profile --device cuda"
-        )
+        raise InputError(place, "was measured on a CPU", "measure on the GPU: ddltool profile --device cuda")
     return said
 
 
