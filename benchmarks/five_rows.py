@@ -21,6 +21,7 @@ from truth_models import Trace, traced
 from ddltool.analyzers.costs.fitting import Belief, fit, steps_s
 from ddltool.analyzers.costs.model import cost_model
 from ddltool.analyzers.costs.updating import OWN, prior_of, refit
+from ddltool.calibration import CalibrationTable
 from ddltool.fixtures.loading import devices
 
 ROWS, DRAWS = 5, 20
@@ -30,9 +31,9 @@ _LEAST = 9
 
 @dataclass(frozen=True, kw_only=True)
 class Judged:
-    """|predicted / measured - 1| of rows of one GPU that neither fit had seen."""
+    """|predicted / measured - 1| of rows of one GPU from one source, that neither fit had seen."""
 
-    chip: str
+    name: str
     before: np.ndarray
     after: np.ndarray
     other_model: np.ndarray
@@ -40,20 +41,22 @@ class Judged:
 
 
 def judged(cells: Sequence[Cell], whole: Belief, *, rows: int = ROWS, seed: int = 0) -> Iterator[Judged]:
-    """Yield, for each GPU, its rows as predicted without it, and after any ``rows`` of its own (``DRAWS`` draws)."""
+    """Yield, for each GPU and source, its rows as predicted without its chip, and after any ``rows`` of them, drawn often."""
     random = np.random.default_rng(seed)
-    mine: dict[str, list[Cell]] = defaultdict(list)
+    priors: dict[str, CalibrationTable] = {}
+    mine: dict[tuple[str, str], list[Cell]] = defaultdict(list)
     for cell in cells:
         # Other sources' software adds to a step; timm's rows are of two GPUs, and tell of most layers alone.
         if not SOURCES[cell.row.source].adds and not cell.row.source.startswith("timm"):
-            mine[chip(cell.row.device)].append(cell)
-    for name, own in sorted(mine.items()):
+            mine[cell.row.device, cell.row.source].append(cell)
+    for (device, source), own in sorted(mine.items()):
         if len(own) < _LEAST:
             continue
-        table = table_of(
-            fit([each.case for each in cells if chip(each.row.device) != name], PRIOR, first=whole, rounds=12)
-        )
-        prior = prior_of(cost_model(devices().device(own[0].row.device), table))
+        name = chip(device)
+        if name not in priors:
+            others = [cell.case for cell in cells if chip(cell.row.device) != name]
+            priors[name] = table_of(fit(others, PRIOR, first=whole, rounds=12))
+        prior = prior_of(cost_model(devices().device(device), priors[name]))
         cases = [replace(cell.case, generation=OWN, weight=1.0, error=0.1, setting="") for cell in own]
         measured = np.array([case.measured_s for case in cases])
         models = np.array([cell.row.model for cell in own])
@@ -65,7 +68,7 @@ def judged(cells: Sequence[Cell], whole: Belief, *, rows: int = ROWS, seed: int 
                 kept.append(np.abs(steps_s(cases, known) / measured - 1)[~seen])
             other.append(~np.isin(models, models[seen])[~seen])
         parts = {"before": before, "after": after, "other_model": other}
-        yield Judged(chip=name, **{key: np.concatenate(each) for key, each in parts.items()})
+        yield Judged(name=f"{device}, {source}", **{key: np.concatenate(each) for key, each in parts.items()})
 
 
 def main() -> None:
@@ -84,13 +87,13 @@ def main() -> None:
     whole = fit([cell.case for cell in cells], PRIOR)
     found = list(judged(cells, whole))
     print(
-        f"| GPU left out | rows judged | median error before | after {ROWS} rows | ratio | of models not among them |"
+        f"| GPU left out, source | rows judged | median error before | after {ROWS} rows | ratio | of models not among them |"
     )
     for each in [*found, joined(found)]:
         before, after = np.median(each.before), np.median(each.after)
         other = [float(np.median(errors[each.other_model])) for errors in (each.before, each.after)]
         print(
-            f"| {each.chip} | {len(each.before) // DRAWS} | {before:.1%} | {after:.1%} | {after / before:.2f} | "
+            f"| {each.name} | {len(each.before) // DRAWS} | {before:.1%} | {after:.1%} | {after / before:.2f} | "
             f"{other[0]:.1%} to {other[1]:.1%} |"
         )
 
@@ -98,7 +101,7 @@ def main() -> None:
 def joined(parts: Sequence[Judged]) -> Judged:
     """Return all of them together."""
     fields = ("before", "after", "other_model")
-    return Judged(chip="all", **{name: np.concatenate([getattr(part, name) for part in parts]) for name in fields})
+    return Judged(name="all", **{name: np.concatenate([getattr(part, name) for part in parts]) for name in fields})
 
 
 if __name__ == "__main__":
