@@ -148,7 +148,7 @@ def test_ranges_narrow_with_models_and_not_with_sizes() -> None:
     assert width(six) < 0.9 * width(A10)
     residuals = model(six).residuals
     assert residuals.rows == len(MODELS) * len(SIZES)
-    assert "a model of these rows" in residuals.what
+    assert residuals.what.startswith("the model (own rows")
 
 
 def test_ranges_widen_with_what_the_rows_left_over() -> None:
@@ -326,7 +326,7 @@ def test_the_documented_path(cli: Cli, tmp_path: Path, monkeypatch: pytest.Monke
         *("--devices-file", "device.yaml", "--json"),
     ).document
     assert again["rows"][0]["step_time_s"] == pytest.approx(1.4 * made[2]["step_time_s"], rel=0.2)
-    assert again["devices"]["A10"]["error"]["what"].startswith("a batch size of the one model of these rows")
+    assert again["devices"]["A10"]["error"]["what"].startswith("the batch size (own rows")
     text = cli("calibrate", "ROWS.csv", "--device", "A10").out
     assert "A10: median error of 5 steps" in text
 

@@ -182,13 +182,13 @@ def residuals_after(cases: Sequence[Case], models: Sequence[str], prior: Belief,
     others = len(squares) - 1 if len(cases) >= _ENOUGH else 0
     factor = math.sqrt(max(own, (_PRIOR_MODELS * known + others * own) / (_PRIOR_MODELS + others)) / known)
     median = float(np.median(np.expm1(errors)))
-    what = "a model" if len(squares) > 1 else "a batch size of the one model" if len(cases) > 1 else "nothing"
+    what = "the model" if len(squares) > 1 else "the batch size" if len(cases) > 1 else "any row"
     return Residuals(
         low=float(f"{before.low**factor:.4g}"),
         high=float(f"{before.high**factor:.4g}"),
         median_error=float(f"{median if others else max(median, before.median_error):.4g}"),
         rows=len(cases),
-        what=f"{what} of these rows; before: {before.what}",
+        what=f"{what} (own rows of the device, and what was known before them)",
     )
 
 
