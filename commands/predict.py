@@ -139,7 +139,8 @@ def _predict_on(
                 f"one sample does not fit the {model.device.memory_gib:g} GiB of a {model.device.name}, by estimate; "
                 "give --batch-sizes to see its time all the same"
             )
-        sizes = tuple(2**power for power in range(limit.bit_length()))
+        every = tuple(2**power for power in range(limit.bit_length()))
+        sizes = tuple(size for size in every if curve.runs_at(size)) or every
     return predict(curve, model, setting, sizes, places)
 
 

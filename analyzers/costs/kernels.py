@@ -13,7 +13,7 @@ from functools import lru_cache
 import numpy as np
 from numpy.typing import NDArray
 
-from ddltool.analyzers.oracle.op_types import normal_type
+from ddltool.analyzers.oracle.op_types import names_in, normal_type
 from ddltool.graph import COMPUTE, Graph
 
 Array = NDArray[np.float64]
@@ -36,25 +36,22 @@ CLASS = {name: number for number, name in enumerate(CLASSES)}
 FORWARD, INPUT_GRADIENT, WEIGHT_GRADIENT = range(3)
 
 
-def _words(names: str) -> frozenset[str]:
-    return frozenset(names.split())
-
-
-_PRODUCTS = _words(
+_PRODUCTS = names_in(
     "mm addmm bmm baddbmm addbmm linear matmul grouped_mm scaled_mm int_mm mv addmv scaled_grouped_mm gemm "
     "matmulinteger qlinearmatmul"
 )
-_REDUCTIONS = _words(
+_REDUCTIONS = names_in(
     "sum mean var var_mean std std_mean amax amin max min argmax argmin norm linalg_vector_norm prod cumsum cumprod "
     "logsumexp any all nll_loss_forward nll_loss2d_forward nll_loss_backward nll_loss2d_backward reducemean reducesum"
 )
-_COPIES = _words(
+_COPIES = names_in(
     "to_copy copy clone contiguous cat stack constant_pad_nd pad roll repeat flip slice_backward select_backward fill "
     "zeros slice_scatter select_scatter new_zeros new_ones new_full ones ones_like zeros_like full full_like arange "
     "linspace eye reflection_pad2d reflection_pad2d_backward im2col col2im transpose concat slice split expand tile"
 )
-_INDEXING = _words(
-    "embedding embedding_dense_backward index index_put unsafe_index unsafe_index_put index_select index_add gather "
+_INDEXING = names_in(
+    "embedding embedding_dense_backward embedding_bag embedding_bag_forward_only embedding_bag_dense_backward "
+    "index index_put unsafe_index unsafe_index_put index_select index_add gather "
     "scatter scatter_add sort topk take take_along_dim masked_scatter bincount histc unique_consecutive one_hot"
 )
 
@@ -91,7 +88,8 @@ class Kernels:
         return sums
 
 
-_WIDTH = {"float64": 8, "int64": 8, "float16": 2, "bfloat16": 2, "int16": 2, "int8": 1, "uint8": 1, "bool": 1}
+_WIDTH = {"complex128": 16, "complex64": 8, "float64": 8, "int64": 8}
+_WIDTH |= {"float16": 2, "bfloat16": 2, "int16": 2, "int8": 1, "uint8": 1, "bool": 1}
 
 
 def kernels_of(graph: Graph) -> Kernels:

@@ -1,26 +1,22 @@
 """The work of one training step at any local batch size, from one trace: its graph and the memory alive while it runs.
 
-Start at :func:`measure_work`. The step is traced at a prime batch size, at which a dimension tells whether it grows with the
-batch (:func:`ddltool.analyzers.tracing.torch_costs.prime_batch`); all other sizes are counted again from that trace.
+Start at :func:`measure_work`. All batch sizes are counted from one trace where the step's work is a function of its
+batch (:func:`ddltool.analyzers.tracing.torch_adapter.trace_any_batch`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cached_property
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
-from torch import Tensor
-from torch.fx import Node
-from torch.utils._pytree import tree_leaves
 
 from ddltool.analyzers.tracing.dialect import Numerics
 from ddltool.analyzers.tracing.step import TrainingStep
 from ddltool.analyzers.tracing.torch_adapter import AS_DEFAULT, TracedStep, trace_any_batch
 from ddltool.analyzers.tracing.torch_costs import AS_TRACED, Scale
+from ddltool.errors import InputError
 
 Array = NDArray[np.float64]
 
@@ -34,56 +30,45 @@ class WorkCurve:
     def live_bytes(self, batch_size: int) -> Array:
         """Return (c,) the bytes alive after each call, its result allocated and what it used last still held. O(calls).
 
-        Of all tensors: parameters, gradients, buffers and inputs included.
-        What kernels take as workspace is not in a trace.
+        Of all tensors: parameters, gradients, buffers and inputs included. What kernels take as workspace is not in a
+        trace. A step that is traced at every batch size counts at the next multiple of 8 where it does not run at this
+        one, and has no bounds where it cannot be traced.
         """
-        own = self.traced.graph.batch_size
-        scale = AS_TRACED if own is None else Scale(own, batch_size)
-        change = np.zeros(self._calls.size + 1)
-        for elements, width, born, died in self._storages:
-            held = float(scale.size(elements) * width)
-            change[born] += held
-            change[died] -= held
-        alive: Array = np.cumsum(change)[:-1][self._calls]
-        return alive
+        traced = self.traced
+        scale = AS_TRACED if batch_size == traced.graph.batch_size else traced.scale(batch_size)
+        if scale is not None:
+            return _live_bytes(traced, scale)
+        if traced.largest is not None and batch_size > traced.largest:
+            return np.array([np.inf])
+        try:
+            return _live_bytes(traced.traced_at(batch_size), AS_TRACED)
+        except InputError:
+            if batch_size % 8 == 0:
+                raise
+            return self.live_bytes(batch_size + -batch_size % 8)
 
-    @cached_property
-    def _calls(self) -> NDArray[np.bool_]:
-        """Return (nodes,) which nodes are calls."""
-        return np.array([node.op == "call_function" for node in self.traced.fx.graph.nodes])
+    def runs_at(self, batch_size: int) -> bool:
+        """Return whether the step takes a batch size, so far as a trace has to tell."""
+        if self.traced.prime == self.traced.graph.batch_size:
+            return True
+        try:
+            self.traced.at(batch_size)
+        except InputError:
+            return False
+        return True
 
-    @cached_property
-    def _storages(self) -> list[tuple[int, int, int, int]]:
-        """Return elements, bytes of each, first node and first node after the last use of every storage.
 
-        A storage lives from the call that makes it to the last call that uses any view of it; parameters, buffers and
-        inputs live throughout, gradients from their making to the end.
-        """
-        nodes = list(self.traced.fx.graph.nodes)
-        size: dict[int, tuple[int, int]] = {}
-        last: dict[int, int] = {}
-        born: dict[int, int] = {}
-        lasting: set[int] = set()
-        for place, node in enumerate(nodes):
-            for tensor in _tensors(node):
-                storage, width = tensor.untyped_storage(), tensor.element_size()
-                key = storage._cdata
-                size.setdefault(key, (storage.nbytes() // width, width))
-                born.setdefault(key, 0 if node.op == "placeholder" else place)
-                last[key] = max(last.get(key, 0), place)
-                if node.op == "placeholder":
-                    lasting.add(key)
-            for source in node.all_input_nodes:
-                for tensor in _tensors(source):
-                    last[tensor.untyped_storage()._cdata] = place
-        end = len(nodes)
-        return [(*size[key], born[key], end if key in lasting else last[key] + 1) for key in size]
+def _live_bytes(traced: TracedStep, scale: Scale) -> Array:
+    calls = np.array([node.op == "call_function" for node in traced.fx.graph.nodes])
+    change = np.zeros(calls.size + 1)
+    for storage in traced.storages:
+        held = float(scale.size(storage.elements) * storage.width)
+        change[storage.born] += held
+        change[storage.died] -= held
+    alive: Array = np.cumsum(change)[:-1][calls]
+    return alive
 
 
 def measure_work(build: Callable[[], TrainingStep], numerics: Numerics = AS_DEFAULT) -> WorkCurve:
     """Return the work of the training step that ``build`` makes. Raises InputError when it cannot be traced."""
     return WorkCurve(traced=trace_any_batch(build, mode="training", numerics=numerics))
-
-
-def _tensors(node: Node) -> list[Tensor]:
-    return [leaf for leaf in tree_leaves(node.meta.get("val")) if isinstance(leaf, torch.Tensor)]

@@ -5,13 +5,14 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
-from ddltool.analyzers.tracing.step import TrainingStep, default_loss, guess_inputs, tensors_in
+from ddltool.analyzers.tracing.step import TrainingStep, batch_dimension, default_loss, guess_inputs, tensors_in
 from ddltool.errors import DdlToolError, InputError, did_you_mean, one_line
 
 
@@ -55,16 +56,24 @@ def step_from(made: Any, source: str, name: str) -> TrainingStep:
     else:
         kind = type(made).__name__
         raise InputError(source, f"the factory returned a {kind}", "return an nn.Module or (nn.Module, example_inputs)")
+    step = TrainingStep(
+        name=name,
+        module=module,
+        inputs=inputs,
+        loss=default_loss,
+        note=note,
+        batch_dimension=batch_dimension(module, guessed=bool(note)),
+    )
     own = getattr(module, "loss", None)
     targets = getattr(module, "example_targets", None)
     if not (callable(own) and callable(targets)):
-        return TrainingStep(name=name, module=module, inputs=inputs, loss=default_loss, note=note)
+        return step
 
     def loss(output: Any) -> Any:
         first = tensors_in(output)[0]
         return own(output, targets(first.shape[0]).to(first.device))
 
-    return TrainingStep(name=name, module=module, inputs=inputs, loss=loss, note=note)
+    return replace(step, loss=loss)
 
 
 def _import_module(name: str, source: str) -> Any:

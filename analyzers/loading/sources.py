@@ -25,7 +25,6 @@ if TYPE_CHECKING:
 FORMS = "model.onnx, package.module:factory, path/file.py:factory, zoo:NAME, transformers:NAME, timm:NAME or graph.json"
 # Of the bytes of parameters: poolers and mask tokens stay below, a tower that no input reaches is above.
 _MOST_UNFED = 0.03
-_MODULES_SHOWN = 3
 
 
 def is_graph_file(source: str) -> bool:
@@ -81,12 +80,9 @@ def load_graph(
 
 def training_step(source: str, batch_size: int) -> TrainingStep:
     """Return a real training step of a torch SOURCE at that batch size, weights allocated and initialised."""
-    from ddltool.analyzers.tracing.step import with_batch_size
-
     if is_graph_file(source) or is_onnx_file(source):
         raise InputError(source, "cannot be trained here", "give a torch source: zoo:NAME, file.py:factory, ...")
-    step = resolve_step(source)
-    return replace(step, inputs=with_batch_size(step.inputs, batch_size))
+    return resolve_step(source).at_batch(batch_size)
 
 
 def work_of(source: str, numerics: Numerics, sequence_length: int | None) -> WorkCurve:
@@ -101,8 +97,7 @@ def work_of(source: str, numerics: Numerics, sequence_length: int | None) -> Wor
         raise InputError(source, "holds one batch size only and cannot be traced at others", remedy)
     with contextlib.redirect_stdout(sys.stderr):  # what the user's forward prints must not mix with the result
         curve = measure_work(lambda: resolve_step(source, sequence_length), numerics)
-    demand_whole(curve.traced.graph, source)
-    return curve
+    return replace(curve, traced=replace(curve.traced, graph=demand_whole(curve.traced.graph, source)))
 
 
 def resolve_step(source: str, sequence_length: int | None = None) -> TrainingStep:
@@ -144,25 +139,17 @@ def demand_whole(graph: Graph, source: str) -> Graph:
     Raises InputError for a model of ``transformers:`` or ``timm:`` when those are more than 3 % of its bytes: its
     example inputs then do not reach part of it. A user's own model may leave out what it likes.
     """
+    from ddltool.analyzers.tracing.torch_adapter import joined, module_names
+
     read = {int(source_op) for op in range(len(graph.names)) for source_op in graph.inputs_of(op)}
     received = [int(op) for op in graph.of_kind(RECV)]
     unfed = [op for op in received if op not in read]
     if not unfed:
         return graph
     share = sum(graph.size_bytes[op] for op in unfed) / max(1.0, sum(graph.size_bytes[op] for op in received))
-    modules = list(dict.fromkeys(_module(graph.parameter[op] or "") for op in unfed))
-    shown = ", ".join(modules[:_MODULES_SHOWN]) + (
-        f", +{len(modules) - _MODULES_SHOWN}" if len(modules) > _MODULES_SHOWN else ""
-    )
-    problem = f"{len(unfed)} of {len(received)} parameters ({share:.1%} of their bytes) feed nothing: {shown}"
+    names = module_names([graph.parameter[op] or "" for op in unfed])
+    problem = f"{len(unfed)} of {len(received)} parameters ({share:.1%} of their bytes) feed nothing: {names}"
     if share > _MOST_UNFED and source.partition(":")[0] in ("transformers", "timm"):
         remedy = "no example input reaches them: write a factory that returns (module, example_inputs)"
         raise InputError(source, problem, remedy)
-    note = "; ".join(text for text in (str(graph.meta.get("note", "")), problem) if text)
-    return replace(graph, meta={**graph.meta, "note": note})
-
-
-def _module(parameter: str) -> str:
-    """Return the first parts of a parameter's path, without numbers: enough to know what it belongs to."""
-    parts = [part for part in parameter.split(".")[:-1] if not part.isdigit()]
-    return ".".join(parts[:3]) or parameter
+    return replace(graph, meta={**graph.meta, "note": joined(graph.meta.get("note"), problem)})

@@ -7,7 +7,19 @@ holds one of these names. ONNX has names of its own.
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from functools import lru_cache
+
+
+def names_in(text: str) -> frozenset[str]:
+    """Return the names in a table that is written as words."""
+    return frozenset(text.split())
+
+
+def factors(groups: Mapping[float, str]) -> dict[str, float]:
+    """Return the factor of each name in a table of factors and names."""
+    return {name: factor for factor, text in groups.items() for name in text.split()}
+
 
 _OVERLOADS = re.compile(r"\.(default|out|Tensor|Scalar|dim_IntList|int|input|self|dim|Tensor_Scalar)$")
 _ATTENTION = re.compile(r"scaled_dot_product_\w*?attention\w*?(_backward)?$")

@@ -8,7 +8,7 @@ a mode under which a module runs as it would there, so that the trace holds CUDA
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
+from ddltool.analyzers.oracle.op_types import names_in
 from ddltool.errors import InputError, did_you_mean
 
 Precision = Literal["fp32", "tf32", "amp", "bf16"]
@@ -53,21 +54,17 @@ class Numerics:
     @contextmanager
     def running(self) -> Iterator[None]:
         """Run what is inside as it would run on the device: under autocast and in CUDA's kernels."""
-        with torch.autocast("cpu", dtype=torch.float16, enabled=self.precision == "amp"):
-            if not self.cuda:
-                yield
-                return
-            with Dialect():
-                yield
+        with torch.autocast("cpu", dtype=torch.float16, enabled=self.precision == "amp"), self.kernels():
+            yield
 
-
-def _words(names: str) -> frozenset[str]:
-    return frozenset(names.split())
+    def kernels(self) -> AbstractContextManager[object]:
+        """Return what makes the calls inside those of the device."""
+        return Dialect() if self.cuda else nullcontext()
 
 
 # What CUDA's autocast runs in float32 (the CPU's keeps some of it in half precision):
 # pytorch.org/docs/stable/amp.html, "CUDA Ops that can autocast to float32".
-_IN_FLOAT32 = _words(
+_IN_FLOAT32 = names_in(
     "layer_norm group_norm softmax log_softmax softmin cross_entropy nll_loss mse_loss l1_loss smooth_l1_loss kl_div "
     "binary_cross_entropy_with_logits cosine_embedding_loss cosine_similarity norm pow __pow__ __rpow__ exp expm1 log "
     "log10 log2 log1p rsqrt reciprocal sum prod cumsum cumprod softplus sinh cosh tan acos asin erfinv dist cdist "
@@ -125,13 +122,16 @@ def _recurrent(
     if torch.is_autocast_enabled("cpu"):
         half = torch.get_autocast_dtype("cpu")
         x, weights = x.to(half), [weight.to(half) for weight in weights]
-    first = hidden[0] if isinstance(hidden, (tuple, list)) else hidden
+    first, *cells = hidden if isinstance(hidden, (tuple, list)) else (hidden,)
     width = int(first.shape[-1]) * (2 if bidirectional else 1)
     time_first = x.transpose(0, 1) if batch_first else x
     made = torch.ops.ddltool.recurrent(time_first, list(weights), width)
     states = made[-1:, :, : first.shape[-1]].expand(first.shape).to(first.dtype)
     output = made.transpose(0, 1) if batch_first else made
-    return (output, states, states) if name == "lstm" else (output, states)
+    for cell in cells:  # wider than the state where that is projected
+        same = cell.shape == first.shape
+        return output, states, states if same else made[-1:, :, :1].expand(cell.shape).to(cell.dtype)
+    return output, states
 
 
 @torch.library.custom_op("ddltool::recurrent", mutates_args=())

@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from ddltool.analyzers.oracle.op_types import factors, names_in
 from ddltool.graph import Estimate
 
 Shape = tuple[int, ...]
@@ -34,149 +35,32 @@ class NodeCost:
 
 
 # Looks at a tensor in another way, or concerns shapes only.
-_FREE = frozenset(
-    [
-        "Reshape",
-        "Flatten",
-        "Squeeze",
-        "Unsqueeze",
-        "Identity",
-        "Dropout",
-        "Shape",
-        "Size",
-        "Constant",
-        "ConstantOfShape",
-        "NonZero",
-        "Optional",
-        "OptionalGetElement",
-        "OptionalHasElement",
-        "SequenceEmpty",
-        "SequenceConstruct",
-        "SequenceAt",
-    ]
+_FREE = names_in(
+    "Reshape Flatten Squeeze Unsqueeze Identity Dropout Shape Size Constant ConstantOfShape NonZero Optional "
+    "OptionalGetElement OptionalHasElement SequenceEmpty SequenceConstruct SequenceAt"
 )
 # Moves data without arithmetic.
-_COPIES = frozenset(
-    [
-        "Transpose",
-        "Concat",
-        "Slice",
-        "Split",
-        "Pad",
-        "Tile",
-        "Expand",
-        "Resize",
-        "Upsample",
-        "Cast",
-        "CastLike",
-        "DepthToSpace",
-        "SpaceToDepth",
-        "ReverseSequence",
-        "ScatterND",
-        "ScatterElements",
-        "Scatter",
-        "Compress",
-        "Where",
-        "Range",
-        "EyeLike",
-        "OneHot",
-        "Trilu",
-        "Unique",
-    ]
+_COPIES = names_in(
+    "Transpose Concat Slice Split Pad Tile Expand Resize Upsample Cast CastLike DepthToSpace SpaceToDepth "
+    "ReverseSequence ScatterND ScatterElements Scatter Compress Where Range EyeLike OneHot Trilu Unique"
 )
 # Only the looked-up elements are touched, not the whole table.
-_LOOKUPS = frozenset(["Gather", "GatherElements", "GatherND"])
+_LOOKUPS = names_in("Gather GatherElements GatherND")
 # FLOPs per element of the largest tensor involved.
-_PER_ELEMENT: Mapping[str, float] = {
-    **dict.fromkeys(
-        [
-            "Add",
-            "Sub",
-            "Mul",
-            "Div",
-            "Neg",
-            "Abs",
-            "Sqrt",
-            "Reciprocal",
-            "Floor",
-            "Ceil",
-            "Round",
-            "Sign",
-            "Min",
-            "Max",
-            "Sum",
-            "Mean",
-            "Clip",
-            "Relu",
-        ],
-        1.0,
-    ),
-    **dict.fromkeys(
-        [
-            "LeakyRelu",
-            "PRelu",
-            "ThresholdedRelu",
-            "Equal",
-            "Greater",
-            "GreaterOrEqual",
-            "Less",
-            "LessOrEqual",
-            "And",
-            "Or",
-            "Xor",
-        ],
-        1.0,
-    ),
-    **dict.fromkeys(
-        [
-            "Not",
-            "IsNaN",
-            "IsInf",
-            "Mod",
-            "BitShift",
-            "Pow",
-            "Exp",
-            "Log",
-            "Erf",
-            "Sin",
-            "Cos",
-            "Tan",
-            "Atan",
-            "Sinh",
-            "Cosh",
-        ],
-        1.0,
-    ),
-    **dict.fromkeys(
-        [
-            "ReduceSum",
-            "ReduceMean",
-            "ReduceMax",
-            "ReduceMin",
-            "ReduceProd",
-            "ReduceL1",
-            "ArgMax",
-            "ArgMin",
-            "CumSum",
-            "TopK",
-        ],
-        1.0,
-    ),
-    **dict.fromkeys(
-        ["ReduceL2", "ReduceSumSquare", "ReduceLogSum", "ReduceLogSumExp", "QuantizeLinear", "DequantizeLinear"], 2.0
-    ),
-    **dict.fromkeys(
-        ["Sigmoid", "Tanh", "Elu", "Selu", "Celu", "Softplus", "Softsign", "HardSigmoid", "HardSwish", "Mish", "Gelu"],
-        4.0,
-    ),
-    **dict.fromkeys(["Softmax", "LogSoftmax", "Hardmax", "LpNormalization"], 5.0),
-    **dict.fromkeys(["BatchNormalization", "InstanceNormalization", "LayerNormalization", "GroupNormalization"], 4.0),
-    **dict.fromkeys(["RMSNormalization", "MeanVarianceNormalization", "SkipLayerNormalization"], 4.0),
-    **dict.fromkeys(
-        ["GlobalAveragePool", "GlobalMaxPool", "GlobalLpPool", "RandomNormalLike", "RandomUniformLike", "Bernoulli"],
-        1.0,
-    ),
-}
+_PER_ELEMENT = factors(
+    {
+        1.0: "Add Sub Mul Div Neg Abs Sqrt Reciprocal Floor Ceil Round Sign Min Max Sum Mean Clip Relu LeakyRelu PRelu "
+        "ThresholdedRelu Equal Greater GreaterOrEqual Less LessOrEqual And Or Xor Not IsNaN IsInf Mod BitShift "
+        "Pow Exp Log Erf Sin Cos Tan Atan Sinh Cosh ReduceSum ReduceMean ReduceMax ReduceMin ReduceProd ReduceL1 "
+        "ArgMax ArgMin CumSum TopK GlobalAveragePool GlobalMaxPool GlobalLpPool RandomNormalLike "
+        "RandomUniformLike Bernoulli",
+        2.0: "ReduceL2 ReduceSumSquare ReduceLogSum ReduceLogSumExp QuantizeLinear DequantizeLinear",
+        4.0: "Sigmoid Tanh Elu Selu Celu Softplus Softsign HardSigmoid HardSwish Mish Gelu BatchNormalization "
+        "InstanceNormalization LayerNormalization GroupNormalization RMSNormalization MeanVarianceNormalization "
+        "SkipLayerNormalization",
+        5.0: "Softmax LogSoftmax Hardmax LpNormalization",
+    }
+)
 # Inputs that say how to compute and hold nothing learned: scales and zero points of quantised tensors, output sizes.
 # A constant that is read at these places only is no parameter, and no transfer.
 _SETTINGS: Mapping[str, frozenset[int]] = {

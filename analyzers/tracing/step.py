@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, fields, is_dataclass, replace
 from typing import Any
 
 import torch
@@ -20,19 +20,33 @@ class TrainingStep:
     name: str
     module: nn.Module
     inputs: tuple[Any, ...]
-    """Positional arguments; tensors have the batch in dimension 0, anything else is passed as it is."""
+    """Positional arguments; tensors have the batch in ``batch_dimension``, anything else is passed as it is."""
     loss: Callable[[Any], Tensor]
     """From the module's output to a scalar tensor."""
     note: str = ""
     """What had to be guessed, for people."""
+    batch_dimension: int = 0
+
+    def at_batch(self, batch_size: int | None) -> TrainingStep:
+        """Return the step with its inputs at a batch size; None: as they are. Raises InputError where they have none."""
+        return replace(self, inputs=with_batch_size(self.inputs, batch_size, self.batch_dimension))
+
+
+def all_tensors(output: Any) -> list[Tensor]:
+    """Return the tensors in a module's output (tensor, sequence, mapping or dataclass), in order."""
+    if isinstance(output, Tensor):
+        return [output]
+    values: Iterable[Any] = output if isinstance(output, (tuple, list)) else ()
+    if isinstance(output, Mapping):
+        values = output.values()
+    elif is_dataclass(output):
+        values = [getattr(output, field.name) for field in fields(output)]
+    return [tensor for value in values for tensor in all_tensors(value)]
 
 
 def tensors_in(output: Any) -> list[Tensor]:
-    """Return the floating-point tensors in a module's output (tensor, sequence or mapping), in order."""
-    if isinstance(output, Tensor):
-        return [output] if output.is_floating_point() else []
-    values = output.values() if isinstance(output, Mapping) else output if isinstance(output, (tuple, list)) else ()
-    return [tensor for value in values for tensor in tensors_in(value)]
+    """Return the floating-point tensors in a module's output, in order."""
+    return [tensor for tensor in all_tensors(output) if tensor.is_floating_point()]
 
 
 def default_loss(output: Any) -> Tensor:
@@ -66,22 +80,25 @@ def language_model_loss(output: Any) -> Tensor:
     return F.cross_entropy(flat, torch.zeros(flat.shape[0], dtype=torch.long, device=flat.device))
 
 
-def with_batch_size(inputs: tuple[Any, ...], batch_size: int | None) -> tuple[Any, ...]:
-    """Return the inputs with dimension 0 of every tensor that shares the first tensor's batch set to ``batch_size``.
+def with_batch_size(inputs: tuple[Any, ...], batch_size: int | None, dimension: int = 0) -> tuple[Any, ...]:
+    """Return the inputs with the batch of every tensor that shares the first tensor's set to ``batch_size``.
 
-    Rows are repeated, so that token indices stay valid. Raises InputError when there is no tensor with a batch.
+    ``dimension``: where tensors have the batch. Rows are repeated, so that token indices stay valid. Raises InputError
+    when there is no tensor with a batch.
     """
     if batch_size is None:
         return inputs
-    batched = [value for value in inputs if isinstance(value, Tensor) and value.dim() > 0 and value.shape[0] > 0]
+    batched = [
+        value
+        for value in inputs
+        if isinstance(value, Tensor) and value.dim() > dimension and value.shape[dimension] > 0
+    ]
     if not batched:
         raise InputError("--batch-size", "the example inputs hold no tensor with a batch dimension", "leave it out")
-    old = batched[0].shape[0]
-
-    return tuple(
-        resized(value, 0, batch_size) if isinstance(value, Tensor) and value.dim() and value.shape[0] == old else value
-        for value in inputs
-    )
+    old = batched[0].shape[dimension]
+    # by identity: tensors compare element by element
+    sharing = {id(value) for value in batched if value.shape[dimension] == old}
+    return tuple(resized(value, dimension, batch_size) if id(value) in sharing else value for value in inputs)
 
 
 def with_sequence_length(inputs: tuple[Any, ...], length: int | None) -> tuple[Any, ...]:
@@ -103,13 +120,17 @@ def resized(tensor: Tensor, dimension: int, size: int) -> Tensor:
     return tensor.index_select(dimension, places)
 
 
-_GUESSES: tuple[tuple[type[nn.Module], str], ...] = (
-    (nn.Embedding, "token indices (1, 128)"),
-    (nn.Conv2d, "an image (1, in_channels, 224, 224)"),
-    (nn.Conv1d, "a sequence (1, in_channels, 128)"),
-    (nn.Linear, "a row (1, in_features)"),
-    (nn.LSTM, "a sequence (1, 128, input_size)"),
-    (nn.GRU, "a sequence (1, 128, input_size)"),
+def _sequence(layer: nn.RNNBase) -> Tensor:
+    width = int(layer.input_size)
+    return torch.zeros(1, 128, width) if layer.batch_first else torch.zeros(128, 1, width)
+
+
+_GUESSES: tuple[tuple[type[nn.Module], str, Callable[[Any], Tensor]], ...] = (
+    (nn.Embedding, "token indices", lambda _: torch.zeros(1, 128, dtype=torch.long)),
+    (nn.Conv2d, "an image", lambda layer: torch.zeros(1, layer.in_channels, 224, 224)),
+    (nn.Conv1d, "a sequence", lambda layer: torch.zeros(1, layer.in_channels, 128)),
+    (nn.Linear, "a row", lambda layer: torch.zeros(1, layer.in_features)),
+    (nn.RNNBase, "a sequence", _sequence),
 )
 
 
@@ -125,24 +146,20 @@ def guess_inputs(module: nn.Module) -> tuple[tuple[Any, ...], str]:
     if given is not None:
         return (tuple(given) if isinstance(given, (tuple, list)) else (given,)), ""
     for layer in module.modules():
-        for kind, text in _GUESSES:
+        for kind, what, make in _GUESSES:
             if isinstance(layer, kind):
-                note = f"example inputs were guessed from the first {kind.__name__}: {text}"
-                return (_guess_for(layer),), note
+                made = make(layer)
+                name = type(layer).__name__
+                return (made,), f"example inputs were guessed from the first {name}: {what} {tuple(made.shape)}"
     problem = f"{type(module).__name__} does not say what it takes"
     raise InputError("SOURCE", problem, "let the factory return (module, example_inputs)")
 
 
-def _guess_for(layer: nn.Module) -> Tensor:
-    if isinstance(layer, nn.Embedding):
-        return torch.zeros(1, 128, dtype=torch.long)
-    if isinstance(layer, nn.Conv2d):
-        return torch.zeros(1, layer.in_channels, 224, 224)
-    if isinstance(layer, nn.Conv1d):
-        return torch.zeros(1, layer.in_channels, 128)
-    if isinstance(layer, nn.Linear):
-        return torch.zeros(1, layer.in_features)
-    if isinstance(layer, (nn.LSTM, nn.GRU)):
-        width = int(layer.input_size)
-        return torch.zeros(1, 128, width) if layer.batch_first else torch.zeros(128, 1, width)
-    raise AssertionError(f"no guess for {type(layer).__name__}")  # _GUESSES and this function list the same layers
+def batch_dimension(module: nn.Module, *, guessed: bool) -> int:
+    """Return where a module's inputs have the batch: 1 for a recurrent layer that wants the sequence first, else 0.
+
+    ``guessed``: whether the inputs were made by :func:`guess_inputs` for the module's first layer, not given for it.
+    """
+    kinds = tuple(kind for kind, _, _ in _GUESSES)
+    layer = next((part for part in module.modules() if isinstance(part, kinds)), module) if guessed else module
+    return int(isinstance(layer, nn.RNNBase) and not layer.batch_first)

@@ -4,6 +4,9 @@ The module is built on the ``meta`` device; its parameters, buffers and inputs b
 records every aten op of the step: forward for inference; forward, loss and backward for training. This is the only
 module that touches torch's unstable tracing interfaces; a change there shows here and in the fixture graphs' tests.
 
+The trace holds one batch size. :func:`trace_any_batch` gives every other from it where a step's tensors show that its work
+is a function of the batch, and traces once more where they do not.
+
 Every parameter is a recv root, every gradient a send leaf. Buffers, inputs and targets are on the worker already and
 are no ops. Tuple indexing is folded into its producer. Writes through views are followed by storage, so that an op
 that reads what an in-place op wrote depends on it.
@@ -12,27 +15,39 @@ that reads what an in-place op wrote depends on it.
 from __future__ import annotations
 
 import logging
+import random
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
+import torch.utils.checkpoint as checkpointing
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.func import functional_call
 from torch.fx import GraphModule, Node
 from torch.fx.experimental.proxy_tensor import get_proxy_mode, make_fx
+from torch.nn.utils.stateless import _reparametrize_module
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from ddltool.analyzers.tracing.dialect import Numerics
-from ddltool.analyzers.tracing.step import TrainingStep, with_batch_size
-from ddltool.analyzers.tracing.torch_costs import Scale, base_name, cost_of, prime_batch
+from ddltool.analyzers.tracing.step import TrainingStep, all_tensors
+from ddltool.analyzers.tracing.torch_costs import Scale, Storage, base_name, cost_of, prime_batch, storages, tensors_of
 from ddltool.errors import DdlToolError, InputError, one_line
 from ddltool.graph import Graph, Mode, Op
 
 _META_REFUSALS = (NotImplementedError, RuntimeError, TypeError)
+# A forward pass is compared at a small batch and at a large one with what the trace says of them. Some models take no
+# batch that is not a multiple of a small number.
+_SMALL, _LARGE, _MULTIPLE = 2, 256, 8
+# Ops of a step that loops over its samples grow without end; more than these are not traced.
+_MOST_OPS = 10_000
+_MODULES_SHOWN = 3
+# What an op of a forward pass makes: its name, and of every tensor the dimensions with the stored elements, and the type.
+Made = tuple[Any, tuple[tuple[int, ...], ...], tuple[torch.dtype, ...]]
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -44,16 +59,28 @@ class TracedStep:
     """Placeholders in the order parameters, buffers, tensor inputs; ``node.meta["val"]`` holds fake CPU tensors."""
     nodes: Mapping[str, Node]
     """The call that each compute op of ``graph`` stands for, by op name, in program order."""
+    made: Sequence[Made]
+    """What the ops of the forward pass make."""
+    again: Callable[[int], TracedStep]
+    """Traces the step at another batch size."""
+    prime: int | None = None
+    """What all dimensions that grow with the batch are multiples of, and no others; None: its work is no such function
+    of the batch, and every batch size is traced."""
+    largest: int | None = None
+    """The largest batch size that is traced, where a step issues more ops for more samples."""
+    _known: dict[int, TracedStep] = field(default_factory=dict)
 
     def at(self, batch_size: int) -> Graph:
-        """Return the graph at another batch size, its work counted again from the same trace; see :class:`Scale`.
+        """Return the graph at another batch size: its work counted again from the same trace, or a trace of its own.
 
-        Exact where the traced batch size is a prime of :func:`trace_any_batch`'s choice. O(ops).
+        O(ops). Raises InputError where it has to be traced and does not run at this size.
         """
         graph = self.graph
         if batch_size == graph.batch_size or graph.batch_size is None:
             return graph
-        scale = Scale(graph.batch_size, batch_size)
+        scale = self.scale(batch_size)
+        if scale is None or not all(scale.is_whole(size) for size in self._sizes):
+            return self.traced_at(batch_size).graph
         work = np.stack([graph.flops, graph.size_bytes, graph.written_bytes])
         gemm = graph.gemm.copy()
         for position, name in enumerate(graph.names):
@@ -65,8 +92,34 @@ class TracedStep:
             graph, flops=work[0], size_bytes=work[1], written_bytes=work[2], gemm=gemm, batch_size=batch_size
         )
 
+    def scale(self, batch_size: int) -> Scale | None:
+        """Return how sizes of the trace become those at another batch size; None where that has to be traced."""
+        own = self.graph.batch_size
+        return Scale(own, batch_size, self.prime) if own is not None and self.prime is not None else None
+
+    def traced_at(self, batch_size: int) -> TracedStep:
+        """Return the step traced at a batch size; each is traced once. Raises InputError where it does not run."""
+        if batch_size == self.graph.batch_size:
+            return self
+        if self.largest is not None and batch_size > self.largest:
+            problem = f"loops over its samples, too many ops to trace at batch size {batch_size}"
+            raise InputError(self.graph.name, problem, f"ask for at most {self.largest}")
+        if batch_size not in self._known:
+            self._known[batch_size] = self.again(batch_size)
+        return self._known[batch_size]
+
+    @cached_property
+    def storages(self) -> list[Storage]:
+        """What the step's tensors are stored in."""
+        return storages(self.fx)
+
+    @cached_property
+    def _sizes(self) -> set[int]:
+        return {size for _, shapes, _ in self.made for shape in shapes for size in shape}
+
 
 AS_DEFAULT = Numerics()
+Result = TypeVar("Result")
 
 
 def trace_torch(
@@ -75,7 +128,7 @@ def trace_torch(
     """Return the graph of one step of the module that ``build`` makes.
 
     ``build`` is called under the ``meta`` device, so that weights take no memory; a module that cannot be built there
-    is built on the CPU instead. ``batch_size`` replaces dimension 0 of the example inputs. Durations are None; flops,
+    is built on the CPU instead. ``batch_size`` replaces the batch of the example inputs. Durations are None; flops,
     bytes and where they come from are set.
 
     Raises InputError when the module does not run on its example inputs or depends on its data.
@@ -87,55 +140,117 @@ def trace_step(
     build: Callable[[], TrainingStep], *, mode: Mode, batch_size: int | None = None, numerics: Numerics = AS_DEFAULT
 ) -> TracedStep:
     """Return what :func:`trace_torch` returns, with the fx graph beside it. Raises as it does."""
-    step = _build(build)
-    return _trace_built(replace(step, inputs=with_batch_size(step.inputs, batch_size)), mode, numerics)
+    return _trace_at(_build(build, mode), batch_size, mode, numerics)
 
 
 def trace_any_batch(build: Callable[[], TrainingStep], *, mode: Mode, numerics: Numerics = AS_DEFAULT) -> TracedStep:
-    """Return a trace whose ``at`` knows the work at any batch size, traced at a prime that divides nothing else.
+    """Return a trace whose ``at`` knows the work at any batch size.
 
-    A module that takes no such batch (one that halves it, say) is traced at a multiple of the prime. Raises InputError
-    as :func:`trace_torch` does.
+    It is traced at a prime that divides nothing else, so that a dimension tells whether it grows with the batch. Whether
+    it does so in proportion, for a model may halve its batch, loop over it or ask how large it is, the forward pass
+    tells at two more batch sizes: op by op, all that it makes must be what the trace says of that size. What fails this
+    is traced at every batch size asked for. A module that takes no such batch (one that halves it, say) is traced at a
+    multiple of the prime. Raises InputError as :func:`trace_torch` does.
     """
-    step = _build(build)
+    step = _build(build, mode)
+    small, few = _SMALL, _forward(step, _SMALL, mode, numerics)
+    if few is None:
+        small, few = _MULTIPLE, _forward(step, _MULTIPLE, mode, numerics)
     tensors = [*step.module.parameters(), *step.module.buffers()]
     sizes = [size for tensor in tensors for size in tensor.shape]
-    sizes += [size for value in step.inputs if isinstance(value, Tensor) for size in value.shape[1:]]
+    sizes += [size for _, shapes, _ in few or () for shape in shapes for size in shape]
     prime = prime_batch(sizes)
     try:
-        return _trace_built(replace(step, inputs=with_batch_size(step.inputs, prime)), mode, numerics)
+        traced = _trace_at(step, prime, mode, numerics)
     except InputError:
-        multiple = replace(step, inputs=with_batch_size(step.inputs, 8 * prime))
-        return _trace_built(multiple, mode, numerics)
+        traced = _trace_at(step, _MULTIPLE * prime, mode, numerics)
+    own = traced.graph.batch_size
+    if own is None:
+        return traced
+    if few is not None and _scaled(traced.made, Scale(own, small, prime)) == few:
+        many = _forward(step, _LARGE, mode, numerics)
+        if many is None or _scaled(traced.made, Scale(own, _LARGE, prime)) == many:
+            return replace(traced, prime=prime)
+    note = "its work does not grow in proportion with the batch: traced at every batch size"
+    graph = replace(traced.graph, meta={**traced.graph.meta, "note": joined(traced.graph.meta.get("note"), note)})
+    growth = (len(traced.made) - len(few)) / (own - small) if few is not None else 0.0
+    largest = max(own, 2 ** int(np.log2(_MOST_OPS / growth))) if growth > 0 else None
+    return replace(traced, graph=graph, largest=largest)
 
 
-def _trace_built(step: TrainingStep, mode: Mode, numerics: Numerics) -> TracedStep:
-    step = replace(step, module=step.module.train(mode == "training"))
-    if mode == "training" and not any(value.requires_grad for value in step.module.parameters()):
-        raise InputError(step.name, "has no parameter that is trained", "trace it with --mode inference")
-    return _to_graph(_trace(step, mode, numerics), step, mode, numerics)
+def joined(*notes: object) -> str:
+    """Return remarks as one."""
+    return "; ".join(str(note) for note in notes if note)
 
 
-def _build(build: Callable[[], TrainingStep]) -> TrainingStep:
+def module_names(parameters: Sequence[str]) -> str:
+    """Return the modules that parameters belong to, without numbers, the first three by name."""
+
+    def module(parameter: str) -> str:
+        parts = [part for part in parameter.split(".")[:-1] if not part.isdigit()]
+        return ".".join(parts[:3]) or parameter
+
+    names = list(dict.fromkeys(module(parameter) for parameter in parameters))
+    more = len(names) - _MODULES_SHOWN
+    return ", ".join(names[:_MODULES_SHOWN]) + (f", +{more}" if more > 0 else "")
+
+
+def _scaled(made: Sequence[Made], scale: Scale) -> list[Made] | None:
+    """Return what the ops of a forward pass make at another batch size if it scales; None if a size is then not whole."""
+    sizes = {size for _, shapes, _ in made for shape in shapes for size in shape}
+    if not all(scale.is_whole(size) for size in sizes):
+        return None
+    table = {size: scale.size(size) for size in sizes}
+    return [
+        (name, tuple(tuple(table[size] for size in shape) for shape in shapes), dtypes) for name, shapes, dtypes in made
+    ]
+
+
+def _forward(step: TrainingStep, batch_size: int, mode: Mode, numerics: Numerics) -> list[Made] | None:
+    """Return what the ops of the forward pass and of the loss make at a batch size, None where it does not run."""
+    try:
+        return _guarded(lambda: _Fakes(step.at_batch(batch_size), mode, numerics).forward(), step, mode)
+    except InputError:
+        return None
+
+
+def _trace_at(step: TrainingStep, batch_size: int | None, mode: Mode, numerics: Numerics) -> TracedStep:
+    sized = step.at_batch(batch_size)
+    trace = _guarded(lambda: _Trace(_Fakes(sized, mode, numerics)), step, mode)
+
+    def again(size: int) -> TracedStep:
+        try:
+            return _trace_at(step, size, mode, numerics)
+        except InputError as error:
+            raise InputError(f"{error.where} at batch size {size}", error.problem, error.remedy) from error
+
+    return _to_graph(trace, sized, again)
+
+
+def _build(build: Callable[[], TrainingStep], mode: Mode) -> TrainingStep:
     try:
         with torch.device("meta"):
-            return build()
+            step = build()
     except DdlToolError:
         raise
     except _META_REFUSALS:  # some modules compute on their weights while they are built; those need real ones
-        return build()
+        step = build()
+    step = replace(step, module=step.module.train(mode == "training"))
+    if mode == "training" and not any(value.requires_grad for value in step.module.parameters()):
+        raise InputError(step.name, "has no parameter that is trained", "trace it with --mode inference")
+    return step
 
 
-class _Trace:
-    """A recorded step: the fx graph, its parameters in placeholder order, and where each node was issued."""
+class _Fakes:
+    """A step on fake tensors: its parameters in placeholder order, buffers and inputs, and how it runs."""
 
     def __init__(self, step: TrainingStep, mode: Mode, numerics: Numerics) -> None:
         self.module = step.module
         self.mode = mode
         self.numerics = numerics
         self.loss = step.loss
-        fake = FakeTensorMode(allow_non_fake_inputs=True)
-        with fake:
+        self.fake = FakeTensorMode(allow_non_fake_inputs=True)
+        with self.fake:
             self.parameters = {
                 name: numerics.cast(_fake(value)).requires_grad_(value.requires_grad)
                 for name, value in self.module.named_parameters()
@@ -144,31 +259,82 @@ class _Trace:
             self.inputs = tuple(
                 numerics.cast(_fake(value)) if isinstance(value, Tensor) else value for value in step.inputs
             )
+
+    @contextmanager
+    def running(self, parameters: Mapping[str, Tensor], buffers: Mapping[str, Tensor]) -> Iterator[None]:
+        """Give the module these tensors, also to what its backward pass computes again, and let chance fall alike."""
+        with (
+            torch.set_grad_enabled(self.mode == "training"),
+            _checkpoints(self.numerics),
+            _seeded(),
+            _reparametrize_module(self.module, {**parameters, **buffers}, tie_weights=True),
+        ):
+            yield
+
+    def output(self, inputs: tuple[Any, ...], record: _Record) -> Any:
+        """Return the loss, for inference the module's output; ``record`` gets what is made on the way."""
+        with self.numerics.running(), record:
+            output = self.module(*inputs)
+            return self.loss(output) if self.mode == "training" else output
+
+    def forward(self) -> list[Made]:
+        """Return what the ops of the forward pass and of the loss make."""
+        record = _Record()
+        with self.fake, self.running(self.parameters, self.buffers):
+            self.output(self.inputs, record)
+        return record.made
+
+
+class _Record(TorchDispatchMode):
+    """Notes which ops run and the sizes of what they make."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.made: list[Made] = []
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        """Run one op and note what it makes."""
+        outcome = func(*args, **(kwargs or {}))
+        tensors = tensors_of(outcome)
+        shapes = tuple((*each.shape, each.untyped_storage().nbytes() // each.element_size()) for each in tensors)
+        self.made.append((func, shapes, tuple(each.dtype for each in tensors)))
+        return outcome
+
+
+class _Trace:
+    """A recorded step: the fx graph, and where each node was issued."""
+
+    def __init__(self, fakes: _Fakes) -> None:
+        self.fakes = fakes
+        self.parameters = fakes.parameters
+        self.made: list[Made] = []
         self.scopes: list[tuple[int, str]] = []
         self.backward_start: int | None = None
-        with fake, self._scoped():
-            tensors = tuple(value for value in self.inputs if isinstance(value, Tensor))
+        with fakes.fake, self._scoped():
+            tensors = tuple(value for value in fakes.inputs if isinstance(value, Tensor))
             run = lambda p, b, t: self._run(p, b, t)  # noqa: E731 - make_fx counts a bound method's self
-            self.fx: GraphModule = make_fx(run, tracing_mode="real")(self.parameters, self.buffers, tensors)
+            self.fx: GraphModule = make_fx(run, tracing_mode="real")(fakes.parameters, fakes.buffers, tensors)
 
     def _run(self, parameters: dict[str, Tensor], buffers: dict[str, Tensor], tensors: tuple[Tensor, ...]) -> Any:
         stream = iter(tensors)
-        inputs = tuple(next(stream) if isinstance(value, Tensor) else value for value in self.inputs)
-        with torch.set_grad_enabled(self.mode == "training"):
-            with self.numerics.running():
-                output = functional_call(self.module, (parameters, buffers), inputs)
-                if self.mode == "inference":
-                    return _flatten(output)
-                loss = self.loss(output)
+        inputs = tuple(next(stream) if isinstance(value, Tensor) else value for value in self.fakes.inputs)
+        record = _Record()
+        with self.fakes.running(parameters, buffers):
+            output = self.fakes.output(inputs, record)
+            self.made = record.made
+            if self.fakes.mode == "inference":
+                return all_tensors(output)
             self.backward_start = _position()
             wanted = [value for value in parameters.values() if value.requires_grad]
-            return loss, torch.autograd.grad(loss, wanted, allow_unused=True)
+            return output, torch.autograd.grad(output, wanted, allow_unused=True)
 
     @contextmanager
     def _scoped(self) -> Iterator[None]:
         """Record at which node each submodule is entered and left."""
         stack: list[str] = [""]
-        names = {module: name for name, module in self.module.named_modules()}
+        names = {module: name for name, module in self.fakes.module.named_modules()}
 
         def enter(module: nn.Module, _args: Any) -> None:
             stack.append(names.get(module, ""))
@@ -187,11 +353,54 @@ class _Trace:
                 handle.remove()
 
 
-def _trace(step: TrainingStep, mode: Mode, numerics: Numerics) -> _Trace:
+@contextmanager
+def _checkpoints(numerics: Numerics) -> Iterator[None]:
+    """Let checkpointed activations be computed again inside ``autograd.grad``, by the kernels of the device.
+
+    It cannot enter the reentrant form, which is run as the other one: the same arithmetic, all of it done again.
+    """
+    make = checkpointing._checkpoint_without_reentrant_generator
+
+    def in_dialect(function: Callable[..., Any], _preserve: bool, *rest: Any, **options: Any) -> Any:
+        def computed_again(*args: Any, **kwargs: Any) -> Any:
+            with numerics.kernels():
+                return function(*args, **kwargs)
+
+        return make(computed_again, False, *rest, **options)  # nothing is drawn in a trace
+
+    def apply(function: Callable[..., Any], _preserve: bool, *args: Any) -> Any:
+        if not any(isinstance(value, Tensor) and value.requires_grad for value in args):
+            with torch.no_grad():  # what the reentrant form makes of such inputs
+                return function(*args)
+        return checkpointing.checkpoint(function, *args, use_reentrant=False, early_stop=False)
+
+    checkpointing._checkpoint_without_reentrant_generator = in_dialect
+    checkpointing.CheckpointFunction.apply = staticmethod(apply)  # type: ignore[assignment,method-assign]
+    try:
+        yield
+    finally:
+        checkpointing._checkpoint_without_reentrant_generator = make
+        del checkpointing.CheckpointFunction.apply
+
+
+@contextmanager
+def _seeded() -> Iterator[None]:
+    """Let Python's and NumPy's generators, by which some models skip layers, draw the same in every pass."""
+    before, numpys = random.getstate(), np.random.get_state()  # noqa: NPY002 - the generator that models use
+    random.seed(0)
+    np.random.seed(0)  # noqa: NPY002
+    try:
+        yield
+    finally:
+        random.setstate(before)
+        np.random.set_state(numpys)  # noqa: NPY002
+
+
+def _guarded(run: Callable[[], Result], step: TrainingStep, mode: Mode) -> Result:
     try:
         with warnings.catch_warnings(), silent_log():
             warnings.simplefilter("ignore")
-            return _Trace(step, mode, numerics)
+            return run()
     except DdlToolError:
         raise
     except Exception as error:  # whatever the user's forward raises is the user's to read, in one line
@@ -222,12 +431,8 @@ def _position() -> int:
     return len(mode.tracer.graph.nodes) if mode is not None else 0
 
 
-def _flatten(output: Any) -> list[Tensor]:
-    """Return every tensor in an output, so that make_fx can return it."""
-    return [leaf for leaf in torch.utils._pytree.tree_leaves(output) if isinstance(leaf, Tensor)]
-
-
-def _to_graph(trace: _Trace, step: TrainingStep, mode: Mode, numerics: Numerics) -> TracedStep:
+def _to_graph(trace: _Trace, step: TrainingStep, again: Callable[[int], TracedStep]) -> TracedStep:
+    mode, numerics = trace.fakes.mode, trace.fakes.numerics
     nodes = list(trace.fx.graph.nodes)
     phase = _phases(trace, nodes)
     trace.fx.graph.eliminate_dead_code()
@@ -242,8 +447,18 @@ def _to_graph(trace: _Trace, step: TrainingStep, mode: Mode, numerics: Numerics)
         ops.append(Op(name=f"recv/{name}", kind="recv", resource="channel:0", size_bytes=size, parameter=name))
     calls: dict[str, Node] = {}
     ops += _compute_ops([node for node in nodes if node.op == "call_function"], producer, phase, calls)
+    note = step.note
     if mode == "training":
-        ops += _send_ops(trace, nodes[-1], producer)
+        sends = _send_ops(trace, nodes[-1], producer)
+        sent = {send.parameter for send in sends}
+        idle = [
+            name
+            for node, (name, value) in zip(placeholders, trace.parameters.items(), strict=False)
+            if value.requires_grad and node.users and name not in sent
+        ]
+        if idle:
+            note = joined(note, f"{len(idle)} trained parameters are read and get no gradient: {module_names(idle)}")
+        ops += sends
     dtypes = [str(value.dtype).removeprefix("torch.") for value in trace.parameters.values()]
     meta: dict[str, str | int | float | bool | None] = {
         "framework": "torch",
@@ -252,8 +467,8 @@ def _to_graph(trace: _Trace, step: TrainingStep, mode: Mode, numerics: Numerics)
         "precision": numerics.precision,
         "channels_last": numerics.channels_last,
     }
-    if step.note:
-        meta["note"] = step.note
+    if note:
+        meta["note"] = note
     read = [
         value
         for value in step.inputs
@@ -261,10 +476,11 @@ def _to_graph(trace: _Trace, step: TrainingStep, mode: Mode, numerics: Numerics)
     ]
     if read:
         meta["tokens_per_sample"] = int(read[0].shape[1])
-    first = next((value for value in step.inputs if isinstance(value, Tensor) and value.dim() > 0), None)
-    batch = int(first.shape[0]) if first is not None else 0
+    place = step.batch_dimension
+    batched = [value for value in step.inputs if isinstance(value, Tensor) and value.dim() > place]
+    batch = int(batched[0].shape[place]) if batched else 0
     graph = Graph.from_ops(step.name, mode, ops, batch_size=batch or None, meta=meta, where=step.name)
-    return TracedStep(graph=graph, fx=trace.fx, nodes=calls)
+    return TracedStep(graph=graph, fx=trace.fx, nodes=calls, made=trace.made, again=again)
 
 
 def _phases(trace: _Trace, nodes: list[Node]) -> dict[Node, str]:
@@ -324,7 +540,8 @@ def _compute_ops(
 def _storage(node: Node) -> int:
     """Return an identity of the storage that a node's tensor looks at, 0 when it is no single tensor."""
     value = node.meta.get("val")
-    return value.untyped_storage()._cdata if isinstance(value, Tensor) else 0
+    single = isinstance(value, Tensor) and value.layout == torch.strided
+    return value.untyped_storage()._cdata if single else 0
 
 
 def _written_storages(node: Node) -> list[int]:

@@ -14,13 +14,15 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from itertools import count
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.fx import Node
+from torch.fx import GraphModule, Node
 from torch.fx.node import map_arg
 
+from ddltool.analyzers.oracle.op_types import factors, names_in
 from ddltool.graph import NO_GEMM, Estimate, Gemm
 
 
@@ -41,27 +43,41 @@ class Cost:
 
 @dataclass(frozen=True, slots=True)
 class Scale:
-    """From the batch size of a trace to another one: every dimension that the traced batch divides grows with it.
+    """From the batch size of a trace to another one: every dimension that ``prime`` divides grows with the batch.
 
-    Exact when the traced batch size is a prime that divides no other dimension of the model (:func:`prime_batch`).
+    Exact when the prime divides no other dimension of the step (:func:`prime_batch`).
     """
 
     traced: int = 1
     wanted: int = 1
+    prime: int = 0
+    """A divisor of ``traced``; 0: ``traced`` itself."""
 
     def size(self, number: int) -> int:
-        """Return a dimension or a count of elements at the wanted batch size.
+        """Return a dimension or a count of elements at the wanted batch size, rounded down.
 
         >>> Scale(61, 4).size(61 * 196), Scale(61, 4).size(61 * 61), Scale(61, 4).size(224)
         (784, 16, 224)
+        >>> Scale(8 * 61, 6, 61).size(4 * 61)  # half of the batch
+        3
         """
+        grown, shrunk = self._ratio(number)
+        return grown // shrunk
+
+    def is_whole(self, number: int) -> bool:
+        """Return whether a dimension comes out whole: half of an odd batch does not."""
+        grown, shrunk = self._ratio(number)
+        return grown % shrunk == 0
+
+    def _ratio(self, number: int) -> tuple[int, int]:
         if self.traced == self.wanted:
-            return number
-        factor = 1
-        while number and number % self.traced == 0:
-            number //= self.traced
-            factor *= self.wanted
-        return number * factor
+            return number, 1
+        prime = self.prime or self.traced
+        powers = 0
+        while number and number % prime == 0:
+            number //= prime
+            powers += 1
+        return number * self.wanted**powers, (self.traced // prime) ** powers
 
     def shape(self, tensor: Tensor) -> tuple[int, ...]:
         """Return a tensor's shape at the wanted batch size."""
@@ -82,17 +98,17 @@ AS_TRACED = Scale()
 
 def prime_batch(sizes: Iterable[int]) -> int:
     """Return a prime that divides none of the ``sizes``: traced at this batch, a dimension tells if it is the batch's."""
-    taken = {int(size) for size in sizes}
-    primes = (61, 67, 71, 73, 79, 83, 89, 97, 101, 103, 107, 109, 113, 127, 131, 137, 139, 149, 151)
-    return next((prime for prime in primes if all(size % prime for size in taken if size)), 157)
-
-
-def _words(names: str) -> frozenset[str]:
-    return frozenset(names.split())
+    taken = {int(size) for size in sizes if size}
+    return next(
+        number
+        for number in count(61, 2)
+        if all(number % divisor for divisor in range(3, math.isqrt(number) + 1, 2))
+        and all(size % number for size in taken)
+    )
 
 
 # Nothing is computed or moved: memory is handed out, or a tensor is looked at in another way.
-_FREE = _words(
+_FREE = names_in(
     "empty empty_like empty_strided new_empty new_empty_strided detach alias lift_fresh lift_fresh_copy _unsafe_view "
     "view reshape _reshape_alias expand t transpose permute squeeze unsqueeze select slice split split_with_sizes "
     "chunk unbind as_strided as_strided_ unfold diagonal view_as_real view_as_complex sym_size sym_numel sym_stride "
@@ -100,20 +116,16 @@ _FREE = _words(
 )
 
 
-def _factors(groups: Mapping[float, str]) -> dict[str, float]:
-    return {name: factor for factor, names in groups.items() for name in names.split()}
-
-
 # FLOPs per element of the largest tensor involved; sources of the factors: one operation per visit of an element, five
 # for an exponential with its subtraction, sum and division, as counted in the usual softmax and normalisation listings.
 _PER_ELEMENT: Mapping[str, float] = {
-    **_factors(
+    **factors(
         {
             1.0: "sum mean amax amin max min argmax argmin prod any all norm linalg_vector_norm cumsum bernoulli bernoulli_ "
             "rand rand_like randn randn_like normal_ uniform_ random_ sort topk roll flip histc bincount unique_consecutive",
             2.0: "nll_loss_forward nll_loss_backward nll_loss2d_forward nll_loss2d_backward mse_loss",
             3.0: "var var_mean std std_mean logsumexp native_dropout native_dropout_backward",
-            4.0: "_native_batch_norm_legit_no_training cudnn_batch_norm _batch_norm_with_update",
+            4.0: "_native_batch_norm_legit_no_training _batch_norm_with_update",
             5.0: "_softmax _safe_softmax _log_softmax _softmax_backward_data _log_softmax_backward_data _fused_rms_norm "
             "_fused_rms_norm_backward",
             7.0: "native_layer_norm native_group_norm native_batch_norm _native_batch_norm_legit",
@@ -129,20 +141,22 @@ _PER_ELEMENT: Mapping[str, float] = {
     },
 }
 # Data movement without arithmetic.
-_COPIES = _words(
+_COPIES = names_in(
     "copy copy_ clone contiguous _to_copy cat stack constant_pad_nd pad repeat fill fill_ zero_ zeros zeros_like ones "
     "ones_like full full_like new_zeros new_ones new_full arange linspace eye slice_scatter select_scatter "
     "slice_backward select_backward index_put index_put_ _unsafe_index_put index_add index_add_ scatter scatter_ "
     "scatter_add scatter_add_ embedding_dense_backward triu tril masked_fill masked_fill_ masked_scatter where "
     "upsample_nearest2d upsample_bilinear2d upsample_bicubic2d upsample_nearest2d_backward "
     "upsample_bilinear2d_backward upsample_bicubic2d_backward _foreach_copy_ one_hot im2col col2im reflection_pad2d "
-    "reflection_pad2d_backward"
+    "reflection_pad2d_backward _embedding_bag_dense_backward"
 )
 # Only the looked-up rows are touched, not the whole table.
-_LOOKUPS = _words("embedding index index_select gather _unsafe_index take take_along_dim")
+_LOOKUPS = names_in("embedding index index_select gather _unsafe_index take take_along_dim")
+# One row read for each index, and fewer written: those of a bag are added up.
+_BAGS = names_in("_embedding_bag _embedding_bag_forward_only")
 # CUDA's kernels for these read half precision and compute in float32, or write half precision again: a cast beside them is
 # no kernel of its own.
-_CASTS_INPUT = _words("_softmax _log_softmax _safe_softmax sum prod cumsum cumprod")
+_CASTS_INPUT = names_in("_softmax _log_softmax _safe_softmax sum prod cumsum cumprod")
 _CASTS_RESULT = frozenset(["_softmax_backward_data", "_log_softmax_backward_data"])
 _CASTING = _CASTS_INPUT | _CASTS_RESULT
 
@@ -151,26 +165,37 @@ def cost_of(node: Node, scale: Scale = AS_TRACED) -> Cost:
     """Return the cost of a call node whose ``meta['val']`` holds fake tensors (set by make_fx), at a scaled batch size."""
     target = node.target
     name = base_name(target)
-    output = _tensors(node.meta.get("val"))
+    output = tensors_of(node.meta.get("val"))
     written = _bytes(output, scale)
     if name in _FREE or _is_view(target):
         return Cost(flops=0.0, size_bytes=0.0, estimate="free", written_bytes=written)
     if _in_neighbour(node, name):
         return Cost(flops=0.0, size_bytes=0.0, estimate="free", written_bytes=written)
-    args = tuple(map_arg(node.args, lambda n: n.meta.get("val")))
-    kwargs = map_arg(node.kwargs, lambda n: n.meta.get("val"))
-    inputs = _tensors([args, kwargs])
+    given = map_arg(named(node), lambda n: n.meta.get("val"))
+    inputs = tensors_of(given)
     if name in _CASTING:
         inputs, output = _without_casts(node, inputs, output)
         written = _bytes(output, scale)
     moved = _bytes(inputs, scale) + written
     dtype = _dtype([*output, *inputs])
-    product = _product(node, name, args, scale)
+    product = _product(node, name, given, scale)
     if product is not None:
         flops, gemm = product
+        if _dtype(inputs).startswith("complex"):  # four real products
+            flops, gemm = 4.0 * flops, (4.0 * gemm[0], *gemm[1:])
         return Cost(
-            flops=flops, size_bytes=moved, estimate="rule", written_bytes=written, gemm=gemm, dtype=_dtype(inputs)
+            flops=flops,
+            size_bytes=moved,
+            estimate="rule",
+            written_bytes=written,
+            gemm=gemm if flops else NO_GEMM,  # nothing fills no tile
+            dtype=_dtype(inputs),
         )
+    if name in _BAGS:
+        table, indices = given["weight"], given["indices"]
+        added = float(scale.elements(indices) * math.prod(table.shape[1:]))
+        read = added * table.element_size() + _bytes([tensor for tensor in inputs if tensor is not table], scale)
+        return Cost(flops=added, size_bytes=read + written, estimate="rule", written_bytes=written, dtype=dtype)
     if name in _LOOKUPS:
         return Cost(flops=0.0, size_bytes=2.0 * written, estimate="rule", written_bytes=written, dtype=dtype)
     if name in _COPIES:
@@ -213,46 +238,49 @@ def base_name(target: Any) -> str:
     return str(getattr(target, "__name__", target))
 
 
-def _product(node: Node, name: str, args: tuple[Any, ...], scale: Scale) -> tuple[float, Gemm] | None:
+def named(node: Node) -> dict[str, Any]:
+    """Return a call's arguments by the names of its schema; by position where it has none."""
+    schema = getattr(node.target, "_schema", None)
+    names = [argument.name for argument in schema.arguments] if schema is not None else []
+    names += [str(number) for number in range(len(names), len(node.args))]
+    return {**dict(zip(names, node.args, strict=False)), **node.kwargs}
+
+
+def _product(node: Node, name: str, given: Mapping[str, Any], scale: Scale) -> tuple[float, Gemm] | None:
     """Return FLOPs and (count, m, n, k) of an op that multiplies matrices, None for any other."""
-    if name in ("convolution", "_convolution", "convolution_overrideable"):
-        return _convolution(args[0], args[1], _first(node), transposed=bool(args[6]), groups=args[8], scale=scale)
-    if name in ("convolution_backward", "convolution_backward_overrideable"):
-        out, x, weight = args[:3]
-        flops, gemm = _convolution(x, weight, out, transposed=bool(args[7]), groups=args[9], scale=scale)
-        return flops * sum(bool(wanted) for wanted in args[10][:2]), gemm
-    if name in ("mm", "_scaled_mm", "_int_mm"):
-        return _matmul(scale.shape(args[0]), scale.shape(args[1]))
-    if name in ("bmm", "matmul"):
+    if name in ("convolution", "_convolution"):
+        return _convolution(given["input"], given["weight"], _first(node), given, scale)
+    if name == "convolution_backward":
+        flops, gemm = _convolution(given["input"], given["weight"], given["grad_output"], given, scale)
+        return flops * sum(bool(wanted) for wanted in given["output_mask"][:2]), gemm
+    if "scaled_dot_product" in name and "attention" in name:
+        return _attention(name, given, scale)
+    if name.startswith(("mkldnn_rnn_layer", "recurrent")):
+        return _recurrent(name, given, scale)
+    args = list(given.values())
+    if name in ("mm", "_scaled_mm", "_int_mm", "bmm", "matmul"):
         return _matmul(scale.shape(args[0]), scale.shape(args[1]))
     if name in ("addmm", "baddbmm", "addbmm", "_addmm_activation"):
         return _matmul(scale.shape(args[1]), scale.shape(args[2]))
-    if name == "addmv" or name == "mv":
-        matrix, vector = args[-2:]
+    if name in ("addmv", "mv"):
+        matrix, vector = (given["mat"], given["vec"]) if name == "addmv" else args[:2]
         return _matmul(scale.shape(matrix), (*scale.shape(vector), 1))
     if name == "linear":
         weight = scale.shape(args[1])
-        return _matmul((scale.elements(args[0]) // weight[1], weight[1]), weight[::-1])
+        return _matmul((scale.elements(args[0]) // max(weight[1], 1), weight[1]), weight[::-1])
     if name in ("_grouped_mm", "_scaled_grouped_mm"):
         return _grouped(scale.shape(args[0]), scale.shape(args[1]))
-    if "scaled_dot_product" in name and "attention" in name:
-        return _attention(node, name, args, scale)
-    if name in ("mkldnn_rnn_layer", "mkldnn_rnn_layer_backward", "_cudnn_rnn", "_cudnn_rnn_backward"):
-        return _recurrent(node, name, args, scale)
-    if name in ("recurrent", "recurrent_backward"):
-        return _recurrent_layers(name, args, scale)
     return None
 
 
-def _convolution(
-    x: Tensor, weight: Tensor, out: Tensor, *, transposed: bool, groups: int, scale: Scale
-) -> tuple[float, Gemm]:
+def _convolution(x: Tensor, weight: Tensor, out: Tensor, given: Mapping[str, Any], scale: Scale) -> tuple[float, Gemm]:
     """Return FLOPs of a convolution and its implicit matrix product: one per group, positions x channels x taps.
 
     Every position of the output (of the input, when transposed) meets every element of its filters once.
     """
+    groups = scale.size(int(given["groups"]))  # a filter of its own for every sample makes the batch one of groups
     filters = scale.shape(weight)  # (out, in / groups, taps ...), transposed (in, out / groups, taps ...)
-    seen = scale.shape(x if transposed else out)
+    seen = scale.shape(x if given["transposed"] else out)
     positions = (seen[0] if len(seen) == len(filters) else 1) * math.prod(seen[2:])
     flops = 2.0 * positions * math.prod(filters)
     gemm = (float(groups), float(positions), filters[0] / groups, float(math.prod(filters[1:])))
@@ -287,49 +315,29 @@ def _grouped(left: Sequence[int], right: Sequence[int]) -> tuple[float, Gemm]:
     return _matmul(left, right)
 
 
-def _attention(node: Node, name: str, args: tuple[Any, ...], scale: Scale) -> tuple[float, Gemm] | None:
+def _attention(name: str, given: Mapping[str, Any], scale: Scale) -> tuple[float, Gemm] | None:
     """Return FLOPs and (heads of all samples, queries, keys, width) of fused attention.
 
     Two products forward; five backward, since the scores are computed again. FLOPs count the whole square, as MFU is
     usually reported; the keys of ``gemm`` are halved under a causal mask, of which kernels skip the upper half.
     """
-    backward = "backward" in name
-    schema = node.target._schema if isinstance(node.target, torch._ops.OpOverload) else None
-    names = [argument.name for argument in schema.arguments] if schema is not None else []
-    given = {**dict(zip(names, args, strict=False)), **node.kwargs}
     if not all(isinstance(given.get(part), Tensor) for part in ("query", "key", "value")):
         return None
     query, key, value = (scale.shape(given[part]) for part in ("query", "key", "value"))
     heads, queries, width = math.prod(query[:-2]), query[-2], query[-1]
     keys, out_width = key[-2], value[-1]
     scores, mixed = 2.0 * heads * queries * keys * width, 2.0 * heads * queries * keys * out_width
-    flops = 3.0 * scores + 2.0 * mixed if backward else scores + mixed
+    flops = 3.0 * scores + 2.0 * mixed if "backward" in name else scores + mixed
     causal = bool(given.get("is_causal", False)) and queries > 1
     return flops, (float(heads), float(queries), keys / 2 if causal else float(keys), float(width))
 
 
-def _recurrent(node: Node, name: str, args: tuple[Any, ...], scale: Scale) -> tuple[float, Gemm] | None:
-    """Return FLOPs and (steps, batch, gates, inputs + state) of one recurrent layer of oneDNN, or a stack of cuDNN's."""
-    schema = node.target._schema if isinstance(node.target, torch._ops.OpOverload) else None
-    names = [argument.name for argument in schema.arguments] if schema is not None else []
-    given = {**dict(zip(names, args, strict=False)), **map_arg(node.kwargs, lambda n: n.meta.get("val"))}
-    x = given.get("input")
-    weights = [value for key, value in given.items() if key in ("weight0", "weight1", "weight2") and value is not None]
-    if name.startswith("_cudnn"):
-        weights = [value for value in given.get("weight", ()) if isinstance(value, Tensor)]
+def _recurrent(name: str, given: Mapping[str, Any], scale: Scale) -> tuple[float, Gemm] | None:
+    """Return FLOPs and shape of one recurrent layer of oneDNN, or of the stack that the tracer's own op stands for."""
+    x = given["input"] if "input" in given else given["x"]
+    weights = given.get("weights") or [value for key, value in given.items() if key.startswith("weight")]
     matrices = [scale.shape(weight) for weight in weights if isinstance(weight, Tensor) and weight.dim() == 2]
-    if not isinstance(x, Tensor) or not matrices:
-        return None
-    return _layers(scale.shape(x), matrices, backward="backward" in name)
-
-
-def _recurrent_layers(name: str, args: tuple[Any, ...], scale: Scale) -> tuple[float, Gemm] | None:
-    """Return FLOPs and shape of the tracer's own recurrent op: (input, weights, ...); backward has the gradient first."""
-    tensors = [value for value in args if isinstance(value, Tensor)]
-    weights = next((value for value in args if isinstance(value, (list, tuple))), ())
-    matrices = [scale.shape(weight) for weight in weights if weight.dim() == 2]
-    x = tensors[-1] if name.endswith("backward") else tensors[0]
-    return _layers(scale.shape(x), matrices, backward=name.endswith("backward")) if matrices else None
+    return _layers(scale.shape(x), matrices, backward="backward" in name) if matrices else None
 
 
 def _layers(x: Sequence[int], matrices: Sequence[Sequence[int]], *, backward: bool) -> tuple[float, Gemm]:
@@ -341,9 +349,9 @@ def _layers(x: Sequence[int], matrices: Sequence[Sequence[int]], *, backward: bo
     rows = math.prod(x[:-1])  # (steps, batch, features) or the other way round: the product is what counts
     flops = 2.0 * rows * sum(math.prod(matrix) for matrix in matrices)
     steps = float(x[0])
-    layers = max(len(matrices) / 2.0, 1.0)
     wide = float(matrices[0][0])
-    inner = sum(matrix[1] for matrix in matrices) / layers
+    layers = max(sum(matrix[0] == wide for matrix in matrices) / 2.0, 1.0)  # without projections of the state
+    inner = flops / (2.0 * rows * layers * wide) if flops else 0.0
     return (2.0 * flops if backward else flops), (steps * layers, rows / steps if steps else 0.0, wide, inner)
 
 
@@ -355,7 +363,7 @@ def _first(node: Node) -> Tensor:
 
 def _dtype(tensors: Sequence[Tensor]) -> str:
     """Return the type that an op computes in: that of its largest floating-point tensor, else of its first."""
-    floating = [tensor for tensor in tensors if tensor.is_floating_point()]
+    floating = [tensor for tensor in tensors if tensor.is_floating_point() or tensor.is_complex()]
     chosen = max(floating, key=lambda tensor: tensor.numel(), default=tensors[0] if tensors else None)
     return str(chosen.dtype).removeprefix("torch.") if chosen is not None else ""
 
@@ -367,13 +375,16 @@ def _is_view(target: Any) -> bool:
     return bool(target.is_view)
 
 
-def _tensors(values: Any) -> list[Tensor]:
-    """Return the distinct tensors anywhere in nested lists, tuples and mappings."""
+def tensors_of(values: Any) -> list[Tensor]:
+    """Return the distinct tensors anywhere in nested lists, tuples and mappings; of a sparse one indices and values."""
     found: dict[int, Tensor] = {}
 
     def visit(value: Any) -> None:
         if isinstance(value, Tensor):
-            found.setdefault(id(value), value)
+            if value.layout == torch.sparse_coo:
+                visit([value._indices(), value._values()])
+            else:
+                found.setdefault(id(value), value)
         elif isinstance(value, (list, tuple)):
             for item in value:
                 visit(item)
@@ -383,6 +394,43 @@ def _tensors(values: Any) -> list[Tensor]:
 
     visit(values)
     return list(found.values())
+
+
+def value_of(node: Node) -> Any:
+    """Return what a node makes, as fake tensors; for a constant of the graph the constant."""
+    if "val" in node.meta or node.op != "get_attr":
+        return node.meta.get("val")
+    return getattr(node.graph.owning_module, str(node.target), None)
+
+
+class Storage(NamedTuple):
+    """Memory behind one or more tensors of a step, and when it is held."""
+
+    elements: int
+    width: int
+    """Bytes of an element."""
+    born: int
+    """Place of the node that makes it among the graph's."""
+    died: int
+    """Place after the last node that uses any view of it; what the step is given lives to its end."""
+
+
+def storages(fx: GraphModule) -> list[Storage]:
+    """Return every storage of a recorded step, in the order of their making. O(nodes)."""
+    nodes = list(fx.graph.nodes)
+    size: dict[int, tuple[int, int]] = {}
+    born: dict[int, int] = {}
+    died: dict[int, int] = {}
+    for place, node in enumerate(nodes):
+        for source in (*node.all_input_nodes, node):
+            given = source.op in ("placeholder", "get_attr")
+            for tensor in tensors_of(value_of(source)):
+                storage, width = tensor.untyped_storage(), tensor.element_size()
+                key = storage._cdata
+                size.setdefault(key, (storage.nbytes() // width, width))
+                born.setdefault(key, 0 if given else place)
+                died[key] = max(died.get(key, 0), len(nodes) if given else place + 1)
+    return [Storage(*size[key], born[key], died[key]) for key in size]
 
 
 def _bytes(tensors: Iterable[Tensor], scale: Scale) -> float:

@@ -17,7 +17,7 @@ from torch.fx import GraphModule, Interpreter, Node
 from torch.fx.node import map_arg
 from torch.nn import functional as F
 
-from ddltool.analyzers.tracing.torch_costs import base_name
+from ddltool.analyzers.tracing.torch_costs import base_name, named, storages, value_of
 
 Call = Callable[[], Any]
 
@@ -26,7 +26,7 @@ _POSITIVE_ARGUMENTS = frozenset(
 )
 _POSITIVE_OPS = frozenset(["pow", "log", "log2", "log10", "log1p", "sqrt", "rsqrt", "lgamma", "digamma"])
 # What these read was packed by another op of the same library in a form that only the library knows.
-_OPAQUE = frozenset(["mkldnn_rnn_layer_backward", "_cudnn_rnn_backward", "miopen_rnn_backward"])
+_OPAQUE = frozenset(["mkldnn_rnn_layer_backward"])
 _CPU_ATTENTION = "_scaled_dot_product_flash_attention_for_cpu"
 _POOL_ELEMENTS = 1 << 20
 _BUSY_CYCLES = 200_000  # about 0.1 ms, longer than the host takes to queue one op
@@ -42,7 +42,7 @@ def signature(node: Node) -> Hashable:
     def describe(value: Any) -> Hashable:
         if isinstance(value, Node):
             place = seen.setdefault(value, len(seen))
-            return (place, *(_describe(leaf) for leaf in _leaves(_value(value))))
+            return (place, *(_describe(leaf) for leaf in _leaves(value_of(value))))
         if isinstance(value, (list, tuple)):
             return ("list", *(describe(item) for item in value))
         if isinstance(value, Mapping):
@@ -54,27 +54,15 @@ def signature(node: Node) -> Hashable:
 
 def working_bytes(node: Node) -> float:
     """Return the bytes of a call's arguments and results: what running it alone takes, scratch memory aside."""
-    return sum(_bytes(_value(value)) for value in (*node.all_input_nodes, node))
+    return sum(_bytes(value_of(value)) for value in (*node.all_input_nodes, node))
 
 
 def peak_bytes(fx: GraphModule) -> float:
     """Return an upper bound on the bytes alive at once in a run of the step that drops values after their last use."""
-    nodes = list(fx.graph.nodes)
-    first: dict[int, int] = {}
-    last: dict[int, int] = {}
-    size: dict[int, float] = {}
-    for position, node in enumerate(nodes):
-        for source in (*node.all_input_nodes, node):
-            for tensor in (leaf for leaf in _leaves(_value(source)) if isinstance(leaf, Tensor)):
-                storage = tensor.untyped_storage()  # a view takes no memory, but keeps that of its base
-                key = storage._cdata
-                size[key] = float(storage.nbytes())
-                first.setdefault(key, 0 if source.op == "placeholder" else position)
-                last[key] = max(last.get(key, 0), len(nodes) if source.op == "placeholder" else position)
-    change = [0.0] * (len(nodes) + 2)
-    for key, amount in size.items():
-        change[first[key]] += amount
-        change[last[key] + 1] -= amount
+    change = [0.0] * (len(fx.graph.nodes) + 1)
+    for storage in storages(fx):
+        change[storage.born] += storage.elements * storage.width
+        change[storage.died] -= storage.elements * storage.width
     return max(accumulate(change))
 
 
@@ -85,19 +73,19 @@ def make_call(node: Node, device: torch.device) -> Call:
     kernel. Raises NotImplementedError for a call whose arguments cannot be made up.
     """
     name = base_name(node.target)
-    named = _named(node)
-    if name in _OPAQUE or any("workspace" in argument for argument in named):
+    given = named(node)
+    if name in _OPAQUE or any("workspace" in argument for argument in given):
         raise NotImplementedError(f"{name} reads what another op packed")
     made: dict[Node, Any] = {}
-    for argument, value in named.items():
+    for argument, value in given.items():
         positive = argument in _POSITIVE_ARGUMENTS or name in _POSITIVE_OPS
-        for source, limit in _nodes_with_limits(value, _index_limits(name, named, argument)):
+        for source, limit in _nodes_with_limits(value, _index_limits(name, given, argument)):
             if source not in made:
-                made[source] = _materialise(_value(source), device, limit=limit, positive=positive)
+                made[source] = _materialise(value_of(source), device, limit=limit, positive=positive)
     if name.startswith("max_pool") and name.endswith("_with_indices_backward"):
-        _set_pool_indices(name, named, made)
+        _set_pool_indices(name, given, made)
     if name.startswith(_CPU_ATTENTION) and device.type != "cpu":
-        return attention_elsewhere({key: map_arg(value, made.__getitem__) for key, value in named.items()})
+        return attention_elsewhere({key: map_arg(value, made.__getitem__) for key, value in given.items()})
     args = _to_device(map_arg(node.args, made.__getitem__), device)
     kwargs = _to_device(map_arg(node.kwargs, made.__getitem__), device)
     target: Any = node.target
@@ -147,7 +135,7 @@ def time_in_step(fx: GraphModule, wanted: Collection[Node], device: torch.device
     Whatever a node raises ends the run and is raised.
     """
     inputs = [
-        _materialise(_value(node), device, limit=1, positive=False)
+        _materialise(value_of(node), device, limit=1, positive=False)
         for node in fx.graph.nodes
         if node.op == "placeholder"
     ]
@@ -167,27 +155,12 @@ def time_in_step(fx: GraphModule, wanted: Collection[Node], device: torch.device
     return best
 
 
-def _value(node: Node) -> Any:
-    """Return what a node makes, as fake tensors; for a constant of the graph the constant."""
-    if "val" in node.meta or node.op != "get_attr":
-        return node.meta.get("val")
-    return getattr(node.graph.owning_module, str(node.target), None)
-
-
-def _named(node: Node) -> dict[str, Any]:
-    """Return a call's arguments by the names of its schema; by position where it has none."""
-    schema = getattr(node.target, "_schema", None)
-    names = [argument.name for argument in schema.arguments] if schema is not None else []
-    names += [str(number) for number in range(len(names), len(node.args))]
-    return {**dict(zip(names, node.args, strict=False)), **node.kwargs}
-
-
 def _index_limits(name: str, given: Mapping[str, Any], argument: str) -> Sequence[int] | int | None:
     """Return the limit of an argument that holds indices, one per item for a list; None if it holds none."""
     name = name.strip("_").removeprefix("unsafe_")
 
     def shape(key: str) -> tuple[int, ...]:
-        return tuple(_value(given[key]).shape)
+        return tuple(value_of(given[key]).shape)
 
     if name == "embedding" and argument == "indices":
         return shape("weight")[0]
