@@ -6,7 +6,9 @@ import json
 import re
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -15,6 +17,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile
+from torch.utils.checkpoint import checkpoint
+from torch.utils.flop_counter import FlopCounterMode
 
 from ddltool.analyzers.costs.compiled import compiled
 from ddltool.analyzers.costs.estimate import estimate
@@ -23,12 +27,14 @@ from ddltool.analyzers.costs.kernels import CLASS, INPUT_GRADIENT, WEIGHT_GRADIE
 from ddltool.analyzers.costs.model import CostModel, cost_model
 from ddltool.analyzers.costs.predict import Link, Placement, Setting, memory_limit_batch, peak_memory_bytes, predict
 from ddltool.analyzers.costs.step import time_step, update_s
-from ddltool.analyzers.costs.work import measure_work
+from ddltool.analyzers.costs.work import WorkCurve, measure_work
+from ddltool.analyzers.loading.factories import step_from
 from ddltool.analyzers.loading.sources import resolve_step, training_step
 from ddltool.analyzers.tracing.dialect import Numerics
 from ddltool.analyzers.tracing.step import TrainingStep, default_loss
 from ddltool.analyzers.tracing.torch_adapter import trace_any_batch, trace_torch
 from ddltool.device import Device, Network
+from ddltool.errors import InputError
 from ddltool.fixtures.loading import calibration, devices
 from ddltool.graph import COMPUTE, Graph, Op
 from ddltool.profile import read_profile
@@ -163,12 +169,10 @@ def test_attention_counts_the_square_and_keeps_half_of_it_under_a_mask() -> None
 @pytest.mark.parametrize("name", ["cifarnet", "resnet32", "bert_small"])
 def test_one_trace_gives_every_batch(name: str, numerics: Numerics) -> None:
     known = trace_any_batch(lambda: resolve_step(f"zoo:{name}"), mode="training", numerics=numerics)
+    assert known.prime is not None
     for size in (2, 24):
-        made = known.at(size)
         direct = trace_torch(lambda: resolve_step(f"zoo:{name}"), mode="training", batch_size=size, numerics=numerics)
-        assert made.op_type == direct.op_type
-        for field in ("flops", "size_bytes", "written_bytes", "gemm"):
-            np.testing.assert_array_equal(getattr(made, field), getattr(direct, field))
+        agree(known.at(size), direct)
 
 
 def test_work_of_all_pairs_grows_with_the_square() -> None:
@@ -197,6 +201,243 @@ def test_a_model_that_halves_its_batch_is_traced_at_an_even_one() -> None:
 
     graph = measure_work(lambda: step_of(Halves(), torch.zeros(2, 6))).traced.at(8)
     assert 2 * 8 * 36 in graph.flops
+
+
+class Lambda(nn.Module):
+    """Layers by name, and a forward pass that uses them."""
+
+    def __init__(self, run: Callable[..., Any], **layers: nn.Module) -> None:
+        super().__init__()
+        self.run, self.layers = run, nn.ModuleDict(layers)
+
+    def forward(self, *inputs: Tensor) -> Any:
+        return self.run(self.layers, *inputs)
+
+
+def agree(made: Graph, direct: Graph) -> None:
+    assert made.op_type == direct.op_type
+    assert made.batch_size == direct.batch_size
+    for field in ("flops", "size_bytes", "written_bytes", "gemm"):
+        np.testing.assert_array_equal(getattr(made, field), getattr(direct, field))
+
+
+LINEAR = {"l": nn.Linear(32, 32)}
+
+
+@pytest.mark.parametrize(
+    ("module", "shape", "prime"),
+    [
+        # Dimensions that happen to be multiples of the first prime.
+        (nn.Sequential(nn.Conv2d(3, 4, 4), nn.ReLU(), nn.Flatten(), nn.LazyLinear(2)), (1, 3, 64, 64), 67),
+        (
+            Lambda(
+                lambda m, x: torch.cat([m["a"](x), m["b"](x)], 1).relu(), a=nn.Conv2d(3, 30, 1), b=nn.Conv2d(3, 31, 1)
+            ),
+            (1, 3, 4, 4),
+            67,
+        ),
+        # The batch, twice; the batch as groups of a convolution; half of it in every view.
+        (Lambda(lambda m, x: (m["l"](x) @ m["l"](x).T).logsumexp(1), **LINEAR), (4, 32), 61),
+        (
+            Lambda(
+                lambda m, x: nn.functional.conv2d(
+                    x.reshape(1, -1, 8, 8), m["l"](x[:, :1, 0, :4]).reshape(-1, 1, 2, 2), groups=len(x)
+                ),
+                l=nn.Linear(4, 4),
+            ),
+            (4, 1, 8, 8),
+            61,
+        ),
+        (Lambda(lambda m, x: m["l"](x.view(2, x.shape[0] // 2, 32)).relu(), **LINEAR), (4, 32), 61),
+        # Work that is no multiple of the batch.
+        (Lambda(lambda m, x: m["l"](x[: x.shape[0] // 2]), **LINEAR), (4, 32), None),
+        (Lambda(lambda m, x: torch.cat([m["l"](part) for part in x.chunk(2, 0)]), **LINEAR), (4, 32), None),
+        (Lambda(lambda m, x: torch.cat([m["l"](part) for part in x.split(16)]), **LINEAR), (4, 32), None),
+        (Lambda(lambda m, x: torch.stack([m["l"](row) for row in x]), **LINEAR), (4, 32), None),
+        (
+            Lambda(lambda m, x: m["a" if len(x) > 32 else "b"](x), a=nn.Linear(64, 64), b=nn.Linear(64, 2)),
+            (4, 64),
+            None,
+        ),
+        (
+            Lambda(lambda m, x: m["a" if len(x) > 100 else "b"](x), a=nn.Linear(64, 64), b=nn.Linear(64, 2)),
+            (4, 64),
+            None,
+        ),
+    ],
+)  # fmt: skip
+def test_every_batch_is_what_a_direct_trace_says(module: nn.Module, shape: tuple[int, ...], prime: int | None) -> None:
+    module(torch.zeros(shape))
+    step = step_of(module, torch.zeros(shape))
+    known = trace_any_batch(lambda: step, mode="training")
+    assert known.prime == prime
+    assert ("does not grow in proportion" in str(known.graph.meta.get("note"))) == (prime is None)
+    for size in (2, 8, 34, 128):
+        agree(known.at(size), trace_torch(lambda: step, mode="training", batch_size=size))
+
+
+def test_a_batch_that_a_model_does_not_take() -> None:
+    step = step_of(Lambda(lambda m, x: m["l"](x.view(2, x.shape[0] // 2, 32)), **LINEAR), torch.zeros(4, 32))
+    curve = measure_work(lambda: step)
+    assert [curve.runs_at(size) for size in (1, 2, 3)] == [False, True, False]
+    assert curve.live_bytes(3).max() > curve.live_bytes(2).max()
+    with pytest.raises(InputError, match="made at batch size 3: training step cannot be traced"):
+        curve.traced.at(3)
+
+
+def test_a_loop_over_samples_is_traced_up_to_a_length() -> None:
+    step = step_of(Lambda(lambda m, x: torch.stack([m["l"](row) for row in x]), **LINEAR), torch.zeros(4, 32))
+    curve = measure_work(lambda: step)
+    largest = curve.traced.largest
+    assert largest is not None
+    assert largest >= 61
+    with pytest.raises(InputError, match=f"loops over its samples, .* {2 * largest}; ask for at most {largest}"):
+        curve.traced.at(2 * largest)
+    assert curve.live_bytes(2 * largest).max() == np.inf
+    direct = measure_work(lambda: step_of(Lambda(lambda m, x: m["l"](x), **LINEAR), torch.zeros(4, 32)))
+    assert curve.live_bytes(8).max() > direct.live_bytes(8).max()
+
+
+# ---------------------------------------------------------------- checkpoints
+
+
+def blocks(wrap: Callable[..., Tensor]) -> nn.Module:
+    layers = {str(n): nn.Sequential(nn.Linear(16, 64), nn.GELU(), nn.Dropout(0.1), nn.Linear(64, 16)) for n in range(4)}
+
+    def run(parts: nn.ModuleDict, x: Tensor) -> Tensor:
+        x = parts["head"](x)
+        for name in layers:
+            x = x + wrap(parts[name], x)
+        return x
+
+    return Lambda(run, head=nn.Linear(16, 16), **layers)
+
+
+@pytest.mark.parametrize("numerics", [Numerics(), Numerics("amp")], ids=["fp32", "amp"])
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_checkpointed_layers_are_computed_again(reentrant: bool, numerics: Numerics) -> None:
+    wrap = partial(checkpoint, use_reentrant=reentrant)
+    given = torch.zeros(8, 32, 16)
+    plain, saved = (
+        measure_work(lambda run=run: step_of(blocks(run), given), numerics)  # type: ignore[misc]
+        for run in (lambda layer, x: layer(x), wrap)
+    )
+    rows, one = 8 * 32, 2 * 16 * 64
+    by_hand = 3 * 4 * 2 * rows * one + 2 * rows * 2 * 16 * 16  # the head's input wants no gradient
+    product = plain.traced.at(8).gemm[:, 1] > 0
+    assert plain.traced.at(8).flops[product].sum() == by_hand
+    # Once more forward: all of it, or up to the last tensor that is kept, which the last product does not make.
+    again = 4 * rows * one * (2 if reentrant else 1)
+    product = saved.traced.at(8).gemm[:, 1] > 0
+    assert saved.traced.at(8).flops[product].sum() == by_hand + again
+    assert saved.live_bytes(8).max() < plain.live_bytes(8).max()
+    kinds = {op.op_type for op in saved.traced.graph.ops()}
+    assert "aten.native_dropout" in kinds
+    assert saved.traced.prime == 61
+
+
+def test_checkpoints_count_what_a_real_step_counts() -> None:
+    for reentrant in (False, True):
+        module = blocks(partial(checkpoint, use_reentrant=reentrant))
+        given = torch.zeros(2, 3, 16)
+        with FlopCounterMode(display=False) as counter:
+            module(given).mean().backward()
+        graph = traced(module, given)
+        assert graph.flops[graph.gemm[:, 1] > 0].sum() == counter.get_total_flops()
+
+
+def test_a_checkpoint_that_nothing_flows_through_trains_nothing() -> None:
+    """Torch's own rule: without an input that wants a gradient the reentrant form drops those of its parameters."""
+    run = partial(checkpoint, use_reentrant=True)
+    step = step_of(
+        Lambda(lambda m, x: m["head"](run(m["body"], x)), body=nn.Linear(8, 8), head=nn.Linear(8, 2)), torch.zeros(4, 8)
+    )
+    graph = trace_torch(lambda: step, mode="training")
+    assert graph.trained_bytes == 4 * (8 * 2 + 2)
+    assert graph.meta["note"] == "2 trained parameters are read and get no gradient: layers.body"
+
+
+# ---------------------------------------------------------------- complex numbers, tables, nothing
+
+
+def test_complex_products_are_four_real_ones() -> None:
+    class Waves(nn.Module):
+        def __init__(self, dtype: torch.dtype) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.zeros(16, 32, dtype=dtype))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return (x.to(self.weight.dtype) @ self.weight).abs()
+
+    waves, real = (traced(Waves(dtype), torch.zeros(8, 16)) for dtype in (torch.complex64, torch.float32))
+    assert flops_of(waves, "mm") == 4 * flops_of(real, "mm") == 2 * 8 * 8 * 16 * 32
+    kernels = kernels_of(waves)
+    product = kernels.kind == CLASS["matrix_product"]
+    assert (2 * kernels.gemm[product].prod(1) == kernels.flops[product]).all()
+    assert (kernels.width[product] == 8).all()
+    op = next(op for op in waves.ops() if op.op_type == "aten.mm")
+    assert op.size_bytes == 8 * (8 * 16 + 16 * 32 + 8 * 32)
+
+
+def test_a_bag_of_embeddings_reads_its_rows() -> None:
+    bag = traced(nn.Sequential(nn.EmbeddingBag(100_000, 16), nn.Linear(16, 2)), torch.zeros(4, 8, dtype=torch.long))
+    op = next(op for op in bag.ops() if op.op_type.startswith("aten._embedding_bag") and "backward" not in op.op_type)
+    assert op.estimate == "rule"
+    assert op.flops == 4 * 8 * 16
+    rows, written = 4 * 8 * 16 * 4, 4 * 16 * 4
+    assert rows + written <= op.size_bytes <= rows + written + 8 * (32 + 4 + 32 + 4 + 4 + 4 * 16)  # and indices
+
+
+def test_sparse_gradients_are_rows() -> None:
+    def curve(sparse: bool) -> WorkCurve:
+        table = nn.Sequential(nn.Embedding(10_000, 16, sparse=sparse), nn.Linear(16, 2))
+        return measure_work(lambda: step_of(table, torch.zeros(4, 8, dtype=torch.long)))
+
+    sparse, dense = curve(True), curve(False)
+    assert sparse.traced.at(4).trained_bytes == dense.traced.at(4).trained_bytes
+    table = 4 * 16 * 10_000
+    assert dense.live_bytes(4).max() >= 2 * table
+    assert table < sparse.live_bytes(4).max() < 1.1 * table
+
+
+@pytest.mark.filterwarnings("error::RuntimeWarning")
+def test_a_layer_of_no_features_takes_no_time() -> None:
+    graph = traced(nn.Sequential(nn.Linear(64, 0), nn.Linear(0, 64)), torch.zeros(4, 64))
+    assert np.isfinite(model().step(graph).step_s)
+
+
+@pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU, nn.RNN])
+def test_a_sequence_first_layer_has_its_batch_in_the_second_place(kind: type[nn.LSTM]) -> None:
+    step = step_from(kind(16, 32), "train.py:layer", "layer")
+    assert step.at_batch(5).inputs[0].shape == (128, 5, 16)
+    first = step_from(kind(16, 32, batch_first=True), "train.py:layer", "layer")
+    other = step_from((kind(16, 32), torch.zeros(128, 1, 16)), "train.py:layer", "layer")
+    graphs = [
+        trace_any_batch(lambda made=made: made, mode="training").at(5)  # type: ignore[misc]
+        for made in (step, first, other)
+    ]
+    assert {graph.batch_size for graph in graphs} == {5}
+    assert len({flops_of(graph, "recurrent") for graph in graphs}) == 1
+    assert {op.gemm[:2] for graph in graphs for op in graph.ops() if "recurrent" in op.op_type} == {(128.0, 5.0)}
+
+
+def test_a_projected_state_is_narrower_than_its_cell() -> None:
+    lstm = nn.LSTM(16, 32, 2, batch_first=True, proj_size=8)
+    seen = []
+
+    def run(layers: nn.ModuleDict, x: Tensor) -> Tensor:
+        output, (state, cell) = layers["lstm"](x)
+        seen.append((output.shape, state.shape, cell.shape))
+        return layers["head"](cell[-1]).relu()
+
+    graph = traced(Lambda(run, lstm=lstm, head=nn.Linear(32, 4)), torch.zeros(3, 7, 16))
+    output, (state, cell) = lstm(torch.zeros(3, 7, 16))
+    assert set(seen) == {(output.shape, state.shape, cell.shape)}
+    weights = 4 * 32 * (16 + 8) + 8 * 32 + 4 * 32 * (8 + 8) + 8 * 32
+    forward = next(op for op in graph.ops() if op.op_type == "aten.recurrent")
+    assert forward.flops == 2 * 3 * 7 * weights
+    assert forward.gemm[0] == 2 * 7
+    assert 2 * np.prod(forward.gemm) == pytest.approx(forward.flops)
 
 
 def allocator_peak(name: str, batch: int, folder: Path) -> float:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -207,6 +208,55 @@ def test_guessed_inputs() -> None:
     assert "guessed from the first Conv2d" in note
     with pytest.raises(InputError, match="Tanh does not say what it takes; let the factory return"):
         guess_inputs(nn.Tanh())
+
+
+@dataclass
+class Answer:
+    logits: Tensor
+    hidden: tuple[Tensor, ...]
+
+
+@pytest.mark.parametrize("mode", ["inference", "training"])
+def test_a_dataclass_as_output(mode: str) -> None:
+    class Answers(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer, self.other = nn.Linear(4, 3), nn.Linear(4, 2)
+
+        def forward(self, x: Tensor) -> Answer:
+            return Answer(self.layer(x), (self.other(x),))
+
+    graph = trace_torch(lambda: step_of(Answers(), torch.zeros(2, 4)), mode=mode)  # type: ignore[arg-type]
+    forward = [op.flops for op in graph.ops() if op.op_type == "aten.addmm"]
+    assert forward == [2 * 2 * 4 * 3, 2 * 2 * 4 * 2]
+
+
+def test_parameters_that_are_read_and_never_trained_are_told() -> None:
+    class Stops(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.body, self.head, self.frozen = nn.Linear(4, 4), nn.Linear(4, 2), nn.Linear(4, 4).requires_grad_(False)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.head(self.body(self.frozen(x)).detach())
+
+    graph = trace_torch(lambda: step_of(Stops(), torch.zeros(2, 4)), mode="training")
+    assert graph.meta["note"] == "2 trained parameters are read and get no gradient: body"
+    assert {graph.parameter[op] for op in graph.of_kind(SEND)} == {"head.weight", "head.bias"}
+
+
+def test_gradient_checkpointing_of_transformers() -> None:
+    pytest.importorskip("transformers")
+
+    def build(checkpointing: bool) -> TrainingStep:
+        step = resolve_step("transformers:gpt2")
+        if checkpointing:
+            step.module.gradient_checkpointing_enable()  # type: ignore[operator]
+        return step
+
+    plain, saved = (trace_torch(lambda on=on: build(on), mode="training") for on in (False, True))  # type: ignore[misc]
+    assert len(saved.of_kind(SEND)) == len(plain.of_kind(SEND))
+    assert saved.flops.sum() > plain.flops.sum()
 
 
 @pytest.mark.parametrize("name", ["bert", "gpt2"])

@@ -59,10 +59,10 @@ class TracedStep:
     """Placeholders in the order parameters, buffers, tensor inputs; ``node.meta["val"]`` holds fake CPU tensors."""
     nodes: Mapping[str, Node]
     """The call that each compute op of ``graph`` stands for, by op name, in program order."""
-    made: Sequence[Made]
-    """What the ops of the forward pass make."""
     again: Callable[[int], TracedStep]
     """Traces the step at another batch size."""
+    made: Sequence[Made] = ()
+    """What the ops of the forward pass make, where that was looked at."""
     prime: int | None = None
     """What all dimensions that grow with the batch are multiples of, and no others; None: its work is no such function
     of the batch, and every batch size is traced."""
@@ -160,20 +160,19 @@ def trace_any_batch(build: Callable[[], TrainingStep], *, mode: Mode, numerics: 
     sizes = [size for tensor in tensors for size in tensor.shape]
     sizes += [size for _, shapes, _ in few or () for shape in shapes for size in shape]
     prime = prime_batch(sizes)
-    try:
-        traced = _trace_at(step, prime, mode, numerics)
-    except InputError:
-        traced = _trace_at(step, _MULTIPLE * prime, mode, numerics)
-    own = traced.graph.batch_size
-    if own is None:
-        return traced
-    if few is not None and _scaled(traced.made, Scale(own, small, prime)) == few:
+    own, made = prime, _forward(step, prime, mode, numerics)
+    if made is None:
+        own, made = _MULTIPLE * prime, _forward(step, _MULTIPLE * prime, mode, numerics)
+    if made is None:
+        return _trace_at(step, prime, mode, numerics)  # raises what is wrong
+    traced = replace(_trace_at(step, own, mode, numerics), made=made)
+    if few is not None and _scaled(made, Scale(own, small, prime)) == few:
         many = _forward(step, _LARGE, mode, numerics)
-        if many is None or _scaled(traced.made, Scale(own, _LARGE, prime)) == many:
+        if many is None or _scaled(made, Scale(own, _LARGE, prime)) == many:
             return replace(traced, prime=prime)
     note = "its work does not grow in proportion with the batch: traced at every batch size"
     graph = replace(traced.graph, meta={**traced.graph.meta, "note": joined(traced.graph.meta.get("note"), note)})
-    growth = (len(traced.made) - len(few)) / (own - small) if few is not None else 0.0
+    growth = (len(made) - len(few)) / (own - small) if few is not None else 0.0
     largest = max(own, 2 ** int(np.log2(_MOST_OPS / growth))) if growth > 0 else None
     return replace(traced, graph=graph, largest=largest)
 
@@ -250,6 +249,7 @@ class _Fakes:
         self.numerics = numerics
         self.loss = step.loss
         self.fake = FakeTensorMode(allow_non_fake_inputs=True)
+        self.recomputed: list[range] = []
         with self.fake:
             self.parameters = {
                 name: numerics.cast(_fake(value)).requires_grad_(value.requires_grad)
@@ -265,23 +265,23 @@ class _Fakes:
         """Give the module these tensors, also to what its backward pass computes again, and let chance fall alike."""
         with (
             torch.set_grad_enabled(self.mode == "training"),
-            _checkpoints(self.numerics),
+            _checkpoints(self.numerics, self.recomputed),
             _seeded(),
             _reparametrize_module(self.module, {**parameters, **buffers}, tie_weights=True),
         ):
             yield
 
-    def output(self, inputs: tuple[Any, ...], record: _Record) -> Any:
-        """Return the loss, for inference the module's output; ``record`` gets what is made on the way."""
-        with self.numerics.running(), record:
+    def output(self, inputs: tuple[Any, ...]) -> Any:
+        """Return the loss, for inference the module's output."""
+        with self.numerics.running():
             output = self.module(*inputs)
             return self.loss(output) if self.mode == "training" else output
 
     def forward(self) -> list[Made]:
         """Return what the ops of the forward pass and of the loss make."""
         record = _Record()
-        with self.fake, self.running(self.parameters, self.buffers):
-            self.output(self.inputs, record)
+        with self.fake, self.running(self.parameters, self.buffers), record:
+            self.output(self.inputs)
         return record.made
 
 
@@ -309,7 +309,6 @@ class _Trace:
     def __init__(self, fakes: _Fakes) -> None:
         self.fakes = fakes
         self.parameters = fakes.parameters
-        self.made: list[Made] = []
         self.scopes: list[tuple[int, str]] = []
         self.backward_start: int | None = None
         with fakes.fake, self._scoped():
@@ -320,10 +319,8 @@ class _Trace:
     def _run(self, parameters: dict[str, Tensor], buffers: dict[str, Tensor], tensors: tuple[Tensor, ...]) -> Any:
         stream = iter(tensors)
         inputs = tuple(next(stream) if isinstance(value, Tensor) else value for value in self.fakes.inputs)
-        record = _Record()
         with self.fakes.running(parameters, buffers):
-            output = self.fakes.output(inputs, record)
-            self.made = record.made
+            output = self.fakes.output(inputs)
             if self.fakes.mode == "inference":
                 return all_tensors(output)
             self.backward_start = _position()
@@ -354,17 +351,22 @@ class _Trace:
 
 
 @contextmanager
-def _checkpoints(numerics: Numerics) -> Iterator[None]:
+def _checkpoints(numerics: Numerics, recomputed: list[range]) -> Iterator[None]:
     """Let checkpointed activations be computed again inside ``autograd.grad``, by the kernels of the device.
 
+    ``recomputed`` gets the places of their nodes, all of which run, whether something reads them or not.
     It cannot enter the reentrant form, which is run as the other one: the same arithmetic, all of it done again.
     """
     make = checkpointing._checkpoint_without_reentrant_generator
 
     def in_dialect(function: Callable[..., Any], _preserve: bool, *rest: Any, **options: Any) -> Any:
         def computed_again(*args: Any, **kwargs: Any) -> Any:
-            with numerics.kernels():
-                return function(*args, **kwargs)
+            start = _position()
+            try:
+                with numerics.kernels():
+                    return function(*args, **kwargs)
+            finally:  # it is left by an exception once all that was saved is there again
+                recomputed.append(range(start, _position()))
 
         return make(computed_again, False, *rest, **options)  # nothing is drawn in a trace
 
@@ -435,7 +437,8 @@ def _to_graph(trace: _Trace, step: TrainingStep, again: Callable[[int], TracedSt
     mode, numerics = trace.fakes.mode, trace.fakes.numerics
     nodes = list(trace.fx.graph.nodes)
     phase = _phases(trace, nodes)
-    trace.fx.graph.eliminate_dead_code()
+    kept_all = {nodes[place] for places in trace.fakes.recomputed for place in places}
+    trace.fx.graph.eliminate_dead_code(lambda node: node in kept_all or node.is_impure())
     kept = set(trace.fx.graph.nodes)
     nodes = [node for node in nodes if node in kept]
     placeholders = [node for node in nodes if node.op == "placeholder"]
@@ -480,7 +483,7 @@ def _to_graph(trace: _Trace, step: TrainingStep, again: Callable[[int], TracedSt
     batched = [value for value in step.inputs if isinstance(value, Tensor) and value.dim() > place]
     batch = int(batched[0].shape[place]) if batched else 0
     graph = Graph.from_ops(step.name, mode, ops, batch_size=batch or None, meta=meta, where=step.name)
-    return TracedStep(graph=graph, fx=trace.fx, nodes=calls, made=trace.made, again=again)
+    return TracedStep(graph=graph, fx=trace.fx, nodes=calls, again=again)
 
 
 def _phases(trace: _Trace, nodes: list[Node]) -> dict[Node, str]:

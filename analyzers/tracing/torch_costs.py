@@ -412,7 +412,7 @@ class Storage(NamedTuple):
     born: int
     """Place of the node that makes it among the graph's."""
     died: int
-    """Place after the last node that uses any view of it; what the step is given lives to its end."""
+    """Place after the last node that uses any view of it; inputs and parameters live to its end."""
 
 
 def storages(fx: GraphModule) -> list[Storage]:
@@ -423,7 +423,7 @@ def storages(fx: GraphModule) -> list[Storage]:
     died: dict[int, int] = {}
     for place, node in enumerate(nodes):
         for source in (*node.all_input_nodes, node):
-            given = source.op in ("placeholder", "get_attr")
+            given = source.op == "placeholder"
             for tensor in tensors_of(value_of(source)):
                 storage, width = tensor.untyped_storage(), tensor.element_size()
                 key = storage._cdata
