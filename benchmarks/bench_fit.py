@@ -15,10 +15,9 @@ from pathlib import Path
 
 import numpy as np
 
-from ddltool.analyzers.goodput.fit import SLOPE_SPREAD, evaluate, fit, predict
-from ddltool.analyzers.goodput.heterogeneous import FOLDS, _fold_numbers, leave_out
+from ddltool.analyzers.goodput.fit import FOLDS, SLOPE_SPREAD, evaluate, fit, fold_numbers, leave_out, predict
+from ddltool.analyzers.goodput.least_squares import GRAD_WEIGHT
 from ddltool.analyzers.goodput.observations import Observations, concatenate, from_frame
-from ddltool.analyzers.goodput.problem import GRAD_WEIGHT
 from ddltool.profile import read_table
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -52,10 +51,12 @@ def errors() -> None:
         result = fit(fitted)
         seconds = time.process_time() - started
         held = evaluate(result.params, kept)
-        best = fit(kept, slope_spread=math.inf).mape
+        best = fit(kept, slope_spread=math.inf).error.mape
         cells = [
             f"{own:.4f}{'*' if own > other + 5e-5 else ' '}({other:.4f})"
-            for own, other in zip((result.rmsle, result.mape, held.rmsle, held.mape), reference, strict=False)
+            for own, other in zip(
+                (result.error.rmsle, result.error.mape, held.rmsle, held.mape), reference, strict=False
+            )
         ]
         ratio = reference[4] / seconds
         print(f"{application:12s}", *cells, f"{seconds:.3f} ({reference[4]}, x{ratio:.0f})  best possible {best:.4f}")
@@ -69,7 +70,7 @@ def types() -> None:
         devices = {name: read(SIA / application / f"placements-{name}.csv") for name in TYPES}
         for name, rows in devices.items():
             result = fit(rows)
-            line = f"{application:9s}{TYPES[name]:12s} {result.rmsle:.4f} {result.mape:.4f}"
+            line = f"{application:9s}{TYPES[name]:12s} {result.error.rmsle:.4f} {result.error.mape:.4f}"
             if name != "dgx-ext":  # that table of unseen rows is the fitted one
                 held = evaluate(result.params, read(SIA / application / f"scalability-{name}.csv"))
                 line += f"   {held.rmsle:.4f} {held.mape:.4f}"
@@ -86,7 +87,7 @@ def types() -> None:
 
 def one_for_all(devices: list[Observations]) -> float:
     """The same folds as leave_out, one model fitted to all types' rows together."""
-    numbers = [_fold_numbers(rows, FOLDS) for rows in devices]
+    numbers = [fold_numbers(rows, FOLDS) for rows in devices]
     squares: list[list[np.ndarray]] = [[] for _ in devices]
     for fold in range(FOLDS):
         train = concatenate([rows.take(number != fold) for rows, number in zip(devices, numbers, strict=True)])

@@ -18,8 +18,8 @@ from collections import defaultdict
 import numpy as np
 import torch
 
+from ddltool.analyzers.goodput.curve import median_interval
 from ddltool.analyzers.goodput.fit import fit
-from ddltool.analyzers.goodput.measuring import median_interval
 from ddltool.analyzers.goodput.observations import Observations
 from ddltool.analyzers.goodput.throughput import grad_time_s
 from ddltool.runtime.measuring import worker as measure_worker

@@ -23,9 +23,8 @@ def advise_job(path: Path) -> dict[str, Any]:
     Raises InputError, with file and field, for what cannot be, and Infeasible where the job's batch limits allow
     nothing on what it holds.
     """
-    from ddltool.analyzers.goodput.batch_search import BatchLimits
     from ddltool.analyzers.goodput.throughput import ThroughputParams
-    from ddltool.analyzers.goodput.tuning import tune, tune_one
+    from ddltool.analyzers.goodput.tuning import BatchLimits, tune, tune_one
     from ddltool.analyzers.scheduling.advise import Guess, Placement, advise, placements
     from ddltool.artifacts import load
     from ddltool.errors import InputError

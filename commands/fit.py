@@ -12,8 +12,7 @@ from ddltool.commands.options import Json, Output, Seed
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from ddltool.analyzers.goodput.fit import ErrorSummary
-    from ddltool.analyzers.goodput.heterogeneous import DeviceModels
+    from ddltool.analyzers.goodput.fit import DeviceModels
     from ddltool.analyzers.goodput.observations import Observations
     from ddltool.analyzers.goodput.uncertainty import Uncertainty
     from ddltool.goodput_model import DeviceGoodput, FitError, Goodput, LeftOut, NextMeasurement, ParameterInterval
@@ -99,7 +98,7 @@ def fit_rows(devices: dict[str, Observations], sources: list[str], holdout: Path
     """Return the model of each device type's rows as one document."""
     from threadpoolctl import threadpool_limits
 
-    from ddltool.analyzers.goodput.heterogeneous import fit_devices
+    from ddltool.analyzers.goodput.fit import fit_devices
     from ddltool.analyzers.goodput.uncertainty import joint_intervals
 
     kept_out = read_rows([holdout]) if holdout is not None else {}
@@ -117,13 +116,14 @@ def fit_rows(devices: dict[str, Observations], sources: list[str], holdout: Path
         main = max(devices, key=lambda name: len(devices[name]))
         following = next_measurement(kept[main], models, main, sure[main])
     records = device_records(models, errors, sure)
-    return _document(records, main, models, sources, following)
+    return _document(records, main, models, devices, sources, following)
 
 
 def _document(
     records: dict[str, DeviceGoodput],
     main: str,
     models: DeviceModels,
+    devices: dict[str, Observations],
     sources: list[str],
     following: NextMeasurement | None,
 ) -> Goodput:
@@ -137,7 +137,7 @@ def _document(
             **{name: getattr(top, name) for name in type(top).model_fields},
             fit_seconds=results[main].fit_seconds,
             next_measurement=following,
-            left_out=left_out(models, sources),
+            left_out=left_out(models, devices, sources),
         )
     whole = pooled_error(list(records.values()))
     held = [item.holdout for item in records.values() if item.holdout is not None]
@@ -150,7 +150,7 @@ def _document(
         holdout=pooled_error(held) if held else None,
         intervals=top.intervals,
         next_measurement=following,
-        left_out=left_out(models, sources),
+        left_out=left_out(models, devices, sources),
         devices=records,
         shared_network=models.shared_network,
         network_choice=models.reason,
@@ -158,7 +158,7 @@ def _document(
     )
 
 
-def holdout_errors(models: DeviceModels, kept_out: dict[str, Observations], where: str) -> dict[str, ErrorSummary]:
+def holdout_errors(models: DeviceModels, kept_out: dict[str, Observations], where: str) -> dict[str, FitError]:
     """Return the error on the rows kept out, by device. Raises InputError for a device that was not fitted."""
     from ddltool.analyzers.goodput.fit import evaluate
     from ddltool.errors import InputError, did_you_mean
@@ -188,21 +188,17 @@ def pooled_error(parts: Sequence[FitError | DeviceGoodput]) -> FitError:
 
 
 def device_records(
-    models: DeviceModels, errors: dict[str, ErrorSummary], sure: dict[str, Uncertainty]
+    models: DeviceModels, errors: dict[str, FitError], sure: dict[str, Uncertainty]
 ) -> dict[str, DeviceGoodput]:
     """Return the fitted models as records."""
-    from dataclasses import asdict
-
-    from ddltool.goodput_model import DeviceGoodput, FitError, ThroughputRecord
+    from ddltool.goodput_model import DeviceGoodput, ThroughputRecord
 
     return {
         name: DeviceGoodput(
             params=ThroughputRecord(**result.params.as_dict()),
-            rmsle=result.rmsle,
-            mape=result.mape,
-            samples=result.samples,
+            **result.error.model_dump(),
             undetermined=list(result.undetermined),
-            holdout=FitError(**asdict(errors[name])) if name in errors else None,
+            holdout=errors.get(name),
             intervals=interval_records(sure[name]),
         )
         for name, result in models.results.items()
@@ -223,17 +219,29 @@ def interval_records(sure: Uncertainty) -> dict[str, ParameterInterval]:
     }
 
 
-def left_out(models: DeviceModels, sources: list[str]) -> list[LeftOut]:
+def left_out(models: DeviceModels, devices: dict[str, Observations], sources: list[str]) -> list[LeftOut]:
     """Return what the fit left out, with the files' names."""
-    from dataclasses import asdict
+    import numpy as np
 
+    from ddltool.analyzers.goodput.fit import predict
     from ddltool.goodput_model import LeftOut
 
     made = []
-    for result in models.results.values():
-        for item in result.outliers:
-            record = asdict(item)
-            made.append(LeftOut(source=sources[record.pop("part")], **record))
+    for name, result in models.results.items():
+        rows = devices[name]
+        expected = predict(result.params, rows)
+        for i in np.flatnonzero(result.left_out).tolist():
+            item = LeftOut(
+                source=sources[int(rows.part[i])],
+                row=int(rows.row[i]),
+                device=str(rows.device[i]),
+                num_nodes=int(rows.num_nodes[i]),
+                num_replicas=int(rows.num_replicas[i]),
+                local_batch_size=int(rows.local_batch_size[i]),
+                step_time_s=float(rows.step_time_s[i]),
+                expected_s=float(expected[i]),
+            )
+            made.append(item)
     return made
 
 
@@ -241,7 +249,7 @@ def next_measurement(
     rows: Observations, models: DeviceModels, device: str, sure: Uncertainty
 ) -> NextMeasurement | None:
     """Return what to measure next on a device, among the batches seen and twice the replicas seen."""
-    from ddltool.analyzers.goodput.next_measurement import configurations, suggest_next
+    from ddltool.analyzers.goodput.uncertainty import configurations, suggest_next
     from ddltool.goodput_model import NextMeasurement
 
     tried = int(rows.num_replicas.max())

@@ -201,8 +201,8 @@ def _plan_jobs(
 
 def _draw_goodput(job: Job, job_file: Path, made: Plan, path: Path) -> None:
     """Draw goodput over devices and batch for the plan's device type. Raises InputError for a plan without goodput."""
-    from ddltool.analyzers.goodput.batch_search import BatchLimits
     from ddltool.analyzers.goodput.picture import goodput_picture
+    from ddltool.analyzers.goodput.tuning import BatchLimits
     from ddltool.artifacts import write_bytes
     from ddltool.commands.plan_input import fitted_models
     from ddltool.errors import InputError

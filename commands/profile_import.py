@@ -108,7 +108,7 @@ def _import_one(
     num_replicas: int | None,
     unnamed: str,
 ) -> tuple[pd.DataFrame, ImportedFile]:
-    from ddltool.analyzers.goodput.imports import import_steps, import_table, kind_of
+    from ddltool.analyzers.goodput.observations import import_steps, import_table, kind_of
     from ddltool.errors import InputError
 
     suffixes = [suffix for suffix in path.suffixes if suffix != ".gz"]
@@ -143,7 +143,7 @@ def read_csv(path: Path) -> pd.DataFrame:
     """Return a CSV table, its columns checked. Raises InputError for a table that is empty, ragged, or names a column twice."""
     import pandas as pd
 
-    from ddltool.analyzers.goodput.imports import kind_of
+    from ddltool.analyzers.goodput.observations import kind_of
     from ddltool.artifacts import read_text
     from ddltool.profile import not_csv
 
@@ -181,7 +181,7 @@ def read_telemetry(path: Path) -> pd.DataFrame:
     import numpy as np
     import pandas as pd
 
-    from ddltool.analyzers.goodput.imports import TELEMETRY_NUMBERS
+    from ddltool.analyzers.goodput.observations import TELEMETRY_NUMBERS
     from ddltool.errors import InputError
     from ddltool.telemetry import TelemetryRow
 

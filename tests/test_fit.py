@@ -11,14 +11,12 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from ddltool.analyzers.goodput.batch_search import BatchLimits
-from ddltool.analyzers.goodput.fit import evaluate, fit
-from ddltool.analyzers.goodput.grouped import group
-from ddltool.analyzers.goodput.heterogeneous import fit_devices, leave_out
+from ddltool.analyzers.goodput.fit import evaluate, fit, fit_devices, leave_out, predict
+from ddltool.analyzers.goodput.least_squares import Group, Problem
 from ddltool.analyzers.goodput.observations import Observations, from_frame
 from ddltool.analyzers.goodput.picture import fit_picture, goodput_picture
-from ddltool.analyzers.goodput.problem import Problem
 from ddltool.analyzers.goodput.throughput import ThroughputParams, grad_time_s, iteration_time_s
+from ddltool.analyzers.goodput.tuning import BatchLimits
 from ddltool.artifacts import load, save
 from ddltool.errors import InputError
 from ddltool.goodput_model import Goodput
@@ -83,12 +81,11 @@ def test_steps_that_took_too_long_are_found_and_named() -> None:
         frame.loc[bad, "step_time_s"] *= 5
         dirty = from_frame(frame, "p.csv")
         result = fit(dirty)
-        assert [item.row for item in result.outliers] == [bad + 1]
-        assert result.outliers[0].step_time_s == frame.loc[bad, "step_time_s"]
-        assert result.outliers[0].expected_s == pytest.approx(frame.loc[bad, "step_time_s"] / 5, rel=0.1)
+        assert np.flatnonzero(result.left_out).tolist() == [bad]
+        assert predict(result.params, dirty)[bad] == pytest.approx(frame.loc[bad, "step_time_s"] / 5, rel=0.1)
         assert off(result.params) < 0.03 < 0.05 < off(fit(dirty, robust=False).params)
-        assert result.samples == len(frame)  # its errors count them: nothing is hidden
-        assert result.mape == pytest.approx(evaluate(result.params, dirty).mape)
+        assert result.error.samples == len(frame)  # its errors count them: nothing is hidden
+        assert result.error == evaluate(result.params, dirty)
 
 
 def test_five_per_cent_of_the_rows_five_times_too_long() -> None:
@@ -96,7 +93,7 @@ def test_five_per_cent_of_the_rows_five_times_too_long() -> None:
     bad = np.random.default_rng(1).choice(len(frame), len(frame) // 20, replace=False)
     frame.loc[bad, "step_time_s"] *= 5
     result = fit(from_frame(frame, "p.csv"))
-    assert sorted(item.row for item in result.outliers) == sorted(bad + 1)
+    assert np.flatnonzero(result.left_out).tolist() == sorted(bad)
     assert off(result.params) < 0.01
 
 
@@ -105,7 +102,7 @@ def test_clean_rows_lose_nothing(error: float) -> None:
     for seed in range(5):
         clean = rows(TRUTH, error=error, seed=seed)
         result = fit(clean)
-        assert result.outliers == ()
+        assert not result.left_out.any()
         assert result.params == fit(clean, robust=False).params
 
 
@@ -113,10 +110,10 @@ def test_many_wrong_rows_are_no_outliers() -> None:
     """Rows of which a quarter took five times as long are two machines, not slow steps; nor is the only row of its kind."""
     frame = pd.concat([measured(TRUTH, seed=seed) for seed in range(4)], ignore_index=True)
     frame.loc[np.random.default_rng(0).choice(len(frame), len(frame) // 4, replace=False), "step_time_s"] *= 5
-    assert fit(from_frame(frame, "p.csv")).outliers == ()
+    assert not fit(from_frame(frame, "p.csv")).left_out.any()
     lonely = measured(TRUTH, [(1, 1, m) for m in (8, 16, 32, 64, 96, 128)] + [(2, 2, 32)])
     lonely.loc[6, "step_time_s"] *= 20
-    assert fit(from_frame(lonely, "p.csv")).outliers == ()
+    assert not fit(from_frame(lonely, "p.csv")).left_out.any()
 
 
 def test_telemetry_of_which_a_twentieth_is_slow_gives_the_same_model() -> None:
@@ -147,7 +144,7 @@ def test_rows_with_accumulation_are_steps_of_several_passes() -> None:
     result = fit(from_frame(frame, "p.csv"))
     assert result.params.as_dict() == pytest.approx(TRUTH.as_dict(), rel=1e-3)
     # without the column the same rows are not explained
-    assert fit(from_frame(frame.drop(columns="accumulation_steps"), "p.csv")).mape > 0.1
+    assert fit(from_frame(frame.drop(columns="accumulation_steps"), "p.csv")).error.mape > 0.1
 
 
 def test_the_time_of_a_pass_is_used_where_it_was_measured() -> None:
@@ -182,7 +179,7 @@ def test_unlike_networks_are_kept_apart() -> None:
     shared, separate = leave_out(list(devices.values())) or (0.0, 1.0)
     assert separate < 0.5 * shared
     forced = fit_devices(devices, shared_network=True)
-    assert forced.results["fast"].mape > 3 * models.results["fast"].mape
+    assert forced.results["fast"].error.mape > 3 * models.results["fast"].error.mape
 
 
 def test_a_type_measured_alone_takes_the_network_of_the_other() -> None:
@@ -266,12 +263,20 @@ def test_rows_that_do_not_say_whose_they_are(tmp_path: Path, cli: Cli) -> None:
     ("column", "value", "message"),
     [
         ("step_time_s", "1e308", "row 2:step_time_s: is 1e+308; it must lie between 1e-09 and 1e+09"),
-        ("step_time_s", "5e-324", "row 2:step_time_s: is 4.94066e-324"),
-        ("local_batch_size", "1e308", "row 2:local_batch_size: is 1e308; it must be at most 1000000000"),
+        ("step_time_s", "5e-324", "row 2:step_time_s: is 5e-324"),
+        (
+            "local_batch_size",
+            "1e308",
+            "row 2:local_batch_size: is 1e+308; it must be a whole number from 1 to 1000000000",
+        ),
         ("num_replicas", str(10**30), "row 2:num_replicas: is 1000000"),
         ("accumulation_steps", "2.5", "row 2:accumulation_steps: is 2.5"),
         ("accumulation_steps", "-1", "row 2:accumulation_steps: is -1"),
-        ("grad_time_s", "9", "row 2:grad_time_s: is 9, not above 0 and at most the step time"),
+        (
+            "grad_time_s",
+            "9",
+            "row 2:grad_time_s: is 9.0; it must be the time of one pass, above 0 and at most the step time",
+        ),
         ("grad_time_s", "soon", "row 2:grad_time_s: is soon"),
         ("sync_time_s", "inf", "row 2:sync_time_s: is inf"),
     ],
@@ -282,9 +287,7 @@ def test_one_line_for_what_cannot_be(tmp_path: Path, cli: Cli, column: str, valu
     frame.to_csv(tmp_path / "p.csv", index=False)
     found = cli("fit", tmp_path / "p.csv", "-o", tmp_path / "g.json")
     assert found.code == 2
-    assert message in found.error_line.replace("1e+308;", "1e+308;").replace(
-        "is 1e+308; it must be", "is 1e308; it must be"
-    )
+    assert message in found.error_line
     assert not (tmp_path / "g.json").exists()
 
 
@@ -348,7 +351,7 @@ def test_rows_by_the_hundred_thousand_cost_what_their_configurations_do() -> Non
         step_time_s=np.asarray(iteration_time_s(TRUTH, 1, 1, batch)),
         grad_time_s=np.full(len(batch), np.nan),
     )
-    assert len(group(wide).nodes) < 5000
+    assert len(Group(wide).nodes) < 5000
     assert fit(wide, robust=False).params.beta_grad_s == pytest.approx(TRUTH.beta_grad_s, rel=1e-3)
 
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from ddltool.analyzers.goodput.fit import NAMES, fit
+from ddltool.analyzers.goodput.fit import fit
 from ddltool.analyzers.goodput.observations import Observations
-from ddltool.analyzers.goodput.throughput import ThroughputParams, grad_time_s, iteration_time_s
+from ddltool.analyzers.goodput.throughput import NAMES, ThroughputParams, grad_time_s, iteration_time_s
 
 # What people measure: 1 to 4 nodes, 1 to 4 replicas each, five local batches.
 GRID = np.array([(n, n * k, m) for n in (1, 2, 4) for k in (1, 2, 4) for m in (8, 16, 32, 64, 128)], dtype=float)

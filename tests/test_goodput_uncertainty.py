@@ -10,12 +10,17 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ddltool.analyzers.goodput.fit import NAMES, fit
-from ddltool.analyzers.goodput.next_measurement import _PRIOR, Configurations, configurations, suggest_next
+from ddltool.analyzers.goodput.fit import fit
 from ddltool.analyzers.goodput.observations import Observations, concatenate
-from ddltool.analyzers.goodput.sensitivity import log_times
-from ddltool.analyzers.goodput.throughput import ThroughputParams, grad_time_s, iteration_time_s
-from ddltool.analyzers.goodput.uncertainty import ASSUMED_ERROR, parameter_intervals
+from ddltool.analyzers.goodput.throughput import NAMES, ThroughputParams, grad_time_s, iteration_time_s, log_times
+from ddltool.analyzers.goodput.uncertainty import (
+    _PRIOR,
+    ASSUMED_ERROR,
+    Configurations,
+    configurations,
+    parameter_intervals,
+    suggest_next,
+)
 from ddltool.errors import InputError
 
 TRUTH = ThroughputParams(

@@ -13,14 +13,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ddltool.analyzers.goodput.curve import summarise
-from ddltool.analyzers.goodput.measuring import (
+from ddltool.analyzers.goodput.curve import (
     Interval,
     first_of,
     interval_ranks,
     median_interval,
     next_doubling,
     predict,
+    summarise,
 )
 from ddltool.errors import InputError
 from ddltool.profile import check_profile

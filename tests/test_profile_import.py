@@ -14,8 +14,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ddltool.analyzers.goodput.imports import import_steps, import_table, kind_of
-from ddltool.analyzers.goodput.observations import from_frame
+from ddltool.analyzers.goodput.observations import from_frame, import_steps, import_table, kind_of
 from ddltool.analyzers.oracle.kineto import read_trace
 from ddltool.analyzers.oracle.trace_steps import _busy_within, read_steps
 from ddltool.commands.profile_import import import_files, profile_import, read_csv

@@ -14,9 +14,9 @@ import pytest
 import torch
 from torch import nn
 
-from ddltool.analyzers.goodput.batch_search import BatchLimits
 from ddltool.analyzers.goodput.elastic_table import Split
 from ddltool.analyzers.goodput.throughput import goodput_per_s
+from ddltool.analyzers.goodput.tuning import BatchLimits
 from ddltool.errors import InputError
 from ddltool.runtime.agent import deciding as agent_deciding
 from ddltool.runtime.agent.agent import GoodputAgent

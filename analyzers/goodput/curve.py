@@ -1,9 +1,19 @@
-"""What a profile says about a device: launch overhead, saturation batch, linear part, memory limit."""
+"""Step times over batch sizes on one device: what a profile says about it, what to measure next, how often, and how sure.
+
+Start at :func:`summarise` (launch overhead, saturation batch, linear part, memory limit), :func:`median_interval` and
+:func:`predict`. A curve is taken as known where its measured points leave no more room than the wanted precision. Curves
+are taken as rising and, between neighbouring points, bent to one side: launch overhead, then a line. Then the chord
+between two points is one bound, and the lines through the pairs beside them are the other (the sandwich algorithm; Rote,
+"The convergence rate of the sandwich algorithm for approximating convex functions", Computing 48, 1992).
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import itertools
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import TYPE_CHECKING, Literal
 
 import numpy as np
@@ -109,3 +119,150 @@ def _memory_limit(
     if each * batches[-1] < 0.01 * memory[-1]:
         return None  # memory does not grow with the batch beyond the noise
     return max(0, int((limit_bytes - base) / each))
+
+
+LEVEL = 0.95
+# Doublings that each bring less than this share of throughput: the curve is a line from there on.
+_FLAT = 0.05
+# A bracket around the saturation batch is narrow enough at this ratio of its ends.
+_BRACKET = 1.25
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Interval:
+    """A median with its confidence interval, all in the unit of the samples."""
+
+    median: float
+    low: float
+    high: float
+
+    @property
+    def relative(self) -> float:
+        """Half the interval's width over the median: 0.05 is known to 5 %."""
+        return (self.high - self.low) / 2 / self.median
+
+
+@lru_cache(maxsize=4096)
+def interval_ranks(count: int, level: float = LEVEL) -> tuple[int, int]:
+    """Return the ranks (from 0) of the order statistics that hold the median with probability ``level``.
+
+    Distribution-free: the number of samples below the median is Binomial(n, 1/2), so the interval between the order
+    statistics k and n + 1 - k covers it with probability 1 - 2 P(Binomial < k) (David and Nagaraja, Order Statistics,
+    3rd ed., section 7.1). Under six samples no such interval has 95 %: then the smallest and largest are returned, whose
+    coverage is 1 - 2^(1 - n). Raises ValueError for no samples.
+    """
+    if count < 1:
+        raise ValueError("an interval needs a sample")
+    from scipy.stats import binom
+
+    below = int(binom.ppf((1 - level) / 2, count, 0.5))
+    # the largest k with P(Binomial <= k - 1) <= (1 - level) / 2; ppf may land on k or one above
+    while below > 0 and binom.cdf(below - 1, count, 0.5) > (1 - level) / 2:
+        below -= 1
+    first = max(0, below - 1)
+    return first, count - 1 - first
+
+
+def median_interval(samples: Sequence[float], level: float = LEVEL) -> Interval:
+    """Return the samples' median with a distribution-free confidence interval; see :func:`interval_ranks`.
+
+    Samples are taken as independent; a machine whose load drifts makes the true uncertainty larger.
+    """
+    ordered = sorted(samples)
+    first, last = interval_ranks(len(ordered), level)
+    return Interval(median=float(np.median(ordered)), low=ordered[first], high=ordered[last])
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Prediction:
+    """A step time (seconds) that was not measured, and its relative uncertainty (infinite where nothing is known)."""
+
+    step_time_s: float
+    relative: float
+
+
+_UNKNOWN = Prediction(step_time_s=math.nan, relative=math.inf)
+
+
+def predict(points: Mapping[int, Interval], batch: int) -> Prediction:
+    """Return the step time at ``batch`` from the measured batches next to it: the middle of the room that they leave.
+
+    One bound is the chord between the two neighbours, the other the lines through the pairs on either side, and the lower
+    neighbour's time. The uncertainty is half of that room and the neighbours' own intervals. Unknown outside the
+    measured batches, and with fewer than three of them.
+    """
+    measured = sorted(points)
+    if batch in points:
+        return Prediction(step_time_s=points[batch].median, relative=points[batch].relative)
+    if len(measured) < 3 or not measured[0] < batch < measured[-1]:
+        return _UNKNOWN
+    after = next(position for position, value in enumerate(measured) if value > batch)
+    low, high = measured[after - 1], measured[after]
+    share = (batch - low) / (high - low)
+    noise = (1 - share) * _half_width(points[low]) + share * _half_width(points[high])
+    chord = _on_line(points, low, high, batch)
+    beside = []
+    if after >= 2:
+        beside.append(_on_line(points, measured[after - 2], low, batch))
+    if after + 1 < len(measured):
+        beside.append(_on_line(points, high, measured[after + 1], batch))
+    other = _other_bound(chord, beside, points[low].median, points[high].median)
+    middle = (chord + other) / 2
+    return Prediction(step_time_s=middle, relative=(abs(chord - other) / 2 + noise) / middle)
+
+
+def _half_width(point: Interval) -> float:
+    return point.relative * point.median
+
+
+def _on_line(points: Mapping[int, Interval], first: int, second: int, batch: int) -> float:
+    """Return the value at ``batch`` of the line through two points."""
+    slope = (points[second].median - points[first].median) / (second - first)
+    return points[first].median + slope * (batch - first)
+
+
+def _other_bound(chord: float, beside: Sequence[float], low: float, high: float) -> float:
+    """Return how far the curve may be from the chord: below it where it bends up, above it where it bends down."""
+    if all(value <= chord for value in beside):
+        return max(min(low, chord), *beside)
+    if all(value >= chord for value in beside):
+        return min(max(high, chord), *beside)
+    return max(beside, key=lambda value: abs(value - chord))  # it bends both ways, or that is noise
+
+
+def first_of(unknown: Sequence[int], measured: Sequence[int]) -> int:
+    """Return which of the batches of which nothing is known to measure first: smallest, largest, then the middle ones.
+
+    The middle is the geometric one: throughput curves bend on a logarithmic scale.
+    """
+    everything = sorted([*unknown, *measured])
+    for end in (everything[0], everything[-1]):
+        if end in unknown:
+            return end
+    middle = math.sqrt(everything[0] * everything[-1])
+    return min(unknown, key=lambda batch: abs(math.log(batch / middle)))
+
+
+def next_doubling(points: Mapping[int, float], most: int) -> int | None:
+    """Return the next batch of a search for saturation, None when it is found.
+
+    ``points``: step times (seconds) by batch. Doubles from 1 until two doublings in turn bring less than 5 % throughput
+    each, or ``most`` is reached; then narrows the bracket in which throughput passes 90 % of the best.
+    """
+    if not points:
+        return 1
+    measured = sorted(points)
+    speed = {batch: batch / points[batch] for batch in measured}
+    doublings = [batch for batch in measured if batch & (batch - 1) == 0]
+    gains = [speed[high] / speed[low] - 1 for low, high in itertools.pairwise(doublings)]
+    flat = len(gains) >= 2 and max(gains[-2:]) < _FLAT
+    if not flat and measured[-1] < most:
+        return min(2 * doublings[-1], most)
+    best = max(speed.values())
+    place = next(position for position, batch in enumerate(measured) if speed[batch] >= SATURATED * best)
+    if place == 0:
+        return None
+    low, high = measured[place - 1], measured[place]
+    if high - low <= 1 or high / low <= _BRACKET:
+        return None
+    return (low + high) // 2

@@ -19,12 +19,11 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import LogLocator, NullFormatter, ScalarFormatter
 from numpy.typing import NDArray
 
-from ddltool.analyzers.goodput.batch_search import BatchLimits
-from ddltool.analyzers.goodput.frontier import Frontier, frontier, goodput_grid
+from ddltool.analyzers.goodput.fit import ASSUMED_ERROR
+from ddltool.analyzers.goodput.least_squares import Problem
 from ddltool.analyzers.goodput.observations import Observations
-from ddltool.analyzers.goodput.problem import Problem
-from ddltool.analyzers.goodput.sensitivity import log_times
-from ddltool.analyzers.goodput.throughput import ThroughputParams, iteration_time_s
+from ddltool.analyzers.goodput.throughput import ThroughputParams, iteration_time_s, log_times
+from ddltool.analyzers.goodput.tuning import BatchLimits, Frontier, frontier, goodput_grid
 from ddltool.analyzers.reporting.style import INK, SERIES_COLOURS, STYLE, is_narrow, time_unit, to_svg, width_in
 
 Array = NDArray[np.float64]
@@ -129,17 +128,13 @@ def _deviation(
     problem = Problem([rows])
     point = problem.start_from([params])
     _, jacobian = problem.residuals(point)
-    freedom = max(problem.rows - int(problem.free.sum()), 1.0)
-    variance = max(problem.step_squares(point) / freedom, 1e-12)
+    variance = max((problem.scatter(point) or ASSUMED_ERROR) ** 2, 1e-12)
     index = np.flatnonzero(problem.free)
     information = jacobian[:, index].T @ jacobian[:, index] * problem.rows / variance
     # a parameter that the rows do not determine is taken as known to a factor of e: the line is drawn all the same
     covariance = np.linalg.inv(information + np.eye(len(index)))
     everywhere = np.ones_like(batch)
-    _, _, _, slopes = log_times(
-        problem.values(point)[problem.index[0]], nodes * everywhere, replicas * everywhere, batch, passes
-    )
-    slopes = slopes[:, index]
+    slopes = log_times(problem.values(point), nodes * everywhere, replicas * everywhere, batch, passes)[3][:, index]
     made: Array = np.sqrt(variance + np.einsum("bi,ij,bj->b", slopes, covariance, slopes))
     return made
 

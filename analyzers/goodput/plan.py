@@ -13,11 +13,10 @@ from collections.abc import Mapping
 
 import numpy as np
 
-from ddltool.analyzers.goodput.batch_search import BatchLimits
 from ddltool.analyzers.goodput.elastic_table import ElasticLimits, ElasticRow, Split, elastic_table
-from ddltool.analyzers.goodput.frontier import Frontier, frontier
 from ddltool.analyzers.goodput.lr_rules import GradientStatistics, rule_names
 from ddltool.analyzers.goodput.throughput import ThroughputParams, efficiency, iteration_time_s
+from ddltool.analyzers.goodput.tuning import BatchLimits, Frontier, frontier
 from ddltool.errors import Infeasible
 from ddltool.job import GoodputSection, Job
 from ddltool.plan import Assignment, ElasticSetting, GoodputChoice, Plan, ScalingRow

@@ -19,6 +19,7 @@ from numpy.typing import ArrayLike, NDArray
 from ddltool.errors import InputError
 
 Array = NDArray[np.float64]
+_TINY = 1e-300
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -49,6 +50,9 @@ class ThroughputParams:
     def from_dict(cls, values: Mapping[str, float]) -> ThroughputParams:
         """Return the parameters from a mapping that names all seven."""
         return cls(**values)
+
+
+NAMES = tuple(field.name for field in fields(ThroughputParams))
 
 
 def _shaped(value: Array, *inputs: ArrayLike) -> Array | float:
@@ -108,11 +112,13 @@ def throughput_per_s(
 
 
 def efficiency(noise_scale: ArrayLike, total_batch_size: ArrayLike, initial_batch_size: ArrayLike) -> Array | float:
-    """Return the statistical efficiency ``(phi + M0) / (phi + M)`` (Pollux, Equation 7); phi in samples."""
+    """Return the statistical efficiency ``(phi + M0) / (phi + M)`` (Pollux, Equation 7); phi in samples, may be infinite."""
     phi, total, first = (
         np.asarray(item, dtype=np.float64) for item in (noise_scale, total_batch_size, initial_batch_size)
     )
-    return _shaped((phi + first) / (phi + total), noise_scale, total_batch_size, initial_batch_size)
+    finite = np.where(np.isinf(phi), 0.0, phi)
+    made = np.where(np.isinf(phi), 1.0, (finite + first) / (finite + total))
+    return _shaped(made, noise_scale, total_batch_size, initial_batch_size)
 
 
 def goodput_per_s(
@@ -130,3 +136,33 @@ def goodput_per_s(
     speed = throughput_per_s(params, num_nodes, num_replicas, local_batch_size, accumulation_steps)
     made = np.asarray(speed) * efficiency(noise_scale, total, initial_batch_size)
     return _shaped(made, num_nodes, num_replicas, local_batch_size, accumulation_steps, noise_scale, initial_batch_size)
+
+
+def log_times(
+    values: Array, nodes: Array, replicas: Array, batch: Array, passes: Array | float = 0.0
+) -> tuple[Array, Array, Array, Array]:
+    """Return log T_grad, log T_iter, both of shape (n,), and their Jacobians of shape (n, 7).
+
+    ``values`` are the seven parameters in the order of :data:`NAMES`; ``nodes``,
+    ``replicas``, ``batch`` and ``passes`` (accumulation steps s, default none) have shape (n,). The Jacobians are by the
+    logarithms of the parameters. Pollux, Equations 9 to 11.
+    """
+    a_grad, b_grad, a_local, b_local, a_node, b_node, gamma = values
+    more = np.maximum(replicas - 2.0, 0.0)
+    shared = replicas > 1
+    local, across = shared & (nodes <= 1), shared & (nodes > 1)
+    grad = np.maximum(a_grad + b_grad * batch, _TINY)
+    sync = np.where(local, a_local + b_local * more, np.where(across, a_node + b_node * more, 0.0))
+    whole = np.maximum(overlapped(grad, sync, gamma), _TINY)
+    log_grad, log_sync, log_whole = np.log(grad), np.log(np.maximum(sync, _TINY)), np.log(whole)
+    step = passes * grad + whole
+    last = whole / step  # weight of the synchronising pass in the step
+    ours = np.exp(gamma * (log_grad - log_whole))  # weight of T_grad in that pass
+    theirs = np.where(sync > 0, last * (1.0 - ours) / np.maximum(sync, _TINY), 0.0)
+    by_grad = np.zeros((len(batch), 7))
+    by_grad[:, 0], by_grad[:, 1] = a_grad / grad, b_grad * batch / grad
+    by_step = by_grad * (ours * last + passes * grad / step)[:, None]
+    by_step[:, 2], by_step[:, 3] = theirs * local * a_local, theirs * local * b_local * more
+    by_step[:, 4], by_step[:, 5] = theirs * across * a_node, theirs * across * b_node * more
+    by_step[:, 6] = np.where(sync > 0, last * (ours * log_grad + (1.0 - ours) * log_sync - log_whole), 0.0)
+    return log_grad, np.log(step), by_grad, by_step

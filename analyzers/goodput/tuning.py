@@ -1,25 +1,71 @@
 """The batch that makes the most progress: local batch m and accumulation steps s of highest goodput, exact over integers.
 
-Start at :func:`tune` (thousands of allocations at once), :func:`tune_one` or :func:`tune_mixed` (unlike devices).
+Start at :func:`tune` (thousands of allocations at once), :func:`tune_one`, :func:`tune_mixed` (unlike devices) or
+:func:`frontier` (what more GPUs buy); :func:`goodput_grid` is the picture behind it.
 
-Exact over integer m and s: :mod:`ddltool.analyzers.goodput.batch_search` has the search and why it misses nothing.
+With ``n = s + 1`` passes, ``M = K m n`` and noise scale phi, goodput is ``(phi + M0) / h`` with
+``h(m, n) = (1 + phi / M) T_iter``, ``T_iter = (n - 1) X + R(X)``, ``X = T_grad(m)``, ``R(X) = (X^g + T_sync^g)^(1/g)``.
+Three facts make the search over all integers (m, n) short:
+
+1. For each n, h is convex in ``u = 1 / m`` (``T_iter / m`` is the perspective of a convex function; ``X(1 / u)`` is convex
+   in u): the best integer m is one of the two next to the real minimum. That solves ``b m^2 = (phi / (K n))
+   (a + X e q / (n - 1 + q))`` with ``e = (T_sync / X)^g`` and ``q = (X / R)^(g - 1)``, monotone in log m: Newton's method
+   with a bracket.
+2. For each per-replica batch ``B = m n``, fewer passes with larger m are never slower: ``n X(B / n)`` grows with n, and so
+   does ``R(X) - X``. So h at ``m = m_max`` with a real n bounds every point of the same B >= m_max from below. That
+   bound is convex in B with its minimum at ``B* = sqrt(phi m_max (R - X) / (K X))``. With B* moved into the allowed
+   range, ``n1 = floor(B* / m_max)``: all n <= n1 are answered by (m_max, n1).
+3. From n = n1 + 1 on, with ``h*(n)`` the minimum over real m: a point of more passes with ``B <= n m_max`` costs at least
+   ``h*(n) + a (1 + phi / M_max)`` (fact 2; each pass adds a), one of larger B at least ``h(m_max, n)``, already tried. The
+   search stops when the former is not below the best point found. Usually that is at once; where few integers fit
+   between the smallest and the largest total batch it can take many n, and the answer is exact all the same.
+
+Exact up to rounding: no point is better by more than a 1e-12th. Where no equal local batches add up to a total within the
+limits (128 samples on 3 replicas), the total is M0 rounded up to the next that they do (3 x 43).
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from ddltool.analyzers.goodput.batch_search import BatchLimits, BatchSearch, Line
-from ddltool.analyzers.goodput.throughput import ThroughputParams, sync_time_s
+from ddltool.analyzers.goodput.throughput import ThroughputParams, efficiency, iteration_time_s, sync_time_s
 from ddltool.errors import Infeasible, InputError
 
 Array = NDArray[np.float64]
 Ints = NDArray[np.int64]
+_ROUNDING = 1e-12
+# Zero times make logarithms infinite; this one is zero beside any time that can be measured.
+_TINY = 1e-300
+_LARGEST_CHUNK = 1 << 18
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class BatchLimits:
+    """What a job allows: total batch ``M0 <= M <= max``, local batch within memory, accumulation steps.
+
+    ``max_accumulation_steps`` None: any. Raises InputError for a value out of range.
+    """
+
+    initial_batch_size: int
+    max_batch_size: int
+    max_local_batch_size: int
+    min_local_batch_size: int = 1
+    max_accumulation_steps: int | None = None
+
+    def __post_init__(self) -> None:
+        for field in fields(self):
+            value, least = getattr(self, field.name), 0 if field.name == "max_accumulation_steps" else 1
+            if value is not None and value < least:
+                raise InputError(field.name, f"is {value}", f"it must be {least} or more")
+        for low, high in (("initial", "max"), ("min_local", "max_local")):
+            first, last = getattr(self, f"{low}_batch_size"), getattr(self, f"{high}_batch_size")
+            if first > last:
+                raise InputError(f"{low}_batch_size", f"is {first}", f"it must be at most {high}_batch_size, {last}")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -61,9 +107,32 @@ def tune(
     efficiency 1, so throughput alone counts. Goodput in useful samples per second, zeros where no batch is allowed.
     Raises InputError for an allocation or a noise scale that cannot be, and when a pass takes no time.
     """
-    nodes, replicas = _allocations(num_nodes, num_replicas)
-    lines = ((params.alpha_grad_s, params.beta_grad_s),)
-    return _tune_distinct(lines, params, nodes, replicas, limits, noise_scale)
+    if not noise_scale >= 0:
+        raise InputError(
+            "noise_scale", f"is {noise_scale}", "give a number of samples >= 0, or inf for throughput alone"
+        )
+    if params.alpha_grad_s + params.beta_grad_s <= 0:
+        raise InputError("params", "say that a pass takes no time", "alpha_grad_s or beta_grad_s must be above 0")
+    nodes, replicas = np.broadcast_arrays(_whole("num_nodes", num_nodes), _whole("num_replicas", num_replicas))
+    bad = np.flatnonzero((nodes < 1) | (replicas < nodes))
+    if bad.size:
+        problem = f"has {replicas[bad[0]]} replicas on {nodes[bad[0]]} nodes"
+        raise InputError(f"allocation {bad[0]}", problem, "each node has at least one")
+    # one answer per number of replicas, on one node or several: nothing else matters
+    distinct, where = np.unique(2 * replicas + (nodes > 1), return_inverse=True)
+    alone = distinct // 2
+    search = _Search(params, 1 + distinct % 2, alone, limits, noise_scale)
+    with np.errstate(divide="ignore", invalid="ignore", over="ignore"):
+        search.run()
+        search.round_up()
+    scale = 1.0 if math.isinf(noise_scale) else noise_scale + limits.initial_batch_size
+    local, passes = search.m_best.astype(np.int64), search.n_best.astype(np.int64)
+    return Tuned(
+        local_batch_size=local[where],
+        accumulation_steps=np.maximum(passes - 1, 0)[where],
+        total_batch_size=(alone * local * passes)[where],
+        goodput_per_s=np.where(local > 0, scale / search.cost_best, 0.0)[where],
+    )
 
 
 def tune_one(
@@ -72,19 +141,13 @@ def tune_one(
     """Return the batch of highest goodput for one allocation. Raises Infeasible, naming the limits, when none is allowed."""
     found = tune(params, num_nodes, num_replicas, limits, noise_scale=noise_scale)
     if not found.feasible[0]:
-        accumulation = limits.max_accumulation_steps
+        steps = "any" if limits.max_accumulation_steps is None else f"at most {limits.max_accumulation_steps}"
         raise Infeasible(
             f"no batch fits {num_replicas} replicas: no multiple of {num_replicas} from {limits.initial_batch_size} to "
             f"{limits.max_batch_size} samples has local batches of {limits.min_local_batch_size} to "
-            f"{limits.max_local_batch_size} with {'any' if accumulation is None else f'at most {accumulation}'} "
-            "accumulation steps"
+            f"{limits.max_local_batch_size} with {steps} accumulation steps"
         )
-    return TunedOne(
-        local_batch_size=int(found.local_batch_size[0]),
-        accumulation_steps=int(found.accumulation_steps[0]),
-        total_batch_size=int(found.total_batch_size[0]),
-        goodput_per_s=float(found.goodput_per_s[0]),
-    )
+    return TunedOne(**{item.name: getattr(found, item.name)[0].item() for item in fields(TunedOne)})
 
 
 def tune_mixed(
@@ -100,11 +163,12 @@ def tune_mixed(
 
     ``counts[type]`` are the devices of each type per allocation, broadcasting with ``num_nodes`` to shape (n,). The models
     of all types share their synchronisation parameters and gamma. ``max_local_batch_sizes`` are further limits by type.
-    ``X = max_i (a_i + b_i m)`` is still convex, so all of the above holds piece by piece. Raises InputError when types
-    differ between the mappings or in the shared parameters.
+    Between the local batches at which another type becomes the slowest, each range is a search of its own. Raises
+    InputError when types differ between the mappings or in the shared parameters.
     """
     if not counts:
         raise InputError("counts", "names no device type", "give at least one")
+    most = {name: (max_local_batch_sizes or {}).get(name, limits.max_local_batch_size) for name in counts}
     unknown = sorted((set(counts) | set(max_local_batch_sizes or {})) - set(models))
     if unknown:
         raise InputError("counts", f'names "{unknown[0]}"', f"known device types: {', '.join(sorted(models))}")
@@ -114,90 +178,275 @@ def tune_mixed(
         same = replace(models[name], alpha_grad_s=shared.alpha_grad_s, beta_grad_s=shared.beta_grad_s)
         if same != shared:
             raise InputError(f"models:{name}", f"synchronises otherwise than {names[0]}", "share those parameters")
-    arrays = np.broadcast_arrays(np.atleast_1d(num_nodes), *(np.atleast_1d(counts[name]) for name in names))
-    per_type: Ints = np.stack([_whole(name, array) for name, array in zip(names, arrays[1:], strict=True)])
+    nodes, *each = np.broadcast_arrays(_whole("num_nodes", num_nodes), *(_whole(name, counts[name]) for name in names))
+    per_type = np.stack(each)
     if (per_type < 0).any():
         raise InputError("counts", "has a negative number of devices", "use 0 for types that are not used")
-    nodes, replicas = _allocations(arrays[0], per_type.sum(axis=0))
-    used = (1 << np.arange(len(names))) @ (per_type > 0)
-    count = len(nodes)
     out = Tuned(
-        local_batch_size=np.zeros(count, dtype=np.int64),
-        accumulation_steps=np.zeros(count, dtype=np.int64),
-        total_batch_size=np.zeros(count, dtype=np.int64),
-        goodput_per_s=np.zeros(count),
+        **{item.name: np.zeros(len(nodes), float if "goodput" in item.name else np.int64) for item in fields(Tuned)}
     )
-    for group in np.unique(used):
-        members = np.flatnonzero(used == group)
-        present = [name for bit, name in enumerate(names) if group >> bit & 1]
-        lines = tuple((models[name].alpha_grad_s, models[name].beta_grad_s) for name in present)
-        most = min([limits.max_local_batch_size] + [(max_local_batch_sizes or {}).get(n, math.inf) for n in present])
-        if most < limits.min_local_batch_size:
-            continue
-        own = replace(limits, max_local_batch_size=int(most))
-        found = _tune_distinct(lines, shared, nodes[members], replicas[members], own, noise_scale)
-        for field in fields(Tuned):
-            getattr(out, field.name)[members] = getattr(found, field.name)
+    for used in np.unique(per_type > 0, axis=1).T:
+        members = np.flatnonzero((used == (per_type > 0).T).all(axis=1))
+        present = [name for name, is_used in zip(names, used, strict=True) if is_used]
+        largest = min([limits.max_local_batch_size, *(most[name] for name in present)])
+        for name in present:
+            low, high = _slowest(models[name], [models[other] for other in present])
+            low, high = max(low, limits.min_local_batch_size), min(high, largest)
+            if low > high:
+                continue
+            own = replace(limits, min_local_batch_size=int(low), max_local_batch_size=int(high))
+            replicas = per_type[:, members].sum(axis=0)
+            found = tune(models[name], nodes[members], replicas, own, noise_scale=noise_scale)
+            within = found.total_batch_size <= limits.max_batch_size  # none that was rounded up for want of range
+            better = within & (found.goodput_per_s > out.goodput_per_s[members])
+            for item in fields(Tuned):
+                column = getattr(out, item.name)
+                column[members[better]] = getattr(found, item.name)[better]
     return out
 
 
+def _slowest(model: ThroughputParams, others: list[ThroughputParams]) -> tuple[float, float]:
+    """Return the smallest and the largest local batch at which no other of the models has a longer T_grad."""
+    low, high = 1.0, math.inf
+    for other in others:
+        ahead, steeper = other.alpha_grad_s - model.alpha_grad_s, model.beta_grad_s - other.beta_grad_s
+        if steeper > 0:
+            low = max(low, math.ceil(ahead / steeper))
+        elif steeper < 0:
+            high = min(high, math.floor(ahead / steeper))
+        elif ahead > 0:
+            high = 0.0
+    return low, high
+
+
 def _whole(name: str, values: ArrayLike) -> Ints:
-    given = np.asarray(values)
-    made = given.astype(np.int64)
-    if given.dtype.kind not in "iu" and not np.array_equal(made, given):
+    given = np.atleast_1d(values)
+    made: Ints = given.astype(np.int64)
+    if not np.array_equal(made, given):
         raise InputError(name, "has a value that is no integer", "give whole numbers")
     return made
 
 
-def _allocations(num_nodes: ArrayLike, num_replicas: ArrayLike) -> tuple[Ints, Ints]:
-    nodes, replicas = np.broadcast_arrays(
-        np.atleast_1d(_whole("num_nodes", num_nodes)), np.atleast_1d(_whole("num_replicas", num_replicas))
-    )
-    if nodes.size and (nodes.min() < 1 or (replicas < nodes).any()):
-        bad = int(np.flatnonzero((nodes < 1) | (replicas < nodes))[0])
-        raise InputError(
-            f"allocation {bad}", f"has {replicas[bad]} replicas on {nodes[bad]} nodes", "each node has at least one"
+class _Search:
+    """The search over (m, n) for many allocations at once; arrays have shape (allocations, numbers of passes)."""
+
+    def __init__(
+        self, params: ThroughputParams, nodes: Ints, replicas: Ints, limits: BatchLimits, noise: float
+    ) -> None:
+        self.alpha, self.beta = params.alpha_grad_s, params.beta_grad_s
+        self.gamma, self.noise = params.gamma, noise
+        # h = (weight + share / M) T_iter; without noise in sight (phi = inf) only T_iter / M counts.
+        self.weight, self.share = (0.0, 1.0) if math.isinf(noise) else (1.0, float(noise))
+        self.smallest, self.largest = float(limits.min_local_batch_size), float(limits.max_local_batch_size)
+        self.most_passes = math.inf if limits.max_accumulation_steps is None else limits.max_accumulation_steps + 1.0
+        self.replicas = replicas[:, None].astype(np.float64)
+        self.sync = np.asarray(sync_time_s(params, nodes, replicas), dtype=np.float64)[:, None]
+        self.log_sync = np.log(np.maximum(self.sync, _TINY))
+        self.low = np.ceil(limits.initial_batch_size / self.replicas)
+        self.high = np.floor(limits.max_batch_size / self.replicas)
+        count = len(replicas)
+        self.cost_best, self.m_best, self.n_best = np.full(count, np.inf), np.zeros(count), np.zeros(count)
+
+    def overlapped(self, x: Array, rows: slice | Ints) -> Array:
+        """Return R(X), at least X."""
+        # the cap keeps the power finite; it is reached only where T_sync is e^60 times X or more
+        ratio = np.exp(np.minimum(self.gamma * (self.log_sync[rows] - np.log(x)), 600.0))
+        made: Array = x * np.exp(np.log(1.0 + ratio) / self.gamma)
+        return made
+
+    def cost(self, m: Array, n: Array, rows: slice | Ints) -> Array:
+        """Return h(m, n) for m, n >= 1 (not checked against the limits)."""
+        x = self.alpha + self.beta * m
+        made: Array = (self.weight + self.share / (self.replicas[rows] * m * n)) * (
+            (n - 1.0) * x + self.overlapped(x, rows)
         )
-    return nodes, replicas
+        return made
+
+    def stationary(self, n: Array, rows: slice | Ints) -> Array:
+        """Return the m > 0 of least h, infinite where h falls for ever.
+
+        Newton on ``F(y) = 2 y - log(c / beta) - log(alpha + D)``, y = log m, whose slope lies in [2, 1 + gamma]; alone it
+        can swing to and fro for ever, so the bracket is halved where F did not.
+        """
+        if math.isinf(self.noise) or self.beta == 0 or self.noise == 0:
+            return np.full(np.broadcast_shapes(n.shape, self.replicas[rows].shape), np.inf if self.noise else 0.0)
+        log_c = np.log(self.noise / self.beta / (self.replicas[rows] * n))
+        log_sync, more = self.log_sync[rows], n - 1.0
+        alpha = max(self.alpha, _TINY)
+        y = 0.5 * (log_c + np.log(alpha + self.sync[rows]))  # exact for gamma = 1
+        above, below = np.full_like(y, np.inf), np.full_like(y, -np.inf)
+        before = above
+        for _ in range(60):
+            bm = self.beta * np.exp(y)
+            x = alpha + bm
+            e = np.exp(np.minimum(self.gamma * (log_sync - np.log(x)), 600.0))
+            q = np.exp((1.0 / self.gamma - 1.0) * np.log(1.0 + e))
+            final = q / (more + q)  # how much the synchronising pass weighs among all
+            d = x * e * final
+            value = 2.0 * y - log_c - np.log(alpha + d)
+            slope = 2.0 + (self.gamma - 1.0) * (1.0 - (1.0 - final) * e / (1.0 + e)) * d / (alpha + d) * bm / x
+            positive = value > 0
+            above, below = np.where(positive, y, above), np.where(positive, below, y)
+            step = value / slope
+            if np.abs(step).max(initial=0.0) < 1e-10:
+                break
+            y = y - step
+            size = np.abs(value)
+            halve = ((2.0 * size > before) & (np.abs(step) > 1e-6)) | (y > above) | (y < below)
+            halve &= np.isfinite(above - below)
+            if halve.any():
+                y = np.where(halve, 0.5 * (above + below), y)
+            before = size
+        return np.exp(y)
+
+    def run(self) -> None:
+        """Find m, n and h of the best point per allocation, shape (allocations,); m = 0 and h = inf where none is."""
+        every: slice | Ints = slice(None)
+        x = self.alpha + self.beta * self.largest
+        high = np.minimum(self.high, self.most_passes * self.largest)
+        # fact 2; noise 0 asks for the smallest batch, inf for the largest
+        more = self.overlapped(np.array([[x]]), every) / x - 1.0
+        best_batch = np.sqrt(self.noise * self.largest / self.replicas * more)
+        best_batch = np.where(np.isnan(best_batch), np.inf if math.isinf(self.noise) else 0.0, best_batch)
+        full = np.floor(np.clip(best_batch, self.low, high) / self.largest)
+        allowed = (full >= 1) & (full * self.largest >= self.low) & (self.low <= high)
+        self._take(every, np.full_like(full, self.largest), np.maximum(full, 1.0), allowed)
+        rows, start, width = every, full + 1.0, 1
+        while True:
+            bound = self._consider(start + np.arange(width), rows)
+            # fact 3
+            grown = bound[:, -1:] + self.alpha * (self.weight + self.share / (self.replicas[rows] * high[rows]))
+            start = start + width
+            on = (grown < self.cost_best[rows, None] * (1.0 - _ROUNDING)) & (start <= self.most_passes)
+            on &= (start * self.smallest <= high[rows]) & (self.low[rows] <= high[rows])
+            index = np.flatnonzero(on[:, 0])
+            if not index.size:
+                return
+            rows, start = np.arange(len(self.replicas))[rows][index], start[index]
+            width = max(1, min(4 * width, _LARGEST_CHUNK // index.size))
+
+    def round_up(self) -> None:
+        """Where no total within the limits can be shared equally, take the next above M0 that can, in as few passes as fit."""
+        n = np.ceil(self.low / self.largest)
+        m = np.ceil(self.low / n)
+        rounded = (m >= self.smallest) & (m <= self.largest) & (n <= self.most_passes)
+        # least: the smallest local batch on each replica is within the limits
+        least = np.isinf(self.cost_best[:, None]) & (self.high >= self.smallest)
+        self._take(slice(None), m, n, rounded & least)
+
+    def _take(self, rows: slice | Ints, m: Array, n: Array, allowed: Array) -> None:
+        """Keep the best of the points (rows, width) that are allowed, where it is better than the best so far."""
+        cost = np.where(allowed, self.cost(m, n, rows), np.inf)
+        pick = (np.arange(len(cost)), cost.argmin(axis=1))
+        better = cost[pick] < self.cost_best[rows]
+        for best, tried in ((self.cost_best, cost), (self.m_best, m), (self.n_best, np.broadcast_to(n, m.shape))):
+            best[rows] = np.where(better, tried[pick], best[rows])
+
+    def _consider(self, n: Array, rows: slice | Ints) -> Array:
+        """Try all m for each of the n, shape (rows, width); return the least h over real m, inf where none is allowed."""
+        low, high = self.low[rows], self.high[rows]
+        real_low, real_high = np.maximum(self.smallest, low / n), np.minimum(self.largest, high / n)
+        m = np.minimum(np.maximum(self.stationary(n, rows), real_low), real_high)
+        bound = np.where((real_low <= real_high) & (n <= self.most_passes), self.cost(m, n, rows), np.inf)
+        least, most = np.maximum(self.smallest, np.ceil(low / n)), np.minimum(self.largest, np.floor(high / n))
+        fits = (least <= most) & (n <= self.most_passes)
+        for point in (np.floor(m), np.floor(m) + 1.0):
+            self._take(rows, np.maximum(np.minimum(np.maximum(point, least), most), 1.0), n, fits)
+        return bound
 
 
-def _tune_distinct(
-    lines: Sequence[Line],
-    shared: ThroughputParams,
-    nodes: Ints,
-    replicas: Ints,
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Frontier:
+    """Goodput over the number of GPUs; arrays of shape (n,), one entry per number of GPUs from 1 to n."""
+
+    num_replicas: Ints
+    num_nodes: Ints
+    tuned: Tuned
+    speedup: Array
+    """Goodput over that of the fewest GPUs that can run the job; 0 where it cannot run."""
+    efficient: NDArray[np.bool_]
+    """True where no smaller number of GPUs has at least this goodput."""
+    marginal_per_gpu: Array
+    """On the frontier: goodput gained per GPU since the last efficient number, as a share of the goodput per GPU of the
+    fewest GPUs that can run the job (the first entry is 1); NaN elsewhere."""
+    pays_until: int
+    """The number of GPUs from which on more cost more than they bring at the threshold."""
+    threshold: float
+
+
+def frontier(
+    params: ThroughputParams,
+    max_replicas: int,
     limits: BatchLimits,
+    *,
     noise_scale: float,
-) -> Tuned:
-    """Return the answer per allocation, searching once per (replicas, one node or several): nothing else matters."""
-    if not noise_scale >= 0:
+    replicas_per_node: int,
+    threshold: float = 0.5,
+) -> Frontier:
+    """Return tuned goodput for 1 to ``max_replicas`` GPUs on as few nodes as hold them.
+
+    With ``g1`` the goodput per GPU of the fewest GPUs that can run the job, ``pays_until`` is the largest K of those that
+    maximise ``goodput(K) - threshold g1 K``: beyond it no number of further GPUs brings, on average, the share
+    ``threshold`` of what the first ones do. A dip (the first GPU of a second node) does not end it when what follows makes
+    up for it. Raises InputError for arguments out of range, Infeasible when no number of GPUs can run the job.
+    """
+    if max_replicas < 1 or replicas_per_node < 1:
         raise InputError(
-            "noise_scale", f"is {noise_scale}", "give a number of samples >= 0, or inf for throughput alone"
+            "max_replicas, replicas_per_node", f"are {max_replicas}, {replicas_per_node}", "give 1 or more"
         )
-    if max(alpha + beta for alpha, beta in lines) <= 0:
-        raise InputError("params", "say that a pass takes no time", "alpha_grad_s or beta_grad_s must be above 0")
-    keys = 2 * replicas + (nodes > 1)
-    most = int(keys.max(initial=0))
-    if most <= 16 * len(keys) + 1024:
-        seen = np.zeros(most + 1, dtype=bool)
-        seen[keys] = True
-        distinct = np.flatnonzero(seen)
-        place = np.zeros(most + 1, dtype=np.int64)
-        place[distinct] = np.arange(len(distinct))
-        where = place[keys]
-    else:
-        distinct, where = np.unique(keys, return_inverse=True)
-    alone = distinct // 2
-    sync = np.asarray(sync_time_s(shared, 1 + distinct % 2, alone), dtype=np.float64)
-    search = BatchSearch(lines, shared.gamma, sync, alone.astype(np.float64), limits, noise_scale)
-    real_local, real_passes, cost = search.run()
-    scale = 1.0 if math.isinf(noise_scale) else noise_scale + limits.initial_batch_size
-    goodput = np.where(real_local > 0, scale / cost, 0.0)
-    local: Ints = real_local.astype(np.int64)
-    passes: Ints = real_passes.astype(np.int64)
-    return Tuned(
-        local_batch_size=local[where],
-        accumulation_steps=np.maximum(passes - 1, 0)[where],
-        total_batch_size=(alone * local * passes)[where],
-        goodput_per_s=goodput[where],
+    if not 0 <= threshold <= 1:
+        raise InputError("threshold", f"is {threshold}", "give a share between 0 and 1")
+    replicas = np.arange(1, max_replicas + 1, dtype=np.int64)
+    nodes = -(-replicas // replicas_per_node)
+    tuned = tune(params, nodes, replicas, limits, noise_scale=noise_scale)
+    goodput = tuned.goodput_per_s
+    can = np.flatnonzero(tuned.feasible)
+    if not can.size:
+        raise Infeasible(f"no number of GPUs up to {max_replicas} allows a batch within {limits}")
+    first = int(can[0])
+    before = np.concatenate([[0.0], np.maximum.accumulate(goodput)[:-1]])
+    efficient = goodput > before
+    per_gpu = goodput[first] / replicas[first]
+    marginal = np.full(max_replicas, np.nan)
+    chosen = np.flatnonzero(efficient)
+    gained, added = np.diff(goodput[chosen], prepend=0.0), np.diff(replicas[chosen], prepend=0)
+    marginal[chosen] = gained / added / per_gpu
+    worth = np.where(tuned.feasible, goodput - threshold * per_gpu * replicas, -math.inf)
+    return Frontier(
+        num_replicas=replicas,
+        num_nodes=nodes,
+        tuned=tuned,
+        speedup=goodput / goodput[first],
+        efficient=efficient,
+        marginal_per_gpu=marginal,
+        pays_until=int(replicas[np.flatnonzero(worth == worth.max())[-1]]),
+        threshold=threshold,
     )
+
+
+def goodput_grid(
+    params: ThroughputParams,
+    num_nodes: ArrayLike,
+    num_replicas: ArrayLike,
+    total_batch_sizes: ArrayLike,
+    limits: BatchLimits,
+    *,
+    noise_scale: float,
+) -> Array:
+    """Return goodput of shape (allocations, batches) at given total batches; NaN where the limits do not allow one.
+
+    For each pair the fewest accumulation steps that fit into memory (fastest for a given batch), local batches as if they
+    could be fractions: a surface to look at. ``noise_scale`` as in :func:`tune`.
+    """
+    nodes, replicas = (np.atleast_1d(np.asarray(item, dtype=np.float64))[:, None] for item in (num_nodes, num_replicas))
+    total = np.atleast_1d(np.asarray(total_batch_sizes, dtype=np.float64))[None, :]
+    passes = np.maximum(np.ceil(total / (replicas * limits.max_local_batch_size)), 1.0)
+    local = total / (replicas * passes)
+    step = np.asarray(iteration_time_s(params, nodes, replicas, local, passes - 1.0))
+    share = np.asarray(efficiency(noise_scale, total, limits.initial_batch_size))
+    allowed = (local >= limits.min_local_batch_size) & (total >= limits.initial_batch_size)
+    allowed &= total <= limits.max_batch_size
+    if limits.max_accumulation_steps is not None:
+        allowed &= passes <= limits.max_accumulation_steps + 1
+    made: Array = np.where(allowed, total / step * share, np.nan)
+    return made

@@ -1,33 +1,37 @@
-"""How well the measured rows determine each throughput parameter.
+"""How well the measured rows determine each throughput parameter, and which configuration to measure next.
 
-Start at :func:`parameter_intervals`; what to measure next is in :mod:`ddltool.analyzers.goodput.next_measurement`.
+Start at :func:`parameter_intervals` and :func:`suggest_next`.
 
-Profile likelihood: a value belongs to the interval of a parameter when the rows, with all other parameters refitted, are
-explained not much worse than by the best fit (F test on the sum of squared log errors; Bates and Watts 1988, section 6.1).
-Unlike a covariance from the Hessian it holds at bounds and far from them: a parameter that may as well be 0 or without an
-upper limit is seen as such. Rows alone count here: the prior on the slopes that :func:`ddltool.analyzers.goodput.fit.fit`
-uses is left out. Log errors of all measured times are taken as independent, those of steps as of one size, and those of
-T_grad as the fit weighs them.
+Intervals are profile likelihoods: a value belongs to the interval of a parameter when the rows, with all other parameters
+refitted, are explained not much worse than by the best fit (F test on the sum of squared log errors; Bates and Watts 1988,
+section 6.1). Unlike a covariance from the Hessian it holds at bounds and far from them: a parameter that may as well be 0
+or without an upper limit is seen as such. Rows alone count here, without the prior on the slopes of
+:mod:`ddltool.analyzers.goodput.fit`. Log errors of all measured times are taken as independent, those of steps as of one
+size, and those of T_grad as the fit weighs them.
+
+What to measure next is the configuration that makes predictions most certain: linear Gaussian design (V-optimality;
+Chaloner and Verdinelli 1995, section 2). About the fitted point, log times are linear in the log parameters, which have a
+wide prior, so a measurement's effect on the variance of every prediction is known before it is made.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import NDArray
+from numpy.typing import ArrayLike, NDArray
 from scipy.special import ndtri, stdtrit
 
+from ddltool.analyzers.goodput.fit import ASSUMED_ERROR
+from ddltool.analyzers.goodput.least_squares import SLOPES, Descent, Problem, descend
 from ddltool.analyzers.goodput.observations import Observations
-from ddltool.analyzers.goodput.problem import NAMES, Descent, Problem, descend
-from ddltool.analyzers.goodput.throughput import ThroughputParams
+from ddltool.analyzers.goodput.throughput import NAMES, ThroughputParams, log_times
 from ddltool.errors import InputError
 
 Array = NDArray[np.float64]
-# Relative error of a measured time when the rows are too few to tell.
-ASSUMED_ERROR = 0.05
+Ints = NDArray[np.int64]
 _UNSEEN = {
     "beta_grad_s": "all rows have one local batch size",
     "alpha_sync_local_s": "no row has two or more replicas on one node",
@@ -36,6 +40,10 @@ _UNSEEN = {
     "beta_sync_node_s": "no row has three or more replicas on two or more nodes",
     "gamma": "no row has two or more replicas",
 }
+# Of more numbers of replicas, or batch sizes, these many are looked at: all small ones, then ever wider apart.
+_MOST_REPLICAS, _MOST_BATCHES = 256, 64
+# Before any row a time is known to a factor of ten (one standard deviation), gamma as spread evenly over log 1 to log 10.
+_PRIOR = np.array([math.log(10.0)] * 6 + [math.log(10.0) / math.sqrt(12.0)])
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -54,8 +62,7 @@ class Interval:
     @property
     def determined(self) -> bool:
         """Whether the rows set a limit on at least one side."""
-        least, most = (1.0, 10.0) if self.name == "gamma" else (0.0, math.inf)
-        return self.low > least or self.high < most
+        return not self.reason
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -78,7 +85,7 @@ class Uncertainty:
 
 
 def parameter_intervals(
-    observations: Observations, params: ThroughputParams, *, level: float = 0.9, error: float | None = None
+    rows: Observations, params: ThroughputParams, *, level: float = 0.9, error: float | None = None
 ) -> Uncertainty:
     """Return the interval of each parameter at confidence ``level``, from the rows that ``params`` were fitted to.
 
@@ -86,7 +93,7 @@ def parameter_intervals(
     the parameters, assumed to be 5 %. A few hundred small least-squares problems. Raises InputError without rows or for a
     level that is not between 0 and 1.
     """
-    return joint_intervals([observations], [params], level=level, error=error)[0]
+    return joint_intervals([rows], [params], level=level, error=error)[0]
 
 
 def joint_intervals(
@@ -105,48 +112,38 @@ def joint_intervals(
     if not 0 < level < 1:
         raise InputError("level", f"is {level}", "give a confidence between 0 and 1, such as 0.9")
     problem = Problem(devices)
-    share = problem.grad_weight  # as in the fit: a T_grad counts as this much of a measured step
-    problem.grad_weight = share * problem.grads / problem.rows
-    count = problem.rows + share * problem.grads
-    within = sum(item.within + share * item.within_grad for item in problem.groups)
-
-    def squares_at(loss: float) -> float:
-        return loss * problem.rows + within
-
+    # as in the fit, where as many T_grad were observed as steps: a T_grad counts as this much of a measured step
+    problem.grad_weight *= problem.grads / problem.rows
     best = descend(problem, problem.start_from(params))
-    found: dict[int, tuple[float, float]] = {}
     for _ in range(4):  # a profile can meet a better fit than the one it starts from: then begin again there
-        freedom = count - float(problem.free.sum())
-        assumed = error is None and freedom < 1
-        size = error if error is not None else ASSUMED_ERROR if assumed else math.sqrt(squares_at(best.loss) / freedom)
-        size = max(size, 1e-9)  # rows without any error
+        measured, freedom = problem.time_error(best.loss)
+        assumed = error is None and math.isinf(measured)
+        size = max(error or (ASSUMED_ERROR if assumed else measured), 1e-9)  # rows may be without any error
         quantile = ndtri((1 + level) / 2) if assumed or error is not None else stdtrit(freedom, (1 + level) / 2)
         profile = _Profile(problem, best, size / math.sqrt(problem.rows), float(quantile))
-        found = {int(i): profile.interval(int(i)) for i in np.flatnonzero(problem.free)}
+        found = [profile.interval(place) for place in range(len(problem.free))]
         if profile.best.loss >= best.loss - 1e-6 * size**2 / problem.rows:
             break
         best = descend(problem, profile.best.point)
+    values = problem.values(best.point)
+    values[:-1][best.point[:-1] <= problem.low[:-1] + 1e-6] = 0.0
+
+    def interval(name: str, place: int) -> Interval:
+        low, high = found[place]
+        reason = "" if problem.free[place] else _UNSEEN[name]
+        if not reason and (low, high) == profile.limits(place):
+            reason = "the rows fit as well with any value"
+        return Interval(name=name, value=float(values[place]), low=low, high=high, reason=reason)
+
     return tuple(
         Uncertainty(
             level=level,
             error=size,
             error_is_assumed=assumed,
-            intervals=tuple(
-                _interval(problem, best.point, int(place), name, found)
-                for name, place in zip(NAMES, index, strict=True)
-            ),
+            intervals=tuple(interval(name, int(place)) for name, place in zip(NAMES, index, strict=True)),
         )
         for index in problem.index
     )
-
-
-def _interval(problem: Problem, point: Array, i: int, name: str, found: dict[int, tuple[float, float]]) -> Interval:
-    gamma, free = name == "gamma", bool(problem.free[i])
-    value = float(np.exp(point[i])) if free else (1.0 if gamma else 0.0)
-    value = 0.0 if not gamma and point[i] <= problem.low[i] + 1e-6 else value
-    low, high = found[i] if free else ((1.0, 10.0) if gamma else (0.0, math.inf))
-    one = Interval(name=name, value=value, low=low, high=high, reason="" if free else _UNSEEN[name])
-    return one if one.determined or not free else replace(one, reason="the rows fit as well with any value")
 
 
 class _Profile:
@@ -156,21 +153,25 @@ class _Profile:
     """
 
     def __init__(self, problem: Problem, found: Descent, size: float, quantile: float) -> None:
-        self.problem, self.point, self.size, self.quantile = problem, found.point, size, quantile
-        self.loss, self.best = found.loss, found
+        self.problem, self.start, self.size, self.quantile = problem, found, size, quantile
+        self.best = found
         _, jacobian = problem.residuals(found.point)
-        index = np.flatnonzero(problem.free)
-        information = jacobian[:, index].T @ jacobian[:, index]
+        information = jacobian.T @ jacobian
         # A first guess of the step only. Rows that fit without error leave some directions flat at any scale of theirs.
         ridge = max(1e-2 * size**2, 1e-12 * float(np.trace(information)), 1e-18)
-        self.spread = np.zeros(len(found.point))
-        self.spread[index] = size * np.sqrt(np.diag(np.linalg.inv(information + ridge * np.eye(len(index)))))
+        self.spread = size * np.sqrt(np.diag(np.linalg.inv(information + ridge * np.eye(len(information)))))
+
+    def limits(self, i: int) -> tuple[float, float]:
+        """Return what unknown i may be at least and at most, whatever the rows say."""
+        return (1.0, 10.0) if i == self.problem.gamma else (0.0, math.inf)
 
     def interval(self, i: int) -> tuple[float, float]:
         """Return the ends for unknown i, with no limit where the walk reaches the unknown's bound."""
-        low, high = self._end(i, -1.0), self._end(i, 1.0)
-        least, most = (1.0, 10.0) if i == self.problem.gamma else (0.0, math.inf)
-        return least if low is None else float(np.exp(low)), most if high is None else float(np.exp(high))
+        if not self.problem.free[i]:
+            return self.limits(i)
+        ends = self._end(i, -1.0), self._end(i, 1.0)
+        low, high = (limit if end is None else math.exp(end) for end, limit in zip(ends, self.limits(i), strict=True))
+        return low, high
 
     def _excess(self, i: int, at: float, start: Array) -> tuple[float, Array]:
         """Return how many standard errors the profile is above the best fit, less the quantile."""
@@ -179,31 +180,154 @@ class _Profile:
         found = descend(self.problem, tried, fixed=i)
         if found.loss < self.best.loss:
             self.best = found
-        return math.sqrt(max(found.loss - self.loss, 0.0)) / self.size - self.quantile, found.point
+        return math.sqrt(max(found.loss - self.start.loss, 0.0)) / self.size - self.quantile, found.point
 
     def _end(self, i: int, side: float) -> float | None:
         bound = float(self.problem.high[i] if side > 0 else self.problem.low[i])
-        inside, at_inside, point = float(self.point[i]), -self.quantile, self.point
+        inside, at_inside, point = float(self.start.point[i]), -self.quantile, self.start.point
         step = min(max(self.quantile * float(self.spread[i]), 1e-7), 2.0)
         while True:
             if inside == bound:
                 return None
-            outside = inside + side * step
-            outside = min(outside, bound) if side > 0 else max(outside, bound)
+            outside = min(inside + step, bound) if side > 0 else max(inside - step, bound)
             at_outside, new = self._excess(i, outside, point)
             if at_outside > 0:
                 break
             inside, at_inside, point, step = outside, at_outside, new, step * 2.0
         for _ in range(30):  # the excess is nearly linear: false position, halving when it is one-sided
-            if abs(outside - inside) < max(1e-3 * abs(outside - self.point[i]), 1e-9):
+            if abs(outside - inside) < max(1e-3 * abs(outside - self.start.point[i]), 1e-9):
                 break
-            share = min(max(at_inside / (at_inside - at_outside), 0.1), 0.9)
-            middle = inside + share * (outside - inside)
+            middle = inside + min(max(at_inside / (at_inside - at_outside), 0.1), 0.9) * (outside - inside)
             value, new = self._excess(i, middle, point)
+            if abs(value) < 1e-3:
+                return middle
             if value > 0:
                 outside, at_outside = middle, value
             else:
                 inside, at_inside, point = middle, value, new
-            if abs(value) < 1e-3:
-                return middle
         return 0.5 * (inside + outside)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Configurations:
+    """Configurations that could run; arrays of shape (n,)."""
+
+    num_nodes: Ints
+    num_replicas: Ints
+    local_batch_size: Ints
+
+    def __len__(self) -> int:
+        return len(self.num_nodes)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Suggestion:
+    """The candidate whose measurement helps most, and how much; and all candidates' figures, shape (n,)."""
+
+    num_nodes: int
+    num_replicas: int
+    local_batch_size: int
+    variance_before: float
+    """Mean over the targets of the variance of the predicted log step time."""
+    variance_after: float
+    reductions: Array
+    """Fall of that variance by each candidate."""
+
+
+def configurations(
+    max_replicas: int,
+    replicas_per_node: int,
+    local_batch_sizes: ArrayLike,
+    *,
+    tried_replicas: int | None = None,
+) -> Configurations:
+    """Return all batches on 1 to ``max_replicas`` replicas: on as few nodes as hold them, and on two where one would do.
+
+    With ``tried_replicas``, the largest number measured so far, at most twice as many (Pollux, section 4.1). Raises
+    InputError for numbers below 1.
+    """
+    batches = np.unique(np.asarray(local_batch_sizes, dtype=np.int64))
+    if min(max_replicas, replicas_per_node, tried_replicas or 1) < 1 or not batches.size or batches[0] < 1:
+        raise InputError("configurations", "has a number below 1", "give replicas and batch sizes of 1 or more")
+    most = max_replicas if tried_replicas is None else min(max_replicas, 2 * tried_replicas)
+    batches = batches[_thinned(batches.size, _MOST_BATCHES) - 1]
+    replicas = _thinned(most, _MOST_REPLICAS)
+    places = np.stack([-(-replicas // replicas_per_node), replicas])
+    beside = (places[0] == 1) & (replicas > 1) & (max_replicas > replicas_per_node)
+    spread = np.stack([np.full(int(beside.sum()), 2), replicas[beside]])
+    places = np.concatenate([places, spread], axis=1)
+    places = places[:, np.lexsort(places)]
+    nodes, replicas = np.repeat(places, len(batches), axis=1)
+    return Configurations(num_nodes=nodes, num_replicas=replicas, local_batch_size=np.tile(batches, places.shape[1]))
+
+
+def _thinned(count: int, most: int) -> Ints:
+    """Return 1 to ``count``, or when they are more than ``most`` the first half of that many and then a geometric rest."""
+    if count <= most:
+        return np.arange(1, count + 1)
+    rest = np.geomspace(most // 2 + 1, count, most - most // 2).round().astype(np.int64)
+    return np.concatenate([np.arange(1, most // 2 + 1), np.unique(rest)])
+
+
+def suggest_next(
+    rows: Observations,
+    params: ThroughputParams,
+    candidates: Configurations,
+    *,
+    targets: Configurations | None = None,
+    error: float = 0.05,
+) -> Suggestion:
+    """Return the candidate that reduces most the mean variance of the predicted log step time over ``targets``.
+
+    ``targets``: by default the candidates themselves. ``error``: standard deviation of a measured log time. A measurement
+    yields the step time and T_grad. Synchronisation never seen is taken to cost about as much as T_grad: an unknown that
+    could matter. Raises InputError without candidates or targets, or for an error that is not above 0.
+    """
+    targets = candidates if targets is None else targets
+    if not (len(candidates) and len(targets)):
+        raise InputError("candidates", "are empty", "give at least one configuration that can run")
+    if not error > 0:
+        raise InputError("error", f"is {error}", "give the relative error of a measured time, above 0")
+    values = _plausible(params, rows)
+    places = (rows.num_nodes, rows.num_replicas, rows.local_batch_size, rows.accumulation_steps)
+    _, _, by_grad, by_step = log_times(values, *places)
+    seen = np.concatenate([by_step, by_grad[np.isfinite(rows.grad_time_s)]])
+    covariance = np.linalg.inv(np.diag(_PRIOR**-2) + seen.T @ seen / error**2)
+    wanted = log_times(values, targets.num_nodes, targets.num_replicas, targets.local_batch_size)[3]
+    both = log_times(values, candidates.num_nodes, candidates.num_replicas, candidates.local_batch_size)[2:]
+    before = float(np.einsum("ti,ij,tj->t", wanted, covariance, wanted).mean())
+    # what the targets see of the covariance, C (mean of j j') C, reduced by a measurement's two rows R:
+    # trace((error^2 I + R C R')^-1 R W R')
+    weight = covariance @ (wanted.T @ wanted / len(targets)) @ covariance
+    measured = np.stack(both, axis=1)
+    spread = np.einsum("cri,ij,csj->crs", measured, covariance, measured) + error**2 * np.eye(2)
+    gains = np.einsum("cri,ij,csj->crs", measured, weight, measured)
+    reductions: Array = np.einsum("crs,csr->c", np.linalg.inv(spread), gains)
+    best = int(np.argmax(reductions))
+    return Suggestion(
+        num_nodes=int(candidates.num_nodes[best]),
+        num_replicas=int(candidates.num_replicas[best]),
+        local_batch_size=int(candidates.local_batch_size[best]),
+        variance_before=before,
+        variance_after=before - float(reductions[best]),
+        reductions=reductions,
+    )
+
+
+def _plausible(params: ThroughputParams, rows: Observations) -> Array:
+    """Return the parameters, with a value that matters for each of which the rows cannot speak."""
+    values = np.array([getattr(params, name) for name in NAMES])
+    shared = rows.num_replicas > 1
+    batch = float(np.median(rows.local_batch_size)) if len(rows) else 1.0
+    typical = float(values[0] + values[1] * batch)
+    if len(np.unique(rows.local_batch_size)) < 2 and values[1] == 0:
+        values[:2] = typical / 2, typical / 2 / batch
+    for (alpha, beta), here in zip(SLOPES, (rows.num_nodes <= 1, rows.num_nodes > 1), strict=True):
+        seen = shared & here
+        if not seen.any() and values[alpha] == 0:
+            values[alpha] = typical
+        if not (seen & (rows.num_replicas > 2)).any() and values[beta] == 0:
+            values[beta] = values[alpha] / 10
+    if not shared.any():
+        values[6] = max(values[6], 2.0)
+    return values

@@ -6,11 +6,10 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from ddltool.analyzers.goodput.batch_search import BatchLimits
-from ddltool.analyzers.goodput.frontier import Frontier, frontier
 from ddltool.analyzers.goodput.observations import Observations, from_frame
 from ddltool.analyzers.goodput.picture import fit_picture, goodput_picture, noun_of
 from ddltool.analyzers.goodput.throughput import ThroughputParams, iteration_time_s
+from ddltool.analyzers.goodput.tuning import BatchLimits, Frontier, frontier
 from ddltool.analyzers.reporting.charts import LINES_DRAWN, Line, intervals_svg, lines_svg
 from ddltool.analyzers.reporting.page import Picture, Section, Table, counted, filled, listed, shortened
 from ddltool.analyzers.reporting.style import at_both_widths

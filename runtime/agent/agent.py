@@ -31,9 +31,9 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, Dataset
 
-from ddltool.analyzers.goodput.batch_search import BatchLimits
 from ddltool.analyzers.goodput.lr_rules import rule as lr_rule
 from ddltool.analyzers.goodput.noise_scale import SMOOTHING, NoiseScaleEstimator
+from ddltool.analyzers.goodput.tuning import BatchLimits
 from ddltool.errors import InputError
 from ddltool.runtime.agent.deciding import Chooser, Policy
 from ddltool.runtime.agent.noise_sampling import NoiseSampler

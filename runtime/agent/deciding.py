@@ -17,10 +17,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ddltool.analyzers.goodput.batch_search import BatchLimits
 from ddltool.analyzers.goodput.elastic_table import Split
 from ddltool.analyzers.goodput.lr_rules import GradientStatistics
 from ddltool.analyzers.goodput.noise_scale import NoiseScaleEstimator
+from ddltool.analyzers.goodput.tuning import BatchLimits
 from ddltool.runtime.agent.noise_sampling import NoiseSampler, affordable_interval
 from ddltool.runtime.agent.recording import TimedStep
 from ddltool.runtime.agent.tuning import Decision, StepTimes, decide

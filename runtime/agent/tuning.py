@@ -12,12 +12,11 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from ddltool.analyzers.goodput.batch_search import BatchLimits
 from ddltool.analyzers.goodput.elastic_table import ElasticLimits, Split, find_split
 from ddltool.analyzers.goodput.fit import fit
 from ddltool.analyzers.goodput.observations import Observations
 from ddltool.analyzers.goodput.throughput import ThroughputParams, goodput_per_s
-from ddltool.analyzers.goodput.tuning import tune_one
+from ddltool.analyzers.goodput.tuning import BatchLimits, tune_one
 from ddltool.errors import Infeasible, InputError
 
 TIMES_KEPT = 64

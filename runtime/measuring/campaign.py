@@ -12,7 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
-from ddltool.analyzers.goodput.measuring import (
+from ddltool.analyzers.goodput.curve import (
     Interval,
     first_of,
     next_doubling,

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ddltool.analyzers.goodput.measuring import median_interval
+from ddltool.analyzers.goodput.curve import median_interval
 from ddltool.errors import InputError
 from ddltool.runtime.measuring.worker import Outcome, Subject, Task
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
-from ddltool.analyzers.goodput.measuring import median_interval
+from ddltool.analyzers.goodput.curve import median_interval
 from ddltool.errors import InputError, one_line
 
 if TYPE_CHECKING:
