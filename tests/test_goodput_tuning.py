@@ -16,7 +16,6 @@ from ddltool.analyzers.goodput.tuning import (
     frontier,
     goodput_grid,
     tune,
-    tune_mixed,
     tune_one,
 )
 from ddltool.errors import Infeasible, InputError
@@ -134,49 +133,6 @@ def test_no_batch_is_better(p: ThroughputParams, allowed: BatchLimits, noise: fl
                 assert own == pytest.approx(found.goodput_per_s[i], rel=1e-12)
 
 
-@settings(max_examples=60, deadline=None)
-@given(
-    params,
-    st.lists(st.tuples(or_zero(spread(1e-4, 1)), spread(1e-5, 0.1)), min_size=3, max_size=3),
-    st.lists(st.integers(1, 50), min_size=3, max_size=3),
-    limits(),
-    noise_scales,
-)
-def test_no_equal_batch_is_better_on_unlike_devices(
-    p: ThroughputParams, lines: list[tuple[float, float]], most: list[int], allowed: BatchLimits, noise: float
-) -> None:
-    models = {
-        name: ThroughputParams(**{**p.as_dict(), "alpha_grad_s": a, "beta_grad_s": b})
-        for name, (a, b) in zip("xyz", lines, strict=True)
-    }
-    by_type = dict(zip("xyz", most, strict=True))
-    counts = {"x": [1, 0, 2, 1, 0, 0], "y": [0, 3, 1, 1, 1, 0], "z": [0, 0, 0, 2, 1, 4]}
-    nodes = [1, 1, 2, 2, 1, 3]
-    found = tune_mixed(models, counts, nodes, allowed, noise_scale=noise, max_local_batch_sizes=by_type)
-    for i, node in enumerate(nodes):
-        used = [name for name in counts if counts[name][i]]
-        replicas = sum(counts[name][i] for name in counts)
-        largest = min([allowed.max_local_batch_size, *(by_type[name] for name in used)])
-        wanted = 0.0
-        if largest >= allowed.min_local_batch_size:
-            own = BatchLimits(
-                initial_batch_size=allowed.initial_batch_size,
-                max_batch_size=allowed.max_batch_size,
-                max_local_batch_size=largest,
-                min_local_batch_size=allowed.min_local_batch_size,
-                max_accumulation_steps=allowed.max_accumulation_steps,
-            )
-            wanted = best_of_all(
-                lambda m, used=used: np.max([models[n].alpha_grad_s + models[n].beta_grad_s * m for n in used], axis=0),
-                float(sync_time_s(p, node, replicas)),
-                p.gamma,
-                replicas,
-                own,
-                noise,
-            )
-        assert found.goodput_per_s[i] == pytest.approx(wanted, rel=1e-10)
-
-
 def test_a_prime_total_batch_takes_as_many_steps_as_it_must() -> None:
     fixed = BatchLimits(initial_batch_size=1009, max_batch_size=1009, max_local_batch_size=1000)
     alone = tune_one(CLUSTER, 1, 1, fixed, noise_scale=100.0)
@@ -246,17 +202,6 @@ def test_questions_that_cannot_be_answered() -> None:
     for noise in (-1.0, math.nan):
         with pytest.raises(InputError, match="noise_scale"):
             tune(CLUSTER, 1, 1, LIMITS, noise_scale=noise)
-    other = ThroughputParams(**{**CLUSTER.as_dict(), "gamma": 3.0})
-    with pytest.raises(InputError, match="synchronises otherwise"):
-        tune_mixed({"a": CLUSTER, "b": other}, {"a": [1], "b": [1]}, [1], LIMITS, noise_scale=1.0)
-    with pytest.raises(InputError, match="known device types: a"):
-        tune_mixed({"a": CLUSTER}, {"q": [1]}, [1], LIMITS, noise_scale=1.0)
-
-
-def test_one_device_type_is_the_plain_case() -> None:
-    plain = tune(CLUSTER, [1, 2], [4, 8], LIMITS, noise_scale=500.0)
-    mixed = tune_mixed({"a": CLUSTER}, {"a": [4, 8]}, [1, 2], LIMITS, noise_scale=500.0)
-    assert plain.goodput_per_s.tolist() == mixed.goodput_per_s.tolist()
 
 
 @settings(max_examples=60, deadline=None)

@@ -161,6 +161,17 @@ def test_the_stated_error_is_the_spread_over_runs() -> None:
     assert NoiseScaleEstimator().relative_error is None
 
 
+def test_the_error_of_few_observations_is_that_of_a_sample() -> None:
+    """Of n observations that count alike the ratio's error is s / sqrt(n) with the sample deviation s, over n - 1."""
+    terms = np.array([[1.0, 20.0], [1.2, 16.0], [0.7, 27.0]])  # |G|^2 and S
+    estimator = NoiseScaleEstimator(1 - 1e-9)
+    for sqr, var in terms:
+        estimator.add(NoiseTerms(sqr=float(sqr), var_per_sample=float(var)))
+    relative = terms / terms.mean(axis=0)
+    wanted = (relative[:, 1] - relative[:, 0]).std(ddof=1) / math.sqrt(3)
+    assert estimator.relative_error == pytest.approx(wanted, rel=1e-4)
+
+
 def test_smoothing_is_corrected_from_the_first_observation() -> None:
     estimator = NoiseScaleEstimator(0.9)
     assert estimator.noise_scale is None
@@ -191,6 +202,9 @@ def test_guards() -> None:
     assert unknown.terms.sqr < 0
     assert unknown.noise_scale is None
     assert unknown.statistics(32) is None
+    silent = NoiseScaleEstimator()
+    silent.add(NoiseTerms(sqr=0.0, var_per_sample=1.0))  # nothing above the noise: unknown, not infinite
+    assert (silent.noise_scale, silent.relative_error, silent.statistics(32)) == (None, None, None)
     calm = NoiseScaleEstimator()
     calm.add(NoiseTerms(sqr=1.0, var_per_sample=-0.1))
     assert calm.noise_scale == 0

@@ -1,14 +1,15 @@
 """The same total batch on any number of workers: exact local batches, accumulation steps, remainder, learning rate.
 
 Start at :func:`elastic_table`. Which samples a step takes does not depend on the number of workers: step t of an epoch takes
-positions ``t M`` to ``(t + 1) M`` of its order of samples, cut by rank and then by pass. So a job that resizes between two
-steps loses and repeats nothing, and its checkpoint needs the number of samples done only. :meth:`Split.shares` cuts a step.
+positions ``t M`` to ``(t + 1) M`` of its order of samples, cut by rank and then by pass in the sizes of :meth:`Split.sizes_of`.
+So a job that resizes between two steps loses and repeats nothing, and its checkpoint needs the number of samples done only.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,16 +18,6 @@ from ddltool.analyzers.goodput.lr_rules import GradientStatistics, rule
 from ddltool.errors import InputError
 
 Ints = NDArray[np.int64]
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Share:
-    """One forward and backward pass of one rank: positions [start, stop) of the epoch's order of samples."""
-
-    rank: int
-    micro_step: int
-    start: int
-    stop: int
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -57,43 +48,9 @@ class Split:
         return _sizes(samples, self.world_size, passes)
 
     @property
-    def is_equal(self) -> bool:
-        """Whether all ranks take the same number of samples in all passes: plain gradient averaging is right then."""
-        return self.total_batch_size % (self.world_size * (self.accumulation_steps + 1)) == 0
-
-    @property
     def gradient_weights(self) -> NDArray[np.float64]:
         """Weight of each pass's mean gradient in the step's, shape as the local batches, sum 1: samples over the total."""
         return self.local_batch_sizes / self.total_batch_size
-
-    def shares(self, epoch_samples: int, step: int) -> Iterator[Share]:
-        """Yield what each rank and pass takes at one step of an epoch; passes without samples are left out.
-
-        A last step of fewer than ``total_batch_size`` samples is cut by the same rule, in as few passes as keep the local
-        batches no larger than those of a full step. Raises InputError for a step that the epoch does not have.
-        """
-        start = step * self.total_batch_size
-        if not 0 <= start < epoch_samples:
-            raise InputError("step", f"is {step}", f"an epoch of {epoch_samples} samples has fewer steps")
-        total = min(self.total_batch_size, epoch_samples - start)
-        sizes = self.sizes_of(total)
-        for rank, micro in np.ndindex(sizes.shape):
-            stop = start + int(sizes[rank, micro])
-            if stop > start:
-                yield Share(rank=rank, micro_step=micro, start=start, stop=stop)
-            start = stop
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class LastStep:
-    """The partial step at the end of an epoch; all zero when the epoch is a whole number of steps."""
-
-    samples: int
-    passes: int
-    """Largest number of passes with samples on any rank: ranks must agree on it to synchronise once."""
-    ranks_with_one_more: int
-    ranks_without_samples: tuple[int, ...]
-    """These must still take part in the synchronisation, with weight 0."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -109,35 +66,39 @@ class ElasticRow:
     learning_rates: dict[str, float]
     """By rule name, at the total batch of the table; the same for all world sizes because the total is."""
     steps_per_epoch: int
-    last_step: LastStep | None
+    last_step_samples: int
+    """Of the partial step at the end of an epoch; 0 when the epoch is a whole number of steps."""
+    ranks_without_samples: tuple[int, ...]
+    """In that step; these must still take part in the synchronisation, with weight 0."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ElasticLimits:
-    """Constraints: samples per pass (memory), accumulation steps, and whether all passes must be of one size."""
+    """Constraints: samples per pass (memory) and accumulation steps (None: any). Raises InputError for what cannot be."""
 
     max_local_batch_size: int
     min_local_batch_size: int = 1
     max_accumulation_steps: int | None = None
-    equal_batches: bool = False
 
     def __post_init__(self) -> None:
-        if not 1 <= self.min_local_batch_size <= self.max_local_batch_size:
-            raise InputError(
-                "local batch sizes",
-                f"are {self.min_local_batch_size} to {self.max_local_batch_size}",
-                "give 1 <= min <= max",
-            )
-        if self.max_accumulation_steps is not None and self.max_accumulation_steps < 0:
-            raise InputError("max_accumulation_steps", f"is {self.max_accumulation_steps}", "give 0 or more")
+        for limit in fields(self):
+            value, least = getattr(self, limit.name), 0 if limit.name == "max_accumulation_steps" else 1
+            if value is not None and value < least:
+                raise InputError(limit.name, f"is {value}", f"it must be {least} or more")
+        if self.min_local_batch_size > self.max_local_batch_size:
+            problem = f"is {self.min_local_batch_size}"
+            remedy = f"it must be at most max_local_batch_size, {self.max_local_batch_size}"
+            raise InputError("min_local_batch_size", problem, remedy)
 
 
-def find_split(total_batch_size: int, world_size: int, limits: ElasticLimits) -> tuple[Split | None, str]:
+def find_split(
+    total_batch_size: int, world_size: int, limits: ElasticLimits, *, equal_batches: bool = False
+) -> tuple[Split | None, str]:
     """Return the split with the fewest accumulation steps, or None and the proof that none exists.
 
     With n passes on W ranks, batches that differ by at most one lie within the limits if and only if
-    ``W n min <= M <= W n max`` (any other batches within the limits imply it: add them up), and equal ones if besides
-    ``W n`` divides M. Raises InputError for numbers below 1.
+    ``W n min <= M <= W n max`` (any other batches within the limits imply it: add them up), and ``equal_batches`` if
+    besides ``W n`` divides M. Raises InputError for numbers below 1.
     """
     total, world = total_batch_size, world_size
     if total < 1 or world < 1:
@@ -148,20 +109,16 @@ def find_split(total_batch_size: int, world_size: int, limits: ElasticLimits) ->
         needed = f"{world} ranks with {fewest} x {low} samples at least need {world * fewest * low}"
         before = f"with {fewest - 1} x {high} at most they hold {world * (fewest - 1) * high}"
         return None, f"{needed}, more than {total}" if fewest == 1 else f"{needed}; {before}: never {total}"
-    if limits.max_accumulation_steps is not None and fewest > limits.max_accumulation_steps + 1:
-        held = world * (limits.max_accumulation_steps + 1) * high
-        return None, f"{limits.max_accumulation_steps} accumulation steps of at most {high} hold {held} samples"
-    if not limits.equal_batches:
-        return Split(world_size=world, total_batch_size=total, accumulation_steps=fewest - 1), ""
-    if total % world:
-        return None, f"{total} is no multiple of {world}"
     if limits.max_accumulation_steps is not None:
         most = min(most, limits.max_accumulation_steps + 1)
-    each = total // world
+        if fewest > most:
+            return None, f"{most - 1} accumulation steps of at most {high} hold {world * most * high} samples"
+    if equal_batches and total % world:
+        return None, f"{total} is no multiple of {world}"
     for passes in range(fewest, most + 1):
-        if each % passes == 0:
+        if not equal_batches or total // world % passes == 0:
             return Split(world_size=world, total_batch_size=total, accumulation_steps=passes - 1), ""
-    return None, f"no number of passes from {fewest} to {most} divides the {each} samples of a rank"
+    return None, f"no number of passes from {fewest} to {most} divides the {total // world} samples of a rank"
 
 
 def elastic_table(
@@ -169,6 +126,7 @@ def elastic_table(
     world_sizes: Sequence[int],
     limits: ElasticLimits,
     *,
+    equal_batches: bool = False,
     epoch_samples: int | None = None,
     initial_batch_size: int | None = None,
     learning_rate: float = 1.0,
@@ -179,6 +137,7 @@ def elastic_table(
 
     ``learning_rate`` was tuned at ``initial_batch_size`` (M0, by default the total batch itself); each rule scales it by
     its factor at ``M / M0``, without warm-up. ``epoch_samples``: samples of an epoch, for its steps and its last one.
+    ``equal_batches``: all passes of one size, so that plain gradient averaging is right.
     Raises InputError for numbers out of range, unknown rules, and rules that need statistics without them.
     """
     if epoch_samples is not None and epoch_samples < 1:
@@ -187,35 +146,24 @@ def elastic_table(
         raise InputError("initial_batch_size", f"is {initial_batch_size}", "give 1 or more")
     scale = 1.0 if initial_batch_size is None else total_batch_size / initial_batch_size
     rates = {name: learning_rate * rule(name).factor(scale, statistics) for name in rules}
+    last = epoch_samples % total_batch_size if epoch_samples and total_batch_size > 0 else 0
     rows = []
     for world in world_sizes:
-        split, reason = find_split(total_batch_size, world, limits)
+        split, reason = find_split(total_batch_size, world, limits, equal_batches=equal_batches)
+        idle = np.flatnonzero(split.sizes_of(last).sum(axis=1) == 0) if split and last else np.zeros(0)
         rows.append(
             ElasticRow(
                 world_size=world,
                 split=split,
                 reason=reason,
-                nearest_total_batch_sizes=() if split else _nearest(total_batch_size, world, limits),
+                nearest_total_batch_sizes=() if split else _nearest(total_batch_size, world, limits, equal_batches),
                 learning_rates=dict(rates),
                 steps_per_epoch=_ceil(epoch_samples, total_batch_size) if epoch_samples else 0,
-                last_step=last_step(split, epoch_samples) if split and epoch_samples else None,
+                last_step_samples=last if split else 0,
+                ranks_without_samples=tuple(idle.tolist()),
             )
         )
     return tuple(rows)
-
-
-def last_step(split: Split, epoch_samples: int) -> LastStep:
-    """Return who takes what in the partial step at the end of an epoch of ``epoch_samples`` samples."""
-    left = epoch_samples % split.total_batch_size
-    if not left:
-        return LastStep(samples=0, passes=0, ranks_with_one_more=0, ranks_without_samples=())
-    sizes = split.sizes_of(left)
-    return LastStep(
-        samples=left,
-        passes=int((sizes > 0).sum(axis=1).max()),
-        ranks_with_one_more=left % split.world_size,
-        ranks_without_samples=tuple(np.flatnonzero(sizes.sum(axis=1) == 0).tolist()),
-    )
 
 
 def _ceil(number: int, by: int) -> int:
@@ -229,27 +177,23 @@ def _sizes(total: int, ranks: int, passes: int) -> Ints:
     return made
 
 
-def _nearest(total: int, world: int, limits: ElasticLimits) -> tuple[int, ...]:
+def _nearest(total: int, world: int, limits: ElasticLimits, equal_batches: bool) -> tuple[int, ...]:
     """Return the nearest smaller and larger total batch with a split, as far as they exist.
 
     Every multiple of W from W min to W max has one (one pass), and every one from there on is at most ``W n`` away from a
     multiple of ``W n max``, so both searches end.
     """
-    least = world * limits.min_local_batch_size
-    largest = None
+    least, below, above = world * limits.min_local_batch_size, range(total - 1, 0, -1), itertools.count(total + 1)
     if limits.max_accumulation_steps is not None:
         largest = world * (limits.max_accumulation_steps + 1) * limits.max_local_batch_size
+        below, above = range(min(total - 1, largest), 0, -1), iter(range(total + 1, largest + 1))
+    sides = (
+        itertools.takewhile(lambda tried: tried >= least, below),
+        itertools.dropwhile(lambda tried: tried < least, above),
+    )
     found = []
-    below = total - 1 if largest is None else min(total - 1, largest)
-    while below >= least:
-        if find_split(below, world, limits)[0]:
-            found.append(below)
-            break
-        below -= 1
-    above = max(total + 1, least)
-    while largest is None or above <= largest:
-        if find_split(above, world, limits)[0]:
-            found.append(above)
-            break
-        above += 1
+    for side in sides:
+        found += itertools.islice(
+            (tried for tried in side if find_split(tried, world, limits, equal_batches=equal_batches)[0]), 1
+        )
     return tuple(found)

@@ -22,7 +22,8 @@ from ddltool.errors import InputError
 Array = NDArray[np.float64]
 # Effective number of past observations: 1 / (1 - smoothing).
 SMOOTHING = 0.99
-_STATE = ("sqr", "var", "weight", "sqr_sqr", "var_var", "sqr_var", "weight_sqr", "count")
+# What is averaged: 1 (so that the start's bias can be corrected), both terms, their squares and product.
+_MOMENTS = ("weight", "sqr", "var", "sqr_sqr", "var_var", "sqr_var")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -104,8 +105,8 @@ class NoiseScaleEstimator:
 
     def reset(self) -> None:
         """Forget all observations."""
-        self._sqr = self._var = self._weight = 0.0
-        self._sqr_sqr = self._var_var = self._sqr_var = self._weight_sqr = 0.0
+        self._moments = np.zeros(len(_MOMENTS))
+        self._weight_sqr = 0.0
         self._count = 0
 
     def update(self, small_sqr: float, big_sqr: float, small: float, big: float) -> None:
@@ -120,11 +121,8 @@ class NoiseScaleEstimator:
         """Take one observation of both terms."""
         past, rest = self.smoothing, 1.0 - self.smoothing
         sqr, var = terms.sqr, terms.var_per_sample
-        self._sqr, self._var = past * self._sqr + rest * sqr, past * self._var + rest * var
-        self._sqr_sqr = past * self._sqr_sqr + rest * sqr * sqr
-        self._var_var = past * self._var_var + rest * var * var
-        self._sqr_var = past * self._sqr_var + rest * sqr * var
-        self._weight, self._weight_sqr = past * self._weight + rest, past * past * self._weight_sqr + rest * rest
+        self._moments = past * self._moments + rest * np.array([1.0, sqr, var, sqr * sqr, var * var, sqr * var])
+        self._weight_sqr = past * past * self._weight_sqr + rest * rest
         self._count += 1
 
     @property
@@ -137,7 +135,8 @@ class NoiseScaleEstimator:
         """Both smoothed terms, None before the first observation."""
         if not self._count:
             return None
-        return NoiseTerms(sqr=self._sqr / self._weight, var_per_sample=self._var / self._weight)
+        weight, sqr, var, *_ = self._moments.tolist()
+        return NoiseTerms(sqr=sqr / weight, var_per_sample=var / weight)
 
     @property
     def noise_scale(self) -> float | None:
@@ -161,13 +160,11 @@ class NoiseScaleEstimator:
         terms, phi = self.terms, self.noise_scale
         if terms is None or not phi or self._count < 3:
             return None
-        sqr, var, weight = terms.sqr, terms.var_per_sample, self._weight
-        scatter = (
-            (self._sqr_sqr / weight - sqr * sqr) / (sqr * sqr)
-            + (self._var_var / weight - var * var) / (var * var)
-            - 2.0 * (self._sqr_var / weight - sqr * var) / (sqr * var)
-        )
+        sqr, var = terms.sqr, terms.var_per_sample
+        weight, _, _, sqr_sqr, var_var, sqr_var = self._moments.tolist()
+        scatter = sqr_sqr / weight / sqr**2 + var_var / weight / var**2 - 2.0 * sqr_var / weight / (sqr * var)
         share = self._weight_sqr / weight**2  # of one observation: 1 / their effective number
+        # as the sample variance divides by n - 1, so that few observations do not look surer than they are
         return math.sqrt(max(scatter, 0.0) * share / max(1.0 - share, share))
 
     def statistics(self, initial_batch_size: int) -> GradientStatistics | None:
@@ -179,14 +176,14 @@ class NoiseScaleEstimator:
 
     def state_dict(self) -> dict[str, float]:
         """Return the state for a checkpoint."""
-        return {"smoothing": self.smoothing, **{name: getattr(self, f"_{name}") for name in _STATE}}
+        moments = dict(zip(_MOMENTS, self._moments.tolist(), strict=True))
+        return {"smoothing": self.smoothing, **moments, "weight_sqr": self._weight_sqr, "count": self._count}
 
     def load_state_dict(self, state: Mapping[str, float]) -> None:
         """Take up a state again. Raises InputError naming what is missing."""
-        missing = sorted({"smoothing", *_STATE} - set(state))
+        missing = sorted({"smoothing", *_MOMENTS, "weight_sqr", "count"} - set(state))
         if missing:
             raise InputError("noise scale state", f"lacks {', '.join(missing)}", "give what state_dict returned")
-        self.smoothing = float(state["smoothing"])
-        for name in _STATE:
-            setattr(self, f"_{name}", float(state[name]))
+        self._moments = np.array([float(state[name]) for name in _MOMENTS])
+        self.smoothing, self._weight_sqr = float(state["smoothing"]), float(state["weight_sqr"])
         self._count = int(state["count"])

@@ -13,7 +13,7 @@ from collections.abc import Mapping
 
 import numpy as np
 
-from ddltool.analyzers.goodput.elastic_table import ElasticLimits, ElasticRow, Split, elastic_table
+from ddltool.analyzers.goodput.elastic_table import ElasticLimits, ElasticRow, elastic_table
 from ddltool.analyzers.goodput.lr_rules import GradientStatistics, rule_names
 from ddltool.analyzers.goodput.throughput import ThroughputParams, efficiency, iteration_time_s
 from ddltool.analyzers.goodput.tuning import BatchLimits, Frontier, frontier
@@ -86,7 +86,6 @@ def _plan(
     )
     step_s = float(iteration_time_s(params, nodes, replicas, local, steps))
     throughput = total / step_s / job.batch_size
-    share = 1.0 if math.isinf(phi) else float(efficiency(phi, total, initial))
     choice = GoodputChoice(
         device_type=device,
         num_replicas=replicas,
@@ -95,7 +94,7 @@ def _plan(
         accumulation_steps=steps,
         total_batch_size=total,
         goodput_per_s=float(tuned.goodput_per_s[place]),
-        efficiency=share,
+        efficiency=float(efficiency(phi, total, initial)),
         speedup=float(found.speedup[place]),
         pays_until=found.pays_until,
         pays_share=PAYS_SHARE,
@@ -150,23 +149,18 @@ def _elastic(section: GoodputSection, initial: int, phi: float, total: int, most
     return [_setting(row) for row in rows]
 
 
-def _patterns(split: Split) -> list[list[int]]:
-    """Return the passes of the first ``remainder`` ranks, if any, and of the others: all ranks of a kind are alike."""
-    sizes = split.local_batch_sizes
-    kinds = [0, split.remainder] if split.remainder else [0]
-    return [sizes[rank].tolist() for rank in kinds]
-
-
 def _setting(row: ElasticRow) -> ElasticSetting:
     split = row.split
+    # the passes of the first ``remainder`` ranks, if any, and of the others: all ranks of a kind are alike
+    kinds = [] if split is None else [0, split.remainder] if split.remainder else [0]
     return ElasticSetting(
         world_size=row.world_size,
-        local_batch_sizes=[] if split is None else _patterns(split),
+        local_batch_sizes=[] if split is None else split.local_batch_sizes[kinds].tolist(),
         accumulation_steps=None if split is None else split.accumulation_steps,
         ranks_with_one_more=0 if split is None else split.remainder,
         reason=row.reason,
         nearest_total_batch_sizes=list(row.nearest_total_batch_sizes),
         learning_rates=row.learning_rates,
         steps_per_epoch=row.steps_per_epoch,
-        last_step_samples=0 if row.last_step is None else row.last_step.samples,
+        last_step_samples=row.last_step_samples,
     )

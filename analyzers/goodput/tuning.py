@@ -1,7 +1,7 @@
 """The batch that makes the most progress: local batch m and accumulation steps s of highest goodput, exact over integers.
 
-Start at :func:`tune` (thousands of allocations at once), :func:`tune_one`, :func:`tune_mixed` (unlike devices) or
-:func:`frontier` (what more GPUs buy); :func:`goodput_grid` is the picture behind it.
+Start at :func:`tune` (thousands of allocations at once), :func:`tune_one`, or :func:`frontier` (what more
+GPUs buy); :func:`goodput_grid` is the picture behind it.
 
 With ``n = s + 1`` passes, ``M = K m n`` and noise scale phi, goodput is ``(phi + M0) / h`` with
 ``h(m, n) = (1 + phi / M) T_iter``, ``T_iter = (n - 1) X + R(X)``, ``X = T_grad(m)``, ``R(X) = (X^g + T_sync^g)^(1/g)``.
@@ -27,12 +27,12 @@ limits (128 samples on 3 replicas), the total is M0 rounded up to the next that 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from ddltool.analyzers.goodput.elastic_table import ElasticLimits
 from ddltool.analyzers.goodput.throughput import ThroughputParams, efficiency, iteration_time_s, sync_time_s
 from ddltool.errors import Infeasible, InputError
 
@@ -45,27 +45,20 @@ _LARGEST_CHUNK = 1 << 18
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class BatchLimits:
+class BatchLimits(ElasticLimits):
     """What a job allows: total batch ``M0 <= M <= max``, local batch within memory, accumulation steps.
 
-    ``max_accumulation_steps`` None: any. Raises InputError for a value out of range.
+    Raises InputError for a value out of range.
     """
 
     initial_batch_size: int
     max_batch_size: int
-    max_local_batch_size: int
-    min_local_batch_size: int = 1
-    max_accumulation_steps: int | None = None
 
     def __post_init__(self) -> None:
-        for field in fields(self):
-            value, least = getattr(self, field.name), 0 if field.name == "max_accumulation_steps" else 1
-            if value is not None and value < least:
-                raise InputError(field.name, f"is {value}", f"it must be {least} or more")
-        for low, high in (("initial", "max"), ("min_local", "max_local")):
-            first, last = getattr(self, f"{low}_batch_size"), getattr(self, f"{high}_batch_size")
-            if first > last:
-                raise InputError(f"{low}_batch_size", f"is {first}", f"it must be at most {high}_batch_size, {last}")
+        ElasticLimits.__post_init__(self)
+        if self.initial_batch_size > self.max_batch_size:
+            remedy = f"it must be at most max_batch_size, {self.max_batch_size}"
+            raise InputError("initial_batch_size", f"is {self.initial_batch_size}", remedy)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -148,75 +141,6 @@ def tune_one(
             f"{limits.max_local_batch_size} with {steps} accumulation steps"
         )
     return TunedOne(**{item.name: getattr(found, item.name)[0].item() for item in fields(TunedOne)})
-
-
-def tune_mixed(
-    models: Mapping[str, ThroughputParams],
-    counts: Mapping[str, ArrayLike],
-    num_nodes: ArrayLike,
-    limits: BatchLimits,
-    *,
-    noise_scale: float,
-    max_local_batch_sizes: Mapping[str, int] | None = None,
-) -> Tuned:
-    """Return the best equal local batch on unlike devices: a synchronous step waits for the slowest of those used.
-
-    ``counts[type]`` are the devices of each type per allocation, broadcasting with ``num_nodes`` to shape (n,). The models
-    of all types share their synchronisation parameters and gamma. ``max_local_batch_sizes`` are further limits by type.
-    Between the local batches at which another type becomes the slowest, each range is a search of its own. Raises
-    InputError when types differ between the mappings or in the shared parameters.
-    """
-    if not counts:
-        raise InputError("counts", "names no device type", "give at least one")
-    most = {name: (max_local_batch_sizes or {}).get(name, limits.max_local_batch_size) for name in counts}
-    unknown = sorted((set(counts) | set(max_local_batch_sizes or {})) - set(models))
-    if unknown:
-        raise InputError("counts", f'names "{unknown[0]}"', f"known device types: {', '.join(sorted(models))}")
-    names = sorted(counts)
-    shared = models[names[0]]
-    for name in names[1:]:
-        same = replace(models[name], alpha_grad_s=shared.alpha_grad_s, beta_grad_s=shared.beta_grad_s)
-        if same != shared:
-            raise InputError(f"models:{name}", f"synchronises otherwise than {names[0]}", "share those parameters")
-    nodes, *each = np.broadcast_arrays(_whole("num_nodes", num_nodes), *(_whole(name, counts[name]) for name in names))
-    per_type = np.stack(each)
-    if (per_type < 0).any():
-        raise InputError("counts", "has a negative number of devices", "use 0 for types that are not used")
-    out = Tuned(
-        **{item.name: np.zeros(len(nodes), float if "goodput" in item.name else np.int64) for item in fields(Tuned)}
-    )
-    for used in np.unique(per_type > 0, axis=1).T:
-        members = np.flatnonzero((used == (per_type > 0).T).all(axis=1))
-        present = [name for name, is_used in zip(names, used, strict=True) if is_used]
-        largest = min([limits.max_local_batch_size, *(most[name] for name in present)])
-        for name in present:
-            low, high = _slowest(models[name], [models[other] for other in present])
-            low, high = max(low, limits.min_local_batch_size), min(high, largest)
-            if low > high:
-                continue
-            own = replace(limits, min_local_batch_size=int(low), max_local_batch_size=int(high))
-            replicas = per_type[:, members].sum(axis=0)
-            found = tune(models[name], nodes[members], replicas, own, noise_scale=noise_scale)
-            within = found.total_batch_size <= limits.max_batch_size  # none that was rounded up for want of range
-            better = within & (found.goodput_per_s > out.goodput_per_s[members])
-            for item in fields(Tuned):
-                column = getattr(out, item.name)
-                column[members[better]] = getattr(found, item.name)[better]
-    return out
-
-
-def _slowest(model: ThroughputParams, others: list[ThroughputParams]) -> tuple[float, float]:
-    """Return the smallest and the largest local batch at which no other of the models has a longer T_grad."""
-    low, high = 1.0, math.inf
-    for other in others:
-        ahead, steeper = other.alpha_grad_s - model.alpha_grad_s, model.beta_grad_s - other.beta_grad_s
-        if steeper > 0:
-            low = max(low, math.ceil(ahead / steeper))
-        elif steeper < 0:
-            high = min(high, math.floor(ahead / steeper))
-        elif ahead > 0:
-            high = 0.0
-    return low, high
 
 
 def _whole(name: str, values: ArrayLike) -> Ints:

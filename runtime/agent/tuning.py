@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from ddltool.analyzers.goodput.elastic_table import ElasticLimits, Split, find_split
+from ddltool.analyzers.goodput.elastic_table import Split, find_split
 from ddltool.analyzers.goodput.fit import fit
 from ddltool.analyzers.goodput.observations import Observations
 from ddltool.analyzers.goodput.throughput import ThroughputParams, goodput_per_s
@@ -133,9 +133,9 @@ def decide(
         best = tune_one(params, nodes, replicas, allowed, noise_scale=noise_scale)
     except Infeasible:
         return None
-    chosen = Split(
-        world_size=replicas, total_batch_size=best.total_batch_size, accumulation_steps=best.accumulation_steps
-    )
+    # ranks may differ by a sample, so a total that equal batches only reach beyond the limit is cut back to it
+    total = min(best.total_batch_size, allowed.max_batch_size)
+    chosen = Split(world_size=replicas, total_batch_size=total, accumulation_steps=best.accumulation_steps)
     better = best.goodput_per_s > now * (1 + min_gain)
     return Decision(
         split=chosen if better else present,
@@ -157,17 +157,12 @@ def split_near(total: int, replicas: int, limits: BatchLimits) -> Split:
 
     With equal distance the smaller. Raises Infeasible when there is none at all.
     """
-    elastic = ElasticLimits(
-        max_local_batch_size=limits.max_local_batch_size,
-        min_local_batch_size=limits.min_local_batch_size,
-        max_accumulation_steps=limits.max_accumulation_steps,
-    )
     low, high = limits.initial_batch_size, limits.max_batch_size
     total = min(max(total, low), high)
     for away in range(max(total - low, high - total) + 1):
         for candidate in (total - away, total + away):
             if low <= candidate <= high:
-                split, _ = find_split(candidate, replicas, elastic)
+                split, _ = find_split(candidate, replicas, limits)
                 if split is not None:
                     return split
     raise Infeasible(
