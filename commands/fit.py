@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from ddltool.analyzers.goodput.fit import DeviceModels
     from ddltool.analyzers.goodput.observations import Observations
     from ddltool.analyzers.goodput.uncertainty import Uncertainty
-    from ddltool.goodput_model import DeviceGoodput, FitError, Goodput, LeftOut, NextMeasurement, ParameterInterval
+    from ddltool.goodput_model import DeviceGoodput, FitError, Goodput, LeftOut, NextMeasurement
 
 
 def fit(
@@ -199,23 +199,9 @@ def device_records(
             **result.error.model_dump(),
             undetermined=list(result.undetermined),
             holdout=errors.get(name),
-            intervals=interval_records(sure[name]),
+            intervals=sure[name].intervals,
         )
         for name, result in models.results.items()
-    }
-
-
-def interval_records(sure: Uncertainty) -> dict[str, ParameterInterval]:
-    """Return the intervals as records; no upper limit is None."""
-    import math
-
-    from ddltool.goodput_model import ParameterInterval
-
-    return {
-        entry.name: ParameterInterval(
-            low=entry.low, high=entry.high if math.isfinite(entry.high) else None, reason=entry.reason
-        )
-        for entry in sure.intervals
     }
 
 

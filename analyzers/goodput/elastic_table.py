@@ -8,7 +8,8 @@ So a job that resizes between two steps loses and repeats nothing, and its check
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+import math
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields
 
 import numpy as np
@@ -150,7 +151,7 @@ def elastic_table(
     rows = []
     for world in world_sizes:
         split, reason = find_split(total_batch_size, world, limits, equal_batches=equal_batches)
-        idle = np.flatnonzero(split.sizes_of(last).sum(axis=1) == 0) if split and last else np.zeros(0)
+        idle = [] if split is None or not last else np.flatnonzero(split.sizes_of(last).sum(axis=1) == 0).tolist()
         rows.append(
             ElasticRow(
                 world_size=world,
@@ -160,7 +161,7 @@ def elastic_table(
                 learning_rates=dict(rates),
                 steps_per_epoch=_ceil(epoch_samples, total_batch_size) if epoch_samples else 0,
                 last_step_samples=last if split else 0,
-                ranks_without_samples=tuple(idle.tolist()),
+                ranks_without_samples=tuple(idle),
             )
         )
     return tuple(rows)
@@ -183,17 +184,13 @@ def _nearest(total: int, world: int, limits: ElasticLimits, equal_batches: bool)
     Every multiple of W from W min to W max has one (one pass), and every one from there on is at most ``W n`` away from a
     multiple of ``W n max``, so both searches end.
     """
-    least, below, above = world * limits.min_local_batch_size, range(total - 1, 0, -1), itertools.count(total + 1)
+    least, largest = world * limits.min_local_batch_size, math.inf
     if limits.max_accumulation_steps is not None:
         largest = world * (limits.max_accumulation_steps + 1) * limits.max_local_batch_size
-        below, above = range(min(total - 1, largest), 0, -1), iter(range(total + 1, largest + 1))
-    sides = (
-        itertools.takewhile(lambda tried: tried >= least, below),
-        itertools.dropwhile(lambda tried: tried < least, above),
-    )
-    found = []
-    for side in sides:
-        found += itertools.islice(
-            (tried for tried in side if find_split(tried, world, limits, equal_batches=equal_batches)[0]), 1
-        )
+    below: Iterable[int] = range(int(min(total - 1, largest)), least - 1, -1)
+    above: Iterable[int] = itertools.takewhile(lambda tried: tried <= largest, itertools.count(max(total + 1, least)))
+    found: list[int] = []
+    for side in (below, above):
+        fits = (tried for tried in side if find_split(tried, world, limits, equal_batches=equal_batches)[0])
+        found += itertools.islice(fits, 1)
     return tuple(found)

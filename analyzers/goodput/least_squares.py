@@ -11,6 +11,7 @@ then :func:`descend`.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -197,13 +198,13 @@ class Problem:
                 jacobian[:, index] = weight[:, None] * slope
                 errors.append(weight * error)
                 slopes.append(jacobian)
-        for weight, pair in zip(self.slope_weights, SLOPES, strict=True):
+        for pull, pair in zip(self.slope_weights.tolist(), SLOPES, strict=True):
             alpha, beta = self.index[0][list(pair)]
-            if self.free[beta] and weight > 0:
+            if self.free[beta] and pull > 0:
                 square = (values[beta] / values[alpha] / self.slope_scale) ** 2
-                root = np.sqrt(weight * np.log1p(square))
+                root = math.sqrt(pull * math.log1p(square))
                 jacobian = np.zeros((1, len(values)))
-                jacobian[0, beta] = weight * square / (1.0 + square) / root if root > 0 else 0.0
+                jacobian[0, beta] = pull * square / (1.0 + square) / root if root > 0 else 0.0
                 jacobian[0, alpha] = -jacobian[0, beta]
                 errors.append(np.array([root]))
                 slopes.append(jacobian)

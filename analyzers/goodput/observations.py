@@ -348,7 +348,7 @@ def _of_telemetry(frame: pd.DataFrame, where: str) -> pd.DataFrame:
         ["device", "num_nodes", "world_size", "rank", "batch", "passes"], as_index=False, dropna=False
     )
     quartiles = [groups["step_time_s"].quantile(share)["step_time_s"] for share in (0.25, 0.75)]
-    rows = groups[["compute_s", "sync_s"]].median()
+    rows: pd.DataFrame = groups[["compute_s", "sync_s"]].median()
     rows = rows.assign(
         num_replicas=rows["world_size"],
         # The samples of a step are those of all its passes; the local batch is one pass's.

@@ -12,6 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
+from typing import Any
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -139,7 +140,7 @@ def goodput_per_s(
 
 
 def log_times(
-    values: Array, nodes: Array, replicas: Array, batch: Array, passes: Array | float = 0.0
+    values: Array, nodes: NDArray[Any], replicas: NDArray[Any], batch: NDArray[Any], passes: Array | float = 0.0
 ) -> tuple[Array, Array, Array, Array]:
     """Return log T_grad, log T_iter, both of shape (n,), and their Jacobians of shape (n, 7).
 

@@ -258,7 +258,7 @@ class _Search:
         least = np.isinf(self.cost_best[:, None]) & (self.high >= self.smallest)
         self._take(slice(None), m, n, rounded & least)
 
-    def _take(self, rows: slice | Ints, m: Array, n: Array, allowed: Array) -> None:
+    def _take(self, rows: slice | Ints, m: Array, n: Array, allowed: NDArray[np.bool_]) -> None:
         """Keep the best of the points (rows, width) that are allowed, where it is better than the best so far."""
         cost = np.where(allowed, self.cost(m, n, rows), np.inf)
         pick = (np.arange(len(cost)), cost.argmin(axis=1))

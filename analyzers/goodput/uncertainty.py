@@ -29,6 +29,7 @@ from ddltool.analyzers.goodput.least_squares import SLOPES, Descent, Problem, de
 from ddltool.analyzers.goodput.observations import Observations
 from ddltool.analyzers.goodput.throughput import NAMES, ThroughputParams, log_times
 from ddltool.errors import InputError
+from ddltool.goodput_model import ParameterInterval
 
 Array = NDArray[np.float64]
 Ints = NDArray[np.int64]
@@ -47,41 +48,22 @@ _PRIOR = np.array([math.log(10.0)] * 6 + [math.log(10.0) / math.sqrt(12.0)])
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Interval:
-    """What the rows say about one parameter."""
-
-    name: str
-    value: float
-    """Best value by the rows alone."""
-    low: float
-    high: float
-    """0 and infinity (1 and 10 for gamma) where the rows set no limit."""
-    reason: str
-    """Why the rows say nothing; empty when they do."""
-
-    @property
-    def determined(self) -> bool:
-        """Whether the rows set a limit on at least one side."""
-        return not self.reason
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
 class Uncertainty:
-    """Intervals of all seven parameters, and the size of the rows' log errors that they rest on."""
+    """Intervals of all seven parameters by name, and the size of the rows' log errors that they rest on."""
 
     level: float
     error: float
     """Standard deviation of a measured log time about the model (so, relative error)."""
     error_is_assumed: bool
-    intervals: tuple[Interval, ...]
+    intervals: dict[str, ParameterInterval]
 
     @property
     def undetermined(self) -> tuple[str, ...]:
         """Names of the parameters on which the rows set no limit."""
-        return tuple(interval.name for interval in self.intervals if not interval.determined)
+        return tuple(name for name, interval in self.intervals.items() if interval.reason)
 
-    def __getitem__(self, name: str) -> Interval:
-        return next(interval for interval in self.intervals if interval.name == name)
+    def __getitem__(self, name: str) -> ParameterInterval:
+        return self.intervals[name]
 
 
 def parameter_intervals(
@@ -125,22 +107,20 @@ def joint_intervals(
         if profile.best.loss >= best.loss - 1e-6 * size**2 / problem.rows:
             break
         best = descend(problem, profile.best.point)
-    values = problem.values(best.point)
-    values[:-1][best.point[:-1] <= problem.low[:-1] + 1e-6] = 0.0
 
-    def interval(name: str, place: int) -> Interval:
+    def interval(name: str, place: int) -> ParameterInterval:
         low, high = found[place]
         reason = "" if problem.free[place] else _UNSEEN[name]
         if not reason and (low, high) == profile.limits(place):
             reason = "the rows fit as well with any value"
-        return Interval(name=name, value=float(values[place]), low=low, high=high, reason=reason)
+        return ParameterInterval(low=low, high=high if math.isfinite(high) else None, reason=reason)
 
     return tuple(
         Uncertainty(
             level=level,
             error=size,
             error_is_assumed=assumed,
-            intervals=tuple(interval(name, int(place)) for name, place in zip(NAMES, index, strict=True)),
+            intervals={name: interval(name, int(place)) for name, place in zip(NAMES, index, strict=True)},
         )
         for index in problem.index
     )

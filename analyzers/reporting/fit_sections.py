@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from ddltool.analyzers.goodput.observations import Observations, from_frame
@@ -204,13 +205,11 @@ def _short_seconds(seconds: float) -> str:
 def _known_until(device: str, record: Goodput | DeviceGoodput, profile: pd.DataFrame | None) -> tuple[int, str]:
     """Return up to how many replicas of the map there are data, and in words why not beyond.
 
-    A model says something of every number; where nobody measured synchronisation, it takes that as free.
+    A model says something of every number; where nobody measured any synchronisation, it takes that as free.
     """
     limits = [(_REPLICAS, "")]
     if "alpha_sync_node_s" in record.undetermined:
-        limits.append(
-            (_REPLICAS_PER_NODE, "nothing measured synchronises between nodes, so the model takes it as free")
-        )
+        limits.append((_REPLICAS_PER_NODE, "nothing measured synchronises between nodes, so it is drawn as within one"))
         if "beta_sync_local_s" in record.undetermined:
             limits.append((2, "nothing measured says what further replicas cost, so the model takes them as free"))
         if "alpha_sync_local_s" in record.undetermined:
@@ -235,6 +234,10 @@ def _heat(
 ) -> Picture | str:
     """Return goodput over replicas and batch, or in words why there is none."""
     params = _params(record.params)
+    if (
+        "alpha_sync_node_s" in record.undetermined
+    ):  # never seen, it would be free: the map would jump up at a second node
+        params = replace(params, alpha_sync_node_s=params.alpha_sync_local_s, beta_sync_node_s=params.beta_sync_local_s)
     most, first = _LOCAL_BATCH, 32
     name = device
     if profile is not None:
