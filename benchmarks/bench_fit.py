@@ -3,6 +3,7 @@
 Prints error and CPU time per application beside AdaptDL's own fit on the same rows, then device types of Sia's measurements:
 one model each, on one shared network, and one model for all, by the error on placements left out. ``--prior``: the
 cross-validation that chose the prior on the slopes and the weight of T_grad, which looks at placements.csv only.
+``--tables FOLDER``: the errors with and without the prior over all tables of Sia's artifact (its folder sia-simulator/traces).
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import numpy as np
 from ddltool.analyzers.goodput.fit import FOLDS, SLOPE_SPREAD, evaluate, fit, fold_numbers, leave_out, predict
 from ddltool.analyzers.goodput.least_squares import GRAD_WEIGHT
 from ddltool.analyzers.goodput.observations import Observations, concatenate, from_frame
+from ddltool.errors import InputError
 from ddltool.profile import read_table
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -117,8 +119,35 @@ def prior() -> None:
     print("<: in use")
 
 
+def tables(folder: Path) -> None:
+    """Print the mean errors over all tables under a folder: fitted, of the table beside, of the rows with most replicas."""
+    found: list[list[float]] = []
+    for path in sorted(folder.glob("*/placements-*.csv")):
+        try:
+            rows, beside = read(path), read(path.with_name(path.name.replace("placements", "scalability")))
+        except InputError as error:
+            print(f"left out: {error}")
+            continue
+        most = rows.num_replicas == rows.num_replicas.max()
+        line = []
+        for spread in (SLOPE_SPREAD, math.inf):
+            params = fit(rows, slope_spread=spread).params
+            unseen = len(beside) != len(rows)  # the same table twice, where one was not measured
+            line += [evaluate(params, rows).rmsle, evaluate(params, beside).rmsle if unseen else math.nan]
+            line += [evaluate(fit(rows.take(~most), slope_spread=spread).params, rows.take(most)).rmsle]
+        found.append(line)
+    fitted, unseen, most_replicas, *free = np.nanmean(np.array(found), axis=0)
+    print(f"{len(found)} tables, mean RMSLE, in brackets without the prior")
+    for name, own, other in zip(
+        ("fitted", "unseen", "most replicas"), (fitted, unseen, most_replicas), free, strict=True
+    ):
+        print(f"{name:14s} {own:.4f} ({other:.4f})")
+
+
 if __name__ == "__main__":
-    if not POLLUX.is_dir():
+    if "--tables" in sys.argv:
+        tables(Path(sys.argv[-1]))
+    elif not POLLUX.is_dir():
         print(f"no data at {POLLUX}; set DDLTOOL_DATA")
     elif "--prior" in sys.argv:
         prior()
