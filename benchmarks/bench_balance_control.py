@@ -2,10 +2,9 @@
 
     python benchmarks/bench_balance_control.py                 # 4, 32 and 96 workers
 
-n processes on this machine each report as ranks of a job do: up to 16 through torch.distributed's TCPStore, more along a tree
-of gloo messages (--store: through the store all the same). Rank 0, which also runs the store's server, chooses and tells. On n
-machines all but rank 0's part happens at the same time, so of this machine, with its few cores, the figure that carries over
-is rank 0's: the CPU seconds of its whole process (server thread included) per step.
+n processes on this machine each report as ranks of a job do, through torch.distributed's TCPStore. Rank 0, which also runs the
+store's server, chooses and tells. On n machines all but rank 0's part happens at the same time, so of this machine, with its
+few cores, the figure that carries over is rank 0's: the CPU seconds of its whole process (server thread included) per step.
 *Whole round* counts receiving n reports, choosing, answering and clearing up, as if nothing overlapped; the time on the wire is
 not in it. *Choosing* is the decision alone.
 
@@ -21,16 +20,14 @@ import time
 from datetime import timedelta
 
 import numpy as np
-import torch
 import torch.distributed as dist
 
 from ddltool.analyzers.balancing.control import Policy, SpeedPolicy, TrialPolicy
 from ddltool.analyzers.balancing.predict import Settings
-from ddltool.runtime.balancing.control import LIVE_LEARNING, MOST_BLOCKING
-from ddltool.runtime.balancing.events import EventFile, Manager
-from ddltool.runtime.balancing.exchange import Exchange, own
-from ddltool.runtime.balancing.loop import Background
-from ddltool.runtime.balancing.tree import TreeExchange
+from ddltool.runtime.balancing.control import LIVE_LEARNING
+from ddltool.runtime.balancing.manager import Manager
+from ddltool.runtime.hook.agreement import Agreement
+from ddltool.runtime.hook.job import Job
 
 STEP_S = 0.1
 
@@ -47,7 +44,7 @@ def policy(name: str, workers: int) -> Policy:
 
 def choosing(name: str, workers: int, rounds: int) -> float:
     """Return the median CPU seconds of one decision, trained networks included."""
-    manager, chance = Manager(policy(name, workers), EventFile(None), skip=0), np.random.default_rng(0)
+    manager, chance = Manager(policy(name, workers), skip=0), np.random.default_rng(0)
     spent = []
     for number in range(rounds):
         sizes = manager._policy.sizes
@@ -62,7 +59,7 @@ def choosing(name: str, workers: int, rounds: int) -> float:
     return statistics.median(spent[rounds // 2 + 1 :])
 
 
-def rounds_of(workers: int, rounds: int, port: int, by_store: bool) -> float:
+def rounds_of(workers: int, rounds: int, port: int) -> float:
     """Return rank 0's median CPU seconds per round."""
     children, rank = [], 0
     for number in range(1, workers):
@@ -72,39 +69,35 @@ def rounds_of(workers: int, rounds: int, port: int, by_store: bool) -> float:
             break
         children.append(child)
     store = dist.TCPStore("127.0.0.1", port, workers, rank == 0, timedelta(seconds=60), wait_for_workers=False)
-    manager = Manager(policy("ema", workers), EventFile(None))
-    if by_store:
-        exchange = Exchange(own(store, "bench", 60), rank, workers, manager)
-    else:
-        torch.set_num_threads(1)
-        dist.init_process_group("gloo", store=dist.PrefixStore("group", store), rank=rank, world_size=workers)
-        exchange = TreeExchange(own(store, "bench", 60), rank, workers, manager, 60)
+    job = Job(rank=rank, world_size=workers, side=None)
+    agreement = Agreement(job, Manager(policy("ema", workers)), timeout_s=60, store=store)
     chance, spent = np.random.default_rng(rank), []
-    for number in range(rounds):
-        row = np.array([32, 32 / chance.uniform(50, 100), 0.5, 1.0, 0.5])
+    row = np.array([32.0, 0.0, 0.5, 1.0, 0.5])
+    for _ in range(rounds):
+        row[1] = 32 / chance.uniform(50, 100)
         begin = time.process_time()
-        row[0] = exchange.round(number, row)[rank]
+        chosen = agreement.propose(lambda: row)
+        row[0] = 32 if chosen is None else chosen[rank]
         spent.append(time.process_time() - begin)
     if rank:
         os._exit(0)
     for child in children:
         os.waitpid(child, 0)
-    if dist.is_initialized():
-        dist.destroy_process_group()
     return statistics.median(spent[5:])
 
 
-def hand_over(rounds: int, port: int) -> float:
+def hand_over(rounds: int) -> float:
     """Return the wall seconds per step that a training thread pays when sizes are chosen behind it (one worker)."""
-    store = dist.TCPStore("127.0.0.1", port, 1, True, timedelta(seconds=60), wait_for_workers=False)
-    manager = Manager(policy("algorithm2", 1), EventFile(None))
-    loop, spent = Background(Exchange(own(store, "bench", 60), 0, 1, manager)), []
+    agreement, spent = (
+        Agreement(Job(rank=0, world_size=1, side=None), Manager(policy("algorithm2", 1)), behind=True),
+        [],
+    )
     for _ in range(rounds):
         begin = time.perf_counter()
-        loop.next(lambda: np.array([32, 0.5, 0.5, 1.0, 0.5]))
+        agreement.propose(lambda: np.array([32, 0.5, 0.5, 1.0, 0.5]))
         spent.append(time.perf_counter() - begin)
         time.sleep(0.005)
-    loop.close()
+    agreement.close()
     return statistics.median(spent)
 
 
@@ -113,19 +106,18 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--workers", default="4,32,96")
     parser.add_argument("--rounds", type=int, default=60)
-    parser.add_argument("--store", action="store_true", help="let more than 16 workers talk through the store as well")
     options = parser.parse_args()
     port = 20000 + os.getpid() % 20000
     print(f"milliseconds per step, and as a share of a step of {STEP_S * 1000:.0f} ms")
     print("workers  whole round      choosing:   ema       narx    algorithm 2")
     for place, workers in enumerate(int(part) for part in options.workers.split(",")):
-        whole = rounds_of(workers, options.rounds, port + place, options.store or workers <= MOST_BLOCKING)
+        whole = rounds_of(workers, options.rounds, port + place)
         chosen = [choosing(name, workers, 140) for name in ("ema", "narx", "algorithm2")]
         print(
             f"{workers:7}  {whole * 1e3:5.2f} ({whole / STEP_S:5.2%})           "
             + "  ".join(f"{value * 1e3:9.3f}" for value in chosen)
         )
-    handed = hand_over(200, port + 99)
+    handed = hand_over(200)
     print(f"hand over, in the background: {handed * 1e3:.3f} ms ({handed / STEP_S:.3%})")
 
 

@@ -19,9 +19,9 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import TensorDataset
 
 from ddltool.analyzers.goodput.elastic_table import Split
-from ddltool.runtime.agent import deciding as agent_deciding
+from ddltool.runtime.agent import choosing
 from ddltool.runtime.agent.agent import GoodputAgent
-from ddltool.runtime.agent.tuning import Decision
+from ddltool.runtime.agent.choosing import Decision
 
 
 def digits(samples: int) -> TensorDataset:
@@ -73,7 +73,7 @@ def scripted(script: dict[int, tuple[int, int]]) -> Any:
         split = Split(world_size=present.world_size, total_batch_size=total, accumulation_steps=accumulation)
         return Decision(split=split, goodput_per_s=2.0, present_goodput_per_s=1.0, params=None)  # type: ignore[arg-type]
 
-    return mock.patch.object(agent_deciding, "decide", decide)
+    return mock.patch.object(choosing, "decide", decide)
 
 
 def packed(state: dict[str, Any]) -> bytes:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import multiprocessing
-import os
 import sys
 import threading
 import time
@@ -26,12 +25,8 @@ from torch.utils.data import TensorDataset
 
 from ddltool.analyzers.balancing import algorithm2
 from ddltool.errors import DdlToolError, InputError
-from ddltool.runtime.balancing import control as batch_control
 from ddltool.runtime.balancing.control import BalanceOptions, Balancer, balance
-from ddltool.runtime.balancing.exchange import Exchange, default_store, own, under
-from ddltool.runtime.balancing.loop import Background, Blocking
 from ddltool.runtime.balancing.partitioned import PartitionedData
-from ddltool.runtime.balancing.tree import TreeExchange
 from ddltool.runtime.hook.gradients import SampleCounter, WeightedAverage
 from tests.runtime_workers import furthest, gradients, loss_of, make_data, make_model
 
@@ -54,161 +49,6 @@ def running(name: str) -> list[str]:
     frames = sys._current_frames()
     alive = [thread for thread in threading.enumerate() if thread.name == name and thread.ident in frames]
     return ["".join(traceback.format_stack(frames[thread.ident])) for thread in alive if thread.ident is not None]
-
-
-def late_round(rank: int, who: int) -> str:
-    """Return what a rank is told when rank ``who`` does not come to a round of reports."""
-    link = own(default_store(), f"late-{who}-{LATE.setdefault(who, len(LATE))}", 4.0)
-    exchange = Exchange(link, rank, 2, lambda rows: rows.sum(axis=0))
-    row = np.array([1.0, 2.0 + rank])
-    assert exchange.round(0, row).tolist() == [2.0, 5.0]
-    if rank == who:
-        return "stayed away"
-    try:
-        exchange.round(1, row)
-    except DdlToolError as error:
-        return str(error)
-    return "nothing"
-
-
-def failing_choice(rank: int, behind: bool) -> list[str]:
-    """Return what each step's call tells when rank 0 cannot choose in the second round."""
-    rounds = []
-
-    def choose(rows: np.ndarray) -> np.ndarray:
-        rounds.append(rows)
-        if len(rounds) == 2:
-            raise DdlToolError("no idea")
-        return rows[0]
-
-    exchange = Exchange(own(default_store(), f"failing-{behind}", 5.0), rank, 2, choose)
-    loop = Background(exchange) if behind else Blocking(exchange)
-    told = []
-    for _ in range(4):
-        try:
-            chosen = loop.next(lambda: np.array([7.0]))
-            told.append("none yet" if chosen is None else str(chosen[0]))
-        except DdlToolError as error:
-            told.append(str(error))
-            if not behind:
-                break
-    loop.close()
-    return told
-
-
-def tree_rounds(rank: int, world_size: int, fan_out: int) -> list[list[float]]:
-    """Return what three rounds along a tree answer: row r is (r + step, r), the choice their product plus 100 r."""
-
-    def choose(rows: np.ndarray) -> np.ndarray:
-        return rows[:, 0] * rows[:, 1] + 100 * np.arange(len(rows))
-
-    exchange = TreeExchange(under(default_store(), f"fan out {fan_out}"), rank, world_size, choose, 20.0, fan_out)
-    try:
-        return [exchange.round(step, np.array([rank + step, rank])).tolist() for step in range(3)]
-    finally:
-        exchange.close()
-
-
-def tree_failure(rank: int, world_size: int, case: str) -> str:
-    """Return what a rank is told when rank 0 cannot choose, or when the rank that ``case`` names stays away."""
-
-    def choose(rows: np.ndarray) -> np.ndarray:
-        if case == "choice":
-            raise DdlToolError("no idea")
-        return rows[:, 0]
-
-    link = under(default_store(), f"tree {case}")
-    exchange = TreeExchange(link, rank, world_size, choose, 4.0, 1)
-    try:
-        if case == str(rank):
-            time.sleep(4.0 + 4.0)  # its connections stay, as those of a rank that hangs
-            return "stayed away"
-        exchange.round(0, np.array([1.0]))
-    except DdlToolError as error:
-        return str(error)
-    finally:
-        exchange.close()
-    return "nothing"
-
-
-def tree_late(rank: int, world_size: int, after_s: list[float | None], timeout_s: float) -> tuple[str, float]:
-    """Return what each rank of a chain is told, and its seconds, when it comes after so many seconds; None: never."""
-    link = under(default_store(), f"late {after_s}")
-    exchange = TreeExchange(link, rank, world_size, lambda rows: rows[:, 0], timeout_s, 1)
-    after = after_s[rank]
-    time.sleep(max(seconds or 0.0 for seconds in after_s) + timeout_s + 4.0 if after is None else after)
-    begin = time.monotonic()
-    try:
-        exchange.round(0, np.array([1.0]))
-    except DdlToolError as error:
-        return str(error), time.monotonic() - begin
-    finally:
-        exchange.close()
-    return "nothing", time.monotonic() - begin
-
-
-def held() -> tuple[int, int, int]:
-    """Return this process's process groups, threads and open files."""
-    groups = len(dist.distributed_c10d._world.pg_map)
-    return groups, len(os.listdir("/proc/self/task")), len(os.listdir("/proc/self/fd"))
-
-
-def tree_lives(rank: int, world_size: int) -> list[tuple[int, int, int]]:
-    """Return what the process holds after each of four trees has come and gone, ranks closing theirs at different times.
-
-    The last two end in a failure, of the choice and of the lowest rank's; the last is closed twice.
-    """
-    found = []
-    for number in range(4):
-        link = under(default_store(), f"life {number}")
-        exchange = TreeExchange(link, rank, world_size, failing if number == 2 else first_column, 2.0, 1)
-        loop = Blocking(exchange)
-        last = number == 3 and rank == world_size - 1
-        with contextlib.suppress(DdlToolError):
-            if last:
-                loop.close()  # gone before the first round, and all others notice
-            assert loop.next(lambda: np.array([7.0])).tolist() == [7.0] * world_size
-            assert number < 2
-        time.sleep(0.1 * ((rank + number) % world_size))
-        loop.close()
-        loop.close()
-        del exchange, loop
-        dist.barrier()
-        found.append(held())
-    return found
-
-
-def first_column(rows: np.ndarray) -> np.ndarray:
-    return rows[:, 0]
-
-
-def failing(rows: np.ndarray) -> np.ndarray:
-    raise DdlToolError("no idea")
-
-
-def tree_job(rank: int, per_sample_ms: list[float]) -> dict[str, Any]:
-    """Return sizes of each step of a job through the tree, what carried its reports, and what it left behind."""
-    usual, batch_control.MOST_BLOCKING = batch_control.MOST_BLOCKING, 1
-    try:
-        options = BalanceOptions(background=False, timeout_s=20.0)
-        model, optimizer, balancer = job(320, total_batch=64, options=options)
-        kind, before = type(balancer._loop._exchange).__name__, held()  # type: ignore[union-attr]
-        model.module.per_sample_s = per_sample_ms[rank] / 1000
-        steps = []
-        for epoch in range(3):
-            balancer.set_epoch(epoch)
-            for features, labels in balancer.dataloader(seed=5) if epoch == 0 else balancer._loader:
-                nn.functional.cross_entropy(model(features), labels).backward()
-                optimizer.step()
-                steps.append(len(labels))
-        time.sleep(0.1 * rank)
-        balancer.close()
-        balancer.close()
-        threads = [thread.name for thread in threading.enumerate()]
-        dist.barrier()
-    finally:
-        batch_control.MOST_BLOCKING = usual
-    return {"steps": steps, "kind": kind, "ended": before[0] - held()[0], "threads": threads, "sizes": balancer.sizes}
 
 
 def broken_migration(rank: int) -> str:
@@ -272,7 +112,7 @@ def train(
         "steps": steps,
         "seen": seen,
         "sizes": balancer.sizes,
-        "threads": running("ddltool-balance"),
+        "threads": running("ddltool-agreement"),
         "parameters": [value.detach().clone() for value in model.module.parameters()],
     }
 
@@ -557,5 +397,4 @@ ARGUMENTS: dict[str, dict[str, Any]] = {
     "tolerance -1": {"options": BalanceOptions(tolerance=-1.0)},
     "timeout": {"options": BalanceOptions(timeout_s=-1)},
 }
-LATE: dict[int, int] = {}
 SHORT_WINDOWS = algorithm2.Settings(step=3, window=1, fine_window=3)

@@ -12,7 +12,7 @@ import pytest
 from ddltool.runtime.measuring.children import free_port
 
 SCRIPT = """
-import os, signal, sys, time
+import os, signal, sys, threading, time
 import torch, torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
@@ -29,11 +29,17 @@ model = DistributedDataParallel(nn.Linear(4, 2))
 optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
 balancer = balance(model, optimizer, data, total_batch=24, options=BalanceOptions(cluster=cluster, timeout_s=4))
 die = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
+late = (victim + 1) % 3
 for step, (inputs, labels) in enumerate(balancer.dataloader(seed=0)):
-    if step == 9 and rank == victim:
-        die() if when == "computing" else optimizer.register_step_pre_hook(die)
+    if step == 9 and rank == victim and when == "computing":
+        die()
     time.sleep(0.002 * (rank + 1))
     nn.functional.cross_entropy(model(inputs), labels).backward()
+    if step == 9 and rank == victim:
+        threading.Timer(1.0 if when == "waiting" else 0.0, die).start()
+        time.sleep(0.0 if when == "waiting" else 9.0)
+    if step == 9 and rank == late and when == "waiting":
+        time.sleep(2.5)  # by then the victim, and the third rank with it, waits for this one's report
     optimizer.step()
 """
 
@@ -46,6 +52,8 @@ for step, (inputs, labels) in enumerate(balancer.dataloader(seed=0)):
         pytest.param("gpu", 0, "updating", marks=pytest.mark.slow),
         pytest.param("cpu", 1, "updating", marks=pytest.mark.slow),
         pytest.param("cpu", 0, "computing", marks=pytest.mark.slow),
+        ("cpu", 1, "waiting"),
+        pytest.param("cpu", 0, "waiting", marks=pytest.mark.slow),
     ],
 )
 def test_survivors_end_in_one_line(cluster: str, victim: int, when: str, tmp_path: Path) -> None:

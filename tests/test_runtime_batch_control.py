@@ -2,32 +2,25 @@
 
 from __future__ import annotations
 
-import threading
 from collections import Counter
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-import torch.distributed as dist
 
 from ddltool.analyzers.balancing.control import SpeedPolicy
 from ddltool.balance_events import BalanceEvent
-from ddltool.errors import DdlToolError
 from ddltool.runtime.balancing.control import balance
-from ddltool.runtime.balancing.events import EventFile, Manager
-from ddltool.runtime.balancing.exchange import Exchange
+from ddltool.runtime.balancing.manager import Manager
 from tests.balance_workers import (
     SHORT_WINDOWS,
     accumulated,
     broken_migration,
     chained_gradients,
     dataset,
-    failing_choice,
     known_sizes,
-    late_round,
     migrate,
     mismatched_partitions,
     refusal,
@@ -102,7 +95,7 @@ def test_algorithm_2_in_the_background(tmp_path: Path) -> None:
 
 def test_steps_of_several_batches_are_judged_by_their_mean() -> None:
     """Gradient accumulation: three batches of 8 in a step; what is left of an epoch still is not judged."""
-    manager = Manager(SpeedPolicy([4, 4], predictor="last"), EventFile(None), skip=0)
+    manager = Manager(SpeedPolicy([4, 4], predictor="last"), skip=0)
     rest = np.tile([0.5, 1.0, 0.5], (2, 1))
     assert manager(np.column_stack(([12.0, 12.0], [3.0, 1.0], rest))).tolist() == [2.0, 6.0]
     assert manager(np.column_stack(([6.0, 11.0], [1.0, 9.0], rest))).tolist() == [2.0, 6.0]
@@ -245,87 +238,9 @@ def test_equal_sizes_move_nothing() -> None:
 
 def test_partitions_that_do_not_fit_together() -> None:
     for answer in crew().run(mismatched_partitions):
-        assert "other types or shapes than rank 0's" in answer
+        assert answer.startswith("partition: differs between rank 0 (torch.float64 ()) and rank 1 (torch.float32 ())")
 
 
 def test_a_migration_that_fails_is_told_on_all_ranks() -> None:
     for rank, answer in enumerate(crew().run(broken_migration)):
         assert answer == f"rank {rank}: moving samples between ranks has failed (the wire is cut)"
-
-
-@pytest.mark.parametrize("who", [0, pytest.param(1, marks=pytest.mark.slow)])
-def test_a_rank_that_stays_away_is_named(who: int) -> None:
-    answers = crew().run(late_round, who)
-    assert answers[who] == "stayed away"
-    assert answers[1 - who].startswith(f"step 1: nothing came from rank {who}, so batch sizes are unknown")
-    assert "\n" not in answers[1 - who]
-
-
-def test_who_ends_early_leaves_its_row_to_rank_0() -> None:
-    """Rank 0 comes to the round when rank 1 has given it up; it would otherwise wait in vain."""
-    store = dist.HashStore()
-    store.set_timeout(timedelta(seconds=5))
-    first, other = (Exchange(store, rank, 2, lambda rows: rows.sum(axis=0), store) for rank in range(2))
-    told: list[str] = []
-
-    def take_part() -> None:
-        try:
-            other.round(0, np.array([1.0]))
-        except DdlToolError as error:
-            told.append(str(error))
-
-    thread = threading.Thread(target=take_part)
-    thread.start()
-    store.wait(["row/0/1"])
-    other.interrupt()
-    thread.join()
-    assert told == ["step 0: this rank is ending, so batch sizes are unknown"]
-    assert first.round(0, np.array([2.0])).tolist() == [3.0]
-
-
-def test_who_ends_early_is_named() -> None:
-    """Of three, rank 1 ends while rank 0 chooses, or rank 0 while it waits: the others hear it at once, in its name."""
-    for who, told_by in ((1, {1: "this rank is ending", 2: "rank 1 has ended"}), (0, {1: "rank 0 has ended"})):
-        store, told = dist.HashStore(), {}
-        store.set_timeout(timedelta(seconds=20))
-        choosing, ended = threading.Event(), threading.Event()
-
-        def choose(
-            rows: np.ndarray, choosing: threading.Event = choosing, ended: threading.Event = ended
-        ) -> np.ndarray:
-            choosing.set()
-            ended.wait(20)
-            return rows.sum(axis=0)
-
-        ends = [Exchange(store, rank, 3, choose, store) for rank in range(3)]
-
-        def take_part(rank: int, ends: list[Exchange] = ends, told: dict[int, str] = told) -> None:
-            try:
-                told[rank] = str(ends[rank].round(0, np.array([float(rank)])))
-            except DdlToolError as error:
-                told[rank] = str(error)
-
-        taking = [threading.Thread(target=take_part, args=(rank,)) for rank in ((0, 1, 2) if who else (0, 1))]
-        for thread in taking:
-            thread.start()
-        if who:
-            assert choosing.wait(20)
-        else:
-            store.wait(["row/0/1"])
-        ends[who].interrupt()
-        for thread in taking[1:]:
-            thread.join(10)
-        ended.set()
-        taking[0].join(10)
-        assert {rank: told[rank] for rank in told_by} == {
-            rank: f"step 0: {text}, so batch sizes are unknown" for rank, text in told_by.items()
-        }
-        assert told[0] == ("[3.]" if who else "step 0: this rank is ending, so batch sizes are unknown")
-
-
-def test_a_choice_that_fails_ends_the_job_everywhere() -> None:
-    told = [["7.0", "no idea"], ["7.0", "step 1: rank 0 could not choose batch sizes; see its message"]]
-    assert crew().run(failing_choice, False) == told
-    behind = crew().run(failing_choice, True)
-    assert [answer[:3] for answer in behind] == [["none yet", *row] for row in told]
-    assert [answer[3] for answer in behind] == [row[1] for row in told]  # asking again does not wait for ever

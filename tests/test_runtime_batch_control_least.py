@@ -19,8 +19,7 @@ from ddltool.analyzers.balancing.algorithm2 import Algorithm2, Phase, Settings
 from ddltool.analyzers.balancing.control import Policy, Report, SpeedPolicy, TrialPolicy
 from ddltool.analyzers.balancing.sizing import proportional
 from ddltool.errors import Infeasible, InputError
-from ddltool.runtime.balancing.control import BalanceOptions, Balancer, balance
-from ddltool.runtime.balancing.least import least_samples, local_batch_norm
+from ddltool.runtime.balancing.control import BalanceOptions, Balancer, balance, least_samples, local_batch_norm
 from tests.runtime_workers import crew
 
 SAMPLES = 101  # 6 steps of 16, and 5 that two ranks with 3 each cannot share

@@ -13,8 +13,7 @@ from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 from ddltool.analyzers.goodput.elastic_table import Split
 from ddltool.errors import InputError
-from ddltool.runtime.hook.batches import VariableBatchSampler, split_tail
-from ddltool.runtime.hook.resizable_batches import ResizableBatchSampler
+from ddltool.runtime.hook.batches import Sizes, VariableBatchSampler
 
 local_sizes = st.lists(st.integers(1, 9), min_size=1, max_size=5)
 
@@ -32,7 +31,6 @@ def all_ranks(dataset_size: int, sizes: list[int], epoch: int = 0, **options: ob
     for sampler in samplers:
         sampler.set_epoch(epoch)
         assert len(sampler) == len(list(sampler))
-        assert sampler.dropped == samplers[0].dropped
     return [list(sampler) for sampler in samplers]
 
 
@@ -53,8 +51,6 @@ def test_an_epoch_visits_the_permutation_in_rank_order(
     tail = dataset_size % sum(sizes)
     dropped = tail if drop_last or tail < len(sizes) else 0
     assert visited == permutation(dataset_size, seed + epoch)[: dataset_size - dropped]
-    sampler = VariableBatchSampler(dataset_size, sizes, 0, drop_last=drop_last)
-    assert sampler.dropped == dropped
     for rank, batches in enumerate(ranks):
         full = dataset_size // sum(sizes)
         assert [len(batch) for batch in batches[:full]] == [sizes[rank]] * full
@@ -76,38 +72,44 @@ def test_epochs_and_seeds_differ_and_repeat() -> None:
 
 
 @given(st.lists(st.integers(1, 5), min_size=1, max_size=4), st.data())
-def test_the_tail_is_split_as_fairly_as_any_split_can(sizes: list[int], data: st.DataObject) -> None:
-    """Brute force over all splits with 1 to x_i samples each: none is nearer to the quotas r x_i / X."""
-    tail = data.draw(st.integers(len(sizes), sum(sizes)))
-    quotas = [Fraction(tail * size, sum(sizes)) for size in sizes]
+def test_the_last_step_is_split_as_fairly_as_any_split_can(sizes: list[int], data: st.DataObject) -> None:
+    """Brute force over all splits with 1 to x_i samples each: none is nearer to the shares in proportion to x_i.
 
-    def distance(split: tuple[int, ...]) -> Fraction:
-        return sum(((part - quota) ** 2 for part, quota in zip(split, quotas, strict=True)), Fraction(0))
+    These are ``clip(f x_i, 1, x_i)`` with the f, found here by bisection, for which they add up.
+    """
+    tail = data.draw(st.integers(len(sizes), sum(sizes)))
+    low, high = Fraction(0), Fraction(1)
+    for _ in range(40):
+        middle = (low + high) / 2
+        short = sum(max(middle * size, 1) for size in sizes) < tail
+        low, high = (middle, high) if short else (low, middle)
+    shares = [max(high * size, 1) for size in sizes]
+
+    def distance(split: tuple[int, ...]) -> float:
+        return float(sum((part - share) ** 2 for part, share in zip(split, shares, strict=True)))
 
     splits = [split for split in product(*(range(1, size + 1) for size in sizes)) if sum(split) == tail]
-    assert split_tail(sizes, tail) in splits
-    assert distance(split_tail(sizes, tail)) == min(map(distance, splits))
+    found = tuple(Sizes(tuple(sizes)).sizes_of(tail)[:, 0].tolist())
+    assert found in splits
+    assert distance(found) <= min(map(distance, splits)) + 1e-6
 
 
-def test_the_tail_splits_worked_by_hand() -> None:
-    assert split_tail([3, 13], 5) == (1, 4)  # quotas 0.94 and 4.06
-    assert split_tail([4, 4], 5) == (3, 2)  # equal remainders: the lower rank
-    assert split_tail([1, 98, 1], 4) == (1, 2, 1)  # quotas 0.04, 3.92, 0.04, but at least one each
-    assert split_tail([1, 1], 2) == (1, 1)
+def test_the_last_steps_split_worked_by_hand() -> None:
+    def split(sizes: tuple[int, ...], tail: int) -> list[int]:
+        return Sizes(sizes).sizes_of(tail)[:, 0].tolist()
 
-
-@pytest.mark.parametrize("tail", [1, 17])
-def test_an_impossible_tail_is_refused(tail: int) -> None:
-    with pytest.raises(ValueError, match=rf"tail is {tail}; must be 2 \(one sample per rank\) to 16"):
-        split_tail([3, 13], tail)
+    assert split((3, 13), 5) == [1, 4]  # shares 1 and 4
+    assert split((4, 4), 5) == [3, 2]  # equal remainders: the lower rank
+    assert split((1, 98, 1), 4) == [1, 2, 1]  # one each at least
+    assert split((1, 1), 2) == [1, 1]
 
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ((15, [3, 13], 0), "local_sizes: the local batches add up to 16 samples, but the dataset has 15; use smaller"),
-        ((15, [3, 0], 0), r"local_sizes: is \[3, 0\]; give every rank at least one sample per step"),
-        ((15, [], 0), r"local_sizes: is \[\]; give every rank"),
+        ((15, [3, 13], 0), "sizes: add up to 16 samples, but the dataset has 15; use smaller"),
+        ((15, [3, 0], 0), r"sizes: is \[3, 0\]; give every rank one sample or more"),
+        ((15, [], 0), r"sizes: is \[\]; give every rank"),
         ((15, [3, 3], 2), "rank: is 2; there are 2 ranks: 0 to 1"),
         ((15, [3, 3], -1), "rank: is -1; there are 2 ranks: 0 to 1"),
     ],
@@ -143,7 +145,7 @@ def test_resizing_loses_and_repeats_nothing(data: st.DataObject, dataset_size: i
         ranks = data.draw(st.integers(1, 5))
         first = data.draw(sizes)
         split = split_of(ranks, first.total_batch_size, first.accumulation_steps + 1)
-        samplers = [ResizableBatchSampler(dataset_size, split, rank, seed=3) for rank in range(ranks)]
+        samplers = [VariableBatchSampler(dataset_size, split, rank, seed=3, whole=True) for rank in range(ranks)]
         for sampler in samplers:
             if state is not None:
                 sampler.load_state_dict(state, split)
@@ -182,7 +184,7 @@ def test_resizing_loses_and_repeats_nothing(data: st.DataObject, dataset_size: i
 
 
 def test_what_was_handed_out_keeps_its_size() -> None:
-    sampler = ResizableBatchSampler(100, split_of(2, 8, 1), 0, shuffle=False)
+    sampler = VariableBatchSampler(100, split_of(2, 8, 1), 0, shuffle=False, whole=True)
     loader = iter(sampler)
     assert [next(loader), next(loader)] == [[0, 1, 2, 3], [8, 9, 10, 11]]
     assert sampler.next_step == 2
@@ -192,22 +194,23 @@ def test_what_was_handed_out_keeps_its_size() -> None:
     assert next(loader) == [16, 17, 18]
     with pytest.raises(InputError, match="split: is for 3 ranks"):
         sampler.resize(split_of(3, 6, 1), 3)
-    # Steps 0 and 1 of 8, 14 of 6 from 16 to 100; after step 0, one of the first two is left.
+    # Steps 0 and 1 of 8, 14 of 6 from 16 to 100; an iteration that begins after step 0 has one less.
     assert len(sampler) == 16
     sampler.commit(sampler.issued.popleft())
-    assert len(sampler) == 15
+    assert len(sampler) == 16
+    assert len(list(sampler)) == len(sampler) == 15
     sampler.set_epoch(1)
     assert sampler.position == 0
 
 
 def test_a_rank_without_samples_takes_part_with_weight_0() -> None:
-    sampler = ResizableBatchSampler(9, split_of(4, 8, 1), 3, shuffle=False)
+    sampler = VariableBatchSampler(9, split_of(4, 8, 1), 3, shuffle=False, whole=True)
     assert list(sampler) == [[6, 7], [8]]
     assert [(taken.samples, taken.weight, taken.step_samples) for taken in sampler.issued] == [
         (2, 0.25, 8),
         (0, 0.0, 1),
     ]
     with pytest.raises(InputError, match="rank: is 4; there are 4 ranks"):
-        ResizableBatchSampler(9, split_of(4, 8, 1), 4)
+        VariableBatchSampler(9, split_of(4, 8, 1), 4)
     with pytest.raises(InputError, match="dataset: has 0 samples"):
-        ResizableBatchSampler(0, split_of(4, 8, 1), 0)
+        VariableBatchSampler(0, split_of(4, 8, 1), 0)

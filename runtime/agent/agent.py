@@ -21,9 +21,9 @@ ranks alike; the learning rate follows by a rule (Pollux, Qiao et al., OSDI 2021
 from __future__ import annotations
 
 import logging
-import math
 import os
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -35,20 +35,19 @@ from ddltool.analyzers.goodput.lr_rules import rule as lr_rule
 from ddltool.analyzers.goodput.noise_scale import SMOOTHING, NoiseScaleEstimator
 from ddltool.analyzers.goodput.tuning import BatchLimits
 from ddltool.errors import InputError
-from ddltool.runtime.agent.deciding import Chooser, Policy
-from ddltool.runtime.agent.noise_sampling import NoiseSampler
-from ddltool.runtime.agent.recording import AgentReduction, AgentTelemetry, TimedStep
-from ddltool.runtime.agent.tuning import Decision, split_near
+from ddltool.runtime.agent.choosing import Chooser, Decision, Policy, TimedStep, split_near
+from ddltool.runtime.agent.noise_sampling import AgentReduction, NoiseSampler
 from ddltool.runtime.hook.attaching import register
+from ddltool.runtime.hook.batches import Pass, VariableBatchSampler
 from ddltool.runtime.hook.job import Job, count_nodes, dataset_length
-from ddltool.runtime.hook.resizable_batches import Pass, ResizableBatchSampler
-from ddltool.runtime.hook.telemetry import Exchange, Stamp, stamp
+from ddltool.runtime.hook.telemetry import Exchange, Identity, RowFile, Stamp, Step, peak_memory, stamp
 
 OFF, HOLD = "DDLTOOL_OFF", "DDLTOOL_HOLD"
 WARMUP_STEPS = 3
 """Steps after a start whose times are left out: they allocate and fill caches."""
 FIRST_NOISE_EVERY = 10
 """The noise is sampled every so many steps until what that costs is known."""
+STEPS_PER_MEMORY_READING = 50
 ALIASES = {"square-root": "sqrt", "square_root": "sqrt"}
 log = logging.getLogger(__name__)
 
@@ -129,9 +128,11 @@ class GoodputAgent:
             min_gain=min_gain,
             adapt=adapt and not _is_set(HOLD),
             background=background,
+            warmup_epochs=warmup_epochs,
         )
-        _check(policy, warmup_epochs)
-        _check_model(model, job)
+        if job.world_size > 1 and not isinstance(model, DistributedDataParallel):
+            remedy = "give the model that torch.nn.parallel.DistributedDataParallel(model) returns"
+            raise InputError("model", f"is a {type(model).__name__}, not a DistributedDataParallel", remedy)
         self._rule = lr_rule(ALIASES.get(rule, rule))
         self._job, self._model, self._limits, self._warmup_epochs = job, model, limits, warmup_epochs
         self._dataset = None if isinstance(dataset, int) else dataset
@@ -139,7 +140,7 @@ class GoodputAgent:
         built = f"{limits}, {policy}, {rule}, {samples} samples, seed {seed}, shuffle {shuffle}, off {self.is_off}"
         job.demand_same("agent", built, "build it alike on every rank")
         start = split_near(initial_batch_size, job.world_size, limits)
-        self.sampler = ResizableBatchSampler(samples, start, job.rank, shuffle, seed)
+        self.sampler = VariableBatchSampler(samples, start, job.rank, shuffle, seed, whole=True)
         self.progress = 0.0
         """Steps at the initial batch that the steps made are worth (with AdaScale its scale-invariant steps)."""
         self._cuda = any(parameter.is_cuda for parameter in model.parameters())
@@ -160,8 +161,7 @@ class GoodputAgent:
         nodes = count_nodes(job.world_size)
         estimator = NoiseScaleEstimator(smoothing)
         self._chooser = Chooser(job, nodes, limits, policy, self.sampler, self._noise, estimator)
-        wanted = telemetry is not None and not self.is_off
-        self._telemetry = AgentTelemetry(telemetry, job, nodes, self._cuda) if telemetry and wanted else None
+        self._rows = None if telemetry is None or self.is_off else _Rows(Path(telemetry), job, nodes, self._cuda)
         optimizer.register_step_pre_hook(self._before_update)
         optimizer.register_step_post_hook(self._after_update)
 
@@ -208,12 +208,12 @@ class GoodputAgent:
     @property
     def total_batch_size(self) -> int:
         """Samples of all ranks in a full step, at the step under way or the next."""
-        return self.sampler.split_at(self._step()).total_batch_size
+        return self._chooser.split_at(self._step()).total_batch_size
 
     @property
     def accumulation_steps(self) -> int:
         """Passes without an update in a full step."""
-        return self.sampler.split_at(self._step()).accumulation_steps
+        return self._chooser.split_at(self._step()).accumulation_steps
 
     @property
     def noise_scale(self) -> float | None:
@@ -268,7 +268,11 @@ class GoodputAgent:
             "rule": self._rule.name,
             "learning_rate_factor": self._factor(self.total_batch_size),
             "progress": self.progress,
-            "sampler": self.sampler.state_dict(),
+            "sampler": {
+                **self.sampler.state_dict(),
+                "total_batch_size": self.total_batch_size,
+                "accumulation_steps": self.accumulation_steps,
+            },
             **self._chooser.state(),
         }
 
@@ -306,8 +310,8 @@ class GoodputAgent:
 
     def close(self) -> None:
         """Write telemetry that is held back and end the agent's thread; also happens at exit. Idempotent."""
-        if self._telemetry is not None:
-            self._telemetry.close()
+        if self._rows is not None:
+            self._rows.close()
         self._chooser.close()
 
     # A pass and a step, from inside.
@@ -323,7 +327,7 @@ class GoodputAgent:
             return
         self._noise.begin(taken)
         if taken.number == 0:
-            self._timed = TimedStep(taken=taken)
+            self._timed = TimedStep(taken=taken, exchanges=[])
         if self._timed is not None:
             self._timed.exchanges.append(Exchange(taken.samples, None, start, self._cuda))
 
@@ -383,12 +387,12 @@ class GoodputAgent:
             return
         timed.end = end
         self._chooser.largest_tried = max(self._chooser.largest_tried, taken.step_samples)
-        if self._telemetry is not None:
-            self._telemetry.add(timed, factor, self.noise_scale)
+        if self._rows is not None:
+            self._rows.add(timed, learning_rate_factor=factor, noise_scale=self.noise_scale)
         if taken.is_full and taken.step >= self._started + WARMUP_STEPS:
             self._chooser.add(timed)
         if self.sampler.step >= self._chooser.look_at:
-            self._chooser.look(self.sampler.step)
+            self._chooser.look()
 
     def _factor(self, total: int) -> float:
         """Return the learning rate's factor at ``total`` samples; a smaller last step of an epoch keeps the base rate."""
@@ -412,22 +416,41 @@ def _is_set(name: str) -> bool:
     return os.environ.get(name, "") not in ("", "0")
 
 
-def _check(policy: Policy, warmup_epochs: float) -> None:
-    """Raise InputError for a setting that cannot be."""
-    for name, value in (("interval_s", policy.interval_s), ("overhead", policy.overhead)):
-        if not (math.isfinite(value) and value > 0):
-            raise InputError(name, f"is {value}", "give a finite number above 0")
-    for name, value in (("min_gain", policy.min_gain), ("warmup_epochs", warmup_epochs)):
-        if not (math.isfinite(value) and value >= 0):
-            raise InputError(name, f"is {value}", "give a finite number, 0 or more")
-    if policy.interval_steps is not None and policy.interval_steps < 1:
-        raise InputError("interval_steps", f"is {policy.interval_steps}", "give 1 or more")
-    if policy.noise_every is not None and policy.noise_every < 0:
-        raise InputError("noise_every", f"is {policy.noise_every}", "give 0 (never) or more")
+class _Rows:
+    """Writes one row per step, as the hook does; see :class:`ddltool.telemetry.TelemetryRow`.
 
+    Waiting for the slowest rank is not told apart from synchronisation (that would take a collective per step): ``wait_s``
+    is 0 and ``sync_s`` holds both.
+    """
 
-def _check_model(model: nn.Module, job: Job) -> None:
-    """Raise InputError unless DDP averages the gradients of several processes."""
-    if job.world_size > 1 and not isinstance(model, DistributedDataParallel):
-        remedy = "give the model that torch.nn.parallel.DistributedDataParallel(model) returns"
-        raise InputError("model", f"is a {type(model).__name__}, not a DistributedDataParallel", remedy)
+    def __init__(self, path: Path, job: Job, nodes: int, cuda: bool) -> None:
+        self._cuda = cuda
+        device = torch.cuda.get_device_name() if cuda else "cpu"
+        self._file = RowFile(path, Identity(rank=job.rank, world_size=job.world_size, num_nodes=nodes, device=device))
+        job.together(self._file.open)
+        self._memory_bytes = 0
+        self._previous_end: Stamp | None = None
+        self.close = self._file.close
+
+    def add(self, timed: TimedStep, **more: Any) -> None:
+        """Take a step that was made, and fields of its row."""
+        taken, start, end = timed.taken, timed.exchanges[0].start, timed.end
+        if end is None:
+            return
+        if taken.step % STEPS_PER_MEMORY_READING == 0 or not self._memory_bytes:
+            self._memory_bytes = peak_memory(self._cuda)
+        for exchange in timed.exchanges:
+            exchange.arrived_s = exchange.ready.host_s if exchange.ready is not None else None
+        begin = self._previous_end if self._previous_end is not None and taken.step_start else start
+        self._previous_end = end
+        more |= {"total_batch": taken.step_samples, "passes": len(timed.exchanges)}
+        self._file.add(
+            Step(
+                number=taken.step,
+                exchanges=timed.exchanges,
+                begin=begin,
+                end=end,
+                memory_bytes=self._memory_bytes,
+                more=more,
+            )
+        )

@@ -16,9 +16,9 @@ import math
 import statistics
 from collections import deque
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -26,15 +26,14 @@ from torch import Tensor, nn
 
 from ddltool.analyzers.goodput.noise_scale import NoiseScaleEstimator, differenced_terms, noise_terms, small_batch
 from ddltool.errors import InputError
-from ddltool.runtime.hook.resizable_batches import Pass
-from ddltool.runtime.hook.telemetry import Stamp, seconds_between, stamp
+from ddltool.runtime.hook.batches import Pass
+from ddltool.runtime.hook.telemetry import Exchange, Stamp, seconds_between, stamp
 
 SAMPLES_HELD = 256
 """Norms are read from the device when a decision wants them, or when there are this many."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Norms:
+class Norms(NamedTuple):
     """One observation, still on the device: squared norms of shape (2,), or with their difference's of shape (3,)."""
 
     values: Tensor
@@ -158,31 +157,20 @@ class NoiseSampler:
         self._reducing: dist.Work | None = None
         self._scales: dict[int, list[Tensor] | None] = {}
 
-    def wants(self, taken: Pass) -> bool:
+    def _wants(self, taken: Pass) -> bool:
         """Return whether this step is sampled: every k-th full step; without a second batch size also the one after it."""
         if not self.every or not taken.is_full or self._preconditioner.is_pending:
             return False
-        if self._needs_pairs(taken) and self.every > 1:
-            return taken.step % self.every in (0, 1)
-        return taken.step % self.every == 0
-
-    def _needs_pairs(self, taken: Pass) -> bool:
-        return self._world_size == 1 and taken.passes == 1
+        pairs = self._world_size == 1 and taken.passes == 1 and self.every > 1
+        return taken.step % self.every in ((0, 1) if pairs else (0,))
 
     def begin(self, taken: Pass) -> None:
         """A pass begins; the first of a step decides whether the step is sampled."""
         if taken.number == 0:
             self._forget_step()
-            self._active = self.wants(taken)
-            if (
-                self._previous is None or self.every == 1
-            ):  # else the second of a pair, whose cost counts with the first's
+            self._active = self._wants(taken)
+            if self._previous is None or self.every == 1:  # else a pair's second, whose cost counts with the first's
                 self._spans = []
-
-    @property
-    def active(self) -> bool:
-        """Whether the step that is under way is sampled."""
-        return self._active
 
     def after_pass(self, taken: Pass) -> None:
         """A pass of one replica that accumulates is done: the first one's gradient is the small batch."""
@@ -291,35 +279,27 @@ class NoiseSampler:
         return gradients, self._scales[0]
 
     def _hold(self, values: Tensor, small: float, big: float) -> None:
-        self._held.append(Norms(values=values.detach(), small=small, big=big))
+        self._held.append(Norms(values.detach(), small, big))
         del self._held[:-SAMPLES_HELD]
 
-    def drain(self, estimator: NoiseScaleEstimator) -> int:
-        """Give the estimator what was observed since the last call, and return how many observations it took.
+    def drain(self, estimator: NoiseScaleEstimator) -> None:
+        """Give the estimator what was observed since the last call.
 
         Here, and only here, the host waits for the device. An observation that is not finite (an overflow under loss
         scaling) is left out.
         """
         held, self._held = self._held, []
-        taken = 0
-        for size in (2, 3):
-            chosen = [norms for norms in held if norms.values.numel() == size]
-            numbers = torch.stack([norms.values.double() for norms in chosen]).tolist() if chosen else []
-            for norms, row in zip(chosen, numbers, strict=True):
-                try:
-                    if size == 2:
-                        terms = noise_terms(row[0], row[1], norms.small, norms.big)
-                    else:
-                        terms = differenced_terms(row[0], row[1], (row[0] + row[1] - row[2]) / 2, norms.big)
-                except InputError:
-                    continue
-                estimator.add(terms)
-                taken += 1
+        for norms in held:
+            one, other, *both = norms.values.double().tolist()
+            with suppress(InputError):
+                if both:
+                    estimator.add(differenced_terms(one, other, (one + other - both[0]) / 2, norms.big))
+                else:
+                    estimator.add(noise_terms(one, other, norms.small, norms.big))
         if self._cuda and held:
             torch.cuda.synchronize()  # the stamps after the last norm may not have passed yet
         if self._costs:
             self.cost_s = statistics.median(sum(seconds_between(*span) for span in spans) for spans in self._costs)
-        return taken
 
     def take_spent_s(self) -> float:
         """Return the host's seconds that sampling took since the last call."""
@@ -345,3 +325,38 @@ def affordable_interval(cost_s: float, step_s: float, share: float, most: int = 
         return 1
     wanted = cost_s / (step_s * share)
     return most if not math.isfinite(wanted) else max(1, min(most, math.ceil(wanted * (1 - 1e-12))))
+
+
+class AgentReduction:
+    """DDP's communication hook: the sum over the ranks of gradients that are weighted already, and the norms by the way.
+
+    Each pass's loss was multiplied by its share of the step's samples, so the sum is the gradient of the mean over all of
+    them, whatever the split (LB-BSP, weighted aggregation). All ranks know the split: no counts travel.
+    """
+
+    def __init__(self, noise: NoiseSampler, group: dist.ProcessGroup) -> None:
+        self._noise = noise
+        self._group = group
+        self.taken: Pass | None = None
+        """The pass that is under way; None outside of ``agent.backward``."""
+        self.exchange: Exchange | None = None
+
+    def reduce(
+        self,
+        state: object,
+        bucket: dist.GradBucket,  # type: ignore[name-defined]  # exported only where torch.distributed is available
+    ) -> torch.futures.Future[Tensor]:
+        """Sum one bucket over the ranks. Raises InputError when the loss was not weighted."""
+        if self.taken is None:
+            raise InputError("backward", "was called on the loss itself", "call agent.backward(loss)")
+        self._noise.before_reduction(bucket, self.taken)
+        if bucket.is_last() and self.exchange is not None:
+            self.exchange.note_ready()
+        work = dist.all_reduce(bucket.buffer(), group=self._group, async_op=True)
+        future: torch.futures.Future[Tensor] = work.get_future().then(_first)
+        self._noise.after_reduction(bucket, future)
+        return future
+
+
+def _first(future: torch.futures.Future[list[Tensor]]) -> Tensor:
+    return future.value()[0]

@@ -15,16 +15,19 @@ all samples whatever the sizes. A worker's step is never interrupted: sizes chan
 
 from __future__ import annotations
 
-import itertools
+import operator
 import os
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, Self
 
 import numpy as np
 import torch
-from torch import nn
+from numpy.typing import NDArray
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, Dataset
 
@@ -32,26 +35,24 @@ from ddltool.analyzers.balancing import algorithm2, predict
 from ddltool.analyzers.balancing.control import Policy, SpeedPolicy, TrialPolicy
 from ddltool.analyzers.balancing.sizing import equal
 from ddltool.errors import InputError
-from ddltool.runtime.balancing.arguments import check_options, whole_samples
-from ddltool.runtime.balancing.clock import StepClock, row_of
-from ddltool.runtime.balancing.events import EventFile, Manager
-from ddltool.runtime.balancing.exchange import TIMEOUT_S, Exchange, KeyStore, default_store, own, under
-from ddltool.runtime.balancing.least import least_samples
-from ddltool.runtime.balancing.loop import Background, Blocking
-from ddltool.runtime.balancing.loss import LossReport
-from ddltool.runtime.balancing.sampler import BalancedLoader, BalancedSampler, fitting_sizes
-from ddltool.runtime.balancing.tree import TreeExchange
+from ddltool.runtime.balancing.manager import Manager
+from ddltool.runtime.hook.agreement import TIMEOUT_S, Agreement
 from ddltool.runtime.hook.attaching import register
+from ddltool.runtime.hook.batches import Pass, VariableBatchSampler, fitting_sizes
 from ddltool.runtime.hook.gradients import SampleCounter, WeightedAverage
 from ddltool.runtime.hook.job import Job, dataset_length
+from ddltool.runtime.hook.telemetry import Exchange, Stamp, seconds_between, stamp
+from ddltool.runtime.measuring.watch import available_memory, expected_cpu
 
+Floats = NDArray[np.float64]
 Cluster = Literal["cpu", "gpu"]
 MOST_BLOCKING = 16
+MOST_SAMPLES = 10**12
+LEAST_NORMALIZED = 2
+"""BatchNorm divides by the deviation within the batch; of one sample without extent there is none, and torch refuses it."""
 # In a job a worker that has become slow holds up all others until the sizes follow, so both ways notice lasting changes.
 LIVE_LEARNING = predict.Settings(background=True, restart_after=3)
 LIVE_TRIAL = algorithm2.Settings(renew=True)
-# Each job in a process has keys of its own: the last ones of a job before would be taken for answers.
-_NUMBERS = itertools.count()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -78,6 +79,105 @@ class BalanceOptions:
     timeout_s: float = TIMEOUT_S
     """How long a rank waits for the others' reports."""
 
+    def check(self) -> None:
+        """Raise InputError naming the option that is not usable."""
+        choices: dict[str, tuple[object, ...]] = {
+            "cluster": ("cpu", "gpu"),
+            "compress": (None, "bf16"),
+            "background": (None, True, False),
+            "enabled": (True, False),
+        }
+        for name, known in choices.items():
+            if (value := getattr(self, name)) not in known:
+                raise InputError(name, f"is {value!r}", " or ".join(map(str, known)))
+        spans = {"tolerance": (0.0, 1.0, "a share from 0 to 1"), "timeout_s": (0.001, 1e6, "seconds from 0.001 to 1e6")}
+        for name, (low, high, text) in spans.items():
+            value = getattr(self, name)
+            if not isinstance(value, (int, float)) or not low <= value <= high:
+                raise InputError(name, f"is {value!r}", f"give {text}")
+
+
+@dataclass(slots=True)
+class _StepClock:
+    """What this rank did in a step: samples, seconds of its own computation, and how much memory is left.
+
+    The seconds run from the first forward pass to the moment at which DDP has this rank's last bucket of gradients ready;
+    what the exchange takes, and waiting for others, is not the rank's speed. On CUDA both ends are events on the device's
+    timeline.
+    """
+
+    cuda: bool
+    readings: bool
+    """Whether the CPU that can be expected is wanted, which takes a millisecond to find out."""
+    passes: int = 0
+    """Forward passes of the step that is under way."""
+    _start: Stamp | None = None
+    _exchanges: list[Exchange] = field(default_factory=list)
+
+    def begin_forward(self) -> None:
+        """A forward pass begins; the first since the last exchange starts the clock."""
+        self.passes += 1
+        if self._start is None:
+            self._start = stamp(self.cuda)
+
+    def begin_exchange(self, samples: int, totals: Tensor | None) -> Exchange:
+        """Return the record of a backward pass whose gradients are about to be exchanged."""
+        start, self._start = self._start or stamp(self.cuda), None
+        self._exchanges.append(Exchange(samples, totals, start, self.cuda))
+        return self._exchanges[-1]
+
+    def take(self) -> list[Exchange]:
+        """Return the exchanges since the last call: those of the step that has ended."""
+        exchanges, self._exchanges = self._exchanges, []
+        return exchanges
+
+    def row(self, exchanges: list[Exchange]) -> Floats:
+        """Return (5,) samples, seconds, and as shares memory in use, CPU that can be expected, and memory available.
+
+        On CUDA this waits for the device to end the computation; call it where that does no harm.
+        """
+        seconds = 0.0
+        for exchange in exchanges:
+            ready = exchange.ready or exchange.start
+            if ready.event is not None:
+                ready.event.synchronize()
+            seconds += seconds_between(exchange.start, ready)
+        samples = sum(exchange.samples for exchange in exchanges)
+        available = available_memory()
+        used = 1.0 - available
+        if self.cuda:
+            used = torch.cuda.max_memory_allocated() / torch.cuda.get_device_properties().total_memory
+        cpu = expected_cpu() if self.readings else 1.0
+        return np.array([samples, max(seconds, 1e-9), used, cpu, available], dtype=np.float64)
+
+
+class _Loader(DataLoader[Any]):
+    """A DataLoader that knows which of its batches no update has used yet."""
+
+    def __init__(self, dataset: Dataset[Any], sampler: VariableBatchSampler, **options: Any) -> None:
+        super().__init__(dataset, batch_sampler=sampler, **options)
+        self._variable = sampler
+        self._waiting: deque[Pass] = deque()
+
+    def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
+        """Yield the batches of what is left of the epoch, or of all of it again; one asked for more than it has is done."""
+        self._waiting.clear()
+        if self._variable.position == self._variable.dataset_size:
+            self._variable.position = 0
+        for batch in super().__iter__():
+            self._waiting.append(self._variable.issued.popleft())
+            yield batch
+        self._waiting.clear()
+        self._variable.finish()
+
+    def commit(self, passes: int) -> None:
+        """Note an update after ``passes`` forward passes: it used as many batches, but none that was not handed out.
+
+        So a loop that fetches ahead is not ahead in the count, nor is one with two passes per batch.
+        """
+        for _ in range(min(passes, len(self._waiting))):
+            self._variable.commit(self._waiting.popleft())
+
 
 class Balancer:
     """What :func:`balance` returns: one rank's end.
@@ -93,36 +193,31 @@ class Balancer:
         job: Job,
         dataset: Dataset[Any],
         sizes: tuple[int, ...],
-        loop: Blocking | Background | None,
-        clock: StepClock,
-        readings: bool,
-        least: int = 1,
+        least: int,
+        clock: _StepClock,
+        agreement: Agreement | None,
+        manager: Manager,
+        chooses: bool,
     ) -> None:
         self.rank = job.rank
         self.world_size = job.world_size
         self.least = least
         self.total_batch = sum(sizes)
-        self.manager: Manager | None = None
-        self.report: LossReport | None = None
         self._job = job
         self._dataset = dataset
         self._sizes = sizes
-        self._loop = loop
         self._clock = clock
-        self._readings = readings
-        self._sampler: BalancedSampler | None = None
-        self._loader: BalancedLoader | None = None
+        self._agreement = agreement
+        self._chooses = chooses and agreement is not None
+        self._manager = manager if job.rank == 0 else None
+        self._sampler: VariableBatchSampler | None = None
+        self._loader: _Loader | None = None
         self._recall: dict[str, Any] | None = None
 
     @property
     def sizes(self) -> tuple[int, ...]:
         """(n,) samples of each rank in the next full step that is loaded."""
         return self._sizes
-
-    @property
-    def waited_s(self) -> float:
-        """Seconds in all that this rank's steps were held up by choosing batch sizes."""
-        return 0.0 if self._loop is None else self._loop.waited_s
 
     def dataloader(self, *, shuffle: bool = True, seed: int = 0, **options: Any) -> DataLoader[Any]:
         """Return the loader of this rank's batches; ``options`` go to ``DataLoader``. Call on every rank, once.
@@ -135,8 +230,9 @@ class Balancer:
             raise InputError("dataloader", "was made already", "use one loader per balancer")
         if taken := sorted(options.keys() & {"batch_size", "shuffle", "sampler", "batch_sampler", "drop_last"}):
             raise InputError("dataloader", f"{taken[0]} is the balancer's to choose", "leave it out")
-        sampler = BalancedSampler(dataset_length(self._dataset), self._sizes, self.rank, shuffle, seed, self.least)
-        loader = BalancedLoader(self._dataset, sampler, **options)
+        size = dataset_length(self._dataset)
+        sampler = VariableBatchSampler(size, self._sizes, self.rank, shuffle, seed, whole=True, least=self.least)
+        loader = _Loader(self._dataset, sampler, **options)
         ahead = loader.num_workers * (loader.prefetch_factor or 0)
         self._job.demand_same(
             "dataloader", f"{ahead} steps ahead, seed {seed}, shuffle {shuffle}", "use the same on all ranks"
@@ -156,22 +252,21 @@ class Balancer:
         exchanges = self._clock.take()
         if not exchanges and self.world_size > 1:
             return  # an update without a backward pass before it is no step
-        passes = self._clock.take_passes()
+        passes, self._clock.passes = self._clock.passes, 0
         if self._loader is not None:
             self._loader.commit(passes)
-        if self._loop is None:
+        if not self._chooses or self._agreement is None:
             return
-        chosen = self._loop.next(lambda: row_of(exchanges, self._clock.cuda, self._readings))
-        if chosen is None:
-            return
-        self._resize(tuple(int(size) for size in chosen))
+        chosen = self._agreement.propose(lambda: self._clock.row(exchanges))
+        if chosen is not None:
+            self._resize(tuple(int(size) for size in chosen))
 
     def set_sizes(self, sizes: Sequence[int]) -> None:
         """Use other sizes with the same sum from the next step that is not loaded yet; the same on every rank.
 
         Raises InputError where sizes are being chosen (``enabled``) or do not fit.
         """
-        if self._loop is not None:
+        if self._chooses:
             raise InputError("sizes", "are chosen by speed in this job", "set BalanceOptions(enabled=False)")
         self._resize(fitting_sizes(sizes, self.world_size, self.total_batch, self.least))
 
@@ -183,8 +278,9 @@ class Balancer:
 
     def state_dict(self) -> dict[str, Any]:
         """Return what a checkpoint needs, as plain numbers; save rank 0's. Call between steps."""
-        sampler = {} if self._sampler is None else self._sampler.state_dict()
-        return {"sampler": sampler, "policy": {} if self.manager is None else self.manager.state_dict()}
+        sampler = {} if self._sampler is None else {"total": self.total_batch, "sizes": list(self._sampler.sizes)}
+        sampler |= {} if self._sampler is None else self._sampler.state_dict()
+        return {"sampler": sampler, "policy": {} if self._manager is None else self._manager.state_dict()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on after the last step of a checkpoint, on every rank with the same state, before the first step.
@@ -198,21 +294,24 @@ class Balancer:
 
     def _restore(self, state: dict[str, Any]) -> None:
         assert self._sampler is not None
-        self._sampler.load_state_dict(state.get("sampler", {}))
+        place = state.get("sampler", {})
+        if place.get("total") != self.total_batch:
+            raise InputError("sampler state:total", f"is {place.get('total')}", f"this job has {self.total_batch}")
+        sizes = place.get("sizes")
+        fit = isinstance(sizes, list) and len(sizes) == self.world_size and sum(sizes) == self.total_batch
+        self._sampler.load_state_dict(place, sizes if fit and min(sizes) >= self.least else None)
         self._sizes = self._sampler.sizes
-        if self.manager is not None:
-            self.manager.load_state_dict(state.get("policy", {}), self._sizes)
+        if self._manager is not None:
+            self._manager.load_state_dict(state.get("policy", {}), self._sizes)
 
     def close(self) -> None:
-        """End threads and groups of choosing sizes; call after the last step on every rank, each when it gets there.
+        """End the choosing of sizes; call after the last step on every rank, each when it gets there.
 
         Idempotent; gradients stay weighted.
         """
-        loop, self._loop = self._loop, None
-        if loop is not None:
-            loop.close()
-        if self.report is not None:
-            self.report.close()
+        self._chooses = False
+        if self._agreement is not None:
+            self._agreement.close()
 
     def __enter__(self) -> Self:
         return self
@@ -232,7 +331,6 @@ def balance(
     least: int | None = None,
     options: BalanceOptions | None = None,
     events: str | os.PathLike[str] | None = None,
-    store: KeyStore | None = None,
 ) -> Balancer:
     """Balance the load of a DDP job; call once on every rank, before the first step.
 
@@ -246,8 +344,6 @@ def balance(
             mode, which cannot do with one (SyncBatchNorm can).
         options: how to balance.
         events: JSON Lines file that rank 0 writes resizes and advice to.
-        store: where ranks talk; None: the one of ``init_process_group``. More than 16 ranks that all wait talk over a gloo
-            group of the job's default process group instead, and use the store to find out who is missing.
 
     Raises InputError, on every rank, when something does not fit together.
     """
@@ -257,25 +353,13 @@ def balance(
     start, fewest, manager = job.together(lambda: _prepare(job, model, total_batch, sizes, limits, least, chosen, path))
     job.demand_same("batch sizes", f"{start}, at least {fewest}", "give every rank the same sizes and the same least")
     cuda = any(parameter.is_cuda for parameter in model.parameters())
-    clock = StepClock(cuda)
-    loop: Blocking | Background | None = None
-    exchange: Exchange | None = None
-    if job.world_size > 1 and chosen.enabled:
-        name = f"ddltool/balance/{next(_NUMBERS)}"
-        shared = store if store is not None else default_store()
-        # Through the store, rank 0 is to be the first to give up: it knows who is missing, and tells the others.
-        link = own(shared, name, chosen.timeout_s * (1.0 if job.rank == 0 else 1.5))
-        many = job.world_size > MOST_BLOCKING
-        behind = (chosen.cluster == "gpu" or many) if chosen.background is None else chosen.background
-        if many and not behind:
-            exchange = TreeExchange(link, job.rank, job.world_size, manager, chosen.timeout_s)
-        else:
-            exchange = Exchange(link, job.rank, job.world_size, manager, under(shared, name))
-        loop = Background(exchange) if behind else Blocking(exchange)
-    balancer = Balancer(job, dataset, start, loop, clock, chosen.predictor in predict.READING, fewest)
+    clock = _StepClock(cuda, chosen.predictor in predict.READING)
+    agreement = None
     if job.world_size > 1:
-        balancer.report = LossReport(exchange, balancer.close)
-    balancer.manager = manager if job.rank == 0 else None
+        many = chosen.cluster == "gpu" or job.world_size > MOST_BLOCKING
+        behind = many if chosen.background is None else chosen.background
+        agreement = Agreement(job, manager, timeout_s=chosen.timeout_s, behind=chosen.enabled and behind)
+    balancer = Balancer(job, dataset, start, fewest, clock, agreement, manager, chosen.enabled)
     counter = SampleCounter(required=job.world_size > 1)
     model.register_forward_pre_hook(_forward(counter, clock), with_kwargs=True)
     if job.side is not None:
@@ -300,11 +384,10 @@ def _prepare(
     """Return the first sizes, the least ones, and what chooses the next. Raises InputError for what does not fit."""
     if job.world_size > 1 and not isinstance(model, DistributedDataParallel):
         raise InputError("model", f"is a {type(model).__name__}", "wrap it in DistributedDataParallel first")
-    check_options(options)
-    if total_batch is not None:
-        total_batch = whole_samples("total_batch", total_batch)
-    sizes = None if sizes is None else [whole_samples("sizes", size) for size in sizes]
-    limits = None if limits is None else [whole_samples("limits", limit) for limit in limits]
+    options.check()
+    total_batch = None if total_batch is None else _whole_samples("total_batch", total_batch)
+    sizes = None if sizes is None else [_whole_samples("sizes", size) for size in sizes]
+    limits = None if limits is None else [_whole_samples("limits", limit) for limit in limits]
     total = total_batch if sizes is None else sum(sizes)
     if total is None:
         raise InputError("total_batch", "is missing", "give it, or the sizes of all ranks")
@@ -322,10 +405,62 @@ def _prepare(
         learning = options.learning if options.learning is not None else LIVE_LEARNING
         policy = SpeedPolicy(sizes, limits, options.predictor, learning, tolerance=options.tolerance, least=fewest)
     start = tuple(int(size) for size in np.asarray(policy.sizes))
-    return start, fewest, Manager(policy, EventFile(events if job.rank == 0 else None))
+    return start, fewest, Manager(policy, events if job.rank == 0 else None)
 
 
-def _forward(counter: SampleCounter, clock: StepClock) -> Callable[[nn.Module, tuple[Any, ...], dict[str, Any]], None]:
+def _whole_samples(name: str, value: object) -> int:
+    """Return a number of samples. Raises InputError for anything but a whole number from 1 to 10^12."""
+    try:
+        number = operator.index(value)  # type: ignore[arg-type]
+    except TypeError:
+        number = 0
+    if isinstance(value, bool) or not 1 <= number <= MOST_SAMPLES:
+        raise InputError(name, f"{value!r} is no number of samples", f"give whole numbers from 1 to {MOST_SAMPLES}")
+    return number
+
+
+def least_samples(
+    model: nn.Module,
+    least: int | None,
+    ranks: int,
+    total: int,
+    sizes: Sequence[int] | None = None,
+    limits: Sequence[int] | None = None,
+) -> int:
+    """Return the samples that each of ``ranks`` gets in every step of ``total``; None: 1, or 2 with local BatchNorm.
+
+    Raises InputError where the total batch, one of (n,) ``sizes`` or one of (n,) ``limits`` is too small for it.
+    """
+    layer = local_batch_norm(model) if least is None else None
+    number = _whole_samples("least", least) if least is not None else 1 if layer is None else LEAST_NORMALIZED
+    why = "" if layer is None else f" (layer {layer} is BatchNorm over the local batch)"
+    other = "a smaller least" if layer is None else "least=1"
+    if number * ranks > total:
+        problem = f"{number} for each of {ranks} ranks{why} is more than the total batch of {total}"
+        raise InputError("least", problem, f"give a total batch of {number * ranks} or more, or {other}")
+    for name, values in (("sizes", sizes), ("limits", limits)):
+        for rank, value in enumerate(values or ()):
+            if value < number:
+                problem = f"has {value} for rank {rank}, below the least of {number} samples{why}"
+                raise InputError(name, problem, f"give every rank {number} or more, or {other}")
+    return number
+
+
+def local_batch_norm(model: nn.Module) -> str | None:
+    """Return the name of the first layer that normalizes over the local batch in training; None: there is none.
+
+    SyncBatchNorm normalizes over all ranks' samples. A layer in evaluation mode uses what it has learned, where it keeps
+    that; a model that is in evaluation mode altogether is taken to be trained as a whole later.
+    """
+    for name, layer in model.named_modules():
+        if not isinstance(layer, _BatchNorm) or isinstance(layer, nn.SyncBatchNorm):
+            continue
+        if layer.training or not model.training or not layer.track_running_stats:
+            return str(name)
+    return None
+
+
+def _forward(counter: SampleCounter, clock: _StepClock) -> Callable[[nn.Module, tuple[Any, ...], dict[str, Any]], None]:
     """Return what happens before each forward pass of the model: nothing unless gradients are wanted."""
 
     def begin(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from ddltool.analyzers.balancing.partitions import THRESHOLD, Move, Traversals
 from ddltool.errors import DdlToolError, InputError
+from ddltool.runtime.hook.job import Job
 
 _GOING, _DONE, _FAILED = 1.0, 2.0, 0.0
 
@@ -57,10 +58,9 @@ class PartitionedData:
         self.tensors = tuple(tensor.contiguous() for tensor in tensors)
         self.generation = 0
         """How often partitions have changed."""
-        self._rank = dist.get_rank()
         self._seed = seed
         self._on_reset = on_reset
-        self._control = dist.new_group(backend="gloo")
+        self._job = Job.this()
         self._carrier = dist.new_group(backend="gloo")
         self._migration: _Migration | None = None
         self._order: list[int] = []
@@ -69,23 +69,19 @@ class PartitionedData:
 
     def _partitions(self) -> list[int]:
         """Return all ranks' numbers of samples. Raises InputError on all ranks where one's tensors do not fit."""
-        lengths = {len(tensor) if tensor.dim() else -1 for tensor in self.tensors}
-        mine = lengths.pop() if len(lengths) == 1 else -1
-        kind = "; ".join(f"{tensor.dtype} {tuple(tensor.shape[1:])}" for tensor in self.tensors)
-        # A number that is alike where the text is; hash() differs between processes.
-        mark = sum((place + 1) * byte for place, byte in enumerate(kind.encode()))
-        rows = [torch.zeros(2, dtype=torch.int64) for _ in range(dist.get_world_size())]
-        dist.all_gather(rows, torch.tensor([mine, mark]), group=self._control)
-        for rank, row in enumerate(rows):
-            if int(row[0]) < 1:
-                raise InputError(
-                    f"partition of rank {rank}", "has no samples, or tensors of different lengths", "give 1 or more"
-                )
-            if int(row[1]) != int(rows[0][1]):
-                raise InputError(
-                    f"partition of rank {rank}", "has other types or shapes than rank 0's", "make them alike"
-                )
-        return [int(row[0]) for row in rows]
+        lengths = {len(tensor) if tensor.dim() else 0 for tensor in self.tensors}
+
+        def check() -> int:
+            if len(lengths) != 1 or 0 in lengths:
+                raise InputError("partition", "has no samples, or tensors of different lengths", "give 1 or more")
+            return next(iter(lengths))
+
+        mine = self._job.together(check)
+        shapes = "; ".join(f"{tensor.dtype} {tuple(tensor.shape[1:])}" for tensor in self.tensors)
+        self._job.demand_same("partition", shapes, "give all ranks the same types and shapes")
+        rows = [torch.zeros(1, dtype=torch.int64) for _ in range(self._job.world_size)]
+        dist.all_gather(rows, torch.tensor([mine]), group=self._job.side)
+        return [int(row) for row in rows]
 
     @property
     def partitions(self) -> tuple[int, ...]:
@@ -109,7 +105,7 @@ class PartitionedData:
     def next_batch(self, size: int) -> tuple[Tensor, ...]:
         """Return ``size`` samples of this partition: random order, all once before any twice."""
         while len(self._order) < size:
-            generator = torch.Generator().manual_seed(hash((self._seed, self.generation, self._passes, self._rank)))
+            generator = torch.Generator().manual_seed(hash((self._seed, self.generation, self._passes, self._job.rank)))
             self._passes += 1
             self._order += torch.randperm(len(self), generator=generator).tolist()
         taken, self._order = self._order[:size], self._order[size:]
@@ -130,8 +126,8 @@ class PartitionedData:
         return self._finish_together(self._migration)
 
     def _start(self, moves: list[Move]) -> None:
-        leaving = sum(move.samples for move in moves if move.source == self._rank)
-        generator = torch.Generator().manual_seed(hash((self._seed, self.generation, -1, self._rank)))
+        leaving = sum(move.samples for move in moves if move.source == self._job.rank)
+        generator = torch.Generator().manual_seed(hash((self._seed, self.generation, -1, self._job.rank)))
         migration = _Migration(moves=moves, given=torch.randperm(len(self), generator=generator)[:leaving])
         migration.thread = threading.Thread(
             target=self._migrate, args=(migration,), name="ddltool-migrate", daemon=True
@@ -144,12 +140,12 @@ class PartitionedData:
         try:
             received, begin = [], 0
             for move in migration.moves:
-                if move.source == self._rank:
+                if move.source == self._job.rank:
                     places = migration.given[begin : begin + move.samples]
                     begin += move.samples
                     for tensor in self.tensors:
                         dist.send(tensor[places], move.target, group=self._carrier)
-                elif move.target == self._rank:
+                elif move.target == self._job.rank:
                     parts = tuple(tensor.new_empty((move.samples, *tensor.shape[1:])) for tensor in self.tensors)
                     for part in parts:
                         dist.recv(part, move.source, group=self._carrier)
@@ -161,10 +157,10 @@ class PartitionedData:
     def _finish_together(self, migration: _Migration) -> bool:
         state = _FAILED if migration.failure is not None else _GOING if migration.received is None else _DONE
         least = torch.tensor([state])
-        dist.all_reduce(least, op=dist.ReduceOp.MIN, group=self._control)
+        dist.all_reduce(least, op=dist.ReduceOp.MIN, group=self._job.side)
         if least.item() == _FAILED:
             own = f" ({migration.failure})" if migration.failure else ""
-            raise DdlToolError(f"rank {self._rank}: moving samples between ranks has failed{own}")
+            raise DdlToolError(f"rank {self._job.rank}: moving samples between ranks has failed{own}")
         if least.item() == _GOING:
             return False
         if migration.thread is not None:

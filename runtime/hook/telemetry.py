@@ -22,6 +22,7 @@ import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -114,6 +115,8 @@ class Step:
     begin: Stamp
     end: Stamp
     memory_bytes: int
+    more: dict[str, Any] = field(default_factory=dict)
+    """Further fields of the row."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -130,7 +133,7 @@ class Identity:
         if step.end.event is not None:
             step.end.event.synchronize()
         compute_s, wait_s, sync_s = (sum(parts) for parts in zip(*(e.split() for e in step.exchanges), strict=True))
-        return TelemetryRow(
+        row = TelemetryRow(
             step=step.number,
             rank=self.rank,
             world_size=self.world_size,
@@ -144,6 +147,7 @@ class Identity:
             step_s=round(seconds_between(step.begin, step.end), 9),
             memory_bytes=step.memory_bytes,
         )
+        return row.model_copy(update=step.more)
 
 
 def whole_lines(lines: list[str], limit: int = WRITE_BYTES) -> Iterator[bytes]:
@@ -163,15 +167,15 @@ def whole_lines(lines: list[str], limit: int = WRITE_BYTES) -> Iterator[bytes]:
         yield block
 
 
-def check_target(path: Path) -> None:
-    """Raise InputError if telemetry cannot be written to ``path``, or if a file there holds anything else."""
+def check_target(path: Path, kind: str = TelemetryRow.KIND, what: str = "telemetry") -> None:
+    """Raise InputError if rows of ``kind`` cannot be written to ``path``, or if a file there holds anything else."""
     check_writable(path)
     if not path.exists() or not stat.S_ISREG(path.stat().st_mode):
         return
     with path.open("rb") as file:
         beginning = file.read(WRITE_BYTES)
-    if beginning.strip() and TelemetryRow.KIND.encode() not in beginning.splitlines()[0]:
-        raise InputError(str(path), "holds something other than telemetry", "move it or name another file")
+    if beginning.strip() and kind.encode() not in beginning.splitlines()[0]:
+        raise InputError(str(path), f"holds something other than {what}", "move it or name another file")
 
 
 @dataclass(slots=True)

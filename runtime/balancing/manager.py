@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
 import threading
 from pathlib import Path
 from typing import Any, Literal
@@ -12,62 +11,30 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ddltool.analyzers.balancing.control import Policy, Report, TrialPolicy
-from ddltool.artifacts import check_writable
 from ddltool.balance_events import BalanceEvent
-from ddltool.errors import InputError
+from ddltool.runtime.hook.telemetry import check_target
 
 Floats = NDArray[np.float64]
 log = logging.getLogger(__name__)
 
 
-class EventFile:
-    """Appends events as JSON Lines. A file that cannot be written later on ends the events, not the training."""
-
-    def __init__(self, path: Path | None) -> None:
-        """Empty the file. Raises InputError where it cannot be written or holds something other than events."""
-        self._path = path
-        if path is None:
-            return
-        check_writable(path)
-        if path.exists():
-            with path.open("rb") as file:
-                beginning = file.read(4096)
-            if beginning.strip() and BalanceEvent.KIND.encode() not in beginning.splitlines()[0]:
-                raise InputError(
-                    str(path), "holds something other than balancing events", "move it or name another file"
-                )
-        path.write_bytes(b"")
-
-    @property
-    def wanted(self) -> bool:
-        """Whether events are written at all."""
-        return self._path is not None
-
-    def add(self, event: BalanceEvent) -> None:
-        """Append one line, in one write."""
-        if self._path is None:
-            return
-        line = event.model_dump_json().encode() + b"\n"
-        try:
-            descriptor = os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o666)
-            try:
-                os.write(descriptor, line)
-            finally:
-                os.close(descriptor)
-        except OSError as error:
-            log.warning("%s: balancing events stop, training goes on (%s)", self._path, error.strerror)
-            self._path = None
-
-
 class Manager:
-    """Chooses batch sizes on rank 0: what :class:`~ddltool.runtime.balancing.exchange.Exchange` calls.
+    """Chooses batch sizes on rank 0: what :class:`~ddltool.runtime.hook.agreement.Agreement` calls.
 
     The first step is not judged: it pays for what later ones find ready. Nor are steps of fewer samples (the end of an
     epoch), whose times say little about full ones. A step of several full batches (gradient accumulation) is judged as
     one of their mean.
+
+    Args:
+        policy: what chooses.
+        events: JSON Lines file for what happens, emptied now; one that cannot be written later on ends the events, not the
+            training.
+        skip: first steps that are not judged.
+
+    Raises InputError for a file that cannot be written or holds something other than events.
     """
 
-    def __init__(self, policy: Policy, events: EventFile, skip: int = 1) -> None:
+    def __init__(self, policy: Policy, events: Path | None = None, skip: int = 1) -> None:
         self._policy = policy
         self._events = events
         self._skip = skip
@@ -75,6 +42,9 @@ class Manager:
         self._advised: int | None = None
         self._lock = threading.Lock()
         self.total = int(policy.sizes.sum())
+        if events is not None:
+            check_target(events, BalanceEvent.KIND, "balancing events")
+            events.write_bytes(b"")
 
     def __call__(self, rows: Floats) -> Floats:
         """Return (n,) sizes from (n, 5) rows of samples, seconds, memory in use, CPU and memory available."""
@@ -96,11 +66,10 @@ class Manager:
             log.debug("step %d: batch sizes %s", step, choice.sizes)
             self._tell("resize", step, choice.sizes, seconds)
         if removed is not None:
-            size = choice.sizes[removed]
             log.warning(
                 "step %d: remove this straggler: rank %d is the slowest (%.3g s) with only %d samples left; training "
                 "without it would be faster",
-                *(step, removed, seconds[removed], size),
+                *(step, removed, seconds[removed], choice.sizes[removed]),
             )
             self._tell("remove_straggler", step, choice.sizes, seconds, removed)
             self._advised = removed
@@ -114,9 +83,16 @@ class Manager:
         seconds: Floats,
         rank: int | None = None,
     ) -> None:
-        if self._events.wanted:  # a line about 96 ranks takes longer to make than their sizes to choose
-            shown = [float(f"{value:.4g}") for value in seconds]
-            self._events.add(BalanceEvent(event=event, step=step, sizes=list(sizes), seconds=shown, rank=rank))
+        if self._events is None:  # a line about 96 ranks takes longer to make than their sizes to choose
+            return
+        shown = [float(f"{value:.4g}") for value in seconds]
+        row = BalanceEvent(event=event, step=step, sizes=list(sizes), seconds=shown, rank=rank)
+        try:
+            with self._events.open("ab", buffering=0) as file:
+                file.write(row.model_dump_json().encode() + b"\n")
+        except OSError as error:
+            log.warning("%s: balancing events stop, training goes on (%s)", self._events, error.strerror)
+            self._events = None
 
     def state_dict(self) -> dict[str, Any]:
         """Return what Algorithm 2 has found out; empty for predictors, which learn anew."""

@@ -1,0 +1,473 @@
+"""What the goodput agent knows and how it decides: measured times, the fit, the next batch, and when to look for one.
+
+Start at :func:`decide`, which has no processes and no tensors, so that a decision can be repeated from a checkpoint's numbers;
+:class:`Chooser` is when it is asked for, and how all ranks come to the same setting.
+"""
+
+from __future__ import annotations
+
+import atexit
+import copy
+import logging
+import math
+import statistics
+import time
+from collections import defaultdict, deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from ddltool.analyzers.goodput.elastic_table import Split, find_split
+from ddltool.analyzers.goodput.fit import fit
+from ddltool.analyzers.goodput.lr_rules import GradientStatistics
+from ddltool.analyzers.goodput.noise_scale import NoiseScaleEstimator
+from ddltool.analyzers.goodput.observations import Observations
+from ddltool.analyzers.goodput.throughput import ThroughputParams, goodput_per_s
+from ddltool.analyzers.goodput.tuning import BatchLimits, tune_one
+from ddltool.errors import Infeasible, InputError
+from ddltool.runtime.agent.noise_sampling import NoiseSampler, affordable_interval
+from ddltool.runtime.hook.agreement import Agreement
+from ddltool.runtime.hook.batches import Pass, VariableBatchSampler
+from ddltool.runtime.hook.job import Job
+from ddltool.runtime.hook.telemetry import Exchange, Stamp, seconds_between
+
+TIMES_KEPT = 64
+"""Latest times per allocation and local batch; what is fitted is their median."""
+FULL_STEP, PASS = 0, 1
+FIRST_LOOK = 10
+"""Steps before the first look."""
+FIT_WAIT_S = 0.25
+"""A fit beside training is asked for its result after about so long."""
+ASSUMED_FIT_S = 0.05
+"""CPU seconds of a fit and search before the first was made."""
+NOISE_SHARE, FIT_SHARE = 0.35, 0.25
+"""Parts of the overhead allowed for norms and for fits; the rest is for what every step costs."""
+LEAST_OBSERVATIONS = 5
+"""Of the noise scale, before it decides anything."""
+PENDING_KEPT = 256
+Key = tuple[int, int, int, int]
+log = logging.getLogger(__name__)
+
+
+class StepTimes:
+    """Measured times by (nodes, replicas, local batch, kind): full steps' synchronising part, and passes without it."""
+
+    def __init__(self) -> None:
+        self._times: defaultdict[Key, deque[float]] = defaultdict(partial(deque, maxlen=TIMES_KEPT))
+
+    def add(self, nodes: int, replicas: int, local_batch: int, kind: int, seconds: float) -> None:
+        """Take a time: of the last pass of a step with reduction and update (FULL_STEP), or of a pass alone (PASS).
+
+        Times that are not finite and above 0 are left out.
+        """
+        if math.isfinite(seconds) and seconds > 0:
+            self._times[nodes, replicas, local_batch, kind].append(seconds)
+
+    def __len__(self) -> int:
+        """Return the number of configurations with a full step."""
+        return sum(1 for key in self._times if key[3] == FULL_STEP)
+
+    @property
+    def largest_local_batch(self) -> int:
+        """The largest local batch with a time, 0 without any."""
+        return max((key[2] for key in self._times), default=0)
+
+    def observations(self) -> Observations:
+        """Return one row per configuration with a full step, arrays of shape (n,), medians in seconds."""
+        rows = []
+        for (nodes, replicas, batch, kind), times in sorted(self._times.items()):
+            if kind == FULL_STEP:
+                alone = self._times.get((nodes, replicas, batch, PASS))
+                rows.append((nodes, replicas, batch, np.median(times), np.median(alone) if alone else math.nan))
+        table = np.array(rows, dtype=np.float64).reshape(-1, 5)
+        return Observations(
+            num_nodes=table[:, 0],
+            num_replicas=table[:, 1],
+            local_batch_size=table[:, 2],
+            step_time_s=table[:, 3],
+            grad_time_s=table[:, 4],
+        )
+
+    def rows(self) -> list[list[float]]:
+        """Return all times kept, as (nodes, replicas, local batch, kind, seconds), oldest first per configuration."""
+        return [[*map(float, key), seconds] for key, times in sorted(self._times.items()) for seconds in times]
+
+    def load_rows(self, rows: Iterable[Sequence[float]]) -> None:
+        """Forget everything and take what :meth:`rows` returned. Raises InputError for a row that is none."""
+        self._times.clear()
+        for number, row in enumerate(rows):
+            if len(row) != 5 or not all(math.isfinite(value) for value in row):
+                raise InputError(f"observations:row {number}", f"is {list(row)}", "give what state_dict returned")
+            self.add(int(row[0]), int(row[1]), int(row[2]), int(row[3]), float(row[4]))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Decision:
+    """How to share out steps from now on, and what was expected of it."""
+
+    split: Split
+    goodput_per_s: float
+    present_goodput_per_s: float
+    params: ThroughputParams
+
+
+def decide(
+    times: StepTimes,
+    nodes: int,
+    present: Split,
+    limits: BatchLimits,
+    *,
+    noise_scale: float | None,
+    largest_tried: int,
+    min_gain: float,
+) -> Decision | None:
+    """Return the batch of highest goodput on the present ranks; None to stay with the present one.
+
+    Fits the throughput model to all times (Pollux, section 4.1) and maximises goodput over local batch and accumulation
+    (Equation 13). While exploring, neither the total nor the local batch may be more than twice the largest tried: what
+    the model says beyond is extrapolation (Pollux's rule for replicas, applied to batches). A change must promise
+    ``min_gain`` (a share) more goodput. ``noise_scale`` in samples; None: unknown, so stay.
+
+    Raises what the fit and the search raise.
+    """
+    if noise_scale is None or not len(times):
+        return None
+    params, replicas, first = fit(times.observations()).params, present.world_size, limits.initial_batch_size
+    total = min(limits.max_batch_size, max(2 * largest_tried, first, replicas))
+    local = min(limits.max_local_batch_size, max(2 * times.largest_local_batch, limits.min_local_batch_size))
+    explored = replace(limits, max_batch_size=total, max_local_batch_size=local)
+    used, passes = (
+        -(-present.total_batch_size // (replicas * (present.accumulation_steps + 1))),
+        present.accumulation_steps,
+    )
+    now = float(goodput_per_s(params, nodes, replicas, used, passes, noise_scale=noise_scale, initial_batch_size=first))
+    try:
+        best = tune_one(params, nodes, replicas, explored, noise_scale=noise_scale)
+    except Infeasible:
+        return None
+    # ranks may differ by a sample, so a total that equal batches only reach beyond the limit is cut back to it
+    total = min(best.total_batch_size, explored.max_batch_size)
+    chosen = Split(world_size=replicas, total_batch_size=total, accumulation_steps=best.accumulation_steps)
+    better = best.goodput_per_s > now * (1 + min_gain)
+    return Decision(
+        split=chosen if better else present,
+        goodput_per_s=best.goodput_per_s,
+        present_goodput_per_s=now,
+        params=params,
+    )
+
+
+def split_near(total: int, replicas: int, limits: BatchLimits) -> Split:
+    """Return the split of ``total`` samples over the ranks, or of the nearest total that can be split within the limits.
+
+    With equal distance the smaller. Raises Infeasible when there is none at all.
+    """
+    low, high = limits.initial_batch_size, limits.max_batch_size
+    total = min(max(total, low), high)
+    for away in range(max(total - low, high - total) + 1):
+        for candidate in (total - away, total + away):
+            split = find_split(candidate, replicas, limits)[0] if low <= candidate <= high else None
+            if split is not None:
+                return split
+    raise Infeasible(
+        f"no total batch from {low} to {high} can be shared by {replicas} ranks in local batches of "
+        f"{limits.min_local_batch_size} to {limits.max_local_batch_size}"
+    )
+
+
+@dataclass(kw_only=True, slots=True)
+class TimedStep:
+    """One optimizer step of this rank while it is made: one exchange per pass, the last with the reduction."""
+
+    taken: Pass
+    exchanges: list[Exchange]
+    end: Stamp | None = None
+    own_s: float = 0.0
+    """What sampling the noise took of it."""
+
+    def record(self, times: StepTimes, nodes: int, replicas: int) -> float:
+        """Add this step's times and return its seconds; waits for the device to pass its end."""
+        last, end = self.exchanges[-1], self.end
+        if end is None:
+            return 0.0
+        if end.event is not None:
+            end.event.synchronize()
+        if last.ready is not None and last.samples:
+            times.add(nodes, replicas, last.samples, FULL_STEP, seconds_between(last.start, end) - self.own_s)
+            for exchange in self.exchanges[:-1]:
+                if exchange.ready is not None:
+                    times.add(nodes, replicas, exchange.samples, PASS, seconds_between(exchange.start, exchange.ready))
+            if len(self.exchanges) == 1 and replicas > 1:
+                times.add(nodes, replicas, last.samples, PASS, seconds_between(last.start, last.ready) - self.own_s)
+        return seconds_between(self.exchanges[0].start, end)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Policy:
+    """How often to look and when to change; the arguments of the same names of the agent.
+
+    Raises InputError for a setting that cannot be.
+    """
+
+    interval_s: float
+    interval_steps: int | None
+    overhead: float
+    noise_every: int | None
+    min_gain: float
+    adapt: bool
+    background: bool
+    warmup_epochs: float
+
+    def __post_init__(self) -> None:
+        for name in ("interval_s", "overhead", "min_gain", "warmup_epochs"):
+            value, above = getattr(self, name), name in ("interval_s", "overhead")
+            if not (math.isfinite(value) and (value > 0 if above else value >= 0)):
+                raise InputError(name, f"is {value}", f"give a finite number{' above 0' if above else ', 0 or more'}")
+        if self.interval_steps is not None and self.interval_steps < 1:
+            raise InputError("interval_steps", f"is {self.interval_steps}", "give 1 or more")
+        if self.noise_every is not None and self.noise_every < 0:
+            raise InputError("noise_every", f"is {self.noise_every}", "give 0 (never) or more")
+
+
+class _Setting(NamedTuple):
+    """What rank 0 chooses at a look. All are numbers, as they travel; ``total`` 0: no change, the others NaN: unknown."""
+
+    first_step: float
+    """First step that no rank has handed out."""
+    look_at: float
+    noise_every: float = math.nan
+    total: float = 0
+    accumulation: float = 0
+    sqr: float = math.nan
+    var: float = math.nan
+    noise_scale: float = math.nan
+
+
+class Chooser:
+    """Reads the measurements every so often, fits on rank 0, and gives all ranks the same setting at the same step.
+
+    A look is one agreement, at a step that was agreed on at the look before. The fit runs in a thread of rank 0 between two
+    looks. The setting takes effect at the first step that no rank has handed out yet.
+    """
+
+    def __init__(
+        self,
+        job: Job,
+        nodes: int,
+        limits: BatchLimits,
+        policy: Policy,
+        sampler: VariableBatchSampler,
+        noise: NoiseSampler,
+        estimator: NoiseScaleEstimator,
+    ) -> None:
+        self._job, self._nodes, self._limits, self._policy = job, nodes, limits, policy
+        self._sampler, self._noise = sampler, noise
+        self._agreement = Agreement(job, self._choose)
+        self.estimator = estimator
+        self.times = StepTimes()
+        self.statistics: GradientStatistics | None = None
+        self.noise_scale: float | None = None
+        self.largest_tried = sampler.split_at(0).total_batch_size
+        self.changes: list[tuple[int, int, int]] = []
+        self.decision: Decision | None = None
+        self.fit_cost_s = ASSUMED_FIT_S
+        """CPU seconds of the last fit and search."""
+        self._pending: deque[TimedStep] = deque(maxlen=PENDING_KEPT)
+        self._durations: deque[float] = deque(maxlen=65)
+        self._fitting: Future[Decision | None] | None = None
+        self._pool: ThreadPoolExecutor | None = None
+        self._warned: set[str] = set()
+        self.restart()
+
+    def split_at(self, step: int) -> Split:
+        """Return how a full step is shared out at ``step``."""
+        split = self._sampler.split_at(step)
+        assert isinstance(split, Split)
+        return split
+
+    def restart(self) -> None:
+        """Begin to count steps and time anew, as after loading a checkpoint."""
+        self._pending.clear()
+        self.look_at = self._sampler.step + (self._policy.interval_steps or FIRST_LOOK)
+        self._looked = (self._sampler.step, time.perf_counter())
+        self._began_s = time.perf_counter()
+        self._fits = 0
+
+    def add(self, timed: TimedStep) -> None:
+        """Take a full step that was made."""
+        self._pending.append(timed)
+
+    def read(self) -> None:
+        """Take in what was measured; the host waits for the device here."""
+        try:
+            self._noise.drain(self.estimator)
+            while self._pending:
+                seconds = self._pending.popleft().record(self.times, self._nodes, self._job.world_size)
+                if seconds > 0:
+                    self._durations.append(seconds)
+        except Exception as error:
+            self.warn("reading the measurements", error)
+
+    def look(self) -> None:
+        """Look at the measurements after a step; all ranks do at the same. Raises AgreementError when one is gone."""
+        self.read()
+        step = self._sampler.step
+        chosen = self._agreement.propose(lambda: np.array([self._sampler.next_step], dtype=np.float64))
+        setting = _Setting(*(chosen if chosen is not None else ()))
+        self.look_at = max(int(setting.look_at), step + 1)
+        if math.isfinite(setting.noise_every):
+            self._noise.every = int(setting.noise_every)
+        if math.isfinite(setting.noise_scale):
+            self.noise_scale = float(setting.noise_scale)
+            self.statistics = GradientStatistics(sqr=float(setting.sqr), var=float(setting.var))
+        if setting.total:
+            first, total, passes = int(setting.first_step), int(setting.total), int(setting.accumulation)
+            split = Split(world_size=self._job.world_size, total_batch_size=total, accumulation_steps=passes)
+            if split != self.split_at(first):
+                self._sampler.resize(split, first)
+                self.changes.append((first, total, passes))
+        self._looked = (step, time.perf_counter())
+
+    def _choose(self, rows: NDArray[np.float64]) -> NDArray[np.float64]:
+        """Return rank 0's setting, from (n, 1) first steps that each rank has not handed out."""
+        first, step = float(rows.max()), self._sampler.step
+        try:
+            return np.array(self._setting(first, step))
+        except Exception as error:
+            self.warn("deciding", error)
+            return np.array(_Setting(first, step + FIRST_LOOK))
+
+    def _setting(self, first_step: float, step: int) -> _Setting:
+        """Return the result of a fit that is done, and when to look again."""
+        step_s = (time.perf_counter() - self._looked[1]) / max(step - self._looked[0], 1)
+        decision, soon = self._fitted()
+        setting = _Setting(first_step, step + self._steps_to_next(step_s, soon), self._noise_every())
+        if decision is not None and self._policy.adapt:
+            split = decision.split
+            setting = setting._replace(total=split.total_batch_size, accumulation=split.accumulation_steps)
+        known = self.estimator.statistics(self._limits.initial_batch_size)
+        phi = self._known_noise_scale()
+        if known is not None and phi is not None:
+            setting = setting._replace(sqr=known.sqr, var=known.var, noise_scale=phi)
+        return setting
+
+    def _known_noise_scale(self) -> float | None:
+        return self.estimator.noise_scale if self.estimator.count >= LEAST_OBSERVATIONS else None
+
+    def _steps_to_next(self, step_s: float, soon: bool) -> int:
+        policy = self._policy
+        if policy.interval_steps is not None:
+            return policy.interval_steps
+        if soon:
+            wanted_s = FIT_WAIT_S
+        elif self._fits:
+            wanted_s = max(policy.interval_s, self._affordable_s())
+        else:
+            wanted_s = max(self._affordable_s() - self._elapsed_s(), 0.0)
+        return max(1, min(math.ceil(wanted_s / max(step_s, 1e-6)), 10_000_000))
+
+    def _affordable_s(self) -> float:
+        """Return the seconds of training over which a fit's cost is spread."""
+        return self.fit_cost_s / (FIT_SHARE * self._policy.overhead)
+
+    def _elapsed_s(self) -> float:
+        return time.perf_counter() - self._began_s
+
+    def _noise_every(self) -> int:
+        policy = self._policy
+        if policy.noise_every is not None:
+            return policy.noise_every
+        if not self._durations or not math.isfinite(self._noise.cost_s):
+            return self._noise.every
+        return affordable_interval(
+            self._noise.cost_s, statistics.median(self._durations), NOISE_SHARE * policy.overhead
+        )
+
+    def _fitted(self) -> tuple[Decision | None, bool]:
+        """Return a decision that is ready, and whether one is being made."""
+        if self._fitting is not None:
+            if not self._fitting.done():
+                return None, True
+            fitting, self._fitting = self._fitting, None
+            self.decision = fitting.result()
+            return self.decision, False
+        # The first fit is paid for by the training done so far; later ones are spaced.
+        if self._policy.interval_steps is None and not self._fits and self._elapsed_s() < self._affordable_s():
+            return None, False
+        work = partial(
+            decide,
+            copy.deepcopy(self.times),
+            self._nodes,
+            self.split_at(self._sampler.next_step),
+            self._limits,
+            noise_scale=self._known_noise_scale(),
+            largest_tried=self.largest_tried,
+            min_gain=self._policy.min_gain,
+        )
+        if not self._policy.background:
+            self.decision = self._timed(work)
+            return self.decision, False
+        if self._pool is None:
+            self._pool = ThreadPoolExecutor(max_workers=1, thread_name_prefix="goodput-fit")
+            atexit.register(self.close)
+        self._fitting = self._pool.submit(self._timed, work)
+        return None, True
+
+    def _timed(self, work: Callable[[], Decision | None]) -> Decision | None:
+        """Return what ``work`` decides, and keep what it cost; a failure decides nothing."""
+        start = time.thread_time()
+        try:
+            return work()
+        except Exception as error:
+            self.warn("the fit", error)
+            return None
+        finally:
+            self.fit_cost_s = time.thread_time() - start
+            self._fits += 1
+
+    def warn(self, what: str, error: BaseException) -> None:
+        """Say once per kind of work that it failed; training goes on with the present setting."""
+        if what not in self._warned:
+            self._warned.add(what)
+            text = " ".join(str(error).split()) or type(error).__name__
+            log.warning("goodput agent: %s failed (%s); the present batch stays", what, text)
+
+    def close(self) -> None:
+        """End the thread."""
+        atexit.unregister(self.close)
+        self._agreement.close()
+        if self._pool is not None:
+            self._pool.shutdown(wait=True)
+            self._pool = self._fitting = None
+
+    def state(self) -> dict[str, Any]:
+        """Return what a checkpoint needs: numbers and a tensor of shape (times, 5)."""
+        self.read()
+        rows = self.times.rows()
+        return {
+            "estimator": self.estimator.state_dict(),
+            "observations": torch.tensor(rows, dtype=torch.float64).reshape(len(rows), 5),
+            "largest_tried": self.largest_tried,
+            "noise_scale": math.nan if self.noise_scale is None else self.noise_scale,
+            "sqr": math.nan if self.statistics is None else self.statistics.sqr,
+            "var": math.nan if self.statistics is None else self.statistics.var,
+        }
+
+    def load_state(self, state: Mapping[str, Any]) -> None:
+        """Take up a state again. Raises KeyError, TypeError, ValueError or InputError for what is none."""
+        rows = state["observations"].tolist()
+        sqr, var, noise_scale = (float(state[name]) for name in ("sqr", "var", "noise_scale"))
+        tried = int(state["largest_tried"])
+        self.estimator.load_state_dict(state["estimator"])
+        self.times.load_rows(rows)
+        known = math.isfinite(sqr) and math.isfinite(var)
+        self.statistics = GradientStatistics(sqr=sqr, var=var) if known else None
+        self.noise_scale = noise_scale if math.isfinite(noise_scale) else None
+        self.largest_tried = tried
+        self.restart()

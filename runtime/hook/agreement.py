@@ -1,0 +1,291 @@
+"""How the ranks of a job come to one choice while it trains, such as the next batch sizes. Start at :class:`Agreement`.
+
+Each rank proposes a row of numbers, rank 0 chooses from all of them, and all learn the choice: over torch.distributed's own
+store, no further server and no further connections between ranks. Rank r writes its row of a round under one key; rank 0
+waits for all n keys and writes the choice under another one that the others wait for. So who has come to a round stands
+in the store: the first to have waited for too long writes there who has not, in place of the choice, and all others read it
+at once. Nothing is pickled.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import itertools
+import os
+import queue
+import re
+import sys
+import threading
+import time
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from types import TracebackType
+from typing import Any
+
+import numpy as np
+import torch.distributed as dist
+from numpy.typing import NDArray
+
+from ddltool.errors import DdlToolError
+from ddltool.runtime.hook.job import Job
+
+Floats = NDArray[np.float64]
+Choose = Callable[[Floats], Floats]
+Row = Callable[[], Floats]
+KeyStore = Any
+"""A ``torch.distributed.Store``: its type hints are not those of the real one."""
+TIMEOUT_S = 300.0
+ROLL_CALL_S = 3.0
+STORE_GONE = "the store is gone, and with it the rank that holds it (rank 0, unless a launcher does)"
+# Each agreement of a process has keys of its own: the last ones of another would be taken for answers.
+_NUMBERS = itertools.count()
+_CHOSEN, _MISSING, _ENDED, _FAILED = b"=", b"?", b".", b"!"
+_BROKEN = re.compile(
+    r"gloo/transport/|connection (closed|reset) by peer|broken pipe|ncclremoteerror|remote process exited", re.I
+)
+
+
+class AgreementError(DdlToolError):
+    """Ranks have not come to an agreement, mostly because one is gone."""
+
+
+class Agreement:
+    """One rank's end. All ranks make the same agreements, and the same calls, in the same order.
+
+    Until :meth:`close` an error that nobody catches, and that comes from a lost rank, is one line on stderr and exit code 1
+    instead of a traceback: an AgreementError, or a connection that broke in the middle of ``backward``.
+
+    Args:
+        job: this process's place. With one process the store is not used.
+        choose: what rank 0 does with (n, m) rows: returns (k,) numbers for all ranks. Only rank 0's is called.
+        timeout_s: how long a rank waits for the others in a round, whenever it comes to it.
+        behind: a round goes on behind the step that follows it, in a thread, and its choice comes into force one step later;
+            only one that takes longer than a whole step holds anybody up.
+        store: a store that all ranks share, with keys of this agreement's own; None: that of ``init_process_group``.
+    """
+
+    def __init__(
+        self,
+        job: Job,
+        choose: Choose,
+        *,
+        timeout_s: float = TIMEOUT_S,
+        behind: bool = False,
+        store: KeyStore | None = None,
+    ) -> None:
+        self._rank, self._ranks = job.rank, range(job.world_size)
+        self._choose = choose
+        self._step = 0
+        self._under_way: int | None = None
+        self._ended = False
+        self._loss: _LossReport | None = None
+        self._thread: threading.Thread | None = None
+        if job.world_size > 1:
+            if store is None:
+                shared = dist.distributed_c10d._get_default_store()
+                store = dist.PrefixStore(f"ddltool/agreement/{next(_NUMBERS)}", shared)  # type: ignore[attr-defined]
+            self._store: KeyStore = _connection(store, timeout_s)
+            self._other: KeyStore = store
+            self._loss = _LossReport(self)
+        if behind:
+            self._rows: queue.SimpleQueue[Row | None] = queue.SimpleQueue()
+            self._choices: queue.SimpleQueue[Floats | DdlToolError] = queue.SimpleQueue()
+            self._handed_in = 0
+            self._thread = threading.Thread(target=self._run, name="ddltool-agreement", daemon=True)
+            self._thread.start()
+            atexit.register(self.close)
+
+    def propose(self, row: Row) -> Floats | None:
+        """Return (k,) numbers that rank 0 chose from the (m,) rows of all ranks; the same on all, which wait for each other.
+
+        ``behind`` training: from the rows handed in the time before, None the first time; ``row`` is called in the thread.
+
+        Raises AgreementError naming the ranks that did not come in time or have ended, on all that wait; rank 0's own error
+        where it could not choose, and an AgreementError that says so elsewhere.
+        """
+        if self._thread is None:
+            return self._round(row())
+        self._rows.put(row)
+        self._handed_in += 1
+        if self._handed_in == 1:
+            return None
+        chosen = self._choices.get()
+        if isinstance(chosen, DdlToolError):
+            self._choices.put(chosen)  # whoever asks again shall not wait for ever
+            raise chosen
+        return chosen
+
+    def _run(self) -> None:
+        while (row := self._rows.get()) is not None:
+            try:
+                self._choices.put(self._round(row()))
+                self._under_way = None
+            except BaseException as error:
+                told = f"step {self._step - 1}: choosing failed ({error})"
+                self._choices.put(error if isinstance(error, DdlToolError) else DdlToolError(told))
+                return
+
+    def _round(self, row: Floats) -> Floats:
+        step, self._step = self._step, self._step + 1
+        if len(self._ranks) == 1:
+            return self._choose(np.asarray(row, dtype=np.float64)[None])
+        self._under_way = step
+        try:
+            if self._ended:
+                raise self._told(step, _ENDED + str(self._rank).encode())
+            self._store.set(f"row/{step}/{self._rank}", np.asarray(row, dtype="<f8").tobytes())
+            self._forget(f"row/{step - 1}/{self._rank}")
+            if self._rank:
+                return self._read(step, self._wait(step, [f"choice/{step}"])[0])
+            rows = self._wait(step, [f"row/{step}/{rank}" for rank in self._ranks])
+            if not all(rows):  # written by somebody who has given up or ended, after it said so
+                return self._read(step, self._store.get(f"choice/{step}"))
+            self._forget(f"choice/{step - 1}")  # who is in this round has read it
+        except RuntimeError as error:
+            lines = str(error).splitlines() or [type(error).__name__]
+            raise AgreementError(f"step {step}: {STORE_GONE} ({lines[0]}), so batch sizes are unknown") from None
+        try:
+            chosen = self._choose(np.stack([np.frombuffer(text, dtype="<f8") for text in rows]))
+        except BaseException:
+            self._say(self._store, step, _FAILED)
+            raise
+        return self._read(step, self._say(self._store, step, _CHOSEN + np.asarray(chosen, dtype="<f8").tobytes()))
+
+    def _wait(self, step: int, keys: Sequence[str]) -> list[bytes]:
+        """Return the values of ``keys``; after too long a time what this rank, or another one before it, wrote there."""
+        for _ in range(2):
+            try:
+                return self._values(keys)
+            except RuntimeError as error:
+                if "timeout" not in str(error).lower():
+                    raise
+            if missing := self._missing(step):
+                break  # else all have come by now, and rank 0 is choosing
+        self._say(self._store, step, _MISSING + ",".join(map(str, missing or [0])).encode())
+        return self._values(keys)
+
+    def _values(self, keys: Sequence[str]) -> list[bytes]:
+        return list(self._store.multi_get(keys) if self._store.has_extended_api() else map(self._store.get, keys))
+
+    def _missing(self, step: int) -> list[int]:
+        return [rank for rank in self._ranks if not self._store.check([f"row/{step}/{rank}"])]
+
+    def _say(self, store: KeyStore, step: int, text: bytes) -> bytes:
+        """Say how a round ends unless somebody has said so before; return what holds, of which all that wait learn."""
+        said: bytes = store.compare_set(f"choice/{step}", "", text)
+        if text[:1] in (_MISSING, _ENDED):
+            for rank in self._ranks:  # rank 0 waits for these
+                store.compare_set(f"row/{step}/{rank}", "", b"")
+        return said
+
+    def _read(self, step: int, text: bytes) -> Floats:
+        if not text.startswith(_CHOSEN):
+            raise self._told(step, text)
+        return np.frombuffer(text[1:], dtype="<f8")
+
+    def _told(self, step: int, text: bytes) -> AgreementError:
+        """Return the error for a round that has ended without a choice."""
+        kind, ranks = text[:1], text[1:].decode()
+        own = str(self._rank) in ranks.split(",")
+        if kind == _FAILED:
+            what = "rank 0 could not choose batch sizes; see its message"
+        elif kind == _MISSING and own:
+            what = "this rank came too late, the others had given up; batch sizes are unknown"
+        elif kind == _MISSING:
+            what = f"nothing came from rank {ranks.replace(',', ', ')}, so batch sizes are unknown (time is up)"
+        else:
+            what = f"{'this rank is ending' if own else f'rank {ranks} has ended'}, so batch sizes are unknown"
+        return AgreementError(f"step {step}: {what}")
+
+    def _forget(self, key: str) -> None:
+        # Stores that cannot delete keep a few bytes a round.
+        with contextlib.suppress(RuntimeError, NotImplementedError):
+            self._store.delete_key(key)
+
+    def close(self) -> None:
+        """End the thread, in the middle of a round too; nothing more can be agreed on. Each rank when it likes, idempotent.
+
+        The thread must not live on until the interpreter ends: that ends threads where they are, and in the middle of torch's
+        own code the whole process with them. It waits outside the interpreter, where only a key that comes can wake it.
+        """
+        self._ended = True
+        if self._thread is not None and self._thread.is_alive():
+            atexit.unregister(self.close)
+            self._rows.put(None)
+            if self._under_way is not None:
+                with contextlib.suppress(RuntimeError):
+                    self._say(self._other, self._under_way, _ENDED + str(self._rank).encode())
+            self._thread.join(timeout=5.0)
+        if self._loss is not None:
+            self._loss.close()
+
+    def roll_call(self, within_s: float = ROLL_CALL_S) -> list[int] | None:
+        """Return the ranks that do not call this within so many seconds; None where the store itself is gone.
+
+        For ranks that have lost another one, to find out which; only after :meth:`close`.
+        """
+        try:
+            self._other.set(f"alive/{self._rank}", b"1")
+            left, end = set(self._ranks), time.monotonic() + within_s
+            while left and time.monotonic() < end:
+                left = {rank for rank in left if not self._other.check([f"alive/{rank}"])}
+                time.sleep(0.05)
+        except RuntimeError:
+            return None
+        return sorted(left)
+
+
+def _connection(store: KeyStore, timeout_s: float) -> KeyStore:
+    """Return a connection of its own to ``store`` that waits ``timeout_s`` for a key.
+
+    A blocking call holds a connection: one that is shared would stop everybody else in this process. Where the store cannot
+    give another connection, its own and its own timeout have to do.
+    """
+    with contextlib.suppress(RuntimeError, NotImplementedError, AttributeError):
+        store = store.clone()
+        store.set_timeout(timedelta(seconds=timeout_s))
+    return store
+
+
+class _LossReport:
+    """Makes an error that nobody catches, and that comes from a lost rank, one line; all others go where they went before."""
+
+    def __init__(self, agreement: Agreement) -> None:
+        self._agreement = agreement
+        self._previous = sys.excepthook
+        self._hook = self._show  # a bound method is a new object each time
+        sys.excepthook = self._hook
+
+    def close(self) -> None:
+        """Show errors as before, unless somebody else has changed that meanwhile."""
+        if sys.excepthook is self._hook:
+            sys.excepthook = self._previous
+
+    def _show(self, kind: type[BaseException], value: BaseException, trace: TracebackType | None) -> None:
+        line = self._line(value)
+        if line is None:
+            self._previous(kind, value, trace)
+            return
+        sys.stderr.write(f"error: {line}\n")
+        # All that an exit does but taking the interpreter apart, in which torch with broken connections at times aborts.
+        atexit._run_exitfuncs()
+        for stream in (sys.stdout, sys.stderr):
+            with contextlib.suppress(OSError, ValueError):
+                stream.flush()
+        os._exit(1)
+
+    def _line(self, value: BaseException) -> str | None:
+        if isinstance(value, AgreementError):
+            self._agreement.close()
+            return str(value)
+        if not isinstance(value, RuntimeError) or not _BROKEN.search(str(value)):
+            return None
+        self._agreement.close()
+        missing = self._agreement.roll_call()
+        gone = "the connection to another rank is lost"
+        if missing is None:
+            gone = STORE_GONE
+        elif missing:
+            gone = f"rank {', '.join(map(str, missing))} is gone"
+        return f"{gone}; go on from the last checkpoint"

@@ -1,0 +1,215 @@
+"""Agreements between real processes: rank 0 sees all rows, all get its choice, and who is missing is named by all others."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import threading
+import time
+from collections.abc import Iterator
+from datetime import timedelta
+
+import numpy as np
+import pytest
+import torch.distributed as dist
+
+from ddltool.errors import DdlToolError
+from ddltool.runtime.hook.agreement import Agreement, Choose
+from ddltool.runtime.hook.job import Job
+from tests.processes import LASTING
+from tests.runtime_workers import Crew
+
+RANKS = 4
+NOTHING = "step 1: nothing came from rank {}, so batch sizes are unknown (time is up)"
+
+
+@pytest.fixture(scope="module")
+def ranks() -> Iterator[Crew]:
+    made = Crew(RANKS)
+    LASTING.update(process.pid for process in made._processes if process.pid is not None)
+    yield made
+    made.close()
+
+
+def place(rank: int) -> Job:
+    return Job(rank=rank, world_size=RANKS, side=None)
+
+
+def rounds(rank: int, behind: bool) -> list[list[float] | None]:
+    """Return what four rounds answer: row r is (r + step, r), the choice their product plus 100 r."""
+
+    def choose(rows: np.ndarray) -> np.ndarray:
+        return rows[:, 0] * rows[:, 1] + 100 * np.arange(len(rows))
+
+    agreement = Agreement(place(rank), choose, timeout_s=20.0, behind=behind)
+    told = []
+    for step in range(4):
+        chosen = agreement.propose(lambda step=step: np.array([rank + step, rank]))  # type: ignore[misc]
+        told.append(None if chosen is None else chosen.tolist())
+    agreement.close()
+    return told
+
+
+@pytest.mark.parametrize("behind", [False, True])
+def test_rank_0_sees_rows_in_order_and_all_get_its_choice(ranks: Crew, behind: bool) -> None:
+    expected = [[(rank + step) * rank + 100.0 * rank for rank in range(RANKS)] for step in range(4)]
+    assert ranks.run(rounds, behind) == [[None, *expected[:3]] if behind else expected] * RANKS
+
+
+def test_one_process_agrees_with_itself() -> None:
+    alone = Agreement(Job(rank=0, world_size=1, side=None), lambda rows: rows.sum(axis=1))
+    assert alone.propose(lambda: np.array([1.0, 2.0])).tolist() == [3.0]  # type: ignore[union-attr]
+    alone.close()
+
+
+def failing(rank: int, behind: bool) -> list[str]:
+    """Return what each call tells when rank 0 cannot choose in the second round."""
+    seen = []
+
+    def choose(rows: np.ndarray) -> np.ndarray:
+        seen.append(rows)
+        if len(seen) == 2:
+            raise DdlToolError("no idea")
+        return rows[0]
+
+    agreement = Agreement(place(rank), choose, timeout_s=5.0, behind=behind)
+    told = []
+    for _ in range(4 if behind else 2):
+        try:
+            chosen = agreement.propose(lambda: np.array([7.0]))
+            told.append("none yet" if chosen is None else str(chosen[0]))
+        except DdlToolError as error:
+            told.append(str(error))
+    agreement.close()
+    return told
+
+
+def test_a_choice_that_fails_ends_the_job_everywhere(ranks: Crew) -> None:
+    told = [
+        ["7.0", "no idea"],
+        *[["7.0", "step 1: rank 0 could not choose batch sizes; see its message"]] * (RANKS - 1),
+    ]
+    assert ranks.run(failing, False) == told
+    behind = ranks.run(failing, True)
+    # Asking again does not wait for ever.
+    assert behind == [["none yet", *row, row[1]] for row in told]
+
+
+def late(rank: int, after_s: list[float | None], timeout_s: float) -> tuple[str, float]:
+    """Return what each rank is told, and its seconds, when it comes after so many seconds; None: too late."""
+    agreement = Agreement(place(rank), lambda rows: rows[:, 0], timeout_s=timeout_s)
+    assert agreement.propose(lambda: np.array([7.0])).tolist() == [7.0] * RANKS  # type: ignore[union-attr]
+    after = after_s[rank]
+    time.sleep(max(seconds or 0.0 for seconds in after_s) + timeout_s + 2.0 if after is None else after)
+    begin = time.monotonic()
+    try:
+        agreement.propose(lambda: np.array([1.0]))
+    except DdlToolError as error:
+        return str(error), time.monotonic() - begin
+    finally:
+        agreement.close()
+    return "nothing", time.monotonic() - begin
+
+
+@pytest.mark.parametrize(
+    ("after_s", "lost"),
+    [
+        ([0.0, None, 0.0, 0.0], "1"),
+        pytest.param([None, 0.0, 0.0, 0.0], "0", marks=pytest.mark.slow),
+        # The first to come gives up long before the last; who has come by then is not taken for lost.
+        pytest.param([0.0, 2.6, None, 0.0], "2", marks=pytest.mark.slow),
+        ([2.2, 0.0, None, 2.5], "2"),
+        pytest.param([None, 1.5, 0.0, 2.5], "0", marks=pytest.mark.slow),
+        pytest.param([0.0, None, 2.5, None], "1, 3", marks=pytest.mark.slow),
+    ],
+)
+def test_who_stays_away_is_named_by_all_others_and_nobody_else(
+    ranks: Crew, after_s: list[float | None], lost: str
+) -> None:
+    told = ranks.run(late, after_s, 3.0)
+    for after, (text, seconds) in zip(after_s, told, strict=True):
+        if after is None:
+            assert text == "step 1: this rank came too late, the others had given up; batch sizes are unknown"
+        else:
+            assert text == NOTHING.format(lost)
+            assert seconds < 3.0 + 5.0
+
+
+def test_late_ranks_that_come_in_time_lose_nothing(ranks: Crew) -> None:
+    """The time counts from when a rank comes, the first to come waiting for the last."""
+    assert [text for text, _ in ranks.run(late, [0.0, 1.0, 0.5, 1.5], 6.0)] == ["nothing"] * RANKS
+
+
+def lives(rank: int) -> list[tuple[int, int]]:
+    """Return the threads and open files after each of five agreements, ranks closing theirs at different times."""
+    found = []
+    for number in range(5):
+        agreement = Agreement(place(rank), failure if number == 3 else first_column, timeout_s=3.0, behind=number > 3)
+        with contextlib.suppress(DdlToolError):
+            for _ in range(3):
+                agreement.propose(lambda: np.array([7.0]))
+        time.sleep(0.1 * ((rank + number) % RANKS))
+        agreement.close()
+        agreement.close()
+        del agreement
+        dist.barrier()
+        found.append((len(os.listdir("/proc/self/task")), len(os.listdir("/proc/self/fd"))))
+    return found
+
+
+def first_column(rows: np.ndarray) -> np.ndarray:
+    return rows[:, 0]
+
+
+def failure(rows: np.ndarray) -> np.ndarray:
+    raise DdlToolError("no idea")
+
+
+def test_what_is_closed_is_gone(ranks: Crew) -> None:
+    for first, *others in ranks.run(lives):
+        assert others == [first] * 4
+
+
+def test_who_ends_early_is_named() -> None:
+    """Of three, rank 1 ends while rank 0 chooses, or rank 0 while it waits: the others hear it at once, in its name."""
+    for who, told_by in ((1, {1: "this rank is ending", 2: "rank 1 has ended"}), (0, {1: "rank 0 has ended"})):
+        store, told = dist.HashStore(), {}
+        choosing, ended = threading.Event(), threading.Event()
+
+        def choose(
+            rows: np.ndarray, choosing: threading.Event = choosing, ended: threading.Event = ended
+        ) -> np.ndarray:
+            choosing.set()
+            ended.wait(20)
+            return rows.sum(axis=0)
+
+        def end(rank: int, choose: Choose = choose, store: dist.Store = store) -> Agreement:
+            return Agreement(Job(rank=rank, world_size=3, side=None), choose, timeout_s=20.0, behind=True, store=store)
+
+        ends = [end(rank) for rank in range(3)]
+
+        def take_part(rank: int, ends: list[Agreement] = ends, told: dict[int, str] = told) -> None:
+            with contextlib.suppress(DdlToolError):
+                ends[rank].propose(lambda: np.array([float(rank)]))
+            try:
+                told[rank] = str(ends[rank].propose(lambda: np.array([0.0])))
+            except DdlToolError as error:
+                told[rank] = str(error)
+
+        taking = [threading.Thread(target=take_part, args=(rank,)) for rank in ((0, 1, 2) if who else (0, 1))]
+        for thread in taking:
+            thread.start()
+        if who:
+            assert choosing.wait(20)
+        else:
+            store.wait(["row/0/0", "row/0/1"], timedelta(seconds=20))
+        ends[who].close()
+        for thread in taking[1:]:
+            thread.join(10)
+        ended.set()
+        taking[0].join(10)
+        for one in ends:
+            one.close()
+        assert {rank: told[rank] for rank in told_by} == {
+            rank: f"step 0: {text}, so batch sizes are unknown" for rank, text in told_by.items()
+        }
