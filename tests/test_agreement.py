@@ -213,3 +213,22 @@ def test_who_ends_early_is_named() -> None:
         assert {rank: told[rank] for rank in told_by} == {
             rank: f"step 0: {text}, so batch sizes are unknown" for rank, text in told_by.items()
         }
+
+
+def lost(rank: int) -> str:
+    """Return what each rank is told when rank 2 is gone and only rank 3 has seen a connection break."""
+    agreement = Agreement(place(rank), first_column, timeout_s=30.0)
+    agreement.propose(lambda: np.array([7.0]))
+    try:
+        if rank < 2:
+            agreement.propose(lambda: np.array([7.0]))
+        return str(agreement.roll_call(1.0)) if rank == 3 else "is gone"
+    except DdlToolError as error:
+        return str(error)
+    finally:
+        agreement.close()
+
+
+def test_who_waits_is_told_at_once_whom_another_rank_has_lost(ranks: Crew) -> None:
+    told = "step 1: nothing came from rank 2, so batch sizes are unknown (the connection is lost)"
+    assert ranks.run(lost) == [told, told, "is gone", "[2]"]

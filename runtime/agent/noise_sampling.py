@@ -2,11 +2,11 @@
 
 Two batch sizes make the two equations of :mod:`ddltool.analyzers.goodput.noise_scale`; which two depends on the job:
 
-- K > 1 replicas: each rank's own gradient, seen as the flat bucket before the reduction, against the reduced bucket.
+- K > 1 replicas: each rank's own gradient, seen as the flat bucket before the reduction, against the reduced gradient.
 - one replica with accumulation: the gradient after the first pass against that of the whole step.
 - one replica without: the gradients of two consecutive steps, which needs a copy of one for the time of a step.
 
-There are no backward hooks. A step that is not sampled costs a comparison of integers; a sampled one reads each flat bucket
+There are no backward hooks. A step that is not sampled costs a comparison of integers; a sampled one reads each gradient
 twice, and sends one number beside the gradients. How often to sample follows from what that was measured to cost.
 """
 
@@ -63,6 +63,7 @@ class Preconditioner:
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         self._optimizer = optimizer
         self._group = {id(p): place for place, group in enumerate(optimizer.param_groups) for p in group["params"]}
+        self.forget()
 
     @property
     def is_pending(self) -> bool:
@@ -71,9 +72,16 @@ class Preconditioner:
             "betas" in group or "alpha" in group for group in self._optimizer.param_groups
         )
 
+    def forget(self) -> None:
+        """A step begins: what was found in the one before no longer holds."""
+        self._found: dict[int, Tensor | None] = {}
+
     def scales(self, parameters: Sequence[nn.Parameter]) -> list[Tensor] | None:
         """Return P for each parameter, in its shape; None where P is 1 for all of them."""
-        found = [self._scale(parameter) for parameter in parameters]
+        for parameter in parameters:
+            if id(parameter) not in self._found:
+                self._found[id(parameter)] = self._scale(parameter)
+        found = [self._found[id(parameter)] for parameter in parameters]
         if all(scale is None for scale in found):
             return None
         return [
@@ -152,10 +160,11 @@ class NoiseSampler:
     def _forget_step(self) -> None:
         self._active = False
         self._local: list[Tensor] = []
-        self._small: Tensor | None = None
-        self._reduced: list[tuple[torch.futures.Future[Tensor], list[nn.Parameter], list[Tensor]]] = []
+        self._small: tuple[Tensor, float] | None = (
+            None  # squared norm, and samples behind it; no samples: not to be used
+        )
         self._reducing: dist.Work | None = None
-        self._scales: dict[int, list[Tensor] | None] = {}
+        self._preconditioner.forget()
 
     def _wants(self, taken: Pass) -> bool:
         """Return whether this step is sampled: every k-th full step; without a second batch size also the one after it."""
@@ -176,8 +185,8 @@ class NoiseSampler:
         """A pass of one replica that accumulates is done: the first one's gradient is the small batch."""
         if self._active and self._world_size == 1 and taken.passes > 1 and taken.number == 0:
             with self._timed():
-                gradients, scales = self._gradients()
-                self._small = squared_norm(gradients, scales) / taken.weight**2
+                first = int(taken.split.sizes_of(taken.step_samples)[0, 0])
+                self._small = squared_norm(*self._gradients()) / taken.weight**2, first
 
     def before_reduction(self, bucket: "dist.GradBucket", taken: Pass) -> None:  # type: ignore[name-defined]
         """A bucket of this rank is complete, weighted, and not reduced yet."""
@@ -185,67 +194,35 @@ class NoiseSampler:
             return
         with self._timed():
             try:
-                scales = self._bucket_scales(bucket)
+                scales = self._preconditioner.scales(bucket.parameters())
                 tensors = [bucket.buffer()] if scales is None else bucket.gradients()
                 self._local.append(squared_norm(tensors, scales))
             except Exception:  # the other ranks wait for this one's number: say that there is none
                 self._local.append(torch.full((), math.nan, device=bucket.buffer().device))
             if bucket.is_last():
-                rank_weight = taken.split.sizes_of(taken.step_samples).sum(axis=1)
-                mine = float(rank_weight[dist.get_rank(self._group)]) / taken.step_samples
-                self._small = torch.stack(self._local).sum().reshape(1) / mine**2
-                self._reducing = dist.all_reduce(self._small, group=self._group, async_op=True)
-
-    def after_reduction(self, bucket: "dist.GradBucket", future: torch.futures.Future[Tensor]) -> None:  # type: ignore[name-defined]
-        """The reduction of a bucket is under way; ``future`` will hold the flat result."""
-        if self._active:
-            scales = self._bucket_scales(bucket)
-            self._reduced.append((future, [], []) if scales is None else (future, bucket.parameters(), scales))
-
-    def _bucket_scales(self, bucket: "dist.GradBucket") -> list[Tensor] | None:  # type: ignore[name-defined]
-        """Return P of a bucket, the same before and after the reduction."""
-        if bucket.index() not in self._scales:
-            self._scales[bucket.index()] = self._preconditioner.scales(bucket.parameters())
-        return self._scales[bucket.index()]
+                sizes = taken.split.sizes_of(taken.step_samples).sum(axis=1)
+                mine = float(sizes[dist.get_rank(self._group)]) / taken.step_samples
+                small = torch.stack(self._local).sum() / (mine**2 * self._world_size)
+                self._small = small, small_batch(sizes) if sizes.min() else 0.0
+                self._reducing = dist.all_reduce(small, group=self._group, async_op=True)
 
     def finish(self, taken: Pass) -> None:
         """The step's gradients are complete and the optimizer has not used them yet: make the observation."""
         if not self._active:
             return
         with self._timed():
-            if self._world_size > 1:
-                self._finish_replicas(taken)
-            elif taken.passes > 1:
-                self._finish_accumulation(taken)
-            else:
+            if self._reducing is not None:
+                self._reducing.wait()
+            if self._small is not None:
+                small, samples = self._small
+                big = squared_norm(*self._gradients()).to(small.dtype)
+                if samples:
+                    self._hold(torch.stack([small, big]), samples, taken.step_samples)
+            elif self._world_size == 1 and taken.passes == 1:
                 self._finish_pair(taken)
         if self._previous is None or self.every == 1:
             self._costs.append(self._spans)
         self._forget_step()
-
-    def _finish_replicas(self, taken: Pass) -> None:
-        if self._reducing is None or self._small is None:
-            return
-        self._reducing.wait()
-        flats = [future.value() for future, parameters, _ in self._reduced if not parameters]
-        big = squared_norm(flats) if flats else torch.zeros_like(self._small[0])
-        for future, parameters, scales in self._reduced:
-            if parameters:
-                parts = future.value().split([parameter.numel() for parameter in parameters])
-                views = [part.view(parameter.shape) for part, parameter in zip(parts, parameters, strict=True)]
-                big = big + squared_norm(views, scales)
-        sizes = taken.split.sizes_of(taken.step_samples).sum(axis=1)
-        if sizes.min() < 1:
-            return
-        values = torch.stack([self._small[0] / self._world_size, big.to(self._small.dtype)])
-        self._hold(values, small_batch(sizes), taken.step_samples)
-
-    def _finish_accumulation(self, taken: Pass) -> None:
-        if self._small is None:
-            return
-        gradients, scales = self._gradients()
-        first = int(taken.split.sizes_of(taken.step_samples)[0, 0])
-        self._hold(torch.stack([self._small, squared_norm(gradients, scales)]), first, taken.step_samples)
 
     def _finish_pair(self, taken: Pass) -> None:
         previous, self._previous = self._previous, None
@@ -274,9 +251,7 @@ class NoiseSampler:
         """Return the gradients that there are, and P for each."""
         trained = [parameter for parameter in self._parameters if parameter.grad is not None]
         gradients = [parameter.grad for parameter in trained if parameter.grad is not None]
-        if 0 not in self._scales:
-            self._scales[0] = self._preconditioner.scales(trained)
-        return gradients, self._scales[0]
+        return gradients, self._preconditioner.scales(trained)
 
     def _hold(self, values: Tensor, small: float, big: float) -> None:
         self._held.append(Norms(values.detach(), small, big))
@@ -354,7 +329,6 @@ class AgentReduction:
             self.exchange.note_ready()
         work = dist.all_reduce(bucket.buffer(), group=self._group, async_op=True)
         future: torch.futures.Future[Tensor] = work.get_future().then(_first)
-        self._noise.after_reduction(bucket, future)
         return future
 
 

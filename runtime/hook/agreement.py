@@ -40,7 +40,9 @@ ROLL_CALL_S = 3.0
 STORE_GONE = "the store is gone, and with it the rank that holds it (rank 0, unless a launcher does)"
 # Each agreement of a process has keys of its own: the last ones of another would be taken for answers.
 _NUMBERS = itertools.count()
-_CHOSEN, _MISSING, _ENDED, _FAILED = b"=", b"?", b".", b"!"
+_NO_ROW = b"0"
+# How a round ends: with numbers, or with the ranks that did not come, are gone, or have ended, or because choosing failed.
+_CHOSEN, _MISSING, _GONE, _ENDED, _FAILED = b"=", b"?", b"-", b".", b"!"
 _BROKEN = re.compile(
     r"gloo/transport/|connection (closed|reset) by peer|broken pipe|ncclremoteerror|remote process exited", re.I
 )
@@ -120,7 +122,6 @@ class Agreement:
         while (row := self._rows.get()) is not None:
             try:
                 self._choices.put(self._round(row()))
-                self._under_way = None
             except BaseException as error:
                 told = f"step {self._step - 1}: choosing failed ({error})"
                 self._choices.put(error if isinstance(error, DdlToolError) else DdlToolError(told))
@@ -132,6 +133,12 @@ class Agreement:
             return self._choose(np.asarray(row, dtype=np.float64)[None])
         self._under_way = step
         try:
+            return self._exchange(step, row)
+        finally:
+            self._under_way = None
+
+    def _exchange(self, step: int, row: Floats) -> Floats:
+        try:
             if self._ended:
                 raise self._told(step, _ENDED + str(self._rank).encode())
             self._store.set(f"row/{step}/{self._rank}", np.asarray(row, dtype="<f8").tobytes())
@@ -139,7 +146,7 @@ class Agreement:
             if self._rank:
                 return self._read(step, self._wait(step, [f"choice/{step}"])[0])
             rows = self._wait(step, [f"row/{step}/{rank}" for rank in self._ranks])
-            if not all(rows):  # written by somebody who has given up or ended, after it said so
+            if _NO_ROW in rows:  # written by somebody who has given up or ended, after it said so
                 return self._read(step, self._store.get(f"choice/{step}"))
             self._forget(f"choice/{step - 1}")  # who is in this round has read it
         except RuntimeError as error:
@@ -174,9 +181,9 @@ class Agreement:
     def _say(self, store: KeyStore, step: int, text: bytes) -> bytes:
         """Say how a round ends unless somebody has said so before; return what holds, of which all that wait learn."""
         said: bytes = store.compare_set(f"choice/{step}", "", text)
-        if text[:1] in (_MISSING, _ENDED):
+        if text[:1] in (_MISSING, _GONE, _ENDED):
             for rank in self._ranks:  # rank 0 waits for these
-                store.compare_set(f"row/{step}/{rank}", "", b"")
+                store.compare_set(f"row/{step}/{rank}", "", _NO_ROW)
         return said
 
     def _read(self, step: int, text: bytes) -> Floats:
@@ -190,10 +197,11 @@ class Agreement:
         own = str(self._rank) in ranks.split(",")
         if kind == _FAILED:
             what = "rank 0 could not choose batch sizes; see its message"
-        elif kind == _MISSING and own:
+        elif kind in (_MISSING, _GONE) and own:
             what = "this rank came too late, the others had given up; batch sizes are unknown"
-        elif kind == _MISSING:
-            what = f"nothing came from rank {ranks.replace(',', ', ')}, so batch sizes are unknown (time is up)"
+        elif kind in (_MISSING, _GONE):
+            reason = "time is up" if kind == _MISSING else "the connection is lost"
+            what = f"nothing came from rank {ranks.replace(',', ', ')}, so batch sizes are unknown ({reason})"
         else:
             what = f"{'this rank is ending' if own else f'rank {ranks} has ended'}, so batch sizes are unknown"
         return AgreementError(f"step {step}: {what}")
@@ -221,19 +229,24 @@ class Agreement:
             self._loss.close()
 
     def roll_call(self, within_s: float = ROLL_CALL_S) -> list[int] | None:
-        """Return the ranks that do not call this within so many seconds; None where the store itself is gone.
+        """Return the ranks that are gone, to a rank that has lost its connection to another; None where the store is gone too.
 
-        For ranks that have lost another one, to find out which; only after :meth:`close`.
+        That is those that neither call this within so many seconds nor have come to the next round. Who waits there for
+        them is told at once.
         """
+        step = self._step if self._under_way is None else self._under_way
         try:
             self._other.set(f"alive/{self._rank}", b"1")
             left, end = set(self._ranks), time.monotonic() + within_s
             while left and time.monotonic() < end:
                 left = {rank for rank in left if not self._other.check([f"alive/{rank}"])}
                 time.sleep(0.05)
+            gone = sorted(rank for rank in left if not self._other.check([f"row/{self._step}/{rank}"]))
+            if gone:
+                self._say(self._other, step, _GONE + ",".join(map(str, gone)).encode())
         except RuntimeError:
             return None
-        return sorted(left)
+        return gone
 
 
 def _connection(store: KeyStore, timeout_s: float) -> KeyStore:
@@ -277,15 +290,11 @@ class _LossReport:
 
     def _line(self, value: BaseException) -> str | None:
         if isinstance(value, AgreementError):
-            self._agreement.close()
             return str(value)
         if not isinstance(value, RuntimeError) or not _BROKEN.search(str(value)):
             return None
-        self._agreement.close()
-        missing = self._agreement.roll_call()
-        gone = "the connection to another rank is lost"
-        if missing is None:
-            gone = STORE_GONE
-        elif missing:
-            gone = f"rank {', '.join(map(str, missing))} is gone"
-        return f"{gone}; go on from the last checkpoint"
+        gone = self._agreement.roll_call()
+        lost = STORE_GONE if gone is None else "the connection to another rank is lost"
+        if gone:
+            lost = f"rank {', '.join(map(str, gone))} is gone"
+        return f"{lost}; go on from the last checkpoint"
