@@ -17,9 +17,9 @@ from dataclasses import replace
 from fractions import Fraction
 from random import Random
 
-from ddltool.analyzers.placement.closed_form import best_step_time
 from ddltool.analyzers.placement.est import solve_est
 from ddltool.analyzers.placement.problem import DeviceType, Problem
+from ddltool.analyzers.placement.steps import best_step
 from ddltool.errors import Infeasible
 
 SIZES = ((1, 64), (3, 64), (3, 1_000), (8, 1_000), (8, 10_000), (32, 10_000))
@@ -66,9 +66,9 @@ def row(problem: Problem, limit: str, repeat: int) -> str:
     text = f"{len(problem.devices):5d} {devices:8,d} {problem.max_workers:8,d}  {limit:12s}"
     closed = f"{'':>18s}"
     if limit != "price":
-        if plan.iteration_s != float(best_step_time(problem)):
-            sys.exit(f"{text} step {plan.iteration_s} s, closed form {float(best_step_time(problem))} s")
-        closed = "{:8.4f} /{:8.4f}".format(*seconds(lambda: best_step_time(problem), repeat))
+        if plan.iteration_s != float(best_step(problem)):
+            sys.exit(f"{text} step {plan.iteration_s} s, closed form {float(best_step(problem))} s")
+        closed = "{:8.4f} /{:8.4f}".format(*seconds(lambda: best_step(problem), repeat))
     if plan.status != "optimal":
         sys.exit(f"{text} {plan.status}, gap {plan.gap}")
     solve = "{:8.4f} /{:8.4f}".format(*seconds(lambda: solve_est(problem), repeat))

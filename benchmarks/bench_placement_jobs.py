@@ -21,13 +21,13 @@ from pathlib import Path
 from random import Random
 
 from ddltool.analyzers.goodput.throughput import ThroughputParams
-from ddltool.analyzers.placement.closed_form import best_step_time
 from ddltool.analyzers.placement.companion import build
 from ddltool.analyzers.placement.est import solve_est
 from ddltool.analyzers.placement.jobs import Sharing, solve_jobs
 from ddltool.analyzers.placement.network import NodeShape, solve_on_nodes
 from ddltool.analyzers.placement.problem import DeviceType, Problem
 from ddltool.analyzers.placement.proposals import best_plan, proposals
+from ddltool.analyzers.placement.steps import best_step
 from ddltool.companion import Companion, CompanionDevice, CompanionMeta, write_companion
 
 # (maxP, capabilities of V100, P100 and T4, devices of each, what EasyScale's own planner reached).
@@ -81,7 +81,7 @@ def published() -> None:
         exact = solve_est(problem).throughput
         read = proportional(capabilities, counts, workers)
         summary = best_plan(dict(zip("abc", capabilities, strict=True)), dict(zip("abc", counts, strict=True)), workers)
-        if exact != summary.throughput or exact != float(workers / best_step_time(problem)):
+        if exact != summary.throughput or exact != float(workers / best_step(problem)):
             sys.exit(f"the solver says {exact}, the closed forms {summary.throughput}")
         if exact < max(told, read) - 0.005:
             sys.exit(f"{exact} is worse than {told} or {read}")

@@ -38,8 +38,9 @@ def est_plan(job: Job, job_file: Path, capabilities: Mapping[str, float], settin
     Raises InputError for options that do not go together.
     """
     from ddltool.analyzers.deciding.compute import with_compute
+    from ddltool.analyzers.placement.dealing import device_counts
     from ddltool.analyzers.placement.est import solve_est
-    from ddltool.analyzers.placement.migration import device_counts, weigh
+    from ddltool.analyzers.placement.migration import weigh
     from ddltool.analyzers.placement.problem import from_job
     from ddltool.artifacts import load
     from ddltool.errors import InputError

@@ -102,7 +102,7 @@ def capabilities_of(job: Job, folder: Path, where: str) -> dict[str, float]:
 
     Paths in the job are relative to ``folder``; predicted capabilities are told on stderr.
     """
-    from ddltool.analyzers.placement.capability import capability_from_profile
+    from ddltool.analyzers.placement.problem import capability_from_profile
     from ddltool.commands.output import note
     from ddltool.errors import InputError
     from ddltool.profile import read_profile
@@ -141,7 +141,7 @@ def _roofline_capabilities(job: Job, folder: Path, types: list[str], where: str)
     from ddltool.analyzers.costs.estimate import estimate
     from ddltool.analyzers.costs.model import cost_model
     from ddltool.analyzers.loading.sources import is_graph_file, load_graph
-    from ddltool.analyzers.placement.capability import capability_from_graph
+    from ddltool.analyzers.placement.problem import capability_from_graph
     from ddltool.device import Network
     from ddltool.fixtures.loading import calibration, devices_of
 

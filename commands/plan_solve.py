@@ -31,7 +31,7 @@ def solve(strategy: str, job: Job, job_file: Path, known: Given, wishes: Wishes)
 
 def _solved(strategy: str, job: Job, job_file: Path, known: Given, wishes: Wishes) -> Plan:
     """Return :func:`solve`'s plan. Raises InputError, Infeasible."""
-    from ddltool.analyzers.placement.requirements import demand_throughput
+    from ddltool.analyzers.placement.problem import demand_throughput
     from ddltool.commands.decide import auto_plan
     from ddltool.commands.placement import est_plan
     from ddltool.commands.plan_input import capabilities_of, step_curves
@@ -64,8 +64,7 @@ def make_plan(
     from ddltool.analyzers.deciding.compute import with_compute
     from ddltool.analyzers.placement.bsp import plan_bsp
     from ddltool.analyzers.placement.est import solve_est
-    from ddltool.analyzers.placement.problem import from_job
-    from ddltool.analyzers.placement.requirements import demand_throughput
+    from ddltool.analyzers.placement.problem import demand_throughput, from_job
 
     problem = from_job(job, capabilities)
     if strategy == "bsp":

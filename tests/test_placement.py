@@ -14,16 +14,21 @@ import pandas as pd
 import pytest
 
 from ddltool.analyzers.placement.bsp import plan_bsp
-from ddltool.analyzers.placement.capability import capability_from_graph, capability_from_profile
-from ddltool.analyzers.placement.closed_form import best_step_time, capacity
+from ddltool.analyzers.placement.dealing import verify
 from ddltool.analyzers.placement.enforcement import to_enforcement
 from ddltool.analyzers.placement.est import solve_est
-from ddltool.analyzers.placement.problem import DeviceType, Problem, from_job
-from ddltool.analyzers.placement.verify import verify
+from ddltool.analyzers.placement.problem import (
+    DeviceType,
+    Problem,
+    capability_from_graph,
+    capability_from_profile,
+    from_job,
+)
 from ddltool.errors import Infeasible, InputError, NotProven
 from ddltool.graph import Graph, Op
 from ddltool.job import Constraints, DeviceOffer, Job
 from ddltool.plan import Alternative, Assignment, Plan
+from tests.test_placement_model import closed_form
 
 
 def problem(capabilities: tuple[float, ...], counts: tuple[int, ...], workers: int, **limits: object) -> Problem:
@@ -52,7 +57,7 @@ def test_throughput_equals_the_closed_form_on_1000_random_jobs() -> None:
     for _ in range(1000):
         case = random_problem(random)
         made = solve_est(case)
-        exact = best_step_time(case)
+        exact = closed_form(case)
         assert made.status == "optimal"
         assert made.gap == 0
         assert verify(case, made.assignments) == exact  # as fractions: no rounding hides a difference
@@ -187,7 +192,7 @@ def test_ten_thousand_devices_of_eight_types(workers: int, limits: dict[str, int
     case = problem(EIGHT, (1250,) * 8, workers, **limits)
     made = solve_est(case)
     assert made.status == "optimal"
-    assert verify(case, made.assignments) == best_step_time(case)
+    assert verify(case, made.assignments) == closed_form(case)
 
 
 @pytest.mark.parametrize("budget", [2.9, 200.0])
@@ -397,12 +402,6 @@ def test_verify_catches_wrong_plans() -> None:
             verify(case, wrong)
     with pytest.raises(ValueError, match="constraints broken"):
         verify(replace(case, single_type=True), [row("t0", 1, 2), row("t1", 1, 2)])
-
-
-def test_capacity_is_greedy_by_room() -> None:
-    case = problem((3.0, 1.0), (2, 5), 1)
-    assert capacity(case.devices, Fraction(1), None) == 11
-    assert capacity(case.devices, Fraction(1), 3) == 7
 
 
 def test_equal_split() -> None:

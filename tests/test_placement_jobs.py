@@ -9,13 +9,11 @@ from random import Random
 import numpy as np
 import pytest
 
-from ddltool.analyzers.placement import job_floor
-from ddltool.analyzers.placement.job_columns import JobTable, generate, job_table
-from ddltool.analyzers.placement.job_load import cheapest, lines_at, load_at, whole_columns
-from ddltool.analyzers.placement.jobs import JobsPlan, Sharing, solve_jobs
+from ddltool.analyzers.placement import jobs as several
+from ddltool.analyzers.placement.dealing import verify
+from ddltool.analyzers.placement.jobs import JobsPlan, JobTable, Sharing, generate, job_table, solve_jobs
 from ddltool.analyzers.placement.problem import DeviceType, Problem
-from ddltool.analyzers.placement.step_times import allowed, reach
-from ddltool.analyzers.placement.verify import verify
+from ddltool.analyzers.placement.steps import best_step
 from ddltool.errors import Infeasible, InputError
 
 
@@ -47,7 +45,7 @@ def every_way(jobs: list[Problem], devices: dict[str, int], weights: list[float]
     for job in jobs:
         found: dict[tuple[int, ...], float] = {}
         for counts in itertools.product(*(range(count + 1) for count in devices.values())):
-            step = reach(job, counts) if any(counts) and allowed(job, counts) else None
+            step = best_step(job, counts) if job.allows(counts) else None
             if step is not None and step <= job.slowest_step:
                 found[counts] = float(job.max_workers / step)
         alone = max(found.values())
@@ -83,8 +81,8 @@ def check(jobs: list[Problem], devices: dict[str, int], made: JobsPlan) -> None:
 
 @pytest.mark.parametrize("objective", ["sum", "max-min"])
 def test_small_cases_equal_trying_every_way(objective: Sharing, monkeypatch: pytest.MonkeyPatch) -> None:
-    for limit in ("_PATIENCE_S", "_CLOSING_S"):  # the proof is wanted, whatever else the machine does
-        monkeypatch.setattr(job_floor, limit, 20.0)
+    for limit in ("_QUICK_S", "_PATIENCE_S", "_CLOSING_S"):  # the proof is wanted, whatever else the machine does
+        monkeypatch.setattr(several, limit, 20.0)
     random, waiting = Random(3), 0
     for number in range(25):
         devices = {"a": random.randint(1, 3), "b": random.randint(1, 2)}
@@ -126,7 +124,7 @@ def test_the_bound_holds_in_every_round() -> None:
             min(
                 step
                 for counts in itertools.product(range(4), range(3))
-                if any(counts) and allowed(job, counts) and (step := reach(job, counts)) is not None
+                if job.allows(counts) and (step := best_step(job, counts)) is not None
             )
             for job in jobs
         ]
@@ -147,7 +145,7 @@ def tables_of(jobs: list[Problem], devices: dict[str, int]) -> list[JobTable]:
         steps = {
             counts: step
             for counts in itertools.product(*(range(count + 1) for count in devices.values()))
-            if any(counts) and allowed(job, counts) and (step := reach(job, counts)) is not None
+            if job.allows(counts) and (step := best_step(job, counts)) is not None
         }
         fastest = min(steps, key=lambda counts: steps[counts])
         tables.append(job_table(job, list(devices), limit, 1.0, steps[fastest]))
@@ -156,8 +154,8 @@ def tables_of(jobs: list[Problem], devices: dict[str, int]) -> list[JobTable]:
 
 
 def test_what_is_said_about_a_floor_is_true() -> None:
-    """Of every floor: what is called impossible is, and whole columns that fit give every job that much."""
-    random, told, fitted = Random(6), 0, 0
+    """Of every floor: what linear programs call impossible is, and nothing else is called so where a way is known."""
+    random, told = Random(6), 0
     for _ in range(40):
         devices = {"a": random.randint(1, 3), "b": random.randint(1, 3)}
         jobs = [random_job(random, f"j{place}", devices, (1, 3, 6)) for place in range(random.randint(2, 3))]
@@ -168,17 +166,16 @@ def test_what_is_said_about_a_floor_is_true() -> None:
             continue
         limit = np.array(list(devices.values()))
         for floor in np.unique(np.concatenate([table.values for table in tables])):
-            load = load_at(tables, limit, float(floor), np.ones(2), lambda: False)
-            if load.impossible:
+            asked = [table.cut(float(floor)).only_slowest() for table in tables]
+            served = generate(asked, limit, everyone=False, until=lambda: False, goal=len(jobs))
+            if served < len(jobs) * (1 - 1e-9):
                 assert best < floor * (1 - 1e-9)
                 told += 1
-            elif load.columns:
-                rows, fit = whole_columns(load, limit, len(jobs))
-                assert fit == (np.sum(rows, axis=0) <= limit).all()
-                assert min(table.columns[row] for table, row in zip(tables, rows, strict=True)) >= floor * (1 - 1e-9)
-                assert not fit or best >= floor * (1 - 1e-9)
-                fitted += fit
-    assert min(told, fitted) > 50
+            for table, question in zip(tables, asked, strict=True):  # what serves a job gives it the floor
+                for row in question.columns:
+                    table.add(row)
+                    assert table.columns[row] >= floor * (1 - 1e-9)
+    assert told > 50
 
 
 def test_no_devices_of_a_job_cost_less_than_is_said() -> None:
@@ -193,17 +190,15 @@ def test_no_devices_of_a_job_cost_less_than_is_said() -> None:
             continue
         prices = np.array([random.choice([0, 1, 1.7, 5]), random.choice([1, 2, 3.1])])
         shares = {
-            counts: table.worth(step)
+            counts: float(job.max_workers / step) / table.alone
             for counts in itertools.product(*(range(count + 1) for count in devices.values()))
             if any(counts) and (step := table.step(counts)) is not None
         }
         for floor in sorted(set(shares.values())):
-            lines = lines_at([table], floor)
-            assert lines is not None
-            least, columns = cheapest(lines, prices, 1)
+            worth, columns = several._Lines.of([table.cut(floor).only_slowest()]).price(prices)
             real = min(float(prices @ counts) for counts, share in shares.items() if share >= floor * (1 - 1e-12))
-            assert least[0] <= real + 1e-9
-            tight += least[0] > real - 1e-9
+            assert 1 - worth[0] <= real + 1e-9
+            tight += 1 - worth[0] > real - 1e-9
             assert {job for job, _ in columns} <= {0}
     assert tight > 50
 

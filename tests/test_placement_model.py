@@ -12,15 +12,37 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ddltool.analyzers.placement.closed_form import best_step_time
+from ddltool.analyzers.placement.dealing import verify
 from ddltool.analyzers.placement.est import is_feasible, solve_est
-from ddltool.analyzers.placement.problem import DeviceType, Problem, from_job
-from ddltool.analyzers.placement.requirements import minimal_conflict, requirements
-from ddltool.analyzers.placement.step_table import step_table
-from ddltool.analyzers.placement.verify import verify
+from ddltool.analyzers.placement.problem import DeviceType, Problem, from_job, minimal_conflict, requirements
+from ddltool.analyzers.placement.steps import best_step, step_table
 from ddltool.errors import DdlToolError, Infeasible, InputError
 from ddltool.job import Constraints, DeviceOffer, Job
 from ddltool.plan import Alternative, Plan
+
+
+def closed_form(problem: Problem) -> Fraction | None:
+    """The smallest step time in fractions: for each type the smallest k, by bisection, in which the roomiest devices hold
+    every EST. Money and a least throughput play no part; None: no step is long enough."""
+
+    def holds(devices: tuple[DeviceType, ...], step: Fraction) -> bool:
+        left, total = problem.max_devices or math.inf, 0.0
+        for device in sorted(devices, key=lambda device: -problem.room(device, step)):
+            total += problem.room(device, step) * min(device.count, left)
+            left -= min(device.count, left)
+        return total >= problem.max_workers
+
+    found = []
+    for devices in [(device,) for device in problem.devices] if problem.single_type else [problem.devices]:
+        for rate in {device.capability_per_s for device in devices}:
+            low, high = 0, problem.max_workers
+            if not holds(devices, high / rate):
+                continue
+            while high - low > 1:
+                middle = (low + high) // 2
+                low, high = (low, middle) if holds(devices, middle / rate) else (middle, high)
+            found.append(high / rate)
+    return min(found, default=None)
 
 
 def random_problem(random: Random) -> Problem:
@@ -133,17 +155,17 @@ def test_every_order_of_objectives_equals_brute_force() -> None:
     assert compared > 150
 
 
-def test_the_closed_form_covers_limits_on_a_device() -> None:
+def test_the_smallest_step_without_a_solver() -> None:
+    """With limits on a device, also on given devices; None exactly where nothing has room."""
     random, full = Random(8), 0
     for _ in range(300):
         case = replace(random_problem(random), max_price_micro=None, min_throughput=None)
         options = choices(case)
-        if options:
-            assert best_step_time(case) == min(step for _, step, _ in options)
-        else:
-            full += 1
-            with pytest.raises(Infeasible, match="no room for"):
-                best_step_time(case)
+        assert best_step(case) == closed_form(case) == min((step for _, step, _ in options), default=None)
+        for counts, step, _ in options:
+            assert case.allows(counts)
+            assert best_step(case, counts) == step
+        full += not options
     assert full > 10
 
 
@@ -295,7 +317,7 @@ def test_extreme_capabilities_are_one_line_or_right(rates: tuple[float, float]) 
         assert not all(1e-12 <= rate <= 1e12 for rate in rates)
         return
     made = solve_est(case)
-    assert verify(case, made.assignments) == best_step_time(case)
+    assert verify(case, made.assignments) == closed_form(case)
 
 
 def test_a_table_s_step_times_are_the_fractions_rounded_once() -> None:

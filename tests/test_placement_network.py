@@ -13,7 +13,7 @@ from ddltool.analyzers.placement.est import solve_est
 from ddltool.analyzers.placement.migration import weigh
 from ddltool.analyzers.placement.network import NodeShape, nodes_needed, solve_on_nodes
 from ddltool.analyzers.placement.problem import DeviceType, Problem
-from ddltool.analyzers.placement.step_times import allowed, reach
+from ddltool.analyzers.placement.steps import best_step
 from ddltool.errors import Infeasible, InputError
 
 
@@ -63,7 +63,7 @@ def every_step(problem: Problem, shapes: list[NodeShape], cost: ThroughputParams
     """The step time of every allowed number of devices: Pollux's formulas written out again."""
     found = []
     for counts in itertools.product(*(range(device.count + 1) for device in problem.devices)):
-        compute = reach(problem, counts) if any(counts) and allowed(problem, counts) else None
+        compute = best_step(problem, counts) if problem.allows(counts) else None
         if compute is None:
             continue
         total = sum(counts)

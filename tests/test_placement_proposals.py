@@ -11,11 +11,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ddltool.analyzers.placement.closed_form import best_step_time
 from ddltool.analyzers.placement.problem import DeviceType, Problem
 from ddltool.analyzers.placement.proposals import Proposal, accept, best_plan, fall_back, proposals
-from ddltool.analyzers.placement.step_table import smallest_step, step_table, whole
+from ddltool.analyzers.placement.steps import smallest_step, step_table, whole
 from ddltool.errors import InputError
+from tests.test_placement_model import closed_form
 
 CAPABILITY = {"V100": 3.1, "P100": 2.4, "T4": 1.0}
 rates = st.one_of(
@@ -74,13 +74,15 @@ def test_table_bisection_and_closed_form_agree(data: st.DataObject, types: int, 
             assert place == len(table.seconds)
             assert table.throughputs[place] == 0
             continue
-        k, kind = smallest_step(whole(capabilities), vector, workers)
+        found = smallest_step(whole(capabilities), vector, workers)
+        assert found is not None
+        k, kind = found
         devices = tuple(
             DeviceType(name=str(number), count=count, capability_per_s=capability)
             for number, (count, capability) in enumerate(zip(vector, capabilities, strict=True))
             if count
         )
-        exact = best_step_time(Problem(job="j", max_workers=workers, batch_size=1, devices=devices))
+        exact = closed_form(Problem(job="j", max_workers=workers, batch_size=1, devices=devices))
         assert table.step(place) == k / capabilities[kind] == exact
         assert table.throughputs[place] == float(workers / exact)
 
@@ -197,5 +199,5 @@ def test_ten_thousand_devices_are_no_more_work() -> None:
         DeviceType(name=name, count=1250, capability_per_s=Fraction(repr(rate))) for name, rate in capability.items()
     )
     assert plan.throughput == float(
-        50_000 / best_step_time(Problem(job="j", max_workers=50_000, batch_size=1, devices=devices))
+        50_000 / closed_form(Problem(job="j", max_workers=50_000, batch_size=1, devices=devices))
     )

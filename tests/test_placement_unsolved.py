@@ -13,10 +13,9 @@ import pytest
 from ortools.sat.python import cp_model
 from scipy import optimize
 
-from ddltool.analyzers.placement import est_model, job_choice, job_floor, jobs, network
+from ddltool.analyzers.placement import est, jobs, network
 from ddltool.analyzers.placement.est import solve_est
-from ddltool.analyzers.placement.job_load import load_at
-from ddltool.analyzers.placement.jobs import JobsPlan, Sharing, solve_jobs
+from ddltool.analyzers.placement.jobs import JobsPlan, Sharing, cover_whole, generate, solve_jobs, taken_whole
 from ddltool.analyzers.placement.network import solve_on_nodes
 from ddltool.analyzers.placement.problem import DeviceType, Problem
 from ddltool.errors import Infeasible, NotProven
@@ -30,7 +29,7 @@ RULES: tuple[Sharing, ...] = ("sum", "max-min")
 
 def stopping(after: int) -> Run:
     """CP-SAT whose time runs out after so many questions: then the first solution at most, and never a proof."""
-    real, asked = est_model.run, 0
+    real, asked = est.run, 0
 
     def run(solver: cp_model.CpSolver, model: cp_model.CpModel) -> cp_model.CpSolverStatus:
         nonlocal asked
@@ -102,13 +101,10 @@ def test_a_floor_is_not_known_where_the_linear_program_is_not_solved(monkeypatch
     some, devices = [job("x"), job("y")], {"a": 3, "b": 2}
     tables, counts = tables_of(some, devices), np.array(list(devices.values()))
     floor = 0.5 * min(table.values[-1] for table in tables)
-    assert load_at(tables, counts, floor, np.array([1.0, 2.0]), lambda: False).columns
     for status in (1, 2, 3, 4):
+        asked = [table.cut(floor).only_slowest() for table in tables]
         monkeypatch.setattr(optimize, "linprog", failing(0, status))
-        load = load_at(tables, counts, floor, np.array([1.0, 2.0]), lambda: False)
-        assert not load.impossible
-        assert load.columns == ()
-        assert load.prices == pytest.approx(np.array([1.0, 2.0]) / (counts @ [1, 2]))  # the old ones, to scale
+        assert generate(asked, counts, everyone=False, until=lambda: False, goal=2) == 2  # not impossible
         monkeypatch.undo()
 
 
@@ -140,8 +136,7 @@ def test_several_jobs_are_optimal_only_with_a_proof(after: int, monkeypatch: pyt
     for some, devices, best in small_cases(12):
         for rule, true in zip(RULES, best, strict=True):
             run = stopping(after)
-            for module in (jobs, job_choice, job_floor):
-                monkeypatch.setattr(module, "run", run)
+            monkeypatch.setattr(jobs, "run", run)
             is_honest(some, devices, solve_jobs(some, devices, objective=rule, time_limit_s=10), true)
             monkeypatch.undo()
 
@@ -165,7 +160,7 @@ def test_one_job_is_optimal_only_with_every_proof(monkeypatch: pytest.MonkeyPatc
         order = ("devices", "throughput") if number % 3 == 0 else ("throughput",)
         usual = solve_est(case, top_k=3, objective=order)
         for after in range(12):
-            monkeypatch.setattr(est_model, "run", stopping(after))
+            monkeypatch.setattr(est, "run", stopping(after))
             try:
                 made = solve_est(case, top_k=3, objective=order)
             except NotProven:
@@ -190,8 +185,8 @@ def test_no_answer_in_time_is_not_called_a_conflict(monkeypatch: pytest.MonkeyPa
     # The greedy guess takes the fastest, which the money does not buy.
     dear = one_job.problem((9.0, 1.0), (4, 4), 4, prices=(10, 1), max_price_micro=4, min_throughput=Fraction(4))
     assert solve_est(dear).status == "optimal"
-    monkeypatch.setattr(est_model, "solve", lambda *_: est_model.Answer(counts=None, proven=False))
-    monkeypatch.setattr("ddltool.analyzers.placement.est._guess", lambda _: None)
+    monkeypatch.setattr(est, "solve", lambda *_: est.Answer(counts=None, proven=False))
+    monkeypatch.setattr(est, "_guess", lambda _: None)
     with pytest.raises(NotProven, match="no plan was found within 10 s"):
         solve_est(dear)
 
@@ -200,8 +195,6 @@ def test_the_most_that_can_be_reached_is_told_only_with_a_proof(monkeypatch: pyt
     case = one_job.problem((3.0, 1.0), (2, 2), 4, prices=(2, 1), max_price_micro=3, min_throughput=Fraction(9))
     with pytest.raises(Infeasible, match="the most that can be reached is"):
         solve_est(case)
-    from ddltool.analyzers.placement import est
-
     real = est.solve_est
     monkeypatch.setattr(est, "solve_est", lambda *given, **named: real(*given, **named).model_copy(update={"gap": 0.1}))
     with pytest.raises(Infeasible, match="min_throughput") as caught:
@@ -266,15 +259,12 @@ def test_on_nodes_an_interval_is_left_only_with_a_proof(monkeypatch: pytest.Monk
 def test_a_model_that_cp_sat_does_not_take_is_an_error() -> None:
     model = cp_model.CpModel()
     model.add(model.new_int_var(0, 2**62, "") * 2**10 <= 5)
-    for run in (jobs.run, job_choice.run, job_floor.run):
-        with pytest.raises(ValueError, match="CP-SAT does not take the model"):
-            run(cp_model.CpSolver(), model)
+    with pytest.raises(ValueError, match="CP-SAT does not take the model"):
+        est.run(cp_model.CpSolver(), model)
 
 
 def test_more_device_types_than_a_byte_counts() -> None:
-    """The cheapest whole devices of 200 types, in one line and in several."""
-    from ddltool.analyzers.placement.job_columns import cover_whole, taken_whole
-
+    """The cheapest whole devices of 200 types."""
     rooms = np.ones((3, 200), dtype=np.int64)
     rooms[2] = 0
     prices = np.ones((3, 200))
@@ -289,7 +279,3 @@ def test_more_device_types_than_a_byte_counts() -> None:
         {170: 3},
         {},
     ]
-    for line in range(3):
-        alone, own = cover_whole(rooms[[line]], prices[line], int(workers[line]))
-        assert alone[0] == cost[line]
-        assert taken_whole(rooms[[line]], own, int(workers[line])) == [taken[line]]

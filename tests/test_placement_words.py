@@ -13,8 +13,8 @@ from random import Random
 
 import pytest
 
+from ddltool.analyzers.placement.dealing import device_counts
 from ddltool.analyzers.placement.est import solve_est
-from ddltool.analyzers.placement.migration import device_counts
 from ddltool.analyzers.placement.problem import from_job
 from ddltool.errors import Infeasible
 from ddltool.job import Constraints, DeviceOffer, Job

@@ -15,8 +15,7 @@ from ddltool.analyzers.balancing.choosing import Chosen, Finish, Offer, Row, cho
 from ddltool.analyzers.balancing.curves import DeviceCurves
 from ddltool.analyzers.goodput.throughput import ThroughputParams, overlapped, sync_time_s
 from ddltool.analyzers.placement.bsp import choose_devices
-from ddltool.analyzers.placement.problem import DeviceType, Problem, check_affordable
-from ddltool.analyzers.placement.step_table import exact
+from ddltool.analyzers.placement.problem import DeviceType, Problem, check_affordable, exact
 from ddltool.errors import Infeasible, InputError
 from ddltool.graph import natural_key
 from ddltool.job import DeviceOffer, Job

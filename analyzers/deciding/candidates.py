@@ -14,8 +14,7 @@ from ddltool.analyzers.goodput.plan import plan_goodput
 from ddltool.analyzers.goodput.throughput import ThroughputParams, efficiency, grad_time_s
 from ddltool.analyzers.placement.bsp import plan_bsp
 from ddltool.analyzers.placement.est import solve_est
-from ddltool.analyzers.placement.problem import Problem
-from ddltool.analyzers.placement.requirements import demand_throughput
+from ddltool.analyzers.placement.problem import Problem, demand_throughput
 from ddltool.decision import Kept, Option
 from ddltool.errors import Infeasible
 from ddltool.job import Job

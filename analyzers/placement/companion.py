@@ -1,6 +1,6 @@
 """EasyScale's companion module (section 3.4): the best plan for every vector of available devices, all at once.
 
-Built with one bisection for all vectors together (:class:`step_table.StepTable`); the next vector's plan needs at most one
+Built with one bisection for all vectors together (:class:`~.steps.StepTable`); the next vector's plan needs at most one
 device more, so many vectors share a plan and few different plans are kept.
 """
 
@@ -11,14 +11,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import NDArray
 
-from ddltool.analyzers.placement.problem import Problem
-from ddltool.analyzers.placement.step_table import StepTable, check_capability, exact, step_table
+from ddltool.analyzers.placement.problem import Problem, check_capability, exact
+from ddltool.analyzers.placement.steps import Ints, StepTable, deal, step_table, whole
 from ddltool.companion import CompanionDevice, CompanionMeta, CompanionPlan
 from ddltool.errors import InputError, did_you_mean
 
-Ints = NDArray[np.int64]
 # A database of more vectors is filled as they are asked for: one plan takes microseconds to make.
 LARGEST_BUILD = 2_000_000
 _CHUNK = 200_000
@@ -88,7 +86,7 @@ def build(meta: CompanionMeta) -> Built:
     for start in range(0, total, _CHUNK):
         keys = np.arange(start, min(total, start + _CHUNK))
         vectors = np.stack(np.unravel_index(keys, sizes), axis=1).astype(np.int64)
-        steps, used = best_of(table, vectors, homogeneous=meta.homogeneous)
+        steps, used = table.best_of(vectors, homogeneous=meta.homogeneous)
         codes = steps * total + np.ravel_multi_index(tuple(used.T), sizes)
         different, first, inverse = np.unique(codes, return_index=True, return_inverse=True)
         numbers = np.empty(len(different), dtype=np.int64)
@@ -104,52 +102,17 @@ def build(meta: CompanionMeta) -> Built:
 def plan_for(meta: CompanionMeta, counts: Sequence[int]) -> CompanionPlan:
     """Return the best plan for one vector, made now."""
     table = table_for(meta)
-    steps, used = best_of(table, np.array([counts], dtype=np.int64), homogeneous=meta.homogeneous)
+    steps, used = table.best_of(np.array([counts], dtype=np.int64), homogeneous=meta.homogeneous)
     return describe(meta, table, int(steps[0]), used[0].tolist())
 
 
-def best_of(table: StepTable, vectors: Ints, *, homogeneous: bool) -> tuple[Ints, Ints]:
-    """Return (V,) places of the smallest step times for (V, T) devices, and (V, T) how many of them are used.
-
-    Roomiest types are used first, so as few devices as possible; none where there is no step time.
-    """
-    if homogeneous:
-        alone = [np.where(np.arange(vectors.shape[1]) == place, vectors, 0) for place in range(vectors.shape[1])]
-        steps_of = np.stack([table.smallest(part) for part in alone])
-        chosen = steps_of.argmin(axis=0)
-        vectors = np.where(np.arange(vectors.shape[1]) == chosen[:, None], vectors, 0)
-    steps = table.smallest(vectors)
-    rooms = np.vstack([table.rooms, np.zeros((1, vectors.shape[1]), dtype=np.int64)])[steps]
-    order = np.argsort(-rooms, axis=1, kind="stable")
-    left = np.full(len(vectors), table.max_workers, dtype=np.int64)
-    used, lines = np.zeros_like(vectors), np.arange(len(vectors))
-    for rank in range(vectors.shape[1]):
-        kind = order[:, rank]
-        room = rooms[lines, kind]
-        taken = np.where(room > 0, np.minimum(vectors[lines, kind], -(-left // np.maximum(room, 1))), 0)
-        used[lines, kind] = taken
-        left = np.maximum(left - taken * room, 0)
-    return steps, used
-
-
 def describe(meta: CompanionMeta, table: StepTable, place: int, used: Sequence[int]) -> CompanionPlan:
-    """Return the plan of a step time on the used devices: full devices first, the last one takes what is left."""
+    """Return the plan of a step time on the used devices."""
     if place == len(table.seconds):
         return CompanionPlan(throughput=0.0, step_s=0.0, ests={})
-    rooms, left = table.rooms[place].tolist(), meta.max_workers
-    ests: dict[str, list[tuple[int, int]]] = {}
-    for kind in sorted(range(len(used)), key=lambda kind: (-rooms[kind], kind)):
-        if not used[kind]:
-            continue
-        full = min(used[kind], left // rooms[kind])
-        rows = [(full, rooms[kind])] if full else []
-        left -= full * rooms[kind]
-        if full < used[kind]:
-            rows.append((1, left))
-            left = 0
-        ests[meta.devices[kind].type] = rows
-    ordered = {device.type: ests[device.type] for device in meta.devices if device.type in ests}
-    return CompanionPlan(throughput=float(table.throughputs[place]), step_s=float(table.seconds[place]), ests=ordered)
+    rows = deal(table.rooms[place].tolist(), used, meta.max_workers, whole(table.capabilities))
+    ests = {device.type: dealt for device, dealt in zip(meta.devices, rows, strict=True) if dealt}
+    return CompanionPlan(throughput=float(table.throughputs[place]), step_s=float(table.seconds[place]), ests=ests)
 
 
 def disagreeing(meta: CompanionMeta, measured: Mapping[str, float], threshold: float) -> dict[str, float]:

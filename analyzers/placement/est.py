@@ -1,40 +1,88 @@
 """EST plans with CP-SAT: which device runs how many logical workers (EasyScale, Equation 1). Start at :func:`solve_est`.
 
 In a step of T seconds a device of type i has room for ``floor(C_i T)`` ESTs, and the possible step times are the exact
-rationals ``k / C_i``. Whatever fits into a step fits into a longer one, so the smallest step time is found by bisection:
-for a given T, CP-SAT finds numbers of devices with room for every EST under all constraints, or proves that there are
-none. With T settled it minimises the devices, then the waste (at a given throughput: the capability in use), then
-prefers the types whose names come first; what is to come before the throughput is settled first, in the longest step.
-CP-SAT sees whole numbers only, so no rounding can change the optimum. The ESTs are dealt out last.
+rationals ``k / C_i``. Without a price limit the smallest one is known (:func:`~.steps.best_step`). With one, and for the
+next best plans, it is found by bisection, for whatever fits into a step fits into a longer one: for a given T, CP-SAT
+finds numbers of devices (one whole number per type, so no symmetry to break) with room for every EST under all
+constraints, or proves that there are none. With T settled it minimises the devices, then the waste (at a given
+throughput: the capability in use), then prefers the types whose names come first; what is to come before the throughput
+is settled first, in the longest step. CP-SAT sees whole numbers only, so no rounding can change the optimum.
 """
 
 from __future__ import annotations
 
+import math
 import time
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from fractions import Fraction
 
-from ddltool.analyzers.placement import est_model
-from ddltool.analyzers.placement.dealing import evaluate
-from ddltool.analyzers.placement.est_model import DEFAULT_OBJECTIVE, OutOfTime, Search, Solution
-from ddltool.analyzers.placement.problem import DeviceType, Problem, check_affordable
-from ddltool.analyzers.placement.requirements import conflict_error, minimal_conflict, requirements
-from ddltool.analyzers.placement.step_times import (
-    Counts,
-    after,
-    allowed,
-    before,
-    greedy,
-    lower_bound,
-    middle,
-    neighbours,
-    reach,
-)
-from ddltool.errors import Infeasible, InputError, NotProven
-from ddltool.plan import Alternative, Plan
+from ortools.sat.python import cp_model
 
-__all__ = ["DeviceType", "Problem", "is_feasible", "solve_est"]
+from ddltool.analyzers.placement.dealing import evaluate, plan_of, reach
+from ddltool.analyzers.placement.problem import (
+    Problem,
+    check_affordable,
+    conflict_error,
+    minimal_conflict,
+    requirements,
+)
+from ddltool.analyzers.placement.steps import Counts, best_step
+from ddltool.errors import Infeasible, InputError, NotProven, did_you_mean
+from ddltool.plan import Plan
+
+# What can be optimised, one after the other.
+OBJECTIVES = ("throughput", "devices", "price", "waste", "moves")
+DEFAULT_OBJECTIVE = ("throughput", "devices", "waste")
+# Objectives stay below this: far from the end of CP-SAT's 64 bits, and exact as floats, in which it reports them.
+_LARGEST_SUM = 2**50
+_DIGIT = 2**26
+# Up to this many step times are listed to find the middle one; more are halved by arithmetic.
+_LISTED_STEPS = 16
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Solution:
+    """Numbers of devices and the step time they allow."""
+
+    counts: Counts
+    step_s: Fraction
+    bound_s: Fraction
+    """No plan is faster than this."""
+    proven: bool
+    """Whether it is the best in every objective, and of those the one that uses most of the first types."""
+
+
+@dataclass(kw_only=True, slots=True)
+class Search:
+    """One call of ``solve_est``: the problem, what limits the solver, and the solutions found so far."""
+
+    problem: Problem
+    deadline: float
+    seed: int
+    objective: tuple[str, ...] = DEFAULT_OBJECTIVE
+    current: Counts | None = None
+    """Devices that the job holds now: what the search starts from, and what moves are counted from."""
+    found: list[Solution] = field(default_factory=list)
+    exhausted: bool = False
+    """Proven: there is no other solution."""
+    fixed: dict[str, int] = field(default_factory=dict)
+    """Objectives that come before the throughput, with their best values."""
+
+
+class OutOfTime(Exception):
+    """The solver stopped with neither an answer nor a proof that there is none."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Answer:
+    """What CP-SAT says."""
+
+    counts: Counts | None
+    """None: no solution was found; there is none if ``proven``."""
+    proven: bool
+    value: int = 0
+    """The objective's."""
 
 
 def solve_est(
@@ -58,6 +106,7 @@ def solve_est(
     naming a smallest set of requirements that cannot be kept together, NotProven when there was no time at all,
     InputError for a ``top_k`` below 1 or an impossible ``objective``.
 
+    >>> from ddltool.analyzers.placement.problem import DeviceType
     >>> offered = (DeviceType(name="T4", count=4, capability_per_s=Fraction(1)),
     ...            DeviceType(name="V100", count=2, capability_per_s=Fraction("3.1")))
     >>> plan = solve_est(Problem(job="demo", max_workers=8, batch_size=32, devices=offered))
@@ -73,8 +122,8 @@ def solve_est(
     search = Search(
         problem=problem,
         deadline=started + time_limit_s,
-        seed=seed % 2**31,
-        objective=est_model.check_objective(problem, objective, current),
+        seed=seed,
+        objective=check_objective(problem, objective, current),
         current=None if current is None else tuple(current.get(device.name, 0) for device in problem.devices),
     )
     if time_limit_s <= 0 or not _extend(search):
@@ -84,29 +133,44 @@ def solve_est(
     while len(search.found) < top_k and search.found[-1].proven and _extend(search):
         pass
     best, *others = search.found
-    first = evaluate(problem, best.counts, best.step_s)
-    return Plan(
-        job=problem.job,
-        strategy="est",
-        max_workers=problem.max_workers,
-        batch_size=problem.batch_size,
-        **{name: getattr(first, name) for name in Alternative.model_fields},
-        status="optimal" if best.proven else "feasible",
-        gap=float(1 - best.bound_s / best.step_s),
-        alternatives=[evaluate(problem, other.counts, other.step_s) for other in others if other.proven],
-        solve_seconds=time.perf_counter() - started,
-    )
+    others = [evaluate(problem, other.counts) for other in others if other.proven]
+    gap = float(1 - best.bound_s / best.step_s)
+    seconds = time.perf_counter() - started
+    made = plan_of(problem, evaluate(problem, best.counts), optimal=best.proven, gap=gap, solve_seconds=seconds)
+    return made.model_copy(update={"alternatives": others})
 
 
 def is_feasible(problem: Problem, *, seed: int = 0, time_limit_s: float = 10.0) -> bool:
     """Return whether any plan keeps all requirements, exactly: one question to CP-SAT. Raises NotProven without an answer."""
     if not any(problem.affordable(device) for device in problem.devices):
         return False
-    search = Search(problem=problem, deadline=time.perf_counter() + time_limit_s, seed=seed % 2**31)
+    search = Search(problem=problem, deadline=time.perf_counter() + time_limit_s, seed=seed)
     try:
-        return est_model.fit(search, problem.slowest_step) is not None
+        return fit(search, problem.slowest_step) is not None
     except OutOfTime:
         raise NotProven(f"whether a plan exists was not settled within {time_limit_s:g} s") from None
+
+
+def check_objective(problem: Problem, objective: Sequence[str], current: Mapping[str, int] | None) -> tuple[str, ...]:
+    """Return the whole order of objectives: those given, then those of the default order that are missing.
+
+    Raises InputError for a name that is unknown or stands twice, ``waste`` before ``throughput`` (waste is capability
+    in use less throughput, so it has no smallest value on its own), ``price`` without prices, ``moves`` without a
+    current plan.
+    """
+    for place, name in enumerate(objective):
+        if name not in OBJECTIVES:
+            raise InputError("objective", f"unknown objective {name!r}", did_you_mean(name, OBJECTIVES))
+        if name in objective[:place]:
+            raise InputError("objective", f"{name!r} stands twice", "name each objective once")
+        if name == "waste" and "throughput" not in objective[:place]:
+            raise InputError("objective", "waste stands before throughput", "put throughput before it")
+        if name == "price" and any(device.price_micro is None for device in problem.devices):
+            kind = next(device.name for device in problem.devices if device.price_micro is None)
+            raise InputError(f"devices.{kind}.price_per_hour", "is missing", "the objective price needs it")
+        if name == "moves" and current is None:
+            raise InputError("objective", "moves needs a current plan", "give it with --current")
+    return (*objective, *(name for name in DEFAULT_OBJECTIVE if name not in objective))
 
 
 def _conflict(problem: Problem, seed: int) -> Infeasible:
@@ -143,10 +207,10 @@ def _settle(search: Search) -> bool:
     """Settle the objectives that come before the throughput, in the longest step; return whether all are proven."""
     search.fixed = {}
     for name in search.objective[: search.objective.index("throughput")]:
-        model, used = est_model.build(search, search.problem.slowest_step)
-        (expression,) = est_model.expressions(model, search, used, name)
+        model, used = build(search, search.problem.slowest_step)
+        (expression,) = expressions(model, search, used, name)
         model.minimize(expression)
-        answer = est_model.solve(search, model, used)
+        answer = solve(search, model, used)
         if answer.counts is None:
             if answer.proven:
                 return True  # there is no plan: the search for the fastest says so
@@ -161,65 +225,220 @@ def _fastest(search: Search) -> Solution | None:
     """Return a solution with the smallest step time (``proven``, unless time ran out); None when there is no other."""
     problem = search.problem
     capabilities = [device.capability_per_s for device in problem.devices]
-    guess = None if search.fixed else _guess(search)
-    counts = guess or est_model.fit(search, problem.slowest_step)
+    lower = search.found[-1].step_s if search.found and not search.fixed else best_step(problem)
+    if lower is None or lower > problem.slowest_step:
+        return None
+    counts = (None if search.fixed else _guess(search)) or fit(search, problem.slowest_step)
     if counts is None:
         return None
-    step = _reached(problem, counts)
-    # The guess is often the best already: ask first whether it can be beaten at all.
-    following = bool(search.found) and not search.fixed
-    lower = search.found[-1].step_s if following else lower_bound(problem)
-    trial: Fraction | None = lower if following else before(capabilities, step)
+    step, trial = reach(problem, counts), lower
     try:
-        while trial is not None and lower <= trial < step:
-            better = est_model.fit(search, trial)
+        while trial is not None and trial < step:
+            better = fit(search, trial)
             if better is None:
-                lower = after(capabilities, trial)
+                lower = min((int(capability * trial) + 1) / capability for capability in capabilities)  # the next
             else:
-                counts, step = better, _reached(problem, better)
-            trial = middle(capabilities, lower, step)
+                counts, step = better, reach(problem, better)
+            trial = _middle(capabilities, lower, step)
     except OutOfTime:
         return Solution(counts=counts, step_s=step, bound_s=min(lower, step), proven=False)
     return Solution(counts=counts, step_s=step, bound_s=step, proven=True)
 
 
-def _reached(problem: Problem, counts: Counts) -> Fraction:
-    """Return the step time of devices that are known to hold every EST."""
-    step = reach(problem, counts)
-    if step is None:
-        raise ValueError(f"{counts} devices have no room for {problem.max_workers} ESTs")
-    return step
+def _middle(capabilities: Sequence[Fraction], lower: Fraction, upper: Fraction) -> Fraction | None:
+    """Return a step time k / C of about the middle of those with ``lower <= k / C < upper``; None: there are none."""
+    ranges = [(range(math.ceil(lower * each), math.ceil(upper * each)), each) for each in capabilities]
+    if sum(len(steps) for steps, _ in ranges) > _LISTED_STEPS:
+        steps, capability = max(ranges, key=lambda entry: len(entry[0]))
+        return steps[len(steps) // 2] / capability
+    listed = sorted({k / capability for steps, capability in ranges for k in steps})
+    return listed[len(listed) // 2] if listed else None
 
 
 def _guess(search: Search) -> Counts | None:
-    """Return a good choice of devices that was not found yet, None when none is at hand: what bisection starts from."""
-    problem, excluded = search.problem, {solution.counts for solution in search.found}
-    near = list(neighbours(search.found[-1].counts) if search.found else greedy(problem))
+    """Return a good choice of devices that was not found yet, None when none is at hand: what bisection starts from.
+
+    After a plan those with one device more or less, before the first one those of one type alone; and the current one.
+    """
+    problem, kinds = search.problem, range(len(search.problem.devices))
+    if search.found:
+        last = search.found[-1].counts
+        near = [tuple(last[kind] + more * (kind == one) for kind in kinds) for one in kinds for more in (1, -1)]
+    else:
+        most = [problem.affordable(device) for device in problem.devices]
+        near = [tuple(most[kind] * (kind == one) for kind in kinds) for one in kinds]
     if search.current is not None:
         near.append(search.current)
-    best: tuple[Fraction, int, Counts] | None = None
-    for counts in near:
-        if counts in excluded or not allowed(problem, counts):
-            continue
-        step = reach(problem, counts)
-        if step is None or step > problem.slowest_step:
-            continue
-        if best is None or (step, sum(counts)) < best[:2]:
-            best = (step, sum(counts), counts)
-    return None if best is None else best[2]
+    excluded = {solution.counts for solution in search.found}
+    known = [
+        (step, sum(counts), counts)
+        for counts in near
+        if counts not in excluded
+        and problem.allows(counts)
+        and (step := best_step(problem, counts)) is not None
+        and step <= problem.slowest_step
+    ]
+    return min(known, key=lambda entry: entry[:2])[2] if known else None
 
 
 def _refine(search: Search, solution: Solution, names: Sequence[str]) -> Solution:
     """Return the best solution in the objectives ``names`` and then of first types, at the same step time."""
-    model, used = est_model.build(search, solution.step_s)
-    objectives = [part for name in names for part in est_model.expressions(model, search, used, name)]
+    model, used = build(search, solution.step_s)
+    objectives = [part for name in names for part in expressions(model, search, used, name)]
     counts = solution.counts
-    for objective in [*objectives, *est_model.preference(search.problem, used)]:
+    for objective in [*objectives, *_preference(search.problem, used)]:
         model.minimize(objective)
-        est_model.hint(model, used, counts)
-        answer = est_model.solve(search, model, used)
+        hint(model, used, counts)
+        answer = solve(search, model, used)
         counts = answer.counts or counts
         if answer.counts is None or not answer.proven:
             return replace(solution, counts=counts, proven=False)
         model.add(objective == answer.value)
     return replace(solution, counts=counts)
+
+
+def fit(search: Search, step: Fraction) -> Counts | None:
+    """Return numbers of devices with room for every EST in a step of ``step`` seconds; None: proven there are none."""
+    answer = solve(search, *build(search, step))
+    if answer.counts is None and not answer.proven:
+        raise OutOfTime
+    return answer.counts
+
+
+def build(search: Search, step: Fraction) -> tuple[cp_model.CpModel, list[cp_model.IntVar]]:
+    """Return the constraints on the numbers of used devices, one variable per type, at a given step time.
+
+    A device without room for one EST cannot be used. Solutions that were found before are forbidden.
+    """
+    problem, model = search.problem, cp_model.CpModel()
+    room = [problem.room(device, step) for device in problem.devices]
+    used = [
+        model.new_int_var(0, problem.affordable(device) if each else 0, device.name)
+        for device, each in zip(problem.devices, room, strict=True)
+    ]
+    model.add(cp_model.LinearExpr.weighted_sum(used, room) >= problem.max_workers)
+    limit_devices(model, problem, used)
+    if search.found:
+        model.add_forbidden_assignments(used, [solution.counts for solution in search.found])
+    for name, value in search.fixed.items():
+        (expression,) = expressions(model, search, used, name)
+        model.add(expression <= value)
+    if search.current is not None:
+        hint(model, used, search.current)
+    return model, used
+
+
+def limit_devices(model: cp_model.CpModel, problem: Problem, used: Sequence[cp_model.IntVar]) -> None:
+    """Add a job's own constraints on its numbers of devices, one variable per type of the problem."""
+    model.add(cp_model.LinearExpr.sum(used) <= problem.device_limit)
+    if problem.max_price_micro is not None:
+        prices = [device.price_micro or 0 for device in problem.devices]
+        model.add(cp_model.LinearExpr.weighted_sum(used, prices) <= problem.max_price_micro)
+    if problem.single_type:
+        present = [model.new_bool_var("") for _ in used]
+        model.add_at_most_one(present)
+        for variable, literal in zip(used, present, strict=True):
+            model.add(variable == 0).only_enforce_if(~literal)
+
+
+def hint(model: cp_model.CpModel, used: Sequence[cp_model.IntVar], counts: Counts) -> None:
+    """Tell CP-SAT where to start, instead of what it was told before."""
+    model.clear_hints()
+    for variable, count in zip(used, counts, strict=True):
+        model.add_hint(variable, count)
+
+
+def solve(search: Search, model: cp_model.CpModel, used: Sequence[cp_model.IntVar]) -> Answer:
+    """Run CP-SAT in the time that is left."""
+    left = search.deadline - time.perf_counter()
+    if left <= 0:
+        return Answer(counts=None, proven=False)
+    solver = solver_for(left, search.seed)
+    status = run(solver, model)
+    if status in (cp_model.OPTIMAL, cp_model.FEASIBLE):
+        counts = tuple(solver.value(variable) for variable in used)
+        return Answer(counts=counts, proven=status == cp_model.OPTIMAL, value=round(solver.objective_value))
+    return Answer(counts=None, proven=status == cp_model.INFEASIBLE)
+
+
+def solver_for(limit_s: float, seed: int) -> cp_model.CpSolver:
+    """Return CP-SAT with a limit on its time, on one thread and with a fixed seed, so that answers repeat."""
+    solver = cp_model.CpSolver()
+    solver.parameters.max_time_in_seconds = limit_s
+    solver.parameters.num_workers = 1
+    solver.parameters.random_seed = seed % 2**31
+    # CP-SAT would put the default handler in Python's place, and a later Ctrl-C would end the process without clean-up.
+    solver.parameters.catch_sigint_signal = False
+    return solver
+
+
+def run(solver: cp_model.CpSolver, model: cp_model.CpModel) -> cp_model.CpSolverStatus:
+    """Return CP-SAT's status. Raises ValueError for a model that it does not take: that is not "no answer in time"."""
+    status = solver.solve(model)
+    if status == cp_model.MODEL_INVALID:
+        raise ValueError(f"CP-SAT does not take the model: {model.validate()}")
+    return status
+
+
+def expressions(
+    model: cp_model.CpModel, search: Search, used: Sequence[cp_model.IntVar], name: str
+) -> list[cp_model.LinearExpr]:
+    """Return the expressions that, minimised in turn, optimise one objective at a given step time."""
+    if name == "devices":
+        return [cp_model.LinearExpr.sum(used)]
+    if name == "price":
+        prices = [device.price_micro or 0 for device in search.problem.devices]
+        return [cp_model.LinearExpr.weighted_sum(used, prices)]
+    if name == "moves":
+        return [_moves(model, search, used)]
+    return _capability_in_use(model, search.problem, used)
+
+
+def _moves(model: cp_model.CpModel, search: Search, used: Sequence[cp_model.IntVar]) -> cp_model.LinearExpr:
+    """Return how many devices are added to and taken from the current ones, all together."""
+    changes = []
+    for variable, now, device in zip(used, search.current or (), search.problem.devices, strict=True):
+        change = model.new_int_var(0, max(now, device.count), f"moves {device.name}")
+        model.add(change >= variable - now)
+        model.add(change >= now - variable)
+        changes.append(change)
+    return cp_model.LinearExpr.sum(changes)
+
+
+def _capability_in_use(
+    model: cp_model.CpModel, problem: Problem, used: Sequence[cp_model.IntVar]
+) -> list[cp_model.LinearExpr]:
+    """Return objectives that, minimised in turn, minimise the capability of the used devices exactly.
+
+    Capabilities become whole numbers over their common denominator. Where their sum would be too large (measured
+    capabilities have 17 digits), it is carried out digit by digit in base 2**26, highest digit first.
+    """
+    common = math.lcm(*(device.capability_per_s.denominator for device in problem.devices))
+    weights = [int(device.capability_per_s * common) for device in problem.devices]
+    digits: list[cp_model.LinearExpr] = []
+    carry: cp_model.LinearExpr | int = 0
+    while max(weights) * problem.device_limit >= _LARGEST_SUM:
+        carried = model.new_int_var(0, problem.device_limit + 1, "carried")
+        digit = model.new_int_var(0, _DIGIT - 1, "digit")
+        low = cp_model.LinearExpr.weighted_sum(used, [weight % _DIGIT for weight in weights])
+        model.add(low + carry == _DIGIT * carried + digit)
+        digits.append(digit)
+        carry, weights = carried, [weight // _DIGIT for weight in weights]
+    return [cp_model.LinearExpr.weighted_sum(used, weights) + carry, *reversed(digits)]
+
+
+def _preference(problem: Problem, used: Sequence[cp_model.IntVar]) -> Iterator[cp_model.LinearExpr]:
+    """Yield objectives that, minimised in turn, make the first type's count largest, then the second's, and so on.
+
+    As many types as fit share an objective, as the digits of a number in a mixed base.
+    """
+    chunk: list[cp_model.IntVar] = []
+    weights: list[int] = []
+    size = 1
+    for variable, device in zip(used, problem.devices, strict=True):
+        base = problem.affordable(device) + 1
+        if chunk and size * base >= _LARGEST_SUM:
+            yield cp_model.LinearExpr.weighted_sum(chunk, weights)
+            chunk, weights, size = [], [], 1
+        chunk, weights, size = [*chunk, variable], [*(weight * base for weight in weights), -1], size * base
+    yield cp_model.LinearExpr.weighted_sum(chunk, weights)

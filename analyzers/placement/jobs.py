@@ -1,42 +1,70 @@
-"""Several jobs on the same devices at once. Start at :func:`solve_jobs`."""
+"""Several jobs on the same devices at once. Start at :func:`solve_jobs`.
+
+A column is a number of devices of each type for one job, with what the job makes of them. A linear program picks columns
+within the devices that there are; its dual values are prices of devices, and under given prices each job's best columns,
+and a bound on what any column is worth, follow from the job's step times (column generation). The sum of those bounds
+(Lagrange) bounds every way of sharing, also in whole columns. Whole columns are chosen by CP-SAT; small problems are
+settled by one CP-SAT model with every step time of every job.
+
+The highest smallest share is found by bisection over the shares: whether all jobs can have one at once is the same
+question with a worth of 1 for every column that is fast enough. Where not even parts of columns serve every job, none do.
+"""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import Literal
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from fractions import Fraction
+from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
 from ortools.sat.python import cp_model
 
-from ddltool.analyzers.placement.dealing import plan_of
-from ddltool.analyzers.placement.est import solve_est
-from ddltool.analyzers.placement.est_model import run
-from ddltool.analyzers.placement.job_choice import SCALE, choose, device_variables, seed_columns, solver_until, value_of
-from ddltool.analyzers.placement.job_columns import JobTable, generate, job_table
-from ddltool.analyzers.placement.job_floor import highest_floor
+from ddltool.analyzers.placement.dealing import counts_of, evaluate, plan_of, reach
+from ddltool.analyzers.placement.est import limit_devices, run, solve_est, solver_for
 from ddltool.analyzers.placement.problem import Problem
-from ddltool.analyzers.placement.step_times import Counts, reach
+from ddltool.analyzers.placement.steps import Counts, Floats, Ints, best_step, fewest, step_table
 from ddltool.errors import Infeasible, InputError, NotProven
 from ddltool.graph import natural_key
 from ddltool.plan import Plan
 
-Ints = NDArray[np.int64]
 Sharing = Literal["sum", "max-min"]
-# Up to so many step times of all jobs together, one model with all of them is solved as well.
+Way = list[Counts | None]
+"""Each job's column; None: it waits."""
+# Up to so many step times of all jobs together, one model with all of them is solved as well ...
 _SMALL = 4000
+# ... and, where the linear program leaves next to nothing open or the sum comes second, up to so many.
+_TINY = 400
 # Larger ones would leave nothing of the others in the solver's sums.
 LARGEST_WEIGHT = 1e9
 # Below this gap more time is not worth it, but in problems that are solved at once.
-_CLOSE, _TINY = 1e-3, 400
-# The smallest share, where it comes first, has this part of the time.
-_FLOOR_SHARE = 0.6
-# The sum, where it comes second, is given so long.
-_SECOND_S = 4.0
+_CLOSE = 1e-3
+# The smallest share, where it comes first, has this part of the time; the sum then so many seconds at most.
+_FLOOR_SHARE, _SECOND_S = 0.6, 4.0
+# One choice of whole columns takes so long at most; so does one question about a floor, and all those that are left open
+# by the linear programs.
+_CHOICE_S, _QUICK_S, _PATIENCE_S, _CLOSING_S = 4.0, 0.3, 0.5, 3.0
 # A gap below this is rounding.
 _ROUNDING = 1e-7
+# What linear programs and sums over them leave open.
+_OPEN = 1e-9
+# Step times and worths this near (relatively) are the same: floats of the same fractions, in another order.
+_SAME = 1e-12
+# Worths become whole numbers of this fraction of one for CP-SAT.
+_SCALE = 10**9
+# Longer tables are thinned to so many groups of step times.
+_LONGEST = 1500
+# Up to so many ESTs a job's devices are priced whole at every step time of its table, by dynamic programming over the
+# ESTs; at a single step time more of them are put together in so many parts.
+_MOST_WHOLE, _PARTS = 128, 512
+# A job's limit on devices or money is priced at so many times the devices' mean price, each in its own trial.
+_MULTIPLIERS = (0.1, 0.3, 1.0, 3.0, 10.0)
+# So many of a job's best columns are taken in a round.
+_COLUMNS_A_ROUND = 4
+# Step times that are priced together: more take memory, fewer time.
+_LINES = 20_000
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -56,6 +84,99 @@ class JobsPlan:
     """``1 - value / bound``."""
     status: Literal["optimal", "feasible"]
     solve_seconds: float
+
+
+@dataclass(kw_only=True, slots=True)
+class JobTable:
+    """One job's useful step times, fastest first, over the shared device types."""
+
+    problem: Problem
+    places: tuple[int, ...]
+    """For each of the problem's types, its place among the shared ones."""
+    available: Ints
+    """(T,) devices of each shared type that the job may use."""
+    values: Floats
+    """(S,) what a step of this length (or a little longer, where thinned) is worth."""
+    best_values: Floats
+    """(S,) what it is worth at most: of the fastest step in the group."""
+    rooms: Ints
+    """(S, T) ESTs that a device has room for; 0 for types that the job cannot use."""
+    alone: float
+    """Mini-batches per second with every device to itself."""
+    weight: float
+    columns: dict[Counts, float] = field(default_factory=dict)
+    """Numbers of devices by shared type, with their worth."""
+    alike: bool = False
+    """Every column is worth 1."""
+
+    def add(self, counts: Counts) -> bool:
+        """Add the column of these devices if it keeps the job's constraints; return whether it is new."""
+        if counts in self.columns:
+            return False
+        step = self.step(counts)
+        if step is None:
+            return False
+        self.columns[counts] = 1.0 if self.alike else self.weight * float(self.problem.max_workers / step) / self.alone
+        return True
+
+    def step(self, counts: Sequence[int]) -> Fraction | None:
+        """Return the step time on these devices; None where they break a constraint or are too few."""
+        own = tuple(int(counts[place]) for place in self.places)
+        if sum(own) != sum(counts) or not self.problem.allows(own):
+            return None
+        step = best_step(self.problem, own)
+        return None if step is None or step > self.problem.slowest_step else step
+
+    def at_least(self, floor: float) -> Ints:
+        """Return the places of the step times that may give the job ``floor`` of what it makes alone.
+
+        Where the table is thinned, the last of them may be a little too slow: what it does not allow is impossible.
+        """
+        return np.flatnonzero(self.best_values >= floor * self.weight * (1 - _SAME))
+
+    def modes(self) -> Iterator[Ints]:
+        """Yield (T,) how many devices the job may use at once: of all types, or of one type where it keeps to one."""
+        kinds = np.eye(len(self.available), dtype=np.int64)
+        yield from kinds * self.available if self.problem.single_type else [self.available]
+
+    def limit_prices(self) -> list[tuple[Floats, float]]:
+        """Return pairs of (T,) what a device costs beyond its price and what the job has of that for free, in mean prices.
+
+        At such prices a job that keeps its limits on devices and money pays no more than without (Lagrange), so that they
+        give bounds as well, and devices that keep the limits more often. The first pair is 0; one type alone needs no other.
+        """
+        problem, kinds = self.problem, len(self.available)
+        trials = [(np.zeros(kinds), 0.0)]
+        if problem.single_type:
+            return trials
+        if problem.max_devices is not None:
+            trials += [(np.full(kinds, times), times * problem.max_devices) for times in _MULTIPLIERS]
+        if problem.max_price_micro:
+            money = np.zeros(kinds)
+            money[list(self.places)] = [device.price_micro or 0 for device in problem.devices]
+            unit = float(money.max(initial=0)) or 1.0
+            trials += [(times * money / unit, times * problem.max_price_micro / unit) for times in _MULTIPLIERS]
+        return trials
+
+    def cut(self, floor: float) -> JobTable:
+        """Return the table without step times, and columns, that are too slow for the floor."""
+        kept = self.at_least(floor)
+        least = Fraction(floor * (1 - _SAME) * self.alone)
+        asked = self.problem.min_throughput
+        return replace(
+            self,
+            problem=replace(self.problem, min_throughput=least if asked is None else max(asked, least)),
+            values=self.values[kept],
+            best_values=self.best_values[kept],
+            rooms=self.rooms[kept],
+            columns={row: worth for row, worth in self.columns.items() if worth >= floor * self.weight * (1 - _SAME)},
+        )
+
+    def only_slowest(self) -> JobTable:
+        """Return the table as the question whether the job gets anything: its slowest step alone, worth 1."""
+        columns, one = dict.fromkeys(self.columns, 1.0), np.ones(1)
+        rooms = self.rooms[-1:]
+        return replace(self, values=one, best_values=one, rooms=rooms, columns=columns, weight=1.0, alike=True)
 
 
 def solve_jobs(
@@ -81,24 +202,31 @@ def solve_jobs(
     names = sorted((name for name, count in devices.items() if count > 0), key=natural_key)
     counts = np.array([devices[name] for name in names], dtype=np.int64)
     tables = _tables(problems, names, counts, weights or [1.0] * len(problems), seed)
-    floor, floor_bound, start = 0.0, 1.0, None
+    for table in tables:  # one device of each type, and an equal share, to start from
+        for column in (*np.eye(len(counts), dtype=np.int64).tolist(), (counts // len(tables)).tolist()):
+            table.add(tuple(np.minimum(column, table.available).tolist()))
+    floor_bound, start = 1.0, None
     if objective == "max-min":
         part = time.perf_counter() + _FLOOR_SHARE * (deadline - time.perf_counter())
-        floor, floor_bound, tables, start = highest_floor(tables, counts, part, seed)
+        floor, floor_bound, start = _highest_floor(tables, counts, part, seed)
+        tables = tables if start is None else [table.cut(floor) for table in tables]
         deadline = min(deadline, time.perf_counter() + _SECOND_S)  # what follows only settles the sum
-    everyone = floor > 0
-    seed_columns(tables, counts)
+    everyone = start is not None
     # A share of the time is kept for the choice of whole columns.
     part = time.perf_counter() + 0.6 * (deadline - time.perf_counter())
     bound = generate(tables, counts, everyone=everyone, until=lambda: time.perf_counter() > part)
-    chosen = choose(tables, counts, deadline, seed, everyone=everyone, start=start)
+    limit_s = min(_CHOICE_S, max(0.05, 0.7 * (deadline - time.perf_counter())))
+    chosen = _choose(tables, counts, limit_s, seed, start or _greedy(tables, counts), everyone=everyone)
     chosen = _improve(tables, counts, chosen)
-    value = value_of(tables, chosen)
-    size = sum(len(table.values) for table in tables)
+    value = _value_of(tables, chosen)
     largest = _SMALL if objective == "sum" and bound - value > _CLOSE * bound else _TINY
-    if bound - value > _ROUNDING * bound and size <= largest:
-        chosen, bound = _exact(tables, counts, chosen, bound, deadline, seed, everyone=everyone)
-        value = value_of(tables, chosen)
+    if bound - value > _ROUNDING * bound and sum(len(table.values) for table in tables) <= largest:
+        limit_s = max(0.05, deadline - time.perf_counter())
+        better, most = _whole(tables, counts, limit_s, seed, everyone=everyone, start=chosen)
+        bound = min(bound, most)
+        if better is not None and _value_of(tables, better) > value:
+            chosen = better
+        value = _value_of(tables, chosen)
     relative = tuple(
         0.0 if row is None else table.columns[row] / table.weight for table, row in zip(tables, chosen, strict=True)
     )
@@ -119,43 +247,6 @@ def solve_jobs(
     )
 
 
-def _tables(
-    problems: Sequence[Problem], names: Sequence[str], counts: Ints, weights: Sequence[float], seed: int
-) -> list[JobTable]:
-    """Return each job's table, with the types and counts that are shared."""
-    if not problems:
-        raise InputError("jobs", "there are none", "give one job at least")
-    if len(weights) != len(problems) or not all(0 < weight <= LARGEST_WEIGHT for weight in weights):
-        wrong = f"must be one positive number for each job, at most {LARGEST_WEIGHT:g}"
-        raise InputError("weights", wrong, "leave them out for equal weights")
-    tables = []
-    for problem, weight in zip(problems, weights, strict=True):
-        shared = dict(zip(names, counts.tolist(), strict=True))
-        offered = [
-            replace(device, count=min(device.count, shared[device.name]))
-            for device in problem.devices
-            if device.name in shared
-        ]
-        if not offered:
-            raise InputError(f"{problem.job}:devices", "none of its device types is there", f"there are {names}")
-        narrowed = replace(problem, devices=tuple(offered))
-        try:
-            alone = solve_est(narrowed, seed=seed)
-        except Infeasible as error:
-            raise Infeasible(f"{problem.job}: {error}") from None
-        if alone.gap > 0:  # shares of less than the best would pass 1, and no bound would hold
-            raise NotProven(f"{problem.job}: what it reaches alone was not settled in {alone.solve_seconds:.0f} s")
-        used = {device.name: 0 for device in offered}
-        for row in alone.assignments:
-            used[row.device_type] += row.devices
-        step = reach(narrowed, tuple(used.values()))
-        if step is None:
-            raise ValueError(f"{used} devices have no room for every EST")
-        tables.append(job_table(narrowed, names, counts, weight, step))
-        tables[-1].add(tuple(used.get(name, 0) for name in names))
-    return tables
-
-
 def idle_throughput(problem: Problem, devices: Mapping[str, int], plans: Sequence[Plan | None]) -> float:
     """Return what a job would reach on the devices that no plan uses, were any throughput enough; 0: it cannot run."""
     left = dict(devices)
@@ -171,7 +262,390 @@ def idle_throughput(problem: Problem, devices: Mapping[str, int], plans: Sequenc
         return 0.0
 
 
-def _improve(tables: Sequence[JobTable], counts: Ints, chosen: Sequence[Counts | None]) -> list[Counts | None]:
+def _plan(table: JobTable, row: Counts | None, gap: float, seconds: float) -> Plan | None:
+    if row is None:
+        return None
+    made = evaluate(table.problem, tuple(row[place] for place in table.places))
+    return plan_of(table.problem, made, optimal=gap == 0, gap=gap, solve_seconds=seconds)
+
+
+def _tables(
+    problems: Sequence[Problem], names: Sequence[str], counts: Ints, weights: Sequence[float], seed: int
+) -> list[JobTable]:
+    """Return each job's table, with the types and counts that are shared."""
+    if not problems:
+        raise InputError("jobs", "there are none", "give one job at least")
+    if len(weights) != len(problems) or not all(0 < weight <= LARGEST_WEIGHT for weight in weights):
+        wrong = f"must be one positive number for each job, at most {LARGEST_WEIGHT:g}"
+        raise InputError("weights", wrong, "leave them out for equal weights")
+    tables = []
+    shared = dict(zip(names, counts.tolist(), strict=True))
+    for problem, weight in zip(problems, weights, strict=True):
+        offered = [
+            replace(device, count=min(device.count, shared[device.name]))
+            for device in problem.devices
+            if device.name in shared
+        ]
+        if not offered:
+            raise InputError(f"{problem.job}:devices", "none of its device types is there", f"there are {names}")
+        narrowed = replace(problem, devices=tuple(offered))
+        try:
+            alone = solve_est(narrowed, seed=seed)
+        except Infeasible as error:
+            raise Infeasible(f"{problem.job}: {error}") from None
+        if alone.gap > 0:  # shares of less than the best would pass 1, and no bound would hold
+            raise NotProven(f"{problem.job}: what it reaches alone was not settled in {alone.solve_seconds:.0f} s")
+        used = counts_of(narrowed, alone)
+        tables.append(job_table(narrowed, names, counts, weight, reach(narrowed, used)))
+        own = dict(zip((device.name for device in offered), used, strict=True))
+        tables[-1].add(tuple(own.get(name, 0) for name in names))
+    return tables
+
+
+def job_table(problem: Problem, names: Sequence[str], devices: Ints, weight: float, alone_step: Fraction) -> JobTable:
+    """Return the table of one job; ``names`` and ``devices`` (T,) are the shared types and how many there are.
+
+    ``alone_step``: the smallest step time with all of them. Steps that are faster, or too slow for the job, are left out.
+    """
+    table = step_table(
+        tuple(device.capability_per_s for device in problem.devices),
+        problem.max_workers,
+        tuple(device.most_ests for device in problem.devices),
+    )
+    places = tuple(list(names).index(device.name) for device in problem.devices)
+    first = int(np.searchsorted(table.seconds, float(alone_step) * (1 - _SAME)))
+    last = int(np.searchsorted(table.seconds, float(problem.slowest_step) * (1 + _SAME), side="right"))
+    starts = ends = np.arange(first, max(last, first + 1))
+    if len(starts) > _LONGEST:
+        seconds = table.seconds[starts]
+        marks = np.geomspace(seconds[0], seconds[-1], _LONGEST + 1)[1:-1]
+        edges = np.unique([0, *np.searchsorted(seconds, marks), len(starts)])
+        starts, ends = starts[edges[:-1]], starts[edges[1:] - 1]
+    rooms = np.zeros((len(ends), len(names)), dtype=np.int64)
+    rooms[:, list(places)] = table.rooms[ends]
+    available = np.zeros(len(names), dtype=np.int64)
+    for device, place in zip(problem.devices, places, strict=True):
+        available[place] = min(problem.affordable(device), int(devices[place]))
+    alone = float(problem.max_workers / alone_step)
+    return JobTable(
+        problem=problem,
+        places=places,
+        available=available,
+        values=weight * table.throughputs[ends] / alone,
+        best_values=weight * table.throughputs[starts] / alone,
+        rooms=rooms,
+        alone=alone,
+        weight=weight,
+    )
+
+
+def _highest_floor(
+    tables: Sequence[JobTable], counts: Ints, deadline: float, seed: int
+) -> tuple[float, float, Way | None]:
+    """Return the highest relative throughput that all jobs can have at once, its bound, and a way to share so.
+
+    First bisection with linear programs, which give the bound and, chosen whole, nearly always a way; then CP-SAT settles
+    what lies between, while there is time. The way is None where nothing was found. The lowest floor comes first,
+    whatever the time: so that there is an answer.
+    """
+    floors = np.unique(
+        np.concatenate([values / table.weight for table in tables for values in (table.values, table.best_values)])
+    )
+    found: Way | None = None
+    reached, barred = -1, len(floors)
+
+    def keep(way: Way) -> None:
+        """Take a way of sharing, which may reach more than what was asked for."""
+        nonlocal reached, found
+        shares = [table.columns.get(row, 0.0) / table.weight for table, row in zip(tables, way, strict=True) if row]
+        place = int(np.searchsorted(floors, min(shares) * (1 + _SAME), side="right")) - 1
+        if place > reached:
+            reached, found = place, way
+
+    def serve(place: int, patience_s: float) -> bool:
+        """Ask whether all jobs can have a floor, and look for a way; return whether that is impossible."""
+        asked = [table.cut(float(floors[place])).only_slowest() for table in tables]
+        served = generate(asked, counts, everyone=False, until=lambda: time.perf_counter() > deadline, goal=len(tables))
+        if served >= len(tables) - _OPEN * len(tables):
+            way = _choose(asked, counts, patience_s, seed, _greedy(asked, counts), everyone=False)
+            if None in way and len(tables) * len(counts) <= _TINY:
+                made, served = _whole(asked, counts, patience_s, seed, [None] * len(tables), everyone=True)
+                way = way if made is None else made
+            _take(tables, asked)
+            if None not in way:
+                keep(way)
+        _take(tables, asked)
+        return served < len(tables) - _OPEN * len(tables)
+
+    serve(0, _PATIENCE_S)
+    low = max(0, reached)
+    while barred - low > 1 and time.perf_counter() < deadline:
+        middle = (low + barred) // 2
+        if serve(middle, _QUICK_S):
+            barred = middle
+        else:
+            low = max(middle, reached)
+    closing, high, stride = min(deadline, time.perf_counter() + _CLOSING_S), barred, 1
+    while high - reached > 1 and time.perf_counter() < closing:
+        middle = max(reached + 1, high - stride)
+        impossible = serve(middle, _PATIENCE_S)
+        if reached < middle:  # also where a thinned table let through what is a little too slow
+            high, stride = middle, 2 * stride
+            barred = min(barred, middle) if impossible else barred
+        else:
+            stride = max(1, (high - reached) // 2)
+    thinned = any((table.values != table.best_values).any() for table in tables)
+    bound = float(floors[min(barred if thinned else barred - 1, len(floors) - 1)]) if barred else 0.0
+    return float(floors[max(reached, 0)]), bound, found
+
+
+def _take(tables: Sequence[JobTable], asked: Sequence[JobTable]) -> None:
+    """Add the columns that were found for a question to the tables."""
+    for table, other in zip(tables, asked, strict=True):
+        for row in other.columns:
+            table.add(row)
+
+
+def generate(
+    tables: Sequence[JobTable],
+    devices: Ints,
+    *,
+    everyone: bool,
+    until: Callable[[], bool],
+    rounds: int = 60,
+    goal: float | None = None,
+) -> float:
+    """Add columns until none can improve the linear program or ``until()`` says stop; return the smallest bound seen.
+
+    The bound holds for every way of sharing the devices (T,), in which each job has a column (``everyone``) or one at
+    most. With a ``goal`` it ends as soon as it is known whether the linear program reaches that. It ends as well where
+    the linear program is not solved: without new prices there is nothing to ask. With ``everyone`` the columns must admit
+    a solution.
+    """
+    lines = _Lines.of(tables)
+    bound = float(sum(table.best_values.max(initial=0.0) for table in tables))
+    for _ in range(rounds):
+        solved = _master(tables, devices, everyone=everyone)
+        if solved is None:
+            break
+        value, prices = solved
+        if goal is not None and value >= goal - _OPEN * goal:
+            break
+        most, columns = lines.price(prices)
+        bound = min(bound, float(prices @ devices) + float((most if everyone else np.maximum(0.0, most)).sum()))
+        fresh = sum([tables[job].add(row) for job, row in columns])
+        done = bound - value <= _OPEN * max(1.0, bound) or (goal is not None and bound < goal - _OPEN * goal)
+        if not fresh or done or until():
+            break
+    return bound
+
+
+def _master(tables: Sequence[JobTable], devices: Ints, *, everyone: bool) -> tuple[float, Floats] | None:
+    """Solve the linear program over columns: return its value and the prices (T,) of devices; None: it was not solved."""
+    from scipy import optimize, sparse
+
+    owners = [job for job, table in enumerate(tables) for _ in table.columns]
+    use = sparse.csr_matrix(np.array([row for table in tables for row in table.columns], dtype=float).T)
+    worth = np.array([worth for table in tables for worth in table.columns.values()])
+    picks = sparse.csr_matrix((np.ones(len(owners)), (owners, range(len(owners)))), shape=(len(tables), len(owners)))
+    ones = np.ones(len(tables))
+    linprog: Any = optimize.linprog
+    if everyone:
+        made = linprog(-worth, A_ub=use, b_ub=devices, A_eq=picks, b_eq=ones, method="highs")
+    else:
+        made = linprog(-worth, A_ub=sparse.vstack([use, picks]), b_ub=np.append(devices, ones), method="highs")
+    if made.status != 0:
+        return None
+    return float(-made.fun), np.maximum(0.0, -made.ineqlin.marginals[: len(devices)])
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Lines:
+    """The step times of all jobs one after the other (L of them), a job's own once for each of its modes."""
+
+    jobs: Ints
+    rooms: Ints
+    """(L, T)"""
+    available: Ints
+    """(L, T)"""
+    workers: Ints
+    values: Floats
+    best_values: Floats
+    whole: NDArray[np.bool_]
+    """Whether devices are priced whole."""
+    trials: list[list[tuple[Floats, float]]]
+    """By job: see :meth:`JobTable.limit_prices`."""
+
+    @classmethod
+    def of(cls, tables: Sequence[JobTable]) -> _Lines:
+        """Return the lines of the tables."""
+        parts = [(job, table, mode) for job, table in enumerate(tables) for mode in table.modes() if mode.any()]
+        sizes = [len(table.values) for _, table, _ in parts]
+        workers = np.repeat([table.problem.max_workers for _, table, _ in parts], sizes)
+        return cls(
+            jobs=np.repeat([job for job, _, _ in parts], sizes),
+            rooms=np.concatenate([table.rooms * (mode > 0) for _, table, mode in parts]),
+            available=np.repeat([mode for _, _, mode in parts], sizes, axis=0),
+            workers=workers,
+            values=np.concatenate([table.values for _, table, _ in parts]),
+            best_values=np.concatenate([table.best_values for _, table, _ in parts]),
+            whole=(workers <= _MOST_WHOLE) | (np.repeat(sizes, sizes) == 1),
+            trials=[table.limit_prices() for table in tables],
+        )
+
+    def price(self, prices: Floats) -> tuple[Floats, list[tuple[int, Counts]]]:
+        """Return (J,) bounds on worth less cost of any column at ``prices`` (T,) of devices, and promising columns.
+
+        For each step time the cheapest devices with room for every EST are taken: parts of devices allowed for the bound
+        and the last one rounded up for the column, and for jobs of few ESTs whole devices for both.
+        """
+        most = np.full(len(self.trials), -np.inf)
+        columns: list[tuple[int, Counts]] = []
+        for begin in range(0, len(self.jobs), _LINES):
+            lines = np.arange(begin, min(begin + _LINES, len(self.jobs)))
+            cost = np.full(len(lines), -np.inf)
+            for trial in range(max(map(len, self.trials))):
+                some = np.flatnonzero([len(self.trials[job]) > trial for job in self.jobs[lines].tolist()])
+                if len(some):
+                    paid, rows = self._price(lines[some], trial, prices)
+                    cost[some] = np.maximum(cost[some], paid)
+                    columns += rows
+            np.maximum.at(most, self.jobs[lines], self.best_values[lines] - cost)
+        return most, columns
+
+    def _price(self, lines: Ints, trial: int, prices: Floats) -> tuple[Floats, list[tuple[int, Counts]]]:
+        """Return (l,) what room for every EST costs at least in these lines, at the prices of a trial, and columns."""
+        unit = float(prices.mean())
+        extra = np.array([own[min(trial, len(own) - 1)][0] for own in self.trials])[self.jobs[lines]]
+        credit = np.array([own[min(trial, len(own) - 1)][1] for own in self.trials])[self.jobs[lines]]
+        each, workers, rooms = prices + unit * extra, self.workers[lines], self.rooms[lines]
+        cost, counts, holds = cover(rooms, self.available[lines], each, workers)
+        score = np.where(holds, self.values[lines] - (counts * each).sum(axis=1), -np.inf)
+        columns = [(int(self.jobs[lines[at]]), tuple(counts[at].tolist())) for at in self._best(lines, score)]
+        for low, high in ((0, _MOST_WHOLE), (_MOST_WHOLE, np.inf)):
+            part = np.flatnonzero(self.whole[lines] & (workers > low) & (workers <= high))
+            if not len(part):
+                continue
+            # More ESTs than parts: rooms rounded up keep the bound a bound.
+            goal = np.minimum(workers[part], _PARTS)
+            over = -(-(rooms[part] * goal[:, None]) // workers[part][:, None])
+            whole, choice = cover_whole(over, each[part], goal)
+            cost[part] = np.maximum(cost[part], whole)
+            if high > _MOST_WHOLE:  # rounded down, what holds the parts holds the ESTs
+                over = rooms[part] * goal[:, None] // workers[part][:, None]
+                _, choice = cover_whole(over, each[part], goal)
+            best = self._best(lines[part], self.values[lines[part]] - cost[part])
+            rows = taken_whole(over[best], choice[:, best], goal[best])
+            columns += zip(self.jobs[lines[part]][best].tolist(), rows, strict=True)
+        return cost - unit * credit, columns
+
+    def _best(self, lines: Ints, score: Floats) -> Ints:
+        """Return the places of each job's best lines, those with a finite score."""
+        order = np.lexsort((-score, self.jobs[lines]))
+        jobs = self.jobs[lines][order]
+        rank = np.arange(len(order)) - np.searchsorted(jobs, jobs)
+        return order[(rank < _COLUMNS_A_ROUND) & np.isfinite(score[order])]
+
+
+def cover(rooms: Ints, available: Ints, prices: Floats, workers: Ints) -> tuple[Floats, Ints, NDArray[np.bool_]]:
+    """Return (L,) the least cost of room for every EST, parts allowed; (L, T) whole devices; (L,) whether there is room.
+
+    ``rooms``, ``available`` and ``prices`` are (L, T), ``workers`` (L,).
+    """
+    with np.errstate(divide="ignore", invalid="ignore"):
+        ratio = np.where(rooms > 0, prices / rooms, np.inf)
+    order = np.argsort(ratio, axis=1, kind="stable")
+    lines = np.arange(len(rooms))
+    left, cost, counts = workers.astype(float), np.zeros(len(rooms)), np.zeros_like(rooms)
+    for kind in order.T:
+        room = rooms[lines, kind]
+        needed = np.where(room > 0, left / np.maximum(room, 1), 0.0)
+        taken = np.minimum(needed, available[lines, kind])
+        cost += taken * prices[lines, kind]
+        counts[lines, kind] = np.ceil(taken - _OPEN).astype(np.int64)
+        left = np.maximum(left - taken * room, 0.0)
+    holds = left <= _OPEN * workers
+    return np.where(holds, cost, np.inf), counts, holds
+
+
+def cover_whole(rooms: Ints, prices: Floats, workers: Ints) -> tuple[Floats, NDArray[np.int16]]:
+    """Return (L,) the least cost of whole devices with room for every EST, and (W + 1, L) the type taken last.
+
+    ``rooms`` and ``prices`` are (L, T), ``workers``, W at most, (L,). Dynamic programming over the ESTs that have room,
+    without limits on the numbers of devices: still a bound, and tighter than with parts of devices, for the last device is
+    paid in full. A type without room is never taken; the cost is infinite where none has room.
+    """
+    lines, most = np.arange(len(rooms)), int(workers.max())
+    cost = np.zeros((most + 1, len(rooms)))
+    choice = np.zeros((most + 1, len(rooms)), dtype=np.int16)
+    price_each = np.where(rooms > 0, prices, np.inf).T
+    room = rooms.T
+    for placed in range(1, most + 1):
+        total = price_each + cost[np.maximum(0, placed - room), lines]
+        choice[placed] = total.argmin(axis=0)
+        cost[placed] = total[choice[placed], lines]
+    return cost[workers, lines], choice
+
+
+def taken_whole(rooms: Ints, choice: NDArray[np.int16], workers: Ints) -> list[Counts]:
+    """Return the numbers of devices that :func:`cover_whole` took for each of its (L, T) lines; none where none has room."""
+    counts, left = np.zeros_like(rooms), np.where(rooms.any(axis=1), workers, 0)
+    while (left > 0).any():
+        busy = np.flatnonzero(left > 0)
+        kind = choice[left[busy], busy]
+        counts[busy, kind] += 1
+        left[busy] -= rooms[busy, kind]
+    return [tuple(row) for row in counts.tolist()]
+
+
+def _value_of(tables: Sequence[JobTable], rows: Way) -> float:
+    """Return the weighted sum of what each job makes of its devices, relative to alone; a job without any waits."""
+    return sum(table.columns[row] for table, row in zip(tables, rows, strict=True) if row is not None)
+
+
+def _greedy(tables: Sequence[JobTable], counts: Ints) -> Way:
+    """Return a choice of columns job by job, without a solver: what fits, of most worth."""
+    left = counts.copy()
+    chosen: Way = []
+    for table in tables:
+        rows = list(table.columns)
+        fitting = np.flatnonzero((np.array(rows, dtype=np.int64).reshape(-1, len(left)) <= left).all(axis=1)).tolist()
+        row = max((rows[place] for place in fitting), key=lambda row: table.columns[row], default=None)
+        left -= np.array(row) if row is not None else 0
+        chosen.append(row)
+    return chosen
+
+
+def _choose(tables: Sequence[JobTable], counts: Ints, limit_s: float, seed: int, start: Way, *, everyone: bool) -> Way:
+    """Return the best choice of whole columns that CP-SAT finds; at least as good as ``start``.
+
+    With ``everyone`` each job has a column, also in ``start``.
+    """
+    model = cp_model.CpModel()
+    picks = [{row: model.new_bool_var("") for row in table.columns} for table in tables]
+    for pick, chosen in zip(picks, start, strict=True):
+        (model.add_exactly_one if everyone else model.add_at_most_one)(pick.values())
+        for row, variable in pick.items():
+            model.add_hint(variable, row == chosen)
+    for place, limit in enumerate(counts.tolist()):
+        terms = [(variable, row[place]) for pick in picks for row, variable in pick.items() if row[place]]
+        model.add(cp_model.LinearExpr.weighted_sum(*zip(*terms, strict=True)) <= limit if terms else True)
+    unit = _SCALE / max(table.weight for table in tables)
+    terms = [
+        (variable, round(table.columns[row] * unit))
+        for table, pick in zip(tables, picks, strict=True)
+        for row, variable in pick.items()
+    ]
+    model.maximize(cp_model.LinearExpr.weighted_sum(*zip(*terms, strict=True)))
+    solver = solver_for(limit_s, seed)
+    solver.parameters.relative_gap_limit = 1e-6
+    if run(solver, model) not in (cp_model.OPTIMAL, cp_model.FEASIBLE):
+        return start
+    found = [next((row for row, variable in pick.items() if solver.boolean_value(variable)), None) for pick in picks]
+    return found if _value_of(tables, found) >= _value_of(tables, start) else start
+
+
+def _improve(tables: Sequence[JobTable], counts: Ints, chosen: Way) -> Way:
     """Let jobs take turns at their best plan on their own devices and the ones left over, until none gains."""
     rows = list(chosen)
     left = counts - np.sum([row for row in rows if row is not None], axis=0, dtype=np.int64)
@@ -179,85 +653,59 @@ def _improve(tables: Sequence[JobTable], counts: Ints, chosen: Sequence[Counts |
     while changed and left.any():
         changed = False
         for job, table in enumerate(tables):
-            own = np.zeros_like(counts) if rows[job] is None else np.array(rows[job])
-            better = _best_within(table, own + left)
-            now = 0.0 if rows[job] is None else table.columns[rows[job]]  # type: ignore[index]
-            if better is not None and table.columns[better] > now + 1e-12:
-                rows[job], left, changed = better, left + own - np.array(better), True
+            own = np.array(rows[job] or np.zeros_like(counts))
+            now = -1.0 if (row := rows[job]) is None else table.columns[row]
+            for mode in table.modes():
+                better = _roomiest(table, np.minimum(own + left, mode))
+                if better is not None and (worth := table.columns.get(better, -1.0)) > now + 1e-12:
+                    rows[job], now, changed = better, worth, True
+            left += own - np.array(rows[job] or np.zeros_like(counts))
     return rows
 
 
-def _best_within(table: JobTable, available: Ints) -> Counts | None:
-    """Return a good column within the available devices: the fastest step in which they hold every EST."""
-    within = np.minimum(available, table.available)
-    modes = np.eye(len(within), dtype=np.int64) * within if table.problem.single_type else within[None, :]
-    best: Counts | None = None
-    for mode in modes:
-        room = table.rooms @ mode
-        enough = np.flatnonzero(room >= table.problem.max_workers)
-        if not len(enough):
-            continue
-        rooms, left, counts = table.rooms[enough[0]], table.problem.max_workers, np.zeros_like(mode)
-        for place in np.argsort(-rooms, kind="stable"):
-            if rooms[place] and left > 0:
-                counts[place] = min(int(mode[place]), -(-left // int(rooms[place])))
-                left -= int(counts[place] * rooms[place])
-        row = tuple(int(count) for count in counts)
-        table.add(row)
-        if row in table.columns and (best is None or table.columns[row] > table.columns[best]):
-            best = row
-    return best
+def _roomiest(table: JobTable, within: Ints) -> Counts | None:
+    """Return the column of the fastest step in which the devices ``within`` (T,) hold every EST, as few of them as can be."""
+    enough = np.flatnonzero(table.rooms @ within >= table.problem.max_workers)
+    if not len(enough):
+        return None
+    row = tuple(fewest(table.rooms[enough[0]].tolist(), within.tolist(), table.problem.max_workers))
+    table.add(row)
+    return row
 
 
-def _exact(
-    tables: Sequence[JobTable],
-    counts: Ints,
-    chosen: Sequence[Counts | None],
-    bound: float,
-    deadline: float,
-    seed: int,
-    *,
-    everyone: bool,
-) -> tuple[list[Counts | None], float]:
-    """Return a better choice, if CP-SAT finds one with every step time in one model, and the smaller bound."""
+def _whole(
+    tables: Sequence[JobTable], counts: Ints, limit_s: float, seed: int, start: Way, *, everyone: bool
+) -> tuple[Way | None, float]:
+    """Return the best way that CP-SAT finds with every step time of every job in one model, and a bound on all ways.
+
+    The way is None where none is found; the bound is 0 where it is proven that there is none.
+    """
     model = cp_model.CpModel()
-    unit = SCALE / max(table.weight for table in tables)
-    used = [device_variables(model, table) for table in tables]
-    terms = []
-    for table, own, row in zip(tables, used, chosen, strict=True):
+    unit = _SCALE / max(table.weight for table in tables)
+    used, terms = [], []
+    for table, row in zip(tables, start, strict=True):
+        own = [model.new_int_var(0, int(limit), "") for limit in table.available]
+        limit_devices(model, table.problem, [own[place] for place in table.places])
         steps = [model.new_bool_var("") for _ in table.values]
-        if everyone:
-            model.add_exactly_one(steps)
-        else:
-            model.add_at_most_one(steps)
+        (model.add_exactly_one if everyone else model.add_at_most_one)(steps)
         for step, rooms, worth in zip(steps, table.rooms.tolist(), table.best_values.tolist(), strict=True):
             fits = cp_model.LinearExpr.weighted_sum(own, rooms) >= table.problem.max_workers
             model.add(fits).only_enforce_if(step)
             terms.append((step, round(worth * unit)))
         for variable, count in zip(own, row or (0,) * len(own), strict=True):
             model.add_hint(variable, count)
+        used.append(own)
     for place, limit in enumerate(counts.tolist()):
         model.add(cp_model.LinearExpr.sum([own[place] for own in used]) <= limit)
     model.maximize(cp_model.LinearExpr.weighted_sum(*zip(*terms, strict=True)))
-    solver = solver_until(deadline, seed)
-    if run(solver, model) not in (cp_model.OPTIMAL, cp_model.FEASIBLE):
-        return list(chosen), bound
-    rows: list[Counts | None] = []
+    solver = solver_for(limit_s, seed)
+    status = run(solver, model)
+    if status not in (cp_model.OPTIMAL, cp_model.FEASIBLE):
+        return None, 0.0 if status == cp_model.INFEASIBLE else np.inf
+    rows: Way = []
     for table, own in zip(tables, used, strict=True):
         row = tuple(solver.value(variable) for variable in own)
         table.add(row)
         rows.append(row if row in table.columns else None)
-    complete = not everyone or None not in rows
-    rows = rows if complete and value_of(tables, rows) > value_of(tables, chosen) else list(chosen)
     # Half a unit for each job is what rounding may have hidden.
-    return rows, min(bound, (solver.best_objective_bound + len(tables)) / unit)
-
-
-def _plan(table: JobTable, row: Counts | None, gap: float, seconds: float) -> Plan | None:
-    if row is None:
-        return None
-    own = tuple(row[place] for place in table.places)
-    step = reach(table.problem, own)
-    if step is None:
-        raise ValueError(f"{own} devices have no room for every EST")
-    return plan_of(table.problem, own, step, gap=gap, solve_seconds=seconds)
+    return None if everyone and None in rows else rows, (solver.best_objective_bound + len(tables)) / unit

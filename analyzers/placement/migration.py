@@ -2,22 +2,13 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Mapping
 
+from ddltool.analyzers.placement.dealing import device_counts, verify
 from ddltool.analyzers.placement.problem import Problem
-from ddltool.analyzers.placement.verify import verify
 from ddltool.errors import InputError
 from ddltool.placement_records import Migration
 from ddltool.plan import Alternative, Plan
-
-
-def device_counts(plan: Plan | Alternative) -> dict[str, int]:
-    """Return how many devices of each type a plan uses."""
-    counts: Counter[str] = Counter()
-    for row in plan.assignments:
-        counts[row.device_type] += row.devices
-    return dict(counts)
 
 
 def weigh(problem: Problem, best: Plan, current: Plan, *, migration_s: float, horizon_s: float) -> Plan:

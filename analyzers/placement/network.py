@@ -15,11 +15,10 @@ from dataclasses import dataclass, replace
 from fractions import Fraction
 
 from ddltool.analyzers.goodput.throughput import ThroughputParams, overlapped, sync_time_s
-from ddltool.analyzers.placement.closed_form import best_step_time
-from ddltool.analyzers.placement.dealing import evaluate
+from ddltool.analyzers.placement.dealing import counts_of, device_counts, evaluate, plan_of, reach
 from ddltool.analyzers.placement.est import is_feasible, solve_est
 from ddltool.analyzers.placement.problem import Problem, check_affordable
-from ddltool.analyzers.placement.step_times import Counts, allowed, reach
+from ddltool.analyzers.placement.steps import Counts, best_step
 from ddltool.errors import Infeasible, InputError
 from ddltool.placement_records import Choice, NetworkCost
 from ddltool.plan import Alternative, Plan
@@ -93,27 +92,20 @@ def solve_on_nodes(
     best = ranked[0][1]
     _check_throughput(problem, best.step_s)
     gap = max(0.0, 1.0 - min(bound, best.step_s) / best.step_s)
-    first = _alternative(quick, best)
-    return Plan(
-        job=problem.job,
-        strategy="est",
-        max_workers=problem.max_workers,
-        batch_size=problem.batch_size,
-        **{name: getattr(first, name) for name in Alternative.model_fields},
-        status="optimal" if gap <= _ROUNDING and best.proven else "feasible",
-        gap=gap if gap > _ROUNDING else 0.0,
-        alternatives=[_alternative(quick, each) for _, each in ranked[1:]],
-        network=NetworkCost(
-            choice=ranked[0][0],
-            num_nodes=best.nodes,
-            num_replicas=sum(best.counts),
-            compute_s=float(best.compute_s),
-            sync_s=_sync(params, best.nodes, sum(best.counts)),
-            best_steps={choice: each.step_s for choice, each in ranked},
-        ),
-        communication_s=max(0.0, best.step_s - float(best.compute_s)),
-        solve_seconds=time.perf_counter() - started,
+    gap = gap if gap > _ROUNDING else 0.0
+    seconds = time.perf_counter() - started
+    made = plan_of(problem, _alternative(quick, best), optimal=gap == 0 and best.proven, gap=gap, solve_seconds=seconds)
+    cost = NetworkCost(
+        choice=ranked[0][0],
+        num_nodes=best.nodes,
+        num_replicas=sum(best.counts),
+        compute_s=float(best.compute_s),
+        sync_s=_sync(params, best.nodes, sum(best.counts)),
+        best_steps={choice: each.step_s for choice, each in ranked},
     )
+    others = [_alternative(quick, each) for _, each in ranked[1:]]
+    waiting = max(0.0, best.step_s - float(best.compute_s))
+    return made.model_copy(update={"alternatives": others, "network": cost, "communication_s": waiting})
 
 
 def nodes_needed(counts: Mapping[str, int], shapes: Sequence[NodeShape]) -> int:
@@ -158,7 +150,7 @@ def _on_one_node(problem: Problem, shapes: Sequence[NodeShape], params: Throughp
     for name, devices in largest.items():
         for number in range(1, min(devices, problem.device_limit, problem.devices[place[name]].count) + 1):
             counts = tuple(number if place[name] == other else 0 for other in range(len(place)))
-            compute = reach(problem, counts) if allowed(problem, counts) else None
+            compute = best_step(problem, counts) if problem.allows(counts) else None
             if compute is None:
                 continue
             step = _step(params, compute, 1, number)
@@ -215,14 +207,9 @@ def _across_nodes(
             heapq.heappush(intervals, (bound(*part), *part))
     left = min(best_step, unsettled, *(first for first, _, _ in intervals[:1]))
     plan = solve_est(replace(problem, max_devices=best_number), seed=seed)
-    used = {device.name: 0 for device in problem.devices}
-    for row in plan.assignments:
-        used[row.device_type] += row.devices
-    counts = tuple(used.values())
-    nodes = nodes_needed(used, shapes)
+    counts = counts_of(problem, plan)
+    nodes = nodes_needed(device_counts(plan), shapes)
     reached = reach(problem, counts)
-    if reached is None:
-        raise ValueError(f"{counts} devices have no room for every EST")
     step = _step(params, reached, nodes, sum(counts))
     proven = plan.status == "optimal"
     return _Found(step_s=step, counts=counts, compute_s=reached, nodes=nodes, proven=proven), min(left, limit, step)
@@ -231,23 +218,20 @@ def _across_nodes(
 def _compute_time(problem: Problem, devices: int, seed: int) -> _Computing | None:
     """Return the smallest f with at most so many devices; None: they have no room."""
     narrowed = replace(problem, max_devices=devices)
+    if problem.max_price_micro is None:
+        best = best_step(narrowed)
+        return None if best is None else _Computing(reached=best, least=best)
     try:
-        if problem.max_price_micro is None:
-            best = best_step_time(narrowed)
-            return _Computing(reached=best, least=best)
         plan = solve_est(narrowed, seed=seed)
     except Infeasible:
         return None
-    used = {device.name: 0 for device in problem.devices}
-    for row in plan.assignments:
-        used[row.device_type] += row.devices
-    reached = reach(narrowed, tuple(used.values()))
-    return None if reached is None else _Computing(reached=reached, least=reached * (1 - Fraction(plan.gap)))
+    reached = reach(narrowed, counts_of(narrowed, plan))
+    return _Computing(reached=reached, least=reached * (1 - Fraction(plan.gap)))
 
 
 def _alternative(problem: Problem, found: _Found) -> Alternative:
     """Return a plan's figures with the synchronisation in its step."""
-    made = evaluate(problem, found.counts, found.compute_s)
+    made = evaluate(problem, found.counts)
     throughput = problem.max_workers / found.step_s
     in_use = made.waste + made.throughput
     return made.model_copy(update={"iteration_s": found.step_s, "throughput": throughput, "waste": in_use - throughput})

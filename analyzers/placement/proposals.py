@@ -9,11 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import cast
 
 import numpy as np
 
-from ddltool.analyzers.placement.step_table import check_capability, exact, smallest_step, table_of, weights_of
+from ddltool.analyzers.placement.problem import check_capability, exact
+from ddltool.analyzers.placement.steps import StepTable, deal, fewest, smallest_step, step_table, whole
 from ddltool.errors import InputError, did_you_mean
 from ddltool.graph import natural_key
 
@@ -62,13 +64,18 @@ def best_plan(
         return max(each, key=lambda plan: plan.throughput)
     if not names:
         return PlanSummary(throughput=0.0, ests_per_device={}, used={})
-    weights = weights_of(tuple(float(capability[name]) for name in names))
+    weights = _weights(tuple(float(capability[name]) for name in names))
     counts = [min(held[name], max_workers) for name in names]
-    k, kind = smallest_step(weights, counts, max_workers)
-    rooms = {name: weight * k // weights[kind] for name, weight in zip(names, weights, strict=True)}
-    dealt = _deal(
-        rooms, dict(zip(names, counts, strict=True)), max_workers, weights=dict(zip(names, weights, strict=True))
-    )
+    found = smallest_step(weights, counts, max_workers)
+    assert found is not None  # there is a device
+    k, kind = found
+    rooms = [weight * k // weights[kind] for weight in weights]
+    used = fewest(rooms, counts, max_workers)
+    dealt = {
+        name: sum(((ests,) * number for number, ests in rows), ())
+        for name, rows in zip(names, deal(rooms, used, max_workers, weights), strict=True)
+        if rows
+    }
     return PlanSummary(
         throughput=_throughput(capability[names[kind]], k, max_workers),
         ests_per_device=dealt,
@@ -182,32 +189,23 @@ def _with_more(
     vectors = np.tile([min(held.get(kind, 0), max_workers) for kind in names], (more, 1)).astype(np.int64)
     vectors[:, names.index(name)] += np.arange(1, more + 1)
     if max_workers * len(names) > _LARGEST_TABLE:
-        steps = [smallest_step(weights_of(capabilities), row, max_workers) for row in vectors.tolist()]
-        return [_throughput(capabilities[kind], k, max_workers) for k, kind in steps]
-    table = table_of(capabilities, max_workers)
+        weights = _weights(capabilities)
+        steps = [smallest_step(weights, row, max_workers) for row in vectors.tolist()]
+        return [_throughput(capabilities[step[1]], step[0], max_workers) for step in steps if step is not None]
+    table = _table(capabilities, max_workers)
     return cast(list[float], table.throughputs[table.smallest(vectors)].tolist())
+
+
+@lru_cache(maxsize=4096)
+def _weights(capabilities: tuple[float, ...]) -> tuple[int, ...]:
+    return whole(tuple(exact(capability) for capability in capabilities))
+
+
+@lru_cache(maxsize=512)
+def _table(capabilities: tuple[float, ...], max_workers: int) -> StepTable:
+    return step_table(tuple(exact(capability) for capability in capabilities), max_workers)
 
 
 def _throughput(capability: float, k: int, max_workers: int) -> float:
     """Return ``maxP / (k / C)``, rounded once."""
     return float(max_workers * exact(capability) / k)
-
-
-def _deal(
-    rooms: Mapping[str, int], counts: Mapping[str, int], workers: int, *, weights: Mapping[str, int]
-) -> dict[str, tuple[int, ...]]:
-    """Return the ESTs of each used device: roomiest types first, so that as few as possible are used."""
-    dealt: dict[str, tuple[int, ...]] = {}
-    for name in sorted(rooms, key=lambda name: (-rooms[name], weights[name], natural_key(name))):
-        room = rooms[name]
-        if workers <= 0 or not room:
-            continue
-        full = min(counts[name], workers // room)
-        ests = [room] * full
-        workers -= full * room
-        if workers and full < counts[name]:
-            ests.append(workers)
-            workers = 0
-        if ests:
-            dealt[name] = tuple(ests)
-    return dict(sorted(dealt.items(), key=lambda item: natural_key(item[0])))
