@@ -59,10 +59,9 @@ def make_plan(
     curves: Mapping[str, StepCurve] | None = None,
 ) -> Plan:
     """Return the plan of a job; ``capabilities`` by device type in mini-batches per second."""
-    from ddltool.analyzers.balancing.plan import plan_lb_bsp
+    from ddltool.analyzers.balancing.plan import plan_bsp, plan_lb_bsp
     from ddltool.analyzers.barriers.superstep import plan_elastic_bsp
     from ddltool.analyzers.deciding.compute import with_compute
-    from ddltool.analyzers.placement.bsp import plan_bsp
     from ddltool.analyzers.placement.est import solve_est
     from ddltool.analyzers.placement.problem import demand_throughput, from_job
 

@@ -13,11 +13,20 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ddltool.analyzers.balancing.curves import DeviceCurves, TableCurves
-from ddltool.analyzers.balancing.minmax import drop_advice, greedy, split
+from ddltool.analyzers.balancing.curves import Counts, Curves, DeviceCurves, TableCurves
+from ddltool.analyzers.balancing.minmax import drop_advice, split
 from ddltool.analyzers.balancing.sizing import equal, proportional
 from ddltool.analyzers.balancing.synthetic import gpu_curves
 from ddltool.errors import Infeasible, InputError
+
+
+def greedy(curves: Curves, total: int) -> Counts:
+    """The greedy rule, one sample at a time to whoever would end it first."""
+    sizes = np.ones(len(curves.limits), dtype=np.int64)
+    for _ in range(total - len(sizes)):
+        following = curves.seconds(np.minimum(sizes + 1, curves.limits))
+        sizes[int(np.argmin(np.where(sizes < curves.limits, following, np.inf)))] += 1
+    return sizes
 
 
 @st.composite

@@ -6,6 +6,7 @@ import itertools
 import random
 import time
 from collections.abc import Callable
+from operator import mul
 from pathlib import Path
 
 import numpy as np
@@ -13,11 +14,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ddltool.analyzers.balancing.choosing import Offer, choose
 from ddltool.analyzers.balancing.curves import DeviceCurves
-from ddltool.analyzers.balancing.plan import StepCurve, plan_lb_bsp
+from ddltool.analyzers.balancing.minmax import Offer, choose
+from ddltool.analyzers.balancing.plan import StepCurve, plan_bsp, plan_lb_bsp
 from ddltool.analyzers.goodput.throughput import ThroughputParams
-from ddltool.analyzers.placement.bsp import plan_bsp
 from ddltool.analyzers.placement.enforcement import to_enforcement
 from ddltool.analyzers.placement.problem import Problem, from_job
 from ddltool.commands.plan_input import step_curves
@@ -184,8 +184,8 @@ def test_the_cost_of_synchronisation_is_seen(shapes: list[tuple[int, int, int]],
 
 @given(st.integers(0, 10**6), st.integers(1, 8), st.sampled_from([1.0, 2.5]))
 @settings(max_examples=60, deadline=None)
-def test_all_times_at_once_or_one_number_of_devices_after_the_other(seed: int, kinds: int, gamma: float) -> None:
-    """Devices that cost nothing are searched over time, priced ones over their number: the same step either way."""
+def test_devices_that_cost_nothing_are_as_good_as_unpriced_ones(seed: int, kinds: int, gamma: float) -> None:
+    """The step is the same, and no number of devices, tried one after the other without its cost, makes a shorter one."""
     chance = np.random.default_rng(seed)
     curves = DeviceCurves.of(
         launch_s=chance.uniform(0, 0.3, kinds),
@@ -210,6 +210,9 @@ def test_all_times_at_once_or_one_number_of_devices_after_the_other(seed: int, k
     assert sum(row.devices * row.size for row in free.rows) == total
     assert sum(free.numbers) <= (most or total)
     assert finish(free.slowest_s, sum(free.numbers)) == free.iteration_s
+    for devices in range(1, min(sum(counts), total, most or total) + 1):
+        made = choose(curves, Offer(counts=counts, max_devices=devices), total)
+        assert made is None or finish(made.slowest_s, devices) >= free.iteration_s * (1 - 1e-14)
 
 
 @given(st.integers(0, 10**6))
@@ -224,13 +227,13 @@ def test_money_is_spent_where_it_buys_the_batch(seed: int) -> None:
     most = max(
         sum(number * limit for number, limit in zip(numbers, limits, strict=True))
         for numbers in itertools.product(*(range(count + 1) for count in counts))
-        if offer.price(numbers) <= budget and sum(numbers) <= (offer.max_devices or 0)
+        if sum(map(mul, prices, numbers)) <= budget and sum(numbers) <= (offer.max_devices or 0)
     )
     curves = DeviceCurves.of(per_sample_s=[1.0] * kinds, memory_limit=limits)
     if most:
         made = choose(curves, offer, most)
         assert made is not None
-        assert offer.price(made.numbers) <= budget
+        assert sum(map(mul, prices, made.numbers)) <= budget
         assert sum(made.numbers) <= (offer.max_devices or 0)
     assert choose(curves, offer, most + 1) is None
 

@@ -10,10 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ddltool.analyzers.balancing.choosing import Offer, choose
 from ddltool.analyzers.balancing.curves import Counts, DeviceCurves, Floats, TableCurves
-from ddltool.analyzers.balancing.minmax import drop_advice
-from ddltool.analyzers.balancing.searching import shortest
+from ddltool.analyzers.balancing.minmax import Offer, choose, drop_advice, shortest
 
 Value = Callable[[float, int], float]
 

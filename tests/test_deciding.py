@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ddltool.analyzers.balancing.plan import plan_lb_bsp
+from ddltool.analyzers.balancing.plan import plan_bsp, plan_lb_bsp
 from ddltool.analyzers.communication.collectives import plan_collectives
 from ddltool.analyzers.communication.ddp import plan_ddp
 from ddltool.analyzers.communication.efficiency import compare
@@ -27,7 +27,6 @@ from ddltool.analyzers.deciding.communication import (
 )
 from ddltool.analyzers.deciding.compare import LEAST_GAIN, SIMPLEST, STALENESS_MARGIN, decide
 from ddltool.analyzers.goodput.throughput import ThroughputParams, iteration_time_s
-from ddltool.analyzers.placement.bsp import plan_bsp
 from ddltool.analyzers.placement.est import solve_est
 from ddltool.analyzers.placement.problem import Problem, from_job
 from ddltool.decision import Option

@@ -13,11 +13,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ddltool.analyzers.balancing.plan import StepCurve
+from ddltool.analyzers.balancing.plan import StepCurve, plan_bsp
 from ddltool.analyzers.deciding.feedback import RankRun, Run, read_run
 from ddltool.analyzers.deciding.rescaling import measured_speeds, scaled_curve, scaled_model
 from ddltool.analyzers.goodput.throughput import ThroughputParams, iteration_time_s
-from ddltool.analyzers.placement.bsp import plan_bsp
 from ddltool.analyzers.placement.problem import DeviceType, Problem
 from ddltool.analyzers.reporting.plan_section import _proof, _spans
 from ddltool.artifacts import load

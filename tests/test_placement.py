@@ -13,7 +13,7 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from ddltool.analyzers.placement.bsp import plan_bsp
+from ddltool.analyzers.balancing.plan import plan_bsp
 from ddltool.analyzers.placement.dealing import verify
 from ddltool.analyzers.placement.enforcement import to_enforcement
 from ddltool.analyzers.placement.est import solve_est

@@ -10,9 +10,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from ddltool.analyzers.balancing.plan import plan_bsp
 from ddltool.analyzers.barriers.superstep import best_superstep, plan_elastic_bsp
 from ddltool.analyzers.barriers.superstep_devices import choose
-from ddltool.analyzers.placement.bsp import plan_bsp
 from ddltool.analyzers.placement.enforcement import to_enforcement
 from ddltool.analyzers.placement.problem import Problem, from_job
 from ddltool.errors import InputError

@@ -1,21 +1,20 @@
-"""LB-BSP as a plan: how many samples of the total batch each device takes, so that all end together.
+"""How many samples of the total batch each device takes: equally (BSP), or so that all end together (LB-BSP).
 
-Start at :func:`plan_lb_bsp`.
+Start at :func:`plan_lb_bsp`; :func:`plan_bsp` is what one would do otherwise.
 """
 
 from __future__ import annotations
 
 import math
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 
-from ddltool.analyzers.balancing.choosing import Chosen, Finish, Offer, Row, choose, seconds_of, spread
 from ddltool.analyzers.balancing.curves import DeviceCurves
+from ddltool.analyzers.balancing.minmax import Chosen, Finish, Offer, Row, choose, seconds_of, spread
 from ddltool.analyzers.goodput.throughput import ThroughputParams, overlapped, sync_time_s
-from ddltool.analyzers.placement.bsp import choose_devices
-from ddltool.analyzers.placement.problem import DeviceType, Problem, check_affordable, exact
+from ddltool.analyzers.placement.problem import Problem, check_affordable, exact
 from ddltool.errors import Infeasible, InputError
 from ddltool.graph import natural_key
 from ddltool.job import DeviceOffer, Job
@@ -57,11 +56,33 @@ def memory_limit(job: Job, offer: DeviceOffer) -> int | None:
     return min((limit for limit in known if limit is not None), default=None)
 
 
+def plan_bsp(problem: Problem, curves: Mapping[str, StepCurve] | None = None) -> Plan:
+    """Return bulk-synchronous training with an equal split: every device is one replica.
+
+    Samples that do not divide go to the fastest devices. A step takes as long as the slowest share: ``max x_i /
+    (batch_size C_i)`` seconds, the same figure f as for ESTs (EasyScale, Equation 1b) with ``A_i = x_i / batch_size``, or
+    what a type's entry of ``curves`` gives, launch and saturation included. Where a constraint excludes devices, the fastest
+    are kept, each type as far as devices and money go; with a single type, the one whose kept devices have the most
+    capability in all. Each device gets a sample at least. Raises Infeasible when no device can be afforded, or a share does
+    not fit into a device's memory.
+    """
+    started = time.perf_counter()
+    check_affordable(problem)
+    known = _device_curves(problem, curves, accumulate=False)
+    rows = _equal_rows(problem, problem.max_workers * problem.batch_size)
+    for row in rows:
+        if row.size > (fits := int(known.limits[row.kind])):
+            name = problem.devices[row.kind].name
+            raise Infeasible(f"an equal split gives each {name} {row.size} samples, and {fits} fit")
+    step = max(seconds_of(known, row) for row in rows)
+    return _plan(problem, "bsp", known, rows, step, time.perf_counter() - started)
+
+
 def plan_lb_bsp(problem: Problem, curves: Mapping[str, StepCurve] | None = None, *, synchronise: bool = True) -> Plan:
     """Return the split of ``max_workers * batch_size`` samples with the shortest step, over all subsets of the devices.
 
     Devices, as many of each type as the limits of devices, money and types allow, and sizes are chosen together, exactly
-    (:mod:`ddltool.analyzers.balancing.choosing`). A type's time is its entry of ``curves``, or ``x / (batch_size C)`` from its
+    (:mod:`~.minmax`). A type's time is its entry of ``curves``, or ``x / (batch_size C)`` from its
     capability. Where the devices' memory does not hold the batch at once, each makes its samples in as few and as equal
     passes as fit (gradient accumulation). With ``synchronise`` and a fitted model in ``curves`` the step is
     ``(compute^gamma + sync^gamma)^(1/gamma)`` (Pollux, section 3.2) with the slowest type's synchronisation time on that
@@ -72,7 +93,7 @@ def plan_lb_bsp(problem: Problem, curves: Mapping[str, StepCurve] | None = None,
     started = time.perf_counter()
     check_affordable(problem)
     total = checked_total(problem.max_workers, problem.batch_size, "batch_size")
-    known = [_curve(device, problem.batch_size, (curves or {}).get(device.name)) for device in problem.devices]
+    given = [(curves or {}).get(device.name, StepCurve()) for device in problem.devices]
     offer = Offer(
         counts=tuple(device.count for device in problem.devices),
         max_devices=problem.max_devices,
@@ -82,31 +103,42 @@ def plan_lb_bsp(problem: Problem, curves: Mapping[str, StepCurve] | None = None,
         budget=problem.max_price_micro or 0,
         single_type=problem.single_type,
     )
-    finish = _finish(known, False) if synchronise else None
-    made = _device_curves(known, accumulate=False)
+    finish = _finish(given, False) if synchronise else None
+    made = _device_curves(problem, curves, accumulate=False)
     best = choose(made, offer, total, finish)
-    parts = _device_curves(known, accumulate=True)
-    finish_parts = _finish(known, True) if synchronise else None
-    binds = any(curve.memory_limit is not None and curve.memory_limit < total for curve in known)
+    parts = _device_curves(problem, curves, accumulate=True)
+    finish_parts = _finish(given, True) if synchronise else None
+    binds = any(curve.memory_limit is not None and curve.memory_limit < total for curve in given)
     accumulated = choose(parts, offer, total, finish_parts) if binds else None
-    equal_s = None if best is None else _equal_seconds(problem, made, total, finish)
+    equal = _equal_rows(problem, total)
+    equal_s = None
+    if best is not None and all(row.size <= int(made.limits[row.kind]) for row in equal):
+        equal_s = _step_s(made, equal, finish)
     shorter = None
     if best is None:
         made, best, finish = parts, accumulated, finish_parts
     elif accumulated is not None and accumulated.iteration_s < best.iteration_s:
         shorter = accumulated.iteration_s
     if best is None:
-        raise Infeasible(f"no device holds a single sample: {_limits_text(problem, known)}")
-    return _plan(
-        problem,
-        made,
-        best,
-        time.perf_counter() - started,
-        kept=_all_kept(problem, offer, made, best, total, finish),
+        raise Infeasible(f"no device holds a single sample: {_limits_text(problem, given)}")
+    plan = _plan(problem, "lb-bsp", made, best.rows, best.iteration_s, time.perf_counter() - started)
+    numbers, kept_s = _all_kept(problem, made, best, total, finish)
+    names = [device.name for device in problem.devices]
+    record = BatchSplit(
+        total_batch_size=total,
         equal_s=equal_s,
+        kept_s=kept_s,
+        idle_s=sum(row.devices * (best.slowest_s - seconds_of(made, row)) for row in best.rows),
+        dropped={
+            name: keeping - used
+            for name, keeping, used in zip(names, numbers, best.numbers, strict=True)
+            if keeping > used
+        },
         accumulated_s=shorter,
-        synchronised=finish is not None,
     )
+    communication_s = None if finish is None else max(0.0, best.iteration_s - best.slowest_s)
+    update = {"split": record, "communication_s": communication_s, "overload_factor": best.slowest_s}
+    return plan.model_copy(update=update)
 
 
 def checked_total(workers: int, batch_size: int, where: str) -> int:
@@ -117,42 +149,20 @@ def checked_total(workers: int, batch_size: int, where: str) -> int:
     return total
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _Kept:
-    """All devices that the limits allow, and the step if all of them take part."""
-
-    numbers: list[int]
-    iteration_s: float | None
-
-
 def _plan(
-    problem: Problem,
-    curves: DeviceCurves,
-    best: Chosen,
-    seconds: float,
-    *,
-    kept: _Kept,
-    equal_s: float | None,
-    accumulated_s: float | None,
-    synchronised: bool,
+    problem: Problem, strategy: str, curves: DeviceCurves, rows: Sequence[Row], step_s: float, seconds: float
 ) -> Plan:
     """Return the record. Waste is what the devices' own speeds at their sizes make beyond the throughput."""
     names = [device.name for device in problem.devices]
-    total = problem.max_workers * problem.batch_size
-    took = {row: seconds_of(curves, row) for row in best.rows}
-    throughput = problem.max_workers / best.iteration_s
-    capability = sum(row.devices * row.size / seconds / problem.batch_size for row, seconds in took.items())
-    dropped = {
-        name: keeping - used
-        for name, keeping, used in zip(names, kept.numbers, best.numbers, strict=True)
-        if keeping > used
-    }
+    throughput = problem.max_workers / step_s
+    took = {row: seconds_of(curves, row) for row in rows}
+    capability = sum(row.devices * row.size / each / problem.batch_size for row, each in took.items() if each)
     return Plan(
         job=problem.job,
-        strategy="lb-bsp",
+        strategy=strategy,  # type: ignore[arg-type]
         max_workers=problem.max_workers,
         batch_size=problem.batch_size,
-        iteration_s=best.iteration_s,
+        iteration_s=step_s,
         throughput=throughput,
         assignments=[
             Assignment(
@@ -163,53 +173,35 @@ def _plan(
                 accumulation_steps=_passes(curves, row) - 1,
                 compute_s=took[row],
             )
-            for row in sorted(best.rows, key=lambda row: (natural_key(names[row.kind]), -row.size))
+            for row in sorted(rows, key=lambda row: (natural_key(names[row.kind]), -row.size))
         ],
         est_count=0,
         waste=max(0.0, capability - throughput),
-        overload_factor=best.slowest_s,
+        overload_factor=step_s,
         status="optimal",
         gap=0.0,
         solve_seconds=seconds,
-        communication_s=max(0.0, best.iteration_s - best.slowest_s) if synchronised else None,
-        split=BatchSplit(
-            total_batch_size=total,
-            equal_s=equal_s,
-            kept_s=kept.iteration_s,
-            idle_s=sum(row.devices * (best.slowest_s - each) for row, each in took.items()),
-            dropped=dropped,
-            accumulated_s=accumulated_s,
-        ),
     )
 
 
-def _curve(device: DeviceType, batch_size: int, known: StepCurve | None) -> StepCurve:
-    """Return the type's curve with all its numbers."""
-    curve = known if known is not None else StepCurve()
-    if curve.per_sample_s is not None:
-        return curve
-    per_sample_s = float(1 / (device.capability_per_s * max(batch_size, curve.saturation)))
-    return StepCurve(
-        launch_s=curve.launch_s,
-        per_sample_s=per_sample_s,
-        memory_limit=curve.memory_limit,
-        saturation=curve.saturation,
-        sync=curve.sync,
-        devices_per_node=curve.devices_per_node,
-    )
-
-
-def _device_curves(known: list[StepCurve], *, accumulate: bool) -> DeviceCurves:
+def _device_curves(problem: Problem, curves: Mapping[str, StepCurve] | None, *, accumulate: bool) -> DeviceCurves:
+    """Return the types' curves; without a time per sample a batch takes what the capability says."""
+    known = [(device, (curves or {}).get(device.name, StepCurve())) for device in problem.devices]
     return DeviceCurves.of(
-        launch_s=[curve.launch_s for curve in known],
-        per_sample_s=[curve.per_sample_s or 0.0 for curve in known],
-        saturation=[float(curve.saturation) for curve in known],
-        memory_limit=[_UNLIMITED if curve.memory_limit is None else curve.memory_limit for curve in known],
+        launch_s=[curve.launch_s for _, curve in known],
+        per_sample_s=[
+            float(1 / (device.capability_per_s * max(problem.batch_size, curve.saturation)))
+            if curve.per_sample_s is None
+            else curve.per_sample_s
+            for device, curve in known
+        ],
+        saturation=[float(curve.saturation) for _, curve in known],
+        memory_limit=[_UNLIMITED if curve.memory_limit is None else curve.memory_limit for _, curve in known],
         accumulate=accumulate,
     )
 
 
-def _finish(known: list[StepCurve], accumulating: bool) -> Finish | None:
+def _finish(known: Sequence[StepCurve], accumulating: bool) -> Finish | None:
     """Return how synchronisation lengthens a step; None where no type has a fitted model."""
     models = [(curve.sync, curve.devices_per_node) for curve in known if curve.sync is not None]
     if not models:
@@ -235,52 +227,61 @@ def _passes(curves: DeviceCurves, row: Row) -> int:
     return max(1, -(-row.size // max(1, int(curves.memory_limit[row.kind])))) if curves.accumulate else 1
 
 
-def _all_kept(
-    problem: Problem, offer: Offer, curves: DeviceCurves, best: Chosen, total: int, finish: Finish | None
-) -> _Kept:
-    """Return the devices that could take part beside those that do, fastest first, and the step with all of them."""
-    numbers = list(best.numbers)
-    left = (total if problem.max_devices is None else min(total, problem.max_devices)) - sum(numbers)
-    money = offer.budget - offer.price(numbers)
-    kinds = range(len(numbers))
-    for kind in sorted(kinds, key=lambda kind: -problem.devices[kind].capability_per_s):
-        if problem.single_type and not best.numbers[kind]:
-            continue
-        if int(curves.limits[kind]) < 1:
-            continue
-        more = min(offer.allows(kind, left, money), offer.counts[kind] - numbers[kind])
-        numbers[kind] += more
-        left -= more
-        money -= offer.price_of(kind, more)
-    if numbers == list(best.numbers):
-        return _Kept(numbers=numbers, iteration_s=best.iteration_s)
-    rows = spread(curves, numbers, total)
-    if rows is None:
-        return _Kept(numbers=numbers, iteration_s=None)
+def _step_s(curves: DeviceCurves, rows: Sequence[Row], finish: Finish | None) -> float:
     slowest = max(seconds_of(curves, row) for row in rows)
-    return _Kept(numbers=numbers, iteration_s=slowest if finish is None else finish(slowest, sum(numbers)))
+    return slowest if finish is None else finish(slowest, sum(row.devices for row in rows))
 
 
-def _equal_seconds(problem: Problem, curves: DeviceCurves, total: int, finish: Finish | None) -> float | None:
-    """Return the step time of the equal split over the devices that BSP would use, None where a limit forbids it."""
-    place = {device.name: kind for kind, device in enumerate(problem.devices)}
-    pairs = sorted(choose_devices(problem), key=lambda pair: curves.per_sample_s[place[pair[0].name]])
-    count = sum(number for _, number in pairs)
-    share, left = divmod(total, count)
-    if share < 1:
-        return None
-    slowest = 0.0
-    for device, number in pairs:
-        kind = place[device.name]
-        size = share + (left > 0)
-        left -= min(left, number)
-        if size > int(curves.limits[kind]):
-            return None
-        slowest = max(slowest, seconds_of(curves, Row(kind=kind, devices=number, size=size)))
-    return slowest if finish is None else finish(slowest, count)
+def _filled_up(problem: Problem, numbers: Sequence[int], kinds: Sequence[int]) -> list[int]:
+    """Return the numbers of devices with more of the types ``kinds``, fastest first, as far as devices and money go."""
+    total = problem.max_workers * problem.batch_size
+    found = list(numbers)
+    left = (total if problem.max_devices is None else min(total, problem.max_devices)) - sum(found)
+    prices = [device.price_micro or 0 for device in problem.devices]
+    money = (problem.max_price_micro or 0) - sum(price * count for price, count in zip(prices, found, strict=True))
+    for kind in sorted(kinds, key=lambda kind: -problem.devices[kind].capability_per_s):  # stable: equal ones by name
+        more = min(left, problem.devices[kind].count - found[kind])
+        if problem.max_price_micro is not None and prices[kind]:
+            more = min(more, money // prices[kind])
+        found[kind] += more
+        left -= more
+        money -= more * prices[kind]
+    return found
 
 
-def _limits_text(problem: Problem, known: list[StepCurve]) -> str:
+def _equal_rows(problem: Problem, total: int) -> list[Row]:
+    """Return the equal split over the devices that BSP uses; the fastest take what is left over."""
+    kinds = range(len(problem.devices))
+    speeds = [device.capability_per_s for device in problem.devices]
+    groups = [[kind] for kind in kinds] if problem.single_type else [list(kinds)]
+    kept = [_filled_up(problem, [0] * len(kinds), group) for group in groups]
+    numbers = max(kept, key=lambda counts: sum(count * speed for count, speed in zip(counts, speeds, strict=True)))
+    share, left = divmod(total, sum(numbers))
+    rows: list[Row] = []
+    for kind in sorted(kinds, key=lambda kind: -speeds[kind]):
+        more = min(left, numbers[kind])
+        left -= more
+        sizes = ((more, share + 1), (numbers[kind] - more, share))
+        rows += [Row(kind=kind, devices=devices, size=size) for devices, size in sizes if devices]
+    return rows
+
+
+def _all_kept(
+    problem: Problem, curves: DeviceCurves, best: Chosen, total: int, finish: Finish | None
+) -> tuple[list[int], float | None]:
+    """Return the devices that could take part beside those that do, fastest first, and the step with all of them."""
+    kinds = range(len(problem.devices))
+    usable = [
+        kind for kind in kinds if int(curves.limits[kind]) >= 1 and (best.numbers[kind] or not problem.single_type)
+    ]
+    numbers = _filled_up(problem, best.numbers, usable)
+    if numbers == list(best.numbers):
+        return numbers, best.iteration_s
+    rows = spread(curves, numbers, total)
+    return numbers, None if rows is None else _step_s(curves, rows, finish)
+
+
+def _limits_text(problem: Problem, known: Sequence[StepCurve]) -> str:
     shown = [
         f"{device.count} {device.name} of at most {'any number' if curve.memory_limit is None else curve.memory_limit}"
         for device, curve in zip(problem.devices, known, strict=True)

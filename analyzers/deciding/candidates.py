@@ -7,12 +7,11 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
 
-from ddltool.analyzers.balancing.plan import StepCurve, plan_lb_bsp
+from ddltool.analyzers.balancing.plan import StepCurve, plan_bsp, plan_lb_bsp
 from ddltool.analyzers.barriers.superstep import DEFAULT_LOOKAHEAD, plan_elastic_bsp
 from ddltool.analyzers.deciding.communication import FITTED, Communication, Exposed
 from ddltool.analyzers.goodput.plan import plan_goodput
 from ddltool.analyzers.goodput.throughput import ThroughputParams, efficiency, grad_time_s
-from ddltool.analyzers.placement.bsp import plan_bsp
 from ddltool.analyzers.placement.est import solve_est
 from ddltool.analyzers.placement.problem import Problem, demand_throughput
 from ddltool.decision import Kept, Option
