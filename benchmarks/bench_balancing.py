@@ -6,12 +6,13 @@
     python benchmarks/bench_balancing.py --algorithm2 FILE.png  # Algorithm 2 on four simulated GPUs, and a picture of it
     python benchmarks/bench_balancing.py --trace FILE.csv.gz # write a synthetic trace (--workers, --iterations, --seed)
 
-Synthetic means made up: see ddltool.analyzers.balancing.synthetic for how. Times are CPU seconds on one thread.
+Synthetic means made up: see benchmarks/synthetic.py for how. Times are CPU seconds on one thread.
 """
 
 from __future__ import annotations
 
 import argparse
+import sys
 import time
 from pathlib import Path
 
@@ -23,9 +24,18 @@ from ddltool.analyzers.balancing.minmax import drop_advice, split
 from ddltool.analyzers.balancing.predict import PREDICTORS, make
 from ddltool.analyzers.balancing.replay import gain_kept, replay, replay_equal, replay_oracle
 from ddltool.analyzers.balancing.sizing import equal, proportional
-from ddltool.analyzers.balancing.synthetic import cpu_cluster, gpu_curves, jitter
-from ddltool.analyzers.balancing.trajectory import simulate, slower_network
 from ddltool.runtime.measuring.watch import SpeedRow, write_rows
+
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+from synthetic import (
+    cpu_cluster,
+    gpu_clock,
+    gpu_curves,
+    jitter,
+    simulate,
+    slower_network,
+    trajectory_figure,
+)
 
 BATCH = 128
 SINCE = 500
@@ -71,7 +81,7 @@ def compare_schemes(iterations: int, seed: int) -> None:
     print("GPU cluster of 16              iteration  of BSP  staleness    gap")
     _, curves = gpu_curves()
     total = 32 * 16
-    clock = schemes.gpu_clock(curves, jitter(iterations, 16, seed), total)
+    clock = gpu_clock(curves, jitter(iterations, 16, seed), total)
     need = curves.seconds(equal(16, total))
     base = schemes.bsp(clock, need)
     show("BSP", base, base)
@@ -125,8 +135,6 @@ def solver() -> None:
 
 def algorithm2(path: Path) -> None:
     """Start with 32 samples each; at iteration 150 the M60's network becomes four times slower (10 to 2.5 Gbit/s)."""
-    from ddltool.analyzers.balancing.picture import trajectory_figure
-
     names, curves = gpu_curves(1)
     cut = slower_network(curves, 1, 4.0)
     print(

@@ -134,8 +134,7 @@ def _total(recorded: SpeedTrace, given: int | None) -> int:
 
 def _write_weights(network: Predictor, recorded: SpeedTrace, path: Path) -> None:
     """Keep what a network has learned of each worker."""
-    from ddltool.analyzers.balancing.networks import Network
-    from ddltool.analyzers.balancing.weights import weights_to_json
+    from ddltool.analyzers.balancing.networks import Network, weights_to_json
     from ddltool.artifacts import write_text
     from ddltool.commands.output import note
 
@@ -179,8 +178,7 @@ def replay_all(
 
 def _reuse(predictor: Predictor, path: Path, names: tuple[str, ...]) -> None:
     """Let a network begin with the weights of a file. Raises InputError for weights that do not fit it."""
-    from ddltool.analyzers.balancing.networks import Network
-    from ddltool.analyzers.balancing.weights import reuse_weights
+    from ddltool.analyzers.balancing.networks import Network, reuse_weights
     from ddltool.artifacts import read_document
 
     assert isinstance(predictor, Network)  # --weights goes with no other predictor

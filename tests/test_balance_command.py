@@ -12,8 +12,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from benchmarks.synthetic import cpu_cluster
 from ddltool.analyzers.balancing.predict import PREDICTORS
-from ddltool.analyzers.balancing.synthetic import cpu_cluster
 from ddltool.commands.balance_trace import read_trace
 from ddltool.errors import InputError
 from ddltool.runtime.measuring.watch import SpeedRow, Watch, WatchRequest, expected_cpu, record, write_rows

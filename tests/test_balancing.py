@@ -13,10 +13,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from benchmarks.synthetic import gpu_curves
 from ddltool.analyzers.balancing.curves import Counts, Curves, DeviceCurves, TableCurves
 from ddltool.analyzers.balancing.minmax import drop_advice, split
 from ddltool.analyzers.balancing.sizing import equal, proportional
-from ddltool.analyzers.balancing.synthetic import gpu_curves
 from ddltool.errors import Infeasible, InputError
 
 

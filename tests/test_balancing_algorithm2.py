@@ -10,14 +10,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from benchmarks.synthetic import gpu_curves, jitter, simulate, slower_network, trajectory_figure
 from ddltool.analyzers.balancing.algorithm2 import Algorithm2, Phase, Settings
 from ddltool.analyzers.balancing.control import Report, SpeedPolicy, TrialPolicy
 from ddltool.analyzers.balancing.curves import DeviceCurves
 from ddltool.analyzers.balancing.minmax import split
-from ddltool.analyzers.balancing.picture import trajectory_figure
 from ddltool.analyzers.balancing.predict import Settings as Learning
-from ddltool.analyzers.balancing.synthetic import gpu_curves, jitter
-from ddltool.analyzers.balancing.trajectory import simulate, slower_network
 from ddltool.errors import Infeasible, InputError
 
 PAPER = (89, 21, 12, 6)

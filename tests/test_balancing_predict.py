@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ddltool.analyzers.balancing.arima import Arima
-from ddltool.analyzers.balancing.networks import Network
+from benchmarks.synthetic import cpu_cluster, gpu_clock, gpu_curves, jitter
+from ddltool.analyzers.balancing.networks import Network, reuse_weights, weights_to_json
 from ddltool.analyzers.balancing.predict import PREDICTORS, Settings, length_predictor, make
 from ddltool.analyzers.balancing.replay import gain_kept, replay, replay_equal, replay_oracle
 from ddltool.analyzers.balancing.schemes import (
@@ -19,16 +19,14 @@ from ddltool.analyzers.balancing.schemes import (
     bounded,
     bsp,
     cpu_clock,
-    gpu_clock,
     lb_bsp,
     lb_bsp_oracle,
     redundant,
     work_shifting,
 )
 from ddltool.analyzers.balancing.sizing import equal
-from ddltool.analyzers.balancing.synthetic import cpu_cluster, gpu_curves, jitter
 from ddltool.analyzers.balancing.trace import SpeedTrace
-from ddltool.analyzers.balancing.weights import reuse_weights, weights_to_json
+from ddltool.analyzers.balancing.trained import Arima
 from ddltool.errors import InputError
 
 QUICK = Settings(warm_up=150, refit_every=150, window=300, most_steps=400, own_steps=20)

@@ -8,13 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 from ddltool.analyzers.balancing.algorithm2 import MEMORY_SHARE, Algorithm2, Phase
-from ddltool.analyzers.balancing.algorithm2 import Settings as TrialSettings
 from ddltool.analyzers.balancing.predict import Predictor, Settings, make
 from ddltool.analyzers.balancing.sizing import checked_limits, checked_sizes, proportional
 from ddltool.errors import InputError
@@ -117,41 +116,15 @@ class SpeedPolicy:
         return Choice(sizes=tuple(self.sizes.tolist()))
 
 
-class TrialPolicy:
-    """Algorithm 2: samples move between leader and straggler. Arguments as for :class:`Algorithm2`."""
-
-    def __init__(
-        self,
-        sizes: Sequence[int],
-        limits: Sequence[int] | None = None,
-        settings: TrialSettings | None = None,
-        least: int = 1,
-    ) -> None:
-        self._algorithm = Algorithm2(sizes, limits, settings, least)
-
-    @property
-    def sizes(self) -> Counts:
-        """(n,) samples from now on."""
-        return self._algorithm.sizes
-
-    @sizes.setter
-    def sizes(self, value: Counts) -> None:
-        self._algorithm.sizes = np.array(value, dtype=np.int64)
+class TrialPolicy(Algorithm2):
+    """Algorithm 2: samples move between leader and straggler."""
 
     def choose(self, report: Report) -> Choice:
         """Return sizes after one more iteration's times."""
-        before = self._algorithm.phase
-        decision = self._algorithm.observe(report.seconds, report.memory, report.samples)
+        before = self.phase
+        decision = self.observe(report.seconds, report.memory, report.samples)
         return Choice(
             sizes=decision.sizes,
             fine_tuning=before is Phase.APPROACH and decision.phase is Phase.FINE,
             remove=decision.straggler if decision.remove else None,
         )
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return Algorithm 2's state as plain numbers."""
-        return self._algorithm.state_dict()
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from a state; see :meth:`Algorithm2.load_state_dict`."""
-        self._algorithm.load_state_dict(state)

@@ -8,12 +8,15 @@ and two past readings of CPU and memory (Equation 4).
 Models are initialised by reuse, as in the paper: the first training begins with one model for the recent iterations of
 all workers together, from which each worker's own goes on. A worker that has never been short of memory so knows from
 the others what that does. Speeds enter relative to the worker's own 90th percentile and readings as the shares they are,
-so weights mean the same for every worker, in the next run, and in another job.
+so weights mean the same for every worker, in the next run, and in another job. They travel as JSON text
+(:func:`weights_to_json`): nothing but numbers and names is in it, so a file from elsewhere can at worst predict badly.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import json
+import math
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -22,7 +25,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from ddltool.analyzers.balancing.predict import Settings, Trained
+from ddltool.analyzers.balancing.trained import Settings, Trained
+from ddltool.errors import InputError, did_you_mean
 
 Floats = NDArray[np.float64]
 LOOK_BACK = 2
@@ -35,6 +39,8 @@ _CENTRE, _SCALE = 0.5, 0.3
 _REFERENCE = 0.9
 # A reused model starts once its worker's own speed is roughly known.
 _REUSE_AFTER = 10
+KIND = "ddltool.speed_weights"
+VERSION = 1
 
 
 class Network(Trained):
@@ -246,3 +252,76 @@ def _forward(kind: str, weights: Mapping[str, Tensor], inputs: Tensor) -> Tensor
         cell = torch.sigmoid(forget) * cell + torch.sigmoid(enter) * torch.tanh(new)
         state = torch.sigmoid(leave) * torch.tanh(cell)
     return torch.baddbmm(weights["out_bias"], state, weights["out"])[..., 0]
+
+
+def weights_to_json(network: Network, names: Sequence[str]) -> str:
+    """Return the weights of a trained network whose n workers are called ``names``, with their validation errors.
+
+    Raises InputError where the network has not been trained or reused.
+    """
+    if not network.ready:
+        raise InputError("weights", "have not been trained yet", "observe more iterations than the warm-up")
+    workers = {
+        name: {
+            "validation": None if math.isnan(network.validation[place]) else float(network.validation[place]),
+            "weights": {key: value[place].tolist() for key, value in network.weights.items()},
+        }
+        for place, name in enumerate(names)
+    }
+    document = {
+        "kind": KIND,
+        "schema_version": VERSION,
+        "network": network.kind,
+        "hidden": network.settings.hidden,
+        "workers": workers,
+    }
+    return json.dumps(document, allow_nan=False) + "\n"
+
+
+def reuse_weights(network: Network, document: Any, names: Sequence[str], where: str = "weights") -> None:
+    """Let the network's n workers, called ``names``, begin with the weights of a parsed document.
+
+    A worker of the same name goes on with its own; any other takes those with the lowest validation error. Where a fresh
+    start validates better at the first training, that is kept instead. Raises InputError for a document of another kind,
+    network or shape, and for values that are no finite numbers.
+    """
+    if not isinstance(document, dict) or document.get("kind") != KIND:
+        raise InputError(where, "holds no weights of a speed predictor", f'its "kind" must be "{KIND}"')
+    if document.get("schema_version") != VERSION:
+        raise InputError(f"{where}:schema_version", f"is {document.get('schema_version')!r}", f"expected {VERSION}")
+    if document.get("network") != network.kind:
+        problem = f"is {document.get('network')!r}"
+        raise InputError(f"{where}:network", problem, f"these are not weights of {network.kind}")
+    stored = document.get("workers")
+    if not isinstance(stored, dict) or not stored:
+        raise InputError(f"{where}:workers", "holds no workers", "give a file that this program has written")
+    checked = {name: _checked(record, network, f"{where}:workers.{name}") for name, record in stored.items()}
+    best = min(stored, key=lambda name: (_validation(stored[name]), name))
+    chosen = [checked[name if name in checked else best] for name in names]
+    weights = {key: np.stack([weights[key] for weights in chosen]) for key in network.weights}
+    network.reuse(weights, compare=True)
+
+
+def _validation(record: dict[str, Any]) -> float:
+    error = record.get("validation")
+    return float(error) if isinstance(error, int | float) else math.inf
+
+
+def _checked(record: Any, network: Network, where: str) -> dict[str, Any]:
+    """Return one worker's arrays by name."""
+    given = record.get("weights") if isinstance(record, dict) else None
+    if not isinstance(given, dict):
+        raise InputError(where, "holds no weights", "give a file that this program has written")
+    arrays = {}
+    for name, value in network.weights.items():
+        if name not in given:
+            raise InputError(f"{where}.weights", f"has no {name!r}", did_you_mean(name, given))
+        try:
+            array = np.array(given[name], dtype=np.float64)
+        except (TypeError, ValueError):
+            array = np.empty(0)
+        if array.shape != tuple(value.shape[1:]) or not np.isfinite(array).all():
+            expected = "x".join(map(str, value.shape[1:]))
+            raise InputError(f"{where}.weights.{name}", "is not usable", f"expected {expected} finite numbers")
+        arrays[name] = array
+    return arrays

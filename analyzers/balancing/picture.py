@@ -1,4 +1,4 @@
-"""Actual against predicted speeds as SVG text, and what Algorithm 2 did to batch sizes as a figure."""
+"""Actual against predicted speeds as SVG text."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ import numpy as np
 from matplotlib.figure import Figure
 
 from ddltool.analyzers.balancing.replay import Floats, Outcome
-from ddltool.analyzers.balancing.trajectory import Trajectory
 from ddltool.analyzers.reporting.style import INK, SERIES_COLOURS, STYLE, WIDTH_IN, to_svg
 
 ITERATIONS_DRAWN = 150
@@ -64,34 +63,3 @@ def _liveliest(actual: Floats) -> tuple[int, int]:
     mean, square = ((sums[ITERATIONS_DRAWN:] - sums[:-ITERATIONS_DRAWN]) / ITERATIONS_DRAWN).transpose(1, 0, 2)
     begin = int(np.argmax(np.sort(square - mean**2, axis=1)[:, -WORKERS_DRAWN:].sum(axis=1)))
     return begin, begin + ITERATIONS_DRAWN
-
-
-def trajectory_figure(names: Sequence[str], run: Trajectory, marks: Mapping[int, str] | None = None) -> Figure:
-    """Return batch sizes (above) and times (below) of n workers over iterations, as the paper's Figure 8 shows them.
-
-    Args:
-        names: (n,) workers.
-        run: what Algorithm 2 did; simulated, which the title says.
-        marks: iteration -> what happened there.
-    """
-    happened = dict(marks or {})
-    if run.fine_at is not None:
-        happened[run.fine_at] = "fine tuning"
-    with mpl.rc_context(STYLE):
-        figure = Figure(figsize=(WIDTH_IN, 5.0), layout="constrained")
-        upper, lower = figure.subplots(2, 1, sharex=True)
-        for place, name in enumerate(names):
-            colour = SERIES_COLOURS[place % len(SERIES_COLOURS)]
-            upper.plot(run.sizes[:, place], color=colour, linewidth=1.4, drawstyle="steps-post", label=name)
-            lower.plot(run.seconds[:, place], color=colour, linewidth=1.0, label="_")
-        for at, text in happened.items():
-            for axis in (upper, lower):
-                axis.axvline(at, color=INK, linewidth=0.8, linestyle=":", label="_")
-            upper.text(at, 1.02, text, transform=upper.get_xaxis_transform(), fontsize=9, ha="center")
-        upper.set_ylabel("samples")
-        upper.set_ylim(bottom=0)
-        lower.set_ylabel("seconds")
-        lower.set_ylim(bottom=0)
-        lower.set_xlabel("iteration (simulated)")
-        figure.legend(loc="outside upper right", ncols=min(4, len(names)), frameon=False, fontsize=9)
-        return figure

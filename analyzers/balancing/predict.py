@@ -1,34 +1,21 @@
 """The speed of every worker in its next iteration, from what it did before (LB-BSP, section 3.2.2 and Table 3).
 
 Predictors work online on all workers at once: ``predict`` before an iteration, with the readings of CPU and memory taken
-at its start, then ``observe`` with the speeds that it really had. ``make`` builds one by name; ARIMA is in
-:mod:`~.arima`, the networks are in :mod:`~.networks`.
+at its start, then ``observe`` with the speeds that it really had. Start at :func:`make`.
 """
 
 from __future__ import annotations
 
-import copy
-import logging
-import threading
-from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
-from numpy.typing import NDArray
 
+from ddltool.analyzers.balancing.trained import Arima, Ema, Floats, Settings
 from ddltool.errors import InputError, did_you_mean
 
-Floats = NDArray[np.float64]
-log = logging.getLogger(__name__)
+__all__ = ["PREDICTORS", "READING", "Ema", "Last", "Predictor", "Settings", "check_names", "length_predictor", "make"]
 
-EMA_ALPHA = 0.2
-WARM_UP = 500
-# A lasting change: speeds in a row that are all this many times above the average, or all this many times below it.
-_CHANGED = 1.25
-# A prediction this many times beyond what a worker ever did is none; batch sizes made from it would stall the others.
-_BEYOND = 1.5
 PREDICTORS = ("last", "ema", "arima", "rnn", "lstm", "narx")
 READING = ("narx",)
 """Those that look at CPU and memory."""
@@ -49,42 +36,6 @@ class Predictor(Protocol):
         ...
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Settings:
-    """How the trained predictors learn; the defaults are the paper's where it gives them."""
-
-    warm_up: int = WARM_UP
-    """Iterations observed before the first training; until then predictions are EMA's."""
-    refit_every: int = 500
-    """Iterations between trainings after that; each goes on from the weights of the one before."""
-    window: int = 1000
-    """Most recent iterations that a training sees."""
-    hidden: int = 10
-    """Units of the one hidden layer."""
-    most_steps: int = 1500
-    """Steps at most of the common model's training, each over all its samples."""
-    own_steps: int = 60
-    """Steps at most of each worker's own training, each over the whole window."""
-    patience: int = 50
-    """Steps without a lower validation error after which a model's training stops."""
-    seed: int = 0
-    background: bool = False
-    """Train networks in a thread, going on with what is there until it has ended: for use while a job runs."""
-    restart_after: int = 0
-    """Speeds in a row far off on the same side after which EMA, during a warm-up too, begins anew with their median; 0:
-    never (the paper's)."""
-
-    def __post_init__(self) -> None:
-        for name in ("warm_up", "window"):
-            if getattr(self, name) < 20:
-                raise InputError(name, f"is {getattr(self, name)}", "training needs 20 iterations or more")
-        for name in ("refit_every", "hidden", "most_steps", "own_steps", "patience"):
-            if getattr(self, name) < 1:
-                raise InputError(name, f"is {getattr(self, name)}", "give 1 or more")
-        if self.restart_after < 0:
-            raise InputError("restart_after", f"is {self.restart_after}", "give 0 or more")
-
-
 class Last:
     """The speed of the last iteration: the paper's memoryless method."""
 
@@ -100,160 +51,6 @@ class Last:
         self._speed = np.array(speed, dtype=np.float64)
 
 
-class Ema:
-    """Exponential moving average that begins at the first speed; alpha is the weight of the latest.
-
-    With ``restart_after`` k > 0, a worker whose last k speeds were all 1.25 times above its average of then, or all as far
-    below, has changed for good: its average begins anew with their median, and need not get there by and by.
-    """
-
-    def __init__(self, workers: int, alpha: float = EMA_ALPHA, restart_after: int = 0) -> None:
-        self._alpha = alpha
-        self._recent: deque[Floats] = deque(maxlen=restart_after)
-        self._above = self._below = np.zeros(workers, dtype=np.int64)
-        self._mean = np.full(workers, np.nan)
-
-    def predict(self, cpu: Floats, memory: Floats) -> Floats:
-        """Return (n,) averages."""
-        return self._mean
-
-    def observe(self, speed: Floats) -> None:
-        """Take (n,) speeds into the averages."""
-        known = ~np.isnan(self._mean)
-        if self._recent.maxlen:
-            self._recent.append(np.asarray(speed, dtype=np.float64))
-            self._above = (self._above + 1) * (speed > _CHANGED * self._mean)
-            self._below = (self._below + 1) * (speed < self._mean / _CHANGED)
-        self._mean = np.where(known, self._alpha * speed + (1 - self._alpha) * self._mean, speed)
-        changed = np.maximum(self._above, self._below) >= (self._recent.maxlen or np.inf)
-        if changed.any():
-            self._mean = np.where(changed, np.median(np.stack(self._recent), axis=0), self._mean)
-
-
-class History:
-    """The recorded iterations of n workers in arrays that grow."""
-
-    def __init__(self, workers: int) -> None:
-        self._rows = np.empty((256, 3, workers))
-        self.count = 0
-
-    def add(self, speed: Floats, cpu: Floats, memory: Floats) -> None:
-        """Append one iteration: (n,) speeds and the readings at its start."""
-        if self.count == len(self._rows):
-            self._rows = np.concatenate((self._rows, np.empty_like(self._rows)))
-        self._rows[self.count] = speed, cpu, memory
-        self.count += 1
-
-    def copy(self) -> History:
-        """Return the same iterations in arrays of their own."""
-        made = copy.copy(self)
-        made._rows = self._rows[: self.count].copy()
-        return made
-
-    def last(self, iterations: int) -> Floats:
-        """Return (k, 3, n) speed, CPU and memory of the last k iterations, k at most ``iterations``."""
-        return self._rows[max(0, self.count - iterations) : self.count]
-
-
-class Trained:
-    """A predictor that learns after a warm-up: EMA until then, and bounds on what it may say.
-
-    A subclass implements :meth:`_train` and :meth:`_forecast`.
-    """
-
-    LEARNED: tuple[str, ...] = ()
-    """Attributes that training sets and that may be taken over later; none: it always trains in the foreground."""
-
-    def __init__(self, workers: int, settings: Settings, *, ready: bool = False) -> None:
-        """``ready``: weights are there from the start, so it predicts as soon as there is something to look back on."""
-        self.settings = settings
-        self.history = History(workers)
-        self.ready = ready
-        self._ema = Ema(workers, restart_after=settings.restart_after)
-        self._lowest = np.full(workers, np.inf)
-        self._highest = np.full(workers, -np.inf)
-        self._readings: tuple[Floats, Floats] | None = None
-        self._due = False
-        self._apprentice: tuple[Trained, threading.Thread] | None = None
-
-    def predict(self, cpu: Floats, memory: Floats) -> Floats:
-        """Return (n,) predicted speeds: EMA's before the warm-up is over, and where a forecast is no number.
-
-        Trains first when it is time; so a run that ends then has not trained in vain.
-        """
-        self._readings = np.array(cpu, dtype=np.float64), np.array(memory, dtype=np.float64)
-        if self._due:
-            self._due = False
-            if self.settings.background and self.LEARNED:
-                self._train_behind()
-            else:
-                self._train()
-                self.ready = True
-        self._take_over()
-        fallback = self._ema.predict(cpu, memory)
-        if not self.ready or self.history.count < self.look_back:
-            return fallback
-        forecast = self._forecast(*self._readings)
-        bounded = np.clip(forecast, self._lowest / _BEYOND, self._highest * _BEYOND)
-        return np.where(np.isfinite(forecast), bounded, fallback)
-
-    def observe(self, speed: Floats) -> None:
-        """Take (n,) speeds of the iteration that :meth:`predict` was called for."""
-        if self._readings is None:
-            raise InputError("observe", "was called before predict", "predict every iteration before it is observed")
-        self.history.add(speed, *self._readings)
-        self._ema.observe(speed)
-        self._lowest, self._highest = np.minimum(self._lowest, speed), np.maximum(self._highest, speed)
-        since = self.history.count - self.settings.warm_up
-        self._due = since >= 0 and since % self.settings.refit_every == 0
-        if self.ready and not self._due:
-            self._advance(np.asarray(speed, dtype=np.float64))
-
-    @property
-    def look_back(self) -> int:
-        """Iterations that a prediction needs."""
-        return 2
-
-    def _train_behind(self) -> None:
-        """Start training on what is known now, unless the training before has not ended yet."""
-        if self._apprentice is not None:
-            return
-        apprentice = copy.copy(self)
-        apprentice.history = self.history.copy()
-        apprentice._apprentice = None
-
-        def train() -> None:
-            apprentice.ready = self.ready
-            try:
-                apprentice._train()
-                apprentice.ready = True
-            except Exception:
-                log.warning("training the speed predictor has failed; going on without", exc_info=True)
-
-        thread = threading.Thread(target=train, name="ddltool-predictor", daemon=True)
-        self._apprentice = apprentice, thread
-        thread.start()
-
-    def _take_over(self) -> None:
-        """Take over what a training in the background has learned, once it has ended."""
-        if self._apprentice is None or self._apprentice[1].is_alive():
-            return
-        apprentice, self._apprentice = self._apprentice[0], None
-        if apprentice.ready:
-            for name in self.LEARNED:
-                setattr(self, name, getattr(apprentice, name))
-            self.ready = True
-
-    def _train(self) -> None:
-        raise NotImplementedError
-
-    def _advance(self, speed: Floats) -> None:
-        """Take one more iteration into the state, between trainings."""
-
-    def _forecast(self, cpu: Floats, memory: Floats) -> Floats:
-        raise NotImplementedError
-
-
 def make(name: str, workers: int, settings: Settings | None = None) -> Predictor:
     """Return the predictor called ``name`` for n workers; see :data:`PREDICTORS`. Raises InputError for other names."""
     chosen = settings if settings is not None else Settings()
@@ -262,8 +59,6 @@ def make(name: str, workers: int, settings: Settings | None = None) -> Predictor
     if name == "ema":
         return Ema(workers, restart_after=chosen.restart_after)
     if name == "arima":
-        from ddltool.analyzers.balancing.arima import Arima
-
         return Arima(workers, chosen)
     if name in PREDICTORS:
         from ddltool.analyzers.balancing.networks import Network

@@ -17,7 +17,6 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from ddltool.analyzers.balancing.curves import Curves
 from ddltool.analyzers.balancing.predict import Predictor
 from ddltool.analyzers.balancing.sizing import equal, proportional
 from ddltool.analyzers.balancing.trace import MOST_SPEED, SpeedTrace
@@ -102,12 +101,6 @@ def cpu_clock(trace: SpeedTrace, total: int) -> Clock:
     """
     check_ratio(trace)
     return Clock(trace.speed, (equal(trace.workers, total) / trace.speed).max(axis=1))
-
-
-def gpu_clock(curves: Curves, factors: Floats, total: int) -> Clock:
-    """Return the clock of devices with curves: work is seconds at factor 1, ``factors`` (K, n) make them faster."""
-    need = curves.seconds(equal(factors.shape[1], total))
-    return Clock(factors, (need / factors).max(axis=1))
 
 
 def bsp(clock: Clock, need: Floats) -> SchemeResult:

@@ -10,20 +10,30 @@ change of its resources. Readings are taken at an iteration's start and carry a 
 GPU cluster (sections 3.3.1 and 5.1): four each of V100, M60, K80 and K520 as curves of launch overhead, saturation,
 linear growth, memory limit and communication, with a few percent of jitter. Figure 4 is not available as numbers; the
 curves are chosen so that 32 samples each turn into about the published (89, 21, 12, 6) on one GPU of each type.
+:func:`simulate` lets Algorithm 2 run on them.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 
+import matplotlib as mpl
 import numpy as np
-from numpy.typing import NDArray
+from matplotlib.figure import Figure
+from numpy.typing import ArrayLike, NDArray
 
-from ddltool.analyzers.balancing.curves import DeviceCurves
+from ddltool.analyzers.balancing.algorithm2 import Algorithm2, Phase, Settings
+from ddltool.analyzers.balancing.curves import Curves, DeviceCurves
+from ddltool.analyzers.balancing.schemes import Clock
+from ddltool.analyzers.balancing.sizing import equal
 from ddltool.analyzers.balancing.trace import SpeedTrace
+from ddltool.analyzers.reporting.style import INK, SERIES_COLOURS, STYLE, WIDTH_IN
 from ddltool.errors import InputError
 
 Floats = NDArray[np.float64]
+Counts = NDArray[np.int64]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -118,3 +128,109 @@ def gpu_curves(each: int = 4, types: tuple[str, ...] = GPU_TYPES) -> tuple[tuple
 def jitter(iterations: int, workers: int, seed: int = 0, spread: float = 0.03) -> Floats:
     """Return (iterations, workers) factors around 1 by which workers are faster or slower; lognormal, independent."""
     return np.exp(np.random.default_rng(seed).normal(0.0, spread, (iterations, workers)))
+
+
+def gpu_clock(curves: Curves, factors: Floats, total: int) -> Clock:
+    """Return the clock of devices with curves: work is seconds at factor 1, ``factors`` (K, n) make them faster."""
+    need = curves.seconds(equal(factors.shape[1], total))
+    return Clock(factors, (need / factors).max(axis=1))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Trajectory:
+    """K simulated iterations of n workers."""
+
+    sizes: Counts
+    """(K, n) samples that each worker processed."""
+    seconds: Floats
+    """(K, n) batch processing times."""
+    fine_at: int | None
+    """The iteration after which fine tuning began."""
+    removals: tuple[tuple[int, int], ...]
+    """(iteration, worker) of each advice to remove a straggler."""
+
+    def spread(self, begin: int, end: int) -> float:
+        """Return (longest - shortest) / longest of the workers' mean times over iterations [begin, end)."""
+        mean = self.seconds[begin:end].mean(axis=0)
+        return float(1 - mean.min() / mean.max())
+
+
+def simulate(
+    curves: DeviceCurves,
+    start: Sequence[int],
+    iterations: int,
+    *,
+    settings: Settings | None = None,
+    factors: ArrayLike | None = None,
+    changes: Mapping[int, DeviceCurves] | None = None,
+    delay: int = 0,
+) -> Trajectory:
+    """Return what Algorithm 2 does to workers with known curves.
+
+    Args:
+        curves: seconds over samples of n workers.
+        start: (n,) samples at the start.
+        iterations: K, at least 1.
+        settings: Algorithm 2's.
+        factors: (K, n) by which times are longer; None: the curves' own times.
+        changes: iteration -> the curves from then on.
+        delay: iterations by which a decision comes into force later than the next one, as when it is made in the background.
+
+    Memory use is the batch over the curve's limit, and nobody gets a batch above it.
+    """
+    if iterations < 1 or delay < 0:
+        raise InputError("simulation", f"of {iterations} iterations, delay {delay}", "give 1 or more, and 0 or more")
+    algorithm = Algorithm2(start, curves.limits.tolist(), settings)
+    noise = np.ones((iterations, len(start))) if factors is None else np.asarray(factors, dtype=np.float64)
+    pending: deque[Counts] = deque([algorithm.sizes.copy()] * delay)
+    sizes, seconds = np.empty((iterations, len(start)), dtype=np.int64), np.empty((iterations, len(start)))
+    current, fine_at, removals = algorithm.sizes.copy(), None, []
+    for k in range(iterations):
+        curves = (changes or {}).get(k, curves)
+        sizes[k], seconds[k] = current, curves.seconds(current) * noise[k]
+        decision = algorithm.observe(seconds[k], current / curves.memory_limit, current)
+        if decision.phase is Phase.FINE and fine_at is None:
+            fine_at = k
+        if decision.remove:
+            removals.append((k, decision.straggler))
+        pending.append(np.array(decision.sizes))
+        current = pending.popleft()
+    return Trajectory(sizes=sizes, seconds=seconds, fine_at=fine_at, removals=tuple(removals))
+
+
+def slower_network(curves: DeviceCurves, worker: int, factor: float) -> DeviceCurves:
+    """Return the curves with one worker's communication ``factor`` times as long."""
+    communication = np.array(curves.communication_s, dtype=np.float64)
+    communication[worker] *= factor
+    return replace(curves, communication_s=communication)
+
+
+def trajectory_figure(names: Sequence[str], run: Trajectory, marks: Mapping[int, str] | None = None) -> Figure:
+    """Return batch sizes (above) and times (below) of n workers over iterations, as the paper's Figure 8 shows them.
+
+    Args:
+        names: (n,) workers.
+        run: what Algorithm 2 did; simulated, which the title says.
+        marks: iteration -> what happened there.
+    """
+    happened = dict(marks or {})
+    if run.fine_at is not None:
+        happened[run.fine_at] = "fine tuning"
+    with mpl.rc_context(STYLE):
+        figure = Figure(figsize=(WIDTH_IN, 5.0), layout="constrained")
+        upper, lower = figure.subplots(2, 1, sharex=True)
+        for place, name in enumerate(names):
+            colour = SERIES_COLOURS[place % len(SERIES_COLOURS)]
+            upper.plot(run.sizes[:, place], color=colour, linewidth=1.4, drawstyle="steps-post", label=name)
+            lower.plot(run.seconds[:, place], color=colour, linewidth=1.0, label="_")
+        for at, text in happened.items():
+            for axis in (upper, lower):
+                axis.axvline(at, color=INK, linewidth=0.8, linestyle=":", label="_")
+            upper.text(at, 1.02, text, transform=upper.get_xaxis_transform(), fontsize=9, ha="center")
+        upper.set_ylabel("samples")
+        upper.set_ylim(bottom=0)
+        lower.set_ylabel("seconds")
+        lower.set_ylim(bottom=0)
+        lower.set_xlabel("iteration (simulated)")
+        figure.legend(loc="outside upper right", ncols=min(4, len(names)), frameon=False, fontsize=9)
+        return figure
