@@ -11,8 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ddltool.analyzers.balancing.plan import plan_bsp
-from ddltool.analyzers.barriers.superstep import best_superstep, plan_elastic_bsp
-from ddltool.analyzers.barriers.superstep_devices import choose
+from ddltool.analyzers.barriers.superstep import best_superstep, choose, plan_elastic_bsp
 from ddltool.analyzers.placement.enforcement import to_enforcement
 from ddltool.analyzers.placement.problem import Problem, from_job
 from ddltool.errors import InputError
@@ -190,7 +189,8 @@ def test_no_other_devices_make_more(
     if price is None or combinations > 1:
         assert found.rate == best == found.bound
     assert (
-        sum(k * count for k, (_, count) in zip(found.iterations, found.rows, strict=True)) / found.barrier == found.rate
+        sum(k * found.counts[kind] for k, kind in zip(found.iterations, found.kinds, strict=True)) / found.barrier
+        == found.rate
     )
 
 

@@ -232,33 +232,14 @@ def _step_s(curves: DeviceCurves, rows: Sequence[Row], finish: Finish | None) ->
     return slowest if finish is None else finish(slowest, sum(row.devices for row in rows))
 
 
-def _filled_up(problem: Problem, numbers: Sequence[int], kinds: Sequence[int]) -> list[int]:
-    """Return the numbers of devices with more of the types ``kinds``, fastest first, as far as devices and money go."""
-    total = problem.max_workers * problem.batch_size
-    found = list(numbers)
-    left = (total if problem.max_devices is None else min(total, problem.max_devices)) - sum(found)
-    prices = [device.price_micro or 0 for device in problem.devices]
-    money = (problem.max_price_micro or 0) - sum(price * count for price, count in zip(prices, found, strict=True))
-    for kind in sorted(kinds, key=lambda kind: -problem.devices[kind].capability_per_s):  # stable: equal ones by name
-        more = min(left, problem.devices[kind].count - found[kind])
-        if problem.max_price_micro is not None and prices[kind]:
-            more = min(more, money // prices[kind])
-        found[kind] += more
-        left -= more
-        money -= more * prices[kind]
-    return found
-
-
 def _equal_rows(problem: Problem, total: int) -> list[Row]:
     """Return the equal split over the devices that BSP uses; the fastest take what is left over."""
-    kinds = range(len(problem.devices))
-    speeds = [device.capability_per_s for device in problem.devices]
-    groups = [[kind] for kind in kinds] if problem.single_type else [list(kinds)]
-    kept = [_filled_up(problem, [0] * len(kinds), group) for group in groups]
+    order, speeds = problem.fastest_first, [device.capability_per_s for device in problem.devices]
+    kept = [problem.filled(kinds, total) for kinds in ([[kind] for kind in order] if problem.single_type else [order])]
     numbers = max(kept, key=lambda counts: sum(count * speed for count, speed in zip(counts, speeds, strict=True)))
     share, left = divmod(total, sum(numbers))
     rows: list[Row] = []
-    for kind in sorted(kinds, key=lambda kind: -speeds[kind]):
+    for kind in order:
         more = min(left, numbers[kind])
         left -= more
         sizes = ((more, share + 1), (numbers[kind] - more, share))
@@ -270,11 +251,12 @@ def _all_kept(
     problem: Problem, curves: DeviceCurves, best: Chosen, total: int, finish: Finish | None
 ) -> tuple[list[int], float | None]:
     """Return the devices that could take part beside those that do, fastest first, and the step with all of them."""
-    kinds = range(len(problem.devices))
     usable = [
-        kind for kind in kinds if int(curves.limits[kind]) >= 1 and (best.numbers[kind] or not problem.single_type)
+        kind
+        for kind in problem.fastest_first
+        if int(curves.limits[kind]) >= 1 and (best.numbers[kind] or not problem.single_type)
     ]
-    numbers = _filled_up(problem, best.numbers, usable)
+    numbers = problem.filled(usable, total, best.numbers)
     if numbers == list(best.numbers):
         return numbers, best.iteration_s
     rows = spread(curves, numbers, total)

@@ -5,21 +5,26 @@ Every device is one worker with a logical mini-batch of its own per iteration, s
 mini-batches per second: with speeds known, the least waiting per unit of time, where ZipLine takes the least waiting of
 one superstep. All supersteps are alike, because all workers start together after each barrier.
 
-Which devices take part is chosen too (:mod:`~.superstep_devices`), for a slow one can cost more than it brings.
-Start at :func:`plan_elastic_bsp`.
+Which devices take part is chosen too, for a slow one can cost more than it brings. At a barrier time T a worker's
+iterations grow with its speed, also when they are clipped to the fewest plus a bound on the gap. So without a price the
+best devices are the fastest ones, down to some type: one candidate per type, and the best of them is optimal. With a limit
+on the price every combination of counts is a candidate where they are few; else some are tried, and the optimum without
+that limit bounds what is lost. Start at :func:`plan_elastic_bsp`.
 """
 
 from __future__ import annotations
 
+import itertools
+import math
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from fractions import Fraction
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from ddltool.analyzers.barriers.superstep_devices import MOST_COMBINATIONS, choose, left_out
 from ddltool.analyzers.placement.problem import Problem, check_affordable
 from ddltool.errors import InputError
 from ddltool.graph import natural_key
@@ -28,7 +33,31 @@ from ddltool.plan import Assignment, Plan, Superstep
 DEFAULT_LOOKAHEAD = 15
 # Ends looked at, one for each pair of entries and iteration: a second or two.
 MOST_ENDS = 100_000_000
+# Combinations of counts that are all looked at under a limit on the price, where each takes a millisecond.
+MOST_COMBINATIONS = 2000
 _INT64 = 2**62
+
+Counts = Sequence[int]
+"""Devices of each type of the problem."""
+Best = Callable[[list[tuple[Fraction, int]]], tuple[Fraction, list[int]]]
+"""From (iterations per second, how many) per type to the best barrier in seconds and the iterations per type."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DeviceChoice:
+    """Devices with their best superstep; exact numbers."""
+
+    counts: Counts
+    kinds: list[int]
+    """The used types, fastest first."""
+    barrier: Fraction
+    """Seconds."""
+    iterations: list[int]
+    """Of each used type."""
+    rate: Fraction
+    """Mini-batches per second."""
+    bound: Fraction
+    """No choice has a higher rate; equal to ``rate``: optimal."""
 
 
 def plan_elastic_bsp(problem: Problem, *, lookahead: int = DEFAULT_LOOKAHEAD, max_gap: int | None = None) -> Plan:
@@ -44,7 +73,8 @@ def plan_elastic_bsp(problem: Problem, *, lookahead: int = DEFAULT_LOOKAHEAD, ma
     each = len(problem.devices) ** 2 * lookahead
     combinations = max(1, min(MOST_COMBINATIONS, MOST_ENDS // max(each, 1)))
     found = choose(problem, lambda workers: best_superstep(workers, lookahead, max_gap), combinations)
-    rows, barrier, iterations = found.rows, found.barrier, found.iterations
+    rows = [(problem.devices[kind], found.counts[kind]) for kind in found.kinds]
+    barrier, iterations = found.barrier, found.iterations
     made = sum(k * count for k, (_, count) in zip(iterations, rows, strict=True))
     throughput = float(made / barrier)
     waits = [barrier - k / device.capability_per_s for k, (device, _) in zip(iterations, rows, strict=True)]
@@ -75,9 +105,88 @@ def plan_elastic_bsp(problem: Problem, *, lookahead: int = DEFAULT_LOOKAHEAD, ma
             waiting_s=float(max(waits)),
             total_waiting_s=float(sum(wait * count for wait, (_, count) in zip(waits, rows, strict=True))),
             iteration_gap=max(iterations) - min(iterations),
-            left_out=left_out(problem, rows) if found.bound == found.rate else {},
+            left_out=_left_out(problem, found.counts) if found.bound == found.rate else {},
         ),
     )
+
+
+def choose(problem: Problem, best: Best, combinations: int = MOST_COMBINATIONS) -> DeviceChoice:
+    """Return the devices whose best superstep makes most mini-batches per second; of equal ones the fewest.
+
+    ``combinations``: how many are all looked at under a limit on the price; of more, some are tried. At least one device
+    must be affordable (:func:`~ddltool.analyzers.placement.problem.check_affordable`).
+    """
+    order = problem.fastest_first
+    groups = [[kind] for kind in order] if problem.single_type else [order]
+    unpriced = replace(problem, max_price_micro=None)
+    fastest = [
+        unpriced.filled(group[:last], problem.device_limit) for group in groups for last in range(1, len(group) + 1)
+    ]
+    if problem.max_price_micro is None:
+        return _fittest(problem, fastest, best)
+    most = [problem.affordable(device) for device in problem.devices]
+    if sum(math.prod(most[kind] + 1 for kind in group) for group in groups) <= combinations:
+        return _fittest(problem, _combinations(problem, groups, most), best)
+    free = _fittest(problem, fastest, best)
+    return _fittest(problem, _guesses(problem, groups), best, free.rate)
+
+
+def _left_out(problem: Problem, counts: Counts) -> dict[str, int]:
+    """Return the devices, by type, of which the limits would allow one more, but which would lower the rate."""
+    if problem.single_type:
+        return {}
+    return {
+        device.name: device.count - counts[kind]
+        for kind, device in enumerate(problem.devices)
+        if problem.allows(_one_more(counts, kind))
+    }
+
+
+def _fittest(problem: Problem, candidates: Iterable[Counts], best: Best, bound: Fraction | None = None) -> DeviceChoice:
+    """Return the best of the candidates; ``bound`` None: there are no others."""
+    choice: DeviceChoice | None = None
+    for counts in candidates:
+        kinds = [kind for kind in problem.fastest_first if counts[kind]]
+        barrier, iterations = best([(problem.devices[kind].capability_per_s, counts[kind]) for kind in kinds])
+        rate = sum(k * counts[kind] for k, kind in zip(iterations, kinds, strict=True)) / barrier
+        if choice is None or (rate, -sum(counts)) > (choice.rate, -sum(choice.counts)):
+            top = rate if bound is None else max(rate, bound)
+            choice = DeviceChoice(
+                counts=counts, kinds=kinds, barrier=barrier, iterations=iterations, rate=rate, bound=top
+            )
+    assert choice is not None  # a device can be afforded
+    return choice
+
+
+def _combinations(problem: Problem, groups: Sequence[Sequence[int]], most: Counts) -> Iterator[Counts]:
+    """Yield every allowed combination of counts to which no device of a type that it uses can be added.
+
+    One more would bring mini-batches for nothing.
+    """
+    for group in groups:
+        ranges = [range(most[kind] + 1) if kind in group else range(1) for kind in range(len(most))]
+        for counts in itertools.product(*ranges):
+            grows = any(count and problem.allows(_one_more(counts, kind)) for kind, count in enumerate(counts))
+            if problem.allows(counts) and not grows:
+                yield counts
+
+
+def _one_more(counts: Counts, kind: int) -> Counts:
+    return [count + (place == kind) for place, count in enumerate(counts)]
+
+
+def _guesses(problem: Problem, groups: Sequence[Sequence[int]]) -> Iterator[Counts]:
+    """Yield devices taken one type after the other while money lasts: fastest first, and most speed for a price first."""
+    for group in groups:
+        by_price = sorted(
+            group, key=lambda kind: (problem.devices[kind].price_micro or 0) / problem.devices[kind].capability_per_s
+        )
+        for order, (first, last) in itertools.product(
+            (group, by_price), itertools.combinations(range(len(group) + 1), 2)
+        ):
+            counts = problem.filled(order[first:last], problem.device_limit)
+            if any(counts):
+                yield counts
 
 
 def best_superstep(

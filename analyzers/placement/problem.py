@@ -99,6 +99,29 @@ class Problem:
             and not (self.single_type and sum(map(bool, counts)) > 1)
         )
 
+    def filled(self, kinds: Iterable[int], limit: int, numbers: Sequence[int] | None = None) -> list[int]:
+        """Return ``numbers`` of devices with more of the types ``kinds``, one after the other, as far as money goes.
+
+        At most ``limit`` devices in all, or ``max_devices`` if they are fewer.
+        """
+        found = list(numbers or [0] * len(self.devices))
+        left = (limit if self.max_devices is None else min(limit, self.max_devices)) - sum(found)
+        prices = [device.price_micro or 0 for device in self.devices]
+        money = (self.max_price_micro or 0) - sum(price * count for price, count in zip(prices, found, strict=True))
+        for kind in kinds:
+            more = min(left, self.devices[kind].count - found[kind])
+            if self.max_price_micro is not None and prices[kind]:
+                more = min(more, money // prices[kind])
+            found[kind] += more
+            left -= more
+            money -= more * prices[kind]
+        return found
+
+    @property
+    def fastest_first(self) -> list[int]:
+        """The places of the device types, fastest first; equal ones stay in the order of their names."""
+        return sorted(range(len(self.devices)), key=lambda kind: -self.devices[kind].capability_per_s)
+
     def room(self, device: DeviceType, step_s: Fraction) -> int:
         """Return how many ESTs one device has room for in a step of ``step_s`` seconds."""
         most = self.max_workers if device.most_ests is None else min(device.most_ests, self.max_workers)
