@@ -78,6 +78,27 @@ def test_the_formula_of_the_paper() -> None:
     assert equal(3, 9).tolist() == [3, 3, 3]
 
 
+def test_equal_remainders_go_to_the_first_workers_in_large_batches_too() -> None:
+    """Shares of 10^10 samples and a half: neither rounding nor the order of speeds decides."""
+    for speeds in ([2 / 3, 1.1, 2 / 3, 1.1], [1.0, 1.0], [1 / 3, 0.7, 1 / 3, 0.7]):
+        for total in (2 * 10**10 + 1, 51_176_295_353, 7):
+            sizes = proportional(speeds, total).tolist()
+            assert sum(sizes) == total
+            for place, speed in enumerate(speeds):
+                later = [size for size, other in zip(sizes[place:], speeds[place:], strict=True) if other == speed]
+                assert sizes[place] - 1 <= min(later) <= max(later) == sizes[place]
+
+
+def test_everybody_is_kept_where_it_costs_nothing() -> None:
+    """The second worker's time is hidden behind the first one's: with and without it an iteration is as long."""
+    curves = TableCurves.of([[5.0] * 9, [5.0] * 9, [1.0, 9.0]])
+    advice = drop_advice(curves, 6)
+    assert advice.kept is not None
+    assert advice.best.iteration_s == advice.kept.iteration_s == 5.0
+    assert advice.dropped.tolist() == []
+    assert advice.best.sizes.tolist() == advice.kept.sizes.tolist()
+
+
 def test_limits_that_bind_are_named() -> None:
     with pytest.raises(Infeasible, match="memory limits of all 3 workers admit 9 samples of 10"):
         proportional([1, 1, 1], 10, [3, 3, 3])

@@ -154,9 +154,6 @@ def drop_advice(curves: Curves, total: int, sync_s: ArrayLike | None = None) -> 
     numbers = _best_numbers(curves, offer, total, lambda slowest_s, number: slowest_s + float(costs[number - 1]))
     assert numbers is not None  # all workers together admit the total
     best = _split(curves, numbers, total, float(costs[int(numbers.sum()) - 1]))
-    # Of equal times the one that keeps everybody: nothing is won by sending a worker away.
-    if kept is not None and kept.iteration_s <= best.iteration_s:
-        best = kept
     return DropAdvice(kept=kept, best=best, dropped=np.flatnonzero(best.sizes == 0))
 
 

@@ -45,9 +45,6 @@ def proportional(speeds: ArrayLike, total: int, limits: ArrayLike | None = None,
         raise InputError(f"speeds[{worker}]", f"is {speed[worker]:g}", "speeds are finite samples per second above 0")
     most = checked_limits(limits, len(speed), total, least)
     share = _exact_shares(speed / speed.max(), total, np.minimum(most, total).astype(np.float64), least)
-    # A share that is whole but for rounding must not lose a sample to its neighbours.
-    whole = np.rint(share)
-    share = np.where(np.abs(share - whole) <= 1e-9 * np.maximum(whole, 1.0), whole, share)
     sizes = np.clip(np.floor(share).astype(np.int64), least, most)
     _give(sizes, share, most, total - int(sizes.sum()), least)
     return sizes
