@@ -255,6 +255,13 @@ def test_infeasible_jobs_say_which_constraint(limits: dict[str, float], message:
         from_job(job(constraints=Constraints(**limits)), RATES)  # type: ignore[arg-type]
 
 
+def test_lines_of_one_device_type_add_up() -> None:
+    line = DeviceOffer(type="T4", count=2, capability_per_s=1.0, price_per_hour=0.4)
+    assert [offer.count for offer in job(devices=[line, line.model_copy(update={"count": 3})]).devices] == [5]
+    with pytest.raises(ValueError, match="'T4' stands twice with other figures; give one another name"):
+        job(devices=[line, line.model_copy(update={"price_per_hour": 0.1})])
+
+
 def test_no_devices() -> None:
     with pytest.raises(Infeasible, match="no devices are offered: every count is 0"):
         from_job(job(devices=[DeviceOffer(type="T4", count=0, capability_per_s=1.0)]), RATES)

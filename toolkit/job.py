@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, Self
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from ddltool.artifacts import Artifact, Record, load
 from ddltool.errors import InputError
@@ -122,14 +122,24 @@ class Job(Artifact):
     weight: Positive = Field(default=1.0, description="of this job beside others that are planned with it")
     goodput: GoodputSection | None = Field(default=None, description="for the goodput strategy")
 
+    @field_validator("devices")
+    @classmethod
+    def _added_up(cls, offers: list[DeviceOffer]) -> list[DeviceOffer]:
+        """Add up the counts of lines that say the same of one device type; refuse those that do not."""
+        found: dict[str, DeviceOffer] = {}
+        for offer in offers:
+            known = found.setdefault(offer.type, offer)
+            if known is offer:
+                continue
+            if known.model_copy(update={"count": offer.count}) != offer:
+                raise ValueError(f"device type {offer.type!r} stands twice with other figures; give one another name")
+            found[offer.type] = known.model_copy(update={"count": known.count + offer.count})
+        return list(found.values())
+
     @model_validator(mode="after")
     def _has_devices(self) -> Self:
         if not self.devices and self.cluster is None:
             raise ValueError("names no devices; give devices: [{type, count, capability_per_s}] or cluster: FILE")
-        names = [offer.type for offer in self.devices]
-        repeated = sorted({name for name in names if names.count(name) > 1})
-        if repeated:
-            raise ValueError(f"device type {repeated[0]!r} stands twice; add the counts up")
         if self.constraints.memory_fixed_gib is not None and self.constraints.memory_per_worker_gib is None:
             raise ValueError("constraints.memory_fixed_gib needs memory_per_worker_gib beside it")
         return self

@@ -133,11 +133,11 @@ def solve_est(
     while len(search.found) < top_k and search.found[-1].proven and _extend(search):
         pass
     best, *others = search.found
-    others = [evaluate(problem, other.counts) for other in others if other.proven]
+    alternatives = [evaluate(problem, other.counts) for other in others if other.proven]
     gap = float(1 - best.bound_s / best.step_s)
     seconds = time.perf_counter() - started
     made = plan_of(problem, evaluate(problem, best.counts), optimal=best.proven, gap=gap, solve_seconds=seconds)
-    return made.model_copy(update={"alternatives": others})
+    return made.model_copy(update={"alternatives": alternatives})
 
 
 def is_feasible(problem: Problem, *, seed: int = 0, time_limit_s: float = 10.0) -> bool:
@@ -231,7 +231,8 @@ def _fastest(search: Search) -> Solution | None:
     counts = (None if search.fixed else _guess(search)) or fit(search, problem.slowest_step)
     if counts is None:
         return None
-    step, trial = reach(problem, counts), lower
+    step = reach(problem, counts)
+    trial: Fraction | None = lower
     try:
         while trial is not None and trial < step:
             better = fit(search, trial)

@@ -96,15 +96,12 @@ def best_step(problem: Problem, counts: Counts | None = None) -> Fraction | None
     """
     devices, limits = problem.devices, tuple(device.most_ests for device in problem.devices)
     weights = whole(tuple(device.capability_per_s for device in devices))
-    ways, most = [counts], None
-    if counts is None:
-        most = problem.max_devices
-        offered = tuple(device.count for device in devices)
+    most = problem.max_devices if counts is None else None
+    ways = [tuple(device.count for device in devices) if counts is None else counts]
+    if counts is None and problem.single_type:
         kinds = range(len(devices))
-        ways = [offered]
-        if problem.single_type:
-            ways = [tuple(offered[kind] if kind == only else 0 for kind in kinds) for only in kinds]
-    steps = []
+        ways = [tuple(devices[kind].count * (kind == only) for kind in kinds) for only in kinds]
+    steps: list[Fraction] = []
     for way in ways:
         bound = None if not any(limits) else limits
         found = smallest_step(weights, way, problem.max_workers, bound, most) if any(way) else None
