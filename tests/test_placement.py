@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 import re
 from dataclasses import replace
@@ -28,7 +27,7 @@ from ddltool.errors import Infeasible, InputError, NotProven
 from ddltool.graph import Graph, Op
 from ddltool.job import Constraints, DeviceOffer, Job
 from ddltool.plan import Alternative, Assignment, Plan
-from tests.test_placement_model import closed_form
+from tests.est_oracles import choices, closed_form
 
 
 def problem(capabilities: tuple[float, ...], counts: tuple[int, ...], workers: int, **limits: object) -> Problem:
@@ -78,24 +77,14 @@ Ranked = tuple[Fraction, int, Fraction, tuple[int, ...]]
 
 
 def ranking(case: Problem) -> list[Ranked]:
-    """All choices of devices as (step time, devices, capability in use, counts), best first, by dealing out one EST
-    after the other to the device that would finish first."""
-    ranked: list[Ranked] = []
-    for counts in itertools.product(*(range(device.count + 1) for device in case.devices)):
-        used = [(device, count) for device, count in zip(case.devices, counts, strict=True) if count]
-        price = sum((device.price_micro or 0) * count for device, count in used)
-        total = sum(counts)
-        if not used or total > min(case.max_workers, case.max_devices or math.inf):
-            continue
-        if (case.single_type and len(used) > 1) or (case.max_price_micro is not None and price > case.max_price_micro):
-            continue
-        speeds = [device.capability_per_s for device, count in used for _ in range(count)]
-        ests = [1] * total
-        for _ in range(case.max_workers - total):
-            place = min(range(total), key=lambda place: (ests[place] + 1) / speeds[place])
-            ests[place] += 1
-        step = max(each / speed for each, speed in zip(ests, speeds, strict=True))
-        ranked.append((step, total, sum(speeds, Fraction(0)), counts))
+    """All choices of devices as (step time, devices, capability in use, counts), best first."""
+
+    def speed(counts: tuple[int, ...]) -> Fraction:
+        return sum(
+            (each.capability_per_s * count for each, count in zip(case.devices, counts, strict=True)), Fraction(0)
+        )
+
+    ranked = [(step, sum(counts), speed(counts), counts) for counts, step, _ in choices(case)]
     return sorted(ranked, key=lambda row: (row[:3], [-count for count in row[3]]))
 
 

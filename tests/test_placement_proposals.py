@@ -15,7 +15,7 @@ from ddltool.analyzers.placement.problem import DeviceType, Problem
 from ddltool.analyzers.placement.proposals import Proposal, accept, best_plan, fall_back, proposals
 from ddltool.analyzers.placement.steps import smallest_step, step_table, whole
 from ddltool.errors import InputError
-from tests.test_placement_model import closed_form
+from tests.est_oracles import closed_form
 
 CAPABILITY = {"V100": 3.1, "P100": 2.4, "T4": 1.0}
 rates = st.one_of(
