@@ -23,17 +23,15 @@ import numpy as np
 
 from ddltool.analyzers.scheduling.cluster import ClusterSpec
 from ddltool.analyzers.scheduling.easyscale import EasyScale
-from ddltool.analyzers.scheduling.fifo import Fifo
+from ddltool.analyzers.scheduling.gangs import Fifo, Srtf, Tiresias
+from ddltool.analyzers.scheduling.inputs import read_applications, read_workload
 from ddltool.analyzers.scheduling.job import JobSpec
 from ddltool.analyzers.scheduling.metrics import IsolatedTimes, Summary, summarize
 from ddltool.analyzers.scheduling.ours import Ours
 from ddltool.analyzers.scheduling.pollux import Pollux
 from ddltool.analyzers.scheduling.sia import Sia
 from ddltool.analyzers.scheduling.simulator import Options, simulate
-from ddltool.analyzers.scheduling.srtf import Srtf
-from ddltool.analyzers.scheduling.tiresias import Tiresias
 from ddltool.analyzers.scheduling.truth import Application
-from ddltool.commands.workloads import read_applications, read_workload
 
 ROOT = Path(__file__).resolve().parents[1]
 SHARED = Path(os.environ.get("DDLTOOL_DATA", ROOT / ".." / "shared" / "data"))
@@ -149,7 +147,7 @@ def mixed(repeat: int, order: str, only: str) -> None:
         first = first or made
         print(
             f"{name:<24}{made.avg_jct_s:8.0f}{first.avg_jct_s / made.avg_jct_s:10.1f}x{made.p99_jct_s:7.0f}"
-            f"{made.makespan_s:10.0f}{first.makespan_s / made.makespan_s:10.1f}x{made.worst_fairness:11.2f}"
+            f"{made.makespan_s:10.0f}{first.makespan_s / made.makespan_s:10.1f}x{made.finish_time_fairness.max:11.2f}"
             f"{made.restarts:7d}{cpu:7.1f}",
             flush=True,
         )

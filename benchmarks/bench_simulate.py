@@ -23,16 +23,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ddltool.analyzers.scheduling.cluster import ClusterSpec
-from ddltool.analyzers.scheduling.fifo import Fifo
+from ddltool.analyzers.scheduling.gangs import Fifo, Srtf, Tiresias
+from ddltool.analyzers.scheduling.inputs import read_applications, read_workload
 from ddltool.analyzers.scheduling.metrics import IsolatedTimes, summarize
 from ddltool.analyzers.scheduling.optimus import Optimus
 from ddltool.analyzers.scheduling.pollux import Pollux
 from ddltool.analyzers.scheduling.search import Choice, search
 from ddltool.analyzers.scheduling.simulator import Options, simulate
-from ddltool.analyzers.scheduling.srtf import Srtf
-from ddltool.analyzers.scheduling.tiresias import Tiresias
 from ddltool.analyzers.scheduling.truth import smallest_rotation
-from ddltool.commands.workloads import read_applications, read_workload
 
 ROOT = Path(__file__).resolve().parents[1]
 DATA = Path(os.environ.get("DDLTOOL_DATA", ROOT / ".." / "shared" / "data")) / "pollux-osdi21"
@@ -69,8 +67,8 @@ def replay(number: int, policy: Any, options: Options = LIKE_FOR_LIKE) -> dict[s
         "p99_jct_s": summary.p99_jct_s,
         "makespan_s": summary.makespan_s,
         "utilization": summary.utilization,
-        "worst_fairness": summary.worst_fairness,
-        "share_below_1": summary.share_below_1,
+        "worst_fairness": summary.finish_time_fairness.max,
+        "share_below_1": summary.finish_time_fairness.share_below_1,
         "restarts": summary.restarts,
         "cpu_seconds": spent,
         "policy_cpu_seconds": result.policy_seconds,

@@ -2,90 +2,216 @@
 
 from __future__ import annotations
 
+import csv as csv_module
+import io
+import math
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict
 from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Optional
 
 import typer
 
-from ddltool.commands import simulate_options as given
 from ddltool.commands.options import Json, Output, Seed
-from ddltool.commands.simulate_parts import OPTIONS
-from ddltool.commands.values import as_options
+from ddltool.commands.parts import demand_part, is_given
+from ddltool.commands.values import as_options, integers
+from ddltool.errors import CheckFailed, InputError, did_you_mean
+
+if TYPE_CHECKING:
+    from ddltool.analyzers.scheduling.cluster import ClusterSpec
+    from ddltool.analyzers.scheduling.failures import Failures
+    from ddltool.analyzers.scheduling.inputs import FittedModel
+    from ddltool.analyzers.scheduling.job import JobSpec
+    from ddltool.analyzers.scheduling.pictures import Recorder
+    from ddltool.analyzers.scheduling.simulator import Policy
+    from ddltool.analyzers.scheduling.sweep import Setup
+
+_on_nodes = partial(typer.Option, rich_help_panel="Nodes that fail")
+_on_jobs = partial(typer.Option, rich_help_panel="Jobs: fitted, generated, from clusters' traces")
+_on_pictures = partial(typer.Option, rich_help_panel="Pictures")
+_on_sweeps = partial(typer.Option, rich_help_panel="Sweeps: workloads x policies x seeds")
+_on_questions = partial(typer.Option, rich_help_panel="Other questions")
+_File = Optional[Path]  # noqa: UP045
+_Files = Optional[list[Path]]  # noqa: UP045
+_Text = Optional[str]  # noqa: UP045
+_Count = Optional[int]  # noqa: UP045
+
+POLICIES = ("fifo", "tiresias", "optimus", "pollux", "srtf", "easyscale-homo", "easyscale-heter", "sia", "ours")
+# What the library calls these options in its errors.
+_OPTIONS = {
+    name: f"--{name.replace(' ', '-')}"
+    for name in ("interval", "restart delay", "interference", "power", "mtbf", "repair", "checkpoint interval")
+}
+_ALWAYS = {"output", "as_json", "seed"}
+_REPLAY = _ALWAYS.union(
+    ("workloads", "cluster", "traces", "goodput", "policy", "power", "price"),
+    ("interval", "restart_delay", "interference", "react", "whole_seconds"),
+    ("mtbf", "repair", "checkpoint_interval", "failures", "failure_seed"),
+)
+_PICTURES = {"picture_job", "picture_format"}
+_SWEEP = {"seeds", "jobs", "engine", "csv", "compare"}
+# By the parameter that asks for it: how the mode is called, and the parameters that it reads besides these always read.
+_MODES: Mapping[str, tuple[str, Collection[str]]] = {
+    "advise": ("--advise", ()),
+    "autoscale": ("--autoscale", ("traces", "restart_delay")),
+    "search": (
+        "--hyperparameter-search",
+        ("traces", "cluster", "policy", "power", "interval", "restart_delay", "local_batch"),
+    ),
+    "generate": ("--generate", ("traces", "cluster")),
+    "convert": ("--convert", ("workloads", "traces", "cluster", "sample")),
+}
 
 
-@as_options(OPTIONS)
+@as_options(_OPTIONS)
 def simulate(
     context: typer.Context,
-    workloads: given.Workloads = None,
-    cluster: given.Cluster = None,
-    traces: given.Traces = None,
-    policy: given.PolicyNames = "pollux",
-    interval: given.Interval = 60.0,
-    restart_delay: given.RestartDelay = 30.0,
-    interference: given.Interference = 0.0,
-    power: given.Power = -1.0,
-    react: given.React = False,
-    whole_seconds: given.WholeSeconds = False,
-    mtbf: given.Mtbf = "",
-    repair: given.Repair = "30m",
-    checkpoint_interval: given.CheckpointInterval = "10m",
-    failures: given.FailureEvents = None,
-    failure_seed: given.FailureSeed = 0,
-    goodput: given.FittedModels = None,
-    price: given.Price = "",
-    metrics: given.Metrics = False,
-    generate: given.Generate = None,
-    sample: given.Sample = "",
-    convert: given.Convert = False,
-    picture: given.Picture = None,
-    picture_job: given.PictureJob = None,
-    picture_format: given.PictureFormat = "png",
-    seeds: given.Seeds = None,
-    jobs: given.Jobs = None,
-    engine: given.Engine = "local",
-    csv: given.Csv = None,
-    compare: given.Compare = None,
-    advise: given.Advise = None,
-    autoscale: given.Autoscale = None,
-    search: given.Search = None,
-    local_batch: given.LocalBatch = "128",
+    workloads: Annotated[
+        _Files,
+        typer.Argument(
+            metavar="WORKLOAD.csv",
+            help="Columns name, time, application, num_replicas, batch_size; or a Philly (JSON) or Helios (CSV) trace. "
+            "Several are a sweep.",
+        ),
+    ] = None,
+    cluster: Annotated[
+        _File, typer.Option(metavar="CLUSTER.yaml", help="Nodes and their GPUs; needed for a replay.")
+    ] = None,
+    traces: Annotated[
+        _Files, typer.Option(metavar="DIR", help="Folder with one folder of measurements per application; repeatable.")
+    ] = None,
+    policy: Annotated[str, typer.Option(metavar="NAME[,NAME]", help=f"{', '.join(POLICIES)} or all.")] = "pollux",
+    interval: Annotated[float, typer.Option(help="Seconds between scheduling rounds.")] = 60.0,
+    restart_delay: Annotated[float, typer.Option(help="Seconds that a start or restart costs.")] = 30.0,
+    interference: Annotated[
+        float, typer.Option(help="Share of speed lost by jobs across nodes that share a node.")
+    ] = 0.0,
+    power: Annotated[float, typer.Option(help="p of Pollux's fitness, -50 to 50: lower is fairer.")] = -1.0,
+    react: Annotated[
+        bool, typer.Option("--react", help="Also schedule whenever a job arrives or ends, or a node goes or comes.")
+    ] = False,
+    whole_seconds: Annotated[
+        bool, typer.Option("--whole-seconds", help="End epochs at whole seconds, as the published simulator does.")
+    ] = False,
+    mtbf: Annotated[str, _on_nodes(metavar="TIME", help="Mean time between failures of one node, such as 48h.")] = "",
+    repair: Annotated[str, _on_nodes(metavar="TIME", help="How long a failed node is down.")] = "30m",
+    checkpoint_interval: Annotated[
+        str, _on_nodes(metavar="TIME", help="Training between checkpoints; a failure undoes what came after.")
+    ] = "10m",
+    failures: Annotated[
+        _File, _on_nodes(metavar="FILE.csv", help="Node events: time,node,event (fail, leave, join).")
+    ] = None,
+    failure_seed: Annotated[int, _on_nodes(min=0, help="Seed of the drawn failures.")] = 0,
+    goodput: Annotated[
+        Optional[list[str]],  # noqa: UP045
+        _on_jobs(
+            metavar="APP=FILE,noise=N,...",
+            help="A fitted goodput.json in place of an application's traces; needs noise=, samples= and batch= (M0); "
+            "also max-batch=, max-local=; repeatable.",
+        ),
+    ] = None,
+    price: Annotated[str, typer.Option(metavar="PRICE|TYPE=PRICE,...", help="Price of a GPU hour.")] = "",
+    metrics: Annotated[
+        bool, typer.Option("--metrics", help="Also print waits, useful GPU time, losses, and figures by size class.")
+    ] = False,
+    generate: Annotated[
+        _Text,
+        _on_jobs(
+            metavar="jobs=N,hours=H,...",
+            help="Write a synthetic workload to -o; also pattern= constant, poisson or diurnal, and seed=.",
+        ),
+    ] = None,
+    sample: Annotated[
+        str, _on_jobs(metavar="jobs=N,hours=H", help="Of a cluster's trace: N jobs of its busiest H hours.")
+    ] = "",
+    convert: Annotated[
+        bool, _on_jobs("--convert", help="Write the trace as a workload to -o in place of replaying it.")
+    ] = False,
+    picture: Annotated[
+        _File, _on_pictures(metavar="DIR", help="Draw completion times, allocations and one job's life.")
+    ] = None,
+    picture_job: Annotated[_Text, _on_pictures(metavar="NAME", help="Whose life: else the most restarted.")] = None,
+    picture_format: Annotated[str, _on_pictures(help="png or svg.")] = "png",
+    seeds: Annotated[_Count, _on_sweeps(min=1, max=100_000, help="Replay each with seeds 0 to N-1.")] = None,
+    jobs: Annotated[_Count, _on_sweeps(min=1, max=4096, help="Local processes.")] = None,
+    engine: Annotated[str, _on_sweeps(help="local, or ray: a Ray cluster.")] = "local",
+    csv: Annotated[_File, _on_sweeps("--csv", metavar="FILE", help="One row per replay.")] = None,
+    compare: Annotated[_Text, _on_sweeps(metavar="A,B", help="Compare two policies in pairs, with intervals.")] = None,
+    advise: Annotated[
+        _File, _on_questions(metavar="JOBSTATE.yaml", help="Is a resize of this job worth its restart?")
+    ] = None,
+    autoscale: Annotated[
+        _Text, _on_questions(metavar="APP", help="Rent nodes for one job by goodput or by throughput.")
+    ] = None,
+    search: Annotated[
+        _Text,
+        _on_questions(
+            "--hyperparameter-search", metavar="APP", help="100 trials of this application under the policies."
+        ),
+    ] = None,
+    local_batch: Annotated[
+        str,
+        _on_questions(metavar="N,...", help="With --hyperparameter-search: fixed samples per GPU of the baseline."),
+    ] = "128",
     seed: Seed = 0,
     output: Output = None,
     as_json: Json = False,
 ) -> None:
     """Replay a workload on a cluster under one or more scheduling policies and compare completion times."""
+    from ddltool.analyzers.scheduling.advise import advise_job
+    from ddltool.analyzers.scheduling.autoscale import autoscale_document
+    from ddltool.analyzers.scheduling.hyperparameter_search import Search, search_document
+    from ddltool.analyzers.scheduling.inputs import read_applications, read_cluster, read_truth
+    from ddltool.analyzers.scheduling.policies import policies
+    from ddltool.analyzers.scheduling.replay import document_of, replays
     from ddltool.analyzers.scheduling.simulator import Options
-    from ddltool.artifacts import check_writable, save
-    from ddltool.commands.output import note, print_json
-    from ddltool.commands.simulate_inputs import input_files, read_inputs
-    from ddltool.commands.simulate_modes import Question, answer, sweep_mode, write_jobs
-    from ddltool.commands.simulate_parts import check_parts, is_sweep
-    from ddltool.commands.simulate_pictures import draw, prepare_folder, watch
-    from ddltool.commands.simulate_policies import policies
-    from ddltool.commands.simulate_replay import replays
-    from ddltool.commands.simulation_document import document_of
-    from ddltool.commands.simulation_tables import show
-    from ddltool.commands.workload_inputs import read_failures, read_prices, split_fitted
-    from ddltool.commands.workloads import read_cluster
-    from ddltool.errors import InputError
+    from ddltool.analyzers.scheduling.sweep import Setup
+    from ddltool.artifacts import check_writable
+    from ddltool.commands import simulation_tables as tables
+    from ddltool.commands.output import note, progress
     from ddltool.outputs import demand_distinct
 
-    check_parts(context)
-    folders, files, models = list(traces or []), list(workloads or []), split_fitted(goodput or [])
-    demand_distinct(
-        input_files(files, folders, models, others=[cluster, failures, advise], outputs=[output, csv]),
-        {"-o": output, "--csv": csv},
-    )
-    for path in (output, csv):
-        if path is not None:
-            check_writable(path)
-    asked = Question(advise=advise, autoscale=autoscale, search=search, local_batch=local_batch)
-    if asked.is_asked:
-        made = partial(policies, policy, power, restart_delay, seed)
-        timing = Options(interval_s=interval, restart_delay_s=restart_delay)
-        answer(asked, folders, cluster, made, timing, output=output, as_json=as_json)
-        return
+    _check_mode(context)
+    _check_partners(context)
+    files, folders, models = list(workloads or []), list(traces or []), _fitted(goodput or [])
+    measured = [path for folder in folders for path in folder.glob("*/*.csv")] if output or csv else []
+    read = [*files, cluster, failures, advise, *(model.file for model in models), *measured]
+    demand_distinct(read, {"-o": output, "--csv": csv})
+    for place in (output, csv):
+        if place is not None:
+            check_writable(place)
     if generate is not None or convert:
-        write_jobs(files, cluster, folders, generate, sample, seed, output, as_json)
+        _write_jobs(files, cluster, folders, generate, sample, seed, output, as_json)
+        return
+    finish = partial(_finish, output=output, as_json=as_json)
+    if advise is not None:
+        finish(advise_job(advise), tables.show_advice)
+        return
+    timing = Options(interval_s=interval, restart_delay_s=restart_delay)
+    for option, application in (("--autoscale", autoscale), ("--hyperparameter-search", search)):
+        if application == "":
+            raise InputError(option, "the application's name is empty", "name one that has a folder in --traces")
+        if application is not None and not folders:
+            raise InputError("--traces", "is missing", "give the folder of measured applications")
+    if autoscale is not None:
+        with progress(f"{autoscale} under 5 scaling rules"):
+            job = read_applications(folders, [autoscale])[autoscale]
+            document = autoscale_document(job, restart_delay_s=timing.restart_delay_s)
+        finish(document, tables.show_autoscaling)
+        return
+    if search is not None:
+        if cluster is None:
+            raise InputError("--cluster", "is missing", "give the nodes that the trials share")
+        first, *others = integers(local_batch, "--local-batch", ordered=False)  # the first is the baseline
+        machines = read_cluster(cluster)
+        asked = Search(application=search, local_batch_size=first)
+        makers = policies(policy, power, restart_delay, seed, mixed=len(machines.type_names) > 1)
+        truth = read_applications(folders, [search])
+        watch = partial(_watched, jobs=asked.trials)
+        document = search_document(asked, truth, machines, makers, timing, local_batch_sizes=others, watch=watch)
+        finish(document, tables.show_search)
         return
     if not files or cluster is None or not (folders or models):
         missing = "WORKLOAD.csv" if not files else "--cluster" if cluster is None else "--traces"
@@ -98,42 +224,325 @@ def simulate(
         interference=interference,
         whole_seconds=whole_seconds,
         react=react,
-        failures=read_failures(mtbf, repair, checkpoint_interval, failures, failure_seed, nodes=len(machines.gpus)),
+        failures=_failures(mtbf, repair, checkpoint_interval, failures, failure_seed, nodes=len(machines.gpus)),
     )
-    prices = read_prices(price, machines)
-    if is_sweep(context):
-        sweep_mode(
-            files,
-            cluster,
-            folders,
-            list(makers),
-            range(seeds) if seeds is not None else [seed],
-            options,
-            models=models,
-            prices=prices,
-            power=power,
-            jobs=jobs or 1,
-            engine=engine,
-            compare=compare,
-            output=output,
-            csv=csv,
-            as_json=as_json,
-        )
+    prices = _prices(price, machines)
+    if _is_sweep(context):
+        setup = Setup(cluster=cluster, traces=folders, options=options, models=models, prices=prices, power=power)
+        asked_seeds = range(seeds) if seeds is not None else [seed]
+        _sweep(files, setup, list(makers), asked_seeds, jobs or 1, engine, compare, output, csv, as_json)
         return
     if picture is not None:
-        prepare_folder(picture, picture_format)
-    inputs = read_inputs(files[0], folders, models, machines, sample, seed)
-    watched = watch(makers) if picture is not None else {}
-    done = list(
-        replays(inputs.jobs, inputs.truth.applications, machines, {**makers, **watched}, options, prices=prices)
+        tables.prepare_folder(picture, picture_format)
+    with progress(f"reading {files[0].name}"):
+        specs, remark = _jobs(files[0], folders, machines, sample, seed)
+        truth = read_truth(specs, folders, models)
+    for text in filter(None, [remark, *truth.assumed]):
+        note(text)
+    recorders: dict[str, Recorder] = {}
+    if picture is not None:
+        makers = {name: partial(_recorded, recorders, name, make) for name, make in makers.items()}
+    watch = partial(_watched, jobs=len(specs))
+    done = list(replays(specs, truth.applications, machines, makers, options, prices=prices, watch=watch))
+    more = metrics or options.failures is not None or prices is not None
+    finish(
+        document_of(str(files[0]), remark, truth, machines, done, options, seed, prices),
+        partial(tables.show_replays, more=more, classes=metrics),
     )
-    document = document_of(inputs, machines, done, options, seed, prices)
+    if picture is not None:
+        recorded = [(each.result, recorders[each.policy]) for each in done]
+        with progress("drawing pictures"):
+            paths = tables.write_pictures(picture, recorded, job=picture_job, file_format=picture_format)
+        for path in paths:
+            note(f"wrote {path}")
+
+
+# What was asked for, and which options have a part in that.
+
+
+def _is_sweep(context: typer.Context) -> bool:
+    """Return whether several replays are asked for."""
+    return len(context.params["workloads"] or ()) > 1 or any(is_given(context, name) for name in _SWEEP)
+
+
+def _check_mode(context: typer.Context) -> None:
+    """Raise InputError for the first option on the command line that what was asked for does not read."""
+    for name, (mode, allowed) in _MODES.items():
+        if is_given(context, name):
+            demand_part(context, mode, {*_ALWAYS, name, *allowed})
+            return
+    if _is_sweep(context):
+        remedy = "leave it out, or replay one workload with one seed"
+        demand_part(context, "a sweep", _REPLAY | _SWEEP, instead=remedy)
+        return
+    demand_part(context, "a replay", {*_REPLAY, "metrics", "sample", "picture", *_PICTURES})
+    if not is_given(context, "picture"):
+        demand_part(context, "a replay without --picture", context.params.keys() - _PICTURES)
+
+
+def _check_partners(context: typer.Context) -> None:
+    """Raise InputError for an option that is read with another one only, which is not there."""
+    drawn, fails = is_given(context, "mtbf"), is_given(context, "failures")
+    for name in ("repair", "failure_seed"):
+        if is_given(context, name) and not drawn:
+            remedy = "events say themselves when a node is back" if fails else "say how often nodes fail"
+            raise InputError(f"--{name.replace('_', '-')}", "needs --mtbf", remedy)
+    if is_given(context, "checkpoint_interval") and not (drawn or fails):
+        raise InputError("--checkpoint-interval", "needs --mtbf or --failures", "say how often nodes fail")
+    if is_given(context, "seeds") and is_given(context, "seed"):
+        problem = f"has no part beside --seeds, which takes the seeds 0 to {context.params['seeds'] - 1}"
+        raise InputError("--seed", problem, "give one of the two")
+    names = {name.strip() for name in context.params["policy"].split(",")}
+    if is_given(context, "power") and names <= {*POLICIES} - {"pollux"}:
+        problem = f"has no part in --policy {context.params['policy']}"
+        raise InputError("--power", problem, "leave it out, or replay pollux, which alone reads it")
+
+
+# The texts that options take.
+
+
+def _fields(text: str, where: str, readers: Mapping[str, Callable[[str], Any]]) -> dict[str, Any]:
+    """Return the values of ``key=value,key=value``. Raises InputError for unknown or repeated keys and bad values."""
+    made: dict[str, Any] = {}
+    for part in filter(None, (each.strip() for each in text.split(","))):
+        key, equals, value = part.partition("=")
+        if not equals or key not in readers:
+            raise InputError(where, f"unknown field {part!r}", f"KEY=VALUE; {did_you_mean(key, readers)}")
+        if key in made:
+            raise InputError(where, f"gives {key} twice", "give it once")
+        try:
+            made[key] = readers[key](value)
+        except (ValueError, OverflowError):
+            kind = "a whole number" if readers[key] is int else "a number"
+            raise InputError(f"{where}:{key}", f"is {value!r}", kind) from None
+    return made
+
+
+@contextmanager
+def _inside(where: str) -> Iterator[None]:
+    """Name the option in front of the field in an InputError of the code inside."""
+    try:
+        yield
+    except InputError as error:
+        raise InputError(f"{where}:{error.where}", error.problem, error.remedy) from None
+
+
+def _fitted(texts: Sequence[str]) -> list[FittedModel]:
+    """Return the models of each ``APP=FILE,noise=..,samples=..,batch=..[,max-batch=..,max-local=..]``. Reads no file.
+
+    The default limits of the batch size: 64 M0 over all replicas, M0 on one GPU.
+    """
+    made: dict[str, FittedModel] = {}
+    for text in texts:
+        from ddltool.analyzers.scheduling.inputs import FittedModel
+        from ddltool.analyzers.scheduling.truth import FittedJob
+
+        head, _, given = text.partition(",")
+        name, equals, file = head.partition("=")
+        if not (equals and name and file):
+            raise InputError("--goodput", f"is {text!r}", "APP=FILE,noise=SAMPLES,samples=TOTAL,batch=M0")
+        if name in made:
+            raise InputError("--goodput", f"gives {name} twice", "one model per application")
+        where = f"--goodput {name}"
+        readers = {"noise": float, "samples": float, "batch": int, "max-batch": int, "max-local": int}
+        fields = _fields(given, where, readers)
+        for key in ("noise", "samples", "batch"):
+            if key not in fields:
+                raise InputError(where, f"lacks {key}", "noise=SAMPLES,samples=TOTAL,batch=M0 are needed")
+        with _inside(where):
+            job = FittedJob(
+                noise_scale=fields["noise"],
+                total_samples=fields["samples"],
+                batch_size=fields["batch"],
+                max_batch_size=fields.get("max-batch", 64 * fields["batch"]),
+                max_local_batch_size=fields.get("max-local", fields["batch"]),
+            )
+        made[name] = FittedModel(application=name, file=Path(file), job=job, given=given)
+    return list(made.values())
+
+
+def _failures(
+    mtbf: str, repair: str, checkpoint: str, events: Path | None, seed: int, *, nodes: int
+) -> Failures | None:
+    """Return what goes wrong, None when neither a time between failures nor a file of events is given."""
+    from ddltool.analyzers.scheduling.failures import Failures
+    from ddltool.analyzers.scheduling.inputs import read_events
+    from ddltool.units import parse_duration
+
+    made = Failures(
+        mtbf_s=parse_duration(mtbf, "--mtbf") if mtbf else None,
+        repair_s=parse_duration(repair, "--repair"),
+        checkpoint_interval_s=parse_duration(checkpoint, "--checkpoint-interval"),
+        events=read_events(events, nodes) if events is not None else (),
+        seed=seed,
+    )
+    return made if mtbf or events is not None else None
+
+
+def _prices(text: str, cluster: ClusterSpec) -> dict[str, float] | None:
+    """Return the price per GPU hour by type from ``0.5`` (all types) or ``T4=0.35,A100=2``; None for no text."""
+    from ddltool.analyzers.scheduling.metrics import check_prices
+
+    if not text:
+        return None
+    if "=" in text:
+        made = _fields(text, "--price", dict.fromkeys(cluster.type_names, float))
+    else:
+        try:
+            made = dict.fromkeys(cluster.type_names, float(text))
+        except ValueError:
+            raise InputError("--price", f"is {text!r}", "a number per GPU hour, or TYPE=NUMBER,...") from None
+    check_prices(made, cluster, "--price")
+    return made
+
+
+# What is read, replayed and written.
+
+
+@contextmanager
+def _watched(title: str, jobs: int) -> Iterator[Callable[[int, float], None]]:
+    """Show on a terminal how far a replay of ``jobs`` jobs is."""
+    from ddltool.commands.output import progress
+
+    with progress(title, total=jobs) as advance:
+        yield lambda finished, now_s: advance(
+            finished, f"{finished} of {jobs} jobs, {now_s / 3600:,.1f} simulated hours"
+        )
+
+
+def _recorded(recorders: dict[str, Recorder], name: str, make: Callable[[], Policy]) -> Policy:
+    """Return a new instance of a policy that keeps what it gave to whom; the last of each name is in ``recorders``."""
+    from ddltool.analyzers.scheduling.pictures import Recorder
+
+    recorders[name] = Recorder(make())
+    return recorders[name]
+
+
+def _jobs(
+    workload: Path, folders: Sequence[Path], machines: ClusterSpec | None, sample: str, seed: int
+) -> tuple[list[JobSpec], str]:
+    """Return the jobs of a workload or of a (sampled) cluster's trace, and a remark about the latter."""
+    from ddltool.analyzers.scheduling.inputs import read_jobs, read_templates
+
+    fields = {"seed": seed} | _fields(sample, "--sample", {"jobs": int, "hours": float, "seed": int})
+    if fields["seed"] < 0:
+        raise InputError("--sample:seed", f"is {fields['seed']}", "a whole number >= 0")
+    templates = partial(read_templates, folders, machines)
+    made, remark = read_jobs(
+        workload, templates, jobs=fields.get("jobs"), hours=fields.get("hours"), seed=fields["seed"]
+    )
+    if sample and not remark:
+        raise InputError("--sample", f"{workload} is a workload", "sample from a cluster's trace")
+    return made, remark
+
+
+def _finish(
+    document: dict[str, Any], show: Callable[[dict[str, Any]], None], *, output: Path | None, as_json: bool
+) -> None:
+    """Write the document where it is wanted, and print it or its tables."""
+    from ddltool.artifacts import save
+    from ddltool.commands.output import note, print_json
+
     if output is not None:
         save(document, output)
         note(f"wrote {output}")
-    if picture is not None:
-        draw(picture, done, watched, job=picture_job, file_format=picture_format)
     if as_json:
         print_json(document)
     else:
-        show(document, more=metrics or options.failures is not None or prices is not None, classes=metrics)
+        show(document)
+
+
+def _write_jobs(
+    workloads: Sequence[Path],
+    cluster: Path | None,
+    folders: Sequence[Path],
+    generate: str | None,
+    sample: str,
+    seed: int,
+    output: Path | None,
+    as_json: bool,
+) -> None:
+    """Write a synthetic or converted workload as CSV to ``output``, by default to standard output."""
+    from ddltool.analyzers.scheduling import generator
+    from ddltool.analyzers.scheduling.inputs import WORKLOAD, read_cluster, read_templates
+    from ddltool.artifacts import write_text
+    from ddltool.commands.output import note, print_json, progress
+
+    machines = read_cluster(cluster) if cluster is not None else None
+    if generate is not None:
+        readers = {"jobs": int, "hours": float, "pattern": str, "seed": int}
+        with _inside("--generate"):
+            pattern = generator.Pattern(**{"seed": seed} | _fields(generate, "--generate", readers))
+        jobs = generator.generate(pattern, read_templates(folders, machines))
+        remark = source = f"synthetic: {','.join(f'{key}={value}' for key, value in asdict(pattern).items())}"
+    else:
+        if len(workloads) != 1:
+            if workloads:
+                raise InputError("WORKLOAD.csv", f"is given {len(workloads)} times", "one trace at a time is converted")
+            raise InputError("--convert", "needs a trace", "give a Philly (JSON) or Helios (CSV) trace")
+        workload = workloads[0]
+        with progress(f"reading {workload.name}"):
+            jobs, remark = _jobs(workload, folders, machines, sample, seed)
+        if not remark:
+            raise InputError(str(workload), "is a workload already", "give a Philly (JSON) or Helios (CSV) trace")
+        source = f"{workload.name}; applications drawn by size class, {sample or 'all jobs'}, seed={seed}"
+    if output is not None or not as_json:
+        text = io.StringIO()
+        writer = csv_module.writer(text, lineterminator="\n")
+        writer.writerow([*WORKLOAD, "source"])
+        for job in jobs:
+            time_s = int(job.submit_s) if job.submit_s == math.floor(job.submit_s) else job.submit_s
+            writer.writerow([job.name, time_s, job.application, job.num_replicas, job.batch_size, source])
+        write_text(output or Path("-"), text.getvalue())
+    if as_json:
+        rows = [asdict(job) for job in jobs]
+        print_json({"kind": "ddltool.workload", "schema_version": 1, "source": remark, "jobs": rows})
+    else:
+        note(f"{remark}; wrote {len(jobs)} jobs to {output or 'standard output'}")
+
+
+def _sweep(
+    workloads: Sequence[Path],
+    setup: Setup,
+    policies: Sequence[str],
+    seeds: Sequence[int],
+    jobs: int,
+    engine: str,
+    compare: str | None,
+    output: Path | None,
+    table: Path | None,
+    as_json: bool,
+) -> None:
+    """Replay everything and print means, or the comparison of two policies. Raises CheckFailed where a replay failed."""
+    from ddltool.analyzers.scheduling.paired import MEASURES, PRICED
+    from ddltool.analyzers.scheduling.sweep import compare_document, sweep
+    from ddltool.commands.output import note, print_json, progress
+    from ddltool.commands.simulation_tables import show_comparison, show_sweep
+
+    pair = [name.strip() for name in compare.split(",")] if compare is not None else []
+    if compare is not None and (len(pair) != 2 or not set(pair) <= set(policies)):
+        raise InputError("--compare", f"is {compare!r}", f"two policies of those replayed: {', '.join(policies)}")
+    with progress("replays", total=len(workloads) * len(policies) * len(seeds)) as advance:
+        document = sweep(
+            workloads,
+            setup,
+            policies,
+            seeds,
+            jobs=jobs,
+            engine=engine,
+            output=output,
+            table=table,
+            tell=note,
+            advance=advance,
+        )
+    comparison = compare_document(document, compare) if compare else None
+    if as_json:
+        print_json(document if comparison is None else {**document, "comparison": comparison})
+    else:
+        show_sweep(document)
+        if comparison is not None:
+            show_comparison(comparison, {**MEASURES, **PRICED})
+    failed = [record for record in document["cells"] if record["error"]]
+    if failed:
+        first = failed[0]["error"]
+        raise CheckFailed(f"{len(failed)} of {document['cells_wanted']} replays failed; the first: {first}")

@@ -15,8 +15,7 @@ from hypothesis import strategies as st
 from scipy.optimize import minimize
 
 from ddltool.analyzers.goodput.throughput import ThroughputParams, goodput_per_s
-from ddltool.analyzers.scheduling.cluster import Allocation, ClusterSpec, count_gpus, packed
-from ddltool.analyzers.scheduling.estimate import (
+from ddltool.analyzers.scheduling.beliefs import (
     Profile,
     Tunable,
     best_goodput,
@@ -25,16 +24,15 @@ from ddltool.analyzers.scheduling.estimate import (
     predict_step,
     split_batch,
 )
-from ddltool.analyzers.scheduling.fifo import Fifo
+from ddltool.analyzers.scheduling.cluster import Allocation, ClusterSpec, count_gpus, packed
+from ddltool.analyzers.scheduling.gangs import Fifo, Srtf, Tiresias
+from ddltool.analyzers.scheduling.inputs import read_applications, read_cluster, read_workload
 from ddltool.analyzers.scheduling.job import JobSpec, SimulatedJob, Tuning
 from ddltool.analyzers.scheduling.metrics import IsolatedTimes, summarize
 from ddltool.analyzers.scheduling.optimus import Optimus
 from ddltool.analyzers.scheduling.pollux import Pollux
 from ddltool.analyzers.scheduling.simulator import Options, SimulationResult, simulate
-from ddltool.analyzers.scheduling.srtf import Srtf
-from ddltool.analyzers.scheduling.tiresias import Tiresias
 from ddltool.analyzers.scheduling.truth import Application, Limits, StepTimes, Validation, smallest_rotation
-from ddltool.commands.workloads import read_applications, read_cluster, read_workload
 from ddltool.errors import CheckFailed, Infeasible, InputError
 
 FOLDER = Path(__file__).resolve().parents[1] / "fixtures" / "workloads"
@@ -335,8 +333,8 @@ def test_finish_time_fairness_by_hand() -> None:
     summary = summarize(made, IsolatedTimes(applications, cluster), 30.0)
     # a: 110 s, two jobs all the time: half a GPU, 20 s / 0.5 + 30. b: 170 s, (110 x 2 + 60) / 170 jobs on average.
     assert summary.fairness == pytest.approx([110 / 70, 170 / (20 * 280 / 170 + 30)])
-    assert summary.worst_fairness == max(summary.fairness)
-    assert (summary.share_below_1, summary.restarts) == (0.0, 0)
+    assert summary.finish_time_fairness.max == max(summary.fairness)
+    assert (summary.finish_time_fairness.share_below_1, summary.restarts) == (0.0, 0)
     assert summary.utilization == pytest.approx((50 + 50) / 170)
     assert (summary.makespan_s, summary.avg_queueing_s) == (170.0, 90.0)
 

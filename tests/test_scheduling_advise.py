@@ -14,9 +14,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ddltool.analyzers.goodput.throughput import ThroughputParams, goodput_per_s
-from ddltool.analyzers.scheduling.advise import Guess, advise, placements, saved_seconds
+from ddltool.analyzers.scheduling.advise import Guess, advise, advise_job, placements, saved_seconds
 from ddltool.artifacts import save, to_json
-from ddltool.commands.advise import advise_job, show_advice
+from ddltool.commands.simulation_tables import show_advice
 from ddltool.errors import DdlToolError, InputError
 from ddltool.goodput_model import Goodput, ThroughputRecord
 

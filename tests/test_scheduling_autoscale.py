@@ -8,16 +8,22 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from ddltool.analyzers.scheduling.autoscale import CloudNode, NodeSpeeds, Scaled, ScalingRule, autoscale
+from ddltool.analyzers.scheduling.autoscale import (
+    CloudNode,
+    NodeSpeeds,
+    ScalingRule,
+    autoscale,
+    autoscale_document,
+)
 from ddltool.analyzers.scheduling.cluster import ClusterSpec
-from ddltool.analyzers.scheduling.hyperparameter_search import Search, run_search
+from ddltool.analyzers.scheduling.hyperparameter_search import Search, run_search, search_document
+from ddltool.analyzers.scheduling.inputs import read_applications
 from ddltool.analyzers.scheduling.ours import Ours
+from ddltool.analyzers.scheduling.policies import policies
 from ddltool.analyzers.scheduling.pollux import Pollux
 from ddltool.analyzers.scheduling.simulator import Options
 from ddltool.analyzers.scheduling.truth import Application
-from ddltool.commands.autoscale import autoscale_job, search_trials, show_autoscaling, show_search
-from ddltool.commands.simulate_policies import policies
-from ddltool.commands.workloads import read_applications
+from ddltool.commands.simulation_tables import show_autoscaling, show_search
 from ddltool.errors import InputError
 
 FOLDER = Path(__file__).resolve().parents[1] / "fixtures" / "workloads"
@@ -156,20 +162,18 @@ def test_a_baseline_batch_that_was_not_measured_is_refused(vision: Application) 
 
 
 def test_documents_and_tables(capsys: pytest.CaptureFixture[str]) -> None:
-    document = autoscale_job([FOLDER / "traces"], "vision", gpus=2, most=6)
+    applications = read_applications([FOLDER / "traces"], ["vision"])
+    document = autoscale_document(applications["vision"], NODE)
     assert list(document["rules"]) == ["throughput", "goodput", "fixed-1", "fixed-4"]
     show_autoscaling(document)
-    trials = search_trials(
-        [FOLDER / "traces"],
-        FOLDER / "cluster.yaml",
+    trials = search_document(
         Search(application="vision", trials=5),
-        policies("pollux", -1.0, 30.0, 0),
+        applications,
+        ClusterSpec.homogeneous(4, 4),
+        policies("pollux"),
         Options(),
         local_batch_sizes=(64,),
     )
     assert list(trials["policies"]) == ["fixed-128", "fixed-64", "pollux"]
     show_search(trials)
     assert max(map(len, capsys.readouterr().out.splitlines())) <= 80
-    assert isinstance(
-        autoscale(read_applications([FOLDER / "traces"], ["vision"])["vision"], NODE, ScalingRule()), Scaled
-    )

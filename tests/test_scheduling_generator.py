@@ -25,8 +25,8 @@ from ddltool.analyzers.scheduling.generator import (
     size_class,
     templates,
 )
+from ddltool.analyzers.scheduling.inputs import read_applications, read_workload
 from ddltool.analyzers.scheduling.metrics import IsolatedTimes
-from ddltool.commands.workloads import read_applications, read_workload
 from ddltool.errors import InputError
 from tests.conftest import Result
 

@@ -9,8 +9,8 @@ import pytest
 
 from ddltool.analyzers.scheduling.cluster import ClusterSpec
 from ddltool.analyzers.scheduling.failures import Failures, NodeEvent
-from ddltool.analyzers.scheduling.fifo import Fifo
-from ddltool.analyzers.scheduling.metrics import IsolatedTimes, check_prices, class_of, summarize
+from ddltool.analyzers.scheduling.gangs import Fifo
+from ddltool.analyzers.scheduling.metrics import Cost, IsolatedTimes, check_prices, class_of, summarize
 from ddltool.analyzers.scheduling.ours import Ours
 from ddltool.analyzers.scheduling.simulator import Options, simulate
 from ddltool.errors import InputError
@@ -33,10 +33,10 @@ def test_useful_share_cost_and_goodput_by_hand() -> None:
     assert summary.lost_gpu_hours * 3600 == pytest.approx(10)
     assert summary.useful_share == pytest.approx(100 / 270)
     assert summary.availability == pytest.approx(270 / 320)
-    assert (summary.cost, summary.cluster_cost) == (pytest.approx(1.70), pytest.approx(2.70))
+    assert summary.cost == Cost(jobs=pytest.approx(1.70), cluster=pytest.approx(2.70))
     assert (summary.node_failures, summary.job_failures, summary.restarts) == (1, 1, 1)
-    assert summary.goodput == {"steady": pytest.approx(100 * 8 / 260)}
-    assert summary.queueing_s == (60.0,)
+    assert summary.goodput_by_application == {"steady": pytest.approx(100 * 8 / 260)}
+    assert summary.avg_queueing_s == 60.0
 
 
 def test_prices_count_by_type_on_mixed_gpus() -> None:
@@ -47,10 +47,10 @@ def test_prices_count_by_type_on_mixed_gpus() -> None:
     only_slow = summarize(made, isolated, 30.0, prices={"slow": 3.0, "fast": 0.0})
     assert only_fast.cost is not None
     assert only_slow.cost is not None
-    assert only_fast.cost > 0
-    assert only_fast.cost + only_slow.cost == pytest.approx(3.0 * only_fast.gpu_hours)
+    assert only_fast.cost.jobs > 0
+    assert only_fast.cost.jobs + only_slow.cost.jobs == pytest.approx(3.0 * only_fast.gpu_hours)
     assert only_fast.job_costs[2] == 0.0  # measured on the slow type alone
-    assert only_fast.cluster_cost == pytest.approx(3.0 * 8 * only_fast.makespan_s / 3600)
+    assert only_fast.cost.cluster == pytest.approx(3.0 * 8 * only_fast.makespan_s / 3600)
     assert summarize(made, isolated, 30.0).cost is None
 
 
@@ -69,7 +69,7 @@ def test_classes_share_out_the_jobs() -> None:
     assert [each.jobs for each in summary.by_class.values()] == [2, 1, 1]
     assert sum(each.jobs * each.avg_jct_s for each in summary.by_class.values()) == pytest.approx(4 * summary.avg_jct_s)
     assert sum(each.gpu_hours for each in summary.by_class.values()) == pytest.approx(summary.gpu_hours)
-    assert max(each.worst_fairness for each in summary.by_class.values()) == summary.worst_fairness
+    assert max(each.worst_fairness for each in summary.by_class.values()) == summary.finish_time_fairness.max
     small = [one.jct_s for one in made.jobs if one.application == "quick"]
     assert summary.by_class["small"].median_jct_s == pytest.approx(np.median(small))
 
@@ -78,9 +78,9 @@ def test_classes_share_out_the_jobs() -> None:
     ("prices", "message"),
     [
         ({"slow": 1.0}, "price: of fast is missing"),
-        ({"slow": 1.0, "fast": float("nan")}, "price of fast: is nan"),
-        ({"slow": -1.0, "fast": 1.0}, "price of slow: is -1"),
-        ({"slow": 1.0, "fats": 1.0}, 'price of fats: is of no type in the cluster; did you mean "fast"'),
+        ({"slow": 1.0, "fast": float("nan")}, "price:fast: is nan"),
+        ({"slow": -1.0, "fast": 1.0}, "price:slow: is -1"),
+        ({"slow": 1.0, "fats": 1.0}, 'price:fats: is of no type in the cluster; did you mean "fast"'),
     ],
 )
 def test_bad_prices_are_named(prices: dict[str, float], message: str) -> None:

@@ -3,24 +3,26 @@
 from __future__ import annotations
 
 import struct
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from ddltool.analyzers.scheduling.failures import Failures
+from ddltool.analyzers.scheduling.inputs import read_applications, read_cluster, read_workload
 from ddltool.analyzers.scheduling.pictures import (
+    Recorder,
     allocation_picture,
     completion_picture,
     gpus_over_time,
     life_picture,
     longest_restarted,
 )
-from ddltool.analyzers.scheduling.recording import Recorder
+from ddltool.analyzers.scheduling.policies import policies
 from ddltool.analyzers.scheduling.simulator import Options, SimulationResult, simulate
-from ddltool.commands.simulate_pictures import write_pictures
-from ddltool.commands.simulate_policies import POLICIES, policies
-from ddltool.commands.workloads import read_applications, read_cluster, read_workload
+from ddltool.commands.simulate import POLICIES
+from ddltool.commands.simulation_tables import write_pictures
 from ddltool.errors import InputError
 
 FOLDER = Path(__file__).resolve().parents[1] / "fixtures" / "workloads"
@@ -105,12 +107,10 @@ def test_pictures_are_whole_and_repeatable(replays: Replays) -> None:
 
 def test_names_are_drawn_as_they_are(replays: Replays) -> None:
     result, record = replays["pollux"]
-    groups = [f"$group_{row}^{{2}}$ <b>" for row in range(len(result.jobs))]  # more than there are colours
-    assert allocation_picture(result, record, groups, file_format="svg") != allocation_picture(
-        result, record, file_format="svg"
-    )
-    with pytest.raises(InputError, match="one per job"):
-        allocation_picture(result, record, ["one"])
+    # More applications than there are colours.
+    jobs = tuple(replace(job, application=f"$group_{row}^{{2}}$ <b>") for row, job in enumerate(result.jobs))
+    many = allocation_picture(replace(result, jobs=jobs), record, file_format="svg")
+    assert many != allocation_picture(result, record, file_format="svg")
     with pytest.raises(InputError, match="no job"):
         life_picture(result, record, "vision-x")
     with pytest.raises(InputError, match="png or svg"):
@@ -121,16 +121,15 @@ def test_names_are_drawn_as_they_are(replays: Replays) -> None:
 
 def test_files(replays: Replays, tmp_path: Path) -> None:
     chosen = {name: replays[name] for name in ("fifo", "pollux")}
-    results = {name: result for name, (result, _) in chosen.items()}
-    records = {name: record for name, (_, record) in chosen.items()}
+    drawn = list(chosen.values())
     folder = tmp_path / "made" / "here"
-    paths = write_pictures(folder, results, records)
+    paths = write_pictures(folder, drawn)
     names = ["completion-times", "allocation-fifo", "job-fifo", "allocation-pollux", "job-pollux"]
     assert [path.name for path in paths] == [f"{name}.png" for name in names]
     assert all(size(path.read_bytes()) for path in paths)
     with pytest.raises(InputError, match="no job"):
-        write_pictures(tmp_path / "other", results, records, job="nobody")
+        write_pictures(tmp_path / "other", drawn, job="nobody")
     assert not list((tmp_path / "other").iterdir())
     (tmp_path / "file").write_text("")
     with pytest.raises(InputError, match="cannot be made"):
-        write_pictures(tmp_path / "file", results, records)
+        write_pictures(tmp_path / "file", drawn)

@@ -14,9 +14,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from ddltool.analyzers.scheduling.cluster_traces import (
+    ClusterTrace,
+    busiest,
+    read_philly,
+    read_table_trace,
+    to_workload,
+)
 from ddltool.analyzers.scheduling.generator import POLLUX, size_class
-from ddltool.analyzers.scheduling.readers import ClusterTrace, busiest, read_philly, read_table_trace, to_workload
-from ddltool.commands.workloads import read_workload
+from ddltool.analyzers.scheduling.inputs import read_workload
 from ddltool.errors import InputError
 from tests.conftest import Result
 
@@ -87,7 +93,7 @@ def test_helios_by_hand() -> None:
     assert trace.submit_s.tolist() == [0.0, 2400.0, 3600.0]
     assert trace.gpus.tolist() == [1.0, 4.0, 8.0]
     assert trace.gpu_hours.tolist() == [0.5, 4.0, 96.0]
-    assert trace.skipped == {"no GPU": 1, "never started": 1}
+    assert trace.skipped == {"no GPU": 1, "never started": 1, "no end": 0}
     lines = [line.rsplit(",", 2)[0] for line in HELIOS.splitlines()]
     without = helios("\n".join(lines))  # start and end stand for the duration
     assert without.gpu_hours.tolist() == trace.gpu_hours.tolist()
@@ -100,7 +106,7 @@ def test_philly_by_hand() -> None:
     assert trace.submit_s.tolist() == [0.0, 600.0]
     assert trace.gpus.tolist() == [1.0, 4.0]
     assert trace.gpu_hours.tolist() == [0.5, 6.0]
-    assert trace.skipped == {"no GPU": 0, "never started": 1}
+    assert trace.skipped == {"no GPU": 0, "never started": 1, "no end": 0}
 
 
 @pytest.mark.parametrize(
@@ -113,9 +119,9 @@ def test_philly_by_hand() -> None:
         ),
         ("5,u2,v2,4", "5,u2,v2,4.5", "row 5:gpu_num: is 4.5; a whole number"),
         ("5,u2,v2,4", "5,u2,v2,-4", "row 5:gpu_num: is -4"),
-        ("5,u2,v2,4", "5,u2,v2,x", "row 5:gpu_num: is x; a number from 0"),
+        ("5,u2,v2,4", "5,u2,v2,x", "row 5:gpu_num: is x; a whole number from 0"),
         ("5,u2,v2,4", "5,u2,v2,1e308", "row 5:gpu_num: is 1e\\+308"),
-        ("5,u2,v2,4", "2,u2,v2,4", "row 5:job_id: '2' stands twice"),
+        ("5,u2,v2,4", "2,u2,v2,4", "row 5:job_id: '2' stands in row 2 too"),
         ("3600,0", "-1,0", "row 5:duration: is -1"),
         ("3600,0", "inf,0", "row 5:duration: is inf"),
         (
@@ -159,7 +165,7 @@ def test_a_bad_row_is_named(old: str, new: str, message: str) -> None:
         (lambda jobs: jobs[1].update(submitted_time="60"), "row 2:submitted_time: is 60, and row 1 has 2017"),
         (lambda jobs: jobs[0]["attempts"][1].update(start_time="x"), "job 1:start_time: of an attempt is 'x'"),
         (lambda jobs: jobs[0]["attempts"][1].pop("detail"), "job 1:attempts: are broken"),
-        (lambda jobs: jobs[1].update(jobid="application_1"), "'application_1' stands twice"),
+        (lambda jobs: jobs[1].update(jobid="application_1"), "row 2:jobid: 'application_1' stands in row 1 too"),
         (lambda jobs: jobs.append(3), "job 4: is no object"),
         (lambda jobs: jobs.__delitem__(slice(0, 2)) or jobs[0]["attempts"].clear(), "no job that ran on a GPU"),
     ],

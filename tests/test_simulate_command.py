@@ -7,16 +7,15 @@ import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
+from ddltool.analyzers.scheduling.inputs import read_applications
 from ddltool.analyzers.scheduling.pollux import Pollux
 from ddltool.analyzers.scheduling.search import Choice, choose_counts, search
-from ddltool.commands import output, simulate_progress
-from ddltool.commands.simulate_policies import POLICIES
-from ddltool.commands.workloads import read_applications
+from ddltool.commands import output
+from ddltool.commands.simulate import POLICIES
 from tests.conftest import Result
 
 Cli = Callable[..., Result]
@@ -268,48 +267,27 @@ def test_bad_node_events_are_named_by_file_and_row(run: Cli, tmp_path: Path) -> 
     assert "of the 4 GPUs that are left; policy fifo gives no GPUs to" in stuck.error_line
 
 
-def test_a_long_replay_shows_how_far_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
-    shown: list[tuple[int, str]] = []
-
-    @contextmanager
-    def recorded(title: str, total: int | None = None) -> Iterator[Callable[[int, str], None]]:
-        assert (title, total) == ("fifo", 7)
-        yield lambda done, remark: shown.append((done, remark))
-
-    clock = [0.0]
-    monkeypatch.setattr(simulate_progress, "time", SimpleNamespace(monotonic=lambda: clock[0]))
-    monkeypatch.setattr(output, "progress", recorded)
-    with simulate_progress.replay_progress("fifo", 7) as on_round:
-        on_round(1, 3600.0)
-        assert not shown  # a short replay shows nothing
-        clock[0] += 1.05
-        on_round(3, 7200.0)
-        on_round(4, 7260.0)  # at once after it: not drawn again
-    assert shown == [(3, "3 of 7 jobs, 2.0 simulated hours")]
-
-
 def test_what_takes_long_besides_replays_says_what_it_is_at(
     run: Cli, cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     titles: list[str] = []
+    said: list[str] = []
 
     @contextmanager
     def recorded(title: str, total: int | None = None) -> Iterator[Callable[[int, str], None]]:
         titles.append(title if total is None else f"{title} of {total}")
-        yield lambda done, remark: None
+        yield lambda done, remark: said.append(f"{done}: {remark}")
 
     monkeypatch.setattr(output, "progress", recorded)
-    monkeypatch.setattr(simulate_progress, "_PATIENCE_S", 0.0)
     assert run("--policy", "fifo", "--picture", tmp_path / "p").code == 0
-    assert titles == ["fifo of 24", "drawing pictures"]  # a small workload is read at once
-    monkeypatch.setattr(simulate_progress, "_LARGE_BYTES", 100)
-    assert run("--policy", "fifo").code == 0
-    assert titles[2:] == ["reading synthetic.csv", "fifo of 24"]
+    assert titles == ["reading synthetic.csv", "fifo of 24", "drawing pictures"]
+    assert said[0].startswith("0: 0 of 24 jobs, 0.0 simulated hours")
+    assert said[-1].startswith("24: 24 of 24 jobs, ")
     shared = ("--cluster", FOLDER / "cluster.yaml", "--traces", FOLDER / "traces")
     assert cli("simulate", *shared, "--hyperparameter-search", "vision", "--policy", "srtf").code == 0
-    assert titles[4:] == ["fixed-128 of 100", "srtf of 100"]
+    assert titles[3:] == ["fixed-128 of 100", "srtf of 100"]
     assert cli("simulate", *shared[2:], "--autoscale", "vision").code == 0
-    assert titles[6:] == ["vision under 5 scaling rules"]
+    assert titles[5:] == ["vision under 5 scaling rules"]
 
 
 def test_traces_of_several_gpu_types_and_folders_are_put_together(tmp_path: Path) -> None:

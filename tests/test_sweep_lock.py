@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from ddltool.commands.sweep_lock import sole_writer
+from ddltool.analyzers.scheduling.sweep import sole_writer
 from ddltool.errors import InputError
 
 fcntl = pytest.importorskip("fcntl")

@@ -11,8 +11,7 @@ from typing import Any
 import pytest
 
 from ddltool.artifacts import save
-from ddltool.commands.sweep_output import show_sweep
-from ddltool.commands.workload_inputs import FittedText, split_fitted
+from ddltool.commands.simulation_tables import show_sweep
 from ddltool.goodput_model import Goodput, ThroughputRecord
 from tests.conftest import Result
 
@@ -163,11 +162,6 @@ def test_a_clusters_trace_is_no_workload_of_a_sweep(cli: Cli, folder: Path) -> N
         assert refused.code == 2
         assert f"{name}: is a cluster's trace; make a workload of it with --convert first" in refused.error_line
     assert not (folder / "s.json").exists()
-
-
-def test_the_parts_of_a_model() -> None:
-    texts = ["a=x=1.json,noise=1,samples=2", "b=y.json"]
-    assert split_fitted(texts) == [FittedText("a", "x=1.json", "noise=1,samples=2"), FittedText("b", "y.json", "")]
 
 
 def cell(workload: str, policy: str, seed: int, cost: float | None) -> dict[str, Any]:

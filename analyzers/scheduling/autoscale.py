@@ -12,9 +12,8 @@ are made between epochs.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Literal
+from dataclasses import asdict, dataclass
+from typing import Any, Literal
 
 import numpy as np
 
@@ -24,6 +23,8 @@ from ddltool.errors import InputError
 Rule = Literal["goodput", "throughput", "fixed"]
 _CANDIDATES = 50
 _MOST_NODES = 1024
+FIXED = (1, 4, 16)
+"""Numbers of nodes that are held throughout, to compare with."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -194,8 +195,37 @@ def next_nodes(speeds: NodeSpeeds, rule: ScalingRule, nodes: int, epoch: int) ->
     return max(fitting, default=nodes)
 
 
-def compare_rules(
-    application: Application, node: CloudNode, rules: Sequence[ScalingRule], *, restart_delay_s: float = 30.0
-) -> list[Scaled]:
-    """Return one training per rule, in their order."""
-    return [autoscale(application, node, rule, restart_delay_s=restart_delay_s) for rule in rules]
+def autoscale_document(
+    application: Application, node: CloudNode | None = None, *, restart_delay_s: float = 30.0
+) -> dict[str, Any]:
+    """Return the document (kind ``ddltool.autoscaling``): the goodput scaler, the throughput scaler, fixed clusters."""
+    node = node or CloudNode()
+    scalers: tuple[Rule, ...] = ("throughput", "goodput")
+    rules = {name: ScalingRule(rule=name) for name in scalers} | {
+        f"fixed-{count}": ScalingRule(rule="fixed", nodes=count) for count in FIXED if count <= node.most
+    }
+    made = {name: autoscale(application, node, rule, restart_delay_s=restart_delay_s) for name, rule in rules.items()}
+    return {
+        "kind": "ddltool.autoscaling",
+        "schema_version": 1,
+        "application": application.name,
+        "gpus_per_node": node.gpus,
+        "most_nodes": node.most,
+        "price_per_h": node.price_per_h,
+        "upper": rules["goodput"].upper,
+        "lower": rules["goodput"].lower,
+        "restart_delay_s": restart_delay_s,
+        "rules": {
+            name: {
+                "seconds": result.seconds,
+                "node_seconds": result.node_seconds,
+                "cost": result.cost,
+                "efficiency": result.efficiency,
+                "restarts": result.restarts,
+                "first_nodes": result.epochs[0].nodes,
+                "last_nodes": result.epochs[-1].nodes,
+                "epochs": [asdict(epoch) for epoch in result.epochs],
+            }
+            for name, result in made.items()
+        },
+    }

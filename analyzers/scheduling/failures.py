@@ -16,12 +16,10 @@ from dataclasses import dataclass
 from typing import Literal
 
 import numpy as np
-from numpy.typing import NDArray
 
 from ddltool.analyzers.scheduling.cluster import ClusterSpec
 from ddltool.errors import InputError
 
-Floats = NDArray[np.float64]
 Kind = Literal["fail", "leave", "join"]
 KINDS: tuple[Kind, ...] = ("fail", "leave", "join")
 # Shorter mean times between failures than a second are another unit; longer ones than 1,000 years never fail.
@@ -78,70 +76,6 @@ class Failures:
                 )
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Stride:
-    """What became of one node until some time: its next event, whether it is down, its failures, its seconds down."""
-
-    next_s: float
-    down: bool
-    failures: int
-    down_s: float
-
-
-class Lives:
-    """One node's times between repair and failure: a stream of its own, drawn in blocks, which are the same numbers."""
-
-    _FIRST, _MOST = 16, 65_536
-
-    def __init__(self, seed: int, node: int, mtbf_s: float) -> None:
-        self._chance = np.random.default_rng([seed, node])
-        self._mtbf_s = mtbf_s
-        self._block, self._used = np.empty(0), 0
-
-    def next(self) -> float:
-        """Return the next one and take it off the stream."""
-        if self._used == len(self._block):
-            self._block, self._used = self._chance.exponential(self._mtbf_s, self._FIRST), 0
-        self._used += 1
-        return float(self._block[self._used - 1])
-
-    def stride(self, begin_s: float, end_s: float, at_s: float, down: bool, repair_s: float) -> Stride:
-        """Go on to ``end_s``; ``at_s`` is the next event, of a node that is ``down`` or up; ``begin_s``: count from there on.
-
-        Times add up one after the other, as they do when the events are taken one by one: the sums are the same bits.
-        """
-        failures, down_s = 0, 0.0
-        if down:
-            down_s += max(min(at_s, end_s) - begin_s, 0.0)
-            if at_s >= end_s:
-                return Stride(next_s=at_s, down=True, failures=0, down_s=down_s)
-            at_s += self.next()
-        while at_s < end_s:
-            wanted = int(min((end_s - at_s) / (self._mtbf_s + repair_s) * 1.1 + self._FIRST, self._MOST))
-            lives = self._peek(wanted)
-            steps = np.empty(2 * wanted + 1)  # failure, repair, failure, ..., failure
-            steps[0], steps[1::2], steps[2::2] = at_s, repair_s, lives
-            times = np.add.accumulate(steps)
-            count = int(np.searchsorted(times, end_s))
-            count = min(count, 2 * wanted)  # the last failure is the next stride's first
-            self._used += count // 2
-            fails, backs = times[: count + count % 2 : 2], times[1 : count + count % 2 : 2]
-            failures += len(fails)
-            down_s += float((np.maximum(np.minimum(backs, end_s), begin_s) - np.maximum(fails, begin_s)).sum())
-            at_s = float(times[count])
-            if count % 2:
-                return Stride(next_s=at_s, down=True, failures=failures, down_s=down_s)
-        return Stride(next_s=at_s, down=False, failures=failures, down_s=down_s)
-
-    def _peek(self, count: int) -> Floats:
-        """Return the next ``count`` and leave them on the stream."""
-        left = self._block[self._used :]
-        if len(left) < count:
-            left = np.concatenate([left, self._chance.exponential(self._mtbf_s, count - len(left))])
-            self._block, self._used = left, 0
-        return left[:count]
-
-
 class NodeStates:
     """Which nodes are up, as time goes by: :meth:`next_s`, then :meth:`pop`. The stream of drawn failures never ends.
 
@@ -150,7 +84,7 @@ class NodeStates:
 
     def __init__(self, failures: Failures, cluster: ClusterSpec) -> None:
         failures.check(cluster)
-        self.cluster, self.failures = cluster, failures
+        self.failures = failures
         self.down_until: dict[int, float] = {}
         """Nodes under repair."""
         self.away: set[int] = set()
@@ -159,11 +93,9 @@ class NodeStates:
         """Failures of nodes that were up."""
         self._given = sorted(failures.events, key=lambda event: event.time_s)[::-1]  # stable: as given, last first
         self._drawn: list[tuple[float, int]] = []
-        self._lives: list[Lives] = []
         if failures.mtbf_s is not None:
-            nodes = len(cluster.gpus)
-            self._lives = [Lives(failures.seed, node, failures.mtbf_s) for node in range(nodes)]
-            self._drawn = [(self._lives[node].next(), node) for node in range(nodes)]
+            self._chances = [np.random.default_rng([failures.seed, node]) for node in range(len(cluster.gpus))]
+            self._drawn = [(self._life_s(node), node) for node in range(len(cluster.gpus))]
             heapq.heapify(self._drawn)
 
     @property
@@ -195,39 +127,10 @@ class NodeStates:
         self.failed += len(lost) if kind == "fail" else 0
         return (lost, [], []) if kind == "fail" else ([], lost, sorted(before - after))
 
-    def expected_until(self, until_s: float) -> float:
-        """Return about how many drawn failures there are from now until ``until_s``."""
-        return self.failures.expected(len(self._lives), max(until_s - self.next_s(), 0.0)) if self._drawn else 0.0
-
-    def skip(self, from_s: float, until_s: float) -> dict[str, float]:
-        """Let all happen that happens before ``until_s``, and return the GPU-seconds up from ``from_s`` on, by GPU type.
-
-        The same events as one by one with :meth:`pop`, to the bit, in vectorised strides. ``from_s``: nothing has
-        happened since; where it lies after ``until_s``, all GPU-seconds are 0.
-        """
-        made = dict.fromkeys(self.cluster.type_names, 0.0)
-        begin_s = from_s
-        while True:
-            given_s = self._given[-1].time_s if self._given else math.inf
-            end_s = min(given_s, until_s)
-            drawn = []
-            for at_s, node in self._drawn:
-                stride = self._lives[node].stride(begin_s, end_s, at_s, node in self.down_until, self.failures.repair_s)
-                drawn.append((stride.next_s, node))
-                if stride.down:
-                    self.down_until[node] = stride.next_s
-                else:
-                    self.down_until.pop(node, None)
-                if node not in self.away:
-                    self.failed += stride.failures
-                    up_s = max(end_s - begin_s, 0.0) - stride.down_s
-                    made[self.cluster.gpu_types[node]] += self.cluster.gpus[node] * up_s
-            self._drawn = drawn
-            heapq.heapify(self._drawn)
-            if given_s >= until_s:
-                return made
-            begin_s = max(begin_s, given_s)
-            self.pop()
+    def _life_s(self, node: int) -> float:
+        """Return the seconds from a node's repair to its next failure."""
+        assert self.failures.mtbf_s is not None
+        return float(self._chances[node].exponential(self.failures.mtbf_s))
 
     def _advance(self) -> tuple[Kind, int]:
         if self._given and (not self._drawn or self._given[-1].time_s <= self._drawn[0][0]):
@@ -237,7 +140,7 @@ class NodeStates:
         now_s, node = self._drawn[0]
         if node in self.down_until:  # repaired
             del self.down_until[node]
-            heapq.heapreplace(self._drawn, (now_s + self._lives[node].next(), node))
+            heapq.heapreplace(self._drawn, (now_s + self._life_s(node), node))
             return "join", node
         self.down_until[node] = now_s + self.failures.repair_s
         heapq.heapreplace(self._drawn, (self.down_until[node], node))

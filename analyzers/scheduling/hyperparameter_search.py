@@ -9,11 +9,13 @@ is compared is how the scheduler serves that pattern of arrivals.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
+from typing import Any
 
 from ddltool.analyzers.scheduling.cluster import Allocation, ClusterSpec
-from ddltool.analyzers.scheduling.fifo import Fifo
+from ddltool.analyzers.scheduling.gangs import Fifo
 from ddltool.analyzers.scheduling.job import JobSpec, SimulatedJob
+from ddltool.analyzers.scheduling.replay import Watch, unwatched
 from ddltool.analyzers.scheduling.simulator import Options, Policy, SimulationResult, simulate
 from ddltool.analyzers.scheduling.truth import Application
 from ddltool.errors import InputError
@@ -125,3 +127,40 @@ def run_search(
         most_at_once=shown.most_at_once,
         result=result,
     )
+
+
+def search_document(
+    search: Search,
+    applications: dict[str, Application],
+    cluster: ClusterSpec,
+    policies: Mapping[str, Callable[[], Policy]],
+    options: Options,
+    *,
+    local_batch_sizes: Sequence[int] = (),
+    watch: Watch = unwatched,
+) -> dict[str, Any]:
+    """Return the document (kind ``ddltool.hyperparameter_search``): the baseline and each policy on the same search.
+
+    ``local_batch_sizes``: further fixed batches per GPU at which the baseline runs, besides the search's own.
+    """
+    sizes = dict.fromkeys([search.local_batch_size, *local_batch_sizes])
+    asked = [(f"fixed-{size}", replace(search, local_batch_size=size), None) for size in sizes]
+    found: dict[str, SearchResult] = {}
+    for name, one, make in [*asked, *((name, search, make) for name, make in policies.items())]:
+        with watch(name) as on_round:
+            found[name] = run_search(one, applications, cluster, make() if make else None, options, on_round)
+    return {
+        "kind": "ddltool.hyperparameter_search",
+        "schema_version": 1,
+        "search": asdict(search),
+        "gpus": cluster.total_gpus,
+        "policies": {
+            name: {
+                "avg_jct_s": result.avg_jct_s,
+                "makespan_s": result.makespan_s,
+                "gpu_seconds": result.gpu_seconds,
+                "restarts": result.restarts,
+            }
+            for name, result in found.items()
+        },
+    }

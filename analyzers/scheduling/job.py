@@ -12,9 +12,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ddltool.analyzers.placement.proposals import best_plan
-from ddltool.analyzers.scheduling.beliefs import Beliefs
+from ddltool.analyzers.scheduling.beliefs import Beliefs, Tunable, best_goodput, split_batch
 from ddltool.analyzers.scheduling.cluster import Allocation, ClusterSpec, count_gpus, packed
-from ddltool.analyzers.scheduling.estimate import Tunable, best_goodput, split_batch
 from ddltool.analyzers.scheduling.truth import Application
 from ddltool.errors import InputError
 

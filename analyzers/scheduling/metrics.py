@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,6 +17,7 @@ from ddltool.errors import InputError, did_you_mean
 Floats = NDArray[np.float64]
 _CANDIDATES = 33
 _MOST_PRICE = 1e6
+_BLOCK = 256
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -34,8 +35,26 @@ class ClassFigures:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class FinishTimeFairness:
+    """Completion times over those in an isolated, equally partitioned cluster."""
+
+    max: float
+    """How much the most neglected job was delayed over its fair share."""
+    share_below_1: float
+    """The share of jobs that finished earlier than on their fair share."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Cost:
+    """Price of the GPU time that jobs held, and of all GPUs that were up from the first submission to the last finish."""
+
+    jobs: float
+    cluster: float
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Summary:
-    """Seconds unless said otherwise; ``fairness`` (n,) is the finish-time fairness of each job."""
+    """The figures of one replay, named as in the document of ``simulate``; seconds unless said otherwise."""
 
     avg_jct_s: float
     median_jct_s: float
@@ -47,43 +66,31 @@ class Summary:
     utilization: float
     """Share of all GPU-seconds of the makespan that jobs held, restarts included."""
     restarts: int
-    fairness: tuple[float, ...]
-    by_application: Mapping[str, float]
-    """Average completion time."""
-    queueing_s: tuple[float, ...] = ()
-    """(n,) from submission to first start."""
-    p99_queueing_s: float = 0.0
-    gpu_hours: float = 0.0
+    finish_time_fairness: FinishTimeFairness
+    avg_jct_by_application_s: Mapping[str, float]
+    p99_queueing_s: float
+    gpu_hours: float
     """GPU time held by jobs."""
-    restart_gpu_hours: float = 0.0
+    restart_gpu_hours: float
     """The part of it that starts and restarts took."""
-    lost_gpu_hours: float = 0.0
+    lost_gpu_hours: float
     """The part of it whose training failures undid."""
-    useful_share: float = 0.0
+    useful_share: float
     """Share of the GPU time of all nodes that were up in which training was done that lasted."""
-    availability: float = 1.0
+    availability: float
     """Share of the whole cluster's GPU time that was up."""
-    node_failures: int = 0
-    job_failures: int = 0
-    goodput: Mapping[str, float] = field(default_factory=dict)
-    """By application: samples at M0 that the training was worth per second from first start to finish, the mean."""
-    cost: float | None = None
-    """Price of the GPU time that jobs held; None without prices."""
-    cluster_cost: float | None = None
-    """Price of all GPUs that were up, from the first submission to the last finish."""
-    job_costs: tuple[float, ...] = ()
-    by_class: Mapping[str, ClassFigures] = field(default_factory=dict)
+    node_failures: int
+    job_failures: int
+    goodput_by_application: Mapping[str, float]
+    """Samples at M0 that the training was worth per second from first start to finish, the mean."""
+    by_class: Mapping[str, ClassFigures]
     """By size class (Pollux, section 5.1), in their order; those that have jobs."""
-
-    @property
-    def worst_fairness(self) -> float:
-        """The largest finish-time fairness: how much the most neglected job was delayed over its fair share."""
-        return max(self.fairness)
-
-    @property
-    def share_below_1(self) -> float:
-        """The share of jobs that finished earlier than on their fair share."""
-        return sum(ratio < 1 for ratio in self.fairness) / len(self.fairness)
+    cost: Cost | None
+    """None without prices."""
+    fairness: tuple[float, ...]
+    """(n,) the finish-time fairness of each job."""
+    job_costs: tuple[float, ...]
+    """(n,) the price of the GPU time that each job held; () without prices."""
 
 
 class IsolatedTimes:
@@ -164,16 +171,16 @@ def class_of(name: str, isolated: IsolatedTimes) -> str:
     return published or size_class(isolated(name, 1) / 3600.0)
 
 
-def check_prices(prices: Mapping[str, float], cluster: ClusterSpec) -> None:
+def check_prices(prices: Mapping[str, float], cluster: ClusterSpec, where: str = "price") -> None:
     """Raise InputError unless there is a price per GPU hour, finite and >= 0, for every type, and for nothing else."""
     for name, price in prices.items():
         if name not in cluster.type_names:
-            raise InputError(f"price of {name}", "is of no type in the cluster", did_you_mean(name, cluster.type_names))
+            raise InputError(f"{where}:{name}", "is of no type in the cluster", did_you_mean(name, cluster.type_names))
         if not 0 <= price <= _MOST_PRICE:
-            raise InputError(f"price of {name}", f"is {price:g}", f"per GPU hour, from 0 to {_MOST_PRICE:.0f}")
+            raise InputError(f"{where}:{name}", f"is {price:g}", f"per GPU hour, from 0 to {_MOST_PRICE:.0f}")
     missing = [name for name in cluster.type_names if name not in prices]
     if missing:
-        raise InputError("price", f"of {missing[0]} is missing", "one TYPE=PRICE per GPU type, or one number for all")
+        raise InputError(where, f"of {missing[0]} is missing", "one TYPE=PRICE per GPU type, or one number for all")
 
 
 def summarize(
@@ -208,20 +215,26 @@ def summarize(
         for name in ("gpu_seconds", "restart_gpu_seconds", "lost_gpu_seconds")
     )
     up = sum(result.available_gpu_seconds.values())
-    costs = [_price(job.gpu_seconds_by_type, prices) for job in result.jobs] if prices is not None else []
+    costs: list[float] = []
+    cost = None
+    if prices is not None:
+        costs = [_price(job.gpu_seconds_by_type, prices) for job in result.jobs]
+        cost = Cost(jobs=sum(costs), cluster=_price(result.available_gpu_seconds, prices))
+    ratios = fairness.tolist()
     return Summary(
         avg_jct_s=float(jct.mean()),
         median_jct_s=float(np.median(jct)),
         p99_jct_s=float(np.percentile(jct, 99)),
         makespan_s=makespan,
         avg_queueing_s=float(np.mean(queueing)),
-        utilization=sum(job.gpu_seconds for job in result.jobs) / (result.total_gpus * makespan),
+        utilization=held / (result.total_gpus * makespan),
         restarts=sum(job.restarts for job in result.jobs),
-        fairness=tuple(fairness.tolist()),
-        by_application={
+        finish_time_fairness=FinishTimeFairness(
+            max=max(ratios), share_below_1=sum(ratio < 1 for ratio in ratios) / len(ratios)
+        ),
+        avg_jct_by_application_s={
             name: float(np.mean([job.jct_s for job in result.jobs if job.application == name])) for name in names
         },
-        queueing_s=tuple(queueing.tolist()),
         p99_queueing_s=float(np.percentile(queueing, 99)),
         gpu_hours=held / 3600,
         restart_gpu_hours=restart / 3600,
@@ -230,11 +243,11 @@ def summarize(
         availability=up / (result.total_gpus * makespan),
         node_failures=result.node_failures,
         job_failures=sum(job.failures for job in result.jobs),
-        goodput={name: _goodput(result, name) for name in names},
-        cost=sum(costs) if prices is not None else None,
-        cluster_cost=_price(result.available_gpu_seconds, prices) if prices is not None else None,
-        job_costs=tuple(costs),
+        goodput_by_application={name: _goodput(result, name) for name in names},
         by_class=_by_class(result, isolated, jct, queueing, fairness),
+        cost=cost,
+        fairness=tuple(ratios),
+        job_costs=tuple(costs),
     )
 
 
@@ -274,6 +287,9 @@ def _by_class(
 
 def _average_present(submit: Floats, finish: Floats) -> Floats:
     """Return the time average of the number of jobs in the system over each job's life, (n,); the job included."""
-    overlap = np.minimum(finish[:, None], finish) - np.maximum(submit[:, None], submit)
-    made: Floats = np.maximum(overlap, 0.0).sum(axis=1) / (finish - submit)
-    return made
+    made = np.empty_like(submit)
+    for begin in range(0, len(submit), _BLOCK):  # all pairs of ten thousand jobs at once would take gigabytes
+        rows = slice(begin, begin + _BLOCK)
+        overlap = np.minimum(finish[rows, None], finish) - np.maximum(submit[rows, None], submit)
+        made[rows] = np.maximum(overlap, 0.0).sum(axis=1)
+    return made / (finish - submit)

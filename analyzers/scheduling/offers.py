@@ -1,18 +1,22 @@
-"""What each GPU type would bring a job, as believed: the tables that Sia's and our policy choose from."""
+"""What Sia's and our policy share: what each GPU type would bring a job, as believed, and from counts per type to nodes."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
 
-from ddltool.analyzers.scheduling.cluster import ClusterSpec, count_gpus
+from ddltool.analyzers.scheduling.cluster import Allocation, ClusterSpec, count_gpus
 from ddltool.analyzers.scheduling.job import SimulatedJob
+from ddltool.analyzers.scheduling.search import Choice, pack, search
 
 Floats = NDArray[np.float64]
 # No job is given more replicas than in the published simulator.
 MOST_REPLICAS = 64
+Placed = list[tuple[int, Allocation]]
+"""(place in the list of choices, allocation) of the jobs that got GPUs."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -55,13 +59,40 @@ def offers(job: SimulatedJob, cluster: ClusterSpec) -> Offers:
         speedup = np.tile(np.arange(wide + 1.0), (2, 1)) if table is None or base is None else table / base
         speedup[0, max(cluster.gpus[node] for node in cluster.nodes_of(name)) + 1 :] = 0.0
         speedup[1, :2] = 0.0
-        made.append(
-            Offer(
-                gpu_type=name,
-                speedup=speedup,
-                held=held if name == held_type else 0,
-                row=min(len(job.allocation), 2) - 1,
-            )
-        )
+        row = min(len(job.allocation), 2) - 1
+        made.append(Offer(gpu_type=name, speedup=speedup, held=held if name == held_type else 0, row=row))
     remaining = job.remaining_samples() / base if base else None
     return Offers(job=job, most=most, remaining_s=remaining, by_type=tuple(made))
+
+
+def flat(choice: Choice) -> Floats:
+    """Return the least cost of each count (m + 1,), wherever its GPUs stand, the current allocation included.
+
+    The array is longer where the job holds more GPUs than it may newly be given.
+    """
+    made = np.minimum(choice.within, choice.across)
+    made[0] = choice.within[0]
+    held = count_gpus(choice.base)
+    if held >= len(made):
+        made = np.concatenate([made, np.full(held + 1 - len(made), np.inf)])
+    if held:
+        made[held] = min(made[held], choice.keep)
+    return np.asarray(made)
+
+
+def place_on_type(
+    choices: Sequence[Choice],
+    cluster: ClusterSpec,
+    gpu_type: str,
+    *,
+    counts: Sequence[int] | None = None,
+    effort: int = 0,
+    seed: int = 0,
+) -> Placed:
+    """Return allocations on the nodes of one type: of small total cost, or of about ``counts`` (n,), which must fit."""
+    nodes = cluster.nodes_of(gpu_type)
+    gpus = [cluster.gpus[node] for node in nodes]
+    local = {node: at for at, node in enumerate(nodes)}
+    here = [replace(one, base=tuple((local[node], count) for node, count in one.base)) for one in choices]
+    found = search(here, gpus, effort=effort, seed=seed).allocations if counts is None else pack(here, gpus, counts)
+    return [(at, tuple((nodes[node], count) for node, count in made)) for at, made in enumerate(found) if made]

@@ -30,8 +30,7 @@ from numpy.typing import NDArray
 from ddltool.analyzers.scheduling.assign import assign
 from ddltool.analyzers.scheduling.cluster import Allocation, ClusterSpec
 from ddltool.analyzers.scheduling.job import SimulatedJob, Tuning
-from ddltool.analyzers.scheduling.offers import Offer, Offers, offers
-from ddltool.analyzers.scheduling.packing import flat, search_type
+from ddltool.analyzers.scheduling.offers import Offer, Offers, flat, offers, place_on_type
 from ddltool.analyzers.scheduling.search import Choice
 from ddltool.errors import InputError
 
@@ -87,10 +86,9 @@ class Ours:
             members = [at for at in range(len(jobs)) if on_type[at] == name]
             if members:
                 effort = 0 if len(members) * len(cluster.gpus) > _LARGE else self.effort
-                for at, allocation in search_type(
-                    [choices[at][name] for at in members], cluster, name, effort, self.seed
-                ):
-                    found[jobs[members[at]].index] = allocation
+                here = [choices[at][name] for at in members]
+                placed = place_on_type(here, cluster, name, effort=effort, seed=self.seed)
+                found.update({jobs[members[at]].index: allocation for at, allocation in placed})
         return found
 
     def _weights(self, made: Sequence[Offers], fair: int, now_s: float) -> list[float]:

@@ -12,7 +12,7 @@ is its seeds, and the answer speaks of that workload alone.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -31,16 +31,6 @@ MEASURES: Mapping[str, str] = {
 """What is compared, and its name for people; less is better for all of them."""
 PRICED: Mapping[str, str] = {"cost": "cost (price)"}
 """What is compared besides where every replay has it, above 0."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Replay:
-    """The figures of one replay; ``figures`` has the keys of :data:`MEASURES`, all above 0."""
-
-    workload: str
-    seed: int
-    policy: str
-    figures: Mapping[str, float]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -74,31 +64,29 @@ class PairedResult:
     comparisons: tuple[Comparison, ...]
 
 
-def compare(replays: Sequence[Replay], first: str, second: str, *, confidence: float = 0.95) -> PairedResult:
+Figures = Mapping[tuple[str, int], Mapping[str, float]]
+"""The figures of one policy's replays by (workload, seed); with the keys of :data:`MEASURES`, all above 0."""
+
+
+def compare(found: Mapping[str, Figures], first: str, second: str, *, confidence: float = 0.95) -> PairedResult:
     """Return the first policy's figures over the second's, over what both have replayed.
 
     Replays that only one policy has (a failed cell) are left out in pairs. Raises InputError without any pair, for a
-    policy compared with itself, repeated replays and figures that are not above 0.
+    policy compared with itself and figures that are not above 0.
     """
     if first == second:
         raise InputError("--compare", f"names {first!r} twice", "name two policies, such as ours,pollux")
     if not 0 < confidence < 1:
         raise InputError("confidence", f"is {confidence}", "between 0 and 1, such as 0.95")
-    found: dict[str, dict[tuple[str, int], Mapping[str, float]]] = {first: {}, second: {}}
-    for replay in replays:
-        if replay.policy not in found:
-            continue
-        key = replay.workload, replay.seed
-        if key in found[replay.policy]:
-            raise InputError(f"workload {key[0]} seed {key[1]}", f"stands twice under {replay.policy}", "give it once")
-        found[replay.policy][key] = replay.figures
     shared = [key for key in found[first] if key in found[second]]
     if not shared:
         raise InputError("--compare", f"{first} and {second} have no workload and seed in common", "replay both on one")
     workloads = list(dict.fromkeys(name for name, _ in shared))
     unit = "workload" if len(workloads) > 1 else "seed"
     made = []
-    priced = [name for name in PRICED if all(found[each][key].get(name, 0) > 0 for each in found for key in shared)]
+    priced = [
+        name for name in PRICED if all(found[each][key].get(name, 0) > 0 for each in (first, second) for key in shared)
+    ]
     for measure in (*MEASURES, *priced):
         logs = {key: _log_ratio(found[first][key], found[second][key], measure, key) for key in shared}
         if unit == "workload":

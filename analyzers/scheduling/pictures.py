@@ -1,14 +1,15 @@
 """Pictures of replays: completion times, who held the GPUs, one job's life. Data in, PNG or SVG bytes out.
 
-Colours are Okabe and Ito's, which people with colour blindness can tell apart; lines differ in their dashes and areas
-in their hatching as well, so that a print without colours can be read.
+A replay's result leaves out who held what in each round: :class:`Recorder` wraps a policy and keeps that. Colours are
+Okabe and Ito's, which people with colour blindness can tell apart; lines differ in their dashes and areas in their
+hatching as well, so that a print without colours can be read.
 """
 
 from __future__ import annotations
 
 import io
-import math
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import matplotlib as mpl
@@ -20,8 +21,9 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, MaxNLocator, NullFormatter
 from numpy.typing import NDArray
 
-from ddltool.analyzers.scheduling.recording import Recorder
-from ddltool.analyzers.scheduling.simulator import JobResult, SimulationResult
+from ddltool.analyzers.scheduling.cluster import Allocation, ClusterSpec, count_gpus
+from ddltool.analyzers.scheduling.job import SimulatedJob
+from ddltool.analyzers.scheduling.simulator import JobResult, Policy, SimulationResult
 from ddltool.errors import InputError, did_you_mean
 
 Floats = NDArray[np.float64]
@@ -31,6 +33,13 @@ _HATCHES = ("", "//", "..", "\\\\", "xx", "--", "++", "oo")
 FORMATS = ("png", "svg")
 # Points of time at which an area is drawn: no screen shows more.
 _MOST_POINTS = 2000
+# Times at which a log axis may be marked, seconds.
+_MARKS = (
+    *(1e-3, 1e-2, 0.1, 1, 2, 5, 10, 20),
+    *(60, 120, 300, 600, 1200, 1800),
+    *(3600, 7200, 18000, 36000),
+    *(86400, 172800, 432000, 864000, 8.64e6, 8.64e7),
+)
 _STYLE: dict[Any, Any] = {
     "svg.hashsalt": "ddltool",
     "text.parse_math": False,  # a name may hold dollars
@@ -40,6 +49,73 @@ _STYLE: dict[Any, Any] = {
     "axes.spines.right": False,
     "hatch.linewidth": 0.4,
 }
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Held:
+    """From ``time_s`` on job ``job`` (its row in the workload) holds ``allocation``; () is none."""
+
+    time_s: float
+    job: int
+    allocation: Allocation
+    restarted: bool
+    """Whether this starts it anew; False for the first start and for a stop."""
+
+    @property
+    def gpus(self) -> int:
+        """How many GPUs."""
+        return count_gpus(self.allocation)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Batch:
+    """Job ``job`` was first seen to run with ``batch_size`` samples per step at ``time_s``."""
+
+    time_s: float
+    job: int
+    batch_size: int
+
+
+class Recorder:
+    """A policy that passes everything on to ``policy`` and keeps its answers, where they changed.
+
+    Batches are those that jobs ran with when the round began, so a change within an interval is seen at its end, and
+    a batch that a job had between two rounds only is not seen. What failures took
+    away counts as held until the next round.
+    """
+
+    def __init__(self, policy: Policy) -> None:
+        self.policy = policy
+        self.name, self.tuning = policy.name, policy.tuning
+        self.pools = getattr(policy, "pools", False)
+        self.held: list[Held] = []
+        self.batches: list[Batch] = []
+        self._batch: dict[int, int] = {}
+        self._known: dict[int, Allocation] = {}
+
+    def allocate(self, jobs: Sequence[SimulatedJob], cluster: ClusterSpec, now_s: float) -> Mapping[int, Allocation]:
+        """Return what the policy answers."""
+        has = {job.index: job.allocation for job in jobs}
+        # What the simulator took away (a node failed) is seen here at the earliest; a finished job has nothing either.
+        for index in [index for index, known in self._known.items() if known and known != has.get(index, ())]:
+            self._note(now_s, index, (), restarted=False)
+        for job in jobs:
+            # A job in its restart has not trained with its batch yet.
+            if job.allocation and now_s > job.running_from_s:
+                size = job.total_batch_size
+                if self._batch.get(job.index) != size:
+                    self._batch[job.index] = size
+                    self.batches.append(Batch(time_s=now_s, job=job.index, batch_size=size))
+        chosen = self.policy.allocate(jobs, cluster, now_s)
+        for job in jobs:
+            new = chosen.get(job.index, ())
+            if new != job.allocation:
+                self._note(now_s, job.index, new, restarted=bool(new) and job.starts > 0)
+        return chosen
+
+    def _note(self, now_s: float, job: int, allocation: Allocation, *, restarted: bool) -> None:
+        self._known[job] = allocation
+        self.held.append(Held(time_s=now_s, job=job, allocation=allocation, restarted=restarted))
 
 
 def completion_picture(results: Mapping[str, SimulationResult], *, file_format: str = "png") -> bytes:
@@ -72,16 +148,12 @@ def completion_picture(results: Mapping[str, SimulationResult], *, file_format: 
         return _bytes(figure, file_format)
 
 
-def allocation_picture(
-    result: SimulationResult, record: Recorder, groups: Sequence[str] | None = None, *, file_format: str = "png"
-) -> bytes:
-    """Return the GPUs held over time, stacked by application, or by ``groups`` (n,): one name per job.
+def allocation_picture(result: SimulationResult, record: Recorder, *, file_format: str = "png") -> bytes:
+    """Return the GPUs held over time, stacked by application; restarts count as held, as they are.
 
-    Restarts count as held, as they are. Above eight groups the smallest are drawn as "others".
+    Above eight applications the smallest are drawn as "others".
     """
-    names = list(groups) if groups is not None else [job.application for job in result.jobs]
-    if len(names) != len(result.jobs):
-        raise InputError("groups", f"are {len(names)}", f"one per job: {len(result.jobs)}")
+    names = [job.application for job in result.jobs]
     times, held = gpus_over_time(result, record)
     order = _by_use(names, times, held)
     stacks = {
@@ -230,19 +302,16 @@ def _duration(seconds: float) -> str:
 
 
 def _log_times(axis: Axes) -> None:
-    """Mark the axis at times that people think in."""
+    """Mark the axis at times that people think in, at most eight of them."""
     low, high = axis.get_xlim()
-    coarse = (1e-3, 1e-2, 0.1, 1, 10, 60, 600, 3600, 36000, 86400, 864000, 8.64e6, 8.64e7)
-    fine = (1, 2, 5, 10, 20, 60, 120, 300, 600, 1200, 1800, 3600, 7200, 18000, 36000, 86400, 172800, 432000, 864000)
-    found = [[at for at in marks if low <= at <= high] for marks in (fine, coarse)]
-    shown = found[0] if 2 <= len(found[0]) <= 8 else found[1]
-    if len(shown) < 2:
+    marks = [at for at in _MARKS if low <= at <= high]
+    if len(marks) < 2:
         axis.xaxis.set_major_formatter(FuncFormatter(lambda value, _: _duration(value)))
     else:
+        shown = marks[:: -(-len(marks) // 8)]
         axis.set_xticks(shown, [_mark(at) for at in shown])
     axis.xaxis.set_minor_formatter(NullFormatter())
-    if not math.isclose(low, high):
-        axis.set_xlim(low, high)
+    axis.set_xlim(low, high)
 
 
 def _mark(seconds: float) -> str:

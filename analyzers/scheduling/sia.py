@@ -18,8 +18,7 @@ from numpy.typing import NDArray
 from ddltool.analyzers.scheduling.assign import assign
 from ddltool.analyzers.scheduling.cluster import Allocation, ClusterSpec
 from ddltool.analyzers.scheduling.job import SimulatedJob, Tuning
-from ddltool.analyzers.scheduling.offers import Offer, Offers, offers
-from ddltool.analyzers.scheduling.packing import flat, pack_type
+from ddltool.analyzers.scheduling.offers import Offer, Offers, flat, offers, place_on_type
 from ddltool.analyzers.scheduling.search import Choice
 from ddltool.errors import InputError
 
@@ -50,9 +49,8 @@ class Sia:
         for kind, name in enumerate(names):
             members = [at for at in range(len(jobs)) if found.counts[at] and found.types[at] == kind]
             if members:
-                placed = pack_type(
-                    [choices[at][name] for at in members], [found.counts[at] for at in members], cluster, name
-                )
+                counts = [found.counts[at] for at in members]
+                placed = place_on_type([choices[at][name] for at in members], cluster, name, counts=counts)
                 made.update({jobs[members[at]].index: allocation for at, allocation in placed})
         return made
 

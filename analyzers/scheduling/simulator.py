@@ -5,7 +5,7 @@ Between events every job's progress is a straight line, so nothing is stepped th
 interval while a job is there; with ``react`` also whenever a job arrives or ends, or a node goes or comes.
 ``whole_seconds`` rounds the ends of epochs to seconds, as the published fixed-step simulator does, for like-for-like
 checks. With :class:`Failures` nodes go and come: their jobs fall back to the last checkpoint and wait for the next round,
-and the policy sees the nodes that are up.
+and the policy sees the nodes that are up. :class:`Watchdog` ends replays that would never end by themselves.
 """
 
 from __future__ import annotations
@@ -29,18 +29,23 @@ from ddltool.analyzers.scheduling.cluster import (
 from ddltool.analyzers.scheduling.failures import Failures, NodeStates, without
 from ddltool.analyzers.scheduling.job import JobSpec, SimulatedJob, Tuning, make_jobs
 from ddltool.analyzers.scheduling.truth import Application
-from ddltool.analyzers.scheduling.watchdog import YEAR_S, Watchdog
-from ddltool.errors import InputError
+from ddltool.errors import Infeasible, InputError
 
+YEAR_S = 31_536_000.0
 # Other intervals and delays are in another unit, or a typing error.
 _INTERVAL_S = (1.0, 604_800.0)
 _LONGEST_DELAY_S = 86_400.0
 # Applications that take longer at best than this have step times or iterations in another unit.
 _LONGEST_JOB_S = YEAR_S
-# Node events without a job in the system that are gone through one by one; more are skipped in one go.
-_FEW_EVENTS = 10_000.0
 # Failures that may be drawn until the last job comes: more take minutes and mean nothing.
-_MOST_FAILURES = 1e9
+_MOST_FAILURES = 1e7
+# Rounds in which nothing runs and nothing is on its way, after which a policy is taken to starve its jobs for good.
+_PATIENCE = 1000
+# Rounds and seconds in which no job gets further than before, after which all training is taken to be undone.
+_FUTILE = 10_000, 604_800.0
+# From the first submission on. No workload that people replay lasts as long.
+_LONGEST_S = 100 * YEAR_S
+_NAMED_NODES, _NAMED_JOBS = 8, 3
 
 
 class Policy(Protocol):
@@ -231,8 +236,6 @@ class _Run:
         """Go from event to event until every job is finished."""
         last_s = 0.0
         while self.active or self.waiting:
-            if self.nodes is not None and not self.active:
-                self._skip_idle(self.waiting[-1].spec.submit_s)
             now_s = self._next_round(last_s)
             if self.options.react and self.waiting:
                 now_s = min(now_s, max(self.waiting[-1].spec.submit_s, last_s))
@@ -286,17 +289,6 @@ class _Run:
         types = self.up.type_names
         for job in self.jobs:
             job.gpu_types = tuple(name for name in job.measured_types if name in types)
-
-    def _skip_idle(self, until_s: float) -> None:
-        """Go through what happens to nodes until the next submission in one go, if it is much: no job is there to see it."""
-        assert self.nodes is not None
-        if self.nodes.expected_until(until_s) <= _FEW_EVENTS:
-            return
-        for name, up_s in self.nodes.skip(self.counted_s, until_s).items():
-            self.available[name] += up_s
-        self.counted_s = max(self.counted_s, until_s)
-        self._show_nodes()
-        self._note_usage(until_s)
 
     def _count_available(self, now_s: float) -> None:
         """Count the GPU time of the nodes that were up since the last change."""
@@ -411,3 +403,71 @@ class _Run:
             gpu_seconds_by_type=dict(job.gpu_seconds_by_type),
             useful_samples=job.progress * job.limits.init_batch_size,
         )
+
+
+class Watchdog:
+    """Looks at every round of one replay under the policy called ``policy``; ``nodes``: None where none can fail."""
+
+    def __init__(self, policy: str, nodes: NodeStates | None, first_submit_s: float) -> None:
+        self.policy, self.nodes, self.first_submit_s = policy, nodes, first_submit_s
+        self.rounds = self.idle = 0
+        self.furthest: dict[int, float] = {}
+        self.gained = 0, 0.0
+        """Round and time at which a job last got further than ever."""
+
+    def finished(self, now_s: float) -> None:
+        """Take note that a job finished: one that is shorter than a round is never seen in one with progress."""
+        self.gained = self.rounds, now_s
+
+    def look(self, jobs: Sequence[SimulatedJob], up: ClusterSpec, now_s: float, *, more: bool) -> None:
+        """Look at the jobs of a round; ``more``: some are still to come. Raises Infeasible where it is in vain to go on."""
+        self.rounds += 1
+        moving = more or any(job.allocation for job in jobs) or (self.nodes is not None and self.nodes.returns)
+        self.idle = 0 if moving else self.idle + 1
+        if self.idle > _PATIENCE:
+            names = _listed([job.spec.name for job in jobs], _NAMED_JOBS)
+            starved = f"policy {self.policy} gives no GPUs to {len(jobs)} jobs ({names}) any more"
+            raise Infeasible(f"{self._cause(jobs, up)}{starved}")
+        self._watch_progress(jobs, up, now_s)
+        if now_s - self.first_submit_s > _LONGEST_S:
+            names = _listed([job.spec.name for job in jobs], _NAMED_JOBS)
+            raise Infeasible(
+                f"after {_LONGEST_S / YEAR_S:.0f} simulated years under policy {self.policy} {len(jobs)} jobs are not done "
+                f"({names}): check the units of times and batch sizes"
+            )
+
+    def _watch_progress(self, jobs: Sequence[SimulatedJob], up: ClusterSpec, now_s: float) -> None:
+        """Raise Infeasible when for a long time no job has come further than it had been."""
+        for job in jobs:
+            if job.progress > self.furthest.get(job.index, 0.0):
+                self.furthest[job.index] = job.progress
+                self.gained = self.rounds, now_s
+        if self.rounds - self.gained[0] > _FUTILE[0] and now_s - self.gained[1] > _FUTILE[1]:
+            why = "restarts leave no time to train; shorten the restart delay or lengthen the interval"
+            if self.nodes is not None:
+                why = (
+                    "failures undo what is trained, or too few nodes are up; shorten the checkpoint interval or lengthen "
+                    "the MTBF"
+                )
+            problem = f"under policy {self.policy} no job has come further for {now_s - self.gained[1]:.0f} s: {why}"
+            raise Infeasible(f"{self._cause(jobs, up)}{problem}")
+
+    def _cause(self, jobs: Sequence[SimulatedJob], up: ClusterSpec) -> str:
+        """Return which nodes are gone and which job needs them; "" where all nodes come back."""
+        gone = sorted(self.nodes.gone) if self.nodes is not None else []
+        if not gone:
+            return ""
+        stuck, wants = min(jobs, key=lambda job: (job.spec.submit_s, job.index)), 0
+        for job in sorted(jobs, key=lambda job: (job.spec.submit_s, job.index)):
+            most = max((up.gpus_of(name) for name in job.gpu_types), default=0)
+            if job.tuning is Tuning.RIGID and job.spec.num_replicas > most:
+                stuck, wants = job, job.spec.num_replicas
+                break
+        need = f" and it wants {wants} of the {up.total_gpus} GPUs that are left" if wants else ""
+        nodes = _listed([str(node) for node in gone], _NAMED_NODES)
+        noun, verb = ("node", "does") if len(gone) == 1 else ("nodes", "do")
+        return f"job {stuck.spec.name} cannot run: {noun} {nodes} {verb} not come back{need}; "
+
+
+def _listed(names: Sequence[str], most: int) -> str:
+    return ", ".join([*names[:most], *(["..."] if len(names) > most else [])])

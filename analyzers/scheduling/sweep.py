@@ -1,21 +1,51 @@
-"""What a sweep consists of: its cells, what each must give, and which are still to do. Pure; the runners are commands'.
+"""Sweeps: workloads x policies x seeds in this process, in local ones or on a Ray cluster, resumable (:func:`sweep`).
 
 A cell is one replay: a workload, a policy, a seed. Its figures are numbers that depend on nothing else, so that they are
-the same bit for bit wherever they were computed; how long it took is kept beside them.
+the same bit for bit wherever they were computed; how long it took is kept beside them. The output is rewritten after
+every cell, by one sweep at a time, and taken up again where it is there.
 """
 
 from __future__ import annotations
 
+import csv
+import errno
+import hashlib
+import io
+import json
 import math
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+import os
+import re
+import signal
+import stat
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
+from concurrent.futures.process import BrokenProcessPool
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass, replace
+from functools import lru_cache
+from importlib import import_module
+from multiprocessing import get_context
+from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import Any
 
-from ddltool.analyzers.scheduling.metrics import Summary
-from ddltool.analyzers.scheduling.paired import Replay
-from ddltool.analyzers.scheduling.simulator import SimulationResult
-from ddltool.errors import InputError, one_line
+from filelock import FileLock, Timeout
 
+from ddltool.analyzers.scheduling.cluster import ClusterSpec
+from ddltool.analyzers.scheduling.inputs import FittedModel, read_cluster, read_truth, read_workload
+from ddltool.analyzers.scheduling.job import JobSpec
+from ddltool.analyzers.scheduling.paired import compare
+from ddltool.analyzers.scheduling.policies import policies as policies_of
+from ddltool.analyzers.scheduling.replay import Replay, replays
+from ddltool.analyzers.scheduling.simulator import Options
+from ddltool.analyzers.scheduling.truth import Application
+from ddltool.artifacts import check_writable, read_document, read_text, save, write_text
+from ddltool.errors import InputError, MissingExtra, did_you_mean, one_line
+
+ENGINES = ("local", "ray")
 FIGURES = (
     "jobs",
     "avg_jct_s",
@@ -32,6 +62,12 @@ FIGURES = (
 COLUMNS = ("workload", "policy", "seed", *FIGURES, "cost", "cpu_s", "error")
 """Of the CSV: one row per cell; ``cost`` is a figure where prices are given, else empty."""
 _MOST_CELLS = 1_000_000
+# Settings that hold one value per file or application: a file of other ones may be taken up, not of changed ones.
+_BY_NAME = ("workloads", "traces", "assumptions")
+# File systems without locks cannot keep others out; to refuse to write there would be worse than not to notice one.
+_WITHOUT_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL)
+_PATIENCE_S = 0.5
+Record = dict[str, Any]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, order=True)
@@ -45,6 +81,22 @@ class Cell:
     def __str__(self) -> str:
         """Return the cell as people name it."""
         return f"{self.workload} under {self.policy}, seed {self.seed}"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Setup:
+    """What all cells share; ``models``: fitted ones in place of traces; ``prices``: per GPU hour, by type."""
+
+    cluster: Path
+    traces: Sequence[Path]
+    options: Options
+    models: Sequence[FittedModel] = ()
+    prices: Mapping[str, float] | None = None
+    power: float = -1.0
+
+
+Task = tuple[Cell, Path, Setup]
+"""A cell, the file of its workload, and what all share."""
 
 
 def cells(workloads: Sequence[str], policies: Sequence[str], seeds: Sequence[int]) -> list[Cell]:
@@ -61,11 +113,168 @@ def cells(workloads: Sequence[str], policies: Sequence[str], seeds: Sequence[int
     return [Cell(workload=w, policy=p, seed=s) for w in workloads for p in policies for s in seeds]
 
 
-def figures(result: SimulationResult, summary: Summary) -> dict[str, float]:
-    """Return the figures of one replay, with the keys of :data:`FIGURES` and a cost where there are prices.
+def sweep(
+    workloads: Sequence[Path],
+    setup: Setup,
+    policies: Sequence[str],
+    seeds: Sequence[int],
+    *,
+    jobs: int = 1,
+    engine: str = "local",
+    output: Path | None = None,
+    table: Path | None = None,
+    tell: Callable[[str], None] = lambda text: None,
+    advance: Callable[[int, str], None] = lambda done, remark: None,
+) -> dict[str, Any]:
+    """Replay every cell and return the document (kind ``ddltool.sweep``), the cells in the order asked.
 
-    They hold no measured time.
+    ``jobs`` local processes (``engine="local"``; 1: this process), or as many as a Ray cluster holds. ``output`` is
+    rewritten after every cell and taken up again when it is there: what it holds is not replayed, what failed is tried
+    again. ``table``: the same as CSV. ``tell`` is given remarks, ``advance`` the cells done and the last one. Raises
+    InputError before anything runs for input that cannot be read, for an ``output`` of other settings and for one that
+    another sweep is writing.
     """
+    if engine not in ENGINES:
+        raise InputError("--engine", f"unknown engine {engine!r}", did_you_mean(engine, ENGINES))
+    if jobs < 1:
+        raise InputError("--jobs", f"is {jobs}", "at least 1")
+    names = _names(workloads)
+    wanted = cells(list(names), policies, seeds)
+    settings = _settings(names, setup, tell)
+    for place in (output, table):
+        if place is not None:
+            check_writable(place)
+    with sole_writer(output):
+        records = _earlier_cells(output, settings)
+        todo = [(cell, names[cell.workload].resolve(), _resolved(setup)) for cell in wanted if cell not in records]
+        there = len(wanted) - len(todo)
+        if there:
+            tell(f"{output}: {there} of {len(wanted)} replays are there already")
+        advance(there, "")
+        for ended, record in enumerate(_run(todo, jobs, engine), start=1):
+            cell = _cell_of(record)
+            records[cell] = record
+            if record["error"]:
+                tell(f"failed: {cell}: {record['error']}")
+            advance(there + ended, str(cell))
+            if output is not None:
+                save(_document(settings, records, wanted), output)
+        document = _document(settings, records, wanted)
+        if output is not None:
+            save(document, output)
+    if table is not None:
+        _write_csv(document, table)
+    return document
+
+
+def compare_document(document: Mapping[str, Any], pair: str, *, confidence: float = 0.95) -> dict[str, Any]:
+    """Return the paired comparison of ``pair`` ("ours,pollux") over a sweep's cells (kind ``ddltool.comparison``)."""
+    names = [name.strip() for name in pair.split(",")]
+    if len(names) != 2 or not all(names):
+        raise InputError("--compare", f"is {pair!r}", "two policies, such as ours,pollux")
+    figures: dict[str, dict[tuple[str, int], Mapping[str, float]]] = {name: {} for name in names}
+    for record in document["cells"]:
+        if record["policy"] in figures and record["figures"] is not None:
+            figures[record["policy"]][record["workload"], record["seed"]] = record["figures"]
+    result = compare(figures, names[0], names[1], confidence=confidence)
+    rows = [{**asdict(row), "decided": row.decided} for row in result.comparisons]
+    return {"kind": "ddltool.comparison", "schema_version": 1, **asdict(result), "comparisons": rows}
+
+
+def _names(workloads: Sequence[Path]) -> dict[str, Path]:
+    """Return each workload's name (its file's, or the path where two files are named alike) and file."""
+    stems = [path.stem for path in workloads]
+    made: dict[str, Path] = {}
+    for path in workloads:
+        name = path.stem if stems.count(path.stem) == 1 else str(path)
+        if name in made:
+            raise InputError(str(path), "is given twice", "give each workload once")
+        made[name] = path
+    return made
+
+
+def _resolved(setup: Setup) -> Setup:
+    """Return the setup with whole paths, which mean the same wherever a cell is replayed."""
+    models = tuple(replace(model, file=model.file.resolve()) for model in setup.models)
+    traces = tuple(folder.resolve() for folder in setup.traces)
+    return replace(setup, cluster=setup.cluster.resolve(), traces=traces, models=models)
+
+
+def _cell_of(record: Mapping[str, Any]) -> Cell:
+    return Cell(workload=record["workload"], policy=record["policy"], seed=record["seed"])
+
+
+def _record(
+    cell: Cell, *, figures: Mapping[str, float] | None = None, cpu_s: float | None = None, error: str = ""
+) -> Record:
+    """Return the record of a cell: what its replay came to, or the one line that says why there was none."""
+    return {**asdict(cell), "figures": figures, "cpu_s": cpu_s, "error": one_line(error) or None}
+
+
+def _document(settings: Mapping[str, Any], records: Mapping[Cell, Record], wanted: Sequence[Cell]) -> dict[str, Any]:
+    asked = set(wanted)
+    return {
+        "kind": "ddltool.sweep",
+        "schema_version": 1,
+        "settings": settings,
+        "cells_wanted": len(wanted),
+        "cells_failed": sum(record["error"] is not None for record in records.values()),
+        "cells": [
+            *(records[cell] for cell in wanted if cell in records),
+            # What an earlier run with other policies or seeds left in the file stays there.
+            *(record for cell, record in records.items() if cell not in asked),
+        ],
+    }
+
+
+def _write_csv(document: Mapping[str, Any], path: Path) -> None:
+    """Write one row per cell in the order of :data:`COLUMNS`; what a failed cell lacks is empty."""
+    text = io.StringIO()
+    writer = csv.DictWriter(text, COLUMNS, extrasaction="ignore", lineterminator="\n")
+    writer.writeheader()
+    writer.writerows({**record, **(record["figures"] or {})} for record in document["cells"])
+    write_text(path, text.getvalue())
+
+
+# One cell, wherever it is replayed.
+
+
+def run_cell(task: Task) -> Record:
+    """Return the record of one cell; a problem is a record too."""
+    cell, begin = task[0], time.process_time()
+    try:
+        figures = _figures(_replay(*task))
+    except Exception as error:  # a cell may fail in any way, and the others are to go on
+        return _record(cell, error=str(error) or type(error).__name__)
+    return _record(cell, figures=figures, cpu_s=time.process_time() - begin)
+
+
+def _replay(cell: Cell, workload: Path, setup: Setup) -> Replay:
+    """Return one replay. Each seed draws failures of its own, the same for every policy."""
+    jobs, machines, applications = _inputs(workload, setup.cluster, tuple(setup.traces), tuple(setup.models))
+    options = setup.options
+    if options.failures is not None:
+        options = replace(options, failures=replace(options.failures, seed=options.failures.seed + cell.seed))
+    mixed = len(machines.type_names) > 1
+    makers = policies_of(cell.policy, setup.power, options.restart_delay_s, cell.seed, mixed=mixed)
+    (found,) = replays(jobs, applications, machines, makers, options, prices=setup.prices)
+    return found
+
+
+@lru_cache(maxsize=4)
+def _inputs(
+    workload: Path, cluster: Path, traces: tuple[Path, ...], models: tuple[FittedModel, ...]
+) -> tuple[list[JobSpec], ClusterSpec, dict[str, Application]]:
+    """Return the workload, the cluster and the applications, read once for the cells of a workload."""
+    jobs = read_workload(workload)
+    known = {job.application for job in jobs}
+    mine = [model for model in models if model.application in known]  # the others are of other workloads
+    return jobs, read_cluster(cluster), read_truth(jobs, traces, mine).applications
+
+
+def _figures(found: Replay) -> dict[str, float]:
+    """Return the figures of one replay, with the keys of :data:`FIGURES` and a cost where there are prices."""
+    result, summary = found.result, found.summary
     return {
         "jobs": len(result.jobs),
         "avg_jct_s": summary.avg_jct_s,
@@ -74,39 +283,180 @@ def figures(result: SimulationResult, summary: Summary) -> dict[str, float]:
         "makespan_s": summary.makespan_s,
         "avg_queueing_s": summary.avg_queueing_s,
         "utilization": summary.utilization,
-        "worst_fairness": summary.worst_fairness,
-        "fair_share": summary.share_below_1,
+        "worst_fairness": summary.finish_time_fairness.max,
+        "fair_share": summary.finish_time_fairness.share_below_1,
         "restarts": summary.restarts,
         "gpu_seconds": sum(job.gpu_seconds for job in result.jobs),
-        **({"cost": summary.cost} if summary.cost is not None else {}),
+        **({"cost": summary.cost.jobs} if summary.cost is not None else {}),
     }
 
 
-def done(cell: Cell, values: Mapping[str, float], cpu_s: float) -> dict[str, Any]:
-    """Return the record of a cell that was replayed."""
-    return {**_key(cell), "figures": dict(values), "cpu_s": cpu_s, "error": None}
+# Where cells are replayed.
 
 
-def failed(cell: Cell, problem: str) -> dict[str, Any]:
-    """Return the record of a cell that was not: one line says why."""
-    return {**_key(cell), "figures": None, "cpu_s": None, "error": one_line(problem)}
+def _run(tasks: Sequence[Task], jobs: int, engine: str) -> Iterator[Record]:
+    """Yield the record of each task as it ends; no process is left however the caller stops."""
+    if engine == "ray" and tasks:
+        yield from _run_on_ray(tasks)
+    elif min(jobs, len(tasks)) <= 1:
+        yield from map(run_cell, tasks)
+    else:
+        waiting = deque(tasks)
+        while waiting:
+            suspects = yield from _run_in_processes(waiting, min(jobs, len(waiting)))
+            for task in suspects:  # a process died: whose replay ends it is found by replaying them one at a time
+                if (yield from _run_in_processes(deque([task]), 1)):
+                    why = "its process was killed, twice; the machine may be short of memory"
+                    yield _record(task[0], error=why)
 
 
-def _key(cell: Cell) -> dict[str, Any]:
-    return {"workload": cell.workload, "policy": cell.policy, "seed": cell.seed}
+def _run_in_processes(waiting: deque[Task], count: int) -> Generator[Record, None, list[Task]]:
+    """Yield records until nothing waits, and return the tasks that were under way when a process died, else none."""
+    context = get_context("spawn")
+    theirs, mine = context.Pipe(duplex=False)
+    pool = ProcessPoolExecutor(count, mp_context=context, initializer=_end_with, initargs=(theirs,))
+    running: dict[Future[Record], Task] = {}
+    try:
+        while waiting or running:
+            while waiting and len(running) < count:
+                running[pool.submit(run_cell, waiting[0])] = waiting[0]
+                waiting.popleft()
+            for future in wait(running, return_when=FIRST_COMPLETED).done:
+                record = future.result()
+                del running[future]
+                yield record
+    except BrokenProcessPool:
+        return list(running.values())
+    finally:
+        mine.close()
+        pool.shutdown(cancel_futures=True)
+        theirs.close()
+    return []
 
 
-def finished(records: Iterable[Mapping[str, Any]], where: str) -> dict[Cell, dict[str, Any]]:
-    """Return the cells that an earlier run's ``records`` hold; failed ones are left out, to be tried again.
+def _end_with(line: Connection) -> None:
+    """Let this process end at once, in the middle of a replay too, when the sweep has closed its end or is gone."""
+
+    def watch() -> None:
+        with suppress(OSError):
+            line.poll(None)
+        os._exit(0)
+
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the sweep's to answer
+    threading.Thread(target=watch, daemon=True).start()
+
+
+def _run_on_ray(tasks: Sequence[Task]) -> Iterator[Record]:
+    """Yield records from a Ray cluster: the one that ``RAY_ADDRESS`` names, or one on this machine.
+
+    All its nodes must see the input files under the same paths and have ddltool installed. One core per cell.
+    """
+    try:
+        ray = import_module("ray")
+    except ImportError:
+        raise MissingExtra("--engine ray", "ray", "ray") from None
+    own = not ray.is_initialized()
+    if own:
+        try:
+            ray.init(log_to_driver=False, include_dashboard=False, logging_level="error")
+        except Exception as error:  # Ray raises a bare Exception where its processes do not start in time
+            problem = f"cannot be reached ({one_line(str(error))[:120]})"
+            remedy = "check RAY_ADDRESS; unset it to start Ray on this machine"
+            raise InputError("--engine ray", problem, remedy) from None
+    remote = ray.remote(num_cpus=1, max_retries=0)(run_cell)
+    running: dict[Any, Task] = {}
+    try:
+        running = {remote.remote(task): task for task in tasks}
+        while running:
+            for reference in ray.wait(list(running), num_returns=1)[0]:
+                task = running.pop(reference)
+                try:
+                    record = ray.get(reference)
+                except ray.exceptions.RayError as error:
+                    record = _record(task[0], error=f"{type(error).__name__}: {str(error).splitlines()[0]}")
+                yield record
+    finally:
+        for reference in running:
+            ray.cancel(reference, force=True)
+        if own:
+            ray.shutdown()
+
+
+# What the figures depend on, and the file of an earlier run.
+
+
+def _settings(names: Mapping[str, Path], setup: Setup, tell: Callable[[str], None]) -> dict[str, Any]:
+    """Return what the figures depend on: file contents by their hash. Tells what fitted models assume.
+
+    Raises InputError for what cannot be read.
+    """
+    jobs = [job for path in names.values() for job in read_workload(path)]
+    read_cluster(setup.cluster)
+    assumed = read_truth(jobs, setup.traces, setup.models).assumed
+    fitted = {model.application: f"{model.given}:".encode() + model.file.read_bytes() for model in setup.models}
+    for text in assumed:
+        tell(text)
+    applications = sorted({job.application for job in jobs})
+    return {
+        "workloads": {name: hashlib.sha256(path.read_bytes()).hexdigest() for name, path in names.items()},
+        "cluster": hashlib.sha256(read_text(setup.cluster).encode()).hexdigest(),
+        "traces": {
+            name: hashlib.sha256(fitted.get(name) or _traces(setup.traces, name)).hexdigest() for name in applications
+        },
+        "options": asdict(setup.options),
+        "power": setup.power,
+        **({"prices_per_gpu_hour": dict(setup.prices)} if setup.prices is not None else {}),
+        **({"assumptions": dict(zip(fitted, assumed, strict=True))} if fitted else {}),
+    }
+
+
+def _traces(folders: Sequence[Path], application: str) -> bytes:
+    """Return all that the folders hold of one application."""
+    files = [path for folder in folders for path in sorted((folder / application).glob("*.csv"))]
+    contents = [(path.name, path.read_bytes()) for path in files]
+    return b"".join(f"{name}:{len(content)}:".encode() + content for name, content in contents)
+
+
+def _earlier_cells(output: Path | None, settings: dict[str, Any]) -> dict[Cell, Record]:
+    """Return the cells of an earlier run with these settings, and add to ``settings`` the files that only it had."""
+    if output is None or not output.is_file() or output.stat().st_size == 0:
+        return {}
+    found = read_document(output)
+    remedy = "give a new file name, or remove it"
+    old = found.get("settings")
+    if found.get("kind") != "ddltool.sweep" or not isinstance(found.get("cells"), list):
+        raise InputError(str(output), "is there and is no sweep", remedy)
+    if not isinstance(old, dict):
+        raise InputError(f"{output}:settings", "are missing", remedy)
+    # Through JSON, as the file has gone: tuples and integers look alike on both sides.
+    new = json.loads(json.dumps(settings))
+    for name in {**new, **old}:
+        value, known = new.get(name), old.get(name)
+        if name not in _BY_NAME:
+            if known != value:
+                raise InputError(f"{output}:settings.{name}", "is not that of this sweep", remedy)
+            continue
+        if name == "assumptions":  # not there without fitted models
+            value, known = value or {}, known or {}
+        if not (isinstance(known, dict) and all(isinstance(each, str) for each in known.values())):
+            raise InputError(f"{output}:settings.{name}", "is missing", remedy)
+        changed = [key for key in value if known.get(key, value[key]) != value[key]]
+        if changed:
+            raise InputError(f"{output}:settings.{name}.{changed[0]}", "has changed since", remedy)
+        settings[name] = {**known, **value}
+    return _finished(found["cells"], str(output))
+
+
+def _finished(records: Iterable[Mapping[str, Any]], where: str) -> dict[Cell, Record]:
+    """Return the cells of an earlier run's ``records``; failed ones are left out, to be tried again.
 
     Raises InputError, naming ``where``, for records that are no cells and for figures that are no finite numbers.
     """
-    made: dict[Cell, dict[str, Any]] = {}
+    made: dict[Cell, Record] = {}
     for number, record in enumerate(records):
         at, remedy = f"{where}:cells[{number}]", "give the file that a sweep wrote, or a new name"
         try:
-            cell = Cell(workload=record["workload"], policy=record["policy"], seed=record["seed"])
-            values, cpu_s = record["figures"], record["cpu_s"]
+            cell, values, cpu_s = _cell_of(record), record["figures"], record["cpu_s"]
             known = {name: values[name] for name in (*FIGURES, *values)} if values is not None else {}
             whole = [type(each) for each in (cell.workload, cell.policy, cell.seed)] == [str, str, int]
         except (KeyError, TypeError):
@@ -118,26 +468,48 @@ def finished(records: Iterable[Mapping[str, Any]], where: str) -> dict[Cell, dic
         for name, value in {**known, "cpu_s": cpu_s}.items():
             if type(value) not in (int, float) or not math.isfinite(value):
                 raise InputError(f"{at}:{name}", f"is {value} ({cell})", f"a finite number; {remedy}")
-        made[cell] = done(cell, values, cpu_s)
+        made[cell] = _record(cell, figures=values, cpu_s=cpu_s)
     return made
 
 
-def rows(records: Iterable[Mapping[str, Any]]) -> list[list[Any]]:
-    """Return one row per record in the order of :data:`COLUMNS`; what a failed cell lacks is empty."""
-    made = []
-    for record in records:
-        values = record["figures"] or {}
-        row = {**record, **values}
-        made.append(["" if row.get(name) is None else row[name] for name in COLUMNS])
-    return made
+@contextmanager
+def sole_writer(output: Path | None) -> Iterator[None]:
+    """Hold the lock of ``output`` (a side file beside it, gone afterwards) and clear up after writers that were killed.
+
+    None, ``-``, pipes and devices are written without a lock. The lock ends with the process, however that ends. Raises
+    InputError when another sweep holds it.
+    """
+    if output is None or str(output) == "-" or (output.exists() and not output.is_file()):
+        yield
+        return
+    target = output.resolve()
+    side = target.with_name(f".{target.name}.lock")
+    lock = FileLock(side)
+    try:
+        lock.acquire(timeout=_PATIENCE_S)  # its last holder may just remove it: then it is tried again
+    except Timeout:
+        remedy = "wait until it ends, or give another file"
+        raise InputError("-o", f"another sweep is writing {output}", remedy) from None
+    except OSError as error:
+        if error.errno not in _WITHOUT_LOCKS:
+            side.unlink(missing_ok=True)
+            problem = f"cannot be locked ({error.strerror}: {side})"
+            raise InputError(str(output), problem, "give a file in a writable folder") from None
+    try:
+        _remove_leftovers(target)
+        yield
+    finally:
+        side.unlink(missing_ok=True)  # while it is held: who then locks a file without a name tries again
+        lock.release()
 
 
-def replays(records: Iterable[Mapping[str, Any]]) -> list[Replay]:
-    """Return what :func:`ddltool.analyzers.scheduling.paired.compare` takes: the cells that were replayed."""
-    return [
-        Replay(
-            workload=record["workload"], seed=record["seed"], policy=record["policy"], figures=dict(record["figures"])
-        )
-        for record in records
-        if record["figures"] is not None
-    ]
+def _remove_leftovers(target: Path) -> None:
+    """Remove the temporary files of killed writers of ``target``: named and permitted as tempfile makes them, and ours."""
+    name = re.compile(re.escape(f".{target.name}.") + r"[a-z0-9_]{8}")
+    for path in target.parent.iterdir():
+        if name.fullmatch(path.name):
+            with suppress(OSError):
+                found = path.lstat()
+                private = stat.S_ISREG(found.st_mode) and stat.S_IMODE(found.st_mode) == 0o600
+                if private and found.st_uid == os.getuid():
+                    path.unlink()

@@ -1,10 +1,14 @@
-"""What really happens when a job trains: step times, gradient statistics and the work until it ends, from measurements.
+"""What really happens when a job trains: step times, gradient statistics and the work until it ends.
 
 An :class:`Application` holds one application's measurements and answers the simulator's questions about it. The rules
 of interpolation are those of Pollux's published simulator (AdaptDL traces): a measured placement, rotated to its
 smallest form, interpolates linearly in the local batch size; any other placement interpolates over nodes, replicas and
 local batch size; gradient statistics interpolate in the total batch size, per epoch; progress counts iterations at M0.
-Answers are cached: the same few configurations are asked for again and again.
+
+Where no traces were measured, :func:`fitted_application` makes one from a fitted throughput model. Assumed then, and to
+be said wherever it is used (:func:`assumptions`): step times are exactly the model's (Pollux, section 3.2; the fit's
+errors are not replayed), the gradient noise scale is one constant for the whole training (it usually grows), the largest
+local batch is as given, and the work left is counted in samples at the smallest batch size, in equal epochs.
 """
 
 from __future__ import annotations
@@ -17,6 +21,7 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from ddltool.analyzers.goodput.throughput import ThroughputParams, grad_time_s, iteration_time_s
 from ddltool.errors import InputError, did_you_mean
 
 Floats = NDArray[np.float64]
@@ -27,6 +32,9 @@ ANY_TYPE = "*"
 _MOST_NODES = 16
 # Beyond the measured batch sizes the two lines may cross; some of a step always computes.
 _MOST_SYNC = 0.999
+# Linear interpolation between so many batch sizes keeps the iterations of a fitted job within 0.1 % of the formula.
+_BATCHES = 129
+_MOST = 1e15
 
 
 def smallest_rotation(placement: Sequence[int]) -> Placement:
@@ -68,7 +76,6 @@ class StepTimes:
     scalability_times_s: Floats
     """(m, 2)"""
     _curves: dict[Placement, tuple[Floats, Floats]] = field(default_factory=dict, repr=False)
-    _cache: dict[tuple[Placement, int], tuple[float, float]] = field(default_factory=dict, repr=False)
     _between: tuple[Callable[[Any], Floats], dict[tuple[int, int], tuple[Floats, Floats]]] | None = None
 
     def __post_init__(self) -> None:
@@ -87,14 +94,9 @@ class StepTimes:
 
     def __call__(self, placement: Placement, local_batch_size: int) -> tuple[float, float]:
         """Return (step time, sync time) in seconds of a placement without zeros."""
-        key = (placement, local_batch_size)
-        found = self._cache.get(key)
-        if found is None:
-            rotated = smallest_rotation(placement)
-            curve = self._curves.get(rotated)
-            found = _at(curve, local_batch_size) if curve else self._interpolated(rotated, local_batch_size)
-            self._cache[key] = found
-        return found
+        rotated = smallest_rotation(placement)
+        curve = self._curves.get(rotated)
+        return _at(curve, local_batch_size) if curve else self._interpolated(rotated, local_batch_size)
 
     def _interpolated(self, placement: Placement, local_batch_size: int) -> tuple[float, float]:
         """Return the times of a placement that was not measured, from those around it."""
@@ -235,6 +237,8 @@ class Application:
             raise InputError(
                 f"application {name}:progress", "does not grow with the epochs", "check the validation runs"
             )
+        # The same few configurations are asked for again and again.
+        self._steps: dict[tuple[Placement, int, str], tuple[float, float]] = {}
         self._grad: dict[tuple[int, int], tuple[float, float]] = {}
         self._last: dict[int, int] = {}
 
@@ -243,11 +247,15 @@ class Application:
 
         Raises InputError for a type without measurements.
         """
-        table = self.times.get(gpu_type) or self.times.get(ANY_TYPE)
-        if table is None:
-            hint = did_you_mean(gpu_type, self.times)
-            raise InputError(f"application {self.name}", f"no step times on {gpu_type!r}", hint)
-        return table(placement, local_batch_size)
+        key = (placement, local_batch_size, gpu_type)
+        found = self._steps.get(key)
+        if found is None:
+            table = self.times.get(gpu_type) or self.times.get(ANY_TYPE)
+            if table is None:
+                hint = did_you_mean(gpu_type, self.times)
+                raise InputError(f"application {self.name}", f"no step times on {gpu_type!r}", hint)
+            found = self._steps[key] = table(placement, local_batch_size)
+        return found
 
     def least_s(self, gpu_types: Sequence[str]) -> float:
         """Return the seconds that it takes at the very best: at the largest batch, in steps as short as the shortest.
@@ -319,3 +327,91 @@ class Application:
             best = np.minimum.accumulate(self.metric, axis=1)
             reached = best[low] * (1 - share) + best[high] * share <= target
         return min(int(reached.argmax()), self.max_epochs - 1) if reached.any() else self.max_epochs - 1
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class FittedJob:
+    """What a fitted model does not know. Raises InputError for values that make no sense.
+
+    ``noise_scale`` (samples, >= 0): phi, the batch size at which half of the samples are wasted; 0: larger batches bring
+    nothing. ``total_samples``: samples to train at ``batch_size`` = M0. ``max_batch_size`` over all replicas;
+    ``max_local_batch_size``: what fits into one GPU's memory.
+    """
+
+    noise_scale: float
+    total_samples: float
+    batch_size: int
+    max_batch_size: int
+    max_local_batch_size: int
+    epochs: int = 20
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.noise_scale <= _MOST:
+            raise InputError("noise", f"is {self.noise_scale:g}", "samples, a finite number >= 0")
+        if not (self.batch_size >= 1 and self.max_local_batch_size >= 1 and 1 <= self.epochs <= 10_000):
+            problem = f"batch {self.batch_size}, max-local {self.max_local_batch_size}, epochs {self.epochs}"
+            raise InputError("batch", problem, "whole numbers >= 1, at most 10,000 epochs")
+        if not self.batch_size <= self.max_batch_size <= _MOST:
+            raise InputError("max-batch", f"is {self.max_batch_size}", f"at least the batch size {self.batch_size}")
+        if not self.batch_size * self.epochs <= self.total_samples <= _MOST:
+            problem = f"is {self.total_samples:g}"
+            raise InputError("samples", problem, f"at least {self.batch_size * self.epochs}: a step per epoch")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class FittedTimes:
+    """Step times (seconds) by the throughput model, as :class:`StepTimes` gives them."""
+
+    params: ThroughputParams
+    max_local_batch_size: int
+
+    @property
+    def batch_range(self) -> tuple[int, int]:
+        """Smallest and largest local batch size."""
+        return 1, self.max_local_batch_size
+
+    def __call__(self, placement: Placement, local_batch_size: int) -> tuple[float, float]:
+        """Return (step time, the part of it beyond one gradient's computation) in seconds; only nodes and GPUs count.
+
+        Source: Pollux, Equations 9 to 11: T_iter without accumulation, and T_iter - T_grad.
+        """
+        used = [count for count in placement if count]
+        step = float(iteration_time_s(self.params, len(used), sum(used), local_batch_size))
+        return step, max(step - float(grad_time_s(self.params, local_batch_size)), 0.0)
+
+
+def fitted_application(name: str, params: Mapping[str, ThroughputParams], job: FittedJob) -> Application:
+    """Return the truth of an application from its fitted model on each GPU type (``"*"``: any type).
+
+    Gain of a batch size M over M0: ``(phi / M0 + 1) / (phi / M + 1)``, Pollux's efficiency (section 3.1), so an iteration
+    at M is worth ``M EFFICIENCY(M) / M0`` iterations at M0. Raises InputError for a model without time.
+    """
+    for kind, values in params.items():
+        seconds = float(grad_time_s(values, job.batch_size))
+        if not (math.isfinite(seconds) and seconds > 0):
+            raise InputError(f"{name}:{kind}", f"one gradient takes {seconds:g} s", "a fit with a time above 0")
+    times = {
+        kind: FittedTimes(params=values, max_local_batch_size=job.max_local_batch_size)
+        for kind, values in params.items()
+    }
+    progress = np.linspace(0.0, job.total_samples / job.batch_size, job.epochs + 1)[1:]
+    variance = job.noise_scale / job.batch_size
+    ones = np.ones(job.epochs)
+    runs = []
+    for batch in np.unique(np.geomspace(job.batch_size, job.max_batch_size, _BATCHES).round().astype(int)).tolist():
+        gain = (variance + 1.0) / (variance * job.batch_size / batch + 1.0)
+        metric = np.arange(job.epochs, dtype=np.float64)
+        statistics = {"grad_sqr": ones, "grad_var": ones * variance}
+        runs.append(
+            Validation(batch_size=batch, progress=progress, iteration=progress / gain, metric=metric, **statistics)
+        )
+    return Application(name, times, runs, Limits(max_epochs=job.epochs))
+
+
+def assumptions(name: str, job: FittedJob) -> str:
+    """Return one line that says what is assumed about the job."""
+    return (
+        f"{name}: step times as fitted (its errors are not replayed), constant noise scale {job.noise_scale:g}, "
+        f"{job.total_samples:g} samples at batch {job.batch_size} (to {job.max_batch_size}), "
+        f"at most {job.max_local_batch_size} per GPU"
+    )

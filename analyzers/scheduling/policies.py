@@ -1,46 +1,29 @@
-"""The policies of ``ddltool simulate`` by their names."""
+"""The scheduling policies by their names. A new one is a file with a class like :class:`Policy`, and a line here."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from ddltool.analyzers.scheduling.simulator import Policy
-
-POLICIES = (
-    "fifo",
-    "tiresias",
-    "optimus",
-    "pollux",
-    "srtf",
-    "easyscale-homo",
-    "easyscale-heter",
-    "sia",
-    "ours",
-)
+from ddltool.analyzers.scheduling.cluster import MIXED_POLICIES
+from ddltool.analyzers.scheduling.easyscale import EasyScale
+from ddltool.analyzers.scheduling.gangs import Fifo, Srtf, Tiresias
+from ddltool.analyzers.scheduling.optimus import Optimus
+from ddltool.analyzers.scheduling.ours import Ours
+from ddltool.analyzers.scheduling.pollux import Pollux
+from ddltool.analyzers.scheduling.sia import Sia
+from ddltool.analyzers.scheduling.simulator import Policy
+from ddltool.errors import InputError, did_you_mean
 
 
 def policies(
-    names: str, power: float, delay_s: float, seed: int, *, mixed: bool = False
+    names: str, power: float = -1.0, delay_s: float = 30.0, seed: int = 0, *, mixed: bool = False
 ) -> dict[str, Callable[[], Policy]]:
     """Return what makes each policy of a comma-separated list, in its order.
 
-    ``all`` leaves those out that know one GPU type only where the cluster is ``mixed``. Raises InputError for unknown
-    names.
+    ``power``: of Pollux's fitness; ``delay_s``: what a restart costs; ``all`` leaves those out that know one GPU type
+    only where the cluster is ``mixed``. Raises InputError for unknown names.
     """
-    from ddltool.analyzers.scheduling.cluster import MIXED_POLICIES
-    from ddltool.analyzers.scheduling.easyscale import EasyScale
-    from ddltool.analyzers.scheduling.fifo import Fifo
-    from ddltool.analyzers.scheduling.optimus import Optimus
-    from ddltool.analyzers.scheduling.ours import Ours
-    from ddltool.analyzers.scheduling.pollux import Pollux
-    from ddltool.analyzers.scheduling.sia import Sia
-    from ddltool.analyzers.scheduling.srtf import Srtf
-    from ddltool.analyzers.scheduling.tiresias import Tiresias
-    from ddltool.errors import InputError, did_you_mean
-
     known: dict[str, Callable[[], Policy]] = {
         "fifo": Fifo,
         "tiresias": Tiresias,
