@@ -176,8 +176,9 @@ def simulate(
     _check_mode(context)
     _check_partners(context)
     files, folders, models = list(workloads or []), list(traces or []), _fitted(goodput or [])
-    measured = [path for folder in folders for path in folder.glob("*/*.csv")] if output or csv else []
-    read = [*files, cluster, failures, advise, *(model.file for model in models), *measured]
+    read = [*files, cluster, failures, advise, *(model.file for model in models)]
+    if output or csv:
+        read += [path for folder in folders for path in folder.glob("*/*.csv")]
     demand_distinct(read, {"-o": output, "--csv": csv})
     for place in (output, csv):
         if place is not None:
@@ -208,9 +209,9 @@ def simulate(
         machines = read_cluster(cluster)
         asked = Search(application=search, local_batch_size=first)
         makers = policies(policy, power, restart_delay, seed, mixed=len(machines.type_names) > 1)
-        truth = read_applications(folders, [search])
+        measured = read_applications(folders, [search])
         watch = partial(_watched, jobs=asked.trials)
-        document = search_document(asked, truth, machines, makers, timing, local_batch_sizes=others, watch=watch)
+        document = search_document(asked, measured, machines, makers, timing, local_batch_sizes=others, watch=watch)
         finish(document, tables.show_search)
         return
     if not files or cluster is None or not (folders or models):

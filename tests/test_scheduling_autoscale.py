@@ -142,7 +142,6 @@ def test_trials_arrive_as_others_end(policy: type[Pollux] | type[Ours] | None, v
     search = Search(application="vision", trials=9, concurrent=3, gpus=2, local_batch_size=128)
     cluster = ClusterSpec.homogeneous(2, 4)
     found = run_search(search, {"vision": vision}, cluster, policy() if policy else None)
-    assert found.most_at_once == 3
     jobs = found.result.jobs
     check_arrivals(search, [(job.submit_s, job.finish_s) for job in jobs])
     assert found.avg_jct_s == pytest.approx(np.mean([job.finish_s - job.submit_s for job in jobs]))

@@ -76,7 +76,6 @@ def application(
             batch_size=batch,
             progress=progress,
             iteration=progress / 2,
-            metric=np.linspace(0.1, 0.9, epochs),
             grad_sqr=np.ones(epochs),
             grad_var=np.full(epochs, noise),
         )
@@ -379,7 +378,7 @@ def test_ours_looks_at_no_truth_that_a_scheduler_cannot_know(monkeypatch: pytest
     for name in ("true_step_s", "remaining_iterations", "remaining_s", "logical_step_s"):
         monkeypatch.setattr(SimulatedJob, name, forbidden)
     inside = [False]
-    for name in ("step_times", "grad_stats", "gain", "iterations", "completion_epoch"):
+    for name in ("step_times", "grad_stats", "gain", "iterations"):
         method = getattr(Application, name)
 
         def guarded(self: Application, *given: Any, _method: Any = method, **named: Any) -> Any:

@@ -167,7 +167,7 @@ def autoscale(application: Application, node: CloudNode, rule: ScalingRule, *, r
         node_seconds += nodes * (now_s - begin_s)
         efficiency = gain * application.init_batch_size / batch
         epochs.append(Epoch(begin_s=begin_s, seconds=seconds, nodes=nodes, batch_size=batch, efficiency=efficiency))
-        if epoch >= application.completion_epoch(batch):
+        if epoch + 1 >= application.max_epochs:
             break
         epoch += 1
     return Scaled(

@@ -67,17 +67,8 @@ def _p_norm(first: Floats, second: Floats, exponent: float | Floats) -> Floats:
     return made
 
 
-def objective(values: Floats, profile: Profile) -> float:
-    """Return the published objective of the fit at ``values`` (7,)."""
-    grad, step = predict_step(values, profile)
-    first = np.sqrt(np.mean(np.log(grad / profile.grad_time_s) ** 2))
-    second = np.sqrt(np.mean(np.log(step / profile.step_time_s) ** 2))
-    slopes = (values[3] / values[2]) ** 2 + (values[5] / values[4]) ** 2
-    return float(first + second + 1e-3 * (values[_GAMMA] - 1.0) ** 2 + 1e-2 * slopes)
-
-
 def fit(profile: Profile, previous: Floats | None = None) -> Floats:
-    """Return a_g, b_g, a_n, b_n, a_l, b_l (seconds) and g, shape (7,), that minimise :func:`objective`.
+    """Return a_g, b_g, a_n, b_n, a_l, b_l (seconds) and g, shape (7,), that minimise the objective.
 
     ``previous``: the last fit of the same job, a start beside the one from the data. Source: Pollux, section 4.1, and
     the published simulator's objective. O(n) per step, a few dozen steps.

@@ -49,7 +49,6 @@ class SearchResult:
     makespan_s: float
     gpu_seconds: float
     restarts: int
-    most_at_once: int
     result: SimulationResult
 
 
@@ -65,7 +64,6 @@ class AsProposed:
         self.policy, self.concurrent = policy, concurrent
         self.name, self.tuning = policy.name, policy.tuning
         self.pools = getattr(policy, "pools", False)
-        self.most_at_once = 0
         self._proposed: set[int] = set()
 
     def allocate(self, jobs: Sequence[SimulatedJob], cluster: ClusterSpec, now_s: float) -> Mapping[int, Allocation]:
@@ -75,7 +73,6 @@ class AsProposed:
             if job.index not in self._proposed:
                 self._proposed.add(job.index)
                 job.spec = replace(job.spec, submit_s=now_s)
-        self.most_at_once = max(self.most_at_once, len(shown))
         return self.policy.allocate(shown, cluster, now_s)
 
 
@@ -124,7 +121,6 @@ def run_search(
         makespan_s=max(job.finish_s for job in result.jobs) - first,
         gpu_seconds=sum(job.gpu_seconds for job in result.jobs),
         restarts=sum(job.restarts for job in result.jobs),
-        most_at_once=shown.most_at_once,
         result=result,
     )
 

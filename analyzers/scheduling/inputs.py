@@ -294,5 +294,6 @@ def _validation(place: Path) -> list[Validation]:
             (short, at), (long, other) = sorted(sizes.items())
             problem = f"has {short} epochs; {other.name} has {long}"
             raise InputError(str(at), problem, "as many in all validation files; this one may be cut off")
+        del columns["metric"]  # read, so that a file is whole; nothing here depends on it
         runs.append(Validation(batch_size=int(text), **columns))
     return runs

@@ -225,7 +225,7 @@ class SimulatedJob:
         Counting from the end of the epoch is the published simulator's rule for Optimus.
         """
         application, batch = self.application, self.spec.batch_size
-        last = application.completion_epoch(batch)
+        last = application.max_epochs - 1
         return max(application.iterations(batch, last) - application.iterations(batch, min(self.epoch, last)), 1.0)
 
     def remaining_s(self, replicas: int) -> float:
@@ -235,7 +235,7 @@ class SimulatedJob:
         span = application.progress[self.epoch + 1] - application.progress[self.epoch]
         here = application.iterations(batch, self.epoch) - done
         here *= 1.0 - (self.progress - application.progress[self.epoch]) / span
-        later = application.iterations(batch, application.completion_epoch(batch))
+        later = application.iterations(batch, application.max_epochs - 1)
         later -= application.iterations(batch, self.epoch)
         return (here + max(later, 0.0)) * self.true_step_s(replicas)
 
@@ -286,10 +286,9 @@ class SimulatedJob:
     def end_epoch(self, now_s: float) -> bool:
         """Finish the current epoch at ``now_s`` and return whether that was the last."""
         self.advance(now_s)
-        total = self.total_batch_size
         self.epoch += 1
         self.progress = self.application.progress[self.epoch]
-        if self.epoch > self.application.completion_epoch(total):
+        if self.epoch >= self.application.max_epochs:
             self.finish_s = now_s
             self.allocation, self.placement, self.next_s = (), (), math.inf
             return True

@@ -65,21 +65,6 @@ def offers(job: SimulatedJob, cluster: ClusterSpec) -> Offers:
     return Offers(job=job, most=most, remaining_s=remaining, by_type=tuple(made))
 
 
-def flat(choice: Choice) -> Floats:
-    """Return the least cost of each count (m + 1,), wherever its GPUs stand, the current allocation included.
-
-    The array is longer where the job holds more GPUs than it may newly be given.
-    """
-    made = np.minimum(choice.within, choice.across)
-    made[0] = choice.within[0]
-    held = count_gpus(choice.base)
-    if held >= len(made):
-        made = np.concatenate([made, np.full(held + 1 - len(made), np.inf)])
-    if held:
-        made[held] = min(made[held], choice.keep)
-    return np.asarray(made)
-
-
 def place_on_type(
     choices: Sequence[Choice],
     cluster: ClusterSpec,

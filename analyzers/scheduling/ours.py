@@ -11,7 +11,7 @@ completion times (Berg et al., heSRPT, 2020: the optimum gives the i-th longest 
 leaves long jobs more. In the rank, each job that waits counts with its expected completion time to the power of
 ``lateness`` (over the mean): the marginal cost of delay, as in the generalised c-mu rule (van Mieghem 1995), which
 protects the tail. ``s_j`` is the believed goodput over that on one GPU. ``h``, how long an allocation is likely to
-stay as it is, is the time since a job last arrived or ended, at least ``hold_s``, at most what is left of the job: in
+stay as it is, is the time since a job last arrived or ended, at least 120 s, at most what is left of the job: in
 a busy cluster few restarts pay, in a quiet one nearly all.
 
 What it knows: step times and gradient statistics that jobs of the same application have shown (pooled), how far each
@@ -30,15 +30,15 @@ from numpy.typing import NDArray
 from ddltool.analyzers.scheduling.assign import assign
 from ddltool.analyzers.scheduling.cluster import Allocation, ClusterSpec
 from ddltool.analyzers.scheduling.job import SimulatedJob, Tuning
-from ddltool.analyzers.scheduling.offers import Offer, Offers, flat, offers, place_on_type
-from ddltool.analyzers.scheduling.search import Choice
-from ddltool.errors import InputError
+from ddltool.analyzers.scheduling.offers import Offer, Offers, offers, place_on_type
+from ddltool.analyzers.scheduling.search import Choice, flat
 
 Floats = NDArray[np.float64]
 # Completion times below a minute are as good as one.
 _LEAST_S = 60.0
 # Above this many (job, node) pairs the packing is not improved by local search: it would take longer than the round.
 _LARGE = 20_000
+_POWER, _HOLD_S, _EFFORT = 0.25, 120.0, 100
 
 
 class Ours:
@@ -50,21 +50,14 @@ class Ours:
     def __init__(
         self,
         *,
-        power: float = 0.25,
         rank_power: float = 0.8,
         lateness: float = 0.75,
-        hold_s: float = 120.0,
         delay_s: float = 30.0,
         pools: bool = True,
-        effort: int = 100,
         seed: int = 0,
     ) -> None:
-        if not (0 < power <= 1 and 0 <= rank_power <= 10 and 0 <= lateness <= 10 and hold_s > 0 and delay_s >= 0):
-            problem = f"power {power}, rank power {rank_power}, lateness {lateness}, hold {hold_s}, delay {delay_s}"
-            raise InputError("policy ours", problem, "0 < power <= 1, exponents 0 to 10, hold > 0, delay >= 0")
-        self.power, self.rank_power, self.hold_s, self.delay_s = power, rank_power, hold_s, delay_s
-        self.lateness = lateness
-        self.pools, self.effort, self.seed = pools, effort, seed
+        self.rank_power, self.lateness, self.delay_s = rank_power, lateness, delay_s
+        self.pools, self.seed = pools, seed
         self._present: frozenset[int] = frozenset()
         self._changed_s = 0.0
 
@@ -75,7 +68,7 @@ class Ours:
         present = frozenset(job.index for job in jobs)
         if present != self._present:
             self._present, self._changed_s = present, now_s
-        hold = max(self.hold_s, now_s - self._changed_s)
+        hold = max(_HOLD_S, now_s - self._changed_s)
         made = [offers(job, cluster) for job in jobs]
         weights = self._weights(made, cluster.total_gpus // len(jobs), now_s)
         choices = [self._choices(offer, weight, hold, now_s) for offer, weight in zip(made, weights, strict=True)]
@@ -85,7 +78,7 @@ class Ours:
         for name in names:
             members = [at for at in range(len(jobs)) if on_type[at] == name]
             if members:
-                effort = 0 if len(members) * len(cluster.gpus) > _LARGE else self.effort
+                effort = 0 if len(members) * len(cluster.gpus) > _LARGE else _EFFORT
                 here = [choices[at][name] for at in members]
                 placed = place_on_type(here, cluster, name, effort=effort, seed=self.seed)
                 found.update({jobs[members[at]].index: allocation for at, allocation in placed})
@@ -115,21 +108,21 @@ class Ours:
     def _choices(self, offer: Offers, weight: float, hold: float, now_s: float) -> dict[str, Choice]:
         """Return what each count on each type costs one job: the value of the best of all less its own."""
         starting = max(offer.job.running_from_s - now_s, 0.0)
-        best = max(float(one.speedup.max()) for one in offer.by_type) ** self.power
+        best = max(float(one.speedup.max()) for one in offer.by_type) ** _POWER
         return {one.gpu_type: self._choice(one, offer, weight, best, hold, starting) for one in offer.by_type}
 
     def _choice(self, one: Offer, offer: Offers, weight: float, best: float, hold: float, starting: float) -> Choice:
         remaining = math.inf if offer.remaining_s is None else offer.remaining_s
         stays = np.minimum(remaining / np.maximum(one.speedup, 1e-9), hold)
         restarted = one.speedup * (stays / (stays + self.delay_s))
-        cost = weight * (best - restarted[:, : offer.most + 1] ** self.power)
+        cost = weight * (best - restarted[:, : offer.most + 1] ** _POWER)
         cost[0, 1:][one.speedup[0, 1 : offer.most + 1] <= 0] = np.inf
         cost[1][one.speedup[1, : offer.most + 1] <= 0] = np.inf
         keep = np.inf
         if one.held:
             span = float(stays[one.row, one.held])
             kept = float(one.speedup[one.row, one.held]) * span / (span + starting) if span else 0.0
-            keep = weight * (best - kept**self.power)
+            keep = weight * (best - kept**_POWER)
         return Choice(within=cost[0], across=cost[1], base=offer.job.allocation if one.held else (), keep=keep)
 
     def _share_types(

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from ddltool.analyzers.scheduling.cluster import Allocation, ClusterSpec, check_one_type, count_gpus
 from ddltool.analyzers.scheduling.job import SimulatedJob, Tuning
-from ddltool.analyzers.scheduling.search import Choice, SearchResult, search
+from ddltool.analyzers.scheduling.search import Choice, search
 from ddltool.errors import InputError
 
 Floats = NDArray[np.float64]
@@ -39,30 +39,20 @@ class Pollux:
         *,
         power: float = -1.0,
         delay_s: float = 30.0,
-        avoid_sharing: bool = True,
-        effort: int = 100,
         seed: int = 0,
     ) -> None:
         if not abs(power) <= _MOST_POWER:
             problem = f"is {power}"
             raise InputError("power", problem, f"from -{_MOST_POWER:.0f} to {_MOST_POWER:.0f}; -1 is Pollux's")
-        if abs(power) < _LEAST_POWER:
-            power = 0.0
-        self.power, self.delay_s, self.avoid_sharing, self.effort, self.seed = (
-            power,
-            delay_s,
-            avoid_sharing,
-            effort,
-            seed,
-        )
-        self.last: SearchResult | None = None
+        self.power = power if abs(power) >= _LEAST_POWER else 0.0
+        self.delay_s, self.seed = delay_s, seed
 
     def allocate(self, jobs: Sequence[SimulatedJob], cluster: ClusterSpec, now_s: float) -> Mapping[int, Allocation]:
         """Return the allocations for the next interval."""
         check_one_type(cluster, self.name)
         choices = [self.choice(job, len(jobs), cluster, now_s) for job in jobs]
-        self.last = search(choices, cluster.gpus, avoid_sharing=self.avoid_sharing, effort=self.effort, seed=self.seed)
-        return {job.index: made for job, made in zip(jobs, self.last.allocations, strict=True) if made}
+        found = search(choices, cluster.gpus, seed=self.seed).allocations
+        return {job.index: made for job, made in zip(jobs, found, strict=True) if made}
 
     def choice(self, job: SimulatedJob, jobs: int, cluster: ClusterSpec, now_s: float) -> Choice:
         """Return what each number of GPUs costs one of ``jobs`` jobs."""
@@ -102,9 +92,3 @@ class Pollux:
         if self.power == 0:
             return np.asarray(-np.log(np.maximum(speedups, _OFFSET)))
         return np.asarray(-np.sign(self.power) * (speedups + _OFFSET) ** self.power)
-
-    def fitness(self, cost: float, jobs: int) -> float:
-        """Return the power mean that belongs to a total cost."""
-        if self.power == 0:
-            return math.exp(-cost / jobs)
-        return float((-np.sign(self.power) * cost / jobs) ** (1 / self.power))

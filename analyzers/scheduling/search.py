@@ -71,31 +71,30 @@ def choose_counts(costs: Sequence[Floats], gpus: int) -> tuple[list[int], float]
     return counts[::-1], float(best[gpus])
 
 
-def search(
-    choices: Sequence[Choice], gpus: Sequence[int], *, avoid_sharing: bool = True, effort: int = 100, seed: int = 0
-) -> SearchResult:
+def flat(choice: Choice) -> Floats:
+    """Return the least cost of each count (m + 1,), wherever its GPUs stand, the current allocation included.
+
+    The array is longer where the job holds more GPUs than it may newly be given.
+    """
+    made = np.minimum(choice.within, choice.across)
+    made[0] = choice.within[0]
+    held = count_gpus(choice.base)
+    if held >= len(made):
+        made = np.concatenate([made, np.full(held + 1 - len(made), np.inf)])
+    if held:
+        made[held] = min(made[held], choice.keep)
+    return np.asarray(made)
+
+
+def search(choices: Sequence[Choice], gpus: Sequence[int], *, effort: int = 100, seed: int = 0) -> SearchResult:
     """Return allocations of n jobs on nodes with ``gpus`` (N,) GPUs of small total cost.
 
-    ``avoid_sharing``: at most one job that spans nodes on any node. ``effort``: how often the local search takes some
-    jobs out and puts them back; 0 packs only. Same ``seed``, same result. Source: Pollux, section 4.2 (the objective,
-    not the way).
+    At most one job that spans nodes is on any node. ``effort``: how often the local search takes some jobs out and puts
+    them back; 0 packs only. Same ``seed``, same result. Source: Pollux, section 4.2 (the objective, not the way).
     """
-    total, widest = sum(gpus), max(gpus)
-    costs = []
-    for choice in choices:
-        cost = choice.across.copy()
-        reach = min(widest + 1, len(cost))
-        cost[:reach] = np.minimum(cost[:reach], choice.within[:reach])
-        held = count_gpus(choice.base)
-        if held and held < len(cost):
-            cost[held] = min(cost[held], choice.keep)
-        elif held:  # it holds more than it may be given now
-            grown = np.full(held + 1, np.inf)
-            grown[: len(cost)], grown[held] = cost, choice.keep
-            cost = grown
-        costs.append(cost)
-    counts, bound = choose_counts(costs, total)
-    packing = _Packing(choices, gpus, avoid_sharing)
+    costs = [flat(choice) for choice in choices]
+    counts, bound = choose_counts(costs, sum(gpus))
+    packing = _Packing(choices, gpus, avoid_sharing=True)
     packing.fill(counts)
     ideal = [float(cost[count]) for cost, count in zip(costs, counts, strict=True)]
     if effort:
@@ -104,15 +103,13 @@ def search(
     return SearchResult(allocations=tuple(packing.allocations), cost=sum(packing.costs), bound=bound)
 
 
-def pack(
-    choices: Sequence[Choice], gpus: Sequence[int], counts: Sequence[int], *, avoid_sharing: bool = False
-) -> tuple[Allocation, ...]:
+def pack(choices: Sequence[Choice], gpus: Sequence[int], counts: Sequence[int]) -> tuple[Allocation, ...]:
     """Return allocations of n jobs of about ``counts`` (n,) GPUs on nodes with ``gpus`` (N,); the sum must fit.
 
     Jobs that keep their count keep their place; the others come in order of their count, largest first. What no longer
     fits because the free GPUs are scattered gets the best of what is free.
     """
-    packing = _Packing(choices, gpus, avoid_sharing)
+    packing = _Packing(choices, gpus, avoid_sharing=False)
     packing.fill(counts)
     return tuple(packing.allocations)
 

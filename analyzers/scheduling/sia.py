@@ -18,8 +18,8 @@ from numpy.typing import NDArray
 from ddltool.analyzers.scheduling.assign import assign
 from ddltool.analyzers.scheduling.cluster import Allocation, ClusterSpec
 from ddltool.analyzers.scheduling.job import SimulatedJob, Tuning
-from ddltool.analyzers.scheduling.offers import Offer, Offers, flat, offers, place_on_type
-from ddltool.analyzers.scheduling.search import Choice
+from ddltool.analyzers.scheduling.offers import Offer, Offers, offers, place_on_type
+from ddltool.analyzers.scheduling.search import Choice, flat
 from ddltool.errors import InputError
 
 Floats = NDArray[np.float64]

@@ -167,7 +167,6 @@ class Validation:
     """Iterations at M0 done at the end of the epoch."""
     iteration: Floats
     """Iterations at this batch size done at the end of the epoch."""
-    metric: Floats
     grad_sqr: Floats
     grad_var: Floats
 
@@ -178,8 +177,6 @@ class Limits:
 
     max_epochs: int | None = None
     max_local_batch_size: int | None = None
-    target_metric: float | None = None
-    """Training ends with the epoch in which the best metric reaches this; None: after ``max_epochs``."""
     fixed_batch_size: int | None = None
     """Total batch of a job whose batch may not be tuned."""
     max_replicas: int | None = None
@@ -226,7 +223,6 @@ class Application:
         most = max(1, self.max_batch_size // self.min_local_batch_size)
         self.max_replicas = min(most, limits.max_replicas or most)
         kept = slice(0, epochs)
-        self.metric = np.stack([run.metric[kept] for run in runs])
         self.iteration = np.stack([run.iteration[kept] for run in runs])
         self.grad_sqr = np.stack([run.grad_sqr[kept] for run in runs])
         self.grad_var = np.stack([run.grad_var[kept] for run in runs])
@@ -240,7 +236,6 @@ class Application:
         # The same few configurations are asked for again and again.
         self._steps: dict[tuple[Placement, int, str], tuple[float, float]] = {}
         self._grad: dict[tuple[int, int], tuple[float, float]] = {}
-        self._last: dict[int, int] = {}
 
     def step_times(self, placement: Placement, local_batch_size: int, gpu_type: str = ANY_TYPE) -> tuple[float, float]:
         """Return (step time, sync time) in seconds on ``placement`` (GPUs per node) of one GPU type.
@@ -308,25 +303,6 @@ class Application:
         """Return the iterations at ``batch_size`` done at the end of epoch ``epoch`` (from 0)."""
         low, high, share = self._weights(batch_size)
         return float(self.iteration[low, epoch] * (1 - share) + self.iteration[high, epoch] * share)
-
-    def completion_epoch(self, batch_size: int) -> int:
-        """Return the last epoch (from 0) that training at this batch size needs."""
-        target = self.limits.target_metric
-        if target is None:
-            return self.max_epochs - 1
-        if batch_size not in self._last:
-            self._last[batch_size] = self._crossing(batch_size, target)
-        return self._last[batch_size]
-
-    def _crossing(self, batch_size: int, target: float) -> int:
-        low, high, share = self._weights(batch_size)
-        if self.metric[0, 0] < self.metric[0, -1]:  # an accuracy, which grows
-            best = np.maximum.accumulate(self.metric, axis=1)
-            reached = best[low] * (1 - share) + best[high] * share >= target
-        else:
-            best = np.minimum.accumulate(self.metric, axis=1)
-            reached = best[low] * (1 - share) + best[high] * share <= target
-        return min(int(reached.argmax()), self.max_epochs - 1) if reached.any() else self.max_epochs - 1
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -400,11 +376,8 @@ def fitted_application(name: str, params: Mapping[str, ThroughputParams], job: F
     runs = []
     for batch in np.unique(np.geomspace(job.batch_size, job.max_batch_size, _BATCHES).round().astype(int)).tolist():
         gain = (variance + 1.0) / (variance * job.batch_size / batch + 1.0)
-        metric = np.arange(job.epochs, dtype=np.float64)
         statistics = {"grad_sqr": ones, "grad_var": ones * variance}
-        runs.append(
-            Validation(batch_size=batch, progress=progress, iteration=progress / gain, metric=metric, **statistics)
-        )
+        runs.append(Validation(batch_size=batch, progress=progress, iteration=progress / gain, **statistics))
     return Application(name, times, runs, Limits(max_epochs=job.epochs))
 
 
