@@ -351,6 +351,7 @@ def _run_on_ray(tasks: Sequence[Task]) -> Iterator[Record]:
 
     All its nodes must see the input files under the same paths and have ddltool installed. One core per cell.
     """
+    os.environ.setdefault("RAY_BACKEND_LOG_LEVEL", "error")  # else it warns for minutes before it gives up
     try:
         ray = import_module("ray")
     except ImportError:
