@@ -14,19 +14,43 @@ from typing import TYPE_CHECKING, Annotated, Any, Optional
 
 import typer
 
+from ddltool.analyzers.scheduling.advise import advise_job
+from ddltool.analyzers.scheduling.autoscale import autoscale_document
+from ddltool.analyzers.scheduling.cluster import ClusterSpec
+from ddltool.analyzers.scheduling.failures import Failures
+from ddltool.analyzers.scheduling.generator import Pattern
+from ddltool.analyzers.scheduling.generator import generate as generate_jobs
+from ddltool.analyzers.scheduling.hyperparameter_search import Search, search_document
+from ddltool.analyzers.scheduling.inputs import (
+    WORKLOAD,
+    FittedModel,
+    read_applications,
+    read_cluster,
+    read_events,
+    read_jobs,
+    read_templates,
+    read_truth,
+)
+from ddltool.analyzers.scheduling.job import JobSpec
+from ddltool.analyzers.scheduling.metrics import check_prices
+from ddltool.analyzers.scheduling.paired import MEASURES, PRICED
+from ddltool.analyzers.scheduling.policies import POLICIES, policies
+from ddltool.analyzers.scheduling.replay import document_of, replays
+from ddltool.analyzers.scheduling.simulator import Options, Policy
+from ddltool.analyzers.scheduling.sweep import Setup, compare_document, sweep
+from ddltool.analyzers.scheduling.truth import FittedJob
+from ddltool.artifacts import check_writable, save, write_text
+from ddltool.commands import simulation_tables as tables
 from ddltool.commands.options import Json, Output, Seed
+from ddltool.commands.output import note, print_json, progress
 from ddltool.commands.parts import demand_part, is_given
 from ddltool.commands.values import as_options, integers
 from ddltool.errors import CheckFailed, InputError, did_you_mean
+from ddltool.outputs import demand_distinct
+from ddltool.units import parse_duration
 
 if TYPE_CHECKING:
-    from ddltool.analyzers.scheduling.cluster import ClusterSpec
-    from ddltool.analyzers.scheduling.failures import Failures
-    from ddltool.analyzers.scheduling.inputs import FittedModel
-    from ddltool.analyzers.scheduling.job import JobSpec
     from ddltool.analyzers.scheduling.pictures import Recorder
-    from ddltool.analyzers.scheduling.simulator import Policy
-    from ddltool.analyzers.scheduling.sweep import Setup
 
 _on_nodes = partial(typer.Option, rich_help_panel="Nodes that fail")
 _on_jobs = partial(typer.Option, rich_help_panel="Jobs: fitted, generated, from clusters' traces")
@@ -38,7 +62,6 @@ _Files = Optional[list[Path]]  # noqa: UP045
 _Text = Optional[str]  # noqa: UP045
 _Count = Optional[int]  # noqa: UP045
 
-POLICIES = ("fifo", "tiresias", "optimus", "pollux", "srtf", "easyscale-homo", "easyscale-heter", "sia", "ours")
 # What the library calls these options in its errors.
 _OPTIONS = {
     name: f"--{name.replace(' ', '-')}"
@@ -160,18 +183,6 @@ def simulate(
     as_json: Json = False,
 ) -> None:
     """Replay a workload on a cluster under one or more scheduling policies and compare completion times."""
-    from ddltool.analyzers.scheduling.advise import advise_job
-    from ddltool.analyzers.scheduling.autoscale import autoscale_document
-    from ddltool.analyzers.scheduling.hyperparameter_search import Search, search_document
-    from ddltool.analyzers.scheduling.inputs import read_applications, read_cluster, read_truth
-    from ddltool.analyzers.scheduling.policies import policies
-    from ddltool.analyzers.scheduling.replay import document_of, replays
-    from ddltool.analyzers.scheduling.simulator import Options
-    from ddltool.analyzers.scheduling.sweep import Setup
-    from ddltool.artifacts import check_writable
-    from ddltool.commands import simulation_tables as tables
-    from ddltool.commands.output import note, progress
-    from ddltool.outputs import demand_distinct
 
     _check_mode(context)
     _check_partners(context)
@@ -335,9 +346,6 @@ def _fitted(texts: Sequence[str]) -> list[FittedModel]:
     """
     made: dict[str, FittedModel] = {}
     for text in texts:
-        from ddltool.analyzers.scheduling.inputs import FittedModel
-        from ddltool.analyzers.scheduling.truth import FittedJob
-
         head, _, given = text.partition(",")
         name, equals, file = head.partition("=")
         if not (equals and name and file):
@@ -366,9 +374,6 @@ def _failures(
     mtbf: str, repair: str, checkpoint: str, events: Path | None, seed: int, *, nodes: int
 ) -> Failures | None:
     """Return what goes wrong, None when neither a time between failures nor a file of events is given."""
-    from ddltool.analyzers.scheduling.failures import Failures
-    from ddltool.analyzers.scheduling.inputs import read_events
-    from ddltool.units import parse_duration
 
     made = Failures(
         mtbf_s=parse_duration(mtbf, "--mtbf") if mtbf else None,
@@ -382,7 +387,6 @@ def _failures(
 
 def _prices(text: str, cluster: ClusterSpec) -> dict[str, float] | None:
     """Return the price per GPU hour by type from ``0.5`` (all types) or ``T4=0.35,A100=2``; None for no text."""
-    from ddltool.analyzers.scheduling.metrics import check_prices
 
     if not text:
         return None
@@ -403,7 +407,6 @@ def _prices(text: str, cluster: ClusterSpec) -> dict[str, float] | None:
 @contextmanager
 def _watched(title: str, jobs: int) -> Iterator[Callable[[int, float], None]]:
     """Show on a terminal how far a replay of ``jobs`` jobs is."""
-    from ddltool.commands.output import progress
 
     with progress(title, total=jobs) as advance:
         yield lambda finished, now_s: advance(
@@ -413,7 +416,8 @@ def _watched(title: str, jobs: int) -> Iterator[Callable[[int, float], None]]:
 
 def _recorded(recorders: dict[str, Recorder], name: str, make: Callable[[], Policy]) -> Policy:
     """Return a new instance of a policy that keeps what it gave to whom; the last of each name is in ``recorders``."""
-    from ddltool.analyzers.scheduling.pictures import Recorder
+
+    from ddltool.analyzers.scheduling.pictures import Recorder  # matplotlib
 
     recorders[name] = Recorder(make())
     return recorders[name]
@@ -423,7 +427,6 @@ def _jobs(
     workload: Path, folders: Sequence[Path], machines: ClusterSpec | None, sample: str, seed: int
 ) -> tuple[list[JobSpec], str]:
     """Return the jobs of a workload or of a (sampled) cluster's trace, and a remark about the latter."""
-    from ddltool.analyzers.scheduling.inputs import read_jobs, read_templates
 
     fields = {"seed": seed} | _fields(sample, "--sample", {"jobs": int, "hours": float, "seed": int})
     if fields["seed"] < 0:
@@ -441,8 +444,6 @@ def _finish(
     document: dict[str, Any], show: Callable[[dict[str, Any]], None], *, output: Path | None, as_json: bool
 ) -> None:
     """Write the document where it is wanted, and print it or its tables."""
-    from ddltool.artifacts import save
-    from ddltool.commands.output import note, print_json
 
     if output is not None:
         save(document, output)
@@ -464,17 +465,13 @@ def _write_jobs(
     as_json: bool,
 ) -> None:
     """Write a synthetic or converted workload as CSV to ``output``, by default to standard output."""
-    from ddltool.analyzers.scheduling import generator
-    from ddltool.analyzers.scheduling.inputs import WORKLOAD, read_cluster, read_templates
-    from ddltool.artifacts import write_text
-    from ddltool.commands.output import note, print_json, progress
 
     machines = read_cluster(cluster) if cluster is not None else None
     if generate is not None:
         readers = {"jobs": int, "hours": float, "pattern": str, "seed": int}
         with _inside("--generate"):
-            pattern = generator.Pattern(**{"seed": seed} | _fields(generate, "--generate", readers))
-        jobs = generator.generate(pattern, read_templates(folders, machines))
+            pattern = Pattern(**{"seed": seed} | _fields(generate, "--generate", readers))
+        jobs = generate_jobs(pattern, read_templates(folders, machines))
         remark = source = f"synthetic: {','.join(f'{key}={value}' for key, value in asdict(pattern).items())}"
     else:
         if len(workloads) != 1:
@@ -515,10 +512,6 @@ def _sweep(
     as_json: bool,
 ) -> None:
     """Replay everything and print means, or the comparison of two policies. Raises CheckFailed where a replay failed."""
-    from ddltool.analyzers.scheduling.paired import MEASURES, PRICED
-    from ddltool.analyzers.scheduling.sweep import compare_document, sweep
-    from ddltool.commands.output import note, print_json, progress
-    from ddltool.commands.simulation_tables import show_comparison, show_sweep
 
     pair = [name.strip() for name in compare.split(",")] if compare is not None else []
     if compare is not None and (len(pair) != 2 or not set(pair) <= set(policies)):
@@ -540,9 +533,9 @@ def _sweep(
     if as_json:
         print_json(document if comparison is None else {**document, "comparison": comparison})
     else:
-        show_sweep(document)
+        tables.show_sweep(document)
         if comparison is not None:
-            show_comparison(comparison, {**MEASURES, **PRICED})
+            tables.show_comparison(comparison, {**MEASURES, **PRICED})
     failed = [record for record in document["cells"] if record["error"]]
     if failed:
         first = failed[0]["error"]

@@ -19,9 +19,8 @@ from ddltool.analyzers.scheduling.pictures import (
     life_picture,
     longest_restarted,
 )
-from ddltool.analyzers.scheduling.policies import policies
+from ddltool.analyzers.scheduling.policies import POLICIES, policies
 from ddltool.analyzers.scheduling.simulator import Options, SimulationResult, simulate
-from ddltool.commands.simulate import POLICIES
 from ddltool.commands.simulation_tables import write_pictures
 from ddltool.errors import InputError
 

@@ -14,10 +14,10 @@ import numpy as np
 import pytest
 
 from ddltool.analyzers.scheduling.inputs import read_applications
+from ddltool.analyzers.scheduling.policies import POLICIES
 from ddltool.analyzers.scheduling.pollux import Pollux
 from ddltool.analyzers.scheduling.search import Choice, choose_counts, search
-from ddltool.commands import output
-from ddltool.commands.simulate import POLICIES
+from ddltool.commands import simulate
 from tests.conftest import Result
 
 Cli = Callable[..., Result]
@@ -280,7 +280,7 @@ def test_what_takes_long_besides_replays_says_what_it_is_at(
         titles.append(title if total is None else f"{title} of {total}")
         yield lambda done, remark: said.append(f"{done}: {remark}")
 
-    monkeypatch.setattr(output, "progress", recorded)
+    monkeypatch.setattr(simulate, "progress", recorded)
     assert run("--policy", "fifo", "--picture", tmp_path / "p").code == 0
     assert titles == ["reading synthetic.csv", "fifo of 24", "drawing pictures"]
     assert said[0].startswith("0: 0 of 24 jobs, 0.0 simulated hours")
