@@ -324,6 +324,6 @@ def test_a_file_with_figures_that_are_no_numbers_is_refused(
     (cell if name == "cpu_s" else cell["figures"])[name] = value
     output.write_text(json.dumps(document))
     kept = output.read_bytes()
-    with pytest.raises(InputError, match=rf"cells\[1\]:{name}: is {value} \(small under fifo, seed 1\)"):
+    with pytest.raises(InputError, match=rf"sweep\.json:cells\[1\].*{name}: is {str(value).lower()}"):
         run(policies=["fifo"], output=output)
     assert output.read_bytes() == kept

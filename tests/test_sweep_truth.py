@@ -139,7 +139,7 @@ def test_a_file_is_of_one_truth(cli: Cli, folder: Path) -> None:
     settings_gone = json.loads((folder / "plain.json").read_text())
     settings_gone["settings"] = None
     (folder / "plain.json").write_text(json.dumps(settings_gone))
-    assert "plain.json:settings: are missing" in cli(*base[:-1], "plain.json", "--seeds", 2).error_line
+    assert "plain.json:settings: is null" in cli(*base[:-1], "plain.json", "--seeds", 2).error_line
 
 
 def test_all_applications_may_be_fitted_and_none_may_be_missing(cli: Cli, folder: Path) -> None:

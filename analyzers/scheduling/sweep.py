@@ -12,7 +12,6 @@ import errno
 import hashlib
 import io
 import json
-import math
 import os
 import re
 import signal
@@ -20,7 +19,7 @@ import stat
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager, suppress
@@ -30,9 +29,10 @@ from importlib import import_module
 from multiprocessing import get_context
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, ClassVar, Literal, Self
 
 from filelock import FileLock, Timeout
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from ddltool.analyzers.scheduling.cluster import ClusterSpec
 from ddltool.analyzers.scheduling.inputs import FittedModel, read_cluster, read_truth, read_workload
@@ -42,7 +42,7 @@ from ddltool.analyzers.scheduling.policies import policies as policies_of
 from ddltool.analyzers.scheduling.replay import Replay, replays
 from ddltool.analyzers.scheduling.simulator import Options
 from ddltool.analyzers.scheduling.truth import Application
-from ddltool.artifacts import check_writable, read_document, read_text, save, write_text
+from ddltool.artifacts import Artifact, check_writable, parse, read_document, read_text, save, write_text
 from ddltool.errors import InputError, MissingExtra, did_you_mean, one_line
 
 ENGINES = ("local", "ray")
@@ -68,6 +68,7 @@ _BY_NAME = ("workloads", "traces", "assumptions")
 _WITHOUT_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL)
 _PATIENCE_S = 0.5
 Record = dict[str, Any]
+Finite = Annotated[float, Field(allow_inf_nan=False)]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, order=True)
@@ -93,6 +94,35 @@ class Setup:
     models: Sequence[FittedModel] = ()
     prices: Mapping[str, float] | None = None
     power: float = -1.0
+
+
+class _EarlierCell(BaseModel):
+    """A record that an earlier run wrote."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
+    workload: str
+    policy: str
+    seed: int
+    figures: dict[str, Finite] | None
+    cpu_s: Finite | None
+    error: str | None
+
+    @model_validator(mode="after")
+    def _whole(self) -> Self:
+        missing = [name for name in FIGURES if self.figures is not None and name not in self.figures]
+        if missing:
+            raise ValueError(f"has no {missing[0]}; give the file that a sweep wrote, or a new name")
+        return self
+
+
+class _EarlierSweep(Artifact):
+    """What an earlier run wrote, as far as it is taken up."""
+
+    model_config = ConfigDict(extra="ignore", frozen=True, strict=True)
+    KIND: ClassVar[str] = "ddltool.sweep"
+    kind: Literal["ddltool.sweep"]
+    settings: dict[str, Any]
+    cells: list[_EarlierCell]
 
 
 Task = tuple[Cell, Path, Setup]
@@ -424,12 +454,9 @@ def _earlier_cells(output: Path | None, settings: dict[str, Any]) -> dict[Cell, 
         return {}
     found = read_document(output)
     remedy = "give a new file name, or remove it"
-    old = found.get("settings")
-    if found.get("kind") != "ddltool.sweep" or not isinstance(found.get("cells"), list):
-        raise InputError(str(output), "is there and is no sweep", remedy)
-    if not isinstance(old, dict):
-        raise InputError(f"{output}:settings", "are missing", remedy)
+    parse(found, _EarlierSweep, str(output))
     # Through JSON, as the file has gone: tuples and integers look alike on both sides.
+    old = found["settings"]
     new = json.loads(json.dumps(settings))
     for name in {**new, **old}:
         value, known = new.get(name), old.get(name)
@@ -445,32 +472,8 @@ def _earlier_cells(output: Path | None, settings: dict[str, Any]) -> dict[Cell, 
         if changed:
             raise InputError(f"{output}:settings.{name}.{changed[0]}", "has changed since", remedy)
         settings[name] = {**known, **value}
-    return _finished(found["cells"], str(output))
-
-
-def _finished(records: Iterable[Mapping[str, Any]], where: str) -> dict[Cell, Record]:
-    """Return the cells of an earlier run's ``records``; failed ones are left out, to be tried again.
-
-    Raises InputError, naming ``where``, for records that are no cells and for figures that are no finite numbers.
-    """
-    made: dict[Cell, Record] = {}
-    for number, record in enumerate(records):
-        at, remedy = f"{where}:cells[{number}]", "give the file that a sweep wrote, or a new name"
-        try:
-            cell, values, cpu_s = _cell_of(record), record["figures"], record["cpu_s"]
-            known = {name: values[name] for name in (*FIGURES, *values)} if values is not None else {}
-            whole = [type(each) for each in (cell.workload, cell.policy, cell.seed)] == [str, str, int]
-        except (KeyError, TypeError):
-            whole = False
-        if not whole:
-            raise InputError(at, "is no cell of a sweep", remedy)
-        if values is None:
-            continue
-        for name, value in {**known, "cpu_s": cpu_s}.items():
-            if type(value) not in (int, float) or not math.isfinite(value):
-                raise InputError(f"{at}:{name}", f"is {value} ({cell})", f"a finite number; {remedy}")
-        made[cell] = _record(cell, figures=values, cpu_s=cpu_s)
-    return made
+    # Failed ones are left out, to be tried again.
+    return {_cell_of(record): record for record in found["cells"] if record["figures"] is not None}
 
 
 @contextmanager
