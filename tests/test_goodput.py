@@ -27,6 +27,7 @@ from ddltool.analyzers.goodput.throughput import (
     sync_time_s,
     throughput_per_s,
 )
+from ddltool.analyzers.goodput.uncertainty import parameter_intervals
 from ddltool.errors import InputError
 from ddltool.profile import read_table
 
@@ -168,6 +169,17 @@ def test_priors(rows: list[tuple[int, int, int]], undetermined: set[str]) -> Non
         assert result.params.as_dict()[name] == 0.0
 
 
+def test_the_prior_within_a_node_yields_to_rows_that_exclude_it() -> None:
+    """Twenty rows of one node on which each further replica costs as much as the first two: no small share of that."""
+    steep = ThroughputParams(**{**TRUE.as_dict(), "alpha_sync_local_s": 0.08, "beta_sync_local_s": 0.09})
+    for seed in range(4):
+        rows = observe(steep, [(1, k, m) for k in (1, 2, 3, 4) for m in (4, 6, 8, 11, 16)], noise=0.1, seed=seed)
+        params = fit(rows).params
+        interval = parameter_intervals(rows, params)["beta_sync_local_s"]
+        assert interval.low <= params.beta_sync_local_s <= (interval.high or math.inf)
+        assert params.beta_sync_local_s > 0.03
+
+
 # AdaptDL's own fit on the same rows: MAPE of the fitted rows, and of rows of more nodes that it had not seen.
 REFERENCE = {
     "bert": (0.0717, 0.0534),
@@ -178,7 +190,7 @@ REFERENCE = {
     "yolov3": (0.0851, 0.1768),
 }
 # By how much ours may be larger. Both times the prior on the slopes costs a little, which elsewhere gains much more.
-WORSE = {("yolov3", "fitted"): 0.0014, ("imagenet", "held"): 0.0027}
+WORSE = {("yolov3", "fitted"): 0.0006, ("imagenet", "held"): 0.0027}
 
 
 @pytest.mark.parametrize("application", APPLICATIONS)

@@ -156,7 +156,7 @@ def goodput_picture(
     Below the map goodput over GPUs: efficient counts (no smaller one has as much) are marked, and the line that further
     GPUs would have to reach to bring ``threshold`` of what the first does. Beyond ``known`` GPUs, of which no measurement
     speaks, everything is hatched and dashed, and nothing is said about what pays. Arguments and errors as for
-    :func:`~ddltool.analyzers.goodput.frontier.frontier`.
+    :func:`~ddltool.analyzers.goodput.tuning.frontier`.
     """
     known = max_replicas if known is None else min(known, max_replicas)
     up_to = functools.partial(
