@@ -18,7 +18,6 @@ import torch
 from numpy.typing import NDArray
 from torch.utils.data import Sampler
 
-from ddltool.analyzers.balancing.sizing import proportional
 from ddltool.errors import InputError
 
 # Loaders fetch far fewer batches ahead; where nobody takes the passes from :attr:`issued` no more are kept.
@@ -63,6 +62,8 @@ class Sizes:
         """Return (n, 1) samples, in proportion to the sizes; in a smaller step nobody gets more than in a full one."""
         if samples == self.total_batch_size:
             return np.array(self.sizes, dtype=np.int64)[:, None]
+        from ddltool.analyzers.balancing.sizing import proportional  # to attach the hook loads no analyzer
+
         limits = self.sizes if samples < self.total_batch_size else None
         return proportional(self.sizes, samples, limits, self.least)[:, None]
 
