@@ -240,6 +240,34 @@ def test_the_command_reads_samples_and_converts_both_formats(cli: Cli, tmp_path:
     assert "philly.json: is no JSON" in broken.error_line
 
 
+def test_phillys_log_is_told_by_how_it_begins_and_a_job_without_an_end_is_counted(cli: Cli, tmp_path: Path) -> None:
+    jobs = philly()
+    jobs[2]["attempts"][0]["end_time"] = "None"
+    log = tmp_path / "cluster_job_log"  # as it is released
+    log.write_text(json.dumps(jobs, indent=1))
+    made = cli("simulate", log, "--convert", "-o", tmp_path / "w.csv")
+    assert made.code == 0, made.err
+    assert "1 of 1 jobs" in made.err
+    assert "left out: 1 never started, 1 no end" in made.err
+    lines = HELIOS.replace(",43200,10", ",,10").replace("2020-06-10 07:00:10", "")
+    assert helios(lines).skipped == {"no GPU": 1, "never started": 1, "no end": 1}
+
+
+@pytest.mark.parametrize("header", ["timestamp,duration,num_gpus", "name,cpu_milli,memory_mib,num_gpu,creation_time"])
+def test_a_table_that_is_neither_trace_nor_workload_is_told_what_both_have(
+    cli: Cli, tmp_path: Path, header: str
+) -> None:
+    table = tmp_path / "t.csv"
+    table.write_text(f"{header}\n{','.join('1' for _ in header.split(','))}\n")
+    refused = cli("simulate", table, "--convert", "-o", tmp_path / "w.csv")
+    assert refused.code == 2
+    assert (
+        "a workload has name, time, application, num_replicas, batch_size; a cluster's trace has" in refused.error_line
+    )
+    assert "submit_time or submitted_time or submit; gpu_num or num_gpus" in refused.error_line
+    assert "duration or run_time or runtime (seconds), or start_time and end_time" in refused.error_line
+
+
 def test_reading_grows_with_the_rows_and_not_faster() -> None:
     def spent(rows: int) -> float:
         chance = np.random.default_rng(0)
