@@ -40,9 +40,10 @@ from ddltool.errors import DdlToolError, InputError, one_line
 from ddltool.graph import Graph, Mode, Op
 
 _META_REFUSALS = (NotImplementedError, RuntimeError, TypeError)
-# A forward pass is compared at a small batch and at a large one with what the trace says of them. Some models take no
-# batch that is not a multiple of a small number.
-_SMALL, _LARGE, _MULTIPLE = 2, 256, 8
+# Forward passes are compared at a small batch and at a large one. Some models take no batch that is not a multiple of a
+# small number.
+_SMALL, _LARGE, _MULTIPLE = 3, 256, 8
+_HIGHEST_POWER = 3  # of the batch in a size: losses over all pairs have 2
 # Ops of a step that loops over its samples grow without end; more than these are not traced.
 _MOST_OPS = 10_000
 _MODULES_SHOWN = 3
@@ -61,8 +62,8 @@ class TracedStep:
     """The call that each compute op of ``graph`` stands for, by op name, in program order."""
     again: Callable[[int], TracedStep]
     """Traces the step at another batch size."""
-    made: Sequence[Made] = ()
-    """What the ops of the forward pass make, where that was looked at."""
+    sizes: frozenset[int] = frozenset()
+    """What has to be whole at another batch size, where a step takes no batch of any size."""
     prime: int | None = None
     """What all dimensions that grow with the batch are multiples of, and no others; None: its work is no such function
     of the batch, and every batch size is traced."""
@@ -79,7 +80,7 @@ class TracedStep:
         if batch_size == graph.batch_size or graph.batch_size is None:
             return graph
         scale = self.scale(batch_size)
-        if scale is None or not all(scale.is_whole(size) for size in self._sizes):
+        if scale is None or not all(scale.is_whole(size) for size in self.sizes):
             return self.traced_at(batch_size).graph
         work = np.stack([graph.flops, graph.size_bytes, graph.written_bytes])
         gemm = graph.gemm.copy()
@@ -113,10 +114,6 @@ class TracedStep:
         """What the step's tensors are stored in."""
         return storages(self.fx)
 
-    @cached_property
-    def _sizes(self) -> set[int]:
-        return {size for _, shapes, _ in self.made for shape in shapes for size in shape}
-
 
 AS_DEFAULT = Numerics()
 Result = TypeVar("Result")
@@ -148,31 +145,29 @@ def trace_any_batch(build: Callable[[], TrainingStep], *, mode: Mode, numerics: 
 
     It is traced at a prime that divides nothing else, so that a dimension tells whether it grows with the batch. Whether
     it does so in proportion, for a model may halve its batch, loop over it or ask how large it is, the forward pass
-    tells at two more batch sizes: op by op, all that it makes must be what the trace says of that size. What fails this
-    is traced at every batch size asked for. A module that takes no such batch (one that halves it, say) is traced at a
-    multiple of the prime. Raises InputError as :func:`trace_torch` does.
+    tells at two other batch sizes, one odd and small and one large: the same ops must make the same sizes, or sizes in
+    the ratio of the batches. What fails this is traced at every batch size asked for. A module that takes no odd batch
+    (one that halves it, say) is traced at a multiple of the prime. Raises InputError as :func:`trace_torch` does.
     """
     step = _build(build, mode)
     small, few = _SMALL, _forward(step, _SMALL, mode, numerics)
     if few is None:
         small, few = _MULTIPLE, _forward(step, _MULTIPLE, mode, numerics)
     tensors = [*step.module.parameters(), *step.module.buffers()]
-    sizes = [size for tensor in tensors for size in tensor.shape]
-    sizes += [size for _, shapes, _ in few or () for shape in shapes for size in shape]
-    prime = prime_batch(sizes)
-    own, made = prime, _forward(step, prime, mode, numerics)
-    if made is None:
-        own, made = _MULTIPLE * prime, _forward(step, _MULTIPLE * prime, mode, numerics)
-    if made is None:
-        return _trace_at(step, prime, mode, numerics)  # raises what is wrong
-    traced = replace(_trace_at(step, own, mode, numerics), made=made)
-    if few is not None and _scaled(made, Scale(own, small, prime)) == few:
-        many = _forward(step, _LARGE, mode, numerics)
-        if many is None or _scaled(made, Scale(own, _LARGE, prime)) == many:
-            return replace(traced, prime=prime)
+    prime = prime_batch([*(size for tensor in tensors for size in tensor.shape), *_sizes(few or ())])
+    own = prime if small == _SMALL else _MULTIPLE * prime
+    traced = _trace_at(step, own, mode, numerics)
+    if traced.graph.batch_size is None or few is None:
+        return traced
+    large, many = _LARGE, _forward(step, _LARGE, mode, numerics)
+    if many is None:
+        large, many = own, _forward(step, own, mode, numerics)
+    if _in_proportion(few, many or [], small, large):
+        made = () if own == prime else _forward(step, own, mode, numerics)
+        return replace(traced, prime=prime, sizes=_sizes(made or ()))
     note = "its work does not grow in proportion with the batch: traced at every batch size"
     graph = replace(traced.graph, meta={**traced.graph.meta, "note": joined(traced.graph.meta.get("note"), note)})
-    growth = (len(made) - len(few)) / (own - small) if few is not None else 0.0
+    growth = (len(many or few) - len(few)) / (large - small)
     largest = max(own, 2 ** int(np.log2(_MOST_OPS / growth))) if growth > 0 else None
     return replace(traced, graph=graph, largest=largest)
 
@@ -194,15 +189,24 @@ def module_names(parameters: Sequence[str]) -> str:
     return ", ".join(names[:_MODULES_SHOWN]) + (f", +{more}" if more > 0 else "")
 
 
-def _scaled(made: Sequence[Made], scale: Scale) -> list[Made] | None:
-    """Return what the ops of a forward pass make at another batch size if it scales; None if a size is then not whole."""
-    sizes = {size for _, shapes, _ in made for shape in shapes for size in shape}
-    if not all(scale.is_whole(size) for size in sizes):
-        return None
-    table = {size: scale.size(size) for size in sizes}
-    return [
-        (name, tuple(tuple(table[size] for size in shape) for shape in shapes), dtypes) for name, shapes, dtypes in made
-    ]
+def _sizes(made: Sequence[Made]) -> frozenset[int]:
+    return frozenset(size for _, shapes, _ in made for shape in shapes for size in shape)
+
+
+def _in_proportion(few: Sequence[Made], many: Sequence[Made], small: int, large: int) -> bool:
+    """Return whether two forward passes are the same ops on sizes that are equal, or in the ratio of a power of the batch."""
+
+    def alike(size: int, other: int) -> bool:
+        return any(size * large**power == other * small**power for power in range(_HIGHEST_POWER + 1))
+
+    def sizes(shapes: tuple[tuple[int, ...], ...]) -> Iterator[int]:
+        return (size for shape in shapes for size in shape)
+
+    return len(few) == len(many) and all(
+        (one[0], one[2], [*map(len, one[1])]) == (two[0], two[2], [*map(len, two[1])])
+        and all(alike(*pair) for pair in zip(sizes(one[1]), sizes(two[1]), strict=True))
+        for one, two in zip(few, many, strict=True)
+    )
 
 
 def _forward(step: TrainingStep, batch_size: int, mode: Mode, numerics: Numerics) -> list[Made] | None:
