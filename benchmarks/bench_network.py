@@ -36,7 +36,6 @@ from typing import Any
 
 import numpy as np
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -46,9 +45,7 @@ from ddltool.analyzers.communication.timeline import Simulator
 from ddltool.analyzers.tracing.step import TrainingStep, default_loss
 from ddltool.analyzers.tracing.torch_adapter import trace_torch
 from ddltool.graph import COMPUTE, RECV, Graph
-from ddltool.runtime.servers.parameter_server import MomentumSGD, ParameterServer
-from ddltool.runtime.servers.transfers import TransferPlan
-from ddltool.runtime.servers.worker import Worker
+from ddltool.runtime.servers import BSP, Meeting, Server, TransferPlan, Worker
 
 WORKER_IP, SERVER_IP, PORT = "10.99.7.1", "10.99.7.2", 29517
 RANDOM, MODES = "random", ("inference", "training")
@@ -216,12 +213,12 @@ def orders_of(graph: Graph) -> dict[str, dict[str, int]]:
 # --- The two processes ----------------------------------------------------------------------------------------------
 
 
-class WholeSteps(ParameterServer):
-    """A server that begins a step when the one before is over, as the graph of one step has it."""
+class WholeSteps(BSP):
+    """A step begins when the one before is over, as the graph of one step has it."""
 
-    def may_send(self, worker: int, clock: int, name: str) -> bool:
+    def may_pull(self, worker: int, clock: int, name: str) -> bool:
         """Return whether every gradient of the steps before has been applied."""
-        return min(self.version.values()) >= clock
+        return min(self.book.version.values()) >= clock
 
 
 def make_plan(module: nn.Module, order: str, orders: dict[str, dict[str, int]], seed: int) -> TransferPlan:
@@ -235,7 +232,6 @@ def play(role: str, folder: Path) -> None:
     """Be one of the two processes; the worker leaves what it measured in ``folder``."""
     torch.set_num_threads(1)
     config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    dist.init_process_group("gloo", init_method=f"tcp://{WORKER_IP}:{PORT}", rank=int(role == "server"), world_size=2)
     results = []
     for case in config["cases"]:
         torch.manual_seed(0)
@@ -244,24 +240,25 @@ def play(role: str, folder: Path) -> None:
         for block in range(-1, config["rounds"]):  # the first round warms up
             for order in ORDERS if block >= 0 else ORDERS[:1]:
                 plan = make_plan(step.module, order, case["orders"], block)
+                meeting = Meeting(rank=int(role == "server"), address=f"{SERVER_IP}:{PORT}", token="benchmark")
                 if role == "server":
-                    WholeSteps(step.module, plan, MomentumSGD(lr=1e-4, momentum=0.9)).serve()
+                    optimizer = torch.optim.SGD(step.module.parameters(), lr=1e-4, momentum=0.9)
+                    Server(step.module, plan, optimizer, WholeSteps(), lost_after_s=60, meeting=meeting).serve()
                 else:
-                    measured = measure_block(step, case["mode"], plan, config["steps"] if block >= 0 else 1)
+                    steps = config["steps"] if block >= 0 else 1
+                    measured = measure_block(step, case["mode"], plan, steps, meeting)
                     about = {"model": case["model"], "mode": case["mode"], "order": order, "block": block}
                     results += [about | measured] if block >= 0 else []
     if role == "worker":
         (folder / "result.json").write_text(json.dumps(results), encoding="utf-8")
-    dist.barrier()
-    dist.destroy_process_group()
 
 
-def measure_block(step: TrainingStep, mode: str, plan: TransferPlan, steps: int) -> dict[str, Any]:
+def measure_block(step: TrainingStep, mode: str, plan: TransferPlan, steps: int, meeting: Meeting) -> dict[str, Any]:
     """Measure one block of steps under one plan: op times, idle pulls, and the steps themselves."""
     before, before_s = time_ops(step, mode, 3)
     step.module.zero_grad()
     training = mode == "training"
-    with Worker(step.module, plan) as worker:
+    with Worker(step.module, plan, WholeSteps(), meeting=meeting) as worker:
         idle = []
         for _ in range(2):
             worker.pull()
@@ -312,12 +309,8 @@ def link(rate_mbit: float) -> Iterator[tuple[str, str]]:
 def run_pair(names: tuple[str, str], folder: Path) -> None:
     """Run worker and server, each in its namespace. Raises RuntimeError when one fails."""
     crew = []
-    for side, (role, name) in enumerate(zip(("worker", "server"), names, strict=True)):
-        environment = os.environ | {
-            "GLOO_SOCKET_IFNAME": f"v{side}",
-            "OMP_NUM_THREADS": "1",
-            "TORCH_CPP_LOG_LEVEL": "ERROR",
-        }
+    for role, name in zip(("worker", "server"), names, strict=True):
+        environment = os.environ | {"OMP_NUM_THREADS": "1"}
         words = ["ip", "netns", "exec", name, sys.executable, __file__, "--role", role, "--folder", str(folder)]
         crew.append(subprocess.Popen(words, env=environment))
     try:

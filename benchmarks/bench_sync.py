@@ -16,8 +16,8 @@ from __future__ import annotations
 import argparse
 import json
 import multiprocessing
+import socket
 import statistics
-import tempfile
 import threading
 import time
 from collections import Counter
@@ -27,7 +27,6 @@ from typing import Any
 
 import numpy as np
 import torch
-import torch.distributed as dist
 from scipy.stats import ttest_1samp
 from sklearn.datasets import load_digits
 from torch import Tensor, nn
@@ -39,11 +38,11 @@ from ddltool.runtime.servers import (
     BackupWorkers,
     ElasticBSP,
     LocalSGD,
-    MomentumSGD,
+    Meeting,
     Policy,
-    SyncServer,
-    SyncWorker,
+    Server,
     TransferPlan,
+    Worker,
     shard,
 )
 
@@ -95,13 +94,14 @@ class LocalSteps:
             parameter.grad = None
 
 
-def work(model: nn.Module, plan: TransferPlan, policy: Policy, run: dict[str, Any]) -> int:
+def work(model: nn.Module, plan: TransferPlan, policy: Policy, meeting: Meeting, run: dict[str, Any]) -> int:
     """Train until the time is over; return the number of steps."""
     features, labels = load_samples()
-    rank, steps = dist.get_rank(), 0
+    rank, steps = meeting.rank, 0
+    assert rank is not None
     chance = np.random.default_rng((run["seed"], rank))
     local = LocalSteps(model, run["lr"]) if policy.local_steps > 1 else None
-    with SyncWorker(model, plan, policy, local_optimizer=local) as worker:
+    with Worker(model, plan, policy, local_optimizer=local, meeting=meeting) as worker:
         begin_s = time.monotonic()
         for epoch in range(10**6):
             mine = torch.from_numpy(shard(TRAINED, worker.members(epoch), rank, epoch=epoch, seed=run["seed"]))
@@ -118,19 +118,21 @@ def work(model: nn.Module, plan: TransferPlan, policy: Policy, run: dict[str, An
     return steps
 
 
-def serve(model: nn.Module, plan: TransferPlan, policy: Policy, run: dict[str, Any]) -> dict[str, Any]:
+def serve(
+    model: nn.Module, plan: TransferPlan, policy: Policy, meeting: Meeting, run: dict[str, Any]
+) -> dict[str, Any]:
     """Serve, and return figures of the run."""
     lr = 1.0 if policy.local_steps > 1 else run["lr"]
-    server = SyncServer(model, plan, MomentumSGD(lr=lr), policy)
+    server = Server(model, plan, torch.optim.SGD(model.parameters(), lr=lr), policy, meeting=meeting)
     snapshots: list[tuple[float, int, dict[str, Tensor]]] = []
     over = threading.Event()
 
     def watch() -> None:
         begin_s = time.monotonic()
         while not over.wait(SNAPSHOT_S):
-            with server.changed:  # the values are replaced, never written to
-                steps = server.taken * policy.local_steps
-                snapshots.append((time.monotonic() - begin_s, steps, dict(server.values)))
+            steps = server.taken * policy.local_steps
+            # The values are replaced, never written to.
+            snapshots.append((time.monotonic() - begin_s, steps, dict(server.values)))
 
     thread = threading.Thread(target=watch)
     thread.start()
@@ -155,7 +157,7 @@ def serve(model: nn.Module, plan: TransferPlan, policy: Policy, run: dict[str, A
         "wait_s": server.log.wait_s,
         "staleness": dict(server.log.staleness),
         "dropped": sum(server.log.dropped),
-        "lost": server.membership.lost,
+        "lost": server.lost,
         "barriers": [
             {"iterations": one.iterations, "predicted_s": max(one.predicted_end_s), "actual_s": max(one.end_s)}
             | {"predicted_wait_s": sum(max(one.predicted_end_s) - end_s for end_s in one.predicted_end_s)}
@@ -166,13 +168,13 @@ def serve(model: nn.Module, plan: TransferPlan, policy: Policy, run: dict[str, A
     }
 
 
-def enter(pipe: Connection, meeting: str, rank: int, size: int, name: str, run: dict[str, Any]) -> None:
+def enter(pipe: Connection, port: int, rank: int, name: str, run: dict[str, Any]) -> None:
     """Run one process of a job and send what it returns."""
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{meeting}", rank=rank, world_size=size)
+    meeting = Meeting(rank=rank, address=f"127.0.0.1:{port}", token="benchmark")
     model, policy = make_model(run["seed"]), MODELS[name]
     plan = TransferPlan.for_model(model, workers=len(SLEEPS_S), servers=1)
-    pipe.send((work if rank < plan.workers else serve)(model, plan, policy, run))
+    pipe.send((work if rank < plan.workers else serve)(model, plan, policy, meeting, run))
 
 
 def measure(name: str, run: dict[str, Any]) -> dict[str, Any]:
@@ -180,10 +182,12 @@ def measure(name: str, run: dict[str, Any]) -> dict[str, Any]:
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["sklearn.datasets", "ddltool.runtime.servers"])  # imported once for all processes
     size, crew = len(SLEEPS_S) + 1, []
-    with tempfile.TemporaryDirectory() as folder:
+    with socket.socket() as port:
+        port.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # kept for the server, which listens there
+        port.bind(("127.0.0.1", 0))
         for rank in range(size):
             ours, theirs = context.Pipe(duplex=False)
-            arguments = (theirs, f"{folder}/meeting", rank, size, name, run)
+            arguments = (theirs, port.getsockname()[1], rank, name, run)
             process = context.Process(target=enter, args=arguments, daemon=True)
             process.start()
             theirs.close()

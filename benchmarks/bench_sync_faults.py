@@ -19,6 +19,7 @@ import json
 import multiprocessing
 import os
 import signal
+import socket
 import tempfile
 import time
 from multiprocessing.connection import Connection
@@ -26,11 +27,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from ddltool.errors import DdlToolError
-from ddltool.runtime.servers import BSP, ElasticBSP, MomentumSGD, Policy, SyncServer, SyncWorker, TransferPlan
+from ddltool.runtime.servers import BSP, ElasticBSP, Meeting, Policy, Server, TransferPlan, Worker
 from ddltool.runtime.servers.signals import Terminated
 
 MODELS: dict[str, Policy] = {"bsp": BSP(), "elastic": ElasticBSP(4)}
@@ -39,10 +39,13 @@ WORKERS, CULPRIT, FAULT_AT, STEPS = 3, 1, 20, 60
 STEP_S = 0.02
 
 
-def work(pipe: Connection, model: nn.Module, plan: TransferPlan, policy: Policy, run: dict[str, Any]) -> None:
+def work(
+    pipe: Connection, model: nn.Module, plan: TransferPlan, policy: Policy, meeting: Meeting, run: dict[str, Any]
+) -> None:
     """Train; send the time of every step."""
-    rank = dist.get_rank()
-    with SyncWorker(model, plan, policy, checkpoint=Path(run["folder"], f"last.pt.{rank}")) as worker:
+    rank = meeting.rank
+    checkpoint = Path(run["folder"], f"last.pt.{rank}")
+    with Worker(model, plan, policy, checkpoint=checkpoint, meeting=meeting) as worker:
         for number in range(STEPS):
             if number == FAULT_AT and (rank == CULPRIT or run["fault"] == "kill-last"):
                 pipe.send(("fault", time.monotonic()))
@@ -72,20 +75,21 @@ def enter(pipe: Connection, rank: int, name: str, run: dict[str, Any]) -> None:
     """Run one process of a job and send how it ended."""
     torch.set_num_threads(1)
     run["pids"][rank] = os.getpid()
-    dist.init_process_group("gloo", init_method=f"file://{run['folder']}/meeting", rank=rank, world_size=WORKERS + 1)
+    meeting = Meeting(rank=rank, address=f"127.0.0.1:{run['port']}", token="benchmark")
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(32, 64), nn.ReLU(), nn.Linear(64, 10))
     plan = TransferPlan.for_model(model, workers=WORKERS, servers=1)
     lost: dict[int, str] = {}
     try:
         if rank < WORKERS:
-            work(pipe, model, plan, MODELS[name], run)
+            work(pipe, model, plan, MODELS[name], meeting, run)
         else:
-            server = SyncServer(model, plan, MomentumSGD(lr=0.01), MODELS[name])
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+            server = Server(model, plan, optimizer, MODELS[name], meeting=meeting)
             try:
                 server.serve()
             finally:
-                lost = server.membership.lost
+                lost = server.lost
         ending = "done"
     except (DdlToolError, RuntimeError, Terminated) as error:
         ending = f"{type(error).__name__}: {error}"
@@ -96,8 +100,16 @@ def measure(name: str, fault: str, stall: float) -> dict[str, Any]:
     """Run one job and return what happened."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["ddltool.runtime.servers"])
-    with tempfile.TemporaryDirectory() as folder:
-        run = {"folder": folder, "fault": fault, "stall": stall, "pids": context.Array("q", WORKERS + 1)}
+    with tempfile.TemporaryDirectory() as folder, socket.socket() as port:
+        port.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # kept for the server, which listens there
+        port.bind(("127.0.0.1", 0))
+        run = {
+            "port": port.getsockname()[1],
+            "folder": folder,
+            "fault": fault,
+            "stall": stall,
+            "pids": context.Array("q", WORKERS + 1),
+        }
         crew = []
         for rank in range(WORKERS + 1):
             ours, theirs = context.Pipe(duplex=False)

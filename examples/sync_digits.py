@@ -14,7 +14,6 @@ import sys
 import time
 
 import torch
-import torch.distributed as dist
 from sklearn.datasets import load_digits
 from torch import nn
 
@@ -25,10 +24,9 @@ from ddltool.runtime.servers import (
     BackupWorkers,
     ElasticBSP,
     LocalSGD,
-    MomentumSGD,
-    SyncServer,
-    SyncWorker,
+    Server,
     TransferPlan,
+    Worker,
 )
 
 WORKERS, LOCAL_STEPS = 3, 4
@@ -52,12 +50,12 @@ def train(name: str) -> None:
     features, labels = torch.tensor(images, dtype=torch.float32) / 16, torch.tensor(targets)
     model = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 10))
     plan = TransferPlan.for_model(model, workers=WORKERS, servers=1)
-    rank, local = dist.get_rank(), policy.local_steps > 1
+    rank, local = int(os.environ["RANK"]), policy.local_steps > 1
     if rank == WORKERS:
-        update = MomentumSGD(lr=1.0 if local else 0.5)
-        server = SyncServer(model, plan, update, policy, telemetry=f"sync.{name}.jsonl")
+        optimizer = torch.optim.SGD(model.parameters(), lr=1.0 if local else 0.5)
+        server = Server(model, plan, optimizer, policy, telemetry=f"sync.{name}.jsonl")
         begin = time.monotonic()
-        model.load_state_dict(server.serve())
+        server.serve()
         seconds = time.monotonic() - begin
         with torch.no_grad():
             accuracy = (model(features[1500:]).argmax(1) == labels[1500:]).float().mean().item()
@@ -65,8 +63,8 @@ def train(name: str) -> None:
         used = round(server.updates * per_update)
         print(f"{name}: {used} gradients in {seconds:.1f} s, accuracy {accuracy:.3f}, waited {waits} s", flush=True)
         return
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.5) if local else None
-    with SyncWorker(model, plan, policy, local_optimizer=optimizer, checkpoint=f"last.{rank}.pt") as worker:
+    local_optimizer = torch.optim.SGD(model.parameters(), lr=0.5) if local else None
+    with Worker(model, plan, policy, local_optimizer=local_optimizer, checkpoint=f"last.{rank}.pt") as worker:
         for epoch in itertools.count():
             for batch in worker.batches(1500, 16, epoch=epoch, seed=0):
                 if worker.updates * per_update >= GRADIENTS:
@@ -78,7 +76,6 @@ def train(name: str) -> None:
 
 def main() -> None:
     """Train under each model that the command line names."""
-    dist.init_process_group("gloo")
     torch.set_num_threads(1)
     for name in sys.argv[1:] or ["bsp", "elastic"]:
         train(name)

@@ -1,10 +1,11 @@
 """A job that lets workers join while it runs: start it, then run the same file again without a launcher.
 
+    export DDLTOOL_SERVER=127.0.0.1:29600 DDLTOOL_TOKEN=secret
     python examples/sync_launch.py 3 examples/sync_join.py &
     python examples/sync_join.py
 
-Started ranks 0 and 1 are workers, rank 2 is the parameter server, whose store (DOOR, by default 127.0.0.1:29600) is the
-door for two more. Each worker stops when the job has made 600 updates.
+Started ranks 0 and 1 are workers, rank 2 is the parameter server; two more may join. Each worker stops when the job has
+made 600 updates.
 """
 
 import itertools
@@ -12,10 +13,9 @@ import os
 import time
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
-from ddltool.runtime.servers import ASP, MomentumSGD, SyncServer, SyncWorker, TransferPlan
+from ddltool.runtime.servers import ASP, Server, TransferPlan, Worker
 
 WORKERS, UPDATES = 2, int(os.environ.get("UPDATES", "600"))
 
@@ -28,21 +28,14 @@ def main() -> None:
     goals = features[:, :3].sum(1, keepdim=True).sin()
     model = nn.Sequential(nn.Linear(20, 32), nn.Tanh(), nn.Linear(32, 1))
     plan, policy = TransferPlan.for_model(model, workers=WORKERS, servers=1, late=2), ASP()
-    host, _, port = os.environ.get("DOOR", "127.0.0.1:29600").rpartition(":")
-    door = None
-    if "RANK" in os.environ:
-        dist.init_process_group("gloo")
-        if dist.get_rank() >= WORKERS:
-            store = dist.TCPStore(host, int(port), is_master=True, wait_for_workers=False)
-            server = SyncServer(model, plan, MomentumSGD(lr=0.1), policy, door=store)
-            model.load_state_dict(server.serve())
-            loss = nn.functional.mse_loss(model(features), goals).item()
-            made = ", ".join(f"worker {worker} {steps}" for worker, steps in enumerate(server.steps_made) if steps)
-            print(f"{server.updates:.0f} updates, loss {loss:.3f}; steps made: {made}", flush=True)
-            return
-    else:
-        door = dist.TCPStore(host, int(port), is_master=False)
-    with SyncWorker(model, plan, policy, door=door) as worker:
+    if int(os.environ.get("RANK", "-1")) == WORKERS:
+        server = Server(model, plan, torch.optim.SGD(model.parameters(), lr=0.1), policy)
+        server.serve()
+        loss = nn.functional.mse_loss(model(features), goals).item()
+        made = ", ".join(f"worker {worker} {steps}" for worker, steps in enumerate(server.steps_made) if steps)
+        print(f"{server.updates:.0f} updates, loss {loss:.3f}; steps made: {made}", flush=True)
+        return
+    with Worker(model, plan, policy) as worker:  # without a rank it joins
         print(f"worker {worker.rank} begins with step {worker.clock}, epoch {worker.epoch}", flush=True)
         for epoch in itertools.count(worker.epoch):
             for batch in worker.batches(len(features), 16, epoch=epoch, seed=0):

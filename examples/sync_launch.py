@@ -4,47 +4,45 @@ torchrun ends all processes of a machine as soon as one fails. Here a killed wor
 server: one line is printed for each process that ends. SIGTERM and Ctrl-C are passed on to all of them. The exit code
 is that of the last rank, which is a server.
 
-Before the transfers are connected nobody could go on: the others would wait for half an hour for one that ended while
-it started. Then they are ended, too.
+Before all have met nobody could go on: the others would wait for minutes for one that ended while it started. Then
+they are ended, too.
+
+The ranks meet at a free port of this machine, or at the HOST:PORT in DDLTOOL_SERVER, with the secret in DDLTOOL_TOKEN.
 """
 
 import os
+import secrets
 import signal
+import socket
 import subprocess
 import sys
+import tempfile
 import time
+from pathlib import Path
 from types import FrameType
-from typing import Any
 
-GROUPS = 4  # that all ranks have joined when the transfers are connected: torch.distributed's own and those of a Wire
 GRACE_S = 5.0
 
 
-def awaited(store: Any, size: int, gone: set[int]) -> int | None:
-    """Return a rank of those that are ``gone`` for which another waits in the store; None once the job has begun."""
-    if not gone or not hasattr(store, "list_keys"):  # older versions of torch
-        return None
-    joined: dict[str, set[int]] = {}
-    for key in store.list_keys():  # a rank that joins a group leaves its address under GROUP//.../RANK
-        group, _, rank = key.rpartition("/")
-        if "//" in group and rank.isdigit():
-            joined.setdefault(group, set()).add(int(rank))
-    if sum(len(ranks) == size for ranks in joined.values()) >= GROUPS:
-        return None
-    return next((rank for ranks in joined.values() for rank in gone if ranks - gone and rank not in ranks), None)
-
-
 def main() -> None:
-    """Start the processes, report each end, and wait for the last one."""
+    """Choose where the processes meet, and run them."""
     if len(sys.argv) < 3 or not sys.argv[1].isdigit() or int(sys.argv[1]) < 1:
         sys.exit(f"usage: python {sys.argv[0]} PROCESSES SCRIPT [ARGUMENT...]")
-    import torch.distributed as dist  # seconds, which a wrong command line need not cost
-
     size, command = int(sys.argv[1]), sys.argv[2:]
-    # The ranks meet in a store of this process, which takes a free port and outlives them all.
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port), "TORCHELASTIC_USE_AGENT_STORE": "True"}
-    environment = {"OMP_NUM_THREADS": "1"} | dict(os.environ) | meeting | {"WORLD_SIZE": str(size)}
+    with tempfile.TemporaryDirectory() as folder, socket.socket() as port:
+        # Bound here and never listened at, the port is nobody else's until server 0 listens.
+        port.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        port.bind(("127.0.0.1", 0))
+        meeting = {"DDLTOOL_SERVER": f"127.0.0.1:{port.getsockname()[1]}", "DDLTOOL_TOKEN": secrets.token_hex(16)}
+        if "DDLTOOL_SERVER" in os.environ:
+            meeting = {}
+        begun = Path(folder, "begun")  # server 0 makes it when all have met
+        meeting |= {"DDLTOOL_BEGUN": str(begun), "WORLD_SIZE": str(size)}
+        sys.exit(run(size, command, {"OMP_NUM_THREADS": "1"} | dict(os.environ) | meeting, begun))
+
+
+def run(size: int, command: list[str], environment: dict[str, str], begun: Path) -> int:
+    """Run one process per rank, report each end, and return the exit code of the last one."""
     crew = {
         rank: subprocess.Popen([sys.executable, *command], env=environment | {"RANK": str(rank)})
         for rank in range(size)
@@ -60,7 +58,8 @@ def main() -> None:
     running, begin, kill_at = dict(crew), time.monotonic(), 0.0
     while running:
         time.sleep(0.05)
-        if not kill_at and (lost := awaited(store, size, crew.keys() - running.keys())) is not None:
+        if len(running) < size and not kill_at and not begun.exists():
+            lost = min(crew.keys() - running.keys())
             print(
                 f"rank {lost} ended before the job began, which cannot begin without it: ending the others", flush=True
             )
@@ -75,7 +74,7 @@ def main() -> None:
                 code = process.returncode
                 how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with {code}"
                 print(f"rank {rank} {how} after {time.monotonic() - begin:.1f} s", flush=True)
-    sys.exit(abs(crew[size - 1].returncode))
+    return abs(crew[size - 1].returncode)
 
 
 if __name__ == "__main__":

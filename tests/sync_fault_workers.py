@@ -10,15 +10,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from ddltool.errors import InputError
-from ddltool.runtime.servers import ASP, BSP, MomentumSGD, Policy, SyncServer, SyncWorker, TransferError, wire
-from ddltool.runtime.servers.parameter_server import ParameterServer
-from ddltool.runtime.servers.worker import Worker
+from ddltool.runtime.servers import ASP, BSP, Policy, Server, TransferError, Worker, wire
+from ddltool.runtime.servers import worker as worker_module
 from tests.sync_workers import PlainSGD
-from tests.transfer_workers import Branches, make_batch, make_model, make_plan
+from tests.transfer_workers import SGD, Branches, make_batch, make_model, make_plan, sgd
 
 SAMPLES, BATCH = 44, 4  # three workers: 15, 15 and 14 samples, so 4 batches each
 
@@ -29,14 +27,13 @@ def train(
     """Train three epochs; in step ``at`` the ``culprits`` meet with the fault."""
     model, plan = make_model(), make_plan(workers, servers, "none")
     Path(folder, f"pid.{rank}").write_text(str(os.getpid()))
-    dist.barrier()
     if rank >= workers:
         return serve(rank, policy, folder, model, plan, options)
     local = PlainSGD(model, 0.1) if policy.local_steps > 1 else None
     last = options.get("checkpoint", folder) / f"last.{rank}.pt"
     last.parent.mkdir(exist_ok=True)
     made, updates = 0, []
-    with SyncWorker(model, plan, policy, checkpoint=last, local_optimizer=local) as worker:
+    with Worker(model, plan, policy, checkpoint=last, local_optimizer=local) as worker:
         for epoch in range(3):
             for batch in worker.batches(SAMPLES, BATCH, epoch=epoch, seed=0):
                 with worker.step():
@@ -74,18 +71,15 @@ def lose_the_server_before_the_end(rank: int, policy: Policy, steps: int, folder
     """One worker kills the server after its last step, and closes when it has noticed; return what closing says."""
     model, plan = make_model(), make_plan(1, 1, "none")
     Path(folder, f"pid.{rank}").write_text(str(os.getpid()))
-    dist.barrier()
     if rank == 1:
-        SyncServer(model, plan, MomentumSGD(lr=0.01), policy).serve()
+        Server(model, plan, sgd(model, lr=0.01), policy).serve()
     local = PlainSGD(model, 0.1) if policy.local_steps > 1 else None
-    worker = SyncWorker(model, plan, policy, checkpoint=folder / "last.pt", local_optimizer=local)
+    worker = Worker(model, plan, policy, checkpoint=folder / "last.pt", local_optimizer=local)
     for step in range(steps):
         with worker.step():
             features, labels = make_batch(0, step)
             nn.functional.cross_entropy(model(features), labels).backward()
     os.kill(int(Path(folder, "pid.1").read_text()), signal.SIGKILL)
-    with worker.changed:
-        assert worker.changed.wait_for(lambda: worker._failure is not None, 30.0)
     said = "nothing"
     try:
         worker.close()
@@ -95,26 +89,27 @@ def lose_the_server_before_the_end(rank: int, policy: Policy, steps: int, folder
     return said
 
 
-class Breaking:
-    """An optimizer that fails after so many updates; SGD before."""
+class Breaking(torch.optim.SGD):
+    """An optimizer that fails after so many updates."""
 
-    def __init__(self, after: int, text: str) -> None:
-        self.left, self.text, self.inner = after, text, MomentumSGD(lr=0.01)
+    def __init__(self, model: nn.Module, after: int, text: str) -> None:
+        super().__init__(model.parameters(), **SGD)
+        self.left, self.text = after, text
 
-    def __call__(self, name: str, value: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
+    def step(self, closure: Any = None) -> Any:
         self.left -= 1
         if self.left == 0:
             raise RuntimeError(self.text)
-        return self.inner(name, value, gradient)
+        return super().step(closure)
 
 
 def train_until_the_optimizer_breaks(rank: int, after: int, text: str) -> Any:
     """Two workers under ASP, of which worker 1 raises in its second step; the optimizer of the server breaks later."""
     model, plan = make_model(), make_plan(2, 1, "none")
     if rank == 2:
-        SyncServer(model, plan, Breaking(after, text), ASP(), lost_after_s=30.0).serve()
+        Server(model, plan, Breaking(model, after, text), ASP(), lost_after_s=30.0).serve()
         return None
-    with SyncWorker(model, plan, ASP()) as worker:
+    with Worker(model, plan, ASP()) as worker:
         for step in range(2000):
             with worker.step():
                 features, labels = make_batch(rank, step)
@@ -125,22 +120,19 @@ def train_until_the_optimizer_breaks(rank: int, after: int, text: str) -> Any:
     return None
 
 
-def train_beyond(rank: int, limit_s: float, seconds: float, synchronised: bool) -> Any:
-    """Train for longer than ``limit_s``, which is what a connection may be silent; then ask a closed worker for more."""
-    wire.IDLE_S = limit_s / 10
+def train_beyond(rank: int, limit_s: float, seconds: float) -> Any:
+    """Work in silence for longer than ``limit_s``, which is what a connection may be silent; then ask a closed worker."""
+    wire.SILENT_S = limit_s
     model, plan = make_model(), make_plan(1, 1, "none")
-    update = MomentumSGD(lr=0.01)
     if rank == 1:
-        server = SyncServer(model, plan, update, BSP()) if synchronised else ParameterServer(model, plan, update)
-        server.serve()
+        Server(model, plan, sgd(model), BSP()).serve()
         return "served"
-    began = time.monotonic()
-    with SyncWorker(model, plan, BSP()) if synchronised else Worker(model, plan) as worker:
-        while time.monotonic() - began < seconds:
+    with Worker(model, plan, BSP()) as worker:
+        for step in range(2):
             with worker.step():
-                features, labels = make_batch(0, 0)
+                features, labels = make_batch(0, step)
                 nn.functional.cross_entropy(model(features), labels).backward()
-                time.sleep(0.02)
+                time.sleep(seconds)
     try:
         worker.pull()
     except InputError as error:
@@ -148,12 +140,39 @@ def train_beyond(rank: int, limit_s: float, seconds: float, synchronised: bool) 
     return "pulled"
 
 
+def fall_silent(rank: int, limit_s: float) -> None:
+    """The server hangs in step 2, with its connections open."""
+    worker_module.SILENT_S = limit_s
+    model, plan = make_model(), make_plan(1, 1, "none")
+    if rank == 1:
+        Server(model, plan, Stopping(model), BSP()).serve()
+    with Worker(model, plan, BSP()) as worker:
+        for step in range(5):
+            with worker.step():
+                features, labels = make_batch(0, step)
+                nn.functional.cross_entropy(model(features), labels).backward()
+
+
+class Stopping(torch.optim.SGD):
+    """An optimizer that takes its time once."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__(model.parameters(), **SGD)
+        self.left = 12
+
+    def step(self, closure: Any = None) -> Any:
+        self.left -= 1
+        if self.left == 0:
+            time.sleep(4)
+        return super().step(closure)
+
+
 def serve(rank: int, policy: Policy, folder: Path, model: nn.Module, plan: Any, options: dict[str, Any]) -> Any:
     """Return how the server ended, and what it holds then."""
-    server = SyncServer(
+    server = Server(
         model,
         plan,
-        MomentumSGD(lr=options.get("lr", 0.01)),
+        torch.optim.SGD(model.parameters(), lr=options.get("lr", 0.01)),
         policy,
         telemetry=folder / f"sync.{rank}.jsonl",
         lost_after_s=options.get("lost_after_s", 5.0),
@@ -164,4 +183,4 @@ def serve(rank: int, policy: Policy, folder: Path, model: nn.Module, plan: Any, 
     except TransferError as error:
         ending = str(error)
     finite = all(bool(torch.isfinite(value).all()) for value in server.values.values())
-    return {"ending": ending, "finite": finite, "lost": server.membership.lost}
+    return {"ending": ending, "finite": finite, "lost": server.lost}

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import random
-import threading
-import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -20,9 +17,7 @@ from torch import nn
 from ddltool.analyzers.costs.estimate import assign_channels
 from ddltool.errors import InputError
 from ddltool.graph import Graph, Op
-from ddltool.runtime.servers.parameter_server import MomentumSGD
-from ddltool.runtime.servers.transfers import TransferPlan, planned_priority, spread
-from ddltool.runtime.servers.wire import Gate
+from ddltool.runtime.servers.transfers import TransferPlan, Turns, planned_priority, spread
 from tests import transfer_workers as bodies
 from tests.transfer_workers import SGD, launch, make_batch, make_model, make_plan
 
@@ -61,8 +56,7 @@ def test_trained_bits_do_not_depend_on_the_order(workers: int, servers: int) -> 
                 assert weights[name].tobytes() == first[name].tobytes(), (order, push, name)
             check_arrivals(plan, worker, arrivals)
         for server in range(servers):
-            sent = [tuple(NAMES[index] for index in plan.queue(server, worker, STEPS)) for worker in range(workers)]
-            assert outcomes[workers + server].result == sent
+            assert set(outcomes[workers + server].result.values()) == {STEPS}
     assert first is not None
     for name, value in alone.items():
         if workers == 1:
@@ -179,71 +173,23 @@ def test_an_order_that_names_a_parameter_twice_is_refused() -> None:
         TransferPlan.priority_of(["a", "b", "b"])
 
 
-@pytest.mark.parametrize("seed", range(5))
-def test_the_counter_holds_back_what_is_ready_too_early(seed: int) -> None:
-    """Keys become ready in a random order from another thread; they pass in theirs, each at its own count."""
-    chance = random.Random(seed)
-    order = chance.sample(range(9), 9)
-    readiness = chance.sample(order, 9)
-    changed, ready = threading.Condition(), set[int]()
-    gate = Gate(order, ready.__contains__, changed)
-    passed: list[tuple[int, set[int]]] = []
-
-    def offer() -> None:
-        for key in readiness:
-            with changed:
-                ready.add(key)
-                changed.notify_all()
-            time.sleep(0.001)
-
-    thread = threading.Thread(target=offer)
-    thread.start()
-    for count in range(9):
-        assert gate.counter == count
-        key = gate.take(5.0, lambda _key: None)
-        assert key is not None
-        passed.append((key, set(ready)))
-        gate.passed()
-    thread.join()
-    assert [key for key, _ in passed] == order
-    # When a key passes, every key before it in the order had become ready.
-    for place, (_, seen) in enumerate(passed):
-        assert seen >= set(order[: place + 1])
-
-
-def test_a_transfer_that_never_becomes_ready_leaves_the_counter_and_names_who_waits() -> None:
-    changed = threading.Condition()
-    gate = Gate([2, 0, 1], {2, 1}.__contains__, changed)
-    assert gate.take(0.05, lambda _key: None) == 2
-    gate.passed()
-    start = time.monotonic()
-    assert gate.take(0.05, lambda _key: None) is None
-    assert time.monotonic() - start >= 0.05
-    assert (gate.counter, gate.waiting()) == (1, [1])
-
-
-@pytest.mark.parametrize(("momentum", "weight_decay"), [(0.0, 0.0), (0.9, 0.0), (0.5, 0.01)])
-def test_the_servers_optimizer_is_torchs_bit_for_bit(momentum: float, weight_decay: float) -> None:
-    torch.manual_seed(0)
-    parameter = nn.Parameter(torch.randn(17, 3))
-    value, update = parameter.detach().clone(), MomentumSGD(lr=0.3, momentum=momentum, weight_decay=weight_decay)
-    optimizer = torch.optim.SGD([parameter], lr=0.3, momentum=momentum, weight_decay=weight_decay)
-    for _ in range(5):
-        gradient = torch.randn(17, 3)
-        parameter.grad = gradient.clone()
-        optimizer.step()
-        before = value.clone()
-        updated = update("w", value, gradient)
-        assert torch.equal(value, before), "a transfer under way must keep its bits"
-        value = updated
-        assert torch.equal(value, parameter)
+@given(order=st.permutations(range(6)), readiness=st.permutations(range(6)))
+def test_the_counter_holds_back_what_is_ready_too_early(order: list[int], readiness: list[int]) -> None:
+    """Whenever the keys become ready, each goes when it and all before it in the order are, and not later."""
+    turns, ready, gone = Turns(order), set[int](), list[int]()
+    for key in readiness:
+        ready.add(key)
+        gone += turns.due(ready.__contains__)
+        expected = list(itertools.takewhile(ready.__contains__, order))
+        assert gone == expected
+        assert (turns.counter, list(turns.left)) == (len(expected), order[len(expected) :])
 
 
 @pytest.mark.parametrize(
     ("workers", "servers", "trouble", "culprit", "text"),
     [
         (2, 1, "kill", 1, "worker 1 (rank 1)"),
-        (2, 1, "kill", 0, "worker 0 (rank 0)"),  # with it goes the store in which the ranks met
+        (2, 1, "kill", 0, "worker 0 (rank 0)"),
         (2, 2, "kill", 3, "server 1 (rank 3)"),
         (2, 1, "raise", 1, "worker 1 (rank 1) left a step with ValueError: a bad batch"),
         (1, 2, "raise", 2, "server 1 (rank 2) failed: ValueError: a bad batch"),
@@ -262,29 +208,28 @@ def test_when_one_process_fails_the_others_end_with_its_name(
         assert "\n" not in outcome.error
         assert outcome.exit_code == 0
         assert outcome.seconds < 10
-        if not (culprit == 0 and rank < workers):  # that one sees only the server close, and has nowhere to ask why
-            assert text in outcome.error, outcome.error
+        assert text in outcome.error, outcome.error
 
 
-def test_another_policy_needs_three_methods() -> None:
-    """Asynchronous updates: worker 0 takes five steps while worker 1 waits for its end, and every gradient counts."""
-    quick, slow, versions = (outcome.result for outcome in launch(bodies.train_asynchronously, 3, 5))
+def test_another_policy_needs_two_methods() -> None:
+    """Worker 0 takes five steps while worker 1 waits for its end, and every gradient counts."""
+    quick, slow, versions = (outcome.result for outcome in launch(bodies.train_one_by_one, 3, 5))
     assert quick == [0, 1, 2, 3, 4]
     assert slow == [5]
     assert set(versions.values()) == {6}
 
 
-def test_a_missing_gradient_times_out_with_the_names_of_both() -> None:
+def test_a_missing_gradient_ends_the_run_with_the_names_of_both() -> None:
     """Worker 1 withholds one gradient: worker 0's first parameter waits for it, and all others behind the counter."""
-    timeout_s = 3.0
-    outcomes = launch(bodies.stall_in_the_middle, 3, 2, timeout_s)
-    line = (
-        "server 0 (rank 2): body.0.weight for worker 0 (rank 0) waits for its gradient of step 0 "
-        "from worker 1 (rank 1), for 3 s; body.0.bias, body.2.weight, body.2.bias (and 2 more) wait behind it"
+    outcomes = launch(bodies.stall_in_the_middle, 3, 2, 3.0)
+    told, waits = outcomes[2].error.split(", and others waited for it: ")
+    assert told.startswith("TransferError: server 0 (rank 2): worker 1 (rank 1) was silent for 3.")
+    assert waits == (
+        "body.0.weight for worker 0 (rank 0) (body.0.bias, body.2.weight, body.2.bias (and 4 more) wait behind it) "
+        "waits for its gradient of step 0 from worker 1 (rank 1)"
     )
-    assert outcomes[2].error == f"TransferError: {line}"
-    assert outcomes[0].error.endswith(f"; before that, {line}")
-    assert outcomes[1].error.endswith(f"; before that, {line}")
+    for worker in outcomes[:2]:
+        assert waits in worker.error
     assert [outcome.exit_code for outcome in outcomes] == [0, 0, 0]
     assert outcomes[0].seconds < 20
 

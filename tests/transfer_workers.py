@@ -6,9 +6,10 @@ import faulthandler
 import multiprocessing
 import os
 import signal
+import socket
 import tempfile
+import threading
 import time
-from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
@@ -17,12 +18,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
-from ddltool.runtime.servers.parameter_server import MomentumSGD, ParameterServer
-from ddltool.runtime.servers.transfers import TransferPlan
-from ddltool.runtime.servers.worker import PushOrder, Worker
+from ddltool.runtime.servers import BSP, Policy, Server, TransferPlan, Worker
+from ddltool.runtime.servers.policies import Update
+from ddltool.runtime.servers.worker import PushOrder
 
 PATIENCE_S = 40.0
 
@@ -37,19 +37,25 @@ class Outcome:
     seconds: float
 
 
-def launch(body: Callable[..., Any], size: int, *args: Any) -> list[Outcome]:
-    """Run ``body(rank, *args)`` in ``size`` processes of one gloo job; raise AssertionError if one does not end.
+def launch(body: Callable[..., Any], size: int, *args: Any, late: int = 0) -> list[Outcome]:
+    """Run ``body(rank, *args)`` in ``size`` processes of one job; raise AssertionError if one does not end.
 
-    They meet in a store that rank 0 keeps, as under torchrun's static rendezvous.
+    ``late`` more have no rank in the job, though the body gets a number; the environment is a launcher's. They all
+    begin when the last one has started.
     """
     context = multiprocessing.get_context("forkserver")  # imports torch once for all processes
     context.set_forkserver_preload(["tests.transfer_workers"])
-    with tempfile.TemporaryDirectory() as folder:
-        port = Path(folder, "port")
+    together = context.Barrier(size + late)
+    with tempfile.TemporaryDirectory() as folder, socket.socket() as port:
+        # Bound here and never listened at, the port is nobody else's until the job's server listens.
+        port.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        port.bind(("127.0.0.1", 0))
+        job = {"DDLTOOL_SERVER": f"127.0.0.1:{port.getsockname()[1]}", "DDLTOOL_TOKEN": folder}
         crew = []
-        for rank in range(size):
+        for rank in range(size + late):
             ours, theirs = context.Pipe(duplex=False)
-            target = (theirs, port, rank, size, body, args)
+            mine = job | ({"RANK": str(rank), "WORLD_SIZE": str(size)} if rank < size else {})
+            target = (theirs, Path(folder), rank, mine, together, body, args)
             process = context.Process(target=_enter, args=target, daemon=True)
             process.start()
             theirs.close()
@@ -60,13 +66,13 @@ def launch(body: Callable[..., Any], size: int, *args: Any) -> list[Outcome]:
             for rank, (process, pipe) in enumerate(crew):
                 answer = None
                 if not pipe.poll(max(end - time.monotonic(), 0.0)):
-                    raise AssertionError(f"rank {rank} did not answer\n{_stacks(crew, port)}")
+                    raise AssertionError(f"rank {rank} did not answer\n{_stacks(crew, Path(folder))}")
                 try:
                     answer = pipe.recv()
                 except EOFError:
                     answer = (None, "no answer", 0.0)
                 process.join(max(end - time.monotonic(), 0.0))
-                assert process.exitcode is not None, f"rank {rank} did not end\n{_stacks(crew, port)}"
+                assert process.exitcode is not None, f"rank {rank} did not end\n{_stacks(crew, Path(folder))}"
                 outcomes.append(Outcome(answer[0], answer[1], process.exitcode, answer[2]))
             return outcomes
         finally:
@@ -75,34 +81,31 @@ def launch(body: Callable[..., Any], size: int, *args: Any) -> list[Outcome]:
                 process.join()
 
 
-def _stacks(crew: list[tuple[BaseProcess, Connection]], port: Path) -> str:
+def _stacks(crew: list[tuple[BaseProcess, Connection]], folder: Path) -> str:
     """Return where every thread of the processes that are still there stands."""
     for process, _ in crew:
         if process.pid is not None and process.is_alive():
             os.kill(process.pid, signal.SIGUSR1)
     time.sleep(1.0)
-    return "\n".join(f"{path.name}:\n{path.read_text()}" for path in sorted(port.parent.glob("stacks.*")))
+    return "\n".join(f"{path.name}:\n{path.read_text()}" for path in sorted(folder.glob("stacks.*")))
 
 
-def meet(port: Path, rank: int, size: int) -> None:
-    """Join the job whose rank 0 leaves its store's port in a file."""
-    if rank == 0:
-        store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-        port.with_suffix(".new").write_text(str(store.port))
-        port.with_suffix(".new").rename(port)
-    else:
-        while not port.exists():
-            time.sleep(0.01)
-        store = dist.TCPStore("127.0.0.1", int(port.read_text()), is_master=False)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=size)
-
-
-def _enter(pipe: Connection, port: Path, rank: int, size: int, body: Callable[..., Any], args: tuple[Any, ...]) -> None:
+def _enter(
+    pipe: Connection,
+    folder: Path,
+    rank: int,
+    job: dict[str, str],
+    together: threading.Barrier,
+    body: Callable[..., Any],
+    args: tuple[Any, ...],
+) -> None:
     torch.set_num_threads(1)
-    stacks = port.with_name(f"stacks.{rank}").open("w", encoding="utf-8")
+    stacks = (folder / f"stacks.{rank}").open("w", encoding="utf-8")
     faulthandler.register(signal.SIGUSR1, stacks)
-    meet(port, rank, size)
-    dist.barrier()
+    for name in ("RANK", "WORLD_SIZE"):
+        os.environ.pop(name, None)
+    os.environ.update(job)
+    together.wait()
     start = time.monotonic()
     try:
         answer = (body(rank, *args), "", 0.0)
@@ -147,18 +150,25 @@ def make_plan(workers: int, servers: int, order: str) -> TransferPlan:
 SGD = {"lr": 0.1, "momentum": 0.9}
 
 
+def sgd(model: nn.Module, **changes: float) -> torch.optim.SGD:
+    return torch.optim.SGD(model.parameters(), **(SGD | changes))
+
+
+sgd(make_model())  # torch loads its compiler with the first optimizer: here, before the processes are forked
+
+
 def train(rank: int, workers: int, servers: int, order: str, steps: int, push: str = "ready") -> Any:
-    """Train over ordered transfers; return weights, arrival orders per pull, and on servers what was sent."""
+    """Train over ordered transfers; workers return weights and arrival orders per pull, servers versions."""
     model, plan = make_model(), make_plan(workers, servers, order)
     if rank >= workers:
-        server = ParameterServer(model, plan, MomentumSGD(**SGD), timeout_s=10)
+        server = Server(model, plan, sgd(model))
         server.serve()
-        return server.sent
+        return server.version
     arrivals = []
     with torch.no_grad():  # the servers' values must be what counts
         for parameter in model.parameters():
             parameter.fill_(float("nan"))
-    with Worker(model, plan, timeout_s=10, push=push) as worker:
+    with Worker(model, plan, push=push) as worker:
         for step in range(steps):
             features, labels = make_batch(rank, step)
             with worker.step():
@@ -186,9 +196,9 @@ def train_changing(rank: int, how: str, push: PushOrder, steps: int) -> Any:
     """One worker, one server; the gradients are changed after the backward pass, or come from ``how`` = two of them."""
     model, plan = make_model(), make_plan(1, 1, "none")
     if rank == 1:
-        ParameterServer(model, plan, MomentumSGD(**SGD), timeout_s=10).serve()
+        Server(model, plan, sgd(model)).serve()
         return None
-    with Worker(model, plan, timeout_s=10, push=push) as worker:
+    with Worker(model, plan, push=push) as worker:
         for step in range(steps):
             with worker.step():
                 for part in range(2 if how == "two" else 1):
@@ -203,12 +213,10 @@ def train_with_trouble(rank: int, workers: int, servers: int, trouble: str, culp
     """Train until ``culprit`` makes ``trouble`` in step 2; every other rank is to end by an error of its own."""
     model, plan = make_model(), make_plan(workers, servers, "none")
     if rank >= workers:
-        server = ParameterServer(
-            model, plan, Trouble(trouble if rank == culprit else "", after=24), timeout_s=timeout_s
-        )
-        server.serve()
+        optimizer = Trouble(model, trouble if rank == culprit else "", after=24)
+        Server(model, plan, optimizer, lost_after_s=timeout_s).serve()
         return
-    with Worker(model, plan, timeout_s=timeout_s) as worker:
+    with Worker(model, plan) as worker:
         for step in range(5):
             features, labels = make_batch(rank, step)
             with worker.step():
@@ -229,27 +237,27 @@ def make_trouble(trouble: str, timeout_s: float) -> None:
         raise ValueError("a bad batch")
 
 
-class Trouble(MomentumSGD):
+class Trouble(torch.optim.SGD):
     """An optimizer that makes trouble after so many updates."""
 
-    def __init__(self, trouble: str, after: int) -> None:
-        super().__init__(**SGD)
+    def __init__(self, model: nn.Module, trouble: str, after: int) -> None:
+        super().__init__(model.parameters(), **SGD)
         self.trouble, self.left = trouble, after
 
-    def __call__(self, name: str, value: Tensor, gradient: Tensor) -> Tensor:
+    def step(self, closure: Any = None) -> Any:
         self.left -= 1
         if self.left == 0:
             make_trouble(self.trouble, 0.0)
-        return super().__call__(name, value, gradient)
+        return super().step(closure)
 
 
 def stall_in_the_middle(rank: int, workers: int, timeout_s: float) -> None:
     """One server, two workers; worker 1 pushes every gradient of step 0 but its first layer's, then sleeps."""
     model, plan = make_model(), make_plan(workers, 1, "none")
     if rank >= workers:
-        ParameterServer(model, plan, MomentumSGD(**SGD), timeout_s=timeout_s).serve()
+        Server(model, plan, sgd(model), lost_after_s=timeout_s).serve()
         return
-    with Worker(model, plan, timeout_s=timeout_s) as worker:
+    with Worker(model, plan) as worker:
         if rank == 1:
             model.body[0].weight.register_hook(lambda gradient: time.sleep(2 * timeout_s))
         for step in range(2):
@@ -270,7 +278,7 @@ def connect(rank: int, case: str) -> None:
     if case == "more servers":
         plan = make_plan(2, 2, "none")
     if rank == 2:
-        ParameterServer(model, plan, MomentumSGD(**SGD)).serve()
+        Server(model, plan, sgd(model)).serve()
         return
     with Worker(model, plan, push="late" if case == "push on rank 0" and rank == 0 else "ready"):  # type: ignore[arg-type]
         pass
@@ -298,7 +306,7 @@ def use_unseen(rank: int, own: bool) -> Any:
     features = torch.randn(2, 3, 8)
     expected = model(features).sum().item()
     if rank == 1:
-        ParameterServer(model, plan, MomentumSGD(lr=0.1)).serve()
+        Server(model, plan, sgd(model)).serve()
         return None
     with torch.no_grad():
         for parameter in model.parameters():
@@ -310,74 +318,70 @@ def use_unseen(rank: int, own: bool) -> Any:
 
 
 def serve_slowly(rank: int, order: str, pause_s: float) -> Any:
-    """One worker watches its own memory while the server pauses between transfers: what has changed from look to look."""
+    """One worker's memory is watched while the server pauses between transfers: what has changed from look to look."""
     model, plan = make_model(), make_plan(1, 1, order)
     names = [slot.name for slot in plan.slots]
     if rank == 1:
-        server = Pausing(model, plan, MomentumSGD(**SGD))
-        server.pause_s = pause_s
-        server.serve()
+        Server(model, plan, sgd(model), Pausing(pause_s)).serve()
         return [names[index] for index in plan.queue(0, 0, 0)]
     parameters = dict(model.named_parameters())
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.fill_(float("nan"))
-    left, seen = set(names), []
-    with Worker(model, plan) as worker, worker.step(push=False):
+    seen: list[set[str]] = []
+
+    def watch() -> None:
+        left = set(names)
         while left:
             if new := {name for name in left if not torch.isnan(parameters[name]).any()}:
                 seen.append(new)
                 left -= new
-    return seen, [arrival.name for arrival in worker.arrivals]
+
+    watching = threading.Thread(target=watch)
+    watching.start()
+    with Worker(model, plan, Pausing(pause_s)) as worker:
+        worker.pull()
+        watching.join()
+        return seen, [arrival.name for arrival in worker.arrivals]
 
 
-class Pausing(ParameterServer):
+class Pausing(BSP):
     """A server that takes a rest before each transfer."""
 
-    pause_s = 0.0
+    def __init__(self, pause_s: float) -> None:
+        super().__init__()
+        self.pause_s = pause_s
 
-    def may_send(self, worker: int, clock: int, name: str) -> bool:
+    def may_pull(self, worker: int, clock: int, name: str) -> bool:
         time.sleep(self.pause_s)
-        return super().may_send(worker, clock, name)
+        return super().may_pull(worker, clock, name)
 
 
-class Asynchronous(ParameterServer):
-    """Every gradient is applied as it comes; a worker waits for its own and for nobody else's."""
+class OneByOne(Policy):
+    """Every gradient is applied as it comes; but worker 1 begins when worker 0 has pushed so many steps."""
 
-    def __init__(self, *args: Any, **options: Any) -> None:
-        super().__init__(*args, **options)
-        self.own: Counter[tuple[int, str]] = Counter()
-
-    def may_send(self, worker: int, clock: int, name: str) -> bool:
-        return self.own[worker, name] >= clock
+    def __init__(self, steps: int) -> None:
+        self.steps = steps
 
     def blockers(self, worker: int, clock: int, name: str) -> list[int]:
-        return []
+        return [0] if worker == 1 and self.book.pushed[name][0] < self.steps else []
 
-    def accept(self, worker: int, clock: int, name: str, gradient: Tensor) -> None:
-        with self.changed:
-            self.own[worker, name] += 1
-            self.publish(name, self._update(name, self.values[name], gradient))
+    def take(self, worker: int, name: str, gradient: Tensor) -> tuple[bool, list[Update]]:
+        return True, [Update(name, [gradient], 1)]
 
 
-def train_asynchronously(rank: int, steps: int) -> Any:
-    """Worker 0 takes its steps, then worker 1 takes one; return the versions each saw, of the last parameter to come."""
-    model, plan = make_model(), make_plan(2, 1, "none")
+def train_one_by_one(rank: int, steps: int) -> Any:
+    """Return the versions that each worker saw, of the last parameter to come."""
+    model, plan, policy = make_model(), make_plan(2, 1, "none"), OneByOne(steps)
     if rank == 2:
-        server = Asynchronous(model, plan, MomentumSGD(**SGD), timeout_s=5)
+        server = Server(model, plan, sgd(model), policy)
         server.serve()
         return server.version
     versions = []
-    turn = dist.new_group(backend="gloo", ranks=[0, 1], use_local_synchronization=True)
-    with Worker(model, plan, timeout_s=5) as worker:
-        if rank == 1:
-            dist.barrier(group=turn)
+    with Worker(model, plan, policy) as worker:
         for step in range(steps if rank == 0 else 1):
             features, labels = make_batch(rank, step)
             with worker.step():
                 nn.functional.cross_entropy(model(features), labels).backward()
             versions.append(worker.arrivals[-1].version)
-        if rank == 0:
-            worker.pull()  # comes when all gradients have been applied
-            dist.barrier(group=turn)
     return versions

@@ -8,18 +8,15 @@ from __future__ import annotations
 
 import logging
 import math
-import os
 import time
 from collections import Counter
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
-from typing import ClassVar, Literal
+from typing import IO, ClassVar, Literal
 
 from ddltool.artifacts import SCHEMA_VERSION, Record, check_writable
 from ddltool.errors import InputError
-from ddltool.runtime.hook.telemetry import whole_lines
-from ddltool.runtime.servers.elastic_bsp import Superstep
-from ddltool.runtime.servers.membership import Share
+from ddltool.runtime.servers.policies import Superstep
 
 log = logging.getLogger(__name__)
 
@@ -99,29 +96,54 @@ class SummaryRow(_Row):
 Row = StepRow | BarrierRow | LeftRow | JoinedRow | SummaryRow
 
 
-@dataclass(kw_only=True)
+@dataclass(kw_only=True, slots=True)
+class Share:
+    """How far a worker has come in the epoch of which it asked for a share last."""
+
+    epoch: int
+    batches: int | None = None
+    """How many there are to make; None: the worker has not said."""
+    clock: int | None = None
+    """The number of the worker's first step in it."""
+    steps: int = 0
+    """Steps of it whose gradients have come whole."""
+
+    @property
+    def left_out(self) -> int | None:
+        """Batches of the share that were not processed; None: not known."""
+        return None if self.batches is None else max(0, self.batches - self.steps)
+
+    def __str__(self) -> str:
+        text = f"it had made {self.steps} steps of epoch {self.epoch}"
+        return text if self.batches is None else f"{text}, {self.left_out} of its {self.batches} batches are left out"
+
+
+@dataclass(kw_only=True, slots=True)
+class _OpenStep:
+    """What is known of a worker's step before its gradients have come whole."""
+
+    wait_s: float = 0.0
+    staleness: int = 0
+    dropped: bool = False
+
+
 class SyncLog:
-    """Sums up and writes; the server guards it by its lock."""
+    """Sums up and writes.
 
-    workers: int
-    path: Path | None = None
-    wait_s: list[float] = field(default_factory=list)
-    """Per worker."""
-    staleness: Counter[int] = field(default_factory=Counter)
-    """How many steps' gradients were used with which staleness."""
-    dropped: list[int] = field(default_factory=list)
-    """Per worker, steps whose gradients came too late to be used."""
-    max_gap: int = 0
-    _began_s: float = field(default_factory=time.monotonic)
-    _step_wait_s: list[float] = field(default_factory=list)
-    _step_staleness: list[int] = field(default_factory=list)
-    _step_dropped: list[bool] = field(default_factory=list)
-    _descriptor: int | None = None
+    Attributes:
+        wait_s: per worker.
+        staleness: how many steps' gradients were used with which staleness.
+        dropped: per worker, steps whose gradients came too late to be used.
+    """
 
-    def __post_init__(self) -> None:
-        self.wait_s, self._step_wait_s = [0.0] * self.workers, [0.0] * self.workers
-        self.dropped, self._step_staleness = [0] * self.workers, [0] * self.workers
-        self._step_dropped = [False] * self.workers
+    def __init__(self, workers: int, path: Path | None) -> None:
+        self.path = path
+        self.wait_s = [0.0] * workers
+        self.staleness: Counter[int] = Counter()
+        self.dropped = [0] * workers
+        self._open_steps = [_OpenStep() for _ in range(workers)]
+        self._began_s = time.monotonic()
+        self._file: IO[bytes] | None = None
 
     def open(self) -> None:
         """Empty the file. Raises InputError when it cannot be written or holds something else."""
@@ -135,7 +157,7 @@ class SyncLog:
                 remedy = "move it or name another file"
                 raise InputError(str(self.path), "holds something other than sync telemetry", remedy)
         try:
-            self._descriptor = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND | os.O_CLOEXEC)
+            self._file = self.path.open("wb", buffering=0)
         except OSError as error:
             problem = f"cannot be written ({error.strerror})"
             raise InputError(str(self.path), problem, "name a file in a writable folder") from None
@@ -152,39 +174,37 @@ class SyncLog:
     def waited(self, worker: int, seconds: float) -> None:
         """A transfer to ``worker`` waited for others."""
         self.wait_s[worker] += seconds
-        self._step_wait_s[worker] += seconds
+        self._open_steps[worker].wait_s += seconds
 
     def used(self, worker: int, staleness: int | None) -> None:
         """A gradient was taken with this staleness; None: it was dropped."""
+        step = self._open_steps[worker]
         if staleness is None:
-            self._step_dropped[worker] = True
+            step.dropped = True
         else:
-            self._step_staleness[worker] = max(self._step_staleness[worker], staleness)
+            step.staleness = max(step.staleness, staleness)
 
-    def step(self, worker: int, step: int, gap: int) -> None:
-        """All gradients of ``worker``'s step number ``step`` are in."""
-        dropped, staleness = self._step_dropped[worker], self._step_staleness[worker]
-        self.max_gap = max(self.max_gap, gap)
-        if dropped:
+    def step(self, worker: int, number: int, gap: int) -> None:
+        """All gradients of ``worker``'s step ``number`` are in."""
+        step, self._open_steps[worker] = self._open_steps[worker], _OpenStep()
+        if step.dropped:
             self.dropped[worker] += 1
         else:
-            self.staleness[staleness] += 1
+            self.staleness[step.staleness] += 1
         self._add(
             StepRow(
                 time_s=self.time_s,
                 worker=worker,
-                step=step,
-                wait_s=self._step_wait_s[worker],
-                staleness=staleness,
+                step=number,
+                wait_s=step.wait_s,
+                staleness=step.staleness,
                 gap=gap,
-                dropped=dropped,
+                dropped=step.dropped,
             )
         )
-        self._step_wait_s[worker], self._step_staleness[worker], self._step_dropped[worker] = 0.0, 0, False
 
     def barrier(self, superstep: Superstep) -> None:
         """A superstep is over."""
-        ends = [None if math.isnan(end) else end for end in superstep.end_s]
         self._add(
             BarrierRow(
                 time_s=self.time_s,
@@ -192,7 +212,7 @@ class SyncLog:
                 workers=superstep.workers,
                 iterations=superstep.iterations,
                 predicted_end_s=superstep.predicted_end_s,
-                end_s=ends,
+                end_s=[None if math.isnan(end) else end for end in superstep.end_s],
                 length_s=time.monotonic() - superstep.began_s,
             )
         )
@@ -201,7 +221,7 @@ class SyncLog:
         """A worker has joined late."""
         self._add(JoinedRow(time_s=self.time_s, worker=worker, step=step, epoch=epoch))
 
-    def left(self, worker: int, reason: str | None, share: Share | None = None) -> None:
+    def left(self, worker: int, reason: str | None, share: Share | None) -> None:
         """A worker has closed (``reason`` None) or was lost, so far into its share of an epoch."""
         self._add(
             LeftRow(
@@ -209,13 +229,13 @@ class SyncLog:
                 worker=worker,
                 lost=reason is not None,
                 reason=reason or "closed",
-                epoch=None if share is None else share.epoch,
-                steps_of_epoch=None if share is None else share.steps,
-                batches_left=None if share is None else share.left_out,
+                epoch=share and share.epoch,
+                steps_of_epoch=share and share.steps,
+                batches_left=share and share.left_out,
             )
         )
         if reason is not None:
-            log.warning("worker %d is taken out of the job: %s%s", worker, reason, _told(share))
+            log.warning("worker %d is taken out of the job: %s%s", worker, reason, f"; {share}" if share else "")
 
     def close(self, policy: str, steps: list[int], updates: int) -> None:
         """Write the summary and close the file."""
@@ -232,27 +252,19 @@ class SyncLog:
                 dropped=self.dropped,
             )
         )
-        if self._descriptor is not None:
-            os.close(self._descriptor)
-            self._descriptor = None
+        if self._file is not None:
+            self._file.close()
+            self._file = None
 
     def _add(self, row: Row) -> None:
         """Write a row at once, so that a killed server loses none; a failure ends telemetry, not training."""
-        if self._descriptor is None:
+        if self._file is None:
             return
+        line = row.model_dump_json().encode() + b"\n"
         try:
-            for block in whole_lines([row.model_dump_json()]):
-                if os.write(self._descriptor, block) != len(block):
-                    raise OSError(0, "no space left")
+            if self._file.write(line) != len(line):
+                raise OSError(0, "no space left")
         except OSError as error:
             log.warning("%s: telemetry stops, training goes on (%s)", self.path, error.strerror)
-            os.close(self._descriptor)
-            self._descriptor = None
-
-
-def _told(share: Share | None) -> str:
-    """Return what a lost worker leaves out, as the end of a sentence."""
-    if share is None:
-        return ""
-    text = f"; it had made {share.steps} steps of epoch {share.epoch}"
-    return text if share.left_out is None else f"{text}, {share.left_out} of its {share.batches} batches are left out"
+            self._file.close()
+            self._file = None

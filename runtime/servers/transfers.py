@@ -1,21 +1,10 @@
-"""Ordered transfers between workers and parameter servers: the plan, the counter, the wire. Start at :class:`TransferPlan`.
+"""Ordered transfers between workers and parameter servers: the plan and the counter. Start at :class:`TransferPlan`.
 
 Ranks 0 to W-1 are workers, ranks W to W+P-1 parameter servers. In a step a worker pulls every parameter and pushes
 every gradient; each worker-server pair is one channel per direction, and a channel carries one transfer at a time. The
 order is enforced where TicTac (section 5.1) enforces it, at the sender: priorities become numbers 0 to n-1 within a
 channel, the server holds a counter per worker and iteration, and transfer k goes to the transport only when the counter
-has reached k. :mod:`ddltool.runtime.servers.parameter_server` and :mod:`ddltool.runtime.servers.worker` are the two ends.
-
-::
-
-    plan = TransferPlan.for_model(model, workers=2, servers=1, priority={"fc.weight": 3, ...})
-    if rank >= plan.workers:
-        ParameterServer(model, plan, MomentumSGD(lr=0.1, momentum=0.9)).serve()
-    else:
-        with Worker(model, plan) as worker:
-            for inputs, labels in loader:
-                with worker.step():
-                    loss_function(model(inputs), labels).backward()
+has reached k (:class:`Turns`).
 """
 
 from __future__ import annotations
@@ -24,12 +13,11 @@ import hashlib
 import json
 import os
 import random
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from ddltool.artifacts import load
@@ -37,23 +25,30 @@ from ddltool.errors import DdlToolError, InputError
 from ddltool.graph import natural_key
 from ddltool.plan import Enforcement
 
-TIMEOUT_S = 30.0
-IDLE_S = 1800.0
-
 
 class TransferError(DdlToolError):
-    """A transfer did not happen: says which one waited, for what, and on which rank.
-
-    Attributes:
-        peer: the rank at the other end of a broken connection; None: the failure is none of a connection, or of several.
-    """
+    """A transfer did not happen: says which one waited, for what, and on which rank."""
 
     exit_code = 1
 
-    def __init__(self, text: str, peer: int | None = None) -> None:
-        """``text``: all that there is to say."""
-        super().__init__(text)
-        self.peer = peer
+
+class Turns:
+    """The counter of one channel and iteration: transfer k has its turn when k transfers have gone before it."""
+
+    def __init__(self, order: Sequence[int]) -> None:
+        """``order``: the keys, first to last; more may be appended to a list."""
+        self.order, self.counter = order, 0
+
+    def due(self, ready: Callable[[int], bool]) -> Iterator[int]:
+        """Yield the keys that are ready in their turn; each counts as gone when the next one is asked for."""
+        while self.counter < len(self.order) and ready(self.order[self.counter]):
+            yield self.order[self.counter]
+            self.counter += 1
+
+    @property
+    def left(self) -> Sequence[int]:
+        """The keys that have not gone, first to last."""
+        return self.order[self.counter :]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -89,7 +84,7 @@ class TransferPlan:
     random_seed: int | None = None
     """With a seed, every worker's every pull has an order of its own, drawn at random: TicTac's baseline."""
     late: int = 0
-    """How many more workers may join while the job runs (:mod:`ddltool.runtime.servers` alone lets them)."""
+    """How many more workers may join while the job runs."""
 
     @classmethod
     def for_model(
@@ -173,9 +168,11 @@ class TransferPlan:
         """Return which worker has rank ``rank``."""
         return rank if rank < self.workers else rank - self.servers
 
-    def server_of_rank(self, rank: int) -> int:
-        """Return which server has rank ``rank``."""
-        return rank - self.workers
+    def title(self, rank: int) -> str:
+        """Return what messages call the process of rank ``rank``."""
+        is_server = self.workers <= rank < self.world_size
+        name = f"server {rank - self.workers}" if is_server else f"worker {self.worker_of_rank(rank)}"
+        return f"{name} (rank {rank})"
 
     @cached_property
     def _on_server(self) -> tuple[tuple[int, ...], ...]:
@@ -243,26 +240,6 @@ def listing(names: Sequence[str], most: int = 3) -> str:
     """Return the first ``most`` names and how many more there are."""
     more = f" (and {len(names) - most} more)" if len(names) > most else ""
     return ", ".join(names[:most]) + more
-
-
-def check_same_plan(plan: TransferPlan, group: dist.ProcessGroup | None = None) -> None:
-    """Raise InputError on every rank unless all ranks hold the same plan and there is a process for each part in it.
-
-    The message names the ranks that differ from rank 0 and is the same on all. Call on all ranks of ``group``.
-    """
-    size = dist.get_world_size(group)
-    mine = torch.tensor(list(plan.digest().encode()), dtype=torch.uint8)
-    digests = [torch.empty_like(mine) for _ in range(size)]
-    dist.all_gather(digests, mine, group=group)
-    other = [str(rank) for rank, digest in enumerate(digests) if not torch.equal(digest, digests[0])]
-    if other:
-        ranks = ("rank " if len(other) == 1 else "ranks ") + listing(other, 8)
-        raise InputError(
-            "transfer plan", f"differs from rank 0's on {ranks}", "give every rank the same plan and model"
-        )
-    if size != plan.world_size:
-        problem = f"is for {plan.workers} workers and {plan.servers} servers, but this job runs {size} processes"
-        raise InputError("transfer plan", problem, f"start {plan.world_size}")
 
 
 def planned_priority(config: str | os.PathLike[str] | Enforcement) -> dict[str, int]:

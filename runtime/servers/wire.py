@@ -1,245 +1,152 @@
-"""The counter that keeps transfers in order, and the gloo connections that carry them. Start at :class:`Gate`."""
+"""The encrypted TCP connections of one process. Start at :class:`Wire`."""
 
 from __future__ import annotations
 
-import threading
-import time
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
-from datetime import timedelta
-from typing import Any, Literal
+import hashlib
+import json
+import socket
+from collections import deque
+from collections.abc import Sequence
+from typing import Any, TypeAlias
 
 import torch
-import torch.distributed as dist
+import zmq
 from torch import Tensor
+from zmq.utils import z85
+from zmq.utils.monitor import recv_monitor_message
 
-from ddltool.errors import InputError, one_line
-from ddltool.runtime.hook.job import Job
-from ddltool.runtime.servers.transfers import IDLE_S, TransferError, TransferPlan, check_same_plan
+from ddltool.errors import InputError
+from ddltool.runtime.servers.signals import Interruptions
+from ddltool.runtime.servers.transfers import TransferError
 
-HEADER = 2  # int64 numbers before each payload: the parameter's index, and its version or the worker's clock
-REFUSED = -1  # in place of the index: nothing more will come, for the worker is no longer part of the job
-CLOSE, PULL, STEP = range(3)  # what a worker's request asks for: nothing more, parameters, parameters for a gradient
-WORDS, WORDS_S = 1024, 1.0  # length in bytes of a failing end's last words, and how long to send them
-# A time-out would look like the end of the peer, and close the connections to all others as well.
-LONGER_THAN_ANY_JOB = timedelta(days=365)
-CLOSED = "the other end closed the connection"
-Direction = Literal["pull", "push", "control"]
-Groups = Mapping[Direction, Any]  # gloo process groups: of torch.distributed, or made directly
-
-
-class Gate:
-    """The counter of one channel and iteration: lets transfer k through when k transfers have gone before it.
-
-    ``order`` holds the keys, first to last; ``ready`` says whether a key could go. A transfer that is ready out of its
-    turn waits. ``changed`` is notified by whoever makes a transfer ready.
-    """
-
-    def __init__(self, order: Sequence[int], ready: Callable[[int], bool], changed: threading.Condition) -> None:
-        self.counter = 0
-        self._order = order
-        self._ready = ready
-        self._changed = changed
-
-    def take(self, timeout_s: float | None, check: Callable[[int], None]) -> int | None:
-        """Return the next key when it is ready, None when it was not within ``timeout_s``; the counter stays.
-
-        ``check(key)`` is called on every change and may raise to end the waiting.
-        """
-        end = None if timeout_s is None else time.monotonic() + timeout_s
-        with self._changed:
-            while True:
-                key = self._order[self.counter] if self.counter < len(self._order) else -1
-                check(key)
-                if key >= 0 and self._ready(key):
-                    return key
-                left = None if end is None else end - time.monotonic()
-                if left is not None and left <= 0:
-                    return None
-                self._changed.wait(left)
-
-    def passed(self) -> None:
-        """Count the transfer that was taken as handed to the transport."""
-        self.counter += 1
-
-    def waiting(self) -> list[int]:
-        """Return the keys that are ready but not in turn."""
-        return [key for key in self._order[self.counter + 1 :] if self._ready(key)]
+BEAT_S = 0.5  # how often a server tells everybody that it is there
+SILENT_S = (
+    60.0  # how long an end may be silent before its connection counts as lost; no single transfer may take longer
+)
+CLOSED = "closed its connection"
+LINGER_S = 2.0  # how long last words may take when an end closes
+Peer: TypeAlias = int | bytes
+"""The other end of a connection: the rank of a server that was dialled, or the name that a caller has here."""
+Message: TypeAlias = tuple[Peer, list[Any], memoryview | None]
+"""From whom, what (the kind, then its values), and the bytes of a tensor."""
 
 
 class Wire:
-    """This process's connections: one gloo group per direction, so that neither waits behind the other.
+    """The connections of one process; used by one thread at a time.
 
-    All operations may be called from any thread. A failed one raises TransferError.
+    zmq frames, queues and sends in threads of its own, so that nothing here waits for a peer. CURVE encrypts with one
+    key pair made from the token: without the token nobody can shake hands.
     """
 
-    def __init__(self, plan: TransferPlan, timeout_s: float, check: Callable[[], None]) -> None:
-        """Connect; call on all ranks. ``check`` may refuse with InputError, which then all ranks raise.
+    def __init__(self, token: str, interruptions: Interruptions) -> None:
+        secret = z85.encode(hashlib.blake2b(token.encode(), digest_size=32, person=b"ddltool servers").digest())
+        self._keys = secret, zmq.curve_public(secret)
+        self._interruptions = interruptions
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self._poller = zmq.Poller()
+        self._router: zmq.Socket[bytes] | None = None
+        self._dealers: dict[int, zmq.Socket[bytes]] = {}
+        self._monitors: dict[zmq.Socket[bytes], int] = {}
+        self._sources: deque[tuple[int | None, zmq.Socket[bytes]]] = deque()
+        self._events: deque[Message] = deque()
+        self._gone: set[Peer] = set()
 
-        Raises InputError where torch.distributed is not initialised or the ranks' plans differ.
-        """
-        if not dist.is_initialized():
-            remedy = "call torch.distributed.init_process_group('gloo') first"
-            raise InputError("torch.distributed", "is not initialised", remedy)
-        control = dist.new_group(backend="gloo")
-        job = Job(rank=dist.get_rank(), world_size=dist.get_world_size(), side=control)
-        job.together(check)
-        check_same_plan(plan, control)
-        pull, push = (
-            dist.new_group(backend="gloo", timeout=timedelta(seconds=max(timeout_s, IDLE_S))) for _ in range(2)
-        )
-        # Last words have a group of their own, for a wait that times out closes its group.
-        self._begin(plan, job.rank, {"pull": pull, "push": push, "control": control})
-        for rank in range(job.world_size):
-            if (rank < plan.workers) != (job.rank < plan.workers):
-                self.admit(rank, self._groups, rank)
-
-    def _begin(self, plan: TransferPlan, rank: int, groups: Groups) -> None:
-        self.rank, self._size, self._groups = rank, len(plan.slots), groups
-        self._routes: dict[int, tuple[Groups, int]] = {}
-        self._words: dict[int, Tensor] = {}
-        self._hearing: dict[int, Any] = {}
-        self._ended: dict[int, threading.Event] = {}
-
-    def admit(self, peer: int, groups: Groups, place: int) -> None:
-        """Make ``peer``, which has rank ``place`` in these groups, one of the other ends.
-
-        Raises TransferError, with nothing changed, when it has gone already.
-        """
-        # gloo itself receives last words, so that a process which is busy or late still finds them when it looks.
-        words = torch.zeros(WORDS, dtype=torch.uint8)
+    def listen(self, host: str, port: int) -> str:
+        """Take calls on one interface, and return its address. Raises InputError where that is not possible."""
+        self._router = self._socket(zmq.ROUTER)
+        self._router.router_mandatory = True  # so that a message to one that is gone tells
+        self._router.curve_server = True
+        self._sources.append((None, self._router))
         try:
-            self._hearing[peer] = groups["control"].recv([words], place, 0)
-        except RuntimeError as error:
-            raise TransferError(reason(error), peer) from error
-        self._ended[peer] = threading.Event()
-        self._words[peer] = words
-        self._routes[peer] = groups, place
+            self._router.bind(f"tcp://{socket.gethostbyname(host)}:{port or '*'}")
+        except OSError as error:  # ZMQError is one, and that of an unknown name
+            raise InputError(f"{host}:{port}", f"cannot be listened at ({error.strerror or error})") from None
+        return str(self._router.last_endpoint.decode().removeprefix("tcp://"))
 
-    def _route(self, direction: Direction, peer: int) -> tuple[Any, int]:
-        groups, place = self._routes.get(peer, (self._groups, peer))
-        return groups[direction], place
+    def dial(self, rank: int, address: str) -> None:
+        """Call the server of this rank; :meth:`receive` says when it has answered, and when the connection ends."""
+        dealer = self._dealers[rank] = self._socket(zmq.DEALER)
+        dealer.curve_serverkey = self._keys[1]
+        monitor = dealer.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED)
+        monitor.linger = 0
+        self._monitors[monitor] = rank
+        self._poller.register(monitor, zmq.POLLIN)
+        self._sources.append((rank, dealer))
+        dealer.connect(f"tcp://{address}")
 
-    @property
-    def header_tag(self) -> int:
-        """Tag of headers; payloads have their parameter's index, requests the number after this one."""
-        return self._size
+    def _socket(self, kind: int) -> zmq.Socket[bytes]:
+        made = self._context.socket(kind)
+        made.linger = int(1e3 * LINGER_S)
+        made.sndhwm = made.rcvhwm = 0  # a worker asks for no more than its parameters: nothing is to be dropped
+        made.curve_secretkey, made.curve_publickey = self._keys
+        made.heartbeat_ivl, made.heartbeat_timeout = int(250 * SILENT_S), int(1e3 * SILENT_S)
+        made.reconnect_ivl_max = 1000
+        self._poller.register(made, zmq.POLLIN)
+        return made
 
-    @property
-    def request_tag(self) -> int:
-        """Tag of requests."""
-        return self._size + 1
+    def send(self, peer: Peer, what: Sequence[Any], tensor: Tensor | None = None) -> None:
+        """Queue a message; the memory of ``tensor`` must not change until it has been sent, which nobody is told.
 
-    @property
-    def first_free_tag(self) -> int:
-        """Tags from here on are for messages between the ends of one synchronisation model."""
-        return self._size + 3  # the one before is for closing
-
-    def post(self, direction: Direction, tensor: Tensor, peer: int, tag: int) -> dist.Work:
-        """Start to receive into ``tensor`` and return the work to wait for."""
-        try:
-            group, place = self._route(direction, peer)
-            work: dist.Work = group.recv([tensor], place, tag)
-        except RuntimeError as error:
-            raise TransferError(reason(error), peer) from error
-        return work
-
-    def send(self, direction: Direction, tensor: Tensor, peer: int, tag: int, timeout_s: float) -> None:
-        """Hand ``tensor`` to the transport and wait until it has taken all of it."""
-        try:
-            group, place = self._route(direction, peer)
-            work = group.send([tensor], place, tag)
-            work.wait(timedelta(seconds=timeout_s))
-        except RuntimeError as error:
-            raise TransferError(reason(error), peer) from error
-
-    def wait(self, work: dist.Work, peer: int, timeout_s: float) -> None:
-        """Wait for a receive that was posted for ``peer``."""
-        try:
-            work.wait(timedelta(seconds=timeout_s))
-        except RuntimeError as error:
-            raise TransferError(reason(error), peer) from error
-
-    def hang_up(self) -> None:
-        """Close all connections, so that every thread here and every peer that waits on one stops waiting.
-
-        gloo has no call that does so (its ``abort`` leaves the waiting threads waiting), but a receive that times out
-        closes all pairs of its group.
+        A caller that is gone becomes a message "gone" of its own.
         """
-        self._close("pull")
-        self._close("push")
-        self._close("control")
+        frames: list[Any] = [json.dumps(what).encode()]
+        if tensor is not None:
+            frames.append(tensor.detach().reshape(-1).view(torch.uint8).numpy())
+        with self._interruptions.held_off():
+            if isinstance(peer, int):
+                self._dealers[peer].send_multipart(frames, copy=False)
+                return
+            assert self._router is not None
+            try:
+                self._router.send_multipart([peer, *frames], zmq.NOBLOCK, copy=False)
+            except zmq.ZMQError:
+                if peer not in self._gone:
+                    self._gone.add(peer)
+                    self._events.append((peer, ["gone"], None))
 
-    def _close(self, direction: Direction) -> None:
-        for peer in list(self._routes):
-            with suppress(RuntimeError):
-                group, place = self._route(direction, peer)
-                group.recv([torch.empty(1)], place, self._size + 2).wait(timedelta(milliseconds=1))
+    def receive(self, timeout_s: float) -> Message | None:
+        """Return the next message, None when there is none in time.
 
-    def watch(self, peer: int) -> None:
-        """Wait until ``peer`` has said its last words, has closed, or :meth:`stop_watching` is called; once per peer.
-
-        A transfer that begins in the moment in which the peer goes away may wait for ever in gloo; this receive has
-        been there from the beginning.
+        "connected" (a server has answered) and "gone" (a connection has ended, after all that came over it) are
+        messages of no values.
         """
-        with suppress(RuntimeError):
-            self._hearing[peer].wait(LONGER_THAN_ANY_JOB)
-        self._ended[peer].set()
+        if found := self._next():
+            return found
+        if not self._events:
+            self._poller.poll(1e3 * timeout_s)
+        for monitor, rank in self._monitors.items():
+            while monitor.poll(0):
+                ended = recv_monitor_message(monitor)["event"] == zmq.EVENT_DISCONNECTED
+                self._dealers[rank].linger = 0 if ended else int(1e3 * LINGER_S)
+                self._events.append((rank, ["gone" if ended else "connected"], None))
+        # What came before a connection ended is there by now.
+        return self._next() or (self._events.popleft() if self._events else None)
 
-    def stop_watching(self) -> None:
-        """End :meth:`watch` in all threads. Nothing can be told or heard after this."""
-        self._close("control")
+    def _next(self) -> Message | None:
+        for _ in range(len(self._sources)):
+            self._sources.rotate()
+            rank, source = self._sources[0]
+            try:
+                frames = source.recv_multipart(zmq.NOBLOCK, copy=False)
+            except zmq.Again:
+                continue
+            peer = frames.pop(0).bytes if rank is None else rank
+            payload = frames[1].buffer if len(frames) > 1 else None
+            return peer, json.loads(frames[0].bytes), payload
+        return None
 
-    def tell(self, text: str) -> None:
-        """Send every peer that still listens the last words of this end."""
-        words = torch.tensor(list(text.encode(errors="replace")[:WORDS].ljust(WORDS, b"\0")), dtype=torch.uint8)
-        sending = []
-        for peer in list(self._routes):
-            with suppress(RuntimeError):
-                group, place = self._route("control", peer)
-                sending.append(group.send([words], place, 0))
-        for work in sending:
-            with suppress(RuntimeError):
-                work.wait(timedelta(seconds=WORDS_S))
-
-    def last_words(self, peer: int, within_s: float) -> str:
-        """Return the last words of ``peer``, waiting for it to say them or to close; empty when there are none.
-
-        Of a peer that says nothing to this end, one server's to another, others may tell: any last words will do.
-        """
-        if peer in self._ended:
-            self._ended[peer].wait(within_s)
-            return self._said(peer)
-        end = time.monotonic() + within_s
-        while not (text := self.heard()) and time.monotonic() < end:
-            time.sleep(0.01)
-        return text
-
-    def forget(self, peer: int) -> None:
-        """Let nobody hear any more what ``peer`` said when it ended: the job goes on without it."""
-        if self._ended[peer].is_set():
-            self._words[peer].zero_()
-
-    def heard(self) -> str:
-        """Return a peer's last words, empty when there are none."""
-        return next((text for peer in list(self._words) if (text := self._said(peer))), "")
-
-    def _said(self, peer: int) -> str:
-        if not self._ended[peer].is_set():
-            return ""  # half of them may be there
-        return bytes(self._words[peer].tolist()).rstrip(b"\0").decode(errors="ignore")
+    def close(self) -> None:
+        """Close all connections when what was sent has gone, or after ``LINGER_S``. Idempotent."""
+        for dealer in self._dealers.values():
+            dealer.disable_monitor()
+        self._dealers, self._monitors, self._sources = {}, {}, deque()
+        self._context.destroy()
 
 
-def reason(error: Exception) -> str:
-    """Return what gloo says, in a few words."""
-    text = one_line(str(error))
-    for sign, words in (
-        ("imed out", "timed out"),
-        ("losed by peer", CLOSED),
-        ("eset by peer", CLOSED),
-        ("roken pipe", CLOSED),
-        ("pair closure", "this end has closed the connection"),
-    ):
-        if sign in text:
-            return words
-    return text[:200]
+def fill(tensor: Tensor, payload: memoryview | None) -> None:
+    """Copy what was received into ``tensor``. Raises TransferError when it is of another size."""
+    if payload is None or payload.nbytes != tensor.numel() * tensor.element_size():
+        raise TransferError(f"{0 if payload is None else payload.nbytes} bytes came for {tuple(tensor.shape)}")
+    received = torch.frombuffer(payload, dtype=torch.uint8).view(tensor.dtype) if payload.nbytes else None
+    if received is not None:
+        tensor.copy_(received.view(tensor.shape))

@@ -1,33 +1,41 @@
-"""The worker's end of ordered transfers: pull while the forward pass runs, push while the backward pass runs.
+"""The worker: pulls while the forward pass runs, pushes while the backward pass runs. Start at :class:`Worker`.
 
-Start at :class:`Worker`. A module's forward pass waits for the parameters that it owns and for no others; a gradient is
-pushed as soon as it is complete. Parameters are received in place. Buffers (batch-norm statistics) stay local.
+A module's forward pass waits for the parameters that it owns and for no others; a gradient is sent as soon as it is
+complete. All is done in the training process's own thread, in hooks of the model; zmq sends and receives beside it.
+Buffers (batch-norm statistics) stay local.
 """
 
 from __future__ import annotations
 
-import queue
+import logging
+import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from types import TracebackType
-from typing import Any, Literal, Self
+from typing import Any, Literal, Protocol, Self
 
+import numpy as np
 import torch
-import torch.distributed as dist
+from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from ddltool.errors import InputError
-from ddltool.runtime.servers.ends import End
-from ddltool.runtime.servers.transfers import TIMEOUT_S, TransferError, TransferPlan, check_values, listing
-from ddltool.runtime.servers.wire import CLOSE, HEADER, PULL, REFUSED, STEP, Gate, Wire
+from ddltool.artifacts import check_writable
+from ddltool.errors import DdlToolError, InputError, one_line
+from ddltool.runtime.servers.meeting import Hello, Meeting, call, check_place
+from ddltool.runtime.servers.policies import BSP, Policy
+from ddltool.runtime.servers.signals import Interruptions, Terminated
+from ddltool.runtime.servers.transfers import TransferError, TransferPlan, Turns, check_values
+from ddltool.runtime.servers.wire import BEAT_S, CLOSED, SILENT_S, Wire, fill
 
-# A server gives up on a transfer after the timeout and says why; the worker waits a little longer, to hear it.
-GRACE_S = 2.0
+log = logging.getLogger(__name__)
+
 PushOrder = Literal["ready", "reverse", "step"]
 PUSH_ORDERS = ("ready", "reverse", "step")
+HERE_S = 1.0  # how often a worker that is receiving says so
 # Modules that only call their children, which then wait for themselves. Other modules of torch.nn may use the
 # parameters of their children without calling them (MultiheadAttention does).
 _CONTAINERS = (
@@ -40,9 +48,19 @@ _CONTAINERS = (
 )
 
 
+class LocalOptimizer(Protocol):
+    """What makes local steps: any ``torch.optim`` optimizer does."""
+
+    def step(self) -> Any:
+        """Change the parameters in place."""
+
+    def zero_grad(self) -> Any:
+        """Forget the gradients."""
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Arrival:
-    """One parameter's arrival: its version and the seconds since the pull was asked for."""
+    """One parameter's arrival: its version, and the seconds from the pull until it was taken over into the model."""
 
     name: str
     server: int
@@ -50,70 +68,109 @@ class Arrival:
     time_s: float
 
 
-@dataclass(frozen=True, slots=True)
-class _Pull:
-    """The receives that are posted for one server's parameters in one pull."""
-
-    kind: int
-    clock: int
-    start: float
-    headers: list[tuple[Tensor, dist.Work]]
-    payloads: dict[int, tuple[Tensor, dist.Work]]
-
-
-class Worker(End):
-    """A training process of a plan; see :mod:`ddltool.runtime.servers.transfers` for a loop.
+class Worker:
+    """A training process of a plan; the loop is the same under every synchronisation policy.
 
     Attributes:
+        rank: the number of this worker.
         arrivals: what came in the last pull, in the order in which it came.
-        clock: the number of steps whose gradients have been pushed.
+        clock: the number of steps whose gradients have been pushed; under local SGD, of rounds. Who joins late begins
+            with a number near that of the others.
+        epoch: the first epoch of which this worker gets a share of the samples.
     """
 
     def __init__(
-        self, model: nn.Module, plan: TransferPlan, *, timeout_s: float = TIMEOUT_S, push: PushOrder = "ready"
+        self,
+        model: nn.Module,
+        plan: TransferPlan,
+        policy: Policy | None = None,
+        *,
+        local_optimizer: LocalOptimizer | None = None,
+        checkpoint: str | os.PathLike[str] | None = None,
+        push: PushOrder = "ready",
+        meeting: Meeting | None = None,
     ) -> None:
-        """Connect and hook the model; a collective over all ranks.
+        """Meet the others and hook the model: returns when all have come, or when the running job has let it join.
 
-        ``push``: "ready" sends each channel's gradients as they become ready, "reverse" holds them to the reverse of
-        the plan's order (of the registration order under a random seed). Both send while the backward pass runs, so
-        ``.grad`` must not be changed after it. "step" sends what ``.grad`` holds at the end of the step: after clipping
-        and scaling, and after any number of backward passes. Raises InputError as :class:`Wire` does, and for another
-        ``push``.
+        ``policy``: as on the servers. ``local_optimizer``: makes the local steps of local SGD, and only there.
+        ``checkpoint``: where the parameters of the last complete pull go when the run ends by a TransferError (a lost
+        server above all), by SIGTERM or by Ctrl-C; a file of this worker's own; costs one copy of the parameters per
+        pull. SIGTERM then ends the process with 143; a script with a handler of its own keeps it. ``push``: "ready"
+        sends each channel's gradients as they become ready, "reverse" holds them to the reverse of the plan's order (of
+        the registration order under a random seed). Both send while the backward pass runs, so ``.grad`` must not be
+        changed after it. "step" sends what ``.grad`` holds at the end of the step: after clipping and scaling, and after
+        any number of backward passes. ``meeting``: by default that of the environment. Raises InputError, on all ranks,
+        when the ranks' plans, models or policies differ or one's arguments are wrong, and when no seat is left for who
+        joins; TransferError when one of them does not come or is lost, or the job lets nobody in.
         """
-        self.model, self.plan, self._timeout_s, self._push_order = model, plan, timeout_s, push
+        meeting = meeting or Meeting.of_environment()
+        self.model, self.plan, self.policy = model, plan, policy or BSP(fixed=True)
+        self._push_order, self._optimizer = push, local_optimizer
+        self._checkpoint = None if checkpoint is None else Path(checkpoint)
         self._parameters = dict(model.named_parameters())
-        wire = self._connect(timeout_s)
-        self.rank = plan.worker_of_rank(wire.rank)
-        super().__init__(wire, f"worker {self.rank} (rank {wire.rank})")
-        self.clock = 0
-        self.arrivals: list[Arrival] = []
         self._names = [slot.name for slot in plan.slots]
+        self._interruptions = Interruptions()
+        refusal: InputError | None = None
+        try:
+            check_place(plan, meeting)
+            self._check()
+        except InputError as error:
+            refusal = error
+        hello = Hello(
+            rank=meeting.rank,
+            job=meeting.job,
+            plan=plan.digest(),
+            policy=self.policy.describe(),
+            refusal="" if refusal is None else str(refusal),
+        )
+        if refusal is not None and meeting.rank is None:
+            raise refusal
+        try:
+            where = meeting.find()
+            self._wire = Wire(meeting.token, self._interruptions)
+            try:
+                (rank, self.clock, self.epoch, addresses), _ = call(self._wire, plan, where, hello, meeting.limit_s)
+            except BaseException:
+                self._wire.close()
+                raise
+        except DdlToolError as error:
+            raise refusal or error from None
+        self.rank, self._title = plan.worker_of_rank(rank), plan.title(rank)
+        for server in range(1, plan.servers):
+            self._wire.dial(plan.rank_of_server(server), addresses[server])
+            self._wire.send(plan.rank_of_server(server), ["worker", self.rank])
+        self.arrivals: list[Arrival] = []
         self._arrived = set(range(len(plan.slots)))
         self._awaited: set[int] = set()
         self._gradients: dict[int, Tensor] = {}
         self._offered: dict[int, tuple[Tensor, int]] = {}  # `.grad` as the hook saw it, and its version then
-        self._pushed = 0
+        self._turns: list[Turns] = []
         self._pushing = False
-        self._closed: set[int] = set()
-        self._reported = False
-        self._orders: list[list[int]] = [[] for _ in range(plan.servers)]
-        self._pulls: list[queue.SimpleQueue[_Pull | None]] = [queue.SimpleQueue() for _ in range(plan.servers)]
-        self._pushes: list[queue.SimpleQueue[Gate | None]] = [queue.SimpleQueue() for _ in range(plan.servers)]
+        self._asked_s = 0.0
+        self._heard_s = dict.fromkeys(range(plan.servers), 0.0)
+        self._told_s = dict(self._heard_s)
+        self._closed: set[int] = set()  # servers that know that this worker has closed
+        self._open = True
+        self._failure: TransferError | None = None
+        self._answer: list[int] | None = None
+        self._pulled: dict[str, Tensor] = {}
+        self._pulled_clock = 0
+        self._local = 0  # steps of the round that is under way
+        self._updates = 0  # up to the last pull but one
         self._handles = self._hook()
-        self._lanes += [*self._pulls, *self._pushes]
-        for server in range(plan.servers):
-            self._listen_to(plan.rank_of_server(server))
-            self._start(self._receive, server)
-            self._start(self._push, server)
-
-    def _connect(self, timeout_s: float) -> Wire:
-        return Wire(self.plan, timeout_s, self._check)
+        if checkpoint is not None:
+            self._interruptions.open()
 
     def _check(self) -> None:
         """Raise InputError for arguments that do not fit; all ranks then refuse."""
         if self._push_order not in PUSH_ORDERS:
             raise InputError("push", f"is {self._push_order}", f"known: {', '.join(PUSH_ORDERS)}")
         check_values(self.plan, self._parameters)
+        if (self.policy.local_steps > 1) != (self._optimizer is not None):
+            problem = "is missing" if self._optimizer is None else f"is given under {self.policy.describe()}"
+            raise InputError("local_optimizer", problem, "local SGD of more than one step needs one, other models none")
+        if self._checkpoint is not None:
+            check_writable(self._checkpoint)
 
     @contextmanager
     def step(self, *, push: bool = True) -> Iterator[Self]:
@@ -121,53 +178,96 @@ class Worker(End):
 
         The body runs one forward and, with ``push``, one backward pass. On leaving, every parameter has arrived and
         every gradient is with the transport; a trainable parameter without a gradient has pushed zeros, and ``grad`` is
-        None again. Raises TransferError when a transfer fails, and InputError when ``.grad`` was changed after it had
-        been offered to the transport; an exception of the body ends the job's transfers.
+        None again. Under local SGD only the first step of a round pulls and only the last one pushes; a round that
+        closing or ``push=False`` cuts short is pushed as it is.
+
+        Raises TransferError when a server is lost or this worker was taken out of the job; then the checkpoint has been
+        written. Raises InputError when ``.grad`` was changed after it had been offered to the transport. An exception of
+        the body takes this worker out of the job.
         """
-        self._demand_open()
-        try:
-            self._begin(STEP if push else PULL)
+        with self._running("left a step with"):
+            if self._optimizer is not None and push:
+                yield from self._local_step(self._optimizer)
+                return
+            self._end_round()
+            self._begin(push)
             yield self
             self._finish()
-        except BaseException as error:
-            self._reported = True
-            self._fail(TransferError(f"{self._title} left a step with {type(error).__name__}: {error}"))
-            raise
 
     def pull(self) -> None:
         """Pull all parameters and wait until they are here; after the last step this brings the trained values."""
         with self.step(push=False):
             pass
 
-    def close(self) -> None:
-        """Tell the servers that nothing more will be asked for, and remove the hooks. Idempotent.
+    @property
+    def updates(self) -> int:
+        """Updates that the parameters had when they were last pulled, of the parameter with most: the job's progress.
 
-        Raises TransferError when the job has failed and nothing has said so to the caller yet.
+        While the next pull has brought nothing yet, and after a failure, what the one before brought.
+        Under ASP, SSP and ElasticBSP every gradient is an update; under the other models a whole iteration is.
         """
+        return max([self._updates, *(arrival.version for arrival in self.arrivals)])
+
+    def batches(
+        self, samples: int, batch_size: int, *, epoch: int, seed: int, drop_last: bool = False
+    ) -> tuple[Tensor, ...]:
+        """Return this worker's share of ``epoch`` in batches: (b,) int64 indices below ``samples``, shuffled.
+
+        The last batch has what is left, which may be one sample; ``drop_last`` leaves it out unless it is whole.
+
+        The share is :func:`shard`'s among :meth:`members`. The server is told how many batches there are, so it can say
+        what was left out should this worker be lost. Raises InputError for a batch size below 1, and TransferError as
+        :meth:`step` does.
+        """
+        if batch_size < 1:
+            raise InputError("batch_size", f"is {batch_size}", "give 1 or more")
+        members = self.members(epoch)
+        with self._running("was ended by"):
+            if self.rank not in members and epoch >= self.epoch:
+                raise TransferError(f"{self._title} was taken out of the job before epoch {epoch}")
+            mine = torch.from_numpy(shard(samples, members, self.rank, epoch=epoch, seed=seed))
+            split = mine.split(batch_size) if len(mine) else ()
+            if drop_last and split and len(split[-1]) < batch_size:
+                split = split[:-1]
+            self._tell(0, "share", len(split))
+        return tuple(split)
+
+    def members(self, epoch: int) -> tuple[int, ...]:
+        """Return the workers that share the samples of ``epoch``; see :func:`shard`.
+
+        All workers get the same answer for an epoch. Raises TransferError as :meth:`step` does.
+        """
+        with self._running("was ended by"):
+            self._answer = None
+            self._tell(0, "members", epoch)
+            self._take_until(lambda: self._answer is not None)
+            assert self._answer is not None
+            return tuple(self._answer)
+
+    def close(self) -> None:
+        """Push what a round has so far, tell the servers that nothing more will be asked for, and remove the hooks.
+
+        Idempotent. Raises TransferError as :meth:`step` does, and when a server was lost since the last step: what the
+        servers hold is gone then, and the checkpoint has been written.
+        """
+        try:
+            if self._open and self._failure is None:
+                with self._running("was closed with"):
+                    self._end_round()
+                    for server in range(self.plan.servers):
+                        self._tell(server, "close")
+                    self._take_until(lambda: len(self._closed) == self.plan.servers)
+        finally:
+            self._leave()
+
+    def _leave(self) -> None:
+        """Remove the hooks and close the connections."""
+        self._open = False
         for handle in self._handles:
             handle.remove()
         self._handles = []
-        try:
-            if self._threads and not self._failing:
-                with self._requesting(), self._telling("while closing"):
-                    for server in range(self.plan.servers):
-                        self._abandonable(partial(self._say_goodbye, server))
-        except TransferError:
-            self._reported = True
-            raise
-        finally:
-            for lane in self._lanes:
-                lane.put(None)
-            self._join()
-        if not self._reported:
-            self._reported = True
-            self._raise_what_ended_it()
-
-    def _say_goodbye(self, server: int) -> None:
-        self._ask(server, CLOSE, self.clock)
-        with self.changed:
-            self._closed.add(self.plan.rank_of_server(server))
-            self.changed.notify_all()
+        self._wire.close()
+        self._interruptions.close()
 
     def __enter__(self) -> Self:
         return self
@@ -175,10 +275,83 @@ class Worker(End):
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if error is not None:
-            self._reported = True
-            self._fail(TransferError(f"{self._title} was ended by {type(error).__name__}: {error}"))
+        if error is not None and self._open and self._failure is None:  # it came between two steps
+            self._fail(error, "was ended by")
         self.close()
+
+    @contextmanager
+    def _running(self, how: str) -> Iterator[None]:
+        """Do something with the servers; an error ends this worker."""
+        if self._failure is not None:
+            raise self._failure
+        if not self._open:
+            raise InputError(self._title, "is asked for something after it has closed", "ask before, inside its block")
+        try:
+            yield
+        except BaseException as error:
+            self._fail(error, how)
+            if self._failure is not error and isinstance(error, TransferError):
+                raise self._failure from error
+            raise
+
+    def _fail(self, error: BaseException, how: str) -> None:
+        """Write the checkpoint where the job ends here, and tell the servers why this worker leaves it."""
+        self._failure = (
+            error if isinstance(error, TransferError) else TransferError(f"{self._title} {how} {_named(error)}")
+        )
+        problem = self._save() if isinstance(error, TransferError | KeyboardInterrupt | Terminated) else ""
+        if problem and isinstance(error, TransferError):
+            self._failure = TransferError(f"{error}; {problem}")
+        elif problem:
+            log.warning("%s: %s", self._title, problem)
+        with self._interruptions.held_off():
+            for server in range(self.plan.servers):
+                self._tell(server, "fail", f"{how} {_named(error)}")
+            self._leave()
+
+    def _tell(self, server: int, *what: Any, tensor: Tensor | None = None) -> None:
+        self._told_s[server] = time.monotonic()
+        self._wire.send(self.plan.rank_of_server(server), what, tensor)
+
+    def _take_until(self, done: Callable[[], bool]) -> None:
+        """Take what the servers send until ``done()``. Raises TransferError when one ends, is lost or falls silent."""
+        begin_s = time.monotonic()
+        while not done():
+            message = self._wire.receive(BEAT_S)
+            now_s = time.monotonic()
+            if message is not None:
+                rank, (kind, *values), payload = message
+                assert isinstance(rank, int)
+                server = rank - self.plan.workers
+                self._heard_s[server] = now_s
+                self._on(server, kind, values, payload)
+            for server, heard_s in self._heard_s.items():
+                if server not in self._closed and (silent_s := now_s - max(begin_s, heard_s)) > SILENT_S:
+                    title = self.plan.title(self.plan.rank_of_server(server))
+                    raise TransferError(f"{self._title}: nothing came from {title} for {silent_s:.0f} s")
+
+    def _on(self, server: int, kind: str, values: list[Any], payload: memoryview | None) -> None:
+        title = self.plan.title(self.plan.rank_of_server(server))
+        if kind == "value":
+            index, version = values
+            fill(self._parameters[self._names[index]].detach(), payload)
+            time_s = time.perf_counter() - self._asked_s
+            self.arrivals.append(Arrival(name=self._names[index], server=server, version=version, time_s=time_s))
+            self._arrived.add(index)
+            if time.monotonic() - self._told_s[server] > HERE_S:
+                self._tell(server, "here")
+        elif kind == "members":
+            self._answer = values[0]
+        elif kind == "bye":
+            self._closed.add(server)
+        elif kind == "out":
+            raise TransferError(f"{self._title} was taken out of the job by {title}: it {values[0]}")
+        elif kind == "end" and server not in self._closed:
+            raise TransferError(f"{self._title}: the job has ended: {values[0]}")
+        elif kind == "gone" and server not in self._closed:
+            raise TransferError(f"{self._title}: {title} {CLOSED}")
+
+    # One step.
 
     def _hook(self) -> list[Any]:
         """Register what waits before a forward pass and what pushes after a gradient is complete."""
@@ -196,76 +369,23 @@ class Worker(End):
                 handles.append(self._parameters[slot.name].register_post_accumulate_grad_hook(ready))
         return handles
 
-    def _begin(self, kind: int) -> None:
-        with self.changed:
-            self._raise_failure()
-            self._arrived, self._awaited, self.arrivals = set(), set(), []
-            self._gradients, self._offered, self._pushed, self._pushing = {}, {}, 0, kind == STEP
-        start = time.perf_counter()
-        for server, lane in enumerate(self._pulls):
-            what = f"while asking server {server} (rank {self.plan.rank_of_server(server)})"
-            with self._requesting(), self._telling(what):
-                lane.put(self._expect(server, kind, start))
-        for server, gates in enumerate(self._pushes):
-            order = self.plan.gradients(server)
-            self._orders[server] = list(order) if self._push_order == "reverse" else []
-            if kind == STEP and order:
-                gates.put(Gate(self._orders[server], self._gradients.__contains__, self.changed))
-
-    def _expect(self, server: int, kind: int, start: float) -> _Pull:
-        """Post the receives of one server's parameters."""
-        peer = self.plan.rank_of_server(server)
-        indices = self.plan.queue(server, self.rank, 0)
-        payloads = {}
-        for index in indices:
-            value = self._parameters[self._names[index]].detach()
-            in_place = value.is_contiguous() and value.device.type == "cpu"
-            buffer = value if in_place else torch.empty(value.shape, dtype=value.dtype)
-            payloads[index] = buffer, self._wire.post("pull", buffer, peer, index)
-        headers = []
-        for _ in indices:
-            header = torch.empty(HEADER, dtype=torch.int64)
-            headers.append((header, self._wire.post("pull", header, peer, self._wire.header_tag)))
-        return _Pull(kind, self.clock, start, headers, payloads)
-
-    def _ask(self, server: int, kind: int, clock: int) -> None:
-        request = torch.tensor([kind, clock])
-        peer = self.plan.rank_of_server(server)
-        self._wire.send("pull", request, peer, self._wire.request_tag, self._timeout_s + GRACE_S)
-
-    def _finish(self) -> None:
-        """Wait for what has not arrived, push zeros where there is no gradient, and wait for the pushes."""
-        self._wait_until(lambda: len(self._arrived) == len(self._names))
-        if not self._pushing:
-            return
-        self._demand_unchanged()
-        for index, slot in reversed(list(enumerate(self.plan.slots))):  # last layer first, as a backward pass has it
-            if slot.trainable and index not in self._gradients:
-                gradient = self._parameters[slot.name].grad if self._push_order == "step" else None
-                if gradient is None:
-                    gradient = torch.zeros(slot.shape, dtype=getattr(torch, slot.dtype))
-                self._offer(index, _on_host(gradient))
-        trainable = sum(slot.trainable for slot in self.plan.slots)
-        self._wait_until(lambda: self._pushed == trainable)
-        for name in self._names:
-            self._parameters[name].grad = None
-        self._gradients, self._offered, self._pushing = {}, {}, False
-        self.clock += 1
-
-    def _demand_unchanged(self) -> None:
-        """Raise InputError when a gradient that was offered has been changed: anything between may have been sent."""
-        for index, (offered, version) in self._offered.items():
-            present = self._parameters[self._names[index]].grad
-            if offered._version != version or (present is not None and present is not offered):
-                problem = f"{self._names[index]}.grad was changed after the backward pass, while it was being pushed"
-                remedy = 'clip and scale gradients with push="step", or scale the loss'
-                raise InputError("worker.step", problem, remedy)
+    def _begin(self, push: bool) -> None:
+        """Ask for all parameters."""
+        self._updates = self.updates
+        self._arrived, self._awaited, self.arrivals = set(), set(), []
+        self._gradients, self._offered, self._pushing = {}, {}, push
+        servers = range(self.plan.servers)
+        self._turns = [
+            Turns(self.plan.gradients(server) if self._push_order == "reverse" else []) for server in servers
+        ]
+        self._asked_s = time.perf_counter()
+        for server in servers:
+            self._tell(server, "pull", self.clock)
 
     def _await(self, wanted: frozenset[int]) -> None:
         """Wait for parameters: the hook before a module's forward pass."""
         self._awaited |= wanted
-        if not wanted <= self._arrived or self._failure is not None:
-            self._wait_until(lambda: wanted <= self._arrived)
+        self._take_until(lambda: wanted <= self._arrived)
 
     def _ready(self, index: int, parameter: Tensor) -> None:
         """Push a gradient: the hook after it has been accumulated."""
@@ -281,68 +401,127 @@ class Worker(End):
             remedy = 'run one backward pass per step, or give push="step"'
             raise InputError("worker.step", f"{name} has a second gradient", remedy)
         self._offered[index] = gradient, gradient._version
-        self._offer(index, _on_host(gradient))
+        self._offer(index, gradient)
 
     def _offer(self, index: int, gradient: Tensor) -> None:
-        with self.changed:
-            self._gradients[index] = gradient
-            if self._push_order != "reverse":
-                self._orders[self.plan.slots[index].server].append(index)
-            self.changed.notify_all()
+        """Send a gradient when it has its turn."""
+        # Of no step is a gradient pushed before all servers have let that step begin; :meth:`Server._on_hello` says why.
+        self._take_until(self._complete)
+        self._gradients[index] = gradient.detach().to_dense().cpu().contiguous()
+        server = self.plan.slots[index].server
+        turns = self._turns[server]
+        if self._push_order != "reverse":
+            turns.order = [*turns.order, index]
+        for due in turns.due(self._gradients.__contains__):
+            self._tell(server, "gradient", due, self.clock, tensor=self._gradients[due])
 
-    def _wait_until(self, done: Callable[[], bool]) -> None:
-        """Wait for the threads; each of their waits has a timeout, so this one needs none."""
-        with self.changed:
-            while not done():
-                self._raise_failure()
-                self.changed.wait()
-            self._raise_failure()
+    def _complete(self) -> bool:
+        return len(self._arrived) == len(self._names)
 
-    def _receive(self, server: int) -> None:
-        """Ask for pulls and take what comes from one server, until closed."""
-        peer = self.plan.rank_of_server(server)
-        while (pull := self._pulls[server].get()) is not None:
-            left = dict(pull.payloads)
-            with self._telling(f"while asking server {server} (rank {peer})"):
-                self._ask(server, pull.kind, pull.clock)
-            for header, announced in pull.headers:
-                missing = listing([self._names[index] for index in left])
-                with self._telling(f"while waiting for {missing} of server {server} (rank {peer})"):
-                    self._wire.wait(announced, peer, self._timeout_s + GRACE_S)
-                index, version = header.tolist()
-                if index == REFUSED:
-                    raise TransferError(f"{self._title} was taken out of the job by server {server} (rank {peer})")
-                buffer, arrival = left.pop(index)
-                with self._telling(f"while {self._names[index]} came from server {server} (rank {peer})"):
-                    self._wire.wait(arrival, peer, self._timeout_s)
-                value = self._parameters[self._names[index]].detach()
-                if buffer.data_ptr() != value.data_ptr():
-                    value.copy_(buffer)
-                time_s = time.perf_counter() - pull.start
-                with self.changed:
-                    found = Arrival(name=self._names[index], server=server, version=version, time_s=time_s)
-                    self.arrivals.append(found)
-                    self._arrived.add(index)
-                    self.changed.notify_all()
+    def _finish(self) -> None:
+        """Wait for what has not arrived, and push zeros where there is no gradient."""
+        self._take_until(self._complete)
+        if self._pushing:
+            for index, (offered, version) in self._offered.items():
+                present = self._parameters[self._names[index]].grad
+                if offered._version != version or (present is not None and present is not offered):
+                    problem = (
+                        f"{self._names[index]}.grad was changed after the backward pass, while it was being pushed"
+                    )
+                    remedy = 'clip and scale gradients with push="step", or scale the loss'
+                    raise InputError("worker.step", problem, remedy)
+            for index, slot in reversed(
+                list(enumerate(self.plan.slots))
+            ):  # last layer first, as a backward pass has it
+                if slot.trainable and index not in self._gradients:
+                    gradient = self._parameters[slot.name].grad if self._push_order == "step" else None
+                    if gradient is None:
+                        gradient = torch.zeros(slot.shape, dtype=getattr(torch, slot.dtype))
+                    self._offer(index, gradient)
+            for name in self._names:
+                self._parameters[name].grad = None
+            self._gradients, self._offered, self._pushing = {}, {}, False
+            self.clock += 1
+        if self._checkpoint is not None:
+            self._keep()
 
-    def _push(self, server: int) -> None:
-        """Send gradients to one server, one at a time, until closed."""
-        peer = self.plan.rank_of_server(server)
-        count = len(self.plan.gradients(server))
-        while (gate := self._pushes[server].get()) is not None:
-            while gate.counter < count:
-                index = gate.take(None, lambda _index: self._raise_failure())
-                assert index is not None  # no timeout was given: the backward pass takes what it takes
-                with self._telling(f"while the gradient of {self._names[index]} went to server {server} (rank {peer})"):
-                    header = torch.tensor([index, self.clock])
-                    self._wire.send("push", header, peer, self._wire.header_tag, self._timeout_s)
-                    self._wire.send("push", self._gradients[index], peer, index, self._timeout_s)
-                gate.passed()
-                with self.changed:
-                    self._pushed += 1
-                    self.changed.notify_all()
+    def _local_step(self, optimizer: LocalOptimizer) -> Iterator[Self]:
+        """Make one local step of a round."""
+        if self._local == 0:
+            self._begin(False)  # the hooks must not push the gradients of local steps
+        yield self
+        if self._local == 0:
+            self._take_until(self._complete)
+            self._keep()
+        optimizer.step()
+        optimizer.zero_grad()
+        self._local += 1
+        if self._local == self.policy.local_steps:
+            self._end_round()
+
+    def _end_round(self) -> None:
+        """Push what the local steps have changed."""
+        if self._local == 0:
+            return
+        self._local, self._pushing = 0, True
+        for index, slot in enumerate(self.plan.slots):
+            if slot.trainable:
+                self._offer(index, self._pulled[slot.name] - self._parameters[slot.name].detach().cpu())
+        self._finish()
+
+    def _keep(self) -> None:
+        """Copy the parameters of a complete pull, for the next one overwrites them in place."""
+        with self._interruptions.held_off():
+            if not self._pulled:
+                self._pulled = {name: value.detach().cpu().clone() for name, value in self._parameters.items()}
+            for name, value in self._pulled.items():
+                value.copy_(self._parameters[name].detach())
+            self._pulled_clock = self.clock
+
+    def _save(self) -> str:
+        """Write the checkpoint: all of the model's state with the parameters of the last complete pull.
+
+        Return why it could not be written, empty when it was or none is wanted.
+        """
+        if self._checkpoint is None or not self._pulled:
+            return ""
+        with self._interruptions.held_off():
+            path, self._checkpoint = self._checkpoint, None
+            try:
+                state = {name: value.detach().cpu() for name, value in self.model.state_dict().items()} | self._pulled
+                save_weights({"model": state, "clock": self._pulled_clock}, path)
+            except (OSError, RuntimeError) as error:  # torch reports a full disk as a RuntimeError
+                why = getattr(error, "strerror", None) or one_line(str(error))[:200]
+                return f"checkpoint {path} could not be written ({why})"
+        return ""
 
 
-def _on_host(gradient: Tensor) -> Tensor:
-    """Return a gradient as it is sent; its own memory where that is possible."""
-    return gradient.detach().to_dense().cpu().contiguous()
+def _named(error: BaseException) -> str:
+    text = str(error) if isinstance(error, Exception) else ""
+    return one_line(f"{type(error).__name__}: {text}" if text else type(error).__name__)
+
+
+def save_weights(content: dict[str, object], path: Path) -> None:
+    """Write a file for ``torch.load(path, weights_only=True)``: whole, or not at all."""
+    beside = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        with beside.open("wb") as file:
+            torch.save(content, file)
+            file.flush()
+            os.fsync(file.fileno())
+        beside.replace(path)
+    finally:
+        beside.unlink(missing_ok=True)
+
+
+def shard(samples: int, members: Sequence[int], worker: int, *, epoch: int, seed: int) -> NDArray[np.int64]:
+    """Return (m,) the indices of ``worker``'s samples in ``epoch``, shuffled.
+
+    The members' shards are disjoint, hold every sample once, and differ in length by one at most. They depend on the
+    arguments alone. Raises InputError when ``worker`` is no member.
+    """
+    if worker not in members:
+        raise InputError(f"worker {worker}", f"is not among the members {list(members)}", "ask as a member")
+    place = sorted(members).index(worker)
+    order = np.random.default_rng((seed, epoch)).permutation(samples)
+    return order[place :: len(members)]

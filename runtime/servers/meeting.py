@@ -1,0 +1,257 @@
+"""How the processes of a job find each other, agree, and begin. Start at :class:`Meeting`.
+
+Server 0 listens at an address that all others know, with the job's token; every process says hello to it, and when all
+are there and agree it tells them where the other servers listen. Who comes later says hello in the same way.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import os
+import secrets
+import socket
+import time
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+from ddltool.errors import InputError, one_line
+from ddltool.runtime.servers.transfers import TransferError, TransferPlan, listing
+from ddltool.runtime.servers.wire import BEAT_S, Message, Peer, Wire
+
+log = logging.getLogger(__name__)
+
+LIMIT_S, JOIN_S = 300.0, 60.0
+REMIND_S = 10.0  # how often to say who is missing
+HEAR_S = 5.0  # how much longer those who have come wait than server 0, to hear whom it missed
+_jobs: Counter[str] = Counter()
+
+
+@dataclass(kw_only=True)
+class Meeting:
+    """Where the processes of a job find each other, and which of them this one is; one for each worker or server.
+
+    ``address`` and ``token`` are known to all beforehand, or server 0 leaves both in ``store``, one that all reach.
+    """
+
+    rank: int | None
+    """None: this process joins a job that is running."""
+    size: int | None = None
+    """How many processes were started, where that is known."""
+    address: str = ""
+    """``HOST:PORT`` where server 0 listens."""
+    token: str = ""
+    """The job's secret; nobody without it can speak to the job or read what is sent."""
+    store: dist.Store | None = None
+    limit_s: float = LIMIT_S
+    """How long to wait for the others."""
+
+    @classmethod
+    def of_environment(cls) -> Meeting:
+        """Return the meeting that the launcher has arranged.
+
+        By ``DDLTOOL_SERVER`` (``HOST:PORT``) and ``DDLTOOL_TOKEN``, else in the store of torchrun and its kin
+        (``MASTER_ADDR`` and ``MASTER_PORT``). ``RANK`` and ``WORLD_SIZE`` say who this process is; without ``RANK`` it
+        joins. Raises InputError where there is neither, TransferError when the store does not answer.
+        """
+        given = os.environ
+        rank = int(given["RANK"]) if "RANK" in given else None
+        size = int(given["WORLD_SIZE"]) if "WORLD_SIZE" in given else None
+        if "DDLTOOL_SERVER" in given:
+            if not given.get("DDLTOOL_TOKEN"):
+                raise InputError("DDLTOOL_TOKEN", "is not set", "give all processes of the job the same secret")
+            address, token = given["DDLTOOL_SERVER"], given["DDLTOOL_TOKEN"]
+            if not address.rpartition(":")[0] or not address.rpartition(":")[2].isdecimal():
+                raise InputError("DDLTOOL_SERVER", f'is "{address}"', "give HOST:PORT")
+            limit_s = JOIN_S if rank is None else LIMIT_S
+            return cls(rank=rank, size=size, address=address, token=token, limit_s=limit_s)
+        if rank is None or "MASTER_ADDR" not in given:
+            remedy = "start it by torchrun or examples/sync_launch.py, or set DDLTOOL_SERVER and DDLTOOL_TOKEN"
+            raise InputError("RANK and MASTER_ADDR", "are not set, so this process has no job", remedy)
+        return cls(rank=rank, size=size, store=_store_of_environment())
+
+    def __post_init__(self) -> None:
+        self.job = _jobs[self.address]  # a process may run several in a row, and be ahead of others
+        _jobs[self.address] += 1
+        self._key = f"ddltool/servers/{self.job}"
+
+    def here(self) -> tuple[str, int]:
+        """Return where server 0 is to listen, host and port (0: any), and make a token where there is none."""
+        if self.address:
+            host, _, port = self.address.rpartition(":")
+            return host, int(port)
+        self.token = self.token or secrets.token_hex(16)
+        return address_towards(os.environ.get("MASTER_ADDR", "localhost")), 0
+
+    def announce(self, address: str) -> None:
+        """Say where server 0 listens."""
+        if self.store is not None:
+            self.store.set(self._key, f"{address} {self.token}")
+
+    def find(self) -> str:
+        """Return where server 0 listens. Raises TransferError when it has not said so in time."""
+        if self.store is None:
+            return self.address
+        try:
+            self.store.wait([self._key], timedelta(seconds=self.limit_s))
+        except RuntimeError as error:
+            raise TransferError(f"server 0 has not come within {self.limit_s:g} s") from error
+        address, self.token = self.store.get(self._key).decode().split()
+        return address
+
+
+@functools.cache  # rank 0 may be the one that keeps it, for as long as the process lives
+def _store_of_environment() -> dist.Store:
+    try:
+        store: dist.Store = next(iter(dist.rendezvous("env://", timeout=timedelta(seconds=LIMIT_S))))[0]
+    except (RuntimeError, ValueError) as error:
+        raise TransferError(f"torch.distributed's store does not answer: {one_line(str(error))[:200]}") from error
+    return store
+
+
+def address_towards(host: str) -> str:
+    """Return the address of this machine's interface by which ``host`` is reached. Raises InputError for unknown ones."""
+    try:
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+            probe.connect((host, 1))  # a datagram socket sends nothing here
+            return str(probe.getsockname()[0])
+    except OSError as error:
+        raise InputError(host, f"cannot be reached ({error.strerror or error})", "give the host of server 0") from None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Hello:
+    """What a process says first."""
+
+    rank: int | None
+    """None: it joins late."""
+    job: int
+    plan: str
+    policy: str
+    refusal: str = ""
+    """What this process finds wrong with its own arguments: then nobody begins."""
+    address: str = ""
+    """Where a server listens."""
+
+
+def call(wire: Wire, plan: TransferPlan, address: str, hello: Hello, limit_s: float) -> tuple[list[Any], list[Message]]:
+    """Say hello to server 0 until it lets this process begin; return what it says then, and what others said meanwhile.
+
+    Raises InputError when the processes disagree, TransferError when it does not answer in time or is lost.
+    """
+    first = plan.rank_of_server(0)
+    end, held, others = time.monotonic() + limit_s, False, []
+    wire.dial(first, address)
+    while (left := end - time.monotonic()) > 0:
+        message = wire.receive(left)
+        if message is None:
+            continue
+        peer, (kind, *values), _ = message
+        if peer != first:
+            others.append(message)
+        elif kind == "connected":
+            wire.send(first, ["hello", asdict(hello)])
+        elif kind == "held":
+            end, held = time.monotonic() + limit_s + HEAR_S, True
+        elif kind == "refused":
+            raise InputError(*values)
+        elif kind == "over":
+            raise TransferError(*values)
+        elif kind == "begin":
+            return values, others
+        elif kind == "gone" and held:
+            raise TransferError(f"{plan.title(first)} ended before the job began")
+    what = "not begun the job" if held else f"not answered at {address}; is it there, and has it the same token?"
+    raise TransferError(f"{plan.title(first)} has, for {limit_s:g} s, {what}")
+
+
+def gather(
+    wire: Wire, plan: TransferPlan, meeting: Meeting, mine: Hello
+) -> tuple[dict[int, Peer], list[str], list[Message]]:
+    """Wait on server 0 for all processes, and let them begin.
+
+    Return the others by rank, where the servers listen, and the calls of those who are no part of the beginning.
+    Raises InputError when the processes disagree, and TransferError naming who has not come in time or has gone.
+    """
+    size = meeting.size or plan.world_size
+    assert mine.rank is not None
+    hellos, peers, others = {mine.rank: mine}, dict[int, Peer](), list[Message]()
+    begin = told = time.monotonic()
+    try:
+        while missing := [rank for rank in range(size) if rank not in hellos]:
+            waited_s = time.monotonic() - begin
+            names = listing([plan.title(rank) for rank in missing])
+            if waited_s > meeting.limit_s:
+                raise TransferError(f"{plan.title(mine.rank)}: {names} did not come within {meeting.limit_s:g} s")
+            if time.monotonic() - told > REMIND_S:
+                told = time.monotonic()
+                log.warning("waiting for %s since %.0f s", names, waited_s)
+            message = wire.receive(BEAT_S)
+            for peer in peers.values():
+                wire.send(peer, ["alive"])
+            if message is None:
+                continue
+            peer, (kind, *values), _ = message
+            if kind == "gone":
+                lost = next((rank for rank, other in peers.items() if other == peer), None)
+                if lost is not None:
+                    raise TransferError(f"{plan.title(lost)} ended before the job began")
+            elif kind == "hello":
+                hello = Hello(**values[0])
+                if hello.rank is None:
+                    others.append(message)
+                elif hello.job == meeting.job:  # one that is ahead calls again when this job is over
+                    hellos[hello.rank], peers[hello.rank] = hello, peer
+                    wire.send(peer, ["held"])
+        if problem := disagreement(hellos, plan):
+            raise problem
+    except InputError as error:
+        for peer in peers.values():
+            wire.send(peer, ["refused", error.where, error.problem, error.remedy])
+        raise
+    except BaseException as error:
+        for peer in peers.values():
+            wire.send(peer, ["over", str(error) or type(error).__name__])
+        raise
+    addresses = [hellos[plan.rank_of_server(server)].address for server in range(plan.servers)]
+    for rank, peer in peers.items():
+        wire.send(peer, ["begin", rank, 0, 0, addresses])
+    if marker := os.environ.get("DDLTOOL_BEGUN"):
+        Path(marker).touch()  # a launcher may want to know
+    return peers, addresses, others
+
+
+def disagreement(hellos: Mapping[int, Hello], plan: TransferPlan) -> InputError | None:
+    """Return what keeps these processes from beginning, by rank."""
+    for rank, hello in sorted(hellos.items()):
+        if hello.refusal:
+            return InputError(f"rank {rank}", hello.refusal)
+    first = hellos[0]
+    if other := [str(rank) for rank, hello in sorted(hellos.items()) if hello.plan != first.plan]:
+        ranks = ("rank " if len(other) == 1 else "ranks ") + listing(other, 8)
+        problem = f"differs from rank 0's on {ranks}"
+        return InputError("transfer plan", problem, "give every rank the same plan and model")
+    for rank, hello in sorted(hellos.items()):
+        if hello.policy != first.policy:
+            problem = f"is {first.policy} on rank 0 and {hello.policy} on rank {rank}"
+            return InputError("synchronisation model", problem, "give every rank the same")
+    return None
+
+
+def check_place(plan: TransferPlan, meeting: Meeting) -> None:
+    """Raise InputError unless the job has as many processes as the plan, of which this one is one."""
+    if meeting.size not in (None, plan.world_size):
+        problem = (
+            f"is for {plan.workers} workers and {plan.servers} servers, but this job runs {meeting.size} processes"
+        )
+        raise InputError("transfer plan", problem, f"start {plan.world_size}")
+    if meeting.rank is None and not plan.late:
+        raise InputError("transfer plan:late", "is 0, so nobody can join", "give the job's plan, with seats for more")
+    if meeting.rank is not None and not 0 <= meeting.rank < plan.world_size:
+        raise InputError("RANK", f"is {meeting.rank} in a plan for {plan.world_size} processes", "give one of those")
