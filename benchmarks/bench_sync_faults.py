@@ -103,13 +103,8 @@ def measure(name: str, fault: str, stall: float) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder, socket.socket() as port:
         port.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # kept for the server, which listens there
         port.bind(("127.0.0.1", 0))
-        run = {
-            "port": port.getsockname()[1],
-            "folder": folder,
-            "fault": fault,
-            "stall": stall,
-            "pids": context.Array("q", WORKERS + 1),
-        }
+        run = {"port": port.getsockname()[1], "folder": folder, "fault": fault, "stall": stall}
+        run["pids"] = context.Array("q", WORKERS + 1)
         crew = []
         for rank in range(WORKERS + 1):
             ours, theirs = context.Pipe(duplex=False)

@@ -17,6 +17,7 @@ from torch import nn
 from ddltool.analyzers.costs.estimate import assign_channels
 from ddltool.errors import InputError
 from ddltool.graph import Graph, Op
+from ddltool.runtime.servers import Meeting
 from ddltool.runtime.servers.transfers import TransferPlan, Turns, planned_priority, spread
 from tests import transfer_workers as bodies
 from tests.transfer_workers import SGD, launch, make_batch, make_model, make_plan
@@ -250,6 +251,32 @@ def test_all_ranks_refuse_a_plan_that_one_does_not_share(case: str, line: str) -
         assert outcome.error.startswith("InputError: ")
         assert line in outcome.error
         assert outcome.seconds < 10
+
+
+@pytest.mark.parametrize("case", ["missing", "another token"])
+def test_who_does_not_come_is_named_within_the_limit(case: str) -> None:
+    """A process with another token is no part of the job, and is told no more than that nobody answers it."""
+    outcomes = launch(bodies.meet, 3, case)
+    line = "server 0 (rank 2): worker 1 (rank 1) did not come within 2 s"
+    assert outcomes[0].error == outcomes[2].error == f"TransferError: {line}"
+    if case == "another token":
+        assert "has, for 2 s, not answered at 127.0.0.1:" in outcomes[1].error
+    assert max(outcome.seconds for outcome in outcomes) < 15
+
+
+def test_a_server_listens_at_the_given_interface_alone() -> None:
+    _, server = launch(bodies.listening, 2)
+    assert server.result == ["127.0.0.1"]
+
+
+def test_a_process_without_a_job_says_what_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("RANK", "MASTER_ADDR", "DDLTOOL_SERVER", "DDLTOOL_TOKEN"):
+        monkeypatch.delenv(name, raising=False)
+    with pytest.raises(InputError, match="RANK and MASTER_ADDR: are not set, so this process has no job"):
+        Meeting.of_environment()
+    monkeypatch.setenv("DDLTOOL_SERVER", "10.0.0.7:29600")
+    with pytest.raises(InputError, match="DDLTOOL_TOKEN: is not set; give all processes of the job the same secret"):
+        Meeting.of_environment()
 
 
 def test_modules_of_torch_that_use_their_childrens_weights_wait_for_them() -> None:

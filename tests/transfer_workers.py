@@ -17,10 +17,11 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
+import psutil
 import torch
 from torch import Tensor, nn
 
-from ddltool.runtime.servers import BSP, Policy, Server, TransferPlan, Worker
+from ddltool.runtime.servers import BSP, Meeting, Policy, Server, TransferPlan, Worker
 from ddltool.runtime.servers.policies import Update
 from ddltool.runtime.servers.worker import PushOrder
 
@@ -385,3 +386,30 @@ def train_one_by_one(rank: int, steps: int) -> Any:
                 nn.functional.cross_entropy(model(features), labels).backward()
             versions.append(worker.arrivals[-1].version)
     return versions
+
+
+def meet(rank: int, case: str) -> None:
+    """Two workers, one server, of which one does not come or has another token."""
+    meeting = Meeting.of_environment()
+    meeting.limit_s = 2.0
+    if rank == 1 and case == "missing":
+        return
+    if rank == 1 and case == "another token":
+        meeting.token = "guessed"
+    model, plan = make_model(), make_plan(2, 1, "none")
+    if rank == 2:
+        Server(model, plan, sgd(model), meeting=meeting).serve()
+    else:
+        Worker(model, plan, meeting=meeting).close()
+
+
+def listening(rank: int) -> list[str]:
+    """One worker, one server: return where the server listens."""
+    model, plan = make_model(), make_plan(1, 1, "none")
+    if rank == 0:
+        Worker(model, plan).close()
+        return []
+    server = Server(model, plan, sgd(model))
+    found = [str(one.laddr.ip) for one in psutil.Process().net_connections("tcp") if one.status == "LISTEN"]
+    server.serve()
+    return found

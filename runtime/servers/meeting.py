@@ -19,7 +19,8 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-import torch.distributed as dist
+from torch.distributed.distributed_c10d import Store
+from torch.distributed.rendezvous import rendezvous
 
 from ddltool.errors import InputError, one_line
 from ddltool.runtime.servers.transfers import TransferError, TransferPlan, listing
@@ -48,7 +49,7 @@ class Meeting:
     """``HOST:PORT`` where server 0 listens."""
     token: str = ""
     """The job's secret; nobody without it can speak to the job or read what is sent."""
-    store: dist.Store | None = None
+    store: Store | None = None
     limit_s: float = LIMIT_S
     """How long to wait for the others."""
 
@@ -102,14 +103,14 @@ class Meeting:
             self.store.wait([self._key], timedelta(seconds=self.limit_s))
         except RuntimeError as error:
             raise TransferError(f"server 0 has not come within {self.limit_s:g} s") from error
-        address, self.token = self.store.get(self._key).decode().split()
+        address, self.token = bytes(self.store.get(self._key)).decode().split()
         return address
 
 
 @functools.cache  # rank 0 may be the one that keeps it, for as long as the process lives
-def _store_of_environment() -> dist.Store:
+def _store_of_environment() -> Store:
     try:
-        store: dist.Store = next(iter(dist.rendezvous("env://", timeout=timedelta(seconds=LIMIT_S))))[0]
+        store: Store = next(iter(rendezvous("env://", timeout=timedelta(seconds=LIMIT_S))))[0]
     except (RuntimeError, ValueError) as error:
         raise TransferError(f"torch.distributed's store does not answer: {one_line(str(error))[:200]}") from error
     return store

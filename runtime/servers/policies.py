@@ -207,7 +207,7 @@ class BSP(Policy):
 class LocalSGD(BSP):
     """H local steps, then averaging: what travels as a gradient is pulled minus local value.
 
-    With ``MomentumSGD(lr=1.0)`` on the servers the new value is the workers' mean; other optimizers make it slow
+    With ``torch.optim.SGD(lr=1.0)`` on the servers the new value is the workers' mean; other optimizers make it slow
     momentum and the like. H = 1 is BSP with the local optimizer's state on each worker.
     """
 

@@ -229,9 +229,9 @@ class SyncLog:
                 worker=worker,
                 lost=reason is not None,
                 reason=reason or "closed",
-                epoch=share and share.epoch,
-                steps_of_epoch=share and share.steps,
-                batches_left=share and share.left_out,
+                epoch=share.epoch if share else None,
+                steps_of_epoch=share.steps if share else None,
+                batches_left=share.left_out if share else None,
             )
         )
         if reason is not None:

@@ -238,7 +238,9 @@ class Server:
         """Return what ends the run, in one line."""
         if isinstance(error, TransferError):
             return error
-        text = f"{type(error).__name__}: {error}" if isinstance(error, Exception) else type(error).__name__
+        text = (
+            f"{type(error).__name__}: {error}" if isinstance(error, Exception) else str(error) or type(error).__name__
+        )
         how = "failed:" if isinstance(error, Exception) else "was ended by"
         # Names of files, say, may hold what is no text.
         return TransferError(one_line(f"{self._title} {how} {text}".encode(errors="replace").decode()))

@@ -19,12 +19,12 @@ from ddltool.errors import InputError
 from ddltool.runtime.servers.signals import Interruptions
 from ddltool.runtime.servers.transfers import TransferError
 
-BEAT_S = 0.5  # how often a server tells everybody that it is there
+BEAT_S = 0.1  # how often a server tells everybody that it is there, and so finds who is gone
 SILENT_S = (
     60.0  # how long an end may be silent before its connection counts as lost; no single transfer may take longer
 )
 CLOSED = "closed its connection"
-LINGER_S = 2.0  # how long last words may take when an end closes
+LINGER_S = 1.0  # how long last words may take when an end closes
 Peer: TypeAlias = int | bytes
 """The other end of a connection: the rank of a server that was dialled, or the name that a caller has here."""
 Message: TypeAlias = tuple[Peer, list[Any], memoryview | None]
@@ -61,7 +61,7 @@ class Wire:
             self._router.bind(f"tcp://{socket.gethostbyname(host)}:{port or '*'}")
         except OSError as error:  # ZMQError is one, and that of an unknown name
             raise InputError(f"{host}:{port}", f"cannot be listened at ({error.strerror or error})") from None
-        return str(self._router.last_endpoint.decode().removeprefix("tcp://"))
+        return self._router.getsockopt_string(zmq.LAST_ENDPOINT).removeprefix("tcp://")
 
     def dial(self, rank: int, address: str) -> None:
         """Call the server of this rank; :meth:`receive` says when it has answered, and when the connection ends."""
@@ -83,6 +83,10 @@ class Wire:
         made.reconnect_ivl_max = 1000
         self._poller.register(made, zmq.POLLIN)
         return made
+
+    def give_up(self, rank: int) -> None:
+        """Let a server that is gone miss what is still on its way to it; closing then does not wait for that."""
+        self._dealers[rank].linger = 0
 
     def send(self, peer: Peer, what: Sequence[Any], tensor: Tensor | None = None) -> None:
         """Queue a message; the memory of ``tensor`` must not change until it has been sent, which nobody is told.
@@ -113,7 +117,7 @@ class Wire:
         if found := self._next():
             return found
         if not self._events:
-            self._poller.poll(1e3 * timeout_s)
+            self._poller.poll(int(1e3 * timeout_s) + 1)
         for monitor, rank in self._monitors.items():
             while monitor.poll(0):
                 ended = recv_monitor_message(monitor)["event"] == zmq.EVENT_DISCONNECTED

@@ -152,7 +152,7 @@ class Worker:
         self._closed: set[int] = set()  # servers that know that this worker has closed
         self._open = True
         self._failure: TransferError | None = None
-        self._answer: list[int] | None = None
+        self._answers: list[list[int]] = []
         self._pulled: dict[str, Tensor] = {}
         self._pulled_clock = 0
         self._local = 0  # steps of the round that is under way
@@ -238,11 +238,9 @@ class Worker:
         All workers get the same answer for an epoch. Raises TransferError as :meth:`step` does.
         """
         with self._running("was ended by"):
-            self._answer = None
             self._tell(0, "members", epoch)
-            self._take_until(lambda: self._answer is not None)
-            assert self._answer is not None
-            return tuple(self._answer)
+            self._take_until(lambda: bool(self._answers))
+            return tuple(self._answers.pop())
 
     def close(self) -> None:
         """Push what a round has so far, tell the servers that nothing more will be asked for, and remove the hooks.
@@ -289,25 +287,25 @@ class Worker:
         try:
             yield
         except BaseException as error:
-            self._fail(error, how)
-            if self._failure is not error and isinstance(error, TransferError):
-                raise self._failure from error
+            failure = self._fail(error, how)
+            if isinstance(error, TransferError) and failure is not error:
+                raise failure from error
             raise
 
-    def _fail(self, error: BaseException, how: str) -> None:
+    def _fail(self, error: BaseException, how: str) -> TransferError:
         """Write the checkpoint where the job ends here, and tell the servers why this worker leaves it."""
-        self._failure = (
-            error if isinstance(error, TransferError) else TransferError(f"{self._title} {how} {_named(error)}")
-        )
+        failure = error if isinstance(error, TransferError) else TransferError(f"{self._title} {how} {_named(error)}")
         problem = self._save() if isinstance(error, TransferError | KeyboardInterrupt | Terminated) else ""
         if problem and isinstance(error, TransferError):
-            self._failure = TransferError(f"{error}; {problem}")
+            failure = TransferError(f"{error}; {problem}")
         elif problem:
             log.warning("%s: %s", self._title, problem)
+        self._failure = failure
         with self._interruptions.held_off():
-            for server in range(self.plan.servers):
+            for server in set(range(self.plan.servers)) - self._closed:
                 self._tell(server, "fail", f"{how} {_named(error)}")
             self._leave()
+        return failure
 
     def _tell(self, server: int, *what: Any, tensor: Tensor | None = None) -> None:
         self._told_s[server] = time.monotonic()
@@ -341,15 +339,16 @@ class Worker:
             if time.monotonic() - self._told_s[server] > HERE_S:
                 self._tell(server, "here")
         elif kind == "members":
-            self._answer = values[0]
+            self._answers.append(values[0])
         elif kind == "bye":
             self._closed.add(server)
         elif kind == "out":
             raise TransferError(f"{self._title} was taken out of the job by {title}: it {values[0]}")
-        elif kind == "end" and server not in self._closed:
-            raise TransferError(f"{self._title}: the job has ended: {values[0]}")
-        elif kind == "gone" and server not in self._closed:
-            raise TransferError(f"{self._title}: {title} {CLOSED}")
+        elif kind in ("end", "gone") and server not in self._closed:
+            self._closed.add(server)
+            self._wire.give_up(self.plan.rank_of_server(server))
+            why = f"{title} {CLOSED}" if kind == "gone" else f"the job has ended: {values[0]}"
+            raise TransferError(f"{self._title}: {why}")
 
     # One step.
 
