@@ -13,7 +13,7 @@ import secrets
 import socket
 import time
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -23,6 +23,7 @@ from torch.distributed.distributed_c10d import Store
 from torch.distributed.rendezvous import rendezvous
 
 from ddltool.errors import InputError, one_line
+from ddltool.runtime.servers.policies import Policy
 from ddltool.runtime.servers.transfers import TransferError, TransferPlan, listing
 from ddltool.runtime.servers.wire import BEAT_S, Message, Peer, Wire
 
@@ -139,6 +140,21 @@ class Hello:
     """What this process finds wrong with its own arguments: then nobody begins."""
     address: str = ""
     """Where a server listens."""
+
+    @classmethod
+    def of(
+        cls, meeting: Meeting, plan: TransferPlan, policy: Policy, check: Callable[[], None]
+    ) -> tuple[Hello, InputError | None]:
+        """Return what this process says, and why it refuses to begin: what ``check()`` finds wrong, or its place."""
+        refusal = None
+        try:
+            check_place(plan, meeting)
+            check()
+        except InputError as error:
+            refusal = error
+        text = "" if refusal is None else str(refusal)
+        hello = cls(rank=meeting.rank, job=meeting.job, plan=plan.digest(), policy=policy.describe(), refusal=text)
+        return hello, refusal
 
 
 def call(wire: Wire, plan: TransferPlan, address: str, hello: Hello, limit_s: float) -> tuple[list[Any], list[Message]]:

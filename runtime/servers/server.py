@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from ddltool.errors import DdlToolError, InputError, one_line
-from ddltool.runtime.servers.meeting import Hello, Meeting, address_towards, call, check_place, gather
+from ddltool.runtime.servers.meeting import Hello, Meeting, address_towards, call, gather
 from ddltool.runtime.servers.policies import BSP, Book, Policy, Update
 from ddltool.runtime.servers.records import Share, SyncLog
 from ddltool.runtime.servers.signals import Interruptions
@@ -118,20 +118,7 @@ class Server:
         """Who joins: the first step, and the other servers that do not know yet."""
         self._beat_s = 0.0
         self._interruptions = Interruptions()
-        refusal: InputError | None = None
-        try:
-            check_place(plan, meeting)
-            self._check()
-            self.values = {slot.name: self._value(slot.name) for slot in mine}
-        except InputError as error:
-            refusal = error
-        self._hello = Hello(
-            rank=rank,
-            job=meeting.job,
-            plan=plan.digest(),
-            policy=self.policy.describe(),
-            refusal="" if refusal is None else str(refusal),
-        )
+        self._hello, refusal = Hello.of(meeting, plan, self.policy, self._check)
         try:
             self._meet(meeting)
         except DdlToolError as error:
@@ -154,6 +141,7 @@ class Server:
             raise InputError("transfer plan", "puts no trainable parameter on server 0", "joining needs one there")
         self.policy.open(self._book)
         self.log.open()
+        self.values = {name: self._value(name) for name in self.version}
 
     def _meet(self, meeting: Meeting) -> None:
         plan, first = self.plan, self.plan.rank_of_server(0)
@@ -375,11 +363,11 @@ class Server:
         if (worker := self.plan.worker_of_rank(rank)) in self._book.members:
             self._lose(worker, CLOSED)
 
-    def _on_connected(self, peer: Peer) -> None: ...
-
     # Messages between servers.
 
     def _on_alive(self, peer: Peer) -> None: ...
+
+    def _on_connected(self, peer: Peer) -> None: ...
 
     def _on_bye(self, peer: Peer) -> None:
         """Another server has served to the end."""

@@ -25,7 +25,7 @@ from torch import Tensor, nn
 
 from ddltool.artifacts import check_writable
 from ddltool.errors import DdlToolError, InputError, one_line
-from ddltool.runtime.servers.meeting import Hello, Meeting, call, check_place
+from ddltool.runtime.servers.meeting import Hello, Meeting, call
 from ddltool.runtime.servers.policies import BSP, Policy
 from ddltool.runtime.servers.signals import Interruptions, Terminated
 from ddltool.runtime.servers.transfers import TransferError, TransferPlan, Turns, check_values
@@ -110,19 +110,7 @@ class Worker:
         self._parameters = dict(model.named_parameters())
         self._names = [slot.name for slot in plan.slots]
         self._interruptions = Interruptions()
-        refusal: InputError | None = None
-        try:
-            check_place(plan, meeting)
-            self._check()
-        except InputError as error:
-            refusal = error
-        hello = Hello(
-            rank=meeting.rank,
-            job=meeting.job,
-            plan=plan.digest(),
-            policy=self.policy.describe(),
-            refusal="" if refusal is None else str(refusal),
-        )
+        hello, refusal = Hello.of(meeting, plan, self.policy, self._check)
         if refusal is not None and meeting.rank is None:
             raise refusal
         try:
