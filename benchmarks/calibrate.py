@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import argparse
 import math
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -31,6 +31,8 @@ from ddltool.fixtures.loading import devices
 ROOT = Path(__file__).resolve().parents[1]
 FOLDS = 5
 HELD = 0.8
+# From so many measured training steps on, a device counts as one that the fit has seen.
+ENOUGH = 10
 # Standard deviations above which a tenth lies.
 _TENTH = 1.2816
 # A model of today's timm with other parameters under an old name is another architecture.
@@ -232,16 +234,18 @@ def devices_left_out(cells: Sequence[Cell], whole: Belief) -> tuple[Judged, Judg
 
 
 def residuals_of(judged: Sequence[tuple[Row, float]], what: str) -> Residuals:
-    """Return between which factors of a prediction 80 % of measurements lie; every (model, device) has equal weight.
+    """Return between which factors of a prediction 80 % of measurements lie.
 
+    Every source has equal weight, and in it every (model, device): a user's model is like none of them more than the others.
     The quantiles of split conformal prediction (Vovk et al., 2005), as many on either side: with ``n`` cells the level
     ``q`` becomes ``ceil((n + 1) q) / n``.
     """
-    groups: dict[tuple[str, str], list[tuple[Row, float]]] = defaultdict(list)
+    groups: dict[tuple[str, str, str], list[tuple[Row, float]]] = defaultdict(list)
     for row, time in judged:
-        groups[row.model, row.device].append((row, time))
+        groups[row.source, row.model, row.device].append((row, time))
+    beside = Counter(source for source, _, _ in groups)
     logs = np.array([math.log(row.measured_s / time) for each in groups.values() for row, time in each])
-    weights = np.array([1.0 / len(each) for each in groups.values() for _ in each])
+    weights = np.array([1.0 / len(each) / beside[source] for (source, _, _), each in groups.items() for _ in each])
     cells, upper = len(groups), (1.0 + HELD) / 2.0
     level = min(1.0, math.ceil((cells + 1) * upper) / cells)
     errors = np.abs(np.expm1(-logs))
@@ -309,7 +313,8 @@ def main() -> None:
         f"{name}: {source.title}, {sum(row.source == name for cell in cells for row in cell.rows)} rows; {source.remark}"
         for name, source in SOURCES.items()
     ]
-    judged = {cell.row.device for cell in cells if not SOURCES[cell.row.source].adds}
+    trained = Counter(row.device for cell in cells for row in cell.rows if own(row) and row.trace.mode == "training")
+    judged = {name for name, rows in trained.items() if rows >= ENOUGH}
     table = table_of(
         whole,
         devices=sorted(judged),
