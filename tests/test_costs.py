@@ -400,7 +400,7 @@ def test_sparse_gradients_are_rows() -> None:
     assert table < sparse.live_bytes(4).max() < 1.1 * table
 
 
-@pytest.mark.filterwarnings("error::RuntimeWarning")
+@pytest.mark.filterwarnings("error::RuntimeWarning", "ignore:Initializing zero-element")
 def test_a_layer_of_no_features_takes_no_time() -> None:
     graph = traced(nn.Sequential(nn.Linear(64, 0), nn.Linear(0, 64)), torch.zeros(4, 64))
     assert np.isfinite(model().step(graph).step_s)
@@ -421,6 +421,7 @@ def test_a_sequence_first_layer_has_its_batch_in_the_second_place(kind: type[nn.
     assert {op.gemm[:2] for graph in graphs for op in graph.ops() if "recurrent" in op.op_type} == {(128.0, 5.0)}
 
 
+@pytest.mark.filterwarnings("ignore:LSTM with projections")
 def test_a_projected_state_is_narrower_than_its_cell() -> None:
     lstm = nn.LSTM(16, 32, 2, batch_first=True, proj_size=8)
     seen = []
