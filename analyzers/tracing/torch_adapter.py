@@ -380,8 +380,8 @@ def _checkpoints(numerics: Numerics, recomputed: list[range]) -> Iterator[None]:
                 return function(*args)
         return checkpointing.checkpoint(function, *args, use_reentrant=False, early_stop=False)
 
-    checkpointing._checkpoint_without_reentrant_generator = in_dialect
-    checkpointing.CheckpointFunction.apply = staticmethod(apply)  # type: ignore[assignment,method-assign]
+    checkpointing._checkpoint_without_reentrant_generator = in_dialect  # type: ignore[assignment]
+    checkpointing.CheckpointFunction.apply = staticmethod(apply)  # type: ignore[method-assign]
     try:
         yield
     finally:
@@ -547,8 +547,7 @@ def _compute_ops(
 def _storage(node: Node) -> int:
     """Return an identity of the storage that a node's tensor looks at, 0 when it is no single tensor."""
     value = node.meta.get("val")
-    single = isinstance(value, Tensor) and value.layout == torch.strided
-    return value.untyped_storage()._cdata if single else 0
+    return value.untyped_storage()._cdata if isinstance(value, Tensor) and value.layout == torch.strided else 0
 
 
 def _written_storages(node: Node) -> list[int]:
