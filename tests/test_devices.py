@@ -152,7 +152,7 @@ def test_like_takes_over_all_that_is_not_said(tmp_path: Path) -> None:
         ("{name: a100, like: A100, memory_gib: 20, price_per_hour: 2}", "device"),
         ("{name: A100, like: A100, memory_bytes_per_s: 8e11}", "generation"),
         ("{name: A100, like: A100, source: my own bench, peak_flops: {float16: 1e14}}", "generation"),
-        (PLAIN.replace("box", "A100"), "unknown"),
+        (PLAIN.replace("box", "A100, architecture: Pascal"), "unknown"),
         ("{name: half, like: A100}", "generation"),
     ],
 )
