@@ -59,14 +59,14 @@ PRIOR = Belief(
         cache=0.4,
         issue_s=10e-6,
         update_s=10e-6,
-        turn_s=3e-6,
+        turn_s=5e-6,
     ),
     generations={},
     spread={
         "*": 0.25,
         **{f"arithmetic:{name}": 1.2 for name in ARITHMETIC if _slow(name)},
         **{f"traffic:{name}": 1.2 for name in TRAFFIC if _slow(name)},
-        **{"feed": 0.8, "start_s": 0.15, "cache": 0.5, "issue_s": 0.2, "update_s": 0.15, "turn_s": 0.5, "setting": 1.5},
+        **{"feed": 0.8, "start_s": 0.15, "cache": 0.5, "issue_s": 0.2, "update_s": 0.15, "turn_s": 0.8, "setting": 1.5},
         **dict.fromkeys(UNITS, 0.2),
         # A K80's clock follows its power, far below the boost of the datasheet.
         **{f"{unit}:Kepler": 0.3 for unit in UNITS},
@@ -234,25 +234,26 @@ def devices_left_out(cells: Sequence[Cell], whole: Belief) -> tuple[Judged, Judg
 
 
 def residuals_of(judged: Sequence[tuple[Row, float]], what: str) -> Residuals:
-    """Return between which factors of a prediction 80 % of measurements lie.
+    """Return between which factors of a prediction 80 % of measurements lie: of all (model, device), and of all sources.
 
-    Every source has equal weight, and in it every (model, device): a user's model is like none of them more than the others.
-    The quantiles of split conformal prediction (Vovk et al., 2005), as many on either side: with ``n`` cells the level
-    ``q`` becomes ``ceil((n + 1) q) / n``.
+    The wider of both counts, as a user's model may be like any of them: once every (model, device) has equal weight, and once
+    every source and in it every (model, device). The quantiles of split conformal prediction (Vovk et al., 2005), as many on
+    either side: with ``n`` cells the level ``q`` becomes ``ceil((n + 1) q) / n``.
     """
     groups: dict[tuple[str, str, str], list[tuple[Row, float]]] = defaultdict(list)
     for row, time in judged:
         groups[row.source, row.model, row.device].append((row, time))
     beside = Counter(source for source, _, _ in groups)
     logs = np.array([math.log(row.measured_s / time) for each in groups.values() for row, time in each])
-    weights = np.array([1.0 / len(each) / beside[source] for (source, _, _), each in groups.items() for _ in each])
+    alike = np.array([1.0 / len(each) for each in groups.values() for _ in each])
+    by_source = alike / np.array([beside[source] for (source, _, _), each in groups.items() for _ in each])
     cells, upper = len(groups), (1.0 + HELD) / 2.0
     level = min(1.0, math.ceil((cells + 1) * upper) / cells)
-    errors = np.abs(np.expm1(-logs))
+    low, high = (max(_quantile(sign * logs, each, level) for each in (alike, by_source)) for sign in (-1.0, 1.0))
     return Residuals(
-        low=min(1.0, float(f"{math.exp(-_quantile(-logs, weights, level)):.4g}")),
-        high=max(1.0, float(f"{math.exp(_quantile(logs, weights, level)):.4g}")),
-        median_error=float(f"{_quantile(errors, weights, 0.5):.4g}"),
+        low=min(1.0, float(f"{math.exp(-low):.4g}")),
+        high=max(1.0, float(f"{math.exp(high):.4g}")),
+        median_error=float(f"{_quantile(np.abs(np.expm1(-logs)), alike, 0.5):.4g}"),
         rows=len(judged),
         what=what,
     )

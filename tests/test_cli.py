@@ -292,12 +292,12 @@ def test_documents_satisfy_their_published_schemas(cli: Cli, folder: Path) -> No
 
 
 def test_an_interruption_is_130(monkeypatch: pytest.MonkeyPatch, cli: Cli, folder: Path) -> None:
-    import ddltool.analyzers.loading.sources
+    import ddltool.analyzers.loading.timed_graph
 
     def interrupted(*_: object, **__: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(ddltool.analyzers.loading.sources, "load_graph", interrupted)
+    monkeypatch.setattr(ddltool.analyzers.loading.timed_graph, "load_graph", interrupted)
     result = cli("trace", folder / "graph.json", "-o", folder / "out.json")
     assert (result.code, result.error_line) == (130, "interrupted")
     assert not (folder / "out.json").exists()

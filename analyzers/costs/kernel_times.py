@@ -169,8 +169,9 @@ def seconds(demand: Demand, constants: Constants) -> Array:
     reached = shares[np.maximum(demand.arithmetic_of, 0)] * np.where(demand.on_tensor, units["tensor"], units["vector"])
     feed = np.array([constants.feed.get(name, np.inf) for name in ARITHMETIC])[np.maximum(demand.arithmetic_of, 0)]
     arithmetic = demand.arithmetic_s / reached + demand.fed_s / feed
-    # Whatever its constants say of an unknown device, it is not faster than its datasheet; groups may use other units.
-    arithmetic = np.where(demand.serial, arithmetic, np.maximum(arithmetic, demand.arithmetic_s))
+    # Where nothing is known of what feeds them, matrix units are at least not faster than their datasheet.
+    unfed = demand.on_tensor & (demand.fed_s == 0.0)
+    arithmetic = np.where(unfed, np.maximum(arithmetic, demand.arithmetic_s), arithmetic)
     rates = np.array([constants.traffic[name] for name in TRAFFIC])[demand.traffic_of] * units["memory"]
     traffic = demand.traffic_s * (1.0 - constants.cache * demand.cached) / rates
     longer, shorter = np.maximum(arithmetic, traffic), np.minimum(arithmetic, traffic)
