@@ -2,22 +2,34 @@
 
 from __future__ import annotations
 
+import time
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Optional
+from typing import Annotated, Any, Optional
 
+import numpy as np
 import typer
 
+from ddltool.analyzers.balancing.predict import PREDICTORS as TRAINED
+from ddltool.analyzers.balancing.predict import length_predictor
+from ddltool.analyzers.barriers.ends import Barrier, EndTimes, Floats, bsp
+from ddltool.analyzers.barriers.gridscan import full_gridscan, gridscan
+from ddltool.analyzers.barriers.predict import PREDICTORS, predict_ends
+from ddltool.analyzers.barriers.tradeoff import OBJECTIVES, TradeoffPoint, best_barrier, tradeoff
+from ddltool.analyzers.barriers.zipline import zipline
+from ddltool.analyzers.reporting.result_sections import barrier_section
+from ddltool.artifacts import check_writable, save, write_text
+from ddltool.commands.barrier_times import read_predicted, read_recorded, read_weights
 from ddltool.commands.options import Json, Output
+from ddltool.commands.output import note, print_json, show
 from ddltool.commands.parts import is_given
+from ddltool.commands.values import demand_picture
+from ddltool.errors import InputError, did_you_mean
+from ddltool.outputs import demand_distinct
+from ddltool.results import BarrierChoice, BarrierFigures, BarrierResult, TradeoffFigures
 
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from ddltool.analyzers.barriers.ends import Barrier, EndTimes, Floats
-    from ddltool.analyzers.barriers.tradeoff import TradeoffPoint
-
-    Prices = Floats | None
-
+Prices = Floats | None
 ALGORITHMS = ("zipline", "gridscan", "fullgridscan")
 LOOKAHEAD = 15
 # Beyond these a choice takes more than seconds, for barriers that lie hours ahead.
@@ -70,14 +82,6 @@ def barrier(
     as_json: Json = False,
 ) -> None:
     """Choose the next barrier: how many iterations each worker makes until all synchronise."""
-    from ddltool.artifacts import check_writable, save, write_text
-    from ddltool.commands.barrier_output import show_barriers
-    from ddltool.commands.barrier_times import read_weights
-    from ddltool.commands.output import note, print_json
-    from ddltool.commands.values import demand_picture
-    from ddltool.errors import InputError, did_you_mean
-    from ddltool.outputs import demand_distinct
-
     if algorithm not in (*ALGORITHMS, "all"):
         raise InputError("--algorithm", f"unknown algorithm {algorithm!r}", did_you_mean(algorithm, ALGORITHMS))
     if predicted and is_given(context, "predictor"):
@@ -92,8 +96,7 @@ def barrier(
     chosen = ALGORITHMS if algorithm == "all" else (algorithm,)
     barriers = choose(ends, chosen, max_gap, prices)
     curve = tradeoff_curve(ends, prices)
-    document = describe(names, ends, barriers, curve, prices)
-    document |= {"max_gap": max_gap, "predictor": None if predicted else predictor}
+    found = describe(names, ends, barriers, curve, prices, max_gap=max_gap, predictor=None if predicted else predictor)
     if picture is not None:
         from ddltool.analyzers.barriers.picture import barrier_svg
 
@@ -109,23 +112,15 @@ def barrier(
         write_text(picture, svg)
         note(f"wrote {picture}")
     if output is not None:
-        save(document, output)
+        save(found, output)
     if as_json:
-        print_json(document)
+        print_json(found)
     else:
-        show_barriers(document, output)
+        show(barrier_section(found, times.name), output)
 
 
 def ends_of(path: Path, lookahead: int | None, *, predicted: bool, predictor: str) -> tuple[tuple[str, ...], EndTimes]:
     """Return the workers' names (n,) and their predicted iteration ends (n, R)."""
-    from ddltool.analyzers.balancing.predict import PREDICTORS as TRAINED
-    from ddltool.analyzers.balancing.predict import length_predictor
-    from ddltool.analyzers.barriers.ends import EndTimes
-    from ddltool.analyzers.barriers.predict import PREDICTORS, predict_ends
-    from ddltool.commands.barrier_times import read_predicted, read_recorded
-    from ddltool.commands.output import note
-    from ddltool.errors import InputError, did_you_mean
-
     trained = [name for name in TRAINED if name not in PREDICTORS]
     if predictor not in (*PREDICTORS, *trained):
         known = (*PREDICTORS, *trained)
@@ -154,13 +149,6 @@ def choose(
     ends: EndTimes, algorithms: tuple[str, ...], max_gap: int | None, prices: Prices = None
 ) -> dict[str, tuple[Barrier, float]]:
     """Return each algorithm's barrier and CPU seconds, then BSP's and the exact ones under ``max_gap`` and prices."""
-    from functools import partial
-
-    from ddltool.analyzers.barriers.ends import bsp
-    from ddltool.analyzers.barriers.gridscan import full_gridscan, gridscan
-    from ddltool.analyzers.barriers.tradeoff import OBJECTIVES, best_barrier
-    from ddltool.analyzers.barriers.zipline import zipline
-
     published = {"zipline": zipline, "gridscan": gridscan, "fullgridscan": full_gridscan}
     made = {name: _timed(published[name], ends) for name in algorithms}
     made["bsp"] = _timed(bsp, ends)
@@ -170,7 +158,6 @@ def choose(
 
 
 def _timed(call: Callable[[EndTimes], Barrier], ends: EndTimes) -> tuple[Barrier, float]:
-    import time
 
     begin = time.process_time()
     barrier = call(ends)
@@ -179,8 +166,6 @@ def _timed(call: Callable[[EndTimes], Barrier], ends: EndTimes) -> tuple[Barrier
 
 def tradeoff_curve(ends: EndTimes, prices: Prices) -> tuple[TradeoffPoint, ...]:
     """Return the best barriers by bound on the iteration gap."""
-    from ddltool.analyzers.barriers.tradeoff import tradeoff
-
     return tradeoff(ends, _bounds(ends, prices), prices)
 
 
@@ -190,38 +175,42 @@ def describe(
     barriers: dict[str, tuple[Barrier, float]],
     curve: tuple[TradeoffPoint, ...],
     prices: Prices,
-) -> dict[str, Any]:
-    """Return the document that ``--json`` prints, but for the options."""
-    from ddltool.analyzers.barriers.tradeoff import OBJECTIVES
-
+    *,
+    max_gap: int | None = None,
+    predictor: str | None = None,
+) -> BarrierResult:
+    """Return all barriers as the command's result."""
     records = {
-        name: {**_figures(made, prices), "iterations": _iterations(names, made), "compute_seconds": seconds}
+        name: BarrierChoice(
+            **_figures(made, prices),
+            iterations=dict(zip(names, made.iterations.tolist(), strict=True)),
+            compute_seconds=seconds,
+        )
         for name, (made, seconds) in barriers.items()
     }
-    return {
-        "kind": "ddltool.barrier",
-        "schema_version": 1,
-        "workers": len(names),
-        "lookahead": int((ends.pointers[1:] - ends.pointers[:-1]).max()),
-        "predictor": None,
-        "algorithms": {name: record for name, record in records.items() if name in ALGORITHMS},
-        "bsp": records["bsp"],
-        "max_gap": None,
-        "weights": None if prices is None else dict(zip(names, prices.tolist(), strict=True)),
-        "objectives": {name: records[name] for name in OBJECTIVES},
-        "tradeoff": [
-            {"max_gap": point.max_gap, **{name: _figures(getattr(point, name), prices) for name in OBJECTIVES}}
+    return BarrierResult(
+        workers=len(names),
+        lookahead=int((ends.pointers[1:] - ends.pointers[:-1]).max()),
+        predictor=predictor,
+        algorithms={name: record for name, record in records.items() if name in ALGORITHMS},
+        bsp=records["bsp"],
+        max_gap=max_gap,
+        weights=None if prices is None else dict(zip(names, prices.tolist(), strict=True)),
+        objectives={name: records[name] for name in OBJECTIVES},
+        tradeoff=[
+            TradeoffFigures(
+                max_gap=point.max_gap,
+                waiting=BarrierFigures(**_figures(point.waiting, prices)),
+                total=BarrierFigures(**_figures(point.total, prices)),
+                per_iteration=BarrierFigures(**_figures(point.per_iteration, prices)),
+            )
             for point in curve
         ],
-    }
+    )
 
 
 def _bounds(ends: EndTimes, prices: Prices) -> list[int]:
     """Return at most 17 bounds (5 where ends are many) on the gap, from 0 to the one from which on nothing improves."""
-    import numpy as np
-
-    from ddltool.analyzers.barriers.tradeoff import OBJECTIVES, best_barrier
-
     most = max(best_barrier(ends, objective=objective, weights=prices).iteration_gap for objective in OBJECTIVES)
     points = _CURVE_POINTS if len(ends.end_s) <= MANY_ENDS else _FEW_POINTS
     if most < points:
@@ -230,7 +219,7 @@ def _bounds(ends: EndTimes, prices: Prices) -> list[int]:
     return [0, *spread.tolist()]
 
 
-def _figures(made: Barrier, prices: Prices) -> dict[str, float | int]:
+def _figures(made: Barrier, prices: Prices) -> dict[str, Any]:
     cost = {}
     if prices is not None:
         waited = float(prices @ (made.barrier_s - made.chosen_s))
@@ -243,7 +232,3 @@ def _figures(made: Barrier, prices: Prices) -> dict[str, float | int]:
         "iteration_gap": made.iteration_gap,
         **cost,
     }
-
-
-def _iterations(names: tuple[str, ...], made: Barrier) -> dict[str, int]:
-    return dict(zip(names, made.iterations.tolist(), strict=True))

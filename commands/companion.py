@@ -2,17 +2,29 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Optional
+from typing import Annotated, Any, Optional
 
 import typer
+from pydantic import ValidationError
 
+from ddltool.analyzers.placement.companion import build, disagreeing, measured_capability, meta_of, plan_for
+from ddltool.analyzers.placement.problem import from_job
+from ddltool.analyzers.placement.proposals import Proposal, proposals
+from ddltool.artifacts import check_writable
 from ddltool.commands.options import DevicesFile, Json, Output
+from ddltool.commands.output import note, out, print_json, table
 from ddltool.commands.values import number
-
-if TYPE_CHECKING:
-    from ddltool.analyzers.placement.proposals import Proposal
-    from ddltool.companion import Companion, CompanionPlan
+from ddltool.companion import Companion, CompanionPlan, is_companion, write_companion
+from ddltool.errors import InputError
+from ddltool.fixtures.loading import with_specs
+from ddltool.job import read_job
+from ddltool.outputs import demand_distinct
+from ddltool.profile import read_table
+from ddltool.schema_words import in_words
+from ddltool.telemetry import TelemetryRow
+from ddltool.units import show_seconds
 
 
 def companion(
@@ -45,9 +57,6 @@ def companion(
     as_json: Json = False,
 ) -> None:
     """Keep the best plan for every number of available devices, look one up, correct it by what was measured."""
-    from ddltool.companion import Companion, is_companion
-    from ddltool.errors import InputError
-
     document: dict[str, Any] = {}
     if free is not None and lookup is None:
         raise InputError("--free", "needs --lookup", "say what the job holds, for example --lookup V100=2")
@@ -69,33 +78,20 @@ def companion(
         elif not document:
             document["about"] = _about(base, as_json)
     if as_json:
-        from ddltool.commands.output import print_json
-
         print_json(document)
 
 
 def _build(job_file: Path, output: Path, devices_file: Path | None, as_json: bool) -> dict[str, Any]:
     """Make the database of a job."""
-    import time
-
-    from ddltool.analyzers.placement.companion import build, meta_of
-    from ddltool.analyzers.placement.problem import from_job
-    from ddltool.artifacts import check_writable
-    from ddltool.commands.output import out
-    from ddltool.commands.plan_input import capabilities_of, graph_of, scanned
-    from ddltool.companion import write_companion
-    from ddltool.errors import InputError
-    from ddltool.fixtures.loading import with_specs
-    from ddltool.job import read_job
-    from ddltool.outputs import demand_distinct
+    from ddltool.analyzers.loading.job_inputs import capabilities_of, graph_of, scanned
 
     demand_distinct([job_file, devices_file], {"-o": output})
     check_writable(output)
     job = with_specs(read_job(job_file), str(job_file), devices_file)
     if job.network is not None:
         raise InputError(f"{job_file}:network", "is not kept in a companion database", "leave it out, or use plan")
-    job = scanned(job, graph_of(job, job_file.parent, None))
-    meta = meta_of(from_job(job, capabilities_of(job, job_file.parent, str(job_file))))
+    job = scanned(job, graph_of(job, job_file.parent, None), note)
+    meta = meta_of(from_job(job, capabilities_of(job, job_file.parent, str(job_file), note)))
     started = time.perf_counter()
     built = build(meta)
     write_companion(output, meta, built.plans, built.vectors())
@@ -109,8 +105,6 @@ def _build(job_file: Path, output: Path, devices_file: Path | None, as_json: boo
 
 def _about(base: Companion, as_json: bool) -> dict[str, Any]:
     """Print what a database holds."""
-    from ddltool.commands.output import out, table
-
     fresh, total = base.counts()
     if not as_json:
         rows = [(device.type, str(device.count), f"{device.capability_per_s:.4g}") for device in base.meta.devices]
@@ -123,15 +117,6 @@ def _about(base: Companion, as_json: bool) -> dict[str, Any]:
 
 def _recalibrate(base: Companion, telemetry: Path, threshold: float, as_json: bool) -> dict[str, Any]:
     """Take over measured capabilities that are off by more than ``threshold``."""
-    from pydantic import ValidationError
-
-    from ddltool.analyzers.placement.companion import disagreeing, measured_capability
-    from ddltool.commands.output import out
-    from ddltool.errors import InputError
-    from ddltool.profile import read_table
-    from ddltool.schema_words import in_words
-    from ddltool.telemetry import TelemetryRow
-
     rows = []
     for place, row in enumerate(read_table(telemetry).to_dict("records"), start=1):
         present = {str(name): value for name, value in row.items() if value is not None and value == value}
@@ -161,9 +146,6 @@ def _recalibrate(base: Companion, telemetry: Path, threshold: float, as_json: bo
 
 def _look_up(base: Companion, lookup: str, free: str | None, top_k: int, as_json: bool) -> dict[str, Any]:
     """Print the plan for given devices, and what more would bring."""
-    from ddltool.analyzers.placement.companion import plan_for
-    from ddltool.commands.output import out
-
     held = _counts("--lookup", lookup)
     counts = base.meta.clamped(held)
     plan = base.lookup(counts)
@@ -197,9 +179,6 @@ def _look_up(base: Companion, lookup: str, free: str | None, top_k: int, as_json
 
 def _proposals(base: Companion, used: dict[str, int], held: dict[str, int], free: str, top_k: int) -> list[Proposal]:
     """Return the best scale-outs from what the job holds; a homogeneous job scales out what it uses."""
-    from ddltool.analyzers.placement.proposals import proposals
-    from ddltool.errors import InputError
-
     offered = _counts("--free", free)
     if any(device.max_ests is not None for device in base.meta.devices):
         raise InputError("--free", "does not go with a limit on the ESTs of one device", "use --lookup alone")
@@ -212,9 +191,6 @@ def _proposals(base: Companion, used: dict[str, int], held: dict[str, int], free
 
 def _show(base: Companion, lookup: str, plan: CompanionPlan, found: list[Proposal], free: str | None) -> None:
     """Print a plan and proposals as tables."""
-    from ddltool.commands.output import out, table
-    from ddltool.units import show_seconds
-
     console = out()
     rows = [(name, str(devices), str(ests)) for name, entries in plan.ests.items() for devices, ests in entries]
     if not rows:
@@ -241,8 +217,6 @@ def _show(base: Companion, lookup: str, plan: CompanionPlan, found: list[Proposa
 
 def _counts(option: str, text: str) -> dict[str, int]:
     """Return device counts from ``TYPE=N,...``. Raises InputError for anything else."""
-    from ddltool.errors import InputError
-
     counts: dict[str, int] = {}
     for part in text.split(","):
         name, equals, number = part.strip().rpartition("=")

@@ -15,21 +15,49 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from ddltool import __version__
+from ddltool.analyzers.communication.efficiency import Comparison, compare, verdict
+from ddltool.analyzers.communication.perfetto import to_chrome_trace
+from ddltool.analyzers.costs.estimate import coverage, estimate
+from ddltool.analyzers.costs.model import cost_model
+from ddltool.analyzers.deciding.planning import make_plan, ordered_parameters
+from ddltool.analyzers.goodput.throughput import ThroughputParams, iteration_time_s
+from ddltool.analyzers.loading.job_inputs import capabilities_of
+from ddltool.analyzers.loading.timed_graph import timed_graph
+from ddltool.analyzers.placement.enforcement import to_enforcement
+from ddltool.analyzers.reporting.page import render
+from ddltool.artifacts import read_document, save, to_json, write_text
+from ddltool.commands.fit import fit_files
 from ddltool.commands.options import Json, Seed
+from ddltool.commands.output import err, note, out, print_json, progress, table
+from ddltool.commands.profile_measure import RESOLVER, measure_with_progress
+from ddltool.commands.report import build
+from ddltool.commands.report_reading import read_any
+from ddltool.commands.trace import trace_result
+from ddltool.device import Network
+from ddltool.errors import DdlToolError, InputError
+from ddltool.fixtures.loading import calibration, devices, folder
+from ddltool.goodput_model import Goodput
+from ddltool.graph import Graph
+from ddltool.graph_io import read_graph, write_graph
+from ddltool.job import read_job
+from ddltool.plan import Enforcement, Plan
+from ddltool.profile import read_table, write_profile
+from ddltool.units import show_bytes, show_seconds
 
 if TYPE_CHECKING:
     import pandas as pd
 
-    from ddltool.analyzers.communication.efficiency import Comparison
-    from ddltool.goodput_model import Goodput
-    from ddltool.graph import Graph
-    from ddltool.plan import Enforcement, Plan
 
 MODEL = "zoo:resnet32"
 # The example's own transfers are too small for an order to matter; this shipped graph shows a case where it does.
 CONTRAST, CONTRAST_DEVICE = "resnet50_v1-training", "K80"
 BATCH_SIZES, REPLICAS, REPEATS, SAMPLES = (4, 8, 16, 24), (1, 2), 5, 50
 TRAINING_LIMIT_S = 300
+REPORTED = (
+    *("graph.json", "contrast-graph.json", "profile.csv", "goodput.json", "plan.json", "plan-bsp.json"),
+    *("enforce.json", "telemetry.jsonl"),
+)
 
 
 @dataclass
@@ -61,10 +89,6 @@ def demo(
     as_json: Json = False,
 ) -> None:
     """Trace, order, profile, fit, plan, enforce a real two-process training run, and report. About a minute."""
-    from ddltool.commands.demo_report import document, rows, write_report
-    from ddltool.commands.output import out, print_json, table
-    from ddltool.errors import InputError
-
     try:
         output.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -78,13 +102,13 @@ def demo(
             step(found, seed)
     report = output / "report.html"
     with _announced("report", found):
-        write_report(found, report)
+        _write_report(found, report)
     found.seconds["all"] = time.perf_counter() - started
     if as_json:
-        print_json(document(found, report))
+        print_json(_result(found, report))
         return
     console = out()
-    console.print(table("What each step found", ("step", "finding", "time"), rows(found), text_columns=2))
+    console.print(table("What each step found", ("step", "finding", "time"), _rows(found), text_columns=2))
     console.print("Predicted: for V100, P100 and T4 (see ddltool predict). Measured: on this machine's CPU.")
     console.print(f"All artifacts are in {output}{os.sep}")
     console.print(f"Report: {report.resolve()}", soft_wrap=True)
@@ -93,8 +117,6 @@ def demo(
 @contextlib.contextmanager
 def _announced(name: str, found: Findings) -> Iterator[None]:
     """Say on stderr which step runs, with a spinner on a terminal, and keep its time."""
-    from ddltool.commands.output import err, progress
-
     total = len(STEPS) + 1
     console = err()
     title = f"[{len(found.seconds) + 1}/{total}] {name}"
@@ -107,21 +129,13 @@ def _announced(name: str, found: Findings) -> Iterator[None]:
 
 
 def _trace(found: Findings, seed: int) -> None:
-    from ddltool.analyzers.communication.efficiency import compare
-    from ddltool.analyzers.communication.perfetto import to_chrome_trace
-    from ddltool.analyzers.costs.estimate import estimate
-    from ddltool.analyzers.costs.model import cost_model
-    from ddltool.analyzers.loading.timed_graph import timed_graph
-    from ddltool.artifacts import to_json, write_text
-    from ddltool.device import Network
-    from ddltool.fixtures.loading import calibration, devices, folder
-    from ddltool.graph_io import read_graph, write_graph
 
     found.graph = timed_graph(MODEL, batch_size=8, device="V100")
     found.comparison = compare(found.graph, samples=SAMPLES, seed=seed)
     write_graph(found.graph, found.folder / "graph.json")
     shipped = read_graph(folder() / "graphs" / f"{CONTRAST}.graph.json.gz")
     found.contrast_graph = estimate(shipped, cost_model(devices().device(CONTRAST_DEVICE), calibration()), Network())
+    write_graph(found.contrast_graph, found.folder / "contrast-graph.json")
     found.contrast = compare(found.contrast_graph, samples=SAMPLES, seed=seed)
     best = found.comparison.tac
     trace = to_chrome_trace(found.graph, best.timeline, best.schedule.priority if best.schedule else None)
@@ -129,9 +143,6 @@ def _trace(found: Findings, seed: int) -> None:
 
 
 def _profile(found: Findings, seed: int) -> None:
-    from ddltool.commands.output import note
-    from ddltool.commands.profile_measure import RESOLVER, measure_with_progress
-    from ddltool.profile import write_profile
     from ddltool.runtime.measuring.campaign import MeasureRequest, reliability
 
     request = MeasureRequest(
@@ -149,8 +160,6 @@ def _profile(found: Findings, seed: int) -> None:
 
 
 def _fit(found: Findings, seed: int) -> None:
-    from ddltool.artifacts import save
-    from ddltool.commands.fit import fit_files
 
     found.fitted = fit_files([found.folder / "profile.csv"], seed)
     save(found.fitted, found.folder / "goodput.json")
@@ -158,16 +167,11 @@ def _fit(found: Findings, seed: int) -> None:
 
 def _plan(found: Findings, seed: int) -> None:
     from ddltool.analyzers.deciding.candidates import Settings
-    from ddltool.artifacts import save
-    from ddltool.commands.plan_input import capabilities_of, ordered_parameters
-    from ddltool.commands.plan_solve import make_plan
-    from ddltool.fixtures.loading import folder
-    from ddltool.job import read_job
 
     job_file = found.folder / "job.yaml"
     shutil.copyfile(folder() / "demo-job.yaml", job_file)
     job = read_job(job_file)
-    found.capabilities = capabilities_of(job, found.folder, str(job_file))
+    found.capabilities = capabilities_of(job, found.folder, str(job_file), note)
     settings = Settings(top_k=3, limit_s=10.0, seed=seed)
     plans = [make_plan(job, found.capabilities, strategy, settings) for strategy in ("est", "bsp")]
     found.plan, found.baseline = (
@@ -178,17 +182,12 @@ def _plan(found: Findings, seed: int) -> None:
 
 
 def _emit(found: Findings, seed: int) -> None:
-    from ddltool.analyzers.placement.enforcement import to_enforcement
-    from ddltool.artifacts import save
 
     found.enforcement = to_enforcement(found.plan, telemetry=str((found.folder / "telemetry.jsonl").resolve()))
     save(found.enforcement, found.folder / "enforce.json")
 
 
 def _train(found: Findings, seed: int) -> None:
-    from ddltool.artifacts import read_document
-    from ddltool.errors import DdlToolError
-    from ddltool.profile import read_table
 
     result = found.folder / "training.json"
     command = [
@@ -238,8 +237,6 @@ def _end(child: subprocess.Popen[bytes]) -> None:
 
 
 def _refit(found: Findings, seed: int) -> None:
-    from ddltool.artifacts import save
-    from ddltool.commands.fit import fit_files
 
     found.refitted = fit_files([found.folder / "telemetry.jsonl"], seed)
     save(found.refitted, found.folder / "goodput-telemetry.json")
@@ -254,3 +251,89 @@ STEPS = {
     "train": _train,
     "fit telemetry": _refit,
 }
+
+
+def _rows(found: Findings) -> list[tuple[str, str, str]]:
+    """Return one row per step: name, what it found, seconds."""
+    plan, training = found.plan, found.training
+
+    graph = found.graph
+    count = (
+        f"{len(graph)} ops, {show_bytes(graph.parameter_bytes)}; {coverage(graph).rule_time:.0%} of the time by rule"
+    )
+    gains = [_gain(graph, found.comparison), _gain(found.contrast_graph, found.contrast)]
+    mix = ", ".join(f"{row.device_type} {row.ests_per_device} EST(s)" for row in plan.assignments)
+    measured = _measured_steps(found)
+    slowest = max(row["step_s"] for row in measured)
+    findings = {
+        "trace": "\n".join([count, *gains]),
+        "profile": f"{len(found.profile)} configurations on this CPU (measured)",
+        "fit": f"throughput model, MAPE {found.fitted.mape:.1%} on {found.fitted.samples} measured rows",
+        "plan": f"{mix}: {plan.throughput:.4g} mini-batches/s (predicted)\nequal split: {found.baseline.throughput:.4g}",
+        "emit": f"enforce.json: {plan.world_size} ranks, local batches "
+        + ", ".join(str(rank.local_batch_size) for rank in found.enforcement.ranks),
+        "train": f"{len(training['losses'])} steps of {show_seconds(slowest)} on {plan.world_size} processes (measured)\n"
+        f"loss {training['losses'][0]:.2f} -> {training['losses'][-1]:.2f}, held-out accuracy {training['accuracy']:.0%}",
+        "fit telemetry": f"MAPE {found.refitted.mape:.1%} on {found.refitted.samples} rows (measured)",
+        "report": "report.html",
+    }
+    return [(name, findings[name], f"{found.seconds[name]:.1f} s") for name in findings] + [
+        ("all", "", f"{found.seconds['all']:.1f} s")
+    ]
+
+
+def _measured_steps(found: Findings) -> list[dict[str, Any]]:
+    """Return per rank the median seconds of each phase, and what the fitted profile predicted for its batch."""
+    params = ThroughputParams.from_dict(found.fitted.params.model_dump())
+    medians = found.telemetry[found.telemetry["step"] >= 3].groupby("rank").median(numeric_only=True)
+    seconds = {name: medians[name].to_dict() for name in ("compute_s", "wait_s", "sync_s", "step_s")}
+    return [
+        {
+            "rank": rank.rank,
+            "device_type": rank.device_type,
+            "batch": rank.local_batch_size,
+            **{name: float(by_rank[rank.rank]) for name, by_rank in seconds.items()},
+            "predicted_s": float(iteration_time_s(params, 1, found.plan.world_size, rank.local_batch_size)),
+        }
+        for rank in found.enforcement.ranks
+    ]
+
+
+def _result(found: Findings, report: Path) -> dict[str, Any]:
+    """Return the demo's JSON document (kind ``ddltool.demo``): its parts are results and artifacts of their own kinds."""
+    trace = trace_result(found.graph, found.comparison).model_dump(mode="json")
+    return {
+        "kind": "ddltool.demo",
+        "schema_version": 1,
+        "trace": {name: trace[name] for name in ("graph", "bounds", "verdict", "coverage")},
+        "fit": found.fitted.model_dump(mode="json"),
+        "plan": found.plan.model_dump(mode="json", exclude={"parameters"}),
+        "baseline": found.baseline.model_dump(mode="json", exclude={"parameters"}),
+        "training": {**found.training, "ranks": _measured_steps(found)},
+        "fit_telemetry": found.refitted.model_dump(mode="json"),
+        "seconds": found.seconds,
+        "report": str(report),
+    }
+
+
+def _write_report(found: Findings, path: Path) -> None:
+    """Write the report of what the steps have written."""
+    _, sections = build([read_any(found.folder / name) for name in REPORTED])
+    losses = found.training["losses"]
+    summary = [
+        f"{found.graph.name}, planned for a mixed V100, P100 and T4 job, trained on this machine's CPU; {CONTRAST} on a "
+        f"{CONTRAST_DEVICE} is there to show a case where the order of transfers matters.",
+        f"{len(losses)} steps of real training on scikit-learn's digits in {found.plan.world_size} processes with the hook: "
+        f"loss {losses[0]:.2f} to {losses[-1]:.2f}, held-out accuracy {found.training['accuracy']:.0%}. Both ranks ran on "
+        "this machine's equally fast cores while the plan is for unequal devices, so the rank with the smaller batch waits "
+        "here; on the planned devices it would not.",
+        "Predicted: computed from datasheet figures or from a fitted model. Simulated: played through on the traced graph. "
+        "Measured: by a clock, here.",
+    ]
+    write_text(path, render("ddltool demo", sections, summary=summary, generated_by=f"ddltool {__version__}"))
+
+
+def _gain(graph: Graph, comparison: Comparison) -> str:
+    """Return what an order gains on one graph, for the table."""
+    times = f"{show_seconds(comparison.random.makespan_s)} -> {show_seconds(comparison.tac.makespan_s)}"
+    return f"{graph.name}, {graph.meta.get('device')}: TAC {times} ({verdict(comparison).gain:.1%}, simulated)"

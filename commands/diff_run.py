@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from ddltool.commands.options import Json
+from ddltool.commands.output import out, print_json
+from ddltool.errors import CheckFailed
+from ddltool.results import DifferingSetting, FirstDifference, RunDifference, RunSeen
 
 if TYPE_CHECKING:
     from ddltool.runtime.elastic.run_difference import Comparison, Seen
@@ -25,13 +28,11 @@ def diff_run(
 
     Records are written by ElasticTrainer(record=...) and RunRecorder.
     """
-    from ddltool.commands.output import print_json
-    from ddltool.errors import CheckFailed
     from ddltool.runtime.elastic.run_difference import compare_runs
 
     found = compare_runs(a, b)
     if as_json:
-        print_json(as_document(found))
+        print_json(as_result(found))
     else:
         _show(found, str(a), str(b))
     if found.difference is not None:
@@ -42,39 +43,36 @@ def diff_run(
         raise CheckFailed(f"{a} and {b} are equal in {found.common} steps, but {rest}")
 
 
-def as_document(found: Comparison) -> dict[str, Any]:
-    """Return a comparison as JSON."""
-    difference = found.difference
-    return {
-        "kind": "ddltool.run-difference",
-        "schema_version": 1,
-        "equal": difference is None,
-        "same_length": difference is None and found.same_length,
-        "steps_compared": found.common,
-        "a": _seen_document(found.a),
-        "b": _seen_document(found.b),
-        "settings": [{"name": name, "a": one, "b": other} for name, one, other in found.settings],
-        "difference": None
-        if difference is None
-        else {
-            "step": difference.step,
-            "epoch": difference.epoch,
-            "worker": difference.worker,
-            "record": difference.kind,
-            "tensor": difference.tensor,
-            "cause_class": difference.cause_class,
-            "cause": difference.cause,
-            "differing_in_step": dict(difference.differing),
-        },
-    }
+def as_result(found: Comparison) -> RunDifference:
+    """Return a comparison as the command's result."""
+    first = found.difference
+    return RunDifference(
+        equal=first is None,
+        same_length=first is None and found.same_length,
+        steps_compared=found.common,
+        a=_seen(found.a),
+        b=_seen(found.b),
+        settings=[DifferingSetting(name=name, a=one, b=other) for name, one, other in found.settings],
+        difference=None
+        if first is None
+        else FirstDifference(
+            step=first.step,
+            epoch=first.epoch,
+            worker=first.worker,
+            record=first.kind,
+            tensor=first.tensor,
+            cause_class=first.cause_class,
+            cause=first.cause,
+            differing_in_step=dict(first.differing),
+        ),
+    )
 
 
-def _seen_document(seen: Seen) -> dict[str, Any]:
-    return {"steps_read": seen.steps, "first_step": seen.first, "last_step": seen.last, "cut": seen.cut}
+def _seen(seen: Seen) -> RunSeen:
+    return RunSeen(steps_read=seen.steps, first_step=seen.first, last_step=seen.last, cut=seen.cut)
 
 
 def _show(found: Comparison, a: str, b: str) -> None:
-    from ddltool.commands.output import out
 
     lines = []
     difference = found.difference

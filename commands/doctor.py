@@ -6,18 +6,26 @@ import importlib.metadata
 import importlib.util
 import os
 import platform
+import shlex
 import shutil
+import statistics
 import sys
 import tempfile
+from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Optional
+from typing import Annotated, Any, Literal, Optional
 
 import typer
 
+from ddltool import __version__, units
 from ddltool.commands.options import Json
-
-if TYPE_CHECKING:
-    from ddltool.runtime.measuring.machine_checks import Check
+from ddltool.commands.output import out, print_json, progress, table
+from ddltool.errors import CheckFailed, InputError
+from ddltool.results import DoctorResult, MachineCheck, OverheadInterval, OverheadResult, OverheadRun
+from ddltool.runtime.measuring import machine_checks as tried
+from ddltool.runtime.measuring.machine_checks import Check, check_folder, check_shared_memory
+from ddltool.runtime.measuring.overhead import Interval, Overhead, measure_overhead
+from ddltool.units import show_seconds
 
 PACKAGES = (
     "torch",
@@ -60,11 +68,7 @@ def doctor(
     as_json: Json = False,
 ) -> None:
     """Try what ddltool needs of this machine, and say what to do about it; or measure what it costs a script."""
-    from ddltool.errors import InputError
-
     if overhead is not None:
-        from ddltool.commands.overhead import show_overhead
-
         show_overhead(overhead, max_overhead, pairs, steps, replicas, as_json)
         return
     if max_overhead:
@@ -74,20 +78,12 @@ def doctor(
 
 def _look(as_json: bool) -> None:
     """Print what this machine offers; raise CheckFailed when something needed does not work."""
-    from ddltool import __version__
-    from ddltool.commands.output import out, print_json, table
-    from ddltool.errors import CheckFailed
-
     checks, machine = _examine()
     failed = [check for check in checks if check.status == "failed"]
     versions = _versions()
     if as_json:
-        document = {"kind": "ddltool.doctor", "schema_version": 1, "version": __version__, **machine, **versions}
-        document["passed"] = not failed
-        document["checks"] = [
-            {"name": each.name, "status": each.status, "found": each.found, "remedy": each.remedy} for each in checks
-        ]
-        print_json(document)
+        tried_all = [MachineCheck(**asdict(each)) for each in checks]
+        print_json(DoctorResult(version=__version__, **machine, **versions, passed=not failed, checks=tried_all))
     else:
         rows = [(each.name, each.status, each.found) for each in checks]
         out().print(table(f"ddltool {__version__}", ("what", "status", "found"), rows, text_columns=3))
@@ -101,8 +97,6 @@ def _look(as_json: bool) -> None:
 
 def _examine() -> tuple[list[Check], dict[str, Any]]:
     """Return all checks, and the figures of the machine. The two processes start first: they import torch meanwhile."""
-    from ddltool.runtime.measuring import machine_checks as tried
-
     port = tried.check_store_port()
     if importlib.util.find_spec("torch") is None or port.status != "ok":
         machine = _machine()
@@ -117,15 +111,12 @@ def _examine() -> tuple[list[Check], dict[str, Any]]:
 
 
 def _python_check() -> Check:
-    from ddltool.runtime.measuring.machine_checks import Check
 
     return Check(name="python", status="ok", found=f"{platform.python_version()}, {sys.executable}")
 
 
 def _package_checks() -> list[Check]:
     """One line for all packages, and one for each that is missing."""
-    from ddltool.runtime.measuring.machine_checks import Check
-
     missing = [name for name in PACKAGES if _version(name) is None]
     if not missing:
         shown = f"all {len(PACKAGES)} there; torch {_version('torch')}"
@@ -137,7 +128,6 @@ def _package_checks() -> list[Check]:
 
 
 def _cores_check(machine: dict[str, Any]) -> Check:
-    from ddltool.runtime.measuring.machine_checks import Check
 
     cores, busy = machine["cpu_count"], os.getloadavg()[0]
     found = f"{cores} core(s), {machine['memory_gib']} GiB of memory, load {busy:.1f}"
@@ -148,7 +138,6 @@ def _cores_check(machine: dict[str, Any]) -> Check:
 
 
 def _cuda_check(machine: dict[str, Any]) -> Check:
-    from ddltool.runtime.measuring.machine_checks import Check
 
     devices = machine["cuda_devices"]
     if devices:
@@ -169,7 +158,6 @@ def _cuda_check(machine: dict[str, Any]) -> Check:
 
 
 def _folder_checks() -> list[Check]:
-    from ddltool.runtime.measuring.machine_checks import check_folder, check_shared_memory
 
     cache = os.environ.get("MPLCONFIGDIR") or os.environ.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")
     return [
@@ -183,7 +171,6 @@ def _folder_checks() -> list[Check]:
 
 
 def _temporary_check() -> Check:
-    from ddltool.runtime.measuring.machine_checks import Check, check_folder
 
     remedy = "set TMPDIR to a writable folder"
     try:
@@ -194,7 +181,6 @@ def _temporary_check() -> Check:
 
 
 def _extra_checks() -> list[Check]:
-    from ddltool.runtime.measuring.machine_checks import Check
 
     found: list[Check] = []
     for name, remedy in OPTIONAL.items():
@@ -245,3 +231,91 @@ def _versions() -> dict[str, Any]:
         "packages": {name: _version(name) for name in PACKAGES},
         "optional": {name: _version(name) for name in OPTIONAL},
     }
+
+
+# The body of ``ddltool doctor --overhead SCRIPT``: what ddltool costs a training script, measured on this machine
+
+
+def show_overhead(script: str, max_overhead: str, pairs: int, steps: int, replicas: int, as_json: bool) -> None:
+    """Measure, print, and raise CheckFailed when the overhead is above the limit beyond doubt."""
+    limit = parse_share(max_overhead) if max_overhead else None
+    try:
+        command = shlex.split(script)
+    except ValueError as error:
+        raise InputError(
+            "--overhead", f"cannot be split into words ({error})", "quote the script's arguments"
+        ) from None
+    if not command:
+        raise InputError("--overhead", "names no script", 'give "train.py --its options"')
+    warmup = min(10, max(steps // 4, 1))
+    with progress("runs", 2 * pairs) as advance:
+        measured = measure_overhead(
+            command, pairs=pairs, steps=steps, warmup=warmup, replicas=replicas, progress=lambda done: advance(done, "")
+        )
+    found = _overhead_result(script, measured, limit, replicas)
+    if as_json:
+        print_json(found)
+    else:
+        rows = [
+            ("wall clock", *_cells(measured, "wall_s", measured.wall)),
+            ("CPU seconds", *_cells(measured, "cpu_s", measured.cpu)),
+        ]
+        percent = f"{min(measured.wall.confidence, measured.cpu.confidence):.1%}"
+        made = f"Measured: {pairs} pairs of runs in turns; {percent} intervals of the median."
+        caption = f"{made} {_verdict_words(found)}".strip()
+        out().print(
+            table(
+                f"ddltool on and off: {command[0]}",
+                ("per step", "off", "on", "overhead", "interval"),
+                rows,
+                caption=caption,
+            )
+        )
+    if found.verdict == "above":
+        raise CheckFailed(f"the overhead of ddltool is above {max_overhead} of a step")
+
+
+def parse_share(text: str) -> float:
+    """Return a share from "1%" or "0.01". Raises InputError for anything but a number from 0 to 1000 %.
+
+    >>> parse_share("1%"), parse_share("0.02")
+    (0.01, 0.02)
+    """
+    share = units.parse_share(text)
+    if not 0 <= share <= 10:
+        raise InputError("--max-overhead", f'is "{text}"', "give a share such as 1%")
+    return share
+
+
+def _overhead_result(script: str, measured: Overhead, limit: float | None, replicas: int) -> OverheadResult:
+    verdict = None
+    if limit is not None:
+        found = {measured.wall.excess(limit), measured.cpu.excess(limit)}
+        order: tuple[Literal["above", "not decided", "within"], ...] = ("above", "not decided", "within")
+        verdict = next(word for word in order if word in found)
+    return OverheadResult(
+        script=script,
+        replicas=replicas,
+        limit=limit,
+        verdict=verdict,
+        wall=OverheadInterval(**asdict(measured.wall)),
+        cpu=OverheadInterval(**asdict(measured.cpu)),
+        on=[OverheadRun(**asdict(run)) for run in measured.on],
+        off=[OverheadRun(**asdict(run)) for run in measured.off],
+    )
+
+
+def _cells(measured: Overhead, name: str, interval: Interval) -> tuple[str, str, str, str]:
+
+    off, on = (statistics.median(getattr(run, name) for run in runs) for runs in (measured.off, measured.on))
+    ends = f"{interval.low - 1:+.1%} to {interval.high - 1:+.1%}"
+    return show_seconds(off), show_seconds(on), f"{interval.median - 1:+.1%}", ends
+
+
+def _verdict_words(found: OverheadResult) -> str:
+    """Return the verdict in words; empty without a limit."""
+    if found.verdict is None:
+        return ""
+    if found.verdict == "not decided":
+        return f"Whether it is within {found.limit:.1%} is not decided: this machine is too noisy for so few runs (--pairs)."
+    return f"The overhead is {found.verdict} {found.limit:.1%}."

@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Optional
+from typing import Annotated, Optional
 
 import typer
 
+from ddltool.analyzers.emitting.gaps import TARGETS, Target
+from ddltool.analyzers.emitting.layout import plan_hash
+from ddltool.artifacts import load, write_text
+from ddltool.commands.emit_targets import Wishes, render
 from ddltool.commands.options import Json
-
-if TYPE_CHECKING:
-    from ddltool.analyzers.emitting.gaps import Target
-    from ddltool.plan import Plan
+from ddltool.commands.output import note, out, print_json
+from ddltool.errors import InputError, did_you_mean
+from ddltool.outputs import demand_distinct
+from ddltool.plan import Plan
+from ddltool.results import EmitResult
 
 _OUTPUTS: dict[Target, str] = {
     "hook": "enforce.json",
@@ -72,15 +77,6 @@ def emit(
     as_json: Json = False,
 ) -> None:
     """Write the enforcement config, launch script, manifest or settings that make a job follow a plan."""
-    from ddltool.analyzers.emitting.gaps import TARGETS
-    from ddltool.analyzers.emitting.layout import plan_hash
-    from ddltool.artifacts import load, write_text
-    from ddltool.commands.emit_targets import Wishes, render
-    from ddltool.commands.output import note, print_json
-    from ddltool.errors import InputError, did_you_mean
-    from ddltool.outputs import demand_distinct
-    from ddltool.plan import Plan
-
     known = next((name for name in TARGETS if name == target), None)
     if known is None:
         raise InputError("--target", f"unknown target {target!r}", did_you_mean(target, TARGETS))
@@ -102,9 +98,8 @@ def emit(
     made = render(plan, known, wishes)
     write_text(path, made.text)
     if as_json:
-        document: dict[str, Any] = {"kind": "ddltool.emit", "schema_version": 1, "target": target, "paths": [str(path)]}
-        document |= {"world_size": plan.world_size, "plan_sha256": plan_hash(plan)}
-        print_json({**document, "not_expressed": made.gaps})
+        facts = {"world_size": plan.world_size, "plan_sha256": plan_hash(plan), "not_expressed": list(made.gaps)}
+        print_json(EmitResult(target=target, paths=[str(path)], **facts))
         return
     for gap in made.gaps:
         note(f"not expressed by {target}: {gap}")
@@ -114,8 +109,6 @@ def emit(
 
 def _say(plan: Plan, path: Path) -> None:
     """Print what was written, with the batches of the first ranks."""
-    from ddltool.commands.output import out
-
     sizes: list[str] = []
     for row in plan.assignments:
         sizes += [str(row.local_batch_size)] * min(row.devices, 16 - len(sizes))

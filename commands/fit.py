@@ -2,20 +2,29 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Optional
 
+import numpy as np
 import typer
 
+from ddltool.analyzers.goodput.observations import Observations, concatenate, from_frame
+from ddltool.analyzers.goodput.throughput import ThroughputParams
+from ddltool.analyzers.reporting.fit_sections import goodput_section
+from ddltool.artifacts import check_writable, save, write_bytes
 from ddltool.commands.options import Json, Output, Seed
+from ddltool.commands.output import print_json, show
+from ddltool.commands.values import demand_picture
+from ddltool.errors import InputError, did_you_mean
+from ddltool.goodput_model import DeviceGoodput, FitError, Goodput, LeftOut, NextMeasurement, ThroughputRecord
+from ddltool.outputs import demand_distinct
+from ddltool.profile import read_table
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from ddltool.analyzers.goodput.fit import DeviceModels
-    from ddltool.analyzers.goodput.observations import Observations
     from ddltool.analyzers.goodput.uncertainty import Uncertainty
-    from ddltool.goodput_model import DeviceGoodput, FitError, Goodput, LeftOut, NextMeasurement
 
 
 def fit(
@@ -36,12 +45,6 @@ def fit(
     as_json: Json = False,
 ) -> None:
     """Fit Pollux's seven-parameter throughput model and report its error."""
-    from ddltool.artifacts import check_writable, save
-    from ddltool.commands.fit_report import show_fit
-    from ddltool.commands.output import print_json
-    from ddltool.commands.values import demand_picture
-    from ddltool.outputs import demand_distinct
-
     demand_distinct([*profiles, holdout], {"-o": output, "--picture": picture})
     for path in (output, picture):
         if path is not None:
@@ -54,9 +57,9 @@ def fit(
     if output is not None:
         save(fitted, output)
     if as_json:
-        print_json(fitted.model_dump(mode="json"))
+        print_json(fitted)
     else:
-        show_fit(fitted, output)
+        show(goodput_section(fitted, profiles[0].name, maps=False), output)
 
 
 def fit_files(profiles: list[Path], seed: int) -> Goodput:
@@ -69,10 +72,6 @@ def read_rows(profiles: list[Path]) -> dict[str, Observations]:
 
     Raises InputError when some rows name their device and others do not know to which of several they belong.
     """
-    from ddltool.analyzers.goodput.observations import concatenate, from_frame
-    from ddltool.errors import InputError
-    from ddltool.profile import read_table
-
     devices = concatenate([from_frame(read_table(path), str(path)) for path in profiles]).by_device()
     unnamed = devices.pop("", None)
     if unnamed is None:
@@ -85,12 +84,6 @@ def read_rows(profiles: list[Path]) -> dict[str, Observations]:
 
 def concatenate_parts(parts: list[Observations]) -> Observations:
     """Return the rows of parts of one table of files: they keep the file that each came from."""
-    from dataclasses import replace
-
-    import numpy as np
-
-    from ddltool.analyzers.goodput.observations import concatenate
-
     return replace(concatenate(parts), part=np.concatenate([rows.part for rows in parts]))
 
 
@@ -128,8 +121,6 @@ def _document(
     following: NextMeasurement | None,
 ) -> Goodput:
     """Return the records of one or several device types as one document; ``main``: the type that speaks for all."""
-    from ddltool.goodput_model import Goodput
-
     top, results = records[main], models.results
     if len(records) == 1:
         return Goodput(
@@ -161,7 +152,6 @@ def _document(
 def holdout_errors(models: DeviceModels, kept_out: dict[str, Observations], where: str) -> dict[str, FitError]:
     """Return the error on the rows kept out, by device. Raises InputError for a device that was not fitted."""
     from ddltool.analyzers.goodput.fit import evaluate
-    from ddltool.errors import InputError, did_you_mean
 
     made = {}
     for name, rows in kept_out.items():
@@ -177,8 +167,6 @@ def holdout_errors(models: DeviceModels, kept_out: dict[str, Observations], wher
 
 def pooled_error(parts: Sequence[FitError | DeviceGoodput]) -> FitError:
     """Return the error over the samples of one part or more: root mean square of RMSLE, mean of MAPE."""
-    from ddltool.goodput_model import FitError
-
     whole = sum(part.samples for part in parts)
     return FitError(
         rmsle=(sum(part.samples * part.rmsle**2 for part in parts) / whole) ** 0.5,
@@ -191,8 +179,6 @@ def device_records(
     models: DeviceModels, errors: dict[str, FitError], sure: dict[str, Uncertainty]
 ) -> dict[str, DeviceGoodput]:
     """Return the fitted models as records."""
-    from ddltool.goodput_model import DeviceGoodput, ThroughputRecord
-
     return {
         name: DeviceGoodput(
             params=ThroughputRecord(**result.params.as_dict()),
@@ -207,10 +193,7 @@ def device_records(
 
 def left_out(models: DeviceModels, devices: dict[str, Observations], sources: list[str]) -> list[LeftOut]:
     """Return what the fit left out, with the files' names."""
-    import numpy as np
-
     from ddltool.analyzers.goodput.fit import predict
-    from ddltool.goodput_model import LeftOut
 
     made = []
     for name, result in models.results.items():
@@ -236,7 +219,6 @@ def next_measurement(
 ) -> NextMeasurement | None:
     """Return what to measure next on a device, among the batches seen and twice the replicas seen."""
     from ddltool.analyzers.goodput.uncertainty import configurations, suggest_next
-    from ddltool.goodput_model import NextMeasurement
 
     tried = int(rows.num_replicas.max())
     per_node = int((rows.num_replicas / rows.num_nodes).max())
@@ -257,8 +239,6 @@ def next_measurement(
 def draw_fit(devices: dict[str, Observations], fitted: Goodput, path: Path) -> None:
     """Write the picture of the fit."""
     from ddltool.analyzers.goodput.picture import fit_picture
-    from ddltool.analyzers.goodput.throughput import ThroughputParams
-    from ddltool.artifacts import write_bytes
 
     params = {name: ThroughputParams(**fitted.params_of(name).model_dump()) for name in devices}
     write_bytes(path, fit_picture(devices, params, file_format=path.suffix.lower()[1:]))

@@ -5,20 +5,29 @@ from __future__ import annotations
 import os
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Optional
+from typing import Annotated, Optional
 
 import typer
 
+from ddltool import __version__
+from ddltool.analyzers.gating.formats import junit as as_junit
+from ddltool.analyzers.gating.formats import sarif as as_sarif
+from ddltool.analyzers.gating.formats import sentence, summary, workflow_commands
+from ddltool.analyzers.gating.gate import LEVEL, judge
+from ddltool.analyzers.gating.metric import LONGEST_NAME, harmless
+from ddltool.analyzers.gating.metric import show as show_figure
+from ddltool.analyzers.gating.metrics import Figures
+from ddltool.analyzers.reporting.result_sections import gate_section
+from ddltool.artifacts import check_writable, save, write_text
+from ddltool.commands.gate_files import CONFIG_NAME, GateConfig, figures_of, read_config, rules_for
 from ddltool.commands.options import Json, Seed
+from ddltool.commands.output import out, print_json, show, table
 from ddltool.commands.parts import demand_part
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from ddltool.analyzers.gating.gate import Verdict
-    from ddltool.analyzers.gating.metrics import Figures
-    from ddltool.commands.gate_files import GateConfig
+from ddltool.errors import CheckFailed, InputError, shortened
+from ddltool.outputs import demand_distinct
+from ddltool.results import GateMetrics, GateResult, MetricFigure
 
 _NAMED = 8
 
@@ -63,13 +72,6 @@ def gate(
 
     Example: ddltool gate plan.json --baseline main/plan.json --rule 'iteration_s increase <= 5%'
     """
-    from ddltool.analyzers.gating.gate import as_document, judge
-    from ddltool.artifacts import check_writable
-    from ddltool.commands.gate_files import figures_of, rules_for
-    from ddltool.commands.output import print_json
-    from ddltool.errors import CheckFailed
-    from ddltool.outputs import demand_distinct
-
     if metrics:
         demand_part(context, "--metrics", {"current", "metrics", "as_json"})
         _list_metrics(figures_of(current), as_json)
@@ -95,23 +97,21 @@ def gate(
         seed=seed,
         where=origin,
     )
+    names = {"current": [str(path) for path in current], "baseline": [str(path) for path in against]}
+    verdict = verdict.model_copy(update={"artifact": found.kind, "rules_from": origin, **names})
     _write(verdict, current, junit, sarif, begin_s=begin_s)
     if github:
         _tell_github(verdict, current)
     if as_json:
-        names = {"current": [str(path) for path in current], "baseline": [str(path) for path in against]}
-        print_json(as_document(verdict, artifact=found.kind, rules_from=origin, **names))
+        print_json(verdict)
     else:
-        _show(verdict, _subject(current, against), origin, [path for path in (junit, sarif) if path is not None])
+        show(gate_section(verdict, _subject(current, against)), junit, sarif)
     if not verdict.passed:
         raise CheckFailed(_failures(verdict))
 
 
 def _level(given: float | None, settings: GateConfig | None) -> float:
     """Return the share of false alarms: as given, else configured, else the default. Raises InputError outside (0, 1)."""
-    from ddltool.analyzers.gating.gate import LEVEL
-    from ddltool.errors import InputError
-
     chosen = given if given is not None else settings.level if settings and settings.level else LEVEL
     if not 0 < chosen < 1:
         raise InputError("--level", f"is {chosen:g}", "give a share between 0 and 1, such as 0.05")
@@ -120,9 +120,6 @@ def _level(given: float | None, settings: GateConfig | None) -> float:
 
 def _figures_before(files: list[Path], found: Figures, current: Path) -> Figures:
     """Return the baseline's figures. Raises InputError when they are of another kind than those found in ``current``."""
-    from ddltool.commands.gate_files import figures_of
-    from ddltool.errors import InputError
-
     before = figures_of(files)
     if before.kind != found.kind:
         problem = f"is a {before.kind}, {current} a {found.kind}"
@@ -132,38 +129,28 @@ def _figures_before(files: list[Path], found: Figures, current: Path) -> Figures
 
 def _subject(current: list[Path], against: Sequence[Path] = ()) -> str:
     """Return what is judged in words: the first file, how many more, and the first baseline."""
-    from ddltool.analyzers.gating.metric import harmless
-
     named = str(current[0]) if len(current) == 1 else f"{current[0]} and {len(current) - 1} more"
     return harmless(f"{named} against {against[0]}" if against else named)
 
 
-def _write(verdict: Verdict, current: list[Path], junit: Path | None, sarif: Path | None, *, begin_s: float) -> None:
+def _write(verdict: GateResult, current: list[Path], junit: Path | None, sarif: Path | None, *, begin_s: float) -> None:
     """Write the reports that were asked for; JUnit's tells how long the gate took since ``begin_s``."""
-    from ddltool.analyzers.gating.formats import junit as as_junit
-    from ddltool.analyzers.gating.formats import sarif as as_sarif
-    from ddltool.artifacts import save, write_text
-
     if junit is not None:
         write_text(junit, as_junit(verdict, _subject(current), seconds=time.perf_counter() - begin_s))
     if sarif is not None:
-        from ddltool import __version__
-
         save(as_sarif(verdict, str(current[0]), version=__version__), sarif)
 
 
-def _failures(verdict: Verdict) -> str:
+def _failures(verdict: GateResult) -> str:
     """Return the line that names each failed check, the first few in full."""
     failed = verdict.failed
     more = f" | and {len(failed) - _NAMED} more" if len(failed) > _NAMED else ""
-    named = " | ".join(check.sentence() for check in failed[:_NAMED])
+    named = " | ".join(sentence(check) for check in failed[:_NAMED])
     return f"{len(failed)} of {len(verdict.checks)} checks failed: {named}{more}"
 
 
 def _settings(config: Path | None) -> GateConfig | None:
     """Return the configuration that was named, else that of the working folder, else none."""
-    from ddltool.commands.gate_files import CONFIG_NAME, read_config
-
     if config is not None:
         return read_config(config)
     here = Path(CONFIG_NAME)
@@ -180,11 +167,8 @@ def _baselines(current: list[Path], given: list[Path], settings: GateConfig | No
     return found
 
 
-def _tell_github(verdict: Verdict, current: list[Path]) -> None:
+def _tell_github(verdict: GateResult, current: list[Path]) -> None:
     """Write annotations on stderr, which GitHub reads as well as stdout, and append to the step summary."""
-    from ddltool.analyzers.gating.formats import summary, workflow_commands
-    from ddltool.errors import InputError
-
     for line in workflow_commands(verdict, str(current[0])):
         sys.stderr.write(line + "\n")
     place = os.environ.get("GITHUB_STEP_SUMMARY")
@@ -196,50 +180,21 @@ def _tell_github(verdict: Verdict, current: list[Path]) -> None:
             raise InputError("GITHUB_STEP_SUMMARY", f"{place} cannot be written ({error.strerror})") from None
 
 
-def _show(verdict: Verdict, subject: str, origin: str, written: list[Path]) -> None:
-    """Print the checks as a table, what they rest on, and the outcome in one line."""
-    from ddltool.analyzers.gating.formats import outcome, remarks
-    from ddltool.analyzers.gating.metric import LONGEST_NAME
-    from ddltool.commands.output import out, table
-    from ddltool.errors import shortened
-
-    rows = []
-    for check in verdict.checks:
-        before, now, change, limit = check.shown()
-        rows.append((outcome(check), shortened(check.metric, LONGEST_NAME), before, now, change, limit))
-    console = out()
-    columns = ("", "metric", "baseline", "current", "change", "limit")
-    console.print(table(f"Gate ({origin})", columns, rows, text_columns=2))
-    for line in remarks(verdict):
-        console.print(line)
-    if verdict.test_in_words():
-        console.print(verdict.test_in_words())
-    count = len(verdict.checks)
-    said = f"passed: {count} checks" if verdict.passed else f"FAILED: {len(verdict.failed)} of {count} checks"
-    console.print(f"{said}, {subject}", soft_wrap=True)
-    for path in written:
-        console.print(f"wrote {path}", soft_wrap=True)
-
-
 def _list_metrics(found: Figures, as_json: bool) -> None:
     """Print what an artifact can be judged by."""
-    from ddltool.analyzers.gating.metric import LONGEST_NAME, show
-    from ddltool.commands.output import out, print_json, table
-    from ddltool.errors import shortened
-
     kind, metrics = found.kind, list(found.metrics.values())
     if as_json:
         listed = [
-            {"name": metric.name, "value": metric.value, "unit": metric.unit, "measured": metric.measured}
+            MetricFigure(name=metric.name, value=metric.value, unit=metric.unit, measured=metric.measured)
             for metric in metrics
         ]
-        print_json({"kind": "ddltool.gate_metrics", "schema_version": 1, "artifact": kind, "metrics": listed})
+        print_json(GateMetrics(artifact=kind, metrics=listed))
         return
     rows = [
         (
             shortened(metric.name, LONGEST_NAME),
             "measured" if metric.measured else "",
-            show(metric.value, metric.unit),
+            show_figure(metric.value, metric.unit),
             str(min((cell.repeats for cell in metric.cells), default=1)) if metric.measured else "-",
         )
         for metric in metrics

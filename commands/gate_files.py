@@ -3,16 +3,26 @@
 from __future__ import annotations
 
 import json
+import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from pydantic import ValidationError
+
+from ddltool.analyzers.deciding.feedback import check_rows
+from ddltool.analyzers.gating.metrics import EXTRACTORS, Figures, combine
+from ddltool.analyzers.gating.rules import Rule, default_rules, parse_rules
+from ddltool.artifacts import read_document, read_text
+from ddltool.errors import InputError, did_you_mean
+from ddltool.profile import check_profile, read_table
+from ddltool.schema_words import in_words
+from ddltool.telemetry import TelemetryRow
+
 if TYPE_CHECKING:
     import pandas as pd
 
-    from ddltool.analyzers.gating.metrics import Figures
-    from ddltool.analyzers.gating.rules import Rule
 
 CONFIG_NAME = "ddltool.toml"
 _TABLES = (".csv", ".jsonl", ".ndjson")
@@ -28,8 +38,6 @@ def read_artifact(path: Path) -> dict[str, Any]:
 
     Raises InputError for files that cannot be read and for tables that break their schema.
     """
-    from ddltool.artifacts import read_document
-
     if is_table(path):
         return _table(path)
     return checked_document(read_document(path), str(path))
@@ -43,17 +51,10 @@ def checked_document(document: dict[str, Any], where: str) -> dict[str, Any]:
 
 
 def _table(path: Path) -> dict[str, Any]:
-    from ddltool.errors import InputError
-    from ddltool.profile import read_table
 
     frame = read_table(path)
     if "compute_s" not in frame.columns:
         return profile_document(frame, str(path))
-    from pydantic import ValidationError
-
-    from ddltool.analyzers.deciding.feedback import check_rows
-    from ddltool.schema_words import in_words
-    from ddltool.telemetry import TelemetryRow
 
     check_rows(frame, str(path))
     rows = json.loads(frame.to_json(orient="records", double_precision=15))
@@ -70,8 +71,6 @@ def _table(path: Path) -> dict[str, Any]:
 def _frame(rows: Any, where: str) -> pd.DataFrame:
     import pandas as pd
 
-    from ddltool.errors import InputError
-
     if not isinstance(rows, list) or not rows or not all(isinstance(row, dict) for row in rows):
         raise InputError(f"{where}:rows", "is no list of rows", "make the profile again")
     return pd.DataFrame(rows)
@@ -79,16 +78,12 @@ def _frame(rows: Any, where: str) -> pd.DataFrame:
 
 def profile_document(frame: pd.DataFrame, where: str) -> dict[str, Any]:
     """Return a profile's frame as a document. Raises InputError where it breaks the schema."""
-    from ddltool.profile import check_profile
-
     checked = check_profile(frame, where)
     return {"kind": "ddltool.profile", "rows": checked.to_dict("records")}
 
 
 def figures_of(paths: Sequence[Path]) -> Figures:
     """Return the metrics of files that measure or predict the same thing. Raises InputError for two kinds."""
-    from ddltool.analyzers.gating.metrics import combine
-
     return combine([(read_artifact(path), str(path)) for path in paths])
 
 
@@ -104,12 +99,6 @@ class GateConfig:
 
 def read_config(path: Path) -> GateConfig:
     """Return the ``[gate]`` table of a TOML file. Raises InputError naming what is unknown or of the wrong type."""
-    import tomllib
-
-    from ddltool.analyzers.gating.metrics import EXTRACTORS
-    from ddltool.artifacts import read_text
-    from ddltool.errors import InputError, did_you_mean
-
     try:
         table = tomllib.loads(read_text(path)).get("gate")
     except tomllib.TOMLDecodeError as error:
@@ -141,8 +130,6 @@ def read_config(path: Path) -> GateConfig:
 
 def rules_for(kind: str, given: Sequence[str], config: GateConfig | None) -> tuple[list[Rule], str]:
     """Return the rules that hold, and where they come from: as given, else the configuration's, else the defaults."""
-    from ddltool.analyzers.gating.rules import default_rules, parse_rules
-
     short = kind.removeprefix("ddltool.")
     if given:
         return parse_rules(given, "--rule"), "--rule"

@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
+from pydantic import BaseModel
+from rich.box import SIMPLE
 from rich.console import Console
+from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+from rich.table import Table as Grid
+from rich.text import Text
 
+from ddltool.analyzers.reporting.section import Section, Table
 from ddltool.errors import visible
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from rich.table import Table
 
 
 class _Plain(Console):
@@ -43,6 +45,8 @@ def note(text: str) -> None:
 
 def print_json(document: Any) -> None:
     """Print one JSON document on stdout. NaN and infinities are refused: they are no JSON."""
+    if isinstance(document, BaseModel):
+        document = document.model_dump(mode="json")
     sys.stdout.write(json.dumps(document, indent=1, allow_nan=False) + "\n")
 
 
@@ -53,13 +57,9 @@ def table(
     *,
     caption: str | None = None,
     text_columns: int = 1,
-) -> Table:
+) -> Grid:
     """Return a table that fits 80 columns: the first ``text_columns`` are text, the others right-aligned figures."""
-    from rich.box import SIMPLE
-    from rich.table import Table
-    from rich.text import Text
-
-    made = Table(
+    made = Grid(
         title=Text(visible(title)),
         box=SIMPLE,
         caption=Text(visible(caption)) if caption else None,
@@ -79,11 +79,36 @@ def table(
     return made
 
 
+_ROWS_SHOWN = 32
+
+
+def show(section: Section, *written: Path | None) -> None:
+    """Print a result: its sentences, its tables, and which files it was written to. Pictures are for the report."""
+    console = out()
+    console.print(section.title)
+    for line in section.lead:
+        console.print(line)
+    for block in section.blocks:
+        if (numbers := block if isinstance(block, Table) else block.table) is None:
+            continue
+        rows = numbers.rows if len(numbers.rows) <= _ROWS_SHOWN else numbers.rows[:_ROWS_SHOWN]
+        left_out = len(numbers.rows) - len(rows)
+        said = f"{left_out:,} more rows: -o FILE and --json have all" if left_out else None
+        title = numbers.caption if numbers.label == "read" else f"{numbers.caption} ({numbers.label})"
+        console.print(table(title, numbers.header, rows, caption=said, text_columns=numbers.text_columns))
+    tell_written(*written)
+
+
+def tell_written(*places: Path | None) -> None:
+    """Print which files were written, as far as any were asked for."""
+    for place in places:
+        if place is not None:
+            out().print(f"wrote {place}", soft_wrap=True)
+
+
 @contextmanager
 def progress(title: str, total: int | None = None) -> Iterator[Callable[[int, str], None]]:
     """Show a progress bar on stderr when it is a terminal; the yielded function sets the done count and a remark."""
-    from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
-
     columns = (SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
     console = err()
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bars:

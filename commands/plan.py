@@ -3,22 +3,114 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, cast
+from typing import Annotated, Optional, cast, get_args
 
 import typer
 
-from ddltool.commands import plan_options as given
+from ddltool.analyzers.goodput.tuning import BatchLimits
+from ddltool.analyzers.reporting.plan_section import joint_section, plan_section
+from ddltool.artifacts import check_writable, save, write_bytes
 from ddltool.commands.options import DevicesFile, Json, Output, Seed
+from ddltool.commands.output import note, print_json, show
 from ddltool.commands.parts import demand_part
+from ddltool.commands.values import demand_picture, number
+from ddltool.decision import Objective
+from ddltool.errors import InputError, did_you_mean
+from ddltool.graph import Graph
+from ddltool.job import Job
+from ddltool.outputs import demand_distinct
+from ddltool.plan import Plan
 
-if TYPE_CHECKING:
-    from collections.abc import Mapping
+LOOKAHEAD, MIGRATION_S, HORIZON_S, LATENCY, SHARE = 15, 30.0, 3600.0, "50us", "sum"
+_File = Optional[Path]  # noqa: UP045
+_Files = Optional[list[Path]]  # noqa: UP045
+_Text = Optional[str]  # noqa: UP045
+_Count = Optional[int]  # noqa: UP045
 
-    from ddltool.decision import Objective
-    from ddltool.graph import Graph
-    from ddltool.job import Job
-    from ddltool.plan import Plan
+JobFile = Annotated[Path, typer.Argument(metavar="JOB.yaml", help="The job: workers, batch size, devices.")]
+Strategy = Annotated[
+    str,
+    typer.Option(
+        help="auto: compare all and pick; est: EST mapping; bsp: equal split; lb-bsp: uneven split; elastic-bsp: "
+        "barriers; goodput: count and batch."
+    ),
+]
+ObjectiveName = Annotated[
+    str, typer.Option(help="auto: fastest, cheapest (per sample) or same-bits (on any number of devices).")
+]
+Telemetry = Annotated[
+    _File,
+    typer.Option(metavar="FILE", help="auto: telemetry of an earlier run, in place of the job's capabilities."),
+]
+Bandwidth = Annotated[
+    _Text,
+    typer.Option(help="auto: network of a node, e.g. 100Gbit; nic_gbit of the cluster by default."),
+]
+Latency = Annotated[str, typer.Option(help="auto: network latency.")]
+Lookahead = Annotated[
+    int, typer.Option(help="elastic-bsp: iterations per worker up to the barrier.", min=1, max=100_000)
+]
+MaxGap = Annotated[
+    _Count,
+    typer.Option(help="elastic-bsp: most iterations that one worker may be ahead.", min=0, show_default=False),
+]
+GraphFile = Annotated[
+    _File,
+    typer.Option(
+        "--graph", metavar="FILE", help="graph.json: puts the model's parameters and their order in the plan."
+    ),
+]
+TopK = Annotated[int, typer.Option(help="How many different plans to show.", min=1, max=1000)]
+TimeLimitS = Annotated[
+    float,
+    typer.Option(
+        "--time-limit",
+        help="Solver's time limit in seconds.",
+        metavar="SECONDS",
+        parser=number("--time-limit", 0.01),
+    ),
+]
+Prefer = Annotated[
+    _Text,
+    typer.Option(
+        help="est: what matters, in this order: throughput, devices, price, waste, moves.",
+        metavar="NAME,...",
+        show_default=False,
+    ),
+]
+CurrentFile = Annotated[
+    _File,
+    typer.Option("--current", metavar="PLAN", help="est: plan.json that runs now: is leaving it worth it?"),
+]
+MigrationS = Annotated[
+    float,
+    typer.Option(
+        "--migration",
+        help="With --current: seconds that a move stops the job.",
+        metavar="SECONDS",
+        parser=number("--migration", 0, 1e9),
+    ),
+]
+HorizonS = Annotated[
+    float,
+    typer.Option(
+        "--horizon",
+        help="With --current: seconds in which a move must pay.",
+        metavar="SECONDS",
+        parser=number("--horizon", 0.001, 1e9),
+    ),
+]
+Together = Annotated[
+    _Files,
+    typer.Option("--with", metavar="JOB.yaml", help="est: another job on the same devices; repeat for more."),
+]
+Share = Annotated[str, typer.Option(help="With --with: sum or max-min of the throughputs relative to the job alone.")]
+Picture = Annotated[
+    _File,
+    typer.Option(metavar="FILE", help="goodput: draw goodput over devices and batch (.svg or .png)."),
+]
 
 STRATEGIES = ("auto", "est", "bsp", "lb-bsp", "elastic-bsp", "goodput")
 # The strategies that read an option; those of EST plans alone are in _check_est.
@@ -37,42 +129,32 @@ _TOGETHER = {"job_file", "strategy", "together", "share", "devices_file", "time_
 
 def plan(
     context: typer.Context,
-    job_file: given.JobFile,
-    strategy: given.Strategy = "auto",
-    objective: given.Objective = "fastest",
-    telemetry: given.Telemetry = None,
-    bandwidth: given.Bandwidth = None,
-    latency: given.Latency = given.LATENCY,
-    lookahead: given.Lookahead = given.LOOKAHEAD,
-    max_gap: given.MaxGap = None,
-    graph_file: given.GraphFile = None,
-    top_k: given.TopK = 1,
-    time_limit_s: given.TimeLimitS = 10.0,
-    prefer: given.Prefer = None,
-    current_file: given.CurrentFile = None,
-    migration_s: given.MigrationS = given.MIGRATION_S,
-    horizon_s: given.HorizonS = given.HORIZON_S,
-    together: given.Together = None,
-    share: given.Share = given.SHARE,
-    picture: given.Picture = None,
+    job_file: JobFile,
+    strategy: Strategy = "auto",
+    objective: ObjectiveName = "fastest",
+    telemetry: Telemetry = None,
+    bandwidth: Bandwidth = None,
+    latency: Latency = LATENCY,
+    lookahead: Lookahead = LOOKAHEAD,
+    max_gap: MaxGap = None,
+    graph_file: GraphFile = None,
+    top_k: TopK = 1,
+    time_limit_s: TimeLimitS = 10.0,
+    prefer: Prefer = None,
+    current_file: CurrentFile = None,
+    migration_s: MigrationS = MIGRATION_S,
+    horizon_s: HorizonS = HORIZON_S,
+    together: Together = None,
+    share: Share = SHARE,
+    picture: Picture = None,
     devices_file: DevicesFile = None,
     output: Output = None,
     seed: Seed = 0,
     as_json: Json = False,
 ) -> None:
     """Compare the ways to run a job on its devices, or plan by one, and predict the step time."""
-    from ddltool.analyzers.deciding.candidates import Settings
-    from ddltool.artifacts import save
-    from ddltool.commands.decide import OBJECTIVES, Given
-    from ddltool.commands.output import print_json
-    from ddltool.commands.placement import Wishes
-    from ddltool.commands.plan_output import show_plan
-    from ddltool.commands.plan_solve import complete, solve
-    from ddltool.errors import InputError
-    from ddltool.outputs import demand_distinct
-
     _demand_known("--strategy", strategy, STRATEGIES)
-    _demand_known("--objective", objective, OBJECTIVES)
+    _demand_known("--objective", objective, get_args(Objective))
     written = {"-o": output, "--picture": picture}
     demand_distinct([job_file, telemetry, graph_file, current_file, devices_file, *(together or [])], written)
     _check_places(output, picture)
@@ -82,20 +164,24 @@ def plan(
             "--objective": objective != "fastest",
             "--telemetry": telemetry is not None,
             "--bandwidth": bool(bandwidth),
-            "--latency": latency != given.LATENCY,
-            "--lookahead": lookahead != given.LOOKAHEAD,
+            "--latency": latency != LATENCY,
+            "--lookahead": lookahead != LOOKAHEAD,
             "--max-gap": max_gap is not None,
             "--top-k": top_k != 1,
         },
     )
-    moves = {"--migration": migration_s != given.MIGRATION_S, "--horizon": horizon_s != given.HORIZON_S}
+    moves = {"--migration": migration_s != MIGRATION_S, "--horizon": horizon_s != HORIZON_S}
     _check_est(strategy, wished=bool(prefer is not None or current_file or together), current=current_file, moves=moves)
-    if share != given.SHARE and not together:
+    if share != SHARE and not together:
         raise InputError("--share", "needs --with", "name the jobs that share the devices")
     if together:
         demand_part(context, "a plan of several jobs", _TOGETHER, instead="leave it out, or leave out --with")
         _plan_jobs([job_file, *together], share, devices_file, time_limit_s, seed, output, as_json)
         return
+    from ddltool.analyzers.deciding.candidates import Settings
+    from ddltool.analyzers.deciding.planning import Wishes, complete, solve
+    from ddltool.analyzers.loading.job_inputs import Given
+
     job, graph = _read(job_file, graph_file, devices_file, written)
     known = Given(
         objective=cast("Objective", objective),
@@ -104,6 +190,7 @@ def plan(
         bandwidth=bandwidth,
         latency=latency,
         settings=Settings(top_k=top_k, limit_s=time_limit_s, seed=seed, lookahead=lookahead, max_gap=max_gap),
+        tell=note,
     )
     wishes = Wishes(prefer=prefer, current_file=current_file, migration_s=migration_s, horizon_s=horizon_s)
     made = complete(solve(strategy, job, job_file, known, wishes), job, job_file, graph)
@@ -112,24 +199,19 @@ def plan(
     if picture is not None:
         _draw_goodput(job, job_file, made, picture)
     if as_json:
-        print_json(made.model_dump(mode="json"))
+        print_json(made)
     else:
-        show_plan(made, output)
+        show(plan_section(made, made.job), output)
 
 
 def _demand_known(option: str, name: str, known: tuple[str, ...]) -> None:
     """Raise InputError, naming the nearest, when a name is none of those that are known."""
-    from ddltool.errors import InputError, did_you_mean
-
     if name not in known:
         raise InputError(option, f"unknown {option.removeprefix('--')} {name!r}", did_you_mean(name, known))
 
 
 def _check_places(output: Path | None, picture: Path | None) -> None:
     """Raise InputError for a file that cannot be written, before anything is solved."""
-    from ddltool.artifacts import check_writable
-    from ddltool.commands.values import demand_picture
-
     for path in (output, picture):
         if path is not None:
             check_writable(path)
@@ -138,8 +220,6 @@ def _check_places(output: Path | None, picture: Path | None) -> None:
 
 def _demand_readers(strategy: str, changed: Mapping[str, bool]) -> None:
     """Raise InputError for the first option with another value than its default that the strategy does not read."""
-    from ddltool.errors import InputError
-
     for name, is_changed in changed.items():
         if is_changed and strategy not in READERS[name]:
             remedy = f"leave it out, or use --strategy {' or '.join(READERS[name])}"
@@ -148,8 +228,6 @@ def _demand_readers(strategy: str, changed: Mapping[str, bool]) -> None:
 
 def _check_est(strategy: str, *, wished: bool, current: Path | None, moves: Mapping[str, bool]) -> None:
     """Raise InputError for the EST plan's own options with another strategy, and for prices of moves without --current."""
-    from ddltool.errors import InputError
-
     priced = [name for name, is_given in moves.items() if is_given]
     if priced and current is None:
         raise InputError(priced[0], "needs --current", "give the plan that runs now")
@@ -164,16 +242,13 @@ def _read(
 
     Raises InputError for files that cannot be read, and for outputs that would replace what the job names.
     """
-    from ddltool.commands.plan_input import graph_of, scanned
-    from ddltool.fixtures.loading import with_specs
-    from ddltool.job import read_job
-    from ddltool.outputs import demand_distinct
+    from ddltool.analyzers.loading.job_inputs import graph_of, read_with_specs, scanned
 
-    job = with_specs(read_job(job_file), str(job_file), devices_file)
+    job = read_with_specs(job_file, devices_file)
     named = [offer_file for offer in job.devices for offer_file in (offer.profile, offer.goodput)]
     demand_distinct([job_file.parent / name for name in (*named, job.cluster, job.network) if name], written)
     graph = graph_of(job, job_file.parent, graph_file)
-    return scanned(job, graph), graph
+    return scanned(job, graph, note), graph
 
 
 def _plan_jobs(
@@ -186,26 +261,21 @@ def _plan_jobs(
     as_json: bool,
 ) -> None:
     """Plan several jobs on the same devices. Raises InputError for an output, which holds one plan."""
-    from ddltool.commands.output import print_json
-    from ddltool.commands.placement import jobs_document, plan_together, show_jobs
-    from ddltool.errors import InputError
-
     if output is not None:
         raise InputError("--output", "holds the plan of one job", "use --json for several")
-    made, waiting = plan_together(files, sharing=share, limit_s=limit_s, seed=seed, devices_file=devices_file)
+    from ddltool.analyzers.deciding.planning import plan_together
+
+    found = plan_together(files, sharing=share, limit_s=limit_s, seed=seed, tell=note, devices_file=devices_file)
     if as_json:
-        print_json(jobs_document(made, files, waiting))
+        print_json(found)
     else:
-        show_jobs(made, files, waiting)
+        show(joint_section(found))
 
 
 def _draw_goodput(job: Job, job_file: Path, made: Plan, path: Path) -> None:
     """Draw goodput over devices and batch for the plan's device type. Raises InputError for a plan without goodput."""
     from ddltool.analyzers.goodput.picture import goodput_picture
-    from ddltool.analyzers.goodput.tuning import BatchLimits
-    from ddltool.artifacts import write_bytes
-    from ddltool.commands.plan_input import fitted_models
-    from ddltool.errors import InputError
+    from ddltool.analyzers.loading.job_inputs import fitted_models
 
     if made.goodput is None or job.goodput is None:
         raise InputError("--picture", f"shows goodput, and the plan is {made.strategy}", "use --strategy goodput")

@@ -14,11 +14,11 @@ import pytest
 if TYPE_CHECKING:
     import pandas as pd
 
-    from ddltool.analyzers.gating.gate import Verdict
     from ddltool.analyzers.gating.metrics import Figures
     from ddltool.analyzers.gating.rules import Rule
     from ddltool.graph import Graph
     from ddltool.plan import Plan
+    from ddltool.results import GateResult
 
 DEFAULT_FOLDER = "ddltool-baselines"
 T = TypeVar("T")
@@ -31,7 +31,7 @@ class AssertGate(Protocol):
 
     def __call__(
         self, current: Any, baseline_name: str, rules: Sequence[str] | None = None, *, level: float | None = None
-    ) -> Verdict:
+    ) -> GateResult:
         """Hold an artifact against the baseline of that name; the test fails with the checks that failed."""
 
 
@@ -121,13 +121,15 @@ def assert_gate(ddltool_dir: Path, pytestconfig: pytest.Config, request: pytest.
 
     def gate(
         current: Any, baseline_name: str, rules: Sequence[str] | None = None, *, level: float | None = None
-    ) -> Verdict:
+    ) -> GateResult:
         __tracebackhide__ = True
         target = _told(lambda: _inside(ddltool_dir, baseline_name))
         update = bool(pytestconfig.getoption("--ddltool-update"))
         verdict = _told(lambda: _judge(current, target, rules or (), level, update, pytestconfig.rootpath))
         if not verdict.passed:
-            failed = "\n".join(f"  {check.sentence()}" for check in verdict.failed)
+            from ddltool.analyzers.gating.formats import sentence
+
+            failed = "\n".join(f"  {sentence(check)}" for check in verdict.failed)
             hint = "" if update else "\nto accept it: pytest --ddltool-update"
             count = f"{len(verdict.failed)} of {len(verdict.checks)}"
             pytest.fail(f"{count} checks failed against {target}:\n{failed}{hint}", pytrace=False)
@@ -160,7 +162,9 @@ def _inside(folder: Path, name: str) -> Path:
     return path
 
 
-def _judge(current: Any, target: Path, texts: Sequence[str], level: float | None, update: bool, root: Path) -> Verdict:
+def _judge(
+    current: Any, target: Path, texts: Sequence[str], level: float | None, update: bool, root: Path
+) -> GateResult:
     """Return the verdict; with ``update`` the current artifact is its own baseline, so that absolute limits still hold."""
     from ddltool.analyzers.gating.gate import LEVEL, judge
     from ddltool.analyzers.gating.metrics import extract

@@ -3,17 +3,34 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Optional
+from typing import Annotated, Any, Optional
 
 import typer
 
+from ddltool import __version__
+from ddltool.analyzers.costs.estimate import estimate
+from ddltool.analyzers.costs.model import cost_model
+from ddltool.analyzers.reporting import (
+    fit_sections,
+    plan_section,
+    result_sections,
+    simulation_section,
+    sweep_section,
+    telemetry_section,
+)
+from ddltool.analyzers.reporting.graph_section import graph_section
+from ddltool.analyzers.reporting.section import Section
+from ddltool.artifacts import check_writable, write_text
 from ddltool.commands.options import Json
+from ddltool.commands.output import out, print_json, progress, table
+from ddltool.commands.report_reading import ORDER, Found, read_any, told_apart
 from ddltool.commands.values import number
-
-if TYPE_CHECKING:
-    from ddltool.analyzers.reporting.page import Section
-    from ddltool.commands.report_reading import Found
+from ddltool.device import Network
+from ddltool.fixtures.loading import calibration, devices
+from ddltool.outputs import demand_distinct
+from ddltool.results import ReportedSection, ReportResult
 
 _MOST_SAMPLES = 1e15
 
@@ -44,12 +61,7 @@ def report(
 
     Example: ddltool report graph.json plan.json telemetry.jsonl -o report.html
     """
-    from ddltool import __version__
     from ddltool.analyzers.reporting.page import render
-    from ddltool.artifacts import check_writable, write_text
-    from ddltool.commands.output import out, print_json, progress, table
-    from ddltool.commands.report_reading import read_any
-    from ddltool.outputs import demand_distinct
 
     demand_distinct(artifacts, {"-o": output})
     check_writable(output)
@@ -62,23 +74,15 @@ def report(
     page = render(title, sections, summary=[_summary(ordered)], generated_by=f"ddltool {__version__}")
     write_text(output, page)
     listed = [
-        {"section": section.anchor, "title": section.title, "kind": f"ddltool.{one.kind}", "file": str(one.path)}
+        ReportedSection(section=section.anchor, title=section.title, kind=f"ddltool.{one.kind}", file=str(one.path))
         for one, section in zip(ordered, sections, strict=True)
     ]
+    made = ReportResult(report=str(output), bytes=len(page.encode()), sections=listed)
     if as_json:
-        print_json(
-            {
-                "kind": "ddltool.report",
-                "schema_version": 1,
-                "report": str(output),
-                "bytes": len(page.encode()),
-                "sections": listed,
-            }
-        )
+        print_json(made)
         return
-    rows = [(entry["section"], entry["file"]) for entry in listed]
-    out().print(table("Sections", ("section", "file"), rows, text_columns=2))
-    out().print(f"wrote {output} ({len(page.encode()) / 1e3:,.0f} kB)", soft_wrap=True)
+    out().print(table("Sections", ("section", "file"), [(one.section, one.file) for one in listed], text_columns=2))
+    out().print(f"wrote {output} ({made.bytes / 1e3:,.0f} kB)", soft_wrap=True)
 
 
 def build(found: Sequence[Found], noise_scale: float | None = None) -> tuple[list[Found], list[Section]]:
@@ -86,9 +90,6 @@ def build(found: Sequence[Found], noise_scale: float | None = None) -> tuple[lis
 
     ``noise_scale`` (samples) is for goodput maps; None: the last that telemetry among the files knows.
     """
-    from ddltool.commands.output import progress
-    from ddltool.commands.report_reading import ORDER, told_apart
-
     found = told_apart(found)
     ordered = sorted(found, key=lambda one: ORDER.index(one.kind))
     noise = _noise(found) if noise_scale is None else noise_scale
@@ -98,7 +99,7 @@ def build(found: Sequence[Found], noise_scale: float | None = None) -> tuple[lis
         for place, one in enumerate(ordered):
             advance(place, one.name)
             counts[one.kind] = counts.get(one.kind, 0) + 1
-            sections.append(_section(one, f"{one.kind}-{counts[one.kind]}", found, noise))
+            sections.append(replace(_section(one, found, noise), anchor=f"{one.kind}-{counts[one.kind]}"))
     return ordered, sections
 
 
@@ -110,27 +111,19 @@ def _noise(found: Sequence[Found]) -> float | None:
     return None
 
 
-def _section(one: Found, anchor: str, found: Sequence[Found], noise: float | None) -> Section:
-    from ddltool.analyzers.reporting import (
-        fit_sections,
-        plan_section,
-        result_sections,
-        simulation_section,
-        sweep_section,
-        telemetry_section,
-    )
+def _section(one: Found, found: Sequence[Found], noise: float | None) -> Section:
 
     if one.kind == "graph":
-        return _graph_section(one, anchor)
+        return _graph_section(one)
     if one.kind == "profile":
         models = [(other.name, other.content) for other in found if other.kind == "goodput"]
-        return fit_sections.profile_section(one.content, one.name, anchor, models)
+        return fit_sections.profile_section(one.content, one.name, models)
     if one.kind == "goodput":
         profiles = [other.content for other in found if other.kind == "profile"]
-        return fit_sections.goodput_section(one.content, one.name, anchor, profiles[0] if profiles else None, noise)
+        return fit_sections.goodput_section(one.content, one.name, profiles[0] if profiles else None, noise)
     if one.kind == "telemetry":
         plans = [(other.name, other.content) for other in found if other.kind == "plan"]
-        return telemetry_section.telemetry_section(one.content, one.name, anchor, plans)
+        return telemetry_section.telemetry_section(one.content, one.name, plans)
     drawers: dict[str, Any] = {
         "plan": plan_section.plan_section,
         "enforcement": plan_section.enforcement_section,
@@ -143,25 +136,19 @@ def _section(one: Found, anchor: str, found: Sequence[Found], noise: float | Non
         "sweep": sweep_section.sweep_section,
         "gate": result_sections.gate_section,
     }
-    made: Section = drawers[one.kind](one.content, one.name, anchor)
+    made: Section = drawers[one.kind](one.content, one.name)
     return made
 
 
-def _graph_section(one: Found, anchor: str) -> Section:
+def _graph_section(one: Found) -> Section:
     """Return a graph's section; a graph without times gets a V100's behind the default network, and says so."""
-    from ddltool.analyzers.costs.estimate import estimate
-    from ddltool.analyzers.costs.model import cost_model
-    from ddltool.analyzers.reporting.graph_section import graph_section
-    from ddltool.device import Network
-    from ddltool.fixtures.loading import calibration, devices
-
     graph, remark = one.content, ""
     if not graph.timed:
         graph = estimate(graph, cost_model(devices().device("V100"), calibration()), Network())
         remark = "The file has no times: these are a V100's behind 10 Gbit/s, predicted."
     elif graph.meta.get("oracle"):
         remark = f"Times: {graph.meta['oracle']}, {graph.meta.get('device') or 'device not named'}."
-    return graph_section(graph, one.name, anchor, remark=remark)
+    return graph_section(graph, one.name, remark=remark)
 
 
 def _summary(found: Sequence[Found]) -> str:

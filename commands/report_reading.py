@@ -6,12 +6,21 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from pydantic import BaseModel, ValidationError
+
+from ddltool.analyzers.deciding.feedback import check_rows
+from ddltool.artifacts import Artifact, parse, read_document, read_text
+from ddltool.commands.gate_files import profile_document
 from ddltool.errors import InputError, did_you_mean
-
-if TYPE_CHECKING:
-    from pydantic import BaseModel
+from ddltool.goodput_model import Goodput
+from ddltool.graph_io import from_document
+from ddltool.plan import Enforcement, Plan
+from ddltool.profile import read_profile
+from ddltool.results import SHOWN
+from ddltool.schema_words import in_words
+from ddltool.telemetry import TelemetryRow
 
 # Sections stand in the order in which data flow.
 ORDER = (
@@ -86,8 +95,6 @@ def read_any(path: Path) -> Found:
     if last in (".jsonl", ".ndjson"):
         return _from_rows(path, _lines(path))
     if last == ".csv":
-        from ddltool.profile import read_profile
-
         return Found(kind="profile", path=path, content=read_profile(path))
     if last not in (".json", ".yaml", ".yml"):
         raise InputError(str(path), "is no artifact by its name", "name a .json, .jsonl or .csv file (.gz accepted)")
@@ -95,13 +102,10 @@ def read_any(path: Path) -> Found:
 
 
 def _from_document(path: Path) -> Found:
-    from ddltool.artifacts import read_document
 
     document = read_document(path)
     kind = _kind_of(document, str(path))
     if kind == "profile":
-        from ddltool.commands.gate_files import profile_document
-
         rows = document.get("rows")
         if not isinstance(rows, list) or not rows or not all(isinstance(row, dict) for row in rows):
             raise InputError(f"{path}:rows", "is no list of rows", "make the profile again")
@@ -129,16 +133,11 @@ def _kind_of(document: Mapping[str, Any], where: str) -> str:
 
 def _parsers() -> dict[str, Callable[[dict[str, Any], str], Any]]:
     """Return by kind what checks a document."""
-    from ddltool.analyzers.reporting.documents import COMMAND_DOCUMENTS
-    from ddltool.artifacts import Artifact, parse
-    from ddltool.goodput_model import Goodput
-    from ddltool.graph_io import from_document
-    from ddltool.plan import Enforcement, Plan
 
     def parser(model: type[Artifact]) -> Callable[[dict[str, Any], str], Any]:
         return lambda document, where: parse(document, model, where)
 
-    models: list[type[Artifact]] = [Goodput, Plan, Enforcement, *COMMAND_DOCUMENTS]
+    models: list[type[Artifact]] = [Goodput, Plan, Enforcement, *SHOWN]
     made = {model.KIND.removeprefix("ddltool."): parser(model) for model in models}
     return {**made, "graph": from_document}
 
@@ -167,8 +166,6 @@ def _lines(path: Path) -> list[tuple[int, Row]]:
 
 def _text_so_far(path: Path) -> str:
     """Return a file's text; of a plain one that ends within a letter, the text up to the last whole line."""
-    from ddltool.artifacts import read_text
-
     try:
         return read_text(path)
     except InputError:
@@ -193,15 +190,10 @@ def _from_rows(path: Path, rows: list[tuple[int, Row]]) -> Found:
     if named == "ddltool.telemetry" or (named is None and {"rank", "step_s"} <= first.keys()):
         import pandas as pd
 
-        from ddltool.analyzers.deciding.feedback import check_rows
-        from ddltool.telemetry import TelemetryRow
-
         frame = pd.DataFrame(_checked(path, rows, lambda row: TelemetryRow))
         check_rows(frame, str(path))
         return Found(kind="telemetry", path=path, content=frame)
     if named == "ddltool.profile" or (named is None and "local_batch_size" in first):
-        from ddltool.profile import read_profile
-
         return Found(kind="profile", path=path, content=read_profile(path))
     shown = f"is {named!r}, which has no section" if named is not None else "is missing"
     raise InputError(f"{path}:line {rows[0][0]}:kind", shown, "telemetry, sync and profile rows are known")
@@ -226,10 +218,6 @@ def _sync_rows(path: Path, rows: list[tuple[int, Row]]) -> list[Row]:
 
 def _checked(path: Path, rows: list[tuple[int, Row]], model_of: Callable[[Row], type[BaseModel]]) -> list[Row]:
     """Return the rows as their models give them. Raises InputError naming line and field."""
-    from pydantic import ValidationError
-
-    from ddltool.schema_words import in_words
-
     made = []
     for number, row in rows:
         try:

@@ -2,11 +2,31 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Optional
+from typing import Annotated, Optional
 
 import typer
 
+from ddltool.analyzers.communication.collectives import Collectives, collective_figures, own_ring, plan_collectives
+from ddltool.analyzers.communication.efficiency import (
+    Comparison,
+    attribute,
+    compare,
+    efficiency,
+    efficiency_of_best,
+    verdict,
+)
+from ddltool.analyzers.communication.perfetto import to_chrome_trace
+from ddltool.analyzers.communication.program import Ring
+from ddltool.analyzers.costs.estimate import coverage
+from ddltool.analyzers.loading.sources import is_graph_file, is_onnx_file, scan_source
+from ddltool.analyzers.loading.timed_graph import timed_graph
+from ddltool.analyzers.placement.determinism import Scan
+from ddltool.analyzers.placement.determinism_ops import TORCH_VERSION
+from ddltool.analyzers.reporting.graph_section import determinism_section, trace_section
+from ddltool.artifacts import check_writable, to_json, write_text
 from ddltool.commands.options import (
     ChannelsLast,
     DevicesFile,
@@ -17,13 +37,27 @@ from ddltool.commands.options import (
     SequenceLength,
     Source,
 )
+from ddltool.commands.output import note, print_json, progress, show
 from ddltool.commands.parts import demand_part, is_given
 from ddltool.commands.values import number
-
-if TYPE_CHECKING:
-    from ddltool.analyzers.communication.efficiency import Comparison
-    from ddltool.graph import Graph, Mode
-
+from ddltool.errors import InputError
+from ddltool.graph import RECV, SEND, Graph, Mode
+from ddltool.graph_io import write_graph
+from ddltool.outputs import demand_distinct
+from ddltool.results import (
+    CoverageFigures,
+    DeterminismLevel,
+    DeterminismOp,
+    DeterminismResult,
+    LostEfficiency,
+    NamedGraph,
+    ScheduleFigures,
+    TraceBounds,
+    TracedGraph,
+    TraceResult,
+    TraceVerdict,
+)
+from ddltool.units import parse_bandwidth, parse_duration
 
 # What a graph that brings its own times does not read.
 _TIMING = ("device", "devices_file", "bandwidth", "latency", "parameter_servers")
@@ -85,20 +119,11 @@ def trace(
     as_json: Json = False,
 ) -> None:
     """Trace one step, order its transfers, and say what that gains, for parameter servers, DDP and FSDP2."""
-    from ddltool.analyzers.loading.sources import is_graph_file
-    from ddltool.analyzers.loading.timed_graph import timed_graph
-    from ddltool.artifacts import check_writable
-    from ddltool.commands.collectives import collective_plans
-    from ddltool.commands.determinism import determinism as scan
-    from ddltool.commands.output import note, print_json, progress
-    from ddltool.commands.trace_output import as_document, show_trace
-    from ddltool.errors import InputError
-    from ddltool.graph_io import write_graph
-    from ddltool.outputs import demand_distinct
-
     _demand_parts(context, source, oracle, determinism)
     if determinism:
-        scan(source, mode=_mode(mode), batch_size=batch_size, bindings=_bindings(bind, source), as_json=as_json)
+        show_determinism(
+            source, mode=_mode(mode), batch_size=batch_size, bindings=_bindings(bind, source), as_json=as_json
+        )
         return
     if output is not None and output == perfetto:
         raise InputError("--perfetto", f"is {perfetto}, as -o", "give two different files")
@@ -129,21 +154,25 @@ def trace(
     if own and (given := [name for name in _TIMING if is_given(context, name)]):
         names = ", ".join("--" + name.replace("_", "-") for name in given)
         note(f"note: {names} ignored: the file has times of its own; add --oracle roofline to time it anew")
-    plans = collective_plans(graph, replicas=replicas, bandwidth=bandwidth, latency=latency, own_network=own)
+    if own:
+        ring = own_ring(graph, replicas)
+    else:
+        rate, delay = parse_bandwidth(bandwidth), parse_duration(latency)
+        ring = Ring(replicas=replicas, bandwidth_bytes_per_s=rate, latency_s=delay)
+    plans = plan_collectives(graph, ring) if ring is not None else None
     if output is not None:
         write_graph(graph, output)
     if perfetto is not None:
         _write_timeline(graph, comparison, perfetto)
+    found = trace_result(graph, comparison, plans)
     if as_json:
-        print_json(as_document(graph, comparison, plans))
+        print_json(found)
     else:
-        show_trace(graph, comparison, plans, [place for place in (output, perfetto) if place is not None])
+        show(trace_section(found), output, perfetto)
 
 
 def _demand_parts(context: typer.Context, source: str, oracle: str | None, determinism: bool) -> None:
     """Raise InputError for an option that has no part in what was asked for."""
-    from ddltool.analyzers.loading.sources import is_graph_file, is_onnx_file
-
     every = {parameter.name or "" for parameter in context.command.params}
     if determinism:
         demand_part(context, "--determinism", {"source", "mode", "batch_size", "bind", "determinism", "as_json"})
@@ -155,9 +184,6 @@ def _demand_parts(context: typer.Context, source: str, oracle: str | None, deter
 
 def _write_timeline(graph: Graph, comparison: Comparison, path: Path) -> None:
     """Write TAC's timeline as a Chrome/Perfetto trace."""
-    from ddltool.analyzers.communication.perfetto import to_chrome_trace
-    from ddltool.artifacts import to_json, write_text
-
     timeline, schedule = comparison.tac.timeline, comparison.tac.schedule
     priority = schedule.priority if schedule is not None else None
     write_text(path, to_json(to_chrome_trace(graph, timeline, priority), indent=None))
@@ -165,8 +191,6 @@ def _write_timeline(graph: Graph, comparison: Comparison, path: Path) -> None:
 
 def _mode(mode: str | None) -> Mode | None:
     """Return the mode of that name. Raises InputError for any other."""
-    from ddltool.errors import InputError
-
     modes: dict[str | None, Mode | None] = {None: None, "training": "training", "inference": "inference"}
     if mode not in modes:
         raise InputError("--mode", f"unknown mode {mode!r}", "training or inference")
@@ -175,9 +199,6 @@ def _mode(mode: str | None) -> Mode | None:
 
 def _bindings(text: str | None, source: str) -> dict[str, int]:
     """Return the sizes in ``batch=8,sequence=128``. Raises InputError for anything else, and without an ONNX file."""
-    from ddltool.analyzers.loading.sources import is_onnx_file
-    from ddltool.errors import InputError
-
     if text is not None and not is_onnx_file(source):
         raise InputError("--bind", f"{source} has no symbolic dimensions", "leave it out: only ONNX files have them")
     found: dict[str, int] = {}
@@ -191,9 +212,6 @@ def _bindings(text: str | None, source: str) -> dict[str, int]:
 
 def compare_with_progress(graph: Graph, *, samples: int, seed: int, exact_s: float | None = None) -> Comparison:
     """Return the comparison of orders, with a progress bar on a terminal."""
-    from ddltool.analyzers.communication.efficiency import compare
-    from ddltool.commands.output import progress
-
     with progress("simulating", 4 * samples) as advance:
         return compare(
             graph,
@@ -202,3 +220,137 @@ def compare_with_progress(graph: Graph, *, samples: int, seed: int, exact_s: flo
             exact_s=exact_s,
             progress=lambda done, total: advance(done, "" if done < total else "(searching a better order)"),
         )
+
+
+def trace_result(graph: Graph, comparison: Comparison, plans: Collectives | None = None) -> TraceResult:
+    """Return a trace as the command's result: graph, bounds, schedules, what is winnable, collectives, coverage, verdict."""
+    judged, bounds = verdict(comparison), comparison.bounds
+    return TraceResult(
+        graph=traced_graph(graph),
+        bounds=TraceBounds(
+            upper_s=bounds.upper_s,
+            lower_s=bounds.lower_s,
+            speedup=bounds.speedup,
+            best_lower_s=comparison.best_bound_s,
+        ),
+        schedules=_schedules(comparison),
+        efficiency_undefined=comparison.undefined_reason,
+        coverage=CoverageFigures(**asdict(coverage(graph))),
+        servers=_servers_of(graph),
+        collectives=collective_figures(plans) if plans is not None else None,
+        verdict=TraceVerdict(worth_it=judged.worth_it, text=judged.text),
+        predicted=True,
+    )
+
+
+def _schedules(comparison: Comparison) -> dict[str, ScheduleFigures]:
+    """Return what each order comes to, the exact one's last where it was solved for."""
+    schedules: dict[str, ScheduleFigures] = {}
+    for name, result in comparison.results().items():
+        shares = attribute(comparison, result.makespan_s)
+        ordered = {"orders_compute": comparison.orders_compute} if name == "improved" else {}
+        schedules[name] = ScheduleFigures(
+            makespan_s=result.makespan_s,
+            makespan_std_s=result.makespan_std_s,
+            makespan_min_s=result.makespan_min_s,
+            makespan_max_s=result.makespan_max_s,
+            samples=result.samples,
+            efficiency=result.efficiency,
+            efficiency_of_best=efficiency_of_best(comparison, result.makespan_s),
+            attribution=LostEfficiency(**asdict(shares)) if shares is not None else None,
+            order=list(result.schedule.order) if result.schedule is not None else None,
+            priority=dict(result.schedule.priority) if result.schedule is not None else None,
+            **ordered,
+        )
+    exact = comparison.exact
+    if exact is not None:
+        schedules["exact"] = ScheduleFigures(
+            makespan_s=exact.makespan_s,
+            efficiency=efficiency(comparison.bounds, exact.makespan_s),
+            efficiency_of_best=efficiency_of_best(comparison, exact.makespan_s),
+            lower_bound_s=exact.lower_bound_s,
+            status=exact.status,
+            gap=exact.gap,
+            solve_seconds=exact.solve_seconds,
+            order=list(exact.schedule.order),
+            priority=dict(exact.schedule.priority),
+        )
+    return schedules
+
+
+# What a graph says of its times: where they are for, how they were made, and how sure they are.
+_SAID = (
+    *("device", "oracle", "precision", "channels_last", "optimizer", "update_s", "error_low", "error_high"),
+    *("bandwidth_bytes_per_s", "latency_s"),
+)
+
+
+def traced_graph(graph: Graph) -> TracedGraph:
+    """Return a graph's figures."""
+    return TracedGraph(
+        name=graph.name,
+        mode=graph.mode,
+        batch_size=graph.batch_size,
+        parameters=len(graph.of_kind(RECV)),
+        parameter_bytes=int(graph.parameter_bytes),
+        parameter_elements=graph.meta.get("parameter_elements"),
+        ops=len(graph),
+        recvs=len(graph.of_kind(RECV)),
+        sends=len(graph.of_kind(SEND)),
+        flops=float(graph.flops.sum()),
+        **{key: graph.meta.get(key) for key in _SAID},
+        channels=sum(name.startswith("channel:") for name in graph.resource_names),
+    )
+
+
+def _servers_of(graph: Graph) -> dict[str, list[str]]:
+    """Return which parameters each channel (parameter server) holds, in file order."""
+    held: dict[str, list[str]] = {name: [] for name in graph.resource_names if name.startswith("channel:")}
+    for op in graph.of_kind(RECV):
+        held[graph.resource_names[graph.resource[op]]].append(graph.parameter[op] or graph.names[op])
+    return held
+
+
+def show_determinism(
+    source: str,
+    *,
+    mode: Mode | None = None,
+    batch_size: int | None = None,
+    bindings: Mapping[str, int] | None = None,
+    as_json: bool = False,
+) -> None:
+    """Print the levels of a model's ops; the body of ``ddltool trace SOURCE --determinism``."""
+    with progress(f"tracing {source}"):
+        graph, scanned = scan_source(source, mode, batch_size, bindings)
+    found = determinism_result(graph, scanned)
+    if as_json:
+        print_json(found)
+    else:
+        show(determinism_section(found))
+
+
+def determinism_result(graph: Graph, found: Scan) -> DeterminismResult:
+    """Return a scan as the command's result."""
+    ops = [
+        DeterminismOp(
+            op=finding.op,
+            class_=finding.kernels.name,
+            level=finding.kernels.level,
+            count=finding.count,
+            flops=finding.flops,
+            modules=list(finding.modules),
+            reason=finding.kernels.reason,
+            setting=finding.kernels.setting,
+        )
+        for finding in found.ops
+    ]
+    level = DeterminismLevel(
+        level=found.level,
+        d2_eligible=found.d2_eligible,
+        reasons=list(found.reasons),
+        settings=list(found.settings),
+        exact_ops=found.exact,
+        tables_of_torch=TORCH_VERSION,
+        ops=ops,
+    )
+    return DeterminismResult(graph=NamedGraph(name=graph.name, mode=graph.mode), determinism=level)

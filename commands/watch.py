@@ -4,10 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
 
-if TYPE_CHECKING:
-    from ddltool.runtime.measuring.watch import SpeedRow
+import numpy as np
+
+from ddltool.artifacts import check_writable
+from ddltool.commands.output import out, print_json, progress, table
+from ddltool.commands.profile_measure import RESOLVER
+from ddltool.commands.values import as_options
+from ddltool.errors import DdlToolError, InputError
+from ddltool.graph import natural_key
+from ddltool.results import WatchedWorker, WatchResult
+from ddltool.runtime.measuring.watch import SpeedRow, WatchLost, WatchRequest, record, write_rows
+from ddltool.units import show_seconds
 
 MOST_WORKERS = 256
 MOST_ROWS = 10**7
@@ -32,13 +40,6 @@ def profile_watch(
     ``cores`` is a list such as ``0,0,1``: the core that each worker stays on. Raises InputError for what cannot be watched,
     DdlToolError when a worker is lost; what was recorded until then is written all the same.
     """
-    from ddltool.artifacts import check_writable
-    from ddltool.commands.output import print_json, progress
-    from ddltool.commands.profile_measure import RESOLVER
-    from ddltool.commands.values import as_options
-    from ddltool.errors import DdlToolError, InputError
-    from ddltool.runtime.measuring.watch import WatchLost, WatchRequest, record, write_rows
-
     if workers > MOST_WORKERS:
         raise InputError("--replicas", f"is {workers}", f"watch at most {MOST_WORKERS} local processes")
     if workers * iterations > MOST_ROWS:
@@ -62,17 +63,15 @@ def profile_watch(
         raise DdlToolError(f"{source}: {lost}; {_keep(lost.rows, workers, output)}") from None
     if output is not None:
         write_rows(rows, output)
-    document = watch_document(rows, request.batch)
+    found = watch_result(rows, request.batch)
     if as_json:
-        print_json(document)
+        print_json(found)
     else:
-        show_watch(document, output)
+        show_watch(found, output)
 
 
 def _keep(rows: Sequence[SpeedRow], workers: int, output: Path | None) -> str:
     """Write what was recorded before a worker was lost, and return what to say about it."""
-    from ddltool.runtime.measuring.watch import write_rows
-
     if not rows:
         return "no iteration was complete, so nothing is written"
     complete = f"the {len(rows) // workers} iterations that all workers completed"
@@ -84,23 +83,17 @@ def _keep(rows: Sequence[SpeedRow], workers: int, output: Path | None) -> str:
 
 def _cores(text: str) -> tuple[int, ...]:
     """Return the numbers in ``0,0,1``. Raises InputError for anything that is no whole number of at least 0."""
-    from ddltool.errors import InputError
-
     parts = [part.strip() for part in text.split(",")]
     if not all(part.isdecimal() and len(part) <= 6 for part in parts):
         raise InputError("--cores", f"{text!r} is not a list of cores", "write for example 0,0,1")
     return tuple(int(part) for part in parts)
 
 
-def watch_document(rows: Sequence[SpeedRow], batch: int) -> dict[str, Any]:
-    """Return the JSON document (kind ``ddltool.watch``): each worker's speed, and how far the slowest is behind.
+def watch_result(rows: Sequence[SpeedRow], batch: int) -> WatchResult:
+    """Return each worker's speed, and how far the slowest is behind.
 
     The first iterations pay for what later ones find ready and are left out of the figures, where there are more.
     """
-    import numpy as np
-
-    from ddltool.graph import natural_key
-
     names = sorted({row.worker for row in rows}, key=natural_key)
     begin = WARM_ITERATIONS if max(row.iteration for row in rows) >= 2 * WARM_ITERATIONS else 0
     workers = []
@@ -110,52 +103,47 @@ def watch_document(rows: Sequence[SpeedRow], batch: int) -> dict[str, Any]:
         speed = np.array([row.speed for row in mine])
         speeds.append(speed)
         workers.append(
-            {
-                "worker": name,
-                "speed": float(np.median(speed)),
-                "speed_low": float(np.quantile(speed, 0.1)),
-                "speed_high": float(np.quantile(speed, 0.9)),
-                "cpu": float(np.mean([row.cpu for row in mine])),
-                "memory": float(np.mean([row.memory for row in mine])),
-            }
+            WatchedWorker(
+                worker=name,
+                speed=float(np.median(speed)),
+                speed_low=float(np.quantile(speed, 0.1)),
+                speed_high=float(np.quantile(speed, 0.9)),
+                cpu=float(np.mean([row.cpu for row in mine])),
+                memory=float(np.mean([row.memory for row in mine])),
+            )
         )
     every = np.stack(speeds)
     # With equal batches all wait for the slowest; batches in proportion to speeds would all end together.
     equal_s = float((batch / every.min(axis=0)).mean())
     known_s = float((batch * len(names) / every.sum(axis=0)).mean())
-    return {
-        "kind": "ddltool.watch",
-        "schema_version": 1,
-        "batch": batch,
-        "iterations": every.shape[1] + begin,
-        "left_out": begin,
-        "workers": workers,
-        "equal_split_s": equal_s,
-        "speeds_known_s": known_s,
-    }
+    return WatchResult(
+        batch=batch,
+        iterations=every.shape[1] + begin,
+        left_out=begin,
+        workers=workers,
+        equal_split_s=equal_s,
+        speeds_known_s=known_s,
+    )
 
 
-def show_watch(document: dict[str, Any], output: Path | None) -> None:
+def show_watch(found: WatchResult, output: Path | None) -> None:
     """Print a row per worker and what balancing could gain."""
-    from ddltool.commands.output import out, table
-    from ddltool.units import show_seconds
-
     console = out()
     rows = [
         [
-            worker["worker"],
-            f"{worker['speed']:.4g}",
-            f"{worker['speed_low']:.4g} to {worker['speed_high']:.4g}",
-            f"{worker['cpu']:.0%}",
-            f"{worker['memory']:.0%}",
+            worker.worker,
+            f"{worker.speed:.4g}",
+            f"{worker.speed_low:.4g} to {worker.speed_high:.4g}",
+            f"{worker.cpu:.0%}",
+            f"{worker.memory:.0%}",
         ]
-        for worker in document["workers"]
+        for worker in found.workers
     ]
-    title = f"{document['iterations']} iterations with {document['batch']} samples per worker, measured"
+    title = f"{found.iterations} iterations with {found.batch} samples per worker, measured"
     columns = ("worker", "samples/s", "10 to 90 %", "CPU", "memory")
     caption = "samples/s: median without waiting; CPU and memory: mean shares that the worker could expect"
     console.print(table(title, columns, rows, caption=caption))
-    equal_s, known_s = document["equal_split_s"], document["speeds_known_s"]
+    equal_s, known_s = found.equal_split_s, found.speeds_known_s
     console.print(
         f"Computing takes {show_seconds(equal_s)} with equal batches, {show_seconds(known_s)} with batches by known "
         f"speeds ({1 - known_s / equal_s:.0%} less)."

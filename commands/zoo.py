@@ -3,11 +3,17 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Any, Optional
+from typing import Annotated, Optional
 
 import typer
 
+from ddltool.analyzers.loading.sources import load_graph
+from ddltool.commands.fixture_graphs import MODES, write_graphs
 from ddltool.commands.options import Json
+from ddltool.commands.output import out, print_json, progress, table
+from ddltool.fixtures.zoo import ZOO, entry
+from ddltool.graph import COMPUTE, RECV
+from ddltool.results import PublishedModel, ZooModel, ZooResult
 
 
 def zoo(
@@ -20,9 +26,6 @@ def zoo(
     as_json: Json = False,
 ) -> None:
     """List the built-in models: parameters, size and ops in both modes, beside the figures of TicTac's Table 1."""
-    from ddltool.commands.output import out, print_json, progress, table
-    from ddltool.fixtures.zoo import ZOO
-
     if write is not None:
         _write(write, as_json)
         return
@@ -32,7 +35,7 @@ def zoo(
             advance(number, name)
             models.append(describe(name))
     if as_json:
-        print_json({"kind": "ddltool.zoo", "schema_version": 1, "models": models})
+        print_json(ZooResult(models=models))
         return
     rows = [_row(model) for model in models]
     columns = ("zoo:NAME", "batch", "param.", "MiB", "ops", "Table 1: param. MiB ops")
@@ -41,59 +44,45 @@ def zoo(
 
 
 def _write(folder: Path, as_json: bool) -> None:
-    from ddltool.commands.fixture_graphs import MODES, write_graphs
-    from ddltool.commands.output import out, print_json, progress
-    from ddltool.fixtures.zoo import ZOO
 
     with progress("tracing", len(ZOO) * len(MODES)) as advance:
         written = write_graphs(folder, advance)
     if as_json:
-        print_json({"kind": "ddltool.zoo", "schema_version": 1, "paths": [str(path) for path in written]})
+        print_json(ZooResult(paths=[str(path) for path in written]))
     else:
         out().print(f"wrote {len(written)} graphs to {folder}", soft_wrap=True)
 
 
-def describe(name: str) -> dict[str, Any]:
+def describe(name: str) -> ZooModel:
     """Return a zoo model's figures in both modes, traced now, with the published ones where there are some."""
-    from ddltool.analyzers.loading.sources import load_graph
-    from ddltool.fixtures.zoo import entry
-    from ddltool.graph import COMPUTE, RECV
-
     graphs = {mode: load_graph(f"zoo:{name}", mode, None) for mode in ("inference", "training")}
     graph, published = graphs["training"], entry(name).published
-    return {
-        "name": name,
-        "title": entry(name).title,
-        "batch_size": entry(name).batch_size,
-        "parameters": len(graph.of_kind(RECV)),
-        "parameter_elements": graph.meta["parameter_elements"],
-        "parameter_mib": graph.parameter_bytes / 2**20,
-        "ops_inference": len(graphs["inference"].of_kind(COMPUTE)),
-        "ops_training": len(graph.of_kind(COMPUTE)),
-        "published": None
-        if published is None
-        else {
-            "parameters": published.parameters,
-            "parameter_mib": published.parameter_mib,
-            "ops_inference": published.ops_inference,
-            "ops_training": published.ops_training,
-            "batch_size": published.batch_size,
-        },
-    }
+    fields = PublishedModel.model_fields
+    return ZooModel(
+        name=name,
+        title=entry(name).title,
+        batch_size=entry(name).batch_size,
+        parameters=len(graph.of_kind(RECV)),
+        parameter_elements=graph.meta["parameter_elements"],
+        parameter_mib=graph.parameter_bytes / 2**20,
+        ops_inference=len(graphs["inference"].of_kind(COMPUTE)),
+        ops_training=len(graph.of_kind(COMPUTE)),
+        published=None if published is None else PublishedModel(**{key: getattr(published, key) for key in fields}),
+    )
 
 
-def _row(model: dict[str, Any]) -> tuple[str, ...]:
-    published = model["published"]
+def _row(model: ZooModel) -> tuple[str, ...]:
+    published = model.published
     table1 = "-"
     if published is not None:
-        ops = f"{published['ops_inference']}/{published['ops_training']}"
-        table1 = f"{published['parameters']:3d}  {published['parameter_mib']:6.2f}  {ops:>9s}"
-    ours = f"{model['ops_inference']}/{model['ops_training']}"
+        ops = f"{published.ops_inference}/{published.ops_training}"
+        table1 = f"{published.parameters:3d}  {published.parameter_mib:6.2f}  {ops:>9s}"
+    ours = f"{model.ops_inference}/{model.ops_training}"
     return (
-        model["name"],
-        str(model["batch_size"]),
-        str(model["parameters"]),
-        f"{model['parameter_mib']:.2f}",
+        model.name,
+        str(model.batch_size),
+        str(model.parameters),
+        f"{model.parameter_mib:.2f}",
         ours,
         table1,
     )

@@ -172,7 +172,7 @@ def write_sync(path: Path) -> None:
 
 def write_network(path: Path) -> None:
     """Write a measurement between three processes as ``ddltool profile --network`` writes it."""
-    from ddltool.commands.network import network_document
+    from ddltool.commands.network import network_result
     from ddltool.runtime.measuring.network import NetworkMeasurement
 
     sizes = tuple(float(2**power) for power in range(10, 24, 2))
@@ -190,7 +190,7 @@ def write_network(path: Path) -> None:
     ]
     facts = {"bandwidth_bytes_per_s": 1.1e9, "latency_s": 4e-5, "residual": 0.05}
     found: NetworkMeasurement = _Fields(processes=3, local=True, pairs=pairs, **facts)  # type: ignore[assignment]
-    path.write_text(json.dumps(network_document(found)))
+    path.write_text(network_result(found).model_dump_json())
 
 
 class _Fields:

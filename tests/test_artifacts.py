@@ -16,12 +16,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ddltool.artifacts import check_writable, load, parse, read_document, save, to_json, write_text
+from ddltool.commands.schema import MODELS, schema_of
 from ddltool.errors import InputError, did_you_mean
 from ddltool.goodput_model import Goodput, ThroughputRecord
 from ddltool.job import Cluster, Constraints, DeviceOffer, Job, NodeDevices, NodeGroup, read_job
 from ddltool.plan import Assignment, Enforcement, ParameterRecord, Plan, RankEnforcement
 from ddltool.profile import read_profile, write_profile
-from ddltool.schemas import MODELS, schema_of
 
 JOB = "kind: ddltool.job\nname: j\nmax_workers: 4\ndevices:\n  - {type: V100, count: 2, capability_per_s: 3}\n"
 

@@ -18,9 +18,9 @@ from ddltool.analyzers.balancing.curves import DeviceCurves
 from ddltool.analyzers.balancing.minmax import Offer, choose
 from ddltool.analyzers.balancing.plan import StepCurve, plan_bsp, plan_lb_bsp
 from ddltool.analyzers.goodput.throughput import ThroughputParams
+from ddltool.analyzers.loading.job_inputs import step_curves
 from ddltool.analyzers.placement.enforcement import to_enforcement
 from ddltool.analyzers.placement.problem import Problem, from_job
-from ddltool.commands.plan_input import step_curves
 from ddltool.errors import Infeasible, InputError
 from ddltool.job import DeviceOffer, Job, read_job
 from ddltool.plan import Plan

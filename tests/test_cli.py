@@ -106,7 +106,7 @@ def test_profile_fit_plan_emit(cli: Cli, folder: Path) -> None:
     assert fitted.document["mape"] < 0.01
     assert fitted.document["holdout"]["samples"] == fitted.document["samples"] == 6
     assert json.loads((folder / "goodput.json").read_text()) == fitted.document
-    assert "fitted in" in cli("fit", folder / "profile.csv").out
+    assert "Fitted to" in cli("fit", folder / "profile.csv").out
     planned = cli(
         *("plan", folder / "job.yaml", "--strategy", "est"),
         *("--graph", folder / "graph.json", "-o", folder / "plan.json", "--json"),
@@ -498,7 +498,7 @@ def test_what_no_check_foresees_is_one_line_too(cli: Cli, tmp_path: Path, monkey
     def overflows(*_: object) -> None:
         raise OverflowError("too large")
 
-    monkeypatch.setattr("ddltool.commands.trace_output.show_trace", overflows)
+    monkeypatch.setattr("ddltool.commands.trace.trace_section", overflows)
     result = cli("trace", graph)
     assert result.code == 2
     assert "beyond what can be computed with" in result.error_line

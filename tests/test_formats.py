@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from ddltool.commands.kinds import FILES, KINDS, RESULTS, checked_models, schema_of
+from ddltool.commands.schema import FILES, KINDS, MODELS, RESULTS, schema_of
 from tests.conftest import Result
 from tests.test_docs import REPO, put
 
@@ -38,7 +38,7 @@ def section(kind: str) -> str:
 def test_every_kind_in_the_code_is_known(folder: str) -> None:
     found = kinds_in(folder)
     assert len(found) >= 1
-    assert found <= set(KINDS), f"add to commands/kinds.py: {sorted(found - set(KINDS))}"
+    assert found <= set(KINDS), f"add to commands/schema.py: {sorted(found - set(KINDS))}"
 
 
 def test_every_kind_is_in_the_code() -> None:
@@ -59,9 +59,9 @@ def test_every_kind_has_a_valid_schema_and_is_on_the_page(kind: str, cli: Cli) -
         assert f"`ddltool schema {kind}`" in section(kind)
 
 
-@pytest.mark.parametrize("kind", sorted(checked_models()))
+@pytest.mark.parametrize("kind", sorted(MODELS))
 def test_every_field_is_on_the_page(kind: str) -> None:
-    for name in set(checked_models()[kind].model_fields) - {"kind", "schema_version"}:
+    for name in set(MODELS[kind].model_fields) - {"kind", "schema_version"}:
         assert f"| `{name}`" in section(kind), f"{kind}.{name}"
 
 

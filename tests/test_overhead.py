@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ddltool.commands.overhead import parse_share
+from ddltool.commands.doctor import parse_share
 from ddltool.errors import InputError
 from ddltool.runtime.measuring import overhead
 from ddltool.runtime.measuring.overhead import Interval, Run, measure_overhead, median_interval

@@ -147,7 +147,7 @@ def test_frames_and_graphs_are_gated_and_written(pytester: pytest.Pytester, samp
         """
         def test_frame(assert_gate, ddltool_profile):
             frame = ddltool_profile("profile.csv")
-            assert assert_gate(frame, "profile.csv").tested
+            assert assert_gate(frame, "profile.csv").noise_test
             assert_gate(frame, "new.csv", rules=["step_time_s <= 1 s"])
 
         def test_graph(assert_gate, ddltool_graph):

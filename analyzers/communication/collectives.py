@@ -8,12 +8,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ddltool.analyzers.communication.ddp import DdpPlan, plan_ddp
+from ddltool.analyzers.communication.ddp import BucketPlan, DdpPlan, plan_ddp
 from ddltool.analyzers.communication.efficiency import CLEAR_GAIN, SMALL_GAIN
-from ddltool.analyzers.communication.fsdp import FsdpPlan, plan_fsdp
+from ddltool.analyzers.communication.fsdp import FsdpPlan, PrefetchPlan, plan_fsdp
 from ddltool.analyzers.communication.program import Ring, block_container, program_of
 from ddltool.graph import SEND, Graph
 from ddltool.plan import BucketSetting, PrefetchSetting
+from ddltool.results import BucketFigures, CollectiveFigures, DdpFigures, FsdpFigures, PrefetchFigures
 from ddltool.units import show_bytes, show_seconds
 
 # Beyond this, a larger batch or a faster network is the answer and no setting is.
@@ -46,6 +47,58 @@ def plan_collectives(graph: Graph, ring: Ring) -> Collectives | None:
         ddp=plan_ddp(program, ring),
         fsdp=plan_fsdp(program, ring),
     )
+
+
+def own_ring(graph: Graph, replicas: int) -> Ring | None:
+    """Return ``replicas`` processes on the network that the graph was timed for; None when the graph does not say."""
+    rate, delay = graph.meta.get("bandwidth_bytes_per_s"), graph.meta.get("latency_s")
+    if not (isinstance(rate, (int, float)) and isinstance(delay, (int, float))):
+        return None
+    return Ring(replicas=replicas, bandwidth_bytes_per_s=float(rate), latency_s=float(delay))
+
+
+def collective_figures(plans: Collectives) -> CollectiveFigures:
+    """Return the plans as records: each framework's default beside the best, and what to set."""
+    ddp, fsdp = plans.ddp, plans.fsdp
+    best = _buckets(ddp.best).model_copy(update={"bucket_parameters": [list(bucket) for bucket in ddp.best.buckets]})
+    fsdp2 = None
+    if fsdp is not None:
+        fsdp2 = FsdpFigures(
+            units=[unit.name for unit in fsdp.units],
+            default=_prefetch(fsdp.default),
+            best=_prefetch(fsdp.best),
+            without_reshard=_prefetch(fsdp.without_reshard),
+            forward_prefetch={name: list(ahead) for name, ahead in fsdp.forward_prefetch().items()},
+            backward_prefetch={name: list(ahead) for name, ahead in fsdp.backward_prefetch().items()},
+            lower_bound_s=fsdp.lower_s,
+            verdict=fsdp_verdict(plans),
+        )
+    return CollectiveFigures(
+        replicas=plans.ring.replicas,
+        compute_s=plans.compute_s,
+        ddp=DdpFigures(
+            default=_buckets(ddp.default),
+            best_cap=_buckets(ddp.best_cap),
+            best=best,
+            lower_bound_s=ddp.lower_s,
+            verdict=ddp_verdict(plans),
+        ),
+        fsdp2=fsdp2,
+    )
+
+
+def _buckets(plan: BucketPlan) -> BucketFigures:
+    return BucketFigures(
+        bucket_cap_mb=plan.bucket_cap_mb,
+        bucket_cap_mb_list=list(plan.bucket_cap_mb_list) if plan.bucket_cap_mb_list is not None else None,
+        buckets=len(plan.buckets),
+        step_s=plan.step_s,
+        exposed_s=plan.exposed_s,
+    )
+
+
+def _prefetch(plan: PrefetchPlan) -> PrefetchFigures:
+    return PrefetchFigures(**{name: getattr(plan, name) for name in PrefetchFigures.model_fields})
 
 
 def settings(plans: Collectives) -> tuple[BucketSetting, PrefetchSetting | None]:

@@ -155,25 +155,6 @@ def efficiency_of_best(comparison: Comparison, makespan_s: float) -> float | Non
     return min(1.0, max(0.0, (comparison.bounds.upper_s - makespan_s) / spread))
 
 
-def best_text(comparison: Comparison) -> str:
-    """Return in words what part of 1 - E an order could still win over TAC, and which is the graph's."""
-    shares = attribute(comparison, comparison.tac.makespan_s)
-    if shares is None or comparison.tac.efficiency is None:
-        return "Nothing is left for an order to win."
-    lost = 1.0 - comparison.tac.efficiency
-    best = comparison.improved
-    text = (
-        f"Of TAC's 1 - E = {lost:.3f}, {shares.graph:.3f} is the graph's own: ops wait for each other in every order."
-    )
-    text += f" An order can win back {shares.winnable:.3f}"
-    text += f", and {shares.open:.3f} is open (see --exact)." if shares.open > 5e-4 else "; that is proven."
-    gain = 1.0 - best.makespan_s / comparison.tac.makespan_s
-    if gain >= 5e-4:
-        how = "ordering compute as well" if comparison.orders_compute else "the improved order"
-        text += f" {how[0].upper()}{how[1:]} saves {gain:.2%} of TAC's step."
-    return text
-
-
 def compare(
     graph: Graph,
     *,

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 
 from ddltool.analyzers.deciding.feedback import RankRun, Run
 from ddltool.analyzers.goodput.throughput import ThroughputParams, grad_time_s, overlapped, sync_time_s
 from ddltool.errors import InputError
 from ddltool.plan import Assignment, Plan
+from ddltool.results import Verification, VerifiedRank, VerifiedStep, VerifiedTime
 from ddltool.units import show_seconds
 
 # Within this a prediction is called right; beyond it the figure it came from is named for a new fit.
@@ -18,61 +18,6 @@ _ALIKE = 1.5
 # From here on a ratio says more than percent.
 _MANIFOLD = 5.0
 _ROUNDING, _LONGEST_S, _RANKS_NAMED = 1e-12, 1e9, 8
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class RankCheck:
-    """One process: what the plan said and what it did."""
-
-    rank: int
-    device: str
-    """What it ran on."""
-    planned_device: str
-    planned_batch: int
-    batch: int
-    predicted_s: float
-    """Compute of the batch that it really had."""
-    measured_s: float
-    error: float
-    """Predicted over measured, minus one."""
-    spread: float
-    """Half the interquartile range of the measured times, relative."""
-    other_device: bool = False
-    """It ran on another device than planned, and no model says how fast that one should be."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Verification:
-    """The whole run against its plan."""
-
-    predicted_s: float
-    """Step time."""
-    measured_s: float
-    low_s: float
-    high_s: float
-    """Quartiles of the measured steps."""
-    error: float
-    predicted_compute_s: float
-    measured_compute_s: float
-    """Of the rank that computes longest."""
-    predicted_sync_s: float | None
-    """None where the plan says nothing about it."""
-    measured_sync_s: float
-    predicted_other_s: float | None
-    """What is neither; None where the plan was made without the telemetry of a run."""
-    measured_other_s: float
-    ranks: tuple[RankCheck, ...]
-    missing: tuple[int, ...]
-    """Ranks of the plan without a row in the telemetry: the comparison is without them."""
-    known_error: float | None
-    """Relative error that the plan or the models give for their compute times; None where they give none."""
-    refit: tuple[str, ...]
-    """What to measure or fit again, and why; empty when the plan was right."""
-
-    @property
-    def complete(self) -> bool:
-        """Return whether the run can tell if the plan was right: all its processes, on the devices it names."""
-        return not self.missing and not any(check.other_device for check in self.ranks)
 
 
 def error_text(predicted_s: float | None, measured_s: float) -> str:
@@ -93,12 +38,14 @@ def verify(
     models: Mapping[str, ThroughputParams] | None = None,
     *,
     model_error: float | None = None,
-    accepted: float = ACCEPTED,
+    max_error: float | None = None,
+    names: tuple[str, str] = ("plan", "telemetry"),
 ) -> Verification:
-    """Return the comparison of ``run`` with ``plan``.
+    """Return the comparison of ``run`` with ``plan``; ``names``: the files that were read.
 
     ``models`` (by device type, or one under "" for all) predict the devices that the job really ran on, where these are
-    not the plan's; ``model_error`` is their relative error. ``accepted``: the deviation of a step that the reader allows.
+    not the plan's; ``model_error`` is their relative error. ``max_error``: the deviation of a step that the reader
+    allows; None: any passes.
     Raises InputError when the run cannot be this plan's: another number of processes, no compute times in the plan and
     no models, or a device that no model knows.
     """
@@ -111,8 +58,8 @@ def verify(
     given = dict(models or {})
     known = model_error if given else None if plan.decision is None else plan.decision.error
     present = {rank.rank for rank in run.ranks}
-    missing = tuple(rank for rank in range(plan.world_size) if rank not in present)
-    checks = tuple(_check(rows[rank.rank], rank, given) for rank in run.ranks)
+    missing = [rank for rank in range(plan.world_size) if rank not in present]
+    checks = [_check(rows[rank.rank], rank, given) for rank in run.ranks]
     compute = max(check.predicted_s for check in checks)
     sync = plan.communication_s
     if given:
@@ -120,29 +67,42 @@ def verify(
     elif sync is None and plan.strategy == "goodput":
         sync = max(0.0, plan.iteration_s - compute)
     other = None if given else plan.other_s
-    predicted = compute + (sync or 0.0) + (other or 0.0)
-    if not predicted <= _LONGEST_S:
-        raise InputError("plan", f"predicts {predicted:.3g} s for this run's step", f"it must be <= {_LONGEST_S:g} s")
-    return Verification(
-        predicted_s=predicted,
-        measured_s=run.iteration_s,
-        low_s=run.iteration_low_s,
-        high_s=run.iteration_high_s,
-        error=predicted / run.iteration_s - 1,
-        predicted_compute_s=compute,
-        measured_compute_s=max(check.measured_s for check in checks),
-        predicted_sync_s=sync,
-        measured_sync_s=run.sync_s,
-        predicted_other_s=other,
-        measured_other_s=run.other_s,
+    predicted = _believable(compute + (sync or 0.0) + (other or 0.0))
+    error = predicted / run.iteration_s - 1
+    refit = _refit(checks, run, sync, known, ACCEPTED if max_error is None else max_error)
+    made = Verification(
+        plan=names[0],
+        telemetry=names[1],
+        iteration=VerifiedStep(
+            predicted_s=predicted,
+            measured_s=run.iteration_s,
+            low_s=run.iteration_low_s,
+            high_s=run.iteration_high_s,
+            error=error,
+        ),
+        compute=VerifiedTime(predicted_s=compute, measured_s=max(check.measured_s for check in checks)),
+        sync=VerifiedTime(predicted_s=sync, measured_s=run.sync_s),
+        other=VerifiedTime(predicted_s=other, measured_s=run.other_s),
         ranks=checks,
-        missing=missing,
+        missing_ranks=missing,
         known_error=known,
-        refit=(*_not_followed(checks, missing), *_refit(checks, run, sync, known, accepted), *_rest(run, other)),
+        refit=[*_not_followed(checks, missing), *refit, *_rest(run, other)],
+        max_error=max_error,
+        passed=True,
     )
+    # A run of other devices, or of some of the processes, cannot show that the plan was right.
+    passed = max_error is None or (made.complete and abs(error) <= max_error)
+    return made.model_copy(update={"passed": passed})
 
 
-def _remedy(checks: Sequence[RankCheck]) -> str:
+def _believable(predicted_s: float) -> float:
+    """Return a predicted time. Raises InputError for one beyond any step's."""
+    if not predicted_s <= _LONGEST_S:
+        raise InputError("plan", f"predicts {predicted_s:.3g} s for this run's step", f"it must be <= {_LONGEST_S:g} s")
+    return predicted_s
+
+
+def _remedy(checks: Sequence[VerifiedRank]) -> str:
     """Return what to do about figures that were wrong: a plan takes those of its own devices as they were measured."""
     if all(check.device == check.planned_device for check in checks):
         return "plan again with --telemetry and this file"
@@ -150,7 +110,7 @@ def _remedy(checks: Sequence[RankCheck]) -> str:
     return "fit it again from this telemetry alone"
 
 
-def _check(row: Assignment, rank: RankRun, models: Mapping[str, ThroughputParams]) -> RankCheck:
+def _check(row: Assignment, rank: RankRun, models: Mapping[str, ThroughputParams]) -> VerifiedRank:
     model = models.get(rank.device, models.get(""))
     if model is not None:
         predicted = float(grad_time_s(model, rank.batch))
@@ -160,14 +120,14 @@ def _check(row: Assignment, rank: RankRun, models: Mapping[str, ThroughputParams
         raise InputError("plan:assignments", "hold no compute_s above 0", "make the plan again, or give --goodput FILE")
     else:
         predicted = row.compute_s * rank.batch / row.local_batch_size
-    return RankCheck(
+    return VerifiedRank(
         rank=rank.rank,
         device=rank.device,
         planned_device=row.device_type,
         other_device=model is None and rank.device != row.device_type,
         planned_batch=row.local_batch_size,
         batch=rank.batch,
-        predicted_s=predicted,
+        predicted_s=_believable(predicted),
         measured_s=rank.compute_s,
         error=predicted / rank.compute_s - 1,
         spread=rank.error,
@@ -181,7 +141,7 @@ def _exposed_s(model: ThroughputParams, run: Run, compute_s: float) -> float:
     return exposed if exposed > _ROUNDING * compute_s else 0.0  # the rest of a subtraction is no prediction
 
 
-def _not_followed(checks: Sequence[RankCheck], missing: Sequence[int]) -> Iterator[str]:
+def _not_followed(checks: Sequence[VerifiedRank], missing: Sequence[int]) -> Iterator[str]:
     """Yield where the run did something else than the plan says."""
     if missing:
         named = ", ".join(map(str, missing[:_RANKS_NAMED])) + (", ..." if len(missing) > _RANKS_NAMED else "")
@@ -205,17 +165,17 @@ def _not_followed(checks: Sequence[RankCheck], missing: Sequence[int]) -> Iterat
 
 
 def _refit(
-    checks: Sequence[RankCheck], run: Run, sync_s: float | None, known: float | None, accepted: float
+    checks: Sequence[VerifiedRank], run: Run, sync_s: float | None, known: float | None, accepted: float
 ) -> Iterator[str]:
     """Yield what to measure or fit again."""
-    by_device: dict[str, list[RankCheck]] = {}
+    by_device: dict[str, list[VerifiedRank]] = {}
     for check in checks:
         if not check.other_device:
             by_device.setdefault(check.device, []).append(check)
     off = []
     for device, ranks in by_device.items():
         worst = max(ranks, key=lambda check: abs(check.error))
-        if abs(worst.error) > max(ACCEPTED, worst.spread):
+        if abs(worst.error) > max(ACCEPTED, worst.spread or 0.0):
             off.append(worst)
             how = "slower" if worst.error < 0 else "faster"
             times = f"{worst.measured_s / worst.predicted_s:.3g} times the predicted time"
@@ -245,12 +205,12 @@ def _rest(run: Run, other_s: float | None) -> Iterator[str]:
     yield f"{said} (optimizer, loader, waiting), {predicted}: plan again with --telemetry and this file"
 
 
-def _other_load(checks: Sequence[RankCheck], known: float | None) -> Iterator[str]:
+def _other_load(checks: Sequence[VerifiedRank], known: float | None) -> Iterator[str]:
     """Yield the likely cause where all processes are off by about one factor: the machine, not a device."""
     ratios = [check.measured_s / check.predicted_s for check in checks]
     if len(ratios) < 2 or max(ratios) > _ALIKE * min(ratios):
         return
-    if any(abs(check.error) <= max(ACCEPTED, check.spread, known or 0.0) for check in checks):
+    if any(abs(check.error) <= max(ACCEPTED, check.spread or 0.0, known or 0.0) for check in checks):
         return
     middle = sorted(ratios)[len(ratios) // 2]
     said = f"all processes take about {middle:.2g} times the predicted time: possibly"

@@ -9,16 +9,37 @@ from pathlib import PurePath
 from typing import Any
 from urllib.parse import quote
 
-from ddltool.analyzers.gating.gate import Check, Verdict
-from ddltool.analyzers.gating.metric import LONGEST_NAME, harmless
+from ddltool.analyzers.gating.metric import LONGEST_NAME, harmless, show
 from ddltool.errors import shortened
+from ddltool.results import GateCheck, GateResult
 
 SARIF_SCHEMA = "https://json.schemastore.org/sarif-2.1.0.json"
 # What XML 1.0 has no way to write.
 _NO_XML = re.compile("[^\t\n\r\u0020-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
 
 
-def junit(verdict: Verdict, subject: str, *, seconds: float = 0.0) -> str:
+def figures_of(check: GateCheck) -> tuple[str, str, str, str]:
+    """Return a check's baseline, current, change and limit for people."""
+    change = "-"
+    if check.change is not None:
+        change = f"{100 * check.change:+.1f}%" if abs(check.change) < 1e4 else f"{100 * check.change:+.3g}%"
+    limit = "-" if check.limit is None else f"{check.op} {show(check.limit, check.unit)}"
+    return show(check.baseline, check.unit), show(check.current, check.unit), change, limit
+
+
+def sentence(check: GateCheck) -> str:
+    """Return the check's outcome in one line: what it is, its baseline, its limit."""
+    baseline, current, change, limit = figures_of(check)
+    figures = f"{current} (baseline {baseline}{'' if change == '-' else f', {change}'}; limit {limit})"
+    return harmless(f"{named(check)}: {figures}{f'; {check.note}' if check.note else ''}")
+
+
+def named(check: GateCheck) -> str:
+    """Return a check's name for people: on one line, and shortened where it is longer than anybody reads."""
+    return shortened(harmless(check.name), LONGEST_NAME)
+
+
+def junit(verdict: GateResult, subject: str, *, seconds: float = 0.0) -> str:
     """Return JUnit XML: one suite, a test case per check, a failure with the check's sentence."""
     failures = str(len(verdict.failed))
     head = {"tests": str(len(verdict.checks)), "failures": failures, "errors": "0", "time": f"{seconds:.3f}"}
@@ -29,10 +50,10 @@ def junit(verdict: Verdict, subject: str, *, seconds: float = 0.0) -> str:
             suite, "testcase", {"name": _xml(check.name), "classname": _xml(f"ddltool.gate.{subject}"), "time": "0"}
         )
         if not check.passed:
-            failure = ElementTree.SubElement(case, "failure", {"message": _xml(check.sentence()), "type": "regression"})
-            failure.text = _xml(check.sentence())
+            failure = ElementTree.SubElement(case, "failure", {"message": _xml(sentence(check)), "type": "regression"})
+            failure.text = _xml(sentence(check))
         elif check.note:
-            ElementTree.SubElement(case, "system-out").text = _xml(check.sentence())
+            ElementTree.SubElement(case, "system-out").text = _xml(sentence(check))
     ElementTree.indent(root, " ")
     return '<?xml version="1.0" encoding="UTF-8"?>\n' + ElementTree.tostring(root, encoding="unicode") + "\n"
 
@@ -41,7 +62,7 @@ def _xml(text: str) -> str:
     return _NO_XML.sub("�", harmless(text))
 
 
-def sarif(verdict: Verdict, path: str, *, version: str) -> dict[str, Any]:
+def sarif(verdict: GateResult, path: str, *, version: str) -> dict[str, Any]:
     """Return a SARIF 2.1.0 log: a rule per check, a result per failed check at the artifact's file."""
     identifiers = {check.name: f"ddltool/{check.metric}" for check in verdict.checks}
     rules: dict[str, dict[str, Any]] = {}
@@ -67,7 +88,7 @@ def sarif(verdict: Verdict, path: str, *, version: str) -> dict[str, Any]:
                         "ruleId": identifiers[check.name],
                         "ruleIndex": positions[identifiers[check.name]],
                         "level": "error",
-                        "message": {"text": check.sentence()},
+                        "message": {"text": sentence(check)},
                         "locations": [
                             {
                                 "physicalLocation": {
@@ -94,7 +115,7 @@ def _uri(path: str) -> str:
     return f"file://{quoted}" if posix.startswith("/") else quoted
 
 
-def workflow_commands(verdict: Verdict, path: str) -> list[str]:
+def workflow_commands(verdict: GateResult, path: str) -> list[str]:
     """Return GitHub workflow commands: an error per failed check, a notice per change that is noise."""
     lines = []
     for check in verdict.checks:
@@ -102,7 +123,7 @@ def workflow_commands(verdict: Verdict, path: str) -> list[str]:
             continue
         command, title = ("notice", "inside the noise") if check.passed else ("error", "ddltool gate")
         place = f"file={_property(path)},line=1,title={_property(f'{title}: {shortened(check.metric, LONGEST_NAME)}')}"
-        lines.append(f"::{command} {place}::{_data(check.sentence())}")
+        lines.append(f"::{command} {place}::{_data(sentence(check))}")
     return lines
 
 
@@ -116,7 +137,7 @@ def _property(text: str) -> str:
     return _data(text).replace(":", "%3A").replace(",", "%2C")
 
 
-def summary(verdict: Verdict, subject: str) -> str:
+def summary(verdict: GateResult, subject: str) -> str:
     """Return the step summary: a Markdown table of all checks, then the notes."""
     count, failed = len(verdict.checks), len(verdict.failed)
     lines = [
@@ -128,15 +149,15 @@ def summary(verdict: Verdict, subject: str) -> str:
         "|---|---|---:|---:|---:|---:|",
     ]
     for check in verdict.checks:
-        cells = (outcome(check), check.shown_name, *check.shown())
+        cells = (outcome(check), named(check), *figures_of(check))
         lines.append("| " + " | ".join(_markdown(cell) for cell in cells) + " |")
     notes = [f"- {_markdown(line)}" for line in remarks(verdict)]
-    if verdict.test_in_words():
-        notes.append(f"- {_markdown(verdict.test_in_words())}")
+    if verdict.noise_test:
+        notes.append(f"- {_markdown(verdict.noise_test)}")
     return "\n".join([*lines, "", *notes]) + "\n"
 
 
-def remarks(verdict: Verdict) -> list[str]:
+def remarks(verdict: GateResult) -> list[str]:
     """Return the notes of the checks, a line for each text with the metrics that it is about."""
     about: dict[str, list[str]] = {}
     for check in verdict.checks:
@@ -148,7 +169,7 @@ def remarks(verdict: Verdict) -> list[str]:
     ]
 
 
-def outcome(check: Check) -> str:
+def outcome(check: GateCheck) -> str:
     """Return a check's outcome in a word: pass, noise (passed because of it) or FAIL."""
     return "FAIL" if not check.passed else "noise" if check.in_noise else "pass"
 

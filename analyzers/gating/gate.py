@@ -6,13 +6,13 @@ import math
 import operator
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import asdict, dataclass, replace
 
-from ddltool.analyzers.gating.metric import LONGEST_NAME, Metric, harmless, show
-from ddltool.analyzers.gating.noise import FEWEST_REPEATS, Cell, NoiseTest, enough_repeats, geometric_mean, past_limit
+from ddltool.analyzers.gating.metric import Metric, show
+from ddltool.analyzers.gating.noise import FEWEST_REPEATS, Cell, enough_repeats, geometric_mean, past_limit
 from ddltool.analyzers.gating.rules import Rule, check_unit, select
-from ddltool.errors import InputError, shortened
+from ddltool.errors import InputError
+from ddltool.results import GateCheck, GateResult, NoiseFigures
 
 LEVEL = 0.05
 _OPS = {
@@ -28,78 +28,6 @@ _ROUNDING = 1e-9
 _LARGEST = sys.float_info.max
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Check:
-    """One rule on one figure. Values are in the unit of the metric; ``limit`` is what ``current`` had to keep to."""
-
-    name: str
-    metric: str
-    rule: str
-    unit: str
-    baseline: float | str | None
-    current: float | str | None
-    limit: float | str | None
-    op: str
-    passed: bool
-    change: float | None = None
-    """(current - baseline) / baseline; None without a baseline, where it is 0, and beyond what a number holds."""
-    noise: NoiseTest | None = None
-    in_noise: bool = False
-    """Past the limit, but not by more than noise does: passed."""
-    note: str = ""
-
-    def shown(self) -> tuple[str, str, str, str]:
-        """Return baseline, current, change and limit for people."""
-        change = "-" if self.change is None else _percent(self.change)
-        limit = "-" if self.limit is None else f"{self.op} {show(self.limit, self.unit)}"
-        return show(self.baseline, self.unit), show(self.current, self.unit), change, limit
-
-    def sentence(self) -> str:
-        """Return the check's outcome in one line: what it is, its baseline, its limit."""
-        baseline, current, change, limit = self.shown()
-        figures = f"{current} (baseline {baseline}{'' if change == '-' else f', {change}'}; limit {limit})"
-        return harmless(f"{self.shown_name}: {figures}{f'; {self.note}' if self.note else ''}")
-
-    @property
-    def shown_name(self) -> str:
-        """Return the name for people: on one line, and shortened where it is longer than anybody reads."""
-        return shortened(harmless(self.name), LONGEST_NAME)
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Verdict:
-    """All checks of a gate."""
-
-    checks: tuple[Check, ...]
-    level: float
-    tested: int
-    """Checks that the noise test decided or could have; each was tested at ``level / tested``."""
-    single_runs: bool = False
-    """Some of them had fewer than three runs a side: what differs between runs is not in their noise."""
-
-    @property
-    def passed(self) -> bool:
-        """Return whether every check passed."""
-        return all(check.passed for check in self.checks)
-
-    @property
-    def failed(self) -> tuple[Check, ...]:
-        """Return the checks that did not pass."""
-        return tuple(check for check in self.checks if not check.passed)
-
-    def test_in_words(self) -> str:
-        """Return how noise was told from change, or nothing where no figure had repeats."""
-        if not self.tested:
-            return ""
-        words = (
-            f"noise test: studentised difference of log medians, null simulated for the numbers of repeats; one-sided, "
-            f"false alarms at most {self.level:.3g} for the whole gate ({self.tested} tests)"
-        )
-        if self.single_runs:
-            words += f"; noise within runs only: give {FEWEST_REPEATS} files or more a side to count that between runs"
-        return words
-
-
 def judge(
     rules: Sequence[Rule],
     current: Mapping[str, Metric],
@@ -108,8 +36,8 @@ def judge(
     level: float = LEVEL,
     seed: int = 0,
     where: str = "--rule",
-) -> Verdict:
-    """Return the verdict of the rules on the metrics of two artifacts of one kind.
+) -> GateResult:
+    """Return the verdict of the rules on the metrics of two artifacts of one kind; whoever read them names the files.
 
     A measured figure with repeats fails only when it is past its limit beyond noise, tested so that at most ``level`` of gates
     whose figures truly keep their limits raise any alarm (Bonferroni). Raises InputError for rules that do not fit the
@@ -127,7 +55,29 @@ def judge(
     checks = [_check(draft, level / max(tested, 1), seed) for draft in drafts]
     unique = {check.name: check for check in checks}
     single = any(draft.testable and draft.fewest_runs < FEWEST_REPEATS for draft in drafts)
-    return Verdict(checks=tuple(unique.values()), level=level, tested=tested, single_runs=single)
+    return GateResult(
+        passed=all(check.passed for check in unique.values()),
+        artifact="",
+        rules_from=where,
+        current=[],
+        baseline=[],
+        level=level,
+        noise_test=_test_in_words(tested, level, single),
+        checks=list(unique.values()),
+    )
+
+
+def _test_in_words(tested: int, level: float, single_runs: bool) -> str | None:
+    """Return how noise was told from change in ``tested`` checks; None where no figure had repeats."""
+    if not tested:
+        return None
+    words = (
+        f"noise test: studentised difference of log medians, null simulated for the numbers of repeats; one-sided, "
+        f"false alarms at most {level:.3g} for the whole gate ({tested} tests)"
+    )
+    if single_runs:  # what differs between runs is not in their noise
+        words += f"; noise within runs only: give {FEWEST_REPEATS} files or more a side to count that between runs"
+    return words
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -180,12 +130,12 @@ def _only(metric: Metric, keys: set[str]) -> Metric:
     return replace(metric, cells=cells, value=geometric_mean(cells))
 
 
-def _check(draft: _Draft, level: float, seed: int) -> Check:
+def _check(draft: _Draft, level: float, seed: int) -> GateCheck:
     rule, metric = draft.rule, draft.metric
     now = draft.current.value if draft.current is not None else None
     before = draft.baseline.value if draft.baseline is not None else None
     limit, op = _limit(rule, before, now)
-    made = Check(
+    made = GateCheck(
         name=f"{metric.name} {rule.demand}",
         metric=metric.name,
         rule=rule.text,
@@ -195,21 +145,27 @@ def _check(draft: _Draft, level: float, seed: int) -> Check:
         limit=limit,
         op=op,
         passed=True,
+        in_noise=False,
         change=_change(now, before),
-        note=draft.note,
+        noise=None,
+        note=draft.note or None,
     )
     if now is None:
-        return replace(made, passed=False, note="the baseline has it, the current artifact does not")
+        return _told(made, passed=False, note="the baseline has it, the current artifact does not")
     if rule.relative and before is None:
-        return replace(made, note="new: the baseline does not have it")
+        return _told(made, note="new: the baseline does not have it")
     assert limit is not None  # only a missing side leaves it open
     passed = _keeps(now, op, limit)
     if draft.testable and isinstance(now, float) and isinstance(limit, float) and limit > 0:
         return _with_noise(made, draft, passed, limit, level, seed)
     if metric.measured:
         told = f"measured without repeats, so its noise is unknown (give {FEWEST_REPEATS} or more repeats or files)"
-        made = replace(made, note="; ".join(filter(None, (draft.note, told))))
-    return replace(made, passed=passed)
+        made = _told(made, note="; ".join(filter(None, (draft.note, told))))
+    return _told(made, passed=passed)
+
+
+def _told(made: GateCheck, **changes: object) -> GateCheck:
+    return made.model_copy(update=changes)
 
 
 def _change(now: float | str | None, before: float | str | None) -> float | None:
@@ -218,10 +174,6 @@ def _change(now: float | str | None, before: float | str | None) -> float | None
         return None
     change = (now - before) / abs(before)
     return change if math.isfinite(100 * change) else None
-
-
-def _percent(change: float) -> str:
-    return f"{100 * change:+.1f}%" if abs(change) < 1e4 else f"{100 * change:+.3g}%"
 
 
 def _limit(rule: Rule, before: float | str | None, now: float | str | None) -> tuple[float | str | None, str]:
@@ -249,7 +201,7 @@ def _keeps(now: float | str, op: str, limit: float | str) -> bool:
     return bool(_OPS[op](now, limit))
 
 
-def _with_noise(made: Check, draft: _Draft, passed: bool, limit: float, level: float, seed: int) -> Check:
+def _with_noise(made: GateCheck, draft: _Draft, passed: bool, limit: float, level: float, seed: int) -> GateCheck:
     """Return the check with its noise test: it fails only when the figure is past the limit beyond noise."""
     assert draft.current is not None  # testable drafts have it
     other: tuple[Cell, ...] = draft.baseline.cells if draft.rule.relative and draft.baseline is not None else ()
@@ -257,50 +209,13 @@ def _with_noise(made: Check, draft: _Draft, passed: bool, limit: float, level: f
     ratio = min(max(limit / geometric_mean(other), sys.float_info.min), _LARGEST) if other else limit
     # A bound in both directions is two tests.
     each = level / 2 if draft.rule.direction == "change" else level
-    test = past_limit(draft.current.cells, other, ratio, above=made.op in ("<=", "<"), level=each, seed=seed)
+    found = past_limit(draft.current.cells, other, ratio, above=made.op in ("<=", "<"), level=each, seed=seed)
+    test = NoiseFigures(**asdict(found))
     if passed:
-        return replace(made, noise=test)
+        return _told(made, noise=test)
     if test.p <= each:
-        return replace(made, noise=test, passed=False)
+        return _told(made, noise=test, passed=False)
     span = f"{100 * (test.low - 1):+.1f}% .. {100 * (test.high - 1):+.1f}%" if other else ""
     shown = f"the change is {span}" if other else f"it is {show(test.low, made.unit)} .. {show(test.high, made.unit)}"
     told = f"past the limit, but inside the noise (p = {test.p:.2g}, needs <= {each:.2g}): {shown}"
-    return replace(made, noise=test, in_noise=True, note="; ".join(filter(None, (draft.note, told))))
-
-
-def as_document(verdict: Verdict, **facts: Any) -> dict[str, Any]:
-    """Return the JSON document of a verdict; ``facts`` come before its checks. Figures beyond any float are null."""
-    return {
-        "kind": "ddltool.gate",
-        "schema_version": 1,
-        "passed": verdict.passed,
-        **facts,
-        "level": verdict.level,
-        "noise_test": verdict.test_in_words() or None,
-        "checks": [
-            {
-                "name": check.name,
-                "metric": check.metric,
-                "rule": check.rule,
-                "unit": check.unit,
-                "baseline": check.baseline,
-                "current": check.current,
-                "limit": check.limit,
-                "op": check.op,
-                "passed": check.passed,
-                "in_noise": check.in_noise,
-                "change": check.change,
-                "noise": None
-                if check.noise is None
-                else {
-                    "p": check.noise.p,
-                    "level": check.noise.level,
-                    "standard_error": check.noise.standard_error,
-                    "low": check.noise.low,
-                    "high": check.noise.high,
-                },
-                "note": check.note or None,
-            }
-            for check in verdict.checks
-        ],
-    }
+    return _told(made, noise=test, in_noise=True, note="; ".join(filter(None, (draft.note, told))))

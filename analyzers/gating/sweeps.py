@@ -6,9 +6,9 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from ddltool.analyzers.gating.metric import Metric, figure, figures
-from ddltool.analyzers.reporting.documents import SweepDocument
 from ddltool.analyzers.reporting.sweep_means import means_by_policy
 from ddltool.artifacts import parse
+from ddltool.results import SweepDocument
 
 _UNITS = {"utilization": "share", "worst_fairness": "", "restarts": "", "cost": ""}
 

@@ -13,6 +13,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from ddltool.analyzers.placement.determinism import Scan, op_facts, scan
 from ddltool.errors import InputError
 from ddltool.graph import RECV, Graph, Mode
 from ddltool.graph_io import read_graph
@@ -131,6 +132,23 @@ def _resolved(source: str, sequence_length: int | None) -> TrainingStep:
     else:
         step = factory_step(source)
     return replace(step, inputs=with_sequence_length(step.inputs, sequence_length))
+
+
+def scan_source(
+    source: str, mode: Mode | None = None, batch_size: int | None = None, bindings: Mapping[str, int] | None = None
+) -> tuple[Graph, Scan]:
+    """Return the graph of any SOURCE and what its ops allow; torch sources are looked at with their data types.
+
+    Raises InputError as :func:`load_graph`.
+    """
+    if is_graph_file(source) or is_onnx_file(source):
+        graph = load_graph(source, mode, batch_size, bindings)
+        return graph, scan(graph)
+    from ddltool.analyzers.tracing.torch_adapter import trace_step
+
+    with contextlib.redirect_stdout(sys.stderr):  # what the user's forward prints must not mix with the result
+        traced = trace_step(lambda: resolve_step(source), mode=mode or "training", batch_size=batch_size)
+    return demand_whole(traced.graph, source), scan(traced.graph, op_facts(traced))
 
 
 def demand_whole(graph: Graph, source: str) -> Graph:

@@ -1,37 +1,40 @@
-"""The report's own pictures: lines, bars, spans over time, intervals. As in :mod:`.pictures`: data in, SVG text out.
+"""The report's pictures: lines, bars, spans over time, intervals, timelines, phases. Data in, SVG out when asked for.
 
-Each is drawn twice, for a screen and for a phone.
+Each is drawn twice, for a screen and for a phone; nothing touches a disk or a screen.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
-import matplotlib as mpl
 import numpy as np
-from matplotlib.artist import Artist
-from matplotlib.axes import Axes
-from matplotlib.figure import Figure
-from matplotlib.patches import Patch
 from numpy.typing import NDArray
 
-from ddltool.analyzers.reporting.page import shortened
 from ddltool.analyzers.reporting.style import (
     INK,
+    KIND_COLOURS,
+    ON_BLUE,
     PAPER,
+    PHASE_COLOURS,
     SERIES_COLOURS,
     STYLE,
     WIDTH_IN,
     at_both_widths,
     is_narrow,
+    styled,
     time_unit,
     to_svg,
     width_in,
 )
-from ddltool.errors import visible
+from ddltool.errors import shortened, visible
 from ddltool.units import show_bytes, show_seconds
+
+if TYPE_CHECKING:
+    from matplotlib.artist import Artist
+    from matplotlib.axes import Axes
+    from matplotlib.patches import Patch
 
 Array = NDArray[np.float64]
 _MARKERS = "os^Dv*"
@@ -40,6 +43,8 @@ _DASHES = ("-", "--", "-.", ":", (0, (5, 1, 1, 1, 1, 1)), (0, (1, 3)))
 _LINE_COLOURS = (*SERIES_COLOURS[:4], INK)
 LINES_DRAWN = 8
 _LONGEST_NAME, _LONGEST_NARROW_NAME = 34, 24
+# Bars closer than this share of the axis cannot be told apart and become one.
+_RESOLUTION = 1 / 1600
 # In a legend: the width of a letter, and of a key with its gaps.
 _LETTER_IN, _KEY_IN = 0.075, 0.65
 # Where a log axis spans fewer decades than this, powers of ten alone would leave it nearly without numbers.
@@ -67,6 +72,27 @@ class Span:
     text: str = ""
 
 
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Lane:
+    """One resource of a timeline: bars with start and end in seconds, shape (b,), and their kinds."""
+
+    name: str
+    start_s: NDArray[np.float64]
+    end_s: NDArray[np.float64]
+    kinds: Sequence[str]
+    labels: Sequence[str] = ()
+    """What stands on each bar, as far as there is room; empty: nothing."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Panel:
+    """One timeline among several that share the time axis."""
+
+    title: str
+    lanes: Sequence[Lane]
+    makespan_s: float
+
+
 def name_of(text: str) -> str:
     """Return a name as a picture can hold it: short, printable, and no legend's word for nothing (``_``)."""
     made = shortened(visible(text), _LONGEST_NARROW_NAME if is_narrow() else _LONGEST_NAME)
@@ -74,7 +100,7 @@ def name_of(text: str) -> str:
 
 
 @at_both_widths
-def lines_svg(
+def draw_lines(
     lines: Sequence[Line],
     *,
     xlabel: str,
@@ -100,12 +126,9 @@ def lines_svg(
         highest = [line.y if line.high is None else line.high for line in shown]
         scale, unit = time_unit(max([*(float(y.max()) for y in highest if y.size), *(value for _, value in levels)]))
         ylabel = f"{ylabel} ({unit})"
-    with mpl.rc_context(STYLE):
-        names = [line.label for line in shown] + [label for label, _ in levels]
-        columns = _columns([name_of(name) for name in names])
-        height = 3.3 + 0.17 * (-(-len(names) // columns) - 1)
-        figure = Figure(figsize=(width_in(), height), layout="constrained")
-        axis = figure.subplots()
+    names = [line.label for line in shown] + [label for label, _ in levels]
+    columns = _columns([name_of(name) for name in names])
+    with styled(3.3 + 0.17 * (-(-len(names) // columns) - 1)) as (figure, axis):
         for place, line in enumerate(shown):
             _draw_line(axis, line, place, draw, scale)
         for label, level in levels:
@@ -188,7 +211,7 @@ def _byte_axis(axis: Axes) -> None:
 
 
 @at_both_widths
-def bars_svg(
+def draw_bars(
     rows: Sequence[tuple[str, float]],
     *,
     xlabel: str,
@@ -208,9 +231,7 @@ def bars_svg(
     values = [value for _, value in rows]
     longest = max([*values, level[1] if level else 0.0])
     scale, unit = time_unit(longest) if seconds else (1.0, "")
-    with mpl.rc_context(STYLE):
-        figure = Figure(figsize=(width_in(), 0.9 + 0.34 * len(rows)), layout="constrained")
-        axis = figure.subplots()
+    with styled(0.9 + 0.34 * len(rows)) as (figure, axis):
         left = level[1] * scale if level is not None and from_level else 0.0
         widths = [value * scale - left for value in values]
         drawn = axis.barh(range(len(rows)), widths, left=left, height=0.62, color=SERIES_COLOURS[0])
@@ -247,6 +268,8 @@ def _mark_bars(bars: Sequence[Patch], marked: tuple[str, Sequence[bool]] | None,
     """Give the marked bars their colour and hatch, and return the legend's entries."""
     if marked is None or not any(marked[1]):
         return []
+    from matplotlib.patches import Patch
+
     entry = Patch(label=marked[0])
     for bar in [*(bar for bar, chosen in zip(bars, marked[1], strict=True) if chosen), entry]:
         bar.set(facecolor=SERIES_COLOURS[1], hatch="///", edgecolor="#ffffff", linewidth=0.0)
@@ -259,7 +282,7 @@ def _number(value: float) -> str:
 
 
 @at_both_widths
-def spans_svg(
+def draw_spans(
     lanes: Sequence[tuple[str, Sequence[Span]]],
     *,
     title: str,
@@ -267,12 +290,12 @@ def spans_svg(
     mark: tuple[str, float] | None = None,
 ) -> str:
     """Return a lane per named row with its bars over time in seconds; ``colours`` by kind, ``mark`` a named vertical line."""
+    from matplotlib.patches import Patch
+
     longest = max((span.end for _, spans in lanes for span in spans), default=0.0)
     longest = max(longest, mark[1] if mark else 0.0)
     scale, unit = time_unit(longest)
-    with mpl.rc_context(STYLE):
-        figure = Figure(figsize=(width_in(), 1.1 + 0.36 * len(lanes)), layout="constrained")
-        axis = figure.subplots()
+    with styled(1.1 + 0.36 * len(lanes)) as (figure, axis):
         for place, (_, spans) in enumerate(lanes):
             for span in spans:
                 _draw_span(axis, span, place, colours[span.kind], (longest, scale))
@@ -320,11 +343,9 @@ def _draw_span(axis: Axes, span: Span, place: int, colour: str, size: tuple[floa
 
 
 @at_both_widths
-def intervals_svg(rows: Sequence[tuple[str, float, float, float]], *, xlabel: str, title: str) -> str:
+def draw_intervals(rows: Sequence[tuple[str, float, float, float]], *, xlabel: str, title: str) -> str:
     """Return a dot with whiskers per (name, value, low, high), all above zero, on a logarithmic axis."""
-    with mpl.rc_context(STYLE):
-        figure = Figure(figsize=(width_in(), 0.9 + 0.34 * len(rows)), layout="constrained")
-        axis = figure.subplots()
+    with styled(0.9 + 0.34 * len(rows)) as (figure, axis):
         for place, (_, value, low, high) in enumerate(rows):
             axis.plot([low, high], [place, place], color=SERIES_COLOURS[0], linewidth=2, marker="|", markersize=11)
             axis.plot([value], [place], "o", color=SERIES_COLOURS[1], markersize=4)
@@ -334,3 +355,105 @@ def intervals_svg(rows: Sequence[tuple[str, float, float, float]], *, xlabel: st
         axis.set_ylim(len(rows) - 0.5, -0.5)
         axis.set_xlabel(xlabel)
         return to_svg(figure, title)
+
+
+@at_both_widths
+def draw_timeline(panels: Sequence[Panel]) -> str:
+    """Return timelines one under the other on one time axis, the makespan marked in each."""
+    import matplotlib as mpl
+    from matplotlib.figure import Figure
+    from matplotlib.patches import Patch
+
+    scale, unit = time_unit(max(panel.makespan_s for panel in panels))
+    lanes = sum(len(panel.lanes) for panel in panels)
+    with mpl.rc_context(STYLE):
+        figure = Figure(figsize=(width_in(), 1.1 + 0.42 * lanes + 0.45 * len(panels)), layout="constrained")
+        ratios = [len(panel.lanes) for panel in panels]
+        axes = figure.subplots(len(panels), 1, sharex=True, squeeze=False, height_ratios=ratios)[:, 0]
+        for axis, panel in zip(axes, panels, strict=True):
+            _draw_panel(axis, panel, scale, unit)
+        axes[-1].set_xlabel(f"time in the step ({unit})")
+        kinds = {kind for panel in panels for lane in panel.lanes for kind in lane.kinds}
+        patches = [Patch(color=colour, label=kind) for kind, colour in KIND_COLOURS.items() if kind in kinds]
+        figure.legend(handles=patches, loc="outside upper right", ncols=3, frameon=False)
+        return to_svg(figure, "Timeline of one step: compute and channels")
+
+
+def _draw_panel(axis: Axes, panel: Panel, scale: float, unit: str) -> None:
+    resolution = panel.makespan_s * _RESOLUTION
+    for place, lane in enumerate(panel.lanes):
+        for kind, colour in KIND_COLOURS.items():
+            chosen = np.array([bar == kind for bar in lane.kinds], dtype=bool)
+            spans = [
+                (start * scale, (end - start) * scale)
+                for start, end in merge_bars(lane.start_s[chosen], lane.end_s[chosen], resolution)
+            ]
+            axis.broken_barh(spans, (place - 0.4, 0.8), facecolors=colour, linewidth=0)
+        for text, start, end in zip(lane.labels, lane.start_s, lane.end_s, strict=False):
+            if text and end - start > 0.014 * len(text) * panel.makespan_s * WIDTH_IN / width_in():
+                middle = (start + end) / 2 * scale
+                axis.text(middle, place, text, ha="center", va="center", fontsize=8, color=ON_BLUE)
+                axis.vlines((start * scale, end * scale), place - 0.4, place + 0.4, color=ON_BLUE, linewidth=0.6)
+    axis.axvline(panel.makespan_s * scale, color=INK, linewidth=1, linestyle="--")
+    axis.set_yticks(range(len(panel.lanes)), [lane.name for lane in panel.lanes])
+    axis.set_ylim(len(panel.lanes) - 0.4, -0.6)
+    axis.set_xlim(left=0)
+    axis.set_title(f"{panel.title}: {panel.makespan_s * scale:.3g} {unit}", loc="left", fontsize=10)
+
+
+def merge_bars(start: NDArray[np.float64], end: NDArray[np.float64], resolution: float) -> list[tuple[float, float]]:
+    """Return the bars in order of time with gaps below ``resolution`` closed; empty bars are left out."""
+    merged: list[tuple[float, float]] = []
+    for place in np.lexsort((end, start)):
+        low, high = float(start[place]), float(end[place])
+        if high <= low:
+            continue
+        if merged and low - merged[-1][1] < resolution:
+            merged[-1] = (merged[-1][0], max(merged[-1][1], high))
+        else:
+            merged.append((low, high))
+    return merged
+
+
+@at_both_widths
+def draw_phases(rows: Sequence[tuple[str, Mapping[str, float]]]) -> str:
+    """Return stacked bars of seconds per phase (compute, wait, sync) for each named row."""
+    from matplotlib.patches import Patch
+
+    scale, unit = time_unit(max(sum(phases.values()) for _, phases in rows))
+    with styled(1.2 + 0.45 * len(rows)) as (figure, axis):
+        for place, (_, phases) in enumerate(rows):
+            left = 0.0
+            for phase, colour in PHASE_COLOURS.items():
+                width = phases.get(phase, 0.0) * scale
+                hatch = "//" if phase == "wait" else None
+                axis.barh(
+                    place, width, left=left, height=0.6, color=colour, hatch=hatch, edgecolor="white", linewidth=0
+                )
+                left += width
+        axis.set_yticks(range(len(rows)), [name for name, _ in rows])
+        axis.set_ylim(len(rows) - 0.4, -0.6)
+        axis.set_xlabel(f"median step ({unit})")
+        handles = [
+            Patch(
+                facecolor=colour, label=phase, hatch="///" if phase == "wait" else None, edgecolor="white", linewidth=0
+            )
+            for phase, colour in PHASE_COLOURS.items()
+        ]
+        figure.legend(handles=handles, loc="outside upper right", ncols=3, frameon=False)
+        return to_svg(figure, "Where each rank's step goes")
+
+
+def lanes_of(
+    names: Iterable[str],
+    resource: NDArray[np.int32],
+    spans: tuple[NDArray[np.float64], NDArray[np.float64]],
+    kinds: Sequence[str],
+) -> list[Lane]:
+    """Return one lane per resource, compute first, from the ops' resource indices, (start, end) in seconds and kinds."""
+    start, end = spans
+    lanes = []
+    for number, name in sorted(enumerate(names), key=lambda item: (not item[1].startswith("compute"), item[0])):
+        chosen = np.flatnonzero(resource == number)
+        lanes.append(Lane(name=name, start_s=start[chosen], end_s=end[chosen], kinds=[kinds[int(op)] for op in chosen]))
+    return lanes

@@ -8,11 +8,10 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from ddltool.analyzers.goodput.observations import Observations, from_frame
-from ddltool.analyzers.goodput.picture import fit_picture, goodput_picture, noun_of
 from ddltool.analyzers.goodput.throughput import ThroughputParams, iteration_time_s
 from ddltool.analyzers.goodput.tuning import BatchLimits, Frontier, frontier
-from ddltool.analyzers.reporting.charts import LINES_DRAWN, Line, intervals_svg, lines_svg
-from ddltool.analyzers.reporting.page import Picture, Section, Table, counted, filled, listed, shortened
+from ddltool.analyzers.reporting.charts import LINES_DRAWN, Line, draw_intervals, draw_lines
+from ddltool.analyzers.reporting.section import Picture, Section, Table, counted, few, filled, listed, shortened
 from ddltool.analyzers.reporting.style import at_both_widths
 from ddltool.errors import Infeasible, InputError, visible
 from ddltool.goodput_model import DeviceGoodput, Goodput, ThroughputRecord
@@ -21,8 +20,10 @@ from ddltool.units import show_bytes, show_seconds
 if TYPE_CHECKING:
     import pandas as pd
 
-_ROWS_AT_FIRST = 10
 _DEVICES_SHOWN = 6
+# A model this far off (a factor of 1.35 on average) is no model of these rows.
+_POOR_RMSLE = 0.3
+_WORTH_MEASURING = 0.01
 # Batches over more than this are drawn on a logarithmic axis.
 _WIDE_RANGE = 40
 # What the heat map spans where no profile says which batches fit.
@@ -30,7 +31,7 @@ _REPLICAS, _REPLICAS_PER_NODE = 16, 4
 _LOCAL_BATCH = 256
 
 
-def profile_section(frame: pd.DataFrame, name: str, anchor: str, models: Sequence[tuple[str, Goodput]]) -> Section:
+def profile_section(frame: pd.DataFrame, name: str, models: Sequence[tuple[str, Goodput]]) -> Section:
     """Return the section of a checked profile; the fitted curves of the first of ``models`` that knows its devices.
 
     ``models`` are (file name, model). Without one the measured points stand alone.
@@ -42,22 +43,24 @@ def profile_section(frame: pd.DataFrame, name: str, anchor: str, models: Sequenc
         if drawn is None:
             continue
         rows, params = drawn
-        svg = _curves(
+        draw = _curves(
             {shortened(visible(key), 40): value for key, value in rows.items()},
             {shortened(visible(key), 40): value for key, value in params.items()},
         )
         caption = f"Points are measured, lines are {model_name}; nine of ten measured steps should lie in the bands."
         table = _profile_table(frame, params)
-        picture = Picture(svg=svg, caption=caption, label="measured", table=table, unfolded=True)
-        return Section(anchor=anchor, title=f"Profile: {name}", lead=lead, blocks=[picture])
+        picture = Picture(draw=draw, caption=caption, label="measured", table=table)
+        return Section(title=f"Profile: {name}", lead=lead, blocks=[picture])
     lead.append("No fitted model of these devices is among the files, so there are no curves.")
-    svg, caption = _points(frame)
-    picture = Picture(svg=svg, caption=caption, label="measured", table=table, unfolded=True)
-    return Section(anchor=anchor, title=f"Profile: {name}", lead=lead, blocks=[picture])
+    draw, caption = _points(frame)
+    picture = Picture(draw=draw, caption=caption, label="measured", table=table)
+    return Section(title=f"Profile: {name}", lead=lead, blocks=[picture])
 
 
 @at_both_widths
 def _curves(rows: Mapping[str, Observations], params: Mapping[str, ThroughputParams]) -> str:
+    from ddltool.analyzers.goodput.picture import fit_picture  # it loads matplotlib
+
     return fit_picture(rows, params).decode()
 
 
@@ -88,7 +91,7 @@ def _points(frame: pd.DataFrame) -> tuple[str, str]:
         )
         lines.append(Line(label=label, x=batch, y=ordered["step_time_s"].to_numpy(dtype=float)))
     some = f" The first {LINES_DRAWN} of {len(lines)} placements are drawn." if len(lines) > LINES_DRAWN else ""
-    svg = lines_svg(
+    draw = draw_lines(
         lines,
         xlabel="local batch size (samples)",
         ylabel="step time",
@@ -98,7 +101,7 @@ def _points(frame: pd.DataFrame) -> tuple[str, str]:
         log_x=bool(frame["local_batch_size"].max() > _WIDE_RANGE * frame["local_batch_size"].min()),
         whole="x",
     )
-    return svg, f"Median step times.{some}"
+    return draw, f"Median step times.{some}"
 
 
 def _profile_table(frame: pd.DataFrame, params: Mapping[str, ThroughputParams] | None) -> Table:
@@ -119,9 +122,7 @@ def _profile_table(frame: pd.DataFrame, params: Mapping[str, ThroughputParams] |
         rows.append(cells)
     if params is not None:
         header += ["fitted", "error"]
-    return filled(
-        Table(caption="Measured configurations", header=header, rows=rows, label="measured", head=_ROWS_AT_FIRST)
-    )
+    return filled(Table(caption="Measured configurations", header=header, rows=rows, label="measured"))
 
 
 def _optional(row: Mapping[Any, Any], name: str) -> float | None:
@@ -130,38 +131,73 @@ def _optional(row: Mapping[Any, Any], name: str) -> float | None:
 
 
 def goodput_section(
-    fitted: Goodput, name: str, anchor: str, profile: pd.DataFrame | None, noise_scale: float | None
+    fitted: Goodput,
+    name: str,
+    profile: pd.DataFrame | None = None,
+    noise_scale: float | None = None,
+    *,
+    maps: bool = True,
 ) -> Section:
-    """Return the section of a fitted model: parameters with intervals, and goodput over GPUs and batch.
+    """Return the section of a fitted model: parameters with intervals, errors, and with ``maps`` goodput over GPUs and batch.
 
     ``profile`` (of any device) gives the largest batch that is known to fit; ``noise_scale`` None: every sample counts
     the same.
     """
     lead = [
-        f"Fitted to {counted(fitted.samples, 'row')} of {listed(fitted.sources, 4)}: MAPE {fitted.mape:.1%}, "
-        f"RMSLE {fitted.rmsle:.4f}."
+        f"Fitted to {counted(fitted.samples, 'row')} of {listed(fitted.sources, 4)} in {fitted.fit_seconds:.2f} s: MAPE "
+        f"{fitted.mape:.1%}, RMSLE {fitted.rmsle:.4f}."
     ]
-    if fitted.left_out:
-        lead.append(f"Left out, several times off what all others say: {counted(len(fitted.left_out), 'row')}.")
-    if fitted.next_measurement is not None:
-        following = fitted.next_measurement
+    if fitted.rmsle > _POOR_RMSLE:
+        lead.append("The model does not describe these rows: check their columns, and whether they are of one job.")
+    lead += _left_out(fitted)
+    following = fitted.next_measurement
+    if following is not None and following.variance_reduction >= _WORTH_MEASURING:
         lead.append(
             f"Measure next: {counted(following.num_replicas, 'replica')} on {counted(following.num_nodes, 'node')} "
             f"at local batch {following.local_batch_size} (removes {following.variance_reduction:.0%} "
             "of the predictions' variance)."
         )
     records: dict[str, Goodput | DeviceGoodput] = dict(fitted.devices) or {"": fitted}
+    if fitted.devices:
+        lead.append(f"Network {'shared' if fitted.shared_network else 'of each device'}: {fitted.network_choice}.")
     if len(records) > _DEVICES_SHOWN:
         lead.append(f"{_DEVICES_SHOWN} of {len(records)} device types are shown.")
     blocks: list[Picture | Table] = []
     for device, record in list(records.items())[:_DEVICES_SHOWN]:
+        lead += _errors(device, record)
         blocks.append(_parameters(device, record))
-        heat = _heat(device, record, profile, noise_scale)
-        if isinstance(heat, str):
-            lead.append(heat)
-        else:
+        heat = _heat(device, record, profile, noise_scale) if maps else ""
+        if isinstance(heat, Picture):
             blocks.append(heat)
-    return Section(anchor=anchor, title=f"Throughput model: {name}", lead=lead, blocks=blocks)
+        elif heat:
+            lead.append(heat)
+    return Section(title=f"Throughput model: {name}", lead=lead, blocks=blocks)
+
+
+def _left_out(fitted: Goodput) -> list[str]:
+    """Return the rows that the fit left out, several times off what all others say, the first few of many."""
+    said = []
+    for item in fitted.left_out:
+        place = f"{item.source}:row {item.row}" if item.row else item.source
+        where = f"{counted(item.num_replicas, 'replica')} on {counted(item.num_nodes, 'node')}"
+        times = f"{show_seconds(item.step_time_s)}, expected {show_seconds(item.expected_s)}"
+        said.append(f"Left out: {place} ({where}, batch {item.local_batch_size}): {times}.")
+    return few(said, 5)
+
+
+def _errors(device: str, record: Goodput | DeviceGoodput) -> list[str]:
+    """Return the error on the fitted rows of one device among several, on those kept out, and whether it says anything."""
+    of = f"{device}: " if device else ""
+    said = [f"{of}error on the fitted rows MAPE {record.mape:.1%}, RMSLE {record.rmsle:.4f}."] if device else []
+    free = len(type(record.params).model_fields) - len(record.undetermined)
+    if record.samples <= free:
+        rows = counted(record.samples, "row")
+        said.append(f"{of}{rows} for {free} parameters: any model fits them, so this error says nothing.")
+    if record.holdout is not None:
+        error = record.holdout
+        figures = f"MAPE {error.mape:.1%}, RMSLE {error.rmsle:.4f} ({counted(error.samples, 'row')})"
+        said.append(f"{of}error on the holdout rows {figures}.")
+    return said
 
 
 def _parameters(device: str, record: Goodput | DeviceGoodput) -> Picture | Table:
@@ -189,12 +225,14 @@ def _parameters(device: str, record: Goodput | DeviceGoodput) -> Picture | Table
     )
     if not drawn:
         return table
-    svg = intervals_svg(drawn, xlabel="90 % interval over the fitted value", title="Intervals of the fitted parameters")
+    draw = draw_intervals(
+        drawn, xlabel="90 % interval over the fitted value", title="Intervals of the fitted parameters"
+    )
     caption = f"How surely the rows determine each parameter{of}: the shorter, the surer; cut at 0.01."
     missing = [row[0] for row in rows if row[0] not in {name for name, *_ in drawn}]
     if missing:
         caption += f" Not drawn, for they have no interval or an unlimited one: {', '.join(missing)}."
-    return Picture(svg=svg, caption=caption, label="predicted", table=table, unfolded=True)
+    return Picture(draw=draw, caption=caption, label="predicted", table=table)
 
 
 def _short_seconds(seconds: float) -> str:
@@ -249,11 +287,13 @@ def _heat(
     )
     noise = math.inf if noise_scale is None else noise_scale
     known, why = _known_until(device, record, profile)
+    from ddltool.analyzers.goodput.picture import noun_of
+
     noun = noun_of(name)
     try:
         found = frontier(params, _REPLICAS, limits, noise_scale=noise, replicas_per_node=_REPLICAS_PER_NODE)
         pays = frontier(params, known, limits, noise_scale=noise, replicas_per_node=_REPLICAS_PER_NODE).pays_until
-        svg = _map(params, limits, noise, known, noun)
+        draw = _map(params, limits, noise, known, noun)
     except (InputError, Infeasible, ArithmeticError, ValueError) as error:
         return f"No goodput map: {error}."
     of = f" of {device}" if device else ""
@@ -263,11 +303,13 @@ def _heat(
         f"Goodput{of} over {noun}s ({_REPLICAS_PER_NODE} per node) and total batch, {sort}; initial batch {first:,}, local "
         f"batches up to {most:,} ({bound}). {_pays_words(pays, known, why, noun)}"
     )
-    return Picture(svg=svg, caption=caption, label="predicted", table=_heat_table(found, known, noun), unfolded=True)
+    return Picture(draw=draw, caption=caption, label="predicted", table=_heat_table(found, known, noun))
 
 
 @at_both_widths
 def _map(params: ThroughputParams, limits: BatchLimits, noise_scale: float, known: int, noun: str) -> str:
+    from ddltool.analyzers.goodput.picture import goodput_picture
+
     return goodput_picture(
         params,
         _REPLICAS,

@@ -1,8 +1,8 @@
-"""The report's section of a graph: one step's timeline in a random order and in TAC's, and what each order gives."""
+"""Sections of a graph: one step's timeline in two orders, what each order gives, and what its ops allow."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -10,17 +10,23 @@ import numpy as np
 from ddltool.analyzers.communication.efficiency import Bounds, bounds, efficiency
 from ddltool.analyzers.communication.order import tac, tic
 from ddltool.analyzers.communication.timeline import Simulator, Timeline
-from ddltool.analyzers.reporting.page import Picture, Section, Table, counted, shortened
-from ddltool.analyzers.reporting.pictures import Lane, Panel, lanes_of, timeline_svg
-from ddltool.analyzers.reporting.style import at_both_widths
+from ddltool.analyzers.reporting.charts import Lane, Panel, draw_timeline, lanes_of
+from ddltool.analyzers.reporting.section import Picture, Section, Table, counted, shortened
 from ddltool.graph import KINDS, RECV, Graph
+from ddltool.results import (
+    CollectiveFigures,
+    CoverageFigures,
+    DeterminismOp,
+    DeterminismResult,
+    TracedGraph,
+    TraceResult,
+)
 from ddltool.units import show_bytes, show_seconds
 
 RUNS, RUNS_OF_A_LARGE_GRAPH = 20, 3
 _LARGE = 20_000
 _LANES_DRAWN = 12
 _LABELLED = 60
-_ROWS_AT_FIRST = 10
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -34,7 +40,7 @@ class _Ordered:
     priority: Mapping[str, int] | None
 
 
-def graph_section(graph: Graph, name: str, anchor: str, *, remark: str = "") -> Section:
+def graph_section(graph: Graph, name: str, *, remark: str = "") -> Section:
     """Return the section of a timed graph; ``remark`` says where its times come from.
 
     Every order is simulated on 20 seeds (3 from 20,000 ops on). Raises InputError for ops without a duration.
@@ -57,7 +63,7 @@ def graph_section(graph: Graph, name: str, anchor: str, *, remark: str = "") -> 
     blocks: list[Picture | Table] = [_table_of_orders(limits, orders, runs)]
     if limits.upper_s > 0:  # else there is nothing to draw
         blocks.insert(0, _timeline(graph, orders))
-    return Section(anchor=anchor, title=f"Graph: {name}", lead=lead, blocks=blocks)
+    return Section(title=f"Graph: {name}", lead=lead, blocks=blocks)
 
 
 def _ordered(simulator: Simulator, priority: Mapping[str, int] | None, runs: int) -> _Ordered:
@@ -100,11 +106,10 @@ def _timeline(graph: Graph, orders: Mapping[str, _Ordered]) -> Picture:
     if resources > _LANES_DRAWN:
         caption += f" {_LANES_DRAWN} of {resources} resources are drawn."
     return Picture(
-        svg=at_both_widths(timeline_svg)(panels),
+        draw=draw_timeline(panels),
         caption=caption,
         label="simulated",
         table=_transfers(graph, orders["TAC"]) if len(graph.of_kind(RECV)) else None,
-        unfolded=True,
     )
 
 
@@ -143,7 +148,6 @@ def _transfers(graph: Graph, made: _Ordered) -> Table:
         header=("parameter", "priority", "size", "channel", "begins", "ends"),
         rows=rows,
         label="simulated",
-        head=_ROWS_AT_FIRST,
     )
 
 
@@ -161,3 +165,172 @@ def _table_of_orders(limits: Bounds, orders: Mapping[str, _Ordered], runs: int) 
         rows=rows,
         label="simulated",
     )
+
+
+def trace_section(found: TraceResult) -> Section:
+    """Return the section of a trace: its orders for parameter servers, DDP and FSDP2, and the verdicts."""
+    graph = found.graph
+    elements = f" ({graph.parameter_elements:,} elements)" if graph.parameter_elements is not None else ""
+    size = show_bytes(graph.parameter_bytes)
+    lead = [f"{graph.ops} ops: {graph.recvs} recvs, {graph.sends} sends; parameters {size}{elements}"]
+    if found.efficiency_undefined:
+        lead.append(f"E is undefined: {found.efficiency_undefined}")
+    lead += [f"Verdict: {found.verdict.text}"] if found.verdict is not None else []
+    lead.append(_best_words(found))
+    header = ("order", "step time", "min .. max", "efficiency E")
+    caption = "Parameter servers: order of transfers"
+    blocks: list[Picture | Table] = [Table(caption=caption, header=header, rows=_order_rows(found), label="simulated")]
+    if found.collectives is not None:
+        both = found.collectives
+        no_blocks = "FSDP2: the parameters' names show no list of blocks to shard by."
+        lead += [both.ddp.verdict, no_blocks if both.fsdp2 is None else both.fsdp2.verdict]
+        rate = (
+            ""
+            if graph.bandwidth_bytes_per_s is None
+            else f", {show_bytes(graph.bandwidth_bytes_per_s)}/s between any two"
+        )
+        header = ("framework", "setting", "step", "exposed", "gathered")
+        blocks.append(
+            Table(
+                caption=f"Data parallel on {both.replicas} replicas{rate}",
+                header=header,
+                rows=_collective_rows(both),
+                label="predicted",
+                text_columns=2,
+            )
+        )
+    lead += _coverage_words(found.coverage) if found.coverage is not None else []
+    title = f"{graph.name}: {graph.mode} step, batch {graph.batch_size or '-'} ({_origin(graph)})"
+    return Section(title=title, lead=lead, blocks=blocks)
+
+
+def _origin(graph: TracedGraph) -> str:
+    """Return in words where the times come from."""
+    if graph.oracle == "roofline":
+        low, high = graph.error_low, graph.error_high
+        range_ = f", 80 % of measured steps within x {low:.2f} to {high:.2f}" if low and high else ""
+        how = f", {graph.precision}" if graph.precision else ""
+        return f"on {graph.device}{how}; all times predicted{range_}"
+    if graph.oracle == "measured":
+        return f"ops measured on this machine's {graph.device}, transfers predicted"
+    return f"ops from {graph.oracle}, transfers predicted" if graph.oracle is not None else "times from the file"
+
+
+def _order_rows(found: TraceResult) -> list[tuple[str, ...]]:
+    """Return the rows of the table of orders: those simulated, the exact one, and the bounds."""
+    rows = []
+    for name, result in found.schedules.items():
+        label = f"{name} (and compute)" if name == "exact" or result.orders_compute else name
+        spread = f"{show_seconds(result.makespan_min_s)} .. {show_seconds(result.makespan_max_s)}"
+        if result.status is not None:
+            spread = "optimal" if result.status == "optimal" else f"gap {result.gap:.2%}"
+        rows.append((label, show_seconds(result.makespan_s), spread, _share(result.efficiency)))
+    bounds = found.bounds
+    if bounds.best_lower_s is not None:
+        limits = Bounds(
+            upper_s=bounds.upper_s, lower_s=bounds.lower_s, speedup=bounds.speedup, compute_s=0.0, transfer_s=0.0
+        )
+        best = _share(efficiency(limits, bounds.best_lower_s))
+        rows.append(("best bound", show_seconds(bounds.best_lower_s), "no order is faster", best))
+    rows += [
+        ("lower bound L", show_seconds(bounds.lower_s), "", "1"),
+        ("upper bound U", show_seconds(bounds.upper_s), "", "0"),
+    ]
+    return rows
+
+
+def _share(value: float | None) -> str:
+    return "-" if value is None else f"{value:.3f}"
+
+
+def _best_words(found: TraceResult) -> str:
+    """Return in words what part of 1 - E an order could still win over TAC, and which is the graph's."""
+    by_tac, best = found.schedules["tac"], found.schedules["improved"]
+    shares = by_tac.attribution
+    if shares is None or by_tac.efficiency is None:
+        return "Nothing is left for an order to win."
+    lost = 1.0 - by_tac.efficiency
+    text = (
+        f"Of TAC's 1 - E = {lost:.3f}, {shares.graph:.3f} is the graph's own: ops wait for each other in every order."
+    )
+    text += f" An order can win back {shares.winnable:.3f}"
+    text += f", and {shares.open:.3f} is open (see --exact)." if shares.open > 5e-4 else "; that is proven."
+    gain = 1.0 - best.makespan_s / by_tac.makespan_s
+    if gain >= 5e-4:
+        how = "Ordering compute as well" if best.orders_compute else "The improved order"
+        text += f" {how} saves {gain:.2%} of TAC's step."
+    return text
+
+
+def _collective_rows(found: CollectiveFigures) -> list[tuple[str, ...]]:
+    """Return the table's rows: framework, setting, step, exposed communication, memory."""
+    rows: list[tuple[str, ...]] = []
+    ddp = found.ddp
+    for name, plan in (("DDP default", ddp.default), ("DDP best cap", ddp.best_cap), ("DDP best buckets", ddp.best)):
+        cap = "default" if plan.bucket_cap_mb is None else f"{plan.bucket_cap_mb:.4g} MiB"
+        setting = f"{'own list' if plan.bucket_cap_mb_list is not None else cap}, {plan.buckets} buckets"
+        rows.append((name, setting, show_seconds(plan.step_s), show_seconds(plan.exposed_s), "-"))
+    if found.fsdp2 is not None:
+        fsdp = found.fsdp2
+        for name, entry in (("default", fsdp.default), ("best", fsdp.best), ("no reshard", fsdp.without_reshard)):
+            both = f" / {entry.backward_depth}" if name != "no reshard" else ""
+            times = show_seconds(entry.step_s), show_seconds(entry.exposed_s), show_bytes(entry.gathered_bytes)
+            rows.append((f"FSDP2 {name}", f"prefetch {entry.forward_depth}{both}", *times))
+    return rows
+
+
+def _coverage_words(covered: CoverageFigures) -> list[str]:
+    """Return how much of the compute time was measured, estimated by a rule, or guessed."""
+    if not covered.rule_ops + covered.measured_ops + covered.default_ops + covered.free_ops:
+        return ["Times of the ops: the file's own."]
+    measured = f"measurements {covered.measured_time:.1%}, " if covered.measured_ops else ""
+    said = [
+        f"Coverage of the compute time: {measured}rules {covered.rule_time:.1%}, defaults {covered.default_time:.1%} "
+        f"(of the ops: {covered.measured_ops:.1%} measured, {covered.rule_ops:.1%} by rule, {covered.free_ops:.1%} free, "
+        f"{covered.default_ops:.1%} by default)"
+    ]
+    if covered.default_types:
+        shown = ", ".join(f"{name} x{count}" for name, count in covered.default_types[:4])
+        said.append(f"Without a rule: {shown}")
+    return said
+
+
+_LEVELS = {
+    "none": "not even D0: an op has no deterministic kernel",
+    "unknown": "not known: an op is in no table",
+    "D1": "D1: equal bits on any number of devices of one type; not D2",
+    "D2": "D2-eligible: equal bits on mixed device types are possible",
+}
+_MODULES_SHOWN = 3
+
+
+def determinism_section(found: DeterminismResult) -> Section:
+    """Return the section of a scan: the level of a model's ops, what stands in the way, and what to set."""
+    scanned, graph = found.determinism, found.graph
+    lead = [f"  {reason}" for reason in scanned.reasons]
+    of_class: dict[str, list[DeterminismOp]] = {}
+    for op in scanned.ops:
+        of_class.setdefault(op.class_, []).append(op)
+    for name, ops in of_class.items():  # once per class what its bits depend on and what to set
+        lead.append(f"{name} ({sum(op.count for op in ops)}): {ops[0].reason}")
+        lead += [f"  set: {ops[0].setting}"] if ops[0].setting else []
+    lead.append(f"{scanned.exact_ops} other ops depend on their inputs alone.")
+    if graph.mode == "inference":
+        lead.append("A forward graph: what the backward pass would add is not seen.")
+    rows = [(op.op or "(no type)", op.class_, op.level, f"{op.count:>3}", _modules(op.modules)) for op in scanned.ops]
+    table = Table(
+        caption="Ops whose bits depend on more than their inputs",
+        header=("op", "kernels", "up to", "n", "modules"),
+        rows=rows,
+        label="read",
+        text_columns=5,
+    )
+    title = f"{graph.name} ({graph.mode}): {_LEVELS[scanned.level]}"
+    return Section(title=title, lead=lead, blocks=[table] if rows else [])
+
+
+def _modules(paths: Sequence[str]) -> str:
+    """Return the last two parts of the modules' paths, without repeats, cut to a few."""
+    names = list(dict.fromkeys(".".join(path.split(".")[-2:]) for path in paths))
+    more = f", +{len(names) - _MODULES_SHOWN}" if len(names) > _MODULES_SHOWN else ""
+    return ", ".join(names[:_MODULES_SHOWN]) + more

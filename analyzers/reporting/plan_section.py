@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import PurePath
 
 import numpy as np
 
+from ddltool.analyzers.communication.collectives import share_saved
 from ddltool.analyzers.reporting.charts import Line as ChartLine
-from ddltool.analyzers.reporting.charts import Span, bars_svg, lines_svg, spans_svg
-from ddltool.analyzers.reporting.page import Picture, Section, Table, counted, filled, shortened
+from ddltool.analyzers.reporting.charts import Span, draw_bars, draw_lines, draw_spans
+from ddltool.analyzers.reporting.section import Picture, Section, Table, counted, filled, shortened
 from ddltool.analyzers.reporting.style import COMPUTE_COLOUR, SERIES_COLOURS, WAIT_COLOUR
+from ddltool.decision import Decision, Option
+from ddltool.placement_records import Migration
 from ddltool.plan import (
     Alternative,
     Assignment,
@@ -20,40 +24,57 @@ from ddltool.plan import (
     Plan,
     PrefetchSetting,
 )
+from ddltool.results import JointPlan
 from ddltool.units import show_bytes, show_seconds
 
 _LANES_DRAWN = 16
 _ITERATIONS_DRAWN = 80
-_ROWS_AT_FIRST = 10
 _COLOURS = {"compute": COMPUTE_COLOUR, "communication": "#0072B2", "waiting": WAIT_COLOUR, "other": SERIES_COLOURS[3]}
 Blocks = list[Picture | Table]
 
 
-def plan_section(plan: Plan, name: str, anchor: str) -> Section:
+def plan_section(plan: Plan, name: str) -> Section:
     """Return the section of one plan: its step, its placement, and what its strategy adds. All predicted."""
+    used = plan.waste + plan.throughput
     lead = [
         f"Job {shortened(plan.job, 60)}, strategy {plan.strategy}: {show_seconds(plan.iteration_s)} per step, "
         f"{plan.throughput:.4g} mini-batches/s of {counted(plan.batch_size, 'sample')} "
-        f"on {counted(plan.world_size, 'device')}; {_proof(plan)}.",
+        f"on {counted(plan.world_size, 'device')}; {_proof(plan)} ({plan.solve_seconds:.3f} s).",
+        f"Waste: {plan.waste:.4g} mini-batches/s of {used:.4g} on the used devices.",
     ]
-    lead += plan.decision.words if plan.decision is not None else []
+    if passes := _passes(plan.assignments):
+        lead.append(f"In several passes, for memory does not hold them at once: {', '.join(passes)}.")
     blocks: Blocks = [_placement(plan)]
     if plan.superstep is not None:
+        lead += [
+            f"Left out: {count} {name}; the others make more without."
+            for name, count in plan.superstep.left_out.items()
+        ]
         blocks.append(_superstep_table(plan))
     if plan.split is not None:
         lead.append(_split_words(plan))
     if plan.goodput is not None:
         blocks += _goodput(plan.goodput)
     if plan.decision is not None:
-        blocks.append(_decision(plan))
+        lead += _decision_words(plan.decision)
+        blocks.append(_decision(plan.decision))
     if plan.alternatives:
         blocks.append(_alternatives(plan))
     if plan.network is not None:
         blocks.append(_network(plan))
     if plan.migration is not None:
-        lead.append(_migration_words(plan))
+        lead.append(_migration_words(plan.migration))
     blocks += communication_blocks(plan.ddp, plan.fsdp2, plan.parameters)
-    return Section(anchor=anchor, title=f"Plan ({plan.strategy}): {name}", lead=lead, blocks=blocks)
+    return Section(title=f"Plan ({plan.strategy}): {name}", lead=lead, blocks=blocks)
+
+
+def _passes(assignments: Sequence[Assignment]) -> list[str]:
+    """Return the device types whose memory takes a batch in several passes."""
+    return [
+        f"{row.device_type} {row.local_batch_size} in {row.accumulation_steps + 1}"
+        for row in assignments
+        if row.accumulation_steps
+    ]
 
 
 def _proof(plan: Plan) -> str:
@@ -76,8 +97,8 @@ def _placement(plan: Plan) -> Picture | Table:
     caption = f"What one device of each kind does until the {word} ends at {show_seconds(end)}."
     if len(timed) > _LANES_DRAWN:
         caption += f" {_LANES_DRAWN} of {len(timed)} kinds are drawn."
-    svg = spans_svg(lanes, title=f"Timeline of one {word}", colours=_COLOURS, mark=(f"{word} ends", end))
-    return Picture(svg=svg, caption=caption, label="predicted", table=table, unfolded=True)
+    draw = draw_spans(lanes, title=f"Timeline of one {word}", colours=_COLOURS, mark=(f"{word} ends", end))
+    return Picture(draw=draw, caption=caption, label="predicted", table=table)
 
 
 def _assignments(plan: Plan) -> Table:
@@ -95,7 +116,6 @@ def _assignments(plan: Plan) -> Table:
             for row in plan.assignments
         ],
         label="predicted",
-        head=_ROWS_AT_FIRST,
     )
 
 
@@ -141,17 +161,24 @@ def _superstep_table(plan: Plan) -> Table:
         f"{show_seconds(found.superstep_s)}; longest waiting {show_seconds(found.waiting_s)}, of all "
         f"{show_seconds(found.total_waiting_s)}; iteration gap {found.iteration_gap}"
     )
-    return Table(
-        caption=caption, header=("device type", "iterations"), rows=rows, label="predicted", head=_ROWS_AT_FIRST
-    )
+    return Table(caption=caption, header=("device type", "iterations"), rows=rows, label="predicted")
 
 
 def _split_words(plan: Plan) -> str:
     found = plan.split
     assert found is not None
-    equal = "memory forbids it" if found.equal_s is None else show_seconds(found.equal_s)
+    step_s = plan.iteration_s - (plan.communication_s or 0.0)
+    if plan.decision is not None:
+        step_s = next(option.compute_s for option in plan.decision.options if option.strategy == plan.strategy)
+    equal = "memory forbids it"
+    if found.equal_s is not None:
+        saved = f"{1 - step_s / found.equal_s:.1%} of it saved" if found.equal_s > 0 else "nothing to save"
+        equal = f"{show_seconds(found.equal_s)} of computing, {saved}"
     dropped = ", ".join(f"{count} {name}" for name, count in found.dropped.items())
     left = f" Better left out: {dropped}." if dropped else ""
+    if found.accumulated_s is not None:
+        longer = show_seconds(found.accumulated_s)
+        left += f" Accumulation would make the step {longer} where memory limits batches."
     return (
         f"Total batch {found.total_batch_size:,}; the equal split: {equal}. "
         f"Devices wait {show_seconds(found.idle_s)} for the slowest, all together.{left}"
@@ -173,14 +200,13 @@ def _goodput(found: GoodputChoice) -> Blocks:
             for row in found.scaling
         ],
         label="predicted",
-        head=_ROWS_AT_FIRST,
     )
     line = ChartLine(
         label="best batch",
         x=np.array([row.num_replicas for row in found.scaling], dtype=np.float64),
         y=np.array([row.goodput_per_s for row in found.scaling], dtype=np.float64),
     )
-    svg = lines_svg(
+    draw = draw_lines(
         [line],
         xlabel="devices",
         ylabel="goodput (useful samples/s)",
@@ -190,9 +216,11 @@ def _goodput(found: GoodputChoice) -> Blocks:
     )
     chosen = (
         f"Chosen: {counted(found.num_replicas, 'device')} on {counted(found.num_nodes, 'node')}, "
-        f"total batch {found.total_batch_size:,}, efficiency {found.efficiency:.3f}, speedup {found.speedup:.2f}."
+        f"total batch {found.total_batch_size:,}, efficiency {found.efficiency:.3f}, speedup {found.speedup:.2f}: "
+        f"{found.goodput_per_s:,.4g} useful samples/s. Beyond {found.pays_until} a device brings less than "
+        f"{found.pays_share:.0%} of the first."
     )
-    return [Picture(svg=svg, caption=chosen, label="predicted", table=scaling, unfolded=True), _elastic(found)]
+    return [Picture(draw=draw, caption=chosen, label="predicted", table=scaling), _elastic(found)]
 
 
 def _elastic(found: GoodputChoice) -> Table:
@@ -206,59 +234,67 @@ def _elastic(found: GoodputChoice) -> Table:
         rows.append((str(row.world_size), first, *rates, f"{row.steps_per_epoch:,}", remark))
     return filled(
         Table(
-            caption=f"Elastic table: the total batch of {found.total_batch_size:,} on every number of processes",
+            caption=f"Elastic: how to keep a total batch of {found.total_batch_size:,} exactly on every number of processes",
             header=("processes", "local batches", *(f"lr, {rule}" for rule in rules), "steps/epoch", "remark"),
             rows=rows,
             label="predicted",
-            head=_ROWS_AT_FIRST,
             text_columns=2,
         )
     )
 
 
-def _decision(plan: Plan) -> Picture:
-    found = plan.decision
-    assert found is not None
+def _decision_words(found: Decision) -> list[str]:
+    """Return the three sentences, and what the comparison left out or took from where."""
+    said = list(found.words)
+    if found.baseline.other_s:
+        besides = show_seconds(found.baseline.other_s)
+        said.append(f"every step has {besides} besides, as the earlier run measured: optimizer, loader, waiting")
+    said += [f"not compared: {name}: {why}" for name, why in found.left_out.items()]
+    return [*said, f"communication from {found.communication_source}"] if found.communication_source else said
+
+
+def _decision(found: Decision) -> Picture:
     options = [*found.options, found.baseline]
     names = [row.strategy for row in found.options] + ["doing nothing"]
     names = [f"{name} (picked)" if name == found.picked else name for name in names]
-    rows: list[tuple[str, ...]] = [
-        (
-            name,
-            ", ".join(f"{count} {device}" for device, count in row.devices.items()),
-            show_seconds(row.iteration_s),
-            show_seconds(row.compute_s),
-            show_seconds(row.communication_s),
-            f"{row.throughput:.4g}",
-            str(row.staleness),
-            row.determinism,
-            row.order,
-        )
-        for name, row in zip(names, options, strict=True)
-    ]
-    rows += [(name, reason, *[""] * 7) for name, reason in found.left_out.items()]
-    header = ("strategy", "devices", "step", "compute", "exposed", "per s", "stale", "bits", "order")
+    progress = any(option.goodput_per_s is not None for option in options)
+    header = ("strategy", "devices", "step", "±", "compute", "exposed", "per s", "stale", "bits", "price/1e6", "order")
     table = Table(
         caption=(
-            f"Strategies, best first ({found.objective}); per s: logical mini-batches; stale: iterations of staleness; "
-            "those without figures are not compared"
+            f"Strategies compared, objective {found.objective}; per s: "
+            f"{'useful samples' if progress else 'logical mini-batches'}; stale: iterations of staleness"
         ),
         header=header,
-        rows=rows,
+        rows=[_option_row(name, row, progress) for name, row in zip(names, options, strict=True)],
         label="predicted",
         text_columns=2,
     )
-    svg = bars_svg(
+    draw = draw_bars(
         [(name, row.throughput) for name, row in zip(names, options, strict=True)],
         xlabel="logical mini-batches per second",
         title="Throughput by strategy",
     )
-    return Picture(
-        svg=svg,
-        caption=f"Strategies for this job, {found.picked} picked: the words above say why.",
-        label="predicted",
-        table=table,
-        unfolded=True,
+    caption = f"Strategies for this job, {found.picked} picked: the words above say why."
+    return Picture(draw=draw, caption=caption, label="predicted", table=filled(table))
+
+
+def _option_row(name: str, row: Option, progress: bool) -> tuple[str, ...]:
+    half = None if row.high_s is None else (row.high_s - row.iteration_s) / row.iteration_s
+    rate = "-" if row.goodput_per_s is None else f"{row.goodput_per_s:,.0f}"
+    if row.goodput_per_s is not None and row.goodput_per_s < 100:
+        rate = f"{row.goodput_per_s:.3g}"
+    return (
+        name,
+        ", ".join(f"{count} {device}" for device, count in row.devices.items()),
+        show_seconds(row.iteration_s),
+        "-" if half is None else f"{half:.0%}",
+        show_seconds(row.compute_s),
+        show_seconds(row.communication_s),
+        rate if progress else f"{row.throughput:.4g}",
+        str(row.staleness or "-"),
+        row.determinism if row.determinism != "none" else "-",
+        "-" if row.price_per_sample is None else f"{row.price_per_sample * 1e6:.3g}",
+        row.order,
     )
 
 
@@ -280,7 +316,6 @@ def _alternatives(plan: Plan) -> Table:
         header=("devices x ESTs", "step", "mini-batches/s", "ESTs", "waste", "overload f"),
         rows=rows,
         label="predicted",
-        head=_ROWS_AT_FIRST,
     )
 
 
@@ -296,20 +331,25 @@ def _network(plan: Plan) -> Table:
         for name, step in found.best_steps.items()
     ]
     caption = (
-        f"Best step by where the devices stand; here {found.num_replicas} on {counted(found.num_nodes, 'node')}: compute "
+        f"Best step by where the devices stand; {found.choice}: {found.num_replicas} devices on {found.num_nodes}, compute "
         f"{show_seconds(found.compute_s)}, synchronisation {show_seconds(found.sync_s)}"
     )
     return Table(caption=caption, header=("devices on", "best step"), rows=rows, label="predicted")
 
 
-def _migration_words(plan: Plan) -> str:
-    found = plan.migration
-    assert found is not None
-    word = "stays with the current plan" if found.stay else "leaves the current plan"
-    pays = "never" if found.pays_after_s is None else f"from a horizon of {show_seconds(found.pays_after_s)} on"
+def _migration_words(found: Migration) -> str:
+    if found.current_throughput is None:
+        return f"The current plan is no longer possible: {counted(found.devices_moved, 'device')} change."
+    if not found.devices_moved and found.other_throughput <= found.current_throughput:
+        return "Stay: the current plan is the best."
+    gain = found.other_throughput / found.current_throughput - 1
+    verdict = (
+        "Stay with the current plan" if found.stay else f"Leave the current plan, move {found.devices_moved} devices"
+    )
+    pays = "never" if found.pays_after_s is None else f"after {show_seconds(found.pays_after_s)}"
     return (
-        f"With a migration of {show_seconds(found.migration_s)} and a horizon of {show_seconds(found.horizon_s)} the job "
-        f"{word}; {counted(found.devices_moved, 'device')} would move. Moving pays {pays}."
+        f"{verdict}: the best plan is {gain:.1%} faster, moving takes {show_seconds(found.migration_s)} and pays {pays} "
+        f"(horizon {show_seconds(found.horizon_s)})."
     )
 
 
@@ -332,10 +372,10 @@ def communication_blocks(
         cap = "DDP's default" if ddp.bucket_cap_mb is None else f"{ddp.bucket_cap_mb:.4g} MiB"
         caption = (
             f"DDP buckets in the order of reduction (cap {cap}): step {show_seconds(ddp.step_s)}, "
-            f"with DDP's default {show_seconds(ddp.default_step_s)}"
+            f"with DDP's default {show_seconds(ddp.default_step_s)} ({share_saved(ddp.step_s, ddp.default_step_s):.1%} saved)"
         )
         header: tuple[str, ...] = ("bucket", "parameters", "size", "first parameter")
-        blocks.append(Table(caption=caption, header=header, rows=buckets, label="predicted", head=_ROWS_AT_FIRST))
+        blocks.append(Table(caption=caption, header=header, rows=buckets, label="predicted"))
     if fsdp2 is not None:
         units: list[Sequence[str]] = [
             (unit, ", ".join(fsdp2.forward.get(unit, [])) or "-", ", ".join(fsdp2.backward.get(unit, [])) or "-")
@@ -343,12 +383,10 @@ def communication_blocks(
         ]
         caption = (
             f"FSDP2 units and what each gathers ahead (-: left to it): step {show_seconds(fsdp2.step_s)}, with its own choice "
-            f"{show_seconds(fsdp2.default_step_s)}"
+            f"{show_seconds(fsdp2.default_step_s)} ({share_saved(fsdp2.step_s, fsdp2.default_step_s):.1%} saved)"
         )
         header = ("unit", "ahead in forward", "ahead in backward")
-        blocks.append(
-            Table(caption=caption, header=header, rows=units, label="predicted", head=_ROWS_AT_FIRST, text_columns=3)
-        )
+        blocks.append(Table(caption=caption, header=header, rows=units, label="predicted", text_columns=3))
     if parameters:
         ordered = sorted(parameters, key=lambda row: (row.priority is None, row.priority or 0))
         places = [
@@ -357,22 +395,18 @@ def communication_blocks(
         ]
         caption = f"Order in which {counted(len(parameters), 'parameter')} should travel"
         header = ("parameter", "priority", "size")
-        blocks.append(Table(caption=caption, header=header, rows=places, label="predicted", head=_ROWS_AT_FIRST))
+        blocks.append(Table(caption=caption, header=header, rows=places, label="predicted"))
     return blocks
 
 
-def enforcement_section(made: Enforcement, name: str, anchor: str) -> Section:
+def enforcement_section(made: Enforcement, name: str) -> Section:
     """Return the section of what the hook enforces: every rank's batch, and the communication settings."""
     rows = [(str(row.rank), row.device_type, str(row.ests), f"{row.local_batch_size:,}") for row in made.ranks]
     table = Table(
-        caption="What each process does",
-        header=("rank", "device type", "ESTs", "local batch"),
-        rows=rows,
-        label="read",
-        head=_ROWS_AT_FIRST,
+        caption="What each process does", header=("rank", "device type", "ESTs", "local batch"), rows=rows, label="read"
     )
     drawn = made.ranks[:_LANES_DRAWN]
-    svg = bars_svg(
+    draw = draw_bars(
         [(f"rank {row.rank} ({shortened(row.device_type, 10)})", float(row.local_batch_size)) for row in drawn],
         xlabel="local batch size (samples)",
         title="Local batch size by rank",
@@ -380,8 +414,27 @@ def enforcement_section(made: Enforcement, name: str, anchor: str) -> Section:
     some = f" Ranks 0 to {_LANES_DRAWN - 1} of {len(made.ranks)} are drawn." if len(made.ranks) > _LANES_DRAWN else ""
     processes = f"{made.world_size} process{'' if made.world_size == 1 else 'es'}"
     lead = f"Job {shortened(made.job, 60)}, {made.strategy}: {processes}, {made.total_batch_size:,} samples."
-    picture = Picture(
-        svg=svg, caption=f"Samples of each process per step.{some}", label="read", table=table, unfolded=True
-    )
+    picture = Picture(draw=draw, caption=f"Samples of each process per step.{some}", label="read", table=table)
     blocks: Blocks = [picture, *communication_blocks(made.ddp, made.fsdp2, made.parameters)]
-    return Section(anchor=anchor, title=f"Enforcement: {name}", lead=[lead], blocks=blocks)
+    return Section(title=f"Enforcement: {name}", lead=[lead], blocks=blocks)
+
+
+def joint_section(found: JointPlan) -> Section:
+    """Return the section of several jobs on the same devices: who gets what, and who waits."""
+    rows = []
+    for job in found.jobs:
+        name = PurePath(job.file).name
+        if job.plan is None:
+            rows.append((name, "waits", "-", "-", "0 %"))
+            continue
+        step = show_seconds(job.plan.iteration_s)
+        rows.append((name, _mix(job.plan.assignments), step, f"{job.plan.throughput:.4g}", f"{job.relative:.1%}"))
+    what = (
+        "weighted sum of throughputs relative to alone" if found.objective == "sum" else "smallest relative throughput"
+    )
+    lead = [job.waits for job in found.jobs if job.waits is not None]
+    lead.append(f"{what}: {found.value:.4g}, at most {found.bound:.4g} possible (gap {found.gap:.2%})")
+    lead.append(f"solver: {found.status}, {found.solve_seconds:.3f} s")
+    header = ("job", "devices x ESTs", "step time", "throughput", "of alone")
+    table = Table(caption="Who gets what", header=header, rows=rows, label="predicted", text_columns=2)
+    return Section(title=f"{len(rows)} jobs on the same devices", lead=lead, blocks=[table])

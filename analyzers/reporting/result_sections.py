@@ -1,44 +1,56 @@
-"""The report's sections of what commands found: network, barriers, balancing, verification, gate."""
+"""Sections of what commands find: network, barriers, balancing, verification, gate."""
 
 from __future__ import annotations
-
-import re
 
 import numpy as np
 
 from ddltool.analyzers.deciding.verification import error_text
-from ddltool.analyzers.reporting.charts import Line, bars_svg, lines_svg
-from ddltool.analyzers.reporting.documents import (
-    BalanceDocument,
-    BarrierDocument,
-    GateDocument,
-    NetworkDocument,
-    SchemeRecord,
+from ddltool.analyzers.gating.formats import figures_of, outcome, remarks
+from ddltool.analyzers.gating.metric import LONGEST_NAME, harmless
+from ddltool.analyzers.reporting.charts import Line, draw_bars, draw_lines
+from ddltool.analyzers.reporting.section import Picture, Section, Table, counted, few, listed, shortened
+from ddltool.graph import natural_key
+from ddltool.results import (
+    BalanceResult,
+    BarrierChoice,
+    BarrierFigures,
+    BarrierResult,
+    GateResult,
+    NetworkResult,
+    SchemeFigures,
     SplitTime,
-    VerificationDocument,
+    Verification,
+    VerifiedRank,
+    VerifiedTime,
 )
-from ddltool.analyzers.reporting.page import Picture, Section, Table, counted, few, listed, shortened
-from ddltool.analyzers.reporting.telemetry_section import verified_row, verified_table
 from ddltool.units import show_bytes, show_seconds
 
-_ROWS_AT_FIRST = 10
 _BARS_DRAWN = 24
 _PAIRS_DRAWN = 6
+_WORKERS_SHOWN = 16
 # Ratios that span more would leave the small ones no bar at all.
 _LOG_FROM = 20
 # A bar beyond, or below one over this, leaves nothing of the others.
 _MOST_DRAWN = 1e12
+# A fit of the network this far off says little about any size of message.
+_BAD_FIT = 1.0
 Blocks = list[Picture | Table]
 
 
-def network_section(found: NetworkDocument, name: str, anchor: str) -> Section:
-    """Return the section of measured latency and bandwidth."""
+def network_section(found: NetworkResult, name: str) -> Section:
+    """Return the section of measured latency and bandwidth, and the options that hand them on."""
     lead = [
         f"{found.processes} processes: {show_bytes(found.bandwidth_bytes_per_s)}/s, latency {show_seconds(found.latency_s)} "
         f"(misfit {found.residual:.1%})."
     ]
+    if found.residual > _BAD_FIT:
+        lead.append(
+            f"The times do not lie on a line (misfit {found.residual:.0%}): measure again on a quieter machine."
+        )
     if found.local:
         lead.append("These processes share one machine: that is its loopback, not a network.")
+    rate = found.bandwidth_bytes_per_s * 8 / 1e9
+    lead.append(f"For ddltool trace: --bandwidth {rate:.3g}Gbit --latency {found.latency_s * 1e6:.3g}us")
     rows = [
         (
             f"{pair.ranks[0]} - {pair.ranks[1]}",
@@ -49,13 +61,11 @@ def network_section(found: NetworkDocument, name: str, anchor: str) -> Section:
         for pair in found.pairs
     ]
     header = ("ranks", "latency", "bandwidth", "misfit")
-    fitted = Table(
-        caption="Pairs of processes, one way", header=header, rows=rows, label="measured", head=_ROWS_AT_FIRST
-    )
-    return Section(anchor=anchor, title=f"Network: {name}", lead=lead, blocks=[*_rates(found), fitted])
+    fitted = Table(caption="Pairs of processes, one way", header=header, rows=rows, label="measured")
+    return Section(title=f"Network: {name}", lead=lead, blocks=[*_rates(found), fitted])
 
 
-def _rates(found: NetworkDocument) -> Blocks:
+def _rates(found: NetworkResult) -> Blocks:
     """Return the rate by message size of the slowest pairs, as far as any message took time."""
     slowest = sorted(found.pairs, key=lambda pair: pair.bandwidth_bytes_per_s)[:_PAIRS_DRAWN]
     lines, rates = [], []
@@ -68,14 +78,6 @@ def _rates(found: NetworkDocument) -> Blocks:
         lines.append(Line(label=f"{pair.ranks[0]} - {pair.ranks[1]}", x=sizes[keep], y=rate / 2**30))
     if not any(line.x.size for line in lines):
         return []
-    svg = lines_svg(
-        lines,
-        xlabel="message size",
-        ylabel="rate (GiB/s)",
-        title="Rate by message size",
-        draw="points",
-        byte_x=True,
-    )
     rows = [
         (show_bytes(size), *(f"{show_bytes(one[size])}/s" if size in one else "-" for one in rates))
         for size in sorted({size for one in rates for size in one})
@@ -85,21 +87,26 @@ def _rates(found: NetworkDocument) -> Blocks:
         header=("message", *(line.label for line in lines)),
         rows=rows,
         label="measured",
-        head=_ROWS_AT_FIRST,
     )
     some = f" The {_PAIRS_DRAWN} slowest of {len(found.pairs)} pairs." if len(found.pairs) > _PAIRS_DRAWN else ""
+    draw = draw_lines(
+        lines, xlabel="message size", ylabel="rate (GiB/s)", title="Rate by message size", draw="points", byte_x=True
+    )
     caption = f"Median rate by message size, a line for each pair of ranks.{some}"
-    return [Picture(svg=svg, caption=caption, label="measured", table=table, unfolded=True)]
+    return [Picture(draw=draw, caption=caption, label="measured", table=table)]
 
 
-def barrier_section(found: BarrierDocument, name: str, anchor: str) -> Section:
+def barrier_section(found: BarrierResult, name: str) -> Section:
     """Return the section of the next barrier's choices, and of waiting against the iteration gap."""
-    labels = {"waiting": "least longest", "total": "least total", "per_iteration": "least per iteration"}
-    records = {
-        "bsp": found.bsp,
-        **found.algorithms,
-        **{labels.get(key, key): record for key, record in found.objectives.items()},
-    }
+    labels = {"waiting": "least longest", "total": "least total", "per_iteration": "least per iter."}
+    least = {labels.get(key, key): record for key, record in found.objectives.items()}
+    records = {"bsp": found.bsp, **found.algorithms, **least}
+    priced = found.weights is not None
+    caption = "Choices of the next barrier; longest, of all, per iter.: waiting of the workers"
+    if found.max_gap is not None:
+        caption += f"; in the rows 'least ...' the gap is at most {found.max_gap}"
+    if priced:
+        caption += "; cost: waiting by weight, which 'least total' and 'least per iter.' minimise"
     rows = [
         (
             key,
@@ -108,61 +115,64 @@ def barrier_section(found: BarrierDocument, name: str, anchor: str) -> Section:
             show_seconds(record.total_waiting_s),
             show_seconds(record.waiting_per_iteration_s),
             str(record.iteration_gap),
+            _cost(record.waiting_cost) if priced else show_seconds(record.compute_seconds),
         )
         for key, record in records.items()
     ]
-    header = ("choice", "at", "longest waiting", "of all", "per iteration", "gap")
-    choices = Table(caption="Choices of the next barrier", header=header, rows=rows, label="predicted")
-    svg = bars_svg(
+    header = ("choice", "at", "longest", "of all", "per iter.", "gap", "cost" if priced else "CPU")
+    draw = draw_bars(
         [(key, record.waiting_time_s) for key, record in records.items()],
         xlabel="longest waiting of a worker",
         title="Longest waiting by choice of the barrier",
         seconds=True,
     )
-    blocks: Blocks = [
-        Picture(
-            svg=svg,
-            caption="Longest waiting of any worker, by choice of the barrier.",
-            label="predicted",
-            table=choices,
-            unfolded=True,
-        )
-    ]
-    workers = sorted({worker for record in records.values() for worker in record.iterations}, key=_natural)
-    counts = [
+    choices = Picture(
+        draw=draw,
+        caption="Longest waiting of any worker, by choice of the barrier.",
+        label="predicted",
+        table=Table(caption=caption, header=header, rows=rows, label="predicted"),
+    )
+    blocks: Blocks = [choices, *_iterations(records)]
+    if found.tradeoff:
+        blocks.append(_tradeoff(found, priced))
+    ahead = f"{counted(found.workers, 'worker')}, {counted(found.lookahead, 'iteration')} looked ahead."
+    lead = f"{ahead} Times count as in the file that was read."
+    return Section(title=f"Barrier: {name}", lead=[lead], blocks=blocks)
+
+
+def _cost(value: float | None) -> str:
+    return "-" if value is None else f"{value:.4g}"
+
+
+def _iterations(records: dict[str, BarrierChoice]) -> list[Table]:
+    """Return each worker's iterations until the barrier; of many workers, how they spread comes first."""
+    workers = sorted({worker for record in records.values() for worker in record.iterations}, key=natural_key)
+    header = ("worker", *records)
+    rows = [
         [shortened(worker, 40), *(str(record.iterations.get(worker, "-")) for record in records.values())]
         for worker in workers
     ]
-    blocks.append(
-        Table(
-            caption="Iterations until the barrier",
-            header=("worker", *records),
-            rows=counts,
-            label="predicted",
-            head=_ROWS_AT_FIRST,
-        )
-    )
-    if found.tradeoff:
-        blocks.append(_tradeoff(found))
-    ahead = f"{counted(found.workers, 'worker')}, {counted(found.lookahead, 'iteration')} looked ahead."
-    lead = f"{ahead} Times count as in the file that was read."
-    return Section(anchor=anchor, title=f"Barrier: {name}", lead=[lead], blocks=blocks)
+    spread: list[Table] = []
+    if len(workers) > _WORKERS_SHOWN:
+        counts = [np.array(list(record.iterations.values())) for record in records.values()]
+        quantiles = [
+            [label, *(f"{np.quantile(count, share):g}" for count in counts)]
+            for label, share in (("fewest", 0.0), ("median", 0.5), ("most", 1.0))
+        ]
+        caption = f"Iterations of {len(workers)} workers until the barrier"
+        spread = [Table(caption=caption, header=("", *records), rows=quantiles, label="predicted")]
+    caption = "Iterations until the barrier"
+    return [*spread, Table(caption=caption, header=header, rows=rows, label="predicted")]
 
 
-def _natural(name: str) -> list[tuple[int, str]]:
-    """Return what sorts ``w2`` before ``w10``."""
-    return [(int(part), "") if part.isdecimal() else (-1, part) for part in re.split(r"(\d{1,15})", name)]
-
-
-def _tradeoff(found: BarrierDocument) -> Picture:
+def _tradeoff(found: BarrierResult, priced: bool) -> Picture:
     gaps = np.array([point.max_gap for point in found.tradeoff], dtype=float)
+    per_iteration = np.array([point.per_iteration.waiting_per_iteration_s for point in found.tradeoff])
     lines = [
         Line(label="longest", x=gaps, y=np.array([point.waiting.waiting_time_s for point in found.tradeoff])),
-        Line(
-            label="per iteration", x=gaps, y=np.array([p.per_iteration.waiting_per_iteration_s for p in found.tradeoff])
-        ),
+        Line(label="per iteration", x=gaps, y=per_iteration),
     ]
-    svg = lines_svg(
+    draw = draw_lines(
         lines,
         xlabel="bound on the iteration gap",
         ylabel="least waiting",
@@ -171,118 +181,176 @@ def _tradeoff(found: BarrierDocument) -> Picture:
         seconds=True,
         whole="x",
     )
+
+    def least(figures: BarrierFigures, key: str, cost: str) -> tuple[str, str]:
+        shown = _cost(getattr(figures, cost)) if priced and cost else show_seconds(getattr(figures, key))
+        return show_seconds(figures.barrier_s), shown
+
     rows = [
         (
             str(point.max_gap),
-            show_seconds(point.waiting.waiting_time_s),
-            show_seconds(point.total.total_waiting_s),
-            show_seconds(point.per_iteration.waiting_per_iteration_s),
+            *least(point.waiting, "waiting_time_s", ""),
+            *least(point.total, "total_waiting_s", "waiting_cost"),
+            *least(point.per_iteration, "waiting_per_iteration_s", "waiting_cost_per_iteration"),
         )
         for point in found.tradeoff
     ]
-    header = ("gap <=", "longest", "of all", "per iteration")
+    sums = ("cost", "at", "cost per iter.") if priced else ("of all", "at", "per iter.")
     table = Table(
-        caption="Least waiting under a bound on the gap",
-        header=header,
+        caption="Least waiting by bound on the iteration gap",
+        header=("gap <=", "at", "longest", "at", *sums),
         rows=rows,
         label="predicted",
-        head=_ROWS_AT_FIRST,
+        head=20,
     )
-    return Picture(
-        svg=svg, caption="Least waiting under a bound on the gap.", label="predicted", table=table, unfolded=True
-    )
+    return Picture(draw=draw, caption="Least waiting under a bound on the gap.", label="predicted", table=table)
 
 
-def balance_section(found: BalanceDocument, name: str, anchor: str) -> Section:
+_SCHEMES = {
+    "bsp": "BSP",
+    "asp": "ASP",
+    "ssp": "SSP, bound 5",
+    "redundant": "redundant execution",
+    "work_shifting": "work shifting (FlexRR-like)",
+    "lb_bsp": "LB-BSP",
+    "lb_bsp_oracle": "LB-BSP, speeds known",
+}
+
+
+def balance_section(found: BalanceResult, name: str) -> Section:
     """Return the section of replayed batch balancing."""
-    lead = (
+    lead = [
         f"{found.workers} workers, {found.iterations:,} iterations of which {found.warm_up:,} warm-up, total batch "
         f"{found.total_batch:,}."
-    )
+    ]
+    if min((record.iteration_time_ratio for record in found.predictors.values()), default=0) >= 1:
+        lead.append("Equal batches are as fast here: these speeds cannot be foretold well enough.")
     rows = [("equal split", "-", "-", *_split(found.equal_split), "-")]
     for key, record in found.predictors.items():
         gain = "-" if record.gain_kept is None else f"{record.gain_kept:.0%}"
         rows.append((key, f"{record.rmse:,.4g}", f"{record.rmse_relative:.1%}", *_split(record), gain))
     rows.append(("speeds known", "0", "0.0%", *_split(found.oracle), "100%"))
-    header = ("predictor", "RMSE", "of mean", "iteration", "of equal split", "gain kept")
-    table = Table(caption="Predictors of speed, and batches sized by them", header=header, rows=rows, label="simulated")
+    table = Table(
+        caption=(
+            "Predictors of speed, and batches sized by them; RMSE in samples/s, mean over workers; gain: share of what "
+            "knowing the speeds would gain"
+        ),
+        header=("predictor", "RMSE", "of mean", "iteration", "of equal split", "gain"),
+        rows=rows,
+        label="simulated",
+    )
     bars = [("equal split", found.equal_split.iteration_s)]
     bars += [(key, record.iteration_s) for key, record in found.predictors.items()]
     bars.append(("speeds known", found.oracle.iteration_s))
-    svg = bars_svg(bars, xlabel="mean iteration time", title="Iteration time by predictor", seconds=True)
-    blocks: Blocks = [
-        Picture(
-            svg=svg,
-            caption="Mean iteration time by what sizes the batches.",
-            label="simulated",
-            table=table,
-            unfolded=True,
-        )
-    ]
-    schemes = {key: record for key, record in found.schemes.items() if isinstance(record, SchemeRecord)}
+    draw = draw_bars(bars, xlabel="mean iteration time", title="Iteration time by predictor", seconds=True)
+    caption = "Mean iteration time by what sizes the batches."
+    blocks: Blocks = [Picture(draw=draw, caption=caption, label="simulated", table=table)]
+    schemes = {key: record for key, record in found.schemes.items() if isinstance(record, SchemeFigures)}
     if schemes:
-        cells = [
-            (key, *_split(record), f"{record.staleness:.1f}", str(record.iteration_gap))
-            for key, record in schemes.items()
-        ]
-        head = ("scheme", "iteration", "of BSP", "staleness", "gap")
-        drawn = bars_svg(
-            [(key, record.iteration_s) for key, record in schemes.items()],
-            xlabel="mean iteration time",
-            title="Iteration time by scheme",
-            seconds=True,
-        )
-        under = Table(caption="Schemes on the whole trace", header=head, rows=cells, label="simulated")
-        blocks.append(
-            Picture(
-                svg=drawn,
-                caption="Mean iteration time by scheme, on the whole trace.",
-                label="simulated",
-                table=under,
-                unfolded=True,
-            )
-        )
-    return Section(anchor=anchor, title=f"Balancing: {name}", lead=[lead], blocks=blocks)
+        blocks.append(_schemes(schemes, str(found.schemes.get("predictor", ""))))
+    return Section(title=f"Balancing: {name}", lead=lead, blocks=blocks)
+
+
+def _schemes(schemes: dict[str, SchemeFigures], predictor: str) -> Picture:
+    labels = {key: _SCHEMES.get(key, key) for key in schemes}
+    if "lb_bsp" in labels and predictor:
+        labels["lb_bsp"] += f" ({predictor})"
+    rows = [
+        (labels[key], *_split(record), f"{record.staleness:.1f}", str(record.iteration_gap))
+        for key, record in schemes.items()
+    ]
+    table = Table(
+        caption="Schemes on the whole trace, rows as wall-clock time; staleness: updates of others that a gradient has not "
+        "seen",
+        header=("scheme", "iteration", "of BSP", "staleness", "gap"),
+        rows=rows,
+        label="simulated",
+    )
+    bars = [(labels[key], record.iteration_s) for key, record in schemes.items()]
+    draw = draw_bars(bars, xlabel="mean iteration time", title="Iteration time by scheme", seconds=True)
+    caption = "Mean iteration time by scheme, on the whole trace."
+    return Picture(draw=draw, caption=caption, label="simulated", table=table)
 
 
 def _split(record: SplitTime) -> tuple[str, str]:
     return show_seconds(record.iteration_s), f"{record.iteration_time_ratio:.3f}"
 
 
-def verification_section(found: VerificationDocument, name: str, anchor: str) -> Section:
+def verification_section(found: Verification, name: str) -> Section:
     """Return the section of predicted against measured."""
     step = found.iteration
     lead = [
         f"{shortened(found.telemetry, 60)} against {shortened(found.plan, 60)}: predicted over measured step "
         f"{error_text(step.predicted_s, step.measured_s)}; half of the measured steps took {show_seconds(step.low_s)} to "
         f"{show_seconds(step.high_s)}.",
+        "The prediction comes without an error of its own."
+        if found.known_error is None
+        else f"Predicted compute is known to within {found.known_error:.0%}, synchronisation without an error.",
         *(_as_sentence(words) for words in few(found.refit) or ["nothing to fit again: the plan's figures hold"]),
     ]
-    parts = (("step", step), ("compute, longest", found.compute), ("synchronisation", found.sync))
-    rows = [verified_row(part, times.predicted_s, times.measured_s) for part, times in parts]
-    rows += [
-        verified_row(f"compute, rank {rank.rank} ({rank.device})", rank.predicted_s, rank.measured_s)
-        for rank in found.ranks
-    ]
+    if found.max_error is not None:
+        word = "within" if abs(step.error) <= found.max_error else "beyond"
+        limit = f"{word} the limit of {100 * found.max_error:.3g}%"
+        lead.append(f"Step time off by {abs(step.error):.1%}: {limit}.")
+        if not found.complete:
+            lead.append("FAILED: not the whole run on the planned devices (see above).")
     bars: list[tuple[str, float]] = []
     for part, times in zip(("step", "compute", "sync"), (step, found.compute, found.sync), strict=True):
         bars += [(f"{part}, predicted", times.predicted_s)] if times.predicted_s is not None else []
         bars.append((f"{part}, measured", times.measured_s))
-    picture = Picture(
-        svg=bars_svg(
-            bars,
-            xlabel="time",
-            title="Predicted against measured",
-            seconds=True,
-            marked=("predicted", [name.endswith("predicted") for name, _ in bars]),
-            unmarked="measured",
-        ),
-        caption="Predicted against measured: the step, its longest computation, and synchronisation.",
-        label="measured",
-        table=verified_table("Parts of the step", rows),
-        unfolded=True,
+    draw = draw_bars(
+        bars,
+        xlabel="time",
+        title="Predicted against measured",
+        seconds=True,
+        marked=("predicted", [name.endswith("predicted") for name, _ in bars]),
+        unmarked="measured",
     )
-    return Section(anchor=anchor, title=f"Verification: {name}", lead=lead, blocks=[picture])
+    caption = "Predicted against measured: the step, its longest computation, and synchronisation."
+    picture = Picture(draw=draw, caption=caption, label="measured", table=verified_table(found, "Parts of the step"))
+    rows = [_rank_row(rank) for rank in found.ranks]
+    header = ("rank", "device", "batch", "predicted", "measured", "error", "spread")
+    ranks = Table(
+        caption="Compute by process, medians",
+        header=header,
+        rows=rows,
+        label="measured",
+        text_columns=2,
+    )
+    return Section(title=f"Verification: {name}", lead=lead, blocks=[picture, ranks])
+
+
+def verified_table(found: Verification, caption: str) -> Table:
+    """Return the table of predicted against measured times, relative errors beside them."""
+    parts: list[tuple[str, VerifiedTime | VerifiedRank | None]] = [
+        ("step", found.iteration),
+        ("compute, longest", found.compute),
+        ("synchronisation", found.sync),
+        ("other: optimizer, loader, waiting", found.other),
+    ]
+    rows = [
+        (
+            part,
+            *map(show_seconds, (times.predicted_s, times.measured_s)),
+            error_text(times.predicted_s, times.measured_s),
+        )
+        for part, times in parts
+        if times is not None
+    ]
+    header = ("part of a step", "predicted", "measured", "error")
+    return Table(caption=caption, header=header, rows=rows, label="measured")
+
+
+def _rank_row(rank: VerifiedRank) -> tuple[str, ...]:
+    return (
+        str(rank.rank),
+        f"{rank.device} for {rank.planned_device}" if rank.other_device else rank.device,
+        str(rank.batch),
+        show_seconds(rank.predicted_s),
+        show_seconds(rank.measured_s),
+        "-" if rank.other_device else error_text(rank.predicted_s, rank.measured_s),
+        "-" if rank.spread is None else f"{rank.spread:.1%}",
+    )
 
 
 def _as_sentence(words: str) -> str:
@@ -290,33 +358,19 @@ def _as_sentence(words: str) -> str:
     return f"{words[:1].upper()}{words[1:].rstrip('.')}."
 
 
-def gate_section(found: GateDocument, name: str, anchor: str) -> Section:
+def gate_section(found: GateResult, name: str) -> Section:
     """Return the section of a gate's verdict."""
-    failed = [check for check in found.checks if not check.passed]
-    word = "Passed" if found.passed else f"FAILED: {len(failed)} of {len(found.checks)} checks"
+    count = counted(len(found.checks), "check")
+    word = f"passed: {count}" if found.passed else f"FAILED: {len(found.failed)} of {count}"
     against = f" against {listed(found.baseline, 3)}" if found.baseline else ""
-    lead = [f"{word}, {listed(found.current, 3)}{against}."]
+    lead = [harmless(f"{word}, {listed(found.current, 3)}{against}."), *few(remarks(found), 8)]
     lead += [found.noise_test] if found.noise_test else []
-    rows = []
-    for check in sorted(found.checks, key=lambda one: one.passed):
-        outcome = "passed" if check.passed else "FAILED"
-        rows.append(
-            (
-                f"{outcome}, in noise" if check.in_noise else outcome,
-                check.metric,
-                _value(check.baseline, check.unit),
-                _value(check.current, check.unit),
-                "-"
-                if check.change is None
-                else f"{100 * check.change:+{'.1f' if abs(check.change) < 1e4 else '.3g'}}%",
-                "-" if check.limit is None else f"{check.op} {_value(check.limit, check.unit)}",
-                check.note or check.rule,
-            )
-        )
-    header = ("outcome", "metric", "baseline", "current", "change", "limit", "rule")
+    checks = sorted(found.checks, key=lambda one: one.passed)
+    rows = [(outcome(check), shortened(check.metric, LONGEST_NAME), *figures_of(check)) for check in checks]
+    kind = found.artifact.removeprefix("ddltool.")
     table = Table(
-        caption=f"Checks of a {found.artifact.removeprefix('ddltool.')}",
-        header=header,
+        caption=f"Checks of a {kind}; rules: {harmless(found.rules_from) or 'not said'}",
+        header=("", "metric", "baseline", "current", "change", "limit"),
         rows=rows,
         label="read",
         head=20,
@@ -324,35 +378,25 @@ def gate_section(found: GateDocument, name: str, anchor: str) -> Section:
     )
     changes = [
         (check.metric, check.current / check.baseline, not check.passed)
-        for check in sorted(found.checks, key=lambda one: one.passed)
+        for check in checks
         if isinstance(check.baseline, float)
         and isinstance(check.current, float)
         and check.baseline > 0
         and check.current >= 0
         and (check.current == 0 or 1 / _MOST_DRAWN < check.current / check.baseline < _MOST_DRAWN)
     ]
-    blocks: Blocks = [table]
-    if changes:
-        ratios = [ratio for _, ratio, _ in changes]
-        svg = bars_svg(
-            [(metric, ratio) for metric, ratio, _ in changes[:_BARS_DRAWN]],
-            xlabel="current over baseline",
-            title="Current over baseline",
-            level=("baseline", 1.0),
-            from_level=min(ratios) > 0 and max(*ratios, 1.0) > _LOG_FROM * min(*ratios, 1.0),
-            marked=("failed", [bad for *_, bad in changes[:_BARS_DRAWN]]),
-            unmarked="passed",
-        )
-        some = f" {_BARS_DRAWN} of {len(changes)} metrics are drawn." if len(changes) > _BARS_DRAWN else ""
-        blocks = [
-            Picture(svg=svg, caption=f"Each metric over its baseline.{some}", label="read", table=table, unfolded=True)
-        ]
-    return Section(anchor=anchor, title=f"Gate: {name}", lead=lead, blocks=blocks)
-
-
-def _value(value: float | str | None, unit: str) -> str:
-    if value is None or isinstance(value, str):
-        return value or "-"
-    if unit in ("s", "bytes"):
-        return show_seconds(value) if unit == "s" else show_bytes(value)
-    return f"{value:,.0f} {unit}".strip() if 1e4 <= abs(value) < 1e12 else f"{value:.4g} {unit}".strip()
+    if not changes:
+        return Section(title=f"Gate: {name}", lead=lead, blocks=[table])
+    ratios = [ratio for _, ratio, _ in changes]
+    draw = draw_bars(
+        [(metric, ratio) for metric, ratio, _ in changes[:_BARS_DRAWN]],
+        xlabel="current over baseline",
+        title="Current over baseline",
+        level=("baseline", 1.0),
+        from_level=min(ratios) > 0 and max(*ratios, 1.0) > _LOG_FROM * min(*ratios, 1.0),
+        marked=("failed", [bad for *_, bad in changes[:_BARS_DRAWN]]),
+        unmarked="passed",
+    )
+    some = f" {_BARS_DRAWN} of {len(changes)} metrics are drawn." if len(changes) > _BARS_DRAWN else ""
+    picture = Picture(draw=draw, caption=f"Each metric over its baseline.{some}", label="read", table=table)
+    return Section(title=f"Gate: {name}", lead=lead, blocks=[picture])

@@ -8,11 +8,10 @@ from pathlib import PurePath
 import numpy as np
 from numpy.typing import NDArray
 
-from ddltool.analyzers.reporting.charts import LINES_DRAWN, Line, bars_svg, lines_svg
-from ddltool.analyzers.reporting.documents import PolicyRecord, SimulationDocument
-from ddltool.analyzers.reporting.page import Picture, Section, Table, counted, shortened
+from ddltool.analyzers.reporting.charts import LINES_DRAWN, Line, draw_bars, draw_lines
+from ddltool.analyzers.reporting.section import Picture, Section, Table, counted, shortened
+from ddltool.results import PolicyRecord, SimulationDocument
 
-_ROWS_AT_FIRST = 10
 # Points of a line over time.
 _POINTS = 200
 # A workload's seconds beyond ten hours tell nobody anything.
@@ -21,7 +20,7 @@ _LONG_TAIL = 10
 Blocks = list[Picture | Table]
 
 
-def simulation_section(found: SimulationDocument, name: str, anchor: str) -> Section:
+def simulation_section(found: SimulationDocument, name: str) -> Section:
     """Return the section of a simulated workload: completion times, unfinished jobs over time, GPU hours."""
     jobs = len(next(iter(found.policies.values())).jobs)
     policies = "1 policy" if len(found.policies) == 1 else f"{len(found.policies)} policies"
@@ -35,7 +34,7 @@ def simulation_section(found: SimulationDocument, name: str, anchor: str) -> Sec
         _gpu_time(found),
         _jobs(found),
     ]
-    return Section(anchor=anchor, title=f"Simulation: {name}", lead=[lead], blocks=blocks)
+    return Section(title=f"Simulation: {name}", lead=[lead], blocks=blocks)
 
 
 def _completion(found: SimulationDocument, remark: str) -> Picture:
@@ -52,7 +51,7 @@ def _completion(found: SimulationDocument, remark: str) -> Picture:
         # all lines end where the longest does: one that stops would seem to have fewer jobs
         at = np.concatenate([[spread.min() if log else 0.0], times, [longest]]) * scale
         lines.append(Line(label=key, x=at, y=np.concatenate([[0.0], share, [1.0]])))
-    svg = lines_svg(
+    draw = draw_lines(
         lines,
         xlabel=f"job completion time ({unit})",
         ylabel="share of the jobs",
@@ -61,7 +60,7 @@ def _completion(found: SimulationDocument, remark: str) -> Picture:
         log_x=bool(log),
     )
     caption = f"Share of the jobs that were complete within a time: the higher, the better.{remark}"
-    return Picture(svg=svg, caption=caption, label="simulated", table=_summary(found), unfolded=True)
+    return Picture(draw=draw, caption=caption, label="simulated", table=_summary(found))
 
 
 def _summary(found: SimulationDocument) -> Table:
@@ -94,13 +93,13 @@ def _load(found: SimulationDocument, remark: str) -> Picture:
     last = max(job.finish_s for record in found.policies.values() for job in record.jobs)
     times = np.linspace(0.0, max(last, 1e-9), _POINTS)
     present = {key: _jobs_at(record, times) for key, record in found.policies.items()}
-    svg = _over_time(times, present, ylabel="unfinished jobs", title="Unfinished jobs over time")
+    draw = _over_time(times, present, ylabel="unfinished jobs", title="Unfinished jobs over time")
     picked = np.linspace(0, _POINTS - 1, 9).round().astype(int)
     rows = [(_time(times[at], last), *(f"{values[at]:.0f}" for values in present.values())) for at in picked]
     header = (f"time ({_clock(last)[1]})", *present)
     table = Table(caption="Unfinished jobs at nine times", header=header, rows=rows, label="simulated")
     caption = f"Jobs that are submitted and not finished.{remark}"
-    return Picture(svg=svg, caption=caption, label="simulated", table=table, unfolded=True)
+    return Picture(draw=draw, caption=caption, label="simulated", table=table)
 
 
 def _clock(longest_s: float) -> tuple[float, str]:
@@ -120,7 +119,7 @@ def _over_time(
     """Return counts over the time of a workload, by policy; ``times_s`` and each series (t,)."""
     scale, unit = _clock(float(times_s[-1]))
     lines = [Line(label=key, x=times_s * scale, y=values) for key, values in series.items()]
-    return lines_svg(lines, xlabel=f"time ({unit})", ylabel=ylabel, title=title, draw="steps", whole="y")
+    return draw_lines(lines, xlabel=f"time ({unit})", ylabel=ylabel, title=title, draw="steps", whole="y")
 
 
 def _allocation(found: SimulationDocument, remark: str) -> Blocks:
@@ -134,13 +133,13 @@ def _allocation(found: SimulationDocument, remark: str) -> Blocks:
     for key, usage in held.items():
         place = np.searchsorted(np.array(usage.time_s), times, side="right") - 1
         series[key] = np.where(place >= 0, np.array([*usage.gpus, 0.0])[place], 0.0)
-    svg = _over_time(times, series, ylabel="GPUs that are held", title="Allocation over time")
+    draw = _over_time(times, series, ylabel="GPUs that are held", title="Allocation over time")
     picked = np.linspace(0, _POINTS - 1, 9).round().astype(int)
     rows = [(_time(times[at], last), *(f"{values[at]:.0f}" for values in series.values())) for at in picked]
     header = (f"time ({_clock(last)[1]})", *series)
     table = Table(caption="GPUs held at nine times", header=header, rows=rows, label="simulated")
     caption = f"GPUs that jobs hold, of {found.gpus}.{remark}"
-    return [Picture(svg=svg, caption=caption, label="simulated", table=table, unfolded=True)]
+    return [Picture(draw=draw, caption=caption, label="simulated", table=table)]
 
 
 def _jobs_at(record: PolicyRecord, times: NDArray[np.float64]) -> NDArray[np.float64]:
@@ -170,12 +169,12 @@ def _gpu_time(found: SimulationDocument) -> Picture:
         rows=rows,
         label="simulated",
     )
-    svg = bars_svg(
+    draw = draw_bars(
         [(key, sum(got.values())) for key, got in hours.items()],
         xlabel="GPU hours of all jobs",
         title="GPU hours by policy",
     )
-    return Picture(svg=svg, caption="GPU hours that all jobs took.", label="simulated", table=table, unfolded=True)
+    return Picture(draw=draw, caption="GPU hours that all jobs took.", label="simulated", table=table)
 
 
 def _jobs(found: SimulationDocument) -> Table:
@@ -193,6 +192,5 @@ def _jobs(found: SimulationDocument) -> Table:
         header=header,
         rows=rows,
         label="simulated",
-        head=_ROWS_AT_FIRST,
         text_columns=2,
     )

@@ -11,13 +11,14 @@ import functools
 import io
 import re
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from contextvars import ContextVar
-from typing import Any, ParamSpec
+from typing import TYPE_CHECKING, Any, ParamSpec
 
-import matplotlib as mpl
-from matplotlib.backends.backend_svg import FigureCanvasSVG
-from matplotlib.figure import Figure
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
 
 _ARGUMENTS = ParamSpec("_ARGUMENTS")
 # The orange of bars is darker than Okabe and Ito's, which has a contrast of only 2.3 with white paper.
@@ -71,24 +72,41 @@ def is_narrow() -> bool:
     return width_in() < WIDTH_IN
 
 
-def at_both_widths(draw: Callable[_ARGUMENTS, str]) -> Callable[_ARGUMENTS, str]:
-    """Return what draws the picture twice, for a screen and for a phone; the page shows one of the two."""
+def at_both_widths(draw: Callable[_ARGUMENTS, str]) -> Callable[_ARGUMENTS, Callable[[], str]]:
+    """Return what draws the picture, when somebody looks, twice: for a screen and for a phone; the page shows one."""
 
     @functools.wraps(draw)
-    def drawn(*args: _ARGUMENTS.args, **options: _ARGUMENTS.kwargs) -> str:
-        wide = draw(*args, **options)
-        token = _width.set(_NARROW_IN)
-        try:
-            narrow = draw(*args, **options)
-        finally:
-            _width.reset(token)
-        return f'<div class="wide">{wide}</div><div class="narrow">{narrow}</div>'
+    def with_data(*args: _ARGUMENTS.args, **options: _ARGUMENTS.kwargs) -> Callable[[], str]:
+        def drawn() -> str:
+            wide = draw(*args, **options)
+            token = _width.set(_NARROW_IN)
+            try:
+                narrow = draw(*args, **options)
+            finally:
+                _width.reset(token)
+            return f'<div class="wide">{wide}</div><div class="narrow">{narrow}</div>'
 
-    return drawn
+        return drawn
+
+    return with_data
+
+
+@contextmanager
+def styled(height_in: float) -> Iterator[tuple[Figure, Axes]]:
+    """Yield a figure of this height in the report's style, and its axis."""
+    import matplotlib as mpl
+    from matplotlib.figure import Figure
+
+    with mpl.rc_context(STYLE):
+        figure = Figure(figsize=(width_in(), height_in), layout="constrained")
+        yield figure, figure.subplots()
 
 
 def to_svg(figure: Figure, title: str) -> str:
     """Return the figure as an SVG element that scales with the page, titled for screen readers."""
+    import matplotlib as mpl
+    from matplotlib.backends.backend_svg import FigureCanvasSVG
+
     FigureCanvasSVG(figure)
     buffer = io.StringIO()
     # Of a picture's two widths one is hidden, and what is hidden lends nothing: each has hatches and clips of its own.

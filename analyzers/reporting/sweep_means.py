@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 
-from ddltool.analyzers.reporting.documents import SweepDocument, SweepFigures
+from ddltool.results import SweepDocument, SweepFigures
 
 _LARGEST = sys.float_info.max
 

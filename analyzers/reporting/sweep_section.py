@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from ddltool.analyzers.reporting.charts import bars_svg
-from ddltool.analyzers.reporting.documents import PolicyComparison, SweepCell, SweepDocument, SweepFigures
-from ddltool.analyzers.reporting.page import Picture, Section, Table, counted, filled, shortened
+from ddltool.analyzers.reporting.charts import draw_bars
+from ddltool.analyzers.reporting.section import Picture, Section, Table, counted, filled, shortened
 from ddltool.analyzers.reporting.sweep_means import means_by_policy
+from ddltool.results import PolicyComparison, SweepCell, SweepDocument, SweepFigures
 
-_ROWS_AT_FIRST = 20
 _BARS_DRAWN = 24
 # Ratios that differ more than this are drawn on a logarithmic axis.
 _LOG_FROM = 10.0
@@ -26,7 +25,7 @@ _MEASURES = {
 }
 
 
-def sweep_section(found: SweepDocument, name: str, anchor: str) -> Section:
+def sweep_section(found: SweepDocument, name: str) -> Section:
     """Return the section of a sweep: means over the seeds, the comparison of two policies, the replays that failed."""
     groups = means_by_policy(found)
     failed = [cell for cell in found.cells if cell.figures is None]
@@ -44,7 +43,7 @@ def sweep_section(found: SweepDocument, name: str, anchor: str) -> Section:
         blocks.append(_compared(found.comparison))
     if failed:
         blocks.append(_failures(failed))
-    return Section(anchor=anchor, title=f"Sweep: {name}", lead=[lead], blocks=blocks)
+    return Section(title=f"Sweep: {name}", lead=[lead], blocks=blocks)
 
 
 def _drawn(groups: Sequence[tuple[str, str, int, SweepFigures]], *, several: bool) -> Picture:
@@ -76,15 +75,15 @@ def _drawn(groups: Sequence[tuple[str, str, int, SweepFigures]], *, several: boo
         "cost",
     )
     caption = "Means over the seeds, times in s; used: share of GPU time; worst: largest finish-time fairness"
-    table = Table(caption=caption, header=header, rows=rows, label="simulated", head=_ROWS_AT_FIRST, text_columns=2)
+    table = Table(caption=caption, header=header, rows=rows, label="simulated", text_columns=2)
     bars = [
         (f"{shortened(policy, 30)}, {shortened(workload, 30)}" if several else policy, mean.avg_jct_s)
         for workload, policy, _, mean in groups[:_BARS_DRAWN]
     ]
     left = f" The first {_BARS_DRAWN} are drawn." if len(groups) > _BARS_DRAWN else ""
-    svg = bars_svg(bars, xlabel="mean JCT", title="Mean job completion time", seconds=True)
+    draw = draw_bars(bars, xlabel="mean JCT", title="Mean job completion time", seconds=True)
     caption = f"Mean job completion time over the seeds: the shorter, the better.{left}"
-    return Picture(svg=svg, caption=caption, label="simulated", table=filled(table), unfolded=True)
+    return Picture(draw=draw, caption=caption, label="simulated", table=filled(table))
 
 
 def _times(mean: SweepFigures) -> tuple[float, float, float, float]:
@@ -94,9 +93,7 @@ def _times(mean: SweepFigures) -> tuple[float, float, float, float]:
 def _failures(failed: Sequence[SweepCell]) -> Table:
     rows = [(cell.workload, cell.policy, str(cell.seed), cell.error or "no figures") for cell in failed]
     header = ("workload", "policy", "seed", "why")
-    return Table(
-        caption="Replays that failed", header=header, rows=rows, label="read", head=_ROWS_AT_FIRST, text_columns=2
-    )
+    return Table(caption="Replays that failed", header=header, rows=rows, label="read", text_columns=2)
 
 
 def _compared(found: PolicyComparison) -> Picture | Table:
@@ -122,7 +119,7 @@ def _compared(found: PolicyComparison) -> Picture | Table:
     if not bars:
         return table
     ratios = [ratio for _, ratio in bars]
-    svg = bars_svg(
+    draw = draw_bars(
         bars,
         xlabel=f"{first} over {second}",
         title=f"{first} against {second}",
@@ -130,7 +127,7 @@ def _compared(found: PolicyComparison) -> Picture | Table:
         from_level=max(*ratios, 1.0) > _LOG_FROM * min(*ratios, 1.0),
     )
     caption = f"Geometric means of the ratios, paired by {shortened(found.unit, 30)}: below 1 {first} is better."
-    return Picture(svg=svg, caption=caption, label="simulated", table=table, unfolded=True)
+    return Picture(draw=draw, caption=caption, label="simulated", table=table)
 
 
 def _change(ratio: float | None) -> str:

@@ -9,11 +9,12 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
+from ddltool.analyzers.deciding.feedback import read_run
+from ddltool.analyzers.deciding.verification import verify
 from ddltool.analyzers.goodput.observations import WARMUP_STEPS
-from ddltool.analyzers.reporting.charts import Line, bars_svg, lines_svg
-from ddltool.analyzers.reporting.page import Picture, Section, Table, counted, few, shortened
-from ddltool.analyzers.reporting.pictures import phases_svg
-from ddltool.analyzers.reporting.style import at_both_widths
+from ddltool.analyzers.reporting.charts import Line, draw_bars, draw_lines, draw_phases
+from ddltool.analyzers.reporting.result_sections import verified_table
+from ddltool.analyzers.reporting.section import Picture, Section, Table, counted, few, shortened
 from ddltool.errors import InputError
 from ddltool.plan import Plan
 from ddltool.units import show_bytes, show_seconds
@@ -25,7 +26,6 @@ Array = NDArray[np.float64]
 Blocks = list[Picture | Table]
 POINTS = 240
 _RANKS_DRAWN, _BATCH_LINES = 24, 6
-_ROWS_AT_FIRST = 10
 _PHASES = ("compute_s", "wait_s", "sync_s")
 
 
@@ -54,7 +54,7 @@ def binned(step: NDArray[np.int64], value: Array, points: int = POINTS) -> Binne
     return Binned(step=middle, median=quantiles[:, 0], low=quantiles[:, 1], high=quantiles[:, 2], width=width)
 
 
-def telemetry_section(frame: pd.DataFrame, name: str, anchor: str, plans: Sequence[tuple[str, Plan]]) -> Section:
+def telemetry_section(frame: pd.DataFrame, name: str, plans: Sequence[tuple[str, Plan]]) -> Section:
     """Return the section of a run's telemetry rows; ``plans`` (file name, plan) are held against it.
 
     ``frame`` has the columns of :class:`~ddltool.telemetry.TelemetryRow`, one row per rank and step, in any order.
@@ -70,7 +70,7 @@ def telemetry_section(frame: pd.DataFrame, name: str, anchor: str, plans: Sequen
     compared, levels, words = _compared(frame, plans)
     blocks: Blocks = [_step_times(frame, levels), _phases(steady), *compared, *_batches(frame)]
     blocks += _agent(frame)
-    return Section(anchor=anchor, title=f"Telemetry: {name}", lead=lead + words, blocks=blocks)
+    return Section(title=f"Telemetry: {name}", lead=lead + words, blocks=blocks)
 
 
 def _step_times(frame: pd.DataFrame, levels: list[tuple[str, float]]) -> Picture:
@@ -81,7 +81,7 @@ def _step_times(frame: pd.DataFrame, levels: list[tuple[str, float]]) -> Picture
         Line(label="step, median", x=made.step, y=made.median, low=made.low, high=made.high),
         Line(label="of it waiting", x=waiting.step, y=waiting.median),
     ]
-    svg = lines_svg(
+    draw = draw_lines(
         lines, xlabel="step", ylabel="time", title="Step time over time", levels=levels, seconds=True, whole="x"
     )
     per = "" if made.width == 1 else f" Each point stands for {made.width:,} steps."
@@ -94,10 +94,9 @@ def _step_times(frame: pd.DataFrame, levels: list[tuple[str, float]]) -> Picture
         header=("step", "median", "5 %", "95 %", "waiting"),
         rows=rows,
         label="measured",
-        head=_ROWS_AT_FIRST,
     )
     caption = f"Step time of all ranks; the band holds nine of ten rows.{per}"
-    return Picture(svg=svg, caption=caption, label="measured", table=table, unfolded=True)
+    return Picture(draw=draw, caption=caption, label="measured", table=table)
 
 
 def _phases(frame: pd.DataFrame) -> Picture:
@@ -124,7 +123,6 @@ def _phases(frame: pd.DataFrame) -> Picture:
         header=("rank", "device", "batch", "compute", "wait", "sync", "step", "waiting", "peak memory"),
         rows=rows,
         label="measured",
-        head=_ROWS_AT_FIRST,
         text_columns=2,
     )
     some = f" The {_RANKS_DRAWN} of {len(medians)} ranks that compute longest." if len(medians) > _RANKS_DRAWN else ""
@@ -132,7 +130,7 @@ def _phases(frame: pd.DataFrame) -> Picture:
     if longest <= 0:
         bars = [(name, {"compute": 1e-9}) for name, _ in bars]
     caption = f"Where each rank's median step goes.{some}"
-    return Picture(svg=at_both_widths(phases_svg)(bars), caption=caption, label="measured", table=table, unfolded=True)
+    return Picture(draw=draw_phases(bars), caption=caption, label="measured", table=table)
 
 
 def _batches(frame: pd.DataFrame) -> Blocks:
@@ -153,13 +151,13 @@ def _batches(frame: pd.DataFrame) -> Blocks:
         made = binned(step, batch)
         lines = [Line(label="median of the ranks", x=made.step, y=made.median, low=made.low, high=made.high)]
         rows = [("all", *_sizes(batch))]
-    svg = lines_svg(
+    draw = draw_lines(
         lines, xlabel="step", ylabel="samples", title="Batch size of each rank over time", draw="steps", whole="xy"
     )
     header = ("rank", "first", "least", "median", "most", "last")
     table = Table(caption="Local batch sizes", header=header, rows=rows, label="measured")
     caption = "Samples that each rank processed in a step."
-    return [Picture(svg=svg, caption=caption, label="measured", table=table, unfolded=True)]
+    return [Picture(draw=draw, caption=caption, label="measured", table=table)]
 
 
 def _sizes(batch: Array) -> tuple[str, ...]:
@@ -179,7 +177,7 @@ def _agent(frame: pd.DataFrame) -> Blocks:
         Line(label="gradient noise scale", x=noise.step, y=noise.median),
         Line(label="total batch size", x=total.step, y=total.median),
     ]
-    svg = lines_svg(lines, xlabel="step", ylabel="samples", title="Noise scale and total batch over time", whole="x")
+    draw = draw_lines(lines, xlabel="step", ylabel="samples", title="Noise scale and total batch over time", whole="x")
     factor = known.get("learning_rate_factor")
     factors = None if factor is None or not factor.notna().all() else binned(step, factor.to_numpy(dtype=float)).median
     rows = [
@@ -187,20 +185,15 @@ def _agent(frame: pd.DataFrame) -> Blocks:
         for place, (at, phi, size) in enumerate(zip(noise.step, noise.median, total.median, strict=True))
     ]
     header = ("step", "noise scale", "total batch", "learning rate factor")
-    table = Table(
-        caption="What the agent knew and set", header=header, rows=rows, label="measured", head=_ROWS_AT_FIRST
-    )
+    table = Table(caption="What the agent knew and set", header=header, rows=rows, label="measured")
     caption = "Gradient noise scale and the total batch that the agent set."
-    return [Picture(svg=svg, caption=caption, label="measured", table=table, unfolded=True)]
+    return [Picture(draw=draw, caption=caption, label="measured", table=table)]
 
 
 def _compared(
     frame: pd.DataFrame, plans: Sequence[tuple[str, Plan]]
 ) -> tuple[Blocks, list[tuple[str, float]], list[str]]:
     """Return tables of predicted against measured, the predicted step times, and why a plan is not compared."""
-    from ddltool.analyzers.deciding.feedback import read_run
-    from ddltool.analyzers.deciding.verification import verify
-
     blocks: Blocks = []
     levels: list[tuple[str, float]] = []
     words: list[str] = []
@@ -211,35 +204,15 @@ def _compared(
         except InputError as error:
             left_out.append(f"{shortened(name, 60)} ({error.where} {error.problem})")
             continue
-        levels.append((f"predicted, {name}", found.predicted_s))
-        parts = (
-            ("step", found.predicted_s, found.measured_s),
-            ("compute, longest", found.predicted_compute_s, found.measured_compute_s),
-            ("synchronisation", found.predicted_sync_s, found.measured_sync_s),
-        )
-        rows = [verified_row(*part) for part in parts]
-        rows += [verified_row(f"compute, rank {rank.rank}", rank.predicted_s, rank.measured_s) for rank in found.ranks]
-        blocks.append(verified_table(f"Predicted by {shortened(name, 60)} against measured", rows))
+        levels.append((f"predicted, {name}", found.iteration.predicted_s))
+        blocks.append(verified_table(found, f"Predicted by {shortened(name, 60)} against measured"))
         words.append(f"Against {shortened(name, 60)}: {'; '.join(few(found.refit)) or 'nothing to fit again'}.")
     if left_out:
         words.append(f"Not compared with {'; '.join(few(left_out, 8))}.")
     return blocks, levels[:3], words
 
 
-def verified_row(part: str, predicted: float | None, measured: float) -> tuple[str, str, str, str]:
-    """Return a row of :func:`verified_table`: name, seconds predicted and measured, relative error."""
-    from ddltool.analyzers.deciding.verification import error_text
-
-    return part, show_seconds(predicted), show_seconds(measured), error_text(predicted, measured)
-
-
-def verified_table(caption: str, rows: Sequence[Sequence[str]]) -> Table:
-    """Return the table of predicted against measured times."""
-    header = ("part of a step", "predicted", "measured", "error")
-    return Table(caption=caption, header=header, rows=rows, label="measured", head=_ROWS_AT_FIRST + 3)
-
-
-def sync_section(rows: Sequence[Mapping[str, Any]], name: str, anchor: str) -> Section:
+def sync_section(rows: Sequence[Mapping[str, Any]], name: str) -> Section:
     """Return the section of a synchronisation server's checked rows (kind ``ddltool.sync``): waiting and staleness."""
     steps = [row for row in rows if row["event"] == "step"]
     barriers = [row for row in rows if row["event"] == "barrier"]
@@ -268,11 +241,10 @@ def sync_section(rows: Sequence[Mapping[str, Any]], name: str, anchor: str) -> S
                 header=header,
                 rows=cells,
                 label="measured",
-                head=_ROWS_AT_FIRST,
                 text_columns=4,
             )
         )
-    return Section(anchor=anchor, title=f"Synchronisation: {name}", lead=lead, blocks=blocks)
+    return Section(title=f"Synchronisation: {name}", lead=lead, blocks=blocks)
 
 
 def _sync_waiting(steps: Sequence[Mapping[str, Any]]) -> Picture:
@@ -296,14 +268,14 @@ def _sync_waiting(steps: Sequence[Mapping[str, Any]]) -> Picture:
             )
         )
     header = ("worker", "steps", "waited", "median wait", "staleness", "most", "gap", "dropped")
-    table = Table(caption="By worker", header=header, rows=rows, label="measured", head=_ROWS_AT_FIRST)
+    table = Table(caption="By worker", header=header, rows=rows, label="measured")
     some = ""
     if len(bars) > _RANKS_DRAWN:
         some = f" The {_RANKS_DRAWN} of {len(bars)} workers that waited longest."
         bars = sorted(bars, key=lambda bar: -bar[1])[:_RANKS_DRAWN]
-    svg = bars_svg(bars, xlabel="time waited for others", title="Waiting by worker", seconds=True)
+    draw = draw_bars(bars, xlabel="time waited for others", title="Waiting by worker", seconds=True)
     caption = f"How long each worker waited for others.{some}"
-    return Picture(svg=svg, caption=caption, label="measured", table=table, unfolded=True)
+    return Picture(draw=draw, caption=caption, label="measured", table=table)
 
 
 def _sync_staleness(steps: Sequence[Mapping[str, Any]]) -> Picture:
@@ -311,18 +283,12 @@ def _sync_staleness(steps: Sequence[Mapping[str, Any]]) -> Picture:
     share = counts / max(counts.sum(), 1)
     rows = [(str(value), f"{count:,}", f"{part:.1%}") for value, count, part in zip(values, counts, share, strict=True)]
     header = ("staleness", "steps", "share")
-    table = Table(
-        caption="Staleness of the gradients that were used",
-        header=header,
-        rows=rows,
-        label="measured",
-        head=_ROWS_AT_FIRST,
-    )
+    table = Table(caption="Staleness of the gradients that were used", header=header, rows=rows, label="measured")
     bars = [(_updates(int(value)), float(count)) for value, count in zip(values, counts, strict=True)]
-    svg = bars_svg(bars[:_RANKS_DRAWN], xlabel="steps", title="Staleness of gradients")
+    draw = draw_bars(bars[:_RANKS_DRAWN], xlabel="steps", title="Staleness of gradients")
     some = f" The {_RANKS_DRAWN} freshest of {len(bars)} are drawn." if len(bars) > _RANKS_DRAWN else ""
     caption = f"How many updates old the used gradients were.{some}"
-    return Picture(svg=svg, caption=caption, label="measured", table=table, unfolded=True)
+    return Picture(draw=draw, caption=caption, label="measured", table=table)
 
 
 def _updates(staleness: int) -> str:
@@ -339,4 +305,4 @@ def _sync_barriers(barriers: Sequence[Mapping[str, Any]]) -> Table:
         spread = f"{min(counts)} .. {max(counts)}" if counts else "-"
         rows.append((str(row["superstep"]), show_seconds(row["time_s"]), show_seconds(row["length_s"]), spread, error))
     header = ("superstep", "over at", "length", "iterations", "ends, predicted against real")
-    return Table(caption="Supersteps", header=header, rows=rows, label="measured", head=_ROWS_AT_FIRST)
+    return Table(caption="Supersteps", header=header, rows=rows, label="measured")

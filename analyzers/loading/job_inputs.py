@@ -1,0 +1,322 @@
+"""What a job names beside its own numbers: models, graphs, profiles and fits, read and turned into what plans need.
+
+``tell`` takes a remark for the user.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from ddltool.analyzers.balancing.plan import StepCurve, checked_total, memory_limit
+from ddltool.analyzers.costs.estimate import estimate
+from ddltool.analyzers.costs.model import cost_model
+from ddltool.analyzers.deciding.candidates import Knowledge, Settings
+from ddltool.analyzers.deciding.communication import (
+    Communication,
+    FittedCommunication,
+    GraphCommunication,
+    MeasuredCommunication,
+)
+from ddltool.analyzers.deciding.feedback import Run, read_run
+from ddltool.analyzers.goodput.throughput import ThroughputParams
+from ddltool.analyzers.loading.sources import is_graph_file, load_graph, scan_source
+from ddltool.analyzers.loading.timed_graph import timed_graph
+from ddltool.analyzers.placement.determinism import d2_eligible
+from ddltool.analyzers.placement.problem import capability_from_graph, capability_from_profile
+from ddltool.artifacts import load
+from ddltool.decision import Objective
+from ddltool.device import DeviceTable, Network
+from ddltool.errors import InputError, naming
+from ddltool.fixtures.loading import calibration, devices, devices_of, with_specs
+from ddltool.goodput_model import Goodput
+from ddltool.graph import SEND, Graph
+from ddltool.graph_io import read_graph
+from ddltool.job import Cluster, Job, read_job
+from ddltool.profile import read_profile, read_table
+from ddltool.units import parse_bandwidth, parse_duration
+
+Tell = Callable[[str], None]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Given:
+    """What the command line adds to job.yaml."""
+
+    objective: Objective
+    graph: Graph | None
+    telemetry: Path | None
+    bandwidth: str | None
+    latency: str
+    settings: Settings
+    tell: Tell
+    """Takes a remark for the user."""
+
+
+def read_with_specs(file: Path, devices_file: Path | None) -> Job:
+    """Return the job in a file, with the figures of device types that another file describes."""
+    return with_specs(read_job(file), str(file), devices_file)
+
+
+def step_curves(job: Job, job_file: Path) -> dict[str, StepCurve]:
+    """Return time over batch size for the device types that have a fitted model, saturation or a limit of samples.
+
+    Raises InputError for a total batch beyond what can be split.
+    """
+    checked_total(job.max_workers, job.batch_size, f"{job_file}:batch_size")
+    models = fitted_models(job, job_file)
+    found = {}
+    for offer in job.devices:
+        limit, model = memory_limit(job, offer), models.get(offer.type)
+        if model is None and limit is None and offer.saturation_batch is None:
+            continue
+        found[offer.type] = StepCurve(
+            launch_s=0.0 if model is None else model.alpha_grad_s,
+            per_sample_s=None if model is None else model.beta_grad_s,
+            memory_limit=limit,
+            saturation=offer.saturation_batch or 0,
+            sync=model,
+            devices_per_node=8 if job.goodput is None else job.goodput.devices_per_node,
+        )
+    return found
+
+
+def fitted_models(job: Job, job_file: Path) -> dict[str, ThroughputParams]:
+    """Return the fitted throughput models of the job's device types.
+
+    Raises InputError, which names the model's file, for one without the type and for one whose passes take no time or
+    more than a number holds: no plan can be made of either.
+    """
+    found = {}
+    for offer in job.devices:
+        if offer.goodput is None:
+            continue
+        path = job_file.parent / offer.goodput
+        fitted = load(path, Goodput)
+        with naming(path, ["devices"]):
+            params = fitted.params_of(offer.type)
+        where = f"{path}:devices.{offer.type}.params" if fitted.devices else f"{path}:params"
+        pass_s = params.alpha_grad_s + params.beta_grad_s * job.batch_size
+        if pass_s == 0:
+            raise InputError(where, "say that a pass takes no time", "alpha_grad_s or beta_grad_s must be above 0")
+        if not (math.isfinite(pass_s) and math.isfinite(1.0 / pass_s)):
+            problem = f"say that a pass over {job.batch_size} samples takes {pass_s:.3g} s"
+            raise InputError(where, problem, "alpha_grad_s and beta_grad_s must give a time between 1e-300 and 1e300 s")
+        found[offer.type] = ThroughputParams(**params.model_dump())
+    return found
+
+
+def scanned(job: Job, graph: Graph | None, tell: Tell) -> Job:
+    """Return the job with what its model's ops say about D2, where it asks for D2 and does not say itself."""
+    limits = job.constraints
+    if limits.determinism != "D2" or limits.hardware_agnostic is not None:
+        return job
+    if graph is None and job.model is None:
+        tell(
+            "D2: nothing says which kernels the model uses, so the plan keeps to one device type; name a model: or --graph, "
+            "or set hardware_agnostic: true"
+        )
+        return job.model_copy(update={"constraints": limits.model_copy(update={"hardware_agnostic": False})})
+    if job.model is not None and not is_graph_file(job.model):
+        _, found = scan_source(job.model, batch_size=job.batch_size)
+        eligible, reasons = found.d2_eligible, found.reasons
+    else:
+        assert graph is not None  # a job's own graph file has been read
+        eligible, reasons = d2_eligible(graph)
+    if not eligible:
+        tell(f"D2: the plan keeps to one device type: {reasons[0]}")
+    return job.model_copy(update={"constraints": limits.model_copy(update={"hardware_agnostic": eligible})})
+
+
+def capabilities_of(job: Job, folder: Path, where: str, tell: Tell) -> dict[str, float]:
+    """Return the capability of each device type: as written, from its fit or its profile, or from the cost model.
+
+    Paths in the job are relative to ``folder``; predicted capabilities are told.
+    """
+    found: dict[str, float] = {}
+    missing: list[str] = []
+    models: dict[str, ThroughputParams] = {}  # read when a device first needs its own
+    for offer in job.devices:
+        if offer.capability_per_s is not None:
+            found[offer.type] = offer.capability_per_s
+        elif offer.goodput is not None:
+            # Before the profile: what several strategies are compared by must come from one source.
+            models = models or fitted_models(job, folder / "job.yaml")
+            model = models[offer.type]
+            found[offer.type] = 1.0 / (model.alpha_grad_s + model.beta_grad_s * job.batch_size)
+        elif offer.profile is not None:
+            path = folder / offer.profile
+            found[offer.type] = capability_from_profile(read_profile(path), offer.type, job.batch_size, str(path))
+        else:
+            missing.append(offer.type)
+    if missing and job.model is None:
+        problem = (
+            f"{missing[0]} has neither capability_per_s nor profile, and the job names no model to estimate it from"
+        )
+        raise InputError(f"{where}:devices", problem, "give one of the three")
+    if not missing:
+        return found
+    predicted = _roofline_capabilities(job, folder, missing, where)
+    shown = ", ".join(f"{name} {value:.3g}/s" for name, value in predicted.items())
+    tell(f"predicted capabilities ({job.model}, {job.precision}, {job.optimizer}): {shown}")
+    return {**found, **predicted}
+
+
+def _roofline_capabilities(job: Job, folder: Path, types: list[str], where: str) -> dict[str, float]:
+    """Return capabilities predicted from the traced model and the known devices, with those that the job describes."""
+    from ddltool.analyzers.tracing.dialect import Numerics  # it loads torch
+
+    source = str(folder / job.model) if job.model and is_graph_file(job.model) else str(job.model)
+    graph = load_graph(
+        source,
+        None,
+        None if is_graph_file(source) else job.batch_size,
+        numerics=Numerics(job.precision, job.channels_last),
+        sequence_length=job.sequence_length,
+    )
+    table = devices_of(job, where)
+    return {
+        name: capability_from_graph(
+            estimate(
+                graph,
+                cost_model(table.device(name, "devices.type"), calibration()),
+                Network(),
+                optimizer=job.optimizer,
+            )
+        )
+        for name in types
+    }
+
+
+def graph_of(job: Job, folder: Path, graph_file: Path | None) -> Graph | None:
+    """Return the graph whose parameters the plan lists: the one given, or the job's own when that is a file."""
+    if graph_file is not None:
+        return read_graph(graph_file)
+    return read_graph(folder / job.model) if job.model is not None and is_graph_file(job.model) else None
+
+
+def run_of(path: Path | None) -> Run | None:
+    """Return the earlier run that telemetry tells of, None without any."""
+    return None if path is None else read_run(read_table(path), str(path))
+
+
+def knowledge_of(job: Job, job_file: Path, given: Given, run: Run | None) -> Knowledge:
+    """Return what is known beside capabilities: curves, fitted models, communication, errors, and fitness for D2."""
+    fitted = _fitted(job, job_file.parent)
+    models = {name: ThroughputParams(**model.params_of(name).model_dump()) for name, model in fitted.items()}
+    errors, source = _errors(job, job_file.parent, fitted, run)
+    return Knowledge(
+        curves=step_curves(job, job_file),
+        models=models,
+        communication=_communication(job, job_file.parent, given, models, run),
+        other_s=0.0 if run is None else run.other_s,
+        errors=errors,
+        error_source=source,
+        d2_eligible=None if given.graph is None else d2_eligible(given.graph)[0],
+    )
+
+
+def _fitted(job: Job, folder: Path) -> dict[str, Goodput]:
+    """Return the goodput.json of each device type that names one."""
+    return {offer.type: load(folder / offer.goodput, Goodput) for offer in job.devices if offer.goodput is not None}
+
+
+def _errors(job: Job, folder: Path, fitted: Mapping[str, Goodput], run: Run | None) -> tuple[dict[str, float], str]:
+    """Return the relative error of each type's compute times where one is known, and where it comes from."""
+    found: dict[str, float] = {}
+    sources: list[str] = []
+    table = devices_of(job, str(folder / "job.yaml"))
+    for offer in job.devices:
+        known: list[tuple[float, str]] = []
+        if run is not None and offer.type in run.errors():
+            known.append((run.errors()[offer.type], "spread of the earlier run's steps"))
+        elif offer.capability_per_s is None and offer.profile is not None:
+            frame = read_profile(folder / offer.profile)
+            if "step_time_spread_s" in frame.columns and frame["step_time_spread_s"].notna().any():
+                spread = float((frame["step_time_spread_s"] / frame["step_time_s"]).median() / 2)
+                known.append((spread, "spread of the profile"))
+        elif offer.capability_per_s is None and offer.type not in fitted:
+            known.append((_model_error(offer.type, table), "cost model, in cross-validation"))
+        if offer.type in fitted:  # its times, or at least how they grow with the batch, are the fit's
+            mape = fitted[offer.type].devices.get(offer.type, fitted[offer.type]).mape
+            known.append((mape, "error of the fit"))
+        if known:
+            found[offer.type], source = max(known)
+            sources.append(source)
+    return found, ", ".join(dict.fromkeys(sources))
+
+
+def _model_error(name: str, table: DeviceTable) -> float:
+    """Return half the width of the cost model's 80 % interval on a device type, as a share of the prediction."""
+    return cost_model(table.device(name, "devices.type"), calibration()).relative_error
+
+
+def _communication(
+    job: Job, folder: Path, given: Given, models: Mapping[str, ThroughputParams], run: Run | None
+) -> Communication | None:
+    """Return the best source there is: an earlier run, a graph on a known network, or a fit that saw several replicas."""
+    if run is not None and run.world_size > 1:
+        return MeasuredCommunication(sync_s=run.sync_s, replicas=run.world_size)
+    from_graph = _from_graph(job, folder, given)
+    if from_graph is not None:
+        return from_graph
+    synchronised = {
+        name: model for name, model in models.items() if model.alpha_sync_local_s + model.alpha_sync_node_s > 0
+    }
+    if synchronised:
+        return FittedCommunication(synchronised, 8 if job.goodput is None else job.goodput.devices_per_node)
+    return None
+
+
+def _from_graph(job: Job, folder: Path, given: Given) -> Communication | None:
+    """Return communication simulated on the model's graph; None without a graph, or without a rate for its network.
+
+    The rate is --bandwidth, else that of the cluster's slowest network card, else the one that the graph was timed for. Raises
+    InputError for a graph that is no timed training step.
+    """
+    rate, per_node, delay = None, 1, parse_duration(given.latency)
+    offered = {offer.type for offer in job.devices if offer.count}
+    if job.cluster is not None:
+        groups = [group for group in load(folder / job.cluster, Cluster).nodes if group.devices.type in offered]
+        cards = [group.nic_gbit for group in groups]
+        per_node = max((group.devices.count for group in groups), default=1)
+        if cards and None not in cards:
+            rate = min(card for card in cards if card is not None) * 1e9 / 8
+    if given.bandwidth is not None:
+        rate = parse_bandwidth(given.bandwidth)
+    graph = given.graph
+    if graph is None and job.model is not None and rate is not None:
+        graph = _traced(job)
+    if graph is None:
+        return None
+    if rate is None:
+        known, own = graph.meta.get("bandwidth_bytes_per_s"), graph.meta.get("latency_s")
+        if not isinstance(known, (int, float)):
+            given.tell("note: communication is left out: name a cluster with nic_gbit, or give --bandwidth")
+            return None
+        rate, delay = float(known), float(own) if isinstance(own, (int, float)) else delay
+    if graph.mode != "training" or not graph.timed or not len(graph.of_kind(SEND)):
+        raise InputError(
+            "--graph", f"{graph.name} is no timed training step", "make one with ddltool trace SOURCE -o FILE"
+        )
+    table = devices_of(job, str(folder / "job.yaml"))
+    memory = {device.type: device.memory_gib for device in job.devices}
+    for name, given_gib in memory.items():
+        if given_gib is None and (known_device := table.find(name)) is not None:
+            memory[name] = known_device.memory_gib
+    return GraphCommunication(graph, rate, delay, memory, per_node)
+
+
+def _traced(job: Job) -> Graph:
+    """Return the job's model as a graph; times only matter relative to each other, so any known device will do."""
+    name = next((offer.type for offer in job.devices if devices().find(offer.type)), "V100")
+    return timed_graph(
+        str(job.model),
+        batch_size=job.batch_size,
+        device=name,
+        precision=job.precision,
+        channels_last=job.channels_last,
+        sequence_length=job.sequence_length,
+    )
