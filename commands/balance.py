@@ -15,7 +15,6 @@ from ddltool.analyzers.balancing.sizing import equal
 from ddltool.analyzers.balancing.trace import SpeedTrace
 from ddltool.analyzers.reporting.result_sections import balance_section
 from ddltool.artifacts import check_writable, read_document, save, write_text
-from ddltool.commands.balance_trace import read_trace
 from ddltool.commands.options import Json, Output, Seed
 from ddltool.commands.output import note, print_json, progress, show
 from ddltool.commands.values import demand_picture
@@ -68,7 +67,9 @@ def balance(
     for path in (output, picture, save_weights):
         if path is not None:
             check_writable(path)
-    recorded = read_trace(trace)
+    from ddltool.analyzers.loading.worker_tables import read_speeds  # it loads pandas
+
+    recorded = read_speeds(trace, note)
     if schemes:
         _check_schemes(recorded)
     settings = Settings(warm_up=_warmed(recorded, warm_up, trace), seed=seed)

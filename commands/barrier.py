@@ -20,7 +20,6 @@ from ddltool.analyzers.barriers.tradeoff import OBJECTIVES, TradeoffPoint, best_
 from ddltool.analyzers.barriers.zipline import zipline
 from ddltool.analyzers.reporting.result_sections import barrier_section
 from ddltool.artifacts import check_writable, save, write_text
-from ddltool.commands.barrier_times import read_predicted, read_recorded, read_weights
 from ddltool.commands.options import Json, Output
 from ddltool.commands.output import note, print_json, show
 from ddltool.commands.parts import is_given
@@ -91,6 +90,8 @@ def barrier(
     for path in (output, picture):
         if path is not None:
             check_writable(path)
+    from ddltool.analyzers.loading.worker_tables import read_weights  # it loads pandas
+
     names, ends = ends_of(times, lookahead, predicted=predicted, predictor=predictor)
     prices = None if weights is None else read_weights(weights, names)
     chosen = ALGORITHMS if algorithm == "all" else (algorithm,)
@@ -125,6 +126,8 @@ def ends_of(path: Path, lookahead: int | None, *, predicted: bool, predictor: st
     if predictor not in (*PREDICTORS, *trained):
         known = (*PREDICTORS, *trained)
         raise InputError("--predictor", f"unknown predictor {predictor!r}", did_you_mean(predictor, known))
+    from ddltool.analyzers.loading.worker_tables import read_predicted, read_recorded
+
     if predicted:
         names, ends = read_predicted(path, lookahead)
         return names, EndTimes.of(ends)

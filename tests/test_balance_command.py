@@ -14,7 +14,7 @@ import pytest
 
 from benchmarks.synthetic import cpu_cluster
 from ddltool.analyzers.balancing.predict import PREDICTORS
-from ddltool.commands.balance_trace import read_trace
+from ddltool.analyzers.loading.worker_tables import read_speeds
 from ddltool.errors import InputError
 from ddltool.runtime.measuring.watch import SpeedRow, Watch, WatchRequest, expected_cpu, record, write_rows
 from tests.conftest import Result
@@ -172,7 +172,7 @@ def test_order_of_rows_means_nothing(short: Path, tmp_path: Path) -> None:
     from ddltool.artifacts import write_text
 
     write_text(mixed, "\n".join([lines[0], *np.random.default_rng(0).permutation(lines[1:])]) + "\n")
-    one, other = read_trace(short), read_trace(mixed)
+    one, other = read_speeds(short, print), read_speeds(mixed, print)
     assert one.names == other.names == ("w0", "w1", "w2")
     for name in ("speed", "cpu", "memory"):
         assert np.array_equal(getattr(one, name), getattr(other, name))
@@ -180,7 +180,7 @@ def test_order_of_rows_means_nothing(short: Path, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("path", sorted(FOLDER.glob("*.csv.gz")), ids=lambda path: path.name)
 def test_shipped_traces_can_be_read(path: Path) -> None:
-    trace = read_trace(path)
+    trace = read_speeds(path, print)
     assert trace.iterations >= 900
     assert path.stat().st_size < 400_000
 

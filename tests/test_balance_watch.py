@@ -13,7 +13,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from ddltool.commands.balance_trace import read_trace
+from ddltool.analyzers.loading.worker_tables import read_speeds
 from ddltool.commands.watch import profile_watch, watch_document
 from ddltool.errors import InputError
 from ddltool.runtime.measuring.watch import SpeedRow, WatchRequest, record
@@ -41,7 +41,7 @@ def test_real_processes_give_a_trace_for_balance(tmp_path: Path, capsys: pytest.
     shown = capsys.readouterr().out
     assert "12 iterations with 2 samples per worker, measured" in shown
     assert max(map(len, shown.splitlines())) <= 80 + len(str(output)) * 2
-    trace = read_trace(output)
+    trace = read_speeds(output, print)
     assert trace.names == ("w0", "w1")
     assert trace.iterations == 12
 
@@ -76,7 +76,7 @@ def test_a_killed_worker_costs_its_last_moments_only(tmp_path: Path) -> None:
     line = next(line for line in told.splitlines() if line.startswith("error: "))
     found = re.search(r"worker w([01]) was killed \(signal 9\) at iteration (\d+); the (\d+) iterations that all", line)
     assert found is not None, told
-    trace = read_trace(output)
+    trace = read_speeds(output, print)
     assert trace.iterations == int(found[3]) <= int(found[2])
     assert trace.names == ("w0", "w1")
 

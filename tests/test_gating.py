@@ -290,14 +290,22 @@ def test_own_figures_take_numbers_and_repeats() -> None:
 def test_the_documents_of_other_commands() -> None:
     times = {"iteration_s": 0.5, "iteration_time_ratio": 0.8}
     balance = {"kind": "ddltool.balance", "workers": 3, "iterations": 90, "equal_split": times, "oracle": times}
-    balance |= {"predictors": {"ema": {**times, "rmse_relative": 0.1, "gain_kept": None}}}
-    balance["schemes"] = {"predictor": "ema", "ssp": {**times, "iteration_s": 0.7}}
+    balance |= {"predictors": {"ema": {**times, "rmse": 1.0, "rmse_relative": 0.1, "gain_kept": None}}}
+    balance |= {"warm_up": 20, "total_batch": 96}
+    balance["schemes"] = {
+        "predictor": "ema",
+        "ssp": {**times, "iteration_s": 0.7, "staleness": 1.0, "iteration_gap": 5},
+    }
     found = values(balance)
     assert (found["rmse_relative/ema"], found["iteration_s/schemes/ssp"]) == (0.1, 0.7)
     assert "gain_kept/ema" not in found
 
-    policy = {"avg_jct_s": 60.0, "utilization": 0.5, "finish_time_fairness": {"max": 2.0}, "wall_seconds": 1.0}
-    simulation = {"kind": "ddltool.simulation", "jobs": 2, "gpus": 4, "policies": {"pollux": policy, "fifo": policy}}
+    job = {"name": "a", "application": "b", "submit_s": 0, "start_s": 0, "finish_s": 60, "jct_s": 60, "gpu_seconds": 60}
+    policy = {"avg_jct_s": 60.0, "median_jct_s": 60.0, "p99_jct_s": 60.0, "makespan_s": 60.0, "utilization": 0.5}
+    policy |= {"finish_time_fairness": {"max": 2.0, "share_below_1": 0.0}, "wall_seconds": 1.0, "restarts": 0}
+    policy |= {"jobs": [{**job, "restarts": 0}]}
+    simulation = {"kind": "ddltool.simulation", "workload": "w.csv", "jobs": 1, "gpus": 4}
+    simulation |= {"policies": {"pollux": policy, "fifo": policy}}
     found = values(simulation)
     assert (found["avg_jct_s/fifo"], found["worst_fairness/pollux"], found["gpus"]) == (60.0, 2.0, 4)
     shorter = {**simulation, "policies": {"pollux": {**policy, "avg_jct_s": 50.0}, "fifo": policy}}
@@ -305,8 +313,10 @@ def test_the_documents_of_other_commands() -> None:
     failed = judge(default_rules("ddltool.simulation"), *pair).failed
     assert [check.metric for check in failed] == ["avg_jct_s/pollux"]
 
-    network = {"kind": "ddltool.network", "processes": 2, "bandwidth_bytes_per_s": 1e9, "latency_s": 1e-5}
-    assert values(network) == {"processes": 2, "bandwidth_bytes_per_s": 1e9, "latency_s": 1e-5}
+    line = {"bandwidth_bytes_per_s": 1e9, "latency_s": 1e-5, "residual": 0.1}
+    pair = {"ranks": [0, 1], **line, "sizes_bytes": [8], "median_s": [1e-5]}
+    network = {"kind": "ddltool.network", "processes": 2, "local": True, **line, "pairs": [pair]}
+    assert values(network) == {"processes": 2, **line}
 
 
 @pytest.mark.parametrize(
@@ -314,7 +324,7 @@ def test_the_documents_of_other_commands() -> None:
     [
         ({"kind": "ddltool.plam"}, 'did you mean "plan"'),
         ({}, "no figures to gate"),
-        ({"kind": "ddltool.trace"}, "'graph'"),
+        ({"kind": "ddltool.trace"}, "graph: is missing"),
         ({"kind": "ddltool.barrier", "workers": 3, "lookahead": 2, "bsp": 4, "algorithms": {}}, "barrier"),
         ({"kind": "ddltool.figures", "figures": {"a": "fast"}}, "finite number"),
         ({"kind": "ddltool.figures", "figures": {}}, "no figures"),

@@ -243,6 +243,7 @@ class PolicyRecord(Part):
     utilization: NonNegative
     restarts: Count
     finish_time_fairness: Fairness
+    avg_queueing_s: NonNegative | None = None
     wall_seconds: NonNegative | None = None
     usage: UsageRecord | None = None
     jobs: Annotated[list[SimulatedJob], Field(min_length=1)]
@@ -254,6 +255,7 @@ class SimulationDocument(Result):
     KIND: ClassVar[str] = "ddltool.simulation"
     kind: Literal["ddltool.simulation"] = "ddltool.simulation"
     workload: str
+    jobs: Count | None = None
     gpus: Count
     policies: Annotated[dict[str, PolicyRecord], Field(min_length=1)]
 

@@ -14,15 +14,30 @@ from typing import Any
 from ddltool.analyzers.gating.measured import merge, step_times, telemetry_times
 from ddltool.analyzers.gating.metric import Metric, Unit, figure, figures, harmless
 from ddltool.analyzers.gating.noise import cell_of
-from ddltool.analyzers.gating.sweeps import sweep
+from ddltool.analyzers.reporting.sweep_means import means_by_policy
 from ddltool.artifacts import parse
 from ddltool.errors import InputError, did_you_mean, shortened
 from ddltool.goodput_model import Goodput
 from ddltool.graph import RECV, SEND, Graph
 from ddltool.graph_io import from_document
 from ddltool.plan import Enforcement, ParameterRecord, Plan
+from ddltool.results import (
+    SHOWN,
+    BalanceResult,
+    BarrierResult,
+    BucketFigures,
+    NetworkResult,
+    PredictorFigures,
+    PrefetchFigures,
+    SchemeFigures,
+    SimulationDocument,
+    SweepDocument,
+    TraceResult,
+)
 
-Extractor = Callable[[Mapping[str, Any], str], Iterable[Metric]]
+_SWEEP_UNITS = {"utilization": "share", "worst_fairness": "", "restarts": "", "cost": ""}
+_MODELS = {model.KIND: model for model in (Plan, Enforcement, Goodput, TraceResult, *SHOWN)}
+Extractor = Callable[[Any, str], Iterable[Metric]]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -46,7 +61,7 @@ def extract(document: Mapping[str, Any], where: str) -> Figures:
     try:
         found: dict[str, Metric] = {}
         written: dict[str, str] = {}
-        for metric in EXTRACTORS[kind](document, where):
+        for metric in EXTRACTORS[kind](_checked(document, kind, where), where):
             named = _printable(metric)
             if written.setdefault(named.name, metric.name) != metric.name:
                 raise InputError(where, f"has two figures that read {shortened(named.name, 80)}", "rename one of them")
@@ -58,6 +73,14 @@ def extract(document: Mapping[str, Any], where: str) -> Figures:
     if not found:
         raise InputError(where, "has no figures to gate", "is it a whole document?")
     return Figures(kind=kind, metrics=found)
+
+
+def _checked(document: Mapping[str, Any], kind: str, where: str) -> Any:
+    """Return what the extractor of a kind reads: its record, or the document where rows or people's own figures stand."""
+    if kind == "ddltool.graph":
+        return from_document(dict(document), where)
+    model = _MODELS.get(kind)
+    return document if model is None else parse(dict(document), model, where)
 
 
 def _printable(metric: Metric) -> Metric:
@@ -84,8 +107,7 @@ def combine(documents: Sequence[tuple[Mapping[str, Any], str]]) -> Figures:
     return Figures(kind=found[0].kind, metrics={metric.name: metric for metric in merged})
 
 
-def _graph(document: Mapping[str, Any], where: str) -> Iterator[Metric]:
-    graph = from_document(dict(document), where)
+def _graph(graph: Graph, where: str) -> Iterator[Metric]:
     yield from figures("", ops=len(graph), recvs=len(graph.of_kind(RECV)), sends=len(graph.of_kind(SEND)))
     yield from figure("parameters", len(graph.of_kind(RECV)))
     yield from figure("parameter_bytes", graph.parameter_bytes, "bytes")
@@ -108,34 +130,34 @@ def _graph_times(graph: Graph) -> Iterator[Metric]:
         yield from figure(name, longest, "s", measured=measured and kind == "compute:")
 
 
-def _trace(document: Mapping[str, Any], where: str) -> Iterator[Metric]:
-    graph, bounds, schedules = document["graph"], document["bounds"], document["schedules"]
+def _trace(found: TraceResult, where: str) -> Iterator[Metric]:
+    graph, schedules = found.graph, found.schedules
     counts = ("ops", "recvs", "sends", "parameters", "flops", "channels")
-    yield from figures("", **{name: graph.get(name) for name in counts})
-    yield from figure("parameter_bytes", graph["parameter_bytes"], "bytes")
-    measured = graph.get("oracle") == "measured"
+    yield from figures("", **{name: getattr(graph, name) for name in counts})
+    yield from figure("parameter_bytes", graph.parameter_bytes, "bytes")
+    measured = graph.oracle == "measured"
     for name in ("upper_s", "lower_s", "best_lower_s"):
-        yield from figure(name, bounds.get(name), "s", measured=measured)
-    yield from figure("speedup", bounds.get("speedup"))
-    found = [row["makespan_s"] for name, row in schedules.items() if name not in ("random", "exact")]
-    yield from figure("iteration_s", min(found), "s", measured=measured)
+        yield from figure(name, getattr(found.bounds, name), "s", measured=measured)
+    yield from figure("speedup", found.bounds.speedup)
+    ordered = [row.makespan_s for name, row in schedules.items() if name not in ("random", "exact")]
+    yield from figure("iteration_s", min(ordered), "s", measured=measured)
     for name, row in schedules.items():
-        yield from figure(f"iteration_s/{name}", row["makespan_s"], "s", measured=measured)
-        yield from figure(f"efficiency/{name}", row.get("efficiency"), "share", measured=measured)
-        yield from figure(f"efficiency_of_best/{name}", row.get("efficiency_of_best"), "share", measured=measured)
-    plans = document.get("collectives") or {}
+        yield from figure(f"iteration_s/{name}", row.makespan_s, "s", measured=measured)
+        yield from figure(f"efficiency/{name}", row.efficiency, "share", measured=measured)
+        yield from figure(f"efficiency_of_best/{name}", row.efficiency_of_best, "share", measured=measured)
     for framework in ("ddp", "fsdp2"):
-        for setting, plan in (plans.get(framework) or {}).items():
-            if isinstance(plan, Mapping) and "step_s" in plan:
-                yield from figure(f"step_s/{framework}/{setting}", plan["step_s"], "s", measured=measured)
-                yield from figure(f"exposed_s/{framework}/{setting}", plan["exposed_s"], "s", measured=measured)
-                yield from figure(f"gathered_bytes/{framework}/{setting}", plan.get("gathered_bytes"), "bytes")
-    coverage = document.get("coverage") or {}
-    yield from figure("coverage/default_time", coverage.get("default_time"), "share")
+        plans = getattr(found.collectives, framework, None)
+        for setting, plan in plans or ():
+            if isinstance(plan, (BucketFigures, PrefetchFigures)):
+                yield from figure(f"step_s/{framework}/{setting}", plan.step_s, "s", measured=measured)
+                yield from figure(f"exposed_s/{framework}/{setting}", plan.exposed_s, "s", measured=measured)
+                gathered = getattr(plan, "gathered_bytes", None)
+                yield from figure(f"gathered_bytes/{framework}/{setting}", gathered, "bytes")
+    if found.coverage is not None:
+        yield from figure("coverage/default_time", found.coverage.default_time, "share")
 
 
-def _plan(document: Mapping[str, Any], where: str) -> Iterator[Metric]:
-    plan = parse(dict(document), Plan, where)
+def _plan(plan: Plan, where: str) -> Iterator[Metric]:
     yield from figure("iteration_s", plan.iteration_s, "s")
     yield from figure("throughput", plan.throughput, "1/s")
     yield from figure("devices", plan.world_size)
@@ -148,10 +170,10 @@ def _plan(document: Mapping[str, Any], where: str) -> Iterator[Metric]:
     yield from figure("gap", plan.gap, "share")
     yield from figure("solve_seconds", plan.solve_seconds, "s", measured=True)
     yield from figures("text", strategy=plan.strategy, status=plan.status)
-    step = document.get("superstep") or {}
-    yield from figure("iteration_gap", step.get("iteration_gap"))
-    for name in ("superstep_s", "waiting_s", "total_waiting_s"):
-        yield from figure(name, step.get(name), "s")
+    if plan.superstep is not None:
+        yield from figure("iteration_gap", plan.superstep.iteration_gap)
+        for name in ("superstep_s", "waiting_s", "total_waiting_s"):
+            yield from figure(name, getattr(plan.superstep, name), "s")
     yield from _picked(plan)
     yield from _parameters(plan.parameters)
     yield from _settings(plan)
@@ -175,8 +197,7 @@ def _picked(plan: Plan) -> Iterator[Metric]:
         yield from figure("price_per_hour", option.price_per_sample * option.throughput * plan.batch_size * 3600)
 
 
-def _enforcement(document: Mapping[str, Any], where: str) -> Iterator[Metric]:
-    made = parse(dict(document), Enforcement, where)
+def _enforcement(made: Enforcement, where: str) -> Iterator[Metric]:
     yield from figures("", devices=made.world_size, batch_size=made.total_batch_size)
     batches = [rank.local_batch_size for rank in made.ranks]
     yield from figures("", local_batch_most=max(batches), local_batch_least=min(batches))
@@ -200,8 +221,7 @@ def _settings(made: Plan | Enforcement) -> Iterator[Metric]:
         yield from figure("buckets", len(made.ddp.buckets))
 
 
-def _goodput(document: Mapping[str, Any], where: str) -> Iterator[Metric]:
-    fitted = parse(dict(document), Goodput, where)
+def _goodput(fitted: Goodput, where: str) -> Iterator[Metric]:
     yield from figures("share", mape=fitted.mape)
     yield from figures("", rmsle=fitted.rmsle, samples=fitted.samples, undetermined=len(fitted.undetermined))
     if fitted.holdout is not None:
@@ -213,49 +233,65 @@ def _goodput(document: Mapping[str, Any], where: str) -> Iterator[Metric]:
     yield from figure("fit_seconds", fitted.fit_seconds, "s", measured=True)
 
 
-def _barrier(document: Mapping[str, Any], where: str) -> Iterator[Metric]:
-    yield from figures("", workers=document["workers"], lookahead=document["lookahead"])
-    least = {f"least_{name}": row for name, row in document.get("objectives", {}).items()}
-    for name, row in {"bsp": document["bsp"], **document["algorithms"], **least}.items():
+def _barrier(found: BarrierResult, where: str) -> Iterator[Metric]:
+    yield from figures("", workers=found.workers, lookahead=found.lookahead)
+    least = {f"least_{name}": row for name, row in found.objectives.items()}
+    for name, row in {"bsp": found.bsp, **found.algorithms, **least}.items():
         for key in ("barrier_s", "waiting_time_s", "total_waiting_s", "waiting_per_iteration_s"):
-            yield from figure(f"{key}/{name}", row.get(key), "s")
-        yield from figure(f"iteration_gap/{name}", row.get("iteration_gap"))
-        yield from figure(f"compute_seconds/{name}", row.get("compute_seconds"), "s", measured=True)
+            yield from figure(f"{key}/{name}", getattr(row, key), "s")
+        yield from figure(f"iteration_gap/{name}", row.iteration_gap)
+        yield from figure(f"compute_seconds/{name}", row.compute_seconds, "s", measured=True)
 
 
-def _simulation(document: Mapping[str, Any], where: str) -> Iterator[Metric]:
-    yield from figures("", jobs=document["jobs"], gpus=document["gpus"])
-    for name, row in document["policies"].items():
+def _simulation(found: SimulationDocument, where: str) -> Iterator[Metric]:
+    yield from figures("", jobs=found.jobs, gpus=found.gpus)
+    for name, row in found.policies.items():
         for key in ("avg_jct_s", "median_jct_s", "p99_jct_s", "makespan_s", "avg_queueing_s"):
-            yield from figure(f"{key}/{name}", row.get(key), "s")
-        yield from figure(f"utilization/{name}", row.get("utilization"), "share")
-        yield from figure(f"restarts/{name}", row.get("restarts"))
-        fairness = row.get("finish_time_fairness") or {}
-        yield from figure(f"worst_fairness/{name}", fairness.get("max"))
-        yield from figure(f"wall_seconds/{name}", row.get("wall_seconds"), "s", measured=True)
+            yield from figure(f"{key}/{name}", getattr(row, key), "s")
+        yield from figure(f"utilization/{name}", row.utilization, "share")
+        yield from figure(f"restarts/{name}", row.restarts)
+        yield from figure(f"worst_fairness/{name}", row.finish_time_fairness.max)
+        yield from figure(f"wall_seconds/{name}", row.wall_seconds, "s", measured=True)
 
 
-def _balance(document: Mapping[str, Any], where: str) -> Iterator[Metric]:
-    yield from figures("", workers=document["workers"], iterations=document["iterations"])
-    split = {"equal_split": document["equal_split"], "oracle": document["oracle"]}
-    schemes = {f"schemes/{name}": row for name, row in (document.get("schemes") or {}).items() if name != "predictor"}
-    for name, row in {**document["predictors"], **split, **schemes}.items():
-        yield from figure(f"iteration_s/{name}", row.get("iteration_s"), "s")
-        yield from figure(f"iteration_time_ratio/{name}", row.get("iteration_time_ratio"))
-        yield from figure(f"rmse_relative/{name}", row.get("rmse_relative"), "share")
-        yield from figure(f"gain_kept/{name}", row.get("gain_kept"), "share")
+def _sweep(found: SweepDocument, where: str) -> Iterator[Metric]:
+    """Yield each figure's mean over the seeds, as ``FIGURE/POLICY/WORKLOAD``, and how many replays there are and failed.
+
+    Of a comparison: the two policies, and ``ratio/MEASURE``, the first one's over the second's (1 where they are equal).
+    """
+    failed = sum(cell.figures is None for cell in found.cells)
+    yield from figures("", replays=len(found.cells) - failed, failed=failed)
+    for workload, policy, _, mean in means_by_policy(found):
+        for name, value in mean.__dict__.items():
+            yield from figure(f"{name}/{policy}/{workload}", value, _SWEEP_UNITS.get(name, "s"))
+    if found.comparison is not None:
+        yield from figure("compared", f"{found.comparison.first},{found.comparison.second}", "text")
+        for one in found.comparison.comparisons:
+            yield from figure(f"ratio/{one.measure}", one.ratio)
 
 
-def _network(document: Mapping[str, Any], where: str) -> Iterator[Metric]:
-    yield from figure("processes", document["processes"])
-    yield from figure("bandwidth_bytes_per_s", document["bandwidth_bytes_per_s"], measured=True)
-    yield from figure("latency_s", document["latency_s"], "s", measured=True)
-    yield from figure("residual", document.get("residual"), "share", measured=True)
+def _balance(found: BalanceResult, where: str) -> Iterator[Metric]:
+    yield from figures("", workers=found.workers, iterations=found.iterations)
+    split = {"equal_split": found.equal_split, "oracle": found.oracle}
+    schemes = {f"schemes/{name}": row for name, row in found.schemes.items() if isinstance(row, SchemeFigures)}
+    for name, row in {**found.predictors, **split, **schemes}.items():
+        yield from figure(f"iteration_s/{name}", row.iteration_s, "s")
+        yield from figure(f"iteration_time_ratio/{name}", row.iteration_time_ratio)
+        if isinstance(row, PredictorFigures):
+            yield from figure(f"rmse_relative/{name}", row.rmse_relative, "share")
+            yield from figure(f"gain_kept/{name}", row.gain_kept, "share")
+
+
+def _network(found: NetworkResult, where: str) -> Iterator[Metric]:
+    yield from figure("processes", found.processes)
+    yield from figure("bandwidth_bytes_per_s", found.bandwidth_bytes_per_s, measured=True)
+    yield from figure("latency_s", found.latency_s, "s", measured=True)
+    yield from figure("residual", found.residual, "share", measured=True)
 
 
 def _training(document: Mapping[str, Any], where: str) -> Iterator[Metric]:
     """Yield the figures of ``ddltool demo``: its plan, its fits, and what its training run measured."""
-    yield from _plan({**document["plan"], "kind": "ddltool.plan"}, f"{where}:plan")
+    yield from _plan(parse({**document["plan"], "kind": "ddltool.plan"}, Plan, f"{where}:plan"), where)
     for name, part in (("fit", document["fit"]), ("fit_telemetry", document["fit_telemetry"])):
         yield from figure(f"mape/{name}", part["mape"], "share")
         yield from figure(f"rmsle/{name}", part["rmsle"])
@@ -296,7 +332,7 @@ EXTRACTORS: dict[str, Extractor] = {
     "ddltool.telemetry": telemetry_times,
     "ddltool.barrier": _barrier,
     "ddltool.simulation": _simulation,
-    "ddltool.sweep": sweep,
+    "ddltool.sweep": _sweep,
     "ddltool.balance": _balance,
     "ddltool.network": _network,
     "ddltool.demo": _training,

@@ -1,26 +1,109 @@
-"""Reads iteration times for ``ddltool barrier``: a CSV of iteration ends, or the hook's telemetry."""
+"""Tables of what workers did: recorded speeds (``balance``), and iteration ends or telemetry (``barrier``).
+
+Rows stand in any order; what is wrong in one is told with its row and column.
+"""
 
 from __future__ import annotations
 
+import warnings
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
+import pandas as pd
 from numpy.typing import NDArray
 
+from ddltool.analyzers.balancing.trace import LEAST_SPEED, MOST_SPEED, SpeedTrace
 from ddltool.errors import InputError, did_you_mean
 from ddltool.graph import natural_key
-
-if TYPE_CHECKING:
-    import pandas as pd
+from ddltool.profile import read_table
 
 Floats = NDArray[np.float64]
-COLUMNS = ("worker", "iteration", "end_s")
+SPEED_COLUMNS = ("iteration", "worker", "speed", "cpu", "memory")
+END_COLUMNS = ("worker", "iteration", "end_s")
 # Thirty million years: predictions from longer times could leave the range of floats, and mean nothing.
 MOST_S = 1e15
 # Above this, floats skip whole numbers.
 MOST_ITERATIONS = 2**53
+
+
+def read_speeds(path: Path, tell: Callable[[str], None]) -> SpeedTrace:
+    """Return the trace in a CSV (``.gz`` is accepted), rows in any order; workers come in natural order of their names.
+
+    Every worker needs a row for every iteration; ``tell`` hears of numbers that no worker has. Raises InputError naming row
+    and column.
+    """
+    frame = _read(path, SPEED_COLUMNS)
+    _demand_columns(frame, SPEED_COLUMNS, str(path))
+    at = f"{path}:row {{row}}"
+    _refuse(frame["worker"].isna().to_numpy(), frame["worker"], f"{at}:worker", "name the worker")
+    # They would end up in pictures and terminals, which act on such characters.
+    unprintable = ~frame["worker"].astype(str).map(str.isprintable).to_numpy(dtype=bool)
+    _refuse(unprintable, frame["worker"], f"{at}:worker", "name workers without control characters")
+    numbers = _numbers(frame, "iteration")
+    whole = np.isfinite(numbers) & (numbers == np.floor(numbers)) & (numbers >= 0) & (numbers < 2**53)
+    _refuse(~whole, frame["iteration"], f"{at}:iteration", "it must be a whole number >= 0")
+    values = {column: _numbers(frame, column) for column in SPEED_COLUMNS[2:]}
+    speed = values["speed"]
+    _refuse(
+        ~(np.isfinite(speed) & (speed > 0)),
+        frame["speed"],
+        f"{at}:speed",
+        "it must be finite samples per second above 0",
+    )
+    beyond = (speed < LEAST_SPEED) | (speed > MOST_SPEED)
+    _refuse(
+        beyond,
+        frame["speed"],
+        f"{at}:speed",
+        f"it must lie between {LEAST_SPEED:g} and {MOST_SPEED:g} samples per second",
+    )
+    for column in ("cpu", "memory"):
+        share = values[column]
+        _refuse(
+            ~(np.isfinite(share) & (share >= 0)),
+            frame[column],
+            f"{at}:{column}",
+            "it must be a finite number >= 0",
+        )
+    found = frame["worker"].astype(str)
+    names = sorted(pd.unique(found), key=natural_key)
+    worker = pd.Categorical(found, categories=names).codes.astype(np.int64)
+    iterations, iteration = np.unique(numbers, return_inverse=True)
+    cell = iteration * len(names) + worker
+    order = np.argsort(cell, kind="stable")
+    repeated = np.zeros(len(frame), dtype=bool)
+    repeated[order[1:]] = cell[order[1:]] == cell[order[:-1]]
+    if repeated.any():
+        row = int(np.argmax(repeated))
+        problem = f"repeats iteration {numbers[row]:.0f} of worker {found.iloc[row]}"
+        raise InputError(f"{path}:row {row + 1}:iteration", problem, "give each iteration of a worker once")
+    if len(cell) < len(names) * len(iterations):
+        missing = int(np.argmax(np.bincount(cell, minlength=len(names) * len(iterations)) == 0))
+        problem = f"worker {names[missing % len(names)]} has no iteration {iterations[missing // len(names)]:.0f}"
+        raise InputError(str(path), problem, "give a row of every worker for every iteration")
+    _tell_gaps(iterations, path, tell)
+    shape = (len(iterations), len(names))
+    arrays = {column: array[order].reshape(shape) for column, array in values.items()}
+    return SpeedTrace.of(tuple(map(str, names)), **arrays)
+
+
+def _tell_gaps(iterations: NDArray[np.float64], path: Path, tell: Callable[[str], None]) -> None:
+    """Say how many iterations are missing between the (K,) ascending ones, and where first."""
+    steps = np.diff(iterations)
+    if (steps > 1).any():
+        place = int(np.argmax(steps > 1))
+        first, last = iterations[place], iterations[place + 1]
+        tell(
+            f"{path}: {steps.sum() - len(steps):.0f} iterations are missing, the first between {first:.0f} and {last:.0f}; "
+            "rows on both sides are taken as neighbours"
+        )
+
+
+def _numbers(frame: pd.DataFrame, column: str) -> NDArray[np.float64]:
+    return pd.to_numeric(frame[column], errors="coerce").to_numpy(dtype=np.float64)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -42,12 +125,12 @@ def read_recorded(path: Path) -> Recorded:
     time since the worker's previous end. From telemetry, it is the step without the waiting for others, and the next
     iterations begin together, at 0. Raises InputError naming row and column.
     """
-    frame = _read(path)
+    frame = _read(path, END_COLUMNS)
     if {"event", "worker", "wait_s"} <= set(map(str, frame.columns)):
         return _from_sync(frame, str(path))
     if {"rank", "step_s"} <= set(map(str, frame.columns)):
         return _from_telemetry(frame, str(path))
-    names, ends, _ = _rows_by_worker(frame, COLUMNS, str(path))
+    names, ends, _ = _rows_by_worker(frame, END_COLUMNS, str(path))
     for name, row in zip(names, ends, strict=True):
         if len(row) < 2:
             problem = "has one row, which gives no iteration length"
@@ -64,8 +147,8 @@ def read_predicted(path: Path, lookahead: int | None) -> tuple[tuple[str, ...], 
 
     None: all, of which every worker must then have the same number. Raises InputError naming row and column.
     """
-    frame = _read(path)
-    names, ends, rows = _rows_by_worker(frame, COLUMNS, str(path))
+    frame = _read(path, END_COLUMNS)
+    names, ends, rows = _rows_by_worker(frame, END_COLUMNS, str(path))
     wanted = lookahead if lookahead is not None else max(map(len, ends))
     for name, row, last in zip(names, ends, rows, strict=True):
         if len(row) < wanted:
@@ -112,20 +195,14 @@ def _weight_pairs(text: str) -> list[tuple[str, str]]:
         if wrong := next((part for part in parts if not part[0]), None):
             raise InputError("--weights", f"has {''.join(wrong)!r}", "give WORKER=NUMBER with commas between")
         return [(name.strip(), value.strip()) for name, _, value in parts]
-    frame = _read(Path(text))
-    for column in ("worker", "weight"):
-        if column not in frame.columns:
-            raise InputError(f"{text}:{column}", "no such column", did_you_mean(column, map(str, frame.columns)))
+    frame = _read(Path(text), ("worker", "weight"))
+    _demand_columns(frame, ("worker", "weight"), text)
     return list(zip(frame["worker"].astype(str), frame["weight"].astype(str), strict=True))
 
 
-def _read(path: Path) -> pd.DataFrame:
-    import warnings
-
-    from ddltool.profile import read_table
-
+def _read(path: Path, columns: tuple[str, ...]) -> pd.DataFrame:
     if path.is_file() and not path.stat().st_size:
-        remedy = f"give a CSV with the columns {', '.join(COLUMNS)}, or telemetry"
+        remedy = f"give a CSV with the columns {', '.join(columns)}"
         raise InputError(str(path), "is empty", remedy)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # columns of mixed type in a long table: what is wrong in them is told below
@@ -178,12 +255,8 @@ def _rows_by_worker(
 
     ``columns`` are worker, iteration and value. Iterations must follow one another; values, if ``ascending``, too.
     """
-    import pandas as pd
-
     worker, iteration, value = columns
-    for column in columns:
-        if column not in frame.columns:
-            raise InputError(f"{where}:{column}", "no such column", did_you_mean(column, map(str, frame.columns)))
+    _demand_columns(frame, columns, where)
     _refuse(frame[worker].isna().to_numpy(), frame[worker], f"{where}:row {{row}}:{worker}", "name the worker")
     numbers = _whole(frame[iteration])
     remedy = "it must be a whole number >= 0, below 2^53"
@@ -223,8 +296,6 @@ def _rows_by_worker(
 
 def _whole(raw: pd.Series[Any]) -> Floats:
     """Return (n,) the whole numbers from 0 that floats tell apart; NaN for all else."""
-    import pandas as pd
-
     numbers = pd.to_numeric(raw, errors="coerce").to_numpy(dtype=np.float64)
     whole = np.isfinite(numbers) & (numbers == np.floor(numbers)) & (numbers >= 0) & (numbers < MOST_ITERATIONS)
     return np.where(whole, numbers, np.nan)
@@ -240,4 +311,11 @@ def _refuse(wrong: NDArray[np.bool_], raw: pd.Series[Any], where: str, remedy: s
     """Raise InputError for the first row that is wrong; ``where`` has a place for its number in the file."""
     if wrong.any():
         row = int(np.argmax(wrong))
-        raise InputError(where.format(row=raw.index[row] + 1), f"is {raw.iloc[row]}", remedy)
+        raise InputError(where.replace("{row}", str(raw.index[row] + 1)), f"is {raw.iloc[row]}", remedy)
+
+
+def _demand_columns(frame: pd.DataFrame, columns: tuple[str, ...], where: str) -> None:
+    """Raise InputError for the first column that a table lacks."""
+    for column in columns:
+        if column not in frame.columns:
+            raise InputError(f"{where}:{column}", "no such column", did_you_mean(column, map(str, frame.columns)))
