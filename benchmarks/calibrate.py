@@ -236,7 +236,7 @@ def devices_left_out(cells: Sequence[Cell], whole: Belief) -> tuple[Judged, Judg
 def residuals_of(judged: Sequence[tuple[Row, float]], what: str) -> Residuals:
     """Return between which factors of a prediction 80 % of measurements lie: of all (model, device), and of all sources.
 
-    The wider of both counts, as a user's model may be like any of them: once every (model, device) has equal weight, and once
+    The middle of both counts, as a user's model may be like any of them: once every (model, device) has equal weight, and once
     every source and in it every (model, device). The quantiles of split conformal prediction (Vovk et al., 2005), as many on
     either side: with ``n`` cells the level ``q`` becomes ``ceil((n + 1) q) / n``.
     """
@@ -249,7 +249,7 @@ def residuals_of(judged: Sequence[tuple[Row, float]], what: str) -> Residuals:
     by_source = alike / np.array([beside[source] for (source, _, _), each in groups.items() for _ in each])
     cells, upper = len(groups), (1.0 + HELD) / 2.0
     level = min(1.0, math.ceil((cells + 1) * upper) / cells)
-    low, high = (max(_quantile(sign * logs, each, level) for each in (alike, by_source)) for sign in (-1.0, 1.0))
+    low, high = (sum(_quantile(sign * logs, each, level) for each in (alike, by_source)) / 2.0 for sign in (-1.0, 1.0))
     return Residuals(
         low=min(1.0, float(f"{math.exp(-low):.4g}")),
         high=max(1.0, float(f"{math.exp(high):.4g}")),

@@ -195,8 +195,9 @@ def _page(
         f"ResNet-50 and BERT alone, of both tables: {_percent(usual_new.median)} off in the median, "
         f"{_percent(usual_new.ninth)} in the worst tenth.",
         "## Intervals\n\nA prediction's interval holds 80 % of measurements, by split conformal prediction: the quantiles of "
-        "measured / predicted over the rows left out, each model on each GPU with equal weight or, where that is wider, each "
-        "source. A GPU that was not seen gets no narrower one than a GPU that was.\n\n" + _intervals(table),
+        "measured / predicted over the rows left out, half way between those where each model on each GPU has equal "
+        "weight and those where each source has. A GPU that was not seen gets no narrower one than a GPU that was.\n\n"
+        + _intervals(table),
         "## Some rows\n\nPredicted by the shipped constants, which saw these rows, from a fresh trace:\n\n"
         + _examples(families, table),
         "## What was left out\n\n" + _excluded(truth),

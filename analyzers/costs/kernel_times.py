@@ -145,6 +145,10 @@ def demand_of(kernels: Kernels, device: Device, *, precision: str = "fp32", chan
     )
     flops = kernels.flops.copy()
     flops[tiled] = tiled_flops(kernels.gemm[tiled], device.multiprocessors)
+    turning = shaped & (device.multiprocessors > 0) & (kernels.kind == CLASS["recurrent"])
+    if turning.any():  # the steps run one after another: each alone fills the device, or does not
+        one = kernels.gemm[turning] * [0.0, 1.0, 1.0, 1.0] + [1.0, 0.0, 0.0, 0.0]
+        flops[turning] *= tiled_flops(one, device.multiprocessors) / (2.0 * one.prod(axis=1))
     arithmetic_of, traffic_of = _constants_of(kernels, tensor, layout)
     product = arithmetic_of >= 0
     sized = np.maximum(kernels.moved_bytes, 1.0)
