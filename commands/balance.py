@@ -189,7 +189,7 @@ def describe(trace: SpeedTrace, outcomes: dict[str, Outcome], total: int, settin
                 **split(outcome),
             )
             for name, outcome in outcomes.items()
-            if name not in ("equal", "oracle")
+            if name not in ("equal", "oracle") and outcome.rmse is not None and outcome.rmse_relative is not None
         },
         equal_split=SplitTime(**split(equal)),
         oracle=SplitTime(**split(oracle)),
@@ -226,4 +226,4 @@ def compare(trace: SpeedTrace, total: int, name: str, settings: Settings) -> dic
 def _drawn(outcomes: dict[str, Outcome]) -> dict[str, Outcome]:
     """Return the outcomes to draw: up to three predictors, those with the lowest errors."""
     predictors = [name for name in outcomes if name not in ("equal", "oracle")]
-    return {name: outcomes[name] for name in sorted(predictors, key=lambda name: outcomes[name].rmse)[:3]}
+    return {name: outcomes[name] for name in sorted(predictors, key=lambda name: outcomes[name].rmse or 0.0)[:3]}

@@ -98,8 +98,14 @@ def emit(
     made = render(plan, known, wishes)
     write_text(path, made.text)
     if as_json:
-        facts = {"world_size": plan.world_size, "plan_sha256": plan_hash(plan), "not_expressed": list(made.gaps)}
-        print_json(EmitResult(target=target, paths=[str(path)], **facts))
+        found = EmitResult(
+            target=target,
+            paths=[str(path)],
+            world_size=plan.world_size,
+            plan_sha256=plan_hash(plan),
+            not_expressed=list(made.gaps),
+        )
+        print_json(found)
         return
     for gap in made.gaps:
         note(f"not expressed by {target}: {gap}")

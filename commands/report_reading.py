@@ -12,7 +12,7 @@ from pydantic import BaseModel, ValidationError
 
 from ddltool.analyzers.deciding.feedback import check_rows
 from ddltool.artifacts import Artifact, parse, read_document, read_text
-from ddltool.commands.gate_files import profile_document
+from ddltool.commands.gate_files import checked_document
 from ddltool.errors import InputError, did_you_mean
 from ddltool.goodput_model import Goodput
 from ddltool.graph_io import from_document
@@ -102,16 +102,12 @@ def read_any(path: Path) -> Found:
 
 
 def _from_document(path: Path) -> Found:
-
     document = read_document(path)
     kind = _kind_of(document, str(path))
     if kind == "profile":
-        rows = document.get("rows")
-        if not isinstance(rows, list) or not rows or not all(isinstance(row, dict) for row in rows):
-            raise InputError(f"{path}:rows", "is no list of rows", "make the profile again")
         import pandas as pd
 
-        checked = profile_document(pd.DataFrame(rows), str(path))
+        checked = checked_document({**document, "kind": "ddltool.profile"}, str(path))
         return Found(kind=kind, path=path, content=pd.DataFrame(checked["rows"]))
     return Found(kind=kind, path=path, content=_parsers()[kind]({"kind": f"ddltool.{kind}", **document}, str(path)))
 

@@ -108,7 +108,7 @@ RESULTS = (
 KINDS: dict[str, Kind] = {kind.name: kind for kind in (*FILES, *RESULTS)}
 
 
-_FILE_MODELS = (
+_FILE_MODELS: tuple[type[Any], ...] = (
     GraphDocument,
     ProfileRow,
     Goodput,

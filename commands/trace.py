@@ -26,7 +26,7 @@ from ddltool.analyzers.loading.timed_graph import timed_graph
 from ddltool.analyzers.placement.determinism import Scan
 from ddltool.analyzers.placement.determinism_ops import TORCH_VERSION
 from ddltool.analyzers.reporting.graph_section import determinism_section, trace_section
-from ddltool.artifacts import check_writable, to_json, write_text
+from ddltool.artifacts import check_writable, parse_record, to_json, write_text
 from ddltool.commands.options import (
     ChannelsLast,
     DevicesFile,
@@ -248,7 +248,6 @@ def _schedules(comparison: Comparison) -> dict[str, ScheduleFigures]:
     schedules: dict[str, ScheduleFigures] = {}
     for name, result in comparison.results().items():
         shares = attribute(comparison, result.makespan_s)
-        ordered = {"orders_compute": comparison.orders_compute} if name == "improved" else {}
         schedules[name] = ScheduleFigures(
             makespan_s=result.makespan_s,
             makespan_std_s=result.makespan_std_s,
@@ -260,8 +259,9 @@ def _schedules(comparison: Comparison) -> dict[str, ScheduleFigures]:
             attribution=LostEfficiency(**asdict(shares)) if shares is not None else None,
             order=list(result.schedule.order) if result.schedule is not None else None,
             priority=dict(result.schedule.priority) if result.schedule is not None else None,
-            **ordered,
         )
+    ordered = {"orders_compute": comparison.orders_compute}
+    schedules["improved"] = schedules["improved"].model_copy(update=ordered)
     exact = comparison.exact
     if exact is not None:
         schedules["exact"] = ScheduleFigures(
@@ -287,20 +287,19 @@ _SAID = (
 
 def traced_graph(graph: Graph) -> TracedGraph:
     """Return a graph's figures."""
-    return TracedGraph(
-        name=graph.name,
-        mode=graph.mode,
-        batch_size=graph.batch_size,
-        parameters=len(graph.of_kind(RECV)),
-        parameter_bytes=int(graph.parameter_bytes),
-        parameter_elements=graph.meta.get("parameter_elements"),
-        ops=len(graph),
-        recvs=len(graph.of_kind(RECV)),
-        sends=len(graph.of_kind(SEND)),
-        flops=float(graph.flops.sum()),
-        **{key: graph.meta.get(key) for key in _SAID},
-        channels=sum(name.startswith("channel:") for name in graph.resource_names),
-    )
+    counts = {
+        "parameters": len(graph.of_kind(RECV)),
+        "parameter_bytes": int(graph.parameter_bytes),
+        "parameter_elements": graph.meta.get("parameter_elements"),
+        "ops": len(graph),
+        "recvs": len(graph.of_kind(RECV)),
+        "sends": len(graph.of_kind(SEND)),
+        "flops": float(graph.flops.sum()),
+    }
+    times = {key: graph.meta.get(key) for key in _SAID}
+    channels = sum(name.startswith("channel:") for name in graph.resource_names)
+    whole = {"name": graph.name, "mode": graph.mode, "batch_size": graph.batch_size, **counts, **times}
+    return parse_record({**whole, "channels": channels}, TracedGraph, graph.name)
 
 
 def _servers_of(graph: Graph) -> dict[str, list[str]]:

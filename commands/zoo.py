@@ -63,7 +63,7 @@ def describe(name: str) -> ZooModel:
         title=entry(name).title,
         batch_size=entry(name).batch_size,
         parameters=len(graph.of_kind(RECV)),
-        parameter_elements=graph.meta["parameter_elements"],
+        parameter_elements=int(graph.meta["parameter_elements"] or 0),
         parameter_mib=graph.parameter_bytes / 2**20,
         ops_inference=len(graphs["inference"].of_kind(COMPUTE)),
         ops_training=len(graph.of_kind(COMPUTE)),

@@ -325,7 +325,7 @@ def test_the_documents_of_other_commands() -> None:
         ({"kind": "ddltool.plam"}, 'did you mean "plan"'),
         ({}, "no figures to gate"),
         ({"kind": "ddltool.trace"}, "graph: is missing"),
-        ({"kind": "ddltool.barrier", "workers": 3, "lookahead": 2, "bsp": 4, "algorithms": {}}, "barrier"),
+        ({"kind": "ddltool.barrier", "workers": 3, "lookahead": 2, "bsp": 4, "algorithms": {}}, "bsp: is 4"),
         ({"kind": "ddltool.figures", "figures": {"a": "fast"}}, "finite number"),
         ({"kind": "ddltool.figures", "figures": {}}, "no figures"),
         ({"kind": "ddltool.profile", "rows": []}, "no rows"),

@@ -43,7 +43,7 @@ class Artifact(Record):
 
 
 A = TypeVar("A", bound=Artifact)
-R = TypeVar("R", bound=Record)
+R = TypeVar("R", bound=BaseModel)
 
 
 def read_text(path: str | Path) -> str:

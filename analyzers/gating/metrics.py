@@ -15,7 +15,7 @@ from ddltool.analyzers.gating.measured import merge, step_times, telemetry_times
 from ddltool.analyzers.gating.metric import Metric, Unit, figure, figures, harmless
 from ddltool.analyzers.gating.noise import cell_of
 from ddltool.analyzers.reporting.sweep_means import means_by_policy
-from ddltool.artifacts import parse
+from ddltool.artifacts import Artifact, parse
 from ddltool.errors import InputError, did_you_mean, shortened
 from ddltool.goodput_model import Goodput
 from ddltool.graph import RECV, SEND, Graph
@@ -36,7 +36,8 @@ from ddltool.results import (
 )
 
 _SWEEP_UNITS = {"utilization": "share", "worst_fairness": "", "restarts": "", "cost": ""}
-_MODELS = {model.KIND: model for model in (Plan, Enforcement, Goodput, TraceResult, *SHOWN)}
+_SHOWN: tuple[type[Artifact], ...] = (Plan, Enforcement, Goodput, TraceResult, *SHOWN)
+_MODELS = {model.KIND: model for model in _SHOWN}
 Extractor = Callable[[Any, str], Iterable[Metric]]
 
 

@@ -202,7 +202,8 @@ def _weight_pairs(text: str) -> list[tuple[str, str]]:
 
 def _read(path: Path, columns: tuple[str, ...]) -> pd.DataFrame:
     if path.is_file() and not path.stat().st_size:
-        remedy = f"give a CSV with the columns {', '.join(columns)}"
+        more = ", or telemetry" if columns == END_COLUMNS else ""
+        remedy = f"give a CSV with the columns {', '.join(columns)}{more}"
         raise InputError(str(path), "is empty", remedy)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # columns of mixed type in a long table: what is wrong in them is told below

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -80,7 +80,7 @@ def _params(record: ThroughputRecord) -> ThroughputParams:
     return ThroughputParams.from_dict(record.model_dump())
 
 
-def _points(frame: pd.DataFrame) -> tuple[str, str]:
+def _points(frame: pd.DataFrame) -> tuple[Callable[[], str], str]:
     """Return the measured points of each placement, and a remark where not all are drawn."""
     lines = []
     for (device, nodes, replicas), part in frame.groupby(["device", "num_nodes", "num_replicas"]):

@@ -177,7 +177,7 @@ def trace_section(found: TraceResult) -> Section:
         lead.append(f"E is undefined: {found.efficiency_undefined}")
     lead += [f"Verdict: {found.verdict.text}"] if found.verdict is not None else []
     lead.append(_best_words(found))
-    header = ("order", "step time", "min .. max", "efficiency E")
+    header: tuple[str, ...] = ("order", "step time", "min .. max", "efficiency E")
     caption = "Parameter servers: order of transfers"
     blocks: list[Picture | Table] = [Table(caption=caption, header=header, rows=_order_rows(found), label="simulated")]
     if found.collectives is not None:
@@ -218,7 +218,7 @@ def _origin(graph: TracedGraph) -> str:
 
 def _order_rows(found: TraceResult) -> list[tuple[str, ...]]:
     """Return the rows of the table of orders: those simulated, the exact one, and the bounds."""
-    rows = []
+    rows: list[tuple[str, ...]] = []
     for name, result in found.schedules.items():
         label = f"{name} (and compute)" if name == "exact" or result.orders_compute else name
         spread = f"{show_seconds(result.makespan_min_s)} .. {show_seconds(result.makespan_max_s)}"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import PurePath
 
 import numpy as np
@@ -115,8 +115,8 @@ def _time(seconds: float, longest_s: float) -> str:
 
 def _over_time(
     times_s: NDArray[np.float64], series: Mapping[str, NDArray[np.float64]], *, ylabel: str, title: str
-) -> str:
-    """Return counts over the time of a workload, by policy; ``times_s`` and each series (t,)."""
+) -> Callable[[], str]:
+    """Return what draws counts over the time of a workload, by policy; ``times_s`` and each series (t,)."""
     scale, unit = _clock(float(times_s[-1]))
     lines = [Line(label=key, x=times_s * scale, y=values) for key, values in series.items()]
     return draw_lines(lines, xlabel=f"time ({unit})", ylabel=ylabel, title=title, draw="steps", whole="y")
