@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import json
 import tomllib
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
-from pydantic import ValidationError
+from pydantic import Field, PrivateAttr, ValidationError
 
 from ddltool.analyzers.deciding.feedback import check_rows
 from ddltool.analyzers.gating.metrics import EXTRACTORS, Figures, combine
 from ddltool.analyzers.gating.rules import Rule, default_rules, parse_rules
-from ddltool.artifacts import read_document, read_text
+from ddltool.artifacts import Record, parse_record, read_document, read_text
 from ddltool.errors import InputError, did_you_mean
 from ddltool.profile import check_profile, read_table
 from ddltool.schema_words import in_words
@@ -87,14 +86,18 @@ def figures_of(paths: Sequence[Path]) -> Figures:
     return combine([(read_artifact(path), str(path)) for path in paths])
 
 
-@dataclass(frozen=True, kw_only=True)
-class GateConfig:
+class GateConfig(Record):
     """The ``[gate]`` table of a ``ddltool.toml``: rules by kind (without ``ddltool.``), level and baseline."""
 
-    where: str
-    rules: Mapping[str, Sequence[str]] = field(default_factory=dict)
-    level: float | None = None
+    rules: dict[str, Annotated[list[str], Field(min_length=1)]] = Field(default_factory=dict)
+    level: Annotated[float, Field(gt=0, lt=1)] | None = None
     baseline: str | None = None
+    _where: str = PrivateAttr("")
+
+    @property
+    def where(self) -> str:
+        """The file that was read."""
+        return self._where
 
 
 def read_config(path: Path) -> GateConfig:
@@ -105,27 +108,15 @@ def read_config(path: Path) -> GateConfig:
         raise InputError(str(path), f"is not valid TOML ({error})", "mind the quotes and brackets") from None
     if not isinstance(table, dict):
         raise InputError(str(path), "has no table [gate]", "write [gate.rules] with lists of rules by kind")
-    for name in table:
-        if name not in ("rules", "level", "baseline"):
-            raise InputError(
-                f"{path}:gate", f"unknown field {name!r}", did_you_mean(name, ["rules", "level", "baseline"])
-            )
-    rules = table.get("rules", {})
-    if not isinstance(rules, dict):
-        raise InputError(f"{path}:gate.rules", "is no table", "write [gate.rules], then KIND = [RULE, ...]")
+    found = parse_record(table, GateConfig, str(path), "gate")
     known = {kind.removeprefix("ddltool.") for kind in EXTRACTORS}
-    for kind, texts in rules.items():
+    for kind in found.rules:
         if kind not in known:
             raise InputError(f"{path}:gate.rules", f"unknown kind {kind!r}", did_you_mean(kind, known))
-        if not isinstance(texts, list) or not texts or not all(isinstance(text, str) for text in texts):
-            raise InputError(f"{path}:gate.rules.{kind}", "is no list of rules", 'write ["METRIC <= VALUE", ...]')
-    level, baseline = table.get("level"), table.get("baseline")
-    if level is not None and not (type(level) is float and 0 < level < 1):
-        raise InputError(f"{path}:gate.level", f"is {level!r}", "give a share between 0 and 1, such as 0.05")
-    if baseline is not None and not isinstance(baseline, str):
-        raise InputError(f"{path}:gate.baseline", f"is {baseline!r}", "give the path of a folder or a file")
-    folder = str(path.parent / baseline) if baseline is not None else None
-    return GateConfig(where=str(path), rules=rules, level=level, baseline=folder)
+    folder = str(path.parent / found.baseline) if found.baseline is not None else None
+    made = found.model_copy(update={"baseline": folder})
+    made._where = str(path)
+    return made
 
 
 def rules_for(kind: str, given: Sequence[str], config: GateConfig | None) -> tuple[list[Rule], str]:
