@@ -27,12 +27,12 @@ from ddltool.analyzers.loading.timed_graph import timed_graph
 from ddltool.analyzers.placement.enforcement import to_enforcement
 from ddltool.analyzers.reporting.page import render
 from ddltool.artifacts import read_document, save, to_json, write_text
+from ddltool.commands.artifact_reading import read_any
 from ddltool.commands.fit import fit_files
 from ddltool.commands.options import Json, Seed
 from ddltool.commands.output import err, note, out, print_json, progress, table
 from ddltool.commands.profile_measure import RESOLVER, measure_with_progress
 from ddltool.commands.report import build
-from ddltool.commands.report_reading import read_any
 from ddltool.commands.trace import trace_result
 from ddltool.device import Network
 from ddltool.errors import DdlToolError, InputError

@@ -5,11 +5,13 @@ from __future__ import annotations
 import os
 import sys
 import time
+import tomllib
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Optional
 
 import typer
+from pydantic import Field, PrivateAttr
 
 from ddltool import __version__
 from ddltool.analyzers.gating.formats import junit as as_junit
@@ -18,18 +20,20 @@ from ddltool.analyzers.gating.formats import sentence, summary, workflow_command
 from ddltool.analyzers.gating.gate import LEVEL, judge
 from ddltool.analyzers.gating.metric import LONGEST_NAME, harmless
 from ddltool.analyzers.gating.metric import show as show_figure
-from ddltool.analyzers.gating.metrics import Figures
+from ddltool.analyzers.gating.metrics import EXTRACTORS, Figures, combine
+from ddltool.analyzers.gating.rules import Rule, default_rules, parse_rules
 from ddltool.analyzers.reporting.result_sections import gate_section
-from ddltool.artifacts import check_writable, save, write_text
-from ddltool.commands.gate_files import CONFIG_NAME, GateConfig, figures_of, read_config, rules_for
+from ddltool.artifacts import Record, check_writable, parse_record, read_text, save, write_text
+from ddltool.commands.artifact_reading import read_artifact
 from ddltool.commands.options import Json, Seed
 from ddltool.commands.output import out, print_json, show, table
 from ddltool.commands.parts import demand_part
-from ddltool.errors import CheckFailed, InputError, shortened
+from ddltool.errors import CheckFailed, InputError, did_you_mean, shortened
 from ddltool.outputs import demand_distinct
 from ddltool.results import GateMetrics, GateResult, MetricFigure
 
 _NAMED = 8
+CONFIG_NAME = "ddltool.toml"
 
 
 def gate(
@@ -200,3 +204,51 @@ def _list_metrics(found: Figures, as_json: bool) -> None:
         for metric in metrics
     ]
     out().print(table(f"Metrics of a {kind}", ("metric", "", "value", "repeats"), rows, text_columns=2))
+
+
+def figures_of(paths: Sequence[Path]) -> Figures:
+    """Return the metrics of files that measure or predict the same thing. Raises InputError for two kinds."""
+    return combine([(read_artifact(path), str(path)) for path in paths])
+
+
+class GateConfig(Record):
+    """The ``[gate]`` table of a ``ddltool.toml``: rules by kind (without ``ddltool.``), level and baseline."""
+
+    rules: dict[str, Annotated[list[str], Field(min_length=1)]] = Field(default_factory=dict)
+    level: Annotated[float, Field(gt=0, lt=1)] | None = None
+    baseline: str | None = None
+    _where: str = PrivateAttr("")
+
+    @property
+    def where(self) -> str:
+        """The file that was read."""
+        return self._where
+
+
+def read_config(path: Path) -> GateConfig:
+    """Return the ``[gate]`` table of a TOML file. Raises InputError naming what is unknown or of the wrong type."""
+    try:
+        table = tomllib.loads(read_text(path)).get("gate")
+    except tomllib.TOMLDecodeError as error:
+        raise InputError(str(path), f"is not valid TOML ({error})", "mind the quotes and brackets") from None
+    if not isinstance(table, dict):
+        raise InputError(str(path), "has no table [gate]", "write [gate.rules] with lists of rules by kind")
+    found = parse_record(table, GateConfig, str(path), "gate")
+    known = {kind.removeprefix("ddltool.") for kind in EXTRACTORS}
+    for kind in found.rules:
+        if kind not in known:
+            raise InputError(f"{path}:gate.rules", f"unknown kind {kind!r}", did_you_mean(kind, known))
+    folder = str(path.parent / found.baseline) if found.baseline is not None else None
+    made = found.model_copy(update={"baseline": folder})
+    made._where = str(path)
+    return made
+
+
+def rules_for(kind: str, given: Sequence[str], config: GateConfig | None) -> tuple[list[Rule], str]:
+    """Return the rules that hold, and where they come from: as given, else the configuration's, else the defaults."""
+    short = kind.removeprefix("ddltool.")
+    if given:
+        return parse_rules(given, "--rule"), "--rule"
+    if config is not None and short in config.rules:
+        return parse_rules(config.rules[short], f"{config.where}:gate.rules.{short}"), config.where
+    return default_rules(kind), f"defaults for {short}"

@@ -168,7 +168,7 @@ def _judge(
     """Return the verdict; with ``update`` the current artifact is its own baseline, so that absolute limits still hold."""
     from ddltool.analyzers.gating.gate import LEVEL, judge
     from ddltool.analyzers.gating.metrics import extract
-    from ddltool.commands.gate_files import CONFIG_NAME, figures_of, read_config, rules_for
+    from ddltool.commands.gate import CONFIG_NAME, figures_of, read_config, rules_for
     from ddltool.errors import InputError
 
     found = extract(_document(current), "current")
@@ -187,7 +187,7 @@ def _judge(
 
 def _replaced(target: Path, found: Figures) -> Figures:
     """Return the figures of the baseline that an update replaces; those of the current artifact where it has none."""
-    from ddltool.commands.gate_files import figures_of
+    from ddltool.commands.gate import figures_of
     from ddltool.errors import InputError
 
     try:
@@ -213,7 +213,7 @@ def _document(current: Any) -> Mapping[str, Any]:
     import pandas as pd
     from pydantic import BaseModel
 
-    from ddltool.commands.gate_files import checked_document, profile_document, read_artifact
+    from ddltool.commands.artifact_reading import checked_document, profile_document, read_artifact
     from ddltool.errors import InputError
     from ddltool.graph import Graph
     from ddltool.graph_io import to_document
@@ -238,7 +238,7 @@ def _write(current: Any, target: Path) -> None:
     from pydantic import BaseModel
 
     from ddltool.artifacts import read_text, save, write_text
-    from ddltool.commands.gate_files import is_table
+    from ddltool.commands.artifact_reading import is_table
     from ddltool.errors import InputError
     from ddltool.profile import write_profile
 

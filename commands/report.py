@@ -23,9 +23,9 @@ from ddltool.analyzers.reporting import (
 from ddltool.analyzers.reporting.graph_section import graph_section
 from ddltool.analyzers.reporting.section import Section
 from ddltool.artifacts import check_writable, write_text
+from ddltool.commands.artifact_reading import ORDER, Found, read_any, told_apart
 from ddltool.commands.options import Json
 from ddltool.commands.output import out, print_json, progress, table
-from ddltool.commands.report_reading import ORDER, Found, read_any, told_apart
 from ddltool.commands.values import number
 from ddltool.device import Network
 from ddltool.fixtures.loading import calibration, devices

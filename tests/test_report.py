@@ -21,8 +21,8 @@ from hypothesis import strategies as st
 from ddltool.analyzers.reporting.fit_sections import goodput_section
 from ddltool.analyzers.reporting.section import Picture, shortened
 from ddltool.analyzers.reporting.telemetry_section import binned
+from ddltool.commands.artifact_reading import ORDER, Found, read_any, told_apart
 from ddltool.commands.report import report
-from ddltool.commands.report_reading import ORDER, Found, read_any, told_apart
 from ddltool.errors import InputError
 from ddltool.goodput_model import Goodput
 from ddltool.units import show_seconds

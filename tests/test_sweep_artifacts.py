@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from ddltool.analyzers.gating.metrics import extract
-from ddltool.commands.report_reading import read_any
+from ddltool.commands.artifact_reading import read_any
 from ddltool.fixtures.loading import folder
 from tests.conftest import Result
 

@@ -1,4 +1,4 @@
-"""Reads what ``ddltool report`` shows: any artifact, told by its kind, its name or its columns, and checked."""
+"""Reads any artifact, told by its kind, its name or its columns, and checked: for the report, and as documents for gate."""
 
 from __future__ import annotations
 
@@ -6,22 +6,26 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from pydantic import BaseModel, ValidationError
 
 from ddltool.analyzers.deciding.feedback import check_rows
 from ddltool.artifacts import Artifact, parse, read_document, read_text
-from ddltool.commands.gate_files import checked_document
 from ddltool.errors import InputError, did_you_mean
 from ddltool.goodput_model import Goodput
 from ddltool.graph_io import from_document
 from ddltool.plan import Enforcement, Plan
-from ddltool.profile import read_profile
+from ddltool.profile import check_profile, read_profile, read_table
 from ddltool.results import SHOWN
 from ddltool.schema_words import in_words
 from ddltool.telemetry import TelemetryRow
 
+if TYPE_CHECKING:
+    import pandas as pd
+
+# Tables of rows.
+_TABLES = (".csv", ".jsonl", ".ndjson")
 # Sections stand in the order in which data flow.
 ORDER = (
     "graph",
@@ -224,3 +228,60 @@ def _checked(path: Path, rows: list[tuple[int, Row]], model_of: Callable[[Row], 
             field = ".".join(map(str, first["loc"]))
             raise InputError(f"{path}:line {number}:{field}", *in_words(first)) from None
     return made
+
+
+# The same as documents, for what compares them
+
+
+def is_table(path: Path) -> bool:
+    """Return whether a file's name says that it is a table of rows: .csv, .jsonl, either with .gz."""
+    return any(suffix in _TABLES for suffix in path.suffixes[-2:])
+
+
+def read_artifact(path: Path) -> dict[str, Any]:
+    """Return an artifact as a document with its ``kind``; tables become ``{kind, rows}``.
+
+    Raises InputError for files that cannot be read and for tables that break their schema.
+    """
+    if is_table(path):
+        return _table(path)
+    return checked_document(read_document(path), str(path))
+
+
+def checked_document(document: dict[str, Any], where: str) -> dict[str, Any]:
+    """Return a document as it is, a profile (as ``ddltool profile --json`` prints it) with its rows checked."""
+    if document.get("kind") == "ddltool.profile":
+        return profile_document(_frame(document.get("rows"), where), where)
+    return document
+
+
+def _table(path: Path) -> dict[str, Any]:
+
+    frame = read_table(path)
+    if "compute_s" not in frame.columns:
+        return profile_document(frame, str(path))
+
+    check_rows(frame, str(path))
+    rows = json.loads(frame.to_json(orient="records", double_precision=15))
+    for number, row in enumerate(rows, start=1):
+        try:
+            TelemetryRow.model_validate(row)
+        except ValidationError as error:
+            first = error.errors()[0]
+            column = ".".join(map(str, first["loc"]))
+            raise InputError(f"{path}:line {number}:{column}", *in_words(first)) from None
+    return {"kind": "ddltool.telemetry", "rows": rows}
+
+
+def _frame(rows: Any, where: str) -> pd.DataFrame:
+    import pandas as pd
+
+    if not isinstance(rows, list) or not rows or not all(isinstance(row, dict) for row in rows):
+        raise InputError(f"{where}:rows", "is no list of rows", "make the profile again")
+    return pd.DataFrame(rows)
+
+
+def profile_document(frame: pd.DataFrame, where: str) -> dict[str, Any]:
+    """Return a profile's frame as a document. Raises InputError where it breaks the schema."""
+    checked = check_profile(frame, where)
+    return {"kind": "ddltool.profile", "rows": checked.to_dict("records")}
