@@ -168,7 +168,7 @@ def test_a_convolution_takes_as_long_as_torchs(tmp_path: Path) -> None:
     numbers = cost_model(devices().device("V100"), calibration())
     ours = numbers.step(trace_onnx(path)).device_s
     torchs = numbers.step(trace_torch(lambda: step, mode="inference")).device_s
-    assert ours == pytest.approx(torchs, rel=0.2)
+    assert ours == pytest.approx(torchs, rel=1e-6)
 
 
 def test_unknown_ops_count_as_default(tmp_path: Path) -> None:

@@ -270,6 +270,7 @@ class _Builder:
             inputs=tuple(sources),
             op_type=f"onnx.{node.op_type}",
             estimate=cost.estimate,
+            gemm=cost.gemm,
         )
 
 

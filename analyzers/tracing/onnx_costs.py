@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ddltool.analyzers.oracle.op_types import factors, names_in
-from ddltool.graph import Estimate
+from ddltool.graph import NO_GEMM, Estimate, Gemm
 
 Shape = tuple[int, ...]
 
@@ -32,8 +32,11 @@ class NodeCost:
     flops: float
     size_bytes: float
     estimate: Estimate
+    gemm: Gemm = NO_GEMM
 
 
+# FLOPs, and count, m, n and k of the matrix product that they are.
+Counted = tuple[float, Gemm]
 # Looks at a tensor in another way, or concerns shapes only.
 _FREE = names_in(
     "Reshape Flatten Squeeze Unsqueeze Identity Dropout Shape Size Constant ConstantOfShape NonZero Optional "
@@ -92,7 +95,7 @@ def cost_of(node: NodeView) -> NodeCost:
     rule = _RULES.get(node.op_type)
     counted = rule(node) if rule is not None else None
     if counted is not None:
-        return NodeCost(flops=counted, size_bytes=moved, estimate="rule")
+        return NodeCost(flops=counted[0], size_bytes=moved, estimate="rule", gemm=counted[1])
     elements = max((math.prod(shape) for shape in (*node.inputs, *node.outputs) if shape is not None), default=0)
     factor = _PER_ELEMENT.get(node.op_type)
     return NodeCost(flops=(factor or 1.0) * elements, size_bytes=moved, estimate="rule" if factor else "default")
@@ -102,57 +105,74 @@ def _shape(shapes: Sequence[Shape | None], place: int) -> Shape | None:
     return shapes[place] if place < len(shapes) else None
 
 
-def _convolution(node: NodeView) -> float | None:
+def _convolution(node: NodeView) -> Counted | None:
     """Two per multiply-add: every output element sums over the kernel and its group's input channels."""
     output, weight = _shape(node.outputs, 0), _weight(node)
-    return None if output is None or weight is None else 2.0 * math.prod(output) * math.prod(weight[1:])
+    return None if output is None or weight is None else _filtered(node, output, weight)
 
 
-def _transposed_convolution(node: NodeView) -> float | None:
+def _transposed_convolution(node: NodeView) -> Counted | None:
     source, weight = _shape(node.inputs, 0), _weight(node)
-    return None if source is None or weight is None else 2.0 * math.prod(source) * math.prod(weight[1:])
+    return None if source is None or weight is None else _filtered(node, source, weight)
+
+
+def _filtered(node: NodeView, seen: Shape, weight: Shape) -> Counted:
+    """Return what every position of ``seen`` (n, channels, ...) costs that meets all filters (channels, taps ...) once."""
+    groups, taps = int(node.attributes.get("group", 1)), math.prod(weight[1:])
+    positions = math.prod((seen[0], *seen[2:])) if len(seen) > 1 else 1
+    gemm = (float(groups), float(positions), weight[0] / max(groups, 1), float(taps))
+    return 2.0 * math.prod(seen) * taps, gemm
 
 
 def _weight(node: NodeView) -> Shape | None:
     return _shape(node.inputs, 3 if node.op_type == "QLinearConv" else 1)
 
 
-def _gemm(node: NodeView) -> float | None:
+def _gemm(node: NodeView) -> Counted | None:
     output, left = _shape(node.outputs, 0), _shape(node.inputs, 0)
     if output is None or left is None or len(left) != 2:
         return None
-    return 2.0 * math.prod(output) * left[0 if node.attributes.get("transA") else 1]
+    inner = left[0 if node.attributes.get("transA") else 1]
+    return 2.0 * math.prod(output) * inner, (1.0, float(math.prod(output[:-1])), float(output[-1]), float(inner))
 
 
-def _matmul(node: NodeView) -> float | None:
-    output, left = _shape(node.outputs, 0), _shape(node.inputs, 0)
-    return None if output is None or not left else 2.0 * math.prod(output) * left[-1]
+def _matmul(node: NodeView) -> Counted | None:
+    output, left, right = _shape(node.outputs, 0), _shape(node.inputs, 0), _shape(node.inputs, 1)
+    if output is None or not left:
+        return None
+    flops = 2.0 * math.prod(output) * left[-1]
+    if len(output) < 2:
+        return flops, NO_GEMM
+    one = right is not None and len(right) == 2  # the batch then counts as rows
+    count, rows = (1, math.prod(output[:-1])) if one else (math.prod(output[:-2]), output[-2])
+    return flops, (float(count), float(rows), float(output[-1]), float(left[-1]))
 
 
-def _pooling(node: NodeView) -> float | None:
+def _pooling(node: NodeView) -> Counted | None:
     output, kernel = _shape(node.outputs, 0), node.attributes.get("kernel_shape")
-    return None if output is None or kernel is None else float(math.prod(output) * math.prod(kernel))
+    return None if output is None or kernel is None else (float(math.prod(output) * math.prod(kernel)), NO_GEMM)
 
 
-def _local_response(node: NodeView) -> float | None:
+def _local_response(node: NodeView) -> Counted | None:
     output = _shape(node.outputs, 0)
-    return None if output is None else float(math.prod(output) * (int(node.attributes.get("size", 1)) + 3))
+    return None if output is None else (float(math.prod(output) * (int(node.attributes.get("size", 1)) + 3)), NO_GEMM)
 
 
-def _recurrent(gates: int) -> Callable[[NodeView], float | None]:
-    def count(node: NodeView) -> float | None:
+def _recurrent(gates: int) -> Callable[[NodeView], Counted | None]:
+    def count(node: NodeView) -> Counted | None:
         source, weight, recurrent = (_shape(node.inputs, place) for place in range(3))
         if source is None or weight is None or recurrent is None or len(source) != 3 or len(weight) != 3:
             return None
         if weight[1] % gates:
             return None
         length, batch, _ = source
-        return 2.0 * length * batch * (math.prod(weight) + math.prod(recurrent))
+        gemm = (float(length * weight[0]), float(batch), float(weight[1]), float(weight[2] + recurrent[-1]))
+        return 2.0 * length * batch * (math.prod(weight) + math.prod(recurrent)), gemm
 
     return count
 
 
-_RULES: Mapping[str, Callable[[NodeView], float | None]] = {
+_RULES: Mapping[str, Callable[[NodeView], Counted | None]] = {
     **dict.fromkeys(("Conv", "ConvInteger", "QLinearConv"), _convolution),
     "ConvTranspose": _transposed_convolution,
     "Gemm": _gemm,
