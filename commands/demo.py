@@ -28,7 +28,6 @@ from ddltool.analyzers.placement.enforcement import to_enforcement
 from ddltool.analyzers.reporting.page import render
 from ddltool.artifacts import read_document, save, to_json, write_text
 from ddltool.commands.artifact_reading import read_any
-from ddltool.commands.fit import fit_files
 from ddltool.commands.options import Json, Seed
 from ddltool.commands.output import err, note, out, print_json, progress, table
 from ddltool.commands.profile_measure import RESOLVER, measure_with_progress
@@ -160,6 +159,7 @@ def _profile(found: Findings, seed: int) -> None:
 
 
 def _fit(found: Findings, seed: int) -> None:
+    from ddltool.analyzers.loading.fitted_models import fit_files
 
     found.fitted = fit_files([found.folder / "profile.csv"], seed)
     save(found.fitted, found.folder / "goodput.json")
@@ -237,6 +237,7 @@ def _end(child: subprocess.Popen[bytes]) -> None:
 
 
 def _refit(found: Findings, seed: int) -> None:
+    from ddltool.analyzers.loading.fitted_models import fit_files
 
     found.refitted = fit_files([found.folder / "telemetry.jsonl"], seed)
     save(found.refitted, found.folder / "goodput-telemetry.json")

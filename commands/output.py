@@ -93,7 +93,7 @@ def show(section: Section, *written: Path | None) -> None:
             continue
         rows = numbers.rows if len(numbers.rows) <= _ROWS_SHOWN else numbers.rows[:_ROWS_SHOWN]
         left_out = len(numbers.rows) - len(rows)
-        said = f"{left_out:,} more rows: -o FILE and --json have all" if left_out else None
+        said = f"{left_out:,} more rows: --json has all" if left_out else None
         title = numbers.caption if numbers.label == "read" else f"{numbers.caption} ({numbers.label})"
         console.print(table(title, numbers.header, rows, caption=said, text_columns=numbers.text_columns))
     tell_written(*written)

@@ -1,0 +1,180 @@
+"""From tables of measured steps to a fitted model of each device type. Start at :func:`fit_files`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+from threadpoolctl import threadpool_limits
+
+from ddltool.analyzers.goodput.fit import DeviceModels, evaluate, fit_devices, predict
+from ddltool.analyzers.goodput.observations import Observations, concatenate, from_frame
+from ddltool.analyzers.goodput.uncertainty import Uncertainty, configurations, joint_intervals, suggest_next
+from ddltool.errors import InputError, did_you_mean
+from ddltool.goodput_model import DeviceGoodput, FitError, Goodput, LeftOut, NextMeasurement, ThroughputRecord
+from ddltool.profile import read_table
+
+
+def fit_files(profiles: list[Path], seed: int) -> Goodput:
+    """Return the model fitted to the rows of all files together: one per device type when the rows name several."""
+    return fit_rows(read_rows(profiles), [str(path) for path in profiles], None, seed)
+
+
+def read_rows(profiles: list[Path]) -> dict[str, Observations]:
+    """Return the rows of all files by device type; of one type under its name, which may be empty.
+
+    Raises InputError when some rows name their device and others do not know to which of several they belong.
+    """
+    devices = concatenate([from_frame(read_table(path), str(path)) for path in profiles]).by_device()
+    unnamed = devices.pop("", None)
+    if unnamed is None:
+        return devices
+    if len(devices) > 1:
+        where = str(profiles[int(unnamed.part[0])])
+        raise InputError(f"{where}:device", "is missing", f"rows of {', '.join(devices)} are there too; add the column")
+    return {name: concatenate_parts([rows, unnamed]) for name, rows in devices.items()} or {"": unnamed}
+
+
+def concatenate_parts(parts: list[Observations]) -> Observations:
+    """Return the rows of parts of one table of files: they keep the file that each came from."""
+    return replace(concatenate(parts), part=np.concatenate([rows.part for rows in parts]))
+
+
+def fit_rows(devices: dict[str, Observations], sources: list[str], holdout: Path | None, seed: int) -> Goodput:
+    """Return the model of each device type's rows as one document."""
+    kept_out = read_rows([holdout]) if holdout is not None else {}
+    # Small problems: threads that wait for each other cost more than they bring, above all on a loaded machine.
+    with threadpool_limits(1):
+        models = fit_devices(devices, seed=seed)
+        results = models.results
+        errors = holdout_errors(models, kept_out, str(holdout))
+        kept = {name: rows.take(~results[name].left_out) for name, rows in devices.items()}
+        if models.shared_network:
+            found = joint_intervals(list(kept.values()), [results[name].params for name in kept])
+            sure = dict(zip(kept, found, strict=True))
+        else:
+            sure = {name: joint_intervals([rows], [results[name].params])[0] for name, rows in kept.items()}
+        main = max(devices, key=lambda name: len(devices[name]))
+        following = next_measurement(kept[main], models, main, sure[main])
+    records = device_records(models, errors, sure)
+    return _document(records, main, models, devices, sources, following)
+
+
+def _document(
+    records: dict[str, DeviceGoodput],
+    main: str,
+    models: DeviceModels,
+    devices: dict[str, Observations],
+    sources: list[str],
+    following: NextMeasurement | None,
+) -> Goodput:
+    """Return the records of one or several device types as one document; ``main``: the type that speaks for all."""
+    top, results = records[main], models.results
+    if len(records) == 1:
+        return Goodput(
+            sources=sources,
+            **{name: getattr(top, name) for name in type(top).model_fields},
+            fit_seconds=results[main].fit_seconds,
+            next_measurement=following,
+            left_out=left_out(models, devices, sources),
+        )
+    whole = pooled_error(list(records.values()))
+    held = [item.holdout for item in records.values() if item.holdout is not None]
+    return Goodput(
+        sources=sources,
+        params=top.params,
+        **whole.model_dump(),
+        fit_seconds=sum(result.fit_seconds for result in results.values()),
+        undetermined=top.undetermined,
+        holdout=pooled_error(held) if held else None,
+        intervals=top.intervals,
+        next_measurement=following,
+        left_out=left_out(models, devices, sources),
+        devices=records,
+        shared_network=models.shared_network,
+        network_choice=models.reason,
+        note=f"params, intervals and next_measurement are those of {main}, the device with most rows",
+    )
+
+
+def holdout_errors(models: DeviceModels, kept_out: dict[str, Observations], where: str) -> dict[str, FitError]:
+    """Return the error on the rows kept out, by device. Raises InputError for a device that was not fitted."""
+    made = {}
+    for name, rows in kept_out.items():
+        # one device type, or rows that name none, need no matching names
+        known = next(iter(models.results)) if len(models.results) == 1 else name
+        if known not in models.results:
+            raise InputError(f"{where}:device", f'is "{name}"', did_you_mean(name, models.results))
+        if known in made:
+            raise InputError(f"{where}:device", f"names {', '.join(kept_out)}", "the fitted rows are of one device")
+        made[known] = evaluate(models.results[known].params, rows)
+    return made
+
+
+def pooled_error(parts: Sequence[FitError | DeviceGoodput]) -> FitError:
+    """Return the error over the samples of one part or more: root mean square of RMSLE, mean of MAPE."""
+    whole = sum(part.samples for part in parts)
+    return FitError(
+        rmsle=(sum(part.samples * part.rmsle**2 for part in parts) / whole) ** 0.5,
+        mape=sum(part.samples * part.mape for part in parts) / whole,
+        samples=whole,
+    )
+
+
+def device_records(
+    models: DeviceModels, errors: dict[str, FitError], sure: dict[str, Uncertainty]
+) -> dict[str, DeviceGoodput]:
+    """Return the fitted models as records."""
+    return {
+        name: DeviceGoodput(
+            params=ThroughputRecord(**result.params.as_dict()),
+            **result.error.model_dump(),
+            undetermined=list(result.undetermined),
+            holdout=errors.get(name),
+            intervals=sure[name].intervals,
+        )
+        for name, result in models.results.items()
+    }
+
+
+def left_out(models: DeviceModels, devices: dict[str, Observations], sources: list[str]) -> list[LeftOut]:
+    """Return what the fit left out, with the files' names."""
+    made = []
+    for name, result in models.results.items():
+        rows = devices[name]
+        expected = predict(result.params, rows)
+        for i in np.flatnonzero(result.left_out).tolist():
+            item = LeftOut(
+                source=sources[int(rows.part[i])],
+                row=int(rows.row[i]),
+                device=str(rows.device[i]),
+                num_nodes=int(rows.num_nodes[i]),
+                num_replicas=int(rows.num_replicas[i]),
+                local_batch_size=int(rows.local_batch_size[i]),
+                step_time_s=float(rows.step_time_s[i]),
+                expected_s=float(expected[i]),
+            )
+            made.append(item)
+    return made
+
+
+def next_measurement(
+    rows: Observations, models: DeviceModels, device: str, sure: Uncertainty
+) -> NextMeasurement | None:
+    """Return what to measure next on a device, among the batches seen and twice the replicas seen."""
+    tried = int(rows.num_replicas.max())
+    per_node = int((rows.num_replicas / rows.num_nodes).max())
+    if rows.num_nodes.max() == 1:
+        per_node = 2 * tried  # who has measured one node may not have a second
+    candidates = configurations(2 * tried, max(1, per_node), rows.local_batch_size, tried_replicas=tried)
+    found = suggest_next(rows, models.results[device].params, candidates, error=max(sure.error, 1e-3))
+    if found.variance_before <= 0:
+        return None
+    return NextMeasurement(
+        num_nodes=found.num_nodes,
+        num_replicas=found.num_replicas,
+        local_batch_size=found.local_batch_size,
+        variance_reduction=max(0.0, 1 - found.variance_after / found.variance_before),
+    )
