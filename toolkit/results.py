@@ -6,6 +6,7 @@ files of a newer ddltool can still be shown.
 
 from __future__ import annotations
 
+import sys
 from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, SerializerFunctionWrapHandler, model_serializer, model_validator
@@ -17,6 +18,7 @@ Number = Annotated[float, Field(allow_inf_nan=False)]
 NonNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 Count = Annotated[int, Field(ge=0)]
+_LARGEST = sys.float_info.max
 
 
 class Part(BaseModel):
@@ -27,7 +29,8 @@ class Part(BaseModel):
     @model_serializer(mode="wrap")
     def _as_set(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
         said = {*self.model_fields_set, "kind", "schema_version"}
-        return {name.removesuffix("_"): value for name, value in handler(self).items() if name in said}
+        made = {name.removesuffix("_"): value for name, value in handler(self).items() if name in said}
+        return {"kind": made["kind"], **made} if "schema_version" in made else made
 
 
 class Result(Part, Artifact):
@@ -326,6 +329,30 @@ class SweepDocument(Result):
                 raise ValueError(f"cells give {where} twice; keep one of the two")
             seen.add(key)
         return self
+
+    def means_by_policy(self) -> list[tuple[str, str, int, SweepFigures]]:
+        """Return (workload, policy, number of seeds, means over these) in the order of the document, without failed replays.
+
+        A cost is there where every replay of the group has one.
+        """
+        groups: dict[tuple[str, str], list[SweepFigures]] = {}
+        for cell in self.cells:
+            groups.setdefault((cell.workload, cell.policy), [])
+            if cell.figures is not None:
+                groups[cell.workload, cell.policy].append(cell.figures)
+        # Workload by workload, as they come first.
+        places = {workload: place for place, workload in enumerate(dict.fromkeys(workload for workload, _ in groups))}
+        ordered = sorted(groups.items(), key=lambda item: places[item[0][0]])
+        return [(workload, policy, len(values), _mean(values)) for (workload, policy), values in ordered if values]
+
+
+def _mean(values: list[SweepFigures]) -> SweepFigures:
+    made: dict[str, float | None] = {}
+    for name in SweepFigures.model_fields:
+        each = [getattr(one, name) for one in values]
+        # Divided first: a sum of large numbers may be none.
+        made[name] = None if None in each else min(sum(value / len(each) for value in each), _LARGEST)
+    return SweepFigures.model_validate(made)
 
 
 class NoiseFigures(Part):

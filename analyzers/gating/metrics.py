@@ -14,7 +14,6 @@ from typing import Any
 from ddltool.analyzers.gating.measured import merge, step_times, telemetry_times
 from ddltool.analyzers.gating.metric import Metric, Unit, figure, figures, harmless
 from ddltool.analyzers.gating.noise import cell_of
-from ddltool.analyzers.reporting.sweep_means import means_by_policy
 from ddltool.artifacts import Artifact, parse
 from ddltool.errors import InputError, did_you_mean, shortened
 from ddltool.goodput_model import Goodput
@@ -262,7 +261,7 @@ def _sweep(found: SweepDocument, where: str) -> Iterator[Metric]:
     """
     failed = sum(cell.figures is None for cell in found.cells)
     yield from figures("", replays=len(found.cells) - failed, failed=failed)
-    for workload, policy, _, mean in means_by_policy(found):
+    for workload, policy, _, mean in found.means_by_policy():
         for name, value in mean.__dict__.items():
             yield from figure(f"{name}/{policy}/{workload}", value, _SWEEP_UNITS.get(name, "s"))
     if found.comparison is not None:

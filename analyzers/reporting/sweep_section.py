@@ -6,7 +6,6 @@ from collections.abc import Sequence
 
 from ddltool.analyzers.reporting.charts import draw_bars
 from ddltool.analyzers.reporting.section import Picture, Section, Table, counted, filled, shortened
-from ddltool.analyzers.reporting.sweep_means import means_by_policy
 from ddltool.results import PolicyComparison, SweepCell, SweepDocument, SweepFigures
 
 _BARS_DRAWN = 24
@@ -27,7 +26,7 @@ _MEASURES = {
 
 def sweep_section(found: SweepDocument, name: str) -> Section:
     """Return the section of a sweep: means over the seeds, the comparison of two policies, the replays that failed."""
-    groups = means_by_policy(found)
+    groups = found.means_by_policy()
     failed = [cell for cell in found.cells if cell.figures is None]
     workloads, policies = ({getattr(cell, key) for cell in found.cells} for key in ("workload", "policy"))
     seeds = counted(len({cell.seed for cell in found.cells}), "seed")
