@@ -14,7 +14,7 @@ import psutil
 import pytest
 
 from ddltool.analyzers.loading.worker_tables import read_speeds
-from ddltool.commands.watch import profile_watch, watch_document
+from ddltool.commands.watch import profile_watch, watch_result
 from ddltool.errors import InputError
 from ddltool.runtime.measuring.watch import SpeedRow, WatchRequest, record
 
@@ -26,13 +26,13 @@ def row(iteration: int, worker: str, speed: float) -> SpeedRow:
 def test_figures_follow_from_the_rows() -> None:
     rows = [row(k, name, speed) for k in range(20) for name, speed in (("w10", 30.0), ("w9", 10.0))]
     rows = [row(0, "w9", 1e-3) if r.iteration == 0 and r.worker == "w9" else r for r in rows]
-    document = watch_document(rows, 60)
-    assert [worker["worker"] for worker in document["workers"]] == ["w9", "w10"]
-    assert document["workers"][0]["speed"] == 10.0
-    assert document["equal_split_s"] == pytest.approx(6.0)
-    assert document["speeds_known_s"] == pytest.approx(3.0)
-    assert document["left_out"] == 5
-    assert watch_document(rows[:4], 60)["left_out"] == 0
+    found = watch_result(rows, 60)
+    assert [worker.worker for worker in found.workers] == ["w9", "w10"]
+    assert found.workers[0].speed == 10.0
+    assert found.equal_split_s == pytest.approx(6.0)
+    assert found.speeds_known_s == pytest.approx(3.0)
+    assert found.left_out == 5
+    assert watch_result(rows[:4], 60).left_out == 0
 
 
 def test_real_processes_give_a_trace_for_balance(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -265,7 +265,7 @@ def test_configurations_that_are_wrong_are_told(tmp_path: Path, text: str, part:
         (["est.json", "--rule", "iteration <= 1"], 'did you mean "iteration_s"'),
         (["est.json", "--rule", "iteration_s"], "is no rule"),
         (["est.json", "t.csv", "--rule", "iteration_s <= 1"], "expected 'ddltool.plan'"),
-        (["est.json", "--rule", "gap <= 1", "--level", "2"], "give a number below 1"),
+        (["est.json", "--rule", "gap <= 1", "--level", "2"], "between 0 and 1"),
         (["est.json", "--rule", "gap <= 1", "--junit", "no/such/gate.xml"], "cannot be written"),
         (["none.json"], "no such file"),
         (["est.json", "--config", "none.toml"], "no such file"),
