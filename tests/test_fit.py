@@ -216,7 +216,7 @@ def test_the_command_on_several_types(tmp_path: Path, cli: Cli) -> None:
     with pytest.raises(InputError, match='has no A10; did you mean "A100"'):
         again.params_of("A10")
     text = cli("fit", tmp_path / "a.csv", tmp_path / "b.csv", "--holdout", tmp_path / "b.csv").out
-    assert "a.csv:row 5 (" in text
+    assert "a.csv:row5(" in "".join(text.split())
     assert "error on the holdout rows" in text
     save(again, tmp_path / "again.json")
     assert (tmp_path / "again.json").read_text() == (tmp_path / "g.json").read_text()
