@@ -91,12 +91,27 @@ def show(section: Section, *written: Path | None) -> None:
     for block in section.blocks:
         if (numbers := block if isinstance(block, Table) else block.table) is None:
             continue
-        rows = numbers.rows if len(numbers.rows) <= _ROWS_SHOWN else numbers.rows[:_ROWS_SHOWN]
-        left_out = len(numbers.rows) - len(rows)
-        said = f"{left_out:,} more rows: --json has all" if left_out else None
-        title = numbers.caption if numbers.label == "read" else f"{numbers.caption} ({numbers.label})"
-        console.print(table(title, numbers.header, rows, caption=said, text_columns=numbers.text_columns))
+        made = _table_of(numbers)
+        for name in numbers.spare:
+            if name in numbers.header and _width(console, made) > console.width:
+                numbers = numbers.without(name)
+                made = _table_of(numbers)
+        console.print(made)
     tell_written(*written)
+
+
+def _width(console: Console, made: Grid) -> int:
+    """Return how wide a table would be if nothing in it were wrapped."""
+    return console.measure(made, options=console.options.update(width=1000)).maximum
+
+
+def _table_of(numbers: Table) -> Grid:
+    """Return a section's table, of many rows the first."""
+    rows = numbers.rows if len(numbers.rows) <= _ROWS_SHOWN else numbers.rows[: numbers.head]
+    left_out = len(numbers.rows) - len(rows)
+    said = f"{left_out:,} more rows: --json has all" if left_out else None
+    title = numbers.caption if numbers.label == "read" else f"{numbers.caption} ({numbers.label})"
+    return table(title, numbers.header, rows, caption=said, text_columns=numbers.text_columns)
 
 
 def tell_written(*places: Path | None) -> None:

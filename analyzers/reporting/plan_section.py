@@ -268,6 +268,7 @@ def _decision(found: Decision) -> Picture:
         rows=[_option_row(name, row, progress) for name, row in zip(names, options, strict=True)],
         label="predicted",
         text_columns=2,
+        spare=("order", "devices", "compute"),
     )
     draw = draw_bars(
         [(name, row.throughput) for name, row in zip(names, options, strict=True)],

@@ -25,6 +25,18 @@ class Table:
     head: int = 10
     text_columns: int = 1
     """So many columns from the left hold words; of the others those in which no cell begins as a figure does."""
+    spare: Sequence[str] = ()
+    """Columns that go first, in this order, where the terminal is too narrow for all."""
+
+    def without(self, name: str) -> Table:
+        """Return the table without the column of that name."""
+        place = list(self.header).index(name)
+        return replace(
+            self,
+            header=[*self.header[:place], *self.header[place + 1 :]],
+            rows=[[*row[:place], *row[place + 1 :]] for row in self.rows],
+            text_columns=self.text_columns - (place < self.text_columns),
+        )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
