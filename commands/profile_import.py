@@ -114,7 +114,7 @@ def _import_one(
     suffixes = [suffix for suffix in path.suffixes if suffix != ".gz"]
     last = suffixes[-1].lower() if suffixes else ""
     if last == ".json":
-        from ddltool.analyzers.oracle.trace_steps import read_steps
+        from ddltool.analyzers.oracle.kineto import read_steps
 
         steps = read_steps(path)
         rows = import_steps(

@@ -15,8 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ddltool.analyzers.goodput.observations import from_frame, import_steps, import_table, kind_of
-from ddltool.analyzers.oracle.kineto import read_trace
-from ddltool.analyzers.oracle.trace_steps import _busy_within, read_steps
+from ddltool.analyzers.oracle.kineto import _busy_within, read_steps
 from ddltool.commands.profile_import import import_files, profile_import, read_csv
 from ddltool.errors import InputError
 from ddltool.profile import read_profile, read_table
@@ -337,18 +336,6 @@ def test_busy_time_by_window_against_counting_moments(intervals: list[tuple[int,
     busy = {moment for begin, size in intervals for moment in range(begin, begin + size)}
     wanted = [sum(moment in busy for moment in range(low, high)) for low, high in itertools.pairwise(cuts)]
     np.testing.assert_allclose(found, wanted, atol=1e-9)
-
-
-@pytest.mark.parametrize("name", ["nccl_data", "sampled_rank-0"])
-def test_steps_of_real_traces_add_up(shared_data: Path, name: str) -> None:
-    path = shared_data / "kineto" / f"{name}.json.gz"
-    steps, whole = read_steps(path), read_trace(path)
-    assert steps.world_size == whole.world_size
-    np.testing.assert_allclose(steps.step_time_s, [step.duration_s for step in whole.steps])
-    # What ran before the first step belongs to none; there is little of it.
-    assert steps.exposed_s.sum() <= whole.exposed_communication_s * (1 + 1e-9)
-    assert steps.exposed_s.sum() >= 0.9 * whole.exposed_communication_s
-    assert (steps.exposed_s <= steps.communication_s + 1e-12).all()
 
 
 def test_kinds_are_told_by_their_columns() -> None:

@@ -20,7 +20,7 @@ from ddltool.profile import check_profile
 if TYPE_CHECKING:
     import pandas as pd
 
-    from ddltool.analyzers.oracle.trace_steps import TraceSteps
+    from ddltool.analyzers.oracle.kineto import TraceSteps
 
 Array = NDArray[np.float64]
 # The first steps after a start allocate, compile and fill caches; they are no steady state.

@@ -1,8 +1,9 @@
 """Reading a torch profiler trace (Kineto, Chrome format): what ran, for how long, and what launched what.
 
-The file is streamed. Kept are one row of numbers per operator span (32 bytes), launch (20) and GPU activity (37), about
-twice that while they are sorted; one record per distinct operator (name, shapes, types); and the ranges that are open.
-Flows, Python frames and other rows are counted and dropped.
+Start at :func:`read_trace` (operators and what they launched) or :func:`read_steps` (how long steps took). The file is
+streamed. Kept are one row of numbers per operator span (32 bytes), launch (20) and GPU activity (37), about twice that
+while they are sorted; one entry per distinct name; and the ranges that are open. Flows, Python frames and other rows
+are counted and dropped.
 
 What launched a kernel is found by the kernel's ``correlation`` id: the runtime call of that id, and the innermost span
 around that call on its thread. ``External id`` is used only where no such call was recorded and the two ids differ:
@@ -11,9 +12,11 @@ older profilers write the correlation into both, where it collides with ids of u
 
 from __future__ import annotations
 
+import math
 import re
 from array import array
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -22,14 +25,6 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ddltool.analyzers.oracle.trace_columns import (
-    COMMUNICATION_KERNEL,
-    COMPUTE_KERNEL,
-    MEMCPY,
-    MEMSET,
-    Collector,
-    OpKey,
-)
 from ddltool.analyzers.oracle.trace_events import read_events
 from ddltool.analyzers.oracle.trace_spans import Flags, Floats, Indices, Spans, busy_s
 from ddltool.errors import InputError
@@ -37,91 +32,44 @@ from ddltool.errors import InputError
 _STEP = re.compile(r"ProfilerStep#?\s*([0-9]+)$")
 # One namespace, one name. Autograd's and the reducer's ranges hold operators and are none.
 _OPERATOR = re.compile(r"(?!autograd::)[A-Za-z_]\w*::\w+$")
+# The host side of a collective: its time is the network's, not compute.
 _COMMUNICATION = re.compile(r"_?c10d(_functional)?::|record_param_comms$|(nccl|gloo|mpi|ucc):(?!:)")
 
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Step:
-    """One ``ProfilerStep#NUMBER`` range; the start is relative to the trace's first event."""
-
-    number: int
-    start_s: float
-    duration_s: float
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Totals:
-    """How many, and how long in sum (overlaps counted twice)."""
-
-    count: int
-    total_s: float
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Communication:
-    """The NCCL kernels of one kind of collective."""
-
-    kind: str
-    count: int
-    total_s: float
-    bytes: float
-    """Input elements times element size, over the kernels that say so."""
-    unsized: int
-    """Kernels that do not say how much they move."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class OperatorTotals:
-    """The top-level calls of one operator, with one set of shapes, on one thread."""
-
-    name: str
-    shapes: str
-    dtypes: str
-    thread: str
-    count: int
-    min_s: float
-    total_s: float
-    device_s: float
-    """Time of the kernels that these calls launched, in sum."""
+_COMPUTE_KERNEL, _COMMUNICATION_KERNEL, _COPY = range(3)
+_ACTIVITY = {"kernel": _COMPUTE_KERNEL, "gpu_memcpy": _COPY, "gpu_memset": _COPY}
+_SPANS = frozenset(["cpu_op", "user_annotation"])
+_RUNTIME = frozenset(["cuda_runtime", "cuda_driver", "privateuse1_runtime", "privateuse1_driver"])
+# What torch 1.8 to 1.11 called the same rows.
+_EARLIER = {
+    "operator": "cpu_op",
+    "runtime": "cuda_runtime",
+    "memcpy": "gpu_memcpy",
+    "memset": "gpu_memset",
+}
+_SYNC_ROWS = frozenset(["Device Sync", "Stream Sync", "Event Sync", "Context Sync", "Stream Wait Event"])
+_NCCL_KERNEL = re.compile(r"[nr]ccl(?:Dev)?Kernel_?[A-Za-z]")
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class ProfilerTrace:
     """One rank's trace. ``m`` spans in columns; times in seconds."""
 
-    where: str
-    events: int
-    categories: Mapping[str, int]
-    unpaired: int
-    """Begins without an end and ends without a begin."""
-    rank: int | None
-    world_size: int | None
-    keys: tuple[OpKey, ...]
-    threads: tuple[str, ...]
+    names: tuple[str, ...]
+    """The distinct names of spans; ``spans.key`` points here."""
     spans: Spans
     device_s: Floats
     """(m,) compute kernels, copies and fills that a span and everything in it launched."""
     wait_s: Floats
     """(m,) time in which a span and everything in it waited for the device (cudaStreamSynchronize and the like)."""
     span_step: Indices
-    """(m,) index into ``steps``, -1 outside every step."""
-    steps: tuple[Step, ...]
-    kernels: Totals
-    memcpy: Totals
-    memset: Totals
-    sync: Totals
-    communications: tuple[Communication, ...]
-    unlinked_s: float
-    """Time of compute kernels whose launch was not recorded."""
-    compute_busy_s: float
-    communication_busy_s: float
-    exposed_communication_s: float
-    """Communication time in which no compute kernel ran on that device."""
+    """(m,) which of the steps a span starts in, -1 outside every step."""
+    steps: int
+    """How many ``ProfilerStep`` ranges there are."""
 
     @cached_property
     def is_operator(self) -> Flags:
         """(m,) whether a span is an operator call, not an annotation or an autograd range."""
-        return self.marked(lambda name: _OPERATOR.match(name) is not None and not is_communication(name))
+        return self.marked(lambda name: _OPERATOR.match(name) is not None and _COMMUNICATION.match(name) is None)
 
     @cached_property
     def is_top(self) -> Flags:
@@ -133,39 +81,25 @@ class ProfilerTrace:
         """(m,) what a span takes: its kernels' time where it launched any, else its CPU time without waits."""
         return np.where(self.device_s > 0, self.device_s, np.maximum(self.spans.duration_s - self.wait_s, 0.0))
 
-    @property
-    def operators(self) -> tuple[OperatorTotals, ...]:
-        """Return the totals of the top-level operator calls, longest first; nested calls count in their parent."""
-        top = np.flatnonzero(self.is_top)
-        pairs = self.spans.thread[top].astype(np.int64) * len(self.keys) + self.spans.key[top]
-        groups, member = np.unique(pairs, return_inverse=True)
-        duration, device = self.spans.duration_s[top], self.device_s[top]
-        least = np.full(len(groups), np.inf)
-        np.minimum.at(least, member, duration)
-        count = np.bincount(member, minlength=len(groups))
-        total = np.bincount(member, weights=duration, minlength=len(groups))
-        on_device = np.bincount(member, weights=device, minlength=len(groups))
-        rows = [
-            OperatorTotals(
-                **self.keys[group % len(self.keys)]._asdict(),
-                thread=self.threads[group // len(self.keys)],
-                count=int(count[row]),
-                min_s=float(least[row]),
-                total_s=float(total[row]),
-                device_s=float(on_device[row]),
-            )
-            for row, group in enumerate(groups.tolist())
-        ]
-        return tuple(sorted(rows, key=lambda row: (-row.total_s, row.name, row.shapes, row.thread)))
-
-    def marked(self, wanted: Any) -> Flags:
-        """Return (m,) whether ``wanted(name)`` holds for each span's name; called once per key."""
-        return np.array([bool(wanted(key.name)) for key in self.keys], dtype=bool)[self.spans.key]
+    def marked(self, wanted: Callable[[str], bool]) -> Flags:
+        """Return (m,) whether ``wanted(name)`` holds for each span's name; called once per name."""
+        return np.array([wanted(name) for name in self.names], dtype=bool)[self.spans.key]
 
 
-def is_communication(name: str) -> bool:
-    """Return whether a span's name is that of a collective's host side, whose time is the network's, not compute."""
-    return _COMMUNICATION.match(name) is not None
+@dataclass(frozen=True, kw_only=True, eq=False)
+class TraceSteps:
+    """The ``k`` steps of one rank's trace, in order; seconds."""
+
+    where: str
+    step_time_s: Floats
+    """(k,) length of the ``ProfilerStep`` ranges."""
+    communication_s: Floats
+    """(k,) time in which NCCL kernels ran."""
+    exposed_s: Floats
+    """(k,) the part of it in which no compute kernel ran."""
+    device: str | None
+    """The GPU's name, where the trace gives it."""
+    world_size: int | None
 
 
 def read_trace(path: str | Path) -> ProfilerTrace:
@@ -176,69 +110,58 @@ def read_trace(path: str | Path) -> ProfilerTrace:
     Raises InputError (one line) for a missing, empty, cut-off or malformed file, for a file without operator or kernel
     events, and for an event with a NaN or negative duration, which is named.
     """
-    where = str(path)
-    header: dict[str, Any] = {}
-    collected = Collector(where)
-    for event in read_events(path, header):
-        collected.add(event)
-    collected.finish()
+    collected = _collect(path)
     if not collected.categories["cpu_op"] and not collected.activity_kind:
         kinds = ", ".join(sorted(collected.categories)[:8]) or "none at all"
         remedy = "profile the CPU too, and export a scheduled profile from on_trace_ready"
-        raise InputError(where, f"has no cpu_op and no kernel events (found: {kinds})", remedy)
-    return _assemble(where, header, collected)
-
-
-def _assemble(where: str, header: Mapping[str, Any], collected: Collector) -> ProfilerTrace:
-    spans, order = Spans.build(
-        _indices(collected.span_key),
-        _indices(collected.span_thread),
-        _seconds(collected.span_start),
-        _seconds(collected.span_duration),
+        raise InputError(str(path), f"has no cpu_op and no kernel events (found: {kinds})", remedy)
+    spans, order = collected.spans()
+    kind, duration = np.frombuffer(collected.activity_kind, dtype=np.int8), _seconds(collected.activity_duration)
+    launcher = _launchers(collected, spans, order)
+    own = (kind != _COMMUNICATION_KERNEL) & (launcher >= 0)
+    waiter = spans.innermost(_indices(collected.wait_thread), _seconds(collected.wait_start))
+    waits = waiter >= 0
+    begin, _, span_step = _steps(collected.names, spans)
+    return ProfilerTrace(
+        names=collected.names,
+        spans=spans,
+        device_s=spans.with_nested(_sums(launcher[own], duration[own], len(spans))),
+        wait_s=spans.with_nested(_sums(waiter[waits], _seconds(collected.wait_duration)[waits], len(spans))),
+        span_step=span_step,
+        steps=len(begin),
     )
+
+
+def read_steps(path: str | Path) -> TraceSteps:
+    """Return the steps of a profiler trace, streamed: O(file + m log m) time for m events that are kept.
+
+    GPU work counts in the step in whose time it runs; what runs after the last step's end counts in the last step, since
+    the GPU lags behind. Raises InputError (one line) for what is no whole trace, and for one without ``ProfilerStep``.
+    """
+    collected = _collect(path)
+    begin, length, _ = _steps(collected.names, collected.spans()[0])
+    if not len(begin):
+        raise InputError(str(path), "has no ProfilerStep range", "call prof.step() after every training step")
+    end = np.append(begin[1:], np.inf)
     kind = np.frombuffer(collected.activity_kind, dtype=np.int8)
     start, duration = _seconds(collected.activity_start), _seconds(collected.activity_duration)
-    launcher = _launchers(collected, spans, order)
-    own = (kind != COMMUNICATION_KERNEL) & (launcher >= 0)
-    device_s = _sums(launcher[own], duration[own], len(spans))
-    waiter = spans.innermost(_indices(collected.wait_thread), _seconds(collected.wait_start))
-    waited = _seconds(collected.wait_duration)
-    wait_s = _sums(waiter[waiter >= 0], waited[waiter >= 0], len(spans))
-    steps, span_step = steps_and_spans(collected.keys, spans)
     device = _indices(collected.activity_device)
-    compute, communication = kind == COMPUTE_KERNEL, kind == COMMUNICATION_KERNEL
-    busy_compute = _busy_per_device(device, compute, start, duration)
-    busy_communication = _busy_per_device(device, communication, start, duration)
-    busy_any = _busy_per_device(device, compute | communication, start, duration)
-    distributed = header.get("distributedInfo")
-    distributed = distributed if isinstance(distributed, dict) else {}
-    return ProfilerTrace(
-        where=where,
-        events=collected.events,
-        categories=dict(collected.categories),
-        unpaired=collected.unpaired,
-        rank=_whole(distributed.get("rank")),
-        world_size=_whole(distributed.get("world_size")),
-        keys=collected.keys,
-        threads=collected.threads,
-        spans=spans,
-        device_s=spans.with_nested(device_s),
-        wait_s=spans.with_nested(wait_s),
-        span_step=span_step,
-        steps=steps,
-        kernels=_totals(duration[compute]),
-        memcpy=_totals(duration[kind == MEMCPY]),
-        memset=_totals(duration[kind == MEMSET]),
-        sync=Totals(count=collected.sync_rows, total_s=collected.sync_us * 1e-6),
-        communications=_communications(collected),
-        unlinked_s=float(duration[compute & (launcher < 0)].sum()),
-        compute_busy_s=busy_compute,
-        communication_busy_s=busy_communication,
-        exposed_communication_s=max(busy_any - busy_compute, 0.0),
+    compute, communication = kind == _COMPUTE_KERNEL, kind == _COMMUNICATION_KERNEL
+    totals = {}
+    for name, wanted in (("compute", compute), ("communication", communication), ("any", compute | communication)):
+        parts = [_busy_within(start[rows], duration[rows], begin, end) for rows in _per_device(device, wanted)]
+        totals[name] = np.sum(parts, axis=0) if parts else np.zeros(len(begin))
+    return TraceSteps(
+        where=str(path),
+        step_time_s=length,
+        communication_s=totals["communication"],
+        exposed_s=np.maximum(totals["any"] - totals["compute"], 0.0),
+        device=_device_name(collected.header),
+        world_size=_world_size(collected.header),
     )
 
 
-def _launchers(collected: Collector, spans: Spans, order: NDArray[np.intp]) -> Indices:
+def _launchers(collected: _Collector, spans: Spans, order: NDArray[np.intp]) -> Indices:
     """Return (k,) the innermost span that launched each GPU activity, -1 where none was recorded."""
     correlation = np.frombuffer(collected.activity_correlation, dtype=np.int64)
     external = np.frombuffer(collected.activity_external, dtype=np.int64)
@@ -262,37 +185,20 @@ def _lookup(ids: NDArray[np.int64], asked: NDArray[np.int64]) -> NDArray[np.int6
     return np.where(ids[order[place]] == asked, order[place], -1)
 
 
-def steps_and_spans(keys: tuple[OpKey, ...], spans: Spans) -> tuple[tuple[Step, ...], Indices]:
-    """Return the profiler's steps in order of time, and which span each is, shape (steps,)."""
-    numbers = np.array([int(found[1]) if (found := _STEP.match(key.name)) else -1 for key in keys], dtype=np.int64)
-    number = numbers[spans.key] if len(keys) else np.zeros(0, dtype=np.int64)
+def _steps(names: tuple[str, ...], spans: Spans) -> tuple[Floats, Floats, Indices]:
+    """Return the start and the length of the ``k`` profiler's steps by time, and the step that each span starts in (m,)."""
+    numbers = np.array([int(found[1]) if (found := _STEP.match(name)) else -1 for name in names], dtype=np.int64)
+    number = numbers[spans.key] if len(names) else np.zeros(0, dtype=np.int64)
     at = np.flatnonzero(number >= 0)
     at = at[np.unique(number[at], return_index=True)[1]]  # other threads may carry the same range again
     at = at[np.argsort(spans.start_s[at], kind="stable")]
-    start, end = spans.start_s[at], spans.start_s[at] + spans.duration_s[at]
-    steps = tuple(
-        Step(number=int(number[row]), start_s=float(spans.start_s[row]), duration_s=float(spans.duration_s[row]))
-        for row in at
-    )
-    if not steps:
-        return steps, np.full(len(spans), -1, dtype=np.int32)
+    start, length = spans.start_s[at], spans.duration_s[at]
+    if not len(start):
+        return start, length, np.full(len(spans), -1, dtype=np.int32)
     # By time and not by nesting: the backward pass runs on autograd's own thread.
     place = np.searchsorted(start, spans.start_s, side="right") - 1
-    inside = (place >= 0) & (spans.start_s < end[place])
-    return steps, np.where(inside, place, -1).astype(np.int32)
-
-
-def _busy_per_device(device: Indices, wanted: Flags, start: Floats, duration: Floats) -> float:
-    chosen = [wanted & (device == number) for number in np.unique(device)]
-    return sum(busy_s(start[rows], duration[rows]) for rows in chosen)
-
-
-def _communications(collected: Collector) -> tuple[Communication, ...]:
-    rows = [
-        Communication(kind=kind, count=t.count, total_s=t.total_us * 1e-6, bytes=t.bytes, unsized=t.unsized)
-        for kind, t in collected.communications.items()
-    ]
-    return tuple(sorted(rows, key=lambda row: (-row.total_s, row.kind)))
+    inside = (place >= 0) & (spans.start_s < (start + length)[place])
+    return start, length, np.where(inside, place, -1).astype(np.int32)
 
 
 def _sums(place: Indices, amount: Floats, size: int) -> Floats:
@@ -300,8 +206,191 @@ def _sums(place: Indices, amount: Floats, size: int) -> Floats:
     return np.bincount(place, weights=amount, minlength=size).astype(np.float64)
 
 
-def _totals(durations: Floats) -> Totals:
-    return Totals(count=len(durations), total_s=float(durations.sum()))
+def _per_device(device: NDArray[np.int32], wanted: NDArray[np.bool_]) -> list[NDArray[np.bool_]]:
+    return [wanted & (device == number) for number in np.unique(device[wanted])]
+
+
+def _busy_within(start: Floats, duration: Floats, begin: Floats, end: Floats) -> Floats:
+    """Return (k,) the busy time inside each window [begin, end); the windows do not overlap. O(n log n + k)."""
+    order = np.argsort(start, kind="stable")
+    start, stop = start[order], (start + duration)[order]
+    reach = np.maximum.accumulate(stop) if len(stop) else stop
+    found = np.zeros(len(begin))
+    for window, (low, high) in enumerate(zip(begin.tolist(), end.tolist(), strict=True)):
+        first, last = np.searchsorted(reach, low, side="right"), np.searchsorted(start, high, side="left")
+        left = np.clip(start[first:last], low, high)
+        found[window] = busy_s(left, np.maximum(np.clip(stop[first:last], low, high) - left, 0.0))
+    return found
+
+
+def _device_name(header: dict[str, Any]) -> str | None:
+    listed = header.get("deviceProperties")
+    first = listed[0] if isinstance(listed, list) and listed else None
+    name = first.get("name") if isinstance(first, dict) else None
+    return name if isinstance(name, str) and name.strip() else None
+
+
+def _world_size(header: dict[str, Any]) -> int | None:
+    distributed = header.get("distributedInfo")
+    size = distributed.get("world_size") if isinstance(distributed, dict) else None
+    return size if isinstance(size, int) and not isinstance(size, bool) and size >= 1 else None
+
+
+class _Collector:
+    """Takes events in any order; every column grows by one number per event of its kind.
+
+    Times are microseconds after the first event that was seen: an epoch in microseconds leaves a float a quarter of
+    a microsecond.
+    """
+
+    def __init__(self, where: str) -> None:
+        self.where = where
+        self.header: dict[str, Any] = {}
+        self.categories: Counter[str] = Counter()
+        self._events = 0
+        self._base_us: float | None = None
+        self._names: dict[str, int] = {}
+        self._threads: dict[tuple[Any, Any], int] = {}
+        self._devices: dict[Any, int] = {}
+        self._open: dict[tuple[Any, Any], list[Mapping[str, Any]]] = {}
+        self.span_name, self.span_thread, self.span_external = array("i"), array("i"), array("q")
+        self.span_start, self.span_duration = array("d"), array("d")
+        self.launch_correlation, self.launch_thread, self.launch_time = array("q"), array("i"), array("d")
+        self.wait_thread, self.wait_start, self.wait_duration = array("i"), array("d"), array("d")
+        self.activity_kind, self.activity_device = array("b"), array("i")
+        self.activity_start, self.activity_duration = array("d"), array("d")
+        self.activity_correlation, self.activity_external = array("q"), array("q")
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The distinct names of spans; ``span_name`` points here."""
+        return tuple(self._names)
+
+    def add(self, event: Any) -> None:
+        """Take one event. Raises InputError that names it where its times cannot be."""
+        self._events += 1
+        if not isinstance(event, dict):
+            raise InputError(self.where, f"event {self._events - 1} is no JSON object", "export the trace again")
+        phase = event.get("ph")
+        if phase == "X":
+            self._complete(event, self._time(event, "ts"), self._length(event))
+        elif phase == "B":
+            self._open.setdefault(self._place(event), []).append(event)
+        elif phase == "E":
+            self._close(event)
+        else:
+            self.categories[str(event.get("cat", phase))] += 1
+
+    def spans(self) -> tuple[Spans, NDArray[np.intp]]:
+        """Return the spans, nested, and the order that sorts other columns of spans likewise."""
+        return Spans.build(
+            _indices(self.span_name),
+            _indices(self.span_thread),
+            _seconds(self.span_start),
+            _seconds(self.span_duration),
+        )
+
+    def _close(self, event: Mapping[str, Any]) -> None:
+        stack = self._open.get(self._place(event))
+        if not stack:
+            return  # opened before the capture began
+        begin = stack.pop()
+        start, end = self._time(begin, "ts"), self._time(event, "ts")
+        if end < start:
+            raise self._bad(begin, f"ends at {event.get('ts')}, before it begins at {begin.get('ts')}")
+        merged = {**begin, "args": {**_arguments(begin), **_arguments(event)}}
+        self._complete(merged, start, end - start)
+
+    def _complete(self, event: Mapping[str, Any], start: float, duration: float) -> None:
+        category = str(event.get("cat", "")).lower()
+        category = _EARLIER.get(category, category)
+        self.categories[category] += 1
+        if category in _SPANS:
+            self._span(event, start, duration)
+        elif category in _RUNTIME:
+            self._runtime(event, start, duration)
+        elif category in _ACTIVITY and event.get("name") not in _SYNC_ROWS:
+            self._activity(event, _ACTIVITY[category], start, duration)
+
+    def _span(self, event: Mapping[str, Any], start: float, duration: float) -> None:
+        arguments = _arguments(event)
+        self.span_name.append(self._names.setdefault(str(event.get("name", "")), len(self._names)))
+        self.span_thread.append(self._thread(event))
+        self.span_external.append(_identity(arguments.get("External id", arguments.get("external id"))))
+        self.span_start.append(start)
+        self.span_duration.append(duration)
+
+    def _runtime(self, event: Mapping[str, Any], start: float, duration: float) -> None:
+        thread = self._thread(event)
+        if str(event.get("name", "")).endswith("Synchronize"):
+            self.wait_thread.append(thread)
+            self.wait_start.append(start)
+            self.wait_duration.append(duration)
+        correlation = _identity(_arguments(event).get("correlation"))
+        if correlation > 0:
+            self.launch_correlation.append(correlation)
+            self.launch_thread.append(thread)
+            self.launch_time.append(start)
+
+    def _activity(self, event: Mapping[str, Any], kind: int, start: float, duration: float) -> None:
+        arguments = _arguments(event)
+        if kind == _COMPUTE_KERNEL and _NCCL_KERNEL.match(str(event.get("name", ""))):
+            kind = _COMMUNICATION_KERNEL
+        device = arguments.get("device", event.get("pid"))
+        self.activity_kind.append(kind)
+        self.activity_device.append(self._devices.setdefault(str(device), len(self._devices)))
+        self.activity_start.append(start)
+        self.activity_duration.append(duration)
+        self.activity_correlation.append(_identity(arguments.get("correlation")))
+        self.activity_external.append(_identity(arguments.get("External id", arguments.get("external id"))))
+
+    def _thread(self, event: Mapping[str, Any]) -> int:
+        return self._threads.setdefault(self._place(event), len(self._threads))
+
+    def _place(self, event: Mapping[str, Any]) -> tuple[str, str]:
+        return str(event.get("pid")), str(event.get("tid"))
+
+    def _time(self, event: Mapping[str, Any], field: str) -> float:
+        value = self._number(event, field)
+        if value is None:
+            raise self._bad(event, f"has no {field}")
+        if self._base_us is None:
+            self._base_us = value
+        return value - self._base_us
+
+    def _length(self, event: Mapping[str, Any]) -> float:
+        value = self._number(event, "dur")
+        if value is not None and value < 0:
+            raise self._bad(event, f"dur is {event['dur']}")
+        return value or 0.0
+
+    def _number(self, event: Mapping[str, Any], field: str) -> float | None:
+        value = event.get(field)
+        if value is None:
+            return None
+        try:
+            number = math.nan if isinstance(value, bool) else float(value)
+        except (TypeError, ValueError, OverflowError):
+            number = math.nan
+        if not math.isfinite(number):
+            raise self._bad(event, f"{field} is {str(value)[:40]}")
+        return number
+
+    def _bad(self, event: Mapping[str, Any], problem: str) -> InputError:
+        name = str(event.get("name", "without a name"))[:80]
+        remedy = "times are microseconds, finite, and no duration is negative"
+        return InputError(self.where, f"event {self._events - 1} ({name}): {problem}", remedy)
+
+
+def _collect(path: str | Path) -> _Collector:
+    """Return the columns of a trace (JSON or gzip, told by its first bytes), streamed, with the keys beside its events.
+
+    Raises InputError (one line) for a missing, empty, cut-off or malformed file, and as :meth:`_Collector.add`.
+    """
+    collected = _Collector(str(path))
+    for event in read_events(path, collected.header):
+        collected.add(event)
+    return collected
 
 
 def _seconds(column: array[float]) -> Floats:
@@ -312,8 +401,15 @@ def _indices(column: array[int]) -> Indices:
     return np.frombuffer(column, dtype=np.int32)
 
 
-def _whole(value: Any) -> int | None:
+def _arguments(event: Mapping[str, Any]) -> Mapping[str, Any]:
+    found = event.get("args")
+    return found if isinstance(found, dict) else {}
+
+
+def _identity(value: Any) -> int:
+    """Return an id or a count as an integer, -1 where there is none."""
     try:
-        return None if value is None or isinstance(value, bool) else int(value)
-    except (TypeError, ValueError):
-        return None
+        number = -1 if value is None else int(value)
+    except (TypeError, ValueError, OverflowError):
+        return -1
+    return number if -(2**63) <= number < 2**63 else -1

@@ -94,7 +94,7 @@ def match(graph: Graph, trace: ProfilerTrace) -> Match:
     else:
         calls = _calls(graph, wanted, trace)
         runs = _runs(graph, wanted, trace, calls)
-        steps = len(runs) or max(len(trace.steps), 1)
+        steps = len(runs) or max(trace.steps, 1)
         if runs:
             how, taken = "sequence", np.concatenate(runs)
             durations[wanted] = np.min([trace.time_s[run] for run in runs], axis=0)
@@ -155,7 +155,7 @@ def scale_of(match: Match, fallback: Graph) -> float:
 
 
 def _annotated(graph: Graph, trace: ProfilerTrace) -> dict[int, int] | None:
-    """Return the op of every trace key ``node:NAME`` that names one, None when no key does.
+    """Return the op of every name ``node:NAME`` in the trace that names one, None when none does.
 
     NAME is an op's name, or the last part of one that only one op has.
     """
@@ -164,15 +164,15 @@ def _annotated(graph: Graph, trace: ProfilerTrace) -> dict[int, int] | None:
     place |= {name: op for op, name in enumerate(graph.names)}
     found = {
         key: place[name]
-        for key, row in enumerate(trace.keys)
-        if row.name.startswith(_ANNOTATION) and (name := row.name.removeprefix(_ANNOTATION)) in place
+        for key, row in enumerate(trace.names)
+        if row.startswith(_ANNOTATION) and (name := row.removeprefix(_ANNOTATION)) in place
     }
     return found or None
 
 
 def _by_name(trace: ProfilerTrace, named: dict[int, int], durations: Floats) -> tuple[Rows, int]:
     """Fill in the least time of each named range; return the operator calls in them, and how often ranges repeat."""
-    op_of_key = np.full(len(trace.keys), -1, dtype=np.int64)
+    op_of_key = np.full(len(trace.names), -1, dtype=np.int64)
     op_of_key[list(named)] = list(named.values())
     is_range = op_of_key[trace.spans.key] >= 0
     around = trace.spans.nearest(is_range)
@@ -203,7 +203,7 @@ def _type_numbers(graph: Graph, wanted: Rows, trace: ProfilerTrace, calls: Rows)
     """Return the types of the wanted ops and of the calls as numbers of one list."""
     names = sorted({normal_type(graph.op_type[op]) for op in wanted})
     number = {name: place for place, name in enumerate(names)}
-    of_key = np.array([number.get(normal_type(key.name), -1) for key in trace.keys], dtype=np.intp)
+    of_key = np.array([number.get(normal_type(name), -1) for name in trace.names], dtype=np.intp)
     ops = np.array([number[normal_type(graph.op_type[op])] for op in wanted], dtype=np.intp)
     return ops, of_key[trace.spans.key[calls]], names
 
@@ -215,7 +215,7 @@ def _runs(graph: Graph, wanted: Rows, trace: ProfilerTrace, calls: Rows) -> list
         return []
     if trace.steps:
         step = trace.span_step[calls]
-        parts: Iterable[Rows] = (np.flatnonzero(step == number) for number in range(len(trace.steps)))
+        parts: Iterable[Rows] = (np.flatnonzero(step == number) for number in range(trace.steps))
         return [calls[part] for part in parts if np.array_equal(types[part], ops)]
     if len(calls) % len(ops) or not np.array_equal(types, np.tile(ops, len(calls) // len(ops))):
         return []
@@ -273,11 +273,8 @@ def _rest(trace: ProfilerTrace, taken: Rows) -> tuple[tuple[tuple[str, int, floa
     top = np.flatnonzero(rows)
     left = np.maximum(time[top] - inside[top], 0.0)
     total = float(time[top].sum())
-    count = np.bincount(spans.key[top[~is_taken[top]]], minlength=len(trace.keys))
-    seconds = np.bincount(spans.key[top], weights=left, minlength=len(trace.keys))
-    merged: dict[str, tuple[int, float]] = {}
-    for key in np.flatnonzero(count):
-        calls, before = merged.get(trace.keys[key].name, (0, 0.0))
-        merged[trace.keys[key].name] = (calls + int(count[key]), before + float(seconds[key]))
-    listed = sorted(((name, *row) for name, row in merged.items()), key=lambda row: (-row[2], row[0]))
+    count = np.bincount(spans.key[top[~is_taken[top]]], minlength=len(trace.names))
+    seconds = np.bincount(spans.key[top], weights=left, minlength=len(trace.names))
+    found = [(trace.names[key], int(count[key]), float(seconds[key])) for key in np.flatnonzero(count)]
+    listed = sorted(found, key=lambda row: (-row[2], row[0]))
     return tuple(listed), (total - float(left.sum())) / total if total > 0 else 0.0

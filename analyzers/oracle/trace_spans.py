@@ -24,9 +24,9 @@ class Spans:
     """``m`` spans sorted by thread, then start, then longest first: a parent stands before what it holds."""
 
     key: Indices
-    """(m,) index into the trace's keys."""
+    """(m,) index into the trace's names."""
     thread: Indices
-    """(m,) index into the trace's threads."""
+    """(m,) number of the thread."""
     start_s: Floats
     duration_s: Floats
     parent: Indices
