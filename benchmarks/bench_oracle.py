@@ -34,7 +34,7 @@ STEPS = 8
 def real_step(step: TrainingStep) -> float:
     """Return the seconds of one eager training step."""
     step.module.zero_grad()
-    return time_call(lambda: step.loss(step.module(*step.inputs)).backward(), torch.device("cpu"))
+    return time_call(lambda: step.loss(step.module(*step.inputs)).backward())
 
 
 class Clock(TorchDispatchMode):
@@ -46,7 +46,7 @@ class Clock(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kept: list[Any] = []
-        taken = time_call(lambda: kept.append(func(*args, **(kwargs or {}))), torch.device("cpu"))
+        taken = time_call(lambda: kept.append(func(*args, **(kwargs or {}))))
         self.times.append((func._schema.name.replace("::", "."), taken))
         return kept[0]
 

@@ -22,8 +22,6 @@ from ddltool.device import Network
 from ddltool.errors import InputError
 from ddltool.graph import COMPUTE, Graph, Op
 
-CPU = torch.device("cpu")
-
 
 def step_of(module: nn.Module, *inputs: Any) -> TrainingStep:
     return TrainingStep(name="net", module=module, inputs=inputs, loss=default_loss)
@@ -56,7 +54,7 @@ def one_thread() -> Iterator[None]:
 
 def real_step(step: TrainingStep) -> float:
     step.module.zero_grad()
-    return torch_run.time_call(lambda: step.loss(step.module(*step.inputs)).backward(), CPU)
+    return torch_run.time_call(lambda: step.loss(step.module(*step.inputs)).backward())
 
 
 @pytest.mark.parametrize(
@@ -86,9 +84,9 @@ def test_only_ops_that_cost_something_are_timed_and_equal_ones_once(monkeypatch:
     made: list[str] = []
     real_make = torch_run.make_call
 
-    def counted(node: torch.fx.Node, device: torch.device) -> Callable[[], Any]:
+    def counted(node: torch.fx.Node) -> Callable[[], Any]:
         made.append(str(node.target))
-        return real_make(node, device)
+        return real_make(node)
 
     monkeypatch.setattr(measured, "make_call", counted)
     found = traced(conv_step)
@@ -171,7 +169,7 @@ def test_made_up_indices_reach_the_whole_table() -> None:
         lambda: step_of(nn.Sequential(nn.Embedding(50, 4), nn.Flatten()), torch.zeros(64, 16, dtype=torch.long))
     )
     node = next(node for node in found.nodes.values() if node.target is torch.ops.aten.embedding.default)
-    rows = torch_run.make_call(node, CPU)().reshape(-1, 4)
+    rows = torch_run.make_call(node)().reshape(-1, 4)
     assert len(rows.unique(dim=0)) == 50
 
 
@@ -186,37 +184,8 @@ def test_made_up_pooling_indices_are_those_of_the_forward_pass() -> None:
 
     found = traced(lambda: step_of(Net(), torch.randn(1, 1, 8, 8)))
     node = next(node for name, node in found.nodes.items() if "with_indices_backward" in name)
-    gradient = torch_run.make_call(node, CPU)()
+    gradient = torch_run.make_call(node)()
     assert all(int((window != 0).sum()) == 1 for window in gradient.unfold(2, 2, 2).unfold(3, 2, 2).reshape(-1, 4))
-
-
-@pytest.mark.parametrize(("mode", "causal"), [("training", True), ("training", False), ("inference", True)])
-def test_attention_traced_for_the_cpu_runs_anywhere(mode: Any, causal: bool) -> None:
-    class Net(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.project = nn.Linear(16, 48)
-
-        def forward(self, x: Tensor) -> Tensor:
-            query, key, value = self.project(x).view(2, 10, 3, 2, 8).permute(2, 0, 3, 1, 4)
-            return F.scaled_dot_product_attention(query, key, value, is_causal=causal)
-
-    found = trace_step(lambda: step_of(Net(), torch.randn(2, 10, 16)), mode=mode)
-    nodes = {str(node.target).split(".")[1]: node for node in found.nodes.values()}
-    name = "_scaled_dot_product_flash_attention_for_cpu"
-    query, key, value, gradient = (torch.randn(2, 2, 10, 8) for _ in range(4))
-    forward = getattr(torch.ops.aten, name)(query, key, value, 0.0, causal)
-    given: dict[str, Any] = {"query": query, "key": key, "value": value, "dropout_p": 0.0, "is_causal": causal}
-    assert name in nodes
-    with torch.no_grad():
-        assert torch.allclose(torch_run.attention_elsewhere(given)(), forward[0], atol=1e-6)
-    if mode == "training":
-        assert f"{name}_backward" in nodes
-        wanted = getattr(torch.ops.aten, f"{name}_backward")(gradient, query, key, value, *forward, 0.0, causal)
-        with torch.no_grad():
-            call = torch_run.attention_elsewhere({**given, "grad_out": gradient, "out": forward[0]})
-            for _ in range(2):
-                assert all(torch.allclose(a, b, atol=1e-5) for a, b in zip(call(), wanted, strict=True))
 
 
 @torch.library.custom_op("ddltool_tests::stubborn", mutates_args=())
@@ -301,9 +270,9 @@ def test_what_is_kept_between_rounds_stays_within_the_memory(monkeypatch: pytest
     class Held:
         """A call that counts as alive while somebody keeps it."""
 
-        def __init__(self, node: torch.fx.Node, device: torch.device) -> None:
+        def __init__(self, node: torch.fx.Node) -> None:
             self.size = torch_run.working_bytes(node)
-            self.call = real_make(node, device)
+            self.call = real_make(node)
             held[id(self)] = self.size
             alive.append(sum(held.values()))
 
@@ -336,9 +305,9 @@ def test_peak_memory_counts_a_storage_once_and_drops_it_after_its_last_use() -> 
 
 
 def test_one_thread_is_timed_by_what_it_computes() -> None:
-    assert torch_run.time_call(lambda: time.sleep(0.2), CPU) < 0.1
+    assert torch_run.time_call(lambda: time.sleep(0.2)) < 0.1
     torch.set_num_threads(2)
-    assert torch_run.time_call(lambda: time.sleep(0.2), CPU) >= 0.2
+    assert torch_run.time_call(lambda: time.sleep(0.2)) >= 0.2
 
 
 OPS = [
@@ -399,7 +368,6 @@ def test_the_graph_says_how_it_was_measured() -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"device": "tpu"}, "device: unknown device 'tpu'; cpu or cuda"),
         ({"runs": 0}, "runs: is 0; it must be at least 1"),
         ({"threads": 0}, "threads: is 0; it must be at least 1"),
         ({"memory_bytes": float("nan")}, "memory: is nan; it must be at least 1"),
@@ -410,16 +378,3 @@ def test_bad_requests(change: dict[str, Any], message: str) -> None:
     with pytest.raises(InputError) as caught:
         measure_ops(found, **change)
     assert str(caught.value) == message
-
-
-@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
-def test_a_device_that_is_not_there() -> None:
-    with pytest.raises(InputError, match="device: there is no CUDA device; use cpu"):
-        estimate_measured(conv_step, mode="training", device="cuda")
-
-
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-def test_on_a_gpu() -> None:
-    graph = estimate_measured(lambda: resolve_step("zoo:gpt_small"), mode="training", batch_size=2, device="cuda")
-    assert coverage(graph).default_ops == 0
-    assert (graph.duration_s[[source == "measured" for source in graph.estimate]] > 0).all()

@@ -1,4 +1,4 @@
-"""The measured time oracle: every op of a traced step, timed on this machine's CPU or GPU.
+"""The measured time oracle: every op of a traced step, timed on this machine's CPU.
 
 TicTac's oracle (section 5) takes the shortest of 5 runs of each op. Here an op runs by itself with random arguments of
 the traced shapes and strides, and ops alike in everything that decides their time are timed once. So a step takes
@@ -71,7 +71,6 @@ class _Candidate:
 def measure_ops(
     traced: TracedStep,
     *,
-    device: str = "cpu",
     runs: int = 5,
     threads: int | None = None,
     memory_bytes: float = DEFAULT_MEMORY_BYTES,
@@ -83,15 +82,14 @@ def measure_ops(
     next round or not; an op that alone needs more is not run. ``progress(done, total)`` is called after every call.
     An op that does not run alone is timed in a run of the whole step, if that fits into the memory.
 
-    Raises InputError for a device that is not there and for numbers below 1.
+    Raises InputError for numbers below 1.
     """
-    place = _device(device)
     _check(runs=runs, threads=threads, memory_bytes=memory_bytes)
     candidates = _distinct(traced)
-    with _quiet_torch(place, threads):
-        _take_turns(candidates, place, runs, memory_bytes, progress)
+    with _quiet_torch(threads):
+        _take_turns(candidates, runs, memory_bytes, progress)
         alone = [c for c in candidates if not c.reason]
-        in_step = _within_step(traced, [c for c in candidates if c.reason], place, runs, memory_bytes)
+        in_step = _within_step(traced, [c for c in candidates if c.reason], runs, memory_bytes)
     return OpTimes(
         seconds={name: c.best_s for c in [*alone, *in_step] for name in c.names},
         distinct=len(alone) + len(in_step),
@@ -105,7 +103,6 @@ def estimate_measured(
     *,
     mode: Mode,
     batch_size: int | None = None,
-    device: str = "cpu",
     network: Network | None = None,
     runs: int = 5,
     threads: int | None = None,
@@ -117,11 +114,11 @@ def estimate_measured(
     See ``trace_torch`` for the first arguments and :func:`measure_ops` for the others. Raises what they raise.
     """
     traced = trace_step(build, mode=mode, batch_size=batch_size, numerics=Numerics(cuda=False))
-    times = measure_ops(traced, device=device, runs=runs, threads=threads, memory_bytes=memory_bytes, progress=progress)
+    times = measure_ops(traced, runs=runs, threads=threads, memory_bytes=memory_bytes, progress=progress)
     graph = apply_times(traced.graph, times, network or Network())
     meta = {
         **graph.meta,
-        "device": device,
+        "device": "cpu",
         "threads": threads or torch.get_num_threads(),
         "torch": str(torch.__version__),
         "runs": runs,
@@ -180,14 +177,6 @@ def _scaled(
     return found
 
 
-def _device(name: str) -> torch.device:
-    if name not in ("cpu", "cuda"):
-        raise InputError("device", f"unknown device {name!r}", "cpu or cuda")
-    if name == "cuda" and not torch.cuda.is_available():
-        raise InputError("device", "there is no CUDA device", "use cpu, or a profiler trace from a machine with one")
-    return torch.device(name)
-
-
 def _check(*, runs: int, threads: int | None, memory_bytes: float) -> None:
     for name, value in (("runs", runs), ("threads", threads), ("memory", memory_bytes)):
         if value is not None and not value >= 1:
@@ -195,10 +184,10 @@ def _check(*, runs: int, threads: int | None, memory_bytes: float) -> None:
 
 
 @contextmanager
-def _quiet_torch(device: torch.device, threads: int | None) -> Iterator[None]:
+def _quiet_torch(threads: int | None) -> Iterator[None]:
     """Run without gradients, with that many threads, and leave torch's threads and random numbers as they were."""
     before = torch.get_num_threads()
-    with torch.no_grad(), torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+    with torch.no_grad(), torch.random.fork_rng(devices=[]):
         torch.set_num_threads(threads or before)
         try:
             yield
@@ -217,9 +206,7 @@ def _distinct(traced: TracedStep) -> list[_Candidate]:
     return list(found.values())
 
 
-def _take_turns(
-    candidates: list[_Candidate], device: torch.device, runs: int, memory_bytes: float, progress: Progress | None
-) -> None:
+def _take_turns(candidates: list[_Candidate], runs: int, memory_bytes: float, progress: Progress | None) -> None:
     """Time every candidate once per round, after a first round that is not timed."""
     kept = 0.0
     need = {id(candidate): working_bytes(candidate.node) for candidate in candidates}
@@ -232,8 +219,8 @@ def _take_turns(
             candidate.reason = f"needs {show_bytes(size)}, more than the {show_bytes(memory_bytes)} allowed"
         if not candidate.reason:
             try:
-                call = candidate.call or make_call(candidate.node, device)
-                taken = time_call(call, device)
+                call = candidate.call or make_call(candidate.node)
+                taken = time_call(call)
             except Exception as error:  # an op may raise anything when its arguments are made up
                 candidate.reason, candidate.call = one_line(f"{type(error).__name__}: {error}")[:200], None
             else:
@@ -246,9 +233,7 @@ def _take_turns(
             progress(done + 1, total)
 
 
-def _within_step(
-    traced: TracedStep, candidates: list[_Candidate], device: torch.device, runs: int, memory_bytes: float
-) -> list[_Candidate]:
+def _within_step(traced: TracedStep, candidates: list[_Candidate], runs: int, memory_bytes: float) -> list[_Candidate]:
     """Return those of the candidates that could be timed in a run of the whole step."""
     needed = peak_bytes(traced.fx) if candidates else 0.0
     if not candidates or needed > memory_bytes:
@@ -256,7 +241,7 @@ def _within_step(
     for candidate in candidates:
         candidate.call = None
     try:
-        best = time_in_step(traced.fx, [candidate.node for candidate in candidates], device, runs=runs)
+        best = time_in_step(traced.fx, [candidate.node for candidate in candidates], runs=runs)
     except Exception as error:  # the same op may fail here too
         text = one_line(f"{type(error).__name__}: {error}")[:200]
         for candidate in candidates:

@@ -1,4 +1,4 @@
-"""Running the ops of a traced step on a device, each by itself with made-up arguments or all in a run of the step.
+"""Running the ops of a traced step on the CPU, each by itself with made-up arguments or all in a run of the step.
 
 Floating-point arguments are normal, or in [0.1, 1) where an op needs them positive (variances, ``log``, ``pow``).
 Integer arguments that index something are drawn from its range; all others are 0, which is always a valid index.
@@ -15,7 +15,6 @@ import torch
 from torch import Tensor
 from torch.fx import GraphModule, Interpreter, Node
 from torch.fx.node import map_arg
-from torch.nn import functional as F
 
 from ddltool.analyzers.tracing.torch_costs import base_name, named, storages, value_of
 
@@ -27,9 +26,7 @@ _POSITIVE_ARGUMENTS = frozenset(
 _POSITIVE_OPS = frozenset(["pow", "log", "log2", "log10", "log1p", "sqrt", "rsqrt", "lgamma", "digamma"])
 # What these read was packed by another op of the same library in a form that only the library knows.
 _OPAQUE = frozenset(["mkldnn_rnn_layer_backward"])
-_CPU_ATTENTION = "_scaled_dot_product_flash_attention_for_cpu"
 _POOL_ELEMENTS = 1 << 20
-_BUSY_CYCLES = 200_000  # about 0.1 ms, longer than the host takes to queue one op
 
 
 def signature(node: Node) -> Hashable:
@@ -66,11 +63,10 @@ def peak_bytes(fx: GraphModule) -> float:
     return max(accumulate(change))
 
 
-def make_call(node: Node, device: torch.device) -> Call:
-    """Return a function that runs the call node on ``device`` with random arguments, which it holds.
+def make_call(node: Node) -> Call:
+    """Return a function that runs the call node with random arguments, which it holds.
 
-    Attention that was traced for the CPU becomes ``scaled_dot_product_attention`` elsewhere, which picks that device's
-    kernel. Raises NotImplementedError for a call whose arguments cannot be made up.
+    Raises NotImplementedError for a call whose arguments cannot be made up.
     """
     name = base_name(node.target)
     given = named(node)
@@ -81,47 +77,21 @@ def make_call(node: Node, device: torch.device) -> Call:
         positive = argument in _POSITIVE_ARGUMENTS or name in _POSITIVE_OPS
         for source, limit in _nodes_with_limits(value, _index_limits(name, given, argument)):
             if source not in made:
-                made[source] = _materialise(value_of(source), device, limit=limit, positive=positive)
+                made[source] = _materialise(value_of(source), limit=limit, positive=positive)
     if name.startswith("max_pool") and name.endswith("_with_indices_backward"):
         _set_pool_indices(name, given, made)
-    if name.startswith(_CPU_ATTENTION) and device.type != "cpu":
-        return attention_elsewhere({key: map_arg(value, made.__getitem__) for key, value in given.items()})
-    args = _to_device(map_arg(node.args, made.__getitem__), device)
-    kwargs = _to_device(map_arg(node.kwargs, made.__getitem__), device)
+    args, kwargs = map_arg(node.args, made.__getitem__), map_arg(node.kwargs, made.__getitem__)
     target: Any = node.target
     return lambda: target(*args, **kwargs)
 
 
-def attention_elsewhere(given: Mapping[str, Any]) -> Call:
-    """Return a call of the portable attention for the named arguments of torch's CPU attention or of its backward."""
-    query, key, value = (given[name] for name in ("query", "key", "value"))
-    options = {"attn_mask": given.get("attn_mask"), "dropout_p": given["dropout_p"], "is_causal": given["is_causal"]}
-    if given.get("scale") is not None:
-        options["scale"] = given["scale"]
-    if "grad_out" not in given:
-        return lambda: F.scaled_dot_product_attention(query, key, value, **options)
-    leaves = [tensor.detach().requires_grad_() for tensor in (query, key, value)]
-    with torch.enable_grad():
-        output = F.scaled_dot_product_attention(*leaves, **options)
-    return lambda: torch.autograd.grad(output, leaves, given["grad_out"], retain_graph=True)
-
-
-def time_call(call: Call, device: torch.device) -> float:
+def time_call(call: Call) -> float:
     """Return the seconds of one call.
 
-    With one thread on the CPU the call's CPU time, if that is shorter than what the clock says: what else runs on the
+    With one thread the call's CPU time, if that is shorter than what the clock says: what else runs on the
     machine then counts for little. With more threads their CPU time says nothing about the call's length, and only the
-    clock is left. On CUDA the time between two events around the call, with the device busy while the host queues them:
-    the device's work, not the launch.
+    clock is left.
     """
-    if device.type == "cuda":
-        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        torch.cuda._sleep(_BUSY_CYCLES)
-        start.record()
-        call()
-        end.record()
-        end.synchronize()
-        return float(start.elapsed_time(end)) * 1e-3
     used = time.process_time()
     began = time.perf_counter()
     call()
@@ -129,15 +99,13 @@ def time_call(call: Call, device: torch.device) -> float:
     return min(taken, time.process_time() - used) if torch.get_num_threads() == 1 else taken
 
 
-def time_in_step(fx: GraphModule, wanted: Collection[Node], device: torch.device, *, runs: int) -> dict[Node, float]:
+def time_in_step(fx: GraphModule, wanted: Collection[Node], *, runs: int) -> dict[Node, float]:
     """Return the shortest time of each wanted node over ``runs`` runs of the whole step, after one that is not timed.
 
     Whatever a node raises ends the run and is raised.
     """
     inputs = [
-        _materialise(value_of(node), device, limit=1, positive=False)
-        for node in fx.graph.nodes
-        if node.op == "placeholder"
+        _materialise(value_of(node), limit=1, positive=False) for node in fx.graph.nodes if node.op == "placeholder"
     ]
     best = dict.fromkeys(wanted, float("inf"))
 
@@ -146,7 +114,7 @@ def time_in_step(fx: GraphModule, wanted: Collection[Node], device: torch.device
             if n not in best or not timing:
                 return super().run_node(n)
             kept: list[Any] = []
-            best[n] = min(best[n], time_call(lambda: kept.append(super(Timer, self).run_node(n)), device))
+            best[n] = min(best[n], time_call(lambda: kept.append(super(Timer, self).run_node(n))))
             return kept[0]
 
     for repetition in range(runs + 1):
@@ -185,20 +153,20 @@ def _nodes_with_limits(value: Any, limit: Sequence[int] | int | None) -> Iterato
             yield from _nodes_with_limits(item, limit[number] if isinstance(limit, tuple) else None)
 
 
-def _materialise(value: Any, device: torch.device, *, limit: int, positive: bool) -> Any:
+def _materialise(value: Any, *, limit: int, positive: bool) -> Any:
     """Return a value like a traced one, with memory: same shapes, strides and types."""
     if isinstance(value, (list, tuple)):
-        return type(value)(_materialise(item, device, limit=limit, positive=positive) for item in value)
+        return type(value)(_materialise(item, limit=limit, positive=positive) for item in value)
     if not isinstance(value, Tensor):
         raise NotImplementedError(f"an argument is a {type(value).__name__}")
     elements = _span(value)
-    flat = torch.empty(elements, dtype=value.dtype, device=device)
+    flat = torch.empty(elements, dtype=value.dtype)
     if value.dtype == torch.bool:
         flat.random_(0, 2)
     elif not (value.dtype.is_floating_point or value.dtype.is_complex):
         flat.random_(0, limit) if limit > 1 else flat.zero_()
     else:
-        pool = torch.empty(min(elements, _POOL_ELEMENTS), device=device)
+        pool = torch.empty(min(elements, _POOL_ELEMENTS))
         pool.uniform_(0.1, 1.0) if positive else pool.normal_()
         for start in range(0, elements, _POOL_ELEMENTS):  # drawing a gigabyte of numbers takes longer than most ops
             part = flat[start : start + _POOL_ELEMENTS]
@@ -212,17 +180,6 @@ def _set_pool_indices(name: str, named: Mapping[str, Any], made: dict[Node, Any]
     arguments = [map_arg(named[key], made.__getitem__) for key in wanted]
     forward = getattr(torch.ops.aten, name.removesuffix("_backward")).default
     made[named["indices"]].copy_(forward(*arguments)[1])
-
-
-def _to_device(value: Any, device: torch.device) -> Any:
-    """Return arguments with every device among them replaced."""
-    if isinstance(value, torch.device):
-        return device
-    if isinstance(value, (list, tuple)):
-        return type(value)(_to_device(item, device) for item in value)
-    if isinstance(value, Mapping):
-        return {key: _to_device(item, device) for key, item in value.items()}
-    return value
 
 
 def _describe(value: Any) -> Hashable:
