@@ -230,6 +230,32 @@ def test_ties_follow_the_order_of_use_then_the_name() -> None:
     assert tac(graph).order == tic(graph).order == ("r2", "r9", "r10")
 
 
+def test_ties_follow_the_earliest_use_and_not_the_last() -> None:
+    """Both recvs have P = M = 1 and M+ = 2. ``z`` is used at level 1 and again at level 4, ``a`` at level 2."""
+    ops = [Op(name=name, kind="recv", resource="channel:0", duration_s=1.0, parameter=name) for name in ("a", "z")]
+    inputs = {"s": (), "t": ("s",), "u": ("z",), "v": ("a", "t"), "w": ("u", "v"), "x": ("w", "z")}
+    ops += [Op(name=name, kind="compute", duration_s=1.0, inputs=sources) for name, sources in inputs.items()]
+    graph = Graph.from_ops("twice", "inference", ops)
+    assert tac(graph).order == tic(graph).order == ("z", "a")
+
+
+def test_bounds_take_the_busiest_of_each_side() -> None:
+    loads = {"compute:0": (2.0, 1.0), "compute:1": (2.0,), "channel:0": (4.0,), "channel:1": (1.0,)}
+    ops = [
+        Op(
+            name=f"{lane}/{place}",
+            kind="compute" if lane.startswith("compute") else "recv",
+            resource=lane,
+            duration_s=time,
+        )
+        for lane, times in loads.items()
+        for place, time in enumerate(times)
+    ]
+    limits = bounds(Graph.from_ops("two of each", "inference", ops))
+    assert (limits.compute_s, limits.transfer_s, limits.lower_s, limits.upper_s) == (3.0, 4.0, 4.0, 10.0)
+    assert limits.speedup == 1.5
+
+
 def test_first_recv_prefers_more_compute_on_equal_impending() -> None:
     ops = [Op(name=name, kind="recv", resource="channel:0", duration_s=5.0, parameter=name) for name in ("a", "b")]
     ops += [

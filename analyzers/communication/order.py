@@ -101,17 +101,8 @@ def first_recv(properties: Properties, rank: NDArray[np.intp]) -> int:
     """Return the number of the outstanding recv that goes first; ``rank`` (r,) is graph order."""
     compute, transfer = properties.compute, properties.recv_time
     candidates = unpreceded(compute, transfer, properties.outstanding)
-    if int(candidates.sum()) == 1:
-        least, chosen = 0, candidates
-    else:
-        least, chosen = properties.least_impending(candidates)
+    chosen = candidates if int(candidates.sum()) == 1 else properties.least_impending(candidates)
     places = np.flatnonzero(chosen)
-    if least and (nearer := np.flatnonzero(properties.impending_below(least))).size:
-        # A recv that Equation 6 puts behind another can still tie with a candidate and have the smaller M+.
-        left = np.minimum(compute[places][None, :], transfer[nearer][:, None])
-        right = np.minimum(compute[nearer][:, None], transfer[places][None, :])
-        free = places[~(left == right).any(axis=0)]
-        places = free if free.size else places
     return int(places[np.lexsort((rank[places], -compute[places]))[0]])
 
 

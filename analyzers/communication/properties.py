@@ -153,17 +153,13 @@ class Properties:
                 break
         return found
 
-    def least_impending(self, candidates: NDArray[np.bool_]) -> tuple[int, NDArray[np.bool_]]:
-        """Return the least M+ among the candidates, a mask (r,) of outstanding recvs, and which of them have it."""
+    def least_impending(self, candidates: NDArray[np.bool_]) -> NDArray[np.bool_]:
+        """Return which of the candidates, a mask (r,) of outstanding recvs, have the least M+ among them."""
         touched = (self._count > 1) & self._touching(candidates)
         if not touched.any():
-            return int(INFINITE), candidates
-        least = int(self._transfer[touched].min())
-        return least, candidates & self._needed(touched & (self._transfer == least))
-
-    def impending_below(self, limit: int) -> NDArray[np.bool_]:
-        """Return which outstanding recvs have an M+ below ``limit``, shape (r,)."""
-        return self.outstanding & self._needed((self._count > 1) & (self._transfer < limit))
+            return candidates
+        least = self._transfer[touched].min()
+        return candidates & self._needed(touched & (self._transfer == least))
 
     def _touching(self, recvs: NDArray[np.bool_]) -> NDArray[np.bool_]:
         """Return which groups need any of the recvs, shape (g,)."""
