@@ -20,7 +20,6 @@ import numpy as np
 from ddltool.analyzers.communication.cluster import ClusterRun, simulate_cluster
 from ddltool.analyzers.communication.efficiency import bounds
 from ddltool.analyzers.communication.order import Schedule, tac, tic
-from ddltool.analyzers.communication.regression import Line, fit_line
 from ddltool.analyzers.costs.estimate import estimate
 from ddltool.analyzers.costs.model import cost_model
 from ddltool.device import Device, Network
@@ -227,11 +226,9 @@ def figure12(options: Options) -> None:
             cells += [f"{value:.3f}" for value in np.percentile(values, (5, 50, 95))]
             rows.append((name, [*cells, f"{np.nanmean(one.efficiency):.3f}"]))
         table(["mean", "std", "p5", "p50", "p95", "mean E"], rows)
-        line, squared = regression(list(runs.values()))
-        print(
-            f"  step / shortest = {line.intercept / best:.3f} {line.slope / best:+.3f} E, R2 = {squared}, both orders"
-        )
-        print(f"  random orders alone: R2 = {regression([runs['random']])[1]}")
+        intercept, slope, squared = regression(list(runs.values()))
+        print(f"  step / shortest = {intercept / best:.3f} {slope / best:+.3f} E, R2 = {squared}, both orders")
+        print(f"  random orders alone: R2 = {regression([runs['random']])[2]}")
     print(f"\n  R2 (both orders) and TAC's gain by compute factor, {SENSITIVITY} iterations")
     factors = (1.0, 2.0, 4.0, 8.0, 16.0)
     rows = []
@@ -241,17 +238,20 @@ def figure12(options: Options) -> None:
             chosen = replace(options, compute_factor=factor, iterations=SENSITIVITY)
             graph = worker_graph(model, mode, where, 1, chosen)
             pair = [run(graph, workers, 1, order, chosen) for order in (None, tac(graph))]
-            cells.append(f"{regression(pair)[1]} {pair[1].iterations_per_s / pair[0].iterations_per_s - 1:+.1%}")
+            cells.append(f"{regression(pair)[2]} {pair[1].iterations_per_s / pair[0].iterations_per_s - 1:+.1%}")
         rows.append((mode, cells))
     table([f"x {factor:g}" for factor in factors], rows)
 
 
-def regression(runs: Sequence[ClusterRun]) -> tuple[Line, str]:
-    """Return the line of step time on E of the worker that ended last, over all iterations, and its R squared."""
+def regression(runs: Sequence[ClusterRun]) -> tuple[float, float, str]:
+    """Return intercept and slope of step time on E of the worker that ended last, over all iterations, and R squared."""
     step = np.concatenate([one.iteration_s for one in runs])
     last = np.concatenate([one.efficiency[np.arange(len(one.finish_s)), one.finish_s.argmax(axis=1)] for one in runs])
-    line = fit_line(last, step)
-    return line, "undefined" if line.r_squared is None else f"{line.r_squared:.3f}"
+    step, last = step[np.isfinite(last)], last[np.isfinite(last)]
+    slope, intercept = np.polyfit(last, step, 1)
+    varies = np.ptp(step) > 0 and np.ptp(last) > 0
+    squared = f"{np.corrcoef(last, step)[0, 1] ** 2:.3f}" if varies else "undefined"
+    return float(intercept), float(slope), squared
 
 
 FIGURES: dict[str, Callable[[Options], None]] = {

@@ -17,7 +17,7 @@ import typer
 
 from ddltool import __version__
 from ddltool.analyzers.communication.efficiency import Comparison, compare, verdict
-from ddltool.analyzers.communication.perfetto import to_chrome_trace
+from ddltool.analyzers.communication.timeline import to_chrome_trace
 from ddltool.analyzers.costs.estimate import coverage, estimate
 from ddltool.analyzers.costs.model import cost_model
 from ddltool.analyzers.deciding.planning import make_plan, ordered_parameters

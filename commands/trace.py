@@ -18,8 +18,8 @@ from ddltool.analyzers.communication.efficiency import (
     efficiency_of_best,
     verdict,
 )
-from ddltool.analyzers.communication.perfetto import to_chrome_trace
 from ddltool.analyzers.communication.program import Ring
+from ddltool.analyzers.communication.timeline import to_chrome_trace
 from ddltool.analyzers.costs.estimate import coverage
 from ddltool.analyzers.loading.sources import is_graph_file, is_onnx_file, scan_source
 from ddltool.analyzers.loading.timed_graph import timed_graph

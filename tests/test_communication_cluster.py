@@ -14,12 +14,17 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ddltool.analyzers.communication.cluster import ClusterRun, measured_efficiency, simulate_cluster
-from ddltool.analyzers.communication.cluster_events import Cluster, ClusterSimulator
+from ddltool.analyzers.communication.cluster import (
+    Cluster,
+    ClusterRun,
+    ClusterSimulator,
+    Fabric,
+    fair_rates,
+    measured_efficiency,
+    simulate_cluster,
+)
 from ddltool.analyzers.communication.efficiency import bounds
 from ddltool.analyzers.communication.order import tac
-from ddltool.analyzers.communication.regression import fit_line
-from ddltool.analyzers.communication.sharing import Fabric, fair_rates
 from ddltool.analyzers.communication.timeline import Simulator, simulate
 from ddltool.analyzers.communication.toys import figure4a, figure4b
 from ddltool.errors import InputError
@@ -426,28 +431,3 @@ def test_the_figures_program_times_training_as_published(figures: ModuleType, mo
 
 
 # Regression
-
-
-@given(st.lists(st.tuples(st.floats(-10, 10), st.floats(-10, 10)), min_size=3, max_size=30, unique_by=lambda p: p[0]))
-@settings(max_examples=100, deadline=None)
-def test_the_line_is_numpys(points: list[tuple[float, float]]) -> None:
-    x, y = np.array(points).T
-    if np.ptp(x) < 1e-3 or np.ptp(y) < 1e-3:
-        return
-    line = fit_line(x, y)
-    slope, intercept = np.polyfit(x, y, 1)
-    residual = y - (intercept + slope * x)
-    assert line.slope == pytest.approx(slope, rel=1e-6, abs=1e-8)
-    assert line.intercept == pytest.approx(intercept, rel=1e-6, abs=1e-8)
-    assert line.r_squared == pytest.approx(1 - residual.var() / y.var(), abs=1e-8)
-    assert line.at(x) == pytest.approx(intercept + slope * x, abs=1e-6)
-
-
-def test_lines_that_say_little() -> None:
-    assert fit_line([1.0, 2.0, math.nan], [3.0, 3.0, 9.0]).r_squared is None
-    flat = fit_line([1.0, 1.0, 1.0], [1.0, 2.0, 3.0])
-    assert (flat.slope, flat.intercept, flat.r_squared) == (0.0, 2.0, 0.0)
-    with pytest.raises(InputError, match="2 x and 1 y"):
-        fit_line([1.0, 2.0], [1.0])
-    with pytest.raises(InputError, match="a line needs at least two"):
-        fit_line([1.0, math.nan], [1.0, 2.0])

@@ -13,8 +13,7 @@ from hypothesis import strategies as st
 
 from ddltool.analyzers.communication.efficiency import bounds, compare, efficiency, verdict
 from ddltool.analyzers.communication.order import tac
-from ddltool.analyzers.communication.perfetto import to_chrome_trace
-from ddltool.analyzers.communication.timeline import Timeline, simulate
+from ddltool.analyzers.communication.timeline import Timeline, simulate, to_chrome_trace
 from ddltool.analyzers.communication.toys import figure1, figure4b
 from ddltool.graph import COMPUTE, RECV, Graph, Op
 from tests.strategies import timed_graphs
