@@ -10,13 +10,19 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ddltool.analyzers.communication.bound import lower_bound
 from ddltool.analyzers.communication.efficiency import bounds
 from ddltool.analyzers.communication.exact import solve_exact
 from ddltool.analyzers.communication.order import tac, tic
 from ddltool.analyzers.communication.properties import time_scale
-from ddltool.analyzers.communication.reduction import ShopProblem, reduce, unreduced
-from ddltool.analyzers.communication.sequence import list_schedule, order_of, run_order
+from ddltool.analyzers.communication.shop import (
+    ShopProblem,
+    list_schedule,
+    lower_bound,
+    order_of,
+    reduce,
+    run_order,
+    unreduced,
+)
 from ddltool.analyzers.communication.timeline import simulate
 from ddltool.fixtures.loading import folder
 from ddltool.graph import RECV, Graph, Op

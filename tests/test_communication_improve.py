@@ -14,7 +14,7 @@ from ddltool.analyzers.communication.exact import solve_exact
 from ddltool.analyzers.communication.improve import Search, improve
 from ddltool.analyzers.communication.order import tac
 from ddltool.analyzers.communication.properties import time_scale
-from ddltool.analyzers.communication.reduction import reduce
+from ddltool.analyzers.communication.shop import reduce
 from ddltool.analyzers.communication.timeline import Simulator, simulate
 from ddltool.fixtures.loading import folder
 from ddltool.graph import RECV, Graph, Op

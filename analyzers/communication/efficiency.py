@@ -12,12 +12,11 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from ddltool.analyzers.communication.bound import lower_bound
 from ddltool.analyzers.communication.exact import ExactResult, solve_exact
 from ddltool.analyzers.communication.improve import improve
 from ddltool.analyzers.communication.order import Schedule, tac, tic
 from ddltool.analyzers.communication.properties import time_scale
-from ddltool.analyzers.communication.reduction import reduce
+from ddltool.analyzers.communication.shop import lower_bound, reduce
 from ddltool.analyzers.communication.timeline import Simulator, Timeline
 from ddltool.graph import COMPUTE, Graph
 from ddltool.units import show_seconds
@@ -188,7 +187,8 @@ def compare(
         reason = "U = L, one resource does all the work: there is nothing to overlap"
     first = tac(graph)
     by_chance, by_tic, by_tac = run(None), run(tic(graph)), run(first)
-    found = improve(graph, budget_s=improve_s, seed=seed, start=first)
+    problem = reduce(graph)
+    found = improve(graph, budget_s=improve_s, seed=seed, start=first, problem=problem)
     same = found.schedule.priority == first.priority
     better = replace(by_tac, schedule=found.schedule) if same else run(found.schedule)
     ordered = found.orders_compute
@@ -196,8 +196,8 @@ def compare(
         better, ordered = replace(by_tac, schedule=replace(first, name="improved")), False
     exact = None
     if exact_s is not None:
-        exact = solve_exact(graph, time_limit_s=exact_s, seed=seed, start=better.schedule)
-    bound = lower_bound(reduce(graph)) / time_scale(graph) if exact is None else exact.lower_bound_s
+        exact = solve_exact(graph, time_limit_s=exact_s, seed=seed, start=better.schedule, problem=problem)
+    bound = lower_bound(problem) / time_scale(graph) if exact is None else exact.lower_bound_s
     return Comparison(
         bounds=limits,
         random=by_chance,

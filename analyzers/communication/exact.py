@@ -2,7 +2,7 @@
 
 Every resource is a machine that runs one op at a time; CP-SAT orders them all. The answer is therefore also a bound for
 orders of transfers alone. The search starts from the schedule that TAC gives and from the bound of
-:mod:`~ddltool.analyzers.communication.bound`; it is skipped where the two already meet.
+:func:`~ddltool.analyzers.communication.shop.lower_bound`; it is skipped where the two already meet.
 """
 
 from __future__ import annotations
@@ -14,11 +14,21 @@ from dataclasses import dataclass
 from functools import reduce as fold
 from typing import Literal
 
-from ddltool.analyzers.communication.bound import lower_bound, numberings
+import numpy as np
+
 from ddltool.analyzers.communication.order import Schedule, tac
 from ddltool.analyzers.communication.properties import time_scale
-from ddltool.analyzers.communication.reduction import ShopProblem, reduce
-from ddltool.analyzers.communication.sequence import expand, list_schedule, order_of, run_order, time_order
+from ddltool.analyzers.communication.shop import (
+    ShopProblem,
+    expand,
+    list_schedule,
+    lower_bound,
+    numberings,
+    order_of,
+    reduce,
+    run_order,
+    unreduced,
+)
 from ddltool.analyzers.communication.timeline import Simulator, Timeline
 from ddltool.graph import RECV, Graph, natural_key
 
@@ -51,15 +61,22 @@ class ExactResult:
 
 
 def solve_exact(
-    graph: Graph, *, time_limit_s: float = 20.0, workers: int = 0, seed: int = 0, start: Schedule | None = None
+    graph: Graph,
+    *,
+    time_limit_s: float = 20.0,
+    workers: int = 0,
+    seed: int = 0,
+    start: Schedule | None = None,
+    problem: ShopProblem | None = None,
 ) -> ExactResult:
     """Return the shortest step over all orders on all resources, or the best found with a bound.
 
     ``start`` is the order to begin with (TAC's by default); the result is never worse than the schedule it gives.
+    ``problem``: the reduced graph where it is at hand.
     ``workers``: solver threads, 0 for one per processor. Raises InputError for ops without a duration.
     """
     started = time.perf_counter()
-    problem = reduce(graph)
+    problem = reduce(graph) if problem is None else problem
     order = start if start is not None else tac(graph)
     starts = [list_schedule(problem, numbers) for numbers in _block_priorities(graph, problem, order.priority)]
     best = min(starts, key=lambda entry: _makespan(problem, entry))
@@ -93,7 +110,13 @@ def solve_exact(
 
 
 def _as_timeline(graph: Graph, order: Sequence[int]) -> Timeline:
-    starts, ends = time_order(graph, order)
+    """Return the timeline in which every resource follows the order of all ops."""
+    whole = unreduced(graph)
+    ops = [op for (op,) in whole.members]
+    place = {op: number for number, op in enumerate(ops)}
+    starts, ends = np.zeros(len(graph), dtype=np.int64), np.zeros(len(graph), dtype=np.int64)
+    starts[ops] = run_order(whole, [place[op] for op in order], whole.times)
+    ends[ops] = starts[ops] + np.array(whole.times)
     scale = time_scale(graph)
     return Timeline(start_s=starts / scale, end_s=ends / scale, makespan_s=int(ends.max(initial=0)) / scale)
 

@@ -20,11 +20,9 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from ddltool.analyzers.communication.bound import heads_and_tails, lower_bound, numberings
 from ddltool.analyzers.communication.order import Schedule, tac, tic
 from ddltool.analyzers.communication.properties import time_scale
-from ddltool.analyzers.communication.reduction import ShopProblem, reduce
-from ddltool.analyzers.communication.sequence import list_schedule
+from ddltool.analyzers.communication.shop import ShopProblem, list_schedule, lower_bound, numberings, reduce
 from ddltool.analyzers.communication.timeline import Simulator
 from ddltool.graph import RECV, Graph
 
@@ -47,17 +45,23 @@ class Improvement:
 
 
 def improve(
-    graph: Graph, *, budget_s: float = 2.0, max_moves: int = 20_000, seed: int = 0, start: Schedule | None = None
+    graph: Graph,
+    *,
+    budget_s: float = 2.0,
+    max_moves: int = 20_000,
+    seed: int = 0,
+    start: Schedule | None = None,
+    problem: ShopProblem | None = None,
 ) -> Improvement:
     """Return an order that is at least as good as TAC's in simulation, on the same seeds.
 
-    ``start``: TAC's order where it is at hand. Ends at the lower bound, after ``max_moves`` orders, or after
-    ``budget_s`` seconds, whichever comes first; only the last makes the result depend on the machine. Raises
-    InputError for ops without a duration.
+    ``start``: TAC's order, ``problem``: the reduced graph, where they are at hand. Ends at the lower bound, after
+    ``max_moves`` orders, or after ``budget_s`` seconds, whichever comes first; only the last makes the result depend on
+    the machine. Raises InputError for ops without a duration.
     """
     first = tac(graph) if start is None else start
     recvs = graph.of_kind(RECV)
-    problem = reduce(graph)
+    problem = reduce(graph) if problem is None else problem
     search = Search(graph, problem, budget_s, max_moves, seed)
     order = search.run([first, tic(graph)]) if len(recvs) > 1 else []
     names = [graph.names[op] for block in order for op in _sorted_members(graph, problem, block, first)]
@@ -70,17 +74,17 @@ def improve(
         Schedule(name="improved", priority=_with_compute(graph, problem, rank, numbers), order=tuple(rank))
         for numbers in (numberings(problem) if graph.mode == "training" else [])
     ]
-    best, compute = _judge(graph, candidates, wholes, seed)
+    simulator = Simulator(graph)
+    best, compute = _judge(simulator, candidates, wholes, seed)
     bound = lower_bound(problem) / time_scale(graph)
-    reached = _mean(Simulator(graph), best.priority, seed) <= bound * (1 + 1e-6)
+    reached = _mean(simulator, best.priority, seed) <= bound * (1 + 1e-6)
     return Improvement(schedule=best, orders_compute=compute, moves=search.moves, at_bound=reached)
 
 
 def _judge(
-    graph: Graph, candidates: Sequence[Schedule], wholes: Sequence[Schedule], seed: int
+    simulator: Simulator, candidates: Sequence[Schedule], wholes: Sequence[Schedule], seed: int
 ) -> tuple[Schedule, bool]:
     """Return the schedule with the least mean step; numbers for compute only where they gain a thousandth."""
-    simulator = Simulator(graph)
     means = [_mean(simulator, candidate.priority, seed) for candidate in candidates]
     place = min(range(len(candidates)), key=means.__getitem__)
     whole_means = [_mean(simulator, whole.priority, seed) for whole in wholes]
@@ -129,7 +133,7 @@ class Search:
         self.transfer = np.array([problem.times[block] for block in self.recvs], dtype=np.int64)
         self.channel = np.array([problem.resource[block] for block in self.recvs], dtype=np.int64)
         self._collect_joins()
-        self.tail = [-int(value) for value in heads_and_tails(problem)[1]]
+        self.tail = [-int(value) for value in problem.heads_and_tails[1]]
         self.closed = len(problem.head) > 0 and self._closed()
         self.bound = lower_bound(problem.part(sorted(problem.head | set(self.recvs))) if self.closed else problem)
 

@@ -17,14 +17,24 @@ compute ops that every send needs (all compute ops where there are no sends), D(
    channel is done at the same time whichever of its waiting sends goes first.
 
 The tests hold all of this against the least makespan of the unreduced problem. Start at :func:`reduce`.
+
+What orders, bounds and the exact solver ask of the problem stands below: :func:`lower_bound`, which no order of anything
+can beat and which is cheap enough for every graph, :func:`numberings` to try, and schedules as one order of all ops.
+``L``, the busiest resource alone, ignores that an op must wait for its inputs. Here every op gets a head (what must
+happen before it can start) and a tail (what must happen after it ended), both from its whole set of ancestors and
+descendants on each resource; each resource then is a one-machine problem with heads and tails, whose preemptive
+optimum (Jackson's schedule: always run the available op with the longest tail) no real schedule can beat.
 """
 
 from __future__ import annotations
 
+import heapq
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
+from numpy.typing import NDArray
 
 from ddltool.analyzers.communication.properties import whole_times
 from ddltool.graph import COMPUTE, RECV, SEND, Graph
@@ -33,9 +43,11 @@ from ddltool.graph import COMPUTE, RECV, SEND, Graph
 _BYPASS_EDGES = 256
 # Subset edges between blocks of H save edges from recvs; more than this many per block save nothing.
 _SUBSET_EDGES = 8
+# The ancestor matrix takes n^2 bytes; beyond this many blocks only paths are looked at.
+_MATRIX_OPS = 6000
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, kw_only=True)
 class ShopProblem:
     """Ops in whole time units (see :func:`~ddltool.analyzers.communication.properties.time_scale`) on resources."""
 
@@ -53,25 +65,51 @@ class ShopProblem:
     def __len__(self) -> int:
         return len(self.times)
 
-    def part(self, chosen: Sequence[int]) -> ShopProblem:
-        """Return the problem of some of the ops, ascending; they must hold all their inputs. Members are op numbers."""
+    def part(self, chosen: Sequence[int], inputs: Sequence[Sequence[int]] | None = None) -> ShopProblem:
+        """Return the problem of some of the ops, ascending, with other inputs where given: they must be among the ops."""
         place = {op: number for number, op in enumerate(chosen)}
+        edges = self.inputs if inputs is None else inputs
         return ShopProblem(
             times=[self.times[op] for op in chosen],
             resource=[self.resource[op] for op in chosen],
             kind=[self.kind[op] for op in chosen],
-            inputs=[[place[source] for source in self.inputs[op]] for op in chosen],
+            inputs=[[place[source] for source in edges[op]] for op in chosen],
             resources=self.resources,
-            members=[[op] for op in chosen],
+            members=[self.members[op] for op in chosen],
         )
 
+    @cached_property
     def consumers(self) -> list[list[int]]:
-        """Return the reversed edges."""
+        """The reversed edges."""
         found: list[list[int]] = [[] for _ in self.times]
         for op, inputs in enumerate(self.inputs):
             for source in inputs:
                 found[source].append(op)
         return found
+
+    @cached_property
+    def heads_and_tails(self) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """For each op the least time before its start and after its end, each shape (n,), whole time units."""
+        count = len(self)
+        if count == 0:
+            return np.zeros(0, dtype=np.int64), np.zeros(0, dtype=np.int64)
+        times = np.array(self.times, dtype=np.int64)
+        head, tail = np.zeros(count, dtype=np.int64), np.zeros(count, dtype=np.int64)
+        if count <= _MATRIX_OPS:
+            needs = reach(self)
+            by_resource = np.zeros((count, self.resources), dtype=np.int64)
+            by_resource[np.arange(count), self.resource] = times
+            head = _rows_times(needs, by_resource).max(axis=1)
+            tail = _rows_times(np.ascontiguousarray(needs.T), by_resource).max(axis=1)
+            if self.head and len(self.head) < count:
+                head = np.maximum(head, _after_head(self, needs))
+        for op in range(count):
+            for source in self.inputs[op]:
+                head[op] = max(head[op], head[source] + times[source])
+        for op in range(count - 1, -1, -1):
+            for target in self.consumers[op]:
+                tail[op] = max(tail[op], times[target] + tail[target])
+        return head, tail
 
 
 def unreduced(graph: Graph) -> ShopProblem:
@@ -104,7 +142,7 @@ def reduce(graph: Graph) -> ShopProblem:
 def _without_free_ops(problem: ShopProblem) -> ShopProblem:
     """Return the problem without the compute ops of rule 1; they are no member of anything."""
     inputs = [list(sources) for sources in problem.inputs]
-    consumers = problem.consumers()
+    consumers = [list(targets) for targets in problem.consumers]
     gone: set[int] = set()
     for op in range(len(problem)):
         if problem.times[op] or problem.kind[op] != COMPUTE:
@@ -120,19 +158,7 @@ def _without_free_ops(problem: ShopProblem) -> ShopProblem:
             inputs[target] = list(known | dict.fromkeys(sources))
         for source in sources:
             consumers[source] = list(dict.fromkeys([*(c for c in consumers[source] if c != op), *targets]))
-    return _keep(problem, [op for op in range(len(problem)) if op not in gone], inputs)
-
-
-def _keep(problem: ShopProblem, kept: list[int], inputs: list[list[int]]) -> ShopProblem:
-    place = {op: number for number, op in enumerate(kept)}
-    return ShopProblem(
-        times=[problem.times[op] for op in kept],
-        resource=[problem.resource[op] for op in kept],
-        kind=[problem.kind[op] for op in kept],
-        inputs=[[place[source] for source in inputs[op]] for op in kept],
-        resources=problem.resources,
-        members=[problem.members[op] for op in kept],
-    )
+    return problem.part([op for op in range(len(problem)) if op not in gone], inputs)
 
 
 class _Reducer:
@@ -140,7 +166,7 @@ class _Reducer:
 
     def __init__(self, problem: ShopProblem) -> None:
         self.problem = problem
-        self.consumers = problem.consumers()
+        self.consumers = problem.consumers
         count = len(problem)
         self.recvs = [op for op in range(count) if problem.kind[op] == RECV]
         needed = [0] * count
@@ -276,8 +302,6 @@ class _Reducer:
 
 def _topological(inputs: dict[int, set[int]]) -> list[int]:
     """Return the keys with every key after its inputs, smallest first among the ready ones."""
-    import heapq
-
     waiting = {key: len(sources) for key, sources in inputs.items()}
     consumers: dict[int, list[int]] = {key: [] for key in inputs}
     for key, sources in inputs.items():
@@ -305,3 +329,156 @@ def reach(problem: ShopProblem) -> np.ndarray[tuple[int, int], np.dtype[np.bool_
             found[op] |= found[source]
             found[op, source] = True
     return found
+
+
+def lower_bound(problem: ShopProblem) -> int:
+    """Return a lower bound on the makespan, whole time units. O(n^2 / 8 + n resources log n) for n blocks."""
+    if not len(problem):
+        return 0
+    head, tail = problem.heads_and_tails
+    return max(_one_machine(problem, resource, head.tolist(), tail.tolist()) for resource in range(problem.resources))
+
+
+def numberings(problem: ShopProblem) -> list[list[int]]:
+    """Return orders of the blocks to try in list schedules, each (n,), lower first.
+
+    The order of the graph; the longest tail first; and either with the blocks in front that a send waits for directly:
+    a channel that is fed early has less left over at the end.
+    """
+    tail = problem.heads_and_tails[1].tolist()
+    count = len(problem)
+    feeds = [any(problem.kind[target] == SEND for target in targets) for targets in problem.consumers]
+    by_tail = sorted(range(count), key=lambda block: (-tail[block], block))
+    found = []
+    for order in (list(range(count)), by_tail):
+        for first in (False, True):
+            ranked = sorted(order, key=lambda block: not feeds[block]) if first else order
+            numbers = [0] * count
+            for place, block in enumerate(ranked):
+                numbers[block] = place
+            found.append(numbers)
+    return found
+
+
+def _rows_times(rows: NDArray[np.bool_], columns: NDArray[np.int64]) -> NDArray[np.int64]:
+    """Return ``rows @ columns`` in exact integers without a wide copy of the matrix."""
+    parts = [rows[start : start + 256] @ columns for start in range(0, len(rows), 256)]
+    return np.concatenate(parts)
+
+
+def _after_head(problem: ShopProblem, needs: NDArray[np.bool_]) -> NDArray[np.int64]:
+    """Return for ops that need all of H when H can be done at the earliest, 0 for the others."""
+    blocks = sorted(problem.head)
+    inside = np.zeros(len(problem), dtype=bool)
+    inside[blocks] = True
+    inside |= needs[blocks].any(axis=0)
+    done = lower_bound(problem.part(np.flatnonzero(inside).tolist()))
+    return np.where(needs[:, blocks].all(axis=1), done, 0)
+
+
+def _one_machine(problem: ShopProblem, resource: int, head: Sequence[int], tail: Sequence[int]) -> int:
+    """Return the preemptive optimum of one resource with heads and tails."""
+    ops = sorted((head[op], op) for op in range(len(problem)) if problem.resource[op] == resource)
+    left = {op: problem.times[op] for _, op in ops}
+    available: list[tuple[int, int]] = []
+    now, following, best = 0, 0, 0
+    while following < len(ops) or available:
+        if not available:
+            now = max(now, ops[following][0])
+        while following < len(ops) and ops[following][0] <= now:
+            op = ops[following][1]
+            heapq.heappush(available, (-tail[op], op))
+            following += 1
+        longest, op = available[0]
+        until = now + left[op]
+        if following < len(ops):
+            until = min(until, ops[following][0])
+        left[op] -= until - now
+        now = until
+        if left[op] == 0:
+            heapq.heappop(available)
+            best = max(best, now - longest)
+    return best
+
+
+def order_of(problem: ShopProblem, starts: Sequence[int], times: Sequence[int]) -> list[int]:
+    """Return all ops by start, then end, then number.
+
+    It is an order in which inputs and every resource's earlier ops come first, zero times included: along both kinds of
+    edges none of the three decreases, and the number increases.
+    """
+    return sorted(range(len(problem)), key=lambda op: (starts[op], starts[op] + times[op], op))
+
+
+def run_order(problem: ShopProblem, order: Sequence[int], times: Sequence[int]) -> list[int]:
+    """Return the start of each op when every resource runs its ops in that order, each as early as it can be.
+
+    Raises ValueError when an op stands before one of its inputs.
+    """
+    starts, ends = [0] * len(problem), [-1] * len(problem)
+    free = [0] * problem.resources
+    for op in order:
+        begin = free[problem.resource[op]]
+        for source in problem.inputs[op]:
+            if ends[source] < 0:
+                raise ValueError(f"op {op} stands before its input {source}")
+            begin = max(begin, ends[source])
+        starts[op], ends[op] = begin, begin + times[op]
+        free[problem.resource[op]] = ends[op]
+    return starts
+
+
+def list_schedule(problem: ShopProblem, priority: Sequence[int]) -> list[int]:
+    """Return starts when each free resource takes the ready op with the lowest number (ties: op number). O(n log n)."""
+    pending = [len(inputs) for inputs in problem.inputs]
+    ready: list[list[tuple[int, int]]] = [[] for _ in range(problem.resources)]
+    for op, count in enumerate(pending):
+        if count == 0:
+            heapq.heappush(ready[problem.resource[op]], (priority[op], op))
+    starts = [0] * len(problem)
+    busy = [False] * problem.resources
+    events: list[tuple[int, int]] = []
+    now = 0
+    while True:
+        for resource in range(problem.resources):
+            if not busy[resource] and ready[resource]:
+                op = heapq.heappop(ready[resource])[1]
+                busy[resource] = True
+                starts[op] = now
+                heapq.heappush(events, (now + problem.times[op], op))
+        if not events:
+            return starts
+        now = events[0][0]
+        while events and events[0][0] == now:
+            op = heapq.heappop(events)[1]
+            busy[problem.resource[op]] = False
+            for target in problem.consumers[op]:
+                pending[target] -= 1
+                if pending[target] == 0:
+                    heapq.heappush(ready[problem.resource[target]], (priority[target], target))
+
+
+def expand(graph: Graph, problem: ShopProblem, starts: Sequence[int]) -> list[int]:
+    """Return the graph's op indices in the order of a reduced schedule; free ops follow their last input at once."""
+    consumers_ptr, consumers = graph.successors()
+    pending = np.diff(graph.input_ptr).tolist()
+    free = np.ones(len(graph), dtype=bool)
+    free[[op for members in problem.members for op in members]] = False
+    order: list[int] = []
+
+    def place(op: int) -> None:
+        todo = [op]
+        while todo:
+            placed = todo.pop()
+            order.append(placed)
+            for target in consumers[consumers_ptr[placed] : consumers_ptr[placed + 1]].tolist():
+                pending[target] -= 1
+                if pending[target] == 0 and free[target]:
+                    todo.append(target)
+
+    for op in np.flatnonzero(free & (np.diff(graph.input_ptr) == 0)).tolist():
+        place(op)
+    for block in order_of(problem, starts, problem.times):
+        for op in problem.members[block]:
+            place(op)
+    return order
