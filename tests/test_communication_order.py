@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from ddltool.analyzers.communication.efficiency import bounds
 from ddltool.analyzers.communication.order import first_recv, precedes, tac, tic, unpreceded
-from ddltool.analyzers.communication.properties import INFINITE, Properties, find_dependencies, whole_times
+from ddltool.analyzers.communication.properties import Properties, find_dependencies, whole_times
 from ddltool.analyzers.communication.timeline import simulate
 from ddltool.analyzers.communication.toys import figure1, figure4a, figure4b
 from ddltool.errors import InputError
@@ -102,11 +102,13 @@ def test_properties_equal_algorithm_1_at_every_step(graph: Graph) -> None:
     Random(0).shuffle(order)
     for recv in order:
         wanted = straightforward(graph, outstanding, times)
-        impending = properties.impending()
-        for place, name in enumerate(names):
-            if name in outstanding:
-                got = (properties.compute[place], properties.recv_time[place], impending[place])
-                assert got == tuple(int(INFINITE) if value == math.inf else value for value in wanted[name])
+        left = [place for place, name in enumerate(names) if name in outstanding]
+        for place in left:
+            assert (properties.compute[place], properties.recv_time[place]) == wanted[names[place]][:2]
+        for some in (left, *itertools.combinations(left, 2)):  # M+ by what is asked of it: who has the least
+            least = min(wanted[names[place]][2] for place in some)  # type: ignore[type-var]
+            found = properties.least_impending(np.isin(np.arange(len(names)), some))
+            assert np.flatnonzero(found).tolist() == [p for p in some if wanted[names[p]][2] == least]
         properties.complete(recv)
         outstanding.remove(names[recv])
 

@@ -103,6 +103,8 @@ def first_recv(properties: Properties, rank: NDArray[np.intp]) -> int:
     candidates = unpreceded(compute, transfer, properties.outstanding)
     chosen = candidates if int(candidates.sum()) == 1 else properties.least_impending(candidates)
     places = np.flatnonzero(chosen)
+    # A recv that Equation 6 puts behind another can still tie with one of these and have the smaller M+. Such ties rule
+    # out all of them, or those with the smallest P: the largest P goes first either way.
     return int(places[np.lexsort((rank[places], -compute[places]))[0]])
 
 

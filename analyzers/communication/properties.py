@@ -133,26 +133,6 @@ class Properties:
                 self._load[blocked],
             )
 
-    def impending(self) -> NDArray[np.int64]:
-        """Return M+ of every recv, shape (r,): the least M among groups that need it and another outstanding one.
-
-        O(groups x recvs) at worst: what is wanted of a pick is :meth:`least_impending`.
-        """
-        found = np.full(len(self.outstanding), INFINITE, dtype=np.int64)
-        blocked = np.flatnonzero(self._count > 1)
-        blocked = blocked[np.argsort(self._transfer[blocked], kind="stable")]
-        missing = np.ones(len(found), dtype=bool)
-        for start in range(0, len(blocked), 64):
-            for group, row in zip(
-                blocked[start : start + 64], members(self._packed, blocked[start : start + 64], len(found)), strict=True
-            ):
-                fresh = row & missing
-                found[fresh] = self._transfer[group]
-                missing &= ~fresh
-            if not (missing & self.outstanding).any():
-                break
-        return found
-
     def least_impending(self, candidates: NDArray[np.bool_]) -> NDArray[np.bool_]:
         """Return which of the candidates, a mask (r,) of outstanding recvs, have the least M+ among them."""
         touched = (self._count > 1) & self._touching(candidates)
