@@ -28,12 +28,11 @@ from torch.utils.data import Dataset
 
 from ddltool.errors import InputError
 from ddltool.runtime.elastic import checkpoint as elastic_checkpoint
-from ddltool.runtime.elastic import contexts as est_state
-from ddltool.runtime.elastic import ordered_reduction, random_streams
+from ddltool.runtime.elastic import contexts, ordered_reduction
+from ddltool.runtime.elastic.contexts import seed_streams
 from ddltool.runtime.elastic.digests import digest, leaves
 from ddltool.runtime.elastic.ordered_chain import ChainedMean
 from ddltool.runtime.elastic.processes import Processes
-from ddltool.runtime.elastic.random_streams import seed_streams
 from ddltool.runtime.elastic.run_recorder import RunRecorder
 from ddltool.runtime.elastic.trainer import ElasticTrainer
 from tests.runtime_workers import Crew
@@ -215,9 +214,9 @@ def broken(control: str) -> Iterator[None]:
                 collect = mock.patch.object(ordered_reduction.GatheredMean, "_collect", _all_reduced)
                 stack.enter_context(collect)
             case "shared random streams":
-                stack.enter_context(mock.patch.object(random_streams.Streams, "enter", return_value=None))
+                stack.enter_context(mock.patch.object(contexts.RandomStreams, "restore", return_value=None))
             case "shared buffers":
-                stack.enter_context(mock.patch.object(est_state.Buffers, "install", return_value=None))
+                stack.enter_context(mock.patch.object(contexts.Buffers, "install", return_value=None))
             case "torch stream not restored":
                 stack.enter_context(mock.patch.object(torch, "set_rng_state", return_value=None))
             case _:

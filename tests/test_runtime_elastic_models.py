@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
 from ddltool.errors import InputError
-from ddltool.runtime.elastic import attributes as elastic_attributes
 from ddltool.runtime.elastic import checkpoint as elastic_checkpoint
+from ddltool.runtime.elastic import contexts
 from ddltool.runtime.elastic import turns as elastic_turns
 from ddltool.runtime.elastic.digests import digest, leaves
 from ddltool.runtime.elastic.trainer import ElasticTrainer
@@ -108,9 +108,9 @@ def test_what_all_turns_set_alike_is_not_told(habit: str) -> None:
 
 
 def test_two_turns_are_watched_and_no_more() -> None:
-    with mock.patch.object(elastic_attributes, "_attributes", wraps=elastic_attributes._attributes) as looks:
+    with mock.patch.object(contexts, "_attributes", wraps=contexts._attributes) as looks:
         assert warned("counts late") == []
-    assert looks.call_count == 2 * elastic_attributes.WATCHED_TURNS
+    assert looks.call_count == 2 * contexts.WATCHED_TURNS
 
 
 def averaged(path: str, options: dict[str, Any]) -> list[int]:

@@ -1,4 +1,4 @@
-"""Random streams that are switched by reference: what a turn draws is what it would draw alone."""
+"""Random streams that are switched with their worker: what a turn draws is what it would draw alone."""
 
 from __future__ import annotations
 
@@ -6,15 +6,12 @@ import random
 from typing import Any
 
 import numpy as np
-import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from ddltool.runtime.elastic import random_streams
-from ddltool.runtime.elastic.contexts import Contexts
-from ddltool.runtime.elastic.random_streams import PythonStream, RandomStreams, Streams, seed_streams
+from ddltool.runtime.elastic.contexts import Contexts, RandomStreams, seed_streams
 
 HOST = torch.device("cpu")
 # What draws from each generator; "half" ones leave half of a pair of normal draws behind, 624 words are a whole block.
@@ -73,31 +70,12 @@ def test_a_turn_may_seed_anew() -> None:
     assert drawn[::2] == [(DRAWS["numpy half"](), DRAWS["python half"]()) for _ in range(2)]
 
 
-def test_documents_bring_a_stream_back(monkeypatch: pytest.MonkeyPatch) -> None:
-    for known in (True, False):  # also where the generator's memory cannot be looked at
-        if not known:
-            monkeypatch.setattr(PythonStream, "_memory", None)
-            monkeypatch.setattr(random_streams.NumpyStream, "_memory_of", staticmethod(lambda _: None))
-        streams = Streams(RandomStreams.seeded(3, 1, HOST))
-        streams.enter(HOST)
-        [DRAWS[name]() for name in ("python half", "numpy half", "torch half")]
-        streams.leave(HOST)
-        again = Streams(RandomStreams.from_document(streams.values().to_document()))
-        drawn = []
-        for each in (streams, again):
-            each.enter(HOST)
-            drawn.append([DRAWS[name]() for name in ("python half", "numpy half", "torch half", "python", "numpy")])
-        assert drawn[0] == drawn[1]
-
-
-def test_a_turn_that_does_not_draw_reads_no_state(monkeypatch: pytest.MonkeyPatch) -> None:
-    """This is what makes a switch cheap; where Python's memory is not as known, it is read every time."""
-    streams = Streams(RandomStreams.seeded(3, 1, HOST))
-    streams.enter(HOST)
-    streams.leave(HOST)
-    read: list[str] = []
-    monkeypatch.setattr(random, "getstate", lambda: read.append("python"))
-    monkeypatch.setattr(np.random, "get_state", lambda **_: read.append("numpy"))
-    streams.enter(HOST)
-    streams.leave(HOST)
-    assert read == ([] if PythonStream._memory is not None else ["python"])
+def test_documents_bring_a_stream_back() -> None:
+    RandomStreams.seeded(3, 1, HOST).restore(HOST)
+    [DRAWS[name]() for name in ("python half", "numpy half", "torch half")]
+    streams = RandomStreams.capture(HOST)
+    drawn = []
+    for each in (streams, RandomStreams.from_document(streams.to_document())):
+        each.restore(HOST)
+        drawn.append([DRAWS[name]() for name in ("python half", "numpy half", "torch half", "python", "numpy")])
+    assert drawn[0] == drawn[1]

@@ -2,21 +2,107 @@
 
 Parameters and optimizer state are the same for all logical workers between steps and are held once per process;
 activations are gone when a turn ends. What is left is small, which is why a context switch is cheap (EasyScale, section
-3.2 of the paper).
+3.2 of the paper). Plain attributes of modules stay where they are: :class:`AttributeWatch` warns of those that change.
 """
 
 from __future__ import annotations
 
+import random
+import warnings
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
 from ddltool.errors import InputError
 from ddltool.runtime.elastic.checkpoint import plain_name
-from ddltool.runtime.elastic.random_streams import Document, RandomStreams, Streams
+
+Document = dict[str, Any]
+"""Nested dicts of tensors, numbers, strings and None: what ``torch.load(weights_only=True)`` takes."""
+WATCHED_TURNS = 2
+_PLAIN = frozenset({int, float, bool, str, type(None)})
+
+
+@dataclass(frozen=True, slots=True)
+class RandomStreams:
+    """The states of the generators that training code draws from without saying so: those that are global.
+
+    Python's, NumPy's, torch's on the host, and torch's on a device.
+    """
+
+    python: tuple[Any, ...]
+    numpy: Any
+    torch_cpu: Tensor  # (5056,) bytes
+    device: Tensor | None  # None where the model is on the host
+
+    @classmethod
+    def capture(cls, device: torch.device) -> RandomStreams:
+        """Return the present states of this process's global generators."""
+        on_device = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
+        return cls(random.getstate(), np.random.get_state(), torch.get_rng_state(), on_device)  # noqa: NPY002  # user code draws from it
+
+    @classmethod
+    def seeded(cls, seed: int, virtual_rank: int, device: torch.device) -> RandomStreams:
+        """Return the streams that a logical worker starts with; they depend on ``seed`` and ``virtual_rank`` only."""
+        before = cls.capture(device)
+        seed_streams(seed, virtual_rank, device)
+        streams = cls.capture(device)
+        before.restore(device)
+        return streams
+
+    def restore(self, device: torch.device) -> None:
+        """Make these the states of this process's global generators."""
+        random.setstate(self.python)
+        np.random.set_state(self.numpy)  # noqa: NPY002  # user code draws from it
+        torch.set_rng_state(self.torch_cpu)
+        if self.device is not None and device.type == "cuda":
+            torch.cuda.set_rng_state(self.device, device)
+
+    def to_document(self) -> Document:
+        """Return the states as tensors and numbers."""
+        version, words, gauss = self.python
+        _, key, position, has_gauss, cached = self.numpy
+        return {
+            "python": {"version": version, "words": torch.tensor(words, dtype=torch.int64), "gauss": gauss},
+            "numpy": {
+                "key": torch.from_numpy(key.astype(np.int64)),
+                "position": int(position),
+                "has_gauss": int(has_gauss),
+                "cached": float(cached),
+            },
+            "torch_cpu": self.torch_cpu,
+            "device": self.device,
+        }
+
+    @classmethod
+    def from_document(cls, document: Document) -> RandomStreams:
+        """Return the streams that :meth:`to_document` described."""
+        python, numpy = document["python"], document["numpy"]
+        key = numpy["key"].numpy().astype(np.uint32)
+        return cls(
+            (python["version"], tuple(python["words"].tolist()), python["gauss"]),
+            ("MT19937", key, numpy["position"], numpy["has_gauss"], numpy["cached"]),
+            document["torch_cpu"],
+            document["device"],
+        )
+
+
+def seed_streams(seed: int, virtual_rank: int, device: torch.device | None = None) -> None:
+    """Seed this process's global generators as logical worker ``virtual_rank`` of a run with ``seed`` starts.
+
+    For a plain DDP script that is to be compared with an elastic run: call it with the process's rank.
+    """
+    words = np.random.SeedSequence([seed, virtual_rank]).generate_state(4, np.uint64).tolist()
+    random.seed(words[0])
+    np.random.seed(words[1] % 2**32)  # noqa: NPY002  # user code draws from it
+    torch.default_generator.manual_seed(words[2])
+    if device is not None and device.type == "cuda":
+        with torch.cuda.device(device):
+            torch.cuda.manual_seed(words[3])
 
 
 class Buffers:
@@ -52,11 +138,11 @@ class Buffers:
             module._buffers[name] = value
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class Context:
     """One logical worker's state between its turns."""
 
-    streams: Streams
+    streams: RandomStreams
     buffers: list[Tensor | None]
 
 
@@ -72,68 +158,54 @@ class Contexts:
         self._device = device
         self._local = local
         self._contexts = {
-            rank: Context(Streams(RandomStreams.seeded(seed, rank, device)), self._buffers.copy()) for rank in local
+            rank: Context(RandomStreams.seeded(seed, rank, device), self._buffers.copy()) for rank in local
         }
-        self._outside = Streams.present(device)
-        self._aside = Streams(RandomStreams.seeded(seed, 0, device))
-        self._within = False
+        self._outside: RandomStreams | None = None  # the process's own, while a step is under way
         self.active: int | None = None
         self._buffers.install(self._contexts[local[0]].buffers)
 
     def enter(self, virtual_rank: int) -> None:
         """Switch ``virtual_rank`` in; no other worker is."""
         context = self._contexts[virtual_rank]
-        if not self._within:
-            self._outside.leave(self._device)
-            self._within = True
+        if self._outside is None:
+            self._outside = RandomStreams.capture(self._device)
         self._buffers.install(context.buffers)
-        context.streams.enter(self._device)
+        context.streams.restore(self._device)
         self.active = virtual_rank
 
     def leave(self, last: bool = True) -> None:
         """Switch out the worker that is in; after the ``last`` one of a step, the process's own streams come back."""
         if self.active is None:
             return
-        context = self._contexts[self.active]
-        context.streams.leave(self._device)
-        context.buffers = self._buffers.current()
+        self._contexts[self.active] = Context(RandomStreams.capture(self._device), self._buffers.current())
         self.active = None
-        if last:
-            self._outside.enter(self._device)
-            self._within = False
+        if last and self._outside is not None:
+            self._outside.restore(self._device)
+            self._outside = None
             self._buffers.install(self._contexts[self._local[0]].buffers)
 
     @contextmanager
     def aside(self) -> Iterator[None]:
         """Keep what is drawn, and seeded, within the block from everybody's streams."""
-        current = self._outside if self.active is None else self._contexts[self.active].streams
-        put_by = self.active is not None or not self._within
-        if put_by:
-            current.leave(self._device)
-        self._aside.enter(self._device)
+        present = RandomStreams.capture(self._device)
         try:
             yield
         finally:
-            if put_by:
-                current.enter(self._device)
+            present.restore(self._device)
 
     def seen(self) -> tuple[Document, dict[str, Tensor | None]]:
         """Return the random streams and buffers that code draws from and changes now, whosever they are."""
         streams = RandomStreams.capture(self._device).to_document()
         return streams, dict(zip(self._buffers.names, self._buffers.current(), strict=True))
 
-    def named_buffers(self, virtual_rank: int) -> dict[str, Tensor | None]:
-        """Return a worker's buffers by name; not copies. Only for a worker that is switched out."""
-        return dict(zip(self._buffers.names, self._contexts[virtual_rank].buffers, strict=True))
-
-    def streams(self, virtual_rank: int) -> RandomStreams:
-        """Return a worker's random streams. Only for a worker that is switched out."""
-        return self._contexts[virtual_rank].streams.values()
-
     def to_documents(self) -> list[Document]:
-        """Return the local workers' contexts in virtual-rank order, for a checkpoint."""
+        """Return the local workers' contexts in virtual-rank order, for a checkpoint; buffers are no copies."""
         return [
-            {"virtual_rank": rank, "streams": self.streams(rank).to_document(), "buffers": self.named_buffers(rank)}
+            {
+                "virtual_rank": rank,
+                "streams": self._contexts[rank].streams.to_document(),
+                "buffers": dict(zip(self._buffers.names, self._contexts[rank].buffers, strict=True)),
+            }
             for rank in self._local
         ]
 
@@ -157,6 +229,61 @@ class Contexts:
                 if new is not None and old is not None:  # tied in the model: tied again
                     new = memo.setdefault(id(old), new.to(self._device))
                 values.append(new)
-            loaded[rank] = Context(Streams(RandomStreams.from_document(document["streams"])), values)
+            loaded[rank] = Context(RandomStreams.from_document(document["streams"]), values)
         self._contexts = loaded
         self._buffers.install(self._contexts[self._local[0]].buffers)
+
+
+class AttributeWatch:
+    """Warns of plain attributes that the first two turns on a process have both changed.
+
+    Buffers belong to a logical worker and are swapped with it. ``self.calls += 1`` in a forward pass is no buffer: it
+    counts the turns of the process, however many workers take them, and is in no checkpoint. What a forward pass makes
+    of such a number then depends on the placement. Whether it makes anything of it cannot be seen from outside.
+
+    What only one of them changed was set to the same by both, as ``training`` or the shape of the last batch. After the
+    two turns nothing is looked at any more; with ``active`` False nothing at all.
+    """
+
+    def __init__(self, model: nn.Module, active: bool = True) -> None:
+        self._model = model
+        self._turns_left = WATCHED_TURNS if active else 0
+        self._before: dict[tuple[str, str], str] = {}
+        self._changed: list[set[tuple[str, str]]] = []
+
+    def begin(self) -> None:
+        """Note what the modules hold at the start of a turn."""
+        if self._turns_left:
+            self._before = dict(_attributes(self._model))
+
+    def end(self) -> None:
+        """Compare with what they hold at its end, and warn after the last turn that is watched."""
+        if not self._turns_left:
+            return
+        self._turns_left -= 1
+        present = dict(_attributes(self._model))
+        self._changed.append({key for key, value in present.items() if self._before.get(key) != value})
+        if self._turns_left == 0 and (both := sorted(set.intersection(*self._changed))):
+            module, name = both[0]
+            where = f"module {module}" if module else "the model"
+            others = ", ".join(f"{place or 'the model'}: {other}" for place, other in both[1:])
+            more = f" (and {others})" if others else ""
+            text = (
+                f"{where}: attribute {name}{more} changes in every turn. The logical workers of a process share it and no"
+                " checkpoint has it: if the computation uses it, the bits depend on the number of processes. Then"
+                f" register it as a buffer: self.register_buffer({name!r}, torch.tensor(...))"
+            )
+            warnings.warn(text, stacklevel=2)
+
+
+def _attributes(model: nn.Module) -> Iterator[tuple[tuple[str, str], str]]:
+    """Yield the plain attributes by module and name, as text: NaN equals NaN, and 1 does not equal True."""
+    for prefix, module in model.named_modules():
+        prefix = plain_name(f"{prefix}.").removesuffix(".")
+        for name, value in vars(module).items():
+            if _is_plain(value):
+                yield (prefix, name), repr(value)
+
+
+def _is_plain(value: Any) -> bool:
+    return type(value) in _PLAIN or (type(value) is tuple and all(_is_plain(part) for part in value))

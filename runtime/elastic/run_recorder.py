@@ -12,10 +12,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ddltool.errors import InputError
 from ddltool.runtime.elastic.checkpoint import environment
-from ddltool.runtime.elastic.contexts import Buffers
+from ddltool.runtime.elastic.contexts import Buffers, RandomStreams
 from ddltool.runtime.elastic.digests import StepFile, TurnRecorder, digests
 from ddltool.runtime.elastic.processes import Processes
-from ddltool.runtime.elastic.random_streams import RandomStreams
 from ddltool.runtime.elastic.run_difference import BEFORE
 from ddltool.runtime.hook.job import Job
 

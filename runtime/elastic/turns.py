@@ -20,9 +20,8 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset, default_collate
 
 from ddltool.errors import InputError
-from ddltool.runtime.elastic.attributes import AttributeWatch
 from ddltool.runtime.elastic.checkpoint import environment
-from ddltool.runtime.elastic.contexts import Contexts
+from ddltool.runtime.elastic.contexts import AttributeWatch, Contexts
 from ddltool.runtime.elastic.digests import StepFile, TurnRecorder, digests
 from ddltool.runtime.elastic.ordered_buckets import MIB, OrderedMean
 from ddltool.runtime.elastic.ordered_chain import ChainedMean
