@@ -32,7 +32,6 @@ from torch.utils.data import Dataset
 
 from ddltool.errors import InputError
 from ddltool.runtime.elastic import checkpoint
-from ddltool.runtime.elastic.optimizer_state import demand_same_optimizer
 from ddltool.runtime.elastic.ordered_reduction import Order
 from ddltool.runtime.elastic.processes import Processes, start_processes
 from ddltool.runtime.elastic.turns import REDUCTIONS, Reduction, Settings, Step, Turns
@@ -285,7 +284,8 @@ class ElasticTrainer(Turns):
         checkpoint.demand_equal(f"{os.fspath(path)}:parameters", saved, present, remedy)
         if missing := sorted(set(content["extras"]) ^ set(self._extras)):
             raise InputError(f"{os.fspath(path)}:extras", f"{missing[0]} is only on one side", BUILD_THE_SAME)
-        told = demand_same_optimizer(path, content["optimizer"], content.get("optimizer_class"), self.optimizer)
+        saved_class = content.get("optimizer_class")
+        told = checkpoint.demand_same_optimizer(path, content["optimizer"], saved_class, self.optimizer)
         if told and self.processes.rank == 0:
             warnings.warn(told, stacklevel=2)
         return content
