@@ -30,9 +30,7 @@ from torch import nn
 from torch.utils.data import TensorDataset, default_collate
 
 from ddltool.runtime.elastic.contexts import Contexts
-from ddltool.runtime.elastic.ordered_buckets import MIB, OrderedMean
-from ddltool.runtime.elastic.ordered_chain import ChainedMean
-from ddltool.runtime.elastic.ordered_reduction import GatheredMean, segments
+from ddltool.runtime.elastic.ordered_mean import MIB, ChainedMean, GatheredMean, OrderedMean, segments
 from ddltool.runtime.elastic.processes import Processes
 from ddltool.runtime.elastic.sample_feed import SampleFeed, Task
 from ddltool.runtime.elastic.trainer import ElasticTrainer

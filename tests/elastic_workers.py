@@ -28,10 +28,10 @@ from torch.utils.data import Dataset
 
 from ddltool.errors import InputError
 from ddltool.runtime.elastic import checkpoint as elastic_checkpoint
-from ddltool.runtime.elastic import contexts, ordered_reduction
+from ddltool.runtime.elastic import contexts, ordered_mean
 from ddltool.runtime.elastic.contexts import seed_streams
 from ddltool.runtime.elastic.digests import digest, leaves
-from ddltool.runtime.elastic.ordered_chain import ChainedMean
+from ddltool.runtime.elastic.ordered_mean import ChainedMean
 from ddltool.runtime.elastic.processes import Processes
 from ddltool.runtime.elastic.run_recorder import RunRecorder
 from ddltool.runtime.elastic.trainer import ElasticTrainer
@@ -204,14 +204,14 @@ def by_hand(trainer: ElasticTrainer, epoch: int) -> Iterator[Any]:
 @contextlib.contextmanager
 def broken(control: str) -> Iterator[None]:
     """Take away one of the things that make bits equal."""
-    always = mock.patch.object(ordered_reduction.Segment, "joins", return_value=True)
+    always = mock.patch.object(ordered_mean.Segment, "joins", return_value=True)
     with contextlib.ExitStack() as stack:
         match control:
             case "local sums first":
                 stack.enter_context(always)
             case "all_reduce":
                 stack.enter_context(always)
-                collect = mock.patch.object(ordered_reduction.GatheredMean, "_collect", _all_reduced)
+                collect = mock.patch.object(ordered_mean.GatheredMean, "_collect", _all_reduced)
                 stack.enter_context(collect)
             case "shared random streams":
                 stack.enter_context(mock.patch.object(contexts.RandomStreams, "restore", return_value=None))
@@ -288,7 +288,7 @@ def by_ddp(hooked: bool, steps: int) -> dict[str, str]:
     module, update, scheduler = build("transformer", "adamw")
     model = DistributedDataParallel(module, bucket_cap_mb=0.01, broadcast_buffers=False)
     if hooked:
-        model.register_comm_hook(None, ordered_reduction.ordered_mean)
+        model.register_comm_hook(None, ordered_mean.ordered_mean)
     seed_streams(0, rank)
     dataset = Digits()
     for step in range(steps):
@@ -434,7 +434,7 @@ def recorded_ddp(path: str, steps: int, hooked: bool = True, **options: Any) -> 
     if dist.is_initialized():
         model = DistributedDataParallel(module, bucket_cap_mb=0.01, broadcast_buffers=False)
         if hooked:
-            model.register_comm_hook(None, ordered_reduction.ordered_mean)
+            model.register_comm_hook(None, ordered_mean.ordered_mean)
     recorder = RunRecorder(model, update, path, settings={"seed": 0}, **options)
     seed_streams(0, rank)
     for images, targets in recorder.batches(_shard(rank, steps)):

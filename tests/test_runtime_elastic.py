@@ -21,7 +21,7 @@ from torch.nn.parallel import DistributedDataParallel
 from ddltool.errors import InputError
 from ddltool.runtime.elastic import checkpoint as elastic_checkpoint
 from ddltool.runtime.elastic.digests import digest, first_difference, read_steps
-from ddltool.runtime.elastic.ordered_reduction import ORDERS, Segment, fold, segments, sum_all
+from ddltool.runtime.elastic.ordered_mean import ORDERS, Segment, fold, segments, sum_all
 from ddltool.runtime.elastic.processes import divide
 from ddltool.runtime.elastic.trainer import ElasticTrainer
 from tests.elastic_workers import (

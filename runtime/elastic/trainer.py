@@ -32,7 +32,7 @@ from torch.utils.data import Dataset
 
 from ddltool.errors import InputError
 from ddltool.runtime.elastic import checkpoint
-from ddltool.runtime.elastic.ordered_reduction import Order
+from ddltool.runtime.elastic.ordered_mean import Order
 from ddltool.runtime.elastic.processes import Processes, start_processes
 from ddltool.runtime.elastic.turns import REDUCTIONS, Reduction, Settings, Step, Turns
 from ddltool.runtime.hook.job import dataset_length

@@ -23,9 +23,7 @@ from ddltool.errors import InputError
 from ddltool.runtime.elastic.checkpoint import environment
 from ddltool.runtime.elastic.contexts import AttributeWatch, Contexts
 from ddltool.runtime.elastic.digests import StepFile, TurnRecorder, digests
-from ddltool.runtime.elastic.ordered_buckets import MIB, OrderedMean
-from ddltool.runtime.elastic.ordered_chain import ChainedMean
-from ddltool.runtime.elastic.ordered_reduction import ORDERS, GatheredMean, Order
+from ddltool.runtime.elastic.ordered_mean import MIB, ORDERS, ChainedMean, GatheredMean, Order, OrderedMean
 from ddltool.runtime.elastic.processes import Processes
 from ddltool.runtime.elastic.run_difference import BEFORE
 from ddltool.runtime.elastic.sample_feed import SampleFeed, Task
