@@ -19,9 +19,8 @@ if TYPE_CHECKING:
     import pandas as pd
 
     from ddltool.analyzers.goodput.curve import CurveSummary
-    from ddltool.runtime.measuring.campaign import Measured, MeasureRequest
+    from ddltool.runtime.measuring.campaign import Measured, MeasureRequest, RowFile
     from ddltool.runtime.measuring.memory import MemoryLimit
-    from ddltool.runtime.measuring.row_file import RowFile
     from ddltool.runtime.measuring.torchrun_job import Place
 
 RESOLVER = "ddltool.analyzers.loading.sources:training_step"
@@ -71,8 +70,7 @@ def profile_model(options: MeasureOptions, output: Path | None, as_json: bool) -
     """Measure, write and print. Under torchrun every rank calls this, and rank 0 does all but its share of the steps."""
     from ddltool.commands.output import note, print_json
     from ddltool.commands.profile_output import as_document, shortfalls, show_profile
-    from ddltool.runtime.measuring.campaign import reliability, settings_of
-    from ddltool.runtime.measuring.row_file import RowFile, source_name, threads_of
+    from ddltool.runtime.measuring.campaign import RowFile, reliability, settings_of, source_name, threads_of
     from ddltool.runtime.measuring.torchrun_job import job_from_environment
 
     if options.device not in ("cpu", "cuda"):
@@ -106,8 +104,7 @@ def profile_model(options: MeasureOptions, output: Path | None, as_json: bool) -
 
 def request_of(options: MeasureOptions, place: Place | None) -> MeasureRequest:
     """Return the request, with the defaults that depend on each other filled in."""
-    from ddltool.runtime.measuring.campaign import MeasureRequest
-    from ddltool.runtime.measuring.row_file import source_name
+    from ddltool.runtime.measuring.campaign import MeasureRequest, source_name
 
     world = place.world_size if place is not None else 1
     sampling = options.sampling

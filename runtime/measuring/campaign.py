@@ -1,54 +1,102 @@
 """Measures training steps in real processes: batch sizes x replicas x accumulation steps. Start at :func:`campaign`.
 
-Every replica is a process of its own with a gloo (CPU) or NCCL (CUDA) group: started here (``measure_pool``), or
-torchrun's (``measure_job``). This module decides what runs next and turns times into rows.
+Every replica is a process of its own with a gloo (CPU) or NCCL (CUDA) group: started here (:mod:`.pool`), or torchrun's
+(:mod:`.torchrun_job`). This module says what is asked for (:class:`MeasureRequest`), decides what runs next, turns times
+into rows, and keeps the file that the rows fill (:class:`RowFile`).
 """
 
 from __future__ import annotations
 
+import hashlib
 import math
+import os
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from importlib.metadata import version
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
-from ddltool.analyzers.goodput.curve import (
-    Interval,
-    first_of,
-    next_doubling,
-    predict,
-)
+import numpy as np
+
+from ddltool.analyzers.goodput.curve import Interval, first_of, median_interval, next_doubling, predict
+from ddltool.artifacts import check_writable
 from ddltool.errors import InputError
+from ddltool.profile import read_profile, write_profile
 from ddltool.runtime.measuring.pool import Pool
-from ddltool.runtime.measuring.request import (
-    LARGEST_BATCH,
-    MOST_STEPS,
-    MeasureRequest,
-    reliability,
-    row_of,
-    settings_of,
-)
-from ddltool.runtime.measuring.worker import FEWEST_FOR_AN_INTERVAL, Outcome, Step, Task
+from ddltool.runtime.measuring.worker import FEWEST_FOR_AN_INTERVAL, Outcome, Subject, Task
 
 if TYPE_CHECKING:
     import pandas as pd
 
-__all__ = [
-    "LARGEST_BATCH",
-    "MeasureRequest",
-    "Measured",
-    "Progress",
-    "Step",
-    "campaign",
-    "measure",
-    "reliability",
-    "settings_of",
-]
-
+RELIABLE_SPREAD, SHORTEST_STEP_S, FEWEST_REPEATS = 0.1, 1e-3, 3
+MOST_STEPS, LARGEST_BATCH, MOST_REPLICAS = 100_000, 2**24, 4096
 # One visit times at most so many steps; what is still uncertain then is visited again later, in another mood of the machine.
 _STEPS_PER_VISIT = 1000
 # Powers of two end here when nothing saturates.
 _LARGEST_DOUBLING = 2**16
+_SETTINGS = {"device", "threads", "warmup", "seed", "torch"}  # as settings_of writes them
+_KEY = ["num_replicas", "accumulation_steps", "local_batch_size"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MeasureRequest:
+    """What to measure. ``resolver`` is ``package.module:function``, called as ``function(source, batch_size)``.
+
+    With ``repeats`` every configuration gets that many timed steps. Without, each gets as many as its median needs to be
+    known to ``precision``, until ``budget_s`` seconds are spent, and batch sizes whose step time follows from the others'
+    are left out; no ``batch_sizes`` then means to search where throughput saturates.
+    """
+
+    source: str
+    resolver: str
+    batch_sizes: tuple[int, ...] = ()
+    replicas: tuple[int, ...] = (1,)
+    accumulation: tuple[int, ...] = (0,)
+    device: str = "cpu"
+    device_name: str = "cpu"
+    source_name: str = ""
+    """What the rows say of the source; by default the source."""
+    threads: int = 0
+    """Threads of each process; 0: the machine's cores shared among ``processes``."""
+    processes: int = 0
+    """Processes on this machine; 0: the most replicas."""
+    warmup: int = 2
+    repeats: int | None = 5
+    precision: float = 0.05
+    budget_s: float = math.inf
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        """Raise InputError for numbers that no measurement can have."""
+        _check("batch sizes", self.batch_sizes, 1, LARGEST_BATCH, may_be_empty=self.repeats is None)
+        _check("replicas", self.replicas, 1, MOST_REPLICAS)
+        _check("accumulation steps", self.accumulation, 0, MOST_STEPS)
+        _check("warmup", (self.warmup,), 0, MOST_STEPS)
+        if self.repeats is not None:
+            _check("repeats", (self.repeats,), 1, MOST_STEPS)
+        if not 0 < self.precision < 1:
+            raise InputError("precision", f"is {self.precision}", "give a share between 0 and 1, such as 0.05 or 5%")
+        if not self.budget_s > 0:
+            raise InputError("budget", f"is {self.budget_s} s", "give a time above 0")
+
+    def subject(self) -> Subject:
+        """Return what the workers need to know."""
+        return Subject(
+            source=self.source,
+            resolver=self.resolver,
+            device=self.device,
+            threads=self.threads or max(1, len(os.sched_getaffinity(0)) // (self.processes or max(self.replicas))),
+            seed=self.seed,
+        )
+
+
+def _check(name: str, values: tuple[int, ...], least: int, most: int, *, may_be_empty: bool = False) -> None:
+    if (not values and not may_be_empty) or min(values, default=least) < least:
+        shown = values[0] if len(values) == 1 else values
+        raise InputError(name, f"are {shown}", f"give whole numbers >= {least}")
+    if max(values, default=least) > most:
+        raise InputError(name, f"has {max(values)}", f"give whole numbers up to {most}")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -340,3 +388,150 @@ def _check_cuda(replicas: int) -> None:
         raise InputError(
             "--device", f"cuda has {found} devices for {replicas} replicas", "use --device cpu or fewer replicas"
         )
+
+
+def row_of(request: MeasureRequest, task: Task, times: Outcome, nodes: int) -> dict[str, Any]:
+    """Return a configuration's row in ProfileRow's columns."""
+    full = median_interval(times.full)
+    step, shared = full.median, task.replicas > 1
+    local = float(np.median(times.local)) if shared else step
+    lower, upper = np.percentile(times.full, [25, 75])
+    return {
+        "device": request.device_name,
+        "num_nodes": nodes,
+        "num_replicas": task.replicas,
+        "local_batch_size": task.batch,
+        "step_time_s": step,
+        # Never all of the step: computing takes some of it, whatever the noise says.
+        "sync_time_s": min(max(0.0, step - local), 0.99 * step) if shared else 0.0,
+        "peak_memory_bytes": times.peak_bytes,
+        "step_time_spread_s": float(upper - lower),
+        "repeats": len(times.full),
+        "step_time_low_s": full.low,
+        "step_time_high_s": full.high,
+        "accumulation_steps": task.accumulation,
+        "grad_time_s": min(float(np.median(times.passes)) if times.passes else local, step),
+        "source": request.source_name or request.source,
+        "settings": settings_of(request),
+    }
+
+
+def settings_of(request: MeasureRequest) -> str:
+    """Return what must be equal for rows to compare, as ``NAME=VALUE`` separated by semicolons."""
+    settings = {
+        "device": request.device,
+        "threads": request.subject().threads,
+        "warmup": request.warmup,
+        "seed": request.seed,
+        "torch": version("torch"),
+    }
+    return ";".join(f"{name}={value}" for name, value in settings.items())
+
+
+def reliability(frame: pd.DataFrame) -> list[str]:
+    """Return a plain sentence for every reason not to trust the rows, with what to try."""
+    found: list[str] = []
+    wide = frame[frame["step_time_spread_s"] > RELIABLE_SPREAD * frame["step_time_s"]]
+    if len(wide):
+        worst = (wide["step_time_spread_s"] / wide["step_time_s"]).max()
+        found.append(
+            f"{len(wide)} of {len(frame)} rows spread by up to {worst:.0%}; stop other load or raise --repeats"
+        )
+    if (frame["step_time_s"] < SHORTEST_STEP_S).any():
+        found.append("steps below 1 ms measure the framework more than the model; use larger batch sizes")
+    if (frame["repeats"] < FEWEST_REPEATS).any():
+        found.append(f"fewer than {FEWEST_REPEATS} repeats say nothing about the spread; raise --repeats")
+    return found
+
+
+def source_name(source: str) -> str:
+    """Return what the ``source`` column says: SOURCE, with a digest of the file where it names one.
+
+    A model that was edited since is another model.
+    """
+    location, colon, _ = source.rpartition(":")
+    path = Path(location)
+    if not colon or not location.endswith(".py") or not path.is_file():
+        return source
+    return f"{source}#{hashlib.sha256(path.read_bytes()).hexdigest()[:12]}"
+
+
+class RowFile:
+    """A profile.csv that is rewritten (atomically) whenever a row comes; a killed process loses no row that was written."""
+
+    def __init__(self, path: Path | None, *, resume: bool, device: str, source: str, settings: str) -> None:
+        """Read what is there when ``resume``. Raises InputError when it was measured from something else, or otherwise."""
+        self.path = path
+        self.known: pd.DataFrame | None = None
+        self.written = 0
+        self._streams = path is not None and (str(path) == "-" or (path.exists() and not path.is_file()))
+        if path is None:
+            if resume:
+                raise InputError("--resume", "has no file to go on with", "name it with -o FILE")
+            return
+        check_writable(path)
+        if resume and not self._streams and path.exists():
+            self.known = self._read(path, {"device": device, "source": source, "settings": settings})
+
+    def write(self, frame: pd.DataFrame) -> None:
+        """Write all rows; standard output and pipes get them at the end (:meth:`close`)."""
+        if self.path is not None and not self._streams:
+            write_profile(frame, self.path)
+            self.written = len(frame)
+
+    def close(self, frame: pd.DataFrame) -> None:
+        """Write all rows for good."""
+        if self.path is not None:
+            write_profile(frame, self.path)
+
+    @staticmethod
+    def _read(path: Path, expected: dict[str, str]) -> pd.DataFrame:
+        frame = read_profile(path)
+        for name, now in expected.items():
+            if name not in frame.columns:
+                raise InputError(str(path), f"has no column {name!r}", "only what ddltool profile wrote can be resumed")
+            for row, value in enumerate(frame[name].astype(str).tolist(), start=1):
+                if value != now:
+                    then, here = _difference(value, now)
+                    remedy = f"measure alike{_options(name, then)}, or write another file"
+                    raise InputError(f"{path}:row {row}:{name}", f"is {then}, not {here}", remedy)
+        frame["accumulation_steps"] = frame["accumulation_steps"].fillna(0).astype("int64")
+        twice = frame.duplicated(_KEY).to_numpy().nonzero()[0]
+        if twice.size:
+            raise InputError(f"{path}:row {twice[0] + 1}", "repeats an earlier configuration", "remove one of the rows")
+        return frame.drop(columns="schema_version", errors="ignore")  # every writing sets it anew
+
+
+def threads_of(path: Path) -> int:
+    """Return the threads per process with which the rows of ``path`` were measured, 0 where the file says nothing of it.
+
+    What is wrong with the file is for :class:`RowFile` to say.
+    """
+    try:
+        settings = read_profile(path)["settings"].astype(str)
+    except (InputError, KeyError):
+        return 0
+    found = settings.str.extract(r"(?:^|;)threads=([1-9]\d{0,8})(?:;|$)")[0].dropna()
+    return int(found.iloc[0]) if len(found) else 0
+
+
+def _options(column: str, then: str) -> str:
+    """Return in brackets the options that make a measurement like the one that filled ``column`` with ``then``."""
+    if column == "device":
+        return " (--device, --device-name)"
+    if column != "settings":
+        return ""
+    settings = dict(part.split("=", 1) for part in then.split(";") if "=" in part)
+    if not settings or not set(settings) <= _SETTINGS:  # rows that were predicted or imported: no option measures those
+        return ""
+    named = (f"{name if name == 'torch' else f'--{name}'} {value}" for name, value in settings.items())
+    return f" ({', '.join(named)})"
+
+
+def _difference(then: str, now: str) -> tuple[str, str]:
+    """Return the parts of two settings that differ; other texts as they are."""
+    one, two = then.split(";"), now.split(";")
+    if len(one) != len(two) or len(one) == 1:
+        return then, now
+    parts = [(left, right) for left, right in zip(one, two, strict=True) if left != right]
+    return ";".join(left for left, _ in parts), ";".join(right for _, right in parts)

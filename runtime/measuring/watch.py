@@ -39,7 +39,7 @@ from ddltool.errors import DdlToolError, InputError, one_line
 from ddltool.runtime.measuring.children import SILENCE_LIMIT_S, follow_parent, free_port, start, stop
 
 if TYPE_CHECKING:
-    from ddltool.runtime.measuring.campaign import Step
+    from ddltool.runtime.measuring.worker import Step
 
 # How often a worker hands in its rows; what it has not handed in is lost when it is killed.
 TELL_EVERY_S = 0.5
