@@ -173,7 +173,7 @@ def test_processes_that_hang_or_die_fail_gloo(monkeypatch: pytest.MonkeyPatch) -
     assert hung["gloo, default network"].status == "warning"
     monkeypatch.setattr(machine_checks, "PATIENCE_S", 60.0)
     with machine_checks.processes() as pair:
-        pair.children[0].kill()
+        pair.children.processes[0].kill()
         died = {check.name: check for check in pair.checks()}
     assert "was killed (SIGKILL" in died["gloo"].found
     assert children_left() == []

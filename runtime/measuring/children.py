@@ -1,31 +1,157 @@
-"""Child processes that end with their parent, and that a Ctrl-C at the terminal does not reach. Start at :func:`start`."""
+"""Child processes that end with their parent, and that a Ctrl-C at the terminal does not reach. Start at :class:`Children`."""
 
 from __future__ import annotations
 
+import contextlib
 import multiprocessing
 import os
-import queue
 import signal
 import socket
+import threading
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from multiprocessing import resource_tracker
-from multiprocessing.process import BaseProcess
+from multiprocessing.connection import Connection, wait
 from typing import Any
 
-from ddltool.errors import DdlToolError, InputError
+from ddltool.errors import DdlToolError, InputError, one_line
 
 # No step takes longer without a sign of life; a hung collective must not hang the user.
 SILENCE_LIMIT_S = 300.0
+# When one process dies, its peers' collectives fail too; the death is the reason, and is seen within this time.
+_GRACE_S = 0.5
+
+GONE = object()
+"""Stands for a message where none will come: the process has ended, or closed its pipe."""
+
+
+@dataclass(frozen=True, slots=True)
+class Refusal:
+    """What a process could not do, as InputError's three parts."""
+
+    where: str
+    problem: str
+    remedy: str
+
+
+class Children:
+    """Processes of this machine with a pipe each, in which ``body(*arguments, pipe)`` runs; a ``with`` block ends them.
+
+    What a body raises arrives as a :class:`Refusal`, as :func:`as_input_error` tells it of ``source``.
+    """
+
+    def __init__(self, body: Callable[..., None], arguments: Sequence[tuple[Any, ...]], source: str = "") -> None:
+        context = multiprocessing.get_context("spawn")
+        # A pipe for each: a queue that all share can be left locked, or with half a message in it, by one that is killed.
+        both = [context.Pipe() for _ in arguments]
+        self.pipes = [mine for mine, _ in both]
+        self.processes = [
+            context.Process(target=_run, args=(body, given, theirs, source), daemon=True)
+            for given, (_, theirs) in zip(arguments, both, strict=True)
+        ]
+        self._heard_s = time.monotonic()
+        try:
+            with _interrupts_held():
+                for process in self.processes:
+                    process.start()
+        except BaseException:
+            self.close()
+            raise
+        finally:
+            for _, theirs in both:
+                theirs.close()  # or a dead process's pipe would not end
+
+    def __enter__(self) -> Children:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Kill the processes that still run, and wait for all that were started."""
+        started = [process for process in self.processes if process.pid is not None]
+        for process in started:
+            if process.is_alive():
+                process.kill()
+        for process in started:
+            process.join()
+        for pipe in self.pipes:
+            pipe.close()
+
+    def send(self, rank: int, message: Any) -> None:
+        """Send a message; that a process is gone is for :meth:`receive` to tell."""
+        self._heard_s = time.monotonic()
+        with contextlib.suppress(OSError):
+            self.pipes[rank].send(message)
+
+    def receive(self, ranks: Iterable[int], silent: str, timeout_s: float = 1.0) -> list[tuple[int, Any]]:
+        """Return what has come from these processes, at most one message of each, by rank; ``GONE`` for one that ended.
+
+        Raises DdlToolError, ``SILENT for 300 s``, when none was heard of for so long.
+        """
+        asked = list(ranks)
+        ready = wait([self.pipes[rank] for rank in asked], timeout_s)
+        found: list[tuple[int, Any]] = []
+        for rank in asked:
+            if self.pipes[rank] in ready:
+                try:
+                    found.append((rank, self.pipes[rank].recv()))
+                except (EOFError, OSError):
+                    found.append((rank, GONE))
+        if found:
+            self._heard_s = time.monotonic()
+        elif time.monotonic() - self._heard_s > SILENCE_LIMIT_S:
+            raise DdlToolError(f"{silent} for {SILENCE_LIMIT_S:.0f} s")
+        return found
+
+    def failure(self, answer: Any, who: str) -> DdlToolError | None:
+        """Return why this answer is none: ``WHO died`` where a process did, else what it refused; None for an answer."""
+        if answer is not GONE and not isinstance(answer, Refusal):
+            return None
+        deadline = time.monotonic() + (_GRACE_S if answer is GONE or len(self.processes) > 1 else 0.0)
+        while True:
+            for process in self.processes:
+                if process.exitcode:
+                    return DdlToolError(f"{who} {how_it_ended(process.exitcode)}")
+            if time.monotonic() >= deadline:
+                break
+            time.sleep(0.02)
+        if isinstance(answer, Refusal):
+            return InputError(answer.where, answer.problem, answer.remedy)
+        return DdlToolError(f"{who} went away")
+
+
+def _run(body: Callable[..., None], arguments: tuple[Any, ...], pipe: Connection, source: str) -> None:
+    """Be one process; whatever goes wrong reaches the parent as text."""
+    os.dup2(2, 1)  # what the user's module prints must not mix with the command's result
+    threading.Thread(target=_follow_parent, daemon=True).start()
+    try:
+        body(*arguments, pipe)
+    except Exception as error:
+        told = as_input_error(error, source)
+        with contextlib.suppress(OSError):  # the parent has gone
+            pipe.send(Refusal(told.where, told.problem, told.remedy))
+    finally:
+        with contextlib.suppress(OSError):
+            pipe.close()
+
+
+def _follow_parent() -> None:
+    """End this process when the one that started it is gone: a killed command leaves nobody computing."""
+    parent = multiprocessing.parent_process()
+    if parent is not None:
+        parent.join()
+        os._exit(1)
 
 
 @contextmanager
 def _interrupts_held() -> Iterator[None]:
     """Hold SIGINT back; processes started inside never receive it, for a blocked signal stays blocked across exec.
 
-    A handler set by the child itself would come too late: importing torch takes seconds, and a Ctrl-C then ends in a
-    traceback.
+    The parent receives it too and ends them. A handler set by the child itself would come too late: importing torch
+    takes seconds, and a Ctrl-C then ends in a traceback.
     """
     resource_tracker.ensure_running()  # it unblocks SIGINT when it starts its own process
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
@@ -35,29 +161,12 @@ def _interrupts_held() -> Iterator[None]:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)  # a Ctrl-C of the meantime is delivered here
 
 
-def start(children: Iterable[BaseProcess]) -> None:
-    """Start the processes, deaf to SIGINT: the parent receives it too and ends them."""
-    with _interrupts_held():
-        for child in children:
-            child.start()
-
-
-def stop(children: Iterable[BaseProcess]) -> None:
-    """Kill the processes that still run, and wait for all that were started."""
-    started = [child for child in children if child.pid is not None]
-    for child in started:
-        if child.is_alive():
-            child.kill()
-    for child in started:
-        child.join()
-
-
-def follow_parent() -> None:
-    """End this process when the one that started it is gone: a killed command leaves nobody computing."""
-    parent = multiprocessing.parent_process()
-    if parent is not None:
-        parent.join()
-        os._exit(1)
+def as_input_error(error: Exception, source: str) -> InputError:
+    """Return what a model raised as one line about its SOURCE."""
+    if isinstance(error, InputError):
+        return error
+    text = one_line(f"{type(error).__name__}: {error}")[:300]
+    return InputError(source, f"a training step failed ({text})", "it must train on its example inputs")
 
 
 def free_port() -> int:
@@ -81,27 +190,3 @@ def how_it_ended(exit_code: int) -> str:
         name = f"signal {-exit_code}"
     more = ": by somebody, or by the system when memory ran out" if -exit_code == signal.SIGKILL else ""
     return f"was killed ({name}{more})"
-
-
-def listen(
-    results: multiprocessing.Queue[tuple[str, Any]], children: Sequence[BaseProcess]
-) -> Iterator[dict[str, Any]]:
-    """Yield what the processes report, until they are done; raise what they could not do."""
-    last = time.monotonic()
-    while True:
-        try:
-            kind, value = results.get(timeout=0.2)
-        except queue.Empty:
-            dead = [child.exitcode for child in children if child.exitcode]
-            if dead and results.empty():
-                raise DdlToolError(f"a measuring process {how_it_ended(dead[0])}") from None
-            if time.monotonic() - last > SILENCE_LIMIT_S:
-                raise DdlToolError(f"the measuring processes were silent for {SILENCE_LIMIT_S:.0f} s") from None
-            continue
-        last = time.monotonic()
-        if kind == "row":
-            yield value
-        elif kind == "error":
-            raise InputError(*value)
-        else:
-            return

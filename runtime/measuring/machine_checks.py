@@ -6,22 +6,20 @@ Each check returns a :class:`Check` and none raises: a machine where everything 
 from __future__ import annotations
 
 import datetime
-import multiprocessing
 import os
-import queue
 import shutil
 import socket
 import statistics
 import tempfile
-import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, Literal
 
-from ddltool.runtime.measuring.children import follow_parent, free_port, how_it_ended, start, stop
+from ddltool.runtime.measuring.children import Children, free_port
 
 Status = Literal["ok", "warning", "failed", "optional"]
 
@@ -133,23 +131,19 @@ def processes() -> Iterator[_Pair]:
     try:
         yield pair
     finally:
-        stop(pair.children)
+        if pair.children is not None:
+            pair.children.close()
 
 
 class _Pair:
     """Two processes that try gloo over the loopback interface, then over the default one, then NCCL where there is CUDA."""
 
     def __init__(self) -> None:
-        context = multiprocessing.get_context("spawn")
-        self._results: Any = context.Queue()
-        self.children: list[Any] = []
+        self.children: Children | None = None
         self._problem = ""
         try:
             ports = (free_port(), free_port(), free_port())
-            self.children = [
-                context.Process(target=_member, args=(rank, ports, self._results), daemon=True) for rank in (0, 1)
-            ]
-            start(self.children)
+            self.children = Children(_member, [(rank, ports) for rank in (0, 1)])
         except OSError as error:
             self._problem = f"processes cannot be started ({error.strerror or error})"
 
@@ -157,16 +151,17 @@ class _Pair:
         """Return the checks of gloo and NCCL; a process that dies or hangs fails those that it did not come to."""
         said: dict[tuple[str, int], dict[str, Any]] = {}
         deadline = time.monotonic() + PATIENCE_S
-        while not self._problem and sum(name == "done" for name, _ in said) < 2:
-            try:
-                name, rank, value = self._results.get(timeout=0.1)
-                said[name, rank] = value
-            except queue.Empty:
-                dead = [child.exitcode for child in self.children if child.exitcode]
-                if dead and self._results.empty():
-                    self._problem = f"a process {how_it_ended(dead[0])}"
-                elif time.monotonic() > deadline:
-                    self._problem = f"no answer within {PATIENCE_S:.0f} s"
+        while (
+            self.children is not None and not self._problem and (left := {0, 1} - {r for n, r in said if n == "done"})
+        ):
+            for rank, answer in self.children.receive(sorted(left), "processes were silent", 0.1):
+                if failure := self.children.failure(answer, "a process"):
+                    self._problem = str(failure)
+                else:
+                    name, value = answer
+                    said[name, rank] = value
+            if left and not self._problem and time.monotonic() > deadline:
+                self._problem = f"no answer within {PATIENCE_S:.0f} s"
         return [
             self._gloo(said, "gloo", "failed", "profile --replicas, the hook and demo need it; GLOO_SOCKET_IFNAME=lo?"),
             self._gloo(
@@ -208,9 +203,8 @@ class _Pair:
         return Check(name="NCCL", status="ok", found=found)
 
 
-def _member(rank: int, ports: tuple[int, int, int], results: Any) -> None:
+def _member(rank: int, ports: tuple[int, int, int], results: Connection) -> None:
     """The body of one of the two processes."""
-    threading.Thread(target=follow_parent, daemon=True).start()
     os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # backends print pages about what is reported in one line here
     wanted = os.environ.get("GLOO_SOCKET_IFNAME")
     os.environ["GLOO_SOCKET_IFNAME"] = wanted or "lo"
@@ -223,21 +217,21 @@ def _member(rank: int, ports: tuple[int, int, int], results: Any) -> None:
     if works:
         _tell(results, "gloo, default network", rank, ports[1], "gloo", 2, torch.device("cpu"))
     else:
-        results.put(("gloo, default network", rank, {"problem": "not tried, as the line above failed", "seconds": 0.0}))
+        results.send(("gloo, default network", {"problem": "not tried, as the line above failed", "seconds": 0.0}))
     devices = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if rank < devices:
         _tell(results, "NCCL", rank, ports[2], "nccl", min(devices, 2), torch.device("cuda", rank))
-    results.put(("done", rank, {}))
+    results.send(("done", {}))
 
 
-def _tell(results: Any, name: str, rank: int, port: int, backend: str, world: int, device: Any) -> bool:
+def _tell(results: Connection, name: str, rank: int, port: int, backend: str, world: int, device: Any) -> bool:
     """Report how a reduction went, ``{"problem": text or "", "seconds": median of some}``; return whether it worked."""
     try:
         value: dict[str, Any] = {"problem": "", "seconds": _reduce(rank, port, backend, world, device)}
     except Exception as error:  # whatever a backend throws is what the reader wants to know
         lines = str(error).splitlines()
         value = {"problem": (lines[0] if lines else type(error).__name__)[:120], "seconds": 0.0}
-    results.put((name, rank, value))
+    results.send((name, value))
     return not value["problem"]
 
 

@@ -9,20 +9,15 @@ touches. On CUDA it fits when no ``OutOfMemoryError`` comes.
 from __future__ import annotations
 
 import contextlib
-import multiprocessing
-import os
-import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
-from typing import Any
 
 import psutil
 
-from ddltool.errors import DdlToolError, InputError
-from ddltool.runtime.measuring.children import SILENCE_LIMIT_S, follow_parent, how_it_ended, start, stop
-from ddltool.runtime.measuring.pool import Refusal
-from ddltool.runtime.measuring.worker import Subject, Task, Worker, as_input_error, reset_peak
+from ddltool.errors import InputError
+from ddltool.runtime.measuring.children import Children
+from ddltool.runtime.measuring.worker import Subject, Task, Worker, reset_peak
 
 LARGEST = 2**20
 # A step's memory is reached in its first backward pass; the second shows what an optimizer keeps.
@@ -111,8 +106,7 @@ class _Tries:
 
     def __init__(self, subject: Subject, budget_bytes: float) -> None:
         self.subject, self.budget_bytes = subject, budget_bytes
-        self._child: Any = None
-        self._pipe: Connection | None = None
+        self._child: Children | None = None
 
     def __enter__(self) -> _Tries:
         return self
@@ -123,69 +117,42 @@ class _Tries:
     def attempt(self, batch: int) -> float | None:
         """Return the peak bytes of a training step, None when it did not fit."""
         if self._child is None:
-            self._begin()
-        assert self._pipe is not None
-        with contextlib.suppress(OSError):
-            self._pipe.send(batch)
-        watched = psutil.Process(self._child.pid) if self.subject.device == "cpu" else None
-        silent = 0.0
-        while not self._pipe.poll(_LOOK_EVERY_S):
-            silent += _LOOK_EVERY_S
-            if silent > SILENCE_LIMIT_S:
-                raise DdlToolError(f"memory of batch {batch}: the process was silent for {SILENCE_LIMIT_S:.0f} s")
+            self._child = Children(_serve, [(self.subject, self.budget_bytes)], self.subject.source)
+        child, who = self._child, f"memory of batch {batch}: the process"
+        child.send(0, batch)
+        watched = psutil.Process(child.processes[0].pid) if self.subject.device == "cpu" else None
+        while not (found := child.receive([0], f"{who} was silent", _LOOK_EVERY_S)):
             with contextlib.suppress(psutil.NoSuchProcess):
                 if watched is not None and watched.memory_info().rss > self.budget_bytes:
                     self._end()
                     return None
-        try:
-            answer = self._pipe.recv()
-        except (EOFError, OSError):
-            self._child.join()
-            raise DdlToolError(f"memory of batch {batch}: the process {how_it_ended(self._child.exitcode)}") from None
-        if isinstance(answer, Refusal):
-            raise InputError(answer.where, answer.problem, answer.remedy)
+        [(_, answer)] = found
+        if failure := child.failure(answer, who):
+            raise failure
         peak, again = answer
         fits = peak > 0 and peak <= self.budget_bytes
         if not again or peak > self.budget_bytes:  # after an exception of the allocator all was given back
             self._end()
         return float(peak) if fits else None
 
-    def _begin(self) -> None:
-        context = multiprocessing.get_context("spawn")
-        self._pipe, theirs = context.Pipe()
-        self._child = context.Process(target=_serve, args=(self.subject, self.budget_bytes, theirs), daemon=True)
-        start([self._child])
-        theirs.close()
-
     def _end(self) -> None:
         if self._child is not None:
-            stop([self._child])
-        if self._pipe is not None:
-            self._pipe.close()
-        self._child = self._pipe = None
+            self._child.close()
+        self._child = None
 
 
 def _serve(subject: Subject, budget_bytes: float, pipe: Connection) -> None:
     """Try the batches that come; answer with the peak bytes (0: out of memory) and whether this process may try another."""
-    os.dup2(2, 1)  # what the user's module prints must not mix with the command's result
-    threading.Thread(target=follow_parent, daemon=True).start()
-    try:
-        import torch
+    import torch
 
-        device = torch.device(subject.device, 0) if subject.device == "cuda" else torch.device("cpu")
-        if device.type == "cuda":
-            total = torch.cuda.get_device_properties(device).total_memory
-            torch.cuda.set_per_process_memory_fraction(min(1.0, budget_bytes / total), device)
-        worker = Worker(subject, device)
-        while True:
-            batch = pipe.recv()
-            worker.drop()
-            again = reset_peak(device)
-            outcome = worker.run(Task(replicas=1, batch=batch, warmup=0, most=_STEPS))
-            pipe.send((outcome.peak_bytes, again))
-    except (EOFError, BrokenPipeError):
-        return  # the parent has gone
-    except Exception as error:
-        told = as_input_error(error, subject.source)
-        with contextlib.suppress(OSError):
-            pipe.send(Refusal(told.where, told.problem, told.remedy))
+    device = torch.device(subject.device, 0) if subject.device == "cuda" else torch.device("cpu")
+    if device.type == "cuda":
+        total = torch.cuda.get_device_properties(device).total_memory
+        torch.cuda.set_per_process_memory_fraction(min(1.0, budget_bytes / total), device)
+    worker = Worker(subject, device)
+    while True:
+        batch = pipe.recv()
+        worker.drop()
+        again = reset_peak(device)
+        outcome = worker.run(Task(replicas=1, batch=batch, warmup=0, most=_STEPS))
+        pipe.send((outcome.peak_bytes, again))

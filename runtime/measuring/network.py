@@ -8,13 +8,12 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import multiprocessing
 import os
-import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
+from multiprocessing.connection import Connection
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -22,7 +21,7 @@ from numpy.typing import ArrayLike
 
 from ddltool.device import Network
 from ddltool.errors import DdlToolError, InputError, one_line
-from ddltool.runtime.measuring.children import follow_parent, free_port, listen, start, stop
+from ddltool.runtime.measuring.children import Children, free_port
 
 if TYPE_CHECKING:
     import torch
@@ -193,62 +192,46 @@ def _measure_job(sizes: Sequence[int], rounds: int, timeout_s: float, progress: 
 def _measure_local(
     processes: int, sizes: Sequence[int], rounds: int, timeout_s: float, progress: Progress
 ) -> NetworkMeasurement:
-    context = multiprocessing.get_context("spawn")
-    results = context.Queue()
     port = free_port()
-    children = [
-        context.Process(target=_child, args=(rank, processes, port, sizes, rounds, timeout_s, results), daemon=True)
-        for rank in range(processes)
-    ]
-    pairs: tuple[PairMeasurement, ...] = ()
-    try:
-        start(children)
-        for row in listen(results, children):
-            if "lost" in row:
-                raise DdlToolError(f"the processes lost each other ({row['lost']})")
-            pairs = row.get("pairs", pairs)
-            if "done" in row:
-                progress(row["done"], row["total"])
-    finally:
-        stop(children)
-    return NetworkMeasurement(processes=processes, local=True, pairs=pairs)
+    arguments = [(rank, processes, port, sizes, rounds, timeout_s) for rank in range(processes)]
+    found: dict[int, tuple[PairMeasurement, ...]] = {}
+    with Children(_child, arguments) as children:
+        while 0 not in found:
+            waiting = [rank for rank in range(processes) if rank not in found]
+            for rank, answer in children.receive(waiting, "the measuring processes were silent"):
+                if failure := children.failure(answer, "a measuring process"):
+                    raise failure
+                if isinstance(answer, str):
+                    raise DdlToolError(f"the processes lost each other ({answer})")
+                if isinstance(answer, list):
+                    progress(*answer)
+                else:
+                    found[rank] = answer
+    return NetworkMeasurement(processes=processes, local=True, pairs=found[0])
 
 
 def _child(
-    rank: int,
-    processes: int,
-    port: int,
-    sizes: Sequence[int],
-    rounds: int,
-    timeout_s: float,
-    results: multiprocessing.Queue[tuple[str, object]],
+    rank: int, processes: int, port: int, sizes: Sequence[int], rounds: int, timeout_s: float, results: Connection
 ) -> None:
-    """Be one local process; rank 0 reports."""
+    """Be one local process, and send its result (a tuple), or what became of it (a text); rank 0 tells its progress."""
     import torch
     import torch.distributed as dist
 
-    threading.Thread(target=follow_parent, daemon=True).start()
     torch.set_num_threads(1)
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"  # otherwise gloo asks the host's name, which need not be this machine's
 
     def tell(done: int, total: int) -> None:
         if rank == 0:
-            results.put(("row", {"done": done, "total": total}))
+            results.send([done, total])
 
     try:
         address, limit = f"tcp://127.0.0.1:{port}", timedelta(seconds=timeout_s)
         dist.init_process_group("gloo", init_method=address, rank=rank, world_size=processes, timeout=limit)
-        pairs = _measure_pairs(sizes, rounds, dist.group.WORLD, tell)
-        if rank == 0:
-            results.put(("row", {"pairs": pairs}))
-    except InputError as error:
-        results.put(("error", (error.where, error.problem, error.remedy)))
+        results.send(_measure_pairs(sizes, rounds, dist.group.WORLD, tell))
+    except InputError:
+        raise
     except Exception as error:
-        text = one_line(f"{type(error).__name__}: {error}")[:300]
-        results.put(("row", {"lost": text}))
-    else:
-        if rank == 0:
-            results.put(("done", None))
+        results.send(one_line(f"{type(error).__name__}: {error}")[:300])
     finally:
         if dist.is_initialized():
             with contextlib.suppress(RuntimeError):  # a dead peer must not hide what was reported

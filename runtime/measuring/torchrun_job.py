@@ -17,7 +17,8 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 from ddltool.errors import DdlToolError, InputError, one_line
-from ddltool.runtime.measuring.worker import Outcome, Subject, Task, Worker, as_input_error
+from ddltool.runtime.measuring.children import as_input_error
+from ddltool.runtime.measuring.worker import Outcome, Subject, Task, Worker
 
 if TYPE_CHECKING:
     import torch.distributed as dist

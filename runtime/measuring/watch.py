@@ -21,22 +21,20 @@ from __future__ import annotations
 import contextlib
 import importlib
 import math
-import multiprocessing
 import os
-import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from multiprocessing.connection import Connection, wait
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import psutil
 
 from ddltool.artifacts import write_text
-from ddltool.errors import DdlToolError, InputError, one_line
-from ddltool.runtime.measuring.children import SILENCE_LIMIT_S, follow_parent, free_port, start, stop
+from ddltool.errors import DdlToolError, InputError
+from ddltool.runtime.measuring.children import GONE, Children, Refusal, free_port
 
 if TYPE_CHECKING:
     from ddltool.runtime.measuring.worker import Step
@@ -45,6 +43,7 @@ if TYPE_CHECKING:
 TELL_EVERY_S = 0.5
 # When a worker is gone, the others soon notice and hand in what they have.
 AFTER_LOSS_S = 5.0
+DONE = "done"
 HEADER = "iteration,worker,speed,cpu,memory"
 
 
@@ -182,62 +181,39 @@ def record(request: WatchRequest, progress: Callable[[int], None] | None = None)
     Every process computes on one thread. ``progress`` is told iterations done, now and then. Raises InputError when a step
     fails, WatchLost with what was recorded when a process dies.
     """
-    context = multiprocessing.get_context("spawn")
     port = free_port()
-    # A pipe for each: a queue that all share can be left locked, or with half a message in it, by one that is killed.
-    pipes = [context.Pipe(duplex=False) for _ in range(request.workers)]
-    children = [
-        context.Process(target=_worker, args=(request, rank, port, writer), daemon=True)
-        for rank, (_, writer) in enumerate(pipes)
-    ]
-    try:
-        start(children)
-        for _, writer in pipes:
-            writer.close()  # the child's own is the only one left, so that its end shows here
-        return _collect([reader for reader, _ in pipes], children, progress)
-    finally:
-        stop(children)
-        for pipe in pipes:
-            for end in pipe:
-                end.close()
+    arguments = [(request, rank, port) for rank in range(request.workers)]
+    with Children(_worker, arguments, request.source) as children:
+        return _collect(children, progress)
 
 
-def _collect(
-    readers: list[Connection], children: list[Any], progress: Callable[[int], None] | None = None
-) -> list[SpeedRow]:
+def _collect(children: Children, progress: Callable[[int], None] | None = None) -> list[SpeedRow]:
     """Take each worker's rows as they come; a worker that has nothing to tell for long is given up."""
-    rows: list[list[SpeedRow]] = [[] for _ in readers]
-    waiting = dict(enumerate(readers))
-    failures: dict[int, tuple[str, str, str]] = {}
+    waiting = set(range(len(children.processes)))
+    rows: list[list[SpeedRow]] = [[] for _ in waiting]
+    refusals: dict[int, Refusal] = {}
     gone: list[int] = []
-    last, broken_at = time.monotonic(), math.inf
+    broken_at = math.inf
     while waiting and time.monotonic() < broken_at + AFTER_LOSS_S:
-        ready = wait(list(waiting.values()), timeout=0.2)
-        if not ready and time.monotonic() - last > SILENCE_LIMIT_S:
-            raise DdlToolError(f"the watched processes were silent for {SILENCE_LIMIT_S:.0f} s")
-        for rank, reader in [pair for pair in waiting.items() if pair[1] in ready]:
-            last = time.monotonic()
-            try:
-                kind, value = reader.recv()
-            except (EOFError, OSError):
-                kind, value = "gone", None
-            if kind == "rows":
-                rows[rank].extend(value)
+        for rank, answer in children.receive(sorted(waiting), "the watched processes were silent", 0.2):
+            if isinstance(answer, list):
+                rows[rank].extend(answer)
                 if progress is not None:
                     progress(min(map(len, rows)))
                 continue
-            del waiting[rank]
-            if kind == "error":
-                failures[rank] = value
-            elif kind == "gone":
+            waiting.discard(rank)
+            if isinstance(answer, Refusal):
+                refusals[rank] = answer
+            elif answer is GONE:
                 gone.append(rank)
-            if kind != "done":
-                broken_at = min(broken_at, last)
+            if answer != DONE:
+                broken_at = min(broken_at, time.monotonic())
     if gone:
         # The others fail because this one is gone, not by themselves.
-        raise _lost(gone[0], children[gone[0]], rows)
-    if failures:
-        raise InputError(*failures[min(failures)])
+        raise _lost(gone[0], children.processes[gone[0]], rows)
+    if refusals:
+        first = refusals[min(refusals)]
+        raise InputError(first.where, first.problem, first.remedy)
     return [row for each in rows for row in each]
 
 
@@ -251,33 +227,20 @@ def _lost(rank: int, child: Any, rows: list[list[SpeedRow]]) -> WatchLost:
 
 
 def _worker(request: WatchRequest, rank: int, port: int, results: Connection) -> None:
-    """Train as one of the workers; whatever goes wrong reaches the parent as text."""
+    """Train as one of the workers."""
     import torch
     import torch.distributed as dist
 
-    os.dup2(2, 1)  # what the user's module prints must not mix with the command's result
-    threading.Thread(target=follow_parent, daemon=True).start()
     if request.cores is not None:
         os.sched_setaffinity(0, {request.cores[rank]})
     torch.set_num_threads(1)
     torch.manual_seed(request.seed)
-    try:
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-        dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=request.workers)
-        _train(request, rank, results)
-        results.send(("done", None))
-    except KeyboardInterrupt:
-        return
-    except Exception as error:
-        text = one_line(f"{type(error).__name__}: {error}")[:300]
-        with contextlib.suppress(OSError):
-            results.send(
-                ("error", (request.source, f"a training step failed ({text})", "it must train on its example inputs"))
-            )
-    finally:
-        if dist.is_initialized():
-            with contextlib.suppress(RuntimeError):
-                dist.destroy_process_group()
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=request.workers)
+    _train(request, rank, results)
+    results.send(DONE)
+    with contextlib.suppress(RuntimeError):
+        dist.destroy_process_group()
 
 
 def _train(request: WatchRequest, rank: int, results: Connection) -> None:
@@ -309,7 +272,7 @@ def _train(request: WatchRequest, rank: int, results: Connection) -> None:
                     offset += value.numel()
             optimizer.step()
             if time.monotonic() - last > TELL_EVERY_S:
-                results.send(("rows", watch.rows[told:]))
+                results.send(watch.rows[told:])
                 told, last = len(watch.rows), time.monotonic()
     finally:
-        results.send(("rows", watch.rows[told:]))
+        results.send(watch.rows[told:])

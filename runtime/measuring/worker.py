@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from ddltool.analyzers.goodput.curve import median_interval
-from ddltool.errors import InputError, one_line
+from ddltool.errors import InputError
 
 if TYPE_CHECKING:
     import torch
@@ -210,14 +210,6 @@ def is_out_of_memory(error: BaseException) -> bool:
     """Return whether an exception says that memory ran out: Python's, CUDA's (``OutOfMemoryError``) or the CPU allocator's."""
     text = str(error).lower()
     return isinstance(error, MemoryError) or "out of memory" in text or "can't allocate memory" in text
-
-
-def as_input_error(error: Exception, source: str) -> InputError:
-    """Return what a model raised as one line about its SOURCE."""
-    if isinstance(error, InputError):
-        return error
-    text = one_line(f"{type(error).__name__}: {error}")[:300]
-    return InputError(source, f"a training step failed ({text})", "it must train on its example inputs")
 
 
 def now(device: torch.device) -> float:
