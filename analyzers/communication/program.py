@@ -6,13 +6,13 @@ which is the order of a traced graph's ops. Start at :func:`program_of`.
 
 from __future__ import annotations
 
-import heapq
 from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
 from ddltool.analyzers.communication.properties import whole_times
+from ddltool.analyzers.communication.shop import first_ready_first
 from ddltool.errors import InputError
 from ddltool.graph import COMPUTE, RECV, SEND, Graph
 
@@ -98,21 +98,12 @@ def program_of(graph: Graph) -> Program:
 
 def _run(graph: Graph) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
     """Return start and end of every compute op when they run one after another, first in the file first."""
-    pending = np.diff(graph.input_ptr).tolist()
-    pointer, targets = graph.successors()
-    ready = [op for op, count in enumerate(pending) if count == 0]
-    heapq.heapify(ready)
     start, end = np.zeros(len(graph)), np.zeros(len(graph))
     now = 0.0
-    while ready:
-        op = heapq.heappop(ready)
+    for op in first_ready_first({op: graph.inputs_of(op).tolist() for op in range(len(graph))}):
         if graph.kind[op] == COMPUTE:
             start[op], end[op] = now, now + float(graph.duration_s[op])
             now = float(end[op])
-        for target in targets[pointer[op] : pointer[op + 1]].tolist():
-            pending[target] -= 1
-            if pending[target] == 0:
-                heapq.heappush(ready, target)
     return start, end
 
 

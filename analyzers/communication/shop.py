@@ -29,7 +29,7 @@ optimum (Jackson's schedule: always run the available op with the longest tail) 
 from __future__ import annotations
 
 import heapq
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -263,7 +263,7 @@ class _Reducer:
         final = [key for key in last if self.needed[key] == self.consumed]
         for key in final:  # rule 5: after all other compute; one block at most
             inputs[key] |= {other for other in members if problem.kind[other] == COMPUTE and other != key}
-        order = _topological(inputs)
+        order = first_ready_first(inputs)
         place = {key: number for number, key in enumerate(order)}
         return ShopProblem(
             times=[sum(problem.times[op] for op in members[key]) for key in order],
@@ -300,7 +300,7 @@ class _Reducer:
         return edges
 
 
-def _topological(inputs: dict[int, set[int]]) -> list[int]:
+def first_ready_first(inputs: Mapping[int, Collection[int]]) -> list[int]:
     """Return the keys with every key after its inputs, smallest first among the ready ones."""
     waiting = {key: len(sources) for key, sources in inputs.items()}
     consumers: dict[int, list[int]] = {key: [] for key in inputs}
@@ -317,7 +317,7 @@ def _topological(inputs: dict[int, set[int]]) -> list[int]:
             waiting[target] -= 1
             if waiting[target] == 0:
                 heapq.heappush(ready, target)
-    assert len(order) == len(inputs), "merging made a cycle"
+    assert len(order) == len(inputs), "the inputs form a cycle"
     return order
 
 
