@@ -32,23 +32,31 @@ from ddltool.plan import Enforcement, ParameterRecord, RankEnforcement
 from tests.processes import LASTING
 
 PATIENCE_S = 60.0
+# On a busy machine gloo's ranks now and then close a connection that another one is just making.
+_STARTS = 3
 
 
 class Crew:
     """``size`` processes of one gloo process group that run functions on demand."""
 
     def __init__(self, size: int) -> None:
-        self._folder = tempfile.TemporaryDirectory()
         context = multiprocessing.get_context("spawn")
-        self._pipes: list[Connection] = []
-        self._processes = []
-        for rank in range(size):
-            ours, theirs = context.Pipe()
-            store = f"file://{self._folder.name}/store"
-            process = context.Process(target=_serve, args=(theirs, store, rank, size), daemon=True)
-            process.start()
-            self._pipes.append(ours)
-            self._processes.append(process)
+        for _ in range(_STARTS):
+            self._folder = tempfile.TemporaryDirectory()
+            self._pipes: list[Connection] = []
+            self._processes = []
+            for rank in range(size):
+                ours, theirs = context.Pipe()
+                store = f"file://{self._folder.name}/store"
+                process = context.Process(target=_serve, args=(theirs, store, rank, size), daemon=True)
+                process.start()
+                theirs.close()
+                self._pipes.append(ours)
+                self._processes.append(process)
+            if all(map(_answers, self._pipes)):
+                return
+            self.close()
+        raise AssertionError(f"{size} ranks did not find each other in {_STARTS} attempts")
 
     def run(self, function: Callable[..., Any], *args: Any) -> list[Any]:
         """Return ``function(rank, *args)`` of every rank; raise AssertionError with the traceback of one that fails."""
@@ -81,9 +89,18 @@ def crew() -> Crew:
     return pair
 
 
+def _answers(pipe: Connection) -> bool:
+    """Return whether a rank says that it is in its group."""
+    try:
+        return pipe.poll(PATIENCE_S) and pipe.recv() == "here"
+    except (EOFError, ConnectionError):
+        return False
+
+
 def _serve(pipe: Connection, store: str, rank: int, size: int) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=store, rank=rank, world_size=size)
+    pipe.send("here")
     while True:
         function, args = pipe.recv()
         try:
