@@ -200,7 +200,8 @@ class Server:
                 message = self._early.pop(0) if self._early else self._wire.receive(BEAT_S)
                 if message is not None:
                     peer, (kind, *values), payload = message
-                    getattr(self, f"_on_{kind}")(peer, *values, *([] if payload is None else [payload]))
+                    with self._interruptions.held_off():  # what is counted is also written down
+                        getattr(self, f"_on_{kind}")(peer, *values, *([] if payload is None else [payload]))
                 self._hand_over()
                 self._beat()
             if not self.closed:
