@@ -19,7 +19,7 @@ _FUSED = frozenset(("pointwise", "copy", "normalisation", "softmax", "reduction"
 def compiled(graph: Graph) -> Graph:
     """Return the graph as it would run compiled: fused ops cost nothing, the last of each chain reads for all. O(n + e).
 
-    ``meta["compiled"]`` says so. A graph without written bytes (from a file of an older version) only loses its launches.
+    A graph without written bytes (from a file of an older version) only loses its launches.
     """
     compute = graph.kind == COMPUTE
     free = np.array([mark == "free" for mark in graph.estimate]) & compute
@@ -46,4 +46,4 @@ def compiled(graph: Graph) -> Graph:
         if inside and len(inside) == len(set(reading)):
             size[inside[0]] += max(size[op] - written, 0.0)
             size[op], estimate[op] = 0.0, "free"
-    return replace(graph, size_bytes=size, estimate=tuple(estimate), meta={**graph.meta, "compiled": True})
+    return replace(graph, size_bytes=size, estimate=tuple(estimate))

@@ -17,6 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ddltool.analyzers.costs.kernels import CLASS, CLASSES, WEIGHT_GRADIENT, Kernels
+from ddltool.calibration import UNITS as UNITS
 from ddltool.device import Device
 
 Array = NDArray[np.float64]
@@ -34,7 +35,6 @@ _SOFTNESS = 3.0
 # cuDNN's kernels for many groups in channels_last: groups in whole warps, and few channels each.
 _WARP, _NARROW = 32, 32
 _ALIGNED = 8
-UNITS = ("tensor", "vector", "memory")
 _PRODUCTS = ("convolution", "matrix_product", "attention", "recurrent")
 _BY_LAYOUT = ("convolution", "grouped_convolution", "depthwise_convolution", "normalisation", "pooling")
 _LAYOUTS = ("channels_first", "channels_last")

@@ -52,7 +52,7 @@ class CostModel:
         ``host_share``: what the host takes beside the device; up to half of it is hidden, from ``HOST_BOUND`` on all counts.
         """
         weight = min(1.0, max(0.0, (host_share - _HIDDEN) / (HOST_BOUND - _HIDDEN)))
-        low, high = min(self.residuals.low, 1.0), max(self.residuals.high, 1.0)
+        low, high = self.residuals.low, self.residuals.high  # the prediction lies between them
         low *= min(self.host_residuals.low / low, 1.0) ** weight
         high *= max(self.host_residuals.high / high, 1.0) ** weight
         return Interval(value=step_s, low=step_s * low, high=step_s * high)
@@ -60,7 +60,7 @@ class CostModel:
     @property
     def relative_error(self) -> float:
         """Half the width of the interval as a share of the prediction."""
-        return (max(self.residuals.high, 1.0) - min(self.residuals.low, 1.0)) / 2.0
+        return (self.residuals.high - self.residuals.low) / 2.0
 
 
 def cost_model(device: Device, calibration: CalibrationTable) -> CostModel:
