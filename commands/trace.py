@@ -23,8 +23,6 @@ from ddltool.analyzers.communication.timeline import to_chrome_trace
 from ddltool.analyzers.costs.estimate import coverage
 from ddltool.analyzers.loading.sources import is_graph_file, is_onnx_file, scan_source
 from ddltool.analyzers.loading.timed_graph import timed_graph
-from ddltool.analyzers.placement.determinism import Scan
-from ddltool.analyzers.placement.determinism_ops import TORCH_VERSION
 from ddltool.analyzers.reporting.graph_section import determinism_section, trace_section
 from ddltool.artifacts import check_writable, parse_record, to_json, write_text
 from ddltool.commands.options import (
@@ -46,8 +44,6 @@ from ddltool.graph_io import write_graph
 from ddltool.outputs import demand_distinct
 from ddltool.results import (
     CoverageFigures,
-    DeterminismLevel,
-    DeterminismOp,
     DeterminismResult,
     LostEfficiency,
     NamedGraph,
@@ -321,35 +317,8 @@ def show_determinism(
     """Print the levels of a model's ops; the body of ``ddltool trace SOURCE --determinism``."""
     with progress(f"tracing {source}"):
         graph, scanned = scan_source(source, mode, batch_size, bindings)
-    found = determinism_result(graph, scanned)
+    found = DeterminismResult(graph=NamedGraph(name=graph.name, mode=graph.mode), determinism=scanned)
     if as_json:
         print_json(found)
     else:
         show(determinism_section(found))
-
-
-def determinism_result(graph: Graph, found: Scan) -> DeterminismResult:
-    """Return a scan as the command's result."""
-    ops = [
-        DeterminismOp(
-            op=finding.op,
-            class_=finding.kernels.name,
-            level=finding.kernels.level,
-            count=finding.count,
-            flops=finding.flops,
-            modules=list(finding.modules),
-            reason=finding.kernels.reason,
-            setting=finding.kernels.setting,
-        )
-        for finding in found.ops
-    ]
-    level = DeterminismLevel(
-        level=found.level,
-        d2_eligible=found.d2_eligible,
-        reasons=list(found.reasons),
-        settings=list(found.settings),
-        exact_ops=found.exact,
-        tables_of_torch=TORCH_VERSION,
-        ops=ops,
-    )
-    return DeterminismResult(graph=NamedGraph(name=graph.name, mode=graph.mode), determinism=level)

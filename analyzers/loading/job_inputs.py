@@ -24,7 +24,7 @@ from ddltool.analyzers.deciding.feedback import Run, read_run
 from ddltool.analyzers.goodput.throughput import ThroughputParams
 from ddltool.analyzers.loading.sources import is_graph_file, load_graph, scan_source
 from ddltool.analyzers.loading.timed_graph import timed_graph
-from ddltool.analyzers.placement.determinism import d2_eligible
+from ddltool.analyzers.placement.determinism import scan
 from ddltool.analyzers.placement.problem import capability_from_graph, capability_from_profile
 from ddltool.artifacts import load
 from ddltool.decision import Objective
@@ -121,13 +121,12 @@ def scanned(job: Job, graph: Graph | None, tell: Tell) -> Job:
         return job.model_copy(update={"constraints": limits.model_copy(update={"hardware_agnostic": False})})
     if job.model is not None and not is_graph_file(job.model):
         _, found = scan_source(job.model, batch_size=job.batch_size)
-        eligible, reasons = found.d2_eligible, found.reasons
     else:
         assert graph is not None  # a job's own graph file has been read
-        eligible, reasons = d2_eligible(graph)
-    if not eligible:
-        tell(f"D2: the plan keeps to one device type: {reasons[0]}")
-    return job.model_copy(update={"constraints": limits.model_copy(update={"hardware_agnostic": eligible})})
+        found = scan(graph)
+    if not found.d2_eligible:
+        tell(f"D2: the plan keeps to one device type: {found.reasons[0]}")
+    return job.model_copy(update={"constraints": limits.model_copy(update={"hardware_agnostic": found.d2_eligible})})
 
 
 def capabilities_of(job: Job, folder: Path, where: str, tell: Tell) -> dict[str, float]:
@@ -214,7 +213,7 @@ def knowledge_of(job: Job, job_file: Path, given: Given, run: Run | None) -> Kno
         other_s=0.0 if run is None else run.other_s,
         errors=errors,
         error_source=source,
-        d2_eligible=None if given.graph is None else d2_eligible(given.graph)[0],
+        d2_eligible=None if given.graph is None else scan(given.graph).d2_eligible,
     )
 
 

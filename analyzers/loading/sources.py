@@ -13,10 +13,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ddltool.analyzers.placement.determinism import Scan, op_facts, scan
+from ddltool.analyzers.placement.determinism import op_facts, scan
 from ddltool.errors import InputError
 from ddltool.graph import RECV, Graph, Mode
 from ddltool.graph_io import read_graph
+from ddltool.results import DeterminismLevel
 
 if TYPE_CHECKING:
     from ddltool.analyzers.costs.work import WorkCurve
@@ -136,7 +137,7 @@ def _resolved(source: str, sequence_length: int | None) -> TrainingStep:
 
 def scan_source(
     source: str, mode: Mode | None = None, batch_size: int | None = None, bindings: Mapping[str, int] | None = None
-) -> tuple[Graph, Scan]:
+) -> tuple[Graph, DeterminismLevel]:
     """Return the graph of any SOURCE and what its ops allow; torch sources are looked at with their data types.
 
     Raises InputError as :func:`load_graph`.

@@ -1,114 +1,99 @@
-"""Which level of determinism a model allows, and what stands in the way: EasyScale's scan, op by op.
+"""Which level of determinism a model allows, and what stands in the way: EasyScale's scan, op by op. Start at :func:`scan`.
 
 Levels (EasyScale, Li et al., SC 2023, section 3.3): D0, equal bits on the same devices: fixed seeds, deterministic
 kernels. D1, on any number of devices of one type: besides, constant virtual ranks, streams and buckets
 (:class:`ddltool.runtime.elastic.trainer.ElasticTrainer`). D2, on any mix of device types: besides, kernels that do not depend
-on the device. The paper scans modules; here every op of the traced step is looked up, so that functional calls and the
-backward pass count too. Start at :func:`scan`; a planner needs :func:`d2_eligible` only.
+on the device. The paper scans modules; here every op of the traced step is looked up in ``determinism.toml``, so that
+functional calls and the backward pass count too.
 """
 
 from __future__ import annotations
 
+import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
-from ddltool.analyzers.placement.determinism_ops import CLASSES, KernelClass, Level, OpFacts, class_of
 from ddltool.graph import COMPUTE, Graph
+from ddltool.results import DeterminismLevel, DeterminismOp
 
 if TYPE_CHECKING:
     from torch.fx import Node
 
     from ddltool.analyzers.tracing.torch_adapter import TracedStep
 
-_RANK: Mapping[Level, int] = {"none": 0, "unknown": 1, "D1": 2, "D2": 3}
 BACKWARD, MODEL = "(backward)", "(model)"
+_RANK = {"none": 0, "unknown": 1, "D1": 2, "D2": 3}
+_TABLE: Mapping[str, Any] = tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="utf-8"))
+TORCH_VERSION: str = _TABLE["torch_version"]
+CLASSES: Mapping[str, Mapping[str, str]] = _TABLE["classes"]
+"""Class of kernels to its ``level``, ``reason`` and ``setting``."""
+OPS: Mapping[str, str] = {
+    f"{'onnx' if key == 'onnx' else 'aten'}.{op}": name
+    for name, entry in CLASSES.items()
+    for key in ("aten", "documented", "onnx")
+    for op in entry.get(key, "").split()
+}
+"""Op type (``aten.NAME`` without overload and trailing underscore, ``onnx.NAME``) to the name of its class."""
+_FLOATING_ONLY = frozenset(_TABLE["floating_only"].split())
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class OpFinding:
-    """All ops of one type in a graph.
+class OpFacts:
+    """What an op's arguments say beyond its type."""
 
-    Attributes:
-        op: op type as in the graph, ``aten.mm``; empty where the graph has none.
-        kernels: its class.
-        count: how many there are.
-        flops: how many floating-point operations they make together; 0 where the graph does not say.
-        modules: paths of the modules that call it, in program order without repeats; ``(backward)`` for the backward
-            pass, whose ops a trace does not assign to modules; ``(model)`` for no submodule; empty where the graph
-            names no modules.
+    floating: bool
+    """An input is a floating-point or complex tensor."""
+    patches: bool = False
+    """A convolution whose kernel is its stride, without padding, dilation or groups: windows do not overlap."""
+
+
+def class_of(op_type: str, facts: OpFacts | None = None) -> str:
+    """Return the class of an op type as graphs hold it; in-place ops count as their functional twins.
+
+    Without ``facts`` an op is taken to read floating-point tensors, and a convolution to overlap.
+
+    >>> class_of("aten.convolution"), class_of("aten.add_"), class_of("mine.op")
+    ('convolution', 'exact', 'unknown')
+    >>> class_of("aten.cumsum", OpFacts(floating=False))
+    'exact'
     """
-
-    op: str
-    kernels: KernelClass
-    count: int
-    flops: float
-    modules: tuple[str, ...]
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Scan:
-    """What a model's ops allow.
-
-    Attributes:
-        level: the highest level that all ops allow, when everything in ``settings`` is done; ``none``: the bits differ
-            from run to run even then; ``unknown``: an op is not known.
-        reasons: why not D2, one line per op type that stands in the way, lowest level first; empty where eligible.
-        settings: what to set or do to have ``level``, without repeats.
-        ops: every op type whose bits depend on more than its inputs, lowest level first, then by count.
-        exact: how many compute ops depend on their inputs alone.
-    """
-
-    level: Level
-    reasons: tuple[str, ...]
-    settings: tuple[str, ...]
-    ops: tuple[OpFinding, ...]
-    exact: int
-
-    @property
-    def d2_eligible(self) -> bool:
-        """Whether the bits can be the same on mixed device types."""
-        return self.level == "D2"
+    name = OPS.get(op_type) or OPS.get(op_type.rstrip("_"))
+    if name is None:  # the multi-tensor twins of element-wise ops
+        name = OPS.get(f"aten.{op_type.removeprefix('aten._foreach_').rstrip('_')}", "unknown")
+    if facts is not None and not facts.floating and op_type.removeprefix("aten.").rstrip("_") in _FLOATING_ONLY:
+        return "exact"
+    return "patches" if facts is not None and facts.patches and name == "convolution" else name
 
 
-def scan(graph: Graph, facts: Mapping[str, OpFacts] | None = None) -> Scan:
-    """Return what the compute ops of a step allow.
+def scan(graph: Graph, facts: Mapping[str, OpFacts] | None = None) -> DeterminismLevel:
+    """Return what the compute ops of a step allow, when everything in ``settings`` is done.
 
-    ``facts`` says more of ops by name (:func:`op_facts`); without, the cautious case is taken: sums are floating-point,
-    convolutions overlap. A graph whose ops have no types gets level ``unknown``; one without module paths in its op names
-    (``forward/PATH/op``, as this project's traces have) gets no modules. An inference graph says nothing of the
-    backward pass.
+    ``facts`` says more of ops by name (:func:`op_facts`); without, the cautious case is taken. A graph whose ops have no
+    types gets level ``unknown``; one without module paths in its op names (``forward/PATH/op``, as this project's traces
+    have) gets no modules. An inference graph says nothing of the backward pass. As in the paper, matrix products, reductions,
+    random draws and attention do not forbid D2: their kernels can be fixed.
     """
     rows: dict[tuple[str, str], list[int]] = {}
     for place in graph.of_kind(COMPUTE):
         op = graph.op_type[place]
-        kernels = class_of(op, (facts or {}).get(graph.names[place]))
-        rows.setdefault((op, kernels.name), []).append(int(place))
-    findings = [_finding(graph, op, CLASSES[name], places) for (op, name), places in rows.items()]
-    exact = sum(finding.count for finding in findings if finding.kernels.name == "exact")
-    found = [finding for finding in findings if finding.kernels.name != "exact"]
-    found.sort(key=lambda finding: (_RANK[finding.kernels.level], finding.kernels.name, -finding.count, finding.op))
-    level: Level = found[0].kernels.level if found else "D2"
-    blocking = [finding for finding in found if finding.kernels.level != "D2"]
-    settings = dict.fromkeys(finding.kernels.setting for finding in found)
-    return Scan(
+        rows.setdefault((op, class_of(op, (facts or {}).get(graph.names[place]))), []).append(int(place))
+    found = [_finding(graph, op, name, places) for (op, name), places in rows.items()]
+    exact = sum(finding.count for finding in found if finding.class_ == "exact")
+    found = [finding for finding in found if finding.class_ != "exact"]
+    found.sort(key=lambda finding: (_RANK[finding.level], finding.class_, -finding.count, finding.op))
+    level = found[0].level if found else "D2"
+    flops = float(graph.flops.sum())
+    return DeterminismLevel(
         level=level,
-        reasons=tuple(_reason(finding, float(graph.flops.sum())) for finding in blocking),
-        settings=tuple(filter(None, settings)),
-        ops=tuple(found),
-        exact=exact,
+        d2_eligible=level == "D2",
+        reasons=[_reason(finding, flops) for finding in found if finding.level != "D2"],
+        settings=list(dict.fromkeys(finding.setting for finding in found if finding.setting)),
+        exact_ops=exact,
+        tables_of_torch=TORCH_VERSION,
+        ops=found,
     )
-
-
-def d2_eligible(graph: Graph) -> tuple[bool, tuple[str, ...]]:
-    """Return whether a model may train on mixed device types with equal bits, and if not, why.
-
-    No where an op has no device-independent kernel, no deterministic one at all, or is not known (an op without a type
-    is not). As in the paper, matrix products, reductions, random draws and attention do not forbid it: their kernels can
-    be fixed; see :attr:`Scan.settings` for how.
-    """
-    found = scan(graph)
-    return found.d2_eligible, found.reasons
 
 
 def op_facts(traced: TracedStep) -> dict[str, OpFacts]:
@@ -120,8 +105,7 @@ def op_facts(traced: TracedStep) -> dict[str, OpFacts]:
 
 
 def _floats(node: Node) -> bool:
-    value = node.meta.get("val")
-    dtype = getattr(value, "dtype", None)
+    dtype = getattr(node.meta.get("val"), "dtype", None)
     return dtype is not None and bool(dtype.is_floating_point or dtype.is_complex)
 
 
@@ -139,16 +123,25 @@ def _patches(node: Node) -> bool:
     return bool(plain and not transposed and groups == 1 and list(stride) == kernel)  # type: ignore[arg-type]
 
 
-def _finding(graph: Graph, op: str, kernels: KernelClass, places: list[int]) -> OpFinding:
+def _finding(graph: Graph, op: str, name: str, places: list[int]) -> DeterminismOp:
     modules = dict.fromkeys(_module_of(graph.names[place]) for place in places)
-    flops = float(graph.flops[places].sum())
-    return OpFinding(op=op, kernels=kernels, count=len(places), flops=flops, modules=tuple(filter(None, modules)))
+    known = CLASSES[name]
+    return DeterminismOp(
+        op=op,
+        class_=name,
+        level=known["level"],
+        count=len(places),
+        flops=float(graph.flops[places].sum()),
+        modules=list(filter(None, modules)),
+        reason=known.get("reason", ""),
+        setting=known.get("setting", ""),
+    )
 
 
-def _reason(finding: OpFinding, whole: float) -> str:
+def _reason(finding: DeterminismOp, whole: float) -> str:
     times = "once" if finding.count == 1 else f"{finding.count} times"
     share = f", {finding.flops / whole:.1%} of the FLOPs" if finding.flops > 0.0005 * whole else ""
-    return f"{finding.op or 'an op without a type'} ({times}{share}): {finding.kernels.reason}"
+    return f"{finding.op or 'an op without a type'} ({times}{share}): {finding.reason}"
 
 
 def _module_of(name: str) -> str:
