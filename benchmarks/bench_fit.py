@@ -1,8 +1,8 @@
 """The throughput fit on others' measurements (set DDLTOOL_DATA to the folder that holds pollux-osdi21/ and sia-sosp23/).
 
-Prints error and CPU time per application beside AdaptDL's own fit on the same rows, then device types of Sia's measurements:
-one model each, on one shared network, and one model for all, by the error on placements left out. ``--prior``: the
-cross-validation that chose the prior on the slopes and the weight of T_grad, which looks at placements.csv only.
+Prints error and CPU time per application beside AdaptDL's own fit on the same rows, then the errors of each device type of
+Sia's measurements. ``--prior``: the cross-validation that chose the prior on the slopes and the weight of T_grad, which
+looks at placements.csv only.
 ``--tables FOLDER``: the errors with and without the prior over all tables of Sia's artifact (its folder sia-simulator/traces).
 """
 
@@ -16,9 +16,8 @@ from pathlib import Path
 
 import numpy as np
 
-from ddltool.analyzers.goodput.fit import FOLDS, SLOPE_SPREAD, evaluate, fit, fold_numbers, leave_out, predict
-from ddltool.analyzers.goodput.least_squares import GRAD_WEIGHT
-from ddltool.analyzers.goodput.observations import Observations, concatenate, from_frame
+from ddltool.analyzers.goodput.fit import GRAD_WEIGHT, SLOPE_SPREAD, evaluate, fit
+from ddltool.analyzers.goodput.observations import Observations, from_frame
 from ddltool.errors import InputError
 from ddltool.profile import read_table
 
@@ -66,7 +65,7 @@ def errors() -> None:
 
 
 def types() -> None:
-    """Print the errors of each device type's fit, and what sharing the network's parameters between types is worth."""
+    """Print the errors of each device type's fit."""
     print("\nfitted RMSLE, MAPE and unseen RMSLE, MAPE of each device type by itself")
     for application in ("bert", "cifar10", "imagenet"):
         devices = {name: read(SIA / application / f"placements-{name}.csv") for name in TYPES}
@@ -77,27 +76,6 @@ def types() -> None:
                 held = evaluate(result.params, read(SIA / application / f"scalability-{name}.csv"))
                 line += f"   {held.rmsle:.4f} {held.mape:.4f}"
             print(line)
-    print("\nRMSLE on placements left out (4 folds, mean over the types): network shared, separate, one model for all")
-    for application in ("bert", "cifar10", "imagenet"):
-        devices = {name: read(SIA / application / f"placements-{name}.csv") for name in TYPES}
-        started = time.process_time()
-        shared, separate = leave_out(list(devices.values())) or (math.nan, math.nan)
-        seconds = time.process_time() - started
-        single = one_for_all(list(devices.values()))
-        print(f"{application:9s} {shared:.4f}  {separate:.4f}  {single:.4f}   {seconds:.2f} s")
-
-
-def one_for_all(devices: list[Observations]) -> float:
-    """The same folds as leave_out, one model fitted to all types' rows together."""
-    numbers = [fold_numbers(rows, FOLDS) for rows in devices]
-    squares: list[list[np.ndarray]] = [[] for _ in devices]
-    for fold in range(FOLDS):
-        train = concatenate([rows.take(number != fold) for rows, number in zip(devices, numbers, strict=True)])
-        params = fit(train, robust=False).params
-        for place, (rows, number) in enumerate(zip(devices, numbers, strict=True)):
-            test = rows.take(number == fold)
-            squares[place].append((np.log(predict(params, test)) - np.log(test.step_time_s)) ** 2)
-    return float(np.mean([math.sqrt(np.concatenate(item).mean()) for item in squares]))
 
 
 def prior() -> None:

@@ -21,7 +21,7 @@ from ddltool.analyzers.communication.timeline import to_chrome_trace
 from ddltool.analyzers.costs.estimate import coverage, estimate
 from ddltool.analyzers.costs.model import cost_model
 from ddltool.analyzers.deciding.planning import make_plan, ordered_parameters
-from ddltool.analyzers.goodput.throughput import ThroughputParams, iteration_time_s
+from ddltool.analyzers.goodput.throughput import iteration_time_s
 from ddltool.analyzers.loading.job_inputs import capabilities_of
 from ddltool.analyzers.loading.timed_graph import timed_graph
 from ddltool.analyzers.placement.enforcement import to_enforcement
@@ -285,7 +285,7 @@ def _rows(found: Findings) -> list[tuple[str, str, str]]:
 
 def _measured_steps(found: Findings) -> list[dict[str, Any]]:
     """Return per rank the median seconds of each phase, and what the fitted profile predicted for its batch."""
-    params = ThroughputParams.from_dict(found.fitted.params.model_dump())
+    params = found.fitted.params
     medians = found.telemetry[found.telemetry["step"] >= 3].groupby("rank").median(numeric_only=True)
     seconds = {name: medians[name].to_dict() for name in ("compute_s", "wait_s", "sync_s", "step_s")}
     return [

@@ -8,7 +8,6 @@ from typing import Annotated, Optional
 import typer
 
 from ddltool.analyzers.goodput.observations import Observations
-from ddltool.analyzers.goodput.throughput import ThroughputParams
 from ddltool.analyzers.reporting.fit_sections import goodput_section
 from ddltool.artifacts import check_writable, save, write_bytes
 from ddltool.commands.options import Json, Output, Seed
@@ -59,5 +58,5 @@ def draw_fit(devices: dict[str, Observations], fitted: Goodput, path: Path) -> N
     """Write the picture of the fit."""
     from ddltool.analyzers.goodput.picture import fit_picture
 
-    params = {name: ThroughputParams(**fitted.params_of(name).model_dump()) for name in devices}
+    params = {name: fitted.params_of(name) for name in devices}
     write_bytes(path, fit_picture(devices, params, file_format=path.suffix.lower()[1:]))

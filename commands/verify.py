@@ -80,6 +80,6 @@ def _models(path: Path | None) -> tuple[dict[str, ThroughputParams] | None, floa
         return None, None
     fitted = load(path, Goodput)
     if fitted.devices:
-        models = {name: ThroughputParams(**found.params.model_dump()) for name, found in fitted.devices.items()}
+        models = {name: found.params for name, found in fitted.devices.items()}
         return models, max(found.mape for found in fitted.devices.values())
-    return {"": ThroughputParams(**fitted.params.model_dump())}, fitted.mape
+    return {"": fitted.params}, fitted.mape

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from ddltool.artifacts import check_writable, load, parse, read_document, save, to_json, write_text
 from ddltool.commands.schema import MODELS, schema_of
 from ddltool.errors import InputError, did_you_mean
-from ddltool.goodput_model import Goodput, ThroughputRecord
+from ddltool.goodput_model import Goodput, ThroughputParams
 from ddltool.job import Cluster, Constraints, DeviceOffer, Job, NodeDevices, NodeGroup, read_job
 from ddltool.plan import Assignment, Enforcement, ParameterRecord, Plan, RankEnforcement
 from ddltool.profile import read_profile, write_profile
@@ -187,8 +187,8 @@ goodputs = st.builds(
     Goodput,
     sources=st.lists(st.text()),
     params=st.builds(
-        ThroughputRecord,
-        **{name: seconds for name in ThroughputRecord.model_fields if name != "gamma"},
+        ThroughputParams,
+        **{name: seconds for name in ThroughputParams.model_fields if name != "gamma"},
         gamma=st.floats(1, 10),
     ),
     rmsle=seconds,

@@ -11,16 +11,15 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from ddltool.analyzers.goodput.fit import evaluate, fit, fit_devices, leave_out, predict
-from ddltool.analyzers.goodput.least_squares import Group, Problem
+from ddltool.analyzers.goodput.fit import Problem, evaluate, fit, predict
 from ddltool.analyzers.goodput.observations import Observations, from_frame
 from ddltool.analyzers.goodput.picture import fit_picture, goodput_picture
 from ddltool.analyzers.goodput.throughput import ThroughputParams, grad_time_s, iteration_time_s
 from ddltool.analyzers.goodput.tuning import BatchLimits
+from ddltool.analyzers.loading.fitted_models import fit_rows
 from ddltool.artifacts import load, save
 from ddltool.errors import InputError
 from ddltool.goodput_model import Goodput
-from ddltool.profile import read_table
 from tests.conftest import Result
 
 Cli = Callable[..., Result]
@@ -33,8 +32,8 @@ TRUTH = ThroughputParams(
     beta_sync_node_s=0.004,
     gamma=2.0,
 )
-FAST = ThroughputParams(**{**TRUTH.as_dict(), "alpha_grad_s": 0.01, "beta_grad_s": 0.0005})
-OTHER_NETWORK = ThroughputParams(**{**FAST.as_dict(), "alpha_sync_local_s": 0.003, "alpha_sync_node_s": 0.01})
+FAST = ThroughputParams(**{**TRUTH.model_dump(), "alpha_grad_s": 0.01, "beta_grad_s": 0.0005})
+OTHER_NETWORK = ThroughputParams(**{**FAST.model_dump(), "alpha_sync_local_s": 0.003, "alpha_sync_node_s": 0.01})
 PLACES = [(n, n * k, m) for n in (1, 2, 4) for k in (1, 2, 4) for m in (8, 32, 128)]
 
 
@@ -142,7 +141,7 @@ def test_rows_with_accumulation_are_steps_of_several_passes() -> None:
         [measured(TRUTH, error=0.0, passes=s).assign(accumulation_steps=s) for s in (0, 3)], ignore_index=True
     )
     result = fit(from_frame(frame, "p.csv"))
-    assert result.params.as_dict() == pytest.approx(TRUTH.as_dict(), rel=1e-3)
+    assert result.params.model_dump() == pytest.approx(TRUTH.model_dump(), rel=1e-3)
     # without the column the same rows are not explained
     assert fit(from_frame(frame.drop(columns="accumulation_steps"), "p.csv")).error.mape > 0.1
 
@@ -151,7 +150,7 @@ def test_the_time_of_a_pass_is_used_where_it_was_measured() -> None:
     frame = measured(TRUTH, error=0.0, passes=2).assign(accumulation_steps=2.0)
     frame["sync_time_s"] = 0.0  # says that all of the step is compute; the passes were timed by themselves
     frame["grad_time_s"] = np.asarray(grad_time_s(TRUTH, frame["local_batch_size"]))
-    assert fit(from_frame(frame, "p.csv")).params.as_dict() == pytest.approx(TRUTH.as_dict(), rel=1e-3)
+    assert fit(from_frame(frame, "p.csv")).params.model_dump() == pytest.approx(TRUTH.model_dump(), rel=1e-3)
     frame.loc[::2, "grad_time_s"] = np.nan  # half of them: the others fall back to step minus sync
     made = from_frame(frame, "p.csv").grad_time_s
     assert made[1::2] == pytest.approx(frame["grad_time_s"].to_numpy()[1::2])
@@ -161,44 +160,14 @@ def test_the_time_of_a_pass_is_used_where_it_was_measured() -> None:
 # Several device types
 
 
-def test_one_network_is_shared_and_helps_the_type_with_few_rows() -> None:
-    few = [(1, 1, 8), (1, 1, 32), (1, 1, 128), (2, 4, 32), (2, 4, 128)]
-    devices = {"slow": rows(TRUTH), "fast": rows(FAST, places=few, error=0.02, seed=1)}
-    models = fit_devices(devices, shared_network=None)
-    assert models.shared_network
-    assert off(models.results["fast"].params, FAST) < 0.02 < off(fit(devices["fast"]).params, FAST)
-    network = [{k: v for k, v in r.params.as_dict().items() if "grad" not in k} for r in models.results.values()]
-    assert network[0] == network[1]
-
-
-def test_unlike_networks_are_kept_apart() -> None:
-    devices = {"slow": rows(TRUTH), "fast": rows(OTHER_NETWORK, seed=1)}
-    models = fit_devices(devices)
-    assert not models.shared_network
-    assert models.results["fast"].params == fit(devices["fast"]).params
-    shared, separate = leave_out(list(devices.values())) or (0.0, 1.0)
-    assert separate < 0.5 * shared
-    forced = fit_devices(devices, shared_network=True)
-    assert forced.results["fast"].error.mape > 3 * models.results["fast"].error.mape
-
-
 def test_a_type_measured_alone_takes_the_network_of_the_other() -> None:
     alone = [(1, 1, 8), (1, 1, 32), (1, 1, 128)]
-    models = fit_devices({"slow": rows(TRUTH), "fast": rows(FAST, places=alone)})
-    assert models.shared_network
-    assert models.reason == "only slow has rows of several replicas"
-    assert off(models.results["fast"].params, FAST) < 0.03
-
-
-def test_measured_types_on_their_own_networks(shared_data: Path) -> None:
-    """T4, RTX 2080 Ti and A100 of Sia's measurements: separate networks predict left-out placements better."""
-    folder = shared_data / "sia-sosp23" / "traces" / "cifar10"
-    devices = {
-        name: from_frame(read_table(folder / f"placements-{name}.csv"), name) for name in ("aws", "rtx", "dgx-ext")
-    }
-    shared, separate = leave_out(list(devices.values())) or (0.0, 1.0)
-    assert separate < 0.6 * shared
-    assert separate < 0.07
+    found = fit_rows({"slow": rows(TRUTH), "fast": rows(FAST, places=alone)}, [""], None, 0)
+    assert found.shared_network
+    assert "fast without rows of several replicas has that of slow" in found.network_choice
+    assert off(found.params_of("fast"), FAST) < 0.03
+    assert not found.devices["fast"].undetermined
+    assert found.devices["fast"].intervals["gamma"] == found.devices["slow"].intervals["gamma"]
 
 
 def test_the_command_on_several_types(tmp_path: Path, cli: Cli) -> None:
@@ -332,16 +301,16 @@ def test_rows_by_the_hundred_thousand_cost_what_their_configurations_do() -> Non
     """Rows of one configuration are one: the fit of all rows is that of the means, and as quick."""
     frame = pd.concat([measured(TRUTH, error=0.05, seed=seed) for seed in range(40)], ignore_index=True)
     many = from_frame(frame, "p.csv")
-    problem = Problem([many], grad_weight=0.1)
-    assert len(problem.groups[0].nodes) == len(PLACES)
+    problem = Problem(many, grad_weight=0.1)
+    assert len(problem.nodes) == len(PLACES)
     point = problem.start(2.0)
     errors, _ = problem.residuals(point)
-    predicted = problem.params(point)[0]
+    predicted = problem.params(point)
     step = np.log(np.asarray(iteration_time_s(predicted, many.num_nodes, many.num_replicas, many.local_batch_size)))
     grad = np.log(np.asarray(grad_time_s(predicted, many.local_batch_size)))
     wanted = np.mean((step - np.log(many.step_time_s)) ** 2) + 0.1 * np.mean((grad - np.log(many.grad_time_s)) ** 2)
-    within = problem.groups[0].within / len(many) + 0.1 * problem.groups[0].within_grad / len(many)
-    assert float(errors @ errors) + within == pytest.approx(wanted)
+    error, freedom = problem.time_error(float(errors @ errors))
+    assert error**2 * freedom == pytest.approx(wanted * len(many))
     # ever different batches are told apart to half a per cent
     batch = np.random.default_rng(0).integers(1, 10**6, 50_000).astype(float)
     wide = Observations(
@@ -351,7 +320,7 @@ def test_rows_by_the_hundred_thousand_cost_what_their_configurations_do() -> Non
         step_time_s=np.asarray(iteration_time_s(TRUTH, 1, 1, batch)),
         grad_time_s=np.full(len(batch), np.nan),
     )
-    assert len(Group(wide).nodes) < 5000
+    assert len(Problem(wide).nodes) < 5000
     assert fit(wide, robust=False).params.beta_grad_s == pytest.approx(TRUTH.beta_grad_s, rel=1e-3)
 
 

@@ -67,7 +67,7 @@ def determined(truth: ThroughputParams) -> list[str]:
 def recovers(seed: int) -> int:
     """Check one set of parameters; return how many of the seven counted."""
     truth = drawn(seed)
-    exact = fit(observed(truth, GRID)).params.as_dict()
+    exact = fit(observed(truth, GRID)).params.model_dump()
     names = determined(truth)
     for name in names:
         assert exact[name] == pytest.approx(getattr(truth, name), rel=0.02), (seed, name)

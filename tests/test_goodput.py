@@ -11,10 +11,10 @@ import pandas as pd
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from pydantic import ValidationError
 
 from ddltool.analyzers.goodput.curve import summarise
-from ddltool.analyzers.goodput.fit import evaluate, fit
-from ddltool.analyzers.goodput.least_squares import Problem
+from ddltool.analyzers.goodput.fit import Problem, evaluate, fit
 from ddltool.analyzers.goodput.observations import Observations, concatenate, from_frame
 from ddltool.analyzers.goodput.throughput import (
     NAMES,
@@ -103,7 +103,7 @@ def test_shapes() -> None:
     ("name", "value"), [("gamma", 0.9), ("gamma", math.nan), ("alpha_grad_s", -1.0), ("beta_grad_s", math.inf)]
 )
 def test_bad_parameters(name: str, value: float) -> None:
-    with pytest.raises(InputError, match=f"{name}: is {value}"):
+    with pytest.raises(ValidationError, match=name):
         ThroughputParams(**{**dict.fromkeys(NAMES, 1.0), name: value})
 
 
@@ -134,8 +134,8 @@ TRUE = ThroughputParams(
 @given(params, st.integers(0, 100))
 @settings(max_examples=30, deadline=None)
 def test_the_gradient_equals_finite_differences(p: ThroughputParams, seed: int) -> None:
-    problem = Problem([observe(p, GRID, noise=0.3, seed=seed)])
-    problem.slope_weights[:] = 0.5, 0.2
+    problem = Problem(observe(p, GRID, noise=0.3, seed=seed), slope_spread=1.0)
+    problem.pulls[:] = 0.5, 0.2
     point = problem.start(2.0) + np.random.default_rng(seed).uniform(-0.3, 0.3, 7)
     numeric = [(problem.residuals(point + d)[0] - problem.residuals(point - d)[0]) / 2e-6 for d in np.eye(7) * 1e-6]
     assert np.allclose(problem.residuals(point)[1], np.stack(numeric, axis=1), rtol=1e-4, atol=1e-7)
@@ -144,8 +144,8 @@ def test_the_gradient_equals_finite_differences(p: ThroughputParams, seed: int) 
 def test_a_fit_recovers_what_made_the_data() -> None:
     exact = fit(observe(TRUE, GRID), slope_spread=math.inf)
     assert exact.error.mape < 1e-3
-    for name, value in exact.params.as_dict().items():
-        assert value == pytest.approx(TRUE.as_dict()[name], rel=0.02), name
+    for name, value in exact.params.model_dump().items():
+        assert value == pytest.approx(TRUE.model_dump()[name], rel=0.02), name
     noisy = fit(observe(TRUE, GRID, noise=0.05))
     assert evaluate(noisy.params, observe(TRUE, GRID)).mape < 0.05
     assert fit(observe(TRUE, GRID, noise=0.05)).params == noisy.params
@@ -166,12 +166,12 @@ def test_priors(rows: list[tuple[int, int, int]], undetermined: set[str]) -> Non
     result = fit(observe(TRUE, rows))
     assert set(result.undetermined) == undetermined
     for name in undetermined - {"gamma"}:
-        assert result.params.as_dict()[name] == 0.0
+        assert result.params.model_dump()[name] == 0.0
 
 
 def test_the_prior_within_a_node_yields_to_rows_that_exclude_it() -> None:
     """Twenty rows of one node on which each further replica costs as much as the first two: no small share of that."""
-    steep = ThroughputParams(**{**TRUE.as_dict(), "alpha_sync_local_s": 0.08, "beta_sync_local_s": 0.09})
+    steep = ThroughputParams(**{**TRUE.model_dump(), "alpha_sync_local_s": 0.08, "beta_sync_local_s": 0.09})
     for seed in range(4):
         rows = observe(steep, [(1, k, m) for k in (1, 2, 3, 4) for m in (4, 6, 8, 11, 16)], noise=0.1, seed=seed)
         params = fit(rows).params

@@ -11,7 +11,7 @@ from ddltool.analyzers.goodput.plan import plan_goodput
 from ddltool.analyzers.goodput.throughput import ThroughputParams, iteration_time_s
 from ddltool.artifacts import save
 from ddltool.errors import Infeasible
-from ddltool.goodput_model import Goodput, ThroughputRecord
+from ddltool.goodput_model import Goodput
 from ddltool.job import Constraints, DeviceOffer, GoodputSection, Job
 from tests.conftest import Result
 
@@ -26,7 +26,7 @@ SLOW = ThroughputParams(
     beta_sync_node_s=0.004,
     gamma=1.5,
 )
-FAST = ThroughputParams(**{**SLOW.as_dict(), "beta_grad_s": 0.001})
+FAST = ThroughputParams(**{**SLOW.model_dump(), "beta_grad_s": 0.001})
 SECTION = GoodputSection(
     noise_scale=300.0,
     initial_batch_size=16,
@@ -99,7 +99,7 @@ def test_the_elastic_table_keeps_the_total_batch() -> None:
 
 
 def test_the_command(cli: Cli, tmp_path: Path) -> None:
-    params = ThroughputRecord(**SLOW.as_dict())
+    params = ThroughputParams(**SLOW.model_dump())
     model = Goodput(sources=["x"], params=params, rmsle=0.0, mape=0.0, samples=9, fit_seconds=0.0, undetermined=[])
     save(model, tmp_path / "goodput.json")
     text = """kind: ddltool.job

@@ -136,7 +136,9 @@ def test_undetermined_parameters_are_named(rows: list[tuple[int, int, int]], und
 
 def test_seen_but_without_weight_is_undetermined_too() -> None:
     """Synchronisation far shorter than a pass, fully hidden: no row says anything about its overlap."""
-    hidden = ThroughputParams(**{**TRUTH.as_dict(), "alpha_sync_local_s": 1e-6, "beta_sync_local_s": 0.0, "gamma": 8.0})
+    hidden = ThroughputParams(
+        **{**TRUTH.model_dump(), "alpha_sync_local_s": 1e-6, "beta_sync_local_s": 0.0, "gamma": 8.0}
+    )
     seen = measured([row for row in ALL if row[0] == 1] * 2, 0.05, 2, truth=hidden)
     found = parameter_intervals(seen, fit(seen).params)
     assert found["gamma"].reason == "the rows fit as well with any value"

@@ -18,7 +18,7 @@ from ddltool.analyzers.scheduling.advise import Guess, advise, advise_job, place
 from ddltool.artifacts import save, to_json
 from ddltool.commands.simulation_tables import show_advice
 from ddltool.errors import DdlToolError, InputError
-from ddltool.goodput_model import Goodput, ThroughputRecord
+from ddltool.goodput_model import Goodput
 
 PARAMS = {
     "alpha_grad_s": 0.02,
@@ -147,7 +147,7 @@ def write(folder: Path, **changes: Any) -> Path:
     """A fitted model and a job state, with some fields changed; None removes one."""
     model = Goodput(
         sources=["made"],
-        params=ThroughputRecord(**PARAMS),
+        params=ThroughputParams(**PARAMS),
         rmsle=0.05,
         mape=0.05,
         samples=10,

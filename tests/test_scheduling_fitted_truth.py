@@ -18,7 +18,7 @@ from ddltool.analyzers.scheduling.simulator import simulate
 from ddltool.analyzers.scheduling.truth import FittedJob, fitted_application
 from ddltool.artifacts import save
 from ddltool.errors import InputError
-from ddltool.goodput_model import Goodput, ThroughputRecord
+from ddltool.goodput_model import Goodput
 from tests.conftest import Result
 
 Cli = Callable[..., Result]
@@ -74,7 +74,7 @@ def test_values_that_make_no_sense_are_refused(field: str, value: float) -> None
     fields = {name: getattr(JOB, name) for name in FittedJob.__dataclass_fields__}
     with pytest.raises(InputError):
         FittedJob(**(fields | {field: value}))
-    nothing = ThroughputParams(**(PARAMS.as_dict() | {"alpha_grad_s": 0.0, "beta_grad_s": 0.0}))
+    nothing = ThroughputParams(**(PARAMS.model_dump() | {"alpha_grad_s": 0.0, "beta_grad_s": 0.0}))
     with pytest.raises(InputError, match="one gradient takes 0 s"):
         fitted_application("a", {"*": nothing}, JOB)
 
@@ -82,7 +82,7 @@ def test_values_that_make_no_sense_are_refused(field: str, value: float) -> None
 @pytest.fixture
 def fitted(tmp_path: Path) -> Path:
     path = tmp_path / "goodput.json"
-    params = ThroughputRecord(**PARAMS.as_dict())
+    params = ThroughputParams(**PARAMS.model_dump())
     save(
         Goodput(sources=["x.csv"], params=params, rmsle=0.0, mape=0.0, samples=9, fit_seconds=0.0, undetermined=[]),
         path,

@@ -12,7 +12,7 @@ import pytest
 
 from ddltool.artifacts import save
 from ddltool.commands.simulation_tables import show_sweep
-from ddltool.goodput_model import Goodput, ThroughputRecord
+from ddltool.goodput_model import Goodput, ThroughputParams
 from tests.conftest import Result
 
 Cli = Callable[..., Result]
@@ -35,7 +35,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     lines = (FOLDER / "synthetic.csv").read_text().splitlines()
     (made / "small.csv").write_text("\n".join(lines[:9]) + "\n")
     (made / "cluster.yaml").write_text(MIXED)
-    params = ThroughputRecord(
+    params = ThroughputParams(
         alpha_grad_s=0.05,
         beta_grad_s=0.002,
         alpha_sync_local_s=0.03,

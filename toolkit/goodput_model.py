@@ -12,8 +12,8 @@ from ddltool.errors import InputError, did_you_mean
 NonNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 
 
-class ThroughputRecord(Record):
-    """The seven parameters of the throughput model (Pollux, section 3.2)."""
+class ThroughputParams(Record):
+    """The seven parameters (Pollux, section 3.2): seconds, seconds per sample or further replica, the overlap exponent."""
 
     alpha_grad_s: NonNegative
     beta_grad_s: NonNegative
@@ -67,7 +67,7 @@ class LeftOut(Record):
 class DeviceGoodput(Record):
     """The model of one device type among several."""
 
-    params: ThroughputRecord
+    params: ThroughputParams
     rmsle: NonNegative
     mape: NonNegative
     samples: Annotated[int, Field(ge=1)]
@@ -86,7 +86,7 @@ class Goodput(Artifact):
     KIND: ClassVar[str] = "ddltool.goodput"
     kind: Literal["ddltool.goodput"] = "ddltool.goodput"
     sources: list[str] = Field(description="the files that were fitted")
-    params: ThroughputRecord
+    params: ThroughputParams
     rmsle: NonNegative
     mape: NonNegative
     samples: Annotated[int, Field(ge=1)]
@@ -97,11 +97,13 @@ class Goodput(Artifact):
     next_measurement: NextMeasurement | None = None
     left_out: list[LeftOut] = Field(default_factory=list, description="rows left out of the fit, its errors count them")
     devices: dict[str, DeviceGoodput] = Field(default_factory=dict, description="by type, when the rows name several")
-    shared_network: bool | None = Field(default=None, description="whether the types share gamma and synchronisation")
-    network_choice: str = Field(default="", description="why they share it or not")
+    shared_network: bool | None = Field(
+        default=None, description="whether a type has gamma and synchronisation of another"
+    )
+    network_choice: str = Field(default="", description="which types have whose")
     note: str = Field(default="", description="whose params are at the top when there are several devices")
 
-    def params_of(self, device: str) -> ThroughputRecord:
+    def params_of(self, device: str) -> ThroughputParams:
         """Return the parameters of a device type: its own when the file has it, else those at the top.
 
         The file of one device type says nothing about its name, so it answers for any; a file of several refuses a type

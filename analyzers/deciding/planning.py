@@ -18,7 +18,6 @@ from ddltool.analyzers.deciding.compute import with_compute
 from ddltool.analyzers.deciding.feedback import combine
 from ddltool.analyzers.deciding.rescaling import measured_speeds, with_run
 from ddltool.analyzers.goodput.plan import plan_goodput
-from ddltool.analyzers.goodput.throughput import ThroughputParams
 from ddltool.analyzers.loading.job_inputs import (
     Given,
     Tell,
@@ -242,7 +241,7 @@ def _on_nodes(job: Job, job_file: Path, problem: Problem, settings: Settings) ->
         NodeShape(device_type=group.devices.type, devices=group.devices.count, nodes=group.count)
         for group in cluster.nodes
     ]
-    params = ThroughputParams(**load(job_file.parent / job.network, Goodput).params.model_dump())
+    params = load(job_file.parent / job.network, Goodput).params
     return solve_on_nodes(problem, shapes, params, time_limit_s=settings.limit_s, seed=settings.seed)
 
 

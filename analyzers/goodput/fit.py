@@ -1,66 +1,66 @@
 """The fit of the throughput model: seven parameters from measured step times (Pollux, section 4.1). Start at :func:`fit`.
 
-Minimised is the mean squared log error of the full step and of one pass (:mod:`~ddltool.analyzers.goodput.least_squares`),
-from many starts, after rows that are no steady state were left out.
+Minimised is the mean squared log error of the full step and, with a weight of its own, of one pass (T_grad) where observed,
+over the logarithms of the parameters: scipy's bounded least squares from several starts. A parameter of which no row can
+speak keeps its prior, zero for synchronisation never seen ("prior-driven exploration").
 
 Synchronisation slows down less than linearly as replicas are added, so a slope learnt on few replicas predicts too long
-steps for many. A prior answers that: a slope is a small share of its intercept, ``beta / alpha`` Cauchy about 0 with scale
-:data:`SLOPE_SPREAD`. What stands against it is the rows' own scatter about the model, counted once for each placement
-(rows of one placement err together), so rows without noise overrule it. Its scale, and the weight of T_grad, are about
-those that best predicted rows of more than 8 replicas from those of up to 8, and of 4 nodes from those of up to 3, over the
-six applications of Pollux's own measurements (``benchmarks/bench_fit.py --prior`` repeats the choice). Within a node, whose
-replicas are few and mostly measured, the prior yields where the rows' own interval of the slope excludes what it makes of
-it. Across nodes it stays: there the slope is asked for numbers of nodes that nobody measured, and over the tables of Sia's
-artifact errors on those were larger without it.
+steps for many. A prior answers that: ``beta / alpha`` is Cauchy about 0 with scale :data:`SLOPE_SPREAD`. What stands
+against it is the rows' scatter about the model, counted once for each placement (rows of one placement err together), so
+rows without noise overrule it. Its scale, and the weight of T_grad, are about those that best predicted rows of more than 8
+replicas from those of up to 8, and of 4 nodes from those of up to 3, over the six applications of Pollux's measurements
+(``benchmarks/bench_fit.py --prior``). Within a node, whose replicas are few and mostly measured, the prior yields where the
+rows' own interval of the slope excludes what it makes of it. Across nodes it stays: there the slope is asked for numbers of
+nodes that nobody measured, and over the tables of Sia's artifact errors on those were larger without it.
 
-Only gross errors are left out. Measured tables deviate from the model by tens of per cent in whole groups of rows (the
-model is not the truth), and a loss that bends early, such as Huber's at two standard deviations, gives those groups up:
-on Pollux's tables it doubles the error on unseen rows of bert. So a first fit that few rows cannot pull (least absolute
-errors) finds the rows that lie far outside the others' scatter, and the least-squares fit goes without them.
-
-A device type has its own speed (``alpha_grad``, ``beta_grad``). Synchronisation belongs to the network, so types on one
-network can share its five parameters: then few rows of one type are enough when another was measured well. Types on
-networks of their own (another interconnect, other numbers of GPUs per node) must not. :func:`fit_devices` decides by
-cross-validation over placements: each fold leaves out whole placements of every type and asks which way predicts their
-steps better.
+Rows that are no steady state are found by a first fit that few rows cannot pull (its loss is linear in large errors), and
+left out. Only gross errors are: measured tables deviate from the model by tens of per cent in whole groups of rows, and a
+loss that bends early gives those groups up (on Pollux's tables Huber's doubles the error on unseen rows of bert).
 """
 
 from __future__ import annotations
 
 import math
 import time
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
+from functools import lru_cache
+from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
+from scipy.optimize import least_squares
 from scipy.special import stdtrit
 
-from ddltool.analyzers.goodput.least_squares import SLOPES, Descent, Problem, descend
+from ddltool.analyzers.goodput.curve import line
 from ddltool.analyzers.goodput.observations import Observations, check
-from ddltool.analyzers.goodput.throughput import NAMES, ThroughputParams, iteration_time_s
+from ddltool.analyzers.goodput.throughput import NAMES, ThroughputParams, iteration_time_s, log_times
 from ddltool.errors import InputError, NotProven
 from ddltool.goodput_model import FitError
 
 Array = NDArray[np.float64]
+Ints = NDArray[np.int64]
 Mask = NDArray[np.bool_]
 SLOPE_SPREAD = 0.05
+# How much an error of T_grad counts beside one of the step, by the number of configurations: all measured times alike when
+# they are few. When they are many the step speaks for itself and must not pay for how T_grad bends (chosen with the prior).
+GRAD_WEIGHT, GRAD_WEIGHT_FEW = 0.1, 20
+# Beyond this, batches are told apart only to half a per cent: the model is smooth in them.
+MOST_CONFIGURATIONS = 5000
 # Standard deviation of a log time: when the rows are too few to tell, and at least.
 ASSUMED_ERROR, LEAST_ERROR = 0.05, 1e-7
-_GAMMA_STARTS = (1.0, 1.3, 2.0, 3.5, 7.0)
-_GROWTH_STARTS = (0.02, 0.3)
-# Descents from all starts are cut short; the best few go on to the end.
-_SHORT, _FINALISTS = 12, 3
+# Where the parameters that are pairs of intercept and slope stand: synchronisation within a node, and across nodes.
+SLOPES = ((2, 3), (4, 5))
+GAMMA = 6
 # A row is left out when its log error exceeds both: six standard deviations, and a factor of two either way.
 DEVIATIONS, LEAST_FACTOR = 6.0, 2.0
 # More than this share of rows are no outliers: then the model does not hold. Of fewer rows than these none can be told
 # from a parameter.
 LARGEST_SHARE, FEWEST_ROWS = 0.15, 6
-# Errors smaller than this count alike in the fit of least absolute errors.
-_SMOOTH = 0.02
-FOLDS = 4
-# Separate networks have five parameters more per type: they must predict better by this share to be worth it.
-MARGIN = 0.02
+_GAMMA_STARTS = (1.3, 3.5)
+# A part of the step this much shorter than the shortest step is zero: no clock sees it.
+_LEAST_SHARE = 1e-7
+# From errors of this size on the loss of the first fit is linear.
+_LINEAR_FROM = 0.02
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -75,19 +75,19 @@ class FitResult:
     """(n,) the rows that were left out of the fit."""
 
 
+def predict(params: ThroughputParams, rows: Observations) -> Array:
+    """Return the predicted step time of each row in seconds, shape (n,)."""
+    return np.asarray(
+        iteration_time_s(params, rows.num_nodes, rows.num_replicas, rows.local_batch_size, rows.accumulation_steps)
+    )
+
+
 def evaluate(params: ThroughputParams, rows: Observations) -> FitError:
     """Return RMSLE and MAPE of the full step time on the rows. Raises InputError for rows that cannot be."""
     check(rows)
     ratio = np.maximum(predict(params, rows), 1e-300) / rows.step_time_s
     return FitError(
         rmsle=float(np.sqrt(np.mean(np.log(ratio) ** 2))), mape=float(np.mean(np.abs(ratio - 1.0))), samples=len(rows)
-    )
-
-
-def predict(params: ThroughputParams, rows: Observations) -> Array:
-    """Return the predicted step time of each row in seconds, shape (n,)."""
-    return np.asarray(
-        iteration_time_s(params, rows.num_nodes, rows.num_replicas, rows.local_batch_size, rows.accumulation_steps)
     )
 
 
@@ -99,73 +99,233 @@ def fit(
     grad_weight: float | None = None,
     robust: bool = True,
 ) -> FitResult:
-    """Return the best fit of one device type over many starts.
+    """Return the best fit of one device type's rows over several starts, one of them drawn by ``seed``.
 
     ``slope_spread``: scale of ``beta / alpha`` of synchronisation before any row is seen; ``math.inf`` fits the rows
-    alone. ``grad_weight``: how much an error of T_grad counts beside one of the step; by default 1 for up
-    to 20 configurations, falling to 0.1 for 200 and more. ``robust``: leave out rows that are
-    no steady state. ``seed`` makes one more, random start. Raises InputError without rows or for numbers that no
-    measurement can give, NotProven when no start converged. O(configurations) per evaluation.
-    """
-    return fit_joint([rows], seed=seed, slope_spread=slope_spread, grad_weight=grad_weight, robust=robust)[0]
-
-
-def fit_joint(
-    devices: Sequence[Observations],
-    *,
-    seed: int = 0,
-    slope_spread: float = SLOPE_SPREAD,
-    grad_weight: float | None = None,
-    robust: bool = True,
-) -> tuple[FitResult, ...]:
-    """Return the fit of several device types that share their network: gamma and the parameters of synchronisation.
-
-    Arguments and errors as for :func:`fit`. Each result has its own rows' error; ``fit_seconds`` is that of the whole.
+    alone. ``grad_weight``: how much an error of T_grad counts beside one of the step; by default 1 for up to 20
+    configurations, falling to 0.1 for 200 and more. ``robust``: leave out rows that are no steady state. Raises InputError
+    without rows or for numbers that no measurement can give, NotProven when no start converged. O(configurations) per
+    evaluation.
     """
     started = time.perf_counter()
     if not slope_spread > 0:
         raise InputError("slope_spread", f"is {slope_spread}", "give a number above 0; inf fits the rows alone")
-    if not devices:
-        raise InputError("observations", "are empty", "give at least one measured row")
-    for rows in devices:
-        check(rows)
-    left_out = [np.zeros(len(rows), dtype=bool) for rows in devices]
-    kept = list(devices)
-    prior = math.isfinite(slope_spread)
-    scale = slope_spread if prior else 1.0
-    if robust:
-        left_out = _outliers(Problem(devices, slope_scale=scale, grad_weight=grad_weight), prior)
-        kept = [rows.take(~out) for rows, out in zip(devices, left_out, strict=True)]
-    problem = Problem(kept, slope_scale=scale, grad_weight=grad_weight)
-    found = _solve(problem, (*_GAMMA_STARTS, float(np.random.default_rng(seed).uniform(1.0, 10.0))))
-    if prior:
+    check(rows)
+    gammas = (*_GAMMA_STARTS, float(np.random.default_rng(seed).uniform(1.0, 10.0)))
+    left_out = _outliers(rows, slope_spread, grad_weight) if robust else np.zeros(len(rows), dtype=bool)
+    problem = Problem(rows.take(~left_out), grad_weight=grad_weight, slope_spread=slope_spread)
+    found = _solve(problem, gammas)
+    if math.isfinite(slope_spread):
         found = _with_prior(problem, found)
     if not (found.converged and math.isfinite(found.loss)):
         raise NotProven("the throughput fit did not converge from any start; check the rows for errors of measurement")
-    seconds = time.perf_counter() - started
-    return tuple(
-        FitResult(
-            params=params,
-            error=evaluate(params, rows),
-            fit_seconds=seconds,
-            undetermined=tuple(name for name, known in zip(NAMES, problem.free[index], strict=True) if not known),
-            left_out=out,
-        )
-        for rows, params, index, out in zip(devices, problem.params(found.point), problem.index, left_out, strict=True)
+    params = problem.params(found.point)
+    return FitResult(
+        params=params,
+        error=evaluate(params, rows),
+        fit_seconds=time.perf_counter() - started,
+        undetermined=tuple(name for name, known in zip(NAMES, problem.free, strict=True) if not known),
+        left_out=left_out,
     )
 
 
-def _solve(problem: Problem, gammas: Sequence[float]) -> Descent:
-    """Return the best minimum: short descents from all starts, the best of them to the end."""
-    shared = bool(problem.free[problem.gamma])
-    growths = _GROWTH_STARTS if problem.free[problem.index[0][[3, 5]]].any() else (0.02,)
-    starts = [problem.start(gamma, growth) for gamma in (gammas if shared else (2.0,)) for growth in growths]
-    short = sorted((descend(problem, start, steps=_SHORT) for start in starts), key=lambda item: item.loss)
-    ends = [descend(problem, item.point) for item in short[:_FINALISTS]]
+class Problem:
+    """Least squares by the logarithms of the seven parameters; the rows of one configuration count as one.
+
+    ``log_step`` and ``log_grad`` (g,) are means over the rows of a configuration (the latter 0 where ``grads`` is 0),
+    ``steps`` and ``grads`` how many rows they are of, ``member`` (n,) the configuration of each row. ``free`` (7,) tells
+    which parameters the rows speak about, ``low`` and ``high`` (7,) bound the logarithms. ``pulls`` (2,): how much the prior
+    counts, ``pull log(1 + q^2)`` with q = beta / alpha over ``slope_spread``, for each of :data:`SLOPES`.
+    """
+
+    def __init__(
+        self, rows: Observations, *, grad_weight: float | None = None, slope_spread: float = SLOPE_SPREAD
+    ) -> None:
+        self.rows, self.slope_spread, self.pulls = rows, slope_spread, np.zeros(2)
+        keys = np.stack([rows.num_nodes, rows.num_replicas, rows.local_batch_size, rows.accumulation_steps])
+        first, self.member = _distinct(keys)
+        if len(first) > MOST_CONFIGURATIONS:
+            keys[2] = np.round(np.log(rows.local_batch_size) / 0.005)
+            first, self.member = _distinct(keys)
+        self.nodes, self.replicas, self.passes = keys[0, first], keys[1, first], keys[3, first]
+        self.batch = np.bincount(self.member, rows.local_batch_size) / np.bincount(self.member)
+        seen = np.isfinite(rows.grad_time_s)
+        self.log_step, self.steps, self._within = self._means(np.log(rows.step_time_s), np.ones(len(rows)))
+        self.log_grad, self.grads, self._within_grad = self._means(np.log(np.where(seen, rows.grad_time_s, 1.0)), seen)
+        self.grad_count = float(self.grads.sum())
+        usual = min(max(GRAD_WEIGHT, GRAD_WEIGHT_FEW / len(first)), 1.0)
+        self.grad_weight = usual if grad_weight is None else grad_weight
+        self.shared, more = self.replicas > 1, self.replicas > 2
+        local, across = self.shared & (self.nodes <= 1), self.shared & (self.nodes > 1)
+        several = self.batch != self.batch[0]
+        spoken = (several, local, local & more, across, across & more, self.shared)
+        self.free = np.array([True, *(bool(which.any()) for which in spoken)])
+        self.low, self.high = self._bounds()
+
+    def _means(self, values: Array, weights: NDArray[np.generic]) -> tuple[Array, Array, float]:
+        """Return weighted means and sums of weights by configuration, and the weighted squares about the means."""
+        total = np.bincount(self.member, weights).astype(np.float64)
+        mean = np.bincount(self.member, weights * values) / np.where(total > 0, total, 1.0)
+        return mean, total, float(weights @ (values - mean[self.member]) ** 2)
+
+    def _bounds(self) -> tuple[Array, Array]:
+        times = np.append(self.log_step, self.log_grad[self.grads > 0])
+        low, high = np.full(7, times.min() + np.log(_LEAST_SHARE)), np.full(7, self.log_step.max() + np.log(10.0))
+        low[1] -= np.log(self.batch.max())
+        low[[3, 5]] -= np.log(max(self.replicas.max() - 2.0, 1.0))
+        low[GAMMA], high[GAMMA] = 0.0, np.log(10.0)
+        return low, high
+
+    @property
+    def placements(self) -> int:
+        """The number of different (nodes, replicas) of more than one replica."""
+        return len(np.unique(np.stack([self.nodes, self.replicas])[:, self.shared], axis=1).T)
+
+    def start(self, gamma: float) -> Array:
+        """Return a start from the data: a line through T_grad, synchronisation from what the step takes longer."""
+        step = np.exp(self.log_step)
+        grad = np.where(self.grads > 0, np.exp(self.log_grad), step / (self.passes + 1.0))
+        intercept, slope = line(self.batch, grad)
+        floor = 0.01 * float(np.median(grad))
+        values = [max(intercept, floor), max(slope, floor / float(self.batch.max()))]
+        wait = np.maximum(step - (self.passes + 1.0) * grad, floor)
+        for across in (False, True):
+            found = wait[self.shared & ((self.nodes > 1) == across)]
+            typical = float(np.median(found)) if found.size else 1.0
+            values += [typical, 0.1 * typical]
+        return self.point([*values, gamma])
+
+    def start_from(self, params: ThroughputParams) -> Array:
+        """Return the point of given parameters. A zero has no logarithm and near it nothing moves: a small value instead."""
+        known = np.array([getattr(params, name) for name in NAMES])
+        return self.point(np.where(known > 0, known, np.exp(self.start(2.0)) * 1e-3))
+
+    def point(self, values: Array | list[float]) -> Array:
+        """Return the logarithms of seven values within the bounds, 0 where a parameter is not free."""
+        return np.where(self.free, np.clip(np.log(values), self.low, self.high), 0.0)
+
+    def values(self, point: Array) -> Array:
+        """Return the parameters at a point; those that are not free have their priors: 0, and 1 for gamma."""
+        made: Array = np.where(self.free, np.exp(point), 0.0)
+        made[GAMMA] = max(made[GAMMA], 1.0)
+        return made
+
+    def params(self, point: Array) -> ThroughputParams:
+        """Return the parameters at a point; a time at the lower bound is zero."""
+        values = self.values(point)
+        values[:GAMMA][point[:GAMMA] <= self.low[:GAMMA] + 0.01] = 0.0
+        values[GAMMA] = min(values[GAMMA], 10.0)
+        return ThroughputParams(**dict(zip(NAMES, values.tolist(), strict=True)))
+
+    def residuals(self, point: Array) -> tuple[Array, Array]:
+        """Return residuals (r,), whose squares sum to the loss, and their Jacobian (r, 7) by the logarithms."""
+        values = self.values(point)
+        log_grad, log_step, by_grad, by_step = log_times(values, self.nodes, self.replicas, self.batch, self.passes)
+        weights = (
+            np.sqrt(self.steps / len(self.rows)),
+            np.sqrt(self.grad_weight * self.grads / max(self.grad_count, 1.0)),
+        )
+        errors = [weights[0] * (log_step - self.log_step), weights[1] * (log_grad - self.log_grad)]
+        slopes = [weights[0][:, None] * by_step, weights[1][:, None] * by_grad]
+        for pull, (alpha, beta) in zip(self.pulls.tolist(), SLOPES, strict=True):
+            if self.free[beta] and pull > 0:
+                square = (values[beta] / values[alpha] / self.slope_spread) ** 2
+                root = math.sqrt(pull * math.log1p(square))
+                slope = np.zeros((1, 7))
+                slope[0, beta] = pull * square / (1.0 + square) / root if root > 0 else 0.0
+                slope[0, alpha] = -slope[0, beta]
+                errors.append(np.array([root]))
+                slopes.append(slope)
+        return np.concatenate(errors), np.concatenate(slopes)
+
+    def step_errors(self, point: Array) -> Array:
+        """Return predicted less observed log step time of each row, shape (n,)."""
+        log_step = log_times(self.values(point), self.nodes, self.replicas, self.batch, self.passes)[1]
+        made: Array = log_step[self.member] - np.log(self.rows.step_time_s)
+        return made
+
+    def scatter(self, point: Array) -> float | None:
+        """Return the standard deviation of the rows' log step times about the model; None when they are too few to tell."""
+        errors, freedom = self.step_errors(point), len(self.rows) - int(self.free.sum())
+        return math.sqrt(float(errors @ errors) / freedom) if freedom >= 1 else None
+
+    def time_error(self, loss: float) -> tuple[float, float]:
+        """Return the standard deviation of all measured log times at a loss, and the degrees of freedom that it has.
+
+        A T_grad counts as much as the problem weighs it. The error is infinite without a degree of freedom.
+        """
+        count = len(self.rows)
+        share = self.grad_weight * count / max(self.grad_count, 1.0)
+        freedom = count + share * self.grad_count - float(self.free.sum())
+        squares = loss * count + self._within + share * self._within_grad
+        return math.sqrt(squares / freedom) if freedom >= 1 else math.inf, freedom
+
+
+def _distinct(keys: Array) -> tuple[Ints, Ints]:
+    """Return the place of the first of each distinct column of keys (k, n), and (n,) which distinct one each column is."""
+    order = np.lexsort(keys)
+    fresh = np.concatenate([[True], (np.diff(keys[:, order]) != 0).any(axis=0)])
+    member = np.empty(keys.shape[1], dtype=np.int64)
+    member[order] = np.cumsum(fresh) - 1
+    return order[fresh], member
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Descent:
+    """Where a descent ended: the point, its loss, and whether no direction within the bounds leads further down."""
+
+    point: Array
+    loss: float
+    converged: bool
+
+
+def descend(
+    problem: Problem,
+    start: Array,
+    *,
+    fixed: int | None = None,
+    loss: Literal["linear", "soft_l1"] = "linear",
+) -> Descent:
+    """Return the local minimum near ``start``, one parameter held when ``fixed`` is given."""
+    moving = problem.free.copy()
+    if fixed is not None:
+        moving[fixed] = False
+    places, point = np.flatnonzero(moving), start.copy()
+    if not places.size:
+        errors, _ = problem.residuals(point)
+        return Descent(point=point, loss=float(errors @ errors), converged=True)
+
+    @lru_cache(maxsize=2)  # the gradient is asked for where the errors were
+    def at(values: bytes) -> tuple[Array, Array]:
+        point[places] = np.frombuffer(values)
+        errors, slopes = problem.residuals(point)
+        return errors, slopes[:, places]
+
+    found = least_squares(
+        lambda values: at(values.tobytes())[0],
+        start[places],
+        jac=lambda values: at(values.tobytes())[1],
+        bounds=(problem.low[places], problem.high[places]),
+        method="trf",
+        loss=loss,
+        f_scale=_LINEAR_FROM / math.sqrt(len(problem.rows)) if loss == "soft_l1" else 1.0,
+        ftol=1e-12,
+        xtol=1e-10,
+        gtol=1e-15,
+        max_nfev=500,
+    )
+    point[places] = found.x
+    # rows explained to a 1e-5th are explained, though some direction may be nearly flat
+    return Descent(point=point, loss=2.0 * float(found.cost), converged=found.status > 0 or found.cost < 5e-11)
+
+
+def _solve(problem: Problem, gammas: tuple[float, ...], loss: Literal["linear", "soft_l1"] = "linear") -> Descent:
+    """Return the best minimum over starts with these gammas."""
+    ends = [descend(problem, problem.start(gamma), loss=loss) for gamma in (gammas if problem.free[GAMMA] else (2.0,))]
     return min([item for item in ends if item.converged] or ends, key=lambda item: item.loss)
 
 
-def _slope_weight(problem: Problem, error: float) -> float:
+def _pull(problem: Problem, error: float) -> float:
     """Return the weight of the prior beside the mean squared error, errors of a placement taken as one."""
     return 2.0 * error**2 / max(problem.placements, 1)
 
@@ -174,151 +334,40 @@ def _with_prior(problem: Problem, free: Descent) -> Descent:
     """Return the minimum with the prior on the slopes; ``free`` is the one without it."""
     found = free
     for _ in range(20):  # the scatter decides how much the prior counts, and the prior moves the scatter
-        before = problem.slope_weights[0]
-        error = max(problem.scatter(found.point) or ASSUMED_ERROR, LEAST_ERROR)
-        problem.slope_weights[:] = _slope_weight(problem, error)
+        before = float(problem.pulls[0])
+        problem.pulls[:] = _pull(problem, max(problem.scatter(found.point) or ASSUMED_ERROR, LEAST_ERROR))
         found = descend(problem, found.point)
-        if abs(problem.slope_weights[0] - before) <= 0.01 * before:
+        if abs(problem.pulls[0] - before) <= 0.01 * before:
             break
-    again = _solve(problem, _GAMMA_STARTS[::2])
+    again = _solve(problem, _GAMMA_STARTS)
     found = again if again.loss < found.loss else found
-    slope = int(problem.index[0][SLOPES[0][1]])
+    slope = SLOPES[0][1]
     if problem.free[slope] and _excluded(problem, free, found.point, slope):
-        problem.slope_weights[0] = 0.0
+        problem.pulls[0] = 0.0
         found = min((descend(problem, item.point) for item in (found, free)), key=lambda item: item.loss)
     return found
 
 
-def _excluded(problem: Problem, free: Descent, point: Array, unknown: int) -> bool:
-    """Return whether the rows' own 90 % interval excludes an unknown's value: what uncertainty.py would find."""
+def _excluded(problem: Problem, free: Descent, point: Array, place: int) -> bool:
+    """Return whether the rows' own 90 % interval excludes a parameter's value: what uncertainty.py would find."""
     beside = free.point.copy()
-    beside[unknown] = point[unknown]
-    weights, problem.slope_weights = problem.slope_weights, np.zeros(2)
-    least = min(descend(problem, start, fixed=unknown).loss for start in (point, beside))
+    beside[place] = point[place]
+    pulls, problem.pulls = problem.pulls, np.zeros(2)
+    least = min(descend(problem, start, fixed=place).loss for start in (point, beside))
     error, freedom = problem.time_error(free.loss)
-    problem.slope_weights = weights
-    return (least - free.loss) * problem.rows > (float(stdtrit(max(freedom, 1.0), 0.95)) * error) ** 2
+    problem.pulls = pulls
+    return (least - free.loss) * len(problem.rows) > (float(stdtrit(max(freedom, 1.0), 0.95)) * error) ** 2
 
 
-def _outliers(problem: Problem, prior: bool) -> list[Mask]:
-    """Return, per device, which rows to leave out, shape (n,): none when they are many or carry a parameter alone.
-
-    About ten least-squares fits: that of least absolute log errors of the steps, by iteratively reweighted least squares.
-    """
-    groups = problem.groups
-    none = [np.zeros(len(item.rows), dtype=bool) for item in groups]
-    count = sum(len(item) for item in none)
-    if count < max(FEWEST_ROWS, int(problem.free.sum()) + 1):
+def _outliers(rows: Observations, slope_spread: float, grad_weight: float | None) -> Mask:
+    """Return which rows to leave out, shape (n,): none when they are many or carry a parameter alone."""
+    problem, none = Problem(rows, grad_weight=grad_weight, slope_spread=slope_spread), np.zeros(len(rows), dtype=bool)
+    if len(rows) < max(FEWEST_ROWS, int(problem.free.sum()) + 1):
         return none
-    problem.slope_weights[:] = _slope_weight(problem, ASSUMED_ERROR) if prior else 0.0
-    point, steps = _solve(problem, (2.0,)).point, 20
-    for _ in range(10):
-        point = descend(problem, point, steps=steps).point
-        errors, steps = problem.step_errors(point), 3
-        problem.weigh([1.0 / np.maximum(np.abs(error), _SMOOTH) for error in errors])
-    found = []
-    for error in errors:  # per device: one may scatter far more than another
-        limit = max(DEVIATIONS * 1.4826 * float(np.median(np.abs(error))), math.log(LEAST_FACTOR))
-        found.append(np.abs(error) > limit)
-    left = sum(int(item.sum()) for item in found)
-    if left == 0 or left > max(1, LARGEST_SHARE * count) or any(item.all() for item in found):
+    if math.isfinite(slope_spread):
+        problem.pulls[:] = _pull(problem, ASSUMED_ERROR)
+    error = np.abs(problem.step_errors(_solve(problem, (2.0,), "soft_l1").point))
+    found = error > max(DEVIATIONS * 1.4826 * float(np.median(error)), math.log(LEAST_FACTOR))
+    if not found.any() or found.sum() > max(1, LARGEST_SHARE * len(rows)) or found.all():
         return none
-    kept = Problem([item.rows.take(~out) for item, out in zip(groups, found, strict=True)])
-    return found if np.array_equal(kept.free, problem.free) else none
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class DeviceModels:
-    """Models by device type, in the order of the rows, and why they share a network or do not."""
-
-    results: dict[str, FitResult]
-    shared_network: bool
-    reason: str
-
-
-def fit_devices(
-    devices: Mapping[str, Observations], *, seed: int = 0, shared_network: bool | None = None
-) -> DeviceModels:
-    """Return one model per device type from its rows.
-
-    ``shared_network``: True or False to decide what cross-validation decides by default. A type without rows of several
-    replicas takes its synchronisation from the shared network. Raises as :func:`fit`.
-    """
-    if not devices:
-        raise InputError("devices", "are none", "give the rows of at least one device type")
-    alone = {name: fit(rows, seed=seed) for name, rows in devices.items()}
-    if len(alone) == 1:
-        return DeviceModels(results=alone, shared_network=False, reason="one device type")
-    # Rows that are no steady state are found device by device, and left out of what follows.
-    kept = {name: rows.take(~alone[name].left_out) for name, rows in devices.items()}
-    reason = "as asked"
-    if shared_network is None:
-        shared_network, reason = _choose(kept, seed)
-    if not shared_network:
-        return DeviceModels(results=alone, shared_network=False, reason=reason)
-    joint = fit_joint(list(kept.values()), seed=seed, robust=False)
-    seconds = sum(item.fit_seconds for item in alone.values())
-    results = {
-        name: replace(
-            result,
-            error=evaluate(result.params, devices[name]),
-            left_out=alone[name].left_out,
-            fit_seconds=result.fit_seconds + seconds,
-        )
-        for name, result in zip(kept, joint, strict=True)
-    }
-    return DeviceModels(results=results, shared_network=True, reason=reason)
-
-
-def _choose(devices: Mapping[str, Observations], seed: int) -> tuple[bool, str]:
-    """Return whether to share the network, and why in words."""
-    synchronising = [name for name, rows in devices.items() if (rows.num_replicas > 1).any()]
-    if len(synchronising) < 2:
-        only = f"only {synchronising[0]} has" if synchronising else "no type has"
-        return True, f"{only} rows of several replicas"
-    scores = leave_out(list(devices.values()), seed=seed)
-    if scores is None:
-        return True, "too few rows to leave any out; sharing takes fewer parameters"
-    shared, separate = scores
-    worth = separate < (1.0 - MARGIN) * shared
-    return not worth, f"error on rows left out {shared:.3f} shared, {separate:.3f} separate"
-
-
-def leave_out(devices: Sequence[Observations], *, seed: int = 0, folds: int = FOLDS) -> tuple[float, float] | None:
-    """Return the RMSLE of left-out steps of several replicas, network shared and separate; None when none can be left out.
-
-    The mean over the device types, so that the one with most rows does not decide alone. A fold leaves out every
-    ``folds``-th placement of each type, or row where a type has fewer than three placements.
-    """
-    fold_of = [fold_numbers(rows, folds) for rows in devices]
-    squares: list[list[list[Array]]] = [[[] for _ in devices] for _ in range(2)]
-    for fold in range(folds):
-        held = [numbers == fold for numbers in fold_of]
-        train = [rows.take(~out) for rows, out in zip(devices, held, strict=True)]
-        if not any(out.any() for out in held) or min(len(rows) for rows in train) == 0:
-            continue
-        shared = fit_joint(train, seed=seed, robust=False)
-        separate = [fit(rows, seed=seed, robust=False) for rows in train]
-        for results, found in zip((shared, separate), squares, strict=True):
-            for result, rows, out, mine in zip(results, devices, held, found, strict=True):
-                test = rows.take(out)
-                mine.append((np.log(predict(result.params, test)) - np.log(test.step_time_s)) ** 2)
-    scores = []
-    for found in squares:
-        per_device = [np.concatenate(item) for item in found if sum(map(len, item))]
-        if not per_device:
-            return None
-        scores.append(float(np.mean([math.sqrt(item.mean()) for item in per_device])))
-    return scores[0], scores[1]
-
-
-def fold_numbers(rows: Observations, folds: int) -> NDArray[np.int64]:
-    """Return the fold of each row, shape (n,); -1 for rows of one replica, which are never left out."""
-    several = rows.num_replicas > 1
-    numbers = np.full(len(rows), -1, dtype=np.int64)
-    pairs = np.stack([rows.num_nodes, rows.num_replicas])[:, several]
-    unique, which = np.unique(pairs, axis=1, return_inverse=True)
-    units = which.reshape(-1) if unique.shape[1] >= 3 else np.arange(pairs.shape[1])
-    if units.size >= 2:
-        numbers[several] = units % folds
-    return numbers
+    return found if np.array_equal(Problem(rows.take(~found)).free, problem.free) else none

@@ -19,8 +19,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import LogLocator, NullFormatter, ScalarFormatter
 from numpy.typing import NDArray
 
-from ddltool.analyzers.goodput.fit import ASSUMED_ERROR
-from ddltool.analyzers.goodput.least_squares import Problem
+from ddltool.analyzers.goodput.fit import ASSUMED_ERROR, Problem
 from ddltool.analyzers.goodput.observations import Observations
 from ddltool.analyzers.goodput.throughput import ThroughputParams, iteration_time_s, log_times
 from ddltool.analyzers.goodput.tuning import BatchLimits, Frontier, frontier, goodput_grid
@@ -125,12 +124,12 @@ def _deviation(
     rows: Observations, params: ThroughputParams, nodes: float, replicas: float, batch: Array, passes: float
 ) -> Array:
     """Return the standard deviation of a measured log step time about the curve, shape of ``batch``, to first order."""
-    problem = Problem([rows])
-    point = problem.start_from([params])
+    problem = Problem(rows)
+    point = problem.start_from(params)
     _, jacobian = problem.residuals(point)
     variance = max((problem.scatter(point) or ASSUMED_ERROR) ** 2, 1e-12)
     index = np.flatnonzero(problem.free)
-    information = jacobian[:, index].T @ jacobian[:, index] * problem.rows / variance
+    information = jacobian[:, index].T @ jacobian[:, index] * len(rows) / variance
     # a parameter that the rows do not determine is taken as known to a factor of e: the line is drawn all the same
     covariance = np.linalg.inv(information + np.eye(len(index)))
     everywhere = np.ones_like(batch)

@@ -9,51 +9,16 @@ All functions broadcast over numpy arrays and return an array, or a float for sc
 
 from __future__ import annotations
 
-import math
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields
 from typing import Any
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from ddltool.errors import InputError
+from ddltool.goodput_model import ThroughputParams as ThroughputParams
 
 Array = NDArray[np.float64]
 _TINY = 1e-300
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class ThroughputParams:
-    """The seven parameters; seconds, seconds per sample, seconds per further replica, and the overlap exponent."""
-
-    alpha_grad_s: float
-    beta_grad_s: float
-    alpha_sync_local_s: float
-    beta_sync_local_s: float
-    alpha_sync_node_s: float
-    beta_sync_node_s: float
-    gamma: float
-
-    def __post_init__(self) -> None:
-        for field in fields(self):
-            value = getattr(self, field.name)
-            if field.name == "gamma" and not 1 <= value <= 10:
-                raise InputError("gamma", f"is {value}", "the overlap exponent lies between 1 and 10")
-            if not (math.isfinite(value) and value >= 0):
-                raise InputError(field.name, f"is {value}", "it must be finite and >= 0")
-
-    def as_dict(self) -> dict[str, float]:
-        """Return the parameters by name."""
-        return asdict(self)
-
-    @classmethod
-    def from_dict(cls, values: Mapping[str, float]) -> ThroughputParams:
-        """Return the parameters from a mapping that names all seven."""
-        return cls(**values)
-
-
-NAMES = tuple(field.name for field in fields(ThroughputParams))
+NAMES = tuple(ThroughputParams.model_fields)
 
 
 def _shaped(value: Array, *inputs: ArrayLike) -> Array | float:

@@ -17,15 +17,14 @@ wide prior, so a measurement's effect on the variance of every prediction is kno
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
+from scipy.optimize import brentq
 from scipy.special import ndtri, stdtrit
 
-from ddltool.analyzers.goodput.fit import ASSUMED_ERROR
-from ddltool.analyzers.goodput.least_squares import SLOPES, Descent, Problem, descend
+from ddltool.analyzers.goodput.fit import ASSUMED_ERROR, GAMMA, SLOPES, Descent, Problem, descend
 from ddltool.analyzers.goodput.observations import Observations
 from ddltool.analyzers.goodput.throughput import NAMES, ThroughputParams, log_times
 from ddltool.errors import InputError
@@ -75,59 +74,29 @@ def parameter_intervals(
     the parameters, assumed to be 5 %. A few hundred small least-squares problems. Raises InputError without rows or for a
     level that is not between 0 and 1.
     """
-    return joint_intervals([rows], [params], level=level, error=error)[0]
-
-
-def joint_intervals(
-    devices: Sequence[Observations],
-    params: Sequence[ThroughputParams],
-    *,
-    level: float = 0.9,
-    error: float | None = None,
-) -> tuple[Uncertainty, ...]:
-    """Return the intervals of several device types that share their network, one result per device.
-
-    Arguments and errors as for :func:`parameter_intervals`; the shared parameters have the same interval everywhere.
-    """
-    if not devices or min(len(rows) for rows in devices) == 0:
+    if len(rows) == 0:
         raise InputError("observations", "are empty", "give at least one measured row")
     if not 0 < level < 1:
         raise InputError("level", f"is {level}", "give a confidence between 0 and 1, such as 0.9")
-    problem = Problem(devices)
+    problem = Problem(rows)
     # as in the fit, where as many T_grad were observed as steps: a T_grad counts as this much of a measured step
-    problem.grad_weight *= problem.grads / problem.rows
+    problem.grad_weight *= problem.grad_count / len(rows)
     best = descend(problem, problem.start_from(params))
     for _ in range(4):  # a profile can meet a better fit than the one it starts from: then begin again there
         measured, freedom = problem.time_error(best.loss)
         assumed = error is None and math.isinf(measured)
         size = max(error or (ASSUMED_ERROR if assumed else measured), 1e-9)  # rows may be without any error
         quantile = ndtri((1 + level) / 2) if assumed or error is not None else stdtrit(freedom, (1 + level) / 2)
-        profile = _Profile(problem, best, size / math.sqrt(problem.rows), float(quantile))
-        found = [profile.interval(place) for place in range(len(problem.free))]
-        if profile.best.loss >= best.loss - 1e-6 * size**2 / problem.rows:
+        profile = _Profile(problem, best, size / math.sqrt(len(rows)), float(quantile))
+        intervals = {name: profile.interval(place) for place, name in enumerate(NAMES)}
+        if profile.best.loss >= best.loss - 1e-6 * size**2 / len(rows):
             break
         best = descend(problem, profile.best.point)
-
-    def interval(name: str, place: int) -> ParameterInterval:
-        low, high = found[place]
-        reason = "" if problem.free[place] else _UNSEEN[name]
-        if not reason and (low, high) == profile.limits(place):
-            reason = "the rows fit as well with any value"
-        return ParameterInterval(low=low, high=high if math.isfinite(high) else None, reason=reason)
-
-    return tuple(
-        Uncertainty(
-            level=level,
-            error=size,
-            error_is_assumed=assumed,
-            intervals={name: interval(name, int(place)) for name, place in zip(NAMES, index, strict=True)},
-        )
-        for index in problem.index
-    )
+    return Uncertainty(level=level, error=size, error_is_assumed=assumed, intervals=intervals)
 
 
 class _Profile:
-    """Walks from the best point along one unknown, refitting the others, until the fit is too bad.
+    """Walks from the best point along one parameter, refitting the others, until the fit is too bad.
 
     ``size`` is the standard deviation of an error in units of the problem's residuals.
     """
@@ -141,51 +110,41 @@ class _Profile:
         ridge = max(1e-2 * size**2, 1e-12 * float(np.trace(information)), 1e-18)
         self.spread = size * np.sqrt(np.diag(np.linalg.inv(information + ridge * np.eye(len(information)))))
 
-    def limits(self, i: int) -> tuple[float, float]:
-        """Return what unknown i may be at least and at most, whatever the rows say."""
-        return (1.0, 10.0) if i == self.problem.gamma else (0.0, math.inf)
+    def interval(self, place: int) -> ParameterInterval:
+        """Return the interval of a parameter, with no limit where the walk reaches the parameter's bound."""
+        least, most = (1.0, 10.0) if place == GAMMA else (0.0, math.inf)
+        ends = (self._end(place, -1.0), self._end(place, 1.0)) if self.problem.free[place] else (None, None)
+        low, high = (limit if end is None else math.exp(end) for end, limit in zip(ends, (least, most), strict=True))
+        reason = "" if self.problem.free[place] else _UNSEEN[NAMES[place]]
+        if not reason and ends == (None, None):
+            reason = "the rows fit as well with any value"
+        return ParameterInterval(low=low, high=high if math.isfinite(high) else None, reason=reason)
 
-    def interval(self, i: int) -> tuple[float, float]:
-        """Return the ends for unknown i, with no limit where the walk reaches the unknown's bound."""
-        if not self.problem.free[i]:
-            return self.limits(i)
-        ends = self._end(i, -1.0), self._end(i, 1.0)
-        low, high = (limit if end is None else math.exp(end) for end, limit in zip(ends, self.limits(i), strict=True))
-        return low, high
+    def _end(self, place: int, side: float) -> float | None:
+        """Return the logarithm at which the profile is ``quantile`` standard errors above the best fit; None: nowhere."""
+        bound = float(self.problem.high[place] if side > 0 else self.problem.low[place])
+        centre, point = float(self.start.point[place]), self.start.point.copy()
 
-    def _excess(self, i: int, at: float, start: Array) -> tuple[float, Array]:
-        """Return how many standard errors the profile is above the best fit, less the quantile."""
-        tried = start.copy()
-        tried[i] = at
-        found = descend(self.problem, tried, fixed=i)
-        if found.loss < self.best.loss:
-            self.best = found
-        return math.sqrt(max(found.loss - self.start.loss, 0.0)) / self.size - self.quantile, found.point
+        def excess(at: float) -> float:
+            nonlocal point
+            point[place] = at
+            found = descend(self.problem, point, fixed=place)
+            point = found.point
+            if found.loss < self.best.loss:
+                self.best = found
+            return math.sqrt(max(found.loss - self.start.loss, 0.0)) / self.size - self.quantile
 
-    def _end(self, i: int, side: float) -> float | None:
-        bound = float(self.problem.high[i] if side > 0 else self.problem.low[i])
-        inside, at_inside, point = float(self.start.point[i]), -self.quantile, self.start.point
-        step = min(max(self.quantile * float(self.spread[i]), 1e-7), 2.0)
-        while True:
-            if inside == bound:
-                return None
+        step = min(max(self.quantile * float(self.spread[place]), 1e-7), 2.0)
+        inside = centre
+        while inside != bound:
             outside = min(inside + step, bound) if side > 0 else max(inside - step, bound)
-            at_outside, new = self._excess(i, outside, point)
-            if at_outside > 0:
-                break
-            inside, at_inside, point, step = outside, at_outside, new, step * 2.0
-        for _ in range(30):  # the excess is nearly linear: false position, halving when it is one-sided
-            if abs(outside - inside) < max(1e-3 * abs(outside - self.start.point[i]), 1e-9):
-                break
-            middle = inside + min(max(at_inside / (at_inside - at_outside), 0.1), 0.9) * (outside - inside)
-            value, new = self._excess(i, middle, point)
-            if abs(value) < 1e-3:
-                return middle
-            if value > 0:
-                outside, at_outside = middle, value
-            else:
-                inside, at_inside, point = middle, value, new
-        return 0.5 * (inside + outside)
+            if excess(outside) > 0:
+                if excess(inside) >= 0:
+                    return inside  # within rounding of the end
+                tolerance = max(1e-3 * abs(outside - centre), 1e-9)
+                return float(brentq(excess, inside, outside, xtol=tolerance, disp=False))
+            inside, step = outside, step * 2.0
+        return None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)

@@ -9,11 +9,12 @@ from pathlib import Path
 import numpy as np
 from threadpoolctl import threadpool_limits
 
-from ddltool.analyzers.goodput.fit import DeviceModels, evaluate, fit_devices, predict
+from ddltool.analyzers.goodput.fit import FitResult, evaluate, fit, predict
 from ddltool.analyzers.goodput.observations import Observations, concatenate, from_frame
-from ddltool.analyzers.goodput.uncertainty import Uncertainty, configurations, joint_intervals, suggest_next
+from ddltool.analyzers.goodput.throughput import NAMES, ThroughputParams
+from ddltool.analyzers.goodput.uncertainty import Uncertainty, configurations, parameter_intervals, suggest_next
 from ddltool.errors import InputError, did_you_mean
-from ddltool.goodput_model import DeviceGoodput, FitError, Goodput, LeftOut, NextMeasurement, ThroughputRecord
+from ddltool.goodput_model import DeviceGoodput, FitError, Goodput, LeftOut, NextMeasurement
 from ddltool.profile import read_table
 
 
@@ -43,73 +44,88 @@ def concatenate_parts(parts: list[Observations]) -> Observations:
 
 
 def fit_rows(devices: dict[str, Observations], sources: list[str], holdout: Path | None, seed: int) -> Goodput:
-    """Return the model of each device type's rows as one document."""
+    """Return the model of each device type's rows as one document.
+
+    A type without rows of several replicas takes gamma and synchronisation from the type that has most of them: these
+    belong to the network.
+    """
     kept_out = read_rows([holdout]) if holdout is not None else {}
+    several = {name: int((rows.num_replicas > 1).sum()) for name, rows in devices.items()}
+    lender = max(several, key=lambda name: several[name])
+    borrowing = {name for name, count in several.items() if count == 0 < several[lender]}
     # Small problems: threads that wait for each other cost more than they bring, above all on a loaded machine.
     with threadpool_limits(1):
-        models = fit_devices(devices, seed=seed)
-        results = models.results
-        errors = holdout_errors(models, kept_out, str(holdout))
-        kept = {name: rows.take(~results[name].left_out) for name, rows in devices.items()}
-        if models.shared_network:
-            found = joint_intervals(list(kept.values()), [results[name].params for name in kept])
-            sure = dict(zip(kept, found, strict=True))
-        else:
-            sure = {name: joint_intervals([rows], [results[name].params])[0] for name, rows in kept.items()}
+        results = {name: fit(rows, seed=seed) for name, rows in devices.items()}
+        sure = {
+            name: parameter_intervals(rows.take(~results[name].left_out), results[name].params)
+            for name, rows in devices.items()
+        }
+        for name in borrowing:
+            results[name], sure[name] = _borrowed(results[name], results[lender], sure[name], sure[lender])
         main = max(devices, key=lambda name: len(devices[name]))
-        following = next_measurement(kept[main], models, main, sure[main])
-    records = device_records(models, errors, sure)
-    return _document(records, main, models, devices, sources, following)
-
-
-def _document(
-    records: dict[str, DeviceGoodput],
-    main: str,
-    models: DeviceModels,
-    devices: dict[str, Observations],
-    sources: list[str],
-    following: NextMeasurement | None,
-) -> Goodput:
-    """Return the records of one or several device types as one document; ``main``: the type that speaks for all."""
-    top, results = records[main], models.results
-    if len(records) == 1:
-        return Goodput(
-            sources=sources,
-            **{name: getattr(top, name) for name in type(top).model_fields},
-            fit_seconds=results[main].fit_seconds,
-            next_measurement=following,
-            left_out=left_out(models, devices, sources),
+        kept = devices[main].take(~results[main].left_out)
+        following = next_measurement(kept, results[main].params, sure[main].error)
+    errors = holdout_errors(results, kept_out, str(holdout))
+    records = {
+        name: DeviceGoodput(
+            params=result.params,
+            **result.error.model_dump(),
+            undetermined=list(result.undetermined),
+            holdout=errors.get(name),
+            intervals=sure[name].intervals,
         )
-    whole = pooled_error(list(records.values()))
-    held = [item.holdout for item in records.values() if item.holdout is not None]
-    return Goodput(
+        for name, result in results.items()
+    }
+    document = Goodput(
         sources=sources,
-        params=top.params,
-        **whole.model_dump(),
+        **{name: getattr(records[main], name) for name in DeviceGoodput.model_fields},
         fit_seconds=sum(result.fit_seconds for result in results.values()),
-        undetermined=top.undetermined,
-        holdout=pooled_error(held) if held else None,
-        intervals=top.intervals,
         next_measurement=following,
-        left_out=left_out(models, devices, sources),
-        devices=records,
-        shared_network=models.shared_network,
-        network_choice=models.reason,
-        note=f"params, intervals and next_measurement are those of {main}, the device with most rows",
+        left_out=left_out(results, devices, sources),
     )
+    if len(records) == 1:
+        return document
+    held = [item.holdout for item in records.values() if item.holdout is not None]
+    choice = "each type with rows of several replicas has its own"
+    if borrowing:
+        choice = f"{', '.join(sorted(borrowing))} without rows of several replicas has that of {lender}"
+    about_all = {
+        **pooled_error(list(records.values())).model_dump(),
+        "holdout": pooled_error(held) if held else None,
+        "devices": records,
+        "shared_network": bool(borrowing),
+        "network_choice": choice,
+        "note": f"params, intervals and next_measurement are those of {main}, the device with most rows",
+    }
+    return document.model_copy(update=about_all)
 
 
-def holdout_errors(models: DeviceModels, kept_out: dict[str, Observations], where: str) -> dict[str, FitError]:
+def _borrowed(
+    own: FitResult, other: FitResult, sure: Uncertainty, other_sure: Uncertainty
+) -> tuple[FitResult, Uncertainty]:
+    """Return a fit and its intervals with gamma and synchronisation of another's."""
+    network = {name: getattr(other.params, name) for name in NAMES[2:]}
+    unknown = {*own.undetermined} & {*NAMES[:2]} | {*other.undetermined} & {*NAMES[2:]}
+    intervals = sure.intervals | {name: other_sure[name] for name in NAMES[2:]}
+    result = replace(
+        own,
+        params=own.params.model_copy(update=network),
+        undetermined=tuple(name for name in NAMES if name in unknown),
+    )
+    return result, replace(sure, intervals=intervals)
+
+
+def holdout_errors(results: dict[str, FitResult], kept_out: dict[str, Observations], where: str) -> dict[str, FitError]:
     """Return the error on the rows kept out, by device. Raises InputError for a device that was not fitted."""
     made = {}
     for name, rows in kept_out.items():
         # one device type, or rows that name none, need no matching names
-        known = next(iter(models.results)) if len(models.results) == 1 else name
-        if known not in models.results:
-            raise InputError(f"{where}:device", f'is "{name}"', did_you_mean(name, models.results))
+        known = next(iter(results)) if len(results) == 1 else name
+        if known not in results:
+            raise InputError(f"{where}:device", f'is "{name}"', did_you_mean(name, results))
         if known in made:
             raise InputError(f"{where}:device", f"names {', '.join(kept_out)}", "the fitted rows are of one device")
-        made[known] = evaluate(models.results[known].params, rows)
+        made[known] = evaluate(results[known].params, rows)
     return made
 
 
@@ -123,26 +139,10 @@ def pooled_error(parts: Sequence[FitError | DeviceGoodput]) -> FitError:
     )
 
 
-def device_records(
-    models: DeviceModels, errors: dict[str, FitError], sure: dict[str, Uncertainty]
-) -> dict[str, DeviceGoodput]:
-    """Return the fitted models as records."""
-    return {
-        name: DeviceGoodput(
-            params=ThroughputRecord(**result.params.as_dict()),
-            **result.error.model_dump(),
-            undetermined=list(result.undetermined),
-            holdout=errors.get(name),
-            intervals=sure[name].intervals,
-        )
-        for name, result in models.results.items()
-    }
-
-
-def left_out(models: DeviceModels, devices: dict[str, Observations], sources: list[str]) -> list[LeftOut]:
+def left_out(results: dict[str, FitResult], devices: dict[str, Observations], sources: list[str]) -> list[LeftOut]:
     """Return what the fit left out, with the files' names."""
     made = []
-    for name, result in models.results.items():
+    for name, result in results.items():
         rows = devices[name]
         expected = predict(result.params, rows)
         for i in np.flatnonzero(result.left_out).tolist():
@@ -160,16 +160,17 @@ def left_out(models: DeviceModels, devices: dict[str, Observations], sources: li
     return made
 
 
-def next_measurement(
-    rows: Observations, models: DeviceModels, device: str, sure: Uncertainty
-) -> NextMeasurement | None:
-    """Return what to measure next on a device, among the batches seen and twice the replicas seen."""
+def next_measurement(rows: Observations, params: ThroughputParams, error: float) -> NextMeasurement | None:
+    """Return what to measure next on a device, among the batches seen and twice the replicas seen.
+
+    ``error``: standard deviation of a measured log time.
+    """
     tried = int(rows.num_replicas.max())
     per_node = int((rows.num_replicas / rows.num_nodes).max())
     if rows.num_nodes.max() == 1:
         per_node = 2 * tried  # who has measured one node may not have a second
     candidates = configurations(2 * tried, max(1, per_node), rows.local_batch_size, tried_replicas=tried)
-    found = suggest_next(rows, models.results[device].params, candidates, error=max(sure.error, 1e-3))
+    found = suggest_next(rows, params, candidates, error=max(error, 1e-3))
     if found.variance_before <= 0:
         return None
     return NextMeasurement(

@@ -104,7 +104,7 @@ def fitted_models(job: Job, job_file: Path) -> dict[str, ThroughputParams]:
         if not (math.isfinite(pass_s) and math.isfinite(1.0 / pass_s)):
             problem = f"say that a pass over {job.batch_size} samples takes {pass_s:.3g} s"
             raise InputError(where, problem, "alpha_grad_s and beta_grad_s must give a time between 1e-300 and 1e300 s")
-        found[offer.type] = ThroughputParams(**params.model_dump())
+        found[offer.type] = params
     return found
 
 
@@ -204,7 +204,7 @@ def run_of(path: Path | None) -> Run | None:
 def knowledge_of(job: Job, job_file: Path, given: Given, run: Run | None) -> Knowledge:
     """Return what is known beside capabilities: curves, fitted models, communication, errors, and fitness for D2."""
     fitted = _fitted(job, job_file.parent)
-    models = {name: ThroughputParams(**model.params_of(name).model_dump()) for name, model in fitted.items()}
+    models = {name: model.params_of(name) for name, model in fitted.items()}
     errors, source = _errors(job, job_file.parent, fitted, run)
     return Knowledge(
         curves=step_curves(job, job_file),

@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from ddltool.analyzers.goodput.observations import Observations, from_frame
-from ddltool.analyzers.goodput.throughput import ThroughputParams, iteration_time_s
+from ddltool.analyzers.goodput.throughput import iteration_time_s
 from ddltool.analyzers.goodput.tuning import BatchLimits, Frontier, frontier
 from ddltool.analyzers.reporting.charts import LINES_DRAWN, Line, draw_intervals, draw_lines
 from ddltool.analyzers.reporting.section import Picture, Section, Table, counted, few, filled, listed, shortened
 from ddltool.analyzers.reporting.style import at_both_widths
 from ddltool.errors import Infeasible, InputError, visible
-from ddltool.goodput_model import DeviceGoodput, Goodput, ThroughputRecord
+from ddltool.goodput_model import DeviceGoodput, Goodput, ThroughputParams
 from ddltool.units import show_bytes, show_seconds
 
 if TYPE_CHECKING:
@@ -69,15 +68,11 @@ def _fitted(frame: pd.DataFrame, fitted: Goodput) -> tuple[dict[str, Observation
     rows, params = {}, {}
     try:
         for device, part in frame.groupby("device"):
-            params[str(device)] = _params(fitted.params_of(str(device)))
+            params[str(device)] = fitted.params_of(str(device))
             rows[str(device)] = from_frame(part.reset_index(drop=True), "profile")
     except InputError:
         return None
     return rows, params
-
-
-def _params(record: ThroughputRecord) -> ThroughputParams:
-    return ThroughputParams.from_dict(record.model_dump())
 
 
 def _points(frame: pd.DataFrame) -> tuple[Callable[[], str], str]:
@@ -271,11 +266,12 @@ def _heat(
     device: str, record: Goodput | DeviceGoodput, profile: pd.DataFrame | None, noise_scale: float | None
 ) -> Picture | str:
     """Return goodput over replicas and batch, or in words why there is none."""
-    params = _params(record.params)
+    params = record.params
     if (
         "alpha_sync_node_s" in record.undetermined
     ):  # never seen, it would be free: the map would jump up at a second node
-        params = replace(params, alpha_sync_node_s=params.alpha_sync_local_s, beta_sync_node_s=params.beta_sync_local_s)
+        within = {"alpha_sync_node_s": params.alpha_sync_local_s, "beta_sync_node_s": params.beta_sync_local_s}
+        params = params.model_copy(update=within)
     most, first = _LOCAL_BATCH, 32
     name = device
     if profile is not None:

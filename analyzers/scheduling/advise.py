@@ -19,7 +19,6 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ddltool.analyzers.goodput.throughput import ThroughputParams
 from ddltool.analyzers.goodput.tuning import BatchLimits, tune, tune_one
 from ddltool.artifacts import load
 from ddltool.errors import InputError
@@ -210,7 +209,7 @@ def advise_job(path: Path) -> dict[str, Any]:
     state = load(path, JobState)
     _check(state, path)
     model = load(path.parent / state.goodput, Goodput)
-    params = ThroughputParams(**model.params_of(state.device).model_dump())
+    params = model.params_of(state.device)
     limits = BatchLimits(
         initial_batch_size=state.initial_batch_size,
         max_batch_size=state.max_batch_size,

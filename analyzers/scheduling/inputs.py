@@ -14,7 +14,6 @@ import numpy as np
 import pandas as pd
 from numpy.typing import NDArray
 
-from ddltool.analyzers.goodput.throughput import ThroughputParams
 from ddltool.analyzers.loading.tables import demand_distinct_jobs, numbers, read_columns, read_rows, texts
 from ddltool.analyzers.scheduling.cluster import ClusterSpec
 from ddltool.analyzers.scheduling.cluster_traces import (
@@ -192,8 +191,7 @@ def read_truth(jobs: Sequence[JobSpec], folders: Sequence[Path], models: Sequenc
             problem = f"{one.application!r} is no application of the workload"
             raise InputError("--goodput", problem, did_you_mean(one.application, names))
         model = load(one.file, Goodput)
-        records = {kind: each.params for kind, each in model.devices.items()} or {ANY_TYPE: model.params}
-        params = {kind: ThroughputParams(**record.model_dump()) for kind, record in records.items()}
+        params = {kind: each.params for kind, each in model.devices.items()} or {ANY_TYPE: model.params}
         applications[one.application] = fitted_application(one.application, params, one.job)
     measured = [job.application for job in jobs if job.application not in applications]
     if measured and not folders:
