@@ -1,4 +1,4 @@
-"""``ddltool gate CURRENT --baseline BASELINE``: may this change go in?"""
+"""``ddltool gate CURRENT --baseline BASELINE``: may this change go in? The pytest plugin asks the same here."""
 
 from __future__ import annotations
 
@@ -6,30 +6,33 @@ import os
 import sys
 import time
 import tomllib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Optional
+from typing import Annotated, Any, Optional
 
+import pandas as pd
 import typer
-from pydantic import Field, PrivateAttr
+from pydantic import BaseModel, Field, PrivateAttr
 
 from ddltool import __version__
 from ddltool.analyzers.gating.formats import junit as as_junit
+from ddltool.analyzers.gating.formats import named, sentence, summary, workflow_commands
 from ddltool.analyzers.gating.formats import sarif as as_sarif
-from ddltool.analyzers.gating.formats import sentence, summary, workflow_commands
 from ddltool.analyzers.gating.gate import LEVEL, judge
-from ddltool.analyzers.gating.metric import LONGEST_NAME, harmless
-from ddltool.analyzers.gating.metric import show as show_figure
-from ddltool.analyzers.gating.metrics import EXTRACTORS, Figures, combine
+from ddltool.analyzers.gating.metrics import KINDS, Figures, combine, extract, harmless
+from ddltool.analyzers.gating.metrics import show as show_figure
 from ddltool.analyzers.gating.rules import Rule, default_rules, parse_rules
 from ddltool.analyzers.reporting.result_sections import gate_section
 from ddltool.artifacts import Record, check_writable, parse_record, read_text, save, write_text
-from ddltool.commands.artifact_reading import read_artifact
+from ddltool.commands.artifact_reading import checked_document, is_table, profile_document, read_artifact
 from ddltool.commands.options import Json, Seed
 from ddltool.commands.output import out, print_json, show, table
 from ddltool.commands.parts import demand_part
-from ddltool.errors import CheckFailed, InputError, did_you_mean, shortened
+from ddltool.errors import CheckFailed, InputError, did_you_mean
+from ddltool.graph import Graph
+from ddltool.graph_io import to_document
 from ddltool.outputs import demand_distinct
+from ddltool.profile import write_profile
 from ddltool.results import GateMetrics, GateResult, MetricFigure
 
 _NAMED = 8
@@ -85,33 +88,40 @@ def gate(
         if path is not None:
             check_writable(path)
     found = figures_of(current)
-    settings = _settings(config)
-    false_alarms = _level(level, settings)
+    settings = read_config(config or Path(CONFIG_NAME), required=config is not None)
     rules, origin = rules_for(found.kind, rule or [], settings)
     against = _baselines(current, baseline or [], settings)
-    summary = os.environ.get("GITHUB_STEP_SUMMARY") if github else None
+    place = os.environ.get("GITHUB_STEP_SUMMARY") if github else None
     read = [*current, *against, settings.where if settings is not None else None]
-    demand_distinct(read, {"--junit": junit, "--sarif": sarif, "GITHUB_STEP_SUMMARY": summary or None})
-    before = _figures_before(against, found, current[0]) if against else None
+    demand_distinct(read, {"--junit": junit, "--sarif": sarif, "GITHUB_STEP_SUMMARY": place or None})
+    before = figures_of(against) if against else None
+    if before is not None and before.kind != found.kind:
+        problem = f"is a {before.kind}, {current[0]} a {found.kind}"
+        raise InputError(str(against[0]), problem, "compare two artifacts of one kind")
     verdict = judge(
         rules,
         found.metrics,
         before.metrics if before is not None else None,
-        level=false_alarms,
+        level=_level(level, settings),
         seed=seed,
         where=origin,
     )
     names = {"current": [str(path) for path in current], "baseline": [str(path) for path in against]}
     verdict = verdict.model_copy(update={"artifact": found.kind, "rules_from": origin, **names})
-    _write(verdict, current, junit, sarif, begin_s=begin_s)
+    if junit is not None:
+        write_text(junit, as_junit(verdict, _subject(current), seconds=time.perf_counter() - begin_s))
+    if sarif is not None:
+        save(as_sarif(verdict, str(current[0]), version=__version__), sarif)
     if github:
-        _tell_github(verdict, current)
+        _tell_github(verdict, current, place)
     if as_json:
         print_json(verdict)
     else:
         show(gate_section(verdict, _subject(current, against)), junit, sarif)
-    if not verdict.passed:
-        raise CheckFailed(_failures(verdict))
+    if failed := verdict.failed:
+        more = f" | and {len(failed) - _NAMED} more" if len(failed) > _NAMED else ""
+        told = " | ".join(sentence(check) for check in failed[:_NAMED])
+        raise CheckFailed(f"{len(failed)} of {len(verdict.checks)} checks failed: {told}{more}")
 
 
 def _level(given: float | None, settings: GateConfig | None) -> float:
@@ -122,60 +132,23 @@ def _level(given: float | None, settings: GateConfig | None) -> float:
     return chosen
 
 
-def _figures_before(files: list[Path], found: Figures, current: Path) -> Figures:
-    """Return the baseline's figures. Raises InputError when they are of another kind than those found in ``current``."""
-    before = figures_of(files)
-    if before.kind != found.kind:
-        problem = f"is a {before.kind}, {current} a {found.kind}"
-        raise InputError(str(files[0]), problem, "compare two artifacts of one kind")
-    return before
-
-
 def _subject(current: list[Path], against: Sequence[Path] = ()) -> str:
     """Return what is judged in words: the first file, how many more, and the first baseline."""
-    named = str(current[0]) if len(current) == 1 else f"{current[0]} and {len(current) - 1} more"
-    return harmless(f"{named} against {against[0]}" if against else named)
-
-
-def _write(verdict: GateResult, current: list[Path], junit: Path | None, sarif: Path | None, *, begin_s: float) -> None:
-    """Write the reports that were asked for; JUnit's tells how long the gate took since ``begin_s``."""
-    if junit is not None:
-        write_text(junit, as_junit(verdict, _subject(current), seconds=time.perf_counter() - begin_s))
-    if sarif is not None:
-        save(as_sarif(verdict, str(current[0]), version=__version__), sarif)
-
-
-def _failures(verdict: GateResult) -> str:
-    """Return the line that names each failed check, the first few in full."""
-    failed = verdict.failed
-    more = f" | and {len(failed) - _NAMED} more" if len(failed) > _NAMED else ""
-    named = " | ".join(sentence(check) for check in failed[:_NAMED])
-    return f"{len(failed)} of {len(verdict.checks)} checks failed: {named}{more}"
-
-
-def _settings(config: Path | None) -> GateConfig | None:
-    """Return the configuration that was named, else that of the working folder, else none."""
-    if config is not None:
-        return read_config(config)
-    here = Path(CONFIG_NAME)
-    return read_config(here) if here.is_file() else None
+    text = str(current[0]) if len(current) == 1 else f"{current[0]} and {len(current) - 1} more"
+    return harmless(f"{text} against {against[0]}" if against else text)
 
 
 def _baselines(current: list[Path], given: list[Path], settings: GateConfig | None) -> list[Path]:
     """Return the baseline files; a folder stands for the files in it that are named as the current ones."""
     if not given and settings is not None and settings.baseline is not None:
         given = [Path(settings.baseline)]
-    found: list[Path] = []
-    for path in given:
-        found += [path / one.name for one in current] if path.is_dir() else [path]
-    return found
+    return [each for path in given for each in ([path / one.name for one in current] if path.is_dir() else [path])]
 
 
-def _tell_github(verdict: GateResult, current: list[Path]) -> None:
+def _tell_github(verdict: GateResult, current: list[Path], place: str | None) -> None:
     """Write annotations on stderr, which GitHub reads as well as stdout, and append to the step summary."""
     for line in workflow_commands(verdict, str(current[0])):
         sys.stderr.write(line + "\n")
-    place = os.environ.get("GITHUB_STEP_SUMMARY")
     if place:
         try:
             with open(place, "a", encoding="utf-8") as file:
@@ -186,24 +159,16 @@ def _tell_github(verdict: GateResult, current: list[Path]) -> None:
 
 def _list_metrics(found: Figures, as_json: bool) -> None:
     """Print what an artifact can be judged by."""
-    kind, metrics = found.kind, list(found.metrics.values())
+    metrics = found.metrics.values()
     if as_json:
-        listed = [
-            MetricFigure(name=metric.name, value=metric.value, unit=metric.unit, measured=metric.measured)
-            for metric in metrics
-        ]
-        print_json(GateMetrics(artifact=kind, metrics=listed))
+        listed = [MetricFigure(name=one.name, value=one.value, unit=one.unit, measured=one.measured) for one in metrics]
+        print_json(GateMetrics(artifact=found.kind, metrics=listed))
         return
-    rows = [
-        (
-            shortened(metric.name, LONGEST_NAME),
-            "measured" if metric.measured else "",
-            show_figure(metric.value, metric.unit),
-            str(min((cell.repeats for cell in metric.cells), default=1)) if metric.measured else "-",
-        )
-        for metric in metrics
-    ]
-    out().print(table(f"Metrics of a {kind}", ("metric", "", "value", "repeats"), rows, text_columns=2))
+    rows = []
+    for one in metrics:
+        repeats = str(min((cell.repeats for cell in one.cells), default=1)) if one.measured else "-"
+        rows.append((named(one.name), "measured" if one.measured else "", show_figure(one.value, one.unit), repeats))
+    out().print(table(f"Metrics of a {found.kind}", ("metric", "", "value", "repeats"), rows, text_columns=2))
 
 
 def figures_of(paths: Sequence[Path]) -> Figures:
@@ -225,8 +190,13 @@ class GateConfig(Record):
         return self._where
 
 
-def read_config(path: Path) -> GateConfig:
-    """Return the ``[gate]`` table of a TOML file. Raises InputError naming what is unknown or of the wrong type."""
+def read_config(path: Path, *, required: bool = True) -> GateConfig | None:
+    """Return the ``[gate]`` table of a TOML file, None where it need not be there and is not.
+
+    Raises InputError naming what is unknown or of the wrong type.
+    """
+    if not required and not path.is_file():
+        return None
     try:
         table = tomllib.loads(read_text(path)).get("gate")
     except tomllib.TOMLDecodeError as error:
@@ -234,7 +204,7 @@ def read_config(path: Path) -> GateConfig:
     if not isinstance(table, dict):
         raise InputError(str(path), "has no table [gate]", "write [gate.rules] with lists of rules by kind")
     found = parse_record(table, GateConfig, str(path), "gate")
-    known = {kind.removeprefix("ddltool.") for kind in EXTRACTORS}
+    known = {kind.removeprefix("ddltool.") for kind in KINDS}
     for kind in found.rules:
         if kind not in known:
             raise InputError(f"{path}:gate.rules", f"unknown kind {kind!r}", did_you_mean(kind, known))
@@ -252,3 +222,62 @@ def rules_for(kind: str, given: Sequence[str], config: GateConfig | None) -> tup
     if config is not None and short in config.rules:
         return parse_rules(config.rules[short], f"{config.where}:gate.rules.{short}"), config.where
     return default_rules(kind), f"defaults for {short}"
+
+
+# -- for the pytest plugin
+
+
+def hold(
+    current: Any, target: Path, texts: Sequence[str], level: float | None, *, update: bool, config: Path
+) -> GateResult:
+    """Return the verdict on an artifact against the baseline ``target``, by the rules of ``texts``, else of ``config``.
+
+    With ``update`` the current artifact is its own baseline, so that absolute limits still hold.
+    """
+    found = extract(document_of(current), "current")
+    settings = read_config(config, required=False)
+    rules, origin = rules_for(found.kind, texts, settings)
+    if not update and not target.is_file():
+        raise InputError(str(target), "no such baseline", "write it with: pytest --ddltool-update")
+    try:
+        before = figures_of([target]) if target.exists() else found
+    except InputError:
+        if not update:
+            raise
+        before = found  # a broken baseline is what an update is for
+    if before.kind != found.kind:
+        raise InputError(str(target), f"is a {before.kind}", f"the current artifact is a {found.kind}")
+    sides = found.metrics, (found if update else before).metrics
+    return judge(rules, *sides, level=_level(level, settings), where="rules" if texts else origin)
+
+
+def document_of(current: Any) -> Mapping[str, Any]:
+    """Return an artifact, whatever it is held in, as a document with its kind."""
+    if isinstance(current, (str, Path)):
+        return read_artifact(Path(current))
+    if isinstance(current, Graph):
+        return to_document(current)
+    if isinstance(current, pd.DataFrame):
+        return profile_document(current, "current")
+    if isinstance(current, BaseModel):
+        return current.model_dump(mode="json")
+    if isinstance(current, Mapping):
+        return checked_document(dict(current), "current")
+    problem = f"cannot gate a {type(current).__name__}"
+    raise InputError("current", problem, "give a path, a Graph, a DataFrame, an artifact or a document")
+
+
+def write_baseline(current: Any, target: Path) -> None:
+    """Write the baseline atomically, in the form that its name says."""
+    is_file = isinstance(current, (str, Path))
+    tabular = is_table(Path(current)) if is_file else isinstance(current, pd.DataFrame)
+    if tabular != is_table(target):
+        remedy = "name it .csv" if tabular else "name it .json"
+        raise InputError(str(target), f"is not the name of a {'table' if tabular else 'document'}", remedy)
+    target.parent.mkdir(parents=True, exist_ok=True)
+    if is_file:
+        write_text(target, read_text(current))
+    elif isinstance(current, pd.DataFrame):
+        write_profile(current, target)
+    else:
+        save(current if isinstance(current, BaseModel) else dict(document_of(current)), target)

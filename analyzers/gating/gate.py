@@ -6,23 +6,16 @@ import math
 import operator
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 
-from ddltool.analyzers.gating.metric import Metric, show
+from ddltool.analyzers.gating.metrics import Metric, show
 from ddltool.analyzers.gating.noise import FEWEST_REPEATS, Cell, enough_repeats, geometric_mean, past_limit
 from ddltool.analyzers.gating.rules import Rule, check_unit, select
 from ddltool.errors import InputError
-from ddltool.results import GateCheck, GateResult, NoiseFigures
+from ddltool.results import GateCheck, GateResult
 
 LEVEL = 0.05
-_OPS = {
-    "<=": operator.le,
-    "<": operator.lt,
-    ">=": operator.ge,
-    ">": operator.gt,
-    "==": operator.eq,
-    "!=": operator.ne,
-}
+_OPS = {"<=": operator.le, "<": operator.lt, ">=": operator.ge, ">": operator.gt, "==": operator.eq, "!=": operator.ne}
 # Decimal limits and sums of floats differ in their last bits; that is no regression.
 _ROUNDING = 1e-9
 _LARGEST = sys.float_info.max
@@ -43,68 +36,62 @@ def judge(
     whose figures truly keep their limits raise any alarm (Bonferroni). Raises InputError for rules that do not fit the
     metrics and for a rule on changes without a baseline.
     """
-    pairs: list[tuple[Rule, str]] = []
+    drafts: list[_Draft] = []
     for rule in rules:
         if rule.relative and baseline is None:
             raise InputError(where, f"{rule.text!r} compares with a baseline", "give --baseline, or an absolute limit")
-        pairs += [(rule, name) for name in select(rule, current, baseline or {}, where)]
-    if not pairs:
+        names = select(rule, current, baseline or {}, where)
+        drafts += [_aligned(rule, current.get(name), (baseline or {}).get(name), where) for name in names]
+    if not drafts:
         raise InputError(where, "no rule is about a figure of these artifacts", f"figures: {', '.join(current)}")
-    drafts = [_aligned(rule, current.get(name), (baseline or {}).get(name), where) for rule, name in pairs]
-    tested = sum(draft.testable for draft in drafts)
-    checks = [_check(draft, level / max(tested, 1), seed) for draft in drafts]
-    unique = {check.name: check for check in checks}
-    single = any(draft.testable and draft.fewest_runs < FEWEST_REPEATS for draft in drafts)
+    tested = [draft for draft in drafts if draft.testable]
+    checks = {check.name: check for check in (_check(draft, level / max(len(tested), 1), seed) for draft in drafts)}
+    words = None
+    if tested:
+        words = (
+            f"noise test: studentised difference of log medians, null simulated for the numbers of repeats; one-sided, "
+            f"false alarms at most {level:.3g} for the whole gate ({len(tested)} tests)"
+        )
+        if any(cell.runs < FEWEST_REPEATS for draft in tested for cell in draft.cells):
+            words += f"; noise within runs only: give {FEWEST_REPEATS} files or more a side to count that between runs"
     return GateResult(
-        passed=all(check.passed for check in unique.values()),
+        passed=all(check.passed for check in checks.values()),
         artifact="",
         rules_from=where,
         current=[],
         baseline=[],
         level=level,
-        noise_test=_test_in_words(tested, level, single),
-        checks=list(unique.values()),
+        noise_test=words,
+        checks=list(checks.values()),
     )
-
-
-def _test_in_words(tested: int, level: float, single_runs: bool) -> str | None:
-    """Return how noise was told from change in ``tested`` checks; None where no figure had repeats."""
-    if not tested:
-        return None
-    words = (
-        f"noise test: studentised difference of log medians, null simulated for the numbers of repeats; one-sided, "
-        f"false alarms at most {level:.3g} for the whole gate ({tested} tests)"
-    )
-    if single_runs:  # what differs between runs is not in their noise
-        words += f"; noise within runs only: give {FEWEST_REPEATS} files or more a side to count that between runs"
-    return words
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Draft:
+    """A rule and the two sides of a figure, of which at least one has it."""
+
     rule: Rule
-    metric: Metric
-    """Whichever side has it; names and unit."""
     current: Metric | None
     baseline: Metric | None
     note: str = ""
 
     @property
-    def fewest_runs(self) -> int:
-        """Return how many runs the cell with the fewest comes from, on the sides that are compared."""
+    def cells(self) -> list[Cell]:
+        """The cells of the sides that are compared."""
         sides = (self.current, self.baseline) if self.rule.relative else (self.current,)
-        return min((cell.runs for side in sides if side is not None for cell in side.cells), default=1)
+        return [cell for side in sides if side is not None for cell in side.cells]
 
     @property
     def testable(self) -> bool:
-        """Return whether the noise test applies."""
-        if self.current is None or not self.metric.measured or self.rule.op in ("==", "!="):
+        """Whether the noise test applies."""
+        rule = self.rule
+        if self.current is None or not self.current.measured or rule.op in ("==", "!=") or rule.demand == "unchanged":
             return False
-        if self.rule.demand == "unchanged" or not enough_repeats(self.current.cells):
+        if not enough_repeats(self.current.cells):
             return False
-        if self.rule.relative:
+        if rule.relative:
             return self.baseline is not None and enough_repeats(self.baseline.cells)
-        return isinstance(self.rule.value, float) and self.rule.value > 0
+        return isinstance(rule.value, float) and rule.value > 0
 
 
 def _aligned(rule: Rule, current: Metric | None, baseline: Metric | None, where: str) -> _Draft:
@@ -113,28 +100,39 @@ def _aligned(rule: Rule, current: Metric | None, baseline: Metric | None, where:
     assert metric is not None  # the names come from the two sides
     check_unit(rule, metric, where)
     if current is None or baseline is None or not rule.relative:
-        return _Draft(rule=rule, metric=metric, current=current, baseline=baseline)
-    keys = {cell.key for cell in current.cells} & {cell.key for cell in baseline.cells}
-    everything = {cell.key for cell in (*current.cells, *baseline.cells)}
+        return _Draft(rule=rule, current=current, baseline=baseline)
+    either, other = ({cell.key for cell in side.cells} for side in (current, baseline))
+    keys, everything = either & other, either | other
     if keys == everything:
-        return _Draft(rule=rule, metric=metric, current=current, baseline=baseline)
+        return _Draft(rule=rule, current=current, baseline=baseline)
     if not keys:
         problem = f"the two sides of {metric.name} have no configuration in common"
         raise InputError(where, problem, f"they have {', '.join(sorted(everything))}")
+
+    def only(side: Metric) -> Metric:
+        cells = tuple(cell for cell in side.cells if cell.key in keys)
+        return replace(side, cells=cells, value=geometric_mean(cells))
+
     note = f"over the {len(keys)} of {len(everything)} configurations that both sides have"
-    return _Draft(rule=rule, metric=metric, current=_only(current, keys), baseline=_only(baseline, keys), note=note)
-
-
-def _only(metric: Metric, keys: set[str]) -> Metric:
-    cells = tuple(cell for cell in metric.cells if cell.key in keys)
-    return replace(metric, cells=cells, value=geometric_mean(cells))
+    return _Draft(rule=rule, current=only(current), baseline=only(baseline), note=note)
 
 
 def _check(draft: _Draft, level: float, seed: int) -> GateCheck:
-    rule, metric = draft.rule, draft.metric
+    rule, metric = draft.rule, draft.current or draft.baseline
+    assert metric is not None
     now = draft.current.value if draft.current is not None else None
     before = draft.baseline.value if draft.baseline is not None else None
     limit, op = _limit(rule, before, now)
+    passed, notes = True, [draft.note]
+    if now is None:
+        passed, notes = False, ["the baseline has it, the current artifact does not"]
+    elif limit is None:
+        notes = ["new: the baseline does not have it"]
+    else:
+        passed = _keeps(now, op, limit)
+        if metric.measured and not draft.testable:
+            few = f"(give {FEWEST_REPEATS} or more repeats or files)"
+            notes.append(f"measured without repeats, so its noise is unknown {few}")
     made = GateCheck(
         name=f"{metric.name} {rule.demand}",
         metric=metric.name,
@@ -144,28 +142,15 @@ def _check(draft: _Draft, level: float, seed: int) -> GateCheck:
         current=now,
         limit=limit,
         op=op,
-        passed=True,
+        passed=passed,
         in_noise=False,
         change=_change(now, before),
         noise=None,
-        note=draft.note or None,
+        note="; ".join(filter(None, notes)) or None,
     )
-    if now is None:
-        return _told(made, passed=False, note="the baseline has it, the current artifact does not")
-    if rule.relative and before is None:
-        return _told(made, note="new: the baseline does not have it")
-    assert limit is not None  # only a missing side leaves it open
-    passed = _keeps(now, op, limit)
-    if draft.testable and isinstance(now, float) and isinstance(limit, float) and limit > 0:
-        return _with_noise(made, draft, passed, limit, level, seed)
-    if metric.measured:
-        told = f"measured without repeats, so its noise is unknown (give {FEWEST_REPEATS} or more repeats or files)"
-        made = _told(made, note="; ".join(filter(None, (draft.note, told))))
-    return _told(made, passed=passed)
-
-
-def _told(made: GateCheck, **changes: object) -> GateCheck:
-    return made.model_copy(update=changes)
+    if draft.testable and isinstance(limit, float) and limit > 0:
+        return _with_noise(made, draft, limit, level, seed)
+    return made
 
 
 def _change(now: float | str | None, before: float | str | None) -> float | None:
@@ -186,9 +171,7 @@ def _limit(rule: Rule, before: float | str | None, now: float | str | None) -> t
         return before, "=="
     amount = rule.value * abs(before) if rule.dimension == "%" else rule.value
     # Of the two limits of a change the one on the side to which the figure moved.
-    upward = rule.direction == "increase"
-    if rule.direction == "change":
-        upward = isinstance(now, float) and now >= before
+    upward = rule.direction == "increase" or (rule.direction == "change" and isinstance(now, float) and now >= before)
     # Where the sum overflows, no figure can be past it.
     return (min(before + amount, _LARGEST), "<=") if upward else (max(before - amount, -_LARGEST), ">=")
 
@@ -201,7 +184,7 @@ def _keeps(now: float | str, op: str, limit: float | str) -> bool:
     return bool(_OPS[op](now, limit))
 
 
-def _with_noise(made: GateCheck, draft: _Draft, passed: bool, limit: float, level: float, seed: int) -> GateCheck:
+def _with_noise(made: GateCheck, draft: _Draft, limit: float, level: float, seed: int) -> GateCheck:
     """Return the check with its noise test: it fails only when the figure is past the limit beyond noise."""
     assert draft.current is not None  # testable drafts have it
     other: tuple[Cell, ...] = draft.baseline.cells if draft.rule.relative and draft.baseline is not None else ()
@@ -209,13 +192,11 @@ def _with_noise(made: GateCheck, draft: _Draft, passed: bool, limit: float, leve
     ratio = min(max(limit / geometric_mean(other), sys.float_info.min), _LARGEST) if other else limit
     # A bound in both directions is two tests.
     each = level / 2 if draft.rule.direction == "change" else level
-    found = past_limit(draft.current.cells, other, ratio, above=made.op in ("<=", "<"), level=each, seed=seed)
-    test = NoiseFigures(**asdict(found))
-    if passed:
-        return _told(made, noise=test)
-    if test.p <= each:
-        return _told(made, noise=test, passed=False)
+    test = past_limit(draft.current.cells, other, ratio, above=made.op in ("<=", "<"), level=each, seed=seed)
+    if made.passed or test.p <= each:
+        return made.model_copy(update={"noise": test})
     span = f"{100 * (test.low - 1):+.1f}% .. {100 * (test.high - 1):+.1f}%" if other else ""
     shown = f"the change is {span}" if other else f"it is {show(test.low, made.unit)} .. {show(test.high, made.unit)}"
     told = f"past the limit, but inside the noise (p = {test.p:.2g}, needs <= {each:.2g}): {shown}"
-    return _told(made, noise=test, in_noise=True, note="; ".join(filter(None, (draft.note, told))))
+    note = "; ".join(filter(None, (draft.note, told)))
+    return made.model_copy(update={"noise": test, "passed": True, "in_noise": True, "note": note})

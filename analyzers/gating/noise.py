@@ -17,11 +17,13 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
 import numpy as np
 from numpy.typing import NDArray
+
+from ddltool.results import NoiseFigures
 
 FEWEST_REPEATS = 3
 DRAWS = 20_000
@@ -29,7 +31,7 @@ DRAWS = 20_000
 _MOST_SIMULATED = 40
 # exp of more is no float.
 _REACH = 700.0
-_LARGEST = sys.float_info.max
+_QUARTILES = (0.25, 0.5, 0.75)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -46,28 +48,29 @@ class Cell:
     runs: int = 1
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class NoiseTest:
-    """``p``: probability of a change past the limit at least so clear when the truth is on the limit."""
-
-    p: float
-    standard_error: float
-    """Of the change, as a share."""
-    low: float
-    high: float
-    """Interval of the ratio current / baseline (or current / limit), one-sided level ``level`` on each side."""
-    level: float
-
-
 def cell_of(key: str, samples: Sequence[float]) -> Cell:
     """Return the cell of raw repeats, shape (n,), n >= 1."""
-    values = np.asarray(samples, dtype=np.float64)
-    low, median, high = np.quantile(values, (0.25, 0.5, 0.75))
-    return Cell(key=key, median=float(median), spread=float(high - low), repeats=values.size)
+    low, median, high = np.quantile(np.asarray(samples, dtype=np.float64), _QUARTILES)
+    return Cell(key=key, median=float(median), spread=float(high - low), repeats=len(samples))
+
+
+def pool(key: str, cells: Sequence[Cell]) -> Cell:
+    """Return one cell for several measurements of one thing (rows or files).
+
+    Three or more: their medians are the repeats, because runs differ by more than the repeats within a run do. Two: the repeats
+    together, with the distance of the two as the spread where that is larger.
+    """
+    if len(cells) == 1:
+        return replace(cells[0], key=key)
+    together = replace(cell_of(key, [cell.median for cell in cells]), runs=sum(cell.runs for cell in cells))
+    if len(cells) >= FEWEST_REPEATS:
+        return together
+    spread = max(abs(cells[0].median - cells[1].median), *(cell.spread for cell in cells))
+    return replace(together, spread=spread, repeats=sum(cell.repeats for cell in cells))
 
 
 def enough_repeats(cells: Sequence[Cell]) -> bool:
-    """Return whether the cells have the repeats that :func:`test_past` needs."""
+    """Return whether the cells have the repeats that :func:`past_limit` needs."""
     return bool(cells) and all(cell.repeats >= FEWEST_REPEATS and cell.median > 0 for cell in cells)
 
 
@@ -79,24 +82,17 @@ def geometric_mean(cells: Sequence[Cell]) -> float:
 
 
 def past_limit(
-    current: Sequence[Cell],
-    baseline: Sequence[Cell],
-    limit: float,
-    *,
-    above: bool,
-    level: float,
-    seed: int = 0,
-) -> NoiseTest:
+    current: Sequence[Cell], baseline: Sequence[Cell], limit: float, *, above: bool, level: float, seed: int = 0
+) -> NoiseFigures:
     """Test whether current / baseline is past ``limit`` (above it, or below it).
 
     ``baseline``: the cells of the same keys in the same order, or empty to compare the current figure itself with ``limit``.
     Needs cells with :func:`enough_repeats` and a positive limit.
     """
-    k = len(current)
     # In logarithms, for a ratio of 1e308 to 1e-308 is no float.
     log_ratio = math.log(geometric_mean(current)) - (math.log(geometric_mean(baseline)) if baseline else 0.0)
     shares = [cell.spread / cell.median / math.sqrt(cell.repeats) for cell in (*current, *baseline)]
-    error = min(math.hypot(*shares) / k, _LARGEST)
+    error = min(math.hypot(*shares) / len(current), sys.float_info.max)
     null = _null(_sizes(current), _sizes(baseline), seed)
     distance = (log_ratio - math.log(limit)) * (1 if above else -1)
     if error == 0:
@@ -104,10 +100,8 @@ def past_limit(
     else:
         p = max((1 + DRAWS - int(np.searchsorted(draws, distance / error))) / (DRAWS + 1) for draws in null)
     critical = max(float(draws[min(int(DRAWS * (1 - level)), DRAWS - 1)]) for draws in null)
-    low, high = (
-        math.exp(min(max(log_ratio + each, -_REACH), _REACH)) for each in (-critical * error, critical * error)
-    )
-    return NoiseTest(p=p, standard_error=error, low=low, high=high, level=level)
+    low, high = np.exp(np.clip(log_ratio + np.array([-critical, critical]) * error, -_REACH, _REACH)).tolist()
+    return NoiseFigures(p=p, level=level, standard_error=error, low=low, high=high)
 
 
 def _sizes(cells: Sequence[Cell]) -> tuple[int, ...]:
@@ -118,22 +112,20 @@ def _sizes(cells: Sequence[Cell]) -> tuple[int, ...]:
 def _null(current: tuple[int, ...], baseline: tuple[int, ...], seed: int) -> tuple[NDArray[np.float64], ...]:
     """Return draws of T, shape (DRAWS,), ascending, for each ratio of the spreads, when nothing but noise moves it."""
     random = np.random.default_rng(seed)
-    centre, variance = _draw(random, current)
+
+    def draw(sizes: tuple[int, ...]) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+        """Return the sum over cells of medians and of squared interquartile ranges over n, each (DRAWS,)."""
+        centre, variance = np.zeros(DRAWS), np.zeros(DRAWS)
+        for size in sizes:
+            low, median, high = np.quantile(random.standard_normal((DRAWS, size)), _QUARTILES, axis=1)
+            centre += median
+            variance += (high - low) ** 2 / size
+        return centre, variance
+
+    centre, variance = draw(current)
+    alone = np.sort(centre / np.sqrt(variance))
     if not baseline:
-        return (np.sort(centre / np.sqrt(variance)),)
-    other, other_variance = _draw(random, baseline)
-    return (
-        np.sort((centre - other) / np.sqrt(variance + other_variance)),
-        np.sort(centre / np.sqrt(variance)),
-        np.sort(other / np.sqrt(other_variance)),
-    )
-
-
-def _draw(random: np.random.Generator, sizes: tuple[int, ...]) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-    """Return the sum over cells of medians and of squared interquartile ranges over n, each (DRAWS,)."""
-    centre, variance = np.zeros(DRAWS), np.zeros(DRAWS)
-    for size in sizes:
-        low, median, high = np.quantile(random.standard_normal((DRAWS, size)), (0.25, 0.5, 0.75), axis=1)
-        centre += median
-        variance += (high - low) ** 2 / size
-    return centre, variance
+        return (alone,)
+    other, other_variance = draw(baseline)
+    both = np.sort((centre - other) / np.sqrt(variance + other_variance))
+    return both, alone, np.sort(other / np.sqrt(other_variance))

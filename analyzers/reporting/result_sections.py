@@ -6,7 +6,7 @@ import numpy as np
 
 from ddltool.analyzers.deciding.verification import error_text
 from ddltool.analyzers.gating.formats import figures_of, outcome, remarks
-from ddltool.analyzers.gating.metric import LONGEST_NAME, harmless
+from ddltool.analyzers.gating.metrics import LONGEST_NAME, harmless
 from ddltool.analyzers.reporting.charts import Line, draw_bars, draw_lines
 from ddltool.analyzers.reporting.section import Picture, Section, Table, counted, few, listed, shortened
 from ddltool.graph import natural_key
