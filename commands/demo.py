@@ -21,10 +21,10 @@ from ddltool.analyzers.communication.timeline import to_chrome_trace
 from ddltool.analyzers.costs.estimate import coverage, estimate
 from ddltool.analyzers.costs.model import cost_model
 from ddltool.analyzers.deciding.planning import make_plan, ordered_parameters
+from ddltool.analyzers.emitting.enforcement import to_enforcement
 from ddltool.analyzers.goodput.throughput import iteration_time_s
 from ddltool.analyzers.loading.job_inputs import capabilities_of
 from ddltool.analyzers.loading.timed_graph import timed_graph
-from ddltool.analyzers.placement.enforcement import to_enforcement
 from ddltool.analyzers.reporting.page import render
 from ddltool.artifacts import read_document, save, to_json, write_text
 from ddltool.commands.artifact_reading import read_any

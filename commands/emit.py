@@ -2,23 +2,29 @@
 
 from __future__ import annotations
 
+import re
+import shlex
 from pathlib import Path
-from typing import Annotated, Optional
+from typing import Annotated, Optional, cast, get_args
 
 import typer
 
-from ddltool.analyzers.emitting.gaps import TARGETS, Target
-from ddltool.analyzers.emitting.layout import plan_hash
-from ddltool.artifacts import load, write_text
-from ddltool.commands.emit_targets import Wishes, render
+from ddltool.analyzers.emitting.enforcement import Target, not_expressed, to_enforcement
+from ddltool.analyzers.emitting.kubernetes import assumptions, manifest_text, manifests
+from ddltool.analyzers.emitting.layout import Kind, LaunchSettings, Layout, layout, plan_hash
+from ddltool.analyzers.emitting.scripts import ddp_module, fsdp2_module, gres_type, slurm_script, torchrun_script
+from ddltool.artifacts import load, to_json, write_text
 from ddltool.commands.options import Json
 from ddltool.commands.output import note, out, print_json
-from ddltool.errors import InputError, did_you_mean
+from ddltool.commands.parts import demand_part
+from ddltool.commands.values import device_counts, known
+from ddltool.errors import InputError, shortened
 from ddltool.outputs import demand_distinct
-from ddltool.plan import Plan
+from ddltool.plan import Enforcement, Plan
 from ddltool.results import EmitResult
 
-_OUTPUTS: dict[Target, str] = {
+_Text = Optional[str]  # noqa: UP045
+_OUTPUTS = {
     "hook": "enforce.json",
     "torchrun": "launch.sh",
     "kubernetes": "kubernetes.yaml",
@@ -26,9 +32,22 @@ _OUTPUTS: dict[Target, str] = {
     "fsdp2": "fsdp2_plan.py",
     "ddp": "ddp_plan.py",
 }
+_ALL = {"plan_file", "output", "target", "telemetry", "script", "as_json"}
+# Options that say something to some targets only.
+_MORE = {
+    "torchrun": {"devices_per_node"},
+    "slurm": {"devices_per_node", "queue", "resource"},
+    "kubernetes": {"devices_per_node", "queue", "resource", "image", "kind", "node_label"},
+}
+_LABEL_KEY = r"([a-z0-9]([-a-z0-9.]{0,251}[a-z0-9])?/)?[A-Za-z0-9]([-A-Za-z0-9_.]{0,61}[A-Za-z0-9])?"
+_LABEL_VALUE = r"[a-z0-9]([-a-z0-9.]{0,61}[a-z0-9])?"
+# registry.example:5000/team/name:tag@sha256:digest
+_IMAGE_NAME = r"[A-Za-z0-9][A-Za-z0-9._:/@-]{0,511}"
+_SLURM_NAME = r"[A-Za-z0-9_.,/-]+"
 
 
 def emit(
+    context: typer.Context,
     plan_file: Annotated[Path, typer.Argument(metavar="PLAN", help="plan.json, written by ddltool plan -o.")],
     output: Annotated[
         Optional[Path],  # noqa: UP045
@@ -41,83 +60,116 @@ def emit(
         typer.Option(help="What will read it: hook (ddltool.runtime), torchrun, kubernetes, slurm, fsdp2 or ddp."),
     ] = "hook",
     telemetry: Annotated[
-        Optional[str],  # noqa: UP045
-        typer.Option(help="File the hook appends measurements to; 'none' for no telemetry."),
+        str, typer.Option(help="File the hook appends measurements to; 'none' for no telemetry.")
     ] = "telemetry.jsonl",
     script: Annotated[
         str, typer.Option(help='torchrun, kubernetes, slurm: "train.py --its options".', metavar="SCRIPT")
     ] = "train.py",
     devices_per_node: Annotated[
-        Optional[str],  # noqa: UP045
-        typer.Option(help="torchrun, kubernetes, slurm: 8, or by type V100=8,T4=1.", metavar="COUNT"),
+        _Text, typer.Option(help="torchrun, kubernetes, slurm: 8, or by type V100=8,T4=1.", metavar="COUNT")
     ] = None,
-    queue: Annotated[
-        Optional[str],  # noqa: UP045
-        typer.Option(help="kubernetes: Kueue's LocalQueue; slurm: partition."),
-    ] = None,
+    queue: Annotated[_Text, typer.Option(help="kubernetes: Kueue's LocalQueue; slurm: partition.")] = None,
     resource: Annotated[
-        Optional[str],  # noqa: UP045
+        _Text,
         typer.Option(
             help="kubernetes: a device's resource (nvidia.com/gpu); slurm: its GRES (gpu); 'none' asks for none.",
             metavar="NAME",
         ),
     ] = None,
     image: Annotated[
-        Optional[str],  # noqa: UP045
-        typer.Option(help="kubernetes: container image with the script, torch and ddltool."),
+        _Text, typer.Option(help="kubernetes: container image with the script, torch and ddltool.")
     ] = None,
     kind: Annotated[
-        Optional[str],  # noqa: UP045
-        typer.Option(help="kubernetes: TrainJob, PyTorchJob or JobSet; by default the first that can say the plan."),
+        _Text, typer.Option(help="kubernetes: TrainJob or JobSet; by default the first that can say the plan.")
     ] = None,
     node_label: Annotated[
-        Optional[str],  # noqa: UP045
-        typer.Option(help="kubernetes: node label that holds the device type (ddltool/device-type).", metavar="KEY"),
-    ] = None,
+        str, typer.Option(help="kubernetes: node label that holds the device type.", metavar="KEY")
+    ] = "ddltool/device-type",
     as_json: Json = False,
 ) -> None:
     """Write the enforcement config, launch script, manifest or settings that make a job follow a plan."""
-    known = next((name for name in TARGETS if name == target), None)
-    if known is None:
-        raise InputError("--target", f"unknown target {target!r}", did_you_mean(target, TARGETS))
-    path = output or Path(_OUTPUTS[known])
+    chosen = cast(Target, known("--target", target, tuple(_OUTPUTS)))
+    demand_part(context, f"--target {chosen}", _ALL | _MORE.get(chosen, set()))
+    path = output or Path(_OUTPUTS[chosen])
     if as_json and str(path) == "-":
         raise InputError("--json", "cannot share stdout with -o -", "give -o a file name")
+    if not (telemetry.strip() and telemetry.isprintable()):
+        problem = f"is {telemetry!r}, which is no name of a file"
+        raise InputError("--telemetry", problem, "give a file such as telemetry.jsonl, or none")
     demand_distinct([plan_file], {"-o": path})
-    wishes = Wishes(
-        telemetry=None if telemetry == "none" else telemetry,
-        script=script,
-        devices_per_node=devices_per_node,
-        queue=queue,
-        resource=resource,
-        image=image,
-        kind=kind,
-        node_label=node_label,
-    )
     plan = load(plan_file, Plan)
-    made = render(plan, known, wishes)
-    write_text(path, made.text)
-    if as_json:
-        found = EmitResult(
-            target=target,
-            paths=[str(path)],
-            world_size=plan.world_size,
-            plan_sha256=plan_hash(plan),
-            not_expressed=list(made.gaps),
+    enforcement = to_enforcement(plan, telemetry=None if telemetry == "none" else telemetry)
+    if chosen in _MORE:
+        device = _name("--resource", resource or ("gpu" if chosen == "slurm" else "nvidia.com/gpu"), chosen)
+        settings = LaunchSettings(
+            script=_words(script),
+            image=None if image is None else _name("--image", image, chosen),
+            resource=None if device == "none" else device,
+            node_label=_name("--node-label", node_label, "kubernetes"),
+            queue=None if queue is None else _name("--queue", queue, chosen),
+            kind=None if kind is None else cast(Kind, known("--kind", kind, get_args(Kind))),
         )
-        print_json(found)
+        text, gaps = _launcher(plan, enforcement, chosen, layout(plan, _per_node(devices_per_node)), settings)
+    else:
+        gaps = not_expressed(plan, chosen)
+        modules = {"ddp": ddp_module, "fsdp2": fsdp2_module}
+        text = to_json(enforcement) if chosen == "hook" else modules[chosen](plan, gaps=gaps)
+    write_text(path, text)
+    if as_json:
+        sha, size = plan_hash(plan), plan.world_size
+        print_json(EmitResult(target=chosen, paths=[str(path)], world_size=size, plan_sha256=sha, not_expressed=gaps))
         return
-    for gap in made.gaps:
-        note(f"not expressed by {target}: {gap}")
+    for gap in gaps:
+        note(f"not expressed by {chosen}: {gap}")
     if str(path) != "-":
-        _say(plan, path)
+        sizes = [str(rank.local_batch_size) for rank in enforcement.ranks]
+        batches = ", ".join([*sizes[:16], *(["..."] if len(sizes) > 16 else [])])
+        out().print(f"wrote {path}: {len(sizes)} processes, local batch sizes {batches}", soft_wrap=True)
 
 
-def _say(plan: Plan, path: Path) -> None:
-    """Print what was written, with the batches of the first ranks."""
-    sizes: list[str] = []
-    for row in plan.assignments:
-        sizes += [str(row.local_batch_size)] * min(row.devices, 16 - len(sizes))
-    more = ", ..." if plan.world_size > 16 else ""
-    batches = ", ".join(sizes)
-    out().print(f"wrote {path}: {plan.world_size} processes, local batch sizes {batches}{more}", soft_wrap=True)
+def _launcher(
+    plan: Plan, enforcement: Enforcement, target: Target, placed: Layout, settings: LaunchSettings
+) -> tuple[str, list[str]]:
+    """Return the text that starts a plan's processes, and what it leaves out or takes for granted."""
+    gaps = not_expressed(plan, target, placed)
+    if target == "torchrun":
+        return torchrun_script(plan, placed, settings, gaps=gaps), gaps
+    if target == "slurm":
+        if settings.resource is not None:
+            types = ", ".join(sorted({gres_type(group.device_type) for group in placed.groups}))
+            gaps.append(f"GRES types: the site must name its devices {types} (--resource none asks for none)")
+        return slurm_script(plan, placed, settings, gaps=gaps), gaps
+    gaps += assumptions(settings, plan)
+    return manifest_text(plan, manifests(plan, enforcement, placed, settings), placed, gaps), gaps
+
+
+def _words(script: str) -> list[str]:
+    """Return the words of ``--script``. Raises InputError for an empty one and for quotes that do not close."""
+    try:
+        words = shlex.split(script)
+    except ValueError as error:
+        raise InputError("--script", f"cannot be split ({error})", "mind the quotes") from None
+    if not words or not script.isprintable():
+        raise InputError("--script", "is empty or holds a line break", 'give "train.py --its options"')
+    if not words[0] or words[0].startswith("-"):
+        raise InputError("--script", f"begins with {words[0]!r}, which is no script", 'give "train.py --its options"')
+    return words
+
+
+def _per_node(text: str | None) -> dict[str, int] | int | None:
+    """Return ``8`` or ``V100=8,T4=1`` as numbers."""
+    if text is None or "=" in text:
+        return None if text is None else device_counts("--devices-per-node", text)
+    if not re.fullmatch(r"[0-9]{1,6}", text):
+        raise InputError("--devices-per-node", f"is {text!r}", "give a count such as 8, or by type V100=8,T4=1")
+    return int(text)
+
+
+def _name(option: str, text: str, target: str) -> str:
+    """Return a name that a cluster takes. Raises InputError for any other."""
+    patterns = {"--image": _IMAGE_NAME, "--queue": _LABEL_VALUE}
+    pattern = _SLURM_NAME if target == "slurm" else patterns.get(option, _LABEL_KEY)
+    if not re.fullmatch(pattern, text):
+        shown = shortened(text, 80)
+        raise InputError(option, f"is {shown!r}, which no cluster takes as a name", f"expected {pattern}")
+    return text

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-from ddltool.errors import InputError
+from ddltool.errors import InputError, did_you_mean
 from ddltool.units import parse_duration, parse_share
 
 _SIZE = re.compile(r"\s*([0-9]*\.?[0-9]+)\s*([kKmMgGtT]i?)?[bB]?\s*")
@@ -75,6 +75,27 @@ def integers(text: str, where: str, least: int = 1, *, ordered: bool = True) -> 
 def optional_integers(text: str, where: str) -> tuple[int, ...] | None:
     """Return :func:`integers` of a text, None of an empty one: the option was not given."""
     return integers(text, where) if text else None
+
+
+def known(option: str, name: str, names: Sequence[str]) -> str:
+    """Return ``name`` as it stands in ``names``, capitals apart. Raises InputError, naming the nearest, for any other."""
+    for each in names:
+        if each.lower() == name.lower():
+            return each
+    raise InputError(option, f"unknown {option.removeprefix('--')} {name!r}", did_you_mean(name, names))
+
+
+def device_counts(option: str, text: str) -> dict[str, int]:
+    """Return ``V100=2,T4=1`` as numbers by device type. Raises InputError for anything else."""
+    counts: dict[str, int] = {}
+    for part in text.split(","):
+        name, equals, number = part.strip().rpartition("=")
+        if not (equals and name and number.isascii() and number.isdigit() and len(number) <= 9):
+            raise InputError(option, f"{part.strip()!r} is not TYPE=N", "for example V100=2,T4=1")
+        if name in counts:
+            raise InputError(option, f"{name} stands twice", "add the counts up")
+        counts[name] = int(number)
+    return counts
 
 
 def single(numbers: tuple[int, ...] | None, text: str, where: str, remedy: str) -> int | None:

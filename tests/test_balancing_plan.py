@@ -17,9 +17,9 @@ from hypothesis import strategies as st
 from ddltool.analyzers.balancing.curves import DeviceCurves
 from ddltool.analyzers.balancing.minmax import Offer, choose
 from ddltool.analyzers.balancing.plan import StepCurve, plan_bsp, plan_lb_bsp
+from ddltool.analyzers.emitting.enforcement import to_enforcement
 from ddltool.analyzers.goodput.throughput import ThroughputParams
 from ddltool.analyzers.loading.job_inputs import step_curves
-from ddltool.analyzers.placement.enforcement import to_enforcement
 from ddltool.analyzers.placement.problem import Problem, from_job
 from ddltool.errors import Infeasible, InputError
 from ddltool.job import DeviceOffer, Job, read_job

@@ -19,10 +19,9 @@ import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ddltool.analyzers.emitting.gaps import not_expressed
-from ddltool.analyzers.emitting.kubernetes import ClusterSettings, manifests
-from ddltool.analyzers.emitting.layout import cluster_name, label_value, layout, plan_hash
-from ddltool.analyzers.placement.enforcement import to_enforcement
+from ddltool.analyzers.emitting.enforcement import not_expressed, to_enforcement
+from ddltool.analyzers.emitting.kubernetes import manifests
+from ddltool.analyzers.emitting.layout import LaunchSettings, cluster_name, label_value, layout, plan_hash
 from ddltool.artifacts import load, save
 from ddltool.errors import InputError
 from ddltool.plan import Assignment, BucketSetting, Enforcement, Plan, PrefetchSetting
@@ -261,14 +260,9 @@ def test_slurm_of_equal_nodes_is_no_heterogeneous_job(cli: Cli, tmp_path: Path, 
 # -- Kubernetes
 
 
-def objects(made: Plan, per_node: int | None, kind: Any, **changes: Any) -> list[dict[str, Any]]:
-    wishes = ClusterSettings(**({"script": ["train.py"], "image": "me/job:1", "queue": "team"} | changes))
-    return manifests(made, to_enforcement(made), layout(made, per_node), wishes, kind)
-
-
-def expanded(word: str) -> str:
-    """What Kubernetes makes of a word of a command without matching variables: $$ is $, $(NAME) stays."""
-    return word.replace("$$", "$")
+def objects(made: Plan, per_node: int | None, kind: Any, **changes: Any) -> tuple[dict[str, Any], dict[str, Any]]:
+    usual = {"script": ["train.py"], "image": "me/job:1", "queue": "team", "resource": "nvidia.com/gpu", "kind": kind}
+    return manifests(made, to_enforcement(made), layout(made, per_node), LaunchSettings(**(usual | changes)))
 
 
 @pytest.mark.parametrize(
@@ -290,58 +284,26 @@ def test_published_models_know_every_field(rows: tuple[tuple[str, int, int], ...
     assert getattr(models, classes[kind]).from_dict(job).to_dict() != job
 
 
-def test_published_models_know_the_pytorch_job() -> None:
-    models = pytest.importorskip("kubeflow.training.models")
-    _, job = objects(plan(("T4", 1, 4), ("V100", 4, 12)), 2, "PyTorchJob")
-    api = pytest.importorskip("kubernetes.client")
-    assert unknown_fields(job, "KubeflowOrgV1PyTorchJob", models, api) == []
-    job["spec"]["pytorchReplicaSpecs"]["Worker"]["template"]["spec"]["surprise"] = 1
-    assert unknown_fields(job, "KubeflowOrgV1PyTorchJob", models, api) == ["surprise"]
-
-
-def unknown_fields(value: Any, kind: str, *modules: Any) -> list[str]:
-    """The keys of ``value`` that the OpenAPI classes do not declare, at any depth."""
-    inner = re.fullmatch(r"(?:list\[|dict\((?:str|String), |dict\[str, )(.*?)[\])]", kind)
-    if inner:
-        parts = value if isinstance(value, list) else value.values()
-        return [name for part in parts for name in unknown_fields(part, inner[1], *modules)]
-    made = next((getattr(module, kind) for module in modules if hasattr(module, kind)), None)
-    if made is None:
-        return []
-    names = {key: made.openapi_types[attribute] for attribute, key in made.attribute_map.items()}
-    lost = [key for key in value if key not in names]
-    return lost + [x for key in value if key in names for x in unknown_fields(value[key], names[key], *modules)]
-
-
-@pytest.mark.parametrize("kind", ["PyTorchJob", "JobSet"])
-def test_pods_start_what_the_plan_says(tmp_path: Path, shims: Path, kind: str) -> None:
+def test_pods_start_what_the_plan_says(tmp_path: Path, shims: Path) -> None:
     """The command of every pod, run by a shell as the node would: ranks of nodes, processes, script, address."""
     fake_torchrun(shims)
     script = ["my train.py", "$(RANK) $$x"]
-    _, job = objects(plan(("T4", 1, 4), ("V100", 4, 12)), 2, kind, script=script)
-    pods = []  # (pod spec, variables that the controller sets)
-    if kind == "PyTorchJob":
-        specs = job["spec"]["pytorchReplicaSpecs"]
-        node = 0
-        for role in ("Master", "Worker"):
-            for _ in range(specs[role]["replicas"]):
-                pods.append((specs[role]["template"]["spec"], {"RANK": str(node), "MASTER_ADDR": "mixed-master-0"}))
-                node += 1
-    else:
-        for one in job["spec"]["replicatedJobs"]:
-            spec = one["template"]["spec"]
-            assert spec["completions"] == spec["parallelism"]
-            pods += [(spec["template"]["spec"], {"JOB_COMPLETION_INDEX": str(i)}) for i in range(spec["completions"])]
+    _, job = objects(plan(("T4", 1, 4), ("V100", 4, 12)), 2, "JobSet", script=script)
     seen = []
-    for pod, variables in pods:
+    for one in job["spec"]["replicatedJobs"]:
+        spec = one["template"]["spec"]
+        assert spec["completions"] == spec["parallelism"]
+        pod = spec["template"]["spec"]
         (container,) = pod["containers"]
-        ran = run([expanded(word) for word in container["command"]], shims, **variables)
-        found = options(ran.stdout.splitlines()[1:])
-        assert json.loads(found["script"]) == script
-        assert found["--master-addr"] == ("mixed-master-0" if kind == "PyTorchJob" else "mixed-g0-0-0.mixed")
-        processes = int(found["--nproc-per-node"])
-        assert container["resources"]["limits"] == {"nvidia.com/gpu": str(processes)}
-        seen.append((int(found["--node-rank"]), pod["nodeSelector"]["ddltool/device-type"], processes))
+        for index in range(spec["completions"]):
+            command = [word.replace("$$", "$") for word in container["command"]]  # as Kubernetes does
+            ran = run(command, shims, JOB_COMPLETION_INDEX=str(index))
+            found = options(ran.stdout.splitlines()[1:])
+            assert json.loads(found["script"]) == script
+            assert found["--master-addr"] == "mixed-g0-0-0.mixed"
+            processes = int(found["--nproc-per-node"])
+            assert container["resources"]["limits"] == {"nvidia.com/gpu": str(processes)}
+            seen.append((int(found["--node-rank"]), pod["nodeSelector"]["ddltool/device-type"], processes))
     assert seen == [(0, "T4", 1), (1, "V100", 2), (2, "V100", 2)]
 
 
@@ -434,10 +396,10 @@ def test_the_hooks_config_names_its_plan(cli: Cli, tmp_path: Path) -> None:
         (["--target", "slrum"], "unknown target 'slrum'; did you mean \"slurm\""),
         (["--target", "fsdp2"], "plan:fsdp2: is missing"),
         (["--target", "ddp"], "plan:ddp: is missing"),
-        (["--image", "x"], "--image: says nothing to hook; it is for kubernetes"),
-        (["--target", "slurm", "--kind", "JobSet"], "--kind: says nothing to slurm"),
-        (["--target", "torchrun", "--devices-per-node", "0"], "--devices-per-node: is '0'"),
-        (["--target", "torchrun", "--devices-per-node", "T4=1,T4=2"], "--devices-per-node: is 'T4=1,T4=2'"),
+        (["--image", "x"], "--image: has no part in --target hook; leave it out"),
+        (["--target", "slurm", "--kind", "JobSet"], "--kind: has no part in --target slurm"),
+        (["--target", "torchrun", "--devices-per-node", "0"], "--devices-per-node: is 0"),
+        (["--target", "torchrun", "--devices-per-node", "T4=1,T4=2"], "--devices-per-node: T4 stands twice"),
         (["--target", "torchrun", "--devices-per-node", "K80=1"], "no device 'K80' in the plan"),
         (["--target", "torchrun", "--script", "'open"], "--script: cannot be split"),
         (["--target", "torchrun", "--script", "a\nb"], "--script: is empty or holds a line break"),
@@ -472,9 +434,7 @@ def test_a_plan_that_no_process_group_runs_is_refused_by_all(cli: Cli, tmp_path:
         assert "is an elastic-bsp plan" in made.error_line
 
 
-def test_a_pytorch_job_with_two_kinds_of_workers_is_refused() -> None:
-    with pytest.raises(InputError, match="has one master and equal workers"):
-        objects(plan(("T4", 2, 4), ("V100", 1, 12)), 1, "PyTorchJob")
+def test_a_config_that_no_config_map_holds_is_refused() -> None:
     with pytest.raises(InputError, match="enforce.json: is larger than"):
         objects(plan(("A", 20_000, 4)), 8, "TrainJob")
 

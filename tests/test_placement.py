@@ -13,8 +13,8 @@ import pandas as pd
 import pytest
 
 from ddltool.analyzers.balancing.plan import plan_bsp
+from ddltool.analyzers.emitting.enforcement import to_enforcement
 from ddltool.analyzers.placement.dealing import verify
-from ddltool.analyzers.placement.enforcement import to_enforcement
 from ddltool.analyzers.placement.est import solve_est
 from ddltool.analyzers.placement.problem import (
     DeviceType,

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from ddltool.analyzers.balancing.plan import plan_bsp
 from ddltool.analyzers.barriers.superstep import best_superstep, choose, plan_elastic_bsp
-from ddltool.analyzers.placement.enforcement import to_enforcement
+from ddltool.analyzers.emitting.enforcement import to_enforcement
 from ddltool.analyzers.placement.problem import Problem, from_job
 from ddltool.errors import InputError
 from ddltool.job import Constraints, DeviceOffer, Job

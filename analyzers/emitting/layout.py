@@ -6,9 +6,10 @@ import hashlib
 import json
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
+from typing import Literal
 
 from ddltool.errors import InputError, did_you_mean, shortened
 from ddltool.plan import Plan
@@ -16,6 +17,9 @@ from ddltool.plan import Plan
 # The longest name that leaves room for what JobSet and Trainer append ("-node-0-0-xxxxx") in a label of 63 characters.
 NAME_LENGTH = 40
 _LABEL_LENGTH, _LONGEST_COMMENT = 63, 120
+
+
+Kind = Literal["TrainJob", "JobSet"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -65,6 +69,23 @@ class Layout:
         return sum(group.processes for group in self.groups)
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LaunchSettings:
+    """What a launcher says that a plan does not know."""
+
+    script: Sequence[str]
+    """The training script with its arguments."""
+    resource: str | None = None
+    """Kubernetes' extended resource of a device, Slurm's generic one; None: none is asked for."""
+    queue: str | None = None
+    """Kueue's LocalQueue, Slurm's partition."""
+    image: str | None = None
+    node_label: str = "ddltool/device-type"
+    """The node label whose value is the device type."""
+    kind: Kind | None = None
+    """None: TrainJob where it has words for the nodes."""
+
+
 def plan_hash(plan: Plan) -> str:
     """Return the SHA-256, in hexadecimal, of the plan's canonical JSON: sorted keys, no blanks, UTF-8.
 
@@ -76,19 +97,19 @@ def plan_hash(plan: Plan) -> str:
     return hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()
 
 
-def cluster_name(text: str, *, length: int = NAME_LENGTH) -> str:
+def cluster_name(text: str) -> str:
     """Return ``text`` as a label of RFC 1123 that begins with a letter (which Services ask for, RFC 1035).
 
     A name that is one already stays as it is; any other is mapped and gets eight digits of its SHA-256, so that two
     jobs do not end with one name.
     """
-    if len(text) <= length and re.fullmatch(r"[a-z]([-a-z0-9]*[a-z0-9])?", text):
+    if len(text) <= NAME_LENGTH and re.fullmatch(r"[a-z]([-a-z0-9]*[a-z0-9])?", text):
         return text
     digest = hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()[:8]
     mapped = re.sub(r"[^a-z0-9]+", "-", text.lower()).strip("-")
     if not mapped[:1].isalpha():
         mapped = f"job-{mapped}".rstrip("-")
-    return f"{mapped[: length - 9].rstrip('-')}-{digest}"
+    return f"{mapped[: NAME_LENGTH - 9].rstrip('-')}-{digest}"
 
 
 def label_value(text: str) -> str:
@@ -139,9 +160,9 @@ def _per_node(plan: Plan, types: list[str], given: Mapping[str, int] | int | Non
     counts = dict.fromkeys(types, given) if isinstance(given, int) else dict(given)
     for name, count in counts.items():
         if name not in types:
-            raise InputError("devices per node", f"no device {name!r} in the plan", did_you_mean(name, set(types)))
+            raise InputError("--devices-per-node", f"no device {name!r} in the plan", did_you_mean(name, set(types)))
         if count < 1:
-            raise InputError("devices per node", f"is {count}", "a node has at least one")
+            raise InputError("--devices-per-node", f"is {count}", "a node has at least one")
     return counts
 
 

@@ -1,0 +1,40 @@
+#!/bin/bash
+{# --comment and --job-name are propagated to later components; the resources are not. #}
+{% for group in groups %}
+{% if loop.first %}
+#SBATCH --job-name={{ name }}
+#SBATCH --comment=ddltool-plan-sha256:{{ sha }}
+{% else %}
+#SBATCH hetjob
+{% endif %}
+#SBATCH --nodes={{ group.nodes }}
+#SBATCH --ntasks-per-node=1
+{% if partition %}
+#SBATCH --partition={{ partition }}
+{% endif %}
+{% if gres %}
+#SBATCH --gres={{ gres }}:{{ gres_type(group.device_type) }}:{{ group.processes_per_node }}
+{% endif %}
+{% endfor %}
+{% include "head.txt" %}
+set -euo pipefail
+export DDLTOOL_PLAN_SHA256={{ sha }}
+export DDLTOOL_JOB={{ name }}
+{% set mixed = groups|length > 1 %}
+{% for group in groups %}
+hosts_{{ loop.index0 }}=$(scontrol show hostnames "$SLURM_JOB_NODELIST{{ "_HET_GROUP_%d" % loop.index0 if mixed else "" }}")
+{% endfor %}
+export MASTER_ADDR="${MASTER_ADDR:-${hosts_0%%$'\n'*}}"
+export MASTER_PORT="${MASTER_PORT:-$((20000 + SLURM_JOB_ID % 20000))}"
+# $1: the nodes of a component, one a line; $2: the rank of its first node. Prints the rank of this node.
+node_rank() {
+  local n=0 host
+  for host in $1; do [ "$host" != "$SLURMD_NODENAME" ] || echo $(($2 + n)); n=$((n + 1)); done
+}
+export -f node_rank
+export{% for group in groups %} hosts_{{ loop.index0 }}{% endfor %}
+
+srun --kill-on-bad-exit=1{% for group in groups %}
+{% set rank = '"$(node_rank "$hosts_%d" %d)"' % (loop.index0, group.first_node) %}
+{{ "" if loop.first else " \\\n  :" }}{{ " --het-group=%d" % loop.index0 if mixed else "" }} bash -c {{ quote("exec %s %s \"$@\"" % (torchrun(group, rank), script)) }} bash "$@"{% endfor %}
+
