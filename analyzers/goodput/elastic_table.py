@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 
 from ddltool.analyzers.goodput.lr_rules import GradientStatistics, rule
 from ddltool.errors import InputError
+from ddltool.plan import ElasticSetting
 
 Ints = NDArray[np.int64]
 
@@ -48,30 +49,6 @@ class Split:
         passes = _ceil(_ceil(samples, self.world_size), largest)
         return _sizes(samples, self.world_size, passes)
 
-    @property
-    def gradient_weights(self) -> NDArray[np.float64]:
-        """Weight of each pass's mean gradient in the step's, shape as the local batches, sum 1: samples over the total."""
-        return self.local_batch_sizes / self.total_batch_size
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class ElasticRow:
-    """One world size: the split, or why there is none and the nearest total batches that have one."""
-
-    world_size: int
-    split: Split | None
-    reason: str
-    """Empty when there is a split; else the proof that there is none."""
-    nearest_total_batch_sizes: tuple[int, ...]
-    """Without a split: the largest smaller and the smallest larger total batch that has one, as far as they exist."""
-    learning_rates: dict[str, float]
-    """By rule name, at the total batch of the table; the same for all world sizes because the total is."""
-    steps_per_epoch: int
-    last_step_samples: int
-    """Of the partial step at the end of an epoch; 0 when the epoch is a whole number of steps."""
-    ranks_without_samples: tuple[int, ...]
-    """In that step; these must still take part in the synchronisation, with weight 0."""
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ElasticLimits:
@@ -92,14 +69,12 @@ class ElasticLimits:
             raise InputError("min_local_batch_size", problem, remedy)
 
 
-def find_split(
-    total_batch_size: int, world_size: int, limits: ElasticLimits, *, equal_batches: bool = False
-) -> tuple[Split | None, str]:
+def find_split(total_batch_size: int, world_size: int, limits: ElasticLimits) -> tuple[Split | None, str]:
     """Return the split with the fewest accumulation steps, or None and the proof that none exists.
 
     With n passes on W ranks, batches that differ by at most one lie within the limits if and only if
-    ``W n min <= M <= W n max`` (any other batches within the limits imply it: add them up), and ``equal_batches`` if
-    besides ``W n`` divides M. Raises InputError for numbers below 1.
+    ``W n min <= M <= W n max`` (any other batches within the limits imply it: add them up). Raises InputError for numbers
+    below 1.
     """
     total, world = total_batch_size, world_size
     if total < 1 or world < 1:
@@ -110,61 +85,53 @@ def find_split(
         needed = f"{world} ranks with {fewest} x {low} samples at least need {world * fewest * low}"
         before = f"with {fewest - 1} x {high} at most they hold {world * (fewest - 1) * high}"
         return None, f"{needed}, more than {total}" if fewest == 1 else f"{needed}; {before}: never {total}"
-    if limits.max_accumulation_steps is not None:
-        most = min(most, limits.max_accumulation_steps + 1)
-        if fewest > most:
-            return None, f"{most - 1} accumulation steps of at most {high} hold {world * most * high} samples"
-    if equal_batches and total % world:
-        return None, f"{total} is no multiple of {world}"
-    for passes in range(fewest, most + 1):
-        if not equal_batches or total // world % passes == 0:
-            return Split(world_size=world, total_batch_size=total, accumulation_steps=passes - 1), ""
-    return None, f"no number of passes from {fewest} to {most} divides the {total // world} samples of a rank"
+    if limits.max_accumulation_steps is not None and fewest > limits.max_accumulation_steps + 1:
+        steps = limits.max_accumulation_steps
+        return None, f"{steps} accumulation steps of at most {high} hold {world * (steps + 1) * high} samples"
+    return Split(world_size=world, total_batch_size=total, accumulation_steps=fewest - 1), ""
 
 
 def elastic_table(
     total_batch_size: int,
-    world_sizes: Sequence[int],
+    world_sizes: Iterable[int],
     limits: ElasticLimits,
     *,
-    equal_batches: bool = False,
     epoch_samples: int | None = None,
     initial_batch_size: int | None = None,
     learning_rate: float = 1.0,
     rules: Sequence[str] = ("linear", "sqrt", "legw"),
     statistics: GradientStatistics | None = None,
-) -> tuple[ElasticRow, ...]:
-    """Return one row per world size that keeps ``total_batch_size`` exactly, or says why none can.
+) -> list[ElasticSetting]:
+    """Return one setting per world size that keeps ``total_batch_size`` exactly, or says why none can.
 
     ``learning_rate`` was tuned at ``initial_batch_size`` (M0, by default the total batch itself); each rule scales it by
     its factor at ``M / M0``, without warm-up. ``epoch_samples``: samples of an epoch, for its steps and its last one.
-    ``equal_batches``: all passes of one size, so that plain gradient averaging is right.
     Raises InputError for numbers out of range, unknown rules, and rules that need statistics without them.
     """
-    if epoch_samples is not None and epoch_samples < 1:
-        raise InputError("epoch_samples", f"is {epoch_samples}", "give 1 or more")
-    if initial_batch_size is not None and initial_batch_size < 1:
-        raise InputError("initial_batch_size", f"is {initial_batch_size}", "give 1 or more")
+    for name, value in (("epoch_samples", epoch_samples), ("initial_batch_size", initial_batch_size)):
+        if value is not None and value < 1:
+            raise InputError(name, f"is {value}", "give 1 or more")
     scale = 1.0 if initial_batch_size is None else total_batch_size / initial_batch_size
     rates = {name: learning_rate * rule(name).factor(scale, statistics) for name in rules}
-    last = epoch_samples % total_batch_size if epoch_samples and total_batch_size > 0 else 0
-    rows = []
+    made = []
     for world in world_sizes:
-        split, reason = find_split(total_batch_size, world, limits, equal_batches=equal_batches)
-        idle = [] if split is None or not last else np.flatnonzero(split.sizes_of(last).sum(axis=1) == 0).tolist()
-        rows.append(
-            ElasticRow(
+        split, reason = find_split(total_batch_size, world, limits)
+        # the passes of the first ``remainder`` ranks, if any, and of the others: all ranks of a kind are alike
+        kinds = [] if split is None else [0, split.remainder] if split.remainder else [0]
+        made.append(
+            ElasticSetting(
                 world_size=world,
-                split=split,
+                local_batch_sizes=[] if split is None else split.local_batch_sizes[kinds].tolist(),
+                accumulation_steps=None if split is None else split.accumulation_steps,
+                ranks_with_one_more=0 if split is None else split.remainder,
                 reason=reason,
-                nearest_total_batch_sizes=() if split else _nearest(total_batch_size, world, limits, equal_batches),
-                learning_rates=dict(rates),
+                nearest_total_batch_sizes=[] if split else _nearest(total_batch_size, world, limits),
+                learning_rates=rates,
                 steps_per_epoch=_ceil(epoch_samples, total_batch_size) if epoch_samples else 0,
-                last_step_samples=last if split else 0,
-                ranks_without_samples=tuple(idle),
+                last_step_samples=(epoch_samples or 0) % total_batch_size if split else 0,
             )
         )
-    return tuple(rows)
+    return made
 
 
 def _ceil(number: int, by: int) -> int:
@@ -178,19 +145,15 @@ def _sizes(total: int, ranks: int, passes: int) -> Ints:
     return made
 
 
-def _nearest(total: int, world: int, limits: ElasticLimits, equal_batches: bool) -> tuple[int, ...]:
+def _nearest(total: int, world: int, limits: ElasticLimits) -> list[int]:
     """Return the nearest smaller and larger total batch with a split, as far as they exist.
 
-    Every multiple of W from W min to W max has one (one pass), and every one from there on is at most ``W n`` away from a
-    multiple of ``W n max``, so both searches end.
+    Every total from W min to W max has one (one pass), so both searches end.
     """
     least, largest = world * limits.min_local_batch_size, math.inf
     if limits.max_accumulation_steps is not None:
         largest = world * (limits.max_accumulation_steps + 1) * limits.max_local_batch_size
     below: Iterable[int] = range(int(min(total - 1, largest)), least - 1, -1)
     above: Iterable[int] = itertools.takewhile(lambda tried: tried <= largest, itertools.count(max(total + 1, least)))
-    found: list[int] = []
-    for side in (below, above):
-        fits = (tried for tried in side if find_split(tried, world, limits, equal_batches=equal_batches)[0])
-        found += itertools.islice(fits, 1)
-    return tuple(found)
+    found = (next((tried for tried in side if find_split(tried, world, limits)[0]), None) for side in (below, above))
+    return [tried for tried in found if tried is not None]

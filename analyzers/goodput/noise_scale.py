@@ -14,12 +14,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import ArrayLike, NDArray
+from numpy.typing import NDArray
 
 from ddltool.analyzers.goodput.lr_rules import GradientStatistics
 from ddltool.errors import InputError
 
-Array = NDArray[np.float64]
 # Effective number of past observations: 1 / (1 - smoothing).
 SMOOTHING = 0.99
 # What is averaged: 1 (so that the start's bias can be corrected), both terms, their squares and product.
@@ -74,19 +73,6 @@ def differenced_terms(first_sqr: float, second_sqr: float, dot: float, batch: fl
     return noise_terms(both / 2.0, max(both + 2.0 * dot, 0.0) / 4.0, batch, 2.0 * batch)
 
 
-def adam_preconditioner(second_moment: ArrayLike, step: int, *, beta2: float = 0.999, eps: float = 1e-8) -> Array:
-    """Return Adam's P, ``1 / (sqrt(v / (1 - beta2^step)) + eps)``, in the shape of ``second_moment`` v.
-
-    Only ratios of norms count, so a common factor in P (the learning rate) does not matter. Raises InputError before the
-    first step, where v says nothing yet.
-    """
-    if step < 1:
-        raise InputError("step", f"is {step}", "the second moment is known from step 1 on")
-    corrected = np.asarray(second_moment, dtype=np.float64) / (1.0 - beta2**step)
-    made: Array = 1.0 / (np.sqrt(corrected) + eps)
-    return made
-
-
 class NoiseScaleEstimator:
     """Smooths the two terms separately and divides.
 
@@ -108,14 +94,6 @@ class NoiseScaleEstimator:
         self._moments = np.zeros(len(_MOMENTS))
         self._weight_sqr = 0.0
         self._count = 0
-
-    def update(self, small_sqr: float, big_sqr: float, small: float, big: float) -> None:
-        """Take one step's norms; see :func:`noise_terms`, whose errors it raises (nothing is taken then)."""
-        self.add(noise_terms(small_sqr, big_sqr, small, big))
-
-    def update_pair(self, first_sqr: float, second_sqr: float, dot: float, batch: float) -> None:
-        """Take two consecutive gradients of one replica without accumulation; see :func:`differenced_terms`."""
-        self.add(differenced_terms(first_sqr, second_sqr, dot, batch))
 
     def add(self, terms: NoiseTerms) -> None:
         """Take one observation of both terms."""
