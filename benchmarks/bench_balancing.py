@@ -19,8 +19,7 @@ from pathlib import Path
 import numpy as np
 
 from ddltool.analyzers.balancing import schemes
-from ddltool.analyzers.balancing.curves import DeviceCurves
-from ddltool.analyzers.balancing.minmax import drop_advice, split
+from ddltool.analyzers.balancing.minmax import DeviceCurves, Offer, choose
 from ddltool.analyzers.balancing.predict import PREDICTORS, make
 from ddltool.analyzers.balancing.replay import gain_kept, replay, replay_equal, replay_oracle
 from ddltool.analyzers.balancing.sizing import equal, proportional
@@ -32,6 +31,7 @@ from synthetic import (
     gpu_clock,
     gpu_curves,
     jitter,
+    least_longest,
     simulate,
     slower_network,
     trajectory_figure,
@@ -88,7 +88,7 @@ def compare_schemes(iterations: int, seed: int) -> None:
     show("ASP", schemes.bounded(clock, need, None), base)
     show("SSP, bound 5", schemes.bounded(clock, need), base)
     show("redundant execution, 1 of 16", schemes.redundant(clock, curves.seconds, total, 1), base)
-    balanced = split(curves, total).sizes
+    balanced = least_longest(curves, total)
     show(f"LB-BSP {tuple(balanced[::4].tolist())}", schemes.bsp(clock, curves.seconds(balanced)), base)
 
 
@@ -105,17 +105,16 @@ def many_devices(workers: int) -> DeviceCurves:
 
 
 def solver() -> None:
-    """Print the CPU seconds of sizing batches and of advice on dropping workers, up to 20,480 of them."""
-    print("workers    total  proportional     split  drop_advice  with synchronisation")
+    """Print the CPU seconds of sizing batches and of choosing among the workers, up to 20,480 of them."""
+    print("workers    total  proportional     sizes   workers too  with synchronisation")
     for workers in (16, 256, 4096):
-        curves = many_devices(workers)
+        curves, offer = many_devices(workers), Offer(counts=(1,) * workers)
         total, speeds = 32 * workers, np.random.default_rng(0).uniform(1, 10, workers)
-        sync = np.arange(workers) * 0.1 / workers
         calls = (
             lambda v=speeds, x=total: proportional(v, x),
-            lambda c=curves, x=total: split(c, x),
-            lambda c=curves, x=total: drop_advice(c, x),
-            lambda c=curves, x=total, s=sync: drop_advice(c, x, s),
+            lambda c=curves, x=total: least_longest(c, x),
+            lambda c=curves, o=offer, x=total: choose(c, o, x),
+            lambda c=curves, o=offer, x=total, w=workers: choose(c, o, x, lambda at, number: at + number * 0.1 / w),
         )
         spent = []
         for call in calls:
@@ -123,12 +122,13 @@ def solver() -> None:
             call()
             spent.append(time.process_time() - begin)
         print(f"{workers:7}  {total:7}  " + "  ".join(f"{seconds:10.4f}" for seconds in spent))
-    print("\nadvice with synchronisation that takes with all workers    0.01 s   0.1 s     1 s    10 s")
+    print("\nworkers with synchronisation that takes with all of them   0.01 s   0.1 s     1 s    10 s")
     for workers in (4096, 20_480):
         curves, spent = many_devices(workers), []
         for whole_s in (0.01, 0.1, 1.0, 10.0):
             begin = time.process_time()
-            drop_advice(curves, 32 * workers, np.arange(workers) * whole_s / workers)
+            each_s = whole_s / workers
+            choose(curves, Offer(counts=(1,) * workers), 32 * workers, lambda at, number, s=each_s: at + number * s)
             spent.append(time.process_time() - begin)
         print(f"{workers:7}  {32 * workers:7}" + " " * 41 + "  ".join(f"{seconds:6.2f}" for seconds in spent))
 
@@ -152,9 +152,9 @@ def algorithm2(path: Path) -> None:
             if (delay, spread) == (1, 0.01):
                 figure = trajectory_figure(names, run, {150: "M60: 2.5 Gbit/s"})
                 figure.savefig(path, dpi=110)
-    before, after = split(curves, 128), split(cut, 128)
-    for name, exact in (("exact, before", before), ("exact, after", after)):
-        print(f"{name:13}  {tuple(exact.sizes.tolist())}  {exact.iteration_s:.2f} s")
+    for name, known in (("exact, before", curves), ("exact, after", cut)):
+        sizes = least_longest(known, 128)
+        print(f"{name:13}  {tuple(sizes.tolist())}  {known.seconds(sizes).max():.2f} s")
     print(f"wrote {path}")
 
 

@@ -24,8 +24,9 @@ import numpy as np
 from matplotlib.figure import Figure
 from numpy.typing import ArrayLike, NDArray
 
+from ddltool.analyzers.balancing import minmax
 from ddltool.analyzers.balancing.algorithm2 import Algorithm2, Phase, Settings
-from ddltool.analyzers.balancing.curves import Curves, DeviceCurves
+from ddltool.analyzers.balancing.minmax import Curves, DeviceCurves
 from ddltool.analyzers.balancing.schemes import Clock
 from ddltool.analyzers.balancing.sizing import equal
 from ddltool.analyzers.balancing.trace import SpeedTrace
@@ -123,6 +124,16 @@ def gpu_curves(each: int = 4, types: tuple[str, ...] = GPU_TYPES) -> tuple[tuple
         communication_s=rows[4],
     )
     return names, curves
+
+
+def least_longest(curves: Curves, total: int) -> Counts:
+    """Return (n,) whole batch sizes of n workers, one of each curve, that minimise the slowest one's time."""
+    rows = minmax.spread(curves, [1] * len(curves.limits), total)
+    assert rows is not None, "the limits admit the total"
+    sizes = np.zeros(len(curves.limits), dtype=np.int64)
+    for row in rows:
+        sizes[row.kind] = row.size
+    return sizes
 
 
 def jitter(iterations: int, workers: int, seed: int = 0, spread: float = 0.03) -> Floats:

@@ -10,11 +10,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from benchmarks.synthetic import gpu_curves, jitter, simulate, slower_network, trajectory_figure
+from benchmarks.synthetic import gpu_curves, jitter, least_longest, simulate, slower_network, trajectory_figure
 from ddltool.analyzers.balancing.algorithm2 import Algorithm2, Phase, Settings
 from ddltool.analyzers.balancing.control import Report, SpeedPolicy, TrialPolicy
-from ddltool.analyzers.balancing.curves import DeviceCurves
-from ddltool.analyzers.balancing.minmax import split
+from ddltool.analyzers.balancing.minmax import DeviceCurves
 from ddltool.analyzers.balancing.predict import Settings as Learning
 from ddltool.errors import Infeasible, InputError
 
@@ -81,12 +80,12 @@ def test_the_papers_four_gpus(delay: int, seed: int) -> None:
     assert run.sizes[299, 1] < run.sizes[149, 1] - 5  # the worker with the slower network has given samples away
     assert run.spread(280, 300) < 0.12
     assert not run.removals
-    optimum = split(cut, 128).iteration_s
+    optimum = float(cut.seconds(least_longest(cut, 128)).max())
     assert cut.seconds(run.sizes[299]).max() < 1.1 * optimum
 
 
 @given(st.integers(0, 10**6), st.integers(2, 6), st.integers(0, 2))
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=20, deadline=None)
 def test_it_gets_close_to_the_exact_optimum(seed: int, workers: int, delay: int) -> None:
     """Without noise, on linear devices: within a few samples of the optimum, and never above a limit or below one."""
     chance = np.random.default_rng(seed)
@@ -99,15 +98,16 @@ def test_it_gets_close_to_the_exact_optimum(seed: int, workers: int, delay: int)
     assert (run.sizes.sum(axis=1) == 32 * workers).all()
     assert (run.sizes >= 1).all()
     assert (run.sizes <= curves.limits).all()
-    assert run.seconds[-1].max() <= run.seconds[0].max() + 1e-12
+    one_sample_s = float(curves.per_sample_s.max())  # times of old sizes can move one that had better stayed
+    assert run.seconds[-1].max() <= run.seconds[0].max() + one_sample_s
     # A worker above 95 % of its memory takes no more, which the optimum does not know.
     roomy = DeviceCurves.of(
         per_sample_s=curves.per_sample_s,
         launch_s=curves.launch_s,
         memory_limit=np.maximum(curves.limits * 95 // 100, 32),
     )
-    optimum = split(roomy, 32 * workers).iteration_s
-    assert run.seconds[-100:].max(axis=1).mean() <= optimum + 3 * float(curves.per_sample_s.max())
+    optimum = float(roomy.seconds(least_longest(roomy, 32 * workers)).max())
+    assert run.seconds[-100:].max(axis=1).mean() <= optimum + 3 * one_sample_s
 
 
 def test_a_worker_short_of_memory_takes_no_more() -> None:

@@ -14,8 +14,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ddltool.analyzers.balancing.curves import DeviceCurves
-from ddltool.analyzers.balancing.minmax import Offer, choose
+from ddltool.analyzers.balancing.minmax import DeviceCurves, Offer, choose
 from ddltool.analyzers.balancing.plan import StepCurve, plan_bsp, plan_lb_bsp
 from ddltool.analyzers.emitting.enforcement import to_enforcement
 from ddltool.analyzers.goodput.throughput import ThroughputParams

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from benchmarks.synthetic import cpu_cluster, gpu_clock, gpu_curves, jitter
+from benchmarks.synthetic import cpu_cluster, gpu_clock, gpu_curves, jitter, least_longest
 from ddltool.analyzers.balancing.networks import Network, reuse_weights, weights_to_json
 from ddltool.analyzers.balancing.predict import PREDICTORS, Settings, length_predictor, make
 from ddltool.analyzers.balancing.replay import gain_kept, replay, replay_equal, replay_oracle
@@ -318,12 +318,10 @@ def test_equal_speeds_leave_nothing_to_shift() -> None:
 
 
 def test_gpu_schemes_on_curves() -> None:
-    from ddltool.analyzers.balancing.minmax import split
-
     _, curves = gpu_curves()
     clock = gpu_clock(curves, jitter(300, 16), 512)
     base = bsp(clock, curves.seconds(equal(16, 512)))
-    balanced = bsp(clock, curves.seconds(split(curves, 512).sizes))
+    balanced = bsp(clock, curves.seconds(least_longest(curves, 512)))
     assert balanced.iteration_s < 0.5 * base.iteration_s
 
 

@@ -27,50 +27,103 @@ import heapq
 import itertools
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Protocol
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from ddltool.analyzers.balancing.curves import Counts, Curves, Floats, capacities
-from ddltool.analyzers.balancing.sizing import checked_limits
-from ddltool.errors import Infeasible, InputError
+from ddltool.analyzers.balancing.sizing import Counts, Floats
+from ddltool.errors import InputError
 
 Finish = Callable[[float, int], float]
 """From the seconds of the slowest worker and the number of workers to those of the iteration; never falling in either."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class Split:
-    """Batch sizes of n workers and what they come to."""
-
-    sizes: Counts
-    """(n,) samples; 0: the worker is left out."""
-    seconds: Floats
-    """(n,) each worker's time, 0 where it is left out."""
-    sync_s: float = 0.0
-    """Seconds of synchronisation that all pay, by the number of workers that take part."""
+class Curves(Protocol):
+    """Seconds over batch size of n workers."""
 
     @property
-    def iteration_s(self) -> float:
-        """Seconds of an iteration: the slowest worker's time, then synchronisation."""
-        return float(self.seconds.max()) + self.sync_s
+    def limits(self) -> Counts:
+        """(n,) most samples of each worker; at least 0."""
+        ...
+
+    def seconds(self, sizes: Counts) -> Floats:
+        """Return (n,) seconds of the workers with (n,) ``sizes`` samples, ``1 <= sizes <= limits``; never falling."""
+        ...
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class DropAdvice:
-    """The best split with all workers beside the best one that may leave some out."""
+class DeviceCurves:
+    """``launch + per_sample * max(x, saturation) + communication``, all (n,) arrays; made by :meth:`of`.
 
-    kept: Split | None
-    """None: no split gives every worker a sample within the limits."""
-    best: Split
-    dropped: Counts
-    """Numbers of the workers to leave out, ascending; empty where all help or do no harm."""
+    With accumulation a batch above the memory limit is made in as few and as equal parts as fit, each with its own
+    launch; gradients travel once.
+    """
+
+    launch_s: Floats
+    per_sample_s: Floats
+    saturation: Floats
+    communication_s: Floats
+    memory_limit: Counts
+    accumulate: bool = False
+
+    @classmethod
+    def of(
+        cls,
+        *,
+        per_sample_s: ArrayLike,
+        launch_s: ArrayLike = 0.0,
+        saturation: ArrayLike = 0.0,
+        communication_s: ArrayLike = 0.0,
+        memory_limit: ArrayLike = 2**31,
+        accumulate: bool = False,
+    ) -> DeviceCurves:
+        """Return checked curves; each argument is (n,) or one number for all.
+
+        Args:
+            per_sample_s: seconds per sample where the device is saturated, at least 0; its length is n.
+            launch_s: Gamma(0), seconds of a batch whatever its size.
+            saturation: samples below which time does not fall (x^s).
+            communication_s: t_comm, seconds that do not overlap with computation.
+            memory_limit: most samples in memory at a time (x^o).
+            accumulate: whether larger batches are made by gradient accumulation.
+
+        Raises InputError for values that are negative or not finite.
+        """
+        slope = np.atleast_1d(np.asarray(per_sample_s, dtype=np.float64))
+        named = {"launch_s": launch_s, "saturation": saturation, "communication_s": communication_s}
+        values = {"per_sample_s": slope}
+        for name, given in named.items():
+            values[name] = np.asarray(given, dtype=np.float64)
+        for name, array in values.items():
+            if array.shape not in ((), slope.shape):
+                raise InputError(name, f"has shape {array.shape}", f"give one number or {len(slope)}")
+            if not np.isfinite(array).all() or (array < 0).any():
+                raise InputError(name, "has a value that is negative or not finite", "give numbers of at least 0")
+            values[name] = np.broadcast_to(array, slope.shape)
+        memory = np.asarray(memory_limit, dtype=np.int64)
+        if memory.shape not in ((), slope.shape) or (memory < 0).any():
+            raise InputError("memory_limit", "is not usable", f"give one whole number of samples or {len(slope)}")
+        return cls(**values, memory_limit=np.broadcast_to(memory, slope.shape), accumulate=accumulate)
 
     @property
-    def saving(self) -> float:
-        """Share of the iteration time that dropping saves; 0 where nothing is dropped or all could not be kept."""
-        return 0.0 if self.kept is None else 1.0 - self.best.iteration_s / self.kept.iteration_s
+    def limits(self) -> Counts:
+        """(n,) most samples; with accumulation memory does not bind."""
+        if self.accumulate:
+            return np.where(self.memory_limit > 0, np.int64(2**40), 0)
+        return self.memory_limit
+
+    def seconds(self, sizes: Counts) -> Floats:
+        """Return (n,) seconds of an iteration with (n,) ``sizes`` samples."""
+        parts = np.ones_like(sizes)
+        if self.accumulate:
+            parts = np.maximum(-(-sizes // np.maximum(self.memory_limit, 1)), 1)
+        small, larger = sizes // parts, sizes % parts  # `larger` parts hold one sample more
+        computed = larger * np.maximum(small + 1, self.saturation)
+        computed += (parts - larger) * np.maximum(small, self.saturation)
+        seconds: Floats = self.communication_s + parts * self.launch_s + self.per_sample_s * computed
+        return seconds
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -108,55 +161,6 @@ class Chosen:
     """Seconds of the step, synchronisation included where it is known."""
 
 
-def split(curves: Curves, total: int) -> Split:
-    """Return the sizes with sum ``total`` and at least one sample each that minimise the slowest worker's time.
-
-    They are the greedy rule's; of samples that would end at the same time the first workers take more. Raises Infeasible
-    naming the limit that binds.
-    """
-    checked_limits(curves.limits, len(curves.limits), total)
-    return _split(curves, np.ones(len(curves.limits), dtype=np.int64), total, 0.0)
-
-
-def _split(curves: Curves, numbers: Counts, total: int, sync_s: float) -> Split:
-    """Return the split over the workers that ``numbers`` (n,) takes once, which can take the total."""
-    filled = _fill(curves, numbers, total)
-    assert filled is not None
-    low, _, given = filled
-    sizes = low + given
-    seconds = np.where(sizes > 0, curves.seconds(np.maximum(sizes, 1)), 0.0)
-    return Split(sizes=sizes, seconds=seconds, sync_s=sync_s)
-
-
-def drop_advice(curves: Curves, total: int, sync_s: ArrayLike | None = None) -> DropAdvice:
-    """Return which workers to leave out so that an iteration takes least; exact over all subsets.
-
-    Args:
-        curves: seconds over batch size.
-        total: X, samples of all workers together.
-        sync_s: (n,) seconds of synchronisation with 1, 2, ..., n workers, never falling; None: it costs nothing more.
-
-    A worker is left out only if that makes an iteration shorter. Raises Infeasible where the limits of all workers
-    together admit fewer than ``total`` samples, InputError for a total below 1 or costs that are not (n,).
-    """
-    workers = len(curves.limits)
-    if total < 1:
-        raise InputError("total", f"is {total}", "give one sample or more")
-    most = np.minimum(curves.limits, total)
-    if int(most.sum()) < total:
-        raise Infeasible(f"the memory limits of all {workers} workers admit {int(most.sum())} samples of {total}")
-    costs = np.zeros(workers) if sync_s is None else np.asarray(sync_s, dtype=np.float64)
-    if costs.shape != (workers,) or not np.isfinite(costs).all() or (np.diff(costs, prepend=0.0) < 0).any():
-        raise InputError("sync_s", "is not usable", f"give {workers} finite seconds that never fall with more workers")
-    ones = np.ones(workers, dtype=np.int64)
-    kept = _split(curves, ones, total, float(costs[-1])) if total >= workers and (most >= 1).all() else None
-    offer = Offer(counts=(1,) * workers)
-    numbers = _best_numbers(curves, offer, total, lambda slowest_s, number: slowest_s + float(costs[number - 1]))
-    assert numbers is not None  # all workers together admit the total
-    best = _split(curves, numbers, total, float(costs[int(numbers.sum()) - 1]))
-    return DropAdvice(kept=kept, best=best, dropped=np.flatnonzero(best.sizes == 0))
-
-
 def choose(curves: Curves, offer: Offer, total: int, finish: Finish | None = None) -> Chosen | None:
     """Return the devices and sizes with the shortest step over all choices that ``offer`` allows; None where none fits.
 
@@ -171,9 +175,9 @@ def choose(curves: Curves, offer: Offer, total: int, finish: Finish | None = Non
     offers = [offer]
     if offer.single_type:
         kinds = range(len(offer.counts))
-        alone = [tuple(offer.counts[kind] * (kind == only) for kind in kinds) for only in kinds]
         offers = [
-            Offer(counts=one, max_devices=offer.max_devices, prices=offer.prices, budget=offer.budget) for one in alone
+            replace(offer, counts=tuple(count * (kind == only) for kind, count in enumerate(offer.counts)))
+            for only in kinds
         ]
     found = []
     for each in offers:
@@ -181,7 +185,7 @@ def choose(curves: Curves, offer: Offer, total: int, finish: Finish | None = Non
         if numbers is not None:
             rows = spread(curves, numbers.tolist(), total)
             assert rows is not None  # what they make by the best time reaches the total
-            slowest = max(seconds_of(curves, row) for row in rows)
+            slowest = slowest_of(curves, rows)
             taken = tuple(numbers.tolist())
             iteration_s = ends(slowest, sum(taken))
             found.append(Chosen(rows=rows, numbers=taken, slowest_s=slowest, iteration_s=iteration_s))
@@ -209,9 +213,14 @@ def spread(curves: Curves, numbers: Sequence[int], total: int) -> tuple[Row, ...
 
 def seconds_of(curves: Curves, row: Row) -> float:
     """Return the seconds of a row's devices."""
-    sizes = np.ones(len(curves.limits), dtype=np.int64)
-    sizes[row.kind] = row.size
-    return float(curves.seconds(sizes)[row.kind])
+    return slowest_of(curves, [row])
+
+
+def slowest_of(curves: Curves, rows: Sequence[Row]) -> float:
+    """Return the seconds of the slowest of the rows' devices."""
+    sizes = np.zeros(len(curves.limits), dtype=np.int64)
+    np.maximum.at(sizes, [row.kind for row in rows], [row.size for row in rows])
+    return float(curves.seconds(np.maximum(sizes, 1)).max(where=sizes > 0, initial=-1.0))
 
 
 def _fill(curves: Curves, numbers: Counts, total: int) -> tuple[Counts, Counts, Counts] | None:
@@ -313,6 +322,25 @@ def _knapsack(sizes: Counts, offer: Offer, wanted: int | None, devices: int, tot
     if solver.solve(model) not in (cp_model.OPTIMAL, cp_model.FEASIBLE):
         return None
     return np.array([solver.value(variable) for variable in used], dtype=np.int64)
+
+
+def capacities(curves: Curves, within_s: float, least: int | Counts, most: Counts) -> Counts:
+    """Return (n,) the most samples that each worker makes within ``within_s``, from ``least`` to (n,) ``most``.
+
+    ``least`` is one number or (n,); where ``most`` is less than it, ``most`` is the answer.
+
+    Bisection over the size for all workers at once: O(n log max(most - least)).
+    """
+    high = np.array(most, dtype=np.int64)
+    low = np.minimum(high, least)
+    while (low < high).any():
+        middle = high - (high - low) // 2
+        # Where the search has ended the middle may be 0, for which curves need not be defined.
+        fits = curves.seconds(np.maximum(middle, 1)) <= within_s
+        going = low < high
+        low = np.where(going & fits, middle, low)
+        high = np.where(going & ~fits, middle - 1, high)
+    return low
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)

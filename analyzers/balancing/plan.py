@@ -11,8 +11,17 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 
-from ddltool.analyzers.balancing.curves import DeviceCurves
-from ddltool.analyzers.balancing.minmax import Chosen, Finish, Offer, Row, choose, seconds_of, spread
+from ddltool.analyzers.balancing.minmax import (
+    Chosen,
+    DeviceCurves,
+    Finish,
+    Offer,
+    Row,
+    choose,
+    seconds_of,
+    slowest_of,
+    spread,
+)
 from ddltool.analyzers.goodput.throughput import ThroughputParams, overlapped, sync_time_s
 from ddltool.analyzers.placement.problem import Problem, check_affordable, exact
 from ddltool.errors import Infeasible, InputError
@@ -74,7 +83,7 @@ def plan_bsp(problem: Problem, curves: Mapping[str, StepCurve] | None = None) ->
         if row.size > (fits := int(known.limits[row.kind])):
             name = problem.devices[row.kind].name
             raise Infeasible(f"an equal split gives each {name} {row.size} samples, and {fits} fit")
-    step = max(seconds_of(known, row) for row in rows)
+    step = slowest_of(known, rows)
     return _plan(problem, "bsp", known, rows, step, time.perf_counter() - started)
 
 
@@ -228,7 +237,7 @@ def _passes(curves: DeviceCurves, row: Row) -> int:
 
 
 def _step_s(curves: DeviceCurves, rows: Sequence[Row], finish: Finish | None) -> float:
-    slowest = max(seconds_of(curves, row) for row in rows)
+    slowest = slowest_of(curves, rows)
     return slowest if finish is None else finish(slowest, sum(row.devices for row in rows))
 
 
