@@ -30,17 +30,10 @@ from torch import nn
 from torch.utils.data import TensorDataset, default_collate
 
 from ddltool.runtime.elastic.contexts import Contexts
-from ddltool.runtime.elastic.ordered_mean import MIB, ChainedMean, GatheredMean, OrderedMean, segments
+from ddltool.runtime.elastic.ordered_mean import MIB, OrderedMean
 from ddltool.runtime.elastic.processes import Processes
 from ddltool.runtime.elastic.sample_feed import SampleFeed, Task
 from ddltool.runtime.elastic.trainer import ElasticTrainer
-
-WAYS = ("chain", "gather", "tree")
-
-
-def way_options(way: str) -> dict[str, Any]:
-    """Return the trainer's options for a way to add up gradients."""
-    return {"order": "tree"} if way == "tree" else {"reduction": way}
 
 
 def conv_net(width: int = 32) -> nn.Module:
@@ -86,8 +79,8 @@ def shares(steps: int) -> list[dict[str, Any]]:
     watches = {
         "enter": Stopwatch(Contexts, "enter"),
         "leave": Stopwatch(Contexts, "leave"),
-        "take": Stopwatch(ChainedMean, "take"),
-        "finish": Stopwatch(ChainedMean, "finish"),
+        "take": Stopwatch(OrderedMean, "take"),
+        "finish": Stopwatch(OrderedMean, "finish"),
     }
     rows = []
     for name, width, batch in (("conv net, 4 images", 16, 4), ("conv net, 16 images", 32, 16)):
@@ -116,12 +109,12 @@ def shares(steps: int) -> list[dict[str, Any]]:
     return rows
 
 
-def peak_memory(rank: int, size: int, folder: str, workers: int, way: str) -> None:
+def peak_memory(rank: int, size: int, folder: str, workers: int) -> None:
     """Train two steps in a fresh process and leave its peak memory in ``folder``."""
     torch.set_num_threads(1)
     if size > 1:
         dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=size)
-    trainer = trainer_of(conv_net(96), workers, 4, **way_options(way))
+    trainer = trainer_of(conv_net(96), workers, 4)
     for step in trainer.epoch(0):
         if step.number == 2:
             break
@@ -143,23 +136,11 @@ def spawn(function: Callable[..., Any], size: int, *args: Any) -> list[Any]:
     return answers
 
 
-def mean_of(way: str, parameters: dict[str, nn.Parameter], workers: int) -> tuple[OrderedMean, Processes]:
-    """Return a mean over the job's gradients, and who runs which workers."""
-    processes = Processes.this(workers, dealt=way == "chain")
-    if way == "chain":
-        return ChainedMean(parameters, processes, bucket_bytes=25 * MIB), processes
-    order: Any = "tree" if way == "tree" else "ranked"
-    return GatheredMean(parameters, processes, order=order), processes
-
-
-def received_mib(way: str, processes: Processes, gradient_mib: float) -> float:
+def received_mib(processes: Processes, gradient_mib: float) -> float:
     """Return what process 0 receives in a step, by count."""
-    if way == "chain":
-        owners = processes.owners
-        sums = sum(rank > 0 and owners[rank - 1] != 0 for rank in processes.runs[0])
-        return gradient_mib * (sums + (owners[-1] != 0))
-    order: Any = "tree" if way == "tree" else "ranked"
-    return gradient_mib * (processes.size - 1) * max(len(segments(run, order)) for run in processes.runs)
+    owners = processes.owners
+    sums = sum(rank > 0 and owners[rank - 1] != 0 for rank in processes.runs[0])
+    return gradient_mib * (sums + (owners[-1] != 0))
 
 
 def reduction(rank: int, size: int, folder: str, repeats: int) -> None:
@@ -174,10 +155,10 @@ def reduction(rank: int, size: int, folder: str, repeats: int) -> None:
     times: dict[str, list[float]] = {"all_reduce": []}
     means = {}
     for workers in (size, 2 * size, 4 * size):
-        for way in WAYS:
-            means[f"{way}, {workers} workers"] = (way, *mean_of(way, parameters, workers))
-            times[f"{way}, {workers} workers"] = []
-    flat = torch.randn(count)
+        processes = Processes.this(workers)
+        means[f"chain, {workers} workers"] = OrderedMean(parameters, processes), processes
+        times[f"chain, {workers} workers"] = []
+    flat, gradients = torch.randn(count), [torch.ones_like(value) for value in parameters.values()]
     for _ in range(repeats):
         for name, row in times.items():
             dist.barrier()
@@ -185,32 +166,31 @@ def reduction(rank: int, size: int, folder: str, repeats: int) -> None:
             if name == "all_reduce":
                 dist.all_reduce(flat)
             else:
-                _, mean, processes = means[name]
+                mean, processes = means[name]
                 for virtual_rank in processes.local:
-                    for value in parameters.values():
-                        value.grad = torch.ones_like(value)
+                    for value, gradient in zip(parameters.values(), gradients, strict=True):
+                        value.grad = gradient
                     mean.take(virtual_rank)
                 mean.finish(torch.zeros(len(processes.local), 1, dtype=torch.float64))
             row.append(time.perf_counter() - begin)
     gradient_mib = 4 * count / MIB
     received = {"all_reduce": 2 * (size - 1) / size * gradient_mib}
-    received |= {name: received_mib(way, processes, gradient_mib) for name, (way, _, processes) in means.items()}
+    received |= {name: received_mib(processes, gradient_mib) for name, (_, processes) in means.items()}
     result = {name: (1e3 * statistics.median(row[2:]), received[name]) for name, row in times.items()}
     with open(f"{folder}/{rank}.json", "w") as file:
         json.dump(result, file)
 
 
 def whole_steps(rank: int, size: int, folder: str, steps: int) -> None:
-    """Time whole steps of two trainers in turns, with the chain and with gathers; leave medians in ``folder``."""
+    """Time whole steps of two trainers in turns; leave medians in ``folder``."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=size)
     times: dict[str, list[float]] = {}
     runs = {}
-    for way in ("chain", "gather"):
-        for each in (1, 4):
-            name = f"{way}, {each} workers each"
-            runs[name] = trainer_of(conv_net(48), each * size, 8, **way_options(way)).epoch(0)
-            times[name] = []
+    for each in (1, 4):
+        name = f"{each} workers each"
+        runs[name] = trainer_of(conv_net(48), each * size, 8).epoch(0)
+        times[name] = []
     for _ in range(steps):
         for name, run in runs.items():
             dist.barrier()
@@ -265,13 +245,13 @@ def main() -> None:
         )
     os.environ["OMP_NUM_THREADS"] = "1"
     counts = (1, 8) if given.quick else (1, 2, 4, 8)
-    for size, way in ((1, "chain"), (2, "chain"), (2, "gather"), (2, "tree")):
+    for size in (1, 2):
         for each in counts:
-            answers = spawn(peak_memory, size, each * size, way)
+            answers = spawn(peak_memory, size, each * size)
             peaks = ", ".join(f"{answer['peak_mib']:.0f}" for answer in answers)
             gradients, buffers = answers[0]["gradients_mib"], answers[0]["buffers_mib"]
             print(
-                f"{size} processes, {way}, {each} workers each: peak {peaks} MiB "
+                f"{size} processes, {each} workers each: peak {peaks} MiB "
                 f"(gradients {gradients:.1f} MiB, buffers {buffers:.3f} MiB)",
                 flush=True,
             )

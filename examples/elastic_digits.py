@@ -22,7 +22,7 @@ def main() -> None:
     arguments.add_argument("--checkpoint", default="digits.pt")
     arguments.add_argument("--epochs", type=int, default=2)
     arguments.add_argument("--record", help="write the fingerprints of every step here")
-    arguments.add_argument("--order", default="ranked", choices=("ranked", "tree"), help="how gradients are added up")
+    arguments.add_argument("--seed", type=int, default=0, help="of the order of samples and of all that is drawn")
     arguments.add_argument("--data-workers", type=int, help="processes that fetch samples ahead")
     given = arguments.parse_args()
 
@@ -46,7 +46,7 @@ def main() -> None:
         max_workers=4,
         batch_size=8,
         extras={"scheduler": scheduler},
-        order=given.order,
+        seed=given.seed,
         data_workers=given.data_workers,
         record=given.record,
     )

@@ -31,9 +31,9 @@ from ddltool.runtime.elastic import checkpoint as elastic_checkpoint
 from ddltool.runtime.elastic import contexts, ordered_mean
 from ddltool.runtime.elastic.contexts import seed_streams
 from ddltool.runtime.elastic.digests import digest, leaves
-from ddltool.runtime.elastic.ordered_mean import ChainedMean
+from ddltool.runtime.elastic.ordered_mean import OrderedMean
 from ddltool.runtime.elastic.processes import Processes
-from ddltool.runtime.elastic.run_recorder import RunRecorder
+from ddltool.runtime.elastic.recording import RunRecorder
 from ddltool.runtime.elastic.trainer import ElasticTrainer
 from tests.runtime_workers import Crew
 
@@ -163,11 +163,11 @@ def run(
 ) -> list[list[float]]:
     """Train up to step ``until``, from the checkpoint at ``path`` if there is one, and write one there.
 
-    Returns the losses of the steps made here. ``control`` breaks one of the things that make bits equal.
+    Returns the losses of the steps made here. ``control`` takes one of the things away that make bits equal.
     """
     module, update, scheduler = build(model, optimizer)
     losses: list[list[float]] = []
-    with broken(control):
+    with BROKEN[control]():
         trainer = ElasticTrainer(
             module,
             update,
@@ -201,34 +201,12 @@ def by_hand(trainer: ElasticTrainer, epoch: int) -> Iterator[Any]:
             yield trainer.last_step
 
 
-@contextlib.contextmanager
-def broken(control: str) -> Iterator[None]:
-    """Take away one of the things that make bits equal."""
-    always = mock.patch.object(ordered_mean.Segment, "joins", return_value=True)
-    with contextlib.ExitStack() as stack:
-        match control:
-            case "local sums first":
-                stack.enter_context(always)
-            case "all_reduce":
-                stack.enter_context(always)
-                collect = mock.patch.object(ordered_mean.GatheredMean, "_collect", _all_reduced)
-                stack.enter_context(collect)
-            case "shared random streams":
-                stack.enter_context(mock.patch.object(contexts.RandomStreams, "restore", return_value=None))
-            case "shared buffers":
-                stack.enter_context(mock.patch.object(contexts.Buffers, "install", return_value=None))
-            case "torch stream not restored":
-                stack.enter_context(mock.patch.object(torch, "set_rng_state", return_value=None))
-            case _:
-                assert not control
-        yield
-
-
-def _all_reduced(self: Any, bucket: Any) -> Callable[[], None]:
-    row = bucket.rows[0]
-    if dist.is_initialized() and dist.get_world_size() > 1:
-        dist.all_reduce(row)
-    return lambda: None
+BROKEN: dict[str, Callable[[], Any]] = {
+    "": contextlib.nullcontext,
+    "shared random streams": lambda: mock.patch.object(contexts.RandomStreams, "restore"),
+    "shared buffers": lambda: mock.patch.object(contexts.Buffers, "install"),
+    "torch stream not restored": lambda: mock.patch.object(torch, "set_rng_state"),
+}
 
 
 def bits(path: str | Path) -> dict[str, str]:
@@ -359,7 +337,7 @@ def chained(counts: tuple[int, ...], early: bool, steps: int = 3, bucket_bytes: 
     """Average known gradients in a chain; return the digests of all means, and in how many turns something left early."""
     parameters = {name: nn.Parameter(torch.zeros(shape)) for name, shape in SHAPES.items()}
     processes = Processes.this(sum(counts), counts)
-    mean = ChainedMean(parameters, processes, bucket_bytes=bucket_bytes)
+    mean = OrderedMean(parameters, processes, bucket_bytes=bucket_bytes)
     found, ahead = [], 0
     for step in range(steps):
         mean.clear()
@@ -382,7 +360,7 @@ def twice() -> str:
     """Return what a second backward pass of a turn that was said to have one meets."""
     parameter = nn.Parameter(torch.ones(3))
     processes = Processes.this(2)
-    mean = ChainedMean({"p": parameter}, processes)
+    mean = OrderedMean({"p": parameter}, processes)
     for _ in range(2):
         mean.clear()
         mean.begin(processes.local[0])

@@ -2,27 +2,28 @@
 
 from __future__ import annotations
 
+import fcntl
+import json
 import os
 import signal
 import subprocess
 import sys
 import warnings
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from ddltool.errors import InputError
 from ddltool.runtime.elastic import checkpoint as elastic_checkpoint
-from ddltool.runtime.elastic.digests import digest, first_difference, read_steps
-from ddltool.runtime.elastic.ordered_mean import ORDERS, Segment, fold, segments, sum_all
+from ddltool.runtime.elastic.digests import digest
 from ddltool.runtime.elastic.processes import divide
+from ddltool.runtime.elastic.run_difference import compare_runs, first_difference
 from ddltool.runtime.elastic.trainer import ElasticTrainer
 from tests.elastic_workers import (
     WORKERS,
@@ -111,27 +112,16 @@ def test_ddp_with_the_ordered_hook_gives_the_same_bits_and_without_it_others(alo
     assert on(WORKERS, by_ddp, False, STEPS)[0] != expected
 
 
-@pytest.mark.parametrize("order", ORDERS)
-@pytest.mark.parametrize("accumulation", [1, 2])
-def test_orders_and_accumulation(order: str, accumulation: int, tmp_path: Path) -> None:
+def test_accumulation(tmp_path: Path) -> None:
     found = []
     for size in (1, 2, 3):
         path = tmp_path / f"{size}.pt"
-        losses = train(size, path, until=6, order=order, accumulation=accumulation)
+        losses = train(size, path, until=6, accumulation=2)
         found.append((bits(path), losses))
     assert found[0] == found[1] == found[2]
 
 
-def test_the_two_orders_differ(tmp_path: Path) -> None:
-    train(1, tmp_path / "a.pt", until=3, order="ranked")
-    train(1, tmp_path / "b.pt", until=3, order="tree")
-    a, b = bits(tmp_path / "a.pt"), bits(tmp_path / "b.pt")
-    assert any(a[name] != b[name] for name in a if name.startswith("parameters."))
-
-
 CONTROLS = {
-    "local sums first": ("combined gradient", None),
-    "all_reduce": ("combined gradient", None),
     "shared random streams": ("random stream", 0),
     "shared buffers": ("buffer before", 1),
     "torch stream not restored": ("random stream", 0),
@@ -149,80 +139,50 @@ def recorded(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_records_do_not_depend_on_the_placement(recorded: Path, tmp_path: Path) -> None:
     for size, until in ((2, 1), (4, 3)):  # a resumed run goes on in the same file
         train(size, tmp_path / "run.pt", until=until, record=str(tmp_path / "run.jsonl"))
-    assert read_steps(tmp_path / "run.jsonl") == read_steps(recorded)
-    assert first_difference(recorded, tmp_path / "run.jsonl") is None
+    assert (tmp_path / "run.jsonl").read_text() == recorded.read_text()
 
 
 @pytest.mark.parametrize("control", CONTROLS)
 def test_what_is_taken_away_is_noticed_and_named(control: str, recorded: Path, tmp_path: Path) -> None:
-    options = {"reduction": "gather"} if control in ("local sums first", "all_reduce") else {}
-    train(2, tmp_path / "run.pt", until=3, control=control, record=str(tmp_path / "run.jsonl"), **options)
+    train(2, tmp_path / "run.pt", until=3, control=control, record=str(tmp_path / "run.jsonl"))
     found = first_difference(recorded, tmp_path / "run.jsonl")
     assert found is not None
     kind, worker = CONTROLS[control]
-    assert found.kind == kind
-    if worker is None:
-        assert (found.worker, found.step) == (None, 0)
-    else:
-        assert found.worker is not None
-        assert found.worker >= worker
+    assert found.record == kind
+    assert found.worker is not None
+    assert found.worker >= worker
 
 
-def test_first_difference_names_the_op(recorded: Path) -> None:
+def test_first_difference_names_the_op(recorded: Path, tmp_path: Path) -> None:
     """A single flipped digit is found wherever it is, and what follows from it is not blamed."""
-    original, changed = read_steps(recorded), read_steps(recorded)
+    changed = [json.loads(line) for line in recorded.read_text().splitlines()]
     turn = changed[1]["workers"]["2"]
     name = next(name for name in turn["output"] if "Dropout" in name)
     turn["output"][name] = turn["loss"]["loss 0"] = changed[1]["shared"]["parameter"]["head.bias"] = "0" * 16
-    changed[2]["workers"]["0"]["batch"] = {}
-    found = first_difference(original, changed)
+    path = tmp_path / "changed.jsonl"
+    path.write_text("".join(json.dumps(step) + "\n" for step in changed))
+    found = first_difference(recorded, path)
     assert found is not None
-    assert (found.step, found.worker, found.kind, found.tensor) == (1, 2, "output", name)
+    assert (found.step, found.worker, found.record, found.tensor) == (1, 2, "output", name)
     assert "logical worker 2: output 3 body.3 (Dropout)" in str(found)
-    del changed[1]
-    found = first_difference(original, changed)
-    assert found is not None
-    assert (found.step, found.kind) == (2, "batch")
+    path.write_text(json.dumps(changed[2]) + "\n")
+    (tmp_path / "early.jsonl").write_text(recorded.read_text().splitlines()[0] + "\n")
     with pytest.raises(InputError, match="no step in common"):
-        first_difference(original[:1], changed[1:])
+        compare_runs(tmp_path / "early.jsonl", path)
 
 
-@given(data=st.data(), workers=st.integers(1, 13), order=st.sampled_from(ORDERS))
-@settings(max_examples=200, deadline=None)
-def test_any_cut_of_the_workers_gives_the_same_sum(data: st.DataObject, workers: int, order: Any) -> None:
-    """Partial sums of any contiguous runs, sent and added up, have the bits of the sum in one place."""
-    cuts = data.draw(st.sets(st.integers(1, max(1, workers - 1)), max_size=workers - 1))
-    edges = [0, *sorted(cuts - {workers}), workers] if workers > 1 else [0, 1]
-    values = torch.randn(workers, 64, generator=torch.Generator().manual_seed(data.draw(st.integers(0, 999))))
-    whole = sum_all(((Segment(r, r + 1), values[r].clone()) for r in range(workers)), order)
-    sent = []
-    for begin, end in pairwise(edges):
-        part = fold(((Segment(r, r + 1), values[r].clone()) for r in range(begin, end)), order)
-        assert [segment for segment, _ in part] == segments(range(begin, end), order)
-        sent += part
-    assert torch.equal(sum_all(sent, order), whole)
-    if order == "ranked":
-        plain = values[0].clone()
-        for value in values[1:]:
-            plain = plain + value
-        assert torch.equal(whole, plain)
-
-
-@given(workers=st.integers(1, 40), size=st.integers(1, 40), dealt=st.booleans())
-def test_divide(workers: int, size: int, dealt: bool) -> None:
+@given(workers=st.integers(1, 40), size=st.integers(1, 40))
+def test_divide(workers: int, size: int) -> None:
     if size > workers:
         with pytest.raises(InputError, match="start at most"):
-            divide(workers, size, dealt=dealt)
+            divide(workers, size)
         return
-    runs = divide(workers, size, dealt=dealt)
+    runs = divide(workers, size)
     assert sorted(rank for run in runs for rank in run) == list(range(workers))
     assert all(list(run) == sorted(run) for run in runs)
     assert max(map(len, runs)) - min(map(len, runs)) <= 1
-    if dealt:  # the turns of rank 0, 1, 2, ... end in that order
-        ends = {rank: (turn + 1) / len(run) for run in runs for turn, rank in enumerate(run)}
-        assert all(ends[rank] <= ends[rank + 1] + 1e-9 for rank in range(workers - 1))
-    else:
-        assert [rank for run in runs for rank in run] == list(range(workers))
+    ends = {rank: (turn + 1) / len(run) for run in runs for turn, rank in enumerate(run)}
+    assert all(ends[rank] <= ends[rank + 1] + 1e-9 for rank in range(workers - 1)), "turns end in rank order"
 
 
 def test_evaluation_is_the_same_on_all_processes(tmp_path: Path) -> None:
@@ -307,7 +267,6 @@ def test_no_code_is_unpickled(tmp_path: Path) -> None:
     [
         ({"batch_size": 4}, "batch_size: is 8 there and 4 here"),
         ({"seed": 1}, "seed: is 0 there and 1 here"),
-        ({"order": "tree"}, "order: is ranked there and tree here"),
         ({"extras": {}}, "scheduler is only on one side"),
         ({"max_workers": 3}, "max_workers: is 4 there and 3 here"),
     ],
@@ -382,28 +341,19 @@ def test_a_run_does_not_overwrite_another(tmp_path: Path) -> None:
     second.save(path)
 
 
-def test_what_another_process_is_writing_is_no_leftover(tmp_path: Path) -> None:
+def test_two_runs_do_not_write_one_file_at_a_time(tmp_path: Path) -> None:
+    """What a killed run left unfinished is overwritten; what another one is writing is left alone."""
     path = saved(tmp_path)
     content = elastic_checkpoint.read(path)
-    others = [f".{path.name}.{name}.partial" for name in ("abcd_123", "abcd_124")]
-    strangers = [".run.pt.big.abcd_123.partial", ".run_pt.abcd_123.partial"]
-    for name in others + strangers:
-        (tmp_path / name).touch()
-    script = (
-        "import fcntl, sys; f = open(sys.argv[1]); fcntl.flock(f, fcntl.LOCK_EX); print('held', flush=True); input()"
-    )
-    with subprocess.Popen(
-        [sys.executable, "-c", script, str(tmp_path / others[0])],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-    ) as holder:
-        assert holder.stdout is not None
-        assert holder.stdout.readline() == "held\n"
-        elastic_checkpoint.write(path, content)
-        holder.communicate("\n")
-    left = {each.name for each in tmp_path.iterdir()}
-    assert left == {path.name, f"{path.name}.previous", others[0], *strangers}
+    partial = tmp_path / ".run.pt.partial"
+    partial.write_text("cut off")
+    with partial.open() as held:
+        fcntl.flock(held, fcntl.LOCK_EX)
+        with pytest.raises(InputError, match=r"run\.pt: is being written by another run"):
+            elastic_checkpoint.write(path, content)
+        assert partial.read_text() == "cut off"
+    elastic_checkpoint.write(path, content)
+    assert sorted(each.name for each in tmp_path.iterdir()) == ["run.pt", "run.pt.previous"]
 
 
 def test_a_full_disk_leaves_the_old_checkpoint_and_nothing_else(tmp_path: Path) -> None:
@@ -451,7 +401,6 @@ def test_only_the_file_itself_decides_what_it_is(tmp_path: Path) -> None:
 def test_what_cannot_have_equal_bits_is_refused() -> None:
     assert "start at most 2 processes" in on(3, refusal_of, {"max_workers": 2})[1]
     assert "give 2 counts" in on(2, refusal_of, {"placement": (4,)})[0]
-    assert "order: is up" in refusal(order="up")
     assert "batch_size: is 0" in refusal(batch_size=0)
     assert "seed: is -1" in refusal(seed=-1)
     assert "bucket_mib: is nan" in refusal(bucket_mib=float("nan"))

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ddltool.runtime.elastic.digests import digest
-from tests.elastic_workers import PARAMETERS, SHAPES, bits, chained, gradient_of, on, refusal, run, twice
+from tests.elastic_workers import PARAMETERS, SHAPES, chained, gradient_of, on, twice
 
 COUNTS = st.lists(st.integers(1, 4), min_size=1, max_size=4).map(tuple)
 
@@ -51,20 +49,3 @@ def test_gradients_leave_during_the_backward_pass_only_when_that_is_the_last_one
 
 def test_a_second_backward_pass_in_a_turn_is_refused_once_gradients_have_left() -> None:
     assert all("more than one backward pass" in message for message in on(2, twice))
-
-
-def test_chain_and_gather_give_the_same_bits_and_one_continues_the_other(tmp_path: Path) -> None:
-    for name, steps in {"chain": [(3, "chain")], "mixed": [(1, "gather"), (2, "chain"), (3, "gather")]}.items():
-        for until, reduction in steps:
-            on(2, _run, str(tmp_path / name), until, reduction)
-    assert bits(tmp_path / "chain") == bits(tmp_path / "mixed")
-
-
-def _run(path: str, until: int, reduction: str) -> None:
-    run(path, until=until, reduction=reduction)
-
-
-def test_what_does_not_go_together_is_refused() -> None:
-    assert "is chain, with order tree" in refusal(order="tree", reduction="chain")
-    assert "reduction: is ring; known: chain, gather" in refusal(reduction="ring")
-    assert refusal(order="tree") == "built"

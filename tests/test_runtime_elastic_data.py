@@ -17,7 +17,8 @@ from hypothesis import strategies as st
 from torch.utils.data import Dataset, default_collate
 
 from ddltool.errors import InputError
-from ddltool.runtime.elastic.digests import digest, first_difference
+from ddltool.runtime.elastic.digests import digest
+from ddltool.runtime.elastic.run_difference import first_difference
 from ddltool.runtime.elastic.sample_feed import SampleFeed, Task
 from tests.elastic_workers import BATCH, SAMPLES, WORKERS, Digits, bits, fed, on
 
@@ -65,7 +66,7 @@ def test_batches_are_new_every_time_and_are_not_those_of_turns(alone: Path, tmp_
     on(1, fed, str(path), None, 1)
     found = first_difference(f"{alone}.jsonl", f"{path}.jsonl")
     assert found is not None
-    assert (found.kind, found.cause_class) == ("batch", "data")
+    assert (found.record, found.cause_class) == ("batch", "data")
     with pytest.raises(InputError, match="sample_streams: is turn there and batch here"):
         on(1, fed, str(path), 0, 2)
 

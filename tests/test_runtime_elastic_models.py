@@ -17,9 +17,9 @@ from torch.utils.data import TensorDataset
 from ddltool.errors import InputError
 from ddltool.runtime.elastic import checkpoint as elastic_checkpoint
 from ddltool.runtime.elastic import contexts
-from ddltool.runtime.elastic import turns as elastic_turns
 from ddltool.runtime.elastic.digests import digest, leaves
 from ddltool.runtime.elastic.trainer import ElasticTrainer
+from ddltool.runtime.hook import stopping
 from tests.elastic_workers import on
 
 
@@ -251,7 +251,7 @@ def test_a_second_ctrl_c_ends_at_once(handlers: None) -> None:
     trainer.stop_on()
     signal.raise_signal(signal.SIGINT)
     with (
-        mock.patch.object(elastic_turns, "SAME_CTRL_C_S", -1.0),
+        mock.patch.object(stopping, "SAME_CTRL_C_S", -1.0),
         pytest.raises(KeyboardInterrupt),
     ):
         signal.raise_signal(signal.SIGINT)

@@ -534,6 +534,11 @@ class FirstDifference(Part):
     cause: str
     differing_in_step: dict[str, Count]
 
+    def __str__(self) -> str:
+        who = "" if self.worker is None else f", logical worker {self.worker}"
+        what = f"{self.record} {self.tensor} differs. All before it is equal, so it is {self.cause}"
+        return f"step {self.step}{who}: {what}"
+
 
 class RunDifference(Result):
     """``ddltool diff-run``."""

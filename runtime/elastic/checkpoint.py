@@ -10,8 +10,6 @@ import contextlib
 import hashlib
 import io
 import os
-import re
-import tempfile
 import warnings
 from collections.abc import Mapping
 from pathlib import Path
@@ -21,14 +19,19 @@ import torch
 
 from ddltool.errors import InputError
 from ddltool.file_lock import try_lock
+from ddltool.runtime.elastic.contexts import plain_name
 from ddltool.runtime.elastic.digests import digest, leaves
 
 KIND = "elastic-checkpoint"
 SCHEMA_VERSION = 1
 READABLE = "keep to tensors, numbers, strings, lists and dicts in the states of optimizer and extras"
 _BUILD = "build the optimizer that was saved"
+_WRITTEN = "give a checkpoint that ElasticTrainer.save wrote"
 # What a learning-rate scheduler changes as it goes: there only the value that it started from is the user's choice.
 _SCHEDULED = frozenset({"lr", "momentum", "betas"})
+
+Stamp = tuple[int, int, int]
+"""What tells one written file from the next: its inode, size and time of change."""
 
 
 def environment(device: torch.device) -> dict[str, Any]:
@@ -55,38 +58,27 @@ def content_digest(content: dict[str, Any]) -> str:
     return hasher.hexdigest()
 
 
-def plain_name(name: str) -> str:
-    """Return a parameter's or buffer's name without what ``torch.compile`` puts before it."""
-    return name.replace("_orig_mod.", "")
-
-
 def uncompiled(content: dict[str, Any]) -> dict[str, Any]:
     """Return a checkpoint's content with plain names, so that it fits the model compiled and as it is."""
+
+    def plain(values: dict[str, Any]) -> dict[str, Any]:
+        return {plain_name(name): value for name, value in values.items()}
+
     buckets = content["buckets"] and [[plain_name(name) for name in bucket] for bucket in content["buckets"]]
-    workers = [worker | {"buffers": _plain(worker["buffers"])} for worker in content["workers"]]
-    return content | {"parameters": _plain(content["parameters"]), "buckets": buckets, "workers": workers}
+    workers = [worker | {"buffers": plain(worker["buffers"])} for worker in content["workers"]]
+    return content | {"parameters": plain(content["parameters"]), "buckets": buckets, "workers": workers}
 
 
-def _plain(values: dict[str, Any]) -> dict[str, Any]:
-    return {plain_name(name): value for name, value in values.items()}
-
-
-def encode(content: dict[str, Any]) -> bytes:
-    """Return ``content`` as bytes, for another process."""
+def encode(path: str | os.PathLike[str], content: dict[str, Any]) -> bytes:
+    """Return ``content`` as bytes. Raises InputError when it has objects that only pickle could bring back."""
     stream = io.BytesIO()
-    torch.save(content, stream)
-    return stream.getvalue()
-
-
-def encode_readable(path: str | os.PathLike[str], content: dict[str, Any]) -> bytes:
-    """Return ``content`` as :func:`encode` does. Raises InputError when it has objects that only pickle could bring back."""
     try:
-        data = encode(content)
-        decode(data)
+        torch.save(content, stream)
+        decode(stream.getvalue())
     except Exception as error:  # pickle raises what the object's own code raises
         problem = f"what would be written cannot be read back ({type(error).__name__})"
         raise InputError(os.fspath(path), problem, READABLE) from None
-    return data
+    return stream.getvalue()
 
 
 def decode(data: bytes) -> dict[str, Any]:
@@ -96,12 +88,10 @@ def decode(data: bytes) -> dict[str, Any]:
 
 
 def previous(path: Path) -> Path:
-    """Return where the checkpoint before the last is kept."""
-    return path.with_name(_named(path) + ".previous")
-
-
-Stamp = tuple[int, int, int]
-"""What tells one written file from the next: its inode, size and time of change."""
+    """Return where the checkpoint before the last is kept. Raises InputError for a path without a name."""
+    if not path.name:
+        raise InputError(f'"{path}"', "names no file", "give the path of a checkpoint")
+    return path.with_name(path.name + ".previous")
 
 
 def stamp(path: str | os.PathLike[str]) -> Stamp | None:
@@ -117,88 +107,64 @@ def write(path: str | os.PathLike[str], content: dict[str, Any], last: Stamp | N
     """Replace the checkpoint at ``path``: whenever the process is killed, the old file or the new one is there, whole.
 
     What is written is read back before it takes the old file's place. Returns the new file's stamp; ``last`` is what this
-    run got when it last wrote or read ``path``. Raises InputError when another run has written there since, when the
-    folder cannot be written to or is full, or when the content has objects that only pickle could bring back.
+    run got when it last wrote or read ``path``. Raises InputError when another run has written there since or is doing so,
+    when the folder cannot be written to or is full, or when the content has objects that only pickle could bring back.
     """
     path = Path(path)
-    _demand_own(path, last)
-    content = {"kind": KIND, "schema_version": SCHEMA_VERSION} | content
-    temporary = None
-    try:
-        descriptor, temporary = tempfile.mkstemp(prefix=f".{_named(path)}.", suffix=".partial", dir=path.parent)
-        with os.fdopen(descriptor, "wb") as file:
-            with contextlib.suppress(OSError):  # a checkpoint without a lock is better than none
-                try_lock(descriptor)  # so that nobody takes it for a leftover
-            torch.save({"content": content, "digest": content_digest(content)}, file)
-            file.flush()
-            os.fsync(file.fileno())
-            _demand_readable(path, Path(temporary))
-            if path.exists():  # a second name first, then the switch: at no moment is `path` missing
-                spare = Path(temporary + ".previous")
-                os.link(path, spare)
-                os.replace(spare, previous(path))
-            os.replace(temporary, path)
-    except (OSError, RuntimeError) as error:  # torch tells a full disk by a RuntimeError
-        reason = error.strerror if isinstance(error, OSError) else str(error).splitlines()[0]
-        remedy = "check that the folder exists, is writable and has space"
-        raise InputError(str(path), f"cannot be written ({reason})", remedy) from None
-    finally:
-        if temporary is not None:
-            Path(temporary).unlink(missing_ok=True)
-    _sync_folder(path.parent)
-    _remove_leftovers(path)
-    return stamp(path)
-
-
-def _demand_own(path: Path, last: Stamp | None) -> None:
-    """Raise InputError when the file is not the one that this run left: two runs would overwrite each other's."""
     now = stamp(path)
     if last is not None and now is not None and now != last:
         remedy = "end that run, or give this one a checkpoint of its own"
         raise InputError(str(path), "was written by another run in the meantime", remedy)
-
-
-def _named(path: Path) -> str:
-    """Return the file's name. Raises InputError for a path without one."""
-    if not path.name:
-        raise InputError(f'"{path}"', "names no file", "give the path of a checkpoint")
-    return path.name
-
-
-def _demand_readable(path: Path, temporary: Path) -> None:
+    older = previous(path)
+    content = {"kind": KIND, "schema_version": SCHEMA_VERSION} | content
+    # One name for all, so that what a killed process leaves is overwritten; the lock keeps two runs out of it.
+    partial, spare = (path.with_name(f".{path.name}.partial{ending}") for ending in ("", ".previous"))
     try:
-        _read_one(temporary)
-    except InputError as error:
-        problem = (
-            f"what would be written cannot be read back ({str(error).removeprefix(error.where + ': ').split(';')[0]})"
-        )
-        raise InputError(str(path), problem, READABLE) from None
-
-
-def _sync_folder(folder: Path) -> None:
+        with partial.open("ab") as file:
+            if not try_lock(file.fileno()) or not _is_at(file.fileno(), partial):
+                raise InputError(str(path), "is being written by another run", "give this one a checkpoint of its own")
+            try:
+                file.truncate(0)
+                torch.save({"content": content, "digest": content_digest(content)}, file)
+                file.flush()
+                os.fsync(file.fileno())
+                _demand_readable(path, partial)
+                if now is not None:  # a second name first, then the switch: at no moment is `path` missing
+                    spare.unlink(missing_ok=True)
+                    os.link(path, spare)
+                    os.replace(spare, older)
+                    spare.unlink(missing_ok=True)  # two names of one file stay two
+                os.replace(partial, path)
+            except BaseException:
+                partial.unlink(missing_ok=True)
+                raise
+    except (OSError, RuntimeError) as error:  # torch tells a full disk by a RuntimeError
+        reason = error.strerror if isinstance(error, OSError) else str(error).splitlines()[0]
+        remedy = "check that the folder exists, is writable and has space"
+        raise InputError(str(path), f"cannot be written ({reason})", remedy) from None
     with contextlib.suppress(OSError):  # some file systems cannot
-        descriptor = os.open(folder, os.O_RDONLY)
+        folder = os.open(path.parent, os.O_RDONLY)
         try:
-            os.fsync(descriptor)
+            os.fsync(folder)
         finally:
-            os.close(descriptor)
+            os.close(folder)
+    return stamp(path)
 
 
-def _remove_leftovers(path: Path) -> None:
-    """Remove the temporary files of processes that were killed while they wrote this checkpoint."""
-    own = re.compile(rf"\.{re.escape(path.name)}\.[a-z0-9_]{{8}}\.partial(\.previous)?")
-    for entry in path.parent.iterdir():
-        if own.fullmatch(entry.name) and not _being_written(entry.with_name(entry.name.removesuffix(".previous"))):
-            entry.unlink(missing_ok=True)
-
-
-def _being_written(partial: Path) -> bool:
-    """Return whether a process is writing this temporary file."""
+def _is_at(descriptor: int, path: Path) -> bool:
+    """Return whether a name is still that of the open file: another run may have renamed it before it was locked."""
     try:
-        with partial.open("rb") as file:
-            return not try_lock(file.fileno())
-    except OSError:
+        return os.path.samestat(os.fstat(descriptor), path.stat())
+    except FileNotFoundError:
         return False
+
+
+def _demand_readable(path: Path, partial: Path) -> None:
+    try:
+        _read_one(partial)
+    except InputError as error:
+        problem = f"what would be written cannot be read back ({error.problem})"
+        raise InputError(str(path), problem, READABLE) from None
 
 
 def read(path: str | os.PathLike[str]) -> dict[str, Any]:
@@ -209,56 +175,49 @@ def read(path: str | os.PathLike[str]) -> dict[str, Any]:
     path = Path(path)
     older = previous(path)
     try:
-        return _read_one(path)
-    except _OtherVersion:
-        raise
+        content = _read_one(path)
     except InputError as error:
         if not older.exists():
             raise
         content = _read_one(older)
         warnings.warn(f"{error}. Continuing from the checkpoint before it, {older}", stacklevel=2)
-        return content
-
-
-class _OtherVersion(InputError):
-    """A whole file that another version wrote: an older one beside it would be no remedy."""
+    found = content.get("kind"), content.get("schema_version")
+    if found != (KIND, SCHEMA_VERSION):
+        remedy = f"this program reads {KIND} of version {SCHEMA_VERSION}"
+        raise InputError(str(path), f"is {found[0]} of version {found[1]}", remedy)
+    return content
 
 
 def _read_one(path: Path) -> dict[str, Any]:
+    """Return the content of a whole file."""
     try:
         document = torch.load(path, map_location="cpu", weights_only=True)
-        content, written = document["content"], document["digest"]
-        intact = isinstance(content, dict) and content_digest(content) == written
+        content: dict[str, Any] = document["content"]
+        intact = isinstance(content, dict) and content_digest(content) == document["digest"]
     except FileNotFoundError:
         raise InputError(str(path), "no such file", "give the path of a checkpoint") from None
     except Exception as error:  # torch.load raises whatever the damage leads to
-        problem = f"is no checkpoint, or a damaged one ({type(error).__name__})"
-        raise InputError(str(path), problem, "give a checkpoint that ElasticTrainer.save wrote") from None
+        raise InputError(str(path), f"is no checkpoint, or a damaged one ({type(error).__name__})", _WRITTEN) from None
     if not intact:
         raise InputError(str(path), "is damaged: its content is not what was written", "use an older checkpoint")
-    if (content.get("kind"), content.get("schema_version")) != (KIND, SCHEMA_VERSION):
-        problem = f"is {content.get('kind')} of version {content.get('schema_version')}"
-        raise _OtherVersion(str(path), problem, f"this program reads {KIND} of version {SCHEMA_VERSION}")
-    result: dict[str, Any] = content
-    return result
+    return content
 
 
-def demand_equal(path: str | os.PathLike[str], saved: dict[str, Any], present: dict[str, Any], remedy: str) -> None:
+def demand_equal(where: str, saved: Mapping[str, Any], present: Mapping[str, Any], remedy: str) -> None:
     """Raise InputError for the first field in which ``present`` is not what was ``saved``."""
     for name, value in present.items():
         if saved.get(name) != value:
-            raise InputError(f"{os.fspath(path)}:{name}", f"is {saved.get(name)} there and {value} here", remedy)
+            raise InputError(f"{where}:{name}", f"is {saved.get(name)} there and {value} here", remedy)
 
 
 def demand_same_optimizer(
-    path: str | os.PathLike[str], saved: Mapping[str, Any], saved_class: str | None, optimizer: torch.optim.Optimizer
-) -> str | None:
-    """Check a saved state against ``optimizer`` before anything is loaded; return what is to be told, or None.
+    where: str, saved: Mapping[str, Any], saved_class: str | None, optimizer: torch.optim.Optimizer
+) -> list[str]:
+    """Check a saved state against ``optimizer`` before anything is loaded; return the options that have other values.
 
-    Other values of an option (a learning rate, say) are told: the saved ones are continued with. Raises InputError for
-    another class of optimizer (``saved_class``; None: not recorded), other parameter groups or other options.
+    Those (a learning rate, say) are continued with as saved. Raises InputError for another class of optimizer
+    (``saved_class``; None: not recorded), other parameter groups or other options.
     """
-    where = f"{os.fspath(path)}:optimizer"
     here_class = type(optimizer).__name__
     if saved_class not in (None, here_class):
         raise InputError(where, f"is {saved_class} there and {here_class} here", _BUILD)
@@ -267,19 +226,16 @@ def demand_same_optimizer(
         raise InputError(where, f"has {len(there)} parameter groups there and {len(here)} here", _BUILD)
     told = []
     for number, (one, other) in enumerate(zip(there, here, strict=True)):
-        group = f"{where}:group {number}"
         if len(one["params"]) != len(other["params"]):
             problem = f"has {len(one['params'])} parameters there and {len(other['params'])} here"
-            raise InputError(group, problem, _BUILD)
+            raise InputError(f"{where}:group {number}", problem, _BUILD)
         # A scheduler adds names of its own, such as initial_lr, when it is made.
         if lacking := sorted(other.keys() - one.keys() - {"initial_lr"}):
-            raise InputError(group, f"has no {lacking[0]} there", _BUILD)
-        compared = other.keys() & one.keys() - {"params"}
-        if "initial_lr" in one:
-            compared -= _SCHEDULED
+            raise InputError(f"{where}:group {number}", f"has no {lacking[0]} there", _BUILD)
+        chosen = (other.keys() & one.keys()) - {"params"} - (_SCHEDULED if "initial_lr" in one else set())
         told += [
             f"{name} of group {number} is {one[name]} there and {other[name]} here"
-            for name in sorted(compared)
+            for name in sorted(chosen)
             if one[name] != other[name]
         ]
-    return f"{where}: {'; '.join(told)}; the saved values are continued with" if told else None
+    return told

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import random
 import warnings
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -19,12 +19,16 @@ import torch
 from torch import Tensor, nn
 
 from ddltool.errors import InputError
-from ddltool.runtime.elastic.checkpoint import plain_name
 
 Document = dict[str, Any]
 """Nested dicts of tensors, numbers, strings and None: what ``torch.load(weights_only=True)`` takes."""
 WATCHED_TURNS = 2
 _PLAIN = frozenset({int, float, bool, str, type(None)})
+
+
+def plain_name(name: str) -> str:
+    """Return a parameter's or buffer's name without what ``torch.compile`` puts before it."""
+    return name.replace("_orig_mod.", "")
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,11 +52,9 @@ class RandomStreams:
     @classmethod
     def seeded(cls, seed: int, virtual_rank: int, device: torch.device) -> RandomStreams:
         """Return the streams that a logical worker starts with; they depend on ``seed`` and ``virtual_rank`` only."""
-        before = cls.capture(device)
-        seed_streams(seed, virtual_rank, device)
-        streams = cls.capture(device)
-        before.restore(device)
-        return streams
+        with kept(device):
+            seed_streams(seed, virtual_rank, device)
+            return cls.capture(device)
 
     def restore(self, device: torch.device) -> None:
         """Make these the states of this process's global generators."""
@@ -66,14 +68,10 @@ class RandomStreams:
         """Return the states as tensors and numbers."""
         version, words, gauss = self.python
         _, key, position, has_gauss, cached = self.numpy
+        numbers = {"position": int(position), "has_gauss": int(has_gauss), "cached": float(cached)}
         return {
             "python": {"version": version, "words": torch.tensor(words, dtype=torch.int64), "gauss": gauss},
-            "numpy": {
-                "key": torch.from_numpy(key.astype(np.int64)),
-                "position": int(position),
-                "has_gauss": int(has_gauss),
-                "cached": float(cached),
-            },
+            "numpy": {"key": torch.from_numpy(key.astype(np.int64))} | numbers,
             "torch_cpu": self.torch_cpu,
             "device": self.device,
         }
@@ -89,6 +87,16 @@ class RandomStreams:
             document["torch_cpu"],
             document["device"],
         )
+
+
+@contextmanager
+def kept(device: torch.device) -> Iterator[None]:
+    """Keep what is drawn, and seeded, within the block from this process's streams."""
+    present = RandomStreams.capture(device)
+    try:
+        yield
+    finally:
+        present.restore(device)
 
 
 def seed_streams(seed: int, virtual_rank: int, device: torch.device | None = None) -> None:
@@ -112,126 +120,103 @@ class Buffers:
     """
 
     def __init__(self, model: nn.Module) -> None:
-        self._places = [
-            (module, name, f"{prefix}.{name}" if prefix else name)
+        self._places = [(module, name) for module in model.modules() for name in module._buffers]
+        self.names = [
+            f"{prefix}.{name}" if prefix else name
             for prefix, module in model.named_modules()
             for name in module._buffers
         ]
-        self.names = [full for _, _, full in self._places]
-        self.plain_names = list(map(plain_name, self.names))
 
     def current(self) -> list[Tensor | None]:
         """Return the values that the model holds now, in the order of ``names``."""
-        return [module._buffers[name] for module, name, _ in self._places]
+        return [module._buffers[name] for module, name in self._places]
+
+    def named(self) -> dict[str, Tensor | None]:
+        """Return the values that the model holds now, by name."""
+        return dict(zip(self.names, self.current(), strict=True))
 
     def copy(self) -> list[Tensor | None]:
         """Return copies of the values that the model holds now."""
         memo: dict[int, Tensor] = {}
-        for value in self.current():
-            if value is not None:
-                memo.setdefault(id(value), value.detach().clone())
-        return [None if value is None else memo[id(value)] for value in self.current()]
+        return [
+            None if value is None else memo.setdefault(id(value), value.detach().clone()) for value in self.current()
+        ]
 
-    def install(self, values: Iterable[Tensor | None]) -> None:
+    def install(self, values: Sequence[Tensor | None]) -> None:
         """Let the model hold ``values``."""
-        for (module, name, _), value in zip(self._places, values, strict=True):
+        for (module, name), value in zip(self._places, values, strict=True):
             module._buffers[name] = value
 
 
-@dataclass(frozen=True, slots=True)
-class Context:
-    """One logical worker's state between its turns."""
-
-    streams: RandomStreams
-    buffers: list[Tensor | None]
-
-
 class Contexts:
-    """The contexts of the logical workers of this process; at most one is switched in.
+    """The random streams and buffers of the logical workers of this process; at most one worker is switched in.
 
     Between turns, the process's own random streams are back in place and the model holds the buffers of the first
     local worker (on the process of virtual rank 0 those of that one, whose buffers plain DDP would keep).
     """
 
     def __init__(self, model: nn.Module, local: Sequence[int], seed: int, device: torch.device) -> None:
-        self._buffers = Buffers(model)
-        self._device = device
-        self._local = local
-        self._contexts = {
-            rank: Context(RandomStreams.seeded(seed, rank, device), self._buffers.copy()) for rank in local
-        }
+        self._model_buffers = Buffers(model)
+        self._device, self._local = device, local
+        self._streams = {rank: RandomStreams.seeded(seed, rank, device) for rank in local}
+        self._buffers = {rank: self._model_buffers.copy() for rank in local}
         self._outside: RandomStreams | None = None  # the process's own, while a step is under way
         self.active: int | None = None
-        self._buffers.install(self._contexts[local[0]].buffers)
+        self._model_buffers.install(self._buffers[local[0]])
 
     def enter(self, virtual_rank: int) -> None:
         """Switch ``virtual_rank`` in; no other worker is."""
-        context = self._contexts[virtual_rank]
         if self._outside is None:
             self._outside = RandomStreams.capture(self._device)
-        self._buffers.install(context.buffers)
-        context.streams.restore(self._device)
+        self._model_buffers.install(self._buffers[virtual_rank])
+        self._streams[virtual_rank].restore(self._device)
         self.active = virtual_rank
 
     def leave(self, last: bool = True) -> None:
         """Switch out the worker that is in; after the ``last`` one of a step, the process's own streams come back."""
         if self.active is None:
             return
-        self._contexts[self.active] = Context(RandomStreams.capture(self._device), self._buffers.current())
+        self._streams[self.active] = RandomStreams.capture(self._device)
+        self._buffers[self.active] = self._model_buffers.current()
         self.active = None
         if last and self._outside is not None:
             self._outside.restore(self._device)
             self._outside = None
-            self._buffers.install(self._contexts[self._local[0]].buffers)
-
-    @contextmanager
-    def aside(self) -> Iterator[None]:
-        """Keep what is drawn, and seeded, within the block from everybody's streams."""
-        present = RandomStreams.capture(self._device)
-        try:
-            yield
-        finally:
-            present.restore(self._device)
+            self._model_buffers.install(self._buffers[self._local[0]])
 
     def seen(self) -> tuple[Document, dict[str, Tensor | None]]:
         """Return the random streams and buffers that code draws from and changes now, whosever they are."""
-        streams = RandomStreams.capture(self._device).to_document()
-        return streams, dict(zip(self._buffers.names, self._buffers.current(), strict=True))
+        return RandomStreams.capture(self._device).to_document(), self._model_buffers.named()
 
     def to_documents(self) -> list[Document]:
         """Return the local workers' contexts in virtual-rank order, for a checkpoint; buffers are no copies."""
+        names = list(map(plain_name, self._model_buffers.names))
         return [
             {
                 "virtual_rank": rank,
-                "streams": self._contexts[rank].streams.to_document(),
-                "buffers": dict(zip(self._buffers.names, self._contexts[rank].buffers, strict=True)),
+                "streams": self._streams[rank].to_document(),
+                "buffers": dict(zip(names, self._buffers[rank], strict=True)),
             }
             for rank in self._local
         ]
 
     def load(self, documents: list[Document], where: str) -> None:
-        """Take the local workers' contexts from those of all workers, with buffers by plain name.
-
-        Raises InputError when buffers do not fit.
-        """
-        loaded = {}
+        """Take the local workers' contexts from those of all workers. Raises InputError when buffers do not fit."""
+        names = list(map(plain_name, self._model_buffers.names))
         for rank in self._local:
-            document = documents[rank]
-            context = self._contexts[rank]
-            if (saved := set(document["buffers"])) != (present := set(self._buffers.plain_names)):
-                name = sorted(saved ^ present)[0]
-                side = "the checkpoint" if name in saved else "the model"
-                raise InputError(f"{where}:buffers", f"{name} is only in {side}", "build the model that was saved")
-            values: list[Tensor | None] = []
-            memo: dict[int, Tensor] = {}
-            for name, old in zip(self._buffers.plain_names, context.buffers, strict=True):
-                new = document["buffers"][name]
-                if new is not None and old is not None:  # tied in the model: tied again
-                    new = memo.setdefault(id(old), new.to(self._device))
-                values.append(new)
-            loaded[rank] = Context(RandomStreams.from_document(document["streams"]), values)
-        self._contexts = loaded
-        self._buffers.install(self._contexts[self._local[0]].buffers)
+            saved = documents[rank]["buffers"]
+            if odd := sorted(saved.keys() ^ set(names)):
+                side = "the checkpoint" if odd[0] in saved else "the model"
+                raise InputError(f"{where}:buffers", f"{odd[0]} is only in {side}", "build the model that was saved")
+            memo: dict[int, Tensor] = {}  # tied in the model: tied again
+            self._buffers[rank] = [
+                saved[name]
+                if saved[name] is None or old is None
+                else memo.setdefault(id(old), saved[name].to(self._device))
+                for name, old in zip(names, self._buffers[rank], strict=True)
+            ]
+            self._streams[rank] = RandomStreams.from_document(documents[rank]["streams"])
+        self._model_buffers.install(self._buffers[self._local[0]])
 
 
 class AttributeWatch:
@@ -261,13 +246,10 @@ class AttributeWatch:
         if not self._turns_left:
             return
         self._turns_left -= 1
-        present = dict(_attributes(self._model))
-        self._changed.append({key for key, value in present.items() if self._before.get(key) != value})
+        self._changed.append({key for key, value in _attributes(self._model) if self._before.get(key) != value})
         if self._turns_left == 0 and (both := sorted(set.intersection(*self._changed))):
-            module, name = both[0]
-            where = f"module {module}" if module else "the model"
-            others = ", ".join(f"{place or 'the model'}: {other}" for place, other in both[1:])
-            more = f" (and {others})" if others else ""
+            (where, name), *others = [(f"module {place}" if place else "the model", name) for place, name in both]
+            more = f" (and {', '.join(f'{place}: {other}' for place, other in others)})" if others else ""
             text = (
                 f"{where}: attribute {name}{more} changes in every turn. The logical workers of a process share it and no"
                 " checkpoint has it: if the computation uses it, the bits depend on the number of processes. Then"

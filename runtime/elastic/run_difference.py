@@ -1,7 +1,7 @@
 """The first thing in which two recorded training runs differ, and what is likely to blame. Start at :func:`compare_runs`.
 
-A record has one JSON line per step (:class:`~ddltool.runtime.elastic.digests.StepFile`). Two of them are read side by side, a
-step at a time, so memory does not depend on their length. This module does not import torch.
+A record has one JSON line per step (:class:`RecordedStep`). Two of them are read side by side, a step at a time, so
+memory does not depend on their length. This module does not import torch.
 """
 
 from __future__ import annotations
@@ -10,29 +10,24 @@ import gzip
 import json
 import os
 import zlib
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections import Counter
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any, Literal, TextIO
+from typing import Annotated, Any, Literal, TextIO
 
-from ddltool.errors import InputError, did_you_mean
+from pydantic import Field
 
-KIND = "step-digests"
-SCHEMA_VERSION = 1
-Cause = Literal[
-    "initial weights",
-    "random numbers",
-    "data order",
-    "data",
-    "buffers",
-    "kernel",
-    "reduction order",
-    "optimizer",
-    "code",
-]
+from ddltool.artifacts import Record, parse_record
+from ddltool.errors import InputError
+from ddltool.results import DifferingSetting, FirstDifference, RunDifference, RunSeen
 
-# What a difference of each kind of record means, when everything that comes earlier is equal. In causal order.
-WORKER_CAUSES: Mapping[str, tuple[Cause, str]] = {
+WorkerKind = Literal["random stream", "batch", "buffer before", "output", "loss", "gradient", "buffer"]
+SharedKind = Literal["parameter before", "combined gradient", "parameter"]
+Cause = tuple[str, str]
+"""A class of causes, and what it says of a difference when everything that comes earlier is equal."""
+
+# In causal order.
+WORKER_CAUSES: Mapping[WorkerKind, Cause] = {
     "random stream": (
         "random numbers",
         "the random state at the start of the turn; another seed, or draws that were not the worker's own",
@@ -47,288 +42,181 @@ WORKER_CAUSES: Mapping[str, tuple[Cause, str]] = {
     "gradient": ("kernel", "a kernel of the backward pass: another device type, number of threads or library"),
     "buffer": ("buffers", "module buffers after the turn: the kernel that updates them"),
 }
-SHARED_CAUSES: Mapping[str, tuple[Cause, str]] = {
+SHARED_CAUSES: Mapping[SharedKind, Cause] = {
     "combined gradient": ("reduction order", "the reduction: the order in which gradients are added"),
     "parameter": ("optimizer", "the optimizer: its state, its settings or its kernel"),
 }
-# In the line of step 0 alone.
-BEFORE = "parameter before"
-BEFORE_CAUSE: tuple[Cause, str] = (
+BEFORE: SharedKind = "parameter before"  # in the line of step 0 alone
+BEFORE_CAUSE = (
     "initial weights",
     "the weights that the runs began with: another initialisation, or another checkpoint",
 )
-ONLY_ONE: tuple[Cause, str] = (
-    "code",
-    "what only one of the runs has: other code, or another number of workers",
-)
-REORDERED: tuple[Cause, str] = (
+ONLY_ONE = ("code", "what only one of the runs has: other code, or another number of workers")
+REORDERED = (
     "data order",
     "the order of the data: the other run gives this batch to another worker in the same step",
 )
 A_RECORD = "give a record of steps (ElasticTrainer(record=...), RunRecorder)"
-Step = Mapping[str, Any]
-Run = str | os.PathLike[str] | Sequence[Step]
+Digests = dict[str, str]
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Difference:
-    """Where two runs part.
+class RecordedStep(Record):
+    """The fingerprints of one step: by virtual rank, kind and tensor, and those of what all workers share."""
 
-    Attributes:
-        step, epoch: the first step that differs, counted from 0.
-        worker: the virtual rank of the logical worker; None for what all share.
-        kind: a key of ``WORKER_CAUSES`` or ``SHARED_CAUSES``, or ``BEFORE``.
-        tensor: its name.
-        cause_class: what is to blame, in a word.
-        cause: what can be to blame, as all that comes before it is equal.
-        differing: how many tensors of each kind differ in that step; what follows from the first is among them.
-    """
-
-    step: int
-    epoch: int
-    worker: int | None
-    kind: str
-    tensor: str
-    cause_class: Cause
-    cause: str
-    differing: Mapping[str, int] = field(default_factory=dict)
-
-    def __str__(self) -> str:
-        who = "" if self.worker is None else f", logical worker {self.worker}"
-        return (
-            f"step {self.step}{who}: {self.kind} {self.tensor} differs. All before it is equal, so it is {self.cause}"
-        )
+    kind: Literal["step-digests"] = "step-digests"
+    schema_version: Literal[1] = 1
+    step: int = Field(ge=0)
+    epoch: int = Field(ge=0)
+    settings: dict[str, Any] = Field(default_factory=dict)
+    workers: dict[Annotated[str, Field(pattern="^[0-9]{1,9}$")], dict[WorkerKind, Digests]]
+    shared: dict[SharedKind, Digests]
 
 
-@dataclass(kw_only=True, slots=True)
-class Seen:
-    """What was read of one record. ``cut``: its last line is unfinished, as a killed run leaves it."""
-
-    steps: int = 0
-    first: int | None = None
-    last: int | None = None
-    cut: bool = False
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Comparison:
-    """What two records say of each other.
-
-    Attributes:
-        difference: the first one; None when no common step differs. Reading stops there.
-        common: steps in both records that were compared.
-        a, b: what was read of each.
-        settings: settings in which the first common steps differ: name, value in a, value in b (None: not recorded).
-    """
-
-    difference: Difference | None
-    common: int
-    a: Seen
-    b: Seen
-    settings: tuple[tuple[str, Any, Any], ...]
-
-    @property
-    def same_length(self) -> bool:
-        """Whether both records have the same steps, as far as was read, and end whole."""
-        return (self.a.steps, self.a.first) == (self.b.steps, self.b.first) and not (self.a.cut or self.b.cut)
-
-
-def compare_runs(a: Run, b: Run) -> Comparison:
-    """Compare two recorded runs up to the first difference, in causal order.
+def compare_runs(a: str | os.PathLike[str], b: str | os.PathLike[str]) -> RunDifference:
+    """Compare two records (``.gz`` too) up to the first difference, in causal order.
 
     Within a step: each kind of record in the order of ``WORKER_CAUSES``, each worker in virtual-rank order, each tensor
-    in the order in which it came to be; then what all workers share. ``a`` and ``b`` are paths of records (``.gz``
-    too) or their steps (:func:`read_steps`). Steps that only one of them has are left out. Raises InputError for what
-    is no record, and when they have no step in common.
+    in the order in which it came to be; then what all workers share. Steps that only one of them has are left out.
+    Raises InputError for what is no record, and when they have no step in common.
     """
-    seen = Seen(), Seen()
-    common = 0
-    settings: tuple[tuple[str, Any, Any], ...] = ()
-    for left, right in _pairs(_steps(a, seen[0]), _steps(b, seen[1])):
-        settings = settings if common else _different_settings(left, right)
+    one, other = StepReader(a), StepReader(b)
+    common, settings, difference = 0, list[DifferingSetting](), None
+    for left, right in _pairs(iter(one), iter(other)):
+        settings = settings if common else _different_settings(left.settings, right.settings)
         common += 1
-        found = _difference_of_step(left, right)
-        if found is not None:
-            return Comparison(difference=found, common=common, a=seen[0], b=seen[1], settings=settings)
-    for run, read in ((a, seen[0]), (b, seen[1])):
-        if not read.steps:
-            where = os.fspath(run) if isinstance(run, (str, os.PathLike)) else "run"
-            raise InputError(where, "has no whole step", A_RECORD)
+        if (difference := _difference_of_step(left, right)) is not None:
+            break
+    for reader in (one, other):
+        if not reader.steps:
+            raise InputError(reader.path, "has no whole step", A_RECORD)
     if not common:
-        problem = f"have no step in common ({_span(seen[0])} and {_span(seen[1])})"
-        raise InputError("runs", problem, "record two runs of the same training")
-    return Comparison(difference=None, common=common, a=seen[0], b=seen[1], settings=settings)
+        spans = " and ".join(f"steps {reader.first} to {reader.last}" for reader in (one, other))
+        raise InputError("runs", f"have no step in common ({spans})", "record two runs of the same training")
+    alike = (one.steps, one.first) == (other.steps, other.first) and not (one.cut or other.cut)
+    return RunDifference(
+        equal=difference is None,
+        same_length=difference is None and alike,
+        steps_compared=common,
+        a=one.seen(),
+        b=other.seen(),
+        settings=settings,
+        difference=difference,
+    )
 
 
-def first_difference(a: Run, b: Run) -> Difference | None:
+def first_difference(a: str | os.PathLike[str], b: str | os.PathLike[str]) -> FirstDifference | None:
     """Return the first thing in which two recorded runs differ (:func:`compare_runs`); None when no common step does."""
     return compare_runs(a, b).difference
 
 
-def read_steps(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
-    """Return all steps of a record. A last line that a killed process left unfinished is left out.
+class StepReader:
+    """The steps of a record in ascending order, and what was read of it so far.
 
-    Raises InputError when the file is missing or is not such a record.
+    Attributes:
+        steps: how many.
+        first, last: their numbers.
+        cut: whether the last line is unfinished, as a killed run leaves it; it is left out.
     """
-    return [dict(step) for step in iterate_steps(path)]
 
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        self.path = os.fspath(path)
+        self.steps = 0
+        self.first: int | None = None
+        self.last: int | None = None
+        self.cut = False
 
-def iterate_steps(path: str | os.PathLike[str]) -> Iterator[Step]:
-    """Yield what :func:`read_steps` returns, one step at a time. Raises as it does, when it gets there."""
-    return _steps(path, Seen())
+    def seen(self) -> RunSeen:
+        """Return what was read."""
+        return RunSeen(steps_read=self.steps, first_step=self.first, last_step=self.last, cut=self.cut)
 
+    def __iter__(self) -> Iterator[RecordedStep]:
+        """Yield the steps. Raises InputError when the file is missing or is no such record, when it gets there."""
+        for step in self._lines():
+            if self.last is not None and step.step <= self.last:
+                again = "comes twice" if step.step == self.last else f"comes after step {self.last}"
+                raise InputError(self.path, f"step {step.step} {again}", "give the record of one run")
+            self.first = step.step if self.first is None else self.first
+            self.last = step.step
+            self.steps += 1
+            yield step
 
-def _span(seen: Seen) -> str:
-    return f"steps {seen.first} to {seen.last}"
-
-
-def _steps(run: Run, seen: Seen) -> Iterator[Step]:
-    """Yield a run's steps in ascending order, noting in ``seen`` what was read."""
-    where = os.fspath(run) if isinstance(run, (str, os.PathLike)) else "run"
-    for step in _lines(where, seen) if isinstance(run, (str, os.PathLike)) else run:
-        number = step["step"]
-        if seen.last is not None and number <= seen.last:
-            again = "comes twice" if number == seen.last else f"comes after step {seen.last}"
-            raise InputError(where, f"step {number} {again}", "give the record of one run")
-        seen.first = number if seen.first is None else seen.first
-        seen.last = number
-        seen.steps += 1
-        yield step
-
-
-def _lines(where: str, seen: Seen) -> Iterator[Step]:
-    try:
-        with _open(where) as file:
-            for number, line in enumerate(file, start=1):
-                whole = line.endswith("\n")
-                try:
-                    step = json.loads(line, object_pairs_hook=_distinct, parse_constant=str)
-                except (ValueError, RecursionError) as error:
-                    if not whole:  # a process that is killed while it writes leaves a line without an end
-                        seen.cut = True
-                        return
-                    what = error if isinstance(error, _Twice) else "is not JSON"
-                    raise InputError(f"{where}:{number}", str(what), A_RECORD) from None
-                yield _checked(step, f"{where}:{number}")
-    except EOFError:  # a compressed record whose writer was killed
-        seen.cut = True
-    except (OSError, zlib.error) as error:
-        problem = getattr(error, "strerror", None) or "is damaged"
-        raise InputError(where, f"cannot be read ({problem})", "give the path of a record") from None
-    except UnicodeDecodeError:
-        raise InputError(where, "is no text", A_RECORD) from None
+    def _lines(self) -> Iterator[RecordedStep]:
+        try:
+            with _open(self.path) as file:
+                for number, line in enumerate(file, start=1):
+                    try:
+                        document = json.loads(line, parse_constant=str)
+                    except (ValueError, RecursionError):
+                        if not line.endswith("\n"):
+                            self.cut = True
+                            return
+                        raise InputError(f"{self.path}:{number}", "is not JSON", A_RECORD) from None
+                    yield parse_record(document, RecordedStep, f"{self.path}:{number}")
+        except EOFError:  # a compressed record whose writer was killed
+            self.cut = True
+        except (OSError, zlib.error) as error:
+            problem = getattr(error, "strerror", None) or "is damaged"
+            raise InputError(self.path, f"cannot be read ({problem})", "give the path of a record") from None
+        except UnicodeDecodeError:
+            raise InputError(self.path, "is no text", A_RECORD) from None
 
 
 def _open(path: str) -> TextIO:
     return gzip.open(path, "rt", encoding="utf-8") if path.endswith(".gz") else Path(path).open(encoding="utf-8")
 
 
-class _Twice(ValueError):
-    """A key that stands twice in one JSON object."""
-
-
-def _distinct(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    made = dict(pairs)
-    if len(made) != len(pairs):
-        names = [name for name, _ in pairs]
-        raise _Twice(f"has {next(name for name in names if names.count(name) > 1)!r} twice")
-    return made
-
-
-def _checked(step: Any, where: str) -> Step:
-    """Return a step. Raises InputError unless it has the shape of one."""
-    if not isinstance(step, dict) or (step.get("kind"), step.get("schema_version")) != (KIND, SCHEMA_VERSION):
-        raise InputError(where, f"is no {KIND} of version {SCHEMA_VERSION}", A_RECORD)
-    for name in ("step", "epoch"):
-        value = step.get(name)
-        if not isinstance(value, int) or isinstance(value, bool) or value < 0:
-            raise InputError(f"{where}:{name}", f"is {value!r}", "a whole number, 0 or more")
-    if not isinstance(step.get("settings", {}), dict):
-        raise InputError(f"{where}:settings", "is no mapping", A_RECORD)
-    groups = step.get("workers")
-    if not isinstance(groups, dict) or not all(_is_rank(rank) for rank in groups):
-        raise InputError(f"{where}:workers", "is no mapping from virtual ranks", A_RECORD)
-    for name, kinds in [*groups.items(), ("shared", step.get("shared"))]:
-        good = isinstance(kinds, dict) and all(
-            isinstance(tensors, dict) and all(isinstance(digest, str) for digest in tensors.values())
-            for tensors in kinds.values()
-        )
-        if not good:
-            raise InputError(f"{where}:{name}", "does not map kinds to tensors to digests", A_RECORD)
-        known = {*SHARED_CAUSES, BEFORE} if name == "shared" else WORKER_CAUSES.keys()
-        if unknown := sorted(kinds.keys() - known):
-            raise InputError(f"{where}:{name}", f"unknown kind {unknown[0]!r}", did_you_mean(unknown[0], known))
-    return step
-
-
-def _is_rank(text: str) -> bool:
-    return text.isascii() and text.isdigit() and len(text) < 10
-
-
-def _pairs(a: Iterator[Step], b: Iterator[Step]) -> Iterator[tuple[Step, Step]]:
+def _pairs(a: Iterator[RecordedStep], b: Iterator[RecordedStep]) -> Iterator[tuple[RecordedStep, RecordedStep]]:
     """Yield the steps of equal number of two ascending runs, reading both to their ends."""
     left, right = next(a, None), next(b, None)
     while left is not None and right is not None:
-        if left["step"] == right["step"]:
+        if left.step == right.step:
             yield left, right
-            left, right = next(a, None), next(b, None)
-        elif left["step"] < right["step"]:
-            left = next(a, None)
-        else:
-            right = next(b, None)
+        behind = left.step <= right.step, right.step <= left.step
+        left, right = next(a, None) if behind[0] else left, next(b, None) if behind[1] else right
     for rest in (a, b):
         for _ in rest:
             pass
 
 
-def _different_settings(a: Step, b: Step) -> tuple[tuple[str, Any, Any], ...]:
-    left, right = a.get("settings", {}), b.get("settings", {})
-    names = [*left, *(name for name in right if name not in left)]
-    return tuple((name, left.get(name), right.get(name)) for name in names if left.get(name) != right.get(name))
+def _different_settings(a: Mapping[str, Any], b: Mapping[str, Any]) -> list[DifferingSetting]:
+    names = dict.fromkeys([*a, *b])
+    return [DifferingSetting(name=name, a=a.get(name), b=b.get(name)) for name in names if a.get(name) != b.get(name)]
 
 
-def _difference_of_step(a: Step, b: Step) -> Difference | None:
-    ranks = sorted(set(a["workers"]) | set(b["workers"]), key=int)
-    places: list[tuple[str, str | None, tuple[Cause, str]]] = []
-    if BEFORE in a["shared"] and BEFORE in b["shared"]:  # older records have none
+def _difference_of_step(a: RecordedStep, b: RecordedStep) -> FirstDifference | None:
+    ranks = sorted(a.workers.keys() | b.workers.keys(), key=int)
+    places: list[tuple[str, str | None, Cause]] = []
+    if BEFORE in a.shared and BEFORE in b.shared:  # a run that was continued has none
         places.append((BEFORE, None, BEFORE_CAUSE))
     places += [(kind, rank, cause) for kind, cause in WORKER_CAUSES.items() for rank in ranks]
     places += [(kind, None, cause) for kind, cause in SHARED_CAUSES.items()]
-    first: tuple[str, str | None, str, tuple[Cause, str]] | None = None
-    differing: dict[str, int] = {}
+    first: tuple[str, str | None, str, Cause] | None = None
+    differing = Counter[str]()
     for kind, rank, cause in places:
         one, other = _tensors(a, rank, kind), _tensors(b, rank, kind)
-        for name in [*one, *(name for name in other if name not in one)]:
-            if one.get(name) == other.get(name):
-                continue
-            differing[kind] = differing.get(kind, 0) + 1
-            if first is None:
-                missing = name not in one or name not in other
-                first = (kind, rank, name, ONLY_ONE if missing else cause)
+        names = [name for name in dict.fromkeys([*one, *other]) if one.get(name) != other.get(name)]
+        differing[kind] += len(names)
+        if names and first is None:
+            first = kind, rank, names[0], cause if names[0] in one and names[0] in other else ONLY_ONE
     if first is None:
         return None
     kind, rank, name, (cause_class, text) = first
-    if kind == "batch" and rank is not None and cause_class == "data" and _moved(a, b, rank, name):
-        cause_class, text = REORDERED
-    return Difference(
-        step=a["step"],
-        epoch=a["epoch"],
+    if cause_class == "data" and rank is not None:
+        wanted = _tensors(a, rank, kind)[name]
+        if any(_tensors(b, other, kind).get(name) == wanted for other in b.workers if other != rank):
+            cause_class, text = REORDERED
+    return FirstDifference(
+        step=a.step,
+        epoch=a.epoch,
         worker=None if rank is None else int(rank),
-        kind=kind,
+        record=kind,
         tensor=name,
         cause_class=cause_class,
         cause=text,
-        differing=differing,
+        differing_in_step={kind: count for kind, count in differing.items() if count},
     )
 
 
-def _tensors(step: Step, rank: str | None, kind: str) -> Mapping[str, str]:
-    group = step["shared"] if rank is None else step["workers"].get(rank, {})
-    found: Mapping[str, str] = group.get(kind, {})
-    return found
-
-
-def _moved(a: Step, b: Step, rank: str, name: str) -> bool:
-    """Return whether this worker's batch in ``a`` is another worker's in ``b``."""
-    wanted = _tensors(a, rank, "batch")[name]
-    return any(_tensors(b, other, "batch").get(name) == wanted for other in b["workers"] if other != rank)
+def _tensors(step: RecordedStep, rank: str | None, kind: str) -> Digests:
+    group: Mapping[str, Digests] = step.shared if rank is None else step.workers.get(rank, {})  # type: ignore[assignment]
+    return group.get(kind, {})

@@ -1,11 +1,10 @@
 """Batches for all logical workers of a process, made by data workers that they share. Start at :class:`SampleFeed`.
 
 EasyScale (Li et al., SC 2023), section 3.2, "Optimizing data pre-processing": only one logical worker trains at a time
-on a process, so a few data workers serve all of them, in the order of the turns, instead of a few for each. The paper
-queues the random states of the mini-batches that were made and not yet used, a state for each pair of logical and data
-worker. Here every mini-batch has a state of its own, which follows from the seed, the virtual rank, and the place in
-the epoch. So there is nothing to queue or to keep in a checkpoint, the number of data workers does not matter, and no
-mini-batch waits for the one before it.
+on a process, so a few data workers serve all of them, in the order of the turns. The paper queues the random states of
+the mini-batches that were made and not yet used. Here every mini-batch has a state of its own, which follows from the
+seed, the virtual rank, and the place in the epoch: there is nothing to queue or to keep in a checkpoint, and the number
+of data workers does not matter.
 """
 
 from __future__ import annotations
@@ -23,12 +22,13 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch.utils.data import DataLoader, Dataset, Sampler
+from torch.utils.data import DataLoader, Dataset
 from torch.utils.data._utils import signal_handling
 
 from ddltool.errors import InputError
 
 DYING_S = 2.0  # from the moment that a broken connection shows until the process counts as ended
+PREFETCHED = 2  # batches that each data worker makes ahead
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,56 +57,32 @@ class _Batches(Dataset[Any]):
         return self._collate([self._dataset[index] for index in task.indices])
 
 
-class _Order(Sampler[Task]):
-    """The tasks of the rest of an epoch, in the order of the turns."""
-
-    def __init__(self) -> None:
-        self.tasks: Sequence[Task] = ()
-
-    def __iter__(self) -> Iterator[Task]:
-        return iter(self.tasks)
-
-
 class SampleFeed:
     """Makes batches in the order in which they are asked for; ``workers`` processes make them ahead.
 
     With 0 workers they are made here, with one thread, as data workers have; the caller keeps the global random
-    generators of this process out of it.
-
-    Args:
-        dataset: map-style; sees the global generators of Python, NumPy and torch seeded anew for every batch.
-        collate: makes a batch of a list of samples.
-        seed: of the run.
-        workers: data worker processes.
-        prefetch: batches that each makes ahead.
-
-    Raises InputError for a negative number of workers.
+    generators of this process out of it. ``dataset`` (map-style) sees the global generators of Python, NumPy and torch
+    seeded anew for every batch. Raises InputError for a negative number of workers.
     """
 
     def __init__(
-        self,
-        dataset: Dataset[Any],
-        collate: Callable[[list[Any]], Any],
-        *,
-        seed: int = 0,
-        workers: int = 0,
-        prefetch: int = 2,
+        self, dataset: Dataset[Any], collate: Callable[[list[Any]], Any], *, seed: int = 0, workers: int = 0
     ) -> None:
         if workers < 0:
             raise InputError("data_workers", f"is {workers}", "give 0 or more")
         self.workers = workers
-        self._order = _Order()
         self._batches = _Batches(dataset, collate, seed)
+        self._tasks: list[Task] = []
         self._loader: DataLoader[Any] | None = None
         if workers:
             with warnings.catch_warnings():  # how many workers there are is the user's to say
                 warnings.simplefilter("ignore")
                 self._loader = DataLoader(
                     self._batches,
-                    sampler=self._order,
+                    sampler=self._tasks,
                     batch_size=None,
                     num_workers=workers,
-                    prefetch_factor=prefetch,
+                    prefetch_factor=PREFETCHED,
                     persistent_workers=True,
                     generator=torch.Generator(),  # else it would draw from the stream of whoever is switched in
                 )
@@ -117,11 +93,15 @@ class SampleFeed:
         """Yield the batch of every task, in order. Raises InputError, naming it, when a data worker is gone."""
         if self._loader is None:
             for task in tasks:
-                with _one_thread():
+                threads = torch.get_num_threads()
+                torch.set_num_threads(1)
+                try:
                     batch = self._batches[task]
+                finally:
+                    torch.set_num_threads(threads)
                 yield batch
             return
-        self._order.tasks = tasks
+        self._tasks[:] = tasks
         with warnings.catch_warnings(), _signal_kept():
             warnings.simplefilter("ignore")
             source = iter(self._loader)
@@ -150,12 +130,10 @@ class SampleFeed:
         """Return a data worker that has ended and its number, (0, None) where there is none."""
         processes = getattr(getattr(self._loader, "_iterator", None), "_workers", [])
         deadline = time.monotonic() + DYING_S
-        while processes:
+        while processes and time.monotonic() < deadline:
             for number, process in enumerate(processes):
                 if process.exitcode is not None:
                     return number, process
-            if time.monotonic() > deadline:
-                break
             time.sleep(0.01)
         return 0, None
 
@@ -184,13 +162,3 @@ def _signal_kept() -> Iterator[None]:
     finally:
         signal.signal(signal.SIGCHLD, before if before is not None else signal.SIG_DFL)
         signal_handling._SIGCHLD_handler_set = False  # another loader may set it again
-
-
-@contextmanager
-def _one_thread() -> Iterator[None]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(threads)

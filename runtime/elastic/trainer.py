@@ -17,27 +17,32 @@ are. Each has its data shard, its random streams and its module buffers, and the
 from __future__ import annotations
 
 import os
+import signal
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import asdict
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 import torch
 import torch.distributed as dist
+from pydantic import Field
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils.data import Dataset
+from torch.utils.data import Dataset, default_collate
 
+from ddltool.artifacts import Record, parse_record
 from ddltool.errors import InputError
 from ddltool.runtime.elastic import checkpoint
-from ddltool.runtime.elastic.ordered_mean import Order
-from ddltool.runtime.elastic.processes import Processes, start_processes
-from ddltool.runtime.elastic.turns import REDUCTIONS, Reduction, Settings, Step, Turns
+from ddltool.runtime.elastic.contexts import AttributeWatch, Contexts, kept, plain_name
+from ddltool.runtime.elastic.ordered_mean import MIB, OrderedMean
+from ddltool.runtime.elastic.processes import Processes
+from ddltool.runtime.elastic.recording import Recorder
+from ddltool.runtime.elastic.sample_feed import SampleFeed, Task
+from ddltool.runtime.hook.batches import VariableBatchSampler
 from ddltool.runtime.hook.job import dataset_length
-
-__all__ = ["ElasticTrainer", "Step", "start_processes"]
+from ddltool.runtime.hook.stopping import StopSignals
 
 _PARTS = ("settings", "environment", "position", "buckets", "parameters", "optimizer", "extras", "workers")
 BUILD_THE_SAME = "give the settings of the run that is continued"
@@ -55,7 +60,41 @@ class Stateful(Protocol):
         ...
 
 
-class ElasticTrainer(Turns):
+class Settings(Record):
+    """What the bits of a run depend on and the user chooses; a checkpoint is continued with the same."""
+
+    max_workers: int = Field(ge=1)
+    batch_size: int = Field(ge=1)
+    accumulation: int = Field(ge=1)
+    seed: int = Field(ge=0, lt=2**63)
+    dataset_size: int
+    sample_streams: Literal["turn", "batch"]
+    """What augmentations draw from: the worker's streams in its ``turn``, or a state of its own for each ``batch``."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Step:
+    """A step that was made.
+
+    Attributes:
+        number: steps made so far in the whole run, this one included.
+        epoch: its epoch.
+        losses: each logical worker's loss in virtual-rank order (mean over its micro-batches); NaN where not given.
+        stop: a process was asked to stop (:meth:`ElasticTrainer.stop_on`); the same on all processes.
+    """
+
+    number: int
+    epoch: int
+    losses: tuple[float, ...]
+    stop: bool
+
+    @property
+    def loss(self) -> float:
+        """The mean over the logical workers."""
+        return sum(self.losses) / len(self.losses)
+
+
+class ElasticTrainer:
     """``max_workers`` logical workers on this job's processes; parameters, buffers and losses do not depend on how many.
 
     Process 0's parameters and buffers are the ones that training starts from. Every step takes ``max_workers *
@@ -78,18 +117,13 @@ class ElasticTrainer(Turns):
         batch_size: samples per logical worker and micro-batch.
         accumulation: micro-batches per logical worker and step.
         placement: logical workers of each process; None: as even as possible.
-        order: how gradients are added: ``ranked`` ((g0 + g1) + g2) + g3, or ``tree`` (g0 + g1) + (g2 + g3). The bits
-            differ between the two.
-        reduction: how a ``ranked`` sum comes about: ``chain``, the default for models on the host, passes it from process
-            to process during the backward passes, with one sum in memory; ``gather`` sends everything to everybody at
-            the end of a step. The same bits. ``tree`` gathers.
         bucket_mib: gradients that travel together, MiB.
         data_workers: processes that make batches ahead for all logical workers here; the samples and augmentations do
             not depend on how many, 0 included. Augmentations then draw from a state of their own for every batch; None:
             from the logical worker's streams, within its turn, as in a plain loop.
         collate: makes a batch of a list of samples; None: torch's ``default_collate``.
         extras: what else belongs into a checkpoint, by name, such as the learning-rate scheduler.
-        record: a file for the fingerprints of every step (see :mod:`ddltool.runtime.elastic.digests`); slow, for finding out.
+        record: a file for the fingerprints of every step (see :mod:`~.recording`); slow, for finding out.
 
     Raises InputError where the job, the model or the settings do not allow equal bits.
     """
@@ -106,8 +140,6 @@ class ElasticTrainer(Turns):
         seed: int = 0,
         accumulation: int = 1,
         placement: Sequence[int] | None = None,
-        order: Order = "ranked",
-        reduction: Reduction | None = None,
         bucket_mib: float = 25.0,
         data_workers: int | None = None,
         collate: Callable[[list[Any]], Any] | None = None,
@@ -115,37 +147,67 @@ class ElasticTrainer(Turns):
         record: str | os.PathLike[str] | None = None,
     ) -> None:
         _check_model(model)
-        settings = Settings(
+        self.model, self.optimizer, self.loss_fn, self.dataset = model, optimizer, loss_fn, dataset
+        self.device = next(model.parameters()).device
+        self.settings = _settings(
             max_workers=max_workers,
             batch_size=batch_size,
             accumulation=accumulation,
             seed=seed,
-            order=order,
             dataset_size=dataset_length(dataset),
             sample_streams="turn" if data_workers is None else "batch",
         )
-        chosen = _reduction(reduction, order, model)
-        processes = Processes.this(max_workers, placement, dealt=chosen == "chain")
+        if not 0 < bucket_mib < 2**40:  # NaN is neither
+            raise InputError("bucket_mib", f"is {bucket_mib}", "give the size of a bucket in MiB, above 0")
+        self.processes = Processes.this(max_workers, placement)
         torch.use_deterministic_algorithms(True)
-        here = checkpoint.environment(next(model.parameters()).device)
-        environment = ", ".join(f"{name} {value}" for name, value in here.items())
-        processes.job.demand_same("environment", environment, "give all processes the same: torch.set_num_threads")
+        here = checkpoint.environment(self.device)
+        known = ", ".join(f"{name} {value}" for name, value in here.items())
+        self.processes.job.demand_same("environment", known, "give all processes the same: torch.set_num_threads")
         _broadcast([*model.parameters(), *model.buffers()], 0)
-        super().__init__(
-            model,
-            optimizer,
-            dataset,
-            settings,
-            processes,
-            bucket_mib=bucket_mib,
-            reduction=chosen,
-            data_workers=data_workers,
-            collate=collate,
-            record=record,
-        )
-        self.loss_fn = loss_fn
+        local, self._first = self.processes.local, self.processes.owners[0]
+        self._samplers = {
+            rank: VariableBatchSampler(
+                self.settings.dataset_size, [batch_size * accumulation] * max_workers, rank, True, seed, drop_last=True
+            )
+            for rank in local
+        }
+        self._contexts = Contexts(model, local, seed, self.device)
+        self._attributes = AttributeWatch(model, self.processes.rank == self._first)  # one process tells
+        self._bucket_bytes = int(bucket_mib * MIB)
+        self._mean = self._new_mean(None)
+        self._collate = collate or default_collate
+        self._feed = None
+        if data_workers is not None:
+            self._feed = SampleFeed(dataset, self._collate, seed=seed, workers=data_workers)
+        self._recorder = None
+        if record is not None:
+            self._recorder = Recorder(model, self.processes.job, record, self.settings.model_dump() | here)
         self._extras = dict(extras or {})
         self._stamps: dict[Path, checkpoint.Stamp | None] = {}  # of what this run has read and written
+        self._stops: list[StopSignals] = []
+        self.epoch_number, self.step_in_epoch, self.steps_made = 0, 0, 0
+        self.last_step: Step | None = None
+        self._losses: dict[int, list[Tensor]] = {}
+        self._micro_batches = 0
+        self._awaits_update = False
+        optimizer.register_step_post_hook(self._updated)
+
+    def _new_mean(self, buckets: list[list[str]] | None) -> OrderedMean:
+        return OrderedMean(
+            dict(self.model.named_parameters()),
+            self.processes,
+            turns_per_worker=self.settings.accumulation,
+            bucket_bytes=self._bucket_bytes,
+            buckets=buckets,
+        )
+
+    @property
+    def steps_per_epoch(self) -> int:
+        """Steps in one epoch."""
+        return len(next(iter(self._samplers.values())))
+
+    # Training.
 
     def epoch(self, epoch: int) -> Iterator[Step]:
         """Train the rest of an epoch, one step per item. An epoch that is behind already yields nothing."""
@@ -154,7 +216,7 @@ class ElasticTrainer(Turns):
         with self._feed.watched() if self._feed is not None else nullcontext():
             for *inputs, target in self.batches(epoch):
                 loss = self.loss_fn(self.model(*inputs), target)
-                if self._turn_ends:
+                if (self._micro_batches + 1) % self.settings.accumulation == 0:
                     self._mean.expect()
                 loss.backward()
                 if self.turn_done(loss):
@@ -162,10 +224,129 @@ class ElasticTrainer(Turns):
                     assert self.last_step is not None
                     yield self.last_step
 
-    def close(self) -> None:
-        """End the data workers, if there are any; otherwise they end with the process or when this is collected."""
-        if self._feed is not None:
-            self._feed.close()
+    def batches(self, epoch: int) -> Iterator[Any]:
+        """Yield this process's micro-batches of the rest of an epoch; each is to be followed by :meth:`turn_done`.
+
+        ::
+
+            for inputs, target in trainer.batches(epoch):
+                loss = loss_fn(model(inputs), target)
+                loss.backward()
+                if trainer.turn_done(loss):          # .grad now holds the mean over all logical workers
+                    optimizer.step()
+
+        No ``zero_grad`` is needed. While a batch is out, its logical worker is switched in; after ``turn_done`` of the
+        last one in a step none is. An epoch that is behind already yields nothing.
+        """
+        if self._losses:
+            raise InputError("trainer.batches", "a step was left before its end", "load a checkpoint")
+        if epoch < self.epoch_number:
+            return
+        if epoch > self.epoch_number:
+            self.epoch_number, self.step_in_epoch = epoch, 0
+        source = self._fetched(epoch)
+        while self.step_in_epoch < self.steps_per_epoch:
+            for rank in self.processes.local:
+                self._begin_turn(rank)
+                for _ in range(self.settings.accumulation):
+                    batch = _moved(next(source), self.device)
+                    if self._recorder is not None:
+                        self._recorder.batch(batch)
+                    before = self._micro_batches
+                    yield batch
+                    if self._micro_batches == before:
+                        problem = "a batch was not followed by turn_done"
+                        raise InputError("trainer.batches", problem, "call it each time")
+
+    def _fetched(self, epoch: int) -> Iterator[Any]:
+        """Yield the batches of the rest of the epoch in the order of the turns, each fetched when it is asked for."""
+        for sampler in self._samplers.values():
+            sampler.set_epoch(epoch)
+        shares = {rank: list(sampler) for rank, sampler in self._samplers.items()}
+        size, places = self.settings.batch_size, range(self.settings.accumulation)
+        tasks = [
+            Task(rank, epoch, step, place, tuple(shares[rank][step][place * size : (place + 1) * size]))
+            for step in range(self.step_in_epoch, self.steps_per_epoch)
+            for rank in self.processes.local
+            for place in places
+        ]
+        if self._feed is None:
+            for task in tasks:
+                yield self._collate([self.dataset[index] for index in task.indices])
+            return
+        batches = self._feed.batches(tasks)
+        for _ in tasks:
+            with nullcontext() if self._feed.workers else kept(self.device):
+                batch = next(batches)
+            yield batch
+
+    def _begin_turn(self, rank: int) -> None:
+        self._awaits_update = False
+        self._mean.clear()
+        self._mean.begin(rank)
+        self._contexts.enter(rank)
+        self._attributes.begin()
+        if self._recorder is not None:
+            self._recorder.begin(rank, *self._contexts.seen())
+
+    def turn_done(self, loss: Tensor | None = None) -> bool:
+        """Say that the backward pass of a micro-batch is over; return whether the step's gradients are complete.
+
+        True once per step, on every process: then ``.grad`` is the mean over all logical workers. ``loss`` (a scalar) is
+        for :attr:`Step.losses`.
+        """
+        rank = self._contexts.active
+        if rank is None:
+            raise InputError("turn_done", "no logical worker is switched in", "call it once per batch")
+        losses = self._losses.setdefault(rank, [])
+        losses.append(torch.tensor(torch.nan) if loss is None else loss.detach())
+        if self._recorder is not None:
+            self._recorder.loss(losses[-1])
+        self._micro_batches += 1
+        if self._micro_batches % self.settings.accumulation:
+            return False
+        if self._recorder is not None:
+            self._recorder.end(None, self._contexts.seen()[1])
+        self._attributes.end()
+        last = rank == self.processes.local[-1]
+        self._contexts.leave(last)
+        self._mean.take(rank)
+        if last:
+            self._finish_step()
+        return last
+
+    def _finish_step(self) -> None:
+        losses = [[float(value) for value in self._losses[rank]] for rank in self.processes.local]
+        stop = float(any(signals.came for signals in self._stops))
+        notes = torch.tensor([[sum(each) / len(each), stop] for each in losses], dtype=torch.float64)
+        table = self._mean.finish(notes)
+        self._losses = {}
+        self.step_in_epoch += 1
+        self.steps_made += 1
+        self.last_step = Step(
+            number=self.steps_made,
+            epoch=self.epoch_number,
+            losses=tuple(table[:, 0].tolist()),
+            stop=bool(table[:, 1].any()),
+        )
+        self._awaits_update = True
+        if self._recorder is not None:
+            self._recorder.combined(first=self.steps_made == 1)
+
+    def _updated(self, *_: object) -> None:
+        """Note that the optimizer made its step, and write the step's fingerprints."""
+        if self._recorder is not None and self._awaits_update:
+            self._recorder.write(self.steps_made - 1, self.epoch_number)
+        self._awaits_update = False
+
+    def stop_on(self, *numbers: signal.Signals) -> None:
+        """Let a signal, on any process, set :attr:`Step.stop` of a step on all of them, instead of ending the process.
+
+        ``if step.stop: trainer.save(path); break`` is then a checkpoint on request. Without ``numbers``: SIGTERM and
+        SIGINT (Ctrl-C), of which a second one ends at once (:class:`~ddltool.runtime.hook.stopping.StopSignals`).
+        """
+        self._stops.append(StopSignals(*numbers))
+        self._stops[-1].open(all_of_them=True)
 
     @contextmanager
     def evaluating(self) -> Iterator[nn.Module]:
@@ -173,15 +354,26 @@ class ElasticTrainer(Turns):
         self._demand_between_steps("evaluating")
         was_training = self.model.training
         buffers = list(self.model.buffers())
-        kept = [value.clone() for value in buffers]
-        _broadcast(buffers, self.processes.first)
+        own = [value.clone() for value in buffers]
+        _broadcast(buffers, self._first)
         self.model.eval()
         try:
             yield self.model
         finally:
             self.model.train(was_training)
-            for value, own in zip(buffers, kept, strict=True):
-                value.copy_(own)
+            for value, before in zip(buffers, own, strict=True):
+                value.copy_(before)
+
+    def close(self) -> None:
+        """End the data workers, if there are any; otherwise they end with the process or when this is collected."""
+        if self._feed is not None:
+            self._feed.close()
+
+    # Checkpoints.
+
+    def _demand_between_steps(self, what: str) -> None:
+        if self._contexts.active is not None or self._losses or self._awaits_update:
+            raise InputError(what, "the step is not over", "call it after optimizer.step(), before the next batch")
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write a checkpoint, atomically; all processes call this together, between steps.
@@ -191,38 +383,33 @@ class ElasticTrainer(Turns):
         only pickle could bring back.
         """
         self._demand_between_steps("save")
-        rank, first = self.processes.rank, self.processes.first
+        job, first = self.processes.job, self._first
         own: dict[str, Any] = {"workers": self._contexts.to_documents()}
-        if rank == first:  # extras that copy buffers, as AveragedModel does, copied virtual rank 0's here
+        if job.rank == first:  # extras that copy buffers, as AveragedModel does, copied virtual rank 0's here
             own["extras"] = {name: value.state_dict() for name, value in self._extras.items()}
         # Process 0 takes its own as they are: `write` refuses what cannot be read back.
-        share = self.processes.job.together(lambda: checkpoint.encode_readable(path, own) if rank else b"")
-        parts = self.processes.gather_bytes(share)
+        shares = job.gather(job.together(lambda: checkpoint.encode(path, own) if job.rank else b""))
 
         def write() -> None:
-            if rank == 0:
-                documents = [own, *map(checkpoint.decode, parts[1:])]
+            if job.rank == 0:
+                documents = [own, *map(checkpoint.decode, shares[1:])]
                 workers = [worker for document in documents for worker in document["workers"]]
                 workers.sort(key=lambda worker: worker["virtual_rank"])
-                content = self._content(workers, documents[first]["extras"])
+                content = {
+                    "settings": self.settings.model_dump(),
+                    "environment": checkpoint.environment(self.device),
+                    "position": {"epoch": self.epoch_number, "step": self.step_in_epoch, "steps_made": self.steps_made},
+                    "buckets": self._mean.bucket_names,
+                    "parameters": {name: value.detach() for name, value in self.model.named_parameters()},
+                    "optimizer": self.optimizer.state_dict(),
+                    "optimizer_class": type(self.optimizer).__name__,
+                    "extras": documents[first]["extras"],
+                    "workers": workers,
+                }
                 place = Path(path).absolute()
-                self._stamps[place] = checkpoint.write(path, content, self._stamps.get(place))
+                self._stamps[place] = checkpoint.write(path, checkpoint.uncompiled(content), self._stamps.get(place))
 
-        self.processes.job.together(write)
-
-    def _content(self, workers: list[dict[str, Any]], extras: dict[str, Any]) -> dict[str, Any]:
-        content = {
-            "settings": asdict(self.settings),
-            "environment": checkpoint.environment(self.device),
-            "position": {"epoch": self.epoch_number, "step": self.step_in_epoch, "steps_made": self.steps_made},
-            "buckets": self._mean.bucket_names,
-            "parameters": {name: value.detach() for name, value in self.model.named_parameters()},
-            "optimizer": self.optimizer.state_dict(),
-            "optimizer_class": type(self.optimizer).__name__,
-            "extras": extras,
-            "workers": workers,
-        }
-        return checkpoint.uncompiled(content)
+        job.together(write)
 
     def resume(self, path: str | os.PathLike[str]) -> bool:
         """Continue from a checkpoint if there is one; return whether there was. All processes call this together.
@@ -230,8 +417,7 @@ class ElasticTrainer(Turns):
         Raises InputError, on every process, when the checkpoint does not fit, or was made where other bits must be
         expected: other threads, device type or torch.
         """
-        found = Path(path).exists()
-        older = checkpoint.previous(Path(path))
+        found, older = Path(path).exists(), checkpoint.previous(Path(path))
         if not found and older.exists() and self.processes.rank == 0:
             text = f"{path} is missing and {older} is there: starting anew; rename it to continue from it"
             warnings.warn(text, stacklevel=2)
@@ -246,10 +432,10 @@ class ElasticTrainer(Turns):
         mark = checkpoint.stamp(path)
         content = self.processes.job.together(lambda: self._checked(path))
         self.processes.job.demand_same(os.fspath(path), checkpoint.content_digest(content), "use a folder that all see")
-        names = {checkpoint.plain_name(name): name for name, _ in self.model.named_parameters()}
+        names = {plain_name(name): name for name, _ in self.model.named_parameters()}
         with torch.no_grad():
             for name, value in self.model.named_parameters():
-                value.copy_(content["parameters"][checkpoint.plain_name(name)])
+                value.copy_(content["parameters"][plain_name(name)])
         self.optimizer.load_state_dict(content["optimizer"])
         for name, extra in self._extras.items():
             extra.load_state_dict(content["extras"][name])
@@ -261,34 +447,45 @@ class ElasticTrainer(Turns):
         self._mean = self._new_mean([[names[name] for name in bucket] for bucket in content["buckets"] or []] or None)
         self._contexts.load(content["workers"], os.fspath(path))
         self._stamps[Path(path).absolute()] = mark
-        if self._file is not None:
-            self._file.reopen()
+        if self._recorder is not None:
+            self._recorder.reopen()
 
     def _checked(self, path: str | os.PathLike[str]) -> dict[str, Any]:
         """Return a checkpoint's content. Raises InputError unless this run can continue it."""
-        content = checkpoint.read(path)
+        content, where = checkpoint.read(path), os.fspath(path)
         if missing := [name for name in _PARTS if name not in content]:
-            raise InputError(
-                os.fspath(path), f"has no {missing[0]}", "give a checkpoint that ElasticTrainer.save wrote"
-            )
+            raise InputError(where, f"has no {missing[0]}", "give a checkpoint that ElasticTrainer.save wrote")
         content = checkpoint.uncompiled(content)  # older files may have the names of a compiled model
         settings = {"sample_streams": "turn"} | content["settings"]  # older files do not say
-        checkpoint.demand_equal(path, settings, asdict(self.settings), BUILD_THE_SAME)
+        checkpoint.demand_equal(where, settings, self.settings.model_dump(), BUILD_THE_SAME)
         remedy = "equal bits need the same: torch.set_num_threads, torch's version, the type of device"
-        checkpoint.demand_equal(path, content["environment"], checkpoint.environment(self.device), remedy)
+        checkpoint.demand_equal(where, content["environment"], checkpoint.environment(self.device), remedy)
         saved = {name: _form(value) for name, value in content["parameters"].items()}
-        present = {checkpoint.plain_name(name): _form(value) for name, value in self.model.named_parameters()}
-        present |= dict.fromkeys(saved.keys() - present.keys(), "missing")
-        saved |= dict.fromkeys(present.keys() - saved.keys(), "missing")
-        remedy = "build the model that was saved"
-        checkpoint.demand_equal(f"{os.fspath(path)}:parameters", saved, present, remedy)
+        present = {plain_name(name): _form(value) for name, value in self.model.named_parameters()}
+        names = present | saved
+        checkpoint.demand_equal(
+            f"{where}:parameters",
+            {name: saved.get(name, "missing") for name in names},
+            {name: present.get(name, "missing") for name in names},
+            "build the model that was saved",
+        )
         if missing := sorted(set(content["extras"]) ^ set(self._extras)):
-            raise InputError(f"{os.fspath(path)}:extras", f"{missing[0]} is only on one side", BUILD_THE_SAME)
-        saved_class = content.get("optimizer_class")
-        told = checkpoint.demand_same_optimizer(path, content["optimizer"], saved_class, self.optimizer)
+            raise InputError(f"{where}:extras", f"{missing[0]} is only on one side", BUILD_THE_SAME)
+        told = checkpoint.demand_same_optimizer(
+            f"{where}:optimizer", content["optimizer"], content.get("optimizer_class"), self.optimizer
+        )
         if told and self.processes.rank == 0:
-            warnings.warn(told, stacklevel=2)
+            text = f"{where}:optimizer: {'; '.join(told)}; the saved values are continued with"
+            warnings.warn(text, stacklevel=2)
         return content
+
+
+def _settings(**given: Any) -> Settings:
+    settings = parse_record(given, Settings, "ElasticTrainer")
+    if settings.dataset_size < (needed := settings.max_workers * settings.batch_size * settings.accumulation):
+        what = f"has {settings.dataset_size} samples, one step takes max_workers x batch_size x accumulation = {needed}"
+        raise InputError("dataset", what, "give a smaller batch_size or max_workers")
+    return settings
 
 
 def _form(value: Tensor) -> str:
@@ -304,16 +501,15 @@ def _broadcast(tensors: list[Tensor], source: int) -> None:
                 dist.broadcast(value.data, src=source)
 
 
-def _reduction(asked: Reduction | None, order: Order, model: nn.Module) -> Reduction:
-    """Return how gradients are added up. Raises InputError for what does not go together."""
-    if asked is not None and asked not in REDUCTIONS:
-        raise InputError("reduction", f"is {asked}", f"known: {', '.join(REDUCTIONS)}")
-    on_host = all(parameter.device.type == "cpu" for parameter in model.parameters())
-    possible = order == "ranked" and on_host
-    if asked == "chain" and not possible:
-        problem = f"is chain, with order {order}" if on_host else "is chain, with parameters that are not on the host"
-        raise InputError("reduction", problem, "leave it out, or give gather")
-    return asked or ("chain" if possible else "gather")
+def _moved(batch: Any, device: torch.device) -> Any:
+    """Return ``batch`` with its tensors on ``device``, inside lists, tuples and mappings."""
+    if isinstance(batch, Tensor):
+        return batch.to(device)
+    if isinstance(batch, Mapping):
+        return {key: _moved(value, device) for key, value in batch.items()}
+    if isinstance(batch, (list, tuple)):
+        return [_moved(value, device) for value in batch]
+    return batch
 
 
 def _check_model(model: nn.Module) -> None:

@@ -21,7 +21,6 @@ from ddltool.errors import InputError
 from ddltool.plan import Enforcement, ParameterRecord
 
 T = TypeVar("T")
-NOTE_BYTES = 1024
 MAP_STYLE = "give a map-style dataset (with __len__ and __getitem__)"
 WITHOUT_DATASET = (
     "give a map-style dataset, or leave dataset out and load hook.local_batch_size samples per step yourself"
@@ -62,29 +61,32 @@ class Job:
             result.append(action())
         except InputError as error:
             refusal = error
-        notes = self._gather("" if refusal is None else str(refusal))
+        notes = self.gather(b"" if refusal is None else str(refusal).encode(errors="replace"))
         if refusal is not None:
             raise refusal
         for rank, note in enumerate(notes):
             if note:
-                raise InputError(f"rank {rank}", note)
+                raise InputError(f"rank {rank}", note.decode())
         return result[0]
 
     def demand_same(self, what: str, value: str, remedy: str) -> None:
         """Raise InputError on every rank unless ``value`` is the same on all of them."""
-        values = self._gather(value)
+        values = [other.decode() for other in self.gather(value.encode(errors="replace"))]
         for rank, other in enumerate(values):
             if other != values[0]:
                 raise InputError(what, f"differs between rank 0 ({values[0]}) and rank {rank} ({other})", remedy)
 
-    def _gather(self, note: str) -> list[str]:
-        """Return every rank's note, cut to ``NOTE_BYTES``; plain bytes, nothing is pickled."""
+    def gather(self, note: bytes) -> list[bytes]:
+        """Return every rank's bytes, on every rank; nothing is pickled."""
         if self.side is None:
             return [note]
-        mine = torch.tensor(list(note.encode()[:NOTE_BYTES].ljust(NOTE_BYTES, b"\0")), dtype=torch.uint8)
-        all_notes = [torch.empty_like(mine) for _ in range(self.world_size)]
-        dist.all_gather(all_notes, mine, group=self.side)
-        return [bytes(other.tolist()).rstrip(b"\0").decode(errors="ignore") for other in all_notes]
+        lengths = [torch.zeros(1, dtype=torch.int64) for _ in range(self.world_size)]
+        dist.all_gather(lengths, torch.tensor([len(note)]), group=self.side)
+        longest = max(map(int, lengths))
+        mine = torch.frombuffer(bytearray(note.ljust(max(longest, 1), b"\0")), dtype=torch.uint8)
+        notes = [torch.empty_like(mine) for _ in lengths]
+        dist.all_gather(notes, mine, group=self.side)
+        return [other[: int(length)].numpy().tobytes() for other, length in zip(notes, lengths, strict=True)]
 
 
 def load_and_check(

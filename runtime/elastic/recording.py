@@ -1,0 +1,246 @@
+"""Records of training runs: a fingerprint of every tensor of every step, one JSON line each.
+
+``ElasticTrainer(..., record="run.jsonl")`` leaves one, and :class:`RunRecorder` does for a loop of one's own, plain DDP
+included. Two records of the same training, on whatever numbers of processes, are compared by
+:func:`~.run_difference.first_difference` and by ``ddltool diff-run``.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from ddltool.artifacts import check_writable
+from ddltool.errors import InputError
+from ddltool.runtime.elastic.checkpoint import environment
+from ddltool.runtime.elastic.contexts import Buffers, RandomStreams
+from ddltool.runtime.elastic.digests import digest, digests
+from ddltool.runtime.elastic.run_difference import (
+    BEFORE,
+    WORKER_CAUSES,
+    Digests,
+    RecordedStep,
+    SharedKind,
+    StepReader,
+    WorkerKind,
+)
+from ddltool.runtime.hook.job import Job
+
+T = TypeVar("T")
+
+
+class Recorder:
+    """Takes the fingerprints of this process's turns; process 0 writes a line per step.
+
+    Module outputs are those of the modules that have no children, in the order in which they ran. A step that is made
+    again replaces the one in the file and all that follow. Raises InputError, on every process, where it cannot be
+    written or holds something else.
+    """
+
+    def __init__(self, model: nn.Module, job: Job, path: str | os.PathLike[str], settings: Mapping[str, Any]) -> None:
+        self._model, self._job, self._path, self._settings = model, job, Path(path), dict(settings)
+        self._begun = False  # whether this run has written to the file since it was opened
+        self._turns: dict[str, dict[WorkerKind, Digests]] = {}
+        self._now: dict[WorkerKind, Digests] | None = None
+        self._shared: dict[SharedKind, Digests] = {}
+        job.together(self._check)
+        for name, module in model.named_modules():
+            if not list(module.children()):
+                module.register_forward_hook(self._watch(f"{name or 'model'} ({type(module).__name__})"))
+
+    def _check(self) -> None:
+        if self._job.rank == 0:
+            check_writable(self._path)
+            if self._path.exists():
+                next(iter(StepReader(self._path)), None)  # another kind of file is not to be overwritten
+
+    def _watch(self, name: str) -> Callable[[nn.Module, Any, Any], None]:
+        def note(module: nn.Module, inputs: Any, output: Any) -> None:
+            if self._now is not None and torch.is_grad_enabled():
+                place = f"{len(self._now['output'])} {name}"
+                self._now["output"][place] = digest("".join(digests(output).values()).encode())
+
+        return note
+
+    def begin(self, virtual_rank: int, streams: Any, buffers: Mapping[str, Tensor | None]) -> None:
+        """Begin a turn: ``streams`` and ``buffers`` are the worker's own, before it draws from them."""
+        self._now = self._turns[str(virtual_rank)] = {kind: {} for kind in WORKER_CAUSES}
+        self._now["random stream"] = digests(streams)
+        self._now["buffer before"] = digests(buffers)
+
+    def batch(self, content: Any) -> None:
+        """Note a micro-batch."""
+        if self._now is not None:
+            self._now["batch"] |= {f"{len(self._now['batch'])}.{k}": v for k, v in digests(content).items()}
+
+    def loss(self, value: Tensor) -> None:
+        """Note the loss of a micro-batch."""
+        if self._now is not None:
+            self._now["loss"][f"loss {len(self._now['loss'])}"] = digest(value)
+
+    def end(self, gradients: Mapping[str, Tensor | None] | None, buffers: Mapping[str, Tensor | None]) -> None:
+        """End a turn; ``gradients`` by parameter, None: those in ``.grad``."""
+        if self._now is not None:
+            present = self._gradients()
+            self._now["gradient"] = digests(
+                present if gradients is None else {name: gradients.get(name) for name in present}
+            )
+            self._now["buffer"] = digests(buffers)
+        self._now = None
+
+    def combined(self, *, first: bool) -> None:
+        """Note what the optimizer is about to use; before the ``first`` step of a run also what it starts from."""
+        if self._job.rank == 0:
+            self._shared = {"combined gradient": digests(self._gradients())}
+            if first:
+                self._shared[BEFORE] = self._parameters()
+
+    def write(self, step: int, epoch: int) -> None:
+        """Write a step, which the optimizer has made. All processes call this together."""
+        turns, self._turns = self._turns, {}
+        parts = self._job.gather(json.dumps(turns).encode())
+        if self._job.rank > 0:
+            return
+        workers: dict[str, Any] = {}
+        for part in parts:
+            workers |= json.loads(part)
+        made = RecordedStep(
+            step=step,
+            epoch=epoch,
+            settings=self._settings,
+            workers={rank: workers[rank] for rank in sorted(workers, key=int)},
+            shared=self._shared | {"parameter": self._parameters()},
+        )
+        if not self._begun:
+            self._keep_until(step)
+            self._begun = True
+        with self._path.open("a") as file:
+            file.write(_line(made))
+
+    def reopen(self) -> None:
+        """Let the next step that is written replace that step and what follows it."""
+        self._begun = False
+
+    def _keep_until(self, step: int) -> None:
+        """Drop what is recorded of ``step`` and later ones, and a line that a killed process left unfinished."""
+        partial = self._path.with_name(self._path.name + ".partial")
+        with partial.open("w") as kept:
+            for made in StepReader(self._path) if self._path.exists() else ():
+                if made.step >= step:
+                    break
+                kept.write(_line(made))
+        os.replace(partial, self._path)
+
+    def _gradients(self) -> dict[str, Tensor | None]:
+        """Return the present gradients, last layer first: the order in which a backward pass makes them."""
+        trained = [(name, value.grad) for name, value in self._model.named_parameters() if value.requires_grad]
+        return dict(reversed(trained))
+
+    def _parameters(self) -> Digests:
+        return digests(dict(self._model.named_parameters()))
+
+
+def _line(step: RecordedStep) -> str:
+    return json.dumps(step.model_dump()) + "\n"
+
+
+class RunRecorder:
+    """Records every step of a user's own loop; each process of the job counts as one logical worker.
+
+    ::
+
+        recorder = RunRecorder(model, optimizer, "run.jsonl")      # the DistributedDataParallel, or the bare module
+        for inputs, targets in recorder.batches(loader):           # was: in loader
+            loss = loss_fn(model(inputs), targets)
+            recorder.loss(loss)                                     # optional
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+
+    What is recorded, in causal order: random streams before the batch is fetched, batches, buffers, outputs of leaf
+    modules, losses, each process's own gradients (before DDP averages them), buffers; then the gradients that the
+    optimizer gets and the parameters that it leaves. A step ends with ``optimizer.step()``; several batches may come
+    before it. Process 0 writes. Reads every byte of the training state and waits for all processes in each step: slow.
+
+    Args:
+        model: the module that is trained; names are those of the bare module.
+        optimizer: over its parameters.
+        path: the record; a step that it has already is replaced, with all that follow.
+        settings: what else the run depends on, as plain numbers and strings by name (seed, batch size, ...).
+        first_step: number of the next step, for a run that goes on.
+
+    Raises InputError, on every process, where the record cannot be written.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        path: str | os.PathLike[str],
+        *,
+        settings: Mapping[str, Any] | None = None,
+        first_step: int = 0,
+    ) -> None:
+        bare: nn.Module = model.module if isinstance(model, DistributedDataParallel) else model
+        self._device = next(bare.parameters()).device
+        self._job = Job.this()
+        known = environment(self._device) | {"processes": self._job.world_size} | dict(settings or {})
+        self._recorder = Recorder(bare, self._job, path, known)
+        self._buffers = Buffers(bare)
+        self._gradients: dict[str, Tensor] = {}
+        self._epoch = 0
+        self._open = False
+        self.step = first_step
+        for name, parameter in bare.named_parameters():
+            if parameter.requires_grad:
+                parameter.register_hook(self._watch(name))
+        optimizer.register_step_pre_hook(self._before_update)
+        optimizer.register_step_post_hook(self._after_update)
+
+    def _watch(self, name: str) -> Callable[[Tensor], None]:
+        def note(gradient: Tensor) -> None:
+            if self._open:
+                held = self._gradients.get(name)
+                self._gradients[name] = gradient.detach().clone() if held is None else held.add_(gradient)
+
+        return note
+
+    def batches(self, loader: Iterable[T], epoch: int = 0) -> Iterator[T]:
+        """Yield the batches of ``loader``, recording each and the random streams before it is fetched."""
+        self._epoch = epoch
+        source = iter(loader)
+        while True:
+            begun = not self._open
+            if begun:
+                streams = RandomStreams.capture(self._device).to_document()
+                self._recorder.begin(self._job.rank, streams, self._buffers.named())
+                self._gradients, self._open = {}, True
+            try:
+                batch = next(source)
+            except StopIteration:
+                self._open = not begun
+                return
+            self._recorder.batch(batch)
+            yield batch
+
+    def loss(self, value: Tensor) -> None:
+        """Note the loss of the present batch."""
+        self._recorder.loss(value)
+
+    def _before_update(self, *_: object) -> None:
+        if not self._open:
+            raise InputError("RunRecorder", "the optimizer steps without a batch", "take them from recorder.batches")
+        self._recorder.end(self._gradients, self._buffers.named())
+        self._recorder.combined(first=self.step == 0)
+        self._open = False
+
+    def _after_update(self, *_: object) -> None:
+        self._recorder.write(self.step, self._epoch)
+        self.step += 1

@@ -1,0 +1,77 @@
+"""SIGTERM and Ctrl-C in a training process: noted when they come, heard where the process is ready to end in order.
+
+Schedulers and torchrun end a job by SIGTERM to every process, which by default kills it on the spot, and Python raises
+KeyboardInterrupt between any two of its instructions. Start at :class:`StopSignals`.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from types import FrameType
+from typing import Any
+
+SAME_CTRL_C_S = 1.0
+
+
+class Terminated(SystemExit):
+    """SIGTERM has come. Nobody needs to catch it: the process then ends with 143, as shells show a SIGTERM."""
+
+    def __init__(self) -> None:
+        super().__init__(128 + signal.SIGTERM)
+
+    def __str__(self) -> str:
+        return "SIGTERM"
+
+
+class StopSignals:
+    """Notes signals in the main thread.
+
+    A SIGINT more than a second after the first is a KeyboardInterrupt, at once; earlier ones are the same Ctrl-C, which
+    the terminal and a launcher both send.
+
+    Attributes:
+        came: the first of the signals, None before.
+    """
+
+    def __init__(self, *numbers: signal.Signals) -> None:
+        """``numbers``: by default SIGTERM and SIGINT."""
+        self._numbers = numbers or (signal.SIGTERM, signal.SIGINT)
+        self.came: int | None = None
+        self._came_s = 0.0
+        self._heard = False
+        self._process = os.getpid()
+        self._replaced: dict[int, Any] = {}
+
+    def open(self, *, all_of_them: bool = False) -> None:
+        """Take the signals over that the script has no handler of its own for, or ``all_of_them``."""
+        if threading.current_thread() is not threading.main_thread():
+            return
+        for number in self._numbers:
+            if all_of_them or signal.getsignal(number) in (signal.SIG_DFL, signal.default_int_handler):
+                self._replaced[number] = signal.signal(number, self._note)
+
+    def close(self) -> None:
+        """Give the signals back, if nobody else has taken them since."""
+        if threading.current_thread() is threading.main_thread():
+            for number, before in self._replaced.items():
+                if signal.getsignal(number) == self._note:
+                    signal.signal(number, before)
+            self._replaced = {}
+
+    def hear(self) -> None:
+        """Raise KeyboardInterrupt or :class:`Terminated` when one has come that was not raised yet."""
+        if self.came is not None and not self._heard:
+            self._heard = True
+            raise KeyboardInterrupt if self.came == signal.SIGINT else Terminated
+
+    def _note(self, number: int, _: FrameType | None) -> None:
+        if os.getpid() != self._process:  # a forked data worker inherits the handler, but not what it is for
+            signal.signal(number, self._replaced.get(number, signal.SIG_DFL))
+            os.kill(os.getpid(), number)
+        elif self.came is None:
+            self.came, self._came_s = number, time.monotonic()
+        elif number == signal.SIGINT and time.monotonic() - self._came_s > SAME_CTRL_C_S:
+            raise KeyboardInterrupt
