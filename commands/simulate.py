@@ -2,51 +2,53 @@
 
 from __future__ import annotations
 
-import csv as csv_module
-import io
-import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Optional
 
 import typer
 
+from ddltool.analyzers.reporting.section import Section
+from ddltool.analyzers.reporting.simulation_section import simulation_section
+from ddltool.analyzers.reporting.sweep_section import (
+    advice_section,
+    autoscaling_section,
+    search_section,
+    sweep_section,
+)
 from ddltool.analyzers.scheduling.advise import advise_job
-from ddltool.analyzers.scheduling.autoscale import autoscale_document
+from ddltool.analyzers.scheduling.autoscale import autoscale as rent
 from ddltool.analyzers.scheduling.cluster import ClusterSpec
 from ddltool.analyzers.scheduling.failures import Failures
 from ddltool.analyzers.scheduling.generator import Pattern
-from ddltool.analyzers.scheduling.generator import generate as generate_jobs
-from ddltool.analyzers.scheduling.hyperparameter_search import Search, search_document
 from ddltool.analyzers.scheduling.inputs import (
-    WORKLOAD,
     FittedModel,
+    generated,
     read_applications,
     read_cluster,
     read_events,
     read_jobs,
     read_templates,
     read_truth,
+    workload_csv,
 )
-from ddltool.analyzers.scheduling.job import JobSpec
 from ddltool.analyzers.scheduling.metrics import check_prices
-from ddltool.analyzers.scheduling.paired import MEASURES, PRICED
+from ddltool.analyzers.scheduling.paired import compare as compare_policies
 from ddltool.analyzers.scheduling.policies import POLICIES, policies
-from ddltool.analyzers.scheduling.replay import document_of, replays
-from ddltool.analyzers.scheduling.simulator import Options, Policy
-from ddltool.analyzers.scheduling.sweep import Setup, compare_document, sweep
+from ddltool.analyzers.scheduling.replay import replays, search_trials, simulation
+from ddltool.analyzers.scheduling.simulator import Options, Policy, SimulationResult
+from ddltool.analyzers.scheduling.sweep import Setup, sweep
 from ddltool.analyzers.scheduling.truth import FittedJob
-from ddltool.artifacts import check_writable, save, write_text
-from ddltool.commands import simulation_tables as tables
+from ddltool.artifacts import check_writable, save, write_bytes, write_text
 from ddltool.commands.options import Json, Output, Seed
-from ddltool.commands.output import note, print_json, progress
+from ddltool.commands.output import note, print_json, progress, show
 from ddltool.commands.parts import demand_part, is_given
 from ddltool.commands.values import as_options, integers
 from ddltool.errors import CheckFailed, InputError, did_you_mean
 from ddltool.outputs import demand_distinct
+from ddltool.results import JobSpec, Result, TrialSearch, WorkloadResult
 from ddltool.units import parse_duration
 
 if TYPE_CHECKING:
@@ -137,7 +139,7 @@ def simulate(
     ] = None,
     price: Annotated[str, typer.Option(metavar="PRICE|TYPE=PRICE,...", help="Price of a GPU hour.")] = "",
     metrics: Annotated[
-        bool, typer.Option("--metrics", help="Also print waits, useful GPU time, losses, and figures by size class.")
+        bool, typer.Option("--metrics", help="Also print waits, use and losses, size classes, load over time and jobs.")
     ] = False,
     generate: Annotated[
         _Text,
@@ -194,12 +196,20 @@ def simulate(
     for place in (output, csv):
         if place is not None:
             check_writable(place)
+    machines = read_cluster(cluster) if cluster is not None else None
     if generate is not None or convert:
-        _write_jobs(files, cluster, folders, generate, sample, seed, output, as_json)
+        if generate is not None:
+            with _inside("--generate"):
+                fields = _fields(generate, "--generate", {"jobs": int, "hours": float, "pattern": str, "seed": int})
+                found = generated(Pattern(**{"seed": seed} | fields), folders, machines)
+        else:
+            found = _converted(files, folders, machines, sample, seed)
+        _write_workload(found, output, as_json)
         return
     finish = partial(_finish, output=output, as_json=as_json)
     if advise is not None:
-        finish(advise_job(advise), tables.show_advice)
+        advice = advise_job(advise)
+        finish(advice, lambda: advice_section(advice))
         return
     timing = Options(interval_s=interval, restart_delay_s=restart_delay)
     for option, application in (("--autoscale", autoscale), ("--hyperparameter-search", search)):
@@ -210,26 +220,25 @@ def simulate(
     if autoscale is not None:
         with progress(f"{autoscale} under 5 scaling rules"):
             job = read_applications(folders, [autoscale])[autoscale]
-            document = autoscale_document(job, restart_delay_s=timing.restart_delay_s)
-        finish(document, tables.show_autoscaling)
+            scaled = rent(job, restart_delay_s=timing.restart_delay_s)
+        finish(scaled, lambda: autoscaling_section(scaled))
         return
-    if search is not None:
-        if cluster is None:
-            raise InputError("--cluster", "is missing", "give the nodes that the trials share")
-        first, *others = integers(local_batch, "--local-batch", ordered=False)  # the first is the baseline
-        machines = read_cluster(cluster)
-        asked = Search(application=search, local_batch_size=first)
-        makers = policies(policy, power, restart_delay, seed, mixed=len(machines.type_names) > 1)
-        measured = read_applications(folders, [search])
-        watch = partial(_watched, jobs=asked.trials)
-        document = search_document(asked, measured, machines, makers, timing, local_batch_sizes=others, watch=watch)
-        finish(document, tables.show_search)
-        return
-    if not files or cluster is None or not (folders or models):
+    if machines is None and search is not None:
+        raise InputError("--cluster", "is missing", "give the nodes that the trials share")
+    if search is None and (not files or machines is None or not (folders or models)):
         missing = "WORKLOAD.csv" if not files else "--cluster" if cluster is None else "--traces"
         raise InputError(missing, "is missing", "give WORKLOAD.csv, --cluster, and --traces or --goodput")
-    machines = read_cluster(cluster)
+    assert machines is not None
+    assert cluster is not None
     makers = policies(policy, power, restart_delay, seed, mixed=len(machines.type_names) > 1)
+    if search is not None:
+        first, *others = integers(local_batch, "--local-batch", ordered=False)  # the first is the baseline
+        asked = TrialSearch(application=search, local_batch_size=first)
+        watch = partial(_watched, jobs=asked.trials)
+        measured = read_applications(folders, [search])
+        trials = search_trials(asked, measured, machines, makers, timing, local_batch_sizes=others, watch=watch)
+        finish(trials, lambda: search_section(trials))
+        return
     options = Options(
         interval_s=interval,
         restart_delay_s=restart_delay,
@@ -245,7 +254,7 @@ def simulate(
         _sweep(files, setup, list(makers), asked_seeds, jobs or 1, engine, compare, output, csv, as_json)
         return
     if picture is not None:
-        tables.prepare_folder(picture, picture_format)
+        _prepare_folder(picture, picture_format)
     with progress(f"reading {files[0].name}"):
         specs, remark = _jobs(files[0], folders, machines, sample, seed)
         truth = read_truth(specs, folders, models)
@@ -256,17 +265,10 @@ def simulate(
         makers = {name: partial(_recorded, recorders, name, make) for name, make in makers.items()}
     watch = partial(_watched, jobs=len(specs))
     done = list(replays(specs, truth.applications, machines, makers, options, prices=prices, watch=watch))
-    more = metrics or options.failures is not None or prices is not None
-    finish(
-        document_of(str(files[0]), remark, truth, machines, done, options, seed, prices),
-        partial(tables.show_replays, more=more, classes=metrics),
-    )
+    made = simulation(str(files[0]), remark, truth, machines, done, options, seed, prices)
+    finish(made, lambda: simulation_section(made, files[0].name, details=metrics))
     if picture is not None:
-        recorded = [(each.result, recorders[each.policy]) for each in done]
-        with progress("drawing pictures"):
-            paths = tables.write_pictures(picture, recorded, job=picture_job, file_format=picture_format)
-        for path in paths:
-            note(f"wrote {path}")
+        _draw(picture, [(each.result, recorders[each.policy]) for each in done], picture_job, picture_format)
 
 
 # What was asked for, and which options have a part in that.
@@ -440,63 +442,74 @@ def _jobs(
     return made, remark
 
 
-def _finish(
-    document: dict[str, Any], show: Callable[[dict[str, Any]], None], *, output: Path | None, as_json: bool
-) -> None:
-    """Write the document where it is wanted, and print it or its tables."""
-
+def _finish(found: Result, section: Callable[[], Section], *, output: Path | None, as_json: bool) -> None:
+    """Write a result where it is wanted, and print it or its section."""
     if output is not None:
-        save(document, output)
+        save(found, output)
         note(f"wrote {output}")
     if as_json:
-        print_json(document)
+        print_json(found)
     else:
-        show(document)
+        show(section())
 
 
-def _write_jobs(
-    workloads: Sequence[Path],
-    cluster: Path | None,
-    folders: Sequence[Path],
-    generate: str | None,
-    sample: str,
-    seed: int,
-    output: Path | None,
-    as_json: bool,
-) -> None:
-    """Write a synthetic or converted workload as CSV to ``output``, by default to standard output."""
+def _converted(
+    workloads: Sequence[Path], folders: Sequence[Path], machines: ClusterSpec | None, sample: str, seed: int
+) -> WorkloadResult:
+    """Return the workload that a cluster's trace makes."""
+    if len(workloads) != 1:
+        if workloads:
+            raise InputError("WORKLOAD.csv", f"is given {len(workloads)} times", "one trace at a time is converted")
+        raise InputError("--convert", "needs a trace", "give a Philly (JSON) or Helios (CSV) trace")
+    workload = workloads[0]
+    with progress(f"reading {workload.name}"):
+        jobs, remark = _jobs(workload, folders, machines, sample, seed)
+    if not remark:
+        raise InputError(str(workload), "is a workload already", "give a Philly (JSON) or Helios (CSV) trace")
+    note(remark)
+    source = f"{workload.name}; applications drawn by size class, {sample or 'all jobs'}, seed={seed}"
+    return WorkloadResult(source=source, jobs=jobs)
 
-    machines = read_cluster(cluster) if cluster is not None else None
-    if generate is not None:
-        readers = {"jobs": int, "hours": float, "pattern": str, "seed": int}
-        with _inside("--generate"):
-            pattern = Pattern(**{"seed": seed} | _fields(generate, "--generate", readers))
-        jobs = generate_jobs(pattern, read_templates(folders, machines))
-        remark = source = f"synthetic: {','.join(f'{key}={value}' for key, value in asdict(pattern).items())}"
-    else:
-        if len(workloads) != 1:
-            if workloads:
-                raise InputError("WORKLOAD.csv", f"is given {len(workloads)} times", "one trace at a time is converted")
-            raise InputError("--convert", "needs a trace", "give a Philly (JSON) or Helios (CSV) trace")
-        workload = workloads[0]
-        with progress(f"reading {workload.name}"):
-            jobs, remark = _jobs(workload, folders, machines, sample, seed)
-        if not remark:
-            raise InputError(str(workload), "is a workload already", "give a Philly (JSON) or Helios (CSV) trace")
-        source = f"{workload.name}; applications drawn by size class, {sample or 'all jobs'}, seed={seed}"
+
+def _write_workload(found: WorkloadResult, output: Path | None, as_json: bool) -> None:
+    """Write a workload as CSV to ``output``, by default to standard output."""
     if output is not None or not as_json:
-        text = io.StringIO()
-        writer = csv_module.writer(text, lineterminator="\n")
-        writer.writerow([*WORKLOAD, "source"])
-        for job in jobs:
-            time_s = int(job.submit_s) if job.submit_s == math.floor(job.submit_s) else job.submit_s
-            writer.writerow([job.name, time_s, job.application, job.num_replicas, job.batch_size, source])
-        write_text(output or Path("-"), text.getvalue())
+        write_text(output or Path("-"), workload_csv(found))
     if as_json:
-        rows = [asdict(job) for job in jobs]
-        print_json({"kind": "ddltool.workload", "schema_version": 1, "source": remark, "jobs": rows})
+        print_json(found)
     else:
-        note(f"{remark}; wrote {len(jobs)} jobs to {output or 'standard output'}")
+        note(f"{found.source}; wrote {len(found.jobs)} jobs to {output or 'standard output'}")
+
+
+def _prepare_folder(folder: Path, file_format: str) -> None:
+    """Make the folder of pictures, or raise InputError before anything is replayed."""
+    from ddltool.analyzers.scheduling.pictures import FORMATS  # the plotting library
+
+    if file_format not in FORMATS:
+        raise InputError("--picture-format", f"is {file_format!r}", "png or svg")
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        problem = f"cannot be made ({error.strerror})"
+        raise InputError(str(folder), problem, "give a folder, or the name of one to be made") from None
+    check_writable(folder / f"completion-times.{file_format}")
+
+
+def _draw(folder: Path, done: Sequence[tuple[SimulationResult, Recorder]], job: str | None, file_format: str) -> None:
+    """Write all pictures; ``job``: whose life is drawn, by default the one that the first policy restarts most."""
+    from ddltool.analyzers.scheduling import pictures
+
+    with progress("drawing pictures"):
+        results = {result.policy: result for result, _ in done}
+        made = {"completion-times": pictures.completion_picture(results, file_format=file_format)}
+        shown = job if job is not None else pictures.longest_restarted(done[0][0])
+        for result, record in done:
+            made[f"allocation-{result.policy}"] = pictures.allocation_picture(result, record, file_format=file_format)
+            made[f"job-{result.policy}"] = pictures.life_picture(result, record, shown, file_format=file_format)
+        for name, content in made.items():
+            write_bytes(folder / f"{name}.{file_format}", content)
+    for name in made:
+        note(f"wrote {folder / name}.{file_format}")
 
 
 def _sweep(
@@ -512,12 +525,11 @@ def _sweep(
     as_json: bool,
 ) -> None:
     """Replay everything and print means, or the comparison of two policies. Raises CheckFailed where a replay failed."""
-
     pair = [name.strip() for name in compare.split(",")] if compare is not None else []
     if compare is not None and (len(pair) != 2 or not set(pair) <= set(policies)):
         raise InputError("--compare", f"is {compare!r}", f"two policies of those replayed: {', '.join(policies)}")
     with progress("replays", total=len(workloads) * len(policies) * len(seeds)) as advance:
-        document = sweep(
+        found = sweep(
             workloads,
             setup,
             policies,
@@ -529,14 +541,12 @@ def _sweep(
             tell=note,
             advance=advance,
         )
-    comparison = compare_document(document, compare) if compare else None
+    if pair:
+        found = found.model_copy(update={"comparison": compare_policies(found.cells, *pair)})
     if as_json:
-        print_json(document if comparison is None else {**document, "comparison": comparison})
+        print_json(found)
     else:
-        tables.show_sweep(document)
-        if comparison is not None:
-            tables.show_comparison(comparison, {**MEASURES, **PRICED})
-    failed = [record for record in document["cells"] if record["error"]]
+        show(sweep_section(found, ", ".join(path.name for path in workloads)))
+    failed = [cell for cell in found.cells if cell.error]
     if failed:
-        first = failed[0]["error"]
-        raise CheckFailed(f"{len(failed)} of {document['cells_wanted']} replays failed; the first: {first}")
+        raise CheckFailed(f"{len(failed)} of {found.cells_wanted} replays failed; the first: {failed[0].error}")

@@ -14,9 +14,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ddltool.analyzers.goodput.throughput import ThroughputParams, goodput_per_s
+from ddltool.analyzers.reporting.sweep_section import advice_section
 from ddltool.analyzers.scheduling.advise import Guess, advise, advise_job, placements, saved_seconds
 from ddltool.artifacts import save, to_json
-from ddltool.commands.simulation_tables import show_advice
 from ddltool.errors import DdlToolError, InputError
 from ddltool.goodput_model import Goodput
 
@@ -76,8 +76,8 @@ def test_break_even_is_where_the_saving_changes_its_sign(gain: float, delay: flo
     for factor, sign in ((0.999, -1), (1.001, 1)):
         one = advise(100.0, 100.0 * gain, Guess(median=even * factor), [delay])
         assert math.copysign(1, one.saved_s) == sign
-        assert (one.expected_s, one.low_s, one.high_s) == pytest.approx((one.saved_s,) * 3)
-        assert (one.probability, one.worth) == ((1.0, True) if sign > 0 else (0.0, False))
+        assert (one.expected_saved_s, one.saved_p10_s, one.saved_p90_s) == pytest.approx((one.saved_s,) * 3)
+        assert one.probability == (1.0 if sign > 0 else 0.0)
 
 
 @pytest.mark.parametrize("hold", [None, 400.0])
@@ -91,15 +91,15 @@ def test_uncertainty_agrees_with_drawn_samples(hold: float | None) -> None:
     saved = saved_seconds(left, gain, rng.choice(restarts, count), hold)
     spread = saved.std()
     assert advice.probability == pytest.approx((saved > 0).mean(), abs=0.01)
-    assert advice.expected_s == pytest.approx(saved.mean(), abs=0.03 * spread)
+    assert advice.expected_saved_s == pytest.approx(saved.mean(), abs=0.03 * spread)
     low, high = np.quantile(saved, (0.1, 0.9))
-    assert (advice.low_s, advice.high_s) == pytest.approx((low, high), abs=0.03 * spread)
+    assert (advice.saved_p10_s, advice.saved_p90_s) == pytest.approx((low, high), abs=0.03 * spread)
     assert 0.1 < advice.probability < 0.9
 
 
 def test_a_slower_allocation_never_pays() -> None:
     advice = advise(100.0, 90.0, Guess(median=1e6, factor=3.0), [0.0])
-    assert (advice.break_even_s, advice.probability, advice.worth) == (None, 0.0, False)
+    assert (advice.break_even_s, advice.probability) == (None, 0.0)
     # Ten seconds' hold cannot bring back two restarts of thirty, however much is left.
     assert advise(100.0, 300.0, Guess(median=1e6), [30.0], hold_s=10.0).break_even_s is None
 
@@ -128,7 +128,7 @@ def test_refuses_numbers_that_cannot_be(value: float) -> None:
 def test_placements_take_the_fewest_nodes(nodes: list[tuple[int, int]]) -> None:
     held, free = [one for one, _ in nodes], [other for _, other in nodes]
     room = [one + other for one, other in nodes]
-    found = {option.replicas: option for option in placements(held, free, 100)}
+    found = {sum(option): option for option in placements(held, free, 100)}
     for count in range(1, sum(room) + 1):
         fewest = next(
             size
@@ -138,9 +138,8 @@ def test_placements_take_the_fewest_nodes(nodes: list[tuple[int, int]]) -> None:
         if count == sum(held) and fewest >= sum(one > 0 for one in held):
             assert count not in found
         else:
-            assert found[count].nodes == fewest
-            assert all(0 <= gpus <= most for gpus, most in zip(found[count].gpus, room, strict=True))
-            assert found[count].replicas == count
+            assert sum(one > 0 for one in found[count]) == fewest
+            assert all(0 <= gpus <= most for gpus, most in zip(found[count], room, strict=True))
 
 
 def write(folder: Path, **changes: Any) -> Path:
@@ -161,7 +160,7 @@ def write(folder: Path, **changes: Any) -> Path:
     return path
 
 
-def test_the_document_is_the_best_of_all_options(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_document_is_the_best_of_all_options(tmp_path: Path) -> None:
     document = advise_job(write(tmp_path, remaining_factor=2.0))
     params = ThroughputParams(**PARAMS)
 
@@ -175,30 +174,26 @@ def test_the_document_is_the_best_of_all_options(tmp_path: Path, capsys: pytest.
         )
 
     now = goodput(1, 2)
-    assert document["now"]["goodput_per_s"] == pytest.approx(now)
-    assert [one["replicas"] for one in document["options"]] == [1, 3, 4, 5, 6, 7, 8, 9]
-    for one in document["options"]:
-        assert one["gain"] == pytest.approx(goodput(one["nodes"], one["replicas"]) / now)
-        assert one["saved_s"] == pytest.approx(900 - 900 / one["gain"] - np.mean(STATE["restarts_s"]))
-    assert document["best"] == max(document["options"], key=lambda one: one["expected_saved_s"])
-    assert document["resize"]
-    assert document["gain_factor"] == pytest.approx(math.exp(math.sqrt(2) * 0.05))
-    show_advice(document)
-    shown = capsys.readouterr().out
-    assert max(map(len, shown.splitlines())) <= 80
-    assert shown.startswith("Resize from 2 to ")
+    assert document.now.goodput_per_s == pytest.approx(now)
+    assert [one.replicas for one in document.options] == [1, 3, 4, 5, 6, 7, 8, 9]
+    for one in document.options:
+        assert one.gain == pytest.approx(goodput(one.nodes, one.replicas) / now)
+        assert one.saved_s == pytest.approx(900 - 900 / one.gain - np.mean(STATE["restarts_s"]))
+    assert document.best is not None
+    assert document.best == max(document.options, key=lambda one: one.expected_saved_s)
+    assert document.resize
+    assert document.gain_factor == pytest.approx(math.exp(math.sqrt(2) * 0.05))
+    assert advice_section(document).lead[0].startswith("Resize from 2 to ")
     samples = advise_job(write(tmp_path, remaining_s=None, remaining_samples=900.0 * now, remaining_factor=2.0))
-    assert samples["best"]["expected_saved_s"] == pytest.approx(document["best"]["expected_saved_s"])
+    assert (samples.best or document.options[0]).expected_saved_s == pytest.approx(document.best.expected_saved_s)
 
 
-def test_little_left_or_nothing_free_means_stay(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    show_advice(advise_job(write(tmp_path, remaining_s=10.0)))
+def test_little_left_or_nothing_free_means_stay(tmp_path: Path) -> None:
+    late = advise_job(write(tmp_path, remaining_s=10.0))
     nothing = advise_job(write(tmp_path, held=[1], free=[0]))
-    assert (nothing["best"], nothing["options"], nothing["resize"]) == (None, [], False)
-    show_advice(nothing)
-    shown = capsys.readouterr().out
-    assert "Stay on 2 GPUs: no resize saves time" in shown
-    assert "Stay on 1 GPUs: no other allocation is possible now." in shown
+    assert (nothing.best, nothing.options, nothing.resize) == (None, [], False)
+    assert "Stay on 2 GPUs: no resize saves time" in advice_section(late).lead[0]
+    assert advice_section(nothing).lead == ["Stay on 1 GPU: no other allocation is possible now."]
     assert to_json(nothing)
 
 
@@ -236,8 +231,8 @@ def test_bad_states_are_one_line(tmp_path: Path, changes: dict[str, Any], words:
 def test_a_large_cluster_is_looked_at_in_steps(tmp_path: Path) -> None:
     held = [8, *[0] * 999]
     document = advise_job(write(tmp_path, held=held, free=[0, *[8] * 999], max_batch_size=100_000))
-    counts = [one["replicas"] for one in document["options"]]
+    counts = [one.replicas for one in document.options]
     assert len(counts) <= 64
     assert (counts[0], counts[-1]) == (1, 4096)
-    assert document["options"][-1]["nodes"] == 512
-    assert sum(document["options"][-1]["gpus_by_node"].values()) == 4096
+    assert document.options[-1].nodes == 512
+    assert sum(document.options[-1].gpus_by_node.values()) == 4096

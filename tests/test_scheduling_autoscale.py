@@ -8,26 +8,19 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from ddltool.analyzers.scheduling.autoscale import (
-    CloudNode,
-    NodeSpeeds,
-    ScalingRule,
-    autoscale,
-    autoscale_document,
-)
+from ddltool.analyzers.scheduling.autoscale import NodeSpeeds, autoscale, scale
 from ddltool.analyzers.scheduling.cluster import ClusterSpec
-from ddltool.analyzers.scheduling.hyperparameter_search import Search, run_search, search_document
 from ddltool.analyzers.scheduling.inputs import read_applications
 from ddltool.analyzers.scheduling.ours import Ours
 from ddltool.analyzers.scheduling.policies import policies
 from ddltool.analyzers.scheduling.pollux import Pollux
+from ddltool.analyzers.scheduling.replay import run_search, search_trials
 from ddltool.analyzers.scheduling.simulator import Options
 from ddltool.analyzers.scheduling.truth import Application
-from ddltool.commands.simulation_tables import show_autoscaling, show_search
 from ddltool.errors import InputError
+from ddltool.results import TrialSearch as Search
 
 FOLDER = Path(__file__).resolve().parents[1] / "fixtures" / "workloads"
-NODE = CloudNode(gpus=2, most=6)
 
 
 @pytest.fixture(scope="module")
@@ -37,19 +30,18 @@ def vision() -> Application:
 
 @pytest.mark.parametrize("rule", ["goodput", "throughput"])
 def test_every_decision_keeps_the_rule(vision: Application, rule: str) -> None:
-    scaling = ScalingRule(rule=rule)  # type: ignore[arg-type]
-    result = autoscale(vision, NODE, scaling)
-    speeds = NodeSpeeds(vision, NODE)
+    speeds = NodeSpeeds(vision, 2, 6)
+    result = scale(speeds, rule)
 
     def shares(epoch: int) -> dict[int, float]:
         """Rate over that of perfect scaling, by nodes, from the measured times alone."""
         found = {}
         for nodes in range(1, speeds.most + 1):
             best = 0.0
-            for total, step, plain in speeds.batches(nodes):
+            for total, step, passes in speeds.batches(nodes):
                 if rule == "goodput":
                     best = max(best, vision.gain(total, epoch) / step)
-                elif plain:
+                elif passes == 1:
                     best = max(best, total / step)
             found[nodes] = best / nodes
         return {nodes: value / found[1] for nodes, value in found.items()}
@@ -66,7 +58,8 @@ def test_every_decision_keeps_the_rule(vision: Application, rule: str) -> None:
 
 
 def test_time_and_cost_add_up(vision: Application) -> None:
-    result = autoscale(vision, CloudNode(gpus=2, most=6, price_per_h=3.0), ScalingRule(), restart_delay_s=100.0)
+    speeds = NodeSpeeds(vision, 2, 6)
+    result = scale(speeds, "goodput", price_per_h=3.0, restart_delay_s=100.0)
     ends = [*(epoch.begin_s for epoch in result.epochs[1:]), result.seconds]
     held = sum(epoch.nodes * (end - epoch.begin_s) for epoch, end in zip(result.epochs, ends, strict=True))
     assert result.node_seconds == pytest.approx(held)
@@ -77,26 +70,21 @@ def test_time_and_cost_add_up(vision: Application) -> None:
     # The work is the same however it was cut: progress over all epochs.
     progress = sum(
         epoch.seconds
-        / next(s for b, s, _ in NodeSpeeds(vision, NODE).batches(epoch.nodes) if b == epoch.batch_size)
+        / next(s for b, s, _ in speeds.batches(epoch.nodes) if b == epoch.batch_size)
         * vision.gain(epoch.batch_size, number)
         for number, epoch in enumerate(result.epochs)
     )
     assert progress == pytest.approx(vision.progress[vision.max_epochs])
 
 
-def test_thresholds_of_one_never_scale_and_a_fixed_cluster_stays(vision: Application) -> None:
-    assert {epoch.nodes for epoch in autoscale(vision, NODE, ScalingRule(rule="fixed", nodes=3)).epochs} == {3}
-    lower = [autoscale(vision, NODE, ScalingRule(upper=0.99, lower=low)) for low in (0.3, 0.6, 0.9)]
-    for one, other in itertools.pairwise(lower):  # a stricter L takes no more nodes
-        assert all(a.nodes >= b.nodes for a, b in zip(one.epochs, other.epochs, strict=True))
+def test_a_fixed_cluster_stays(vision: Application) -> None:
+    assert {epoch.nodes for epoch in scale(NodeSpeeds(vision, 2, 6), "fixed-3").epochs} == {3}
 
 
 def test_the_published_comparison_on_measured_imagenet(shared_data: Path) -> None:
     imagenet = read_applications([shared_data / "pollux-osdi21" / "traces"], ["imagenet"])["imagenet"]
-    goodput, throughput = (
-        autoscale(imagenet, CloudNode(), ScalingRule(rule=rule))  # type: ignore[arg-type]
-        for rule in ("goodput", "throughput")
-    )
+    rules = autoscale(imagenet).rules
+    goodput, throughput = rules["goodput"], rules["throughput"]
     # Published: 25 % cheaper, 6 % longer; the throughput scaler stays on what it takes at once.
     assert -0.30 < goodput.cost / throughput.cost - 1 < -0.15
     assert 0.0 < goodput.seconds / throughput.seconds - 1 < 0.10
@@ -109,17 +97,11 @@ def test_the_published_comparison_on_measured_imagenet(shared_data: Path) -> Non
 
 def test_refuses_what_cannot_be_rented(vision: Application) -> None:
     for make, words in (
-        (lambda: CloudNode(gpus=0), "nodes"),
-        (lambda: CloudNode(most=0), "nodes"),
-        (lambda: CloudNode(price_per_h=float("nan")), "price"),
-        (lambda: ScalingRule(upper=0.4), "L <= U"),
-        (lambda: ScalingRule(lower=0.0), "L <= U"),
-        (lambda: ScalingRule(rule="fixed", nodes=0), "nodes"),
-        (lambda: ScalingRule(rule="luck"), "luck"),  # type: ignore[arg-type]
-        (lambda: autoscale(vision, NODE, ScalingRule(), restart_delay_s=float("nan")), "restart delay"),
-        (lambda: NodeSpeeds(vision, CloudNode(gpus=100_000)), "uses at most"),
-        (lambda: Search(trials=0), "trials"),
-        (lambda: Search(concurrent=-1), "concurrent"),
+        (lambda: autoscale(vision, gpus=0), "nodes"),
+        (lambda: autoscale(vision, most=0), "nodes"),
+        (lambda: autoscale(vision, price_per_h=float("nan")), "price"),
+        (lambda: autoscale(vision, restart_delay_s=float("nan")), "restart delay"),
+        (lambda: autoscale(vision, gpus=100_000), "uses at most"),
     ):
         with pytest.raises(InputError, match=words):
             make()
@@ -141,15 +123,13 @@ def check_arrivals(search: Search, jobs: list[tuple[float, float]]) -> None:
 def test_trials_arrive_as_others_end(policy: type[Pollux] | type[Ours] | None, vision: Application) -> None:
     search = Search(application="vision", trials=9, concurrent=3, gpus=2, local_batch_size=128)
     cluster = ClusterSpec.homogeneous(2, 4)
-    found = run_search(search, {"vision": vision}, cluster, policy() if policy else None)
-    jobs = found.result.jobs
+    jobs = run_search(search, {"vision": vision}, cluster, policy() if policy else None).jobs
     check_arrivals(search, [(job.submit_s, job.finish_s) for job in jobs])
-    assert found.avg_jct_s == pytest.approx(np.mean([job.finish_s - job.submit_s for job in jobs]))
-    assert found.makespan_s == pytest.approx(max(job.finish_s for job in jobs) - min(job.submit_s for job in jobs))
     if policy is None:
         # Alike trials in step: three waves, each as long as one trial alone.
-        assert found.makespan_s == pytest.approx(3 * found.avg_jct_s)
-        assert found.gpu_seconds == pytest.approx(9 * 2 * found.avg_jct_s)
+        jct_s = float(np.mean([job.jct_s for job in jobs]))
+        assert max(job.finish_s for job in jobs) - min(job.submit_s for job in jobs) == pytest.approx(3 * jct_s)
+        assert sum(job.gpu_seconds for job in jobs) == pytest.approx(9 * 2 * jct_s)
 
 
 def test_a_baseline_batch_that_was_not_measured_is_refused(vision: Application) -> None:
@@ -160,19 +140,12 @@ def test_a_baseline_batch_that_was_not_measured_is_refused(vision: Application) 
         run_search(Search(application="speech"), {"vision": vision}, ClusterSpec.homogeneous(2, 4))
 
 
-def test_documents_and_tables(capsys: pytest.CaptureFixture[str]) -> None:
+def test_rules_and_policies_stand_under_their_names() -> None:
     applications = read_applications([FOLDER / "traces"], ["vision"])
-    document = autoscale_document(applications["vision"], NODE)
-    assert list(document["rules"]) == ["throughput", "goodput", "fixed-1", "fixed-4"]
-    show_autoscaling(document)
-    trials = search_document(
-        Search(application="vision", trials=5),
-        applications,
-        ClusterSpec.homogeneous(4, 4),
-        policies("pollux"),
-        Options(),
-        local_batch_sizes=(64,),
-    )
-    assert list(trials["policies"]) == ["fixed-128", "fixed-64", "pollux"]
-    show_search(trials)
-    assert max(map(len, capsys.readouterr().out.splitlines())) <= 80
+    assert list(autoscale(applications["vision"], gpus=2, most=6).rules) == [
+        *("throughput", "goodput", "fixed-1", "fixed-4"),
+    ]
+    cluster, makers = ClusterSpec.homogeneous(4, 4), policies("pollux")
+    asked = Search(application="vision", trials=5)
+    trials = search_trials(asked, applications, cluster, makers, Options(), local_batch_sizes=(64,))
+    assert list(trials.policies) == ["fixed-128", "fixed-64", "pollux"]

@@ -138,8 +138,7 @@ def test_failures_and_tables_through_the_command(cli: Cli, tmp_path: Path) -> No
     assert record["availability"] < 1
     shown = cli(*base, *lost, "--metrics", "--price", "0.5", "--policy", "fifo,easyscale-heter")
     assert max(map(len, shown.out.splitlines())) <= 80
-    assert "- medium" in shown.out
-    assert shown.out.count("easyscale-heter ") == 3
+    assert "medium" in shown.out
     for option, value, message in [
         ("--mtbf", "0", "mtbf: is 0 s"),
         ("--mtbf", "soon", "--mtbf: 'soon' is not a duration"),

@@ -21,7 +21,6 @@ from ddltool.analyzers.scheduling.pictures import (
 )
 from ddltool.analyzers.scheduling.policies import POLICIES, policies
 from ddltool.analyzers.scheduling.simulator import Options, SimulationResult, simulate
-from ddltool.commands.simulation_tables import write_pictures
 from ddltool.errors import InputError
 
 FOLDER = Path(__file__).resolve().parents[1] / "fixtures" / "workloads"
@@ -116,19 +115,3 @@ def test_names_are_drawn_as_they_are(replays: Replays) -> None:
         completion_picture({"pollux": result}, file_format="bmp")
     with pytest.raises(InputError, match="no policy"):
         completion_picture({})
-
-
-def test_files(replays: Replays, tmp_path: Path) -> None:
-    chosen = {name: replays[name] for name in ("fifo", "pollux")}
-    drawn = list(chosen.values())
-    folder = tmp_path / "made" / "here"
-    paths = write_pictures(folder, drawn)
-    names = ["completion-times", "allocation-fifo", "job-fifo", "allocation-pollux", "job-pollux"]
-    assert [path.name for path in paths] == [f"{name}.png" for name in names]
-    assert all(size(path.read_bytes()) for path in paths)
-    with pytest.raises(InputError, match="no job"):
-        write_pictures(tmp_path / "other", drawn, job="nobody")
-    assert not list((tmp_path / "other").iterdir())
-    (tmp_path / "file").write_text("")
-    with pytest.raises(InputError, match="cannot be made"):
-        write_pictures(tmp_path / "file", drawn)

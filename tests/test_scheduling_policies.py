@@ -210,7 +210,9 @@ def test_gangs_run_on_the_emptiest_type_that_they_were_measured_on() -> None:
                 seen.setdefault(index, cluster.type_of(allocation))
             return made
 
-    simulate([replace(one, batch_size=8 * one.num_replicas) for one in jobs], APPLICATIONS, TWO_TYPES, Watch())
+    simulate(
+        [one.model_copy(update={"batch_size": 8 * one.num_replicas}) for one in jobs], APPLICATIONS, TWO_TYPES, Watch()
+    )
     # 8 slow and 8 fast GPUs: a takes the first of two equal, then fast has more; c and d know slow ones only.
     assert seen == {0: "slow", 1: "fast", 2: "slow", 3: "slow"}
 
@@ -579,7 +581,7 @@ def test_equal_jobs_are_served_in_the_order_of_the_workload(name: str) -> None:
     jobs = [job(str(n), 0.0, "only", 2, 16) for n in range(6)]
     made = simulate(jobs, APPLICATIONS, ClusterSpec.homogeneous(1, 4, "slow"), MIXED[name]())
     again = simulate(
-        [replace(one, name=f"x{one.name}") for one in jobs],
+        [one.model_copy(update={"name": f"x{one.name}"}) for one in jobs],
         APPLICATIONS,
         ClusterSpec.homogeneous(1, 4, "slow"),
         MIXED[name](),

@@ -10,7 +10,6 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -21,24 +20,22 @@ import pytest
 
 from ddltool.analyzers.scheduling import sweep as module
 from ddltool.analyzers.scheduling.failures import Failures, NodeEvent
-from ddltool.analyzers.scheduling.paired import MEASURES, PRICED
+from ddltool.analyzers.scheduling.paired import MEASURES, compare
 from ddltool.analyzers.scheduling.simulator import Options
 from ddltool.analyzers.scheduling.sweep import (
     COLUMNS,
     FIGURES,
-    Cell,
     Setup,
     Task,
     cells,
-    compare_document,
     sole_writer,
     sweep,
 )
-from ddltool.commands.simulation_tables import show_comparison, show_sweep
 from ddltool.errors import InputError, MissingExtra
+from ddltool.results import SweepCell, SweepDocument
 
 FOLDER = Path(__file__).resolve().parents[1] / "fixtures" / "workloads"
-Sweep = Callable[..., dict[str, Any]]
+Sweep = Callable[..., SweepDocument]
 SCRIPT = """
 import sys
 from pathlib import Path
@@ -69,7 +66,7 @@ def run(folder: Path) -> Sweep:
         options: Options | None = None,
         power: float = -1.0,
         **more: Any,
-    ) -> dict[str, Any]:
+    ) -> SweepDocument:
         paths = [folder / f"{name}.csv" for name in workloads]
         cluster, traces = folder / "cluster.yaml", [FOLDER / "traces"]
         setup = Setup(cluster=cluster, traces=traces, options=options or Options(), power=power)
@@ -78,17 +75,17 @@ def run(folder: Path) -> Sweep:
     return call
 
 
-def bits(document: dict[str, Any]) -> str:
+def bits(document: SweepDocument) -> str:
     """The figures, as text with every digit."""
-    return json.dumps([{**cell, "cpu_s": None} for cell in document["cells"]])
+    return json.dumps([{**cell.model_dump(), "cpu_s": None} for cell in document.cells])
 
 
 def test_processes_give_the_bits_of_one_process(run: Sweep) -> None:
     alone = run(("small", "other"), ("fifo", "ours"))
-    assert [(cell["workload"], cell["policy"], cell["seed"]) for cell in alone["cells"]] == [
+    assert [cell.key for cell in alone.cells] == [
         (w, p, s) for w in ("small", "other") for p in ("fifo", "ours") for s in (0, 1)
     ]
-    assert alone["cells_failed"] == 0
+    assert alone.cells_failed == 0
     assert bits(run(("small", "other"), ("fifo", "ours"), jobs=3)) == bits(alone)
 
 
@@ -112,13 +109,13 @@ def test_a_ray_that_does_not_start_is_one_line(run: Sweep, monkeypatch: pytest.M
         run(engine="ray")
 
 
-def die_or_answer(mark: Path, task: Task) -> dict[str, Any]:
+def die_or_answer(mark: Path, task: Task) -> SweepCell:
     """Kill this process at seed 1 while ``mark`` is there: a file is so once, a folder always."""
-    if task[0].seed == 1 and mark.exists():
+    if task.key[2] == 1 and mark.exists():
         if mark.is_file():
             mark.unlink()
         os.kill(os.getpid(), signal.SIGKILL)
-    return {**asdict(task[0]), "error": None}
+    return task.record()
 
 
 @pytest.mark.parametrize("always", [False, True])
@@ -130,12 +127,12 @@ def test_a_process_that_dies_costs_at_most_its_own_cell(
     (mark.mkdir if always else mark.touch)()
     monkeypatch.setattr(module, "run_cell", partial(die_or_answer, mark))
     setup = Setup(cluster=tmp_path, traces=(), options=Options())
-    tasks = [(Cell(workload="w", policy="p", seed=seed), tmp_path, setup) for seed in range(4)]
+    tasks = [Task(("w", "p", seed), tmp_path, setup) for seed in range(4)]
     found = list(module._run(tasks, 2, "local"))
-    assert sorted(one["seed"] for one in found) == [0, 1, 2, 3]
-    failed = [one for one in found if one["error"]]
-    assert [one["seed"] for one in failed] == ([1] if always else [])
-    assert all("its process was killed" in one["error"] for one in failed)
+    assert sorted(one.seed for one in found) == [0, 1, 2, 3]
+    failed = [one for one in found if one.error]
+    assert [one.seed for one in failed] == ([1] if always else [])
+    assert all("its process was killed" in (one.error or "") for one in failed)
 
 
 def test_what_failed_is_tried_again(run: Sweep, folder: Path, tmp_path: Path) -> None:
@@ -155,12 +152,12 @@ def test_a_cell_that_cannot_run_is_named_and_the_others_kept(run: Sweep, folder:
     (folder / "huge.csv").write_text(rows)  # more GPUs than there are: only policies that keep to the request fail
     said: list[str] = []
     document = run(("small", "huge"), ("fifo", "pollux"), [0], tell=said.append)
-    assert [bool(cell["error"]) for cell in document["cells"]] == [False, False, True, False]
-    assert document["cells_failed"] == 1
+    assert [bool(cell.error) for cell in document.cells] == [False, False, True, False]
+    assert document.cells_failed == 1
     assert [line.partition(":")[2].partition(":")[0] for line in said] == [" huge under fifo, seed 0"]
-    compared = compare_document(document, "pollux,fifo")
-    assert compared["unit"] == "seed"
-    assert compared["comparisons"][0]["units"] == 1
+    compared = compare(document.cells, "pollux", "fifo")
+    assert compared.unit == "seed"
+    assert compared.comparisons[0].units == 1
 
 
 def test_resumes_from_a_partial_file_and_keeps_what_else_it_holds(run: Sweep, tmp_path: Path) -> None:
@@ -170,11 +167,12 @@ def test_resumes_from_a_partial_file_and_keeps_what_else_it_holds(run: Sweep, tm
     first["cells"][0]["figures"]["avg_jct_s"] = 123.0  # to tell what was kept from what was replayed again
     output.write_text(json.dumps(first))
     second = run(("other",), ["pollux"], [0], output=output)
-    assert [cell["policy"] for cell in second["cells"]] == ["pollux", "fifo"]
+    assert [cell.policy for cell in second.cells] == ["pollux", "fifo"]
     third = run(policies=["fifo", "pollux"], seeds=[0], output=output)
-    assert [cell["workload"] for cell in third["cells"]] == ["small", "small", "other"]
-    assert third["cells"][0]["figures"]["avg_jct_s"] == 123.0
-    assert json.loads(output.read_text()) == third
+    assert [cell.workload for cell in third.cells] == ["small", "small", "other"]
+    assert third.cells[0].figures is not None
+    assert third.cells[0].figures.avg_jct_s == 123.0
+    assert json.loads(output.read_text()) == json.loads(third.model_dump_json())
 
 
 def test_refuses_a_file_of_other_settings(run: Sweep, folder: Path, tmp_path: Path) -> None:
@@ -207,8 +205,8 @@ def test_every_seed_has_failures_of_its_own_and_policies_share_them(run: Sweep) 
     lost = Failures(mtbf_s=3000.0, repair_s=600.0, events=(NodeEvent(time_s=100.0, node=0, kind="leave"),))
     options = Options(failures=lost)
     alone = run(policies=["fifo", "srtf"], seeds=[0, 1, 2], options=options)
-    assert alone["cells_failed"] == 0
-    average = [cell["figures"]["avg_jct_s"] for cell in alone["cells"]]
+    assert alone.cells_failed == 0
+    average = [cell.figures and cell.figures.avg_jct_s for cell in alone.cells]
     assert len(set(average[:3])) == 3  # fifo itself draws nothing
     assert bits(run(policies=["fifo", "srtf"], seeds=[0, 1, 2], options=options, jobs=2)) == bits(alone)
 
@@ -228,26 +226,20 @@ def test_refuses_sweeps_that_cannot_be(run: Sweep) -> None:
     assert len(cells(["a", "b"], ["p"], [1, 2, 3])) == 6
 
 
-def test_table_and_comparison(run: Sweep, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_table_and_comparison(run: Sweep, tmp_path: Path) -> None:
     table = tmp_path / "sweep.csv"
     document = run(("small", "other"), table=table)
     with table.open() as lines:
         rows = list(csv.DictReader(lines))
     assert tuple(rows[0]) == COLUMNS
     assert len(rows) == 8
-    for row, cell in zip(rows, document["cells"], strict=True):
-        assert [float(row[name]) for name in FIGURES] == [cell["figures"][name] for name in FIGURES]
-    comparison = compare_document(document, "pollux,fifo")
-    assert [row["measure"] for row in comparison["comparisons"]] == list(MEASURES)
-    assert comparison["unit"] == "workload"
-    show_sweep(document)
-    show_comparison(comparison, {**MEASURES, **PRICED})
-    shown = capsys.readouterr().out.splitlines()
-    assert max(map(len, shown)) <= 80
-    assert any("average JCT" in line for line in shown)
-    for pair in ("pollux", "a,b,c", ","):
-        with pytest.raises(InputError, match="--compare"):
-            compare_document(document, pair)
+    for row, cell in zip(rows, document.cells, strict=True):
+        assert [float(row[name]) for name in FIGURES if name != "cost"] == [
+            getattr(cell.figures, name) for name in FIGURES if name != "cost"
+        ]
+    comparison = compare(document.cells, "pollux", "fifo")
+    assert [row.measure for row in comparison.comparisons] == list(MEASURES[:-1])
+    assert comparison.unit == "workload"
 
 
 @pytest.mark.slow

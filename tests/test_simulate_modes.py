@@ -39,7 +39,7 @@ def test_a_sweep_has_the_figures_of_single_replays(cli: Cli, tmp_path: Path) -> 
     change = single["srtf"]["avg_jct_s"] / single["fifo"]["avg_jct_s"]
     assert any(row["ratio"] == pytest.approx(change) for row in measures.values())
     shown = cli("simulate", files[0], *SHARED, "--policy", "fifo,srtf", "--seeds", "1", "--compare", "srtf,fifo")
-    assert "srtf against fifo" in shown.out
+    assert "Change from fifo to srtf" in shown.out
     assert max(len(line) for line in shown.out.splitlines()) <= 80
 
 
@@ -71,7 +71,7 @@ def test_the_advice_is_the_functions(cli: Cli, tmp_path: Path) -> None:
     state = write_state(tmp_path)
     shown = cli("simulate", "--advise", state, "-o", tmp_path / "advice.json")
     assert shown.code == 0, shown.err
-    assert shown.out.startswith(("Resize from", "Stay on"))
+    assert ("Resize from" in shown.out) or ("Stay on" in shown.out)
     assert json.loads((tmp_path / "advice.json").read_text())["kind"] == "ddltool.advice"
 
 

@@ -16,19 +16,11 @@ import pytest
 from ddltool.analyzers.gating.metrics import extract
 from ddltool.commands.artifact_reading import read_any
 from ddltool.fixtures.loading import folder
+from ddltool.results import SweepFigures
 from tests.conftest import Result
 
 Cli = Callable[..., Result]
-FIGURES = (
-    "avg_jct_s",
-    "median_jct_s",
-    "p99_jct_s",
-    "makespan_s",
-    "utilization",
-    "worst_fairness",
-    "restarts",
-    "gpu_seconds",
-)
+FIGURES = tuple(name for name in SweepFigures.model_fields if name != "cost")
 
 
 @pytest.fixture(scope="module")

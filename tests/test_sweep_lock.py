@@ -23,13 +23,6 @@ def failing(code: int) -> Flock:
     return flock
 
 
-def test_a_file_system_without_locks_is_written_all_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fcntl, "flock", failing(errno.ENOLCK))
-    with sole_writer(tmp_path / "sweep.json"):
-        assert (tmp_path / ".sweep.json.lock").exists()
-    assert not list(tmp_path.iterdir())
-
-
 def test_a_disk_that_fails_is_no_missing_lock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fcntl, "flock", failing(errno.EIO))
     before = len(os.listdir("/proc/self/fd")) if Path("/proc/self/fd").exists() else 0

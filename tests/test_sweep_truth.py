@@ -6,12 +6,10 @@ import csv
 import json
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from ddltool.artifacts import save
-from ddltool.commands.simulation_tables import show_sweep
 from ddltool.goodput_model import Goodput, ThroughputParams
 from tests.conftest import Result
 
@@ -162,25 +160,3 @@ def test_a_clusters_trace_is_no_workload_of_a_sweep(cli: Cli, folder: Path) -> N
         assert refused.code == 2
         assert f"{name}: is a cluster's trace; make a workload of it with --convert first" in refused.error_line
     assert not (folder / "s.json").exists()
-
-
-def cell(workload: str, policy: str, seed: int, cost: float | None) -> dict[str, Any]:
-    times = dict.fromkeys(("avg_jct_s", "p99_jct_s", "makespan_s"), 123456.0)
-    figures = {**times, "worst_fairness": 641.75, "restarts": 12_345, **({"cost": cost} if cost is not None else {})}
-    return {"workload": workload, "policy": policy, "seed": seed, "figures": figures}
-
-
-@pytest.mark.parametrize("cost", [None, 654_321.0])
-def test_long_names_leave_the_figures_readable(capsys: pytest.CaptureFixture[str], cost: float | None) -> None:
-    names = [f"a-workload-with-a-rather-long-name-from-a-cluster-{number}" for number in (1, 2)]
-    cells = [cell(name, policy, 0, cost) for name in names for policy in ("fifo", "easyscale-heter")]
-    show_sweep({"cells": [*cells, cell(names[0], "fifo", 1, cost)], "cells_failed": 1})
-    shown = capsys.readouterr().out
-    assert max(map(len, shown.splitlines())) <= 80
-    assert shown.count("- easyscale-heter") == 2
-    assert shown.count("123,456") == 3 * 4
-    assert shown.count("12,345 ") == 4
-    assert shown.count("654,321") == (4 if cost is not None else 0)
-    assert all(f"cluster-{number}" in shown for number in (1, 2))
-    assert "means over 1 to 2 seeds" in shown
-    assert "1 replay failed" in shown

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, ClassVar, Literal, Self
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from ddltool.artifacts import Artifact
 
@@ -41,3 +41,17 @@ class JobState(Artifact):
         min_length=1, max_length=100_000, description="measured restarts, from stop to the next step"
     )
     hold_s: Positive | None = Field(default=None, description="how long it would keep other GPUs; null: to its end")
+
+    @model_validator(mode="after")
+    def _possible(self) -> Self:
+        """Hold what fields say of each other."""
+        if len(self.held) != len(self.free):
+            raise ValueError(f"free has {len(self.free)} nodes, held has {len(self.held)}; one number per node in both")
+        if not sum(self.held):
+            raise ValueError("held are no GPUs; a job that does not run has nothing to restart")
+        if (self.remaining_s is None) == (self.remaining_samples is None):
+            raise ValueError("remaining_s and remaining_samples are both or neither there; give one of them")
+        if self.initial_batch_size > self.max_batch_size:
+            problem = f"initial_batch_size is {self.initial_batch_size}, above max_batch_size, {self.max_batch_size}"
+            raise ValueError(f"{problem}; it must be at most that")
+        return self

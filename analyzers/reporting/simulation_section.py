@@ -1,4 +1,4 @@
-"""The report's section of a simulated workload."""
+"""The section of a simulated workload."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ddltool.analyzers.reporting.charts import LINES_DRAWN, Line, draw_bars, draw_lines
-from ddltool.analyzers.reporting.section import Picture, Section, Table, counted, shortened
+from ddltool.analyzers.reporting.section import Picture, Section, Table, counted, few, filled, shortened
 from ddltool.results import PolicyRecord, SimulationDocument
 
 # Points of a line over time.
@@ -20,21 +20,23 @@ _LONG_TAIL = 10
 Blocks = list[Picture | Table]
 
 
-def simulation_section(found: SimulationDocument, name: str) -> Section:
-    """Return the section of a simulated workload: completion times, unfinished jobs over time, GPU hours."""
+def simulation_section(found: SimulationDocument, name: str, *, details: bool = True) -> Section:
+    """Return the section of a simulated workload: completion times, waits and losses, and what it cost.
+
+    ``details``: also the size classes, unfinished jobs and GPUs over time, GPU hours by application and every job.
+    """
     jobs = len(next(iter(found.policies.values())).jobs)
     policies = "1 policy" if len(found.policies) == 1 else f"{len(found.policies)} policies"
     source = shortened(PurePath(found.workload).name or found.workload, 60)
     lead = f"{counted(jobs, 'job')} of {source} on {counted(found.gpus, 'GPU')}, under {policies}."
     drawn = f" The first {LINES_DRAWN} policies are drawn." if len(found.policies) > LINES_DRAWN else ""
-    blocks: Blocks = [
-        _completion(found, drawn),
-        _load(found, drawn),
-        *_allocation(found, drawn),
-        _gpu_time(found),
-        _jobs(found),
-    ]
-    return Section(title=f"Simulation: {name}", lead=[lead], blocks=blocks)
+    lost = found.failures is not None or any(record.cost is not None for record in found.policies.values())
+    blocks: Blocks = [_completion(found, drawn), *(_losses(found) if lost or details else [])]
+    if details:
+        blocks += [*_classes(found), _load(found, drawn), *_allocation(found, drawn), _gpu_time(found), _jobs(found)]
+    remarks = [*found.assumptions, *([found.conversion] if found.conversion else [])]
+    lead = [f"{lead} Simulated from {found.truth}.", *few(remarks)]
+    return Section(title=f"Simulation: {name}", lead=lead, blocks=blocks)
 
 
 def _completion(found: SimulationDocument, remark: str) -> Picture:
@@ -85,7 +87,50 @@ def _summary(found: SimulationDocument) -> Table:
         f"Times in {_clock(longest)[1]}; used: share of GPU time; worst: largest finish-time fairness; "
         "fair: share of jobs below 1"
     )
-    return Table(caption=caption, header=header, rows=rows, label="simulated")
+    return Table(caption=caption, header=header, rows=rows, label="simulated", spare=("median", "fair"))
+
+
+def _losses(found: SimulationDocument) -> Blocks:
+    """Return the waits, and what failures took and GPUs cost; nothing for files of older versions."""
+    rows = [
+        (
+            key,
+            f"{record.avg_queueing_s or 0:,.0f}",
+            f"{record.p99_queueing_s or 0:,.0f}",
+            f"{record.useful_share or 0:.0%}",
+            f"{record.job_failures:,}",
+            f"{record.lost_gpu_hours or 0:,.1f}",
+            "-" if record.cost is None else f"{record.cost.jobs:,.2f}",
+        )
+        for key, record in found.policies.items()
+        if record.useful_share is not None
+    ]
+    caption = (
+        "Waits (s), use and losses; wait: from submission to first start; useful: share of the GPU time that was up in "
+        "which training was done that lasted; hit: jobs that lost a node; lost: GPU hours undone; cost: of what jobs held"
+    )
+    header = ("policy", "wait", "p99 wait", "useful", "hit", "lost", "cost")
+    return [filled(Table(caption=caption, header=header, rows=rows, label="simulated"))] if rows else []
+
+
+def _classes(found: SimulationDocument) -> Blocks:
+    """Return the figures of each size class under each policy."""
+    rows = [
+        (
+            key,
+            name,
+            f"{one.jobs:,}",
+            *(f"{value:,.0f}" for value in (one.avg_jct_s, one.median_jct_s, one.p99_jct_s, one.avg_queueing_s)),
+            f"{one.worst_fairness:.2f}",
+            f"{one.gpu_hours:,.0f}",
+        )
+        for key, record in found.policies.items()
+        for name, one in record.by_class.items()
+    ]
+    caption = "By size class, s: small up to 1 GPU hour, medium 10, large 100, xlarge above (Pollux, 5.1)"
+    header = ("policy", "class", "jobs", "mean JCT", "median", "p99", "wait", "worst", "GPU h")
+    table = Table(caption=caption, header=header, rows=rows, label="simulated", text_columns=2, spare=("median",))
+    return [table] if rows else []
 
 
 def _load(found: SimulationDocument, remark: str) -> Picture:

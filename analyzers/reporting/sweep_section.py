@@ -1,12 +1,20 @@
-"""The report's sections of many replays: means by workload and policy, and two policies compared in pairs."""
+"""Sections of many replays: a sweep, two policies in pairs, a search's trials, a rented cluster; and advice on a resize."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from ddltool.analyzers.reporting.charts import draw_bars
 from ddltool.analyzers.reporting.section import Picture, Section, Table, counted, filled, shortened
-from ddltool.results import PolicyComparison, SweepCell, SweepDocument, SweepFigures
+from ddltool.results import (
+    AdviceResult,
+    AutoscalingResult,
+    PolicyComparison,
+    SearchResult,
+    SweepCell,
+    SweepDocument,
+    SweepFigures,
+)
 
 _BARS_DRAWN = 24
 # Ratios that differ more than this are drawn on a logarithmic axis.
@@ -22,6 +30,12 @@ _MEASURES = {
     "gpu_seconds": "cost (GPU time)",
     "cost": "cost (price)",
 }
+
+_MOST_OPTIONS_SHOWN = 12
+PUBLISHED_SCALING = {"cost": -0.25, "seconds": 0.06}
+"""Pollux, section 5.4.1: ImageNet, goodput against throughput."""
+PUBLISHED_SEARCH: Mapping[str, tuple[float, float]] = {"baseline": (2040.0, 50_400.0), "pollux": (1500.0, 36_000.0)}
+"""Mean JCT and makespan, s (Pollux, Table 3: 100 trials of ResNet18 on CIFAR-10, two nodes with 8 A100 each)."""
 
 
 def sweep_section(found: SweepDocument, name: str) -> Section:
@@ -49,7 +63,7 @@ def _drawn(groups: Sequence[tuple[str, str, int, SweepFigures]], *, several: boo
     """Return the mean completion times as bars over the table of all means."""
     rows = [
         (
-            workload,
+            shortened(workload, 30),
             policy,
             str(count),
             *(f"{value:,.0f}" if value < 1e12 else f"{value:.3g}" for value in _times(mean)),
@@ -74,7 +88,8 @@ def _drawn(groups: Sequence[tuple[str, str, int, SweepFigures]], *, several: boo
         "cost",
     )
     caption = "Means over the seeds, times in s; used: share of GPU time; worst: largest finish-time fairness"
-    table = Table(caption=caption, header=header, rows=rows, label="simulated", text_columns=2)
+    spare = ("median", "used", "seeds")
+    table = Table(caption=caption, header=header, rows=rows, label="simulated", text_columns=2, spare=spare)
     bars = [
         (f"{shortened(policy, 30)}, {shortened(workload, 30)}" if several else policy, mean.avg_jct_s)
         for workload, policy, _, mean in groups[:_BARS_DRAWN]
@@ -134,3 +149,113 @@ def _change(ratio: float | None) -> str:
     if ratio is None:
         return "-"
     return f"{ratio - 1:+.1%}" if ratio < 100 else f"x{ratio:.3g}"
+
+
+def _against(value: float, base: float) -> str:
+    """Return by how much a figure differs from the baseline's, nothing for the baseline itself."""
+    return f"{value / base - 1:+.0%}" if value != base else ""
+
+
+def autoscaling_section(found: AutoscalingResult) -> Section:
+    """Return the section of a rented cluster: one row per rule, and the published changes."""
+    base = found.rules["throughput"]
+    rows = [
+        (
+            name,
+            f"{one.seconds / 3600:.2f}",
+            _against(one.seconds, base.seconds),
+            f"{one.cost:,.1f}",
+            _against(one.cost, base.cost),
+            f"{one.efficiency:.2f}",
+            f"{one.first_nodes}-{one.last_nodes}",
+            str(one.restarts),
+        )
+        for name, one in found.rules.items()
+    ]
+    if found.application == "imagenet":
+        seconds, cost = (f"{PUBLISHED_SCALING[key]:+.0%}" for key in ("seconds", "cost"))
+        rows.append(("published", "", seconds, "", cost, "", "", ""))
+    caption = "Changes against the throughput scaler; effic.: statistical efficiency"
+    header = ("rule", "hours", "change", "cost", "change", "effic.", "nodes", "restarts")
+    table = Table(caption=caption, header=header, rows=rows, label="simulated")
+    goodput = found.rules["goodput"]
+    lead = (
+        f"Scaling {found.application} by goodput costs {goodput.cost / base.cost - 1:+.0%} and takes "
+        f"{goodput.seconds / base.seconds - 1:+.0%} against scaling by throughput, on up to {found.most_nodes} nodes."
+    )
+    return Section(title=f"Autoscaling: {found.application}", lead=[lead], blocks=[table])
+
+
+def search_section(found: SearchResult) -> Section:
+    """Return the section of a search's trials: one row per policy, and what was published."""
+    base = next(iter(found.policies.values()))
+    rows = [
+        (
+            name,
+            f"{one.avg_jct_s / 60:.1f}",
+            _against(one.avg_jct_s, base.avg_jct_s),
+            f"{one.makespan_s / 3600:.2f}",
+            _against(one.makespan_s, base.makespan_s),
+            f"{one.gpu_seconds / 3600:,.0f}",
+            str(one.restarts),
+        )
+        for name, one in found.policies.items()
+    ]
+    if found.search.application == "cifar10":
+        first = PUBLISHED_SEARCH["baseline"]
+        for name, (jct_s, span_s) in PUBLISHED_SEARCH.items():
+            changes = _against(jct_s, first[0]), _against(span_s, first[1])
+            row = (f"published {name}", f"{jct_s / 60:.0f}", changes[0], f"{span_s / 3600:.0f}", changes[1], "", "")
+            rows.append(row)
+    caption = (
+        f"Changes against a fixed {found.search.local_batch_size} samples on each GPU; span: from the first trial to the "
+        "end of the last"
+    )
+    header = ("", "JCT, min", "change", "span, h", "change", "GPU h", "restarts")
+    trials = f"{found.search.trials} trials of {found.search.application}, {found.search.concurrent} at a time"
+    lead = f"{trials} on {counted(found.gpus, 'GPU')}; the trials are synthetic."
+    table = Table(caption=caption, header=header, rows=rows, label="simulated")
+    return Section(title=f"Search: {found.search.application}", lead=[lead], blocks=[table])
+
+
+def advice_section(found: AdviceResult) -> Section:
+    """Return the answer in words and the options that save most."""
+    now, best = found.now, found.best
+    if not found.resize or best is None:
+        why = "no other allocation is possible now" if best is None else "no resize saves time on average"
+        lead = [f"Stay on {counted(now.replicas, 'GPU')}: {why}."]
+    else:
+        lead = [
+            f"Resize from {now.replicas} to {counted(best.replicas, 'GPU')} on {counted(best.nodes, 'node')}: saves "
+            f"{_span(best.expected_saved_s)} on average, some time with probability {best.probability:.0%}."
+        ]
+        if best.break_even_s is not None:
+            left = f"{_span(now.remaining_s)} are left, as it is now"
+            lead.append(f"It pays from {_span(best.break_even_s)} left on; {left}.")
+    rows = [
+        (
+            f"{one.replicas} on {one.nodes}",
+            str(one.batch_size),
+            f"{one.gain:.2f}",
+            "never" if one.break_even_s is None else _span(one.break_even_s),
+            *(_span(value) for value in (one.expected_saved_s, one.saved_p10_s, one.saved_p90_s)),
+            f"{one.probability:.0%}",
+            f"{round(one.extra_gpu_seconds / 3600, 1) + 0.0:+.1f}",
+        )
+        for one in sorted(found.options, key=lambda one: -one.expected_saved_s)[:_MOST_OPTIONS_SHOWN]
+    ]
+    caption = (
+        "gain: goodput over that of now; pays from: with so much left; saves: the mean, and what 10 and 90 % of cases stay "
+        "below; sure: probability of saving time; GPU h: held more than without the resize"
+    )
+    header = ("GPUs", "batch", "gain", "pays from", "saves", "10 %", "90 %", "sure", "GPU h")
+    table = Table(caption=caption, header=header, rows=rows, label="predicted")
+    return Section(title=f"Advice: {found.job}", lead=lead, blocks=[table] if rows else [])
+
+
+def _span(seconds: float) -> str:
+    """Return a time as people say it."""
+    for size, unit in ((86400, "d"), (3600, "h"), (60, "min")):
+        if abs(seconds) >= 2 * size:
+            return f"{seconds / size:.1f} {unit}"
+    return f"{seconds:.0f} s"

@@ -14,16 +14,18 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
+from scipy.special import ndtri
 
 from ddltool.analyzers.goodput.tuning import BatchLimits, tune, tune_one
 from ddltool.artifacts import load
 from ddltool.errors import InputError
 from ddltool.goodput_model import Goodput
 from ddltool.job_state import JobState
+from ddltool.results import AdviceResult, JobNow, ResizeOption
 
 Floats = NDArray[np.float64]
 # Quantiles at which the distributions are summed: the grid has 199 x 39 x at most 16 points.
@@ -50,37 +52,22 @@ class Guess:
         """Return values and their weights, (count,) each; one value of weight 1 where it is known."""
         if self.factor == 1:
             return np.array([self.median]), np.ones(1)
-        from scipy.special import ndtri
-
         sigma = math.log(self.factor)
         edges = (np.arange(count) + 0.5) / count
         return self.median * np.exp(sigma * ndtri(edges)), np.full(count, 1.0 / count)
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Advice:
-    """What a resize brings; seconds. Savings are negative where it loses time."""
+class Advice(NamedTuple):
+    """What a resize brings; seconds, as in :class:`~ddltool.results.ResizeOption`."""
 
     gain: float
-    """Goodput then over goodput now."""
     restart_s: float
-    """The mean of the measured restarts."""
     break_even_s: float | None
-    """Time left, on the present allocation, from which it pays; None: it never does."""
     saved_s: float
-    """With every guess at its median."""
-    expected_s: float
-    low_s: float
-    """The saving's 10th percentile."""
-    high_s: float
-    """The saving's 90th percentile."""
+    expected_saved_s: float
+    saved_p10_s: float
+    saved_p90_s: float
     probability: float
-    """That it saves any time."""
-
-    @property
-    def worth(self) -> bool:
-        """Whether time is saved on average."""
-        return self.expected_s > 0
 
 
 def advise(
@@ -121,9 +108,9 @@ def advise(
         restart_s=delay,
         break_even_s=_break_even(gain, delay, hold_s),
         saved_s=float(saved_seconds(np.array(remaining.median), np.array(gain), np.array(delay), hold_s)),
-        expected_s=float((saved * weights).sum()),
-        low_s=low,
-        high_s=high,
+        expected_saved_s=float((saved * weights).sum()),
+        saved_p10_s=low,
+        saved_p90_s=high,
         probability=float(weights[saved > 0].sum()),
     )
 
@@ -159,31 +146,13 @@ def _percentiles(values: Floats, weights: Floats, shares: Sequence[float]) -> li
     return [float(value) for value in values[order][at]]
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Placement:
-    """GPUs per node that a job could have, (N,)."""
-
-    gpus: tuple[int, ...]
-
-    @property
-    def nodes(self) -> int:
-        """On how many nodes."""
-        return sum(count > 0 for count in self.gpus)
-
-    @property
-    def replicas(self) -> int:
-        """How many GPUs."""
-        return sum(self.gpus)
-
-
-def placements(held: Sequence[int], free: Sequence[int], most: int) -> Iterator[Placement]:
+def placements(held: Sequence[int], free: Sequence[int], most: int) -> Iterator[tuple[int, ...]]:
     """Yield the other allocations of 1 to ``most`` GPUs that the job could have now, each packed on the fewest nodes.
 
-    ``held`` and ``free``: GPUs per node, (N,). Nodes with the most GPUs go first, those that it has on a tie; the last
+    All are GPUs per node, (N,). Nodes with the most GPUs go first, those that it has on a tie; the last
     of the nodes taken is the tightest that holds what is left. With the GPUs that it has only a placement on fewer
     nodes is another one.
     """
-    has = Placement(gpus=tuple(held))
     room = [one + other for one, other in zip(held, free, strict=True)]
     order = sorted(range(len(room)), key=lambda node: (-room[node], -held[node], node))
     for count in range(1, min(sum(room), most) + 1):
@@ -195,19 +164,21 @@ def placements(held: Sequence[int], free: Sequence[int], most: int) -> Iterator[
                 break
             gpus[node] = room[node]
             left -= room[node]
-        found = Placement(gpus=tuple(gpus))
-        if found.replicas != has.replicas or found.nodes < has.nodes:
-            yield found
+        if count != sum(held) or _nodes(gpus) < _nodes(held):
+            yield tuple(gpus)
 
 
-def advise_job(path: Path) -> dict[str, Any]:
-    """Return the document (kind ``ddltool.advice``) for the job in a JOBSTATE.yaml: every option, and the best.
+def _nodes(gpus: Sequence[int]) -> int:
+    return sum(count > 0 for count in gpus)
+
+
+def advise_job(path: Path) -> AdviceResult:
+    """Return what is best for the job in a JOBSTATE.yaml: every option, and the best.
 
     Raises InputError, with file and field, for what cannot be, and Infeasible where the job's batch limits allow
     nothing on what it holds.
     """
     state = load(path, JobState)
-    _check(state, path)
     model = load(path.parent / state.goodput, Goodput)
     params = model.params_of(state.device)
     limits = BatchLimits(
@@ -215,94 +186,49 @@ def advise_job(path: Path) -> dict[str, Any]:
         max_batch_size=state.max_batch_size,
         max_local_batch_size=min(state.max_local_batch_size, state.max_batch_size),
     )
-    has = Placement(gpus=tuple(state.held))
-    now = tune_one(params, has.nodes, has.replicas, limits, noise_scale=state.noise_scale)
+    held = sum(state.held)
+    now = tune_one(params, _nodes(state.held), held, limits, noise_scale=state.noise_scale)
     left_s = state.remaining_s
     if state.remaining_samples is not None:
         left_s = state.remaining_samples / now.goodput_per_s
     assert left_s is not None
-    if not 0 < left_s <= 1e15:
+    if not 0 < left_s <= _LARGEST:
         raise InputError(f"{path}:remaining_samples", f"is {left_s:g} seconds of work", "what a job can have left")
-    most = min(state.max_replicas or _MOST_REPLICAS, _MOST_REPLICAS)
-    found = _thinned(list(placements(state.held, state.free, most)))
-    tuned = tune(
-        params,
-        [each.nodes for each in found] or [1],
-        [each.replicas for each in found] or [1],
-        limits,
-        noise_scale=state.noise_scale,
-    )
+    found = list(placements(state.held, state.free, min(state.max_replicas or _MOST_REPLICAS, _MOST_REPLICAS)))
+    if len(found) > _MOST_LOOKED_AT:  # numbers of GPUs in equal ratios, the smallest and the largest among them
+        found = [found[row] for row in np.unique(np.geomspace(1, len(found), _MOST_LOOKED_AT).round().astype(int) - 1)]
+    nodes, replicas = [_nodes(each) for each in found] or [1], [sum(each) for each in found] or [1]
+    tuned = tune(params, nodes, replicas, limits, noise_scale=state.noise_scale)
     # Both goodputs of a ratio carry the model's error.
     off = model.devices[state.device].rmsle if model.devices else model.rmsle
     gain_factor = min(math.exp(math.sqrt(2) * off), 1000.0)
+    remaining = Guess(median=left_s, factor=state.remaining_factor)
     options = []
-    for row, option in enumerate(found):
-        if tuned.feasible[row]:
-            then = float(tuned.goodput_per_s[row])
-            remaining = Guess(median=left_s, factor=state.remaining_factor)
-            advice = advise(
-                now.goodput_per_s, then, remaining, state.restarts_s, gain_factor=gain_factor, hold_s=state.hold_s
+    for row in np.flatnonzero(tuned.feasible[: len(found)]).tolist():
+        then = float(tuned.goodput_per_s[row])
+        advice = advise(
+            now.goodput_per_s, then, remaining, state.restarts_s, gain_factor=gain_factor, hold_s=state.hold_s
+        )
+        then_s = advice.restart_s + left_s / advice.gain
+        options.append(
+            ResizeOption(
+                gpus_by_node={str(node): count for node, count in enumerate(found[row]) if count},
+                replicas=replicas[row],
+                nodes=nodes[row],
+                batch_size=int(tuned.total_batch_size[row]),
+                goodput_per_s=then,
+                extra_gpu_seconds=replicas[row] * then_s - held * left_s,
+                **advice._asdict(),
             )
-            batch = int(tuned.total_batch_size[row])
-            options.append(_option(option, advice, batch, then, has.replicas, left_s))
-    best = max(options, key=lambda one: float(one["expected_saved_s"]), default=None)
-    worth = best is not None and best["expected_saved_s"] > 0
-    return {
-        "kind": "ddltool.advice",
-        "schema_version": 1,
-        "job": str(path),
-        "now": {
-            "gpus": list(state.held),
-            "replicas": has.replicas,
-            "batch_size": now.total_batch_size,
-            "goodput_per_s": now.goodput_per_s,
-            "remaining_s": left_s,
-            "remaining_factor": state.remaining_factor,
-        },
-        "gain_factor": gain_factor,
-        "resize": worth,
-        "best": best,
-        "options": options,
-    }
-
-
-def _thinned(options: list[Placement]) -> list[Placement]:
-    """Return all of few options; of many, numbers of GPUs in equal ratios, the smallest and the largest among them."""
-    if len(options) <= _MOST_LOOKED_AT:
-        return options
-    rows = np.unique(np.geomspace(1, len(options), _MOST_LOOKED_AT).round().astype(int) - 1)
-    return [options[row] for row in rows.tolist()]
-
-
-def _check(state: JobState, path: Path) -> None:
-    """Raise InputError for fields that contradict each other."""
-    if len(state.held) != len(state.free):
-        problem = f"has {len(state.free)} nodes, held has {len(state.held)}"
-        raise InputError(f"{path}:free", problem, "one number per node in both")
-    if sum(state.held) < 1:
-        raise InputError(f"{path}:held", "are no GPUs", "a job that does not run has nothing to restart")
-    if (state.remaining_s is None) == (state.remaining_samples is None):
-        raise InputError(f"{path}:remaining_s", "and remaining_samples are both or neither there", "give one of them")
-    if state.initial_batch_size > state.max_batch_size:
-        problem = f"is {state.initial_batch_size}, above max_batch_size, {state.max_batch_size}"
-        raise InputError(f"{path}:initial_batch_size", problem, "it must be at most that")
-
-
-def _option(option: Placement, advice: Advice, batch: int, goodput: float, held: int, left_s: float) -> dict[str, Any]:
-    then_s = advice.restart_s + left_s / advice.gain
-    return {
-        "gpus_by_node": {str(node): count for node, count in enumerate(option.gpus) if count},
-        "replicas": option.replicas,
-        "nodes": option.nodes,
-        "batch_size": batch,
-        "goodput_per_s": goodput,
-        "gain": advice.gain,
-        "restart_s": advice.restart_s,
-        "break_even_s": advice.break_even_s,
-        "saved_s": advice.saved_s,
-        "expected_saved_s": advice.expected_s,
-        "saved_p10_s": advice.low_s,
-        "saved_p90_s": advice.high_s,
-        "probability": advice.probability,
-        "extra_gpu_seconds": option.replicas * then_s - held * left_s,
-    }
+        )
+    best = max(options, key=lambda one: one.expected_saved_s, default=None)
+    running = JobNow(
+        gpus=state.held,
+        replicas=held,
+        batch_size=now.total_batch_size,
+        goodput_per_s=now.goodput_per_s,
+        remaining_s=left_s,
+        remaining_factor=state.remaining_factor,
+    )
+    worth = best is not None and best.expected_saved_s > 0
+    return AdviceResult(job=str(path), now=running, gain_factor=gain_factor, resize=worth, best=best, options=options)

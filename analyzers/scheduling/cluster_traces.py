@@ -23,8 +23,8 @@ from numpy.typing import NDArray
 
 from ddltool.analyzers.loading.tables import demand_distinct_jobs, numbers
 from ddltool.analyzers.scheduling.generator import SIZE_CLASSES, Template, class_indices, make_specs
-from ddltool.analyzers.scheduling.job import JobSpec
 from ddltool.errors import InputError
+from ddltool.results import JobSpec
 
 Floats = NDArray[np.float64]
 COLUMNS: Mapping[str, tuple[str, ...]] = {

@@ -16,9 +16,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ddltool.analyzers.scheduling.cluster import ClusterSpec, packed
-from ddltool.analyzers.scheduling.job import JobSpec
 from ddltool.analyzers.scheduling.truth import Application
 from ddltool.errors import InputError, did_you_mean
+from ddltool.results import JobSpec
 
 Floats = NDArray[np.float64]
 SIZE_CLASSES: Mapping[str, float] = {"small": 1.0, "medium": 10.0, "large": 100.0, "xlarge": math.inf}
@@ -170,29 +170,22 @@ def templates(applications: Mapping[str, Application], cluster: ClusterSpec) -> 
 
 def _requests(application: Application, cluster: ClusterSpec, kind: str) -> tuple[float, tuple[tuple[int, int], ...]]:
     """Return the seconds on one GPU at the best batch size, and the (GPUs, batch) that are 50 to 80 % efficient."""
-    nodes = cluster.of_type(kind)
-    alone = _best(application, nodes, 1, kind)
+    nodes, sizes = cluster.of_type(kind), application.batch_sizes.tolist()
+
+    def best(count: int) -> tuple[float, int]:
+        """Return the least seconds of the whole training over the measured batch sizes, and that batch size."""
+        tried = application.batches(packed(nodes, count), kind, sizes)
+        seconds, total = min(
+            ((float(application.epoch_seconds(total, step_s).sum()), total) for total, step_s, _ in tried),
+            default=(math.inf, application.init_batch_size),
+        )
+        return seconds, int(min(sizes, key=lambda size: abs(size - total)))
+
+    alone = best(1)
     found = []
     for count in range(2, min(nodes.total_gpus, application.max_replicas, _MOST_REQUESTED) + 1):
-        if count > 4 and count % 4:
-            continue
-        seconds, batch = _best(application, nodes, count, kind)
-        if _EFFICIENT[0] <= alone[0] / seconds / count <= _EFFICIENT[1]:
-            found.append((count, batch))
+        if count <= 4 or count % 4 == 0:
+            seconds, batch = best(count)
+            if _EFFICIENT[0] <= alone[0] / seconds / count <= _EFFICIENT[1]:
+                found.append((count, batch))
     return alone[0], tuple(found) or ((1, alone[1]),)
-
-
-def _best(application: Application, nodes: ClusterSpec, replicas: int, kind: str) -> tuple[float, int]:
-    """Return the least seconds of the whole training over the measured batch sizes, and that batch size."""
-    placement = packed(nodes, replicas)
-    largest = application.largest_local_batch(kind)
-    span = np.diff(application.progress[: application.max_epochs + 1])
-    best = math.inf, application.init_batch_size
-    for batch in map(int, application.batch_sizes.tolist()):
-        if batch < application.min_local_batch_size * replicas:
-            continue
-        steps = math.ceil(batch / replicas / largest)
-        step, sync = application.step_times(placement, math.ceil(batch / replicas / steps), kind)
-        gain = np.array([application.gain(batch, epoch) for epoch in range(application.max_epochs)])
-        best = min(best, (float((span / gain).sum()) * (step + (steps - 1) * (step - sync)), batch))
-    return best

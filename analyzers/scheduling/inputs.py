@@ -5,9 +5,12 @@ That truth is measured traces, fitted models (kind ``ddltool.goodput``), or both
 
 from __future__ import annotations
 
+import csv
+import io
 import json
+import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -27,8 +30,7 @@ from ddltool.analyzers.scheduling.cluster_traces import (
     to_workload,
 )
 from ddltool.analyzers.scheduling.failures import KINDS, NodeEvent
-from ddltool.analyzers.scheduling.generator import POLLUX, Template, templates
-from ddltool.analyzers.scheduling.job import JobSpec
+from ddltool.analyzers.scheduling.generator import POLLUX, Pattern, Template, generate, templates
 from ddltool.analyzers.scheduling.truth import (
     ANY_TYPE,
     Application,
@@ -42,6 +44,7 @@ from ddltool.artifacts import load, read_text
 from ddltool.errors import InputError, did_you_mean
 from ddltool.goodput_model import Goodput
 from ddltool.job import Cluster
+from ddltool.results import JobSpec, WorkloadResult
 
 Floats = NDArray[np.float64]
 WORKLOAD = ("name", "time", "application", "num_replicas", "batch_size")
@@ -111,6 +114,23 @@ def _jobs(frame: pd.DataFrame, path: Path) -> list[JobSpec]:
             names, times.tolist(), kinds, replicas.tolist(), batches.tolist(), strict=True
         )
     ]
+
+
+def workload_csv(found: WorkloadResult) -> str:
+    """Return a workload as the CSV that :func:`read_workload` reads, what its jobs are drawn from beside each."""
+    text = io.StringIO()
+    writer = csv.writer(text, lineterminator="\n")
+    writer.writerow([*WORKLOAD, "source"])
+    for job in found.jobs:
+        time_s = int(job.submit_s) if job.submit_s == math.floor(job.submit_s) else job.submit_s
+        writer.writerow([job.name, time_s, job.application, job.num_replicas, job.batch_size, found.source])
+    return text.getvalue()
+
+
+def generated(pattern: Pattern, folders: Sequence[Path], cluster: ClusterSpec | None) -> WorkloadResult:
+    """Return a synthetic workload of the applications of :func:`read_templates`."""
+    source = f"synthetic: {','.join(f'{key}={value}' for key, value in asdict(pattern).items())}"
+    return WorkloadResult(source=source, jobs=generate(pattern, read_templates(folders, cluster)))
 
 
 def read_jobs(

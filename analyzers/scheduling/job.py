@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from enum import Enum
 
 import numpy as np
@@ -16,6 +16,7 @@ from ddltool.analyzers.scheduling.beliefs import Beliefs, Tunable, best_goodput,
 from ddltool.analyzers.scheduling.cluster import Allocation, ClusterSpec, count_gpus, packed
 from ddltool.analyzers.scheduling.truth import Application
 from ddltool.errors import InputError
+from ddltool.results import JobSpec
 
 Floats = NDArray[np.float64]
 
@@ -35,17 +36,6 @@ class Tuning(Enum):
 
 # Local batch sizes at which a job is profiled on one GPU of each type before it first runs in a mixed cluster.
 _PROFILED = 4
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class JobSpec:
-    """One row of a workload: ``submit_s`` in seconds, ``batch_size`` in samples over all replicas."""
-
-    name: str
-    submit_s: float
-    application: str
-    num_replicas: int
-    batch_size: int
 
 
 class SimulatedJob:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
@@ -13,84 +12,11 @@ from ddltool.analyzers.scheduling.generator import POLLUX, SIZE_CLASSES, size_cl
 from ddltool.analyzers.scheduling.simulator import SimulationResult
 from ddltool.analyzers.scheduling.truth import Application
 from ddltool.errors import InputError, did_you_mean
+from ddltool.results import ClassFigures, Fairness, PolicyRecord, ReplayCost, ReplayedJob, UsageRecord
 
 Floats = NDArray[np.float64]
-_CANDIDATES = 33
 _MOST_PRICE = 1e6
 _BLOCK = 256
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class ClassFigures:
-    """The jobs of one size class; seconds unless said otherwise."""
-
-    jobs: int
-    avg_jct_s: float
-    median_jct_s: float
-    p99_jct_s: float
-    avg_queueing_s: float
-    restarts: int
-    worst_fairness: float
-    gpu_hours: float
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class FinishTimeFairness:
-    """Completion times over those in an isolated, equally partitioned cluster."""
-
-    max: float
-    """How much the most neglected job was delayed over its fair share."""
-    share_below_1: float
-    """The share of jobs that finished earlier than on their fair share."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Cost:
-    """Price of the GPU time that jobs held, and of all GPUs that were up from the first submission to the last finish."""
-
-    jobs: float
-    cluster: float
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Summary:
-    """The figures of one replay, named as in the document of ``simulate``; seconds unless said otherwise."""
-
-    avg_jct_s: float
-    median_jct_s: float
-    p99_jct_s: float
-    makespan_s: float
-    """From the first submission to the last finish."""
-    avg_queueing_s: float
-    """From submission to first start."""
-    utilization: float
-    """Share of all GPU-seconds of the makespan that jobs held, restarts included."""
-    restarts: int
-    finish_time_fairness: FinishTimeFairness
-    avg_jct_by_application_s: Mapping[str, float]
-    p99_queueing_s: float
-    gpu_hours: float
-    """GPU time held by jobs."""
-    restart_gpu_hours: float
-    """The part of it that starts and restarts took."""
-    lost_gpu_hours: float
-    """The part of it whose training failures undid."""
-    useful_share: float
-    """Share of the GPU time of all nodes that were up in which training was done that lasted."""
-    availability: float
-    """Share of the whole cluster's GPU time that was up."""
-    node_failures: int
-    job_failures: int
-    goodput_by_application: Mapping[str, float]
-    """Samples at M0 that the training was worth per second from first start to finish, the mean."""
-    by_class: Mapping[str, ClassFigures]
-    """By size class (Pollux, section 5.1), in their order; those that have jobs."""
-    cost: Cost | None
-    """None without prices."""
-    fairness: tuple[float, ...]
-    """(n,) the finish-time fairness of each job."""
-    job_costs: tuple[float, ...]
-    """(n,) the price of the GPU time that each job held; () without prices."""
 
 
 class IsolatedTimes:
@@ -143,22 +69,10 @@ class IsolatedTimes:
 
     def _epoch_times(self, application: Application, gpu_type: str, replicas: int) -> Floats:
         """Return the seconds of each epoch (E,) on ``replicas`` packed GPUs at the best of some batch sizes."""
-        epochs = application.max_epochs
-        largest = application.largest_local_batch(gpu_type)
-        span = np.diff(application.progress[: epochs + 1])
-        best = np.full(epochs, np.inf)
         placement = packed(self.cluster.of_type(gpu_type), replicas)
-        low = max(application.init_batch_size, application.min_local_batch_size * replicas)
-        totals = {application.fixed_batch_size} if application.fixed_batch_size else None
-        for total in totals or set(np.geomspace(low, application.max_batch_size, _CANDIDATES).tolist()):
-            steps = max(int(np.ceil(total / replicas / largest - 1e-8)), 1)
-            local = int(np.ceil(total / replicas / steps - 1e-8))
-            whole = replicas * local * steps
-            if not application.init_batch_size <= whole <= application.max_batch_size:
-                continue
-            step, sync = application.step_times(placement, local, gpu_type)
-            gain = np.array([application.gain(whole, epoch) for epoch in range(epochs)])
-            best = np.minimum(best, span / gain * (step + (steps - 1) * (step - sync)))
+        best = np.full(application.max_epochs, np.inf)
+        for total, step_s, _ in application.batches(placement, gpu_type):
+            best = np.minimum(best, application.epoch_seconds(total, step_s))
         return best
 
 
@@ -189,8 +103,8 @@ def summarize(
     restart_delay_s: float,
     *,
     prices: Mapping[str, float] | None = None,
-) -> Summary:
-    """Return the figures of one simulation.
+) -> PolicyRecord:
+    """Return the figures of one simulation; jobs say their failures and cost where there can be any.
 
     Finish-time fairness is a job's completion time over that in an isolated, equally partitioned cluster (Mahajan et
     al., Themis, NSDI 2020; Pollux, section 5.3.1): alone on its 1/n of the GPUs, n the time average of the jobs in the
@@ -207,60 +121,73 @@ def summarize(
         for job, count in zip(result.jobs, present.tolist(), strict=True)
     ]
     makespan = float(finish.max() - submit.min())
-    names = sorted({job.application for job in result.jobs})
     fairness = jct / np.array(fair)
     queueing = np.array([job.first_start_s - job.submit_s for job in result.jobs])
+    names = sorted({job.application for job in result.jobs})
+    members = {name: [row for row, job in enumerate(result.jobs) if job.application == name] for name in names}
+    rates = np.array([job.useful_samples / (job.finish_s - job.first_start_s) for job in result.jobs])
     held, restart, lost = (
         sum(getattr(job, name) for job in result.jobs)
         for name in ("gpu_seconds", "restart_gpu_seconds", "lost_gpu_seconds")
     )
     up = sum(result.available_gpu_seconds.values())
-    costs: list[float] = []
-    cost = None
-    if prices is not None:
-        costs = [_price(job.gpu_seconds_by_type, prices) for job in result.jobs]
-        cost = Cost(jobs=sum(costs), cluster=_price(result.available_gpu_seconds, prices))
-    ratios = fairness.tolist()
-    return Summary(
+    costs = [_price(job.gpu_seconds_by_type, prices) for job in result.jobs] if prices is not None else []
+    total_cost = _price(result.available_gpu_seconds, prices) if prices is not None else 0.0
+    struck = result.node_failures > 0 or any(job.failures for job in result.jobs)
+    return PolicyRecord(
         avg_jct_s=float(jct.mean()),
         median_jct_s=float(np.median(jct)),
         p99_jct_s=float(np.percentile(jct, 99)),
         makespan_s=makespan,
-        avg_queueing_s=float(np.mean(queueing)),
         utilization=held / (result.total_gpus * makespan),
         restarts=sum(job.restarts for job in result.jobs),
-        finish_time_fairness=FinishTimeFairness(
-            max=max(ratios), share_below_1=sum(ratio < 1 for ratio in ratios) / len(ratios)
-        ),
-        avg_jct_by_application_s={
-            name: float(np.mean([job.jct_s for job in result.jobs if job.application == name])) for name in names
-        },
+        finish_time_fairness=Fairness(max=float(fairness.max()), share_below_1=float((fairness < 1).mean())),
+        avg_queueing_s=float(queueing.mean()),
         p99_queueing_s=float(np.percentile(queueing, 99)),
+        avg_jct_by_application_s={name: float(jct[rows].mean()) for name, rows in members.items()},
         gpu_hours=held / 3600,
         restart_gpu_hours=restart / 3600,
         lost_gpu_hours=lost / 3600,
-        useful_share=(held - restart - lost) / up if up else 0.0,
+        useful_share=max(held - restart - lost, 0.0) / up if up else 0.0,
         availability=up / (result.total_gpus * makespan),
         node_failures=result.node_failures,
         job_failures=sum(job.failures for job in result.jobs),
-        goodput_by_application={name: _goodput(result, name) for name in names},
+        goodput_by_application={name: float(rates[rows].mean()) for name, rows in members.items()},
         by_class=_by_class(result, isolated, jct, queueing, fairness),
-        cost=cost,
-        fairness=tuple(ratios),
-        job_costs=tuple(costs),
+        **({"cost": ReplayCost(jobs=sum(costs), cluster=total_cost)} if costs else {}),
+        rounds=result.rounds,
+        wall_seconds=result.wall_seconds,
+        policy_cpu_seconds=result.policy_seconds,
+        usage=_usage(result),
+        jobs=[
+            ReplayedJob(
+                name=job.name,
+                application=job.application,
+                submit_s=job.submit_s,
+                start_s=job.first_start_s,
+                finish_s=job.finish_s,
+                jct_s=job.jct_s,
+                restarts=job.restarts,
+                gpu_seconds=job.gpu_seconds,
+                finish_time_fairness=ratio,
+                **({"failures": job.failures, "lost_gpu_seconds": job.lost_gpu_seconds} if struck else {}),
+                **({"cost": costs[row]} if costs else {}),
+            )
+            for row, (job, ratio) in enumerate(zip(result.jobs, fairness.tolist(), strict=True))
+        ],
     )
+
+
+def _usage(result: SimulationResult, most: int = 500) -> UsageRecord:
+    """Return the GPUs that are held from each time on; of many changes, as many, evenly spread."""
+    rows = result.usage
+    if len(rows) > most:
+        rows = tuple(rows[round(place * (len(rows) - 1) / (most - 1))] for place in range(most))
+    return UsageRecord(**{name: [getattr(row, name) for row in rows] for name in UsageRecord.model_fields})
 
 
 def _price(gpu_seconds: Mapping[str, float], prices: Mapping[str, float]) -> float:
     return sum(seconds / 3600 * prices[name] for name, seconds in gpu_seconds.items())
-
-
-def _goodput(result: SimulationResult, application: str) -> float:
-    """Return the mean over an application's jobs of useful samples per second of their life on GPUs, waits included."""
-    rates = [
-        job.useful_samples / (job.finish_s - job.first_start_s) for job in result.jobs if job.application == application
-    ]
-    return float(np.mean(rates))
 
 
 def _by_class(

@@ -1,18 +1,34 @@
-"""One workload under each policy, and the document of that (kind ``ddltool.simulation``)."""
+"""One workload under each policy (kind ``ddltool.simulation``), and searches of hyper-parameters as workloads.
+
+A search that is sequential and model-based, such as TPE, proposes the next trial from the results of finished ones, so a
+trial arrives whenever one ends (Pollux, section 5.4.2). Here the search itself is synthetic: trials train the measured
+application as it is, whatever their learning rate or width would be, so neither speed nor length differs between them,
+and no accuracy is said. What is compared is how the scheduler serves that pattern of arrivals.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import asdict, dataclass
-from typing import Any
+from dataclasses import asdict, dataclass, replace
 
-from ddltool.analyzers.scheduling.cluster import ClusterSpec
+from ddltool.analyzers.scheduling.cluster import Allocation, ClusterSpec
+from ddltool.analyzers.scheduling.gangs import Fifo
 from ddltool.analyzers.scheduling.inputs import Truth
-from ddltool.analyzers.scheduling.job import JobSpec
-from ddltool.analyzers.scheduling.metrics import IsolatedTimes, Summary, summarize
+from ddltool.analyzers.scheduling.job import SimulatedJob
+from ddltool.analyzers.scheduling.metrics import IsolatedTimes, summarize
 from ddltool.analyzers.scheduling.simulator import Options, Policy, SimulationResult, check_runs, simulate
 from ddltool.analyzers.scheduling.truth import Application
+from ddltool.errors import InputError
+from ddltool.results import (
+    JobSpec,
+    PolicyRecord,
+    ReplayFailures,
+    SearchFigures,
+    SearchResult,
+    SimulationDocument,
+    TrialSearch,
+)
 
 OnRound = Callable[[int, float], None]
 """What may be called each round: with the finished jobs and the simulated seconds."""
@@ -26,7 +42,7 @@ class Replay:
 
     policy: str
     result: SimulationResult
-    summary: Summary
+    summary: PolicyRecord
 
 
 def unwatched(_policy: str) -> AbstractContextManager[OnRound | None]:
@@ -59,7 +75,7 @@ def replays(
         yield Replay(policy=policy, result=result, summary=summary)
 
 
-def document_of(
+def simulation(
     workload: str,
     remark: str,
     truth: Truth,
@@ -68,64 +84,105 @@ def document_of(
     options: Options,
     seed: int,
     prices: Mapping[str, float] | None,
-) -> dict[str, Any]:
-    """Return the document of one workload under all policies; ``remark`` says how a cluster's trace became one."""
+) -> SimulationDocument:
+    """Return the record of one workload under all policies; ``remark`` says how a cluster's trace became one."""
     lost = options.failures
-    return {
-        "kind": "ddltool.simulation",
-        "schema_version": 1,
-        "workload": workload,
-        "jobs": len(found[0].result.jobs),
-        "gpus": cluster.total_gpus,
-        "interval_s": options.interval_s,
-        "restart_delay_s": options.restart_delay_s,
-        "interference": options.interference,
-        "seed": seed,
-        **({"failures": {**asdict(lost), "events": len(lost.events)}} if lost is not None else {}),
-        **({"prices_per_gpu_hour": prices} if prices is not None else {}),
-        "truth": truth.source,
+    struck = {"failures": ReplayFailures(**{**asdict(lost), "events": len(lost.events)})} if lost is not None else {}
+    return SimulationDocument(
+        workload=workload,
+        jobs=len(found[0].result.jobs),
+        gpus=cluster.total_gpus,
+        interval_s=options.interval_s,
+        restart_delay_s=options.restart_delay_s,
+        interference=options.interference,
+        seed=seed,
+        **struck,
+        **({"prices_per_gpu_hour": dict(prices)} if prices is not None else {}),
+        truth=truth.source,
         **({"assumptions": list(truth.assumed)} if truth.assumed else {}),
         **({"conversion": remark} if remark else {}),
-        "policies": {each.policy: _record(each.result, each.summary) for each in found},
-    }
+        policies={each.policy: each.summary for each in found},
+    )
 
 
-def _record(result: SimulationResult, summary: Summary) -> dict[str, Any]:
-    """Return the record of one policy; jobs say their failures and cost where there can be any."""
-    struck = summary.node_failures > 0 or summary.job_failures > 0
-    costs = summary.job_costs or (None,) * len(result.jobs)
-    figures = asdict(summary)
-    del figures["fairness"], figures["job_costs"]
-    if summary.cost is None:
-        del figures["cost"]
-    return {
-        **figures,
-        "rounds": result.rounds,
-        "wall_seconds": result.wall_seconds,
-        "policy_cpu_seconds": result.policy_seconds,
-        "usage": _usage(result),
-        "jobs": [
-            {
-                "name": job.name,
-                "application": job.application,
-                "submit_s": job.submit_s,
-                "start_s": job.first_start_s,
-                "finish_s": job.finish_s,
-                "jct_s": job.jct_s,
-                "restarts": job.restarts,
-                "gpu_seconds": job.gpu_seconds,
-                "finish_time_fairness": fairness,
-                **({"failures": job.failures, "lost_gpu_seconds": job.lost_gpu_seconds} if struck else {}),
-                **({"cost": cost} if cost is not None else {}),
-            }
-            for job, fairness, cost in zip(result.jobs, summary.fairness, costs, strict=True)
-        ],
-    }
+class AsProposed:
+    """Shows a policy only ``concurrent`` unfinished trials; the next is proposed in the round after one ends.
+
+    The simulator knows submission times beforehand, these depend on the run: so all trials stand ready from the start,
+    and a trial's submission is set to the time at which it is first shown. Policies that look at a job's age, and the
+    completion times in the result, then see what they would if it had been submitted then.
+    """
+
+    def __init__(self, policy: Policy, concurrent: int) -> None:
+        self.policy, self.concurrent = policy, concurrent
+        self.name, self.tuning = policy.name, policy.tuning
+        self.pools = getattr(policy, "pools", False)
+        self._proposed: set[int] = set()
+
+    def allocate(self, jobs: Sequence[SimulatedJob], cluster: ClusterSpec, now_s: float) -> Mapping[int, Allocation]:
+        """Return the policy's allocations of the trials that have been proposed."""
+        shown = list(jobs[: self.concurrent])  # in the workload's order, so proposed trials stay in front
+        for job in shown:
+            if job.index not in self._proposed:
+                self._proposed.add(job.index)
+                job.spec = job.spec.model_copy(update={"submit_s": now_s})
+        return self.policy.allocate(shown, cluster, now_s)
 
 
-def _usage(result: SimulationResult, most: int = 500) -> dict[str, list[float]]:
-    """Return the GPUs that are held from each time on; of many changes, as many, evenly spread."""
-    rows = result.usage
-    if len(rows) > most:
-        rows = tuple(rows[round(place * (len(rows) - 1) / (most - 1))] for place in range(most))
-    return {name: [getattr(row, name) for row in rows] for name in ("time_s", "gpus", "jobs")}
+def run_search(
+    search: TrialSearch,
+    applications: dict[str, Application],
+    cluster: ClusterSpec,
+    policy: Policy | None = None,
+    options: Options | None = None,
+    on_round: OnRound | None = None,
+) -> SimulationResult:
+    """Return what becomes of a search under ``policy``; None: the baseline, ``search.gpus`` GPUs and a fixed batch each.
+
+    Rounds also come whenever a trial ends, as the next one starts then; ``on_round(finished trials, now_s)`` may show
+    them. Raises InputError for an application that is not there and for trials that cannot run.
+    """
+    if search.application not in applications:
+        known = ", ".join(applications)
+        raise InputError("search:application", f"{search.application!r} has no traces", f"one of: {known}")
+    application = applications[search.application]
+    low, high = application.init_batch_size, application.max_batch_size
+    batch = search.gpus * search.local_batch_size
+    if policy is None and not low <= batch <= high:
+        problem = f"makes a batch of {batch} on {search.gpus} GPUs"
+        raise InputError("search:local_batch_size", problem, f"{search.application} has {low} to {high}")
+    trial = {"submit_s": 0.0, "application": search.application, "num_replicas": search.gpus}
+    trial["batch_size"] = max(low, min(batch, high))
+    workload = [JobSpec.model_validate({"name": f"trial-{number}", **trial}) for number in range(search.trials)]
+    shown = AsProposed(policy if policy is not None else Fifo(), search.concurrent)
+    settings = replace(options or Options(), react=True)
+    return simulate(workload, applications, cluster, shown, settings, on_round=on_round)
+
+
+def search_trials(
+    search: TrialSearch,
+    applications: dict[str, Application],
+    cluster: ClusterSpec,
+    policies: Mapping[str, Callable[[], Policy]],
+    options: Options,
+    *,
+    local_batch_sizes: Sequence[int] = (),
+    watch: Watch = unwatched,
+) -> SearchResult:
+    """Return the baseline and each policy on the same search.
+
+    ``local_batch_sizes``: further fixed batches per GPU at which the baseline runs, besides the search's own.
+    """
+    sizes = dict.fromkeys([search.local_batch_size, *local_batch_sizes])
+    asked = [(f"fixed-{size}", search.model_copy(update={"local_batch_size": size}), None) for size in sizes]
+    found: dict[str, SearchFigures] = {}
+    for name, one, make in [*asked, *((name, search, make) for name, make in policies.items())]:
+        with watch(name) as on_round:
+            jobs = run_search(one, applications, cluster, make() if make else None, options, on_round).jobs
+        found[name] = SearchFigures(
+            avg_jct_s=sum(job.jct_s for job in jobs) / len(jobs),
+            makespan_s=max(job.finish_s for job in jobs) - min(job.submit_s for job in jobs),
+            gpu_seconds=sum(job.gpu_seconds for job in jobs),
+            restarts=sum(job.restarts for job in jobs),
+        )
+    return SearchResult(search=search, gpus=cluster.total_gpus, policies=found)

@@ -27,9 +27,10 @@ from ddltool.analyzers.scheduling.cluster import (
     interfering,
 )
 from ddltool.analyzers.scheduling.failures import Failures, NodeStates, without
-from ddltool.analyzers.scheduling.job import JobSpec, SimulatedJob, Tuning, make_jobs
+from ddltool.analyzers.scheduling.job import SimulatedJob, Tuning, make_jobs
 from ddltool.analyzers.scheduling.truth import Application
 from ddltool.errors import Infeasible, InputError
+from ddltool.results import JobSpec
 
 YEAR_S = 31_536_000.0
 # Other intervals and delays are in another unit, or a typing error.

@@ -8,7 +8,6 @@ every cell, by one sweep at a time, and taken up again where it is there.
 from __future__ import annotations
 
 import csv
-import errno
 import hashlib
 import io
 import json
@@ -29,59 +28,28 @@ from importlib import import_module
 from multiprocessing import get_context
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Literal, Self
+from typing import Any, NamedTuple
 
 from filelock import FileLock, Timeout
-from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from ddltool.analyzers.scheduling.cluster import ClusterSpec
 from ddltool.analyzers.scheduling.inputs import FittedModel, read_cluster, read_truth, read_workload
-from ddltool.analyzers.scheduling.job import JobSpec
-from ddltool.analyzers.scheduling.paired import compare
 from ddltool.analyzers.scheduling.policies import policies as policies_of
 from ddltool.analyzers.scheduling.replay import Replay, replays
 from ddltool.analyzers.scheduling.simulator import Options
 from ddltool.analyzers.scheduling.truth import Application
-from ddltool.artifacts import Artifact, check_writable, parse, read_document, read_text, save, write_text
+from ddltool.artifacts import check_writable, load, read_text, save, write_text
 from ddltool.errors import InputError, MissingExtra, did_you_mean, one_line
+from ddltool.results import JobSpec, SweepCell, SweepDocument, SweepFigures
 
 ENGINES = ("local", "ray")
-FIGURES = (
-    "jobs",
-    "avg_jct_s",
-    "median_jct_s",
-    "p99_jct_s",
-    "makespan_s",
-    "avg_queueing_s",
-    "utilization",
-    "worst_fairness",
-    "fair_share",
-    "restarts",
-    "gpu_seconds",
-)
-COLUMNS = ("workload", "policy", "seed", *FIGURES, "cost", "cpu_s", "error")
-"""Of the CSV: one row per cell; ``cost`` is a figure where prices are given, else empty."""
+FIGURES = tuple(SweepFigures.model_fields)
+COLUMNS = ("workload", "policy", "seed", *FIGURES, "cpu_s", "error")
+"""Of the CSV: one row per cell; the cost is there where prices are given, else empty."""
 _MOST_CELLS = 1_000_000
 # Settings that hold one value per file or application: a file of other ones may be taken up, not of changed ones.
 _BY_NAME = ("workloads", "traces", "assumptions")
-# File systems without locks cannot keep others out; to refuse to write there would be worse than not to notice one.
-_WITHOUT_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL)
 _PATIENCE_S = 0.5
-Record = dict[str, Any]
-Finite = Annotated[float, Field(allow_inf_nan=False)]
-
-
-@dataclass(frozen=True, kw_only=True, slots=True, order=True)
-class Cell:
-    """One replay of the sweep."""
-
-    workload: str
-    policy: str
-    seed: int
-
-    def __str__(self) -> str:
-        """Return the cell as people name it."""
-        return f"{self.workload} under {self.policy}, seed {self.seed}"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -95,41 +63,34 @@ class Setup:
     prices: Mapping[str, float] | None = None
     power: float = -1.0
 
-
-class _EarlierCell(BaseModel):
-    """A record that an earlier run wrote."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
-    workload: str
-    policy: str
-    seed: int
-    figures: dict[str, Finite] | None
-    cpu_s: Finite | None
-    error: str | None
-
-    @model_validator(mode="after")
-    def _whole(self) -> Self:
-        missing = [name for name in FIGURES if self.figures is not None and name not in self.figures]
-        if missing:
-            raise ValueError(f"has no {missing[0]}; give the file that a sweep wrote, or a new name")
-        return self
+    def resolved(self) -> Setup:
+        """Return the setup with whole paths, which mean the same wherever a cell is replayed."""
+        models = tuple(replace(model, file=model.file.resolve()) for model in self.models)
+        traces = tuple(folder.resolve() for folder in self.traces)
+        return replace(self, cluster=self.cluster.resolve(), traces=traces, models=models)
 
 
-class _EarlierSweep(Artifact):
-    """What an earlier run wrote, as far as it is taken up."""
-
-    model_config = ConfigDict(extra="ignore", frozen=True, strict=True)
-    KIND: ClassVar[str] = "ddltool.sweep"
-    kind: Literal["ddltool.sweep"]
-    settings: dict[str, Any]
-    cells: list[_EarlierCell]
+Key = tuple[str, str, int]
+"""A cell: the workload's name, the policy, the seed."""
 
 
-Task = tuple[Cell, Path, Setup]
-"""A cell, the file of its workload, and what all share."""
+class Task(NamedTuple):
+    """A cell, the file of its workload, and what all share."""
+
+    key: Key
+    workload: Path
+    setup: Setup
+
+    def record(
+        self, *, figures: SweepFigures | None = None, cpu_s: float | None = None, error: str | None = None
+    ) -> SweepCell:
+        """Return the record of the cell: what its replay came to, or the one line that says why there was none."""
+        workload, policy, seed = self.key
+        error = one_line(error) if error is not None else None
+        return SweepCell(workload=workload, policy=policy, seed=seed, figures=figures, cpu_s=cpu_s, error=error)
 
 
-def cells(workloads: Sequence[str], policies: Sequence[str], seeds: Sequence[int]) -> list[Cell]:
+def cells(workloads: Sequence[str], policies: Sequence[str], seeds: Sequence[int]) -> list[Key]:
     """Return workloads x policies x seeds, in this order. Raises InputError for repeated or missing values."""
     for name, values in (("workloads", workloads), ("policies", policies), ("seeds", seeds)):
         if not values:
@@ -140,7 +101,7 @@ def cells(workloads: Sequence[str], policies: Sequence[str], seeds: Sequence[int
     count = len(workloads) * len(policies) * len(seeds)
     if count > _MOST_CELLS:
         raise InputError("seeds", f"make {count:,} replays", f"at most {_MOST_CELLS:,} in one sweep")
-    return [Cell(workload=w, policy=p, seed=s) for w in workloads for p in policies for s in seeds]
+    return [(workload, policy, seed) for workload in workloads for policy in policies for seed in seeds]
 
 
 def sweep(
@@ -155,8 +116,8 @@ def sweep(
     table: Path | None = None,
     tell: Callable[[str], None] = lambda text: None,
     advance: Callable[[int, str], None] = lambda done, remark: None,
-) -> dict[str, Any]:
-    """Replay every cell and return the document (kind ``ddltool.sweep``), the cells in the order asked.
+) -> SweepDocument:
+    """Replay every cell and return them in the order asked, then what an earlier run with others left in the file.
 
     ``jobs`` local processes (``engine="local"``; 1: this process), or as many as a Ray cluster holds. ``output`` is
     rewritten after every cell and taken up again when it is there: what it holds is not replayed, what failed is tried
@@ -176,39 +137,29 @@ def sweep(
             check_writable(place)
     with sole_writer(output):
         records = _earlier_cells(output, settings)
-        todo = [(cell, names[cell.workload].resolve(), _resolved(setup)) for cell in wanted if cell not in records]
+        todo = [Task(key, names[key[0]].resolve(), setup.resolved()) for key in wanted if key not in records]
         there = len(wanted) - len(todo)
         if there:
             tell(f"{output}: {there} of {len(wanted)} replays are there already")
         advance(there, "")
         for ended, record in enumerate(_run(todo, jobs, engine), start=1):
-            cell = _cell_of(record)
-            records[cell] = record
-            if record["error"]:
-                tell(f"failed: {cell}: {record['error']}")
-            advance(there + ended, str(cell))
+            records[record.key] = record
+            if record.error:
+                tell(f"failed: {record}: {record.error}")
+            advance(there + ended, str(record))
             if output is not None:
                 save(_document(settings, records, wanted), output)
         document = _document(settings, records, wanted)
         if output is not None:
             save(document, output)
     if table is not None:
-        _write_csv(document, table)
+        text = io.StringIO()
+        writer = csv.DictWriter(text, COLUMNS, extrasaction="ignore", lineterminator="\n")
+        writer.writeheader()
+        made = document.model_dump()["cells"]
+        writer.writerows({**record, **(record["figures"] or {})} for record in made)
+        write_text(table, text.getvalue())
     return document
-
-
-def compare_document(document: Mapping[str, Any], pair: str, *, confidence: float = 0.95) -> dict[str, Any]:
-    """Return the paired comparison of ``pair`` ("ours,pollux") over a sweep's cells (kind ``ddltool.comparison``)."""
-    names = [name.strip() for name in pair.split(",")]
-    if len(names) != 2 or not all(names):
-        raise InputError("--compare", f"is {pair!r}", "two policies, such as ours,pollux")
-    figures: dict[str, dict[tuple[str, int], Mapping[str, float]]] = {name: {} for name in names}
-    for record in document["cells"]:
-        if record["policy"] in figures and record["figures"] is not None:
-            figures[record["policy"]][record["workload"], record["seed"]] = record["figures"]
-    result = compare(figures, names[0], names[1], confidence=confidence)
-    rows = [{**asdict(row), "decided": row.decided} for row in result.comparisons]
-    return {"kind": "ddltool.comparison", "schema_version": 1, **asdict(result), "comparisons": rows}
 
 
 def _names(workloads: Sequence[Path]) -> dict[str, Path]:
@@ -223,70 +174,39 @@ def _names(workloads: Sequence[Path]) -> dict[str, Path]:
     return made
 
 
-def _resolved(setup: Setup) -> Setup:
-    """Return the setup with whole paths, which mean the same wherever a cell is replayed."""
-    models = tuple(replace(model, file=model.file.resolve()) for model in setup.models)
-    traces = tuple(folder.resolve() for folder in setup.traces)
-    return replace(setup, cluster=setup.cluster.resolve(), traces=traces, models=models)
-
-
-def _cell_of(record: Mapping[str, Any]) -> Cell:
-    return Cell(workload=record["workload"], policy=record["policy"], seed=record["seed"])
-
-
-def _record(
-    cell: Cell, *, figures: Mapping[str, float] | None = None, cpu_s: float | None = None, error: str = ""
-) -> Record:
-    """Return the record of a cell: what its replay came to, or the one line that says why there was none."""
-    return {**asdict(cell), "figures": figures, "cpu_s": cpu_s, "error": one_line(error) or None}
-
-
-def _document(settings: Mapping[str, Any], records: Mapping[Cell, Record], wanted: Sequence[Cell]) -> dict[str, Any]:
+def _document(settings: dict[str, Any], records: Mapping[Key, SweepCell], wanted: Sequence[Key]) -> SweepDocument:
     asked = set(wanted)
-    return {
-        "kind": "ddltool.sweep",
-        "schema_version": 1,
-        "settings": settings,
-        "cells_wanted": len(wanted),
-        "cells_failed": sum(record["error"] is not None for record in records.values()),
-        "cells": [
-            *(records[cell] for cell in wanted if cell in records),
-            # What an earlier run with other policies or seeds left in the file stays there.
-            *(record for cell, record in records.items() if cell not in asked),
-        ],
-    }
-
-
-def _write_csv(document: Mapping[str, Any], path: Path) -> None:
-    """Write one row per cell in the order of :data:`COLUMNS`; what a failed cell lacks is empty."""
-    text = io.StringIO()
-    writer = csv.DictWriter(text, COLUMNS, extrasaction="ignore", lineterminator="\n")
-    writer.writeheader()
-    writer.writerows({**record, **(record["figures"] or {})} for record in document["cells"])
-    write_text(path, text.getvalue())
+    found = [records[key] for key in wanted if key in records]
+    return SweepDocument(
+        settings=settings,
+        cells_wanted=len(wanted),
+        cells_failed=sum(record.error is not None for record in records.values()),
+        cells=[*found, *(record for key, record in records.items() if key not in asked)],
+    )
 
 
 # One cell, wherever it is replayed.
 
 
-def run_cell(task: Task) -> Record:
+def run_cell(task: Task) -> SweepCell:
     """Return the record of one cell; a problem is a record too."""
-    cell, begin = task[0], time.process_time()
+    begin = time.process_time()
     try:
         figures = _figures(_replay(*task))
     except Exception as error:  # a cell may fail in any way, and the others are to go on
-        return _record(cell, error=str(error) or type(error).__name__)
-    return _record(cell, figures=figures, cpu_s=time.process_time() - begin)
+        return task.record(error=str(error) or type(error).__name__)
+    return task.record(figures=figures, cpu_s=time.process_time() - begin)
 
 
-def _replay(cell: Cell, workload: Path, setup: Setup) -> Replay:
+def _replay(key: Key, workload: Path, setup: Setup) -> Replay:
     """Return one replay. Each seed draws failures of its own, the same for every policy."""
+    _, policy, seed = key
     jobs, machines, applications = _inputs(workload, setup.cluster, tuple(setup.traces), tuple(setup.models))
     options = setup.options
     if options.failures is not None:
-        options = replace(options, failures=replace(options.failures, seed=options.failures.seed + cell.seed))
+        options = replace(options, failures=replace(options.failures, seed=options.failures.seed + seed))
     mixed = len(machines.type_names) > 1
-    makers = policies_of(cell.policy, setup.power, options.restart_delay_s, cell.seed, mixed=mixed)
+    makers = policies_of(policy, setup.power, options.restart_delay_s, seed, mixed=mixed)
     (found,) = replays(jobs, applications, machines, makers, options, prices=setup.prices)
     return found
 
@@ -302,29 +222,24 @@ def _inputs(
     return jobs, read_cluster(cluster), read_truth(jobs, traces, mine).applications
 
 
-def _figures(found: Replay) -> dict[str, float]:
-    """Return the figures of one replay, with the keys of :data:`FIGURES` and a cost where there are prices."""
-    result, summary = found.result, found.summary
-    return {
-        "jobs": len(result.jobs),
-        "avg_jct_s": summary.avg_jct_s,
-        "median_jct_s": summary.median_jct_s,
-        "p99_jct_s": summary.p99_jct_s,
-        "makespan_s": summary.makespan_s,
-        "avg_queueing_s": summary.avg_queueing_s,
-        "utilization": summary.utilization,
-        "worst_fairness": summary.finish_time_fairness.max,
-        "fair_share": summary.finish_time_fairness.share_below_1,
-        "restarts": summary.restarts,
-        "gpu_seconds": sum(job.gpu_seconds for job in result.jobs),
-        **({"cost": summary.cost.jobs} if summary.cost is not None else {}),
-    }
+def _figures(found: Replay) -> SweepFigures:
+    """Return the figures of one replay, with a cost where there are prices."""
+    summary = found.summary
+    made: dict[str, Any] = {name: getattr(summary, name, None) for name in FIGURES}
+    made["jobs"], made["gpu_seconds"] = len(summary.jobs), sum(job.gpu_seconds for job in summary.jobs)
+    made["worst_fairness"] = summary.finish_time_fairness.max
+    made["fair_share"] = summary.finish_time_fairness.share_below_1
+    if summary.cost is None:
+        del made["cost"]
+    else:
+        made["cost"] = summary.cost.jobs
+    return SweepFigures.model_validate(made)
 
 
 # Where cells are replayed.
 
 
-def _run(tasks: Sequence[Task], jobs: int, engine: str) -> Iterator[Record]:
+def _run(tasks: Sequence[Task], jobs: int, engine: str) -> Iterator[SweepCell]:
     """Yield the record of each task as it ends; no process is left however the caller stops."""
     if engine == "ray" and tasks:
         yield from _run_on_ray(tasks)
@@ -336,16 +251,15 @@ def _run(tasks: Sequence[Task], jobs: int, engine: str) -> Iterator[Record]:
             suspects = yield from _run_in_processes(waiting, min(jobs, len(waiting)))
             for task in suspects:  # a process died: whose replay ends it is found by replaying them one at a time
                 if (yield from _run_in_processes(deque([task]), 1)):
-                    why = "its process was killed, twice; the machine may be short of memory"
-                    yield _record(task[0], error=why)
+                    yield task.record(error="its process was killed, twice; the machine may be short of memory")
 
 
-def _run_in_processes(waiting: deque[Task], count: int) -> Generator[Record, None, list[Task]]:
+def _run_in_processes(waiting: deque[Task], count: int) -> Generator[SweepCell, None, list[Task]]:
     """Yield records until nothing waits, and return the tasks that were under way when a process died, else none."""
     context = get_context("spawn")
     theirs, mine = context.Pipe(duplex=False)
     pool = ProcessPoolExecutor(count, mp_context=context, initializer=_end_with, initargs=(theirs,))
-    running: dict[Future[Record], Task] = {}
+    running: dict[Future[SweepCell], Task] = {}
     try:
         while waiting or running:
             while waiting and len(running) < count:
@@ -376,7 +290,7 @@ def _end_with(line: Connection) -> None:
     threading.Thread(target=watch, daemon=True).start()
 
 
-def _run_on_ray(tasks: Sequence[Task]) -> Iterator[Record]:
+def _run_on_ray(tasks: Sequence[Task]) -> Iterator[SweepCell]:
     """Yield records from a Ray cluster: the one that ``RAY_ADDRESS`` names, or one on this machine.
 
     All its nodes must see the input files under the same paths and have ddltool installed. One core per cell.
@@ -404,7 +318,7 @@ def _run_on_ray(tasks: Sequence[Task]) -> Iterator[Record]:
                 try:
                     record = ray.get(reference)
                 except ray.exceptions.RayError as error:
-                    record = _record(task[0], error=f"{type(error).__name__}: {str(error).splitlines()[0]}")
+                    record = task.record(error=f"{type(error).__name__}: {str(error).splitlines()[0]}")
                 yield record
     finally:
         for reference in running:
@@ -448,18 +362,16 @@ def _traces(folders: Sequence[Path], application: str) -> bytes:
     return b"".join(f"{name}:{len(content)}:".encode() + content for name, content in contents)
 
 
-def _earlier_cells(output: Path | None, settings: dict[str, Any]) -> dict[Cell, Record]:
+def _earlier_cells(output: Path | None, settings: dict[str, Any]) -> dict[Key, SweepCell]:
     """Return the cells of an earlier run with these settings, and add to ``settings`` the files that only it had."""
     if output is None or not output.is_file() or output.stat().st_size == 0:
         return {}
-    found = read_document(output)
+    found = load(output, SweepDocument)
     remedy = "give a new file name, or remove it"
-    parse(found, _EarlierSweep, str(output))
     # Through JSON, as the file has gone: tuples and integers look alike on both sides.
-    old = found["settings"]
     new = json.loads(json.dumps(settings))
-    for name in {**new, **old}:
-        value, known = new.get(name), old.get(name)
+    for name in {**new, **found.settings}:
+        value, known = new.get(name), found.settings.get(name)
         if name not in _BY_NAME:
             if known != value:
                 raise InputError(f"{output}:settings.{name}", "is not that of this sweep", remedy)
@@ -473,7 +385,7 @@ def _earlier_cells(output: Path | None, settings: dict[str, Any]) -> dict[Cell, 
             raise InputError(f"{output}:settings.{name}.{changed[0]}", "has changed since", remedy)
         settings[name] = {**known, **value}
     # Failed ones are left out, to be tried again.
-    return {_cell_of(record): record for record in found["cells"] if record["figures"] is not None}
+    return {record.key: record for record in found.cells if record.figures is not None}
 
 
 @contextmanager
@@ -481,7 +393,7 @@ def sole_writer(output: Path | None) -> Iterator[None]:
     """Hold the lock of ``output`` (a side file beside it, gone afterwards) and clear up after writers that were killed.
 
     None, ``-``, pipes and devices are written without a lock. The lock ends with the process, however that ends. Raises
-    InputError when another sweep holds it.
+    InputError when another sweep holds it, and where there can be none.
     """
     if output is None or str(output) == "-" or (output.exists() and not output.is_file()):
         yield
@@ -495,10 +407,9 @@ def sole_writer(output: Path | None) -> Iterator[None]:
         remedy = "wait until it ends, or give another file"
         raise InputError("-o", f"another sweep is writing {output}", remedy) from None
     except OSError as error:
-        if error.errno not in _WITHOUT_LOCKS:
-            side.unlink(missing_ok=True)
-            problem = f"cannot be locked ({error.strerror}: {side})"
-            raise InputError(str(output), problem, "give a file in a writable folder") from None
+        side.unlink(missing_ok=True)
+        problem = f"cannot be locked ({error.strerror}: {side})"
+        raise InputError(str(output), problem, "give a file in a writable folder") from None
     try:
         _remove_leftovers(target)
         yield

@@ -32,6 +32,8 @@ ANY_TYPE = "*"
 _MOST_NODES = 16
 # Beyond the measured batch sizes the two lines may cross; some of a step always computes.
 _MOST_SYNC = 0.999
+# Total batch sizes tried between the smallest and the largest, in equal ratios; the published simulator's number.
+_CANDIDATES = 50
 # Linear interpolation between so many batch sizes keeps the iterations of a fitted job within 0.1 % of the formula.
 _BATCHES = 129
 _MOST = 1e15
@@ -293,6 +295,35 @@ class Application:
             var = self.grad_var[low, epoch] * (1 - share) + self.grad_var[high, epoch] * share
             found = self._grad[key] = float(sqr), float(var)
         return found
+
+    def batches(
+        self, placement: Placement, gpu_type: str = ANY_TYPE, totals: Sequence[float] | None = None
+    ) -> list[tuple[int, float, int]]:
+        """Return (total batch, true seconds per optimizer step, passes) on a placement, ascending, each total once.
+
+        ``totals``: by default the fixed batch, or 50 in equal ratios between the smallest and the largest. Each is split
+        into the fewest passes that fit into the memory; what the limits do not allow is left out.
+        """
+        replicas, largest = sum(placement), self.largest_local_batch(gpu_type)
+        low = max(self.init_batch_size, self.min_local_batch_size * replicas)
+        if totals is None:
+            spread = np.geomspace(low, self.max_batch_size, _CANDIDATES).tolist()
+            totals = [self.fixed_batch_size] if self.fixed_batch_size else spread
+        found: dict[int, tuple[float, int]] = {}
+        for total in totals:
+            passes = max(math.ceil(total / replicas / largest - 1e-8), 1)
+            local = math.ceil(total / replicas / passes - 1e-8)
+            local -= replicas * local * passes > self.max_batch_size
+            whole = replicas * local * passes
+            if local >= self.min_local_batch_size and low <= whole <= self.max_batch_size:
+                step, sync = self.step_times(placement, local, gpu_type)
+                found[whole] = step + (passes - 1) * (step - sync), passes
+        return [(total, *found[total]) for total in sorted(found)]
+
+    def epoch_seconds(self, total: int, step_s: float) -> Floats:
+        """Return the seconds of each epoch (E,) at a total batch whose step takes ``step_s``."""
+        gain = np.array([self.gain(total, epoch) for epoch in range(self.max_epochs)])
+        return np.asarray(np.diff(self.progress[: self.max_epochs + 1]) / gain * step_s)
 
     def gain(self, batch_size: int, epoch: int) -> float:
         """Return the progress of one iteration, in iterations at M0: AdaScale's gain of the batch size."""
