@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from pydantic import BaseModel, ValidationError
 
 from ddltool.analyzers.deciding.feedback import check_rows
-from ddltool.artifacts import Artifact, parse, read_document, read_text
+from ddltool.artifacts import Artifact, parse, read_document, read_lines
 from ddltool.errors import InputError, did_you_mean
 from ddltool.goodput_model import Goodput
 from ddltool.graph_io import from_document
@@ -97,7 +97,7 @@ def read_any(path: Path) -> Found:
     suffixes = [suffix for suffix in path.suffixes if suffix != ".gz"]
     last = suffixes[-1].lower() if suffixes else ""
     if last in (".jsonl", ".ndjson"):
-        return _from_rows(path, _lines(path))
+        return _from_rows(path, list(read_lines(path)))
     if last == ".csv":
         return Found(kind="profile", path=path, content=read_profile(path))
     if last not in (".json", ".yaml", ".yml"):
@@ -140,45 +140,6 @@ def _parsers() -> dict[str, Callable[[dict[str, Any], str], Any]]:
     models: list[type[Artifact]] = [Goodput, Plan, Enforcement, *SHOWN]
     made = {model.KIND.removeprefix("ddltool."): parser(model) for model in models}
     return {**made, "graph": from_document}
-
-
-def _lines(path: Path) -> list[tuple[int, Row]]:
-    """Return (line number, object) of JSON Lines. A last line that is cut off is left out: its writer still runs."""
-    text = _text_so_far(path)
-    rows: list[tuple[int, Row]] = []
-    lines = text.split("\n")
-    for number, line in enumerate(lines, start=1):
-        if not line.strip():
-            continue
-        where = f"{path}:line {number}"
-        try:
-            row = json.loads(line)
-        except (ValueError, RecursionError) as error:
-            if number == len(lines) and rows:
-                break
-            problem = f"is not JSON ({error.msg})" if isinstance(error, json.JSONDecodeError) else "is beyond reading"
-            raise InputError(where, problem, "one JSON object per line") from None
-        if not isinstance(row, dict):
-            raise InputError(where, "is not an object", "one JSON object per line")
-        rows.append((number, row))
-    return rows
-
-
-def _text_so_far(path: Path) -> str:
-    """Return a file's text; of a plain one that ends within a letter, the text up to the last whole line."""
-    try:
-        return read_text(path)
-    except InputError:
-        if path.suffix == ".gz" or not path.is_file():
-            raise
-        whole, newline, _ = path.read_bytes().rpartition(b"\n")
-        try:
-            text = whole.decode("utf-8-sig")
-        except UnicodeDecodeError:
-            text = ""
-        if not newline or not text.strip():
-            raise
-        return text + "\n"
 
 
 def _from_rows(path: Path, rows: list[tuple[int, Row]]) -> Found:

@@ -111,9 +111,9 @@ def _measured(
     tables: list[Path], device: Device, known: DeviceTable, batch_size: int | None, **given: Any
 ) -> list[Measured]:
     """Return the rows of all files that were measured on the device; see ``measured_rows`` for what is ``given``."""
+    from ddltool.analyzers.loading.imported_rows import import_files
     from ddltool.analyzers.loading.measured_rows import measured_rows
     from ddltool.commands.output import note
-    from ddltool.commands.profile_import import import_files
     from ddltool.errors import InputError
 
     traces = [path for path in tables if _suffix(path) == ".json"]

@@ -15,8 +15,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ddltool.analyzers.goodput.observations import from_frame, import_steps, import_table, kind_of
+from ddltool.analyzers.loading.imported_rows import import_files
 from ddltool.analyzers.oracle.kineto import _busy_within, read_steps
-from ddltool.commands.profile_import import import_files, profile_import, read_csv
+from ddltool.commands.profile_import import profile_import
 from ddltool.errors import InputError
 from ddltool.profile import read_profile, read_table
 
@@ -120,7 +121,7 @@ def test_telemetry_is_read_as_the_fit_reads_it(
 CSV_MISTAKES = {
     "empty": ("", "is empty"),
     "header only": ("placement,local_bsz,step_time,sync_time\n", "has no rows"),
-    "column twice": (PLACEMENTS.replace("sync_time", "step_time"), ":step_time: is the name of two columns"),
+    "column twice": (PLACEMENTS.replace("sync_time", "step_time"), ":line 1: has the column 'step_time' twice"),
     "kinds": ("placement,local_bsz,step_time,sync_time,step_time_s\n1,1,1,0,1\n", "mixes the columns of two kinds"),
     "both": ("placement,num_nodes,local_bsz,step_time,sync_time\n1,1,1,1,0\n", "has both placement and num_nodes"),
     "missing": (
@@ -142,7 +143,7 @@ CSV_MISTAKES = {
     "short row": (PLACEMENTS.replace("0.75,0.2", "0.75"), ":row 2:sync_time: is nan"),
     "long row": (PLACEMENTS.replace("0.75,0.2", "0.75,0.2,7"), "is not a CSV table"),
     "long rows": (PLACEMENTS.replace(",0.01", ",0.01,1").replace(",0.2", ",0.2,1").replace(",0.3", ",0.3,1"), "CSV"),
-    "binary": ("\0\1\2\3", "has columns"),
+    "binary": ("\0\1\2\3", "has no rows"),
     "few replicas": (
         "device,num_nodes,num_replicas,local_batch_size,step_time_s,sync_time_s\nT4,3,2,1,1,0\n",
         ":row 1:num_replicas: 2 replicas on 3 nodes",
@@ -196,16 +197,16 @@ JSONL_MISTAKES = {
     "truncated first": (telemetry()[:40] + "\n" + telemetry(), ":line 1: is not JSON"),
     "truncated inside": (telemetry() + telemetry()[:40] + "\n" + telemetry(), ":line 2: is not JSON"),
     "another kind": (telemetry() + telemetry(kind="ddltool.goodput"), ":line 2: is 'ddltool.goodput'"),
-    "list": (telemetry() + "[1]\n", ":line 2: is 'list'"),
+    "list": (telemetry() + "[1]\n", ":line 2: is not an object"),
     "key twice": (
         telemetry() + telemetry().replace('"rank": 0', '"rank": 0, "rank": 1'),
         ":line 2: has the key 'rank'",
     ),
     "nan": (telemetry() + telemetry(compute_s=float("nan")), ":line 2:compute_s: is nan"),
-    "text": (telemetry(batch="8"), ":line 1:batch: is 8"),
+    "text": (telemetry(batch="many"), ":line 1:batch: is many"),
     "missing": (telemetry().replace('"sync_s"', '"sink_s"'), ":line 1:sync_s: is missing"),
     "negative": (telemetry(sync_s=-1), ":line 1:sync_s: is -1"),
-    "huge": (telemetry(sync_s=10**400), ":line 1:sync_s: is 1000"),
+    "huge": (telemetry(sync_s=10**400), ":line 1"),
     "nothing": ("\n\n", "is empty"),
     "no samples": (telemetry(batch=0), "no step with samples"),
     "deep": ("[" * 100_000 + "\n", ":line 1"),
@@ -346,4 +347,4 @@ def test_kinds_are_told_by_their_columns() -> None:
 
 def test_blanks_and_a_byte_order_mark_do_no_harm(tmp_path: Path) -> None:
     path = write(tmp_path, "p.csv", "\ufeff" + PLACEMENTS.replace(",", ", "))
-    assert read_csv(path)["step_time"].tolist() == [0.5, 0.75, 1.5]
+    assert read_table(path)["step_time"].tolist() == [0.5, 0.75, 1.5]

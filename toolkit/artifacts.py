@@ -16,7 +16,7 @@ import stat
 import sys
 import tempfile
 import zlib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import IO, Any, ClassVar, TypeVar, cast
 
@@ -46,34 +46,73 @@ A = TypeVar("A", bound=Artifact)
 R = TypeVar("R", bound=BaseModel)
 
 
+@contextlib.contextmanager
+def _reading(path: Path) -> Iterator[None]:
+    """Tell in one line why a file cannot be read: missing, a folder, unreadable, not gzip, not UTF-8."""
+    try:
+        yield
+    except FileNotFoundError:
+        raise InputError(str(path), "no such file", "give the path of an existing file") from None
+    except IsADirectoryError:
+        raise InputError(str(path), "is a folder", "give the path of a file") from None
+    except (gzip.BadGzipFile, EOFError, zlib.error) as error:
+        raise InputError(str(path), f"is not a whole gzip file ({error})", "copy or make it again") from None
+    except OSError as error:
+        raise InputError(
+            str(path), f"cannot be read ({error.strerror})", "check the path and its permissions"
+        ) from None
+    except UnicodeDecodeError as error:
+        raise InputError(str(path), f"is not UTF-8 text (byte {error.start})", "give a text file") from None
+
+
 def read_text(path: str | Path) -> str:
     """Return the text of a file, unpacked when its name ends in ``.gz``.
 
     Raises InputError when the file is missing, a folder, unreadable, empty, not gzip or not UTF-8.
     """
     path = Path(path)
-    try:
+    with _reading(path):
         raw = path.read_bytes()
-    except FileNotFoundError:
-        raise InputError(str(path), "no such file", "give the path of an existing file") from None
-    except IsADirectoryError:
-        raise InputError(str(path), "is a folder", "give the path of a file") from None
-    except OSError as error:
-        raise InputError(
-            str(path), f"cannot be read ({error.strerror})", "check the path and its permissions"
-        ) from None
-    if path.suffix == ".gz":
-        try:
-            raw = gzip.decompress(raw)
-        except (OSError, EOFError, zlib.error) as error:
-            raise InputError(str(path), f"is not a whole gzip file ({error})", "copy or make it again") from None
-    try:
-        text = raw.decode("utf-8-sig")
-    except UnicodeDecodeError as error:
-        raise InputError(str(path), f"is not UTF-8 text (byte {error.start})", "give a text file") from None
+        text = (gzip.decompress(raw) if path.suffix == ".gz" else raw).decode("utf-8-sig")
     if not text.strip():
         raise InputError(str(path), "is empty", "expected a document with a kind")
     return text
+
+
+def read_lines(path: str | Path) -> Iterator[tuple[int, dict[str, Any]]]:
+    """Yield (line number, object) of JSON Lines (``.gz`` accepted), line by line: such files may be larger than memory.
+
+    A last line without its end is dropped: that is a writer that was killed, or still writes. Raises InputError as
+    :func:`read_text` does, and for a line that is no object, with its number.
+    """
+    path = Path(path)
+    some = False
+    with _reading(path), gzip.open(path, "rb") if path.suffix == ".gz" else path.open("rb") as file:
+        # At most a mebibyte a line, so that a file that is something else cannot fill the memory.
+        for number, raw in enumerate(iter(lambda: file.readline(1 << 20), b""), start=1):
+            if not raw.strip():
+                continue
+            where, problem = f"{path}:line {number}", ""
+            try:
+                row = json.loads(raw.decode("utf-8-sig"), object_pairs_hook=_unique, parse_int=_integer)
+            except json.JSONDecodeError as error:
+                problem = f"is not JSON ({error.msg})"
+            except UnicodeDecodeError:
+                problem = "is not UTF-8 text"
+            except _RepeatedKey as error:
+                problem = f"has the key {error.key!r} twice"
+            except (ValueError, RecursionError):
+                problem = "has a number of thousands of digits, or is nested thousands deep"
+            if problem and some and not raw.endswith(b"\n") and len(raw) < 1 << 20:
+                return
+            if not problem and not isinstance(row, dict):
+                problem = "is not an object"
+            if problem:
+                raise InputError(where, problem, "one JSON object per line")
+            some = True
+            yield number, row
+    if not some:
+        raise InputError(str(path), "is empty", "expected one JSON object per line")
 
 
 class _RepeatedKey(Exception):

@@ -819,6 +819,62 @@ class WatchResult(Result):
     speeds_known_s: NonNegative = Field(description="the same with batches by known speeds")
 
 
+class ImportedFile(Part):
+    """What one file gave: rows of a table, or steps of a trace."""
+
+    path: str
+    kind: str = Field(description="profile, placements, scalability, telemetry or trace")
+    rows: Count
+
+
+class DeviceCurve(Part):
+    """A device's throughput over batch sizes; null where the rows do not tell."""
+
+    saturation_batch: Count = Field(description="smallest measured local batch with 90 % of the best throughput")
+    memory_limit_batch: Count | None
+    memory_limit_origin: str | None = Field(description="measured or extrapolated")
+    launch_overhead_s: NonNegative | None
+    linear_from_batch: Count | None
+    seconds_per_sample: NonNegative | None
+
+
+class SkippedConfiguration(Part):
+    """A configuration that was not measured, and why."""
+
+    num_replicas: Count
+    accumulation_steps: Count
+    local_batch_size: Count
+    reason: str
+    predicted_step_time_s: NonNegative | None
+
+
+class MemoryTry(Part):
+    """One try of the search for the memory limit; null: it did not fit."""
+
+    local_batch_size: Count
+    peak_memory_bytes: NonNegative | None
+
+
+class MemorySearch(Part):
+    """The search for the largest batch that fits."""
+
+    budget_bytes: NonNegative
+    tries: list[MemoryTry]
+
+
+class ProfileResult(Result):
+    """``ddltool profile``: the rows of profile.csv, and what they say; of an import, where they come from."""
+
+    KIND: ClassVar[str] = "ddltool.profile"
+    kind: Literal["ddltool.profile"] = "ddltool.profile"
+    rows: list[dict[str, Any]]
+    devices: dict[str, DeviceCurve] = Field(default_factory=dict)
+    skipped: list[SkippedConfiguration] = Field(default_factory=list)
+    measuring_seconds: NonNegative = 0.0
+    memory: MemorySearch | None = None
+    sources: list[ImportedFile] = Field(default_factory=list)
+
+
 class PublishedModel(Part):
     """A model's row in TicTac's Table 1."""
 
