@@ -58,7 +58,7 @@ FILES = (
     _file("cluster", "JSON or YAML", "people", "plan, simulate"),
     _file("job", "JSON or YAML", "people", "plan, companion"),
     _file("job_state", "JSON or YAML", "people, or a job about itself", "simulate --advise"),
-    _file("plan", "JSON", "plan -o", "emit, verify, plan --current, gate, report"),
+    _file("plan", "JSON", "plan -o", "emit, verify, gate, report"),
     _file("enforcement", "JSON", "emit", "the hook, transfers, gate, report"),
     _file(
         "telemetry",

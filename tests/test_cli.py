@@ -381,9 +381,9 @@ def test_the_options_are_a_decision() -> None:
         "fit": sorted(["--holdout", "--picture", *common]),
         "plan": sorted(
             [
-                *("--strategy", "--graph", "--top-k", "--time-limit", "--lookahead", "--max-gap", "--picture"),
+                *("--strategy", "--graph", "--top-k", "--time-limit", "--lookahead", "--max-gap"),
                 *("--objective", "--telemetry", "--bandwidth", "--latency", "--devices-file"),
-                *("--prefer", "--current", "--migration", "--horizon", "--with", "--share"),
+                *("--prefer", "--with", "--share"),
                 *common,
             ]
         ),

@@ -16,7 +16,7 @@ from ddltool.analyzers.communication.efficiency import compare
 from ddltool.analyzers.communication.program import Ring, program_of
 from ddltool.analyzers.costs.estimate import estimate
 from ddltool.analyzers.costs.model import cost_model
-from ddltool.analyzers.deciding.candidates import Knowledge
+from ddltool.analyzers.deciding.candidates import STRATEGIES, Knowledge
 from ddltool.analyzers.deciding.communication import (
     STATES,
     Exposed,
@@ -25,7 +25,7 @@ from ddltool.analyzers.deciding.communication import (
     MeasuredCommunication,
     stretched,
 )
-from ddltool.analyzers.deciding.compare import LEAST_GAIN, SIMPLEST, STALENESS_MARGIN, decide
+from ddltool.analyzers.deciding.compare import LEAST_GAIN, STALENESS_MARGIN, decide
 from ddltool.analyzers.goodput.throughput import ThroughputParams, iteration_time_s
 from ddltool.analyzers.placement.est import solve_est
 from ddltool.analyzers.placement.problem import Problem, from_job
@@ -209,7 +209,7 @@ def test_figures_add_up_and_the_pick_follows_its_rule(
     else:
         assert stale < best * (1 + STALENESS_MARGIN)
         assert picked.throughput * (1 + LEAST_GAIN) >= best
-        simpler = [name for name in SIMPLEST[: SIMPLEST.index(plan.strategy)] if name in found]
+        simpler = [name for name in STRATEGIES[: STRATEGIES.index(plan.strategy)] if name in found]
         assert all(found[name].throughput * (1 + LEAST_GAIN) < best for name in simpler)
     assert (plan.iteration_s, plan.throughput) == (picked.iteration_s, picked.throughput)
     assert len(plan.decision.words) == 3

@@ -186,20 +186,20 @@ def run_of(ranks: list[tuple[str, int, float, int]], sync_s: float = 0.01, nodes
 
 def test_a_scaled_curve_gives_the_measured_time_at_the_measured_batch() -> None:
     curve = StepCurve(launch_s=0.01, per_sample_s=0.001, saturation=40, memory_limit=100)
-    speeds = measured_speeds(run_of([("a", 90, 0.6, 3)]), 64, {"a": curve})
-    scaled = scaled_curve(curve, speeds.factors["a"])
+    capabilities, factors = measured_speeds(run_of([("a", 90, 0.6, 3)]), 64, {"a": curve})
+    scaled = scaled_curve(curve, factors["a"])
     assert scaled.per_sample_s is not None
     # Three passes of thirty samples each, each of which takes as long as forty.
     assert 3 * (scaled.launch_s + 40 * scaled.per_sample_s) == pytest.approx(0.6)
-    assert speeds.capabilities["a"] == pytest.approx(1 / (scaled.launch_s + 64 * scaled.per_sample_s))
+    assert capabilities["a"] == pytest.approx(1 / (scaled.launch_s + 64 * scaled.per_sample_s))
     assert (scaled.saturation, scaled.memory_limit) == (40, 100)
 
 
 def test_without_a_fit_the_capability_gives_the_measured_time() -> None:
     """A type that no batch below 32 makes faster took 0.2 s for 16: 160 samples a second from 32 on."""
-    speeds = measured_speeds(run_of([("a", 16, 0.2, 1), ("b", 16, 0.2, 1)]), 8, {"a": StepCurve(saturation=32)})
-    assert speeds.capabilities == pytest.approx({"a": 20.0, "b": 10.0})
-    assert speeds.factors == {}
+    capabilities, factors = measured_speeds(run_of([("a", 16, 0.2, 1), ("b", 16, 0.2, 1)]), 8, {"a": StepCurve(saturation=32)})
+    assert capabilities == pytest.approx({"a": 20.0, "b": 10.0})
+    assert factors == {}
 
 
 @given(

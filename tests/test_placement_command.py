@@ -1,4 +1,4 @@
-"""``ddltool plan --strategy est`` with an order of objectives, a current plan, nodes, and several jobs."""
+"""``ddltool plan --strategy est`` with an order of objectives, nodes, and several jobs."""
 
 from __future__ import annotations
 
@@ -78,20 +78,6 @@ def test_nodes_and_network(folder: Path, capsys: pytest.CaptureFixture[str]) -> 
     assert "one node: 4 devices on 1" in capsys.readouterr().out
 
 
-def test_the_current_plan(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    now = folder / "now.json"
-    plan(capsys, folder / "job.yaml", "-o", now)
-    (folder / "cluster.yaml").write_text(CLUSTER.replace("count: 1, devices", "count: 2, devices"))
-    for horizon, stays in ((200, True), (600, False)):
-        made = plan(capsys, folder / "job.yaml", "--current", now, "--migration", 60, "--horizon", horizon)
-        assert made["migration"]["stay"] is stays
-        assert devices(made) == ({"V100": 4, "P100": 4} if stays else {"V100": 8})
-    run(["plan", str(folder / "job.yaml"), "--strategy", "est", "--current", str(now), "--horizon", "600"])
-    shown = capsys.readouterr().out
-    assert "move 8 devices" in shown
-    assert max(len(line) for line in shown.splitlines()) <= 80
-
-
 def test_several_jobs(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for share in ("sum", "max-min"):
         made = plan(capsys, folder / "job.yaml", "--with", folder / "second.yaml", "--share", share)
@@ -109,16 +95,14 @@ def test_several_jobs(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["job.yaml", "--strategy", "bsp", "--prefer", "price"], "--prefer, --current and --with need --strategy est"),
+        (["job.yaml", "--strategy", "bsp", "--prefer", "price"], "--prefer: has no part in --strategy bsp"),
         (["job.yaml", "--strategy", "est", "--prefer", "speed"], "objective: unknown objective 'speed'"),
         (["networked.yaml", "--strategy", "est", "--prefer", "price"], "--prefer: does not go with network"),
-        (["job.yaml", "--strategy", "est", "--current", "goodput.json"], "goodput.json:kind: is 'ddltool.goodput'"),
-        (["job.yaml", "--strategy", "est", "--with", "second.yaml", "--share", "fair"], "--share: unknown rule 'fair'"),
+        (["job.yaml", "--strategy", "est", "--with", "second.yaml", "--share", "fair"], "--share: unknown share 'fair'"),
         (["job.yaml", "--strategy", "est", "--with", "networked.yaml"], "network: is not part of a joint plan"),
         (["job.yaml", "--strategy", "est", "--max-gap", "3"], "--max-gap: has no part in --strategy est"),
-        (["job.yaml", "--strategy", "bsp", "--lookahead", "3"], "leave it out, or use --strategy elastic-bsp or auto"),
         (["job.yaml", "--strategy", "lb-bsp", "--top-k", "3"], "--top-k: has no part in --strategy lb-bsp"),
-        (["job.yaml", "--strategy", "est", "--horizon", "3"], "--horizon: needs --current"),
+        (["job.yaml", "--strategy", "est", "--share", "sum"], "--share: has no part in --strategy est"),
         (
             ["job.yaml", "--strategy", "est", "--with", "second.yaml", "--top-k", "2"],
             "--top-k: has no part in a plan of several",
@@ -128,18 +112,10 @@ def test_several_jobs(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
                 ["job.yaml", "--strategy", "est", "--with", "second.yaml", option, value],
                 f"{option}: has no part in a plan of several jobs; leave it out, or leave out --with",
             )
-            for option, value in (("--prefer", "price"), ("--current", "none.json"), ("--graph", "none.json"))
+            for option, value in (("--prefer", "price"), ("--graph", "none.json"), ("--output", "x.json"))
         ),
-        *(
-            (["job.yaml", option, "nan"], f"{option}: is nan; give a number")
-            for option in ("--horizon", "--migration", "--time-limit")
-        ),
-        (["job.yaml", "--horizon", "1e10"], "--horizon: is 10000000000; give a number from 0.001 to 1000000000"),
+        (["job.yaml", "--time-limit", "nan"], "--time-limit: is nan; give a number"),
         (["job.yaml", "--time-limit", "0"], "--time-limit: is 0; give a number of at least 0.01"),
-        (
-            ["job.yaml", "--strategy", "est", "--with", "second.yaml", "-o", "x.json"],
-            "--output: holds the plan of one job",
-        ),
     ],
 )
 def test_what_does_not_go_together(

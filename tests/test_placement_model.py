@@ -45,9 +45,7 @@ def random_problem(random: Random) -> Problem:
     )
 
 
-def key(
-    case: Problem, entry: tuple[tuple[int, ...], Fraction, int], order: tuple[str, ...], now: tuple[int, ...]
-) -> list[object]:
+def key(case: Problem, entry: tuple[tuple[int, ...], Fraction, int], order: tuple[str, ...]) -> list[object]:
     counts, step, price = entry
     speed = sum((d.capability_per_s * n for d, n in zip(case.devices, counts, strict=True)), Fraction(0))
     figures = {
@@ -55,7 +53,6 @@ def key(
         "devices": sum(counts),
         "price": price,
         "waste": speed - case.max_workers / step,
-        "moves": sum(abs(one - other) for one, other in zip(counts, now, strict=True)),
     }
     return [*(figures[name] for name in order), [-count for count in counts]]
 
@@ -72,9 +69,7 @@ ORDERS = [
     ("price",),
     ("price", "throughput"),
     ("devices", "throughput"),
-    ("moves", "throughput"),
     ("throughput", "waste", "devices"),
-    ("throughput", "moves", "price"),
     ("devices", "price", "throughput"),
 ]
 
@@ -84,16 +79,14 @@ def test_every_order_of_objectives_equals_brute_force() -> None:
     for number in range(270):
         case = random_problem(random)
         order = ORDERS[number % len(ORDERS)]
-        now = tuple(random.randint(0, device.count) for device in case.devices)
-        current = {device.name: count for device, count in zip(case.devices, now, strict=True)}
         whole = (*order, *(name for name in ("throughput", "devices", "waste") if name not in order))
-        expected = sorted(choices(case), key=lambda entry: key(case, entry, whole, now))
+        expected = sorted(choices(case), key=lambda entry: key(case, entry, whole))
         if not expected:
             infeasible += 1
             with pytest.raises(Infeasible):
-                solve_est(case, objective=order, current=current)
+                solve_est(case, objective=order)
             continue
-        made = solve_est(case, top_k=3, objective=order, current=current)
+        made = solve_est(case, top_k=3, objective=order)
         assert (made.status, made.gap) == ("optimal", 0)
         verify(case, made.assignments)
         found = [counts_of(case, plan) for plan in [made, *made.alternatives]]
@@ -242,7 +235,6 @@ def test_a_model_without_hardware_agnostic_kernels_keeps_to_one_type() -> None:
         (("speed",), "unknown objective 'speed'"),
         (("throughput", "throughput"), "'throughput' stands twice"),
         (("waste",), "waste stands before throughput"),
-        (("moves",), "moves needs a current plan"),
         (("price",), r"devices\.t0\.price_per_hour: is missing"),
     ],
 )

@@ -9,8 +9,6 @@ from random import Random
 import pytest
 
 from ddltool.analyzers.goodput.throughput import ThroughputParams
-from ddltool.analyzers.placement.est import solve_est
-from ddltool.analyzers.placement.migration import weigh
 from ddltool.analyzers.placement.network import NodeShape, nodes_needed, solve_on_nodes
 from ddltool.analyzers.placement.problem import DeviceType, Problem
 from ddltool.analyzers.placement.steps import best_step
@@ -140,55 +138,3 @@ def test_nodes_are_filled_largest_first() -> None:
     assert [nodes_needed({"a": count}, shapes) for count in (1, 4, 5, 6, 7, 10)] == [1, 1, 2, 2, 3, 4]
     with pytest.raises(InputError, match="more than the cluster's nodes hold by 1"):
         nodes_needed({"a": 11}, shapes)
-
-
-def offered(*counts: int) -> Problem:
-    types = zip("abc", counts, (3, 2, 1), strict=False)
-    devices = tuple(
-        DeviceType(name=name, count=count, capability_per_s=Fraction(speed)) for name, count, speed in types
-    )
-    return Problem(job="j", max_workers=12, batch_size=1, devices=devices)
-
-
-def test_moving_pays_when_it_makes_more_mini_batches() -> None:
-    now = solve_est(offered(2, 2, 2))
-    wider = offered(6, 2, 2)
-    best = solve_est(wider)
-    for horizon in (1.0, 10.0, 50.0, 89.0, 91.0, 200.0, 5000.0):
-        made = weigh(wider, best, now, migration_s=30.0, horizon_s=horizon)
-        stays = now.throughput * horizon >= best.throughput * (horizon - 30.0)
-        assert made.migration is not None
-        assert made.migration.stay == stays
-        assert made.assignments == (now if stays else best).assignments
-        assert made.throughput == pytest.approx((now if stays else best).throughput)
-        assert (horizon > (made.migration.pays_after_s or 0)) == (not stays)
-    assert made.migration.devices_moved == sum(
-        abs(
-            sum(row.devices for row in best.assignments if row.device_type == name)
-            - sum(row.devices for row in now.assignments if row.device_type == name)
-        )
-        for name in "abc"
-    )
-
-
-def test_a_plan_that_is_no_longer_possible_is_left() -> None:
-    now = solve_est(offered(4, 2, 2))
-    fewer = offered(1, 2, 2)
-    best = solve_est(fewer)
-    made = weigh(fewer, best, now, migration_s=1e6, horizon_s=1.0)
-    assert made.migration is not None
-    assert (made.migration.stay, made.migration.current_throughput) == (False, None)
-    assert made.assignments == best.assignments
-    same = weigh(fewer, best, best, migration_s=0.0, horizon_s=1.0)
-    assert same.migration is not None
-    assert (same.migration.stay, same.migration.devices_moved, same.migration.pays_after_s) == (True, 0, None)
-
-
-def test_wrong_horizons() -> None:
-    now = solve_est(offered(1))
-    for migration, horizon in ((-1.0, 1.0), (1.0, 0.0), (float("nan"), 1.0)):
-        with pytest.raises(InputError, match="a horizon > 0 and a migration of 0 s or more"):
-            weigh(offered(1), now, now, migration_s=migration, horizon_s=horizon)
-    other = solve_est(Problem(job="k", max_workers=3, batch_size=1, devices=offered(1).devices))
-    with pytest.raises(InputError, match="has 3 logical workers, the job 12"):
-        weigh(offered(1), now, other, migration_s=1.0, horizon_s=1.0)

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ddltool.analyzers.placement.problem import DeviceType, Problem
-from ddltool.analyzers.placement.proposals import Proposal, accept, best_plan, fall_back, proposals
+from ddltool.analyzers.placement.proposals import Proposal, accept, best_plan, proposals
 from ddltool.analyzers.placement.steps import smallest_step, step_table, whole
 from ddltool.errors import InputError
 from tests.est_oracles import closed_form
@@ -167,13 +167,6 @@ def test_the_cluster_grants_by_speedup_per_device() -> None:
         ("j1", "V100", 1),
     ]
     assert accept([(job, proposal("T4", 1, 0.5)) for job in ("j10", "j9")], {"T4": 1})[0][0] == "j9"
-
-
-def test_fall_back_only_when_it_is_slower() -> None:
-    before, now = {"V100": 2}, {"V100": 4}
-    assert fall_back(before, now, 10.0, 9.9) == before
-    assert fall_back(before, now, 10.0, 10.0) == now
-    assert fall_back(before, now, 10.0, 9.9, tolerance=0.05) == now
 
 
 def test_bad_input_is_one_line() -> None:

@@ -11,8 +11,8 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from ddltool.analyzers.deciding.feedback import combine, read_run
-from ddltool.analyzers.deciding.rescaling import measured_speeds
+from ddltool.analyzers.deciding.feedback import read_run
+from ddltool.analyzers.deciding.rescaling import combine, measured_speeds
 from ddltool.analyzers.deciding.verification import error_text, verify
 from ddltool.analyzers.goodput.throughput import ThroughputParams, grad_time_s
 from ddltool.errors import InputError
@@ -142,7 +142,7 @@ def test_the_last_of_several_runs_and_no_smaller_last_steps() -> None:
     run = read_run(pd.DataFrame([*first, *second, *tail]), "t")
     assert run.iteration_s == pytest.approx(0.11, rel=0.05)
     assert [rank.steps for rank in run.ranks] == [37, 37]
-    assert measured_speeds(run, 8, {}).capabilities == pytest.approx({"fast": 30, "slow": 10}, rel=0.02)
+    assert measured_speeds(run, 8, {})[0] == pytest.approx({"fast": 30, "slow": 10}, rel=0.02)
 
 
 def test_another_number_of_processes_is_refused(plan_file: Path) -> None:

@@ -8,9 +8,9 @@ from pydantic import Field, model_validator
 
 from ddltool.artifacts import Artifact, Record
 from ddltool.decision import Decision
-from ddltool.placement_records import Migration, NetworkCost
 
 Strategy = Literal["bsp", "est", "elastic-bsp", "lb-bsp", "goodput"]
+Choice = Literal["one device", "one node", "several nodes"]
 Finite = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 
 
@@ -147,6 +147,17 @@ class GoodputChoice(Record):
     elastic: list[ElasticSetting] = Field(description="the chosen total batch on every number of devices")
 
 
+class NetworkCost(Record):
+    """Where the devices stand and what synchronising them costs. Predicted."""
+
+    choice: Choice
+    num_nodes: Annotated[int, Field(ge=1)]
+    num_replicas: Annotated[int, Field(ge=1)]
+    compute_s: Finite = Field(description="seconds of the slowest device's ESTs")
+    sync_s: Finite = Field(description="seconds of one gradient synchronisation, before any overlap")
+    best_steps: dict[Choice, Finite] = Field(description="the best step time of each choice that is possible")
+
+
 class Plan(Artifact):
     """A predicted way to run a job (kind ``ddltool.plan``). Every figure in it is predicted, none measured."""
 
@@ -177,7 +188,7 @@ class Plan(Artifact):
     )
     decision: Decision | None = Field(default=None, description="the comparison of strategies behind an auto plan")
     network: NetworkCost | None = Field(default=None, description="of an est plan with nodes and a fitted model")
-    migration: Migration | None = Field(default=None, description="of an est plan made with the current one in view")
+    migration: None = Field(default=None, description="always null; it stands in plans of earlier versions")
     devices_per_node: dict[str, Annotated[int, Field(ge=1)]] | None = Field(
         default=None, description="devices of each used type on a node of the job's cluster; null: the job names none"
     )

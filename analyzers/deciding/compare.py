@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from itertools import combinations
 
-from ddltool.analyzers.deciding.candidates import Candidate, Candidates, Knowledge, Settings
+from ddltool.analyzers.deciding.candidates import STRATEGIES, Candidate, Candidates, Knowledge, Settings
 from ddltool.analyzers.deciding.words import explain
 from ddltool.analyzers.placement.problem import Problem
 from ddltool.decision import Decision, Objective, Option
@@ -15,8 +15,6 @@ from ddltool.errors import Infeasible, InputError
 from ddltool.job import Job
 from ddltool.plan import Plan
 
-# From the least change to a training script to the most: between equals, the earlier one.
-SIMPLEST = ("bsp", "lb-bsp", "est", "goodput", "elastic-bsp")
 # Faster by less than this is no reason to change anything, however exact the figures are.
 LEAST_GAIN = 0.02
 # Stale updates cost progress that no prediction shows: asynchrony must be faster by this much to be taken.
@@ -57,7 +55,7 @@ def decide(
     if not found:
         raise Infeasible("no strategy has a plan: " + "; ".join(f"{name}: {why}" for name, why in left_out.items()))
     value = _samples_per_price if objective == "cheapest" else maker.progress
-    found.sort(key=lambda candidate: (-value(candidate.option), SIMPLEST.index(candidate.option.strategy)))
+    found.sort(key=lambda candidate: (-value(candidate.option), STRATEGIES.index(candidate.option.strategy)))
     ranked = list({candidate.option.strategy: candidate for candidate in reversed(found)}.values())
     ranked.sort(key=found.index)
     picked = _pick(ranked, value)
@@ -118,7 +116,7 @@ def _pick(ranked: list[Candidate], value: Callable[[Option], float]) -> Candidat
         if value(candidate.option) * (1 + LEAST_GAIN) >= value(best.option)
         and candidate.option.staleness <= best.option.staleness
     ]
-    return min(as_good, key=lambda candidate: SIMPLEST.index(candidate.option.strategy))
+    return min(as_good, key=lambda candidate: STRATEGIES.index(candidate.option.strategy))
 
 
 def _too_close(

@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import numpy as np
+import pandas as pd
 
 from ddltool.analyzers.goodput.observations import WARMUP_STEPS
 from ddltool.errors import InputError
-
-if TYPE_CHECKING:
-    import pandas as pd
 
 # The hook writes nanoseconds; a step that takes less was never made. Nor does one take thirty years.
 _SHORTEST_S, _LONGEST_S = 1e-9, 1e9
@@ -23,8 +19,6 @@ _MOST = {
     **dict.fromkeys(("rank", "world_size", "num_nodes", "passes"), 1e9),
     "memory_bytes": 1e18,
 }
-# Of measured rates that are this many times off their prediction, the prediction of other types is off as well.
-RESCALED_FROM = 2.0
 _NEEDED = ("step", "rank", "world_size", "num_nodes", "device", "batch", "compute_s", "wait_s", "sync_s", "step_s")
 
 
@@ -80,8 +74,6 @@ def check_rows(frame: pd.DataFrame, where: str) -> pd.DataFrame:
     missing columns, values that are no times or counts (not finite, negative, beyond 1e9 s), ranks beyond the number of
     processes, samples that took no time; and for a table in which no step has samples.
     """
-    import pandas as pd
-
     for name in _NEEDED:
         if name not in frame.columns:
             raise InputError(where, f"has no column {name!r}", "give the telemetry.jsonl that the hook wrote")
@@ -123,8 +115,6 @@ def check_rows(frame: pd.DataFrame, where: str) -> pd.DataFrame:
 
 def _passes(frame: pd.DataFrame) -> np.ndarray:
     """Return each row's passes, one where the column is missing or empty."""
-    import pandas as pd
-
     if "passes" not in frame.columns:
         return np.ones(len(frame))
     values = pd.to_numeric(frame["passes"], errors="coerce").fillna(1.0).to_numpy(dtype=float)
@@ -159,47 +149,8 @@ def read_run(frame: pd.DataFrame, where: str) -> Run:
     )
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Combined:
-    """Speeds of all offered device types: of some measured, of the others predicted."""
-
-    capabilities: Mapping[str, float]
-    """Mini-batches per second by device type."""
-    errors: Mapping[str, float]
-    """Relative error of the types whose prediction was scaled."""
-    remark: str
-    """What a reader must know before comparing one with the other; empty where all types are measured."""
-
-
-def combine(measured: Mapping[str, float], predicted: Mapping[str, float]) -> Combined:
-    """Return measured speeds where there are any, and predictions that fit to them for the other types.
-
-    Both are mini-batches per second by device type; ``predicted`` holds the measured types as well, as far as something
-    predicts them. Where a measured type is more than ``RESCALED_FROM`` times off its own prediction, whatever made it so
-    (another machine posing as it, a model the roofline does not know) makes it for the others too: they are scaled by
-    the geometric mean of measured over predicted, with the spread of these ratios as their error, at least 50 %.
-    """
-    others = {name: rate for name, rate in predicted.items() if name not in measured}
-    if not measured or not others:
-        return Combined(capabilities={**others, **measured}, errors={}, remark="")
-    told = f"{', '.join(sorted(measured))} measured, {', '.join(sorted(others))} predicted"
-    ratios = [rate / predicted[name] for name, rate in measured.items() if predicted.get(name, 0.0) > 0]
-    if not ratios:
-        remark = f"{told}, and nothing tells how far predictions are off here"
-        return Combined(capabilities={**others, **measured}, errors={}, remark=remark)
-    if all(1 / RESCALED_FROM <= ratio <= RESCALED_FROM for ratio in ratios):
-        return Combined(capabilities={**others, **measured}, errors={}, remark=told)
-    scale = float(np.exp(np.mean(np.log(ratios))))
-    error = max(0.5, max(ratios) / min(ratios) - 1)
-    remark = f"{told}: measured speeds are {scale:.2g} times their own prediction, so the predicted ones are scaled by as much"
-    scaled = {name: rate * scale for name, rate in others.items()}
-    return Combined(capabilities={**scaled, **measured}, errors=dict.fromkeys(others, error), remark=remark)
-
-
 def _last_run(numbers: pd.DataFrame) -> pd.DataFrame:
     """Return each rank's rows after its last fall of the step number."""
-    import pandas as pd
-
     kept = []
     for _, part in numbers.groupby("rank"):
         falls = np.flatnonzero(np.diff(part["step"].to_numpy()) < 0)

@@ -3,20 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, cast, get_args
 
-from ddltool.analyzers.balancing.plan import StepCurve, plan_bsp, plan_lb_bsp
-from ddltool.analyzers.barriers.superstep import plan_elastic_bsp
+from ddltool.analyzers.balancing.plan import StepCurve
 from ddltool.analyzers.communication.collectives import own_ring, plan_collectives, settings
 from ddltool.analyzers.communication.order import tac, tic
-from ddltool.analyzers.deciding.candidates import Settings
+from ddltool.analyzers.deciding.candidates import Settings, plan_by
 from ddltool.analyzers.deciding.communication import GraphCommunication
 from ddltool.analyzers.deciding.compare import decide
-from ddltool.analyzers.deciding.compute import with_compute
-from ddltool.analyzers.deciding.feedback import combine
-from ddltool.analyzers.deciding.rescaling import measured_speeds, with_run
+from ddltool.analyzers.deciding.rescaling import combine, measured_speeds, with_run
 from ddltool.analyzers.goodput.plan import plan_goodput
 from ddltool.analyzers.loading.job_inputs import (
     Given,
@@ -28,60 +25,38 @@ from ddltool.analyzers.loading.job_inputs import (
     run_of,
     step_curves,
 )
-from ddltool.analyzers.placement.dealing import device_counts
-from ddltool.analyzers.placement.est import solve_est
 from ddltool.analyzers.placement.jobs import LARGEST_WEIGHT, Sharing, idle_throughput, solve_jobs
-from ddltool.analyzers.placement.migration import weigh
 from ddltool.analyzers.placement.network import NodeShape, solve_on_nodes
 from ddltool.analyzers.placement.problem import Problem, demand_throughput, from_job
 from ddltool.artifacts import load
-from ddltool.errors import Infeasible, InputError, did_you_mean, naming
+from ddltool.errors import Infeasible, InputError, naming
 from ddltool.goodput_model import Goodput
 from ddltool.graph import RECV, Graph
 from ddltool.job import Cluster, Job
-from ddltool.plan import ParameterRecord, Plan
+from ddltool.plan import Assignment, ParameterRecord, Plan
 from ddltool.results import JointJob, JointPlan
 
-SHARING = ("sum", "max-min")
+SHARING: tuple[str, ...] = get_args(Sharing)
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Wishes:
-    """What the command line asks of an EST plan beside the solver's settings."""
-
-    prefer: str | None
-    """Objectives in their order, separated by commas."""
-    current_file: Path | None
-    """The plan that runs now."""
-    migration_s: float
-    """Seconds that a move stops the job."""
-    horizon_s: float
-    """Seconds in which a move must pay."""
-
-
-def solve(strategy: str, job: Job, job_file: Path, known: Given, wishes: Wishes) -> Plan:
+def solve(strategy: str, job: Job, job_file: Path, given: Given) -> Plan:
     """Return the plan of one strategy, or of the best one. Raises InputError, and Infeasible, which names the job's file."""
     try:
         with naming(job_file, type(job).model_fields):
-            return _solved(strategy, job, job_file, known, wishes)
+            if strategy == "auto":
+                return auto_plan(job, job_file, given)
+            if strategy == "goodput":
+                made = goodput_plan(job, job_file)
+                demand_throughput(made.throughput, job.constraints.min_throughput)
+                return made
+            capabilities = capabilities_of(job, job_file.parent, str(job_file), given.tell)
+            if strategy == "est" and job.network is not None:
+                made = _on_nodes(job, job_file, from_job(job, capabilities), given.settings)
+                return with_compute(made, capabilities)
+            curves = step_curves(job, job_file)
+            return make_plan(job, capabilities, strategy, given.settings, curves=curves)
     except Infeasible as error:
         raise Infeasible(f"{job_file}: {error}") from None
-
-
-def _solved(strategy: str, job: Job, job_file: Path, known: Given, wishes: Wishes) -> Plan:
-    """Return :func:`solve`'s plan. Raises InputError, Infeasible."""
-    if strategy == "auto":
-        # Several strategies call the solver, each with a share of the time.
-        halved = replace(known.settings, limit_s=known.settings.limit_s / 2)
-        return auto_plan(job, job_file, replace(known, settings=halved))
-    if strategy == "goodput":
-        made = goodput_plan(job, job_file)
-        demand_throughput(made.throughput, job.constraints.min_throughput)
-        return made
-    capabilities = capabilities_of(job, job_file.parent, str(job_file), known.tell)
-    if strategy == "est":
-        return est_plan(job, job_file, capabilities, known.settings, wishes)
-    return make_plan(job, capabilities, strategy, known.settings, curves=step_curves(job, job_file))
 
 
 def make_plan(
@@ -94,16 +69,25 @@ def make_plan(
 ) -> Plan:
     """Return the plan of a job; ``capabilities`` by device type in mini-batches per second."""
     problem = from_job(job, capabilities)
-    if strategy == "bsp":
-        made = plan_bsp(problem, curves)
-    elif strategy == "lb-bsp":
-        made = plan_lb_bsp(problem, curves)
-    elif strategy == "elastic-bsp":
-        made = plan_elastic_bsp(problem, lookahead=settings.lookahead, max_gap=settings.max_gap)
-    else:
-        made = solve_est(problem, top_k=settings.top_k, time_limit_s=settings.limit_s, seed=settings.seed)
+    made = plan_by(strategy, problem, settings, curves)
     demand_throughput(made.throughput, problem.min_throughput)
     return with_compute(made, capabilities)
+
+
+def with_compute(plan: Plan, capabilities: Mapping[str, float]) -> Plan:
+    """Return the plan with the seconds that each device computes in a step, where its strategy does not say them.
+
+    ``capabilities``: mini-batches per second by device type. ESTs take turns of one mini-batch each; a whole local batch
+    takes the time by its share of a mini-batch.
+    """
+
+    def seconds(row: Assignment) -> float | None:
+        if row.compute_s is not None or row.device_type not in capabilities:
+            return row.compute_s
+        return (row.ests_per_device or row.local_batch_size / plan.batch_size) / capabilities[row.device_type]
+
+    rows = [row.model_copy(update={"compute_s": seconds(row)}) for row in plan.assignments]
+    return plan.model_copy(update={"assignments": rows})
 
 
 def goodput_plan(job: Job, job_file: Path) -> Plan:
@@ -167,10 +151,11 @@ def data_parallel(graph: Graph, made: Plan) -> dict[str, Any]:
 
 def auto_plan(job: Job, job_file: Path, given: Given) -> Plan:
     """Return the picked plan with the comparison in ``decision``. Raises InputError, Infeasible."""
+    # Several strategies call the solver, each with a share of the time.
+    settings = replace(given.settings, limit_s=given.settings.limit_s / 2)
     run = run_of(given.telemetry)
     known = knowledge_of(job, job_file, given, run)
-    speeds = None if run is None else measured_speeds(run, job.batch_size, known.curves)
-    measured = {} if speeds is None else speeds.capabilities
+    measured, off = ({}, {}) if run is None else measured_speeds(run, job.batch_size, known.curves)
     offered = {offer.type for offer in job.devices}
     unknown = sorted(set(measured) - offered)
     if unknown:
@@ -183,57 +168,20 @@ def auto_plan(job: Job, job_file: Path, given: Given) -> Plan:
     capabilities = combined.capabilities
     factors = {name: predicted[name] / capabilities[name] for name in combined.errors}
     knowledge = replace(known, errors={**known.errors, **combined.errors}, remark=combined.remark)
-    if run is not None and speeds is not None:
-        knowledge = with_run(knowledge, run, {**factors, **speeds.factors})
-    made = decide(
-        job,
-        from_job(job, capabilities),
-        knowledge,
-        objective=given.objective,
-        settings=given.settings,
-    )
+    if run is not None:
+        knowledge = with_run(knowledge, run, {**factors, **off})
+    made = decide(job, from_job(job, capabilities), knowledge, objective=given.objective, settings=settings)
     if given.graph is None and isinstance(knowledge.communication, GraphCommunication):
         made = made.model_copy(update={"parameters": ordered_parameters(knowledge.communication.graph)})
-    if given.settings.top_k > 1 and made.strategy != "est":
+    if settings.top_k > 1 and made.strategy != "est":
         given.tell(f"note: --top-k lists EST plans; the plan picked is {made.strategy}")
     return with_compute(made, capabilities)
 
 
-def est_plan(job: Job, job_file: Path, capabilities: Mapping[str, float], settings: Settings, wishes: Wishes) -> Plan:
-    """Return the EST plan of a job: on nodes when it names a network, weighed against the current plan when one is given.
-
-    Raises InputError for options that do not go together.
-    """
-    problem = from_job(job, capabilities)
-    current = None if wishes.current_file is None else load(wishes.current_file, Plan)
-    if job.network is not None:
-        for option, given in (("--prefer", wishes.prefer), ("--current", wishes.current_file)):
-            if given is not None:
-                raise InputError(option, "does not go with network: in job.yaml", "leave out one of the two")
-        return with_compute(_on_nodes(job, job_file, problem, settings), capabilities)
-    names = {} if wishes.prefer is None else {"objective": _split(wishes.prefer)}
-    made = solve_est(
-        problem,
-        top_k=settings.top_k,
-        time_limit_s=settings.limit_s,
-        seed=settings.seed,
-        current=None if current is None else device_counts(current),
-        **names,
-    )
-    if current is not None:
-        made = weigh(problem, made, current, migration_s=wishes.migration_s, horizon_s=wishes.horizon_s)
-    return with_compute(made, capabilities)
-
-
-def _split(text: str) -> tuple[str, ...]:
-    names = tuple(part.strip() for part in text.split(",") if part.strip())
-    if not names:
-        raise InputError("--prefer", f"{text!r} names no objective", "for example throughput,devices,price")
-    return names
-
-
 def _on_nodes(job: Job, job_file: Path, problem: Problem, settings: Settings) -> Plan:
     """Return the plan with synchronisation in its step."""
+    if settings.prefer is not None:
+        raise InputError("--prefer", "does not go with network: in job.yaml", "leave out one of the two")
     if job.cluster is None or job.network is None:
         raise InputError(f"{job_file}:network", "needs cluster: beside it", "name the cluster.yaml with the nodes")
     cluster = load(job_file.parent / job.cluster, Cluster)
@@ -246,7 +194,7 @@ def _on_nodes(job: Job, job_file: Path, problem: Problem, settings: Settings) ->
 
 
 def plan_together(
-    files: Sequence[Path], *, sharing: str, limit_s: float, seed: int, tell: Tell, devices_file: Path | None = None
+    files: Sequence[Path], sharing: str, *, limit_s: float, seed: int, tell: Tell, devices_file: Path | None = None
 ) -> JointPlan:
     """Return the plan of several jobs on the same devices, and why each job that waits does.
 
@@ -254,8 +202,6 @@ def plan_together(
 
     Raises InputError for job files with a network, which is not part of a joint plan.
     """
-    if sharing not in SHARING:
-        raise InputError("--share", f"unknown rule {sharing!r}", did_you_mean(sharing, SHARING))
     problems, names, weights = [], [], []
     devices: dict[str, int] = {}
     for file in files:
@@ -280,13 +226,8 @@ def plan_together(
     made = solve_jobs(
         problems, devices, weights=weights, objective=cast(Sharing, sharing), time_limit_s=limit_s, seed=seed
     )
-    named = [
-        None if plan is None else plan.model_copy(update={"job": name})
-        for plan, name in zip(made.plans, names, strict=True)
-    ]
-    made = replace(made, plans=tuple(named))
     rows = []
-    for file, problem, plan, relative in zip(files, problems, made.plans, made.relative, strict=True):
+    for file, name, problem, plan, relative in zip(files, names, problems, made.plans, made.relative, strict=True):
         waits = None
         if plan is None:
             reached = idle_throughput(problem, devices, made.plans)
@@ -294,7 +235,8 @@ def plan_together(
             least = problem.min_throughput
             below = "" if least is None else f", below its min_throughput of {float(least):g}"
             waits = f"{text}{below}" if reached else f"{file.name} waits: the others leave no device for it"
-        rows.append(JointJob(file=str(file), relative=relative, plan=plan, waits=waits))
+        named = None if plan is None else plan.model_copy(update={"job": name})
+        rows.append(JointJob(file=str(file), relative=relative, plan=named, waits=waits))
     return JointPlan(
         objective=made.objective,
         value=made.value,

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
 
@@ -32,7 +32,7 @@ from ddltool.errors import Infeasible, InputError, NotProven, did_you_mean
 from ddltool.plan import Plan
 
 # What can be optimised, one after the other.
-OBJECTIVES = ("throughput", "devices", "price", "waste", "moves")
+OBJECTIVES = ("throughput", "devices", "price", "waste")
 DEFAULT_OBJECTIVE = ("throughput", "devices", "waste")
 # Objectives stay below this: far from the end of CP-SAT's 64 bits, and exact as floats, in which it reports them.
 _LARGEST_SUM = 2**50
@@ -61,8 +61,6 @@ class Search:
     deadline: float
     seed: int
     objective: tuple[str, ...] = DEFAULT_OBJECTIVE
-    current: Counts | None = None
-    """Devices that the job holds now: what the search starts from, and what moves are counted from."""
     found: list[Solution] = field(default_factory=list)
     exhausted: bool = False
     """Proven: there is no other solution."""
@@ -74,17 +72,6 @@ class OutOfTime(Exception):
     """The solver stopped with neither an answer nor a proof that there is none."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Answer:
-    """What CP-SAT says."""
-
-    counts: Counts | None
-    """None: no solution was found; there is none if ``proven``."""
-    proven: bool
-    value: int = 0
-    """The objective's."""
-
-
 def solve_est(
     problem: Problem,
     *,
@@ -92,18 +79,16 @@ def solve_est(
     time_limit_s: float = 10.0,
     seed: int = 0,
     objective: Sequence[str] = DEFAULT_OBJECTIVE,
-    current: Mapping[str, int] | None = None,
 ) -> Plan:
     """Return the plan of highest throughput, then fewest devices, then least waste, with ``top_k - 1`` alternatives.
 
-    ``objective`` sets another order of "throughput", "devices", "price", "waste" and "moves" (devices that differ from
-    the ``current`` ones by type); what it leaves out of the default order follows. Of plans equal in all, the one that
-    uses most devices of the type whose name comes first. Alternatives use other numbers of devices per type. Each is
+    ``objective`` sets another order of ``OBJECTIVES``; what it leaves out of the default order follows. Of plans equal in
+    all, the one that uses most devices of the type whose name comes first. Alternatives use other numbers of devices; each is
     proven the next best, so there are fewer when the different plans or the time (``time_limit_s`` in all) run out.
     ``status`` is "optimal" when all of that is proven, so that it repeats; ``gap`` is the part of the step time that a
     faster plan could save at most, under the values reached in the objectives before the throughput; 0 in a "feasible"
-    plan: only what comes after the throughput is open. ``current`` is also where the search starts. Raises Infeasible,
-    naming a smallest set of requirements that cannot be kept together, NotProven when there was no time at all,
+    plan: only what comes after the throughput is open. Raises Infeasible, naming a smallest set of requirements that
+    cannot be kept together, NotProven when there was no time at all,
     InputError for a ``top_k`` below 1 or an impossible ``objective``.
 
     >>> from ddltool.analyzers.placement.problem import DeviceType
@@ -123,8 +108,7 @@ def solve_est(
         problem=problem,
         deadline=started + time_limit_s,
         seed=seed,
-        objective=check_objective(problem, objective, current),
-        current=None if current is None else tuple(current.get(device.name, 0) for device in problem.devices),
+        objective=check_objective(problem, objective),
     )
     if time_limit_s <= 0 or not _extend(search):
         if search.exhausted:
@@ -151,12 +135,11 @@ def is_feasible(problem: Problem, *, seed: int = 0, time_limit_s: float = 10.0) 
         raise NotProven(f"whether a plan exists was not settled within {time_limit_s:g} s") from None
 
 
-def check_objective(problem: Problem, objective: Sequence[str], current: Mapping[str, int] | None) -> tuple[str, ...]:
+def check_objective(problem: Problem, objective: Sequence[str]) -> tuple[str, ...]:
     """Return the whole order of objectives: those given, then those of the default order that are missing.
 
     Raises InputError for a name that is unknown or stands twice, ``waste`` before ``throughput`` (waste is capability
-    in use less throughput, so it has no smallest value on its own), ``price`` without prices, ``moves`` without a
-    current plan.
+    in use less throughput, so it has no smallest value on its own), ``price`` without prices.
     """
     for place, name in enumerate(objective):
         if name not in OBJECTIVES:
@@ -168,8 +151,6 @@ def check_objective(problem: Problem, objective: Sequence[str], current: Mapping
         if name == "price" and any(device.price_micro is None for device in problem.devices):
             kind = next(device.name for device in problem.devices if device.price_micro is None)
             raise InputError(f"devices.{kind}.price_per_hour", "is missing", "the objective price needs it")
-        if name == "moves" and current is None:
-            raise InputError("objective", "moves needs a current plan", "give it with --current")
     return (*objective, *(name for name in DEFAULT_OBJECTIVE if name not in objective))
 
 
@@ -210,13 +191,13 @@ def _settle(search: Search) -> bool:
         model, used = build(search, search.problem.slowest_step)
         (expression,) = expressions(model, search, used, name)
         model.minimize(expression)
-        answer = solve(search, model, used)
-        if answer.counts is None:
-            if answer.proven:
+        counts, proven, value = solve(search, model, used)
+        if counts is None:
+            if proven:
                 return True  # there is no plan: the search for the fastest says so
             raise OutOfTime
-        search.fixed[name] = answer.value
-        if not answer.proven:
+        search.fixed[name] = value
+        if not proven:
             return False
     return True
 
@@ -228,22 +209,24 @@ def _fastest(search: Search) -> Solution | None:
     lower = search.found[-1].step_s if search.found and not search.fixed else best_step(problem)
     if lower is None or lower > problem.slowest_step:
         return None
-    counts = (None if search.fixed else _guess(search)) or fit(search, problem.slowest_step)
-    if counts is None:
+    if (counts := fit(search, lower)) is not None:
+        return Solution(counts=counts, step_s=lower, bound_s=lower, proven=True)
+    if (counts := fit(search, problem.slowest_step)) is None:
         return None
-    step = reach(problem, counts)
-    trial: Fraction | None = lower
+    step, trial = reach(problem, counts), lower
+    better: Counts | None = None
     try:
-        while trial is not None and trial < step:
-            better = fit(search, trial)
+        while True:
             if better is None:
                 lower = min((int(capability * trial) + 1) / capability for capability in capabilities)  # the next
             else:
                 counts, step = better, reach(problem, better)
-            trial = _middle(capabilities, lower, step)
+            middle = _middle(capabilities, lower, step)
+            if middle is None:
+                return Solution(counts=counts, step_s=step, bound_s=step, proven=True)
+            trial, better = middle, fit(search, middle)
     except OutOfTime:
         return Solution(counts=counts, step_s=step, bound_s=min(lower, step), proven=False)
-    return Solution(counts=counts, step_s=step, bound_s=step, proven=True)
 
 
 def _middle(capabilities: Sequence[Fraction], lower: Fraction, upper: Fraction) -> Fraction | None:
@@ -256,32 +239,6 @@ def _middle(capabilities: Sequence[Fraction], lower: Fraction, upper: Fraction) 
     return listed[len(listed) // 2] if listed else None
 
 
-def _guess(search: Search) -> Counts | None:
-    """Return a good choice of devices that was not found yet, None when none is at hand: what bisection starts from.
-
-    After a plan those with one device more or less, before the first one those of one type alone; and the current one.
-    """
-    problem, kinds = search.problem, range(len(search.problem.devices))
-    if search.found:
-        last = search.found[-1].counts
-        near = [tuple(last[kind] + more * (kind == one) for kind in kinds) for one in kinds for more in (1, -1)]
-    else:
-        most = [problem.affordable(device) for device in problem.devices]
-        near = [tuple(most[kind] * (kind == one) for kind in kinds) for one in kinds]
-    if search.current is not None:
-        near.append(search.current)
-    excluded = {solution.counts for solution in search.found}
-    known = [
-        (step, sum(counts), counts)
-        for counts in near
-        if counts not in excluded
-        and problem.allows(counts)
-        and (step := best_step(problem, counts)) is not None
-        and step <= problem.slowest_step
-    ]
-    return min(known, key=lambda entry: entry[:2])[2] if known else None
-
-
 def _refine(search: Search, solution: Solution, names: Sequence[str]) -> Solution:
     """Return the best solution in the objectives ``names`` and then of first types, at the same step time."""
     model, used = build(search, solution.step_s)
@@ -289,21 +246,23 @@ def _refine(search: Search, solution: Solution, names: Sequence[str]) -> Solutio
     counts = solution.counts
     for objective in [*objectives, *_preference(search.problem, used)]:
         model.minimize(objective)
-        hint(model, used, counts)
-        answer = solve(search, model, used)
-        counts = answer.counts or counts
-        if answer.counts is None or not answer.proven:
+        model.clear_hints()
+        for variable, count in zip(used, counts, strict=True):
+            model.add_hint(variable, count)
+        better, proven, value = solve(search, model, used)
+        counts = better or counts
+        if not proven:
             return replace(solution, counts=counts, proven=False)
-        model.add(objective == answer.value)
+        model.add(objective == value)
     return replace(solution, counts=counts)
 
 
 def fit(search: Search, step: Fraction) -> Counts | None:
     """Return numbers of devices with room for every EST in a step of ``step`` seconds; None: proven there are none."""
-    answer = solve(search, *build(search, step))
-    if answer.counts is None and not answer.proven:
+    counts, proven, _ = solve(search, *build(search, step))
+    if counts is None and not proven:
         raise OutOfTime
-    return answer.counts
+    return counts
 
 
 def build(search: Search, step: Fraction) -> tuple[cp_model.CpModel, list[cp_model.IntVar]]:
@@ -324,8 +283,6 @@ def build(search: Search, step: Fraction) -> tuple[cp_model.CpModel, list[cp_mod
     for name, value in search.fixed.items():
         (expression,) = expressions(model, search, used, name)
         model.add(expression <= value)
-    if search.current is not None:
-        hint(model, used, search.current)
     return model, used
 
 
@@ -342,24 +299,17 @@ def limit_devices(model: cp_model.CpModel, problem: Problem, used: Sequence[cp_m
             model.add(variable == 0).only_enforce_if(~literal)
 
 
-def hint(model: cp_model.CpModel, used: Sequence[cp_model.IntVar], counts: Counts) -> None:
-    """Tell CP-SAT where to start, instead of what it was told before."""
-    model.clear_hints()
-    for variable, count in zip(used, counts, strict=True):
-        model.add_hint(variable, count)
-
-
-def solve(search: Search, model: cp_model.CpModel, used: Sequence[cp_model.IntVar]) -> Answer:
-    """Run CP-SAT in the time that is left."""
+def solve(search: Search, model: cp_model.CpModel, used: Sequence[cp_model.IntVar]) -> tuple[Counts | None, bool, int]:
+    """Return what CP-SAT finds in the time that is left, whether it (or that there is nothing) is proven, and its value."""
     left = search.deadline - time.perf_counter()
     if left <= 0:
-        return Answer(counts=None, proven=False)
+        return None, False, 0
     solver = solver_for(left, search.seed)
     status = run(solver, model)
     if status in (cp_model.OPTIMAL, cp_model.FEASIBLE):
         counts = tuple(solver.value(variable) for variable in used)
-        return Answer(counts=counts, proven=status == cp_model.OPTIMAL, value=round(solver.objective_value))
-    return Answer(counts=None, proven=status == cp_model.INFEASIBLE)
+        return counts, status == cp_model.OPTIMAL, round(solver.objective_value)
+    return None, status == cp_model.INFEASIBLE, 0
 
 
 def solver_for(limit_s: float, seed: int) -> cp_model.CpSolver:
@@ -390,20 +340,7 @@ def expressions(
     if name == "price":
         prices = [device.price_micro or 0 for device in search.problem.devices]
         return [cp_model.LinearExpr.weighted_sum(used, prices)]
-    if name == "moves":
-        return [_moves(model, search, used)]
     return _capability_in_use(model, search.problem, used)
-
-
-def _moves(model: cp_model.CpModel, search: Search, used: Sequence[cp_model.IntVar]) -> cp_model.LinearExpr:
-    """Return how many devices are added to and taken from the current ones, all together."""
-    changes = []
-    for variable, now, device in zip(used, search.current or (), search.problem.devices, strict=True):
-        change = model.new_int_var(0, max(now, device.count), f"moves {device.name}")
-        model.add(change >= variable - now)
-        model.add(change >= now - variable)
-        changes.append(change)
-    return cp_model.LinearExpr.sum(changes)
 
 
 def _capability_in_use(

@@ -20,8 +20,7 @@ from ddltool.analyzers.placement.est import is_feasible, solve_est
 from ddltool.analyzers.placement.problem import Problem, check_affordable
 from ddltool.analyzers.placement.steps import Counts, best_step
 from ddltool.errors import Infeasible, InputError
-from ddltool.placement_records import Choice, NetworkCost
-from ddltool.plan import Alternative, Plan
+from ddltool.plan import Alternative, Choice, NetworkCost, Plan
 
 # Bounds closer than this share of the best step are rounding.
 _ROUNDING = 1e-12

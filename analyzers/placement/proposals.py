@@ -1,6 +1,6 @@
 """EasyScale's intra-job scheduler (section 3.4): the best plan for what a job holds, and what more would bring.
 
-Role 1 is :func:`best_plan`, role 2 :func:`proposals`, role 3 :func:`accept` (the cluster's side) and :func:`fall_back`.
+Role 1 is :func:`best_plan`, role 2 :func:`proposals`; :func:`accept` is the cluster's side of role 3.
 All are exact, by the closed form: throughput is ``maxP / f`` with f the smallest step time that leaves room for every EST.
 Pure functions: the cluster simulator and the ``companion`` command call them.
 """
@@ -142,22 +142,6 @@ def accept(offers: Iterable[tuple[str, Proposal]], free: Mapping[str, int]) -> l
             served.add(job)
             granted.append((job, proposal))
     return granted
-
-
-def fall_back(
-    previous: Mapping[str, int],
-    current: Mapping[str, int],
-    measured_before: float,
-    measured_now: float,
-    *,
-    tolerance: float = 0.0,
-) -> dict[str, int]:
-    """Return the devices to hold after a scale-out was measured (role 3): the previous ones when it slowed the job down.
-
-    Throughputs in the same unit; ``tolerance`` is the share of ``measured_before`` that may be noise.
-    """
-    slower = measured_now < measured_before * (1.0 - tolerance)
-    return dict(previous if slower else current)
 
 
 def _priority(proposal: Proposal) -> tuple[float, int, tuple[tuple[int, int, str], ...]]:

@@ -13,7 +13,6 @@ from ddltool.analyzers.reporting.charts import Span, draw_bars, draw_lines, draw
 from ddltool.analyzers.reporting.section import Picture, Section, Table, counted, filled, shortened
 from ddltool.analyzers.reporting.style import COMPUTE_COLOUR, SERIES_COLOURS, WAIT_COLOUR
 from ddltool.decision import Decision, Option
-from ddltool.placement_records import Migration
 from ddltool.plan import (
     Alternative,
     Assignment,
@@ -62,8 +61,6 @@ def plan_section(plan: Plan, name: str) -> Section:
         blocks.append(_alternatives(plan))
     if plan.network is not None:
         blocks.append(_network(plan))
-    if plan.migration is not None:
-        lead.append(_migration_words(plan.migration))
     blocks += communication_blocks(plan.ddp, plan.fsdp2, plan.parameters)
     return Section(title=f"Plan ({plan.strategy}): {name}", lead=lead, blocks=blocks)
 
@@ -336,22 +333,6 @@ def _network(plan: Plan) -> Table:
         f"{show_seconds(found.compute_s)}, synchronisation {show_seconds(found.sync_s)}"
     )
     return Table(caption=caption, header=("devices on", "best step"), rows=rows, label="predicted")
-
-
-def _migration_words(found: Migration) -> str:
-    if found.current_throughput is None:
-        return f"The current plan is no longer possible: {counted(found.devices_moved, 'device')} change."
-    if not found.devices_moved and found.other_throughput <= found.current_throughput:
-        return "Stay: the current plan is the best."
-    gain = found.other_throughput / found.current_throughput - 1
-    verdict = (
-        "Stay with the current plan" if found.stay else f"Leave the current plan, move {found.devices_moved} devices"
-    )
-    pays = "never" if found.pays_after_s is None else f"after {show_seconds(found.pays_after_s)}"
-    return (
-        f"{verdict}: the best plan is {gain:.1%} faster, moving takes {show_seconds(found.migration_s)} and pays {pays} "
-        f"(horizon {show_seconds(found.horizon_s)})."
-    )
 
 
 def communication_blocks(
