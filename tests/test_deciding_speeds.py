@@ -197,7 +197,9 @@ def test_a_scaled_curve_gives_the_measured_time_at_the_measured_batch() -> None:
 
 def test_without_a_fit_the_capability_gives_the_measured_time() -> None:
     """A type that no batch below 32 makes faster took 0.2 s for 16: 160 samples a second from 32 on."""
-    capabilities, factors = measured_speeds(run_of([("a", 16, 0.2, 1), ("b", 16, 0.2, 1)]), 8, {"a": StepCurve(saturation=32)})
+    capabilities, factors = measured_speeds(
+        run_of([("a", 16, 0.2, 1), ("b", 16, 0.2, 1)]), 8, {"a": StepCurve(saturation=32)}
+    )
     assert capabilities == pytest.approx({"a": 20.0, "b": 10.0})
     assert factors == {}
 

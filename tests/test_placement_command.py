@@ -98,7 +98,10 @@ def test_several_jobs(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
         (["job.yaml", "--strategy", "bsp", "--prefer", "price"], "--prefer: has no part in --strategy bsp"),
         (["job.yaml", "--strategy", "est", "--prefer", "speed"], "objective: unknown objective 'speed'"),
         (["networked.yaml", "--strategy", "est", "--prefer", "price"], "--prefer: does not go with network"),
-        (["job.yaml", "--strategy", "est", "--with", "second.yaml", "--share", "fair"], "--share: unknown share 'fair'"),
+        (
+            ["job.yaml", "--strategy", "est", "--with", "second.yaml", "--share", "fair"],
+            "--share: unknown share 'fair'",
+        ),
         (["job.yaml", "--strategy", "est", "--with", "networked.yaml"], "network: is not part of a joint plan"),
         (["job.yaml", "--strategy", "est", "--max-gap", "3"], "--max-gap: has no part in --strategy est"),
         (["job.yaml", "--strategy", "lb-bsp", "--top-k", "3"], "--top-k: has no part in --strategy lb-bsp"),
