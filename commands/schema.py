@@ -76,7 +76,6 @@ FILES = (
     _file("companion", "SQLite", "companion -o", "companion --lookup, --measured"),
     _file("balance_event", "a line of JSON Lines", "balance(..., events=)", "people and scripts"),
     _file("sync", "a line of JSON Lines", "Server(telemetry=)", "barrier, report"),
-    _file("speed_weights", "JSON", "balance --save-weights", "balance --weights"),
     _file("figures", "JSON", "people and scripts", "gate"),
 )
 RESULTS = (

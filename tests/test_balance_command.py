@@ -105,19 +105,6 @@ def test_speeds_that_cannot_be_foretold_are_called_so(cli: Cli, tmp_path: Path) 
         assert (line in cli("balance", tmp_path / f"{name}.csv", "--predictor", "last").out) == (name == "noise")
 
 
-def test_weights_go_from_run_to_run(cli: Cli, short: Path, tmp_path: Path) -> None:
-    kept = tmp_path / "weights.json"
-    assert cli("balance", short, "--predictor", "narx", "--save-weights", kept).code == 0
-    other = write(tmp_path / "other.csv", seed=5)
-    reused = cli("balance", other, "--predictor", "narx", "--weights", kept, "--json")
-    assert reused.code == 0
-    fresh = cli("balance", other, "--predictor", "narx", "--json")
-    assert reused.document["predictors"]["narx"] != fresh.document["predictors"]["narx"]
-    wrong = cli("balance", other, "--predictor", "rnn", "--weights", kept)
-    assert "these are not weights of rnn" in wrong.error_line
-    assert wrong.code == 2
-
-
 HEADER = "iteration,worker,speed,cpu,memory"
 GOOD = ["0,a,1,1,1", "0,b,2,1,1", "1,a,1,1,1", "1,b,2,1,1"]
 
@@ -154,10 +141,8 @@ def test_one_line_for_bad_input(cli: Cli, tmp_path: Path, header: str, rows: lis
     [
         (["--predictor", "narks"], 'did you mean "narx"?'),
         (["--total-batch", 2], "--total-batch: is 2; 3 workers need one sample each or more"),
-        (["--weights", "w.json"], "--weights: does not go with --predictor all"),
         (["--picture", "/nowhere/p.svg"], "/nowhere"),
         (["--picture", "p.png"], "--picture: p.png has no ending .svg; name the file speeds.svg"),
-        (["--predictor", "narx", "--weights", "none.json"], "none.json"),
     ],
 )
 def test_one_line_for_bad_options(cli: Cli, short: Path, options: list[object], text: str) -> None:

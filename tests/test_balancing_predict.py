@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 
 import numpy as np
 import pytest
@@ -11,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from benchmarks.synthetic import cpu_cluster, gpu_clock, gpu_curves, jitter, least_longest
-from ddltool.analyzers.balancing.networks import Network, reuse_weights, weights_to_json
-from ddltool.analyzers.balancing.predict import PREDICTORS, Settings, length_predictor, make
+from ddltool.analyzers.balancing.networks import Network
+from ddltool.analyzers.balancing.predict import PREDICTORS, Settings, make
 from ddltool.analyzers.balancing.replay import gain_kept, replay, replay_equal, replay_oracle
 from ddltool.analyzers.balancing.schemes import (
     Clock,
@@ -27,7 +26,6 @@ from ddltool.analyzers.balancing.schemes import (
 from ddltool.analyzers.balancing.sizing import equal
 from ddltool.analyzers.balancing.trace import SpeedTrace
 from ddltool.analyzers.balancing.trained import Arima
-from ddltool.errors import InputError
 
 QUICK = Settings(warm_up=150, refit_every=150, window=300, most_steps=400, own_steps=20)
 
@@ -60,14 +58,14 @@ def test_predictors_are_causal_and_repeatable(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", PREDICTORS)
-def test_predictions_of_one_worker_do_not_hang_on_the_order_of_workers(name: str) -> None:
-    """True to the bit for what each worker computes alone; networks begin with a common model, here a reused one."""
+def test_predictions_of_one_worker_do_not_hang_on_the_order_of_workers(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """True to the bit for what each worker computes alone; networks begin with a common model, here with none."""
     trace = cpu_cluster(330, seed=5, workers=3)
     swapped = SpeedTrace.of(trace.names[::-1], trace.speed[:, ::-1], trace.cpu[:, ::-1], trace.memory[:, ::-1])
     one, other = (make(name, 3, QUICK) for _ in range(2))
-    for predictor in (one, other):
-        if isinstance(predictor, Network):
-            predictor.reuse(Network(name, 3, QUICK).weights)
+    monkeypatch.setattr(Network, "_fit_common", lambda *_: None)
     first, second = replay(trace, one, 96).predicted, replay(swapped, other, 96).predicted
     np.testing.assert_allclose(first, second[:, ::-1], rtol=1e-6)  # type: ignore[index]
 
@@ -129,82 +127,18 @@ def test_narx_uses_what_only_readings_tell() -> None:
     assert errors["rnn"] > 0.8 * errors["ema"]  # there is nothing in the past to be learned
 
 
-def test_each_model_learns_from_its_own_worker() -> None:
+def test_each_model_learns_from_its_own_worker(monkeypatch: pytest.MonkeyPatch) -> None:
     """After the common start another worker's data must not reach a worker's weights."""
+    monkeypatch.setattr(Network, "_fit_common", lambda *_: None)
     trace = driven()
     made = []
     for exponent in (1.0, 2.0):
         predictor = Network("narx", 3, QUICK)
-        predictor.reuse(predictor.weights)
         speed = trace.speed ** np.array([1.0, 1.0, exponent])
         replay(SpeedTrace.of(trace.names, speed, trace.cpu, trace.memory), predictor, 96)
         made.append(predictor.weights["in"].numpy())
     np.testing.assert_allclose(made[0][:2], made[1][:2], rtol=1e-9)
     assert not np.allclose(made[0][2], made[1][2], rtol=1e-3)
-
-
-def test_weights_travel_as_numbers() -> None:
-    """A trained NARX serves renamed workers of another job at once, before any warm-up of theirs."""
-    teacher = Network("narx", 3, QUICK)
-    replay(driven(), teacher, 96)
-    text = weights_to_json(teacher, ("a", "b", "c"))
-    document = json.loads(text)
-    pupil = Network("narx", 2, QUICK)
-    reuse_weights(pupil, document, ("b", "new"))
-    assert np.array_equal(pupil.weights["in"][0], teacher.weights["in"][1])
-    best = int(np.argmin(teacher.validation))
-    assert np.array_equal(pupil.weights["in"][1], teacher.weights["in"][best])
-    trace = driven(100, seed=9, workers=2)
-    faster = SpeedTrace.of(trace.names, trace.speed * 7, trace.cpu, trace.memory)
-    fresh = replay(faster, make("narx", 2, QUICK), 96, since=20)
-    reused = replay(faster, pupil, 96, since=20)
-    assert reused.rmse is not None
-    assert fresh.rmse is not None
-    assert reused.rmse < 0.5 * fresh.rmse
-    assert weights_to_json(pupil, ("b", "new")) != text
-
-
-def test_weights_that_fit_worse_than_none_are_let_go() -> None:
-    """Weights that foretell nonsense, and lead the training nowhere: the first training begins anew beside them."""
-    document = json.loads(weights_to_json(trained(), ("a", "b", "c")))
-    for record in document["workers"].values():
-        record["weights"] = {key: (np.array(value) * -40 + 30).tolist() for key, value in record["weights"].items()}
-    pupil, fresh = Network("narx", 3, QUICK), Network("narx", 3, QUICK)
-    reuse_weights(pupil, document, ("a", "b", "c"))
-    other = driven(seed=5)
-    kept, anew = (replay(other, network, 96, since=QUICK.warm_up) for network in (pupil, fresh))
-    assert kept.rmse is not None
-    assert anew.rmse is not None
-    assert kept.rmse <= 1.02 * anew.rmse
-    assert (pupil.validation <= fresh.validation * 1.02).all()
-
-
-def trained() -> Network:
-    """Return a NARX that has learned three workers."""
-    network = Network("narx", 3, QUICK)
-    replay(driven(), network, 96)
-    return network
-
-
-@pytest.mark.parametrize(
-    ("change", "text"),
-    [
-        (lambda d: d.update(kind="x"), "holds no weights of a speed predictor"),
-        (lambda d: d.update(schema_version=2), "schema_version: is 2"),
-        (lambda d: d.update(network="rnn"), "these are not weights of narx"),
-        (lambda d: d.update(workers={}), "holds no workers"),
-        (lambda d: d["workers"]["a"]["weights"].pop("in"), "has no 'in'"),
-        (lambda d: d["workers"]["a"]["weights"].update(bias=[["x"]]), r"weights.bias: is not usable; expected 1x10"),
-        (lambda d: d["workers"]["a"]["weights"].update(bias=[[float("nan")] * 10]), "is not usable"),
-    ],
-)
-def test_unusable_weights_are_refused(change: object, text: str) -> None:
-    network = Network("narx", 1, QUICK)
-    network.reuse(network.weights)
-    document = json.loads(weights_to_json(network, ("a",)))
-    change(document)  # type: ignore[operator]
-    with pytest.raises(InputError, match=text):
-        reuse_weights(Network("narx", 1, QUICK), document, ("a",))
 
 
 def test_predictions_stay_near_what_was_seen() -> None:
@@ -216,14 +150,6 @@ def test_predictions_stay_near_what_was_seen() -> None:
     assert predicted is not None
     assert (predicted[1:] > 0).all()
     assert predicted[1:].max() < 160
-
-
-def test_barriers_take_these_predictors() -> None:
-    from ddltool.analyzers.barriers.predict import predict_ends
-
-    lengths = [np.array([2.0, 2.0, 2.0]), np.array([1.0, 1.0])]
-    ends = predict_ends(lengths, [6.0, 2.0], 3, length_predictor("ema"))
-    np.testing.assert_allclose(ends, [[8, 10, 12], [3, 4, 5]])
 
 
 def test_replay_and_its_bounds() -> None:

@@ -10,7 +10,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from ddltool.analyzers.barriers.tradeoff import best_barrier
 from ddltool.analyzers.barriers.zipline import zipline
 from tests.conftest import Result
 
@@ -244,18 +243,6 @@ def test_a_million_rows_take_seconds(cli: Cli, tmp_path: Path) -> None:
     assert whole < 30 * (time.process_time() - begin)
 
 
-def test_the_predictors_of_balancing_serve_too(cli: Cli, tmp_path: Path) -> None:
-    """Lengths that repeat exactly: every predictor foretells them, so all give one barrier."""
-    rows = [f"{name},{k},{k * length}" for name, length in (("a", 2.0), ("b", 3.0)) for k in range(1, 9)]
-    (tmp_path / "times.csv").write_text("worker,iteration,end_s\n" + "\n".join(rows) + "\n")
-    found = {
-        name: cli("barrier", tmp_path / "times.csv", "--predictor", name, "--lookahead", 6, "--json").document
-        for name in ("last", "ema", "arima", "narx")
-    }
-    barriers = [document["algorithms"]["zipline"]["iterations"] for document in found.values()]
-    assert barriers == [barriers[0]] * 4
-
-
 def test_a_worker_may_be_called_nan(cli: Cli, tmp_path: Path) -> None:
     rows = [f"{name},{k},{k * length}" for name, length in (("NaN", 2.0), ("NA", 3.0)) for k in range(1, 9)]
     document = cli("barrier", write(tmp_path / "times.csv", rows), "--json").document
@@ -270,57 +257,9 @@ def test_times_up_to_the_limit_stay_finite(cli: Cli, tmp_path: Path) -> None:
     assert "NaN" not in result.out
 
 
-WEIGHED = [[0.0, 9.0], [3.0, 10.0], [4.0, 14.0]]
-
-
-def test_weights_by_name_and_from_a_file(cli: Cli, tmp_path: Path) -> None:
-    """As best_barrier has it for the same weights; the cost is counted by hand."""
-    rows = [f"w{w},{i},{end}" for w, ends in enumerate(WEIGHED) for i, end in enumerate(ends, start=1)]
-    path = write(tmp_path / "times.csv", rows)
-    prices = write(tmp_path / "prices.csv", ["w2,1", "w0,10", "w1,1"], header="worker,weight")
-    free = cli("barrier", path, "--predicted", "--json").document
-    assert (free["weights"], "waiting_cost" in free["bsp"]) == (None, False)
-    for given in (prices, "w1=1,w0=10,w2=1"):
-        document = cli("barrier", path, "--predicted", "--json", "--weights", given).document
-        assert document["weights"] == {"w0": 10.0, "w1": 1.0, "w2": 1.0}
-        found = document["objectives"]["total"]
-        best = best_barrier(WEIGHED, weights=[10.0, 1.0, 1.0])
-        assert list(found["iterations"].values()) == best.iterations.tolist()
-        assert list(found["iterations"].values()) != list(free["objectives"]["total"]["iterations"].values())
-        assert found["waiting_cost"] == 10 * (9 - 9) + (9 - 3) + (9 - 4)
-        assert document["bsp"]["waiting_cost"] == 10 * 4 + 1
-        assert document["tradeoff"][-1]["total"]["waiting_cost"] == found["waiting_cost"]
-        assert found["waiting_cost_per_iteration"] == found["waiting_cost"] / 4
-    shown = cli("barrier", path, "--predicted", "--weights", prices)
-    assert "cost per iter." in shown.out
-    assert max(map(len, shown.out.splitlines())) <= 80
-
-
-@pytest.mark.parametrize(
-    ("given", "line"),
-    [
-        ("w0=1,w1=1", "--weights: has no weight for worker w2; give every worker one"),
-        ("w0=1", "--weights: has no weight for worker w1 and 1 more"),
-        ("w0=1,w1=1,w3=1", "--weights: names 'w3', which is no worker; known: w0, w1, w2"),
-        ("w0=1,w0=2,w1=1,w2=1", "--weights: has worker w0 twice"),
-        ("w0=1,w1=x,w2=1", "--weights: is x for worker w1; give numbers from 0 to 1e+15"),
-        ("w0=1,w1=-1,w2=1", "--weights: is -1 for worker w1"),
-        ("w0=1,w1=inf,w2=1", "--weights: is inf for worker w1"),
-        ("w0=0,w1=0,w2=0", "--weights: is 0 for every worker"),
-        ("w0=1,w1", "--weights: has 'w1'; give WORKER=NUMBER with commas between"),
-        ("nowhere.csv", "nowhere.csv: "),
-    ],
-)
-def test_unusable_weights_are_one_line(cli: Cli, tmp_path: Path, given: str, line: str) -> None:
-    rows = [f"w{w},{i},{end}" for w, ends in enumerate(WEIGHED) for i, end in enumerate(ends, start=1)]
-    result = cli("barrier", write(tmp_path / "times.csv", rows), "--predicted", "--weights", given)
-    assert (result.code, result.out) == (2, "")
-    assert result.error_line.startswith(line), result.error_line
-
-
 def test_the_picture_shows_the_bounded_barrier_and_the_trade_off(cli: Cli, tmp_path: Path) -> None:
     drawn = {}
-    for name, options in (("free", ()), ("bound", ("--max-gap", 2)), ("weights", ("--weights", "w0=9,w1=1,w2=1,w3=1"))):
+    for name, options in (("free", ()), ("bound", ("--max-gap", 2))):
         path = tmp_path / f"{name}.svg"
         assert cli("barrier", EXAMPLE, "--picture", path, *options).code == 0
         drawn[name] = path.read_text(encoding="utf-8")
@@ -335,4 +274,3 @@ def test_the_picture_shows_the_bounded_barrier_and_the_trade_off(cli: Cli, tmp_p
     assert ">zipline<" in drawn["free"]
     for svg in drawn.values():
         assert "bound on the iteration gap (staleness)" in svg
-    assert "mean of the workers, by weight" in drawn["weights"]

@@ -154,28 +154,27 @@ def test_the_order_of_the_workers_does_not_matter(rows: Rows, chance: np.random.
         assert other.iterations.tolist() == straight.iterations[order].tolist()
 
 
-def cost(rows: Rows, choice: tuple[int, ...], objective: str, weights: list[int]) -> tuple[Fraction, int]:
+def cost(rows: Rows, choice: tuple[int, ...], objective: str) -> tuple[Fraction, int]:
     """The exact objective of one choice, and its barrier."""
     ends = [row[place] for row, place in zip(rows, choice, strict=True)]
     barrier = max(ends)
     if objective == "waiting":
         return Fraction(barrier - min(ends)), barrier
-    total = sum(weight * (barrier - end) for weight, end in zip(weights, ends, strict=True))
+    total = sum(barrier - end for end in ends)
     made = sum(place + 1 for place in choice) if objective == "per_iteration" else 1
     return Fraction(total, made), barrier
 
 
 @settings(max_examples=500, deadline=None)
-@given(rows=ROWS, gap=st.sampled_from([None, 0, 1, 2, 3]), data=st.data())
+@given(rows=ROWS, gap=st.sampled_from([None, 0, 1, 2, 3]))
 @pytest.mark.parametrize("objective", OBJECTIVES)
-def test_bounded_barriers_are_optimal(objective: str, rows: Rows, gap: int | None, data: st.DataObject) -> None:
-    weights = data.draw(st.lists(st.integers(0, 3), min_size=len(rows), max_size=len(rows)).filter(any))
+def test_bounded_barriers_are_optimal(objective: str, rows: Rows, gap: int | None) -> None:
     allowed = [choice for choice in choices(rows) if gap is None or max(choice) - min(choice) <= gap]
-    best = min(cost(rows, choice, objective, weights) for choice in allowed)
-    barrier = best_barrier(rows, objective=objective, max_gap=gap, weights=weights)  # type: ignore[arg-type]
+    best = min(cost(rows, choice, objective) for choice in allowed)
+    barrier = best_barrier(rows, objective=objective, max_gap=gap)  # type: ignore[arg-type]
     found = tuple(int(count) - 1 for count in barrier.iterations)
     assert gap is None or barrier.iteration_gap <= gap
-    assert cost(rows, found, objective, weights) == best
+    assert cost(rows, found, objective) == best
     assert barrier.barrier_s == best[1]
 
 
@@ -202,15 +201,6 @@ def test_totals_stay_exact_on_clocks_that_began_long_ago() -> None:
     ends = np.floor(random_ends(200, 30, 0) / 100 * grid) / grid
     least = best_barrier(ends).total_waiting_s
     assert least <= best_barrier(ends + 1_700_000_000).total_waiting_s <= least * 1.001
-
-
-def test_weights_change_the_answer() -> None:
-    rows = [[0.0, 9.0], [3.0, 10.0], [4.0, 14.0]]
-    free = best_barrier(rows)
-    costly = best_barrier(rows, weights=[10.0, 1.0, 1.0])
-    assert (free.barrier_s, free.total_waiting_s) == (4.0, 5.0)
-    assert costly.iterations.tolist() != free.iterations.tolist()
-    assert costly.barrier_s > free.barrier_s
 
 
 def test_predictors_follow_their_definitions() -> None:
@@ -261,12 +251,9 @@ def test_a_later_worker_may_begin_earlier() -> None:
     assert EndTimes.of([[5.0, 6.0], [1.0, 2.0]]).workers == 2
 
 
-def test_unusable_bounds_and_weights_are_told() -> None:
+def test_an_unusable_bound_is_told() -> None:
     with pytest.raises(InputError, match="max_gap: is -1"):
         best_barrier([[1.0]], max_gap=-1)
-    for weights in ([1.0], [1.0, -1.0], [0.0, 0.0], [1.0, float("inf")]):
-        with pytest.raises(InputError, match="give 2 finite numbers >= 0"):
-            best_barrier([[1.0], [2.0]], weights=weights)
 
 
 def test_the_picture_shows_every_worker_up_to_a_limit() -> None:

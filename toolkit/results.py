@@ -73,8 +73,6 @@ class BarrierFigures(Part):
     total_waiting_s: NonNegative
     waiting_per_iteration_s: NonNegative
     iteration_gap: Count
-    waiting_cost: NonNegative | None = Field(default=None, description="only with --weights")
-    waiting_cost_per_iteration: NonNegative | None = Field(default=None, description="only with --weights")
 
 
 class BarrierChoice(BarrierFigures):
@@ -104,7 +102,6 @@ class BarrierResult(Result):
     algorithms: dict[str, BarrierChoice]
     bsp: BarrierChoice
     max_gap: Count | None = None
-    weights: dict[str, NonNegative] | None = None
     objectives: dict[str, BarrierChoice]
     tradeoff: list[TradeoffFigures]
 

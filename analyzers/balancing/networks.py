@@ -8,17 +8,13 @@ and two past readings of CPU and memory (Equation 4).
 Models are initialised by reuse, as in the paper: the first training begins with one model for the recent iterations of
 all workers together, from which each worker's own goes on. A worker that has never been short of memory so knows from
 the others what that does. Speeds enter relative to the worker's own 90th percentile and readings as the shares they are,
-so weights mean the same for every worker, in the next run, and in another job. They travel as JSON text
-(:func:`weights_to_json`): nothing but numbers and names is in it, so a file from elsewhere can at worst predict badly.
+so weights mean the same for every worker.
 """
 
 from __future__ import annotations
 
-import json
-import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
 
 import numpy as np
 import torch
@@ -26,7 +22,6 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from ddltool.analyzers.balancing.trained import Settings, Trained
-from ddltool.errors import InputError, did_you_mean
 
 Floats = NDArray[np.float64]
 LOOK_BACK = 2
@@ -37,10 +32,6 @@ _POOLED_RATE, _OWN_RATE = 0.01, 0.003
 # Relative speeds and shares lie between 0 and about 1; this brings them to about -1.5 to 1.5.
 _CENTRE, _SCALE = 0.5, 0.3
 _REFERENCE = 0.9
-# A reused model starts once its worker's own speed is roughly known.
-_REUSE_AFTER = 10
-KIND = "ddltool.speed_weights"
-VERSION = 1
 
 
 class Network(Trained):
@@ -48,10 +39,9 @@ class Network(Trained):
 
     Attributes:
         weights: name -> (n, ...) parameters in double precision.
-        validation: (n,) mean square error of relative speeds on the held-out iterations; NaN before training.
     """
 
-    LEARNED = ("weights", "validation", "_reference")
+    LEARNED = ("weights", "_reference")
 
     def __init__(self, kind: str, workers: int, settings: Settings) -> None:
         """``kind``: rnn, lstm or narx."""
@@ -59,41 +49,16 @@ class Network(Trained):
         self.kind = kind
         self.workers = workers
         self.weights = initial_weights(kind, settings, workers)
-        self.validation = np.full(workers, np.nan)
         self._reference = np.ones(workers)
-        self._compare = False
-
-    def reuse(self, weights: Mapping[str, Any], *, compare: bool = False) -> None:
-        """Predict with these (n, ...) weights from the tenth iteration on; training goes on from them.
-
-        With ``compare`` the first training begins anew as well, and each worker keeps what validates better: weights from
-        elsewhere may fit worse than none.
-        """
-        self.weights = {
-            name: torch.tensor(np.asarray(weights[name]), dtype=torch.float64).reshape(value.shape)
-            for name, value in self.weights.items()
-        }
-        self.ready, self._compare = True, compare
-
-    @property
-    def look_back(self) -> int:
-        """Two iterations; with reused weights enough to know the worker's own speed."""
-        return LOOK_BACK if self.history.count >= self.settings.warm_up else _REUSE_AFTER
 
     def _train(self) -> None:
         rows = self.history.last(self.settings.window)
         self._reference = np.quantile(rows[:, 0], _REFERENCE, axis=0)
         inputs, targets = (torch.from_numpy(array) for array in _samples(self.kind, self._scaled(rows)))
         with one_thread():
-            kept = self._fit(self.weights, inputs, targets, _OWN_RATE, self.settings.own_steps) if self.ready else None
-            if kept is None or self._compare:
-                self.weights = initial_weights(self.kind, self.settings, self.workers)
+            if not self.ready:
                 self._fit_common(inputs, targets)
-                fresh = self._fit(self.weights, inputs, targets, _OWN_RATE, self.settings.own_steps)
-                kept = fresh if kept is None else _better(kept, fresh)
-            self._compare = False
-            self.weights, error = kept
-        self.validation = error.numpy() * _SCALE**2
+            self.weights = self._fit(self.weights, inputs, targets, _OWN_RATE, self.settings.own_steps)
 
     def _fit_common(self, inputs: Tensor, targets: Tensor) -> None:
         """Begin every worker's weights from one model of all workers' iterations."""
@@ -107,7 +72,7 @@ class Network(Trained):
         common = {name: value[:1] for name, value in self.weights.items()}
         given = torch.cat([part[0] for part in parts])[None]
         wanted = torch.cat([part[1] for part in parts])[None]
-        common, _ = self._fit(common, given, wanted, _POOLED_RATE, self.settings.most_steps, len(parts[1][1]))
+        common = self._fit(common, given, wanted, _POOLED_RATE, self.settings.most_steps, len(parts[1][1]))
         self.weights = {name: value.expand(self.workers, *value.shape[1:]).clone() for name, value in common.items()}
 
     def _fit(
@@ -118,8 +83,8 @@ class Network(Trained):
         rate: float,
         steps: int,
         held: int | None = None,
-    ) -> tuple[dict[str, Tensor], Tensor]:
-        """Train on (m, s, f) inputs and (m, s) targets; return weights with the lowest validation error, and that (m,).
+    ) -> dict[str, Tensor]:
+        """Train on (m, s, f) inputs and (m, s) targets; return the weights with the lowest validation error of each model.
 
         The last ``held`` samples validate. A model whose validation error has not fallen for a while has ended; all
         train on until the last one has.
@@ -143,11 +108,9 @@ class Network(Trained):
             optimizer.zero_grad()
             squares[:, :-held].mean(dim=1).sum().backward()
             optimizer.step()
-        return best, lowest
+        return best
 
     def _forecast(self, cpu: Floats, memory: Floats) -> Floats:
-        if self.history.count < self.settings.warm_up:  # reused weights: the reference is still being learned
-            self._reference = np.quantile(self.history.last(self.settings.window)[:, 0], _REFERENCE, axis=0)
         past = self.history.last(LOOK_BACK)
         now = np.stack((np.zeros_like(cpu), cpu, memory))[None]
         inputs, _ = _samples(self.kind, self._scaled(np.concatenate((past, now))))
@@ -161,18 +124,6 @@ class Network(Trained):
         ones = np.ones(self.workers)
         scaled: Floats = (rows / np.stack((self._reference, ones, ones)) - _CENTRE) / _SCALE
         return scaled
-
-
-def _better(
-    one: tuple[dict[str, Tensor], Tensor], other: tuple[dict[str, Tensor], Tensor]
-) -> tuple[dict[str, Tensor], Tensor]:
-    """Return for each worker the weights, of two, with the lower validation error: what was reused may not fit."""
-    first = one[1] <= other[1]
-    weights = {
-        name: torch.where(first.reshape(-1, *[1] * (value.dim() - 1)), value, other[0][name])
-        for name, value in one[0].items()
-    }
-    return weights, torch.minimum(one[1], other[1])
 
 
 def initial_weights(kind: str, settings: Settings, workers: int = 1) -> dict[str, Tensor]:
@@ -252,76 +203,3 @@ def _forward(kind: str, weights: Mapping[str, Tensor], inputs: Tensor) -> Tensor
         cell = torch.sigmoid(forget) * cell + torch.sigmoid(enter) * torch.tanh(new)
         state = torch.sigmoid(leave) * torch.tanh(cell)
     return torch.baddbmm(weights["out_bias"], state, weights["out"])[..., 0]
-
-
-def weights_to_json(network: Network, names: Sequence[str]) -> str:
-    """Return the weights of a trained network whose n workers are called ``names``, with their validation errors.
-
-    Raises InputError where the network has not been trained or reused.
-    """
-    if not network.ready:
-        raise InputError("weights", "have not been trained yet", "observe more iterations than the warm-up")
-    workers = {
-        name: {
-            "validation": None if math.isnan(network.validation[place]) else float(network.validation[place]),
-            "weights": {key: value[place].tolist() for key, value in network.weights.items()},
-        }
-        for place, name in enumerate(names)
-    }
-    document = {
-        "kind": KIND,
-        "schema_version": VERSION,
-        "network": network.kind,
-        "hidden": network.settings.hidden,
-        "workers": workers,
-    }
-    return json.dumps(document, allow_nan=False) + "\n"
-
-
-def reuse_weights(network: Network, document: Any, names: Sequence[str], where: str = "weights") -> None:
-    """Let the network's n workers, called ``names``, begin with the weights of a parsed document.
-
-    A worker of the same name goes on with its own; any other takes those with the lowest validation error. Where a fresh
-    start validates better at the first training, that is kept instead. Raises InputError for a document of another kind,
-    network or shape, and for values that are no finite numbers.
-    """
-    if not isinstance(document, dict) or document.get("kind") != KIND:
-        raise InputError(where, "holds no weights of a speed predictor", f'its "kind" must be "{KIND}"')
-    if document.get("schema_version") != VERSION:
-        raise InputError(f"{where}:schema_version", f"is {document.get('schema_version')!r}", f"expected {VERSION}")
-    if document.get("network") != network.kind:
-        problem = f"is {document.get('network')!r}"
-        raise InputError(f"{where}:network", problem, f"these are not weights of {network.kind}")
-    stored = document.get("workers")
-    if not isinstance(stored, dict) or not stored:
-        raise InputError(f"{where}:workers", "holds no workers", "give a file that this program has written")
-    checked = {name: _checked(record, network, f"{where}:workers.{name}") for name, record in stored.items()}
-    best = min(stored, key=lambda name: (_validation(stored[name]), name))
-    chosen = [checked[name if name in checked else best] for name in names]
-    weights = {key: np.stack([weights[key] for weights in chosen]) for key in network.weights}
-    network.reuse(weights, compare=True)
-
-
-def _validation(record: dict[str, Any]) -> float:
-    error = record.get("validation")
-    return float(error) if isinstance(error, int | float) else math.inf
-
-
-def _checked(record: Any, network: Network, where: str) -> dict[str, Any]:
-    """Return one worker's arrays by name."""
-    given = record.get("weights") if isinstance(record, dict) else None
-    if not isinstance(given, dict):
-        raise InputError(where, "holds no weights", "give a file that this program has written")
-    arrays = {}
-    for name, value in network.weights.items():
-        if name not in given:
-            raise InputError(f"{where}.weights", f"has no {name!r}", did_you_mean(name, given))
-        try:
-            array = np.array(given[name], dtype=np.float64)
-        except (TypeError, ValueError):
-            array = np.empty(0)
-        if array.shape != tuple(value.shape[1:]) or not np.isfinite(array).all():
-            expected = "x".join(map(str, value.shape[1:]))
-            raise InputError(f"{where}.weights.{name}", "is not usable", f"expected {expected} finite numbers")
-        arrays[name] = array
-    return arrays

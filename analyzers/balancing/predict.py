@@ -6,7 +6,7 @@ at its start, then ``observe`` with the speeds that it really had. Start at :fun
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Protocol
 
 import numpy as np
@@ -14,7 +14,7 @@ import numpy as np
 from ddltool.analyzers.balancing.trained import Arima, Ema, Floats, Settings
 from ddltool.errors import InputError, did_you_mean
 
-__all__ = ["PREDICTORS", "READING", "Ema", "Last", "Predictor", "Settings", "check_names", "length_predictor", "make"]
+__all__ = ["PREDICTORS", "READING", "Ema", "Last", "Predictor", "Settings", "check_names", "make"]
 
 PREDICTORS = ("last", "ema", "arima", "rnn", "lstm", "narx")
 READING = ("narx",)
@@ -65,24 +65,6 @@ def make(name: str, workers: int, settings: Settings | None = None) -> Predictor
 
         return Network(name, workers, chosen)
     raise InputError("predictor", f"unknown predictor {name!r}", did_you_mean(name, PREDICTORS))
-
-
-def length_predictor(name: str, settings: Settings | None = None) -> Callable[[Floats, int], float]:
-    """Return the predictor as a function of one worker's iteration lengths, as barriers want it.
-
-    It takes (h,) recorded seconds, oldest first, and a lookahead, and returns the seconds of each next iteration. Equal
-    work per iteration is taken for granted: speed is one over length. No readings are known, so NARX sees constants.
-    """
-
-    def predicted(lengths_s: Floats, lookahead: int, /) -> float:
-        predictor = make(name, 1, settings)
-        nothing = np.zeros(1)
-        for length in np.asarray(lengths_s, dtype=np.float64):
-            predictor.predict(nothing, nothing)
-            predictor.observe(np.array([1.0 / length]))
-        return float(1.0 / predictor.predict(nothing, nothing)[0])
-
-    return predicted
 
 
 def check_names(names: Sequence[str]) -> None:

@@ -6,14 +6,17 @@ Row k of the trace says how fast each worker was in iteration k, so an iteration
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from ddltool.analyzers.balancing.predict import Predictor
+from ddltool.analyzers.balancing.predict import Predictor, Settings, make
+from ddltool.analyzers.balancing.schemes import compare
 from ddltool.analyzers.balancing.sizing import equal, proportional
 from ddltool.analyzers.balancing.trace import SpeedTrace
+from ddltool.results import BalanceResult, PredictorFigures, SchemeFigures, SplitTime
 
 Floats = NDArray[np.float64]
 
@@ -101,3 +104,46 @@ def gain_kept(outcome: Outcome, equal_split: Outcome, oracle: Outcome) -> float:
 def default_warm_up(iterations: int, wanted: int) -> int:
     """Return the warm-up that a trace allows: ``wanted``, or half of a shorter trace, and never below 20."""
     return max(20, min(wanted, iterations // 2))
+
+
+def balance_result(
+    trace: SpeedTrace, outcomes: Mapping[str, Outcome], total: int, settings: Settings, predictor: str | None = None
+) -> BalanceResult:
+    """Return predictors' ``outcomes`` beside the equal split and the oracle, as a record.
+
+    ``predictor``: also compare schemes on the whole trace, LB-BSP by this predictor.
+    """
+    equal_split = replay_equal(trace, total, since=settings.warm_up)
+    oracle = replay_oracle(trace, total, since=settings.warm_up)
+
+    def time_of(outcome: Outcome) -> dict[str, float]:
+        return {"iteration_s": outcome.mean_s, "iteration_time_ratio": outcome.mean_s / equal_split.mean_s}
+
+    schemes = {}
+    if predictor is not None:
+        made = compare(trace, total, make(predictor, trace.workers, settings))
+        base_s = made["bsp"].iteration_s
+        figures = {
+            name: SchemeFigures(**asdict(each), iteration_time_ratio=each.iteration_s / base_s)
+            for name, each in made.items()
+        }
+        schemes = {"schemes": {"predictor": predictor, **figures}}
+    return BalanceResult(
+        workers=trace.workers,
+        iterations=trace.iterations,
+        warm_up=settings.warm_up,
+        total_batch=total,
+        seed=settings.seed,
+        predictors={
+            name: PredictorFigures(
+                rmse=outcome.rmse or 0.0,
+                rmse_relative=outcome.rmse_relative or 0.0,
+                gain_kept=gain_kept(outcome, equal_split, oracle),
+                **time_of(outcome),
+            )
+            for name, outcome in outcomes.items()
+        },
+        equal_split=SplitTime(**time_of(equal_split)),
+        oracle=SplitTime(**time_of(oracle)),
+        **schemes,
+    )

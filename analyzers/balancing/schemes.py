@@ -233,6 +233,24 @@ def lb_bsp_oracle(clock: Clock, total: int) -> SchemeResult:
     return _synchronous(clock, need)
 
 
+WORKERS_PER_BACKUP = 16
+
+
+def compare(trace: SpeedTrace, total: int, predictor: Predictor) -> dict[str, SchemeResult]:
+    """Return what every scheme comes to on a CPU cluster's trace, LB-BSP by ``predictor``.
+
+    Redundant execution has one backup in 16 workers, and no part with fewer. Raises InputError as :func:`cpu_clock`.
+    """
+    clock, need = cpu_clock(trace, total), equal(trace.workers, total).astype(float)
+    made = {"bsp": bsp(clock, need), "asp": bounded(clock, need, None), "ssp": bounded(clock, need)}
+    if backups := trace.workers // WORKERS_PER_BACKUP:
+        made["redundant"] = redundant(clock, lambda sizes: sizes.astype(float), total, backups)
+    made["work_shifting"] = work_shifting(clock, total)
+    made["lb_bsp"] = lb_bsp(clock, trace, total, predictor)
+    made["lb_bsp_oracle"] = lb_bsp_oracle(clock, total)
+    return made
+
+
 def _synchronous(
     clock: Clock, need: Callable[[float], Floats], observe: Callable[[Floats], None] | None = None
 ) -> SchemeResult:

@@ -129,11 +129,11 @@ class Trained:
     LEARNED: tuple[str, ...] = ()
     """Attributes that training sets and that may be taken over later; none: it always trains in the foreground."""
 
-    def __init__(self, workers: int, settings: Settings, *, ready: bool = False) -> None:
-        """``ready``: weights are there from the start, so it predicts as soon as there is something to look back on."""
+    def __init__(self, workers: int, settings: Settings) -> None:
         self.settings = settings
         self.history = History(workers)
-        self.ready = ready
+        self.ready = False
+        """Whether there is something learned to predict by."""
         self._ema = Ema(workers, restart_after=settings.restart_after)
         self._lowest = np.full(workers, np.inf)
         self._highest = np.full(workers, -np.inf)
@@ -156,7 +156,7 @@ class Trained:
                 self.ready = True
         self._take_over()
         fallback = self._ema.predict(cpu, memory)
-        if not self.ready or self.history.count < self.look_back:
+        if not self.ready:
             return fallback
         forecast = self._forecast(*self._readings)
         bounded = np.clip(forecast, self._lowest / _BEYOND, self._highest * _BEYOND)
@@ -173,11 +173,6 @@ class Trained:
         self._due = since >= 0 and since % self.settings.refit_every == 0
         if self.ready and not self._due:
             self._advance(np.asarray(speed, dtype=np.float64))
-
-    @property
-    def look_back(self) -> int:
-        """Iterations that a prediction needs."""
-        return 2
 
     def _train_behind(self) -> None:
         """Start training on what is known now, unless the training before has not ended yet."""
@@ -240,11 +235,6 @@ class Arima(Trained):
         self._error = np.zeros(workers)
         self._variance = np.ones(workers)
         self._next = np.zeros(workers)
-
-    @property
-    def look_back(self) -> int:
-        """Two differences, and one of their values before."""
-        return 4
 
     def _train(self) -> None:
         window = self.history.last(self.settings.window)[:, 0]

@@ -13,7 +13,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
-from ddltool.analyzers.barriers.ends import Barrier, Counts, EndTimes, Floats, Times
+from ddltool.analyzers.barriers.ends import Barrier, Counts, EndTimes, Times
 from ddltool.analyzers.barriers.tradeoff import TradeoffPoint
 from ddltool.analyzers.reporting.style import INK, SERIES_COLOURS, STYLE, WIDTH_IN, time_unit, to_svg
 
@@ -31,14 +31,12 @@ def barrier_svg(
     title: str = "",
     curve: Sequence[TradeoffPoint] = (),
     max_gap: int | None = None,
-    weights: Floats | None = None,
 ) -> str:
     """Return a lane per worker: a tick at each iteration end, a dot at the chosen one, a bar for its waiting.
 
     ``names``: (n,) lane labels; ``times`` as in :func:`~.zipline.zipline`, seconds; ``title``: what chose the barrier. Of
     more than 40 workers 40 are drawn, evenly spread from the one that waits longest to the one that does not. Two or more
-    points of ``curve`` become a second panel: least waiting by bound on the iteration gap, ``max_gap`` marked; with
-    ``weights`` (n,) as in :func:`~.tradeoff.tradeoff`, a worker's waiting counts by its weight over the mean weight.
+    points of ``curve`` become a second panel: least waiting by bound on the iteration gap, ``max_gap`` marked.
     """
     ends = EndTimes.of(times)
     drawn = np.arange(ends.workers)
@@ -55,7 +53,7 @@ def barrier_svg(
         handles, labels = axes[0].get_legend_handles_labels()
         figure.legend(handles, labels, loc="outside upper right", ncols=4, frameon=False, fontsize=9)
         if len(curve) > 1:
-            _draw_curve(axes[1], curve, np.ones(ends.workers) if weights is None else weights, max_gap)
+            _draw_curve(axes[1], curve, max_gap)
         return to_svg(figure, "Iteration ends of each worker, and the barrier")
 
 
@@ -83,21 +81,13 @@ def _draw_timeline(axis: Axes, names: Sequence[str], ends: EndTimes, barrier: Ba
     axis.set_xlabel(f"time ({unit}){since}; in brackets: iterations until the barrier")
 
 
-def _draw_curve(axis: Axes, curve: Sequence[TradeoffPoint], weights: Floats, max_gap: int | None) -> None:
+def _draw_curve(axis: Axes, curve: Sequence[TradeoffPoint], max_gap: int | None) -> None:
     """Draw the least waiting by bound on the gap; a bound between two points allows what the lower one does."""
     gaps = [point.max_gap for point in curve]
-    shares = weights / weights.sum()
-    weighted = "" if (weights == weights[0]).all() else ", by weight"
-
-    def mean(made: Barrier) -> float:
-        return float(shares @ (made.barrier_s - made.chosen_s))
-
     lines = {
         "longest": [point.waiting.waiting_s for point in curve],
-        f"mean of the workers{weighted}": [mean(point.total) for point in curve],
-        f"per iteration made{weighted}": [
-            mean(point.per_iteration) * len(weights) / int(point.per_iteration.iterations.sum()) for point in curve
-        ],
+        "mean of the workers": [point.total.total_waiting_s / len(point.total.iterations) for point in curve],
+        "per iteration made": [point.per_iteration.waiting_per_iteration_s for point in curve],
     }
     scale, unit = time_unit(max(max(line) for line in lines.values()))
     for (label, line), colour in zip(lines.items(), SERIES_COLOURS, strict=False):

@@ -17,12 +17,11 @@ is a candidate too, has the same or later arrivals, and so waits less.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal
 
 import numpy as np
-from numpy.typing import ArrayLike, NDArray
+from numpy.typing import NDArray
 
 from ddltool.analyzers.barriers.ends import Barrier, EndTimes, Floats, Times
 from ddltool.errors import InputError
@@ -41,39 +40,36 @@ class TradeoffPoint:
     waiting: Barrier
     """Least waiting time of the worker that waits longest."""
     total: Barrier
-    """Least (weighted) waiting of all workers together."""
+    """Least waiting of all workers together."""
     per_iteration: Barrier
-    """Least (weighted) waiting of all workers together over the iterations they make."""
+    """Least waiting of all workers together over the iterations they make."""
 
 
-def best_barrier(
-    times: Times, *, objective: Objective = "total", max_gap: int | None = None, weights: ArrayLike | None = None
-) -> Barrier:
+def best_barrier(times: Times, *, objective: Objective = "total", max_gap: int | None = None) -> Barrier:
     """Return the earliest barrier that minimises the objective with an iteration gap of at most ``max_gap``.
 
     Args:
         times: per worker its (R_p,) iteration ends in seconds, ascending; lengths may differ.
-        objective: ``waiting`` is ``max(Z) - min(Z)``; ``total`` is the sum of ``weight_p * (max(Z) - z_p)``;
-            ``per_iteration`` is that sum over the number of iterations made.
+        objective: ``waiting`` is ``max(Z) - min(Z)``; ``total`` is the sum of ``max(Z) - z_p``; ``per_iteration`` is that
+            sum over the number of iterations made.
         max_gap: None: no bound.
-        weights: (n,) what a second of waiting of each worker costs, at least 0; None: 1 each. Not for ``waiting``.
 
     Under a gap of 0 all workers make the same number of iterations. Values equal but for rounding are ties. Raises
-    InputError for ends as in :meth:`EndTimes.of`, a negative bound, and weights that are negative or not (n,).
+    InputError for ends as in :meth:`EndTimes.of`, and a negative bound.
     """
-    return _Scan(EndTimes.of(times), weights).best(objective, max_gap)
+    return _Scan(EndTimes.of(times)).best(objective, max_gap)
 
 
-def tradeoff(
-    times: Times, gaps: Iterable[int] | None = None, weights: ArrayLike | None = None
-) -> tuple[TradeoffPoint, ...]:
-    """Return the best barriers for each bound of ``gaps`` on the iteration gap; arguments as in :func:`best_barrier`.
+def tradeoff(times: Times, points: int | None = None) -> tuple[TradeoffPoint, ...]:
+    """Return the best barriers for bounds on the iteration gap, from 0 to the one from which on nothing improves.
 
-    Without ``gaps``: every bound from 0 up to the one from which on nothing improves.
+    ``points``: at most this many bounds, spread over their range; None: every one.
     """
-    scan = _Scan(EndTimes.of(times), weights)
-    if gaps is None:
-        gaps = range(max(scan.best(objective, None).iteration_gap for objective in OBJECTIVES) + 1)
+    scan = _Scan(EndTimes.of(times))
+    most = max(scan.best(objective, None).iteration_gap for objective in OBJECTIVES)
+    gaps = list(range(most + 1))
+    if points is not None and most >= points:
+        gaps = [0, *np.unique(np.geomspace(1, most, points - 1).round().astype(int)).tolist()]
     return tuple(
         TradeoffPoint(max_gap=gap, **{objective: scan.best(objective, gap) for objective in OBJECTIVES}) for gap in gaps
     )
@@ -82,9 +78,8 @@ def tradeoff(
 class _Scan:
     """What all bounds have in common for one set of ends."""
 
-    def __init__(self, ends: EndTimes, weights: ArrayLike | None) -> None:
+    def __init__(self, ends: EndTimes) -> None:
         self.ends = ends
-        self.weights = _checked_weights(weights, ends.workers)
         self.order = np.argsort(ends.end_s)
         at = ends.end_s[self.order]
         fresh = np.append(True, at[1:] > at[:-1])
@@ -98,9 +93,8 @@ class _Scan:
         self.slowest_s[:rounds] = ends.end_s[columns].max(axis=0)
         # Times count from the first end, so that sums stay exact enough on clocks that began long ago.
         self.base_s = float(ends.first_s.min())
-        steps = np.diff(ends.end_s, prepend=self.base_s)
-        steps[ends.pointers[:-1]] = ends.first_s - self.base_s
-        self.weighted_steps = steps * np.repeat(self.weights, lengths)
+        self.steps_s = np.diff(ends.end_s, prepend=self.base_s)
+        self.steps_s[ends.pointers[:-1]] = ends.first_s - self.base_s
 
     def best(self, objective: Objective, max_gap: int | None) -> Barrier:
         """Return the earliest best barrier under the bound."""
@@ -112,7 +106,7 @@ class _Scan:
         else:
             waiting, iterations = self._total(in_use_s)
             horizon = float(self.barriers_s[-1]) - self.base_s
-            rounding = float(self.weights.sum()) * (self.ends.rounding_s + _RELATIVE * horizon)
+            rounding = self.ends.workers * (self.ends.rounding_s + _RELATIVE * horizon)
             if objective == "per_iteration":
                 waiting, rounding = waiting / iterations, rounding / float(iterations[0])
         choice = int(np.argmax(waiting <= waiting.min() + rounding))
@@ -139,19 +133,9 @@ class _Scan:
         return waiting
 
     def _total(self, in_use_s: Floats) -> tuple[Floats, NDArray[np.int64]]:
-        """Return (k,) the weighted waiting of all workers at each candidate barrier, and (k,) their iterations."""
+        """Return (k,) the waiting of all workers at each candidate barrier, and (k,) their iterations."""
         order = np.argsort(in_use_s)
-        sums = np.cumsum(self.weighted_steps[order])
+        sums = np.cumsum(self.steps_s[order])
         taken = np.searchsorted(in_use_s[order], self.barriers_s, side="right")
-        total: Floats = self.weights.sum() * (self.barriers_s - self.base_s) - sums[taken - 1]
+        total: Floats = self.ends.workers * (self.barriers_s - self.base_s) - sums[taken - 1]
         return total, taken
-
-
-def _checked_weights(weights: ArrayLike | None, workers: int) -> NDArray[np.float64]:
-    """Return (n,) weights."""
-    if weights is None:
-        return np.ones(workers)
-    checked = np.asarray(weights, dtype=np.float64)
-    if checked.shape != (workers,) or not np.isfinite(checked).all() or (checked < 0).any() or not checked.any():
-        raise InputError("weights", "are not usable", f"give {workers} finite numbers >= 0, not all of them 0")
-    return checked

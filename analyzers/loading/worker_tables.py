@@ -158,48 +158,6 @@ def read_predicted(path: Path, lookahead: int | None) -> tuple[tuple[str, ...], 
     return tuple(names), np.array([row[:wanted] for row in ends])
 
 
-def read_weights(text: str, names: tuple[str, ...]) -> Floats:
-    """Return (n,) what a second of waiting of each worker costs.
-
-    ``text``: a CSV with the columns ``worker`` and ``weight``, or ``NAME=NUMBER`` with commas between. Raises InputError
-    for a worker without a weight or with two, a name that is no worker's, and weights that are no finite numbers >= 0 or
-    all of them 0.
-    """
-    pairs = _weight_pairs(text)
-    where = "--weights"
-    found: dict[str, float] = {}
-    for name, value in pairs:
-        if name not in names:
-            raise InputError(where, f"names {name!r}, which is no worker", did_you_mean(name, names))
-        if name in found:
-            raise InputError(where, f"has worker {name} twice", "give each worker one weight")
-        try:
-            found[name] = float(value)
-        except ValueError:
-            found[name] = float("nan")
-        if not 0 <= found[name] <= MOST_S:
-            raise InputError(where, f"is {value} for worker {name}", f"give numbers from 0 to {MOST_S:g}")
-    missing = [name for name in names if name not in found]
-    if missing:
-        more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
-        raise InputError(where, f"has no weight for worker {missing[0]}{more}", "give every worker one")
-    if not any(found.values()):
-        raise InputError(where, "is 0 for every worker", "give at least one a weight above 0")
-    return np.array([found[name] for name in names])
-
-
-def _weight_pairs(text: str) -> list[tuple[str, str]]:
-    """Return (worker, weight) as they were written."""
-    if "=" in text and not Path(text).exists():
-        parts = [part.rpartition("=") for part in text.split(",")]
-        if wrong := next((part for part in parts if not part[0]), None):
-            raise InputError("--weights", f"has {''.join(wrong)!r}", "give WORKER=NUMBER with commas between")
-        return [(name.strip(), value.strip()) for name, _, value in parts]
-    frame = _read(Path(text), ("worker", "weight"))
-    _demand_columns(frame, ("worker", "weight"), text)
-    return list(zip(frame["worker"].astype(str), frame["weight"].astype(str), strict=True))
-
-
 def _read(path: Path, columns: tuple[str, ...]) -> pd.DataFrame:
     if path.is_file() and not path.stat().st_size:
         more = ", or telemetry" if columns == END_COLUMNS else ""

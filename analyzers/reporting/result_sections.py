@@ -13,7 +13,6 @@ from ddltool.graph import natural_key
 from ddltool.results import (
     BalanceResult,
     BarrierChoice,
-    BarrierFigures,
     BarrierResult,
     GateResult,
     NetworkResult,
@@ -101,12 +100,9 @@ def barrier_section(found: BarrierResult, name: str) -> Section:
     labels = {"waiting": "least longest", "total": "least total", "per_iteration": "least per iter."}
     least = {labels.get(key, key): record for key, record in found.objectives.items()}
     records = {"bsp": found.bsp, **found.algorithms, **least}
-    priced = found.weights is not None
     caption = "Choices of the next barrier; longest, of all, per iter.: waiting of the workers"
     if found.max_gap is not None:
         caption += f"; in the rows 'least ...' the gap is at most {found.max_gap}"
-    if priced:
-        caption += "; cost: waiting by weight, which 'least total' and 'least per iter.' minimise"
     rows = [
         (
             key,
@@ -115,11 +111,11 @@ def barrier_section(found: BarrierResult, name: str) -> Section:
             show_seconds(record.total_waiting_s),
             show_seconds(record.waiting_per_iteration_s),
             str(record.iteration_gap),
-            _cost(record.waiting_cost) if priced else show_seconds(record.compute_seconds),
+            show_seconds(record.compute_seconds),
         )
         for key, record in records.items()
     ]
-    header = ("choice", "at", "longest", "of all", "per iter.", "gap", "cost" if priced else "CPU")
+    header = ("choice", "at", "longest", "of all", "per iter.", "gap", "CPU")
     draw = draw_bars(
         [(key, record.waiting_time_s) for key, record in records.items()],
         xlabel="longest waiting of a worker",
@@ -134,14 +130,10 @@ def barrier_section(found: BarrierResult, name: str) -> Section:
     )
     blocks: Blocks = [choices, *_iterations(records)]
     if found.tradeoff:
-        blocks.append(_tradeoff(found, priced))
+        blocks.append(_tradeoff(found))
     ahead = f"{counted(found.workers, 'worker')}, {counted(found.lookahead, 'iteration')} looked ahead."
     lead = f"{ahead} Times count as in the file that was read."
     return Section(title=f"Barrier: {name}", lead=[lead], blocks=blocks)
-
-
-def _cost(value: float | None) -> str:
-    return "-" if value is None else f"{value:.4g}"
 
 
 def _iterations(records: dict[str, BarrierChoice]) -> list[Table]:
@@ -165,7 +157,7 @@ def _iterations(records: dict[str, BarrierChoice]) -> list[Table]:
     return [*spread, Table(caption=caption, header=header, rows=rows, label="predicted")]
 
 
-def _tradeoff(found: BarrierResult, priced: bool) -> Picture:
+def _tradeoff(found: BarrierResult) -> Picture:
     gaps = np.array([point.max_gap for point in found.tradeoff], dtype=float)
     per_iteration = np.array([point.per_iteration.waiting_per_iteration_s for point in found.tradeoff])
     lines = [
@@ -182,23 +174,18 @@ def _tradeoff(found: BarrierResult, priced: bool) -> Picture:
         whole="x",
     )
 
-    def least(figures: BarrierFigures, key: str, cost: str) -> tuple[str, str]:
-        shown = _cost(getattr(figures, cost)) if priced and cost else show_seconds(getattr(figures, key))
-        return show_seconds(figures.barrier_s), shown
-
     rows = [
         (
             str(point.max_gap),
-            *least(point.waiting, "waiting_time_s", ""),
-            *least(point.total, "total_waiting_s", "waiting_cost"),
-            *least(point.per_iteration, "waiting_per_iteration_s", "waiting_cost_per_iteration"),
+            *map(show_seconds, (point.waiting.barrier_s, point.waiting.waiting_time_s)),
+            *map(show_seconds, (point.total.barrier_s, point.total.total_waiting_s)),
+            *map(show_seconds, (point.per_iteration.barrier_s, point.per_iteration.waiting_per_iteration_s)),
         )
         for point in found.tradeoff
     ]
-    sums = ("cost", "at", "cost per iter.") if priced else ("of all", "at", "per iter.")
     table = Table(
         caption="Least waiting by bound on the iteration gap",
-        header=("gap <=", "at", "longest", "at", *sums),
+        header=("gap <=", "at", "longest", "at", "of all", "at", "per iter."),
         rows=rows,
         label="predicted",
         head=20,
