@@ -414,7 +414,6 @@ def test_the_options_are_a_decision() -> None:
                 "--picture",
                 "--predicted",
                 "--predictor",
-                "--weights",
                 "--json",
                 "--output",
             ]
@@ -466,12 +465,10 @@ def test_the_options_are_a_decision() -> None:
                 "--output",
                 "--picture",
                 "--predictor",
-                "--save-weights",
                 "--schemes",
                 "--seed",
                 "--total-batch",
                 "--warm-up",
-                "--weights",
             ]
         ),
         "demo": sorted(common),
