@@ -20,10 +20,9 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ddltool.analyzers.loading.sources import resolve_step, training_step
-from ddltool.analyzers.oracle.measured import apply_times, measure_ops
+from ddltool.analyzers.oracle.measured import apply_times, measure_ops, time_call
 from ddltool.analyzers.tracing.step import TrainingStep
 from ddltool.analyzers.tracing.torch_adapter import trace_step
-from ddltool.analyzers.tracing.torch_run import time_call
 from ddltool.device import Network
 from ddltool.graph import COMPUTE
 

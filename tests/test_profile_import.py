@@ -270,7 +270,7 @@ def trace(folder: Path, **header: object) -> Path:
         events.append(trace_event("gemm", "kernel", begin + 5, 60, device=0))
         events.append(trace_event(kernel, "kernel", begin + 35, 30 + alone, device=0))
         events.append(trace_event("adam", "kernel", begin + length - 5, 5, device=0))
-    return write(folder, "trace.json", json.dumps({"traceEvents": events, **header}))
+    return write(folder, "trace.json", json.dumps({**header, "traceEvents": events}))
 
 
 def test_a_trace_gives_its_steps_and_what_no_compute_hid(tmp_path: Path) -> None:

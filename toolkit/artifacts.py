@@ -24,7 +24,7 @@ import yaml
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from ddltool.errors import InputError, did_you_mean
-from ddltool.schema_words import in_words
+from ddltool.schema_words import UNKNOWN_FIELD, in_words
 
 SCHEMA_VERSION = 1
 
@@ -235,11 +235,11 @@ def load(path: str | Path, model: type[A]) -> A:
 def _first_problem(error: ValidationError, model: type[BaseModel], where: str, inside: str = "") -> InputError:
     """Return the first of pydantic's complaints in this project's form."""
     # A misspelt field is both unknown and missing; the unknown one is what the reader must mend.
-    first = min(error.errors(), key=lambda problem: problem["type"] != "extra_forbidden")
+    first = min(error.errors(), key=lambda problem: problem["type"] not in UNKNOWN_FIELD)
     field = inside
     for part in first["loc"]:
         field += f"[{part}]" if isinstance(part, int) else f".{part}" if field else str(part)
-    if first["type"] == "extra_forbidden":
+    if first["type"] in UNKNOWN_FIELD:
         name = str(first["loc"][-1])
         known = _fields_beside(first["loc"], model)
         return InputError(

@@ -13,16 +13,17 @@ import math
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Literal
+from typing import Annotated, ClassVar, Literal
 
 import numpy as np
 from numpy.typing import NDArray
+from pydantic import ConfigDict, Field, Strict
 
 from ddltool.errors import InputError
 
-if TYPE_CHECKING:
-    import networkx as nx
-
+# Read as they are: a text of digits is no number.
+Text = Annotated[str, Strict()]
+Number = Annotated[float, Strict()]
 OpKind = Literal["recv", "compute", "send"]
 Mode = Literal["training", "inference"]
 KINDS: tuple[OpKind, ...] = ("recv", "compute", "send")
@@ -36,24 +37,32 @@ Estimate = Literal["rule", "default", "free", "file", "measured"]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Op:
-    """One op. ``duration_s`` None: not estimated yet. ``size_bytes``: what a transfer moves or a kernel touches."""
+    """One op, as people see it and as graph.json holds it."""
 
-    name: str
+    __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid")
+
+    name: Annotated[Text, Field(description="unique within the graph")]
     kind: OpKind
-    resource: str = "compute:0"
-    duration_s: float | None = None
-    flops: float = 0.0
-    size_bytes: float = 0.0
-    parameter: str | None = None
-    inputs: tuple[str, ...] = ()
-    op_type: str = ""
-    estimate: Estimate | None = None
-    written_bytes: float = 0.0
-    """The part of a compute op's ``size_bytes`` that it writes; 0 where nobody said."""
-    dtype: str = ""
-    """torch's name of the type that a compute op works in; empty: the graph's (``meta["dtype"]``)."""
-    gemm: Gemm = NO_GEMM
-    """(count, m, n, k) of the matrix products behind an op, of the forward pass for a backward op; zeros: none."""
+    resource: Annotated[Text, Field(description="compute:NUMBER, or channel:NUMBER for recv and send")] = "compute:0"
+    duration_s: Annotated[Number | None, Field(description="seconds on its resource; null: not estimated")] = None
+    flops: Annotated[Number, Field(description="floating-point operations (a multiply-add counts two)")] = 0.0
+    size_bytes: Annotated[Number, Field(description="bytes transferred (recv, send) or read and written (compute)")] = (
+        0.0
+    )
+    parameter: Annotated[Text | None, Field(description="the parameter that a recv or send carries")] = None
+    inputs: Annotated[tuple[Text, ...], Field(description="names of the ops whose results it needs")] = ()
+    op_type: Annotated[Text, Field(description="the framework's name of the op")] = ""
+    estimate: Annotated[Estimate | None, Field(description="where duration_s comes from")] = None
+    written_bytes: Annotated[
+        Number, Field(description="the part of a compute op's size_bytes that it writes; 0 where nobody said")
+    ] = 0.0
+    dtype: Annotated[Text, Field(description="torch's name of the type that it works in; empty: meta.dtype")] = ""
+    gemm: Annotated[
+        tuple[Number, Number, Number, Number],
+        Field(
+            description="count, m, n, k of the matrix products behind it (of the forward pass for a backward op); zeros: none"
+        ),
+    ] = NO_GEMM
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -224,13 +233,6 @@ class Graph:
             raise InputError("graph:ops", f"the inputs form a cycle: {_show_cycle(self, pending)}", "remove one edge")
         return np.array(order, dtype=np.int32)
 
-    def canonical(self) -> Graph:
-        """Return the same graph with its ops sorted by name, so that results cannot depend on the file's order."""
-        order = sorted(range(len(self)), key=lambda position: natural_key(self.names[position]))
-        rows = [self.op(position) for position in order]
-        rows = [replace(op, inputs=tuple(sorted(op.inputs, key=natural_key))) for op in rows]
-        return Graph.from_ops(self.name, self.mode, rows, batch_size=self.batch_size, meta=self.meta)
-
     def with_durations(self, duration_s: NDArray[np.float64], estimate: Sequence[Estimate | None]) -> Graph:
         """Return the same graph with other durations, shape (n,) in seconds, and where they come from.
 
@@ -245,24 +247,6 @@ class Graph:
                 "durations", f"{self.names[bad[0]]} has {durations[bad[0]]}", "seconds must be >= 0 and finite"
             )
         return replace(self, duration_s=durations, estimate=tuple(estimate))
-
-    def to_networkx(self) -> nx.DiGraph[str]:
-        """Return a networkx DiGraph: one node per op name with its fields as attributes, edges from input to op."""
-        import networkx
-
-        graph: nx.DiGraph[str] = networkx.DiGraph(name=self.name, mode=self.mode)
-        for op in self.ops():
-            graph.add_node(
-                op.name,
-                kind=op.kind,
-                resource=op.resource,
-                duration_s=op.duration_s,
-                flops=op.flops,
-                size_bytes=op.size_bytes,
-                parameter=op.parameter,
-            )
-        graph.add_edges_from((source, op.name) for op in self.ops() for source in op.inputs)
-        return graph
 
 
 def natural_key(text: str) -> tuple[tuple[int, int, str], ...]:
@@ -336,14 +320,10 @@ def _check_structure(graph: Graph, where: str) -> None:
 
 
 def _show_cycle(graph: Graph, pending: Sequence[int]) -> str:
-    """Return one cycle as ``a -> b -> a``, found by walking inputs among the ops that could not be ordered."""
-    position = next(i for i, count in enumerate(pending) if count > 0)
-    trail: list[int] = []
-    at: dict[int, int] = {}
-    while position not in at:
-        at[position] = len(trail)
-        trail.append(position)
-        position = next(int(source) for source in graph.inputs_of(position) if pending[source] > 0)
-    cycle = [graph.names[i] for i in reversed(trail[at[position] :])]
+    """Return one cycle among the ops that could not be ordered as ``a -> b -> a``."""
+    import networkx as nx  # half a second that only a broken graph costs
+
+    stuck = nx.DiGraph((int(source), op) for op in np.flatnonzero(pending) for source in graph.inputs_of(op))
+    cycle = [graph.names[source] for source, _ in nx.find_cycle(stuck)]
     shown = [*cycle[:6], "...", *cycle[-2:]] if len(cycle) > 9 else cycle
     return " -> ".join([*shown, cycle[0]])

@@ -8,6 +8,8 @@ from typing import Any
 from ddltool.errors import one_line, shortened
 
 _LONGEST_VALUE = 80
+# Of a model and of a dataclass.
+UNKNOWN_FIELD = frozenset(["extra_forbidden", "unexpected_keyword_argument"])
 _WANTED = {
     "int": "a whole number",
     "float": "a number",
@@ -35,7 +37,7 @@ def in_words(complaint: Mapping[str, Any]) -> tuple[str, str]:
     kind, value, context = str(complaint["type"]), complaint.get("input"), complaint.get("ctx") or {}
     if kind == "missing":
         return "is missing", "it is required"
-    if kind == "extra_forbidden":
+    if kind in UNKNOWN_FIELD:
         return "is unknown", "remove it"
     wanted = _wanted(kind, context)
     if kind in ("string_too_short", "too_short", "string_too_long", "too_long"):

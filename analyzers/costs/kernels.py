@@ -13,7 +13,7 @@ from functools import lru_cache
 import numpy as np
 from numpy.typing import NDArray
 
-from ddltool.analyzers.oracle.op_types import names_in, normal_type
+from ddltool.analyzers.tracing.op_rules import names_in, normal_type
 from ddltool.graph import COMPUTE, Graph
 
 Array = NDArray[np.float64]

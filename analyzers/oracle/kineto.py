@@ -1,9 +1,7 @@
 """Reading a torch profiler trace (Kineto, Chrome format): what ran, for how long, and what launched what.
 
 Start at :func:`read_trace` (operators and what they launched) or :func:`read_steps` (how long steps took). The file is
-streamed. Kept are one row of numbers per operator span (32 bytes), launch (20) and GPU activity (37), about twice that
-while they are sorted; one entry per distinct name; and the ranges that are open. Flows, Python frames and other rows
-are counted and dropped.
+streamed; kept are 20 to 48 bytes for every operator span, launch, wait and GPU activity.
 
 What launched a kernel is found by the kernel's ``correlation`` id: the runtime call of that id, and the innermost span
 around that call on its thread. ``External id`` is used only where no such call was recorded and the two ids differ:
@@ -12,23 +10,27 @@ older profilers write the correlation into both, where it collides with ids of u
 
 from __future__ import annotations
 
+import gzip
 import math
 import re
+import zlib
 from array import array
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
+import ijson
 import numpy as np
 from numpy.typing import NDArray
 
-from ddltool.analyzers.oracle.trace_events import read_events
-from ddltool.analyzers.oracle.trace_spans import Flags, Floats, Indices, Spans, busy_s
-from ddltool.errors import InputError
+from ddltool.analyzers.oracle.spans import Flags, Floats, Indices, Spans, busy_s
+from ddltool.errors import InputError, one_line
 
+_WHAT = "a torch profiler trace: the JSON file of export_chrome_trace, plain or gzip"
 _STEP = re.compile(r"ProfilerStep#?\s*([0-9]+)$")
 # One namespace, one name. Autograd's and the reducer's ranges hold operators and are none.
 _OPERATOR = re.compile(r"(?!autograd::)[A-Za-z_]\w*::\w+$")
@@ -40,14 +42,12 @@ _ACTIVITY = {"kernel": _COMPUTE_KERNEL, "gpu_memcpy": _COPY, "gpu_memset": _COPY
 _SPANS = frozenset(["cpu_op", "user_annotation"])
 _RUNTIME = frozenset(["cuda_runtime", "cuda_driver", "privateuse1_runtime", "privateuse1_driver"])
 # What torch 1.8 to 1.11 called the same rows.
-_EARLIER = {
-    "operator": "cpu_op",
-    "runtime": "cuda_runtime",
-    "memcpy": "gpu_memcpy",
-    "memset": "gpu_memset",
-}
+_EARLIER = {"operator": "cpu_op", "runtime": "cuda_runtime", "memcpy": "gpu_memcpy", "memset": "gpu_memset"}
 _SYNC_ROWS = frozenset(["Device Sync", "Stream Sync", "Event Sync", "Context Sync", "Stream Wait Event"])
 _NCCL_KERNEL = re.compile(r"[nr]ccl(?:Dev)?Kernel_?[A-Za-z]")
+_DEEPEST = 4000  # brackets opened within one read of 64 KiB
+# Names of kernels hold control characters now and then, which JSON does not allow.
+_TO_BLANKS = bytes(32 if code < 32 else code for code in range(256))
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -105,28 +105,27 @@ class TraceSteps:
 def read_trace(path: str | Path) -> ProfilerTrace:
     """Return what a profiler trace (JSON or gzip, told by its first bytes) says about operators and kernels.
 
-    Streamed: O(file + m log m) time; memory as the module says. B/E pairs are joined per thread in file order.
-
-    Raises InputError (one line) for a missing, empty, cut-off or malformed file, for a file without operator or kernel
-    events, and for an event with a NaN or negative duration, which is named.
+    Streamed: O(file + m log m) time. Raises InputError (one line) for a missing, empty, cut-off or malformed file, for
+    one without operator or kernel events, and for an event with an infinite or negative duration, which is named.
     """
-    collected = _collect(path)
-    if not collected.categories["cpu_op"] and not collected.activity_kind:
-        kinds = ", ".join(sorted(collected.categories)[:8]) or "none at all"
+    rows = _Rows(path)
+    activities = rows.table("activities")
+    if not rows.categories["cpu_op"] and not activities.size:
+        kinds = ", ".join(sorted(rows.categories)[:8]) or "none at all"
         remedy = "profile the CPU too, and export a scheduled profile from on_trace_ready"
         raise InputError(str(path), f"has no cpu_op and no kernel events (found: {kinds})", remedy)
-    spans, order = collected.spans()
-    kind, duration = np.frombuffer(collected.activity_kind, dtype=np.int8), _seconds(collected.activity_duration)
-    launcher = _launchers(collected, spans, order)
-    own = (kind != _COMMUNICATION_KERNEL) & (launcher >= 0)
-    waiter = spans.innermost(_indices(collected.wait_thread), _seconds(collected.wait_start))
+    spans, order = rows.spans()
+    launcher = _launchers(rows, spans, order)
+    own = (activities[0] != _COMMUNICATION_KERNEL) & (launcher >= 0)
+    thread, start, duration = rows.table("waits")
+    waiter = spans.innermost(thread.astype(np.int32), start * 1e-6)
     waits = waiter >= 0
-    begin, _, span_step = _steps(collected.names, spans)
+    begin, _, span_step = _steps(rows.names, spans)
     return ProfilerTrace(
-        names=collected.names,
+        names=rows.names,
         spans=spans,
-        device_s=spans.with_nested(_sums(launcher[own], duration[own], len(spans))),
-        wait_s=spans.with_nested(_sums(waiter[waits], _seconds(collected.wait_duration)[waits], len(spans))),
+        device_s=spans.with_nested(_sums(launcher[own], activities[3][own] * 1e-6, len(spans))),
+        wait_s=spans.with_nested(_sums(waiter[waits], duration[waits] * 1e-6, len(spans))),
         span_step=span_step,
         steps=len(begin),
     )
@@ -138,45 +137,45 @@ def read_steps(path: str | Path) -> TraceSteps:
     GPU work counts in the step in whose time it runs; what runs after the last step's end counts in the last step, since
     the GPU lags behind. Raises InputError (one line) for what is no whole trace, and for one without ``ProfilerStep``.
     """
-    collected = _collect(path)
-    begin, length, _ = _steps(collected.names, collected.spans()[0])
+    rows = _Rows(path)
+    begin, length, _ = _steps(rows.names, rows.spans()[0])
     if not len(begin):
         raise InputError(str(path), "has no ProfilerStep range", "call prof.step() after every training step")
     end = np.append(begin[1:], np.inf)
-    kind = np.frombuffer(collected.activity_kind, dtype=np.int8)
-    start, duration = _seconds(collected.activity_start), _seconds(collected.activity_duration)
-    device = _indices(collected.activity_device)
+    kind, device, start, duration, _, _ = rows.table("activities")
     compute, communication = kind == _COMPUTE_KERNEL, kind == _COMMUNICATION_KERNEL
-    totals = {}
-    for name, wanted in (("compute", compute), ("communication", communication), ("any", compute | communication)):
-        parts = [_busy_within(start[rows], duration[rows], begin, end) for rows in _per_device(device, wanted)]
-        totals[name] = np.sum(parts, axis=0) if parts else np.zeros(len(begin))
+
+    def busy(wanted: Flags) -> Floats:
+        parts = [wanted & (device == number) for number in np.unique(device[wanted])]
+        found = [_busy_within(start[part] * 1e-6, duration[part] * 1e-6, begin, end) for part in parts]
+        return np.sum(found, axis=0) if found else np.zeros(len(begin))
+
+    header = _header(path)
+    name, size = header.get("deviceProperties.item.name"), header.get("distributedInfo.world_size")
     return TraceSteps(
         where=str(path),
         step_time_s=length,
-        communication_s=totals["communication"],
-        exposed_s=np.maximum(totals["any"] - totals["compute"], 0.0),
-        device=_device_name(collected.header),
-        world_size=_world_size(collected.header),
+        communication_s=busy(communication),
+        exposed_s=np.maximum(busy(compute | communication) - busy(compute), 0.0),
+        device=name if isinstance(name, str) and name.strip() else None,
+        world_size=size if type(size) is int and size >= 1 else None,
     )
 
 
-def _launchers(collected: _Collector, spans: Spans, order: NDArray[np.intp]) -> Indices:
+def _launchers(rows: _Rows, spans: Spans, order: NDArray[np.intp]) -> Indices:
     """Return (k,) the innermost span that launched each GPU activity, -1 where none was recorded."""
-    correlation = np.frombuffer(collected.activity_correlation, dtype=np.int64)
-    external = np.frombuffer(collected.activity_external, dtype=np.int64)
-    call = _lookup(np.frombuffer(collected.launch_correlation, dtype=np.int64), correlation)
+    correlation, external = rows.table("activities")[4:]
+    identity, thread, time = rows.table("launches")
+    call = _lookup(identity, correlation)
     found = np.full(len(correlation), -1, dtype=np.int32)
     known = call >= 0
-    thread, time = _indices(collected.launch_thread), _seconds(collected.launch_time)
-    found[known] = spans.innermost(thread[call[known]], time[call[known]])
+    found[known] = spans.innermost(thread[call[known]].astype(np.int32), time[call[known]] * 1e-6)
     other = ~known & (external > 0) & (external != correlation)
-    by_external = _lookup(np.frombuffer(collected.span_external, dtype=np.int64)[order], external[other])
-    found[other] = by_external
+    found[other] = _lookup(rows.table("ranges")[2][order], external[other])
     return found
 
 
-def _lookup(ids: NDArray[np.int64], asked: NDArray[np.int64]) -> NDArray[np.int64]:
+def _lookup(ids: Floats, asked: Floats) -> NDArray[np.int64]:
     """Return where each asked id stands in ``ids``, -1 where it does not."""
     if not len(ids):
         return np.full(len(asked), -1, dtype=np.int64)
@@ -206,10 +205,6 @@ def _sums(place: Indices, amount: Floats, size: int) -> Floats:
     return np.bincount(place, weights=amount, minlength=size).astype(np.float64)
 
 
-def _per_device(device: NDArray[np.int32], wanted: NDArray[np.bool_]) -> list[NDArray[np.bool_]]:
-    return [wanted & (device == number) for number in np.unique(device[wanted])]
-
-
 def _busy_within(start: Floats, duration: Floats, begin: Floats, end: Floats) -> Floats:
     """Return (k,) the busy time inside each window [begin, end); the windows do not overlap. O(n log n + k)."""
     order = np.argsort(start, kind="stable")
@@ -223,193 +218,157 @@ def _busy_within(start: Floats, duration: Floats, begin: Floats, end: Floats) ->
     return found
 
 
-def _device_name(header: dict[str, Any]) -> str | None:
-    listed = header.get("deviceProperties")
-    first = listed[0] if isinstance(listed, list) and listed else None
-    name = first.get("name") if isinstance(first, dict) else None
-    return name if isinstance(name, str) and name.strip() else None
+class _Rows:
+    """The rows of a trace by kind, a flat array each: what is kept of an event, number after number.
 
-
-def _world_size(header: dict[str, Any]) -> int | None:
-    distributed = header.get("distributedInfo")
-    size = distributed.get("world_size") if isinstance(distributed, dict) else None
-    return size if isinstance(size, int) and not isinstance(size, bool) and size >= 1 else None
-
-
-class _Collector:
-    """Takes events in any order; every column grows by one number per event of its kind.
-
-    Times are microseconds after the first event that was seen: an epoch in microseconds leaves a float a quarter of
-    a microsecond.
+    Times are microseconds after the first event's: an epoch in microseconds leaves a float a quarter of a microsecond.
     """
 
-    def __init__(self, where: str) -> None:
-        self.where = where
-        self.header: dict[str, Any] = {}
+    # How many numbers a row has, in the order in which :meth:`_take` adds them.
+    WIDTH: Mapping[str, int] = {"ranges": 5, "launches": 3, "waits": 3, "activities": 6}
+
+    def __init__(self, path: str | Path) -> None:
+        self.where = str(path)
         self.categories: Counter[str] = Counter()
-        self._events = 0
+        self._rows = {kind: array("d") for kind in self.WIDTH}
+        self._numbers: dict[str, dict[str, int]] = {"name": {}, "thread": {}, "device": {}}
         self._base_us: float | None = None
-        self._names: dict[str, int] = {}
-        self._threads: dict[tuple[Any, Any], int] = {}
-        self._devices: dict[Any, int] = {}
-        self._open: dict[tuple[Any, Any], list[Mapping[str, Any]]] = {}
-        self.span_name, self.span_thread, self.span_external = array("i"), array("i"), array("q")
-        self.span_start, self.span_duration = array("d"), array("d")
-        self.launch_correlation, self.launch_thread, self.launch_time = array("q"), array("i"), array("d")
-        self.wait_thread, self.wait_start, self.wait_duration = array("i"), array("d"), array("d")
-        self.activity_kind, self.activity_device = array("b"), array("i")
-        self.activity_start, self.activity_duration = array("d"), array("d")
-        self.activity_correlation, self.activity_external = array("q"), array("q")
+        for number, event in enumerate(read_events(path)):
+            if not isinstance(event, dict):
+                raise InputError(self.where, f"event {number} is no JSON object", "export the trace again")
+            if event.get("ph") == "X":
+                self._take(event, number)
+            else:
+                self.categories[str(event.get("cat", event.get("ph")))] += 1
 
     @property
     def names(self) -> tuple[str, ...]:
-        """The distinct names of spans; ``span_name`` points here."""
-        return tuple(self._names)
+        """The distinct names of spans, by number."""
+        return tuple(self._numbers["name"])
 
-    def add(self, event: Any) -> None:
-        """Take one event. Raises InputError that names it where its times cannot be."""
-        self._events += 1
-        if not isinstance(event, dict):
-            raise InputError(self.where, f"event {self._events - 1} is no JSON object", "export the trace again")
-        phase = event.get("ph")
-        if phase == "X":
-            self._complete(event, self._time(event, "ts"), self._length(event))
-        elif phase == "B":
-            self._open.setdefault(self._place(event), []).append(event)
-        elif phase == "E":
-            self._close(event)
-        else:
-            self.categories[str(event.get("cat", phase))] += 1
+    def table(self, kind: str) -> Floats:
+        """Return (width, n) the columns of the n rows of one kind."""
+        return np.frombuffer(self._rows[kind]).reshape(-1, self.WIDTH[kind]).T
 
     def spans(self) -> tuple[Spans, NDArray[np.intp]]:
         """Return the spans, nested, and the order that sorts other columns of spans likewise."""
-        return Spans.build(
-            _indices(self.span_name),
-            _indices(self.span_thread),
-            _seconds(self.span_start),
-            _seconds(self.span_duration),
-        )
+        name, thread, _, start, duration = self.table("ranges")
+        return Spans.build(name.astype(np.int32), thread.astype(np.int32), start * 1e-6, duration * 1e-6)
 
-    def _close(self, event: Mapping[str, Any]) -> None:
-        stack = self._open.get(self._place(event))
-        if not stack:
-            return  # opened before the capture began
-        begin = stack.pop()
-        start, end = self._time(begin, "ts"), self._time(event, "ts")
-        if end < start:
-            raise self._bad(begin, f"ends at {event.get('ts')}, before it begins at {begin.get('ts')}")
-        merged = {**begin, "args": {**_arguments(begin), **_arguments(event)}}
-        self._complete(merged, start, end - start)
-
-    def _complete(self, event: Mapping[str, Any], start: float, duration: float) -> None:
+    def _take(self, event: Mapping[str, Any], number: int) -> None:
+        start, duration = self._time(event, "ts", number), self._time(event, "dur", number)
+        if start is None or (duration is not None and duration < 0):
+            problem = "has no ts" if start is None else f"dur is {event['dur']}"
+            raise self._bad(event, number, problem)
+        self._base_us = start if self._base_us is None else self._base_us
+        start, duration = start - self._base_us, duration or 0.0
         category = str(event.get("cat", "")).lower()
         category = _EARLIER.get(category, category)
         self.categories[category] += 1
+        name, thread = str(event.get("name", "")), f"{event.get('pid')} {event.get('tid')}"
+        told = event.get("args")
+        args: Mapping[str, Any] = told if isinstance(told, dict) else {}
+        correlation = _identity(args.get("correlation"))
+        external = _identity(args.get("External id", args.get("external id")))
         if category in _SPANS:
-            self._span(event, start, duration)
+            row = (self._number("name", name), self._number("thread", thread), external, start, duration)
+            self._rows["ranges"].extend(row)
         elif category in _RUNTIME:
-            self._runtime(event, start, duration)
-        elif category in _ACTIVITY and event.get("name") not in _SYNC_ROWS:
-            self._activity(event, _ACTIVITY[category], start, duration)
+            at = self._number("thread", thread)
+            if name.endswith("Synchronize"):
+                self._rows["waits"].extend((at, start, duration))
+            if correlation > 0:
+                self._rows["launches"].extend((correlation, at, start))
+        elif category in _ACTIVITY and name not in _SYNC_ROWS:
+            kind = _ACTIVITY[category]
+            if kind == _COMPUTE_KERNEL and _NCCL_KERNEL.match(name):
+                kind = _COMMUNICATION_KERNEL
+            device = self._number("device", str(args.get("device", event.get("pid"))))
+            self._rows["activities"].extend((kind, device, start, duration, correlation, external))
 
-    def _span(self, event: Mapping[str, Any], start: float, duration: float) -> None:
-        arguments = _arguments(event)
-        self.span_name.append(self._names.setdefault(str(event.get("name", "")), len(self._names)))
-        self.span_thread.append(self._thread(event))
-        self.span_external.append(_identity(arguments.get("External id", arguments.get("external id"))))
-        self.span_start.append(start)
-        self.span_duration.append(duration)
+    def _number(self, kind: str, key: str) -> int:
+        known = self._numbers[kind]
+        return known.setdefault(key, len(known))
 
-    def _runtime(self, event: Mapping[str, Any], start: float, duration: float) -> None:
-        thread = self._thread(event)
-        if str(event.get("name", "")).endswith("Synchronize"):
-            self.wait_thread.append(thread)
-            self.wait_start.append(start)
-            self.wait_duration.append(duration)
-        correlation = _identity(_arguments(event).get("correlation"))
-        if correlation > 0:
-            self.launch_correlation.append(correlation)
-            self.launch_thread.append(thread)
-            self.launch_time.append(start)
-
-    def _activity(self, event: Mapping[str, Any], kind: int, start: float, duration: float) -> None:
-        arguments = _arguments(event)
-        if kind == _COMPUTE_KERNEL and _NCCL_KERNEL.match(str(event.get("name", ""))):
-            kind = _COMMUNICATION_KERNEL
-        device = arguments.get("device", event.get("pid"))
-        self.activity_kind.append(kind)
-        self.activity_device.append(self._devices.setdefault(str(device), len(self._devices)))
-        self.activity_start.append(start)
-        self.activity_duration.append(duration)
-        self.activity_correlation.append(_identity(arguments.get("correlation")))
-        self.activity_external.append(_identity(arguments.get("External id", arguments.get("external id"))))
-
-    def _thread(self, event: Mapping[str, Any]) -> int:
-        return self._threads.setdefault(self._place(event), len(self._threads))
-
-    def _place(self, event: Mapping[str, Any]) -> tuple[str, str]:
-        return str(event.get("pid")), str(event.get("tid"))
-
-    def _time(self, event: Mapping[str, Any], field: str) -> float:
-        value = self._number(event, field)
-        if value is None:
-            raise self._bad(event, f"has no {field}")
-        if self._base_us is None:
-            self._base_us = value
-        return value - self._base_us
-
-    def _length(self, event: Mapping[str, Any]) -> float:
-        value = self._number(event, "dur")
-        if value is not None and value < 0:
-            raise self._bad(event, f"dur is {event['dur']}")
-        return value or 0.0
-
-    def _number(self, event: Mapping[str, Any], field: str) -> float | None:
+    def _time(self, event: Mapping[str, Any], field: str, number: int) -> float | None:
         value = event.get(field)
         if value is None:
             return None
         try:
-            number = math.nan if isinstance(value, bool) else float(value)
+            found = math.nan if isinstance(value, bool) else float(value)
         except (TypeError, ValueError, OverflowError):
-            number = math.nan
-        if not math.isfinite(number):
-            raise self._bad(event, f"{field} is {str(value)[:40]}")
-        return number
+            found = math.nan
+        if not math.isfinite(found):
+            raise self._bad(event, number, f"{field} is {str(value)[:40]}")
+        return found
 
-    def _bad(self, event: Mapping[str, Any], problem: str) -> InputError:
+    def _bad(self, event: Mapping[str, Any], number: int, problem: str) -> InputError:
         name = str(event.get("name", "without a name"))[:80]
         remedy = "times are microseconds, finite, and no duration is negative"
-        return InputError(self.where, f"event {self._events - 1} ({name}): {problem}", remedy)
-
-
-def _collect(path: str | Path) -> _Collector:
-    """Return the columns of a trace (JSON or gzip, told by its first bytes), streamed, with the keys beside its events.
-
-    Raises InputError (one line) for a missing, empty, cut-off or malformed file, and as :meth:`_Collector.add`.
-    """
-    collected = _Collector(str(path))
-    for event in read_events(path, collected.header):
-        collected.add(event)
-    return collected
-
-
-def _seconds(column: array[float]) -> Floats:
-    return np.frombuffer(column, dtype=np.float64) * 1e-6
-
-
-def _indices(column: array[int]) -> Indices:
-    return np.frombuffer(column, dtype=np.int32)
-
-
-def _arguments(event: Mapping[str, Any]) -> Mapping[str, Any]:
-    found = event.get("args")
-    return found if isinstance(found, dict) else {}
+        return InputError(self.where, f"event {number} ({name}): {problem}", remedy)
 
 
 def _identity(value: Any) -> int:
-    """Return an id or a count as an integer, -1 where there is none."""
+    """Return an id as an integer that a float holds exactly, -1 where there is none."""
     try:
         number = -1 if value is None else int(value)
     except (TypeError, ValueError, OverflowError):
         return -1
-    return number if -(2**63) <= number < 2**63 else -1
+    return number if abs(number) < 2**53 else -1
+
+
+def read_events(path: str | Path) -> Iterator[Any]:
+    """Yield the members of ``traceEvents``, or of a bare list of events, in file order; one is in memory at a time.
+
+    Raises InputError when the file is missing, empty, cut off or not JSON.
+    """
+    with _opened(path) as (stream, is_list):
+        yield from ijson.items(stream, "item" if is_list else "traceEvents.item")
+
+
+def _header(path: str | Path) -> dict[str, Any]:
+    """Return the first value at each place of the document before its events, by ijson's name of the place."""
+    found: dict[str, Any] = {}
+    with _opened(path) as (stream, _):
+        for prefix, _, value in ijson.parse(stream):
+            if prefix.startswith(("traceEvents", "item")):
+                break
+            found.setdefault(prefix, value)
+    return found
+
+
+class _Text:
+    """A binary stream without control characters, and without the nesting on which a parser's time is quadratic."""
+
+    def __init__(self, stream: IO[bytes]) -> None:
+        self.stream = stream
+
+    def read(self, size: int = -1) -> bytes:
+        data = self.stream.read(size)
+        if data.count(b"[") + data.count(b"{") - data.count(b"]") - data.count(b"}") > _DEEPEST:
+            raise ijson.JSONError("nested too deeply")
+        return data.translate(_TO_BLANKS)
+
+
+@contextmanager
+def _opened(path: str | Path) -> Iterator[tuple[_Text, bool]]:
+    """Open a trace, plain or gzip by its first bytes, and tell whether it is a list; its errors become one line."""
+    where = str(path)
+    try:
+        with Path(path).open("rb") as raw:
+            start = raw.read(2)
+            raw.seek(0)
+            if not start:
+                raise InputError(where, "is empty", f"expected {_WHAT}")
+            stream: Any = gzip.GzipFile(fileobj=raw) if start == b"\x1f\x8b" else raw
+            head = stream.read(256)
+            stream.seek(3 if head.startswith(b"\xef\xbb\xbf") else 0)
+            yield _Text(stream), head.removeprefix(b"\xef\xbb\xbf").lstrip().startswith(b"[")
+    except (ijson.JSONError, UnicodeDecodeError) as error:
+        problem = f"is not JSON, or is cut off ({one_line(str(error))[:120]})"
+        raise InputError(where, problem, f"expected {_WHAT}") from None
+    except (EOFError, gzip.BadGzipFile, zlib.error) as error:
+        problem = f"the gzip file is damaged or cut off ({one_line(str(error))})"
+        raise InputError(where, problem, "export the trace again") from None
+    except OSError as error:
+        raise InputError(where, f"cannot be read ({error.strerror or error})", f"give {_WHAT}") from None

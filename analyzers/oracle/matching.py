@@ -1,15 +1,13 @@
 """Measured times for a graph's ops: which calls in a profiler trace are which ops.
 
-Three ways, most trusted first: ranges named ``node:NAME``; calls in the graph's own order; the k-th call of a type in
-a step for the k-th op of that type. A model that runs eagerly calls composite operators (``aten::linear``) around those
-a graph is made of (``aten::addmm``): the outermost call whose type the graph has is the one that counts. Graphs carry no
-shapes, so shapes decide nothing.
+By ranges named ``node:NAME`` where there are any, else the k-th call of a type in a step for the k-th op of that type. A
+model that runs eagerly calls composite operators (``aten::linear``) around those a graph is made of (``aten::addmm``):
+the outermost call whose type the graph has is the one that counts. Graphs carry no shapes, so shapes decide nothing.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -17,12 +15,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ddltool.analyzers.oracle.kineto import ProfilerTrace
-from ddltool.analyzers.oracle.op_types import normal_type
-from ddltool.analyzers.oracle.trace_spans import Flags, Floats
+from ddltool.analyzers.oracle.spans import Flags, Floats
+from ddltool.analyzers.tracing.op_rules import normal_type
 from ddltool.errors import InputError
 from ddltool.graph import COMPUTE, Estimate, Graph
 
-How = Literal["annotation", "sequence", "type order"]
+How = Literal["annotation", "type order"]
 _ANNOTATION = "node:"
 # What runs here is no part of the step's graph: it ends where gradients leave.
 _OUTSIDE = (
@@ -34,6 +32,7 @@ _OUTSIDE = (
 )
 
 Rows = NDArray[np.intp]
+Names = tuple[str, ...]
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -92,15 +91,8 @@ def match(graph: Graph, trace: ProfilerTrace) -> Match:
         how = "annotation"
         taken, steps = _by_name(trace, named, durations)
     else:
-        calls = _calls(graph, wanted, trace)
-        runs = _runs(graph, wanted, trace, calls)
-        steps = len(runs) or max(trace.steps, 1)
-        if runs:
-            how, taken = "sequence", np.concatenate(runs)
-            durations[wanted] = np.min([trace.time_s[run] for run in runs], axis=0)
-        else:
-            how, taken = "type order", calls
-            inexact = _by_type(graph, wanted, trace, calls, durations)
+        how, taken = "type order", _calls(graph, wanted, trace)
+        steps, inexact = _by_type(graph, wanted, trace, taken, durations)
     measured = ~np.isnan(durations)
     measured[np.setdiff1d(np.arange(len(graph)), wanted)] = False
     durations[(graph.kind == COMPUTE) & ~np.isin(np.arange(len(graph)), wanted)] = 0.0
@@ -134,7 +126,8 @@ def apply(graph: Graph, match: Match, fallback: Graph) -> Graph:
         raise InputError(
             "--oracle", f"no op of {graph.name} occurs in the trace (it has {shown})", "give a trace of the same model"
         )
-    ratio = scale_of(match, fallback)
+    both = match.measured & (match.durations > 0) & (fallback.duration_s > 0)
+    ratio = float(np.median(match.durations[both] / fallback.duration_s[both])) if both.any() else 1.0
     compute = graph.kind == COMPUTE
     rest = compute & np.isnan(match.durations)
     durations = fallback.duration_s.copy()
@@ -146,12 +139,6 @@ def apply(graph: Graph, match: Match, fallback: Graph) -> Graph:
         marks[op] = "measured" if match.measured[op] else "default" if rest[op] else "free"
     meta = {**fallback.meta, "oracle": "profiler trace", "oracle_match": match.how, "oracle_steps": match.steps}
     return replace(fallback, meta=meta).with_durations(durations, marks)
-
-
-def scale_of(match: Match, fallback: Graph) -> float:
-    """Return the median of measured over fallback time, over ops where both are positive; 1 where there are none."""
-    both = match.measured & (match.durations > 0) & (fallback.duration_s > 0)
-    return float(np.median(match.durations[both] / fallback.duration_s[both])) if both.any() else 1.0
 
 
 def _annotated(graph: Graph, trace: ProfilerTrace) -> dict[int, int] | None:
@@ -199,36 +186,17 @@ def _calls(graph: Graph, wanted: Rows, trace: ProfilerTrace) -> Rows:
     return rows[np.argsort(trace.spans.start_s[rows], kind="stable")]
 
 
-def _type_numbers(graph: Graph, wanted: Rows, trace: ProfilerTrace, calls: Rows) -> tuple[Rows, Rows, list[str]]:
-    """Return the types of the wanted ops and of the calls as numbers of one list."""
-    names = sorted({normal_type(graph.op_type[op]) for op in wanted})
-    number = {name: place for place, name in enumerate(names)}
+def _by_type(graph: Graph, wanted: Rows, trace: ProfilerTrace, calls: Rows, durations: Floats) -> tuple[int, Names]:
+    """Fill in times type by type, k-th op from k-th call of a step; return the steps, and the types whose counts differ."""
+    types = np.array([normal_type(graph.op_type[op]) for op in wanted], dtype=str)
+    names, ops = np.unique(types, return_inverse=True)
+    number = {name: place for place, name in enumerate(names.tolist())}
     of_key = np.array([number.get(normal_type(name), -1) for name in trace.names], dtype=np.intp)
-    ops = np.array([number[normal_type(graph.op_type[op])] for op in wanted], dtype=np.intp)
-    return ops, of_key[trace.spans.key[calls]], names
-
-
-def _runs(graph: Graph, wanted: Rows, trace: ProfilerTrace, calls: Rows) -> list[Rows]:
-    """Return the calls of every step whose sequence of types is the graph's; without steps, of every repetition."""
-    ops, types, _ = _type_numbers(graph, wanted, trace, calls)
-    if not len(ops) or not len(calls):
-        return []
-    if trace.steps:
-        step = trace.span_step[calls]
-        parts: Iterable[Rows] = (np.flatnonzero(step == number) for number in range(trace.steps))
-        return [calls[part] for part in parts if np.array_equal(types[part], ops)]
-    if len(calls) % len(ops) or not np.array_equal(types, np.tile(ops, len(calls) // len(ops))):
-        return []
-    return np.split(calls, len(calls) // len(ops))
-
-
-def _by_type(graph: Graph, wanted: Rows, trace: ProfilerTrace, calls: Rows, durations: Floats) -> tuple[str, ...]:
-    """Fill in times type by type, k-th op from k-th call of a step; return the types whose counts differ."""
-    ops, types, names = _type_numbers(graph, wanted, trace, calls)
-    step = trace.span_step[calls] if trace.steps else _repetitions(ops, types)
+    called = of_key[trace.spans.key[calls]]
+    step = trace.span_step[calls] if trace.steps else _repetitions(ops, called)
     inexact: list[str] = []
-    for number, name in enumerate(names):
-        rows, places = np.flatnonzero(types == number), wanted[ops == number]
+    for name, at in number.items():
+        rows, places = np.flatnonzero(called == at), wanted[ops == at]
         if not len(rows):
             continue
         per_step = [trace.time_s[calls[rows[step[rows] == each]]] for each in np.unique(step[rows])]
@@ -238,7 +206,7 @@ def _by_type(graph: Graph, wanted: Rows, trace: ProfilerTrace, calls: Rows, dura
         else:
             durations[places] = min(times.mean() for times in per_step)
             inexact.append(name)
-    return tuple(inexact)
+    return trace.steps or int(step.max(initial=0)) + 1, tuple(inexact)
 
 
 def _repetitions(ops: Rows, types: Rows) -> NDArray[np.int32]:

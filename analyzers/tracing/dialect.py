@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
-from ddltool.analyzers.oracle.op_types import names_in
+from ddltool.analyzers.tracing.op_rules import names_in
 from ddltool.errors import InputError, did_you_mean
 
 Precision = Literal["fp32", "tf32", "amp", "bf16"]

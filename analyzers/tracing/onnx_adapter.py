@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 from onnx import AttributeProto, GraphProto, ModelProto, NodeProto, TensorProto, helper
 
 from ddltool.analyzers.tracing.onnx_batch import bind_dimensions, find_batch, shapes_at
-from ddltool.analyzers.tracing.onnx_costs import NodeView, cost_of, is_setting
-from ddltool.analyzers.tracing.onnx_shapes import Inferred, inputs_of, label, sort_nodes
+from ddltool.analyzers.tracing.onnx_shapes import Inferred, call_of, inputs_of, label, sort_nodes
+from ddltool.analyzers.tracing.op_rules import cost_of
 from ddltool.errors import InputError, one_line
 from ddltool.graph import Graph, Op
 
@@ -28,6 +28,19 @@ _FLOAT8 = frozenset(
 )
 _PACKED_BITS: Mapping[int, int] = {TensorProto.INT4: 4, TensorProto.UINT4: 4, TensorProto.FLOAT4E2M1: 4}
 _QUANTISED = _FLOAT8 | _PACKED_BITS.keys() | {TensorProto.INT8, TensorProto.UINT8}
+
+# Inputs that say how to compute and hold nothing learned: scales and zero points of quantised tensors, output sizes.
+# A constant that is read at these places only is no parameter, and no transfer.
+_SETTINGS: Mapping[str, frozenset[int]] = {
+    **dict.fromkeys(["QuantizeLinear", "DequantizeLinear"], frozenset([1, 2])),
+    **dict.fromkeys(["ConvInteger", "MatMulInteger"], frozenset([2, 3])),
+    **dict.fromkeys(["QLinearConv", "QLinearMatMul", "QLinearAdd", "QLinearMul"], frozenset([1, 2, 4, 5, 6, 7])),
+    **dict.fromkeys(["QLinearGlobalAveragePool", "QLinearAveragePool", "QLinearLeakyRelu"], frozenset([1, 2, 3, 4])),
+    **dict.fromkeys(["QLinearSigmoid", "QLinearSoftmax"], frozenset([1, 2, 3, 4])),
+    "QGemm": frozenset([1, 2, 4, 5, 7, 8]),
+    "Resize": frozenset([1, 2, 3]),
+    "Upsample": frozenset([1]),
+}
 
 
 def trace_onnx(path: str, *, batch_size: int | None = None, bindings: Mapping[str, int] | None = None) -> Graph:
@@ -214,7 +227,7 @@ class _Builder:
         elements = math.prod(self.shapes[name])
         return _stored_bytes(elements, self.types[name]), elements
 
-    def _bytes(self, names: Sequence[str]) -> float:
+    def _bytes(self, names: Iterable[str]) -> float:
         known = {name for name in names if name in self.shapes}
         return sum(_stored_bytes(math.prod(self.shapes[name]), self.types.get(name, 1)) for name in known)
 
@@ -251,16 +264,7 @@ class _Builder:
         return notes
 
     def _compute(self, node: NodeProto, name: str, producer: dict[str, str]) -> Op:
-        attributes = {a.name: helper.get_attribute_value(a) for a in node.attribute if a.type != AttributeProto.GRAPH}
-        view = NodeView(
-            op_type=node.op_type,
-            attributes=attributes,
-            inputs=[self.shapes.get(source) for source in node.input],
-            outputs=[self.shapes.get(output) for output in node.output],
-            input_bytes=self._bytes(list(node.input)),
-            output_bytes=self._bytes([output for output in node.output if output]),
-        )
-        cost = cost_of(view)
+        cost = cost_of(call_of(node, self.shapes, self._bytes))
         sources = dict.fromkeys(producer[source] for source in inputs_of(node) if source in producer)
         return Op(
             name=name,
@@ -282,7 +286,8 @@ def _unique(name: str, taken: Counter[str]) -> str:
 def _data_inputs(node: NodeProto) -> list[str]:
     """Return the names that a node reads as data, not as a quantisation scale, a zero point or a size."""
     captured = inputs_of(node)[sum(1 for name in node.input if name) :]
-    return [name for place, name in enumerate(node.input) if name and not is_setting(node.op_type, place)] + captured
+    settings = _SETTINGS.get(node.op_type, ())
+    return [name for place, name in enumerate(node.input) if name and place not in settings] + captured
 
 
 def _stored_bytes(elements: int, data_type: int) -> float:

@@ -13,13 +13,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
-from onnx import GraphProto, ModelProto, NodeProto, TensorProto, ValueInfoProto, helper, numpy_helper
+from onnx import GraphProto, ModelProto, NodeProto, TensorProto, ValueInfoProto, numpy_helper
 
-from ddltool.analyzers.tracing.onnx_costs import NodeView, Shape, cost_of
 from ddltool.analyzers.tracing.onnx_shapes import (
     RECURRENT,
     Inferred,
     Patches,
+    call_of,
     contradiction,
     infer,
     inputs_of,
@@ -27,6 +27,7 @@ from ddltool.analyzers.tracing.onnx_shapes import (
     patched,
     show,
 )
+from ddltool.analyzers.tracing.op_rules import Shape, cost_of
 from ddltool.errors import InputError, did_you_mean
 
 _ROUNDS = 64
@@ -340,15 +341,7 @@ def _same(left: Patches, right: Patches) -> bool:
 
 def _flops(node: NodeProto, shapes: Mapping[str, Shape]) -> float | None:
     """Return a node's FLOPs where a rule counts them, else None."""
-    view = NodeView(
-        op_type=node.op_type,
-        attributes={item.name: helper.get_attribute_value(item) for item in node.attribute if not item.HasField("g")},
-        inputs=[shapes.get(name) for name in node.input],
-        outputs=[shapes.get(name) for name in node.output],
-        input_bytes=0.0,
-        output_bytes=0.0,
-    )
-    cost = cost_of(view)
+    cost = cost_of(call_of(node, shapes, lambda _: 0.0))
     return cost.flops if cost.estimate == "rule" else None
 
 

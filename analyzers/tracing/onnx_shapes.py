@@ -7,18 +7,18 @@ order. Start at :func:`sort_nodes` and :func:`infer`.
 
 from __future__ import annotations
 
-import heapq
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import networkx as nx
 import numpy as np
 import onnx
 from numpy.typing import NDArray
 from onnx import AttributeProto, GraphProto, ModelProto, NodeProto, TensorProto, helper, numpy_helper
 
-from ddltool.analyzers.tracing.onnx_costs import Shape
+from ddltool.analyzers.tracing.op_rules import Call, Shape
 from ddltool.errors import InputError, one_line
 
 # Inputs that only say how large the output is, by op type.
@@ -226,6 +226,20 @@ def inputs_of(node: NodeProto) -> list[str]:
     return names
 
 
+def call_of(node: NodeProto, shapes: Mapping[str, Shape], size_bytes: Callable[[Iterable[str]], float]) -> Call:
+    """Return a node as the cost rules see it; ``size_bytes`` gives the bytes of named tensors."""
+    known = [math.prod(shapes[name]) for name in (*node.input, *node.output) if name in shapes]
+    return Call(
+        name=node.op_type,
+        inputs=[shapes.get(name) for name in node.input],
+        output=shapes.get(node.output[0]) if node.output else None,
+        named={a.name: helper.get_attribute_value(a) for a in node.attribute if a.type != AttributeProto.GRAPH},
+        elements=float(max(known, default=0)),
+        read_bytes=size_bytes(node.input),
+        written_bytes=size_bytes(filter(None, node.output)),
+    )
+
+
 def contradiction(node: NodeProto, shapes: Mapping[str, Shape]) -> str | None:
     """Return what is impossible about a node's shapes, or None.
 
@@ -285,41 +299,24 @@ def sort_nodes(graph: GraphProto, path: str) -> bool:
                 problem = f"{label(node)} makes {name!r}, which exists already"
                 raise InputError(path, problem, "every tensor needs a name of its own: export the model again")
             maker[name] = number
-    sources: list[set[int]] = []
-    for node in graph.node:
-        names = inputs_of(node)
-        for name in names:
-            if name not in maker and name not in known:
+    graph_of = nx.DiGraph()
+    graph_of.add_nodes_from(range(len(graph.node)))
+    for number, node in enumerate(graph.node):
+        for name in inputs_of(node):
+            if name in maker:
+                graph_of.add_edge(maker[name], number)
+            elif name not in known:
                 problem = f"{label(node)} reads {name!r}, which nothing makes"
                 raise InputError(path, problem, "an input must be a graph input, an initializer or a node's output")
-        sources.append({maker[name] for name in names if name in maker})
-    if all(source < number for number, found in enumerate(sources) for source in found):
+    if all(source < number for source, number in graph_of.edges):
         return False
-    readers: list[list[int]] = [[] for _ in sources]
-    for number, found in enumerate(sources):
-        for source in found:
-            readers[source].append(number)
-    pending = [len(found) for found in sources]
-    ready = [number for number, count in enumerate(pending) if count == 0]  # a heap: sorted to begin with
-    order: list[int] = []
-    while ready:
-        order.append(heapq.heappop(ready))
-        for reader in readers[order[-1]]:
-            pending[reader] -= 1
-            if pending[reader] == 0:
-                heapq.heappush(ready, reader)
-    if len(order) < len(pending):
-        # What waits may only lie behind the cycle: walking up from it ends on the cycle itself.
-        seen: set[int] = set()
-        number = next(number for number, count in enumerate(pending) if count > 0)
-        while number not in seen:
-            seen.add(number)
-            number = min(source for source in sources[number] if pending[source] > 0)
-        raise InputError(
-            path, f"{label(graph.node[number])} reads its own output", "a graph has no cycle: export again"
-        )
-    nodes = [graph.node[number] for number in order]
-    copies = [NodeProto.FromString(node.SerializeToString()) for node in nodes]
+    try:
+        order = list(nx.lexicographical_topological_sort(graph_of))
+    except nx.NetworkXUnfeasible:
+        first, _ = nx.find_cycle(graph_of)[0]
+        problem = f"{label(graph.node[first])} reads its own output"
+        raise InputError(path, problem, "a graph has no cycle: export again") from None
+    copies = [NodeProto.FromString(graph.node[number].SerializeToString()) for number in order]
     del graph.node[:]
     graph.node.extend(copies)
     return True

@@ -31,10 +31,8 @@ class Spans:
     duration_s: Floats
     parent: Indices
     """(m,) index of the span around it on the same thread, -1 at the top."""
-    by_depth: Indices
-    """(m,) the spans ordered by depth."""
-    depth_ptr: NDArray[np.int64]
-    """(depths + 1,) row pointers into ``by_depth``."""
+    levels: list[Indices]
+    """The spans of each depth that have a parent, shallowest first."""
 
     @classmethod
     def build(
@@ -44,32 +42,18 @@ class Spans:
         order = np.lexsort((-duration_s, start_s, thread))
         key, thread, start_s, duration_s = key[order], thread[order], start_s[order], duration_s[order]
         parent, depth = _nest(thread, start_s, start_s + duration_s)
-        counts = np.bincount(depth) if depth.size else np.zeros(0, dtype=np.int64)
-        table = cls(
-            key=key,
-            thread=thread,
-            start_s=start_s,
-            duration_s=duration_s,
-            parent=parent,
-            by_depth=np.argsort(depth, kind="stable").astype(np.int32),
-            depth_ptr=np.concatenate([np.zeros(1, dtype=np.int64), np.cumsum(counts)]),
-        )
+        by_depth = np.argsort(depth, kind="stable").astype(np.int32)
+        levels = np.split(by_depth, np.cumsum(np.bincount(depth))[:-1])[1:] if depth.size else []
+        table = cls(key=key, thread=thread, start_s=start_s, duration_s=duration_s, parent=parent, levels=levels)
         return table, order
 
     def __len__(self) -> int:
         return len(self.key)
 
-    def _levels(self) -> list[Indices]:
-        """Return the spans of each depth that have a parent, shallowest first."""
-        return [
-            self.by_depth[first:last]
-            for first, last in zip(self.depth_ptr[1:-1].tolist(), self.depth_ptr[2:].tolist(), strict=True)
-        ]
-
     def below(self, marked: Flags) -> Flags:
         """Return (m,) whether any span around span i, itself left out, is marked. O(m)."""
         found = np.zeros(len(self), dtype=bool)
-        for level in self._levels():
+        for level in self.levels:
             around = self.parent[level]
             found[level] = found[around] | marked[around]
         return found
@@ -77,7 +61,7 @@ class Spans:
     def nearest(self, marked: Flags) -> Indices:
         """Return (m,) the innermost marked span around span i or itself, -1 where there is none. O(m)."""
         found = np.where(marked, np.arange(len(self), dtype=np.int32), np.int32(-1))
-        for level in self._levels():
+        for level in self.levels:
             rest = level[~marked[level]]
             found[rest] = found[self.parent[rest]]
         return found
@@ -85,7 +69,7 @@ class Spans:
     def with_nested(self, amount: Floats) -> Floats:
         """Return (m,) each span's amount plus that of every span in it. O(m)."""
         total = amount.copy()
-        for level in reversed(self._levels()):
+        for level in reversed(self.levels):
             np.add.at(total, self.parent[level], total[level])
         return total
 

@@ -1,0 +1,370 @@
+"""What an op is and what it costs, told by its name and shapes: one table for aten's names and ONNX's, a rule an entry.
+
+Convolutions, matrix products, attention and recurrent layers are counted from their shapes (a multiply-add counts two),
+not by ``torch.utils.flop_counter``, whose rule for the backward pass of a convolution ignores ``groups`` and which knows
+neither recurrent layers nor ``_grouped_mm``. Element-wise, reduction, normalisation, pooling and copy ops are bound by
+memory; they get a small FLOP count per element and the bytes they read and write. Views and allocations cost nothing.
+Whatever is in no table falls back to its memory traffic and is counted as ``default``.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+
+from ddltool.graph import NO_GEMM, Estimate, Gemm
+
+Shape = tuple[int, ...]
+# FLOPs, and count, m, n and k of the matrix products that they are.
+Product = tuple[float, Gemm]
+
+
+def names_in(text: str) -> frozenset[str]:
+    """Return the names in a table that is written as words."""
+    return frozenset(text.split())
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Call:
+    """An op as the rules see it."""
+
+    name: str
+    """Without namespace and overload: ``convolution``, ``Conv``."""
+    inputs: Sequence[Shape | None]
+    """Shapes by place; None for what is no tensor, or of unknown shape."""
+    output: Shape | None
+    named: Mapping[str, Any] = field(default_factory=dict)
+    """aten's arguments by name, tensors as shapes; ONNX's attributes."""
+    elements: float
+    """Of the largest tensor involved."""
+    read_bytes: float
+    written_bytes: float
+    dtype: str = ""
+    pointwise: bool = False
+
+    def shape(self, place: int) -> Shape | None:
+        """Return the shape of an input, None where there is none or it is unknown."""
+        return self.inputs[place] if place < len(self.inputs) else None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Cost:
+    """Work of one op: floating-point operations, bytes read plus written, and the shape of its matrix product."""
+
+    flops: float
+    size_bytes: float
+    estimate: Estimate
+    written_bytes: float = 0.0
+    """The part of ``size_bytes`` that is written."""
+    gemm: Gemm = NO_GEMM
+    """(count, m, n, k) of the products behind it, of the forward pass for a backward op; zeros where there are none."""
+    dtype: str = ""
+    """torch's name of the type that it computes in."""
+
+
+# Nothing is computed or moved: memory is handed out, or a tensor is looked at in another way.
+FREE = names_in(
+    "empty empty_like empty_strided new_empty new_empty_strided detach alias lift_fresh lift_fresh_copy _unsafe_view "
+    "view reshape _reshape_alias expand t transpose permute squeeze unsqueeze select slice split split_with_sizes "
+    "chunk unbind as_strided as_strided_ unfold diagonal view_as_real view_as_complex sym_size sym_numel sym_stride "
+    "resolve_conj resolve_neg scalar_tensor _assert_tensor_metadata _assert_async _assert_scalar "
+    "Reshape Flatten Squeeze Unsqueeze Identity Dropout Shape Size Constant ConstantOfShape NonZero Optional "
+    "OptionalGetElement OptionalHasElement SequenceEmpty SequenceConstruct SequenceAt"
+)
+# Data movement without arithmetic.
+_COPIES = names_in(
+    "copy copy_ clone contiguous _to_copy cat stack constant_pad_nd pad repeat fill fill_ zero_ zeros zeros_like ones "
+    "ones_like full full_like new_zeros new_ones new_full arange linspace eye slice_scatter select_scatter "
+    "slice_backward select_backward index_put index_put_ _unsafe_index_put index_add index_add_ scatter scatter_ "
+    "scatter_add scatter_add_ embedding_dense_backward triu tril masked_fill masked_fill_ masked_scatter where "
+    "upsample_nearest2d upsample_bilinear2d upsample_bicubic2d upsample_nearest2d_backward "
+    "upsample_bilinear2d_backward upsample_bicubic2d_backward _foreach_copy_ one_hot im2col col2im reflection_pad2d "
+    "reflection_pad2d_backward _embedding_bag_dense_backward "
+    "Transpose Concat Slice Split Pad Tile Expand Resize Upsample Cast CastLike DepthToSpace SpaceToDepth "
+    "ReverseSequence ScatterND ScatterElements Scatter Compress Where Range EyeLike OneHot Trilu Unique"
+)
+# Only the looked-up rows are touched, not the whole table.
+_LOOKUPS = names_in(
+    "embedding index index_select gather _unsafe_index take take_along_dim Gather GatherElements GatherND"
+)
+# FLOPs per element of the largest tensor involved; sources of the factors: one operation per visit of an element, five
+# for an exponential with its subtraction, sum and division, as counted in the usual softmax and normalisation listings.
+_FACTORS: Mapping[float, str] = {
+    1.0: "sum mean amax amin max min argmax argmin prod any all norm linalg_vector_norm cumsum bernoulli bernoulli_ "
+    "rand rand_like randn randn_like normal_ uniform_ random_ sort topk roll flip histc bincount unique_consecutive "
+    "Add Sub Mul Div Neg Abs Sqrt Reciprocal Floor Ceil Round Sign Min Max Sum Mean Clip Relu LeakyRelu PRelu "
+    "ThresholdedRelu Equal Greater GreaterOrEqual Less LessOrEqual And Or Xor Not IsNaN IsInf Mod BitShift "
+    "Pow Exp Log Erf Sin Cos Tan Atan Sinh Cosh ReduceSum ReduceMean ReduceMax ReduceMin ReduceProd ReduceL1 "
+    "ArgMax ArgMin CumSum TopK GlobalAveragePool GlobalMaxPool GlobalLpPool RandomNormalLike RandomUniformLike Bernoulli",
+    2.0: "nll_loss_forward nll_loss_backward nll_loss2d_forward nll_loss2d_backward mse_loss "
+    "ReduceL2 ReduceSumSquare ReduceLogSum ReduceLogSumExp QuantizeLinear DequantizeLinear",
+    3.0: "var var_mean std std_mean logsumexp native_dropout native_dropout_backward",
+    4.0: "_native_batch_norm_legit_no_training _batch_norm_with_update "
+    "Sigmoid Tanh Elu Selu Celu Softplus Softsign HardSigmoid HardSwish Mish Gelu BatchNormalization "
+    "InstanceNormalization LayerNormalization GroupNormalization RMSNormalization MeanVarianceNormalization "
+    "SkipLayerNormalization",
+    5.0: "_softmax _safe_softmax _log_softmax _softmax_backward_data _log_softmax_backward_data _fused_rms_norm "
+    "_fused_rms_norm_backward Softmax LogSoftmax Hardmax LpNormalization",
+    7.0: "native_layer_norm native_group_norm native_batch_norm _native_batch_norm_legit",
+    8.0: "mse_loss_backward gelu gelu_backward silu silu_backward tanh_backward sigmoid_backward",
+    10.0: "native_layer_norm_backward native_group_norm_backward native_batch_norm_backward",
+}
+_PER_ELEMENT = {name: factor for factor, text in _FACTORS.items() for name in text.split()} | {
+    f"{pool}{rank}d{suffix}{direction}": 1.0
+    for pool, suffix in (("avg_pool", ""), ("_adaptive_avg_pool", ""), ("max_pool", "_with_indices"))
+    for rank in (1, 2, 3)
+    for direction in ("", "_backward")
+}
+
+
+def cost_of(call: Call) -> Cost:
+    """Return the cost of a call. O(1)."""
+    written, moved, dtype = call.written_bytes, call.read_bytes + call.written_bytes, call.dtype
+    if call.name in FREE:
+        return Cost(flops=0.0, size_bytes=0.0, estimate="free", written_bytes=written)
+    product = _product(call)
+    if product is not None:
+        flops, gemm = product
+        if dtype.startswith("complex"):  # four real products
+            flops, gemm = 4.0 * flops, (4.0 * gemm[0], *gemm[1:])
+        gemm = gemm if flops else NO_GEMM  # nothing fills no tile
+        return Cost(flops=flops, size_bytes=moved, estimate="rule", written_bytes=written, gemm=gemm, dtype=dtype)
+    if call.name in _LOOKUPS or call.name in _COPIES:
+        size = 2.0 * written if call.name in _LOOKUPS else moved
+        return Cost(flops=0.0, size_bytes=size, estimate="rule", written_bytes=written, dtype=dtype)
+    factor = _PER_ELEMENT.get(call.name.removesuffix("_")) or _PER_ELEMENT.get(call.name)
+    known: Estimate = "rule" if factor is not None or call.pointwise else "default"
+    flops = (factor or 1.0) * call.elements
+    return Cost(flops=flops, size_bytes=moved, estimate=known, written_bytes=written, dtype=dtype)
+
+
+def multiplies(name: str) -> bool:
+    """Return whether an op of this name multiplies matrices: its inputs' type is what it computes in."""
+    return name in _PRODUCTS or _is_attention(name) or name.startswith(_RECURRENT)
+
+
+def _is_attention(name: str) -> bool:
+    return "scaled_dot_product" in name and "attention" in name
+
+
+def _product(call: Call) -> Product | None:
+    """Return FLOPs and (count, m, n, k) of an op that multiplies matrices, None for any other."""
+    if _is_attention(call.name):
+        return _attention(call)
+    if call.name.startswith(_RECURRENT):
+        weights = call.named.get("weights") or [value for key, value in call.named.items() if key.startswith("weight")]
+        matrices = [tuple(weight) for weight in weights if isinstance(weight, tuple) and len(weight) == 2]
+        x = call.named["input"] if "input" in call.named else call.named["x"]
+        return _layers(x, matrices, backward="backward" in call.name) if matrices else None
+    rule = _PRODUCTS.get(call.name)
+    return rule(call) if rule is not None else None
+
+
+def _multiplied(left: int = 0, right: int = 1) -> Callable[[Call], Product | None]:
+    """Return the rule of an op that multiplies its inputs at two places."""
+
+    def count(call: Call) -> Product | None:
+        one, two = call.shape(left), call.shape(right)
+        return None if one is None or two is None else _matmul(one, two)
+
+    return count
+
+
+def _matmul(left: Shape, right: Shape) -> Product | None:
+    """Return FLOPs and shape of (..., m, k) @ (..., k, n); the samples of a product with one matrix count as rows."""
+    if not left or not right:
+        return None
+    left, right = (1, *left) if len(left) == 1 else left, (*right, 1) if len(right) == 1 else right
+    count = math.prod(np.broadcast_shapes(left[:-2], right[:-2])) if len(right) > 2 else 1
+    m = left[-2] if len(right) > 2 else math.prod(left[:-1])
+    return 2.0 * count * m * right[-1] * left[-1], (float(count), float(m), float(right[-1]), float(left[-1]))
+
+
+def _gemm(call: Call) -> Product | None:
+    left, right = call.shape(0), call.shape(1)
+    if left is None or right is None or len(left) != 2:
+        return None
+    turned = [shape[::-1] if call.named.get(key) else shape for shape, key in ((left, "transA"), (right, "transB"))]
+    return _matmul(*turned)
+
+
+def _linear(call: Call) -> Product | None:
+    x, weight = call.inputs[0] or (), call.inputs[1] or ()
+    return _matmul((math.prod(x) // max(weight[1], 1), weight[1]), weight[::-1])
+
+
+def _grouped(call: Call) -> Product | None:
+    """Return FLOPs and shape of ``_grouped_mm``: rows, or the inner dimension, are dealt out to the groups.
+
+    (t, k) x (g, k, n): every row meets its group's matrix. (m, t) x (t, n) gives (g, m, n): the gradient of that matrix.
+    (g, m, k) x (k, t): the columns are dealt out.
+    """
+    left, right = call.inputs[0] or (), call.inputs[1] or ()
+    if len(left) == 2 and len(right) == 3:
+        groups, k, n = right
+        return 2.0 * left[0] * k * n, (float(groups), left[0] / groups, float(n), float(k))
+    if len(left) == 3 and len(right) == 2:
+        groups, m, k = left
+        return 2.0 * m * k * right[1], (float(groups), float(m), right[1] / groups, float(k))
+    return _matmul(left, right)
+
+
+def convolution(seen: Shape | None, filters: Shape | None, groups: int) -> Product | None:
+    """Return FLOPs of a convolution and its implicit matrix product: one per group, positions x channels x taps.
+
+    ``seen``: the output (the input, when transposed), every position of which meets every element of its filters, (out,
+    in / groups, taps ...) or transposed (in, out / groups, taps ...), once.
+    """
+    if seen is None or filters is None:
+        return None
+    positions = (seen[0] if len(seen) == len(filters) else 1) * math.prod(seen[2:])
+    flops = 2.0 * positions * math.prod(filters)
+    return flops, (float(groups), float(positions), filters[0] / max(groups, 1), float(math.prod(filters[1:])))
+
+
+def _aten_convolution(call: Call) -> Product | None:
+    given, backward = call.named, call.name.endswith("_backward")
+    out = given["grad_output"] if backward else call.output
+    counted = convolution(given["input"] if given["transposed"] else out, given["weight"], given["groups"])
+    wanted = sum(bool(wanted) for wanted in given["output_mask"][:2]) if backward else 1
+    return None if counted is None else (counted[0] * wanted, counted[1])
+
+
+def _onnx_convolution(call: Call) -> Product | None:
+    weight = call.shape(3 if call.name == "QLinearConv" else 1)
+    seen = call.shape(0) if call.name == "ConvTranspose" else call.output
+    return convolution(seen, weight, int(call.named.get("group", 1)))
+
+
+def _attention(call: Call) -> Product | None:
+    """Return FLOPs and (heads of all samples, queries, keys, width) of fused attention.
+
+    Two products forward; five backward, since the scores are computed again. FLOPs count the whole square, as MFU is
+    usually reported; the keys of ``gemm`` are halved under a causal mask, of which kernels skip the upper half.
+    """
+    given = call.named
+    if not all(isinstance(given.get(part), tuple) for part in ("query", "key", "value")):
+        return None
+    query, key, value = given["query"], given["key"], given["value"]
+    heads, queries, width = math.prod(query[:-2]), query[-2], query[-1]
+    keys, out_width = key[-2], value[-1]
+    scores, mixed = 2.0 * heads * queries * keys * width, 2.0 * heads * queries * keys * out_width
+    flops = 3.0 * scores + 2.0 * mixed if "backward" in call.name else scores + mixed
+    causal = bool(given.get("is_causal", False)) and queries > 1
+    return flops, (float(heads), float(queries), keys / 2 if causal else float(keys), float(width))
+
+
+def _layers(x: Shape, matrices: Sequence[Shape], *, backward: bool = False) -> Product:
+    """Return FLOPs and shape of recurrent layers whose weight matrices are (gates x state, inputs) each.
+
+    Every step of every sample meets every weight once; backward twice, for the input and for the weights. The steps of one
+    layer wait for each other, hence ``gemm``'s count: steps times layers and directions.
+    """
+    rows = math.prod(x[:-1])  # (steps, batch, features) or the other way round: the product is what counts
+    flops = 2.0 * rows * sum(math.prod(matrix) for matrix in matrices)
+    steps = float(x[0])
+    wide = float(matrices[0][0])
+    layers = max(sum(matrix[0] == wide for matrix in matrices) / 2.0, 1.0)  # without projections of the state
+    inner = flops / (2.0 * rows * layers * wide) if flops else 0.0
+    return (2.0 * flops if backward else flops), (steps * layers, rows / steps if steps else 0.0, wide, inner)
+
+
+def _onnx_recurrent(call: Call) -> Product | None:
+    x, weight, state = (call.shape(place) for place in range(3))
+    if x is None or weight is None or state is None or not len(x) == len(weight) == len(state) == 3:
+        return None
+    return _layers(x, [weight[1:], state[1:]] * weight[0])
+
+
+def _pooling(call: Call) -> Product | None:
+    kernel = call.named.get("kernel_shape")
+    if call.output is None or kernel is None:
+        return None
+    return float(math.prod(call.output) * math.prod(kernel)), NO_GEMM
+
+
+def _local_response(call: Call) -> Product | None:
+    if call.output is None:
+        return None
+    return float(math.prod(call.output) * (int(call.named.get("size", 1)) + 3)), NO_GEMM
+
+
+_RECURRENT = ("mkldnn_rnn_layer", "recurrent")
+_PRODUCTS: Mapping[str, Callable[[Call], Product | None]] = {
+    **dict.fromkeys(("convolution", "_convolution", "convolution_backward"), _aten_convolution),
+    **dict.fromkeys(("Conv", "ConvInteger", "QLinearConv", "ConvTranspose"), _onnx_convolution),
+    **dict.fromkeys(("mm", "_scaled_mm", "_int_mm", "bmm", "matmul", "mv", "MatMul", "MatMulInteger"), _multiplied()),
+    **dict.fromkeys(("addmm", "baddbmm", "addbmm", "_addmm_activation", "addmv"), _multiplied(1, 2)),
+    "QLinearMatMul": _multiplied(0, 3),
+    "Gemm": _gemm,
+    "linear": _linear,
+    **dict.fromkeys(("_grouped_mm", "_scaled_grouped_mm"), _grouped),
+    **dict.fromkeys(("MaxPool", "AveragePool", "LpPool"), _pooling),
+    "LRN": _local_response,
+    **dict.fromkeys(("LSTM", "GRU", "RNN"), _onnx_recurrent),
+}
+
+# ---- one name for what graphs and profilers call differently: what the user wrote, what it decomposes into, and the
+# library that runs it.
+_OVERLOADS = re.compile(r"\.(default|out|Tensor|Scalar|dim_IntList|int|input|self|dim|Tensor_Scalar)$")
+_ATTENTION = re.compile(r"scaled_dot_product_\w*?attention\w*?(_backward)?$")
+_SAME = {
+    "convolution": (
+        "conv1d conv2d conv3d conv cudnn_convolution mkldnn_convolution miopen_convolution thnn_conv2d slow_conv2d_forward "
+        "convinteger qlinearconv convolution_overrideable mps_convolution cudnn_convolution_relu conv_depthwise2d"
+    ),
+    "convolution_backward": (
+        "cudnn_convolution_backward mkldnn_convolution_backward miopen_convolution_backward thnn_conv2d_backward "
+        "slow_conv2d_backward convolution_backward_overrideable mps_convolution_backward"
+    ),
+    "native_batch_norm": (
+        "batch_norm batch_norm_impl_index cudnn_batch_norm miopen_batch_norm native_batch_norm_legit batchnormalization "
+        "native_batch_norm_legit_no_training batch_norm_with_update native_batch_norm_legit_functional"
+    ),
+    "native_batch_norm_backward": (
+        "batch_norm_impl_index_backward cudnn_batch_norm_backward miopen_batch_norm_backward batch_norm_backward"
+    ),
+    "native_layer_norm": "layer_norm layernormalization",
+    "native_group_norm": "group_norm",
+    "max_pool2d_with_indices": "max_pool2d maxpool mkldnn_max_pool2d",
+    "max_pool3d_with_indices": "max_pool3d",
+    "avg_pool2d": "averagepool",
+    "adaptive_avg_pool2d": "globalaveragepool",
+    "nll_loss_forward": "nll_loss nll_loss_nd",
+    "recurrent": "cudnn_rnn mkldnn_rnn_layer miopen_rnn lstm gru rnn_tanh rnn_relu",
+    "recurrent_backward": "cudnn_rnn_backward mkldnn_rnn_layer_backward miopen_rnn_backward",
+    "nll_loss2d_forward": "nll_loss2d",
+    "native_dropout": "dropout",
+    "to_copy": "to",
+    "addmm": "gemm",
+    "softmax": "safe_softmax",
+    "cat": "concat concatenate",
+}
+_CANONICAL = {name: canonical for canonical, names in _SAME.items() for name in names.split()}
+
+
+@lru_cache(maxsize=4096)
+def normal_type(op_type: str) -> str:
+    """Return the canonical name of an op type, without aten's or ONNX's namespace, overload and in-place mark.
+
+    >>> [normal_type(name) for name in ("aten.convolution.default", "aten::_convolution", "aten.conv2d", "onnx.Conv")]
+    ['convolution', 'convolution', 'convolution', 'convolution']
+    >>> normal_type("aten::relu_"), normal_type("fbgemm::bounds_check_indices")
+    ('relu', 'fbgemm.bounds_check_indices')
+    """
+    name = op_type.strip().replace("::", ".").removeprefix("onnx.")
+    if name.startswith("aten."):
+        name = _OVERLOADS.sub("", name.removeprefix("aten."))
+    elif "." in name:
+        return _OVERLOADS.sub("", name)
+    name = name.strip("_").lower()
+    attention = _ATTENTION.match(name)
+    if attention:
+        return f"scaled_dot_product_attention{attention[1] or ''}"
+    return _CANONICAL.get(name, name)
