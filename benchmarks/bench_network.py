@@ -216,9 +216,9 @@ def orders_of(graph: Graph) -> dict[str, dict[str, int]]:
 class WholeSteps(BSP):
     """A step begins when the one before is over, as the graph of one step has it."""
 
-    def may_pull(self, worker: int, clock: int, name: str) -> bool:
-        """Return whether every gradient of the steps before has been applied."""
-        return min(self.book.version.values()) >= clock
+    def waits_for(self, worker: int, clock: int, name: str) -> list[int] | None:
+        """Wait until every gradient of the steps before has been applied."""
+        return None if min(self.book.version.values()) >= clock else super().waits_for(worker, clock, name) or []
 
 
 def make_plan(module: nn.Module, order: str, orders: dict[str, dict[str, int]], seed: int) -> TransferPlan:
@@ -368,7 +368,7 @@ def evaluate(case: dict[str, Any], blocks: list[dict[str, Any]], graph: Graph) -
     """Return measured and predicted step times of one model and mode, per order."""
     step = make_step(case["model"], case["mode"])
     slots = TransferPlan.for_model(step.module, workers=1, servers=1).slots
-    sizes = {slot.name: float(slot.size_bytes) for slot in slots}
+    sizes = {name: float(value.nbytes) for name, value in step.module.named_parameters()}
     latency_s, per_transfer_s, bytes_per_s = fit_link(sizes, [pull for block in blocks for pull in block["idle"]])
     compute_s = statistics.median(block["whole_s"] for block in blocks)
     recv_of = {str(graph.parameter[op]): graph.names[op] for op in graph.of_kind(RECV)}

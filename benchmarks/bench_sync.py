@@ -130,7 +130,7 @@ def serve(
     def watch() -> None:
         begin_s = time.monotonic()
         while not over.wait(SNAPSHOT_S):
-            steps = server.taken * policy.local_steps
+            steps = sum(server.steps_made) * policy.local_steps
             # The values are replaced, never written to.
             snapshots.append((time.monotonic() - begin_s, steps, dict(server.values)))
 
@@ -152,7 +152,7 @@ def serve(
         "time_to_target_s": hit[0] if hit else None,
         "gradients_to_target": hit[1] if hit else None,
         "final_accuracy": accuracy(values),
-        "gradients": server.taken * policy.local_steps,
+        "gradients": sum(server.steps_made) * policy.local_steps,
         "updates": server.updates,
         "wait_s": server.log.wait_s,
         "staleness": dict(server.log.staleness),
@@ -163,7 +163,7 @@ def serve(
             | {"predicted_wait_s": sum(max(one.predicted_end_s) - end_s for end_s in one.predicted_end_s)}
             | {"actual_wait_s": sum(max(one.end_s) - end_s for end_s in one.end_s)}
             for one in barriers
-            if len(one.workers) == len(SLEEPS_S) and not np.isnan(one.end_s).any()
+            if len(one.workers) == len(SLEEPS_S) and None not in one.end_s
         ],
     }
 

@@ -30,8 +30,8 @@ import torch
 from torch import nn
 
 from ddltool.errors import DdlToolError
+from ddltool.runtime.hook.stopping import Terminated
 from ddltool.runtime.servers import BSP, ElasticBSP, Meeting, Policy, Server, TransferPlan, Worker
-from ddltool.runtime.servers.signals import Terminated
 
 MODELS: dict[str, Policy] = {"bsp": BSP(), "elastic": ElasticBSP(4)}
 FAULTS = ("kill-worker", "nan", "raise", "stall", "overflow", "kill-server", "kill-last", "term-all")

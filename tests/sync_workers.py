@@ -121,7 +121,7 @@ def serve(model: nn.Module, plan: Any, policy: Policy, options: dict[str, Any]) 
         "dropped": server.log.dropped,
         "lost": server.lost,
         "events": server.events,
-        "steps": server.taken,
+        "steps": sum(server.steps_made),
         "supersteps": getattr(policy, "supersteps", []),
         "seconds": time.monotonic() - begin,
     }

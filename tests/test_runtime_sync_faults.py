@@ -14,8 +14,8 @@ import pytest
 import torch
 
 from ddltool.errors import InputError
+from ddltool.runtime.hook.stopping import StopSignals, Terminated
 from ddltool.runtime.servers import ASP, BSP, BackupWorkers, ElasticBSP, LocalSGD, Policy, Worker
-from ddltool.runtime.servers.signals import Interruptions, Terminated
 from ddltool.runtime.servers.worker import Arrival
 from tests import sync_fault_workers as bodies
 from tests.transfer_workers import Outcome, launch, make_plan
@@ -125,7 +125,7 @@ def test_a_checkpoint_that_cannot_be_written_hides_nothing(tmp_path: Path) -> No
     error = workers[1].error
     assert error.startswith("TransferError: worker 1 (rank 1)")
     assert "taken out" in error
-    assert f"checkpoint {tmp_path}/gone/last.1.pt could not be written (No such file or directory)" in error
+    assert f"checkpoint {tmp_path}/gone/last.1.pt: cannot be written (No such file or directory)" in error
 
 
 @pytest.mark.parametrize("policy", [BSP(), ElasticBSP(4), LocalSGD(2)], ids=lambda policy: type(policy).__name__)
@@ -176,27 +176,22 @@ class Handlers:
             signal.signal(number, handler)
 
 
-def test_signals_are_held_off_and_handlers_given_back() -> None:
-    with Handlers():
-        mine = Interruptions()
-        mine.open()
-        done = False
-
-        def block() -> None:
-            nonlocal done
-            with mine.held_off():
-                signal.raise_signal(signal.SIGTERM)
-                done = True
-
-        with pytest.raises(Terminated) as ended:
-            block()
-        assert (done, ended.value.code, str(ended.value)) == (True, 143, "SIGTERM")
-        signal.raise_signal(signal.SIGTERM)  # the end is under way: once is enough
-        with pytest.raises(KeyboardInterrupt):
-            signal.raise_signal(signal.SIGINT)
-        mine.close()
-        assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
-        assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+def test_signals_are_heard_when_asked_and_handlers_given_back() -> None:
+    for number, ending in ((signal.SIGTERM, Terminated), (signal.SIGINT, KeyboardInterrupt)):
+        with Handlers():
+            mine = StopSignals()
+            mine.open()
+            mine.hear()
+            signal.raise_signal(number)
+            signal.raise_signal(number)  # the end is under way: once is enough
+            with pytest.raises(ending) as ended:
+                mine.hear()
+            mine.hear()
+            mine.close()
+            assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+            assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+        if number == signal.SIGTERM:
+            assert (ended.value.code, str(ended.value)) == (143, "SIGTERM")
 
 
 def test_a_script_keeps_the_handlers_that_it_has() -> None:
@@ -205,10 +200,10 @@ def test_a_script_keeps_the_handlers_that_it_has() -> None:
 
     with Handlers():
         signal.signal(signal.SIGTERM, own)
-        before = Interruptions()
+        before = StopSignals()
         before.open()
         assert signal.getsignal(signal.SIGTERM) is own
-        later = Interruptions()
+        later = StopSignals()
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         later.open()
         signal.signal(signal.SIGTERM, own)  # taken while a worker was there
@@ -216,7 +211,7 @@ def test_a_script_keeps_the_handlers_that_it_has() -> None:
         before.close()
         assert signal.getsignal(signal.SIGTERM) is own
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
-        elsewhere = Interruptions()
+        elsewhere = StopSignals()
         thread = threading.Thread(target=elsewhere.open)
         thread.start()
         thread.join()
@@ -226,8 +221,8 @@ def test_a_script_keeps_the_handlers_that_it_has() -> None:
 def test_a_forked_child_dies_of_sigterm_as_ever() -> None:
     """A data loader ends its workers by SIGTERM, which must not look like the end of the job in them."""
     code = (
-        "import os, signal\nfrom ddltool.runtime.servers.signals import Interruptions\n"
-        "import time\nInterruptions().open()\nready, tell = os.pipe()\nchild = os.fork()\n"
+        "import os, signal\nfrom ddltool.runtime.hook.stopping import StopSignals\n"
+        "import time\nStopSignals().open()\nready, tell = os.pipe()\nchild = os.fork()\n"
         "if child == 0:\n    os.write(tell, b'.')\n    while True:\n        time.sleep(0.01)\n"
         "os.read(ready, 1)\n"
         "os.kill(child, signal.SIGTERM)\n"
@@ -249,7 +244,7 @@ def test_the_first_of_several_reasons_is_told(tmp_path: Path) -> None:
 def test_updates_stay_when_the_next_pull_brings_nothing() -> None:
     """Without processes: the server is lost while a worker waits for its parameters."""
     worker = object.__new__(Worker)
-    worker.plan, worker.clock, worker._push_order = make_plan(1, 1, "none"), 0, "ready"
+    worker.plan, worker.clock = make_plan(1, 1, "none"), 0
     worker._tell = lambda *what: None  # type: ignore[method-assign]
     worker._updates, worker.arrivals = 0, []
     assert worker.updates == 0
@@ -269,7 +264,7 @@ def test_a_last_batch_that_is_not_whole_can_be_left_out() -> None:
     """Without processes: 9 samples in batches of 4; what the server is told counts the batches that there are."""
     told = []
     worker = object.__new__(Worker)
-    worker.rank, worker.epoch, worker._open, worker._failure = 0, 0, True, None
+    worker.rank, worker.epoch, worker._open, worker._failure, worker._stop = 0, 0, True, None, StopSignals()
     worker.members = lambda epoch: (0,)  # type: ignore[method-assign]
     worker._tell = lambda server, kind, number: told.append(number)  # type: ignore[method-assign]
     all_of_them = worker.batches(9, 4, epoch=0, seed=0)

@@ -90,7 +90,7 @@ def test_a_joiner_works_beside_the_others(policy: Policy) -> None:
         supersteps = results(ours)[0]["supersteps"]
         with_it = [step for step in supersteps if step.workers == [0, 1, 2]]
         assert with_it[0].iterations == [1, 1, 1], "nothing is known of the newcomer yet"
-        assert any(len(step.predicted_s) == 3 for step in with_it[2:]), "now it is predicted as the others are"
+        assert any(len(step.predicted_end_s) == 3 for step in with_it[2:]), "now it is predicted as the others are"
 
 
 def test_a_joiner_takes_over_the_share_of_a_lost_worker() -> None:

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from ddltool.runtime.servers import BSP, Meeting, Policy, Server, TransferPlan, Worker
 from ddltool.runtime.servers.policies import Update
-from ddltool.runtime.servers.worker import PushOrder
+from ddltool.runtime.servers.worker import PushTime
 
 PATIENCE_S = 40.0
 
@@ -158,7 +158,7 @@ def sgd(model: nn.Module, **changes: float) -> torch.optim.SGD:
 sgd(make_model())  # torch loads its compiler with the first optimizer: here, before the processes are forked
 
 
-def train(rank: int, workers: int, servers: int, order: str, steps: int, push: str = "ready") -> Any:
+def train(rank: int, workers: int, servers: int, order: str, steps: int) -> Any:
     """Train over ordered transfers; workers return weights and arrival orders per pull, servers versions."""
     model, plan = make_model(), make_plan(workers, servers, order)
     if rank >= workers:
@@ -169,7 +169,7 @@ def train(rank: int, workers: int, servers: int, order: str, steps: int, push: s
     with torch.no_grad():  # the servers' values must be what counts
         for parameter in model.parameters():
             parameter.fill_(float("nan"))
-    with Worker(model, plan, push=push) as worker:
+    with Worker(model, plan) as worker:
         for step in range(steps):
             features, labels = make_batch(rank, step)
             with worker.step():
@@ -193,7 +193,7 @@ def change(model: nn.Module, how: str) -> None:
         model.zero_grad()
 
 
-def train_changing(rank: int, how: str, push: PushOrder, steps: int) -> Any:
+def train_changing(rank: int, how: str, push: PushTime, steps: int) -> Any:
     """One worker, one server; the gradients are changed after the backward pass, or come from ``how`` = two of them."""
     model, plan = make_model(), make_plan(1, 1, "none")
     if rank == 1:
@@ -353,9 +353,9 @@ class Pausing(BSP):
         super().__init__()
         self.pause_s = pause_s
 
-    def may_pull(self, worker: int, clock: int, name: str) -> bool:
+    def waits_for(self, worker: int, clock: int, name: str) -> list[int] | None:
         time.sleep(self.pause_s)
-        return super().may_pull(worker, clock, name)
+        return super().waits_for(worker, clock, name)
 
 
 class OneByOne(Policy):
@@ -364,8 +364,8 @@ class OneByOne(Policy):
     def __init__(self, steps: int) -> None:
         self.steps = steps
 
-    def blockers(self, worker: int, clock: int, name: str) -> list[int]:
-        return [0] if worker == 1 and self.book.pushed[name][0] < self.steps else []
+    def waits_for(self, worker: int, clock: int, name: str) -> list[int] | None:
+        return [0] if worker == 1 and self.book.pushed[name][0] < self.steps else None
 
     def take(self, worker: int, name: str, gradient: Tensor) -> tuple[bool, list[Update]]:
         return True, [Update(name, [gradient], 1)]

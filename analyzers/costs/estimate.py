@@ -8,7 +8,7 @@ import numpy as np
 
 from ddltool.analyzers.costs.model import CostModel
 from ddltool.device import Network
-from ddltool.graph import COMPUTE, Estimate, Graph, natural_key
+from ddltool.graph import COMPUTE, Estimate, Graph, spread
 
 # The optimizer of whoever names none: predictions, plans and traces then speak of the same step.
 OPTIMIZER = "adam"
@@ -79,11 +79,7 @@ def assign_channels(graph: Graph, servers: int) -> Graph:
     for position in transfers:
         key = graph.parameter[position] or graph.names[position]
         size[key] = max(size.get(key, 0.0), float(graph.size_bytes[position]))
-    load = [0.0] * servers
-    channel: dict[str, int] = {}
-    for key in sorted(size, key=lambda name: (-size[name], natural_key(name))):
-        channel[key] = min(range(servers), key=load.__getitem__)
-        load[channel[key]] += size[key]
+    channel = spread(size, servers)
     computes = sorted({graph.resource_names[graph.resource[i]] for i in np.flatnonzero(graph.kind == COMPUTE)})
     used = sorted(set(channel.values()))
     names = tuple([f"channel:{number}" for number in used] + computes)

@@ -21,7 +21,7 @@ A worker may close or be lost at any time and the others go on; a lost server en
 from __future__ import annotations
 
 from ddltool.runtime.servers.meeting import Meeting
-from ddltool.runtime.servers.policies import ASP, BSP, SSP, BackupWorkers, ElasticBSP, LocalSGD, Policy, Superstep
+from ddltool.runtime.servers.policies import ASP, BSP, SSP, BackupWorkers, ElasticBSP, LocalSGD, Policy
 from ddltool.runtime.servers.server import Server
 from ddltool.runtime.servers.transfers import TransferError, TransferPlan, planned_priority
 from ddltool.runtime.servers.worker import Worker, shard
@@ -36,7 +36,6 @@ __all__ = [
     "Meeting",
     "Policy",
     "Server",
-    "Superstep",
     "TransferError",
     "TransferPlan",
     "Worker",

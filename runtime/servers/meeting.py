@@ -13,7 +13,7 @@ import secrets
 import socket
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -23,7 +23,6 @@ from torch.distributed.distributed_c10d import Store
 from torch.distributed.rendezvous import rendezvous
 
 from ddltool.errors import InputError, one_line
-from ddltool.runtime.servers.policies import Policy
 from ddltool.runtime.servers.transfers import TransferError, TransferPlan, listing
 from ddltool.runtime.servers.wire import BEAT_S, Message, Peer, Wire
 
@@ -63,16 +62,14 @@ class Meeting:
         joins. Raises InputError where there is neither, TransferError when the store does not answer.
         """
         given = os.environ
-        rank = int(given["RANK"]) if "RANK" in given else None
-        size = int(given["WORLD_SIZE"]) if "WORLD_SIZE" in given else None
-        if "DDLTOOL_SERVER" in given:
-            if not given.get("DDLTOOL_TOKEN"):
+        rank, size = (int(given[name]) if name in given else None for name in ("RANK", "WORLD_SIZE"))
+        if (address := given.get("DDLTOOL_SERVER")) is not None:
+            if not (token := given.get("DDLTOOL_TOKEN")):
                 raise InputError("DDLTOOL_TOKEN", "is not set", "give all processes of the job the same secret")
-            address, token = given["DDLTOOL_SERVER"], given["DDLTOOL_TOKEN"]
-            if not address.rpartition(":")[0] or not address.rpartition(":")[2].isdecimal():
+            host, _, port = address.rpartition(":")
+            if not host or not port.isdecimal():
                 raise InputError("DDLTOOL_SERVER", f'is "{address}"', "give HOST:PORT")
-            limit_s = JOIN_S if rank is None else LIMIT_S
-            return cls(rank=rank, size=size, address=address, token=token, limit_s=limit_s)
+            return cls(rank=rank, size=size, address=address, token=token, limit_s=JOIN_S if rank is None else LIMIT_S)
         if rank is None or "MASTER_ADDR" not in given:
             remedy = "start it by torchrun or examples/sync_launch.py, or set DDLTOOL_SERVER and DDLTOOL_TOKEN"
             raise InputError("RANK and MASTER_ADDR", "are not set, so this process has no job", remedy)
@@ -107,6 +104,21 @@ class Meeting:
         address, self.token = bytes(self.store.get(self._key)).decode().split()
         return address
 
+    def check(self, plan: TransferPlan) -> None:
+        """Raise InputError unless the job has as many processes as the plan, of which this one is one."""
+        if self.size not in (None, plan.world_size):
+            problem = (
+                f"is for {plan.workers} workers and {plan.servers} servers, but this job runs {self.size} processes"
+            )
+            raise InputError("transfer plan", problem, f"start {plan.world_size}")
+        if self.rank is None and not plan.late:
+            raise InputError(
+                "transfer plan:late", "is 0, so nobody can join", "give the job's plan, with seats for more"
+            )
+        if self.rank is not None and not 0 <= self.rank < plan.world_size:
+            problem = f"is {self.rank} in a plan for {plan.world_size} processes"
+            raise InputError("RANK", problem, "give one of those")
+
 
 @functools.cache  # rank 0 may be the one that keeps it, for as long as the process lives
 def _store_of_environment() -> Store:
@@ -140,21 +152,6 @@ class Hello:
     """What this process finds wrong with its own arguments: then nobody begins."""
     address: str = ""
     """Where a server listens."""
-
-    @classmethod
-    def of(
-        cls, meeting: Meeting, plan: TransferPlan, policy: Policy, check: Callable[[], None]
-    ) -> tuple[Hello, InputError | None]:
-        """Return what this process says, and why it refuses to begin: what ``check()`` finds wrong, or its place."""
-        refusal = None
-        try:
-            check_place(plan, meeting)
-            check()
-        except InputError as error:
-            refusal = error
-        text = "" if refusal is None else str(refusal)
-        hello = cls(rank=meeting.rank, job=meeting.job, plan=plan.digest(), policy=policy.describe(), refusal=text)
-        return hello, refusal
 
 
 def call(wire: Wire, plan: TransferPlan, address: str, hello: Hello, limit_s: float) -> tuple[list[Any], list[Message]]:
@@ -196,19 +193,18 @@ def gather(
     Return the others by rank, where the servers listen, and the calls of those who are no part of the beginning.
     Raises InputError when the processes disagree, and TransferError naming who has not come in time or has gone.
     """
-    size = meeting.size or plan.world_size
     assert mine.rank is not None
     hellos, peers, others = {mine.rank: mine}, dict[int, Peer](), list[Message]()
     begin = told = time.monotonic()
     try:
-        while missing := [rank for rank in range(size) if rank not in hellos]:
-            waited_s = time.monotonic() - begin
+        while missing := [rank for rank in range(meeting.size or plan.world_size) if rank not in hellos]:
+            now = time.monotonic()
             names = listing([plan.title(rank) for rank in missing])
-            if waited_s > meeting.limit_s:
+            if now - begin > meeting.limit_s:
                 raise TransferError(f"{plan.title(mine.rank)}: {names} did not come within {meeting.limit_s:g} s")
-            if time.monotonic() - told > REMIND_S:
-                told = time.monotonic()
-                log.warning("waiting for %s since %.0f s", names, waited_s)
+            if now - told > REMIND_S:
+                told = now
+                log.warning("waiting for %s since %.0f s", names, now - begin)
             message = wire.receive(BEAT_S)
             for peer in peers.values():
                 wire.send(peer, ["alive"])
@@ -216,25 +212,24 @@ def gather(
                 continue
             peer, (kind, *values), _ = message
             if kind == "gone":
-                lost = next((rank for rank, other in peers.items() if other == peer), None)
-                if lost is not None:
-                    raise TransferError(f"{plan.title(lost)} ended before the job began")
-            elif kind == "hello":
+                for rank, other in peers.items():
+                    if other == peer:
+                        raise TransferError(f"{plan.title(rank)} ended before the job began")
+            elif kind == "hello" and values[0]["rank"] is None:
+                others.append(message)
+            elif kind == "hello" and values[0]["job"] == meeting.job:  # one that is ahead calls again when this is over
                 hello = Hello(**values[0])
-                if hello.rank is None:
-                    others.append(message)
-                elif hello.job == meeting.job:  # one that is ahead calls again when this job is over
-                    hellos[hello.rank], peers[hello.rank] = hello, peer
-                    wire.send(peer, ["held"])
-        if problem := disagreement(hellos, plan):
-            raise problem
-    except InputError as error:
-        for peer in peers.values():
-            wire.send(peer, ["refused", error.where, error.problem, error.remedy])
-        raise
+                assert hello.rank is not None
+                hellos[hello.rank], peers[hello.rank] = hello, peer
+                wire.send(peer, ["held"])
+        _demand_agreement(hellos)
     except BaseException as error:
+        refused = isinstance(error, InputError)
+        text = (
+            ["refused", error.where, error.problem, error.remedy] if refused else ["over", str(error) or "interrupted"]
+        )
         for peer in peers.values():
-            wire.send(peer, ["over", str(error) or type(error).__name__])
+            wire.send(peer, text)
         raise
     addresses = [hellos[plan.rank_of_server(server)].address for server in range(plan.servers)]
     for rank, peer in peers.items():
@@ -244,31 +239,16 @@ def gather(
     return peers, addresses, others
 
 
-def disagreement(hellos: Mapping[int, Hello], plan: TransferPlan) -> InputError | None:
-    """Return what keeps these processes from beginning, by rank."""
+def _demand_agreement(hellos: Mapping[int, Hello]) -> None:
+    """Raise InputError for what keeps these processes, by rank, from beginning."""
+    first = hellos[0]
     for rank, hello in sorted(hellos.items()):
         if hello.refusal:
-            return InputError(f"rank {rank}", hello.refusal)
-    first = hellos[0]
+            raise InputError(f"rank {rank}", hello.refusal)
     if other := [str(rank) for rank, hello in sorted(hellos.items()) if hello.plan != first.plan]:
-        ranks = ("rank " if len(other) == 1 else "ranks ") + listing(other, 8)
-        problem = f"differs from rank 0's on {ranks}"
-        return InputError("transfer plan", problem, "give every rank the same plan and model")
+        problem = f"differs from rank 0's on rank{'s' if other[1:] else ''} {listing(other, 8)}"
+        raise InputError("transfer plan", problem, "give every rank the same plan and model")
     for rank, hello in sorted(hellos.items()):
         if hello.policy != first.policy:
             problem = f"is {first.policy} on rank 0 and {hello.policy} on rank {rank}"
-            return InputError("synchronisation model", problem, "give every rank the same")
-    return None
-
-
-def check_place(plan: TransferPlan, meeting: Meeting) -> None:
-    """Raise InputError unless the job has as many processes as the plan, of which this one is one."""
-    if meeting.size not in (None, plan.world_size):
-        problem = (
-            f"is for {plan.workers} workers and {plan.servers} servers, but this job runs {meeting.size} processes"
-        )
-        raise InputError("transfer plan", problem, f"start {plan.world_size}")
-    if meeting.rank is None and not plan.late:
-        raise InputError("transfer plan:late", "is 0, so nobody can join", "give the job's plan, with seats for more")
-    if meeting.rank is not None and not 0 <= meeting.rank < plan.world_size:
-        raise InputError("RANK", f"is {meeting.rank} in a plan for {plan.world_size} processes", "give one of those")
+            raise InputError("synchronisation model", problem, "give every rank the same")

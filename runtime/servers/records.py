@@ -7,28 +7,28 @@ monotonic seconds since the server began to serve, all durations seconds.
 from __future__ import annotations
 
 import logging
-import math
 import time
 from collections import Counter
-from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, ClassVar, Literal
 
-from ddltool.artifacts import SCHEMA_VERSION, Record, check_writable
+from ddltool.artifacts import SCHEMA_VERSION, Record
 from ddltool.errors import InputError
-from ddltool.runtime.servers.policies import Superstep
+from ddltool.runtime.hook.telemetry import check_target
 
 log = logging.getLogger(__name__)
 
 
-class _Row(Record):
+class Row(Record):
+    """What all rows have."""
+
     KIND: ClassVar[str] = "ddltool.sync"
     kind: Literal["ddltool.sync"] = "ddltool.sync"
     schema_version: int = SCHEMA_VERSION
     time_s: float
 
 
-class StepRow(_Row):
+class StepRow(Row):
     """One worker's step, when its last gradient came in."""
 
     event: Literal["step"] = "step"
@@ -44,19 +44,22 @@ class StepRow(_Row):
     """Whether its gradients came too late to be used."""
 
 
-class BarrierRow(_Row):
+class BarrierRow(Row):
     """One superstep of ElasticBSP, when it is over. Ends are since ``time_s - length_s``."""
 
     event: Literal["barrier"] = "barrier"
     superstep: int
     workers: list[int]
+    """The members when it was decided; the other lists have one entry for each."""
     iterations: list[int]
     predicted_end_s: list[float]
+    """When each was to begin to wait; empty in the warm-up."""
     end_s: list[float | None]
+    """When each began to wait; None: it was lost before."""
     length_s: float
 
 
-class LeftRow(_Row):
+class LeftRow(Row):
     """A worker has closed or was lost."""
 
     event: Literal["left"] = "left"
@@ -71,7 +74,7 @@ class LeftRow(_Row):
     """Batches of its share that nobody has processed, where it has said how many there are."""
 
 
-class JoinedRow(_Row):
+class JoinedRow(Row):
     """A worker has joined; ``step`` is the number of its first one, ``epoch`` the first of which it gets a share."""
 
     event: Literal["joined"] = "joined"
@@ -80,7 +83,7 @@ class JoinedRow(_Row):
     epoch: int
 
 
-class SummaryRow(_Row):
+class SummaryRow(Row):
     """The last line: the whole run."""
 
     event: Literal["summary"] = "summary"
@@ -93,45 +96,11 @@ class SummaryRow(_Row):
     dropped: list[int]
 
 
-Row = StepRow | BarrierRow | LeftRow | JoinedRow | SummaryRow
-
-
-@dataclass(kw_only=True, slots=True)
-class Share:
-    """How far a worker has come in the epoch of which it asked for a share last."""
-
-    epoch: int
-    batches: int | None = None
-    """How many there are to make; None: the worker has not said."""
-    clock: int | None = None
-    """The number of the worker's first step in it."""
-    steps: int = 0
-    """Steps of it whose gradients have come whole."""
-
-    @property
-    def left_out(self) -> int | None:
-        """Batches of the share that were not processed; None: not known."""
-        return None if self.batches is None else max(0, self.batches - self.steps)
-
-    def __str__(self) -> str:
-        text = f"it had made {self.steps} steps of epoch {self.epoch}"
-        return text if self.batches is None else f"{text}, {self.left_out} of its {self.batches} batches are left out"
-
-
-@dataclass(kw_only=True, slots=True)
-class _OpenStep:
-    """What is known of a worker's step before its gradients have come whole."""
-
-    wait_s: float = 0.0
-    staleness: int = 0
-    dropped: bool = False
-
-
 class SyncLog:
     """Sums up and writes.
 
     Attributes:
-        wait_s: per worker.
+        wait_s: per worker, how long its transfers have waited for others.
         staleness: how many steps' gradients were used with which staleness.
         dropped: per worker, steps whose gradients came too late to be used.
     """
@@ -141,7 +110,6 @@ class SyncLog:
         self.wait_s = [0.0] * workers
         self.staleness: Counter[int] = Counter()
         self.dropped = [0] * workers
-        self._open_steps = [_OpenStep() for _ in range(workers)]
         self._began_s = time.monotonic()
         self._file: IO[bytes] | None = None
 
@@ -149,13 +117,7 @@ class SyncLog:
         """Empty the file. Raises InputError when it cannot be written or holds something else."""
         if self.path is None:
             return
-        check_writable(self.path)
-        if self.path.is_file():
-            with self.path.open("rb") as file:
-                first = file.readline(4096)
-            if first.strip() and _Row.KIND.encode() not in first:
-                remedy = "move it or name another file"
-                raise InputError(str(self.path), "holds something other than sync telemetry", remedy)
+        check_target(self.path, Row.KIND, "sync telemetry")
         try:
             self._file = self.path.open("wb", buffering=0)
         except OSError as error:
@@ -171,76 +133,28 @@ class SyncLog:
         """Seconds since the start."""
         return time.monotonic() - self._began_s
 
-    def waited(self, worker: int, seconds: float) -> None:
-        """A transfer to ``worker`` waited for others."""
-        self.wait_s[worker] += seconds
-        self._open_steps[worker].wait_s += seconds
-
-    def used(self, worker: int, staleness: int | None) -> None:
-        """A gradient was taken with this staleness; None: it was dropped."""
-        step = self._open_steps[worker]
-        if staleness is None:
-            step.dropped = True
-        else:
-            step.staleness = max(step.staleness, staleness)
-
-    def step(self, worker: int, number: int, gap: int) -> None:
-        """All gradients of ``worker``'s step ``number`` are in."""
-        step, self._open_steps[worker] = self._open_steps[worker], _OpenStep()
-        if step.dropped:
-            self.dropped[worker] += 1
-        else:
-            self.staleness[step.staleness] += 1
-        self._add(
-            StepRow(
-                time_s=self.time_s,
-                worker=worker,
-                step=number,
-                wait_s=step.wait_s,
-                staleness=step.staleness,
-                gap=gap,
-                dropped=step.dropped,
-            )
-        )
-
-    def barrier(self, superstep: Superstep) -> None:
-        """A superstep is over."""
-        self._add(
-            BarrierRow(
-                time_s=self.time_s,
-                superstep=superstep.number,
-                workers=superstep.workers,
-                iterations=superstep.iterations,
-                predicted_end_s=superstep.predicted_end_s,
-                end_s=[None if math.isnan(end) else end for end in superstep.end_s],
-                length_s=time.monotonic() - superstep.began_s,
-            )
-        )
-
-    def joined(self, worker: int, step: int, epoch: int) -> None:
-        """A worker has joined late."""
-        self._add(JoinedRow(time_s=self.time_s, worker=worker, step=step, epoch=epoch))
-
-    def left(self, worker: int, reason: str | None, share: Share | None) -> None:
-        """A worker has closed (``reason`` None) or was lost, so far into its share of an epoch."""
-        self._add(
-            LeftRow(
-                time_s=self.time_s,
-                worker=worker,
-                lost=reason is not None,
-                reason=reason or "closed",
-                epoch=share.epoch if share else None,
-                steps_of_epoch=share.steps if share else None,
-                batches_left=share.left_out if share else None,
-            )
-        )
-        if reason is not None:
-            log.warning("worker %d is taken out of the job: %s%s", worker, reason, f"; {share}" if share else "")
+    def add(self, row: Row) -> None:
+        """Write a row at once, so that a killed server loses none; a failure ends telemetry, not training."""
+        if isinstance(row, StepRow):
+            if row.dropped:
+                self.dropped[row.worker] += 1
+            else:
+                self.staleness[row.staleness] += 1
+        if self._file is None:
+            return
+        line = row.model_dump_json().encode() + b"\n"
+        try:
+            if self._file.write(line) != len(line):
+                raise OSError(0, "no space left")
+        except OSError as error:
+            log.warning("%s: telemetry stops, training goes on (%s)", self.path, error.strerror)
+            self._file.close()
+            self._file = None
 
     def close(self, policy: str, steps: list[int], updates: int) -> None:
         """Write the summary and close the file."""
         time_s = self.time_s
-        self._add(
+        self.add(
             SummaryRow(
                 time_s=time_s,
                 policy=policy,
@@ -253,18 +167,5 @@ class SyncLog:
             )
         )
         if self._file is not None:
-            self._file.close()
-            self._file = None
-
-    def _add(self, row: Row) -> None:
-        """Write a row at once, so that a killed server loses none; a failure ends telemetry, not training."""
-        if self._file is None:
-            return
-        line = row.model_dump_json().encode() + b"\n"
-        try:
-            if self._file.write(line) != len(line):
-                raise OSError(0, "no space left")
-        except OSError as error:
-            log.warning("%s: telemetry stops, training goes on (%s)", self.path, error.strerror)
             self._file.close()
             self._file = None

@@ -1,16 +1,16 @@
 """The parameter server: keeps a share of the parameters, under a synchronisation policy. Start at :class:`Server`.
 
-One thread takes one message at a time, and after each hands over what may go now: each worker's pull has a counter that
-keeps the plan's order, the policy says when a transfer may go and what a gradient leads to, and torch's own optimizer
-makes the updates. Sending is zmq's doing, beside this thread.
+One thread takes one message at a time, and after each hands over what may go now: each worker's pull has a queue in the
+plan's order, the policy says when a transfer may go and what a gradient leads to, and torch's own optimizer makes the
+updates. Sending is zmq's doing, beside this thread.
 """
 
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
-from functools import partial
 from os import PathLike
 from pathlib import Path
 from typing import Any
@@ -18,23 +18,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ddltool.errors import DdlToolError, InputError, one_line
+from ddltool.errors import DdlToolError, InputError
+from ddltool.runtime.hook.stopping import StopSignals
 from ddltool.runtime.servers.meeting import Hello, Meeting, address_towards, call, gather
 from ddltool.runtime.servers.policies import BSP, Book, Policy, Update
-from ddltool.runtime.servers.records import Share, SyncLog
-from ddltool.runtime.servers.signals import Interruptions
-from ddltool.runtime.servers.transfers import TransferError, TransferPlan, Turns, check_values, listing
-from ddltool.runtime.servers.wire import BEAT_S, CLOSED, Peer, Wire, fill
-
-
-@dataclass(slots=True)
-class _Pull:
-    """What one worker has asked for and not yet been sent."""
-
-    clock: int
-    turns: Turns
-    begun: bool = False
-    """Whether a trainable parameter has gone."""
+from ddltool.runtime.servers.records import JoinedRow, LeftRow, StepRow, SyncLog, log
+from ddltool.runtime.servers.transfers import TransferError, TransferPlan, check_values, listing, named
+from ddltool.runtime.servers.wire import BEAT_S, CLOSED, Message, Peer, Wire, fill
 
 
 @dataclass(slots=True)
@@ -42,19 +32,30 @@ class _Seat:
     """One worker, as this server sees it."""
 
     peer: Peer | None = None
-    pull: _Pull | None = None
+    heard_s: float = 0.0
+    clock: int = 0
+    """Of its last pull: the number of steps that it had made."""
+    queue: deque[int] = field(default_factory=deque)
+    """What it has asked for and not yet been sent."""
     pulls: int = 0
     """How many have begun."""
+    begun: bool = False
+    """Whether a trainable parameter of the last one has gone."""
     pulled: dict[str, int] = field(default_factory=dict)
     """The versions that it was sent last."""
-    gradients: int = 0
-    """How many of the step under way have come."""
-    heard_s: float = 0.0
     waits: tuple[int, str] | None = None
     """For which step's parameter it waits, where the policy lets it wait."""
     since_s: float | None = None
     """Since when it has waited for other workers."""
-    share: Share | None = None
+    # Of the step under way.
+    gradients: int = 0
+    wait_s: float = 0.0
+    staleness: int = 0
+    dropped: bool = False
+    # Of the epoch of which it asked for a share last: its number, the batches if it has said so, its first step.
+    epoch: int | None = None
+    batches: int | None = None
+    first: int | None = None
 
 
 class Server:
@@ -101,24 +102,32 @@ class Server:
         self.lost: dict[int, str] = {}
         self.closed: set[int] = set()
         self.log = SyncLog(plan.seats, None if telemetry is None else Path(telemetry))
-        names = tuple(slot.name for slot in mine if slot.trainable)
         self._book = Book(
             workers=plan.workers,
             seats=plan.seats,
-            names=names,
+            names=tuple(slot.name for slot in mine if slot.trainable),
             decides=self.server == 0,
-            members=set(range(plan.workers)),
-            pushed={name: [0] * plan.seats for name in names},
             version=self.version,
-            steps=[0] * plan.seats,
         )
         self._seats = [_Seat(pulled=dict(self.version)) for _ in range(plan.seats)]
         self._epochs: dict[int, list[int]] = {}
         self._joining: dict[int, tuple[int, set[int]]] = {}
         """Who joins: the first step, and the other servers that do not know yet."""
         self._beat_s = 0.0
-        self._interruptions = Interruptions()
-        self._hello, refusal = Hello.of(meeting, plan, self.policy, self._check)
+        self._stop = StopSignals()
+        refusal = None
+        try:
+            meeting.check(plan)
+            self._check()
+        except InputError as error:
+            refusal = error
+        self._hello = Hello(
+            rank=meeting.rank,
+            job=meeting.job,
+            plan=plan.digest(),
+            policy=self.policy.describe(),
+            refusal="" if refusal is None else str(refusal),
+        )
         try:
             self._meet(meeting)
         except DdlToolError as error:
@@ -134,9 +143,8 @@ class Server:
         if left_out := [name for name in names if id(self._parameters[name]) not in held]:
             raise InputError("optimizer", f"lacks {listing(left_out)}", "make it with this model's parameters")
         if plan.late and self.policy.fixed:
-            raise InputError(
-                "transfer plan:late", f"is {plan.late} under {self.policy.describe()}", "give another policy"
-            )
+            problem = f"is {plan.late} under {self.policy.describe()}"
+            raise InputError("transfer plan:late", problem, "give another policy")
         if plan.late and not self.server and not names:
             raise InputError("transfer plan", "puts no trainable parameter on server 0", "joining needs one there")
         self.policy.open(self._book)
@@ -144,13 +152,14 @@ class Server:
         self.values = {name: self._value(name) for name in self.version}
 
     def _meet(self, meeting: Meeting) -> None:
-        plan, first = self.plan, self.plan.rank_of_server(0)
+        plan, first, found = self.plan, self.plan.rank_of_server(0), ""
         if self.server == 0:
             where, port = meeting.here()
         else:
             found = meeting.find()
             where, port = address_towards(found.rpartition(":")[0]), 0
-        self._wire = Wire(meeting.token, self._interruptions)
+        self._wire = Wire(meeting.token, self._stop)
+        self._early: list[Message]
         try:
             address = self._wire.listen(where, port)
             hello = replace(self._hello, address=address)
@@ -175,11 +184,6 @@ class Server:
         return sum(self.version[name] for name in names) / max(len(names), 1)
 
     @property
-    def taken(self) -> int:
-        """Steps (under local SGD: rounds) of all workers whose gradients have come whole."""
-        return sum(self.steps_made)
-
-    @property
     def steps_made(self) -> list[int]:
         """Per worker, late ones included, the steps that it has made (under local SGD: rounds)."""
         return [steps - self._book.start.get(worker, 0) for worker, steps in enumerate(self._book.steps)]
@@ -193,15 +197,14 @@ class Server:
         of its own.
         """
         self.log.start()
-        self._interruptions.open()
+        self._stop.open()
         try:
-            self.policy.start(time.monotonic())
+            self._decide()
             while self._book.members:
                 message = self._early.pop(0) if self._early else self._wire.receive(BEAT_S)
                 if message is not None:
                     peer, (kind, *values), payload = message
-                    with self._interruptions.held_off():  # what is counted is also written down
-                        getattr(self, f"_on_{kind}")(peer, *values, *([] if payload is None else [payload]))
+                    getattr(self, f"_on_{kind}")(peer, *values, *([] if payload is None else [payload]))
                 self._hand_over()
                 self._beat()
             if not self.closed:
@@ -211,28 +214,18 @@ class Server:
                 )
             self._tell(self._servers.values(), "bye")
         except BaseException as error:
-            failure = self._described(error)
+            failure, how = error, "failed:" if isinstance(error, Exception) else "was ended by"
+            if not isinstance(error, TransferError):
+                failure = TransferError(f"{self._title} {how} {named(error)}")
             self._tell(self._callers, "end", str(failure))
             if failure is error or not isinstance(error, Exception):
                 raise
             raise failure from error
         finally:
-            with self._interruptions.held_off():
-                self.log.close(self.policy.describe(), self.steps_made, round(self.updates))
-                self._wire.close()
-            self._interruptions.close()
+            self.log.close(self.policy.describe(), self.steps_made, round(self.updates))
+            self._wire.close()
+            self._stop.close()
         return self.values
-
-    def _described(self, error: BaseException) -> TransferError:
-        """Return what ends the run, in one line."""
-        if isinstance(error, TransferError):
-            return error
-        text = (
-            f"{type(error).__name__}: {error}" if isinstance(error, Exception) else str(error) or type(error).__name__
-        )
-        how = "failed:" if isinstance(error, Exception) else "was ended by"
-        # Names of files, say, may hold what is no text.
-        return TransferError(one_line(f"{self._title} {how} {text}".encode(errors="replace").decode()))
 
     # Messages of workers.
 
@@ -245,30 +238,31 @@ class Server:
         worker = self.plan.workers + len(self._book.start)
         if theirs != ours:
             what = ["job", f"is {ours}, this worker has {theirs}", "give the joiner the plan and model of the job"]
+            self._wire.send(peer, ["refused", *what])
         elif worker >= self.plan.seats:
             what = ["transfer plan:late", f"all {self.plan.late} seats have been taken", "plan for more"]
+            self._wire.send(peer, ["refused", *what])
         else:
-            self._seats[worker].peer, self._callers[peer] = peer, self.plan.rank_of_worker(worker)
+            self._on_worker(peer, worker)
             # The next step of which no gradient can have been pushed anywhere: a worker pushes its gradients when it has
             # all parameters, and server 0 keeps its own back from that step on until all servers know.
             clock = 1 + max((count for counts in self._book.pushed.values() for count in counts), default=0)
-            self._seat(worker, clock)
             self._joining[worker] = clock, set(self._servers)
             self._tell(self._servers.values(), "seat", worker, clock)
+            self._seat(worker, clock)
             self._let_in(worker)
-            return
-        self._wire.send(peer, ["refused", *what])
 
     def _seat(self, worker: int, clock: int) -> None:
         """Make a joiner a member; ``clock`` is the number of its first step."""
-        for counts in self._book.pushed.values():
+        book = self._book
+        for counts in book.pushed.values():
             counts[worker] = clock
-        self._book.steps[worker] = self._book.start[worker] = clock
-        self._book.members.add(worker)
-        self._book.workers = max(self._book.workers, len(self._book.members))
-        now_s = self._seats[worker].heard_s = time.monotonic()
-        self.policy.joined(worker, clock, now_s)
-        self.log.joined(worker, clock, self._next_epoch)
+        book.steps[worker] = book.start[worker] = clock
+        book.members.add(worker)
+        book.workers = max(book.workers, len(book.members))
+        self._seats[worker].heard_s = time.monotonic()
+        self.policy.joined(worker, clock)
+        self.log.add(JoinedRow(time_s=self.log.time_s, worker=worker, step=clock, epoch=self._next_epoch))
 
     def _let_in(self, worker: int) -> None:
         """Let a joiner begin when all servers know it."""
@@ -283,7 +277,7 @@ class Server:
         return max(self._epochs, default=-1) + 1
 
     def _on_worker(self, peer: Peer, worker: int) -> None:
-        """A worker has called a server other than server 0."""
+        """A worker has called."""
         self._seats[worker].peer, self._callers[peer] = peer, self.plan.rank_of_worker(worker)
 
     def _of(self, peer: Peer) -> int | None:
@@ -296,53 +290,62 @@ class Server:
         self._of(peer)
 
     def _on_pull(self, peer: Peer, clock: int) -> None:
-        if (worker := self._of(peer)) is None:
-            return
-        seat = self._seats[worker]
-        seat.pull = _Pull(clock, Turns(self.plan.queue(self.server, worker, seat.pulls)))
-        seat.pulls += 1
-        if seat.share is not None and seat.share.clock is None:
-            seat.share.clock = clock
+        if (worker := self._of(peer)) is not None:
+            seat = self._seats[worker]
+            seat.clock, seat.begun = clock, False
+            seat.queue = deque(self.plan.queue(self.server, worker, seat.pulls))
+            seat.pulls += 1
+            seat.first = clock if seat.first is None else seat.first
 
     def _on_gradient(self, peer: Peer, index: int, clock: int, payload: memoryview) -> None:
-        if (worker := self._of(peer)) is None:
-            return
-        slot = self.plan.slots[index]
-        gradient = torch.empty(slot.shape, dtype=getattr(torch, slot.dtype))
-        fill(gradient, payload)
-        self.accept(worker, clock, slot.name, gradient)
+        if (worker := self._of(peer)) is not None:
+            slot = self.plan.slots[index]
+            gradient = torch.empty(slot.shape, dtype=getattr(torch, slot.dtype))
+            fill(gradient, payload)
+            self.accept(worker, clock, slot.name, gradient)
 
     def accept(self, worker: int, clock: int, name: str, gradient: Tensor) -> None:
         """Take one gradient of a member."""
+        book, seat = self._book, self._seats[worker]
         if not torch.isfinite(gradient).all():
             # Large parameters are the job's doing: then other workers' gradients will not be finite either.
-            largest = max((float(self.values[other].abs().max()) for other in self._book.names), default=0.0)
+            largest = max((float(self.values[other].abs().max()) for other in book.names), default=0.0)
             what = f"a gradient of {name} in step {clock} that is not finite"
             self._lose(worker, f"sent {what} (the largest parameter here is {largest:.3g})")
             return
-        book, seat = self._book, self._seats[worker]
         book.pushed[name][worker] += 1
         counts, updates = self.policy.take(worker, name, gradient)
-        self.log.used(worker, self.version[name] - seat.pulled[name] if counts else None)
+        if counts:
+            seat.staleness = max(seat.staleness, self.version[name] - seat.pulled[name])
+        seat.dropped |= not counts
         self._apply(updates, f"after worker {worker}'s gradient of step {clock}")
         seat.gradients += 1
         if seat.gradients == len(book.names):
-            seat.gradients = 0
             book.steps[worker] += 1
-            self.log.step(worker, clock, book.steps[worker] - min(book.steps[other] for other in book.members))
-            self.policy.ended(worker, time.monotonic())
-            self._decide()
+            row = StepRow(
+                time_s=self.log.time_s,
+                worker=worker,
+                step=clock,
+                wait_s=seat.wait_s,
+                staleness=seat.staleness,
+                gap=book.steps[worker] - min(book.steps[other] for other in book.members),
+                dropped=seat.dropped,
+            )
+            self.log.add(row)
+            seat.gradients, seat.wait_s, seat.staleness, seat.dropped = 0, 0.0, 0, False
+            self._decide(worker)
 
     def _on_members(self, peer: Peer, epoch: int) -> None:
         """Tell who shares the samples of an epoch: the same for all who ask."""
         if (worker := self._of(peer)) is not None:
             members = self._epochs.setdefault(epoch, sorted(self._book.members))
-            self._seats[worker].share = Share(epoch=epoch)
+            seat = self._seats[worker]
+            seat.epoch, seat.batches, seat.first = epoch, None, None
             self._send(worker, "members", members)
 
     def _on_share(self, peer: Peer, batches: int) -> None:
-        if (worker := self._of(peer)) is not None and (share := self._seats[worker].share) is not None:
-            share.batches = batches
+        if (worker := self._of(peer)) is not None:
+            self._seats[worker].batches = batches
 
     def _on_close(self, peer: Peer) -> None:
         """A worker asks for nothing more; all its gradients have come before this."""
@@ -357,11 +360,9 @@ class Server:
     def _on_gone(self, peer: Peer) -> None:
         """A connection has ended."""
         rank = self._callers.pop(peer, None)
-        if rank is None:
-            return
         if rank in self._servers:
             raise TransferError(f"{self._title}: {self.plan.title(rank)} {CLOSED}")
-        if (worker := self.plan.worker_of_rank(rank)) in self._book.members:
+        if rank is not None and (worker := self.plan.worker_of_rank(rank)) in self._book.members:
             self._lose(worker, CLOSED)
 
     # Messages between servers.
@@ -398,50 +399,43 @@ class Server:
     # What follows from messages and from time.
 
     def _hand_over(self) -> None:
-        """Send every worker what may go now: the counter, and what each transfer waits for."""
+        """Send every worker what may go now: what is first in its queue, and what each transfer waits for."""
         for worker, seat in enumerate(self._seats):
-            if (pull := seat.pull) is None:
-                continue
-            for index in pull.turns.due(partial(self._may_send, worker, pull)):
+            while seat.queue and self._may_send(worker, seat, seat.queue[0]):
+                index = seat.queue.popleft()
                 name = self.plan.slots[index].name
                 seat.pulled[name] = self.version[name]
                 self._send(worker, "value", index, self.version[name], tensor=self.values[name])
-            if not pull.turns.left:
-                seat.pull = None
 
-    def _may_send(self, worker: int, pull: _Pull, index: int) -> bool:
+    def _may_send(self, worker: int, seat: _Seat, index: int) -> bool:
         """Return whether a transfer may go, and keep account of who waits for others."""
-        slot, seat, clock = self.plan.slots[index], self._seats[worker], pull.clock
+        slot = self.plan.slots[index]
         if not slot.trainable:
             return True
-        if self.policy.may_pull(worker, clock, slot.name) and not self._joiners(worker, clock):
-            if not pull.begun:
-                pull.begun = True
-                self.policy.began(worker)
+        blockers = self._waits_for(worker, seat.clock, slot.name)
+        if blockers is None:
+            if not seat.begun:
+                seat.begun, self._book.begun[worker] = True, self.version[slot.name]
             if seat.waits is not None:
                 seat.waits, seat.heard_s = None, time.monotonic()  # its silence counts from now
             if seat.since_s is not None:
-                self.log.waited(worker, time.monotonic() - seat.since_s)
-                seat.since_s = None
+                waited_s, seat.since_s = time.monotonic() - seat.since_s, None
+                seat.wait_s += waited_s
+                self.log.wait_s[worker] += waited_s
             return True
-        seat.waits = clock, slot.name
-        blockers = self._blockers(worker, clock, slot.name)
+        seat.waits = seat.clock, slot.name
         if blockers and seat.since_s is None:
             seat.since_s = time.monotonic()
         if self.policy.fixed and (gone := sorted(self.closed.intersection(blockers))):
             raise TransferError(f"{self._title}: {self._waiting(worker, gone)}, which has closed")
         return False
 
-    def _joiners(self, worker: int, clock: int) -> set[int]:
-        """Return those who join with a step that ``worker`` would make before all servers know of them."""
-        return {
-            other
-            for other, (step, _) in self._joining.items()
-            if other != worker and clock >= step and other in self._book.members
-        }
-
-    def _blockers(self, worker: int, clock: int, name: str) -> list[int]:
-        return sorted({*self.policy.blockers(worker, clock, name), *self._joiners(worker, clock)})
+    def _waits_for(self, worker: int, clock: int, name: str) -> list[int] | None:
+        """Return for whom a transfer waits; None: it may go."""
+        found = self.policy.waits_for(worker, clock, name)
+        # Nobody makes the step with which another one joins before all servers know of it.
+        joiners = [other for other, (step, _) in self._joining.items() if other != worker and clock >= step]
+        return sorted({*(found or ()), *joiners}) if joiners else found
 
     def _waiting(self, worker: int, blockers: Iterable[int]) -> str:
         """Return which transfer to ``worker`` waits for which."""
@@ -449,7 +443,7 @@ class Server:
         assert seat.waits is not None
         clock, name = seat.waits
         missing = listing([title(self.plan.rank_of_worker(other)) for other in blockers])
-        behind = [] if seat.pull is None else [self.plan.slots[index].name for index in seat.pull.turns.left[1:]]
+        behind = [self.plan.slots[index].name for index in list(seat.queue)[1:]]
         more = f" ({listing(behind)} wait behind it)" if behind else ""
         for_whom = title(self.plan.rank_of_worker(worker))
         return f"{name} for {for_whom}{more} waits for its gradient of step {clock - 1} from {missing}"
@@ -464,7 +458,7 @@ class Server:
         # When some have closed the run comes to its end, and the server itself waits for the last.
         wanted = dict.fromkeys(self._book.members, "others have closed") if self.closed else {}
         for worker, seat in enumerate(self._seats):
-            for other in self._blockers(worker, *seat.waits) if seat.waits is not None else ():
+            for other in (self._waits_for(worker, *seat.waits) or ()) if seat.waits is not None else ():
                 wanted[other] = f"others waited for it: {self._waiting(worker, [other])}"
         for worker, why in wanted.items():
             seat = self._seats[worker]
@@ -486,20 +480,35 @@ class Server:
         book, seat = self._book, self._seats[worker]
         book.members.discard(worker)
         self._joining.pop(worker, None)
-        seat.pull = seat.waits = None
+        seat.queue, seat.waits = deque(), None
+        steps = 0
+        if seat.first is not None:
+            steps = max(0, book.steps[worker] - seat.first) * self.policy.local_steps
+        left = None if seat.batches is None else max(0, seat.batches - steps)
+        row = LeftRow(
+            time_s=self.log.time_s,
+            worker=worker,
+            lost=reason is not None,
+            reason=reason or "closed",
+            epoch=seat.epoch,
+            steps_of_epoch=None if seat.epoch is None else steps,
+            batches_left=left,
+        )
+        self.log.add(row)
         if reason is None:
             self.closed.add(worker)
-        if seat.share is not None and seat.share.clock is not None:
-            seat.share.steps = max(0, book.steps[worker] - seat.share.clock) * self.policy.local_steps
-        self.log.left(worker, reason, seat.share)
+        else:
+            share = "" if seat.epoch is None else f"; it had made {steps} steps of epoch {seat.epoch}"
+            share += "" if left is None else f", {left} of its {seat.batches} batches are left out"
+            log.warning("worker %d is taken out of the job: %s%s", worker, reason, share)
         if book.members:
             self._apply(self.policy.settle(), "after the loss or the end of a worker")
             self._decide()
 
-    def _decide(self) -> None:
+    def _decide(self, worker: int | None = None) -> None:
         """On server 0: tell the others when a barrier has been reached and the next one is chosen."""
-        if self.server == 0 and (over := self.policy.decide(time.monotonic())) is not None:
-            self.log.barrier(over)
+        if self.server == 0 and (over := self.policy.decide(self.log.time_s, worker)) is not None:
+            self.log.add(over)
             self._tell(self._servers.values(), "barrier", list(self.policy.quota))
 
     def _apply(self, updates: list[Update], when: str) -> None:
@@ -530,14 +539,11 @@ class Server:
 
     def _not_finite(self, due: Update, mean: Tensor) -> str:
         """Return which update is not finite, and why; every gradient in it is finite."""
-        before = self.values[due.name]
-        if not torch.isfinite(before).all():
-            cause = "its value was not finite from the beginning"
-        elif not torch.isfinite(mean).all():
+        if not torch.isfinite(mean).all():
             cause = f"the sum of {len(due.gradients)} workers' finite gradients is too large for {mean.dtype}"
         else:
-            largest = float(mean.abs().max()) if mean.numel() else 0.0
-            cause = f"the optimizer left the numbers of {before.dtype} on a finite gradient (largest {largest:.3g})"
+            largest = max(float(mean.abs().max()), float(self.values[due.name].abs().max()))
+            cause = f"the optimizer left the numbers of {mean.dtype} on finite gradients (largest number {largest:.3g})"
         return f"update {self.version[due.name] + 1} of {due.name} is not finite: {cause}"
 
     def _tell(self, peers: Iterable[Peer], *what: Any) -> None:

@@ -1,10 +1,9 @@
-"""Ordered transfers between workers and parameter servers: the plan and the counter. Start at :class:`TransferPlan`.
+"""Ordered transfers between workers and parameter servers: the plan. Start at :class:`TransferPlan`.
 
 Ranks 0 to W-1 are workers, ranks W to W+P-1 parameter servers. In a step a worker pulls every parameter and pushes
 every gradient; each worker-server pair is one channel per direction, and a channel carries one transfer at a time. The
 order is enforced where TicTac (section 5.1) enforces it, at the sender: priorities become numbers 0 to n-1 within a
-channel, the server holds a counter per worker and iteration, and transfer k goes to the transport only when the counter
-has reached k (:class:`Turns`).
+channel, the server holds a queue per worker and iteration, and transfer k goes to the transport only after k others.
 """
 
 from __future__ import annotations
@@ -13,16 +12,15 @@ import hashlib
 import json
 import os
 import random
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
 from functools import cached_property
 
-import torch
 from torch import Tensor, nn
 
 from ddltool.artifacts import load
-from ddltool.errors import DdlToolError, InputError
-from ddltool.graph import natural_key
+from ddltool.errors import DdlToolError, InputError, one_line
+from ddltool.graph import natural_key, spread
 from ddltool.plan import Enforcement
 
 
@@ -30,25 +28,6 @@ class TransferError(DdlToolError):
     """A transfer did not happen: says which one waited, for what, and on which rank."""
 
     exit_code = 1
-
-
-class Turns:
-    """The counter of one channel and iteration: transfer k has its turn when k transfers have gone before it."""
-
-    def __init__(self, order: Sequence[int]) -> None:
-        """``order``: the keys, first to last; more may be appended to a list."""
-        self.order, self.counter = order, 0
-
-    def due(self, ready: Callable[[int], bool]) -> Iterator[int]:
-        """Yield the keys that are ready in their turn; each counts as gone when the next one is asked for."""
-        while self.counter < len(self.order) and ready(self.order[self.counter]):
-            yield self.order[self.counter]
-            self.counter += 1
-
-    @property
-    def left(self) -> Sequence[int]:
-        """The keys that have not gone, first to last."""
-        return self.order[self.counter :]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -60,12 +39,6 @@ class Slot:
     dtype: str
     trainable: bool
     server: int
-
-    @property
-    def size_bytes(self) -> int:
-        """Bytes of one transfer."""
-        dtype: torch.dtype = getattr(torch, self.dtype)
-        return torch.Size(self.shape).numel() * dtype.itemsize
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -95,13 +68,12 @@ class TransferPlan:
         servers: int,
         priority: Mapping[str, int] | None = None,
         random_seed: int | None = None,
-        server_of: Mapping[str, int] | None = None,
         late: int = 0,
     ) -> TransferPlan:
-        """Return the plan for ``model``; ``server_of`` (parameter to server) replaces :func:`spread`.
+        """Return the plan for ``model``, spread over the servers by :func:`~ddltool.graph.spread`.
 
-        Raises InputError when ``priority`` or ``server_of`` leave out a parameter or name one that the model lacks,
-        when both an order and a seed are given, and for counts below 1 or servers that do not exist.
+        Raises InputError when ``priority`` leaves out a parameter or names one that the model lacks, when both an order
+        and a seed are given, and for counts below 1.
         """
         if workers < 1 or servers < 1:
             raise InputError("transfer plan", f"{workers} workers and {servers} servers", "there must be one of each")
@@ -112,13 +84,11 @@ class TransferPlan:
         parameters = {name: value for name, value in model.named_parameters() if value.numel()}
         sizes = {name: value.numel() * value.element_size() for name, value in parameters.items()}
         if priority is not None:
-            _check_names("transfer plan:priority", priority, sizes)
-        if server_of is not None:
-            _check_names("transfer plan:server_of", server_of, sizes)
-            if wrong := sorted(name for name, server in server_of.items() if not 0 <= server < servers):
-                problem = f"{wrong[0]} is on server {server_of[wrong[0]]}"
-                raise InputError("transfer plan:server_of", problem, f"servers are 0 to {servers - 1}")
-        place = spread(sizes, servers) if server_of is None else server_of
+            wrong = {"misses": sizes.keys() - priority.keys(), "has unknown": priority.keys() - sizes.keys()}
+            if parts := [f"{what} {listing(sorted(names, key=natural_key))}" for what, names in wrong.items() if names]:
+                remedy = "it must name each of the model's parameters once"
+                raise InputError("transfer plan:priority", " and ".join(parts), remedy)
+        place = spread(sizes, servers)
         return cls(
             slots=tuple(
                 Slot(
@@ -192,34 +162,10 @@ class TransferPlan:
         chance = random.Random(f"{self.random_seed}/{server}/{worker}/{pull}")
         return tuple(chance.sample(queue, len(queue)))
 
-    def gradients(self, server: int) -> tuple[int, ...]:
-        """Return the indices of the trainable parameters on ``server``, in the reverse of the order of the pulls."""
-        return tuple(index for index in reversed(self._on_server[server]) if self.slots[index].trainable)
-
     def digest(self) -> str:
         """Return 12 hexadecimal digits that two plans share only if they are the same."""
-        slots = [(s.name, s.shape, s.dtype, s.trainable, s.server) for s in self.slots]
-        content = [slots, self.workers, self.servers, self.priority, self.random_seed, self.late]
+        content = asdict(self)
         return hashlib.sha256(json.dumps(content).encode()).hexdigest()[:12]
-
-
-def spread(sizes: Mapping[str, float], servers: int) -> dict[str, int]:
-    """Return a server for each parameter: largest first onto the least loaded (LPT), ties by name. O(n log n + n P)."""
-    load = [0.0] * servers
-    place: dict[str, int] = {}
-    for name in sorted(sizes, key=lambda name: (-sizes[name], natural_key(name))):
-        place[name] = min(range(servers), key=load.__getitem__)
-        load[place[name]] += sizes[name]
-    return place
-
-
-def _check_names(where: str, given: Iterable[str], known: Iterable[str]) -> None:
-    """Raise InputError unless the two hold the same names."""
-    missing = sorted(set(known) - set(given), key=natural_key)
-    unknown = sorted(set(given) - set(known), key=natural_key)
-    parts = [f"{kind} {listing(names)}" for kind, names in (("misses", missing), ("has unknown", unknown)) if names]
-    if parts:
-        raise InputError(where, " and ".join(parts), "it must name each of the model's parameters once")
 
 
 def check_values(plan: TransferPlan, values: Mapping[str, Tensor]) -> None:
@@ -253,3 +199,10 @@ def planned_priority(config: str | os.PathLike[str] | Enforcement) -> dict[str, 
     if not numbers:
         raise InputError(f"{path}:parameters", "hold no priority", "make the plan with --graph")
     return numbers
+
+
+def named(error: BaseException) -> str:
+    """Return an error in one line: its type, and its text where it has one."""
+    text = f"{type(error).__name__}: {error}" if isinstance(error, Exception) and str(error) else ""
+    # Names of files, say, may hold what is no text.
+    return one_line((text or str(error) or type(error).__name__).encode(errors="replace").decode())

@@ -16,13 +16,11 @@ from zmq.utils import z85
 from zmq.utils.monitor import recv_monitor_message
 
 from ddltool.errors import InputError
-from ddltool.runtime.servers.signals import Interruptions
+from ddltool.runtime.hook.stopping import StopSignals
 from ddltool.runtime.servers.transfers import TransferError
 
 BEAT_S = 0.1  # how often a server tells everybody that it is there, and so finds who is gone
-SILENT_S = (
-    60.0  # how long an end may be silent before its connection counts as lost; no single transfer may take longer
-)
+SILENT_S = 60.0  # how long an end may be silent before it counts as lost; no single transfer may take longer
 CLOSED = "closed its connection"
 LINGER_S = 1.0  # how long last words may take when an end closes
 Peer: TypeAlias = int | bytes
@@ -38,10 +36,11 @@ class Wire:
     key pair made from the token: without the token nobody can shake hands.
     """
 
-    def __init__(self, token: str, interruptions: Interruptions) -> None:
+    def __init__(self, token: str, stop: StopSignals) -> None:
+        """``stop``: heard between two messages, and nowhere else."""
         secret = z85.encode(hashlib.blake2b(token.encode(), digest_size=32, person=b"ddltool servers").digest())
         self._keys = secret, zmq.curve_public(secret)
-        self._interruptions = interruptions
+        self._stop = stop
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._poller = zmq.Poller()
         self._router: zmq.Socket[bytes] | None = None
@@ -96,24 +95,24 @@ class Wire:
         frames: list[Any] = [json.dumps(what).encode()]
         if tensor is not None:
             frames.append(tensor.detach().reshape(-1).view(torch.uint8).numpy())
-        with self._interruptions.held_off():
-            if isinstance(peer, int):
-                self._dealers[peer].send_multipart(frames, copy=False)
-                return
-            assert self._router is not None
-            try:
-                self._router.send_multipart([peer, *frames], zmq.NOBLOCK, copy=False)
-            except zmq.ZMQError:
-                if peer not in self._gone:
-                    self._gone.add(peer)
-                    self._events.append((peer, ["gone"], None))
+        if isinstance(peer, int):
+            self._dealers[peer].send_multipart(frames, copy=False)
+            return
+        assert self._router is not None
+        try:
+            self._router.send_multipart([peer, *frames], zmq.NOBLOCK, copy=False)
+        except zmq.ZMQError:
+            if peer not in self._gone:
+                self._gone.add(peer)
+                self._events.append((peer, ["gone"], None))
 
     def receive(self, timeout_s: float) -> Message | None:
         """Return the next message, None when there is none in time.
 
         "connected" (a server has answered) and "gone" (a connection has ended, after all that came over it) are
-        messages of no values.
+        messages of no values. Raises what :meth:`StopSignals.hear` does.
         """
+        self._stop.hear()
         if found := self._next():
             return found
         if not self._events:
@@ -151,6 +150,4 @@ def fill(tensor: Tensor, payload: memoryview | None) -> None:
     """Copy what was received into ``tensor``. Raises TransferError when it is of another size."""
     if payload is None or payload.nbytes != tensor.numel() * tensor.element_size():
         raise TransferError(f"{0 if payload is None else payload.nbytes} bytes came for {tuple(tensor.shape)}")
-    received = torch.frombuffer(payload, dtype=torch.uint8).view(tensor.dtype) if payload.nbytes else None
-    if received is not None:
-        tensor.copy_(received.view(tensor.shape))
+    tensor.copy_(torch.frombuffer(payload, dtype=torch.uint8).view(tensor.dtype).view(tensor.shape))

@@ -7,6 +7,7 @@ Buffers (batch-norm statistics) stay local.
 
 from __future__ import annotations
 
+import io
 import logging
 import os
 import time
@@ -16,25 +17,25 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Literal, Protocol, Self
+from typing import Any, Literal, Self
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from ddltool.artifacts import check_writable
-from ddltool.errors import DdlToolError, InputError, one_line
+from ddltool.artifacts import check_writable, write_bytes
+from ddltool.errors import DdlToolError, InputError
+from ddltool.runtime.hook.stopping import StopSignals, Terminated
 from ddltool.runtime.servers.meeting import Hello, Meeting, call
 from ddltool.runtime.servers.policies import BSP, Policy
-from ddltool.runtime.servers.signals import Interruptions, Terminated
-from ddltool.runtime.servers.transfers import TransferError, TransferPlan, Turns, check_values
+from ddltool.runtime.servers.transfers import TransferError, TransferPlan, check_values, named
 from ddltool.runtime.servers.wire import BEAT_S, CLOSED, SILENT_S, Wire, fill
 
 log = logging.getLogger(__name__)
 
-PushOrder = Literal["ready", "reverse", "step"]
-PUSH_ORDERS = ("ready", "reverse", "step")
+PushTime = Literal["ready", "step"]
+PUSH_TIMES = ("ready", "step")
 HERE_S = 1.0  # how often a worker that is receiving says so
 # Modules that only call their children, which then wait for themselves. Other modules of torch.nn may use the
 # parameters of their children without calling them (MultiheadAttention does).
@@ -46,16 +47,6 @@ _CONTAINERS = (
     nn.TransformerEncoder,
     nn.TransformerDecoder,
 )
-
-
-class LocalOptimizer(Protocol):
-    """What makes local steps: any ``torch.optim`` optimizer does."""
-
-    def step(self) -> Any:
-        """Change the parameters in place."""
-
-    def zero_grad(self) -> Any:
-        """Forget the gradients."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -85,9 +76,9 @@ class Worker:
         plan: TransferPlan,
         policy: Policy | None = None,
         *,
-        local_optimizer: LocalOptimizer | None = None,
+        local_optimizer: torch.optim.Optimizer | None = None,
         checkpoint: str | os.PathLike[str] | None = None,
-        push: PushOrder = "ready",
+        push: PushTime = "ready",
         meeting: Meeting | None = None,
     ) -> None:
         """Meet the others and hook the model: returns when all have come, or when the running job has let it join.
@@ -95,44 +86,26 @@ class Worker:
         ``policy``: as on the servers. ``local_optimizer``: makes the local steps of local SGD, and only there.
         ``checkpoint``: where the parameters of the last complete pull go when the run ends by a TransferError (a lost
         server above all), by SIGTERM or by Ctrl-C; a file of this worker's own; costs one copy of the parameters per
-        pull. SIGTERM then ends the process with 143; a script with a handler of its own keeps it. ``push``: "ready"
-        sends each channel's gradients as they become ready, "reverse" holds them to the reverse of the plan's order (of
-        the registration order under a random seed). Both send while the backward pass runs, so ``.grad`` must not be
-        changed after it. "step" sends what ``.grad`` holds at the end of the step: after clipping and scaling, and after
-        any number of backward passes. ``meeting``: by default that of the environment. Raises InputError, on all ranks,
-        when the ranks' plans, models or policies differ or one's arguments are wrong, and when no seat is left for who
-        joins; TransferError when one of them does not come or is lost, or the job lets nobody in.
+        pull. SIGTERM then ends the process with 143, at the end of the step under way; a script with a handler of its own
+        keeps it. ``push``: "ready" sends gradients as they become ready, while the backward pass runs, so ``.grad`` must
+        not be changed after it. "step" sends what ``.grad`` holds at the end of the step: after clipping and scaling, and
+        after any number of backward passes. ``meeting``: by default that of the environment. Raises InputError, on all
+        ranks, when the ranks' plans, models or policies differ or one's arguments are wrong, and when no seat is left for
+        who joins; TransferError when one of them does not come or is lost, or the job lets nobody in.
         """
         meeting = meeting or Meeting.of_environment()
         self.model, self.plan, self.policy = model, plan, policy or BSP(fixed=True)
-        self._push_order, self._optimizer = push, local_optimizer
+        self._push, self._optimizer = push, local_optimizer
         self._checkpoint = None if checkpoint is None else Path(checkpoint)
         self._parameters = dict(model.named_parameters())
         self._names = [slot.name for slot in plan.slots]
-        self._interruptions = Interruptions()
-        hello, refusal = Hello.of(meeting, plan, self.policy, self._check)
-        if refusal is not None and meeting.rank is None:
-            raise refusal
-        try:
-            where = meeting.find()
-            self._wire = Wire(meeting.token, self._interruptions)
-            try:
-                (rank, self.clock, self.epoch, addresses), _ = call(self._wire, plan, where, hello, meeting.limit_s)
-            except BaseException:
-                self._wire.close()
-                raise
-        except DdlToolError as error:
-            raise refusal or error from None
-        self.rank, self._title = plan.worker_of_rank(rank), plan.title(rank)
-        for server in range(1, plan.servers):
-            self._wire.dial(plan.rank_of_server(server), addresses[server])
-            self._wire.send(plan.rank_of_server(server), ["worker", self.rank])
+        self._stop = StopSignals()
+        self._meet(meeting)
         self.arrivals: list[Arrival] = []
         self._arrived = set(range(len(plan.slots)))
         self._awaited: set[int] = set()
-        self._gradients: dict[int, Tensor] = {}
+        self._pushed: set[int] = set()
         self._offered: dict[int, tuple[Tensor, int]] = {}  # `.grad` as the hook saw it, and its version then
-        self._turns: list[Turns] = []
         self._pushing = False
         self._asked_s = 0.0
         self._heard_s = dict.fromkeys(range(plan.servers), 0.0)
@@ -147,12 +120,43 @@ class Worker:
         self._updates = 0  # up to the last pull but one
         self._handles = self._hook()
         if checkpoint is not None:
-            self._interruptions.open()
+            self._stop.open()
+
+    def _meet(self, meeting: Meeting) -> None:
+        plan, refusal = self.plan, None
+        try:
+            meeting.check(plan)
+            self._check()
+        except InputError as error:
+            if meeting.rank is None:
+                raise
+            refusal = error
+        hello = Hello(
+            rank=meeting.rank,
+            job=meeting.job,
+            plan=plan.digest(),
+            policy=self.policy.describe(),
+            refusal="" if refusal is None else str(refusal),
+        )
+        try:
+            where = meeting.find()
+            self._wire = Wire(meeting.token, self._stop)
+            try:
+                (rank, self.clock, self.epoch, addresses), _ = call(self._wire, plan, where, hello, meeting.limit_s)
+            except BaseException:
+                self._wire.close()
+                raise
+        except DdlToolError as error:
+            raise refusal or error from None
+        self.rank, self._title = plan.worker_of_rank(rank), plan.title(rank)
+        for server in range(1, plan.servers):
+            self._wire.dial(plan.rank_of_server(server), addresses[server])
+            self._wire.send(plan.rank_of_server(server), ["worker", self.rank])
 
     def _check(self) -> None:
         """Raise InputError for arguments that do not fit; all ranks then refuse."""
-        if self._push_order not in PUSH_ORDERS:
-            raise InputError("push", f"is {self._push_order}", f"known: {', '.join(PUSH_ORDERS)}")
+        if self._push not in PUSH_TIMES:
+            raise InputError("push", f"is {self._push}", f"known: {', '.join(PUSH_TIMES)}")
         check_values(self.plan, self._parameters)
         if (self.policy.local_steps > 1) != (self._optimizer is not None):
             problem = "is missing" if self._optimizer is None else f"is given under {self.policy.describe()}"
@@ -176,11 +180,11 @@ class Worker:
         with self._running("left a step with"):
             if self._optimizer is not None and push:
                 yield from self._local_step(self._optimizer)
-                return
-            self._end_round()
-            self._begin(push)
-            yield self
-            self._finish()
+            else:
+                self._end_round()
+                self._begin(push)
+                yield self
+                self._finish()
 
     def pull(self) -> None:
         """Pull all parameters and wait until they are here; after the last step this brings the trained values."""
@@ -253,7 +257,7 @@ class Worker:
             handle.remove()
         self._handles = []
         self._wire.close()
-        self._interruptions.close()
+        self._stop.close()
 
     def __enter__(self) -> Self:
         return self
@@ -273,7 +277,9 @@ class Worker:
         if not self._open:
             raise InputError(self._title, "is asked for something after it has closed", "ask before, inside its block")
         try:
+            self._stop.hear()
             yield
+            self._stop.hear()
         except BaseException as error:
             failure = self._fail(error, how)
             if isinstance(error, TransferError) and failure is not error:
@@ -282,17 +288,16 @@ class Worker:
 
     def _fail(self, error: BaseException, how: str) -> TransferError:
         """Write the checkpoint where the job ends here, and tell the servers why this worker leaves it."""
-        failure = error if isinstance(error, TransferError) else TransferError(f"{self._title} {how} {_named(error)}")
+        failure = error if isinstance(error, TransferError) else TransferError(f"{self._title} {how} {named(error)}")
         problem = self._save() if isinstance(error, TransferError | KeyboardInterrupt | Terminated) else ""
         if problem and isinstance(error, TransferError):
             failure = TransferError(f"{error}; {problem}")
         elif problem:
             log.warning("%s: %s", self._title, problem)
         self._failure = failure
-        with self._interruptions.held_off():
-            for server in set(range(self.plan.servers)) - self._closed:
-                self._tell(server, "fail", f"{how} {_named(error)}")
-            self._leave()
+        for server in set(range(self.plan.servers)) - self._closed:
+            self._tell(server, "fail", f"{how} {named(error)}")
+        self._leave()
         return failure
 
     def _tell(self, server: int, *what: Any, tensor: Tensor | None = None) -> None:
@@ -320,9 +325,10 @@ class Worker:
         title = self.plan.title(self.plan.rank_of_server(server))
         if kind == "value":
             index, version = values
-            fill(self._parameters[self._names[index]].detach(), payload)
+            name = self._names[index]
+            fill(self._parameters[name].detach(), payload)
             time_s = time.perf_counter() - self._asked_s
-            self.arrivals.append(Arrival(name=self._names[index], server=server, version=version, time_s=time_s))
+            self.arrivals.append(Arrival(name=name, server=server, version=version, time_s=time_s))
             self._arrived.add(index)
             if time.monotonic() - self._told_s[server] > HERE_S:
                 self._tell(server, "here")
@@ -360,13 +366,9 @@ class Worker:
         """Ask for all parameters."""
         self._updates = self.updates
         self._arrived, self._awaited, self.arrivals = set(), set(), []
-        self._gradients, self._offered, self._pushing = {}, {}, push
-        servers = range(self.plan.servers)
-        self._turns = [
-            Turns(self.plan.gradients(server) if self._push_order == "reverse" else []) for server in servers
-        ]
+        self._pushed, self._offered, self._pushing = set(), {}, push
         self._asked_s = time.perf_counter()
-        for server in servers:
+        for server in range(self.plan.servers):
             self._tell(server, "pull", self.clock)
 
     def _await(self, wanted: frozenset[int]) -> None:
@@ -382,25 +384,20 @@ class Worker:
         if index not in self._awaited:
             problem = f"uses {name} without calling the module that owns it, so nothing waited for its transfer"
             raise InputError("model", problem, "call the owning module in the forward pass")
-        if self._push_order == "step":
+        if self._push == "step":
             return
-        if index in self._gradients:
+        if index in self._pushed:
             remedy = 'run one backward pass per step, or give push="step"'
             raise InputError("worker.step", f"{name} has a second gradient", remedy)
         self._offered[index] = gradient, gradient._version
-        self._offer(index, gradient)
+        self._send(index, gradient)
 
-    def _offer(self, index: int, gradient: Tensor) -> None:
-        """Send a gradient when it has its turn."""
+    def _send(self, index: int, gradient: Tensor) -> None:
         # Of no step is a gradient pushed before all servers have let that step begin; :meth:`Server._on_hello` says why.
         self._take_until(self._complete)
-        self._gradients[index] = gradient.detach().to_dense().cpu().contiguous()
-        server = self.plan.slots[index].server
-        turns = self._turns[server]
-        if self._push_order != "reverse":
-            turns.order = [*turns.order, index]
-        for due in turns.due(self._gradients.__contains__):
-            self._tell(server, "gradient", due, self.clock, tensor=self._gradients[due])
+        self._pushed.add(index)
+        tensor = gradient.detach().to_dense().cpu().contiguous()
+        self._tell(self.plan.slots[index].server, "gradient", index, self.clock, tensor=tensor)
 
     def _complete(self) -> bool:
         return len(self._arrived) == len(self._names)
@@ -417,22 +414,19 @@ class Worker:
                     )
                     remedy = 'clip and scale gradients with push="step", or scale the loss'
                     raise InputError("worker.step", problem, remedy)
-            for index, slot in reversed(
-                list(enumerate(self.plan.slots))
-            ):  # last layer first, as a backward pass has it
-                if slot.trainable and index not in self._gradients:
-                    gradient = self._parameters[slot.name].grad if self._push_order == "step" else None
-                    if gradient is None:
-                        gradient = torch.zeros(slot.shape, dtype=getattr(torch, slot.dtype))
-                    self._offer(index, gradient)
+            for index in reversed(range(len(self._names))):  # last layer first, as a backward pass has it
+                parameter = self._parameters[self._names[index]]
+                if self.plan.slots[index].trainable and index not in self._pushed:
+                    gradient = parameter.grad if self._push == "step" else None
+                    self._send(index, torch.zeros_like(parameter) if gradient is None else gradient)
             for name in self._names:
                 self._parameters[name].grad = None
-            self._gradients, self._offered, self._pushing = {}, {}, False
+            self._offered, self._pushing = {}, False
             self.clock += 1
         if self._checkpoint is not None:
             self._keep()
 
-    def _local_step(self, optimizer: LocalOptimizer) -> Iterator[Self]:
+    def _local_step(self, optimizer: torch.optim.Optimizer) -> Iterator[Self]:
         """Make one local step of a round."""
         if self._local == 0:
             self._begin(False)  # the hooks must not push the gradients of local steps
@@ -453,17 +447,16 @@ class Worker:
         self._local, self._pushing = 0, True
         for index, slot in enumerate(self.plan.slots):
             if slot.trainable:
-                self._offer(index, self._pulled[slot.name] - self._parameters[slot.name].detach().cpu())
+                self._send(index, self._pulled[slot.name] - self._parameters[slot.name].detach().cpu())
         self._finish()
 
     def _keep(self) -> None:
         """Copy the parameters of a complete pull, for the next one overwrites them in place."""
-        with self._interruptions.held_off():
-            if not self._pulled:
-                self._pulled = {name: value.detach().cpu().clone() for name, value in self._parameters.items()}
-            for name, value in self._pulled.items():
-                value.copy_(self._parameters[name].detach())
-            self._pulled_clock = self.clock
+        if not self._pulled:
+            self._pulled = {name: value.detach().cpu().clone() for name, value in self._parameters.items()}
+        for name, value in self._pulled.items():
+            value.copy_(self._parameters[name].detach())
+        self._pulled_clock = self.clock
 
     def _save(self) -> str:
         """Write the checkpoint: all of the model's state with the parameters of the last complete pull.
@@ -472,33 +465,15 @@ class Worker:
         """
         if self._checkpoint is None or not self._pulled:
             return ""
-        with self._interruptions.held_off():
-            path, self._checkpoint = self._checkpoint, None
-            try:
-                state = {name: value.detach().cpu() for name, value in self.model.state_dict().items()} | self._pulled
-                save_weights({"model": state, "clock": self._pulled_clock}, path)
-            except (OSError, RuntimeError) as error:  # torch reports a full disk as a RuntimeError
-                why = getattr(error, "strerror", None) or one_line(str(error))[:200]
-                return f"checkpoint {path} could not be written ({why})"
+        path, self._checkpoint = self._checkpoint, None
+        state = {name: value.detach().cpu() for name, value in self.model.state_dict().items()} | self._pulled
+        stream = io.BytesIO()
+        torch.save({"model": state, "clock": self._pulled_clock}, stream)
+        try:
+            write_bytes(path, stream.getvalue())
+        except InputError as error:
+            return f"checkpoint {error}"
         return ""
-
-
-def _named(error: BaseException) -> str:
-    text = str(error) if isinstance(error, Exception) else ""
-    return one_line(f"{type(error).__name__}: {text}" if text else type(error).__name__)
-
-
-def save_weights(content: dict[str, object], path: Path) -> None:
-    """Write a file for ``torch.load(path, weights_only=True)``: whole, or not at all."""
-    beside = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        with beside.open("wb") as file:
-            torch.save(content, file)
-            file.flush()
-            os.fsync(file.fileno())
-        beside.replace(path)
-    finally:
-        beside.unlink(missing_ok=True)
 
 
 def shard(samples: int, members: Sequence[int], worker: int, *, epoch: int, seed: int) -> NDArray[np.int64]:
