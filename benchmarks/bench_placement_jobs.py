@@ -155,7 +155,7 @@ def jobs() -> None:
             started, used = time.perf_counter(), time.process_time()
             made = solve_jobs(problems, {f"t{place}": each for place in range(4)}, objective=rule, time_limit_s=10)
             seconds, used = time.perf_counter() - started, time.process_time() - used
-            waiting = sum(plan is None for plan in made.plans)
+            waiting = sum(job.plan is None for job in made.jobs)
             shown = f"{workers[0]}-{workers[-1]}" + (", limits" if limits else "")
             print(
                 f"{number:4d} {devices:7,d}  {shown:13s} {rule:7s} {made.value:7.3f} {made.bound:7.3f} "

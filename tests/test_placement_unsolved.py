@@ -8,20 +8,20 @@ from fractions import Fraction
 from random import Random
 from typing import Any
 
-import numpy as np
 import pytest
 from ortools.sat.python import cp_model
 from scipy import optimize
 
 from ddltool.analyzers.placement import est, jobs, network
 from ddltool.analyzers.placement.est import solve_est
-from ddltool.analyzers.placement.jobs import JobsPlan, Sharing, cover_whole, generate, solve_jobs, taken_whole
+from ddltool.analyzers.placement.jobs import Sharing, solve_jobs
 from ddltool.analyzers.placement.network import solve_on_nodes
 from ddltool.analyzers.placement.problem import DeviceType, Problem
 from ddltool.errors import Infeasible, NotProven
+from ddltool.results import JointPlan
 from tests import test_placement as one_job
 from tests import test_placement_network as on_nodes
-from tests.test_placement_jobs import check, every_way, many, random_job, tables_of
+from tests.test_placement_jobs import check, every_way, many, random_job
 
 Run = Callable[[cp_model.CpSolver, cp_model.CpModel], cp_model.CpSolverStatus]
 RULES: tuple[Sharing, ...] = ("sum", "max-min")
@@ -82,7 +82,7 @@ def job(name: str) -> Problem:
     return Problem(job=name, max_workers=4, batch_size=2, devices=offered)
 
 
-def is_honest(some: list[Problem], devices: dict[str, int], made: JobsPlan, best: float) -> bool:
+def is_honest(some: list[Problem], devices: dict[str, int], made: JointPlan, best: float) -> bool:
     """Check that the plan holds, the bound too, and "optimal" is; return whether it says so."""
     check(some, devices, made)
     assert made.bound >= best - 1e-7
@@ -93,19 +93,8 @@ def is_honest(some: list[Problem], devices: dict[str, int], made: JobsPlan, best
         return True
     assert made.gap == pytest.approx(1 - made.value / made.bound)
     assert made.gap > 0
-    assert {plan.status for plan in made.plans if plan is not None} <= {"feasible"}
+    assert {job.plan.status for job in made.jobs if job.plan is not None} <= {"feasible"}
     return False
-
-
-def test_a_floor_is_not_known_where_the_linear_program_is_not_solved(monkeypatch: pytest.MonkeyPatch) -> None:
-    some, devices = [job("x"), job("y")], {"a": 3, "b": 2}
-    tables, counts = tables_of(some, devices), np.array(list(devices.values()))
-    floor = 0.5 * min(table.values[-1] for table in tables)
-    for status in (1, 2, 3, 4):
-        asked = [table.cut(floor).only_slowest() for table in tables]
-        monkeypatch.setattr(optimize, "linprog", failing(0, status))
-        assert generate(asked, counts, everyone=False, until=lambda: False, goal=2) == 2  # not impossible
-        monkeypatch.undo()
 
 
 @pytest.mark.parametrize("after", [0, 1, 2, 5])
@@ -261,21 +250,3 @@ def test_a_model_that_cp_sat_does_not_take_is_an_error() -> None:
     model.add(model.new_int_var(0, 2**62, "") * 2**10 <= 5)
     with pytest.raises(ValueError, match="CP-SAT does not take the model"):
         est.run(cp_model.CpSolver(), model)
-
-
-def test_more_device_types_than_a_byte_counts() -> None:
-    """The cheapest whole devices of 200 types."""
-    rooms = np.ones((3, 200), dtype=np.int64)
-    rooms[2] = 0
-    prices = np.ones((3, 200))
-    prices[:, 170] = 0.5
-    rooms[0, 150], prices[0, 150] = 4, 1.0
-    workers = np.array([9, 3, 3])
-    cost, choice = cover_whole(rooms, prices, workers)
-    taken = taken_whole(rooms, choice, workers)
-    assert cost.tolist() == [2.5, 1.5, np.inf]
-    assert [{place: row[place] for place in range(200) if row[place]} for row in taken] == [
-        {150: 2, 170: 1},
-        {170: 3},
-        {},
-    ]

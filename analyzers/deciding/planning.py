@@ -34,7 +34,7 @@ from ddltool.goodput_model import Goodput
 from ddltool.graph import RECV, Graph
 from ddltool.job import Cluster, Job
 from ddltool.plan import Assignment, ParameterRecord, Plan
-from ddltool.results import JointJob, JointPlan
+from ddltool.results import JointPlan
 
 SHARING: tuple[str, ...] = get_args(Sharing)
 
@@ -226,23 +226,16 @@ def plan_together(
     made = solve_jobs(
         problems, devices, weights=weights, objective=cast(Sharing, sharing), time_limit_s=limit_s, seed=seed
     )
+    plans = [row.plan for row in made.jobs]
     rows = []
-    for file, name, problem, plan, relative in zip(files, names, problems, made.plans, made.relative, strict=True):
-        waits = None
-        if plan is None:
-            reached = idle_throughput(problem, devices, made.plans)
-            text = f"{file.name} waits: on what the others leave it would reach {reached:.4g} mini-batches/s"
-            least = problem.min_throughput
-            below = "" if least is None else f", below its min_throughput of {float(least):g}"
-            waits = f"{text}{below}" if reached else f"{file.name} waits: the others leave no device for it"
-        named = None if plan is None else plan.model_copy(update={"job": name})
-        rows.append(JointJob(file=str(file), relative=relative, plan=named, waits=waits))
-    return JointPlan(
-        objective=made.objective,
-        value=made.value,
-        bound=made.bound,
-        gap=made.gap,
-        status=made.status,
-        solve_seconds=made.solve_seconds,
-        jobs=rows,
-    )
+    for row, file, name, problem in zip(made.jobs, files, names, problems, strict=True):
+        if row.plan is not None:
+            rows.append(row.model_copy(update={"plan": row.plan.model_copy(update={"job": name})}))
+            continue
+        reached = idle_throughput(problem, devices, plans)
+        text = f"{file.name} waits: on what the others leave it would reach {reached:.4g} mini-batches/s"
+        least = problem.min_throughput
+        below = "" if least is None else f", below its min_throughput of {float(least):g}"
+        waits = f"{text}{below}" if reached else f"{file.name} waits: the others leave no device for it"
+        rows.append(row.model_copy(update={"waits": waits}))
+    return made.model_copy(update={"jobs": rows})

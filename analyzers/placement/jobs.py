@@ -4,10 +4,10 @@ A column is a number of devices of each type for one job, with what the job make
 within the devices that there are; its dual values are prices of devices, and under given prices each job's best columns,
 and a bound on what any column is worth, follow from the job's step times (column generation). The sum of those bounds
 (Lagrange) bounds every way of sharing, also in whole columns. Whole columns are chosen by CP-SAT; small problems are
-settled by one CP-SAT model with every step time of every job.
+settled by one CP-SAT model with every step time of every job. CP-SAT alone, without columns, leaves gaps of tens of percent
+from some ten jobs on.
 
-The highest smallest share is found by bisection over the shares: whether all jobs can have one at once is the same
-question with a worth of 1 for every column that is fast enough. Where not even parts of columns serve every job, none do.
+The highest smallest share is found by bisection over the shares: CP-SAT says whether all jobs can have one at once.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 from ortools.sat.python import cp_model
+from scipy import optimize, sparse
 
 from ddltool.analyzers.placement.dealing import counts_of, evaluate, plan_of, reach
 from ddltool.analyzers.placement.est import limit_devices, run, solve_est, solver_for
@@ -29,6 +30,7 @@ from ddltool.analyzers.placement.steps import Counts, Floats, Ints, best_step, f
 from ddltool.errors import Infeasible, InputError, NotProven
 from ddltool.graph import natural_key
 from ddltool.plan import Plan
+from ddltool.results import JointJob, JointPlan
 
 Sharing = Literal["sum", "max-min"]
 Way = list[Counts | None]
@@ -37,15 +39,14 @@ Way = list[Counts | None]
 _SMALL = 4000
 # ... and, where the linear program leaves next to nothing open or the sum comes second, up to so many.
 _TINY = 400
-# Larger ones would leave nothing of the others in the solver's sums.
+# Larger weights would leave nothing of the others in the solver's sums.
 LARGEST_WEIGHT = 1e9
 # Below this gap more time is not worth it, but in problems that are solved at once.
 _CLOSE = 1e-3
 # The smallest share, where it comes first, has this part of the time; the sum then so many seconds at most.
 _FLOOR_SHARE, _SECOND_S = 0.6, 4.0
-# One choice of whole columns takes so long at most; so does one question about a floor, and all those that are left open
-# by the linear programs.
-_CHOICE_S, _QUICK_S, _PATIENCE_S, _CLOSING_S = 4.0, 0.3, 0.5, 3.0
+# One choice of whole columns takes so long at most; so does one question about a floor.
+_CHOICE_S, _PATIENCE_S = 4.0, 1.0
 # A gap below this is rounding.
 _ROUNDING = 1e-7
 # What linear programs and sums over them leave open.
@@ -56,34 +57,8 @@ _SAME = 1e-12
 _SCALE = 10**9
 # Longer tables are thinned to so many groups of step times.
 _LONGEST = 1500
-# Up to so many ESTs a job's devices are priced whole at every step time of its table, by dynamic programming over the
-# ESTs; at a single step time more of them are put together in so many parts.
-_MOST_WHOLE, _PARTS = 128, 512
-# A job's limit on devices or money is priced at so many times the devices' mean price, each in its own trial.
-_MULTIPLIERS = (0.1, 0.3, 1.0, 3.0, 10.0)
-# So many of a job's best columns are taken in a round.
-_COLUMNS_A_ROUND = 4
-# Step times that are priced together: more take memory, fewer time.
-_LINES = 20_000
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class JobsPlan:
-    """What each job gets."""
-
-    plans: tuple[Plan | None, ...]
-    """In the order of the jobs; None: the job waits."""
-    relative: tuple[float, ...]
-    """Each job's throughput over what it makes with all devices to itself; 0 when it waits."""
-    objective: Sharing
-    value: float
-    """"sum": the weighted sum of ``relative``; "max-min": the smallest of them."""
-    bound: float
-    """No way of sharing reaches more."""
-    gap: float
-    """``1 - value / bound``."""
-    status: Literal["optimal", "feasible"]
-    solve_seconds: float
+# So many of a job's best columns are taken in a round, so many rounds are made.
+_COLUMNS_A_ROUND, _ROUNDS = 4, 60
 
 
 @dataclass(kw_only=True, slots=True)
@@ -106,26 +81,22 @@ class JobTable:
     weight: float
     columns: dict[Counts, float] = field(default_factory=dict)
     """Numbers of devices by shared type, with their worth."""
-    alike: bool = False
-    """Every column is worth 1."""
 
     def add(self, counts: Counts) -> bool:
         """Add the column of these devices if it keeps the job's constraints; return whether it is new."""
-        if counts in self.columns:
+        own = tuple(int(counts[place]) for place in self.places)
+        if counts in self.columns or sum(own) != sum(counts) or not self.problem.allows(own):
             return False
-        step = self.step(counts)
-        if step is None:
+        step = best_step(self.problem, own)
+        if step is None or step > self.problem.slowest_step:
             return False
-        self.columns[counts] = 1.0 if self.alike else self.weight * float(self.problem.max_workers / step) / self.alone
+        self.columns[counts] = self.weight * float(self.problem.max_workers / step) / self.alone
         return True
 
-    def step(self, counts: Sequence[int]) -> Fraction | None:
-        """Return the step time on these devices; None where they break a constraint or are too few."""
-        own = tuple(int(counts[place]) for place in self.places)
-        if sum(own) != sum(counts) or not self.problem.allows(own):
-            return None
-        step = best_step(self.problem, own)
-        return None if step is None or step > self.problem.slowest_step else step
+    def modes(self) -> Iterator[Ints]:
+        """Yield (T,) how many devices the job may use at once: of all types, or of one type where it keeps to one."""
+        kinds = np.eye(len(self.available), dtype=np.int64)
+        yield from kinds * self.available if self.problem.single_type else [self.available]
 
     def at_least(self, floor: float) -> Ints:
         """Return the places of the step times that may give the job ``floor`` of what it makes alone.
@@ -133,30 +104,6 @@ class JobTable:
         Where the table is thinned, the last of them may be a little too slow: what it does not allow is impossible.
         """
         return np.flatnonzero(self.best_values >= floor * self.weight * (1 - _SAME))
-
-    def modes(self) -> Iterator[Ints]:
-        """Yield (T,) how many devices the job may use at once: of all types, or of one type where it keeps to one."""
-        kinds = np.eye(len(self.available), dtype=np.int64)
-        yield from kinds * self.available if self.problem.single_type else [self.available]
-
-    def limit_prices(self) -> list[tuple[Floats, float]]:
-        """Return pairs of (T,) what a device costs beyond its price and what the job has of that for free, in mean prices.
-
-        At such prices a job that keeps its limits on devices and money pays no more than without (Lagrange), so that they
-        give bounds as well, and devices that keep the limits more often. The first pair is 0; one type alone needs no other.
-        """
-        problem, kinds = self.problem, len(self.available)
-        trials = [(np.zeros(kinds), 0.0)]
-        if problem.single_type:
-            return trials
-        if problem.max_devices is not None:
-            trials += [(np.full(kinds, times), times * problem.max_devices) for times in _MULTIPLIERS]
-        if problem.max_price_micro:
-            money = np.zeros(kinds)
-            money[list(self.places)] = [device.price_micro or 0 for device in problem.devices]
-            unit = float(money.max(initial=0)) or 1.0
-            trials += [(times * money / unit, times * problem.max_price_micro / unit) for times in _MULTIPLIERS]
-        return trials
 
     def cut(self, floor: float) -> JobTable:
         """Return the table without step times, and columns, that are too slow for the floor."""
@@ -172,12 +119,6 @@ class JobTable:
             columns={row: worth for row, worth in self.columns.items() if worth >= floor * self.weight * (1 - _SAME)},
         )
 
-    def only_slowest(self) -> JobTable:
-        """Return the table as the question whether the job gets anything: its slowest step alone, worth 1."""
-        columns, one = dict.fromkeys(self.columns, 1.0), np.ones(1)
-        rooms = self.rooms[-1:]
-        return replace(self, values=one, best_values=one, rooms=rooms, columns=columns, weight=1.0, alike=True)
-
 
 def solve_jobs(
     problems: Sequence[Problem],
@@ -187,7 +128,7 @@ def solve_jobs(
     objective: Sharing = "sum",
     time_limit_s: float = 10.0,
     seed: int = 0,
-) -> JobsPlan:
+) -> JointPlan:
     """Return who gets which devices: no device is given twice, every job keeps its own constraints.
 
     ``devices``: how many there are of each type, for all jobs together; a job uses the types that its problem names, at
@@ -195,7 +136,7 @@ def solve_jobs(
     wait); "max-min" maximises the smallest relative throughput, then the sum. The value is proven by a bound: columns
     for the jobs, priced by a linear program, then chosen whole by CP-SAT. Raises Infeasible where a job cannot run even
     alone, NotProven where it is not settled what a job makes alone, InputError for no jobs, unknown types, or weights that
-    are not positive.
+    are not positive. ``file`` of a job in the result is its problem's name.
     """
     started = time.perf_counter()
     deadline = started + time_limit_s
@@ -227,23 +168,22 @@ def solve_jobs(
         if better is not None and _value_of(tables, better) > value:
             chosen = better
         value = _value_of(tables, chosen)
-    relative = tuple(
+    relative = [
         0.0 if row is None else table.columns[row] / table.weight for table, row in zip(tables, chosen, strict=True)
-    )
+    ]
     if objective == "max-min":
         value, bound = min(relative), floor_bound
     gap = max(0.0, 1 - value / bound) if bound > 0 else 0.0
     gap = gap if gap > _ROUNDING else 0.0
     seconds = time.perf_counter() - started
-    return JobsPlan(
-        plans=tuple(_plan(table, row, gap, seconds) for table, row in zip(tables, chosen, strict=True)),
-        relative=relative,
-        objective=objective,
-        value=value,
-        bound=max(bound, value),
-        gap=gap,
-        status="optimal" if gap == 0 else "feasible",
-        solve_seconds=seconds,
+    jobs = [
+        JointJob(file=table.problem.job, relative=share, plan=_plan(table, row, gap, seconds), waits=None)
+        for table, row, share in zip(tables, chosen, relative, strict=True)
+    ]
+    status = "optimal" if gap == 0 else "feasible"
+    bound = max(bound, value)
+    return JointPlan(
+        objective=objective, value=value, bound=bound, gap=gap, status=status, solve_seconds=seconds, jobs=jobs
     )
 
 
@@ -344,9 +284,8 @@ def _highest_floor(
 ) -> tuple[float, float, Way | None]:
     """Return the highest relative throughput that all jobs can have at once, its bound, and a way to share so.
 
-    First bisection with linear programs, which give the bound and, chosen whole, nearly always a way; then CP-SAT settles
-    what lies between, while there is time. The way is None where nothing was found. The lowest floor comes first,
-    whatever the time: so that there is an answer.
+    The way is None where nothing was found. The lowest floor comes first, whatever the time: so that there is an answer.
+    Then bisection finds the highest floor that has an answer, and above it the lowest one that is proven impossible.
     """
     floors = np.unique(
         np.concatenate([values / table.weight for table in tables for values in (table.values, table.best_values)])
@@ -354,73 +293,79 @@ def _highest_floor(
     found: Way | None = None
     reached, barred = -1, len(floors)
 
-    def keep(way: Way) -> None:
-        """Take a way of sharing, which may reach more than what was asked for."""
-        nonlocal reached, found
-        shares = [table.columns.get(row, 0.0) / table.weight for table, row in zip(tables, way, strict=True) if row]
-        place = int(np.searchsorted(floors, min(shares) * (1 + _SAME), side="right")) - 1
-        if place > reached:
-            reached, found = place, way
+    def ask(place: int) -> bool | None:
+        """Return whether all jobs can have a floor; None: that is not settled."""
+        nonlocal found, reached, barred
+        way, impossible = _serve(tables, counts, float(floors[place]), seed)
+        if impossible:
+            barred = min(barred, place)
+        if way is None:
+            return False if impossible else None
+        shares = [table.columns[row] / table.weight for table, row in zip(tables, way, strict=True) if row is not None]
+        got = int(np.searchsorted(floors, min(shares) * (1 + _SAME), side="right")) - 1
+        if got > reached:  # it may reach more than what was asked for, and less where a table is thinned
+            reached, found = got, way
+        return True if reached >= place else None
 
-    def serve(place: int, patience_s: float) -> bool:
-        """Ask whether all jobs can have a floor, and look for a way; return whether that is impossible."""
-        asked = [table.cut(float(floors[place])).only_slowest() for table in tables]
-        served = generate(asked, counts, everyone=False, until=lambda: time.perf_counter() > deadline, goal=len(tables))
-        if served >= len(tables) - _OPEN * len(tables):
-            way = _choose(asked, counts, patience_s, seed, _greedy(asked, counts), everyone=False)
-            if None in way and len(tables) * len(counts) <= _TINY:
-                made, served = _whole(asked, counts, patience_s, seed, [None] * len(tables), everyone=True)
-                way = way if made is None else made
-            _take(tables, asked)
-            if None not in way:
-                keep(way)
-        _take(tables, asked)
-        return served < len(tables) - _OPEN * len(tables)
-
-    serve(0, _PATIENCE_S)
-    low = max(0, reached)
+    ask(0)
+    high = barred
+    while high - reached > 1 and time.perf_counter() < deadline:
+        middle = (max(reached, 0) + high) // 2
+        if not ask(max(middle, reached + 1)):
+            high = max(middle, reached + 1)
+    low = high
     while barred - low > 1 and time.perf_counter() < deadline:
         middle = (low + barred) // 2
-        if serve(middle, _QUICK_S):
-            barred = middle
-        else:
-            low = max(middle, reached)
-    closing, high, stride = min(deadline, time.perf_counter() + _CLOSING_S), barred, 1
-    while high - reached > 1 and time.perf_counter() < closing:
-        middle = max(reached + 1, high - stride)
-        impossible = serve(middle, _PATIENCE_S)
-        if reached < middle:  # also where a thinned table let through what is a little too slow
-            high, stride = middle, 2 * stride
-            barred = min(barred, middle) if impossible else barred
-        else:
-            stride = max(1, (high - reached) // 2)
+        low = middle if ask(middle) is not False else low
     thinned = any((table.values != table.best_values).any() for table in tables)
     bound = float(floors[min(barred if thinned else barred - 1, len(floors) - 1)]) if barred else 0.0
     return float(floors[max(reached, 0)]), bound, found
 
 
-def _take(tables: Sequence[JobTable], asked: Sequence[JobTable]) -> None:
-    """Add the columns that were found for a question to the tables."""
-    for table, other in zip(tables, asked, strict=True):
-        for row in other.columns:
-            table.add(row)
+def _serve(tables: Sequence[JobTable], counts: Ints, floor: float, seed: int) -> tuple[Way | None, bool]:
+    """Return a way in which all jobs have (about) the floor, None where none is found, and whether there is none.
+
+    Rounded up, ``sum(ceil(room / d) n) >= ceil(ESTs / d)`` holds as well: for d among the rooms it makes the linear
+    relaxation, by which CP-SAT proves that a floor is impossible, much tighter.
+    """
+    model, used = cp_model.CpModel(), []
+    for table in tables:
+        if not len(places := table.at_least(floor)):
+            return None, True
+        rooms, workers = table.rooms[places[-1]].tolist(), table.problem.max_workers
+        most = [
+            min(int(count), -(-workers // room)) if room else 0
+            for count, room in zip(table.available, rooms, strict=True)
+        ]
+        own = [model.new_int_var(0, count, "") for count in most]
+        limit_devices(model, table.problem, [own[place] for place in table.places])
+        for part in {1, *filter(None, rooms)}:
+            held = cp_model.LinearExpr.weighted_sum(own, [-(-room // part) for room in rooms])
+            model.add(held >= -(-workers // part))
+        used.append(own)
+    for place, limit in enumerate(counts.tolist()):
+        model.add(cp_model.LinearExpr.sum([own[place] for own in used]) <= limit)
+    solver = solver_for(_PATIENCE_S, seed)
+    solver.parameters.linearization_level = 2
+    status = run(solver, model)
+    if status not in (cp_model.OPTIMAL, cp_model.FEASIBLE):
+        return None, status == cp_model.INFEASIBLE
+    way: Way = []
+    for table, own in zip(tables, used, strict=True):
+        row = tuple(solver.value(variable) for variable in own)
+        table.add(row)
+        way.append(row)
+    return way, False
 
 
 def generate(
-    tables: Sequence[JobTable],
-    devices: Ints,
-    *,
-    everyone: bool,
-    until: Callable[[], bool],
-    rounds: int = 60,
-    goal: float | None = None,
+    tables: Sequence[JobTable], devices: Ints, *, everyone: bool, until: Callable[[], bool], rounds: int = _ROUNDS
 ) -> float:
     """Add columns until none can improve the linear program or ``until()`` says stop; return the smallest bound seen.
 
-    The bound holds for every way of sharing the devices (T,), in which each job has a column (``everyone``) or one at
-    most. With a ``goal`` it ends as soon as it is known whether the linear program reaches that. It ends as well where
-    the linear program is not solved: without new prices there is nothing to ask. With ``everyone`` the columns must admit
-    a solution.
+    The bound holds for every way of sharing the devices (T,), in which each job has a column (``everyone``; the columns must
+    then admit a solution) or one at most. It ends as well where the linear program is not solved: without new prices there
+    is nothing to ask.
     """
     lines = _Lines.of(tables)
     bound = float(sum(table.best_values.max(initial=0.0) for table in tables))
@@ -429,21 +374,16 @@ def generate(
         if solved is None:
             break
         value, prices = solved
-        if goal is not None and value >= goal - _OPEN * goal:
-            break
         most, columns = lines.price(prices)
         bound = min(bound, float(prices @ devices) + float((most if everyone else np.maximum(0.0, most)).sum()))
         fresh = sum([tables[job].add(row) for job, row in columns])
-        done = bound - value <= _OPEN * max(1.0, bound) or (goal is not None and bound < goal - _OPEN * goal)
-        if not fresh or done or until():
+        if not fresh or bound - value <= _OPEN * max(1.0, bound) or until():
             break
     return bound
 
 
 def _master(tables: Sequence[JobTable], devices: Ints, *, everyone: bool) -> tuple[float, Floats] | None:
     """Solve the linear program over columns: return its value and the prices (T,) of devices; None: it was not solved."""
-    from scipy import optimize, sparse
-
     owners = [job for job, table in enumerate(tables) for _ in table.columns]
     use = sparse.csr_matrix(np.array([row for table in tables for row in table.columns], dtype=float).T)
     worth = np.array([worth for table in tables for worth in table.columns.values()])
@@ -471,86 +411,41 @@ class _Lines:
     workers: Ints
     values: Floats
     best_values: Floats
-    whole: NDArray[np.bool_]
-    """Whether devices are priced whole."""
-    trials: list[list[tuple[Floats, float]]]
-    """By job: see :meth:`JobTable.limit_prices`."""
 
     @classmethod
     def of(cls, tables: Sequence[JobTable]) -> _Lines:
         """Return the lines of the tables."""
         parts = [(job, table, mode) for job, table in enumerate(tables) for mode in table.modes() if mode.any()]
         sizes = [len(table.values) for _, table, _ in parts]
-        workers = np.repeat([table.problem.max_workers for _, table, _ in parts], sizes)
         return cls(
             jobs=np.repeat([job for job, _, _ in parts], sizes),
             rooms=np.concatenate([table.rooms * (mode > 0) for _, table, mode in parts]),
             available=np.repeat([mode for _, _, mode in parts], sizes, axis=0),
-            workers=workers,
+            workers=np.repeat([table.problem.max_workers for _, table, _ in parts], sizes),
             values=np.concatenate([table.values for _, table, _ in parts]),
             best_values=np.concatenate([table.best_values for _, table, _ in parts]),
-            whole=(workers <= _MOST_WHOLE) | (np.repeat(sizes, sizes) == 1),
-            trials=[table.limit_prices() for table in tables],
         )
 
     def price(self, prices: Floats) -> tuple[Floats, list[tuple[int, Counts]]]:
         """Return (J,) bounds on worth less cost of any column at ``prices`` (T,) of devices, and promising columns.
 
-        For each step time the cheapest devices with room for every EST are taken: parts of devices allowed for the bound
-        and the last one rounded up for the column, and for jobs of few ESTs whole devices for both.
+        For each step time the cheapest devices with room for every EST are taken: parts of devices allowed for the bound,
+        the last one rounded up for the column.
         """
-        most = np.full(len(self.trials), -np.inf)
-        columns: list[tuple[int, Counts]] = []
-        for begin in range(0, len(self.jobs), _LINES):
-            lines = np.arange(begin, min(begin + _LINES, len(self.jobs)))
-            cost = np.full(len(lines), -np.inf)
-            for trial in range(max(map(len, self.trials))):
-                some = np.flatnonzero([len(self.trials[job]) > trial for job in self.jobs[lines].tolist()])
-                if len(some):
-                    paid, rows = self._price(lines[some], trial, prices)
-                    cost[some] = np.maximum(cost[some], paid)
-                    columns += rows
-            np.maximum.at(most, self.jobs[lines], self.best_values[lines] - cost)
-        return most, columns
-
-    def _price(self, lines: Ints, trial: int, prices: Floats) -> tuple[Floats, list[tuple[int, Counts]]]:
-        """Return (l,) what room for every EST costs at least in these lines, at the prices of a trial, and columns."""
-        unit = float(prices.mean())
-        extra = np.array([own[min(trial, len(own) - 1)][0] for own in self.trials])[self.jobs[lines]]
-        credit = np.array([own[min(trial, len(own) - 1)][1] for own in self.trials])[self.jobs[lines]]
-        each, workers, rooms = prices + unit * extra, self.workers[lines], self.rooms[lines]
-        cost, counts, holds = cover(rooms, self.available[lines], each, workers)
-        score = np.where(holds, self.values[lines] - (counts * each).sum(axis=1), -np.inf)
-        columns = [(int(self.jobs[lines[at]]), tuple(counts[at].tolist())) for at in self._best(lines, score)]
-        for low, high in ((0, _MOST_WHOLE), (_MOST_WHOLE, np.inf)):
-            part = np.flatnonzero(self.whole[lines] & (workers > low) & (workers <= high))
-            if not len(part):
-                continue
-            # More ESTs than parts: rooms rounded up keep the bound a bound.
-            goal = np.minimum(workers[part], _PARTS)
-            over = -(-(rooms[part] * goal[:, None]) // workers[part][:, None])
-            whole, choice = cover_whole(over, each[part], goal)
-            cost[part] = np.maximum(cost[part], whole)
-            if high > _MOST_WHOLE:  # rounded down, what holds the parts holds the ESTs
-                over = rooms[part] * goal[:, None] // workers[part][:, None]
-                _, choice = cover_whole(over, each[part], goal)
-            best = self._best(lines[part], self.values[lines[part]] - cost[part])
-            rows = taken_whole(over[best], choice[:, best], goal[best])
-            columns += zip(self.jobs[lines[part]][best].tolist(), rows, strict=True)
-        return cost - unit * credit, columns
-
-    def _best(self, lines: Ints, score: Floats) -> Ints:
-        """Return the places of each job's best lines, those with a finite score."""
-        order = np.lexsort((-score, self.jobs[lines]))
-        jobs = self.jobs[lines][order]
-        rank = np.arange(len(order)) - np.searchsorted(jobs, jobs)
-        return order[(rank < _COLUMNS_A_ROUND) & np.isfinite(score[order])]
+        cost, counts, holds = cover(self.rooms, self.available, prices, self.workers)
+        most = np.full(int(self.jobs.max(initial=-1)) + 1, -np.inf)
+        np.maximum.at(most, self.jobs, self.best_values - cost)
+        score = np.where(holds, self.values - (counts * prices).sum(axis=1), -np.inf)
+        order = np.lexsort((-score, self.jobs))
+        rank = np.arange(len(order)) - np.searchsorted(self.jobs[order], self.jobs[order])
+        best = order[(rank < _COLUMNS_A_ROUND) & np.isfinite(score[order])]
+        return most, [(int(self.jobs[at]), tuple(counts[at].tolist())) for at in best]
 
 
 def cover(rooms: Ints, available: Ints, prices: Floats, workers: Ints) -> tuple[Floats, Ints, NDArray[np.bool_]]:
     """Return (L,) the least cost of room for every EST, parts allowed; (L, T) whole devices; (L,) whether there is room.
 
-    ``rooms``, ``available`` and ``prices`` are (L, T), ``workers`` (L,).
+    ``rooms`` and ``available`` are (L, T), ``prices`` (T,), ``workers`` (L,).
     """
     with np.errstate(divide="ignore", invalid="ignore"):
         ratio = np.where(rooms > 0, prices / rooms, np.inf)
@@ -561,41 +456,11 @@ def cover(rooms: Ints, available: Ints, prices: Floats, workers: Ints) -> tuple[
         room = rooms[lines, kind]
         needed = np.where(room > 0, left / np.maximum(room, 1), 0.0)
         taken = np.minimum(needed, available[lines, kind])
-        cost += taken * prices[lines, kind]
+        cost += taken * prices[kind]
         counts[lines, kind] = np.ceil(taken - _OPEN).astype(np.int64)
         left = np.maximum(left - taken * room, 0.0)
     holds = left <= _OPEN * workers
     return np.where(holds, cost, np.inf), counts, holds
-
-
-def cover_whole(rooms: Ints, prices: Floats, workers: Ints) -> tuple[Floats, NDArray[np.int16]]:
-    """Return (L,) the least cost of whole devices with room for every EST, and (W + 1, L) the type taken last.
-
-    ``rooms`` and ``prices`` are (L, T), ``workers``, W at most, (L,). Dynamic programming over the ESTs that have room,
-    without limits on the numbers of devices: still a bound, and tighter than with parts of devices, for the last device is
-    paid in full. A type without room is never taken; the cost is infinite where none has room.
-    """
-    lines, most = np.arange(len(rooms)), int(workers.max())
-    cost = np.zeros((most + 1, len(rooms)))
-    choice = np.zeros((most + 1, len(rooms)), dtype=np.int16)
-    price_each = np.where(rooms > 0, prices, np.inf).T
-    room = rooms.T
-    for placed in range(1, most + 1):
-        total = price_each + cost[np.maximum(0, placed - room), lines]
-        choice[placed] = total.argmin(axis=0)
-        cost[placed] = total[choice[placed], lines]
-    return cost[workers, lines], choice
-
-
-def taken_whole(rooms: Ints, choice: NDArray[np.int16], workers: Ints) -> list[Counts]:
-    """Return the numbers of devices that :func:`cover_whole` took for each of its (L, T) lines; none where none has room."""
-    counts, left = np.zeros_like(rooms), np.where(rooms.any(axis=1), workers, 0)
-    while (left > 0).any():
-        busy = np.flatnonzero(left > 0)
-        kind = choice[left[busy], busy]
-        counts[busy, kind] += 1
-        left[busy] -= rooms[busy, kind]
-    return [tuple(row) for row in counts.tolist()]
 
 
 def _value_of(tables: Sequence[JobTable], rows: Way) -> float:
