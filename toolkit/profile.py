@@ -7,13 +7,15 @@ from __future__ import annotations
 
 import csv
 import io
+import math
 import warnings
+from collections.abc import Mapping
 from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
 import numpy as np
-from numpy.typing import NDArray
+from numpy.typing import ArrayLike, NDArray
 from pydantic import Field
 
 from ddltool.artifacts import SCHEMA_VERSION, Record, read_lines, read_text, write_text
@@ -22,8 +24,12 @@ from ddltool.errors import InputError, did_you_mean
 if TYPE_CHECKING:
     import pandas as pd
 
+# Beyond these a number is a mistake of units or of a writer, and its square would leave the range of floats.
+TIMES_S = (1e-9, 1e9)
+LARGEST_COUNT = 10**9
 NonNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+Count = Annotated[int, Field(ge=1, le=LARGEST_COUNT)]
 
 
 class ProfileRow(Record):
@@ -31,13 +37,15 @@ class ProfileRow(Record):
 
     KIND: ClassVar[str] = "ddltool.profile"
     device: str = Field(min_length=1)
-    num_nodes: Annotated[int, Field(ge=1)]
-    num_replicas: Annotated[int, Field(ge=1)]
-    local_batch_size: Annotated[int, Field(ge=1)]
-    step_time_s: Positive = Field(
+    num_nodes: Count
+    num_replicas: Count
+    local_batch_size: Count
+    step_time_s: Annotated[float, Field(ge=TIMES_S[0], le=TIMES_S[1])] = Field(
         description="median seconds of a full step: forward, backward, synchronisation, update"
     )
-    sync_time_s: NonNegative = Field(description="the part of it that waits for gradient synchronisation")
+    sync_time_s: Annotated[float, Field(ge=0, le=TIMES_S[1])] = Field(
+        description="the part of it that waits for gradient synchronisation"
+    )
     peak_memory_bytes: NonNegative | None = None
     step_time_spread_s: NonNegative | None = Field(default=None, description="interquartile range over the repeats")
     repeats: Annotated[int, Field(ge=1)] | None = None
@@ -125,13 +133,20 @@ def _not_csv(text: str, path: Path) -> InputError:
     return InputError(str(path), f"is not a CSV table ({problem})", remedy)
 
 
-def check_profile(frame: pd.DataFrame, where: str) -> pd.DataFrame:
-    """Return the frame with the schema's types; extra columns stay. Raises InputError naming row and column.
-
-    Rows count from 1 after the header, as ``row``.
-    """
+def numbers(cells: pd.Series[Any]) -> pd.Series[Any]:
+    """Return cells as numbers, NaN where they are none; an integer of hundreds of digits is no float: infinite."""
     import pandas as pd
 
+    if cells.dtype == object:
+        cells = cells.map(lambda cell: math.inf if isinstance(cell, int) and abs(cell) > 1e300 else cell)
+    return pd.to_numeric(cells, errors="coerce")
+
+
+def check_profile(frame: pd.DataFrame, where: str, shown: Mapping[str, str] | None = None) -> pd.DataFrame:
+    """Return the frame with the schema's types; extra columns stay. Raises InputError naming row and column.
+
+    Rows count from 1 after the header, as ``row``; ``shown``: names that the file has for columns, where they are others.
+    """
     for name in REQUIRED:
         if name not in frame.columns:
             raise InputError(where, f"has no column {name!r}", did_you_mean(name, map(str, frame.columns)))
@@ -141,33 +156,42 @@ def check_profile(frame: pd.DataFrame, where: str) -> pd.DataFrame:
         (kind,) = (part for part in wanted.get("anyOf", [wanted]) if part["type"] != "null")
         if name not in checked.columns or kind["type"] == "string":
             continue
-        numbers = pd.to_numeric(checked[name], errors="coerce")
-        values, whole = numbers.to_numpy(dtype=float), kind["type"] == "integer"
-        good = np.isfinite(values) & (values >= kind.get("minimum", 0)) & (values > kind.get("exclusiveMinimum", -1))
+        column = numbers(checked[name])
+        values, whole = column.to_numpy(dtype=float), kind["type"] == "integer"
+        least, most = kind.get("minimum", 0), kind.get("maximum", math.inf)
+        good = np.isfinite(values) & (values >= least) & (values <= most) & (values > kind.get("exclusiveMinimum", -1))
         remedy = f"it must be {'above zero' if 'exclusiveMinimum' in kind else 'a finite number >= 0'}"
         if whole:
             good &= values == np.round(values)
-            remedy = f"it must be a whole number >= {kind.get('minimum')}"
+            remedy = f"it must be a whole number >= {least}"
+        if most < math.inf:
+            remedy = (
+                f"it must be a whole number from {least} to {most}"
+                if whole
+                else f"it must lie between {least:g} and {most:g}"
+            )
         if name == "schema_version":
             good, remedy = values == SCHEMA_VERSION, f"this ddltool reads {SCHEMA_VERSION}"
         elif name not in REQUIRED:
             good |= checked[name].isna().to_numpy()
-        _demand(good, checked[name], name, where, remedy)
-        checked[name] = numbers.astype("int64") if whole and name in REQUIRED else numbers
+        demand(good, checked[name], (shown or {}).get(name, name), where, remedy)
+        checked[name] = column.astype("int64") if whole and name in REQUIRED else column
     pairs = checked["num_replicas"].astype(str) + " replicas on " + checked["num_nodes"].astype(str) + " nodes"
     few = (checked["num_replicas"] >= checked["num_nodes"]).to_numpy()
-    _demand(few, pairs, "num_replicas", where, "every node holds at least one replica", said="")
+    demand(few, pairs, "num_replicas", where, "every node holds at least one replica", said="")
     checked["device"] = checked["device"].astype(str)
     return checked
 
 
-def _demand(
-    good: NDArray[np.bool_], cells: pd.Series[Any], name: str, where: str, remedy: str, said: str = "is "
+def demand(
+    good: NDArray[np.bool_], cells: ArrayLike, name: str, where: str, remedy: str, said: str = "is ", unit: str = "row"
 ) -> None:
-    """Raise InputError for the first cell, (n,), that is not good."""
+    """Raise InputError for the first of the cells, (n,), that is not good; ``unit``: what the file's rows are called."""
     if not good.all():
         row = int(np.argmin(good))
-        raise InputError(f"{where}:row {row + 1}:{name}", f"{said}{cells.iloc[row]}", remedy)
+        text = str(np.asarray(cells)[row])
+        shown = text if len(text) <= 40 else f"{text[:37]}..."
+        raise InputError(f"{where}:{unit} {row + 1}:{name}", f"{said}{shown}", remedy)
 
 
 def read_profile(path: str | Path) -> pd.DataFrame:

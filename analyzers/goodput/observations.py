@@ -7,7 +7,7 @@ named as ``FILE:row N:COLUMN``, rows counted from 1 after the header.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ddltool.errors import InputError, did_you_mean
-from ddltool.profile import check_profile
+from ddltool.profile import LARGEST_COUNT, TIMES_S, check_profile, demand, numbers
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -27,14 +27,10 @@ Array = NDArray[np.float64]
 WARMUP_STEPS = 3
 Kind = Literal["profile", "placements", "scalability", "telemetry"]
 _COUNTS = ("num_nodes", "num_replicas", "local_batch_size")
-_OWN = (*_COUNTS, "step_time_s", "sync_time_s")
 # AdaptDL's column for each of ours.
 _ADAPTDL = {"local_bsz": "local_batch_size", "step_time": "step_time_s", "sync_time": "sync_time_s"}
 _TELEMETRY = ("step", "rank", "world_size", "num_nodes", "batch", "compute_s", "sync_s")
 TELEMETRY_NUMBERS = (*_TELEMETRY, "memory_bytes", "passes")
-# Beyond these a number is a mistake of units or of a writer, and its square would leave the range of floats.
-TIMES_S = (1e-9, 1e9)
-LARGEST_COUNT = 10**9
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -92,18 +88,16 @@ def check(rows: Observations) -> None:
     """Raise InputError when there are no rows, or a time or count is no number that a measurement can give."""
     if len(rows) == 0:
         raise InputError("observations", "are empty", "give at least one measured row")
-    _check_range(rows.step_time_s, "step_time_s", "observations", TIMES_S)
-    _check_range(rows.grad_time_s[~np.isnan(rows.grad_time_s)], "grad_time_s", "observations", (1e-15, TIMES_S[1]))
-    for name in _COUNTS:
-        _check_range(getattr(rows, name), name, "observations", (1, LARGEST_COUNT))
-    _check_range(rows.accumulation_steps, "accumulation_steps", "observations", (0, LARGEST_COUNT))
-
-
-def _check_range(values: Array, name: str, where: str, limits: tuple[float, float]) -> None:
-    bad = np.flatnonzero(~((values >= limits[0]) & (values <= limits[1])))  # NaN is bad too
-    if bad.size:
-        wanted = f"it must lie between {limits[0]:g} and {limits[1]:g}"
-        raise InputError(f"{where}:row {bad[0] + 1}:{name}", f"is {values[bad[0]]:g}", wanted)
+    limits = {
+        "step_time_s": TIMES_S,
+        "grad_time_s": (1e-15, TIMES_S[1]),
+        **dict.fromkeys(_COUNTS, (1, LARGEST_COUNT)),
+        "accumulation_steps": (0, LARGEST_COUNT),
+    }
+    for name, (low, high) in limits.items():
+        values = getattr(rows, name)
+        good = (values >= low) & (values <= high) | (np.isnan(values) & (name == "grad_time_s"))
+        demand(good, values, name, "observations", f"it must lie between {low:g} and {high:g}")
 
 
 def kind_of(columns: list[str], where: str) -> Kind:
@@ -124,7 +118,7 @@ def kind_of(columns: list[str], where: str) -> Kind:
     if names >= set(_TELEMETRY):
         return "telemetry"
     wanted: dict[Kind, set[str]] = {
-        "profile": set(_OWN),
+        "profile": {*_COUNTS, "step_time_s", "sync_time_s"},
         "placements": {"placement", *_ADAPTDL},
         "scalability": {"num_nodes", "num_replicas", *_ADAPTDL},
     }
@@ -132,9 +126,9 @@ def kind_of(columns: list[str], where: str) -> Kind:
         if names >= needed:
             return kind
     nearest = max(wanted, key=lambda kind: len(names & wanted[kind]) / len(wanted[kind]))
-    missing = sorted(wanted[nearest] - names)
     if names & wanted[nearest]:
-        raise InputError(where, f"has no column {missing[0]!r}", did_you_mean(missing[0], names))
+        missing = min(wanted[nearest] - names)
+        raise InputError(where, f"has no column {missing!r}", did_you_mean(missing, names))
     expected = " or ".join(",".join(sorted(needed)) for needed in wanted.values())
     raise InputError(where, f"has columns {', '.join(sorted(names))[:200]}", f"expected {expected}")
 
@@ -148,21 +142,25 @@ def from_frame(frame: pd.DataFrame, where: str) -> Observations:
     kind = kind_of([str(name) for name in frame.columns], where)
     rows = _rows(frame, kind, where)
     step, sync = rows["step_time_s"].to_numpy(dtype=float), rows["sync_time_s"].to_numpy(dtype=float)
-    passes = np.nan_to_num(_optional(rows, "accumulation_steps", where))
-    _check_cells(rows, "accumulation_steps", where, (passes >= 0) & (passes == np.round(passes)), "a whole number >= 0")
-    grad = _optional(rows, "grad_time_s", where)
+    nothing = np.full(len(rows), np.nan)
+    passes = np.nan_to_num(rows.get("accumulation_steps", nothing))
+    grad = np.asarray(rows.get("grad_time_s", nothing), dtype=float)
     known = ~np.isnan(grad)
-    good = ~known | ((grad > 0) & (grad <= step))
-    _check_cells(rows, "grad_time_s", where, good, "the time of one pass, above 0 and at most the step time")
+    demand(
+        ~known | (grad <= step),
+        grad,
+        "grad_time_s",
+        where,
+        "it must be the time of one pass, above 0 and at most the step time",
+    )
     grad = np.where(known, grad, (step - sync) / (passes + 1.0))
-    device = rows["device"].astype(str).to_numpy(dtype=object) if "device" in rows else np.zeros(0, dtype=object)
     return Observations(
         **{name: rows[name].to_numpy(dtype=float) for name in _COUNTS},
         step_time_s=step,
         # a pass below the resolution of any clock says that all was synchronisation: nothing about T_grad
         grad_time_s=np.where(grad >= TIMES_S[0] * 1e-6, grad, np.nan),
         accumulation_steps=passes,
-        device=device,
+        device=rows["device"].astype(str).to_numpy(dtype=object) if "device" in rows else np.zeros(0, dtype=object),
         row=np.zeros(len(rows) if kind == "telemetry" else 0, dtype=np.int64),
     )
 
@@ -189,13 +187,13 @@ def _rows(frame: pd.DataFrame, kind: Kind, where: str) -> pd.DataFrame:
     if kind == "telemetry":
         return _of_telemetry(frame, where)
     if kind == "profile":
-        return check_profile(_checked(frame, where, {}).assign(device=frame.get("device", "")), where)
+        return _checked(frame, where)
     rows = frame[list(_ADAPTDL)].rename(columns=_ADAPTDL)
     if kind == "placements":
         rows = rows.assign(**_split_placements(frame["placement"], where))
     else:
         rows = rows.assign(num_nodes=frame["num_nodes"], num_replicas=frame["num_replicas"])
-    return _checked(rows, where, {own: theirs for theirs, own in _ADAPTDL.items()})
+    return _checked(rows, where, {own: theirs for theirs, own in _ADAPTDL.items()}).drop(columns="device")
 
 
 def import_steps(
@@ -235,88 +233,26 @@ def import_steps(
         "step_time_spread_s": float(high - low),
         "repeats": len(steps.step_time_s),
     }
-    return _named(_checked(pd.DataFrame([row]), steps.where, {}), steps.where, device)
+    return _named(_checked(pd.DataFrame([row]), steps.where), steps.where, device)
 
 
-def _checked(frame: pd.DataFrame, where: str, shown: dict[str, str]) -> pd.DataFrame:
-    """Return the frame with numbers as numbers; ``shown`` maps columns to the names that the file has for them.
-
-    Raises InputError naming the first bad row: NaN, infinite, not a number, zero or negative times, synchronisation not
-    below the step, counts that are not whole, more nodes than replicas.
-    """
-    import pandas as pd
-
-    checked = frame.copy()
-    bad: list[tuple[int, int, str, str]] = []
-    for place, name in enumerate(_OWN):
-        column = checked[name]
-        numbers = pd.to_numeric(column.map(_no_giant) if column.dtype == object else column, errors="coerce")
-        values = numbers.to_numpy(dtype=float)
-        low, high = (1, LARGEST_COUNT) if name in _COUNTS else (TIMES_S[0] * (name == "step_time_s"), TIMES_S[1])
-        with np.errstate(invalid="ignore"):
-            good = (values >= low) & (values <= high) & ((name not in _COUNTS) | (values == np.floor(values)))
-        if good.all():
-            checked[name] = values.astype(np.int64) if name in _COUNTS else values
-            continue
-        row = int(np.flatnonzero(~good)[0])
-        wanted = (
-            f"be a whole number from 1 to {LARGEST_COUNT}" if name in _COUNTS else f"lie between {low:g} and {high:g}"
-        )
-        bad.append((row, place, f"is {_cell(column.iloc[row])}", f"it must {wanted}"))
-    if bad:
-        row, place, problem, remedy = min(bad)
-        raise InputError(f"{where}:row {row + 1}:{shown.get(_OWN[place], _OWN[place])}", problem, remedy)
-    step, sync = checked["step_time_s"].to_numpy(), checked["sync_time_s"].to_numpy()
-    nodes, replicas = checked["num_nodes"].to_numpy(), checked["num_replicas"].to_numpy()
-    wrong = np.flatnonzero((sync >= step) | (replicas < nodes))
-    if wrong.size and sync[wrong[0]] >= step[wrong[0]]:
-        row = int(wrong[0])
-        label = shown.get("sync_time_s", "sync_time_s")
-        text = f"is {sync[row]:g}, not below the step time {step[row]:g}"
-        raise InputError(f"{where}:row {row + 1}:{label}", text, "it is the part of the step that synchronises")
-    if wrong.size:
-        row = int(wrong[0])
-        text = f"{replicas[row]} replicas on {nodes[row]} nodes"
-        raise InputError(f"{where}:row {row + 1}:num_replicas", text, "every node holds at least one replica")
-    return checked
-
-
-def _check_cells(frame: pd.DataFrame, name: str, where: str, good: NDArray[np.bool_], wanted: str) -> None:
-    """Raise InputError for the first cell of a column that is not good, (n,)."""
-    bad = np.flatnonzero(~good)
-    if bad.size:
-        problem = f"is {_cell(frame[name].iloc[bad[0]])}"
-        raise InputError(f"{where}:row {bad[0] + 1}:{name}", problem, f"it must be {wanted}")
-
-
-def _optional(frame: pd.DataFrame, name: str, where: str) -> Array:
-    """Return a column of numbers, NaN where empty or absent. Raises InputError naming a cell that is no number."""
-    import pandas as pd
-
-    if name not in frame.columns:
-        return np.full(len(frame), np.nan)
-    numbers: Array = pd.to_numeric(frame[name], errors="coerce").to_numpy(dtype=float)
-    _check_cells(frame, name, where, np.isfinite(numbers) | frame[name].isna().to_numpy(), "a number")
-    return numbers
-
-
-def _no_giant(value: object) -> object:
-    """Return the value; an integer of hundreds of digits is no float: infinite, and refused as such."""
-    return np.inf if isinstance(value, int) and abs(value) > 1e300 else value
+def _checked(frame: pd.DataFrame, where: str, shown: Mapping[str, str] | None = None) -> pd.DataFrame:
+    """Return the checked rows of a profile, its device empty where it names none; ``shown`` as in ``check_profile``."""
+    rows = check_profile(frame if "device" in frame else frame.assign(device=""), where, shown)
+    label = (shown or {}).get("sync_time_s", "sync_time_s")
+    remedy = "it is the part of the step that synchronises, and below the step time"
+    demand((rows["sync_time_s"] < rows["step_time_s"]).to_numpy(), rows["sync_time_s"], label, where, remedy)
+    return rows
 
 
 def _split_placements(placements: pd.Series[Any], where: str) -> dict[str, NDArray[np.int64]]:
     """Return nodes and replicas of AdaptDL's placements: one digit per node, its number of GPUs."""
     texts, place = np.unique(placements.fillna("").astype(str).to_numpy(dtype=str), return_inverse=True)
-    counts = np.zeros((len(texts), 2), dtype=np.int64)
-    for number, text in enumerate(texts.tolist()):
-        if not (text.isascii() and text.isdigit()) or int(text) == 0:
-            row = int(np.flatnonzero(place == number)[0])
-            shown = _cell(placements.iloc[row])
-            raise InputError(f"{where}:row {row + 1}:placement", f"is {shown}", "one digit per node, such as 44")
-        digits = [int(digit) for digit in text if digit != "0"]
-        counts[number] = len(digits), sum(digits)
-    return {"num_nodes": counts[place, 0], "num_replicas": counts[place, 1]}
+    good = np.array([text.isascii() and text.isdigit() and int(text) > 0 for text in texts.tolist()], dtype=bool)
+    demand(good[place], placements, "placement", where, "one digit per node, such as 44")
+    digits = [[int(digit) for digit in text if digit != "0"] for text in texts.tolist()]
+    nodes, replicas = np.array([len(each) for each in digits]), np.array([sum(each) for each in digits])
+    return {"num_nodes": nodes[place], "num_replicas": replicas[place]}
 
 
 def _of_telemetry(frame: pd.DataFrame, where: str) -> pd.DataFrame:
@@ -325,21 +261,14 @@ def _of_telemetry(frame: pd.DataFrame, where: str) -> pd.DataFrame:
     The step is compute plus synchronisation. Waiting for slower ranks is left out: it comes from how the batch is
     split, not from how fast this rank or the network is.
     """
-    import pandas as pd
-
     names = [name for name in TELEMETRY_NUMBERS if name in frame.columns]
-    numbers = frame[names].map(_no_giant).apply(pd.to_numeric, errors="coerce").astype(float)
-    values = numbers.to_numpy()
-    missing = np.array([[name == "passes" for name in names]]) & frame[names].isna().to_numpy()
-    bad = np.argwhere(~(missing | (np.isfinite(values) & (values >= 0))))
-    if bad.size:
-        row, name = int(bad[0][0]), names[int(bad[0][1])]
-        raise InputError(
-            f"{where}:line {row + 1}:{name}", f"is {_cell(frame[name].iloc[row])}", "it must be a number >= 0"
-        )
-    passes = numbers["passes"].fillna(1.0).clip(lower=1.0) if "passes" in names else 1.0
-    numbers = numbers.assign(device=frame.get("device", ""), passes=passes)
-    steady = numbers[numbers["step"] >= WARMUP_STEPS] if numbers["step"].nunique() > 2 * WARMUP_STEPS else numbers
+    log = frame[names].apply(numbers).astype(float)
+    for name in names:
+        good = np.isfinite(log[name]) & (log[name] >= 0) | (frame[name].isna() if name == "passes" else False)
+        demand(good.to_numpy(), frame[name], name, where, "it must be a number >= 0", unit="line")
+    passes = log["passes"].fillna(1.0).clip(lower=1.0) if "passes" in names else 1.0
+    log = log.assign(device=frame.get("device", ""), passes=passes)
+    steady = log[log["step"] >= WARMUP_STEPS] if log["step"].nunique() > 2 * WARMUP_STEPS else log
     steady = steady[(steady["batch"] > 0) & (steady["compute_s"] > 0)]
     if steady.empty:
         raise InputError(where, "holds no step with samples", "let the job train for more steps")
@@ -363,8 +292,9 @@ def _of_telemetry(frame: pd.DataFrame, where: str) -> pd.DataFrame:
     if (rows["passes"] > 1).any():
         rows["accumulation_steps"] = (rows["passes"] - 1).astype(np.int64)
         rows["grad_time_s"] = rows["compute_s"] / rows["passes"]
-    for name, limits in (("step_time_s", TIMES_S), *((name, (1, LARGEST_COUNT)) for name in _COUNTS)):
-        _check_range(rows[name].to_numpy(dtype=float), name, f"{where} (medians)", limits)
+    for name, (low, high) in {"step_time_s": TIMES_S, **dict.fromkeys(_COUNTS, (1, LARGEST_COUNT))}.items():
+        good = rows[name].between(low, high).to_numpy()
+        demand(good, rows[name], name, f"{where} (medians)", f"it must lie between {low:g} and {high:g}")
     return rows.drop(columns=["world_size", "batch", "compute_s", "sync_s", "passes"])
 
 
@@ -380,9 +310,3 @@ def _named(rows: pd.DataFrame, where: str, device: str | None) -> pd.DataFrame:
             row = int(np.flatnonzero(missing.to_numpy())[0])
             raise InputError(f"{where}:row {row + 1}:device", "is empty", "name it with --device-name NAME")
     return rows if "origin" in rows.columns else rows.assign(origin="imported")
-
-
-def _cell(value: Any) -> str:
-    """Return a cell's value as it may stand in a message."""
-    text = str(value)
-    return text if len(text) <= 40 else f"{text[:37]}..."
