@@ -177,13 +177,13 @@ def companion() -> None:
         ]
         meta = CompanionMeta(job="j", max_workers=workers, batch_size=32, devices=devices)
         started = time.process_time()
-        built = build(meta)
+        plans, places = build(meta)
         middle = time.process_time()
         random = Random(0)
         asked = [tuple(random.randint(0, count) for count in counts) for _ in range(5_000)]
         with tempfile.TemporaryDirectory() as folder:
             file = Path(folder) / "plans.db"
-            write_companion(file, meta, built.plans, built.vectors())
+            write_companion(file, meta, plans, enumerate(places.tolist()))
             done = time.process_time()
             with Companion(file) as base:
                 for counts_asked in asked:
@@ -192,7 +192,7 @@ def companion() -> None:
             size = file.stat().st_size / 1024
         shown = " ".join(map(str, counts))
         print(
-            f"{shown:20s} {workers:7,d} {len(built.plan_of):10,d} {len(built.plans):7,d} {middle - started:8.2f} "
+            f"{shown:20s} {workers:7,d} {len(places):10,d} {len(plans):7,d} {middle - started:8.2f} "
             f"{done - middle:8.2f} {looked:10.0f} {size:9,.0f}"
         )
     print()

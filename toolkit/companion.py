@@ -14,35 +14,37 @@ import os
 import sqlite3
 import tempfile
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
-from typing import Annotated, Any, ClassVar, Literal, Self
+from typing import Annotated, ClassVar, Literal, Self
 
-from pydantic import Field
+from pydantic import Field, ValidationError
 
 from ddltool.artifacts import Artifact, Record, check_writable, parse
 from ddltool.errors import InputError, did_you_mean
 
 _MAGIC = b"SQLite format 3\x00"
 _TABLES = """
-CREATE TABLE meta (key TEXT PRIMARY KEY, value TEXT NOT NULL) WITHOUT ROWID;
-CREATE TABLE plans (id INTEGER PRIMARY KEY, throughput REAL NOT NULL, step_s REAL NOT NULL, ests TEXT NOT NULL);
+CREATE TABLE meta (document TEXT NOT NULL);
+CREATE TABLE plans (id INTEGER PRIMARY KEY, document TEXT NOT NULL);
 CREATE TABLE vectors (key INTEGER PRIMARY KEY, plan INTEGER NOT NULL, generation INTEGER NOT NULL);
 """
-_LOOKUP = """SELECT plans.throughput, plans.step_s, plans.ests FROM vectors JOIN plans ON plans.id = vectors.plan
+_LOOKUP = """SELECT plans.document FROM vectors JOIN plans ON plans.id = vectors.plan
 WHERE vectors.key = ? AND vectors.generation = ?"""
+
+
+Positive = Annotated[int, Field(ge=1)]
+Finite = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 
 
 class CompanionDevice(Record):
     """Devices of one type."""
 
     type: str = Field(min_length=1)
-    count: Annotated[int, Field(ge=1)] = Field(description="plans are kept for 0 to so many")
+    count: Positive = Field(description="plans are kept for 0 to so many")
     capability_per_s: Annotated[float, Field(gt=0, allow_inf_nan=False)] = Field(
         description="mini-batches per second of one EST alone; measured where telemetry disagreed"
     )
-    max_ests: Annotated[int, Field(ge=1)] | None = None
+    max_ests: Positive | None = None
 
 
 class CompanionMeta(Artifact):
@@ -51,11 +53,11 @@ class CompanionMeta(Artifact):
     KIND: ClassVar[str] = "ddltool.companion"
     kind: Literal["ddltool.companion"] = "ddltool.companion"
     job: str
-    max_workers: Annotated[int, Field(ge=1)]
-    batch_size: Annotated[int, Field(ge=1)]
+    max_workers: Positive
+    batch_size: Positive
     homogeneous: bool = False
     devices: list[CompanionDevice] = Field(min_length=1)
-    generation: Annotated[int, Field(ge=1)] = Field(
+    generation: Positive = Field(
         default=1,
         description="grows when a capability changes; plans of earlier generations are made again when asked for",
     )
@@ -88,16 +90,12 @@ class CompanionMeta(Artifact):
         return number
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class CompanionPlan:
+class CompanionPlan(Record):
     """One plan. All figures are predicted."""
 
-    throughput: float
-    """Logical mini-batches per second; 0: the devices cannot run the job."""
-    step_s: float
-    """0 where ``throughput`` is."""
-    ests: Mapping[str, Sequence[tuple[int, int]]]
-    """Device type to (devices, ESTs on each)."""
+    throughput: Finite = Field(description="logical mini-batches per second; 0: the devices cannot run the job")
+    step_s: Finite = Field(description="0 where throughput is")
+    ests: dict[str, list[tuple[Positive, Positive]]] = Field(description="device type to (devices, ESTs on each)")
 
     @property
     def used(self) -> dict[str, int]:
@@ -125,10 +123,10 @@ def write_companion(
         with contextlib.closing(sqlite3.connect(name)) as base:
             # A crash leaves a temporary file, so the file needs no journal of its own.
             base.executescript(f"PRAGMA journal_mode = OFF; PRAGMA synchronous = OFF; {_TABLES}")
-            rows = ((number, plan.throughput, plan.step_s, _text(plan)) for number, plan in enumerate(plans))
+            rows = ((number, plan.model_dump_json()) for number, plan in enumerate(plans))
             with base:
-                _write_meta(base, meta)
-                base.executemany("INSERT INTO plans VALUES (?, ?, ?, ?)", rows)
+                base.execute("INSERT INTO meta VALUES (?)", (meta.model_dump_json(),))
+                base.executemany("INSERT INTO plans VALUES (?, ?)", rows)
                 generation = meta.generation
                 base.executemany(f"INSERT INTO vectors VALUES (?, ?, {generation:d})", vectors)
         with open(name, "rb+") as file:
@@ -166,34 +164,26 @@ class Companion:
         """Return the plan for counts in the order of the devices; None: it is not there, or of an earlier generation."""
         with self._explained():
             row = self._base.execute(_LOOKUP, (self.meta.key(counts), self.meta.generation)).fetchone()
-            return None if row is None else self._checked(row, counts)
+            return None if row is None else self._checked(row[0], counts)
 
-    def _checked(self, row: Sequence[Any], counts: Sequence[int]) -> CompanionPlan:
-        """Return the plan in a row. Raises ValueError unless it places every EST on devices that are there."""
+    def _checked(self, document: str, counts: Sequence[int]) -> CompanionPlan:
+        """Return a plan. Raises ValueError unless it places every EST on devices that are there."""
         held = dict(zip((device.type for device in self.meta.devices), counts, strict=True))
-        throughput, step_s, ests = row[0], row[1], json.loads(row[2])
-        good = isinstance(throughput, float) and isinstance(step_s, float) and isinstance(ests, dict)
-        if good and ests:
-            pairs = {name: [tuple(pair) for pair in rows] for name, rows in ests.items() if _are_pairs(rows)}
-            used = {name: sum(devices for devices, _ in rows) for name, rows in pairs.items()}
-            placed = sum(devices * each for rows in pairs.values() for devices, each in rows)
-            good = len(pairs) == len(ests) and all(used[name] <= held.get(name, -1) for name in used)
-            good = good and placed == self.meta.max_workers and 0 < throughput < math.inf and 0 < step_s < math.inf
-        elif good:
-            good = throughput == step_s == 0
-        if not good:
-            raise ValueError("a plan in it does not fit its devices")
-        return CompanionPlan(throughput=throughput, step_s=step_s, ests=ests)
+        with contextlib.suppress(ValidationError):
+            plan = CompanionPlan.model_validate_json(document)
+            placed = sum(devices * each for rows in plan.ests.values() for devices, each in rows)
+            runs = placed == self.meta.max_workers and plan.throughput > 0 and plan.step_s > 0
+            idle = placed == plan.throughput == plan.step_s == 0
+            if (runs or idle) and all(count <= held.get(name, 0) for name, count in plan.used.items()):
+                return plan
+        raise ValueError("a plan in it does not fit its devices")
 
     def remember(self, counts: Sequence[int], plan: CompanionPlan) -> None:
         """Keep a plan that was made on demand; a database that cannot be written is left as it is."""
         with self._explained(), contextlib.suppress(sqlite3.OperationalError), self._writing():
             if self._stored().generation != self.meta.generation:
                 return  # made with capabilities that have changed since
-            made = self._base.execute(
-                "INSERT INTO plans (throughput, step_s, ests) VALUES (?, ?, ?)",
-                (plan.throughput, plan.step_s, _text(plan)),
-            )
+            made = self._base.execute("INSERT INTO plans (document) VALUES (?)", (plan.model_dump_json(),))
             self._base.execute(
                 "INSERT OR REPLACE INTO vectors VALUES (?, ?, ?)",
                 (self.meta.key(counts), made.lastrowid, self.meta.generation),
@@ -213,7 +203,7 @@ class Companion:
                 for device in stored.devices
             ]
             meta = stored.model_copy(update={"devices": devices, "generation": stored.generation + 1})
-            _write_meta(self._base, meta)
+            self._base.execute("UPDATE meta SET document = ?", (meta.model_dump_json(),))
         self.meta = meta
 
     @contextlib.contextmanager
@@ -225,7 +215,7 @@ class Companion:
 
     def _stored(self) -> CompanionMeta:
         """Return the meta document as it stands in the file now."""
-        row = self._base.execute("SELECT value FROM meta WHERE key = 'document'").fetchone()
+        row = self._base.execute("SELECT document FROM meta").fetchone()
         try:
             document = json.loads(row[0]) if row is not None else None
         except ValueError:
@@ -239,10 +229,7 @@ class Companion:
         with self._explained():
             query = "SELECT COUNT(*) FROM vectors WHERE generation = ?"
             fresh = int(self._base.execute(query, (self.meta.generation,)).fetchone()[0])
-        total = 1
-        for device in self.meta.devices:
-            total *= device.count + 1
-        return fresh, total
+        return fresh, math.prod(device.count + 1 for device in self.meta.devices)
 
     def close(self) -> None:
         """Close the file."""
@@ -252,9 +239,7 @@ class Companion:
         """Return the open database."""
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         """Close the file."""
         self.close()
 
@@ -286,24 +271,3 @@ def _check_file(path: Path) -> None:
     page = 65536 if page == 1 else page
     if size < page * pages:
         raise InputError(str(path), f"is cut off ({size} of {page * pages} bytes)", "copy or make it again")
-
-
-def _write_meta(base: sqlite3.Connection, meta: CompanionMeta) -> None:
-    entries: dict[str, Any] = {
-        "kind": meta.kind,
-        "schema_version": str(meta.schema_version),
-        "document": json.dumps(meta.model_dump(mode="json"), ensure_ascii=False, allow_nan=False),
-    }
-    base.executemany("INSERT OR REPLACE INTO meta VALUES (?, ?)", entries.items())
-
-
-def _are_pairs(rows: Any) -> bool:
-    """Return whether these are pairs of (devices, ESTs), each at least 1."""
-    return isinstance(rows, list) and all(
-        isinstance(pair, list) and len(pair) == 2 and all(type(each) is int and each > 0 for each in pair)
-        for pair in rows
-    )
-
-
-def _text(plan: CompanionPlan) -> str:
-    return json.dumps({name: [list(row) for row in rows] for name, rows in plan.ests.items()}, ensure_ascii=False)

@@ -7,10 +7,10 @@ device more, so many vectors share a plan and few different plans are kept.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 
 import numpy as np
+import pandas as pd
 
 from ddltool.analyzers.placement.problem import Problem, check_capability, exact
 from ddltool.analyzers.placement.steps import Ints, StepTable, deal, step_table, whole
@@ -20,20 +20,6 @@ from ddltool.errors import InputError, did_you_mean
 # A database of more vectors is filled as they are asked for: one plan takes microseconds to make.
 LARGEST_BUILD = 2_000_000
 _CHUNK = 200_000
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Built:
-    """The plans of a database."""
-
-    plans: list[CompanionPlan]
-    """The different ones."""
-    plan_of: Ints
-    """(V,) the place in ``plans`` of each vector, by key."""
-
-    def vectors(self) -> Iterator[tuple[int, int]]:
-        """Yield (key, place of the plan)."""
-        yield from enumerate(self.plan_of.tolist())
 
 
 def meta_of(problem: Problem) -> CompanionMeta:
@@ -73,12 +59,15 @@ def table_for(meta: CompanionMeta) -> StepTable:
     )
 
 
-def build(meta: CompanionMeta) -> Built:
-    """Return the best plan for every vector of 0 to N_i devices of each type; nothing for more than ``LARGEST_BUILD``."""
+def build(meta: CompanionMeta) -> tuple[list[CompanionPlan], Ints]:
+    """Return the different best plans for 0 to N_i devices of each type, and (V,) the place of each vector's, by key.
+
+    Nothing for more than ``LARGEST_BUILD`` vectors.
+    """
     sizes = [device.count + 1 for device in meta.devices]
     total = math.prod(sizes)
     if total > LARGEST_BUILD:
-        return Built(plans=[], plan_of=np.zeros(0, dtype=np.int64))
+        return [], np.zeros(0, dtype=np.int64)
     table = table_for(meta)
     known: dict[int, int] = {}
     plans: list[CompanionPlan] = []
@@ -96,7 +85,7 @@ def build(meta: CompanionMeta) -> Built:
                 plans.append(describe(meta, table, int(steps[row]), used[row].tolist()))
             numbers[number] = known[code]
         places[start : start + len(keys)] = numbers[inverse]
-    return Built(plans=plans, plan_of=places)
+    return plans, places
 
 
 def plan_for(meta: CompanionMeta, counts: Sequence[int]) -> CompanionPlan:
@@ -131,13 +120,8 @@ def disagreeing(meta: CompanionMeta, measured: Mapping[str, float], threshold: f
     return found
 
 
-def measured_capability(rows: Sequence[tuple[str, int, float]], batch_size: int) -> dict[str, float]:
-    """Return mini-batches per second by device type from (device type, samples, seconds of computing) of steps.
-
-    The median over the steps of each type; rows without samples or time say nothing.
-    """
-    rates: dict[str, list[float]] = {}
-    for name, samples, seconds in rows:
-        if samples > 0 and seconds > 0:
-            rates.setdefault(name, []).append(samples / batch_size / seconds)
-    return {name: float(np.median(values)) for name, values in rates.items()}
+def measured_capability(rows: pd.DataFrame, batch_size: int) -> dict[str, float]:
+    """Return mini-batches per second by device type from checked rows of telemetry: the median over steps with samples."""
+    steps = rows[(rows["batch"] > 0) & (rows["compute_s"] > 0)]
+    rates = (steps["batch"] / batch_size / steps["compute_s"]).groupby(steps["device"]).median()
+    return {str(name): float(rate) for name, rate in rates.items()}

@@ -181,7 +181,7 @@ def solve_jobs(
         for table, row, share in zip(tables, chosen, relative, strict=True)
     ]
     status = "optimal" if gap == 0 else "feasible"
-    bound = max(bound, value)
+    bound = max(bound, value) if gap else value
     return JointPlan(
         objective=objective, value=value, bound=bound, gap=gap, status=status, solve_seconds=seconds, jobs=jobs
     )
