@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import math
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -12,17 +11,13 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from scipy.optimize import minimize
 
-from ddltool.analyzers.goodput.throughput import ThroughputParams, goodput_per_s
-from ddltool.analyzers.scheduling.beliefs import (
-    Profile,
-    Tunable,
-    best_goodput,
-    fit,
-    predict_step,
-    split_batch,
-)
+from ddltool.analyzers.goodput.fit import evaluate, refit
+from ddltool.analyzers.goodput.fit import fit as whole_fit
+from ddltool.analyzers.goodput.observations import Observations
+from ddltool.analyzers.goodput.throughput import grad_time_s, iteration_time_s
+from ddltool.analyzers.goodput.tuning import BatchLimits
+from ddltool.analyzers.scheduling.beliefs import fit, split_batch
 from ddltool.analyzers.scheduling.cluster import Allocation, ClusterSpec, count_gpus, packed
 from ddltool.analyzers.scheduling.gangs import Fifo, Srtf, Tiresias
 from ddltool.analyzers.scheduling.inputs import read_applications, read_cluster, read_workload
@@ -33,6 +28,7 @@ from ddltool.analyzers.scheduling.pollux import Pollux
 from ddltool.analyzers.scheduling.simulator import Options, SimulationResult, simulate
 from ddltool.analyzers.scheduling.truth import Application, Limits, StepTimes, Validation, smallest_rotation
 from ddltool.errors import CheckFailed, Infeasible, InputError
+from ddltool.goodput_model import ThroughputParams
 
 FOLDER = Path(__file__).resolve().parents[1] / "fixtures" / "workloads"
 POLICIES: dict[str, Callable[[], Any]] = {
@@ -55,15 +51,6 @@ def table(rows: Mapping[tuple[tuple[int, ...], int], tuple[float, float]], **sca
         scalability=more,
         scalability_times_s=np.array(scalability.get("times", np.empty((0, 2))), dtype=float),
     )
-
-
-def objective(values: Any, profile: Profile) -> float:
-    """The published objective of the fit at ``values`` (7,): a_g, b_g, a_n, b_n, a_l, b_l, g."""
-    grad, step = predict_step(values, profile)
-    first = np.sqrt(np.mean(np.log(grad / profile.grad_time_s) ** 2))
-    second = np.sqrt(np.mean(np.log(step / profile.step_time_s) ** 2))
-    slopes = (values[3] / values[2]) ** 2 + (values[5] / values[4]) ** 2
-    return float(first + second + 1e-3 * (values[6] - 1.0) ** 2 + 1e-2 * slopes)
 
 
 def validation(batch: int, progress: Sequence[float], sqr: float, var: float) -> Validation:
@@ -144,27 +131,23 @@ def test_more_epochs_than_were_measured_are_refused() -> None:
 
 # What a job believes.
 
-TRUE = np.array([0.04, 2e-3, 0.12, 0.01, 0.03, 0.004, 1.8])
+TRUE = ThroughputParams(
+    alpha_grad_s=0.04,
+    beta_grad_s=2e-3,
+    alpha_sync_local_s=0.03,
+    beta_sync_local_s=0.004,
+    alpha_sync_node_s=0.12,
+    beta_sync_node_s=0.01,
+    gamma=1.8,
+)
 
 
-def profile(nodes: Sequence[float], replicas: Sequence[float], local: Sequence[float], noise: float = 0.0) -> Profile:
-    made = Profile(
-        num_nodes=np.array(nodes, dtype=float),
-        num_replicas=np.array(replicas, dtype=float),
-        local_batch_size=np.array(local, dtype=float),
-        grad_time_s=np.ones(len(nodes)),
-        step_time_s=np.ones(len(nodes)),
-    )
-    grad, step = predict_step(TRUE, made)
+def observed(nodes: Sequence[int], replicas: Sequence[int], local: Sequence[int], noise: float = 0.0) -> Observations:
+    at = np.array([nodes, replicas, local], dtype=float)
     wobble = np.exp(noise * np.random.default_rng(len(nodes)).standard_normal((2, len(nodes))))
-    grad = grad * wobble[0]
-    return Profile(
-        num_nodes=made.num_nodes,
-        num_replicas=made.num_replicas,
-        local_batch_size=made.local_batch_size,
-        grad_time_s=grad,
-        step_time_s=np.maximum(step * wobble[1], grad * 1.0001),
-    )
+    grad = np.asarray(grad_time_s(TRUE, at[2])) * wobble[0]
+    step = np.maximum(np.asarray(iteration_time_s(TRUE, *at)) * wobble[1], grad * 1.0001)
+    return Observations(num_nodes=at[0], num_replicas=at[1], local_batch_size=at[2], step_time_s=step, grad_time_s=grad)
 
 
 SEEN = [
@@ -178,69 +161,28 @@ SEEN = [
 
 @pytest.mark.parametrize("noise", [0.0, 0.08])
 @pytest.mark.parametrize("seen", SEEN)
-def test_the_fit_reaches_what_a_general_minimiser_reaches(seen: tuple[list[int], ...], noise: float) -> None:
-    rows = profile(*seen, noise=noise)
-    found = fit(rows)
-    replicas, nodes, local = rows.num_replicas, rows.num_nodes, rows.local_batch_size
-    across, within = bool((nodes > 1).any()), bool(((nodes == 1) & (replicas > 1)).any())
-    grows = bool((replicas > 2).any())
-    free = [bool(np.ptp(local)), True, across, across and grows, within, within and grows, True]
-    half = float(rows.grad_time_s.mean()) / 2
-    fixed = np.array([half, 1.0, 1e-8, 1e-8, 1e-8, 1e-8, 1.0])
-
-    def value(logs: Any) -> float:
-        whole = fixed.copy()
-        whole[free] = np.exp(logs)
-        return objective(whole, rows)
-
-    bounds = [(math.log(1e-8), math.log(10.0))] * 6 + [(0.0, math.log(10.0))]
-    bounds = [bound for bound, is_free in zip(bounds, free, strict=True) if is_free]
-    rivals = []
-    for gamma in (1.001, 2.0, 4.0):
-        start = np.log(np.array([0.1, 0.01, 0.1, 0.01, 0.1, 0.01, gamma]))[free]
-        rivals.append(minimize(value, start, bounds=bounds, method="L-BFGS-B", options={"maxiter": 400}).fun)
-    kept = found.copy()
-    if not across:
-        kept[2:4] = 1e-8  # the prior on what was never seen is set after the minimum is found
-    assert objective(kept, rows) <= min(rivals) + 2e-3
+def test_what_a_job_believes_is_what_the_fit_of_all_its_rows_finds(seen: tuple[list[int], ...], noise: float) -> None:
+    rows = observed(*seen, noise=noise)
+    alone, before = refit(rows), None
+    for count in range(1, len(rows) + 1):  # as a job sees them, one by one
+        before = refit(rows.take(np.arange(count)), before)
+    best = evaluate(whole_fit(rows, robust=False).params, rows).rmsle
+    for found in (alone, before):
+        assert found is not None
+        assert evaluate(found, rows).rmsle <= 1.2 * best + 0.01
 
 
 def test_the_fit_keeps_the_priors_on_what_was_not_seen() -> None:
-    alone = fit(profile([1], [1], [32]))
-    assert alone[0] == pytest.approx(alone[1] * 32)  # half of the time grows with the batch
-    assert max(alone[2:6]) < 1e-7
-    one_node = fit(profile([1, 1, 1], [1, 2, 4], [32, 48, 64]))
-    assert one_node[2:4] == pytest.approx(1.1 * one_node[4:6])
-    several = fit(profile(*SEEN[-1]))
-    again = fit(profile(*SEEN[-1]), several)
-    assert predict_step(again, profile(*SEEN[-1]))[1] == pytest.approx(profile(*SEEN[-1]).step_time_s, rel=0.05)
-
-
-def test_the_best_goodput_is_that_of_trying_every_candidate() -> None:
-    limits = Tunable(init_batch_size=64, max_batch_size=2048, min_local_batch_size=16, max_local_batch_size=200)
-    names = ("grad", "sync_node", "sync_local")
-    values = dict(zip([f"{a}_{n}_s" for n in names for a in ("alpha", "beta")], TRUE.tolist(), strict=False))
-    params = ThroughputParams(**values, gamma=float(TRUE[6]))
-    sqr, var = 0.7, 5.0
-    for nodes, replicas in [(1, 1), (1, 4), (2, 5), (4, 16)]:
-        tried = {}
-        low = max(64, 16 * replicas)
-        for at in range(50):
-            local = low * (2048 / low) ** (at / 49) / replicas
-            steps = math.ceil(local / 200 - 1e-8) - 1
-            steps = max(steps, 1) if replicas == 1 and local > 64 + 1e-8 else steps
-            atomic = math.ceil(local / (steps + 1) - 1e-8)
-            if 16 <= atomic <= 200:
-                tried[atomic, steps] = goodput_per_s(
-                    params, nodes, replicas, atomic, steps, noise_scale=64 * var / sqr, initial_batch_size=64
-                )
-        found = best_goodput(TRUE, sqr, var, limits, np.array([float(nodes)]), np.array([float(replicas)]))
-        assert found[0][0] == pytest.approx(max(tried.values()), rel=1e-6)
-        assert tried[int(found[1][0]), int(found[2][0])] == pytest.approx(max(tried.values()), rel=1e-6)
+    alone = fit(observed([1], [1], [32]))
+    assert alone.alpha_grad_s == pytest.approx(alone.beta_grad_s * 32)  # half of the time grows with the batch
+    assert (alone.alpha_sync_local_s, alone.alpha_sync_node_s) == (0.0, 0.0)
+    one_node = fit(observed([1, 1, 1], [1, 2, 4], [32, 48, 64]))
+    assert one_node.alpha_sync_node_s == pytest.approx(1.1 * one_node.alpha_sync_local_s)
+    assert one_node.beta_sync_node_s == pytest.approx(1.1 * one_node.beta_sync_local_s)
 
 
 def test_a_given_batch_is_split_into_what_fits() -> None:
-    limits = Tunable(init_batch_size=64, max_batch_size=2048, min_local_batch_size=16, max_local_batch_size=200)
+    limits = BatchLimits(initial_batch_size=64, max_batch_size=2048, min_local_batch_size=16, max_local_batch_size=200)
     assert split_batch(64, 1, limits) == (64, 0)
     assert split_batch(128, 1, limits) == (64, 1)  # one replica above M0: one more gradient, to tell the noise
     assert split_batch(1000, 2, limits) == (167, 2)

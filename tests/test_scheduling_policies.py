@@ -369,7 +369,7 @@ def test_the_correction_is_by_how_much_the_model_was_wrong() -> None:
         beliefs.observe("x", (1, replicas, 16), (step + 0.5, step - 0.9))
     beliefs.model("x")
     made = beliefs.correction("x", 8)
-    assert made[0, 8] < 0.95 < made[0, 4]
+    assert made[0, 8] < 0.98 < made[0, 4]
     assert made[1].tolist() == [1.0] * 9  # nothing seen across nodes
 
 

@@ -11,8 +11,9 @@ from enum import Enum
 import numpy as np
 from numpy.typing import NDArray
 
+from ddltool.analyzers.goodput.tuning import BatchLimits, Tuned, tune
 from ddltool.analyzers.placement.proposals import best_plan
-from ddltool.analyzers.scheduling.beliefs import Beliefs, Tunable, best_goodput, split_batch
+from ddltool.analyzers.scheduling.beliefs import Beliefs, split_batch
 from ddltool.analyzers.scheduling.cluster import Allocation, ClusterSpec, count_gpus, packed
 from ddltool.analyzers.scheduling.truth import Application
 from ddltool.errors import InputError
@@ -34,6 +35,8 @@ class Tuning(Enum):
     """The GPUs, of one type or several, that run the requested replicas as logical workers at the requested batch."""
 
 
+# Noise scales whose logarithms differ by less are taken as one: the best batch grows with the square root, its goodput less.
+_NOISE_STEP = 0.1
 # Local batch sizes at which a job is profiled on one GPU of each type before it first runs in a mixed cluster.
 _PROFILED = 4
 
@@ -55,13 +58,13 @@ class SimulatedJob:
         self.application = application
         self.tuning = tuning
         self.cluster = cluster
-        self.limits = Tunable(
-            init_batch_size=application.init_batch_size,
+        self.limits = BatchLimits(
+            initial_batch_size=application.init_batch_size,
             max_batch_size=application.max_batch_size,
             min_local_batch_size=application.min_local_batch_size,
             max_local_batch_size=application.max_local_batch_size,
         )
-        self._limits: dict[str, Tunable] = {}
+        self._limits: dict[str, BatchLimits] = {}
         self.batch_size = application.fixed_batch_size if tuning is Tuning.ADAPTIVE else spec.batch_size
         self.allocation: Allocation = ()
         self.placement: tuple[int, ...] = ()
@@ -97,8 +100,7 @@ class SimulatedJob:
         """Progress, epoch and time of the last checkpoint."""
         self.beliefs = beliefs if beliefs is not None else Beliefs()
         self._grad: tuple[float, float] | None = None
-        self._tuned: tuple[object, ...] | None = None
-        self._tables: dict[str, tuple[object, NDArray[np.float64]]] = {}
+        self._tuned: dict[str, tuple[object, int, Tuned]] = {}
 
     # What policies look at.
 
@@ -107,7 +109,7 @@ class SimulatedJob:
         """Re-allocations so far: starts after the first."""
         return max(self.starts - 1, 0)
 
-    def limits_on(self, gpu_type: str) -> Tunable:
+    def limits_on(self, gpu_type: str) -> BatchLimits:
         """Return within which batch sizes it may run on one GPU type: memory differs."""
         if gpu_type not in self._limits:
             largest = self.application.largest_local_batch(gpu_type)
@@ -160,32 +162,48 @@ class SimulatedJob:
             if len(self.cluster.type_names) == 1:
                 return None
             grad = 1.0, 1.0  # profiled, but never run: a noise scale of M0 until it shows its own
-        values = self.beliefs.model(name)
-        key = (self.beliefs.version, grad)
-        known = self._tables.get(name)
-        if known is None or known[0] != key or known[1].shape[1] <= most:
-            table = self._believed(values, grad, most, self.limits_on(name))
-            if self.beliefs.pooled:
-                table *= self.beliefs.correction(name, most)
-            if types[0] != name and not self.beliefs.has_run_across(name):
-                other = self._believed(self.beliefs.model(types[0]), grad, most, self.limits_on(types[0]))
-                table = other * (table[0, 1] / other[0, 1]) if other[0, 1] > 0 else table
-            known = self._tables[name] = ((self.beliefs.version, grad), table)
-        return known[1][:, : most + 1]
+        table = self._goodputs(name, grad, most)
+        if self.beliefs.pooled:
+            table *= self.beliefs.correction(name, most)
+        if types[0] != name and not self.beliefs.has_run_across(name):
+            other = self._goodputs(types[0], grad, most)
+            table = other * (table[0, 1] / other[0, 1]) if other[0, 1] > 0 else table
+        return table
 
-    def _believed(self, values: Floats, grad: tuple[float, float], most: int, limits: Tunable) -> Floats:
-        replicas = np.arange(1.0, most + 1)
-        nodes = np.repeat([1.0, 2.0], most)
-        found = best_goodput(values, *grad, limits, nodes, np.concatenate([replicas, replicas]))[0]
+    def _goodputs(self, gpu_type: str, grad: tuple[float, float], most: int) -> Floats:
+        found, widest = self._batches(gpu_type, grad, most)
         table = np.zeros((2, most + 1))
-        table[:, 1:] = found.reshape(2, most)
+        table[:, 1:] = found.goodput_per_s.reshape(2, widest)[:, :most]
         table[1, 1] = 0.0
         return table
 
+    def _batches(self, gpu_type: str, grad: tuple[float, float], most: int) -> tuple[Tuned, int]:
+        """Return the best batches on 1 to k >= ``most`` replicas, within a node and then across nodes, and k."""
+        model = self.beliefs.model(gpu_type)
+        sqr, var = grad
+        phi = self.limits.initial_batch_size * var / sqr if sqr > 0 and var > 0 else math.inf if var else 0.0
+        if 0 < phi < math.inf:  # no noise scale is known better than that
+            phi = math.exp(round(math.log(phi) / _NOISE_STEP) * _NOISE_STEP)
+        key = self.beliefs.version, phi
+        known = self._tuned.get(gpu_type)
+        if known is None or known[0] != key or known[1] < most:
+            most = max(
+                most, known[1] if known is not None else 0
+            )  # a wider search costs no more, and is asked for next
+            replicas = np.arange(1, most + 1)
+            nodes = np.concatenate([np.ones_like(replicas), np.minimum(replicas, 2)])
+            both = np.concatenate([replicas, replicas])
+            known = key, most, tune(model, nodes, both, self.limits_on(gpu_type), noise_scale=phi)
+            self._tuned[gpu_type] = known
+        return known[2], known[1]
+
     def remaining_samples(self) -> float:
-        """Return the samples left at M0's efficiency, by the declared epochs: no oracle, users state epochs and data."""
+        """Return the samples left at M0's efficiency, by the declared epochs: no oracle, users state epochs and data.
+
+        At least one: a round may come in the moment in which the last epoch ends, and its job is not to lose its GPUs then.
+        """
         last = self.application.progress[self.application.max_epochs]
-        return max(last - self.progress, 0.0) * self.limits.init_batch_size
+        return max((last - self.progress) * self.limits.initial_batch_size, 1.0)
 
     def profile(self) -> None:
         """Time a few steps on one GPU of each type, as Sia does on submission; seconds that are not charged.
@@ -289,7 +307,6 @@ class SimulatedJob:
         self.allocation = allocation
         self.placement = tuple(count for _, count in allocation)
         self.next_s = math.inf
-        self._tuned = None
         if allocation:
             self.starts += 1
             self.running_from_s = now_s + delay_s
@@ -365,18 +382,14 @@ class SimulatedJob:
         gpu_type = self.cluster.gpu_types[self.allocation[0][0]]
         grad, limits = self.gradient, self.limits_on(gpu_type)
         if self.batch_size is None and grad is not None and gpu_type in self.beliefs.types:
-            model = self.beliefs.model(gpu_type)
-            key = (self.beliefs.version, grad)
-            if key == self._tuned:
-                return
-            self._tuned = key
-            nodes = np.array([float(len(self.placement))])
-            _, local, steps = best_goodput(model, *grad, limits, nodes, np.array([float(replicas)]))
-            self.local_batch_size, self.accumulation_steps = int(local[0]), int(steps[0])
+            found, widest = self._batches(gpu_type, grad, replicas)
+            at = replicas - 1 + (widest if len(self.placement) > 1 else 0)
+            self.local_batch_size = int(found.local_batch_size[at])
+            self.accumulation_steps = int(found.accumulation_steps[at])
         else:
             batch = self.batch_size
             if batch is None:
-                batch = max(self.limits.init_batch_size, self.limits.min_local_batch_size * replicas)
+                batch = max(self.limits.initial_batch_size, self.limits.min_local_batch_size * replicas)
             self.local_batch_size, self.accumulation_steps = split_batch(batch, replicas, limits)
         count = replicas * (self.accumulation_steps + 1)
         self.local_batch_size = min(self.local_batch_size, self.limits.max_batch_size // count)

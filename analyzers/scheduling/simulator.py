@@ -402,7 +402,7 @@ class _Run:
             lost_gpu_seconds=job.lost_gpu_seconds,
             restart_gpu_seconds=job.restart_gpu_seconds,
             gpu_seconds_by_type=dict(job.gpu_seconds_by_type),
-            useful_samples=job.progress * job.limits.init_batch_size,
+            useful_samples=job.progress * job.limits.initial_batch_size,
         )
 
 
