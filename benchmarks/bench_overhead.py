@@ -31,7 +31,7 @@ from ddltool import runtime
 from ddltool.artifacts import save
 from ddltool.plan import Enforcement, RankEnforcement
 from ddltool.runtime.agent.agent import GoodputAgent
-from ddltool.runtime.measuring.overhead import median_interval
+from ddltool.runtime.measuring.overhead import ratio_interval
 
 VARIANTS = ("plain", "agent", "agent, Adam", "plain, Adam", "hook")
 BASE = {"agent": "plain", "agent, Adam": "plain, Adam", "hook": "plain"}
@@ -145,7 +145,7 @@ def main() -> None:
         line = f"{variant:12} {medians[0]:8.3f} {medians[1]:8.3f}"
         for clock in (0, 1) if variant in BASE else ():
             pairs = zip(times[variant], times[BASE[variant]], strict=True)
-            found = median_interval([one[clock] / other[clock] for one, other in pairs])
+            found = ratio_interval([one[clock] / other[clock] for one, other in pairs])
             line += f"   {found.median - 1:+.2%} ({found.low - 1:+.2%} to {found.high - 1:+.2%})"
         print(line)
 

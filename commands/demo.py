@@ -30,7 +30,7 @@ from ddltool.artifacts import read_document, save, to_json, write_text
 from ddltool.commands.artifact_reading import read_any
 from ddltool.commands.options import Json, Seed
 from ddltool.commands.output import err, note, out, print_json, progress, table
-from ddltool.commands.profile_measure import RESOLVER, measure_with_progress
+from ddltool.commands.profile import RESOLVER
 from ddltool.commands.report import build
 from ddltool.commands.trace import trace_result
 from ddltool.device import Network
@@ -142,7 +142,7 @@ def _trace(found: Findings, seed: int) -> None:
 
 
 def _profile(found: Findings, seed: int) -> None:
-    from ddltool.runtime.measuring.campaign import MeasureRequest, reliability
+    from ddltool.runtime.measuring.campaign import MeasureRequest, campaign, reliability
 
     request = MeasureRequest(
         source=MODEL,
@@ -152,7 +152,8 @@ def _profile(found: Findings, seed: int) -> None:
         repeats=REPEATS,
         seed=seed,
     )
-    found.profile = measure_with_progress(request)
+    with progress("measuring", len(BATCH_SIZES) * len(REPLICAS)) as advance:
+        found.profile = campaign(request, progress=advance).frame
     write_profile(found.profile, found.folder / "profile.csv")
     for warning in reliability(found.profile):
         note(f"warning: {warning}")

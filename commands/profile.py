@@ -1,19 +1,49 @@
-"""``ddltool profile SOURCE``: measure step times, synchronisation and memory on this machine."""
+"""``ddltool profile SOURCE``: step times, synchronisation and memory on this machine; its modes have modules of their own."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import contextlib
+import math
+import os
+import signal
+import sys
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Annotated, Any, NoReturn, Optional
 
+import psutil
 import typer
 
-from ddltool.commands import profile_options as given
+from ddltool.analyzers.goodput.curve import summarise
+from ddltool.commands import values
+from ddltool.commands.network import profile_network
 from ddltool.commands.options import Json, Output, Seed
+from ddltool.commands.output import note, out, print_json, progress, table, tell_written
 from ddltool.commands.parts import demand_part, is_given
-from ddltool.commands.values import as_options
+from ddltool.commands.profile_import import profile_import
+from ddltool.commands.watch import profile_watch
+from ddltool.errors import DdlToolError, InputError, Interrupted
+from ddltool.outputs import demand_distinct
+from ddltool.profile import records
+from ddltool.results import DeviceCurve, MemorySearch, MemoryTry, ProfileResult
+from ddltool.runtime.measuring.campaign import (
+    LARGEST_BATCH,
+    MOST_REPLICAS,
+    MOST_STEPS,
+    MeasureRequest,
+    RowFile,
+    campaign,
+    reliability,
+    threads_of,
+)
+from ddltool.runtime.measuring.memory import measure_limit
+from ddltool.runtime.measuring.torchrun_job import Job, Place, job_from_environment
+from ddltool.runtime.measuring.watch import WatchRequest
+from ddltool.units import show_bytes, show_seconds
 
-if TYPE_CHECKING:
-    from collections.abc import Mapping
-
+RESOLVER = "ddltool.analyzers.loading.sources:training_step"
+_BUDGET_S = 60.0
+"""How long a measurement may go on that is told neither its budget nor its number of steps."""
 _ALWAYS = {"output", "seed", "as_json"}
 _ONE = _ALWAYS | {"source", "batch_sizes", "replicas"}
 _PARTS = {
@@ -22,141 +52,382 @@ _PARTS = {
     "--import": _ALWAYS | {"imports", "device_name", "batch_sizes", "nodes", "replicas"},
     "": _ONE
     | {"accumulation", "device", "device_name", "precision", "budget", "repeats", "warmup"}
-    | {"threads", "memory", "memory_gib", "resume"},
+    | {"threads", "memory", "resume"},
 }
-"""By mode (\"\": measuring), the parameters that it reads."""
-_OPTIONS = {
-    "batch sizes": "--batch-sizes",
-    "replicas": "--replicas",
-    "accumulation steps": "--accumulation",
-    "warmup": "--warmup",
-    "repeats": "--repeats",
-    "precision": "--precision",
-    "budget": "--budget",
-}
-"""What a request to measure calls these options in its errors."""
+"""By mode ("": measuring), the parameters that it reads."""
 
 
-@as_options(_OPTIONS)
+@values.as_options({"replicas": "--replicas", "cores": "--cores", "watch": "--watch"})
 def profile(
     context: typer.Context,
-    source: given.Source = None,
-    batch_sizes: given.BatchSizes = "",
-    replicas: given.Replicas = "",
-    accumulation: given.Accumulation = "0",
-    device: given.Device = "cpu",
-    device_name: given.DeviceName = "",
-    precision: given.Precision = "5%",
-    budget: given.Budget = "",
-    repeats: given.Repeats = None,
-    warmup: given.Warmup = 2,
-    threads: given.Threads = 0,
-    memory: given.Memory = "",
-    memory_gib: given.MemoryGib = None,
-    resume: given.Resume = False,
-    network: given.Network = False,
-    watch: given.Watch = None,
-    cores: given.Cores = "",
-    imports: given.Imports = None,
-    nodes: given.Nodes = None,
+    source: Annotated[
+        Optional[str],  # noqa: UP045
+        typer.Argument(metavar="SOURCE", help="The model to train; not needed with --network.", show_default=False),
+    ] = None,
+    batch_sizes: Annotated[
+        str,
+        typer.Option(
+            metavar="N,N,...|auto",
+            help="Local batch sizes, 1,2,4,8 by default; auto searches where throughput saturates.",
+        ),
+    ] = "",
+    replicas: Annotated[
+        str,
+        typer.Option(
+            metavar="N,N,...", help="How many processes to measure with; 1, and all of a torchrun job, by default."
+        ),
+    ] = "",
+    accumulation: Annotated[
+        str, typer.Option(metavar="N,N,...", help="Accumulation steps before the one that synchronises; 0 is none.")
+    ] = "0",
+    device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
+    device_name: Annotated[
+        str, typer.Option(metavar="NAME", help="Name to write in the device column; cpu or cuda by default.")
+    ] = "",
+    precision: Annotated[str, typer.Option(metavar="SHARE", help="How well to know every step time.")] = "5%",
+    budget: Annotated[
+        str, typer.Option(metavar="TIME", help="Stop measuring after this long; 60s by default without --repeats.")
+    ] = "",
+    repeats: Annotated[
+        Optional[int],  # noqa: UP045
+        typer.Option(
+            help="Timed steps per configuration, in place of --precision.", min=1, max=MOST_STEPS, show_default=False
+        ),
+    ] = None,
+    warmup: Annotated[int, typer.Option(help="Untimed steps before them.", min=0, max=MOST_STEPS)] = 2,
+    threads: Annotated[int, typer.Option(help="Threads of each process; 0 shares the cores.", min=0, max=4096)] = 0,
+    memory: Annotated[
+        str, typer.Option(metavar="SIZE|all", help="Search the largest batch that fits, by trying; all is a whole GPU.")
+    ] = "",
+    resume: Annotated[
+        bool, typer.Option("--resume", help="Keep the rows of -o FILE; measure what is missing.")
+    ] = False,
+    network: Annotated[
+        bool,
+        typer.Option("--network", help="Measure latency and bandwidth between --replicas processes (or torchrun's)."),
+    ] = False,
+    watch: Annotated[
+        Optional[int],  # noqa: UP045
+        typer.Option(
+            metavar="N",
+            help="Record speed, CPU and memory of every process for N iterations, for balance.",
+            min=1,
+            show_default=False,
+        ),
+    ] = None,
+    cores: Annotated[
+        str,
+        typer.Option(metavar="N,N,...", help="The core that each process stays on.", rich_help_panel="With --watch"),
+    ] = "",
+    imports: Annotated[
+        Optional[list[Path]],  # noqa: UP045
+        typer.Option(
+            "--import", metavar="FILE", help="AdaptDL table, profiler trace, telemetry or profile.csv; may be repeated."
+        ),
+    ] = None,
+    nodes: Annotated[
+        Optional[int],  # noqa: UP045
+        typer.Option(
+            help="Nodes of a profiler trace that does not say.",
+            min=1,
+            show_default=False,
+            rich_help_panel="With --import",
+        ),
+    ] = None,
     output: Output = None,
     seed: Seed = 0,
     as_json: Json = False,
 ) -> None:
     """Measure training steps here, or the network; watch workers; or import measurements."""
-    from ddltool.commands import values
-    from ddltool.commands.torchrun import one_voice
-    from ddltool.errors import InputError
-    from ddltool.outputs import demand_distinct
-
     # Long, but flat: it hands each mode its share of the options.
     demand_distinct(imports or [], {"-o": output})
-    with one_voice():
+    with _one_voice():
         mode = _mode({"--network": network, "--watch": watch, "--import": imports})
         demand_part(context, mode or "measuring", _PARTS[mode])
-        if is_given(context, "repeats") and is_given(context, "precision"):
-            raise InputError(
-                "--precision", "has no part beside --repeats, which takes its place", "give one of the two"
-            )
-        sizes = () if batch_sizes == "auto" else values.optional_integers(batch_sizes, "--batch-sizes")
-        counts = values.optional_integers(replicas, "--replicas")
-        subject = _subject(source, mode)
+        if source is None and "source" in _PARTS[mode]:
+            raise InputError("SOURCE", "is missing", "give a model, for example zoo:resnet32, or --network")
+        sizes = () if batch_sizes == "auto" else None
+        if sizes is None and batch_sizes:
+            sizes = values.integers(batch_sizes, "--batch-sizes", most=LARGEST_BATCH)
+        counts = values.integers(replicas, "--replicas", most=MOST_REPLICAS) if replicas else None
         if imports:
-            from ddltool.commands.profile_import import profile_import
-
-            size = values.single(sizes, batch_sizes, "--batch-sizes", "give the one size of the imported trace")
-            count = values.single(counts, replicas, "--replicas", "give the one number of the imported trace")
-            named = device_name or None
-            profile_import(imports, output, as_json, device=named, batch_size=size, num_nodes=nodes, num_replicas=count)
+            trace = {
+                "batch_size": values.single(
+                    sizes, batch_sizes, "--batch-sizes", "give the one size of the imported trace"
+                ),
+                "num_nodes": nodes,
+                "num_replicas": values.single(
+                    counts, replicas, "--replicas", "give the one number of the imported trace"
+                ),
+            }
+            profile_import(imports, output, as_json, device=device_name or None, **trace)
         elif network:
-            from ddltool.commands.network import profile_network
-
             profile_network(max((2, *(counts or ()))), output, as_json)
         elif watch:
-            from ddltool.commands.watch import profile_watch
-
             size = values.single(
                 sizes, batch_sizes, "--batch-sizes", "give the one size that every process trains with"
             )
-            profile_watch(
-                subject,
+            pinned = values.integers(cores, "--cores", least=0, ordered=False, once=False) if cores else None
+            request = WatchRequest(
+                source=source or "",
+                resolver=RESOLVER,
                 batch=size or 8,
                 workers=max(counts or (2,)),
                 iterations=watch,
-                cores=cores or None,
+                cores=pinned,
                 seed=seed,
-                output=output,
-                as_json=as_json,
             )
+            profile_watch(request, output, as_json)
         else:
-            from ddltool.commands.profile_measure import MeasureOptions, Sampling, profile_model
-
-            options = MeasureOptions(
-                source=subject,
+            if repeats is not None and is_given(context, "precision"):
+                problem = "has no part beside --repeats, which takes its place"
+                raise InputError("--precision", problem, "give one of the two")
+            if repeats is not None and batch_sizes == "auto":
+                raise InputError("--batch-sizes", "auto searches with --precision", "leave --repeats out")
+            if device not in ("cpu", "cuda"):
+                raise InputError("--device", f"unknown device {device!r}", "cpu or cuda")
+            place = job_from_environment()
+            if resume and not threads and place is None and output is not None and output.is_file():
+                # The default depends on the numbers of replicas, and what is missing may be fewer than were measured.
+                threads = threads_of(output)
+            otherwise_s = math.inf if repeats is not None else _BUDGET_S
+            measured = MeasureRequest(
+                source=source or "",
+                resolver=RESOLVER,
                 batch_sizes=(1, 2, 4, 8) if sizes is None else sizes,
-                replicas=counts or (),
-                accumulation=values.integers(accumulation, "--accumulation", least=0),
+                replicas=counts or tuple(sorted({1, place.world_size if place is not None else 1})),
+                accumulation=values.integers(accumulation, "--accumulation", least=0, most=MOST_STEPS),
                 device=device,
                 device_name=device_name or device,
-                sampling=Sampling.read(precision=precision, budget=budget, repeats=repeats, warmup=warmup),
                 threads=threads,
-                memory=_memory(memory, memory_gib),
-                resume=resume,
+                processes=place.local_world_size if place is not None else 0,
+                warmup=warmup,
+                repeats=repeats,
+                precision=values.share(precision, "--precision"),
+                budget_s=values.budget(budget, "--budget") if budget else otherwise_s,
                 seed=seed,
             )
-            profile_model(options, output, as_json)
+            _measure(measured, place, memory, output, resume=resume, as_json=as_json)
+
+
+@contextlib.contextmanager
+def _one_voice() -> Iterator[None]:
+    """Let the errors of a torchrun job's ranks other than 0 end the process with their exit code, and without a word."""
+    if "WORLD_SIZE" not in os.environ or os.environ.get("RANK", "0") == "0":
+        yield
+        return
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the terminal tells rank 0 as well, and it ends all
+    try:
+        yield
+    except DdlToolError as error:
+        raise SystemExit(error.exit_code) from None
 
 
 def _mode(asked: Mapping[str, object]) -> str:
     """Return the option of the one mode that is asked for, "" for measuring. Raises InputError for two."""
-    from ddltool.errors import InputError
-
     modes = [name for name, on in asked.items() if on]
     if len(modes) > 1:
         raise InputError(modes[1], f"has no part in {modes[0]}", "give one of the two")
     return modes[0] if modes else ""
 
 
-def _subject(source: str | None, mode: str) -> str:
-    """Return the SOURCE to work on, "" in a mode without one. Raises InputError when it is missing."""
-    from ddltool.errors import InputError
+def _measure(
+    request: MeasureRequest, place: Place | None, memory: str, output: Path | None, *, resume: bool, as_json: bool
+) -> None:
+    """Measure, write and print. Under torchrun every rank calls this, and rank 0 does all but its share of the steps."""
+    if place is not None and place.rank > 0:
+        with (
+            _prints_elsewhere(),
+            Job(place, request.subject(), request.replicas, lambda e: os._exit(e.exit_code)) as job,
+        ):
+            job.prepare()
+            job.follow()
+        return
+    file = RowFile(output, request, resume=resume)
+    search = None
+    largest: int | None = LARGEST_BATCH
+    with _tell_what_is_kept(file), _leading(request, place) as job, progress("measuring") as advance:
+        if memory:
+            limit = measure_limit(
+                request.subject(), _budget(memory, request.device), progress=lambda said: advance(0, f"memory: {said}")
+            )
+            largest = limit.batch
+            if largest == 0:
+                raise InputError("--memory", f"even batch 1 needs more than {memory}", "give more")
+            tries = [MemoryTry(local_batch_size=batch, peak_memory_bytes=peak) for batch, peak in limit.tried.items()]
+            search = MemorySearch(budget_bytes=limit.budget_bytes, tries=tries)
+        if job is not None:
+            job.prepare()
+        found = campaign(
+            request,
+            executor=job,
+            known=file.known,
+            on_rows=file.write,
+            progress=lambda done, remark: advance(0, remark),
+            largest_batch=LARGEST_BATCH if largest is None else largest,
+        )
+        if job is not None:
+            job.finish()
+    file.close(found.frame)
+    frame = found.frame
+    if search is not None:
+        curves = summarise(frame, None, {request.device_name: largest})
+    else:
+        curves = summarise(frame, _device_memory(request.device))
+    result = ProfileResult(
+        rows=records(frame),
+        devices={
+            name: DeviceCurve(**{field: getattr(curve, field) for field in DeviceCurve.model_fields})
+            for name, curve in curves.items()
+        },
+        skipped=found.skipped,
+        measuring_seconds=found.spent_s,
+        **({"memory": search} if search else {}),
+    )
+    for warning in [*reliability(frame), *_shortfalls(result, request)]:
+        note(f"warning: {warning}")
+    if as_json:
+        print_json(result)
+    else:
+        _show(result)
+        tell_written(output)
 
-    if source is None and "source" in _PARTS[mode]:
-        raise InputError("SOURCE", "is missing", "give a model, for example zoo:resnet32, or --network")
-    return source or ""
+
+@contextlib.contextmanager
+def _leading(request: MeasureRequest, place: Place | None) -> Iterator[Job | None]:
+    """Yield rank 0's side of the torchrun job, None outside one."""
+    if place is None:
+        yield None
+        return
+
+    def leave(error: DdlToolError) -> NoReturn:
+        sys.stdout.flush()
+        print(f"error: {error}", file=sys.stderr, flush=True)  # noqa: T201 - the main thread cannot speak any more
+        os._exit(error.exit_code)
+
+    job = Job(place, request.subject(), request.replicas, leave)
+
+    def stopped(number: int, frame: object) -> None:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        raise DdlToolError(f"{job.where}: stopped by torchrun (a process of the job ended, or the job was stopped)")
+
+    before = signal.signal(signal.SIGTERM, stopped)
+    try:
+        with _prints_elsewhere(), job:
+            yield job
+    finally:
+        if signal.getsignal(signal.SIGTERM) is stopped:
+            signal.signal(signal.SIGTERM, before)
 
 
-def _memory(size: str, gib: float | None) -> str:
-    """Return what --memory or --memory-gib says in the form of the first, "" without either.
+@contextlib.contextmanager
+def _prints_elsewhere() -> Iterator[None]:
+    """Send what the user's module prints to stderr: it runs in this process, whose stdout carries the result."""
+    sys.stdout.flush()
+    kept = os.dup(1)
+    os.dup2(2, 1)
+    try:
+        yield
+    finally:
+        sys.stdout.flush()
+        os.dup2(kept, 1)
+        os.close(kept)
 
-    Raises InputError for both, and for no memory.
-    """
-    from ddltool.errors import InputError
 
-    if gib is None:
-        return size
-    if size:
-        raise InputError("--memory-gib", "says the same as --memory", "give one of them")
-    if gib <= 0:
-        raise InputError("--memory-gib", f"is {gib:g}", "give a number above 0")
-    return f"{gib!r}GiB"
+@contextlib.contextmanager
+def _tell_what_is_kept(file: RowFile) -> Iterator[None]:
+    """Let the line of a failure or a Ctrl-C end with the rows that it leaves behind."""
+    try:
+        yield
+    except (DdlToolError, KeyboardInterrupt) as error:
+        if not file.written:
+            raise
+        rows = "1 row is" if file.written == 1 else f"{file.written} rows are"
+        kept = f"{rows} in {file.path}; --resume goes on from there"
+        if isinstance(error, DdlToolError):
+            error.args = (f"{error}; {kept}",)
+            raise
+        raise Interrupted(kept) from None
+
+
+def _budget(memory: str, device: str) -> float:
+    """Return the bytes that ``--memory`` allows."""
+    if memory != "all":
+        return values.size(memory, "--memory")
+    if device != "cuda":
+        raise InputError("--memory", "all is for GPUs", "give a size, such as 2GiB: a CPU shares its memory")
+    return _device_memory("cuda")
+
+
+def _device_memory(device: str) -> float:
+    """Return the bytes that the device has: all of the GPU's, or what is free in main memory."""
+    if device == "cpu":
+        return float(psutil.virtual_memory().available)
+    import torch
+
+    if not torch.cuda.is_available():
+        raise InputError(
+            "--device", "cuda has 0 devices here", "use --device cpu, or ddltool predict for a GPU elsewhere"
+        )
+    return float(torch.cuda.get_device_properties(0).total_memory)
+
+
+def _width(row: Mapping[str, Any]) -> float:
+    """Return half the interval of a step time over the time."""
+    return float((row["step_time_high_s"] - row["step_time_low_s"]) / 2 / row["step_time_s"])
+
+
+def _shortfalls(found: ProfileResult, request: MeasureRequest) -> list[str]:
+    """Return what the budget did not suffice for, in plain sentences."""
+    said = []
+    wide = [width for row in found.rows if (width := _width(row)) > request.precision]
+    if wide and request.repeats is None:
+        said.append(
+            f"{len(wide)} of {len(found.rows)} step times are known to {max(wide):.0%} only, not {request.precision:.0%}; "
+            "stop other load or raise --budget"
+        )
+    missing = sum(item.reason == "the budget was spent" for item in found.skipped)
+    if missing:
+        said.append(f"{missing} configurations were not measured: the budget was spent; raise --budget, or --resume")
+    return said
+
+
+def _show(found: ProfileResult) -> None:
+    """Print the measured rows and what they say about the device."""
+    accumulates = any(row["accumulation_steps"] for row in found.rows)
+    rows = [
+        (
+            str(row["device"]),
+            str(row["num_replicas"]),
+            *((str(row["accumulation_steps"]),) if accumulates else ()),
+            str(row["local_batch_size"]),
+            show_seconds(row["step_time_s"]),
+            f"{_width(row):.1%}",
+            str(int(row["repeats"])),
+            show_seconds(row["sync_time_s"]),
+            show_bytes(row["peak_memory_bytes"]),
+        )
+        for row in found.rows
+    ]
+    extra = ("accum",) if accumulates else ()
+    columns = ("device", "replicas", *extra, "batch", "step", "+-", "steps", "sync", "memory")
+    console = out()
+    console.print(table("Step times (median, half its 95 % interval) and peak memory, measured", columns, rows))
+    for item in found.skipped:
+        passes = f", {item.accumulation_steps} accumulation steps" if item.accumulation_steps else ""
+        guess = f": {show_seconds(item.predicted_step_time_s)}" if item.predicted_step_time_s else ""
+        replicas = f"{item.num_replicas} replica{'s' if item.num_replicas > 1 else ''}"
+        console.print(f"not measured: batch {item.local_batch_size} on {replicas}{passes}{guess} ({item.reason})")
+    for name, curve in found.devices.items():
+        overhead = show_seconds(curve.launch_overhead_s)
+        console.print(f"{name}: launch overhead {overhead}, saturates at batch {curve.saturation_batch}")
+        if curve.linear_from_batch is not None:
+            slope = show_seconds(curve.seconds_per_sample)
+            console.print(f"{name}: linear from batch {curve.linear_from_batch} on, {slope} per sample")
+        how = "predicted by extrapolation"
+        if found.memory is not None:
+            how = f"measured, {len(found.memory.tries)} tries within {show_bytes(found.memory.budget_bytes)}"
+        limit = f"at batch {curve.memory_limit_batch} ({how})"
+        if curve.memory_limit_batch is None:
+            limit = "unknown: the peaks do not grow with the batch; search it with --memory SIZE"
+        console.print(f"{name}: memory limit {limit}")

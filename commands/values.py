@@ -54,10 +54,12 @@ def number(where: str, least: float = -math.inf, most: float = math.inf) -> Call
     return read
 
 
-def integers(text: str, where: str, least: int = 1, *, ordered: bool = True) -> tuple[int, ...]:
-    """Return the numbers in ``1,2,4``, each once; ``ordered``: by size, else as they stand.
+def integers(
+    text: str, where: str, least: int = 1, most: int | None = None, *, ordered: bool = True, once: bool = True
+) -> tuple[int, ...]:
+    """Return the numbers in ``1,2,4``; ``once``: each once, ``ordered``: by size, else as they stand.
 
-    Raises InputError for anything that is no whole number >= least.
+    Raises InputError for anything that is no whole number from ``least`` to ``most``.
     """
     remedy = "write for example 1,2,4" if least else "write for example 0,1,4"
     try:
@@ -67,9 +69,11 @@ def integers(text: str, where: str, least: int = 1, *, ordered: bool = True) -> 
         raise InputError(where, f"{shown!r} is not a list of whole numbers", remedy) from None
     if min(values) < least:
         raise InputError(where, f"{min(values)} is below {least}", f"write whole numbers >= {least}")
+    if most is not None and max(values) > most:
+        raise InputError(where, f"has {max(values)}", f"give whole numbers up to {most}")
     if len(values) > _MOST_NUMBERS:
         raise InputError(where, f"holds {len(values)} numbers", f"give at most {_MOST_NUMBERS}")
-    return tuple(sorted(set(values)) if ordered else dict.fromkeys(values))
+    return (tuple(sorted(set(values)) if ordered else dict.fromkeys(values))) if once else values
 
 
 def optional_integers(text: str, where: str) -> tuple[int, ...] | None:

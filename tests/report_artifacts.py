@@ -14,6 +14,7 @@ import numpy as np
 
 from ddltool.commands.main import run
 from ddltool.fixtures.loading import folder
+from ddltool.results import NetworkPair, NetworkResult
 from ddltool.runtime.servers.records import BarrierRow, LeftRow, StepRow, SummaryRow
 from ddltool.telemetry import TelemetryRow
 
@@ -172,29 +173,19 @@ def write_sync(path: Path) -> None:
 
 def write_network(path: Path) -> None:
     """Write a measurement between three processes as ``ddltool profile --network`` writes it."""
-    from ddltool.commands.network import network_result
-    from ddltool.runtime.measuring.network import NetworkMeasurement
-
-    sizes = tuple(float(2**power) for power in range(10, 24, 2))
+    sizes = [float(2**power) for power in range(10, 24, 2)]
+    facts = {"latency_s": 4e-5, "residual": 0.05}
     pairs = [
-        _Fields(
-            first=first,
-            second=second,
-            fit=_Fields(bandwidth_bytes_per_s=1e9 + 1e8 * second, latency_s=4e-5, residual=0.05),
+        NetworkPair(
+            ranks=[first, second],
+            bandwidth_bytes_per_s=1e9 + 1e8 * second,
+            **facts,
             sizes_bytes=sizes,
-            shortest_s=tuple(4e-5 + size / 1e9 for size in sizes),
-            median_s=tuple(5e-5 + size / 1e9 for size in sizes),
-            spread_s=tuple(1e-6 for _ in sizes),
+            shortest_s=[4e-5 + size / 1e9 for size in sizes],
+            median_s=[5e-5 + size / 1e9 for size in sizes],
+            spread_s=[1e-6 for _ in sizes],
         )
         for first, second in ((0, 1), (0, 2), (1, 2))
     ]
-    facts = {"bandwidth_bytes_per_s": 1.1e9, "latency_s": 4e-5, "residual": 0.05}
-    found: NetworkMeasurement = _Fields(processes=3, local=True, pairs=pairs, **facts)  # type: ignore[assignment]
-    path.write_text(network_result(found).model_dump_json())
-
-
-class _Fields:
-    """Something with these attributes."""
-
-    def __init__(self, **fields: object) -> None:
-        self.__dict__.update(fields)
+    found = NetworkResult(processes=3, local=True, bandwidth_bytes_per_s=1.1e9, **facts, pairs=pairs)
+    path.write_text(found.model_dump_json())

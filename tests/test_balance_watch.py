@@ -8,15 +8,18 @@ import re
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import psutil
 import pytest
 
 from ddltool.analyzers.loading.worker_tables import read_speeds
-from ddltool.commands.watch import profile_watch, watch_result
+from ddltool.commands.profile import RESOLVER
+from ddltool.commands.watch import profile_watch
 from ddltool.errors import InputError
-from ddltool.runtime.measuring.watch import SpeedRow, WatchRequest, record
+from ddltool.runtime.measuring.watch import SpeedRow, WatchRequest, record, summarise
+from tests.conftest import Result
 
 
 def row(iteration: int, worker: str, speed: float) -> SpeedRow:
@@ -26,18 +29,19 @@ def row(iteration: int, worker: str, speed: float) -> SpeedRow:
 def test_figures_follow_from_the_rows() -> None:
     rows = [row(k, name, speed) for k in range(20) for name, speed in (("w10", 30.0), ("w9", 10.0))]
     rows = [row(0, "w9", 1e-3) if r.iteration == 0 and r.worker == "w9" else r for r in rows]
-    found = watch_result(rows, 60)
+    found = summarise(rows, 60)
     assert [worker.worker for worker in found.workers] == ["w9", "w10"]
     assert found.workers[0].speed == 10.0
     assert found.equal_split_s == pytest.approx(6.0)
     assert found.speeds_known_s == pytest.approx(3.0)
     assert found.left_out == 5
-    assert watch_result(rows[:4], 60).left_out == 0
+    assert summarise(rows[:4], 60).left_out == 0
 
 
 def test_real_processes_give_a_trace_for_balance(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     output = tmp_path / "trace.csv"
-    profile_watch("zoo:cifarnet", batch=2, workers=2, iterations=12, cores=None, seed=0, output=output, as_json=False)
+    request = WatchRequest(source="zoo:cifarnet", resolver=RESOLVER, batch=2, workers=2, iterations=12)
+    profile_watch(request, output, False)
     shown = capsys.readouterr().out
     assert "12 iterations with 2 samples per worker, measured" in shown
     assert max(map(len, shown.splitlines())) <= 80 + len(str(output)) * 2
@@ -99,7 +103,7 @@ def test_each_worker_stays_on_the_core_asked_for() -> None:
     asked = (usable[-1], usable[0])
     request = WatchRequest(
         source="zoo:cifarnet",
-        resolver="ddltool.analyzers.loading.sources:training_step",
+        resolver=RESOLVER,
         batch=2,
         workers=2,
         iterations=200,
@@ -117,21 +121,23 @@ def test_each_worker_stays_on_the_core_asked_for() -> None:
 
 
 @pytest.mark.parametrize(
-    ("changes", "message"),
+    ("arguments", "message"),
     [
-        ({"cores": "0,x"}, "--cores: '0,x' is not a list of cores"),
-        ({"cores": "0,-1"}, "--cores"),
-        ({"cores": "0"}, "--cores: names 1 cores"),
-        ({"iterations": 0}, "--watch: is 0"),
-        ({"batch": -1}, "--batch-sizes: is -1"),
-        ({"cores": f"{max(os.sched_getaffinity(0))},99999"}, "--cores: 99999 is not here; usable: "),
-        ({"workers": 10**9}, "--replicas: is 1000000000"),
-        ({"iterations": 10**9}, "--watch: would make 2000000000 rows"),
-        ({"output": Path("/nowhere/at/all.csv")}, "/nowhere/at/all.csv"),
+        (("--cores", "0,x"), "--cores: '0,x' is not a list of whole numbers"),
+        (("--cores", "0,-1"), "--cores: -1 is below 0"),
+        (("--cores", "0"), "--cores: names 1 cores"),
+        (("--cores", f"{max(os.sched_getaffinity(0))},99999"), "--cores: 99999 is not here; usable: "),
+        (("--batch-sizes", "1,2"), "--batch-sizes: is 1,2; give the one size that every process trains with"),
+        (("--replicas", "4000"), "--replicas: is 4000; watch at most 256 local processes"),
+        (("-o", "/nowhere/at/all.csv"), "/nowhere/at/all.csv"),
     ],
 )
-def test_what_cannot_be_watched(changes: dict[str, object], message: str) -> None:
-    arguments: dict[str, object] = {"batch": 8, "workers": 2, "iterations": 3, "cores": None, "output": None}
-    with pytest.raises(InputError) as caught:
-        profile_watch("zoo:mlp", seed=0, as_json=True, **{**arguments, **changes})  # type: ignore[arg-type]
-    assert message in str(caught.value)
+def test_what_cannot_be_watched(cli: Callable[..., Result], arguments: tuple[str, ...], message: str) -> None:
+    result = cli("profile", "zoo:mlp", "--watch", "3", "--json", *arguments)
+    assert result.code == 2
+    assert message in result.error_line
+
+
+def test_more_rows_than_can_be_kept_are_refused() -> None:
+    with pytest.raises(InputError, match="watch: would make 2000000000 rows"):
+        WatchRequest(source="zoo:mlp", resolver=RESOLVER, batch=8, iterations=10**9)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
 import socket
@@ -10,12 +11,13 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from ddltool.results import MachineCheck
 from ddltool.runtime.measuring import machine_checks
+from ddltool.runtime.measuring.children import Children, free_port
 from tests.conftest import Result
 from tests.processes import children_left
 
@@ -46,34 +48,21 @@ def test_this_machine_passes(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
     assert children_left() == []
 
 
-class Pair:
-    """Answers in the place of two processes."""
-
-    def __init__(self, gloo: machine_checks.Status) -> None:
-        self.gloo = gloo
-
-    def checks(self) -> list[machine_checks.Check]:
-        remedy = "" if self.gloo == "ok" else "mend it"
-        return [machine_checks.Check(name="gloo", status=self.gloo, found="as told", remedy=remedy)]
-
-
 @pytest.fixture
-def told(monkeypatch: pytest.MonkeyPatch) -> Pair:
-    pair = Pair("ok")
-    context = SimpleNamespace(__enter__=lambda: pair)
+def told(monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
+    """The status of gloo, as told in the place of two processes."""
+    said = {"gloo": "ok"}
 
-    class Processes:
-        def __enter__(self) -> Pair:
-            return context.__enter__()
+    def answers(children: object) -> list[MachineCheck]:
+        remedy = "" if said["gloo"] == "ok" else "mend it"
+        return [MachineCheck(name="gloo", status=said["gloo"], found="as told", remedy=remedy)]
 
-        def __exit__(self, *_: object) -> None:
-            pass
-
-    monkeypatch.setattr(machine_checks, "processes", Processes)
-    return pair
+    monkeypatch.setattr(machine_checks, "check_processes", answers)
+    monkeypatch.setattr(machine_checks, "Children", lambda *_: contextlib.nullcontext())
+    return said
 
 
-def test_only_what_is_needed_fails(told: Pair, cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_what_is_needed_fails(told: dict[str, str], cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shutil, "which", lambda _: None)
     monkeypatch.setattr(machine_checks, "SHARED_MEMORY_BYTES", float("inf"))
     result = cli("doctor", "--json")
@@ -81,7 +70,7 @@ def test_only_what_is_needed_fails(told: Pair, cli: Cli, monkeypatch: pytest.Mon
     assert checks["chromium"]["status"] == "optional"
     assert checks["shared memory"]["status"] == "warning"
     assert (result.code, result.document["passed"]) == (0, True)
-    told.gloo = "failed"
+    told["gloo"] = "failed"
     result = cli("doctor", "--json")
     assert (result.code, result.document["passed"]) == (1, False)
     assert result.error_line.startswith("1 of 16 checks failed: gloo;") or "checks failed: gloo;" in result.error_line
@@ -91,10 +80,8 @@ def test_only_what_is_needed_fails(told: Pair, cli: Cli, monkeypatch: pytest.Mon
     assert max(len(line) for line in shown.out.splitlines() if "─" in line) <= 80
 
 
-def test_a_missing_package_fails_and_is_named(told: Pair, cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
-    import ddltool.commands.doctor as doctor
-
-    monkeypatch.setattr(doctor, "PACKAGES", ("torch", "no-such-package-anywhere"))
+def test_a_missing_package_fails_and_is_named(told: dict[str, str], cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(machine_checks, "PACKAGES", ("torch", "no-such-package-anywhere"))
     result = cli("doctor", "--json")
     assert result.code == 1
     assert "no-such-package-anywhere" in result.error_line
@@ -112,7 +99,7 @@ def test_a_machine_without_torch_gets_a_list_too(cli: Cli, monkeypatch: pytest.M
 
 
 def test_folders_are_tried(tmp_path: Path) -> None:
-    def check(folder: Path, required: bool) -> machine_checks.Check:
+    def check(folder: Path, required: bool) -> MachineCheck:
         return machine_checks.check_folder("temporary files", folder, required=required, remedy="set TMPDIR")
 
     assert check(tmp_path, True).status == "ok"
@@ -127,15 +114,13 @@ def test_folders_are_tried(tmp_path: Path) -> None:
 def test_no_temporary_folder_at_all(monkeypatch: pytest.MonkeyPatch) -> None:
     import tempfile
 
-    from ddltool.commands.doctor import _temporary_check
-
     def none_usable() -> str:
         raise FileNotFoundError(2, "No usable temporary directory found in ['a', 'b']")
 
-    assert _temporary_check().status == "ok"
+    assert machine_checks.check_temporary().status == "ok"
     monkeypatch.setattr(tempfile, "gettempdir", none_usable)
-    assert _temporary_check().found == "No usable temporary directory found in ['a', 'b']"
-    assert _temporary_check().status == "failed"
+    assert machine_checks.check_temporary().found == "No usable temporary directory found in ['a', 'b']"
+    assert machine_checks.check_temporary().status == "failed"
 
 
 def test_little_room_is_a_warning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -165,16 +150,20 @@ def test_a_port_that_cannot_be_had_fails(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def test_processes_that_hang_or_die_fail_gloo(monkeypatch: pytest.MonkeyPatch) -> None:
+    def processes() -> Children:
+        ports = (free_port(), free_port(), free_port())
+        return Children(machine_checks._member, [(rank, ports) for rank in (0, 1)])
+
     monkeypatch.setattr(machine_checks, "PATIENCE_S", 0.3)
-    with machine_checks.processes() as pair:  # importing torch alone takes longer
-        hung = {check.name: check for check in pair.checks()}
+    with processes() as children:  # importing torch alone takes longer
+        hung = {check.name: check for check in machine_checks.check_processes(children)}
     assert hung["gloo"].status == "failed"
     assert "no answer" in hung["gloo"].found
     assert hung["gloo, default network"].status == "warning"
     monkeypatch.setattr(machine_checks, "PATIENCE_S", 60.0)
-    with machine_checks.processes() as pair:
-        pair.children.processes[0].kill()
-        died = {check.name: check for check in pair.checks()}
+    with processes() as children:
+        children.processes[0].kill()
+        died = {check.name: check for check in machine_checks.check_processes(children)}
     assert "was killed (SIGKILL" in died["gloo"].found
     assert children_left() == []
 
@@ -189,17 +178,14 @@ def test_a_wrong_interface_fails_what_uses_it() -> None:
 
 
 def test_what_is_said_of_gpus_that_are_not_here() -> None:
-    from ddltool.commands.doctor import _cuda_check
-
-    pair = machine_checks._Pair.__new__(machine_checks._Pair)
-    pair._problem = ""
-    works, broken = {"problem": "", "seconds": 0.002}, {"problem": "unhandled system error", "seconds": 0.0}
-    assert pair._nccl({}).status == "optional"
-    good = pair._nccl({("NCCL", 0): works, ("NCCL", 1): works})
-    assert (good.status, good.found) == ("ok", "2 process(es) added 1 MiB in 2.00 ms (median)")
-    bad = pair._nccl({("NCCL", 0): works, ("NCCL", 1): broken})
+    works, broken = ("", 0.002), ("unhandled system error", 0.0)
+    assert machine_checks.check_nccl({}, "").status == "optional"
+    good = machine_checks.check_nccl({("NCCL", 0): works, ("NCCL", 1): works}, "")
+    assert (good.status, good.found) == ("ok", "2 processes added 1 MiB in 2.00 ms (median)")
+    bad = machine_checks.check_nccl({("NCCL", 0): works, ("NCCL", 1): broken}, "")
     assert (bad.status, bad.found) == ("failed", "unhandled system error")
     assert "NCCL_DEBUG" in bad.remedy
-    assert _cuda_check({"cuda_devices": ["T4", "T4"], "cuda_build": "13.0"}).found == "2: T4"
-    assert _cuda_check({"cuda_devices": [], "cuda_build": "13.0"}).status == "warning"  # a driver is missing
-    assert _cuda_check({"cuda_devices": [], "cuda_build": None}).status == "optional"
+    here = machine_checks.machine_figures()
+    for devices, build, status in ((["T4", "T4"], "13.0", "ok"), ([], "13.0", "warning"), ([], None, "optional")):
+        machine = here.model_copy(update={"cuda_devices": devices, "cuda_build": build})
+        assert machine_checks.check_cuda(machine).status == status

@@ -110,9 +110,9 @@ def test_rows_survive_and_resume_adds_the_missing(cli: Cli, folder: Path) -> Non
     for change, message in (
         (
             ("--threads", 2),
-            "p.csv:row 1:settings: is threads=1, not threads=2; measure alike (--threads 1), or write another file",
+            "p.csv:row 1:settings: is threads=1, not threads=2; measure alike, or write another file",
         ),
-        (("--device-name", "T4"), "p.csv:row 1:device: is cpu, not T4; measure alike (--device, --device-name), or"),
+        (("--device-name", "T4"), "p.csv:row 1:device: is cpu, not T4; measure alike, or"),
     ):
         refused = cli("profile", "model.py:make", "--batch-sizes", "1", *again, *change)
         assert refused.code == 2
@@ -199,9 +199,9 @@ def test_standard_output_gets_the_rows_once(cli: Cli, folder: Path) -> None:
         (("--budget", "0"), "--budget: '0' is not a usable time"),
         (("--budget", "nan"), "--budget: 'nan' is not a duration"),
         (("--budget", "1e308h"), "--budget: '1e308h' is not"),
-        (("--repeats", 10**9), "--repeats: has 1000000000; give whole numbers up to 100000"),
-        (("--repeats", 0), "--repeats: are 0; give whole numbers >= 1"),
-        (("--warmup", 10**9), "--warmup: has 1000000000"),
+        (("--repeats", 10**9), "--repeats: must be at most 100000"),
+        (("--repeats", 0), "--repeats: must be at least 1"),
+        (("--warmup", 10**9), "--warmup: must be at most 100000"),
         (("--precision", "0"), "--precision: '0' is not a share"),
         (("--precision", "nan%"), "--precision: 'nan%' is not a share"),
         (("--precision", "200%"), "--precision: '200%' is not a share"),
@@ -216,9 +216,6 @@ def test_standard_output_gets_the_rows_once(cli: Cli, folder: Path) -> None:
         (("--memory", "all"), "--memory: all is for GPUs"),
         (("--memory", "9999TiB"), "GiB that are free"),
         (("--memory", "1MiB"), "--memory: even batch 1 needs more than 1MiB"),
-        (("--memory", "1GiB", "--memory-gib", 2), "--memory-gib: says the same as --memory"),
-        *((("--memory-gib", text), f"--memory-gib: is {text}; give a number") for text in ("0", "-1", "nan")),
-        (("--memory", "1GiB", "--memory-gib", 0), "--memory-gib: says the same as --memory"),
         (("--repeats", 3, "--precision", "1%"), "--precision: has no part beside --repeats"),
         (("--accumulation", "99999999"), "--accumulation: has 99999999"),
         (("--watch", 0), "--watch: must be at least "),

@@ -53,6 +53,9 @@ class InputError(DdlToolError):
         text = ": ".join(part for part in (where, problem) if part)
         super().__init__(one_line(f"{text}; {remedy}" if remedy else text))
 
+    def __reduce__(self) -> tuple[type[InputError], tuple[str, str, str]]:
+        return InputError, (self.where, self.problem, self.remedy)  # between processes
+
 
 class MissingExtra(InputError):
     """An optional package is needed for this input."""

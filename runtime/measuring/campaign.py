@@ -1,6 +1,6 @@
 """Measures training steps in real processes: batch sizes x replicas x accumulation steps. Start at :func:`campaign`.
 
-Every replica is a process of its own with a gloo (CPU) or NCCL (CUDA) group: started here (:mod:`.pool`), or torchrun's
+Every replica is a process of its own with a gloo (CPU) or NCCL (CUDA) group: started here (:class:`Pool`), or torchrun's
 (:mod:`.torchrun_job`). This module says what is asked for (:class:`MeasureRequest`), decides what runs next, turns times
 into rows, and keeps the file that the rows fill (:class:`RowFile`).
 """
@@ -11,23 +11,23 @@ import hashlib
 import math
 import os
 import time
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
 from importlib.metadata import version
+from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 import numpy as np
+import pandas as pd
 
 from ddltool.analyzers.goodput.curve import Interval, first_of, median_interval, next_doubling, predict
 from ddltool.artifacts import check_writable
 from ddltool.errors import InputError
 from ddltool.profile import read_profile, write_profile
-from ddltool.runtime.measuring.pool import Pool
-from ddltool.runtime.measuring.worker import FEWEST_FOR_AN_INTERVAL, Outcome, Subject, Task
-
-if TYPE_CHECKING:
-    import pandas as pd
+from ddltool.results import SkippedConfiguration
+from ddltool.runtime.measuring.children import Children, free_port
+from ddltool.runtime.measuring.worker import FEWEST_FOR_AN_INTERVAL, Outcome, Subject, Task, replica
 
 RELIABLE_SPREAD, SHORTEST_STEP_S, FEWEST_REPEATS = 0.1, 1e-3, 3
 MOST_STEPS, LARGEST_BATCH, MOST_REPLICAS = 100_000, 2**24, 4096
@@ -35,8 +35,9 @@ MOST_STEPS, LARGEST_BATCH, MOST_REPLICAS = 100_000, 2**24, 4096
 _STEPS_PER_VISIT = 1000
 # Powers of two end here when nothing saturates.
 _LARGEST_DOUBLING = 2**16
-_SETTINGS = {"device", "threads", "warmup", "seed", "torch"}  # as settings_of writes them
-_KEY = ["num_replicas", "accumulation_steps", "local_batch_size"]
+
+Key = tuple[int, int, int]
+"""Replicas, accumulation steps, local batch size."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -55,8 +56,6 @@ class MeasureRequest:
     accumulation: tuple[int, ...] = (0,)
     device: str = "cpu"
     device_name: str = "cpu"
-    source_name: str = ""
-    """What the rows say of the source; by default the source."""
     threads: int = 0
     """Threads of each process; 0: the machine's cores shared among ``processes``."""
     processes: int = 0
@@ -66,19 +65,6 @@ class MeasureRequest:
     precision: float = 0.05
     budget_s: float = math.inf
     seed: int = 0
-
-    def __post_init__(self) -> None:
-        """Raise InputError for numbers that no measurement can have."""
-        _check("batch sizes", self.batch_sizes, 1, LARGEST_BATCH, may_be_empty=self.repeats is None)
-        _check("replicas", self.replicas, 1, MOST_REPLICAS)
-        _check("accumulation steps", self.accumulation, 0, MOST_STEPS)
-        _check("warmup", (self.warmup,), 0, MOST_STEPS)
-        if self.repeats is not None:
-            _check("repeats", (self.repeats,), 1, MOST_STEPS)
-        if not 0 < self.precision < 1:
-            raise InputError("precision", f"is {self.precision}", "give a share between 0 and 1, such as 0.05 or 5%")
-        if not self.budget_s > 0:
-            raise InputError("budget", f"is {self.budget_s} s", "give a time above 0")
 
     def subject(self) -> Subject:
         """Return what the workers need to know."""
@@ -90,44 +76,27 @@ class MeasureRequest:
             seed=self.seed,
         )
 
+    def said(self) -> dict[str, str]:
+        """Return what must be equal for rows to compare, as their columns ``device``, ``source`` and ``settings`` say it.
 
-def _check(name: str, values: tuple[int, ...], least: int, most: int, *, may_be_empty: bool = False) -> None:
-    if (not values and not may_be_empty) or min(values, default=least) < least:
-        shown = values[0] if len(values) == 1 else values
-        raise InputError(name, f"are {shown}", f"give whole numbers >= {least}")
-    if max(values, default=least) > most:
-        raise InputError(name, f"has {max(values)}", f"give whole numbers up to {most}")
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Progress:
-    """How far a measurement is: configurations done, how many it may become, and the one just measured."""
-
-    done: int
-    total: int
-    remark: str
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Skipped:
-    """A configuration that was not measured, and why."""
-
-    num_replicas: int
-    accumulation_steps: int
-    local_batch_size: int
-    reason: str
-    predicted_step_time_s: float | None = None
+        A source in a file has a digest of it: a model that was edited since is another model.
+        """
+        location, colon, _ = self.source.rpartition(":")
+        digest = ""
+        if colon and location.endswith(".py") and Path(location).is_file():
+            digest = f"#{hashlib.sha256(Path(location).read_bytes()).hexdigest()[:12]}"
+        settings = {"device": self.device, "threads": self.subject().threads, "warmup": self.warmup, "seed": self.seed}
+        texts = [f"{name}={value}" for name, value in {**settings, "torch": version("torch")}.items()]
+        return {"device": self.device_name, "source": self.source + digest, "settings": ";".join(texts)}
 
 
 @dataclass(kw_only=True, slots=True)
 class Measured:
-    """What a campaign found."""
+    """What a campaign found: rows of profile.csv, what was left out, and the seconds it took."""
 
     frame: pd.DataFrame
-    skipped: list[Skipped] = field(default_factory=list)
+    skipped: list[SkippedConfiguration] = field(default_factory=list)
     spent_s: float = 0.0
-    over_budget: bool = False
-    """Whether the budget ended the campaign before every median was known to the precision."""
 
 
 class Executor(Protocol):
@@ -142,44 +111,38 @@ class Executor(Protocol):
         ...
 
 
-Key = tuple[int, int, int]
-"""Replicas, accumulation steps, local batch size."""
-OnRows = Callable[["pd.DataFrame"], None]
-
-
-def measure(request: MeasureRequest, *, progress: Callable[[Progress], None] | None = None) -> pd.DataFrame:
-    """Return one row per configuration, in ProfileRow's columns, measured in processes of this machine."""
-    return campaign(request, progress=progress).frame
-
-
 def campaign(
     request: MeasureRequest,
     *,
     executor: Executor | None = None,
     known: pd.DataFrame | None = None,
-    on_rows: OnRows | None = None,
-    progress: Callable[[Progress], None] | None = None,
+    on_rows: Callable[[pd.DataFrame], None] | None = None,
+    progress: Callable[[int, str], None] = lambda done, remark: None,
     largest_batch: int = LARGEST_BATCH,
 ) -> Measured:
     """Measure what the request asks for and ``known`` does not have; return all rows, the known ones as they are.
 
-    ``on_rows`` gets all rows after every visit to a configuration. Batches above ``largest_batch`` are left out, and all
-    larger ones once one runs out of memory. Columns: ``step_time_s`` is the median over the repeats of the slowest
-    replica's full step, with its 95 % interval; ``sync_time_s`` what that is longer than the same step without
-    synchronisation (AdaptDL's convention), 0 for one replica; ``grad_time_s`` one pass without synchronisation, the
-    update a part of it where nothing is accumulated.
+    ``on_rows`` gets all rows after every visit to a configuration, ``progress`` how many there are and what ran. Batches above
+    ``largest_batch`` are left out, and all larger ones once one runs out of memory. Columns: ``step_time_s`` is the median
+    over the repeats of the slowest replica's full step, with its 95 % interval; ``sync_time_s`` what that is longer than the
+    same step without synchronisation (AdaptDL's convention), 0 for one replica; ``grad_time_s`` one pass without
+    synchronisation, the update a part of it where nothing is accumulated.
 
     Raises DdlToolError when a process fails, with its reason; InputError when nothing fits in memory.
     """
     if executor is not None:
         return _Campaign(request, executor, known, largest_batch).run(on_rows, progress)
     if request.device == "cuda":
-        _check_cuda(max(request.replicas))
+        import torch
+
+        if (found := torch.cuda.device_count()) < (wanted := max(request.replicas)):
+            problem = f"cuda has {found} devices for {wanted} replicas"
+            raise InputError("--device", problem, "use --device cpu or fewer replicas")
     with Pool(request.subject(), request.replicas) as pool:
-        found = _Campaign(request, pool, known, largest_batch)
-        if found.next_task() is not None:
+        state = _Campaign(request, pool, known, largest_batch)
+        if state.next_task() is not None:
             pool.start()  # importing torch is no part of the budget
-        return found.run(on_rows, progress)
+        return state.run(on_rows, progress)
 
 
 class _Campaign:
@@ -188,58 +151,63 @@ class _Campaign:
     def __init__(
         self, request: MeasureRequest, executor: Executor, known: pd.DataFrame | None, largest_batch: int
     ) -> None:
-        self.request, self.executor = request, executor
-        self.limit = largest_batch
-        self.series = [
-            (replicas, steps)
-            for replicas in sorted(set(request.replicas))
-            for steps in sorted(set(request.accumulation))
-        ]
+        self.request, self.executor, self.limit = request, executor, largest_batch
+        self.said = request.said()
+        self.series = [(count, steps) for count in sorted(request.replicas) for steps in sorted(request.accumulation)]
         self.wanted = set(request.batch_sizes)
         self.rows: dict[Key, dict[str, Any]] = {}
         self.times: dict[Key, Outcome] = {}
         self.began = time.monotonic()
         for row in [] if known is None else known.to_dict("records"):
-            self.rows[_key(row)] = {str(name): value for name, value in row.items()}
+            key = (int(row["num_replicas"]), int(row["accumulation_steps"]), int(row["local_batch_size"]))
+            self.rows[key] = {str(name): value for name, value in row.items()}
 
-    def run(self, on_rows: OnRows | None, progress: Callable[[Progress], None] | None) -> Measured:
+    def run(self, on_rows: Callable[[pd.DataFrame], None] | None, progress: Callable[[int, str], None]) -> Measured:
         """Run tasks until nothing is left to do."""
         self.began = time.monotonic()
         while (task := self.next_task()) is not None:
             self._absorb(task, self.executor.run(task))
             if on_rows is not None and self.rows:
                 on_rows(self.frame())
-            if progress is not None:
-                total = max(len(self.rows), len(self.wanted) * len(self.series))
-                progress(Progress(done=len(self.rows), total=total, remark=str(task)))
+            total = max(len(self.rows), len(self.wanted) * len(self.series))
+            progress(len(self.rows), f"{task} ({len(self.rows)} of {total})")
         if not self.rows:
             smallest = min(self.request.batch_sizes, default=1)
             raise InputError("--batch-sizes", f"even {smallest} runs out of memory", "give smaller ones")
-        over = self.request.repeats is None and self._spent() >= self.request.budget_s and self._work_left()
-        return Measured(frame=self.frame(), skipped=self._skipped(), spent_s=self._spent(), over_budget=over)
+        return Measured(frame=self.frame(), skipped=self._skipped(), spent_s=time.monotonic() - self.began)
 
     def frame(self) -> pd.DataFrame:
         """Return all rows, ordered by replicas, accumulation steps and batch."""
-        import pandas as pd
-
         return pd.DataFrame([self.rows[key] for key in sorted(self.rows)])
 
     def next_task(self) -> Task | None:
         """Return what to run next, None when everything is known well enough or the budget is spent."""
-        request = self.request
-        if self.rows and self._spent() >= request.budget_s:
+        request, left_s = self.request, self.request.budget_s - (time.monotonic() - self.began)
+        if self.rows and left_s <= 0:
             return None
+        missing = [
+            (*series, batch)
+            for series in self.series
+            for batch in sorted(self.wanted)
+            if batch <= self.limit and (*series, batch) not in self.rows
+        ]
         if request.repeats is not None:
-            missing = self._missing()
             return self._task(missing[0], most=request.repeats) if missing else None
-        searched = self._search()
-        if searched is not None:
-            return self._first_visit(searched)
-        ranked = self._ranked()
-        if not ranked:
+        key, doubt = self._search(), math.inf
+        ranked = [] if key is not None else self._ranked()
+        if key is None and not ranked:
             return None
-        doubt, key = ranked[0]
-        return self._second_visit(key, doubt) if key in self.rows else self._first_visit(key)
+        if key is None:
+            doubt, key = ranked[0]
+        if key not in self.rows:
+            # Until the median is known, or the configuration's share of the budget is spent.
+            share = max(0.0, left_s / max(1, len(missing)))
+            return self._task(key, most=_STEPS_PER_VISIT, seconds=share, precision=request.precision)
+        # As many steps as bring the interval down to the precision, by the root of their number.
+        have = len(self.times[key].full)
+        lacking = math.ceil(have * ((doubt / request.precision) ** 2 - 1)) if doubt < 10 else _STEPS_PER_VISIT
+        most = min(max(lacking, FEWEST_FOR_AN_INTERVAL), _STEPS_PER_VISIT)
+        return self._task(key, most=most, seconds=max(0.0, left_s / len(ranked)))
 
     def _search(self) -> Key | None:
         """Return the next configuration of the search for saturation, None when it has ended or was not asked for."""
@@ -254,92 +222,79 @@ class _Campaign:
         self.wanted = {*points, batch}
         return replicas, steps, batch
 
-    def _missing(self) -> list[Key]:
-        """Return what was asked for, fits, and was not measured, in the order of the rows."""
-        return [
-            (replicas, steps, batch)
-            for replicas, steps in self.series
-            for batch in sorted(self.wanted)
-            if batch <= self.limit and (replicas, steps, batch) not in self.rows
-        ]
-
     def _points(self, replicas: int, steps: int) -> dict[int, Interval]:
-        return {
-            key[2]: _interval(row)
-            for key, row in self.rows.items()
-            if key[:2] == (replicas, steps) and key[2] <= self.limit
-        }
+        """Return the measured medians of a series by batch."""
+        found = {}
+        for key, row in self.rows.items():
+            if key[:2] == (replicas, steps) and key[2] <= self.limit:
+                median = float(row["step_time_s"])
+                low, high = (float(row.get(f"step_time_{end}_s") or math.nan) for end in ("low", "high"))
+                low, high = (median if math.isnan(value) else value for value in (low, high))
+                found[key[2]] = Interval(median=median, low=low, high=high)
+        return found
 
     def _ranked(self) -> list[tuple[float, Key]]:
         """Return what is not known to the precision, with its doubt, the greatest first; equal doubts in a good order."""
         found: list[tuple[float, Key]] = []
-        for replicas, steps in self.series:
-            points = self._points(replicas, steps)
-            doubts = {batch: predict(points, batch).relative for batch in self._wanted_of(points)}
-            unknown = sorted(batch for batch, doubt in doubts.items() if math.isinf(doubt))
+        for series in self.series:
+            points = self._points(*series)
+            wanted = [batch for batch in sorted(self.wanted) if batch not in points and batch <= self.limit]
+            doubts = {batch: predict(points, batch).relative for batch in wanted}
+            unknown = [batch for batch, doubt in doubts.items() if math.isinf(doubt)]
             if unknown:
-                found.append((math.inf, (replicas, steps, first_of(unknown, sorted(points)))))
+                found.append((math.inf, (*series, first_of(unknown, sorted(points)))))
                 continue
-            found += [(doubt, (replicas, steps, batch)) for batch, doubt in doubts.items()]
+            found += [(doubt, (*series, batch)) for batch, doubt in doubts.items()]
             found += [
-                (point.relative, (replicas, steps, batch))
+                (point.relative, (*series, batch))
                 for batch, point in points.items()
                 # rows of an earlier run are kept as they are; what so many steps do not settle, more will not
-                if 0 < len(self.times.get((replicas, steps, batch), Outcome()).full) < MOST_STEPS
+                if 0 < len(self.times.get((*series, batch), Outcome()).full) < MOST_STEPS
             ]
         return sorted((item for item in found if item[0] > self.request.precision), key=lambda item: -item[0])
 
-    def _wanted_of(self, points: dict[int, Interval]) -> list[int]:
-        return [batch for batch in sorted(self.wanted) if batch not in points and batch <= self.limit]
-
     def _task(self, key: Key, *, most: int, seconds: float = math.inf, precision: float = 0.0) -> Task:
         replicas, steps, batch = key
-        return Task(
-            replicas=replicas,
-            batch=batch,
-            accumulation=steps,
-            warmup=self.request.warmup,
-            most=most,
-            seconds=seconds,
-            precision=precision,
-        )
-
-    def _first_visit(self, key: Key) -> Task:
-        """Return a visit that lasts until the median is known, or the configuration's share of the budget is spent."""
-        share = (self.request.budget_s - self._spent()) / max(1, len(self._missing()))
-        return self._task(key, most=_STEPS_PER_VISIT, seconds=max(0.0, share), precision=self.request.precision)
-
-    def _second_visit(self, key: Key, doubt: float) -> Task:
-        """Return a visit with as many steps as bring the interval down to the precision, by the root of their number."""
-        have = self.times[key].full
-        lacking = math.ceil(len(have) * ((doubt / self.request.precision) ** 2 - 1)) if doubt < 10 else _STEPS_PER_VISIT
-        most = min(max(lacking, FEWEST_FOR_AN_INTERVAL), _STEPS_PER_VISIT)
-        rivals = max(1, len(self._ranked()))
-        return self._task(key, most=most, seconds=max(0.0, (self.request.budget_s - self._spent()) / rivals))
+        shape = {"replicas": replicas, "batch": batch, "accumulation": steps, "warmup": self.request.warmup}
+        return Task(**shape, most=most, seconds=seconds, precision=precision)
 
     def _absorb(self, task: Task, outcome: Outcome) -> None:
         """Add a visit's times to its configuration's row; forget what is too large."""
-        if outcome.out_of_memory:
+        if not outcome.full:  # memory ran out
             self.limit = min(self.limit, task.batch - 1)
             return
         key = (task.replicas, task.accumulation, task.batch)
         before = self.times.get(key, Outcome())
-        together = Outcome(
+        times = self.times[key] = Outcome(
             full=before.full + outcome.full,
             local=before.local + outcome.local,
             passes=before.passes + outcome.passes,
             peak_bytes=max(before.peak_bytes, outcome.peak_bytes),
         )
-        self.times[key] = together
-        self.rows[key] = row_of(self.request, task, together, self.executor.nodes_of(task.replicas))
+        full, shared = median_interval(times.full), task.replicas > 1
+        step = full.median
+        local = float(np.median(times.local)) if shared else step
+        lower, upper = np.percentile(times.full, [25, 75])
+        self.rows[key] = {
+            "device": self.said["device"],
+            "num_nodes": self.executor.nodes_of(task.replicas),
+            "num_replicas": task.replicas,
+            "local_batch_size": task.batch,
+            "step_time_s": step,
+            # Never all of the step: computing takes some of it, whatever the noise says.
+            "sync_time_s": min(max(0.0, step - local), 0.99 * step) if shared else 0.0,
+            "peak_memory_bytes": times.peak_bytes,
+            "step_time_spread_s": float(upper - lower),
+            "repeats": len(times.full),
+            "step_time_low_s": full.low,
+            "step_time_high_s": full.high,
+            "accumulation_steps": task.accumulation,
+            "grad_time_s": min(float(np.median(times.passes)) if times.passes else local, step),
+            "source": self.said["source"],
+            "settings": self.said["settings"],
+        }
 
-    def _spent(self) -> float:
-        return time.monotonic() - self.began
-
-    def _work_left(self) -> bool:
-        return bool(self._ranked()) or self._search() is not None
-
-    def _skipped(self) -> list[Skipped]:
+    def _skipped(self) -> list[SkippedConfiguration]:
         """Return what was asked for and not measured, and why."""
         found = []
         for replicas, steps in self.series:
@@ -347,17 +302,14 @@ class _Campaign:
             for batch in sorted(self.wanted - set(points)):
                 guess = predict(points, batch)
                 known = guess.relative <= self.request.precision and self.request.repeats is None
+                reason = "the budget was spent"
                 if batch > self.limit:
                     reason = f"memory ends at batch {self.limit}"
                 elif known:
-                    neighbours = sorted(points)
-                    low = max(value for value in neighbours if value < batch)
-                    high = min(value for value in neighbours if value > batch)
+                    low, high = max(x for x in points if x < batch), min(x for x in points if x > batch)
                     reason = f"known to {guess.relative:.1%} from the curve between batch {low} and {high}"
-                else:
-                    reason = "the budget was spent"
                 found.append(
-                    Skipped(
+                    SkippedConfiguration(
                         num_replicas=replicas,
                         accumulation_steps=steps,
                         local_batch_size=batch,
@@ -368,64 +320,63 @@ class _Campaign:
         return found
 
 
-def _key(row: dict[Any, Any]) -> Key:
-    steps = row.get("accumulation_steps")
-    passes = 0 if steps is None or math.isnan(steps) else int(steps)
-    return int(row["num_replicas"]), passes, int(row["local_batch_size"])
+class Pool:
+    """Processes on this machine, one per replica of the largest count, each waiting on a pipe for its next task.
+
+    Smaller counts use the first of them, so that every count runs under the same conditions. Started by the first task.
+    """
+
+    def __init__(self, subject: Subject, replicas: Sequence[int]) -> None:
+        self.subject, self.replicas = subject, sorted(set(replicas))
+        self._children: Children | None = None
+
+    def __enter__(self) -> Pool:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._children is not None:
+            self._children.close()
+
+    def nodes_of(self, replicas: int) -> int:
+        """Return on how many nodes so many replicas run: this machine."""
+        return 1
+
+    def start(self) -> Children:
+        """Start the processes and wait until all are ready. Raises DdlToolError when one is not."""
+        port, most = free_port(), self.replicas[-1]
+        arguments = [(self.subject, rank, self.replicas, port) for rank in range(most)]
+        self._children = Children(_serve, arguments, self.subject.source)
+        self._children.gather(range(most), self.subject.source, "measuring process")
+        return self._children
+
+    def run(self, task: Task) -> Outcome:
+        """Return the times of a task, with the largest peak memory of any replica.
+
+        Raises InputError when the model fails, DdlToolError naming the configuration when a process ends.
+        """
+        children, ranks = self._children or self.start(), range(task.replicas)
+        for rank in ranks:
+            children.send(rank, task)
+        outcomes: list[Outcome] = children.gather(ranks, str(task), "measuring process")
+        return replace(outcomes[0], peak_bytes=max(outcome.peak_bytes for outcome in outcomes))
 
 
-def _interval(row: dict[str, Any]) -> Interval:
-    median = float(row["step_time_s"])
-    low, high = (float(row.get(f"step_time_{end}_s") or math.nan) for end in ("low", "high"))
-    return Interval(median=median, low=median if math.isnan(low) else low, high=median if math.isnan(high) else high)
+def _serve(subject: Subject, rank: int, replicas: Sequence[int], port: int, pipe: Connection) -> None:
+    """Be one replica. Its process group is not destroyed: that would wait for peers that wait for this one."""
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # else gloo asks the host's name, which need not be this machine
+    worker = replica(subject, replicas, rank, max(replicas), init_method=f"tcp://127.0.0.1:{port}")
+    pipe.send(True)
+    last = time.monotonic()
 
+    def beat() -> None:
+        """Send a sign of life, at most one a second."""
+        nonlocal last
+        if time.monotonic() - last > 1.0:
+            last = time.monotonic()
+            pipe.send(None)
 
-def _check_cuda(replicas: int) -> None:
-    import torch
-
-    found = torch.cuda.device_count()
-    if found < replicas:
-        raise InputError(
-            "--device", f"cuda has {found} devices for {replicas} replicas", "use --device cpu or fewer replicas"
-        )
-
-
-def row_of(request: MeasureRequest, task: Task, times: Outcome, nodes: int) -> dict[str, Any]:
-    """Return a configuration's row in ProfileRow's columns."""
-    full = median_interval(times.full)
-    step, shared = full.median, task.replicas > 1
-    local = float(np.median(times.local)) if shared else step
-    lower, upper = np.percentile(times.full, [25, 75])
-    return {
-        "device": request.device_name,
-        "num_nodes": nodes,
-        "num_replicas": task.replicas,
-        "local_batch_size": task.batch,
-        "step_time_s": step,
-        # Never all of the step: computing takes some of it, whatever the noise says.
-        "sync_time_s": min(max(0.0, step - local), 0.99 * step) if shared else 0.0,
-        "peak_memory_bytes": times.peak_bytes,
-        "step_time_spread_s": float(upper - lower),
-        "repeats": len(times.full),
-        "step_time_low_s": full.low,
-        "step_time_high_s": full.high,
-        "accumulation_steps": task.accumulation,
-        "grad_time_s": min(float(np.median(times.passes)) if times.passes else local, step),
-        "source": request.source_name or request.source,
-        "settings": settings_of(request),
-    }
-
-
-def settings_of(request: MeasureRequest) -> str:
-    """Return what must be equal for rows to compare, as ``NAME=VALUE`` separated by semicolons."""
-    settings = {
-        "device": request.device,
-        "threads": request.subject().threads,
-        "warmup": request.warmup,
-        "seed": request.seed,
-        "torch": version("torch"),
-    }
-    return ";".join(f"{name}={value}" for name, value in settings.items())
+    while True:
+        pipe.send(worker.run(pipe.recv(), beat))
 
 
 def reliability(frame: pd.DataFrame) -> list[str]:
@@ -444,34 +395,23 @@ def reliability(frame: pd.DataFrame) -> list[str]:
     return found
 
 
-def source_name(source: str) -> str:
-    """Return what the ``source`` column says: SOURCE, with a digest of the file where it names one.
-
-    A model that was edited since is another model.
-    """
-    location, colon, _ = source.rpartition(":")
-    path = Path(location)
-    if not colon or not location.endswith(".py") or not path.is_file():
-        return source
-    return f"{source}#{hashlib.sha256(path.read_bytes()).hexdigest()[:12]}"
-
-
 class RowFile:
-    """A profile.csv that is rewritten (atomically) whenever a row comes; a killed process loses no row that was written."""
+    """A profile.csv that is rewritten (atomically) whenever a row comes; a killed process loses no row that was written.
 
-    def __init__(self, path: Path | None, *, resume: bool, device: str, source: str, settings: str) -> None:
-        """Read what is there when ``resume``. Raises InputError when it was measured from something else, or otherwise."""
-        self.path = path
-        self.known: pd.DataFrame | None = None
-        self.written = 0
-        self._streams = path is not None and (str(path) == "-" or (path.exists() and not path.is_file()))
+    ``known``: with ``resume`` the rows that are there already, None without. Raises InputError for rows that were measured
+    otherwise than the request wants.
+    """
+
+    def __init__(self, path: Path | None, request: MeasureRequest, *, resume: bool) -> None:
+        self.path, self.known, self.written = path, None, 0
         if path is None:
             if resume:
                 raise InputError("--resume", "has no file to go on with", "name it with -o FILE")
             return
         check_writable(path)
-        if resume and not self._streams and path.exists():
-            self.known = self._read(path, {"device": device, "source": source, "settings": settings})
+        self._streams = path.exists() and not path.is_file()
+        if resume and path.is_file():
+            self.known = _read_known(path, request.said())
 
     def write(self, frame: pd.DataFrame) -> None:
         """Write all rows; standard output and pipes get them at the end (:meth:`close`)."""
@@ -484,22 +424,23 @@ class RowFile:
         if self.path is not None:
             write_profile(frame, self.path)
 
-    @staticmethod
-    def _read(path: Path, expected: dict[str, str]) -> pd.DataFrame:
-        frame = read_profile(path)
-        for name, now in expected.items():
-            if name not in frame.columns:
-                raise InputError(str(path), f"has no column {name!r}", "only what ddltool profile wrote can be resumed")
-            for row, value in enumerate(frame[name].astype(str).tolist(), start=1):
-                if value != now:
-                    then, here = _difference(value, now)
-                    remedy = f"measure alike{_options(name, then)}, or write another file"
-                    raise InputError(f"{path}:row {row}:{name}", f"is {then}, not {here}", remedy)
-        frame["accumulation_steps"] = frame["accumulation_steps"].fillna(0).astype("int64")
-        twice = frame.duplicated(_KEY).to_numpy().nonzero()[0]
-        if twice.size:
-            raise InputError(f"{path}:row {twice[0] + 1}", "repeats an earlier configuration", "remove one of the rows")
-        return frame.drop(columns="schema_version", errors="ignore")  # every writing sets it anew
+
+def _read_known(path: Path, expected: dict[str, str]) -> pd.DataFrame:
+    frame = read_profile(path)
+    for name, now in expected.items():
+        if name not in frame.columns:
+            raise InputError(str(path), f"has no column {name!r}", "only what ddltool profile wrote can be resumed")
+        for row, then in enumerate(frame[name].astype(str), start=1):
+            if then != now:
+                one, other = then.split(";"), now.split(";")
+                was, here = (";".join(x for x in a if x not in b) for a, b in ((one, other), (other, one)))
+                problem = f"is {was}, not {here}"
+                raise InputError(f"{path}:row {row}:{name}", problem, "measure alike, or write another file")
+    frame["accumulation_steps"] = frame["accumulation_steps"].fillna(0).astype("int64")
+    twice = frame.duplicated(["num_replicas", "accumulation_steps", "local_batch_size"]).to_numpy().nonzero()[0]
+    if twice.size:
+        raise InputError(f"{path}:row {twice[0] + 1}", "repeats an earlier configuration", "remove one of the rows")
+    return frame.drop(columns="schema_version", errors="ignore")  # every writing sets it anew
 
 
 def threads_of(path: Path) -> int:
@@ -513,25 +454,3 @@ def threads_of(path: Path) -> int:
         return 0
     found = settings.str.extract(r"(?:^|;)threads=([1-9]\d{0,8})(?:;|$)")[0].dropna()
     return int(found.iloc[0]) if len(found) else 0
-
-
-def _options(column: str, then: str) -> str:
-    """Return in brackets the options that make a measurement like the one that filled ``column`` with ``then``."""
-    if column == "device":
-        return " (--device, --device-name)"
-    if column != "settings":
-        return ""
-    settings = dict(part.split("=", 1) for part in then.split(";") if "=" in part)
-    if not settings or not set(settings) <= _SETTINGS:  # rows that were predicted or imported: no option measures those
-        return ""
-    named = (f"{name if name == 'torch' else f'--{name}'} {value}" for name, value in settings.items())
-    return f" ({', '.join(named)})"
-
-
-def _difference(then: str, now: str) -> tuple[str, str]:
-    """Return the parts of two settings that differ; other texts as they are."""
-    one, two = then.split(";"), now.split(";")
-    if len(one) != len(two) or len(one) == 1:
-        return then, now
-    parts = [(left, right) for left, right in zip(one, two, strict=True) if left != right]
-    return ";".join(left for left, _ in parts), ";".join(right for _, right in parts)

@@ -11,7 +11,6 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from multiprocessing import resource_tracker
 from multiprocessing.connection import Connection, wait
 from typing import Any
@@ -27,19 +26,10 @@ GONE = object()
 """Stands for a message where none will come: the process has ended, or closed its pipe."""
 
 
-@dataclass(frozen=True, slots=True)
-class Refusal:
-    """What a process could not do, as InputError's three parts."""
-
-    where: str
-    problem: str
-    remedy: str
-
-
 class Children:
     """Processes of this machine with a pipe each, in which ``body(*arguments, pipe)`` runs; a ``with`` block ends them.
 
-    What a body raises arrives as a :class:`Refusal`, as :func:`as_input_error` tells it of ``source``.
+    What a body raises arrives as an InputError, as :func:`as_input_error` tells it of ``source``.
     """
 
     def __init__(self, body: Callable[..., None], arguments: Sequence[tuple[Any, ...]], source: str = "") -> None:
@@ -106,9 +96,20 @@ class Children:
             raise DdlToolError(f"{silent} for {SILENCE_LIMIT_S:.0f} s")
         return found
 
+    def gather(self, ranks: Sequence[int], where: str, who: str) -> list[Any]:
+        """Return one answer of each rank; None is a sign of life and no answer. Raises what :meth:`failure` says."""
+        answers: dict[int, Any] = {}
+        while left := [rank for rank in ranks if rank not in answers]:
+            for rank, answer in self.receive(left, f"{where}: the {who}es were silent"):
+                if failure := self.failure(answer, f"{where}: a {who}"):
+                    raise failure
+                if answer is not None:
+                    answers[rank] = answer
+        return [answers[rank] for rank in ranks]
+
     def failure(self, answer: Any, who: str) -> DdlToolError | None:
         """Return why this answer is none: ``WHO died`` where a process did, else what it refused; None for an answer."""
-        if answer is not GONE and not isinstance(answer, Refusal):
+        if answer is not GONE and not isinstance(answer, InputError):
             return None
         deadline = time.monotonic() + (_GRACE_S if answer is GONE or len(self.processes) > 1 else 0.0)
         while True:
@@ -118,9 +119,7 @@ class Children:
             if time.monotonic() >= deadline:
                 break
             time.sleep(0.02)
-        if isinstance(answer, Refusal):
-            return InputError(answer.where, answer.problem, answer.remedy)
-        return DdlToolError(f"{who} went away")
+        return answer if isinstance(answer, InputError) else DdlToolError(f"{who} went away")
 
 
 def _run(body: Callable[..., None], arguments: tuple[Any, ...], pipe: Connection, source: str) -> None:
@@ -130,9 +129,8 @@ def _run(body: Callable[..., None], arguments: tuple[Any, ...], pipe: Connection
     try:
         body(*arguments, pipe)
     except Exception as error:
-        told = as_input_error(error, source)
         with contextlib.suppress(OSError):  # the parent has gone
-            pipe.send(Refusal(told.where, told.problem, told.remedy))
+            pipe.send(as_input_error(error, source))
     finally:
         with contextlib.suppress(OSError):
             pipe.close()

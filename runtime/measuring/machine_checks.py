@@ -1,28 +1,41 @@
-"""What a machine must be able to do for ddltool, tried rather than asked: ports, gloo, NCCL, clocks, folders.
+"""What a machine must be able to do for ddltool, tried rather than asked: packages, ports, gloo, NCCL, clocks, folders.
 
-Each check returns a :class:`Check` and none raises: a machine where everything is broken gets a whole list.
+Start at :func:`examine`. No check raises: a machine where everything is broken gets a whole list. ``failed`` stops some
+command from working, ``warning`` makes figures worse or concerns a part that may not be needed, ``optional`` is an extra that
+is not there. A remedy is empty when the status is ``ok``.
 """
 
 from __future__ import annotations
 
+import contextlib
 import datetime
+import importlib.metadata
+import importlib.util
 import os
+import platform
 import shutil
 import socket
 import statistics
+import sys
 import tempfile
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
+import psutil
+
+from ddltool.results import Machine, MachineCheck
 from ddltool.runtime.measuring.children import Children, free_port
 
-Status = Literal["ok", "warning", "failed", "optional"]
-
+PACKAGES = (
+    *("torch", "onnx", "numpy", "pandas", "scipy", "ortools", "networkx", "scikit-learn", "matplotlib", "pydantic"),
+    *("PyYAML", "psutil", "typer", "rich"),
+)
+OPTIONAL = {
+    "transformers": "sources transformers:NAME: pip install 'ddltool[transformers]'",
+    "ray": "simulate --engine ray: pip install 'ddltool[ray]'",
+}
 PATIENCE_S = 20.0
 """How long two processes may take to start, meet and reduce before they count as hung."""
 _MEETING_S = 5.0
@@ -33,24 +46,87 @@ _ELEMENTS = 262_144  # one MiB of float32
 _REPEATS = 20
 
 
-@dataclass(frozen=True, kw_only=True)
-class Check:
-    """What was found, and what to do about it.
+def examine() -> tuple[list[MachineCheck], Machine]:
+    """Return all checks, and the figures of the machine. The two processes start first: they import torch meanwhile."""
+    port, torch_here = check_store_port(), importlib.util.find_spec("torch") is not None
+    with contextlib.ExitStack() as stack:
+        children = None
+        if torch_here and port.status == "ok":
+            ports = (free_port(), free_port(), free_port())
+            with contextlib.suppress(OSError):
+                children = stack.enter_context(Children(_member, [(rank, ports) for rank in (0, 1)]))
+        machine = machine_figures()
+        checks = [_check("python", f"{machine.python}, {sys.executable}"), *check_packages(), check_load(machine)]
+        if torch_here and port.status == "ok":
+            checks += [check_cuda(machine), port, *check_processes(children)]
+        else:
+            checks.append(port)
+    # The clock is looked at when the processes are done: a busy machine is not a coarse clock.
+    return [*checks, check_clock(), *_check_folders(), check_shared_memory(), *_check_extras()], machine
 
-    ``failed`` stops some command from working, ``warning`` makes figures worse or concerns a part that may not be
-    needed, ``optional`` is an extra that is not there. ``remedy`` is empty when the status is ``ok``.
-    """
 
-    name: str
-    status: Status
-    found: str
-    remedy: str = ""
+def _check(name: str, found: str, status: str = "ok", remedy: str = "") -> MachineCheck:
+    return MachineCheck(name=name, status=status, found=found, remedy=remedy)
 
 
-def check_clock() -> Check:
-    """Return the smallest step that the clock of all measurements makes, in seconds: the least of those seen in 20 ms."""
-    smallest = float("inf")
-    before = time.perf_counter()
+def machine_figures() -> Machine:
+    """Return what this machine is."""
+    cuda: dict[str, Any] = {"cuda_devices": [], "cuda_build": None, "gloo": False}
+    if importlib.util.find_spec("torch") is not None:
+        import torch
+
+        gpus = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
+        gloo = torch.distributed.is_available() and torch.distributed.is_gloo_available()
+        cuda = {"cuda_devices": gpus, "cuda_build": torch.version.cuda, "gloo": gloo}
+    return Machine(
+        python=platform.python_version(),
+        platform=platform.platform(),
+        cpu_count=len(os.sched_getaffinity(0)),
+        memory_gib=round(psutil.virtual_memory().total / 2**30, 1),
+        **cuda,
+    )
+
+
+def installed(name: str) -> str | None:
+    """Return a package's version, None where it is not installed."""
+    try:
+        return importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def check_packages() -> list[MachineCheck]:
+    """Return one line for all packages, or one for each that is missing."""
+    missing = [name for name in PACKAGES if installed(name) is None]
+    if not missing:
+        return [_check("packages", f"all {len(PACKAGES)} there; torch {installed('torch')}")]
+    return [_check(name, "missing", "failed", f"pip install {name}, or install ddltool again") for name in missing]
+
+
+def check_load(machine: Machine) -> MachineCheck:
+    """Return whether other programs keep the machine busy."""
+    busy = os.getloadavg()[0]
+    found = f"{machine.cpu_count} core(s), {machine.memory_gib} GiB of memory, load {busy:.1f}"
+    if busy <= machine.cpu_count:
+        return _check("machine", found)
+    remedy = "other programs keep it busy: measured times will be noisy (profile says how sure each is)"
+    return _check("machine", found, "warning", remedy)
+
+
+def check_cuda(machine: Machine) -> MachineCheck:
+    """Return what there is of GPUs."""
+    if machine.cuda_devices:
+        return _check("CUDA", f"{len(machine.cuda_devices)}: {', '.join(dict.fromkeys(machine.cuda_devices))}")
+    if machine.cuda_build is None:
+        remedy = "GPUs are predicted (ddltool predict), not measured; to measure, install a CUDA build of torch"
+        return _check("CUDA", "torch is built without it", "optional", remedy)
+    remedy = "look at nvidia-smi, the driver's version and CUDA_VISIBLE_DEVICES"
+    return _check("CUDA", f"torch is built for CUDA {machine.cuda_build}, no device seen", "warning", remedy)
+
+
+def check_clock() -> MachineCheck:
+    """Return the smallest step that the clock of all measurements makes: the least of those seen in 20 ms."""
+    smallest, before = float("inf"), time.perf_counter()
     end = before + 0.02
     while before < end:
         now = time.perf_counter()
@@ -59,36 +135,31 @@ def check_clock() -> Check:
         before = now
     found = f"steps of {smallest * 1e9:,.0f} ns"
     if smallest <= COARSE_CLOCK_S:
-        return Check(name="clock", status="ok", found=found)
+        return _check("clock", found)
     remedy = "measured times will be coarse: profile with larger batches, or mend the clock source of the machine"
-    return Check(name="clock", status="warning", found=found, remedy=remedy)
+    return _check("clock", found, "warning", remedy)
 
 
-def check_store_port() -> Check:
+def check_store_port() -> MachineCheck:
     """Bind, listen and connect on 127.0.0.1, as the store at which processes meet does."""
+    problem, remedy = "", "bring the loopback interface up (ip link set lo up), and allow local connections"
     try:
-        with socket.create_server(("127.0.0.1", 0)) as server:
-            port = server.getsockname()[1]
-            with socket.create_connection(("127.0.0.1", port), timeout=2.0) as client:
-                other, _ = server.accept()
-                with other:
-                    client.sendall(b"1")
-                    other.settimeout(2.0)
-                    reached = other.recv(1) == b"1"
+        with contextlib.ExitStack() as stack:
+            server = stack.enter_context(socket.create_server(("127.0.0.1", 0)))
+            client = stack.enter_context(socket.create_connection(server.getsockname()[:2], timeout=2.0))
+            other = stack.enter_context(server.accept()[0])
+            client.sendall(b"1")
+            other.settimeout(2.0)
+            if other.recv(1) != b"1":
+                problem = "connected, nothing received"
     except OSError as error:
-        remedy = "bring the loopback interface up (ip link set lo up), and allow local connections"
-        return Check(name="store port", status="failed", found=f"127.0.0.1: {error.strerror or error}", remedy=remedy)
-    if not reached:
-        return Check(
-            name="store port",
-            status="failed",
-            found="127.0.0.1: connected, nothing received",
-            remedy="allow local connections in the firewall",
-        )
-    return Check(name="store port", status="ok", found="127.0.0.1 listens and connects")
+        problem = error.strerror or str(error)
+    if problem:
+        return _check("store port", f"127.0.0.1: {problem}", "failed", remedy)
+    return _check("store port", "127.0.0.1 listens and connects")
 
 
-def check_folder(name: str, folder: str | Path, *, required: bool, remedy: str) -> Check:
+def check_folder(name: str, folder: str | Path, *, required: bool, remedy: str) -> MachineCheck:
     """Write and remove a file in ``folder``, or where it would be made; less than one GiB of free space is a warning."""
     place = Path(folder)
     try:
@@ -100,139 +171,134 @@ def check_folder(name: str, folder: str | Path, *, required: bool, remedy: str) 
             os.fsync(file.fileno())
         free = shutil.disk_usage(place).free
     except OSError as error:
-        found = f"{folder}: {error.strerror or error}"
-        return Check(name=name, status="failed" if required else "warning", found=found, remedy=remedy)
+        return _check(name, f"{folder}: {error.strerror or error}", "failed" if required else "warning", remedy)
     found = f"{folder}, {free / 2**30:,.1f} GiB free"
-    if free < FREE_BYTES:
-        return Check(name=name, status="warning", found=found, remedy="make room, or " + remedy)
-    return Check(name=name, status="ok", found=found)
+    return _check(name, found) if free >= FREE_BYTES else _check(name, found, "warning", "make room, or " + remedy)
 
 
-def check_shared_memory(folder: str = "/dev/shm") -> Check:
+def _check_folders() -> list[MachineCheck]:
+    cache = os.environ.get("MPLCONFIGDIR") or os.environ.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")
+    slow = "set MPLCONFIGDIR to a writable folder, or each picture takes longer"
+    here = check_folder("this folder", Path.cwd(), required=False, remedy="give -o FILE in a writable folder")
+    return [here, check_temporary(), check_folder("cache", cache, required=False, remedy=slow)]
+
+
+def check_temporary() -> MachineCheck:
+    """Return whether there is a folder for temporary files."""
+    remedy = "set TMPDIR to a writable folder"
+    try:
+        folder = tempfile.gettempdir()
+    except OSError as error:
+        return _check("temporary files", str(error.strerror or error), "failed", remedy)
+    return check_folder("temporary files", folder, required=True, remedy=remedy)
+
+
+def check_shared_memory(folder: str = "/dev/shm") -> MachineCheck:
     """Return whether loaders with data workers have room to hand over batches (containers often give 64 MiB)."""
     try:
         total = shutil.disk_usage(folder).total
     except OSError:
-        return Check(name="shared memory", status="ok", found="not limited here")
+        return _check("shared memory", "not limited here")
     found = f"{folder}, {total / 2**20:,.0f} MiB"
     if total >= SHARED_MEMORY_BYTES:
-        return Check(name="shared memory", status="ok", found=found)
+        return _check("shared memory", found)
     remedy = "loaders with num_workers may die of it: start the container with --shm-size 1g"
-    return Check(name="shared memory", status="warning", found=found, remedy=remedy)
+    return _check("shared memory", found, "warning", remedy)
 
 
-# -- two processes
+def _check_extras() -> list[MachineCheck]:
+    wanted = {name: (installed(name), remedy) for name, remedy in OPTIONAL.items()}
+    browser = shutil.which("chromium") or shutil.which("chromium-browser")
+    wanted["chromium"] = (browser, "only the tests that look at reports need it: apt-get install chromium")
+    return [
+        _check(name, found) if found else _check(name, "not installed", "optional", remedy)
+        for name, (found, remedy) in wanted.items()
+    ]
 
 
-@contextmanager
-def processes() -> Iterator[_Pair]:
-    """Start two processes that reduce, and kill what is left of them at the end; ask the pair for its checks."""
-    pair = _Pair()
-    try:
-        yield pair
-    finally:
-        if pair.children is not None:
-            pair.children.close()
+# -- two processes, which try gloo over the loopback interface, then over the default one, then NCCL where there is CUDA
 
 
-class _Pair:
-    """Two processes that try gloo over the loopback interface, then over the default one, then NCCL where there is CUDA."""
+Answers = dict[tuple[str, int], tuple[str, float]]
+"""By what was tried and rank: what went wrong, "" where nothing did, and the median seconds."""
 
-    def __init__(self) -> None:
-        self.children: Children | None = None
-        self._problem = ""
-        try:
-            ports = (free_port(), free_port(), free_port())
-            self.children = Children(_member, [(rank, ports) for rank in (0, 1)])
-        except OSError as error:
-            self._problem = f"processes cannot be started ({error.strerror or error})"
 
-    def checks(self) -> list[Check]:
-        """Return the checks of gloo and NCCL; a process that dies or hangs fails those that it did not come to."""
-        said: dict[tuple[str, int], dict[str, Any]] = {}
-        deadline = time.monotonic() + PATIENCE_S
-        while (
-            self.children is not None and not self._problem and (left := {0, 1} - {r for n, r in said if n == "done"})
-        ):
-            for rank, answer in self.children.receive(sorted(left), "processes were silent", 0.1):
-                if failure := self.children.failure(answer, "a process"):
-                    self._problem = str(failure)
-                else:
-                    name, value = answer
-                    said[name, rank] = value
-            if left and not self._problem and time.monotonic() > deadline:
-                self._problem = f"no answer within {PATIENCE_S:.0f} s"
-        return [
-            self._gloo(said, "gloo", "failed", "profile --replicas, the hook and demo need it; GLOO_SOCKET_IFNAME=lo?"),
-            self._gloo(
-                said,
-                "gloo, default network",
-                "warning",
-                "make the host's name resolve to an address of this machine (/etc/hosts), or set GLOO_SOCKET_IFNAME "
-                "(lo on one machine, the network interface on several)",
-            ),
-            self._nccl(said),
-        ]
+def check_processes(children: Children | None) -> list[MachineCheck]:
+    """Return the checks of gloo and NCCL; a process that dies or hangs fails those that it did not come to."""
+    said: Answers = {}
+    problem = "" if children is not None else "processes cannot be started"
+    deadline = time.monotonic() + PATIENCE_S
+    while children is not None and not problem and (left := [rank for rank in (0, 1) if ("done", rank) not in said]):
+        for rank, answer in children.receive(left, "processes were silent", 0.1):
+            if failure := children.failure(answer, "a process"):
+                problem = str(failure)
+            else:
+                name, value = answer
+                said[name, rank] = value
+        if not problem and time.monotonic() > deadline:
+            problem = f"no answer within {PATIENCE_S:.0f} s"
+    remedy = (
+        "make the host's name resolve to an address of this machine (/etc/hosts), or set GLOO_SOCKET_IFNAME "
+        "(lo on one machine, the network interface on several)"
+    )
+    needed = "profile --replicas, the hook and demo need it; GLOO_SOCKET_IFNAME=lo?"
+    return [
+        _reduced("gloo", said, 2, problem, "failed", needed),
+        _reduced("gloo, default network", said, 2, problem, "warning", remedy),
+        check_nccl(said, problem),
+    ]
 
-    def _gloo(self, said: dict[tuple[str, int], dict[str, Any]], name: str, bad: Status, remedy: str) -> Check:
-        values = [said.get((name, rank)) for rank in (0, 1)]
-        problems = [value["problem"] for value in values if value is not None and value["problem"]]
-        if problems or None in values:
-            found = problems[0] if problems else self._problem
-            return Check(name=name, status=bad, found=found, remedy=remedy)
-        seconds = max(value["seconds"] for value in values if value is not None)
-        return Check(name=name, status="ok", found=f"2 processes added 1 MiB in {seconds * 1e3:.2f} ms (median)")
 
-    def _nccl(self, said: dict[tuple[str, int], dict[str, Any]]) -> Check:
-        values = [value for (name, _), value in said.items() if name == "NCCL"]
-        if not values:
-            if self._problem:
-                remedy = "see the line on gloo first"
-                return Check(name="NCCL", status="warning", found=self._problem, remedy=remedy)
-            return Check(
-                name="NCCL",
-                status="optional",
-                found="no CUDA device to try it on",
-                remedy="nothing to do for work on the CPU; else install a CUDA build of torch and its driver",
-            )
-        if problems := [value["problem"] for value in values if value["problem"]]:
-            remedy = "training on several GPUs needs it; run with NCCL_DEBUG=INFO to see why"
-            return Check(name="NCCL", status="failed", found=problems[0], remedy=remedy)
-        seconds = max(value["seconds"] for value in values)
-        found = f"{len(values)} process(es) added 1 MiB in {seconds * 1e3:.2f} ms (median)"
-        return Check(name="NCCL", status="ok", found=found)
+def _reduced(name: str, said: Answers, wanted: int, problem: str, bad: str, remedy: str) -> MachineCheck:
+    """Return how a reduction over ``wanted`` processes went; ``problem``: why some have not answered."""
+    values = [value for (tried, _), value in said.items() if tried == name]
+    problems = [text for text, _ in values if text]
+    if problems or len(values) < wanted:
+        return _check(name, problems[0] if problems else problem, bad, remedy)
+    shown = f"added 1 MiB in {max(seconds for _, seconds in values) * 1e3:.2f} ms (median)"
+    return _check(name, f"{len(values)} process{'es' if len(values) > 1 else ''} {shown}")
+
+
+def check_nccl(said: Answers, problem: str) -> MachineCheck:
+    """Return how NCCL did, where there is CUDA."""
+    if any(name == "NCCL" for name, _ in said):
+        remedy = "training on several GPUs needs it; run with NCCL_DEBUG=INFO to see why"
+        return _reduced("NCCL", said, 1, problem, "failed", remedy)
+    if problem:
+        return _check("NCCL", problem, "warning", "see the line on gloo first")
+    remedy = "nothing to do for work on the CPU; else install a CUDA build of torch and its driver"
+    return _check("NCCL", "no CUDA device to try it on", "optional", remedy)
 
 
 def _member(rank: int, ports: tuple[int, int, int], results: Connection) -> None:
-    """The body of one of the two processes."""
+    """The body of one of the two processes: answers (what was tried, (problem or "", median seconds))."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # backends print pages about what is reported in one line here
     wanted = os.environ.get("GLOO_SOCKET_IFNAME")
     os.environ["GLOO_SOCKET_IFNAME"] = wanted or "lo"
     import torch
 
     torch.set_num_threads(1)
-    works = _tell(results, "gloo", rank, ports[0], "gloo", 2, torch.device("cpu"))
+
+    def attempt(name: str, port: int, backend: str, world: int, device: Any) -> bool:
+        try:
+            value = "", _reduce(rank, port, backend, world, device)
+        except Exception as error:  # whatever a backend throws is what the reader wants to know
+            value = (str(error).splitlines() or [type(error).__name__])[0][:120], 0.0
+        results.send((name, value))
+        return not value[0]
+
+    cpu = torch.device("cpu")
+    works = attempt("gloo", ports[0], "gloo", 2, cpu)
     if wanted is None:
         del os.environ["GLOO_SOCKET_IFNAME"]
     if works:
-        _tell(results, "gloo, default network", rank, ports[1], "gloo", 2, torch.device("cpu"))
+        attempt("gloo, default network", ports[1], "gloo", 2, cpu)
     else:
-        results.send(("gloo, default network", {"problem": "not tried, as the line above failed", "seconds": 0.0}))
+        results.send(("gloo, default network", ("not tried, as the line above failed", 0.0)))
     devices = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if rank < devices:
-        _tell(results, "NCCL", rank, ports[2], "nccl", min(devices, 2), torch.device("cuda", rank))
-    results.send(("done", {}))
-
-
-def _tell(results: Connection, name: str, rank: int, port: int, backend: str, world: int, device: Any) -> bool:
-    """Report how a reduction went, ``{"problem": text or "", "seconds": median of some}``; return whether it worked."""
-    try:
-        value: dict[str, Any] = {"problem": "", "seconds": _reduce(rank, port, backend, world, device)}
-    except Exception as error:  # whatever a backend throws is what the reader wants to know
-        lines = str(error).splitlines()
-        value = {"problem": (lines[0] if lines else type(error).__name__)[:120], "seconds": 0.0}
-    results.send((name, value))
-    return not value["problem"]
+        attempt("NCCL", ports[2], "nccl", min(devices, 2), torch.device("cuda", rank))
+    results.send(("done", ("", 0.0)))
 
 
 def _reduce(rank: int, port: int, backend: str, world: int, device: Any) -> float:
@@ -242,13 +308,8 @@ def _reduce(rank: int, port: int, backend: str, world: int, device: Any) -> floa
 
     if device.type == "cuda":
         torch.cuda.set_device(device)
-    dist.init_process_group(
-        backend,
-        init_method=f"tcp://127.0.0.1:{port}",
-        rank=rank,
-        world_size=world,
-        timeout=datetime.timedelta(seconds=_MEETING_S),
-    )
+    address, limit = f"tcp://127.0.0.1:{port}", datetime.timedelta(seconds=_MEETING_S)
+    dist.init_process_group(backend, init_method=address, rank=rank, world_size=world, timeout=limit)
     try:
         seconds = []
         for _ in range(_REPEATS):
@@ -261,5 +322,5 @@ def _reduce(rank: int, port: int, backend: str, world: int, device: Any) -> floa
                 raise RuntimeError(f"the sum over {world} processes came out as {total:g}")
         return statistics.median(seconds)
     finally:
-        with suppress(Exception):
+        with contextlib.suppress(Exception):
             dist.destroy_process_group()

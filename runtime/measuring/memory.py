@@ -17,7 +17,7 @@ import psutil
 
 from ddltool.errors import InputError
 from ddltool.runtime.measuring.children import Children
-from ddltool.runtime.measuring.worker import Subject, Task, Worker, reset_peak
+from ddltool.runtime.measuring.worker import Subject, Task, replica, reset_peak
 
 LARGEST = 2**20
 # A step's memory is reached in its first backward pass; the second shows what an optimizer keeps.
@@ -46,10 +46,6 @@ def search_limit(attempt: Callable[[int], float | None], budget_bytes: float, la
     """
     tried: dict[int, float | None] = {}
 
-    def fits(batch: int) -> bool:
-        tried[batch] = peak = attempt(batch)
-        return peak is not None
-
     low, high, step = 0, largest + 1, 0
     while high - low > 1:
         guess = _guess(tried, budget_bytes)
@@ -62,7 +58,8 @@ def search_limit(attempt: Callable[[int], float | None], budget_bytes: float, la
             batch = min(max(guess, low + margin), high - margin)
         else:
             batch = (low + high) // 2
-        if fits(batch):
+        tried[batch] = attempt(batch)
+        if tried[batch] is not None:
             low = batch
         else:
             high = batch
@@ -112,7 +109,9 @@ class _Tries:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._end()
+        if self._child is not None:
+            self._child.close()
+        self._child = None
 
     def attempt(self, batch: int) -> float | None:
         """Return the peak bytes of a training step, None when it did not fit."""
@@ -124,35 +123,28 @@ class _Tries:
         while not (found := child.receive([0], f"{who} was silent", _LOOK_EVERY_S)):
             with contextlib.suppress(psutil.NoSuchProcess):
                 if watched is not None and watched.memory_info().rss > self.budget_bytes:
-                    self._end()
+                    self.__exit__()
                     return None
         [(_, answer)] = found
         if failure := child.failure(answer, who):
             raise failure
         peak, again = answer
-        fits = peak > 0 and peak <= self.budget_bytes
         if not again or peak > self.budget_bytes:  # after an exception of the allocator all was given back
-            self._end()
-        return float(peak) if fits else None
-
-    def _end(self) -> None:
-        if self._child is not None:
-            self._child.close()
-        self._child = None
+            self.__exit__()
+        return float(peak) if 0 < peak <= self.budget_bytes else None
 
 
 def _serve(subject: Subject, budget_bytes: float, pipe: Connection) -> None:
     """Try the batches that come; answer with the peak bytes (0: out of memory) and whether this process may try another."""
     import torch
 
-    device = torch.device(subject.device, 0) if subject.device == "cuda" else torch.device("cpu")
-    if device.type == "cuda":
-        total = torch.cuda.get_device_properties(device).total_memory
-        torch.cuda.set_per_process_memory_fraction(min(1.0, budget_bytes / total), device)
-    worker = Worker(subject, device)
+    worker = replica(subject, [1], 0, 1)
+    if worker.device.type == "cuda":
+        total = torch.cuda.get_device_properties(worker.device).total_memory
+        torch.cuda.set_per_process_memory_fraction(min(1.0, budget_bytes / total), worker.device)
     while True:
         batch = pipe.recv()
         worker.drop()
-        again = reset_peak(device)
+        again = reset_peak(worker.device)
         outcome = worker.run(Task(replicas=1, batch=batch, warmup=0, most=_STEPS))
         pipe.send((outcome.peak_bytes, again))

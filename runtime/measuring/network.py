@@ -10,22 +10,21 @@ import contextlib
 import itertools
 import os
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from multiprocessing.connection import Connection
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 from numpy.typing import ArrayLike
 
-from ddltool.device import Network
 from ddltool.errors import DdlToolError, InputError, one_line
+from ddltool.results import NetworkPair, NetworkResult
 from ddltool.runtime.measuring.children import Children, free_port
+from ddltool.runtime.measuring.torchrun_job import job_from_environment, job_store
 
 if TYPE_CHECKING:
     import torch
-    import torch.distributed as dist
 
 DEFAULT_SIZES = (8, 2**12, 2**16, 2**18, 2**20, 2**22, 2**24)
 MOST_PROCESSES_IN_ALL_PAIRS = 4
@@ -36,62 +35,12 @@ _COLUMNS = 4
 Progress = Callable[[int, int], None]
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class LinkFit:
-    """A link's line ``latency_s + bytes / bandwidth_bytes_per_s``."""
+class LinkFit(NamedTuple):
+    """A link's line ``latency_s + bytes / bandwidth_bytes_per_s``; residual: root mean square of (measured - line) / line."""
 
     latency_s: float
     bandwidth_bytes_per_s: float
     residual: float
-    """Root mean square of (measured - line) / line: 0 where every size keeps to the line."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class PairMeasurement:
-    """One-way times between two ranks, half of a round trip each, and the fit to the shortest ones."""
-
-    first: int
-    second: int
-    sizes_bytes: tuple[int, ...]
-    shortest_s: tuple[float, ...]
-    """The shortest per size: nobody else's traffic in the way."""
-    median_s: tuple[float, ...]
-    spread_s: tuple[float, ...]
-    """Upper minus lower quartile per size."""
-    fit: LinkFit
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class NetworkMeasurement:
-    """What was measured between the processes: every pair, and the worst of them, which is what collectives wait for."""
-
-    processes: int
-    local: bool
-    """Whether the processes were started here: then this is the machine's loopback and no network."""
-    pairs: tuple[PairMeasurement, ...]
-
-    @property
-    def latency_s(self) -> float:
-        """The longest latency of any pair."""
-        return max(pair.fit.latency_s for pair in self.pairs)
-
-    @property
-    def bandwidth_bytes_per_s(self) -> float:
-        """The lowest bandwidth of any pair."""
-        return min(pair.fit.bandwidth_bytes_per_s for pair in self.pairs)
-
-    @property
-    def residual(self) -> float:
-        """The worst fit of any pair."""
-        return max(pair.fit.residual for pair in self.pairs)
-
-    def network(self, parameter_servers: int = 1) -> Network:
-        """Return this as what the oracles take."""
-        return Network(
-            bandwidth_bytes_per_s=self.bandwidth_bytes_per_s,
-            latency_s=self.latency_s,
-            parameter_servers=parameter_servers,
-        )
 
 
 def fit_link(sizes_bytes: ArrayLike, times_s: ArrayLike) -> LinkFit:
@@ -131,70 +80,48 @@ def measure_network(
     sizes_bytes: Sequence[int] = DEFAULT_SIZES,
     rounds: int = 20,
     timeout_s: float = 60.0,
-    progress: Progress | None = None,
-) -> NetworkMeasurement:
-    """Return latency and bandwidth between the processes of this job, or of ``processes`` local ones.
+    progress: Progress = lambda done, total: None,
+) -> NetworkResult:
+    """Return latency and bandwidth between the processes of this torchrun job, or of ``processes`` local ones.
 
-    In a job (``torch.distributed`` initialised, or torchrun's environment) every rank must call this, and every rank
-    gets the result; ``processes`` is then ignored. One pair at a time, ``rounds`` round trips per size, fewer where
-    they would take longer than a second. ``progress(done, total)`` counts pairs.
+    In a job every rank must call this, and every rank gets the result; ``processes`` is then ignored. One pair at a time,
+    ``rounds`` round trips per size, fewer where they would take longer than a second. ``progress(done, total)`` counts pairs.
 
     Raises InputError for fewer than two processes or sizes, DdlToolError when a process dies or a message takes longer
     than ``timeout_s``.
     """
     sizes = sorted(set(sizes_bytes))
-    if len(sizes) < 2 or sizes[0] < 1:
-        raise InputError("sizes", f"are {list(sizes_bytes)}", "give two different sizes of 1 byte or more")
-    if rounds < 1:
-        raise InputError("rounds", f"is {rounds}", "it must be at least 1")
-    tell = progress or (lambda done, total: None)
-    if _in_a_job():
-        return _measure_job(sizes, rounds, timeout_s, tell)
-    if processes < 2:
-        raise InputError("replicas", f"{processes} process has nobody to talk to", "measure between 2 or more")
-    return _measure_local(processes, sizes, rounds, timeout_s, tell)
-
-
-def _in_a_job() -> bool:
-    import torch.distributed as dist
-
-    return dist.is_initialized() or {"RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"} <= os.environ.keys()
-
-
-def _measure_job(sizes: Sequence[int], rounds: int, timeout_s: float, progress: Progress) -> NetworkMeasurement:
-    import torch.distributed as dist
-    from torch._C._distributed_c10d import PrefixStore, TCPStore
-
-    size = dist.get_world_size() if dist.is_initialized() else int(os.environ["WORLD_SIZE"])
-    if size < 2:
-        raise InputError("WORLD_SIZE", f"is {size}", "measure between 2 or more processes")
-    own = not dist.is_initialized()
-    limit = timedelta(seconds=timeout_s)
-    try:
-        if own:
-            master = (os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]))
-            rank = int(os.environ["RANK"])
-            hosts = rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
-            store = TCPStore(*master, size, is_master=hosts, timeout=limit)
-            # A restarted job must not read the addresses that the attempt before left in the agent's store.
-            attempt = PrefixStore(f"network/{os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}", store)
-            dist.init_process_group("gloo", store=attempt, rank=rank, world_size=size, timeout=limit)
-        group = dist.group.WORLD if own else dist.new_group(backend="gloo", timeout=limit)
-        pairs = _measure_pairs(sizes, rounds, group, progress)
-    except RuntimeError as error:
-        raise DdlToolError(f"the processes lost each other ({one_line(str(error))[:200]})") from error
-    finally:
-        if own and dist.is_initialized():
-            dist.destroy_process_group()
-    return NetworkMeasurement(processes=size, local=False, pairs=pairs)
+    if len(sizes) < 2 or sizes[0] < 1 or rounds < 1:
+        problem = f"are {list(sizes_bytes)}, {rounds} rounds"
+        raise InputError("sizes", problem, "give two different sizes of 1 byte or more, and 1 round or more")
+    place = job_from_environment()
+    if place is not None:
+        if place.world_size < 2:
+            raise InputError("WORLD_SIZE", f"is {place.world_size}", "measure between 2 or more processes")
+        processes = place.world_size
+        with _lost_each_other():
+            store = job_store(place, "network", timeout_s)
+        pairs = _between(place.rank, processes, sizes, rounds, timeout_s, progress, store=store)
+    else:
+        if processes < 2:
+            raise InputError("replicas", f"{processes} process has nobody to talk to", "measure between 2 or more")
+        pairs = _measure_local(processes, sizes, rounds, timeout_s, progress)
+    return NetworkResult(
+        processes=processes,
+        local=place is None,
+        bandwidth_bytes_per_s=min(pair.bandwidth_bytes_per_s for pair in pairs),
+        latency_s=max(pair.latency_s for pair in pairs),
+        residual=max(pair.residual for pair in pairs),
+        pairs=pairs,
+    )
 
 
 def _measure_local(
     processes: int, sizes: Sequence[int], rounds: int, timeout_s: float, progress: Progress
-) -> NetworkMeasurement:
+) -> list[NetworkPair]:
     port = free_port()
     arguments = [(rank, processes, port, sizes, rounds, timeout_s) for rank in range(processes)]
-    found: dict[int, tuple[PairMeasurement, ...]] = {}
+    found: dict[int, list[NetworkPair]] = {}
     with Children(_child, arguments) as children:
         while 0 not in found:
             waiting = [rank for rank in range(processes) if rank not in found]
@@ -202,89 +129,97 @@ def _measure_local(
                 if failure := children.failure(answer, "a measuring process"):
                     raise failure
                 if isinstance(answer, str):
-                    raise DdlToolError(f"the processes lost each other ({answer})")
-                if isinstance(answer, list):
+                    raise DdlToolError(answer)
+                if isinstance(answer, tuple):
                     progress(*answer)
                 else:
                     found[rank] = answer
-    return NetworkMeasurement(processes=processes, local=True, pairs=found[0])
+    return found[0]
 
 
 def _child(
     rank: int, processes: int, port: int, sizes: Sequence[int], rounds: int, timeout_s: float, results: Connection
 ) -> None:
-    """Be one local process, and send its result (a tuple), or what became of it (a text); rank 0 tells its progress."""
+    """Be one local process, and send its result (a list), or what became of it (a text); rank 0 tells its progress."""
     import torch
-    import torch.distributed as dist
 
     torch.set_num_threads(1)
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"  # otherwise gloo asks the host's name, which need not be this machine's
 
     def tell(done: int, total: int) -> None:
         if rank == 0:
-            results.send([done, total])
+            results.send((done, total))
 
     try:
-        address, limit = f"tcp://127.0.0.1:{port}", timedelta(seconds=timeout_s)
-        dist.init_process_group("gloo", init_method=address, rank=rank, world_size=processes, timeout=limit)
-        results.send(_measure_pairs(sizes, rounds, dist.group.WORLD, tell))
+        address = f"tcp://127.0.0.1:{port}"
+        results.send(_between(rank, processes, sizes, rounds, timeout_s, tell, init_method=address))
     except InputError:
         raise
-    except Exception as error:
-        results.send(one_line(f"{type(error).__name__}: {error}")[:300])
+    except DdlToolError as error:
+        results.send(str(error))
+
+
+@contextlib.contextmanager
+def _lost_each_other() -> Iterator[None]:
+    """Tell in one line what torch says of processes that do not find each other, or no longer."""
+    try:
+        yield
+    except RuntimeError as error:
+        raise DdlToolError(f"the processes lost each other ({one_line(str(error))[:200]})") from error
+
+
+def _between(
+    rank: int, size: int, sizes: Sequence[int], rounds: int, timeout_s: float, progress: Progress, **meeting: Any
+) -> list[NetworkPair]:
+    """Meet the other ranks, and measure one pair after another; every rank returns all of them."""
+    import torch
+    import torch.distributed as dist
+
+    found = []
+    try:
+        with _lost_each_other():
+            limit = timedelta(seconds=timeout_s)
+            dist.init_process_group("gloo", rank=rank, world_size=size, timeout=limit, **meeting)
+            wanted = pairs_of(size)
+            for done, (first, second) in enumerate(wanted, start=1):
+                table = torch.zeros(len(sizes), _COLUMNS, dtype=torch.float64)
+                if rank == first:
+                    _ping(second, sizes, rounds, table)
+                elif rank == second:
+                    _pong(first)
+                dist.broadcast(table, src=first)  # the others wait here until this pair is done
+                measured, shortest, median, spread = table[table[:, 0] > 0].T.tolist()
+                found.append(
+                    NetworkPair(
+                        ranks=[first, second],
+                        **fit_link(measured, shortest)._asdict(),
+                        sizes_bytes=[int(value) for value in measured],
+                        shortest_s=shortest,
+                        median_s=median,
+                        spread_s=spread,
+                    )
+                )
+                progress(done, len(wanted))
     finally:
         if dist.is_initialized():
             with contextlib.suppress(RuntimeError):  # a dead peer must not hide what was reported
                 dist.destroy_process_group()
+    return found
 
 
-def _measure_pairs(
-    sizes: Sequence[int], rounds: int, group: dist.ProcessGroup | None, progress: Progress
-) -> tuple[PairMeasurement, ...]:
-    """Measure one pair after another; every rank of the group returns all of them."""
-    import torch
-    import torch.distributed as dist
-
-    rank, wanted = dist.get_rank(group), pairs_of(dist.get_world_size(group))
-    found = []
-    for done, (first, second) in enumerate(wanted):
-        table = torch.zeros(len(sizes), _COLUMNS, dtype=torch.float64)
-        if rank == first:
-            _ping(second, sizes, rounds, table, group)
-        elif rank == second:
-            _pong(first, group)
-        dist.broadcast(table, group_src=first, group=group)  # the others wait here until this pair is done
-        found.append(_pair(first, second, table[table[:, 0] > 0].numpy()))
-        progress(done + 1, len(wanted))
-    return tuple(found)
-
-
-def _pair(first: int, second: int, table: np.ndarray[tuple[int, ...], np.dtype[np.float64]]) -> PairMeasurement:
-    size, shortest, median, spread = table.T.tolist()
-    return PairMeasurement(
-        first=first,
-        second=second,
-        sizes_bytes=tuple(int(value) for value in size),
-        shortest_s=tuple(shortest),
-        median_s=tuple(median),
-        spread_s=tuple(spread),
-        fit=fit_link(size, shortest),
-    )
-
-
-def _ping(peer: int, sizes: Sequence[int], rounds: int, table: torch.Tensor, group: dist.ProcessGroup | None) -> None:
+def _ping(peer: int, sizes: Sequence[int], rounds: int, table: torch.Tensor) -> None:
     """Lead the round trips with ``peer`` and fill ``table``: bytes, shortest, median and spread of one way, seconds."""
     import torch
     import torch.distributed as dist
 
     def round_trips(size: int, count: int) -> list[float]:
         message = torch.zeros(size, dtype=torch.uint8)
-        dist.send(torch.tensor([size, count]), group_dst=peer, group=group)
+        dist.send(torch.tensor([size, count]), dst=peer)
         times = []
         for _ in range(count):
             began = time.perf_counter()
-            dist.send(message, group_dst=peer, group=group)
-            dist.recv(message, group_src=peer, group=group)
+            dist.send(message, dst=peer)
+            dist.recv(message, src=peer)
             times.append((time.perf_counter() - began) / 2)
         return times
 
@@ -298,21 +233,21 @@ def _ping(peer: int, sizes: Sequence[int], rounds: int, table: torch.Tensor, gro
         table[row] = torch.tensor([size, min(times), middle, high - low])
         if slow and row > 0:
             break
-    dist.send(torch.tensor([0, 0]), group_dst=peer, group=group)
+    dist.send(torch.tensor([0, 0]), dst=peer)
 
 
-def _pong(peer: int, group: dist.ProcessGroup | None) -> None:
+def _pong(peer: int) -> None:
     """Send back what ``peer`` sends, as often and as large as it announces."""
     import torch
     import torch.distributed as dist
 
     header = torch.zeros(2, dtype=torch.int64)
     while True:
-        dist.recv(header, group_src=peer, group=group)
+        dist.recv(header, src=peer)
         size, count = header.tolist()
         if not count:
             return
         message = torch.empty(size, dtype=torch.uint8)
         for _ in range(count):
-            dist.recv(message, group_src=peer, group=group)
-            dist.send(message, group_dst=peer, group=group)
+            dist.recv(message, src=peer)
+            dist.send(message, dst=peer)

@@ -2,91 +2,63 @@
 
 On is ``DDLTOOL_HOLD=1`` (the goodput agent does all its work but leaves the batch alone, so that both runs do the same), off
 is ``DDLTOOL_OFF=1`` (``attach(config)`` is ``attach(None)``, and the agent only hands out batches). Each pair of runs gives a
-ratio; reported is the median over the pairs with an interval that needs no assumption on the noise.
+ratio; reported is the median over the pairs with an interval that needs no assumption on the noise. As a program
+(``python -m``) this module is the clock of one run: it runs the script unchanged and times its steps from outside.
 """
 
 from __future__ import annotations
 
 import json
-import math
 import os
-import statistics
+import runpy
+import shlex
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+import numpy as np
+
+from ddltool.analyzers.goodput.curve import interval_ranks
 from ddltool.errors import InputError
+from ddltool.results import OverheadInterval, OverheadResult, OverheadRun
 
 CONFIDENCE = 0.95
 ERROR_LINES = 3
 ENDING_S = 40.0
+PATIENCE_S = 1.0
+"""How long a rank that is done stays, for others to receive what it has sent."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Interval:
-    """The median of the pairs' ratios, and between which values it lies with ``confidence`` or more."""
-
-    median: float
-    low: float
-    high: float
-    confidence: float
-
-    def excess(self, limit: float) -> Literal["within", "above", "not decided"]:
-        """Return how ``ratio - 1`` compares with ``limit``, as far as the interval tells: nothing below 95 % confidence."""
-        if self.confidence < CONFIDENCE:
-            return "not decided"
-        if self.low - 1 > limit:
-            return "above"
-        return "within" if self.high - 1 <= limit else "not decided"
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Run:
-    """One run of the script: mean seconds per step after the warm-up, the largest over the ranks for wall, the sum for CPU."""
-
-    steps: int
-    wall_s: float
-    cpu_s: float
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Overhead:
-    """Ratios on / off of the seconds per step, over the pairs of runs, in the order in which they were made."""
-
-    on: tuple[Run, ...]
-    off: tuple[Run, ...]
-    wall: Interval
-    cpu: Interval
-
-
-def median_interval(ratios: Sequence[float], confidence: float = CONFIDENCE) -> Interval:
+def ratio_interval(ratios: Sequence[float], confidence: float = CONFIDENCE) -> OverheadInterval:
     """Return the median and its distribution-free interval: the k-th smallest and largest values, by the binomial law.
 
     The narrowest such interval of at least ``confidence``; where there are too few values for any (fewer than 6 at 95 %),
-    the whole range and the confidence that it has. Raises InputError without values.
+    the whole range and the confidence that it has.
 
-    >>> median_interval([1.0, 1.3, 1.1, 1.2, 1.4, 1.5, 1.6, 1.7]).low
+    >>> ratio_interval([1.0, 1.3, 1.1, 1.2, 1.4, 1.5, 1.6, 1.7]).low
     1.0
     """
-    ordered, count = sorted(ratios), len(ratios)
-    if not count:
-        raise InputError("ratios", "are none", "make at least one pair of runs")
-    tail, skipped = 0.5**count, 0
-    while skipped + 1 < count / 2:
-        more = tail + math.comb(count, skipped + 1) * 0.5**count
-        if 1 - 2 * more < confidence:
-            break
-        tail, skipped = more, skipped + 1
-    return Interval(
-        median=statistics.median(ordered),
-        low=ordered[skipped],
-        high=ordered[count - 1 - skipped],
-        confidence=max(0.0, 1 - 2 * tail),
+    from scipy.stats import binom
+
+    ordered = sorted(ratios)
+    first, last = interval_ranks(len(ordered), confidence)
+    held = 1 - 2 * float(binom.cdf(first, len(ordered), 0.5))
+    return OverheadInterval(
+        median=float(np.median(ordered)), low=ordered[first], high=ordered[last], confidence=max(held, 0.0)
     )
+
+
+def verdict(interval: OverheadInterval, limit: float) -> Literal["within", "above", "not decided"]:
+    """Return how ``ratio - 1`` compares with ``limit``, as far as the interval tells: nothing below 95 % confidence."""
+    if interval.confidence < CONFIDENCE:
+        return "not decided"
+    if interval.low - 1 > limit:
+        return "above"
+    return "within" if interval.high - 1 <= limit else "not decided"
 
 
 def measure_overhead(
@@ -94,37 +66,46 @@ def measure_overhead(
     *,
     pairs: int = 10,
     steps: int = 60,
-    warmup: int = 10,
     replicas: int = 1,
-    timeout_s: float = 600.0,
+    limit: float | None = None,
+    timeout_s: float = 3600.0,
     progress: Callable[[int], None] = lambda done: None,
-) -> Overhead:
-    """Run a script ``2 pairs`` times, on and off in turns (on off, off on, ...), and compare the seconds per step.
+) -> OverheadResult:
+    """Return what ddltool costs ``command`` (script and arguments): ratios on / off of the seconds per step, pair by pair.
 
-    ``command`` is the script and its arguments; each run is ended after ``steps`` optimizer steps, of which the first
-    ``warmup`` do not count; ``replicas`` above 1 start it under torchrun. ``progress`` learns the number of runs made.
-    Raises InputError when the script cannot be run, fails, makes too few steps, or takes longer than ``timeout_s``.
+    Each run ends after ``steps`` optimizer steps, of which the first quarter, at most 10, are warm-up; ``replicas`` above
+    one run under torchrun. ``limit``: a share of a step, for the verdict. Raises InputError for a script that fails, makes
+    too few steps or takes longer than ``timeout_s``.
     """
-    if pairs < 1 or warmup < 0 or steps < warmup + 2 or replicas < 1:
-        problem = f"are {pairs} pairs, {steps} steps, {warmup} of warm-up, {replicas} replicas"
-        raise InputError("--pairs, --steps, --replicas", problem, "give 1 or more, and 2 steps beyond the warm-up")
     if not Path(command[0]).is_file():
         raise InputError(command[0], "is no file", "name a training script")
-    made: dict[bool, list[Run]] = {True: [], False: []}
+    warmup = min(10, max(steps // 4, 1))
+    made: dict[bool, list[OverheadRun]] = {True: [], False: []}
     for pair in range(pairs):
         for turn in (True, False) if pair % 2 == 0 else (False, True):
             made[turn].append(_run(command, turn, steps, warmup, replicas, timeout_s))
             progress(len(made[True]) + len(made[False]))
     both = list(zip(made[True], made[False], strict=True))
-    return Overhead(
-        on=tuple(made[True]),
-        off=tuple(made[False]),
-        wall=median_interval([on.wall_s / off.wall_s for on, off in both]),
-        cpu=median_interval([on.cpu_s / off.cpu_s for on, off in both]),
+    wall = ratio_interval([on.wall_s / off.wall_s for on, off in both])
+    cpu = ratio_interval([on.cpu_s / off.cpu_s for on, off in both])
+    said = None
+    if limit is not None:
+        found = {verdict(wall, limit), verdict(cpu, limit)}
+        order: tuple[Literal["above", "not decided", "within"], ...] = ("above", "not decided", "within")
+        said = next(word for word in order if word in found)
+    return OverheadResult(
+        script=shlex.join(command),
+        replicas=replicas,
+        limit=limit,
+        verdict=said,
+        wall=wall,
+        cpu=cpu,
+        on=made[True],
+        off=made[False],
     )
 
 
-def _run(command: Sequence[str], turn: bool, steps: int, warmup: int, replicas: int, timeout_s: float) -> Run:
+def _run(command: Sequence[str], turn: bool, steps: int, warmup: int, replicas: int, timeout_s: float) -> OverheadRun:
     environment = {name: value for name, value in os.environ.items() if name not in ("DDLTOOL_OFF", "DDLTOOL_HOLD")}
     environment["DDLTOOL_HOLD" if turn else "DDLTOOL_OFF"] = "1"
     launch = [sys.executable]
@@ -132,7 +113,7 @@ def _run(command: Sequence[str], turn: bool, steps: int, warmup: int, replicas: 
         launch += ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(replicas)]
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder, "times")
-        launch += ["-m", "ddltool.runtime.measuring.step_clock", str(file), str(steps), *command]
+        launch += ["-m", "ddltool.runtime.measuring.overhead", str(file), str(steps), *command]
         code, errors = _finish(launch, environment, command[0], timeout_s)
         times = [file.with_name(f"{file.name}.{rank}") for rank in range(replicas)]
         if code or not all(path.exists() for path in times):
@@ -146,7 +127,7 @@ def _run(command: Sequence[str], turn: bool, steps: int, warmup: int, replicas: 
         raise InputError(command[0], problem, "let it train for longer, or ask for fewer --steps")
     count = made - 1 - warmup
     spans = [[rank[made - 1][clock] - rank[warmup][clock] for rank in stamps] for clock in (0, 1)]
-    return Run(steps=made, wall_s=max(spans[0]) / count, cpu_s=sum(spans[1]) / count)
+    return OverheadRun(steps=made, wall_s=max(spans[0]) / count, cpu_s=sum(spans[1]) / count)
 
 
 def _finish(launch: Sequence[str], environment: dict[str, str], name: str, timeout_s: float) -> tuple[int, str]:
@@ -167,3 +148,39 @@ def _finish(launch: Sequence[str], environment: dict[str, str], name: str, timeo
                 child.kill()
                 child.communicate()
     return child.returncode, errors
+
+
+def _clock() -> None:
+    """Run the script of the command line: a file for the times, how many steps to make, the script, and its arguments.
+
+    Every rank stamps wall clock and its own CPU seconds (all threads; data workers are other processes) after each
+    ``optimizer.step()``, by torch's global hook, so the clock is the same whether ddltool is on or off. After the last step
+    wanted the process ends.
+    """
+    from torch.optim.optimizer import register_optimizer_step_post_hook
+
+    file, steps, script = Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
+    sys.argv = sys.argv[3:]
+    sys.path[0] = str(Path(script).resolve().parent)  # as the interpreter does for a script
+    stamps: list[tuple[float, float]] = []
+    target = file.with_name(f"{file.name}.{os.environ.get('RANK', '0')}")
+
+    def write() -> None:
+        new = target.with_name(f"{target.name}.new")
+        new.write_text(json.dumps(stamps), encoding="utf-8")
+        new.replace(target)
+
+    def note(*_: object) -> None:
+        stamps.append((time.perf_counter(), time.process_time()))
+        if len(stamps) == steps:
+            write()
+            time.sleep(PATIENCE_S)
+            os._exit(0)  # in the middle of the script: its own ending has nothing to say
+
+    register_optimizer_step_post_hook(note)
+    runpy.run_path(script, run_name="__main__")
+    write()
+
+
+if __name__ == "__main__":
+    _clock()

@@ -14,16 +14,13 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ddltool.errors import DdlToolError, InputError, one_line
 from ddltool.runtime.measuring.children import as_input_error
-from ddltool.runtime.measuring.worker import Outcome, Subject, Task, Worker
+from ddltool.runtime.measuring.worker import START_LIMIT, Outcome, Subject, Task, Worker, replica
 
-if TYPE_CHECKING:
-    import torch.distributed as dist
-
-START_LIMIT_S = 300.0
+START_LIMIT_S = START_LIMIT.total_seconds()
 # Followers may wait this long for their next task: as long as rank 0 searches for the memory limit, say.
 _PATIENCE = timedelta(hours=24)
 # The reason of a failure reaches the store before the failure itself reaches the peers' collectives, or just after.
@@ -70,6 +67,19 @@ def job_from_environment(environment: Mapping[str, str] = os.environ) -> Place |
     )
 
 
+def job_store(place: Place, use: str, timeout_s: float, *, again: bool = False) -> Any:
+    """Return a connection to the job's store, kept apart by ``use``; ``again``: one more of this process.
+
+    A restarted job does not read what the attempt before left there. Raises RuntimeError where the others cannot be found.
+    """
+    from torch.distributed import PrefixStore, TCPStore
+
+    hosts = place.rank == 0 and not again and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+    limit = timedelta(seconds=timeout_s)
+    store = TCPStore(place.address, place.port, place.world_size, is_master=hosts, timeout=limit)
+    return PrefixStore(f"{use}/{os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}", store)
+
+
 class Job:
     """All processes of a torchrun job; rank 0's is the executor of a campaign. Every rank makes one, with equal arguments.
 
@@ -92,23 +102,13 @@ class Job:
             )
 
     def __enter__(self) -> Job:
-        from torch._C._distributed_c10d import PrefixStore, TCPStore
-
-        place = self.place
-        hosts = place.rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
-        prefix = f"profile/{os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}"
-
-        def connect(is_master: bool) -> Any:
-            limit = timedelta(seconds=START_LIMIT_S)
-            store = TCPStore(place.address, place.port, place.world_size, is_master=is_master, timeout=limit)
-            return PrefixStore(prefix, store)
-
         try:
-            self._store = connect(hosts)
-            self._watched = connect(False)  # a connection serves one waiting thread
+            self._store = job_store(self.place, "profile", START_LIMIT_S)
+            # A connection serves one waiting thread.
+            self._watched = job_store(self.place, "profile", START_LIMIT_S, again=True)
         except RuntimeError as error:
             raise DdlToolError(f"the job's processes do not find each other ({one_line(str(error))[:200]})") from error
-        self._store.set(f"node/{place.rank}", str(place.node))
+        self._store.set(f"node/{self.place.rank}", str(self.place.node))
         self._watcher = threading.Thread(target=self._watch, daemon=True)
         self._watcher.start()
         return self
@@ -118,10 +118,9 @@ class Job:
         reason: dict[str, Any] = {}
         if isinstance(error, InputError):
             reason = {"where": error.where, "problem": error.problem, "remedy": error.remedy, "code": error.exit_code}
-        elif isinstance(error, DdlToolError):
-            reason = {"where": "", "problem": str(error), "remedy": "", "code": error.exit_code}
         elif kind is not None:
-            reason = {"where": "", "problem": "interrupted", "remedy": "", "code": 130}
+            told = (str(error), error.exit_code) if isinstance(error, DdlToolError) else ("interrupted", 130)
+            reason = dict(zip(("problem", "code"), told, strict=True))
         self._telling.acquire(timeout=START_LIMIT_S)  # never while the watcher ends this process
         with contextlib.suppress(RuntimeError):
             self._post({"rank": self.place.rank, **reason})
@@ -142,8 +141,24 @@ class Job:
 
     def prepare(self) -> None:
         """Import torch and connect the replicas; every rank must call this."""
+        from torch.distributed import PrefixStore
+
+        place = self.place
         try:
-            self._worker = Worker(self.subject, self._device(), self._groups())
+            if self.subject.device == "cuda":
+                import torch
+
+                if (found := torch.cuda.device_count()) <= place.local_rank:
+                    problem = f"cuda has {found} devices for {place.local_world_size} processes of a node"
+                    raise InputError("--device", problem, "start fewer processes, or use --device cpu")
+            self._worker = replica(
+                self.subject,
+                self.replicas,
+                place.rank,
+                place.world_size,
+                local_rank=place.local_rank,
+                store=PrefixStore("group", self._store),
+            )
         except Exception as error:
             raise self._reason(error) from error
 
@@ -207,37 +222,6 @@ class Job:
                 self._leave(_as_error(reason))
         finally:  # whatever became of the line: its stream may be closed
             os._exit(int(reason["code"]))
-
-    def _device(self) -> Any:
-        import torch
-
-        if self.subject.device != "cuda":
-            return torch.device("cpu")
-        if torch.cuda.device_count() <= self.place.local_rank:
-            problem = (
-                f"cuda has {torch.cuda.device_count()} devices for {self.place.local_world_size} processes of a node"
-            )
-            raise InputError("--device", problem, "start fewer processes, or use --device cpu")
-        return torch.device("cuda", self.place.local_rank)
-
-    def _groups(self) -> dict[int, dist.ProcessGroup | None]:
-        import torch
-        import torch.distributed as dist
-        from torch._C._distributed_c10d import PrefixStore
-
-        if self.replicas[-1] == 1:
-            return {}
-        cuda = self.subject.device == "cuda"
-        if cuda:
-            torch.cuda.set_device(self.place.local_rank)
-        dist.init_process_group(
-            "nccl" if cuda else "gloo",
-            store=PrefixStore("group", self._store),
-            rank=self.place.rank,
-            world_size=self.place.world_size,
-            timeout=timedelta(seconds=START_LIMIT_S),
-        )
-        return {count: dist.new_group(range(count)) for count in self.replicas if count > 1}
 
 
 def _as_error(reason: dict[str, Any]) -> DdlToolError:

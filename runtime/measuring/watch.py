@@ -19,32 +19,32 @@ machine's memory that is available.
 from __future__ import annotations
 
 import contextlib
-import importlib
 import math
 import os
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
 
+import pandas as pd
 import psutil
 
 from ddltool.artifacts import write_text
 from ddltool.errors import DdlToolError, InputError
-from ddltool.runtime.measuring.children import GONE, Children, Refusal, free_port
-
-if TYPE_CHECKING:
-    from ddltool.runtime.measuring.worker import Step
+from ddltool.graph import natural_key
+from ddltool.results import WatchedWorker, WatchResult
+from ddltool.runtime.measuring.children import GONE, Children, free_port, how_it_ended
+from ddltool.runtime.measuring.worker import resolved
 
 # How often a worker hands in its rows; what it has not handed in is lost when it is killed.
 TELL_EVERY_S = 0.5
 # When a worker is gone, the others soon notice and hand in what they have.
 AFTER_LOSS_S = 5.0
 DONE = "done"
-HEADER = "iteration,worker,speed,cpu,memory"
+MOST_WORKERS, MOST_ROWS = 256, 10**7
+WARM_ITERATIONS = 5
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -59,10 +59,6 @@ class SpeedRow:
     """Share of a core that the worker could expect when the iteration began, above 0 to 1."""
     memory: float
     """Share of the machine's memory that was available then, 0 to 1."""
-
-    def line(self) -> str:
-        """Return the row as CSV."""
-        return f"{self.iteration},{self.worker},{self.speed:.6g},{self.cpu:.4g},{self.memory:.4g}"
 
 
 @dataclass(slots=True)
@@ -129,7 +125,39 @@ def _others_running(cores: set[int]) -> int:
 def write_rows(rows: Iterable[SpeedRow], path: str | Path) -> None:
     """Write rows as CSV (``.gz`` is accepted), by iteration, then worker. Raises InputError for an unusable path."""
     ordered = sorted(rows, key=lambda row: (row.iteration, row.worker))
-    write_text(path, "\n".join((HEADER, *(row.line() for row in ordered))) + "\n")
+    lines = [f"{row.iteration},{row.worker},{row.speed:.6g},{row.cpu:.4g},{row.memory:.4g}" for row in ordered]
+    write_text(path, "\n".join(("iteration,worker,speed,cpu,memory", *lines)) + "\n")
+
+
+def summarise(rows: Sequence[SpeedRow], batch: int) -> WatchResult:
+    """Return each worker's speed, and how far the slowest is behind.
+
+    The first iterations pay for what later ones find ready and are left out of the figures, where there are more.
+    """
+    frame = pd.DataFrame([asdict(row) for row in rows])
+    begin = WARM_ITERATIONS if frame["iteration"].max() >= 2 * WARM_ITERATIONS else 0
+    steady = frame[frame["iteration"] >= begin]
+    workers = [
+        WatchedWorker(
+            worker=name,
+            speed=float(mine["speed"].median()),
+            speed_low=float(mine["speed"].quantile(0.1)),
+            speed_high=float(mine["speed"].quantile(0.9)),
+            cpu=float(mine["cpu"].mean()),
+            memory=float(mine["memory"].mean()),
+        )
+        for name, mine in sorted(steady.groupby("worker"), key=lambda item: natural_key(str(item[0])))
+    ]
+    together = steady.groupby("iteration")["speed"]
+    return WatchResult(
+        batch=batch,
+        iterations=int(frame["iteration"].max()) + 1,
+        left_out=begin,
+        workers=workers,
+        # With equal batches all wait for the slowest; batches in proportion to speeds would all end together.
+        equal_split_s=float((batch / together.min()).mean()),
+        speeds_known_s=float((batch * len(workers) / together.sum()).mean()),
+    )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -147,23 +175,21 @@ class WatchRequest:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        for name in ("batch", "workers", "iterations"):
-            if getattr(self, name) < 1:
-                raise InputError(name, f"is {getattr(self, name)}", "give a whole number >= 1")
-        if self.cores is not None and len(self.cores) != self.workers:
+        if self.workers > MOST_WORKERS:
+            raise InputError("replicas", f"is {self.workers}", f"watch at most {MOST_WORKERS} local processes")
+        if self.workers * self.iterations > MOST_ROWS:
+            problem = f"would make {self.workers * self.iterations} rows"
+            raise InputError("watch", problem, f"record at most {MOST_ROWS}")
+        if self.cores is None:
+            return
+        if not hasattr(os, "sched_getaffinity"):
+            raise InputError("cores", "cannot be chosen on this system", "leave it out")
+        usable = sorted(os.sched_getaffinity(0))
+        if len(self.cores) != self.workers:
             raise InputError("cores", f"names {len(self.cores)} cores", f"name one for each of {self.workers} workers")
-        if self.cores is not None:
-            _demand_usable(self.cores)
-
-
-def _demand_usable(cores: tuple[int, ...]) -> None:
-    """Raise InputError for a core that this process may not use."""
-    if not hasattr(os, "sched_getaffinity"):
-        raise InputError("cores", "cannot be chosen on this system", "leave it out")
-    usable = sorted(os.sched_getaffinity(0))
-    for core in cores:
-        if core not in usable:
-            raise InputError("cores", f"{core} is not here", f"usable: {', '.join(map(str, usable))}")
+        for core in self.cores:
+            if core not in usable:
+                raise InputError("cores", f"{core} is not here", f"usable: {', '.join(map(str, usable))}")
 
 
 class WatchLost(DdlToolError):
@@ -175,7 +201,7 @@ class WatchLost(DdlToolError):
         """All workers' rows of the iterations that every worker has completed."""
 
 
-def record(request: WatchRequest, progress: Callable[[int], None] | None = None) -> list[SpeedRow]:
+def record(request: WatchRequest, progress: Callable[[int], None] = lambda done: None) -> list[SpeedRow]:
     """Return the rows of all workers, which train one model with averaged gradients over gloo, in lockstep, on the CPU.
 
     Every process computes on one thread. ``progress`` is told iterations done, now and then. Raises InputError when a step
@@ -183,51 +209,36 @@ def record(request: WatchRequest, progress: Callable[[int], None] | None = None)
     """
     port = free_port()
     arguments = [(request, rank, port) for rank in range(request.workers)]
+    rows: list[list[SpeedRow]] = [[] for _ in arguments]
+    waiting, refusals, gone, broken_at = set(range(request.workers)), dict[int, InputError](), list[int](), math.inf
     with Children(_worker, arguments, request.source) as children:
-        return _collect(children, progress)
-
-
-def _collect(children: Children, progress: Callable[[int], None] | None = None) -> list[SpeedRow]:
-    """Take each worker's rows as they come; a worker that has nothing to tell for long is given up."""
-    waiting = set(range(len(children.processes)))
-    rows: list[list[SpeedRow]] = [[] for _ in waiting]
-    refusals: dict[int, Refusal] = {}
-    gone: list[int] = []
-    broken_at = math.inf
-    while waiting and time.monotonic() < broken_at + AFTER_LOSS_S:
-        for rank, answer in children.receive(sorted(waiting), "the watched processes were silent", 0.2):
-            if isinstance(answer, list):
-                rows[rank].extend(answer)
-                if progress is not None:
+        while waiting and time.monotonic() < broken_at + AFTER_LOSS_S:
+            for rank, answer in children.receive(sorted(waiting), "the watched processes were silent", 0.2):
+                if isinstance(answer, list):
+                    rows[rank].extend(answer)
                     progress(min(map(len, rows)))
-                continue
-            waiting.discard(rank)
-            if isinstance(answer, Refusal):
-                refusals[rank] = answer
-            elif answer is GONE:
-                gone.append(rank)
-            if answer != DONE:
-                broken_at = min(broken_at, time.monotonic())
-    if gone:
-        # The others fail because this one is gone, not by themselves.
-        raise _lost(gone[0], children.processes[gone[0]], rows)
+                    continue
+                waiting.discard(rank)
+                if isinstance(answer, InputError):
+                    refusals[rank] = answer
+                elif answer is GONE:
+                    gone.append(rank)
+                if answer != DONE:
+                    broken_at = min(broken_at, time.monotonic())
+        if gone:  # the others fail because this one is gone, not by themselves
+            child = children.processes[gone[0]]
+            child.join(timeout=5.0)
+            complete = min(map(len, rows))
+            kept = [row for each in rows for row in each[:complete]]
+            how = how_it_ended(child.exitcode or 0)
+            raise WatchLost(f"worker w{gone[0]} {how} at iteration {len(rows[gone[0]])}", kept)
     if refusals:
-        first = refusals[min(refusals)]
-        raise InputError(first.where, first.problem, first.remedy)
+        raise refusals[min(refusals)]
     return [row for each in rows for row in each]
 
 
-def _lost(rank: int, child: Any, rows: list[list[SpeedRow]]) -> WatchLost:
-    child.join(timeout=5.0)
-    code = child.exitcode
-    how = f"was killed (signal {-code})" if code is not None and code < 0 else f"ended (exit code {code})"
-    complete = min(map(len, rows))
-    kept = [row for each in rows for row in each[:complete]]
-    return WatchLost(f"worker w{rank} {how} at iteration {len(rows[rank])}", kept)
-
-
 def _worker(request: WatchRequest, rank: int, port: int, results: Connection) -> None:
-    """Train as one of the workers."""
+    """Train as one of the workers, and hand in rows now and then: whoever reads them takes time from the watched."""
     import torch
     import torch.distributed as dist
 
@@ -237,20 +248,7 @@ def _worker(request: WatchRequest, rank: int, port: int, results: Connection) ->
     torch.manual_seed(request.seed)
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=request.workers)
-    _train(request, rank, results)
-    results.send(DONE)
-    with contextlib.suppress(RuntimeError):
-        dist.destroy_process_group()
-
-
-def _train(request: WatchRequest, rank: int, results: Connection) -> None:
-    """Train, and hand in rows now and then: not each one, for whoever reads them would take time from the watched."""
-    import torch
-    import torch.distributed as dist
-
-    module_name, _, function = request.resolver.partition(":")
-    resolver: Callable[[str, int], Step] = getattr(importlib.import_module(module_name), function)
-    step = resolver(request.source, request.batch)
+    step = resolved(request.resolver)(request.source, request.batch)
     parameters = [value for value in step.module.parameters() if value.requires_grad]
     optimizer = torch.optim.SGD(parameters, lr=1e-2)
     watch = Watch(f"w{rank}")
@@ -262,17 +260,17 @@ def _train(request: WatchRequest, rank: int, results: Connection) -> None:
             dist.barrier()
             with watch.iteration(request.batch):
                 step.loss(step.module(*step.inputs)).backward()
-            gradients = torch.cat([value.grad.flatten() for value in parameters if value.grad is not None])
+            used = [value for value in parameters if value.grad is not None]
+            gradients = torch.nn.utils.parameters_to_vector([value.grad for value in used if value.grad is not None])
             dist.all_reduce(gradients)
             gradients /= request.workers
-            offset = 0
-            for value in parameters:
-                if value.grad is not None:
-                    value.grad.copy_(gradients[offset : offset + value.numel()].view_as(value))
-                    offset += value.numel()
+            torch.nn.utils.vector_to_parameters(gradients, [value.grad for value in used if value.grad is not None])
             optimizer.step()
             if time.monotonic() - last > TELL_EVERY_S:
                 results.send(watch.rows[told:])
                 told, last = len(watch.rows), time.monotonic()
     finally:
         results.send(watch.rows[told:])
+    results.send(DONE)
+    with contextlib.suppress(RuntimeError):
+        dist.destroy_process_group()

@@ -8,8 +8,9 @@ import gc
 import importlib
 import resource
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -25,6 +26,8 @@ if TYPE_CHECKING:
 FEWEST_FOR_AN_INTERVAL, FEWEST = 6, 3
 # Steps timed within a moment share the machine's mood of that moment, however many they are.
 SHORTEST_LOOK_S = 0.2
+START_LIMIT = timedelta(seconds=300)
+"""How long replicas wait for each other."""
 
 
 class Step(Protocol):
@@ -89,10 +92,40 @@ class Outcome:
     """Of one accumulation pass in each full step; empty without accumulation."""
     peak_bytes: float = 0.0
 
-    @property
-    def out_of_memory(self) -> bool:
-        """Whether the configuration did not fit."""
-        return not self.full
+
+def resolved(resolver: str) -> Callable[[str, int], Step]:
+    """Return what ``package.module:function`` names."""
+    module, _, function = resolver.partition(":")
+    found: Callable[[str, int], Step] = getattr(importlib.import_module(module), function)
+    return found
+
+
+def replica(
+    subject: Subject,
+    replicas: Sequence[int],
+    rank: int,
+    world_size: int,
+    *,
+    local_rank: int | None = None,
+    **meeting: Any,
+) -> Worker:
+    """Return this rank's worker, connected to the others; all ranks make the groups of all counts, in the same order.
+
+    ``meeting``: where they meet, as ``torch.distributed.init_process_group`` takes it.
+    """
+    import torch
+    import torch.distributed as dist
+
+    cuda = subject.device == "cuda"
+    device = torch.device("cuda", rank if local_rank is None else local_rank) if cuda else torch.device("cpu")
+    if max(replicas) == 1:
+        return Worker(subject, device)
+    if cuda:
+        torch.cuda.set_device(device)
+    dist.init_process_group(
+        "nccl" if cuda else "gloo", rank=rank, world_size=world_size, timeout=START_LIMIT, **meeting
+    )
+    return Worker(subject, device, {count: dist.new_group(range(count)) for count in sorted(replicas) if count > 1})
 
 
 class Worker:
@@ -104,8 +137,7 @@ class Worker:
         import torch
 
         self.subject, self.device, self.groups = subject, device, groups or {}
-        module_name, _, function = subject.resolver.partition(":")
-        self._resolver: Callable[[str, int], Step] = getattr(importlib.import_module(module_name), function)
+        self._resolver = resolved(subject.resolver)
         self._ready: tuple[int, int] | None = None
         self._once: Callable[[Task, bool], tuple[float, float]] | None = None
         torch.set_num_threads(subject.threads)
@@ -122,7 +154,9 @@ class Worker:
         try:
             return self._run(task, alive)
         except (MemoryError, RuntimeError) as error:
-            if not is_out_of_memory(error):
+            text = str(error).lower()
+            said = "out of memory" in text or "can't allocate memory" in text  # CUDA's and the CPU's allocator
+            if not isinstance(error, MemoryError) and not said:
                 raise
         self.drop()
         if task.replicas > 1:
@@ -204,12 +238,6 @@ class Worker:
             return slowest((now(device) - started, accumulated), group if shared else None, device)
 
         return once
-
-
-def is_out_of_memory(error: BaseException) -> bool:
-    """Return whether an exception says that memory ran out: Python's, CUDA's (``OutOfMemoryError``) or the CPU allocator's."""
-    text = str(error).lower()
-    return isinstance(error, MemoryError) or "out of memory" in text or "can't allocate memory" in text
 
 
 def now(device: torch.device) -> float:
