@@ -373,7 +373,7 @@ def test_the_options_are_a_decision() -> None:
         "profile": sorted(
             [
                 *("--batch-sizes", "--replicas", "--accumulation", "--device", "--device-name", "--threads"),
-                *("--precision", "--budget", "--repeats", "--warmup", "--memory", "--memory-gib", "--resume"),
+                *("--precision", "--budget", "--repeats", "--warmup", "--memory", "--resume"),
                 *("--network", "--watch", "--cores", "--import", "--nodes"),
                 *common,
             ]
