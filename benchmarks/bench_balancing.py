@@ -23,6 +23,7 @@ from ddltool.analyzers.balancing.minmax import DeviceCurves, Offer, choose
 from ddltool.analyzers.balancing.predict import PREDICTORS, make
 from ddltool.analyzers.balancing.replay import gain_kept, replay, replay_equal, replay_oracle
 from ddltool.analyzers.balancing.sizing import equal, proportional
+from ddltool.analyzers.reporting.charts import drawn
 from ddltool.runtime.measuring.watch import SpeedRow, write_rows
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
@@ -34,7 +35,7 @@ from synthetic import (
     least_longest,
     simulate,
     slower_network,
-    trajectory_figure,
+    trajectory_figures,
 )
 
 BATCH = 128
@@ -150,8 +151,7 @@ def algorithm2(path: Path) -> None:
                 f"{steps[130:150].mean():.2f} s, {steps[150]:.2f} s, {steps[280:].mean():.2f} s"
             )
             if (delay, spread) == (1, 0.01):
-                figure = trajectory_figure(names, run, {150: "M60: 2.5 Gbit/s"})
-                figure.savefig(path, dpi=110)
+                path.write_bytes(drawn(trajectory_figures(names, run, {150: "M60: 2.5 Gbit/s"}), "png"))
     for name, known in (("exact, before", curves), ("exact, after", cut)):
         sizes = least_longest(known, 128)
         print(f"{name:13}  {tuple(sizes.tolist())}  {known.seconds(sizes).max():.2f} s")

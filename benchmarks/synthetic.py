@@ -19,9 +19,7 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-import matplotlib as mpl
 import numpy as np
-from matplotlib.figure import Figure
 from numpy.typing import ArrayLike, NDArray
 
 from ddltool.analyzers.balancing import minmax
@@ -30,7 +28,7 @@ from ddltool.analyzers.balancing.minmax import Curves, DeviceCurves
 from ddltool.analyzers.balancing.schemes import Clock
 from ddltool.analyzers.balancing.sizing import equal
 from ddltool.analyzers.balancing.trace import SpeedTrace
-from ddltool.analyzers.reporting.style import INK, SERIES_COLOURS, STYLE, WIDTH_IN
+from ddltool.analyzers.reporting.figures import Figure, Line, Lines
 from ddltool.errors import InputError
 
 Floats = NDArray[np.float64]
@@ -216,32 +214,24 @@ def slower_network(curves: DeviceCurves, worker: int, factor: float) -> DeviceCu
     return replace(curves, communication_s=communication)
 
 
-def trajectory_figure(names: Sequence[str], run: Trajectory, marks: Mapping[int, str] | None = None) -> Figure:
-    """Return batch sizes (above) and times (below) of n workers over iterations, as the paper's Figure 8 shows them.
+def trajectory_figures(names: Sequence[str], run: Trajectory, marks: Mapping[int, str] | None = None) -> list[Figure]:
+    """Return batch sizes and times of n workers over iterations, as the paper's Figure 8 shows them; all simulated.
 
-    Args:
-        names: (n,) workers.
-        run: what Algorithm 2 did; simulated, which the title says.
-        marks: iteration -> what happened there.
+    ``names``: (n,) workers; ``marks``: iteration -> what happened there.
     """
     happened = dict(marks or {})
     if run.fine_at is not None:
         happened[run.fine_at] = "fine tuning"
-    with mpl.rc_context(STYLE):
-        figure = Figure(figsize=(WIDTH_IN, 5.0), layout="constrained")
-        upper, lower = figure.subplots(2, 1, sharex=True)
-        for place, name in enumerate(names):
-            colour = SERIES_COLOURS[place % len(SERIES_COLOURS)]
-            upper.plot(run.sizes[:, place], color=colour, linewidth=1.4, drawstyle="steps-post", label=name)
-            lower.plot(run.seconds[:, place], color=colour, linewidth=1.0, label="_")
-        for at, text in happened.items():
-            for axis in (upper, lower):
-                axis.axvline(at, color=INK, linewidth=0.8, linestyle=":", label="_")
-            upper.text(at, 1.02, text, transform=upper.get_xaxis_transform(), fontsize=9, ha="center")
-        upper.set_ylabel("samples")
-        upper.set_ylim(bottom=0)
-        lower.set_ylabel("seconds")
-        lower.set_ylim(bottom=0)
-        lower.set_xlabel("iteration (simulated)")
-        figure.legend(loc="outside upper right", ncols=min(4, len(names)), frameon=False, fontsize=9)
-        return figure
+    at = np.arange(len(run.sizes), dtype=np.float64)
+    return [
+        Lines(
+            title=f"{what} under Algorithm 2 (simulated)",
+            headed=True,
+            lines=[Line(label=name, x=at, y=values[:, place]) for place, name in enumerate(names)],
+            xlabel="iteration",
+            ylabel=unit,
+            draw="steps",
+            marks=[(text, float(when)) for when, text in happened.items()],
+        )
+        for what, unit, values in (("Batch sizes", "samples", run.sizes), ("Times", "seconds", run.seconds))
+    ]

@@ -12,11 +12,11 @@ from ddltool.analyzers.balancing.replay import balance_result, default_warm_up, 
 from ddltool.analyzers.balancing.schemes import WORKERS_PER_BACKUP, check_ratio
 from ddltool.analyzers.balancing.trace import SpeedTrace
 from ddltool.analyzers.loading.worker_tables import read_speeds
-from ddltool.analyzers.reporting.result_sections import balance_section
-from ddltool.artifacts import check_writable, save, write_text
+from ddltool.analyzers.reporting.result_sections import balance_section, speeds_figures
+from ddltool.artifacts import check_writable, save
 from ddltool.commands.options import Json, Output, Seed
 from ddltool.commands.output import note, print_json, progress, show
-from ddltool.commands.values import demand_picture
+from ddltool.commands.values import demand_picture, write_picture
 from ddltool.errors import InputError
 from ddltool.outputs import demand_distinct
 
@@ -39,7 +39,7 @@ def balance(
     schemes: Annotated[bool, typer.Option("--schemes", help="Compare with BSP, ASP, SSP and others.")] = False,
     picture: Annotated[
         Optional[Path],  # noqa: UP045
-        typer.Option(metavar="FILE.svg", help="Draw actual and predicted speeds."),
+        typer.Option(metavar="FILE", help="Draw actual and predicted speeds."),
     ] = None,
     seed: Seed = 0,
     output: Output = None,
@@ -70,10 +70,10 @@ def balance(
     scheme_predictor = ("narx" if predictor == "all" else predictor) if schemes else None
     found = balance_result(recorded, outcomes, total, settings, scheme_predictor)
     if picture is not None:
-        from ddltool.analyzers.balancing.picture import speeds_svg  # it loads the plotting library
-
         best = sorted(outcomes, key=lambda name: outcomes[name].rmse or 0.0)[:3]
-        write_text(picture, speeds_svg(recorded.names, {name: outcomes[name] for name in best}, settings.warm_up))
+        write_picture(
+            picture, speeds_figures(recorded.names, {name: outcomes[name] for name in best}, settings.warm_up)
+        )
         note(f"wrote {picture}")
     if output is not None:
         save(found, output)

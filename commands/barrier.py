@@ -12,12 +12,12 @@ from ddltool.analyzers.barriers.ends import EndTimes
 from ddltool.analyzers.barriers.predict import PREDICTORS, predict_ends
 from ddltool.analyzers.barriers.tradeoff import tradeoff
 from ddltool.analyzers.loading.worker_tables import read_predicted, read_recorded
-from ddltool.analyzers.reporting.result_sections import barrier_section
-from ddltool.artifacts import check_writable, save, write_text
+from ddltool.analyzers.reporting.result_sections import barrier_figures, barrier_section
+from ddltool.artifacts import check_writable, save
 from ddltool.commands.options import Json, Output
 from ddltool.commands.output import note, print_json, show
 from ddltool.commands.parts import is_given
-from ddltool.commands.values import demand_picture
+from ddltool.commands.values import demand_picture, write_picture
 from ddltool.errors import InputError, did_you_mean
 from ddltool.outputs import demand_distinct
 
@@ -55,7 +55,7 @@ def barrier(
     ] = None,
     picture: Annotated[
         Optional[Path],  # noqa: UP045
-        typer.Option(metavar="FILE.svg", help="Draw the timeline with the barrier, and the trade-off with staleness."),
+        typer.Option(metavar="FILE", help="Draw the timeline with the barrier, and the trade-off with staleness."),
     ] = None,
     output: Output = None,
     as_json: Json = False,
@@ -83,12 +83,11 @@ def barrier(
     barriers = choose(ends, chosen, max_gap)
     curve = tradeoff(ends, CURVE_POINTS if len(ends.end_s) <= MANY_ENDS else FEW_POINTS)
     if picture is not None:
-        from ddltool.analyzers.barriers.picture import barrier_svg  # it loads the plotting library
-
         # The published algorithms know no bound: under one, an exact barrier is what was asked for.
         drawn, title = (chosen[0], chosen[0]) if max_gap is None else ("waiting", f"least longest, gap <= {max_gap}")
-        svg = barrier_svg(names, ends, barriers[drawn][0], title=title, curve=curve, max_gap=max_gap)
-        write_text(picture, svg)
+        write_picture(
+            picture, barrier_figures(names, ends, barriers[drawn][0], title=title, curve=curve, max_gap=max_gap)
+        )
         note(f"wrote {picture}")
     found = barrier_choices(names, ends, barriers, curve, max_gap=max_gap, predictor=None if predicted else predictor)
     if output is not None:

@@ -8,11 +8,11 @@ from typing import Annotated, Optional
 import typer
 
 from ddltool.analyzers.goodput.observations import Observations
-from ddltool.analyzers.reporting.fit_sections import goodput_section
-from ddltool.artifacts import check_writable, save, write_bytes
+from ddltool.analyzers.reporting.fit_sections import fit_figures, goodput_section
+from ddltool.artifacts import check_writable, save
 from ddltool.commands.options import Json, Output, Seed
 from ddltool.commands.output import print_json, show
-from ddltool.commands.values import demand_picture
+from ddltool.commands.values import demand_picture, write_picture
 from ddltool.goodput_model import Goodput
 from ddltool.outputs import demand_distinct
 
@@ -39,7 +39,7 @@ def fit(
     for path in (output, picture):
         if path is not None:
             check_writable(path)
-    demand_picture(picture, "fit", (".svg", ".png"))
+    demand_picture(picture, "fit")
     from ddltool.analyzers.loading.fitted_models import fit_rows, read_rows  # it loads scipy
 
     rows = read_rows(profiles)
@@ -56,7 +56,5 @@ def fit(
 
 def draw_fit(devices: dict[str, Observations], fitted: Goodput, path: Path) -> None:
     """Write the picture of the fit."""
-    from ddltool.analyzers.goodput.picture import fit_picture
-
     params = {name: fitted.params_of(name) for name in devices}
-    write_bytes(path, fit_picture(devices, params, file_format=path.suffix.lower()[1:]))
+    write_picture(path, fit_figures(devices, params))

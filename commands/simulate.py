@@ -6,12 +6,18 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Optional
+from typing import Annotated, Any, Optional
 
 import typer
 
+from ddltool.analyzers.reporting.figures import Figure
 from ddltool.analyzers.reporting.section import Section
-from ddltool.analyzers.reporting.simulation_section import simulation_section
+from ddltool.analyzers.reporting.simulation_section import (
+    allocation_figure,
+    completion_figure,
+    life_figures,
+    simulation_section,
+)
 from ddltool.analyzers.reporting.sweep_section import (
     advice_section,
     autoscaling_section,
@@ -37,22 +43,20 @@ from ddltool.analyzers.scheduling.inputs import (
 from ddltool.analyzers.scheduling.metrics import check_prices
 from ddltool.analyzers.scheduling.paired import compare as compare_policies
 from ddltool.analyzers.scheduling.policies import POLICIES, policies
+from ddltool.analyzers.scheduling.recording import Recorder, longest_restarted
 from ddltool.analyzers.scheduling.replay import replays, search_trials, simulation
 from ddltool.analyzers.scheduling.simulator import Options, Policy, SimulationResult
 from ddltool.analyzers.scheduling.sweep import Setup, sweep
 from ddltool.analyzers.scheduling.truth import FittedJob
-from ddltool.artifacts import check_writable, save, write_bytes, write_text
+from ddltool.artifacts import check_writable, save, write_text
 from ddltool.commands.options import Json, Output, Seed
 from ddltool.commands.output import note, print_json, progress, show
 from ddltool.commands.parts import demand_part, is_given
-from ddltool.commands.values import as_options, integers
+from ddltool.commands.values import as_options, integers, write_picture
 from ddltool.errors import CheckFailed, InputError, did_you_mean
 from ddltool.outputs import demand_distinct
 from ddltool.results import JobSpec, Result, TrialSearch, WorkloadResult
 from ddltool.units import parse_duration
-
-if TYPE_CHECKING:
-    from ddltool.analyzers.scheduling.pictures import Recorder
 
 _on_nodes = partial(typer.Option, rich_help_panel="Nodes that fail")
 _on_jobs = partial(typer.Option, rich_help_panel="Jobs: fitted, generated, from clusters' traces")
@@ -418,9 +422,6 @@ def _watched(title: str, jobs: int) -> Iterator[Callable[[int, float], None]]:
 
 def _recorded(recorders: dict[str, Recorder], name: str, make: Callable[[], Policy]) -> Policy:
     """Return a new instance of a policy that keeps what it gave to whom; the last of each name is in ``recorders``."""
-
-    from ddltool.analyzers.scheduling.pictures import Recorder  # matplotlib
-
     recorders[name] = Recorder(make())
     return recorders[name]
 
@@ -483,9 +484,7 @@ def _write_workload(found: WorkloadResult, output: Path | None, as_json: bool) -
 
 def _prepare_folder(folder: Path, file_format: str) -> None:
     """Make the folder of pictures, or raise InputError before anything is replayed."""
-    from ddltool.analyzers.scheduling.pictures import FORMATS  # the plotting library
-
-    if file_format not in FORMATS:
+    if file_format not in ("png", "svg"):
         raise InputError("--picture-format", f"is {file_format!r}", "png or svg")
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -497,17 +496,15 @@ def _prepare_folder(folder: Path, file_format: str) -> None:
 
 def _draw(folder: Path, done: Sequence[tuple[SimulationResult, Recorder]], job: str | None, file_format: str) -> None:
     """Write all pictures; ``job``: whose life is drawn, by default the one that the first policy restarts most."""
-    from ddltool.analyzers.scheduling import pictures
-
     with progress("drawing pictures"):
-        results = {result.policy: result for result, _ in done}
-        made = {"completion-times": pictures.completion_picture(results, file_format=file_format)}
-        shown = job if job is not None else pictures.longest_restarted(done[0][0])
+        times = {result.policy: [each.jct_s for each in result.jobs] for result, _ in done}
+        made: dict[str, list[Figure]] = {"completion-times": [completion_figure(times)]}
+        shown = job if job is not None else longest_restarted(done[0][0])
         for result, record in done:
-            made[f"allocation-{result.policy}"] = pictures.allocation_picture(result, record, file_format=file_format)
-            made[f"job-{result.policy}"] = pictures.life_picture(result, record, shown, file_format=file_format)
-        for name, content in made.items():
-            write_bytes(folder / f"{name}.{file_format}", content)
+            made[f"allocation-{result.policy}"] = [allocation_figure(result, record)]
+            made[f"job-{result.policy}"] = life_figures(result, record, shown)
+        for name, figures in made.items():
+            write_picture(folder / f"{name}.{file_format}", figures)
     for name in made:
         note(f"wrote {folder / name}.{file_format}")
 

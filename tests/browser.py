@@ -70,6 +70,10 @@ class Browser:
         self.call("Page.navigate", url=path.as_uri())
         while not any(event.get("method") == "Page.loadEventFired" for event in self.events):
             self.events.append(self._next())
+        end = time.monotonic() + _SECONDS
+        while self.value("document.getElementById('charts') && !document.documentElement.dataset.drawn"):
+            assert time.monotonic() < end, "the charts are not drawn"
+            time.sleep(0.05)
 
     def value(self, expression: str) -> Any:
         """Return what a JavaScript expression is worth."""

@@ -142,7 +142,7 @@ def test_one_line_for_bad_input(cli: Cli, tmp_path: Path, header: str, rows: lis
         (["--predictor", "narks"], 'did you mean "narx"?'),
         (["--total-batch", 2], "--total-batch: is 2; 3 workers need one sample each or more"),
         (["--picture", "/nowhere/p.svg"], "/nowhere"),
-        (["--picture", "p.png"], "--picture: p.png has no ending .svg; name the file speeds.svg"),
+        (["--picture", "p.jpg"], "--picture: p.jpg has no ending .svg or .png; name the file speeds.svg or speeds.png"),
     ],
 )
 def test_one_line_for_bad_options(cli: Cli, short: Path, options: list[object], text: str) -> None:

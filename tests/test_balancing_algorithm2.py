@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from benchmarks.synthetic import gpu_curves, jitter, least_longest, simulate, slower_network, trajectory_figure
+from benchmarks.synthetic import gpu_curves, jitter, least_longest, simulate, slower_network
 from ddltool.analyzers.balancing.algorithm2 import Algorithm2, Phase, Settings
 from ddltool.analyzers.balancing.control import Report, SpeedPolicy, TrialPolicy
 from ddltool.analyzers.balancing.minmax import DeviceCurves
@@ -227,17 +227,6 @@ def test_a_network_learns_in_the_background() -> None:
             while policies["narx"]._predictor._apprentice[1].is_alive() and time.monotonic() < deadline:
                 time.sleep(0.01)
     assert np.mean(errors["narx"]) < 1 + 0.5 * (np.mean(errors["ema"]) - 1)
-
-
-def test_a_picture_of_a_run(tmp_path) -> None:
-    names, curves = gpu_curves(1)
-    run = simulate(curves, [32] * 4, 60)
-    figure = trajectory_figure(names, run, {30: "something"})
-    sizes, seconds = figure.axes
-    assert len(sizes.get_lines()) >= 4
-    drawn = {line.get_label(): line.get_ydata() for line in sizes.get_lines()}
-    assert drawn[names[0]].tolist() == run.sizes[:, 0].tolist()
-    assert seconds.get_ylabel() == "seconds"
 
 
 def test_trial_policy_tells_when_fine_tuning_begins() -> None:

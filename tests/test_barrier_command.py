@@ -193,7 +193,11 @@ TWO = ["a,1,1.0", "a,2,2.0", "b,1,1.5", "b,2,3.0"]
         (TWO, ("--predictor", "oracle"), "--predictor: unknown predictor 'oracle'"),
         (TWO, ("--lookahead", "100001"), "--lookahead: "),
         (TWO, ("--predicted", "--predictor", "ema"), "--predictor: has no part in --predicted; leave it out"),
-        (TWO, ("--picture", "p.png"), "--picture: p.png has no ending .svg; name the file barrier.svg"),
+        (
+            TWO,
+            ("--picture", "p.jpg"),
+            "--picture: p.jpg has no ending .svg or .png; name the file barrier.svg or barrier.png",
+        ),
         (TWO, ("--lookahead", "0"), "--lookahead: "),
         (TWO, ("--max-gap", "-1"), "--max-gap: must be at least 0; see ddltool barrier --help"),
         (TWO, ("-o", "/nowhere/barrier.json"), "/nowhere/barrier.json: cannot be written"),

@@ -5,7 +5,6 @@ from __future__ import annotations
 import heapq
 import importlib.util
 import itertools
-import re
 from collections.abc import Sequence
 from fractions import Fraction
 from pathlib import Path
@@ -18,10 +17,11 @@ from hypothesis import strategies as st
 
 from ddltool.analyzers.barriers.ends import EndTimes, bsp
 from ddltool.analyzers.barriers.gridscan import full_gridscan, gridscan
-from ddltool.analyzers.barriers.picture import WORKERS_DRAWN, barrier_svg
 from ddltool.analyzers.barriers.predict import PREDICTORS, ema, predict_ends
 from ddltool.analyzers.barriers.tradeoff import OBJECTIVES, best_barrier, tradeoff
 from ddltool.analyzers.barriers.zipline import zipline
+from ddltool.analyzers.reporting.figures import Spans
+from ddltool.analyzers.reporting.result_sections import BARRIER_WORKERS_DRAWN, barrier_figures
 from ddltool.errors import InputError
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -258,13 +258,17 @@ def test_an_unusable_bound_is_told() -> None:
 
 def test_the_picture_shows_every_worker_up_to_a_limit() -> None:
     ends = random_ends(3, 4, 0)
-    svg = barrier_svg(["north", "south", "east"], ends, zipline(ends))
-    assert svg.startswith("<svg")
-    assert all(f"{name} (" in svg for name in ("north", "south", "east"))
-    many = random_ends(WORKERS_DRAWN + 60, 4, 0)
-    crowd = barrier_svg([f"w{worker}" for worker in range(len(many))], many, zipline(many))
-    assert f"{WORKERS_DRAWN} of {len(many)} workers" in crowd
-    assert len(re.findall(r">w\d+ \(", crowd)) == WORKERS_DRAWN
+    barrier = zipline(ends)
+    (few,) = barrier_figures(["north", "south", "east"], ends, barrier)
+    assert isinstance(few, Spans)
+    names = [f"{name} ({count})" for name, count in zip(("north", "south", "east"), barrier.iterations, strict=True)]
+    assert [name for name, _ in few.lanes] == [name for name, _ in few.ends] == names
+    assert [span.end - span.start for _, (span,) in few.lanes] == pytest.approx(barrier.barrier_s - barrier.chosen_s)
+    many = random_ends(BARRIER_WORKERS_DRAWN + 60, 4, 0)
+    (crowd,) = barrier_figures([f"w{worker}" for worker in range(len(many))], many, zipline(many))
+    assert isinstance(crowd, Spans)
+    assert crowd.title == f"{BARRIER_WORKERS_DRAWN} of {len(many)} workers"
+    assert len(crowd.lanes) == BARRIER_WORKERS_DRAWN
 
 
 def test_the_shipped_example_is_what_the_generator_makes() -> None:

@@ -13,10 +13,11 @@ import pytest
 
 from ddltool.analyzers.goodput.fit import Problem, evaluate, fit, predict
 from ddltool.analyzers.goodput.observations import Observations, from_frame
-from ddltool.analyzers.goodput.picture import fit_picture, goodput_picture
 from ddltool.analyzers.goodput.throughput import ThroughputParams, grad_time_s, iteration_time_s
 from ddltool.analyzers.goodput.tuning import BatchLimits
 from ddltool.analyzers.loading.fitted_models import fit_rows
+from ddltool.analyzers.reporting.charts import drawn
+from ddltool.analyzers.reporting.fit_sections import fit_figures, goodput_figures
 from ddltool.artifacts import load, save
 from ddltool.errors import InputError
 from ddltool.goodput_model import Goodput
@@ -329,16 +330,15 @@ def test_rows_by_the_hundred_thousand_cost_what_their_configurations_do() -> Non
 
 def test_pictures(tmp_path: Path, cli: Cli) -> None:
     devices = {"T4": rows(TRUTH), "A100": rows(FAST)}
-    drawn = fit_picture(devices, {"T4": TRUTH, "A100": FAST})
-    words = "".join(ET.fromstring(drawn).itertext())
+    words = "".join(ET.fromstring(drawn(fit_figures(devices, {"T4": TRUTH, "A100": FAST}), "svg")).itertext())
     for word in ("T4", "A100", "16 GPUs on 4 nodes", "local batch size"):
         assert word in words
     limits = BatchLimits(initial_batch_size=64, max_batch_size=4096, max_local_batch_size=128)
     options = {"noise_scale": 1000.0, "replicas_per_node": 4}
     assert "scaling pays until" in "".join(
-        ET.fromstring(goodput_picture(TRUTH, 16, limits, **options)).itertext()  # type: ignore[arg-type]
+        ET.fromstring(drawn(goodput_figures(TRUTH, 16, limits, **options), "svg")).itertext()  # type: ignore[arg-type]
     )
-    assert goodput_picture(TRUTH, 1, limits, file_format="png", **options).startswith(b"\x89PNG")  # type: ignore[arg-type]
+    assert goodput_figures(TRUTH, 1, limits, **options)  # type: ignore[arg-type]
     measured(TRUTH).to_csv(tmp_path / "p.csv", index=False)
     assert cli("fit", tmp_path / "p.csv", "--picture", tmp_path / "p.png").code == 0
     assert (tmp_path / "p.png").read_bytes().startswith(b"\x89PNG")

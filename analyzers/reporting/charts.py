@@ -1,279 +1,419 @@
-"""The report's pictures: lines, bars, spans over time, intervals, timelines, phases. Data in, SVG out when asked for.
+"""Draws figures: Vega-Lite specifications for a page, SVG and PNG files; Altair makes them, vl-convert brings the rest.
 
-Each is drawn twice, for a screen and for a phone; nothing touches a disk or a screen.
+Colours stand in specifications as the page's CSS variables, so light, dark and print need no second drawing; files get
+the light ones. Names come from files that others wrote: they are data here, never part of an expression or of a
+tooltip's title, which Vega-Lite compiles into one.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+import functools
+import json
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
 
+import altair as alt
 import numpy as np
-from numpy.typing import NDArray
+import vl_convert
 
-from ddltool.analyzers.reporting.style import (
-    INK,
-    KIND_COLOURS,
-    ON_BLUE,
-    PAPER,
-    PHASE_COLOURS,
-    SERIES_COLOURS,
-    STYLE,
-    WIDTH_IN,
-    at_both_widths,
-    is_narrow,
-    styled,
-    time_unit,
-    to_svg,
-    width_in,
-)
+from ddltool.analyzers.reporting.figures import LINES_DRAWN, Bars, Figure, Heat, Line, Lines, Spans
 from ddltool.errors import shortened, visible
-from ddltool.units import show_bytes, show_seconds
+from ddltool.units import show_seconds
 
-if TYPE_CHECKING:
-    from matplotlib.artist import Artist
-    from matplotlib.axes import Axes
-    from matplotlib.patches import Patch
+Row = dict[str, Any]
+Spec = dict[str, Any]
+Chart = alt.LayerChart
+Slots = dict[str, dict[str, int]]
+"""By family of names, the place of each in the order of colours."""
 
-Array = NDArray[np.float64]
-_MARKERS = "os^Dv*"
-_DASHES = ("-", "--", "-.", ":", (0, (5, 1, 1, 1, 1, 1)), (0, (1, 3)))
-# Okabe and Ito's orange and sky blue are too faint for thin lines on white: the page's own colour follows the first four.
-_LINE_COLOURS = (*SERIES_COLOURS[:4], INK)
-LINES_DRAWN = 8
-_LONGEST_NAME, _LONGEST_NARROW_NAME = 34, 24
-# Bars closer than this share of the axis cannot be told apart and become one.
-_RESOLUTION = 1 / 1600
-# In a legend: the width of a letter, and of a key with its gaps.
-_LETTER_IN, _KEY_IN = 0.075, 0.65
-# Where a log axis spans fewer decades than this, powers of ten alone would leave it nearly without numbers.
-_FEW_DECADES = 1.5
+# Okabe and Ito's colours, which the colour-blind can tell apart, with enough contrast on light paper; a page's dark ones
+# are in its style sheet.
+COLOURS: Mapping[str, str] = {
+    "ink": "#1a1a1a",
+    "paper": "#ffffff",
+    "faint": "#5f6368",
+    "line": "#d0d4d9",
+    "on-blue": "#ffffff",
+    "blue": "#0072b2",
+    "red": "#d55e00",
+    "green": "#009e73",
+    "pink": "#cc79a7",
+    "orange": "#c98600",
+    "grey": "#808080",
+    "sky": "#56b4e9",
+    "yellow": "#d6c800",
+}
+INK, PAPER, FAINT, BLUE = "var(--ink)", "var(--paper)", "var(--faint)", "var(--blue)"
+SERIES = tuple(f"var(--{name})" for name in ("blue", "red", "green", "pink", "ink"))
+AREAS = tuple(f"var(--{name})" for name in ("blue", "red", "green", "pink", "orange", "sky", "yellow", "grey"))
+KINDS: Mapping[str, str] = {
+    **{"recv": BLUE, "compute": "var(--orange)", "send": "var(--green)"},
+    **{"communication": BLUE, "sync": BLUE, "waiting": "var(--grey)", "wait": "var(--grey)", "other": "var(--pink)"},
+}
+_DASHES = ([1, 0], [7, 3], [2, 2], [8, 3, 2, 3], [12, 3], [1, 3])
+_WIDTH, _SCALE, _LANE = 640, 2, 24
+_LONGEST_NAME = 34
+_NUMBER = ",.4~r"
+# What stands on a bar is seen where it has room, and thin bars have no edge.
+_PIXELS = "abs(scale('x', datum.end) - scale('x', datum.start))"
+_SEEN = alt.ExprRef(f"{_PIXELS} > 7 * length(datum.text) + 3 ? 1 : 0")
+_EDGE = alt.ExprRef(f"{_PIXELS} > 6 ? 0.6 : 0")
+_MARKED_TIMES = (
+    *(1e-3, 0.01, 0.1, 1, 2, 5, 10, 20),
+    *(60, 120, 300, 600, 1200, 1800),
+    *(3600, 7200, 18_000, 36_000),
+    *(86_400, 172_800, 432_000, 864_000, 8.64e6, 8.64e7),
+)
+_TIMES = (
+    "datum.value >= 86400 ? format(datum.value / 86400, ',') + ' d' : datum.value >= 3600 ? datum.value / 3600 + ' h' : "
+    "datum.value >= 60 ? datum.value / 60 + ' min' : datum.value >= 1 ? datum.value + ' s' : 1000 * datum.value + ' ms'"
+)
+_BYTES = (
+    "datum.value >= 1073741824 ? datum.value / 1073741824 + ' GiB' : datum.value >= 1048576 ? datum.value / 1048576 + "
+    "' MiB' : datum.value >= 1024 ? datum.value / 1024 + ' KiB' : datum.value + ' B'"
+)
+_SIDE = {"labelColor": INK, "titleColor": INK, "tickColor": FAINT, "domainColor": FAINT, "titleFontWeight": "normal"}
+CONFIG: Spec = {
+    "background": "transparent",
+    "font": "system-ui, sans-serif",
+    "view": {"stroke": None},
+    "axis": {**_SIDE, "gridColor": "var(--line)", "labelFontSize": 12, "titleFontSize": 12}
+    | {"labelLimit": 240, "labelOverlap": "greedy", "labelSeparation": 6},
+    "legend": {"labelColor": INK, "titleColor": INK, "labelFontSize": 12, "titleFontSize": 12, "labelLimit": 300}
+    | {"symbolOpacity": 1, "titleFontWeight": "normal"},
+    "title": {"color": INK, "fontSize": 13, "fontWeight": "normal", "anchor": "start", "offset": 8},
+    "text": {"color": INK, "fontSize": 12},
+    "rule": {"color": INK},
+}
 
 
-@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class Line:
-    """A named line through (x, y), both (n,), with an optional band from ``low`` to ``high`` (n,)."""
-
-    label: str
-    x: Array
-    y: Array
-    low: Array | None = None
-    high: Array | None = None
+def time_unit(longest_s: float) -> tuple[float, str]:
+    """Return the factor and the name of a unit that keeps axis labels short."""
+    units = ((1.0, "s", 1.0), (1e3, "ms", 1e-3), (1e6, "us", 0.0))
+    return next((scale, unit) for scale, unit, least in units if longest_s >= least) if longest_s > 0 else (1.0, "s")
 
 
-@dataclass(frozen=True, slots=True)
-class Span:
-    """A bar from ``start`` to ``end`` seconds with the kind that gives its colour."""
+def spec(figure: Figure, slots: Slots | None = None) -> Spec:
+    """Return the Vega-Lite specification of one figure, as wide as what holds it, in the page's colours.
 
-    start: float
-    end: float
-    kind: str
-    text: str = ""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class Lane:
-    """One resource of a timeline: bars with start and end in seconds, shape (b,), and their kinds."""
-
-    name: str
-    start_s: NDArray[np.float64]
-    end_s: NDArray[np.float64]
-    kinds: Sequence[str]
-    labels: Sequence[str] = ()
-    """What stands on each bar, as far as there is room; empty: nothing."""
+    ``slots`` collects which name has which colour, for the figures of one page.
+    """
+    made = _specified(figure, {} if slots is None else slots)
+    names: dict[str, str] = {}
+    for part in (made, *made["layer"]):  # rows that several layers draw stand there once
+        if "data" not in part:
+            continue
+        rows = json.dumps(part["data"]["values"])
+        part["data"] = {"name": names.setdefault(rows, f"rows{len(names)}")}
+    autosize = {"type": "fit-x", "contains": "padding"}
+    datasets = {name: json.loads(rows) for rows, name in names.items()}
+    return {**made, "width": "container", "autosize": autosize, "datasets": datasets}
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Panel:
-    """One timeline among several that share the time axis."""
+def drawn(figures: Sequence[Figure], file_format: str) -> bytes:
+    """Return figures, one under the other, as the bytes of an SVG or PNG file."""
+    slots: Slots = {}
+    views = []
+    for figure in figures:
+        view = {**_specified(figure, slots), "width": _WIDTH}
+        schema = view.pop("$schema")
+        views.append(json.loads(json.dumps(view).replace("scale('x'", f"scale('concat_{len(views)}_x'")))
+    together = {"$schema": schema, "vconcat": views, "config": {**CONFIG, "background": PAPER}}
+    together["resolve"] = {"scale": {"color": "independent", "strokeDash": "independent"}}
+    text = re.sub(r"var\(--([a-z-]+)\)", lambda found: COLOURS[found[1]], json.dumps(together))
+    if file_format == "svg":
+        return vl_convert.vegalite_to_svg(text, allowed_base_urls=[]).encode()
+    return vl_convert.vegalite_to_png(text, scale=_SCALE, allowed_base_urls=[])
 
-    title: str
-    lanes: Sequence[Lane]
-    makespan_s: float
+
+def _specified(figure: Figure, slots: Slots) -> Spec:
+    draw: Callable[..., Chart] = {Lines: _lines, Bars: _bars, Spans: _spans, Heat: _heat}[type(figure)]
+    chart = draw(figure, slots).properties(description=visible(figure.title))
+    if figure.headed:
+        chart = chart.properties(title=name_of(figure.title))
+    made: Spec = chart.to_dict(validate=False)
+    del made["config"]  # Altair's own, for which the page's stands in
+    return made
+
+
+@functools.cache
+def script() -> str:
+    """Return the one script of a page: Vega, Vega-Lite and what draws the specifications in the block ``charts``."""
+    made: str = vl_convert.javascript_bundle(_SNIPPET)
+    return made.replace("</script", "<\\/script").replace("<!--", "<\\!--")
+
+
+# Legends get as many columns as have room, and long names of lanes less room on a phone.
+_SNIPPET = """
+const {config, charts} = JSON.parse(document.getElementById("charts").textContent);
+Promise.all(charts.map((chart, place) => {
+  const host = document.getElementById("chart-" + place), room = host.clientWidth;
+  const own = structuredClone(config);
+  own.legend.columns = Math.max(1, Math.floor(room / chart.usermeta.key));
+  own.legend.labelLimit = room - 60;
+  own.axis.labelLimit = room < 500 ? 110 : 240;
+  return vegaEmbed(host, chart, {config: own, actions: false, renderer: "svg", ast: true, defaultStyle: false,
+    tooltip: {disableDefaultStyle: true}});
+})).finally(() => { document.documentElement.dataset.drawn = "yes"; });
+"""
 
 
 def name_of(text: str) -> str:
-    """Return a name as a picture can hold it: short, printable, and no legend's word for nothing (``_``)."""
-    made = shortened(visible(text), _LONGEST_NARROW_NAME if is_narrow() else _LONGEST_NAME)
-    return f" {made}" if made.startswith("_") else made
+    """Return a name as a picture can hold it: short and printable."""
+    return visible(shortened(text, _LONGEST_NAME))
 
 
-@at_both_widths
-def draw_lines(
-    lines: Sequence[Line],
-    *,
-    xlabel: str,
-    ylabel: str,
-    title: str,
-    draw: Literal["line", "steps", "points"] = "line",
-    byte_x: bool = False,
-    log_x: bool = False,
-    seconds: bool = False,
-    whole: str = "",
-    levels: Sequence[tuple[str, float]] = (),
-) -> str:
-    """Return up to eight lines, told apart by colour and dash (or marker); ``levels`` are named horizontal lines.
-
-    With ``seconds`` y is in seconds and the axis in what is readable; ``log_x`` makes x logarithmic, ``byte_x``
-    besides in bytes; ``whole`` names the axes (``x``, ``y`` or both) that count, and have no ticks between.
-    """
-    from matplotlib.ticker import MaxNLocator
-
-    shown = lines[:LINES_DRAWN]
-    scale = 1.0
-    if seconds:
-        highest = [line.y if line.high is None else line.high for line in shown]
-        scale, unit = time_unit(max([*(float(y.max()) for y in highest if y.size), *(value for _, value in levels)]))
-        ylabel = f"{ylabel} ({unit})"
-    names = [line.label for line in shown] + [label for label, _ in levels]
-    columns = _columns([name_of(name) for name in names])
-    with styled(3.3 + 0.17 * (-(-len(names) // columns) - 1)) as (figure, axis):
-        for place, line in enumerate(shown):
-            _draw_line(axis, line, place, draw, scale)
-        for label, level in levels:
-            axis.axhline(level * scale, color=INK, linestyle=":", linewidth=1.6, label=name_of(label))
-        if byte_x:
-            _byte_axis(axis)
-        elif log_x:
-            _log_axis(axis)
-        elif draw != "points" and min((float(line.x.min()) for line in shown if line.x.size), default=1.0) == 0:
-            axis.set_xlim(left=0)
-        for side, name in ((axis.xaxis, "x"), (axis.yaxis, "y")):
-            if name in whole and not (name == "x" and (log_x or byte_x)):
-                side.set_major_locator(MaxNLocator("auto", steps=[1, 2, 5, 10], integer=True, min_n_ticks=1))
-        axis.set_xlabel(xlabel)
-        axis.set_ylabel(ylabel)
-        axis.set_ylim(bottom=0)
-        _plain_numbers(axis)
-        if len(lines) + len(levels) > 1 or any(line.low is not None for line in lines):
-            figure.legend(loc="outside upper left", ncols=columns, frameon=False, fontsize=9)
-        return to_svg(figure, title)
+def _names(texts: Iterable[str]) -> list[str]:
+    """Return names as a picture can hold them, no two alike."""
+    made: list[str] = []
+    for text in map(name_of, texts):
+        again = sum(one == text or one.startswith(f"{text} (") for one in made)
+        made.append(f"{text} ({again + 1})" if text in made else text)
+    return made
 
 
-def _columns(names: Sequence[str]) -> int:
-    """Return how many columns of a legend have room for these names beside each other, at most four."""
-    letters = max(map(len, names), default=0)
-    return max(1, min(4, int(width_in() / (_LETTER_IN * letters + _KEY_IN))))
+def _data(rows: Sequence[Row]) -> alt.Data:
+    return alt.Data(values=list(rows))
 
 
-def _draw_line(axis: Axes, line: Line, place: int, draw: str, scale: float) -> None:
-    colour, dash = _LINE_COLOURS[place % len(_LINE_COLOURS)], _DASHES[place % len(_DASHES)]
-    label = name_of(line.label)
-    if line.low is not None and line.high is not None:
-        band: Literal["post"] | None = "post" if draw == "steps" else None
-        low, high = line.low * scale, line.high * scale
-        axis.fill_between(line.x, low, high, color=colour, alpha=0.22, linewidth=0, step=band)
-    marker = _MARKERS[place % len(_MARKERS)] if draw == "points" or line.x.size == 1 else None
-    style: Literal["steps-post", "default"] = "steps-post" if draw == "steps" else "default"
-    axis.plot(
-        line.x,
-        line.y * scale,
-        color=colour,
-        marker=marker,
-        markersize=4.5,
-        linestyle=dash,
-        linewidth=1.3 if draw == "points" else 1.6,
-        drawstyle=style,
-        label=label,
-    )
+def _places(names: Sequence[str], family: str, slots: Slots) -> list[int]:
+    """Return the place of each name in the order of colours: its own on a page, where it is of a family."""
+    if not family:
+        return list(range(len(names)))
+    known = slots.setdefault(family, {})
+    return [known.setdefault(name, len(known)) for name in names]
 
 
-def _plain_numbers(axis: Axes) -> None:
-    """Write thousands with commas where an axis would otherwise be scaled by a power of ten in its corner."""
-    from matplotlib.ticker import FuncFormatter, ScalarFormatter
-
-    for side, (low, high) in ((axis.xaxis, axis.get_xlim()), (axis.yaxis, axis.get_ylim())):
-        if isinstance(side.get_major_formatter(), ScalarFormatter) and 1e4 <= max(abs(low), abs(high)) < 1e9:
-            side.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.0f}"))
+def _legend(names: Sequence[str], **options: Any) -> alt.Legend | None:
+    return alt.Legend(orient="top", title=None, **options) if len(names) > 1 else None
 
 
-def _log_axis(axis: Axes) -> None:
-    """Make the x axis logarithmic with plain numbers at powers of ten, and between where these are few."""
-    from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
-
-    axis.set_xscale("log")
-    low, high = axis.get_xlim()
-    few = np.log10(high / low) < _FEW_DECADES
-    axis.xaxis.set_major_locator(LogLocator(10, subs=(1.0, 2.0, 5.0) if few else (1.0,)))
-    axis.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
-    axis.xaxis.set_minor_formatter(NullFormatter())
+def _keyed(chart: Chart, names: Sequence[str]) -> Chart:
+    """Return the chart with the room in pixels that a name in its legend takes."""
+    return chart.properties(usermeta={"key": 7 * max(map(len, names), default=0) + 48})
 
 
-def _byte_axis(axis: Axes) -> None:
-    """Make the x axis logarithmic with sizes in binary units at powers of two."""
-    from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
-
-    axis.set_xscale("log", base=2)
-    axis.xaxis.set_major_locator(LogLocator(2, numticks=5 if is_narrow() else 9))
-    axis.xaxis.set_major_formatter(FuncFormatter(lambda value, _: show_bytes(value).replace(".0 ", " ")))
-    axis.xaxis.set_minor_formatter(NullFormatter())
-
-
-@at_both_widths
-def draw_bars(
-    rows: Sequence[tuple[str, float]],
-    *,
-    xlabel: str,
-    title: str,
-    seconds: bool = False,
-    level: tuple[str, float] | None = None,
-    from_level: bool = False,
-    marked: tuple[str, Sequence[bool]] | None = None,
-    unmarked: str = "",
-) -> str:
-    """Return one bar per named value, the value behind it; ``level`` is a named line across all.
-
-    With ``seconds`` the values are seconds, shown in what is readable. ``marked`` names a kind and says which bars are of
-    it: these are of another colour and hatched; the others are ``unmarked``. Bars ``from_level`` begin there, on a
-    logarithmic axis: all values are above zero.
-    """
-    values = [value for _, value in rows]
-    longest = max([*values, level[1] if level else 0.0])
-    scale, unit = time_unit(longest) if seconds else (1.0, "")
-    with styled(0.9 + 0.34 * len(rows)) as (figure, axis):
-        left = level[1] * scale if level is not None and from_level else 0.0
-        widths = [value * scale - left for value in values]
-        drawn = axis.barh(range(len(rows)), widths, left=left, height=0.62, color=SERIES_COLOURS[0])
-        for place, value in enumerate(values):
-            shown = show_seconds(value) if seconds else _number(value)
-            ground = {"facecolor": PAPER, "edgecolor": "none", "pad": 0.8}
-            at, beside = (value * scale, place), (4 if value * scale >= left else -4, 0)
-            side: Literal["left", "right"] = "left" if value * scale >= left else "right"
-            axis.annotate(shown, at, beside, textcoords="offset points", va="center", ha=side, fontsize=9, bbox=ground)
-        handles = _mark_bars(list(drawn.patches), marked, unmarked)
-        if level is not None:
-            made = axis.axvline(level[1] * scale, color=INK, linestyle="--", linewidth=1.4, label=name_of(level[0]))
-            handles = [*handles, made]
-        if handles:
-            figure.legend(handles=handles, loc="outside upper right", frameon=False, fontsize=9, ncols=3)
-        axis.set_yticks(range(len(rows)), [name_of(name) for name, _ in rows])
-        axis.set_ylim(len(rows) - 0.5, -0.5)
-        room = 1.3 if is_narrow() else 1.12
-        axis.set_xlabel(f"{xlabel} ({unit})" if seconds else xlabel)
-        if from_level:
-            low, high = min([*values, left]) * scale, max([*values, left]) * scale
-            left_room, right_room = (0.5, 0.25) if is_narrow() else (0.18, 0.12)
-            axis.set_xlim(low / (high / low) ** left_room, high * (high / low) ** right_room)
-            _log_axis(axis)
-        else:
-            axis.set_xlim(0, room * longest * scale if longest > 0 else 1.0)
-        _plain_numbers(axis)
-        if is_narrow() and not from_level:
-            axis.locator_params(axis="x", nbins=4)
-        return to_svg(figure, title)
-
-
-def _mark_bars(bars: Sequence[Patch], marked: tuple[str, Sequence[bool]] | None, unmarked: str) -> list[Artist]:
-    """Give the marked bars their colour and hatch, and return the legend's entries."""
-    if marked is None or not any(marked[1]):
+def _rule(mark: str, values: Sequence[tuple[str, float]], colour: alt.Color, dash: alt.StrokeDash) -> list[alt.Chart]:
+    if not values:
         return []
-    from matplotlib.patches import Patch
+    rows = [{"name": name, mark: value} for name, value in values]
+    where = {mark: alt.X("x:Q") if mark == "x" else alt.Y("y:Q")}
+    return [alt.Chart(_data(rows)).mark_rule(strokeWidth=1.5).encode(**where, color=colour, strokeDash=dash)]
 
-    entry = Patch(label=marked[0])
-    for bar in [*(bar for bar, chosen in zip(bars, marked[1], strict=True) if chosen), entry]:
-        bar.set(facecolor=SERIES_COLOURS[1], hatch="///", edgecolor="#ffffff", linewidth=0.0)
-    return [entry] if all(marked[1]) else [entry, Patch(label=unmarked, color=SERIES_COLOURS[0])]
+
+def _beyond(known: float | None, last: float) -> list[alt.Chart]:
+    """Return a veil over what no data support."""
+    if known is None or known >= last:
+        return []
+    rows = [{"left": known + 0.5, "right": last + 0.5, "why": "not supported by data"}]
+    veil = alt.Chart(_data(rows)).mark_rect(color=PAPER, opacity=0.55)
+    edge = alt.Chart(_data(rows)).mark_rule(color=FAINT, strokeDash=[3, 3])
+    words = alt.Chart(_data(rows)).mark_text(align="right", baseline="top", dx=-4, dy=3, color=FAINT)
+    x = alt.X("left:Q")
+    return [
+        veil.encode(x=x, x2="right:Q", tooltip=alt.Tooltip("why:N", title="beyond")),
+        edge.encode(x=x),
+        words.encode(x=alt.X("right:Q"), y=alt.value(0), text="why:N"),
+    ]
+
+
+def _x_of(figure: Lines, values: np.ndarray[Any, Any]) -> tuple[alt.Scale, alt.Axis]:
+    """Return the scale and the axis of x; ``values`` (n,) are all that are drawn."""
+    low, high = (float(values.min()), float(values.max())) if values.size else (1.0, 1.0)
+    if figure.x_axis == "bytes":
+        powers = range(int(np.floor(np.log2(max(low, 1)))), int(np.ceil(np.log2(max(high, 1)))) + 1)
+        marks = [float(2**power) for power in powers[:: max(1, -(-len(powers) // 5))]]
+        return alt.Scale(type="log", base=2, nice=False), alt.Axis(values=marks, labelExpr=_BYTES, grid=False)
+    if figure.x_axis == "durations":
+        times = [at for at in _MARKED_TIMES if low <= at <= high] or [low]
+        return alt.Scale(type="log", nice=False), alt.Axis(
+            values=times[:: -(-len(times) // 8)], labelExpr=_TIMES, grid=False
+        )
+    if figure.x_axis == "log" and low > 0:
+        return alt.Scale(type="log", nice=False), alt.Axis(format=_NUMBER, tickCount=6, grid=False)
+    axis = alt.Axis(grid=False, tickCount=8, **({"tickMinStep": 1, "format": ",d"} if "x" in figure.whole else {}))
+    if figure.known is not None:
+        return alt.Scale(nice=False, domain=[low - 0.5, high + 0.5]), axis
+    return alt.Scale(zero=False, nice=False, padding=6 if figure.draw == "points" else 0), axis
+
+
+def _lines(figure: Lines, slots: Slots) -> Chart:
+    shown = figure.lines[:LINES_DRAWN]
+    labels = _names([line.label for line in shown])
+    extra = _names([name for name, _ in (*figure.levels, *figure.marks)])
+    tops = [line.y if line.high is None else line.high for line in shown] + [
+        line.dots[1] for line in shown if line.dots
+    ]
+    highest = max([float(top.max()) for top in tops if top.size] + [value for _, value in figure.levels], default=0.0)
+    scale, unit = time_unit(highest) if figure.seconds else (1.0, "")
+    ylabel = f"{figure.ylabel} ({unit})" if unit else figure.ylabel
+    extra = [] if figure.draw == "areas" else extra
+    names, places = [*labels, *extra], _places(labels, figure.family, slots)
+    colours = AREAS if figure.draw == "areas" else SERIES
+    # a line that stands for a fixed value is of the text's colour, as the fifth series is, with a dash of its own
+    paints = [colours[place % len(colours)] for place in places] + [INK] * len(extra)
+    dashes = [_DASHES[place % len(_DASHES)] for place in places] + [[4, 4], [2, 3], [8, 3]][: len(extra)]
+    legend = _legend(names, symbolType="square" if figure.draw == "areas" else "stroke", symbolSize=260)
+    colour = alt.Color("name:N", scale=alt.Scale(domain=names, range=paints), legend=legend)
+    dash = alt.StrokeDash("name:N", scale=alt.Scale(domain=names, range=dashes), legend=legend)
+    everything = np.concatenate([*(line.x for line in shown), *(line.dots[0] for line in shown if line.dots)])
+    x_scale, x_axis = _x_of(figure, everything)
+    x = alt.X("x:Q", scale=x_scale, axis=x_axis, title=figure.xlabel)
+    whole = {"tickMinStep": 1, "format": ",d"} if "y" in figure.whole else {}
+    y_scale = alt.Scale(type="log", nice=False) if figure.log_y else alt.Scale(zero=True)
+    y = alt.Y("y:Q", scale=y_scale, axis=alt.Axis(tickCount=6, gridOpacity=0.6, **whole), title=ylabel)
+    tips = [
+        alt.Tooltip("name:N", title="line"),
+        alt.Tooltip("x:Q", title="x", format=_NUMBER),
+        alt.Tooltip("y:Q", title="y", format=_NUMBER),
+    ]
+    rows = [row for line, name in zip(shown, labels, strict=True) for row in _line_rows(line, name, scale)]
+    if figure.draw == "areas":
+        return _areas(figure, (rows, labels, scale), (x, y, colour, tips))
+    interpolate: Any = "step-after" if figure.draw == "steps" else "linear"
+    base = alt.Chart(_data(rows)).encode(x=x, y=y, color=colour)
+    layers: list[alt.Chart] = _beyond(figure.known, float(everything.max()) if everything.size else 0.0)
+    if any("low" in row for row in rows):
+        banded = alt.Chart(_data([row for row in rows if "low" in row])).mark_area(opacity=0.2, interpolate=interpolate)
+        layers.append(banded.encode(x=x, y=alt.Y("low:Q", title=ylabel, scale=y_scale), y2="high:Q", color=colour))
+        tips = [*tips, *(alt.Tooltip(f"{end}:Q", title=end, format=_NUMBER) for end in ("low", "high"))]
+    layers.append(base.mark_line(interpolate=interpolate, strokeWidth=2).encode(strokeDash=dash))
+    single = {line.label for line in shown if line.x.size == 1}
+    seen = 1.0 if figure.draw == "points" or single else 0.0
+    layers.append(base.mark_point(filled=True, size=45 if seen else 120, opacity=seen).encode(tooltip=tips))
+    dots = [
+        {"name": name, "x": float(at), "y": float(value) * scale}
+        for line, name in zip(shown, labels, strict=True)
+        for at, value in zip(*(line.dots or ((), ())), strict=True)
+    ]
+    if dots:
+        size, opacity = (36, 0.85) if len(dots) < 1000 else (10, 0.4)
+        cloud = alt.Chart(_data(dots)).mark_point(filled=True, size=size, opacity=opacity)
+        layers.append(cloud.encode(x=x, y=y, color=colour, tooltip=tips[:3]))
+    fixed = [value * scale for _, value in figure.levels] + [value for _, value in figure.marks]
+    values = list(zip(extra, fixed, strict=True))
+    layers += _rule("y", values[: len(figure.levels)], colour, dash)
+    layers += _rule("x", values[len(figure.levels) :], colour, dash)
+    return _keyed(alt.layer(*layers).properties(height=230), names)
+
+
+def _line_rows(line: Line, name: str, scale: float) -> list[Row]:
+    rows: list[Row] = [
+        {"name": name, "x": _short(x), "y": _short(y * scale)} for x, y in zip(line.x, line.y, strict=True)
+    ]
+    if line.low is not None and line.high is not None:
+        for row, low, high in zip(rows, line.low, line.high, strict=True):
+            row |= {"low": _short(low * scale), "high": _short(high * scale)}
+    return rows
+
+
+def _short(value: float) -> float:
+    """Return a number with as many digits as a screen can show."""
+    return float(f"{value:.6g}")
+
+
+def _areas(figure: Lines, content: tuple[list[Row], list[str], float], channels: tuple[Any, ...]) -> Chart:
+    rows, names, _ = content
+    x, y, colour, tips = channels
+    area = alt.Chart(_data(rows)).mark_area(interpolate="step-after", stroke=PAPER, strokeWidth=0.3)
+    stack = y.copy()
+    stack["stack"] = "zero"
+    layers: list[alt.Chart] = [area.encode(x=x, y=stack, color=colour, tooltip=tips)]
+    for name, value in figure.levels:
+        level = alt.Chart(_data([{"name": name_of(name), "y": value}]))
+        words = level.mark_text(align="right", baseline="bottom", dy=-2)
+        layers += [
+            level.mark_rule(strokeDash=[4, 4]).encode(y="y:Q"),
+            words.encode(y="y:Q", x=alt.value("width"), text="name:N"),
+        ]
+    return _keyed(alt.layer(*layers).properties(height=260), names)
+
+
+def _lanes_axis(names: Sequence[str]) -> alt.Y:
+    scale = alt.Scale(domain=list(names), paddingInner=0.3, paddingOuter=0.2)
+    axis = alt.Axis(ticks=False, domain=False, labelPadding=6)
+    return alt.Y("name:N", title=None, sort=None, scale=scale, axis=axis)
+
+
+def _bars(figure: Bars, slots: Slots) -> Chart:
+    names = _names([name for name, _ in figure.rows])
+    values = [value for _, value in figure.rows]
+    ends = [end for pair in figure.intervals if pair is not None for end in pair]
+    level = figure.level[1] if figure.level else None
+    extremes = [*values, *ends, *([] if level is None else [level])]
+    scale, unit = time_unit(max(extremes)) if figure.seconds else (1.0, "")
+    start = (level or 1.0) * scale if figure.log else 0.0
+    low, high = min(extremes) * scale, max(extremes) * scale
+    if figure.log:
+        ratio = max(high / low, 1.1)
+        x_scale = alt.Scale(type="log", nice=False, domain=[low / ratio**0.25, high * ratio**0.25])
+    else:
+        x_scale = alt.Scale(nice=False, domain=[0, 1.35 * high if high > 0 else 1.0])
+    axis = alt.Axis(tickCount=5, gridOpacity=0.6)
+    if figure.log:
+        axis = alt.Axis(values=_log_marks(*x_scale.domain), format=_NUMBER, gridOpacity=0.6)
+    x = alt.X("value:Q", scale=x_scale, axis=axis, title=f"{figure.xlabel} ({unit})" if unit else figure.xlabel)
+    rows = _bar_rows(figure, names, scale)
+    kinds = list(dict.fromkeys(row["kind"] for row in rows))
+    if figure.marked is not None:
+        paint = {figure.unmarked: BLUE, figure.marked[0]: "var(--red)"}
+        colours = [paint[kind] for kind in kinds]
+    else:
+        colours = [SERIES[place % len(SERIES)] for place in _places(kinds, figure.family, slots)]
+    legend = _legend(["", ""]) if figure.marked is not None and any(figure.marked[1]) else None
+    colour = alt.Color("kind:N", scale=alt.Scale(domain=kinds, range=colours), legend=legend)
+    tips = [alt.Tooltip("name:N", title="name"), alt.Tooltip("shown:N", title="value")]
+    tips += [alt.Tooltip("interval:N", title="interval")] if ends else []
+    base = alt.Chart(_data(rows)).encode(y=_lanes_axis(names), x=x)
+    layers: list[alt.Chart] = []
+    if figure.dots:
+        layers.append(base.mark_point(filled=True, size=70).encode(color=colour, tooltip=tips))
+    else:
+        layers.append(base.mark_bar().encode(x2=alt.datum(start), color=colour, tooltip=tips))
+    if ends:
+        spread = alt.Chart(_data([row for row in rows if "low" in row])).encode(y=_lanes_axis(names), tooltip=tips)
+        whisker = spread.mark_rule(strokeWidth=1.5).encode(x=alt.X("low:Q", scale=x_scale), x2="high:Q")
+        caps = [
+            spread.mark_tick(thickness=1.5, size=9, color=INK).encode(x=alt.X(f"{end}:Q")) for end in ("low", "high")
+        ]
+        layers += [whisker, *caps]
+    for side, sign in (("left", 1), ("right", -1)):
+        chosen = [row for row in rows if (row["value"] >= start) == (side == "left")]
+        if chosen and not figure.dots:
+            text = alt.Chart(_data(chosen)).mark_text(align=side, dx=5 * sign)  # type: ignore[arg-type]
+            layers.append(text.encode(y=_lanes_axis(names), x=alt.X("text_at:Q"), text="shown:N"))
+    if figure.level is not None:
+        layers += _level(name_of(figure.level[0]), figure.level[1] * scale, right=figure.level[1] * scale > 0.6 * high)
+    return _keyed(alt.layer(*layers).properties(height=_LANE * len(names)), kinds)
+
+
+def _log_marks(low: float, high: float) -> list[float]:
+    """Return where a logarithmic axis is marked: powers of ten, and between them where these are few."""
+    powers = range(int(np.floor(np.log10(low))), int(np.ceil(np.log10(high))) + 1)
+    parts = (1, 2, 5) if len(powers) <= 3 else (1,)
+    marks = [part * 10.0**power for power in powers[:: max(1, len(powers) // 6)] for part in parts]
+    return [mark for mark in marks if low <= mark <= high]
+
+
+def _bar_rows(figure: Bars, names: Sequence[str], scale: float) -> list[Row]:
+    marked = figure.marked[1] if figure.marked is not None else ()
+    rows: list[Row] = []
+    for place, (name, (_, value)) in enumerate(zip(names, figure.rows, strict=True)):
+        said = show_seconds if figure.seconds else _number
+        kind = name if figure.family else "bars"
+        if figure.marked is not None:
+            kind = figure.marked[0] if marked[place] else figure.unmarked
+        row = {"name": name, "value": _short(value * scale), "shown": said(value), "kind": kind}
+        row["text_at"] = row["value"]
+        pair = figure.intervals[place] if figure.intervals else None
+        if pair is not None:
+            row |= {"low": _short(pair[0] * scale), "high": _short(pair[1] * scale)}
+            row |= {"interval": f"{said(pair[0])} .. {said(pair[1])}", "text_at": max(row["value"], row["high"])}
+        if figure.level is not None and 0.8 * figure.level[1] < row["text_at"] / scale < figure.level[1]:
+            row["text_at"] = figure.level[1] * scale  # else the line would go through the letters
+        rows.append(row)
+    return rows
 
 
 def _number(value: float) -> str:
@@ -281,179 +421,114 @@ def _number(value: float) -> str:
     return f"{value:,.0f}" if 1000 <= abs(value) < 1e9 else f"{value:.4g}"
 
 
-@at_both_widths
-def draw_spans(
-    lanes: Sequence[tuple[str, Sequence[Span]]],
-    *,
-    title: str,
-    colours: dict[str, str],
-    mark: tuple[str, float] | None = None,
-) -> str:
-    """Return a lane per named row with its bars over time in seconds; ``colours`` by kind, ``mark`` a named vertical line."""
-    from matplotlib.patches import Patch
-
-    longest = max((span.end for _, spans in lanes for span in spans), default=0.0)
-    longest = max(longest, mark[1] if mark else 0.0)
-    scale, unit = time_unit(longest)
-    with styled(1.1 + 0.36 * len(lanes)) as (figure, axis):
-        for place, (_, spans) in enumerate(lanes):
-            for span in spans:
-                _draw_span(axis, span, place, colours[span.kind], (longest, scale))
-        shown = {span.kind for _, spans in lanes for span in spans}
-        handles = [
-            Patch(facecolor=colour, label=kind, hatch=_hatch(kind), edgecolor="#ffffff", linewidth=0)
-            for kind, colour in colours.items()
-            if kind in shown
-        ]
-        if mark is not None:
-            axis.axvline(mark[1] * scale, color=INK, linestyle="--", linewidth=1.2)
-            at = (mark[1] * scale, -0.5)
-            axis.annotate(mark[0], at, (-4, 0), textcoords="offset points", ha="right", va="bottom", fontsize=9)
-        figure.legend(handles=handles, loc="outside upper right", ncols=4, frameon=False, fontsize=9)
-        axis.set_yticks(range(len(lanes)), [name_of(name) for name, _ in lanes])
-        axis.set_ylim(len(lanes) - 0.5, -0.9)
-        axis.set_xlim(0, 1.01 * longest * scale if longest > 0 else 1.0)
-        axis.set_xlabel(f"time ({unit})")
-        return to_svg(figure, title)
+def _level(name: str, at: float, *, right: bool, dash: Sequence[int] = (5, 4)) -> list[alt.Chart]:
+    """Return a named vertical line, its name above it."""
+    base = alt.Chart(_data([{"name": name, "at": at}])).encode(x=alt.X("at:Q"))
+    words = base.mark_text(align="right" if right else "left", baseline="bottom", dy=-3)
+    return [
+        base.mark_rule(strokeDash=list(dash), strokeWidth=1.4).encode(tooltip=alt.Tooltip("name:N", title="line")),
+        words.encode(y=alt.value(0), text="name:N"),
+    ]
 
 
-def _hatch(kind: str) -> str | None:
-    return "///" if kind == "waiting" else None
-
-
-def _draw_span(axis: Axes, span: Span, place: int, colour: str, size: tuple[float, float]) -> None:
-    """Draw one bar, and its text where there is room; ``size`` is the whole length in seconds, and the axis's scale."""
-    longest, scale = size
-    length = span.end - span.start
-    # white lines between bars that are hardly wider would be all that is seen
-    edge = 0.6 if length > 0.008 * longest else 0.0
-    axis.barh(
-        place,
-        length * scale,
-        left=span.start * scale,
-        height=0.66,
-        color=colour,
-        edgecolor="#ffffff",
-        linewidth=edge,
-        hatch=_hatch(span.kind),
+def _spans(figure: Spans, slots: Slots) -> Chart:
+    names = _names([name for name, _ in figure.lanes])
+    spans = [span for _, lane in figure.lanes for span in lane]
+    longest = max(
+        [span.end for span in spans] + [figure.until] + ([figure.mark[1]] if figure.mark else []), default=0.0
     )
-    if span.text and length > 0.013 * len(span.text) * longest * WIDTH_IN / width_in():
-        middle = (span.start + span.end) / 2 * scale
-        axis.text(middle, place, span.text, ha="center", va="center", fontsize=8, color="#000000")
+    scale, unit = time_unit(longest)
+    rows = [
+        {
+            **{"name": name, "kind": span.kind, "text": name_of(span.text)},
+            **{"start": _short(span.start * scale), "end": _short(span.end * scale)},
+            "shown": show_seconds(span.end - span.start),
+        }
+        for name, (_, lane) in zip(names, figure.lanes, strict=True)
+        for span in lane
+    ]
+    kinds = [kind for kind in KINDS if any(span.kind == kind for span in spans)]
+    colour = alt.Color(
+        "kind:N",
+        scale=alt.Scale(domain=kinds, range=[KINDS[kind] for kind in kinds]),
+        legend=_legend(kinds, symbolType="square"),
+    )
+    domain = [0, 1.01 * longest * scale if longest > 0 else 1.0]
+    scaled = alt.Scale(nice=False, domain=domain)
+    x = alt.X("start:Q", scale=scaled, axis=alt.Axis(tickCount=6, gridOpacity=0.6), title=f"{figure.xlabel} ({unit})")
+    base = alt.Chart(_data(rows)).encode(y=_lanes_axis(names))
+    tips = [
+        alt.Tooltip("name:N", title="lane"),
+        alt.Tooltip("kind:N", title="what"),
+        alt.Tooltip("text:N", title="which"),
+        alt.Tooltip("shown:N", title="takes"),
+        alt.Tooltip("start:Q", title="from", format=_NUMBER),
+        alt.Tooltip("end:Q", title="to", format=_NUMBER),
+    ]
+    bars = base.mark_bar(stroke=PAPER, strokeWidth=_EDGE).encode(x=x, x2="end:Q", color=colour, tooltip=tips)
+    layers: list[alt.Chart] = [bars]
+    if texts := [{**row, "middle": (row["start"] + row["end"]) / 2} for row in rows if row["text"]]:
+        for kind in dict.fromkeys(row["kind"] for row in texts):
+            ink = "var(--on-blue)" if KINDS[kind] == BLUE else "#000000"
+            own = alt.Chart(_data([row for row in texts if row["kind"] == kind]))
+            words = own.mark_text(fontSize=11, color=ink, opacity=_SEEN)
+            layers.append(words.encode(x=alt.X("middle:Q"), y=_lanes_axis(names), text="text:N", tooltip=tips))
+    moments = [
+        {"name": name, "at": _short(at * scale), "shown": show_seconds(at)}
+        for name, (_, ends) in zip(names, figure.ends, strict=False)
+        for at in ends
+    ]
+    if moments:
+        ticks = alt.Chart(_data(moments)).mark_tick(thickness=2, color=BLUE)
+        tip = alt.Tooltip("shown:N", title="iteration ends at")
+        layers.append(ticks.encode(x=alt.X("at:Q"), y=_lanes_axis(names), tooltip=tip))
+    if figure.mark is not None:
+        layers += _level(name_of(figure.mark[0]), figure.mark[1] * scale, right=figure.mark[1] > 0.5 * longest)
+    return _keyed(alt.layer(*layers).properties(height=_LANE * len(names)), kinds)
 
 
-@at_both_widths
-def draw_intervals(rows: Sequence[tuple[str, float, float, float]], *, xlabel: str, title: str) -> str:
-    """Return a dot with whiskers per (name, value, low, high), all above zero, on a logarithmic axis."""
-    with styled(0.9 + 0.34 * len(rows)) as (figure, axis):
-        for place, (_, value, low, high) in enumerate(rows):
-            axis.plot([low, high], [place, place], color=SERIES_COLOURS[0], linewidth=2, marker="|", markersize=11)
-            axis.plot([value], [place], "o", color=SERIES_COLOURS[1], markersize=4)
-        axis.axvline(1.0, color=INK, linestyle=":", linewidth=1)
-        _log_axis(axis)
-        axis.set_yticks(range(len(rows)), [name_of(name) for name, *_ in rows])
-        axis.set_ylim(len(rows) - 0.5, -0.5)
-        axis.set_xlabel(xlabel)
-        return to_svg(figure, title)
-
-
-@at_both_widths
-def draw_timeline(panels: Sequence[Panel]) -> str:
-    """Return timelines one under the other on one time axis, the makespan marked in each."""
-    import matplotlib as mpl
-    from matplotlib.figure import Figure
-    from matplotlib.patches import Patch
-
-    scale, unit = time_unit(max(panel.makespan_s for panel in panels))
-    lanes = sum(len(panel.lanes) for panel in panels)
-    with mpl.rc_context(STYLE):
-        figure = Figure(figsize=(width_in(), 1.1 + 0.42 * lanes + 0.45 * len(panels)), layout="constrained")
-        ratios = [len(panel.lanes) for panel in panels]
-        axes = figure.subplots(len(panels), 1, sharex=True, squeeze=False, height_ratios=ratios)[:, 0]
-        for axis, panel in zip(axes, panels, strict=True):
-            _draw_panel(axis, panel, scale, unit)
-        axes[-1].set_xlabel(f"time in the step ({unit})")
-        kinds = {kind for panel in panels for lane in panel.lanes for kind in lane.kinds}
-        patches = [Patch(color=colour, label=kind) for kind, colour in KIND_COLOURS.items() if kind in kinds]
-        figure.legend(handles=patches, loc="outside upper right", ncols=3, frameon=False)
-        return to_svg(figure, "Timeline of one step: compute and channels")
-
-
-def _draw_panel(axis: Axes, panel: Panel, scale: float, unit: str) -> None:
-    resolution = panel.makespan_s * _RESOLUTION
-    for place, lane in enumerate(panel.lanes):
-        for kind, colour in KIND_COLOURS.items():
-            chosen = np.array([bar == kind for bar in lane.kinds], dtype=bool)
-            spans = [
-                (start * scale, (end - start) * scale)
-                for start, end in merge_bars(lane.start_s[chosen], lane.end_s[chosen], resolution)
-            ]
-            axis.broken_barh(spans, (place - 0.4, 0.8), facecolors=colour, linewidth=0)
-        for text, start, end in zip(lane.labels, lane.start_s, lane.end_s, strict=False):
-            if text and end - start > 0.014 * len(text) * panel.makespan_s * WIDTH_IN / width_in():
-                middle = (start + end) / 2 * scale
-                axis.text(middle, place, text, ha="center", va="center", fontsize=8, color=ON_BLUE)
-                axis.vlines((start * scale, end * scale), place - 0.4, place + 0.4, color=ON_BLUE, linewidth=0.6)
-    axis.axvline(panel.makespan_s * scale, color=INK, linewidth=1, linestyle="--")
-    axis.set_yticks(range(len(panel.lanes)), [lane.name for lane in panel.lanes])
-    axis.set_ylim(len(panel.lanes) - 0.4, -0.6)
-    axis.set_xlim(left=0)
-    axis.set_title(f"{panel.title}: {panel.makespan_s * scale:.3g} {unit}", loc="left", fontsize=10)
-
-
-def merge_bars(start: NDArray[np.float64], end: NDArray[np.float64], resolution: float) -> list[tuple[float, float]]:
-    """Return the bars in order of time with gaps below ``resolution`` closed; empty bars are left out."""
-    merged: list[tuple[float, float]] = []
-    for place in np.lexsort((end, start)):
-        low, high = float(start[place]), float(end[place])
-        if high <= low:
-            continue
-        if merged and low - merged[-1][1] < resolution:
-            merged[-1] = (merged[-1][0], max(merged[-1][1], high))
-        else:
-            merged.append((low, high))
-    return merged
-
-
-@at_both_widths
-def draw_phases(rows: Sequence[tuple[str, Mapping[str, float]]]) -> str:
-    """Return stacked bars of seconds per phase (compute, wait, sync) for each named row."""
-    from matplotlib.patches import Patch
-
-    scale, unit = time_unit(max(sum(phases.values()) for _, phases in rows))
-    with styled(1.2 + 0.45 * len(rows)) as (figure, axis):
-        for place, (_, phases) in enumerate(rows):
-            left = 0.0
-            for phase, colour in PHASE_COLOURS.items():
-                width = phases.get(phase, 0.0) * scale
-                hatch = "//" if phase == "wait" else None
-                axis.barh(
-                    place, width, left=left, height=0.6, color=colour, hatch=hatch, edgecolor="white", linewidth=0
-                )
-                left += width
-        axis.set_yticks(range(len(rows)), [name for name, _ in rows])
-        axis.set_ylim(len(rows) - 0.4, -0.6)
-        axis.set_xlabel(f"median step ({unit})")
-        handles = [
-            Patch(
-                facecolor=colour, label=phase, hatch="///" if phase == "wait" else None, edgecolor="white", linewidth=0
-            )
-            for phase, colour in PHASE_COLOURS.items()
-        ]
-        figure.legend(handles=handles, loc="outside upper right", ncols=3, frameon=False)
-        return to_svg(figure, "Where each rank's step goes")
-
-
-def lanes_of(
-    names: Iterable[str],
-    resource: NDArray[np.int32],
-    spans: tuple[NDArray[np.float64], NDArray[np.float64]],
-    kinds: Sequence[str],
-) -> list[Lane]:
-    """Return one lane per resource, compute first, from the ops' resource indices, (start, end) in seconds and kinds."""
-    start, end = spans
-    lanes = []
-    for number, name in sorted(enumerate(names), key=lambda item: (not item[1].startswith("compute"), item[0])):
-        chosen = np.flatnonzero(resource == number)
-        lanes.append(Lane(name=name, start_s=start[chosen], end_s=end[chosen], kinds=[kinds[int(op)] for op in chosen]))
-    return lanes
+def _heat(figure: Heat, slots: Slots) -> Chart:
+    ratio = float(np.sqrt(figure.y[1] / figure.y[0]))
+    rows = [
+        # a little over its neighbours, or the paper would be seen between them
+        {"left": at - 0.5, "right": at + 0.52, "low": _short(y / ratio), "high": _short(y * ratio**1.2)}
+        | {"x": at, "y": round(float(y)), "value": _short(value)}
+        for at, column in zip(figure.x.tolist(), figure.values, strict=True)
+        for y, value in zip(figure.y, column, strict=True)
+        if np.isfinite(value)
+    ]
+    x_axis = alt.Axis(grid=False, tickMinStep=1, format=",d", tickCount=8)
+    x = alt.X(
+        "left:Q",
+        scale=alt.Scale(nice=False, zero=False, clamp=True, domain=[figure.x[0] - 0.5, figure.x[-1] + 0.5]),
+        axis=x_axis,
+        title=figure.xlabel,
+    )
+    ends = [float(figure.y[0] / ratio), float(figure.y[-1] * ratio)]
+    y_axis = alt.Axis(format=_NUMBER, tickCount=5, grid=False)
+    y = alt.Y(
+        "low:Q", scale=alt.Scale(type="log", nice=False, clamp=True, domain=ends), axis=y_axis, title=figure.ylabel
+    )
+    legend = alt.Legend(type="gradient", orient="top", title=figure.what, gradientLength=180, titleLimit=300)
+    colour = alt.Color("value:Q", scale=alt.Scale(scheme="cividis", domainMin=0), legend=legend)
+    tips = [
+        alt.Tooltip(f"{name}:Q", title=title, format=_NUMBER)
+        for name, title in (("x", "count"), ("y", "total batch"), ("value", "goodput"))
+    ]
+    map_ = alt.Chart(_data(rows)).mark_rect(strokeWidth=0)
+    best = [{"x": at, "y": float(y)} for at, y in zip(figure.x.tolist(), figure.best, strict=True) if np.isfinite(y)]
+    line = alt.Chart(_data(best)).encode(x=alt.X("x:Q"), y=alt.Y("y:Q"))
+    tip = [alt.Tooltip("x:Q", title="count"), alt.Tooltip("y:Q", title="best batch", format=_NUMBER)]
+    layers: list[alt.Chart] = [
+        map_.encode(x=x, x2="right:Q", y=y, y2="high:Q", color=colour, tooltip=tips),
+        line.mark_line(color="#ffffff", strokeWidth=4),
+        line.mark_line(color="#000000", strokeWidth=1.5),
+        line.mark_point(color="#000000", filled=True, size=30).encode(tooltip=tip),
+        *_beyond(figure.known, float(figure.x[-1])),
+    ]
+    for name, at in figure.marks:
+        mark = alt.Chart(_data([{"name": name, "at": at}])).mark_rule(
+            color="var(--red)", strokeDash=[5, 4], strokeWidth=2
+        )
+        layers.append(mark.encode(x=alt.X("at:Q"), tooltip=alt.Tooltip("name:N", title="line")))
+    return _keyed(alt.layer(*layers).properties(height=260), [])

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import functools
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
+from ddltool.analyzers.goodput.fit import ASSUMED_ERROR, Problem
 from ddltool.analyzers.goodput.observations import Observations, from_frame
-from ddltool.analyzers.goodput.throughput import iteration_time_s
-from ddltool.analyzers.goodput.tuning import BatchLimits, Frontier, frontier
-from ddltool.analyzers.reporting.charts import LINES_DRAWN, Line, draw_intervals, draw_lines
+from ddltool.analyzers.goodput.throughput import iteration_time_s, log_times
+from ddltool.analyzers.goodput.tuning import BatchLimits, Frontier, frontier, goodput_grid
+from ddltool.analyzers.reporting.figures import LINES_DRAWN, Array, Bars, Figure, Heat, Line, Lines
 from ddltool.analyzers.reporting.section import Picture, Section, Table, counted, few, filled, listed, shortened
-from ddltool.analyzers.reporting.style import at_both_widths
 from ddltool.errors import Infeasible, InputError, visible
 from ddltool.goodput_model import DeviceGoodput, Goodput, ThroughputParams
 from ddltool.units import show_bytes, show_seconds
@@ -19,6 +22,11 @@ from ddltool.units import show_bytes, show_seconds
 if TYPE_CHECKING:
     import pandas as pd
 
+# Placements with a curve of their own in a figure; the measured points of the others would only clutter it.
+_CURVES_DRAWN = 5
+# Two-sided 90 % of a normal error.
+_QUANTILE = 1.645
+_HEAT_ROWS = 32
 _DEVICES_SHOWN = 6
 # A model this far off (a factor of 1.35 on average) is no model of these rows.
 _POOR_RMSLE = 0.3
@@ -42,25 +50,14 @@ def profile_section(frame: pd.DataFrame, name: str, models: Sequence[tuple[str, 
         if drawn is None:
             continue
         rows, params = drawn
-        draw = _curves(
-            {shortened(visible(key), 40): value for key, value in rows.items()},
-            {shortened(visible(key), 40): value for key, value in params.items()},
-        )
         caption = f"Points are measured, lines are {model_name}; nine of ten measured steps should lie in the bands."
         table = _profile_table(frame, params)
-        picture = Picture(draw=draw, caption=caption, label="measured", table=table)
+        picture = Picture(figures=fit_figures(rows, params), caption=caption, label="measured", table=table)
         return Section(title=f"Profile: {name}", lead=lead, blocks=[picture])
     lead.append("No fitted model of these devices is among the files, so there are no curves.")
-    draw, caption = _points(frame)
-    picture = Picture(draw=draw, caption=caption, label="measured", table=table)
+    figure, caption = _points(frame)
+    picture = Picture(figures=[figure], caption=caption, label="measured", table=table)
     return Section(title=f"Profile: {name}", lead=lead, blocks=[picture])
-
-
-@at_both_widths
-def _curves(rows: Mapping[str, Observations], params: Mapping[str, ThroughputParams]) -> str:
-    from ddltool.analyzers.goodput.picture import fit_picture  # it loads matplotlib
-
-    return fit_picture(rows, params).decode()
 
 
 def _fitted(frame: pd.DataFrame, fitted: Goodput) -> tuple[dict[str, Observations], dict[str, ThroughputParams]] | None:
@@ -75,7 +72,7 @@ def _fitted(frame: pd.DataFrame, fitted: Goodput) -> tuple[dict[str, Observation
     return rows, params
 
 
-def _points(frame: pd.DataFrame) -> tuple[Callable[[], str], str]:
+def _points(frame: pd.DataFrame) -> tuple[Lines, str]:
     """Return the measured points of each placement, and a remark where not all are drawn."""
     lines = []
     for (device, nodes, replicas), part in frame.groupby(["device", "num_nodes", "num_replicas"]):
@@ -86,17 +83,17 @@ def _points(frame: pd.DataFrame) -> tuple[Callable[[], str], str]:
         )
         lines.append(Line(label=label, x=batch, y=ordered["step_time_s"].to_numpy(dtype=float)))
     some = f" The first {LINES_DRAWN} of {len(lines)} placements are drawn." if len(lines) > LINES_DRAWN else ""
-    draw = draw_lines(
-        lines,
+    figure = Lines(
+        lines=lines,
         xlabel="local batch size (samples)",
         ylabel="step time",
         title="Measured step times",
         draw="points",
         seconds=True,
-        log_x=bool(frame["local_batch_size"].max() > _WIDE_RANGE * frame["local_batch_size"].min()),
+        x_axis="log" if frame["local_batch_size"].max() > _WIDE_RANGE * frame["local_batch_size"].min() else "linear",
         whole="x",
     )
-    return draw, f"Median step times.{some}"
+    return figure, f"Median step times.{some}"
 
 
 def _profile_table(frame: pd.DataFrame, params: Mapping[str, ThroughputParams] | None) -> Table:
@@ -197,7 +194,7 @@ def _errors(device: str, record: Goodput | DeviceGoodput) -> list[str]:
 
 def _parameters(device: str, record: Goodput | DeviceGoodput) -> Picture | Table:
     """Return the parameters as a table, under a picture of their intervals where there are any."""
-    rows, drawn = [], []
+    rows, shares, intervals = [], [], []
     for key, value in record.params.model_dump().items():
         shown = (lambda one: f"{one:.3g}") if key == "gamma" else _short_seconds
         interval = record.intervals.get(key)
@@ -207,7 +204,8 @@ def _parameters(device: str, record: Goodput | DeviceGoodput) -> Picture | Table
             low, high = shown(interval.low), "no limit" if interval.high is None else shown(interval.high)
             if value > 0 and interval.high is not None and not interval.reason and 1e-3 < interval.high / value < 1e4:
                 floor = 1e-2  # an interval down to zero has no end on a logarithmic axis
-                drawn.append((key, 1.0, max(interval.low / value, floor), max(interval.high / value, floor)))
+                shares.append((key, 1.0))
+                intervals.append((max(interval.low / value, floor), max(interval.high / value, floor)))
             outside = value < interval.low or (interval.high is not None and value > interval.high)
             source = interval.reason or (f"{source}, outside its interval" if outside else source)
         rows.append((key, shown(value), low, high, source))
@@ -218,16 +216,22 @@ def _parameters(device: str, record: Goodput | DeviceGoodput) -> Picture | Table
         rows=rows,
         label="predicted",
     )
-    if not drawn:
+    if not shares:
         return table
-    draw = draw_intervals(
-        drawn, xlabel="90 % interval over the fitted value", title="Intervals of the fitted parameters"
+    figure = Bars(
+        rows=shares,
+        intervals=intervals,
+        xlabel="90 % interval over the fitted value",
+        title="Intervals of the fitted parameters",
+        level=("fitted", 1.0),
+        log=True,
+        dots=True,
     )
     caption = f"How surely the rows determine each parameter{of}: the shorter, the surer; cut at 0.01."
-    missing = [row[0] for row in rows if row[0] not in {name for name, *_ in drawn}]
+    missing = [row[0] for row in rows if row[0] not in {name for name, _ in shares}]
     if missing:
         caption += f" Not drawn, for they have no interval or an unlimited one: {', '.join(missing)}."
-    return Picture(draw=draw, caption=caption, label="predicted", table=table)
+    return Picture(figures=[figure], caption=caption, label="predicted", table=table)
 
 
 def _short_seconds(seconds: float) -> str:
@@ -283,13 +287,19 @@ def _heat(
     )
     noise = math.inf if noise_scale is None else noise_scale
     known, why = _known_until(device, record, profile)
-    from ddltool.analyzers.goodput.picture import noun_of
-
     noun = noun_of(name)
     try:
         found = frontier(params, _REPLICAS, limits, noise_scale=noise, replicas_per_node=_REPLICAS_PER_NODE)
         pays = frontier(params, known, limits, noise_scale=noise, replicas_per_node=_REPLICAS_PER_NODE).pays_until
-        draw = _map(params, limits, noise, known, noun)
+        figures = goodput_figures(
+            params,
+            _REPLICAS,
+            limits,
+            noise_scale=noise,
+            replicas_per_node=_REPLICAS_PER_NODE,
+            known=known,
+            noun=noun,
+        )
     except (InputError, Infeasible, ArithmeticError, ValueError) as error:
         return f"No goodput map: {error}."
     of = f" of {device}" if device else ""
@@ -299,22 +309,7 @@ def _heat(
         f"Goodput{of} over {noun}s ({_REPLICAS_PER_NODE} per node) and total batch, {sort}; initial batch {first:,}, local "
         f"batches up to {most:,} ({bound}). {_pays_words(pays, known, why, noun)}"
     )
-    return Picture(draw=draw, caption=caption, label="predicted", table=_heat_table(found, known, noun))
-
-
-@at_both_widths
-def _map(params: ThroughputParams, limits: BatchLimits, noise_scale: float, known: int, noun: str) -> str:
-    from ddltool.analyzers.goodput.picture import goodput_picture
-
-    return goodput_picture(
-        params,
-        _REPLICAS,
-        limits,
-        noise_scale=noise_scale,
-        replicas_per_node=_REPLICAS_PER_NODE,
-        known=known,
-        noun=noun,
-    ).decode()
+    return Picture(figures=figures, caption=caption, label="predicted", table=_heat_table(found, known, noun))
 
 
 def _pays_words(pays: int, known: int, why: str, noun: str) -> str:
@@ -324,7 +319,7 @@ def _pays_words(pays: int, known: int, why: str, noun: str) -> str:
     until = (
         f"As far as that, scaling pays until {pays}." if pays < known else "Whether scaling pays beyond is not known."
     )
-    return f"Beyond {counted(known, noun)} (hatched, dashed) no data support it: {why}. {until}"
+    return f"Beyond {counted(known, noun)} (faded, dashed) no data support it: {why}. {until}"
 
 
 def _heat_table(found: Frontier, known: int, noun: str) -> Table:
@@ -348,4 +343,159 @@ def _heat_table(found: Frontier, known: int, noun: str) -> Table:
         rows=rows,
         label="predicted",
         head=8,
+    )
+
+
+def fit_figures(devices: Mapping[str, Observations], params: Mapping[str, ThroughputParams]) -> list[Figure]:
+    """Return the fitted step time over the local batch, with the measured points, a figure per device type.
+
+    ``devices``: the rows that were fitted; ``params``: the model of each. The lines are placements (nodes x replicas), at
+    most five, from the one with fewest replicas to the one with most; the bands are where nine of ten measured steps
+    should lie: the uncertainty of the model and the scatter of the rows about it. Of more than six types those with most
+    rows are drawn.
+    """
+    names = sorted(devices, key=lambda name: -len(devices[name]))[:_DEVICES_SHOWN]
+    return [_fit_figure(name, devices[name], params[name], headed=len(devices) > 1) for name in names]
+
+
+def noun_of(device: str) -> str:
+    """Return what one replica on a device is called: GPU, and replica on a CPU or where nothing names the device."""
+    return "GPU" if device and not device.casefold().startswith("cpu") else "replica"
+
+
+def _fit_figure(name: str, rows: Observations, params: ThroughputParams, *, headed: bool) -> Lines:
+    # the points of one number of accumulation steps: others lie on other curves
+    steps, counts = np.unique(rows.accumulation_steps, return_counts=True)
+    passes = float(steps[counts.argmax()])
+    rows = rows.take(rows.accumulation_steps == passes)
+    batches = np.unique(rows.local_batch_size)
+    line = np.geomspace(batches[0], batches[-1], 40) if len(batches) > 1 else batches[:1]
+    lines = []
+    for nodes, replicas in _placements(rows):
+        own = rows.take((rows.num_nodes == nodes) & (rows.num_replicas == replicas))
+        middle = np.asarray(iteration_time_s(params, nodes, replicas, line, passes))
+        spread = np.exp(_QUANTILE * _deviation(rows, params, nodes, replicas, line, passes))
+        noun = f"{noun_of(name)}{'s' if replicas > 1 else ''}"
+        label = f"{replicas:.0f} {noun}" + (f" on {nodes:.0f} nodes" if nodes > 1 else "")
+        dots = (own.local_batch_size, own.step_time_s)
+        lines.append(Line(label=label, x=line, y=middle, low=middle / spread, high=middle * spread, dots=dots))
+    extra = f", {passes:.0f} accumulation steps" if passes else ""
+    return Lines(
+        title=name or "fitted step times over the measured ones",
+        headed=headed,
+        lines=lines,
+        xlabel="local batch size (samples per replica and pass)",
+        ylabel=f"step time{extra}",
+        seconds=True,
+        x_axis="log" if batches[-1] > 8 * batches[0] else "linear",
+        log_y=bool(rows.step_time_s.max() > 8 * rows.step_time_s.min()),
+    )
+
+
+def _placements(rows: Observations) -> list[tuple[float, float]]:
+    """Return up to five placements, spread evenly from the fewest replicas to the most."""
+    pairs, counts = np.unique(np.stack([rows.num_replicas, rows.num_nodes]), axis=1, return_counts=True)
+    # curves of a single point say little, unless there is nothing else
+    long = pairs[:, counts > 1] if (counts > 1).any() else pairs
+    chosen = np.unique(np.linspace(0, long.shape[1] - 1, _CURVES_DRAWN).round().astype(int))
+    return [(float(long[1, i]), float(long[0, i])) for i in chosen]
+
+
+def _deviation(
+    rows: Observations, params: ThroughputParams, nodes: float, replicas: float, batch: Array, passes: float
+) -> Array:
+    """Return the standard deviation of a measured log step time about the curve, shape of ``batch``, to first order."""
+    problem = Problem(rows)
+    point = problem.start_from(params)
+    _, jacobian = problem.residuals(point)
+    variance = max((problem.scatter(point) or ASSUMED_ERROR) ** 2, 1e-12)
+    index = np.flatnonzero(problem.free)
+    information = jacobian[:, index].T @ jacobian[:, index] * len(rows) / variance
+    # a parameter that the rows do not determine is taken as known to a factor of e: the line is drawn all the same
+    covariance = np.linalg.inv(information + np.eye(len(index)))
+    everywhere = np.ones_like(batch)
+    slopes = log_times(problem.values(point), nodes * everywhere, replicas * everywhere, batch, passes)[3][:, index]
+    made: Array = np.sqrt(variance + np.einsum("bi,ij,bj->b", slopes, covariance, slopes))
+    return made
+
+
+def goodput_figures(
+    params: ThroughputParams,
+    max_replicas: int,
+    limits: BatchLimits,
+    *,
+    noise_scale: float,
+    replicas_per_node: int,
+    threshold: float = 0.5,
+    known: int | None = None,
+    noun: str = "GPU",
+) -> list[Figure]:
+    """Return goodput over (GPUs, total batch) as a heat map, with the best batch of each count, and goodput over GPUs.
+
+    In the second, efficient counts (no smaller one has as much) have a dot, and a line shows what further GPUs would have
+    to reach to bring ``threshold`` of what the first does. Beyond ``known`` GPUs, of which no measurement speaks, nothing
+    is said about what pays. Arguments and errors as for :func:`~ddltool.analyzers.goodput.tuning.frontier`.
+    """
+    known = max_replicas if known is None else min(known, max_replicas)
+    up_to = functools.partial(
+        frontier,
+        params,
+        limits=limits,
+        noise_scale=noise_scale,
+        replicas_per_node=replicas_per_node,
+        threshold=threshold,
+    )
+    found, pays = up_to(max_replicas), up_to(known).pays_until
+    # one batch far above the best would only make the map small
+    best = int(found.tuned.total_batch_size[found.tuned.feasible].max())
+    top = min(limits.max_batch_size, max(4 * best, 2 * limits.initial_batch_size))
+    batches = np.geomspace(limits.initial_batch_size, max(top, limits.initial_batch_size + 1), _HEAT_ROWS)
+    least = "at least " if pays == known < max_replicas else ""
+    marks = [(f"scaling pays {least}until {pays}", float(pays))]
+    xlabel = f"{noun}s ({replicas_per_node} per node)"
+    heat = Heat(
+        title=f"Goodput over {noun}s and total batch size",
+        x=found.num_replicas.astype(float),
+        y=batches,
+        values=goodput_grid(params, found.num_nodes, found.num_replicas, batches, limits, noise_scale=noise_scale),
+        best=np.where(found.tuned.feasible, found.tuned.total_batch_size, np.nan),
+        xlabel=xlabel,
+        ylabel="total batch size (samples)",
+        what="goodput (useful samples/s); black: best batch",
+        marks=marks,
+        known=known,
+    )
+    over = Lines(
+        title=f"Goodput over {noun}s, and its efficient frontier",
+        lines=_frontier_lines(found, (pays, known), threshold, noun),
+        xlabel=xlabel,
+        ylabel="goodput (useful samples/s)",
+        whole="x",
+        marks=marks,
+        known=known,
+    )
+    return [heat, over]
+
+
+def _frontier_lines(found: Frontier, pays: tuple[int, int], threshold: float, noun: str) -> list[Line]:
+    """Return the best goodput of each count, dots where it is efficient, and what further GPUs would have to bring."""
+    until, known = pays
+    can, replicas, goodput = found.tuned.feasible, found.num_replicas.astype(float), found.tuned.goodput_per_s
+    sure, rest = can & (replicas <= known), can & (replicas >= known)
+    chosen = found.efficient & sure
+    first = int(np.flatnonzero(can)[0])
+    slope = threshold * goodput[first] / replicas[first]
+    # beyond the count until which scaling pays, all goodput lies below this line
+    x = np.array([float(until), float(known)])
+    lines = [
+        Line(
+            label="best (dots: no fewer give as much)",
+            x=replicas[sure],
+            y=goodput[sure],
+            dots=(replicas[chosen], goodput[chosen]),
+        ),
+        Line(label=f"{threshold:.0%} of the first {noun}'s for each", x=x, y=goodput[until - 1] + slope * (x - until)),
+    ]
+    return (
+        lines if known >= len(replicas) else [*lines, Line(label="beyond the data", x=replicas[rest], y=goodput[rest])]
     )

@@ -10,7 +10,7 @@ import numpy as np
 from ddltool.analyzers.communication.efficiency import Bounds, bounds, efficiency
 from ddltool.analyzers.communication.order import tac, tic
 from ddltool.analyzers.communication.timeline import Simulator, Timeline
-from ddltool.analyzers.reporting.charts import Lane, Panel, draw_timeline, lanes_of
+from ddltool.analyzers.reporting.figures import Span, Spans, merged
 from ddltool.analyzers.reporting.section import Picture, Section, Table, counted, shortened
 from ddltool.graph import KINDS, RECV, Graph
 from ddltool.results import (
@@ -87,46 +87,43 @@ def _verdict(limits: Bounds, orders: Mapping[str, _Ordered]) -> str:
 
 def _timeline(graph: Graph, orders: Mapping[str, _Ordered]) -> Picture:
     """Return the timelines of the random order and TAC's; under them the parameters in TAC's order."""
-    panels = []
-    for name in ("random", "TAC"):
-        made = orders[name]
-        kinds = [KINDS[kind] for kind in graph.kind]
-        lanes = lanes_of(graph.resource_names, graph.resource, (made.timeline.start_s, made.timeline.end_s), kinds)
-        if made.priority is not None:
-            lanes = [
-                _labelled(graph, lane, number, made) for lane, number in zip(lanes, _lane_order(graph), strict=True)
-            ]
-        panels.append(
-            Panel(title=f"{name} order", lanes=lanes[:_LANES_DRAWN], makespan_s=max(made.timeline.makespan_s, 1e-12))
+    shown = ("random", "TAC")
+    longest = max(orders[name].timeline.makespan_s for name in shown)
+    figures = [
+        Spans(
+            title=f"{name} order: {show_seconds(orders[name].timeline.makespan_s)}",
+            headed=True,
+            lanes=_lanes(graph, orders[name])[:_LANES_DRAWN],
+            xlabel="time in the step",
+            until=longest,
+            mark=("ends", orders[name].timeline.makespan_s),
         )
+        for name in shown
+    ]
     resources = len(graph.resource_names)
     caption = "One step: what each resource does when; numbers on transfers are TAC's priorities, 0 first."
     if len(graph.of_kind(RECV)) > _LABELLED:
         caption = "One step: what each resource does when. Bars too close to be told apart are drawn as one."
     if resources > _LANES_DRAWN:
         caption += f" {_LANES_DRAWN} of {resources} resources are drawn."
-    return Picture(
-        draw=draw_timeline(panels),
-        caption=caption,
-        label="simulated",
-        table=_transfers(graph, orders["TAC"]) if len(graph.of_kind(RECV)) else None,
-    )
+    table = _transfers(graph, orders["TAC"]) if len(graph.of_kind(RECV)) else None
+    return Picture(figures=figures, caption=caption, label="simulated", table=table)
 
 
-def _lane_order(graph: Graph) -> list[int]:
-    """Return the resources' numbers in the order of :func:`lanes_of`."""
-    named = enumerate(graph.resource_names)
-    return [number for number, _ in sorted(named, key=lambda item: (not item[1].startswith("compute"), item[0]))]
+def _lanes(graph: Graph, made: _Ordered) -> list[tuple[str, list[Span]]]:
+    """Return what each resource does when, compute first; transfers have their priorities on them where these are few."""
+    priority = (made.priority or {}) if len(graph.of_kind(RECV)) <= _LABELLED else {}
+    times = made.timeline
+    lanes: dict[str, list[Span]] = {name: [] for name in sorted(graph.resource_names, key=_compute_first)}
+    for op, resource in enumerate(graph.resource.tolist()):
+        text = str(priority.get(graph.names[op], ""))
+        span = Span(float(times.start_s[op]), float(times.end_s[op]), KINDS[graph.kind[op]], text)
+        lanes[graph.resource_names[resource]].append(span)
+    return [(name, merged(spans, times.makespan_s)) for name, spans in lanes.items()]
 
 
-def _labelled(graph: Graph, lane: Lane, resource: int, made: _Ordered) -> Lane:
-    """Return a lane with priorities on its recv bars, where these are few."""
-    priority = made.priority or {}
-    ops = np.flatnonzero(graph.resource == resource)
-    if len(graph.of_kind(RECV)) > _LABELLED:
-        return lane
-    labels = [str(priority.get(graph.names[op], "")) for op in ops]
-    return Lane(name=lane.name, start_s=lane.start_s, end_s=lane.end_s, kinds=lane.kinds, labels=labels)
+def _compute_first(resource: str) -> bool:
+    return not resource.startswith("compute")
 
 
 def _transfers(graph: Graph, made: _Ordered) -> Table:

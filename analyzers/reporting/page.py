@@ -1,7 +1,14 @@
-"""One self-contained page: no network, no scripts; light and dark, phone and print. Start at :func:`render`."""
+"""One self-contained page that asks for nothing and runs one script of its own; light and dark, phone and print.
+
+Start at :func:`render`. What artifacts hold is text, or data in a block that no browser runs; a policy in the page's head
+names the script by its hash and forbids every other one, and every address.
+"""
 
 from __future__ import annotations
 
+import base64
+import hashlib
+import json
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -10,6 +17,7 @@ from pathlib import Path
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup, escape
 
+from ddltool.analyzers.reporting.charts import CONFIG, Slots, Spec, script, spec
 from ddltool.analyzers.reporting.section import Picture, Section, Table
 from ddltool.errors import shortened, visible
 
@@ -19,19 +27,43 @@ _LONGEST_CELL, _LONGEST_WORD, _LONGEST_HEAD, _LONGEST_TITLE, _WRAPPED_FROM = 160
 _MOST_ROWS = 300
 _FIGURE = re.compile(r"[<>=x+\-−]*\s*(\d|inf\b)")
 _UNITS = re.compile(r"(?<=\d) (?=(?:s|ms|us|ns|B|KiB|MiB|GiB|TiB)\b)")
-# Colours of pictures that the page changes in dark mode: a picture's own blue is too dark there for thin lines.
-PICTURE_COLOURS = (("#0072b2", "var(--blue)"), ("#fffffe", "var(--on-blue)"), ("#fefffe", "var(--paper)"))
 
 
 def render(title: str, sections: Sequence[Section], *, summary: Sequence[str], generated_by: str) -> str:
-    """Return the page as HTML text. All text is escaped; only the pictures' SVG is taken as it is."""
+    """Return the page as HTML text. All text is escaped."""
     environment = Environment(
         loader=FileSystemLoader(TEMPLATE.parent), autoescape=True, undefined=StrictUndefined, keep_trailing_newline=True
     )
-    environment.globals["grid_of"] = _grid
-    environment.filters |= {"drawing": _drawing, "plain": visible, "sentence": _sentence, "title_of": _title}
+    slots: Slots = {}
+    charts: list[Spec] = []
+
+    def hosts(picture: Picture) -> list[tuple[str, str]]:
+        """Return (id, what it shows) of the places into which the script draws a picture's figures."""
+        charts.extend(spec(figure, slots) for figure in picture.figures)
+        first = len(charts) - len(picture.figures)
+        return [(f"chart-{first + place}", figure.title) for place, figure in enumerate(picture.figures)]
+
+    environment.globals |= {"grid_of": _grid, "hosts_of": hosts, "script_hash": _hash_of(script())}
+    environment.filters |= {"plain": visible, "sentence": _sentence, "title_of": _title}
     page = environment.get_template(TEMPLATE.name)
-    return page.render(title=title, sections=sections, summary=summary, generated_by=generated_by)
+    text = page.render(title=title, sections=sections, summary=summary, generated_by=generated_by)
+    return text.replace(_DRAWING, _drawing(charts), 1) if charts else text.replace(_DRAWING, "", 1)
+
+
+# Stands in the template where the script goes, in a form that no escaped text can take.
+_DRAWING = "<!-- drawing -->"
+
+
+def _drawing(charts: Sequence[Spec]) -> str:
+    """Return the specifications as a block of data, and the script that draws them."""
+    data = json.dumps({"config": CONFIG, "charts": charts}, separators=(",", ":"))
+    for letter in "<>&":
+        data = data.replace(letter, f"\\u{ord(letter):04x}")
+    return f'<script type="application/json" id="charts">{data}</script>\n<script>{script()}</script>'
+
+
+def _hash_of(text: str) -> str:
+    return base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()
 
 
 def _sentence(text: str) -> str:
@@ -41,13 +73,6 @@ def _sentence(text: str) -> str:
 
 def _title(text: str) -> str:
     return visible(shortened(text, _LONGEST_TITLE))
-
-
-def _drawing(picture: Picture) -> Markup:
-    svg = picture.draw()
-    for own, variable in PICTURE_COLOURS:
-        svg = svg.replace(own, variable)
-    return Markup(svg)
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,10 +8,8 @@ from pathlib import PurePath
 import numpy as np
 
 from ddltool.analyzers.communication.collectives import share_saved
-from ddltool.analyzers.reporting.charts import Line as ChartLine
-from ddltool.analyzers.reporting.charts import Span, draw_bars, draw_lines, draw_spans
+from ddltool.analyzers.reporting.figures import Bars, Line, Lines, Span, Spans
 from ddltool.analyzers.reporting.section import Picture, Section, Table, counted, filled, shortened
-from ddltool.analyzers.reporting.style import COMPUTE_COLOUR, SERIES_COLOURS, WAIT_COLOUR
 from ddltool.decision import Decision, Option
 from ddltool.plan import (
     Alternative,
@@ -28,7 +26,6 @@ from ddltool.units import show_bytes, show_seconds
 
 _LANES_DRAWN = 16
 _ITERATIONS_DRAWN = 80
-_COLOURS = {"compute": COMPUTE_COLOUR, "communication": "#0072B2", "waiting": WAIT_COLOUR, "other": SERIES_COLOURS[3]}
 Blocks = list[Picture | Table]
 
 
@@ -94,8 +91,8 @@ def _placement(plan: Plan) -> Picture | Table:
     caption = f"What one device of each kind does until the {word} ends at {show_seconds(end)}."
     if len(timed) > _LANES_DRAWN:
         caption += f" {_LANES_DRAWN} of {len(timed)} kinds are drawn."
-    draw = draw_spans(lanes, title=f"Timeline of one {word}", colours=_COLOURS, mark=(f"{word} ends", end))
-    return Picture(draw=draw, caption=caption, label="predicted", table=table)
+    figure = Spans(lanes=lanes, title=f"Timeline of one {word}", mark=(f"{word} ends", end))
+    return Picture(figures=[figure], caption=caption, label="predicted", table=table)
 
 
 def _assignments(plan: Plan) -> Table:
@@ -198,13 +195,13 @@ def _goodput(found: GoodputChoice) -> Blocks:
         ],
         label="predicted",
     )
-    line = ChartLine(
+    line = Line(
         label="best batch",
         x=np.array([row.num_replicas for row in found.scaling], dtype=np.float64),
         y=np.array([row.goodput_per_s for row in found.scaling], dtype=np.float64),
     )
-    draw = draw_lines(
-        [line],
+    figure = Lines(
+        lines=[line],
         xlabel="devices",
         ylabel="goodput (useful samples/s)",
         title="Goodput over devices",
@@ -217,7 +214,7 @@ def _goodput(found: GoodputChoice) -> Blocks:
         f"{found.goodput_per_s:,.4g} useful samples/s. Beyond {found.pays_until} a device brings less than "
         f"{found.pays_share:.0%} of the first."
     )
-    return [Picture(draw=draw, caption=chosen, label="predicted", table=scaling), _elastic(found)]
+    return [Picture(figures=[figure], caption=chosen, label="predicted", table=scaling), _elastic(found)]
 
 
 def _elastic(found: GoodputChoice) -> Table:
@@ -267,13 +264,13 @@ def _decision(found: Decision) -> Picture:
         text_columns=2,
         spare=("order", "devices", "compute"),
     )
-    draw = draw_bars(
-        [(name, row.throughput) for name, row in zip(names, options, strict=True)],
+    figure = Bars(
+        rows=[(name, row.throughput) for name, row in zip(names, options, strict=True)],
         xlabel="logical mini-batches per second",
         title="Throughput by strategy",
     )
     caption = f"Strategies for this job, {found.picked} picked: the words above say why."
-    return Picture(draw=draw, caption=caption, label="predicted", table=filled(table))
+    return Picture(figures=[figure], caption=caption, label="predicted", table=filled(table))
 
 
 def _option_row(name: str, row: Option, progress: bool) -> tuple[str, ...]:
@@ -388,15 +385,15 @@ def enforcement_section(made: Enforcement, name: str) -> Section:
         caption="What each process does", header=("rank", "device type", "ESTs", "local batch"), rows=rows, label="read"
     )
     drawn = made.ranks[:_LANES_DRAWN]
-    draw = draw_bars(
-        [(f"rank {row.rank} ({shortened(row.device_type, 10)})", float(row.local_batch_size)) for row in drawn],
+    figure = Bars(
+        rows=[(f"rank {row.rank} ({shortened(row.device_type, 10)})", float(row.local_batch_size)) for row in drawn],
         xlabel="local batch size (samples)",
         title="Local batch size by rank",
     )
     some = f" Ranks 0 to {_LANES_DRAWN - 1} of {len(made.ranks)} are drawn." if len(made.ranks) > _LANES_DRAWN else ""
     processes = f"{made.world_size} process{'' if made.world_size == 1 else 'es'}"
     lead = f"Job {shortened(made.job, 60)}, {made.strategy}: {processes}, {made.total_batch_size:,} samples."
-    picture = Picture(draw=draw, caption=f"Samples of each process per step.{some}", label="read", table=table)
+    picture = Picture(figures=[figure], caption=f"Samples of each process per step.{some}", label="read", table=table)
     blocks: Blocks = [picture, *communication_blocks(made.ddp, made.fsdp2, made.parameters)]
     return Section(title=f"Enforcement: {name}", lead=[lead], blocks=blocks)
 

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+
 import numpy as np
 
+from ddltool.analyzers.balancing.replay import Outcome
+from ddltool.analyzers.barriers.ends import Barrier, EndTimes, Floats, Times
+from ddltool.analyzers.barriers.tradeoff import TradeoffPoint
 from ddltool.analyzers.deciding.verification import error_text
 from ddltool.analyzers.gating.formats import figures_of, outcome, remarks
 from ddltool.analyzers.gating.metrics import LONGEST_NAME, harmless
-from ddltool.analyzers.reporting.charts import Line, draw_bars, draw_lines
+from ddltool.analyzers.reporting.figures import Bars, Figure, Line, Lines, Span, Spans
 from ddltool.analyzers.reporting.section import Picture, Section, Table, counted, few, listed, shortened
 from ddltool.graph import natural_key
 from ddltool.results import (
@@ -24,6 +29,8 @@ from ddltool.results import (
 )
 from ddltool.units import show_bytes, show_seconds
 
+BARRIER_WORKERS_DRAWN = 40
+_SPEED_WORKERS_DRAWN, _ITERATIONS_DRAWN = 3, 150
 _BARS_DRAWN = 24
 _PAIRS_DRAWN = 6
 _WORKERS_SHOWN = 16
@@ -88,11 +95,16 @@ def _rates(found: NetworkResult) -> Blocks:
         label="measured",
     )
     some = f" The {_PAIRS_DRAWN} slowest of {len(found.pairs)} pairs." if len(found.pairs) > _PAIRS_DRAWN else ""
-    draw = draw_lines(
-        lines, xlabel="message size", ylabel="rate (GiB/s)", title="Rate by message size", draw="points", byte_x=True
+    figure = Lines(
+        lines=lines,
+        xlabel="message size",
+        ylabel="rate (GiB/s)",
+        title="Rate by message size",
+        draw="points",
+        x_axis="bytes",
     )
     caption = f"Median rate by message size, a line for each pair of ranks.{some}"
-    return [Picture(draw=draw, caption=caption, label="measured", table=table)]
+    return [Picture(figures=[figure], caption=caption, label="measured", table=table)]
 
 
 def barrier_section(found: BarrierResult, name: str) -> Section:
@@ -116,14 +128,14 @@ def barrier_section(found: BarrierResult, name: str) -> Section:
         for key, record in records.items()
     ]
     header = ("choice", "at", "longest", "of all", "per iter.", "gap", "CPU")
-    draw = draw_bars(
-        [(key, record.waiting_time_s) for key, record in records.items()],
+    figure = Bars(
+        rows=[(key, record.waiting_time_s) for key, record in records.items()],
         xlabel="longest waiting of a worker",
         title="Longest waiting by choice of the barrier",
         seconds=True,
     )
     choices = Picture(
-        draw=draw,
+        figures=[figure],
         caption="Longest waiting of any worker, by choice of the barrier.",
         label="predicted",
         table=Table(caption=caption, header=header, rows=rows, label="predicted"),
@@ -164,8 +176,8 @@ def _tradeoff(found: BarrierResult) -> Picture:
         Line(label="longest", x=gaps, y=np.array([point.waiting.waiting_time_s for point in found.tradeoff])),
         Line(label="per iteration", x=gaps, y=per_iteration),
     ]
-    draw = draw_lines(
-        lines,
+    figure = Lines(
+        lines=lines,
         xlabel="bound on the iteration gap",
         ylabel="least waiting",
         title="Waiting against the iteration gap",
@@ -190,7 +202,7 @@ def _tradeoff(found: BarrierResult) -> Picture:
         label="predicted",
         head=20,
     )
-    return Picture(draw=draw, caption="Least waiting under a bound on the gap.", label="predicted", table=table)
+    return Picture(figures=[figure], caption="Least waiting under a bound on the gap.", label="predicted", table=table)
 
 
 _SCHEMES = {
@@ -229,9 +241,9 @@ def balance_section(found: BalanceResult, name: str) -> Section:
     bars = [("equal split", found.equal_split.iteration_s)]
     bars += [(key, record.iteration_s) for key, record in found.predictors.items()]
     bars.append(("speeds known", found.oracle.iteration_s))
-    draw = draw_bars(bars, xlabel="mean iteration time", title="Iteration time by predictor", seconds=True)
+    figure = Bars(rows=bars, xlabel="mean iteration time", title="Iteration time by predictor", seconds=True)
     caption = "Mean iteration time by what sizes the batches."
-    blocks: Blocks = [Picture(draw=draw, caption=caption, label="simulated", table=table)]
+    blocks: Blocks = [Picture(figures=[figure], caption=caption, label="simulated", table=table)]
     schemes = {key: record for key, record in found.schemes.items() if isinstance(record, SchemeFigures)}
     if schemes:
         blocks.append(_schemes(schemes, str(found.schemes.get("predictor", ""))))
@@ -254,9 +266,9 @@ def _schemes(schemes: dict[str, SchemeFigures], predictor: str) -> Picture:
         label="simulated",
     )
     bars = [(labels[key], record.iteration_s) for key, record in schemes.items()]
-    draw = draw_bars(bars, xlabel="mean iteration time", title="Iteration time by scheme", seconds=True)
+    figure = Bars(rows=bars, xlabel="mean iteration time", title="Iteration time by scheme", seconds=True)
     caption = "Mean iteration time by scheme, on the whole trace."
-    return Picture(draw=draw, caption=caption, label="simulated", table=table)
+    return Picture(figures=[figure], caption=caption, label="simulated", table=table)
 
 
 def _split(record: SplitTime) -> tuple[str, str]:
@@ -285,8 +297,8 @@ def verification_section(found: Verification, name: str) -> Section:
     for part, times in zip(("step", "compute", "sync"), (step, found.compute, found.sync), strict=True):
         bars += [(f"{part}, predicted", times.predicted_s)] if times.predicted_s is not None else []
         bars.append((f"{part}, measured", times.measured_s))
-    draw = draw_bars(
-        bars,
+    figure = Bars(
+        rows=bars,
         xlabel="time",
         title="Predicted against measured",
         seconds=True,
@@ -294,7 +306,9 @@ def verification_section(found: Verification, name: str) -> Section:
         unmarked="measured",
     )
     caption = "Predicted against measured: the step, its longest computation, and synchronisation."
-    picture = Picture(draw=draw, caption=caption, label="measured", table=verified_table(found, "Parts of the step"))
+    picture = Picture(
+        figures=[figure], caption=caption, label="measured", table=verified_table(found, "Parts of the step")
+    )
     rows = [_rank_row(rank) for rank in found.ranks]
     header = ("rank", "device", "batch", "predicted", "measured", "error", "spread")
     ranks = Table(
@@ -375,15 +389,111 @@ def gate_section(found: GateResult, name: str) -> Section:
     if not changes:
         return Section(title=f"Gate: {name}", lead=lead, blocks=[table])
     ratios = [ratio for _, ratio, _ in changes]
-    draw = draw_bars(
-        [(metric, ratio) for metric, ratio, _ in changes[:_BARS_DRAWN]],
+    figure = Bars(
+        rows=[(metric, ratio) for metric, ratio, _ in changes[:_BARS_DRAWN]],
         xlabel="current over baseline",
         title="Current over baseline",
         level=("baseline", 1.0),
-        from_level=min(ratios) > 0 and max(*ratios, 1.0) > _LOG_FROM * min(*ratios, 1.0),
+        log=min(ratios) > 0 and max(*ratios, 1.0) > _LOG_FROM * min(*ratios, 1.0),
         marked=("failed", [bad for *_, bad in changes[:_BARS_DRAWN]]),
         unmarked="passed",
     )
     some = f" {_BARS_DRAWN} of {len(changes)} metrics are drawn." if len(changes) > _BARS_DRAWN else ""
-    picture = Picture(draw=draw, caption=f"Each metric over its baseline.{some}", label="read", table=table)
+    picture = Picture(figures=[figure], caption=f"Each metric over its baseline.{some}", label="read", table=table)
     return Section(title=f"Gate: {name}", lead=lead, blocks=[picture])
+
+
+def barrier_figures(
+    names: Sequence[str],
+    times: Times,
+    barrier: Barrier,
+    *,
+    title: str = "",
+    curve: Sequence[TradeoffPoint] = (),
+    max_gap: int | None = None,
+) -> list[Figure]:
+    """Return a lane per worker: a tick at each iteration end and a bar from the chosen one, its waiting for the barrier.
+
+    ``names``: (n,) lane labels; ``times`` as in :func:`~.zipline.zipline`, seconds; ``title``: what chose the barrier. Of
+    more than 40 workers 40 are drawn, evenly spread from the one that waits longest to the one that does not. Two or more
+    points of ``curve`` become a second figure: least waiting by bound on the iteration gap, ``max_gap`` marked.
+    """
+    ends = EndTimes.of(times)
+    drawn = np.arange(ends.workers)
+    if ends.workers > BARRIER_WORKERS_DRAWN:
+        by_waiting = np.argsort(barrier.chosen_s, kind="stable")
+        drawn = by_waiting[np.linspace(0, ends.workers - 1, BARRIER_WORKERS_DRAWN).round().astype(int)]
+    low = float(ends.first_s.min())
+    # On clocks that began long ago only differences are legible; the axis then counts from the first end.
+    offset = low if abs(low) > 1e3 * max(float(ends.last_s.max()) - low, 1e-9) else 0.0
+    at = barrier.barrier_s - offset
+    lanes = [f"{names[worker]} ({barrier.iterations[worker]})" for worker in drawn.tolist()]
+    some = f"{len(drawn)} of {ends.workers} workers" if len(drawn) < ends.workers else ""
+    chosen = [float(barrier.chosen_s[worker]) - offset for worker in drawn]
+    timeline = Spans(
+        title=", ".join(text for text in (title, some) if text) or "iteration ends of each worker, and the barrier",
+        headed=bool(title or some),
+        lanes=[(name, [Span(end, at, "waiting")]) for name, end in zip(lanes, chosen, strict=True)],
+        ends=[(name, (ends.row(worker) - offset).tolist()) for name, worker in zip(lanes, drawn.tolist(), strict=True)],
+        xlabel=f"time{' after the first iteration end' if offset else ''}; in brackets: iterations until the barrier",
+        mark=("barrier", at),
+    )
+    return [timeline] if len(curve) < 2 else [timeline, _tradeoff_figure(curve, max_gap)]
+
+
+def _tradeoff_figure(curve: Sequence[TradeoffPoint], max_gap: int | None) -> Lines:
+    """Return the least waiting by bound on the gap; a bound between two points allows what the lower one does."""
+    gaps = np.array([point.max_gap for point in curve], dtype=float)
+    lines = {
+        "longest": [point.waiting.waiting_s for point in curve],
+        "mean of the workers": [point.total.total_waiting_s / len(point.total.iterations) for point in curve],
+        "per iteration made": [point.per_iteration.waiting_per_iteration_s for point in curve],
+    }
+    return Lines(
+        title="Least waiting by bound on the iteration gap",
+        lines=[Line(label=label, x=gaps, y=np.array(values)) for label, values in lines.items()],
+        xlabel="bound on the iteration gap (staleness)",
+        ylabel="least waiting",
+        seconds=True,
+        draw="steps",
+        whole="x",
+        marks=[] if max_gap is None else [(f"--max-gap {max_gap}", float(max_gap))],
+    )
+
+
+def speeds_figures(names: Sequence[str], outcomes: Mapping[str, Outcome], first: int) -> list[Figure]:
+    """Return a figure per worker: its actual speed, and the predicted one of each outcome, over iterations.
+
+    ``names``: (n,) workers; ``outcomes``: by predictor, all over the same J iterations, of which ``first`` is the number
+    of the first. Of more than 3 workers those are drawn whose speed varies most, and of more than 150 iterations the 150
+    in which they vary most.
+    """
+    actual = next(iter(outcomes.values())).actual
+    low, high = _liveliest(actual)
+    spread = actual[low:high].std(axis=0) / actual[low:high].mean(axis=0)
+    drawn = np.sort(np.argsort(-spread, kind="stable")[:_SPEED_WORKERS_DRAWN]).tolist()
+    at = np.arange(first + low, first + high, dtype=float)
+    predicted = {name: outcome.predicted for name, outcome in outcomes.items() if outcome.predicted is not None}
+    return [
+        Lines(
+            title=names[worker],
+            headed=True,
+            lines=[
+                Line(label=name, x=at, y=speeds[low:high, worker])
+                for name, speeds in {"actual": actual, **predicted}.items()
+            ],
+            xlabel="iteration",
+            ylabel="samples/s",
+            whole="x",
+        )
+        for worker in drawn
+    ]
+
+
+def _liveliest(actual: Floats) -> tuple[int, int]:
+    """Return the bounds of the stretch of at most 150 iterations with the most relative variance in it."""
+    if len(actual) <= _ITERATIONS_DRAWN:
+        return 0, len(actual)
+    windows = np.lib.stride_tricks.sliding_window_view(actual / actual.mean(axis=0), _ITERATIONS_DRAWN, axis=0)
+    begin = int(np.argmax(np.sort(windows.var(axis=2), axis=1)[:, -_SPEED_WORKERS_DRAWN:].sum(axis=1)))
+    return begin, begin + _ITERATIONS_DRAWN

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
+from ddltool.analyzers.reporting.figures import Figure
 from ddltool.errors import shortened as shortened  # the sections take it from here
 
 Label = Literal["measured", "predicted", "simulated", "read", "fitted"]
@@ -41,10 +42,9 @@ class Table:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Picture:
-    """A picture with its caption; its numbers stand in the table under it, which is all that a terminal shows."""
+    """Figures under each other with a caption; their numbers stand in the table, which is all that a terminal shows."""
 
-    draw: Callable[[], str]
-    """Returns the SVG, at both widths. Nothing is drawn, and no plotting library loaded, before somebody looks."""
+    figures: Sequence[Figure]
     caption: str
     label: Label
     table: Table | None = None

@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import PurePath
 
 import numpy as np
 from numpy.typing import NDArray
 
-from ddltool.analyzers.reporting.charts import LINES_DRAWN, Line, draw_bars, draw_lines
+from ddltool.analyzers.reporting.figures import LINES_DRAWN, Bars, Figure, Line, Lines
 from ddltool.analyzers.reporting.section import Picture, Section, Table, counted, few, filled, shortened
+from ddltool.analyzers.scheduling.recording import Recorder, gpus_over_time
+from ddltool.analyzers.scheduling.simulator import SimulationResult
+from ddltool.errors import InputError, did_you_mean
 from ddltool.results import PolicyRecord, SimulationDocument
 
+# Applications with an area of their own, and points of time at which it is drawn.
+_STACKED, _MOST_POINTS = 8, 400
 # Points of a line over time.
 _POINTS = 200
 # A workload's seconds beyond ten hours tell nobody anything.
 _HOURS_FROM_S = 36_000.0
-_LONG_TAIL = 10
 Blocks = list[Picture | Table]
 
 
@@ -41,28 +45,9 @@ def simulation_section(found: SimulationDocument, name: str, *, details: bool = 
 
 def _completion(found: SimulationDocument, remark: str) -> Picture:
     """Return the distribution of completion times under each policy, over its summary."""
-    longest = max(job.jct_s for record in found.policies.values() for job in record.jobs)
-    scale, unit = _clock(longest)
-    spread = np.array([job.jct_s for record in found.policies.values() for job in record.jobs])
-    # one job that takes days leaves all others at the edge
-    log = spread.min() > 0 and longest > _LONG_TAIL * np.median(spread)
-    lines = []
-    for key, record in found.policies.items():
-        times = np.sort([job.jct_s for job in record.jobs])
-        share = np.arange(1, len(times) + 1) / len(times)
-        # all lines end where the longest does: one that stops would seem to have fewer jobs
-        at = np.concatenate([[spread.min() if log else 0.0], times, [longest]]) * scale
-        lines.append(Line(label=key, x=at, y=np.concatenate([[0.0], share, [1.0]])))
-    draw = draw_lines(
-        lines,
-        xlabel=f"job completion time ({unit})",
-        ylabel="share of the jobs",
-        title="Completion times",
-        draw="steps",
-        log_x=bool(log),
-    )
+    figure = completion_figure({key: [job.jct_s for job in record.jobs] for key, record in found.policies.items()})
     caption = f"Share of the jobs that were complete within a time: the higher, the better.{remark}"
-    return Picture(draw=draw, caption=caption, label="simulated", table=_summary(found))
+    return Picture(figures=[figure], caption=caption, label="simulated", table=_summary(found))
 
 
 def _summary(found: SimulationDocument) -> Table:
@@ -138,13 +123,13 @@ def _load(found: SimulationDocument, remark: str) -> Picture:
     last = max(job.finish_s for record in found.policies.values() for job in record.jobs)
     times = np.linspace(0.0, max(last, 1e-9), _POINTS)
     present = {key: _jobs_at(record, times) for key, record in found.policies.items()}
-    draw = _over_time(times, present, ylabel="unfinished jobs", title="Unfinished jobs over time")
+    figure = _over_time(times, present, ylabel="unfinished jobs", title="Unfinished jobs over time")
     picked = np.linspace(0, _POINTS - 1, 9).round().astype(int)
     rows = [(_time(times[at], last), *(f"{values[at]:.0f}" for values in present.values())) for at in picked]
     header = (f"time ({_clock(last)[1]})", *present)
     table = Table(caption="Unfinished jobs at nine times", header=header, rows=rows, label="simulated")
     caption = f"Jobs that are submitted and not finished.{remark}"
-    return Picture(draw=draw, caption=caption, label="simulated", table=table)
+    return Picture(figures=[figure], caption=caption, label="simulated", table=table)
 
 
 def _clock(longest_s: float) -> tuple[float, str]:
@@ -160,11 +145,12 @@ def _time(seconds: float, longest_s: float) -> str:
 
 def _over_time(
     times_s: NDArray[np.float64], series: Mapping[str, NDArray[np.float64]], *, ylabel: str, title: str
-) -> Callable[[], str]:
-    """Return what draws counts over the time of a workload, by policy; ``times_s`` and each series (t,)."""
+) -> Lines:
+    """Return counts over the time of a workload, by policy; ``times_s`` and each series (t,)."""
     scale, unit = _clock(float(times_s[-1]))
     lines = [Line(label=key, x=times_s * scale, y=values) for key, values in series.items()]
-    return draw_lines(lines, xlabel=f"time ({unit})", ylabel=ylabel, title=title, draw="steps", whole="y")
+    xlabel = f"time ({unit})"
+    return Lines(lines=lines, xlabel=xlabel, ylabel=ylabel, title=title, draw="steps", whole="y", family="policy")
 
 
 def _allocation(found: SimulationDocument, remark: str) -> Blocks:
@@ -178,13 +164,13 @@ def _allocation(found: SimulationDocument, remark: str) -> Blocks:
     for key, usage in held.items():
         place = np.searchsorted(np.array(usage.time_s), times, side="right") - 1
         series[key] = np.where(place >= 0, np.array([*usage.gpus, 0.0])[place], 0.0)
-    draw = _over_time(times, series, ylabel="GPUs that are held", title="Allocation over time")
+    figure = _over_time(times, series, ylabel="GPUs that are held", title="Allocation over time")
     picked = np.linspace(0, _POINTS - 1, 9).round().astype(int)
     rows = [(_time(times[at], last), *(f"{values[at]:.0f}" for values in series.values())) for at in picked]
     header = (f"time ({_clock(last)[1]})", *series)
     table = Table(caption="GPUs held at nine times", header=header, rows=rows, label="simulated")
     caption = f"GPUs that jobs hold, of {found.gpus}.{remark}"
-    return [Picture(draw=draw, caption=caption, label="simulated", table=table)]
+    return [Picture(figures=[figure], caption=caption, label="simulated", table=table)]
 
 
 def _jobs_at(record: PolicyRecord, times: NDArray[np.float64]) -> NDArray[np.float64]:
@@ -214,12 +200,13 @@ def _gpu_time(found: SimulationDocument) -> Picture:
         rows=rows,
         label="simulated",
     )
-    draw = draw_bars(
-        [(key, sum(got.values())) for key, got in hours.items()],
+    figure = Bars(
+        rows=[(key, sum(got.values())) for key, got in hours.items()],
         xlabel="GPU hours of all jobs",
         title="GPU hours by policy",
+        family="policy",
     )
-    return Picture(draw=draw, caption="GPU hours that all jobs took.", label="simulated", table=table)
+    return Picture(figures=[figure], caption="GPU hours that all jobs took.", label="simulated", table=table)
 
 
 def _jobs(found: SimulationDocument) -> Table:
@@ -239,3 +226,102 @@ def _jobs(found: SimulationDocument) -> Table:
         label="simulated",
         text_columns=2,
     )
+
+
+def completion_figure(jct_s: Mapping[str, Sequence[float]]) -> Lines:
+    """Return the distribution of completion times (share of jobs done within t), one line per policy.
+
+    All lines end where the longest does: one that stops would seem to have fewer jobs.
+    """
+    if not jct_s:
+        raise InputError("pictures", "have no policy", "replay at least one")
+    # A job that ends as it arrives has no place on a log axis; a millisecond is as good.
+    times = {name: np.maximum(np.sort(np.asarray(values, dtype=float)), 1e-3) for name, values in jct_s.items()}
+    first, last = min(at[0] for at in times.values()), max(at[-1] for at in times.values())
+    lines = [
+        Line(
+            label=name,
+            x=np.concatenate([[first], at, [last]]),
+            y=np.concatenate([[0.0], np.arange(1, len(at) + 1) / len(at), [1.0]]),
+        )
+        for name, at in times.items()
+    ]
+    return Lines(
+        title="Completion times (simulated)",
+        lines=lines,
+        xlabel="completion time, from submission to finish",
+        ylabel="share of the jobs",
+        draw="steps",
+        x_axis="durations",
+        family="policy",
+    )
+
+
+def allocation_figure(result: SimulationResult, record: Recorder) -> Lines:
+    """Return the GPUs held over time, stacked by application; restarts count as held, as they are.
+
+    Above eight applications the smallest are drawn as "others".
+    """
+    times, held = gpus_over_time(result, record)
+    names = np.array([job.application for job in result.jobs], dtype=object)
+    by_name = {name: held[names == name].sum(axis=0) for name in sorted(set(names))}
+    use = {name: float(gpus[:-1] @ np.diff(times)) for name, gpus in by_name.items()}
+    order = sorted(by_name, key=lambda name: -use[name])
+    stacks = {name: by_name[name] for name in order}
+    if len(order) > _STACKED:
+        kept = order[: _STACKED - 1]
+        others = np.sum([by_name[name] for name in order[_STACKED - 1 :]], axis=0)
+        stacks = {**{name: by_name[name] for name in kept}, f"others ({len(order) - len(kept)})": others}
+    keep = np.unique(np.linspace(0, len(times) - 1, min(len(times), _MOST_POINTS)).astype(int))
+    return Lines(
+        title=f"Who holds the GPUs under {result.policy} (simulated)",
+        headed=True,
+        lines=[Line(label=name, x=times[keep] / 3600, y=gpus[keep]) for name, gpus in stacks.items()],
+        xlabel="hours since the first submission",
+        ylabel="GPUs held",
+        draw="areas",
+        whole="y",
+        levels=[(f"all {result.total_gpus}", float(result.total_gpus))],
+    )
+
+
+def life_figures(result: SimulationResult, record: Recorder, job: str) -> list[Figure]:
+    """Return one job's life: GPUs and batch size over time, restarts as dots. Raises InputError for an unknown job."""
+    names = [found.name for found in result.jobs]
+    if job not in names:
+        raise InputError("--picture-job", f"the workload has no job {job!r}", did_you_mean(job, names))
+    index = names.index(job)
+    found = result.jobs[index]
+    end = found.finish_s - found.submit_s
+    scale, unit = (3600.0, "hours") if end > 7200 else (60.0, "minutes")
+    own = [entry for entry in record.held if entry.job == index and entry.time_s < found.finish_s]
+    restarts = [entry for entry in own if entry.restarted]
+    sizes = [(entry.time_s - found.submit_s, entry.batch_size) for entry in record.batches if entry.job == index]
+    gpus = Line(
+        label=f"GPUs (dots: {len(restarts)} restarts)",
+        x=np.array([0.0, *(entry.time_s - found.submit_s for entry in own), end]) / scale,
+        y=np.array([0.0, *(entry.gpus for entry in own), 0.0]),
+        dots=(
+            np.array([entry.time_s - found.submit_s for entry in restarts]) / scale,
+            np.array([entry.gpus for entry in restarts], dtype=float),
+        ),
+    )
+    xlabel = f"{unit} since its submission"
+    top = Lines(
+        title=f"{found.name} ({found.application}) under {result.policy} (simulated)",
+        headed=True,
+        lines=[gpus],
+        xlabel=xlabel,
+        ylabel=gpus.label,
+        draw="steps",
+        whole="y",
+    )
+    if not sizes:
+        return [top]
+    batch = Line(
+        label="batch size",
+        x=np.array([*(at for at, _ in sizes), end]) / scale,
+        y=np.array([*(size for _, size in sizes), sizes[-1][1]], dtype=float),
+    )
+    title = "Its batch size over time"
+    return [top, Lines(title=title, lines=[batch], xlabel=xlabel, ylabel="batch size (samples)", draw="steps")]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from ddltool.analyzers.reporting.charts import draw_bars
+from ddltool.analyzers.reporting.figures import Bars
 from ddltool.analyzers.reporting.section import Picture, Section, Table, counted, filled, shortened
 from ddltool.results import (
     AdviceResult,
@@ -95,9 +95,9 @@ def _drawn(groups: Sequence[tuple[str, str, int, SweepFigures]], *, several: boo
         for workload, policy, _, mean in groups[:_BARS_DRAWN]
     ]
     left = f" The first {_BARS_DRAWN} are drawn." if len(groups) > _BARS_DRAWN else ""
-    draw = draw_bars(bars, xlabel="mean JCT", title="Mean job completion time", seconds=True)
+    figure = Bars(rows=bars, xlabel="mean JCT", title="Mean job completion time", seconds=True)
     caption = f"Mean job completion time over the seeds: the shorter, the better.{left}"
-    return Picture(draw=draw, caption=caption, label="simulated", table=filled(table))
+    return Picture(figures=[figure], caption=caption, label="simulated", table=filled(table))
 
 
 def _times(mean: SweepFigures) -> tuple[float, float, float, float]:
@@ -133,15 +133,15 @@ def _compared(found: PolicyComparison) -> Picture | Table:
     if not bars:
         return table
     ratios = [ratio for _, ratio in bars]
-    draw = draw_bars(
-        bars,
+    figure = Bars(
+        rows=bars,
         xlabel=f"{first} over {second}",
         title=f"{first} against {second}",
         level=("equal", 1.0),
-        from_level=max(*ratios, 1.0) > _LOG_FROM * min(*ratios, 1.0),
+        log=max(*ratios, 1.0) > _LOG_FROM * min(*ratios, 1.0),
     )
     caption = f"Geometric means of the ratios, paired by {shortened(found.unit, 30)}: below 1 {first} is better."
-    return Picture(draw=draw, caption=caption, label="simulated", table=table)
+    return Picture(figures=[figure], caption=caption, label="simulated", table=table)
 
 
 def _change(ratio: float | None) -> str:

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from ddltool.analyzers.deciding.feedback import read_run
 from ddltool.analyzers.deciding.verification import verify
 from ddltool.analyzers.goodput.observations import WARMUP_STEPS
-from ddltool.analyzers.reporting.charts import Line, draw_bars, draw_lines, draw_phases
+from ddltool.analyzers.reporting.figures import Bars, Line, Lines, Spans, stacked
 from ddltool.analyzers.reporting.result_sections import verified_table
 from ddltool.analyzers.reporting.section import Picture, Section, Table, counted, few, shortened
 from ddltool.errors import InputError
@@ -81,8 +81,8 @@ def _step_times(frame: pd.DataFrame, levels: list[tuple[str, float]]) -> Picture
         Line(label="step, median", x=made.step, y=made.median, low=made.low, high=made.high),
         Line(label="of it waiting", x=waiting.step, y=waiting.median),
     ]
-    draw = draw_lines(
-        lines, xlabel="step", ylabel="time", title="Step time over time", levels=levels, seconds=True, whole="x"
+    figure = Lines(
+        lines=lines, xlabel="step", ylabel="time", title="Step time over time", levels=levels, seconds=True, whole="x"
     )
     per = "" if made.width == 1 else f" Each point stands for {made.width:,} steps."
     rows = [
@@ -96,7 +96,7 @@ def _step_times(frame: pd.DataFrame, levels: list[tuple[str, float]]) -> Picture
         label="measured",
     )
     caption = f"Step time of all ranks; the band holds nine of ten rows.{per}"
-    return Picture(draw=draw, caption=caption, label="measured", table=table)
+    return Picture(figures=[figure], caption=caption, label="measured", table=table)
 
 
 def _phases(frame: pd.DataFrame) -> Picture:
@@ -104,8 +104,9 @@ def _phases(frame: pd.DataFrame) -> Picture:
     medians = frame.groupby("rank")[[*_PHASES, "step_s", "batch", "memory_bytes"]].median()
     device: dict[Any, str] = frame.groupby("rank")["device"].last().to_dict()
     drawn = medians if len(medians) <= _RANKS_DRAWN else medians.nlargest(_RANKS_DRAWN, "compute_s").sort_index()
-    bars: list[tuple[str, Mapping[str, float]]] = [
-        (f"rank {rank}", {key.removesuffix("_s"): float(row[key]) for key in _PHASES}) for rank, row in drawn.iterrows()
+    lanes = [
+        (f"rank {rank}", stacked({key.removesuffix("_s"): float(row[key]) for key in _PHASES}))
+        for rank, row in drawn.iterrows()
     ]
     rows = [
         (
@@ -126,11 +127,9 @@ def _phases(frame: pd.DataFrame) -> Picture:
         text_columns=2,
     )
     some = f" The {_RANKS_DRAWN} of {len(medians)} ranks that compute longest." if len(medians) > _RANKS_DRAWN else ""
-    longest = max(sum(phases.values()) for _, phases in bars)
-    if longest <= 0:
-        bars = [(name, {"compute": 1e-9}) for name, _ in bars]
     caption = f"Where each rank's median step goes.{some}"
-    return Picture(draw=draw_phases(bars), caption=caption, label="measured", table=table)
+    figure = Spans(lanes=lanes, xlabel="median step", title="Where each rank's step goes")
+    return Picture(figures=[figure], caption=caption, label="measured", table=table)
 
 
 def _batches(frame: pd.DataFrame) -> Blocks:
@@ -151,13 +150,18 @@ def _batches(frame: pd.DataFrame) -> Blocks:
         made = binned(step, batch)
         lines = [Line(label="median of the ranks", x=made.step, y=made.median, low=made.low, high=made.high)]
         rows = [("all", *_sizes(batch))]
-    draw = draw_lines(
-        lines, xlabel="step", ylabel="samples", title="Batch size of each rank over time", draw="steps", whole="xy"
+    figure = Lines(
+        lines=lines,
+        xlabel="step",
+        ylabel="samples",
+        title="Batch size of each rank over time",
+        draw="steps",
+        whole="xy",
     )
     header = ("rank", "first", "least", "median", "most", "last")
     table = Table(caption="Local batch sizes", header=header, rows=rows, label="measured")
     caption = "Samples that each rank processed in a step."
-    return [Picture(draw=draw, caption=caption, label="measured", table=table)]
+    return [Picture(figures=[figure], caption=caption, label="measured", table=table)]
 
 
 def _sizes(batch: Array) -> tuple[str, ...]:
@@ -177,7 +181,8 @@ def _agent(frame: pd.DataFrame) -> Blocks:
         Line(label="gradient noise scale", x=noise.step, y=noise.median),
         Line(label="total batch size", x=total.step, y=total.median),
     ]
-    draw = draw_lines(lines, xlabel="step", ylabel="samples", title="Noise scale and total batch over time", whole="x")
+    title = "Noise scale and total batch over time"
+    figure = Lines(lines=lines, xlabel="step", ylabel="samples", title=title, whole="x")
     factor = known.get("learning_rate_factor")
     factors = None if factor is None or not factor.notna().all() else binned(step, factor.to_numpy(dtype=float)).median
     rows = [
@@ -187,7 +192,7 @@ def _agent(frame: pd.DataFrame) -> Blocks:
     header = ("step", "noise scale", "total batch", "learning rate factor")
     table = Table(caption="What the agent knew and set", header=header, rows=rows, label="measured")
     caption = "Gradient noise scale and the total batch that the agent set."
-    return [Picture(draw=draw, caption=caption, label="measured", table=table)]
+    return [Picture(figures=[figure], caption=caption, label="measured", table=table)]
 
 
 def _compared(
@@ -273,9 +278,9 @@ def _sync_waiting(steps: Sequence[Mapping[str, Any]]) -> Picture:
     if len(bars) > _RANKS_DRAWN:
         some = f" The {_RANKS_DRAWN} of {len(bars)} workers that waited longest."
         bars = sorted(bars, key=lambda bar: -bar[1])[:_RANKS_DRAWN]
-    draw = draw_bars(bars, xlabel="time waited for others", title="Waiting by worker", seconds=True)
+    figure = Bars(rows=bars, xlabel="time waited for others", title="Waiting by worker", seconds=True)
     caption = f"How long each worker waited for others.{some}"
-    return Picture(draw=draw, caption=caption, label="measured", table=table)
+    return Picture(figures=[figure], caption=caption, label="measured", table=table)
 
 
 def _sync_staleness(steps: Sequence[Mapping[str, Any]]) -> Picture:
@@ -285,10 +290,10 @@ def _sync_staleness(steps: Sequence[Mapping[str, Any]]) -> Picture:
     header = ("staleness", "steps", "share")
     table = Table(caption="Staleness of the gradients that were used", header=header, rows=rows, label="measured")
     bars = [(_updates(int(value)), float(count)) for value, count in zip(values, counts, strict=True)]
-    draw = draw_bars(bars[:_RANKS_DRAWN], xlabel="steps", title="Staleness of gradients")
+    figure = Bars(rows=bars[:_RANKS_DRAWN], xlabel="steps", title="Staleness of gradients")
     some = f" The {_RANKS_DRAWN} freshest of {len(bars)} are drawn." if len(bars) > _RANKS_DRAWN else ""
     caption = f"How many updates old the used gradients were.{some}"
-    return Picture(draw=draw, caption=caption, label="measured", table=table)
+    return Picture(figures=[figure], caption=caption, label="measured", table=table)
 
 
 def _updates(staleness: int) -> str:

@@ -2,24 +2,18 @@
 
 from __future__ import annotations
 
-import struct
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 
+from ddltool.analyzers.reporting.figures import Lines
+from ddltool.analyzers.reporting.simulation_section import allocation_figure, completion_figure, life_figures
 from ddltool.analyzers.scheduling.failures import Failures
 from ddltool.analyzers.scheduling.inputs import read_applications, read_cluster, read_workload
-from ddltool.analyzers.scheduling.pictures import (
-    Recorder,
-    allocation_picture,
-    completion_picture,
-    gpus_over_time,
-    life_picture,
-    longest_restarted,
-)
 from ddltool.analyzers.scheduling.policies import POLICIES, policies
+from ddltool.analyzers.scheduling.recording import Recorder, gpus_over_time, longest_restarted
 from ddltool.analyzers.scheduling.simulator import Options, SimulationResult, simulate
 from ddltool.errors import InputError
 
@@ -82,36 +76,36 @@ def test_batches_are_those_of_the_policy(replays: Replays) -> None:
     assert max(len({e.batch_size for e in adaptive if e.job == row}) for row in range(len(jobs))) > 1
 
 
-def size(png: bytes) -> tuple[int, int]:
-    assert png.startswith(b"\x89PNG\r\n\x1a\n")
-    width, height = struct.unpack(">II", png[16:24])
-    return width, height
-
-
-def test_pictures_are_whole_and_repeatable(replays: Replays) -> None:
-    result, record = replays["pollux"]
-    results = {name: one for name, (one, _) in replays.items()}
-    for draw in (
-        lambda kind: completion_picture(results, file_format=kind),
-        lambda kind: allocation_picture(result, record, file_format=kind),
-        lambda kind: life_picture(result, record, longest_restarted(result), file_format=kind),
-    ):
-        assert size(draw("png")) >= (600, 400)
-        svg = draw("svg")
-        assert svg == draw("svg")
-        assert svg.rstrip().endswith(b"</svg>")
-        assert b"2026" not in svg  # no date in it
-
-
-def test_names_are_drawn_as_they_are(replays: Replays) -> None:
-    result, record = replays["pollux"]
-    # More applications than there are colours.
-    jobs = tuple(replace(job, application=f"$group_{row}^{{2}}$ <b>") for row, job in enumerate(result.jobs))
-    many = allocation_picture(replace(result, jobs=jobs), record, file_format="svg")
-    assert many != allocation_picture(result, record, file_format="svg")
-    with pytest.raises(InputError, match="no job"):
-        life_picture(result, record, "vision-x")
-    with pytest.raises(InputError, match="png or svg"):
-        completion_picture({"pollux": result}, file_format="bmp")
+def test_completion_times_reach_every_job_and_one_end(replays: Replays) -> None:
+    times = {name: [job.jct_s for job in result.jobs] for name, (result, _) in replays.items()}
+    lines = completion_figure(times).lines
+    assert [line.label for line in lines] == list(replays)
+    for line in lines:
+        assert sorted(times[line.label]) == line.x[1:-1].tolist()
+        assert (line.y[0], line.y[-1], line.x[-1]) == (0.0, 1.0, max(map(max, times.values())))
     with pytest.raises(InputError, match="no policy"):
-        completion_picture({})
+        completion_figure({})
+
+
+def test_areas_add_up_and_the_smallest_are_put_together(replays: Replays) -> None:
+    result, record = replays["pollux"]
+    _, held = gpus_over_time(result, record)
+    jobs = tuple(replace(job, application=f"$group_{row}^{{2}}$ <b>") for row, job in enumerate(result.jobs))
+    for shown in (result, replace(result, jobs=jobs)):
+        figure = allocation_figure(shown, record)
+        assert len(figure.lines) <= 8
+        assert sum(line.y for line in figure.lines).max() == held.sum(axis=0).max()
+    assert figure.lines[-1].label == f"others ({len(jobs) - 7})"
+
+
+def test_a_jobs_life_has_its_restarts_as_dots(replays: Replays) -> None:
+    result, record = replays["pollux"]
+    job = longest_restarted(result)
+    gpus, batches = life_figures(result, record, job)
+    assert isinstance(gpus, Lines)
+    assert isinstance(batches, Lines)
+    restarts = next(one.restarts for one in result.jobs if one.name == job)
+    assert gpus.lines[0].dots is not None
+    assert len(gpus.lines[0].dots[0]) == restarts > 0
+    with pytest.raises(InputError, match="no job"):
+        life_figures(result, record, "vision-x")
