@@ -13,7 +13,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from torch import Tensor, nn
+from torch import nn
 
 from ddltool.analyzers.barriers.predict import PREDICTORS, predict_ends
 from ddltool.analyzers.barriers.tradeoff import best_barrier
@@ -22,8 +22,7 @@ from ddltool.errors import InputError
 from ddltool.runtime.servers import ASP, BSP, SSP, BackupWorkers, ElasticBSP, LocalSGD, Policy, shard
 from ddltool.runtime.servers.policies import Book
 from tests import sync_workers as bodies
-from tests import transfer_workers as transfers
-from tests.transfer_workers import Outcome, launch, make_batch, make_model, sgd
+from tests.transfer_workers import Outcome, launch, make_batch, make_model, results, trained_alone
 
 STEPS = 5
 NAMES = [name for name, _ in make_model().named_parameters()]
@@ -36,43 +35,17 @@ def run(
     return bodies.run(policy, len(steps), servers, steps, sleeps_s, options)[:2]
 
 
-def results(outcomes: list[Outcome]) -> list[Any]:
-    """Return the results of processes that ended well."""
-    assert [(outcome.error, outcome.exit_code) for outcome in outcomes] == [("", 0)] * len(outcomes)
-    return [outcome.result for outcome in outcomes]
-
-
 @pytest.mark.parametrize(("servers", "order"), [(1, "none"), (2, "reversed")])
-def test_bsp_has_the_bits_of_the_ordered_transfers(servers: int, order: str) -> None:
+def test_bsp_has_the_bits_of_one_process(servers: int, order: str) -> None:
     workers, ours = run(BSP(), [STEPS] * 3, [0.0, 0.1, 0.0], servers, order=order)
-    theirs = launch(transfers.train, 3 + servers, 3, servers, order, STEPS)
-    alone = trained_alone()
-    for worker, other in zip(results(workers), theirs, strict=False):
+    alone = trained_alone(STEPS, lambda step: [(worker, step) for worker in range(3)])
+    for worker in results(workers):
         for name in NAMES:
-            assert worker["weights"][name].tobytes() == other.result[0][name].tobytes() == alone[name].tobytes()
+            assert worker["weights"][name].tobytes() == alone[name].tobytes()
     for server in results(ours):
         assert set(server["version"].values()) == {STEPS}
         assert server["staleness"] == {0: 3 * STEPS}
         assert min(server["wait_s"][0], server["wait_s"][2]) > server["wait_s"][1]
-
-
-def trained_alone() -> dict[str, np.ndarray]:
-    """Return the weights after the same steps of three workers in this process."""
-    model = make_model()
-    parameters, optimizer = dict(model.named_parameters()), sgd(model)
-    for step in range(STEPS):
-        totals: dict[str, Tensor] = {}
-        for worker in range(3):
-            features, labels = make_batch(worker, step)
-            loss = nn.functional.cross_entropy(model(features, use=step % 2), labels)
-            found = torch.autograd.grad(loss, list(parameters.values()), allow_unused=True)
-            for (name, value), gradient in zip(parameters.items(), found, strict=True):
-                mine = torch.zeros_like(value) if gradient is None else gradient
-                totals[name] = totals[name] + mine if worker else mine
-        for name, value in parameters.items():
-            value.grad = totals[name] / 3
-        optimizer.step()
-    return {name: value.detach().numpy() for name, value in parameters.items()}
 
 
 def test_ssp_keeps_its_bound_and_uses_it() -> None:
@@ -234,22 +207,10 @@ def test_local_sgd_averages_after_each_round() -> None:
 
 def test_bsp_mean_over_those_who_are_left() -> None:
     """A worker that closes leaves; from then on the update is the other's gradient alone."""
-    workers, servers = run(BSP(), [3, 1], [0.0, 0.0], optimizer={"lr": 0.1})
-    model = make_model()
-    for step in range(3):
-        grads = []
-        for rank in range(2 if step == 0 else 1):
-            features, labels = make_batch(rank, step)
-            loss = nn.functional.cross_entropy(model(features, use=step % 2), labels)
-            grads.append(torch.autograd.grad(loss, list(model.parameters()), allow_unused=True))
-        with torch.no_grad():
-            for parameter, *parts in zip(model.parameters(), *grads, strict=True):
-                if parts[0] is not None:
-                    parameter -= 0.1 * sum(parts) / len(parts)
-    quick = results(workers)[0]
-    # The other one's pull before it closed waited for the update in which it took part.
-    for name, value in model.named_parameters():
-        np.testing.assert_allclose(quick["weights"][name], value.detach().numpy(), rtol=0, atol=1e-6)
+    workers, servers = run(BSP(), [3, 1], [0.0, 0.0])
+    alone = trained_alone(3, lambda step: [(0, step), (1, step)][: 2 if step == 0 else 1])
+    for name in NAMES:
+        assert results(workers)[0]["weights"][name].tobytes() == alone[name].tobytes()
     assert results(servers)[0]["lost"] == {}
 
 

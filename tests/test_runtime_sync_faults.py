@@ -16,9 +16,8 @@ import torch
 from ddltool.errors import InputError
 from ddltool.runtime.hook.stopping import StopSignals, Terminated
 from ddltool.runtime.servers import ASP, BSP, BackupWorkers, ElasticBSP, LocalSGD, Policy, Worker
-from ddltool.runtime.servers.worker import Arrival
 from tests import sync_fault_workers as bodies
-from tests.transfer_workers import Outcome, launch, make_plan
+from tests.transfer_workers import Outcome, launch
 
 
 def run(
@@ -239,25 +238,6 @@ def test_the_first_of_several_reasons_is_told(tmp_path: Path) -> None:
         assert worker.error in ("ValueError: a bad batch", "")
     assert "no worker is left; the first lost was worker" in server.result["ending"]
     assert server.result["ending"].endswith("which left a step with ValueError: a bad batch")
-
-
-def test_updates_stay_when_the_next_pull_brings_nothing() -> None:
-    """Without processes: the server is lost while a worker waits for its parameters."""
-    worker = object.__new__(Worker)
-    worker.plan, worker.clock = make_plan(1, 1, "none"), 0
-    worker._tell = lambda *what: None  # type: ignore[method-assign]
-    worker._updates, worker.arrivals = 0, []
-    assert worker.updates == 0
-    worker.arrivals = [
-        Arrival(name=name, server=0, version=version, time_s=0.1) for name, version in (("a", 7), ("b", 9))
-    ]
-    worker._begin(False)
-    assert worker.arrivals == []
-    assert worker.updates == 9
-    worker.arrivals = [Arrival(name="a", server=0, version=8, time_s=0.1)]
-    assert worker.updates == 9, "of the parameter with most, and b has not come yet"
-    worker.arrivals += [Arrival(name="b", server=0, version=11, time_s=0.1)]
-    assert worker.updates == 11
 
 
 def test_a_last_batch_that_is_not_whole_can_be_left_out() -> None:

@@ -2,27 +2,17 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 import pytest
-import torch
-from torch import nn
 
 from ddltool.errors import InputError
 from ddltool.runtime.servers import ASP, BSP, SSP, BackupWorkers, ElasticBSP, LocalSGD, Policy, TransferPlan, shard
 from tests import sync_workers as bodies
-from tests.transfer_workers import Outcome, make_batch, make_model, sgd
+from tests.transfer_workers import make_model, results, trained_alone
 
 # Those who began wait in this step for the joiner, however late it comes, and are not taken for lost meanwhile.
 HELD = {"hold": 20, "lost_after_s": 35.0}
 NAMES = [name for name, _ in make_model().named_parameters()]
-
-
-def results(outcomes: list[Outcome]) -> list[Any]:
-    """Return the results of processes that ended well."""
-    assert [(outcome.error, outcome.exit_code) for outcome in outcomes] == [("", 0)] * len(outcomes)
-    return [outcome.result for outcome in outcomes]
 
 
 @pytest.mark.parametrize("servers", [1, 2])
@@ -35,25 +25,14 @@ def test_bsp_takes_a_joiner_into_the_mean_from_its_first_step_on(servers: int) -
     began = joiner["began"]
     assert 3 <= began < 50
     assert joiner["worker"] == 2
-    model = make_model()
-    parameters, optimizer = dict(model.named_parameters()), sgd(model)
-    for step in range(60):
-        takes_part = began <= step < began + steps[2]
-        totals: dict[str, torch.Tensor] = {}
-        for worker in range(2 + takes_part):
-            mine = step - began if worker == 2 else step
-            features, labels = make_batch(worker, mine)
-            loss = nn.functional.cross_entropy(model(features, use=mine % 2), labels)
-            grads = torch.autograd.grad(loss, list(parameters.values()), allow_unused=True)
-            for (name, value), gradient in zip(parameters.items(), grads, strict=True):
-                gradient = torch.zeros_like(value) if gradient is None else gradient
-                totals[name] = totals[name] + gradient if worker else gradient
-        for name, value in parameters.items():
-            value.grad = totals[name] / (2 + takes_part)
-        optimizer.step()
-    for name in NAMES:
-        alone = parameters[name].detach().numpy()
-        assert found[0]["weights"][name].tobytes() == found[1]["weights"][name].tobytes() == alone.tobytes()
+
+    def workers_of(step: int) -> list[tuple[int, int]]:
+        return [(0, step), (1, step), *([(2, step - began)] if began <= step < began + steps[2] else [])]
+
+    alone = trained_alone(60, workers_of)
+    for worker in found:
+        for name in NAMES:
+            assert worker["weights"][name].tobytes() == alone[name].tobytes()
     for server in results(ours):
         assert set(server["version"].values()) == {60}
         assert server["lost"] == {}

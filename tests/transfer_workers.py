@@ -17,6 +17,7 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import psutil
 import torch
 from torch import Tensor, nn
@@ -115,6 +116,12 @@ def _enter(
     pipe.send(answer)
 
 
+def results(outcomes: list[Outcome]) -> list[Any]:
+    """Return the results of processes that ended well."""
+    assert [(outcome.error, outcome.exit_code) for outcome in outcomes] == [("", 0)] * len(outcomes)
+    return [outcome.result for outcome in outcomes]
+
+
 class Branches(nn.Module):
     """A small classifier with two heads; ``use`` None uses both."""
 
@@ -153,6 +160,30 @@ SGD = {"lr": 0.1, "momentum": 0.9}
 
 def sgd(model: nn.Module, **changes: float) -> torch.optim.SGD:
     return torch.optim.SGD(model.parameters(), **(SGD | changes))
+
+
+def trained_alone(
+    steps: int, workers: Callable[[int], list[tuple[int, int]]], **changes: float
+) -> dict[str, np.ndarray]:
+    """Return the weights after the same steps in one process, the mean's gradients added in rank order.
+
+    ``workers(step)``: who takes part in a step, and with which of its own batches.
+    """
+    model = make_model()
+    parameters, optimizer = dict(model.named_parameters()), sgd(model, **changes)
+    for step in range(steps):
+        totals: dict[str, Tensor] = {}
+        for worker, batch in workers(step):
+            features, labels = make_batch(worker, batch)
+            loss = nn.functional.cross_entropy(model(features, use=batch % 2), labels)
+            found = torch.autograd.grad(loss, list(parameters.values()), allow_unused=True)
+            for (name, value), gradient in zip(parameters.items(), found, strict=True):
+                mine = torch.zeros_like(value) if gradient is None else gradient
+                totals[name] = totals[name] + mine if name in totals else mine
+        for name, value in parameters.items():
+            value.grad = totals[name] / len(workers(step))
+        optimizer.step()
+    return {name: value.detach().numpy() for name, value in parameters.items()}
 
 
 sgd(make_model())  # torch loads its compiler with the first optimizer: here, before the processes are forked

@@ -13,7 +13,7 @@ import secrets
 import socket
 import time
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -23,6 +23,7 @@ from torch.distributed.distributed_c10d import Store
 from torch.distributed.rendezvous import rendezvous
 
 from ddltool.errors import InputError, one_line
+from ddltool.runtime.servers.policies import Policy
 from ddltool.runtime.servers.transfers import TransferError, TransferPlan, listing
 from ddltool.runtime.servers.wire import BEAT_S, Message, Peer, Wire
 
@@ -104,7 +105,19 @@ class Meeting:
         address, self.token = bytes(self.store.get(self._key)).decode().split()
         return address
 
-    def check(self, plan: TransferPlan) -> None:
+    def hello(self, plan: TransferPlan, policy: Policy, check: Callable[[], None]) -> tuple[Hello, InputError | None]:
+        """Return what this process says, and why it refuses to begin: what ``check()`` finds wrong, or its place."""
+        refusal = None
+        try:
+            self._check_place(plan)
+            check()
+        except InputError as error:
+            refusal = error
+        text = "" if refusal is None else str(refusal)
+        described = {"plan": plan.digest(), "policy": policy.describe()}
+        return Hello(rank=self.rank, job=self.job, refusal=text, **described), refusal
+
+    def _check_place(self, plan: TransferPlan) -> None:
         """Raise InputError unless the job has as many processes as the plan, of which this one is one."""
         if self.size not in (None, plan.world_size):
             problem = (

@@ -23,7 +23,7 @@ from ddltool.runtime.hook.stopping import StopSignals
 from ddltool.runtime.servers.meeting import Hello, Meeting, address_towards, call, gather
 from ddltool.runtime.servers.policies import BSP, Book, Policy, Update
 from ddltool.runtime.servers.records import JoinedRow, LeftRow, StepRow, SyncLog, log
-from ddltool.runtime.servers.transfers import TransferError, TransferPlan, check_values, listing, named
+from ddltool.runtime.servers.transfers import TransferError, TransferPlan, listing, named
 from ddltool.runtime.servers.wire import BEAT_S, CLOSED, Message, Peer, Wire, fill
 
 
@@ -115,28 +115,16 @@ class Server:
         """Who joins: the first step, and the other servers that do not know yet."""
         self._beat_s = 0.0
         self._stop = StopSignals()
-        refusal = None
-        try:
-            meeting.check(plan)
-            self._check()
-        except InputError as error:
-            refusal = error
-        self._hello = Hello(
-            rank=meeting.rank,
-            job=meeting.job,
-            plan=plan.digest(),
-            policy=self.policy.describe(),
-            refusal="" if refusal is None else str(refusal),
-        )
+        self._hello, refusal = meeting.hello(plan, self.policy, lambda: self._check(model))
         try:
             self._meet(meeting)
         except DdlToolError as error:
             raise refusal or error from None
 
-    def _check(self) -> None:
+    def _check(self, model: nn.Module) -> None:
         """Raise InputError for arguments that do not fit; all ranks then refuse."""
         plan, names = self.plan, self._book.names
-        check_values(plan, self._parameters)
+        plan.check(model)
         if not self._lost_after_s > 0:
             raise InputError("lost_after_s", f"is {self._lost_after_s}", "give seconds above 0")
         held = {id(value) for group in self._optimizer.param_groups for value in group["params"]}
@@ -309,7 +297,7 @@ class Server:
         book, seat = self._book, self._seats[worker]
         if not torch.isfinite(gradient).all():
             # Large parameters are the job's doing: then other workers' gradients will not be finite either.
-            largest = max((float(self.values[other].abs().max()) for other in book.names), default=0.0)
+            largest = max(float(value.abs().max()) for value in self.values.values())
             what = f"a gradient of {name} in step {clock} that is not finite"
             self._lose(worker, f"sent {what} (the largest parameter here is {largest:.3g})")
             return

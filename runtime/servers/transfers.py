@@ -16,7 +16,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property
 
-from torch import Tensor, nn
+from torch import nn
 
 from ddltool.artifacts import load
 from ddltool.errors import DdlToolError, InputError, one_line
@@ -81,28 +81,18 @@ class TransferPlan:
             raise InputError("transfer plan:late", f"is {late}", "give 0 or more")
         if priority is not None and random_seed is not None:
             raise InputError("transfer plan", "has both priorities and a random seed", "give one of the two")
-        parameters = {name: value for name, value in model.named_parameters() if value.numel()}
-        sizes = {name: value.numel() * value.element_size() for name, value in parameters.items()}
+        slots = _slots(model, servers)
+        names = dict.fromkeys(slot.name for slot in slots)
         if priority is not None:
-            wrong = {"misses": sizes.keys() - priority.keys(), "has unknown": priority.keys() - sizes.keys()}
-            if parts := [f"{what} {listing(sorted(names, key=natural_key))}" for what, names in wrong.items() if names]:
+            wrong = {"misses": names.keys() - priority.keys(), "has unknown": priority.keys() - names.keys()}
+            if parts := [f"{what} {listing(sorted(odd, key=natural_key))}" for what, odd in wrong.items() if odd]:
                 remedy = "it must name each of the model's parameters once"
                 raise InputError("transfer plan:priority", " and ".join(parts), remedy)
-        place = spread(sizes, servers)
         return cls(
-            slots=tuple(
-                Slot(
-                    name=name,
-                    shape=tuple(value.shape),
-                    dtype=str(value.dtype).removeprefix("torch."),
-                    trainable=value.requires_grad,
-                    server=place[name],
-                )
-                for name, value in parameters.items()
-            ),
+            slots=slots,
             workers=workers,
             servers=servers,
-            priority=None if priority is None else tuple(priority[name] for name in parameters),
+            priority=None if priority is None else tuple(priority[name] for name in names),
             random_seed=random_seed,
             late=late,
         )
@@ -115,6 +105,12 @@ class TransferPlan:
             twice = sorted({name for name in order if order.count(name) > 1}, key=natural_key)
             raise InputError("transfer plan:order", f"names {twice[0]} twice", "name each parameter once")
         return numbers
+
+    def check(self, model: nn.Module) -> None:
+        """Raise InputError unless the plan was made from this model."""
+        if odd := sorted({slot.name for slot in {*self.slots} ^ {*_slots(model, self.servers)}}, key=natural_key):
+            problem = f"was made from another model: {listing(odd)} are not the same"
+            raise InputError("transfer plan", problem, "make it from this model")
 
     @property
     def world_size(self) -> int:
@@ -168,18 +164,20 @@ class TransferPlan:
         return hashlib.sha256(json.dumps(content).encode()).hexdigest()[:12]
 
 
-def check_values(plan: TransferPlan, values: Mapping[str, Tensor]) -> None:
-    """Raise InputError unless ``values`` holds every parameter of the plan in its shape and type."""
-    for slot in plan.slots:
-        value = values.get(slot.name)
-        if value is None:
-            raise InputError("transfer plan", f"names {slot.name}, which the model lacks", "make it from this model")
-        if tuple(value.shape) != slot.shape or str(value.dtype) != f"torch.{slot.dtype}":
-            problem = f"has {slot.name} as {slot.dtype} {slot.shape}, the model as {value.dtype} {tuple(value.shape)}"
-            raise InputError("transfer plan", problem, "make it from this model")
-    known = {slot.name for slot in plan.slots}
-    if left_out := [name for name, value in values.items() if value.numel() and name not in known]:
-        raise InputError("transfer plan", f"leaves out {listing(left_out)}", "make it from this model")
+def _slots(model: nn.Module, servers: int) -> tuple[Slot, ...]:
+    """Return a model's parameters as they travel."""
+    parameters = {name: value for name, value in model.named_parameters() if value.numel()}
+    place = spread({name: value.nbytes for name, value in parameters.items()}, servers)
+    return tuple(
+        Slot(
+            name=name,
+            shape=tuple(value.shape),
+            dtype=str(value.dtype).removeprefix("torch."),
+            trainable=value.requires_grad,
+            server=place[name],
+        )
+        for name, value in parameters.items()
+    )
 
 
 def listing(names: Sequence[str], most: int = 3) -> str:

@@ -27,9 +27,9 @@ from torch import Tensor, nn
 from ddltool.artifacts import check_writable, write_bytes
 from ddltool.errors import DdlToolError, InputError
 from ddltool.runtime.hook.stopping import StopSignals, Terminated
-from ddltool.runtime.servers.meeting import Hello, Meeting, call
+from ddltool.runtime.servers.meeting import Meeting, call
 from ddltool.runtime.servers.policies import BSP, Policy
-from ddltool.runtime.servers.transfers import TransferError, TransferPlan, check_values, named
+from ddltool.runtime.servers.transfers import TransferError, TransferPlan, named
 from ddltool.runtime.servers.wire import BEAT_S, CLOSED, SILENT_S, Wire, fill
 
 log = logging.getLogger(__name__)
@@ -65,6 +65,8 @@ class Worker:
     Attributes:
         rank: the number of this worker.
         arrivals: what came in the last pull, in the order in which it came.
+        updates: how many the parameters had when they came, of the parameter with most: the job's progress. Under ASP,
+            SSP and ElasticBSP every gradient is an update; under the other models a whole iteration is.
         clock: the number of steps whose gradients have been pushed; under local SGD, of rounds. Who joins late begins
             with a number near that of the others.
         epoch: the first epoch of which this worker gets a share of the samples.
@@ -102,6 +104,7 @@ class Worker:
         self._stop = StopSignals()
         self._meet(meeting)
         self.arrivals: list[Arrival] = []
+        self.updates = 0
         self._arrived = set(range(len(plan.slots)))
         self._awaited: set[int] = set()
         self._pushed: set[int] = set()
@@ -117,27 +120,15 @@ class Worker:
         self._pulled: dict[str, Tensor] = {}
         self._pulled_clock = 0
         self._local = 0  # steps of the round that is under way
-        self._updates = 0  # up to the last pull but one
         self._handles = self._hook()
         if checkpoint is not None:
             self._stop.open()
 
     def _meet(self, meeting: Meeting) -> None:
-        plan, refusal = self.plan, None
-        try:
-            meeting.check(plan)
-            self._check()
-        except InputError as error:
-            if meeting.rank is None:
-                raise
-            refusal = error
-        hello = Hello(
-            rank=meeting.rank,
-            job=meeting.job,
-            plan=plan.digest(),
-            policy=self.policy.describe(),
-            refusal="" if refusal is None else str(refusal),
-        )
+        plan = self.plan
+        hello, refusal = meeting.hello(plan, self.policy, self._check)
+        if refusal is not None and meeting.rank is None:
+            raise refusal
         try:
             where = meeting.find()
             self._wire = Wire(meeting.token, self._stop)
@@ -157,7 +148,7 @@ class Worker:
         """Raise InputError for arguments that do not fit; all ranks then refuse."""
         if self._push not in PUSH_TIMES:
             raise InputError("push", f"is {self._push}", f"known: {', '.join(PUSH_TIMES)}")
-        check_values(self.plan, self._parameters)
+        self.plan.check(self.model)
         if (self.policy.local_steps > 1) != (self._optimizer is not None):
             problem = "is missing" if self._optimizer is None else f"is given under {self.policy.describe()}"
             raise InputError("local_optimizer", problem, "local SGD of more than one step needs one, other models none")
@@ -190,15 +181,6 @@ class Worker:
         """Pull all parameters and wait until they are here; after the last step this brings the trained values."""
         with self.step(push=False):
             pass
-
-    @property
-    def updates(self) -> int:
-        """Updates that the parameters had when they were last pulled, of the parameter with most: the job's progress.
-
-        While the next pull has brought nothing yet, and after a failure, what the one before brought.
-        Under ASP, SSP and ElasticBSP every gradient is an update; under the other models a whole iteration is.
-        """
-        return max([self._updates, *(arrival.version for arrival in self.arrivals)])
 
     def batches(
         self, samples: int, batch_size: int, *, epoch: int, seed: int, drop_last: bool = False
@@ -330,6 +312,7 @@ class Worker:
             time_s = time.perf_counter() - self._asked_s
             self.arrivals.append(Arrival(name=name, server=server, version=version, time_s=time_s))
             self._arrived.add(index)
+            self.updates = max(self.updates, version)
             if time.monotonic() - self._told_s[server] > HERE_S:
                 self._tell(server, "here")
         elif kind == "members":
@@ -364,7 +347,6 @@ class Worker:
 
     def _begin(self, push: bool) -> None:
         """Ask for all parameters."""
-        self._updates = self.updates
         self._arrived, self._awaited, self.arrivals = set(), set(), []
         self._pushed, self._offered, self._pushing = set(), {}, push
         self._asked_s = time.perf_counter()
