@@ -114,7 +114,11 @@ GOOD = ["0,a,1,1,1", "0,b,2,1,1", "1,a,1,1,1", "1,b,2,1,1"]
     [
         ("iteration,worker,sped,cpu,memory", GOOD, ':speed: no such column; did you mean "sped"?'),
         (HEADER, [], "has no rows"),
-        (HEADER, [*GOOD[:3], "1,b,fast,1,1"], ":row 4:speed: is fast; it must be finite samples per second above 0"),
+        (
+            HEADER,
+            [*GOOD[:3], "1,b,fast,1,1"],
+            ":row 4:speed: is fast; it must lie between 1e-09 and 1e+12 samples per second",
+        ),
         (HEADER, [*GOOD[:3], "1,b,0,1,1"], ":row 4:speed: is 0"),
         (HEADER, [*GOOD[:3], "1,b,inf,1,1"], ":row 4:speed: is inf"),
         (HEADER, [*GOOD[:3], "1,b,2,-0.1,1"], ":row 4:cpu: is -0.1; it must be a finite number >= 0"),

@@ -188,8 +188,9 @@ def demand(
 ) -> None:
     """Raise InputError for the first of the cells, (n,), that is not good; ``unit``: what the file's rows are called."""
     if not good.all():
-        row = int(np.argmin(good))
-        text = str(np.asarray(cells)[row])
+        place = int(np.argmin(good))
+        row = cells.index[place] if hasattr(cells, "iloc") else place  # of rows that were picked from a table, its own
+        text = str(np.asarray(cells)[place])
         shown = text if len(text) <= 40 else f"{text[:37]}..."
         raise InputError(f"{where}:{unit} {row + 1}:{name}", f"{said}{shown}", remedy)
 

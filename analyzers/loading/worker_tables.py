@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from ddltool.analyzers.balancing.trace import LEAST_SPEED, MOST_SPEED, SpeedTrace
 from ddltool.errors import InputError, did_you_mean
 from ddltool.graph import natural_key
-from ddltool.profile import read_table
+from ddltool.profile import demand, numbers, read_table
 
 Floats = NDArray[np.float64]
 SPEED_COLUMNS = ("iteration", "worker", "speed", "cpu", "memory")
@@ -27,6 +27,7 @@ END_COLUMNS = ("worker", "iteration", "end_s")
 MOST_S = 1e15
 # Above this, floats skip whole numbers.
 MOST_ITERATIONS = 2**53
+_NEGATIVE = "nobody waits for less than 0 s"
 
 
 def read_speeds(path: Path, tell: Callable[[str], None]) -> SpeedTrace:
@@ -35,59 +36,36 @@ def read_speeds(path: Path, tell: Callable[[str], None]) -> SpeedTrace:
     Every worker needs a row for every iteration; ``tell`` hears of numbers that no worker has. Raises InputError naming row
     and column.
     """
-    frame = _read(path, SPEED_COLUMNS)
-    _demand_columns(frame, SPEED_COLUMNS, str(path))
-    at = f"{path}:row {{row}}"
-    _refuse(frame["worker"].isna().to_numpy(), frame["worker"], f"{at}:worker", "name the worker")
+    frame, where = _read(path, SPEED_COLUMNS), str(path)
+    _demand_columns(frame, SPEED_COLUMNS, where)
+    names = frame["worker"].astype(str)
+    demand(frame["worker"].notna().to_numpy(), frame["worker"], "worker", where, "name the worker")
     # They would end up in pictures and terminals, which act on such characters.
-    unprintable = ~frame["worker"].astype(str).map(str.isprintable).to_numpy(dtype=bool)
-    _refuse(unprintable, frame["worker"], f"{at}:worker", "name workers without control characters")
-    numbers = _numbers(frame, "iteration")
-    whole = np.isfinite(numbers) & (numbers == np.floor(numbers)) & (numbers >= 0) & (numbers < 2**53)
-    _refuse(~whole, frame["iteration"], f"{at}:iteration", "it must be a whole number >= 0")
-    values = {column: _numbers(frame, column) for column in SPEED_COLUMNS[2:]}
-    speed = values["speed"]
-    _refuse(
-        ~(np.isfinite(speed) & (speed > 0)),
-        frame["speed"],
-        f"{at}:speed",
-        "it must be finite samples per second above 0",
-    )
-    beyond = (speed < LEAST_SPEED) | (speed > MOST_SPEED)
-    _refuse(
-        beyond,
-        frame["speed"],
-        f"{at}:speed",
-        f"it must lie between {LEAST_SPEED:g} and {MOST_SPEED:g} samples per second",
-    )
-    for column in ("cpu", "memory"):
-        share = values[column]
-        _refuse(
-            ~(np.isfinite(share) & (share >= 0)),
-            frame[column],
-            f"{at}:{column}",
-            "it must be a finite number >= 0",
-        )
-    found = frame["worker"].astype(str)
-    names = sorted(pd.unique(found), key=natural_key)
-    worker = pd.Categorical(found, categories=names).codes.astype(np.int64)
-    iterations, iteration = np.unique(numbers, return_inverse=True)
-    cell = iteration * len(names) + worker
-    order = np.argsort(cell, kind="stable")
-    repeated = np.zeros(len(frame), dtype=bool)
-    repeated[order[1:]] = cell[order[1:]] == cell[order[:-1]]
-    if repeated.any():
-        row = int(np.argmax(repeated))
-        problem = f"repeats iteration {numbers[row]:.0f} of worker {found.iloc[row]}"
-        raise InputError(f"{path}:row {row + 1}:iteration", problem, "give each iteration of a worker once")
-    if len(cell) < len(names) * len(iterations):
-        missing = int(np.argmax(np.bincount(cell, minlength=len(names) * len(iterations)) == 0))
-        problem = f"worker {names[missing % len(names)]} has no iteration {iterations[missing // len(names)]:.0f}"
-        raise InputError(str(path), problem, "give a row of every worker for every iteration")
-    _tell_gaps(iterations, path, tell)
-    shape = (len(iterations), len(names))
-    arrays = {column: array[order].reshape(shape) for column, array in values.items()}
-    return SpeedTrace.of(tuple(map(str, names)), **arrays)
+    plain = names.map(str.isprintable).to_numpy(dtype=bool)
+    demand(plain, names, "worker", where, "name workers without control characters")
+    iteration = _whole(frame["iteration"])
+    demand(~np.isnan(iteration), frame["iteration"], "iteration", where, "it must be a whole number >= 0")
+    values = {column: numbers(frame[column]).to_numpy(dtype=np.float64) for column in SPEED_COLUMNS[2:]}
+    for column, value in values.items():
+        low, high = (LEAST_SPEED, MOST_SPEED) if column == "speed" else (0.0, np.finfo(np.float64).max)
+        remedy = f"it must lie between {low:g} and {high:g} samples per second"
+        remedy = remedy if column == "speed" else "it must be a finite number >= 0"
+        demand((value >= low) & (value <= high), frame[column], column, where, remedy)
+    table = pd.DataFrame({"iteration": iteration, "worker": names, **values})
+    again = table.duplicated(["iteration", "worker"]).to_numpy()
+    if again.any():
+        row = int(np.argmax(again))
+        problem = f"repeats iteration {iteration[row]:.0f} of worker {names.iloc[row]}"
+        raise InputError(f"{where}:row {row + 1}:iteration", problem, "give each iteration of a worker once")
+    wide = table.pivot(index="iteration", columns="worker")
+    workers = sorted(names.unique(), key=natural_key)
+    gone = np.argwhere(wide["speed"][workers].isna().to_numpy())
+    if len(gone):
+        problem = f"worker {workers[gone[0][1]]} has no iteration {wide.index[gone[0][0]]:.0f}"
+        raise InputError(where, problem, "give a row of every worker for every iteration")
+    _tell_gaps(wide.index.to_numpy(), path, tell)
+    arrays = {column: wide[column][workers].to_numpy(dtype=np.float64) for column in values}
+    return SpeedTrace.of(tuple(workers), **arrays)
 
 
 def _tell_gaps(iterations: NDArray[np.float64], path: Path, tell: Callable[[str], None]) -> None:
@@ -100,10 +78,6 @@ def _tell_gaps(iterations: NDArray[np.float64], path: Path, tell: Callable[[str]
             f"{path}: {steps.sum() - len(steps):.0f} iterations are missing, the first between {first:.0f} and {last:.0f}; "
             "rows on both sides are taken as neighbours"
         )
-
-
-def _numbers(frame: pd.DataFrame, column: str) -> NDArray[np.float64]:
-    return pd.to_numeric(frame[column], errors="coerce").to_numpy(dtype=np.float64)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -172,9 +146,9 @@ def _from_telemetry(frame: pd.DataFrame, where: str) -> Recorded:
     """Return each rank's steps without their waiting."""
     names, steps, _ = _rows_by_worker(frame, ("rank", "step", "step_s"), where, ascending=False)
     _, waits, _ = _rows_by_worker(frame, ("rank", "step", "wait_s"), where, ascending=False)
-    _refuse_negative(frame["wait_s"], where)
+    demand((frame["wait_s"] >= 0).to_numpy(), frame["wait_s"], "wait_s", where, _NEGATIVE)
     none_left = frame["wait_s"].to_numpy(dtype=np.float64) >= frame["step_s"].to_numpy(dtype=np.float64)
-    _refuse(none_left, frame["wait_s"], f"{where}:row {{row}}:wait_s", "it must be less than the row's step_s")
+    demand(~none_left, frame["wait_s"], "wait_s", where, "it must be less than the row's step_s")
     lengths = [step - wait for step, wait in zip(steps, waits, strict=True)]
     return Recorded(names=tuple(names), lengths_s=lengths, origins_s=np.zeros(len(names)))
 
@@ -191,12 +165,12 @@ def _from_sync(frame: pd.DataFrame, where: str) -> Recorded:
         steps = frame[frame["event"] == "step"]
     if steps.empty:
         raise InputError(where, "has no row of a step", "give the telemetry of a server that has taken gradients")
-    numbers = _whole(steps["worker"])
-    _refuse(np.isnan(numbers), steps["worker"], f"{where}:row {{row}}:worker", "it must be a whole number >= 0")
-    steps = steps.assign(worker=numbers.astype(np.int64).astype(str))
+    workers = _whole(steps["worker"])
+    demand(~np.isnan(workers), steps["worker"], "worker", where, "it must be a whole number >= 0")
+    steps = steps.assign(worker=workers.astype(np.int64).astype(str))
     names, ends, _ = _rows_by_worker(steps, ("worker", "step", "time_s"), where)
     _, waits, _ = _rows_by_worker(steps, ("worker", "step", "wait_s"), where, ascending=False)
-    _refuse_negative(steps["wait_s"], where)
+    demand((steps["wait_s"] >= 0).to_numpy(), steps["wait_s"], "wait_s", where, _NEGATIVE)
     lengths = [np.diff(end) - wait[1:] for end, wait in zip(ends, waits, strict=True)]
     for name, own in zip(names, lengths, strict=True):
         if not len(own) or own.min() <= 0:
@@ -216,20 +190,19 @@ def _rows_by_worker(
     """
     worker, iteration, value = columns
     _demand_columns(frame, columns, where)
-    _refuse(frame[worker].isna().to_numpy(), frame[worker], f"{where}:row {{row}}:{worker}", "name the worker")
-    numbers = _whole(frame[iteration])
-    remedy = "it must be a whole number >= 0, below 2^53"
-    _refuse(np.isnan(numbers), frame[iteration], f"{where}:row {{row}}:{iteration}", remedy)
-    values = pd.to_numeric(frame[value], errors="coerce").to_numpy(dtype=np.float64)
-    _refuse(~np.isfinite(values), frame[value], f"{where}:row {{row}}:{value}", "it must be finite seconds")
+    demand(frame[worker].notna().to_numpy(), frame[worker], worker, where, "name the worker")
+    steps = _whole(frame[iteration])
+    demand(~np.isnan(steps), frame[iteration], iteration, where, "it must be a whole number >= 0, below 2^53")
+    values = numbers(frame[value]).to_numpy(dtype=np.float64)
+    demand(np.isfinite(values), frame[value], value, where, "it must be finite seconds")
     remedy = f"it must be seconds between -{MOST_S:g} and {MOST_S:g}"
-    _refuse(np.abs(values) > MOST_S, frame[value], f"{where}:row {{row}}:{value}", remedy)
+    demand(np.abs(values) <= MOST_S, frame[value], value, where, remedy)
     codes, found = pd.factorize(frame[worker].astype(str))
     names = [str(name) for name in found]
-    order = np.lexsort((numbers, codes))
-    codes, numbers, values = codes[order], numbers[order], values[order]
+    order = np.lexsort((steps, codes))
+    codes, steps, values = codes[order], steps[order], values[order]
     same = codes[1:] == codes[:-1]
-    step = np.diff(numbers)
+    step = np.diff(steps)
     problems = (
         (same & (step == 0), iteration, "repeats iteration {at:g} of worker {name}", "give each iteration once"),
         (same & (step > 1), iteration, "is iteration {at:g} of worker {name}, which has no iteration {before:g}",
@@ -241,7 +214,7 @@ def _rows_by_worker(
         if wrong.any():
             places = np.flatnonzero(wrong) + 1
             place = int(places[np.argmin(order[places])])
-            at = float(numbers[place])
+            at = float(steps[place])
             text = problem.format(at=at, before=at - 1, name=names[codes[place]], end=float(values[place]))
             raise InputError(f"{where}:row {frame.index[order[place]] + 1}:{column}", text, remedy)
     bounds = np.append(np.flatnonzero(np.append(True, ~same)), len(codes))
@@ -255,22 +228,9 @@ def _rows_by_worker(
 
 def _whole(raw: pd.Series[Any]) -> Floats:
     """Return (n,) the whole numbers from 0 that floats tell apart; NaN for all else."""
-    numbers = pd.to_numeric(raw, errors="coerce").to_numpy(dtype=np.float64)
-    whole = np.isfinite(numbers) & (numbers == np.floor(numbers)) & (numbers >= 0) & (numbers < MOST_ITERATIONS)
-    return np.where(whole, numbers, np.nan)
-
-
-def _refuse_negative(waits: pd.Series[Any], where: str) -> None:
-    """Raise InputError for the first waiting time below 0; all are numbers."""
-    wrong = waits.to_numpy(dtype=np.float64) < 0
-    _refuse(wrong, waits, f"{where}:row {{row}}:wait_s", "nobody waits for less than 0 s")
-
-
-def _refuse(wrong: NDArray[np.bool_], raw: pd.Series[Any], where: str, remedy: str) -> None:
-    """Raise InputError for the first row that is wrong; ``where`` has a place for its number in the file."""
-    if wrong.any():
-        row = int(np.argmax(wrong))
-        raise InputError(where.replace("{row}", str(raw.index[row] + 1)), f"is {raw.iloc[row]}", remedy)
+    values = numbers(raw).to_numpy(dtype=np.float64)
+    whole = np.isfinite(values) & (values == np.floor(values)) & (values >= 0) & (values < MOST_ITERATIONS)
+    return np.where(whole, values, np.nan)
 
 
 def _demand_columns(frame: pd.DataFrame, columns: tuple[str, ...], where: str) -> None:
