@@ -102,7 +102,7 @@ def replayed(trace: Speeds, total: int, kind: str, since: int) -> dict[str, floa
     }
 
 
-@pytest.mark.parametrize("seed", range(60))
+@pytest.mark.parametrize("seed", range(20))
 def test_the_replay_by_hand(cli: Cli, tmp_path: Path, seed: int) -> None:
     chance = random.Random(seed)
     trace, total = random_trace(chance)
@@ -201,7 +201,7 @@ def made_by(ends: list[Fraction], at: Fraction) -> int:
     return sum(end <= at for end in ends)
 
 
-@pytest.mark.parametrize("seed", range(25))
+@pytest.mark.parametrize("seed", range(10))
 def test_the_schemes_by_hand(cli: Cli, tmp_path: Path, seed: int) -> None:
     chance = random.Random(500 + seed)
     trace, total = random_trace(chance)

@@ -14,11 +14,13 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
 from scipy.optimize import nnls
+
+from ddltool.results import DeviceCurve
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -28,51 +30,34 @@ SATURATED = 0.9
 # Step times lie on a line when it misses none of them by more than this.
 LINEAR = 0.05
 
-Origin = Literal["measured", "extrapolated"]
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class CurveSummary:
-    """A device's throughput curve in a few figures; None where the rows do not tell."""
-
-    saturation_batch: int
-    """Smallest measured local batch with 90 % of the best measured throughput."""
-    memory_limit_batch: int | None
-    """Largest local batch that fits in memory."""
-    memory_limit_origin: Origin | None
-    """Whether that batch ran and the next one did not, or a line through the peak memories says so."""
-    launch_overhead_s: float | None
-    """Step time of an empty batch on the line through the measured ones."""
-    linear_from_batch: int | None
-    """Smallest measured batch from which on one line holds all step times to 5 %; None without three such batches."""
-    seconds_per_sample: float | None
-    """Slope of that line."""
-
 
 def summarise(
     frame: pd.DataFrame, memory_limit_bytes: float | None, measured_limits: Mapping[str, int | None] | None = None
-) -> dict[str, CurveSummary]:
+) -> dict[str, DeviceCurve]:
     """Return a summary per device from a checked profile's rows with the fewest replicas and no accumulation.
+
+    ``linear_from_batch``: the smallest batch from which on one line holds all step times to 5 %, its slope being
+    ``seconds_per_sample``; None without three such batches. ``launch_overhead_s`` is the line's step time of an empty batch.
 
     ``memory_limit_bytes``: what a line through the peak memories is extrapolated to, for devices that are not in
     ``measured_limits``, the largest batch that ran by device (None: memory sets no limit).
     """
     if "accumulation_steps" in frame and (frame["accumulation_steps"].fillna(0) == 0).any():
         frame = frame[frame["accumulation_steps"].fillna(0) == 0]
-    found: dict[str, CurveSummary] = {}
+    found: dict[str, DeviceCurve] = {}
     for device, rows in frame.groupby("device", sort=True):
         fewest = rows[rows["num_replicas"] == rows["num_replicas"].min()]
         medians = fewest.groupby("local_batch_size").median(numeric_only=True).sort_index()
         batches = medians.index.to_numpy(dtype=float)
         times = medians["step_time_s"].to_numpy(dtype=float)
         memory = medians["peak_memory_bytes"].to_numpy(dtype=float) if "peak_memory_bytes" in medians else None
-        origin: Origin | None = "measured"
+        origin: str | None = "measured"
         limit = (measured_limits or {}).get(str(device))
         if measured_limits is None or str(device) not in measured_limits:
             limit = _memory_limit(batches, memory, memory_limit_bytes)
             origin = "extrapolated" if limit is not None else None
         linear = _linear_part(batches, times)
-        found[str(device)] = CurveSummary(
+        found[str(device)] = DeviceCurve(
             saturation_batch=_saturation(batches, times),
             memory_limit_batch=limit,
             memory_limit_origin=origin,
