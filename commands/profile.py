@@ -25,7 +25,7 @@ from ddltool.commands.watch import profile_watch
 from ddltool.errors import DdlToolError, InputError, Interrupted
 from ddltool.outputs import demand_distinct
 from ddltool.profile import records
-from ddltool.results import DeviceCurve, MemorySearch, MemoryTry, ProfileResult
+from ddltool.results import MemorySearch, MemoryTry, ProfileResult
 from ddltool.runtime.measuring.campaign import (
     LARGEST_BATCH,
     MOST_REPLICAS,
@@ -276,10 +276,7 @@ def _measure(
         curves = summarise(frame, _device_memory(request.device))
     result = ProfileResult(
         rows=records(frame),
-        devices={
-            name: DeviceCurve(**{field: getattr(curve, field) for field in DeviceCurve.model_fields})
-            for name, curve in curves.items()
-        },
+        devices=curves,
         skipped=found.skipped,
         measuring_seconds=found.spent_s,
         **({"memory": search} if search else {}),
