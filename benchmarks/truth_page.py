@@ -15,6 +15,8 @@ from truth_models import Trace, build
 from ddltool.analyzers.costs.fitting import Belief
 from ddltool.analyzers.costs.kernel_times import UNITS
 from ddltool.analyzers.costs.model import cost_model
+from ddltool.analyzers.reporting.charts import drawn
+from ddltool.analyzers.reporting.figures import Line, Lines
 from ddltool.analyzers.tracing.dialect import Numerics
 from ddltool.analyzers.tracing.torch_adapter import trace_any_batch
 from ddltool.artifacts import write_text
@@ -323,38 +325,25 @@ def _limits(every: Pairs, residuals: Residuals) -> str:
 
 
 def _picture(path: Path, pairs: Pairs) -> None:
-    import matplotlib as mpl
-
-    mpl.use("Agg")
-    from matplotlib import pyplot as plt
-
-    figure, axes = plt.subplots(figsize=(7.2, 6.4), dpi=130)
+    none = np.empty(0)
     groups = dict(_by(pairs, lambda row: row.source))
-    for place, name in enumerate(name for name in SOURCES if name in groups):
+    lines = []
+    for name in (name for name in SOURCES if name in groups):
         measured = np.array([row.measured_s for row, _ in groups[name]])
         time = np.array([time for _, time in groups[name]])
-        small = len(measured) > 200
-        axes.scatter(
-            1e3 * measured, 1e3 * time, s=5 if small else 16, alpha=0.35 if small else 0.8, linewidths=0,
-            color=f"C{place}", label=f"{SOURCES[name].title} ({len(measured):,})", zorder=1 if small else 2,
-        )  # fmt: skip
+        label = f"{SOURCES[name].title} ({len(measured):,})"
+        lines.append(Line(label=label, x=none, y=none, dots=(1e3 * measured, 1e3 * time)))
     ends = np.array(
         [1e3 * min(min(row.measured_s, t) for row, t in pairs), 1e3 * max(max(row.measured_s, t) for row, t in pairs)]
     )
-    axes.plot(ends, ends, color="black", linewidth=1)
-    for factor in (0.7, 1.3):
-        axes.plot(ends, factor * ends, color="black", linewidth=0.7, linestyle="--")
-    axes.set(
-        xscale="log",
-        yscale="log",
+    lines.append(Line(label="exact; band: 30 % off", x=ends, y=ends, low=0.7 * ends, high=1.3 * ends))
+    figure = Lines(
+        title="Predicted against measured step times",
+        lines=lines,
         xlabel="measured step (ms)",
         ylabel="predicted step (ms), its model's family left out",
+        x_axis="log",
+        log_y=True,
+        draw="line",
     )
-    axes.set_title("Diagonal: exact; dashed: 30 % off")
-    axes.grid(visible=True, which="major", linewidth=0.4, alpha=0.5)
-    legend = axes.legend(loc="upper left", fontsize=8, frameon=False, markerscale=1.5)
-    for handle in legend.legend_handles:
-        handle.set_alpha(1.0)
-    figure.tight_layout()
-    figure.savefig(path, metadata={"Software": None})
-    plt.close(figure)
+    path.write_bytes(drawn([figure], "png"))

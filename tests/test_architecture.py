@@ -100,7 +100,19 @@ def test_every_file_compiles() -> None:
         assert compileall.compile_dir(ROOT / folder, quiet=2, force=True), folder
 
 
-HEAVY = ("torch", "pandas", "ortools", "networkx", "onnx", "scipy", "matplotlib", "sklearn", "numpy", "pydantic")
+HEAVY = (
+    "torch",
+    "pandas",
+    "ortools",
+    "networkx",
+    "onnx",
+    "scipy",
+    "altair",
+    "vl_convert",
+    "sklearn",
+    "numpy",
+    "pydantic",
+)
 
 
 @pytest.mark.parametrize("option", ["--help", "--version"])

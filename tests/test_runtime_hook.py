@@ -299,7 +299,7 @@ def test_importing_the_runtime_imports_nothing_heavy_but_torch() -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     added = {name.split(".")[0] for name in done.stdout.split()}
-    assert not added & {"ortools", "pandas", "scipy", "sklearn", "onnx", "matplotlib", "networkx", "typer", "rich"}
+    assert not added & {"ortools", "pandas", "scipy", "sklearn", "onnx", "altair", "networkx", "typer", "rich"}
     assert "ddltool.runtime.hook.attaching" in done.stdout.split()
     inside = {name for name in done.stdout.split() if name.startswith("ddltool.")}
     assert not {name for name in inside if name.split(".")[1] in ("analyzers", "commands", "fixtures")}

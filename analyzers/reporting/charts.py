@@ -80,6 +80,7 @@ CONFIG: Spec = {
     "view": {"stroke": None},
     "axis": {**_SIDE, "gridColor": "var(--line)", "labelFontSize": 12, "titleFontSize": 12}
     | {"labelLimit": 240, "labelOverlap": "greedy", "labelSeparation": 6},
+    "axisX": {"labelFlush": 20},  # a number at an end of its axis does not reach out of the picture
     "legend": {"labelColor": INK, "titleColor": INK, "labelFontSize": 12, "titleFontSize": 12, "labelLimit": 300}
     | {"symbolOpacity": 1, "titleFontWeight": "normal"},
     "title": {"color": INK, "fontSize": 13, "fontWeight": "normal", "anchor": "start", "offset": 8},

@@ -29,8 +29,8 @@ from ddltool.results import Machine, MachineCheck
 from ddltool.runtime.measuring.children import Children, free_port
 
 PACKAGES = (
-    *("torch", "onnx", "numpy", "pandas", "scipy", "ortools", "networkx", "scikit-learn", "matplotlib", "pydantic"),
-    *("PyYAML", "psutil", "typer", "rich"),
+    *("torch", "onnx", "numpy", "pandas", "scipy", "ortools", "networkx", "scikit-learn", "altair", "pydantic"),
+    *("PyYAML", "psutil", "typer", "rich", "vl-convert-python"),
 )
 OPTIONAL = {
     "transformers": "sources transformers:NAME: pip install 'ddltool[transformers]'",
@@ -177,10 +177,8 @@ def check_folder(name: str, folder: str | Path, *, required: bool, remedy: str) 
 
 
 def _check_folders() -> list[MachineCheck]:
-    cache = os.environ.get("MPLCONFIGDIR") or os.environ.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")
-    slow = "set MPLCONFIGDIR to a writable folder, or each picture takes longer"
     here = check_folder("this folder", Path.cwd(), required=False, remedy="give -o FILE in a writable folder")
-    return [here, check_temporary(), check_folder("cache", cache, required=False, remedy=slow)]
+    return [here, check_temporary()]
 
 
 def check_temporary() -> MachineCheck:
