@@ -24,11 +24,12 @@ from ddltool.analyzers.goodput.throughput import ThroughputParams
 from ddltool.analyzers.placement.companion import build
 from ddltool.analyzers.placement.est import solve_est
 from ddltool.analyzers.placement.jobs import Sharing, solve_jobs
-from ddltool.analyzers.placement.network import NodeShape, solve_on_nodes
+from ddltool.analyzers.placement.network import solve_on_nodes
 from ddltool.analyzers.placement.problem import DeviceType, Problem
 from ddltool.analyzers.placement.proposals import best_plan, proposals
 from ddltool.analyzers.placement.steps import best_step
 from ddltool.companion import Companion, CompanionDevice, CompanionMeta, write_companion
+from ddltool.job import NodeDevices, NodeGroup
 
 # (maxP, capabilities of V100, P100 and T4, devices of each, what EasyScale's own planner reached).
 PUBLISHED = (
@@ -202,7 +203,7 @@ def nodes() -> None:
     """Print plans on nodes under faster and slower networks."""
     print("sync s per device  choice         devices  nodes  step ms  CPU s")
     problem = make("j", [4 - 0.3 * place for place in range(8)], [1_250] * 8, 5_000)
-    shapes = [NodeShape(device_type=f"t{place}", devices=8, nodes=157) for place in range(8)]
+    shapes = [NodeGroup(name="n", count=157, devices=NodeDevices(type=f"t{place}", count=8)) for place in range(8)]
     for growth in (0.0, 1e-5, 1e-4, 1e-3, 1e-1, 10.0, 1000.0):
         params = ThroughputParams(
             alpha_grad_s=0, beta_grad_s=0, alpha_sync_local_s=growth / 10, beta_sync_local_s=growth / 10,

@@ -103,10 +103,10 @@ def test_what_commands_write_keeps_to_its_schema(here: Path, cli: Cli) -> None:
     for line in Path("telemetry.jsonl").read_text().splitlines()[:4]:
         check(json.loads(line), "telemetry")
     with sqlite3.connect("plans.db") as database:
-        stored = dict(database.execute("SELECT key, value FROM meta"))
+        (stored,) = database.execute("SELECT document FROM meta").fetchone()
         tables = {name for (name,) in database.execute("SELECT name FROM sqlite_master WHERE type = 'table'")}
     assert tables == {"meta", "plans", "vectors"}
-    check(json.loads(next(value for value in stored.values() if value.startswith("{"))), "companion")
+    check(json.loads(stored), "companion")
     check(json.loads((REPO / "fixtures" / "devices.json").read_text()), "devices")
 
 

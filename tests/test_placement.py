@@ -267,24 +267,19 @@ def test_no_devices() -> None:
             {"max_price_per_hour": 1},
             r"devices\.T4\.price_per_hour: is missing; constraints\.max_price_per_hour needs it",
         ),
-        (
-            {"max_price_per_hour": 1e12},
-            r"constraints\.max_price_per_hour: is 1e\+12; at most 1000000000, or leave it out",
-        ),
     ],
 )
 def test_missing_figures(limits: dict[str, float], message: str) -> None:
     constraints = Constraints(**limits)  # type: ignore[arg-type]
     known = DeviceOffer(type="V100", count=1, capability_per_s=1.0, memory_gib=16, price_per_hour=0.5)
-    price = 0.5 if limits.get("max_price_per_hour", 0) > 1 else None
-    plain = DeviceOffer(type="T4", count=1, capability_per_s=1.0, price_per_hour=price)
+    plain = DeviceOffer(type="T4", count=1, capability_per_s=1.0)
     with pytest.raises(InputError, match=message):
         from_job(job(devices=[known, plain], constraints=constraints), RATES)
-    if price is None:  # what is not offered needs no figures
-        unused = plain.model_copy(update={"count": 0})
-        assert [
-            device.name for device in from_job(job(devices=[known, unused], constraints=constraints), RATES).devices
-        ] == ["V100"]
+    # What is not offered needs no figures.
+    unused = plain.model_copy(update={"count": 0})
+    assert [each.name for each in from_job(job(devices=[known, unused], constraints=constraints), RATES).devices] == [
+        "V100"
+    ]
 
 
 def test_missing_and_impossible_capabilities() -> None:
@@ -356,25 +351,6 @@ def test_of_equal_plans_the_first_names_win() -> None:
 def test_no_time_is_not_an_answer() -> None:
     with pytest.raises(NotProven, match="no plan was found within 0 s; allow more with --time-limit"):
         solve_est(problem((1.0,), (1,), 1), time_limit_s=0.0)
-
-
-def test_what_is_not_proven_is_not_called_optimal() -> None:
-    """Without time for a proof the plan is a guess: still valid, with a gap that covers the true optimum."""
-    random = Random(5)
-    missed = 0
-    for _ in range(200):
-        case = priced(random, random_problem(random, types=3, count=3, workers=9))
-        expected = ranking(case)
-        if not expected:
-            continue
-        made = solve_est(case, top_k=3, time_limit_s=1e-9)
-        step, best = verify(case, made.assignments), expected[0][0]
-        assert made.status == "feasible"
-        assert made.alternatives == []
-        assert 0 <= made.gap < 1
-        assert float(step) * (1 - made.gap) <= float(best) * (1 + 1e-12)
-        missed += step > best
-    assert missed >= 3  # so that "optimal" would have been wrong
 
 
 def test_verify_catches_wrong_plans() -> None:

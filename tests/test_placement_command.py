@@ -209,4 +209,4 @@ def test_the_job_that_cannot_run_or_has_to_wait_is_named(folder: Path, capsys: p
 def test_prices_have_a_limit(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     dear = limited(folder, "dear.yaml", "max_price_per_hour: 12", JOB.replace("2.5", "1.0e13"))
     assert run(["plan", str(dear), "--strategy", "est"]) == 2
-    assert "devices.V100.price_per_hour: is 1e+13; at most 1000000000" in capsys.readouterr().err
+    assert "devices[0].price_per_hour: is 10000000000000.0; give a number of at most 1e+09" in capsys.readouterr().err

@@ -1,4 +1,4 @@
-"""Plans on nodes against trying every number of devices, and whether moving pays against counting mini-batches."""
+"""Plans on nodes against trying every number of devices."""
 
 from __future__ import annotations
 
@@ -9,10 +9,15 @@ from random import Random
 import pytest
 
 from ddltool.analyzers.goodput.throughput import ThroughputParams
-from ddltool.analyzers.placement.network import NodeShape, nodes_needed, solve_on_nodes
+from ddltool.analyzers.placement.network import nodes_needed, solve_on_nodes
 from ddltool.analyzers.placement.problem import DeviceType, Problem
 from ddltool.analyzers.placement.steps import best_step
 from ddltool.errors import Infeasible, InputError
+from ddltool.job import NodeDevices, NodeGroup
+
+
+def node_group(device_type: str, devices: int, nodes: int) -> NodeGroup:
+    return NodeGroup(name="n", count=nodes, devices=NodeDevices(type=device_type, count=devices))
 
 
 def params(**changes: float) -> ThroughputParams:
@@ -28,12 +33,12 @@ def params(**changes: float) -> ThroughputParams:
     return ThroughputParams(**{**usual, **changes})
 
 
-def case(random: Random) -> tuple[Problem, list[NodeShape]]:
+def case(random: Random) -> tuple[Problem, list[NodeGroup]]:
     shapes = [
-        NodeShape(device_type=name, devices=random.randint(1, 3), nodes=random.randint(1, 3))
+        node_group(device_type=name, devices=random.randint(1, 3), nodes=random.randint(1, 3))
         for name in ("a", "a", "b")[: random.randint(2, 3)]
     ]
-    counts = {name: sum(s.devices * s.nodes for s in shapes if s.device_type == name) for name in ("a", "b")}
+    counts = {name: sum(s.devices.count * s.count for s in shapes if s.devices.type == name) for name in ("a", "b")}
     devices = tuple(
         DeviceType(
             name=name,
@@ -57,7 +62,7 @@ def case(random: Random) -> tuple[Problem, list[NodeShape]]:
     return problem, shapes
 
 
-def every_step(problem: Problem, shapes: list[NodeShape], cost: ThroughputParams) -> list[float]:
+def every_step(problem: Problem, shapes: list[NodeGroup], cost: ThroughputParams) -> list[float]:
     """The step time of every allowed number of devices: Pollux's formulas written out again."""
     found = []
     for counts in itertools.product(*(range(device.count + 1) for device in problem.devices)):
@@ -66,7 +71,7 @@ def every_step(problem: Problem, shapes: list[NodeShape], cost: ThroughputParams
             continue
         total = sum(counts)
         on_one = sum(map(bool, counts)) == 1 and any(
-            shape.devices >= total and shape.device_type == device.name
+            shape.devices.count >= total and shape.devices.type == device.name
             for shape in shapes
             for device, count in zip(problem.devices, counts, strict=True)
             if count
@@ -109,7 +114,7 @@ def test_the_best_plan_on_nodes_equals_brute_force() -> None:
 def test_a_slow_network_keeps_the_job_on_one_node() -> None:
     devices = (DeviceType(name="a", count=8, capability_per_s=Fraction(1)),)
     problem = Problem(job="j", max_workers=8, batch_size=1, devices=devices)
-    shapes = [NodeShape(device_type="a", devices=4, nodes=2)]
+    shapes = [node_group(device_type="a", devices=4, nodes=2)]
     fast, slow = params(), params(alpha_sync_node_s=5.0)
     assert [solve_on_nodes(problem, shapes, cost).world_size for cost in (fast, slow)] == [8, 4]
     throughput = solve_on_nodes(problem, shapes, fast).throughput
@@ -127,14 +132,14 @@ def test_a_thousand_nodes_need_few_looks() -> None:
         DeviceType(name=name, count=1000, capability_per_s=Fraction(10 + place, 7)) for place, name in enumerate(names)
     )
     problem = Problem(job="j", max_workers=5000, batch_size=1, devices=devices)
-    shapes = [NodeShape(device_type=name, devices=8, nodes=125) for name in names]
+    shapes = [node_group(device_type=name, devices=8, nodes=125) for name in names]
     made = solve_on_nodes(problem, shapes, params(beta_sync_node_s=0.0005))
     assert made.status == "optimal"
     assert 8 < made.world_size < 5000  # neither everything nor one node
 
 
 def test_nodes_are_filled_largest_first() -> None:
-    shapes = [NodeShape(device_type="a", devices=2, nodes=3), NodeShape(device_type="a", devices=4, nodes=1)]
+    shapes = [node_group(device_type="a", devices=2, nodes=3), node_group(device_type="a", devices=4, nodes=1)]
     assert [nodes_needed({"a": count}, shapes) for count in (1, 4, 5, 6, 7, 10)] == [1, 1, 2, 2, 3, 4]
     with pytest.raises(InputError, match="more than the cluster's nodes hold by 1"):
         nodes_needed({"a": 11}, shapes)

@@ -11,6 +11,9 @@ from ddltool.artifacts import Artifact, Record, load
 from ddltool.errors import InputError
 
 Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+# Larger prices, limits and weights would leave the solvers' sums, or nothing of the others in them.
+LARGEST = 1e9
+Price = Annotated[float, Field(ge=0, le=LARGEST, allow_inf_nan=False)]
 Count = Annotated[int, Field(ge=0, le=10_000_000)]
 Determinism = Literal["D0", "D1", "D2"]
 
@@ -37,7 +40,7 @@ class DeviceOffer(Record):
         default=None, description="most ESTs on one such device, for the est strategy"
     )
     memory_gib: Positive | None = None
-    price_per_hour: Annotated[float, Field(ge=0, allow_inf_nan=False)] | None = Field(
+    price_per_hour: Price | None = Field(
         default=None, description="price of one device for an hour, in any one currency"
     )
     spec: dict[str, Any] | None = Field(
@@ -74,7 +77,7 @@ class Constraints(Record):
 
     homogeneous: bool = Field(default=False, description="use devices of one type only")
     max_devices: Annotated[int, Field(ge=1)] | None = None
-    max_price_per_hour: Annotated[float, Field(ge=0, allow_inf_nan=False)] | None = None
+    max_price_per_hour: Price | None = None
     memory_per_worker_gib: Positive | None = Field(
         default=None, description="device memory that one EST needs while it runs (ESTs of a device take turns)"
     )
@@ -119,7 +122,9 @@ class Job(Artifact):
     network: str | None = Field(
         default=None, description="goodput.json whose fitted synchronisation time an est plan adds to its step"
     )
-    weight: Positive = Field(default=1.0, description="of this job beside others that are planned with it")
+    weight: Annotated[float, Field(gt=0, le=LARGEST, allow_inf_nan=False)] = Field(
+        default=1.0, description="of this job beside others that are planned with it"
+    )
     goodput: GoodputSection | None = Field(default=None, description="for the goodput strategy")
 
     @field_validator("devices")

@@ -25,8 +25,8 @@ from ddltool.analyzers.loading.job_inputs import (
     run_of,
     step_curves,
 )
-from ddltool.analyzers.placement.jobs import LARGEST_WEIGHT, Sharing, idle_throughput, solve_jobs
-from ddltool.analyzers.placement.network import NodeShape, solve_on_nodes
+from ddltool.analyzers.placement.jobs import Sharing, idle_throughput, solve_jobs
+from ddltool.analyzers.placement.network import solve_on_nodes
 from ddltool.analyzers.placement.problem import Problem, demand_throughput, from_job
 from ddltool.artifacts import load
 from ddltool.errors import Infeasible, InputError, naming
@@ -184,13 +184,9 @@ def _on_nodes(job: Job, job_file: Path, problem: Problem, settings: Settings) ->
         raise InputError("--prefer", "does not go with network: in job.yaml", "leave out one of the two")
     if job.cluster is None or job.network is None:
         raise InputError(f"{job_file}:network", "needs cluster: beside it", "name the cluster.yaml with the nodes")
-    cluster = load(job_file.parent / job.cluster, Cluster)
-    shapes = [
-        NodeShape(device_type=group.devices.type, devices=group.devices.count, nodes=group.count)
-        for group in cluster.nodes
-    ]
+    nodes = load(job_file.parent / job.cluster, Cluster).nodes
     params = load(job_file.parent / job.network, Goodput).params
-    return solve_on_nodes(problem, shapes, params, time_limit_s=settings.limit_s, seed=settings.seed)
+    return solve_on_nodes(problem, nodes, params, time_limit_s=settings.limit_s, seed=settings.seed)
 
 
 def plan_together(
@@ -208,10 +204,6 @@ def plan_together(
         job = read_with_specs(file, devices_file)
         if job.network is not None:
             raise InputError(f"{file}:network", "is not part of a joint plan", "leave it out, or plan the job alone")
-        if job.weight > LARGEST_WEIGHT:
-            raise InputError(
-                f"{file}:weight", f"is {job.weight:g}", f"give a number above 0, at most {LARGEST_WEIGHT:g}"
-            )
         try:
             with naming(file, Job.model_fields):
                 problem = from_job(job, capabilities_of(job, file.parent, str(file), tell))

@@ -29,6 +29,7 @@ from ddltool.analyzers.placement.problem import Problem
 from ddltool.analyzers.placement.steps import Counts, Floats, Ints, best_step, fewest, step_table
 from ddltool.errors import Infeasible, InputError, NotProven
 from ddltool.graph import natural_key
+from ddltool.job import LARGEST
 from ddltool.plan import Plan
 from ddltool.results import JointJob, JointPlan
 
@@ -39,8 +40,6 @@ Way = list[Counts | None]
 _SMALL = 4000
 # ... and, where the linear program leaves next to nothing open or the sum comes second, up to so many.
 _TINY = 400
-# Larger weights would leave nothing of the others in the solver's sums.
-LARGEST_WEIGHT = 1e9
 # Below this gap more time is not worth it, but in problems that are solved at once.
 _CLOSE = 1e-3
 # The smallest share, where it comes first, has this part of the time; the sum then so many seconds at most.
@@ -215,8 +214,8 @@ def _tables(
     """Return each job's table, with the types and counts that are shared."""
     if not problems:
         raise InputError("jobs", "there are none", "give one job at least")
-    if len(weights) != len(problems) or not all(0 < weight <= LARGEST_WEIGHT for weight in weights):
-        wrong = f"must be one positive number for each job, at most {LARGEST_WEIGHT:g}"
+    if len(weights) != len(problems) or not all(0 < weight <= LARGEST for weight in weights):
+        wrong = f"must be one positive number for each job, at most {LARGEST:g}"
         raise InputError("weights", wrong, "leave them out for equal weights")
     tables = []
     shared = dict(zip(names, counts.tolist(), strict=True))

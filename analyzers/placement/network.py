@@ -20,19 +20,11 @@ from ddltool.analyzers.placement.est import is_feasible, solve_est
 from ddltool.analyzers.placement.problem import Problem, check_affordable
 from ddltool.analyzers.placement.steps import Counts, best_step
 from ddltool.errors import Infeasible, InputError
+from ddltool.job import NodeGroup
 from ddltool.plan import Alternative, Choice, NetworkCost, Plan
 
 # Bounds closer than this share of the best step are rounding.
 _ROUNDING = 1e-12
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class NodeShape:
-    """``nodes`` equal nodes with ``devices`` devices of one type each."""
-
-    device_type: str
-    devices: int
-    nodes: int
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -46,18 +38,13 @@ class _Found:
     proven: bool
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _Computing:
-    """The computing time f with at most so many devices."""
-
-    reached: Fraction
-    least: Fraction
-    """No choice of devices is faster; less than ``reached`` where the solver's time ran out."""
+# The computing time that was reached, and one that no choice of devices beats: less where the solver's time ran out.
+_Computing = tuple[Fraction, Fraction]
 
 
 def solve_on_nodes(
     problem: Problem,
-    shapes: Sequence[NodeShape],
+    nodes: Sequence[NodeGroup],
     params: ThroughputParams,
     *,
     time_limit_s: float = 10.0,
@@ -73,17 +60,15 @@ def solve_on_nodes(
     """
     started = time.perf_counter()
     check_affordable(problem)
-    names = {shape.device_type for shape in shapes}
-    for device in problem.devices:
-        if device.name not in names:
-            raise InputError(f"cluster:nodes.{device.name}", "has no nodes", "name the nodes of every device type")
+    for name in {device.name for device in problem.devices} - {group.devices.type for group in nodes}:
+        raise InputError(f"cluster:nodes.{name}", "has no nodes", "name the nodes of every device type")
     quick = replace(problem, min_throughput=None)  # the limit is on the whole step: checked at the end
     if not is_feasible(quick, seed=seed):
         solve_est(quick, seed=seed)  # raises with the requirements that conflict
     deadline = started + time_limit_s
-    found = {**_on_one_node(quick, shapes, params)}
+    found = _on_one_node(quick, nodes, params)
     limit = min((each.step_s for each in found.values()), default=math.inf)
-    across, bound = _across_nodes(quick, shapes, params, limit, deadline, seed)
+    across, bound = _across_nodes(quick, nodes, params, limit, deadline, seed)
     if across is not None:
         kept = found.get(_choice(across))
         found[_choice(across)] = across if kept is None or across.step_s < kept.step_s else kept
@@ -107,18 +92,18 @@ def solve_on_nodes(
     return made.model_copy(update={"alternatives": others, "network": cost, "communication_s": waiting})
 
 
-def nodes_needed(counts: Mapping[str, int], shapes: Sequence[NodeShape]) -> int:
+def nodes_needed(counts: Mapping[str, int], nodes: Sequence[NodeGroup]) -> int:
     """Return the fewest nodes that hold so many devices of each type: largest nodes first.
 
     Raises InputError when there are not enough.
     """
     total = 0
-    for name, count in counts.items():
-        left = count
-        for shape in sorted((shape for shape in shapes if shape.device_type == name), key=lambda each: -each.devices):
-            nodes = min(shape.nodes, -(-left // shape.devices))
-            total += nodes
-            left = max(0, left - nodes * shape.devices)
+    for name, left in counts.items():
+        own = [group for group in nodes if group.devices.type == name]
+        for group in sorted(own, key=lambda group: -group.devices.count):
+            used = min(group.count, -(-left // group.devices.count))
+            total += used
+            left = max(0, left - used * group.devices.count)
         if left:
             raise InputError(f"devices.{name}.count", f"is more than the cluster's nodes hold by {left}", "offer fewer")
     return total
@@ -138,17 +123,13 @@ def _choice(found: _Found) -> Choice:
     return "several nodes" if found.nodes > 1 else "one node" if sum(found.counts) > 1 else "one device"
 
 
-def _on_one_node(problem: Problem, shapes: Sequence[NodeShape], params: ThroughputParams) -> dict[Choice, _Found]:
+def _on_one_node(problem: Problem, nodes: Sequence[NodeGroup], params: ThroughputParams) -> dict[Choice, _Found]:
     """Return the best plans on one device and on one node, those that there are: a node holds one device type."""
     best: dict[Choice, _Found] = {}
-    place = {device.name: number for number, device in enumerate(problem.devices)}
-    largest: dict[str, int] = {}
-    for shape in shapes:
-        if shape.nodes and shape.device_type in place:
-            largest[shape.device_type] = max(largest.get(shape.device_type, 0), shape.devices)
-    for name, devices in largest.items():
-        for number in range(1, min(devices, problem.device_limit, problem.devices[place[name]].count) + 1):
-            counts = tuple(number if place[name] == other else 0 for other in range(len(place)))
+    for place, device in enumerate(problem.devices):
+        own = [group.devices.count for group in nodes if group.count and group.devices.type == device.name]
+        for number in range(1, min(max(own, default=0), problem.device_limit, device.count) + 1):
+            counts = tuple(number if place == other else 0 for other in range(len(problem.devices)))
             compute = best_step(problem, counts) if problem.allows(counts) else None
             if compute is None:
                 continue
@@ -161,7 +142,7 @@ def _on_one_node(problem: Problem, shapes: Sequence[NodeShape], params: Throughp
 
 def _across_nodes(
     problem: Problem,
-    shapes: Sequence[NodeShape],
+    nodes: Sequence[NodeGroup],
     params: ThroughputParams,
     limit: float,
     deadline: float,
@@ -172,7 +153,7 @@ def _across_nodes(
     Intervals of K are split, most promising first: ``f`` at the upper end and ``T_sync`` at the lower one bound the step.
     """
     most = min(problem.device_limit, sum(device.count for device in problem.devices))
-    if most < 2 or sum(shape.nodes for shape in shapes) < 2:
+    if most < 2 or sum(group.count for group in nodes) < 2:
         return None, math.inf
     compute = {number: _compute_time(problem, number, seed) for number in (2, most)}
     if compute[most] is None:
@@ -183,14 +164,14 @@ def _across_nodes(
         nonlocal best_number, best_step, unsettled
         if (times := compute[number]) is None:
             return
-        if (step := _step(params, times.reached, 2, number)) < best_step:
+        if (step := _step(params, times[0], 2, number)) < best_step:
             best_number, best_step = number, step
-        if times.least < times.reached:
-            unsettled = min(unsettled, _step(params, times.least, 2, number))
+        if times[1] < times[0]:
+            unsettled = min(unsettled, _step(params, times[1], 2, number))
 
     def bound(low: int, high: int) -> float:
         times = compute[high]
-        return math.inf if times is None else _step(params, times.least, 2, low)
+        return math.inf if times is None else _step(params, times[1], 2, low)
 
     look(2)
     look(most)
@@ -207,11 +188,10 @@ def _across_nodes(
     left = min(best_step, unsettled, *(first for first, _, _ in intervals[:1]))
     plan = solve_est(replace(problem, max_devices=best_number), seed=seed)
     counts = counts_of(problem, plan)
-    nodes = nodes_needed(device_counts(plan), shapes)
-    reached = reach(problem, counts)
-    step = _step(params, reached, nodes, sum(counts))
+    needed, reached = nodes_needed(device_counts(plan), nodes), reach(problem, counts)
+    step = _step(params, reached, needed, sum(counts))
     proven = plan.status == "optimal"
-    return _Found(step_s=step, counts=counts, compute_s=reached, nodes=nodes, proven=proven), min(left, limit, step)
+    return _Found(step_s=step, counts=counts, compute_s=reached, nodes=needed, proven=proven), min(left, limit, step)
 
 
 def _compute_time(problem: Problem, devices: int, seed: int) -> _Computing | None:
@@ -219,13 +199,13 @@ def _compute_time(problem: Problem, devices: int, seed: int) -> _Computing | Non
     narrowed = replace(problem, max_devices=devices)
     if problem.max_price_micro is None:
         best = best_step(narrowed)
-        return None if best is None else _Computing(reached=best, least=best)
+        return None if best is None else (best, best)
     try:
         plan = solve_est(narrowed, seed=seed)
     except Infeasible:
         return None
     reached = reach(narrowed, counts_of(narrowed, plan))
-    return _Computing(reached=reached, least=reached * (1 - Fraction(plan.gap)))
+    return reached, reached * (1 - Fraction(plan.gap))
 
 
 def _alternative(problem: Problem, found: _Found) -> Alternative:

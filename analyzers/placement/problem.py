@@ -7,19 +7,14 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from functools import lru_cache
-from typing import TYPE_CHECKING
 
 import numpy as np
+import pandas as pd
 
 from ddltool.errors import Infeasible, InputError, did_you_mean
 from ddltool.graph import COMPUTE, Graph, natural_key
 from ddltool.job import Constraints, DeviceOffer, Job
 
-if TYPE_CHECKING:
-    import pandas as pd
-
-# A larger limit would leave the solver's 64-bit sums, and limits nothing.
-_LARGEST_PRICE = 10**9
 # Capabilities outside these bounds are mistakes, and step times over them leave the range of floats.
 SMALLEST_CAPABILITY, LARGEST_CAPABILITY = 1e-12, 1e12
 # Prices are compared as whole millionths: a device's price rounded up, the limit rounded down, so that a plan can
@@ -160,14 +155,6 @@ def from_job(job: Job, capabilities: Mapping[str, float]) -> Problem:
     _need(offers, "memory_gib", limits.memory_per_worker_gib, "memory_per_worker_gib")
     _need(offers, "price_per_hour", limits.max_price_per_hour, "max_price_per_hour")
     budget = limits.max_price_per_hour
-    if budget is not None and budget > _LARGEST_PRICE:
-        raise InputError(
-            "constraints.max_price_per_hour", f"is {budget:g}", f"at most {_LARGEST_PRICE}, or leave it out"
-        )
-    for offer in offers:
-        if offer.price_per_hour is not None and offer.price_per_hour > _LARGEST_PRICE:
-            where, price = f"devices.{offer.type}.price_per_hour", offer.price_per_hour
-            raise InputError(where, f"is {price:g}", f"at most {_LARGEST_PRICE}, or leave it out")
     every = [_device(offer, capabilities, limits) for offer in offers]
     single = _single_type_reason(limits)
     problem = Problem(
@@ -278,36 +265,37 @@ class Requirement:
 def requirements(problem: Problem) -> list[Requirement]:
     """Return the requirements of a problem: what a plan must keep besides the devices that there are."""
     every = sorted((*problem.devices, *problem.left_out), key=lambda device: device.name)
-    found: list[Requirement] = []
-    if any(device.memory_ests is not None for device in every):
-        found.append(Requirement(name="memory_per_worker_gib", text=problem.memory_text, without=_without_memory))
-    if any(device.max_ests is not None for device in every):
-        shown = _listed(f"{device.max_ests} on a {device.name}" for device in every if device.max_ests is not None)
-        text = f"{problem.max_workers} workers, at most {shown}"
-        found.append(Requirement(name="max_ests", text=text, without=_without_max_ests))
-    if problem.max_devices is not None:
-        text = f"at most {problem.max_devices}"
-        found.append(Requirement(name="max_devices", text=text, without=lambda other: replace(other, max_devices=None)))
-    if problem.max_price_micro is not None:
-        text = f"at most {problem.max_price_micro / PRICE_UNIT:g} an hour; {_prices(every)}"
-        found.append(
-            Requirement(
-                name="max_price_per_hour", text=text, without=lambda other: replace(other, max_price_micro=None)
-            )
-        )
-    if problem.single_type:
-        text = "devices of one type only; offered are " + _listed(f"{device.count} {device.name}" for device in every)
-        found.append(
-            Requirement(
-                name=problem.single_type_reason, text=text, without=lambda other: replace(other, single_type=False)
-            )
-        )
-    if problem.min_throughput is not None:
-        text = f"at least {float(problem.min_throughput):g} mini-batches/s"
-        found.append(
-            Requirement(name="min_throughput", text=text, without=lambda other: replace(other, min_throughput=None))
-        )
-    return found
+    few = _listed(f"{device.max_ests} on a {device.name}" for device in every if device.max_ests is not None)
+    prices = _listed(f"{device.name} costs {(device.price_micro or 0) / PRICE_UNIT:g}" for device in every)
+    offered = _listed(f"{device.count} {device.name}" for device in every)
+    memory = "" if all(device.memory_ests is None for device in every) else problem.memory_text
+    least, budget = problem.min_throughput, problem.max_price_micro
+    # In this order they are told, and left out in turn.
+    rows: list[tuple[str, str, Callable[[Problem], Problem]]] = [
+        ("memory_per_worker_gib", memory, _without_memory),
+        ("max_ests", few and f"{problem.max_workers} workers, at most {few}", _without_max_ests),
+        (
+            "max_devices",
+            "" if problem.max_devices is None else f"at most {problem.max_devices}",
+            lambda other: replace(other, max_devices=None),
+        ),
+        (
+            "max_price_per_hour",
+            "" if budget is None else f"at most {budget / PRICE_UNIT:g} an hour; {prices}",
+            lambda other: replace(other, max_price_micro=None),
+        ),
+        (
+            problem.single_type_reason,
+            f"devices of one type only; offered are {offered}" if problem.single_type else "",
+            lambda other: replace(other, single_type=False),
+        ),
+        (
+            "min_throughput",
+            "" if least is None else f"at least {float(least):g} mini-batches/s",
+            lambda other: replace(other, min_throughput=None),
+        ),
+    ]
+    return [Requirement(name=name, text=text, without=without) for name, text, without in rows if text]
 
 
 def demand_throughput(throughput: float, least: Fraction | float | None) -> None:
@@ -361,10 +349,6 @@ def _workers(problem: Problem) -> str:
     return f"{problem.max_workers} worker{'s' if problem.max_workers > 1 else ''}"
 
 
-def _prices(devices: Iterable[DeviceType]) -> str:
-    return _listed(f"{device.name} costs {(device.price_micro or 0) / PRICE_UNIT:g}" for device in devices)
-
-
 def _listed(parts: Iterable[str]) -> str:
     """Return the parts joined by commas, eight at most."""
     shown = list(parts)
@@ -377,11 +361,10 @@ def _without_memory(problem: Problem) -> Problem:
 
 
 def _without_max_ests(problem: Problem) -> Problem:
-    return replace(
-        problem,
-        devices=tuple(replace(device, max_ests=None) for device in problem.devices),
-        left_out=tuple(replace(device, max_ests=None) for device in problem.left_out),
+    devices, left_out = (
+        tuple(replace(device, max_ests=None) for device in part) for part in (problem.devices, problem.left_out)
     )
+    return replace(problem, devices=devices, left_out=left_out)
 
 
 def capability_from_profile(frame: pd.DataFrame, device_type: str, batch_size: int, where: str) -> float:
