@@ -114,19 +114,15 @@ GOOD = ["0,a,1,1,1", "0,b,2,1,1", "1,a,1,1,1", "1,b,2,1,1"]
     [
         ("iteration,worker,sped,cpu,memory", GOOD, ':speed: no such column; did you mean "sped"?'),
         (HEADER, [], "has no rows"),
-        (
-            HEADER,
-            [*GOOD[:3], "1,b,fast,1,1"],
-            ":row 4:speed: is fast; it must lie between 1e-09 and 1e+12 samples per second",
-        ),
+        (HEADER, [*GOOD[:3], "1,b,fast,1,1"], ":row 4:speed: is fast; a number from 1e-09 to 1000000000000"),
         (HEADER, [*GOOD[:3], "1,b,0,1,1"], ":row 4:speed: is 0"),
         (HEADER, [*GOOD[:3], "1,b,inf,1,1"], ":row 4:speed: is inf"),
-        (HEADER, [*GOOD[:3], "1,b,2,-0.1,1"], ":row 4:cpu: is -0.1; it must be a finite number >= 0"),
+        (HEADER, [*GOOD[:3], "1,b,2,-0.1,1"], ":row 4:cpu: is -0.1; a number >= 0"),
         (HEADER, [*GOOD[:3], "1,b,2,1,"], ":row 4:memory: is nan"),
-        (HEADER, [*GOOD[:3], "1.5,b,2,1,1"], ":row 4:iteration: is 1.5; it must be a whole number >= 0"),
-        (HEADER, [*GOOD[:3], "1,,2,1,1"], ":row 4:worker: is nan; name the worker"),
-        (HEADER, [*GOOD[:3], '1,"b\x07",2,1,1'], ":row 4:worker: is b\\x07; name workers without control characters"),
-        (HEADER, [*GOOD[:3], '1,"b\u202e",2,1,1'], ":row 4:worker: is b\\u202e; name"),
+        (HEADER, [*GOOD[:3], "1.5,b,2,1,1"], ":row 4:iteration: is 1.5; a whole number"),
+        (HEADER, [*GOOD[:3], "1,,2,1,1"], ":row 4:worker: is empty, or NA; give a name"),
+        (HEADER, [*GOOD[:3], '1,"b\x07",2,1,1'], ":row 4:worker: is 'b\\x07'; name workers without control characters"),
+        (HEADER, [*GOOD[:3], '1,"b\u202e",2,1,1'], ":row 4:worker: is 'b\\u202e'; name"),
         (HEADER, [*GOOD, "1,b,2,1,1"], ":row 5:iteration: repeats iteration 1 of worker b"),
         (HEADER, GOOD[:3], "worker b has no iteration 1; give a row of every worker for every iteration"),
         (HEADER, GOOD, "has 2 iterations, none after the warm-up of 20"),
@@ -257,7 +253,7 @@ def test_speeds_that_no_worker_has_are_one_line(
 ) -> None:
     made = cli("balance", two_speeds(tmp_path / "trace.csv", *pair), "--warm-up", 20, "--schemes")
     assert made.code == 2
-    assert "must lie between 1e-09 and 1e+12 samples per second" in made.error_line
+    assert "a number from 1e-09 to 1000000000000" in made.error_line
 
 
 @pytest.mark.parametrize("total", [10**12 + 1, 10**20])

@@ -134,11 +134,11 @@ def test_telemetry_of_a_sync_server_counts_without_its_waiting(cli: Cli, tmp_pat
             }
             lines.append(json.dumps({"kind": "ddltool.sync", **row, "staleness": 0, "gap": 0, "dropped": False}))
     for changed, row, message in (
-        ({"worker": None}, 3, "worker: is nan; it must be a whole number >= 0"),
-        ({"worker": "abc"}, 3, "worker: is abc; it must be a whole number >= 0"),
-        ({"worker": 0.7}, 3, "worker: is 0.7; it must be a whole number >= 0"),
-        ({"wait_s": -3.0}, 5, "wait_s: is -3.0; nobody waits for less than 0 s"),
-        ({"time_s": 1e300}, 5, "time_s: is 1e+300; it must be seconds between -1e+15 and 1e+15"),
+        ({"worker": None}, 3, "worker: is nan; a whole number"),
+        ({"worker": "abc"}, 3, "worker: is abc; a whole number"),
+        ({"worker": 0.7}, 3, "worker: is 0.7; a whole number"),
+        ({"wait_s": -3.0}, 5, "wait_s: is -3; a number from 0 to 1e+15"),
+        ({"time_s": 1e300}, 5, "time_s: is 1e+300; a number from -1e+15 to 1e+15"),
     ):
         wrong = [*lines[: row - 1], json.dumps(json.loads(lines[row - 1]) | changed), *lines[row:]]
         gone = {"kind": "ddltool.sync", "event": "left", "time_s": 0.5, "worker": 7, "lost": False, "reason": "closed"}
@@ -166,17 +166,17 @@ TWO = ["a,1,1.0", "a,2,2.0", "b,1,1.5", "b,2,3.0"]
     ("rows", "options", "line"),
     [
         ([], (), "{file}: has no rows"),
-        ([*TWO, "b,3,nan"], (), "{file}:row 5:end_s: is nan; it must be finite seconds"),
+        ([*TWO, "b,3,nan"], (), "{file}:row 5:end_s: is nan; a number from -1e+15 to 1e+15"),
         ([*TWO, "b,3,soon"], (), "{file}:row 5:end_s: is soon"),
         ([*TWO, "b,3,inf"], (), "{file}:row 5:end_s: is inf"),
-        ([*TWO, "b,2.5,4.0"], (), "{file}:row 5:iteration: is 2.5; it must be a whole number"),
-        ([*TWO, ",3,4.0"], (), "{file}:row 5:worker: is nan; name the worker"),
-        ([*TWO, "b,3,1e308"], (), "{file}:row 5:end_s: is 1e+308; it must be seconds between -1e+15 and 1e+15"),
-        ([*TWO, "b,3,-2e15"], ("--predicted",), "{file}:row 5:end_s: is -2000000000000000.0; it must be seconds"),
+        ([*TWO, "b,2.5,4.0"], (), "{file}:row 5:iteration: is 2.5; a whole number"),
+        ([*TWO, ",3,4.0"], (), "{file}:row 5:worker: is empty, or NA; give a name"),
+        ([*TWO, "b,3,1e308"], (), "{file}:row 5:end_s: is 1e+308; a number from -1e+15 to 1e+15"),
+        ([*TWO, "b,3,-2e15"], ("--predicted",), "{file}:row 5:end_s: is -2e+15; a number"),
         (
             [*TWO, "b,99999999999999999999,4.0"],
             (),
-            "{file}:row 5:iteration: is 99999999999999999999; it must be a whole number >= 0, below 2^53",
+            "{file}:row 5:iteration: is 1e+20; a whole number",
         ),
         ([*TWO, "b,3,2.9"], (), "{file}:row 5:end_s: is 2.9, before the previous end of worker b"),
         ([*TWO, "a,2,2.5"], (), "{file}:row 5:iteration: repeats iteration 2 of worker a"),
@@ -228,7 +228,7 @@ def test_a_mistake_in_a_long_file_is_one_line(cli: Cli, tmp_path: Path) -> None:
     rows = [f"{w},{i},{i}" for w in range(20) for i in range(1, 20_001)]
     rows[-1] = "19,20000,late"
     result = cli("barrier", write(tmp_path / "times.csv", rows))
-    assert result.err.splitlines() == [f"error: {tmp_path / 'times.csv'}:row 400000:end_s: is late; it must be finite seconds"]  # fmt: skip  # noqa: E501
+    assert result.err.splitlines() == [f"error: {tmp_path / 'times.csv'}:row 400000:end_s: is late; a number from -1e+15 to 1e+15"]  # fmt: skip  # noqa: E501
 
 
 @pytest.mark.slow

@@ -144,7 +144,7 @@ def test_failures_and_tables_through_the_command(cli: Cli, tmp_path: Path) -> No
         ("--mtbf", "soon", "--mtbf: 'soon' is not a duration"),
         ("--price", "x", "--price: is 'x'"),
         ("--price", "V100=1", "--price: unknown field"),
-        ("--failures", FOLDER / "synthetic.csv", "node: column is missing"),
+        ("--failures", FOLDER / "synthetic.csv", "node: no such column"),
     ]:
         failed = cli(*base, option, value)
         assert failed.code == 2

@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ddltool.artifacts import read_text
-from ddltool.errors import InputError
+from ddltool.errors import InputError, did_you_mean
 from ddltool.profile import read_table
 
 if TYPE_CHECKING:
@@ -66,10 +66,15 @@ def read_rows(path: Path, columns: Sequence[str], *, no_nan: Collection[str] = (
 def read_columns(path: Path, columns: Sequence[str], *, ended: bool = False) -> pd.DataFrame:
     """Return :func:`read_rows` of a table that has these columns. Raises InputError for one that is missing."""
     frame = read_rows(path, columns, ended=ended)
+    demand_columns(frame, columns, path)
+    return frame
+
+
+def demand_columns(frame: pd.DataFrame, columns: Sequence[str], where: str | Path) -> None:
+    """Raise InputError for the first of these columns that a table lacks."""
     missing = [name for name in columns if name not in frame.columns]
     if missing:
-        raise InputError(f"{path}:{missing[0]}", "column is missing", f"expected columns {', '.join(columns)}")
-    return frame
+        raise InputError(f"{where}:{missing[0]}", "no such column", did_you_mean(missing[0], list(frame.columns)))
 
 
 def numbers(
@@ -102,7 +107,7 @@ def numbers(
                 f"{kind} >= {least:.15g}" if most == math.inf or remedy else f"{kind} from {least:g} to {most:.15g}"
             )
         shown = values.iloc[row] if np.isnan(made[row]) else f"{made[row]:.15g}"
-        raise InputError(f"{where}:row {row + 1}:{column}", f"is {shown}", remedy)
+        raise InputError(f"{where}:row {values.index[row] + 1}:{column}", f"is {shown}", remedy)
     return made
 
 
@@ -110,7 +115,7 @@ def texts(frame: pd.DataFrame, column: str, where: str | Path) -> list[str]:
     """Return a column as texts, none of them empty. Raises InputError naming the row (from 1)."""
     empty = frame[column].isna().to_numpy()
     if empty.any():
-        raise InputError(f"{where}:row {empty.argmax() + 1}:{column}", "is empty, or NA", "give a name")
+        raise InputError(f"{where}:row {frame.index[empty.argmax()] + 1}:{column}", "is empty, or NA", "give a name")
     return [str(value) for value in frame[column].tolist()]
 
 

@@ -5,20 +5,19 @@ Rows stand in any order; what is wrong in one is told with its row and column.
 
 from __future__ import annotations
 
-import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pandas as pd
 from numpy.typing import NDArray
 
 from ddltool.analyzers.balancing.trace import LEAST_SPEED, MOST_SPEED, SpeedTrace
-from ddltool.errors import InputError, did_you_mean
+from ddltool.analyzers.loading.tables import demand_columns, numbers, texts
+from ddltool.errors import InputError
 from ddltool.graph import natural_key
-from ddltool.profile import demand, numbers, read_table
+from ddltool.profile import read_table
 
 Floats = NDArray[np.float64]
 SPEED_COLUMNS = ("iteration", "worker", "speed", "cpu", "memory")
@@ -26,8 +25,7 @@ END_COLUMNS = ("worker", "iteration", "end_s")
 # Thirty million years: predictions from longer times could leave the range of floats, and mean nothing.
 MOST_S = 1e15
 # Above this, floats skip whole numbers.
-MOST_ITERATIONS = 2**53
-_NEGATIVE = "nobody waits for less than 0 s"
+MOST_ITERATIONS = 2**53 - 1
 
 
 def read_speeds(path: Path, tell: Callable[[str], None]) -> SpeedTrace:
@@ -36,39 +34,31 @@ def read_speeds(path: Path, tell: Callable[[str], None]) -> SpeedTrace:
     Every worker needs a row for every iteration; ``tell`` hears of numbers that no worker has. Raises InputError naming row
     and column.
     """
-    frame, where = _read(path, SPEED_COLUMNS), str(path)
-    _demand_columns(frame, SPEED_COLUMNS, where)
-    names = frame["worker"].astype(str)
-    demand(frame["worker"].notna().to_numpy(), frame["worker"], "worker", where, "name the worker")
-    # They would end up in pictures and terminals, which act on such characters.
-    plain = names.map(str.isprintable).to_numpy(dtype=bool)
-    demand(plain, names, "worker", where, "name workers without control characters")
-    iteration = _whole(frame["iteration"])
-    demand(~np.isnan(iteration), frame["iteration"], "iteration", where, "it must be a whole number >= 0")
-    values = {column: numbers(frame[column]).to_numpy(dtype=np.float64) for column in SPEED_COLUMNS[2:]}
-    for column, value in values.items():
-        low, high = (LEAST_SPEED, MOST_SPEED) if column == "speed" else (0.0, np.finfo(np.float64).max)
-        remedy = f"it must lie between {low:g} and {high:g} samples per second"
-        remedy = remedy if column == "speed" else "it must be a finite number >= 0"
-        demand((value >= low) & (value <= high), frame[column], column, where, remedy)
-    table = pd.DataFrame({"iteration": iteration, "worker": names, **values})
-    again = table.duplicated(["iteration", "worker"]).to_numpy()
+    frame = _read(path, SPEED_COLUMNS)
+    worker = texts(frame, "worker", path)
+    for row, name in enumerate(worker, 1):
+        if not name.isprintable():  # it would end up in pictures and terminals, which act on such characters
+            raise InputError(f"{path}:row {row}:worker", f"is {name!r}", "name workers without control characters")
+    iteration = numbers(frame, "iteration", path, most=MOST_ITERATIONS, whole=True)
+    speed = numbers(frame, "speed", path, least=LEAST_SPEED, most=MOST_SPEED)
+    table = pd.DataFrame({"worker": worker, "iteration": iteration, "speed": speed})
+    table = table.assign(**{column: numbers(frame, column, path) for column in ("cpu", "memory")})
+    again = table.duplicated(["worker", "iteration"])
     if again.any():
         row = int(np.argmax(again))
-        problem = f"repeats iteration {iteration[row]:.0f} of worker {names.iloc[row]}"
-        raise InputError(f"{where}:row {row + 1}:iteration", problem, "give each iteration of a worker once")
-    wide = table.pivot(index="iteration", columns="worker")
-    workers = sorted(names.unique(), key=natural_key)
-    gone = np.argwhere(wide["speed"][workers].isna().to_numpy())
-    if len(gone):
-        problem = f"worker {workers[gone[0][1]]} has no iteration {wide.index[gone[0][0]]:.0f}"
-        raise InputError(where, problem, "give a row of every worker for every iteration")
-    _tell_gaps(wide.index.to_numpy(), path, tell)
-    arrays = {column: wide[column][workers].to_numpy(dtype=np.float64) for column in values}
-    return SpeedTrace.of(tuple(workers), **arrays)
+        problem = f"repeats iteration {iteration[row]:.0f} of worker {worker[row]}"
+        raise InputError(f"{path}:row {row + 1}:iteration", problem, "give each iteration of a worker once")
+    cells = table.pivot(index="iteration", columns="worker")
+    names = sorted(set(worker), key=natural_key)
+    missing = np.argwhere(cells["speed"][names].isna().to_numpy())
+    if len(missing):
+        problem = f"worker {names[missing[0][1]]} has no iteration {cells.index[missing[0][0]]:.0f}"
+        raise InputError(str(path), problem, "give a row of every worker for every iteration")
+    _tell_gaps(cells.index.to_numpy(), path, tell)
+    return SpeedTrace.of(tuple(names), **{column: cells[column][names].to_numpy() for column in SPEED_COLUMNS[2:]})
 
 
-def _tell_gaps(iterations: NDArray[np.float64], path: Path, tell: Callable[[str], None]) -> None:
+def _tell_gaps(iterations: Floats, path: Path, tell: Callable[[str], None]) -> None:
     """Say how many iterations are missing between the (K,) ascending ones, and where first."""
     steps = np.diff(iterations)
     if (steps > 1).any():
@@ -137,18 +127,21 @@ def _read(path: Path, columns: tuple[str, ...]) -> pd.DataFrame:
         more = ", or telemetry" if columns == END_COLUMNS else ""
         remedy = f"give a CSV with the columns {', '.join(columns)}{more}"
         raise InputError(str(path), "is empty", remedy)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # columns of mixed type in a long table: what is wrong in them is told below
-        return read_table(path)
+    frame = read_table(path)
+    if columns != END_COLUMNS:
+        demand_columns(frame, columns, path)
+    return frame
 
 
 def _from_telemetry(frame: pd.DataFrame, where: str) -> Recorded:
     """Return each rank's steps without their waiting."""
     names, steps, _ = _rows_by_worker(frame, ("rank", "step", "step_s"), where, ascending=False)
-    _, waits, _ = _rows_by_worker(frame, ("rank", "step", "wait_s"), where, ascending=False)
-    demand((frame["wait_s"] >= 0).to_numpy(), frame["wait_s"], "wait_s", where, _NEGATIVE)
-    none_left = frame["wait_s"].to_numpy(dtype=np.float64) >= frame["step_s"].to_numpy(dtype=np.float64)
-    demand(~none_left, frame["wait_s"], "wait_s", where, "it must be less than the row's step_s")
+    _, waits, _ = _rows_by_worker(frame, ("rank", "step", "wait_s"), where, least=0.0, ascending=False)
+    idle = (frame["wait_s"] >= frame["step_s"]).to_numpy()
+    if idle.any():
+        row = int(np.argmax(idle))
+        problem, remedy = f"is {frame['wait_s'].iloc[row]}", "it must be less than the row's step_s"
+        raise InputError(f"{where}:row {row + 1}:wait_s", problem, remedy)
     lengths = [step - wait for step, wait in zip(steps, waits, strict=True)]
     return Recorded(names=tuple(names), lengths_s=lengths, origins_s=np.zeros(len(names)))
 
@@ -165,12 +158,10 @@ def _from_sync(frame: pd.DataFrame, where: str) -> Recorded:
         steps = frame[frame["event"] == "step"]
     if steps.empty:
         raise InputError(where, "has no row of a step", "give the telemetry of a server that has taken gradients")
-    workers = _whole(steps["worker"])
-    demand(~np.isnan(workers), steps["worker"], "worker", where, "it must be a whole number >= 0")
-    steps = steps.assign(worker=workers.astype(np.int64).astype(str))
+    worker = numbers(steps, "worker", where, most=MOST_ITERATIONS, whole=True)
+    steps = steps.assign(worker=worker.astype(np.int64).astype(str))
     names, ends, _ = _rows_by_worker(steps, ("worker", "step", "time_s"), where)
-    _, waits, _ = _rows_by_worker(steps, ("worker", "step", "wait_s"), where, ascending=False)
-    demand((steps["wait_s"] >= 0).to_numpy(), steps["wait_s"], "wait_s", where, _NEGATIVE)
+    _, waits, _ = _rows_by_worker(steps, ("worker", "step", "wait_s"), where, least=0.0, ascending=False)
     lengths = [np.diff(end) - wait[1:] for end, wait in zip(ends, waits, strict=True)]
     for name, own in zip(names, lengths, strict=True):
         if not len(own) or own.min() <= 0:
@@ -182,59 +173,38 @@ def _from_sync(frame: pd.DataFrame, where: str) -> Recorded:
 
 
 def _rows_by_worker(
-    frame: pd.DataFrame, columns: tuple[str, str, str], where: str, *, ascending: bool = True
+    frame: pd.DataFrame, columns: Sequence[str], where: str, *, least: float = -MOST_S, ascending: bool = True
 ) -> tuple[list[str], list[Floats], list[int]]:
     """Return the workers' names in natural order, their values by iteration, and the row of each one's last value.
 
     ``columns`` are worker, iteration and value. Iterations must follow one another; values, if ``ascending``, too.
     """
+    demand_columns(frame, columns, where)
     worker, iteration, value = columns
-    _demand_columns(frame, columns, where)
-    demand(frame[worker].notna().to_numpy(), frame[worker], worker, where, "name the worker")
-    steps = _whole(frame[iteration])
-    demand(~np.isnan(steps), frame[iteration], iteration, where, "it must be a whole number >= 0, below 2^53")
-    values = numbers(frame[value]).to_numpy(dtype=np.float64)
-    demand(np.isfinite(values), frame[value], value, where, "it must be finite seconds")
-    remedy = f"it must be seconds between -{MOST_S:g} and {MOST_S:g}"
-    demand(np.abs(values) <= MOST_S, frame[value], value, where, remedy)
-    codes, found = pd.factorize(frame[worker].astype(str))
-    names = [str(name) for name in found]
-    order = np.lexsort((steps, codes))
-    codes, steps, values = codes[order], steps[order], values[order]
-    same = codes[1:] == codes[:-1]
-    step = np.diff(steps)
+    table = pd.DataFrame(
+        {
+            "worker": texts(frame, worker, where),
+            "iteration": numbers(frame, iteration, where, most=MOST_ITERATIONS, whole=True),
+            "value": numbers(frame, value, where, least=least, most=MOST_S),
+        },
+        index=frame.index,
+    )
+    table = table.sort_values(["worker", "iteration"], kind="stable")
+    groups = table.groupby("worker", sort=False)
+    step = groups["iteration"].diff()
     problems = (
-        (same & (step == 0), iteration, "repeats iteration {at:g} of worker {name}", "give each iteration once"),
-        (same & (step > 1), iteration, "is iteration {at:g} of worker {name}, which has no iteration {before:g}",
+        (step == 0, iteration, "repeats iteration {iteration:g} of worker {worker}", "give each iteration once"),
+        (step > 1, iteration, "is iteration {iteration:g} of worker {worker}, which has no iteration {before:g}",
          "the iterations of a worker must follow one another"),
-        (same & ascending & (np.diff(values) < 0), value, "is {end!r}, before the previous end of worker {name}",
+        (ascending & (groups["value"].diff() < 0), value, "is {value!r}, before the previous end of worker {worker}",
          "a worker's iteration ends must ascend"),
     )  # fmt: skip
     for wrong, column, problem, remedy in problems:
         if wrong.any():
-            places = np.flatnonzero(wrong) + 1
-            place = int(places[np.argmin(order[places])])
-            at = float(steps[place])
-            text = problem.format(at=at, before=at - 1, name=names[codes[place]], end=float(values[place]))
-            raise InputError(f"{where}:row {frame.index[order[place]] + 1}:{column}", text, remedy)
-    bounds = np.append(np.flatnonzero(np.append(True, ~same)), len(codes))
-    parts = {
-        names[codes[low]]: (values[low:high], int(order[high - 1]))
-        for low, high in zip(bounds[:-1].tolist(), bounds[1:].tolist(), strict=True)
-    }
-    ordered = sorted(parts, key=natural_key)
-    return ordered, [parts[name][0] for name in ordered], [parts[name][1] for name in ordered]
-
-
-def _whole(raw: pd.Series[Any]) -> Floats:
-    """Return (n,) the whole numbers from 0 that floats tell apart; NaN for all else."""
-    values = numbers(raw).to_numpy(dtype=np.float64)
-    whole = np.isfinite(values) & (values == np.floor(values)) & (values >= 0) & (values < MOST_ITERATIONS)
-    return np.where(whole, values, np.nan)
-
-
-def _demand_columns(frame: pd.DataFrame, columns: tuple[str, ...], where: str) -> None:
-    """Raise InputError for the first column that a table lacks."""
-    for column in columns:
-        if column not in frame.columns:
-            raise InputError(f"{where}:{column}", "no such column", did_you_mean(column, map(str, frame.columns)))
+            row = int(table.index[wrong].min())
+            told = table.loc[row].to_dict()
+            text = problem.format(before=told["iteration"] - 1, **told)
+            raise InputError(f"{where}:row {row + 1}:{column}", text, remedy)
+    found = {str(name): rows for name, rows in groups}
+    names = sorted(found, key=natural_key)
+    return names, [found[name]["value"].to_numpy() for name in names], [int(found[name].index[-1]) for name in names]
