@@ -7,13 +7,14 @@ from typing import Annotated, Optional
 
 import typer
 
-from ddltool.analyzers.loading.sources import load_graph
 from ddltool.commands.fixture_graphs import MODES, write_graphs
 from ddltool.commands.options import Json
 from ddltool.commands.output import out, print_json, progress, table
+from ddltool.fixtures.loading import folder
 from ddltool.fixtures.zoo import ZOO, entry
 from ddltool.graph import COMPUTE, RECV
-from ddltool.results import PublishedModel, ZooModel, ZooResult
+from ddltool.graph_io import read_graph
+from ddltool.results import ZooModel, ZooResult
 
 
 def zoo(
@@ -29,11 +30,7 @@ def zoo(
     if write is not None:
         _write(write, as_json)
         return
-    models = []
-    with progress("tracing", len(ZOO)) as advance:
-        for number, name in enumerate(ZOO):
-            advance(number, name)
-            models.append(describe(name))
+    models = [describe(name) for name in ZOO]
     if as_json:
         print_json(ZooResult(models=models))
         return
@@ -43,46 +40,35 @@ def zoo(
     out().print(table("Built-in models", columns, rows, caption=caption))
 
 
-def _write(folder: Path, as_json: bool) -> None:
-
+def _write(to: Path, as_json: bool) -> None:
     with progress("tracing", len(ZOO) * len(MODES)) as advance:
-        written = write_graphs(folder, advance)
+        written = write_graphs(to, advance)
     if as_json:
         print_json(ZooResult(paths=[str(path) for path in written]))
     else:
-        out().print(f"wrote {len(written)} graphs to {folder}", soft_wrap=True)
+        out().print(f"wrote {len(written)} graphs to {to}", soft_wrap=True)
 
 
 def describe(name: str) -> ZooModel:
-    """Return a zoo model's figures in both modes, traced now, with the published ones where there are some."""
-    graphs = {mode: load_graph(f"zoo:{name}", mode, None) for mode in ("inference", "training")}
-    graph, published = graphs["training"], entry(name).published
-    fields = PublishedModel.model_fields
+    """Return a zoo model's figures in both modes, from the graphs that ship, with the published ones where there are some."""
+    inference, training = (read_graph(folder() / "graphs" / f"{name}-{mode}.graph.json.gz") for mode in MODES)
     return ZooModel(
         name=name,
         title=entry(name).title,
         batch_size=entry(name).batch_size,
-        parameters=len(graph.of_kind(RECV)),
-        parameter_elements=int(graph.meta["parameter_elements"] or 0),
-        parameter_mib=graph.parameter_bytes / 2**20,
-        ops_inference=len(graphs["inference"].of_kind(COMPUTE)),
-        ops_training=len(graph.of_kind(COMPUTE)),
-        published=None if published is None else PublishedModel(**{key: getattr(published, key) for key in fields}),
+        parameters=len(training.of_kind(RECV)),
+        parameter_elements=int(training.meta["parameter_elements"] or 0),
+        parameter_mib=training.parameter_bytes / 2**20,
+        ops_inference=len(inference.of_kind(COMPUTE)),
+        ops_training=len(training.of_kind(COMPUTE)),
+        published=entry(name).published,
     )
 
 
 def _row(model: ZooModel) -> tuple[str, ...]:
-    published = model.published
-    table1 = "-"
+    published, table1 = model.published, "-"
     if published is not None:
         ops = f"{published.ops_inference}/{published.ops_training}"
         table1 = f"{published.parameters:3d}  {published.parameter_mib:6.2f}  {ops:>9s}"
     ours = f"{model.ops_inference}/{model.ops_training}"
-    return (
-        model.name,
-        str(model.batch_size),
-        str(model.parameters),
-        f"{model.parameter_mib:.2f}",
-        ours,
-        table1,
-    )
+    return model.name, str(model.batch_size), str(model.parameters), f"{model.parameter_mib:.2f}", ours, table1

@@ -13,8 +13,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
 
 from ddltool.analyzers.loading import packages
-from ddltool.analyzers.loading.bound import bind
-from ddltool.analyzers.loading.known_values import Assumptions, KnownValues
+from ddltool.analyzers.loading.known_values import Assumptions, KnownValues, bind
 from ddltool.analyzers.loading.sources import demand_whole, load_graph, resolve_step
 from ddltool.analyzers.tracing.step import TrainingStep, default_loss
 from ddltool.analyzers.tracing.torch_adapter import trace_torch

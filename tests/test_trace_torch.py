@@ -330,5 +330,5 @@ def test_bad_sources(factory_file: Path, source: str, message: str) -> None:
 
 def test_a_script_with_a_mistake(tmp_path: Path) -> None:
     (tmp_path / "broken.py").write_text("def f(:\n")
-    with pytest.raises(InputError, match=r"broken.py cannot be loaded \(SyntaxError"):
+    with pytest.raises(InputError, match=r"broken.py cannot be loaded: SyntaxError"):
         load_graph(f"{tmp_path}/broken.py:f", "training", None)

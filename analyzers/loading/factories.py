@@ -5,6 +5,8 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -29,15 +31,8 @@ def factory_step(source: str) -> TrainingStep:
         raise InputError(source, f"{location} has no {name!r}", did_you_mean(name, names))
     if not callable(factory):
         raise InputError(source, f"{name!r} is not callable", "give a function that returns an nn.Module")
-    try:
+    with _told(source, "the factory raised", "it must work when called without arguments"):
         made = factory()
-    except (DdlToolError, NotImplementedError, KeyboardInterrupt):
-        raise  # NotImplementedError: the meta device lacks an op; the tracer then builds with real weights
-    except BaseException as error:  # SystemExit too: a factory must not end the command without a word
-        if isinstance(error, (RuntimeError, TypeError)) and torch.get_default_device().type == "meta":
-            raise  # a number asked of a weight that is not there: real ones have it
-        text = one_line(f"{type(error).__name__}: {error}")[:300]
-        raise InputError(source, f"the factory raised {text}", "it must work when called without arguments") from error
     return step_from(made, source, name)
 
 
@@ -76,34 +71,38 @@ def step_from(made: Any, source: str, name: str) -> TrainingStep:
     return replace(step, loss=loss)
 
 
+@contextmanager
+def _told(source: str, problem: str, remedy: str) -> Iterator[None]:
+    """Turn whatever the user's code raises into one line; SystemExit too: it must not end the command without a word."""
+    try:
+        yield
+    except (DdlToolError, KeyboardInterrupt):
+        raise
+    except BaseException as error:
+        if torch.get_default_device().type == "meta" and isinstance(
+            error, (NotImplementedError, RuntimeError, TypeError)
+        ):
+            raise  # an op that the meta device lacks, or a number asked of a weight that is not there: real ones have it
+        text = one_line(f"{type(error).__name__}: {error}")[:300]
+        raise InputError(source, f"{problem} {text}", remedy) from error
+
+
 def _import_module(name: str, source: str) -> Any:
     here = str(Path.cwd())
     if here not in sys.path:
         sys.path.insert(0, here)  # as `python -m` does, so that a package in the working folder is found
-    try:
+    with _told(source, f"cannot import {name}:", "is it installed, or in this folder?"):
         return importlib.import_module(name)
-    except KeyboardInterrupt:
-        raise
-    except BaseException as error:  # a module may call sys.exit
-        text = one_line(f"{type(error).__name__}: {error}")[:300]
-        raise InputError(source, f"cannot import {name} ({text})", "is it installed, or in this folder?") from error
 
 
 def _import_file(location: str, source: str) -> Any:
     path = Path(location)
-    if not path.is_file():
-        raise InputError(source, f"no such file: {location}", "give the path of a Python file")
     spec = importlib.util.spec_from_file_location(path.stem, path)
-    if spec is None or spec.loader is None:
-        raise InputError(source, f"{location} cannot be loaded", "give the path of a Python file")
+    if not path.is_file() or spec is None or spec.loader is None:
+        raise InputError(source, f"no such file: {location}", "give the path of a Python file")
     module = importlib.util.module_from_spec(spec)
     sys.path.insert(0, str(path.resolve().parent))
     sys.modules.setdefault(path.stem, module)
-    try:
+    with _told(source, f"{location} cannot be loaded:", "it must import without errors"):
         spec.loader.exec_module(module)
-    except KeyboardInterrupt:
-        raise
-    except BaseException as error:  # a script may call sys.exit
-        text = one_line(f"{type(error).__name__}: {error}")[:300]
-        raise InputError(source, f"{location} cannot be loaded ({text})", "it must import without errors") from error
     return module

@@ -1,10 +1,10 @@
-"""Values that a traced forward may ask for: those that follow from token ids, masks and sizes alone.
+"""A module whose named inputs are given by position, and the values that its forward may ask for while it is traced.
 
 Tracing runs on tensors without values, and a forward that asks for one (``mask.any()``, ``sizes.tolist()``,
 ``states[mask]``) cannot be traced. Many ask only about their integer inputs: where the image tokens stand, how many
 patches an image has, whether anything is masked. :class:`KnownValues` computes what depends on such inputs alone beside
 the trace, and answers from that. What a router chooses by activations is assumed to be balanced; everything else that
-depends on weights or activations stays unknown and is refused as before.
+depends on weights or activations stays unknown and is refused. Start at :func:`bind`.
 """
 
 from __future__ import annotations
@@ -13,13 +13,23 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensor,
+    FakeTensorMode,
+)
+from torch.func import functional_call
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from ddltool.analyzers.loading.packages import REMEDY
 from ddltool.analyzers.tracing.step import resized
+from ddltool.analyzers.tracing.torch_adapter import silent_log
+from ddltool.errors import InputError, one_line
 
 _LARGEST = 1 << 21  # elements: an image or a mask, but no batch of feature maps
 _CHOICES = frozenset([torch.ops.aten.topk.default, torch.ops.aten.argmax.default, torch.ops.aten.max.dim])
@@ -147,3 +157,81 @@ class Assumptions(TorchFunctionMode):
             return index.nonzero().unbind(1) if masks else index
         found = [self._places(one) for one in index]
         return tuple(part for one in found for part in (one if isinstance(one, tuple) else (one,)))
+
+
+def refusal(source: str, error: Exception) -> InputError:
+    """Return the error of a model of ours to feed, not the user's, that does not run on what it is fed."""
+    if isinstance(error, (DataDependentOutputException, DynamicOutputShapeException)):
+        problem = "cannot be traced: what it does depends on its activations"
+    else:
+        text = one_line(f"{type(error).__name__}: {error}")[:200]
+        problem = f"does not run on the inputs that ddltool makes for it ({text})"
+    return InputError(source, problem, REMEDY)
+
+
+def bind(
+    module: nn.Module, inputs: Mapping[str, Tensor], source: str, packed: frozenset[str] = frozenset()
+) -> tuple[Tensor, ...]:
+    """Make ``module(*tensors)`` pass its tensors under the names of ``inputs``, and return ``inputs`` as such a tuple.
+
+    All have the batch in dimension 0. Those in ``packed`` are handed on without it, samples one after another: patches
+    of images of any size. While the module is traced, the inputs' values are those given here, repeated to the batch
+    size at hand, so that a forward may depend on them. They are CPU tensors.
+    """
+    names = tuple(inputs)
+    forward = module.forward
+
+    def given(tensors: tuple[Tensor, ...]) -> dict[str, Any]:
+        named = dict(zip(names, tensors, strict=True))
+        return {name: tensor.flatten(0, 1) if name in packed else tensor for name, tensor in named.items()}
+
+    def call(*tensors: Tensor) -> Any:
+        if not any(isinstance(tensor, FakeTensor) for tensor in tensors):
+            return forward(**given(tensors))
+        with KnownValues() as known, Assumptions(known):
+            for tensor, value in zip(tensors, inputs.values(), strict=True):
+                known.learn(tensor, value)
+            try:
+                return forward(**given(tensors))
+            except Exception as error:
+                raise refusal(source, error) from error
+
+    module.forward = call  # the module itself stays what it is: a wrapper would rename its parameters
+    return tuple(inputs.values())
+
+
+class _Method(nn.Module):
+    """A method of a module, as a module."""
+
+    def __init__(self, owner: nn.Module, name: str) -> None:
+        super().__init__()
+        self.owner, self.name = owner, name
+
+    def forward(self, **inputs: Any) -> Any:
+        return getattr(self.owner, self.name)(**inputs)
+
+
+def tried(owner: nn.Module, method: str, inputs: Mapping[str, Tensor], packed: frozenset[str] = frozenset()) -> Any:
+    """Return what a method of a module makes of named inputs, as tensors without values; raises what it raises.
+
+    It runs as it would be traced: no weight takes memory, and the inputs' values are known.
+    """
+    module = _Method(owner, method)
+    with (
+        silent_log(),
+        FakeTensorMode(allow_non_fake_inputs=True),
+        torch.no_grad(),
+        KnownValues() as known,
+        Assumptions(known),
+    ):
+        state = {
+            name: torch.empty_like(tensor, device="cpu")
+            for name, tensor in (*module.named_parameters(), *module.named_buffers())
+        }
+        named = {}
+        for name, tensor in inputs.items():
+            named[name] = torch.empty_like(tensor, device="cpu")
+            known.learn(named[name], tensor)
+            if name in packed:
+                named[name] = named[name].flatten(0, 1)
+        return functional_call(module, state, (), named)

@@ -114,7 +114,7 @@ def resolve_step(source: str, sequence_length: int | None = None) -> TrainingSte
 
 def _resolved(source: str, sequence_length: int | None) -> TrainingStep:
     from ddltool.analyzers.loading.factories import factory_step, step_from
-    from ddltool.analyzers.loading.timm_models import timm_step
+    from ddltool.analyzers.loading.packages import timm_step
     from ddltool.analyzers.loading.transformers_models import transformers_step
     from ddltool.analyzers.tracing.step import with_sequence_length
     from ddltool.fixtures import zoo

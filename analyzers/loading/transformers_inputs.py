@@ -16,7 +16,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from ddltool.analyzers.loading.bound import REMEDY, least_batch, refusal, tried
+from ddltool.analyzers.loading.known_values import refusal, tried
+from ddltool.analyzers.loading.packages import REMEDY, least_batch
 from ddltool.analyzers.tracing.step import resized
 from ddltool.errors import InputError
 

@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ddltool.analyzers.loading.bound import REMEDY, bind
-from ddltool.analyzers.loading.packages import imported, nearest
+from ddltool.analyzers.loading.known_values import bind
+from ddltool.analyzers.loading.packages import REMEDY, imported, nearest
 from ddltool.analyzers.loading.transformers_inputs import example_inputs, packed
 from ddltool.analyzers.tracing.step import TrainingStep, default_loss, language_model_loss
 from ddltool.errors import DdlToolError, InputError, one_line
