@@ -1,10 +1,10 @@
 """How far the measured oracle is from a real step: the sum of its op times beside an eager training step.
 
-    python benchmarks/bench_oracle.py [--models zoo:resnet32:16,...] [--threads 1,2] [--trials 3] [--calls] [--json FILE]
+    python benchmarks/bench_oracle.py [--models zoo:resnet32:16,...] [--threads 1,2] [--trials 3] [--json FILE]
 
 In one process, real steps and measurements take turns, so that other load on the machine meets both; of each the
 shortest counts, by the same clock (CPU time where there is one thread). A step is forward, loss and backward, as the
-graph has it. ``--calls`` adds the op types on which oracle and step differ most, each op timed inside a real step.
+graph has it.
 """
 
 from __future__ import annotations
@@ -12,12 +12,10 @@ from __future__ import annotations
 import argparse
 import json
 import time
-from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from ddltool.analyzers.loading.sources import resolve_step, training_step
 from ddltool.analyzers.oracle.measured import apply_times, measure_ops, time_call
@@ -36,33 +34,6 @@ def real_step(step: TrainingStep) -> float:
     return time_call(lambda: step.loss(step.module(*step.inputs)).backward())
 
 
-class Clock(TorchDispatchMode):
-    """Times every aten op of what runs under it, in order."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.times: list[tuple[str, float]] = []
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kept: list[Any] = []
-        taken = time_call(lambda: kept.append(func(*args, **(kwargs or {}))))
-        self.times.append((func._schema.name.replace("::", "."), taken))
-        return kept[0]
-
-
-def inside_step(step: TrainingStep) -> dict[str, float]:
-    """Return the seconds per op type inside a real step, each op's shortest of five."""
-    runs = []
-    for _ in range(5):
-        with Clock() as clock:
-            real_step(step)
-        runs.append(clock.times)
-    total: dict[str, float] = defaultdict(float)
-    for group in zip(*runs, strict=True):
-        total[group[0][0]] += min(time_s for _, time_s in group)
-    return total
-
-
 def compare(source: str, batch_size: int, threads: int, given: argparse.Namespace) -> dict[str, Any]:
     """Return the step's and the oracle's seconds, and how long the oracle took."""
     torch.set_num_threads(threads)
@@ -70,7 +41,6 @@ def compare(source: str, batch_size: int, threads: int, given: argparse.Namespac
     traced = trace_step(lambda: resolve_step(source), mode="training", batch_size=batch_size)
     real_step(step)
     real, sums, took = [], [], []
-    by_type: dict[str, float] = {}
     for _ in range(given.trials):
         real += [real_step(step) for _ in range(STEPS)]
         began = time.perf_counter()
@@ -78,10 +48,6 @@ def compare(source: str, batch_size: int, threads: int, given: argparse.Namespac
         took.append(time.perf_counter() - began)
         graph = apply_times(traced.graph, times, Network())
         sums.append(float(graph.duration_s[graph.kind == COMPUTE].sum()))
-        if sums[-1] == min(sums):
-            by_type = defaultdict(float)
-            for op in graph.of_kind(COMPUTE):
-                by_type[graph.op_type[op]] += float(graph.duration_s[op])
         real += [real_step(step) for _ in range(STEPS)]
     row = {
         "source": source,
@@ -96,23 +62,17 @@ def compare(source: str, batch_size: int, threads: int, given: argparse.Namespac
         "real_median_s": sorted(real)[len(real) // 2],
         "took_s": min(took),
     }
-    if given.calls:
-        inside = inside_step(step)
-        row["calls"] = {name: (by_type.get(name, 0.0), inside.get(name, 0.0)) for name in {*by_type, *inside}}
     return row
 
 
 def show(row: dict[str, Any]) -> None:
-    """Print one model's row and, with --calls, the eight op types that differ most."""
+    """Print one model's row."""
     print(
         f"{row['source']:20s} {row['batch_size']:5d} {row['threads']:7d} {row['timed']:5d} of {row['ops']:4d} "
         f"{row['oracle_s'] * 1e3:9.2f} ms {row['real_s'] * 1e3:9.2f} ms {row['error']:+7.1%} "
         f"{row['real_median_s'] * 1e3:9.2f} ms {row['took_s']:6.1f} s",
         flush=True,
     )
-    worst = sorted(row.get("calls", {}).items(), key=lambda item: -abs(item[1][0] - item[1][1]))
-    for name, (oracle_s, inside_s) in worst[:8]:
-        print(f"    {name:50s} oracle {oracle_s * 1e3:8.2f} ms, inside a step {inside_s * 1e3:8.2f} ms")
 
 
 def main() -> None:
@@ -121,7 +81,6 @@ def main() -> None:
     parser.add_argument("--models", default=MODELS)
     parser.add_argument("--threads", default="1,2")
     parser.add_argument("--trials", type=int, default=3)
-    parser.add_argument("--calls", action="store_true")
     parser.add_argument("--json", type=Path)
     given = parser.parse_args()
     print(

@@ -5,8 +5,7 @@ from __future__ import annotations
 import gzip
 import json
 import random
-import subprocess
-import sys
+import tracemalloc
 from collections import defaultdict
 from collections.abc import Callable
 from decimal import Decimal
@@ -709,58 +708,22 @@ def test_rounded_times_neither_nest_neighbours_nor_lose_children(tmp_path: Path)
 # ---------------------------------------------------------------- memory
 
 
-# getrusage's peak survives fork and exec: a child of a large test process would start with that of its parent.
-MEASURE = """
-import json, sys
-from ddltool.analyzers.oracle.kineto import read_trace
-def peak():
-    return next(int(line.split()[1]) for line in open("/proc/self/status") if line.startswith("VmHWM"))
-before = peak()
-if sys.argv[2] == "stream":
-    spans = len(read_trace(sys.argv[1]).spans)
-else:
-    spans = len(json.load(open(sys.argv[1]))["traceEvents"])
-print(peak() - before, spans)
-"""
-
-
-def grown_mib(path: Path, how: str) -> float:
-    """Peak resident memory beyond the imports, in a process of its own."""
-    if not Path("/proc/self/status").exists():
-        pytest.skip("no peak of a process's own to read here")
-    done = subprocess.run([sys.executable, "-c", MEASURE, str(path), how], capture_output=True, text=True, check=True)
-    grown, spans = (int(word) for word in done.stdout.split())
-    assert spans > 0
-    return grown / 1024
-
-
-def write_large(path: Path, mebibytes: int) -> None:
-    """A trace of operators, launches, kernels and flows in the profiler's layout and proportions."""
-    pad = {"External id": 1, "Sequence number": 1, "Fwd thread id": 0, "Record function id": 1, "Ev Idx": 1}
-    pad |= {"Input Dims": [[32, 3, 64, 64], [64, 3, 3, 3], [64]], "Input type": ["float", "float", "float"]}
-    name = "void at::native::vectorized_elementwise_kernel<4, at::native::AddFunctor<float>>"
-    flows = [{"ph": mark, "id": 1, "pid": 1, "tid": 1, "ts": 5, "cat": "ac2g", "name": "ac2g"} for mark in "sf"]
-    one = [operator("aten::conv2d", 0, 30, **pad), operator("aten::convolution", 1, 28, **pad), launch(5, 77)]
-    one += [kernel(name, 20, 25, 77, **{"grid": [512, 1, 1], "block": [256, 1, 1], "warps per SM": 2.5}), *flows]
-    template = ",\n".join(json.dumps({**event, "ts": f"@{event['ts']}"}) for event in one)
-    pieces = template.replace('"correlation": 77', '"correlation": %(id)d')
-    for event in one:
-        pieces = pieces.replace(f'"@{event["ts"]}"', f"%({'t' + str(event['ts'])})s")
-    with path.open("w", encoding="utf-8") as out:
-        written = out.write('{"schemaVersion": 1, "traceEvents": [\n')
-        number = 0
-        while written < mebibytes << 20:
-            number += 1
-            times = {f"t{event['ts']}": f"{1e12 + 40.125 * number + event['ts']:.3f}" for event in one}
-            written += out.write(pieces % {"id": number, **times} + ",\n")
-        out.write('{"ph": "M", "name": "end"}]}')
-
-
 def test_memory_is_a_part_of_the_file(tmp_path: Path) -> None:
+    """Operators, launches and kernels with their usual arguments: a third of the file's size is kept at most."""
+    pad = {"Sequence number": 1, "Fwd thread id": 0, "Input Dims": [[32, 3, 64, 64], [64, 3, 3, 3]], "Ev Idx": 1}
     path = tmp_path / "large.json"
-    write_large(path, 24)
-    assert grown_mib(path, "stream") < 24
-    assert grown_mib(path, "load") > 48  # what the test would say of a reader that loads the file
+    with path.open("w") as out:
+        out.write('{"traceEvents": [')
+        for at in range(0, 600_000, 40):
+            step = [operator("aten::conv2d", at, 30, **pad), operator("aten::convolution", at + 1, 28, **pad)]
+            step += [launch(at + 5, at + 1), kernel("void at::native::conv", at + 20, 25, at + 1, grid=[512, 1, 1])]
+            out.write(json.dumps(step)[1:-1] + ",")
+        out.write('{"ph": "M"}]}')
+    tracemalloc.start()
+    assert len(read_trace(path).spans) == 30_000
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < path.stat().st_size / 3
 
 
 def test_match_is_complete_for_every_op(graph: Graph, eager: Path) -> None:

@@ -13,7 +13,7 @@ import math
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -30,6 +30,9 @@ KINDS: tuple[OpKind, ...] = ("recv", "compute", "send")
 Gemm = tuple[float, float, float, float]
 NO_GEMM: Gemm = (0.0, 0.0, 0.0, 0.0)
 RECV, COMPUTE, SEND = range(3)
+# Columns of a graph that are columns of its ops.
+_TEXTS = ("parameter", "op_type", "estimate", "dtype")
+_NUMBERS = ("duration_s", "flops", "size_bytes", "written_bytes")
 # Where a duration comes from: a formula for that op type, the memory-traffic default, an op that costs nothing, the
 # file that was read, or a measurement. Coverage is counted over these.
 Estimate = Literal["rule", "default", "free", "file", "measured"]
@@ -123,6 +126,8 @@ class Graph:
             pointers[position + 1] = len(sources)
         resources = sorted({op.resource for op in rows}, key=natural_key)
         place = {resource: number for number, resource in enumerate(resources)}
+        columns: dict[str, Any] = {name: tuple(getattr(op, name) for op in rows) for name in (*_TEXTS, *_NUMBERS)}
+        columns |= {name: np.array(columns[name], dtype=np.float64) for name in _NUMBERS}  # None becomes NaN
         graph = cls(
             name=name,
             mode=mode,
@@ -130,21 +135,12 @@ class Graph:
             kind=np.array([KINDS.index(op.kind) for op in rows], dtype=np.int8),
             resource=np.array([place[op.resource] for op in rows], dtype=np.int32),
             resource_names=tuple(resources),
-            duration_s=np.array(
-                [math.nan if op.duration_s is None else op.duration_s for op in rows], dtype=np.float64
-            ),
-            flops=np.array([op.flops for op in rows], dtype=np.float64),
-            size_bytes=np.array([op.size_bytes for op in rows], dtype=np.float64),
-            parameter=tuple(op.parameter for op in rows),
-            op_type=tuple(op.op_type for op in rows),
-            estimate=tuple(op.estimate for op in rows),
             input_ptr=pointers,
             input_index=np.array(sources, dtype=np.int32),
-            written_bytes=np.array([op.written_bytes for op in rows], dtype=np.float64),
-            dtype=tuple(op.dtype for op in rows),
             gemm=np.array([op.gemm for op in rows], dtype=np.float64).reshape(len(rows), 4),
             batch_size=batch_size,
             meta=dict(meta or {}),
+            **columns,
         )
         _check_structure(graph, where)
         return graph
@@ -168,21 +164,17 @@ class Graph:
 
     def op(self, position: int) -> Op:
         """Return op ``position`` as a record."""
-        duration = float(self.duration_s[position])
+        told: dict[str, Any] = {name: getattr(self, name)[position] for name in _TEXTS}
+        told |= {name: float(getattr(self, name)[position]) for name in _NUMBERS}
+        if math.isnan(told["duration_s"]):
+            told["duration_s"] = None
         return Op(
             name=self.names[position],
             kind=KINDS[self.kind[position]],
             resource=self.resource_names[self.resource[position]],
-            duration_s=None if math.isnan(duration) else duration,
-            flops=float(self.flops[position]),
-            size_bytes=float(self.size_bytes[position]),
-            parameter=self.parameter[position],
             inputs=tuple(self.names[source] for source in self.inputs_of(position)),
-            op_type=self.op_type[position],
-            estimate=self.estimate[position],
-            written_bytes=float(self.written_bytes[position]),
-            dtype=self.dtype[position],
             gemm=tuple(self.gemm[position].tolist()),
+            **told,
         )
 
     def ops(self) -> Iterator[Op]:

@@ -177,7 +177,7 @@ def rescale(model: ModelProto, batch: Batch, own: Inferred, size: int, path: str
                 shapes |= scale.widened(patches, computed=True)
                 return Inferred(shapes=shapes, types=dict(own.types) | dict(found.types))
             following = scale.patches(found.shapes, patches, merges)
-            if _same(following, patches):
+            if following == patches:
                 break
             patches = following
         problem = problem or wrong
@@ -331,12 +331,6 @@ class _Scale:
             for name, tensor in found.items()
             if not tensor.HasField("raw_data") and not (computed and name in self.constants)
         }
-
-
-def _same(left: Patches, right: Patches) -> bool:
-    return left.keys() == right.keys() and all(
-        left[key].SerializeToString() == right[key].SerializeToString() for key in left
-    )
 
 
 def _flops(node: NodeProto, shapes: Mapping[str, Shape]) -> float | None:

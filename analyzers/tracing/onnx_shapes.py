@@ -37,7 +37,20 @@ _SIZE_INPUTS: Mapping[str, tuple[int, ...]] = {
 # Arithmetic on sizes that cannot make a small tensor large.
 _FOLDED = frozenset(
     [
-        *("Abs", "Add", "Cast", "Ceil", "Concat", "ConstantOfShape", "Div", "Equal", "Floor", "Gather", "Greater"),
+        *(
+            "Abs",
+            "Add",
+            "Cast",
+            "Ceil",
+            "Concat",
+            "Constant",
+            "ConstantOfShape",
+            "Div",
+            "Equal",
+            "Floor",
+            "Gather",
+            "Greater",
+        ),
         *("Identity", "Less", "Max", "Min", "Mod", "Mul", "Neg", "ReduceProd", "Reshape", "Round", "Slice", "Sqrt"),
         *("Squeeze", "Sub", "Unsqueeze", "Where"),
     ]
@@ -154,14 +167,8 @@ def _small_values(model: ModelProto, found: Inferred) -> dict[str, NDArray[Any]]
             values[node.output[0]] = np.array(
                 found.shapes[node.input[0]][bounds.get("start", 0) : bounds.get("end")], dtype=np.int64
             )
-        elif node.op_type == "Constant":
-            for attribute in node.attribute:
-                if attribute.name == "value" and math.prod(attribute.t.dims) <= _FOLDED_ELEMENTS:
-                    _keep(values, node.output[0], attribute.t)
-                elif attribute.name in ("value_int", "value_ints"):
-                    values[node.output[0]] = np.array(helper.get_attribute_value(attribute), dtype=np.int64)
-                elif attribute.name in ("value_float", "value_floats"):
-                    values[node.output[0]] = np.array(helper.get_attribute_value(attribute), dtype=np.float32)
+        elif node.op_type == "Constant" and any(math.prod(a.t.dims) > _FOLDED_ELEMENTS for a in node.attribute):
+            continue
         elif node.op_type in _FOLDED and all(name in values or not name for name in node.input):
             if node.op_type == "ConstantOfShape" and any(
                 values[name].dtype.kind not in "iu" or np.prod(values[name], dtype=float) > _FOLDED_ELEMENTS
