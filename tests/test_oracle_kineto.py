@@ -18,14 +18,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
-from torch.profiler import ProfilerActivity, profile, record_function, schedule
+from torch.profiler import ProfilerActivity, profile, schedule
 
 from ddltool.analyzers.costs.estimate import estimate
 from ddltool.analyzers.costs.model import datasheet
 from ddltool.analyzers.oracle.kineto import ProfilerTrace, read_events, read_steps, read_trace
 from ddltool.analyzers.oracle.matching import Match, apply, match
 from ddltool.analyzers.oracle.spans import Spans, busy_s
-from ddltool.analyzers.tracing import torch_adapter
 from ddltool.analyzers.tracing.dialect import Numerics
 from ddltool.analyzers.tracing.op_rules import normal_type
 from ddltool.analyzers.tracing.step import TrainingStep, default_loss
@@ -198,7 +197,7 @@ def test_resnet50_of_a_real_gpu_trace(shared_data: Path) -> None:
     found = match(graph, read_trace(path))
     convolutions = [op for op, name in enumerate(graph.op_type) if name == "aten.convolution"]
     assert found.durations[convolutions] == pytest.approx(wanted)
-    assert (found.how, found.steps) == ("type order", 3)
+    assert found.steps == 3
     assert found.matched_ops > 0.99
     assert 0.9 < found.matched_time < 1.0
     # The zoo's ResNet pools in its shortcuts as the paper's did, this one does not: it is told, not hidden.
@@ -251,28 +250,6 @@ def eager(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-@pytest.fixture(scope="module")
-def annotated(tmp_path_factory: pytest.TempPathFactory) -> tuple[Graph, Path]:
-    """The graph's own ops run twice on real tensors, each in a range of its name."""
-
-    class Annotating(torch.fx.Interpreter):
-        def run_node(self, n: torch.fx.Node) -> Any:
-            if n.op != "call_function":
-                return super().run_node(n)
-            with record_function(f"node:{n.name}"):
-                return super().run_node(n)
-
-    path = tmp_path_factory.mktemp("annotated") / "trace.json"
-    step = small_step()
-    traced = torch_adapter.trace_step(small_step, mode="training", numerics=Numerics(cuda=False))
-    values = [*step.module.parameters(), *step.module.buffers(), *step.inputs]
-    with torch.no_grad(), profile(activities=[ProfilerActivity.CPU]) as run:
-        for _ in range(2):
-            Annotating(traced.fx).run(*values)
-    run.export_chrome_trace(str(path))
-    return traced.graph, path
-
-
 def costly(graph: Graph) -> list[int]:
     return [op for op in range(len(graph)) if graph.kind[op] == COMPUTE and graph.estimate[op] != "free"]
 
@@ -280,7 +257,7 @@ def costly(graph: Graph) -> list[int]:
 def test_an_eager_run_is_matched_call_by_call(graph: Graph, eager: Path) -> None:
     trace = read_trace(eager)
     found = match(graph, trace)
-    assert (found.how, found.steps, trace.steps) == ("type order", 3, 3)
+    assert found.steps == trace.steps == 3
     assert found.matched_ops == 1.0
     assert found.unmatched_types == ()
     assert 0.0 < found.matched_time < 1.0
@@ -296,35 +273,18 @@ def test_an_eager_run_is_matched_call_by_call(graph: Graph, eager: Path) -> None
     assert found.durations[of_convolution] == pytest.approx(wanted)
 
 
-def test_names_and_order_tell_the_same(annotated: tuple[Graph, Path], tmp_path: Path) -> None:
-    """The same run read with its ranges, and with the ranges taken out: each op must get the same time."""
-    graph, path = annotated
-    document = json.loads(path.read_text())
-    named = match(graph, read_trace(path))
-    document["traceEvents"] = [e for e in document["traceEvents"] if not str(e.get("name")).startswith("node:")]
-    ordered = match(graph, read_trace(write(tmp_path / "plain.json", document)))
-    assert (named.how, ordered.how) == ("annotation", "type order")
-    assert (named.steps, ordered.steps) == (2, 2)
-    assert named.matched_ops == ordered.matched_ops == 1.0
-    np.testing.assert_array_equal(named.durations, ordered.durations)
-
-
-def test_without_the_order_types_still_match(annotated: tuple[Graph, Path], tmp_path: Path) -> None:
-    """One more operator call breaks the sequence; every other type keeps its times, this one gets its mean."""
-    graph, path = annotated
-    document = json.loads(path.read_text())
-    events = [e for e in document["traceEvents"] if not str(e.get("name")).startswith("node:")]
-    ordered = match(graph, read_trace(write(tmp_path / "plain.json", {"traceEvents": events})))
-    pools = [e for e in events if e["name"] == "aten::max_pool2d_with_indices"]
-    late = max(e["ts"] + e.get("dur", 0) for e in events if "ts" in e) + 10
-    extra = {**pools[0], "ts": late, "dur": 900.0}
-    found = match(graph, read_trace(write(tmp_path / "more.json", {"traceEvents": [*events, extra]})))
-    assert found.how == "type order"
+def test_another_number_of_calls_gives_its_type_the_mean(graph: Graph, eager: Path, tmp_path: Path) -> None:
+    """One more pooling in a step: every other type keeps its times, this one takes the steps that have as many as ops."""
+    document = json.loads(eager.read_text())
+    plain = match(graph, read_trace(eager))
+    pools = [e for e in document["traceEvents"] if e["name"] == "aten::max_pool2d"]
+    document["traceEvents"] += [{**pool, "ts": pool["ts"] + pool["dur"] + 0.25, "dur": 0.125} for pool in pools]
+    found = match(graph, read_trace(write(tmp_path / "more.json", document)))
     assert found.inexact_types == ("max_pool2d_with_indices",)
     (pool,) = [op for op, name in enumerate(graph.op_type) if name == "aten.max_pool2d_with_indices"]
-    assert found.durations[pool] == pytest.approx((sum(e["dur"] for e in pools) + 900.0) / 3 * 1e-6)
+    assert found.durations[pool] == pytest.approx(min((e["dur"] + 0.125) / 2 for e in pools) * 1e-6)
     rest = [op for op in costly(graph) if op != pool]
-    np.testing.assert_array_equal(found.durations[rest], ordered.durations[rest])
+    np.testing.assert_array_equal(found.durations[rest], plain.durations[rest])
 
 
 DEVICE = Device(
@@ -357,7 +317,6 @@ def test_apply_fills_the_rest_from_the_roofline(graph: Graph, eager: Path, tmp_p
             assert timed.duration_s[op] == pytest.approx(float(np.median(ratios)) * roofline.duration_s[op])
         else:
             assert (timed.duration_s[op], timed.estimate[op]) == (found.durations[op], "measured")
-    assert timed.meta["oracle_match"] == "type order"
 
 
 def test_a_trace_of_another_model_is_an_error(tmp_path: Path) -> None:
@@ -506,26 +465,6 @@ def test_steps_take_the_least_and_communication_is_not_compute(tmp_path: Path) -
     assert trace.span_step[outside].tolist() == [-1]
     (waiting,) = np.flatnonzero(trace.marked(lambda name: name == "aten::item"))[:1]
     assert trace.time_s[waiting] * 1e6 == pytest.approx(5)
-
-
-def test_partial_names_do_not_mismatch(tmp_path: Path) -> None:
-    """A range names an op by its last part only where that part is unique; unknown ranges are left alone."""
-    ops = [
-        Op(name=name, kind="compute", op_type="aten.mul") for name in ("forward/a/mul", "backward/mul", "forward/a/x")
-    ]
-    graph = Graph.from_ops("g", "training", ops)
-    events = [
-        annotation("node:mul", 0, 10),
-        operator("aten::mul", 1, 5),
-        annotation("node:x", 20, 10),
-        operator("aten::mul", 21, 7),
-        annotation("node:backward/mul", 40, 10),
-    ]
-    found = match(graph, read_trace(write(tmp_path / "t.json", events)))
-    assert found.how == "annotation"
-    assert np.isnan(found.durations[0])
-    assert found.durations[1:] * 1e6 == pytest.approx([10, 7])  # nothing ran in the last range: its own time
-    assert found.matched_ops == pytest.approx(2 / 3)
 
 
 @pytest.mark.parametrize(
@@ -681,7 +620,6 @@ def test_nesting_equals_looking_at_every_pair(
     shortest = lambda found: min(found, key=lambda j: sorted_rows[j][2], default=-1)  # noqa: E731
     assert spans.parent.tolist() == [shortest(around[i]) for i in size]
     assert spans.below(marked).tolist() == [any(marked[j] for j in around[i]) for i in size]
-    assert spans.nearest(marked).tolist() == [shortest([j for j in [i, *around[i]] if marked[j]]) for i in size]
     assert spans.with_nested(amount).tolist() == [
         amount[i] + sum(amount[j] for j in size if i in around[j]) for i in size
     ]
@@ -709,7 +647,7 @@ def test_rounded_times_neither_nest_neighbours_nor_lose_children(tmp_path: Path)
 
 
 def test_memory_is_a_part_of_the_file(tmp_path: Path) -> None:
-    """Operators, launches and kernels with their usual arguments: a third of the file's size is kept at most."""
+    """Operators, launches and kernels with their usual arguments: less than the file is kept, also while it is sorted."""
     pad = {"Sequence number": 1, "Fwd thread id": 0, "Input Dims": [[32, 3, 64, 64], [64, 3, 3, 3]], "Ev Idx": 1}
     path = tmp_path / "large.json"
     with path.open("w") as out:
@@ -723,7 +661,7 @@ def test_memory_is_a_part_of_the_file(tmp_path: Path) -> None:
     assert len(read_trace(path).spans) == 30_000
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
-    assert peak < path.stat().st_size / 3
+    assert peak < 0.6 * path.stat().st_size
 
 
 def test_match_is_complete_for_every_op(graph: Graph, eager: Path) -> None:

@@ -1,15 +1,14 @@
 """Measured times for a graph's ops: which calls in a profiler trace are which ops.
 
-By ranges named ``node:NAME`` where there are any, else the k-th call of a type in a step for the k-th op of that type. A
-model that runs eagerly calls composite operators (``aten::linear``) around those a graph is made of (``aten::addmm``):
-the outermost call whose type the graph has is the one that counts. Graphs carry no shapes, so shapes decide nothing.
+The k-th call of a type in a step is the k-th op of that type. A model that runs eagerly calls composite operators
+(``aten::linear``) around those a graph is made of (``aten::addmm``): the outermost call whose type the graph has is the
+one that counts. Graphs carry no shapes, so shapes decide nothing.
 """
 
 from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass, replace
-from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,8 +19,6 @@ from ddltool.analyzers.tracing.op_rules import normal_type
 from ddltool.errors import InputError
 from ddltool.graph import COMPUTE, Estimate, Graph
 
-How = Literal["annotation", "type order"]
-_ANNOTATION = "node:"
 # What runs here is no part of the step's graph: it ends where gradients leave.
 _OUTSIDE = (
     "Optimizer.",
@@ -39,7 +36,6 @@ Names = tuple[str, ...]
 class Match:
     """What the trace says about a graph of ``n`` ops."""
 
-    how: How
     durations: Floats
     """(n,) seconds: the least over the steps; 0 for ops that cost nothing; NaN for transfers and where unmatched."""
     measured: Flags
@@ -60,7 +56,7 @@ class Match:
     def lines(self) -> list[str]:
         """Return what was and was not found in a profiler trace, a line each."""
         lines = [
-            f"trace matched by {self.how}: {self.matched_ops:.1%} of the ops, {self.matched_time:.1%} of the trace's time, "
+            f"trace matched by type and order: {self.matched_ops:.1%} of the ops, {self.matched_time:.1%} of the trace's time, "
             f"least of {self.steps} step(s)"
         ]
         if self.unmatched_types:
@@ -84,22 +80,14 @@ def match(graph: Graph, trace: ProfilerTrace) -> Match:
     """
     wanted = np.flatnonzero((graph.kind == COMPUTE) & np.array([mark != "free" for mark in graph.estimate], dtype=bool))
     durations = np.full(len(graph), np.nan)
-    inexact: tuple[str, ...] = ()
-    how: How
-    named = _annotated(graph, trace)
-    if named is not None:
-        how = "annotation"
-        taken, steps = _by_name(trace, named, durations)
-    else:
-        how, taken = "type order", _calls(graph, wanted, trace)
-        steps, inexact = _by_type(graph, wanted, trace, taken, durations)
+    taken = _calls(graph, wanted, trace)
+    steps, inexact = _by_type(graph, wanted, trace, taken, durations)
     measured = ~np.isnan(durations)
     measured[np.setdiff1d(np.arange(len(graph)), wanted)] = False
     durations[(graph.kind == COMPUTE) & ~np.isin(np.arange(len(graph)), wanted)] = 0.0
     missing = Counter(graph.op_type[op] for op in wanted if not measured[op])
     unmatched, share = _rest(trace, taken)
     return Match(
-        how=how,
         durations=durations,
         measured=measured,
         matched_ops=float(measured.sum()) / max(len(wanted), 1),
@@ -137,41 +125,8 @@ def apply(graph: Graph, match: Match, fallback: Graph) -> Graph:
     marks: list[Estimate | None] = list(fallback.estimate)
     for op in np.flatnonzero(compute):
         marks[op] = "measured" if match.measured[op] else "default" if rest[op] else "free"
-    meta = {**fallback.meta, "oracle": "profiler trace", "oracle_match": match.how, "oracle_steps": match.steps}
+    meta = {**fallback.meta, "oracle": "profiler trace", "oracle_steps": match.steps}
     return replace(fallback, meta=meta).with_durations(durations, marks)
-
-
-def _annotated(graph: Graph, trace: ProfilerTrace) -> dict[int, int] | None:
-    """Return the op of every name ``node:NAME`` in the trace that names one, None when none does.
-
-    NAME is an op's name, or the last part of one that only one op has.
-    """
-    last = Counter(name.rpartition("/")[2] for name in graph.names)
-    place = {name.rpartition("/")[2]: op for op, name in enumerate(graph.names) if last[name.rpartition("/")[2]] == 1}
-    place |= {name: op for op, name in enumerate(graph.names)}
-    found = {
-        key: place[name]
-        for key, row in enumerate(trace.names)
-        if row.startswith(_ANNOTATION) and (name := row.removeprefix(_ANNOTATION)) in place
-    }
-    return found or None
-
-
-def _by_name(trace: ProfilerTrace, named: dict[int, int], durations: Floats) -> tuple[Rows, int]:
-    """Fill in the least time of each named range; return the operator calls in them, and how often ranges repeat."""
-    op_of_key = np.full(len(trace.names), -1, dtype=np.int64)
-    op_of_key[list(named)] = list(named.values())
-    is_range = op_of_key[trace.spans.key] >= 0
-    around = trace.spans.nearest(is_range)
-    # The operators in a range, not the range: entering and leaving one takes microseconds itself.
-    calls = np.flatnonzero(trace.is_top & (around >= 0))
-    time = np.bincount(around[calls], weights=trace.time_s[calls], minlength=len(trace.spans))
-    ranges = np.flatnonzero(is_range)
-    empty = np.bincount(around[calls], minlength=len(trace.spans))[ranges] == 0
-    time[ranges[empty]] = trace.time_s[ranges[empty]]
-    ops = op_of_key[trace.spans.key[ranges]]
-    np.fmin.at(durations, ops, time[ranges])
-    return calls, int(np.bincount(ops).max(initial=0))
 
 
 def _calls(graph: Graph, wanted: Rows, trace: ProfilerTrace) -> Rows:

@@ -58,14 +58,6 @@ class Spans:
             found[level] = found[around] | marked[around]
         return found
 
-    def nearest(self, marked: Flags) -> Indices:
-        """Return (m,) the innermost marked span around span i or itself, -1 where there is none. O(m)."""
-        found = np.where(marked, np.arange(len(self), dtype=np.int32), np.int32(-1))
-        for level in self.levels:
-            rest = level[~marked[level]]
-            found[rest] = found[self.parent[rest]]
-        return found
-
     def with_nested(self, amount: Floats) -> Floats:
         """Return (m,) each span's amount plus that of every span in it. O(m)."""
         total = amount.copy()
