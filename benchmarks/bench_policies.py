@@ -22,16 +22,16 @@ from typing import Any
 import numpy as np
 
 from ddltool.analyzers.scheduling.cluster import ClusterSpec
-from ddltool.analyzers.scheduling.easyscale import EasyScale
-from ddltool.analyzers.scheduling.gangs import Fifo, Srtf, Tiresias
 from ddltool.analyzers.scheduling.inputs import read_applications, read_workload
-from ddltool.analyzers.scheduling.job import JobSpec
-from ddltool.analyzers.scheduling.metrics import IsolatedTimes, Summary, summarize
-from ddltool.analyzers.scheduling.ours import Ours
-from ddltool.analyzers.scheduling.pollux import Pollux
-from ddltool.analyzers.scheduling.sia import Sia
+from ddltool.analyzers.scheduling.metrics import IsolatedTimes, summarize
+from ddltool.analyzers.scheduling.policies.easyscale import EasyScale, EasyScaleHomo
+from ddltool.analyzers.scheduling.policies.gangs import Fifo, Srtf, Tiresias
+from ddltool.analyzers.scheduling.policies.ours import Ours
+from ddltool.analyzers.scheduling.policies.pollux import Pollux
+from ddltool.analyzers.scheduling.policies.sia import Sia
 from ddltool.analyzers.scheduling.simulator import Options, simulate
 from ddltool.analyzers.scheduling.truth import Application
+from ddltool.results import JobSpec, PolicyRecord
 
 ROOT = Path(__file__).resolve().parents[1]
 SHARED = Path(os.environ.get("DDLTOOL_DATA", ROOT / ".." / "shared" / "data"))
@@ -65,7 +65,7 @@ def generate(family: str, seed: int, jobs: int = 160, hours: float = 8.0) -> lis
 
 def play(
     jobs: Sequence[JobSpec], applications: dict[str, Application], cluster: ClusterSpec, policy: Any
-) -> tuple[Summary, float, float]:
+) -> tuple[PolicyRecord, float, float]:
     """Return the figures, CPU seconds of the simulation and those of the policy."""
     options = Options()
     begin = time.process_time()
@@ -84,12 +84,10 @@ def compare(name: str, jobs: Sequence[JobSpec], applications: dict[str, Applicat
     ours, cpu_ours, _ = play(jobs, applications, CLUSTER, Ours())
     alone, _, _ = play(jobs, applications, CLUSTER, Ours(pools=False))
     row: dict[str, Any] = {"workload": name, "cpu_s": {"pollux": cpu_pollux, "ours": cpu_ours}}
-    for field in ("avg_jct_s", "p99_jct_s", "makespan_s", "worst_fairness", "restarts"):
-        row[field] = {
-            "pollux": getattr(pollux, field),
-            "ours": getattr(ours, field),
-            "ours, own models": getattr(alone, field),
-        }
+    found = {"pollux": pollux, "ours": ours, "ours, own models": alone}
+    for field in ("avg_jct_s", "p99_jct_s", "makespan_s", "restarts"):
+        row[field] = {key: getattr(one, field) for key, one in found.items()}
+    row["worst_fairness"] = {key: one.finish_time_fairness.max for key, one in found.items()}
     return row
 
 
@@ -130,7 +128,7 @@ def mixed(repeat: int, order: str, only: str) -> None:
         "fifo": Fifo,
         "tiresias": Tiresias,
         "srtf": Srtf,
-        "easyscale-homo": lambda: EasyScale(heterogeneous=False),
+        "easyscale-homo": EasyScaleHomo,
         "easyscale-heter": EasyScale,
         "heter, no giving back": lambda: EasyScale(reclaims=False),
         "heter, bert mixes": lambda: EasyScale(mixable={"bert"}),
@@ -139,7 +137,7 @@ def mixed(repeat: int, order: str, only: str) -> None:
     }
     print(f"{len(jobs)} jobs on {MIXED.total_gpus} GPUs of three types")
     print("                         avg JCT  over fifo    p99  makespan  over fifo  worst FTF  moves  CPU s")
-    first: Summary | None = None
+    first: PolicyRecord | None = None
     for name, make in makers.items():
         if only and name not in only.split(","):
             continue

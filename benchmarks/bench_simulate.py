@@ -23,11 +23,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ddltool.analyzers.scheduling.cluster import ClusterSpec
-from ddltool.analyzers.scheduling.gangs import Fifo, Srtf, Tiresias
 from ddltool.analyzers.scheduling.inputs import read_applications, read_workload
 from ddltool.analyzers.scheduling.metrics import IsolatedTimes, summarize
-from ddltool.analyzers.scheduling.optimus import Optimus
-from ddltool.analyzers.scheduling.pollux import Pollux
+from ddltool.analyzers.scheduling.policies.gangs import Fifo, Srtf, Tiresias
+from ddltool.analyzers.scheduling.policies.optimus import Optimus
+from ddltool.analyzers.scheduling.policies.pollux import Pollux
 from ddltool.analyzers.scheduling.search import Choice, search
 from ddltool.analyzers.scheduling.simulator import Options, simulate
 from ddltool.analyzers.scheduling.truth import smallest_rotation

@@ -19,12 +19,12 @@ from ddltool.analyzers.goodput.throughput import grad_time_s, iteration_time_s
 from ddltool.analyzers.goodput.tuning import BatchLimits
 from ddltool.analyzers.scheduling.beliefs import fit, split_batch
 from ddltool.analyzers.scheduling.cluster import Allocation, ClusterSpec, count_gpus, packed
-from ddltool.analyzers.scheduling.gangs import Fifo, Srtf, Tiresias
 from ddltool.analyzers.scheduling.inputs import read_applications, read_cluster, read_workload
 from ddltool.analyzers.scheduling.job import JobSpec, SimulatedJob, Tuning
 from ddltool.analyzers.scheduling.metrics import IsolatedTimes, summarize
-from ddltool.analyzers.scheduling.optimus import Optimus
-from ddltool.analyzers.scheduling.pollux import Pollux
+from ddltool.analyzers.scheduling.policies.gangs import Fifo, Srtf, Tiresias
+from ddltool.analyzers.scheduling.policies.optimus import Optimus
+from ddltool.analyzers.scheduling.policies.pollux import Pollux
 from ddltool.analyzers.scheduling.simulator import Options, SimulationResult, simulate
 from ddltool.analyzers.scheduling.truth import Application, Limits, StepTimes, Validation, smallest_rotation
 from ddltool.errors import CheckFailed, Infeasible, InputError

@@ -11,9 +11,9 @@ import pytest
 from ddltool.analyzers.scheduling.autoscale import NodeSpeeds, autoscale, scale
 from ddltool.analyzers.scheduling.cluster import ClusterSpec
 from ddltool.analyzers.scheduling.inputs import read_applications
-from ddltool.analyzers.scheduling.ours import Ours
 from ddltool.analyzers.scheduling.policies import policies
-from ddltool.analyzers.scheduling.pollux import Pollux
+from ddltool.analyzers.scheduling.policies.ours import Ours
+from ddltool.analyzers.scheduling.policies.pollux import Pollux
 from ddltool.analyzers.scheduling.replay import run_search, search_trials
 from ddltool.analyzers.scheduling.simulator import Options
 from ddltool.analyzers.scheduling.truth import Application

@@ -13,16 +13,17 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ddltool.analyzers.scheduling.cluster import MIXED_POLICIES, Allocation, ClusterSpec, count_gpus
-from ddltool.analyzers.scheduling.easyscale import EasyScale
+from ddltool.analyzers.scheduling.cluster import Allocation, ClusterSpec, count_gpus
 from ddltool.analyzers.scheduling.failures import Failures, NodeEvent, NodeStates, without
-from ddltool.analyzers.scheduling.gangs import Fifo, Srtf, Tiresias
 from ddltool.analyzers.scheduling.inputs import read_applications, read_cluster, read_workload
 from ddltool.analyzers.scheduling.job import JobSpec, SimulatedJob, Tuning, make_jobs
-from ddltool.analyzers.scheduling.optimus import Optimus
-from ddltool.analyzers.scheduling.ours import Ours
-from ddltool.analyzers.scheduling.pollux import Pollux
-from ddltool.analyzers.scheduling.sia import Sia
+from ddltool.analyzers.scheduling.policies import policies
+from ddltool.analyzers.scheduling.policies.easyscale import EasyScale, EasyScaleHomo
+from ddltool.analyzers.scheduling.policies.gangs import Fifo, Srtf, Tiresias
+from ddltool.analyzers.scheduling.policies.optimus import Optimus
+from ddltool.analyzers.scheduling.policies.ours import Ours
+from ddltool.analyzers.scheduling.policies.pollux import Pollux
+from ddltool.analyzers.scheduling.policies.sia import Sia
 from ddltool.analyzers.scheduling.simulator import Options, SimulationResult, simulate
 from ddltool.analyzers.scheduling.truth import Application
 from ddltool.errors import Infeasible, InputError
@@ -36,7 +37,7 @@ EVERY: dict[str, Callable[[], Any]] = {
     "optimus": Optimus,
     "pollux": Pollux,
     "srtf": Srtf,
-    "easyscale-homo": lambda: EasyScale(heterogeneous=False),
+    "easyscale-homo": EasyScaleHomo,
     "easyscale-heter": EasyScale,
     "sia": Sia,
     "ours": Ours,
@@ -326,7 +327,7 @@ def test_invariants(name: str, synthetic: tuple[Any, Any, Any], data: st.DataObj
     check(EVERY[name], jobs, applications, cluster, data)
 
 
-@pytest.mark.parametrize("name", MIXED_POLICIES)
+@pytest.mark.parametrize("name", policies("all", mixed=True))
 @settings(max_examples=4, deadline=None)
 @given(data=st.data())
 def test_invariants_on_mixed_gpus(name: str, data: st.DataObject) -> None:

@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 
 from ddltool.analyzers.goodput.throughput import ThroughputParams, efficiency, iteration_time_s, throughput_per_s
 from ddltool.analyzers.scheduling.cluster import ClusterSpec
-from ddltool.analyzers.scheduling.gangs import Fifo
 from ddltool.analyzers.scheduling.job import JobSpec
-from ddltool.analyzers.scheduling.pollux import Pollux
+from ddltool.analyzers.scheduling.policies.gangs import Fifo
+from ddltool.analyzers.scheduling.policies.pollux import Pollux
 from ddltool.analyzers.scheduling.simulator import simulate
 from ddltool.analyzers.scheduling.truth import FittedJob, fitted_application
 from ddltool.artifacts import save

@@ -9,9 +9,9 @@ import pytest
 
 from ddltool.analyzers.scheduling.cluster import ClusterSpec
 from ddltool.analyzers.scheduling.failures import Failures, NodeEvent
-from ddltool.analyzers.scheduling.gangs import Fifo
 from ddltool.analyzers.scheduling.metrics import IsolatedTimes, check_prices, class_of, summarize
-from ddltool.analyzers.scheduling.ours import Ours
+from ddltool.analyzers.scheduling.policies.gangs import Fifo
+from ddltool.analyzers.scheduling.policies.ours import Ours
 from ddltool.analyzers.scheduling.simulator import Options, simulate
 from ddltool.errors import InputError
 from tests.test_scheduling import job, steady

@@ -17,17 +17,18 @@ from hypothesis import strategies as st
 
 from ddltool.analyzers.scheduling.assign import assign
 from ddltool.analyzers.scheduling.beliefs import Beliefs
-from ddltool.analyzers.scheduling.cluster import MIXED_POLICIES, Allocation, ClusterSpec, count_gpus
-from ddltool.analyzers.scheduling.easyscale import EasyScale
-from ddltool.analyzers.scheduling.gangs import Fifo, Srtf, Tiresias
+from ddltool.analyzers.scheduling.cluster import Allocation, ClusterSpec, count_gpus
 from ddltool.analyzers.scheduling.inputs import read_applications, read_workload
 from ddltool.analyzers.scheduling.job import JobSpec, SimulatedJob, Tuning, make_jobs
 from ddltool.analyzers.scheduling.metrics import IsolatedTimes, summarize
-from ddltool.analyzers.scheduling.optimus import Optimus
-from ddltool.analyzers.scheduling.ours import Ours
-from ddltool.analyzers.scheduling.pollux import Pollux
+from ddltool.analyzers.scheduling.policies import policies
+from ddltool.analyzers.scheduling.policies.easyscale import EasyScale, EasyScaleHomo
+from ddltool.analyzers.scheduling.policies.gangs import Fifo, Srtf, Tiresias
+from ddltool.analyzers.scheduling.policies.optimus import Optimus
+from ddltool.analyzers.scheduling.policies.ours import Ours
+from ddltool.analyzers.scheduling.policies.pollux import Pollux
+from ddltool.analyzers.scheduling.policies.sia import Sia
 from ddltool.analyzers.scheduling.search import Choice, pack
-from ddltool.analyzers.scheduling.sia import Sia
 from ddltool.analyzers.scheduling.simulator import Options, SimulationResult, check_runs, simulate
 from ddltool.analyzers.scheduling.truth import Application, Limits, StepTimes, Validation
 from ddltool.errors import InputError
@@ -37,7 +38,7 @@ MIXED: dict[str, Callable[[], Any]] = {
     "fifo": Fifo,
     "tiresias": lambda: Tiresias(threshold_gpu_s=1800.0),
     "srtf": Srtf,
-    "easyscale-homo": lambda: EasyScale(heterogeneous=False),
+    "easyscale-homo": EasyScaleHomo,
     "easyscale-heter": EasyScale,
     "sia": Sia,
     "ours": Ours,
@@ -223,7 +224,6 @@ def test_policies_for_one_type_refuse_several_in_one_line(policy: Any) -> None:
         check_runs([job("a", 0.0)], APPLICATIONS, TWO_TYPES, policy)
     with pytest.raises(InputError, match="knows one GPU type"):
         simulate([job("a", 0.0)], APPLICATIONS, TWO_TYPES, policy)
-    assert policy.name not in MIXED_POLICIES
 
 
 def test_what_can_never_run_is_refused_before_anything_runs() -> None:
@@ -236,7 +236,7 @@ def test_what_can_never_run_is_refused_before_anything_runs() -> None:
 
 
 def test_every_policy_that_is_said_to_run_on_mixed_clusters_is_tested_here() -> None:
-    assert set(MIXED) == set(MIXED_POLICIES)
+    assert set(MIXED) == set(policies("all", mixed=True))
 
 
 # EasyScale.
@@ -264,13 +264,13 @@ def test_easyscale_starts_a_job_that_fifo_would_hold_back_and_the_batch_stays() 
     jobs = [job("a", 0.0, replicas=3, batch=24), job("b", 1.0, replicas=4, batch=32)]
     batches: list[int] = []
 
-    class Watch(EasyScale):
+    class Watch(EasyScaleHomo):
         def allocate(self, jobs: Sequence[SimulatedJob], cluster: ClusterSpec, now_s: float) -> Any:
             batches.extend(one.total_batch_size for one in jobs if one.spec.name == "b" and one.allocation)
             return super().allocate(jobs, cluster, now_s)
 
     held = simulate(jobs, APPLICATIONS, cluster, Fifo())
-    made = simulate(jobs, APPLICATIONS, cluster, Watch(heterogeneous=False))
+    made = simulate(jobs, APPLICATIONS, cluster, Watch())
     assert made.jobs[1].first_start_s == 60.0 < held.jobs[1].first_start_s
     assert set(batches) == {32}
 
@@ -290,7 +290,7 @@ def test_only_heterogeneous_jobs_mix_types_and_only_those_that_may() -> None:
         simulate([job("a", 0.0, "quick", 16, 128)], APPLICATIONS, TWO_TYPES, Watch())
         return seen
 
-    assert max(map(len, types_held(EasyScale(heterogeneous=False)))) == 1
+    assert max(map(len, types_held(EasyScaleHomo()))) == 1
     assert max(map(len, types_held(EasyScale()))) == 2
     assert max(map(len, types_held(EasyScale(mixable={"both"})))) == 1
 
@@ -300,7 +300,7 @@ def test_a_scale_out_that_measured_slower_is_taken_back_and_not_asked_for_again(
     heavy = {"heavy": application("heavy", {"slow": 1.0}, 3.0, epochs=40)}
     held: list[tuple[float, int]] = []
 
-    class Watch(EasyScale):
+    class Watch(EasyScaleHomo):
         def allocate(self, jobs: Sequence[SimulatedJob], cluster: ClusterSpec, now_s: float) -> Any:
             made = super().allocate(jobs, cluster, now_s)
             held.extend((now_s, count_gpus(made.get(one.index, ()))) for one in jobs if one.spec.name == "b")
@@ -309,7 +309,7 @@ def test_a_scale_out_that_measured_slower_is_taken_back_and_not_asked_for_again(
     cluster = ClusterSpec.homogeneous(1, 2, "slow")
     jobs = [job("a", 0.0, "short"), job("b", 61.0, "heavy", 2, 16)]
     short = dict(heavy, short=application("short", {"slow": 1.0}, 3.0, epochs=8))
-    made = simulate(jobs, short, cluster, Watch(heterogeneous=False))
+    made = simulate(jobs, short, cluster, Watch())
     counts = [count for _, count in held]
     grown = counts.index(2)
     assert counts[:grown] == [1] * grown
@@ -330,9 +330,9 @@ def test_a_job_that_finds_nothing_free_is_given_one_gpu_by_the_job_that_loses_le
     for one, count in zip(jobs, (4, 3), strict=False):
         one.reallocate(((0, count),), 0.0, 0.0)
         one.retune(0.0, False)
-    made = EasyScale(heterogeneous=False).allocate(jobs, cluster, 60.0)
+    made = EasyScaleHomo().allocate(jobs, cluster, 60.0)
     assert {index: count_gpus(allocation) for index, allocation in made.items()} == {0: 4, 1: 2, 2: 1}
-    assert 2 not in EasyScale(heterogeneous=False, reclaims=False).allocate(jobs, cluster, 60.0)
+    assert 2 not in EasyScaleHomo(reclaims=False).allocate(jobs, cluster, 60.0)
 
 
 # Sia-like and ours.

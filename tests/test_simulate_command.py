@@ -15,7 +15,7 @@ import pytest
 
 from ddltool.analyzers.scheduling.inputs import read_applications
 from ddltool.analyzers.scheduling.policies import POLICIES
-from ddltool.analyzers.scheduling.pollux import Pollux
+from ddltool.analyzers.scheduling.policies.pollux import Pollux
 from ddltool.analyzers.scheduling.search import Choice, choose_counts, search
 from ddltool.commands import simulate
 from tests.conftest import Result

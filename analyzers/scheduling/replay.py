@@ -13,10 +13,10 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass, replace
 
 from ddltool.analyzers.scheduling.cluster import Allocation, ClusterSpec
-from ddltool.analyzers.scheduling.gangs import Fifo
 from ddltool.analyzers.scheduling.inputs import Truth
 from ddltool.analyzers.scheduling.job import SimulatedJob
 from ddltool.analyzers.scheduling.metrics import IsolatedTimes, summarize
+from ddltool.analyzers.scheduling.policies.gangs import Fifo
 from ddltool.analyzers.scheduling.simulator import Options, Policy, SimulationResult, check_runs, simulate
 from ddltool.analyzers.scheduling.truth import Application
 from ddltool.errors import InputError

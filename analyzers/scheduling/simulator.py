@@ -18,7 +18,6 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from ddltool.analyzers.scheduling.cluster import (
-    MIXED_POLICIES,
     Allocation,
     ClusterSpec,
     check_one_type,
@@ -52,7 +51,8 @@ _NAMED_NODES, _NAMED_JOBS = 8, 3
 class Policy(Protocol):
     """Who gets which GPUs. A policy may keep state from round to round; it belongs to one simulation.
 
-    One with an attribute ``pools`` that is true lets the jobs of an application share what they have seen.
+    One with an attribute ``pools`` that is true lets the jobs of an application share what they have seen; one with an
+    attribute ``mixed`` that is false knows one GPU type only.
     """
 
     name: str
@@ -160,6 +160,7 @@ def simulate(
     """
     begin = time.perf_counter()
     options = options or Options()
+    _check_types(policy, cluster)
     jobs = make_jobs(workload, applications, policy.tuning, cluster, pooled=getattr(policy, "pools", False))
     if options.failures is not None:
         options.failures.check(cluster)
@@ -183,8 +184,7 @@ def check_runs(
     workload: Sequence[JobSpec], applications: dict[str, Application], cluster: ClusterSpec, policy: Policy
 ) -> None:
     """Raise InputError, before anything is replayed, for a workload or a cluster that this policy cannot run."""
-    if policy.name not in MIXED_POLICIES:
-        check_one_type(cluster, policy.name)
+    _check_types(policy, cluster)
     make_jobs(workload, applications, policy.tuning, cluster)
     for application in {
         id(each): each for each in map(applications.get, (job.application for job in workload))
@@ -194,6 +194,11 @@ def check_runs(
             raise InputError(
                 f"application {application.name}", problem, "a year at most; check step times and iterations"
             )
+
+
+def _check_types(policy: Policy, cluster: ClusterSpec) -> None:
+    if not getattr(policy, "mixed", True):
+        check_one_type(cluster, policy.name)
 
 
 def _check_failures(failures: Failures, workload: Sequence[JobSpec], cluster: ClusterSpec) -> None:

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from ddltool.analyzers.scheduling.cluster import Allocation, ClusterSpec, check_one_type, count_gpus
+from ddltool.analyzers.scheduling.cluster import Allocation, ClusterSpec, count_gpus
 from ddltool.analyzers.scheduling.job import SimulatedJob, Tuning
 from ddltool.analyzers.scheduling.search import Choice, search
 from ddltool.errors import InputError
@@ -33,6 +33,7 @@ class Pollux:
 
     name = "pollux"
     tuning = Tuning.ADAPTIVE
+    mixed = False
 
     def __init__(
         self,
@@ -49,7 +50,6 @@ class Pollux:
 
     def allocate(self, jobs: Sequence[SimulatedJob], cluster: ClusterSpec, now_s: float) -> Mapping[int, Allocation]:
         """Return the allocations for the next interval."""
-        check_one_type(cluster, self.name)
         choices = [self.choice(job, len(jobs), cluster, now_s) for job in jobs]
         found = search(choices, cluster.gpus, seed=self.seed).allocations
         return {job.index: made for job, made in zip(jobs, found, strict=True) if made}

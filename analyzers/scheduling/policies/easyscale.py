@@ -28,18 +28,17 @@ _TOP_K = 3
 
 
 class EasyScale:
-    """``heterogeneous``: a job may hold several types; ``mixable``: only jobs of these applications (None: all).
+    """A job may hold several types; ``mixable``: only jobs of these applications (None: all).
 
     Jobs whose kernels depend on the hardware (convolutions, section 3.3) stay on one type in the published system.
     """
 
+    name = "easyscale-heter"
     tuning = Tuning.LOGICAL
+    heterogeneous = True
 
-    def __init__(
-        self, *, heterogeneous: bool = True, mixable: Collection[str] | None = None, reclaims: bool = True
-    ) -> None:
-        self.name = "easyscale-heter" if heterogeneous else "easyscale-homo"
-        self.heterogeneous, self.mixable, self.reclaims = heterogeneous, mixable, reclaims
+    def __init__(self, *, mixable: Collection[str] | None = None, reclaims: bool = True) -> None:
+        self.mixable, self.reclaims = mixable, reclaims
         # Per job: the allocation before its last scale-out, and its steps per second there.
         self._before: dict[int, tuple[Allocation, float]] = {}
         self._content: set[int] = set()
@@ -139,6 +138,13 @@ class EasyScale:
             return ()
         self._content.add(job.index)
         return before
+
+
+class EasyScaleHomo(EasyScale):
+    """Each job on GPUs of one type."""
+
+    name = "easyscale-homo"
+    heterogeneous = False
 
 
 def _join(first: Allocation, more: Allocation) -> Allocation:

@@ -8,7 +8,6 @@ from collections.abc import Mapping, Sequence
 from ddltool.analyzers.scheduling.cluster import (
     Allocation,
     ClusterSpec,
-    check_one_type,
     count_gpus,
     free_gpus,
     take_most_free,
@@ -25,13 +24,13 @@ class Optimus:
 
     name = "optimus"
     tuning = Tuning.ELASTIC
+    mixed = False
 
     def __init__(self) -> None:
         self._steps: dict[tuple[str, int, int], float] = {}
 
     def allocate(self, jobs: Sequence[SimulatedJob], cluster: ClusterSpec, now_s: float) -> Mapping[int, Allocation]:
         """Return the allocations for the next interval."""
-        check_one_type(cluster, self.name)
         replicas = self.count(jobs, cluster.total_gpus)
         made = {
             job.index: job.allocation

@@ -28,15 +28,15 @@ _IDLE = 1.1
 
 
 class Sia:
-    """See the module. ``power`` is p, ``delay_s`` is what a restart costs in seconds."""
+    """See the module. ``exponent`` is p, ``delay_s`` is what a restart costs in seconds."""
 
     name = "sia"
     tuning = Tuning.ADAPTIVE
 
-    def __init__(self, *, power: float = -0.5, delay_s: float = 30.0) -> None:
-        if not (math.isfinite(power) and power < 0):
-            raise InputError("policy sia", f"power {power}", "a finite number below 0; -0.5 is Sia's")
-        self.power, self.delay_s = power, delay_s
+    def __init__(self, *, exponent: float = -0.5, delay_s: float = 30.0) -> None:
+        if not (math.isfinite(exponent) and exponent < 0):
+            raise InputError("policy sia", f"exponent {exponent}", "a finite number below 0; -0.5 is Sia's")
+        self.exponent, self.delay_s = exponent, delay_s
 
     def allocate(self, jobs: Sequence[SimulatedJob], cluster: ClusterSpec, now_s: float) -> Mapping[int, Allocation]:
         """Return the allocations for the next interval."""
@@ -80,8 +80,8 @@ class Sia:
     ) -> Choice:
         gain = one.speedup[:, : len(allowed)] / least
         with np.errstate(divide="ignore"):
-            cost = np.where(allowed & (gain > 0), (gain * factor) ** self.power, np.inf)
-            keep = float((one.speedup[one.row, one.held] / least) ** self.power) if one.held else np.inf
+            cost = np.where(allowed & (gain > 0), (gain * factor) ** self.exponent, np.inf)
+            keep = float((one.speedup[one.row, one.held] / least) ** self.exponent) if one.held else np.inf
         cost[0, size + 1 :] = np.inf
         cost[1, : size + 1] = np.inf
         return Choice(within=cost[0], across=cost[1], base=job.allocation if one.held else (), keep=keep)
