@@ -15,6 +15,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from ddltool.analyzers.scheduling import policies as policies_package
 from ddltool.analyzers.scheduling.assign import assign
 from ddltool.analyzers.scheduling.beliefs import Beliefs
 from ddltool.analyzers.scheduling.cluster import Allocation, ClusterSpec, count_gpus
@@ -608,3 +609,15 @@ def test_ours_is_ahead_of_pollux_on_the_published_workloads(
     assert made[1].avg_jct_s <= (1 - least) * made[0].avg_jct_s
     assert made[1].p99_jct_s <= tail * made[0].p99_jct_s
     assert made[1].finish_time_fairness.max <= made[0].finish_time_fairness.max
+
+
+def test_a_new_policy_is_one_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """That of docs/first-change.md, put into a folder that is looked through as the package's own is."""
+    page = (Path(__file__).resolve().parents[1] / "docs" / "first-change.md").read_text()
+    (tmp_path / "newest.py").write_text(page.split("```python\n")[1].split("```")[0])
+    monkeypatch.setattr(policies_package, "__path__", [*policies_package.__path__, str(tmp_path)])
+    monkeypatch.setattr(policies_package, "POLICIES", policies_package._found())
+    cluster = ClusterSpec.homogeneous(1, 1, "slow")
+    make = policies("newest")["newest"]
+    made = simulate([job("a", 0.0), job("b", 1.0), job("c", 2.0)], APPLICATIONS, cluster, make())
+    assert sorted(made.jobs, key=lambda one: one.first_start_s)[0].name == "c"
