@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import time
 
 import numpy as np
 import pytest
@@ -167,21 +166,6 @@ def test_distinct_allocations_are_answered_as_alone() -> None:
             one = tune_one(CLUSTER, int(nodes[i]), int(replicas[i]), wide, noise_scale=5e3)
             assert one.goodput_per_s == pytest.approx(together.goodput_per_s[i], rel=1e-12)
             assert one.total_batch_size == together.total_batch_size[i]
-
-
-def test_many_allocations_cost_far_less_than_each_alone() -> None:
-    replicas = np.arange(1, 2001)
-    wide = BatchLimits(initial_batch_size=128, max_batch_size=10**6, max_local_batch_size=256)
-
-    def least(count: int) -> float:
-        best = math.inf
-        for _ in range(5):
-            started = time.process_time()
-            tune(CLUSTER, -(-replicas[:count] // 4), replicas[:count], wide, noise_scale=2e3)
-            best = min(best, time.process_time() - started)
-        return best
-
-    assert least(2000) < 100 * least(1)  # 2,000 times the work
 
 
 @pytest.mark.parametrize(

@@ -15,10 +15,8 @@ with one whole number per type, which CP-SAT solves where those of the largest c
 Where an iteration takes longer the more workers take part, let K(T) be the fewest that make the whole batch by T; it
 never rises with T. The shortest iteration is the least ``value(T, K(T))`` over all T, and in a range of times from T1 to
 T2 nothing is less than ``value(T1, K(T2))``: ranges that cannot win are dropped, the others halved, the most promising
-first (:func:`shortest`). A point costs one evaluation of the capacities, where a bisection for each number of workers
-takes dozens. ``value`` may be flat over times, as where synchronisation hides computation. A range that can only be as
-short as the best is looked into only if more workers could take part in it: of those that can by T2, so many that
-``value`` at T1 allows one more than the best has. So of a plateau few times are looked at, not those of all samples on it.
+first (:func:`shortest`). ``value`` may be flat over times, as where synchronisation hides computation: a range that can
+only be as short as the best is looked into only if more workers could take part in it, so of a plateau few times are seen.
 """
 
 from __future__ import annotations

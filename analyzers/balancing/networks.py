@@ -52,7 +52,7 @@ class Network(Trained):
         self._reference = np.ones(workers)
 
     def _train(self) -> None:
-        rows = self.history.last(self.settings.window)
+        rows = self.last(self.settings.window)
         self._reference = np.quantile(rows[:, 0], _REFERENCE, axis=0)
         inputs, targets = (torch.from_numpy(array) for array in _samples(self.kind, self._scaled(rows)))
         with one_thread():
@@ -111,7 +111,7 @@ class Network(Trained):
         return best
 
     def _forecast(self, cpu: Floats, memory: Floats) -> Floats:
-        past = self.history.last(LOOK_BACK)
+        past = self.last(LOOK_BACK)
         now = np.stack((np.zeros_like(cpu), cpu, memory))[None]
         inputs, _ = _samples(self.kind, self._scaled(np.concatenate((past, now))))
         with one_thread(), torch.no_grad():

@@ -95,31 +95,6 @@ class Ema:
             self._mean = np.where(changed, np.median(np.stack(self._recent), axis=0), self._mean)
 
 
-class History:
-    """The recorded iterations of n workers in arrays that grow."""
-
-    def __init__(self, workers: int) -> None:
-        self._rows = np.empty((256, 3, workers))
-        self.count = 0
-
-    def add(self, speed: Floats, cpu: Floats, memory: Floats) -> None:
-        """Append one iteration: (n,) speeds and the readings at its start."""
-        if self.count == len(self._rows):
-            self._rows = np.concatenate((self._rows, np.empty_like(self._rows)))
-        self._rows[self.count] = speed, cpu, memory
-        self.count += 1
-
-    def copy(self) -> History:
-        """Return the same iterations in arrays of their own."""
-        made = copy.copy(self)
-        made._rows = self._rows[: self.count].copy()
-        return made
-
-    def last(self, iterations: int) -> Floats:
-        """Return (k, 3, n) speed, CPU and memory of the last k iterations, k at most ``iterations``."""
-        return self._rows[max(0, self.count - iterations) : self.count]
-
-
 class Trained:
     """A predictor that learns after a warm-up: EMA until then, and bounds on what it may say.
 
@@ -131,7 +106,8 @@ class Trained:
 
     def __init__(self, workers: int, settings: Settings) -> None:
         self.settings = settings
-        self.history = History(workers)
+        self._rows: deque[Floats] = deque(maxlen=settings.window)
+        self._count = 0
         self.ready = False
         """Whether there is something learned to predict by."""
         self._ema = Ema(workers, restart_after=settings.restart_after)
@@ -166,20 +142,25 @@ class Trained:
         """Take (n,) speeds of the iteration that :meth:`predict` was called for."""
         if self._readings is None:
             raise InputError("observe", "was called before predict", "predict every iteration before it is observed")
-        self.history.add(speed, *self._readings)
+        self._rows.append(np.stack((np.asarray(speed, dtype=np.float64), *self._readings)))
+        self._count += 1
         self._ema.observe(speed)
         self._lowest, self._highest = np.minimum(self._lowest, speed), np.maximum(self._highest, speed)
-        since = self.history.count - self.settings.warm_up
+        since = self._count - self.settings.warm_up
         self._due = since >= 0 and since % self.settings.refit_every == 0
         if self.ready and not self._due:
             self._advance(np.asarray(speed, dtype=np.float64))
+
+    def last(self, iterations: int) -> Floats:
+        """Return (k, 3, n) speed, CPU and memory of the last k iterations, k at most ``iterations`` and the window."""
+        return np.stack(list(self._rows)[-iterations:])
 
     def _train_behind(self) -> None:
         """Start training on what is known now, unless the training before has not ended yet."""
         if self._apprentice is not None:
             return
         apprentice = copy.copy(self)
-        apprentice.history = self.history.copy()
+        apprentice._rows = self._rows.copy()
         apprentice._apprentice = None
 
         def train() -> None:
@@ -237,7 +218,7 @@ class Arima(Trained):
         self._next = np.zeros(workers)
 
     def _train(self) -> None:
-        window = self.history.last(self.settings.window)[:, 0]
+        window = self.last(self.settings.window)[:, 0]
         self.parameters = np.stack([_estimate(series) for series in window.T], axis=1)
         second = np.diff(window, n=2, axis=0)
         phi1, phi2, theta = self.parameters
@@ -247,7 +228,7 @@ class Arima(Trained):
             self._step(now, before)
 
     def _advance(self, speed: Floats) -> None:
-        second = np.diff(self.history.last(4)[:, 0], n=2, axis=0)
+        second = np.diff(self.last(4)[:, 0], n=2, axis=0)
         self._step(second[1], second[0])
 
     def _step(self, now: Floats, before: Floats) -> None:
@@ -257,7 +238,7 @@ class Arima(Trained):
         self._variance = 1 + theta**2 - theta**2 / self._variance
 
     def _forecast(self, cpu: Floats, memory: Floats) -> Floats:
-        last = self.history.last(2)[:, 0]
+        last = self.last(2)[:, 0]
         forecast: Floats = 2 * last[1] - last[0] + self._next
         return forecast
 
