@@ -208,7 +208,7 @@ def test_frontier(p: ThroughputParams, noise: float, per_node: int, threshold: f
 
 
 def test_a_dip_at_the_second_node_does_not_end_scaling() -> None:
-    slow_network = ThroughputParams(**{**CLUSTER.as_dict(), "alpha_sync_node_s": 0.3, "beta_sync_node_s": 0.0})
+    slow_network = ThroughputParams(**{**CLUSTER.model_dump(), "alpha_sync_node_s": 0.3, "beta_sync_node_s": 0.0})
     narrow = BatchLimits(initial_batch_size=128, max_batch_size=2048, max_local_batch_size=256)
     found = frontier(slow_network, 16, narrow, noise_scale=1e4, replicas_per_node=4, threshold=0.2)
     goodput = found.tuned.goodput_per_s
