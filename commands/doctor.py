@@ -52,7 +52,8 @@ def doctor(
     if not command:
         raise InputError("--overhead", "names no script", 'give "train.py --its options"')
     with progress("runs", 2 * pairs) as advance:
-        found = measure_overhead(command, pairs=pairs, steps=steps, replicas=replicas, limit=limit, progress=advance)
+        asked = {"pairs": pairs, "steps": steps, "replicas": replicas}
+        found = measure_overhead(command, **asked, limit=limit, progress=lambda done: advance(done, ""))
     if as_json:
         print_json(found)
     else:
@@ -66,12 +67,12 @@ def _look(as_json: bool) -> None:
     checks, machine = examine()
     failed = [check.name for check in checks if check.status == "failed"]
     if as_json:
-        versions = {"packages": PACKAGES, "optional": OPTIONAL}
         print_json(
             DoctorResult(
                 version=__version__,
                 **machine.model_dump(),
-                **{key: {name: installed(name) for name in names} for key, names in versions.items()},
+                packages={name: installed(name) for name in PACKAGES},
+                optional={name: installed(name) for name in OPTIONAL},
                 passed=not failed,
                 checks=checks,
             )

@@ -13,15 +13,24 @@ from ddltool.results import ProfileResult
 
 
 def profile_import(
-    files: Sequence[Path], output: Path | None, as_json: bool, *, device: str | None, **trace: int | None
+    files: Sequence[Path],
+    output: Path | None,
+    as_json: bool,
+    *,
+    device: str | None = None,
+    batch_size: int | None = None,
+    num_nodes: int | None = None,
+    num_replicas: int | None = None,
 ) -> None:
     """Read the files, write one profile when ``output`` is given, and print what each file gave and the profile covers.
 
-    ``device`` names the device of all rows; ``trace`` is what a profiler trace does not always say.
+    ``device`` names the device of all rows; the three numbers are what a profiler trace does not always say.
     """
     if output is not None:
         check_writable(output)
-    frame, sources = import_files(files, device=device, **trace)
+    frame, sources = import_files(
+        files, device=device, batch_size=batch_size, num_nodes=num_nodes, num_replicas=num_replicas
+    )
     if output is not None:
         write_profile(frame, output)
     if as_json:

@@ -78,11 +78,6 @@ def integers(
     return (tuple(sorted(set(values)) if ordered else dict.fromkeys(values))) if once else values
 
 
-def optional_integers(text: str, where: str) -> tuple[int, ...] | None:
-    """Return :func:`integers` of a text, None of an empty one: the option was not given."""
-    return integers(text, where) if text else None
-
-
 def known(option: str, name: str, names: Sequence[str]) -> str:
     """Return ``name`` as it stands in ``names``, capitals apart. Raises InputError, naming the nearest, for any other."""
     for each in names:

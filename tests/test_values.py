@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ddltool.commands.values import as_options, budget, integers, number, optional_integers, share, single, size
+from ddltool.commands.values import as_options, budget, integers, number, share, single, size
 from ddltool.errors import InputError
 from tests.conftest import Result
 
@@ -16,11 +16,10 @@ from tests.conftest import Result
 @given(st.lists(st.integers(1, 10**6), min_size=1, max_size=20))
 def test_integers_come_sorted_and_once(numbers: list[int]) -> None:
     text = ",".join(map(str, numbers))
-    assert integers(text, "--replicas") == optional_integers(text, "--replicas") == tuple(sorted(set(numbers)))
+    assert integers(text, "--replicas") == tuple(sorted(set(numbers)))
 
 
 def test_an_option_that_is_not_given_has_no_numbers() -> None:
-    assert optional_integers("", "--replicas") is None
     assert single(None, "", "--replicas", "give one") is None
 
 

@@ -34,9 +34,8 @@ KINDS: dict[str, dict[str, list[str]]] = {
     for kind, table in tomllib.loads(Path(__file__).with_name("kinds.toml").read_text(encoding="utf-8")).items()
 }
 """By kind, ``figures`` (what stands in the document) and ``rules`` (those that hold by default)."""
-_RECORDS: dict[str, type[Artifact]] = {
-    model.KIND: model for model in (Plan, Enforcement, Goodput, TraceResult, *SHOWN) if model.KIND in KINDS
-}
+_MODELS: tuple[type[Artifact], ...] = (Plan, Enforcement, Goodput, TraceResult, *SHOWN)
+_RECORDS = {model.KIND: model for model in _MODELS if model.KIND in KINDS}
 _FIGURE = re.compile(r"(?P<path>[^:\s]+)(?: as (?P<name>[^:\s]+))?(?:: (?P<unit>[^!]*)(?P<measured>!)?)?")
 _SWEEP_UNITS: dict[str, Unit] = {"utilization": "share", "worst_fairness": "", "restarts": "", "cost": ""}
 # Neighbouring steps are alike, so steps are no repeats of each other; the medians of long stretches nearly are.
@@ -164,7 +163,7 @@ def _declared(record: Any, kind: str) -> Iterator[Metric]:
         for keys, leaf, value in _at(record, entry["path"].split(".")):
             members = iter(keys)
             pattern = entry["name"] or "/".join((".", *("*" for _ in keys)))
-            name = re.sub(r"\*", lambda _, members=members: next(members), pattern.replace(".", leaf, 1))  # type: ignore[misc]
+            name = re.sub(r"\*", lambda _, members=members: next(members), pattern.replace(".", leaf, 1))
             field = name.split("/")[-1] if leaf == "*" else leaf
             unit = (entry["unit"] or _unit_of(field)).replace("none", "")
             yield from figure(name, value, unit, measured=bool(entry["measured"]) or field.endswith("seconds"))
@@ -204,7 +203,7 @@ def figure(name: str, value: object, unit: str = "", *, measured: bool = False) 
 
 def _graph(graph: Graph, where: str) -> Iterator[Metric]:
     """Yield counts, and of a timed graph U and L (TicTac, Equations 1 and 2) and the busiest compute resource and channel."""
-    counts = {"ops": len(graph), "recvs": len(graph.of_kind(RECV)), "sends": len(graph.of_kind(SEND))}
+    counts: dict[str, float] = {"ops": len(graph), "recvs": len(graph.of_kind(RECV)), "sends": len(graph.of_kind(SEND))}
     counts |= {"parameters": counts["recvs"], "parameter_bytes": graph.parameter_bytes}
     channels = sum(name.startswith("channel:") for name in graph.resource_names)
     for name, value in {**counts, "flops": float(graph.flops.sum()), "channels": channels}.items():

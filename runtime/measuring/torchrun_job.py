@@ -72,7 +72,7 @@ def job_store(place: Place, use: str, timeout_s: float, *, again: bool = False) 
 
     A restarted job does not read what the attempt before left there. Raises RuntimeError where the others cannot be found.
     """
-    from torch.distributed import PrefixStore, TCPStore
+    from torch._C._distributed_c10d import PrefixStore, TCPStore
 
     hosts = place.rank == 0 and not again and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
     limit = timedelta(seconds=timeout_s)
@@ -141,7 +141,7 @@ class Job:
 
     def prepare(self) -> None:
         """Import torch and connect the replicas; every rank must call this."""
-        from torch.distributed import PrefixStore
+        from torch._C._distributed_c10d import PrefixStore
 
         place = self.place
         try:

@@ -139,7 +139,7 @@ def summarise(rows: Sequence[SpeedRow], batch: int) -> WatchResult:
     steady = frame[frame["iteration"] >= begin]
     workers = [
         WatchedWorker(
-            worker=name,
+            worker=str(name),
             speed=float(mine["speed"].median()),
             speed_low=float(mine["speed"].quantile(0.1)),
             speed_high=float(mine["speed"].quantile(0.9)),
