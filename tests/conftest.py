@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, settings
 
+from ddltool.goodput_model import ThroughputParams
 from tests.processes import children_left
 
 # On a busy machine an example may take any time, and a change must not fail on a rare example that it did not cause:
@@ -45,6 +46,12 @@ class Result:
         assert len(lines) == 1, self.err
         assert self.err.rstrip().endswith(lines[0])
         return lines[0].removeprefix("error: ")
+
+
+def throughput(**changes: float) -> ThroughputParams:
+    """A fitted model in which nothing takes time but what is given."""
+    names = [name for name in ThroughputParams.model_fields if name != "gamma"]
+    return ThroughputParams(**{**dict.fromkeys(names, 0.0), "gamma": 1.0, **changes})
 
 
 @pytest.fixture

@@ -26,7 +26,7 @@ from ddltool.analyzers.deciding.communication import (
     stretched,
 )
 from ddltool.analyzers.deciding.compare import LEAST_GAIN, STALENESS_MARGIN, decide
-from ddltool.analyzers.goodput.throughput import ThroughputParams, iteration_time_s
+from ddltool.analyzers.goodput.throughput import iteration_time_s
 from ddltool.analyzers.placement.est import solve_est
 from ddltool.analyzers.placement.problem import Problem, from_job
 from ddltool.decision import Option
@@ -37,6 +37,7 @@ from ddltool.graph import Graph
 from ddltool.graph_io import read_graph
 from ddltool.job import DeviceOffer, GoodputSection, Job
 from ddltool.plan import Plan
+from tests.conftest import throughput
 
 RATE, DELAY = 10e9 / 8, 50e-6
 
@@ -134,7 +135,7 @@ def test_a_replica_that_does_not_fit_is_sharded_or_refused(resnet: Graph) -> Non
 
 
 def test_the_fitted_step_is_the_models() -> None:
-    params = ThroughputParams(
+    params = throughput(
         alpha_grad_s=0.02,
         beta_grad_s=0.001,
         alpha_sync_local_s=0.03,
@@ -249,15 +250,7 @@ def test_same_bits_leaves_only_logical_workers() -> None:
 
 def test_goodput_counts_progress() -> None:
     """A small noise scale makes large batches worthless; the tuned batch is then no larger than M0's."""
-    params = ThroughputParams(
-        alpha_grad_s=0.01,
-        beta_grad_s=0.001,
-        alpha_sync_local_s=0.01,
-        beta_sync_local_s=0.0,
-        alpha_sync_node_s=0.01,
-        beta_sync_node_s=0.0,
-        gamma=1.0,
-    )
+    params = throughput(alpha_grad_s=0.01, beta_grad_s=0.001, alpha_sync_local_s=0.01, alpha_sync_node_s=0.01)
     found = {}
     for phi in (1.0, 1e9):
         section = GoodputSection(

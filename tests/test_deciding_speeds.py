@@ -16,12 +16,12 @@ from hypothesis import strategies as st
 from ddltool.analyzers.balancing.plan import StepCurve, plan_bsp
 from ddltool.analyzers.deciding.feedback import RankRun, Run, read_run
 from ddltool.analyzers.deciding.rescaling import measured_speeds, scaled_curve, scaled_model
-from ddltool.analyzers.goodput.throughput import ThroughputParams, iteration_time_s
+from ddltool.analyzers.goodput.throughput import iteration_time_s
 from ddltool.analyzers.placement.problem import DeviceType, Problem
 from ddltool.analyzers.reporting.plan_section import _proof, _spans
 from ddltool.artifacts import load
 from ddltool.plan import Plan
-from tests.conftest import Result
+from tests.conftest import Result, throughput
 from tests.test_verify import rows
 
 Cli = Callable[..., Result]
@@ -214,14 +214,8 @@ def test_without_a_fit_the_capability_gives_the_measured_time() -> None:
 def test_a_scaled_model_gives_the_runs_step(
     gamma: float, sync_s: float, fitted_s: float, nodes: int, factor: float
 ) -> None:
-    model = ThroughputParams(
-        alpha_grad_s=0.01,
-        beta_grad_s=0.001,
-        alpha_sync_local_s=fitted_s,
-        beta_sync_local_s=0.0,
-        alpha_sync_node_s=fitted_s,
-        beta_sync_node_s=0.0,
-        gamma=gamma,
+    model = throughput(
+        alpha_grad_s=0.01, beta_grad_s=0.001, alpha_sync_local_s=fitted_s, alpha_sync_node_s=fitted_s, gamma=gamma
     )
     compute = factor * (0.01 + 0.001 * 90)
     run = run_of([("a", 90, compute, 1), ("a", 90, compute, 1)], sync_s, nodes)

@@ -14,6 +14,7 @@ from ddltool.analyzers.placement.problem import DeviceType, Problem
 from ddltool.analyzers.placement.steps import best_step
 from ddltool.errors import Infeasible, InputError
 from ddltool.job import NodeDevices, NodeGroup
+from tests.conftest import throughput
 
 
 def node_group(device_type: str, devices: int, nodes: int) -> NodeGroup:
@@ -21,16 +22,8 @@ def node_group(device_type: str, devices: int, nodes: int) -> NodeGroup:
 
 
 def params(**changes: float) -> ThroughputParams:
-    usual = {
-        "alpha_grad_s": 0.0,
-        "beta_grad_s": 0.0,
-        "alpha_sync_local_s": 0.1,
-        "beta_sync_local_s": 0.02,
-        "alpha_sync_node_s": 0.3,
-        "beta_sync_node_s": 0.05,
-        "gamma": 1.5,
-    }
-    return ThroughputParams(**{**usual, **changes})
+    usual = {"alpha_sync_local_s": 0.1, "beta_sync_local_s": 0.02, "alpha_sync_node_s": 0.3, "beta_sync_node_s": 0.05}
+    return throughput(**{**usual, "gamma": 1.5, **changes})
 
 
 def case(random: Random) -> tuple[Problem, list[NodeGroup]]:

@@ -14,12 +14,12 @@ import pytest
 from ddltool.analyzers.deciding.feedback import read_run
 from ddltool.analyzers.deciding.rescaling import combine, measured_speeds
 from ddltool.analyzers.deciding.verification import error_text, verify
-from ddltool.analyzers.goodput.throughput import ThroughputParams, grad_time_s
+from ddltool.analyzers.goodput.throughput import grad_time_s
 from ddltool.errors import InputError
 from ddltool.graph import Graph, Op
 from ddltool.graph_io import write_graph
 from ddltool.plan import Plan
-from tests.conftest import Result
+from tests.conftest import Result, throughput
 
 Cli = Callable[..., Result]
 
@@ -116,15 +116,7 @@ def test_a_run_with_other_batches_did_not_follow_the_plan(plan_file: Path) -> No
 
 
 def test_a_model_of_the_real_devices(plan_file: Path) -> None:
-    params = ThroughputParams(
-        alpha_grad_s=0.01,
-        beta_grad_s=0.002,
-        alpha_sync_local_s=0.03,
-        beta_sync_local_s=0.0,
-        alpha_sync_node_s=0.0,
-        beta_sync_node_s=0.0,
-        gamma=1.0,
-    )
+    params = throughput(alpha_grad_s=0.01, beta_grad_s=0.002, alpha_sync_local_s=0.03)
     seconds = {name: float(grad_time_s(params, batch)) for name, batch in (("fast", 24), ("slow", 8))}
     run = read_run(frame({"fast": 24, "slow": 8}, seconds, sync_s=0.03, noise=0.0), "t")
     found = verify(planned(plan_file), run, {"": params})
@@ -278,15 +270,7 @@ def test_another_device_is_named_and_not_blamed(plan_file: Path, tmp_path: Path,
 
 
 def test_a_model_of_the_other_device_answers_for_it(plan_file: Path) -> None:
-    params = ThroughputParams(
-        alpha_grad_s=0.0,
-        beta_grad_s=0.1 / 24,
-        alpha_sync_local_s=0.0,
-        beta_sync_local_s=0.0,
-        alpha_sync_node_s=0.0,
-        beta_sync_node_s=0.0,
-        gamma=1.0,
-    )
+    params = throughput(beta_grad_s=0.1 / 24)
     run = read_run(frame({"fast": 24, "H100": 8}, {"fast": 0.1, "H100": 0.0333}, sync_s=0.0), "t")
     assert verify(planned(plan_file), run, {"": params}).complete
 
@@ -382,15 +366,7 @@ def test_one_factor_for_all_is_the_machines(plan_file: Path, times: float, cause
 
 def test_a_fit_that_knows_less_than_the_limit_says_so(plan_file: Path) -> None:
     run = read_run(frame({"fast": 24, "slow": 8}, {"fast": 0.1, "slow": 0.2}), "t")
-    params = ThroughputParams(
-        alpha_grad_s=0.0,
-        beta_grad_s=0.1 / 24,
-        alpha_sync_local_s=0.0,
-        beta_sync_local_s=0.0,
-        alpha_sync_node_s=0.0,
-        beta_sync_node_s=0.0,
-        gamma=1.0,
-    )
+    params = throughput(beta_grad_s=0.1 / 24)
     for error, told in ((0.31, True), (0.05, False)):
         found = verify(planned(plan_file), run, {"": params}, model_error=error)
         assert found.known_error == error
@@ -398,15 +374,7 @@ def test_a_fit_that_knows_less_than_the_limit_says_so(plan_file: Path) -> None:
 
 
 def test_the_rest_of_a_subtraction_is_no_prediction(plan_file: Path) -> None:
-    params = ThroughputParams(
-        alpha_grad_s=0.01363,
-        beta_grad_s=0.0021528,
-        alpha_sync_local_s=1e-17,
-        beta_sync_local_s=0.0,
-        alpha_sync_node_s=0.0,
-        beta_sync_node_s=0.0,
-        gamma=1.0,
-    )
+    params = throughput(alpha_grad_s=0.01363, beta_grad_s=0.0021528, alpha_sync_local_s=1e-17)
     found = verify(
         planned(plan_file), read_run(frame({"fast": 24, "slow": 8}, {"fast": 0.1, "slow": 0.1}), "t"), {"": params}
     )

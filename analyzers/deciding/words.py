@@ -25,11 +25,8 @@ def explain(decision: Decision, picked: Option, batch_size: int, remark: str = "
     ``batch_size``: samples per logical mini-batch; ``remark``: what a reader must know of the compute times beside
     their error, such as which are measured and which predicted.
     """
-    return [
-        _why(decision, picked, batch_size),
-        _gain(decision, picked, batch_size),
-        _sure(decision, picked, batch_size, remark),
-    ]
+    gain = _lead(picked, decision.baseline, decision, batch_size)
+    return [_why(decision, picked, batch_size), _gain(decision, picked, gain), _sure(decision, picked, gain, remark)]
 
 
 def _why(decision: Decision, picked: Option, batch_size: int) -> str:
@@ -37,7 +34,7 @@ def _why(decision: Decision, picked: Option, batch_size: int) -> str:
     first = decision.options[0]
     if first.strategy != picked.strategy:
         stale = f", but with updates up to {first.staleness} iterations stale" if first.staleness else ""
-        lead = _rate(first, decision, batch_size) / _rate(picked, decision, batch_size) - 1
+        lead = _lead(first, picked, decision, batch_size)
         rest = "" if stale else ", too little to change a script for"
         ahead = f"is {lead:.1%} ahead{stale}{rest}" if lead >= _SHOWN else f"is just as good{stale}"
         if first.strategy in decision.too_close and not stale:
@@ -52,36 +49,31 @@ def _why(decision: Decision, picked: Option, batch_size: int) -> str:
     order = f" with {picked.order}" if picked.order and not given else ""
     share = picked.communication_s / picked.iteration_s
     starved = f" ({share:.0%} of it: larger batches per worker would gain far more)" if share > _STARVED else ""
-    if picked.communication_s < _SHOWN * 0.1 * picked.iteration_s:
+    exposed = f"{show_seconds(picked.communication_s)} of each step is exposed communication{starved}"
+    if share < _SHOWN * 0.1:
         exposed = "no communication worth mentioning is exposed"
-    else:
-        exposed = f"{show_seconds(picked.communication_s)} of each step is exposed communication{starved}"
-    source = picked.order if given else "predicted"
-    return f"{text}; {exposed}{order} ({source}, its error is not known)."
+    return f"{text}; {exposed}{order} ({picked.order if given else 'predicted'}, its error is not known)."
 
 
-def _gain(decision: Decision, picked: Option, batch_size: int) -> str:
-    nothing = decision.baseline
+def _gain(decision: Decision, picked: Option, gain: float) -> str:
     unit = "samples per price" if decision.objective == "cheapest" else "progress per second"
-    gain = _rate(picked, decision, batch_size) / _rate(nothing, decision, batch_size) - 1
     error = "without a known error" if decision.error is None else f"± {decision.error:.0%} by compute"
     if decision.gain_error and abs(gain) >= _SHOWN:
         low, high = (1 + gain) / (1 + decision.gain_error) - 1, (1 + gain) * (1 + decision.gain_error) - 1
         error += f"; the gain between {low:+.0%} and {high:+.0%}"
-    steps = f"{show_seconds(nothing.iteration_s)} -> {show_seconds(picked.iteration_s)} per step ({error})"
-    saved = ""
-    if picked.order_saves_s and picked.order_saves_s >= 0.001 * picked.iteration_s:
-        saved = f"; {show_seconds(picked.order_saves_s)} of that by the order of communication"
+    steps = f"{show_seconds(decision.baseline.iteration_s)} -> {show_seconds(picked.iteration_s)} per step ({error})"
     against = "Against doing nothing (equal split over all devices)"
     if abs(gain) < _SHOWN:
         return f"{against} it gains nothing in {unit}, {steps}."
     if gain < 0:
         return f"{against} it costs {-gain:.1%} of the {unit}, {steps}."
+    saved = ""
+    if picked.order_saves_s and picked.order_saves_s >= 0.001 * picked.iteration_s:
+        saved = f"; {show_seconds(picked.order_saves_s)} of that by the order of communication"
     return f"{against} it gains {gain:.1%} in {unit}, {steps}{saved}."
 
 
-def _sure(decision: Decision, picked: Option, batch_size: int, remark: str) -> str:
-    gain = _rate(picked, decision, batch_size) / _rate(decision.baseline, decision, batch_size) - 1
+def _sure(decision: Decision, picked: Option, gain: float, remark: str) -> str:
     mixed = f"; {remark}" if remark else ""
     if decision.error is None:
         return (
@@ -89,37 +81,35 @@ def _sure(decision: Decision, picked: Option, batch_size: int, remark: str) -> s
             f"or give the telemetry of an earlier run, to know it{mixed}."
         )
     source = f" ({decision.error_source})" if decision.error_source else ""
+    known = f"known to within {decision.error:.0%}{source}"
     apart = decision.error if decision.gain_error is None else decision.gain_error
     if abs(gain) <= apart or (abs(gain) < _SHOWN and decision.error > 0):
         types = " and ".join(sorted({*picked.devices, *decision.baseline.devices}))
-        return (
-            f"How sure: too close to call; compute times are known to within {decision.error:.0%}{source}, more than the "
-            f"difference: measure {types} before you change anything{mixed}."
-        )
-    if (
-        decision.gain_error == 0
-        and picked.communication_s
-        and abs(picked.compute_s / decision.baseline.compute_s - 1) < _SHOWN
-    ):
-        return (
-            f"How sure: the gain is communication alone, whose error is not known; the devices' compute times, known to "
-            f"within {decision.error:.0%}{source}, are the same in both: measure it with ddltool profile --network{mixed}."
-        )
+        said = f"too close to call; compute times are {known}, more than the difference"
+        return f"How sure: {said}: measure {types} before you change anything{mixed}."
     if decision.gain_error == 0:
+        same_compute = abs(picked.compute_s / decision.baseline.compute_s - 1) < _SHOWN
+        if picked.communication_s and same_compute:
+            return (
+                f"How sure: the gain is communication alone, whose error is not known; the devices' compute times, {known}, "
+                f"are the same in both: measure it with ddltool profile --network{mixed}."
+            )
         return (
             f"How sure: the devices are the same in both, so the error of their compute times ({decision.error:.0%}{source}) "
             f"is no error of the gain{mixed}."
         )
     if remark:
-        return (
-            f"How sure: less than its error says, compute times known to within {decision.error:.0%}{source}: {remark}; "
-            "measure all types before you rely on it."
-        )
-    return f"How sure: compute times are known to within {decision.error:.0%}{source}, less than the difference."
+        said = f"less than its error says, compute times {known}: {remark}"
+        return f"How sure: {said}; measure all types before you rely on it."
+    return f"How sure: compute times are {known}, less than the difference."
 
 
-def _rate(option: Option, decision: Decision, batch_size: int) -> float:
-    """Return what the objective compares."""
-    if decision.objective == "cheapest":
-        return 1 / option.price_per_sample if option.price_per_sample else 0.0
-    return option.throughput * batch_size if option.goodput_per_s is None else option.goodput_per_s
+def _lead(one: Option, other: Option, decision: Decision, batch_size: int) -> float:
+    """Return by how much one option is better than another in what the objective compares."""
+    rates = []
+    for option in (one, other):
+        if decision.objective == "cheapest":
+            rates.append(1 / option.price_per_sample if option.price_per_sample else 0.0)
+        else:
+            rates.append(option.throughput * batch_size if option.goodput_per_s is None else option.goodput_per_s)
+    return rates[0] / rates[1] - 1

@@ -26,7 +26,7 @@ from scipy import optimize, sparse
 from ddltool.analyzers.placement.dealing import counts_of, evaluate, plan_of, reach
 from ddltool.analyzers.placement.est import limit_devices, run, solve_est, solver_for
 from ddltool.analyzers.placement.problem import Problem
-from ddltool.analyzers.placement.steps import Counts, Floats, Ints, best_step, fewest, step_table
+from ddltool.analyzers.placement.steps import Counts, Floats, Ints, best_step, step_table
 from ddltool.errors import Infeasible, InputError, NotProven
 from ddltool.graph import natural_key
 from ddltool.job import LARGEST
@@ -157,7 +157,6 @@ def solve_jobs(
     bound = generate(tables, counts, everyone=everyone, until=lambda: time.perf_counter() > part)
     limit_s = min(_CHOICE_S, max(0.05, 0.7 * (deadline - time.perf_counter())))
     chosen = _choose(tables, counts, limit_s, seed, start or _greedy(tables, counts), everyone=everyone)
-    chosen = _improve(tables, counts, chosen)
     value = _value_of(tables, chosen)
     largest = _SMALL if objective == "sum" and bound - value > _CLOSE * bound else _TINY
     if bound - value > _ROUNDING * bound and sum(len(table.values) for table in tables) <= largest:
@@ -507,34 +506,6 @@ def _choose(tables: Sequence[JobTable], counts: Ints, limit_s: float, seed: int,
         return start
     found = [next((row for row, variable in pick.items() if solver.boolean_value(variable)), None) for pick in picks]
     return found if _value_of(tables, found) >= _value_of(tables, start) else start
-
-
-def _improve(tables: Sequence[JobTable], counts: Ints, chosen: Way) -> Way:
-    """Let jobs take turns at their best plan on their own devices and the ones left over, until none gains."""
-    rows = list(chosen)
-    left = counts - np.sum([row for row in rows if row is not None], axis=0, dtype=np.int64)
-    changed = bool(left.any())
-    while changed and left.any():
-        changed = False
-        for job, table in enumerate(tables):
-            own = np.array(rows[job] or np.zeros_like(counts))
-            now = -1.0 if (row := rows[job]) is None else table.columns[row]
-            for mode in table.modes():
-                better = _roomiest(table, np.minimum(own + left, mode))
-                if better is not None and (worth := table.columns.get(better, -1.0)) > now + 1e-12:
-                    rows[job], now, changed = better, worth, True
-            left += own - np.array(rows[job] or np.zeros_like(counts))
-    return rows
-
-
-def _roomiest(table: JobTable, within: Ints) -> Counts | None:
-    """Return the column of the fastest step in which the devices ``within`` (T,) hold every EST, as few of them as can be."""
-    enough = np.flatnonzero(table.rooms @ within >= table.problem.max_workers)
-    if not len(enough):
-        return None
-    row = tuple(fewest(table.rooms[enough[0]].tolist(), within.tolist(), table.problem.max_workers))
-    table.add(row)
-    return row
 
 
 def _whole(
