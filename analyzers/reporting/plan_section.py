@@ -268,9 +268,19 @@ def _decision(found: Decision) -> Picture:
         rows=[(name, row.throughput) for name, row in zip(names, options, strict=True)],
         xlabel="logical mini-batches per second",
         title="Throughput by strategy",
+        level=("doing nothing", found.baseline.throughput),
+        intervals=[_rates(row) for row in options],
     )
     caption = f"Strategies for this job, {found.picked} picked: the words above say why."
     return Picture(figures=[figure], caption=caption, label="predicted", table=filled(table))
+
+
+def _rates(row: Option) -> tuple[float, float] | None:
+    """Return between which throughputs a strategy lies, where its error is known."""
+    if not row.low_s or not row.high_s:
+        return None
+    work = row.throughput * row.iteration_s
+    return work / row.high_s, work / row.low_s
 
 
 def _option_row(name: str, row: Option, progress: bool) -> tuple[str, ...]:

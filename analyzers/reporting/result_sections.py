@@ -133,6 +133,7 @@ def barrier_section(found: BarrierResult, name: str) -> Section:
         xlabel="longest waiting of a worker",
         title="Longest waiting by choice of the barrier",
         seconds=True,
+        level=("bsp", found.bsp.waiting_time_s),
     )
     choices = Picture(
         figures=[figure],
@@ -241,7 +242,10 @@ def balance_section(found: BalanceResult, name: str) -> Section:
     bars = [("equal split", found.equal_split.iteration_s)]
     bars += [(key, record.iteration_s) for key, record in found.predictors.items()]
     bars.append(("speeds known", found.oracle.iteration_s))
-    figure = Bars(rows=bars, xlabel="mean iteration time", title="Iteration time by predictor", seconds=True)
+    base = ("equal split", found.equal_split.iteration_s)
+    figure = Bars(
+        rows=bars, xlabel="mean iteration time", title="Iteration time by predictor", seconds=True, level=base
+    )
     caption = "Mean iteration time by what sizes the batches."
     blocks: Blocks = [Picture(figures=[figure], caption=caption, label="simulated", table=table)]
     schemes = {key: record for key, record in found.schemes.items() if isinstance(record, SchemeFigures)}
@@ -266,7 +270,8 @@ def _schemes(schemes: dict[str, SchemeFigures], predictor: str) -> Picture:
         label="simulated",
     )
     bars = [(labels[key], record.iteration_s) for key, record in schemes.items()]
-    figure = Bars(rows=bars, xlabel="mean iteration time", title="Iteration time by scheme", seconds=True)
+    base = ("BSP", schemes["bsp"].iteration_s) if "bsp" in schemes else None
+    figure = Bars(rows=bars, xlabel="mean iteration time", title="Iteration time by scheme", seconds=True, level=base)
     caption = "Mean iteration time by scheme, on the whole trace."
     return Picture(figures=[figure], caption=caption, label="simulated", table=table)
 
@@ -302,10 +307,13 @@ def verification_section(found: Verification, name: str) -> Section:
         xlabel="time",
         title="Predicted against measured",
         seconds=True,
+        intervals=[(step.low_s, step.high_s) if name == "step, measured" else None for name, _ in bars],
         marked=("predicted", [name.endswith("predicted") for name, _ in bars]),
         unmarked="measured",
     )
-    caption = "Predicted against measured: the step, its longest computation, and synchronisation."
+    caption = (
+        "Predicted against measured: the step (whiskers: half of all), its longest computation, and synchronisation."
+    )
     picture = Picture(
         figures=[figure], caption=caption, label="measured", table=verified_table(found, "Parts of the step")
     )

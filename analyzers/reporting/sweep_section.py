@@ -114,6 +114,7 @@ def _compared(found: PolicyComparison) -> Picture | Table:
     """Return two policies compared: the first's figures over the second's, with their intervals."""
     first, second = shortened(found.first, 60), shortened(found.second, 60)
     rows, bars = [], []
+    intervals: list[tuple[float, float] | None] = []
     for one in found.comparisons:
         measure = _MEASURES.get(one.measure, one.measure)
         known = one.low is not None and one.high is not None
@@ -124,6 +125,7 @@ def _compared(found: PolicyComparison) -> Picture | Table:
         rows.append((measure, _change(one.ratio), interval, f"{one.better} of {one.units}", verdict))
         if 1 / _MOST_DRAWN < one.ratio < _MOST_DRAWN:
             bars.append((measure, one.ratio))
+            intervals.append((one.low, one.high) if one.low and one.high and one.high < _MOST_DRAWN else None)
     table = Table(
         caption=f"Change from {second} to {first}, with the {found.confidence:.0%} interval of Student's t on log ratios",
         header=("", "change", "interval", "lower on", "verdict"),
@@ -138,6 +140,7 @@ def _compared(found: PolicyComparison) -> Picture | Table:
         xlabel=f"{first} over {second}",
         title=f"{first} against {second}",
         level=("equal", 1.0),
+        intervals=intervals,
         log=max(*ratios, 1.0) > _LOG_FROM * min(*ratios, 1.0),
     )
     caption = f"Geometric means of the ratios, paired by {shortened(found.unit, 30)}: below 1 {first} is better."
