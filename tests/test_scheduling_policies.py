@@ -166,7 +166,7 @@ def test_an_assignment_fits_and_is_that_of_trying_everything(
     st.lists(st.lists(st.floats(0.05, 3.0), min_size=1, max_size=4), min_size=1, max_size=4),
     st.lists(st.integers(1, 5), min_size=2, max_size=2),
 )
-def test_on_convex_costs_prices_alone_come_close(drops: list[list[float]], capacity: list[int]) -> None:
+def test_on_convex_costs_the_relaxation_comes_close(drops: list[list[float]], capacity: list[int]) -> None:
     costs = []
     for falls in drops:
         curve = 20.0 - np.cumsum([0.0, *sorted(falls, reverse=True)])
@@ -175,7 +175,7 @@ def test_on_convex_costs_prices_alone_come_close(drops: list[list[float]], capac
     best = brute(costs, capacity)
     rough = assign(costs, capacity, exact=False)
     assert assign(costs, capacity).cost == pytest.approx(best, rel=2e-4)
-    # Prices and repair: one job per type at most is not where the relaxation has it.
+    # One job per type at most is not where the relaxation has it.
     ranges = sorted(
         (float(tables[0][0]) - min(float(table.min()) for table in tables) for tables in costs), reverse=True
     )

@@ -1,8 +1,8 @@
 """One configuration for each job - a GPU type and a count - of least total cost within the GPUs of every type.
 
-A multiple-choice knapsack with one constraint per type. Prices per GPU (Lagrange multipliers) bound the cost of every
-assignment from below; the integer program then runs over what a price can choose at all, the lower convex hull of each
-job's cost over the count, and comes close to that bound because at most one job per type is split by the relaxation.
+A multiple-choice knapsack with one constraint per type, by HiGHS: as an integer program, over the lower convex hull of each
+job's cost over the count where there are many options; as its relaxation, of which at most one job per type is split and
+gets the lesser part, where there are too many for that.
 """
 
 from __future__ import annotations
@@ -13,14 +13,15 @@ from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
+from scipy.optimize import Bounds, LinearConstraint, milp
+from scipy.sparse import csr_array
 
 Floats = NDArray[np.float64]
-# Above this many binaries the integer program gives way to prices and repair.
+# Above this many binaries the integer program gives way to its relaxation.
 _MOST_BINARIES = 20_000
 # Up to this many options the integer program runs over all that could be best, not over the hulls alone.
 _FEW = 500
 _RELATIVE_GAP = 1e-4
-_PRICE_STEPS = 200
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -49,8 +50,7 @@ def assign(costs: Sequence[Sequence[Floats]], capacity: Sequence[int], *, exact:
 
     ``costs[j][t][k]``: job j on k GPUs of type t, inf where not allowed; ``costs[j][t][0]`` is the cost of nothing, finite
     and the same for every type. ``capacity[t]``: GPUs of type t. ``exact``: solve the integer program (HiGHS, relative gap
-    1e-4; over the hulls where there are more than 500 options) with at most 20,000 binaries; else prices and repair.
-    O(options) per price step.
+    1e-4; over the hulls where there are more than 500 options) with at most 20,000 binaries; else its relaxation.
     """
     if not costs:
         return Assignment(types=(), counts=(), cost=0.0, bound=0.0)
@@ -59,13 +59,11 @@ def assign(costs: Sequence[Sequence[Floats]], capacity: Sequence[int], *, exact:
     if options is None or len(options.job) > _FEW:
         options = _options(costs, _hull)
     room = np.asarray(capacity, dtype=np.float64)
-    prices, bound, integral = _prices(options, room)
-    if integral is not None:
-        chosen = integral
-    elif exact and len(options.job) <= _MOST_BINARIES:
-        chosen = _integer(options, room)
-    else:
-        chosen = _repair(options, room, prices)
+    least = np.minimum.reduceat(options.cost, options.first)
+    hit = np.flatnonzero(options.cost <= least[options.job])
+    chosen, bound = hit[np.unique(options.job[hit], return_index=True)[1]], float(least.sum())
+    if np.any(np.bincount(options.kind[chosen], options.count[chosen], len(room)) > room):
+        chosen, bound = _solved(options, room, exact and len(options.job) <= _MOST_BINARIES)
     total = float(options.cost[chosen].sum())
     return Assignment(
         types=tuple(options.kind[chosen].tolist()),
@@ -126,62 +124,8 @@ def _hull(cost: Floats) -> list[int]:
     return made[1:]
 
 
-def _choose(options: _Options, prices: Floats) -> tuple[NDArray[np.int64], Floats]:
-    """Return each job's cheapest option (n,) at these prices, the first on a tie, and its priced cost (n,)."""
-    priced = options.cost + prices[options.kind] * options.count
-    least = np.minimum.reduceat(priced, options.first)
-    hit = np.flatnonzero(priced <= least[options.job])
-    _, at = np.unique(options.job[hit], return_index=True)
-    return hit[at], least
-
-
-def _used(options: _Options, chosen: NDArray[np.int64], kinds: int) -> Floats:
-    return np.bincount(options.kind[chosen], weights=options.count[chosen], minlength=kinds).astype(np.float64)
-
-
-def _prices(options: _Options, room: Floats) -> tuple[Floats, float, NDArray[np.int64] | None]:
-    """Return near-best prices (T,), the bound they give, and an assignment if one at these prices is optimal.
-
-    One type: bisection between the slopes of the hulls. Several: coordinate-wise bisection, from which no start is lost
-    as every price gives a bound; a few rounds over the types.
-    """
-    kinds = len(room)
-    prices = np.zeros(kinds)
-    chosen, least = _choose(options, prices)
-    if np.all(_used(options, chosen, kinds) <= room):
-        return prices, float(least.sum()), chosen
-    nothing = options.cost[options.first][options.job]
-    with np.errstate(divide="ignore", invalid="ignore"):
-        slopes = (nothing - options.cost) / options.count
-    top = float(np.nanmax(np.where(options.count > 0, slopes, 0.0))) * 1.01 + 1e-12
-    best, best_prices = -np.inf, prices
-    for _ in range(1 if kinds == 1 else 8):
-        before = best
-        for kind in range(kinds):
-            low, high = 0.0, top
-            for _ in range(_PRICE_STEPS // 4):
-                prices[kind] = (low + high) / 2
-                chosen, least = _choose(options, prices)
-                value = float(least.sum() - prices @ room)
-                if value > best:
-                    best, best_prices = value, prices.copy()
-                if _used(options, chosen, kinds)[kind] > room[kind]:
-                    low = prices[kind]
-                else:
-                    high = prices[kind]
-                if high - low <= 1e-9 * high:
-                    break
-            prices[kind] = high
-        if best <= before + 1e-9 * abs(before):
-            break
-    return best_prices, best, None
-
-
-def _integer(options: _Options, room: Floats) -> NDArray[np.int64]:
-    """Return the options (n,) of the integer program's solution, by HiGHS."""
-    from scipy.optimize import Bounds, LinearConstraint, milp
-    from scipy.sparse import csr_array
-
+def _solved(options: _Options, room: Floats, exact: bool) -> tuple[NDArray[np.int64], float]:
+    """Return each job's option (n,) by HiGHS, and a bound on the cost; jobs that a relaxation splits get the lesser count."""
     amount, jobs = len(options.job), len(options.first)
     columns = np.arange(amount)
     one = csr_array((np.ones(amount), (options.job, columns)), shape=(jobs, amount))
@@ -192,56 +136,19 @@ def _integer(options: _Options, room: Floats) -> NDArray[np.int64]:
         found = milp(
             options.cost / span,
             constraints=[LinearConstraint(one, 1, 1), LinearConstraint(use, -np.inf, room)],
-            integrality=np.ones(amount, dtype=np.int64),
+            integrality=np.full(amount, int(exact)),
             bounds=Bounds(0, 1),
             options={"mip_rel_gap": _RELATIVE_GAP, "node_limit": 2000},
         )
     if found.x is None:
-        return options.first  # nobody gets anything: always allowed
-    hit = np.flatnonzero(found.x > 0.5)
-    return np.asarray(hit[np.argsort(options.job[hit], kind="stable")])
-
-
-def _repair(options: _Options, room: Floats, prices: Floats) -> NDArray[np.int64]:
-    """Return options (n,) that fit: those of the prices, stepped down where they do not, then up where there is room."""
-    chosen, _ = _choose(options, prices)
-    chosen = chosen.copy()
-    kinds = len(room)
-    ends = np.append(options.first[1:], len(options.job))
-    left = room - _used(options, chosen, kinds)
-    for kind in range(kinds):
-        while left[kind] < 0:
-            held = np.flatnonzero((options.kind[chosen] == kind) & (options.count[chosen] > 0))
-            lower = _neighbour(options, chosen[held], -1)
-            freed = options.count[chosen[held]] - options.count[lower]
-            loss = (options.cost[lower] - options.cost[chosen[held]]) / freed
-            for at in np.argsort(loss, kind="stable").tolist():
-                chosen[held[at]] = lower[at]
-                left[kind] += freed[at]
-                if left[kind] >= 0:
-                    break
-    while True:
-        best: tuple[float, int, int] | None = None
-        for kind in range(kinds):
-            at = np.flatnonzero((options.kind[chosen] == kind) | (options.count[chosen] == 0))
-            for job in at.tolist():
-                for option in range(options.first[job] + 1, ends[job]):
-                    if options.kind[option] != kind:
-                        continue
-                    more = options.count[option] - options.count[chosen[job]]
-                    if 0 < more <= left[kind]:
-                        gain = float(options.cost[chosen[job]] - options.cost[option]) / float(more)
-                        if gain > 0 and (best is None or gain > best[0]):
-                            best = gain, job, option
-        if best is None:
-            return chosen
-        _, job, option = best
-        left[options.kind[option]] -= options.count[option] - options.count[chosen[job]]
-        chosen[job] = option
-
-
-def _neighbour(options: _Options, chosen: NDArray[np.int64], step: int) -> NDArray[np.int64]:
-    """Return the next smaller option of the same job and type; nothing where there is none."""
-    other = chosen + step
-    same = (options.job[other] == options.job[chosen]) & (options.kind[other] == options.kind[chosen])
-    return np.where(same & (options.count[other] > 0), other, options.first[options.job[chosen]])
+        return options.first, -np.inf  # nobody gets anything: always allowed
+    # The last of a job's options that is chosen whole; of one that is split between two, the first, so that all fit.
+    chosen = options.first.copy()
+    taken = np.flatnonzero(found.x > 1 - 1e-6)
+    chosen[options.job[taken]] = taken
+    for job in np.setdiff1d(np.arange(jobs), options.job[taken]).tolist():
+        parts = np.flatnonzero((options.job == job) & (found.x > 1e-6))
+        if len(set(options.kind[parts].tolist())) == 1:
+            chosen[job] = parts[0]
+    bound = found.mip_dual_bound if exact and found.mip_dual_bound is not None else found.fun
+    return chosen, float(bound) * span
