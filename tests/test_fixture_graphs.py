@@ -11,7 +11,7 @@ from ddltool.analyzers.communication.efficiency import bounds, compare
 from ddltool.analyzers.communication.order import tac, tic
 from ddltool.analyzers.communication.toys import TOYS
 from ddltool.analyzers.costs.estimate import coverage
-from ddltool.commands.fixture_graphs import zoo_graph
+from ddltool.commands.zoo import zoo_graph
 from ddltool.fixtures.loading import graph_files
 from ddltool.fixtures.zoo import ZOO
 from ddltool.graph import COMPUTE, RECV, SEND, Graph
