@@ -32,3 +32,14 @@ def _children() -> list[list[str]]:
         if not any(name in " ".join(command) for name in _HELPERS):
             found.append(command)
     return found
+
+
+def workers_of(pid: int, least: int) -> list[psutil.Process]:
+    """Return the measuring processes, once there are so many; multiprocessing's own helper is none of them."""
+    deadline = time.monotonic() + 120
+    found: list[psutil.Process] = []
+    while len(found) < least and time.monotonic() < deadline:
+        time.sleep(0.02)
+        found = [child for child in psutil.Process(pid).children() if "spawn_main" in " ".join(child.cmdline())]
+    assert len(found) >= least
+    return found

@@ -20,6 +20,7 @@ from ddltool.commands.watch import profile_watch
 from ddltool.errors import InputError
 from ddltool.runtime.measuring.watch import SpeedRow, WatchRequest, record, summarise
 from tests.conftest import Result
+from tests.processes import workers_of
 
 
 def row(iteration: int, worker: str, speed: float) -> SpeedRow:
@@ -55,12 +56,7 @@ def test_a_killed_worker_costs_its_last_moments_only(tmp_path: Path) -> None:
     """Killed in the middle: exit code 1, who, how and when, and the iterations that all had completed stay."""
     output = tmp_path / "trace.csv"
     command = [
-        "-m",
-        "ddltool",
-        "profile",
-        "zoo:cifarnet",
-        "--watch",
-        "1000000",
+        *("-m", "ddltool", "profile", "zoo:cifarnet", "--watch", "1000000"),
         "--batch-sizes",
         "2",
         "--replicas",
@@ -71,7 +67,7 @@ def test_a_killed_worker_costs_its_last_moments_only(tmp_path: Path) -> None:
         [sys.executable, *command, "-o", str(output)], stderr=subprocess.PIPE, text=True, env=environment
     )
     try:
-        victim = _after_some_work(psutil.Process(running.pid))
+        victim = _after_some_work(running.pid)
         victim.kill()
         told = running.communicate(timeout=60)[1]
     finally:
@@ -85,16 +81,13 @@ def test_a_killed_worker_costs_its_last_moments_only(tmp_path: Path) -> None:
     assert trace.names == ("w0", "w1")
 
 
-def _after_some_work(command: psutil.Process) -> psutil.Process:
+def _after_some_work(command: int) -> psutil.Process:
     """Return a watched process that has trained for some seconds of CPU."""
-    deadline = time.monotonic() + 120
-    while time.monotonic() < deadline and command.status() != psutil.STATUS_ZOMBIE:
-        with contextlib.suppress(psutil.NoSuchProcess):
-            workers = [child for child in command.children() if "spawn_main" in " ".join(child.cmdline())]
-            if len(workers) == 2 and min(sum(child.cpu_times()[:2]) for child in workers) > 8:
-                return workers[1]
+    workers, deadline = workers_of(command, 2), time.monotonic() + 120
+    while min(sum(worker.cpu_times()[:2]) for worker in workers) < 8:
+        assert time.monotonic() < deadline, "no worker trained"
         time.sleep(0.1)
-    raise AssertionError("no worker trained")
+    return workers[1]
 
 
 @pytest.mark.slow

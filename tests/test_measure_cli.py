@@ -15,6 +15,7 @@ import pytest
 
 from ddltool.profile import read_profile, write_profile
 from tests.conftest import Result
+from tests.processes import workers_of
 
 Cli = Callable[..., Result]
 MODEL = """
@@ -56,17 +57,6 @@ def start(folder: Path, *arguments: str) -> subprocess.Popen[str]:
     )
 
 
-def workers_of(pid: int, least: int) -> list[psutil.Process]:
-    """Return the measuring processes, once there are so many; multiprocessing's own helper is none of them."""
-    deadline = time.monotonic() + 120
-    found: list[psutil.Process] = []
-    while len(found) < least and time.monotonic() < deadline:
-        time.sleep(0.02)
-        found = [child for child in psutil.Process(pid).children() if "spawn_main" in " ".join(child.cmdline())]
-    assert len(found) >= least
-    return found
-
-
 def hears_interrupts(process: psutil.Process) -> bool:
     """Return whether SIGINT reaches a process: by its mask in the kernel, whatever it has come to doing."""
     status = Path(f"/proc/{process.pid}/status").read_text(encoding="ascii")
@@ -89,8 +79,7 @@ def test_rows_survive_and_resume_adds_the_missing(cli: Cli, folder: Path) -> Non
         wait_for(file)
         while len(file.read_text().splitlines()) < 3:
             time.sleep(0.05)
-        workers = psutil.Process(child.pid).children()
-        next(worker for worker in workers if "spawn_main" in " ".join(worker.cmdline())).kill()
+        workers_of(child.pid, 1)[0].kill()
         out, err = child.communicate(timeout=60)
     assert (child.returncode, out) == (1, "")
     last = err.rstrip().splitlines()[-1]

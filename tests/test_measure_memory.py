@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any
-
 import pytest
 import torch
 from hypothesis import given
@@ -16,19 +13,10 @@ from ddltool.runtime.measuring import memory as measure_memory
 from ddltool.runtime.measuring.memory import measure_limit, search_limit
 from ddltool.runtime.measuring.worker import Subject
 from tests.processes import children_left
+from tests.test_measure import Step
 
 MIB = 2**20
 SAMPLE = 2 * MIB  # bytes
-
-
-@dataclass
-class Step:
-    module: nn.Module
-    inputs: tuple[Any, ...]
-
-    @staticmethod
-    def loss(output: Tensor) -> Tensor:
-        return output.mean()
 
 
 class Touch(nn.Module):
