@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
 import numpy as np
-from numpy.typing import ArrayLike, NDArray
+from numpy.typing import NDArray
 from pydantic import Field
 
 from ddltool.artifacts import SCHEMA_VERSION, Record, read_lines, read_text, write_text
@@ -186,12 +186,21 @@ def check_profile(frame: pd.DataFrame, where: str, shown: Mapping[str, str] | No
 
 
 def demand(
-    good: NDArray[np.bool_], cells: ArrayLike, name: str, where: str, remedy: str, said: str = "is ", unit: str = "row"
+    good: NDArray[np.bool_],
+    cells: pd.Series[Any] | NDArray[Any],
+    name: str,
+    where: str,
+    remedy: str,
+    *,
+    said: str = "is ",
+    unit: str = "row",
 ) -> None:
     """Raise InputError for the first of the cells, (n,), that is not good; ``unit``: what the file's rows are called."""
     if not good.all():
         place = int(np.argmin(good))
-        row = cells.index[place] if hasattr(cells, "iloc") else place  # of rows that were picked from a table, its own
+        row = (
+            place if isinstance(cells, np.ndarray) else int(cells.index[place])
+        )  # of rows that were picked from a table, its own
         text = str(np.asarray(cells)[place])
         shown = text if len(text) <= 40 else f"{text[:37]}..."
         raise InputError(f"{where}:{unit} {row + 1}:{name}", f"{said}{shown}", remedy)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
+from typing import Any
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -119,7 +120,7 @@ def balance_result(
     def time_of(outcome: Outcome) -> dict[str, float]:
         return {"iteration_s": outcome.mean_s, "iteration_time_ratio": outcome.mean_s / equal_split.mean_s}
 
-    schemes = {}
+    schemes: dict[str, Any] = {}
     if predictor is not None:
         made = compare(trace, total, make(predictor, trace.workers, settings))
         base_s = made["bsp"].iteration_s

@@ -209,8 +209,11 @@ class Problem:
         self.nodes, self.replicas, self.passes = keys[0, first], keys[1, first], keys[3, first]
         self.batch = np.bincount(self.member, rows.local_batch_size) / np.bincount(self.member)
         seen = np.isfinite(rows.grad_time_s)
+        counted = seen.astype(np.float64)
         self.log_step, self.steps, self._within = self._means(np.log(rows.step_time_s), np.ones(len(rows)))
-        self.log_grad, self.grads, self._within_grad = self._means(np.log(np.where(seen, rows.grad_time_s, 1.0)), seen)
+        self.log_grad, self.grads, self._within_grad = self._means(
+            np.log(np.where(seen, rows.grad_time_s, 1.0)), counted
+        )
         self.grad_count = float(self.grads.sum())
         usual = min(max(GRAD_WEIGHT, GRAD_WEIGHT_FEW / len(first)), 1.0)
         self.grad_weight = usual if grad_weight is None else grad_weight
@@ -221,7 +224,7 @@ class Problem:
         self.free = np.array([True, *(bool(which.any()) for which in spoken)])
         self.low, self.high = self._bounds()
 
-    def _means(self, values: Array, weights: NDArray[np.generic]) -> tuple[Array, Array, float]:
+    def _means(self, values: Array, weights: Array) -> tuple[Array, Array, float]:
         """Return weighted means and sums of weights by configuration, and the weighted squares about the means."""
         total = np.bincount(self.member, weights).astype(np.float64)
         mean = np.bincount(self.member, weights * values) / np.where(total > 0, total, 1.0)
@@ -360,10 +363,16 @@ def descend(
         errors, slopes = problem.residuals(point)
         return errors, slopes[:, places]
 
+    def errors_at(values: Array) -> Array:
+        return at(values.tobytes())[0]
+
+    def slopes_at(values: Array) -> Array:
+        return at(values.tobytes())[1]
+
     found = least_squares(
-        lambda values: at(values.tobytes())[0],
+        errors_at,
         start[places],
-        jac=lambda values: at(values.tobytes())[1],
+        jac=slopes_at,
         bounds=(problem.low[places], problem.high[places]),
         method="trf",
         loss=loss,

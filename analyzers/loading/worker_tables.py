@@ -202,7 +202,7 @@ def _rows_by_worker(
     for wrong, column, problem, remedy in problems:
         if wrong.any():
             row = int(table.index[wrong].min())
-            told = table.loc[row].to_dict()
+            told = {str(key): value for key, value in table.loc[row].to_dict().items()}
             text = problem.format(before=told["iteration"] - 1, **told)
             raise InputError(f"{where}:row {row + 1}:{column}", text, remedy)
     found = {str(name): rows for name, rows in groups}
