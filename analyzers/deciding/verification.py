@@ -146,22 +146,16 @@ def _not_followed(checks: Sequence[VerifiedRank], missing: Sequence[int]) -> Ite
     if missing:
         named = ", ".join(map(str, missing[:_RANKS_NAMED])) + (", ..." if len(missing) > _RANKS_NAMED else "")
         noun = "rank" if len(missing) == 1 else "ranks"
-        yield (
-            f"no rows of {noun} {named} ({len(missing)} of {len(checks) + len(missing)} processes): "
-            "this is only part of the run; give the telemetry of all"
-        )
+        share = f"{len(missing)} of {len(checks) + len(missing)} processes"
+        yield f"no rows of {noun} {named} ({share}): this is only part of the run; give the telemetry of all"
     for check in checks:
         if check.other_device:
-            yield (
-                f"rank {check.rank} was planned on {check.planned_device}, ran on {check.device}: "
-                "the run did not follow the plan; give --goodput FILE of the devices it ran on"
-            )
+            was = f"rank {check.rank} was planned on {check.planned_device}, ran on {check.device}"
+            yield f"{was}: the run did not follow the plan; give --goodput FILE of the devices it ran on"
     for check in checks:
         if check.batch != check.planned_batch:
-            yield (
-                f"rank {check.rank} trained on {check.batch} samples per step, the plan gives it {check.planned_batch}: "
-                "the run did not follow the plan"
-            )
+            given = f"{check.batch} samples per step, the plan gives it {check.planned_batch}"
+            yield f"rank {check.rank} trained on {given}: the run did not follow the plan"
 
 
 def _refit(
@@ -186,14 +180,11 @@ def _refit(
             f"the compute times behind the prediction are known to within {known:.0%} only, more than {accepted:.0%}: "
             "profile again with more repeats and nothing else running"
         )
+    took = f"{show_seconds(run.sync_s)} per step"
     if len(checks) > 1 and sync_s is None:
-        yield (
-            f"the plan leaves synchronisation out; measured {show_seconds(run.sync_s)} per step: plan with a network or a fit"
-        )
+        yield f"the plan leaves synchronisation out; measured {took}: plan with a network or a fit"
     elif len(checks) > 1 and sync_s is not None and abs(sync_s - run.sync_s) > ACCEPTED * run.iteration_s:
-        yield (
-            f"synchronisation took {show_seconds(run.sync_s)} per step, predicted {show_seconds(sync_s)}: {_remedy(checks)}"
-        )
+        yield f"synchronisation took {took}, predicted {show_seconds(sync_s)}: {_remedy(checks)}"
 
 
 def _rest(run: Run, other_s: float | None) -> Iterator[str]:

@@ -14,12 +14,15 @@ from ddltool.decision import Decision, Option
 from ddltool.plan import (
     Alternative,
     Assignment,
+    BatchSplit,
     BucketSetting,
     Enforcement,
     GoodputChoice,
+    NetworkCost,
     ParameterRecord,
     Plan,
     PrefetchSetting,
+    Superstep,
 )
 from ddltool.results import JointPlan
 from ddltool.units import show_bytes, show_seconds
@@ -38,7 +41,12 @@ def plan_section(plan: Plan, name: str) -> Section:
         f"on {counted(plan.world_size, 'device')}; {_proof(plan)} ({plan.solve_seconds:.3f} s).",
         f"Waste: {plan.waste:.4g} mini-batches/s of {used:.4g} on the used devices.",
     ]
-    if passes := _passes(plan.assignments):
+    passes = [
+        f"{row.device_type} {row.local_batch_size} in {row.accumulation_steps + 1}"
+        for row in plan.assignments
+        if row.accumulation_steps
+    ]
+    if passes:
         lead.append(f"In several passes, for memory does not hold them at once: {', '.join(passes)}.")
     blocks: Blocks = [_placement(plan)]
     if plan.superstep is not None:
@@ -46,9 +54,9 @@ def plan_section(plan: Plan, name: str) -> Section:
             f"Left out: {count} {name}; the others make more without."
             for name, count in plan.superstep.left_out.items()
         ]
-        blocks.append(_superstep_table(plan))
+        blocks.append(_superstep_table(plan.superstep))
     if plan.split is not None:
-        lead.append(_split_words(plan))
+        lead.append(_split_words(plan, plan.split))
     if plan.goodput is not None:
         blocks += _goodput(plan.goodput)
     if plan.decision is not None:
@@ -57,18 +65,9 @@ def plan_section(plan: Plan, name: str) -> Section:
     if plan.alternatives:
         blocks.append(_alternatives(plan))
     if plan.network is not None:
-        blocks.append(_network(plan))
+        blocks.append(_network(plan.network))
     blocks += communication_blocks(plan.ddp, plan.fsdp2, plan.parameters)
     return Section(title=f"Plan ({plan.strategy}): {name}", lead=lead, blocks=blocks)
-
-
-def _passes(assignments: Sequence[Assignment]) -> list[str]:
-    """Return the device types whose memory takes a batch in several passes."""
-    return [
-        f"{row.device_type} {row.local_batch_size} in {row.accumulation_steps + 1}"
-        for row in assignments
-        if row.accumulation_steps
-    ]
 
 
 def _proof(plan: Plan) -> str:
@@ -146,9 +145,7 @@ def _spans(plan: Plan, row: Assignment) -> list[Span]:
     return made
 
 
-def _superstep_table(plan: Plan) -> Table:
-    found = plan.superstep
-    assert found is not None  # the caller has seen to it
+def _superstep_table(found: Superstep) -> Table:
     rows = [(name, f"{count:,}") for name, count in found.iterations.items()]
     caption = (
         f"Iterations until the barrier (lookahead {found.lookahead}): {found.mini_batches} mini-batches in "
@@ -158,9 +155,7 @@ def _superstep_table(plan: Plan) -> Table:
     return Table(caption=caption, header=("device type", "iterations"), rows=rows, label="predicted")
 
 
-def _split_words(plan: Plan) -> str:
-    found = plan.split
-    assert found is not None
+def _split_words(plan: Plan, found: BatchSplit) -> str:
     step_s = plan.iteration_s - (plan.communication_s or 0.0)
     if plan.decision is not None:
         step_s = next(option.compute_s for option in plan.decision.options if option.strategy == plan.strategy)
@@ -328,9 +323,7 @@ def _mix(rows: Sequence[Assignment]) -> str:
     return ", ".join(f"{row.devices} {row.device_type} x {row.ests_per_device}" for row in rows)
 
 
-def _network(plan: Plan) -> Table:
-    found = plan.network
-    assert found is not None
+def _network(found: NetworkCost) -> Table:
     rows = [
         (f"{name} (chosen)" if name == found.choice else name, show_seconds(step))
         for name, step in found.best_steps.items()
