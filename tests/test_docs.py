@@ -259,10 +259,9 @@ def _of_two() -> None:
     put("profiled.json.gz")
     with gzip.open("profiled.json.gz", "rt") as file:
         document = json.load(file)
+    header = {"distributedInfo": {"rank": 0, "world_size": 2}, "deviceProperties": [{"name": "T4"}]}
     with gzip.open("rank0.json.gz", "wt") as file:
-        json.dump(
-            {**document, "distributedInfo": {"rank": 0, "world_size": 2}, "deviceProperties": [{"name": "T4"}]}, file
-        )
+        json.dump({**header, **document, **header}, file)  # the header stands before the events, as torch writes it
 
 
 STOCK: dict[str, Callable[[], Any]] = {
