@@ -77,48 +77,41 @@ def check_rows(frame: pd.DataFrame, where: str) -> pd.DataFrame:
     for name in _NEEDED:
         if name not in frame.columns:
             raise InputError(where, f"has no column {name!r}", "give the telemetry.jsonl that the hook wrote")
+
+    def refuse(wrong: pd.Series, name: str, text: str, remedy: str, *shown: pd.Series) -> None:
+        if wrong.any():
+            row = int(wrong.to_numpy().argmax())
+            values = [column.iloc[row] for column in shown]
+            raise InputError(f"{where}:line {row + 1}:{name}", text.format(*values), remedy)
+
     numeric = [name for name in _NEEDED if name != "device"]
     numbers: pd.DataFrame = frame[numeric].apply(pd.to_numeric, errors="coerce").astype(float).reset_index(drop=True)
-    bad = np.argwhere(~np.isfinite(numbers.to_numpy()) | (numbers.to_numpy() < 0))
-    if bad.size:
-        row, column = int(bad[0][0]), numeric[int(bad[0][1])]
-        raise InputError(
-            f"{where}:line {row + 1}:{column}", f"is {frame[column].iloc[row]}", "it must be a number >= 0"
+    for name in numeric:
+        refuse(
+            ~np.isfinite(numbers[name]) | (numbers[name] < 0), name, "is {}", "it must be a number >= 0", frame[name]
         )
-    for name, most in _MOST.items():
-        if name not in frame.columns:
-            continue
-        values = pd.to_numeric(frame[name], errors="coerce").to_numpy(dtype=float)
-        over = np.flatnonzero(values > most)  # an agent's columns may be empty: NaN is not above anything
-        if over.size:
-            unit = " s" if name in _TIMES else ""
-            problem = f"is {values[over[0]]:g}{unit}, too large"
-            raise InputError(f"{where}:line {over[0] + 1}:{name}", problem, f"it must be <= {most:g}{unit}")
-    wrong = np.flatnonzero((numbers["rank"] >= numbers["world_size"]).to_numpy())
-    if wrong.size:
-        rank, size = (float(numbers[name].iloc[int(wrong[0])]) for name in ("rank", "world_size"))
-        problem = f"is {rank:g} of {size:g} processes"
-        raise InputError(f"{where}:line {wrong[0] + 1}:rank", problem, "ranks count from 0")
-    trained = (numbers["batch"] > 0).to_numpy()
-    if not trained.any():
+    for name in filter(frame.columns.__contains__, _MOST):
+        values = pd.to_numeric(
+            frame[name], errors="coerce"
+        )  # an agent's columns may be empty: NaN is not above anything
+        unit, most = " s" if name in _TIMES else "", _MOST[name]
+        refuse(values > most, name, f"is {{:g}}{unit}, too large", f"it must be <= {most:g}{unit}", values)
+    rank, size, batch = (numbers[name] for name in ("rank", "world_size", "batch"))
+    refuse(rank >= size, "rank", "is {:g} of {:g} processes", "ranks count from 0", rank, size)
+    if not (batch > 0).any():
         raise InputError(where, "holds no step with samples", "let the job train for more steps")
     for name in ("step_s", "compute_s"):
-        instant = np.flatnonzero(trained & (numbers[name] < _SHORTEST_S).to_numpy())
-        if instant.size:
-            place = f"{where}:line {instant[0] + 1}:{name}"
-            problem = f"is {numbers[name].iloc[instant[0]]:g} s for {numbers['batch'].iloc[instant[0]]:g} samples"
-            raise InputError(place, problem, "a step takes at least 1 ns; the run did not measure")
+        instant, remedy = (
+            (batch > 0) & (numbers[name] < _SHORTEST_S),
+            "a step takes at least 1 ns; the run did not measure",
+        )
+        refuse(instant, name, "is {:g} s for {:g} samples", remedy, numbers[name], batch)
     numbers["device"] = frame["device"].astype(str).to_numpy()
-    numbers["passes"] = _passes(frame)
+    passes = (
+        pd.to_numeric(frame["passes"], errors="coerce") if "passes" in frame.columns else pd.Series(1.0, frame.index)
+    )
+    numbers["passes"] = passes.fillna(1.0).clip(lower=1.0).to_numpy(dtype=float)
     return numbers
-
-
-def _passes(frame: pd.DataFrame) -> np.ndarray:
-    """Return each row's passes, one where the column is missing or empty."""
-    if "passes" not in frame.columns:
-        return np.ones(len(frame))
-    values = pd.to_numeric(frame["passes"], errors="coerce").fillna(1.0).to_numpy(dtype=float)
-    return np.asarray(np.maximum(values, 1.0))
 
 
 def read_run(frame: pd.DataFrame, where: str) -> Run:
