@@ -16,9 +16,9 @@ from typing import Any
 import numpy as np
 from generated import deep_network
 
+from ddltool.analyzers.communication.dependencies import whole_times
 from ddltool.analyzers.communication.efficiency import compare
-from ddltool.analyzers.communication.order import precedes, tac, tic
-from ddltool.analyzers.communication.properties import whole_times
+from ddltool.analyzers.communication.order import tac, tic
 from ddltool.analyzers.communication.timeline import Simulator
 from ddltool.analyzers.loading.timed_graph import timed_graph
 from ddltool.errors import MissingExtra
@@ -55,7 +55,9 @@ def straightforward(graph: Graph) -> list[str]:
             [times[r] for r in outstanding],
             [impending[r] for r in outstanding],
         )
-        before = precedes(*(np.array(column, dtype=np.int64) for column in columns))
+        p, m, impends = (np.array(column, dtype=np.int64) for column in columns)
+        left = np.minimum(p[None, :], m[:, None])
+        before = (left < left.T) | ((left == left.T) & (impends[:, None] < impends[None, :]))
         free = np.flatnonzero(~before.any(axis=0))
         candidates = [outstanding[place] for place in (free if len(free) else range(len(outstanding)))]
         order.append(min(candidates, key=lambda recv: (impending[recv], -compute[recv])))
@@ -106,7 +108,7 @@ if __name__ == "__main__":
         fast = seconds(tac, graph)
         ordered = min(seconds(tac, graph) for _ in range(3))
         slow = seconds(straightforward, graph) if len(graph) <= limit else None
-        results = compare(graph, samples=10).results()
+        results = compare(graph, samples=10).schedules
         values = "  ".join(f"{(results[name].efficiency or 0):.3f}" for name in ("random", "tic", "tac"))
         shown = f"{slow:12.2f} {slow / ordered:8.0f}x" if slow is not None else f"{'-':>12s} {'-':>9s}"
         recvs = len(graph.of_kind(RECV))

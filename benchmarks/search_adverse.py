@@ -12,8 +12,7 @@ import argparse
 import random
 from dataclasses import replace
 
-from ddltool.analyzers.communication.exact import solve_exact
-from ddltool.analyzers.communication.improve import improve
+from ddltool.analyzers.communication.best import improve, solve_exact
 from ddltool.analyzers.communication.order import tac
 from ddltool.analyzers.communication.timeline import Simulator
 from ddltool.graph import Graph, Op
@@ -84,7 +83,7 @@ def main() -> None:
         chance = random.Random(given.seed)
         worst, graph = max((climb(chance, channels, sends) for _ in range(given.tries)), key=lambda entry: entry[0])
         best = solve_exact(graph, workers=1).makespan_s
-        mended = mean(graph, improve(graph, budget_s=1.0).schedule.priority) / best
+        mended = mean(graph, improve(graph).priority) / best
         print(f"{family}: TAC {worst:.3f} times the optimum ({best:g} s), improved {mended:.3f}")
         for op in graph.ops():
             print(f"    {op.name} {op.kind} {op.resource} {op.duration_s:g} <- {', '.join(op.inputs)}")

@@ -16,8 +16,8 @@ from dataclasses import dataclass, replace
 from functools import cache
 
 import numpy as np
+from cluster import Cluster, ClusterRun, simulate_cluster
 
-from ddltool.analyzers.communication.cluster import ClusterRun, simulate_cluster
 from ddltool.analyzers.communication.efficiency import bounds
 from ddltool.analyzers.communication.order import Schedule, tac, tic
 from ddltool.analyzers.costs.estimate import estimate
@@ -117,17 +117,15 @@ def worker_graph(
 
 def run(graph: Graph, workers: int, servers: int, order: Schedule | None, options: Options) -> ClusterRun:
     """Return a simulated training or inference run; no ``order``: a random one in each iteration."""
-    return simulate_cluster(
-        graph,
+    cluster = Cluster(
         workers=workers,
         servers=servers,
-        order=order,
-        iterations=options.iterations,
-        seed=options.seed,
         noise=options.noise,
         worker_noise=options.worker_noise,
         server_rate=options.server_rate,
+        latency_s=float(graph.meta["latency_s"] or 0.0),
     )
+    return simulate_cluster(graph, cluster, order=order, iterations=options.iterations, seed=options.seed)
 
 
 def gains(graph: Graph, workers: int, servers: int, options: Options) -> dict[str, float]:

@@ -16,7 +16,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from ddltool import __version__
-from ddltool.analyzers.communication.efficiency import Comparison, compare, verdict
+from ddltool.analyzers.communication.efficiency import Comparison, compare
+from ddltool.analyzers.communication.result import trace_result
 from ddltool.analyzers.communication.timeline import to_chrome_trace
 from ddltool.analyzers.costs.estimate import coverage, estimate
 from ddltool.analyzers.costs.model import cost_model
@@ -32,7 +33,6 @@ from ddltool.commands.options import Json, Seed
 from ddltool.commands.output import err, note, out, print_json, progress, table
 from ddltool.commands.profile import RESOLVER
 from ddltool.commands.report import build
-from ddltool.commands.trace import trace_result
 from ddltool.device import Network
 from ddltool.errors import DdlToolError, InputError
 from ddltool.fixtures.loading import calibration, devices, folder
@@ -136,8 +136,8 @@ def _trace(found: Findings, seed: int) -> None:
     found.contrast_graph = estimate(shipped, cost_model(devices().device(CONTRAST_DEVICE), calibration()), Network())
     write_graph(found.contrast_graph, found.folder / "contrast-graph.json")
     found.contrast = compare(found.contrast_graph, samples=SAMPLES, seed=seed)
-    best = found.comparison.tac
-    trace = to_chrome_trace(found.graph, best.timeline, best.schedule.priority if best.schedule else None)
+    best = found.comparison
+    trace = to_chrome_trace(found.graph, best.timelines["tac"], best.schedules["tac"].priority)
     write_text(found.folder / "timeline.perfetto.json", to_json(trace, indent=None))
 
 
@@ -337,5 +337,5 @@ def _write_report(found: Findings, path: Path) -> None:
 
 def _gain(graph: Graph, comparison: Comparison) -> str:
     """Return what an order gains on one graph, for the table."""
-    times = f"{show_seconds(comparison.random.makespan_s)} -> {show_seconds(comparison.tac.makespan_s)}"
-    return f"{graph.name}, {graph.meta.get('device')}: TAC {times} ({verdict(comparison).gain:.1%}, simulated)"
+    times = f"{' -> '.join(show_seconds(comparison.schedules[name].makespan_s) for name in ('random', 'tac'))}"
+    return f"{graph.name}, {graph.meta.get('device')}: TAC {times} ({comparison.gain:.1%}, simulated)"

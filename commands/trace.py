@@ -3,28 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Optional
 
 import typer
 
-from ddltool.analyzers.communication.collectives import Collectives, collective_figures, own_ring, plan_collectives
-from ddltool.analyzers.communication.efficiency import (
-    Comparison,
-    attribute,
-    compare,
-    efficiency,
-    efficiency_of_best,
-    verdict,
-)
-from ddltool.analyzers.communication.program import Ring
+from ddltool.analyzers.communication.collectives import plan_collectives
+from ddltool.analyzers.communication.efficiency import compare
+from ddltool.analyzers.communication.program import Ring, own_ring
+from ddltool.analyzers.communication.result import trace_result
 from ddltool.analyzers.communication.timeline import to_chrome_trace
-from ddltool.analyzers.costs.estimate import coverage
 from ddltool.analyzers.loading.sources import is_graph_file, is_onnx_file, scan_source
 from ddltool.analyzers.loading.timed_graph import timed_graph
 from ddltool.analyzers.reporting.graph_section import determinism_section, trace_section
-from ddltool.artifacts import check_writable, parse_record, to_json, write_text
+from ddltool.artifacts import check_writable, to_json, write_text
 from ddltool.commands.options import (
     ChannelsLast,
     DevicesFile,
@@ -39,20 +31,10 @@ from ddltool.commands.output import note, print_json, progress, show
 from ddltool.commands.parts import demand_part, is_given
 from ddltool.commands.values import number
 from ddltool.errors import InputError
-from ddltool.graph import RECV, SEND, Graph, Mode
+from ddltool.graph import Mode
 from ddltool.graph_io import write_graph
 from ddltool.outputs import demand_distinct
-from ddltool.results import (
-    CoverageFigures,
-    DeterminismResult,
-    LostEfficiency,
-    NamedGraph,
-    ScheduleFigures,
-    TraceBounds,
-    TracedGraph,
-    TraceResult,
-    TraceVerdict,
-)
+from ddltool.results import DeterminismResult, NamedGraph
 from ddltool.units import parse_bandwidth, parse_duration
 
 # What a graph that brings its own times does not read.
@@ -145,7 +127,14 @@ def trace(
             tell=note,
             progress=advance,
         )
-    comparison = compare_with_progress(graph, samples=samples, seed=seed, exact_s=time_limit if exact else None)
+    with progress("simulating", 4 * samples) as advance:
+        comparison = compare(
+            graph,
+            samples=samples,
+            seed=seed,
+            exact_s=time_limit if exact else None,
+            progress=lambda done, total: advance(done, "" if done < total else "(searching a better order)"),
+        )
     own = is_graph_file(source) and oracle is None and graph.meta.get("bandwidth_bytes_per_s") is not None
     if own and (given := [name for name in _TIMING if is_given(context, name)]):
         names = ", ".join("--" + name.replace("_", "-") for name in given)
@@ -159,7 +148,8 @@ def trace(
     if output is not None:
         write_graph(graph, output)
     if perfetto is not None:
-        _write_timeline(graph, comparison, perfetto)
+        made = to_chrome_trace(graph, comparison.timelines["tac"], comparison.schedules["tac"].priority)
+        write_text(perfetto, to_json(made, indent=None))
     found = trace_result(graph, comparison, plans)
     if as_json:
         print_json(found)
@@ -176,13 +166,6 @@ def _demand_parts(context: typer.Context, source: str, oracle: str | None, deter
         demand_part(context, "--oracle measured", every - {"precision", "channels_last", "device", "devices_file"})
     elif is_graph_file(source) or is_onnx_file(source):
         demand_part(context, f"{source}", every - {"precision", "channels_last", "sequence_length"})
-
-
-def _write_timeline(graph: Graph, comparison: Comparison, path: Path) -> None:
-    """Write TAC's timeline as a Chrome/Perfetto trace."""
-    timeline, schedule = comparison.tac.timeline, comparison.tac.schedule
-    priority = schedule.priority if schedule is not None else None
-    write_text(path, to_json(to_chrome_trace(graph, timeline, priority), indent=None))
 
 
 def _mode(mode: str | None) -> Mode | None:
@@ -204,106 +187,6 @@ def _bindings(text: str | None, source: str) -> dict[str, int]:
             raise InputError("--bind", f"cannot read {part!r}", "give each name once: batch=8,sequence=128")
         found[name] = int(size)
     return found
-
-
-def compare_with_progress(graph: Graph, *, samples: int, seed: int, exact_s: float | None = None) -> Comparison:
-    """Return the comparison of orders, with a progress bar on a terminal."""
-    with progress("simulating", 4 * samples) as advance:
-        return compare(
-            graph,
-            samples=samples,
-            seed=seed,
-            exact_s=exact_s,
-            progress=lambda done, total: advance(done, "" if done < total else "(searching a better order)"),
-        )
-
-
-def trace_result(graph: Graph, comparison: Comparison, plans: Collectives | None = None) -> TraceResult:
-    """Return a trace as the command's result: graph, bounds, schedules, what is winnable, collectives, coverage, verdict."""
-    judged, bounds = verdict(comparison), comparison.bounds
-    return TraceResult(
-        graph=traced_graph(graph),
-        bounds=TraceBounds(
-            upper_s=bounds.upper_s,
-            lower_s=bounds.lower_s,
-            speedup=bounds.speedup,
-            best_lower_s=comparison.best_bound_s,
-        ),
-        schedules=_schedules(comparison),
-        efficiency_undefined=comparison.undefined_reason,
-        coverage=CoverageFigures(**asdict(coverage(graph))),
-        servers=_servers_of(graph),
-        collectives=collective_figures(plans) if plans is not None else None,
-        verdict=TraceVerdict(worth_it=judged.worth_it, text=judged.text),
-        predicted=True,
-    )
-
-
-def _schedules(comparison: Comparison) -> dict[str, ScheduleFigures]:
-    """Return what each order comes to, the exact one's last where it was solved for."""
-    schedules: dict[str, ScheduleFigures] = {}
-    for name, result in comparison.results().items():
-        shares = attribute(comparison, result.makespan_s)
-        schedules[name] = ScheduleFigures(
-            makespan_s=result.makespan_s,
-            makespan_std_s=result.makespan_std_s,
-            makespan_min_s=result.makespan_min_s,
-            makespan_max_s=result.makespan_max_s,
-            samples=result.samples,
-            efficiency=result.efficiency,
-            efficiency_of_best=efficiency_of_best(comparison, result.makespan_s),
-            attribution=LostEfficiency(**asdict(shares)) if shares is not None else None,
-            order=list(result.schedule.order) if result.schedule is not None else None,
-            priority=dict(result.schedule.priority) if result.schedule is not None else None,
-        )
-    ordered = {"orders_compute": comparison.orders_compute}
-    schedules["improved"] = schedules["improved"].model_copy(update=ordered)
-    exact = comparison.exact
-    if exact is not None:
-        schedules["exact"] = ScheduleFigures(
-            makespan_s=exact.makespan_s,
-            efficiency=efficiency(comparison.bounds, exact.makespan_s),
-            efficiency_of_best=efficiency_of_best(comparison, exact.makespan_s),
-            lower_bound_s=exact.lower_bound_s,
-            status=exact.status,
-            gap=exact.gap,
-            solve_seconds=exact.solve_seconds,
-            order=list(exact.schedule.order),
-            priority=dict(exact.schedule.priority),
-        )
-    return schedules
-
-
-# What a graph says of its times: where they are for, how they were made, and how sure they are.
-_SAID = (
-    *("device", "oracle", "precision", "channels_last", "optimizer", "update_s", "error_low", "error_high"),
-    *("bandwidth_bytes_per_s", "latency_s"),
-)
-
-
-def traced_graph(graph: Graph) -> TracedGraph:
-    """Return a graph's figures."""
-    counts = {
-        "parameters": len(graph.of_kind(RECV)),
-        "parameter_bytes": int(graph.parameter_bytes),
-        "parameter_elements": graph.meta.get("parameter_elements"),
-        "ops": len(graph),
-        "recvs": len(graph.of_kind(RECV)),
-        "sends": len(graph.of_kind(SEND)),
-        "flops": float(graph.flops.sum()),
-    }
-    times = {key: graph.meta.get(key) for key in _SAID}
-    channels = sum(name.startswith("channel:") for name in graph.resource_names)
-    whole = {"name": graph.name, "mode": graph.mode, "batch_size": graph.batch_size, **counts, **times}
-    return parse_record({**whole, "channels": channels}, TracedGraph, graph.name)
-
-
-def _servers_of(graph: Graph) -> dict[str, list[str]]:
-    """Return which parameters each channel (parameter server) holds, in file order."""
-    held: dict[str, list[str]] = {name: [] for name in graph.resource_names if name.startswith("channel:")}
-    for op in graph.of_kind(RECV):
-        held[graph.resource_names[graph.resource[op]]].append(graph.parameter[op] or graph.names[op])
-    return held
 
 
 def show_determinism(

@@ -1,27 +1,22 @@
-"""``ddltool zoo``: the built-in models beside TicTac's Table 1, and the fixture graphs (zoo, toys, what TAC gets wrong)."""
+"""``ddltool zoo``: the built-in models beside TicTac's Table 1."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Annotated, Optional
 
 import typer
 
-from ddltool.analyzers.communication.adverse import ADVERSE
-from ddltool.analyzers.communication.toys import TOYS
 from ddltool.analyzers.loading.timed_graph import timed_graph
 from ddltool.commands.options import Json
 from ddltool.commands.output import out, print_json, progress, table
-from ddltool.fixtures.loading import folder
+from ddltool.fixtures.loading import folder, graph_files
 from ddltool.fixtures.zoo import ZOO, entry
-from ddltool.graph import COMPUTE, RECV, Graph, Mode
+from ddltool.graph import COMPUTE, RECV, Mode
 from ddltool.graph_io import read_graph, write_graph
 from ddltool.results import ZooModel, ZooResult
 
-MODES: tuple[Mode, ...] = ("inference", "training")
-# What the shipped graphs are timed for; `ddltool trace GRAPH --oracle roofline --device NAME` times them for another.
-DEVICE, BANDWIDTH, LATENCY = "V100", "10Gbit", "50us"
+MODES: dict[str, Mode] = {"inference": "inference", "training": "training"}
 
 
 def zoo(
@@ -35,12 +30,7 @@ def zoo(
 ) -> None:
     """List the built-in models: parameters, size and ops in both modes, beside the figures of TicTac's Table 1."""
     if write is not None:
-        with progress("tracing", len(ZOO) * len(MODES)) as advance:
-            written = write_graphs(write, advance)
-        if as_json:
-            print_json(ZooResult(paths=[str(path) for path in written]))
-        else:
-            out().print(f"wrote {len(written)} graphs to {write}", soft_wrap=True)
+        _write(write, as_json)
         return
     models = [describe(name) for name in ZOO]
     if as_json:
@@ -50,6 +40,23 @@ def zoo(
     columns = ("zoo:NAME", "batch", "param.", "MiB", "ops", "Table 1: param. MiB ops")
     caption = "param.: parameter tensors; ops: inference/training (ours aten's, TicTac's Table 1 TensorFlow's)"
     out().print(table("Built-in models", columns, rows, caption=caption))
+
+
+def _write(to: Path, as_json: bool) -> None:
+    """Write the shipped graphs: the zoo traced anew, the others (the papers' toys, and what TAC gets wrong) as they are."""
+    to.mkdir(parents=True, exist_ok=True)
+    written: list[Path] = []
+    with progress("tracing", len(ZOO) * len(MODES)) as advance:
+        for path in graph_files():
+            advance(len(written), path.name)
+            name, _, mode = path.name.partition(".")[0].rpartition("-")
+            graph = timed_graph(f"zoo:{name}", mode=MODES[mode]) if name in ZOO else read_graph(path)
+            written.append(to / path.name)
+            write_graph(graph, written[-1])
+    if as_json:
+        print_json(ZooResult(paths=[str(path) for path in written]))
+    else:
+        out().print(f"wrote {len(written)} graphs to {to}", soft_wrap=True)
 
 
 def describe(name: str) -> ZooModel:
@@ -75,30 +82,3 @@ def _row(model: ZooModel) -> tuple[str, ...]:
         table1 = f"{published.parameters:3d}  {published.parameter_mib:6.2f}  {ops:>9s}"
     ours = f"{model.ops_inference}/{model.ops_training}"
     return model.name, str(model.batch_size), str(model.parameters), f"{model.parameter_mib:.2f}", ours, table1
-
-
-def zoo_graph(name: str, mode: Mode) -> Graph:
-    """Return a fresh trace of a zoo model as it is shipped."""
-    return timed_graph(f"zoo:{name}", mode=mode, device=DEVICE, bandwidth=BANDWIDTH, latency=LATENCY)
-
-
-def graphs() -> Iterator[tuple[str, Graph]]:
-    """Yield every shipped graph with its file's stem."""
-    for name, build in TOYS.items():
-        yield f"toy-{name}", build()
-    for name, build in ADVERSE.items():
-        yield f"adverse-{name}", build()
-    for name in ZOO:
-        for mode in MODES:
-            yield f"{name}-{mode}", zoo_graph(name, mode)
-
-
-def write_graphs(to: Path, progress: Callable[[int, str], None]) -> list[Path]:
-    """Write every fixture graph into a folder (made if absent) and return the paths."""
-    to.mkdir(parents=True, exist_ok=True)
-    written: list[Path] = []
-    for stem, graph in graphs():
-        progress(len(written), stem)
-        written.append(to / f"{stem}.graph.json.gz")
-        write_graph(graph, written[-1])
-    return written

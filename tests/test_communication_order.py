@@ -13,14 +13,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from ddltool.analyzers.communication.dependencies import find_dependencies, whole_times
 from ddltool.analyzers.communication.efficiency import bounds
-from ddltool.analyzers.communication.order import first_recv, precedes, tac, tic, unpreceded
-from ddltool.analyzers.communication.properties import Properties, find_dependencies, whole_times
+from ddltool.analyzers.communication.order import Properties, first_recv, tac, tic, unpreceded
 from ddltool.analyzers.communication.timeline import simulate
-from ddltool.analyzers.communication.toys import figure1, figure4a, figure4b
 from ddltool.errors import InputError
 from ddltool.graph import RECV, Graph, Op
 from tests.strategies import timed_graphs
+from tests.toys import figure1, figure4a, figure4b
 
 
 def straightforward(
@@ -44,6 +44,14 @@ def straightforward(
             for recv in blocking:
                 impending[recv] = min(impending[recv], load[op.name])  # type: ignore[type-var]
     return {recv: (compute[recv], load[recv], impending[recv]) for recv in outstanding}
+
+
+def precedes(compute: np.ndarray, transfer: np.ndarray, impending: np.ndarray) -> np.ndarray:  # type: ignore[type-arg]
+    """The matrix "row strictly precedes column" of Equation 6 with M+ on equality, from P, M and M+ (r,)."""
+    left = np.minimum(compute[None, :], transfer[:, None])  # min(P_B, M_A), A the row and B the column
+    right = left.T  # min(P_A, M_B)
+    before: np.ndarray = (left < right) | ((left == right) & (impending[:, None] < impending[None, :]))  # type: ignore[type-arg]
+    return before
 
 
 def exact_times(graph: Graph) -> dict[str, Fraction]:

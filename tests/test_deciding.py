@@ -10,8 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ddltool.analyzers.balancing.plan import plan_bsp, plan_lb_bsp
-from ddltool.analyzers.communication.collectives import plan_collectives
-from ddltool.analyzers.communication.ddp import plan_ddp
+from ddltool.analyzers.communication.collectives import plan_collectives, plan_ddp
 from ddltool.analyzers.communication.efficiency import compare
 from ddltool.analyzers.communication.program import Ring, program_of
 from ddltool.analyzers.costs.estimate import estimate
@@ -106,7 +105,9 @@ def test_a_graph_at_its_own_speed_leaves_what_the_trace_says(resnet: Graph) -> N
     assert seen.best_s == pytest.approx(seen.ddp.step_s - program.compute_s, rel=1e-9)
     assert plans.ddp.best.exposed_s <= seen.best_s * (1 + 1e-9) <= seen.default_s * (1 + 1e-9)
     each = source.asynchronous({"V100": 8}, program.compute_s)
-    assert each.best_s + program.compute_s == pytest.approx(compare(resnet, samples=5).tac.makespan_s, rel=0.02)
+    assert each.best_s + program.compute_s == pytest.approx(
+        compare(resnet, samples=5).schedules["tac"].makespan_s, rel=0.02
+    )
 
 
 def test_more_compute_hides_more(resnet: Graph) -> None:

@@ -6,16 +6,15 @@ from pathlib import Path
 
 import pytest
 
-from ddltool.analyzers.communication.adverse import ADVERSE
 from ddltool.analyzers.communication.efficiency import bounds, compare
 from ddltool.analyzers.communication.order import tac, tic
-from ddltool.analyzers.communication.toys import TOYS
 from ddltool.analyzers.costs.estimate import coverage
-from ddltool.commands.zoo import zoo_graph
+from ddltool.analyzers.loading.timed_graph import timed_graph
 from ddltool.fixtures.loading import graph_files
 from ddltool.fixtures.zoo import ZOO
-from ddltool.graph import COMPUTE, RECV, SEND, Graph
+from ddltool.graph import COMPUTE, RECV, SEND, Graph, Mode
 from ddltool.graph_io import read_graph
+from tests.toys import TOYS
 
 FILES = graph_files()
 STEMS = [path.name.removesuffix(".graph.json.gz") for path in FILES]
@@ -27,7 +26,13 @@ def load(stem: str) -> Graph:
 
 def test_all_are_there() -> None:
     wanted = {f"{name}-{mode}" for name in ZOO for mode in ("inference", "training")}
-    assert set(STEMS) == wanted | {f"toy-{name}" for name in TOYS} | {f"adverse-{name}" for name in ADVERSE}
+    others = {f"adverse-{name}" for name in ("wide_join", "many_servers", "sends_compete")}
+    assert set(STEMS) == wanted | others | {f"toy-{name}" for name in TOYS}
+
+
+@pytest.mark.parametrize("name", TOYS)
+def test_the_toys_are_the_papers(name: str) -> None:
+    assert list(load(f"toy-{name}").ops()) == list(TOYS[name]().ops())
 
 
 @pytest.mark.parametrize("path", FILES, ids=STEMS)
@@ -40,12 +45,12 @@ def test_orders_and_timelines(path: Path) -> None:
         assert numbers == sorted(numbers)
     comparison = compare(graph, samples=2)
     limits = bounds(graph)
-    for result in comparison.results().values():
+    for result in comparison.schedules.values():
         assert (
             limits.lower_s * (1 - 1e-9) <= result.makespan_min_s <= result.makespan_max_s <= limits.upper_s * (1 + 1e-9)
         )
     if not path.name.startswith("adverse"):  # those are shipped because TAC is wrong there
-        assert comparison.tac.makespan_s <= comparison.random.makespan_s * 1.001
+        assert comparison.schedules["tac"].makespan_s <= comparison.schedules["random"].makespan_s * 1.001
 
 
 @pytest.mark.parametrize(
@@ -78,8 +83,8 @@ FAMILIES = ("alexnet_v2", "inception_v2", "inception_v3", "resnet50_v2", "resnet
 @pytest.mark.parametrize(
     "name", [name if name in FAMILIES else pytest.param(name, marks=pytest.mark.slow) for name in ZOO]
 )
-def test_a_fresh_trace_is_the_shipped_graph(name: str, mode: str) -> None:
+def test_a_fresh_trace_is_the_shipped_graph(name: str, mode: Mode) -> None:
     """If this fails after an intended change in tracing, run `make fixtures` and judge the diff."""
-    fresh, shipped = zoo_graph(name, mode), load(f"{name}-{mode}")  # type: ignore[arg-type]
+    fresh, shipped = timed_graph(f"zoo:{name}", mode=mode), load(f"{name}-{mode}")  # type: ignore[arg-type]
     assert fresh.names == shipped.names
     assert fresh == shipped

@@ -1,184 +1,214 @@
-"""What data-parallel frameworks of today leave exposed, and what to set: DDP and FSDP2 on one traced step.
+"""What data-parallel frameworks leave exposed on one traced step, and what to set: DDP here, FSDP2 in :mod:`.fsdp`.
 
-The paper orders transfers from parameter servers; here the same step runs on replicas that all-reduce gradients (DDP)
-or gather sharded parameters (FSDP2). Start at :func:`plan_collectives`.
+DistributedDataParallel closes a bucket once it holds at least its cap, in the order in which gradients became ready in
+the first step, and all-reduces the buckets one after another, each when its last gradient is ready. With ``t_j`` when
+gradient j is ready, a bucket of gradients i+1 to j ends at ``max(end of the bucket before, t_j) + cost(bytes)``; what
+lies after the end of backward is exposed. The best cut of p gradients in ready order follows by dynamic programming.
+Start at :func:`plan_collectives`.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import itertools
+from collections.abc import Sequence
 
-from ddltool.analyzers.communication.ddp import BucketPlan, DdpPlan, plan_ddp
-from ddltool.analyzers.communication.efficiency import CLEAR_GAIN, SMALL_GAIN
-from ddltool.analyzers.communication.fsdp import FsdpPlan, PrefetchPlan, plan_fsdp
-from ddltool.analyzers.communication.program import Ring, block_container, program_of
+import numpy as np
+from numpy.typing import NDArray
+
+from ddltool.analyzers.communication.fsdp import plan_fsdp, prefetch_setting
+from ddltool.analyzers.communication.program import (
+    CLEAR_GAIN,
+    SMALL_GAIN,
+    Program,
+    Ring,
+    program_of,
+    share_saved,
+)
 from ddltool.graph import SEND, Graph
 from ddltool.plan import BucketSetting, PrefetchSetting
-from ddltool.results import BucketFigures, CollectiveFigures, DdpFigures, FsdpFigures, PrefetchFigures
-from ddltool.units import show_bytes, show_seconds
+from ddltool.results import BucketFigures, CollectiveFigures, DdpFigures
+from ddltool.units import show_seconds
 
-# Beyond this, a larger batch or a faster network is the answer and no setting is.
-_STARVED = 1.5
+MIB = 2**20
+DEFAULT_CAP_MIB = 25.0
+# torch.distributed._DEFAULT_FIRST_BUCKET_BYTES: only the default configuration begins with a small bucket.
+DEFAULT_FIRST_BYTES = 2**20
+_MOST_SUMS, _MOST_CAPS = 400, 300
+# More buckets are only worth it from this share of the step on: what a launch costs is not in the ring's formula.
+_WORTH = 0.001
 # A simpler setting within this share of the best one's step is preferred.
 _AS_GOOD = 0.002
+CAPS_MIB = (1, 2, 4, 8, 10, 16, 25, 32, 50, 64, 100, 128, 200, 256, 400, 512, 800, 1024, 2048, 4096)
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Collectives:
-    """The plans for one graph; ``fsdp`` None when the parameters' names show no list of blocks."""
-
-    ring: Ring
-    compute_s: float
-    container: str | None
-    """The list whose members are FSDP2's units."""
-    ddp: DdpPlan
-    fsdp: FsdpPlan | None
-
-
-def plan_collectives(graph: Graph, ring: Ring) -> Collectives | None:
+def plan_collectives(graph: Graph, ring: Ring) -> CollectiveFigures | None:
     """Return the plans of a timed training graph, None for inference: there is no gradient to reduce."""
     if graph.mode != "training" or not len(graph.of_kind(SEND)):
         return None
     program = program_of(graph)
-    return Collectives(
-        ring=ring,
-        compute_s=program.compute_s,
-        container=block_container(program),
-        ddp=plan_ddp(program, ring),
-        fsdp=plan_fsdp(program, ring),
-    )
-
-
-def own_ring(graph: Graph, replicas: int) -> Ring | None:
-    """Return ``replicas`` processes on the network that the graph was timed for; None when the graph does not say."""
-    rate, delay = graph.meta.get("bandwidth_bytes_per_s"), graph.meta.get("latency_s")
-    if not (isinstance(rate, (int, float)) and isinstance(delay, (int, float))):
-        return None
-    return Ring(replicas=replicas, bandwidth_bytes_per_s=float(rate), latency_s=float(delay))
-
-
-def collective_figures(plans: Collectives) -> CollectiveFigures:
-    """Return the plans as records: each framework's default beside the best, and what to set."""
-    ddp, fsdp = plans.ddp, plans.fsdp
-    best = _buckets(ddp.best).model_copy(update={"bucket_parameters": [list(bucket) for bucket in ddp.best.buckets]})
-    fsdp2 = None
-    if fsdp is not None:
-        fsdp2 = FsdpFigures(
-            units=[unit.name for unit in fsdp.units],
-            default=_prefetch(fsdp.default),
-            best=_prefetch(fsdp.best),
-            without_reshard=_prefetch(fsdp.without_reshard),
-            forward_prefetch={name: list(ahead) for name, ahead in fsdp.forward_prefetch().items()},
-            backward_prefetch={name: list(ahead) for name, ahead in fsdp.backward_prefetch().items()},
-            lower_bound_s=fsdp.lower_s,
-            verdict=fsdp_verdict(plans),
-        )
     return CollectiveFigures(
-        replicas=plans.ring.replicas,
-        compute_s=plans.compute_s,
-        ddp=DdpFigures(
-            default=_buckets(ddp.default),
-            best_cap=_buckets(ddp.best_cap),
-            best=best,
-            lower_bound_s=ddp.lower_s,
-            verdict=ddp_verdict(plans),
-        ),
-        fsdp2=fsdp2,
+        replicas=ring.replicas,
+        compute_s=program.compute_s,
+        ddp=plan_ddp(program, ring),
+        fsdp2=plan_fsdp(program, ring),
     )
 
 
-def _buckets(plan: BucketPlan) -> BucketFigures:
-    return BucketFigures(
-        bucket_cap_mb=plan.bucket_cap_mb,
-        bucket_cap_mb_list=list(plan.bucket_cap_mb_list) if plan.bucket_cap_mb_list is not None else None,
-        buckets=len(plan.buckets),
-        step_s=plan.step_s,
-        exposed_s=plan.exposed_s,
-    )
-
-
-def _prefetch(plan: PrefetchPlan) -> PrefetchFigures:
-    return PrefetchFigures(**{name: getattr(plan, name) for name in PrefetchFigures.model_fields})
-
-
-def settings(plans: Collectives) -> tuple[BucketSetting, PrefetchSetting | None]:
+def settings(plans: CollectiveFigures) -> tuple[BucketSetting, PrefetchSetting | None]:
     """Return what a plan keeps of them: DDP's buckets and FSDP2's prefetch lists."""
-    return bucket_setting(plans.ddp), None if plans.fsdp is None else prefetch_setting(plans.fsdp)
+    return bucket_setting(plans.ddp), None if plans.fsdp2 is None else prefetch_setting(plans.fsdp2)
 
 
-def bucket_setting(ddp: DdpPlan) -> BucketSetting:
+def plan_ddp(program: Program, ring: Ring) -> DdpFigures:
+    """Return the default buckets of DDP, the best ``bucket_cap_mb``, and the best buckets of any size. O(p^2).
+
+    Caps tried: the usual sizes, and those at which the buckets change (all of them for small models, else spread evenly
+    over them); of those within 0.1 % of the best, the one with the fewest buckets. The order of buckets is that of one
+    dtype: torch buckets each dtype separately. No buckets at all can be faster than the bound: backward first, then at
+    least the last gradient; or all bytes on the wire.
+    """
+    default = _figures(program, ring, default_cuts(program))
+    total = float(program.size_bytes.sum()) / MIB
+    caps = [*sorted({float(cap) for cap in CAPS_MIB if cap < total} | {float(np.ceil(total))}), *_breakpoints(program)]
+    tried = [_figures(program, ring, assign_buckets(program, cap), cap=cap) for cap in caps]
+    fastest = min(plan.step_s for plan in tried)
+    as_good = [plan for plan in tried if plan.step_s <= fastest * (1 + _WORTH)]
+    best_cap = min(as_good, key=lambda plan: (plan.buckets, plan.step_s))
+    if default.step_s <= best_cap.step_s:
+        best_cap = default
+    cuts = best_cuts(program, ring)
+    best = _figures(program, ring, cuts, cap_list=_caps_for(program, cuts))
+    if best_cap.step_s <= best.step_s:
+        best = best_cap
+    whole = ring.all_reduce_s(float(program.size_bytes.sum()))
+    last = ring.all_reduce_s(float(program.size_bytes[-1]))
+    return DdpFigures(
+        default=default,
+        best_cap=best_cap,
+        best=best,
+        lower_bound_s=max(program.compute_s, float(program.ready_s[-1]) + last, float(program.ready_s[0]) + whole),
+        verdict=_verdict(program, default, best_cap, best),
+    )
+
+
+def _breakpoints(program: Program) -> list[float]:
+    """Return caps in MiB at which the buckets change: sums of neighbouring gradients, at most ``_MOST_CAPS`` of them."""
+    held = np.concatenate([np.zeros(1), np.cumsum(program.size_bytes)])
+    ends = np.arange(len(held))
+    if len(held) > _MOST_SUMS:
+        ends = np.unique(np.linspace(0, len(held) - 1, _MOST_SUMS).astype(np.int64))
+    sums = np.unique((held[ends][:, None] - held[ends][None, :])[np.tril_indices(len(ends), -1)])
+    if len(sums) > _MOST_CAPS:
+        sums = sums[np.linspace(0, len(sums) - 1, _MOST_CAPS).astype(np.int64)]
+    return [float(value) for value in sums / MIB]
+
+
+def default_cuts(program: Program) -> list[int]:
+    """Return where DDP's own buckets end."""
+    return assign_buckets(program, DEFAULT_CAP_MIB, DEFAULT_FIRST_BYTES)
+
+
+def assign_buckets(program: Program, cap_mib: float, first_bytes: float | None = None) -> list[int]:
+    """Return where buckets end (exclusive places in ready order) under a cap in MiB, as DDP's reducer forms them.
+
+    ``first_bytes`` limits the first bucket; None: the cap does.
+    """
+    limit = cap_mib * MIB if first_bytes is None else first_bytes
+    cuts: list[int] = []
+    held = 0.0
+    for place, size in enumerate(program.size_bytes.tolist()):
+        held += size
+        if held >= limit:
+            cuts.append(place + 1)
+            held, limit = 0.0, cap_mib * MIB
+    if not cuts or cuts[-1] < len(program.parameters):
+        cuts.append(len(program.parameters))
+    return cuts
+
+
+def finish_s(program: Program, ring: Ring, cuts: Sequence[int]) -> float:
+    """Return when the last bucket is reduced, seconds from the step's start."""
+    now, first = 0.0, 0
+    for cut in cuts:
+        now = max(now, float(program.ready_s[cut - 1])) + ring.all_reduce_s(float(program.size_bytes[first:cut].sum()))
+        first = cut
+    return now
+
+
+def best_cuts(program: Program, ring: Ring) -> list[int]:
+    """Return the cut of the gradients, in ready order, whose last bucket is reduced first. O(p^2) vectorised."""
+    count = len(program.parameters)
+    held = np.concatenate([np.zeros(1), np.cumsum(program.size_bytes)])
+    fixed = ring.all_reduce_s(0.0)
+    per_byte = (ring.all_reduce_s(1e9) - fixed) / 1e9
+    ends = np.zeros(count + 1)
+    previous: NDArray[np.intp] = np.zeros(count + 1, dtype=np.intp)
+    for place in range(1, count + 1):
+        starts = np.maximum(ends[:place], program.ready_s[place - 1])
+        values = starts + fixed + per_byte * (held[place] - held[:place])
+        previous[place] = int(values.argmin())
+        ends[place] = values[previous[place]]
+    cuts: list[int] = []
+    place = count
+    while place:
+        cuts.append(place)
+        place = int(previous[place])
+    return cuts[::-1]
+
+
+def _caps_for(program: Program, cuts: Sequence[int]) -> list[float]:
+    """Return the caps in MiB that make the reducer form exactly these buckets: each its own size in bytes.
+
+    Exact for parameters of one dtype that hold something, in the order in which their gradients become ready.
+    """
+    bounds = [0, *cuts]
+    return [float(program.size_bytes[low:high].sum()) / MIB for low, high in itertools.pairwise(bounds)]
+
+
+def _figures(
+    program: Program,
+    ring: Ring,
+    cuts: Sequence[int],
+    *,
+    cap: float | None = None,
+    cap_list: list[float] | None = None,
+) -> BucketFigures:
+    bounds = [0, *cuts]
+    step = max(program.compute_s, finish_s(program, ring, cuts))
+    buckets = [list(program.parameters[low:high]) for low, high in itertools.pairwise(bounds) if high > low]
+    return BucketFigures(
+        bucket_cap_mb=cap,
+        bucket_cap_mb_list=cap_list,
+        buckets=len(buckets),
+        step_s=step,
+        exposed_s=step - program.compute_s,
+        bucket_parameters=buckets,
+    )
+
+
+def bucket_setting(ddp: DdpFigures) -> BucketSetting:
     """Return DDP's buckets for a plan: the simplest of default, single cap and list that is as good as the best."""
     chosen = ddp.best_cap if ddp.best_cap.step_s <= ddp.best.step_s * (1 + _AS_GOOD) else ddp.best
     chosen = ddp.default if ddp.default.step_s <= chosen.step_s * (1 + _AS_GOOD) else chosen
     return BucketSetting(
-        bucket_cap_mb=None if chosen is ddp.default else chosen.bucket_cap_mb,
-        bucket_cap_mb_list=list(chosen.bucket_cap_mb_list) if chosen.bucket_cap_mb_list is not None else None,
-        buckets=[list(bucket) for bucket in chosen.buckets],
+        bucket_cap_mb=chosen.bucket_cap_mb,
+        bucket_cap_mb_list=chosen.bucket_cap_mb_list,
+        buckets=chosen.bucket_parameters or [],
         step_s=chosen.step_s,
         default_step_s=ddp.default.step_s,
     )
 
 
-def prefetch_setting(fsdp: FsdpPlan) -> PrefetchSetting:
-    """Return FSDP2's units and prefetch lists for a plan."""
-    return PrefetchSetting(
-        units=[unit.name for unit in fsdp.units],
-        forward={name: list(ahead) for name, ahead in fsdp.forward_prefetch().items()},
-        backward={name: list(ahead) for name, ahead in fsdp.backward_prefetch().items()},
-        reshard_after_forward=fsdp.best.reshard_after_forward,
-        step_s=fsdp.best.step_s,
-        default_step_s=fsdp.default.step_s,
-    )
-
-
-def share_saved(step_s: float, before_s: float) -> float:
-    """Return the share of a step that is saved, 0 where there was nothing to save."""
-    return 1.0 - step_s / before_s if before_s > 0 else 0.0
-
-
-def ddp_verdict(plans: Collectives) -> str:
+def _verdict(program: Program, default: BucketFigures, best_cap: BucketFigures, best: BucketFigures) -> str:
     """Return in words what DDP's buckets can gain and what to set."""
-    plan = plans.ddp
-    gain = share_saved(plan.best.step_s, plan.default.step_s)
-    by_cap = share_saved(plan.best_cap.step_s, plan.default.step_s)
-    exposed = f"DDP's default leaves {show_seconds(plan.default.exposed_s)} of communication exposed"
+    gain, by_cap = share_saved(best.step_s, default.step_s), share_saved(best_cap.step_s, default.step_s)
+    text = f"DDP's default leaves {show_seconds(default.exposed_s)} of communication exposed; "
     if gain < SMALL_GAIN:
-        text = f"{exposed}; no other buckets save {SMALL_GAIN:.0%} of the step: leave bucket_cap_mb alone."
-    elif by_cap >= 0.9 * gain and plan.best_cap.bucket_cap_mb is not None:
-        text = f"{exposed}; set bucket_cap_mb={plan.best_cap.bucket_cap_mb:g}: {by_cap:.1%} of the step saved."
+        text += f"no other buckets save {SMALL_GAIN:.0%} of the step: leave bucket_cap_mb alone."
+    elif by_cap >= 0.9 * gain and best_cap.bucket_cap_mb is not None:
+        text += f"set bucket_cap_mb={best_cap.bucket_cap_mb:g}: {by_cap:.1%} of the step saved."
     else:
-        alone = (
-            f"bucket_cap_mb={plan.best_cap.bucket_cap_mb:g} alone" if plan.best_cap.bucket_cap_mb else "no cap alone"
-        )
+        alone = f"bucket_cap_mb={best_cap.bucket_cap_mb:g} alone" if best_cap.bucket_cap_mb else "no cap alone"
         worth = "worth it" if gain >= CLEAR_GAIN else "a small gain"
-        count = len(plan.best.buckets)
-        text = f"{exposed}; {count} buckets by bucket_cap_mb_list save {gain:.1%} ({alone}: {by_cap:.1%}): {worth}."
-    return text + _starved(plans, plan.default.exposed_s)
-
-
-def fsdp_verdict(plans: Collectives) -> str:
-    """Return in words what FSDP2's prefetch can gain and what to set."""
-    plan = plans.fsdp
-    if plan is None:
-        return "FSDP2: the parameters' names show no list of blocks to shard by."
-    best = plan.best
-    gain = share_saved(best.step_s, plan.default.step_s)
-    exposed = f"FSDP2's default leaves {show_seconds(plan.default.exposed_s)} of communication exposed"
-    if gain < SMALL_GAIN:
-        text = f"{exposed}; prefetching further ahead saves less than {SMALL_GAIN:.0%}: leave the default."
-    else:
-        extra = show_bytes(best.gathered_bytes - plan.default.gathered_bytes)
-        depths = f"prefetch {best.forward_depth} blocks in forward and {best.backward_depth} in backward"
-        text = f"{exposed}; {depths}: {gain:.1%} of the step saved for {extra} more."
-    kept = share_saved(plan.without_reshard.step_s, best.step_s)
-    if kept >= SMALL_GAIN:
-        size = show_bytes(plan.without_reshard.gathered_bytes)
-        text += f" Where {size} of gathered parameters fit, reshard_after_forward=False saves another {kept:.1%}."
-    return text + _starved(plans, plan.default.exposed_s)
-
-
-def _starved(plans: Collectives, exposed_s: float) -> str:
-    wire = exposed_s + plans.compute_s
-    if wire < _STARVED * plans.compute_s or plans.compute_s <= 0:
-        return ""
-    return f" The step is {wire / plans.compute_s:.1f} times its compute: a larger batch per replica gains far more."
+        text += f"{best.buckets} buckets by bucket_cap_mb_list save {gain:.1%} ({alone}: {by_cap:.1%}): {worth}."
+    return text + program.starved(default.exposed_s)

@@ -2,27 +2,26 @@
 
 ``U`` = all ops one after the other, ``L`` = the busiest resource alone, ``E = (U - makespan) / (U - L)``,
 ``S = (U - L) / L`` (TicTac, Equations 1 to 4). L ignores that ops wait for each other, so a low E can be the graph's fault:
-:func:`attribute` tells the part of 1 - E that some order could win from the part that none can.
+``attribution`` tells the part of 1 - E that some order could win from the part that none can. Start at :func:`compare`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field
 
 import numpy as np
 
-from ddltool.analyzers.communication.exact import ExactResult, solve_exact
-from ddltool.analyzers.communication.improve import improve
+from ddltool.analyzers.communication.best import improve, solve_exact
+from ddltool.analyzers.communication.dependencies import time_scale
 from ddltool.analyzers.communication.order import Schedule, tac, tic
-from ddltool.analyzers.communication.properties import time_scale
+from ddltool.analyzers.communication.program import CLEAR_GAIN, SMALL_GAIN
 from ddltool.analyzers.communication.shop import lower_bound, reduce
 from ddltool.analyzers.communication.timeline import Simulator, Timeline
 from ddltool.graph import COMPUTE, Graph
+from ddltool.results import LostEfficiency, ScheduleFigures, TraceVerdict
 from ddltool.units import show_seconds
 
-# Below the first a change is lost in the noise of real steps; from the second on it pays for the work of enforcing it.
-SMALL_GAIN, CLEAR_GAIN = 0.01, 0.05
 # Loads this close are as good as equal.
 _BALANCED = 1.05
 # An order whose first runs are all equal leaves nothing to chance; the remaining samples would repeat them.
@@ -41,70 +40,42 @@ class Bounds:
     transfer_s: float
     """Busiest channel."""
 
+    def share(self, makespan_s: float, best_s: float | None = None) -> float | None:
+        """Return E of a makespan in seconds (Equation 3), None when U = L: there is nothing to overlap.
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class OrderResult:
-    """Simulated steps under one order; ``efficiency`` is that of the mean makespan, None when E is undefined."""
-
-    schedule: Schedule | None
-    """None: no order is enforced."""
-    makespan_s: float
-    makespan_std_s: float
-    makespan_min_s: float
-    makespan_max_s: float
-    samples: int
-    efficiency: float | None
-    timeline: Timeline
-    """The run nearest the mean."""
+        ``best_s`` in place of L: E against the best that any schedule could reach.
+        """
+        spread = self.upper_s - (self.lower_s if best_s is None else best_s)
+        if spread <= 1e-12 * max(self.upper_s, 1e-300):
+            return None
+        return min(1.0, max(0.0, (self.upper_s - makespan_s) / spread))
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Attribution:
-    """Where 1 - E of one order goes, in units of E; the three add up to it. None where E is undefined."""
-
-    winnable: float
-    """Lost to the order: a schedule that is known is that much better."""
-    open: float
-    """Between the best schedule known and the tightest bound: nobody knows; 0 when the optimum is proven."""
-    graph: float
-    """Below the bound: ops wait for each other there under every order."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(kw_only=True, slots=True)
 class Comparison:
     """Random orders, TIC, TAC, the improved order and, where asked for, the exact optimum of one graph."""
 
     bounds: Bounds
-    tic: OrderResult
-    tac: OrderResult
-    random: OrderResult
-    improved: OrderResult
-    orders_compute: bool
-    """Whether the improved order also numbers compute ops and sends."""
-    exact: ExactResult | None
-    best_bound_s: float
+    schedules: dict[str, ScheduleFigures] = field(default_factory=dict)
+    """By name, in the order of the tables: random, tic, tac, improved, exact."""
+    timelines: dict[str, Timeline] = field(default_factory=dict)
+    """The simulated run of each that is nearest the mean."""
+    best_bound_s: float = 0.0
     """No order of anything is faster, seconds; at least L."""
-    undefined_reason: str | None
-
-    def results(self) -> Mapping[str, OrderResult]:
-        """Return the simulated results by name, in the order of the tables."""
-        return {"random": self.random, "tic": self.tic, "tac": self.tac, "improved": self.improved}
 
     @property
-    def best_known_s(self) -> float:
-        """Return the shortest step that any order here gives, seconds."""
-        known = [result.makespan_min_s for result in self.results().values()]
-        return min(known if self.exact is None else [*known, self.exact.makespan_s])
+    def undefined_reason(self) -> str | None:
+        """Why E is undefined."""
+        if self.bounds.share(self.bounds.lower_s) is not None:
+            return None
+        return "U = L, one resource does all the work: there is nothing to overlap"
 
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Verdict:
-    """Whether ordering transfers is worth doing here, in words."""
-
-    worth_it: bool
-    gain: float
-    """Share of the mean step under random orders that TAC saves."""
-    text: str
+    @property
+    def gain(self) -> float:
+        """Share of the mean step under random orders that TAC saves."""
+        if self.undefined_reason is not None or self.bounds.speedup is None:
+            return 0.0
+        return 1.0 - self.schedules["tac"].makespan_s / self.schedules["random"].makespan_s
 
 
 def bounds(graph: Graph) -> Bounds:
@@ -123,35 +94,40 @@ def bounds(graph: Graph) -> Bounds:
     )
 
 
-def efficiency(limits: Bounds, makespan_s: float) -> float | None:
-    """Return E of a makespan in seconds (Equation 3), None when U = L: there is nothing to overlap."""
-    spread = limits.upper_s - limits.lower_s
-    if spread <= 1e-12 * max(limits.upper_s, 1e-300):
-        return None
-    return min(1.0, max(0.0, (limits.upper_s - makespan_s) / spread))
-
-
-def attribute(comparison: Comparison, makespan_s: float) -> Attribution | None:
-    """Return how much of 1 - E of a makespan (seconds) an order could win, and how much is the graph's own."""
-    limits = comparison.bounds
-    if comparison.undefined_reason is not None:
-        return None
-    spread = limits.upper_s - limits.lower_s
-    known = min(comparison.best_known_s, makespan_s)
-    bound = min(comparison.best_bound_s, known)
-    return Attribution(
-        winnable=(makespan_s - known) / spread,
-        open=(known - bound) / spread,
-        graph=max(0.0, bound - limits.lower_s) / spread,
-    )
-
-
-def efficiency_of_best(comparison: Comparison, makespan_s: float) -> float | None:
-    """Return (U - m) / (U - bound): E against the best that any schedule could reach, None where that is U."""
-    spread = comparison.bounds.upper_s - comparison.best_bound_s
-    if spread <= 1e-12 * max(comparison.bounds.upper_s, 1e-300):
-        return None
-    return min(1.0, max(0.0, (comparison.bounds.upper_s - makespan_s) / spread))
+def simulated(
+    graph: Graph,
+    orders: Mapping[str, Schedule | None],
+    limits: Bounds,
+    *,
+    samples: int,
+    seed: int = 0,
+    tell: Callable[[], None] = lambda: None,
+) -> tuple[dict[str, ScheduleFigures], dict[str, Timeline]]:
+    """Return figures of each order's runs, None for no order, and the run nearest their mean; ``tell`` is called after each."""
+    simulator = Simulator(graph)
+    figures, timelines = {}, {}
+    for name, schedule in orders.items():
+        priority = schedule.priority if schedule is not None else None
+        makespans: list[float] = []
+        for sample in range(samples):
+            makespans.append(simulator.run(priority, seed + sample).makespan_s)
+            tell()
+            if len(makespans) == _ENOUGH_EQUAL and len(set(makespans)) == 1 and schedule is not None:
+                break
+        values = np.array(makespans)
+        mean = float(values.mean())
+        figures[name] = ScheduleFigures(
+            makespan_s=mean,
+            makespan_std_s=float(values.std()),
+            makespan_min_s=float(values.min()),
+            makespan_max_s=float(values.max()),
+            samples=len(makespans),
+            efficiency=limits.share(mean),
+            order=list(schedule.order) if schedule is not None else None,
+            priority=dict(schedule.priority) if schedule is not None else None,
+        )
+        timelines[name] = simulator.run(priority, seed + int(np.abs(values - mean).argmin()))
+    return figures, timelines
 
 
 def compare(
@@ -159,90 +135,92 @@ def compare(
     *,
     samples: int = 100,
     seed: int = 0,
-    improve_s: float = 2.0,
     exact_s: float | None = None,
     progress: Callable[[int, int], None] | None = None,
 ) -> Comparison:
     """Simulate random orders, TIC, TAC and the improved one, ``samples`` runs each with seeds from ``seed``.
 
-    ``improve_s``: seconds that the search for a better order than TAC's may take; ``exact_s``: seconds for the exact
-    optimum, None without it. ``progress`` is called with (runs done, runs in all). Raises InputError for ops without a
-    duration.
+    ``exact_s``: seconds for the exact optimum, None without it. ``progress`` is called with (runs done, runs in all). Raises
+    InputError for ops without a duration.
     """
-    limits = bounds(graph)
-    simulator = Simulator(graph)
-    done = 0
+    found, done = Comparison(bounds=bounds(graph)), 0
 
-    def step() -> None:
+    def tell() -> None:
         nonlocal done
         done += 1
         if progress is not None:
             progress(done, 4 * samples)
 
-    def run(schedule: Schedule | None) -> OrderResult:
-        return _run(simulator, schedule, limits, samples, seed, step)
+    def simulate(orders: Mapping[str, Schedule | None]) -> None:
+        figures, timelines = simulated(graph, orders, found.bounds, samples=samples, seed=seed, tell=tell)
+        found.schedules.update(figures)
+        found.timelines.update(timelines)
 
-    reason = None
-    if efficiency(limits, limits.lower_s) is None:
-        reason = "U = L, one resource does all the work: there is nothing to overlap"
     first = tac(graph)
-    by_chance, by_tic, by_tac = run(None), run(tic(graph)), run(first)
+    simulate({"random": None, "tic": tic(graph), "tac": first})
     problem = reduce(graph)
-    found = improve(graph, budget_s=improve_s, seed=seed, start=first, problem=problem)
-    same = found.schedule.priority == first.priority
-    better = replace(by_tac, schedule=found.schedule) if same else run(found.schedule)
-    ordered = found.orders_compute
-    if better.makespan_s > by_tac.makespan_s:  # worse on these seeds, if not on those that it was chosen on
-        better, ordered = replace(by_tac, schedule=replace(first, name="improved")), False
-    exact = None
+    better = improve(graph, seed=seed, start=first, problem=problem)
+    by_tac = improved = found.schedules["tac"]
+    if better.priority != first.priority:
+        simulate({"improved": better})
+        improved = found.schedules["improved"]
+    if improved.makespan_s > by_tac.makespan_s:  # worse on these seeds, if not on those that it was chosen on
+        better, improved = first, by_tac
+    orders_compute = len(better.priority) > len(better.order)
+    found.schedules["improved"] = improved.model_copy(update={"orders_compute": orders_compute})
+    bound = lower_bound(problem) / time_scale(graph)
+    known = [figures.makespan_min_s or 0.0 for figures in found.schedules.values()]
     if exact_s is not None:
-        exact = solve_exact(graph, time_limit_s=exact_s, seed=seed, start=better.schedule, problem=problem)
-    bound = lower_bound(problem) / time_scale(graph) if exact is None else exact.lower_bound_s
-    return Comparison(
-        bounds=limits,
-        random=by_chance,
-        tic=by_tic,
-        tac=by_tac,
-        improved=better,
-        orders_compute=ordered,
-        exact=exact,
-        best_bound_s=max(limits.lower_s, bound),
-        undefined_reason=reason,
+        exact = solve_exact(graph, time_limit_s=exact_s, seed=seed, start=better, problem=problem)
+        bound = exact.lower_bound_s
+        known.append(exact.makespan_s)
+    found.best_bound_s = max(found.bounds.lower_s, bound)
+    for name, figures in found.schedules.items():
+        found.schedules[name] = figures.model_copy(
+            update={
+                "efficiency_of_best": found.bounds.share(figures.makespan_s, found.best_bound_s),
+                "attribution": _attribution(found, figures.makespan_s, min(known)),
+            }
+        )
+    if exact_s is not None:
+        found.schedules["exact"] = ScheduleFigures(
+            makespan_s=exact.makespan_s,
+            efficiency=found.bounds.share(exact.makespan_s),
+            efficiency_of_best=found.bounds.share(exact.makespan_s, found.best_bound_s),
+            lower_bound_s=exact.lower_bound_s,
+            status=exact.status,
+            gap=0.0 if exact.makespan_s <= 0 else max(0.0, 1.0 - exact.lower_bound_s / exact.makespan_s),
+            solve_seconds=exact.solve_seconds,
+            order=list(exact.schedule.order),
+            priority=dict(exact.schedule.priority),
+        )
+    return found
+
+
+def _attribution(found: Comparison, makespan_s: float, known_s: float) -> LostEfficiency | None:
+    """Return where 1 - E of a makespan (seconds) goes: what an order is known to win, what nobody knows, the graph's own.
+
+    ``known_s``: the shortest step that any order here gives.
+    """
+    if found.undefined_reason is not None:
+        return None
+    spread = found.bounds.upper_s - found.bounds.lower_s
+    known = min(known_s, makespan_s)
+    bound = min(found.best_bound_s, known)
+    return LostEfficiency(
+        winnable=(makespan_s - known) / spread,
+        open=(known - bound) / spread,
+        graph=max(0.0, bound - found.bounds.lower_s) / spread,
     )
 
 
-def _run(
-    simulator: Simulator, schedule: Schedule | None, limits: Bounds, samples: int, seed: int, step: Callable[[], None]
-) -> OrderResult:
-    priority = schedule.priority if schedule is not None else None
-    makespans: list[float] = []
-    for sample in range(samples):
-        makespans.append(simulator.run(priority, seed + sample).makespan_s)
-        step()
-        if len(makespans) == _ENOUGH_EQUAL and len(set(makespans)) == 1 and schedule is not None:
-            break
-    values = np.array(makespans)
-    mean = float(values.mean())
-    nearest = int(np.abs(values - mean).argmin())
-    return OrderResult(
-        schedule=schedule,
-        makespan_s=mean,
-        makespan_std_s=float(values.std()),
-        makespan_min_s=float(values.min()),
-        makespan_max_s=float(values.max()),
-        samples=len(makespans),
-        efficiency=efficiency(limits, mean),
-        timeline=simulator.run(priority, seed + nearest),
-    )
-
-
-def verdict(comparison: Comparison) -> Verdict:
+def verdict(comparison: Comparison) -> TraceVerdict:
     """Return in words what any order could gain at best, what TAC gains over a random one, and whether to do it."""
-    limits, random, best = comparison.bounds, comparison.random, comparison.tac
+    limits, random, best = comparison.bounds, comparison.schedules["random"], comparison.schedules["tac"]
     if comparison.undefined_reason is not None or limits.speedup is None:
         reason = comparison.undefined_reason or "nothing takes any time"
-        return Verdict(worth_it=False, gain=0.0, text=f"No order can gain anything: {reason}.")
-    gain = 1.0 - best.makespan_s / random.makespan_s
+        return TraceVerdict(worth_it=False, text=f"No order can gain anything: {reason}.")
+    gain = comparison.gain
     ceiling = 1.0 - limits.lower_s / limits.upper_s
     heavier = "communication" if limits.transfer_s > limits.compute_s else "computation"
     ratio = max(limits.transfer_s, limits.compute_s) / max(min(limits.transfer_s, limits.compute_s), 1e-300)
@@ -258,4 +236,4 @@ def verdict(comparison: Comparison) -> Verdict:
         third = "A small gain: enforce the order where it costs nothing."
     else:
         third = "Not worth doing here: leave the order to chance."
-    return Verdict(worth_it=gain >= SMALL_GAIN, gain=gain, text=f"{first} {second} {third}")
+    return TraceVerdict(worth_it=gain >= SMALL_GAIN, text=f"{first} {second} {third}")

@@ -21,7 +21,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ddltool.analyzers.communication.program import Program, Ring, block_container, block_of
+from ddltool.analyzers.communication.program import SMALL_GAIN, Program, Ring, share_saved
+from ddltool.plan import PrefetchSetting
+from ddltool.results import FsdpFigures, PrefetchFigures
+from ddltool.units import show_bytes, show_seconds
 
 DEPTHS = (1, 2, 3, 4, 6, 8)
 # A deeper prefetch must save this share of the step to be worth its memory.
@@ -41,50 +44,10 @@ class Unit:
     backward_s: float
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class PrefetchPlan:
-    """One setting and what it costs."""
-
-    forward_depth: int
-    backward_depth: int
-    reshard_after_forward: bool
-    step_s: float
-    exposed_s: float
-    """Step minus compute, seconds."""
-    gathered_bytes: float
-    """Most parameter bytes gathered at one time, the root included."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class FsdpPlan:
-    """FSDP2's default, the best prefetch depths, and the best without resharding after forward."""
-
-    units: tuple[Unit, ...]
-    root: Unit
-    default: PrefetchPlan
-    best: PrefetchPlan
-    without_reshard: PrefetchPlan
-    lower_s: float
-    """No depth is faster: all compute with the first gather and the last reduce-scatter, or all bytes on the wire."""
-
-    def forward_prefetch(self) -> dict[str, tuple[str, ...]]:
-        """Return for each block the blocks for ``set_modules_to_forward_prefetch``, in order; empty: leave the default."""
-        return self._lists([unit.name for unit in self.units], self.best.forward_depth)
-
-    def backward_prefetch(self) -> dict[str, tuple[str, ...]]:
-        """Return for each block the blocks for ``set_modules_to_backward_prefetch``, in order; empty: leave the default."""
-        return self._lists([unit.name for unit in reversed(self.units)], self.best.backward_depth)
-
-    @staticmethod
-    def _lists(names: Sequence[str], depth: int) -> dict[str, tuple[str, ...]]:
-        if depth <= 1:
-            return {}
-        lists = {name: tuple(names[place + 1 : place + 1 + depth]) for place, name in enumerate(names)}
-        return {name: following for name, following in lists.items() if following}
-
-
-def plan_fsdp(program: Program, ring: Ring) -> FsdpPlan | None:
-    """Return what to set for FSDP2 with one unit per block; None when the model has no list of blocks."""
+def plan_fsdp(program: Program, ring: Ring) -> FsdpFigures | None:
+    """Return FSDP2's default, the best depths, and the best without resharding, one unit per block; None without a list
+    of blocks.
+    """
     found = units_of(program)
     if found is None:
         return None
@@ -101,14 +64,53 @@ def plan_fsdp(program: Program, ring: Ring) -> FsdpPlan | None:
         (simulate_fsdp(root, units, ring, ahead, 1, reshard=False) for ahead in depths),
         key=lambda plan: (plan.step_s, plan.forward_depth),
     )
-    return FsdpPlan(
-        units=tuple(units),
-        root=root,
+    names = [unit.name for unit in units]
+    return FsdpFigures(
+        units=names,
         default=default,
         best=best,
         without_reshard=kept,
-        lower_s=_lower(root, units, ring),
+        forward_prefetch=_ahead(names, best.forward_depth),
+        backward_prefetch=_ahead(names[::-1], best.backward_depth),
+        lower_bound_s=_lower(root, units, ring),
+        verdict=_verdict(program, default, best, kept),
     )
+
+
+def _ahead(names: Sequence[str], depth: int) -> dict[str, list[str]]:
+    """Return for each block those to prefetch, in order; empty: leave the default."""
+    if depth <= 1:
+        return {}
+    return {name: list(names[place : place + depth]) for place, name in enumerate(names[:-1], start=1)}
+
+
+def prefetch_setting(fsdp: FsdpFigures, chosen: PrefetchFigures | None = None) -> PrefetchSetting:
+    """Return FSDP2's units and prefetch lists for a plan, of the best setting by default."""
+    chosen = fsdp.best if chosen is None else chosen
+    return PrefetchSetting(
+        units=fsdp.units,
+        forward=_ahead(fsdp.units, chosen.forward_depth),
+        backward=_ahead(fsdp.units[::-1], chosen.backward_depth),
+        reshard_after_forward=chosen.reshard_after_forward,
+        step_s=chosen.step_s,
+        default_step_s=fsdp.default.step_s,
+    )
+
+
+def _verdict(program: Program, default: PrefetchFigures, best: PrefetchFigures, kept: PrefetchFigures) -> str:
+    """Return in words what FSDP2's prefetch can gain and what to set."""
+    gain = share_saved(best.step_s, default.step_s)
+    text = f"FSDP2's default leaves {show_seconds(default.exposed_s)} of communication exposed; "
+    if gain < SMALL_GAIN:
+        text += f"prefetching further ahead saves less than {SMALL_GAIN:.0%}: leave the default."
+    else:
+        extra = show_bytes(best.gathered_bytes - default.gathered_bytes)
+        depths = f"prefetch {best.forward_depth} blocks in forward and {best.backward_depth} in backward"
+        text += f"{depths}: {gain:.1%} of the step saved for {extra} more."
+    if (more := share_saved(kept.step_s, best.step_s)) >= SMALL_GAIN:
+        size = show_bytes(kept.gathered_bytes)
+        text += f" Where {size} of gathered parameters fit, reshard_after_forward=False saves another {more:.1%}."
+    return text + program.starved(default.exposed_s)
 
 
 def units_of(program: Program) -> tuple[Unit, list[Unit]] | None:
@@ -178,7 +180,7 @@ def _head_end(program: Program, block: Sequence[str], limit_s: float) -> float:
 
 def simulate_fsdp(
     root: Unit, units: Sequence[Unit], ring: Ring, forward_depth: int, backward_depth: int, *, reshard: bool = True
-) -> PrefetchPlan:
+) -> PrefetchFigures:
     """Return a step with one setting. O(blocks x depth).
 
     The root's backward time is taken to lie half before the blocks (loss, head) and half after (embeddings). Units without
@@ -226,7 +228,7 @@ def simulate_fsdp(
     sizes = [unit.size_bytes for unit in units]
     window = max(forward_depth + 2, backward_depth + 1) if reshard else count
     held = max(sum(sizes[low : low + window]) for low in range(max(1, count - window + 1)))
-    return PrefetchPlan(
+    return PrefetchFigures(
         forward_depth=forward_depth,
         backward_depth=backward_depth,
         reshard_after_forward=reshard,
@@ -244,3 +246,32 @@ def _lower(root: Unit, units: Sequence[Unit], ring: Ring) -> float:
     edges = ring.all_gather_s(root.size_bytes) if root.size_bytes else 0.0
     edges += ring.reduce_scatter_s(root.gradient_bytes) if root.gradient_bytes else 0.0
     return max(compute + edges, wire)
+
+
+def block_of(parameter: str, container: str) -> str:
+    """Return the block that a parameter belongs to: ``container.NUMBER``, or "" for the root."""
+    prefix = f"{container}." if container else ""
+    if not parameter.startswith(prefix):
+        return ""
+    number = parameter[len(prefix) :].partition(".")[0]
+    return f"{prefix}{number}" if number.isdigit() else ""
+
+
+def block_container(program: Program) -> str | None:
+    """Return the list of blocks that holds most of the parameters' bytes, as ``model.layers``; None if there is none.
+
+    A list is whatever numbers its members: ``layers.0.weight``, ``layers.1.weight``; the outermost one wins a tie.
+    """
+    sizes: dict[str, float] = {}
+    members: dict[str, set[str]] = {}
+    for name, size in zip(program.held, program.held_bytes.tolist(), strict=True):
+        parts = name.split(".")
+        for place, part in enumerate(parts[:-1]):
+            if part.isdigit():
+                container = ".".join(parts[:place])
+                sizes[container] = sizes.get(container, 0.0) + size
+                members.setdefault(container, set()).add(part)
+    listed = [container for container, numbers in members.items() if len(numbers) > 1]
+    if not listed:
+        return None
+    return min(listed, key=lambda container: (-sizes[container], container.count("."), container))

@@ -24,14 +24,15 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from ddltool.analyzers.communication.properties import (
-    INFINITE,
+from ddltool.analyzers.communication.dependencies import (
     Dependencies,
-    Properties,
+    bits_of,
     find_dependencies,
     whole_times,
 )
 from ddltool.graph import Graph, natural_key
+
+_NEVER = 2**62
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -50,10 +51,8 @@ def tic(graph: Graph) -> Schedule:
     Needs no durations. O((n + e) r / 64) for the dependency sets, then O(groups (log groups + r / 64)).
     """
     dependencies = find_dependencies(graph)
-    rank = _graph_order(graph, dependencies)
-    impending = _unit_impending(dependencies)
-    _, dense = np.unique(impending, return_inverse=True)
-    order = np.lexsort((rank, dense))
+    _, dense = np.unique(_unit_impending(dependencies), return_inverse=True)
+    order = np.lexsort((_graph_order(graph, dependencies), dense))
     names = [graph.names[op] for op in dependencies.recvs]
     return Schedule(
         name="tic",
@@ -62,27 +61,25 @@ def tic(graph: Graph) -> Schedule:
     )
 
 
-def _unit_impending(dependencies: Dependencies) -> NDArray[np.int64]:
-    """Return M+ of every recv, shape (r,), when each transfer takes 1 and all are outstanding: a least set size.
+def _unit_impending(dependencies: Dependencies) -> list[int]:
+    """Return M+ of each of the r recvs when each transfer takes 1 and all are outstanding: a least set size.
 
     Sets in ascending order of size, each looked at only for what no smaller one had: a recv is reached once.
     """
-    found = np.full(len(dependencies.recvs), INFINITE, dtype=np.int64)
+    found = [_NEVER] * len(dependencies.recvs)
     seen = 0
     for size, bits in sorted((bits.bit_count(), bits) for bits in dependencies.sets):
-        fresh = bits & ~seen if size > 1 else 0
-        seen |= fresh
-        while fresh:
-            lowest = fresh & -fresh
-            found[lowest.bit_length() - 1] = size
-            fresh ^= lowest
+        if size > 1:
+            for recv in bits_of(bits & ~seen):
+                found[recv] = size
+            seen |= bits
     return found
 
 
 def tac(graph: Graph) -> Schedule:
     """Return the timing-aware order (section 4.3 with Equation 6): one recv at a time, the first under the comparator.
 
-    O((n + e) r / 64) for the dependency sets, then O(r (groups r / 64 + r)) in vector operations, against
+    O((n + e) r / 64) for the dependency sets, then O(r (groups + r)) in vector operations, against
     O(r (n r + r^2)) when every property is computed anew for every pick. Raises InputError for ops without a duration.
     """
     dependencies = find_dependencies(graph)
@@ -90,11 +87,62 @@ def tac(graph: Graph) -> Schedule:
     rank = _graph_order(graph, dependencies)
     picked: list[int] = []
     for _ in range(len(dependencies.recvs)):
-        recv = first_recv(properties, rank)
-        picked.append(recv)
-        properties.complete(recv)
+        picked.append(first_recv(properties, rank))
+        properties.complete(picked[-1])
     names = [graph.names[dependencies.recvs[recv]] for recv in picked]
     return Schedule(name="tac", priority={name: place for place, name in enumerate(names)}, order=tuple(names))
+
+
+class Properties:
+    """M, P and M+ (TicTac, section 4.1 and Algorithm 1) of the outstanding recvs, kept up to date as recvs complete.
+
+    Only groups of ops with the same dependency set matter: their outstanding part and the sum of their compute times.
+    Completing a recv costs O(groups) in vector operations; nothing is computed anew from the ops.
+    """
+
+    def __init__(self, dependencies: Dependencies, times: NDArray[np.int64]) -> None:
+        """Take the dependency sets and the times (n,) of all ops in whole units."""
+        self.recv_time = times[dependencies.recvs]
+        self.outstanding = np.ones(len(dependencies.recvs), dtype=bool)
+        self.compute = np.zeros(len(dependencies.recvs), dtype=np.int64)
+        """P of each recv: compute time that it alone still blocks."""
+        grouped = dependencies.group >= 0
+        self._load = np.zeros(len(dependencies.sets), dtype=np.int64)
+        np.add.at(self._load, dependencies.group[grouped], times[grouped])
+        self._needs = dependencies.matrix()
+        self._count = self._needs.sum(axis=0)
+        self._transfer = np.zeros(len(dependencies.sets), dtype=np.int64)
+        for needed, time in zip(self._needs, self.recv_time, strict=True):
+            self._transfer[needed] += time
+        self._unblock(np.flatnonzero(self._count == 1))
+
+    def _unblock(self, groups: NDArray[np.intp]) -> None:
+        """Add groups that one recv alone still blocks to that recv's P."""
+        if groups.size:
+            recvs = (self._needs[:, groups] & self.outstanding[:, None]).argmax(axis=0)
+            np.add.at(self.compute, recvs, self._load[groups])
+
+    def least_impending(self, candidates: NDArray[np.bool_]) -> NDArray[np.bool_]:
+        """Return which of the candidates, a mask (r,) of outstanding recvs, have the least M+ among them."""
+        blocked = np.flatnonzero(self._count > 1)
+        blocked = blocked[np.argsort(self._transfer[blocked], kind="stable")]
+        loads = self._transfer[blocked]
+        first = 0
+        while first < len(blocked):
+            last = int(np.searchsorted(loads, loads[first], side="right"))
+            found: NDArray[np.bool_] = candidates & self._needs[:, blocked[first:last]].any(axis=1)
+            if found.any():
+                return found
+            first = last
+        return candidates
+
+    def complete(self, recv: int) -> None:
+        """Take a recv (its number among the recvs) out of the outstanding set."""
+        self.outstanding[recv] = False
+        touched = self._needs[recv]
+        self._count -= touched
+        self._transfer -= touched * self.recv_time[recv]
+        self._unblock(np.flatnonzero(touched & (self._count == 1)))
 
 
 def first_recv(properties: Properties, rank: NDArray[np.intp]) -> int:
@@ -106,16 +154,6 @@ def first_recv(properties: Properties, rank: NDArray[np.intp]) -> int:
     # A recv that Equation 6 puts behind another can still tie with one of these and have the smaller M+. Such ties rule
     # out all of them, or those with the smallest P: the largest P goes first either way.
     return int(places[np.lexsort((rank[places], -compute[places]))[0]])
-
-
-def precedes(
-    compute: NDArray[np.int64], transfer: NDArray[np.int64], impending: NDArray[np.int64]
-) -> NDArray[np.bool_]:
-    """Return the matrix "row strictly precedes column" of Equation 6 with M+ on equality, from P, M and M+ (r,)."""
-    left = np.minimum(compute[None, :], transfer[:, None])  # min(P_B, M_A), A the row and B the column
-    right = left.T  # min(P_A, M_B)
-    before: NDArray[np.bool_] = (left < right) | ((left == right) & (impending[:, None] < impending[None, :]))
-    return before
 
 
 def unpreceded(
@@ -138,17 +176,14 @@ def unpreceded(
 
 def _graph_order(graph: Graph, dependencies: Dependencies) -> NDArray[np.intp]:
     """Return each recv's place in graph order, shape (r,): level of its earliest consumer, then name."""
-    level = [0] * len(graph)
-    earliest = [int(INFINITE)] * len(graph)
-    pointer, sources = graph.input_ptr.tolist(), graph.input_index.tolist()
-    for op in graph.topological_order().tolist():
-        inputs = sources[pointer[op] : pointer[op + 1]]
-        if inputs:
-            level[op] = 1 + max(level[source] for source in inputs)
+    level, earliest = [0] * len(graph), [_NEVER] * len(graph)
+    for op in dependencies.order:
+        if inputs := dependencies.inputs[op]:
+            here = level[op] = 1 + max([level[source] for source in inputs])
             for source in inputs:
-                earliest[source] = min(earliest[source], level[op])
-    recvs = dependencies.recvs.tolist()
-    keys = [(earliest[op], natural_key(graph.names[op])) for op in recvs]
-    rank = np.empty(len(recvs), dtype=np.intp)
-    rank[sorted(range(len(recvs)), key=keys.__getitem__)] = np.arange(len(recvs))
+                if here < earliest[source]:
+                    earliest[source] = here
+    keys = [(earliest[op], natural_key(graph.names[op])) for op in dependencies.recvs.tolist()]
+    rank = np.empty(len(keys), dtype=np.intp)
+    rank[sorted(range(len(keys)), key=keys.__getitem__)] = np.arange(len(keys))
     return rank

@@ -11,10 +11,20 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from ddltool.analyzers.communication.properties import whole_times
-from ddltool.analyzers.communication.shop import first_ready_first
+from ddltool.analyzers.communication.dependencies import (
+    collected,
+    first_ready_first,
+    input_lists,
+    reversed_edges,
+    whole_times,
+)
 from ddltool.errors import InputError
 from ddltool.graph import COMPUTE, RECV, SEND, Graph
+
+# Below the first a change is lost in the noise of real steps; from the second on it pays for the work of enforcing it.
+SMALL_GAIN, CLEAR_GAIN = 0.01, 0.05
+# Beyond this, a larger batch or a faster network is the answer and no setting is.
+_STARVED = 1.5
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -36,6 +46,13 @@ class Program:
     """Start of the backward pass."""
     compute_s: float
     """All compute, one op after another."""
+
+    def starved(self, exposed_s: float) -> str:
+        """Return the words for a step that waits for its communication above all, else nothing."""
+        share = 1.0 + exposed_s / self.compute_s if self.compute_s > 0 else 0.0
+        if share < _STARVED:
+            return ""
+        return f" The step is {share:.1f} times its compute: a larger batch per replica gains far more."
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -62,94 +79,64 @@ class Ring:
         return 2 * self.all_gather_s(size_bytes)
 
 
+def own_ring(graph: Graph, replicas: int) -> Ring | None:
+    """Return ``replicas`` processes on the network that the graph was timed for; None when the graph does not say."""
+    rate, delay = graph.meta.get("bandwidth_bytes_per_s"), graph.meta.get("latency_s")
+    if not (isinstance(rate, (int, float)) and isinstance(delay, (int, float))):
+        return None
+    return Ring(replicas=replicas, bandwidth_bytes_per_s=float(rate), latency_s=float(delay))
+
+
+def share_saved(step_s: float, before_s: float) -> float:
+    """Return the share of a step that is saved, 0 where there was nothing to save."""
+    return 1.0 - step_s / before_s if before_s > 0 else 0.0
+
+
 def program_of(graph: Graph) -> Program:
     """Return the program view of a timed training graph. O((n + e) log n).
 
     Compute ops on several resources count as one; gradients without any bytes are left out. Raises
     InputError for an inference graph or one without sends.
     """
-    if graph.mode != "training" or not len(graph.of_kind(SEND)):
+    sends = graph.of_kind(SEND)
+    if graph.mode != "training" or not len(sends):
         raise InputError(graph.name, "is no training step with gradients", "trace with --mode training")
     whole_times(graph)  # says which op has no duration
-    start, end = _run(graph)
-    sends = graph.of_kind(SEND)
+    inputs, kind, names = input_lists(graph), graph.kind.tolist(), graph.names
+    start, end, now = np.zeros(len(graph)), np.zeros(len(graph)), 0.0
+    for op in first_ready_first(inputs):
+        if kind[op] == COMPUTE:
+            start[op], end[op] = now, now + float(graph.duration_s[op])
+            now = float(end[op])
     sends = sends[graph.size_bytes[sends] > 0] if (graph.size_bytes[sends] > 0).any() else sends
-    names = [graph.parameter[op] or graph.names[op] for op in sends]
-    ready = np.array([max((end[source] for source in graph.inputs_of(int(op))), default=0.0) for op in sends])
+    ready = np.array([max((end[source] for source in inputs[op]), default=0.0) for op in sends])
     order = np.argsort(ready, kind="stable")
-    used = {graph.parameter[op] or graph.names[op]: np.inf for op in graph.of_kind(RECV)}
-    for op in np.flatnonzero(graph.kind == COMPUTE).tolist():
-        for source in graph.inputs_of(op):
-            name = graph.parameter[source] or graph.names[source]
-            if graph.kind[source] == RECV:
-                used[name] = min(used[name], float(start[op]))
-    compute = float(graph.duration_s[graph.kind == COMPUTE].sum())
+    recvs = graph.of_kind(RECV)
+    used = dict.fromkeys(recvs.tolist(), np.inf)
+    for op, sources in enumerate(inputs):
+        for source in sources:
+            if kind[op] == COMPUTE and kind[source] == RECV:
+                used[source] = min(used[source], float(start[op]))
+    compute_s = float(graph.duration_s[graph.kind == COMPUTE].sum())
     return Program(
-        parameters=tuple(names[place] for place in order),
+        parameters=tuple(graph.parameter[op] or names[op] for op in sends[order]),
         ready_s=ready[order],
         size_bytes=graph.size_bytes[sends][order],
-        held=tuple(used),
-        held_bytes=graph.size_bytes[graph.of_kind(RECV)],
+        held=tuple(graph.parameter[op] or names[op] for op in recvs),
+        held_bytes=graph.size_bytes[recvs],
         first_use_s=np.array(list(used.values())),
-        backward_s=_backward_start(graph, start, compute),
-        compute_s=compute,
+        backward_s=_backward_start(graph, inputs, start, compute_s),
+        compute_s=compute_s,
     )
 
 
-def _run(graph: Graph) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-    """Return start and end of every compute op when they run one after another, first in the file first."""
-    start, end = np.zeros(len(graph)), np.zeros(len(graph))
-    now = 0.0
-    for op in first_ready_first({op: graph.inputs_of(op).tolist() for op in range(len(graph))}):
-        if graph.kind[op] == COMPUTE:
-            start[op], end[op] = now, now + float(graph.duration_s[op])
-            now = float(end[op])
-    return start, end
-
-
-def _backward_start(graph: Graph, start: NDArray[np.float64], compute_s: float) -> float:
+def _backward_start(graph: Graph, inputs: list[list[int]], start: NDArray[np.float64], compute_s: float) -> float:
     """Return when backward begins: at the first op that the tracer named so, else at the first that not every send needs."""
-    compute = np.flatnonzero(graph.kind == COMPUTE)
+    compute = graph.of_kind(COMPUTE).tolist()
     named = [float(start[op]) for op in compute if graph.names[op].startswith("backward/")]
     if named:
         return min(named)
-    pointer, targets = graph.successors()
-    leads = [0] * len(graph)
     sends = graph.of_kind(SEND).tolist()
-    every = (1 << len(sends)) - 1
-    for number, op in enumerate(sends):
-        leads[op] = 1 << number
-    for op in reversed(graph.topological_order().tolist()):
-        for target in targets[pointer[op] : pointer[op + 1]].tolist():
-            leads[op] |= leads[target]
-    tail = [float(start[op]) for op in compute if leads[op] not in (0, every)]
+    leads = collected(reversed_edges(inputs), graph.topological_order().tolist()[::-1], sends)
+    tail = [float(start[op]) for op in compute if leads[op] not in (0, (1 << len(sends)) - 1)]
     return min(tail, default=compute_s)
-
-
-def block_of(parameter: str, container: str) -> str:
-    """Return the block that a parameter belongs to: ``container.NUMBER``, or "" for the root."""
-    prefix = f"{container}." if container else ""
-    if not parameter.startswith(prefix):
-        return ""
-    number = parameter[len(prefix) :].partition(".")[0]
-    return f"{prefix}{number}" if number.isdigit() else ""
-
-
-def block_container(program: Program) -> str | None:
-    """Return the list of blocks that holds most of the parameters' bytes, as ``model.layers``; None if there is none.
-
-    A list is whatever numbers its members: ``layers.0.weight``, ``layers.1.weight``; the outermost one wins a tie.
-    """
-    sizes: dict[str, float] = {}
-    members: dict[str, set[str]] = {}
-    for name, size in zip(program.held, program.held_bytes.tolist(), strict=True):
-        parts = name.split(".")
-        for place, part in enumerate(parts[:-1]):
-            if part.isdigit():
-                container = ".".join(parts[:place])
-                sizes[container] = sizes.get(container, 0.0) + size
-                members.setdefault(container, set()).add(part)
-    listed = [container for container, numbers in members.items() if len(numbers) > 1]
-    if not listed:
-        return None
-    return min(listed, key=lambda container: (-sizes[container], container.count("."), container))

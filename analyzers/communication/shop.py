@@ -1,7 +1,7 @@
-"""A smaller scheduling problem with the same least makespan: what can be merged without losing optimality.
+"""A timed graph as a job shop: merged without losing optimality, bounded, and scheduled. Start at :func:`reduce`.
 
-A timed graph is a job shop: every resource runs one op at a time, in any order that the inputs allow. Write H for the
-compute ops that every send needs (all compute ops where there are no sends), D(op) for the recvs that op needs.
+Every resource runs one op at a time, in any order that the inputs allow. Write H for the compute ops that every send needs
+(all compute ops where there are no sends), D(op) for the recvs that op needs.
 
 1. A compute op that takes no time and needs no recv directly runs at the instant when its last input ends, when the
    compute resource is between two ops anyway: it constrains nothing and goes.
@@ -16,27 +16,37 @@ compute ops that every send needs (all compute ops where there are no sends), D(
 6. Sends of one channel that wait for the same block form one, if H needs all recvs: sends lead to nothing, so a
    channel is done at the same time whichever of its waiting sends goes first.
 
-The tests hold all of this against the least makespan of the unreduced problem. Start at :func:`reduce`.
+The tests hold all of this against the least makespan of the unreduced problem.
 
-What orders, bounds and the exact solver ask of the problem stands below: :func:`lower_bound`, which no order of anything
-can beat and which is cheap enough for every graph, :func:`numberings` to try, and schedules as one order of all ops.
-``L``, the busiest resource alone, ignores that an op must wait for its inputs. Here every op gets a head (what must
-happen before it can start) and a tail (what must happen after it ended), both from its whole set of ancestors and
-descendants on each resource; each resource then is a one-machine problem with heads and tails, whose preemptive
-optimum (Jackson's schedule: always run the available op with the longest tail) no real schedule can beat.
+:func:`lower_bound` is what no order of anything can beat, cheap enough for every graph. ``L``, the busiest resource alone,
+ignores that an op must wait for its inputs. Here every op gets a head (what must happen before it can start) and a tail
+(what must happen after it ended), both from its whole set of ancestors and descendants on each resource; each resource
+then is a one-machine problem with heads and tails, whose preemptive optimum (Jackson's schedule: always run the available
+op with the longest tail) no real schedule can beat.
 """
 
 from __future__ import annotations
 
 import heapq
-from collections.abc import Collection, Mapping, Sequence
+import random
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from functools import reduce as fold
+from operator import or_
 
 import numpy as np
 from numpy.typing import NDArray
 
-from ddltool.analyzers.communication.properties import whole_times
+from ddltool.analyzers.communication.dependencies import (
+    as_matrix,
+    bits_of,
+    collected,
+    first_ready_first,
+    input_lists,
+    whole_times,
+)
+from ddltool.analyzers.communication.timeline import play
 from ddltool.graph import COMPUTE, RECV, SEND, Graph
 
 # A free op with more inputs times consumers than this stays: taking it out would add too many edges.
@@ -49,7 +59,7 @@ _MATRIX_OPS = 6000
 
 @dataclass(frozen=True, kw_only=True)
 class ShopProblem:
-    """Ops in whole time units (see :func:`~ddltool.analyzers.communication.properties.time_scale`) on resources."""
+    """Ops in whole time units (see :func:`~ddltool.analyzers.communication.dependencies.time_scale`) on resources."""
 
     times: Sequence[int]
     resource: Sequence[int]
@@ -78,6 +88,10 @@ class ShopProblem:
             members=[self.members[op] for op in chosen],
         )
 
+    def of_kind(self, kind: int) -> list[int]:
+        """Return the ops of one kind."""
+        return [op for op, own in enumerate(self.kind) if own == kind]
+
     @cached_property
     def consumers(self) -> list[list[int]]:
         """The reversed edges."""
@@ -88,21 +102,24 @@ class ShopProblem:
         return found
 
     @cached_property
+    def needed(self) -> list[int]:
+        """The recvs that each op needs, itself included: bit k for the k-th of ``of_kind(RECV)``."""
+        return collected(self.inputs, range(len(self)), self.of_kind(RECV))
+
+    @cached_property
     def heads_and_tails(self) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """For each op the least time before its start and after its end, each shape (n,), whole time units."""
-        count = len(self)
-        if count == 0:
-            return np.zeros(0, dtype=np.int64), np.zeros(0, dtype=np.int64)
-        times = np.array(self.times, dtype=np.int64)
+        count, times = len(self), np.array(self.times, dtype=np.int64)
         head, tail = np.zeros(count, dtype=np.int64), np.zeros(count, dtype=np.int64)
-        if count <= _MATRIX_OPS:
-            needs = reach(self)
+        if 0 < count <= _MATRIX_OPS:
+            needs = as_matrix(collected(self.inputs, range(count), range(count)), count)
+            np.fill_diagonal(needs, val=False)
             by_resource = np.zeros((count, self.resources), dtype=np.int64)
             by_resource[np.arange(count), self.resource] = times
             head = _rows_times(needs, by_resource).max(axis=1)
             tail = _rows_times(np.ascontiguousarray(needs.T), by_resource).max(axis=1)
             if self.head and len(self.head) < count:
-                head = np.maximum(head, _after_head(self, needs))
+                head = np.maximum(head, self._after_head(needs))
         for op in range(count):
             for source in self.inputs[op]:
                 head[op] = max(head[op], head[source] + times[source])
@@ -111,17 +128,30 @@ class ShopProblem:
                 tail[op] = max(tail[op], times[target] + tail[target])
         return head, tail
 
+    def _after_head(self, needs: NDArray[np.bool_]) -> NDArray[np.int64]:
+        """Return for ops that need all of H when H can be done at the earliest, 0 for the others."""
+        blocks = sorted(self.head)
+        inside = needs[blocks].any(axis=0)
+        inside[blocks] = True
+        done = lower_bound(self.part(np.flatnonzero(inside).tolist()))
+        return np.where(needs[:, blocks].all(axis=1), done, 0)
+
+
+def _rows_times(rows: NDArray[np.bool_], columns: NDArray[np.int64]) -> NDArray[np.int64]:
+    """Return ``rows @ columns`` in exact integers without a wide copy of the matrix."""
+    return np.concatenate([rows[start : start + 256] @ columns for start in range(0, len(rows), 256)])
+
 
 def unreduced(graph: Graph) -> ShopProblem:
-    """Return the graph as it is, renumbered topologically."""
+    """Return the graph as it is, renumbered topologically. Raises InputError for ops without a duration."""
     order = graph.topological_order().tolist()
     place = {op: number for number, op in enumerate(order)}
-    times = whole_times(graph).tolist()
+    times, inputs = whole_times(graph).tolist(), input_lists(graph)
     return ShopProblem(
         times=[times[op] for op in order],
-        resource=[int(graph.resource[op]) for op in order],
-        kind=[int(graph.kind[op]) for op in order],
-        inputs=[[place[source] for source in graph.inputs_of(op).tolist()] for op in order],
+        resource=graph.resource[order].tolist(),
+        kind=graph.kind[order].tolist(),
+        inputs=[[place[source] for source in inputs[op]] for op in order],
         resources=len(graph.resource_names),
         members=[[op] for op in order],
     )
@@ -132,11 +162,10 @@ def reduce(graph: Graph) -> ShopProblem:
 
     Graphs with several compute resources are only renumbered. Raises InputError for ops without a duration.
     """
-    compute_resources = {int(resource) for resource in graph.resource[graph.kind == COMPUTE]}
     problem = unreduced(graph)
-    if len(compute_resources) != 1:
+    if len(np.unique(graph.resource[graph.kind == COMPUTE])) != 1:
         return problem
-    return _Reducer(_without_free_ops(problem)).merged()
+    return _merged(_without_free_ops(problem))
 
 
 def _without_free_ops(problem: ShopProblem) -> ShopProblem:
@@ -145,235 +174,104 @@ def _without_free_ops(problem: ShopProblem) -> ShopProblem:
     consumers = [list(targets) for targets in problem.consumers]
     gone: set[int] = set()
     for op in range(len(problem)):
-        if problem.times[op] or problem.kind[op] != COMPUTE:
-            continue
         sources, targets = inputs[op], consumers[op]
-        if any(problem.kind[source] == RECV for source in sources):
+        if problem.times[op] or problem.kind[op] != COMPUTE or len(sources) * len(targets) > _BYPASS_EDGES:
             continue
-        if len(sources) * len(targets) > _BYPASS_EDGES:
+        if any(problem.kind[source] == RECV for source in sources):
             continue
         gone.add(op)
         for target in targets:
-            known = dict.fromkeys(source for source in inputs[target] if source != op)
-            inputs[target] = list(known | dict.fromkeys(sources))
+            inputs[target] = list(dict.fromkeys([*(source for source in inputs[target] if source != op), *sources]))
         for source in sources:
             consumers[source] = list(dict.fromkeys([*(c for c in consumers[source] if c != op), *targets]))
     return problem.part([op for op in range(len(problem)) if op not in gone], inputs)
 
 
-class _Reducer:
-    """Rules 2 to 6 on a problem with one compute resource."""
-
-    def __init__(self, problem: ShopProblem) -> None:
-        self.problem = problem
-        self.consumers = problem.consumers
-        count = len(problem)
-        self.recvs = [op for op in range(count) if problem.kind[op] == RECV]
-        needed = [0] * count
-        for number, op in enumerate(self.recvs):
-            needed[op] = 1 << number
-        for op in range(count):
-            for source in problem.inputs[op]:
-                needed[op] |= needed[source]
-        self.needed = needed
-        leads = [0] * count
-        sends = 0
-        for op in range(count - 1, -1, -1):
-            if problem.kind[op] == SEND:
-                leads[op] = 1 << sends
-                sends += 1
-            for source in problem.inputs[op]:
-                leads[source] |= leads[op]
-        every = (1 << sends) - 1
-        compute = [op for op in range(count) if problem.kind[op] == COMPUTE]
-        self.head = [op for op in compute if leads[op] == every]
-        self.tail = [op for op in compute if leads[op] != every]
-        self.leads = leads
-        consumed = 0
-        for op in compute:
-            consumed |= needed[op]
-        self.consumed = consumed
-        self.head_needs = 0
-        for op in self.head:
-            self.head_needs |= needed[op]
-
-    def merged(self) -> ShopProblem:
-        """Return the problem of the blocks."""
-        block = list(range(len(self.problem)))
-        self._merge_head(block)
-        self._merge_recvs(block)
-        self._merge_tail(block)
-        self._merge_sends(block)
-        return self._build(block)
-
-    def _merge_head(self, block: list[int]) -> None:
-        first: dict[int, int] = {}
-        for op in self.head:
-            block[op] = first.setdefault(self.needed[op], op)
-
-    def _merge_recvs(self, block: list[int]) -> None:
-        sets = {self.needed[op] for op in range(len(self.problem)) if self.problem.kind[op] != RECV}
-        signature = [0] * len(self.recvs)
-        for number, bits in enumerate(sorted(sets)):
-            while bits:
-                lowest = bits & -bits
-                signature[lowest.bit_length() - 1] |= 1 << number
-                bits ^= lowest
-        first: dict[tuple[int, int], int] = {}
-        for number, op in enumerate(self.recvs):
-            if self.head_needs >> number & 1:
-                block[op] = first.setdefault((self.problem.resource[op], signature[number]), op)
-
-    def _merge_tail(self, block: list[int]) -> None:
-        last: int | None = None
-        compute = set(self.tail)
-        for op in reversed(self.tail):
-            if self.needed[op] != self.consumed:
-                continue
-            if not self.leads[op]:
-                last = op if last is None else last
-                block[op] = last
-                continue
-            targets = {block[target] for target in self.consumers[op] if self.leads[target]}
-            unmovable = any(self.problem.kind[target] == SEND for target in self.consumers[op])
-            if len(targets) == 1 and not unmovable and (target := next(iter(targets))) in compute:
-                block[op] = target
-
-    def _merge_sends(self, block: list[int]) -> None:
-        if self.head_needs != self.consumed or not self.head:
-            return
-        first: dict[tuple[int, frozenset[int]], int] = {}
-        for op in range(len(self.problem)):
-            if self.problem.kind[op] == SEND:
-                waits = frozenset(block[source] for source in self.problem.inputs[op])
-                block[op] = first.setdefault((self.problem.resource[op], waits), op)
-
-    def _build(self, block: list[int]) -> ShopProblem:
-        problem = self.problem
-        members: dict[int, list[int]] = {}
-        for op in range(len(problem)):
-            members.setdefault(block[op], []).append(op)
-        head = {block[op] for op in self.head}
-        inputs: dict[int, set[int]] = {
-            key: {block[source] for op in ops for source in problem.inputs[op]} - {key} for key, ops in members.items()
-        }
-        for key, sources in self._head_edges(head, block).items():
-            inputs[key] = sources | (inputs[key] & head)
-        last = [key for key in members if problem.kind[key] == COMPUTE and not self.leads[key] and key not in head]
-        final = [key for key in last if self.needed[key] == self.consumed]
-        for key in final:  # rule 5: after all other compute; one block at most
-            inputs[key] |= {other for other in members if problem.kind[other] == COMPUTE and other != key}
-        order = first_ready_first(inputs)
-        place = {key: number for number, key in enumerate(order)}
-        return ShopProblem(
-            times=[sum(problem.times[op] for op in members[key]) for key in order],
-            resource=[problem.resource[key] for key in order],
-            kind=[problem.kind[key] for key in order],
-            inputs=[sorted(place[source] for source in inputs[key]) for key in order],
-            resources=problem.resources,
-            members=[[original for op in members[key] for original in problem.members[op]] for key in order],
-            head=frozenset(place[key] for key in head),
-        )
-
-    def _head_edges(self, head: set[int], block: list[int]) -> dict[int, set[int]]:
-        """Return the inputs of the blocks of H: recvs, and blocks with a subset of them in place of those recvs.
-
-        Jackson's rule runs a block with a subset of the recvs first, so that edge costs nothing.
-        """
-        by_size = sorted(head, key=lambda key: (self.needed[key].bit_count(), key))
-        edges: dict[int, set[int]] = {}
-        for number, key in enumerate(by_size):
-            wanted, covered = self.needed[key], 0
-            edges[key] = set()
-            for other in reversed(by_size[:number]):
-                bits = self.needed[other]
-                if bits & ~wanted == 0 and bits & ~covered:
-                    edges[key].add(other)
-                    covered |= bits
-                    if covered == wanted or len(edges[key]) >= _SUBSET_EDGES:
-                        break
-            rest = wanted & ~covered
-            while rest:
-                lowest = rest & -rest
-                edges[key].add(block[self.recvs[lowest.bit_length() - 1]])
-                rest ^= lowest
-        return edges
+def _merged(problem: ShopProblem) -> ShopProblem:
+    """Return the problem of the blocks: rules 2 to 6 on one compute resource."""
+    needed, sends, compute = problem.needed, problem.of_kind(SEND), problem.of_kind(COMPUTE)
+    leads = collected(problem.consumers, range(len(problem) - 1, -1, -1), sends)
+    every = (1 << len(sends)) - 1
+    head = [op for op in compute if leads[op] == every]
+    consumed, head_needs = (fold(or_, (needed[op] for op in ops), 0) for ops in (compute, head))
+    block = list(range(len(problem)))
+    first: dict[object, int] = {}
+    for op in head:  # rule 2
+        block[op] = first.setdefault(needed[op], op)
+    recvs = problem.of_kind(RECV)
+    sets = {needed[op] for op in (*compute, *sends)}
+    users = as_matrix(sorted(sets), len(recvs)).T
+    for number in bits_of(head_needs):  # rule 3
+        op = recvs[number]
+        block[op] = first.setdefault((problem.resource[op], users[number].tobytes()), op)
+    whole = [op for op in compute if leads[op] != every and needed[op] == consumed]
+    last = [op for op in whole if not leads[op]]
+    for op in last:  # rule 5
+        block[op] = last[-1]
+    for op in reversed(whole):  # rule 4
+        targets = {block[target] for target in problem.consumers[op] if leads[target]}
+        if len(targets) == 1 and all(problem.kind[target] == COMPUTE for target in problem.consumers[op]):
+            block[op] = targets.pop()
+    if head and head_needs == consumed:  # rule 6
+        for op in sends:
+            waits = frozenset(block[source] for source in problem.inputs[op])
+            block[op] = first.setdefault((problem.resource[op], waits), op)
+    return _blocks(problem, block, {block[op] for op in head}, last[-1:])
 
 
-def first_ready_first(inputs: Mapping[int, Collection[int]]) -> list[int]:
-    """Return the keys with every key after its inputs, smallest first among the ready ones."""
-    waiting = {key: len(sources) for key, sources in inputs.items()}
-    consumers: dict[int, list[int]] = {key: [] for key in inputs}
-    for key, sources in inputs.items():
-        for source in sources:
-            consumers[source].append(key)
-    ready = [key for key, count in waiting.items() if count == 0]
-    heapq.heapify(ready)
-    order = []
-    while ready:
-        key = heapq.heappop(ready)
-        order.append(key)
-        for target in consumers[key]:
-            waiting[target] -= 1
-            if waiting[target] == 0:
-                heapq.heappush(ready, target)
-    assert len(order) == len(inputs), "the inputs form a cycle"
-    return order
+def _blocks(problem: ShopProblem, block: Sequence[int], head: set[int], last: Sequence[int]) -> ShopProblem:
+    """Return the problem in which every op belongs to a block; ``last``: the block of rule 5, after all other compute."""
+    members: dict[int, list[int]] = {}
+    for op, key in enumerate(block):
+        members.setdefault(key, []).append(op)
+    inputs = {
+        key: {block[source] for op in ops for source in problem.inputs[op]} - {key} for key, ops in members.items()
+    }
+    for key, sources in _head_edges(problem, block, head).items():
+        inputs[key] = sources | (inputs[key] & head)
+    for key in last:
+        inputs[key] |= {other for other in members if problem.kind[other] == COMPUTE and other != key}
+    keys = sorted(members)
+    number = {key: place for place, key in enumerate(keys)}
+    order = [keys[place] for place in first_ready_first([[number[each] for each in inputs[key]] for key in keys])]
+    place = {key: position for position, key in enumerate(order)}
+    return ShopProblem(
+        times=[sum(problem.times[op] for op in members[key]) for key in order],
+        resource=[problem.resource[key] for key in order],
+        kind=[problem.kind[key] for key in order],
+        inputs=[sorted(place[source] for source in inputs[key]) for key in order],
+        resources=problem.resources,
+        members=[[original for op in members[key] for original in problem.members[op]] for key in order],
+        head=frozenset(place[key] for key in head),
+    )
 
 
-def reach(problem: ShopProblem) -> np.ndarray[tuple[int, int], np.dtype[np.bool_]]:
-    """Return which ops an op needs, directly or transitively, shape (n, n): row needs column."""
-    found = np.zeros((len(problem), len(problem)), dtype=bool)
-    for op, inputs in enumerate(problem.inputs):
-        for source in inputs:
-            found[op] |= found[source]
-            found[op, source] = True
-    return found
+def _head_edges(problem: ShopProblem, block: Sequence[int], head: set[int]) -> dict[int, set[int]]:
+    """Return the inputs of the blocks of H: recvs, and blocks with a subset of them in place of those recvs.
+
+    Jackson's rule runs a block with a subset of the recvs first, so that edge costs nothing.
+    """
+    needed, recvs = problem.needed, problem.of_kind(RECV)
+    by_size = sorted(head, key=lambda key: (needed[key].bit_count(), key))
+    edges: dict[int, set[int]] = {}
+    for number, key in enumerate(by_size):
+        wanted, covered = needed[key], 0
+        edges[key] = set()
+        for other in reversed(by_size[:number]):
+            bits = needed[other]
+            if bits & ~wanted == 0 and bits & ~covered:
+                edges[key].add(other)
+                covered |= bits
+                if covered == wanted or len(edges[key]) >= _SUBSET_EDGES:
+                    break
+        edges[key].update(block[recvs[recv]] for recv in bits_of(wanted & ~covered))
+    return edges
 
 
 def lower_bound(problem: ShopProblem) -> int:
     """Return a lower bound on the makespan, whole time units. O(n^2 / 8 + n resources log n) for n blocks."""
-    if not len(problem):
-        return 0
-    head, tail = problem.heads_and_tails
-    return max(_one_machine(problem, resource, head.tolist(), tail.tolist()) for resource in range(problem.resources))
-
-
-def numberings(problem: ShopProblem) -> list[list[int]]:
-    """Return orders of the blocks to try in list schedules, each (n,), lower first.
-
-    The order of the graph; the longest tail first; and either with the blocks in front that a send waits for directly:
-    a channel that is fed early has less left over at the end.
-    """
-    tail = problem.heads_and_tails[1].tolist()
-    count = len(problem)
-    feeds = [any(problem.kind[target] == SEND for target in targets) for targets in problem.consumers]
-    by_tail = sorted(range(count), key=lambda block: (-tail[block], block))
-    found = []
-    for order in (list(range(count)), by_tail):
-        for first in (False, True):
-            ranked = sorted(order, key=lambda block: not feeds[block]) if first else order
-            numbers = [0] * count
-            for place, block in enumerate(ranked):
-                numbers[block] = place
-            found.append(numbers)
-    return found
-
-
-def _rows_times(rows: NDArray[np.bool_], columns: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Return ``rows @ columns`` in exact integers without a wide copy of the matrix."""
-    parts = [rows[start : start + 256] @ columns for start in range(0, len(rows), 256)]
-    return np.concatenate(parts)
-
-
-def _after_head(problem: ShopProblem, needs: NDArray[np.bool_]) -> NDArray[np.int64]:
-    """Return for ops that need all of H when H can be done at the earliest, 0 for the others."""
-    blocks = sorted(problem.head)
-    inside = np.zeros(len(problem), dtype=bool)
-    inside[blocks] = True
-    inside |= needs[blocks].any(axis=0)
-    done = lower_bound(problem.part(np.flatnonzero(inside).tolist()))
-    return np.where(needs[:, blocks].all(axis=1), done, 0)
+    head, tail = (each.tolist() for each in problem.heads_and_tails)
+    return max((_one_machine(problem, resource, head, tail) for resource in range(problem.resources)), default=0)
 
 
 def _one_machine(problem: ShopProblem, resource: int, head: Sequence[int], tail: Sequence[int]) -> int:
@@ -399,6 +297,36 @@ def _one_machine(problem: ShopProblem, resource: int, head: Sequence[int], tail:
             heapq.heappop(available)
             best = max(best, now - longest)
     return best
+
+
+def numberings(problem: ShopProblem) -> list[list[int]]:
+    """Return orders of the blocks to try in list schedules, each (n,), lower first.
+
+    The order of the graph; the longest tail first; and either with the blocks in front that a send waits for directly:
+    a channel that is fed early has less left over at the end.
+    """
+    tail = problem.heads_and_tails[1].tolist()
+    count = len(problem)
+    feeds = [any(problem.kind[target] == SEND for target in targets) for targets in problem.consumers]
+    by_tail = sorted(range(count), key=lambda block: (-tail[block], block))
+    found = []
+    for order in (list(range(count)), by_tail):
+        for first in (False, True):
+            ranked = sorted(order, key=lambda block: not feeds[block]) if first else order
+            numbers = [0] * count
+            for place, block in enumerate(ranked):
+                numbers[block] = place
+            found.append(numbers)
+    return found
+
+
+def list_schedule(problem: ShopProblem, priority: Sequence[int]) -> list[int]:
+    """Return starts when each free resource takes the ready op with the lowest number (ties: op number). O(n log n)."""
+    numbers = [0] * len(problem)
+    for place, op in enumerate(sorted(range(len(problem)), key=lambda op: (priority[op], op))):
+        numbers[op] = place
+    inputs = [len(sources) for sources in problem.inputs]
+    return play(problem.times, problem.resource, problem.consumers, inputs, numbers, random.Random(0))[0]
 
 
 def order_of(problem: ShopProblem, starts: Sequence[int], times: Sequence[int]) -> list[int]:
@@ -428,57 +356,15 @@ def run_order(problem: ShopProblem, order: Sequence[int], times: Sequence[int]) 
     return starts
 
 
-def list_schedule(problem: ShopProblem, priority: Sequence[int]) -> list[int]:
-    """Return starts when each free resource takes the ready op with the lowest number (ties: op number). O(n log n)."""
-    pending = [len(inputs) for inputs in problem.inputs]
-    ready: list[list[tuple[int, int]]] = [[] for _ in range(problem.resources)]
-    for op, count in enumerate(pending):
-        if count == 0:
-            heapq.heappush(ready[problem.resource[op]], (priority[op], op))
-    starts = [0] * len(problem)
-    busy = [False] * problem.resources
-    events: list[tuple[int, int]] = []
-    now = 0
-    while True:
-        for resource in range(problem.resources):
-            if not busy[resource] and ready[resource]:
-                op = heapq.heappop(ready[resource])[1]
-                busy[resource] = True
-                starts[op] = now
-                heapq.heappush(events, (now + problem.times[op], op))
-        if not events:
-            return starts
-        now = events[0][0]
-        while events and events[0][0] == now:
-            op = heapq.heappop(events)[1]
-            busy[problem.resource[op]] = False
-            for target in problem.consumers[op]:
-                pending[target] -= 1
-                if pending[target] == 0:
-                    heapq.heappush(ready[problem.resource[target]], (priority[target], target))
-
-
-def expand(graph: Graph, problem: ShopProblem, starts: Sequence[int]) -> list[int]:
-    """Return the graph's op indices in the order of a reduced schedule; free ops follow their last input at once."""
-    consumers_ptr, consumers = graph.successors()
-    pending = np.diff(graph.input_ptr).tolist()
-    free = np.ones(len(graph), dtype=bool)
-    free[[op for members in problem.members for op in members]] = False
-    order: list[int] = []
-
-    def place(op: int) -> None:
-        todo = [op]
-        while todo:
-            placed = todo.pop()
-            order.append(placed)
-            for target in consumers[consumers_ptr[placed] : consumers_ptr[placed + 1]].tolist():
-                pending[target] -= 1
-                if pending[target] == 0 and free[target]:
-                    todo.append(target)
-
-    for op in np.flatnonzero(free & (np.diff(graph.input_ptr) == 0)).tolist():
-        place(op)
-    for block in order_of(problem, starts, problem.times):
+def expand(problem: ShopProblem, whole: ShopProblem, starts: Sequence[int]) -> list[int]:
+    """Return the ops of the unreduced problem in the order of a reduced schedule; free ops follow their last input."""
+    number = {op: place for place, (op,) in enumerate(whole.members)}
+    place = [-1] * len(whole)
+    for position, block in enumerate(order_of(problem, starts, problem.times)):
         for op in problem.members[block]:
-            place(op)
-    return order
+            place[number[op]] = position
+    inside = {number[op] for members in problem.members for op in members}
+    for op in range(len(whole)):
+        if op not in inside:
+            place[op] = max((place[source] for source in whole.inputs[op]), default=-1)
+    return sorted(range(len(whole)), key=lambda op: (place[op], op))

@@ -1,21 +1,23 @@
 """The event-driven timeline of one step: every resource runs one op at a time (TicTac, section 3.1).
 
 A resource that is free picks, uniformly at random, among its ready ops with the lowest priority number and its ready
-ops without one. Nothing is preempted; a resource never idles while one of its ops is ready. Start at :func:`simulate`.
+ops without one. Nothing is preempted; a resource never idles while one of its ops is ready. Start at :func:`simulate`;
+the event loop, which list schedules share, is :func:`play`.
 """
 
 from __future__ import annotations
 
 import heapq
 import random
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from ddltool.analyzers.communication.properties import time_scale, whole_times
+from ddltool.analyzers.communication.dependencies import bits_of, time_scale, whole_times
 from ddltool.graph import KINDS, Graph, natural_key
 
 
@@ -28,11 +30,11 @@ class Timeline:
     makespan_s: float
 
 
-# Later than every event; whole times add up to less (properties.time_scale).
+# Later than every event; whole times add up to less (dependencies.time_scale).
 _NEVER = 2**62
 
 
-class _Ready:
+class Ready:
     """The ready ops of one resource: buckets by priority number, and those without one."""
 
     __slots__ = ("buckets", "free", "order")
@@ -43,6 +45,7 @@ class _Ready:
         self.order: list[int] = []
 
     def add(self, op: int, priority: int) -> None:
+        """Take an op that became ready; a negative number is none."""
         if priority < 0:
             self.free.append(op)
         elif priority in self.buckets:
@@ -68,8 +71,78 @@ class _Ready:
         return op
 
 
+def play(
+    times: Sequence[int],
+    resource: Sequence[int],
+    following: Sequence[Sequence[int]],
+    inputs: Sequence[int],
+    numbers: Sequence[int],
+    chance: random.Random,
+) -> tuple[list[int], list[int], int]:
+    """Return start and end times of all ops in whole units, and the last end. O((n + e) log n).
+
+    ``inputs``: how many each op has; ``numbers``: priorities, negative for none. Free resources pick in the order of their
+    numbers; all ops that end at one instant are complete before any picks, so that a pick sees every ready op. A resource
+    runs one op at a time: the next event is the least of their ends.
+    """
+    pending = list(inputs)
+    lanes = range(max(resource, default=0) + 1)
+    ready = [Ready() for _ in lanes]
+    unnumbered, numbered = [lane.free for lane in ready], [lane.order for lane in ready]
+    draw = chance.random
+    starts, ends = [0] * len(times), [0] * len(times)
+    running, until = [-1 for _ in lanes], [_NEVER for _ in lanes]
+    for op, count in enumerate(pending):
+        if count == 0:
+            ready[resource[op]].add(op, numbers[op])
+    now, awake = 0, tuple(lanes)
+    while True:
+        for lane in awake:
+            if running[lane] >= 0:
+                continue
+            waiting = unnumbered[lane]
+            if numbered[lane]:
+                op = ready[lane].pick(chance)
+            elif not waiting:
+                continue
+            else:
+                op = waiting.pop()
+                if waiting:  # the place of the one that was drawn is taken by the last
+                    place = int(draw() * (len(waiting) + 1))
+                    if place < len(waiting):
+                        op, waiting[place] = waiting[place], op
+            running[lane] = op
+            starts[op] = now
+            until[lane] = ends[op] = now + times[op]
+        last, now = now, min(until)
+        if now == _NEVER:
+            return starts, ends, last
+        woken = 0  # resources that may pick: those that were freed, and those of ops that became ready
+        while now in until:
+            lane = until.index(now)
+            woken |= 1 << lane
+            op, running[lane], until[lane] = running[lane], -1, _NEVER
+            for successor in following[op]:
+                left = pending[successor] - 1
+                pending[successor] = left
+                if not left:
+                    target = resource[successor]
+                    woken |= 1 << target
+                    if numbers[successor] < 0:
+                        unnumbered[target].append(successor)
+                    else:
+                        ready[target].add(successor, numbers[successor])
+        awake = _lanes(woken)
+
+
+@lru_cache(maxsize=4096)
+def _lanes(woken: int) -> tuple[int, ...]:
+    """Return the set bits in ascending order; few patterns ever occur."""
+    return tuple(bits_of(woken))
+
+
 class Simulator:
-    """A graph prepared for many simulated runs. O((n + e) log n) each.
+    """A graph prepared for many simulated runs.
 
     Ops are numbered by name inside, so the same seed gives the same run whatever the order of the file.
     """
@@ -77,96 +150,32 @@ class Simulator:
     def __init__(self, graph: Graph) -> None:
         """Prepare a timed graph. Raises InputError for ops without a duration."""
         count = len(graph)
-        self._file_order = sorted(range(count), key=lambda op: natural_key(graph.names[op]))
+        self.file_order = sorted(range(count), key=lambda op: natural_key(graph.names[op]))
         place = np.empty(count, dtype=np.intp)
-        place[self._file_order] = np.arange(count)
-        times = whole_times(graph)
-        self._scale = time_scale(graph)
-        self._times = times[self._file_order].tolist()
-        self._resource = graph.resource[self._file_order].tolist()
-        self._resources = len(graph.resource_names)
-        self._names = [graph.names[op] for op in self._file_order]
-        self._inputs = np.diff(graph.input_ptr)[self._file_order].tolist()
-        self._patterns: dict[int, list[int]] = {}
+        place[self.file_order] = np.arange(count)
+        self.scale = time_scale(graph)
+        self.times = whole_times(graph)[self.file_order].tolist()
+        self.resource = graph.resource[self.file_order].tolist()
+        self.inputs = np.diff(graph.input_ptr)[self.file_order].tolist()
         pointers, targets = graph.successors()
         moved = place[targets]
-        self._next = [sorted(moved[pointers[op] : pointers[op + 1]].tolist()) for op in self._file_order]
+        self.following = [sorted(moved[pointers[op] : pointers[op + 1]].tolist()) for op in self.file_order]
+        self._names = [graph.names[op] for op in self.file_order]
+
+    def numbers(self, priority: Mapping[str, int] | None) -> list[int]:
+        """Return the priority numbers of the ops, as they are numbered inside."""
+        return [priority.get(name, -1) for name in self._names] if priority else [-1] * len(self._names)
 
     def run(self, priority: Mapping[str, int] | None, seed: int) -> Timeline:
         """Return one run under ``priority`` (op name to number >= 0; others have none)."""
-        numbers = [priority.get(name, -1) for name in self._names] if priority else [-1] * len(self._names)
-        starts, ends, last = self._events(numbers, random.Random(seed))
-        count = len(self._names)
-        start_s, end_s = np.empty(count), np.empty(count)
-        start_s[self._file_order] = np.array(starts, dtype=np.float64) / self._scale
-        end_s[self._file_order] = np.array(ends, dtype=np.float64) / self._scale
-        return Timeline(start_s=start_s, end_s=end_s, makespan_s=last / self._scale)
-
-    def _events(self, numbers: list[int], chance: random.Random) -> tuple[list[int], list[int], int]:
-        """Run the event loop; return start and end times in whole units and the last end.
-
-        Free resources pick in the order of their numbers; all ops that end at one instant are complete before any picks,
-        so that a pick sees every ready op. A resource runs one op at a time: the next event is the least of their ends.
-        """
-        times, resource, following = self._times, self._resource, self._next
-        pending = self._inputs.copy()
-        ready = [_Ready() for _ in range(self._resources)]
-        unnumbered = [lane.free for lane in ready]
-        numbered = [lane.order for lane in ready]
-        draw, patterns = chance.random, self._patterns
-        starts, ends = [0] * len(times), [0] * len(times)
-        running = [-1] * self._resources
-        until = [_NEVER] * self._resources
-        for op, count in enumerate(pending):
-            if count == 0:
-                ready[resource[op]].add(op, numbers[op])
-        now = 0
-        awake = sorted(set(resource))
-        while True:
-            for lane in awake:
-                if running[lane] >= 0:
-                    continue
-                waiting = unnumbered[lane]
-                if numbered[lane]:
-                    op = ready[lane].pick(chance)
-                elif not waiting:
-                    continue
-                else:
-                    op = waiting.pop()
-                    if waiting:  # the place of the one that was drawn is taken by the last
-                        place = int(draw() * (len(waiting) + 1))
-                        if place < len(waiting):
-                            op, waiting[place] = waiting[place], op
-                running[lane] = op
-                starts[op] = now
-                until[lane] = ends[op] = now + times[op]
-            last, now = now, min(until)
-            if now == _NEVER:
-                return starts, ends, last
-            woken = 0
-            while now in until:
-                lane = until.index(now)
-                woken |= 1 << lane
-                op, running[lane], until[lane] = running[lane], -1, _NEVER
-                for successor in following[op]:
-                    left = pending[successor] - 1
-                    pending[successor] = left
-                    if not left:
-                        target = resource[successor]
-                        if target != lane:
-                            woken |= 1 << target
-                        if numbers[successor] < 0:
-                            unnumbered[target].append(successor)
-                        else:
-                            ready[target].add(successor, numbers[successor])
-            awake = patterns.get(woken) or self._lanes(woken)
-
-    def _lanes(self, woken: int) -> list[int]:
-        """Return the set bits in ascending order; few patterns ever occur, so they are kept."""
-        known = self._patterns.get(woken)
-        if known is None:
-            known = self._patterns[woken] = [lane for lane in range(self._resources) if woken >> lane & 1]
-        return known
+        chance = random.Random(seed)
+        starts, ends, last = play(
+            self.times, self.resource, self.following, self.inputs, self.numbers(priority), chance
+        )
+        start_s, end_s = np.empty(len(starts)), np.empty(len(starts))
+        start_s[self.file_order] = np.array(starts, dtype=np.float64) / self.scale
+        end_s[self.file_order] = np.array(ends, dtype=np.float64) / self.scale
+        return Timeline(start_s=start_s, end_s=end_s, makespan_s=last / self.scale)
 
 
 def simulate(graph: Graph, priority: Mapping[str, int] | None, seed: int) -> Timeline:

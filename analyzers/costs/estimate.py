@@ -2,34 +2,17 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import numpy as np
 
 from ddltool.analyzers.costs.model import CostModel
 from ddltool.device import Network
 from ddltool.graph import COMPUTE, Estimate, Graph, spread
+from ddltool.results import CoverageFigures
 
 # The optimizer of whoever names none: predictions, plans and traces then speak of the same step.
 OPTIMIZER = "adam"
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Coverage:
-    """How much of a graph's estimate rests on what, as shares of compute ops and of their time (0 to 1).
-
-    What is left of either is a file's own.
-    """
-
-    rule_ops: float
-    rule_time: float
-    measured_ops: float
-    measured_time: float
-    default_ops: float
-    default_time: float
-    free_ops: float
-    default_types: tuple[tuple[str, int], ...]
-    """Op types without a rule and how many ops each has, most first."""
 
 
 def estimate(graph: Graph, model: CostModel, network: Network, *, optimizer: str = OPTIMIZER) -> Graph:
@@ -94,7 +77,7 @@ def assign_channels(graph: Graph, servers: int) -> Graph:
     return replace(graph, resource=resource, resource_names=names)
 
 
-def coverage(graph: Graph) -> Coverage:
+def coverage(graph: Graph) -> CoverageFigures:
     """Return how much of the compute ops, and of their estimated time, comes from a rule rather than a default."""
     compute = graph.kind == COMPUTE
     ops = max(int(compute.sum()), 1)
@@ -108,7 +91,7 @@ def coverage(graph: Graph) -> Coverage:
         counts[graph.op_type[position]] = counts.get(graph.op_type[position], 0) + 1
     measured = compute & (source == "measured")
     rule = compute & (source == "rule")
-    return Coverage(
+    return CoverageFigures(
         rule_ops=int(rule.sum()) / ops,
         rule_time=float(times[rule].sum()) / total,
         measured_ops=int(measured.sum()) / ops,
@@ -116,5 +99,5 @@ def coverage(graph: Graph) -> Coverage:
         default_ops=int(default.sum()) / ops,
         default_time=float(times[default].sum()) / total,
         free_ops=int(free.sum()) / ops,
-        default_types=tuple(sorted(counts.items(), key=lambda item: (-item[1], item[0]))),
+        default_types=sorted(counts.items(), key=lambda item: (-item[1], item[0])),
     )

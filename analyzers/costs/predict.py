@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ddltool.analyzers.communication.ddp import DEFAULT_CAP_MIB, DEFAULT_FIRST_BYTES, assign_buckets, finish_s
+from ddltool.analyzers.communication.collectives import default_cuts, finish_s
 from ddltool.analyzers.communication.program import Program, Ring, program_of
 from ddltool.analyzers.costs.compiled import compiled
 from ddltool.analyzers.costs.estimate import OPTIMIZER, estimate
@@ -162,8 +162,7 @@ def _synchronised_s(program: Program, setting: Setting, placement: Placement) ->
     if placement.num_replicas == 1:
         return program.compute_s
     ring = _ring(setting, placement)
-    cuts = assign_buckets(program, DEFAULT_CAP_MIB, DEFAULT_FIRST_BYTES)
-    return max(program.compute_s, finish_s(program, ring, cuts))
+    return max(program.compute_s, finish_s(program, ring, default_cuts(program)))
 
 
 def _ring(setting: Setting, placement: Placement) -> Ring:

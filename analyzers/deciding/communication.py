@@ -13,9 +13,8 @@ from typing import Protocol
 
 import numpy as np
 
-from ddltool.analyzers.communication.collectives import bucket_setting, prefetch_setting
-from ddltool.analyzers.communication.ddp import plan_ddp
-from ddltool.analyzers.communication.fsdp import FsdpPlan, plan_fsdp
+from ddltool.analyzers.communication.collectives import bucket_setting, plan_ddp
+from ddltool.analyzers.communication.fsdp import plan_fsdp, prefetch_setting
 from ddltool.analyzers.communication.order import tac
 from ddltool.analyzers.communication.program import Program, Ring, program_of
 from ddltool.analyzers.communication.timeline import Simulator
@@ -23,6 +22,7 @@ from ddltool.analyzers.goodput.throughput import ThroughputParams, overlapped, s
 from ddltool.errors import Infeasible
 from ddltool.graph import COMPUTE, Graph
 from ddltool.plan import BucketSetting, PrefetchSetting
+from ddltool.results import FsdpFigures
 from ddltool.units import show_bytes
 
 FITTED, MEASURED = "as fitted", "as measured"
@@ -104,15 +104,15 @@ class GraphCommunication:
                     f"a replica needs {show_bytes(self._state_bytes)} for weights, gradients and Adam's moments, more "
                     "than its device has, and the parameters' names show no blocks to shard"
                 )
-            if self._fits_gathered(devices, found) and found.without_reshard.step_s < found.best.step_s:
-                found = replace(found, best=found.without_reshard)
             best, default = found.best, found.default
+            if self._fits_gathered(devices, found) and found.without_reshard.step_s < best.step_s:
+                best = found.without_reshard
             kept = "" if best.reshard_after_forward else ", reshard_after_forward=False"
             return Exposed(
                 default_s=max(0.0, default.step_s - pass_s),
                 best_s=max(0.0, best.step_s - pass_s),
                 setting=f"FSDP2, prefetch {best.forward_depth} / {best.backward_depth}{kept}",
-                fsdp2=prefetch_setting(found),
+                fsdp2=prefetch_setting(found, best),
             )
         ddp = plan_ddp(program, ring)
         buckets = bucket_setting(ddp)
@@ -141,7 +141,7 @@ class GraphCommunication:
             )
         return True
 
-    def _fits_gathered(self, devices: Mapping[str, int], plan: FsdpPlan) -> bool:
+    def _fits_gathered(self, devices: Mapping[str, int], plan: FsdpFigures) -> bool:
         """Return whether every device has room for all gathered parameters beside its share of the states."""
         sizes = [self.memory_gib.get(name) for name in devices]
         needed = self._state_bytes / sum(devices.values()) + plan.without_reshard.gathered_bytes

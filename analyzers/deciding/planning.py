@@ -8,8 +8,9 @@ from pathlib import Path
 from typing import Any, cast, get_args
 
 from ddltool.analyzers.balancing.plan import StepCurve
-from ddltool.analyzers.communication.collectives import own_ring, plan_collectives, settings
+from ddltool.analyzers.communication.collectives import plan_collectives, settings
 from ddltool.analyzers.communication.order import tac, tic
+from ddltool.analyzers.communication.program import own_ring
 from ddltool.analyzers.deciding.candidates import Settings, plan_by
 from ddltool.analyzers.deciding.communication import GraphCommunication
 from ddltool.analyzers.deciding.compare import decide

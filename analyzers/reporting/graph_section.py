@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 
-import numpy as np
-
-from ddltool.analyzers.communication.efficiency import Bounds, bounds, efficiency
+from ddltool.analyzers.communication.efficiency import Bounds, bounds, simulated
 from ddltool.analyzers.communication.order import tac, tic
-from ddltool.analyzers.communication.timeline import Simulator, Timeline
+from ddltool.analyzers.communication.timeline import Timeline
 from ddltool.analyzers.reporting.figures import Span, Spans, merged
 from ddltool.analyzers.reporting.section import Picture, Section, Table, counted, shortened
 from ddltool.graph import KINDS, RECV, Graph
@@ -18,6 +15,7 @@ from ddltool.results import (
     CoverageFigures,
     DeterminismOp,
     DeterminismResult,
+    ScheduleFigures,
     TracedGraph,
     TraceResult,
 )
@@ -29,51 +27,40 @@ _LANES_DRAWN = 12
 _LABELLED = 60
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _Ordered:
-    """Simulated steps under one order: mean, shortest, longest, and the first run's timeline."""
-
-    mean_s: float
-    min_s: float
-    max_s: float
-    timeline: Timeline
-    priority: Mapping[str, int] | None
-
-
 def graph_section(graph: Graph, name: str, *, remark: str = "") -> Section:
     """Return the section of a timed graph; ``remark`` says where its times come from.
 
     Every order is simulated on 20 seeds (3 from 20,000 ops on). Raises InputError for ops without a duration.
     """
     runs = RUNS if len(graph) < _LARGE else RUNS_OF_A_LARGE_GRAPH
-    simulator = Simulator(graph)
-    by_tac = tac(graph)
-    orders = {
-        "random": _ordered(simulator, None, runs),
-        "TIC": _ordered(simulator, tic(graph).priority, runs),
-        "TAC": _ordered(simulator, by_tac.priority, runs),
-    }
     limits = bounds(graph)
+    orders, timelines = simulated(graph, {"random": None, "TIC": tic(graph), "TAC": tac(graph)}, limits, samples=runs)
     batch = f" at batch {graph.batch_size:,}" if graph.batch_size else ""
     facts = (
         f"{graph.mode.capitalize()} step of {shortened(graph.name, 60)}{batch}: {counted(len(graph), 'op')}, "
         f"{counted(len(graph.of_kind(RECV)), 'parameter')} of {show_bytes(graph.parameter_bytes)}. {remark}"
     )
-    lead = [facts.strip(), _verdict(limits, orders)]
-    blocks: list[Picture | Table] = [_table_of_orders(limits, orders, runs)]
+    header = ("order", "mean", "min", "max", "efficiency E")
+    rows = [(each, *_times(made), _share(made.efficiency)) for each, made in orders.items()]
+    rows.append(("lower bound L", show_seconds(limits.lower_s), "", "", "1"))
+    rows.append(("upper bound U", show_seconds(limits.upper_s), "", "", "0"))
+    caption = f"Step time and efficiency by order of transfers, {runs} simulated runs each"
+    blocks: list[Picture | Table] = [Table(caption=caption, header=header, rows=rows, label="simulated")]
     if limits.upper_s > 0:  # else there is nothing to draw
-        blocks.insert(0, _timeline(graph, orders))
+        blocks.insert(0, _timeline(graph, timelines, orders["TAC"].priority or {}))
+    lead = [facts.strip(), _verdict(limits, orders["random"].makespan_s, orders["TAC"].makespan_s)]
     return Section(title=f"Graph: {name}", lead=lead, blocks=blocks)
 
 
-def _ordered(simulator: Simulator, priority: Mapping[str, int] | None, runs: int) -> _Ordered:
-    first = simulator.run(priority, 0)
-    spans = [first.makespan_s, *(simulator.run(priority, seed).makespan_s for seed in range(1, runs))]
-    return _Ordered(mean_s=float(np.mean(spans)), min_s=min(spans), max_s=max(spans), timeline=first, priority=priority)
+def _times(made: ScheduleFigures) -> tuple[str, str, str]:
+    """Return mean, shortest and longest step in words."""
+    mean, least, most = (
+        show_seconds(value or 0.0) for value in (made.makespan_s, made.makespan_min_s, made.makespan_max_s)
+    )
+    return mean, least, most
 
 
-def _verdict(limits: Bounds, orders: Mapping[str, _Ordered]) -> str:
-    chance, ordered = orders["random"].mean_s, orders["TAC"].mean_s
+def _verdict(limits: Bounds, chance: float, ordered: float) -> str:
     if limits.speedup is None or chance <= 0:
         return "Nothing in this graph takes any time."
     saved = 1.0 - ordered / chance
@@ -85,83 +72,54 @@ def _verdict(limits: Bounds, orders: Mapping[str, _Ordered]) -> str:
     )
 
 
-def _timeline(graph: Graph, orders: Mapping[str, _Ordered]) -> Picture:
+def _timeline(graph: Graph, timelines: Mapping[str, Timeline], priority: Mapping[str, int]) -> Picture:
     """Return the timelines of the random order and TAC's; under them the parameters in TAC's order."""
-    shown = ("random", "TAC")
-    longest = max(orders[name].timeline.makespan_s for name in shown)
+    received, resources = graph.of_kind(RECV).tolist(), len(graph.resource_names)
+    shown = {name: timelines[name] for name in ("random", "TAC")}
+    numbers = {"TAC": priority} if len(received) <= _LABELLED else {}
     figures = [
         Spans(
-            title=f"{name} order: {show_seconds(orders[name].timeline.makespan_s)}",
+            title=f"{name} order: {show_seconds(run.makespan_s)}",
             headed=True,
-            lanes=_lanes(graph, orders[name])[:_LANES_DRAWN],
+            lanes=_lanes(graph, run, numbers.get(name, {}))[:_LANES_DRAWN],
             xlabel="time in the step",
-            until=longest,
-            mark=("ends", orders[name].timeline.makespan_s),
+            until=max(run.makespan_s for run in shown.values()),
+            mark=("ends", run.makespan_s),
         )
-        for name in shown
+        for name, run in shown.items()
     ]
-    resources = len(graph.resource_names)
     caption = "One step: what each resource does when; numbers on transfers are TAC's priorities, 0 first."
-    if len(graph.of_kind(RECV)) > _LABELLED:
+    if len(received) > _LABELLED:
         caption = "One step: what each resource does when. Bars too close to be told apart are drawn as one."
     if resources > _LANES_DRAWN:
         caption += f" {_LANES_DRAWN} of {resources} resources are drawn."
-    table = _transfers(graph, orders["TAC"]) if len(graph.of_kind(RECV)) else None
-    return Picture(figures=figures, caption=caption, label="simulated", table=table)
-
-
-def _lanes(graph: Graph, made: _Ordered) -> list[tuple[str, list[Span]]]:
-    """Return what each resource does when, compute first; transfers have their priorities on them where these are few."""
-    priority = (made.priority or {}) if len(graph.of_kind(RECV)) <= _LABELLED else {}
-    times = made.timeline
-    lanes: dict[str, list[Span]] = {name: [] for name in sorted(graph.resource_names, key=_compute_first)}
-    for op, resource in enumerate(graph.resource.tolist()):
-        text = str(priority.get(graph.names[op], ""))
-        span = Span(float(times.start_s[op]), float(times.end_s[op]), KINDS[graph.kind[op]], text)
-        lanes[graph.resource_names[resource]].append(span)
-    return [(name, merged(spans, times.makespan_s)) for name, spans in lanes.items()]
-
-
-def _compute_first(resource: str) -> bool:
-    return not resource.startswith("compute")
-
-
-def _transfers(graph: Graph, made: _Ordered) -> Table:
-    priority = made.priority or {}
-    received = sorted(graph.of_kind(RECV).tolist(), key=lambda op: (priority.get(graph.names[op], 2**31), op))
+    received.sort(key=lambda op: (priority.get(graph.names[op], 2**31), op))
     rows = [
         (
             shortened(graph.parameter[op] or graph.names[op], 60),
             str(priority.get(graph.names[op], "-")),
             show_bytes(float(graph.size_bytes[op])),
             graph.resource_names[graph.resource[op]],
-            show_seconds(float(made.timeline.start_s[op])),
-            show_seconds(float(made.timeline.end_s[op])),
+            show_seconds(float(timelines["TAC"].start_s[op])),
+            show_seconds(float(timelines["TAC"].end_s[op])),
         )
         for op in received
     ]
-    return Table(
-        caption="Parameters in TAC's order",
-        header=("parameter", "priority", "size", "channel", "begins", "ends"),
-        rows=rows,
-        label="simulated",
-    )
+    header = ("parameter", "priority", "size", "channel", "begins", "ends")
+    table = Table(caption="Parameters in TAC's order", header=header, rows=rows, label="simulated")
+    return Picture(figures=figures, caption=caption, label="simulated", table=table if rows else None)
 
 
-def _table_of_orders(limits: Bounds, orders: Mapping[str, _Ordered], runs: int) -> Table:
-    rows = []
-    for name, made in orders.items():
-        reached = efficiency(limits, made.mean_s)
-        times = (show_seconds(value) for value in (made.mean_s, made.min_s, made.max_s))
-        rows.append((name, *times, "-" if reached is None else f"{reached:.3f}"))
-    rows.append(("lower bound L", show_seconds(limits.lower_s), "", "", "1"))
-    rows.append(("upper bound U", show_seconds(limits.upper_s), "", "", "0"))
-    return Table(
-        caption=f"Step time and efficiency by order of transfers, {runs} simulated runs each",
-        header=("order", "mean", "min", "max", "efficiency E"),
-        rows=rows,
-        label="simulated",
-    )
+def _lanes(graph: Graph, run: Timeline, priority: Mapping[str, int]) -> list[tuple[str, list[Span]]]:
+    """Return what each resource does when, compute first, with priorities on the transfers."""
+    lanes: dict[str, list[Span]] = {
+        name: [] for name in sorted(graph.resource_names, key=lambda name: not name.startswith("compute"))
+    }
+    for op, resource in enumerate(graph.resource.tolist()):
+        text = str(priority.get(graph.names[op], ""))
+        span = Span(float(run.start_s[op]), float(run.end_s[op]), KINDS[graph.kind[op]], text)
+        lanes[graph.resource_names[resource]].append(span)
+    return [(name, merged(spans, run.makespan_s)) for name, spans in lanes.items()]
 
 
 def trace_section(found: TraceResult) -> Section:
@@ -227,7 +185,7 @@ def _order_rows(found: TraceResult) -> list[tuple[str, ...]]:
         limits = Bounds(
             upper_s=bounds.upper_s, lower_s=bounds.lower_s, speedup=bounds.speedup, compute_s=0.0, transfer_s=0.0
         )
-        best = _share(efficiency(limits, bounds.best_lower_s))
+        best = _share(limits.share(bounds.best_lower_s))
         rows.append(("best bound", show_seconds(bounds.best_lower_s), "no order is faster", best))
     rows += [
         ("lower bound L", show_seconds(bounds.lower_s), "", "1"),

@@ -7,7 +7,7 @@ from pathlib import PurePath
 
 import numpy as np
 
-from ddltool.analyzers.communication.collectives import share_saved
+from ddltool.analyzers.communication.program import share_saved
 from ddltool.analyzers.reporting.figures import Bars, Line, Lines, Span, Spans
 from ddltool.analyzers.reporting.section import Picture, Section, Table, counted, filled, shortened
 from ddltool.decision import Decision, Option
