@@ -22,8 +22,7 @@ from truth_page import write_page
 
 from ddltool.analyzers.costs.fitting import Belief, Case, fit, host_bound, steps_s
 from ddltool.analyzers.costs.kernel_times import ARITHMETIC, FEED, TRAFFIC, UNITS, Constants, demand_of
-from ddltool.analyzers.costs.model import GENERATIONS, cost_model
-from ddltool.analyzers.costs.step import OPTIMIZERS
+from ddltool.analyzers.costs.model import GENERATIONS, OPTIMIZERS, cost_model
 from ddltool.artifacts import save
 from ddltool.calibration import CalibrationTable, Residuals
 from ddltool.fixtures.loading import devices

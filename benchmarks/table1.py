@@ -12,8 +12,7 @@ import argparse
 import statistics
 
 from ddltool.analyzers.communication.efficiency import compare
-from ddltool.analyzers.costs.estimate import estimate
-from ddltool.analyzers.costs.model import cost_model
+from ddltool.analyzers.costs.model import cost_model, estimate
 from ddltool.device import Network
 from ddltool.fixtures.loading import calibration, devices, folder
 from ddltool.fixtures.zoo import ZOO

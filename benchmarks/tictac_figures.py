@@ -20,8 +20,7 @@ from cluster import Cluster, ClusterRun, simulate_cluster
 
 from ddltool.analyzers.communication.efficiency import bounds
 from ddltool.analyzers.communication.order import Schedule, tac, tic
-from ddltool.analyzers.costs.estimate import estimate
-from ddltool.analyzers.costs.model import cost_model
+from ddltool.analyzers.costs.model import cost_model, estimate
 from ddltool.device import Device, Network
 from ddltool.fixtures.loading import calibration, devices, folder
 from ddltool.graph import COMPUTE, Graph, Mode

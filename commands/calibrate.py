@@ -10,8 +10,8 @@ import typer
 from ddltool.commands.options import ChannelsLast, DevicesFile, Json, Output, Precision, SequenceLength
 
 if TYPE_CHECKING:
+    from ddltool.analyzers.costs.predict import WorkCurve
     from ddltool.analyzers.costs.updating import Measured, Updated
-    from ddltool.analyzers.costs.work import WorkCurve
     from ddltool.device import Device, DeviceTable
     from ddltool.graph import Graph
 
@@ -46,7 +46,7 @@ def calibrate(
     as_json: Json = False,
 ) -> None:
     """Fit one device's constants to your own measurements, the shipped ones as prior; `--devices-file` reads the result."""
-    from ddltool.analyzers.costs.step import OPTIMIZERS
+    from ddltool.analyzers.costs.model import OPTIMIZERS
     from ddltool.analyzers.costs.updating import update
     from ddltool.analyzers.loading.nccl import bus_bandwidth, is_nccl_log
     from ddltool.analyzers.tracing.dialect import Numerics

@@ -19,8 +19,7 @@ from ddltool import __version__
 from ddltool.analyzers.communication.efficiency import Comparison, compare
 from ddltool.analyzers.communication.result import trace_result
 from ddltool.analyzers.communication.timeline import to_chrome_trace
-from ddltool.analyzers.costs.estimate import coverage, estimate
-from ddltool.analyzers.costs.model import cost_model
+from ddltool.analyzers.costs.model import cost_model, coverage, estimate
 from ddltool.analyzers.deciding.planning import make_plan, ordered_parameters
 from ddltool.analyzers.emitting.enforcement import to_enforcement
 from ddltool.analyzers.goodput.throughput import iteration_time_s

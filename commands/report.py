@@ -10,8 +10,7 @@ from typing import Annotated, Any, Optional
 import typer
 
 from ddltool import __version__
-from ddltool.analyzers.costs.estimate import estimate
-from ddltool.analyzers.costs.model import cost_model
+from ddltool.analyzers.costs.model import cost_model, estimate
 from ddltool.analyzers.reporting import (
     fit_sections,
     plan_section,

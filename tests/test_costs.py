@@ -20,14 +20,20 @@ from torch.profiler import ProfilerActivity, profile
 from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
-from ddltool.analyzers.costs.compiled import compiled
-from ddltool.analyzers.costs.estimate import estimate
 from ddltool.analyzers.costs.kernel_times import ARITHMETIC, FEED, TRAFFIC, Constants, tiled_flops
 from ddltool.analyzers.costs.kernels import CLASS, INPUT_GRADIENT, WEIGHT_GRADIENT, kernels_of
-from ddltool.analyzers.costs.model import CostModel, cost_model
-from ddltool.analyzers.costs.predict import Link, Placement, Setting, memory_limit_batch, peak_memory_bytes, predict
-from ddltool.analyzers.costs.step import time_step, update_s
-from ddltool.analyzers.costs.work import WorkCurve, measure_work
+from ddltool.analyzers.costs.model import CostModel, cost_model, estimate, time_step, update_s
+from ddltool.analyzers.costs.predict import (
+    Link,
+    Placement,
+    Setting,
+    WorkCurve,
+    compiled,
+    measure_work,
+    memory_limit_batch,
+    peak_memory_bytes,
+    predict,
+)
 from ddltool.analyzers.loading.factories import step_from
 from ddltool.analyzers.loading.sources import resolve_step, training_step
 from ddltool.analyzers.tracing.dialect import Numerics
@@ -559,7 +565,7 @@ def test_the_device_runs_behind_the_host(ops: list[tuple[float, bool]], issue_s:
 def test_more_samples_take_longer_and_a_faster_device_less(name: str) -> None:
     curve = measure_work(lambda: resolve_step(f"zoo:{name}"))
     rows = predict(curve, model("V100"), SETTING, [1, 8, 64, 512], [ALONE])
-    steps = [row.step.value for row in rows]
+    steps = [row.step_time_s for row in rows]
     rates = [row.samples_per_s for row in rows]
     assert steps == sorted(steps)
     assert rates == sorted(rates)
@@ -567,7 +573,7 @@ def test_more_samples_take_longer_and_a_faster_device_less(name: str) -> None:
     assert not rows[-1].host_bound
     assert all(0 < row.mfu < 1 for row in rows)
     at_512 = {
-        kind: predict(curve, model(kind), SETTING, [512], [ALONE])[0].step.value for kind in ("K80", "V100", "H100")
+        kind: predict(curve, model(kind), SETTING, [512], [ALONE])[0].step_time_s for kind in ("K80", "V100", "H100")
     }
     assert at_512["K80"] > at_512["V100"] > at_512["H100"]
 
@@ -603,9 +609,9 @@ def test_synchronisation_hides_behind_backward() -> None:
         predict(curve, model(), replace(SETTING, network=Link(bandwidth_bytes_per_s=rate, latency_s=0.0)), [64], places)
         for rate in (1e12, 1e6)
     )
-    assert fast[1].sync_time_s < 0.01 * fast[0].step.value
+    assert fast[1].sync_time_s < 0.01 * fast[0].step_time_s
     whole = curve.traced.graph.parameter_bytes / 1e6  # a ring of two moves the whole size once
-    assert 0.9 * whole - slow[0].step.value < slow[1].sync_time_s <= whole
+    assert 0.9 * whole - slow[0].step_time_s < slow[1].sync_time_s <= whole
 
 
 def test_a_ring_is_as_fast_as_its_slowest_hop() -> None:
@@ -623,8 +629,8 @@ def test_a_ring_is_as_fast_as_its_slowest_hop() -> None:
 def test_accumulation_repeats_passes_and_updates_once() -> None:
     curve = measure_work(lambda: resolve_step("zoo:resnet32"))
     once, four = (predict(curve, model(), replace(SETTING, accumulation=n), [64], [ALONE])[0] for n in (1, 4))
-    alone = predict(curve, model(), replace(SETTING, optimizer="none"), [64], [ALONE])[0].step.value
-    assert four.step.value - once.step.value == pytest.approx(3 * alone)
+    alone = predict(curve, model(), replace(SETTING, optimizer="none"), [64], [ALONE])[0].step_time_s
+    assert four.step_time_s - once.step_time_s == pytest.approx(3 * alone)
     assert four.samples_per_s > once.samples_per_s
 
 

@@ -13,8 +13,7 @@ from ddltool.analyzers.balancing.plan import plan_bsp, plan_lb_bsp
 from ddltool.analyzers.communication.collectives import plan_collectives, plan_ddp
 from ddltool.analyzers.communication.efficiency import compare
 from ddltool.analyzers.communication.program import Ring, program_of
-from ddltool.analyzers.costs.estimate import estimate
-from ddltool.analyzers.costs.model import cost_model
+from ddltool.analyzers.costs.model import cost_model, estimate
 from ddltool.analyzers.deciding.candidates import STRATEGIES, Knowledge
 from ddltool.analyzers.deciding.communication import (
     STATES,

@@ -8,7 +8,7 @@ import pytest
 
 from ddltool.analyzers.communication.efficiency import bounds, compare
 from ddltool.analyzers.communication.order import tac, tic
-from ddltool.analyzers.costs.estimate import coverage
+from ddltool.analyzers.costs.model import coverage
 from ddltool.analyzers.loading.timed_graph import timed_graph
 from ddltool.fixtures.loading import graph_files
 from ddltool.fixtures.zoo import ZOO

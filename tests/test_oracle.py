@@ -6,8 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ddltool.analyzers.costs.estimate import assign_channels, coverage, estimate
-from ddltool.analyzers.costs.model import datasheet
+from ddltool.analyzers.costs.model import assign_channels, coverage, datasheet, estimate
 from ddltool.device import Device, Network
 from ddltool.graph import RECV, Graph, Op
 

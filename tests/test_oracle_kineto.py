@@ -20,8 +20,7 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.profiler import ProfilerActivity, profile, schedule
 
-from ddltool.analyzers.costs.estimate import estimate
-from ddltool.analyzers.costs.model import datasheet
+from ddltool.analyzers.costs.model import datasheet, estimate
 from ddltool.analyzers.oracle.kineto import ProfilerTrace, read_events, read_steps, read_trace
 from ddltool.analyzers.oracle.matching import Match, apply, match
 from ddltool.analyzers.oracle.spans import Spans, busy_s

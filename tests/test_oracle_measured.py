@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from ddltool.analyzers.costs.estimate import coverage
+from ddltool.analyzers.costs.model import coverage
 from ddltool.analyzers.loading.sources import resolve_step, training_step
 from ddltool.analyzers.oracle import measured
 from ddltool.analyzers.oracle.measured import OpTimes, apply_times, estimate_measured, measure_ops

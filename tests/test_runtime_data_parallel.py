@@ -9,8 +9,7 @@ import pytest
 
 from ddltool.analyzers.communication.collectives import plan_collectives, settings
 from ddltool.analyzers.communication.program import Ring
-from ddltool.analyzers.costs.estimate import estimate
-from ddltool.analyzers.costs.model import datasheet
+from ddltool.analyzers.costs.model import datasheet, estimate
 from ddltool.analyzers.tracing.step import TrainingStep
 from ddltool.analyzers.tracing.torch_adapter import trace_torch
 from ddltool.artifacts import save

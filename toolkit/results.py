@@ -12,6 +12,7 @@ from typing import Annotated, Any, ClassVar, Literal, Self
 from pydantic import BaseModel, ConfigDict, Field, SerializerFunctionWrapHandler, model_serializer, model_validator
 
 from ddltool.artifacts import Artifact
+from ddltool.calibration import Residuals
 from ddltool.plan import Plan
 
 Number = Annotated[float, Field(allow_inf_nan=False)]
@@ -870,6 +871,64 @@ class ProfileResult(Result):
     measuring_seconds: NonNegative = 0.0
     memory: MemorySearch | None = None
     sources: list[ImportedFile] = Field(default_factory=list)
+
+
+class PredictedRow(Part):
+    """A row of profile.csv that was predicted, and more."""
+
+    device: str
+    num_nodes: Count
+    num_replicas: Count
+    local_batch_size: Count
+    step_time_s: NonNegative
+    predicted_low_s: NonNegative = Field(description="80 % of measured steps are expected from here")
+    predicted_high_s: NonNegative
+    sync_time_s: NonNegative = Field(description="what the step takes longer than with one replica")
+    peak_memory_bytes: Count
+    fits: bool
+    samples_per_s: NonNegative = Field(description="of all replicas")
+    tokens_per_s: NonNegative | None
+    mfu: NonNegative = Field(description="share of the step that products would take at the device's dense peak")
+    host_bound: bool
+    price_per_million_samples: NonNegative | None
+    accumulation_steps: Count
+    source: str
+    origin: str
+
+
+class PredictedDevice(Part):
+    """What the rows say of a device, and how sure they are."""
+
+    saturation_batch: Count | None
+    memory_limit_batch: Count
+    has_precision: bool = Field(description="whether its datasheet has a rate for what the precision computes in")
+    price_per_hour: NonNegative | None
+    error: Residuals
+    link_bytes_per_s: NonNegative
+
+
+class Assumptions(Part):
+    """How the steps were taken to be trained."""
+
+    precision: str
+    channels_last: bool
+    compile: bool
+    optimizer: str
+    accumulation: Count
+    sequence_length: Count | None
+    gpus_per_node: Count
+    bandwidth_bytes_per_s: NonNegative
+
+
+class PredictResult(Result):
+    """``ddltool predict``: rows as in profile.csv."""
+
+    KIND: ClassVar[str] = "ddltool.profile"
+    kind: Literal["ddltool.profile"] = "ddltool.profile"
+    predicted: bool
+    rows: list[PredictedRow]
+    devices: dict[str, PredictedDevice]
+    assumptions: Assumptions
 
 
 class PublishedModel(Part):

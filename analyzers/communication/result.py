@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from ddltool.analyzers.communication.efficiency import Comparison, verdict
-from ddltool.analyzers.costs.estimate import coverage
+from ddltool.analyzers.costs.model import coverage
 from ddltool.artifacts import parse_record
 from ddltool.graph import RECV, SEND, Graph
 from ddltool.results import BucketFigures, CollectiveFigures, TraceBounds, TracedGraph, TraceResult

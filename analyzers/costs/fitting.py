@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from scipy.optimize import least_squares
 
 from ddltool.analyzers.costs.kernel_times import ARITHMETIC, FEED, TRAFFIC, UNITS, Constants, Demand, seconds
-from ddltool.analyzers.costs.step import HOST_BOUND, VIEW
+from ddltool.analyzers.costs.model import HOST_BOUND, VIEW
 
 Array = NDArray[np.float64]
 _SCALARS = ("start_s", "cache", "turn_s", "issue_s", "update_s")

@@ -1,6 +1,8 @@
 """The cost model of one device: its datasheet, the constants that hold for it, and how sure its predictions are.
 
-Start at :class:`CostModel`; :func:`cost_model` makes one from the device table and the calibration.
+The host issues ops, the device's queue runs them, and a step ends when both have: a model of small kernels is bound by the
+host, and says so. Start at :class:`CostModel`; :func:`cost_model` makes one from the device table and the calibration,
+:func:`estimate` gives every op of a graph its duration.
 """
 
 from __future__ import annotations
@@ -9,26 +11,118 @@ import math
 from dataclasses import dataclass, replace
 
 import numpy as np
+from numpy.typing import NDArray
 
-from ddltool.analyzers.costs.kernel_times import DATASHEET, UNITS, Constants
-from ddltool.analyzers.costs.step import HOST_BOUND, StepTime, time_step
+from ddltool.analyzers.costs.kernel_times import DATASHEET, UNITS, Constants, demand_of, seconds
+from ddltool.analyzers.costs.kernels import kernels_of
 from ddltool.calibration import CalibrationTable, Residuals
-from ddltool.device import GIVEN, Device, name_key
-from ddltool.graph import Graph
+from ddltool.device import GIVEN, Device, Network, name_key
+from ddltool.graph import COMPUTE, SEND, Estimate, Graph, spread
+from ddltool.results import CoverageFigures
 
+Array = NDArray[np.float64]
+# From this share of the device's time on a step is called bound by the host: a slower host then makes the step longer.
+HOST_BOUND = 0.9
 # A host that takes up to this share of the device's time does not show in the step.
 _HIDDEN = 0.5
+# A view is no kernel, but the host makes it: measured beside ops that launch one.
+VIEW = 0.25
+# The optimizer of whoever names none: predictions, plans and traces then speak of the same step.
+OPTIMIZER = "adam"
 # Generations in the order of their years: one without measured rows lies between its neighbours.
 GENERATIONS = ("Kepler", "Maxwell", "Pascal", "Volta", "Turing", "Ampere", "Ada", "Hopper", "Blackwell")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Interval:
-    """A prediction in which 80 % of measurements are expected to lie between ``low`` and ``high``."""
+class Optimizer:
+    """What an update costs per byte of parameters."""
 
-    value: float
-    low: float
-    high: float
+    state_copies: float
+    """Copies of the parameters that it keeps."""
+    passes: float
+    """Times that it reads or writes the parameters' size."""
+
+
+OPTIMIZERS = {
+    "none": Optimizer(state_copies=0, passes=0),
+    "sgd": Optimizer(state_copies=0, passes=3),
+    "momentum": Optimizer(state_copies=1, passes=5),
+    "adam": Optimizer(state_copies=2, passes=7),
+    "adamw": Optimizer(state_copies=2, passes=7),
+}
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class StepTime:
+    """The predicted time of one pass and its update, in seconds."""
+
+    op_s: Array
+    """(n,) device seconds of every op of the graph; 0 for transfers and views."""
+    host_s: float
+    """What the host takes to issue all ops."""
+    device_s: float
+    """What the device takes for all kernels, one after another."""
+    end_s: Array
+    """(n,) when every op has ended on the device, from the start of the pass; a view with the op before it."""
+    update_s: float
+
+    @property
+    def pass_s(self) -> float:
+        """When the device is done: forward, and backward in training."""
+        return float(self.end_s[-1]) if len(self.end_s) else 0.0
+
+    @property
+    def step_s(self) -> float:
+        """Pass and update."""
+        return self.pass_s + self.update_s
+
+    @property
+    def host_share(self) -> float:
+        """What the host takes, as a share of what the device takes."""
+        return self.host_s / self.device_s if self.device_s > 0 else 0.0
+
+    @property
+    def host_bound(self) -> bool:
+        """Whether the host needs about as long as the device, or longer."""
+        return self.host_share > HOST_BOUND
+
+
+def time_step(graph: Graph, device: Device, constants: Constants, *, optimizer: str = "none") -> StepTime:
+    """Return the predicted time of one step of a traced graph. O(n).
+
+    Precision and layout are those that the graph was traced in (``meta``).
+    """
+    kernels = kernels_of(graph)
+    precision, channels_last = str(graph.meta.get("precision", "fp32")), bool(graph.meta.get("channels_last", False))
+    demand = demand_of(kernels, device, precision=precision, channels_last=channels_last)
+    op_s = kernels.per_op(seconds(demand, constants))
+    compute = graph.kind == COMPUTE
+    # What costs nothing in an ONNX file (constants, shapes, reshapes) is folded before it runs.
+    folded = np.array([op_type.startswith("onnx.") for op_type in graph.op_type], dtype=bool)
+    view_s = np.where(folded, 0.0, VIEW * constants.issue_s)
+    issued = np.where(compute, np.where(op_s > 0, constants.issue_s, view_s), 0.0)
+    issued_at, done = np.cumsum(issued), np.cumsum(op_s)
+    # An op starts once it was issued and the one before it has ended: end_i = max over j <= i of issued_j + t_j + ... + t_i.
+    begun = np.where(op_s > 0, issued_at - (done - op_s), -np.inf)
+    latest = np.maximum.accumulate(begun)
+    end_s = np.where(np.isfinite(latest), done + latest, 0.0)
+    return StepTime(
+        op_s=op_s,
+        host_s=float(issued_at[-1]) if len(issued_at) else 0.0,
+        device_s=float(op_s.sum()),
+        end_s=end_s,
+        update_s=update_s(graph, device, constants, optimizer) if graph.mode == "training" else 0.0,
+    )
+
+
+def update_s(graph: Graph, device: Device, constants: Constants, optimizer: str) -> float:
+    """Return the seconds of the optimizer's update: its memory traffic, and host work per trained tensor."""
+    passes = OPTIMIZERS[optimizer].passes
+    if passes == 0:
+        return 0.0
+    rate = device.memory_bytes_per_s * constants.traffic["pointwise"] * constants.units["memory"]
+    tensors = len(graph.of_kind(SEND))
+    return passes * graph.trained_bytes / rate + constants.update_s * tensors
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -46,8 +140,8 @@ class CostModel:
         """Return the predicted time of one step of a traced graph on this device."""
         return time_step(graph, self.device, self.constants, optimizer=optimizer)
 
-    def interval(self, step_s: float, *, host_share: float = 0.0) -> Interval:
-        """Return the prediction with its 80 % interval: the wider, the more of the step the host has a part in.
+    def interval(self, step_s: float, *, host_share: float = 0.0) -> tuple[float, float]:
+        """Return where 80 % of measurements are expected to lie: the wider, the more of the step the host has a part in.
 
         ``host_share``: what the host takes beside the device; up to half of it is hidden, from ``HOST_BOUND`` on all counts.
         """
@@ -55,7 +149,7 @@ class CostModel:
         low, high = self.residuals.low, self.residuals.high  # the prediction lies between them
         low *= min(self.host_residuals.low / low, 1.0) ** weight
         high *= max(self.host_residuals.high / high, 1.0) ** weight
-        return Interval(value=step_s, low=step_s * low, high=step_s * high)
+        return step_s * low, step_s * high
 
     @property
     def relative_error(self) -> float:
@@ -124,3 +218,91 @@ def _units(generation: str, calibration: CalibrationTable) -> dict[str, float]:
     if not near:
         return dict.fromkeys(UNITS, 1.0)
     return {unit: math.exp(float(np.mean([math.log(units[unit]) for units in near]))) for unit in UNITS}
+
+
+def estimate(graph: Graph, model: CostModel, network: Network, *, optimizer: str = OPTIMIZER) -> Graph:
+    """Return the graph with every duration set for the model's device and ``network``, in seconds. O(n).
+
+    A compute op lasts from the end of the one before it to its own: where the device waits for the host, the op that it
+    waits for takes longer. ``meta`` gets the seconds of the update that follows the graph's ops (``update_s``), and between
+    which factors of the prediction 80 % of measurements are expected (``error_low``, ``error_high``). Transfers are spread
+    over ``network.parameter_servers`` channels; see :func:`assign_channels`.
+    """
+    graph = assign_channels(graph, network.parameter_servers)
+    step = model.step(graph, optimizer=optimizer)
+    error_low, error_high = model.interval(1.0, host_share=step.host_share)
+    is_compute = graph.kind == COMPUTE
+    transfer = network.latency_s + graph.size_bytes / network.bandwidth_bytes_per_s
+    durations = np.where(is_compute, np.diff(step.end_s, prepend=0.0), transfer)
+    marks = tuple(_mark(s) if c else "rule" for s, c in zip(graph.estimate, is_compute, strict=True))
+    meta = {
+        **graph.meta,
+        "oracle": "roofline",
+        "device": model.device.name,
+        "bandwidth_bytes_per_s": network.bandwidth_bytes_per_s,
+        "latency_s": network.latency_s,
+        "parameter_servers": network.parameter_servers,
+        "optimizer": optimizer,
+        "update_s": step.update_s,
+        "host_share": step.host_share,
+        "error_low": error_low,
+        "error_high": error_high,
+    }
+    return replace(graph, meta=meta).with_durations(np.maximum(durations, 0.0), marks)
+
+
+def _mark(source: Estimate | None) -> Estimate:
+    """Return what an estimated time rests on: a graph whose costs came without provenance counts as default."""
+    return source if source in ("rule", "free") else "default"
+
+
+def assign_channels(graph: Graph, servers: int) -> Graph:
+    """Return the graph with its transfers spread over ``channel:0`` to ``channel:servers-1``.
+
+    A parameter's recv and send use the same channel. Largest parameter first onto the least loaded channel (LPT), ties
+    by name, so the assignment does not depend on the file's order. O(p log p + p * servers).
+    """
+    size: dict[str, float] = {}
+    transfers = np.flatnonzero(graph.kind != COMPUTE)
+    for position in transfers:
+        key = graph.parameter[position] or graph.names[position]
+        size[key] = max(size.get(key, 0.0), float(graph.size_bytes[position]))
+    channel = spread(size, servers)
+    computes = sorted({graph.resource_names[graph.resource[i]] for i in np.flatnonzero(graph.kind == COMPUTE)})
+    used = sorted(set(channel.values()))
+    names = tuple([f"channel:{number}" for number in used] + computes)
+    place = {name: number for number, name in enumerate(names)}
+    resource = graph.resource.copy()
+    for op in range(len(graph)):
+        if graph.kind[op] == COMPUTE:
+            resource[op] = place[graph.resource_names[graph.resource[op]]]
+        else:
+            key = graph.parameter[op] or graph.names[op]
+            resource[op] = place[f"channel:{channel[key]}"]
+    return replace(graph, resource=resource, resource_names=names)
+
+
+def coverage(graph: Graph) -> CoverageFigures:
+    """Return how much of the compute ops, and of their estimated time, comes from a rule rather than a default."""
+    compute = graph.kind == COMPUTE
+    ops = max(int(compute.sum()), 1)
+    source = np.array([estimate or "file" for estimate in graph.estimate])
+    times = np.nan_to_num(graph.duration_s)
+    total = float(times[compute].sum()) or 1.0
+    default = compute & (source == "default")
+    free = compute & (source == "free")
+    counts: dict[str, int] = {}
+    for position in np.flatnonzero(default):
+        counts[graph.op_type[position]] = counts.get(graph.op_type[position], 0) + 1
+    measured = compute & (source == "measured")
+    rule = compute & (source == "rule")
+    return CoverageFigures(
+        rule_ops=int(rule.sum()) / ops,
+        rule_time=float(times[rule].sum()) / total,
+        measured_ops=int(measured.sum()) / ops,
+        measured_time=float(times[measured].sum()) / total,
+        default_ops=int(default.sum()) / ops,
+        default_time=float(times[default].sum()) / total,
+        free_ops=int(free.sum()) / ops,
+        default_types=sorted(counts.items(), key=lambda item: (-item[1], item[0])),
+    )

@@ -1,30 +1,97 @@
 """Predicted steps over batch sizes and placements of a job on one device type. Start at :func:`predict`.
 
-A step is ``accumulation`` passes and an update. With several replicas the gradients leave in DDP's default buckets over a
-ring (Patarasuk and Yuan, JPDC 2009) while the last backward pass goes on, and only what is left after it counts.
+The work of a step at any batch size is counted from one trace where it is a function of its batch
+(:func:`ddltool.analyzers.tracing.torch_adapter.trace_any_batch`): its graph, and the memory alive while it runs. A step is
+``accumulation`` passes and an update. With several replicas the gradients leave in DDP's default buckets over a ring
+(Patarasuk and Yuan, JPDC 2009) while the last backward pass goes on, and only what is left after it counts.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 
 import numpy as np
 
 from ddltool.analyzers.communication.collectives import default_cuts, finish_s
 from ddltool.analyzers.communication.program import Program, Ring, program_of
-from ddltool.analyzers.costs.compiled import compiled
-from ddltool.analyzers.costs.estimate import OPTIMIZER, estimate
-from ddltool.analyzers.costs.model import CostModel, Interval
-from ddltool.analyzers.costs.step import HOST_BOUND, OPTIMIZERS
-from ddltool.analyzers.costs.work import Array, WorkCurve
-from ddltool.device import Device, Network
-from ddltool.errors import InputError, did_you_mean
-from ddltool.graph import Graph
+from ddltool.analyzers.costs.kernels import CLASSES, class_of
+from ddltool.analyzers.costs.model import HOST_BOUND, OPTIMIZER, OPTIMIZERS, Array, CostModel, estimate
+from ddltool.analyzers.tracing.dialect import Numerics
+from ddltool.analyzers.tracing.step import TrainingStep
+from ddltool.analyzers.tracing.torch_adapter import AS_DEFAULT, TracedStep, trace_any_batch
+from ddltool.analyzers.tracing.torch_costs import AS_TRACED, Scale
+from ddltool.device import MEASURED, Device, Network
+from ddltool.errors import Infeasible, InputError, did_you_mean
+from ddltool.graph import COMPUTE, Graph
+from ddltool.results import Assumptions, PredictedDevice, PredictedRow, PredictResult
 
 # The CUDA context, cuDNN's workspaces and fragmentation: what a training process cannot have of the device.
 RESERVED_BYTES = 2.0**30
+# A rate of 90 % of the best predicted one counts as saturated, as for measured profiles.
+_SATURATED = 0.9
+# Rings reach about this share of what a datasheet says that a link carries one way; a measured link is what they reach.
+_LINK_SHARE = 0.8
+# An unknown link counts as PCIe 3.0 x16.
+_PCIE = 15.75e9
+# What torch.compile fuses with its neighbours.
+_FUSED = frozenset(("pointwise", "copy", "normalisation", "softmax", "reduction"))
+# What each precision computes in.
+_TYPES = {"amp": "float16", "bf16": "bfloat16", "tf32": "tf32", "fp32": "float32"}
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class WorkCurve:
+    """The work of a step at any batch size."""
+
+    traced: TracedStep
+
+    def live_bytes(self, batch_size: int) -> Array:
+        """Return (c,) the bytes alive after each call, its result allocated and what it used last still held. O(calls).
+
+        Of all tensors: parameters, gradients, buffers and inputs included. What kernels take as workspace is not in a
+        trace. A step that is traced at every batch size counts at the next multiple of 8 where it does not run at this
+        one, and has no bounds where it cannot be traced.
+        """
+        traced = self.traced
+        scale = AS_TRACED if batch_size == traced.graph.batch_size else traced.scale(batch_size)
+        if scale is not None:
+            return _live_bytes(traced, scale)
+        if traced.largest is not None and batch_size > traced.largest:
+            return np.array([np.inf])
+        try:
+            return _live_bytes(traced.traced_at(batch_size), AS_TRACED)
+        except InputError:
+            if batch_size % 8 == 0:
+                raise
+            return self.live_bytes(batch_size + -batch_size % 8)
+
+    def runs_at(self, batch_size: int) -> bool:
+        """Return whether the step takes a batch size, so far as a trace has to tell."""
+        if self.traced.prime == self.traced.graph.batch_size:
+            return True
+        try:
+            self.traced.at(batch_size)
+        except InputError:
+            return False
+        return True
+
+
+def _live_bytes(traced: TracedStep, scale: Scale) -> Array:
+    calls = np.array([node.op == "call_function" for node in traced.fx.graph.nodes])
+    change = np.zeros(calls.size + 1)
+    for storage in traced.storages:
+        held = float(scale.size(storage.elements) * storage.width)
+        change[storage.born] += held
+        change[storage.died] -= held
+    alive: Array = np.cumsum(change)[:-1][calls]
+    return alive
+
+
+def measure_work(build: Callable[[], TrainingStep], numerics: Numerics = AS_DEFAULT) -> WorkCurve:
+    """Return the work of the training step that ``build`` makes. Raises InputError when it cannot be traced."""
+    return WorkCurve(traced=trace_any_batch(build, mode="training", numerics=numerics))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -58,68 +125,127 @@ class Setting:
     accumulation: int = 1
     """Passes in a step."""
     compile: bool = False
+    gpus_per_node: int = 8
 
     def __post_init__(self) -> None:
         if self.optimizer not in OPTIMIZERS:
             raise InputError("--optimizer", f"unknown {self.optimizer!r}", did_you_mean(self.optimizer, OPTIMIZERS))
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class PredictedStep:
-    """One predicted configuration; seconds and bytes."""
+def link_of(device: Device, given_bytes_per_s: float | None, latency_s: float) -> Link:
+    """Return the link inside a node: as given, else what rings reach of the device's own."""
+    own = device.link_bytes_per_s or _PCIE
+    rate = given_bytes_per_s or (own if device.link.startswith(MEASURED) else _LINK_SHARE * own)
+    return Link(bandwidth_bytes_per_s=rate, latency_s=latency_s)
 
-    num_nodes: int
-    num_replicas: int
-    local_batch_size: int
-    step: Interval
-    sync_time_s: float
-    """What the step takes longer than with one replica."""
-    peak_memory_bytes: float
-    fits: bool
-    samples_per_s: float
-    """Of all replicas."""
-    tokens_per_s: float | None
-    """Of all replicas, where the model reads tokens."""
-    mfu: float
-    """Share of the step that matrix products, convolutions and attention would take at the device's dense peak."""
-    host_bound: bool
+
+def predict_on(
+    curve: WorkCurve,
+    chosen: Sequence[tuple[CostModel, Setting]],
+    batch_sizes: Sequence[int] | None,
+    replicas: Sequence[int],
+    source: str,
+) -> PredictResult:
+    """Return the predicted rows on each device, what was assumed, and how sure it is.
+
+    Without ``batch_sizes`` those that fit: raises Infeasible when none does. ``source`` names the model.
+    """
+    setting, meta = chosen[0][1], curve.traced.graph.meta
+    rows, devices = [], {}
+    for model, own in chosen:
+        places = [Placement(num_nodes=math.ceil(n / own.gpus_per_node), num_replicas=n) for n in replicas]
+        sizes = batch_sizes or _fitting_sizes(curve, model, own, max(replicas))
+        found = predict(curve, model, own, sizes, places, source)
+        alone = [row for row in found if row.num_replicas == found[0].num_replicas and row.fits]
+        best = max((row.samples_per_s for row in alone), default=0.0)
+        wide = [row.local_batch_size for row in alone if row.samples_per_s >= _SATURATED * best]
+        devices[model.device.name] = PredictedDevice(
+            saturation_batch=min(wide, default=None),
+            memory_limit_batch=memory_limit_batch(curve, model.device, own.optimizer, found[0].num_replicas),
+            has_precision=_TYPES[str(meta.get("precision"))] in model.device.peak_flops,
+            price_per_hour=model.device.price_per_hour,
+            error=model.residuals,
+            link_bytes_per_s=own.local.bandwidth_bytes_per_s,
+        )
+        rows += found
+    assumed = {
+        **{name: meta.get(name) for name in ("precision", "channels_last")},
+        **{name: getattr(setting, name) for name in ("compile", "optimizer", "accumulation", "gpus_per_node")},
+        "sequence_length": meta.get("tokens_per_sample"),
+        "bandwidth_bytes_per_s": setting.network.bandwidth_bytes_per_s,
+    }
+    return PredictResult(predicted=True, rows=rows, devices=devices, assumptions=Assumptions.model_validate(assumed))
+
+
+def _fitting_sizes(curve: WorkCurve, model: CostModel, setting: Setting, replicas: int) -> tuple[int, ...]:
+    """Return 1, 2, 4, ... up to the memory limit. Raises Infeasible when one sample does not fit."""
+    limit = memory_limit_batch(curve, model.device, setting.optimizer, replicas)
+    if limit < 1:
+        raise Infeasible(
+            f"one sample does not fit the {model.device.memory_gib:g} GiB of a {model.device.name}, by estimate; "
+            "give --batch-sizes to see its time all the same"
+        )
+    every = tuple(2**power for power in range(limit.bit_length()))
+    return tuple(size for size in every if curve.runs_at(size)) or every
 
 
 def predict(
-    curve: WorkCurve, model: CostModel, setting: Setting, batch_sizes: Sequence[int], placements: Sequence[Placement]
-) -> list[PredictedStep]:
+    curve: WorkCurve,
+    model: CostModel,
+    setting: Setting,
+    batch_sizes: Sequence[int],
+    placements: Sequence[Placement],
+    source: str = "",
+) -> list[PredictedRow]:
     """Return one prediction per placement and local batch size, placements outermost. O(ops log ops) per batch size."""
-    made: list[PredictedStep] = []
     timed = {size: timed_step(curve.traced.at(size), model, setting) for size in batch_sizes}
     programs = {size: program_of(graph) for size, graph in timed.items()}
-    for placement in placements:
-        for size in batch_sizes:
-            graph, program = timed[size], programs[size]
-            update_s = float(graph.meta.get("update_s") or 0.0)
-            synced_s = _synchronised_s(program, setting, placement)
-            step_s = (setting.accumulation - 1) * program.compute_s + synced_s + update_s
-            share = graph.meta.get("host_share")
-            host_share = float(share) if isinstance(share, (int, float)) else 0.0
-            samples = placement.num_replicas * size * setting.accumulation
-            tokens = graph.meta.get("tokens_per_sample")
-            memory = peak_memory_bytes(curve.live_bytes(size), graph, setting.optimizer, placement.num_replicas)
-            least_s = setting.accumulation * products_s(graph, model.device)
-            made.append(
-                PredictedStep(
-                    num_nodes=placement.num_nodes,
-                    num_replicas=placement.num_replicas,
-                    local_batch_size=size,
-                    step=model.interval(step_s, host_share=host_share),
-                    sync_time_s=max(synced_s - program.compute_s, 0.0),
-                    peak_memory_bytes=memory,
-                    fits=memory <= usable_bytes(model.device),
-                    samples_per_s=samples / step_s,
-                    tokens_per_s=samples * float(tokens) / step_s if isinstance(tokens, (int, float)) else None,
-                    mfu=least_s / step_s,
-                    host_bound=host_share > HOST_BOUND,
-                )
-            )
-    return made
+    return [
+        _row(curve, model, setting, placement, timed[size], programs[size], size, source)
+        for placement in placements
+        for size in batch_sizes
+    ]
+
+
+def _row(
+    curve: WorkCurve,
+    model: CostModel,
+    setting: Setting,
+    placement: Placement,
+    graph: Graph,
+    program: Program,
+    size: int,
+    source: str,
+) -> PredictedRow:
+    synced_s = _synchronised_s(program, setting, placement)
+    update_s, host_share = float(graph.meta.get("update_s") or 0.0), float(graph.meta.get("host_share") or 0.0)
+    step_s = (setting.accumulation - 1) * program.compute_s + synced_s + update_s
+    low_s, high_s = model.interval(step_s, host_share=host_share)
+    samples, tokens = placement.num_replicas * size * setting.accumulation, graph.meta.get("tokens_per_sample")
+    memory = peak_memory_bytes(curve.live_bytes(size), graph, setting.optimizer, placement.num_replicas)
+    price = model.device.price_per_hour
+    return PredictedRow(
+        device=model.device.name,
+        num_nodes=placement.num_nodes,
+        num_replicas=placement.num_replicas,
+        local_batch_size=size,
+        step_time_s=step_s,
+        predicted_low_s=low_s,
+        predicted_high_s=high_s,
+        sync_time_s=max(synced_s - program.compute_s, 0.0),
+        peak_memory_bytes=round(memory),
+        fits=memory <= usable_bytes(model.device),
+        samples_per_s=samples / step_s,
+        tokens_per_s=samples * float(tokens) / step_s if isinstance(tokens, (int, float)) else None,
+        mfu=setting.accumulation * products_s(graph, model.device) / step_s,
+        host_bound=host_share > HOST_BOUND,
+        price_per_million_samples=None
+        if price is None
+        else price * placement.num_replicas / 3600 / (samples / step_s) * 1e6,
+        accumulation_steps=setting.accumulation - 1,
+        source=source,
+        origin="predicted",
+    )
 
 
 def timed_step(graph: Graph, model: CostModel, setting: Setting) -> Graph:
@@ -127,15 +253,6 @@ def timed_step(graph: Graph, model: CostModel, setting: Setting) -> Graph:
     run = compiled(graph) if setting.compile else graph
     network = Network(bandwidth_bytes_per_s=setting.network.bandwidth_bytes_per_s, latency_s=setting.network.latency_s)
     return estimate(run, model, network, optimizer=setting.optimizer)
-
-
-# What each precision computes in.
-_TYPES = {"amp": "float16", "bf16": "bfloat16", "tf32": "tf32", "fp32": "float32"}
-
-
-def has_precision(device: Device, precision: str) -> bool:
-    """Return whether a device's datasheet has a rate for the type that ``precision`` computes in."""
-    return _TYPES[precision] in device.peak_flops
 
 
 def products_s(graph: Graph, device: Device) -> float:
@@ -211,3 +328,39 @@ def memory_limit_batch(curve: WorkCurve, device: Device, optimizer: str, num_rep
         middle = (low + high) // 2
         low, high = (middle, high) if fits(middle) else (low, middle)
     return low
+
+
+def compiled(graph: Graph) -> Graph:
+    """Return the graph under ``torch.compile``: fused ops cost nothing, the last of each chain reads for all. O(n + e).
+
+    Inductor fuses element-wise ops, casts, normalisations, softmaxes and reductions with their neighbours; convolutions,
+    matrix products and attention stay. What passes from one fused op to the next is neither written nor read again.
+
+    A graph without written bytes (from a file of an older version) only loses its launches.
+    """
+    compute = graph.kind == COMPUTE
+    free = np.array([mark == "free" for mark in graph.estimate]) & compute
+    fusible = compute & ~free
+    fusible &= np.array([CLASSES[class_of(op_type)] in _FUSED for op_type in graph.op_type])
+    pointer, targets = graph.successors()
+    size, estimate = graph.size_bytes.copy(), list(graph.estimate)
+
+    def readers(op: int) -> list[int]:
+        """Return the ops that read what an op makes, through views."""
+        found: list[int] = []
+        for target in targets[pointer[op] : pointer[op + 1]].tolist():
+            found += readers(target) if free[target] else [target]
+        return found
+
+    for op in graph.topological_order().tolist():
+        if not fusible[op]:
+            continue
+        reading = readers(op)
+        written = float(graph.written_bytes[op])
+        inside = [reader for reader in dict.fromkeys(reading) if fusible[reader]]
+        for reader in inside:
+            size[reader] = max(size[reader] - written, 0.0)
+        if inside and len(inside) == len(set(reading)):
+            size[inside[0]] += max(size[op] - written, 0.0)
+            size[op], estimate[op] = 0.0, "free"
+    return replace(graph, size_bytes=size, estimate=tuple(estimate))

@@ -18,8 +18,7 @@ from numpy.typing import NDArray
 from ddltool.analyzers.costs.fitting import Belief, Case, fit, steps_s
 from ddltool.analyzers.costs.kernel_times import UNITS, demand_of
 from ddltool.analyzers.costs.kernels import kernels_of
-from ddltool.analyzers.costs.model import CostModel, cost_model
-from ddltool.analyzers.costs.step import OPTIMIZERS
+from ddltool.analyzers.costs.model import OPTIMIZERS, CostModel, cost_model
 from ddltool.calibration import CalibrationTable, DeviceFit, Residuals
 from ddltool.device import Device
 from ddltool.errors import InputError

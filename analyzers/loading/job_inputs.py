@@ -11,8 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ddltool.analyzers.balancing.plan import StepCurve, checked_total, memory_limit
-from ddltool.analyzers.costs.estimate import estimate
-from ddltool.analyzers.costs.model import cost_model
+from ddltool.analyzers.costs.model import cost_model, estimate
 from ddltool.analyzers.deciding.candidates import Knowledge, Settings
 from ddltool.analyzers.deciding.communication import (
     Communication,

@@ -20,7 +20,7 @@ from ddltool.graph_io import read_graph
 from ddltool.results import DeterminismLevel
 
 if TYPE_CHECKING:
-    from ddltool.analyzers.costs.work import WorkCurve
+    from ddltool.analyzers.costs.predict import WorkCurve
     from ddltool.analyzers.tracing.dialect import Numerics
     from ddltool.analyzers.tracing.step import TrainingStep
 
@@ -92,7 +92,7 @@ def work_of(source: str, numerics: Numerics, sequence_length: int | None) -> Wor
 
     Raises InputError for what is no torch source, and for a library's model of which a part feeds nothing.
     """
-    from ddltool.analyzers.costs.work import measure_work
+    from ddltool.analyzers.costs.predict import measure_work
 
     if is_graph_file(source) or is_onnx_file(source):
         remedy = "give a torch source: zoo:NAME, timm:NAME, transformers:NAME, file.py:factory"

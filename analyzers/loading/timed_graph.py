@@ -7,8 +7,7 @@ import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
-from ddltool.analyzers.costs.estimate import estimate
-from ddltool.analyzers.costs.model import cost_model
+from ddltool.analyzers.costs.model import cost_model, estimate
 from ddltool.analyzers.loading.sources import is_graph_file, is_onnx_file, load_graph, resolve_step
 from ddltool.device import Network
 from ddltool.errors import InputError

@@ -26,7 +26,7 @@ from torch import Tensor
 from torch.fx import Node
 from torch.fx.node import map_arg
 
-from ddltool.analyzers.costs.estimate import assign_channels
+from ddltool.analyzers.costs.model import assign_channels
 from ddltool.analyzers.tracing.dialect import Numerics
 from ddltool.analyzers.tracing.step import TrainingStep
 from ddltool.analyzers.tracing.torch_adapter import TracedStep, trace_step
