@@ -21,7 +21,7 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
 from ddltool.analyzers.costs.kernel_times import ARITHMETIC, FEED, TRAFFIC, Constants, tiled_flops
-from ddltool.analyzers.costs.kernels import CLASS, INPUT_GRADIENT, WEIGHT_GRADIENT, kernels_of
+from ddltool.analyzers.costs.kernels import INPUT_GRADIENT, WEIGHT_GRADIENT, kernels_of
 from ddltool.analyzers.costs.model import CostModel, cost_model, estimate, time_step, update_s
 from ddltool.analyzers.costs.predict import (
     Link,
@@ -37,6 +37,7 @@ from ddltool.analyzers.costs.predict import (
 from ddltool.analyzers.loading.factories import step_from
 from ddltool.analyzers.loading.sources import resolve_step, training_step
 from ddltool.analyzers.tracing.dialect import Numerics
+from ddltool.analyzers.tracing.op_rules import CLASS
 from ddltool.analyzers.tracing.step import TrainingStep, default_loss
 from ddltool.analyzers.tracing.torch_adapter import trace_any_batch, trace_torch
 from ddltool.device import Device, Network

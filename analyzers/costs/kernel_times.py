@@ -16,7 +16,8 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-from ddltool.analyzers.costs.kernels import CLASS, CLASSES, WEIGHT_GRADIENT, Kernels
+from ddltool.analyzers.costs.kernels import WEIGHT_GRADIENT, Kernels
+from ddltool.analyzers.tracing.op_rules import CLASS, CLASSES
 from ddltool.calibration import UNITS as UNITS
 from ddltool.device import Device
 

@@ -8,52 +8,15 @@ a matrix product, which says how well it fills the device's multiprocessors.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import lru_cache
 
 import numpy as np
 from numpy.typing import NDArray
 
-from ddltool.analyzers.tracing.op_rules import names_in, normal_type
+from ddltool.analyzers.tracing.op_rules import CLASS, class_of
 from ddltool.graph import COMPUTE, Graph
 
 Array = NDArray[np.float64]
-CLASSES = (
-    "convolution",
-    "grouped_convolution",
-    "depthwise_convolution",
-    "matrix_product",
-    "attention",
-    "normalisation",
-    "softmax",
-    "pointwise",
-    "reduction",
-    "pooling",
-    "copy",
-    "indexing",
-    "recurrent",
-)
-CLASS = {name: number for number, name in enumerate(CLASSES)}
 FORWARD, INPUT_GRADIENT, WEIGHT_GRADIENT = range(3)
-
-
-_PRODUCTS = names_in(
-    "mm addmm bmm baddbmm addbmm linear matmul grouped_mm scaled_mm int_mm mv addmv scaled_grouped_mm gemm "
-    "matmulinteger qlinearmatmul"
-)
-_REDUCTIONS = names_in(
-    "sum mean var var_mean std std_mean amax amin max min argmax argmin norm linalg_vector_norm prod cumsum cumprod "
-    "logsumexp any all nll_loss_forward nll_loss2d_forward nll_loss_backward nll_loss2d_backward reducemean reducesum"
-)
-_COPIES = names_in(
-    "to_copy copy clone contiguous cat stack constant_pad_nd pad roll repeat flip slice_backward select_backward fill "
-    "zeros slice_scatter select_scatter new_zeros new_ones new_full ones ones_like zeros_like full full_like arange "
-    "linspace eye reflection_pad2d reflection_pad2d_backward im2col col2im transpose concat slice split expand tile"
-)
-_INDEXING = names_in(
-    "embedding embedding_dense_backward embedding_bag embedding_bag_forward_only embedding_bag_dense_backward "
-    "index index_put unsafe_index unsafe_index_put index_select index_add gather "
-    "scatter scatter_add sort topk take take_along_dim masked_scatter bincount histc unique_consecutive one_hot"
-)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -134,28 +97,3 @@ def kernels_of(graph: Graph) -> Kernels:
         dtype=tuple(joined(names, names[both])),
         ops=len(graph),
     )
-
-
-@lru_cache(maxsize=4096)
-def class_of(op_type: str) -> int:
-    """Return the index of an op type's class: a convolution's is refined by its groups later."""
-    name = normal_type(op_type).rpartition(".")[2]
-    if name.startswith(("convolution", "convtranspose")):
-        return CLASS["convolution"]
-    if name in _PRODUCTS:
-        return CLASS["matrix_product"]
-    if "attention" in name:
-        return CLASS["attention"]
-    if name.startswith(("recurrent", "mkldnn_rnn", "cudnn_rnn", "lstm", "gru", "rnn")):
-        return CLASS["recurrent"]
-    if "_norm" in name or name.endswith("normalization"):
-        return CLASS["reduction"] if "vector_norm" in name else CLASS["normalisation"]
-    if "softmax" in name:
-        return CLASS["softmax"]
-    if "pool" in name or "upsample" in name or name == "resize":
-        return CLASS["pooling"]
-    if name in _REDUCTIONS:
-        return CLASS["reduction"]
-    if name in _COPIES:
-        return CLASS["copy"]
-    return CLASS["indexing"] if name in _INDEXING else CLASS["pointwise"]

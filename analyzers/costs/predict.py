@@ -16,9 +16,9 @@ import numpy as np
 
 from ddltool.analyzers.communication.collectives import default_cuts, finish_s
 from ddltool.analyzers.communication.program import Program, Ring, program_of
-from ddltool.analyzers.costs.kernels import CLASSES, class_of
 from ddltool.analyzers.costs.model import HOST_BOUND, OPTIMIZER, OPTIMIZERS, Array, CostModel, estimate
 from ddltool.analyzers.tracing.dialect import Numerics
+from ddltool.analyzers.tracing.op_rules import CLASSES, class_of
 from ddltool.analyzers.tracing.step import TrainingStep
 from ddltool.analyzers.tracing.torch_adapter import AS_DEFAULT, TracedStep, trace_any_batch
 from ddltool.analyzers.tracing.torch_costs import AS_TRACED, Scale

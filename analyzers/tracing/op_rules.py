@@ -368,3 +368,50 @@ def normal_type(op_type: str) -> str:
     if attention:
         return f"scaled_dot_product_attention{attention[1] or ''}"
     return _CANONICAL.get(name, name)
+
+
+# The kernels behind an op: what its time is made of (``analyzers/costs/kernel_times.py``).
+CLASSES = (
+    *("convolution", "grouped_convolution", "depthwise_convolution", "matrix_product", "attention", "normalisation"),
+    *("softmax", "pointwise", "reduction", "pooling", "copy", "indexing", "recurrent"),
+)
+CLASS = {name: number for number, name in enumerate(CLASSES)}
+_CLASS_OF = {
+    "matrix_product": (
+        "mm addmm bmm baddbmm addbmm linear matmul grouped_mm scaled_mm int_mm mv addmv scaled_grouped_mm gemm "
+        "matmulinteger qlinearmatmul"
+    ),
+    "reduction": (
+        "sum mean var var_mean std std_mean amax amin max min argmax argmin norm linalg_vector_norm prod cumsum cumprod "
+        "logsumexp any all nll_loss_forward nll_loss2d_forward nll_loss_backward nll_loss2d_backward reducemean reducesum"
+    ),
+    "copy": (
+        "to_copy copy clone contiguous cat stack constant_pad_nd pad roll repeat flip slice_backward select_backward fill "
+        "zeros slice_scatter select_scatter new_zeros new_ones new_full ones ones_like zeros_like full full_like arange "
+        "linspace eye reflection_pad2d reflection_pad2d_backward im2col col2im transpose concat slice split expand tile"
+    ),
+    "indexing": (
+        "embedding embedding_dense_backward embedding_bag embedding_bag_forward_only embedding_bag_dense_backward "
+        "index index_put unsafe_index unsafe_index_put index_select index_add gather "
+        "scatter scatter_add sort topk take take_along_dim masked_scatter bincount histc unique_consecutive one_hot"
+    ),
+}
+_CLASS_BY_NAME = {name: CLASS[kind] for kind, names in _CLASS_OF.items() for name in names.split()}
+# For names that are in no table, by what stands at their beginning or in them: the first that fits.
+_CLASS_BY_PART = (
+    ("convolution", re.compile("convolution|convtranspose")),
+    ("attention", re.compile(".*attention")),
+    ("recurrent", re.compile("recurrent|mkldnn_rnn|cudnn_rnn|lstm|gru|rnn")),
+    ("normalisation", re.compile(".*_norm|.*normalization$")),
+    ("softmax", re.compile(".*softmax")),
+    ("pooling", re.compile(".*(pool|upsample)|resize$")),
+)
+
+
+@lru_cache(maxsize=4096)
+def class_of(op_type: str) -> int:
+    """Return the index of an op type's class: a convolution's is refined by its groups later."""
+    name = normal_type(op_type).rpartition(".")[2]
+    if name in _CLASS_BY_NAME:
+        return _CLASS_BY_NAME[name]
+    return CLASS[next((kind for kind, part in _CLASS_BY_PART if part.match(name)), "pointwise")]
