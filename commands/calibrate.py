@@ -2,18 +2,28 @@
 
 from __future__ import annotations
 
+from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Optional
+from typing import Annotated, Any, Optional
 
+import numpy as np
 import typer
 
+from ddltool.analyzers.costs.model import OPTIMIZERS
+from ddltool.analyzers.costs.predict import WorkCurve
+from ddltool.analyzers.costs.updating import Measured, Updated, update
+from ddltool.analyzers.loading.imported_rows import import_files
+from ddltool.analyzers.loading.measured_rows import measured_rows
+from ddltool.analyzers.loading.nccl import bus_bandwidth, is_nccl_log
+from ddltool.analyzers.loading.sources import work_of
+from ddltool.analyzers.tracing.dialect import Numerics
+from ddltool.artifacts import check_writable, read_text, save
 from ddltool.commands.options import ChannelsLast, DevicesFile, Json, Output, Precision, SequenceLength
-
-if TYPE_CHECKING:
-    from ddltool.analyzers.costs.predict import WorkCurve
-    from ddltool.analyzers.costs.updating import Measured, Updated
-    from ddltool.device import Device, DeviceTable
-    from ddltool.graph import Graph
+from ddltool.commands.output import note, out, print_json, progress
+from ddltool.device import MEASURED, Device, DeviceTable
+from ddltool.errors import InputError, did_you_mean
+from ddltool.fixtures.loading import calibration, known_devices
+from ddltool.units import show_seconds
 
 _TABLES = (".csv", ".json", ".jsonl", ".ndjson")
 
@@ -46,16 +56,6 @@ def calibrate(
     as_json: Json = False,
 ) -> None:
     """Fit one device's constants to your own measurements, the shipped ones as prior; `--devices-file` reads the result."""
-    from ddltool.analyzers.costs.model import OPTIMIZERS
-    from ddltool.analyzers.costs.updating import update
-    from ddltool.analyzers.loading.nccl import bus_bandwidth, is_nccl_log
-    from ddltool.analyzers.tracing.dialect import Numerics
-    from ddltool.artifacts import check_writable, read_text, save
-    from ddltool.commands.output import print_json
-    from ddltool.device import MEASURED, DeviceTable
-    from ddltool.errors import InputError, did_you_mean
-    from ddltool.fixtures.loading import calibration, known_devices
-
     if output is not None:
         check_writable(output)
     if optimizer is not None and optimizer not in OPTIMIZERS:
@@ -72,9 +72,16 @@ def calibrate(
     if tables:
         numerics = Numerics(precision, channels_last)  # type: ignore[arg-type]  # Numerics checks it
         measured = _measured(tables, found, known, batch_size, model=model, precision=precision, optimizer=optimizer)
-        graphs = _Graphs(numerics, sequence_length)
+
+        @cache
+        def curve_of(name: str) -> WorkCurve:
+            with progress(f"tracing {name}"):
+                return work_of(name, numerics, sequence_length)
+
         source = ", ".join(path.name for path in tables)
-        updated = update(measured, graphs, found, calibration(), source=source)
+        updated = update(
+            measured, lambda name, size: curve_of(name).traced.at(size), found, calibration(), source=source
+        )
         found = updated.device
     if output is not None:
         save(DeviceTable(devices=[found]), output)
@@ -90,32 +97,10 @@ def _suffix(path: Path) -> str:
     return next((suffix.lower() for suffix in reversed(path.suffixes) if suffix != ".gz"), "")
 
 
-class _Graphs:
-    """The graph of a SOURCE at a batch size; each SOURCE is traced once."""
-
-    def __init__(self, numerics: Any, sequence_length: int | None) -> None:
-        self._settings = numerics, sequence_length
-        self._curves: dict[str, WorkCurve] = {}
-
-    def __call__(self, source: str, batch_size: int) -> Graph:
-        from ddltool.analyzers.loading.sources import work_of
-        from ddltool.commands.output import progress
-
-        if source not in self._curves:
-            with progress(f"tracing {source}"):
-                self._curves[source] = work_of(source, *self._settings)
-        return self._curves[source].traced.at(batch_size)
-
-
 def _measured(
     tables: list[Path], device: Device, known: DeviceTable, batch_size: int | None, **given: Any
 ) -> list[Measured]:
     """Return the rows of all files that were measured on the device; see ``measured_rows`` for what is ``given``."""
-    from ddltool.analyzers.loading.imported_rows import import_files
-    from ddltool.analyzers.loading.measured_rows import measured_rows
-    from ddltool.commands.output import note
-    from ddltool.errors import InputError
-
     traces = [path for path in tables if _suffix(path) == ".json"]
     if traces and batch_size is None:
         raise InputError(str(traces[0]), "does not say the batch size", "give it with --batch-size N")
@@ -134,8 +119,6 @@ def _measured(
 
 def _errors(updated: Updated | None) -> dict[str, Any]:
     """Return how far off the rows' predictions were, before and after."""
-    import numpy as np
-
     if updated is None:
         return {}
     errors = {name: np.abs(ratios - 1) for name, ratios in (("before", updated.before), ("after", updated.after))}
@@ -143,10 +126,6 @@ def _errors(updated: Updated | None) -> dict[str, Any]:
 
 
 def _show(device: Device, updated: Updated | None, output: Path | None) -> None:
-    from ddltool.commands.output import out
-    from ddltool.device import MEASURED
-    from ddltool.units import show_seconds
-
     console = out()
     fitted = device.fitted
     if updated is not None and fitted is not None:

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated, Optional
+from typing import Annotated, Optional
 
 import typer
 
 from ddltool.commands.options import DevicesFile, Json
-
-if TYPE_CHECKING:
-    from ddltool.device import Device
+from ddltool.commands.output import out, print_json, table
+from ddltool.device import Device, DeviceTable
+from ddltool.fixtures.loading import known_devices
 
 _CAPTION = (
     "GB/s: memory bandwidth; float32, tf32, 16 bit: 10^12 FLOP/s, dense; 16 bit: float16 accumulated in float32 and, from "
@@ -26,10 +26,6 @@ def devices(
     as_json: Json = False,
 ) -> None:
     """List the device types that are known: memory, rates and links, by datasheet; or one of them with its sources."""
-    from ddltool.commands.output import out, print_json, table
-    from ddltool.device import DeviceTable
-    from ddltool.fixtures.loading import known_devices
-
     known = known_devices(devices_file)
     if name is not None:
         known = DeviceTable(devices=[known.device(name, "NAME")])
@@ -63,8 +59,6 @@ def _tera(rate: float | None) -> str:
 
 def _show(device: Device) -> None:
     """Print everything that is known of one device; what is not known is left out."""
-    from ddltool.commands.output import out
-
     lines = {
         "architecture": device.architecture,
         "multiprocessors": f"{device.multiprocessors or ''}",
