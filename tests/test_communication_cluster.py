@@ -27,7 +27,6 @@ from ddltool.analyzers.communication.order import Schedule, tac
 from ddltool.analyzers.communication.timeline import simulate
 from ddltool.graph import COMPUTE, RECV, SEND, Graph, Op
 from tests.strategies import timed_graphs
-from tests.toys import figure4a
 
 CLOSE = 1e-9  # seconds; the simulator counts in picoseconds
 
@@ -69,14 +68,6 @@ def test_one_worker_on_one_server_repeats_the_timeline(graph: Graph, seed: int, 
     assert np.array_equal(end_s[0], want.end_s)
 
 
-@given(timed_graphs(channels=3), st.integers(0, 50))
-@settings(max_examples=100, deadline=None)
-def test_one_worker_with_a_wide_card_repeats_the_timeline_on_many_servers(graph: Graph, seed: int) -> None:
-    run = run_of(graph, workers=1, servers=3, iterations=3, seed=seed, worker_rate=math.inf)
-    assert run.iteration_s.tolist() == [simulate(graph, None, seed + i).makespan_s for i in range(3)]
-    assert (run.straggler == 0).all()
-
-
 def test_one_worker_shares_its_own_card_between_servers() -> None:
     ops = [Op(name=f"r{k}", kind="recv", resource=f"channel:{k}", duration_s=1.0, parameter=f"p{k}") for k in range(4)]
     graph = Graph.from_ops("g", "inference", ops)
@@ -93,12 +84,6 @@ def test_one_worker_shares_its_own_card_between_servers() -> None:
 def test_workers_that_fetch_from_one_server_take_as_many_times_as_long(workers: int, kind: str) -> None:
     run = run_of(transfers(1.0, kind=kind), workers=workers, servers=1)
     assert run.finish_s == pytest.approx(float(workers))
-
-
-def test_a_faster_server_card_serves_two_workers_at_full_rate() -> None:
-    run = run_of(transfers(1.0), workers=4, servers=1, server_rate=2.0)
-    assert run.finish_s == pytest.approx(2.0)
-    assert run_of(transfers(1.0), workers=2, servers=1, server_rate=2.0).finish_s == pytest.approx(1.0)
 
 
 def test_latency_is_not_shared() -> None:
@@ -119,14 +104,6 @@ def test_the_two_directions_do_not_compete(kinds: tuple[str, str], seconds: floa
         ops.append(Op(name=name, kind=kind, resource=channel, duration_s=2.0, parameter=name, inputs=inputs))  # type: ignore[arg-type]
     graph = Graph.from_ops("g", "training", ops)
     assert run_of(graph, workers=1, servers=2).iteration_s[0] == pytest.approx(seconds)
-
-
-@given(st.lists(st.integers(1, 50).map(lambda k: k / 7), min_size=1, max_size=6), st.integers(1, 6), st.integers(0, 9))
-@settings(max_examples=80, deadline=None)
-def test_a_server_never_idles_while_anyone_waits_for_it(times: list[float], workers: int, seed: int) -> None:
-    """Whatever the orders, the last transfer ends when the card has moved all bytes."""
-    run = run_of(transfers(*times), workers=workers, servers=1, iterations=1, seed=seed)
-    assert run.iteration_s[0] == pytest.approx(workers * sum(times), rel=1e-9)
 
 
 FLOWS = st.sets(st.tuples(st.integers(0, 4), st.integers(0, 3)), min_size=1, max_size=12).map(sorted)
@@ -240,19 +217,6 @@ def test_nothing_is_lost_and_nothing_is_too_fast(
     assert (np.isnan(values) | ((values >= -CLOSE) & (values <= 1 + CLOSE))).all()
 
 
-@given(timed_graphs(channels=1), st.integers(2, 5))
-@settings(max_examples=60, deadline=None)
-def test_the_cards_never_idle_while_a_single_order_keeps_them_busy(graph: Graph, workers: int) -> None:
-    """With a full order and no chance, workers run in step: each is as one worker on a card ``workers`` times slower."""
-    slow = graph.with_durations(np.where(graph.kind == COMPUTE, 1, workers) * graph.duration_s, graph.estimate)
-    numbers = {name: place for place, name in enumerate(graph.names)}
-    finish_s = ClusterSimulator(graph, Cluster(workers=workers, servers=1)).iteration(numbers, 0)[1].max(axis=1)
-    sends = graph.kind == SEND
-    if not sends.any():  # a worker's sends and recvs wait for each other on its channel but share different cards
-        assert finish_s == pytest.approx(simulate(slow, numbers, 0).makespan_s, abs=1e-8)
-    assert finish_s == pytest.approx(np.full(workers, finish_s[0]))
-
-
 def test_same_seed_same_run_and_another_seed_another() -> None:
     graph = chain(12)
     runs = [
@@ -286,16 +250,6 @@ def test_ordered_workers_spread_less_wait_less_and_are_faster_than_random_ones()
     assert ordered.efficiency == pytest.approx((40 - 21) / (40 - 20))
 
 
-def test_noise_makes_stragglers_with_an_order_too() -> None:
-    graph = chain(20)
-
-    def run(**sigmas: float) -> ClusterRun:
-        return run_of(graph, workers=4, servers=1, iterations=30, order=tac(graph), server_rate=4.0, **sigmas)
-
-    quiet, noisy, slow = run(), run(noise=0.2), run(worker_noise=0.2)
-    assert quiet.straggler.max() == 0 < 0.02 < noisy.straggler.mean() < slow.straggler.mean()
-
-
 @pytest.mark.parametrize(("noise", "worker_noise"), [(0.5, 0.0), (0.0, 0.5)])
 def test_noise_keeps_the_mean_and_has_the_sigma_it_was_given(noise: float, worker_noise: float) -> None:
     graph = chain(20)
@@ -308,26 +262,6 @@ def test_noise_keeps_the_mean_and_has_the_sigma_it_was_given(noise: float, worke
     assert np.log(transfer).std() == pytest.approx(noise, abs=0.06)
     spread = np.ptp(compute, axis=1)
     assert (spread > 0.1).all() if noise else spread.max() < 1e-9  # every op for itself, or all of a worker together
-
-
-@pytest.mark.parametrize("ordered", [False, True])
-def test_more_workers_never_make_a_worker_faster(ordered: bool) -> None:
-    graph = chain(15)
-    order = tac(graph) if ordered else None
-    means = [
-        run_of(graph, workers=workers, servers=1, iterations=20, order=order).iterations_per_s
-        for workers in (1, 2, 4, 8, 16)
-    ]
-    assert all(after <= before * (1 + 1e-9) for before, after in itertools.pairwise(means))
-    assert means[-1] < means[0] / 8
-
-
-def test_an_order_is_kept_on_every_worker() -> None:
-    graph = figure4a()
-    order = tac(graph)
-    start_s, end_s = ClusterSimulator(graph, Cluster(workers=3, servers=1)).iteration(order.priority, 3)
-    first, second = (graph.names.index(name) for name in order.order)
-    assert (end_s[:, first] <= start_s[:, second] + CLOSE).all()
 
 
 def program(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
