@@ -63,7 +63,7 @@ def test_coverage_counts_ops_and_time() -> None:
     assert (covered.rule_ops, covered.default_ops, covered.free_ops) == (0.25, 0.5, 0.25)
     assert covered.default_time == pytest.approx(5 / 8)
     assert covered.rule_time == pytest.approx(3 / 8)
-    assert covered.default_types == (("b", 1), ("d", 1))
+    assert covered.default_types == [("b", 1), ("d", 1)]
 
 
 sizes = st.lists(st.integers(0, 1000), min_size=1, max_size=30)
