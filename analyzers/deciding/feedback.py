@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -78,7 +79,7 @@ def check_rows(frame: pd.DataFrame, where: str) -> pd.DataFrame:
         if name not in frame.columns:
             raise InputError(where, f"has no column {name!r}", "give the telemetry.jsonl that the hook wrote")
 
-    def refuse(wrong: pd.Series, name: str, text: str, remedy: str, *shown: pd.Series) -> None:
+    def refuse(wrong: pd.Series[Any], name: str, text: str, remedy: str, *shown: pd.Series[Any]) -> None:
         if wrong.any():
             row = int(wrong.to_numpy().argmax())
             values = [column.iloc[row] for column in shown]
@@ -87,13 +88,11 @@ def check_rows(frame: pd.DataFrame, where: str) -> pd.DataFrame:
     numeric = [name for name in _NEEDED if name != "device"]
     numbers: pd.DataFrame = frame[numeric].apply(pd.to_numeric, errors="coerce").astype(float).reset_index(drop=True)
     for name in numeric:
-        refuse(
-            ~np.isfinite(numbers[name]) | (numbers[name] < 0), name, "is {}", "it must be a number >= 0", frame[name]
-        )
+        possible = numbers[name].between(0, np.inf, inclusive="left")
+        refuse(~possible, name, "is {}", "it must be a number >= 0", frame[name])
     for name in filter(frame.columns.__contains__, _MOST):
-        values = pd.to_numeric(
-            frame[name], errors="coerce"
-        )  # an agent's columns may be empty: NaN is not above anything
+        # An agent's columns may be empty: NaN is not above anything.
+        values = pd.to_numeric(frame[name], errors="coerce")
         unit, most = " s" if name in _TIMES else "", _MOST[name]
         refuse(values > most, name, f"is {{:g}}{unit}, too large", f"it must be <= {most:g}{unit}", values)
     rank, size, batch = (numbers[name] for name in ("rank", "world_size", "batch"))
@@ -101,16 +100,14 @@ def check_rows(frame: pd.DataFrame, where: str) -> pd.DataFrame:
     if not (batch > 0).any():
         raise InputError(where, "holds no step with samples", "let the job train for more steps")
     for name in ("step_s", "compute_s"):
-        instant, remedy = (
-            (batch > 0) & (numbers[name] < _SHORTEST_S),
-            "a step takes at least 1 ns; the run did not measure",
-        )
+        instant = (batch > 0) & (numbers[name] < _SHORTEST_S)
+        remedy = "a step takes at least 1 ns; the run did not measure"
         refuse(instant, name, "is {:g} s for {:g} samples", remedy, numbers[name], batch)
     numbers["device"] = frame["device"].astype(str).to_numpy()
-    passes = (
-        pd.to_numeric(frame["passes"], errors="coerce") if "passes" in frame.columns else pd.Series(1.0, frame.index)
-    )
-    numbers["passes"] = passes.fillna(1.0).clip(lower=1.0).to_numpy(dtype=float)
+    numbers["passes"] = 1.0
+    if "passes" in frame.columns:
+        passes = pd.to_numeric(frame["passes"], errors="coerce").fillna(1.0).clip(lower=1.0)
+        numbers["passes"] = passes.to_numpy(dtype=float)
     return numbers
 
 
