@@ -9,7 +9,6 @@ workloads. ``--generated SEEDS``: on generated ones of the same family, on which
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import heapq
 import json
 import os
@@ -116,7 +115,7 @@ def mixed(repeat: int, order: str, only: str) -> None:
     turned = order == "turned"
     cluster = ClusterSpec(gpus=MIXED.gpus[::-1], gpu_types=MIXED.gpu_types[::-1]) if turned else MIXED
     jobs = [
-        dataclasses.replace(job, name=f"{number}-{job.name}", num_replicas=min(job.num_replicas, MOST_REQUESTED))
+        job.model_copy(update={"name": f"{number}-{job.name}", "num_replicas": min(job.num_replicas, MOST_REQUESTED)})
         for number in WORKLOADS[:repeat]
         for job in read_workload(DATA / "workloads" / f"workload-{number}.csv")
         if job.application in ("bert", "cifar10", "imagenet")
@@ -154,7 +153,7 @@ def mixed(repeat: int, order: str, only: str) -> None:
 def busy_round(jobs: int, nodes: int = 1024) -> None:
     """Print the CPU seconds of allocation rounds with ``jobs`` jobs present, all known."""
     cluster = ClusterSpec.homogeneous(nodes, 4)
-    specs = [dataclasses.replace(job, submit_s=0.0) for job in generate("large", 1, jobs)]
+    specs = [job.model_copy(update={"submit_s": 0.0}) for job in generate("large", 1, jobs)]
     applications = read_applications([DATA / "traces"], list(FIRST_BATCH))
     spent: list[float] = []
 

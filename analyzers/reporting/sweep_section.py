@@ -240,8 +240,8 @@ def advice_section(found: AdviceResult) -> Section:
             f"{one.replicas} on {one.nodes}",
             str(one.batch_size),
             f"{one.gain:.2f}",
-            "never" if one.break_even_s is None else _span(one.break_even_s),
-            *(_span(value) for value in (one.expected_saved_s, one.saved_p10_s, one.saved_p90_s)),
+            "never" if one.break_even_s is None else _cell(one.break_even_s),
+            *(_cell(value) for value in (one.expected_saved_s, one.saved_p10_s, one.saved_p90_s)),
             f"{one.probability:.0%}",
             f"{round(one.extra_gpu_seconds / 3600, 1) + 0.0:+.1f}",
         )
@@ -262,3 +262,8 @@ def _span(seconds: float) -> str:
         if abs(seconds) >= 2 * size:
             return f"{seconds / size:.1f} {unit}"
     return f"{seconds:.0f} s"
+
+
+def _cell(seconds: float) -> str:
+    """Return a time as short as a column needs it."""
+    return _span(seconds).replace(" min", "m").replace(" ", "")
