@@ -75,32 +75,13 @@ def load_samples() -> tuple[Tensor, Tensor]:
     return torch.tensor(images[order], dtype=torch.float32) / 16, torch.tensor(targets[order])
 
 
-class LocalSteps:
-    """Plain SGD for local SGD: ``torch.optim`` takes seconds to import."""
-
-    def __init__(self, model: nn.Module, lr: float) -> None:
-        self.model, self.lr = model, lr
-
-    def step(self) -> None:
-        """Change the parameters."""
-        with torch.no_grad():
-            for parameter in self.model.parameters():
-                assert parameter.grad is not None
-                parameter.sub_(parameter.grad, alpha=self.lr)
-
-    def zero_grad(self) -> None:
-        """Forget the gradients."""
-        for parameter in self.model.parameters():
-            parameter.grad = None
-
-
 def work(model: nn.Module, plan: TransferPlan, policy: Policy, meeting: Meeting, run: dict[str, Any]) -> int:
     """Train until the time is over; return the number of steps."""
     features, labels = load_samples()
     rank, steps = meeting.rank, 0
     assert rank is not None
     chance = np.random.default_rng((run["seed"], rank))
-    local = LocalSteps(model, run["lr"]) if policy.local_steps > 1 else None
+    local = torch.optim.SGD(model.parameters(), lr=run["lr"]) if policy.local_steps > 1 else None
     with Worker(model, plan, policy, local_optimizer=local, meeting=meeting) as worker:
         begin_s = time.monotonic()
         for epoch in range(10**6):

@@ -15,8 +15,7 @@ from torch import nn
 from ddltool.errors import InputError
 from ddltool.runtime.servers import ASP, BSP, Policy, Server, TransferError, Worker, wire
 from ddltool.runtime.servers import worker as worker_module
-from tests.sync_workers import PlainSGD
-from tests.transfer_workers import SGD, Branches, make_batch, make_model, make_plan, sgd
+from tests.transfer_workers import AfterUpdates, Branches, make_batch, make_model, make_plan, sgd
 
 SAMPLES, BATCH = 44, 4  # three workers: 15, 15 and 14 samples, so 4 batches each
 
@@ -29,7 +28,7 @@ def train(
     Path(folder, f"pid.{rank}").write_text(str(os.getpid()))
     if rank >= workers:
         return serve(rank, policy, folder, model, plan, options)
-    local = PlainSGD(model, 0.1) if policy.local_steps > 1 else None
+    local = sgd(model, momentum=0.0) if policy.local_steps > 1 else None
     last = options.get("checkpoint", folder) / f"last.{rank}.pt"
     last.parent.mkdir(exist_ok=True)
     made, updates = 0, []
@@ -73,7 +72,7 @@ def lose_the_server_before_the_end(rank: int, policy: Policy, steps: int, folder
     Path(folder, f"pid.{rank}").write_text(str(os.getpid()))
     if rank == 1:
         Server(model, plan, sgd(model, lr=0.01), policy).serve()
-    local = PlainSGD(model, 0.1) if policy.local_steps > 1 else None
+    local = sgd(model, momentum=0.0) if policy.local_steps > 1 else None
     worker = Worker(model, plan, policy, checkpoint=folder / "last.pt", local_optimizer=local)
     for step in range(steps):
         with worker.step():
@@ -89,25 +88,15 @@ def lose_the_server_before_the_end(rank: int, policy: Policy, steps: int, folder
     return said
 
 
-class Breaking(torch.optim.SGD):
-    """An optimizer that fails after so many updates."""
-
-    def __init__(self, model: nn.Module, after: int, text: str) -> None:
-        super().__init__(model.parameters(), **SGD)
-        self.left, self.text = after, text
-
-    def step(self, closure: Any = None) -> Any:
-        self.left -= 1
-        if self.left == 0:
-            raise RuntimeError(self.text)
-        return super().step(closure)
-
-
 def train_until_the_optimizer_breaks(rank: int, after: int, text: str) -> Any:
     """Two workers under ASP, of which worker 1 raises in its second step; the optimizer of the server breaks later."""
     model, plan = make_model(), make_plan(2, 1, "none")
     if rank == 2:
-        Server(model, plan, Breaking(model, after, text), ASP(), lost_after_s=30.0).serve()
+
+        def fail() -> None:
+            raise RuntimeError(text)
+
+        Server(model, plan, AfterUpdates(model, after, fail), ASP(), lost_after_s=30.0).serve()
         return None
     with Worker(model, plan, ASP()) as worker:
         for step in range(2000):
@@ -145,26 +134,12 @@ def fall_silent(rank: int, limit_s: float) -> None:
     worker_module.SILENT_S = limit_s
     model, plan = make_model(), make_plan(1, 1, "none")
     if rank == 1:
-        Server(model, plan, Stopping(model), BSP()).serve()
+        Server(model, plan, AfterUpdates(model, 12, lambda: time.sleep(3 * limit_s)), BSP()).serve()
     with Worker(model, plan, BSP()) as worker:
         for step in range(5):
             with worker.step():
                 features, labels = make_batch(0, step)
                 nn.functional.cross_entropy(model(features), labels).backward()
-
-
-class Stopping(torch.optim.SGD):
-    """An optimizer that takes its time once."""
-
-    def __init__(self, model: nn.Module) -> None:
-        super().__init__(model.parameters(), **SGD)
-        self.left = 12
-
-    def step(self, closure: Any = None) -> Any:
-        self.left -= 1
-        if self.left == 0:
-            time.sleep(4)
-        return super().step(closure)
 
 
 def serve(rank: int, policy: Policy, folder: Path, model: nn.Module, plan: Any, options: dict[str, Any]) -> Any:

@@ -46,7 +46,7 @@ def train(
             wait_for(folder / "over")
             meeting.limit_s = 1.0
         policy = options.get("strangers", {}).get(rank, policy)
-    optimizer = PlainSGD(model, 0.1) if policy.local_steps > 1 else None
+    optimizer = sgd(model, momentum=0.0) if policy.local_steps > 1 else None
     with torch.no_grad():  # the servers' values must be what counts
         for parameter in model.parameters():
             parameter.fill_(float("nan"))
@@ -125,23 +125,6 @@ def serve(model: nn.Module, plan: Any, policy: Policy, options: dict[str, Any]) 
         "supersteps": getattr(policy, "supersteps", []),
         "seconds": time.monotonic() - begin,
     }
-
-
-class PlainSGD:
-    """Local steps without momentum; torch's own takes seconds to import."""
-
-    def __init__(self, model: nn.Module, lr: float) -> None:
-        self.model, self.lr = model, lr
-
-    def step(self) -> None:
-        with torch.no_grad():
-            for parameter in self.model.parameters():
-                if parameter.grad is not None:
-                    parameter.sub_(parameter.grad, alpha=self.lr)
-
-    def zero_grad(self) -> None:
-        for parameter in self.model.parameters():
-            parameter.grad = None
 
 
 class Logged(Server):

@@ -22,7 +22,7 @@ from ddltool.errors import InputError
 from ddltool.runtime.servers import ASP, BSP, SSP, BackupWorkers, ElasticBSP, LocalSGD, Policy, shard
 from ddltool.runtime.servers.policies import Book
 from tests import sync_workers as bodies
-from tests.transfer_workers import Outcome, launch, make_batch, make_model, results, trained_alone
+from tests.transfer_workers import Outcome, launch, make_batch, make_model, results, sgd, trained_alone
 
 STEPS = 5
 NAMES = [name for name, _ in make_model().named_parameters()]
@@ -194,9 +194,7 @@ def test_local_sgd_averages_after_each_round() -> None:
             for step in range(begin, min(begin + 2, STEPS)):
                 features, labels = make_batch(rank, step)
                 nn.functional.cross_entropy(model(features, use=step % 2), labels).backward()
-                local = bodies.PlainSGD(model, 0.1)
-                local.step()
-                local.zero_grad()
+                sgd(model, momentum=0.0).step()
             after.append(dict(model.named_parameters()))
         values = {name: nn.Parameter(sum(one[name].detach() for one in after) / 3) for name in values}
     for worker in results(workers):
@@ -221,11 +219,11 @@ POLICIES = [BSP(), ASP(), SSP(1), ElasticBSP(4), BackupWorkers(1), LocalSGD(2)]
 def test_a_killed_worker_is_taken_out_and_the_rest_finish(policy: Policy) -> None:
     servers = 2 if isinstance(policy, (ElasticBSP, BSP)) else 1
     culprit = 0 if isinstance(policy, SSP) else 1
-    workers, ours = run(policy, [40] * 3, [0.01, 0.01, 0.02], servers, culprit=culprit, trouble="kill", epochs=True)
+    workers, ours = run(policy, [20] * 3, [0.01, 0.01, 0.02], servers, culprit=culprit, trouble="kill", epochs=True)
     assert workers[culprit].exit_code == -9
     rest = results([workers[rank] for rank in range(3) if rank != culprit])
     for worker in rest:
-        assert len(worker["made"]) == 40
+        assert len(worker["made"]) == 20
         assert all(np.isfinite(value).all() for value in worker["weights"].values())
         assert worker["members"][0] == (0, 1, 2)
         assert worker["members"][-1] == tuple(rank for rank in range(3) if rank != culprit)
@@ -283,7 +281,7 @@ def test_a_stall_of_thirty_seconds_costs_the_others_ten(policy: Policy) -> None:
     assert workers[1].seconds < 35
 
 
-@pytest.mark.parametrize(("servers", "lost"), [(1, 0), (2, 0), (2, 1)])
+@pytest.mark.parametrize(("servers", "lost"), [(1, 0), (2, 1)])
 def test_a_killed_server_ends_the_run_with_a_checkpoint(servers: int, lost: int, tmp_path: Path) -> None:
     policy = ElasticBSP(4) if lost else BSP()
     options = {"kill_at": 24, "kill_server": lost, "checkpoint": tmp_path / "last.pt", "optimizer": {"lr": 0.0}}

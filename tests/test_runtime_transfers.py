@@ -20,7 +20,7 @@ STEPS = 4
 NAMES = [name for name, _ in make_model().named_parameters()]
 
 
-@pytest.mark.parametrize(("workers", "servers"), [(1, 1), (2, 1), (2, 2), (1, 4)])
+@pytest.mark.parametrize(("workers", "servers"), [(2, 1), (2, 2), (1, 4)])
 def test_trained_bits_are_those_of_one_process_under_every_order(workers: int, servers: int) -> None:
     alone = trained_alone(STEPS, lambda step: [(worker, step) for worker in range(workers)])
     for order in ("none", "random", "reversed", "given"):
@@ -85,10 +85,9 @@ def test_gradients_may_be_forgotten_after_the_backward_pass() -> None:
         assert forgotten.result[name].tobytes() == value.tobytes()
 
 
-@pytest.mark.parametrize("order", ["random", "reversed"])
-def test_values_change_in_memory_in_the_enforced_order(order: str) -> None:
+def test_values_change_in_memory_in_the_enforced_order() -> None:
     """The worker watches its parameters turn from NaN to values, with no word from the protocol."""
-    (watched, recorded), enforced = (outcome.result for outcome in launch(bodies.serve_slowly, 2, order, 0.05))
+    (watched, recorded), enforced = (outcome.result for outcome in launch(bodies.serve_slowly, 2, "reversed", 0.05))
     # On a busy machine several may have come between two looks.
     assert len(watched) >= 3
     assert [name for new in watched for name in sorted(new, key=enforced.index)] == recorded == enforced
@@ -133,7 +132,6 @@ def test_an_order_that_names_a_parameter_twice_is_refused() -> None:
     ("workers", "servers", "trouble", "culprit", "text"),
     [
         (2, 1, "kill", 1, "worker 1 (rank 1)"),
-        (2, 1, "kill", 0, "worker 0 (rank 0)"),
         (2, 2, "kill", 3, "server 1 (rank 3)"),
         (2, 1, "raise", 1, "worker 1 (rank 1) left a step with ValueError: a bad batch"),
         (1, 2, "raise", 2, "server 1 (rank 2) failed: ValueError: a bad batch"),
@@ -181,7 +179,6 @@ def test_a_missing_gradient_ends_the_run_with_the_names_of_both() -> None:
 @pytest.mark.parametrize(
     ("case", "line"),
     [
-        ("order on rank 1", "transfer plan: differs from rank 0's on rank 1; give every rank the same plan and model"),
         ("order on ranks 1 and 2", "transfer plan: differs from rank 0's on ranks 1, 2; give every rank the same plan"),
         ("more servers", "transfer plan: is for 2 workers and 2 servers, but this job runs 3 processes; start 4"),
         ("push on rank 0", "push: is late; known: ready, step"),

@@ -237,10 +237,9 @@ def gather(
                 wire.send(peer, ["held"])
         _demand_agreement(hellos)
     except BaseException as error:
-        refused = isinstance(error, InputError)
-        text = (
-            ["refused", error.where, error.problem, error.remedy] if refused else ["over", str(error) or "interrupted"]
-        )
+        text = ["over", str(error) or type(error).__name__]
+        if isinstance(error, InputError):
+            text = ["refused", error.where, error.problem, error.remedy]
         for peer in peers.values():
             wire.send(peer, text)
         raise
