@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from ddltool.runtime.elastic.trainer import ElasticTrainer, start_processes
+from ddltool.runtime.elastic import ElasticTrainer, start_processes
 from tests.elastic_workers import Digits, build
 
 
