@@ -114,8 +114,8 @@ class Meeting:
         except InputError as error:
             refusal = error
         text = "" if refusal is None else str(refusal)
-        described = {"plan": plan.digest(), "policy": policy.describe()}
-        return Hello(rank=self.rank, job=self.job, refusal=text, **described), refusal
+        plan_as, policy_as = plan.digest(), policy.describe()
+        return Hello(rank=self.rank, job=self.job, plan=plan_as, policy=policy_as, refusal=text), refusal
 
     def _check_place(self, plan: TransferPlan) -> None:
         """Raise InputError unless the job has as many processes as the plan, of which this one is one."""
