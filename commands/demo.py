@@ -5,33 +5,33 @@ from __future__ import annotations
 import contextlib
 import os
 import shutil
-import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
+import psutil
 import typer
 
-from ddltool import __version__
 from ddltool.analyzers.communication.efficiency import Comparison, compare
 from ddltool.analyzers.communication.result import trace_result
 from ddltool.analyzers.communication.timeline import to_chrome_trace
 from ddltool.analyzers.costs.model import cost_model, coverage, estimate
+from ddltool.analyzers.deciding.candidates import Settings
 from ddltool.analyzers.deciding.planning import make_plan, ordered_parameters
 from ddltool.analyzers.emitting.enforcement import to_enforcement
+from ddltool.analyzers.goodput.observations import WARMUP_STEPS
 from ddltool.analyzers.goodput.throughput import iteration_time_s
+from ddltool.analyzers.loading.fitted_models import fit_files
 from ddltool.analyzers.loading.job_inputs import capabilities_of
 from ddltool.analyzers.loading.timed_graph import timed_graph
-from ddltool.analyzers.reporting.page import render
-from ddltool.artifacts import read_document, save, to_json, write_text
+from ddltool.artifacts import load, read_document, save, to_json, write_text
 from ddltool.commands.artifact_reading import read_any
 from ddltool.commands.options import Json, Seed
 from ddltool.commands.output import err, note, out, print_json, progress, table
 from ddltool.commands.profile import RESOLVER
-from ddltool.commands.report import build
+from ddltool.commands.report import write_report
 from ddltool.device import Network
 from ddltool.errors import DdlToolError, InputError
 from ddltool.fixtures.loading import calibration, devices, folder
@@ -43,10 +43,6 @@ from ddltool.plan import Enforcement, Plan
 from ddltool.profile import read_table, write_profile
 from ddltool.units import show_bytes, show_seconds
 
-if TYPE_CHECKING:
-    import pandas as pd
-
-
 MODEL = "zoo:resnet32"
 # The example's own transfers are too small for an order to matter; this shipped graph shows a case where it does.
 CONTRAST, CONTRAST_DEVICE = "resnet50_v1-training", "K80"
@@ -56,27 +52,8 @@ REPORTED = (
     *("graph.json", "contrast-graph.json", "profile.csv", "goodput.json", "plan.json", "plan-bsp.json"),
     *("enforce.json", "telemetry.jsonl"),
 )
-
-
-@dataclass
-class Findings:
-    """What the steps found, filled in as they finish."""
-
-    folder: Path
-    seconds: dict[str, float] = field(default_factory=dict)
-    graph: Graph = field(init=False)
-    comparison: Comparison = field(init=False)
-    contrast_graph: Graph = field(init=False)
-    contrast: Comparison = field(init=False)
-    profile: pd.DataFrame = field(init=False)
-    fitted: Goodput = field(init=False)
-    capabilities: dict[str, float] = field(init=False)
-    plan: Plan = field(init=False)
-    baseline: Plan = field(init=False)
-    enforcement: Enforcement = field(init=False)
-    training: dict[str, Any] = field(init=False)
-    telemetry: pd.DataFrame = field(init=False)
-    refitted: Goodput = field(init=False)
+Finding = tuple[str, dict[str, Any]]
+"""What a step found in words, and its part of the JSON document; all else stands in the folder's files."""
 
 
 def demo(
@@ -93,54 +70,54 @@ def demo(
         raise InputError(
             str(output), f"cannot be made ({error.strerror})", "give a folder in a writable place"
         ) from None
-    found = Findings(folder=output)
+    rows: list[tuple[str, str, str]] = []
+    document: dict[str, Any] = {"kind": "ddltool.demo", "schema_version": 1}
     started = time.perf_counter()
     for name, step in STEPS.items():
-        with _announced(name, found):
-            step(found, seed)
-    report = output / "report.html"
-    with _announced("report", found):
-        _write_report(found, report)
-    found.seconds["all"] = time.perf_counter() - started
+        since = time.perf_counter()
+        with _announced(f"[{len(rows) + 1}/{len(STEPS)}] {name}", spinner=name != "profile"):
+            words, part = step(output, seed)
+        document |= part
+        rows.append((name, words, f"{time.perf_counter() - since:.1f} s"))
+        document.setdefault("seconds", {})[name] = time.perf_counter() - since
+    document["seconds"]["all"] = time.perf_counter() - started
     if as_json:
-        print_json(_result(found, report))
+        print_json(document)
         return
+    rows.append(("all", "", f"{document['seconds']['all']:.1f} s"))
     console = out()
-    console.print(table("What each step found", ("step", "finding", "time"), _rows(found), text_columns=2))
+    console.print(table("What each step found", ("step", "finding", "time"), rows, text_columns=2))
     console.print("Predicted: for V100, P100 and T4 (see ddltool predict). Measured: on this machine's CPU.")
     console.print(f"All artifacts are in {output}{os.sep}")
-    console.print(f"Report: {report.resolve()}", soft_wrap=True)
+    console.print(f"Report: {Path(document['report']).resolve()}", soft_wrap=True)
 
 
 @contextlib.contextmanager
-def _announced(name: str, found: Findings) -> Iterator[None]:
-    """Say on stderr which step runs, with a spinner on a terminal, and keep its time."""
-    total = len(STEPS) + 1
+def _announced(title: str, *, spinner: bool) -> Iterator[None]:
+    """Say on stderr which step runs, with a spinner on a terminal."""
     console = err()
-    title = f"[{len(found.seconds) + 1}/{total}] {name}"
-    started = time.perf_counter()
     if not console.is_terminal:
         console.print(title)
-    with progress(title) if name not in ("profile",) else contextlib.nullcontext():
+    with progress(title) if spinner else contextlib.nullcontext():
         yield
-    found.seconds[name] = time.perf_counter() - started
 
 
-def _trace(found: Findings, seed: int) -> None:
-
-    found.graph = timed_graph(MODEL, batch_size=8, device="V100")
-    found.comparison = compare(found.graph, samples=SAMPLES, seed=seed)
-    write_graph(found.graph, found.folder / "graph.json")
+def _trace(place: Path, seed: int) -> Finding:
+    graph = timed_graph(MODEL, batch_size=8, device="V100")
     shipped = read_graph(folder() / "graphs" / f"{CONTRAST}.graph.json.gz")
-    found.contrast_graph = estimate(shipped, cost_model(devices().device(CONTRAST_DEVICE), calibration()), Network())
-    write_graph(found.contrast_graph, found.folder / "contrast-graph.json")
-    found.contrast = compare(found.contrast_graph, samples=SAMPLES, seed=seed)
-    best = found.comparison
-    trace = to_chrome_trace(found.graph, best.timelines["tac"], best.schedules["tac"].priority)
-    write_text(found.folder / "timeline.perfetto.json", to_json(trace, indent=None))
+    contrast = estimate(shipped, cost_model(devices().device(CONTRAST_DEVICE), calibration()), Network())
+    write_graph(graph, place / "graph.json")
+    write_graph(contrast, place / "contrast-graph.json")
+    found, other = (compare(one, samples=SAMPLES, seed=seed) for one in (graph, contrast))
+    timeline = to_chrome_trace(graph, found.timelines["tac"], found.schedules["tac"].priority)
+    write_text(place / "timeline.perfetto.json", to_json(timeline, indent=None))
+    size, known = show_bytes(graph.parameter_bytes), coverage(graph).rule_time
+    words = [f"{len(graph)} ops, {size}; {known:.0%} of the time by rule", _gain(graph, found), _gain(contrast, other)]
+    made = trace_result(graph, found).model_dump(mode="json")
+    return "\n".join(words), {"trace": {name: made[name] for name in ("graph", "bounds", "verdict", "coverage")}}
 
 
-def _profile(found: Findings, seed: int) -> None:
+def _profile(place: Path, seed: int) -> Finding:
     from ddltool.runtime.measuring.campaign import MeasureRequest, campaign, reliability
 
     request = MeasureRequest(
@@ -152,51 +129,54 @@ def _profile(found: Findings, seed: int) -> None:
         seed=seed,
     )
     with progress("measuring", len(BATCH_SIZES) * len(REPLICAS)) as advance:
-        found.profile = campaign(request, progress=advance).frame
-    write_profile(found.profile, found.folder / "profile.csv")
-    for warning in reliability(found.profile):
+        profile = campaign(request, progress=advance).frame
+    write_profile(profile, place / "profile.csv")
+    for warning in reliability(profile):
         note(f"warning: {warning}")
+    return f"{len(profile)} configurations on this CPU (measured)", {}
 
 
-def _fit(found: Findings, seed: int) -> None:
-    from ddltool.analyzers.loading.fitted_models import fit_files
+def _fit(place: Path, seed: int) -> Finding:
+    found = fit_files([place / "profile.csv"], seed)
+    save(found, place / "goodput.json")
+    words = f"throughput model, MAPE {found.mape:.1%} on {found.samples} measured rows"
+    return words, {"fit": found.model_dump(mode="json")}
 
-    found.fitted = fit_files([found.folder / "profile.csv"], seed)
-    save(found.fitted, found.folder / "goodput.json")
 
-
-def _plan(found: Findings, seed: int) -> None:
-    from ddltool.analyzers.deciding.candidates import Settings
-
-    job_file = found.folder / "job.yaml"
+def _plan(place: Path, seed: int) -> Finding:
+    job_file = place / "job.yaml"
     shutil.copyfile(folder() / "demo-job.yaml", job_file)
     job = read_job(job_file)
-    found.capabilities = capabilities_of(job, found.folder, str(job_file), note)
+    capabilities = capabilities_of(job, place, str(job_file), note)
+    parameters = ordered_parameters(read_graph(place / "graph.json"))
     settings = Settings(top_k=3, limit_s=10.0, seed=seed)
-    plans = [make_plan(job, found.capabilities, strategy, settings) for strategy in ("est", "bsp")]
-    found.plan, found.baseline = (
-        made.model_copy(update={"parameters": ordered_parameters(found.graph)}) for made in plans
+    est, bsp = (
+        make_plan(job, capabilities, strategy, settings).model_copy(update={"parameters": parameters})
+        for strategy in ("est", "bsp")
     )
-    save(found.plan, found.folder / "plan.json")
-    save(found.baseline, found.folder / "plan-bsp.json")
+    save(est, place / "plan.json")
+    save(bsp, place / "plan-bsp.json")
+    mix = ", ".join(f"{row.device_type} {row.ests_per_device} EST(s)" for row in est.assignments)
+    words = f"{mix}: {est.throughput:.4g} mini-batches/s (predicted)\nequal split: {bsp.throughput:.4g}"
+    plans = {"plan": est, "baseline": bsp}
+    return words, {name: made.model_dump(mode="json", exclude={"parameters"}) for name, made in plans.items()}
 
 
-def _emit(found: Findings, seed: int) -> None:
+def _emit(place: Path, seed: int) -> Finding:
+    made = to_enforcement(load(place / "plan.json", Plan), telemetry=str((place / "telemetry.jsonl").resolve()))
+    save(made, place / "enforce.json")
+    sizes = ", ".join(str(rank.local_batch_size) for rank in made.ranks)
+    return f"enforce.json: {made.world_size} ranks, local batches {sizes}", {}
 
-    found.enforcement = to_enforcement(found.plan, telemetry=str((found.folder / "telemetry.jsonl").resolve()))
-    save(found.enforcement, found.folder / "enforce.json")
 
-
-def _train(found: Findings, seed: int) -> None:
-
-    result = found.folder / "training.json"
+def _train(place: Path, seed: int) -> Finding:
+    made, result, log = load(place / "enforce.json", Enforcement), place / "training.json", place / "training.log"
     command = [
         *(sys.executable, "-m", "torch.distributed.run", "--standalone"),
-        *("--nproc-per-node", str(found.plan.world_size), "-m", "ddltool.commands.demo_train"),
-        *(str(found.folder / "enforce.json"), str(result)),
+        *("--nproc-per-node", str(made.world_size), "-m", "ddltool.commands.demo_train"),
+        *(str(place / "enforce.json"), str(result)),
     ]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "PYTHONWARNINGS": "ignore"}
-    log = found.folder / "training.log"
     with log.open("w", encoding="utf-8") as stream:
         code = _run(command, environment, stream)
     if code != 0:
@@ -204,43 +184,76 @@ def _train(found: Findings, seed: int) -> None:
         raise DdlToolError(
             f"the training run failed with exit code {code} ({lines[0] if lines else 'no message'}); see {log}"
         )
-    found.training = read_document(result)
-    found.telemetry = read_table(found.folder / "telemetry.jsonl")
+    ranks, training = _measured_steps(place, made), read_document(result)
+    slowest = show_seconds(max(row["step_s"] for row in ranks))
+    words = (
+        f"{len(training['losses'])} steps of {slowest} on {made.world_size} processes (measured)\n{_learned(training)}"
+    )
+    return words, {"training": {**training, "ranks": ranks}}
 
 
 def _run(command: list[str], environment: dict[str, str], stream: Any) -> int:
-    """Run the launcher; an interruption or a time-out ends it and its ranks before it is passed on."""
-    child = subprocess.Popen(command, env=environment, stdout=stream, stderr=stream, start_new_session=True)
+    """Run the launcher; an interruption or a time-out ends it and its ranks before it is passed on.
+
+    Ranks have sessions of their own, so that no group signal reaches them.
+    """
+    child = psutil.Popen(command, env=environment, stdout=stream, stderr=stream, start_new_session=True)
     try:
-        return child.wait(timeout=TRAINING_LIMIT_S)
-    except subprocess.TimeoutExpired:
+        return int(child.wait(timeout=TRAINING_LIMIT_S))
+    except psutil.TimeoutExpired:
         return 124
     finally:
-        _end(child)
+        family = child.children(recursive=True) if child.is_running() else []
+        with contextlib.suppress(psutil.Error):
+            child.terminate()  # torchrun ends its ranks by itself
+        _, alive = psutil.wait_procs([child, *family], timeout=5)
+        for process in alive:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.kill()
 
 
-def _end(child: subprocess.Popen[bytes]) -> None:
-    """End the launcher and its ranks, which have sessions of their own, so that no group signal reaches them."""
-    import psutil
+def _measured_steps(place: Path, made: Enforcement) -> list[dict[str, Any]]:
+    """Return per rank the median seconds of each phase, and what the fitted profile predicted for its batch."""
+    params = load(place / "goodput.json", Goodput).params
+    telemetry = read_table(place / "telemetry.jsonl")
+    medians = telemetry[telemetry["step"] >= WARMUP_STEPS].groupby("rank").median(numeric_only=True)
+    return [
+        {
+            "rank": rank.rank,
+            "device_type": rank.device_type,
+            "batch": rank.local_batch_size,
+            **{name: float(medians[name][rank.rank]) for name in ("compute_s", "wait_s", "sync_s", "step_s")},
+            "predicted_s": float(iteration_time_s(params, 1, made.world_size, rank.local_batch_size)),
+        }
+        for rank in made.ranks
+    ]
 
-    if child.poll() is not None:
-        return
-    family = psutil.Process(child.pid).children(recursive=True)
-    child.terminate()  # torchrun ends its ranks by itself
-    with contextlib.suppress(subprocess.TimeoutExpired):
-        child.wait(timeout=5)
-    for process in family:
-        with contextlib.suppress(psutil.NoSuchProcess):
-            process.kill()
-    child.kill()
-    child.wait()
+
+def _learned(training: dict[str, Any]) -> str:
+    losses = training["losses"]
+    return f"loss {losses[0]:.2f} -> {losses[-1]:.2f}, held-out accuracy {training['accuracy']:.0%}"
 
 
-def _refit(found: Findings, seed: int) -> None:
-    from ddltool.analyzers.loading.fitted_models import fit_files
+def _refit(place: Path, seed: int) -> Finding:
+    found = fit_files([place / "telemetry.jsonl"], seed)
+    save(found, place / "goodput-telemetry.json")
+    words = f"MAPE {found.mape:.1%} on {found.samples} rows (measured)"
+    return words, {"fit_telemetry": found.model_dump(mode="json")}
 
-    found.refitted = fit_files([found.folder / "telemetry.jsonl"], seed)
-    save(found.refitted, found.folder / "goodput-telemetry.json")
+
+def _report(place: Path, seed: int) -> Finding:
+    """Write the report of what the steps have written."""
+    training = read_document(place / "training.json")
+    summary = [
+        f"{MODEL.removeprefix('zoo:')}, planned for a mixed V100, P100 and T4 job, trained on this machine's CPU; "
+        f"{CONTRAST} on a {CONTRAST_DEVICE} is there to show a case where the order of transfers matters.",
+        f"{len(training['losses'])} steps of real training on scikit-learn's digits with the hook: {_learned(training)}. "
+        "Both ranks ran on this machine's equally fast cores while the plan is for unequal devices, so the rank with the "
+        "smaller batch waits here; on the planned devices it would not.",
+    ]
+    path = place / "report.html"
+    write_report([read_any(place / name) for name in REPORTED], path, title="ddltool demo", summary=summary)
+    return path.name, {"report": str(path)}
 
 
 STEPS = {
@@ -251,90 +264,11 @@ STEPS = {
     "emit": _emit,
     "train": _train,
     "fit telemetry": _refit,
+    "report": _report,
 }
-
-
-def _rows(found: Findings) -> list[tuple[str, str, str]]:
-    """Return one row per step: name, what it found, seconds."""
-    plan, training = found.plan, found.training
-
-    graph = found.graph
-    count = (
-        f"{len(graph)} ops, {show_bytes(graph.parameter_bytes)}; {coverage(graph).rule_time:.0%} of the time by rule"
-    )
-    gains = [_gain(graph, found.comparison), _gain(found.contrast_graph, found.contrast)]
-    mix = ", ".join(f"{row.device_type} {row.ests_per_device} EST(s)" for row in plan.assignments)
-    measured = _measured_steps(found)
-    slowest = max(row["step_s"] for row in measured)
-    findings = {
-        "trace": "\n".join([count, *gains]),
-        "profile": f"{len(found.profile)} configurations on this CPU (measured)",
-        "fit": f"throughput model, MAPE {found.fitted.mape:.1%} on {found.fitted.samples} measured rows",
-        "plan": f"{mix}: {plan.throughput:.4g} mini-batches/s (predicted)\nequal split: {found.baseline.throughput:.4g}",
-        "emit": f"enforce.json: {plan.world_size} ranks, local batches "
-        + ", ".join(str(rank.local_batch_size) for rank in found.enforcement.ranks),
-        "train": f"{len(training['losses'])} steps of {show_seconds(slowest)} on {plan.world_size} processes (measured)\n"
-        f"loss {training['losses'][0]:.2f} -> {training['losses'][-1]:.2f}, held-out accuracy {training['accuracy']:.0%}",
-        "fit telemetry": f"MAPE {found.refitted.mape:.1%} on {found.refitted.samples} rows (measured)",
-        "report": "report.html",
-    }
-    return [(name, findings[name], f"{found.seconds[name]:.1f} s") for name in findings] + [
-        ("all", "", f"{found.seconds['all']:.1f} s")
-    ]
-
-
-def _measured_steps(found: Findings) -> list[dict[str, Any]]:
-    """Return per rank the median seconds of each phase, and what the fitted profile predicted for its batch."""
-    params = found.fitted.params
-    medians = found.telemetry[found.telemetry["step"] >= 3].groupby("rank").median(numeric_only=True)
-    seconds = {name: medians[name].to_dict() for name in ("compute_s", "wait_s", "sync_s", "step_s")}
-    return [
-        {
-            "rank": rank.rank,
-            "device_type": rank.device_type,
-            "batch": rank.local_batch_size,
-            **{name: float(by_rank[rank.rank]) for name, by_rank in seconds.items()},
-            "predicted_s": float(iteration_time_s(params, 1, found.plan.world_size, rank.local_batch_size)),
-        }
-        for rank in found.enforcement.ranks
-    ]
-
-
-def _result(found: Findings, report: Path) -> dict[str, Any]:
-    """Return the demo's JSON document (kind ``ddltool.demo``): its parts are results and artifacts of their own kinds."""
-    trace = trace_result(found.graph, found.comparison).model_dump(mode="json")
-    return {
-        "kind": "ddltool.demo",
-        "schema_version": 1,
-        "trace": {name: trace[name] for name in ("graph", "bounds", "verdict", "coverage")},
-        "fit": found.fitted.model_dump(mode="json"),
-        "plan": found.plan.model_dump(mode="json", exclude={"parameters"}),
-        "baseline": found.baseline.model_dump(mode="json", exclude={"parameters"}),
-        "training": {**found.training, "ranks": _measured_steps(found)},
-        "fit_telemetry": found.refitted.model_dump(mode="json"),
-        "seconds": found.seconds,
-        "report": str(report),
-    }
-
-
-def _write_report(found: Findings, path: Path) -> None:
-    """Write the report of what the steps have written."""
-    _, sections = build([read_any(found.folder / name) for name in REPORTED])
-    losses = found.training["losses"]
-    summary = [
-        f"{found.graph.name}, planned for a mixed V100, P100 and T4 job, trained on this machine's CPU; {CONTRAST} on a "
-        f"{CONTRAST_DEVICE} is there to show a case where the order of transfers matters.",
-        f"{len(losses)} steps of real training on scikit-learn's digits in {found.plan.world_size} processes with the hook: "
-        f"loss {losses[0]:.2f} to {losses[-1]:.2f}, held-out accuracy {found.training['accuracy']:.0%}. Both ranks ran on "
-        "this machine's equally fast cores while the plan is for unequal devices, so the rank with the smaller batch waits "
-        "here; on the planned devices it would not.",
-        "Predicted: computed from datasheet figures or from a fitted model. Simulated: played through on the traced graph. "
-        "Measured: by a clock, here.",
-    ]
-    write_text(path, render("ddltool demo", sections, summary=summary, generated_by=f"ddltool {__version__}"))
 
 
 def _gain(graph: Graph, comparison: Comparison) -> str:
     """Return what an order gains on one graph, for the table."""
-    times = f"{' -> '.join(show_seconds(comparison.schedules[name].makespan_s) for name in ('random', 'tac'))}"
+    times = " -> ".join(show_seconds(comparison.schedules[name].makespan_s) for name in ("random", "tac"))
     return f"{graph.name}, {graph.meta.get('device')}: TAC {times} ({comparison.gain:.1%}, simulated)"

@@ -1,7 +1,8 @@
-"""``ddltool report ARTIFACT...``: one page that shows any artifacts, without network or scripts."""
+"""``ddltool report ARTIFACT...``: one page that shows any artifacts, without network."""
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -60,8 +61,6 @@ def report(
 
     Example: ddltool report graph.json plan.json telemetry.jsonl -o report.html
     """
-    from ddltool.analyzers.reporting.page import render
-
     demand_distinct(artifacts, {"-o": output})
     check_writable(output)
     with progress("reading", len(artifacts)) as advance:
@@ -69,37 +68,40 @@ def report(
         for place, path in enumerate(artifacts):
             advance(place, path.name)
             found.append(read_any(path))
-    ordered, sections = build(found, noise_scale)
-    page = render(title, sections, summary=[_summary(ordered)], generated_by=f"ddltool {__version__}")
-    write_text(output, page)
-    listed = [
-        ReportedSection(section=section.anchor, title=section.title, kind=f"ddltool.{one.kind}", file=str(one.path))
-        for one, section in zip(ordered, sections, strict=True)
-    ]
-    made = ReportResult(report=str(output), bytes=len(page.encode()), sections=listed)
+    made = write_report(found, output, title=title, noise_scale=noise_scale)
     if as_json:
         print_json(made)
         return
-    out().print(table("Sections", ("section", "file"), [(one.section, one.file) for one in listed], text_columns=2))
+    out().print(
+        table("Sections", ("section", "file"), [(one.section, one.file) for one in made.sections], text_columns=2)
+    )
     out().print(f"wrote {output} ({made.bytes / 1e3:,.0f} kB)", soft_wrap=True)
 
 
-def build(found: Sequence[Found], noise_scale: float | None = None) -> tuple[list[Found], list[Section]]:
-    """Return the artifacts in the order of their sections, and the sections.
+def write_report(
+    found: Sequence[Found], path: Path, *, title: str, summary: Sequence[str] = (), noise_scale: float | None = None
+) -> ReportResult:
+    """Write the page of some artifacts, in the order in which data flow.
 
     ``noise_scale`` (samples) is for goodput maps; None: the last that telemetry among the files knows.
     """
+    from ddltool.analyzers.reporting.page import render  # it loads the plotting library
+
     found = told_apart(found)
-    ordered = sorted(found, key=lambda one: ORDER.index(one.kind))
     noise = _noise(found) if noise_scale is None else noise_scale
-    counts: dict[str, int] = {}
-    sections = []
-    with progress("drawing", len(ordered)) as advance:
-        for place, one in enumerate(ordered):
+    counts: Counter[str] = Counter()
+    sections, listed = [], []
+    with progress("drawing", len(found)) as advance:
+        for place, one in enumerate(sorted(found, key=lambda one: ORDER.index(one.kind))):
             advance(place, one.name)
-            counts[one.kind] = counts.get(one.kind, 0) + 1
-            sections.append(replace(_section(one, found, noise), anchor=f"{one.kind}-{counts[one.kind]}"))
-    return ordered, sections
+            counts[one.kind] += 1
+            section = replace(_section(one, found, noise), anchor=f"{one.kind}-{counts[one.kind]}")
+            sections.append(section)
+            kind, file = f"ddltool.{one.kind}", str(one.path)
+            listed.append(ReportedSection(section=section.anchor, title=section.title, kind=kind, file=file))
+    page = render(title, sections, summary=[*summary, _summary(found)], generated_by=f"ddltool {__version__}")
+    write_text(path, page)
+    return ReportResult(report=str(path), bytes=len(page.encode()), sections=listed)
 
 
 def _noise(found: Sequence[Found]) -> float | None:

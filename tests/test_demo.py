@@ -73,12 +73,11 @@ def test_the_training_was_real(demo: tuple[Path, dict[str, object], str]) -> Non
 
 def test_the_report_labels_its_figures(demo: tuple[Path, dict[str, object], str]) -> None:
     html = (demo[0] / "report.html").read_text(encoding="utf-8")
-    assert html.count("<svg") == 2 * html.count("<figure>"), "each picture is drawn for a wide page and for a phone"
+    assert html.count('class="drawing"') >= html.count("<figure>") > 0
     for kind in ("graph", "profile", "goodput", "plan", "enforcement", "telemetry"):
         assert f'<section id="{kind}-1">' in html
     for label in ("measured", "predicted", "simulated"):
         assert f'<span class="badge">{label}</span>' in html
-    assert "http" not in html.replace("http://www.w3.org", "")
 
 
 @pytest.mark.slow

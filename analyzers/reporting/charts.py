@@ -53,7 +53,6 @@ KINDS: Mapping[str, str] = {
 }
 _DASHES = ([1, 0], [7, 3], [2, 2], [8, 3, 2, 3], [12, 3], [1, 3])
 _WIDTH, _SCALE, _LANE = 640, 2, 24
-_LONGEST_NAME = 34
 _NUMBER = ",.4~r"
 # What stands on a bar is seen where it has room, and thin bars have no edge.
 _PIXELS = "abs(scale('x', datum.end) - scale('x', datum.start))"
@@ -83,7 +82,7 @@ CONFIG: Spec = {
     "axisX": {"labelFlush": 20},  # a number at an end of its axis does not reach out of the picture
     "legend": {"labelColor": INK, "titleColor": INK, "labelFontSize": 12, "titleFontSize": 12, "labelLimit": 300}
     | {"symbolOpacity": 1, "titleFontWeight": "normal"},
-    "title": {"color": INK, "fontSize": 13, "fontWeight": "normal", "anchor": "start", "offset": 8},
+    "title": {"color": INK, "fontSize": 13, "fontWeight": "normal", "anchor": "start", "offset": 8, "limit": 640},
     "text": {"color": INK, "fontSize": 12},
     "rule": {"color": INK},
 }
@@ -132,7 +131,7 @@ def _specified(figure: Figure, slots: Slots) -> Spec:
     draw: Callable[..., Chart] = {Lines: _lines, Bars: _bars, Spans: _spans, Heat: _heat}[type(figure)]
     chart = draw(figure, slots).properties(description=visible(figure.title))
     if figure.headed:
-        chart = chart.properties(title=name_of(figure.title))
+        chart = chart.properties(title=name_of(figure.title, 80))
     made: Spec = chart.to_dict(validate=False)
     del made["config"]  # Altair's own, for which the page's stands in
     return made
@@ -153,6 +152,7 @@ Promise.all(charts.map((chart, place) => {
   const own = structuredClone(config);
   own.legend.columns = Math.max(1, Math.floor(room / chart.usermeta.key));
   own.legend.labelLimit = room - 60;
+  own.title.limit = room;
   own.axis.labelLimit = room < 500 ? 110 : 240;
   return vegaEmbed(host, chart, {config: own, actions: false, renderer: "svg", ast: true, defaultStyle: false,
     tooltip: {disableDefaultStyle: true}});
@@ -160,9 +160,9 @@ Promise.all(charts.map((chart, place) => {
 """
 
 
-def name_of(text: str) -> str:
+def name_of(text: str, longest: int = 34) -> str:
     """Return a name as a picture can hold it: short and printable."""
-    return visible(shortened(text, _LONGEST_NAME))
+    return visible(shortened(text, longest))
 
 
 def _names(texts: Iterable[str]) -> list[str]:
