@@ -10,6 +10,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -133,7 +134,7 @@ def _solved(options: _Options, room: Floats, exact: bool) -> tuple[NDArray[np.in
     span = float(np.ptp(options.cost)) or 1.0
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        found = milp(
+        found: Any = milp(
             options.cost / span,
             constraints=[LinearConstraint(one, 1, 1), LinearConstraint(use, -np.inf, room)],
             integrality=np.full(amount, int(exact)),

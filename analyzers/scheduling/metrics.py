@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from ddltool.analyzers.scheduling.cluster import ClusterSpec, packed
 from ddltool.analyzers.scheduling.generator import POLLUX, SIZE_CLASSES, size_class
-from ddltool.analyzers.scheduling.simulator import SimulationResult
+from ddltool.analyzers.scheduling.simulator import JobResult, SimulationResult
 from ddltool.analyzers.scheduling.truth import Application
 from ddltool.errors import InputError, did_you_mean
 from ddltool.results import ClassFigures, Fairness, PolicyRecord, ReplayCost, ReplayedJob, UsageRecord
@@ -134,6 +135,7 @@ def summarize(
     costs = [_price(job.gpu_seconds_by_type, prices) for job in result.jobs] if prices is not None else []
     total_cost = _price(result.available_gpu_seconds, prices) if prices is not None else 0.0
     struck = result.node_failures > 0 or any(job.failures for job in result.jobs)
+    priced: dict[str, Any] = {"cost": ReplayCost(jobs=sum(costs), cluster=total_cost)} if costs else {}
     return PolicyRecord(
         avg_jct_s=float(jct.mean()),
         median_jct_s=float(np.median(jct)),
@@ -154,7 +156,7 @@ def summarize(
         job_failures=sum(job.failures for job in result.jobs),
         goodput_by_application={name: float(rates[rows].mean()) for name, rows in members.items()},
         by_class=_by_class(result, isolated, jct, queueing, fairness),
-        **({"cost": ReplayCost(jobs=sum(costs), cluster=total_cost)} if costs else {}),
+        **priced,
         rounds=result.rounds,
         wall_seconds=result.wall_seconds,
         policy_cpu_seconds=result.policy_seconds,
@@ -170,12 +172,17 @@ def summarize(
                 restarts=job.restarts,
                 gpu_seconds=job.gpu_seconds,
                 finish_time_fairness=ratio,
-                **({"failures": job.failures, "lost_gpu_seconds": job.lost_gpu_seconds} if struck else {}),
-                **({"cost": costs[row]} if costs else {}),
+                **_taken(job, costs[row] if costs else None, struck),
             )
             for row, (job, ratio) in enumerate(zip(result.jobs, fairness.tolist(), strict=True))
         ],
     )
+
+
+def _taken(job: JobResult, cost: float | None, struck: bool) -> dict[str, Any]:
+    """Return what failures took of a job and what it cost, where there can be any."""
+    made: dict[str, Any] = {} if cost is None else {"cost": cost}
+    return {**made, "failures": job.failures, "lost_gpu_seconds": job.lost_gpu_seconds} if struck else made
 
 
 def _usage(result: SimulationResult, most: int = 500) -> UsageRecord:

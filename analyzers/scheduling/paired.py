@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -52,7 +53,7 @@ def compare(cells: Sequence[SweepCell], first: str, second: str, *, confidence: 
             ratio = _log(one, measure, workload, seed) - _log(other, measure, workload, seed)
             units.setdefault(workload if several else seed, []).append(ratio)
         made.append(_interval(measure, np.array([np.mean(each) for each in units.values()]), confidence))
-    unit = "workload" if several else "seed"
+    unit: Literal["workload", "seed"] = "workload" if several else "seed"
     return PolicyComparison(first=first, second=second, unit=unit, confidence=confidence, comparisons=made)
 
 

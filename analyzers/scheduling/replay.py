@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass, replace
+from typing import Any
 
 from ddltool.analyzers.scheduling.cluster import Allocation, ClusterSpec
 from ddltool.analyzers.scheduling.inputs import Truth
@@ -87,7 +88,15 @@ def simulation(
 ) -> SimulationDocument:
     """Return the record of one workload under all policies; ``remark`` says how a cluster's trace became one."""
     lost = options.failures
-    struck = {"failures": ReplayFailures(**{**asdict(lost), "events": len(lost.events)})} if lost is not None else {}
+    more: dict[str, Any] = {}
+    if lost is not None:
+        more["failures"] = ReplayFailures(**{**asdict(lost), "events": len(lost.events)})
+    if prices is not None:
+        more["prices_per_gpu_hour"] = dict(prices)
+    if truth.assumed:
+        more["assumptions"] = list(truth.assumed)
+    if remark:
+        more["conversion"] = remark
     return SimulationDocument(
         workload=workload,
         jobs=len(found[0].result.jobs),
@@ -96,11 +105,8 @@ def simulation(
         restart_delay_s=options.restart_delay_s,
         interference=options.interference,
         seed=seed,
-        **struck,
-        **({"prices_per_gpu_hour": dict(prices)} if prices is not None else {}),
         truth=truth.source,
-        **({"assumptions": list(truth.assumed)} if truth.assumed else {}),
-        **({"conversion": remark} if remark else {}),
+        **more,
         policies={each.policy: each.summary for each in found},
     )
 
