@@ -169,7 +169,7 @@ def solve_exact(
     if bound < _makespan(problem, best):
         found, proven = _solve(problem, best, bound, time_limit_s, workers, seed)
         bound = max(bound, proven)
-        best = min([best, found], key=lambda entry: _makespan(problem, entry))
+        best = min([best, list(found)], key=lambda entry: _makespan(problem, entry))
     scale = time_scale(graph)
     # The order simulated as it is can beat list schedules of blocks where CP-SAT found nothing: blocks are not cut up.
     simulator = Simulator(graph)

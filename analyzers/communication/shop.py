@@ -131,8 +131,9 @@ class ShopProblem:
     def _after_head(self, needs: NDArray[np.bool_]) -> NDArray[np.int64]:
         """Return for ops that need all of H when H can be done at the earliest, 0 for the others."""
         blocks = sorted(self.head)
-        inside = needs[blocks].any(axis=0)
+        inside = np.zeros(len(self), dtype=bool)
         inside[blocks] = True
+        inside |= needs[blocks].any(axis=0)
         done = lower_bound(self.part(np.flatnonzero(inside).tolist()))
         return np.where(needs[:, blocks].all(axis=1), done, 0)
 
