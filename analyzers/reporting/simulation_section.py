@@ -39,8 +39,8 @@ def simulation_section(found: SimulationDocument, name: str, *, details: bool = 
     if details:
         blocks += [*_classes(found), _load(found, drawn), *_allocation(found, drawn), _gpu_time(found), _jobs(found)]
     remarks = [*found.assumptions, *([found.conversion] if found.conversion else [])]
-    lead = [f"{lead} Simulated from {found.truth}.", *few(remarks)]
-    return Section(title=f"Simulation: {name}", lead=lead, blocks=blocks)
+    said = [f"{lead} Simulated from {found.truth}.", *few(remarks)]
+    return Section(title=f"Simulation: {name}", lead=said, blocks=blocks)
 
 
 def _completion(found: SimulationDocument, remark: str) -> Picture:

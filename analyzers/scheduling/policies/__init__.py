@@ -18,10 +18,10 @@ from ddltool.analyzers.scheduling.simulator import Policy
 from ddltool.errors import InputError, did_you_mean
 
 
-def _found() -> dict[str, type[Any]]:
+def _found() -> dict[str, Callable[..., Any]]:
     """Return the classes of this folder's modules that have a name and an ``allocate``, in alphabetical order."""
     modules = [import_module(f"{__name__}.{module.name}") for module in pkgutil.iter_modules(__path__)]
-    classes = [
+    classes: list[Any] = [
         one
         for module in modules
         for one in vars(module).values()
@@ -31,7 +31,7 @@ def _found() -> dict[str, type[Any]]:
     return {name: named[name] for name in sorted(named)}
 
 
-POLICIES: Mapping[str, type[Any]] = _found()
+POLICIES: Mapping[str, Callable[..., Any]] = _found()
 """The policies by their names."""
 
 
