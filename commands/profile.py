@@ -146,7 +146,7 @@ def profile(
         demand_part(context, mode or "measuring", _PARTS[mode])
         if source is None and "source" in _PARTS[mode]:
             raise InputError("SOURCE", "is missing", "give a model, for example zoo:resnet32, or --network")
-        sizes = () if batch_sizes == "auto" else None
+        sizes: tuple[int, ...] | None = () if batch_sizes == "auto" else None
         if sizes is None and batch_sizes:
             sizes = values.integers(batch_sizes, "--batch-sizes", most=LARGEST_BATCH)
         counts = values.integers(replicas, "--replicas", most=MOST_REPLICAS) if replicas else None
@@ -279,8 +279,9 @@ def _measure(
         devices=curves,
         skipped=found.skipped,
         measuring_seconds=found.spent_s,
-        **({"memory": search} if search else {}),
     )
+    if search is not None:
+        result = result.model_copy(update={"memory": search})
     for warning in [*reliability(frame), *_shortfalls(result, request)]:
         note(f"warning: {warning}")
     if as_json:

@@ -329,7 +329,7 @@ def _show_cycle(graph: Graph, pending: Sequence[int]) -> str:
     """Return one cycle among the ops that could not be ordered as ``a -> b -> a``."""
     import networkx as nx  # half a second that only a broken graph costs
 
-    stuck = nx.DiGraph((int(source), op) for op in np.flatnonzero(pending) for source in graph.inputs_of(op))
+    stuck = nx.DiGraph((int(source), op) for op in np.flatnonzero(pending).tolist() for source in graph.inputs_of(op))
     cycle = [graph.names[source] for source, _ in nx.find_cycle(stuck)]
     shown = [*cycle[:6], "...", *cycle[-2:]] if len(cycle) > 9 else cycle
     return " -> ".join([*shown, cycle[0]])

@@ -115,7 +115,9 @@ def texts(frame: pd.DataFrame, column: str, where: str | Path) -> list[str]:
     """Return a column as texts, none of them empty. Raises InputError naming the row (from 1)."""
     empty = frame[column].isna().to_numpy()
     if empty.any():
-        raise InputError(f"{where}:row {frame.index[empty.argmax()] + 1}:{column}", "is empty, or NA", "give a name")
+        raise InputError(
+            f"{where}:row {frame.index[int(empty.argmax())] + 1}:{column}", "is empty, or NA", "give a name"
+        )
     return [str(value) for value in frame[column].tolist()]
 
 

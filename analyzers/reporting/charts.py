@@ -23,7 +23,7 @@ from ddltool.units import show_seconds
 
 Row = dict[str, Any]
 Spec = dict[str, Any]
-Chart = alt.LayerChart
+Chart = Any  # what altair.layer returns, which its types take for a facet as well
 Slots = dict[str, dict[str, int]]
 """By family of names, the place of each in the order of colours."""
 
@@ -114,7 +114,7 @@ def spec(figure: Figure, slots: Slots | None = None) -> Spec:
 def drawn(figures: Sequence[Figure], file_format: str) -> bytes:
     """Return figures, one under the other, as the bytes of an SVG or PNG file."""
     slots: Slots = {}
-    views = []
+    views: list[Spec] = []
     for figure in figures:
         view = {**_specified(figure, slots), "width": _WIDTH}
         schema = view.pop("$schema")
@@ -128,8 +128,8 @@ def drawn(figures: Sequence[Figure], file_format: str) -> bytes:
 
 
 def _specified(figure: Figure, slots: Slots) -> Spec:
-    draw: Callable[..., Chart] = {Lines: _lines, Bars: _bars, Spans: _spans, Heat: _heat}[type(figure)]
-    chart = draw(figure, slots).properties(description=visible(figure.title))
+    drawing: dict[type, Callable[..., Chart]] = {Lines: _lines, Bars: _bars, Spans: _spans, Heat: _heat}
+    chart = drawing[type(figure)](figure, slots).properties(description=visible(figure.title))
     if figure.headed:
         chart = chart.properties(title=name_of(figure.title, 80))
     made: Spec = chart.to_dict(validate=False)
@@ -175,7 +175,7 @@ def _names(texts: Iterable[str]) -> list[str]:
 
 
 def _data(rows: Sequence[Row]) -> alt.Data:
-    return alt.Data(values=list(rows))
+    return alt.Data(values=list(rows))  # type: ignore[no-untyped-call]
 
 
 def _places(names: Sequence[str], family: str, slots: Slots) -> list[int]:
@@ -219,6 +219,11 @@ def _beyond(known: float | None, last: float) -> list[alt.Chart]:
     ]
 
 
+def _whole(asked: bool) -> dict[str, Any]:
+    """Return what an axis of whole numbers is marked by."""
+    return {"tickMinStep": 1, "format": ",d"} if asked else {}
+
+
 def _x_of(figure: Lines, values: np.ndarray[Any, Any]) -> tuple[alt.Scale, alt.Axis]:
     """Return the scale and the axis of x; ``values`` (n,) are all that are drawn."""
     low, high = (float(values.min()), float(values.max())) if values.size else (1.0, 1.0)
@@ -233,7 +238,7 @@ def _x_of(figure: Lines, values: np.ndarray[Any, Any]) -> tuple[alt.Scale, alt.A
         )
     if figure.x_axis == "log" and low > 0:
         return alt.Scale(type="log", nice=False), alt.Axis(format=_NUMBER, tickCount=6, grid=False)
-    axis = alt.Axis(grid=False, tickCount=8, **({"tickMinStep": 1, "format": ",d"} if "x" in figure.whole else {}))
+    axis = alt.Axis(grid=False, tickCount=8, **_whole("x" in figure.whole))
     if figure.known is not None:
         return alt.Scale(nice=False, domain=[low - 0.5, high + 0.5]), axis
     return alt.Scale(zero=False, nice=False, padding=6 if figure.draw == "points" else 0), axis
@@ -261,9 +266,10 @@ def _lines(figure: Lines, slots: Slots) -> Chart:
     everything = np.concatenate([*(line.x for line in shown), *(line.dots[0] for line in shown if line.dots)])
     x_scale, x_axis = _x_of(figure, everything)
     x = alt.X("x:Q", scale=x_scale, axis=x_axis, title=figure.xlabel)
-    whole = {"tickMinStep": 1, "format": ",d"} if "y" in figure.whole else {}
     y_scale = alt.Scale(type="log", nice=False) if figure.log_y else alt.Scale(zero=True)
-    y = alt.Y("y:Q", scale=y_scale, axis=alt.Axis(tickCount=6, gridOpacity=0.6, **whole), title=ylabel)
+    y = alt.Y(
+        "y:Q", scale=y_scale, axis=alt.Axis(tickCount=6, gridOpacity=0.6, **_whole("y" in figure.whole)), title=ylabel
+    )
     tips = [
         alt.Tooltip("name:N", title="line"),
         alt.Tooltip("x:Q", title="x", format=_NUMBER),
@@ -405,7 +411,7 @@ def _bar_rows(figure: Bars, names: Sequence[str], scale: float) -> list[Row]:
         kind = name if figure.family else "bars"
         if figure.marked is not None:
             kind = figure.marked[0] if marked[place] else figure.unmarked
-        row = {"name": name, "value": _short(value * scale), "shown": said(value), "kind": kind}
+        row: Row = {"name": name, "value": _short(value * scale), "shown": said(value), "kind": kind}
         row["text_at"] = row["value"]
         pair = figure.intervals[place] if figure.intervals else None
         if pair is not None:
@@ -439,7 +445,7 @@ def _spans(figure: Spans, slots: Slots) -> Chart:
         [span.end for span in spans] + [figure.until] + ([figure.mark[1]] if figure.mark else []), default=0.0
     )
     scale, unit = time_unit(longest)
-    rows = [
+    rows: list[Row] = [
         {
             **{"name": name, "kind": span.kind, "text": name_of(span.text)},
             **{"start": _short(span.start * scale), "end": _short(span.end * scale)},
@@ -490,7 +496,7 @@ def _spans(figure: Spans, slots: Slots) -> Chart:
 
 def _heat(figure: Heat, slots: Slots) -> Chart:
     ratio = float(np.sqrt(figure.y[1] / figure.y[0]))
-    rows = [
+    rows: list[Row] = [
         # a little over its neighbours, or the paper would be seen between them
         {"left": at - 0.5, "right": at + 0.52, "low": _short(y / ratio), "high": _short(y * ratio**1.2)}
         | {"x": at, "y": round(float(y)), "value": _short(value)}
