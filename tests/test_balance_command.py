@@ -237,8 +237,6 @@ def test_a_failing_step_is_told_in_one_line() -> None:
     request = WatchRequest(source="broken", resolver="tests.test_balance_command:linear_step", batch=4, workers=1)
     with pytest.raises(InputError, match="broken: a training step failed .*no such model"):
         record(request)
-    with pytest.raises(InputError, match="workers: is 0"):
-        WatchRequest(source="x", resolver="y:z", batch=4, workers=0)
 
 
 def two_speeds(path: Path, first: float, second: float) -> Path:

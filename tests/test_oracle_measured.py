@@ -228,7 +228,7 @@ def test_an_op_that_does_not_run_alone_is_scaled_and_listed() -> None:
     assert op.estimate == "default"
     assert op.duration_s is not None
     assert op.duration_s > 0
-    assert coverage(graph).default_types == (("aten.stubborn", 1),)
+    assert coverage(graph).default_types == [("aten.stubborn", 1)]
 
 
 def test_the_memory_guard() -> None:

@@ -195,6 +195,7 @@ def test_local_sgd_averages_after_each_round() -> None:
                 features, labels = make_batch(rank, step)
                 nn.functional.cross_entropy(model(features, use=step % 2), labels).backward()
                 sgd(model, momentum=0.0).step()
+                model.zero_grad()
             after.append(dict(model.named_parameters()))
         values = {name: nn.Parameter(sum(one[name].detach() for one in after) / 3) for name in values}
     for worker in results(workers):

@@ -163,7 +163,7 @@ def test_enormous_figures_are_drawn_or_left_to_the_table(cli: Cli, tmp_path: Pat
     for number, each in enumerate(document["comparison"]["comparisons"]):
         each.update(ratio=1e300 if number else 1e-300, low=0.0, high=1e308)
     page = page_of(cli, tmp_path, document)
-    assert "inf" not in re.sub(r"<svg.*?</svg>", "", page, flags=re.DOTALL).split("<section")[1]
+    assert "inf" not in page.split("<section")[1].split("</section>")[0]
     assert metrics(document)["avg_jct_s/fifo/synthetic"] == pytest.approx(1e308)
 
 
