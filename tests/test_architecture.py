@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import compileall
+import re
 import subprocess
 import sys
 import tomllib
@@ -145,3 +146,22 @@ def test_public_functions_have_docstrings() -> None:
         for node in ast.parse(path.read_text(encoding="utf-8")).body:
             if isinstance(node, (ast.FunctionDef, ast.ClassDef)) and not node.name.startswith("_"):
                 assert ast.get_docstring(node), f"{path.relative_to(ROOT)}: {node.name}"
+
+
+def test_the_page_of_the_house_names_what_is_there() -> None:
+    """Where to start reading, and the stays of the ways through the rooms: at most eight each."""
+    page = (ROOT / "docs" / "architecture.md").read_text()
+    rooms = re.findall(r"^\| `([a-z]+)/` \|.*\| ([^|]+) \|$", page, flags=re.MULTILINE)
+    ways = re.findall(r"`([a-z_/]+\.py)`(?:: `(\w+)`)?", page)
+    assert len(re.findall(r"^\| \d \|", page, flags=re.MULTILINE)) <= 8
+    starts = [
+        (f"{room}/{file}", name) for room, cell in rooms for file, name in re.findall(r"`(\w+)(?:\.(\w+))?`", cell)
+    ]
+    assert len(ways) >= 20
+    assert len(starts) >= 40
+    for path, name in [*starts, *((file.removesuffix(".py"), name) for file, name in ways)]:
+        places = [ROOT / top / f"{path}{ending}" for top in ("", "analyzers", "runtime") for ending in (".py", "")]
+        assert any(place.exists() for place in places), f"{path} is not there"
+        texts = [place.read_text() for place in places if place.is_file()]
+        made = re.compile(rf"^(def|class) {name}\b|^{name} =", re.MULTILINE)
+        assert not name or any(map(made.search, texts)), f"{path} has no {name}"
