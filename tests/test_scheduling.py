@@ -17,7 +17,7 @@ from ddltool.analyzers.goodput.fit import fit as whole_fit
 from ddltool.analyzers.goodput.observations import Observations
 from ddltool.analyzers.goodput.throughput import grad_time_s, iteration_time_s
 from ddltool.analyzers.goodput.tuning import BatchLimits
-from ddltool.analyzers.scheduling.beliefs import fit, split_batch
+from ddltool.analyzers.scheduling.beliefs import Seen, fit, split_batch
 from ddltool.analyzers.scheduling.cluster import Allocation, ClusterSpec, count_gpus, packed
 from ddltool.analyzers.scheduling.inputs import read_applications, read_cluster, read_workload
 from ddltool.analyzers.scheduling.job import JobSpec, SimulatedJob, Tuning
@@ -172,11 +172,16 @@ def test_what_a_job_believes_is_what_the_fit_of_all_its_rows_finds(seen: tuple[l
         assert evaluate(found, rows).rmsle <= 1.2 * best + 0.01
 
 
+def _seen(rows: Observations) -> Seen:
+    configurations = zip(rows.num_nodes, rows.num_replicas, rows.local_batch_size, strict=True)
+    return tuple(zip(configurations, zip(rows.step_time_s, rows.step_time_s - rows.grad_time_s, strict=True), strict=True))
+
+
 def test_the_fit_keeps_the_priors_on_what_was_not_seen() -> None:
-    alone = fit(observed([1], [1], [32]))
+    alone = fit(_seen(observed([1], [1], [32])))
     assert alone.alpha_grad_s == pytest.approx(alone.beta_grad_s * 32)  # half of the time grows with the batch
     assert (alone.alpha_sync_local_s, alone.alpha_sync_node_s) == (0.0, 0.0)
-    one_node = fit(observed([1, 1, 1], [1, 2, 4], [32, 48, 64]))
+    one_node = fit(_seen(observed([1, 1, 1], [1, 2, 4], [32, 48, 64])))
     assert one_node.alpha_sync_node_s == pytest.approx(1.1 * one_node.alpha_sync_local_s)
     assert one_node.beta_sync_node_s == pytest.approx(1.1 * one_node.beta_sync_local_s)
 

@@ -9,12 +9,14 @@ earlier ones have seen.
 
 from __future__ import annotations
 
+from functools import lru_cache
+
 import numpy as np
 from numpy.typing import NDArray
 
 from ddltool.analyzers.goodput.fit import predict, refit
 from ddltool.analyzers.goodput.observations import Observations
-from ddltool.analyzers.goodput.tuning import BatchLimits
+from ddltool.analyzers.goodput.tuning import BatchLimits, Tuned, tune
 from ddltool.goodput_model import ThroughputParams
 
 Floats = NDArray[np.float64]
@@ -25,8 +27,26 @@ Configuration = tuple[int, int, int]
 """Nodes, replicas, local batch size in samples."""
 
 
-def fit(rows: Observations, before: ThroughputParams | None = None) -> ThroughputParams:
+Seen = tuple[tuple[Configuration, tuple[float, float]], ...]
+"""Configurations in the order in which they were first seen, and their (step, sync) seconds."""
+
+
+def observations(seen: Seen) -> Observations:
+    """Return what was seen as rows of a fit."""
+    at, times = (np.array(part, dtype=np.float64).T for part in zip(*seen, strict=True))
+    return Observations(
+        num_nodes=at[0],
+        num_replicas=at[1],
+        local_batch_size=at[2],
+        step_time_s=times[0],
+        grad_time_s=times[0] - times[1],
+    )
+
+
+@lru_cache(maxsize=1024)  # jobs of one application begin alike
+def fit(seen: Seen, before: ThroughputParams | None = None) -> ThroughputParams:
     """Return the model fitted to what was seen, the rest as the published simulator takes it; ``before``: the last one."""
+    rows = observations(seen)
     found = refit(rows, before).model_dump()
     if (rows.local_batch_size == rows.local_batch_size[0]).all():
         half = (found["alpha_grad_s"] + found["beta_grad_s"] * float(rows.local_batch_size[0])) / 2
@@ -35,6 +55,14 @@ def fit(rows: Observations, before: ThroughputParams | None = None) -> Throughpu
         for name in ("alpha", "beta"):
             found[f"{name}_sync_node_s"] = 1.1 * found[f"{name}_sync_local_s"]
     return ThroughputParams.model_construct(**found)
+
+
+@lru_cache(maxsize=4096)  # noise scales go to and fro, and jobs of one application believe the same at first
+def best_batches(model: ThroughputParams, limits: BatchLimits, noise_scale: float, widest: int) -> Tuned:
+    """Return the best batches on 1 to ``widest`` replicas, within a node and then across nodes."""
+    replicas = np.arange(1, widest + 1)
+    nodes = np.concatenate([np.ones_like(replicas), np.minimum(replicas, 2)])
+    return tune(model, nodes, np.concatenate([replicas, replicas]), limits, noise_scale=noise_scale)
 
 
 def split_batch(batch_size: int, replicas: int, limits: BatchLimits) -> tuple[int, int]:
@@ -54,8 +82,6 @@ class Beliefs:
 
     def __init__(self, *, pooled: bool = False) -> None:
         self.pooled = pooled
-        self.version = 0
-        """Grows with each new fit: what was derived from older models is stale."""
         self.grads: dict[int, tuple[float, float]] = {}
         """Squared norm and variance of the gradient last seen in each epoch; kept when pooled."""
         self._seen: dict[str, dict[Configuration, tuple[float, float]]] = {}
@@ -94,19 +120,11 @@ class Beliefs:
         seen, before = self._seen[gpu_type], self._fitted_at.get(gpu_type)
         state = len(seen), len(self._shapes[gpu_type])
         if before is None or state[1] != before[1] or state[0] > (1 + _GROWTH) * before[0]:
-            at, times = np.array(list(seen), dtype=np.float64).T, np.array(list(seen.values())).T
-            rows = Observations(
-                num_nodes=at[0],
-                num_replicas=at[1],
-                local_batch_size=at[2],
-                step_time_s=times[0],
-                grad_time_s=times[0] - times[1],
-            )
+            rows = tuple(seen.items())
             self._models[gpu_type] = fit(rows, self._models.get(gpu_type))
             if self.pooled:
-                self._errors[gpu_type] = _errors(rows, self._models[gpu_type])
+                self._errors[gpu_type] = _errors(observations(rows), self._models[gpu_type])
             self._fitted_at[gpu_type] = state
-            self.version += 1
         return self._models[gpu_type]
 
     def correction(self, gpu_type: str, most: int) -> Floats:

@@ -11,9 +11,9 @@ from enum import Enum
 import numpy as np
 from numpy.typing import NDArray
 
-from ddltool.analyzers.goodput.tuning import BatchLimits, Tuned, tune
+from ddltool.analyzers.goodput.tuning import BatchLimits, Tuned
 from ddltool.analyzers.placement.proposals import best_plan
-from ddltool.analyzers.scheduling.beliefs import Beliefs, split_batch
+from ddltool.analyzers.scheduling.beliefs import Beliefs, best_batches, split_batch
 from ddltool.analyzers.scheduling.cluster import Allocation, ClusterSpec, count_gpus, packed
 from ddltool.analyzers.scheduling.truth import Application
 from ddltool.errors import InputError
@@ -100,7 +100,6 @@ class SimulatedJob:
         """Progress, epoch and time of the last checkpoint."""
         self.beliefs = beliefs if beliefs is not None else Beliefs()
         self._grad: tuple[float, float] | None = None
-        self._tuned: dict[str, tuple[object, int, Tuned]] = {}
 
     # What policies look at.
 
@@ -184,18 +183,8 @@ class SimulatedJob:
         phi = self.limits.initial_batch_size * var / sqr if sqr > 0 and var > 0 else math.inf if var else 0.0
         if 0 < phi < math.inf:  # no noise scale is known better than that
             phi = math.exp(round(math.log(phi) / _NOISE_STEP) * _NOISE_STEP)
-        key = self.beliefs.version, phi
-        known = self._tuned.get(gpu_type)
-        if known is None or known[0] != key or known[1] < most:
-            most = max(
-                most, known[1] if known is not None else 0
-            )  # a wider search costs no more, and is asked for next
-            replicas = np.arange(1, most + 1)
-            nodes = np.concatenate([np.ones_like(replicas), np.minimum(replicas, 2)])
-            both = np.concatenate([replicas, replicas])
-            known = key, most, tune(model, nodes, both, self.limits_on(gpu_type), noise_scale=phi)
-            self._tuned[gpu_type] = known
-        return known[2], known[1]
+        widest = 1 << (most - 1).bit_length()
+        return best_batches(model, self.limits_on(gpu_type), phi, widest), widest
 
     def remaining_samples(self) -> float:
         """Return the samples left at M0's efficiency, by the declared epochs: no oracle, users state epochs and data.

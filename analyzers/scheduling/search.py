@@ -53,15 +53,16 @@ def choose_counts(costs: Sequence[Floats], gpus: int) -> tuple[list[int], float]
 
     Exact: dynamic programming over jobs and GPUs, O(n gpus max_k).
     """
-    best = np.zeros(gpus + 1)
+    best, every = np.zeros(gpus + 1), np.arange(gpus + 1)
     picks: list[NDArray[np.intp]] = []
     for cost in costs:
         kept = cost[: gpus + 1]
         padded = np.concatenate([np.full(len(kept) - 1, np.inf), best])
-        windows = np.lib.stride_tricks.sliding_window_view(padded, len(kept))[:, ::-1]
-        totals = windows + kept
+        step = padded.itemsize  # row g, column k: the least cost of the jobs before on g - k GPUs
+        rest = np.lib.stride_tricks.as_strided(padded[len(kept) - 1 :], (gpus + 1, len(kept)), (step, -step))
+        totals = rest + kept
         pick = totals.argmin(axis=1)
-        best = totals[np.arange(gpus + 1), pick]
+        best = totals[every, pick]
         picks.append(pick)
     counts: list[int] = []
     left = gpus

@@ -237,7 +237,7 @@ class Application:
             )
         # The same few configurations are asked for again and again.
         self._steps: dict[tuple[Placement, int, str], tuple[float, float]] = {}
-        self._grad: dict[tuple[int, int], tuple[float, float]] = {}
+        self._grad: dict[int, tuple[Floats, Floats, Floats]] = {}
 
     def step_times(self, placement: Placement, local_batch_size: int, gpu_type: str = ANY_TYPE) -> tuple[float, float]:
         """Return (step time, sync time) in seconds on ``placement`` (GPUs per node) of one GPU type.
@@ -287,13 +287,16 @@ class Application:
 
     def grad_stats(self, batch_size: int, epoch: int) -> tuple[float, float]:
         """Return the gradient's squared norm and variance (at M0) during ``epoch`` (from 0) at a total batch size."""
-        key = (batch_size, epoch)
-        found = self._grad.get(key)
+        sqr, var, _gain = self._gradients(batch_size)
+        return float(sqr[epoch]), float(var[epoch])
+
+    def _gradients(self, batch_size: int) -> tuple[Floats, Floats, Floats]:
+        """Return squared norm, variance and gain at a total batch size in every epoch, (E,) each."""
+        found = self._grad.get(batch_size)
         if found is None:
             low, high, share = self._weights(batch_size)
-            sqr = self.grad_sqr[low, epoch] * (1 - share) + self.grad_sqr[high, epoch] * share
-            var = self.grad_var[low, epoch] * (1 - share) + self.grad_var[high, epoch] * share
-            found = self._grad[key] = float(sqr), float(var)
+            sqr, var = (known[low] * (1 - share) + known[high] * share for known in (self.grad_sqr, self.grad_var))
+            found = self._grad[batch_size] = sqr, var, (var + sqr) / (var * self.init_batch_size / batch_size + sqr)
         return found
 
     def batches(
@@ -322,13 +325,12 @@ class Application:
 
     def epoch_seconds(self, total: int, step_s: float) -> Floats:
         """Return the seconds of each epoch (E,) at a total batch whose step takes ``step_s``."""
-        gain = np.array([self.gain(total, epoch) for epoch in range(self.max_epochs)])
+        gain = self._gradients(total)[2][: self.max_epochs]
         return np.asarray(np.diff(self.progress[: self.max_epochs + 1]) / gain * step_s)
 
     def gain(self, batch_size: int, epoch: int) -> float:
         """Return the progress of one iteration, in iterations at M0: AdaScale's gain of the batch size."""
-        sqr, var = self.grad_stats(batch_size, epoch)
-        return (var + sqr) / (var * self.init_batch_size / batch_size + sqr)
+        return float(self._gradients(batch_size)[2][epoch])
 
     def iterations(self, batch_size: int, epoch: int) -> float:
         """Return the iterations at ``batch_size`` done at the end of epoch ``epoch`` (from 0)."""
