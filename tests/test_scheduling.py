@@ -174,7 +174,9 @@ def test_what_a_job_believes_is_what_the_fit_of_all_its_rows_finds(seen: tuple[l
 
 def _seen(rows: Observations) -> Seen:
     configurations = zip(rows.num_nodes, rows.num_replicas, rows.local_batch_size, strict=True)
-    return tuple(zip(configurations, zip(rows.step_time_s, rows.step_time_s - rows.grad_time_s, strict=True), strict=True))
+    return tuple(
+        zip(configurations, zip(rows.step_time_s, rows.step_time_s - rows.grad_time_s, strict=True), strict=True)
+    )
 
 
 def test_the_fit_keeps_the_priors_on_what_was_not_seen() -> None:
