@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from pydantic import BaseModel, ValidationError
 
 from ddltool.analyzers.deciding.feedback import check_rows
-from ddltool.artifacts import Artifact, parse, read_document, read_lines
+from ddltool.artifacts import Artifact, kind_of, parse, read_document, read_lines
 from ddltool.errors import InputError, did_you_mean
 from ddltool.goodput_model import Goodput
 from ddltool.graph_io import from_document
@@ -138,7 +138,7 @@ def _parsers() -> dict[str, Callable[[dict[str, Any], str], Any]]:
         return lambda document, where: parse(document, model, where)
 
     models: list[type[Artifact]] = [Goodput, Plan, Enforcement, *SHOWN]
-    made = {model.KIND.removeprefix("ddltool."): parser(model) for model in models}
+    made = {kind_of(model).removeprefix("ddltool."): parser(model) for model in models}
     return {**made, "graph": from_document}
 
 

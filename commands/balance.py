@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Optional
+from typing import Annotated
 
 import typer
 
@@ -30,17 +30,14 @@ def balance(
     ],
     predictor: Annotated[str, typer.Option(help="last, ema, arima, rnn, lstm, narx or all.")] = "all",
     total_batch: Annotated[
-        Optional[int],  # noqa: UP045
+        int | None,
         typer.Option(help=f"Samples of all workers together (default {BATCH_PER_WORKER} each).", show_default=False),
     ] = None,
     warm_up: Annotated[
         int, typer.Option(help="Iterations before the first training; none of them is judged.", min=20)
     ] = 500,
     schemes: Annotated[bool, typer.Option("--schemes", help="Compare with BSP, ASP, SSP and others.")] = False,
-    picture: Annotated[
-        Optional[Path],  # noqa: UP045
-        typer.Option(metavar="FILE", help="Draw actual and predicted speeds."),
-    ] = None,
+    picture: Annotated[Path | None, typer.Option(metavar="FILE", help="Draw actual and predicted speeds.")] = None,
     seed: Seed = 0,
     output: Output = None,
     as_json: Json = False,

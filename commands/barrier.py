@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Optional
+from typing import Annotated
 
 import typer
 
@@ -31,12 +31,11 @@ def barrier(
     times: Annotated[
         Path,
         typer.Argument(
-            metavar="TIMES.csv",
-            help="Columns worker,iteration,end_s; or telemetry, the hook's or a server's.",
+            metavar="TIMES.csv", help="Columns worker,iteration,end_s; or telemetry, the hook's or a server's."
         ),
     ],
     lookahead: Annotated[
-        Optional[int],  # noqa: UP045
+        int | None,
         typer.Option(
             help=f"Iterations to predict per worker (default {LOOKAHEAD}; with --predicted all in the file).",
             min=1,
@@ -50,11 +49,10 @@ def barrier(
     ] = False,
     predictor: Annotated[str, typer.Option(help="Next iteration lengths: last, ema or mean.")] = "ema",
     max_gap: Annotated[
-        Optional[int],  # noqa: UP045
-        typer.Option(help="Bound on the iteration gap of the exact barriers.", min=0),
+        int | None, typer.Option(help="Bound on the iteration gap of the exact barriers.", min=0)
     ] = None,
     picture: Annotated[
-        Optional[Path],  # noqa: UP045
+        Path | None,
         typer.Option(metavar="FILE", help="Draw the timeline with the barrier, and the trade-off with staleness."),
     ] = None,
     output: Output = None,

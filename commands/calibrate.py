@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from functools import cache
 from pathlib import Path
-from typing import Annotated, Any, Optional
+from typing import Annotated, Any
 
 import numpy as np
 import typer
@@ -35,17 +35,16 @@ def calibrate(
     ],
     device: Annotated[str, typer.Option(metavar="NAME", help="The device that was measured.")],
     model: Annotated[
-        Optional[str],  # noqa: UP045
+        str | None,
         typer.Option(metavar="SOURCE", help="What was trained, for rows that do not say.", show_default=False),
     ] = None,
     batch_size: Annotated[
-        Optional[int],  # noqa: UP045
-        typer.Option(help="Local batch size of a profiler trace.", min=1, show_default=False),
+        int | None, typer.Option(help="Local batch size of a profiler trace.", min=1, show_default=False)
     ] = None,
     precision: Precision = "fp32",
     channels_last: ChannelsLast = False,
     optimizer: Annotated[
-        Optional[str],  # noqa: UP045
+        str | None,
         typer.Option(
             help="none, sgd, momentum, adam or adamw; adam by default, sgd for rows of `profile`.", show_default=False
         ),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import time
 from pathlib import Path
-from typing import Annotated, Any, Optional
+from typing import Annotated, Any
 
 import typer
 
@@ -24,7 +24,7 @@ from ddltool.outputs import demand_distinct
 from ddltool.profile import read_table
 from ddltool.units import show_seconds
 
-_Text = Optional[str]  # noqa: UP045
+_Text = str | None
 
 
 def companion(
@@ -37,7 +37,7 @@ def companion(
     ] = None,
     top_k: Annotated[int, typer.Option(help="With --free: how many proposals.", min=1, max=1000)] = 3,
     measured: Annotated[
-        Optional[Path],  # noqa: UP045
+        Path | None,
         typer.Option("--measured", metavar="TELEMETRY", help="telemetry.jsonl to compare the capabilities with."),
     ] = None,
     threshold: Annotated[

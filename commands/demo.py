@@ -121,12 +121,7 @@ def _profile(place: Path, seed: int) -> Finding:
     from ddltool.runtime.measuring.campaign import MeasureRequest, campaign, reliability
 
     request = MeasureRequest(
-        source=MODEL,
-        resolver=RESOLVER,
-        batch_sizes=BATCH_SIZES,
-        replicas=REPLICAS,
-        repeats=REPEATS,
-        seed=seed,
+        source=MODEL, resolver=RESOLVER, batch_sizes=BATCH_SIZES, replicas=REPLICAS, repeats=REPEATS, seed=seed
     )
     with progress("measuring", len(BATCH_SIZES) * len(REPLICAS)) as advance:
         profile = campaign(request, progress=advance).frame

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Optional
+from typing import Annotated
 
 import typer
 
@@ -19,8 +19,7 @@ _CAPTION = (
 
 def devices(
     name: Annotated[
-        Optional[str],  # noqa: UP045
-        typer.Argument(metavar="NAME", help="One device in full; all by default.", show_default=False),
+        str | None, typer.Argument(metavar="NAME", help="One device in full; all by default.", show_default=False)
     ] = None,
     devices_file: DevicesFile = None,
     as_json: Json = False,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shlex
 import statistics
-from typing import Annotated, Optional
+from typing import Annotated
 
 import typer
 
@@ -20,7 +20,7 @@ from ddltool.units import parse_share, show_seconds
 
 def doctor(
     overhead: Annotated[
-        Optional[str],  # noqa: UP045
+        str | None,
         typer.Option(
             metavar='"SCRIPT ARGS"',
             help="Measure instead what ddltool costs this training script, on and off in turns.",

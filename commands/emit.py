@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import shlex
 from pathlib import Path
-from typing import Annotated, Optional, cast, get_args
+from typing import Annotated, cast, get_args
 
 import typer
 
@@ -23,7 +23,7 @@ from ddltool.outputs import demand_distinct
 from ddltool.plan import Enforcement, Plan
 from ddltool.results import EmitResult
 
-_Text = Optional[str]  # noqa: UP045
+_Text = str | None
 _OUTPUTS = {
     "hook": "enforce.json",
     "torchrun": "launch.sh",
@@ -50,14 +50,13 @@ def emit(
     context: typer.Context,
     plan_file: Annotated[Path, typer.Argument(metavar="PLAN", help="plan.json, written by ddltool plan -o.")],
     output: Annotated[
-        Optional[Path],  # noqa: UP045
+        Path | None,
         typer.Option(
             "-o", "--output", metavar="FILE", help="File to write (a name that fits the target); - is stdout."
         ),
     ] = None,
     target: Annotated[
-        str,
-        typer.Option(help="What will read it: hook (ddltool.runtime), torchrun, kubernetes, slurm, fsdp2 or ddp."),
+        str, typer.Option(help="What will read it: hook (ddltool.runtime), torchrun, kubernetes, slurm, fsdp2 or ddp.")
     ] = "hook",
     telemetry: Annotated[
         str, typer.Option(help="File the hook appends measurements to; 'none' for no telemetry.")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Optional
+from typing import Annotated
 
 import typer
 
@@ -23,11 +23,10 @@ def fit(
         typer.Argument(metavar="PROFILE...", help="profile.csv, telemetry.jsonl, or an AdaptDL placements.csv."),
     ],
     holdout: Annotated[
-        Optional[Path],  # noqa: UP045
-        typer.Option(metavar="FILE", help="Rows kept out of the fit, to measure its error on."),
+        Path | None, typer.Option(metavar="FILE", help="Rows kept out of the fit, to measure its error on.")
     ] = None,
     picture: Annotated[
-        Optional[Path],  # noqa: UP045
+        Path | None,
         typer.Option(metavar="FILE", help="Draw the fitted curves over the measured points (.svg or .png)."),
     ] = None,
     output: Output = None,

@@ -8,7 +8,7 @@ import time
 import tomllib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any, Optional
+from typing import Annotated, Any
 
 import pandas as pd
 import typer
@@ -49,25 +49,25 @@ def gate(
         ),
     ],
     baseline: Annotated[
-        Optional[list[Path]],  # noqa: UP045
+        list[Path] | None,
         typer.Option(metavar="FILE|DIR", help="What to compare with; repeatable. A folder: the file of the same name."),
     ] = None,
     rule: Annotated[
-        Optional[list[str]],  # noqa: UP045
+        list[str] | None,
         typer.Option(
             metavar="RULE", help="Such as 'iteration_s <= 0.5', 'throughput >= -5%', 'ops increase <= 3'; repeatable."
         ),
     ] = None,
     config: Annotated[
-        Optional[Path],  # noqa: UP045
+        Path | None,
         typer.Option(metavar="FILE", help="Rules by kind; ./ddltool.toml where it is there.", show_default=False),
     ] = None,
     level: Annotated[
-        Optional[float],  # noqa: UP045
+        float | None,
         typer.Option(help="Share of false alarms from noise, for the whole gate (default 0.05).", show_default=False),
     ] = None,
-    junit: Annotated[Optional[Path], typer.Option(metavar="FILE", help="Write JUnit XML.")] = None,  # noqa: UP045
-    sarif: Annotated[Optional[Path], typer.Option(metavar="FILE", help="Write SARIF 2.1.0.")] = None,  # noqa: UP045
+    junit: Annotated[Path | None, typer.Option(metavar="FILE", help="Write JUnit XML.")] = None,
+    sarif: Annotated[Path | None, typer.Option(metavar="FILE", help="Write SARIF 2.1.0.")] = None,
     github: Annotated[
         bool, typer.Option("--github", help="GitHub annotations on stderr, and the step summary.")
     ] = False,

@@ -74,14 +74,8 @@ COMMANDS: dict[str, tuple[str, str | None]] = {
         "Keep the best plan for every number of available devices, look one up, correct it by what was measured.",
         "ddltool companion job.yaml -o plans.db; then: ddltool companion plans.db --lookup V100=2,T4=1",
     ),
-    "gate": (
-        "Hold an artifact against limits and a baseline; exit 1 names each check that failed.",
-        None,
-    ),
-    "report": (
-        "Show artifacts as one page: pictures with their numbers, for screen, phone and print.",
-        None,
-    ),
+    "gate": ("Hold an artifact against limits and a baseline; exit 1 names each check that failed.", None),
+    "report": ("Show artifacts as one page: pictures with their numbers, for screen, phone and print.", None),
     "demo": (
         "Trace, order, profile, fit, plan, enforce a real two-process training run, and report.",
         "ddltool demo -o my-demo",

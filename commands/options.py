@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Optional
+from typing import Annotated
 
 import typer
 
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON document on stdout; all else goes to stderr.")]
-Output = Annotated[Optional[Path], typer.Option("-o", "--output", metavar="FILE", help="Write the artifact here.")]  # noqa: UP045
+Output = Annotated[Path | None, typer.Option("-o", "--output", metavar="FILE", help="Write the artifact here.")]
 DevicesFile = Annotated[
-    Optional[Path],  # noqa: UP045
+    Path | None,
     typer.Option("--devices-file", metavar="FILE", help="Device types of your own, YAML or JSON.", show_default=False),
 ]
 Precision = Annotated[
@@ -18,8 +18,7 @@ Precision = Annotated[
 ]
 ChannelsLast = Annotated[bool, typer.Option("--channels-last", help="Images in channels_last.")]
 SequenceLength = Annotated[
-    Optional[int],  # noqa: UP045
-    typer.Option(help="Tokens of a sample; the source's own by default.", min=1, show_default=False),
+    int | None, typer.Option(help="Tokens of a sample; the source's own by default.", min=1, show_default=False)
 ]
 Seed = Annotated[int, typer.Option("--seed", help="Seed of everything random.", min=0)]
 Source = Annotated[

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Optional, cast, get_args
+from typing import Annotated, cast, get_args
 
 import typer
 
@@ -20,8 +20,8 @@ from ddltool.decision import Objective
 from ddltool.errors import InputError
 from ddltool.outputs import demand_distinct
 
-_File = Optional[Path]  # noqa: UP045
-_Text = Optional[str]  # noqa: UP045
+_File = Path | None
+_Text = str | None
 
 _ALL = {"job_file", "strategy", "graph_file", "time_limit_s", "devices_file", "output", "seed", "as_json"}
 _BARRIERS = {"lookahead", "max_gap"}
@@ -60,7 +60,7 @@ def plan(
         int, typer.Option(help="elastic-bsp: iterations per worker up to the barrier.", min=1, max=100_000)
     ] = 15,
     max_gap: Annotated[
-        Optional[int],  # noqa: UP045
+        int | None,
         typer.Option(help="elastic-bsp: most iterations that one worker may be ahead.", min=0, show_default=False),
     ] = None,
     graph_file: Annotated[
@@ -88,7 +88,7 @@ def plan(
         ),
     ] = None,
     together: Annotated[
-        Optional[list[Path]],  # noqa: UP045
+        list[Path] | None,
         typer.Option("--with", metavar="JOB.yaml", help="est: another job on the same devices; repeat for more."),
     ] = None,
     share: Annotated[

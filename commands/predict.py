@@ -10,14 +10,14 @@ import pandas as pd
 import typer
 
 from ddltool.analyzers.costs.model import cost_model
-from ddltool.analyzers.costs.predict import Link, Setting, link_of, predict_on
+from ddltool.analyzers.costs.predict import Setting, link_of, predict_on
 from ddltool.analyzers.loading.sources import work_of
 from ddltool.analyzers.tracing.dialect import Numerics
 from ddltool.artifacts import check_writable
 from ddltool.commands.options import ChannelsLast, DevicesFile, Json, Output, Precision, SequenceLength
 from ddltool.commands.output import note, out, print_json, progress, table
 from ddltool.commands.values import integers
-from ddltool.device import Device, DeviceTable
+from ddltool.device import Device, DeviceTable, Network
 from ddltool.errors import InputError
 from ddltool.fixtures.loading import calibration, known_devices
 from ddltool.profile import write_profile
@@ -71,7 +71,7 @@ def predict(
     found = _devices(device, known_devices(devices_file))
     numerics = Numerics(precision, channels_last)  # type: ignore[arg-type]  # Numerics checks it
     local = parse_bandwidth(local_bandwidth, "--local-bandwidth") if local_bandwidth else None
-    network = Link(bandwidth_bytes_per_s=parse_bandwidth(bandwidth), latency_s=parse_duration(latency))
+    network = Network(bandwidth_bytes_per_s=parse_bandwidth(bandwidth), latency_s=parse_duration(latency))
     inside_s = parse_duration(local_latency, "--local-latency")
     settings = [
         Setting(

@@ -9,7 +9,7 @@ import signal
 import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Annotated, Any, NoReturn, Optional
+from typing import Annotated, Any, NoReturn
 
 import psutil
 import typer
@@ -61,7 +61,7 @@ _PARTS = {
 def profile(
     context: typer.Context,
     source: Annotated[
-        Optional[str],  # noqa: UP045
+        str | None,
         typer.Argument(metavar="SOURCE", help="The model to train; not needed with --network.", show_default=False),
     ] = None,
     batch_sizes: Annotated[
@@ -89,7 +89,7 @@ def profile(
         str, typer.Option(metavar="TIME", help="Stop measuring after this long; 60s by default without --repeats.")
     ] = "",
     repeats: Annotated[
-        Optional[int],  # noqa: UP045
+        int | None,
         typer.Option(
             help="Timed steps per configuration, in place of --precision.", min=1, max=MOST_STEPS, show_default=False
         ),
@@ -107,7 +107,7 @@ def profile(
         typer.Option("--network", help="Measure latency and bandwidth between --replicas processes (or torchrun's)."),
     ] = False,
     watch: Annotated[
-        Optional[int],  # noqa: UP045
+        int | None,
         typer.Option(
             metavar="N",
             help="Record speed, CPU and memory of every process for N iterations, for balance.",
@@ -120,13 +120,13 @@ def profile(
         typer.Option(metavar="N,N,...", help="The core that each process stays on.", rich_help_panel="With --watch"),
     ] = "",
     imports: Annotated[
-        Optional[list[Path]],  # noqa: UP045
+        list[Path] | None,
         typer.Option(
             "--import", metavar="FILE", help="AdaptDL table, profiler trace, telemetry or profile.csv; may be repeated."
         ),
     ] = None,
     nodes: Annotated[
-        Optional[int],  # noqa: UP045
+        int | None,
         typer.Option(
             help="Nodes of a profiler trace that does not say.",
             min=1,
@@ -274,12 +274,7 @@ def _measure(
         curves = summarise(frame, None, {request.device_name: largest})
     else:
         curves = summarise(frame, _device_memory(request.device))
-    result = ProfileResult(
-        rows=records(frame),
-        devices=curves,
-        skipped=found.skipped,
-        measuring_seconds=found.spent_s,
-    )
+    result = ProfileResult(rows=records(frame), devices=curves, skipped=found.skipped, measuring_seconds=found.spent_s)
     if search is not None:
         result = result.model_copy(update={"memory": search})
     for warning in [*reliability(frame), *_shortfalls(result, request)]:

@@ -35,9 +35,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         help=f"folder of artifacts and baselines (default: ini ddltool_dir, else {DEFAULT_FOLDER})",
     )
     group.addoption(
-        "--ddltool-update",
-        action="store_true",
-        help="accept what the tests give to assert_gate as the new baselines",
+        "--ddltool-update", action="store_true", help="accept what the tests give to assert_gate as the new baselines"
     )
     parser.addini("ddltool_dir", f"folder of artifacts and baselines, relative to the root ({DEFAULT_FOLDER})")
 

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Annotated, Any, Optional
+from typing import Annotated, Any
 
 import typer
 
@@ -47,7 +47,7 @@ def report(
     ] = Path("report.html"),
     title: Annotated[str, typer.Option(help="The page's title.")] = "ddltool report",
     noise_scale: Annotated[
-        Optional[float],  # noqa: UP045
+        float | None,
         typer.Option(
             help="Gradient noise scale in samples for goodput maps; by default telemetry's, else none.",
             metavar="SAMPLES",

@@ -1,18 +1,19 @@
 """``ddltool schema [KIND]``: the JSON Schema of a kind of document, or the list of kinds.
 
-Here stands every kind: its form, what writes it, what reads it, and the model that it is checked by and its schema is
-made from. ``docs/formats.md`` has the fields.
+``kinds.toml`` has every kind with its form, what writes it and what reads it; ``docs/formats.md`` has the fields.
 """
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
-from typing import Annotated, Any, Literal
+import tomllib
+from pathlib import Path
+from typing import Annotated, Any
 
 import typer
 from pydantic import BaseModel, TypeAdapter
 
-from ddltool.artifacts import save
+from ddltool import results
+from ddltool.artifacts import kind_of, save
 from ddltool.balance_events import BalanceEvent
 from ddltool.calibration import CalibrationTable
 from ddltool.commands.options import Json, Output
@@ -26,106 +27,27 @@ from ddltool.job import Cluster, Job
 from ddltool.job_state import JobState
 from ddltool.plan import Enforcement, Plan
 from ddltool.profile import ProfileRow
-from ddltool.results import RESULTS as RESULT_MODELS
 from ddltool.results import KindsResult, ListedKind
 from ddltool.telemetry import TelemetryRow
 
-Form = Literal["JSON", "JSON or YAML", "a row of CSV", "a line of JSON Lines", "SQLite"]
-
-
-@dataclass(frozen=True, kw_only=True)
-class Kind:
-    """One kind of document, named without ``ddltool.``."""
-
-    name: str
-    form: Form
-    written_by: str
-    read_by: str
-
-
-def _file(name: str, form: Form, written_by: str, read_by: str) -> Kind:
-    return Kind(name=name, form=form, written_by=written_by, read_by=read_by)
-
-
-def _result(name: str, written_by: str, read_by: str = "people and scripts") -> Kind:
-    return Kind(name=name, form="JSON", written_by=written_by, read_by=read_by)
-
-
-FILES = (
-    _file("graph", "JSON", "trace -o, zoo --write", "trace, plan --graph, gate, report"),
-    _file("profile", "a row of CSV", "profile -o, predict -o", "fit, plan, gate, report"),
-    _file("goodput", "JSON", "fit -o", "plan, verify, simulate --goodput, gate, report"),
-    _file("cluster", "JSON or YAML", "people", "plan, simulate"),
-    _file("job", "JSON or YAML", "people", "plan, companion"),
-    _file("job_state", "JSON or YAML", "people, or a job about itself", "simulate --advise"),
-    _file("plan", "JSON", "plan -o", "emit, verify, gate, report"),
-    _file("enforcement", "JSON", "emit", "the hook, transfers, gate, report"),
-    _file(
-        "telemetry",
-        "a line of JSON Lines",
-        "the hook, the goodput agent",
-        "fit, verify, plan, companion, barrier, gate, report",
-    ),
-    _file("calibration", "JSON", "comes with ddltool", "predict, trace, plan"),
-    _file(
-        "devices",
-        "JSON or YAML",
-        "comes with ddltool; people; calibrate -o",
-        "devices, predict, trace, plan, companion",
-    ),
-    _file("companion", "SQLite", "companion -o", "companion --lookup, --measured"),
-    _file("balance_event", "a line of JSON Lines", "balance(..., events=)", "people and scripts"),
-    _file("sync", "a line of JSON Lines", "Server(telemetry=)", "barrier, report"),
-    _file("figures", "JSON", "people and scripts", "gate"),
+FILES, RESULTS = (
+    [ListedKind(name=name, form=form, written_by=by, read_by=to) for name, (form, by, to) in kinds.items()]
+    for kinds in tomllib.loads(Path(__file__).with_name("kinds.toml").read_text(encoding="utf-8")).values()
 )
-RESULTS = (
-    _result("network", "profile --network", "gate, report"),
-    _result("barrier", "barrier", "gate, report"),
-    _result("balance", "balance", "gate, report"),
-    _result("verification", "verify", "report"),
-    _result("simulation", "simulate", "gate, report"),
-    _result("gate", "gate --json", "report"),
-    _result("trace", "trace --json", "gate"),
-    _result("demo", "demo --json", "gate"),
-    _result("advice", "simulate --advise"),
-    _result("autoscaling", "simulate --autoscale"),
-    _result("comparison", "simulate --compare"),
-    _result("determinism", "trace --determinism --json"),
-    _result("doctor", "doctor --json"),
-    _result("emit", "emit --json"),
-    _result("gate_metrics", "gate --metrics --json"),
-    _result("hyperparameter_search", "simulate --hyperparameter-search"),
-    _result("kinds", "schema --json"),
-    _result("overhead", "doctor --overhead --json"),
-    _result("report", "report --json"),
-    _result("run-difference", "diff-run --json"),
-    _result("sweep", "simulate --seeds", "simulate --seeds -o, gate, report"),
-    _result("watch", "profile --watch --json"),
-    _result("workload", "simulate --generate, --convert, with --json"),
-    _result("zoo", "zoo --json"),
+KINDS = {kind.name: kind for kind in (*FILES, *RESULTS)}
+_FILE_MODELS: tuple[type[BaseModel], ...] = (
+    *(GraphDocument, Goodput, Cluster, Job, JobState, Plan, Enforcement, TelemetryRow),
+    *(CalibrationTable, DeviceTable, CompanionMeta, BalanceEvent),
 )
-KINDS: dict[str, Kind] = {kind.name: kind for kind in (*FILES, *RESULTS)}
-
-
-_FILE_MODELS: tuple[type[Any], ...] = (
-    GraphDocument,
-    ProfileRow,
-    Goodput,
-    Cluster,
-    Job,
-    Plan,
-    Enforcement,
-    TelemetryRow,
-    CalibrationTable,
-    DeviceTable,
-    CompanionMeta,
-    BalanceEvent,
-    JobState,
-)
+_RESULT_MODELS = [
+    model for model in vars(results).values() if isinstance(model, type) and issubclass(model, results.Result)
+]
 MODELS: dict[str, type[BaseModel]] = {
-    model.KIND.removeprefix("ddltool."): model for model in (*_FILE_MODELS, *RESULT_MODELS)
-}
-"""By kind: what a document is checked by, on reading and before it is written."""
+    kind_of(model).removeprefix("ddltool."): model
+    for model in (*_RESULT_MODELS, *_FILE_MODELS)
+    if "kind" in model.model_fields
+} | {"profile": ProfileRow}
+"""By kind: what a document is checked by, on reading and before it is written; of tables, a row."""
 
 
 def schema_of(kind: str) -> dict[str, Any]:
@@ -187,7 +109,7 @@ def schema(
 def _list(as_json: bool) -> None:
     """Print every kind with its form, what writes it and what reads it."""
     if as_json:
-        print_json(KindsResult(kinds=[ListedKind(**asdict(kind)) for kind in KINDS.values()]))
+        print_json(KindsResult(kinds=list(KINDS.values())))
         return
     for title, kinds in (("Files", FILES), ("What commands print", RESULTS)):
         rows = [(kind.name, kind.form, kind.written_by, kind.read_by) for kind in kinds]

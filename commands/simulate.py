@@ -6,7 +6,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any, Optional
+from typing import Annotated, Any
 
 import typer
 
@@ -18,12 +18,7 @@ from ddltool.analyzers.reporting.simulation_section import (
     life_figures,
     simulation_section,
 )
-from ddltool.analyzers.reporting.sweep_section import (
-    advice_section,
-    autoscaling_section,
-    search_section,
-    sweep_section,
-)
+from ddltool.analyzers.reporting.sweep_section import advice_section, autoscaling_section, search_section, sweep_section
 from ddltool.analyzers.scheduling.advise import advise_job
 from ddltool.analyzers.scheduling.autoscale import autoscale as rent
 from ddltool.analyzers.scheduling.cluster import ClusterSpec
@@ -63,10 +58,10 @@ _on_jobs = partial(typer.Option, rich_help_panel="Jobs: fitted, generated, from 
 _on_pictures = partial(typer.Option, rich_help_panel="Pictures")
 _on_sweeps = partial(typer.Option, rich_help_panel="Sweeps: workloads x policies x seeds")
 _on_questions = partial(typer.Option, rich_help_panel="Other questions")
-_File = Optional[Path]  # noqa: UP045
-_Files = Optional[list[Path]]  # noqa: UP045
-_Text = Optional[str]  # noqa: UP045
-_Count = Optional[int]  # noqa: UP045
+_File = Path | None
+_Files = list[Path] | None
+_Text = str | None
+_Count = int | None
 
 # What the library calls these options in its errors.
 _OPTIONS = {
@@ -134,7 +129,7 @@ def simulate(
     ] = None,
     failure_seed: Annotated[int, _on_nodes(min=0, help="Seed of the drawn failures.")] = 0,
     goodput: Annotated[
-        Optional[list[str]],  # noqa: UP045
+        list[str] | None,
         _on_jobs(
             metavar="APP=FILE,noise=N,...",
             help="A fitted goodput.json in place of an application's traces; needs noise=, samples= and batch= (M0); "
@@ -181,8 +176,7 @@ def simulate(
         ),
     ] = None,
     local_batch: Annotated[
-        str,
-        _on_questions(metavar="N,...", help="With --hyperparameter-search: fixed samples per GPU of the baseline."),
+        str, _on_questions(metavar="N,...", help="With --hyperparameter-search: fixed samples per GPU of the baseline.")
     ] = "128",
     seed: Seed = 0,
     output: Output = None,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Optional
+from typing import Annotated
 
 import typer
 
@@ -17,16 +17,7 @@ from ddltool.analyzers.loading.sources import is_graph_file, is_onnx_file, scan_
 from ddltool.analyzers.loading.timed_graph import timed_graph
 from ddltool.analyzers.reporting.graph_section import determinism_section, trace_section
 from ddltool.artifacts import check_writable, to_json, write_text
-from ddltool.commands.options import (
-    ChannelsLast,
-    DevicesFile,
-    Json,
-    Output,
-    Precision,
-    Seed,
-    SequenceLength,
-    Source,
-)
+from ddltool.commands.options import ChannelsLast, DevicesFile, Json, Output, Precision, Seed, SequenceLength, Source
 from ddltool.commands.output import note, print_json, progress, show
 from ddltool.commands.parts import demand_part, is_given
 from ddltool.commands.values import number
@@ -45,15 +36,14 @@ def trace(
     context: typer.Context,
     source: Source,
     mode: Annotated[
-        Optional[str],  # noqa: UP045
+        str | None,
         typer.Option(help="training (default for torch) or inference (default for ONNX).", show_default=False),
     ] = None,
     batch_size: Annotated[
-        Optional[int],  # noqa: UP045
-        typer.Option(help="Samples per step; the source's own by default.", min=1, show_default=False),
+        int | None, typer.Option(help="Samples per step; the source's own by default.", min=1, show_default=False)
     ] = None,
     bind: Annotated[
-        Optional[str],  # noqa: UP045
+        str | None,
         typer.Option(metavar="NAME=SIZE,...", help="Sizes of an ONNX file's symbolic dimensions.", show_default=False),
     ] = None,
     device: Annotated[str, typer.Option(metavar="NAME", help="Device type to estimate compute times for.")] = "V100",
@@ -67,7 +57,7 @@ def trace(
         int, typer.Option(help="Channels to spread the parameters over.", min=1, max=10_000)
     ] = 1,
     oracle: Annotated[
-        Optional[str],  # noqa: UP045
+        str | None,
         typer.Option(
             help="roofline, measured (on this machine), or a torch profiler trace (.json, .json.gz); a timed graph.json "
             "keeps its own durations unless this is given.",
@@ -85,7 +75,7 @@ def trace(
     ] = 8,
     samples: Annotated[int, typer.Option(help="Simulated runs of each order.", min=1)] = 100,
     perfetto: Annotated[
-        Optional[Path],  # noqa: UP045
+        Path | None,
         typer.Option(metavar="FILE", help="Write TAC's timeline as a Chrome/Perfetto trace.", show_default=False),
     ] = None,
     determinism: Annotated[

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
-from typing import Annotated, Optional
+from typing import Annotated
 
 import typer
 
@@ -27,7 +27,7 @@ def verify(
     plan_file: Annotated[Path, typer.Argument(metavar="PLAN", help="plan.json that the run followed.")],
     telemetry: Annotated[Path, typer.Argument(metavar="TELEMETRY", help="telemetry.jsonl that the hook wrote.")],
     goodput: Annotated[
-        Optional[Path],  # noqa: UP045
+        Path | None,
         typer.Option(
             metavar="FILE",
             help="goodput.json of the devices that the job really ran on, when they are not the plan's.",
@@ -35,7 +35,7 @@ def verify(
         ),
     ] = None,
     max_error: Annotated[
-        Optional[str],  # noqa: UP045
+        str | None,
         typer.Option(metavar="PERCENT", help="Exit 1 when the step time is off by more, e.g. 15%.", show_default=False),
     ] = None,
     output: Output = None,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Optional
+from typing import Annotated
 
 import typer
 
@@ -21,7 +21,7 @@ MODES: dict[str, Mode] = {"inference": "inference", "training": "training"}
 
 def zoo(
     write: Annotated[
-        Optional[Path],  # noqa: UP045
+        Path | None,
         typer.Option(
             metavar="FOLDER", help="Write the fixture graphs (zoo and papers' toys) here.", show_default=False
         ),

@@ -18,7 +18,7 @@ import tempfile
 import zlib
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import IO, Any, ClassVar, TypeVar, cast
+from typing import IO, Any, TypeVar, cast
 
 import yaml
 from pydantic import BaseModel, ConfigDict, ValidationError
@@ -36,9 +36,8 @@ class Record(BaseModel):
 
 
 class Artifact(Record):
-    """A whole document. Subclasses set ``KIND`` and a ``kind`` field with that literal."""
+    """A whole document. Subclasses have a ``kind`` field, a literal and its own default."""
 
-    KIND: ClassVar[str]
     schema_version: int = SCHEMA_VERSION
 
 
@@ -148,9 +147,7 @@ class _UniqueKeys(yaml.SafeLoader):
 
 # YAML 1.1 takes 1e-3 for a text, which is not what anybody who writes it into a job file means: read it as YAML 1.2 does.
 _UniqueKeys.add_implicit_resolver(
-    "tag:yaml.org,2002:float",
-    re.compile(r"[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)[eE][-+]?[0-9]+"),
-    list("-+.0123456789"),
+    "tag:yaml.org,2002:float", re.compile(r"[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)[eE][-+]?[0-9]+"), list("-+.0123456789")
 )
 
 
@@ -205,14 +202,20 @@ def read_document(path: str | Path) -> dict[str, Any]:
     return cast(dict[str, Any], document)
 
 
+def kind_of(model: type[BaseModel]) -> str:
+    """Return the kind that documents of a model name."""
+    return str(model.model_fields["kind"].default)
+
+
 def parse(document: dict[str, Any], model: type[A], where: str) -> A:
     """Return ``document`` as ``model``. Raises InputError as ``WHERE:FIELD: what is wrong and what would be right``.
 
     ``schema_version`` may be left out (the newest is meant); ``kind`` may be left out only together with it.
     """
-    kind = document.get("kind", model.KIND if "schema_version" not in document else None)
-    if kind != model.KIND:
-        raise InputError(f"{where}:kind", f"is {kind!r}", f"expected {model.KIND!r}")
+    wanted = kind_of(model)
+    kind = document.get("kind", wanted if "schema_version" not in document else None)
+    if kind != wanted:
+        raise InputError(f"{where}:kind", f"is {kind!r}", f"expected {wanted!r}")
     version = document.get("schema_version", SCHEMA_VERSION)
     if type(version) is not int or version != SCHEMA_VERSION:
         raise InputError(f"{where}:schema_version", f"is {version!r}", f"this ddltool reads version {SCHEMA_VERSION}")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, Literal
 
 from pydantic import Field
 
@@ -15,7 +15,6 @@ Size = Annotated[int, Field(ge=1)]
 class BalanceEvent(Record):
     """One change of batch sizes, or advice. Times are measured."""
 
-    KIND: ClassVar[str] = "ddltool.balance_event"
     kind: Literal["ddltool.balance_event"] = "ddltool.balance_event"
     schema_version: int = SCHEMA_VERSION
     event: Literal["resize", "fine_tuning", "remove_straggler"]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, Literal
 
 from pydantic import Field, field_validator, model_validator
 
@@ -53,7 +53,6 @@ class DeviceFit(Record):
 class CalibrationTable(Artifact):
     """The shipped constants (kind ``ddltool.calibration``); see ``ddltool.analyzers.costs.kernel_times.Constants``."""
 
-    KIND: ClassVar[str] = "ddltool.calibration"
     kind: Literal["ddltool.calibration"] = "ddltool.calibration"
     arithmetic: Shares
     traffic: Shares

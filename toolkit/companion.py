@@ -15,7 +15,7 @@ import sqlite3
 import tempfile
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, ClassVar, Literal, Self
+from typing import Annotated, Literal, Self
 
 from pydantic import Field, ValidationError
 
@@ -50,7 +50,6 @@ class CompanionDevice(Record):
 class CompanionMeta(Artifact):
     """What the plans were made for (kind ``ddltool.companion``)."""
 
-    KIND: ClassVar[str] = "ddltool.companion"
     kind: Literal["ddltool.companion"] = "ddltool.companion"
     job: str
     max_workers: Positive

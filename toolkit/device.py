@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, Literal
 
 from pydantic import Field, field_validator
 
@@ -13,22 +13,9 @@ from ddltool.errors import InputError, did_you_mean
 
 Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 NotNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]
-Architecture = Literal[
-    "",
-    "Kepler",
-    "Maxwell",
-    "Pascal",
-    "Volta",
-    "Turing",
-    "Ampere",
-    "Ada",
-    "Hopper",
-    "Blackwell",
-    "CDNA",
-    "CDNA2",
-    "CDNA3",
-    "CPU",
-]
+# NVIDIA's, in the order of their years.
+Generation = Literal["Kepler", "Maxwell", "Pascal", "Volta", "Turing", "Ampere", "Ada", "Hopper", "Blackwell"]
+Architecture = Literal["", Generation, "CDNA", "CDNA2", "CDNA3", "CPU"]
 # The source of a device whose figures are not the shipped ones begins so.
 GIVEN = "given by the user"
 # A link that was measured begins so.
@@ -99,7 +86,6 @@ class Device(Record):
 class DeviceTable(Artifact):
     """The known device types (kind ``ddltool.devices``)."""
 
-    KIND: ClassVar[str] = "ddltool.devices"
     kind: Literal["ddltool.devices"] = "ddltool.devices"
     devices: list[Device]
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, SerializerFunctionWrapHandler, model_serializer
 
@@ -83,7 +83,6 @@ _OCCASIONAL = ("devices", "shared_network", "network_choice", "note", "left_out"
 class Goodput(Artifact):
     """A throughput model fitted to measured step times; of several device types, one model each."""
 
-    KIND: ClassVar[str] = "ddltool.goodput"
     kind: Literal["ddltool.goodput"] = "ddltool.goodput"
     sources: list[str] = Field(description="the files that were fitted")
     params: ThroughputParams

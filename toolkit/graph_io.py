@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import fields
 from pathlib import Path
-from typing import Any, ClassVar, Literal
+from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -22,7 +22,6 @@ _ALWAYS = frozenset(["name", "kind", "resource", "duration_s", "flops", "size_by
 class GraphDocument(Artifact):
     """The document of a graph; :class:`ddltool.graph.Graph` is the same thing checked and in arrays."""
 
-    KIND: ClassVar[str] = "ddltool.graph"
     kind: Literal["ddltool.graph"] = "ddltool.graph"
     name: str
     mode: Mode
@@ -40,7 +39,7 @@ def to_document(graph: Graph) -> dict[str, Any]:
         gemm = row.pop("gemm")
         if any(gemm):
             row["gemm"] = list(gemm)
-    head: dict[str, Any] = {"kind": GraphDocument.KIND, "schema_version": 1, "name": graph.name, "mode": graph.mode}
+    head: dict[str, Any] = {"kind": "ddltool.graph", "schema_version": 1, "name": graph.name, "mode": graph.mode}
     return {**head, "batch_size": graph.batch_size, "meta": dict(graph.meta), "ops": rows}
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, field_validator, model_validator
 
@@ -100,7 +100,6 @@ class Constraints(Record):
 class Job(Artifact):
     """A training job (kind ``ddltool.job``)."""
 
-    KIND: ClassVar[str] = "ddltool.job"
     kind: Literal["ddltool.job"] = "ddltool.job"
     name: str = Field(min_length=1)
     model: str | None = Field(
@@ -169,7 +168,6 @@ class NodeGroup(Record):
 class Cluster(Artifact):
     """Machines and what is in them (kind ``ddltool.cluster``)."""
 
-    KIND: ClassVar[str] = "ddltool.cluster"
     kind: Literal["ddltool.cluster"] = "ddltool.cluster"
     name: str | None = None
     nodes: list[NodeGroup] = Field(min_length=1)

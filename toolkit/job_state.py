@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, ClassVar, Literal, Self
+from typing import Annotated, Literal, Self
 
 from pydantic import Field, model_validator
 
@@ -17,7 +17,6 @@ AtLeastOne = Annotated[int, Field(ge=1, le=2**53)]
 class JobState(Artifact):
     """What advice on a resize needs to know. Times in seconds, batch sizes in samples."""
 
-    KIND: ClassVar[str] = "ddltool.job_state"
     kind: Literal["ddltool.job_state"] = "ddltool.job_state"
     goodput: str = Field(description="the fitted throughput model (kind ddltool.goodput), relative to this file")
     device: str = Field(default="", description="its device type, where the model has several")

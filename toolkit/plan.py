@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, ClassVar, Literal, Self
+from typing import Annotated, Literal, Self
 
 from pydantic import Field, model_validator
 
@@ -161,7 +161,6 @@ class NetworkCost(Record):
 class Plan(Artifact):
     """A predicted way to run a job (kind ``ddltool.plan``). Every figure in it is predicted, none measured."""
 
-    KIND: ClassVar[str] = "ddltool.plan"
     kind: Literal["ddltool.plan"] = "ddltool.plan"
     job: str
     strategy: Strategy
@@ -222,7 +221,6 @@ class RankEnforcement(Record):
 class Enforcement(Artifact):
     """What the hook enforces in a training process (kind ``ddltool.enforcement``)."""
 
-    KIND: ClassVar[str] = "ddltool.enforcement"
     kind: Literal["ddltool.enforcement"] = "ddltool.enforcement"
     job: str
     strategy: Strategy

@@ -13,7 +13,7 @@ import warnings
 from collections.abc import Mapping
 from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar
+from typing import TYPE_CHECKING, Annotated, Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -36,7 +36,6 @@ Count = Annotated[int, Field(ge=1, le=LARGEST_COUNT)]
 class ProfileRow(Record):
     """One row of profile.csv."""
 
-    KIND: ClassVar[str] = "ddltool.profile"
     device: str = Field(min_length=1)
     num_nodes: Count
     num_replicas: Count

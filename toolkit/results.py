@@ -7,7 +7,7 @@ files of a newer ddltool can still be shown.
 from __future__ import annotations
 
 import sys
-from typing import Annotated, Any, ClassVar, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, SerializerFunctionWrapHandler, model_serializer, model_validator
 
@@ -56,7 +56,6 @@ class NetworkPair(Part):
 class NetworkResult(Result):
     """``ddltool profile --network``. The worst of all pairs, which is what collectives wait for."""
 
-    KIND: ClassVar[str] = "ddltool.network"
     kind: Literal["ddltool.network"] = "ddltool.network"
     processes: Count
     local: bool = Field(description="the processes were started here: a machine's loopback and no network")
@@ -95,7 +94,6 @@ class TradeoffFigures(Part):
 class BarrierResult(Result):
     """``ddltool barrier``."""
 
-    KIND: ClassVar[str] = "ddltool.barrier"
     kind: Literal["ddltool.barrier"] = "ddltool.barrier"
     workers: Count
     lookahead: Count
@@ -133,7 +131,6 @@ class SchemeFigures(SplitTime):
 class BalanceResult(Result):
     """``ddltool balance``."""
 
-    KIND: ClassVar[str] = "ddltool.balance"
     kind: Literal["ddltool.balance"] = "ddltool.balance"
     workers: Count
     iterations: Count
@@ -184,7 +181,6 @@ class VerifiedRank(Part):
 class Verification(Result):
     """``ddltool verify``: a run against its plan."""
 
-    KIND: ClassVar[str] = "ddltool.verification"
     kind: Literal["ddltool.verification"] = "ddltool.verification"
     plan: str
     telemetry: str
@@ -314,7 +310,6 @@ class ReplayFailures(Part):
 class SimulationDocument(Result):
     """``ddltool simulate``."""
 
-    KIND: ClassVar[str] = "ddltool.simulation"
     kind: Literal["ddltool.simulation"] = "ddltool.simulation"
     workload: str
     jobs: Count | None = None
@@ -389,7 +384,6 @@ class ComparedMeasure(Part):
 class PolicyComparison(Result):
     """Two policies in pairs, which a sweep with ``--compare`` has at its end; ``unit`` is what was counted."""
 
-    KIND: ClassVar[str] = "ddltool.comparison"
     kind: Literal["ddltool.comparison"] = "ddltool.comparison"
     first: str
     second: str
@@ -401,7 +395,6 @@ class PolicyComparison(Result):
 class SweepDocument(Result):
     """``ddltool simulate --seeds``."""
 
-    KIND: ClassVar[str] = "ddltool.sweep"
     kind: Literal["ddltool.sweep"] = "ddltool.sweep"
     settings: dict[str, Any] = {}
     """What the figures depend on; files by their hash."""
@@ -484,7 +477,6 @@ class ResizeOption(Part):
 class AdviceResult(Result):
     """``ddltool simulate --advise``."""
 
-    KIND: ClassVar[str] = "ddltool.advice"
     kind: Literal["ddltool.advice"] = "ddltool.advice"
     job: str
     now: JobNow
@@ -522,7 +514,6 @@ class ScaledTraining(Part):
 class AutoscalingResult(Result):
     """``ddltool simulate --autoscale``."""
 
-    KIND: ClassVar[str] = "ddltool.autoscaling"
     kind: Literal["ddltool.autoscaling"] = "ddltool.autoscaling"
     application: str
     gpus_per_node: Count
@@ -556,7 +547,6 @@ class SearchFigures(Part):
 class SearchResult(Result):
     """``ddltool simulate --hyperparameter-search``."""
 
-    KIND: ClassVar[str] = "ddltool.hyperparameter_search"
     kind: Literal["ddltool.hyperparameter_search"] = "ddltool.hyperparameter_search"
     search: TrialSearch
     gpus: Count
@@ -576,7 +566,6 @@ class JobSpec(Part):
 class WorkloadResult(Result):
     """``ddltool simulate --generate`` and ``--convert``; ``source`` says what the jobs are drawn from."""
 
-    KIND: ClassVar[str] = "ddltool.workload"
     kind: Literal["ddltool.workload"] = "ddltool.workload"
     source: str
     jobs: list[JobSpec]
@@ -613,7 +602,6 @@ class GateCheck(Part):
 class GateResult(Result):
     """``ddltool gate``: all checks."""
 
-    KIND: ClassVar[str] = "ddltool.gate"
     kind: Literal["ddltool.gate"] = "ddltool.gate"
     passed: bool
     artifact: str
@@ -642,7 +630,6 @@ class MetricFigure(Part):
 class GateMetrics(Result):
     """``ddltool gate --metrics``."""
 
-    KIND: ClassVar[str] = "ddltool.gate_metrics"
     kind: Literal["ddltool.gate_metrics"] = "ddltool.gate_metrics"
     artifact: str
     metrics: list[MetricFigure]
@@ -660,7 +647,6 @@ class ReportedSection(Part):
 class ReportResult(Result):
     """``ddltool report``."""
 
-    KIND: ClassVar[str] = "ddltool.report"
     kind: Literal["ddltool.report"] = "ddltool.report"
     report: str
     bytes: Count
@@ -691,7 +677,6 @@ class MachineCheck(Part):
 class DoctorResult(Machine, Result):
     """``ddltool doctor``; versions by package, null: not installed."""
 
-    KIND: ClassVar[str] = "ddltool.doctor"
     kind: Literal["ddltool.doctor"] = "ddltool.doctor"
     version: str
     packages: dict[str, str | None]
@@ -720,7 +705,6 @@ class OverheadRun(Part):
 class OverheadResult(Result):
     """``ddltool doctor --overhead``: ratios on / off of the seconds per step."""
 
-    KIND: ClassVar[str] = "ddltool.overhead"
     kind: Literal["ddltool.overhead"] = "ddltool.overhead"
     script: str
     replicas: Count
@@ -770,7 +754,6 @@ class FirstDifference(Part):
 class RunDifference(Result):
     """``ddltool diff-run``."""
 
-    KIND: ClassVar[str] = "ddltool.run-difference"
     kind: Literal["ddltool.run-difference"] = "ddltool.run-difference"
     equal: bool
     same_length: bool
@@ -784,7 +767,6 @@ class RunDifference(Result):
 class EmitResult(Result):
     """``ddltool emit``."""
 
-    KIND: ClassVar[str] = "ddltool.emit"
     kind: Literal["ddltool.emit"] = "ddltool.emit"
     target: str
     paths: list[str]
@@ -807,7 +789,6 @@ class WatchedWorker(Part):
 class WatchResult(Result):
     """``ddltool profile --watch``."""
 
-    KIND: ClassVar[str] = "ddltool.watch"
     kind: Literal["ddltool.watch"] = "ddltool.watch"
     batch: Count
     iterations: Count
@@ -863,7 +844,6 @@ class MemorySearch(Part):
 class ProfileResult(Result):
     """``ddltool profile``: the rows of profile.csv, and what they say; of an import, where they come from."""
 
-    KIND: ClassVar[str] = "ddltool.profile"
     kind: Literal["ddltool.profile"] = "ddltool.profile"
     rows: list[dict[str, Any]]
     devices: dict[str, DeviceCurve] = Field(default_factory=dict)
@@ -923,7 +903,6 @@ class Assumptions(Part):
 class PredictResult(Result):
     """``ddltool predict``: rows as in profile.csv."""
 
-    KIND: ClassVar[str] = "ddltool.profile"
     kind: Literal["ddltool.profile"] = "ddltool.profile"
     predicted: bool
     rows: list[PredictedRow]
@@ -958,7 +937,6 @@ class ZooModel(Part):
 class ZooResult(Result):
     """``ddltool zoo``: the models, or with ``--write`` the paths of the graphs."""
 
-    KIND: ClassVar[str] = "ddltool.zoo"
     kind: Literal["ddltool.zoo"] = "ddltool.zoo"
     models: list[ZooModel] | None = None
     paths: list[str] | None = None
@@ -999,7 +977,6 @@ class NamedGraph(Part):
 class DeterminismResult(Result):
     """``ddltool trace --determinism``."""
 
-    KIND: ClassVar[str] = "ddltool.determinism"
     kind: Literal["ddltool.determinism"] = "ddltool.determinism"
     graph: NamedGraph
     determinism: DeterminismLevel
@@ -1017,7 +994,6 @@ class ListedKind(Part):
 class KindsResult(Result):
     """``ddltool schema``."""
 
-    KIND: ClassVar[str] = "ddltool.kinds"
     kind: Literal["ddltool.kinds"] = "ddltool.kinds"
     kinds: list[ListedKind]
 
@@ -1162,7 +1138,6 @@ class TraceVerdict(Part):
 class TraceResult(Result):
     """``ddltool trace``."""
 
-    KIND: ClassVar[str] = "ddltool.trace"
     kind: Literal["ddltool.trace"] = "ddltool.trace"
     graph: TracedGraph
     bounds: TraceBounds
@@ -1206,22 +1181,3 @@ SHOWN: tuple[type[Artifact], ...] = (
     GateResult,
 )
 """Those that the report has a section of."""
-RESULTS: tuple[type[Artifact], ...] = (
-    *SHOWN,
-    GateMetrics,
-    ReportResult,
-    DoctorResult,
-    OverheadResult,
-    RunDifference,
-    EmitResult,
-    WatchResult,
-    ZooResult,
-    DeterminismResult,
-    KindsResult,
-    TraceResult,
-    PolicyComparison,
-    AdviceResult,
-    AutoscalingResult,
-    SearchResult,
-    WorkloadResult,
-)

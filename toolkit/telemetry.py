@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, Literal
 
 from pydantic import Field
 
@@ -14,7 +14,6 @@ Seconds = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 class TelemetryRow(Record):
     """One optimizer step of one process. All figures are measured."""
 
-    KIND: ClassVar[str] = "ddltool.telemetry"
     kind: Literal["ddltool.telemetry"] = "ddltool.telemetry"
     schema_version: int = SCHEMA_VERSION
     step: Annotated[int, Field(ge=0)]

@@ -8,7 +8,9 @@ host, and says so. Start at :class:`CostModel`; :func:`cost_model` makes one fro
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from collections import Counter
+from dataclasses import dataclass, fields, replace
+from typing import Any, get_args
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,7 +18,7 @@ from numpy.typing import NDArray
 from ddltool.analyzers.costs.kernel_times import DATASHEET, UNITS, Constants, demand_of, seconds
 from ddltool.analyzers.costs.kernels import kernels_of
 from ddltool.calibration import CalibrationTable, Residuals
-from ddltool.device import GIVEN, Device, Network, name_key
+from ddltool.device import GIVEN, Device, Generation, Network, name_key
 from ddltool.graph import COMPUTE, SEND, Estimate, Graph, spread
 from ddltool.results import CoverageFigures
 
@@ -29,8 +31,8 @@ _HIDDEN = 0.5
 VIEW = 0.25
 # The optimizer of whoever names none: predictions, plans and traces then speak of the same step.
 OPTIMIZER = "adam"
-# Generations in the order of their years: one without measured rows lies between its neighbours.
-GENERATIONS = ("Kepler", "Maxwell", "Pascal", "Volta", "Turing", "Ampere", "Ada", "Hopper", "Blackwell")
+# One without measured rows lies between its neighbours.
+GENERATIONS: tuple[str, ...] = get_args(Generation)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -191,17 +193,8 @@ def datasheet(device: Device) -> CostModel:
 
 
 def _constants(calibration: CalibrationTable, units: dict[str, float]) -> Constants:
-    return Constants(
-        arithmetic=calibration.arithmetic,
-        traffic=calibration.traffic,
-        feed=calibration.feed,
-        start_s=calibration.start_s,
-        cache=calibration.cache,
-        issue_s=calibration.issue_s,
-        update_s=calibration.update_s,
-        turn_s=calibration.turn_s,
-        units=units,
-    )
+    shared: dict[str, Any] = {f.name: getattr(calibration, f.name) for f in fields(Constants) if f.name != "units"}
+    return Constants(**shared, units=units)
 
 
 def _units(generation: str, calibration: CalibrationTable) -> dict[str, float]:
@@ -285,24 +278,13 @@ def assign_channels(graph: Graph, servers: int) -> Graph:
 def coverage(graph: Graph) -> CoverageFigures:
     """Return how much of the compute ops, and of their estimated time, comes from a rule rather than a default."""
     compute = graph.kind == COMPUTE
-    ops = max(int(compute.sum()), 1)
-    source = np.array([estimate or "file" for estimate in graph.estimate])
-    times = np.nan_to_num(graph.duration_s)
-    total = float(times[compute].sum()) or 1.0
-    default = compute & (source == "default")
-    free = compute & (source == "free")
-    counts: dict[str, int] = {}
-    for position in np.flatnonzero(default):
-        counts[graph.op_type[position]] = counts.get(graph.op_type[position], 0) + 1
-    measured = compute & (source == "measured")
-    rule = compute & (source == "rule")
-    return CoverageFigures(
-        rule_ops=int(rule.sum()) / ops,
-        rule_time=float(times[rule].sum()) / total,
-        measured_ops=int(measured.sum()) / ops,
-        measured_time=float(times[measured].sum()) / total,
-        default_ops=int(default.sum()) / ops,
-        default_time=float(times[default].sum()) / total,
-        free_ops=int(free.sum()) / ops,
-        default_types=sorted(counts.items(), key=lambda item: (-item[1], item[0])),
-    )
+    source, times = np.array(graph.estimate, dtype=object)[compute], np.nan_to_num(graph.duration_s)[compute]
+    ops, total = max(len(times), 1), float(times.sum()) or 1.0
+    figures = {}
+    for name in ("rule", "measured", "default", "free"):
+        chosen = source == name
+        figures |= {f"{name}_ops": int(chosen.sum()) / ops, f"{name}_time": float(times[chosen].sum()) / total}
+    del figures["free_time"]
+    types = Counter(graph.op_type[op] for op in np.flatnonzero(compute) if graph.estimate[op] == "default")
+    listed = sorted(types.items(), key=lambda item: (-item[1], item[0]))
+    return CoverageFigures.model_validate({**figures, "default_types": listed})

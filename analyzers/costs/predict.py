@@ -95,14 +95,6 @@ def measure_work(build: Callable[[], TrainingStep], numerics: Numerics = AS_DEFA
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Link:
-    """What one replica sends over: bytes per second each way, and seconds per message."""
-
-    bandwidth_bytes_per_s: float
-    latency_s: float
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
 class Placement:
     """Replicas over nodes; one node is joined by the local link, several by the network."""
 
@@ -119,8 +111,8 @@ class Placement:
 class Setting:
     """How the replicas are joined, and how the model is trained."""
 
-    local: Link
-    network: Link
+    local: Network
+    network: Network
     optimizer: str = OPTIMIZER
     accumulation: int = 1
     """Passes in a step."""
@@ -132,11 +124,11 @@ class Setting:
             raise InputError("--optimizer", f"unknown {self.optimizer!r}", did_you_mean(self.optimizer, OPTIMIZERS))
 
 
-def link_of(device: Device, given_bytes_per_s: float | None, latency_s: float) -> Link:
+def link_of(device: Device, given_bytes_per_s: float | None, latency_s: float) -> Network:
     """Return the link inside a node: as given, else what rings reach of the device's own."""
     own = device.link_bytes_per_s or _PCIE
     rate = given_bytes_per_s or (own if device.link.startswith(MEASURED) else _LINK_SHARE * own)
-    return Link(bandwidth_bytes_per_s=rate, latency_s=latency_s)
+    return Network(bandwidth_bytes_per_s=rate, latency_s=latency_s)
 
 
 def predict_on(
@@ -251,8 +243,7 @@ def _row(
 def timed_step(graph: Graph, model: CostModel, setting: Setting) -> Graph:
     """Return a traced training graph with the model's times: of the compiled step where the setting says so."""
     run = compiled(graph) if setting.compile else graph
-    network = Network(bandwidth_bytes_per_s=setting.network.bandwidth_bytes_per_s, latency_s=setting.network.latency_s)
-    return estimate(run, model, network, optimizer=setting.optimizer)
+    return estimate(run, model, setting.network, optimizer=setting.optimizer)
 
 
 def products_s(graph: Graph, device: Device) -> float:

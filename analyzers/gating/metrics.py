@@ -19,7 +19,7 @@ from typing import Any, Literal
 from pydantic import BaseModel
 
 from ddltool.analyzers.gating.noise import FEWEST_REPEATS, Cell, cell_of, geometric_mean, pool
-from ddltool.artifacts import Artifact, parse
+from ddltool.artifacts import Artifact, kind_of, parse
 from ddltool.errors import InputError, did_you_mean, one_line, shortened
 from ddltool.goodput_model import Goodput
 from ddltool.graph import RECV, SEND, Graph
@@ -35,7 +35,7 @@ KINDS: dict[str, dict[str, list[str]]] = {
 }
 """By kind, ``figures`` (what stands in the document) and ``rules`` (those that hold by default)."""
 _MODELS: tuple[type[Artifact], ...] = (Plan, Enforcement, Goodput, TraceResult, *SHOWN)
-_RECORDS = {model.KIND: model for model in _MODELS if model.KIND in KINDS}
+_RECORDS = {kind: model for model in _MODELS if (kind := kind_of(model)) in KINDS}
 _FIGURE = re.compile(r"(?P<path>[^:\s]+)(?: as (?P<name>[^:\s]+))?(?:: (?P<unit>[^!]*)(?P<measured>!)?)?")
 _SWEEP_UNITS: dict[str, Unit] = {"utilization": "share", "worst_fairness": "", "restarts": "", "cost": ""}
 # Neighbouring steps are alike, so steps are no repeats of each other; the medians of long stretches nearly are.
@@ -148,7 +148,7 @@ def _all(document: Mapping[str, Any], kind: str, where: str) -> Iterator[Metric]
         record = from_document(dict(document), where)
     elif kind in _RECORDS:
         record = parse(dict(document), _RECORDS[kind], where)
-    timed = kind == TraceResult.KIND and record.graph.oracle == "measured"
+    timed = kind == "ddltool.trace" and record.graph.oracle == "measured"
     for metric in _declared(record, kind):
         yield replace(metric, measured=metric.measured or (timed and metric.unit in ("s", "share")))
     if kind in _COMPUTED:
@@ -278,7 +278,7 @@ def _sweep(found: SweepDocument, where: str) -> Iterator[Metric]:
 
 
 def _demo(document: Mapping[str, Any], where: str) -> Iterator[Metric]:
-    yield from _all({**document["plan"], "kind": Plan.KIND}, Plan.KIND, f"{where}:plan")
+    yield from _all({**document["plan"], "kind": "ddltool.plan"}, "ddltool.plan", f"{where}:plan")
 
 
 def _own(document: Mapping[str, Any], where: str) -> Iterator[Metric]:

@@ -108,9 +108,7 @@ def _borrowed(
     unknown = {*own.undetermined} & {*NAMES[:2]} | {*other.undetermined} & {*NAMES[2:]}
     intervals = sure.intervals | {name: other_sure[name] for name in NAMES[2:]}
     result = replace(
-        own,
-        params=own.params.model_copy(update=network),
-        undetermined=tuple(name for name in NAMES if name in unknown),
+        own, params=own.params.model_copy(update=network), undetermined=tuple(name for name in NAMES if name in unknown)
     )
     return result, replace(sure, intervals=intervals)
 

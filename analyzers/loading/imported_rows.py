@@ -11,7 +11,6 @@ from ddltool.analyzers.oracle.kineto import read_steps
 from ddltool.errors import InputError
 from ddltool.profile import read_table
 from ddltool.results import ImportedFile
-from ddltool.telemetry import TelemetryRow
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -75,11 +74,11 @@ def _telemetry(path: Path) -> pd.DataFrame:
     """Return the rows of a telemetry file. Raises InputError for lines of another kind and for keys that are missing."""
     frame = read_table(path)
     if "kind" in frame.columns:
-        other = (frame["kind"].fillna(TelemetryRow.KIND) != TelemetryRow.KIND).to_numpy()
+        other = (frame["kind"].fillna("ddltool.telemetry") != "ddltool.telemetry").to_numpy()
         if other.any():
             line = int(other.argmax())
             problem = f"is {frame['kind'].iloc[line]!r}"
-            raise InputError(f"{path}:line {line + 1}", problem, f"every line is a {TelemetryRow.KIND} object")
+            raise InputError(f"{path}:line {line + 1}", problem, "every line is a ddltool.telemetry object")
     for name in TELEMETRY_NUMBERS:
         if name not in frame.columns and name not in _MAY_BE_MISSING:
             raise InputError(f"{path}:line 1:{name}", "is missing", "it must be a finite number >= 0")

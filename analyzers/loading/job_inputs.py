@@ -178,10 +178,7 @@ def _roofline_capabilities(job: Job, folder: Path, types: list[str], where: str)
     return {
         name: capability_from_graph(
             estimate(
-                graph,
-                cost_model(table.device(name, "devices.type"), calibration()),
-                Network(),
-                optimizer=job.optimizer,
+                graph, cost_model(table.device(name, "devices.type"), calibration()), Network(), optimizer=job.optimizer
             )
         )
         for name in types

@@ -68,10 +68,7 @@ def measured_rows(
             raise InputError(where, "does not say which model was trained", "name it: --model SOURCE")
         found.append(
             Measured(
-                model=source,
-                batch=int(row["local_batch_size"]),
-                optimizer=trained,
-                seconds=float(row["step_time_s"]),
+                model=source, batch=int(row["local_batch_size"]), optimizer=trained, seconds=float(row["step_time_s"])
             )
         )
     return found

@@ -11,6 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ddltool.analyzers.balancing.control import Policy, Report, TrialPolicy
+from ddltool.artifacts import kind_of
 from ddltool.balance_events import BalanceEvent
 from ddltool.runtime.hook.telemetry import check_target
 
@@ -43,7 +44,7 @@ class Manager:
         self._lock = threading.Lock()
         self.total = int(policy.sizes.sum())
         if events is not None:
-            check_target(events, BalanceEvent.KIND, "balancing events")
+            check_target(events, kind_of(BalanceEvent), "balancing events")
             events.write_bytes(b"")
 
     def __call__(self, rows: Floats) -> Floats:

@@ -27,7 +27,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ddltool.artifacts import check_writable
+from ddltool.artifacts import check_writable, kind_of
 from ddltool.errors import InputError
 from ddltool.telemetry import TelemetryRow
 
@@ -167,7 +167,7 @@ def whole_lines(lines: list[str], limit: int = WRITE_BYTES) -> Iterator[bytes]:
         yield block
 
 
-def check_target(path: Path, kind: str = TelemetryRow.KIND, what: str = "telemetry") -> None:
+def check_target(path: Path, kind: str = kind_of(TelemetryRow), what: str = "telemetry") -> None:
     """Raise InputError if rows of ``kind`` cannot be written to ``path``, or if a file there holds anything else."""
     check_writable(path)
     if not path.exists() or not stat.S_ISREG(path.stat().st_mode):

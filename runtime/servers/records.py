@@ -10,9 +10,9 @@ import logging
 import time
 from collections import Counter
 from pathlib import Path
-from typing import IO, ClassVar, Literal
+from typing import IO, Literal
 
-from ddltool.artifacts import SCHEMA_VERSION, Record
+from ddltool.artifacts import SCHEMA_VERSION, Record, kind_of
 from ddltool.errors import InputError
 from ddltool.runtime.hook.telemetry import check_target
 
@@ -22,7 +22,6 @@ log = logging.getLogger(__name__)
 class Row(Record):
     """What all rows have."""
 
-    KIND: ClassVar[str] = "ddltool.sync"
     kind: Literal["ddltool.sync"] = "ddltool.sync"
     schema_version: int = SCHEMA_VERSION
     time_s: float
@@ -117,7 +116,7 @@ class SyncLog:
         """Empty the file. Raises InputError when it cannot be written or holds something else."""
         if self.path is None:
             return
-        check_target(self.path, Row.KIND, "sync telemetry")
+        check_target(self.path, kind_of(Row), "sync telemetry")
         try:
             self._file = self.path.open("wb", buffering=0)
         except OSError as error:
