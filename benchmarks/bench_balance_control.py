@@ -24,8 +24,7 @@ import torch.distributed as dist
 
 from ddltool.analyzers.balancing.control import Policy, SpeedPolicy, TrialPolicy
 from ddltool.analyzers.balancing.predict import Settings
-from ddltool.runtime.balancing.control import LIVE_LEARNING
-from ddltool.runtime.balancing.manager import Manager
+from ddltool.runtime.balancing.control import LIVE_LEARNING, Manager
 from ddltool.runtime.hook.agreement import Agreement
 from ddltool.runtime.hook.job import Job
 

@@ -12,8 +12,7 @@ import torch
 
 from ddltool.analyzers.balancing.control import SpeedPolicy
 from ddltool.balance_events import BalanceEvent
-from ddltool.runtime.balancing.control import balance
-from ddltool.runtime.balancing.manager import Manager
+from ddltool.runtime.balancing.control import Manager, balance
 from tests.balance_workers import (
     SHORT_WINDOWS,
     accumulated,
