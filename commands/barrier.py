@@ -80,14 +80,12 @@ def barrier(
     chosen = tuple(PUBLISHED) if algorithm == "all" else (algorithm,)
     barriers = choose(ends, chosen, max_gap)
     curve = tradeoff(ends, CURVE_POINTS if len(ends.end_s) <= MANY_ENDS else FEW_POINTS)
+    found = barrier_choices(names, ends, barriers, curve, max_gap=max_gap, predictor=None if predicted else predictor)
     if picture is not None:
         # The published algorithms know no bound: under one, an exact barrier is what was asked for.
         drawn, title = (chosen[0], chosen[0]) if max_gap is None else ("waiting", f"least longest, gap <= {max_gap}")
-        write_picture(
-            picture, barrier_figures(names, ends, barriers[drawn][0], title=title, curve=curve, max_gap=max_gap)
-        )
+        write_picture(picture, barrier_figures(names, ends, barriers[drawn][0], title=title, found=found))
         note(f"wrote {picture}")
-    found = barrier_choices(names, ends, barriers, curve, max_gap=max_gap, predictor=None if predicted else predictor)
     if output is not None:
         save(found, output)
     if as_json:

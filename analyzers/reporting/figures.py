@@ -5,9 +5,9 @@ A section holds these; no plotting library is loaded before somebody asks for a 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -35,6 +35,22 @@ class Line:
     low: Array | None = None
     high: Array | None = None
     dots: tuple[Array, Array] | None = None
+
+
+def line(label: str, records: Iterable[Any], x: str, y: str) -> Line:
+    """Return the line through two fields (paths as of :func:`value_of`) of records."""
+    points = [(value_of(record, x), value_of(record, y)) for record in records]
+    both = np.array(points, dtype=np.float64).reshape(-1, 2)
+    return Line(label=label, x=both[:, 0], y=both[:, 1])
+
+
+def value_of(record: Any, path: str) -> Any:
+    """Return a field of a record or mapping, ``a.b`` that of its part; None where there is no such part."""
+    for name in path.split("."):
+        if record is None:
+            return None
+        record = record.get(name) if isinstance(record, Mapping) else getattr(record, name)
+    return record
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -136,10 +152,11 @@ def merged(spans: Sequence[Span], whole_s: float) -> list[Span]:
     return [span for row in made.values() for span in row]
 
 
-def stacked(phases: Mapping[str, float]) -> list[Span]:
-    """Return seconds of phases as spans one after the other from zero."""
-    made, at = [], 0.0
+def stacked(phases: Mapping[str, float], at: float = 0.0) -> list[Span]:
+    """Return seconds of phases as spans one after the other, those that take time."""
+    made = []
     for kind, length in phases.items():
-        made.append(Span(at, at + length, kind))
-        at += length
+        if length > 0:
+            made.append(Span(at, at + length, kind))
+            at += length
     return made

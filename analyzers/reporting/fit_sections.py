@@ -13,11 +13,24 @@ from ddltool.analyzers.goodput.fit import ASSUMED_ERROR, Problem
 from ddltool.analyzers.goodput.observations import Observations, from_frame
 from ddltool.analyzers.goodput.throughput import iteration_time_s, log_times
 from ddltool.analyzers.goodput.tuning import BatchLimits, Frontier, frontier, goodput_grid
-from ddltool.analyzers.reporting.figures import LINES_DRAWN, Array, Bars, Figure, Heat, Line, Lines
-from ddltool.analyzers.reporting.section import Picture, Section, Table, counted, few, filled, listed, shortened
+from ddltool.analyzers.reporting.figures import LINES_DRAWN, Array, Bars, Figure, Heat, Line, Lines, line
+from ddltool.analyzers.reporting.section import (
+    Column,
+    Picture,
+    Section,
+    Table,
+    counted,
+    few,
+    filled,
+    listed,
+    pictured,
+    shortened,
+    some,
+    tabled,
+)
 from ddltool.errors import Infeasible, InputError, visible
 from ddltool.goodput_model import DeviceGoodput, Goodput, ThroughputParams
-from ddltool.units import show_bytes, show_seconds
+from ddltool.units import show_seconds
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -43,20 +56,17 @@ def profile_section(frame: pd.DataFrame, name: str, models: Sequence[tuple[str, 
 
     ``models`` are (file name, model). Without one the measured points stand alone.
     """
-    table = _profile_table(frame, None)
     lead = [f"{counted(len(frame), 'measured configuration')} of {listed(sorted(set(frame['device'])), 4)}."]
     for model_name, fitted in models:
-        drawn = _fitted(frame, fitted)
-        if drawn is None:
-            continue
-        rows, params = drawn
-        caption = f"Points are measured, lines are {model_name}; nine of ten measured steps should lie in the bands."
-        table = _profile_table(frame, params)
-        picture = Picture(figures=fit_figures(rows, params), caption=caption, label="measured", table=table)
-        return Section(title=f"Profile: {name}", lead=lead, blocks=[picture])
-    lead.append("No fitted model of these devices is among the files, so there are no curves.")
-    figure, caption = _points(frame)
-    picture = Picture(figures=[figure], caption=caption, label="measured", table=table)
+        if drawn := _fitted(frame, fitted):
+            caption = (
+                f"Points are measured, lines are {model_name}; nine of ten measured steps should lie in the bands."
+            )
+            picture = pictured(caption, _profile_table(frame, drawn[1]), *fit_figures(*drawn))
+            break
+    else:
+        lead.append("No fitted model of these devices is among the files, so there are no curves.")
+        picture = _points(frame)
     return Section(title=f"Profile: {name}", lead=lead, blocks=[picture])
 
 
@@ -72,17 +82,14 @@ def _fitted(frame: pd.DataFrame, fitted: Goodput) -> tuple[dict[str, Observation
     return rows, params
 
 
-def _points(frame: pd.DataFrame) -> tuple[Lines, str]:
-    """Return the measured points of each placement, and a remark where not all are drawn."""
+def _points(frame: pd.DataFrame) -> Picture:
+    """Return the measured points of each placement."""
     lines = []
     for (device, nodes, replicas), part in frame.groupby(["device", "num_nodes", "num_replicas"]):
-        ordered = part.sort_values("local_batch_size")
-        batch = ordered["local_batch_size"].to_numpy(dtype=float)
-        label = f"{shortened(visible(str(device)), 18)}, {counted(int(str(replicas)), 'replica')}" + (
-            "" if nodes == 1 else f" on {nodes} nodes"
-        )
-        lines.append(Line(label=label, x=batch, y=ordered["step_time_s"].to_numpy(dtype=float)))
-    some = f" The first {LINES_DRAWN} of {len(lines)} placements are drawn." if len(lines) > LINES_DRAWN else ""
+        label = f"{shortened(visible(str(device)), 18)}, {counted(int(str(replicas)), 'replica')}"
+        label += "" if nodes == 1 else f" on {nodes} nodes"
+        ordered = part.sort_values("local_batch_size").to_dict("records")
+        lines.append(line(label, ordered, "local_batch_size", "step_time_s"))
     figure = Lines(
         lines=lines,
         xlabel="local batch size (samples)",
@@ -93,33 +100,28 @@ def _points(frame: pd.DataFrame) -> tuple[Lines, str]:
         x_axis="log" if frame["local_batch_size"].max() > _WIDE_RANGE * frame["local_batch_size"].min() else "linear",
         whole="x",
     )
-    return figure, f"Median step times.{some}"
+    return pictured(f"Median step times.{some(LINES_DRAWN, lines, 'placements')}", _profile_table(frame, None), figure)
 
 
 def _profile_table(frame: pd.DataFrame, params: Mapping[str, ThroughputParams] | None) -> Table:
-    header = ["device", "nodes", "replicas", "local batch", "step", "spread", "sync", "peak memory"]
-    rows = []
-    for row in frame.to_dict("records"):
-        cells = [
-            str(row["device"]),
-            *(f"{row[name]:,}" for name in ("num_nodes", "num_replicas", "local_batch_size")),
-            *(show_seconds(_optional(row, key)) for key in ("step_time_s", "step_time_spread_s", "sync_time_s")),
-            show_bytes(_optional(row, "peak_memory_bytes")),
-        ]
-        if params is not None:
-            steps = _optional(row, "accumulation_steps") or 0.0
-            where = (row["num_nodes"], row["num_replicas"], row["local_batch_size"], steps)
-            predicted = float(iteration_time_s(params[str(row["device"])], *where))
-            cells += [show_seconds(predicted), f"{predicted / row['step_time_s'] - 1:+.1%}"]
-        rows.append(cells)
+    columns: dict[str, Column[Mapping[Any, Any]]] = {
+        "device": "device",
+        "nodes": "num_nodes",
+        "replicas": "num_replicas",
+    }
+    columns |= {"local batch": "local_batch_size", "step": "step_time_s", "spread": "step_time_spread_s"}
+    columns |= {"sync": "sync_time_s", "peak memory": "peak_memory_bytes"}
     if params is not None:
-        header += ["fitted", "error"]
-    return filled(Table(caption="Measured configurations", header=header, rows=rows, label="measured"))
 
+        def fitted(row: Mapping[Any, Any]) -> float:
+            steps = row.get("accumulation_steps")
+            passes = 0.0 if steps is None or math.isnan(steps) else steps
+            where = (row["num_nodes"], row["num_replicas"], row["local_batch_size"], passes)
+            return float(iteration_time_s(params[str(row["device"])], *where))
 
-def _optional(row: Mapping[Any, Any], name: str) -> float | None:
-    value = row.get(name)
-    return None if value is None or (isinstance(value, float) and math.isnan(value)) else float(value)
+        columns["fitted"] = lambda row: show_seconds(fitted(row))
+        columns["error"] = lambda row: f"{fitted(row) / row['step_time_s'] - 1:+.1%}"
+    return filled(tabled("Measured configurations", "measured", frame.to_dict("records"), columns))
 
 
 def goodput_section(
@@ -231,7 +233,7 @@ def _parameters(device: str, record: Goodput | DeviceGoodput) -> Picture | Table
     missing = [row[0] for row in rows if row[0] not in {name for name, _ in shares}]
     if missing:
         caption += f" Not drawn, for they have no interval or an unlimited one: {', '.join(missing)}."
-    return Picture(figures=[figure], caption=caption, label="predicted", table=table)
+    return pictured(caption, table, figure)
 
 
 def _short_seconds(seconds: float) -> str:
@@ -253,16 +255,10 @@ def _known_until(device: str, record: Goodput | DeviceGoodput, profile: pd.DataF
             limits.append((1, "nothing measured has two replicas, so the model takes synchronisation as free"))
     if profile is not None:
         own = profile[profile["device"] == device] if device in set(profile["device"]) else profile
-        replicas, nodes = own["num_replicas"], own["num_nodes"]
-        spread, together = int(replicas[nodes > 1].max() or 0) if (nodes > 1).any() else 0, int(replicas.max())
-        if spread < _REPLICAS:
-            most = max(spread, min(together, _REPLICAS_PER_NODE))
-            limits.append(
-                (
-                    max(1, most),
-                    f"the largest measured configuration has {together} on {counted(int(nodes.max()), 'node')}",
-                )
-            )
+        spread, together = own.loc[own["num_nodes"] > 1, "num_replicas"], int(own["num_replicas"].max())
+        most = max(1, int(spread.max()) if len(spread) else 0, min(together, _REPLICAS_PER_NODE))
+        nodes = counted(int(own["num_nodes"].max()), "node")
+        limits.append((most, f"the largest measured configuration has {together} on {nodes}"))
     return min(limits, key=lambda limit: limit[0])
 
 
@@ -271,9 +267,7 @@ def _heat(
 ) -> Picture | str:
     """Return goodput over replicas and batch, or in words why there is none."""
     params = record.params
-    if (
-        "alpha_sync_node_s" in record.undetermined
-    ):  # never seen, it would be free: the map would jump up at a second node
+    if "alpha_sync_node_s" in record.undetermined:  # else free, and the map would jump up at a second node
         within = {"alpha_sync_node_s": params.alpha_sync_local_s, "beta_sync_node_s": params.beta_sync_local_s}
         params = params.model_copy(update=within)
     most, first = _LOCAL_BATCH, 32
@@ -309,7 +303,7 @@ def _heat(
         f"Goodput{of} over {noun}s ({_REPLICAS_PER_NODE} per node) and total batch, {sort}; initial batch {first:,}, local "
         f"batches up to {most:,} ({bound}). {_pays_words(pays, known, why, noun)}"
     )
-    return Picture(figures=figures, caption=caption, label="predicted", table=_heat_table(found, known, noun))
+    return pictured(caption, _heat_table(found, known, noun), *figures)
 
 
 def _pays_words(pays: int, known: int, why: str, noun: str) -> str:
@@ -323,27 +317,18 @@ def _pays_words(pays: int, known: int, why: str, noun: str) -> str:
 
 
 def _heat_table(found: Frontier, known: int, noun: str) -> Table:
-    rows = [
-        (
-            str(found.num_replicas[at]),
-            str(found.num_nodes[at]),
-            f"{found.tuned.local_batch_size[at]:,}",
-            f"{found.tuned.total_batch_size[at]:,}",
-            f"{found.tuned.goodput_per_s[at]:,.4g}",
-            f"{found.speedup[at]:.2f}",
-            *([] if known >= _REPLICAS else ["yes" if found.num_replicas[at] <= known else "no"]),
-        )
-        for at in range(len(found.num_replicas))
-        if found.tuned.feasible[at]
-    ]
-    header = [f"{noun}s", "nodes", "local batch", "total batch", "goodput/s", "speedup"]
-    return Table(
-        caption=f"Best batch on each number of {noun}s",
-        header=header if known >= _REPLICAS else [*header, "data"],
-        rows=rows,
-        label="predicted",
-        head=8,
-    )
+    tuned, places = found.tuned, np.flatnonzero(found.tuned.feasible)
+    columns: dict[str, Column[int]] = {
+        f"{noun}s": lambda at: int(found.num_replicas[at]),
+        "nodes": lambda at: int(found.num_nodes[at]),
+        "local batch": lambda at: f"{tuned.local_batch_size[at]:,}",
+        "total batch": lambda at: f"{tuned.total_batch_size[at]:,}",
+        "goodput/s": lambda at: f"{tuned.goodput_per_s[at]:,.4g}",
+        "speedup": lambda at: f"{found.speedup[at]:.2f}",
+    }
+    if known < _REPLICAS:
+        columns["data"] = lambda at: "yes" if found.num_replicas[at] <= known else "no"
+    return tabled(f"Best batch on each number of {noun}s", "predicted", places.tolist(), columns, head=8)
 
 
 def fit_figures(devices: Mapping[str, Observations], params: Mapping[str, ThroughputParams]) -> list[Figure]:
@@ -487,15 +472,10 @@ def _frontier_lines(found: Frontier, pays: tuple[int, int], threshold: float, no
     slope = threshold * goodput[first] / replicas[first]
     # beyond the count until which scaling pays, all goodput lies below this line
     x = np.array([float(until), float(known)])
+    dots = (replicas[chosen], goodput[chosen])
     lines = [
-        Line(
-            label="best (dots: no fewer give as much)",
-            x=replicas[sure],
-            y=goodput[sure],
-            dots=(replicas[chosen], goodput[chosen]),
-        ),
+        Line(label="best (dots: no fewer give as much)", x=replicas[sure], y=goodput[sure], dots=dots),
         Line(label=f"{threshold:.0%} of the first {noun}'s for each", x=x, y=goodput[until - 1] + slope * (x - until)),
     ]
-    return (
-        lines if known >= len(replicas) else [*lines, Line(label="beyond the data", x=replicas[rest], y=goodput[rest])]
-    )
+    beyond = [Line(label="beyond the data", x=replicas[rest], y=goodput[rest])]
+    return lines if known >= len(replicas) else lines + beyond

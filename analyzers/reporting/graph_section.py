@@ -3,18 +3,31 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 from ddltool.analyzers.communication.efficiency import Bounds, bounds, simulated
 from ddltool.analyzers.communication.order import tac, tic
 from ddltool.analyzers.communication.timeline import Timeline
 from ddltool.analyzers.reporting.figures import Span, Spans, merged
-from ddltool.analyzers.reporting.section import Picture, Section, Table, counted, shortened
+from ddltool.analyzers.reporting.section import (
+    Blocks,
+    Column,
+    Picture,
+    Section,
+    Table,
+    counted,
+    shortened,
+    some,
+    tabled,
+)
 from ddltool.graph import KINDS, RECV, Graph
 from ddltool.results import (
+    BucketFigures,
     CollectiveFigures,
     CoverageFigures,
     DeterminismOp,
     DeterminismResult,
+    PrefetchFigures,
     ScheduleFigures,
     TracedGraph,
     TraceResult,
@@ -40,24 +53,21 @@ def graph_section(graph: Graph, name: str, *, remark: str = "") -> Section:
         f"{graph.mode.capitalize()} step of {shortened(graph.name, 60)}{batch}: {counted(len(graph), 'op')}, "
         f"{counted(len(graph.of_kind(RECV)), 'parameter')} of {show_bytes(graph.parameter_bytes)}. {remark}"
     )
-    header = ("order", "mean", "min", "max", "efficiency E")
-    rows = [(each, *_times(made), _share(made.efficiency)) for each, made in orders.items()]
-    rows.append(("lower bound L", show_seconds(limits.lower_s), "", "", "1"))
-    rows.append(("upper bound U", show_seconds(limits.upper_s), "", "", "0"))
+    columns: dict[str, Column[ScheduleFigures]] = {
+        "mean": "makespan_s",
+        "min": "makespan_min_s",
+        "max": "makespan_max_s",
+        "efficiency E": "efficiency:.3f",
+    }
     caption = f"Step time and efficiency by order of transfers, {runs} simulated runs each"
-    blocks: list[Picture | Table] = [Table(caption=caption, header=header, rows=rows, label="simulated")]
+    table = tabled(caption, "simulated", orders.values(), columns, names=("order", orders))
+    ends = [("lower bound L", show_seconds(limits.lower_s), "", "", "1")]
+    ends.append(("upper bound U", show_seconds(limits.upper_s), "", "", "0"))
+    blocks: Blocks = [replace(table, rows=[*table.rows, *ends])]
     if limits.upper_s > 0:  # else there is nothing to draw
         blocks.insert(0, _timeline(graph, timelines, orders["TAC"].priority or {}))
     lead = [facts.strip(), _verdict(limits, orders["random"].makespan_s, orders["TAC"].makespan_s)]
     return Section(title=f"Graph: {name}", lead=lead, blocks=blocks)
-
-
-def _times(made: ScheduleFigures) -> tuple[str, str, str]:
-    """Return mean, shortest and longest step in words."""
-    mean, least, most = (
-        show_seconds(value or 0.0) for value in (made.makespan_s, made.makespan_min_s, made.makespan_max_s)
-    )
-    return mean, least, most
 
 
 def _verdict(limits: Bounds, chance: float, ordered: float) -> str:
@@ -74,7 +84,7 @@ def _verdict(limits: Bounds, chance: float, ordered: float) -> str:
 
 def _timeline(graph: Graph, timelines: Mapping[str, Timeline], priority: Mapping[str, int]) -> Picture:
     """Return the timelines of the random order and TAC's; under them the parameters in TAC's order."""
-    received, resources = graph.of_kind(RECV).tolist(), len(graph.resource_names)
+    received = graph.of_kind(RECV).tolist()
     shown = {name: timelines[name] for name in ("random", "TAC")}
     numbers = {"TAC": priority} if len(received) <= _LABELLED else {}
     figures = [
@@ -88,26 +98,21 @@ def _timeline(graph: Graph, timelines: Mapping[str, Timeline], priority: Mapping
         )
         for name, run in shown.items()
     ]
-    caption = "One step: what each resource does when; numbers on transfers are TAC's priorities, 0 first."
+    said = "numbers on transfers are TAC's priorities, 0 first."
     if len(received) > _LABELLED:
-        caption = "One step: what each resource does when. Bars too close to be told apart are drawn as one."
-    if resources > _LANES_DRAWN:
-        caption += f" {_LANES_DRAWN} of {resources} resources are drawn."
+        said = "bars too close to be told apart are drawn as one."
+    caption = f"One step: what each resource does when; {said}{some(_LANES_DRAWN, graph.resource_names, 'resources')}"
     received.sort(key=lambda op: (priority.get(graph.names[op], 2**31), op))
-    rows = [
-        (
-            shortened(graph.parameter[op] or graph.names[op], 60),
-            str(priority.get(graph.names[op], "-")),
-            show_bytes(float(graph.size_bytes[op])),
-            graph.resource_names[graph.resource[op]],
-            show_seconds(float(timelines["TAC"].start_s[op])),
-            show_seconds(float(timelines["TAC"].end_s[op])),
-        )
-        for op in received
-    ]
-    header = ("parameter", "priority", "size", "channel", "begins", "ends")
-    table = Table(caption="Parameters in TAC's order", header=header, rows=rows, label="simulated")
-    return Picture(figures=figures, caption=caption, label="simulated", table=table if rows else None)
+    columns: dict[str, Column[int]] = {
+        "parameter": lambda op: shortened(graph.parameter[op] or graph.names[op], 60),
+        "priority": lambda op: priority.get(graph.names[op]),
+        "size": lambda op: show_bytes(float(graph.size_bytes[op])),
+        "channel": lambda op: graph.resource_names[graph.resource[op]],
+        "begins": lambda op: show_seconds(float(timelines["TAC"].start_s[op])),
+        "ends": lambda op: show_seconds(float(timelines["TAC"].end_s[op])),
+    }
+    table = tabled("Parameters in TAC's order", "simulated", received, columns)
+    return Picture(figures=figures, caption=caption, label="simulated", table=table if received else None)
 
 
 def _lanes(graph: Graph, run: Timeline, priority: Mapping[str, int]) -> list[tuple[str, list[Span]]]:
@@ -132,28 +137,16 @@ def trace_section(found: TraceResult) -> Section:
         lead.append(f"E is undefined: {found.efficiency_undefined}")
     lead += [f"Verdict: {found.verdict.text}"] if found.verdict is not None else []
     lead.append(_best_words(found))
-    header: tuple[str, ...] = ("order", "step time", "min .. max", "efficiency E")
+    header = ("order", "step time", "min .. max", "efficiency E")
     caption = "Parameter servers: order of transfers"
-    blocks: list[Picture | Table] = [Table(caption=caption, header=header, rows=_order_rows(found), label="simulated")]
+    blocks: Blocks = [Table(caption=caption, header=header, rows=_order_rows(found), label="simulated")]
     if found.collectives is not None:
         both = found.collectives
         no_blocks = "FSDP2: the parameters' names show no list of blocks to shard by."
         lead += [both.ddp.verdict, no_blocks if both.fsdp2 is None else both.fsdp2.verdict]
-        rate = (
-            ""
-            if graph.bandwidth_bytes_per_s is None
-            else f", {show_bytes(graph.bandwidth_bytes_per_s)}/s between any two"
-        )
-        header = ("framework", "setting", "step", "exposed", "gathered")
-        blocks.append(
-            Table(
-                caption=f"Data parallel on {both.replicas} replicas{rate}",
-                header=header,
-                rows=_collective_rows(both),
-                label="predicted",
-                text_columns=2,
-            )
-        )
+        link = graph.bandwidth_bytes_per_s
+        rate = "" if link is None else f", {show_bytes(link)}/s between any two"
+        blocks.append(_collectives(both, f"Data parallel on {both.replicas} replicas{rate}"))
     lead += _coverage_words(found.coverage) if found.coverage is not None else []
     title = f"{graph.name}: {graph.mode} step, batch {graph.batch_size or '-'} ({_origin(graph)})"
     return Section(title=title, lead=lead, blocks=blocks)
@@ -217,21 +210,31 @@ def _best_words(found: TraceResult) -> str:
     return text
 
 
-def _collective_rows(found: CollectiveFigures) -> list[tuple[str, ...]]:
-    """Return the table's rows: framework, setting, step, exposed communication, memory."""
-    rows: list[tuple[str, ...]] = []
-    ddp = found.ddp
-    for name, plan in (("DDP default", ddp.default), ("DDP best cap", ddp.best_cap), ("DDP best buckets", ddp.best)):
-        cap = "default" if plan.bucket_cap_mb is None else f"{plan.bucket_cap_mb:.4g} MiB"
-        setting = f"{'own list' if plan.bucket_cap_mb_list is not None else cap}, {plan.buckets} buckets"
-        rows.append((name, setting, show_seconds(plan.step_s), show_seconds(plan.exposed_s), "-"))
-    if found.fsdp2 is not None:
-        fsdp = found.fsdp2
-        for name, entry in (("default", fsdp.default), ("best", fsdp.best), ("no reshard", fsdp.without_reshard)):
-            both = f" / {entry.backward_depth}" if name != "no reshard" else ""
-            times = show_seconds(entry.step_s), show_seconds(entry.exposed_s), show_bytes(entry.gathered_bytes)
-            rows.append((f"FSDP2 {name}", f"prefetch {entry.forward_depth}{both}", *times))
-    return rows
+def _collectives(found: CollectiveFigures, caption: str) -> Table:
+    """Return the table of DDP's and FSDP2's settings: step, exposed communication, memory."""
+    ddp, fsdp2 = found.ddp, found.fsdp2
+    settings: dict[str, BucketFigures | PrefetchFigures] = {"DDP default": ddp.default, "DDP best cap": ddp.best_cap}
+    settings["DDP best buckets"] = ddp.best
+    if fsdp2 is not None:
+        settings |= {
+            "FSDP2 default": fsdp2.default,
+            "FSDP2 best": fsdp2.best,
+            "FSDP2 no reshard": fsdp2.without_reshard,
+        }
+
+    def setting(entry: BucketFigures | PrefetchFigures) -> str:
+        if isinstance(entry, PrefetchFigures):
+            both = "" if fsdp2 is not None and entry is fsdp2.without_reshard else f" / {entry.backward_depth}"
+            return f"prefetch {entry.forward_depth}{both}"
+        cap = "default" if entry.bucket_cap_mb is None else f"{entry.bucket_cap_mb:.4g} MiB"
+        return f"{'own list' if entry.bucket_cap_mb_list is not None else cap}, {entry.buckets} buckets"
+
+    columns: dict[str, Column[BucketFigures | PrefetchFigures]] = {
+        "setting": setting,
+        **{"step": "step_s", "exposed": "exposed_s"},
+        "gathered": lambda entry: show_bytes(entry.gathered_bytes) if isinstance(entry, PrefetchFigures) else None,
+    }
+    return tabled(caption, "predicted", settings.values(), columns, names=("framework", settings), text_columns=2)
 
 
 def _coverage_words(covered: CoverageFigures) -> list[str]:
@@ -272,16 +275,12 @@ def determinism_section(found: DeterminismResult) -> Section:
     lead.append(f"{scanned.exact_ops} other ops depend on their inputs alone.")
     if graph.mode == "inference":
         lead.append("A forward graph: what the backward pass would add is not seen.")
-    rows = [(op.op or "(no type)", op.class_, op.level, f"{op.count:>3}", _modules(op.modules)) for op in scanned.ops]
-    table = Table(
-        caption="Ops whose bits depend on more than their inputs",
-        header=("op", "kernels", "up to", "n", "modules"),
-        rows=rows,
-        label="read",
-        text_columns=5,
-    )
+    columns: dict[str, Column[DeterminismOp]] = {"op": lambda op: op.op or "(no type)", "kernels": "class_"}
+    columns |= {"up to": "level", "n": "count:>3", "modules": lambda op: _modules(op.modules)}
+    caption = "Ops whose bits depend on more than their inputs"
+    table = tabled(caption, "read", scanned.ops, columns, text_columns=5)
     title = f"{graph.name} ({graph.mode}): {_LEVELS[scanned.level]}"
-    return Section(title=title, lead=lead, blocks=[table] if rows else [])
+    return Section(title=title, lead=lead, blocks=[table] if scanned.ops else [])
 
 
 def _modules(paths: Sequence[str]) -> str:

@@ -3,17 +3,31 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 import numpy as np
 
 from ddltool.analyzers.balancing.replay import Outcome
 from ddltool.analyzers.barriers.ends import Barrier, EndTimes, Floats, Times
-from ddltool.analyzers.barriers.tradeoff import TradeoffPoint
 from ddltool.analyzers.deciding.verification import error_text
 from ddltool.analyzers.gating.formats import figures_of, outcome, remarks
 from ddltool.analyzers.gating.metrics import LONGEST_NAME, harmless
-from ddltool.analyzers.reporting.figures import Bars, Figure, Line, Lines, Span, Spans
-from ddltool.analyzers.reporting.section import Picture, Section, Table, counted, few, listed, shortened
+from ddltool.analyzers.reporting.figures import Bars, Figure, Line, Lines, Span, Spans, line, value_of
+from ddltool.analyzers.reporting.section import (
+    Blocks,
+    Column,
+    Picture,
+    Section,
+    Table,
+    cell,
+    counted,
+    few,
+    listed,
+    pictured,
+    shortened,
+    some,
+    tabled,
+)
 from ddltool.graph import natural_key
 from ddltool.results import (
     BalanceResult,
@@ -40,7 +54,6 @@ _LOG_FROM = 20
 _MOST_DRAWN = 1e12
 # A fit of the network this far off says little about any size of message.
 _BAD_FIT = 1.0
-Blocks = list[Picture | Table]
 
 
 def network_section(found: NetworkResult, name: str) -> Section:
@@ -57,54 +70,36 @@ def network_section(found: NetworkResult, name: str) -> Section:
         lead.append("These processes share one machine: that is its loopback, not a network.")
     rate = found.bandwidth_bytes_per_s * 8 / 1e9
     lead.append(f"For ddltool trace: --bandwidth {rate:.3g}Gbit --latency {found.latency_s * 1e6:.3g}us")
-    rows = [
-        (
-            f"{pair.ranks[0]} - {pair.ranks[1]}",
-            show_seconds(pair.latency_s),
-            f"{show_bytes(pair.bandwidth_bytes_per_s)}/s",
-            f"{pair.residual:.1%}",
-        )
-        for pair in found.pairs
-    ]
-    header = ("ranks", "latency", "bandwidth", "misfit")
-    fitted = Table(caption="Pairs of processes, one way", header=header, rows=rows, label="measured")
+    ranks = ("ranks", [f"{pair.ranks[0]} - {pair.ranks[1]}" for pair in found.pairs])
+    columns = {"latency": "latency_s", "bandwidth": "bandwidth_bytes_per_s", "misfit": "residual:.1%"}
+    fitted = tabled("Pairs of processes, one way", "measured", found.pairs, columns, names=ranks)
     return Section(title=f"Network: {name}", lead=lead, blocks=[*_rates(found), fitted])
 
 
 def _rates(found: NetworkResult) -> Blocks:
     """Return the rate by message size of the slowest pairs, as far as any message took time."""
-    slowest = sorted(found.pairs, key=lambda pair: pair.bandwidth_bytes_per_s)[:_PAIRS_DRAWN]
-    lines, rates = [], []
-    for pair in slowest:
-        count = min(len(pair.sizes_bytes), len(pair.median_s))
-        sizes, times = (np.array(values[:count], dtype=float) for values in (pair.sizes_bytes, pair.median_s))
-        keep = (sizes > 0) & (times > 0)
-        rate = sizes[keep] / times[keep]
-        rates.append(dict(zip(sizes[keep], rate, strict=True)))
-        lines.append(Line(label=f"{pair.ranks[0]} - {pair.ranks[1]}", x=sizes[keep], y=rate / 2**30))
-    if not any(line.x.size for line in lines):
+    rates: dict[str, dict[float, float]] = {}
+    for pair in sorted(found.pairs, key=lambda pair: pair.bandwidth_bytes_per_s)[:_PAIRS_DRAWN]:
+        timed = zip(pair.sizes_bytes, pair.median_s, strict=False)
+        rates[f"{pair.ranks[0]} - {pair.ranks[1]}"] = {size: size / time for size, time in timed if size > 0 < time}
+    sizes = sorted({size for one in rates.values() for size in one})
+    if not sizes:
         return []
-    rows = [
-        (show_bytes(size), *(f"{show_bytes(one[size])}/s" if size in one else "-" for one in rates))
-        for size in sorted({size for one in rates for size in one})
-    ]
-    table = Table(
-        caption="Median rate between two ranks by message size",
-        header=("message", *(line.label for line in lines)),
-        rows=rows,
-        label="measured",
-    )
-    some = f" The {_PAIRS_DRAWN} slowest of {len(found.pairs)} pairs." if len(found.pairs) > _PAIRS_DRAWN else ""
     figure = Lines(
-        lines=lines,
+        lines=[
+            Line(label=label, x=np.array([*one]), y=np.array([*one.values()]) / 2**30) for label, one in rates.items()
+        ],
         xlabel="message size",
         ylabel="rate (GiB/s)",
         title="Rate by message size",
         draw="points",
         x_axis="bytes",
     )
-    caption = f"Median rate by message size, a line for each pair of ranks.{some}"
-    return [Picture(figures=[figure], caption=caption, label="measured", table=table)]
+    rows = [[show_bytes(size), *(cell(one.get(size), "_bytes_per_s") for one in rates.values())] for size in sizes]
+    caption = "Median rate between two ranks by message size"
+    table = Table(caption=caption, header=("message", *rates), rows=rows, label="measured")
+    left = f" The {_PAIRS_DRAWN} slowest of {len(found.pairs)} pairs." if len(found.pairs) > _PAIRS_DRAWN else ""
+    return [pictured(f"Median rate by message size, a line for each pair of ranks.{left}", table, figure)]
 
 
 def barrier_section(found: BarrierResult, name: str) -> Section:
@@ -115,19 +110,9 @@ def barrier_section(found: BarrierResult, name: str) -> Section:
     caption = "Choices of the next barrier; longest, of all, per iter.: waiting of the workers"
     if found.max_gap is not None:
         caption += f"; in the rows 'least ...' the gap is at most {found.max_gap}"
-    rows = [
-        (
-            key,
-            show_seconds(record.barrier_s),
-            show_seconds(record.waiting_time_s),
-            show_seconds(record.total_waiting_s),
-            show_seconds(record.waiting_per_iteration_s),
-            str(record.iteration_gap),
-            show_seconds(record.compute_seconds),
-        )
-        for key, record in records.items()
-    ]
-    header = ("choice", "at", "longest", "of all", "per iter.", "gap", "CPU")
+    columns: dict[str, Column[BarrierChoice]] = {"at": "barrier_s", "longest": "waiting_time_s"}
+    columns |= {"of all": "total_waiting_s", "per iter.": "waiting_per_iteration_s", "gap": "iteration_gap"}
+    columns |= {"CPU": lambda record: show_seconds(record.compute_seconds)}
     figure = Bars(
         rows=[(key, record.waiting_time_s) for key, record in records.items()],
         xlabel="longest waiting of a worker",
@@ -135,18 +120,14 @@ def barrier_section(found: BarrierResult, name: str) -> Section:
         seconds=True,
         level=("bsp", found.bsp.waiting_time_s),
     )
-    choices = Picture(
-        figures=[figure],
-        caption="Longest waiting of any worker, by choice of the barrier.",
-        label="predicted",
-        table=Table(caption=caption, header=header, rows=rows, label="predicted"),
+    table = tabled(caption, "predicted", records.values(), columns, names=("choice", records))
+    blocks = [pictured("Longest waiting of any worker, by choice of the barrier.", table, figure)]
+    lead = (
+        f"{counted(found.workers, 'worker')}, {counted(found.lookahead, 'iteration')} looked ahead. "
+        "Times count as in the file that was read."
     )
-    blocks: Blocks = [choices, *_iterations(records)]
-    if found.tradeoff:
-        blocks.append(_tradeoff(found))
-    ahead = f"{counted(found.workers, 'worker')}, {counted(found.lookahead, 'iteration')} looked ahead."
-    lead = f"{ahead} Times count as in the file that was read."
-    return Section(title=f"Barrier: {name}", lead=[lead], blocks=blocks)
+    rest = [*_iterations(records), *([_tradeoff(found)] if found.tradeoff else [])]
+    return Section(title=f"Barrier: {name}", lead=[lead], blocks=[*blocks, *rest])
 
 
 def _iterations(records: dict[str, BarrierChoice]) -> list[Table]:
@@ -157,43 +138,29 @@ def _iterations(records: dict[str, BarrierChoice]) -> list[Table]:
         [shortened(worker, 40), *(str(record.iterations.get(worker, "-")) for record in records.values())]
         for worker in workers
     ]
-    spread: list[Table] = []
+    tables = [Table(caption="Iterations until the barrier", header=header, rows=rows, label="predicted")]
     if len(workers) > _WORKERS_SHOWN:
         counts = [np.array(list(record.iterations.values())) for record in records.values()]
-        quantiles = [
+        rows = [
             [label, *(f"{np.quantile(count, share):g}" for count in counts)]
             for label, share in (("fewest", 0.0), ("median", 0.5), ("most", 1.0))
         ]
         caption = f"Iterations of {len(workers)} workers until the barrier"
-        spread = [Table(caption=caption, header=("", *records), rows=quantiles, label="predicted")]
-    caption = "Iterations until the barrier"
-    return [*spread, Table(caption=caption, header=header, rows=rows, label="predicted")]
+        tables.insert(0, Table(caption=caption, header=("", *records), rows=rows, label="predicted"))
+    return tables
 
 
 def _tradeoff(found: BarrierResult) -> Picture:
-    gaps = np.array([point.max_gap for point in found.tradeoff], dtype=float)
-    per_iteration = np.array([point.per_iteration.waiting_per_iteration_s for point in found.tradeoff])
-    lines = [
-        Line(label="longest", x=gaps, y=np.array([point.waiting.waiting_time_s for point in found.tradeoff])),
-        Line(label="per iteration", x=gaps, y=per_iteration),
-    ]
-    figure = Lines(
-        lines=lines,
-        xlabel="bound on the iteration gap",
-        ylabel="least waiting",
-        title="Waiting against the iteration gap",
-        draw="points",
-        seconds=True,
-        whole="x",
-    )
-
+    fields = ("waiting.waiting_time_s", "total.total_waiting_s", "per_iteration.waiting_per_iteration_s")
     rows = [
-        (
+        [
             str(point.max_gap),
-            *map(show_seconds, (point.waiting.barrier_s, point.waiting.waiting_time_s)),
-            *map(show_seconds, (point.total.barrier_s, point.total.total_waiting_s)),
-            *map(show_seconds, (point.per_iteration.barrier_s, point.per_iteration.waiting_per_iteration_s)),
-        )
+            *(
+                cell(value_of(point, path), "_s")
+                for field in fields
+                for path in (f"{field.split('.')[0]}.barrier_s", field)
+            ),
+        ]
         for point in found.tradeoff
     ]
     table = Table(
@@ -203,7 +170,7 @@ def _tradeoff(found: BarrierResult) -> Picture:
         label="predicted",
         head=20,
     )
-    return Picture(figures=[figure], caption="Least waiting under a bound on the gap.", label="predicted", table=table)
+    return pictured("Least waiting under a bound on the gap.", table, _tradeoff_figure(found))
 
 
 _SCHEMES = {
@@ -225,11 +192,13 @@ def balance_section(found: BalanceResult, name: str) -> Section:
     ]
     if min((record.iteration_time_ratio for record in found.predictors.values()), default=0) >= 1:
         lead.append("Equal batches are as fast here: these speeds cannot be foretold well enough.")
-    rows = [("equal split", "-", "-", *_split(found.equal_split), "-")]
-    for key, record in found.predictors.items():
-        gain = "-" if record.gain_kept is None else f"{record.gain_kept:.0%}"
-        rows.append((key, f"{record.rmse:,.4g}", f"{record.rmse_relative:.1%}", *_split(record), gain))
-    rows.append(("speeds known", "0", "0.0%", *_split(found.oracle), "100%"))
+    equal, known = "equal split", "speeds known"
+    ways: dict[str, SplitTime] = {equal: found.equal_split, **found.predictors, known: found.oracle}
+    fixed = {equal: ("-", "-", "-"), known: ("0", "0.0%", "100%")}
+    rows = []
+    for key, record in ways.items():
+        figures = fixed.get(key) or [cell(value_of(record, field), form=form) for field, form in _FORETOLD.items()]
+        rows.append((key, *figures[:2], *_split(record), figures[2]))
     table = Table(
         caption=(
             "Predictors of speed, and batches sized by them; RMSE in samples/s, mean over workers; gain: share of what "
@@ -239,41 +208,38 @@ def balance_section(found: BalanceResult, name: str) -> Section:
         rows=rows,
         label="simulated",
     )
-    bars = [("equal split", found.equal_split.iteration_s)]
-    bars += [(key, record.iteration_s) for key, record in found.predictors.items()]
-    bars.append(("speeds known", found.oracle.iteration_s))
-    base = ("equal split", found.equal_split.iteration_s)
-    figure = Bars(
-        rows=bars, xlabel="mean iteration time", title="Iteration time by predictor", seconds=True, level=base
-    )
-    caption = "Mean iteration time by what sizes the batches."
-    blocks: Blocks = [Picture(figures=[figure], caption=caption, label="simulated", table=table)]
+    blocks: Blocks = [_iteration_times("Mean iteration time by what sizes the batches.", table, ways, equal)]
     schemes = {key: record for key, record in found.schemes.items() if isinstance(record, SchemeFigures)}
     if schemes:
         blocks.append(_schemes(schemes, str(found.schemes.get("predictor", ""))))
     return Section(title=f"Balancing: {name}", lead=lead, blocks=blocks)
 
 
+_FORETOLD = {"rmse": ",.4g", "rmse_relative": ".1%", "gain_kept": ".0%"}
+
+
 def _schemes(schemes: dict[str, SchemeFigures], predictor: str) -> Picture:
-    labels = {key: _SCHEMES.get(key, key) for key in schemes}
-    if "lb_bsp" in labels and predictor:
-        labels["lb_bsp"] += f" ({predictor})"
-    rows = [
-        (labels[key], *_split(record), f"{record.staleness:.1f}", str(record.iteration_gap))
-        for key, record in schemes.items()
-    ]
-    table = Table(
-        caption="Schemes on the whole trace, rows as wall-clock time; staleness: updates of others that a gradient has not "
-        "seen",
-        header=("scheme", "iteration", "of BSP", "staleness", "gap"),
-        rows=rows,
-        label="simulated",
+    by = f" ({predictor})" if predictor else ""
+    named = {_SCHEMES.get(key, key) + (by if key == "lb_bsp" else ""): record for key, record in schemes.items()}
+    columns = {"iteration": "iteration_s", "of BSP": "iteration_time_ratio:.3f"}
+    columns |= {"staleness": "staleness:.1f", "gap": "iteration_gap"}
+    caption = (
+        "Schemes on the whole trace, rows as wall-clock time; staleness: updates of others that a gradient has not seen"
     )
-    bars = [(labels[key], record.iteration_s) for key, record in schemes.items()]
-    base = ("BSP", schemes["bsp"].iteration_s) if "bsp" in schemes else None
-    figure = Bars(rows=bars, xlabel="mean iteration time", title="Iteration time by scheme", seconds=True, level=base)
-    caption = "Mean iteration time by scheme, on the whole trace."
-    return Picture(figures=[figure], caption=caption, label="simulated", table=table)
+    table = tabled(caption, "simulated", named.values(), columns, names=("scheme", named))
+    return _iteration_times("Mean iteration time by scheme, on the whole trace.", table, named, "BSP")
+
+
+def _iteration_times(caption: str, table: Table, ways: Mapping[str, SplitTime], base: str) -> Picture:
+    """Return bars of iteration times over their table, the way named ``base`` as a line across all."""
+    figure = Bars(
+        rows=[(name, record.iteration_s) for name, record in ways.items()],
+        xlabel="mean iteration time",
+        title=f"Iteration time by {table.header[0]}",
+        seconds=True,
+        level=(base, ways[base].iteration_s) if base in ways else None,
+    )
+    return pictured(caption, table, figure)
 
 
 def _split(record: SplitTime) -> tuple[str, str]:
@@ -314,52 +280,35 @@ def verification_section(found: Verification, name: str) -> Section:
     caption = (
         "Predicted against measured: the step (whiskers: half of all), its longest computation, and synchronisation."
     )
-    picture = Picture(
-        figures=[figure], caption=caption, label="measured", table=verified_table(found, "Parts of the step")
-    )
-    rows = [_rank_row(rank) for rank in found.ranks]
-    header = ("rank", "device", "batch", "predicted", "measured", "error", "spread")
-    ranks = Table(
-        caption="Compute by process, medians",
-        header=header,
-        rows=rows,
-        label="measured",
-        text_columns=2,
-    )
+    columns: dict[str, Column[VerifiedRank]] = {
+        "rank": "rank",
+        "device": lambda one: f"{one.device} for {one.planned_device}" if one.other_device else one.device,
+        "batch": "batch",
+        "predicted": "predicted_s",
+        "measured": "measured_s",
+        "error": lambda one: "-" if one.other_device else error_text(one.predicted_s, one.measured_s),
+        "spread": "spread:.1%",
+    }
+    ranks = tabled("Compute by process, medians", "measured", found.ranks, columns, text_columns=2)
+    picture = pictured(caption, verified_table(found, "Parts of the step"), figure)
     return Section(title=f"Verification: {name}", lead=lead, blocks=[picture, ranks])
 
 
 def verified_table(found: Verification, caption: str) -> Table:
     """Return the table of predicted against measured times, relative errors beside them."""
-    parts: list[tuple[str, VerifiedTime | VerifiedRank | None]] = [
-        ("step", found.iteration),
-        ("compute, longest", found.compute),
-        ("synchronisation", found.sync),
-        ("other: optimizer, loader, waiting", found.other),
-    ]
-    rows = [
-        (
-            part,
-            *map(show_seconds, (times.predicted_s, times.measured_s)),
-            error_text(times.predicted_s, times.measured_s),
-        )
-        for part, times in parts
-        if times is not None
-    ]
-    header = ("part of a step", "predicted", "measured", "error")
-    return Table(caption=caption, header=header, rows=rows, label="measured")
-
-
-def _rank_row(rank: VerifiedRank) -> tuple[str, ...]:
-    return (
-        str(rank.rank),
-        f"{rank.device} for {rank.planned_device}" if rank.other_device else rank.device,
-        str(rank.batch),
-        show_seconds(rank.predicted_s),
-        show_seconds(rank.measured_s),
-        "-" if rank.other_device else error_text(rank.predicted_s, rank.measured_s),
-        "-" if rank.spread is None else f"{rank.spread:.1%}",
-    )
+    parts: dict[str, VerifiedTime | VerifiedRank | None] = {
+        "step": found.iteration,
+        "compute, longest": found.compute,
+        "synchronisation": found.sync,
+        "other: optimizer, loader, waiting": found.other,
+    }
+    timed = {part: times for part, times in parts.items() if times is not None}
+    columns: dict[str, Column[VerifiedTime | VerifiedRank]] = {
+        "predicted": "predicted_s",
+        "measured": "measured_s",
+        "error": lambda times: error_text(times.predicted_s, times.measured_s),
+    }
+    return tabled(caption, "measured", timed.values(), columns, names=("part of a step", timed))
 
 
 def _as_sentence(words: str) -> str:
@@ -406,9 +355,8 @@ def gate_section(found: GateResult, name: str) -> Section:
         marked=("failed", [bad for *_, bad in changes[:_BARS_DRAWN]]),
         unmarked="passed",
     )
-    some = f" {_BARS_DRAWN} of {len(changes)} metrics are drawn." if len(changes) > _BARS_DRAWN else ""
-    picture = Picture(figures=[figure], caption=f"Each metric over its baseline.{some}", label="read", table=table)
-    return Section(title=f"Gate: {name}", lead=lead, blocks=[picture])
+    caption = f"Each metric over its baseline.{some(_BARS_DRAWN, changes, 'metrics')}"
+    return Section(title=f"Gate: {name}", lead=lead, blocks=[pictured(caption, table, figure)])
 
 
 def barrier_figures(
@@ -417,14 +365,13 @@ def barrier_figures(
     barrier: Barrier,
     *,
     title: str = "",
-    curve: Sequence[TradeoffPoint] = (),
-    max_gap: int | None = None,
+    found: BarrierResult | None = None,
 ) -> list[Figure]:
     """Return a lane per worker: a tick at each iteration end and a bar from the chosen one, its waiting for the barrier.
 
     ``names``: (n,) lane labels; ``times`` as in :func:`~.zipline.zipline`, seconds; ``title``: what chose the barrier. Of
-    more than 40 workers 40 are drawn, evenly spread from the one that waits longest to the one that does not. Two or more
-    points of ``curve`` become a second figure: least waiting by bound on the iteration gap, ``max_gap`` marked.
+    more than 40 workers 40 are drawn, evenly spread from the one that waits longest to the one that does not. The tradeoff
+    of ``found``, of two points or more, becomes a second figure.
     """
     ends = EndTimes.of(times)
     drawn = np.arange(ends.workers)
@@ -436,36 +383,36 @@ def barrier_figures(
     offset = low if abs(low) > 1e3 * max(float(ends.last_s.max()) - low, 1e-9) else 0.0
     at = barrier.barrier_s - offset
     lanes = [f"{names[worker]} ({barrier.iterations[worker]})" for worker in drawn.tolist()]
-    some = f"{len(drawn)} of {ends.workers} workers" if len(drawn) < ends.workers else ""
+    part = f"{len(drawn)} of {ends.workers} workers" if len(drawn) < ends.workers else ""
     chosen = [float(barrier.chosen_s[worker]) - offset for worker in drawn]
     timeline = Spans(
-        title=", ".join(text for text in (title, some) if text) or "iteration ends of each worker, and the barrier",
-        headed=bool(title or some),
+        title=", ".join(text for text in (title, part) if text) or "iteration ends of each worker, and the barrier",
+        headed=bool(title or part),
         lanes=[(name, [Span(end, at, "waiting")]) for name, end in zip(lanes, chosen, strict=True)],
         ends=[(name, (ends.row(worker) - offset).tolist()) for name, worker in zip(lanes, drawn.tolist(), strict=True)],
         xlabel=f"time{' after the first iteration end' if offset else ''}; in brackets: iterations until the barrier",
         mark=("barrier", at),
     )
-    return [timeline] if len(curve) < 2 else [timeline, _tradeoff_figure(curve, max_gap)]
+    return [timeline] if found is None or len(found.tradeoff) < 2 else [timeline, _tradeoff_figure(found)]
 
 
-def _tradeoff_figure(curve: Sequence[TradeoffPoint], max_gap: int | None) -> Lines:
+def _tradeoff_figure(found: BarrierResult) -> Lines:
     """Return the least waiting by bound on the gap; a bound between two points allows what the lower one does."""
-    gaps = np.array([point.max_gap for point in curve], dtype=float)
-    lines = {
-        "longest": [point.waiting.waiting_s for point in curve],
-        "mean of the workers": [point.total.total_waiting_s / len(point.total.iterations) for point in curve],
-        "per iteration made": [point.per_iteration.waiting_per_iteration_s for point in curve],
-    }
+    points = found.tradeoff
+    means = line("mean of the workers", points, "max_gap", "total.total_waiting_s")
     return Lines(
         title="Least waiting by bound on the iteration gap",
-        lines=[Line(label=label, x=gaps, y=np.array(values)) for label, values in lines.items()],
+        lines=[
+            line("longest", points, "max_gap", "waiting.waiting_time_s"),
+            replace(means, y=means.y / found.workers),
+            line("per iteration made", points, "max_gap", "per_iteration.waiting_per_iteration_s"),
+        ],
         xlabel="bound on the iteration gap (staleness)",
         ylabel="least waiting",
         seconds=True,
         draw="steps",
         whole="x",
-        marks=[] if max_gap is None else [(f"--max-gap {max_gap}", float(max_gap))],
+        marks=[] if found.max_gap is None else [(f"--max-gap {found.max_gap}", float(found.max_gap))],
     )
 
 

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Literal
+from typing import Any, Literal, TypeVar
 
-from ddltool.analyzers.reporting.figures import Figure
+from ddltool.analyzers.reporting.figures import Figure, value_of
 from ddltool.errors import shortened as shortened  # the sections take it from here
+from ddltool.units import show_bytes, show_seconds
 
+Record = TypeVar("Record")
+Column = str | Callable[[Record], object]
+"""A record's field (``sync_s``, ``split.error:+.1%``), shown by the format or its name's unit; or a function of the record."""
 Label = Literal["measured", "predicted", "simulated", "read", "fitted"]
 
 
@@ -60,6 +64,63 @@ class Section:
     blocks: Sequence[Picture | Table] = field(default_factory=tuple)
     anchor: str = ""
     """Its place on a page."""
+
+
+Blocks = list[Picture | Table]
+
+
+def tabled(
+    caption: str,
+    label: Label,
+    records: Iterable[Record],
+    columns: Mapping[str, Column[Record]],
+    *,
+    names: tuple[str, Iterable[str]] | None = None,
+    **layout: Any,
+) -> Table:
+    """Return a table with a row for each record; ``names`` are the header and the cells of a column before the others."""
+    rows = [[_shown(record, column) for column in columns.values()] for record in records]
+    header = list(columns)
+    if names is not None:
+        header = [names[0], *header]
+        rows = [[first, *row] for first, row in zip(names[1], rows, strict=True)]
+    return Table(caption=caption, header=header, rows=rows, label=label, **layout)
+
+
+def _shown(record: Record, column: Column[Record]) -> str:
+    if not isinstance(column, str):
+        return cell(column(record))
+    path, _, form = column.partition(":")
+    return cell(value_of(record, path), path, form)
+
+
+def cell(value: Any, unit: str = "", form: str = "") -> str:
+    """Return a value as a table shows it: by a format, else by the unit that ends the name of its field.
+
+    >>> cell(None), cell(1200), cell(0.00153, "wait_s"), cell(1536, "size_bytes"), cell(0.05, form="+.1%")
+    ('-', '1,200', '1.53 ms', '1.5 KiB', '+5.0%')
+    """
+    if value is None or isinstance(value, str):
+        return "-" if value is None else value
+    if form:
+        return format(value, form)
+    if unit.endswith("_bytes_per_s"):
+        return f"{show_bytes(value)}/s"
+    if unit.endswith("_s") and not unit.endswith("_per_s"):
+        return show_seconds(value)
+    if unit.endswith("_bytes"):
+        return show_bytes(value)
+    return f"{value:.4g}" if isinstance(value, float) else f"{value:,}"
+
+
+def pictured(caption: str, table: Table, *figures: Figure) -> Picture:
+    """Return figures over the table of their numbers."""
+    return Picture(figures=figures, caption=caption, label=table.label, table=table)
+
+
+def some(drawn: int, of: Sequence[object], noun: str) -> str:
+    """Return a remark that only some things are drawn, empty where all are."""
+    return f" {drawn} of {len(of)} {noun} are drawn." if len(of) > drawn else ""
 
 
 def filled(table: Table) -> Table:
