@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -28,37 +28,12 @@ if TYPE_CHECKING:
 _TABLES = (".csv", ".jsonl", ".ndjson")
 # Sections stand in the order in which data flow.
 ORDER = (
-    "graph",
-    "profile",
-    "network",
-    "goodput",
-    "plan",
-    "enforcement",
-    "telemetry",
-    "verification",
-    "sync",
-    "barrier",
-    "balance",
-    "simulation",
-    "sweep",
-    "gate",
+    *("graph", "profile", "network", "goodput", "plan", "enforcement", "telemetry", "verification", "sync"),
+    *("barrier", "balance", "simulation", "sweep", "gate"),
 )
-# Keys that tell documents without a kind, as hands and older versions write them.
-_TELLING = {
-    "graph": {"ops", "mode"},
-    "goodput": {"params", "rmsle"},
-    "plan": {"assignments", "strategy", "iteration_s"},
-    "enforcement": {"ranks", "world_size", "total_batch_size"},
-    "simulation": {"policies", "workload", "gpus"},
-    "sweep": {"cells", "cells_wanted", "cells_failed"},
-    "barrier": {"algorithms", "bsp", "tradeoff"},
-    "balance": {"predictors", "equal_split", "oracle"},
-    "gate": {"checks", "passed", "artifact"},
-    "network": {"pairs", "processes", "bandwidth_bytes_per_s"},
-    "verification": {"plan", "telemetry", "iteration", "ranks"},
-    "profile": {"rows", "devices"},
+_MODELS: dict[str, type[Artifact]] = {
+    kind_of(model).removeprefix("ddltool."): model for model in (Goodput, Plan, Enforcement, *SHOWN)
 }
-_EVENTS = ("step", "barrier", "left", "joined", "summary")
 Row = dict[str, Any]
 
 
@@ -94,8 +69,7 @@ def told_apart(found: Sequence[Found]) -> list[Found]:
 
 def read_any(path: Path) -> Found:
     """Return the artifact in a file. Raises InputError, naming the file, for what is unknown, broken or empty."""
-    suffixes = [suffix for suffix in path.suffixes if suffix != ".gz"]
-    last = suffixes[-1].lower() if suffixes else ""
+    last = next((suffix.lower() for suffix in reversed(path.suffixes) if suffix != ".gz"), "")
     if last in (".jsonl", ".ndjson"):
         return _from_rows(path, list(read_lines(path)))
     if last == ".csv":
@@ -106,52 +80,35 @@ def read_any(path: Path) -> Found:
 
 
 def _from_document(path: Path) -> Found:
-    document = read_document(path)
-    kind = _kind_of(document, str(path))
+    document, where = read_document(path), str(path)
+    named = document.get("kind")
+    kind = str(named).removeprefix("ddltool.")
     if kind == "profile":
         import pandas as pd
 
-        checked = checked_document({**document, "kind": "ddltool.profile"}, str(path))
-        return Found(kind=kind, path=path, content=pd.DataFrame(checked["rows"]))
-    return Found(kind=kind, path=path, content=_parsers()[kind]({"kind": f"ddltool.{kind}", **document}, str(path)))
-
-
-def _kind_of(document: Mapping[str, Any], where: str) -> str:
-    """Return the kind that a document names, or that its keys tell."""
-    shown = [name for name in ORDER if name not in ("telemetry", "sync")]
-    named = document.get("kind")
-    if named is None:
-        for kind, keys in _TELLING.items():
-            if keys <= document.keys():
-                return kind
-        raise InputError(where, "is no artifact that is known", f"known: {', '.join(ORDER)}")
-    kind = str(named).removeprefix("ddltool.")
-    if not isinstance(named, str) or kind not in shown:
-        raise InputError(f"{where}:kind", f"is {named!r}, which has no section", did_you_mean(kind[:60], shown))
-    return kind
-
-
-def _parsers() -> dict[str, Callable[[dict[str, Any], str], Any]]:
-    """Return by kind what checks a document."""
-
-    def parser(model: type[Artifact]) -> Callable[[dict[str, Any], str], Any]:
-        return lambda document, where: parse(document, model, where)
-
-    models: list[type[Artifact]] = [Goodput, Plan, Enforcement, *SHOWN]
-    made = {kind_of(model).removeprefix("ddltool."): parser(model) for model in models}
-    return {**made, "graph": from_document}
+        content: Any = pd.DataFrame(checked_document(document, where)["rows"])
+    elif kind == "graph":
+        content = from_document(document, where)
+    elif isinstance(named, str) and kind in _MODELS:
+        content = parse(document, _MODELS[kind], where)
+    else:
+        known = did_you_mean(kind[:60], ["graph", "profile", *_MODELS])
+        raise InputError(
+            f"{where}:kind", "is missing" if named is None else f"is {named!r}, which has no section", known
+        )
+    return Found(kind=kind, path=path, content=content)
 
 
 def _from_rows(path: Path, rows: list[tuple[int, Row]]) -> Found:
     """Return telemetry of the hook or the agent, or of a synchronisation server."""
     first = rows[0][1]
     named = first.get("kind")
-    if named == "ddltool.sync" or (named is None and first.get("event") in _EVENTS):
+    if named == "ddltool.sync":
         return Found(kind="sync", path=path, content=_sync_rows(path, rows))
     if named == "ddltool.telemetry" or (named is None and {"rank", "step_s"} <= first.keys()):
         import pandas as pd
 
-        frame = pd.DataFrame(_checked(path, rows, lambda row: TelemetryRow))
+        frame = pd.DataFrame(_checked(path, rows, TelemetryRow))
         check_rows(frame, str(path))
         return Found(kind="telemetry", path=path, content=frame)
     if named == "ddltool.profile" or (named is None and "local_batch_size" in first):
@@ -163,27 +120,23 @@ def _from_rows(path: Path, rows: list[tuple[int, Row]]) -> Found:
 def _sync_rows(path: Path, rows: list[tuple[int, Row]]) -> list[Row]:
     from ddltool.runtime.servers.records import BarrierRow, JoinedRow, LeftRow, StepRow, SummaryRow
 
-    models: dict[Any, type[BaseModel]] = {
-        "step": StepRow,
-        "barrier": BarrierRow,
-        "left": LeftRow,
-        "joined": JoinedRow,
-        "summary": SummaryRow,
-    }
+    models = {"step": StepRow, "barrier": BarrierRow, "left": LeftRow, "joined": JoinedRow, "summary": SummaryRow}
+    made: list[Row] = []
     for number, row in rows:
         event = row.get("event")
         if not isinstance(event, str) or event not in models:
             raise InputError(f"{path}:line {number}:event", f"is {event!r}", did_you_mean(str(event)[:60], models))
-    return _checked(path, rows, lambda row: models[row["event"]])
+        made += _checked(path, [(number, row)], models[event])
+    return made
 
 
-def _checked(path: Path, rows: list[tuple[int, Row]], model_of: Callable[[Row], type[BaseModel]]) -> list[Row]:
-    """Return the rows as their models give them. Raises InputError naming line and field."""
+def _checked(path: Path, rows: Iterable[tuple[int, Row]], model: type[BaseModel]) -> list[Row]:
+    """Return numbered rows as their model gives them. Raises InputError naming line and field."""
     made = []
     for number, row in rows:
         try:
             # As JSON, so that keys of mappings, which are texts there, count as the integers that they stand for.
-            made.append(model_of(row).model_validate_json(json.dumps(row)).model_dump())
+            made.append(model.model_validate_json(json.dumps(row)).model_dump())
         except ValidationError as error:
             first = error.errors()[0]
             field = ".".join(map(str, first["loc"]))
@@ -211,38 +164,26 @@ def read_artifact(path: Path) -> dict[str, Any]:
 
 def checked_document(document: dict[str, Any], where: str) -> dict[str, Any]:
     """Return a document as it is, a profile (as ``ddltool profile --json`` prints it) with its rows checked."""
-    if document.get("kind") == "ddltool.profile":
-        return profile_document(_frame(document.get("rows"), where), where)
-    return document
+    if document.get("kind") != "ddltool.profile":
+        return document
+    import pandas as pd
+
+    rows = document.get("rows")
+    if not isinstance(rows, list) or not rows or not all(isinstance(row, dict) for row in rows):
+        raise InputError(f"{where}:rows", "is no list of rows", "make the profile again")
+    return profile_document(pd.DataFrame(rows), where)
 
 
 def _table(path: Path) -> dict[str, Any]:
-
     frame = read_table(path)
     if "compute_s" not in frame.columns:
         return profile_document(frame, str(path))
-
     check_rows(frame, str(path))
     rows = json.loads(frame.to_json(orient="records", double_precision=15))
-    for number, row in enumerate(rows, start=1):
-        try:
-            TelemetryRow.model_validate(row)
-        except ValidationError as error:
-            first = error.errors()[0]
-            column = ".".join(map(str, first["loc"]))
-            raise InputError(f"{path}:line {number}:{column}", *in_words(first)) from None
+    _checked(path, enumerate(rows, start=1), TelemetryRow)
     return {"kind": "ddltool.telemetry", "rows": rows}
-
-
-def _frame(rows: Any, where: str) -> pd.DataFrame:
-    import pandas as pd
-
-    if not isinstance(rows, list) or not rows or not all(isinstance(row, dict) for row in rows):
-        raise InputError(f"{where}:rows", "is no list of rows", "make the profile again")
-    return pd.DataFrame(rows)
 
 
 def profile_document(frame: pd.DataFrame, where: str) -> dict[str, Any]:
     """Return a profile's frame as a document. Raises InputError where it breaks the schema."""
-    checked = check_profile(frame, where)
-    return {"kind": "ddltool.profile", "rows": checked.to_dict("records")}
+    return {"kind": "ddltool.profile", "rows": check_profile(frame, where).to_dict("records")}

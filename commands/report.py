@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
@@ -113,32 +113,36 @@ def _noise(found: Sequence[Found]) -> float | None:
 
 
 def _section(one: Found, found: Sequence[Found], noise: float | None) -> Section:
+    """Return the section of an artifact; those that may be held against others of ``found`` get them."""
 
-    if one.kind == "graph":
-        return _graph_section(one)
-    if one.kind == "profile":
-        models = [(other.name, other.content) for other in found if other.kind == "goodput"]
-        return fit_sections.profile_section(one.content, one.name, models)
-    if one.kind == "goodput":
-        profiles = [other.content for other in found if other.kind == "profile"]
-        return fit_sections.goodput_section(one.content, one.name, profiles[0] if profiles else None, noise)
-    if one.kind == "telemetry":
-        plans = [(other.name, other.content) for other in found if other.kind == "plan"]
-        return telemetry_section.telemetry_section(one.content, one.name, plans)
-    drawers: dict[str, Any] = {
-        "plan": plan_section.plan_section,
-        "enforcement": plan_section.enforcement_section,
-        "sync": telemetry_section.sync_section,
-        "network": result_sections.network_section,
-        "barrier": result_sections.barrier_section,
-        "balance": result_sections.balance_section,
-        "verification": result_sections.verification_section,
-        "simulation": simulation_section.simulation_section,
-        "sweep": sweep_section.sweep_section,
-        "gate": result_sections.gate_section,
-    }
-    made: Section = drawers[one.kind](one.content, one.name)
-    return made
+    def others(kind: str) -> list[tuple[str, Any]]:
+        return [(other.name, other.content) for other in found if other.kind == kind]
+
+    match one.kind:
+        case "graph":
+            return _graph_section(one)
+        case "profile":
+            return fit_sections.profile_section(one.content, one.name, others("goodput"))
+        case "goodput":
+            profile = next((content for _, content in others("profile")), None)
+            return fit_sections.goodput_section(one.content, one.name, profile, noise)
+        case "telemetry":
+            return telemetry_section.telemetry_section(one.content, one.name, others("plan"))
+    return _DRAWERS[one.kind](one.content, one.name)
+
+
+_DRAWERS: dict[str, Callable[[Any, str], Section]] = {
+    "plan": plan_section.plan_section,
+    "enforcement": plan_section.enforcement_section,
+    "sync": telemetry_section.sync_section,
+    "network": result_sections.network_section,
+    "barrier": result_sections.barrier_section,
+    "balance": result_sections.balance_section,
+    "verification": result_sections.verification_section,
+    "simulation": simulation_section.simulation_section,
+    "sweep": sweep_section.sweep_section,
+    "gate": result_sections.gate_section,
+}
 
 
 def _graph_section(one: Found) -> Section:

