@@ -22,6 +22,7 @@ _POINTS = 200
 # A workload's seconds beyond ten hours tell nobody anything.
 _HOURS_FROM_S = 36_000.0
 Blocks = list[Picture | Table]
+Floats = NDArray[np.float64]
 
 
 def simulation_section(found: SimulationDocument, name: str, *, details: bool = True) -> Section:
@@ -123,13 +124,8 @@ def _load(found: SimulationDocument, remark: str) -> Picture:
     last = max(job.finish_s for record in found.policies.values() for job in record.jobs)
     times = np.linspace(0.0, max(last, 1e-9), _POINTS)
     present = {key: _jobs_at(record, times) for key, record in found.policies.items()}
-    figure = _over_time(times, present, ylabel="unfinished jobs", title="Unfinished jobs over time")
-    picked = np.linspace(0, _POINTS - 1, 9).round().astype(int)
-    rows = [(_time(times[at], last), *(f"{values[at]:.0f}" for values in present.values())) for at in picked]
-    header = (f"time ({_clock(last)[1]})", *present)
-    table = Table(caption="Unfinished jobs at nine times", header=header, rows=rows, label="simulated")
     caption = f"Jobs that are submitted and not finished.{remark}"
-    return Picture(figures=[figure], caption=caption, label="simulated", table=table)
+    return _over_time(times, present, "Unfinished jobs", ylabel="unfinished jobs", caption=caption)
 
 
 def _clock(longest_s: float) -> tuple[float, str]:
@@ -143,14 +139,24 @@ def _time(seconds: float, longest_s: float) -> str:
     return f"{seconds * scale:,.0f}" if unit == "s" else f"{seconds * scale:,.2f}"
 
 
-def _over_time(
-    times_s: NDArray[np.float64], series: Mapping[str, NDArray[np.float64]], *, ylabel: str, title: str
-) -> Lines:
-    """Return counts over the time of a workload, by policy; ``times_s`` and each series (t,)."""
-    scale, unit = _clock(float(times_s[-1]))
-    lines = [Line(label=key, x=times_s * scale, y=values) for key, values in series.items()]
-    xlabel = f"time ({unit})"
-    return Lines(lines=lines, xlabel=xlabel, ylabel=ylabel, title=title, draw="steps", whole="y", family="policy")
+def _over_time(times_s: Floats, series: Mapping[str, Floats], what: str, *, ylabel: str, caption: str) -> Picture:
+    """Return counts over the time of a workload, by policy, over a table of nine times; all arrays are (t,)."""
+    last = float(times_s[-1])
+    scale, unit = _clock(last)
+    figure = Lines(
+        lines=[Line(label=key, x=times_s * scale, y=values) for key, values in series.items()],
+        xlabel=f"time ({unit})",
+        ylabel=ylabel,
+        title=f"{what} over time",
+        draw="steps",
+        whole="y",
+        family="policy",
+    )
+    picked = np.linspace(0, _POINTS - 1, 9).round().astype(int)
+    rows = [(_time(times_s[at], last), *(f"{values[at]:.0f}" for values in series.values())) for at in picked]
+    header = (f"time ({unit})", *series)
+    table = Table(caption=f"{what} at nine times", header=header, rows=rows, label="simulated")
+    return Picture(figures=[figure], caption=caption, label="simulated", table=table)
 
 
 def _allocation(found: SimulationDocument, remark: str) -> Blocks:
@@ -160,20 +166,15 @@ def _allocation(found: SimulationDocument, remark: str) -> Blocks:
     if not last:
         return []
     times = np.linspace(0.0, last, _POINTS)
-    series: dict[str, NDArray[np.float64]] = {}
+    series: dict[str, Floats] = {}
     for key, usage in held.items():
         place = np.searchsorted(np.array(usage.time_s), times, side="right") - 1
         series[key] = np.where(place >= 0, np.array([*usage.gpus, 0.0])[place], 0.0)
-    figure = _over_time(times, series, ylabel="GPUs that are held", title="Allocation over time")
-    picked = np.linspace(0, _POINTS - 1, 9).round().astype(int)
-    rows = [(_time(times[at], last), *(f"{values[at]:.0f}" for values in series.values())) for at in picked]
-    header = (f"time ({_clock(last)[1]})", *series)
-    table = Table(caption="GPUs held at nine times", header=header, rows=rows, label="simulated")
     caption = f"GPUs that jobs hold, of {found.gpus}.{remark}"
-    return [Picture(figures=[figure], caption=caption, label="simulated", table=table)]
+    return [_over_time(times, series, "GPUs held", ylabel="GPUs that are held", caption=caption)]
 
 
-def _jobs_at(record: PolicyRecord, times: NDArray[np.float64]) -> NDArray[np.float64]:
+def _jobs_at(record: PolicyRecord, times: Floats) -> Floats:
     """Return the number of unfinished jobs at ``times`` (t,), in seconds, shape (t,)."""
     submitted = np.sort([job.submit_s for job in record.jobs])
     finished = np.sort([job.finish_s for job in record.jobs])
@@ -233,8 +234,6 @@ def completion_figure(jct_s: Mapping[str, Sequence[float]]) -> Lines:
 
     All lines end where the longest does: one that stops would seem to have fewer jobs.
     """
-    if not jct_s:
-        raise InputError("pictures", "have no policy", "replay at least one")
     # A job that ends as it arrives has no place on a log axis; a millisecond is as good.
     times = {name: np.maximum(np.sort(np.asarray(values, dtype=float)), 1e-3) for name, values in jct_s.items()}
     first, last = min(at[0] for at in times.values()), max(at[-1] for at in times.values())

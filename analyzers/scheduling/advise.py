@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
@@ -35,28 +34,6 @@ _LARGEST = 1e15
 _MOST_REPLICAS, _MOST_LOOKED_AT = 4096, 64
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Guess:
-    """A positive number that is not known: about two thirds lie within ``median / factor`` and ``median * factor``."""
-
-    median: float
-    factor: float = 1.0
-
-    def __post_init__(self) -> None:
-        if not 0 < self.median <= _LARGEST:
-            raise InputError("guess", f"is {self.median}", "a number above 0")
-        if not 1 <= self.factor <= 1e3:
-            raise InputError("guess:factor", f"is {self.factor}", "from 1 (known) to 1000")
-
-    def quantiles(self, count: int) -> tuple[Floats, Floats]:
-        """Return values and their weights, (count,) each; one value of weight 1 where it is known."""
-        if self.factor == 1:
-            return np.array([self.median]), np.ones(1)
-        sigma = math.log(self.factor)
-        edges = (np.arange(count) + 0.5) / count
-        return self.median * np.exp(sigma * ndtri(edges)), np.full(count, 1.0 / count)
-
-
 class Advice(NamedTuple):
     """What a resize brings; seconds, as in :class:`~ddltool.results.ResizeOption`."""
 
@@ -71,35 +48,27 @@ class Advice(NamedTuple):
 
 
 def advise(
-    goodput_now: float,
-    goodput_then: float,
-    remaining: Guess,
+    gain: float,
+    remaining_s: float,
     restarts_s: Sequence[float],
     *,
+    remaining_factor: float = 1.0,
     gain_factor: float = 1.0,
     hold_s: float | None = None,
 ) -> Advice:
-    """Return what changing to an allocation of goodput ``goodput_then`` saves.
+    """Return what changing to an allocation of ``gain`` times the present goodput saves.
 
-    Goodputs in useful samples per second; ``remaining``: seconds left on the present allocation; ``restarts_s``:
-    measured restarts, each as likely as the others. ``gain_factor``: by which the ratio of the goodputs may be off, as
-    :class:`Guess` has it. ``hold_s``: after that the job is back on its present allocation, by another restart; None:
-    it keeps the new one. Raises InputError for goodputs, restarts and times that cannot be.
+    ``remaining_s``: seconds left on the present allocation; ``restarts_s``: measured restarts, each as likely as the
+    others. About two thirds of such guesses of the time left and of the gain lie within their median over and times
+    ``remaining_factor`` and ``gain_factor``; 1: known. ``hold_s``: after that the job is back on its present allocation,
+    by another restart; None: it keeps the new one.
     """
-    for name, value in (("goodput now", goodput_now), ("goodput then", goodput_then)):
-        if not 0 < value <= _LARGEST:
-            raise InputError(name, f"is {value}", "samples per second, above 0")
     restarts = np.sort(np.array(restarts_s, dtype=np.float64))
-    if not restarts.size or not ((restarts >= 0) & (restarts <= _LARGEST)).all():
-        raise InputError("restarts_s", f"are {list(restarts_s)[:3]}", "at least one measured restart, seconds >= 0")
-    if hold_s is not None and not 0 < hold_s <= _LARGEST:
-        raise InputError("hold_s", f"is {hold_s}", "seconds above 0")
     delay = float(restarts.mean())
-    gain = goodput_then / goodput_now
     if len(restarts) > _RESTARTS:
         restarts = np.quantile(restarts, (np.arange(_RESTARTS) + 0.5) / _RESTARTS)
-    left, left_weights = remaining.quantiles(_REMAINING)
-    gains, gain_weights = Guess(median=gain, factor=gain_factor).quantiles(_GAIN)
+    left, left_weights = _quantiles(remaining_s, remaining_factor, _REMAINING)
+    gains, gain_weights = _quantiles(gain, gain_factor, _GAIN)
     saved = saved_seconds(left[:, None, None], gains[:, None], restarts, hold_s)
     weights = left_weights[:, None, None] * gain_weights[:, None] / len(restarts) * np.ones_like(saved)
     low, high = _percentiles(saved.ravel(), weights.ravel(), (0.1, 0.9))
@@ -107,12 +76,20 @@ def advise(
         gain=gain,
         restart_s=delay,
         break_even_s=_break_even(gain, delay, hold_s),
-        saved_s=float(saved_seconds(np.array(remaining.median), np.array(gain), np.array(delay), hold_s)),
+        saved_s=float(saved_seconds(np.array(remaining_s), np.array(gain), np.array(delay), hold_s)),
         expected_saved_s=float((saved * weights).sum()),
         saved_p10_s=low,
         saved_p90_s=high,
         probability=float(weights[saved > 0].sum()),
     )
+
+
+def _quantiles(median: float, factor: float, count: int) -> tuple[Floats, Floats]:
+    """Return values of a log-normal guess and their weights, (count,) each; one value of weight 1 where it is known."""
+    if factor == 1:
+        return np.array([median]), np.ones(1)
+    edges = (np.arange(count) + 0.5) / count
+    return median * np.exp(math.log(factor) * ndtri(edges)), np.full(count, 1.0 / count)
 
 
 def saved_seconds(remaining: Floats, gain: Floats, delay: Floats, hold_s: float | None = None) -> Floats:
@@ -202,12 +179,16 @@ def advise_job(path: Path) -> AdviceResult:
     # Both goodputs of a ratio carry the model's error.
     off = model.devices[state.device].rmsle if model.devices else model.rmsle
     gain_factor = min(math.exp(math.sqrt(2) * off), 1000.0)
-    remaining = Guess(median=left_s, factor=state.remaining_factor)
     options = []
     for row in np.flatnonzero(tuned.feasible[: len(found)]).tolist():
         then = float(tuned.goodput_per_s[row])
         advice = advise(
-            now.goodput_per_s, then, remaining, state.restarts_s, gain_factor=gain_factor, hold_s=state.hold_s
+            then / now.goodput_per_s,
+            left_s,
+            state.restarts_s,
+            remaining_factor=state.remaining_factor,
+            gain_factor=gain_factor,
+            hold_s=state.hold_s,
         )
         then_s = advice.restart_s + left_s / advice.gain
         options.append(

@@ -12,8 +12,6 @@ are made between epochs.
 
 from __future__ import annotations
 
-import math
-
 from ddltool.analyzers.scheduling.truth import ANY_TYPE, Application
 from ddltool.errors import InputError
 from ddltool.results import AutoscalingResult, ScaledEpoch, ScaledTraining
@@ -115,12 +113,8 @@ def autoscale(
 ) -> AutoscalingResult:
     """Return the goodput scaler, the throughput scaler and fixed clusters, on at most ``most`` nodes of ``gpus`` GPUs.
 
-    ``price_per_h``: of a node. Raises InputError for prices and delays that cannot be, and as :class:`NodeSpeeds`.
+    ``price_per_h``: of a node. Raises InputError as :class:`NodeSpeeds`.
     """
-    if not (math.isfinite(price_per_h) and price_per_h > 0):
-        raise InputError("price", f"is {price_per_h}", "a number above 0 per node and hour")
-    if not 0 <= restart_delay_s < math.inf:
-        raise InputError("restart delay", f"is {restart_delay_s}", "seconds, at least 0")
     speeds = NodeSpeeds(application, gpus, most)
     rules = ("throughput", "goodput", *(f"fixed-{count}" for count in FIXED if count <= most))
     return AutoscalingResult(

@@ -12,9 +12,7 @@ import hashlib
 import io
 import json
 import os
-import re
 import signal
-import stat
 import threading
 import time
 from collections import deque
@@ -390,7 +388,7 @@ def _earlier_cells(output: Path | None, settings: dict[str, Any]) -> dict[Key, S
 
 @contextmanager
 def sole_writer(output: Path | None) -> Iterator[None]:
-    """Hold the lock of ``output`` (a side file beside it, gone afterwards) and clear up after writers that were killed.
+    """Hold the lock of ``output`` (a side file beside it, gone afterwards).
 
     None, ``-``, pipes and devices are written without a lock. The lock ends with the process, however that ends. Raises
     InputError when another sweep holds it, and where there can be none.
@@ -398,8 +396,7 @@ def sole_writer(output: Path | None) -> Iterator[None]:
     if output is None or str(output) == "-" or (output.exists() and not output.is_file()):
         yield
         return
-    target = output.resolve()
-    side = target.with_name(f".{target.name}.lock")
+    side = output.resolve().with_name(f".{output.resolve().name}.lock")
     lock = FileLock(side)
     try:
         lock.acquire(timeout=_PATIENCE_S)  # its last holder may just remove it: then it is tried again
@@ -411,20 +408,7 @@ def sole_writer(output: Path | None) -> Iterator[None]:
         problem = f"cannot be locked ({error.strerror}: {side})"
         raise InputError(str(output), problem, "give a file in a writable folder") from None
     try:
-        _remove_leftovers(target)
         yield
     finally:
         side.unlink(missing_ok=True)  # while it is held: who then locks a file without a name tries again
         lock.release()
-
-
-def _remove_leftovers(target: Path) -> None:
-    """Remove the temporary files of killed writers of ``target``: named and permitted as tempfile makes them, and ours."""
-    name = re.compile(re.escape(f".{target.name}.") + r"[a-z0-9_]{8}")
-    for path in target.parent.iterdir():
-        if name.fullmatch(path.name):
-            with suppress(OSError):
-                found = path.lstat()
-                private = stat.S_ISREG(found.st_mode) and stat.S_IMODE(found.st_mode) == 0o600
-                if private and found.st_uid == os.getuid():
-                    path.unlink()
