@@ -49,6 +49,8 @@ def predict(
     compile_: Annotated[bool, typer.Option("--compile", help="Under torch.compile: pointwise chains fused.")] = False,
     optimizer: Annotated[str, typer.Option(help="none, sgd, momentum, adam or adamw.")] = "adam",
     accumulation: Annotated[int, typer.Option(help="Passes in a step.", min=1, max=1_000_000)] = 1,
+    sharding: Annotated[str, typer.Option(help="Of several replicas: ddp, zero1, zero2, fsdp or hsdp:SHARD.")] = "ddp",
+    checkpointing: Annotated[str, typer.Option(help="Activations of every block: none, selective or full.")] = "none",
     sequence_length: SequenceLength = None,
     bandwidth: Annotated[str, typer.Option(help="Network between nodes.")] = "10Gbit",
     latency: Annotated[str, typer.Option(help="Its latency.")] = "50us",
@@ -81,6 +83,8 @@ def predict(
             accumulation=accumulation,
             compile=compile_,
             gpus_per_node=gpus_per_node,
+            sharding=sharding,
+            checkpointing=checkpointing,  # type: ignore[arg-type]  # Setting checks it
         )
         for each in found
     ]
@@ -172,6 +176,8 @@ def _remarks(made: PredictResult) -> list[str]:
     words += [f"{given.accumulation} passes a step"] if given.accumulation > 1 else []
     words += [f"{given.sequence_length} tokens a sample"] if given.sequence_length else []
     words += [f"up to {given.gpus_per_node} GPUs a node"] if any(row.num_replicas > 1 for row in rows) else []
+    words += [f"sharding {given.sharding}"] if any(row.num_replicas > 1 for row in rows) else []
+    words += [f"checkpointing {given.checkpointing}"] if given.checkpointing != "none" else []
     if any(row.num_nodes > 1 for row in rows):
         words.append(f"{show_bytes(given.bandwidth_bytes_per_s)}/s between nodes")
     lines = [f"Assumed: {', '.join(words)}."]

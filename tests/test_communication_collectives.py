@@ -214,7 +214,7 @@ def test_fsdp_equals_a_second_timeline(units: list[Unit], ahead: int, back: int,
 
 def test_fsdp_units_are_the_blocks() -> None:
     program = program_of(shipped("gpt_small-training"))
-    container = block_container(program)
+    container = block_container(program.held, program.held_bytes.tolist())
     assert container is not None
     found = units_of(program)
     assert found is not None

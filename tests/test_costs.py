@@ -22,6 +22,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from ddltool.analyzers.costs.kernel_times import ARITHMETIC, FEED, TRAFFIC, Constants, tiled_flops
 from ddltool.analyzers.costs.kernels import INPUT_GRADIENT, WEIGHT_GRADIENT, kernels_of
+from ddltool.analyzers.costs.memory import Kind, Sharding
 from ddltool.analyzers.costs.model import CostModel, cost_model, estimate, time_step, update_s
 from ddltool.analyzers.costs.predict import (
     Placement,
@@ -30,7 +31,6 @@ from ddltool.analyzers.costs.predict import (
     compiled,
     measure_work,
     memory_limit_batch,
-    peak_memory_bytes,
     predict,
 )
 from ddltool.analyzers.loading.factories import step_from
@@ -286,7 +286,7 @@ def test_a_batch_that_a_model_does_not_take() -> None:
     step = step_of(Lambda(lambda m, x: m["l"](x.view(2, x.shape[0] // 2, 32)), **LINEAR), torch.zeros(4, 32))
     curve = measure_work(lambda: step)
     assert [curve.runs_at(size) for size in (1, 2, 3)] == [False, True, False]
-    assert curve.live_bytes(3).max() > curve.live_bytes(2).max()
+    assert tensors(curve, 3) > tensors(curve, 2)
     with pytest.raises(InputError, match="made at batch size 3: training step cannot be traced"):
         curve.traced.at(3)
 
@@ -299,9 +299,9 @@ def test_a_loop_over_samples_is_traced_up_to_a_length() -> None:
     assert largest >= 61
     with pytest.raises(InputError, match=f"loops over its samples, .* {2 * largest}; ask for at most {largest}"):
         curve.traced.at(2 * largest)
-    assert curve.live_bytes(2 * largest).max() == np.inf
+    assert curve.peak(2 * largest, ALONE_STATE, "none") is None
     direct = measure_work(lambda: step_of(Lambda(lambda m, x: m["l"](x), **LINEAR), torch.zeros(4, 32)))
-    assert curve.live_bytes(8).max() > direct.live_bytes(8).max()
+    assert tensors(curve, 8) > tensors(direct, 8)
 
 
 # ---------------------------------------------------------------- checkpoints
@@ -336,7 +336,7 @@ def test_checkpointed_layers_are_computed_again(reentrant: bool, numerics: Numer
     again = 4 * rows * one * (2 if reentrant else 1)
     product = saved.traced.at(8).gemm[:, 1] > 0
     assert saved.traced.at(8).flops[product].sum() == by_hand + again
-    assert saved.live_bytes(8).max() < plain.live_bytes(8).max()
+    assert tensors(saved, 8) < tensors(plain, 8)
     kinds = {op.op_type for op in saved.traced.graph.ops()}
     assert "aten.native_dropout" in kinds
     assert saved.traced.prime == 61
@@ -402,8 +402,8 @@ def test_sparse_gradients_are_rows() -> None:
     sparse, dense = curve(True), curve(False)
     assert sparse.traced.at(4).trained_bytes == dense.traced.at(4).trained_bytes
     table = 4 * 16 * 10_000
-    assert dense.live_bytes(4).max() >= 2 * table
-    assert table < sparse.live_bytes(4).max() < 1.1 * table
+    assert tensors(dense, 4) >= 2 * table
+    assert table < tensors(sparse, 4) < 1.1 * table
 
 
 @pytest.mark.filterwarnings("error::RuntimeWarning", "ignore:Initializing zero-element")
@@ -447,6 +447,16 @@ def test_a_projected_state_is_narrower_than_its_cell() -> None:
     assert 2 * np.prod(forward.gemm) == pytest.approx(forward.flops)
 
 
+ALONE_STATE = Sharding(kind="none")
+
+
+def tensors(curve: WorkCurve, batch: int, optimizer: str = "none") -> float:
+    """Return the most bytes of tensors that one process alone holds."""
+    found = curve.peak(batch, ALONE_STATE, optimizer)
+    assert found is not None
+    return found.total_bytes
+
+
 def allocator_peak(name: str, batch: int, folder: Path) -> float:
     """Return the peak bytes of tensors in a real step on the CPU, as torch's allocator reports them."""
     step = training_step(f"zoo:{name}", batch)
@@ -473,7 +483,7 @@ def allocator_peak(name: str, batch: int, folder: Path) -> float:
 @pytest.mark.parametrize("name", ["cifarnet", "resnet32", "bert_small"])
 def test_the_peak_of_live_bytes_is_the_allocators(name: str, tmp_path: Path) -> None:
     curve = measure_work(lambda: resolve_step(f"zoo:{name}"), Numerics(cuda=False))
-    assert float(curve.live_bytes(8).max()) == pytest.approx(allocator_peak(name, 8, tmp_path), rel=0.05)
+    assert tensors(curve, 8) == pytest.approx(allocator_peak(name, 8, tmp_path), rel=0.05)
 
 
 # ---------------------------------------------------------------- precision
@@ -637,20 +647,27 @@ def test_accumulation_repeats_passes_and_updates_once() -> None:
 
 
 def test_memory_by_hand() -> None:
-    live = np.array([5e6, 9e6, 7e6])
-    graph = measure_work(lambda: step_of(nn.Linear(1000, 1000, bias=False), torch.zeros(2, 1000))).traced.graph
-    assert peak_memory_bytes(live, graph, "sgd") == 3 * 4e6  # the update needs more than the pass
-    assert peak_memory_bytes(live, graph, "adam") == 5 * 4e6
-    assert peak_memory_bytes(live, graph, "sgd", num_replicas=2) == 4 * 4e6
-    assert peak_memory_bytes(np.array([100e6]), graph, "sgd") == 100e6
+    """One matrix of 4 MB and next to no activations: parameters and gradients, Adam's state and its one temporary, DDP's buckets."""
+    curve = measure_work(lambda: step_of(nn.Linear(1000, 1000, bias=False), torch.zeros(2, 1000)))
+
+    def copies(optimizer: str, kind: Kind = "none") -> int:
+        found = curve.peak(2, Sharding(kind=kind), optimizer)
+        assert found is not None
+        assert found.total_bytes == pytest.approx(found.curve.max())
+        return round(found.total_bytes / 4e6)
+
+    assert (copies("sgd"), copies("adam"), copies("sgd", "ddp")) == (2, 5, 3)
 
 
 def test_what_is_frozen_has_no_update_and_no_state() -> None:
     frozen = nn.Sequential(nn.Linear(1000, 1000, bias=False), nn.Linear(1000, 10, bias=False))
     frozen[0].requires_grad_(False)
-    graph = measure_work(lambda: step_of(frozen, torch.zeros(2, 1000))).traced.graph
+    curve = measure_work(lambda: step_of(frozen, torch.zeros(2, 1000)))
+    graph = curve.traced.graph
     assert (graph.parameter_bytes, graph.trained_bytes) == (4_040_000, 40_000)
-    assert peak_memory_bytes(np.zeros(1), graph, "adam") == 4_040_000 + 4 * 40_000
+    peak = curve.peak(2, ALONE_STATE, "adam")
+    assert peak is not None
+    assert (peak.parts["parameters"], peak.parts["optimizer"]) == (4_040_000, 2 * 40_000)
     small = measure_work(lambda: step_of(nn.Linear(1000, 10, bias=False), torch.zeros(2, 1000))).traced.graph
     times = [update_s(each, DEVICE, model().constants, "adam") for each in (graph, small)]
     assert times[0] == times[1] > 0
@@ -660,10 +677,9 @@ def test_the_memory_limit_is_the_last_batch_that_fits() -> None:
     curve = measure_work(lambda: resolve_step("zoo:bert_small"))
     for gib in (2, 5, 16):
         device = DEVICE.model_copy(update={"memory_gib": gib})
-        limit, usable = memory_limit_batch(curve, device, "sgd"), gib * 2**30 - 2**30
-        peaks = [peak_memory_bytes(curve.live_bytes(n), curve.traced.graph, "sgd") for n in (limit, limit + 1)]
-        assert peaks[0] <= usable < peaks[1]
-    assert memory_limit_batch(curve, DEVICE.model_copy(update={"memory_gib": 1.01}), "sgd") == 0
+        limit, usable = memory_limit_batch(curve, device, replace(SETTING, optimizer="sgd")), gib * 2**30 - 2**30
+        assert tensors(curve, limit, "sgd") <= usable < tensors(curve, limit + 1, "sgd")
+    assert memory_limit_batch(curve, DEVICE.model_copy(update={"memory_gib": 1.01}), SETTING) == 0
 
 
 # ---------------------------------------------------------------- how sure

@@ -864,7 +864,9 @@ class PredictedRow(Part):
     predicted_low_s: NonNegative = Field(description="80 % of measured steps are expected from here")
     predicted_high_s: NonNegative
     sync_time_s: NonNegative = Field(description="what the step takes longer than with one replica")
-    peak_memory_bytes: Count
+    peak_memory_bytes: Count = Field(description="of tensors")
+    memory_low_bytes: Count
+    memory_high_bytes: Count = Field(description="with what an allocator and the device's context take beside them")
     fits: bool
     samples_per_s: NonNegative = Field(description="of all replicas")
     tokens_per_s: NonNegative | None
@@ -898,6 +900,8 @@ class Assumptions(Part):
     sequence_length: Count | None
     gpus_per_node: Count
     bandwidth_bytes_per_s: NonNegative
+    sharding: str = "ddp"
+    checkpointing: str = "none"
 
 
 class PredictResult(Result):

@@ -119,7 +119,7 @@ def units_of(program: Program) -> tuple[Unit, list[Unit]] | None:
     A block's forward runs from its first use of a parameter to the next block's; its backward ends with its last
     gradient and begins where the block after it ended. The root gets the time before the first and after the last.
     """
-    container = block_container(program)
+    container = block_container(program.held, program.held_bytes.tolist())
     if container is None:
         return None
     held = [block_of(name, container) for name in program.held]
@@ -257,14 +257,15 @@ def block_of(parameter: str, container: str) -> str:
     return f"{prefix}{number}" if number.isdigit() else ""
 
 
-def block_container(program: Program) -> str | None:
+def block_container(parameters: Sequence[str], size_bytes: Sequence[float]) -> str | None:
     """Return the list of blocks that holds most of the parameters' bytes, as ``model.layers``; None if there is none.
 
-    A list is whatever numbers its members: ``layers.0.weight``, ``layers.1.weight``; the outermost one wins a tie.
+    ``parameters`` and ``size_bytes``: (q,) names and sizes. A list is whatever numbers its members: ``layers.0.weight``,
+    ``layers.1.weight``; the outermost one wins a tie.
     """
     sizes: dict[str, float] = {}
     members: dict[str, set[str]] = {}
-    for name, size in zip(program.held, program.held_bytes.tolist(), strict=True):
+    for name, size in zip(parameters, size_bytes, strict=True):
         parts = name.split(".")
         for place, part in enumerate(parts[:-1]):
             if part.isdigit():

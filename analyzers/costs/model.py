@@ -43,14 +43,16 @@ class Optimizer:
     """Copies of the parameters that it keeps."""
     passes: float
     """Times that it reads or writes the parameters' size."""
+    temporaries: float
+    """Copies of the gradients' size that it makes while it updates (torch's foreach kernels)."""
 
 
 OPTIMIZERS = {
-    "none": Optimizer(state_copies=0, passes=0),
-    "sgd": Optimizer(state_copies=0, passes=3),
-    "momentum": Optimizer(state_copies=1, passes=5),
-    "adam": Optimizer(state_copies=2, passes=7),
-    "adamw": Optimizer(state_copies=2, passes=7),
+    "none": Optimizer(state_copies=0, passes=0, temporaries=0),
+    "sgd": Optimizer(state_copies=0, passes=3, temporaries=0),
+    "momentum": Optimizer(state_copies=1, passes=5, temporaries=0),
+    "adam": Optimizer(state_copies=2, passes=7, temporaries=1),
+    "adamw": Optimizer(state_copies=2, passes=7, temporaries=1),
 }
 
 

@@ -10,18 +10,20 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
+from typing import get_args
 
 import numpy as np
 
 from ddltool.analyzers.communication.collectives import default_cuts, finish_s
+from ddltool.analyzers.communication.fsdp import simulate_fsdp, units_of
 from ddltool.analyzers.communication.program import Program, Ring, program_of
-from ddltool.analyzers.costs.model import HOST_BOUND, OPTIMIZER, OPTIMIZERS, Array, CostModel, estimate
+from ddltool.analyzers.costs.memory import Checkpointing, Ledger, Peak, Sharding, ledger_of
+from ddltool.analyzers.costs.model import HOST_BOUND, OPTIMIZER, OPTIMIZERS, CostModel, estimate
 from ddltool.analyzers.tracing.dialect import Numerics
 from ddltool.analyzers.tracing.op_rules import CLASSES, class_of
 from ddltool.analyzers.tracing.step import TrainingStep
 from ddltool.analyzers.tracing.torch_adapter import AS_DEFAULT, TracedStep, trace_any_batch
-from ddltool.analyzers.tracing.torch_costs import AS_TRACED, Scale
 from ddltool.device import MEASURED, Device, Network
 from ddltool.errors import Infeasible, InputError, did_you_mean
 from ddltool.graph import COMPUTE, Graph
@@ -29,6 +31,8 @@ from ddltool.results import Assumptions, PredictedDevice, PredictedRow, PredictR
 
 # The CUDA context, cuDNN's workspaces and fragmentation: what a training process cannot have of the device.
 RESERVED_BYTES = 2.0**30
+# Of the tensors' bytes, what an allocator's blocks may lose.
+_FRAGMENTED = 0.1
 # A rate of 90 % of the best predicted one counts as saturated, as for measured profiles.
 _SATURATED = 0.9
 # Rings reach about this share of what a datasheet says that a link carries one way; a measured link is what they reach.
@@ -37,6 +41,7 @@ _LINK_SHARE = 0.8
 _PCIE = 15.75e9
 # What torch.compile fuses with its neighbours.
 _FUSED = frozenset(("pointwise", "copy", "normalisation", "softmax", "reduction"))
+_ASSUMED = ("compile", "optimizer", "accumulation", "gpus_per_node", "sharding", "checkpointing")
 # What each precision computes in.
 _TYPES = {"amp": "float16", "bf16": "bfloat16", "tf32": "tf32", "fp32": "float32"}
 
@@ -47,25 +52,40 @@ class WorkCurve:
 
     traced: TracedStep
 
-    def live_bytes(self, batch_size: int) -> Array:
-        """Return (c,) the bytes alive after each call, its result allocated and what it used last still held. O(calls).
+    _ledgers: dict[int, Ledger] = field(default_factory=dict)
 
-        Of all tensors: parameters, gradients, buffers and inputs included. What kernels take as workspace is not in a
-        trace. A step that is traced at every batch size counts at the next multiple of 8 where it does not run at this
-        one, and has no bounds where it cannot be traced.
+    def ledger(self, batch_size: int) -> Ledger:
+        """Return what the step holds at a batch size, from one trace where that tells of all. O(calls) the first time.
+
+        A step that is traced at every batch size counts at the next multiple of 8 where it does not run at this one.
+        Raises InputError where it cannot be traced.
         """
         traced = self.traced
-        scale = AS_TRACED if batch_size == traced.graph.batch_size else traced.scale(batch_size)
-        if scale is not None:
-            return _live_bytes(traced, scale)
-        if traced.largest is not None and batch_size > traced.largest:
-            return np.array([np.inf])
-        try:
-            return _live_bytes(traced.traced_at(batch_size), AS_TRACED)
-        except InputError:
-            if batch_size % 8 == 0:
-                raise
-            return self.live_bytes(batch_size + -batch_size % 8)
+        if batch_size != traced.graph.batch_size and traced.scale(batch_size) is None:
+            try:
+                traced = traced.traced_at(batch_size)
+            except InputError:
+                if batch_size % 8 == 0:
+                    raise
+                return self.ledger(batch_size + -batch_size % 8)
+        size = traced.graph.batch_size or 0
+        if size not in self._ledgers:
+            self._ledgers[size] = ledger_of(traced)
+        return self._ledgers[size]
+
+    def peak(
+        self, batch_size: int, sharding: Sharding, optimizer: str, checkpointing: Checkpointing = "none"
+    ) -> Peak | None:
+        """Return the most bytes of tensors that one process holds; None where the step has no bound.
+
+        Of all tensors: parameters, gradients, buffers and inputs included. What kernels take as workspace is not in a
+        trace. Raises InputError for checkpointing of a model without blocks.
+        """
+        if self.traced.largest is not None and batch_size > self.traced.largest:
+            return None
+        ledger = self.ledger(batch_size)
+        scaled = batch_size if ledger.traced is self.traced else None
+        return ledger.peak(sharding, optimizer, ledger.every_block(checkpointing), scaled)
 
     def runs_at(self, batch_size: int) -> bool:
         """Return whether the step takes a batch size, so far as a trace has to tell."""
@@ -76,17 +96,6 @@ class WorkCurve:
         except InputError:
             return False
         return True
-
-
-def _live_bytes(traced: TracedStep, scale: Scale) -> Array:
-    calls = np.array([node.op == "call_function" for node in traced.fx.graph.nodes])
-    change = np.zeros(calls.size + 1)
-    for storage in traced.storages:
-        held = float(scale.size(storage.elements) * storage.width)
-        change[storage.born] += held
-        change[storage.died] -= held
-    alive: Array = np.cumsum(change)[:-1][calls]
-    return alive
 
 
 def measure_work(build: Callable[[], TrainingStep], numerics: Numerics = AS_DEFAULT) -> WorkCurve:
@@ -118,8 +127,19 @@ class Setting:
     """Passes in a step."""
     compile: bool = False
     gpus_per_node: int = 8
+    sharding: str = "ddp"
+    """As :meth:`Sharding.named` takes it, where there are several replicas."""
+    checkpointing: Checkpointing = "none"
+    """Of every block."""
+
+    def sharded(self, replicas: int) -> Sharding:
+        """Return how ``replicas`` share the step's state."""
+        return Sharding.named(self.sharding if replicas > 1 else "none", replicas)
 
     def __post_init__(self) -> None:
+        if self.checkpointing not in get_args(Checkpointing):
+            ways = did_you_mean(self.checkpointing, get_args(Checkpointing))
+            raise InputError("--checkpointing", f"unknown {self.checkpointing!r}", ways)
         if self.optimizer not in OPTIMIZERS:
             raise InputError("--optimizer", f"unknown {self.optimizer!r}", did_you_mean(self.optimizer, OPTIMIZERS))
 
@@ -153,7 +173,7 @@ def predict_on(
         wide = [row.local_batch_size for row in alone if row.samples_per_s >= _SATURATED * best]
         devices[model.device.name] = PredictedDevice(
             saturation_batch=min(wide, default=None),
-            memory_limit_batch=memory_limit_batch(curve, model.device, own.optimizer, found[0].num_replicas),
+            memory_limit_batch=memory_limit_batch(curve, model.device, own, found[0].num_replicas),
             has_precision=_TYPES[str(meta.get("precision"))] in model.device.peak_flops,
             price_per_hour=model.device.price_per_hour,
             error=model.residuals,
@@ -162,7 +182,7 @@ def predict_on(
         rows += found
     assumed = {
         **{name: meta.get(name) for name in ("precision", "channels_last")},
-        **{name: getattr(setting, name) for name in ("compile", "optimizer", "accumulation", "gpus_per_node")},
+        **{name: getattr(setting, name) for name in _ASSUMED},
         "sequence_length": meta.get("tokens_per_sample"),
         "bandwidth_bytes_per_s": setting.network.bandwidth_bytes_per_s,
     }
@@ -171,14 +191,23 @@ def predict_on(
 
 def _fitting_sizes(curve: WorkCurve, model: CostModel, setting: Setting, replicas: int) -> tuple[int, ...]:
     """Return 1, 2, 4, ... up to the memory limit. Raises Infeasible when one sample does not fit."""
-    limit = memory_limit_batch(curve, model.device, setting.optimizer, replicas)
+    limit = memory_limit_batch(curve, model.device, setting, replicas)
     if limit < 1:
         raise Infeasible(
             f"one sample does not fit the {model.device.memory_gib:g} GiB of a {model.device.name}, by estimate; "
-            "give --batch-sizes to see its time all the same"
+            f"{_remedy(setting, replicas)}give --batch-sizes to see its time all the same"
         )
     every = tuple(2**power for power in range(limit.bit_length()))
     return tuple(size for size in every if curve.runs_at(size)) or every
+
+
+def _remedy(setting: Setting, replicas: int) -> str:
+    """Return what would need less memory."""
+    ways = ["--sharding fsdp" if replicas > 1 else "--sharding fsdp with more --replicas"] * (
+        not setting.sharded(replicas).gathers
+    )
+    ways += ["--checkpointing full"] * (setting.checkpointing != "full")
+    return f"try {' and '.join(ways)}, or " if ways else ""
 
 
 def predict(
@@ -190,7 +219,9 @@ def predict(
     source: str = "",
 ) -> list[PredictedRow]:
     """Return one prediction per placement and local batch size, placements outermost. O(ops log ops) per batch size."""
-    timed = {size: timed_step(curve.traced.at(size), model, setting) for size in batch_sizes}
+    timed = {
+        size: _recomputing(curve, timed_step(curve.traced.at(size), model, setting), setting) for size in batch_sizes
+    }
     programs = {size: program_of(graph) for size, graph in timed.items()}
     return [
         _row(curve, model, setting, placement, timed[size], programs[size], size, source)
@@ -209,12 +240,18 @@ def _row(
     size: int,
     source: str,
 ) -> PredictedRow:
-    synced_s = _synchronised_s(program, setting, placement)
+    sharding = setting.sharded(placement.num_replicas)
+    synced_s = _synchronised_s(program, setting, placement, sharding)
     update_s, host_share = float(graph.meta.get("update_s") or 0.0), float(graph.meta.get("host_share") or 0.0)
-    step_s = (setting.accumulation - 1) * program.compute_s + synced_s + update_s
+    update_s /= sharding.shard
+    passes = setting.accumulation - 1
+    step_s = passes * (synced_s if sharding.gathers else program.compute_s) + synced_s + update_s
     low_s, high_s = model.interval(step_s, host_share=host_share)
     samples, tokens = placement.num_replicas * size * setting.accumulation, graph.meta.get("tokens_per_sample")
-    memory = peak_memory_bytes(curve.live_bytes(size), graph, setting.optimizer, placement.num_replicas)
+    memory = curve.peak(size, sharding, setting.optimizer, setting.checkpointing)
+    if memory is None:
+        raise InputError("--batch-sizes", f"{size} is more than the step is traced at", "give a smaller one")
+    low, high = memory_range(memory.total_bytes)
     price = model.device.price_per_hour
     return PredictedRow(
         device=model.device.name,
@@ -224,9 +261,11 @@ def _row(
         step_time_s=step_s,
         predicted_low_s=low_s,
         predicted_high_s=high_s,
-        sync_time_s=max(synced_s - program.compute_s, 0.0),
-        peak_memory_bytes=round(memory),
-        fits=memory <= usable_bytes(model.device),
+        sync_time_s=max(step_s - setting.accumulation * program.compute_s - update_s, 0.0),
+        peak_memory_bytes=round(memory.total_bytes),
+        memory_low_bytes=round(low),
+        memory_high_bytes=round(high),
+        fits=memory.total_bytes <= usable_bytes(model.device),
         samples_per_s=samples / step_s,
         tokens_per_s=samples * float(tokens) / step_s if isinstance(tokens, (int, float)) else None,
         mfu=setting.accumulation * products_s(graph, model.device) / step_s,
@@ -265,12 +304,55 @@ def usable_bytes(device: Device) -> float:
     return device.memory_gib * 2.0**30 - RESERVED_BYTES
 
 
-def _synchronised_s(program: Program, setting: Setting, placement: Placement) -> float:
-    """Return forward, backward and what is left of DDP's all-reduces after it, in seconds."""
+def _recomputing(curve: WorkCurve, timed: Graph, setting: Setting) -> Graph:
+    """Return a timed step in which checkpointed blocks are computed again: what follows in the backward pass takes longer."""
+    if setting.checkpointing == "none":
+        return timed
+    ledger = curve.ledger(timed.batch_size or 1)
+    longer = timed.duration_s.copy()
+    place = {node: position for position, node in enumerate(ledger.traced.fx.graph.nodes)}
+    nodes = [ledger.traced.nodes.get(name) for name in timed.names]
+    at = np.array([-1 if node is None else place[node] for node in nodes])
+    for begins, seconds in ledger.recomputed_s(ledger.every_block(setting.checkpointing), timed).items():
+        longer[int(np.where(at >= begins, at, len(place)).argmin())] += seconds
+    return timed.with_durations(longer, timed.estimate)
+
+
+def _synchronised_s(program: Program, setting: Setting, placement: Placement, sharding: Sharding) -> float:
+    """Return forward, backward and what is left of the collectives after it, in seconds."""
     if placement.num_replicas == 1:
         return program.compute_s
     ring = _ring(setting, placement)
-    return max(program.compute_s, finish_s(program, ring, default_cuts(program)))
+    if not sharding.gathers:
+        if sharding.kind == "none":
+            raise InputError("--sharding", f"none on {placement.num_replicas} replicas", "give ddp, fsdp or another")
+        reduced = max(program.compute_s, finish_s(program, ring, default_cuts(program)))
+        # each process updates its part and tells it to all others
+        return reduced + (ring.all_gather_s(float(program.size_bytes.sum())) if sharding.kind == "zero1" else 0.0)
+    inside, groups = _ring(setting, _within(setting, sharding.shard)), placement.num_replicas // sharding.shard
+    if groups > 1:
+        between = _ring(setting, Placement(num_nodes=min(groups, placement.num_nodes), num_replicas=groups))
+        inside = _Replicated(**asdict(inside), between=between)
+    found = units_of(program)
+    if found is None:  # one unit: everything is gathered before the step and reduced after it
+        held = float(program.held_bytes.sum())
+        return inside.all_gather_s(held) + program.compute_s + inside.reduce_scatter_s(float(program.size_bytes.sum()))
+    return simulate_fsdp(*found, inside, 1, 1, reshard=sharding.reshards).step_s
+
+
+def _within(setting: Setting, replicas: int) -> Placement:
+    return Placement(num_nodes=math.ceil(replicas / setting.gpus_per_node), num_replicas=replicas)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Replicated(Ring):
+    """The ring of one shard group of several: what it has reduced is reduced over the groups as well (HSDP)."""
+
+    between: Ring
+
+    def reduce_scatter_s(self, size_bytes: float) -> float:
+        """Return the seconds to reduce and scatter within the group, and then over the groups."""
+        return self.all_gather_s(size_bytes) + self.between.all_reduce_s(size_bytes / self.replicas)
 
 
 def _ring(setting: Setting, placement: Placement) -> Ring:
@@ -291,24 +373,21 @@ def _ring(setting: Setting, placement: Placement) -> Ring:
     return Ring(replicas=n, bandwidth_bytes_per_s=rate, latency_s=min(turns * network.latency_s, tree_s) / turns)
 
 
-def peak_memory_bytes(live_bytes: Array, graph: Graph, optimizer: str, num_replicas: int = 1) -> float:
-    """Return the estimated peak of one replica: parameters, gradients, activations, optimizer state, DDP's buckets.
+def memory_range(peak_bytes: float) -> tuple[float, float]:
+    """Return the least and the most bytes that a process with this peak of tensors is likely to take of a device.
 
-    ``live_bytes``: (c,) alive after each call of the pass. ``graph``: the pass at any batch size, for its parameters.
+    The least: the tensors. The most: what a caching allocator loses to its blocks, and :data:`RESERVED_BYTES`.
     """
-    trained = graph.trained_bytes
-    state = OPTIMIZERS[optimizer].state_copies * trained
-    buckets = trained if num_replicas > 1 else 0.0
-    updating = graph.parameter_bytes + 2 * trained  # the parameters, their gradients, and one temporary
-    return max(float(live_bytes.max(initial=0.0)), updating) + state + buckets
+    return peak_bytes, peak_bytes * (1 + _FRAGMENTED) + RESERVED_BYTES
 
 
-def memory_limit_batch(curve: WorkCurve, device: Device, optimizer: str, num_replicas: int = 1) -> int:
+def memory_limit_batch(curve: WorkCurve, device: Device, setting: Setting, num_replicas: int = 1) -> int:
     """Return the largest local batch whose estimated peak fits the device; 0 when none does. Bisection."""
+    sharding = setting.sharded(num_replicas)
 
     def fits(size: int) -> bool:
-        live = curve.live_bytes(size)
-        return peak_memory_bytes(live, curve.traced.graph, optimizer, num_replicas) <= usable_bytes(device)
+        peak = curve.peak(size, sharding, setting.optimizer, setting.checkpointing)
+        return peak is not None and peak.total_bytes <= usable_bytes(device)
 
     if not fits(1):
         return 0

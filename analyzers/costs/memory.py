@@ -1,0 +1,434 @@
+"""What one process of a training step holds, and when: sharded or not, with or without activation checkpointing.
+
+A traced step says when every tensor is made and when it is used for the last time. Sharding adds what its framework
+gathers and reduces beside them; checkpointing drops what a block saved and makes it again before its backward pass. Both
+are known places in the program, so one sum over them is the memory at every place. Start at :func:`ledger_of`.
+
+Sources: FSDP2 as ``torch.distributed.fsdp.fully_shard`` does it (the root stays gathered, one block is gathered ahead, the
+input of a reduce-scatter is held until the next one); non-reentrant ``torch.utils.checkpoint`` (recomputation ends with the
+last tensor that is needed), selective: the outputs of matrix products, convolutions and attention are kept.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Literal, get_args
+
+import numpy as np
+from numpy.typing import NDArray
+from torch import Tensor
+from torch.fx import Node
+
+from ddltool.analyzers.communication.fsdp import block_container, block_of
+from ddltool.analyzers.costs.model import OPTIMIZERS, Optimizer
+from ddltool.analyzers.tracing.torch_adapter import TracedStep
+from ddltool.analyzers.tracing.torch_costs import AS_TRACED, tensors_of, value_of
+from ddltool.errors import InputError, did_you_mean
+from ddltool.graph import RECV, SEND, Graph
+
+Array = NDArray[np.float64]
+Places = NDArray[np.int64]
+Kind = Literal["none", "ddp", "zero1", "zero2", "fsdp", "hsdp"]
+Checkpointing = Literal["none", "selective", "full"]
+PARAMETER, GIVEN, GRADIENT, ACTIVATION = range(4)
+# fully_shard's mixed precision keeps parameters, reduced gradients and state in float32, whatever is gathered.
+_MASTER_BYTES = 4.0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Sharding:
+    """How a step's state is spread over its replicas; ``shard``: over how many processes."""
+
+    kind: Kind = "ddp"
+    shard: int = 1
+
+    @classmethod
+    def named(cls, text: str, replicas: int) -> Sharding:
+        """Return ``none``, ``ddp``, ``zero1``, ``zero2``, ``fsdp`` or ``hsdp:SHARD`` on a number of replicas.
+
+        ``zero2`` is ``fully_shard`` with ``reshard_after_forward=False``. Raises InputError for other texts, and for a
+        shard that does not divide the replicas.
+        """
+        kind = next((known for known in get_args(Kind) if known == text.partition(":")[0]), None)
+        size = text.partition(":")[2]
+        if kind is None or (kind == "hsdp") != bool(size):
+            ways = ["none", "ddp", "zero1", "zero2", "fsdp", "hsdp:SHARD"]
+            raise InputError("--sharding", f"unknown {text!r}", did_you_mean(text, ways))
+        if kind != "hsdp":
+            return cls(kind=kind, shard=1 if kind in ("none", "ddp") else replicas)
+        if not size.isdecimal() or int(size) < 1 or replicas % int(size):
+            raise InputError("--sharding", f"{text!r} on {replicas} replicas", "give a SHARD that divides the replicas")
+        return cls(kind=kind, shard=int(size))
+
+    @property
+    def gathers(self) -> bool:
+        """Whether parameters are held in shards, and gathered block by block."""
+        return self.kind in ("zero2", "fsdp", "hsdp")
+
+    @property
+    def reshards(self) -> bool:
+        """Whether a block's parameters are given up after its forward pass, and gathered again."""
+        return self.kind in ("fsdp", "hsdp")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Block:
+    """A member of the model's list of blocks, and where it runs; places count the nodes of the program."""
+
+    name: str
+    first: int
+    last: int
+    """Of its forward pass."""
+    begins: int
+    ends: int
+    """Of its backward pass: the nodes that read what it alone holds, or make its gradients."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Peak:
+    """The most that is held at one time: in all, by part, and the curve (bytes by place) that it is the top of."""
+
+    total_bytes: float
+    parts: dict[str, float]
+    curve: Array
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Ledger:
+    """Every storage of a traced step: arrays (s,), places of ``nodes`` nodes, the backward pass from ``backward`` on.
+
+    ``owner``: the block of a parameter or gradient; of an activation the block that made it and alone uses it in its
+    forward pass. -1: none. ``forward``: the last use before the backward pass. ``product``: whether a matrix product, a
+    convolution or an attention made it. ``read``: (r, 3) a storage that is made before a block, the block, and the last
+    place in its forward pass that reads it.
+    """
+
+    traced: TracedStep
+    nodes: int
+    backward: int
+    elements: tuple[int, ...]
+    width: Array
+    born: Places
+    forward: Places
+    died: Places
+    role: Places
+    owner: Places
+    product: NDArray[np.bool_]
+    read: Places
+    trained_bytes: Array
+    """(blocks + 1,) of the parameters that get a gradient; those outside all blocks come last."""
+    blocks: tuple[Block, ...]
+    """In the order of their forward passes; none where they do not run one after another."""
+
+    def sizes(self, batch_size: int | None = None) -> Array:
+        """Return (s,) bytes at a batch size of a step whose work grows with its batch. O(s)."""
+        scale = AS_TRACED
+        if batch_size is not None and batch_size != self.traced.graph.batch_size:
+            found = self.traced.scale(batch_size)
+            if found is None:
+                raise InputError("--batch-sizes", f"{batch_size} is not the traced one", "trace the step at it")
+            scale = found
+        return np.array([float(scale.size(each)) for each in self.elements]) * self.width
+
+    def peak(
+        self,
+        sharding: Sharding,
+        optimizer: str,
+        checkpointing: Mapping[str, Checkpointing] | None = None,
+        batch_size: int | None = None,
+    ) -> Peak:
+        """Return the most bytes of tensors that one process holds during a step. O(storages + nodes).
+
+        ``checkpointing``: by block, none for those that are not named.
+        """
+        again = _Recomputation(self, checkpointing or {})
+        held = _Held(self.nodes + again.extra)
+        size = self.sizes(batch_size)
+        self._hold_activations(held, again, size)
+        update = OPTIMIZERS[optimizer]
+        if sharding.gathers:
+            self._hold_shards(held, again, size, sharding, update)
+        else:
+            self._hold_whole(held, again, size, sharding, update)
+        return held.peak()
+
+    def every_block(self, checkpointing: Checkpointing) -> dict[str, Checkpointing]:
+        """Return a plan that treats all blocks alike. Raises InputError where there are none to checkpoint."""
+        if checkpointing != "none" and not self.blocks:
+            problem = f"{self.traced.graph.name} has no list of blocks that run one after another"
+            raise InputError("--checkpointing", problem, "leave it out")
+        return {block.name: checkpointing for block in self.blocks}
+
+    def recomputed_s(self, checkpointing: Mapping[str, Checkpointing], timed: Graph) -> dict[int, float]:
+        """Return by the place where each recomputation begins its seconds, by the durations of ``timed``, this graph."""
+        again = _Recomputation(self, checkpointing)
+        place = {node: position for position, node in enumerate(self.traced.fx.graph.nodes)}
+        at = np.array([place[self.traced.nodes[name]] if name in self.traced.nodes else -1 for name in timed.names])
+        product = timed.gemm[:, 1] > 0
+        made: dict[int, float] = {}
+        for number, block in enumerate(self.blocks):
+            inside = (at >= block.first) & (at < block.first + again.length[number])
+            if again.selective[number]:
+                inside &= ~product
+            made[block.begins] = made.get(block.begins, 0.0) + float(timed.duration_s[inside].sum())
+        return made
+
+    def _hold_activations(self, held: _Held, again: _Recomputation, size: Array) -> None:
+        held.add("activations", 0, held.places, size[self.role == GIVEN])
+        dropped = again.drops(self)
+        whole = (self.role == ACTIVATION) & ~dropped
+        died = again.moved(self.died) + 1
+        for storage, number, last in self.read[whole[self.read[:, 0]]]:  # there until the block is computed again
+            if again.length[number]:
+                used = min(last - self.blocks[number].first, again.length[number] - 1)
+                died[storage] = max(died[storage], again.start[number] + used + 1)
+        held.add("activations", again.moved(self.born)[whole], died[whole], size[whole])
+        held.add("activations", self.born[dropped], self.forward[dropped] + 1, size[dropped])
+        number = self.owner[dropped]
+        offset, length = self.born[dropped] - again.first[number], again.length[number]
+        start = again.start[number] + offset
+        used = again.start[number] + np.minimum(self.forward[dropped] - again.first[number], length - 1) + 1
+        end = np.where(self.died[dropped] >= self.backward, died[dropped], used)
+        made = offset < length
+        held.add("activations", start[made], end[made], size[dropped][made])
+
+    def _hold_whole(
+        self, held: _Held, again: _Recomputation, size: Array, sharding: Sharding, update: Optimizer
+    ) -> None:
+        parameter, gradient = self.role == PARAMETER, self.role == GRADIENT
+        trained = float(self.trained_bytes.sum())
+        held.add("parameters", 0, held.places, size[parameter])
+        held.add("gradients", again.moved(self.born)[gradient], held.places, size[gradient])
+        held.add("updating", held.places - 1, held.places, update.temporaries * float(size[gradient].sum()))
+        held.add("optimizer", 0, held.places, update.state_copies * trained / sharding.shard)
+        if sharding.kind != "none":
+            held.add("buckets", 0, held.places, trained)
+
+    def _hold_shards(
+        self, held: _Held, again: _Recomputation, size: Array, sharding: Sharding, update: Optimizer
+    ) -> None:
+        parameter, gradient = self.role == PARAMETER, self.role == GRADIENT
+        born, end, shard = again.moved(self.born), held.places, sharding.shard
+        widest = float(self.width[parameter].max(initial=_MASTER_BYTES))
+        reduced = self.trained_bytes * max(_MASTER_BYTES / widest, 1.0)
+        held.add("parameters", 0, end, size[parameter] * np.maximum(_MASTER_BYTES / self.width[parameter], 1.0) / shard)
+        held.add("optimizer", 0, end, update.state_copies * float(reduced.sum()) / shard)
+        held.add("gathered", 0, end, size[parameter & (self.owner < 0)])
+        rooted = gradient & (self.owner < 0)
+        held.add("gradients", born[rooted], end, size[rooted])
+        own = [float(size[parameter & (self.owner == number)].sum()) for number in range(len(self.blocks))]
+        ends = [int(again.moved(np.array(block.ends))) for block in self.blocks]
+        for number, block in enumerate(self.blocks):
+            before = number - 1 if number else None  # the block whose backward pass comes next
+            # What was gathered is copied out, and kept until the next block has been gathered.
+            leaves = self.blocks[number + 1].first if number + 1 < len(self.blocks) else self.backward
+            held.add("gathering", block.first - 1, leaves, own[number])
+            held.add("gathered", block.first, block.last + 1 if sharding.reshards else ends[number] + 1, own[number])
+            if sharding.reshards:
+                held.add("gathered", again.start[number], ends[number] + 1, own[number])
+                held.add("gathering", again.start[number], ends[number] + 1, own[before] if before is not None else 0.0)
+            mine = gradient & (self.owner == number)
+            held.add("gradients", born[mine], ends[number] + 1, size[mine])
+            held.add("reducing", ends[number], ends[before] if before is not None else end - 1, float(reduced[number]))
+            held.add("gradients", ends[number], end, float(reduced[number]) / shard)
+        held.add("updating", end - 1, end, update.temporaries * float(reduced.sum()) / shard)
+
+
+class _Recomputation:
+    """Where a plan's recomputed forward passes stand in the program; arrays by block."""
+
+    def __init__(self, ledger: Ledger, plan: Mapping[str, Checkpointing]) -> None:
+        blocks = ledger.blocks
+        self.first = np.array([block.first for block in blocks], dtype=np.int64)
+        self.on = np.array([plan.get(block.name, "none") != "none" for block in blocks], dtype=bool)
+        self.selective = np.array([plan.get(block.name) == "selective" for block in blocks], dtype=bool)
+        needed = self.drops(ledger) & (ledger.died >= ledger.backward)
+        self.length = np.zeros(len(blocks), dtype=np.int64)
+        number = ledger.owner[needed]
+        np.maximum.at(self.length, number, ledger.born[needed] - self.first[number] + 1)
+        inserted = np.zeros(ledger.nodes + 1, dtype=np.int64)
+        begins = np.array([block.begins for block in blocks], dtype=np.int64)
+        np.add.at(inserted, begins, self.length)
+        self._shift = np.cumsum(inserted)
+        self.start = begins + self._shift[begins] - self.length
+        self.extra = int(self._shift[-1])
+
+    def drops(self, ledger: Ledger) -> NDArray[np.bool_]:
+        """Return (s,) whether a storage is given up after the forward pass and, where it is needed, made again."""
+        mine = (ledger.role == ACTIVATION) & (ledger.owner >= 0)
+        if not self.on.any():
+            return np.zeros_like(mine)
+        owner = np.where(mine, ledger.owner, 0)
+        found: NDArray[np.bool_] = mine & self.on[owner] & ~(self.selective[owner] & ledger.product)
+        return found
+
+    def moved(self, place: Places) -> Places:
+        """Return places of the traced program in the one with recomputation."""
+        made: Places = place + self._shift[place]
+        return made
+
+
+class _Held:
+    """Bytes held over the places of a program, by what they are."""
+
+    def __init__(self, places: int) -> None:
+        self.places = places
+        self._change: dict[str, Array] = {}
+
+    def add(self, part: str, start: Places | int, end: Places | int, size: Array | float) -> None:
+        """Add ``size`` bytes from each ``start`` up to each ``end``, which is left out."""
+        change = self._change.setdefault(part, np.zeros(self.places + 1))
+        starts, ends, sizes = np.broadcast_arrays(np.asarray(start), np.asarray(end), np.asarray(size, dtype=float))
+        np.add.at(change, np.clip(starts, 0, self.places), sizes)
+        np.subtract.at(change, np.clip(ends, 0, self.places), sizes)
+
+    def peak(self) -> Peak:
+        """Return the top of the sum."""
+        curves = {part: np.cumsum(change)[:-1] for part, change in self._change.items()}
+        curve = np.sum(list(curves.values()), axis=0)
+        top = int(curve.argmax())
+        return Peak(
+            total_bytes=float(curve[top]), parts={name: float(each[top]) for name, each in curves.items()}, curve=curve
+        )
+
+
+def ledger_of(traced: TracedStep) -> Ledger:
+    """Return what a traced training step holds. O(nodes).
+
+    Its blocks are the members of the list with most of the parameters; none where there is no such list, or where its
+    members do not run one after another, each once.
+    """
+    return _Reader(traced).read()
+
+
+class _Reader:
+    """Goes once through a recorded step; all lists by storage, in the order in which they come first."""
+
+    def __init__(self, traced: TracedStep) -> None:
+        self.traced, graph = traced, traced.graph
+        self.nodes: list[Node] = list(traced.fx.graph.nodes)
+        self.names = {node: name for name, node in traced.nodes.items()}
+        received = graph.kind == RECV
+        held = [graph.parameter[op] or "" for op in np.flatnonzero(received).tolist()]
+        self.container = block_container(held, graph.size_bytes[received].tolist())
+        self.parameters = dict(zip((node for node in self.nodes if node.op == "placeholder"), held, strict=False))
+        starts = (place for place, node in enumerate(self.nodes) if self.names.get(node, "").startswith("backward"))
+        self.backward = next(starts, len(self.nodes) - 1)
+        self.block = self._running_block()
+        self.spans = self._spans()
+        self.number = {name: number for number, name in enumerate(self.spans)}
+        self.product = {graph.names[op] for op in np.flatnonzero(graph.gemm[:, 1] > 0).tolist()}
+        self.storage: dict[int, int] = {}
+        self.elements: list[int] = []
+        self.width: list[float] = []
+        self.columns: list[list[int]] = []  # born, forward, died, role, owner, product
+        self.reads: dict[tuple[int, int], int] = {}
+
+    def read(self) -> Ledger:
+        """Return the ledger."""
+        used: list[list[int]] = []
+        for place, node in enumerate(self.nodes):
+            sources = (*node.all_input_nodes, node)
+            used.append([self._use(source, tensor, place) for source in sources for tensor in _tensors(source)])
+        self._mark_gradients()
+        table = np.array(self.columns, dtype=np.int64).reshape(-1, 6)
+        born, forward, died, role, owner, product = table.T
+        for storage in np.flatnonzero((role == ACTIVATION) & (born < self.backward)).tolist():
+            name = self.block[born[storage]] if self.spans else ""
+            if name and forward[storage] <= self.spans[name][1]:
+                owner[storage] = self.number[name]
+        touched: list[list[int]] = [[] for _ in self.spans]
+        for place in range(self.backward, len(self.nodes) - 1):
+            for number in {int(owner[storage]) for storage in used[place] if owner[storage] >= 0}:
+                touched[number].append(place)
+        blocks = tuple(
+            Block(name=name, first=span[0], last=span[1], begins=places[0], ends=places[-1])
+            for (name, span), places in zip(self.spans.items(), touched, strict=True)
+            if places
+        )
+        if len(blocks) < len(self.spans):  # one that is not trained
+            owner[:], blocks = -1, ()
+        read = [(s, n, last) for (s, n), last in self.reads.items() if blocks and born[s] < blocks[n].first]
+        return Ledger(
+            traced=self.traced,
+            nodes=len(self.nodes),
+            backward=self.backward,
+            elements=tuple(self.elements),
+            width=np.array(self.width),
+            born=born,
+            forward=forward,
+            died=died,
+            role=role,
+            owner=owner,
+            product=product.astype(bool),
+            read=np.array(read, dtype=np.int64).reshape(-1, 3),
+            trained_bytes=self._trained(blocks),
+            blocks=blocks,
+        )
+
+    def _use(self, source: Node, tensor: Tensor, place: int) -> int:
+        """Return the number of a tensor's storage, which a node of this place makes or reads."""
+        kept = tensor.untyped_storage()
+        given = source.op == "placeholder"
+        if kept._cdata not in self.storage:
+            self.storage[kept._cdata] = len(self.elements)
+            self.elements.append(kept.nbytes() // tensor.element_size())
+            self.width.append(tensor.element_size())
+            role = (PARAMETER if source in self.parameters else GIVEN) if given else ACTIVATION
+            made = self.names.get(source) in self.product
+            self.columns.append([0 if given else place, 0, 0, role, self._owner(self.parameters.get(source, "")), made])
+        number = self.storage[kept._cdata]
+        row = self.columns[number]
+        row[2] = max(row[2], place)
+        if place < self.backward:
+            row[1] = max(row[1], place)
+            if self.spans and self.block[place]:
+                self.reads[number, self.number[self.block[place]]] = place
+        return number
+
+    def _owner(self, parameter: str) -> int:
+        return self.number.get(block_of(parameter, self.container), -1) if self.container is not None else -1
+
+    def _mark_gradients(self) -> None:
+        graph = self.traced.graph
+        sent = [graph.parameter[op] or "" for op in np.flatnonzero(graph.kind == SEND).tolist()]
+        returned = self.nodes[-1].args[0]
+        made = returned[1:] if isinstance(returned, (list, tuple)) else ()
+        for name, gradient in zip(sent, (value for value in made if isinstance(value, Node)), strict=False):
+            for tensor in _tensors(gradient):
+                row = self.columns[self.storage[tensor.untyped_storage()._cdata]]
+                row[2:5] = [len(self.nodes) - 1, GRADIENT, self._owner(name)]
+
+    def _trained(self, blocks: Sequence[Block]) -> Array:
+        graph = self.traced.graph
+        made = np.zeros(len(blocks) + 1)
+        for op in np.flatnonzero(graph.kind == SEND).tolist():
+            made[self._owner(graph.parameter[op] or "") if blocks else -1] += graph.size_bytes[op]
+        return made
+
+    def _running_block(self) -> list[str]:
+        """Return for each node of the forward pass the block that it runs in; what has no name, with the one before."""
+        made: list[str] = []
+        last = ""
+        for node in self.nodes[: self.backward]:
+            if (name := self.names.get(node)) is not None:
+                scope = name.rpartition("/")[0].partition("/")[2]
+                last = block_of(f"{scope}.", self.container) if scope and self.container is not None else ""
+            made.append(last)
+        return made
+
+    def _spans(self) -> dict[str, tuple[int, int]]:
+        """Return by block the first and the last place of its forward pass; nothing where one is left and entered again."""
+        spans: dict[str, tuple[int, int]] = {}
+        inside: Sequence[str] = [name for name in self.block if name]
+        runs = 1 + sum(one != other for one, other in pairwise(inside)) if inside else 0
+        for place, name in enumerate(self.block):
+            if name:
+                spans[name] = (spans.get(name, (place, place))[0], place)
+        return spans if len(spans) == runs and len(spans) > 1 else {}
+
+
+def _tensors(node: Node) -> list[Tensor]:
+    return tensors_of(value_of(node))

@@ -1,0 +1,227 @@
+"""Memory of sharded and checkpointed steps against torch's own trackers, which run the real framework on fake tensors."""
+
+from __future__ import annotations
+
+import functools
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed._tools.fsdp2_mem_tracker import FSDPMemTracker
+from torch.distributed._tools.mem_tracker import MemTracker
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.nn import functional as F
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.utils import _pytree
+from torch.utils.checkpoint import checkpoint
+
+from ddltool.analyzers.costs.memory import Checkpointing, Sharding, ledger_of
+from ddltool.analyzers.loading.sources import training_step
+from ddltool.analyzers.tracing.step import TrainingStep
+from ddltool.analyzers.tracing.torch_adapter import trace_any_batch, trace_step
+from ddltool.errors import InputError
+
+WORLD = 4
+WIDTH, LENGTH, WORDS = 128, 64, 512
+
+
+class Layer(nn.Module):
+    """A transformer's block."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.before, self.after = nn.LayerNorm(WIDTH), nn.LayerNorm(WIDTH)
+        self.attend, self.out = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.wide, self.narrow = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (
+            part.view(*part.shape[:2], 4, -1).transpose(1, 2) for part in self.attend(self.before(x)).chunk(3, -1)
+        )
+        mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2)
+        x = x + self.out(mixed.reshape(x.shape))
+        added: Tensor = x + self.narrow(F.gelu(self.wide(self.after(x))))
+        return added
+
+
+class Gpt(nn.Module):
+    """Embeddings, blocks, a head."""
+
+    def __init__(self, layers: int) -> None:
+        super().__init__()
+        self.words = nn.Embedding(WORDS, WIDTH)
+        self.layers = nn.ModuleList(Layer() for _ in range(layers))
+        self.head = nn.Linear(WIDTH, WORDS)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.words(tokens)
+        for layer in self.layers:
+            x = layer(x)
+        made: Tensor = self.head(x)
+        return made
+
+
+def gpt(layers: int, batch: int) -> TrainingStep:
+    def loss(output: Tensor) -> Tensor:
+        return F.cross_entropy(output.flatten(0, 1), output.new_zeros(output.shape[0] * LENGTH, dtype=torch.long))
+
+    tokens = torch.zeros(batch, LENGTH, dtype=torch.long)
+    return TrainingStep(name="gpt", module=Gpt(layers), inputs=(tokens,), loss=loss)
+
+
+@pytest.fixture(autouse=True)
+def group() -> Iterator[None]:
+    dist.init_process_group("fake", rank=0, world_size=WORLD, store=FakeStore())  # type: ignore[no-untyped-call]
+    yield
+    dist.destroy_process_group()
+
+
+def tracked(build: Callable[[], TrainingStep], units: list[str], kind: str, how: str) -> float:
+    """Return the peak that torch's tracker sees in the second of two real steps on fake tensors, in bytes."""
+    mesh = init_device_mesh("cpu", (WORLD,))
+    with FakeTensorMode(allow_non_fake_inputs=True), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        step = build()
+        module, inputs = step.module.train(), step.inputs
+        for name in units if how == "full" else ():
+            layer = module.get_submodule(name)
+            layer.forward = functools.partial(  # type: ignore[method-assign]
+                checkpoint, layer.forward, use_reentrant=False, preserve_rng_state=False
+            )
+        tracker: MemTracker
+        if kind == "none":
+            optimizer = torch.optim.SGD(module.parameters(), momentum=0.9, foreach=True)
+            tracker = MemTracker()
+            tracker.track_external(module, optimizer, *(x for x in inputs if isinstance(x, Tensor)))
+        else:
+            reshard: Any = {"fsdp": (True, None), "zero2": (False, False)}[kind]
+            for name in units:
+                fully_shard(module.get_submodule(name), mesh=mesh, reshard_after_forward=reshard[0])
+            fully_shard(module, mesh=mesh, reshard_after_forward=reshard[1])
+            optimizer = torch.optim.SGD(module.parameters(), momentum=0.9, foreach=False)
+            tracker = FSDPMemTracker(module, optimizer)
+            tracker.track_inputs(inputs)
+        with tracker:
+            for turn in range(2):
+                loss = step.loss(module(*inputs))
+                loss.backward()
+                del loss
+                optimizer.step()
+                optimizer.zero_grad()
+                if turn == 0:
+                    tracker.reset_mod_stats()
+        return float(next(iter(tracker.get_tracker_snapshot("peak").values()))["Total"])
+
+
+CASES = [("none", "none"), ("none", "full"), ("fsdp", "none"), ("fsdp", "full"), ("zero2", "none")]
+
+
+@pytest.mark.parametrize(("kind", "how"), CASES)
+@pytest.mark.parametrize(("layers", "batch"), [(6, 1), (3, 16)])
+def test_the_peak_is_the_trackers(kind: Any, how: Checkpointing, layers: int, batch: int) -> None:
+    ledger = ledger_of(trace_step(lambda: gpt(layers, batch), mode="training"))
+    assert [block.name for block in ledger.blocks] == [f"layers.{k}" for k in range(layers)]
+    sharding = Sharding(kind=kind, shard=1 if kind == "none" else WORLD)
+    ours = ledger.peak(sharding, "momentum", ledger.every_block(how)).total_bytes
+    units = [block.name for block in ledger.blocks]
+    assert ours == pytest.approx(tracked(lambda: gpt(layers, batch), units, kind, how), rel=0.05)
+
+
+def test_one_trace_tells_of_every_batch() -> None:
+    ledger = ledger_of(trace_any_batch(lambda: gpt(3, 4), mode="training"))
+    direct = ledger_of(trace_step(lambda: gpt(3, 5), mode="training"))
+    for how in ("none", "selective", "full"):
+        plan = ledger.every_block(how)  # type: ignore[arg-type]
+        expected = direct.peak(Sharding(kind="fsdp", shard=2), "adam", plan).total_bytes
+        assert ledger.peak(Sharding(kind="fsdp", shard=2), "adam", plan, 5).total_bytes == expected
+
+
+def test_what_costs_time_saves_memory() -> None:
+    """Each block that is checkpointed saves more; in between, products are kept."""
+    ledger = ledger_of(trace_step(lambda: gpt(6, 16), mode="training"))
+    alone = Sharding(kind="none")
+    peaks = []
+    for count in range(7):
+        plan: dict[str, Checkpointing] = {block.name: "full" for block in ledger.blocks[:count]}
+        peaks.append(ledger.peak(alone, "adam", plan).total_bytes)
+    assert peaks == sorted(peaks, reverse=True)
+    assert peaks[0] > peaks[-1]
+    between = ledger.peak(alone, "adam", ledger.every_block("selective")).total_bytes
+    assert peaks[-1] < between < peaks[0]
+    timed = ledger.traced.graph.with_durations([1.0] * len(ledger.traced.graph), ["rule"] * len(ledger.traced.graph))
+    costs = [sum(ledger.recomputed_s(ledger.every_block(how), timed).values()) for how in ("none", "selective", "full")]  # type: ignore[arg-type]
+    assert costs == sorted(costs)
+    assert costs[0] == 0 < costs[1] < costs[2]
+
+
+def test_parts_shrink_with_the_shard() -> None:
+    ledger = ledger_of(trace_step(lambda: gpt(3, 2), mode="training"))
+    parts = [ledger.peak(Sharding(kind="hsdp", shard=shard), "adam").parts for shard in (1, 2, 8)]
+    for name in ("parameters", "optimizer"):
+        assert parts[0][name] == pytest.approx(2 * parts[1][name]) == pytest.approx(8 * parts[2][name])
+    zero1, ddp = (ledger.peak(Sharding(kind=kind, shard=shard), "adam") for kind, shard in (("zero1", 4), ("ddp", 1)))  # type: ignore[arg-type]
+    assert ddp.total_bytes - zero1.total_bytes == pytest.approx(0.75 * ddp.parts["optimizer"])
+
+
+def test_names_of_shardings() -> None:
+    assert Sharding.named("hsdp:8", 16) == Sharding(kind="hsdp", shard=8)
+    assert Sharding.named("fsdp", 16).shard == 16
+    for text, problem in (("hsdp:3", "on 16 replicas"), ("hsdp", "unknown 'hsdp'"), ("zero3", "unknown 'zero3'")):
+        with pytest.raises(InputError, match=f"--sharding: .*{problem}"):
+            Sharding.named(text, 16)
+
+
+def test_a_model_without_blocks_has_nothing_to_checkpoint() -> None:
+    plain = TrainingStep(name="plain", module=nn.Linear(4, 4), inputs=(torch.zeros(2, 4),), loss=lambda y: y.sum())
+    ledger = ledger_of(trace_step(lambda: plain, mode="training"))
+    assert ledger.blocks == ()
+    with pytest.raises(InputError, match="--checkpointing: plain has no list of blocks"):
+        ledger.every_block("full")
+
+
+MODELS = [
+    ("transformers:gpt2", 2),
+    ("transformers:bert", 4),
+    ("transformers:t5", 2),
+    ("timm:vit_base_patch16_224", 8),
+    ("timm:convnext_tiny", 8),
+    ("timm:swin_tiny_patch4_window7_224", 8),
+    ("timm:efficientnet_b0", 8),
+    ("timm:mobilenetv3_large_100", 8),
+    ("zoo:resnet50_v1", 8),
+    ("zoo:bert_small", 8),
+]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("source", "batch"), MODELS)
+def test_ten_models_alone_and_checkpointed(source: str, batch: int) -> None:
+    ledger = ledger_of(trace_step(lambda: training_step(source, batch), mode="training"))
+    units = [block.name for block in ledger.blocks]
+
+    def build() -> TrainingStep:
+        step = training_step(source, batch)
+        fakes: dict[int, Tensor] = {}
+
+        def fake(value: Tensor | None) -> Any:
+            if value is None:
+                return None
+            made = torch.empty(value.shape, dtype=value.dtype)
+            kept = nn.Parameter(made, value.requires_grad) if isinstance(value, nn.Parameter) else made
+            return fakes.setdefault(id(value), kept)
+
+        for part in step.module.modules():
+            part._parameters = {name: fake(value) for name, value in part._parameters.items()}
+            part._buffers = {name: fake(value) for name, value in part._buffers.items()}
+        inputs = _pytree.tree_map(lambda value: fake(value) if isinstance(value, Tensor) else value, step.inputs)
+        return TrainingStep(name=step.name, module=step.module, inputs=inputs, loss=step.loss)
+
+    for how in ("none", "full") if units else ("none",):
+        ours = ledger.peak(Sharding(kind="none"), "momentum", ledger.every_block(how)).total_bytes  # type: ignore[arg-type]
+        assert ours == pytest.approx(tracked(build, units, "none", how), rel=0.05), how
