@@ -121,13 +121,17 @@ def barrier_section(found: BarrierResult, name: str) -> Section:
         level=("bsp", found.bsp.waiting_time_s),
     )
     table = tabled(caption, "predicted", records.values(), columns, names=("choice", records))
-    blocks = [pictured("Longest waiting of any worker, by choice of the barrier.", table, figure)]
+    blocks: Blocks = [
+        pictured("Longest waiting of any worker, by choice of the barrier.", table, figure),
+        *_iterations(records),
+    ]
+    if found.tradeoff:
+        blocks.append(_tradeoff(found))
     lead = (
         f"{counted(found.workers, 'worker')}, {counted(found.lookahead, 'iteration')} looked ahead. "
         "Times count as in the file that was read."
     )
-    rest = [*_iterations(records), *([_tradeoff(found)] if found.tradeoff else [])]
-    return Section(title=f"Barrier: {name}", lead=[lead], blocks=[*blocks, *rest])
+    return Section(title=f"Barrier: {name}", lead=[lead], blocks=blocks)
 
 
 def _iterations(records: dict[str, BarrierChoice]) -> list[Table]:
