@@ -14,7 +14,7 @@ import pytest
 from ddltool.analyzers.goodput.fit import Problem, evaluate, fit, predict
 from ddltool.analyzers.goodput.observations import Observations, from_frame
 from ddltool.analyzers.goodput.throughput import ThroughputParams, grad_time_s, iteration_time_s
-from ddltool.analyzers.goodput.tuning import BatchLimits
+from ddltool.analyzers.goodput.tuning import BatchLimits, frontier
 from ddltool.analyzers.loading.fitted_models import fit_rows
 from ddltool.analyzers.reporting.charts import drawn
 from ddltool.analyzers.reporting.fit_sections import fit_figures, goodput_figures
@@ -334,11 +334,10 @@ def test_pictures(tmp_path: Path, cli: Cli) -> None:
     for word in ("T4", "A100", "16 GPUs on 4 nodes", "local batch size"):
         assert word in words
     limits = BatchLimits(initial_batch_size=64, max_batch_size=4096, max_local_batch_size=128)
-    options = {"noise_scale": 1000.0, "replicas_per_node": 4}
-    assert "scaling pays until" in "".join(
-        ET.fromstring(drawn(goodput_figures(TRUTH, 16, limits, **options), "svg")).itertext()  # type: ignore[arg-type]
-    )
-    assert goodput_figures(TRUTH, 1, limits, **options)  # type: ignore[arg-type]
+    for replicas, said in ((16, "scaling pays until"), (1, "")):
+        found = frontier(TRUTH, replicas, limits, noise_scale=1000.0, replicas_per_node=4)
+        figures = goodput_figures(TRUTH, limits, found, found.pays_until, noise_scale=1000.0, known=replicas)
+        assert said in "".join(ET.fromstring(drawn(figures, "svg")).itertext())
     measured(TRUTH).to_csv(tmp_path / "p.csv", index=False)
     assert cli("fit", tmp_path / "p.csv", "--picture", tmp_path / "p.png").code == 0
     assert (tmp_path / "p.png").read_bytes().startswith(b"\x89PNG")
