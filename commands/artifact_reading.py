@@ -16,9 +16,10 @@ from ddltool.errors import InputError, did_you_mean
 from ddltool.goodput_model import Goodput
 from ddltool.graph_io import from_document
 from ddltool.plan import Enforcement, Plan
-from ddltool.profile import check_profile, read_profile, read_table
+from ddltool.profile import check_profile, read_profile
 from ddltool.results import SHOWN
 from ddltool.schema_words import in_words
+from ddltool.tables import read_table
 from ddltool.telemetry import TelemetryRow
 
 if TYPE_CHECKING:

@@ -232,12 +232,12 @@ def test_rows_that_do_not_say_whose_they_are(tmp_path: Path, cli: Cli) -> None:
 @pytest.mark.parametrize(
     ("column", "value", "message"),
     [
-        ("step_time_s", "1e308", "row 2:step_time_s: is 1e+308; it must lie between 1e-09 and 1e+09"),
+        ("step_time_s", "1e308", "row 2:step_time_s: is 1e+308; a number from 1e-09 to 1000000000"),
         ("step_time_s", "5e-324", "row 2:step_time_s: is 5e-324"),
         (
             "local_batch_size",
             "1e308",
-            "row 2:local_batch_size: is 1e+308; it must be a whole number from 1 to 1000000000",
+            "row 2:local_batch_size: is 1e+308; a whole number from 1 to 1000000000",
         ),
         ("num_replicas", str(10**30), "row 2:num_replicas: is 1000000"),
         ("accumulation_steps", "2.5", "row 2:accumulation_steps: is 2.5"),
@@ -245,7 +245,7 @@ def test_rows_that_do_not_say_whose_they_are(tmp_path: Path, cli: Cli) -> None:
         (
             "grad_time_s",
             "9",
-            "row 2:grad_time_s: is 9.0; it must be the time of one pass, above 0 and at most the step time",
+            "row 2:grad_time_s: is 9; it must be the time of one pass, above 0 and at most the step time",
         ),
         ("grad_time_s", "soon", "row 2:grad_time_s: is soon"),
         ("sync_time_s", "inf", "row 2:sync_time_s: is inf"),
