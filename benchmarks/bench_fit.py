@@ -19,7 +19,7 @@ import numpy as np
 from ddltool.analyzers.goodput.fit import GRAD_WEIGHT, SLOPE_SPREAD, evaluate, fit
 from ddltool.analyzers.goodput.observations import Observations, from_frame
 from ddltool.errors import InputError
-from ddltool.profile import read_table
+from ddltool.tables import read_table
 
 ROOT = Path(__file__).resolve().parents[1]
 DATA = Path(os.environ.get("DDLTOOL_DATA", ROOT / ".." / "shared" / "data"))

@@ -16,9 +16,10 @@ from ddltool.errors import InputError, did_you_mean
 from ddltool.goodput_model import Goodput
 from ddltool.graph_io import from_document
 from ddltool.plan import Enforcement, Plan
-from ddltool.profile import check_profile, read_profile, read_table
+from ddltool.profile import check_profile, read_profile
 from ddltool.results import SHOWN
 from ddltool.schema_words import in_words
+from ddltool.tables import read_table
 from ddltool.telemetry import TelemetryRow
 
 if TYPE_CHECKING:
@@ -31,9 +32,8 @@ ORDER = (
     *("graph", "profile", "network", "goodput", "plan", "enforcement", "telemetry", "verification", "sync"),
     *("barrier", "balance", "simulation", "sweep", "gate"),
 )
-_MODELS: dict[str, type[Artifact]] = {
-    kind_of(model).removeprefix("ddltool."): model for model in (Goodput, Plan, Enforcement, *SHOWN)
-}
+_SHOWN: tuple[type[Artifact], ...] = (Goodput, Plan, Enforcement, *SHOWN)
+_MODELS = {kind_of(model).removeprefix("ddltool."): model for model in _SHOWN}
 Row = dict[str, Any]
 
 
@@ -120,7 +120,8 @@ def _from_rows(path: Path, rows: list[tuple[int, Row]]) -> Found:
 def _sync_rows(path: Path, rows: list[tuple[int, Row]]) -> list[Row]:
     from ddltool.runtime.servers.records import BarrierRow, JoinedRow, LeftRow, StepRow, SummaryRow
 
-    models = {"step": StepRow, "barrier": BarrierRow, "left": LeftRow, "joined": JoinedRow, "summary": SummaryRow}
+    models: dict[str, type[BaseModel]] = {"step": StepRow, "barrier": BarrierRow, "left": LeftRow}
+    models |= {"joined": JoinedRow, "summary": SummaryRow}
     made: list[Row] = []
     for number, row in rows:
         event = row.get("event")

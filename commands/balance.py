@@ -13,12 +13,11 @@ from ddltool.analyzers.balancing.schemes import WORKERS_PER_BACKUP, check_ratio
 from ddltool.analyzers.balancing.trace import SpeedTrace
 from ddltool.analyzers.loading.worker_tables import read_speeds
 from ddltool.analyzers.reporting.result_sections import balance_section, speeds_figures
-from ddltool.artifacts import check_writable, save
 from ddltool.commands.options import Json, Output, Seed
-from ddltool.commands.output import note, print_json, progress, show
+from ddltool.commands.output import finish, note, progress
 from ddltool.commands.values import demand_picture, write_picture
 from ddltool.errors import InputError
-from ddltool.outputs import demand_distinct
+from ddltool.outputs import check_outputs
 
 BATCH_PER_WORKER = 128
 MOST_SAMPLES = 10**12
@@ -30,8 +29,7 @@ def balance(
     ],
     predictor: Annotated[str, typer.Option(help="last, ema, arima, rnn, lstm, narx or all.")] = "all",
     total_batch: Annotated[
-        int | None,
-        typer.Option(help=f"Samples of all workers together (default {BATCH_PER_WORKER} each).", show_default=False),
+        int | None, typer.Option(help=f"Samples of all workers together (default {BATCH_PER_WORKER} each).")
     ] = None,
     warm_up: Annotated[
         int, typer.Option(help="Iterations before the first training; none of them is judged.", min=20)
@@ -45,11 +43,8 @@ def balance(
     """Replay recorded worker speeds: predict each next one, size the batches by it, and time the iterations."""
     chosen = PREDICTORS if predictor == "all" else (predictor,)
     check_names(chosen)
-    demand_distinct([trace], {"-o": output, "--picture": picture})
+    check_outputs([trace], {"-o": output, "--picture": picture})
     demand_picture(picture, "speeds")
-    for path in (output, picture):
-        if path is not None:
-            check_writable(path)
     recorded = read_speeds(trace, note)
     if schemes:
         check_ratio(recorded)
@@ -72,12 +67,7 @@ def balance(
             picture, speeds_figures(recorded.names, {name: outcomes[name] for name in best}, settings.warm_up)
         )
         note(f"wrote {picture}")
-    if output is not None:
-        save(found, output)
-    if as_json:
-        print_json(found)
-    else:
-        show(balance_section(found, trace.name), output)
+    finish(found, lambda: balance_section(found, trace.name), output, as_json)
 
 
 def _warmed(recorded: SpeedTrace, asked: int, path: Path) -> int:

@@ -13,13 +13,12 @@ from ddltool.analyzers.barriers.predict import PREDICTORS, predict_ends
 from ddltool.analyzers.barriers.tradeoff import tradeoff
 from ddltool.analyzers.loading.worker_tables import read_predicted, read_recorded
 from ddltool.analyzers.reporting.result_sections import barrier_figures, barrier_section
-from ddltool.artifacts import check_writable, save
 from ddltool.commands.options import Json, Output
-from ddltool.commands.output import note, print_json, show
+from ddltool.commands.output import finish, note
 from ddltool.commands.parts import is_given
 from ddltool.commands.values import demand_picture, write_picture
 from ddltool.errors import InputError, did_you_mean
-from ddltool.outputs import demand_distinct
+from ddltool.outputs import check_outputs
 
 LOOKAHEAD = 15
 # Beyond this a choice takes more than seconds, for barriers that lie hours ahead.
@@ -40,7 +39,6 @@ def barrier(
             help=f"Iterations to predict per worker (default {LOOKAHEAD}; with --predicted all in the file).",
             min=1,
             max=100_000,
-            show_default=False,
         ),
     ] = None,
     algorithm: Annotated[str, typer.Option(help="zipline, gridscan, fullgridscan or all.")] = "zipline",
@@ -68,10 +66,7 @@ def barrier(
     if predicted and is_given(context, "predictor"):
         raise InputError("--predictor", "has no part in --predicted", "leave it out: the rows are predictions already")
     demand_picture(picture, "barrier")
-    demand_distinct([times], {"-o": output, "--picture": picture})
-    for path in (output, picture):
-        if path is not None:
-            check_writable(path)
+    check_outputs([times], {"-o": output, "--picture": picture})
     if predicted:
         names, rows = read_predicted(times, lookahead)
         ends = EndTimes.of(rows)
@@ -86,12 +81,7 @@ def barrier(
         drawn, title = (chosen[0], chosen[0]) if max_gap is None else ("waiting", f"least longest, gap <= {max_gap}")
         write_picture(picture, barrier_figures(names, ends, barriers[drawn][0], title=title, found=found))
         note(f"wrote {picture}")
-    if output is not None:
-        save(found, output)
-    if as_json:
-        print_json(found)
-    else:
-        show(barrier_section(found, times.name), output)
+    finish(found, lambda: barrier_section(found, times.name), output, as_json)
 
 
 def predicted_ends(path: Path, lookahead: int, predictor: str) -> tuple[tuple[str, ...], EndTimes]:

@@ -17,12 +17,13 @@ from ddltool.analyzers.loading.measured_rows import measured_rows
 from ddltool.analyzers.loading.nccl import bus_bandwidth, is_nccl_log
 from ddltool.analyzers.loading.sources import work_of
 from ddltool.analyzers.tracing.dialect import Numerics
-from ddltool.artifacts import check_writable, read_text, save
+from ddltool.artifacts import read_text, save
 from ddltool.commands.options import ChannelsLast, DevicesFile, Json, Output, Precision, SequenceLength
 from ddltool.commands.output import note, out, print_json, progress
 from ddltool.device import MEASURED, Device, DeviceTable
 from ddltool.errors import InputError, did_you_mean
 from ddltool.fixtures.loading import calibration, known_devices
+from ddltool.outputs import check_outputs
 from ddltool.units import show_seconds
 
 _TABLES = (".csv", ".json", ".jsonl", ".ndjson")
@@ -35,19 +36,13 @@ def calibrate(
     ],
     device: Annotated[str, typer.Option(metavar="NAME", help="The device that was measured.")],
     model: Annotated[
-        str | None,
-        typer.Option(metavar="SOURCE", help="What was trained, for rows that do not say.", show_default=False),
+        str | None, typer.Option(metavar="SOURCE", help="What was trained, for rows that do not say.")
     ] = None,
-    batch_size: Annotated[
-        int | None, typer.Option(help="Local batch size of a profiler trace.", min=1, show_default=False)
-    ] = None,
+    batch_size: Annotated[int | None, typer.Option(help="Local batch size of a profiler trace.", min=1)] = None,
     precision: Precision = "fp32",
     channels_last: ChannelsLast = False,
     optimizer: Annotated[
-        str | None,
-        typer.Option(
-            help="none, sgd, momentum, adam or adamw; adam by default, sgd for rows of `profile`.", show_default=False
-        ),
+        str | None, typer.Option(help="none, sgd, momentum, adam or adamw; adam by default, sgd for rows of `profile`.")
     ] = None,
     sequence_length: SequenceLength = None,
     devices_file: DevicesFile = None,
@@ -55,8 +50,7 @@ def calibrate(
     as_json: Json = False,
 ) -> None:
     """Fit one device's constants to your own measurements, the shipped ones as prior; `--devices-file` reads the result."""
-    if output is not None:
-        check_writable(output)
+    check_outputs(rows, {"-o": output})
     if optimizer is not None and optimizer not in OPTIMIZERS:
         raise InputError("--optimizer", f"unknown {optimizer!r}", did_you_mean(optimizer, OPTIMIZERS))
     known = known_devices(devices_file)

@@ -14,14 +14,13 @@ from ddltool.analyzers.loading.job_inputs import capabilities_of, graph_of, read
 from ddltool.analyzers.placement.companion import build, disagreeing, measured_capability, meta_of, plan_for
 from ddltool.analyzers.placement.problem import from_job
 from ddltool.analyzers.placement.proposals import Proposal, proposals
-from ddltool.artifacts import check_writable
 from ddltool.commands.options import DevicesFile, Json, Output
 from ddltool.commands.output import note, out, print_json, table
 from ddltool.commands.values import device_counts, number
 from ddltool.companion import Companion, CompanionPlan, is_companion, write_companion
 from ddltool.errors import InputError
-from ddltool.outputs import demand_distinct
-from ddltool.profile import read_table
+from ddltool.outputs import check_outputs
+from ddltool.tables import read_table
 from ddltool.units import show_seconds
 
 _Text = str | None
@@ -95,8 +94,7 @@ def companion(
 
 def _build(job_file: Path, output: Path, devices_file: Path | None, lines: list[str]) -> dict[str, Any]:
     """Make the database of a job; what to say of it goes to ``lines``."""
-    demand_distinct([job_file, devices_file], {"-o": output})
-    check_writable(output)
+    check_outputs([job_file, devices_file], {"-o": output})
     job = read_with_specs(job_file, devices_file)
     if job.network is not None:
         raise InputError(f"{job_file}:network", "is not kept in a companion database", "leave it out, or use plan")

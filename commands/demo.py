@@ -40,7 +40,8 @@ from ddltool.graph import Graph
 from ddltool.graph_io import read_graph, write_graph
 from ddltool.job import read_job
 from ddltool.plan import Enforcement, Plan
-from ddltool.profile import read_table, write_profile
+from ddltool.profile import write_profile
+from ddltool.tables import read_table
 from ddltool.units import show_bytes, show_seconds
 
 MODEL = "zoo:resnet32"

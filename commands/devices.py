@@ -18,9 +18,7 @@ _CAPTION = (
 
 
 def devices(
-    name: Annotated[
-        str | None, typer.Argument(metavar="NAME", help="One device in full; all by default.", show_default=False)
-    ] = None,
+    name: Annotated[str | None, typer.Argument(metavar="NAME", help="One device in full; all by default.")] = None,
     devices_file: DevicesFile = None,
     as_json: Json = False,
 ) -> None:

@@ -14,8 +14,8 @@ from ddltool.results import RunDifference
 
 
 def diff_run(
-    a: Annotated[Path, typer.Argument(metavar="A", help="A record of steps (.jsonl, .jsonl.gz).", show_default=False)],
-    b: Annotated[Path, typer.Argument(metavar="B", help="Another one.", show_default=False)],
+    a: Annotated[Path, typer.Argument(metavar="A", help="A record of steps (.jsonl, .jsonl.gz).")],
+    b: Annotated[Path, typer.Argument(metavar="B", help="Another one.")],
     whole: Annotated[
         bool, typer.Option("--whole", help="Records of different length or steps count as different, too.")
     ] = False,

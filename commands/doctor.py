@@ -24,7 +24,6 @@ def doctor(
         typer.Option(
             metavar='"SCRIPT ARGS"',
             help="Measure instead what ddltool costs this training script, on and off in turns.",
-            show_default=False,
         ),
     ] = None,
     max_overhead: Annotated[

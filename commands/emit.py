@@ -19,7 +19,7 @@ from ddltool.commands.output import note, out, print_json
 from ddltool.commands.parts import demand_part
 from ddltool.commands.values import device_counts, known
 from ddltool.errors import InputError, shortened
-from ddltool.outputs import demand_distinct
+from ddltool.outputs import check_outputs
 from ddltool.plan import Enforcement, Plan
 from ddltool.results import EmitResult
 
@@ -95,7 +95,7 @@ def emit(
     if not (telemetry.strip() and telemetry.isprintable()):
         problem = f"is {telemetry!r}, which is no name of a file"
         raise InputError("--telemetry", problem, "give a file such as telemetry.jsonl, or none")
-    demand_distinct([plan_file], {"-o": path})
+    check_outputs([plan_file], {"-o": path})
     plan = load(plan_file, Plan)
     enforcement = to_enforcement(plan, telemetry=None if telemetry == "none" else telemetry)
     if chosen in _MORE:

@@ -9,12 +9,11 @@ import typer
 
 from ddltool.analyzers.goodput.observations import Observations
 from ddltool.analyzers.reporting.fit_sections import fit_figures, goodput_section
-from ddltool.artifacts import check_writable, save
 from ddltool.commands.options import Json, Output, Seed
-from ddltool.commands.output import print_json, show
+from ddltool.commands.output import finish
 from ddltool.commands.values import demand_picture, write_picture
 from ddltool.goodput_model import Goodput
-from ddltool.outputs import demand_distinct
+from ddltool.outputs import check_outputs
 
 
 def fit(
@@ -34,10 +33,7 @@ def fit(
     as_json: Json = False,
 ) -> None:
     """Fit Pollux's seven-parameter throughput model and report its error."""
-    demand_distinct([*profiles, holdout], {"-o": output, "--picture": picture})
-    for path in (output, picture):
-        if path is not None:
-            check_writable(path)
+    check_outputs([*profiles, holdout], {"-o": output, "--picture": picture})
     demand_picture(picture, "fit")
     from ddltool.analyzers.loading.fitted_models import fit_rows, read_rows  # it loads scipy
 
@@ -45,12 +41,7 @@ def fit(
     fitted = fit_rows(rows, [str(path) for path in profiles], holdout, seed)
     if picture is not None:
         draw_fit(rows, fitted, picture)
-    if output is not None:
-        save(fitted, output)
-    if as_json:
-        print_json(fitted)
-    else:
-        show(goodput_section(fitted, profiles[0].name, maps=False), output)
+    finish(fitted, lambda: goodput_section(fitted, profiles[0].name, maps=False), output, as_json)
 
 
 def draw_fit(devices: dict[str, Observations], fitted: Goodput, path: Path) -> None:

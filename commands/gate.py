@@ -23,7 +23,7 @@ from ddltool.analyzers.gating.metrics import KINDS, Figures, combine, extract, h
 from ddltool.analyzers.gating.metrics import show as show_figure
 from ddltool.analyzers.gating.rules import Rule, default_rules, parse_rules
 from ddltool.analyzers.reporting.result_sections import gate_section
-from ddltool.artifacts import Record, check_writable, parse_record, read_text, save, write_text
+from ddltool.artifacts import Record, parse_record, read_text, save, write_text
 from ddltool.commands.artifact_reading import checked_document, is_table, profile_document, read_artifact
 from ddltool.commands.options import Json, Seed
 from ddltool.commands.output import out, print_json, show, table
@@ -31,7 +31,7 @@ from ddltool.commands.parts import demand_part
 from ddltool.errors import CheckFailed, InputError, did_you_mean
 from ddltool.graph import Graph
 from ddltool.graph_io import to_document
-from ddltool.outputs import demand_distinct
+from ddltool.outputs import check_outputs
 from ddltool.profile import write_profile
 from ddltool.results import GateMetrics, GateResult, MetricFigure
 
@@ -59,12 +59,10 @@ def gate(
         ),
     ] = None,
     config: Annotated[
-        Path | None,
-        typer.Option(metavar="FILE", help="Rules by kind; ./ddltool.toml where it is there.", show_default=False),
+        Path | None, typer.Option(metavar="FILE", help="Rules by kind; ./ddltool.toml where it is there.")
     ] = None,
     level: Annotated[
-        float | None,
-        typer.Option(help="Share of false alarms from noise, for the whole gate (default 0.05).", show_default=False),
+        float | None, typer.Option(help="Share of false alarms from noise, for the whole gate (default 0.05).")
     ] = None,
     junit: Annotated[Path | None, typer.Option(metavar="FILE", help="Write JUnit XML.")] = None,
     sarif: Annotated[Path | None, typer.Option(metavar="FILE", help="Write SARIF 2.1.0.")] = None,
@@ -84,16 +82,13 @@ def gate(
         _list_metrics(figures_of(current), as_json)
         return
     begin_s = time.perf_counter()
-    for path in (junit, sarif):
-        if path is not None:
-            check_writable(path)
     found = figures_of(current)
     settings = read_config(config or Path(CONFIG_NAME), required=config is not None)
     rules, origin = rules_for(found.kind, rule or [], settings)
     against = _baselines(current, baseline or [], settings)
     place = os.environ.get("GITHUB_STEP_SUMMARY") if github else None
     read = [*current, *against, settings.where if settings is not None else None]
-    demand_distinct(read, {"--junit": junit, "--sarif": sarif, "GITHUB_STEP_SUMMARY": place or None})
+    check_outputs(read, {"--junit": junit, "--sarif": sarif, "GITHUB_STEP_SUMMARY": place or None})
     before = figures_of(against) if against else None
     if before is not None and before.kind != found.kind:
         problem = f"is a {before.kind}, {current[0]} a {found.kind}"

@@ -9,8 +9,10 @@ import contextlib
 import os
 import re
 import sys
+import tomllib
 from collections.abc import Sequence
 from importlib import import_module
+from pathlib import Path
 from typing import Annotated, Any, cast
 
 import typer
@@ -20,90 +22,17 @@ from typer.main import get_command
 from ddltool import __version__
 from ddltool.errors import DdlToolError, one_line
 
-# What each command does, as the first line of its own help has it, and an example for those whose help has none.
-COMMANDS: dict[str, tuple[str, str | None]] = {
-    "trace": (
-        "Trace one step, order its transfers, and say what that gains, for parameter servers, DDP and FSDP2.",
-        "ddltool trace zoo:resnet50_v1 --device K80 --bandwidth 10Gbit -o graph.json",
-    ),
-    "predict": (
-        "Predict training steps on devices that are not here, each with the range in which 80 % of measurements fall.",
-        "ddltool predict timm:resnet50 --device A100,L4,RTX4090 --precision amp",
-    ),
-    "calibrate": (
-        "Fit one device's constants to your own measurements, the shipped ones as prior; `--devices-file` reads the result.",
-        "ddltool calibrate profile.csv --model train.py:make_model --device MYGPU -o device.yaml",
-    ),
-    "profile": (
-        "Measure training steps here, or the network; watch workers; or import measurements.",
-        "ddltool profile train.py:make_model --batch-sizes 8,16,32 --replicas 1,2 -o profile.csv",
-    ),
-    "fit": (
-        "Fit Pollux's seven-parameter throughput model and report its error.",
-        "ddltool fit profile.csv --holdout scalability.csv -o goodput.json",
-    ),
-    "plan": (
-        "Compare the ways to run a job on its devices, or plan by one, and predict the step time.",
-        "ddltool plan job.yaml --strategy est -o plan.json",
-    ),
-    "emit": (
-        "Write the enforcement config, launch script, manifest or settings that make a job follow a plan.",
-        "ddltool emit plan.json --target torchrun -o launch.sh",
-    ),
-    "verify": (
-        "Compare a run with its plan: step time, compute by process, synchronisation; say what to fit again.",
-        "ddltool verify plan.json telemetry.jsonl --max-error 15%",
-    ),
-    "diff-run": (
-        "Compare two recorded training runs bit by bit; exit 1 names the first step, worker and tensor that differ.",
-        "ddltool diff-run run-a.jsonl run-b.jsonl",
-    ),
-    "balance": (
-        "Replay recorded worker speeds: predict each next one, size the batches by it, and time the iterations.",
-        "ddltool balance trace.csv --predictor ema --total-batch 512",
-    ),
-    "barrier": (
-        "Choose the next barrier: how many iterations each worker makes until all synchronise.",
-        "ddltool barrier times.csv --lookahead 30 --algorithm all",
-    ),
-    "simulate": (
-        "Replay a workload on a cluster under one or more scheduling policies and compare completion times.",
-        "ddltool simulate workload.csv --cluster cluster.yaml --traces traces --policy fifo,ours",
-    ),
-    "companion": (
-        "Keep the best plan for every number of available devices, look one up, correct it by what was measured.",
-        "ddltool companion job.yaml -o plans.db; then: ddltool companion plans.db --lookup V100=2,T4=1",
-    ),
-    "gate": ("Hold an artifact against limits and a baseline; exit 1 names each check that failed.", None),
-    "report": ("Show artifacts as one page: pictures with their numbers, for screen, phone and print.", None),
-    "demo": (
-        "Trace, order, profile, fit, plan, enforce a real two-process training run, and report.",
-        "ddltool demo -o my-demo",
-    ),
-    "zoo": (
-        "List the built-in models: parameters, size and ops in both modes, beside the figures of TicTac's Table 1.",
-        "ddltool zoo --json",
-    ),
-    "devices": (
-        "List the device types that are known: memory, rates and links, by datasheet; or one of them with its sources.",
-        "ddltool devices A100 --json",
-    ),
-    "schema": (
-        "Print the JSON Schema of a kind of document (of one row, for tables), or list the kinds.",
-        "ddltool schema plan -o plan.schema.json",
-    ),
-    "doctor": (
-        "Try what ddltool needs of this machine, and say what to do about it; or measure what it costs a script.",
-        'ddltool doctor; or: ddltool doctor --overhead "train.py --epochs 1" --max-overhead 1%',
-    ),
-}
+COMMANDS: dict[str, dict[str, str]] = tomllib.loads(
+    Path(__file__).with_name("commands.toml").read_text(encoding="utf-8")
+)
+"""By command, its ``summary``, and an ``example`` where its help has none."""
 
 
 def load(name: str) -> TyperCommand:
     """Import the module of a command, named as on the command line, and return the command."""
     module = name.replace("-", "_")
     function = getattr(import_module(f"ddltool.commands.{module}"), module)
-    example = COMMANDS[name][1]
+    example = COMMANDS[name].get("example")
     single = typer.Typer(add_completion=False)
     single.command(name=name, epilog=f"Example: {example}" if example else None)(function)
     return cast("TyperCommand", get_command(single))
@@ -126,8 +55,8 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-for _name, (_summary, _) in COMMANDS.items():
-    app.command(_name, help=_summary)(lambda: None)
+for _name, _about in COMMANDS.items():
+    app.command(_name, help=_about["summary"])(lambda: None)
 
 # typer ships its own copy of click since 0.2x and used the real one before; the base class is found through its child.
 _UsageProblem: type[Exception] = next(base for base in typer.BadParameter.__mro__ if base.__name__ == "ClickException")

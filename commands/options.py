@@ -10,22 +10,18 @@ import typer
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON document on stdout; all else goes to stderr.")]
 Output = Annotated[Path | None, typer.Option("-o", "--output", metavar="FILE", help="Write the artifact here.")]
 DevicesFile = Annotated[
-    Path | None,
-    typer.Option("--devices-file", metavar="FILE", help="Device types of your own, YAML or JSON.", show_default=False),
+    Path | None, typer.Option("--devices-file", metavar="FILE", help="Device types of your own, YAML or JSON.")
 ]
 Precision = Annotated[
     str, typer.Option(help="fp32 (torch's default: convolutions may use TF32), tf32, amp (float16) or bf16.")
 ]
 ChannelsLast = Annotated[bool, typer.Option("--channels-last", help="Images in channels_last.")]
-SequenceLength = Annotated[
-    int | None, typer.Option(help="Tokens of a sample; the source's own by default.", min=1, show_default=False)
-]
+SequenceLength = Annotated[int | None, typer.Option(help="Tokens of a sample; the source's own by default.", min=1)]
 Seed = Annotated[int, typer.Option("--seed", help="Seed of everything random.", min=0)]
 Source = Annotated[
     str,
     typer.Argument(
         metavar="SOURCE",
         help="model.onnx, package.module:factory, file.py:factory, zoo:NAME, transformers:NAME, timm:NAME or graph.json.",
-        show_default=False,
     ),
 ]

@@ -17,6 +17,7 @@ from rich.table import Table as Grid
 from rich.text import Text
 
 from ddltool.analyzers.reporting.section import Section, Table
+from ddltool.artifacts import save
 from ddltool.errors import visible
 
 
@@ -98,6 +99,16 @@ def show(section: Section, *written: Path | None) -> None:
                 made = _table_of(numbers)
         console.print(made)
     tell_written(*written)
+
+
+def finish(found: BaseModel, section: Callable[[], Section], output: Path | None, as_json: bool) -> None:
+    """Write a result where it was asked for, and print it: as one JSON document, or as its section."""
+    if output is not None:
+        save(found, output)
+    if as_json:
+        print_json(found)
+    else:
+        show(section(), output)
 
 
 def _width(console: Console, made: Grid) -> int:

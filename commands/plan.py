@@ -11,14 +11,13 @@ from ddltool.analyzers.deciding.candidates import STRATEGIES, Settings
 from ddltool.analyzers.deciding.planning import SHARING, complete, plan_together, solve
 from ddltool.analyzers.loading.job_inputs import Given, graph_of, read_with_specs, scanned
 from ddltool.analyzers.reporting.plan_section import joint_section, plan_section
-from ddltool.artifacts import check_writable, save
 from ddltool.commands.options import DevicesFile, Json, Output, Seed
-from ddltool.commands.output import note, print_json, show
+from ddltool.commands.output import finish, note, print_json, show
 from ddltool.commands.parts import demand_part
 from ddltool.commands.values import known, number
 from ddltool.decision import Objective
 from ddltool.errors import InputError
-from ddltool.outputs import demand_distinct
+from ddltool.outputs import check_outputs
 
 _File = Path | None
 _Text = str | None
@@ -60,8 +59,7 @@ def plan(
         int, typer.Option(help="elastic-bsp: iterations per worker up to the barrier.", min=1, max=100_000)
     ] = 15,
     max_gap: Annotated[
-        int | None,
-        typer.Option(help="elastic-bsp: most iterations that one worker may be ahead.", min=0, show_default=False),
+        int | None, typer.Option(help="elastic-bsp: most iterations that one worker may be ahead.", min=0)
     ] = None,
     graph_file: Annotated[
         _File,
@@ -81,11 +79,7 @@ def plan(
     ] = 10.0,
     prefer: Annotated[
         _Text,
-        typer.Option(
-            help="est: what matters, in this order: throughput, devices, price, waste.",
-            metavar="NAME,...",
-            show_default=False,
-        ),
+        typer.Option(help="est: what matters, in this order: throughput, devices, price, waste.", metavar="NAME,..."),
     ] = None,
     together: Annotated[
         list[Path] | None,
@@ -105,9 +99,7 @@ def plan(
     demand_part(
         context, f"--strategy {strategy}", _ALL | _MORE.get(strategy, set()) | ({"share"} if together else set())
     )
-    demand_distinct([job_file, telemetry, graph_file, devices_file, *(together or [])], {"-o": output})
-    if output is not None:
-        check_writable(output)
+    check_outputs([job_file, telemetry, graph_file, devices_file, *(together or [])], {"-o": output})
     if together:
         demand_part(context, "a plan of several jobs", _TOGETHER, instead="leave it out, or leave out --with")
         rule = known("--share", share, SHARING)
@@ -120,7 +112,7 @@ def plan(
         return
     job = read_with_specs(job_file, devices_file)
     named = [offer_file for offer in job.devices for offer_file in (offer.profile, offer.goodput)]
-    demand_distinct([job_file.parent / name for name in (*named, job.cluster, job.network) if name], {"-o": output})
+    check_outputs([job_file.parent / name for name in (*named, job.cluster, job.network) if name], {"-o": output})
     graph = graph_of(job, job_file.parent, graph_file)
     job = scanned(job, graph, note)
     given = Given(
@@ -140,12 +132,7 @@ def plan(
         tell=note,
     )
     made = complete(solve(strategy, job, job_file, given), job, job_file, graph)
-    if output is not None:
-        save(made, output)
-    if as_json:
-        print_json(made)
-    else:
-        show(plan_section(made, made.job), output)
+    finish(made, lambda: plan_section(made, made.job), output, as_json)
 
 
 def _names(text: str) -> tuple[str, ...]:

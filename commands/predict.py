@@ -13,13 +13,13 @@ from ddltool.analyzers.costs.model import cost_model
 from ddltool.analyzers.costs.predict import Setting, link_of, predict_on
 from ddltool.analyzers.loading.sources import work_of
 from ddltool.analyzers.tracing.dialect import Numerics
-from ddltool.artifacts import check_writable
 from ddltool.commands.options import ChannelsLast, DevicesFile, Json, Output, Precision, SequenceLength
 from ddltool.commands.output import note, out, print_json, progress, table
 from ddltool.commands.values import integers
 from ddltool.device import Device, DeviceTable, Network
 from ddltool.errors import InputError
 from ddltool.fixtures.loading import calibration, known_devices
+from ddltool.outputs import check_outputs
 from ddltool.profile import write_profile
 from ddltool.results import PredictedRow, PredictResult
 from ddltool.units import parse_bandwidth, parse_duration, show_bytes, show_rate, show_seconds, show_span
@@ -33,9 +33,7 @@ def predict(
     source: Annotated[
         str,
         typer.Argument(
-            metavar="SOURCE",
-            help="package.module:factory, file.py:factory, zoo:NAME, transformers:NAME or timm:NAME.",
-            show_default=False,
+            metavar="SOURCE", help="package.module:factory, file.py:factory, zoo:NAME, transformers:NAME or timm:NAME."
         ),
     ],
     device: Annotated[str, typer.Option(metavar="NAME,NAME", help="Device types; `ddltool devices` lists them.")],
@@ -63,8 +61,7 @@ def predict(
     as_json: Json = False,
 ) -> None:
     """Predict training steps on devices that are not here, each with the range in which 80 % of measurements fall."""
-    if output is not None:
-        check_writable(output)
+    check_outputs([source.partition(":")[0], devices_file], {"-o": output})
     sizes = None if batch_sizes == "auto" else integers(batch_sizes, "--batch-sizes", ordered=False)
     counts = integers(replicas, "--replicas")
     for option, numbers in (("--batch-sizes", sizes or (1,)), ("--replicas", counts)):

@@ -23,7 +23,7 @@ from ddltool.commands.parts import demand_part, is_given
 from ddltool.commands.profile_import import profile_import
 from ddltool.commands.watch import profile_watch
 from ddltool.errors import DdlToolError, InputError, Interrupted
-from ddltool.outputs import demand_distinct
+from ddltool.outputs import check_outputs
 from ddltool.profile import records
 from ddltool.results import MemorySearch, MemoryTry, ProfileResult
 from ddltool.runtime.measuring.campaign import (
@@ -61,8 +61,7 @@ _PARTS = {
 def profile(
     context: typer.Context,
     source: Annotated[
-        str | None,
-        typer.Argument(metavar="SOURCE", help="The model to train; not needed with --network.", show_default=False),
+        str | None, typer.Argument(metavar="SOURCE", help="The model to train; not needed with --network.")
     ] = None,
     batch_sizes: Annotated[
         str,
@@ -89,10 +88,7 @@ def profile(
         str, typer.Option(metavar="TIME", help="Stop measuring after this long; 60s by default without --repeats.")
     ] = "",
     repeats: Annotated[
-        int | None,
-        typer.Option(
-            help="Timed steps per configuration, in place of --precision.", min=1, max=MOST_STEPS, show_default=False
-        ),
+        int | None, typer.Option(help="Timed steps per configuration, in place of --precision.", min=1, max=MOST_STEPS)
     ] = None,
     warmup: Annotated[int, typer.Option(help="Untimed steps before them.", min=0, max=MOST_STEPS)] = 2,
     threads: Annotated[int, typer.Option(help="Threads of each process; 0 shares the cores.", min=0, max=4096)] = 0,
@@ -109,10 +105,7 @@ def profile(
     watch: Annotated[
         int | None,
         typer.Option(
-            metavar="N",
-            help="Record speed, CPU and memory of every process for N iterations, for balance.",
-            min=1,
-            show_default=False,
+            metavar="N", help="Record speed, CPU and memory of every process for N iterations, for balance.", min=1
         ),
     ] = None,
     cores: Annotated[
@@ -127,12 +120,7 @@ def profile(
     ] = None,
     nodes: Annotated[
         int | None,
-        typer.Option(
-            help="Nodes of a profiler trace that does not say.",
-            min=1,
-            show_default=False,
-            rich_help_panel="With --import",
-        ),
+        typer.Option(help="Nodes of a profiler trace that does not say.", min=1, rich_help_panel="With --import"),
     ] = None,
     output: Output = None,
     seed: Seed = 0,
@@ -140,8 +128,8 @@ def profile(
 ) -> None:
     """Measure training steps here, or the network; watch workers; or import measurements."""
     # Long, but flat: it hands each mode its share of the options.
-    demand_distinct(imports or [], {"-o": output})
     with _one_voice():
+        check_outputs(imports or [], {"-o": output})
         mode = _mode({"--network": network, "--watch": watch, "--import": imports})
         demand_part(context, mode or "measuring", _PARTS[mode])
         if source is None and "source" in _PARTS[mode]:

@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from ddltool.analyzers.loading.imported_rows import import_files
-from ddltool.artifacts import check_writable
 from ddltool.commands.output import out, print_json, table, tell_written
 from ddltool.profile import records, write_profile
 from ddltool.results import ProfileResult
@@ -26,8 +25,6 @@ def profile_import(
 
     ``device`` names the device of all rows; the three numbers are what a profiler trace does not always say.
     """
-    if output is not None:
-        check_writable(output)
     frame, sources = import_files(
         files, device=device, batch_size=batch_size, num_nodes=num_nodes, num_replicas=num_replicas
     )

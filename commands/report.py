@@ -22,14 +22,14 @@ from ddltool.analyzers.reporting import (
 )
 from ddltool.analyzers.reporting.graph_section import graph_section
 from ddltool.analyzers.reporting.section import Section
-from ddltool.artifacts import check_writable, write_text
+from ddltool.artifacts import write_text
 from ddltool.commands.artifact_reading import ORDER, Found, read_any, told_apart
 from ddltool.commands.options import Json
 from ddltool.commands.output import out, print_json, progress, table
 from ddltool.commands.values import number
 from ddltool.device import Network
 from ddltool.fixtures.loading import calibration, devices
-from ddltool.outputs import demand_distinct
+from ddltool.outputs import check_outputs
 from ddltool.results import ReportedSection, ReportResult
 
 _MOST_SAMPLES = 1e15
@@ -61,8 +61,7 @@ def report(
 
     Example: ddltool report graph.json plan.json telemetry.jsonl -o report.html
     """
-    demand_distinct(artifacts, {"-o": output})
-    check_writable(output)
+    check_outputs(artifacts, {"-o": output})
     with progress("reading", len(artifacts)) as advance:
         found = []
         for place, path in enumerate(artifacts):

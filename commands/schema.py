@@ -87,7 +87,6 @@ def schema(
         typer.Argument(
             metavar="[KIND]",
             help="graph, profile, goodput, cluster, job, plan, enforcement, telemetry, ...; none: list all kinds.",
-            show_default=False,
         ),
     ] = "",
     output: Output = None,

@@ -49,7 +49,7 @@ from ddltool.commands.output import note, print_json, progress, show
 from ddltool.commands.parts import demand_part, is_given
 from ddltool.commands.values import as_options, integers, write_picture
 from ddltool.errors import CheckFailed, InputError, did_you_mean
-from ddltool.outputs import demand_distinct
+from ddltool.outputs import check_outputs
 from ddltool.results import JobSpec, Result, TrialSearch, WorkloadResult
 from ddltool.units import parse_duration
 
@@ -190,10 +190,7 @@ def simulate(
     read = [*files, cluster, failures, advise, *(model.file for model in models)]
     if output or csv:
         read += [path for folder in folders for path in folder.glob("*/*.csv")]
-    demand_distinct(read, {"-o": output, "--csv": csv})
-    for place in (output, csv):
-        if place is not None:
-            check_writable(place)
+    check_outputs(read, {"-o": output, "--csv": csv})
     machines = read_cluster(cluster) if cluster is not None else None
     if generate is not None or convert:
         if generate is not None:

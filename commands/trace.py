@@ -16,7 +16,7 @@ from ddltool.analyzers.communication.timeline import to_chrome_trace
 from ddltool.analyzers.loading.sources import is_graph_file, is_onnx_file, scan_source
 from ddltool.analyzers.loading.timed_graph import timed_graph
 from ddltool.analyzers.reporting.graph_section import determinism_section, trace_section
-from ddltool.artifacts import check_writable, to_json, write_text
+from ddltool.artifacts import to_json, write_text
 from ddltool.commands.options import ChannelsLast, DevicesFile, Json, Output, Precision, Seed, SequenceLength, Source
 from ddltool.commands.output import note, print_json, progress, show
 from ddltool.commands.parts import demand_part, is_given
@@ -24,7 +24,7 @@ from ddltool.commands.values import number
 from ddltool.errors import InputError
 from ddltool.graph import Mode
 from ddltool.graph_io import write_graph
-from ddltool.outputs import demand_distinct
+from ddltool.outputs import check_outputs
 from ddltool.results import DeterminismResult, NamedGraph
 from ddltool.units import parse_bandwidth, parse_duration
 
@@ -36,15 +36,13 @@ def trace(
     context: typer.Context,
     source: Source,
     mode: Annotated[
-        str | None,
-        typer.Option(help="training (default for torch) or inference (default for ONNX).", show_default=False),
+        str | None, typer.Option(help="training (default for torch) or inference (default for ONNX).")
     ] = None,
     batch_size: Annotated[
-        int | None, typer.Option(help="Samples per step; the source's own by default.", min=1, show_default=False)
+        int | None, typer.Option(help="Samples per step; the source's own by default.", min=1)
     ] = None,
     bind: Annotated[
-        str | None,
-        typer.Option(metavar="NAME=SIZE,...", help="Sizes of an ONNX file's symbolic dimensions.", show_default=False),
+        str | None, typer.Option(metavar="NAME=SIZE,...", help="Sizes of an ONNX file's symbolic dimensions.")
     ] = None,
     device: Annotated[str, typer.Option(metavar="NAME", help="Device type to estimate compute times for.")] = "V100",
     precision: Precision = "fp32",
@@ -60,8 +58,7 @@ def trace(
         str | None,
         typer.Option(
             help="roofline, measured (on this machine), or a torch profiler trace (.json, .json.gz); a timed graph.json "
-            "keeps its own durations unless this is given.",
-            show_default=False,
+            "keeps its own durations unless this is given."
         ),
     ] = None,
     exact: Annotated[
@@ -75,8 +72,7 @@ def trace(
     ] = 8,
     samples: Annotated[int, typer.Option(help="Simulated runs of each order.", min=1)] = 100,
     perfetto: Annotated[
-        Path | None,
-        typer.Option(metavar="FILE", help="Write TAC's timeline as a Chrome/Perfetto trace.", show_default=False),
+        Path | None, typer.Option(metavar="FILE", help="Write TAC's timeline as a Chrome/Perfetto trace.")
     ] = None,
     determinism: Annotated[
         bool,
@@ -95,10 +91,7 @@ def trace(
         return
     if output is not None and output == perfetto:
         raise InputError("--perfetto", f"is {perfetto}, as -o", "give two different files")
-    demand_distinct([source.partition(":")[0], oracle, devices_file], {"-o": output, "--perfetto": perfetto})
-    for place in (output, perfetto):
-        if place is not None:
-            check_writable(place)
+    check_outputs([source.partition(":")[0], oracle, devices_file], {"-o": output, "--perfetto": perfetto})
     with progress(f"tracing {source}") as advance:
         graph = timed_graph(
             source,

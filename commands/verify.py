@@ -12,14 +12,14 @@ from ddltool.analyzers.deciding.feedback import read_run
 from ddltool.analyzers.deciding.verification import verify as compare
 from ddltool.analyzers.goodput.throughput import ThroughputParams
 from ddltool.analyzers.reporting.result_sections import verification_section
-from ddltool.artifacts import check_writable, load, save
+from ddltool.artifacts import load
 from ddltool.commands.options import Json, Output
-from ddltool.commands.output import print_json, show
+from ddltool.commands.output import finish
 from ddltool.errors import InputError
 from ddltool.goodput_model import Goodput
-from ddltool.outputs import demand_distinct
+from ddltool.outputs import check_outputs
 from ddltool.plan import Plan
-from ddltool.profile import read_table
+from ddltool.tables import read_table
 from ddltool.units import parse_share
 
 
@@ -29,34 +29,24 @@ def verify(
     goodput: Annotated[
         Path | None,
         typer.Option(
-            metavar="FILE",
-            help="goodput.json of the devices that the job really ran on, when they are not the plan's.",
-            show_default=False,
+            metavar="FILE", help="goodput.json of the devices that the job really ran on, when they are not the plan's."
         ),
     ] = None,
     max_error: Annotated[
-        str | None,
-        typer.Option(metavar="PERCENT", help="Exit 1 when the step time is off by more, e.g. 15%.", show_default=False),
+        str | None, typer.Option(metavar="PERCENT", help="Exit 1 when the step time is off by more, e.g. 15%.")
     ] = None,
     output: Output = None,
     as_json: Json = False,
 ) -> None:
     """Compare a run with its plan: step time, compute by process, synchronisation; say what to fit again."""
-    demand_distinct([plan_file, telemetry, goodput], {"-o": output})
-    if output is not None:
-        check_writable(output)
+    check_outputs([plan_file, telemetry, goodput], {"-o": output})
     limit = None if max_error is None else percent(max_error, "--max-error")
     made = load(plan_file, Plan)
     models, model_error = _models(goodput)
     run = read_run(read_table(telemetry), str(telemetry))
     names = str(plan_file), str(telemetry)
     found = compare(made, run, models, model_error=model_error, max_error=limit, names=names)
-    if output is not None:
-        save(found, output)
-    if as_json:
-        print_json(found)
-    else:
-        show(verification_section(found, made.job), output)
+    finish(found, lambda: verification_section(found, made.job), output, as_json)
     if not found.passed:
         raise typer.Exit(1)
 

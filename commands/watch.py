@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from ddltool.artifacts import check_writable
 from ddltool.commands.output import out, print_json, progress, table
 from ddltool.errors import DdlToolError
 from ddltool.results import WatchResult
@@ -17,8 +16,6 @@ def profile_watch(request: WatchRequest, output: Path | None, as_json: bool) -> 
 
     Raises DdlToolError when a worker is lost; what was recorded until then is written all the same.
     """
-    if output is not None:
-        check_writable(output)
     try:
         with progress("watching", request.iterations) as advance:
             rows = record(request, lambda done: advance(done, f"{done} of {request.iterations}"))

@@ -21,10 +21,7 @@ MODES: dict[str, Mode] = {"inference": "inference", "training": "training"}
 
 def zoo(
     write: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="FOLDER", help="Write the fixture graphs (zoo and papers' toys) here.", show_default=False
-        ),
+        Path | None, typer.Option(metavar="FOLDER", help="Write the fixture graphs (zoo and papers' toys) here.")
     ] = None,
     as_json: Json = False,
 ) -> None:

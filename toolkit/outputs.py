@@ -1,4 +1,4 @@
-"""No output may replace an input: one check for every command that writes. See :func:`demand_distinct`."""
+"""No output may replace an input, or fail after a long run: one check for every command that writes."""
 
 from __future__ import annotations
 
@@ -6,15 +6,16 @@ import os
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
+from ddltool.artifacts import check_writable
 from ddltool.errors import InputError, shortened
 
 _LONGEST_NAME = 160
 
 
-def demand_distinct(
+def check_outputs(
     inputs: Iterable[str | Path | None], outputs: Mapping[str, str | Path | None], remedy: str = "give another file"
 ) -> None:
-    """Raise InputError where a file to write is one of the files to read, or two files to write are one.
+    """Raise InputError where a file to write is one of those to read, or is written twice, or cannot be written.
 
     ``outputs``: option -> file. None and ``-`` (the standard streams) are no files; neither are pipes and devices.
     Files are told by what they are, not by their names: links, hard links and other spellings of a path count.
@@ -31,6 +32,7 @@ def demand_distinct(
         twice = next((name for name, other in written.items() if _same(path, other)), None)
         if twice is not None:
             raise InputError(option, f"{shown} is written by {twice} too", remedy)
+        check_writable(path)
         written[option] = path
 
 

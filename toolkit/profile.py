@@ -5,22 +5,16 @@ One row is one configuration: device, nodes, replicas and local batch size, with
 
 from __future__ import annotations
 
-import csv
-import io
 import math
-import sys
-import warnings
 from collections.abc import Mapping
-from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-import numpy as np
-from numpy.typing import NDArray
 from pydantic import Field
 
-from ddltool.artifacts import SCHEMA_VERSION, Record, read_lines, read_text, write_text
+from ddltool.artifacts import SCHEMA_VERSION, Record, write_text
 from ddltool.errors import InputError, did_you_mean
+from ddltool.tables import ABOVE_ZERO, demand, numbers, read_table
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -64,83 +58,6 @@ class ProfileRow(Record):
 
 REQUIRED = ("device", "num_nodes", "num_replicas", "local_batch_size", "step_time_s", "sync_time_s")
 COLUMNS = tuple(ProfileRow.model_fields)
-# So many lines of JSON become a frame at a time: as objects they take ten times the memory.
-_LINES_AT_ONCE = 5_000
-
-
-def read_table(path: str | Path) -> pd.DataFrame:
-    """Return the rows of a ``.csv`` or ``.jsonl`` file (``.gz`` accepted). Raises InputError naming the line."""
-    import pandas as pd
-
-    path = Path(path)
-    if any(suffix in (".jsonl", ".ndjson") for suffix in path.suffixes):
-        # A million times "ddltool.telemetry" is one text in memory.
-        rows = ({k: sys.intern(v) if type(v) is str else v for k, v in row.items()} for _, row in read_lines(path))
-        parts = []
-        while chunk := list(islice(rows, _LINES_AT_ONCE)):
-            parts.append(pd.DataFrame(chunk))
-        return pd.concat(parts, ignore_index=True)
-    text = read_text(path)
-    try:
-        lines = csv.reader(io.StringIO(text), skipinitialspace=True, strict=True)
-        header = [name.strip() for name in next(filter(None, lines), [])]
-        repeated = next((name for name in header if header.count(name) > 1), None)
-        if repeated is not None:  # pandas would rename it, and one of the two would be lost
-            raise InputError(f"{path}:line 1", f"has the column {repeated!r} twice", "keep one of the two")
-        if text.lstrip()[:1] in ("{", "["):
-            raise pd.errors.ParserError
-        with warnings.catch_warnings():
-            warnings.simplefilter("error", pd.errors.ParserWarning)  # rows longer than the header
-            frame = pd.read_csv(
-                io.StringIO(text),
-                skipinitialspace=True,
-                header=0,
-                names=header,
-                index_col=False,
-                dtype={name: str for name in ("placement", "device") if name in header},
-                float_precision="round_trip",
-                keep_default_na=False,
-                # A device or a worker may well be called NA or nan: there only an empty field is missing.
-                na_values={n: [""] if n in ("device", "worker") else ["", "nan", "NaN", "NA"] for n in header},
-                low_memory=False,
-            )
-    except (pd.errors.ParserError, pd.errors.EmptyDataError, pd.errors.ParserWarning, csv.Error, ValueError):
-        raise _not_csv(text, path) from None
-    if frame.empty:
-        raise InputError(str(path), "has no rows", "give at least one measured row")
-    return frame
-
-
-def _not_csv(text: str, path: Path) -> InputError:
-    """Return what is wrong with a text that could not be read as CSV: the first row, from 1 after the header, that differs."""
-    if text.lstrip()[:1] in ("{", "["):
-        problem = "is not a CSV table (it begins like JSON)"
-        return InputError(str(path), problem, "give a table, or rows of JSON as .jsonl")
-    problem, line, columns = "it cannot be read", 1, 0
-    try:
-        rows = csv.reader(io.StringIO(text), skipinitialspace=True, strict=True)
-        for number, row in enumerate(row for row in rows if row):
-            columns = columns or len(row)
-            if len(row) > columns:
-                problem = f"row {number} has {len(row)} columns, the header {columns}"
-                break
-            line = rows.line_num + 1
-        if not columns:
-            problem = "it has no header"
-    except csv.Error:
-        # A quote that nothing closes, letters behind one, or a field beyond what is read.
-        problem = f"line {line} has a quote that does not end its field, or a field that is too long"
-    remedy = "give a header line and one row per line, one field per column"
-    return InputError(str(path), f"is not a CSV table ({problem})", remedy)
-
-
-def numbers(cells: pd.Series[Any]) -> pd.Series[Any]:
-    """Return cells as numbers, NaN where they are none; an integer of hundreds of digits is no float: infinite."""
-    import pandas as pd
-
-    if cells.dtype == object:
-        cells = cells.map(lambda cell: math.inf if isinstance(cell, int) and abs(cell) > 1e300 else cell)
-    return pd.to_numeric(cells, errors="coerce")
 
 
 def check_profile(frame: pd.DataFrame, where: str, shown: Mapping[str, str] | None = None) -> pd.DataFrame:
@@ -157,52 +74,22 @@ def check_profile(frame: pd.DataFrame, where: str, shown: Mapping[str, str] | No
         (kind,) = (part for part in wanted.get("anyOf", [wanted]) if part["type"] != "null")
         if name not in checked.columns or kind["type"] == "string":
             continue
-        column = numbers(checked[name])
-        values, whole = column.to_numpy(dtype=float), kind["type"] == "integer"
-        least, most = kind.get("minimum", 0), kind.get("maximum", math.inf)
-        good = np.isfinite(values) & (values >= least) & (values <= most) & (values > kind.get("exclusiveMinimum", -1))
-        remedy = f"it must be {'above zero' if 'exclusiveMinimum' in kind else 'a finite number >= 0'}"
-        if whole:
-            good &= values == np.round(values)
-            remedy = f"it must be a whole number >= {least}"
-        if most < math.inf:
-            remedy = (
-                f"it must be a whole number from {least} to {most}"
-                if whole
-                else f"it must lie between {least:g} and {most:g}"
-            )
+        whole = kind["type"] == "integer"
+        limits = {"least": kind.get("minimum", ABOVE_ZERO), "most": kind.get("maximum", math.inf)}
+        asked: dict[str, Any] = {"missing": name not in REQUIRED, "shown": (shown or {}).get(name, name)}
         if name == "schema_version":
-            good, remedy = values == SCHEMA_VERSION, f"this ddltool reads {SCHEMA_VERSION}"
-        elif name not in REQUIRED:
-            good |= checked[name].isna().to_numpy()
-        demand(good, checked[name], (shown or {}).get(name, name), where, remedy)
-        checked[name] = column.astype("int64") if whole and name in REQUIRED else column
+            asked = {"remedy": f"this ddltool reads {SCHEMA_VERSION}"}
+            limits["most"] = SCHEMA_VERSION
+        column = numbers(checked, name, where, **limits, whole=whole, **asked)
+        if whole and name in REQUIRED:
+            checked[name] = column.astype("int64")
+        elif checked[name].dtype.kind not in "iuf":
+            checked[name] = column
     pairs = checked["num_replicas"].astype(str) + " replicas on " + checked["num_nodes"].astype(str) + " nodes"
     few = (checked["num_replicas"] >= checked["num_nodes"]).to_numpy()
     demand(few, pairs, "num_replicas", where, "every node holds at least one replica", said="")
     checked["device"] = checked["device"].astype(str)
     return checked
-
-
-def demand(
-    good: NDArray[np.bool_],
-    cells: pd.Series[Any] | NDArray[Any],
-    name: str,
-    where: str,
-    remedy: str,
-    *,
-    said: str = "is ",
-    unit: str = "row",
-) -> None:
-    """Raise InputError for the first of the cells, (n,), that is not good; ``unit``: what the file's rows are called."""
-    if not good.all():
-        place = int(np.argmin(good))
-        row = (
-            place if isinstance(cells, np.ndarray) else int(cells.index[place])
-        )  # of rows that were picked from a table, its own
-        text = str(np.asarray(cells)[place])
-        shown = text if len(text) <= 40 else f"{text[:37]}..."
-        raise InputError(f"{where}:{unit} {row + 1}:{name}", f"{said}{shown}", remedy)
 
 
 def read_profile(path: str | Path) -> pd.DataFrame:

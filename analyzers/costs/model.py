@@ -282,7 +282,7 @@ def coverage(graph: Graph) -> CoverageFigures:
     compute = graph.kind == COMPUTE
     source, times = np.array(graph.estimate, dtype=object)[compute], np.nan_to_num(graph.duration_s)[compute]
     ops, total = max(len(times), 1), float(times.sum()) or 1.0
-    figures = {}
+    figures: dict[str, float] = {}
     for name in ("rule", "measured", "default", "free"):
         chosen = source == name
         figures |= {f"{name}_ops": int(chosen.sum()) / ops, f"{name}_time": float(times[chosen].sum()) / total}

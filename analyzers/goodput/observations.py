@@ -15,7 +15,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ddltool.errors import InputError, did_you_mean
-from ddltool.profile import LARGEST_COUNT, TIMES_S, check_profile, demand, numbers
+from ddltool.profile import LARGEST_COUNT, TIMES_S, check_profile
+from ddltool.tables import demand, numbers
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -97,7 +98,7 @@ def check(rows: Observations) -> None:
     for name, (low, high) in limits.items():
         values = getattr(rows, name)
         good = (values >= low) & (values <= high) | (np.isnan(values) & (name == "grad_time_s"))
-        demand(good, values, name, "observations", f"it must lie between {low:g} and {high:g}")
+        demand(good, values, name, "observations", f"a number from {low:g} to {high:.15g}")
 
 
 def kind_of(columns: list[str], where: str) -> Kind:
@@ -262,10 +263,9 @@ def _of_telemetry(frame: pd.DataFrame, where: str) -> pd.DataFrame:
     split, not from how fast this rank or the network is.
     """
     names = [name for name in TELEMETRY_NUMBERS if name in frame.columns]
-    log = frame[names].apply(numbers).astype(float)
+    log = frame[names].copy()
     for name in names:
-        good = np.isfinite(log[name]) & (log[name] >= 0) | (frame[name].isna() if name == "passes" else False)
-        demand(good.to_numpy(), frame[name], name, where, "it must be a number >= 0", unit="line")
+        log[name] = numbers(frame, name, where, missing=name == "passes", unit="line")
     passes = log["passes"].fillna(1.0).clip(lower=1.0) if "passes" in names else 1.0
     log = log.assign(device=frame.get("device", ""), passes=passes)
     steady = log[log["step"] >= WARMUP_STEPS] if log["step"].nunique() > 2 * WARMUP_STEPS else log
@@ -293,8 +293,7 @@ def _of_telemetry(frame: pd.DataFrame, where: str) -> pd.DataFrame:
         rows["accumulation_steps"] = (rows["passes"] - 1).astype(np.int64)
         rows["grad_time_s"] = rows["compute_s"] / rows["passes"]
     for name, (low, high) in {"step_time_s": TIMES_S, **dict.fromkeys(_COUNTS, (1, LARGEST_COUNT))}.items():
-        good = rows[name].between(low, high).to_numpy()
-        demand(good, rows[name], name, f"{where} (medians)", f"it must lie between {low:g} and {high:g}")
+        numbers(rows, name, f"{where} (medians)", least=low, most=high)
     return rows.drop(columns=["world_size", "batch", "compute_s", "sync_s", "passes"])
 
 

@@ -15,7 +15,7 @@ from ddltool.analyzers.goodput.throughput import NAMES, ThroughputParams
 from ddltool.analyzers.goodput.uncertainty import Uncertainty, configurations, parameter_intervals, suggest_next
 from ddltool.errors import InputError, did_you_mean
 from ddltool.goodput_model import DeviceGoodput, FitError, Goodput, LeftOut, NextMeasurement
-from ddltool.profile import read_table
+from ddltool.tables import read_table
 
 
 def fit_files(profiles: list[Path], seed: int) -> Goodput:

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING
 from ddltool.analyzers.goodput.observations import TELEMETRY_NUMBERS, import_steps, import_table, kind_of
 from ddltool.analyzers.oracle.kineto import read_steps
 from ddltool.errors import InputError
-from ddltool.profile import read_table
 from ddltool.results import ImportedFile
+from ddltool.tables import read_table
 
 if TYPE_CHECKING:
     import pandas as pd

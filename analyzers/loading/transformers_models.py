@@ -6,8 +6,10 @@ from __future__ import annotations
 
 import importlib
 import inspect
+import tomllib
 from collections.abc import Mapping
 from functools import cache, reduce
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -19,55 +21,7 @@ from ddltool.analyzers.loading.transformers_inputs import example_inputs, packed
 from ddltool.analyzers.tracing.step import TrainingStep, default_loss, language_model_loss
 from ddltool.errors import DdlToolError, InputError, one_line
 
-# transformers' task tables in the order in which a type's training head is looked up: a task that uses the whole model
-# before one that uses part of it (CLIP classifies images with its vision half alone).
-_HEADS = (
-    "MULTIMODAL_LM",
-    "IMAGE_TEXT_TO_TEXT",
-    "ZERO_SHOT_IMAGE_CLASSIFICATION",
-    "SPEECH_SEQ_2_SEQ",
-    "SEQ_TO_SEQ_CAUSAL_LM",
-    "IMAGE_CLASSIFICATION",
-    "ENCODER",
-    "CAUSAL_LM",
-    "MASKED_LM",
-    "SEQUENCE_CLASSIFICATION",
-    "CTC",
-    "AUDIO_CLASSIFICATION",
-    "VIDEO_CLASSIFICATION",
-    "OBJECT_DETECTION",
-    "ZERO_SHOT_OBJECT_DETECTION",
-    "UNIVERSAL_SEGMENTATION",
-    "SEMANTIC_SEGMENTATION",
-    "DEPTH_ESTIMATION",
-    "TIME_SERIES_PREDICTION",
-    "MASK_GENERATION",
-    "TEXT_TO_SPECTROGRAM",
-    "TEXT_TO_WAVEFORM",
-    "KEYPOINT_DETECTION",
-    "IMAGE_MATTING",
-    "POSE_ESTIMATION",
-    "",
-    "PRETRAINING",
-)
-_TOKEN_HEADS = frozenset(
-    ["MULTIMODAL_LM", "IMAGE_TEXT_TO_TEXT", "SPEECH_SEQ_2_SEQ", "SEQ_TO_SEQ_CAUSAL_LM", "CAUSAL_LM", "MASKED_LM", "CTC"]
-)
-
-# Defaults that do not fit together, with the value of the first published model of the type.
-_REPAIRS: Mapping[str, Mapping[str, int]] = {
-    "blip-2": {"image_token_index": 50265},
-    "deepseek_v2": {"num_experts_per_tok": 6},
-    "esm": {"vocab_size": 33, "pad_token_id": 1, "mask_token_id": 32},
-    "gemma3": {"vision_config.image_size": 896},
-    "idefics3": {"vision_config.image_size": 364, "vision_config.patch_size": 14},
-    "llama4": {"vision_config.hidden_size": 1408, "vision_config.vision_output_dim": 4096},
-    "qwen2_vl": {"vision_config.hidden_size": 8192},
-    "shieldgemma2": {"vision_config.image_size": 896},
-    "smolvlm": {"vision_config.image_size": 364, "vision_config.patch_size": 14},
-    "t5gemma2": {"encoder.vision_config.image_size": 896},
-    "voxtral": {"audio_token_id": 24},
-}
+_TABLES: Mapping[str, Any] = tomllib.loads(Path(__file__).with_name("transformers.toml").read_text(encoding="utf-8"))
 
 
 def transformers_step(name: str, sequence_length: int | None = None) -> TrainingStep:
@@ -109,14 +63,14 @@ def configured_step(config: Any, name: str, sequence_length: int | None = None) 
             # It converts its weights in every forward to the type that they have; a tensor being traced cannot be.
             part.classifier.to = lambda *_, itself=part.classifier, **__: itself
     inputs = example_inputs(module, config, source, sequence_length)
-    loss = language_model_loss if head in _TOKEN_HEADS else _prediction_loss
+    loss = language_model_loss if head in _TABLES["token_heads"] else _prediction_loss
     bound = bind(module, inputs, source, packed(inputs))
     return TrainingStep(name=name, module=module, inputs=bound, loss=loss, note=note)
 
 
 def _repair(config: Any, name: str) -> str:
     """Replace defaults that do not fit together, and return a note on them."""
-    replaced = dict(_REPAIRS.get(name, {}))
+    replaced = dict(_TABLES["repairs"].get(name, {}))
     vision: Any = getattr(config, "vision_config", None)
     width = getattr(vision, "out_hidden_size", None)
     if width is not None and width != config.get_text_config().hidden_size:  # its rows take the place of tokens
@@ -143,7 +97,7 @@ def _model_class(config: Any, name: str) -> tuple[str, Any]:
         names = table.get(name)
         return names[0] if isinstance(names, (tuple, list)) else names
 
-    for head in _HEADS:
+    for head in _TABLES["heads"]:
         # An encoder is one that also predicts masked tokens; what is trained is its classifier.
         task = "SEQUENCE_CLASSIFICATION" if head == "ENCODER" and listed("MASKED_LM") else head
         found = None if task == "ENCODER" else listed(task)

@@ -14,10 +14,9 @@ import pandas as pd
 from numpy.typing import NDArray
 
 from ddltool.analyzers.balancing.trace import LEAST_SPEED, MOST_SPEED, SpeedTrace
-from ddltool.analyzers.loading.tables import demand_columns, numbers, texts
 from ddltool.errors import InputError
 from ddltool.graph import natural_key
-from ddltool.profile import read_table
+from ddltool.tables import demand_columns, numbers, read_columns, read_table, texts
 
 Floats = NDArray[np.float64]
 SPEED_COLUMNS = ("iteration", "worker", "speed", "cpu", "memory")
@@ -34,7 +33,7 @@ def read_speeds(path: Path, tell: Callable[[str], None]) -> SpeedTrace:
     Every worker needs a row for every iteration; ``tell`` hears of numbers that no worker has. Raises InputError naming row
     and column.
     """
-    frame = _read(path, SPEED_COLUMNS)
+    frame = read_columns(path, SPEED_COLUMNS)
     worker = texts(frame, "worker", path)
     for row, name in enumerate(worker, 1):
         if not name.isprintable():  # it would end up in pictures and terminals, which act on such characters
@@ -89,7 +88,7 @@ def read_recorded(path: Path) -> Recorded:
     time since the worker's previous end. From telemetry, it is the step without the waiting for others, and the next
     iterations begin together, at 0. Raises InputError naming row and column.
     """
-    frame = _read(path, END_COLUMNS)
+    frame = read_table(path, END_COLUMNS)
     if {"event", "worker", "wait_s"} <= set(map(str, frame.columns)):
         return _from_sync(frame, str(path))
     if {"rank", "step_s"} <= set(map(str, frame.columns)):
@@ -111,7 +110,7 @@ def read_predicted(path: Path, lookahead: int | None) -> tuple[tuple[str, ...], 
 
     None: all, of which every worker must then have the same number. Raises InputError naming row and column.
     """
-    frame = _read(path, END_COLUMNS)
+    frame = read_table(path, END_COLUMNS)
     names, ends, rows = _rows_by_worker(frame, END_COLUMNS, str(path))
     wanted = lookahead if lookahead is not None else max(map(len, ends))
     for name, row, last in zip(names, ends, rows, strict=True):
@@ -120,17 +119,6 @@ def read_predicted(path: Path, lookahead: int | None) -> tuple[tuple[str, ...], 
             remedy = f"give every worker {wanted} rows, or set --lookahead {min(map(len, ends))}"
             raise InputError(f"{path}:row {last + 1}:iteration", problem, remedy)
     return tuple(names), np.array([row[:wanted] for row in ends])
-
-
-def _read(path: Path, columns: tuple[str, ...]) -> pd.DataFrame:
-    if path.is_file() and not path.stat().st_size:
-        more = ", or telemetry" if columns == END_COLUMNS else ""
-        remedy = f"give a CSV with the columns {', '.join(columns)}{more}"
-        raise InputError(str(path), "is empty", remedy)
-    frame = read_table(path)
-    if columns != END_COLUMNS:
-        demand_columns(frame, columns, path)
-    return frame
 
 
 def _from_telemetry(frame: pd.DataFrame, where: str) -> Recorded:

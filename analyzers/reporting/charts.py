@@ -59,19 +59,21 @@ _PIXELS = "abs(scale('x', datum.end) - scale('x', datum.start))"
 _SEEN = alt.ExprRef(f"{_PIXELS} > 7 * length(datum.text) + 3 ? 1 : 0")
 _EDGE = alt.ExprRef(f"{_PIXELS} > 6 ? 0.6 : 0")
 _MARKED_TIMES = (
-    *(1e-3, 0.01, 0.1, 1, 2, 5, 10, 20),
-    *(60, 120, 300, 600, 1200, 1800),
-    *(3600, 7200, 18_000, 36_000),
+    *(1e-3, 0.01, 0.1, 1, 2, 5, 10, 20, 60, 120, 300, 600, 1200, 1800, 3600, 7200, 18_000, 36_000),
     *(86_400, 172_800, 432_000, 864_000, 8.64e6, 8.64e7),
 )
-_TIMES = (
-    "datum.value >= 86400 ? format(datum.value / 86400, ',') + ' d' : datum.value >= 3600 ? datum.value / 3600 + ' h' : "
-    "datum.value >= 60 ? datum.value / 60 + ' min' : datum.value >= 1 ? datum.value + ' s' : 1000 * datum.value + ' ms'"
-)
-_BYTES = (
-    "datum.value >= 1073741824 ? datum.value / 1073741824 + ' GiB' : datum.value >= 1048576 ? datum.value / 1048576 + "
-    "' MiB' : datum.value >= 1024 ? datum.value / 1024 + ' KiB' : datum.value + ' B'"
-)
+
+
+def _in_units(units: Mapping[str, float], smallest: str) -> str:
+    """Return the expression of an axis label in the largest unit that it reaches."""
+    larger = (
+        f"datum.value >= {size} ? format(datum.value / {size}, ',') + ' {unit}' : " for unit, size in units.items()
+    )
+    return "".join(larger) + smallest
+
+
+_TIMES = _in_units({"d": 86400, "h": 3600, "min": 60, "s": 1}, "1000 * datum.value + ' ms'")
+_BYTES = _in_units({"GiB": 2**30, "MiB": 2**20, "KiB": 2**10}, "datum.value + ' B'")
 _SIDE = {"labelColor": INK, "titleColor": INK, "tickColor": FAINT, "domainColor": FAINT, "titleFontWeight": "normal"}
 CONFIG: Spec = {
     "background": "transparent",
@@ -174,8 +176,20 @@ def _names(texts: Iterable[str]) -> list[str]:
     return made
 
 
-def _data(rows: Sequence[Row]) -> alt.Data:
-    return alt.Data(values=list(rows))  # type: ignore[no-untyped-call]
+def _chart(rows: Sequence[Row]) -> alt.Chart:
+    return alt.Chart(alt.Data(values=list(rows)))  # type: ignore[no-untyped-call]
+
+
+def _tips(titles: Mapping[str, str]) -> list[alt.Tooltip]:
+    """Return what hovering shows: fields (``x:Q``) with their titles, numbers in four digits."""
+    return [
+        alt.Tooltip(field, title=title, format=_NUMBER if field.endswith(":Q") else alt.Undefined)
+        for field, title in titles.items()
+    ]
+
+
+def _titled(label: str, unit: str) -> str:
+    return f"{label} ({unit})" if unit else label
 
 
 def _places(names: Sequence[str], family: str, slots: Slots) -> list[int]:
@@ -190,9 +204,10 @@ def _legend(names: Sequence[str], **options: Any) -> alt.Legend | None:
     return alt.Legend(orient="top", title=None, **options) if len(names) > 1 else None
 
 
-def _keyed(chart: Chart, names: Sequence[str]) -> Chart:
-    """Return the chart with the room in pixels that a name in its legend takes."""
-    return chart.properties(usermeta={"key": 7 * max(map(len, names), default=0) + 48})
+def _layered(layers: Sequence[alt.Chart], height: int, names: Sequence[str] = ()) -> Chart:
+    """Return layers as one chart, with the room in pixels that a name in its legend takes."""
+    key = 7 * max(map(len, names), default=0) + 48
+    return alt.layer(*layers).properties(height=height, usermeta={"key": key})
 
 
 def _rule(mark: str, values: Sequence[tuple[str, float]], colour: alt.Color, dash: alt.StrokeDash) -> list[alt.Chart]:
@@ -200,7 +215,7 @@ def _rule(mark: str, values: Sequence[tuple[str, float]], colour: alt.Color, das
         return []
     rows = [{"name": name, mark: value} for name, value in values]
     where = {mark: alt.X("x:Q") if mark == "x" else alt.Y("y:Q")}
-    return [alt.Chart(_data(rows)).mark_rule(strokeWidth=1.5).encode(**where, color=colour, strokeDash=dash)]
+    return [_chart(rows).mark_rule(strokeWidth=1.5).encode(**where, color=colour, strokeDash=dash)]
 
 
 def _beyond(known: float | None, last: float) -> list[alt.Chart]:
@@ -208,13 +223,13 @@ def _beyond(known: float | None, last: float) -> list[alt.Chart]:
     if known is None or known >= last:
         return []
     rows = [{"left": known + 0.5, "right": last + 0.5, "why": "not supported by data"}]
-    veil = alt.Chart(_data(rows)).mark_rect(color=PAPER, opacity=0.55)
-    edge = alt.Chart(_data(rows)).mark_rule(color=FAINT, strokeDash=[3, 3])
-    words = alt.Chart(_data(rows)).mark_text(align="right", baseline="top", dx=-4, dy=3, color=FAINT)
+    base = _chart(rows)
     x = alt.X("left:Q")
+    words = base.mark_text(align="right", baseline="top", dx=-4, dy=3, color=FAINT)
+    veil = base.mark_rect(color=PAPER, opacity=0.55)
     return [
         veil.encode(x=x, x2="right:Q", tooltip=alt.Tooltip("why:N", title="beyond")),
-        edge.encode(x=x),
+        base.mark_rule(color=FAINT, strokeDash=[3, 3]).encode(x=x),
         words.encode(x=alt.X("right:Q"), y=alt.value(0), text="why:N"),
     ]
 
@@ -245,46 +260,40 @@ def _x_of(figure: Lines, values: np.ndarray[Any, Any]) -> tuple[alt.Scale, alt.A
 
 
 def _lines(figure: Lines, slots: Slots) -> Chart:
-    shown = figure.lines[:LINES_DRAWN]
+    shown, areas = figure.lines[:LINES_DRAWN], figure.draw == "areas"
     labels = _names([line.label for line in shown])
-    extra = _names([name for name, _ in (*figure.levels, *figure.marks)])
-    tops = [line.y if line.high is None else line.high for line in shown] + [
-        line.dots[1] for line in shown if line.dots
-    ]
+    extra = [] if areas else _names([name for name, _ in (*figure.levels, *figure.marks)])
+    names, places = [*labels, *extra], _places(labels, figure.family, slots)
+    tops = [top for line in shown for top in (line.y if line.high is None else line.high, *(line.dots or ())[1:])]
     highest = max([float(top.max()) for top in tops if top.size] + [value for _, value in figure.levels], default=0.0)
     scale, unit = time_unit(highest) if figure.seconds else (1.0, "")
-    ylabel = f"{figure.ylabel} ({unit})" if unit else figure.ylabel
-    extra = [] if figure.draw == "areas" else extra
-    names, places = [*labels, *extra], _places(labels, figure.family, slots)
-    colours = AREAS if figure.draw == "areas" else SERIES
+    ylabel, colours = _titled(figure.ylabel, unit), AREAS if areas else SERIES
     # a line that stands for a fixed value is of the text's colour, as the fifth series is, with a dash of its own
     paints = [colours[place % len(colours)] for place in places] + [INK] * len(extra)
     dashes = [_DASHES[place % len(_DASHES)] for place in places] + [[4, 4], [2, 3], [8, 3]][: len(extra)]
-    legend = _legend(names, symbolType="square" if figure.draw == "areas" else "stroke", symbolSize=260)
+    legend = _legend(names, symbolType="square" if areas else "stroke", symbolSize=260)
     colour = alt.Color("name:N", scale=alt.Scale(domain=names, range=paints), legend=legend)
     dash = alt.StrokeDash("name:N", scale=alt.Scale(domain=names, range=dashes), legend=legend)
     everything = np.concatenate([*(line.x for line in shown), *(line.dots[0] for line in shown if line.dots)])
     x_scale, x_axis = _x_of(figure, everything)
     x = alt.X("x:Q", scale=x_scale, axis=x_axis, title=figure.xlabel)
     y_scale = alt.Scale(type="log", nice=False) if figure.log_y else alt.Scale(zero=True)
-    y = alt.Y(
-        "y:Q", scale=y_scale, axis=alt.Axis(tickCount=6, gridOpacity=0.6, **_whole("y" in figure.whole)), title=ylabel
-    )
-    tips = [
-        alt.Tooltip("name:N", title="line"),
-        alt.Tooltip("x:Q", title="x", format=_NUMBER),
-        alt.Tooltip("y:Q", title="y", format=_NUMBER),
-    ]
+    y_axis = alt.Axis(tickCount=6, gridOpacity=0.6, **_whole("y" in figure.whole))
+    y = alt.Y("y:Q", scale=y_scale, axis=y_axis, title=ylabel)
+    tips = _tips({"name:N": "line", "x:Q": "x", "y:Q": "y"})
     rows = [row for line, name in zip(shown, labels, strict=True) for row in _line_rows(line, name, scale)]
-    if figure.draw == "areas":
-        return _areas(figure, (rows, labels, scale), (x, y, colour, tips))
+    if areas:
+        area = _chart(rows).mark_area(interpolate="step-after", stroke=PAPER, strokeWidth=0.3)
+        y["stack"] = "zero"
+        layers = [area.encode(x=x, y=y, color=colour, tooltip=tips)]
+        return _layered([*layers, *_tops(figure)], 260, labels)
     interpolate: Any = "step-after" if figure.draw == "steps" else "linear"
-    base = alt.Chart(_data(rows)).encode(x=x, y=y, color=colour)
-    layers: list[alt.Chart] = _beyond(figure.known, float(everything.max()) if everything.size else 0.0)
+    base = _chart(rows).encode(x=x, y=y, color=colour)
+    layers = _beyond(figure.known, float(everything.max()) if everything.size else 0.0)
     if any("low" in row for row in rows):
-        banded = alt.Chart(_data([row for row in rows if "low" in row])).mark_area(opacity=0.2, interpolate=interpolate)
+        banded = _chart([row for row in rows if "low" in row]).mark_area(opacity=0.2, interpolate=interpolate)
         layers.append(banded.encode(x=x, y=alt.Y("low:Q", title=ylabel, scale=y_scale), y2="high:Q", color=colour))
-        tips = [*tips, *(alt.Tooltip(f"{end}:Q", title=end, format=_NUMBER) for end in ("low", "high"))]
+        tips = [*tips, *_tips({"low:Q": "low", "high:Q": "high"})]
     layers.append(base.mark_line(interpolate=interpolate, strokeWidth=2).encode(strokeDash=dash))
     single = {line.label for line in shown if line.x.size == 1}
     seen = 1.0 if figure.draw == "points" or single else 0.0
@@ -296,13 +305,13 @@ def _lines(figure: Lines, slots: Slots) -> Chart:
     ]
     if dots:
         size, opacity = (36, 0.85) if len(dots) < 1000 else (10, 0.4)
-        cloud = alt.Chart(_data(dots)).mark_point(filled=True, size=size, opacity=opacity)
+        cloud = _chart(dots).mark_point(filled=True, size=size, opacity=opacity)
         layers.append(cloud.encode(x=x, y=y, color=colour, tooltip=tips[:3]))
     fixed = [value * scale for _, value in figure.levels] + [value for _, value in figure.marks]
     values = list(zip(extra, fixed, strict=True))
     layers += _rule("y", values[: len(figure.levels)], colour, dash)
     layers += _rule("x", values[len(figure.levels) :], colour, dash)
-    return _keyed(alt.layer(*layers).properties(height=230), names)
+    return _layered(layers, 230, names)
 
 
 def _line_rows(line: Line, name: str, scale: float) -> list[Row]:
@@ -320,21 +329,14 @@ def _short(value: float) -> float:
     return float(f"{value:.6g}")
 
 
-def _areas(figure: Lines, content: tuple[list[Row], list[str], float], channels: tuple[Any, ...]) -> Chart:
-    rows, names, _ = content
-    x, y, colour, tips = channels
-    area = alt.Chart(_data(rows)).mark_area(interpolate="step-after", stroke=PAPER, strokeWidth=0.3)
-    stack = y.copy()
-    stack["stack"] = "zero"
-    layers: list[alt.Chart] = [area.encode(x=x, y=stack, color=colour, tooltip=tips)]
+def _tops(figure: Lines) -> list[alt.Chart]:
+    """Return the levels over areas, each with its name on it."""
+    layers: list[alt.Chart] = []
     for name, value in figure.levels:
-        level = alt.Chart(_data([{"name": name_of(name), "y": value}]))
+        level = _chart([{"name": name_of(name), "y": value}]).encode(y="y:Q")
         words = level.mark_text(align="right", baseline="bottom", dy=-2)
-        layers += [
-            level.mark_rule(strokeDash=[4, 4]).encode(y="y:Q"),
-            words.encode(y="y:Q", x=alt.value("width"), text="name:N"),
-        ]
-    return _keyed(alt.layer(*layers).properties(height=260), names)
+        layers += [level.mark_rule(strokeDash=[4, 4]), words.encode(x=alt.value("width"), text="name:N")]
+    return layers
 
 
 def _lanes_axis(names: Sequence[str]) -> alt.Y:
@@ -353,14 +355,13 @@ def _bars(figure: Bars, slots: Slots) -> Chart:
     start = (level or 1.0) * scale if figure.log else 0.0
     low, high = min(extremes) * scale, max(extremes) * scale
     if figure.log:
-        ratio = max(high / low, 1.1)
-        x_scale = alt.Scale(type="log", nice=False, domain=[low / ratio**0.25, high * ratio**0.25])
+        ratio = max(high / low, 1.1) ** 0.25
+        domain = [low / ratio, high * ratio]
+        axis = alt.Axis(values=_log_marks(*domain), format=_NUMBER, gridOpacity=0.6)
     else:
-        x_scale = alt.Scale(nice=False, domain=[0, 1.35 * high if high > 0 else 1.0])
-    axis = alt.Axis(tickCount=5, gridOpacity=0.6)
-    if figure.log:
-        axis = alt.Axis(values=_log_marks(*x_scale.domain), format=_NUMBER, gridOpacity=0.6)
-    x = alt.X("value:Q", scale=x_scale, axis=axis, title=f"{figure.xlabel} ({unit})" if unit else figure.xlabel)
+        domain, axis = [0, 1.35 * high if high > 0 else 1.0], alt.Axis(tickCount=5, gridOpacity=0.6)
+    x_scale = alt.Scale(type="log" if figure.log else alt.Undefined, nice=False, domain=domain)
+    x = alt.X("value:Q", scale=x_scale, axis=axis, title=_titled(figure.xlabel, unit))
     rows = _bar_rows(figure, names, scale)
     kinds = list(dict.fromkeys(row["kind"] for row in rows))
     if figure.marked is not None:
@@ -370,29 +371,25 @@ def _bars(figure: Bars, slots: Slots) -> Chart:
         colours = [SERIES[place % len(SERIES)] for place in _places(kinds, figure.family, slots)]
     legend = _legend(["", ""]) if figure.marked is not None and any(figure.marked[1]) else None
     colour = alt.Color("kind:N", scale=alt.Scale(domain=kinds, range=colours), legend=legend)
-    tips = [alt.Tooltip("name:N", title="name"), alt.Tooltip("shown:N", title="value")]
-    tips += [alt.Tooltip("interval:N", title="interval")] if ends else []
-    base = alt.Chart(_data(rows)).encode(y=_lanes_axis(names), x=x)
-    layers: list[alt.Chart] = []
+    tips = _tips({"name:N": "name", "shown:N": "value"} | ({"interval:N": "interval"} if ends else {}))
+    base = _chart(rows).encode(y=_lanes_axis(names), x=x)
     if figure.dots:
-        layers.append(base.mark_point(filled=True, size=70).encode(color=colour, tooltip=tips))
+        layers = [base.mark_point(filled=True, size=70).encode(color=colour, tooltip=tips)]
     else:
-        layers.append(base.mark_bar().encode(x2=alt.datum(start), color=colour, tooltip=tips))
+        layers = [base.mark_bar().encode(x2=alt.datum(start), color=colour, tooltip=tips)]
     if ends:
-        spread = alt.Chart(_data([row for row in rows if "low" in row])).encode(y=_lanes_axis(names), tooltip=tips)
+        spread = _chart([row for row in rows if "low" in row]).encode(y=_lanes_axis(names), tooltip=tips)
         whisker = spread.mark_rule(strokeWidth=1.5).encode(x=alt.X("low:Q", scale=x_scale), x2="high:Q")
-        caps = [
-            spread.mark_tick(thickness=1.5, size=9, color=INK).encode(x=alt.X(f"{end}:Q")) for end in ("low", "high")
-        ]
-        layers += [whisker, *caps]
+        cap = spread.mark_tick(thickness=1.5, size=9, color=INK)
+        layers += [whisker, *(cap.encode(x=alt.X(f"{end}:Q")) for end in ("low", "high"))]
     for side, sign in (("left", 1), ("right", -1)):
         chosen = [row for row in rows if (row["value"] >= start) == (side == "left")]
         if chosen and not figure.dots:
-            text = alt.Chart(_data(chosen)).mark_text(align=side, dx=5 * sign)  # type: ignore[arg-type]
+            text = _chart(chosen).mark_text(align=side, dx=5 * sign)  # type: ignore[arg-type]
             layers.append(text.encode(y=_lanes_axis(names), x=alt.X("text_at:Q"), text="shown:N"))
     if figure.level is not None:
         layers += _level(name_of(figure.level[0]), figure.level[1] * scale, right=figure.level[1] * scale > 0.6 * high)
-    return _keyed(alt.layer(*layers).properties(height=_LANE * len(names)), kinds)
+    return _layered(layers, _LANE * len(names), kinds)
 
 
 def _log_marks(low: float, high: float) -> list[float]:
@@ -428,12 +425,12 @@ def _number(value: float) -> str:
     return f"{value:,.0f}" if 1000 <= abs(value) < 1e9 else f"{value:.4g}"
 
 
-def _level(name: str, at: float, *, right: bool, dash: Sequence[int] = (5, 4)) -> list[alt.Chart]:
+def _level(name: str, at: float, *, right: bool) -> list[alt.Chart]:
     """Return a named vertical line, its name above it."""
-    base = alt.Chart(_data([{"name": name, "at": at}])).encode(x=alt.X("at:Q"))
+    base = _chart([{"name": name, "at": at}]).encode(x=alt.X("at:Q"))
     words = base.mark_text(align="right" if right else "left", baseline="bottom", dy=-3)
     return [
-        base.mark_rule(strokeDash=list(dash), strokeWidth=1.4).encode(tooltip=alt.Tooltip("name:N", title="line")),
+        base.mark_rule(strokeDash=[5, 4], strokeWidth=1.4).encode(tooltip=alt.Tooltip("name:N", title="line")),
         words.encode(y=alt.value(0), text="name:N"),
     ]
 
@@ -463,35 +460,29 @@ def _spans(figure: Spans, slots: Slots) -> Chart:
     domain = [0, 1.01 * longest * scale if longest > 0 else 1.0]
     scaled = alt.Scale(nice=False, domain=domain)
     x = alt.X("start:Q", scale=scaled, axis=alt.Axis(tickCount=6, gridOpacity=0.6), title=f"{figure.xlabel} ({unit})")
-    base = alt.Chart(_data(rows)).encode(y=_lanes_axis(names))
-    tips = [
-        alt.Tooltip("name:N", title="lane"),
-        alt.Tooltip("kind:N", title="what"),
-        alt.Tooltip("text:N", title="which"),
-        alt.Tooltip("shown:N", title="takes"),
-        alt.Tooltip("start:Q", title="from", format=_NUMBER),
-        alt.Tooltip("end:Q", title="to", format=_NUMBER),
-    ]
+    base = _chart(rows).encode(y=_lanes_axis(names))
+    tips = _tips(
+        {"name:N": "lane", "kind:N": "what", "text:N": "which", "shown:N": "takes", "start:Q": "from", "end:Q": "to"}
+    )
     bars = base.mark_bar(stroke=PAPER, strokeWidth=_EDGE).encode(x=x, x2="end:Q", color=colour, tooltip=tips)
     layers: list[alt.Chart] = [bars]
-    if texts := [{**row, "middle": (row["start"] + row["end"]) / 2} for row in rows if row["text"]]:
-        for kind in dict.fromkeys(row["kind"] for row in texts):
-            ink = "var(--on-blue)" if KINDS[kind] == BLUE else "#000000"
-            own = alt.Chart(_data([row for row in texts if row["kind"] == kind]))
-            words = own.mark_text(fontSize=11, color=ink, opacity=_SEEN)
-            layers.append(words.encode(x=alt.X("middle:Q"), y=_lanes_axis(names), text="text:N", tooltip=tips))
+    texts = [{**row, "middle": (row["start"] + row["end"]) / 2} for row in rows if row["text"]]
+    for kind in dict.fromkeys(row["kind"] for row in texts):
+        ink = "var(--on-blue)" if KINDS[kind] == BLUE else "#000000"
+        words = _chart([row for row in texts if row["kind"] == kind]).mark_text(fontSize=11, color=ink, opacity=_SEEN)
+        layers.append(words.encode(x=alt.X("middle:Q"), y=_lanes_axis(names), text="text:N", tooltip=tips))
     moments = [
         {"name": name, "at": _short(at * scale), "shown": show_seconds(at)}
         for name, (_, ends) in zip(names, figure.ends, strict=False)
         for at in ends
     ]
     if moments:
-        ticks = alt.Chart(_data(moments)).mark_tick(thickness=2, color=BLUE)
+        ticks = _chart(moments).mark_tick(thickness=2, color=BLUE)
         tip = alt.Tooltip("shown:N", title="iteration ends at")
         layers.append(ticks.encode(x=alt.X("at:Q"), y=_lanes_axis(names), tooltip=tip))
     if figure.mark is not None:
         layers += _level(name_of(figure.mark[0]), figure.mark[1] * scale, right=figure.mark[1] > 0.5 * longest)
-    return _keyed(alt.layer(*layers).properties(height=_LANE * len(names)), kinds)
+    return _layered(layers, _LANE * len(names), kinds)
 
 
 def _heat(figure: Heat, slots: Slots) -> Chart:
@@ -504,28 +495,19 @@ def _heat(figure: Heat, slots: Slots) -> Chart:
         for y, value in zip(figure.y, column, strict=True)
         if np.isfinite(value)
     ]
-    x_axis = alt.Axis(grid=False, tickMinStep=1, format=",d", tickCount=8)
-    x = alt.X(
-        "left:Q",
-        scale=alt.Scale(nice=False, zero=False, clamp=True, domain=[figure.x[0] - 0.5, figure.x[-1] + 0.5]),
-        axis=x_axis,
-        title=figure.xlabel,
-    )
+    x_axis = alt.Axis(grid=False, tickCount=8, **_whole(True))
+    x_scale = alt.Scale(nice=False, zero=False, clamp=True, domain=[figure.x[0] - 0.5, figure.x[-1] + 0.5])
+    x = alt.X("left:Q", scale=x_scale, axis=x_axis, title=figure.xlabel)
     ends = [float(figure.y[0] / ratio), float(figure.y[-1] * ratio)]
-    y_axis = alt.Axis(format=_NUMBER, tickCount=5, grid=False)
-    y = alt.Y(
-        "low:Q", scale=alt.Scale(type="log", nice=False, clamp=True, domain=ends), axis=y_axis, title=figure.ylabel
-    )
+    y_scale = alt.Scale(type="log", nice=False, clamp=True, domain=ends)
+    y = alt.Y("low:Q", scale=y_scale, axis=alt.Axis(format=_NUMBER, tickCount=5, grid=False), title=figure.ylabel)
     legend = alt.Legend(type="gradient", orient="top", title=figure.what, gradientLength=180, titleLimit=300)
     colour = alt.Color("value:Q", scale=alt.Scale(scheme="cividis", domainMin=0), legend=legend)
-    tips = [
-        alt.Tooltip(f"{name}:Q", title=title, format=_NUMBER)
-        for name, title in (("x", "count"), ("y", "total batch"), ("value", "goodput"))
-    ]
-    map_ = alt.Chart(_data(rows)).mark_rect(strokeWidth=0)
+    tips = _tips({"x:Q": "count", "y:Q": "total batch", "value:Q": "goodput"})
+    map_ = _chart(rows).mark_rect(strokeWidth=0)
     best = [{"x": at, "y": float(y)} for at, y in zip(figure.x.tolist(), figure.best, strict=True) if np.isfinite(y)]
-    line = alt.Chart(_data(best)).encode(x=alt.X("x:Q"), y=alt.Y("y:Q"))
-    tip = [alt.Tooltip("x:Q", title="count"), alt.Tooltip("y:Q", title="best batch", format=_NUMBER)]
+    line = _chart(best).encode(x=alt.X("x:Q"), y=alt.Y("y:Q"))
+    tip = _tips({"x:Q": "count", "y:Q": "best batch"})
     layers: list[alt.Chart] = [
         map_.encode(x=x, x2="right:Q", y=y, y2="high:Q", color=colour, tooltip=tips),
         line.mark_line(color="#ffffff", strokeWidth=4),
@@ -534,8 +516,6 @@ def _heat(figure: Heat, slots: Slots) -> Chart:
         *_beyond(figure.known, float(figure.x[-1])),
     ]
     for name, at in figure.marks:
-        mark = alt.Chart(_data([{"name": name, "at": at}])).mark_rule(
-            color="var(--red)", strokeDash=[5, 4], strokeWidth=2
-        )
+        mark = _chart([{"name": name, "at": at}]).mark_rule(color="var(--red)", strokeDash=[5, 4], strokeWidth=2)
         layers.append(mark.encode(x=alt.X("at:Q"), tooltip=alt.Tooltip("name:N", title="line")))
-    return _keyed(alt.layer(*layers).properties(height=260), [])
+    return _layered(layers, 260)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -15,6 +14,7 @@ from ddltool.analyzers.goodput.throughput import iteration_time_s, log_times
 from ddltool.analyzers.goodput.tuning import BatchLimits, Frontier, frontier, goodput_grid
 from ddltool.analyzers.reporting.figures import LINES_DRAWN, Array, Bars, Figure, Heat, Line, Lines, line
 from ddltool.analyzers.reporting.section import (
+    Blocks,
     Column,
     Picture,
     Section,
@@ -49,6 +49,8 @@ _WIDE_RANGE = 40
 # What the heat map spans where no profile says which batches fit.
 _REPLICAS, _REPLICAS_PER_NODE = 16, 4
 _LOCAL_BATCH = 256
+# A further GPU pays while it brings this share of what the first does.
+_PAYS_SHARE = 0.5
 
 
 def profile_section(frame: pd.DataFrame, name: str, models: Sequence[tuple[str, Goodput]]) -> Section:
@@ -156,15 +158,15 @@ def goodput_section(
         lead.append(f"Network {'shared' if fitted.shared_network else 'of each device'}: {fitted.network_choice}.")
     if len(records) > _DEVICES_SHOWN:
         lead.append(f"{_DEVICES_SHOWN} of {len(records)} device types are shown.")
-    blocks: list[Picture | Table] = []
+    blocks: Blocks = []
     for device, record in list(records.items())[:_DEVICES_SHOWN]:
         lead += _errors(device, record)
         blocks.append(_parameters(device, record))
-        heat = _heat(device, record, profile, noise_scale) if maps else ""
-        if isinstance(heat, Picture):
-            blocks.append(heat)
-        elif heat:
+        heat = _heat(device, record, profile, noise_scale) if maps else None
+        if isinstance(heat, str):
             lead.append(heat)
+        elif heat is not None:
+            blocks.append(heat)
     return Section(title=f"Throughput model: {name}", lead=lead, blocks=blocks)
 
 
@@ -270,11 +272,9 @@ def _heat(
     if "alpha_sync_node_s" in record.undetermined:  # else free, and the map would jump up at a second node
         within = {"alpha_sync_node_s": params.alpha_sync_local_s, "beta_sync_node_s": params.beta_sync_local_s}
         params = params.model_copy(update=within)
-    most, first = _LOCAL_BATCH, 32
-    name = device
+    most, first, name = _LOCAL_BATCH, 32, device
     if profile is not None:
-        most = int(profile["local_batch_size"].max())
-        first = int(profile["local_batch_size"].min())
+        most, first = int(profile["local_batch_size"].max()), int(profile["local_batch_size"].min())
         name = device or str(profile["device"].iloc[0])
     limits = BatchLimits(
         initial_batch_size=first, max_batch_size=most * _REPLICAS, max_local_batch_size=most, max_accumulation_steps=0
@@ -283,17 +283,14 @@ def _heat(
     known, why = _known_until(device, record, profile)
     noun = noun_of(name)
     try:
-        found = frontier(params, _REPLICAS, limits, noise_scale=noise, replicas_per_node=_REPLICAS_PER_NODE)
-        pays = frontier(params, known, limits, noise_scale=noise, replicas_per_node=_REPLICAS_PER_NODE).pays_until
-        figures = goodput_figures(
-            params,
-            _REPLICAS,
-            limits,
-            noise_scale=noise,
-            replicas_per_node=_REPLICAS_PER_NODE,
-            known=known,
-            noun=noun,
+        found, sure = (
+            frontier(
+                params, replicas, limits, noise_scale=noise, replicas_per_node=_REPLICAS_PER_NODE, threshold=_PAYS_SHARE
+            )
+            for replicas in (_REPLICAS, known)
         )
+        pays = sure.pays_until
+        figures = goodput_figures(params, limits, found, pays, noise_scale=noise, known=known, noun=noun)
     except (InputError, Infeasible, ArithmeticError, ValueError) as error:
         return f"No goodput map: {error}."
     of = f" of {device}" if device else ""
@@ -406,38 +403,26 @@ def _deviation(
 
 def goodput_figures(
     params: ThroughputParams,
-    max_replicas: int,
     limits: BatchLimits,
+    found: Frontier,
+    pays: int,
     *,
     noise_scale: float,
-    replicas_per_node: int,
-    threshold: float = 0.5,
-    known: int | None = None,
+    known: int,
     noun: str = "GPU",
 ) -> list[Figure]:
     """Return goodput over (GPUs, total batch) as a heat map, with the best batch of each count, and goodput over GPUs.
 
-    In the second, efficient counts (no smaller one has as much) have a dot, and a line shows what further GPUs would have
-    to reach to bring ``threshold`` of what the first does. Beyond ``known`` GPUs, of which no measurement speaks, nothing
-    is said about what pays. Arguments and errors as for :func:`~ddltool.analyzers.goodput.tuning.frontier`.
+    In the second, efficient counts (no smaller one has as much) have a dot, and a line shows what further GPUs than
+    ``pays`` would have to bring. Beyond ``known`` GPUs, of which no measurement speaks, nothing is said about what pays.
     """
-    known = max_replicas if known is None else min(known, max_replicas)
-    up_to = functools.partial(
-        frontier,
-        params,
-        limits=limits,
-        noise_scale=noise_scale,
-        replicas_per_node=replicas_per_node,
-        threshold=threshold,
-    )
-    found, pays = up_to(max_replicas), up_to(known).pays_until
     # one batch far above the best would only make the map small
     best = int(found.tuned.total_batch_size[found.tuned.feasible].max())
     top = min(limits.max_batch_size, max(4 * best, 2 * limits.initial_batch_size))
     batches = np.geomspace(limits.initial_batch_size, max(top, limits.initial_batch_size + 1), _HEAT_ROWS)
-    least = "at least " if pays == known < max_replicas else ""
+    least = "at least " if pays == known < len(found.num_replicas) else ""
     marks = [(f"scaling pays {least}until {pays}", float(pays))]
-    xlabel = f"{noun}s ({replicas_per_node} per node)"
+    xlabel = f"{noun}s ({_REPLICAS_PER_NODE} per node)"
     heat = Heat(
         title=f"Goodput over {noun}s and total batch size",
         x=found.num_replicas.astype(float),
@@ -452,7 +437,7 @@ def goodput_figures(
     )
     over = Lines(
         title=f"Goodput over {noun}s, and its efficient frontier",
-        lines=_frontier_lines(found, (pays, known), threshold, noun),
+        lines=_frontier_lines(found, pays, known, noun),
         xlabel=xlabel,
         ylabel="goodput (useful samples/s)",
         whole="x",
@@ -462,20 +447,19 @@ def goodput_figures(
     return [heat, over]
 
 
-def _frontier_lines(found: Frontier, pays: tuple[int, int], threshold: float, noun: str) -> list[Line]:
+def _frontier_lines(found: Frontier, pays: int, known: int, noun: str) -> list[Line]:
     """Return the best goodput of each count, dots where it is efficient, and what further GPUs would have to bring."""
-    until, known = pays
     can, replicas, goodput = found.tuned.feasible, found.num_replicas.astype(float), found.tuned.goodput_per_s
     sure, rest = can & (replicas <= known), can & (replicas >= known)
     chosen = found.efficient & sure
     first = int(np.flatnonzero(can)[0])
-    slope = threshold * goodput[first] / replicas[first]
+    slope = _PAYS_SHARE * goodput[first] / replicas[first]
     # beyond the count until which scaling pays, all goodput lies below this line
-    x = np.array([float(until), float(known)])
+    x = np.array([float(pays), float(known)])
     dots = (replicas[chosen], goodput[chosen])
     lines = [
         Line(label="best (dots: no fewer give as much)", x=replicas[sure], y=goodput[sure], dots=dots),
-        Line(label=f"{threshold:.0%} of the first {noun}'s for each", x=x, y=goodput[until - 1] + slope * (x - until)),
+        Line(label=f"{_PAYS_SHARE:.0%} of the first {noun}'s for each", x=x, y=goodput[pays - 1] + slope * (x - pays)),
     ]
     beyond = [Line(label="beyond the data", x=replicas[rest], y=goodput[rest])]
     return lines if known >= len(replicas) else lines + beyond

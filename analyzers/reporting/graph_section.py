@@ -15,6 +15,7 @@ from ddltool.analyzers.reporting.section import (
     Picture,
     Section,
     Table,
+    cell,
     counted,
     shortened,
     some,
@@ -53,17 +54,8 @@ def graph_section(graph: Graph, name: str, *, remark: str = "") -> Section:
         f"{graph.mode.capitalize()} step of {shortened(graph.name, 60)}{batch}: {counted(len(graph), 'op')}, "
         f"{counted(len(graph.of_kind(RECV)), 'parameter')} of {show_bytes(graph.parameter_bytes)}. {remark}"
     )
-    columns: dict[str, Column[ScheduleFigures]] = {
-        "mean": "makespan_s",
-        "min": "makespan_min_s",
-        "max": "makespan_max_s",
-        "efficiency E": "efficiency:.3f",
-    }
     caption = f"Step time and efficiency by order of transfers, {runs} simulated runs each"
-    table = tabled(caption, "simulated", orders.values(), columns, names=("order", orders))
-    ends = [("lower bound L", show_seconds(limits.lower_s), "", "", "1")]
-    ends.append(("upper bound U", show_seconds(limits.upper_s), "", "", "0"))
-    blocks: Blocks = [replace(table, rows=[*table.rows, *ends])]
+    blocks: Blocks = [_orders(caption, orders, limits)]
     if limits.upper_s > 0:  # else there is nothing to draw
         blocks.insert(0, _timeline(graph, timelines, orders["TAC"].priority or {}))
     lead = [facts.strip(), _verdict(limits, orders["random"].makespan_s, orders["TAC"].makespan_s)]
@@ -137,9 +129,11 @@ def trace_section(found: TraceResult) -> Section:
         lead.append(f"E is undefined: {found.efficiency_undefined}")
     lead += [f"Verdict: {found.verdict.text}"] if found.verdict is not None else []
     lead.append(_best_words(found))
-    header = ("order", "step time", "min .. max", "efficiency E")
-    caption = "Parameter servers: order of transfers"
-    blocks: Blocks = [Table(caption=caption, header=header, rows=_order_rows(found), label="simulated")]
+    bounds = found.bounds
+    limits = Bounds(
+        upper_s=bounds.upper_s, lower_s=bounds.lower_s, speedup=bounds.speedup, compute_s=0.0, transfer_s=0.0
+    )
+    blocks: Blocks = [_orders("Parameter servers: order of transfers", found.schedules, limits, bounds.best_lower_s)]
     if found.collectives is not None:
         both = found.collectives
         no_blocks = "FSDP2: the parameters' names show no list of blocks to shard by."
@@ -164,31 +158,31 @@ def _origin(graph: TracedGraph) -> str:
     return f"ops from {graph.oracle}, transfers predicted" if graph.oracle is not None else "times from the file"
 
 
-def _order_rows(found: TraceResult) -> list[tuple[str, ...]]:
-    """Return the rows of the table of orders: those simulated, the exact one, and the bounds."""
-    rows: list[tuple[str, ...]] = []
-    for name, result in found.schedules.items():
-        label = f"{name} (and compute)" if name == "exact" or result.orders_compute else name
-        spread = f"{show_seconds(result.makespan_min_s)} .. {show_seconds(result.makespan_max_s)}"
-        if result.status is not None:
-            spread = "optimal" if result.status == "optimal" else f"gap {result.gap:.2%}"
-        rows.append((label, show_seconds(result.makespan_s), spread, _share(result.efficiency)))
-    bounds = found.bounds
-    if bounds.best_lower_s is not None:
-        limits = Bounds(
-            upper_s=bounds.upper_s, lower_s=bounds.lower_s, speedup=bounds.speedup, compute_s=0.0, transfer_s=0.0
-        )
-        best = _share(limits.share(bounds.best_lower_s))
-        rows.append(("best bound", show_seconds(bounds.best_lower_s), "no order is faster", best))
-    rows += [
-        ("lower bound L", show_seconds(bounds.lower_s), "", "1"),
-        ("upper bound U", show_seconds(bounds.upper_s), "", "0"),
+def _orders(
+    caption: str, schedules: Mapping[str, ScheduleFigures], limits: Bounds, best_s: float | None = None
+) -> Table:
+    """Return the table of orders: those simulated, the exact one, and the bounds; ``best_s``: no order is faster."""
+
+    def spread(made: ScheduleFigures) -> str:
+        if made.status is not None:
+            return "optimal" if made.status == "optimal" else f"gap {made.gap:.2%}"
+        return f"{show_seconds(made.makespan_min_s)} .. {show_seconds(made.makespan_max_s)}"
+
+    names = [
+        f"{name} (and compute)" if name == "exact" or made.orders_compute else name for name, made in schedules.items()
     ]
-    return rows
-
-
-def _share(value: float | None) -> str:
-    return "-" if value is None else f"{value:.3f}"
+    columns: dict[str, Column[ScheduleFigures]] = {"step time": "makespan_s", "min .. max": spread}
+    columns["efficiency E"] = "efficiency:.3f"
+    table = tabled(caption, "simulated", schedules.values(), columns, names=("order", names))
+    ends = [
+        ("lower bound L", show_seconds(limits.lower_s), "", "1"),
+        ("upper bound U", show_seconds(limits.upper_s), "", "0"),
+    ]
+    if best_s is not None:
+        ends.insert(
+            0, ("best bound", show_seconds(best_s), "no order is faster", cell(limits.share(best_s), form=".3f"))
+        )
+    return replace(table, rows=[*table.rows, *ends])
 
 
 def _best_words(found: TraceResult) -> str:

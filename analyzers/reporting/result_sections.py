@@ -121,13 +121,17 @@ def barrier_section(found: BarrierResult, name: str) -> Section:
         level=("bsp", found.bsp.waiting_time_s),
     )
     table = tabled(caption, "predicted", records.values(), columns, names=("choice", records))
-    blocks = [pictured("Longest waiting of any worker, by choice of the barrier.", table, figure)]
+    blocks: Blocks = [
+        pictured("Longest waiting of any worker, by choice of the barrier.", table, figure),
+        *_iterations(records),
+    ]
+    if found.tradeoff:
+        blocks.append(_tradeoff(found))
     lead = (
         f"{counted(found.workers, 'worker')}, {counted(found.lookahead, 'iteration')} looked ahead. "
         "Times count as in the file that was read."
     )
-    rest = [*_iterations(records), *([_tradeoff(found)] if found.tradeoff else [])]
-    return Section(title=f"Barrier: {name}", lead=[lead], blocks=[*blocks, *rest])
+    return Section(title=f"Barrier: {name}", lead=[lead], blocks=blocks)
 
 
 def _iterations(records: dict[str, BarrierChoice]) -> list[Table]:
@@ -260,8 +264,7 @@ def verification_section(found: Verification, name: str) -> Section:
     ]
     if found.max_error is not None:
         word = "within" if abs(step.error) <= found.max_error else "beyond"
-        limit = f"{word} the limit of {100 * found.max_error:.3g}%"
-        lead.append(f"Step time off by {abs(step.error):.1%}: {limit}.")
+        lead.append(f"Step time off by {abs(step.error):.1%}: {word} the limit of {100 * found.max_error:.3g}%.")
         if not found.complete:
             lead.append("FAILED: not the whole run on the planned devices (see above).")
     bars: list[tuple[str, float]] = []
@@ -324,24 +327,18 @@ def gate_section(found: GateResult, name: str) -> Section:
     lead = [harmless(f"{word}, {listed(found.current, 3)}{against}."), *few(remarks(found), 8)]
     lead += [found.noise_test] if found.noise_test else []
     checks = sorted(found.checks, key=lambda one: one.passed)
-    rows = [(outcome(check), shortened(check.metric, LONGEST_NAME), *figures_of(check)) for check in checks]
-    kind = found.artifact.removeprefix("ddltool.")
-    table = Table(
-        caption=f"Checks of a {kind}; rules: {harmless(found.rules_from) or 'not said'}",
-        header=("", "metric", "baseline", "current", "change", "limit"),
-        rows=rows,
-        label="read",
-        head=20,
-        text_columns=2,
+    caption = (
+        f"Checks of a {found.artifact.removeprefix('ddltool.')}; rules: {harmless(found.rules_from) or 'not said'}"
     )
+    header = ("", "metric", "baseline", "current", "change", "limit")
+    rows = [(outcome(check), shortened(check.metric, LONGEST_NAME), *figures_of(check)) for check in checks]
+    table = Table(caption=caption, header=header, rows=rows, label="read", head=20, text_columns=2)
     changes = [
         (check.metric, check.current / check.baseline, not check.passed)
         for check in checks
-        if isinstance(check.baseline, float)
-        and isinstance(check.current, float)
-        and check.baseline > 0
-        and check.current >= 0
-        and (check.current == 0 or 1 / _MOST_DRAWN < check.current / check.baseline < _MOST_DRAWN)
+        if isinstance(check.baseline, float) and isinstance(check.current, float)
+        if check.current >= 0 < check.baseline
+        if check.current == 0 or 1 / _MOST_DRAWN < check.current / check.baseline < _MOST_DRAWN
     ]
     if not changes:
         return Section(title=f"Gate: {name}", lead=lead, blocks=[table])

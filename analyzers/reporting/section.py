@@ -13,7 +13,7 @@ from ddltool.units import show_bytes, show_seconds
 Record = TypeVar("Record")
 Column = str | Callable[[Record], object]
 """A record's field (``sync_s``, ``split.error:+.1%``), shown by the format or its name's unit; or a function of the record."""
-Label = Literal["measured", "predicted", "simulated", "read", "fitted"]
+Label = Literal["measured", "predicted", "simulated", "read"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -52,7 +52,6 @@ class Picture:
     caption: str
     label: Label
     table: Table | None = None
-    unfolded: bool = True
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -129,12 +129,3 @@ def interfering(allocations: Mapping[int, Allocation]) -> set[int]:
             for node, _ in allocation:
                 spanning.setdefault(node, []).append(job)
     return {job for jobs in spanning.values() if len(jobs) > 1 for job in jobs}
-
-
-def check_one_type(cluster: ClusterSpec, policy: str) -> None:
-    """Raise InputError when a policy that knows one GPU type only meets several."""
-    if len(cluster.type_names) > 1:
-        problem = f"knows one GPU type, and the cluster has {', '.join(cluster.type_names)}"
-        raise InputError(
-            f"policy {policy}", problem, "use a cluster of one type, or a policy that knows several, such as sia"
-        )

@@ -21,10 +21,10 @@ import numpy as np
 import pandas as pd
 from numpy.typing import NDArray
 
-from ddltool.analyzers.loading.tables import demand_distinct_jobs, numbers
 from ddltool.analyzers.scheduling.generator import SIZE_CLASSES, Template, class_indices, make_specs
 from ddltool.errors import InputError
 from ddltool.results import JobSpec
+from ddltool.tables import demand_distinct_jobs, numbers
 
 Floats = NDArray[np.float64]
 COLUMNS: Mapping[str, tuple[str, ...]] = {

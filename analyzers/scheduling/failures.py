@@ -118,33 +118,33 @@ class NodeStates:
         given = self._given[-1].time_s if self._given else math.inf
         return min(given, self._drawn[0][0] if self._drawn else math.inf)
 
-    def pop(self) -> tuple[list[int], list[int], list[int]]:
-        """Let the next event happen and return the nodes that failed, that left and that are up again by it."""
-        before = self.down
-        kind, _ = self._advance()
-        after = self.down
-        lost = sorted(after - before)
-        self.failed += len(lost) if kind == "fail" else 0
-        return (lost, [], []) if kind == "fail" else ([], lost, sorted(before - after))
+    def pop(self) -> tuple[list[int], list[int]]:
+        """Let the next event happen and return the nodes that failed and that left by it."""
+        before, kind = self.down, self._advance()
+        lost = sorted(self.down - before)
+        if kind != "fail":
+            return [], lost
+        self.failed += len(lost)
+        return lost, []
 
     def _life_s(self, node: int) -> float:
         """Return the seconds from a node's repair to its next failure."""
         assert self.failures.mtbf_s is not None
         return float(self._chances[node].exponential(self.failures.mtbf_s))
 
-    def _advance(self) -> tuple[Kind, int]:
+    def _advance(self) -> Kind:
         if self._given and (not self._drawn or self._given[-1].time_s <= self._drawn[0][0]):
             event = self._given.pop()
             (self.away.discard if event.kind == "join" else self.away.add)(event.node)
-            return event.kind, event.node
+            return event.kind
         now_s, node = self._drawn[0]
         if node in self.down_until:  # repaired
             del self.down_until[node]
             heapq.heapreplace(self._drawn, (now_s + self._life_s(node), node))
-            return "join", node
+            return "join"
         self.down_until[node] = now_s + self.failures.repair_s
         heapq.heapreplace(self._drawn, (self.down_until[node], node))
-        return "fail", node
+        return "fail"
 
 
 def without(cluster: ClusterSpec, down: Sequence[int] | frozenset[int]) -> ClusterSpec:

@@ -17,7 +17,6 @@ import numpy as np
 import pandas as pd
 from numpy.typing import NDArray
 
-from ddltool.analyzers.loading.tables import demand_distinct_jobs, numbers, read_columns, read_rows, texts
 from ddltool.analyzers.scheduling.cluster import ClusterSpec
 from ddltool.analyzers.scheduling.cluster_traces import (
     ACCEPTED,
@@ -45,6 +44,7 @@ from ddltool.errors import InputError, did_you_mean
 from ddltool.goodput_model import Goodput
 from ddltool.job import Cluster
 from ddltool.results import JobSpec, WorkloadResult
+from ddltool.tables import demand_distinct_jobs, numbers, read_columns, read_table, texts
 
 Floats = NDArray[np.float64]
 WORKLOAD = ("name", "time", "application", "num_replicas", "batch_size")
@@ -92,7 +92,7 @@ def read_workload(path: Path) -> list[JobSpec]:
     Raises InputError naming row and column: missing columns, names that stand twice, anything that is no number where
     one is needed; and for a cluster's trace, which is no workload yet.
     """
-    frame = None if is_json(path) else read_rows(path, WORKLOAD)
+    frame = None if is_json(path) else read_table(path, WORKLOAD)
     if frame is None or is_trace(frame):
         raise InputError(str(path), "is a cluster's trace", "make a workload of it with --convert first")
     return _jobs(frame, path)
@@ -146,7 +146,7 @@ def read_jobs(
         except (json.JSONDecodeError, RecursionError) as error:
             raise InputError(str(path), f"is no JSON ({error})", "give Philly's cluster_job_log") from None
     else:
-        frame = read_rows(path, WORKLOAD, no_nan=COLUMNS["duration"])
+        frame = read_table(path, WORKLOAD, no_nan=COLUMNS["duration"])
         if not is_trace(frame):
             return _jobs(frame, path), ""
         trace = read_table_trace(frame, str(path))

@@ -119,6 +119,11 @@ class SimulatedJob:
         """Return the seconds since the submission."""
         return now_s - self.spec.submit_s
 
+    def restart_factor(self, now_s: float, delay_s: float) -> float:
+        """Return what is left of a goodput by a restart now: ``max(T - R d, 0) / (T + d)`` (Pollux, section 4.2)."""
+        age_s = self.age_s(now_s)
+        return max(age_s - self.restarts * delay_s, 0.0) / (age_s + delay_s) if age_s + delay_s > 0 else 1.0
+
     def gpu_seconds(self, now_s: float) -> float:
         """Return the GPU-seconds that it has held until now."""
         return self._gpu_seconds + count_gpus(self.allocation) * (now_s - self.last_s)

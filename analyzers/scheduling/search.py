@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
@@ -115,12 +115,8 @@ def pack(choices: Sequence[Choice], gpus: Sequence[int], counts: Sequence[int]) 
     return tuple(packing.allocations)
 
 
-@dataclass
-class _Saved:
-    free: list[int]
-    spanning: list[int]
-    allocations: list[Allocation] = field(default_factory=list)
-    costs: list[float] = field(default_factory=list)
+_Saved = tuple[list[int], list[int], list[Allocation], list[float]]
+"""Free GPUs and spanning jobs per node; allocation and cost of each job."""
 
 
 class _Packing:
@@ -255,6 +251,7 @@ class _Packing:
                 members.setdefault(node, []).append(other)
         before = sum(self.costs)
         start = self.save()
+        held = [count_gpus(allocation) for allocation in self.allocations]
         best: tuple[float, _Saved] | None = None
         seen: set[tuple[int, ...]] = set()
         for node in range(len(self.gpus)):
@@ -270,9 +267,9 @@ class _Packing:
                     for other in out:
                         self.keep(other)
                 self.insert(job, len(self.within[job]) + len(self.across[job]))
-                for other in sorted(out, key=lambda o: -count_gpus(start.allocations[o])):
+                for other in sorted(out, key=lambda o: -held[o]):
                     if not self.allocations[other]:
-                        self.insert(other, max(1, count_gpus(start.allocations[other])))
+                        self.insert(other, max(1, held[other]))
                 for other in out:
                     self.reinsert(other)
                 total = sum(self.costs)
@@ -320,12 +317,12 @@ class _Packing:
 
     def save(self) -> _Saved:
         """Return a copy of the state."""
-        return _Saved(self.free[:], self.spanning[:], self.allocations[:], self.costs[:])
+        return self.free[:], self.spanning[:], self.allocations[:], self.costs[:]
 
     def restore(self, saved: _Saved) -> None:
         """Go back to a saved state."""
-        self.free, self.spanning = saved.free[:], saved.spanning[:]
-        self.allocations, self.costs = saved.allocations[:], saved.costs[:]
+        free, spanning, allocations, costs = saved
+        self.free, self.spanning, self.allocations, self.costs = free[:], spanning[:], allocations[:], costs[:]
 
 
 def _prefix_argmin(values: Sequence[float]) -> list[int]:

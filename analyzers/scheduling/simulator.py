@@ -20,7 +20,6 @@ from typing import Protocol
 from ddltool.analyzers.scheduling.cluster import (
     Allocation,
     ClusterSpec,
-    check_one_type,
     count_gpus,
     free_gpus,
     interfering,
@@ -197,8 +196,10 @@ def check_runs(
 
 
 def _check_types(policy: Policy, cluster: ClusterSpec) -> None:
-    if not getattr(policy, "mixed", True):
-        check_one_type(cluster, policy.name)
+    if not getattr(policy, "mixed", True) and len(cluster.type_names) > 1:
+        problem = f"knows one GPU type, and the cluster has {', '.join(cluster.type_names)}"
+        remedy = "use a cluster of one type, or a policy that knows several, such as sia"
+        raise InputError(f"policy {policy.name}", problem, remedy)
 
 
 def _check_failures(failures: Failures, workload: Sequence[JobSpec], cluster: ClusterSpec) -> None:
@@ -275,7 +276,7 @@ class _Run:
         assert self.nodes is not None
         self._count_available(now_s)
         while self.nodes.next_s() == now_s:
-            failed, left, _ = self.nodes.pop()
+            failed, left = self.nodes.pop()
             for job in self.active.values():
                 held = {node for node, _ in job.allocation}
                 if held.intersection(failed):

@@ -475,7 +475,6 @@ def _forward(counter: SampleCounter, clock: _StepClock) -> Callable[[nn.Module, 
     return begin
 
 
-Floats = NDArray[np.float64]
 log = logging.getLogger(__name__)
 
 

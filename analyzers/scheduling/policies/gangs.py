@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from ddltool.analyzers.scheduling.cluster import Allocation, ClusterSpec, free_by_type, free_gpus, take_most_free
+from ddltool.analyzers.scheduling.cluster import Allocation, ClusterSpec, free_gpus, take_most_free
 from ddltool.analyzers.scheduling.job import SimulatedJob, Tuning
 
 THRESHOLD_GPU_S = 16 * 3600.0
@@ -21,10 +21,13 @@ def choose_type(job: SimulatedJob, left: Mapping[str, int]) -> str | None:
     return max(fitting, key=left.__getitem__, default=None)
 
 
-def start_gangs(order: Sequence[SimulatedJob], cluster: ClusterSpec) -> dict[int, Allocation]:
-    """Return the allocations of the jobs that run when GPUs are given out in this order; what does not fit is passed.
+def start_gangs(
+    order: Sequence[SimulatedJob], cluster: ClusterSpec, *, overtaking: bool = True
+) -> dict[int, Allocation]:
+    """Return the allocations of the jobs that run when GPUs are given out in this order.
 
-    A job that runs on keeps its GPUs, so it stays on its type. O(jobs x nodes).
+    What does not fit is passed, or, without ``overtaking``, holds up all that come after it. A job that runs on keeps its
+    GPUs, so it stays on its type. O(jobs x nodes).
     """
     left = {name: cluster.gpus_of(name) for name in cluster.type_names}
     chosen: dict[int, str] = {}
@@ -37,6 +40,8 @@ def start_gangs(order: Sequence[SimulatedJob], cluster: ClusterSpec) -> dict[int
         if name is not None:
             left[name] -= job.spec.num_replicas
             chosen[job.index] = name
+        elif not overtaking:
+            break
     made = {job.index: job.allocation for job in order if job.allocation and job.index in chosen}
     free = free_gpus(cluster, made.values())
     nodes = {name: cluster.nodes_of(name) for name in cluster.type_names}
@@ -58,18 +63,8 @@ class Fifo:
 
     def allocate(self, jobs: Sequence[SimulatedJob], cluster: ClusterSpec, now_s: float) -> Mapping[int, Allocation]:
         """Return the current allocations and those of the jobs that can start now, in order of submission."""
-        order = sorted(jobs, key=lambda job: (job.spec.submit_s, job.index))
-        made = {job.index: job.allocation for job in order if job.allocation}
-        free = free_gpus(cluster, made.values())
-        left = free_by_type(cluster, free)
-        for job in order:
-            if not job.allocation:
-                name = choose_type(job, left)
-                if name is None:
-                    break
-                left[name] -= job.spec.num_replicas
-                made[job.index] = take_most_free(free, job.spec.num_replicas, cluster.nodes_of(name))
-        return made
+        order = sorted(jobs, key=lambda job: (not job.allocation, job.spec.submit_s, job.index))
+        return start_gangs(order, cluster, overtaking=False)
 
 
 class Tiresias:

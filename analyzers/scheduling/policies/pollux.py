@@ -58,8 +58,7 @@ class Pollux:
         """Return what each number of GPUs costs one of ``jobs`` jobs."""
         most = min(job.most_replicas, _MOST_REPLICAS)
         within, across, held = self.speedups(job, most, math.ceil(cluster.total_gpus / jobs), cluster)
-        age, delay = job.age_s(now_s), self.delay_s
-        factor = max(age - job.restarts * delay, 0.0) / (age + delay) if age + delay > 0 else 1.0
+        factor = job.restart_factor(now_s, self.delay_s)
         within_cost, across_cost = self.cost(within * factor), self.cost(across * factor)
         within_cost[max(cluster.gpus) + 1 :] = np.inf
         across_cost[:2] = np.inf

@@ -57,8 +57,7 @@ class Sia:
     def _choices(self, offer: Offers, sizes: Mapping[str, int], now_s: float) -> dict[str, Choice]:
         """Return the cost of each configuration, by type; equal counts within and across cost what they bring."""
         job = offer.job
-        age, delay = job.age_s(now_s), self.delay_s
-        factor = max(age - job.restarts * delay, 0.0) / (age + delay) if age + delay > 0 else 1.0
+        factor = job.restart_factor(now_s, self.delay_s)
         allowed = {
             one.gpu_type: np.array([_allowed(count, sizes[one.gpu_type]) for count in range(offer.most + 1)])
             for one in offer.by_type
