@@ -647,7 +647,7 @@ def test_accumulation_repeats_passes_and_updates_once() -> None:
 
 
 def test_memory_by_hand() -> None:
-    """One matrix of 4 MB and next to no activations: parameters and gradients, Adam's state and its one temporary, DDP's buckets."""
+    """One matrix of 4 MB, next to no activations: parameters, gradients, Adam's state and its temporary, DDP's buckets."""
     curve = measure_work(lambda: step_of(nn.Linear(1000, 1000, bias=False), torch.zeros(2, 1000)))
 
     def copies(optimizer: str, kind: Kind = "none") -> int:
