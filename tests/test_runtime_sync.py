@@ -220,11 +220,11 @@ POLICIES = [BSP(), ASP(), SSP(1), ElasticBSP(4), BackupWorkers(1), LocalSGD(2)]
 def test_a_killed_worker_is_taken_out_and_the_rest_finish(policy: Policy) -> None:
     servers = 2 if isinstance(policy, (ElasticBSP, BSP)) else 1
     culprit = 0 if isinstance(policy, SSP) else 1
-    workers, ours = run(policy, [20] * 3, [0.01, 0.01, 0.02], servers, culprit=culprit, trouble="kill", epochs=True)
+    workers, ours = run(policy, [40] * 3, [0.01, 0.01, 0.02], servers, culprit=culprit, trouble="kill", epochs=True)
     assert workers[culprit].exit_code == -9
     rest = results([workers[rank] for rank in range(3) if rank != culprit])
     for worker in rest:
-        assert len(worker["made"]) == 20
+        assert len(worker["made"]) == 40
         assert all(np.isfinite(value).all() for value in worker["weights"].values())
         assert worker["members"][0] == (0, 1, 2)
         assert worker["members"][-1] == tuple(rank for rank in range(3) if rank != culprit)
