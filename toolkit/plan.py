@@ -71,6 +71,26 @@ class PrefetchSetting(Record):
     default_step_s: Finite = Field(description="with FSDP2's own prefetch")
 
 
+class Recomputed(Record):
+    """A module that gives up its activations after its forward pass and computes them again before its backward pass."""
+
+    module: str
+    keeps: list[Annotated[int, Field(ge=0)]] = Field(
+        default_factory=list,
+        description="products (see is_product) that are kept: their places among those of the module's forward pass",
+    )
+
+
+def is_product(op: str) -> bool:
+    """Return whether an aten op is a matrix product, a convolution or an attention, by its name without an overload.
+
+    >>> is_product("addmm"), is_product("_scaled_dot_product_flash_attention"), is_product("gelu")
+    (True, True, False)
+    """
+    forward = not op.endswith("_backward")
+    return op in ("mm", "addmm", "bmm", "baddbmm", "convolution") or (forward and op.startswith("_scaled_dot_product"))
+
+
 class Superstep(Record):
     """ElasticBSP's next barrier on each device type."""
 
