@@ -16,6 +16,7 @@ import torch.distributed as dist
 from ddltool.errors import DdlToolError
 from ddltool.runtime.hook.agreement import Agreement, Choose
 from ddltool.runtime.hook.job import Job
+from ddltool.runtime.hook.roll_call import RollCall
 from tests.processes import LASTING
 from tests.runtime_workers import Crew
 
@@ -222,7 +223,11 @@ def lost(rank: int) -> str:
     try:
         if rank < 2:
             agreement.propose(lambda: np.array([7.0]))
-        return str(agreement.roll_call(1.0)) if rank == 3 else "is gone"
+        if rank == 2:
+            RollCall.of_this_job().close()  # as a process that is gone, it does not answer
+            return "is gone"
+        time.sleep(0.5)
+        return str(RollCall.of_this_job().gone())
     except DdlToolError as error:
         return str(error)
     finally:

@@ -14,7 +14,7 @@ from torch.distributed.distributed_c10d import PrefixStore
 from torch.distributed.rendezvous import TCPStore  # type: ignore[attr-defined]
 
 from ddltool.errors import InputError
-from ddltool.runtime.hook.job import Job
+from ddltool.runtime.hook.job import Job, gloo_group
 
 
 def start_processes(backend: str = "gloo") -> None:
@@ -71,7 +71,7 @@ class Processes:
         """Return the running job's processes. Raises InputError, on every one, when they cannot hold the workers."""
         job = Job.this()
         runs = job.together(lambda: divide(max_workers, job.world_size, counts))
-        return cls(job=job, runs=runs, chain=dist.new_group(backend="gloo") if job.world_size > 1 else None)
+        return cls(job=job, runs=runs, chain=gloo_group() if job.world_size > 1 else None)
 
     @property
     def rank(self) -> int:

@@ -12,16 +12,9 @@ from __future__ import annotations
 import atexit
 import contextlib
 import itertools
-import os
 import queue
-import re
-import sys
 import threading
-import time
 from collections.abc import Callable, Sequence
-from datetime import timedelta
-from types import TracebackType
-from typing import Any
 
 import numpy as np
 import torch.distributed as dist
@@ -29,34 +22,27 @@ from numpy.typing import NDArray
 
 from ddltool.errors import DdlToolError
 from ddltool.runtime.hook.job import Job
+from ddltool.runtime.hook.roll_call import STORE_GONE, KeyStore, LostRank, RollCall, connection
 
 Floats = NDArray[np.float64]
 Choose = Callable[[Floats], Floats]
 Row = Callable[[], Floats]
-KeyStore = Any
-"""A ``torch.distributed.Store``: its type hints are not those of the real one."""
 TIMEOUT_S = 300.0
-ROLL_CALL_S = 3.0
-STORE_GONE = "the store is gone, and with it the rank that holds it (rank 0, unless a launcher does)"
 # Each agreement of a process has keys of its own: the last ones of another would be taken for answers.
 _NUMBERS = itertools.count()
 _NO_ROW = b"0"
 # How a round ends: with numbers, or with the ranks that did not come, are gone, or have ended, or because choosing failed.
 _CHOSEN, _MISSING, _GONE, _ENDED, _FAILED = b"=", b"?", b"-", b".", b"!"
-_BROKEN = re.compile(
-    r"gloo/transport/|connection (closed|reset) by peer|broken pipe|ncclremoteerror|remote process exited", re.I
-)
 
 
-class AgreementError(DdlToolError):
+class AgreementError(LostRank):
     """Ranks have not come to an agreement, mostly because one is gone."""
 
 
 class Agreement:
     """One rank's end. All ranks make the same agreements, and the same calls, in the same order.
 
-    Until :meth:`close` an error that nobody catches, and that comes from a lost rank, is one line on stderr and exit code 1
-    instead of a traceback: an AgreementError, or a connection that broke in the middle of ``backward``.
+    An error that nobody catches, and that comes from a lost rank, is one line on stderr (:class:`~.roll_call.RollCall`).
 
     Args:
         job: this process's place. With one process the store is not used.
@@ -81,15 +67,16 @@ class Agreement:
         self._step = 0
         self._under_way: int | None = None
         self._ended = False
-        self._loss: _LossReport | None = None
+        self._roll_call: RollCall | None = None
         self._thread: threading.Thread | None = None
         if job.world_size > 1:
             if store is None:
+                self._roll_call = RollCall.of_this_job()
+                self._roll_call.tell(self._gone)
                 shared = dist.distributed_c10d._get_default_store()
                 store = dist.PrefixStore(f"ddltool/agreement/{next(_NUMBERS)}", shared)  # type: ignore[attr-defined]
-            self._store: KeyStore = _connection(store, timeout_s)
+            self._store: KeyStore = connection(store, timeout_s)
             self._other: KeyStore = store
-            self._loss = _LossReport(self)
         if behind:
             self._rows: queue.SimpleQueue[Row | None] = queue.SimpleQueue()
             self._choices: queue.SimpleQueue[Floats | DdlToolError] = queue.SimpleQueue()
@@ -225,76 +212,11 @@ class Agreement:
                 with contextlib.suppress(RuntimeError):
                     self._say(self._other, self._under_way, _ENDED + str(self._rank).encode())
             self._thread.join(timeout=5.0)
-        if self._loss is not None:
-            self._loss.close()
+        if self._roll_call is not None:
+            self._roll_call.untell(self._gone)
 
-    def roll_call(self, within_s: float = ROLL_CALL_S) -> list[int] | None:
-        """Return the ranks that are gone, to a rank that has lost its connection to another; None where the store is gone too.
-
-        That is those that neither call this within so many seconds nor have come to the next round. Who waits there for
-        them is told at once.
-        """
-        step = self._step if self._under_way is None else self._under_way
-        try:
-            self._other.set(f"alive/{self._rank}", b"1")
-            left, end = set(self._ranks), time.monotonic() + within_s
-            while left and time.monotonic() < end:
-                left = {rank for rank in left if not self._other.check([f"alive/{rank}"])}
-                time.sleep(0.05)
-            gone = sorted(rank for rank in left if not self._other.check([f"row/{self._step}/{rank}"]))
-            if gone:
-                self._say(self._other, step, _GONE + ",".join(map(str, gone)).encode())
-        except RuntimeError:
-            return None
-        return gone
-
-
-def _connection(store: KeyStore, timeout_s: float) -> KeyStore:
-    """Return a connection of its own to ``store`` that waits ``timeout_s`` for a key.
-
-    A blocking call holds a connection: one that is shared would stop everybody else in this process. Where the store cannot
-    give another connection, its own and its own timeout have to do.
-    """
-    with contextlib.suppress(RuntimeError, NotImplementedError, AttributeError):
-        store = store.clone()
-        store.set_timeout(timedelta(seconds=timeout_s))
-    return store
-
-
-class _LossReport:
-    """Makes an error that nobody catches, and that comes from a lost rank, one line; all others go where they went before."""
-
-    def __init__(self, agreement: Agreement) -> None:
-        self._agreement = agreement
-        self._previous = sys.excepthook
-        self._hook = self._show  # a bound method is a new object each time
-        sys.excepthook = self._hook
-
-    def close(self) -> None:
-        """Show errors as before, unless somebody else has changed that meanwhile."""
-        if sys.excepthook is self._hook:
-            sys.excepthook = self._previous
-
-    def _show(self, kind: type[BaseException], value: BaseException, trace: TracebackType | None) -> None:
-        line = self._line(value)
-        if line is None:
-            self._previous(kind, value, trace)
-            return
-        sys.stderr.write(f"error: {line}\n")
-        # All that an exit does but taking the interpreter apart, in which torch with broken connections at times aborts.
-        atexit._run_exitfuncs()
-        for stream in (sys.stdout, sys.stderr):
-            with contextlib.suppress(OSError, ValueError):
-                stream.flush()
-        os._exit(1)
-
-    def _line(self, value: BaseException) -> str | None:
-        if isinstance(value, AgreementError):
-            return str(value)
-        if not isinstance(value, RuntimeError) or not _BROKEN.search(str(value)):
-            return None
-        gone = self._agreement.roll_call()
-        lost = STORE_GONE if gone is None else "the connection to another rank is lost"
-        if gone:
-            lost = f"rank {', '.join(map(str, gone))} is gone"
-        return f"{lost}; go on from the last checkpoint"
+    def _gone(self, ranks: list[int]) -> None:
+        """Tell who waits in a round that ``ranks`` are gone."""
+        with contextlib.suppress(RuntimeError):
+            step = self._step if self._under_way is None else self._under_way
+            self._say(self._other, step, _GONE + ",".join(map(str, ranks)).encode())

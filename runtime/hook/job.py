@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
+from datetime import timedelta
 from typing import Any, TypeVar
 
 import torch
@@ -19,6 +20,7 @@ from torch.utils.data import Dataset, IterableDataset
 from ddltool.artifacts import load
 from ddltool.errors import InputError
 from ddltool.plan import Enforcement, ParameterRecord
+from ddltool.runtime.hook.roll_call import RollCall, job_timeout_s
 
 T = TypeVar("T")
 MAP_STYLE = "give a map-style dataset (with __len__ and __getitem__)"
@@ -37,11 +39,15 @@ class Job:
 
     @classmethod
     def this(cls) -> Job:
-        """Return the job that is running. Raises InputError when its processes do not know of each other."""
+        """Return the job that is running. Raises InputError when its processes do not know of each other.
+
+        From now on a rank that is lost is named (:class:`~ddltool.runtime.hook.roll_call.RollCall`).
+        """
         if dist.is_available() and dist.is_initialized():
             size = dist.get_world_size()
-            side = dist.new_group(backend="gloo") if size > 1 else None
-            return cls(rank=dist.get_rank(), world_size=size, side=side)
+            if size > 1:
+                RollCall.of_this_job()
+            return cls(rank=dist.get_rank(), world_size=size, side=gloo_group() if size > 1 else None)
         planned = os.environ.get("WORLD_SIZE", "1")
         if planned != "1":
             problem = f"is not initialised, but WORLD_SIZE is {planned}"
@@ -87,6 +93,11 @@ class Job:
         notes = [torch.empty_like(mine) for _ in lengths]
         dist.all_gather(notes, mine, group=self.side)
         return [other[: int(length)].numpy().tobytes() for other, length in zip(notes, lengths, strict=True)]
+
+
+def gloo_group() -> dist.ProcessGroup | None:
+    """Return a new gloo group of all ranks, which waits no longer than the job's own group; all call this together."""
+    return dist.new_group(backend="gloo", timeout=timedelta(seconds=job_timeout_s()))
 
 
 def load_and_check(

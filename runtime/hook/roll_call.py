@@ -1,0 +1,176 @@
+"""Who is still there, when a rank has lost another one. Start at :class:`RollCall`.
+
+A collective that fails tells of an address or of nothing at all. So each process of a job answers for itself, in a thread,
+over torch.distributed's own store: a process that was killed, or stopped, does not. Nothing is pickled.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import os
+import re
+import sys
+import threading
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from types import TracebackType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from ddltool.errors import DdlToolError
+
+KeyStore = Any
+"""A ``torch.distributed.Store``: its type hints are not those of the real one."""
+WITHIN_S = 1.5
+"""A roll call takes no longer; every process answers several times within that."""
+_LOOK_S = 0.25
+STORE_GONE = "the store is gone, and with it the rank that holds it (rank 0, unless a launcher does)"
+_BROKEN = re.compile(
+    r"gloo/transport/|connection (closed|reset) by peer|broken pipe|ncclremoteerror|remote process exited"
+    r"|timed out waiting|watchdog caught collective operation timeout",
+    re.I,
+)
+
+
+class LostRank(DdlToolError):
+    """A rank is gone, and nothing can be computed without it."""
+
+
+class RollCall:
+    """One process's end. Start it with :meth:`of_this_job`: one for each process group, however many ask.
+
+    Until :meth:`close` an error that nobody catches, and that comes from a lost rank, is one line on stderr that names the
+    rank, and exit code 1, instead of a traceback: a LostRank, or a connection that broke in the middle of ``backward``.
+
+    Args:
+        rank, world_size: this process's place.
+        store: what all processes share.
+    """
+
+    _current: RollCall | None = None
+
+    def __init__(self, rank: int, world_size: int, store: KeyStore) -> None:
+        self._rank, self._ranks = rank, range(world_size)
+        self._group_store = store
+        store = dist.PrefixStore("ddltool/roll", store)  # type: ignore[attr-defined]
+        self._store, self._answering = store, connection(store, WITHIN_S)
+        self._told: list[Callable[[list[int]], object]] = []
+        self._ended = threading.Event()
+        self._thread = threading.Thread(target=self._answer, name="ddltool-roll-call", daemon=True)
+        self._thread.start()
+        self._previous = sys.excepthook
+        self._hook = self._show  # a bound method is a new object each time
+        sys.excepthook = self._hook
+        # A thread that lives on until the interpreter ends is ended where it is, and with torch's own code the process.
+        atexit.register(self.close)
+
+    @classmethod
+    def of_this_job(cls) -> RollCall:
+        """Return that of the default process group."""
+        store = dist.distributed_c10d._get_default_store()
+        if cls._current is None or cls._current._group_store is not store or cls._current._ended.is_set():
+            if cls._current is not None:
+                cls._current.close()
+            cls._current = cls(dist.get_rank(), dist.get_world_size(), store)
+        return cls._current
+
+    def tell(self, listener: Callable[[list[int]], object]) -> None:
+        """Let ``listener`` know the ranks that are gone, when this process finds out."""
+        self._told.append(listener)
+
+    def untell(self, listener: Callable[[list[int]], object]) -> None:
+        """Forget a listener."""
+        with contextlib.suppress(ValueError):
+            self._told.remove(listener)
+
+    def gone(self, within_s: float = WITHIN_S) -> list[int] | None:
+        """Return the ranks that do not answer within so many seconds; None where the store does not either."""
+        found: list[list[int]] = []
+
+        def call() -> None:
+            with contextlib.suppress(RuntimeError):
+                end = time.monotonic() + within_s
+                self._store.set(f"here/{self._rank}", b"1")
+                self._store.set("call", b"1")
+                left = list(self._ranks)
+                while left and time.monotonic() < end:
+                    left = [rank for rank in left if not self._store.check([f"here/{rank}"])]
+                    time.sleep(0.02)
+                found.append(left)
+
+        calling = threading.Thread(target=call, daemon=True)  # a store whose holder is stopped answers never
+        calling.start()
+        calling.join(within_s + 0.3)
+        if not found:
+            return None
+        if found[0]:
+            for listener in list(self._told):
+                listener(found[0])
+        return found[0]
+
+    def line(self, error: BaseException) -> str | None:
+        """Return what to say of an error that comes from a lost rank; None for any other."""
+        if isinstance(error, LostRank):
+            return str(error)
+        if not isinstance(error, RuntimeError) or not _BROKEN.search(str(error)):
+            return None
+        gone = self.gone()
+        lost = STORE_GONE if gone is None else "the connection to another rank is lost"
+        if gone:
+            lost = f"rank {', '.join(map(str, gone))} is gone"
+        return f"{lost}; go on from the last checkpoint"
+
+    def close(self) -> None:
+        """Answer no more, and show errors as before unless somebody else has changed that meanwhile. Idempotent."""
+        atexit.unregister(self.close)
+        self._ended.set()
+        self._thread.join(timeout=2 * WITHIN_S)
+        if sys.excepthook is self._hook:
+            sys.excepthook = self._previous
+
+    def _answer(self) -> None:
+        with contextlib.suppress(RuntimeError):  # the store is gone
+            while not self._ended.wait(_LOOK_S):
+                if self._answering.check(["call"]):
+                    self._answering.set(f"here/{self._rank}", b"1")
+                    return
+
+    def _show(self, kind: type[BaseException], value: BaseException, trace: TracebackType | None) -> None:
+        line = self.line(value)
+        if line is None:
+            self._previous(kind, value, trace)
+            return
+        sys.stderr.write(f"error: {line}\n")
+        # All that an exit does but taking the interpreter apart, in which torch with broken connections at times aborts.
+        atexit._run_exitfuncs()
+        for stream in (sys.stdout, sys.stderr):
+            with contextlib.suppress(OSError, ValueError):
+                stream.flush()
+        os._exit(1)
+
+
+def connection(store: KeyStore, timeout_s: float) -> KeyStore:
+    """Return a connection of its own to ``store`` that waits ``timeout_s`` for a key.
+
+    A blocking call holds a connection: one that is shared would stop everybody else in this process. Where the store cannot
+    give another connection, its own and its own timeout have to do.
+    """
+    with contextlib.suppress(RuntimeError, NotImplementedError, AttributeError):
+        store = store.clone()
+        store.set_timeout(timedelta(seconds=timeout_s))
+    return store
+
+
+def job_timeout_s() -> float:
+    """Return the seconds that the default process group waits in a collective, as the script gave it."""
+    group = dist.group.WORLD
+    assert group is not None
+    limits = []
+    for device in ("cpu", "cuda"):
+        with contextlib.suppress(RuntimeError, AttributeError):
+            limits.append(group._get_backend(torch.device(device)).options._timeout.total_seconds())  # type: ignore[attr-defined]
+    return min(limits, default=dist.distributed_c10d.default_pg_timeout.total_seconds())
