@@ -15,17 +15,19 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed._tools.fsdp2_mem_tracker import FSDPMemTracker
 from torch.distributed._tools.mem_tracker import MemTracker
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn import functional as F
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils import _pytree
-from torch.utils.checkpoint import checkpoint
 
-from ddltool.analyzers.costs.memory import Checkpointing, Sharding, ledger_of
+from ddltool.analyzers.costs.memory import Checkpointing, Keeps, Recomputation, Sharding, ledger_of
 from ddltool.analyzers.loading.sources import training_step
+from ddltool.analyzers.tracing.dialect import Numerics
 from ddltool.analyzers.tracing.step import TrainingStep
 from ddltool.analyzers.tracing.torch_adapter import trace_any_batch, trace_step
 from ddltool.errors import InputError
+from ddltool.plan import Recomputed
+from ddltool.runtime.hook.checkpointing import checkpoint_modules
 
 WORLD = 4
 WIDTH, LENGTH, WORDS = 128, 64, 512
@@ -82,18 +84,16 @@ def group() -> Iterator[None]:
     dist.destroy_process_group()
 
 
-def tracked(build: Callable[[], TrainingStep], units: list[str], kind: str, how: str) -> float:
+def tracked(
+    build: Callable[[], TrainingStep], units: list[str], kind: str, keeps: Keeps, *, mixed: bool = False
+) -> float:
     """Return the peak that torch's tracker sees in the second of two real steps on fake tensors, in bytes."""
     mesh = init_device_mesh("cpu", (WORLD,))
     with FakeTensorMode(allow_non_fake_inputs=True), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         step = build()
         module, inputs = step.module.train(), step.inputs
-        for name in units if how == "full" else ():
-            layer = module.get_submodule(name)
-            layer.forward = functools.partial(  # type: ignore[method-assign]
-                checkpoint, layer.forward, use_reentrant=False, preserve_rng_state=False
-            )
+        checkpoint_modules(module, [Recomputed(module=name, keeps=list(kept)) for name, kept in keeps.items()])
         tracker: MemTracker
         if kind == "none":
             optimizer = torch.optim.SGD(module.parameters(), momentum=0.9, foreach=True)
@@ -101,9 +101,11 @@ def tracked(build: Callable[[], TrainingStep], units: list[str], kind: str, how:
             tracker.track_external(module, optimizer, *(x for x in inputs if isinstance(x, Tensor)))
         else:
             reshard: Any = {"fsdp": (True, None), "zero2": (False, False)}[kind]
+            policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32) if mixed else MixedPrecisionPolicy()
             for name in units:
-                fully_shard(module.get_submodule(name), mesh=mesh, reshard_after_forward=reshard[0])
-            fully_shard(module, mesh=mesh, reshard_after_forward=reshard[1])
+                part = module.get_submodule(name)
+                fully_shard(part, mesh=mesh, reshard_after_forward=reshard[0], mp_policy=policy)
+            fully_shard(module, mesh=mesh, reshard_after_forward=reshard[1], mp_policy=policy)
             optimizer = torch.optim.SGD(module.parameters(), momentum=0.9, foreach=False)
             tracker = FSDPMemTracker(module, optimizer)
             tracker.track_inputs(inputs)
@@ -119,7 +121,7 @@ def tracked(build: Callable[[], TrainingStep], units: list[str], kind: str, how:
         return float(next(iter(tracker.get_tracker_snapshot("peak").values()))["Total"])
 
 
-CASES = [("none", "none"), ("none", "full"), ("fsdp", "none"), ("fsdp", "full"), ("zero2", "none")]
+CASES = [(kind, how) for kind in ("none", "fsdp") for how in ("none", "selective", "full")] + [("zero2", "none")]
 
 
 @pytest.mark.parametrize(("kind", "how"), CASES)
@@ -128,9 +130,18 @@ def test_the_peak_is_the_trackers(kind: Any, how: Checkpointing, layers: int, ba
     ledger = ledger_of(trace_step(lambda: gpt(layers, batch), mode="training"))
     assert [block.name for block in ledger.blocks] == [f"layers.{k}" for k in range(layers)]
     sharding = Sharding(kind=kind, shard=1 if kind == "none" else WORLD)
-    ours = ledger.peak(sharding, "momentum", ledger.every_block(how)).total_bytes
+    keeps = ledger.every_block(how)
     units = [block.name for block in ledger.blocks]
-    assert ours == pytest.approx(tracked(lambda: gpt(layers, batch), units, kind, how), rel=0.05)
+    ours = ledger.peak(sharding, "momentum", keeps).total_bytes
+    assert ours == pytest.approx(tracked(lambda: gpt(layers, batch), units, kind, keeps), rel=0.05)
+
+
+@pytest.mark.parametrize(("layers", "batch"), [(6, 1), (3, 16)])
+def test_mixed_precision_gathers_in_bfloat16_and_reduces_in_float32(layers: int, batch: int) -> None:
+    ledger = ledger_of(trace_step(lambda: gpt(layers, batch), mode="training", numerics=Numerics("bf16")))
+    units = [block.name for block in ledger.blocks]
+    ours = ledger.peak(Sharding(kind="fsdp", shard=WORLD), "momentum").total_bytes
+    assert ours == pytest.approx(tracked(lambda: gpt(layers, batch), units, "fsdp", {}, mixed=True), rel=0.05)
 
 
 def test_one_trace_tells_of_every_batch() -> None:
@@ -148,14 +159,17 @@ def test_what_costs_time_saves_memory() -> None:
     alone = Sharding(kind="none")
     peaks = []
     for count in range(7):
-        plan: dict[str, Checkpointing] = {block.name: "full" for block in ledger.blocks[:count]}
+        plan: dict[str, tuple[int, ...]] = {block.name: () for block in ledger.blocks[:count]}
         peaks.append(ledger.peak(alone, "adam", plan).total_bytes)
     assert peaks == sorted(peaks, reverse=True)
     assert peaks[0] > peaks[-1]
     between = ledger.peak(alone, "adam", ledger.every_block("selective")).total_bytes
     assert peaks[-1] < between < peaks[0]
     timed = ledger.traced.graph.with_durations([1.0] * len(ledger.traced.graph), ["rule"] * len(ledger.traced.graph))
-    costs = [sum(ledger.recomputed_s(ledger.every_block(how), timed).values()) for how in ("none", "selective", "full")]  # type: ignore[arg-type]
+    costs = [
+        float(ledger.again_s(Recomputation(ledger, ledger.every_block(how)), timed).sum())
+        for how in ("none", "selective", "full")
+    ]  # type: ignore[arg-type]
     assert costs == sorted(costs)
     assert costs[0] == 0 < costs[1] < costs[2]
 
@@ -222,7 +236,8 @@ def test_ten_models_alone_and_checkpointed(source: str, batch: int) -> None:
         return TrainingStep(name=step.name, module=step.module, inputs=inputs, loss=step.loss)
 
     for how in ("none", "full") if units else ("none",):
-        ours = ledger.peak(Sharding(kind="none"), "momentum", ledger.every_block(how)).total_bytes  # type: ignore[arg-type]
+        keeps = ledger.every_block(how)  # type: ignore[arg-type]
+        ours = ledger.peak(Sharding(kind="none"), "momentum", keeps).total_bytes
         assert ours == pytest.approx(
-            tracked(functools.partial(build, training_step(source, batch)), units, "none", how), rel=0.05
+            tracked(functools.partial(build, training_step(source, batch)), units, "none", keeps), rel=0.05
         ), how

@@ -2,11 +2,12 @@
 
 A traced step says when every tensor is made and when it is used for the last time. Sharding adds what its framework
 gathers and reduces beside them; checkpointing drops what a block saved and makes it again before its backward pass. Both
-are known places in the program, so one sum over them is the memory at every place. Start at :func:`ledger_of`.
+are known places in the program, so one sum over them is the memory at every place. Start at :func:`ledger_of`; what to
+compute again under a budget is :mod:`.checkpointing`'s question.
 
 Sources: FSDP2 as ``torch.distributed.fsdp.fully_shard`` does it (the root stays gathered, one block is gathered ahead, the
 input of a reduce-scatter is held until the next one); non-reentrant ``torch.utils.checkpoint`` (recomputation ends with the
-last tensor that is needed), selective: the outputs of matrix products, convolutions and attention are kept.
+last tensor that is needed), selective: the outputs of chosen products are kept until the block is computed again.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from typing import Literal, get_args
 import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
+from torch._ops import OpOverload
 from torch.fx import Node
 
 from ddltool.analyzers.communication.fsdp import block_container, block_of
@@ -27,11 +29,14 @@ from ddltool.analyzers.tracing.torch_adapter import TracedStep
 from ddltool.analyzers.tracing.torch_costs import AS_TRACED, tensors_of, value_of
 from ddltool.errors import InputError, did_you_mean
 from ddltool.graph import RECV, SEND, Graph
+from ddltool.plan import is_product
 
 Array = NDArray[np.float64]
 Places = NDArray[np.int64]
 Kind = Literal["none", "ddp", "zero1", "zero2", "fsdp", "hsdp"]
 Checkpointing = Literal["none", "selective", "full"]
+# Checkpointed blocks, and which of their products each keeps.
+Keeps = Mapping[str, Sequence[int]]
 PARAMETER, GIVEN, GRADIENT, ACTIVATION = range(4)
 # fully_shard's mixed precision keeps parameters, reduced gradients and state in float32, whatever is gathered.
 _MASTER_BYTES = 4.0
@@ -84,6 +89,8 @@ class Block:
     begins: int
     ends: int
     """Of its backward pass: the nodes that read what it alone holds, or make its gradients."""
+    products: tuple[int, ...]
+    """Where the products of its forward pass are (:func:`ddltool.plan.is_product`)."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -100,9 +107,9 @@ class Ledger:
     """Every storage of a traced step: arrays (s,), places of ``nodes`` nodes, the backward pass from ``backward`` on.
 
     ``owner``: the block of a parameter or gradient; of an activation the block that made it and alone uses it in its
-    forward pass. -1: none. ``forward``: the last use before the backward pass. ``product``: whether a matrix product, a
-    convolution or an attention made it. ``read``: (r, 3) a storage that is made before a block, the block, and the last
-    place in its forward pass that reads it.
+    forward pass. -1: none. ``forward``: the last use before the backward pass. ``product``: which product of its block
+    made it, -1: none. ``read``: (r, 3) a storage that is made before a block, the block, and the last place in its
+    forward pass that reads it.
     """
 
     traced: TracedStep
@@ -115,10 +122,12 @@ class Ledger:
     died: Places
     role: Places
     owner: Places
-    product: NDArray[np.bool_]
+    product: Places
     read: Places
     trained_bytes: Array
     """(blocks + 1,) of the parameters that get a gradient; those outside all blocks come last."""
+    master_bytes: Array
+    """The same, of what ``fully_shard`` keeps, reduces and updates of them."""
     blocks: tuple[Block, ...]
     """In the order of their forward passes; none where they do not run one after another."""
 
@@ -136,54 +145,75 @@ class Ledger:
         self,
         sharding: Sharding,
         optimizer: str,
-        checkpointing: Mapping[str, Checkpointing] | None = None,
+        keeps: Keeps | None = None,
         batch_size: int | None = None,
     ) -> Peak:
         """Return the most bytes of tensors that one process holds during a step. O(storages + nodes).
 
-        ``checkpointing``: by block, none for those that are not named.
+        ``keeps``: which blocks are checkpointed (none by default), and the products that each keeps.
         """
-        again = _Recomputation(self, checkpointing or {})
-        held = _Held(self.nodes + again.extra)
-        size = self.sizes(batch_size)
+        return self.held(Recomputation(self, keeps or {}), sharding, optimizer, self.sizes(batch_size)).peak()
+
+    def held(self, again: Recomputation, sharding: Sharding, optimizer: str, size: Array) -> Held:
+        """Return what one process holds where, of storages of ``size`` (s,) bytes."""
+        held = Held(self.nodes + again.extra)
         self._hold_activations(held, again, size)
         update = OPTIMIZERS[optimizer]
         if sharding.gathers:
             self._hold_shards(held, again, size, sharding, update)
         else:
             self._hold_whole(held, again, size, sharding, update)
-        return held.peak()
+        return held
 
-    def every_block(self, checkpointing: Checkpointing) -> dict[str, Checkpointing]:
+    def every_block(self, checkpointing: Checkpointing) -> dict[str, tuple[int, ...]]:
         """Return a plan that treats all blocks alike. Raises InputError where there are none to checkpoint."""
-        if checkpointing != "none" and not self.blocks:
+        if checkpointing == "none":
+            return {}
+        if not self.blocks:
             problem = f"{self.traced.graph.name} has no list of blocks that run one after another"
             raise InputError("--checkpointing", problem, "leave it out")
-        return {block.name: checkpointing for block in self.blocks}
+        kept = checkpointing == "selective"
+        return {block.name: tuple(range(len(block.products))) if kept else () for block in self.blocks}
 
-    def recomputed_s(self, checkpointing: Mapping[str, Checkpointing], timed: Graph) -> dict[int, float]:
-        """Return by the place where each recomputation begins its seconds, by the durations of ``timed``, this graph."""
-        again = _Recomputation(self, checkpointing)
-        place = {node: position for position, node in enumerate(self.traced.fx.graph.nodes)}
-        at = np.array([place[self.traced.nodes[name]] if name in self.traced.nodes else -1 for name in timed.names])
-        product = timed.gemm[:, 1] > 0
-        made: dict[int, float] = {}
+    def again_s(self, again: Recomputation, timed: Graph) -> Array:
+        """Return (blocks,) the seconds of each recomputation, by the durations of ``timed``, this graph."""
+        at = self._places(timed)
+        made = np.zeros(len(self.blocks))
         for number, block in enumerate(self.blocks):
             inside = (at >= block.first) & (at < block.first + again.length[number])
-            if again.selective[number]:
-                inside &= ~product
-            made[block.begins] = made.get(block.begins, 0.0) + float(timed.duration_s[inside].sum())
+            kept = np.array(block.products, dtype=np.int64)[again.keep[number, : len(block.products)]]
+            made[number] = timed.duration_s[inside & ~np.isin(at, kept)].sum()
         return made
 
-    def _hold_activations(self, held: _Held, again: _Recomputation, size: Array) -> None:
+    def lengthened(self, keeps: Keeps, timed: Graph) -> Graph:
+        """Return ``timed``, this graph, with recomputation in the first op of each backward pass that waits for it."""
+        longer, at = timed.duration_s.copy(), self._places(timed)
+        for block, seconds in zip(self.blocks, self.again_s(Recomputation(self, keeps), timed).tolist(), strict=True):
+            longer[int(np.where(at >= block.begins, at, self.nodes).argmin())] += seconds
+        return timed.with_durations(longer, timed.estimate)
+
+    def _places(self, timed: Graph) -> Places:
+        """Return (ops,) where the ops of a graph of this step stand; -1: nowhere."""
+        place = {node: position for position, node in enumerate(self.traced.fx.graph.nodes)}
+        nodes = (self.traced.nodes.get(name) for name in timed.names)
+        return np.array([-1 if node is None else place[node] for node in nodes], dtype=np.int64)
+
+    def _hold_activations(self, held: Held, again: Recomputation, size: Array) -> None:
         held.add("activations", 0, held.places, size[self.role == GIVEN])
-        dropped = again.drops(self)
-        whole = (self.role == ACTIVATION) & ~dropped
+        dropped, kept = again.dropped, again.kept
+        whole = self.role == ACTIVATION
+        whole[dropped] = False
         died = again.moved(self.died) + 1
         for storage, number, last in self.read[whole[self.read[:, 0]]]:  # there until the block is computed again
             if again.length[number]:
                 used = min(last - self.blocks[number].first, again.length[number] - 1)
                 died[storage] = max(died[storage], again.start[number] + used + 1)
+        number = self.owner[kept]
+        offset = self.born[kept] - again.first[number]
+        # Until the repetition takes it; what that does not reach, until the block's backward pass is over.
+        ends = again.moved(np.array([block.ends for block in self.blocks], dtype=np.int64))[number]
+        taken = np.where(offset < again.length[number], again.start[number] + offset, ends) + 1
+        died[kept] = np.maximum(died[kept], taken)
         held.add("activations", again.moved(self.born)[whole], died[whole], size[whole])
         held.add("activations", self.born[dropped], self.forward[dropped] + 1, size[dropped])
         number = self.owner[dropped]
@@ -194,9 +224,7 @@ class Ledger:
         made = offset < length
         held.add("activations", start[made], end[made], size[dropped][made])
 
-    def _hold_whole(
-        self, held: _Held, again: _Recomputation, size: Array, sharding: Sharding, update: Optimizer
-    ) -> None:
+    def _hold_whole(self, held: Held, again: Recomputation, size: Array, sharding: Sharding, update: Optimizer) -> None:
         parameter, gradient = self.role == PARAMETER, self.role == GRADIENT
         trained = float(self.trained_bytes.sum())
         held.add("parameters", 0, held.places, size[parameter])
@@ -207,12 +235,11 @@ class Ledger:
             held.add("buckets", 0, held.places, trained)
 
     def _hold_shards(
-        self, held: _Held, again: _Recomputation, size: Array, sharding: Sharding, update: Optimizer
+        self, held: Held, again: Recomputation, size: Array, sharding: Sharding, update: Optimizer
     ) -> None:
         parameter, gradient = self.role == PARAMETER, self.role == GRADIENT
         born, end, shard = again.moved(self.born), held.places, sharding.shard
-        widest = float(self.width[parameter].max(initial=_MASTER_BYTES))
-        reduced = self.trained_bytes * max(_MASTER_BYTES / widest, 1.0)
+        reduced = self.master_bytes
         held.add("parameters", 0, end, size[parameter] * np.maximum(_MASTER_BYTES / self.width[parameter], 1.0) / shard)
         held.add("optimizer", 0, end, update.state_copies * float(reduced.sum()) / shard)
         held.add("gathered", 0, end, size[parameter & (self.owner < 0)])
@@ -236,33 +263,34 @@ class Ledger:
         held.add("updating", end - 1, end, update.temporaries * float(reduced.sum()) / shard)
 
 
-class _Recomputation:
-    """Where a plan's recomputed forward passes stand in the program; arrays by block."""
+class Recomputation:
+    """Where a plan's recomputed forward passes stand in the program; arrays by block, but for two by storage.
 
-    def __init__(self, ledger: Ledger, plan: Mapping[str, Checkpointing]) -> None:
+    ``room`` (blocks,): places to leave for each, at least as many as it has; what nothing happens in changes no peak.
+    """
+
+    def __init__(self, ledger: Ledger, keeps: Keeps, room: Places | None = None) -> None:
         blocks = ledger.blocks
         self.first = np.array([block.first for block in blocks], dtype=np.int64)
-        self.on = np.array([plan.get(block.name, "none") != "none" for block in blocks], dtype=bool)
-        self.selective = np.array([plan.get(block.name) == "selective" for block in blocks], dtype=bool)
-        needed = self.drops(ledger) & (ledger.died >= ledger.backward)
+        on = np.array([block.name in keeps for block in blocks], dtype=bool)
+        self.keep = np.zeros((len(blocks), 1 + max((len(block.products) for block in blocks), default=0)), dtype=bool)
+        for number, block in enumerate(blocks):
+            self.keep[number, list(keeps.get(block.name, ()))] = True
+        mine = np.flatnonzero((ledger.role == ACTIVATION) & (ledger.owner >= 0))
+        mine = mine[on[ledger.owner[mine]]]
+        stays = self.keep[ledger.owner[mine], ledger.product[mine]]
+        self.dropped, self.kept = mine[~stays], mine[stays]
+        needed = self.dropped[ledger.died[self.dropped] >= ledger.backward]
         self.length = np.zeros(len(blocks), dtype=np.int64)
         number = ledger.owner[needed]
         np.maximum.at(self.length, number, ledger.born[needed] - self.first[number] + 1)
+        room = self.length if room is None else room
         inserted = np.zeros(ledger.nodes + 1, dtype=np.int64)
         begins = np.array([block.begins for block in blocks], dtype=np.int64)
-        np.add.at(inserted, begins, self.length)
+        np.add.at(inserted, begins, room)
         self._shift = np.cumsum(inserted)
-        self.start = begins + self._shift[begins] - self.length
+        self.start = begins + self._shift[begins] - room
         self.extra = int(self._shift[-1])
-
-    def drops(self, ledger: Ledger) -> NDArray[np.bool_]:
-        """Return (s,) whether a storage is given up after the forward pass and, where it is needed, made again."""
-        mine = (ledger.role == ACTIVATION) & (ledger.owner >= 0)
-        if not self.on.any():
-            return np.zeros_like(mine)
-        owner = np.where(mine, ledger.owner, 0)
-        found: NDArray[np.bool_] = mine & self.on[owner] & ~(self.selective[owner] & ledger.product)
-        return found
 
     def moved(self, place: Places) -> Places:
         """Return places of the traced program in the one with recomputation."""
@@ -270,7 +298,7 @@ class _Recomputation:
         return made
 
 
-class _Held:
+class Held:
     """Bytes held over the places of a program, by what they are."""
 
     def __init__(self, places: int) -> None:
@@ -285,7 +313,7 @@ class _Held:
         np.subtract.at(change, np.clip(ends, 0, self.places), sizes)
 
     def peak(self) -> Peak:
-        """Return the top of the sum."""
+        """Return the sum and its top."""
         curves = {part: np.cumsum(change)[:-1] for part, change in self._change.items()}
         curve = np.sum(list(curves.values()), axis=0)
         top = int(curve.argmax())
@@ -319,11 +347,10 @@ class _Reader:
         self.block = self._running_block()
         self.spans = self._spans()
         self.number = {name: number for number, name in enumerate(self.spans)}
-        self.product = {graph.names[op] for op in np.flatnonzero(graph.gemm[:, 1] > 0).tolist()}
         self.storage: dict[int, int] = {}
         self.elements: list[int] = []
         self.width: list[float] = []
-        self.columns: list[list[int]] = []  # born, forward, died, role, owner, product
+        self.columns: list[list[int]] = []  # born, forward, died, role, owner
         self.reads: dict[tuple[int, int], int] = {}
 
     def read(self) -> Ledger:
@@ -333,8 +360,8 @@ class _Reader:
             sources = (*node.all_input_nodes, node)
             used.append([self._use(source, tensor, place) for source in sources for tensor in _tensors(source)])
         self._mark_gradients()
-        table = np.array(self.columns, dtype=np.int64).reshape(-1, 6)
-        born, forward, died, role, owner, product = table.T
+        table = np.array(self.columns, dtype=np.int64).reshape(-1, 5)
+        born, forward, died, role, owner = table.T
         for storage in np.flatnonzero((role == ACTIVATION) & (born < self.backward)).tolist():
             name = self.block[born[storage]] if self.spans else ""
             if name and forward[storage] <= self.spans[name][1]:
@@ -344,12 +371,15 @@ class _Reader:
             for number in {int(owner[storage]) for storage in used[place] if owner[storage] >= 0}:
                 touched[number].append(place)
         blocks = tuple(
-            Block(name=name, first=span[0], last=span[1], begins=places[0], ends=places[-1])
+            Block(
+                name=name, first=span[0], last=span[1], begins=places[0], ends=places[-1], products=self._products(span)
+            )
             for (name, span), places in zip(self.spans.items(), touched, strict=True)
             if places
         )
         if len(blocks) < len(self.spans):  # one that is not trained
             owner[:], blocks = -1, ()
+        made = {place: which for block in blocks for which, place in enumerate(block.products)}
         read = [(s, n, last) for (s, n), last in self.reads.items() if blocks and born[s] < blocks[n].first]
         return Ledger(
             traced=self.traced,
@@ -362,9 +392,10 @@ class _Reader:
             died=died,
             role=role,
             owner=owner,
-            product=product.astype(bool),
+            product=np.array([made.get(place, -1) for place in born.tolist()], dtype=np.int64),
             read=np.array(read, dtype=np.int64).reshape(-1, 3),
-            trained_bytes=self._trained(blocks),
+            trained_bytes=self._trained(blocks, master=False),
+            master_bytes=self._trained(blocks, master=True),
             blocks=blocks,
         )
 
@@ -377,8 +408,7 @@ class _Reader:
             self.elements.append(kept.nbytes() // tensor.element_size())
             self.width.append(tensor.element_size())
             role = (PARAMETER if source in self.parameters else GIVEN) if given else ACTIVATION
-            made = self.names.get(source) in self.product
-            self.columns.append([0 if given else place, 0, 0, role, self._owner(self.parameters.get(source, "")), made])
+            self.columns.append([0 if given else place, 0, 0, role, self._owner(self.parameters.get(source, ""))])
         number = self.storage[kept._cdata]
         row = self.columns[number]
         row[2] = max(row[2], place)
@@ -401,12 +431,18 @@ class _Reader:
                 row = self.columns[self.storage[tensor.untyped_storage()._cdata]]
                 row[2:5] = [len(self.nodes) - 1, GRADIENT, self._owner(name)]
 
-    def _trained(self, blocks: Sequence[Block]) -> Array:
+    def _trained(self, blocks: Sequence[Block], *, master: bool) -> Array:
         graph = self.traced.graph
+        width = {name: _tensors(node)[0].element_size() for node, name in self.parameters.items() if name}
         made = np.zeros(len(blocks) + 1)
         for op in np.flatnonzero(graph.kind == SEND).tolist():
-            made[self._owner(graph.parameter[op] or "") if blocks else -1] += graph.size_bytes[op]
+            name = graph.parameter[op] or ""
+            wider = max(_MASTER_BYTES / width[name], 1.0) if master else 1.0
+            made[self._owner(name) if blocks else -1] += graph.size_bytes[op] * wider
         return made
+
+    def _products(self, span: tuple[int, int]) -> tuple[int, ...]:
+        return tuple(place for place in range(span[0], span[1] + 1) if _is_product(self.nodes[place]))
 
     def _running_block(self) -> list[str]:
         """Return for each node of the forward pass the block that it runs in; what has no name, with the one before."""
@@ -428,6 +464,10 @@ class _Reader:
             if name:
                 spans[name] = (spans.get(name, (place, place))[0], place)
         return spans if len(spans) == runs and len(spans) > 1 else {}
+
+
+def _is_product(node: Node) -> bool:
+    return isinstance(node.target, OpOverload) and is_product(node.target.overloadpacket.__name__)
 
 
 def _tensors(node: Node) -> list[Tensor]:

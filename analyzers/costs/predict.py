@@ -309,13 +309,7 @@ def _recomputing(curve: WorkCurve, timed: Graph, setting: Setting) -> Graph:
     if setting.checkpointing == "none":
         return timed
     ledger = curve.ledger(timed.batch_size or 1)
-    longer = timed.duration_s.copy()
-    place = {node: position for position, node in enumerate(ledger.traced.fx.graph.nodes)}
-    nodes = [ledger.traced.nodes.get(name) for name in timed.names]
-    at = np.array([-1 if node is None else place[node] for node in nodes])
-    for begins, seconds in ledger.recomputed_s(ledger.every_block(setting.checkpointing), timed).items():
-        longer[int(np.where(at >= begins, at, len(place)).argmin())] += seconds
-    return timed.with_durations(longer, timed.estimate)
+    return ledger.lengthened(ledger.every_block(setting.checkpointing), timed)
 
 
 def _synchronised_s(program: Program, setting: Setting, placement: Placement, sharding: Sharding) -> float:
