@@ -30,7 +30,7 @@ from ddltool.analyzers.scheduling.policies.pollux import Pollux
 from ddltool.analyzers.scheduling.policies.sia import Sia
 from ddltool.analyzers.scheduling.simulator import Options, simulate
 from ddltool.analyzers.scheduling.truth import Application
-from ddltool.results import JobSpec, PolicyRecord
+from ddltool.simulation_results import JobSpec, PolicyRecord
 
 ROOT = Path(__file__).resolve().parents[1]
 SHARED = Path(os.environ.get("DDLTOOL_DATA", ROOT / ".." / "shared" / "data"))

@@ -11,13 +11,11 @@ from typing import TYPE_CHECKING, Any
 from pydantic import BaseModel, ValidationError
 
 from ddltool.analyzers.deciding.feedback import check_rows
-from ddltool.artifacts import Artifact, kind_of, parse, read_document, read_lines
+from ddltool.analyzers.gating.metrics import RECORDS
+from ddltool.artifacts import parse, read_document, read_lines
 from ddltool.errors import InputError, did_you_mean
-from ddltool.goodput_model import Goodput
 from ddltool.graph_io import from_document
-from ddltool.plan import Enforcement, Plan
 from ddltool.profile import check_profile, read_profile
-from ddltool.results import SHOWN
 from ddltool.schema_words import in_words
 from ddltool.tables import read_table
 from ddltool.telemetry import TelemetryRow
@@ -32,8 +30,7 @@ ORDER = (
     *("graph", "profile", "network", "goodput", "plan", "enforcement", "telemetry", "verification", "sync"),
     *("barrier", "balance", "simulation", "sweep", "gate"),
 )
-_SHOWN: tuple[type[Artifact], ...] = (Goodput, Plan, Enforcement, *SHOWN)
-_MODELS = {kind_of(model).removeprefix("ddltool."): model for model in _SHOWN}
+_MODELS = {kind: RECORDS[f"ddltool.{kind}"] for kind in ORDER if f"ddltool.{kind}" in RECORDS}
 Row = dict[str, Any]
 
 

@@ -19,9 +19,9 @@ from ddltool.commands.values import integers
 from ddltool.device import Device, DeviceTable, Network
 from ddltool.errors import InputError
 from ddltool.fixtures.loading import calibration, known_devices
+from ddltool.graph_results import PredictedRow, PredictResult
 from ddltool.outputs import check_outputs
 from ddltool.profile import write_profile
-from ddltool.results import PredictedRow, PredictResult
 from ddltool.units import parse_bandwidth, parse_duration, show_bytes, show_rate, show_seconds, show_span
 
 _LARGEST = 2**31

@@ -12,7 +12,7 @@ from typing import Annotated, Any
 import typer
 from pydantic import BaseModel, TypeAdapter
 
-from ddltool import results
+from ddltool import graph_results, results, simulation_results
 from ddltool.artifacts import kind_of, save
 from ddltool.balance_events import BalanceEvent
 from ddltool.calibration import CalibrationTable
@@ -40,7 +40,10 @@ _FILE_MODELS: tuple[type[BaseModel], ...] = (
     *(CalibrationTable, DeviceTable, CompanionMeta, BalanceEvent),
 )
 _RESULT_MODELS = [
-    model for model in vars(results).values() if isinstance(model, type) and issubclass(model, results.Result)
+    model
+    for module in (results, graph_results, simulation_results)
+    for model in vars(module).values()
+    if isinstance(model, type) and issubclass(model, results.Result)
 ]
 MODELS: dict[str, type[BaseModel]] = {
     kind_of(model).removeprefix("ddltool."): model

@@ -50,7 +50,8 @@ from ddltool.commands.parts import demand_part, is_given
 from ddltool.commands.values import as_options, integers, write_picture
 from ddltool.errors import CheckFailed, InputError, did_you_mean
 from ddltool.outputs import check_outputs
-from ddltool.results import JobSpec, Result, TrialSearch, WorkloadResult
+from ddltool.results import Result
+from ddltool.simulation_results import JobSpec, TrialSearch, WorkloadResult
 from ddltool.units import parse_duration
 
 _on_nodes = partial(typer.Option, rich_help_panel="Nodes that fail")

@@ -24,8 +24,8 @@ from ddltool.commands.values import number
 from ddltool.errors import InputError
 from ddltool.graph import Mode
 from ddltool.graph_io import write_graph
+from ddltool.graph_results import DeterminismResult, NamedGraph
 from ddltool.outputs import check_outputs
-from ddltool.results import DeterminismResult, NamedGraph
 from ddltool.units import parse_bandwidth, parse_duration
 
 # What a graph that brings its own times does not read.

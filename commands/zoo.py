@@ -14,7 +14,7 @@ from ddltool.fixtures.loading import folder, graph_files
 from ddltool.fixtures.zoo import ZOO, entry
 from ddltool.graph import COMPUTE, RECV, Mode
 from ddltool.graph_io import read_graph, write_graph
-from ddltool.results import ZooModel, ZooResult
+from ddltool.graph_results import ZooModel, ZooResult
 
 MODES: dict[str, Mode] = {"inference": "inference", "training": "training"}
 

@@ -18,7 +18,7 @@ from ddltool.analyzers.scheduling.replay import run_search, search_trials
 from ddltool.analyzers.scheduling.simulator import Options
 from ddltool.analyzers.scheduling.truth import Application
 from ddltool.errors import InputError
-from ddltool.results import TrialSearch as Search
+from ddltool.simulation_results import TrialSearch as Search
 
 FOLDER = Path(__file__).resolve().parents[1] / "fixtures" / "workloads"
 

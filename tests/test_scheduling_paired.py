@@ -10,7 +10,7 @@ from scipy import stats
 
 from ddltool.analyzers.scheduling.paired import MEASURES, compare
 from ddltool.errors import InputError
-from ddltool.results import SweepCell, SweepFigures
+from ddltool.simulation_results import SweepCell, SweepFigures
 
 Replays = list[SweepCell]
 

@@ -32,7 +32,7 @@ from ddltool.analyzers.scheduling.sweep import (
     sweep,
 )
 from ddltool.errors import InputError, MissingExtra
-from ddltool.results import SweepCell, SweepDocument
+from ddltool.simulation_results import SweepCell, SweepDocument
 
 FOLDER = Path(__file__).resolve().parents[1] / "fixtures" / "workloads"
 Sweep = Callable[..., SweepDocument]

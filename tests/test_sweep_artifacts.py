@@ -15,7 +15,7 @@ import pytest
 
 from ddltool.analyzers.gating.metrics import extract
 from ddltool.fixtures.loading import folder
-from ddltool.results import SweepFigures
+from ddltool.simulation_results import SweepFigures
 from tests.conftest import Result
 
 Cli = Callable[..., Result]

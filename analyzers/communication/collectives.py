@@ -25,8 +25,8 @@ from ddltool.analyzers.communication.program import (
     share_saved,
 )
 from ddltool.graph import SEND, Graph
+from ddltool.graph_results import BucketFigures, CollectiveFigures, DdpFigures
 from ddltool.plan import BucketSetting, PrefetchSetting
-from ddltool.results import BucketFigures, CollectiveFigures, DdpFigures
 from ddltool.units import show_seconds
 
 MIB = 2**20

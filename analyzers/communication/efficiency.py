@@ -19,7 +19,7 @@ from ddltool.analyzers.communication.program import CLEAR_GAIN, SMALL_GAIN
 from ddltool.analyzers.communication.shop import lower_bound, reduce
 from ddltool.analyzers.communication.timeline import Simulator, Timeline
 from ddltool.graph import COMPUTE, Graph
-from ddltool.results import LostEfficiency, ScheduleFigures, TraceVerdict
+from ddltool.graph_results import LostEfficiency, ScheduleFigures, TraceVerdict
 from ddltool.units import show_seconds
 
 # Loads this close are as good as equal.

@@ -6,7 +6,7 @@ from ddltool.analyzers.communication.efficiency import Comparison, verdict
 from ddltool.analyzers.costs.model import coverage
 from ddltool.artifacts import parse_record
 from ddltool.graph import RECV, SEND, Graph
-from ddltool.results import BucketFigures, CollectiveFigures, TraceBounds, TracedGraph, TraceResult
+from ddltool.graph_results import BucketFigures, CollectiveFigures, TraceBounds, TracedGraph, TraceResult
 
 
 def trace_result(graph: Graph, comparison: Comparison, plans: CollectiveFigures | None = None) -> TraceResult:

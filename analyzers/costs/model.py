@@ -20,7 +20,7 @@ from ddltool.analyzers.costs.kernels import kernels_of
 from ddltool.calibration import CalibrationTable, Residuals
 from ddltool.device import GIVEN, Device, Generation, Network, name_key
 from ddltool.graph import COMPUTE, SEND, Estimate, Graph, spread
-from ddltool.results import CoverageFigures
+from ddltool.graph_results import CoverageFigures
 
 Array = NDArray[np.float64]
 # From this share of the device's time on a step is called bound by the host: a slower host then makes the step longer.

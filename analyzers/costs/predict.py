@@ -27,7 +27,7 @@ from ddltool.analyzers.tracing.torch_adapter import AS_DEFAULT, TracedStep, trac
 from ddltool.device import MEASURED, Device, Network
 from ddltool.errors import Infeasible, InputError, did_you_mean
 from ddltool.graph import COMPUTE, Graph
-from ddltool.results import Assumptions, PredictedDevice, PredictedRow, PredictResult
+from ddltool.graph_results import Assumptions, PredictedDevice, PredictedRow, PredictResult
 
 # The CUDA context, cuDNN's workspaces and fragmentation: what a training process cannot have of the device.
 RESERVED_BYTES = 2.0**30

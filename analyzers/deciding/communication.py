@@ -21,8 +21,8 @@ from ddltool.analyzers.communication.timeline import Simulator
 from ddltool.analyzers.goodput.throughput import ThroughputParams, overlapped, sync_time_s
 from ddltool.errors import Infeasible
 from ddltool.graph import COMPUTE, Graph
+from ddltool.graph_results import FsdpFigures
 from ddltool.plan import BucketSetting, PrefetchSetting
-from ddltool.results import FsdpFigures
 from ddltool.units import show_bytes
 
 FITTED, MEASURED = "as fitted", "as measured"

@@ -24,8 +24,10 @@ from ddltool.errors import InputError, did_you_mean, one_line, shortened
 from ddltool.goodput_model import Goodput
 from ddltool.graph import RECV, SEND, Graph
 from ddltool.graph_io import from_document
+from ddltool.graph_results import TraceResult
 from ddltool.plan import Enforcement, Plan
-from ddltool.results import SHOWN, SweepDocument, TraceResult
+from ddltool.results import BalanceResult, BarrierResult, GateResult, NetworkResult, Verification
+from ddltool.simulation_results import SimulationDocument, SweepDocument
 from ddltool.units import show_bytes, show_seconds
 
 Unit = Literal["", "s", "bytes", "share", "1/s", "text"]
@@ -34,8 +36,14 @@ KINDS: dict[str, dict[str, list[str]]] = {
     for kind, table in tomllib.loads(Path(__file__).with_name("kinds.toml").read_text(encoding="utf-8")).items()
 }
 """By kind, ``figures`` (what stands in the document) and ``rules`` (those that hold by default)."""
-_MODELS: tuple[type[Artifact], ...] = (Plan, Enforcement, Goodput, TraceResult, *SHOWN)
-_RECORDS = {kind: model for model in _MODELS if (kind := kind_of(model)) in KINDS}
+RECORDS: dict[str, type[Artifact]] = {
+    kind_of(model): model
+    for model in (
+        *(Plan, Enforcement, Goodput, TraceResult, NetworkResult, BarrierResult, BalanceResult, Verification),
+        *(SimulationDocument, SweepDocument, GateResult),
+    )
+}
+"""By kind, what other commands read again."""
 _FIGURE = re.compile(r"(?P<path>[^:\s]+)(?: as (?P<name>[^:\s]+))?(?:: (?P<unit>[^!]*)(?P<measured>!)?)?")
 _SWEEP_UNITS: dict[str, Unit] = {"utilization": "share", "worst_fairness": "", "restarts": "", "cost": ""}
 # Neighbouring steps are alike, so steps are no repeats of each other; the medians of long stretches nearly are.
@@ -146,8 +154,8 @@ def _all(document: Mapping[str, Any], kind: str, where: str) -> Iterator[Metric]
     record: Any = document
     if kind == "ddltool.graph":
         record = from_document(dict(document), where)
-    elif kind in _RECORDS:
-        record = parse(dict(document), _RECORDS[kind], where)
+    elif kind in RECORDS:
+        record = parse(dict(document), RECORDS[kind], where)
     timed = kind == "ddltool.trace" and record.graph.oracle == "measured"
     for metric in _declared(record, kind):
         yield replace(metric, measured=metric.measured or (timed and metric.unit in ("s", "share")))

@@ -17,7 +17,7 @@ from ddltool.analyzers.placement.determinism import op_facts, scan
 from ddltool.errors import InputError
 from ddltool.graph import RECV, Graph, Mode
 from ddltool.graph_io import read_graph
-from ddltool.results import DeterminismLevel
+from ddltool.graph_results import DeterminismLevel
 
 if TYPE_CHECKING:
     from ddltool.analyzers.costs.predict import WorkCurve

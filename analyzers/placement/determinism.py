@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ddltool.graph import COMPUTE, Graph
-from ddltool.results import DeterminismLevel, DeterminismOp
+from ddltool.graph_results import DeterminismLevel, DeterminismOp
 
 if TYPE_CHECKING:
     from torch.fx import Node

@@ -22,7 +22,7 @@ from ddltool.analyzers.reporting.section import (
     tabled,
 )
 from ddltool.graph import KINDS, RECV, Graph
-from ddltool.results import (
+from ddltool.graph_results import (
     BucketFigures,
     CollectiveFigures,
     CoverageFigures,

@@ -13,7 +13,7 @@ from ddltool.analyzers.reporting.section import Picture, Section, Table, counted
 from ddltool.analyzers.scheduling.recording import Recorder, gpus_over_time
 from ddltool.analyzers.scheduling.simulator import SimulationResult
 from ddltool.errors import InputError, did_you_mean
-from ddltool.results import PolicyRecord, SimulationDocument
+from ddltool.simulation_results import PolicyRecord, SimulationDocument
 
 # Applications with an area of their own, and points of time at which it is drawn.
 _STACKED, _MOST_POINTS = 8, 400

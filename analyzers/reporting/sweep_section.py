@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 
 from ddltool.analyzers.reporting.figures import Bars
 from ddltool.analyzers.reporting.section import Picture, Section, Table, counted, filled, shortened
-from ddltool.results import (
+from ddltool.simulation_results import (
     AdviceResult,
     AutoscalingResult,
     PolicyComparison,

@@ -24,7 +24,7 @@ from ddltool.artifacts import load
 from ddltool.errors import InputError
 from ddltool.goodput_model import Goodput
 from ddltool.job_state import JobState
-from ddltool.results import AdviceResult, JobNow, ResizeOption
+from ddltool.simulation_results import AdviceResult, JobNow, ResizeOption
 
 Floats = NDArray[np.float64]
 # Quantiles at which the distributions are summed: the grid has 199 x 39 x at most 16 points.
@@ -35,7 +35,7 @@ _MOST_REPLICAS, _MOST_LOOKED_AT = 4096, 64
 
 
 class Advice(NamedTuple):
-    """What a resize brings; seconds, as in :class:`~ddltool.results.ResizeOption`."""
+    """What a resize brings; seconds, as in :class:`~ddltool.simulation_results.ResizeOption`."""
 
     gain: float
     restart_s: float

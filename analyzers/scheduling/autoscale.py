@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from ddltool.analyzers.scheduling.truth import ANY_TYPE, Application
 from ddltool.errors import InputError
-from ddltool.results import AutoscalingResult, ScaledEpoch, ScaledTraining
+from ddltool.simulation_results import AutoscalingResult, ScaledEpoch, ScaledTraining
 
 UPPER, LOWER = 2 / 3, 1 / 2
 """Pollux's U and L."""

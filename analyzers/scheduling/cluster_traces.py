@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 
 from ddltool.analyzers.scheduling.generator import SIZE_CLASSES, Template, class_indices, make_specs
 from ddltool.errors import InputError
-from ddltool.results import JobSpec
+from ddltool.simulation_results import JobSpec
 from ddltool.tables import demand_distinct_jobs, numbers
 
 Floats = NDArray[np.float64]

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from ddltool.analyzers.scheduling.cluster import ClusterSpec, packed
 from ddltool.analyzers.scheduling.truth import Application
 from ddltool.errors import InputError, did_you_mean
-from ddltool.results import JobSpec
+from ddltool.simulation_results import JobSpec
 
 Floats = NDArray[np.float64]
 SIZE_CLASSES: Mapping[str, float] = {"small": 1.0, "medium": 10.0, "large": 100.0, "xlarge": math.inf}

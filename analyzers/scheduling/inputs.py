@@ -43,7 +43,7 @@ from ddltool.artifacts import load, read_text
 from ddltool.errors import InputError, did_you_mean
 from ddltool.goodput_model import Goodput
 from ddltool.job import Cluster
-from ddltool.results import JobSpec, WorkloadResult
+from ddltool.simulation_results import JobSpec, WorkloadResult
 from ddltool.tables import demand_distinct_jobs, numbers, read_columns, read_table, texts
 
 Floats = NDArray[np.float64]

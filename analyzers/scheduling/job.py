@@ -17,7 +17,7 @@ from ddltool.analyzers.scheduling.beliefs import Beliefs, best_batches, split_ba
 from ddltool.analyzers.scheduling.cluster import Allocation, ClusterSpec, count_gpus, packed
 from ddltool.analyzers.scheduling.truth import Application
 from ddltool.errors import InputError
-from ddltool.results import JobSpec
+from ddltool.simulation_results import JobSpec
 
 Floats = NDArray[np.float64]
 

@@ -13,7 +13,7 @@ from ddltool.analyzers.scheduling.generator import POLLUX, SIZE_CLASSES, size_cl
 from ddltool.analyzers.scheduling.simulator import JobResult, SimulationResult
 from ddltool.analyzers.scheduling.truth import Application
 from ddltool.errors import InputError, did_you_mean
-from ddltool.results import ClassFigures, Fairness, PolicyRecord, ReplayCost, ReplayedJob, UsageRecord
+from ddltool.simulation_results import ClassFigures, Fairness, PolicyRecord, ReplayCost, ReplayedJob, UsageRecord
 
 Floats = NDArray[np.float64]
 _MOST_PRICE = 1e6

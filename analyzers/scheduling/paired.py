@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from scipy.special import stdtrit
 
 from ddltool.errors import InputError
-from ddltool.results import ComparedMeasure, PolicyComparison, SweepCell, SweepFigures
+from ddltool.simulation_results import ComparedMeasure, PolicyComparison, SweepCell, SweepFigures
 
 Floats = NDArray[np.float64]
 MEASURES = ("avg_jct_s", "p99_jct_s", "worst_fairness", "makespan_s", "gpu_seconds", "cost")

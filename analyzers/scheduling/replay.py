@@ -21,7 +21,7 @@ from ddltool.analyzers.scheduling.policies.gangs import Fifo
 from ddltool.analyzers.scheduling.simulator import Options, Policy, SimulationResult, check_runs, simulate
 from ddltool.analyzers.scheduling.truth import Application
 from ddltool.errors import InputError
-from ddltool.results import (
+from ddltool.simulation_results import (
     JobSpec,
     PolicyRecord,
     ReplayFailures,

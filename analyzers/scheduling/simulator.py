@@ -28,7 +28,7 @@ from ddltool.analyzers.scheduling.failures import Failures, NodeStates, without
 from ddltool.analyzers.scheduling.job import SimulatedJob, Tuning, make_jobs
 from ddltool.analyzers.scheduling.truth import Application
 from ddltool.errors import Infeasible, InputError
-from ddltool.results import JobSpec
+from ddltool.simulation_results import JobSpec
 
 YEAR_S = 31_536_000.0
 # Other intervals and delays are in another unit, or a typing error.

@@ -38,7 +38,7 @@ from ddltool.analyzers.scheduling.simulator import Options
 from ddltool.analyzers.scheduling.truth import Application
 from ddltool.artifacts import check_writable, load, read_text, save, write_text
 from ddltool.errors import InputError, MissingExtra, did_you_mean, one_line
-from ddltool.results import JobSpec, SweepCell, SweepDocument, SweepFigures
+from ddltool.simulation_results import JobSpec, SweepCell, SweepDocument, SweepFigures
 
 ENGINES = ("local", "ray")
 FIGURES = tuple(SweepFigures.model_fields)

@@ -20,7 +20,6 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from functools import cached_property
 from typing import Any, TypeVar
 
 import numpy as np
@@ -35,7 +34,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from ddltool.analyzers.tracing.dialect import Numerics
 from ddltool.analyzers.tracing.step import TrainingStep, all_tensors
-from ddltool.analyzers.tracing.torch_costs import Scale, Storage, base_name, cost_of, prime_batch, storages, tensors_of
+from ddltool.analyzers.tracing.torch_costs import Scale, base_name, cost_of, prime_batch, tensors_of
 from ddltool.errors import DdlToolError, InputError, one_line
 from ddltool.graph import Graph, Mode, Op
 
@@ -108,11 +107,6 @@ class TracedStep:
         if batch_size not in self._known:
             self._known[batch_size] = self.again(batch_size)
         return self._known[batch_size]
-
-    @cached_property
-    def storages(self) -> list[Storage]:
-        """What the step's tensors are stored in."""
-        return storages(self.fx)
 
 
 AS_DEFAULT = Numerics()

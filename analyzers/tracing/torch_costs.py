@@ -9,11 +9,11 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import count
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
-from torch.fx import GraphModule, Node
+from torch.fx import Node
 from torch.fx.node import map_arg
 from torch.utils._pytree import tree_map_only
 
@@ -201,36 +201,6 @@ def value_of(node: Node) -> Any:
     if "val" in node.meta or node.op != "get_attr":
         return node.meta.get("val")
     return getattr(node.graph.owning_module, str(node.target), None)
-
-
-class Storage(NamedTuple):
-    """Memory behind one or more tensors of a step, and when it is held."""
-
-    elements: int
-    width: int
-    """Bytes of an element."""
-    born: int
-    """Place of the node that makes it among the graph's."""
-    died: int
-    """Place after the last node that uses any view of it; inputs and parameters live to its end."""
-
-
-def storages(fx: GraphModule) -> list[Storage]:
-    """Return every storage of a recorded step, in the order of their making. O(nodes)."""
-    nodes = list(fx.graph.nodes)
-    size: dict[int, tuple[int, int]] = {}
-    born: dict[int, int] = {}
-    died: dict[int, int] = {}
-    for place, node in enumerate(nodes):
-        for source in (*node.all_input_nodes, node):
-            given = source.op == "placeholder"
-            for tensor in tensors_of(value_of(source)):
-                storage, width = tensor.untyped_storage(), tensor.element_size()
-                key = storage._cdata
-                size.setdefault(key, (storage.nbytes() // width, width))
-                born.setdefault(key, 0 if given else place)
-                died[key] = max(died.get(key, 0), len(nodes) if given else place + 1)
-    return [Storage(*size[key], born[key], died[key]) for key in size]
 
 
 def _bytes(tensors: Iterable[Tensor], scale: Scale) -> float:

@@ -1,0 +1,295 @@
+"""What a traced step says, as records: its orders and their times, predictions for devices, determinism, the zoo."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field
+
+from ddltool.calibration import Residuals
+from ddltool.results import Count, NonNegative, Number, Part, Result
+
+
+class PredictedRow(Part):
+    """A row of profile.csv that was predicted, and more."""
+
+    device: str
+    num_nodes: Count
+    num_replicas: Count
+    local_batch_size: Count
+    step_time_s: NonNegative
+    predicted_low_s: NonNegative = Field(description="80 % of measured steps are expected from here")
+    predicted_high_s: NonNegative
+    sync_time_s: NonNegative = Field(description="what the step takes longer than with one replica")
+    peak_memory_bytes: Count = Field(description="of tensors")
+    memory_low_bytes: Count
+    memory_high_bytes: Count = Field(description="with what an allocator and the device's context take beside them")
+    fits: bool
+    samples_per_s: NonNegative = Field(description="of all replicas")
+    tokens_per_s: NonNegative | None
+    mfu: NonNegative = Field(description="share of the step that products would take at the device's dense peak")
+    host_bound: bool
+    price_per_million_samples: NonNegative | None
+    accumulation_steps: Count
+    source: str
+    origin: str
+
+
+class PredictedDevice(Part):
+    """What the rows say of a device, and how sure they are."""
+
+    saturation_batch: Count | None
+    memory_limit_batch: Count
+    has_precision: bool = Field(description="whether its datasheet has a rate for what the precision computes in")
+    price_per_hour: NonNegative | None
+    error: Residuals
+    link_bytes_per_s: NonNegative
+
+
+class Assumptions(Part):
+    """How the steps were taken to be trained."""
+
+    precision: str
+    channels_last: bool
+    compile: bool
+    optimizer: str
+    accumulation: Count
+    sequence_length: Count | None
+    gpus_per_node: Count
+    bandwidth_bytes_per_s: NonNegative
+    sharding: str = "ddp"
+    checkpointing: str = "none"
+
+
+class PredictResult(Result):
+    """``ddltool predict``: rows as in profile.csv."""
+
+    kind: Literal["ddltool.profile"] = "ddltool.profile"
+    predicted: bool
+    rows: list[PredictedRow]
+    devices: dict[str, PredictedDevice]
+    assumptions: Assumptions
+
+
+class PublishedModel(Part):
+    """A model's row in TicTac's Table 1."""
+
+    parameters: Count
+    parameter_mib: NonNegative
+    ops_inference: Count
+    ops_training: Count
+    batch_size: Count | None
+
+
+class ZooModel(Part):
+    """A built-in model's figures."""
+
+    name: str
+    title: str
+    batch_size: Count
+    parameters: Count
+    parameter_elements: Count
+    parameter_mib: NonNegative
+    ops_inference: Count
+    ops_training: Count
+    published: PublishedModel | None
+
+
+class ZooResult(Result):
+    """``ddltool zoo``: the models, or with ``--write`` the paths of the graphs."""
+
+    kind: Literal["ddltool.zoo"] = "ddltool.zoo"
+    models: list[ZooModel] | None = None
+    paths: list[str] | None = None
+
+
+class DeterminismOp(Part):
+    """An op type whose bits depend on more than its inputs."""
+
+    op: str
+    class_: str = Field(alias="class")
+    level: str
+    count: Count
+    flops: NonNegative
+    modules: list[str]
+    reason: str
+    setting: str
+
+
+class DeterminismLevel(Part):
+    """What all ops together allow, when everything in ``settings`` is done."""
+
+    level: str
+    d2_eligible: bool
+    reasons: list[str]
+    settings: list[str]
+    exact_ops: Count
+    tables_of_torch: str
+    ops: list[DeterminismOp]
+
+
+class NamedGraph(Part):
+    """Which graph."""
+
+    name: str
+    mode: str
+
+
+class DeterminismResult(Result):
+    """``ddltool trace --determinism``."""
+
+    kind: Literal["ddltool.determinism"] = "ddltool.determinism"
+    graph: NamedGraph
+    determinism: DeterminismLevel
+
+
+class TracedGraph(Part):
+    """A graph's figures, and what it says of its times."""
+
+    name: str
+    mode: str
+    batch_size: int | None = None
+    parameters: Count
+    parameter_bytes: Count
+    parameter_elements: int | None = None
+    ops: Count
+    recvs: Count
+    sends: Count
+    flops: NonNegative | None = None
+    device: str | None = None
+    oracle: str | None = None
+    precision: str | None = None
+    channels_last: bool | None = None
+    optimizer: str | None = None
+    update_s: NonNegative | None = None
+    error_low: NonNegative | None = Field(default=None, description="factors between which 80 % of measured steps lie")
+    error_high: NonNegative | None = None
+    bandwidth_bytes_per_s: NonNegative | None = None
+    latency_s: NonNegative | None = None
+    channels: Count | None = None
+
+
+class TraceBounds(Part):
+    """U, L and S of TicTac's Equations 1, 2 and 4, and the least that any order can reach."""
+
+    upper_s: NonNegative
+    lower_s: NonNegative
+    speedup: NonNegative | None
+    best_lower_s: NonNegative | None = None
+
+
+class LostEfficiency(Part):
+    """What becomes of 1 - E: what an order could win, what is open, what is the graph's own."""
+
+    winnable: Number
+    open: Number
+    graph: Number
+
+
+class ScheduleFigures(Part):
+    """One order of transfers. ``exact`` alone has a bound and a status, the simulated ones a spread."""
+
+    makespan_s: NonNegative
+    makespan_std_s: NonNegative | None = None
+    makespan_min_s: NonNegative | None = None
+    makespan_max_s: NonNegative | None = None
+    samples: Count | None = None
+    efficiency: NonNegative | None = Field(default=None, description="TicTac's Equation 3; null: undefined")
+    efficiency_of_best: NonNegative | None = None
+    attribution: LostEfficiency | None = None
+    lower_bound_s: NonNegative | None = None
+    status: str | None = None
+    gap: Number | None = None
+    solve_seconds: NonNegative | None = None
+    order: list[str] | None = None
+    priority: dict[str, int] | None = None
+    orders_compute: bool | None = Field(default=None, description="of improved: whether it orders compute as well")
+
+
+class BucketFigures(Part):
+    """One way to set DDP's buckets."""
+
+    bucket_cap_mb: NonNegative | None
+    bucket_cap_mb_list: list[NonNegative] | None
+    buckets: Count
+    step_s: NonNegative
+    exposed_s: NonNegative
+    bucket_parameters: list[list[str]] | None = Field(default=None, description="of the best alone")
+
+
+class DdpFigures(Part):
+    """DDP's default, its best single cap, its best buckets."""
+
+    default: BucketFigures
+    best_cap: BucketFigures
+    best: BucketFigures
+    lower_bound_s: NonNegative
+    verdict: str
+
+
+class PrefetchFigures(Part):
+    """One way to set FSDP2's prefetch."""
+
+    forward_depth: Count
+    backward_depth: Count
+    reshard_after_forward: bool
+    step_s: NonNegative
+    exposed_s: NonNegative
+    gathered_bytes: NonNegative
+
+
+class FsdpFigures(Part):
+    """FSDP2's default and best, and the best without resharding."""
+
+    units: list[str]
+    default: PrefetchFigures
+    best: PrefetchFigures
+    without_reshard: PrefetchFigures
+    forward_prefetch: dict[str, list[str]]
+    backward_prefetch: dict[str, list[str]]
+    lower_bound_s: NonNegative
+    verdict: str
+
+
+class CollectiveFigures(Part):
+    """What DDP and FSDP2 leave exposed, and what to set."""
+
+    replicas: Count
+    compute_s: NonNegative
+    ddp: DdpFigures
+    fsdp2: FsdpFigures | None
+
+
+class CoverageFigures(Part):
+    """How much of the compute ops and of their time rests on a rule, a measurement, or a default."""
+
+    rule_ops: NonNegative
+    rule_time: NonNegative
+    measured_ops: NonNegative
+    measured_time: NonNegative
+    default_ops: NonNegative
+    default_time: NonNegative
+    free_ops: NonNegative
+    default_types: list[tuple[str, int]] = Field(strict=False)
+
+
+class TraceVerdict(Part):
+    """Whether to enforce an order."""
+
+    worth_it: bool
+    text: str
+
+
+class TraceResult(Result):
+    """``ddltool trace``."""
+
+    kind: Literal["ddltool.trace"] = "ddltool.trace"
+    graph: TracedGraph
+    bounds: TraceBounds
+    schedules: dict[str, ScheduleFigures]
+    efficiency_undefined: str | None = None
+    coverage: CoverageFigures | None = None
+    servers: dict[str, list[str]] = Field(default_factory=dict, description="parameters of each channel")
+    collectives: CollectiveFigures | None = None
+    verdict: TraceVerdict | None = None
+    predicted: bool = True

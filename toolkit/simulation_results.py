@@ -1,0 +1,378 @@
+"""What simulations of a cluster find, as records: replays, sweeps, advice to one job, autoscaling, searches, workloads."""
+
+from __future__ import annotations
+
+import sys
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import Field, model_validator
+
+from ddltool.results import Count, NonNegative, Number, Part, Positive, Result
+
+
+class Fairness(Part):
+    """Finish-time fairness over all jobs."""
+
+    max: NonNegative
+    share_below_1: NonNegative
+
+
+class ReplayedJob(Part):
+    """One job under one policy; seconds. What failures took is there where nodes could fail, a cost where GPUs have a price."""
+
+    name: str
+    application: str
+    submit_s: NonNegative
+    start_s: NonNegative
+    finish_s: NonNegative
+    jct_s: NonNegative
+    """Completion time: from submission to finish."""
+    restarts: Count
+    gpu_seconds: NonNegative
+    finish_time_fairness: NonNegative | None = None
+    failures: Count = 0
+    lost_gpu_seconds: NonNegative = 0.0
+    """GPU time of the training that failures undid."""
+    cost: NonNegative | None = None
+
+
+class UsageRecord(Part):
+    """GPUs that are held, and jobs that are there, from each time (seconds) on."""
+
+    time_s: list[NonNegative]
+    gpus: list[Count]
+    jobs: list[Count] = Field(default_factory=list)
+
+
+class ClassFigures(Part):
+    """The jobs of one size class; seconds unless said otherwise."""
+
+    jobs: Count
+    avg_jct_s: NonNegative
+    median_jct_s: NonNegative
+    p99_jct_s: NonNegative
+    avg_queueing_s: NonNegative
+    restarts: Count
+    worst_fairness: NonNegative
+    gpu_hours: NonNegative
+
+
+class ReplayCost(Part):
+    """Price of the GPU time that jobs held, and of all GPUs that were up from the first submission to the last finish."""
+
+    jobs: NonNegative
+    cluster: NonNegative
+
+
+class PolicyRecord(Part):
+    """One policy; seconds unless said otherwise. What older files lack is None."""
+
+    avg_jct_s: NonNegative
+    median_jct_s: NonNegative
+    p99_jct_s: NonNegative
+    makespan_s: NonNegative
+    """From the first submission to the last finish."""
+    utilization: NonNegative
+    """Share of all GPU-seconds of the makespan that jobs held, restarts included."""
+    restarts: Count
+    finish_time_fairness: Fairness
+    avg_queueing_s: NonNegative | None = None
+    """From submission to first start."""
+    p99_queueing_s: NonNegative | None = None
+    avg_jct_by_application_s: dict[str, NonNegative] = Field(default_factory=dict)
+    gpu_hours: NonNegative | None = None
+    """GPU time held by jobs."""
+    restart_gpu_hours: NonNegative | None = None
+    """The part of it that starts and restarts took."""
+    lost_gpu_hours: NonNegative | None = None
+    """The part of it whose training failures undid."""
+    useful_share: NonNegative | None = None
+    """Share of the GPU time of all nodes that were up in which training was done that lasted."""
+    availability: NonNegative | None = None
+    """Share of the whole cluster's GPU time that was up."""
+    node_failures: Count = 0
+    job_failures: Count = 0
+    goodput_by_application: dict[str, NonNegative] = Field(default_factory=dict)
+    """Samples at M0 that the training was worth per second from first start to finish, the mean."""
+    by_class: dict[str, ClassFigures] = Field(default_factory=dict)
+    """By size class (Pollux, section 5.1); those that have jobs."""
+    cost: ReplayCost | None = None
+    rounds: Count | None = None
+    wall_seconds: NonNegative | None = None
+    policy_cpu_seconds: NonNegative | None = None
+    usage: UsageRecord | None = None
+    jobs: Annotated[list[ReplayedJob], Field(min_length=1)]
+
+
+class ReplayFailures(Part):
+    """What went wrong in a replay; ``events``: how many were given."""
+
+    mtbf_s: NonNegative | None
+    repair_s: NonNegative
+    checkpoint_interval_s: NonNegative
+    events: Count
+    seed: Count
+
+
+class SimulationDocument(Result):
+    """``ddltool simulate``."""
+
+    kind: Literal["ddltool.simulation"] = "ddltool.simulation"
+    workload: str
+    jobs: Count | None = None
+    gpus: Count
+    interval_s: NonNegative | None = None
+    restart_delay_s: NonNegative | None = None
+    interference: NonNegative = 0.0
+    seed: Count = 0
+    failures: ReplayFailures | None = None
+    prices_per_gpu_hour: dict[str, NonNegative] | None = None
+    truth: str = "measured traces"
+    """Where step times and progress are from."""
+    assumptions: list[str] = Field(default_factory=list)
+    conversion: str = ""
+    """How a cluster's trace became a workload."""
+    policies: Annotated[dict[str, PolicyRecord], Field(min_length=1)]
+
+
+class SweepFigures(Part):
+    """What one replay comes to, or the mean of several; less is better for the measures that are compared."""
+
+    jobs: NonNegative
+    avg_jct_s: NonNegative
+    median_jct_s: NonNegative
+    p99_jct_s: NonNegative
+    makespan_s: NonNegative
+    avg_queueing_s: NonNegative
+    utilization: NonNegative
+    worst_fairness: NonNegative
+    fair_share: NonNegative
+    restarts: NonNegative
+    gpu_seconds: NonNegative
+    cost: NonNegative | None = None
+
+
+class SweepCell(Part):
+    """One replay: a workload, a policy, a seed; its figures, or the one line that says why there are none."""
+
+    workload: str
+    policy: str
+    seed: Count
+    figures: SweepFigures | None
+    cpu_s: NonNegative | None = None
+    error: str | None = None
+
+    @property
+    def key(self) -> tuple[str, str, int]:
+        """What tells it from the others."""
+        return self.workload, self.policy, self.seed
+
+    def __str__(self) -> str:
+        """Return the cell as people name it."""
+        return f"{self.workload} under {self.policy}, seed {self.seed}"
+
+
+class ComparedMeasure(Part):
+    """One measure of the first policy over the second's; below 1 the first is better."""
+
+    measure: str
+    ratio: Positive
+    """Geometric mean of the ratios."""
+    low: NonNegative | None
+    """Confidence interval of the ratio; None with fewer than two pairs, or pairs that are all the same."""
+    high: NonNegative | None
+    better: Count
+    """Units (workloads, or seeds) on which the first is better."""
+    units: Count
+    decided: bool
+    """Whether the interval leaves equality out."""
+
+
+class PolicyComparison(Result):
+    """Two policies in pairs, which a sweep with ``--compare`` has at its end; ``unit`` is what was counted."""
+
+    kind: Literal["ddltool.comparison"] = "ddltool.comparison"
+    first: str
+    second: str
+    unit: Literal["workload", "seed"]
+    confidence: Number
+    comparisons: Annotated[list[ComparedMeasure], Field(min_length=1)]
+
+
+class SweepDocument(Result):
+    """``ddltool simulate --seeds``."""
+
+    kind: Literal["ddltool.sweep"] = "ddltool.sweep"
+    settings: dict[str, Any] = Field(default_factory=dict)
+    """What the figures depend on; files by their hash."""
+    cells_wanted: Count
+    cells_failed: Count
+    cells: Annotated[list[SweepCell], Field(min_length=1)]
+    comparison: PolicyComparison | None = None
+
+    @model_validator(mode="after")
+    def _told_apart(self) -> Self:
+        seen: set[tuple[str, str, int]] = set()
+        for cell in self.cells:
+            if cell.key in seen:
+                where = f"{cell.policy} on {cell.workload} with seed {cell.seed}"
+                raise ValueError(f"cells give {where} twice; keep one of the two")
+            seen.add(cell.key)
+        return self
+
+    def means_by_policy(self) -> list[tuple[str, str, int, SweepFigures]]:
+        """Return (workload, policy, number of seeds, means over these) in the order of the document, without failed replays.
+
+        A cost is there where every replay of the group has one.
+        """
+        groups: dict[tuple[str, str], list[SweepFigures]] = {}
+        for cell in self.cells:
+            groups.setdefault((cell.workload, cell.policy), [])
+            if cell.figures is not None:
+                groups[cell.workload, cell.policy].append(cell.figures)
+        # Workload by workload, as they come first.
+        places = {workload: place for place, workload in enumerate(dict.fromkeys(workload for workload, _ in groups))}
+        ordered = sorted(groups.items(), key=lambda item: places[item[0][0]])
+        return [(workload, policy, len(values), _mean(values)) for (workload, policy), values in ordered if values]
+
+
+def _mean(values: list[SweepFigures]) -> SweepFigures:
+    made: dict[str, float | None] = {}
+    for name in SweepFigures.model_fields:
+        each = [getattr(one, name) for one in values]
+        # Divided first: a sum of large numbers may be none.
+        made[name] = None if None in each else min(sum(value / len(each) for value in each), sys.float_info.max)
+    return SweepFigures.model_validate(made)
+
+
+class JobNow(Part):
+    """A job as it runs, at its best batch; ``gpus`` per node."""
+
+    gpus: list[Count]
+    replicas: Count
+    batch_size: Count
+    goodput_per_s: NonNegative
+    remaining_s: NonNegative
+    remaining_factor: NonNegative
+
+
+class ResizeOption(Part):
+    """Another allocation and what changing to it saves; seconds, negative where it loses time."""
+
+    gpus_by_node: dict[str, Count]
+    replicas: Count
+    nodes: Count
+    batch_size: Count
+    goodput_per_s: NonNegative
+    gain: NonNegative
+    """Goodput then over goodput now."""
+    restart_s: NonNegative
+    """The mean of the measured restarts."""
+    break_even_s: NonNegative | None
+    """Time left, on the present allocation, from which it pays; None: it never does."""
+    saved_s: Number
+    """With every guess at its median."""
+    expected_saved_s: Number
+    saved_p10_s: Number
+    saved_p90_s: Number
+    probability: NonNegative
+    """That it saves any time."""
+    extra_gpu_seconds: Number
+    """GPU time held more than without the resize."""
+
+
+class AdviceResult(Result):
+    """``ddltool simulate --advise``."""
+
+    kind: Literal["ddltool.advice"] = "ddltool.advice"
+    job: str
+    now: JobNow
+    gain_factor: NonNegative
+    """By which the ratio of two goodputs may be off."""
+    resize: bool
+    best: ResizeOption | None
+    options: list[ResizeOption]
+
+
+class ScaledEpoch(Part):
+    """One epoch: when it began (a restart before it included), on what, and its statistical efficiency."""
+
+    begin_s: NonNegative
+    seconds: NonNegative
+    nodes: Count
+    batch_size: Count
+    efficiency: NonNegative
+
+
+class ScaledTraining(Part):
+    """A whole training on rented nodes; ``cost``: nodes held times their price."""
+
+    seconds: NonNegative
+    node_seconds: NonNegative
+    cost: NonNegative
+    efficiency: NonNegative
+    """Progress over what the same samples at M0 would have made."""
+    restarts: Count
+    first_nodes: Count
+    last_nodes: Count
+    epochs: Annotated[list[ScaledEpoch], Field(min_length=1)]
+
+
+class AutoscalingResult(Result):
+    """``ddltool simulate --autoscale``."""
+
+    kind: Literal["ddltool.autoscaling"] = "ddltool.autoscaling"
+    application: str
+    gpus_per_node: Count
+    most_nodes: Count
+    price_per_h: NonNegative
+    upper: NonNegative
+    lower: NonNegative
+    restart_delay_s: NonNegative
+    rules: dict[str, ScaledTraining]
+
+
+class TrialSearch(Part):
+    """A search of hyper-parameters: 100 trials, 4 at a time in the paper; each of the baseline has ``gpus``, a fixed batch."""
+
+    application: str = "cifar10"
+    trials: Annotated[int, Field(ge=1, le=10_000)] = 100
+    concurrent: Annotated[int, Field(ge=1, le=10_000)] = 4
+    gpus: Annotated[int, Field(ge=1, le=10_000)] = 4
+    local_batch_size: Annotated[int, Field(ge=1, le=10_000)] = 128
+
+
+class SearchFigures(Part):
+    """All trials under one policy; a trial's completion time counts from when the search proposes it."""
+
+    avg_jct_s: NonNegative
+    makespan_s: NonNegative
+    gpu_seconds: NonNegative
+    restarts: Count
+
+
+class SearchResult(Result):
+    """``ddltool simulate --hyperparameter-search``."""
+
+    kind: Literal["ddltool.hyperparameter_search"] = "ddltool.hyperparameter_search"
+    search: TrialSearch
+    gpus: Count
+    policies: dict[str, SearchFigures]
+
+
+class JobSpec(Part):
+    """One row of a workload: ``submit_s`` in seconds, ``batch_size`` in samples over all replicas."""
+
+    name: str
+    submit_s: NonNegative
+    application: str
+    num_replicas: Annotated[int, Field(ge=1)]
+    batch_size: Annotated[int, Field(ge=1)]
+
+
+class WorkloadResult(Result):
+    """``ddltool simulate --generate`` and ``--convert``; ``source`` says what the jobs are drawn from."""
+
+    kind: Literal["ddltool.workload"] = "ddltool.workload"
+    source: str
+    jobs: list[JobSpec]
