@@ -9,7 +9,7 @@ if TYPE_CHECKING:
     from ddltool.runtime.agent import GoodputAgent
     from ddltool.runtime.balancing import BalanceOptions, balance
     from ddltool.runtime.elastic import ElasticTrainer, RunRecorder, first_difference
-    from ddltool.runtime.hook import Hook, apply_prefetch, attach, bucket_report, ddp_arguments, prefetch_units
+    from ddltool.runtime.hook import Hook, apply_prefetch, attach, bucket_report, ddp_arguments, prefetch_units, shard
     from ddltool.runtime.servers import TransferPlan, Worker
 
 # The package that each name comes from.
@@ -28,6 +28,7 @@ _HOMES = {
     "ddp_arguments": "hook",
     "first_difference": "elastic",
     "prefetch_units": "hook",
+    "shard": "hook",
 }
 __all__ = [
     "BalanceOptions",
@@ -44,6 +45,7 @@ __all__ = [
     "ddp_arguments",
     "first_difference",
     "prefetch_units",
+    "shard",
 ]
 
 

@@ -61,12 +61,12 @@ ADVICE = "give a map-style dataset, or leave dataset out and load hook.local_bat
         (
             "bare",
             "model: is a Branches, not a DistributedDataParallel; "
-            "give the model that torch.nn.parallel.DistributedDataParallel(model) returns",
+            "give the model that torch.nn.parallel.DistributedDataParallel(model) or runtime.shard returns",
         ),
         (
             "compiled around",
             "model: is a OptimizedModule, not a DistributedDataParallel; "
-            "give the model that torch.nn.parallel.DistributedDataParallel(model) returns",
+            "give the model that torch.nn.parallel.DistributedDataParallel(model) or runtime.shard returns",
         ),
         (
             "part of the ranks",

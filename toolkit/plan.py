@@ -10,6 +10,7 @@ from ddltool.artifacts import Artifact, Record
 from ddltool.decision import Decision
 
 Strategy = Literal["bsp", "est", "elastic-bsp", "lb-bsp", "goodput"]
+PRODUCTS = ("mm", "addmm", "bmm", "baddbmm", "convolution")
 Choice = Literal["one device", "one node", "several nodes"]
 Finite = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 
@@ -88,7 +89,27 @@ def is_product(op: str) -> bool:
     (True, True, False)
     """
     forward = not op.endswith("_backward")
-    return op in ("mm", "addmm", "bmm", "baddbmm", "convolution") or (forward and op.startswith("_scaled_dot_product"))
+    return op in PRODUCTS or (forward and op.startswith("_scaled_dot_product"))
+
+
+class ShardingSetting(Record):
+    """How the processes share a model's state, and which of its modules are computed again. Memory is predicted."""
+
+    kind: Literal["ddp", "fsdp", "hsdp"]
+    replicate: Annotated[int, Field(ge=1)] = Field(default=1, description="groups that hold the whole state each")
+    shard: Annotated[int, Field(ge=1)] = Field(default=1, description="processes of a group, ranks one after another")
+    checkpointing: list[Recomputed] = Field(
+        default_factory=list, description="modules whose activations are computed again; all others keep theirs"
+    )
+    memory_bytes: dict[str, Finite] = Field(
+        default_factory=dict, description="device type to the most bytes of tensors that one process holds"
+    )
+
+    @model_validator(mode="after")
+    def _shape_of_kind(self) -> Self:
+        if (self.kind == "ddp" and self.shard > 1) or (self.kind == "fsdp" and self.replicate > 1):
+            raise ValueError(f"{self.kind} is not {self.replicate} x {self.shard} (replicate x shard); hsdp is")
+        return self
 
 
 class Superstep(Record):
@@ -199,6 +220,7 @@ class Plan(Artifact):
     parameters: list[ParameterRecord] = Field(default_factory=list)
     ddp: BucketSetting | None = None
     fsdp2: PrefetchSetting | None = None
+    sharding: ShardingSetting | None = Field(default=None, description="null: nothing is known of memory")
     split: BatchSplit | None = Field(default=None, description="of an lb-bsp plan")
     superstep: Superstep | None = Field(default=None, description="of an elastic-bsp plan")
     goodput: GoodputChoice | None = Field(default=None, description="of a goodput plan")
@@ -252,6 +274,9 @@ class Enforcement(Artifact):
     )
     ddp: BucketSetting | None = None
     fsdp2: PrefetchSetting | None = None
+    sharding: ShardingSetting | None = Field(
+        default=None, description="what runtime.shard applies; null: DDP as it comes"
+    )
     telemetry: str | None = Field(
         default="telemetry.jsonl", description="file to append to, relative to the working folder; null: none"
     )
@@ -264,4 +289,7 @@ class Enforcement(Artifact):
         total = sum(entry.local_batch_size for entry in self.ranks)
         if total != self.total_batch_size:
             raise ValueError(f"total_batch_size is {self.total_batch_size} but the ranks' batches add up to {total}")
+        mesh = self.sharding
+        if mesh is not None and mesh.replicate * mesh.shard != self.world_size:
+            raise ValueError(f"sharding is {mesh.replicate} x {mesh.shard} processes, and world_size {self.world_size}")
         return self

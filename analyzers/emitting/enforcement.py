@@ -21,8 +21,16 @@ _CONTENTS: tuple[tuple[str, Callable[[Plan], object], tuple[Target, ...], str], 
     ("DDP buckets", lambda plan: plan.ddp, (*_ENFORCED, "ddp"), "emit --target ddp"),
     ("FSDP2 units and prefetch", lambda plan: plan.fsdp2, (*_ENFORCED, "fsdp2"), "emit --target fsdp2"),
     (
+        "activation checkpointing",
+        lambda plan: plan.sharding and plan.sharding.checkpointing,
+        (*_ENFORCED, "ddp", "fsdp2"),
+        "emit --target hook and ddltool.runtime.shard do it",
+    ),
+    (
         "accumulation steps",
-        lambda plan: plan.goodput and plan.goodput.accumulation_steps,
+        lambda plan: (
+            (plan.goodput and plan.goodput.accumulation_steps) or any(r.accumulation_steps for r in plan.assignments)
+        ),
         ("ddp", "fsdp2"),
         "accumulate in the script: the local batch size holds all passes",
     ),
@@ -75,6 +83,7 @@ def to_enforcement(plan: Plan, *, telemetry: str | None = "telemetry.jsonl") -> 
         parameters=plan.parameters,
         ddp=plan.ddp,
         fsdp2=plan.fsdp2,
+        sharding=plan.sharding,
         telemetry=telemetry,
         plan_sha256=plan_hash(plan),
     )

@@ -12,7 +12,7 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 from ddltool.analyzers.emitting.layout import LaunchSettings, Layout, NodeGroup, cluster_name, one_word, plan_hash
 from ddltool.errors import InputError
-from ddltool.plan import Plan
+from ddltool.plan import PRODUCTS, Plan
 
 
 def torchrun_script(plan: Plan, layout: Layout, settings: LaunchSettings, *, gaps: Sequence[str]) -> str:
@@ -42,10 +42,11 @@ def gres_type(device_type: str) -> str:
 
 def ddp_module(plan: Plan, *, gaps: Sequence[str]) -> str:
     """Return a module with ``DDP_ARGUMENTS`` and ``wrap(model)``. Raises InputError for a plan without buckets."""
-    if plan.ddp is None:
-        raise InputError("plan:ddp", "is missing", "plan with --graph and a training graph")
-    sizes = {"bucket_cap_mb_list": plan.ddp.bucket_cap_mb_list, "bucket_cap_mb": plan.ddp.bucket_cap_mb}
-    given = [(name, value) for name, value in sizes.items() if value is not None]
+    if plan.ddp is None and (plan.sharding is None or plan.sharding.kind != "ddp"):
+        raise InputError("plan:ddp", "is missing", "plan with --graph and a training graph, or emit --target fsdp2")
+    buckets = plan.ddp
+    sizes = buckets and {"bucket_cap_mb_list": buckets.bucket_cap_mb_list, "bucket_cap_mb": buckets.bucket_cap_mb}
+    given = [(name, value) for name, value in (sizes or {}).items() if value is not None]
     return _filled("ddp.txt", plan, gaps, arguments=dict(given[:1]))
 
 
@@ -54,7 +55,10 @@ def fsdp2_module(plan: Plan, *, gaps: Sequence[str]) -> str:
     if plan.fsdp2 is None:
         problem = "is missing: the plan knew no list of blocks"
         raise InputError("plan:fsdp2", problem, "plan with --graph and a training graph of a model with blocks")
-    return _filled("fsdp2.txt", plan, gaps, setting=plan.fsdp2)
+    shape = plan.sharding
+    grouped = shape is not None and shape.kind == "hsdp"
+    mesh = {"replicate": shape.replicate, "shard": shape.shard} if shape and grouped else {"shard": plan.world_size}
+    return _filled("fsdp2.txt", plan, gaps, setting=plan.fsdp2, mesh=mesh)
 
 
 def remarks(plan: Plan, layout: Layout | None, gaps: Sequence[str]) -> str:
@@ -83,12 +87,18 @@ def _filled(name: str, plan: Plan, gaps: Sequence[str], layout: Layout | None = 
         title += "; needs torch alone"
     else:
         title += f": {layout.processes} process(es) on {layout.nodes} node(s)"
+    steps = 0 if plan.goodput is None else plan.goodput.accumulation_steps
+    again = [] if plan.sharding is None else plan.sharding.checkpointing
     return environment.get_template(name).render(
+        sharding=plan.sharding,
+        recomputed={entry.module: entry.keeps for entry in again},
+        keeps=any(entry.keeps for entry in again),
+        products=PRODUCTS,
         title=title,
         name=cluster_name(plan.job),
         sha=plan_hash(plan),
         sizes=[row.local_batch_size for row in plan.assignments for _ in range(row.devices)],
-        passes=1 if plan.goodput is None else plan.goodput.accumulation_steps + 1,
+        passes=1 + max(steps, *(row.accumulation_steps for row in plan.assignments)),
         layout=layout,
         groups=() if layout is None else layout.groups,
         gaps=gaps,

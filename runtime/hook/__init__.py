@@ -2,6 +2,7 @@
 
 from ddltool.runtime.hook.attaching import Hook, attach
 from ddltool.runtime.hook.data_parallel import apply_prefetch, bucket_report, ddp_arguments, prefetch_units
+from ddltool.runtime.hook.sharding import shard
 
 __all__ = [
     "Hook",
@@ -10,4 +11,5 @@ __all__ = [
     "bucket_report",
     "ddp_arguments",
     "prefetch_units",
+    "shard",
 ]

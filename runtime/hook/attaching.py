@@ -27,6 +27,7 @@ from typing import Any, Protocol, Self
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import BatchSampler, DataLoader, Dataset, DistributedSampler, Sampler
 
@@ -36,6 +37,7 @@ from ddltool.plan import Enforcement
 from ddltool.runtime.hook.batches import VariableBatchSampler
 from ddltool.runtime.hook.gradients import SampleCounter, WeightedAverage
 from ddltool.runtime.hook.job import Job, count_nodes, dataset_length, load_and_check
+from ddltool.runtime.hook.sharding import ShardedWeights
 from ddltool.runtime.hook.telemetry import Identity, RowFile, StepRecorder
 
 EXIT_PAUSE_S = 0.1
@@ -181,7 +183,8 @@ def attach(
 
     Args:
         config: path of an ``enforce.json`` (the same on every rank), or None: a hook that does and costs nothing.
-        model: the job's ``DistributedDataParallel`` module (with a single process, any module).
+        model: the job's ``DistributedDataParallel`` module, or one that ``fully_shard`` or ``runtime.shard`` sharded over
+            all processes (with a single process, any module).
         optimizer: the optimizer whose steps telemetry writes down.
         dataset: a dataset with ``__len__`` for :meth:`Hook.dataloader`; None if you load ``hook.local_batch_size``
             samples per step by your own means.
@@ -220,12 +223,20 @@ def _attach(path: str, model: nn.Module, optimizer: torch.optim.Optimizer, datas
         average = WeightedAverage(counter, enforcement.total_batch_size, model.process_group, job.side, recorder)
         register(model, average)
         model.register_forward_hook(counter.weigh)
+    weights = None
+    if job.side is not None and isinstance(model, FSDPModule):
+        several = any(entry.accumulation_steps for entry in enforcement.ranks)
+        weights = ShardedWeights(counter, enforcement.total_batch_size if several else None, job.side, recorder)
+        optimizer.register_step_pre_hook(weights.settle)
     if file is not None and recorder is not None:
         job.together(file.open)
         optimizer.register_step_pre_hook(recorder.before_update)
         optimizer.register_step_post_hook(recorder.after_update)
     if job.side is not None or recorder is not None:
         model.register_forward_pre_hook(_Forward(counter, recorder), with_kwargs=True)
+    if weights is not None:
+        model.register_forward_pre_hook(weights.begin)
+        model.register_forward_hook(weights.weigh)
     return EnforcingHook(enforcement, dataset, job.rank, counter, recorder)
 
 

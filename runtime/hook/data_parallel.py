@@ -136,21 +136,22 @@ def apply_prefetch(model: nn.Module, config: Config) -> PrefetchReport:
     return PrefetchReport(forward=forward, backward=backward, text=text)
 
 
-def _loaded(config: Config) -> tuple[Enforcement, str]:
+def loaded(config: Config) -> tuple[Enforcement, str]:
+    """Return a config, and what to call it."""
     if isinstance(config, Enforcement):
         return config, "config"
     return load(os.fspath(config), Enforcement), os.fspath(config)
 
 
 def _buckets(config: Config) -> BucketSetting:
-    enforcement, where = _loaded(config)
+    enforcement, where = loaded(config)
     if enforcement.ddp is None:
         raise InputError(f"{where}:ddp", "is missing", "plan with --graph and a training graph")
     return enforcement.ddp
 
 
 def _prefetch(config: Config) -> PrefetchSetting:
-    enforcement, where = _loaded(config)
+    enforcement, where = loaded(config)
     if enforcement.fsdp2 is None:
         problem = "is missing: the plan knew no list of blocks"
         raise InputError(f"{where}:fsdp2", problem, "plan with --graph and a training graph of a model with blocks")

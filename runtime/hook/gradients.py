@@ -57,6 +57,8 @@ class SampleCounter:
         self._passes = 0
         self._reference = 0  # samples of the first pass that had any: what the others are weighed against
         self._weight = 1.0
+        self.latest = 0
+        """Samples of the pass that was counted last."""
 
     def announce(self, samples: int) -> None:
         """Let the next counted forward pass stand for ``samples`` samples. Raises InputError when negative."""
@@ -74,7 +76,8 @@ class SampleCounter:
         if samples is None and self._required:
             problem = "the model's arguments hold no tensor to count samples by"
             raise InputError("forward", problem, "call hook.count_samples(n) before each forward pass")
-        self._counted += samples or 0
+        self.latest = samples or 0
+        self._counted += self.latest
         self._passes += 1
         self._reference = self._reference or samples or 0
         self._weight = (samples or 0) / self._reference if self._reference else 1.0
@@ -90,14 +93,7 @@ class SampleCounter:
         """
         if not (module.training and torch.is_grad_enabled()) or self._weight == 1.0 or not self._required:
             return None
-        found: list[Tensor] = []
-        scaled = _scaled(output, self._weight, found)
-        if not found:
-            problem = (
-                f"is a {type(output).__name__} without a tensor to weigh, and micro-batches of a step differ in size"
-            )
-            raise InputError("the model's output", problem, "return tensors, or use micro-batches of equal size")
-        return scaled
+        return scaled(output, self._weight)
 
     def take(self) -> int:
         """Return the samples counted since the last call and start again from 0; see :meth:`take_weight`."""
@@ -133,6 +129,21 @@ class _Scaled(torch.autograd.Function):
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
         # Not a product for 0: the mean over no samples is NaN.
         return (gradient * ctx.weight if ctx.weight else torch.zeros_like(gradient)), None
+
+
+def scaled(output: Any, weight: float) -> Any:
+    """Return what a model returned, the gradients that enter it by ``weight``.
+
+    Raises InputError where it holds no tensor with a gradient.
+    """
+    if weight == 1.0:
+        return output
+    found: list[Tensor] = []
+    made = _scaled(output, weight, found)
+    if not found:
+        problem = f"is a {type(output).__name__} without a tensor to weigh, and batches of a step differ in size"
+        raise InputError("the model's output", problem, "return tensors, or use batches of equal size")
+    return made
 
 
 def _scaled(value: Any, weight: float, found: list[Tensor]) -> Any:

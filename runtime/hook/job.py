@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import Dataset, IterableDataset
 
@@ -138,11 +139,11 @@ def _check_world(path: str, enforcement: Enforcement, job: Job) -> None:
 
 
 def _check_model(model: nn.Module, job: Job) -> None:
-    """Raise InputError unless DDP averages the model's gradients over all ranks."""
-    if job.world_size == 1:
+    """Raise InputError unless DDP or FSDP2 averages the model's gradients over all ranks."""
+    if job.world_size == 1 or isinstance(model, FSDPModule):
         return
     if not isinstance(model, DistributedDataParallel):
-        remedy = "give the model that torch.nn.parallel.DistributedDataParallel(model) returns"
+        remedy = "give the model that torch.nn.parallel.DistributedDataParallel(model) or runtime.shard returns"
         raise InputError("model", f"is a {type(model).__name__}, not a DistributedDataParallel", remedy)
     if (size := dist.get_world_size(model.process_group)) != job.world_size:
         problem = f"is averaged over {size} of the {job.world_size} processes"

@@ -1,0 +1,157 @@
+"""What ranks do for the tests of sharded training: a small GPT under a plan, beside the same steps in one process."""
+
+from __future__ import annotations
+
+import runpy
+import warnings
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed._tools.fsdp2_mem_tracker import FSDPMemTracker
+from torch.distributed.tensor import DTensor
+from torch.nn import functional as F
+
+from ddltool.runtime import attach, shard
+from ddltool.runtime.hook.data_parallel import loaded
+
+LENGTH, WORDS = 16, 64
+
+
+class Layer(nn.Module):
+    """A transformer's block."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.before, self.after = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.attend, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.wide, self.narrow = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (
+            part.view(*part.shape[:2], 4, -1).transpose(1, 2) for part in self.attend(self.before(x)).chunk(3, -1)
+        )
+        mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2)
+        x = x + self.out(mixed.reshape(x.shape))
+        added: Tensor = x + self.narrow(F.gelu(self.wide(self.after(x))))
+        return added
+
+
+class Gpt(nn.Module):
+    """Embeddings, blocks, a head; its loss is the mean over the tokens of a batch."""
+
+    def __init__(self, layers: int = 3, width: int = 32, length: int = LENGTH, words: int = WORDS) -> None:
+        super().__init__()
+        self.length, self.words_known = length, words
+        self.words = nn.Embedding(words, width)
+        self.layers = nn.ModuleList(Layer(width) for _ in range(layers))
+        self.head = nn.Linear(width, words)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.words(tokens)
+        for layer in self.layers:
+            x = layer(x)
+        made: Tensor = self.head(x)
+        return made
+
+    def loss(self, output: Tensor, targets: Tensor) -> Tensor:
+        return F.cross_entropy(output.flatten(0, 1), targets.flatten())
+
+    def example_targets(self, batch_size: int) -> Tensor:
+        return torch.zeros(batch_size, self.length, dtype=torch.long)
+
+
+def small() -> tuple[nn.Module, Tensor]:
+    """A factory for plans."""
+    return Gpt(), torch.zeros(4, LENGTH, dtype=torch.long)
+
+
+def middling() -> tuple[nn.Module, Tensor]:
+    """Large enough that activations and parameters both count."""
+    return Gpt(layers=4, width=128, length=64, words=512), torch.zeros(4, 64, dtype=torch.long)
+
+
+def built(make: Callable[[], tuple[nn.Module, Tensor]], dtype: torch.dtype) -> Any:
+    torch.manual_seed(0)
+    return make()[0].to(dtype)
+
+
+Steps = Sequence[Sequence[Sequence[int]]]
+"""Samples by step, pass and rank."""
+
+
+def train(
+    rank: int, config: str, steps: Steps, dtype: torch.dtype, hooked: bool = True,
+    make: Callable[[], tuple[nn.Module, Tensor]] = small, emitted: str | None = None,
+) -> tuple[float, list[str]]:  # fmt: skip
+    """Return how far parameters and the last gradients are from one process's, and what runs on the model.
+
+    ``emitted``: a module that shards the model in place of the runtime.
+    """
+    alone, model = built(make, dtype), built(make, dtype)
+    model = shard(model, config) if emitted is None else runpy.run_path(emitted)["shard"](model)
+    optimizers = [torch.optim.SGD(each.parameters(), lr=0.2, momentum=0.9) for each in (alone, model)]
+    if hooked:
+        attach(config, model=model, optimizer=optimizers[1])
+    generator = torch.Generator().manual_seed(1)
+    inner = getattr(model, "module", model)
+    for passes in steps:
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+        total = sum(map(sum, passes))
+        tokens = torch.randint(alone.words_known, (total, alone.length + 1), generator=generator)
+        alone.loss(alone(tokens[:, :-1]), tokens[:, 1:]).backward()
+        first = 0
+        for sizes in passes:
+            begin = first + sum(sizes[:rank])
+            mine = tokens[begin : begin + sizes[rank]]
+            first += sum(sizes)
+            inner.loss(model(mine[:, :-1]), mine[:, 1:]).backward()
+        for optimizer in optimizers:
+            optimizer.step()
+    worst = 0.0
+    for (name, one), (_, other) in zip(alone.named_parameters(), inner.named_parameters(), strict=True):
+        for mine, whole in ((other, one), (other.grad, one.grad)):
+            value = mine.full_tensor() if isinstance(mine, DTensor) else mine
+            assert value.shape == whole.shape, name
+            worst = max(worst, float((value - whole).abs().max()))
+    return worst, [type(module).__name__ for module in (model, *inner.layers)]
+
+
+def peak(rank: int, config: str, make: Callable[[], tuple[nn.Module, Tensor]] = middling) -> float:
+    """Return the most bytes of tensors in the second of two steps under the plan, as torch's own tracker sees them."""
+    samples = loaded(config)[0].ranks[rank].local_batch_size
+    model = shard(built(make, torch.float32), config)
+    optimizer = torch.optim.SGD(model.parameters(), momentum=0.9, foreach=False)
+    tokens = make()[1][:1].repeat(samples, 1)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        tracker = FSDPMemTracker(model, optimizer)
+        tracker.track_inputs((tokens,))
+        with tracker:
+            for turn in range(2):
+                loss = model.loss(model(tokens), tokens)  # type: ignore[operator]
+                loss.backward()
+                del loss
+                optimizer.step()
+                optimizer.zero_grad()
+                if turn == 0:
+                    tracker.reset_mod_stats()
+    return float(next(iter(tracker.get_tracker_snapshot("peak").values()))["Total"])
+
+
+def refusal(rank: int, config: str) -> str:
+    """Return what ``shard`` says."""
+    from ddltool.errors import InputError
+
+    try:
+        shard(Gpt(layers=1), config)
+    except InputError as error:
+        return str(error)
+    return "accepted"
+
+
+def end(rank: int) -> None:
+    dist.destroy_process_group()

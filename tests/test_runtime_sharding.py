@@ -1,0 +1,78 @@
+"""FSDP2 and HSDP as a plan says, in real processes: they train as one process would, whatever the batches."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from ddltool.artifacts import save
+from ddltool.errors import InputError
+from ddltool.plan import Enforcement, PrefetchSetting, Recomputed, ShardingSetting
+from ddltool.runtime import shard
+from tests.runtime_workers import crew, enforcement
+from tests.sharding_workers import Gpt, refusal, train
+
+BLOCKS = [f"layers.{k}" for k in range(3)]
+TOLERANCE = {torch.float32: 1e-5, torch.float64: 1e-12}
+AGAIN = [Recomputed(module="layers.0"), Recomputed(module="layers.2", keeps=[0, 2])]
+UNEVEN = [[[1, 4]], [[3, 2]], [[1, 4]]]
+
+
+def config(folder: Path, sizes: list[int], kind: Any = "fsdp", replicate: int = 1) -> str:
+    units = PrefetchSetting(units=BLOCKS, forward={BLOCKS[0]: BLOCKS[1:]}, backward={}, step_s=1, default_step_s=1)
+    sharding = ShardingSetting(kind=kind, replicate=replicate, shard=len(sizes) // replicate, checkpointing=AGAIN)
+    save(enforcement(sizes, fsdp2=None if kind == "ddp" else units, sharding=sharding), folder / "enforce.json")
+    return str(folder / "enforce.json")
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE)
+def test_uneven_batches_count_every_sample_once(tmp_path: Path, dtype: torch.dtype) -> None:
+    for worst, _ in crew().run(train, config(tmp_path, [1, 4]), UNEVEN, dtype):
+        assert worst < TOLERANCE[dtype]
+
+
+def test_without_weights_they_are_far_off(tmp_path: Path) -> None:
+    """It also shows that the test above can fail."""
+    assert all(worst > 1e-3 for worst, _ in crew().run(train, config(tmp_path, [1, 4]), UNEVEN, torch.float64, False))
+
+
+@pytest.mark.parametrize("steps", [[[[1, 2], [3, 2]], [[1, 1], [2, 1]]], [[[1, 4], [2, 2]]]], ids=["tail", "more"])
+def test_passes_of_a_step_count_their_own_samples(tmp_path: Path, steps: list[list[list[int]]]) -> None:
+    path = config(tmp_path, [1, 4])
+    made = Enforcement.model_validate_json(Path(path).read_text())
+    ranks = [rank.model_copy(update={"accumulation_steps": 1}) for rank in made.ranks]
+    save(made.model_copy(update={"ranks": ranks}), Path(path))
+    for worst, _ in crew().run(train, path, steps, torch.float64):
+        assert worst < 1e-12
+
+
+def test_ddp_is_a_sharding_too(tmp_path: Path) -> None:
+    for worst, kinds in crew().run(train, config(tmp_path, [1, 4], "ddp", 2), UNEVEN, torch.float64):
+        assert worst < 1e-12
+        assert kinds[0] == "DistributedDataParallel"
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"sharding": None}, "sharding: is missing: the plan knew nothing of memory"),
+        ({}, "fsdp2.units: the model has no module 'layers.1'"),
+    ],
+)
+def test_what_does_not_fit_the_plan_is_refused(tmp_path: Path, changes: dict[str, Any], said: str) -> None:
+    path = config(tmp_path, [1, 4])
+    made = Enforcement.model_validate_json(Path(path).read_text())
+    save(made.model_copy(update=changes), Path(path))
+    assert all(said in answer for answer in crew().run(refusal, path))
+
+
+def test_other_processes_than_planned(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match=r"world_size: is 2, but this job runs 1 process\(es\)"):
+        shard(Gpt(), config(tmp_path, [1, 4]))
+    with pytest.raises(ValueError, match="sharding is 2 x 1 processes, and world_size 3"):
+        enforcement([1, 1, 1], sharding=ShardingSetting(kind="hsdp", replicate=2, shard=1))
+    with pytest.raises(ValueError, match="fsdp is not 2 x 2"):
+        ShardingSetting(kind="fsdp", replicate=2, shard=2)
