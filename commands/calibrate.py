@@ -18,11 +18,12 @@ from ddltool.analyzers.loading.nccl import bus_bandwidth, is_nccl_log
 from ddltool.analyzers.loading.sources import work_of
 from ddltool.analyzers.tracing.dialect import Numerics
 from ddltool.artifacts import read_text, save
-from ddltool.commands.options import ChannelsLast, DevicesFile, Json, Output, Precision, SequenceLength
+from ddltool.commands.options import AllowCode, ChannelsLast, DevicesFile, Json, Output, Precision, SequenceLength
 from ddltool.commands.output import note, out, print_json, progress
 from ddltool.device import MEASURED, Device, DeviceTable
 from ddltool.errors import InputError, did_you_mean
 from ddltool.fixtures.loading import calibration, known_devices
+from ddltool.job import is_code
 from ddltool.outputs import check_outputs
 from ddltool.units import show_seconds
 
@@ -46,6 +47,7 @@ def calibrate(
     ] = None,
     sequence_length: SequenceLength = None,
     devices_file: DevicesFile = None,
+    allow_code: AllowCode = False,
     output: Output = None,
     as_json: Json = False,
 ) -> None:
@@ -68,6 +70,9 @@ def calibrate(
 
         @cache
         def curve_of(name: str) -> WorkCurve:
+            if is_code(name) and name != model and not allow_code:
+                problem = f"names code, {name!r}, which would be imported and run"
+                raise InputError(f"{tables[0]}:model", problem, "give --allow-code where you trust it")
             with progress(f"tracing {name}"):
                 return work_of(name, numerics, sequence_length)
 

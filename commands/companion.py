@@ -14,7 +14,7 @@ from ddltool.analyzers.loading.job_inputs import capabilities_of, graph_of, read
 from ddltool.analyzers.placement.companion import build, disagreeing, measured_capability, meta_of, plan_for
 from ddltool.analyzers.placement.problem import from_job
 from ddltool.analyzers.placement.proposals import Proposal, proposals
-from ddltool.commands.options import DevicesFile, Json, Output
+from ddltool.commands.options import AllowCode, DevicesFile, Json, Output
 from ddltool.commands.output import note, out, print_json, table
 from ddltool.commands.values import device_counts, number
 from ddltool.companion import Companion, CompanionPlan, is_companion, write_companion
@@ -48,6 +48,7 @@ def companion(
         ),
     ] = 0.1,
     devices_file: DevicesFile = None,
+    allow_code: AllowCode = False,
     output: Output = None,
     as_json: Json = False,
 ) -> None:
@@ -61,7 +62,7 @@ def companion(
             Companion(source).close()  # says what is wrong with it
         if output is None:
             raise InputError("--output", "is missing", "say where the database goes: -o plans.db")
-        document["built"] = _build(source, output, devices_file, lines)
+        document["built"] = _build(source, output, devices_file, allow_code, lines)
         source = output
     elif output is not None or devices_file is not None:
         option = "--devices-file" if output is None else "--output"
@@ -92,10 +93,12 @@ def companion(
             out().print(f"{fresh:,} of {total:,} vectors up to date (generation {base.meta.generation})")
 
 
-def _build(job_file: Path, output: Path, devices_file: Path | None, lines: list[str]) -> dict[str, Any]:
+def _build(
+    job_file: Path, output: Path, devices_file: Path | None, allow_code: bool, lines: list[str]
+) -> dict[str, Any]:
     """Make the database of a job; what to say of it goes to ``lines``."""
     check_outputs([job_file, devices_file], {"-o": output})
-    job = read_with_specs(job_file, devices_file)
+    job = read_with_specs(job_file, devices_file, allow_code=allow_code)
     if job.network is not None:
         raise InputError(f"{job_file}:network", "is not kept in a companion database", "leave it out, or use plan")
     job = scanned(job, graph_of(job, job_file.parent, None), note)

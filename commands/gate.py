@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import sys
 import time
-import tomllib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any
@@ -23,7 +22,7 @@ from ddltool.analyzers.gating.metrics import KINDS, Figures, combine, extract, h
 from ddltool.analyzers.gating.metrics import show as show_figure
 from ddltool.analyzers.gating.rules import Rule, default_rules, parse_rules
 from ddltool.analyzers.reporting.result_sections import gate_section
-from ddltool.artifacts import Record, parse_record, read_text, save, write_text
+from ddltool.artifacts import Record, parse_record, read_text, read_toml, save, write_text
 from ddltool.commands.artifact_reading import checked_document, is_table, profile_document, read_artifact
 from ddltool.commands.options import Json, Seed
 from ddltool.commands.output import out, print_json, show, table
@@ -192,10 +191,7 @@ def read_config(path: Path, *, required: bool = True) -> GateConfig | None:
     """
     if not required and not path.is_file():
         return None
-    try:
-        table = tomllib.loads(read_text(path)).get("gate")
-    except tomllib.TOMLDecodeError as error:
-        raise InputError(str(path), f"is not valid TOML ({error})", "mind the quotes and brackets") from None
+    table = read_toml(path).get("gate")
     if not isinstance(table, dict):
         raise InputError(str(path), "has no table [gate]", "write [gate.rules] with lists of rules by kind")
     found = parse_record(table, GateConfig, str(path), "gate")

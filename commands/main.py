@@ -105,6 +105,8 @@ def run(arguments: Sequence[str] | None = None) -> int:
         return _fail(
             f"input: holds a number or text beyond what can be computed with ({problem}); use ordinary ones", 2
         )
+    except MemoryError:
+        return _fail("input: needs more memory than there is; give a smaller model, batch or file", 2)
     except AttributeError:
         if sys.stdout is not None:
             raise

@@ -12,6 +12,9 @@ Output = Annotated[Path | None, typer.Option("-o", "--output", metavar="FILE", h
 DevicesFile = Annotated[
     Path | None, typer.Option("--devices-file", metavar="FILE", help="Device types of your own, YAML or JSON.")
 ]
+AllowCode = Annotated[
+    bool, typer.Option("--allow-code", help="Import and run the file.py:f or package.module:f that a file names.")
+]
 Precision = Annotated[
     str, typer.Option(help="fp32 (torch's default: convolutions may use TF32), tf32, amp (float16) or bf16.")
 ]

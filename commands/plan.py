@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Annotated, cast, get_args
 
@@ -11,7 +12,7 @@ from ddltool.analyzers.deciding.candidates import STRATEGIES, Settings
 from ddltool.analyzers.deciding.planning import SHARING, complete, plan_together, solve
 from ddltool.analyzers.loading.job_inputs import Given, graph_of, read_with_specs, scanned
 from ddltool.analyzers.reporting.plan_section import joint_section, plan_section
-from ddltool.commands.options import DevicesFile, Json, Output, Seed
+from ddltool.commands.options import AllowCode, DevicesFile, Json, Output, Seed
 from ddltool.commands.output import finish, note, print_json, show
 from ddltool.commands.parts import demand_part
 from ddltool.commands.values import known, number
@@ -22,7 +23,7 @@ from ddltool.outputs import check_outputs
 _File = Path | None
 _Text = str | None
 
-_ALL = {"job_file", "strategy", "graph_file", "time_limit_s", "devices_file", "output", "seed", "as_json"}
+_ALL = {"job_file", "strategy", "graph_file", "time_limit_s", "devices_file", "allow_code", "output", "seed", "as_json"}
 _BARRIERS = {"lookahead", "max_gap"}
 # The options that a strategy reads beside those.
 _MORE = {
@@ -31,7 +32,17 @@ _MORE = {
     "est": {"top_k", "prefer", "together"},
 }
 # What the plan of several jobs reads.
-_TOGETHER = {"job_file", "strategy", "together", "share", "devices_file", "time_limit_s", "seed", "as_json"}
+_TOGETHER = {
+    "job_file",
+    "strategy",
+    "together",
+    "share",
+    "devices_file",
+    "allow_code",
+    "time_limit_s",
+    "seed",
+    "as_json",
+}
 
 
 def plan(
@@ -89,6 +100,7 @@ def plan(
         str, typer.Option(help="With --with: sum or max-min of the throughputs relative to the job alone.")
     ] = "sum",
     devices_file: DevicesFile = None,
+    allow_code: AllowCode = False,
     output: Output = None,
     seed: Seed = 0,
     as_json: Json = False,
@@ -104,13 +116,14 @@ def plan(
         demand_part(context, "a plan of several jobs", _TOGETHER, instead="leave it out, or leave out --with")
         rule = known("--share", share, SHARING)
         files = [job_file, *together]
-        found = plan_together(files, rule, limit_s=time_limit_s, seed=seed, tell=note, devices_file=devices_file)
+        read = partial(read_with_specs, devices_file=devices_file, allow_code=allow_code)
+        found = plan_together(files, rule, limit_s=time_limit_s, seed=seed, tell=note, read=read)
         if as_json:
             print_json(found)
         else:
             show(joint_section(found))
         return
-    job = read_with_specs(job_file, devices_file)
+    job = read_with_specs(job_file, devices_file, allow_code=allow_code)
     named = [offer_file for offer in job.devices for offer_file in (offer.profile, offer.goodput)]
     check_outputs([job_file.parent / name for name in (*named, job.cluster, job.network) if name], {"-o": output})
     graph = graph_of(job, job_file.parent, graph_file)

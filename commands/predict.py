@@ -22,7 +22,7 @@ from ddltool.fixtures.loading import calibration, known_devices
 from ddltool.graph_results import PredictedRow, PredictResult
 from ddltool.outputs import check_outputs
 from ddltool.profile import write_profile
-from ddltool.units import parse_bandwidth, parse_duration, show_bytes, show_rate, show_seconds, show_span
+from ddltool.units import parse_bandwidth, parse_latency, show_bytes, show_rate, show_seconds, show_span
 
 _LARGEST = 2**31
 # Names of more devices than these are counted.
@@ -70,8 +70,8 @@ def predict(
     found = _devices(device, known_devices(devices_file))
     numerics = Numerics(precision, channels_last)  # type: ignore[arg-type]  # Numerics checks it
     local = parse_bandwidth(local_bandwidth, "--local-bandwidth") if local_bandwidth else None
-    network = Network(bandwidth_bytes_per_s=parse_bandwidth(bandwidth), latency_s=parse_duration(latency))
-    inside_s = parse_duration(local_latency, "--local-latency")
+    network = Network(bandwidth_bytes_per_s=parse_bandwidth(bandwidth), latency_s=parse_latency(latency))
+    inside_s = parse_latency(local_latency, "--local-latency")
     settings = [
         Setting(
             local=link_of(each, local, inside_s),

@@ -26,7 +26,7 @@ from ddltool.graph import Mode
 from ddltool.graph_io import write_graph
 from ddltool.graph_results import DeterminismResult, NamedGraph
 from ddltool.outputs import check_outputs
-from ddltool.units import parse_bandwidth, parse_duration
+from ddltool.units import parse_bandwidth, parse_latency
 
 # What a graph that brings its own times does not read.
 _TIMING = ("device", "devices_file", "bandwidth", "latency", "parameter_servers")
@@ -125,7 +125,7 @@ def trace(
     if own:
         ring = own_ring(graph, replicas)
     else:
-        rate, delay = parse_bandwidth(bandwidth), parse_duration(latency)
+        rate, delay = parse_bandwidth(bandwidth), parse_latency(latency)
         ring = Ring(replicas=replicas, bandwidth_bytes_per_s=rate, latency_s=delay)
     plans = plan_collectives(graph, ring) if ring is not None else None
     if output is not None:

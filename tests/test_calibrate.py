@@ -312,7 +312,9 @@ def test_the_documented_path(cli: Cli, tmp_path: Path, monkeypatch: pytest.Monke
         lines += [f"A10,1,{n},{step},0,train.py:make_model#391010d3c359,{PROFILE}" for n in (1, 2)]
         lines += [f"T4,1,1,{step},0,train.py:make_model#391010d3c359,{PROFILE}"]
     Path("ROWS.csv").write_text("\n".join(lines))
-    told = cli("calibrate", "ROWS.csv", "--device", "A10", "-o", "device.yaml", "--json")
+    calibrate = ("calibrate", "ROWS.csv", "--device", "A10", "-o", "device.yaml", "--json")
+    assert "names code" in cli(*calibrate).err
+    told = cli(*calibrate, "--allow-code")
     assert "5 of 15 rows are of one replica and one pass on A10" in told.err
     found = told.document
     assert found["rows"] == 5
@@ -327,7 +329,7 @@ def test_the_documented_path(cli: Cli, tmp_path: Path, monkeypatch: pytest.Monke
     ).document
     assert again["rows"][0]["step_time_s"] == pytest.approx(1.4 * made[2]["step_time_s"], rel=0.2)
     assert again["devices"]["A10"]["error"]["what"].startswith("the batch size (own rows")
-    text = cli("calibrate", "ROWS.csv", "--device", "A10").out
+    text = cli("calibrate", "ROWS.csv", "--device", "A10", "--allow-code").out
     assert "A10: median error of 5 steps" in text
 
 

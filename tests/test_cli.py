@@ -358,6 +358,7 @@ def test_the_options_are_a_decision() -> None:
         "calibrate": sorted(
             [
                 *(
+                    "--allow-code",
                     "--device",
                     "--devices-file",
                     "--model",
@@ -383,11 +384,12 @@ def test_the_options_are_a_decision() -> None:
             [
                 *("--strategy", "--graph", "--top-k", "--time-limit", "--lookahead", "--max-gap"),
                 *("--objective", "--telemetry", "--bandwidth", "--latency", "--devices-file"),
-                *("--prefer", "--with", "--share"),
+                *("--prefer", "--with", "--share", "--allow-code"),
                 *common,
             ]
         ),
         "companion": [
+            "--allow-code",
             "--devices-file",
             "--free",
             "--json",

@@ -9,13 +9,17 @@ from __future__ import annotations
 
 import contextlib
 import gzip
+import io
 import json
 import os
 import re
+import select
 import stat
 import sys
 import tempfile
+import tomllib
 import zlib
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import IO, Any, TypeVar, cast
@@ -25,8 +29,15 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 
 from ddltool.errors import InputError, did_you_mean
 from ddltool.schema_words import UNKNOWN_FIELD, in_words
+from ddltool.units import show_bytes
 
 SCHEMA_VERSION = 1
+# What a file may hold, unpacked: of a document in memory, of lines that are read one by one, of one such line.
+LONGEST_TEXT, LONGEST_STREAM, _LONGEST_LINE = 1 << 29, 1 << 33, 1 << 20
+# YAML is written by hand; its aliases may stand for so many values.
+_LONGEST_YAML, _DEEPEST_YAML, _MOST_VALUES = 1 << 24, 100, 1_000_000
+# Seconds for the next bytes of a pipe.
+_PATIENCE_S = 60.0
 
 
 class Record(BaseModel):
@@ -56,24 +67,68 @@ def _reading(path: Path) -> Iterator[None]:
         raise InputError(str(path), "is a folder", "give the path of a file") from None
     except (gzip.BadGzipFile, EOFError, zlib.error) as error:
         raise InputError(str(path), f"is not a whole gzip file ({error})", "copy or make it again") from None
-    except OSError as error:
-        raise InputError(
-            str(path), f"cannot be read ({error.strerror})", "check the path and its permissions"
-        ) from None
     except UnicodeDecodeError as error:
         raise InputError(str(path), f"is not UTF-8 text (byte {error.start})", "give a text file") from None
+    except (OSError, ValueError) as error:  # ValueError: a NUL in the name
+        reason = getattr(error, "strerror", None) or str(error)
+        raise InputError(str(path), f"cannot be read ({reason})", "check the path and its permissions") from None
+
+
+class _Patient(io.FileIO):
+    """A file; where it is a pipe whose writer stands still, reading it fails after a time."""
+
+    def readinto(self, buffer: Any) -> int | None:
+        if not select.select([self], [], [], _PATIENCE_S)[0]:
+            raise TimeoutError(0, f"nothing was written to this pipe within {_PATIENCE_S:g} s")
+        return super().readinto(buffer)
+
+
+class _Bounded(io.RawIOBase):
+    """The unpacked bytes of a file, which must end after ``most`` of them."""
+
+    def __init__(self, stream: Any, path: Path, most: int) -> None:
+        self._stream, self._path, self._most, self._left = stream, path, most, most
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        count = int(self._stream.readinto1(buffer))
+        self._left -= count
+        if self._left < 0:
+            remedy = "give a smaller file, or check that it is the one you mean"
+            raise InputError(str(self._path), f"holds more than {show_bytes(self._most)}", remedy)
+        return count
+
+
+@contextlib.contextmanager
+def opened(path: str | Path, most: int = LONGEST_STREAM) -> Iterator[io.BufferedReader]:
+    """Open a file for reading its bytes, unpacked where its name ends in ``.gz`` or it begins as gzip does.
+
+    Pipes are files too. Raises InputError, inside as well, when the file is missing, a folder, unreadable, not whole
+    gzip, longer than ``most`` bytes, a pipe into which nothing is written for a minute, or (where it is decoded) not UTF-8.
+    """
+    path = Path(path)
+    with _reading(path), _Patient(path, opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK)) as raw:
+        os.set_blocking(raw.fileno(), True)  # opening a pipe must not wait for its writer, reading it must
+        plain = io.BufferedReader(raw)
+        packed = path.suffix == ".gz" or plain.peek(2)[:2] == b"\x1f\x8b"
+        stream = gzip.GzipFile(fileobj=plain) if packed else plain
+        yield io.BufferedReader(_Bounded(stream, path, most), 1 << 18)
+
+
+def read_bytes(path: str | Path, most: int = LONGEST_TEXT) -> bytes:
+    """Return the (unpacked) bytes of a file; see :func:`opened` for what is refused."""
+    with opened(path, most) as file:
+        return file.read()
 
 
 def read_text(path: str | Path) -> str:
-    """Return the text of a file, unpacked when its name ends in ``.gz``.
-
-    Raises InputError when the file is missing, a folder, unreadable, empty, not gzip or not UTF-8.
-    """
+    """Return the text of a file; raise InputError as :func:`opened` does, and for an empty one."""
     path = Path(path)
     with _reading(path):
-        raw = path.read_bytes()
-        text = (gzip.decompress(raw) if path.suffix == ".gz" else raw).decode("utf-8-sig")
-    if not text.strip():
+        text = read_bytes(path).decode("utf-8-sig")
+    if not text or text.isspace():
         raise InputError(str(path), "is empty", "expected a document with a kind")
     return text
 
@@ -86,9 +141,9 @@ def read_lines(path: str | Path) -> Iterator[tuple[int, dict[str, Any]]]:
     """
     path = Path(path)
     some = False
-    with _reading(path), gzip.open(path, "rb") if path.suffix == ".gz" else path.open("rb") as file:
-        # At most a mebibyte a line, so that a file that is something else cannot fill the memory.
-        for number, raw in enumerate(iter(lambda: file.readline(1 << 20), b""), start=1):
+    with opened(path) as file:
+        # So that a file that is something else cannot fill the memory.
+        for number, raw in enumerate(iter(lambda: file.readline(_LONGEST_LINE), b""), start=1):
             if not raw.strip():
                 continue
             where, problem = f"{path}:line {number}", ""
@@ -102,7 +157,7 @@ def read_lines(path: str | Path) -> Iterator[tuple[int, dict[str, Any]]]:
                 problem = f"has the key {error.key!r} twice"
             except (ValueError, RecursionError):
                 problem = "has a number of thousands of digits, or is nested thousands deep"
-            if problem and some and not raw.endswith(b"\n") and len(raw) < 1 << 20:
+            if problem and some and not raw.endswith(b"\n") and len(raw) < _LONGEST_LINE:
                 return
             if not problem and not isinstance(row, dict):
                 problem = "is not an object"
@@ -126,12 +181,48 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     """Return the object; raise _RepeatedKey for a key that stands twice."""
     found = dict(pairs)
     if len(found) < len(pairs):
-        keys = [key for key, _ in pairs]
-        raise _RepeatedKey(next(key for key in keys if keys.count(key) > 1))
+        counts = Counter(key for key, _ in pairs)
+        raise _RepeatedKey(next(key for key in counts if counts[key] > 1))
     return found
 
 
-class _UniqueKeys(yaml.SafeLoader):
+def _values(node: yaml.Node, counted: dict[int, int]) -> int:
+    """Return how many values a YAML node stands for, its aliases written out; raise ValueError for too many."""
+    if id(node) in counted:
+        if not counted[id(node)]:
+            raise ValueError("an alias within what it names")
+        return counted[id(node)]
+    counted[id(node)] = 0
+    parts = [part for pair in node.value for part in pair] if isinstance(node, yaml.MappingNode) else node.value
+    count = 1 if isinstance(node, yaml.ScalarNode) else 1 + sum(_values(part, counted) for part in parts)
+    if count > _MOST_VALUES:
+        raise ValueError(f"more than {_MOST_VALUES:,} values, aliases written out")
+    counted[id(node)] = count
+    return count
+
+
+def _from_yaml(text: str, path: Path) -> object:
+    """Return what a YAML text holds; raise InputError for one that nobody wrote by hand, and what the loader raises."""
+    if len(text) > _LONGEST_YAML:
+        raise InputError(str(path), f"holds more than {show_bytes(_LONGEST_YAML)} of YAML", "give a shorter file")
+    depth = 0
+    for event in yaml.parse(text, _UniqueKeys):  # the C parser's composer has no limit but the stack's
+        depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
+        if depth > _DEEPEST_YAML:
+            raise RecursionError
+    loader = _UniqueKeys(text)
+    try:
+        node = loader.get_single_node()
+        if node is None:
+            return None
+        _values(node, {})
+        return loader.construct_document(node)
+    finally:
+        loader.dispose()
+
+
+# The C parser where PyYAML has it: ten times as fast.
+class _UniqueKeys(getattr(yaml, "CSafeLoader", yaml.SafeLoader)):  # type: ignore[misc]
     """YAML's safe loader, which keeps the last of repeated keys, made to refuse them."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
@@ -142,7 +233,7 @@ class _UniqueKeys(yaml.SafeLoader):
                 raise _RepeatedKey(key.value, key.start_mark.line + 1)
             if isinstance(key.value, str):
                 seen.add(key.value)
-        return super().construct_mapping(node, deep)
+        return cast(dict[Any, Any], super().construct_mapping(node, deep))
 
 
 # YAML 1.1 takes 1e-3 for a text, which is not what anybody who writes it into a job file means: read it as YAML 1.2 does.
@@ -179,7 +270,7 @@ def read_document(path: str | Path) -> dict[str, Any]:
     is_yaml = suffixes[-1:] in ([".yaml"], [".yml"])
     try:
         document = (
-            yaml.load(text, _UniqueKeys) if is_yaml else json.loads(text, object_pairs_hook=_unique, parse_int=_integer)
+            _from_yaml(text, path) if is_yaml else json.loads(text, object_pairs_hook=_unique, parse_int=_integer)
         )
     except _RepeatedKey as error:
         where = f"{path}:line {error.line}" if error.line else str(path)
@@ -200,6 +291,15 @@ def read_document(path: str | Path) -> dict[str, Any]:
     if not isinstance(document, dict):
         raise InputError(str(path), f"holds a {type(document).__name__}, not a mapping", "expected {kind: ..., ...}")
     return cast(dict[str, Any], document)
+
+
+def read_toml(path: str | Path) -> dict[str, Any]:
+    """Return the tables of a TOML file. Raises InputError as :func:`read_text` does, and with what is no TOML."""
+    try:
+        return tomllib.loads(read_text(path))
+    except (ValueError, RecursionError) as error:  # TOMLDecodeError, numbers of thousands of digits
+        reason = str(error).partition(";")[0]
+        raise InputError(str(path), f"is not valid TOML ({reason})", "mind the quotes and brackets") from None
 
 
 def kind_of(model: type[BaseModel]) -> str:
@@ -304,9 +404,13 @@ def write_bytes(path: str | Path, data: bytes) -> None:
         target = path.resolve()
         handle = tempfile.NamedTemporaryFile(dir=target.parent, prefix=f".{target.name}.", delete=False)  # noqa: SIM115
         _fill_and_rename(handle, data, target, mode)
-    except OSError as error:
-        reason = error.strerror or str(error)
-        raise InputError(str(path), f"cannot be written ({reason})", "give a file in a writable folder") from None
+    except (OSError, RuntimeError, ValueError) as error:  # also a loop of links, a NUL in the name
+        raise _unwritable(path, error) from None
+
+
+def _unwritable(path: Path, error: Exception) -> InputError:
+    reason = getattr(error, "strerror", None) or str(error)
+    return InputError(str(path), f"cannot be written ({reason})", "give a file in a writable folder")
 
 
 def _fill_and_rename(handle: IO[bytes], data: bytes, target: Path, mode: int | None) -> None:
@@ -336,15 +440,14 @@ def check_writable(path: str | Path) -> None:
     if str(path) == "-":
         return
     path = Path(path)
-    folder = path.resolve().parent
-    if path.is_dir():
-        raise InputError(str(path), "is a folder", "give a file name")
-    if not folder.is_dir():
-        raise InputError(str(path), f"cannot be written (no folder {folder})", "make the folder first")
-    if path.exists() and not path.is_file():
-        return  # a pipe or a device: written as it is
     try:
+        folder = path.resolve().parent
+        if path.is_dir():
+            raise InputError(str(path), "is a folder", "give a file name")
+        if not folder.is_dir():
+            raise InputError(str(path), f"cannot be written (no folder {folder})", "make the folder first")
+        if path.exists() and not path.is_file():
+            return  # a pipe or a device: written as it is
         tempfile.TemporaryFile(dir=folder).close()  # asking for the permission is not enough: the disk may be read-only
-    except OSError as error:
-        reason = error.strerror or str(error)
-        raise InputError(str(path), f"cannot be written ({reason})", "give a file in a writable folder") from None
+    except (OSError, RuntimeError, ValueError) as error:
+        raise _unwritable(path, error) from None

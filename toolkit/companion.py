@@ -13,6 +13,7 @@ import math
 import os
 import sqlite3
 import tempfile
+import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Literal, Self
@@ -23,11 +24,14 @@ from ddltool.artifacts import Artifact, Record, check_writable, parse
 from ddltool.errors import InputError, did_you_mean
 
 _MAGIC = b"SQLite format 3\x00"
-_TABLES = """
-CREATE TABLE meta (document TEXT NOT NULL);
-CREATE TABLE plans (id INTEGER PRIMARY KEY, document TEXT NOT NULL);
-CREATE TABLE vectors (key INTEGER PRIMARY KEY, plan INTEGER NOT NULL, generation INTEGER NOT NULL);
-"""
+# By name.
+_SCHEMA = (
+    "CREATE TABLE meta (document TEXT NOT NULL)",
+    "CREATE TABLE plans (id INTEGER PRIMARY KEY, document TEXT NOT NULL)",
+    "CREATE TABLE vectors (key INTEGER PRIMARY KEY, plan INTEGER NOT NULL, generation INTEGER NOT NULL)",
+)
+# Bytes of a value, and seconds of a query, of a database that others made.
+_LONGEST_VALUE, _QUERY_S = 1 << 26, 10.0
 _LOOKUP = """SELECT plans.document FROM vectors JOIN plans ON plans.id = vectors.plan
 WHERE vectors.key = ? AND vectors.generation = ?"""
 
@@ -104,11 +108,11 @@ class CompanionPlan(Record):
 
 def is_companion(path: Path) -> bool:
     """Return whether a file starts as an SQLite database does."""
-    try:
-        with path.open("rb") as file:
-            return file.read(len(_MAGIC)) == _MAGIC
-    except OSError:
-        return False
+    with contextlib.suppress(OSError, ValueError):
+        if path.is_file():
+            with path.open("rb") as file:
+                return file.read(len(_MAGIC)) == _MAGIC
+    return False
 
 
 def write_companion(
@@ -121,7 +125,7 @@ def write_companion(
     try:
         with contextlib.closing(sqlite3.connect(name)) as base:
             # A crash leaves a temporary file, so the file needs no journal of its own.
-            base.executescript(f"PRAGMA journal_mode = OFF; PRAGMA synchronous = OFF; {_TABLES}")
+            base.executescript(f"PRAGMA journal_mode = OFF; PRAGMA synchronous = OFF; {'; '.join(_SCHEMA)}")
             rows = ((number, plan.model_dump_json()) for number, plan in enumerate(plans))
             with base:
                 base.execute("INSERT INTO meta VALUES (?)", (meta.model_dump_json(),))
@@ -150,14 +154,33 @@ class Companion:
             self._base = sqlite3.connect(path, timeout=10.0)
         try:
             with self._explained():
-                tables = {name for (name,) in self._base.execute("SELECT name FROM sqlite_master WHERE type = 'table'")}
-                if not {"meta", "plans", "vectors"} <= tables:
-                    problem = "is no companion database"
-                    raise InputError(str(path), problem, "make one with: ddltool companion JOB.yaml")
+                self._distrust()
                 self.meta = self._stored()
         except BaseException:
             self._base.close()
             raise
+
+    def _distrust(self) -> None:
+        """Bound what a file that anybody may have made can do: SQL of its own, long values, long searches.
+
+        Raises InputError where its tables are not exactly those that :func:`write_companion` makes.
+        """
+        base = self._base
+        base.execute("PRAGMA trusted_schema = OFF")
+        base.setlimit(sqlite3.SQLITE_LIMIT_LENGTH, _LONGEST_VALUE)
+        deadline = [0.0]
+
+        def late() -> bool:
+            return time.monotonic() > deadline[0]
+
+        def begin(_: str) -> None:
+            deadline[0] = time.monotonic() + _QUERY_S
+
+        base.set_trace_callback(begin)
+        base.set_progress_handler(late, 10_000)
+        if base.execute("SELECT sql FROM sqlite_master ORDER BY name").fetchall() != [(sql,) for sql in _SCHEMA]:
+            problem = "is no companion database: its tables are others"
+            raise InputError(str(self.path), problem, "make one with: ddltool companion JOB.yaml")
 
     def lookup(self, counts: Sequence[int]) -> CompanionPlan | None:
         """Return the plan for counts in the order of the devices; None: it is not there, or of an earlier generation."""
@@ -168,12 +191,17 @@ class Companion:
     def _checked(self, document: str, counts: Sequence[int]) -> CompanionPlan:
         """Return a plan. Raises ValueError unless it places every EST on devices that are there."""
         held = dict(zip((device.type for device in self.meta.devices), counts, strict=True))
+        speeds = {device.type: device.capability_per_s for device in self.meta.devices}
         with contextlib.suppress(ValidationError):
             plan = CompanionPlan.model_validate_json(document)
             placed = sum(devices * each for rows in plan.ests.values() for devices, each in rows)
-            runs = placed == self.meta.max_workers and plan.throughput > 0 and plan.step_s > 0
+            slowest_s = max(
+                (n / speeds.get(name, math.inf) for name, rows in plan.ests.items() for _, n in rows), default=0.0
+            )
+            runs = placed == self.meta.max_workers and math.isclose(plan.throughput * plan.step_s, placed, rel_tol=1e-6)
             idle = placed == plan.throughput == plan.step_s == 0
-            if (runs or idle) and all(count <= held.get(name, 0) for name, count in plan.used.items()):
+            true = runs and math.isclose(plan.step_s, slowest_s, rel_tol=1e-6)
+            if (true or idle) and all(count <= held.get(name, 0) for name, count in plan.used.items()):
                 return plan
         raise ValueError("a plan in it does not fit its devices")
 

@@ -115,7 +115,7 @@ class Job(Artifact):
     sequence_length: Annotated[int, Field(ge=1)] | None = Field(
         default=None, description="tokens of a sample; null: the source's own"
     )
-    devices: list[DeviceOffer] = Field(default_factory=list)
+    devices: list[DeviceOffer] = Field(default_factory=list, max_length=1000)
     cluster: str | None = Field(default=None, description="cluster.yaml that gives the device counts")
     constraints: Constraints = Field(default_factory=Constraints)
     network: str | None = Field(
@@ -170,7 +170,7 @@ class Cluster(Artifact):
 
     kind: Literal["ddltool.cluster"] = "ddltool.cluster"
     name: str | None = None
-    nodes: list[NodeGroup] = Field(min_length=1)
+    nodes: list[NodeGroup] = Field(min_length=1, max_length=10_000)
 
     def device_counts(self) -> dict[str, int]:
         """Return how many devices of each type the cluster has, in file order."""
@@ -180,14 +180,23 @@ class Cluster(Artifact):
         return counts
 
 
-def read_job(path: str | Path) -> Job:
+def is_code(source: str) -> bool:
+    """Return whether SOURCE names a function of the user's, which is imported and run: ``package.module:f``, ``file.py:f``."""
+    scheme, colon, _ = source.partition(":")
+    return bool(colon) and scheme not in ("zoo", "timm", "transformers")
+
+
+def read_job(path: str | Path, *, allow_code: bool = False) -> Job:
     """Read job.yaml with the cluster it names: counts that devices leave out come from the cluster.
 
     Paths in the file are relative to the file. Raises InputError; a device type that only the file or only the
-    cluster knows is one.
+    cluster knows is one, and so is a model that is code, unless ``allow_code`` trusts the file.
     """
     path = Path(path)
     job = load(path, Job)
+    if job.model is not None and is_code(job.model) and not allow_code:
+        problem = f"names code, {job.model!r}, which would be imported and run"
+        raise InputError(f"{path}:model", problem, "give --allow-code where you trust it, or name a built-in model")
     if job.cluster is None:
         return job
     file = path.parent / job.cluster

@@ -14,6 +14,8 @@ from ddltool.errors import InputError
 # Network rates count bits and powers of ten; memory sizes count bytes, with Ki/Mi/Gi as powers of two.
 _PREFIX = {"": 1.0, "k": 1e3, "m": 1e6, "g": 1e9, "t": 1e12, "ki": 2.0**10, "mi": 2.0**20, "gi": 2.0**30, "ti": 2.0**40}
 _TIME = {"ns": "1e-9", "us": "1e-6", "µs": "1e-6", "ms": "1e-3", "s": "1", "m": "60", "min": "60", "h": "3600"}
+# Beyond these, sums of times and sizes are no longer numbers.
+_FASTEST, _LONGEST_S, _LONGEST_LATENCY_S = 1e18, 3.2e11, 3600.0
 _NUMBER = r"\s*([0-9]*\.?[0-9]+(?:[eE][+-]?[0-9]+)?)\s*"
 
 
@@ -31,8 +33,8 @@ def parse_bandwidth(text: str, where: str = "--bandwidth") -> float:
     value, prefix, unit = match.groups()
     bits = unit in ("bit", "bits", "b")
     rate = float(value) * _PREFIX[(prefix or "").lower()] / (8 if bits else 1)
-    if not (0 < rate < math.inf):
-        raise InputError(where, f"{text!r} is not a usable bandwidth", "it must be above zero and finite")
+    if not (1 <= rate <= _FASTEST):
+        raise InputError(where, f"{text!r} is not a usable bandwidth", "it must be between 1 B/s and 1e18 B/s")
     return rate
 
 
@@ -49,18 +51,32 @@ def parse_share(text: str) -> float:
         return math.nan
 
 
-def parse_duration(text: str, where: str = "--latency") -> float:
+def parse_duration(text: str, where: str) -> float:
     """Return seconds for text such as ``50us``, ``1.5ms``, ``60s``, ``2h``; a bare number is seconds.
 
-    >>> parse_duration("50us")
+    >>> parse_duration("50us", "--repair")
     5e-05
     """
     match = re.fullmatch(_NUMBER + r"(ns|us|µs|ms|s|min|m|h)?\s*", text)
     if match is None:
         raise InputError(where, f"{text!r} is not a duration", "write a number with a unit, such as 50us or 1.5ms")
     seconds = float(Decimal(match.group(1)) * Decimal(_TIME[match.group(2) or "s"]))  # 50us is 5e-05, not nearly so
-    if not math.isfinite(seconds):
-        raise InputError(where, f"{text!r} is not finite", "write a duration such as 50us")
+    if not seconds <= _LONGEST_S:
+        raise InputError(where, f"{text!r} is longer than ten thousand years", "write a duration such as 1.5h")
+    return seconds
+
+
+def parse_latency(text: str, where: str = "--latency") -> float:
+    """Return seconds for a latency with its unit; ``10`` would be ten seconds, which nobody means.
+
+    >>> parse_latency("10us")
+    1e-05
+    """
+    seconds = parse_duration(text, where)
+    if seconds and text.strip()[-1:].isdigit():
+        raise InputError(where, f"{text!r} has no unit", f"write {text.strip()}us or {text.strip()}ms")
+    if seconds > _LONGEST_LATENCY_S:
+        raise InputError(where, f"{text!r} is no latency of a network", "write microseconds, such as 50us")
     return seconds
 
 

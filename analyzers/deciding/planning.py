@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast, get_args
@@ -22,7 +22,6 @@ from ddltool.analyzers.loading.job_inputs import (
     capabilities_of,
     fitted_models,
     knowledge_of,
-    read_with_specs,
     run_of,
     step_curves,
 )
@@ -191,7 +190,7 @@ def _on_nodes(job: Job, job_file: Path, problem: Problem, settings: Settings) ->
 
 
 def plan_together(
-    files: Sequence[Path], sharing: str, *, limit_s: float, seed: int, tell: Tell, devices_file: Path | None = None
+    files: Sequence[Path], sharing: str, *, limit_s: float, seed: int, tell: Tell, read: Callable[[Path], Job]
 ) -> JointPlan:
     """Return the plan of several jobs on the same devices, and why each job that waits does.
 
@@ -202,7 +201,7 @@ def plan_together(
     problems, names, weights = [], [], []
     devices: dict[str, int] = {}
     for file in files:
-        job = read_with_specs(file, devices_file)
+        job = read(file)
         if job.network is not None:
             raise InputError(f"{file}:network", "is not part of a joint plan", "leave it out, or plan the job alone")
         try:

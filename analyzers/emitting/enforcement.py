@@ -49,6 +49,9 @@ _CONTENTS: tuple[tuple[str, Callable[[Plan], object], tuple[Target, ...], str], 
 )
 
 
+_MOST_RANKS = 100_000
+
+
 def to_enforcement(plan: Plan, *, telemetry: str | None = "telemetry.jsonl") -> Enforcement:
     """Return the enforcement of a plan: one rank per used device, in the plan's order of assignments.
 
@@ -59,6 +62,11 @@ def to_enforcement(plan: Plan, *, telemetry: str | None = "telemetry.jsonl") -> 
         problem = "is an elastic-bsp plan: its workers do not step together, which DDP cannot do"
         raise InputError(
             "plan:strategy", problem, "run it with ddltool.runtime.servers, or emit a bsp, lb-bsp or est plan"
+        )
+    if plan.world_size > _MOST_RANKS:
+        problem = f"are {plan.world_size:,} devices"
+        raise InputError(
+            "plan:assignments", problem, f"a configuration is written for at most {_MOST_RANKS:,} processes"
         )
     for row in plan.assignments:
         if row.local_batch_size < 1:

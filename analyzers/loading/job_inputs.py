@@ -36,7 +36,7 @@ from ddltool.graph_io import read_graph
 from ddltool.job import Cluster, Job, read_job
 from ddltool.profile import read_profile
 from ddltool.tables import read_table
-from ddltool.units import parse_bandwidth, parse_duration
+from ddltool.units import parse_bandwidth, parse_latency
 
 Tell = Callable[[str], None]
 
@@ -55,9 +55,9 @@ class Given:
     """Takes a remark for the user."""
 
 
-def read_with_specs(file: Path, devices_file: Path | None) -> Job:
-    """Return the job in a file, with the figures of device types that another file describes."""
-    return with_specs(read_job(file), str(file), devices_file)
+def read_with_specs(file: Path, devices_file: Path | None, *, allow_code: bool = False) -> Job:
+    """Return the job in a file, with the figures of device types that another file describes; see :func:`read_job`."""
+    return with_specs(read_job(file, allow_code=allow_code), str(file), devices_file)
 
 
 def step_curves(job: Job, job_file: Path) -> dict[str, StepCurve]:
@@ -272,7 +272,7 @@ def _from_graph(job: Job, folder: Path, given: Given) -> Communication | None:
     The rate is --bandwidth, else that of the cluster's slowest network card, else the one that the graph was timed for. Raises
     InputError for a graph that is no timed training step.
     """
-    rate, per_node, delay = None, 1, parse_duration(given.latency)
+    rate, per_node, delay = None, 1, parse_latency(given.latency)
     offered = {offer.type for offer in job.devices if offer.count}
     if job.cluster is not None:
         groups = [group for group in load(folder / job.cluster, Cluster).nodes if group.devices.type in offered]

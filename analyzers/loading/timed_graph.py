@@ -13,7 +13,7 @@ from ddltool.device import Network
 from ddltool.errors import InputError
 from ddltool.fixtures.loading import calibration, known_devices
 from ddltool.graph import Graph, Mode
-from ddltool.units import parse_bandwidth, parse_duration
+from ddltool.units import parse_bandwidth, parse_latency
 
 DEVICE, BANDWIDTH, LATENCY = "V100", "10Gbit", "50us"
 
@@ -49,7 +49,7 @@ def timed_graph(
         raise InputError("--oracle", problem, "roofline, measured, or the path of a profiler trace")
     network = Network(
         bandwidth_bytes_per_s=parse_bandwidth(bandwidth),
-        latency_s=parse_duration(latency),
+        latency_s=parse_latency(latency),
         parameter_servers=parameter_servers,
     )
     model = cost_model(known_devices(devices_file).device(device), calibration())

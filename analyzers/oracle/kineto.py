@@ -10,10 +10,8 @@ older profilers write the correlation into both, where it collides with ids of u
 
 from __future__ import annotations
 
-import gzip
 import math
 import re
-import zlib
 from array import array
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
@@ -28,6 +26,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ddltool.analyzers.oracle.spans import Flags, Floats, Indices, Spans, busy_s
+from ddltool.artifacts import opened
 from ddltool.errors import InputError, one_line
 
 _WHAT = "a torch profiler trace: the JSON file of export_chrome_trace, plain or gzip"
@@ -355,20 +354,13 @@ def _opened(path: str | Path) -> Iterator[tuple[_Text, bool]]:
     """Open a trace, plain or gzip by its first bytes, and tell whether it is a list; its errors become one line."""
     where = str(path)
     try:
-        with Path(path).open("rb") as raw:
-            start = raw.read(2)
-            raw.seek(0)
-            if not start:
+        with opened(path) as stream:
+            head = stream.peek(256)
+            if not head:
                 raise InputError(where, "is empty", f"expected {_WHAT}")
-            stream: Any = gzip.GzipFile(fileobj=raw) if start == b"\x1f\x8b" else raw
-            head = stream.read(256)
-            stream.seek(3 if head.startswith(b"\xef\xbb\xbf") else 0)
+            if head.startswith(b"\xef\xbb\xbf"):
+                stream.read(3)
             yield _Text(stream), head.removeprefix(b"\xef\xbb\xbf").lstrip().startswith(b"[")
     except (ijson.JSONError, UnicodeDecodeError) as error:
         problem = f"is not JSON, or is cut off ({one_line(str(error))[:120]})"
         raise InputError(where, problem, f"expected {_WHAT}") from None
-    except (EOFError, gzip.BadGzipFile, zlib.error) as error:
-        problem = f"the gzip file is damaged or cut off ({one_line(str(error))})"
-        raise InputError(where, problem, "export the trace again") from None
-    except OSError as error:
-        raise InputError(where, f"cannot be read ({error.strerror or error})", f"give {_WHAT}") from None

@@ -10,7 +10,6 @@ Formats: github.com/msr-fiddle/philly-traces, ``cluster_job_log`` (a list of job
 
 from __future__ import annotations
 
-import gzip
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -22,6 +21,7 @@ import pandas as pd
 from numpy.typing import NDArray
 
 from ddltool.analyzers.scheduling.generator import SIZE_CLASSES, Template, class_indices, make_specs
+from ddltool.artifacts import opened
 from ddltool.errors import InputError
 from ddltool.simulation_results import JobSpec
 from ddltool.tables import demand_distinct_jobs, numbers
@@ -63,8 +63,8 @@ def is_json(path: Path) -> bool:
     """Return whether a file holds JSON: by its name, or, as the name of Philly's log does not tell, by how it begins."""
     if ".json" in path.suffixes:
         return True
-    with suppress(OSError, EOFError), (gzip.open if path.suffix == ".gz" else open)(path, "rb") as file:
-        return bool(file.read(64).lstrip(b"\xef\xbb\xbf \t\r\n").startswith(b"["))
+    with suppress(InputError), opened(path) as file:
+        return bool(file.peek(64).lstrip(b"\xef\xbb\xbf \t\r\n").startswith(b"["))
     return False
 
 

@@ -16,12 +16,15 @@ from onnx import AttributeProto, GraphProto, ModelProto, NodeProto, TensorProto,
 from ddltool.analyzers.tracing.onnx_batch import bind_dimensions, find_batch, shapes_at
 from ddltool.analyzers.tracing.onnx_shapes import Inferred, call_of, inputs_of, label, sort_nodes
 from ddltool.analyzers.tracing.op_rules import cost_of
+from ddltool.artifacts import read_bytes
 from ddltool.errors import InputError, one_line
 from ddltool.graph import Graph, Op
 
 # Shape inference follows small tensors (shapes, axes, pads, scales); anything larger is a weight.
 _KEPT_ELEMENTS = 1024
 _LARGEST_BATCH = 2**31 - 1
+# What protobuf itself reads.
+_LARGEST_MODEL = 2**31
 _FLOATING = frozenset({TensorProto.FLOAT, TensorProto.DOUBLE, TensorProto.FLOAT16, TensorProto.BFLOAT16})
 _FLOAT8 = frozenset(
     {TensorProto.FLOAT8E4M3FN, TensorProto.FLOAT8E4M3FNUZ, TensorProto.FLOAT8E5M2, TensorProto.FLOAT8E5M2FNUZ}
@@ -81,14 +84,7 @@ def trace_onnx(path: str, *, batch_size: int | None = None, bindings: Mapping[st
 def _read(path: str) -> ModelProto:
     from google.protobuf.message import DecodeError
 
-    try:
-        data = Path(path).read_bytes()
-    except FileNotFoundError:
-        raise InputError(path, "no such file", "give the path of an ONNX file") from None
-    except IsADirectoryError:
-        raise InputError(path, "is a folder", "give the path of an ONNX file") from None
-    except OSError as error:
-        raise InputError(path, f"cannot be read ({error.strerror})", "check its permissions") from None
+    data = read_bytes(path, _LARGEST_MODEL)
     model = ModelProto()
     try:
         model.ParseFromString(data)

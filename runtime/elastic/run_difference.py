@@ -6,18 +6,15 @@ memory does not depend on their length. This module does not import torch.
 
 from __future__ import annotations
 
-import gzip
 import json
 import os
-import zlib
 from collections import Counter
 from collections.abc import Iterator, Mapping
-from pathlib import Path
-from typing import Annotated, Any, Literal, TextIO
+from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from ddltool.artifacts import Record, parse_record
+from ddltool.artifacts import Record, opened, parse_record
 from ddltool.errors import InputError
 from ddltool.results import DifferingSetting, FirstDifference, RunDifference, RunSeen
 
@@ -56,6 +53,7 @@ REORDERED = (
     "data order",
     "the order of the data: the other run gives this batch to another worker in the same step",
 )
+_LONGEST_STEP = 1 << 26
 A_RECORD = "give a record of steps (ElasticTrainer(record=...), RunRecorder)"
 Digests = dict[str, str]
 
@@ -141,28 +139,19 @@ class StepReader:
             yield step
 
     def _lines(self) -> Iterator[RecordedStep]:
-        try:
-            with _open(self.path) as file:
-                for number, line in enumerate(file, start=1):
+        with opened(self.path) as file:
+            try:
+                for number, line in enumerate(iter(lambda: file.readline(_LONGEST_STEP), b""), start=1):
                     try:
                         document = json.loads(line, parse_constant=str)
                     except (ValueError, RecursionError):
-                        if not line.endswith("\n"):
+                        if not line.endswith(b"\n"):
                             self.cut = True
                             return
                         raise InputError(f"{self.path}:{number}", "is not JSON", A_RECORD) from None
                     yield parse_record(document, RecordedStep, f"{self.path}:{number}")
-        except EOFError:  # a compressed record whose writer was killed
-            self.cut = True
-        except (OSError, zlib.error) as error:
-            problem = getattr(error, "strerror", None) or "is damaged"
-            raise InputError(self.path, f"cannot be read ({problem})", "give the path of a record") from None
-        except UnicodeDecodeError:
-            raise InputError(self.path, "is no text", A_RECORD) from None
-
-
-def _open(path: str) -> TextIO:
-    return gzip.open(path, "rt", encoding="utf-8") if path.endswith(".gz") else Path(path).open(encoding="utf-8")
+            except EOFError:  # a compressed record whose writer was killed
+                self.cut = True
 
 
 def _pairs(a: Iterator[RecordedStep], b: Iterator[RecordedStep]) -> Iterator[tuple[RecordedStep, RecordedStep]]:
