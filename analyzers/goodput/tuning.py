@@ -112,7 +112,10 @@ def tune(
         problem = f"has {replicas[bad[0]]} replicas on {nodes[bad[0]]} nodes"
         raise InputError(f"allocation {bad[0]}", problem, "each node has at least one")
     # one answer per number of replicas, on one node or several: nothing else matters
-    distinct, where = np.unique(2 * replicas + (nodes > 1), return_inverse=True)
+    keys = 2 * replicas + (nodes > 1)
+    seen = np.zeros(keys.max(initial=0) + 1, dtype=bool)
+    seen[keys] = True
+    distinct, where = np.flatnonzero(seen), (np.cumsum(seen) - 1)[keys]
     alone = distinct // 2
     search = _Search(params, 1 + distinct % 2, alone, limits, noise_scale)
     with np.errstate(divide="ignore", invalid="ignore", over="ignore"):
@@ -146,7 +149,7 @@ def tune_one(
 def _whole(name: str, values: ArrayLike) -> Ints:
     given = np.atleast_1d(values)
     made: Ints = given.astype(np.int64)
-    if not np.array_equal(made, given):
+    if given.dtype.kind not in "iu" and not np.array_equal(made, given):
         raise InputError(name, "has a value that is no integer", "give whole numbers")
     return made
 
@@ -232,9 +235,10 @@ class _Search:
         more = self.overlapped(np.array([[x]]), every) / x - 1.0
         best_batch = np.sqrt(self.noise * self.largest / self.replicas * more)
         best_batch = np.where(np.isnan(best_batch), np.inf if math.isinf(self.noise) else 0.0, best_batch)
-        full = np.floor(np.clip(best_batch, self.low, high) / self.largest)
+        full = np.floor(np.minimum(np.maximum(best_batch, self.low), high) / self.largest)
         allowed = (full >= 1) & (full * self.largest >= self.low) & (self.low <= high)
-        self._take(every, np.full_like(full, self.largest), np.maximum(full, 1.0), allowed)
+        m, n = np.full_like(full, self.largest), np.maximum(full, 1.0)
+        self._take(every, m, n, np.where(allowed, self.cost(m, n, every), np.inf))
         rows, start, width = every, full + 1.0, 1
         while True:
             bound = self._consider(start + np.arange(width), rows)
@@ -251,19 +255,20 @@ class _Search:
 
     def round_up(self) -> None:
         """Where no total within the limits can be shared equally, take the next above M0 that can, in as few passes as fit."""
+        # least: the smallest local batch on each replica is within the limits
+        least = np.isinf(self.cost_best[:, None]) & (self.high >= self.smallest)
+        if not least.any():
+            return
         n = np.ceil(self.low / self.largest)
         m = np.ceil(self.low / n)
         rounded = (m >= self.smallest) & (m <= self.largest) & (n <= self.most_passes)
-        # least: the smallest local batch on each replica is within the limits
-        least = np.isinf(self.cost_best[:, None]) & (self.high >= self.smallest)
-        self._take(slice(None), m, n, rounded & least)
+        self._take(slice(None), m, n, np.where(rounded & least, self.cost(m, n, slice(None)), np.inf))
 
-    def _take(self, rows: slice | Ints, m: Array, n: Array, allowed: NDArray[np.bool_]) -> None:
-        """Keep the best of the points (rows, width) that are allowed, where it is better than the best so far."""
-        cost = np.where(allowed, self.cost(m, n, rows), np.inf)
+    def _take(self, rows: slice | Ints, m: Array, n: Array, cost: Array) -> None:
+        """Keep the best of the points (rows, width), where it is better than the best so far."""
         pick = (np.arange(len(cost)), cost.argmin(axis=1))
         better = cost[pick] < self.cost_best[rows]
-        for best, tried in ((self.cost_best, cost), (self.m_best, m), (self.n_best, np.broadcast_to(n, m.shape))):
+        for best, tried in ((self.cost_best, cost), (self.m_best, m), (self.n_best, n)):
             best[rows] = np.where(better, tried[pick], best[rows])
 
     def _consider(self, n: Array, rows: slice | Ints) -> Array:
@@ -274,8 +279,10 @@ class _Search:
         bound = np.where((real_low <= real_high) & (n <= self.most_passes), self.cost(m, n, rows), np.inf)
         least, most = np.maximum(self.smallest, np.ceil(low / n)), np.minimum(self.largest, np.floor(high / n))
         fits = (least <= most) & (n <= self.most_passes)
-        for point in (np.floor(m), np.floor(m) + 1.0):
-            self._take(rows, np.maximum(np.minimum(np.maximum(point, least), most), 1.0), n, fits)
+        below = np.floor(m)
+        first, second = (np.maximum(np.minimum(np.maximum(x, least), most), 1.0) for x in (below, below + 1.0))
+        costs = self.cost(first, n, rows), self.cost(second, n, rows)
+        self._take(rows, np.where(costs[1] < costs[0], second, first), n, np.where(fits, np.minimum(*costs), np.inf))
         return bound
 
 
