@@ -28,7 +28,7 @@ from torch.utils.data import TensorDataset
 
 from ddltool import runtime
 from ddltool.artifacts import save
-from ddltool.plan import Enforcement, RankEnforcement
+from ddltool.plans import Enforcement, RankEnforcement
 
 VARIANTS = ("plain DDP", "attach(None)", "full hook")
 SAMPLES = 16

@@ -29,7 +29,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from ddltool import runtime
 from ddltool.artifacts import save
-from ddltool.plan import Enforcement, RankEnforcement
+from ddltool.plans import Enforcement, RankEnforcement
 from ddltool.runtime.agent.agent import GoodputAgent
 from ddltool.runtime.measuring.overhead import ratio_interval
 

@@ -15,7 +15,7 @@ from ddltool.analyzers.gating.metrics import RECORDS
 from ddltool.artifacts import parse, read_document, read_lines
 from ddltool.errors import InputError, did_you_mean
 from ddltool.graph_io import from_document
-from ddltool.profile import check_profile, read_profile
+from ddltool.profiles import check_profile, read_profile
 from ddltool.schema_words import in_words
 from ddltool.tables import read_table
 from ddltool.telemetry import TelemetryRow

@@ -39,8 +39,8 @@ from ddltool.goodput_model import Goodput
 from ddltool.graph import Graph
 from ddltool.graph_io import read_graph, write_graph
 from ddltool.job import read_job
-from ddltool.plan import Enforcement, Plan
-from ddltool.profile import write_profile
+from ddltool.plans import Enforcement, Plan
+from ddltool.profiles import write_profile
 from ddltool.tables import read_table
 from ddltool.units import show_bytes, show_seconds
 

@@ -20,7 +20,7 @@ from ddltool.commands.parts import demand_part
 from ddltool.commands.values import device_counts, known
 from ddltool.errors import InputError, shortened
 from ddltool.outputs import check_outputs
-from ddltool.plan import Enforcement, Plan
+from ddltool.plans import Enforcement, Plan
 from ddltool.results import EmitResult
 
 _Text = str | None

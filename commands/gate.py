@@ -31,7 +31,7 @@ from ddltool.errors import CheckFailed, InputError, did_you_mean
 from ddltool.graph import Graph
 from ddltool.graph_io import to_document
 from ddltool.outputs import check_outputs
-from ddltool.profile import write_profile
+from ddltool.profiles import write_profile
 from ddltool.results import GateMetrics, GateResult, MetricFigure
 
 _NAMED = 8

@@ -21,7 +21,7 @@ from ddltool.errors import InputError
 from ddltool.fixtures.loading import calibration, known_devices
 from ddltool.graph_results import PredictedRow, PredictResult
 from ddltool.outputs import check_outputs
-from ddltool.profile import write_profile
+from ddltool.profiles import write_profile
 from ddltool.units import parse_bandwidth, parse_latency, show_bytes, show_rate, show_seconds, show_span
 
 _LARGEST = 2**31

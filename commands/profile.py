@@ -24,7 +24,7 @@ from ddltool.commands.profile_import import profile_import
 from ddltool.commands.watch import profile_watch
 from ddltool.errors import DdlToolError, InputError, Interrupted
 from ddltool.outputs import check_outputs
-from ddltool.profile import records
+from ddltool.profiles import records
 from ddltool.results import MemorySearch, MemoryTry, ProfileResult
 from ddltool.runtime.measuring.campaign import (
     LARGEST_BATCH,

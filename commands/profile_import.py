@@ -7,7 +7,7 @@ from pathlib import Path
 
 from ddltool.analyzers.loading.imported_rows import import_files
 from ddltool.commands.output import out, print_json, table, tell_written
-from ddltool.profile import records, write_profile
+from ddltool.profiles import records, write_profile
 from ddltool.results import ProfileResult
 
 

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     import pandas as pd
 
     from ddltool.graph import Graph
-    from ddltool.plan import Plan
+    from ddltool.plans import Plan
     from ddltool.results import GateResult
 
 DEFAULT_FOLDER = "ddltool-baselines"
@@ -72,7 +72,7 @@ def ddltool_graph(ddltool_dir: Path) -> Callable[[str], Graph]:
 def ddltool_plan(ddltool_dir: Path) -> Callable[[str], Plan]:
     """Read a plan of the folder by name: ``ddltool_plan("plan.json")``."""
     from ddltool.artifacts import load
-    from ddltool.plan import Plan
+    from ddltool.plans import Plan
 
     return lambda name: _told(lambda: load(_inside(ddltool_dir, name), Plan))
 
@@ -80,7 +80,7 @@ def ddltool_plan(ddltool_dir: Path) -> Callable[[str], Plan]:
 @pytest.fixture(scope="session")
 def ddltool_profile(ddltool_dir: Path) -> Callable[[str], pd.DataFrame]:
     """Read a profile of the folder by name: ``ddltool_profile("profile.csv")``."""
-    from ddltool.profile import read_profile
+    from ddltool.profiles import read_profile
 
     return lambda name: _told(lambda: read_profile(_inside(ddltool_dir, name)))
 

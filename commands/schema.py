@@ -25,8 +25,8 @@ from ddltool.goodput_model import Goodput
 from ddltool.graph_io import GraphDocument
 from ddltool.job import Cluster, Job
 from ddltool.job_state import JobState
-from ddltool.plan import Enforcement, Plan
-from ddltool.profile import ProfileRow
+from ddltool.plans import Enforcement, Plan
+from ddltool.profiles import ProfileRow
 from ddltool.results import KindsResult, ListedKind
 from ddltool.telemetry import TelemetryRow
 

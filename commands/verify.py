@@ -18,7 +18,7 @@ from ddltool.commands.output import finish
 from ddltool.errors import InputError
 from ddltool.goodput_model import Goodput
 from ddltool.outputs import check_outputs
-from ddltool.plan import Plan
+from ddltool.plans import Plan
 from ddltool.tables import read_table
 from ddltool.units import parse_share
 

@@ -28,7 +28,7 @@ from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDa
 
 from ddltool import runtime
 from ddltool.errors import InputError
-from ddltool.plan import Enforcement, ParameterRecord, RankEnforcement
+from ddltool.plans import Enforcement, ParameterRecord, RankEnforcement
 from tests.processes import LASTING
 
 PATIENCE_S = 60.0

@@ -20,8 +20,8 @@ from ddltool.commands.schema import MODELS, schema_of
 from ddltool.errors import InputError, did_you_mean
 from ddltool.goodput_model import Goodput, ThroughputParams
 from ddltool.job import Cluster, Constraints, DeviceOffer, Job, NodeDevices, NodeGroup, read_job
-from ddltool.plan import Assignment, Enforcement, ParameterRecord, Plan, RankEnforcement
-from ddltool.profile import read_profile, write_profile
+from ddltool.plans import Assignment, Enforcement, ParameterRecord, Plan, RankEnforcement
+from ddltool.profiles import read_profile, write_profile
 
 JOB = "kind: ddltool.job\nname: j\nmax_workers: 4\ndevices:\n  - {type: V100, count: 2, capability_per_s: 3}\n"
 

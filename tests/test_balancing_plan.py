@@ -22,7 +22,7 @@ from ddltool.analyzers.loading.job_inputs import step_curves
 from ddltool.analyzers.placement.problem import Problem, from_job
 from ddltool.errors import Infeasible, InputError
 from ddltool.job import DeviceOffer, Job, read_job
-from ddltool.plan import Plan
+from ddltool.plans import Plan
 
 
 def problem(counts: dict[str, int], speeds: dict[str, float], workers: int = 3, batch: int = 4) -> Problem:

@@ -13,7 +13,7 @@ import pytest
 
 from ddltool.commands.main import run
 from ddltool.graph_io import read_graph, to_document
-from ddltool.profile import read_profile
+from ddltool.profiles import read_profile
 from tests.conftest import Result
 
 Cli = Callable[..., Result]

@@ -43,7 +43,7 @@ from ddltool.device import Device, Network
 from ddltool.errors import InputError
 from ddltool.fixtures.loading import calibration, devices
 from ddltool.graph import COMPUTE, Graph, Op
-from ddltool.profile import read_profile
+from ddltool.profiles import read_profile
 from tests.conftest import Result
 
 Cli = Callable[..., Result]

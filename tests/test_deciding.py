@@ -34,7 +34,7 @@ from ddltool.fixtures.loading import calibration, devices, folder
 from ddltool.graph import Graph
 from ddltool.graph_io import read_graph
 from ddltool.job import DeviceOffer, GoodputSection, Job
-from ddltool.plan import Plan
+from ddltool.plans import Plan
 from tests.conftest import throughput
 
 RATE, DELAY = 10e9 / 8, 50e-6

@@ -20,7 +20,7 @@ from ddltool.analyzers.goodput.throughput import iteration_time_s
 from ddltool.analyzers.placement.problem import DeviceType, Problem
 from ddltool.analyzers.reporting.plan_section import _proof, _spans
 from ddltool.artifacts import load
-from ddltool.plan import Plan
+from ddltool.plans import Plan
 from tests.conftest import Result, throughput
 from tests.test_verify import rows
 

@@ -16,8 +16,8 @@ import pytest
 from ddltool.artifacts import load
 from ddltool.goodput_model import Goodput
 from ddltool.graph_io import read_graph
-from ddltool.plan import Enforcement, Plan
-from ddltool.profile import read_profile
+from ddltool.plans import Enforcement, Plan
+from ddltool.profiles import read_profile
 from ddltool.tables import read_table
 from ddltool.telemetry import TelemetryRow
 

@@ -24,7 +24,7 @@ from ddltool.analyzers.emitting.kubernetes import manifests
 from ddltool.analyzers.emitting.layout import LaunchSettings, cluster_name, label_value, layout, plan_hash
 from ddltool.artifacts import load, save
 from ddltool.errors import InputError
-from ddltool.plan import Assignment, BucketSetting, Enforcement, Plan, PrefetchSetting
+from ddltool.plans import Assignment, BucketSetting, Enforcement, Plan, PrefetchSetting
 from tests.conftest import Result
 from tests.emit_workers import emitted_ddp, emitted_fsdp2
 from tests.runtime_workers import crew

@@ -17,7 +17,7 @@ from ddltool.commands.main import run
 from ddltool.companion import Companion, CompanionDevice, CompanionMeta, CompanionPlan, write_companion
 from ddltool.errors import InputError
 from ddltool.job import is_code, read_job
-from ddltool.plan import Assignment, Plan
+from ddltool.plans import Assignment, Plan
 
 JOB = "name: a\nmax_workers: 4\ndevices: [{type: V100, count: 4}]\n"
 

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from ddltool.errors import DdlToolError, InputError
-from ddltool.profile import check_profile
+from ddltool.profiles import check_profile
 from ddltool.runtime.measuring.campaign import MeasureRequest, campaign, reliability
 from tests.processes import children_left, workers_of
 

@@ -23,7 +23,7 @@ from ddltool.analyzers.goodput.curve import (
     summarise,
 )
 from ddltool.errors import InputError
-from ddltool.profile import check_profile
+from ddltool.profiles import check_profile
 from ddltool.runtime.measuring.campaign import MeasureRequest, campaign
 from ddltool.runtime.measuring.worker import Outcome, Task
 

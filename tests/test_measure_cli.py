@@ -13,7 +13,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from ddltool.profile import read_profile, write_profile
+from ddltool.profiles import read_profile, write_profile
 from tests.conftest import Result
 from tests.processes import workers_of
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from ddltool.errors import InputError
-from ddltool.profile import read_profile
+from ddltool.profiles import read_profile
 from ddltool.runtime.measuring.torchrun_job import Job, job_from_environment
 from ddltool.runtime.measuring.worker import Subject
 

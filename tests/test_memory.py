@@ -26,7 +26,7 @@ from ddltool.analyzers.tracing.dialect import Numerics
 from ddltool.analyzers.tracing.step import TrainingStep
 from ddltool.analyzers.tracing.torch_adapter import trace_any_batch, trace_step
 from ddltool.errors import InputError
-from ddltool.plan import Recomputed
+from ddltool.plans import Recomputed
 from ddltool.runtime.hook.checkpointing import checkpoint_modules
 
 WORLD = 4

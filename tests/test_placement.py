@@ -26,7 +26,7 @@ from ddltool.analyzers.placement.problem import (
 from ddltool.errors import Infeasible, InputError, NotProven
 from ddltool.graph import Graph, Op
 from ddltool.job import Constraints, DeviceOffer, Job
-from ddltool.plan import Alternative, Assignment, Plan
+from ddltool.plans import Alternative, Assignment, Plan
 from tests.est_oracles import choices, closed_form
 
 

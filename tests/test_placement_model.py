@@ -16,7 +16,7 @@ from ddltool.analyzers.placement.problem import DeviceType, Problem, from_job, m
 from ddltool.analyzers.placement.steps import best_step, step_table
 from ddltool.errors import DdlToolError, Infeasible, InputError
 from ddltool.job import Constraints, DeviceOffer, Job
-from ddltool.plan import Alternative, Plan
+from ddltool.plans import Alternative, Plan
 from tests.est_oracles import choices, closed_form
 
 

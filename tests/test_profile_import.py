@@ -19,7 +19,7 @@ from ddltool.analyzers.loading.imported_rows import import_files
 from ddltool.analyzers.oracle.kineto import _busy_within, read_steps
 from ddltool.commands.profile_import import profile_import
 from ddltool.errors import InputError
-from ddltool.profile import read_profile
+from ddltool.profiles import read_profile
 from ddltool.tables import read_table
 
 PLACEMENTS = "placement,local_bsz,step_time,sync_time\n1,32,0.5,0.01\n44,32,0.75,0.2\n103,64,1.5,0.3\n"

@@ -13,7 +13,7 @@ import pytest
 
 from ddltool.graph import Graph, Op
 from ddltool.graph_io import write_graph
-from ddltool.plan import Plan
+from ddltool.plans import Plan
 
 pytest_plugins = ["pytester"]
 
@@ -54,7 +54,7 @@ def gate_of(pytester: pytest.Pytester, iteration_s: float, call: str) -> None:
         import json
         from pathlib import Path
         from ddltool.artifacts import load
-        from ddltool.plan import Plan
+        from ddltool.plans import Plan
 
         def test_plan(assert_gate):
             path = Path("now.json")

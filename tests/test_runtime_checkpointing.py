@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ddltool.errors import InputError
-from ddltool.plan import Recomputed, is_product
+from ddltool.plans import Recomputed, is_product
 from ddltool.runtime.hook.checkpointing import checkpoint_modules
 
 

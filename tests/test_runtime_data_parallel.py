@@ -16,7 +16,7 @@ from ddltool.artifacts import save
 from ddltool.device import Network
 from ddltool.errors import InputError
 from ddltool.fixtures.loading import devices
-from ddltool.plan import BucketSetting, PrefetchSetting
+from ddltool.plans import BucketSetting, PrefetchSetting
 from ddltool.runtime.hook.data_parallel import ddp_arguments, prefetch_units
 from tests.data_parallel_workers import Blocks, ddp_buckets, fsdp_order, prefetch_refusal
 from tests.runtime_workers import crew, enforcement

@@ -17,7 +17,7 @@ from torch.utils.data import TensorDataset
 from ddltool import runtime
 from ddltool.artifacts import save, to_json
 from ddltool.errors import InputError
-from ddltool.plan import ParameterRecord
+from ddltool.plans import ParameterRecord
 from ddltool.runtime.hook.job import check_parameters, count_nodes
 from ddltool.telemetry import TelemetryRow
 from tests.runtime_workers import (

@@ -10,7 +10,7 @@ import torch
 
 from ddltool.artifacts import save
 from ddltool.errors import InputError
-from ddltool.plan import Enforcement, PrefetchSetting, Recomputed, ShardingSetting
+from ddltool.plans import Enforcement, PrefetchSetting, Recomputed, ShardingSetting
 from ddltool.runtime import shard
 from tests.runtime_workers import crew, enforcement
 from tests.sharding_workers import Gpt, refusal, train

@@ -238,7 +238,7 @@ def test_weights_that_nothing_waits_for_are_refused() -> None:
 def test_priorities_come_from_the_enforcement_config(tmp_path: Path) -> None:
     """What `ddltool emit` writes is what the transfers take; a plan without a graph says what is missing."""
     from ddltool.artifacts import save
-    from ddltool.plan import Enforcement, ParameterRecord, RankEnforcement
+    from ddltool.plans import Enforcement, ParameterRecord, RankEnforcement
 
     records = [ParameterRecord(name=name, size_bytes=4, priority=place) for place, name in enumerate(("b", "a"))]
     made = Enforcement(

@@ -18,7 +18,7 @@ from ddltool.analyzers.goodput.throughput import grad_time_s
 from ddltool.errors import InputError
 from ddltool.graph import Graph, Op
 from ddltool.graph_io import write_graph
-from ddltool.plan import Plan
+from ddltool.plans import Plan
 from tests.conftest import Result, throughput
 
 Cli = Callable[..., Result]

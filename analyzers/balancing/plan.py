@@ -27,7 +27,7 @@ from ddltool.analyzers.placement.problem import Problem, check_affordable, exact
 from ddltool.errors import Infeasible, InputError
 from ddltool.graph import natural_key
 from ddltool.job import DeviceOffer, Job
-from ddltool.plan import Assignment, BatchSplit, Plan
+from ddltool.plans import Assignment, BatchSplit, Plan
 
 MOST_SAMPLES = 10**12
 """Largest total batch: sums of samples over devices stay exact."""

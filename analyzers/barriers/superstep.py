@@ -28,7 +28,7 @@ from numpy.typing import NDArray
 from ddltool.analyzers.placement.problem import Problem, check_affordable
 from ddltool.errors import InputError
 from ddltool.graph import natural_key
-from ddltool.plan import Assignment, Plan, Superstep
+from ddltool.plans import Assignment, Plan, Superstep
 
 DEFAULT_LOOKAHEAD = 15
 # Ends looked at, one for each pair of entries and iteration: a second or two.

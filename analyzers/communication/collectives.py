@@ -26,7 +26,7 @@ from ddltool.analyzers.communication.program import (
 )
 from ddltool.graph import SEND, Graph
 from ddltool.graph_results import BucketFigures, CollectiveFigures, DdpFigures
-from ddltool.plan import BucketSetting, PrefetchSetting
+from ddltool.plans import BucketSetting, PrefetchSetting
 from ddltool.units import show_seconds
 
 MIB = 2**20

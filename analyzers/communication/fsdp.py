@@ -23,7 +23,7 @@ import numpy as np
 
 from ddltool.analyzers.communication.program import SMALL_GAIN, Program, Ring, share_saved
 from ddltool.graph_results import FsdpFigures, PrefetchFigures
-from ddltool.plan import PrefetchSetting
+from ddltool.plans import PrefetchSetting
 from ddltool.units import show_bytes, show_seconds
 
 DEPTHS = (1, 2, 3, 4, 6, 8)

@@ -29,7 +29,7 @@ from ddltool.analyzers.tracing.torch_adapter import TracedStep
 from ddltool.analyzers.tracing.torch_costs import AS_TRACED, tensors_of, value_of
 from ddltool.errors import InputError, did_you_mean
 from ddltool.graph import RECV, SEND, Graph
-from ddltool.plan import is_product
+from ddltool.plans import is_product
 
 Array = NDArray[np.float64]
 Places = NDArray[np.int64]
@@ -90,7 +90,7 @@ class Block:
     ends: int
     """Of its backward pass: the nodes that read what it alone holds, or make its gradients."""
     products: tuple[int, ...]
-    """Where the products of its forward pass are (:func:`ddltool.plan.is_product`)."""
+    """Where the products of its forward pass are (:func:`ddltool.plans.is_product`)."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -22,7 +22,7 @@ from ddltool.analyzers.placement.problem import Problem, demand_throughput
 from ddltool.decision import Kept, Option
 from ddltool.errors import Infeasible
 from ddltool.job import Job
-from ddltool.plan import Plan
+from ddltool.plans import Plan
 
 # From the least change to a training script to the most.
 STRATEGIES = ("bsp", "lb-bsp", "est", "goodput", "elastic-bsp")

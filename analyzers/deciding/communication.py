@@ -22,7 +22,7 @@ from ddltool.analyzers.goodput.throughput import ThroughputParams, overlapped, s
 from ddltool.errors import Infeasible
 from ddltool.graph import COMPUTE, Graph
 from ddltool.graph_results import FsdpFigures
-from ddltool.plan import BucketSetting, PrefetchSetting
+from ddltool.plans import BucketSetting, PrefetchSetting
 from ddltool.units import show_bytes
 
 FITTED, MEASURED = "as fitted", "as measured"

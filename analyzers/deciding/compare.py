@@ -13,7 +13,7 @@ from ddltool.analyzers.placement.problem import Problem
 from ddltool.decision import Decision, Objective, Option
 from ddltool.errors import Infeasible, InputError
 from ddltool.job import Job
-from ddltool.plan import Plan
+from ddltool.plans import Plan
 from ddltool.units import show_seconds
 
 # Faster by less than this is no reason to change anything, however exact the figures are.

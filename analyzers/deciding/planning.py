@@ -33,7 +33,7 @@ from ddltool.errors import Infeasible, InputError, naming
 from ddltool.goodput_model import Goodput
 from ddltool.graph import RECV, Graph
 from ddltool.job import Cluster, Job
-from ddltool.plan import Assignment, ParameterRecord, Plan
+from ddltool.plans import Assignment, ParameterRecord, Plan
 from ddltool.results import JointPlan
 
 SHARING: tuple[str, ...] = get_args(Sharing)

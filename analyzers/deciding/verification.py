@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from ddltool.analyzers.deciding.feedback import RankRun, Run
 from ddltool.analyzers.goodput.throughput import ThroughputParams, grad_time_s, overlapped, sync_time_s
 from ddltool.errors import InputError
-from ddltool.plan import Assignment, Plan
+from ddltool.plans import Assignment, Plan
 from ddltool.results import Verification, VerifiedRank, VerifiedStep, VerifiedTime
 from ddltool.units import show_seconds
 

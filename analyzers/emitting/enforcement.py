@@ -7,7 +7,7 @@ from typing import Literal
 
 from ddltool.analyzers.emitting.layout import Layout, plan_hash
 from ddltool.errors import InputError
-from ddltool.plan import Enforcement, Plan, RankEnforcement
+from ddltool.plans import Enforcement, Plan, RankEnforcement
 
 Target = Literal["hook", "torchrun", "kubernetes", "slurm", "fsdp2", "ddp"]
 _HOOK = "emit --target hook and ddltool.runtime.attach do it"

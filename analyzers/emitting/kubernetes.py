@@ -13,7 +13,7 @@ from ddltool.analyzers.emitting.layout import LaunchSettings, Layout, NodeGroup,
 from ddltool.analyzers.emitting.scripts import remarks
 from ddltool.artifacts import to_json
 from ddltool.errors import InputError, shortened
-from ddltool.plan import Enforcement, Plan
+from ddltool.plans import Enforcement, Plan
 
 _LONGEST_NAME = 1000  # of a job in an annotation; all annotations together may have 256 KiB
 _PORT = 29500

@@ -12,7 +12,7 @@ from itertools import groupby
 from typing import Literal
 
 from ddltool.errors import InputError, did_you_mean, shortened
-from ddltool.plan import Plan
+from ddltool.plans import Plan
 
 # The longest name that leaves room for what JobSet and Trainer append ("-node-0-0-xxxxx") in a label of 63 characters.
 NAME_LENGTH = 40

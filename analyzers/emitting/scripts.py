@@ -12,7 +12,7 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 from ddltool.analyzers.emitting.layout import LaunchSettings, Layout, NodeGroup, cluster_name, one_word, plan_hash
 from ddltool.errors import InputError
-from ddltool.plan import PRODUCTS, Plan
+from ddltool.plans import PRODUCTS, Plan
 
 
 def torchrun_script(plan: Plan, layout: Layout, settings: LaunchSettings, *, gaps: Sequence[str]) -> str:

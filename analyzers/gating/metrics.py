@@ -25,7 +25,7 @@ from ddltool.goodput_model import Goodput
 from ddltool.graph import RECV, SEND, Graph
 from ddltool.graph_io import from_document
 from ddltool.graph_results import TraceResult
-from ddltool.plan import Enforcement, Plan
+from ddltool.plans import Enforcement, Plan
 from ddltool.results import BalanceResult, BarrierResult, GateResult, NetworkResult, Verification
 from ddltool.simulation_results import SimulationDocument, SweepDocument
 from ddltool.units import show_bytes, show_seconds

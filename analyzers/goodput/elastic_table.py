@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from ddltool.analyzers.goodput.lr_rules import GradientStatistics, rule
 from ddltool.errors import InputError
-from ddltool.plan import ElasticSetting
+from ddltool.plans import ElasticSetting
 
 Ints = NDArray[np.int64]
 

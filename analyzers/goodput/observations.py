@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ddltool.errors import InputError, did_you_mean
-from ddltool.profile import LARGEST_COUNT, TIMES_S, check_profile
+from ddltool.profiles import LARGEST_COUNT, TIMES_S, check_profile
 from ddltool.tables import demand, numbers
 
 if TYPE_CHECKING:

@@ -21,7 +21,7 @@ from ddltool.analyzers.goodput.throughput import ThroughputParams, efficiency, i
 from ddltool.analyzers.goodput.tuning import BatchLimits, Frontier, frontier
 from ddltool.errors import Infeasible
 from ddltool.job import GoodputSection, Job
-from ddltool.plan import Assignment, ElasticSetting, GoodputChoice, Plan, ScalingRow
+from ddltool.plans import Assignment, ElasticSetting, GoodputChoice, Plan, ScalingRow
 
 PAYS_SHARE = 0.5
 BATCH = ("local_batch_size", "accumulation_steps", "total_batch_size")

@@ -34,7 +34,7 @@ from ddltool.goodput_model import Goodput
 from ddltool.graph import SEND, Graph
 from ddltool.graph_io import read_graph
 from ddltool.job import Cluster, Job, read_job
-from ddltool.profile import read_profile
+from ddltool.profiles import read_profile
 from ddltool.tables import read_table
 from ddltool.units import parse_bandwidth, parse_latency
 

@@ -9,7 +9,7 @@ from fractions import Fraction
 
 from ddltool.analyzers.placement.problem import Problem
 from ddltool.analyzers.placement.steps import Counts, best_step, deal, whole
-from ddltool.plan import Alternative, Assignment, Plan
+from ddltool.plans import Alternative, Assignment, Plan
 
 
 def device_counts(plan: Plan | Alternative) -> dict[str, int]:

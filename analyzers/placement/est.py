@@ -29,7 +29,7 @@ from ddltool.analyzers.placement.problem import (
 )
 from ddltool.analyzers.placement.steps import Counts, best_step
 from ddltool.errors import Infeasible, InputError, NotProven, did_you_mean
-from ddltool.plan import Plan
+from ddltool.plans import Plan
 
 # What can be optimised, one after the other.
 OBJECTIVES = ("throughput", "devices", "price", "waste")

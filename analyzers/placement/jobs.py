@@ -30,7 +30,7 @@ from ddltool.analyzers.placement.steps import Counts, Floats, Ints, best_step, s
 from ddltool.errors import Infeasible, InputError, NotProven
 from ddltool.graph import natural_key
 from ddltool.job import LARGEST
-from ddltool.plan import Plan
+from ddltool.plans import Plan
 from ddltool.results import JointJob, JointPlan
 
 Sharing = Literal["sum", "max-min"]

@@ -21,7 +21,7 @@ from ddltool.analyzers.placement.problem import Problem, check_affordable
 from ddltool.analyzers.placement.steps import Counts, best_step
 from ddltool.errors import Infeasible, InputError
 from ddltool.job import NodeGroup
-from ddltool.plan import Alternative, Choice, NetworkCost, Plan
+from ddltool.plans import Alternative, Choice, NetworkCost, Plan
 
 # Bounds closer than this share of the best step are rounding.
 _ROUNDING = 1e-12

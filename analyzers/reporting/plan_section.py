@@ -21,7 +21,7 @@ from ddltool.analyzers.reporting.section import (
     tabled,
 )
 from ddltool.decision import Decision, Option
-from ddltool.plan import (
+from ddltool.plans import (
     Alternative,
     Assignment,
     BatchSplit,

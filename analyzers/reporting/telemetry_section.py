@@ -29,7 +29,7 @@ from ddltool.analyzers.reporting.section import (
     tabled,
 )
 from ddltool.errors import InputError
-from ddltool.plan import Plan
+from ddltool.plans import Plan
 from ddltool.units import show_seconds
 
 if TYPE_CHECKING:

@@ -33,7 +33,7 @@ from torch.utils.data import BatchSampler, DataLoader, Dataset, DistributedSampl
 
 from ddltool.artifacts import to_json
 from ddltool.errors import InputError
-from ddltool.plan import Enforcement
+from ddltool.plans import Enforcement
 from ddltool.runtime.hook.batches import VariableBatchSampler
 from ddltool.runtime.hook.gradients import SampleCounter, WeightedAverage
 from ddltool.runtime.hook.job import Job, count_nodes, dataset_length, load_and_check

@@ -11,7 +11,7 @@ from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from ddltool.errors import InputError
-from ddltool.plan import Recomputed, is_product
+from ddltool.plans import Recomputed, is_product
 
 
 def checkpoint_modules(model: nn.Module, plan: Sequence[Recomputed]) -> None:

@@ -24,7 +24,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ddltool.artifacts import load
 from ddltool.errors import InputError
-from ddltool.plan import BucketSetting, Enforcement, PrefetchSetting
+from ddltool.plans import BucketSetting, Enforcement, PrefetchSetting
 
 Config = str | os.PathLike[str] | Enforcement
 

@@ -20,7 +20,7 @@ from torch.utils.data import Dataset, IterableDataset
 
 from ddltool.artifacts import load
 from ddltool.errors import InputError
-from ddltool.plan import Enforcement, ParameterRecord
+from ddltool.plans import Enforcement, ParameterRecord
 from ddltool.runtime.hook.roll_call import RollCall, job_timeout_s
 
 T = TypeVar("T")

@@ -22,7 +22,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from ddltool.errors import InputError
-from ddltool.plan import ShardingSetting
+from ddltool.plans import ShardingSetting
 from ddltool.runtime.hook.checkpointing import checkpoint_modules
 from ddltool.runtime.hook.data_parallel import Config, apply_prefetch, ddp_arguments, loaded
 from ddltool.runtime.hook.gradients import SampleCounter, scaled

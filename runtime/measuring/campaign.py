@@ -24,7 +24,7 @@ import pandas as pd
 from ddltool.analyzers.goodput.curve import Interval, first_of, median_interval, next_doubling, predict
 from ddltool.artifacts import check_writable
 from ddltool.errors import InputError
-from ddltool.profile import read_profile, write_profile
+from ddltool.profiles import read_profile, write_profile
 from ddltool.results import SkippedConfiguration
 from ddltool.runtime.measuring.children import Children, free_port
 from ddltool.runtime.measuring.worker import FEWEST_FOR_AN_INTERVAL, Outcome, Subject, Task, replica

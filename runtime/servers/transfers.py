@@ -21,7 +21,7 @@ from torch import nn
 from ddltool.artifacts import load
 from ddltool.errors import DdlToolError, InputError, one_line
 from ddltool.graph import natural_key, spread
-from ddltool.plan import Enforcement
+from ddltool.plans import Enforcement
 
 
 class TransferError(DdlToolError):
