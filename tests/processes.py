@@ -1,7 +1,8 @@
-"""Which processes a test left behind."""
+"""What tests that start processes need: a port for them, and which of them are still there."""
 
 from __future__ import annotations
 
+import socket
 import time
 
 import psutil
@@ -10,6 +11,13 @@ import psutil
 _HELPERS = ("resource_tracker", "multiprocessing.forkserver")
 # Process ids of those that are meant to serve all files of a session.
 LASTING: set[int] = set()
+
+
+def free_port() -> int:
+    """Return a TCP port of this machine that nobody uses now."""
+    with socket.socket() as server:
+        server.bind(("127.0.0.1", 0))
+        return int(server.getsockname()[1])
 
 
 def children_left(within_s: float = 10.0) -> list[list[str]]:

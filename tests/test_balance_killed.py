@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from ddltool.runtime.measuring.children import free_port
+from tests.processes import free_port
 
 SCRIPT = """
 import os, signal, sys, threading, time

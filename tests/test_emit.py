@@ -7,7 +7,6 @@ import os
 import re
 import shlex
 import signal
-import socket
 import subprocess
 import sys
 from collections.abc import Callable
@@ -27,6 +26,7 @@ from ddltool.errors import InputError
 from ddltool.plans import Assignment, BucketSetting, Enforcement, Plan, PrefetchSetting
 from tests.conftest import Result
 from tests.emit_workers import emitted_ddp, emitted_fsdp2
+from tests.processes import free_port
 from tests.runtime_workers import crew
 
 Cli = Callable[..., Result]
@@ -119,12 +119,6 @@ def options(words: list[str]) -> dict[str, str]:
         found[words[0]] = words[1]
         words = words[2:]
     return {**found, "script": json.dumps(words)}
-
-
-def free_port() -> int:
-    with socket.socket() as server:
-        server.bind(("127.0.0.1", 0))
-        return int(server.getsockname()[1])
 
 
 # -- names, hash, nodes

@@ -26,7 +26,7 @@ from ddltool.artifacts import check_writable
 from ddltool.errors import InputError
 from ddltool.profiles import read_profile, write_profile
 from ddltool.results import SkippedConfiguration
-from ddltool.runtime.measuring.children import Children, free_port
+from ddltool.runtime.measuring.children import Children, meeting_place
 from ddltool.runtime.measuring.worker import FEWEST_FOR_AN_INTERVAL, Outcome, Subject, Task, replica
 
 RELIABLE_SPREAD, SHORTEST_STEP_S, FEWEST_REPEATS = 0.1, 1e-3, 3
@@ -343,8 +343,8 @@ class Pool:
 
     def start(self) -> Children:
         """Start the processes and wait until all are ready. Raises DdlToolError when one is not."""
-        port, most = free_port(), self.replicas[-1]
-        arguments = [(self.subject, rank, self.replicas, port) for rank in range(most)]
+        most = self.replicas[-1]
+        arguments = [(self.subject, rank, self.replicas) for rank in range(most)]
         self._children = Children(_serve, arguments, self.subject.source)
         self._children.gather(range(most), self.subject.source, "measuring process")
         return self._children
@@ -361,10 +361,10 @@ class Pool:
         return replace(outcomes[0], peak_bytes=max(outcome.peak_bytes for outcome in outcomes))
 
 
-def _serve(subject: Subject, rank: int, replicas: Sequence[int], port: int, pipe: Connection) -> None:
+def _serve(subject: Subject, rank: int, replicas: Sequence[int], pipe: Connection) -> None:
     """Be one replica. Its process group is not destroyed: that would wait for peers that wait for this one."""
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # else gloo asks the host's name, which need not be this machine
-    worker = replica(subject, replicas, rank, max(replicas), init_method=f"tcp://127.0.0.1:{port}")
+    worker = replica(subject, replicas, rank, max(replicas), init_method=meeting_place())
     pipe.send(True)
     last = time.monotonic()
 

@@ -5,8 +5,9 @@ from __future__ import annotations
 import contextlib
 import multiprocessing
 import os
+import shutil
 import signal
-import socket
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -21,6 +22,9 @@ from ddltool.errors import DdlToolError, InputError, one_line
 SILENCE_LIMIT_S = 300.0
 # When one process dies, its peers' collectives fail too; the death is the reason, and is seen within this time.
 _GRACE_S = 0.5
+
+# In a child: where it meets the others.
+_folder = ""
 
 GONE = object()
 """Stands for a message where none will come: the process has ended, or closed its pipe."""
@@ -37,8 +41,10 @@ class Children:
         # A pipe for each: a queue that all share can be left locked, or with half a message in it, by one that is killed.
         both = [context.Pipe() for _ in arguments]
         self.pipes = [mine for mine, _ in both]
+        # A file to meet at: a store on a port would listen to everybody who reaches this machine.
+        self._folder = tempfile.mkdtemp(prefix="ddltool-")
         self.processes = [
-            context.Process(target=_run, args=(body, given, theirs, source), daemon=True)
+            context.Process(target=_run, args=(body, given, theirs, source, self._folder), daemon=True)
             for given, (_, theirs) in zip(arguments, both, strict=True)
         ]
         self._heard_s = time.monotonic()
@@ -69,6 +75,7 @@ class Children:
             process.join()
         for pipe in self.pipes:
             pipe.close()
+        shutil.rmtree(self._folder, ignore_errors=True)
 
     def send(self, rank: int, message: Any) -> None:
         """Send a message; that a process is gone is for :meth:`receive` to tell."""
@@ -122,8 +129,15 @@ class Children:
         return answer if isinstance(answer, InputError) else DdlToolError(f"{who} went away")
 
 
-def _run(body: Callable[..., None], arguments: tuple[Any, ...], pipe: Connection, source: str) -> None:
+def meeting_place(use: str = "all") -> str:
+    """Return, in a child, where :class:`Children` meet for this use, for ``init_process_group``: a file of this user's."""
+    return f"file://{_folder}/{use}"
+
+
+def _run(body: Callable[..., None], arguments: tuple[Any, ...], pipe: Connection, source: str, folder: str) -> None:
     """Be one process; whatever goes wrong reaches the parent as text."""
+    global _folder
+    _folder = folder
     os.dup2(2, 1)  # what the user's module prints must not mix with the command's result
     threading.Thread(target=_follow_parent, daemon=True).start()
     try:
@@ -141,6 +155,7 @@ def _follow_parent() -> None:
     parent = multiprocessing.parent_process()
     if parent is not None:
         parent.join()
+        shutil.rmtree(_folder, ignore_errors=True)
         os._exit(1)
 
 
@@ -165,13 +180,6 @@ def as_input_error(error: Exception, source: str) -> InputError:
         return error
     text = one_line(f"{type(error).__name__}: {error}")[:300]
     return InputError(source, f"a training step failed ({text})", "it must train on its example inputs")
-
-
-def free_port() -> int:
-    """Return a TCP port of this machine that nobody uses now."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def how_it_ended(exit_code: int) -> str:

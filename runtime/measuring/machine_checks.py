@@ -26,7 +26,7 @@ from typing import Any
 import psutil
 
 from ddltool.results import Machine, MachineCheck
-from ddltool.runtime.measuring.children import Children, free_port
+from ddltool.runtime.measuring.children import Children, meeting_place
 
 PACKAGES = (
     *("torch", "onnx", "numpy", "pandas", "scipy", "ortools", "networkx", "scikit-learn", "altair", "pydantic"),
@@ -52,9 +52,8 @@ def examine() -> tuple[list[MachineCheck], Machine]:
     with contextlib.ExitStack() as stack:
         children = None
         if torch_here and port.status == "ok":
-            ports = (free_port(), free_port(), free_port())
             with contextlib.suppress(OSError):
-                children = stack.enter_context(Children(_member, [(rank, ports) for rank in (0, 1)]))
+                children = stack.enter_context(Children(_member, [(0,), (1,)]))
         machine = machine_figures()
         checks = [_check("python", f"{machine.python}, {sys.executable}"), *check_packages(), check_load(machine)]
         if torch_here and port.status == "ok":
@@ -268,7 +267,7 @@ def check_nccl(said: Answers, problem: str) -> MachineCheck:
     return _check("NCCL", "no CUDA device to try it on", "optional", remedy)
 
 
-def _member(rank: int, ports: tuple[int, int, int], results: Connection) -> None:
+def _member(rank: int, results: Connection) -> None:
     """The body of one of the two processes: answers (what was tried, (problem or "", median seconds))."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # backends print pages about what is reported in one line here
     wanted = os.environ.get("GLOO_SOCKET_IFNAME")
@@ -277,37 +276,37 @@ def _member(rank: int, ports: tuple[int, int, int], results: Connection) -> None
 
     torch.set_num_threads(1)
 
-    def attempt(name: str, port: int, backend: str, world: int, device: Any) -> bool:
+    def attempt(name: str, backend: str, world: int, device: Any) -> bool:
         try:
-            value = "", _reduce(rank, port, backend, world, device)
+            value = "", _reduce(rank, name, backend, world, device)
         except Exception as error:  # whatever a backend throws is what the reader wants to know
             value = (str(error).splitlines() or [type(error).__name__])[0][:120], 0.0
         results.send((name, value))
         return not value[0]
 
     cpu = torch.device("cpu")
-    works = attempt("gloo", ports[0], "gloo", 2, cpu)
+    works = attempt("gloo", "gloo", 2, cpu)
     if wanted is None:
         del os.environ["GLOO_SOCKET_IFNAME"]
     if works:
-        attempt("gloo, default network", ports[1], "gloo", 2, cpu)
+        attempt("gloo, default network", "gloo", 2, cpu)
     else:
         results.send(("gloo, default network", ("not tried, as the line above failed", 0.0)))
     devices = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if rank < devices:
-        attempt("NCCL", ports[2], "nccl", min(devices, 2), torch.device("cuda", rank))
+        attempt("NCCL", "nccl", min(devices, 2), torch.device("cuda", rank))
     results.send(("done", ("", 0.0)))
 
 
-def _reduce(rank: int, port: int, backend: str, world: int, device: Any) -> float:
+def _reduce(rank: int, name: str, backend: str, world: int, device: Any) -> float:
     """Return the median seconds of adding one MiB over all processes. Raises what the backend raises, or a wrong sum."""
     import torch
     import torch.distributed as dist
 
     if device.type == "cuda":
         torch.cuda.set_device(device)
-    address, limit = f"tcp://127.0.0.1:{port}", datetime.timedelta(seconds=_MEETING_S)
-    dist.init_process_group(backend, init_method=address, rank=rank, world_size=world, timeout=limit)
+    limit = datetime.timedelta(seconds=_MEETING_S)
+    dist.init_process_group(backend, init_method=meeting_place(name), rank=rank, world_size=world, timeout=limit)
     try:
         seconds = []
         for _ in range(_REPEATS):

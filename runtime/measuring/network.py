@@ -20,7 +20,7 @@ from numpy.typing import ArrayLike
 
 from ddltool.errors import DdlToolError, InputError, one_line
 from ddltool.results import NetworkPair, NetworkResult
-from ddltool.runtime.measuring.children import Children, free_port
+from ddltool.runtime.measuring.children import Children, meeting_place
 from ddltool.runtime.measuring.torchrun_job import job_from_environment, job_store
 
 if TYPE_CHECKING:
@@ -119,8 +119,7 @@ def measure_network(
 def _measure_local(
     processes: int, sizes: Sequence[int], rounds: int, timeout_s: float, progress: Progress
 ) -> list[NetworkPair]:
-    port = free_port()
-    arguments = [(rank, processes, port, sizes, rounds, timeout_s) for rank in range(processes)]
+    arguments = [(rank, processes, sizes, rounds, timeout_s) for rank in range(processes)]
     found: dict[int, list[NetworkPair]] = {}
     with Children(_child, arguments) as children:
         while 0 not in found:
@@ -137,9 +136,7 @@ def _measure_local(
     return found[0]
 
 
-def _child(
-    rank: int, processes: int, port: int, sizes: Sequence[int], rounds: int, timeout_s: float, results: Connection
-) -> None:
+def _child(rank: int, processes: int, sizes: Sequence[int], rounds: int, timeout_s: float, results: Connection) -> None:
     """Be one local process, and send its result (a list), or what became of it (a text); rank 0 tells its progress."""
     import torch
 
@@ -151,8 +148,7 @@ def _child(
             results.send((done, total))
 
     try:
-        address = f"tcp://127.0.0.1:{port}"
-        results.send(_between(rank, processes, sizes, rounds, timeout_s, tell, init_method=address))
+        results.send(_between(rank, processes, sizes, rounds, timeout_s, tell, init_method=meeting_place()))
     except InputError:
         raise
     except DdlToolError as error:

@@ -35,7 +35,7 @@ from ddltool.artifacts import write_text
 from ddltool.errors import DdlToolError, InputError
 from ddltool.graph import natural_key
 from ddltool.results import WatchedWorker, WatchResult
-from ddltool.runtime.measuring.children import GONE, Children, free_port, how_it_ended
+from ddltool.runtime.measuring.children import GONE, Children, how_it_ended, meeting_place
 from ddltool.runtime.measuring.worker import resolved
 
 # How often a worker hands in its rows; what it has not handed in is lost when it is killed.
@@ -207,8 +207,7 @@ def record(request: WatchRequest, progress: Callable[[int], None] = lambda done:
     Every process computes on one thread. ``progress`` is told iterations done, now and then. Raises InputError when a step
     fails, WatchLost with what was recorded when a process dies.
     """
-    port = free_port()
-    arguments = [(request, rank, port) for rank in range(request.workers)]
+    arguments = [(request, rank) for rank in range(request.workers)]
     rows: list[list[SpeedRow]] = [[] for _ in arguments]
     waiting, refusals, gone, broken_at = set(range(request.workers)), dict[int, InputError](), list[int](), math.inf
     with Children(_worker, arguments, request.source) as children:
@@ -237,7 +236,7 @@ def record(request: WatchRequest, progress: Callable[[int], None] = lambda done:
     return [row for each in rows for row in each]
 
 
-def _worker(request: WatchRequest, rank: int, port: int, results: Connection) -> None:
+def _worker(request: WatchRequest, rank: int, results: Connection) -> None:
     """Train as one of the workers, and hand in rows now and then: whoever reads them takes time from the watched."""
     import torch
     import torch.distributed as dist
@@ -247,7 +246,7 @@ def _worker(request: WatchRequest, rank: int, port: int, results: Connection) ->
     torch.set_num_threads(1)
     torch.manual_seed(request.seed)
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=request.workers)
+    dist.init_process_group("gloo", init_method=meeting_place(), rank=rank, world_size=request.workers)
     step = resolved(request.resolver)(request.source, request.batch)
     parameters = [value for value in step.module.parameters() if value.requires_grad]
     optimizer = torch.optim.SGD(parameters, lr=1e-2)
