@@ -62,7 +62,7 @@ def calibrate(
     tables = [path for path in rows if path not in logs]
     if logs:
         rate, name = max((bus_bandwidth(text, str(path)), path.name) for path, text in logs.items())
-        found = found.model_copy(update={"link_bytes_per_s": rate, "link": f"{MEASURED} by {name}"})
+        found = found.model_copy(update={"link_bytes_per_s": rate, "link": f"{MEASURED} by {name}, {found.link}"})
     updated: Updated | None = None
     if tables:
         numerics = Numerics(precision, channels_last)  # type: ignore[arg-type]  # Numerics checks it

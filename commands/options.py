@@ -20,6 +20,18 @@ Precision = Annotated[
 ]
 ChannelsLast = Annotated[bool, typer.Option("--channels-last", help="Images in channels_last.")]
 SequenceLength = Annotated[int | None, typer.Option(help="Tokens of a sample; the source's own by default.", min=1)]
+NcclTests = Annotated[
+    list[Path] | None,
+    typer.Option(
+        "--nccl-tests", metavar="FILE", help="A log of nccl-tests, which overrides the model; repeat for more."
+    ),
+]
+LocalLink = Annotated[
+    str | None, typer.Option("--link", metavar="NAME", help="Inside a node: nvlink3, pcie4, ..., or a rate as 240GB/s.")
+]
+Nic = Annotated[
+    str | None, typer.Option("--nic", metavar="RATE", help="A node's RDMA cards by datasheet, e.g. 8x200Gbit.")
+]
 Seed = Annotated[int, typer.Option("--seed", help="Seed of everything random.", min=0)]
 Source = Annotated[
     str,

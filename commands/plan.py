@@ -12,7 +12,7 @@ from ddltool.analyzers.deciding.candidates import STRATEGIES, Settings
 from ddltool.analyzers.deciding.planning import SHARING, complete, plan_together, solve
 from ddltool.analyzers.loading.job_inputs import Given, graph_of, read_with_specs, scanned
 from ddltool.analyzers.reporting.plan_section import joint_section, plan_section
-from ddltool.commands.options import AllowCode, DevicesFile, Json, Output, Seed
+from ddltool.commands.options import AllowCode, DevicesFile, Json, NcclTests, Output, Seed
 from ddltool.commands.output import finish, note, print_json, show
 from ddltool.commands.parts import demand_part
 from ddltool.commands.values import known, number
@@ -27,7 +27,7 @@ _ALL = {"job_file", "strategy", "graph_file", "time_limit_s", "devices_file", "a
 _BARRIERS = {"lookahead", "max_gap"}
 # The options that a strategy reads beside those.
 _MORE = {
-    "auto": {"objective", "telemetry", "bandwidth", "latency", "top_k", *_BARRIERS},
+    "auto": {"objective", "telemetry", "bandwidth", "latency", "nccl_tests", "top_k", *_BARRIERS},
     "elastic-bsp": _BARRIERS,
     "est": {"top_k", "prefer", "together"},
 }
@@ -63,9 +63,10 @@ def plan(
         typer.Option(metavar="FILE", help="auto: telemetry of an earlier run, in place of the job's capabilities."),
     ] = None,
     bandwidth: Annotated[
-        _Text, typer.Option(help="auto: network of a node, e.g. 100Gbit; nic_gbit of the cluster by default.")
+        _Text, typer.Option(help="auto: network of a node, e.g. 100Gbit; the cluster's nic or nic_gbit by default.")
     ] = None,
     latency: Annotated[str, typer.Option(help="auto: network latency.")] = "50us",
+    nccl_tests: NcclTests = None,
     lookahead: Annotated[
         int, typer.Option(help="elastic-bsp: iterations per worker up to the barrier.", min=1, max=100_000)
     ] = 15,
@@ -111,7 +112,9 @@ def plan(
     demand_part(
         context, f"--strategy {strategy}", _ALL | _MORE.get(strategy, set()) | ({"share"} if together else set())
     )
-    check_outputs([job_file, telemetry, graph_file, devices_file, *(together or [])], {"-o": output})
+    check_outputs(
+        [job_file, telemetry, graph_file, devices_file, *(together or []), *(nccl_tests or [])], {"-o": output}
+    )
     if together:
         demand_part(context, "a plan of several jobs", _TOGETHER, instead="leave it out, or leave out --with")
         rule = known("--share", share, SHARING)
@@ -134,6 +137,7 @@ def plan(
         telemetry=telemetry,
         bandwidth=bandwidth,
         latency=latency,
+        nccl_tests=tuple(nccl_tests or ()),
         settings=Settings(
             top_k=top_k,
             limit_s=time_limit_s,
@@ -144,7 +148,7 @@ def plan(
         ),
         tell=note,
     )
-    made = complete(solve(strategy, job, job_file, given), job, job_file, graph)
+    made = complete(solve(strategy, job, job_file, given), job, job_file, given)
     finish(made, lambda: plan_section(made, made.job), output, as_json)
 
 

@@ -10,19 +10,31 @@ import pandas as pd
 import typer
 
 from ddltool.analyzers.costs.model import cost_model
-from ddltool.analyzers.costs.predict import Setting, link_of, predict_on
+from ddltool.analyzers.costs.predict import Setting, predict_on
+from ddltool.analyzers.loading.fabrics import BANDWIDTH, LATENCY, fabric_of
 from ddltool.analyzers.loading.sources import work_of
 from ddltool.analyzers.tracing.dialect import Numerics
-from ddltool.commands.options import ChannelsLast, DevicesFile, Json, Output, Precision, SequenceLength
+from ddltool.commands.options import (
+    ChannelsLast,
+    DevicesFile,
+    Json,
+    LocalLink,
+    NcclTests,
+    Nic,
+    Output,
+    Precision,
+    SequenceLength,
+)
 from ddltool.commands.output import note, out, print_json, progress, table
+from ddltool.commands.parts import is_given
 from ddltool.commands.values import integers
-from ddltool.device import Device, DeviceTable, Network
+from ddltool.device import Device, DeviceTable
 from ddltool.errors import InputError
 from ddltool.fixtures.loading import calibration, known_devices
 from ddltool.graph_results import PredictedRow, PredictResult
 from ddltool.outputs import check_outputs
 from ddltool.profiles import write_profile
-from ddltool.units import parse_bandwidth, parse_latency, show_bytes, show_rate, show_seconds, show_span
+from ddltool.units import show_bytes, show_rate, show_seconds, show_span
 
 _LARGEST = 2**31
 # Names of more devices than these are counted.
@@ -30,6 +42,7 @@ _NAMED = 6
 
 
 def predict(
+    context: typer.Context,
     source: Annotated[
         str,
         typer.Argument(
@@ -50,18 +63,24 @@ def predict(
     sharding: Annotated[str, typer.Option(help="Of several replicas: ddp, zero1, zero2, fsdp or hsdp:SHARD.")] = "ddp",
     checkpointing: Annotated[str, typer.Option(help="Activations of every block: none, selective or full.")] = "none",
     sequence_length: SequenceLength = None,
-    bandwidth: Annotated[str, typer.Option(help="Network between nodes.")] = "10Gbit",
-    latency: Annotated[str, typer.Option(help="Its latency.")] = "50us",
+    bandwidth: Annotated[str, typer.Option(help="Network between nodes, as measured.")] = BANDWIDTH,
+    latency: Annotated[str, typer.Option(help="Its latency.")] = LATENCY,
+    nic: Nic = None,
+    link: LocalLink = None,
     local_bandwidth: Annotated[
-        str, typer.Option(help="Link between the GPUs of a node; 80 % of the device's own by default.")
-    ] = "",
-    local_latency: Annotated[str, typer.Option(help="Its latency.")] = "10us",
+        str | None,
+        typer.Option(help="Inside a node, as measured; what rings reach of the device's own link by default."),
+    ] = None,
+    local_latency: Annotated[
+        str | None, typer.Option(help="Of a message inside a node; NCCL's own by default.")
+    ] = None,
+    nccl_tests: NcclTests = None,
     devices_file: DevicesFile = None,
     output: Output = None,
     as_json: Json = False,
 ) -> None:
     """Predict training steps on devices that are not here, each with the range in which 80 % of measurements fall."""
-    check_outputs([source.partition(":")[0], devices_file], {"-o": output})
+    check_outputs([source.partition(":")[0], devices_file, *(nccl_tests or [])], {"-o": output})
     sizes = None if batch_sizes == "auto" else integers(batch_sizes, "--batch-sizes", ordered=False)
     counts = integers(replicas, "--replicas")
     for option, numbers in (("--batch-sizes", sizes or (1,)), ("--replicas", counts)):
@@ -69,17 +88,22 @@ def predict(
             raise InputError(option, f"{max(numbers)} is out of range", f"write whole numbers from 1 to {_LARGEST}")
     found = _devices(device, known_devices(devices_file))
     numerics = Numerics(precision, channels_last)  # type: ignore[arg-type]  # Numerics checks it
-    local = parse_bandwidth(local_bandwidth, "--local-bandwidth") if local_bandwidth else None
-    network = Network(bandwidth_bytes_per_s=parse_bandwidth(bandwidth), latency_s=parse_latency(latency))
-    inside_s = parse_latency(local_latency, "--local-latency")
     settings = [
         Setting(
-            local=link_of(each, local, inside_s),
-            network=network,
+            fabric=fabric_of(
+                each,
+                gpus_per_node=gpus_per_node,
+                link=link,
+                local_bandwidth=local_bandwidth,
+                local_latency=local_latency,
+                nic=nic,
+                bandwidth=bandwidth if nic is None or is_given(context, "bandwidth") else None,
+                latency=latency if nic is None or is_given(context, "latency") else None,
+                nccl_tests=nccl_tests or (),
+            ),
             optimizer=optimizer,
             accumulation=accumulation,
             compile=compile_,
-            gpus_per_node=gpus_per_node,
             sharding=sharding,
             checkpointing=checkpointing,  # type: ignore[arg-type]  # Setting checks it
         )

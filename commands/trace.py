@@ -10,26 +10,40 @@ import typer
 
 from ddltool.analyzers.communication.collectives import plan_collectives
 from ddltool.analyzers.communication.efficiency import compare
-from ddltool.analyzers.communication.program import Ring, own_ring
+from ddltool.analyzers.communication.program import own_fabric
 from ddltool.analyzers.communication.result import trace_result
 from ddltool.analyzers.communication.timeline import to_chrome_trace
+from ddltool.analyzers.loading.fabrics import BANDWIDTH, LATENCY, fabric_of, own_link
 from ddltool.analyzers.loading.sources import is_graph_file, is_onnx_file, scan_source
 from ddltool.analyzers.loading.timed_graph import timed_graph
 from ddltool.analyzers.reporting.graph_section import determinism_section, trace_section
 from ddltool.artifacts import to_json, write_text
-from ddltool.commands.options import ChannelsLast, DevicesFile, Json, Output, Precision, Seed, SequenceLength, Source
+from ddltool.commands.options import (
+    ChannelsLast,
+    DevicesFile,
+    Json,
+    LocalLink,
+    NcclTests,
+    Nic,
+    Output,
+    Precision,
+    Seed,
+    SequenceLength,
+    Source,
+)
 from ddltool.commands.output import note, print_json, progress, show
 from ddltool.commands.parts import demand_part, is_given
 from ddltool.commands.values import number
 from ddltool.errors import InputError
+from ddltool.fixtures.loading import known_devices
 from ddltool.graph import Mode
 from ddltool.graph_io import write_graph
 from ddltool.graph_results import DeterminismResult, NamedGraph
 from ddltool.outputs import check_outputs
-from ddltool.units import parse_bandwidth, parse_latency
 
+_LINKS = ("gpus_per_node", "link", "nic", "nccl_tests")
 # What a graph that brings its own times does not read.
-_TIMING = ("device", "devices_file", "bandwidth", "latency", "parameter_servers")
+_TIMING = ("device", "devices_file", "bandwidth", "latency", "parameter_servers", *_LINKS)
 
 
 def trace(
@@ -49,8 +63,8 @@ def trace(
     channels_last: ChannelsLast = False,
     sequence_length: SequenceLength = None,
     devices_file: DevicesFile = None,
-    bandwidth: Annotated[str, typer.Option(help="Network bandwidth per channel.")] = "10Gbit",
-    latency: Annotated[str, typer.Option(help="Network latency per transfer.")] = "50us",
+    bandwidth: Annotated[str, typer.Option(help="Network bandwidth per channel and node.")] = BANDWIDTH,
+    latency: Annotated[str, typer.Option(help="Network latency per transfer.")] = LATENCY,
     parameter_servers: Annotated[
         int, typer.Option(help="Channels to spread the parameters over.", min=1, max=10_000)
     ] = 1,
@@ -70,6 +84,15 @@ def trace(
     replicas: Annotated[
         int, typer.Option(help="Processes that DDP or FSDP2 would run on (training).", min=2, max=100_000)
     ] = 8,
+    gpus_per_node: Annotated[
+        int | None,
+        typer.Option(
+            help="Replicas of a node; 1 where --bandwidth is given, else 8 on the device's own NVLink.", min=1, max=1024
+        ),
+    ] = None,
+    link: LocalLink = None,
+    nic: Nic = None,
+    nccl_tests: NcclTests = None,
     samples: Annotated[int, typer.Option(help="Simulated runs of each order.", min=1)] = 100,
     perfetto: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Write TAC's timeline as a Chrome/Perfetto trace.")
@@ -91,7 +114,9 @@ def trace(
         return
     if output is not None and output == perfetto:
         raise InputError("--perfetto", f"is {perfetto}, as -o", "give two different files")
-    check_outputs([source.partition(":")[0], oracle, devices_file], {"-o": output, "--perfetto": perfetto})
+    check_outputs(
+        [source.partition(":")[0], oracle, devices_file, *(nccl_tests or [])], {"-o": output, "--perfetto": perfetto}
+    )
     with progress(f"tracing {source}") as advance:
         graph = timed_graph(
             source,
@@ -123,11 +148,20 @@ def trace(
         names = ", ".join("--" + name.replace("_", "-") for name in given)
         note(f"note: {names} ignored: the file has times of its own; add --oracle roofline to time it anew")
     if own:
-        ring = own_ring(graph, replicas)
+        fabric = own_fabric(graph)
     else:
-        rate, delay = parse_bandwidth(bandwidth), parse_latency(latency)
-        ring = Ring(replicas=replicas, bandwidth_bytes_per_s=rate, latency_s=delay)
-    plans = plan_collectives(graph, ring) if ring is not None else None
+        known = known_devices(devices_file).device(device)
+        several = not is_given(context, "bandwidth") and (link is not None or own_link(known).kind.startswith("nvlink"))
+        fabric = fabric_of(
+            known,
+            gpus_per_node=gpus_per_node or (8 if several else 1),
+            link=link,
+            nic=nic,
+            bandwidth=bandwidth if nic is None or is_given(context, "bandwidth") else None,
+            latency=latency if nic is None or is_given(context, "latency") else None,
+            nccl_tests=nccl_tests or (),
+        )
+    plans = plan_collectives(graph, fabric.over(replicas)) if fabric is not None else None
     if output is not None:
         write_graph(graph, output)
     if perfetto is not None:

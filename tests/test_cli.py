@@ -329,6 +329,10 @@ def test_the_options_are_a_decision() -> None:
     assert found == {
         "trace": sorted(
             [
+                "--gpus-per-node",
+                "--link",
+                "--nic",
+                "--nccl-tests",
                 "--mode",
                 "--batch-size",
                 "--device",
@@ -349,6 +353,9 @@ def test_the_options_are_a_decision() -> None:
         ),
         "predict": sorted(
             [
+                "--link",
+                "--nic",
+                "--nccl-tests",
                 *("--device", "--devices-file", "--batch-sizes", "--replicas", "--gpus-per-node", "--precision"),
                 *("--channels-last", "--compile", "--optimizer", "--accumulation", "--sequence-length"),
                 *("--bandwidth", "--latency", "--local-bandwidth", "--local-latency", "--sharding", "--checkpointing"),
@@ -382,6 +389,7 @@ def test_the_options_are_a_decision() -> None:
         "fit": sorted(["--holdout", "--picture", *common]),
         "plan": sorted(
             [
+                "--nccl-tests",
                 *("--strategy", "--graph", "--top-k", "--time-limit", "--lookahead", "--max-gap"),
                 *("--objective", "--telemetry", "--bandwidth", "--latency", "--devices-file"),
                 *("--prefer", "--with", "--share", "--allow-code"),

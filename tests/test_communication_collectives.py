@@ -23,13 +23,14 @@ from ddltool.analyzers.communication.collectives import (
     plan_ddp,
 )
 from ddltool.analyzers.communication.fsdp import Unit, block_container, plan_fsdp, simulate_fsdp, units_of
-from ddltool.analyzers.communication.program import Program, Ring, program_of
+from ddltool.analyzers.communication.program import Program, program_of
+from ddltool.analyzers.costs.nccl import Fabric, Group
 from ddltool.errors import InputError
 from ddltool.fixtures.loading import folder
 from ddltool.graph import Graph, Op
 from ddltool.graph_io import read_graph
 
-RING = Ring(replicas=4, bandwidth_bytes_per_s=1e9, latency_s=1e-4)
+GROUP = Fabric.flat(1e9, 1e-4).over(4)
 
 
 def shipped(stem: str) -> Graph:
@@ -55,8 +56,8 @@ def programs(draw: st.DrawFn, most: int = 7) -> Program:
 
 def test_ring_costs_are_the_textbook_ones() -> None:
     """All-reduce of S bytes on n processes: 2 (n - 1) rounds, 2 (n - 1) / n of S over the wire."""
-    assert RING.all_reduce_s(4e9) == pytest.approx(2 * 3 * 1e-4 + 2 * 3 / 4 * 4)
-    assert RING.all_gather_s(4e9) == RING.reduce_scatter_s(4e9) == pytest.approx(3 * 1e-4 + 3)
+    assert GROUP.all_reduce_s(4e9) == pytest.approx(2 * 3 * 1e-4 + 2 * 3 / 4 * 4)
+    assert GROUP.all_gather_s(4e9) == GROUP.reduce_scatter_s(4e9) == pytest.approx(3 * 1e-4 + 3)
 
 
 @given(programs(), st.sampled_from([0.25, 0.5, 1.0, 3.0, 25.0]))
@@ -80,9 +81,9 @@ def test_the_default_is_torchs() -> None:
 def test_best_cuts_equal_enumeration(program: Program) -> None:
     count = len(program.parameters)
     every = ([*inner, count] for size in range(count) for inner in itertools.combinations(range(1, count), size))
-    best = min(finish_s(program, RING, cuts) for cuts in every)
-    assert finish_s(program, RING, best_cuts(program, RING)) == pytest.approx(best, rel=1e-12)
-    plan = plan_ddp(program, RING)
+    best = min(finish_s(program, GROUP, cuts) for cuts in every)
+    assert finish_s(program, GROUP, best_cuts(program, GROUP)) == pytest.approx(best, rel=1e-12)
+    plan = plan_ddp(program, GROUP)
     assert plan.lower_bound_s <= plan.best.step_s * (1 + 1e-12)
     assert plan.best.step_s <= plan.best_cap.step_s <= plan.default.step_s
     assert plan.best.exposed_s >= 0
@@ -92,7 +93,7 @@ def test_best_cuts_equal_enumeration(program: Program) -> None:
 @settings(max_examples=60, deadline=None)
 def test_the_list_of_caps_makes_exactly_these_buckets(program: Program) -> None:
     """What is emitted as bucket_cap_mb_list, turned to bytes as DDP does, gives the planned buckets in torch."""
-    best = plan_ddp(program, RING).best
+    best = plan_ddp(program, GROUP).best
     if best.bucket_cap_mb_list is None:
         return
     tensors = [torch.empty(int(size) // 4, device="meta") for size in program.size_bytes]
@@ -103,7 +104,7 @@ def test_the_list_of_caps_makes_exactly_these_buckets(program: Program) -> None:
 
 def test_a_bucket_plan_by_hand() -> None:
     """Two gradients of 1 s on the wire each, ready at 1 and 4 s: apart, the first is done before the second is ready."""
-    ring = Ring(replicas=2, bandwidth_bytes_per_s=1e6, latency_s=0.0)
+    group = Fabric.flat(1e6, 0.0).over(2)
     program = Program(
         parameters=("a", "b"),
         ready_s=np.array([1.0, 4.0]),
@@ -114,12 +115,12 @@ def test_a_bucket_plan_by_hand() -> None:
         backward_s=0.0,
         compute_s=4.0,
     )
-    assert finish_s(program, ring, [1, 2]) == pytest.approx(5.0)
-    assert finish_s(program, ring, [2]) == pytest.approx(6.0)
-    assert plan_ddp(program, ring).best.bucket_parameters == [["a"], ["b"]]
+    assert finish_s(program, group, [1, 2]) == pytest.approx(5.0)
+    assert finish_s(program, group, [2]) == pytest.approx(6.0)
+    assert plan_ddp(program, group).best.bucket_parameters == [["a"], ["b"]]
 
 
-def second_opinion(root: Unit, units: list[Unit], ring: Ring, ahead: int, back: int, reshard: bool) -> float:
+def second_opinion(root: Unit, units: list[Unit], group: Group, ahead: int, back: int, reshard: bool) -> float:
     """The same rules as a graph of events; the step is its longest path."""
     events: nx.DiGraph[str] = nx.DiGraph()
     wire: list[str] = []
@@ -135,7 +136,7 @@ def second_opinion(root: Unit, units: list[Unit], ring: Ring, ahead: int, back: 
             events.add_edge(origin, name, begins=bool(gate or other.startswith("start:")))
 
     count = len(units)
-    gather, scatter = ring.all_gather_s, ring.reduce_scatter_s
+    gather, scatter = group.all_gather_s, group.reduce_scatter_s
     add("gather-root", gather(root.size_bytes) if root.size_bytes else 0.0, on_wire=True)
     add("root-forward", root.forward_s, "gather-root")
     last = "root-forward"
@@ -207,8 +208,8 @@ def test_fsdp_equals_a_second_timeline(units: list[Unit], ahead: int, back: int,
             for k, u in enumerate(units[1:])
         ],
     )
-    plan = simulate_fsdp(root, blocks, RING, ahead, back, reshard=reshard)
-    assert plan.step_s == pytest.approx(second_opinion(root, blocks, RING, ahead, back, reshard), rel=1e-12)
+    plan = simulate_fsdp(root, blocks, GROUP, ahead, back, reshard=reshard)
+    assert plan.step_s == pytest.approx(second_opinion(root, blocks, GROUP, ahead, back, reshard), rel=1e-12)
     assert plan.exposed_s >= -1e-12
 
 
@@ -260,11 +261,11 @@ def test_frozen_blocks_are_gathered_and_not_reduced() -> None:
                     ops.append(dataclasses.replace(send, parameter=full, inputs=before))
         return Graph.from_ops("blocks", "training", ops)
 
-    whole, frozen = (plan_fsdp(program_of(blocks(trained)), RING) for trained in (True, False))
+    whole, frozen = (plan_fsdp(program_of(blocks(trained)), GROUP) for trained in (True, False))
     assert whole is not None
     assert frozen is not None
     assert frozen.default.gathered_bytes == whole.default.gathered_bytes
-    gathers = sum(RING.all_gather_s(4e8 + 4e5) for _ in frozen.units)
+    gathers = sum(GROUP.all_gather_s(4e8 + 4e5) for _ in frozen.units)
     assert gathers < frozen.default.step_s < whole.default.step_s
 
 
@@ -274,9 +275,7 @@ def test_a_step_without_any_time_gains_nothing() -> None:
         Op(name="c", kind="compute", duration_s=0.0, inputs=("r",)),
         Op(name="s", kind="send", resource="channel:0", duration_s=0.0, parameter="w", inputs=("c",)),
     ]
-    plans = plan_collectives(
-        Graph.from_ops("zero", "training", ops), Ring(replicas=2, bandwidth_bytes_per_s=1e9, latency_s=0.0)
-    )
+    plans = plan_collectives(Graph.from_ops("zero", "training", ops), Fabric.flat(1e9, 0.0).over(2))
     assert plans is not None
     assert "leave bucket_cap_mb alone" in plans.ddp.verdict
 
@@ -287,11 +286,11 @@ def test_no_single_cap_is_better(program: Program) -> None:
     """Every cap that any set of neighbouring gradients adds up to, and anything between."""
     sizes = program.size_bytes
     sums = {float(sizes[i:j].sum()) for i in range(len(sizes)) for j in range(i + 1, len(sizes) + 1)}
-    best = min(finish_s(program, RING, assign_buckets(program, cap / MIB)) for cap in sums)
-    default = finish_s(program, RING, assign_buckets(program, 25, DEFAULT_FIRST_BYTES))
+    best = min(finish_s(program, GROUP, assign_buckets(program, cap / MIB)) for cap in sums)
+    default = finish_s(program, GROUP, assign_buckets(program, 25, DEFAULT_FIRST_BYTES))
     best = max(min(best, default), program.compute_s)
     # Fewer buckets are preferred where the step is at most 0.1 % longer.
-    assert best * (1 - 1e-12) <= plan_ddp(program, RING).best_cap.step_s <= best * (1 + 1e-3) * (1 + 1e-12)
+    assert best * (1 - 1e-12) <= plan_ddp(program, GROUP).best_cap.step_s <= best * (1 + 1e-3) * (1 + 1e-12)
 
 
 def test_depth_pays_where_the_network_is_uneven() -> None:
@@ -302,26 +301,24 @@ def test_depth_pays_where_the_network_is_uneven() -> None:
         for k, s in enumerate(sizes)
     ]
     root = Unit(name="", size_bytes=1e7, gradient_bytes=1e7, forward_s=0.0, backward_s=0.0)
-    shallow, deep = (simulate_fsdp(root, blocks, RING, depth, depth) for depth in (1, 3))
+    shallow, deep = (simulate_fsdp(root, blocks, GROUP, depth, depth) for depth in (1, 3))
     assert deep.step_s < 0.95 * shallow.step_s
     assert deep.gathered_bytes > shallow.gathered_bytes
 
 
 def test_the_answers_name_what_to_set() -> None:
-    plans = plan_collectives(shipped("gpt_small-training"), RING)
+    plans = plan_collectives(shipped("gpt_small-training"), GROUP)
     assert plans is not None
     assert "DDP" in plans.ddp.verdict
     assert plans.fsdp2 is not None
     assert "FSDP2" in plans.fsdp2.verdict
-    assert plan_collectives(shipped("gpt_small-inference"), RING) is None
+    assert plan_collectives(shipped("gpt_small-inference"), GROUP) is None
     with pytest.raises(InputError, match="is no training step"):
         program_of(shipped("gpt_small-inference"))
 
 
 def test_prefetch_lists_follow_the_depth() -> None:
-    fsdp = plan_fsdp(
-        program_of(shipped("gpt_small-training")), Ring(replicas=64, bandwidth_bytes_per_s=2e8, latency_s=0)
-    )
+    fsdp = plan_fsdp(program_of(shipped("gpt_small-training")), Fabric.flat(2e8, 0).over(64))
     assert fsdp is not None
     for lists, depth in (
         (fsdp.forward_prefetch, fsdp.best.forward_depth),

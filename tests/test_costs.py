@@ -24,6 +24,7 @@ from ddltool.analyzers.costs.kernel_times import ARITHMETIC, FEED, TRAFFIC, Cons
 from ddltool.analyzers.costs.kernels import INPUT_GRADIENT, WEIGHT_GRADIENT, kernels_of
 from ddltool.analyzers.costs.memory import Kind, Sharding
 from ddltool.analyzers.costs.model import CostModel, cost_model, estimate, time_step, update_s
+from ddltool.analyzers.costs.nccl import Fabric
 from ddltool.analyzers.costs.predict import (
     Placement,
     Setting,
@@ -43,12 +44,13 @@ from ddltool.device import Device, Network
 from ddltool.errors import InputError
 from ddltool.fixtures.loading import calibration, devices
 from ddltool.graph import COMPUTE, Graph, Op
+from ddltool.links import Link
 from ddltool.profiles import read_profile
 from tests.conftest import Result
 
 Cli = Callable[..., Result]
-LINK = Network(bandwidth_bytes_per_s=1e9, latency_s=1e-4)
-SETTING = Setting(local=LINK, network=LINK, optimizer="sgd")
+LINK = Link(kind="plain", bytes_per_s=1e9, latency_s=1e-4)
+SETTING = Setting(fabric=Fabric(inside=LINK, between=LINK, gpus_per_node=8), optimizer="sgd")
 ALONE = Placement(num_nodes=1, num_replicas=1)
 DEVICE = Device(
     name="test",
@@ -616,10 +618,7 @@ def test_synchronisation_hides_behind_backward() -> None:
     curve = measure_work(lambda: resolve_step("zoo:resnet32"))
     places = [ALONE, Placement(num_nodes=2, num_replicas=2)]
     fast, slow = (
-        predict(
-            curve, model(), replace(SETTING, network=Network(bandwidth_bytes_per_s=rate, latency_s=0.0)), [64], places
-        )
-        for rate in (1e12, 1e6)
+        predict(curve, model(), replace(SETTING, fabric=Fabric.flat(rate, 0.0)), [64], places) for rate in (1e12, 1e6)
     )
     assert fast[1].sync_time_s < 0.01 * fast[0].step_time_s
     whole = curve.traced.graph.parameter_bytes / 1e6  # a ring of two moves the whole size once
@@ -629,8 +628,8 @@ def test_synchronisation_hides_behind_backward() -> None:
 def test_a_ring_is_as_fast_as_its_slowest_hop() -> None:
     """More replicas never synchronise sooner; a tree of nodes keeps the latency of many from adding up."""
     curve = measure_work(lambda: resolve_step("zoo:resnet32"))
-    slow, fast = Network(bandwidth_bytes_per_s=1e8, latency_s=1e-5), Network(bandwidth_bytes_per_s=1e9, latency_s=1e-4)
-    setting = replace(SETTING, local=slow, network=fast)
+    slow, fast = (Link(kind="plain", bytes_per_s=rate, latency_s=delay) for rate, delay in ((1e8, 1e-5), (1e9, 1e-4)))
+    setting = replace(SETTING, fabric=Fabric(inside=slow, between=fast, gpus_per_node=8))
     places = [Placement(num_nodes=-(-count // 8), num_replicas=count) for count in (2, 8, 9, 16, 64, 512)]
     waits = [row.sync_time_s for row in predict(curve, model(), setting, [8], places)]
     assert waits == sorted(waits)

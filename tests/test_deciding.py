@@ -12,8 +12,9 @@ from hypothesis import strategies as st
 from ddltool.analyzers.balancing.plan import plan_bsp, plan_lb_bsp
 from ddltool.analyzers.communication.collectives import plan_collectives, plan_ddp
 from ddltool.analyzers.communication.efficiency import compare
-from ddltool.analyzers.communication.program import Ring, program_of
+from ddltool.analyzers.communication.program import program_of
 from ddltool.analyzers.costs.model import cost_model, estimate
+from ddltool.analyzers.costs.nccl import Fabric
 from ddltool.analyzers.deciding.candidates import STRATEGIES, Knowledge
 from ddltool.analyzers.deciding.communication import (
     STATES,
@@ -38,6 +39,7 @@ from ddltool.plans import Plan
 from tests.conftest import throughput
 
 RATE, DELAY = 10e9 / 8, 50e-6
+NETWORK = dict.fromkeys(("V100", "T4"), Fabric.flat(RATE, DELAY))
 
 
 def job(offers: Mapping[str, tuple[int, float]], *, workers: int = 16, **more: object) -> Job:
@@ -94,10 +96,10 @@ def test_types_mix_for_est_where_the_bits_are_known_to_hold() -> None:
 def test_a_graph_at_its_own_speed_leaves_what_the_trace_says(resnet: Graph) -> None:
     """Not stretched, DDP's default and best are those of the trace; TAC and random those of the comparison."""
     program = program_of(resnet)
-    source = GraphCommunication(resnet, RATE, DELAY, {})
+    source = GraphCommunication(resnet, NETWORK, {})
     seen = source.synchronous({"V100": 8}, program.compute_s)
-    ring = Ring(replicas=8, bandwidth_bytes_per_s=RATE, latency_s=DELAY)
-    plans = plan_collectives(resnet, ring)
+    group = Fabric.flat(RATE, DELAY).over(8)
+    plans = plan_collectives(resnet, group)
     assert plans is not None
     assert seen.default_s == pytest.approx(plans.ddp.default.exposed_s, rel=1e-9)
     assert seen.ddp is not None
@@ -110,24 +112,24 @@ def test_a_graph_at_its_own_speed_leaves_what_the_trace_says(resnet: Graph) -> N
 
 
 def test_more_compute_hides_more(resnet: Graph) -> None:
-    source = GraphCommunication(resnet, RATE, DELAY, {})
+    source = GraphCommunication(resnet, NETWORK, {})
     times = [0.01, 0.1, 1.0, 10.0]
     seen = [source.synchronous({"V100": 8}, seconds) for seconds in times]
     left = [round(entry.default_s, 9) for entry in seen]
     assert left == sorted(left, reverse=True)
     assert left[0] > 5 * left[-1]
     program = program_of(resnet)
-    ring = Ring(replicas=8, bandwidth_bytes_per_s=RATE, latency_s=DELAY)
+    group = Fabric.flat(RATE, DELAY).over(8)
     for seconds, entry in zip(times, seen, strict=True):
-        by_hand = plan_ddp(stretched(program, seconds), ring)
+        by_hand = plan_ddp(stretched(program, seconds), group)
         assert entry.default_s == pytest.approx(by_hand.default.step_s - seconds, abs=1e-12)
 
 
 def test_a_replica_that_does_not_fit_is_sharded_or_refused(resnet: Graph) -> None:
     states = STATES * resnet.parameter_bytes / 2**30
-    roomy = GraphCommunication(resnet, RATE, DELAY, {"T4": states * 1.01})
-    tight = GraphCommunication(resnet, RATE, DELAY, {"T4": states * 0.5})
-    none = GraphCommunication(resnet, RATE, DELAY, {"T4": states * 0.1})
+    roomy = GraphCommunication(resnet, NETWORK, {"T4": states * 1.01})
+    tight = GraphCommunication(resnet, NETWORK, {"T4": states * 0.5})
+    none = GraphCommunication(resnet, NETWORK, {"T4": states * 0.1})
     assert roomy.synchronous({"T4": 4}, 1.0).ddp is not None
     assert tight.synchronous({"T4": 4}, 1.0).fsdp2 is not None
     with pytest.raises(Infeasible, match="memory: weights, gradients and Adam's moments are"):

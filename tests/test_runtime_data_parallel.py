@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from ddltool.analyzers.communication.collectives import plan_collectives, settings
-from ddltool.analyzers.communication.program import Ring
 from ddltool.analyzers.costs.model import datasheet, estimate
+from ddltool.analyzers.costs.nccl import Fabric
 from ddltool.analyzers.tracing.step import TrainingStep
 from ddltool.analyzers.tracing.torch_adapter import trace_torch
 from ddltool.artifacts import save
@@ -35,7 +35,7 @@ def planned() -> tuple[BucketSetting, PrefetchSetting | None]:
 
     graph = trace_torch(build, mode="training")
     graph = estimate(graph, datasheet(devices().device("cpu-core")), Network())
-    plans = plan_collectives(graph, Ring(replicas=2, bandwidth_bytes_per_s=2e9, latency_s=3e-6))
+    plans = plan_collectives(graph, Fabric.flat(2e9, 3e-6).over(2))
     assert plans is not None
     return settings(plans)
 

@@ -255,6 +255,7 @@ class CollectiveFigures(Part):
     """What DDP and FSDP2 leave exposed, and what to set."""
 
     replicas: Count
+    network: str = Field(default="", description="the links between them, in words")
     compute_s: NonNegative
     ddp: DdpFigures
     fsdp2: FsdpFigures | None

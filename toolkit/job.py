@@ -5,10 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, ValidationInfo, field_validator, model_validator
 
 from ddltool.artifacts import Artifact, Record, load
 from ddltool.errors import InputError
+from ddltool.links import parse_link, parse_nic
 
 Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 # Larger prices, limits and weights would leave the solvers' sums, or nothing of the others in them.
@@ -18,7 +19,29 @@ Count = Annotated[int, Field(ge=0, le=10_000_000)]
 Determinism = Literal["D0", "D1", "D2"]
 
 
-class DeviceOffer(Record):
+class Linked(Record):
+    """How the devices of a node are joined, and the node to others."""
+
+    link: str | None = Field(
+        default=None,
+        description="inside a node: nvlink1 to nvlink5, pcie3 to pcie5, or a measured rate such as 240GB/s",
+    )
+    nic: str | None = Field(
+        default=None, description="cards of a node for RDMA, by datasheet: 200Gbit in all, or 8x200Gbit"
+    )
+
+    @field_validator("link", "nic")
+    @classmethod
+    def _readable(cls, text: str | None, about: ValidationInfo) -> str | None:
+        try:
+            if text is not None:
+                (parse_link if about.field_name == "link" else parse_nic)(text, "")
+        except InputError as error:
+            raise ValueError(f"{error.problem}; {error.remedy}") from None
+        return text
+
+
+class DeviceOffer(Linked):
     """Devices of one type that the job may use."""
 
     type: str = Field(min_length=1, description="name of the device type")
@@ -40,6 +63,9 @@ class DeviceOffer(Record):
         default=None, description="most ESTs on one such device, for the est strategy"
     )
     memory_gib: Positive | None = None
+    per_node: Annotated[int, Field(ge=1, le=1024)] | None = Field(
+        default=None, description="how many stand on a node, where no cluster says it"
+    )
     price_per_hour: Price | None = Field(
         default=None, description="price of one device for an hour, in any one currency"
     )
@@ -156,13 +182,19 @@ class NodeDevices(Record):
     count: Annotated[int, Field(ge=1)] = 1
 
 
-class NodeGroup(Record):
+class NodeGroup(Linked):
     """``count`` equal nodes."""
 
     name: str = Field(min_length=1)
     count: Count = 1
     devices: NodeDevices
-    nic_gbit: Positive | None = Field(default=None, description="network card, Gbit/s")
+    nic_gbit: Positive | None = Field(default=None, description="network card as measured, Gbit/s, without RDMA")
+
+    @model_validator(mode="after")
+    def _one_card(self) -> Self:
+        if self.nic is not None and self.nic_gbit is not None:
+            raise ValueError(f"{self.name} has both nic and nic_gbit; give one of the two")
+        return self
 
 
 class Cluster(Artifact):

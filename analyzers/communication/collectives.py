@@ -20,10 +20,10 @@ from ddltool.analyzers.communication.program import (
     CLEAR_GAIN,
     SMALL_GAIN,
     Program,
-    Ring,
     program_of,
     share_saved,
 )
+from ddltool.analyzers.costs.nccl import Communicator, Group
 from ddltool.graph import SEND, Graph
 from ddltool.graph_results import BucketFigures, CollectiveFigures, DdpFigures
 from ddltool.plans import BucketSetting, PrefetchSetting
@@ -41,16 +41,17 @@ _AS_GOOD = 0.002
 CAPS_MIB = (1, 2, 4, 8, 10, 16, 25, 32, 50, 64, 100, 128, 200, 256, 400, 512, 800, 1024, 2048, 4096)
 
 
-def plan_collectives(graph: Graph, ring: Ring) -> CollectiveFigures | None:
+def plan_collectives(graph: Graph, group: Group) -> CollectiveFigures | None:
     """Return the plans of a timed training graph, None for inference: there is no gradient to reduce."""
     if graph.mode != "training" or not len(graph.of_kind(SEND)):
         return None
     program = program_of(graph)
     return CollectiveFigures(
-        replicas=ring.replicas,
+        replicas=group.replicas,
+        network=group.fabric.text,
         compute_s=program.compute_s,
-        ddp=plan_ddp(program, ring),
-        fsdp2=plan_fsdp(program, ring),
+        ddp=plan_ddp(program, group),
+        fsdp2=plan_fsdp(program, group),
     )
 
 
@@ -59,7 +60,7 @@ def settings(plans: CollectiveFigures) -> tuple[BucketSetting, PrefetchSetting |
     return bucket_setting(plans.ddp), None if plans.fsdp2 is None else prefetch_setting(plans.fsdp2)
 
 
-def plan_ddp(program: Program, ring: Ring) -> DdpFigures:
+def plan_ddp(program: Program, group: Communicator) -> DdpFigures:
     """Return the default buckets of DDP, the best ``bucket_cap_mb``, and the best buckets of any size. O(p^2).
 
     Caps tried: the usual sizes, and those at which the buckets change (all of them for small models, else spread evenly
@@ -67,21 +68,21 @@ def plan_ddp(program: Program, ring: Ring) -> DdpFigures:
     dtype: torch buckets each dtype separately. No buckets at all can be faster than the bound: backward first, then at
     least the last gradient; or all bytes on the wire.
     """
-    default = _figures(program, ring, default_cuts(program))
+    default = _figures(program, group, default_cuts(program))
     total = float(program.size_bytes.sum()) / MIB
     caps = [*sorted({float(cap) for cap in CAPS_MIB if cap < total} | {float(np.ceil(total))}), *_breakpoints(program)]
-    tried = [_figures(program, ring, assign_buckets(program, cap), cap=cap) for cap in caps]
+    tried = [_figures(program, group, assign_buckets(program, cap), cap=cap) for cap in caps]
     fastest = min(plan.step_s for plan in tried)
     as_good = [plan for plan in tried if plan.step_s <= fastest * (1 + _WORTH)]
     best_cap = min(as_good, key=lambda plan: (plan.buckets, plan.step_s))
     if default.step_s <= best_cap.step_s:
         best_cap = default
-    cuts = best_cuts(program, ring)
-    best = _figures(program, ring, cuts, cap_list=_caps_for(program, cuts))
+    cuts = best_cuts(program, group)
+    best = _figures(program, group, cuts, cap_list=_caps_for(program, cuts))
     if best_cap.step_s <= best.step_s:
         best = best_cap
-    whole = ring.all_reduce_s(float(program.size_bytes.sum()))
-    last = ring.all_reduce_s(float(program.size_bytes[-1]))
+    whole = group.all_reduce_s(float(program.size_bytes.sum()))
+    last = group.all_reduce_s(float(program.size_bytes[-1]))
     return DdpFigures(
         default=default,
         best_cap=best_cap,
@@ -126,26 +127,26 @@ def assign_buckets(program: Program, cap_mib: float, first_bytes: float | None =
     return cuts
 
 
-def finish_s(program: Program, ring: Ring, cuts: Sequence[int]) -> float:
+def finish_s(program: Program, group: Communicator, cuts: Sequence[int]) -> float:
     """Return when the last bucket is reduced, seconds from the step's start."""
-    now, first = 0.0, 0
-    for cut in cuts:
-        now = max(now, float(program.ready_s[cut - 1])) + ring.all_reduce_s(float(program.size_bytes[first:cut].sum()))
-        first = cut
+    held = np.concatenate([np.zeros(1), np.cumsum(program.size_bytes)])
+    ends = np.array([0, *cuts])
+    seconds = group.all_reduce_s(held[ends[1:]] - held[ends[:-1]])
+    now = 0.0
+    for ready, took in zip(program.ready_s[ends[1:] - 1].tolist(), seconds.tolist(), strict=True):
+        now = max(now, ready) + took
     return now
 
 
-def best_cuts(program: Program, ring: Ring) -> list[int]:
+def best_cuts(program: Program, group: Communicator) -> list[int]:
     """Return the cut of the gradients, in ready order, whose last bucket is reduced first. O(p^2) vectorised."""
     count = len(program.parameters)
     held = np.concatenate([np.zeros(1), np.cumsum(program.size_bytes)])
-    fixed = ring.all_reduce_s(0.0)
-    per_byte = (ring.all_reduce_s(1e9) - fixed) / 1e9
     ends = np.zeros(count + 1)
     previous: NDArray[np.intp] = np.zeros(count + 1, dtype=np.intp)
     for place in range(1, count + 1):
         starts = np.maximum(ends[:place], program.ready_s[place - 1])
-        values = starts + fixed + per_byte * (held[place] - held[:place])
+        values = starts + group.all_reduce_s(held[place] - held[:place])
         previous[place] = int(values.argmin())
         ends[place] = values[previous[place]]
     cuts: list[int] = []
@@ -167,14 +168,14 @@ def _caps_for(program: Program, cuts: Sequence[int]) -> list[float]:
 
 def _figures(
     program: Program,
-    ring: Ring,
+    group: Communicator,
     cuts: Sequence[int],
     *,
     cap: float | None = None,
     cap_list: list[float] | None = None,
 ) -> BucketFigures:
     bounds = [0, *cuts]
-    step = max(program.compute_s, finish_s(program, ring, cuts))
+    step = max(program.compute_s, finish_s(program, group, cuts))
     buckets = [list(program.parameters[low:high]) for low, high in itertools.pairwise(bounds) if high > low]
     return BucketFigures(
         bucket_cap_mb=cap,

@@ -21,7 +21,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ddltool.analyzers.communication.program import SMALL_GAIN, Program, Ring, share_saved
+from ddltool.analyzers.communication.program import SMALL_GAIN, Program, share_saved
+from ddltool.analyzers.costs.nccl import Communicator
 from ddltool.graph_results import FsdpFigures, PrefetchFigures
 from ddltool.plans import PrefetchSetting
 from ddltool.units import show_bytes, show_seconds
@@ -44,7 +45,7 @@ class Unit:
     backward_s: float
 
 
-def plan_fsdp(program: Program, ring: Ring) -> FsdpFigures | None:
+def plan_fsdp(program: Program, group: Communicator) -> FsdpFigures | None:
     """Return FSDP2's default, the best depths, and the best without resharding, one unit per block; None without a list
     of blocks.
     """
@@ -53,15 +54,15 @@ def plan_fsdp(program: Program, ring: Ring) -> FsdpFigures | None:
         return None
     root, units = found
     depths = sorted({min(depth, len(units)) for depth in DEPTHS})
-    tried = [simulate_fsdp(root, units, ring, ahead, back) for ahead in depths for back in depths]
-    default = simulate_fsdp(root, units, ring, 1, 1)
+    tried = [simulate_fsdp(root, units, group, ahead, back) for ahead in depths for back in depths]
+    default = simulate_fsdp(root, units, group, 1, 1)
     fastest = min(plan.step_s for plan in tried)
     enough = [plan for plan in tried if plan.step_s <= fastest * (1 + _WORTH)]
     best = min(enough, key=lambda plan: (plan.gathered_bytes, plan.step_s, plan.forward_depth, plan.backward_depth))
     if default.step_s <= best.step_s * (1 + _WORTH):
         best = default
     kept = min(
-        (simulate_fsdp(root, units, ring, ahead, 1, reshard=False) for ahead in depths),
+        (simulate_fsdp(root, units, group, ahead, 1, reshard=False) for ahead in depths),
         key=lambda plan: (plan.step_s, plan.forward_depth),
     )
     names = [unit.name for unit in units]
@@ -72,7 +73,7 @@ def plan_fsdp(program: Program, ring: Ring) -> FsdpFigures | None:
         without_reshard=kept,
         forward_prefetch=_ahead(names, best.forward_depth),
         backward_prefetch=_ahead(names[::-1], best.backward_depth),
-        lower_bound_s=_lower(root, units, ring),
+        lower_bound_s=_lower(root, units, group),
         verdict=_verdict(program, default, best, kept),
     )
 
@@ -179,7 +180,13 @@ def _head_end(program: Program, block: Sequence[str], limit_s: float) -> float:
 
 
 def simulate_fsdp(
-    root: Unit, units: Sequence[Unit], ring: Ring, forward_depth: int, backward_depth: int, *, reshard: bool = True
+    root: Unit,
+    units: Sequence[Unit],
+    group: Communicator,
+    forward_depth: int,
+    backward_depth: int,
+    *,
+    reshard: bool = True,
 ) -> PrefetchFigures:
     """Return a step with one setting. O(blocks x depth).
 
@@ -187,9 +194,10 @@ def simulate_fsdp(
     a gradient are not reduced.
     """
     count = len(units)
-    gather = [ring.all_gather_s(unit.size_bytes) for unit in units]
-    scatter = [ring.reduce_scatter_s(unit.gradient_bytes) if unit.gradient_bytes else 0.0 for unit in units]
-    network = ring.all_gather_s(root.size_bytes) if root.size_bytes else 0.0
+    gather = group.all_gather_s(np.array([unit.size_bytes for unit in units])).tolist()
+    gradients = np.array([unit.gradient_bytes for unit in units])
+    scatter = np.where(gradients > 0, group.reduce_scatter_s(gradients), 0.0).tolist()
+    network = group.all_gather_s(root.size_bytes) if root.size_bytes else 0.0
     now = network + root.forward_s  # the root is gathered before anything runs
     begun: list[float] = []
     for place, unit in enumerate(units):
@@ -222,7 +230,7 @@ def simulate_fsdp(
             scattered = network
     now += root.backward_s / 2
     if root.gradient_bytes:
-        network = max(network, now) + ring.reduce_scatter_s(root.gradient_bytes)
+        network = max(network, now) + group.reduce_scatter_s(root.gradient_bytes)
     compute = root.forward_s + root.backward_s + sum(unit.forward_s + unit.backward_s for unit in units)
     step_s = max(now, network)
     sizes = [unit.size_bytes for unit in units]
@@ -238,13 +246,13 @@ def simulate_fsdp(
     )
 
 
-def _lower(root: Unit, units: Sequence[Unit], ring: Ring) -> float:
+def _lower(root: Unit, units: Sequence[Unit], group: Communicator) -> float:
     """Return a bound for every depth and for both ways of resharding."""
     compute = root.forward_s + root.backward_s + sum(unit.forward_s + unit.backward_s for unit in units)
-    reduced = [ring.reduce_scatter_s(unit.gradient_bytes) for unit in (root, *units) if unit.gradient_bytes]
-    wire = sum(ring.all_gather_s(unit.size_bytes) for unit in (root, *units) if unit.size_bytes) + sum(reduced)
-    edges = ring.all_gather_s(root.size_bytes) if root.size_bytes else 0.0
-    edges += ring.reduce_scatter_s(root.gradient_bytes) if root.gradient_bytes else 0.0
+    reduced = [group.reduce_scatter_s(unit.gradient_bytes) for unit in (root, *units) if unit.gradient_bytes]
+    wire = sum(group.all_gather_s(unit.size_bytes) for unit in (root, *units) if unit.size_bytes) + sum(reduced)
+    edges = group.all_gather_s(root.size_bytes) if root.size_bytes else 0.0
+    edges += group.reduce_scatter_s(root.gradient_bytes) if root.gradient_bytes else 0.0
     return max(compute + edges, wire)
 
 

@@ -18,6 +18,7 @@ from ddltool.analyzers.communication.dependencies import (
     reversed_edges,
     whole_times,
 )
+from ddltool.analyzers.costs.nccl import Fabric
 from ddltool.errors import InputError
 from ddltool.graph import COMPUTE, RECV, SEND, Graph
 
@@ -55,36 +56,12 @@ class Program:
         return f" The step is {share:.1f} times its compute: a larger batch per replica gains far more."
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Ring:
-    """Cost of collectives by the ring algorithm over ``replicas`` processes (Patarasuk and Yuan, JPDC 2009).
-
-    Each of its ``replicas - 1`` rounds takes ``latency_s`` and moves a ``1 / replicas`` part of the data; an all-reduce
-    is a reduce-scatter and an all-gather.
-    """
-
-    replicas: int
-    bandwidth_bytes_per_s: float
-    latency_s: float
-
-    def all_gather_s(self, size_bytes: float) -> float:
-        """Return the seconds to gather ``size_bytes`` (the whole, not one's part) on every process."""
-        rounds = self.replicas - 1
-        return rounds * (self.latency_s + size_bytes / self.replicas / self.bandwidth_bytes_per_s)
-
-    reduce_scatter_s = all_gather_s
-
-    def all_reduce_s(self, size_bytes: float) -> float:
-        """Return the seconds to reduce ``size_bytes`` on every process."""
-        return 2 * self.all_gather_s(size_bytes)
-
-
-def own_ring(graph: Graph, replicas: int) -> Ring | None:
-    """Return ``replicas`` processes on the network that the graph was timed for; None when the graph does not say."""
+def own_fabric(graph: Graph) -> Fabric | None:
+    """Return the network that the graph was timed for, one process behind each link; None when the graph does not say."""
     rate, delay = graph.meta.get("bandwidth_bytes_per_s"), graph.meta.get("latency_s")
     if not (isinstance(rate, (int, float)) and isinstance(delay, (int, float))):
         return None
-    return Ring(replicas=replicas, bandwidth_bytes_per_s=float(rate), latency_s=float(delay))
+    return Fabric.flat(float(rate), float(delay))
 
 
 def share_saved(step_s: float, before_s: float) -> float:

@@ -10,21 +10,22 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from typing import get_args
 
 import numpy as np
 
 from ddltool.analyzers.communication.collectives import default_cuts, finish_s
 from ddltool.analyzers.communication.fsdp import simulate_fsdp, units_of
-from ddltool.analyzers.communication.program import Program, Ring, program_of
+from ddltool.analyzers.communication.program import Program, program_of
 from ddltool.analyzers.costs.memory import Checkpointing, Ledger, Peak, Sharding, ledger_of
 from ddltool.analyzers.costs.model import HOST_BOUND, OPTIMIZER, OPTIMIZERS, CostModel, estimate
+from ddltool.analyzers.costs.nccl import Fabric
 from ddltool.analyzers.tracing.dialect import Numerics
 from ddltool.analyzers.tracing.op_rules import CLASSES, class_of
 from ddltool.analyzers.tracing.step import TrainingStep
 from ddltool.analyzers.tracing.torch_adapter import AS_DEFAULT, TracedStep, trace_any_batch
-from ddltool.device import MEASURED, Device, Network
+from ddltool.device import Device, Network
 from ddltool.errors import Infeasible, InputError, did_you_mean
 from ddltool.graph import COMPUTE, Graph
 from ddltool.graph_results import Assumptions, PredictedDevice, PredictedRow, PredictResult
@@ -35,13 +36,9 @@ RESERVED_BYTES = 2.0**30
 _FRAGMENTED = 0.1
 # A rate of 90 % of the best predicted one counts as saturated, as for measured profiles.
 _SATURATED = 0.9
-# Rings reach about this share of what a datasheet says that a link carries one way; a measured link is what they reach.
-_LINK_SHARE = 0.8
-# An unknown link counts as PCIe 3.0 x16.
-_PCIE = 15.75e9
 # What torch.compile fuses with its neighbours.
 _FUSED = frozenset(("pointwise", "copy", "normalisation", "softmax", "reduction"))
-_ASSUMED = ("compile", "optimizer", "accumulation", "gpus_per_node", "sharding", "checkpointing")
+_ASSUMED = ("compile", "optimizer", "accumulation", "sharding", "checkpointing")
 # What each precision computes in.
 _TYPES = {"amp": "float16", "bf16": "bfloat16", "tf32": "tf32", "fp32": "float32"}
 
@@ -120,13 +117,11 @@ class Placement:
 class Setting:
     """How the replicas are joined, and how the model is trained."""
 
-    local: Network
-    network: Network
+    fabric: Fabric
     optimizer: str = OPTIMIZER
     accumulation: int = 1
     """Passes in a step."""
     compile: bool = False
-    gpus_per_node: int = 8
     sharding: str = "ddp"
     """As :meth:`Sharding.named` takes it, where there are several replicas."""
     checkpointing: Checkpointing = "none"
@@ -144,13 +139,6 @@ class Setting:
             raise InputError("--optimizer", f"unknown {self.optimizer!r}", did_you_mean(self.optimizer, OPTIMIZERS))
 
 
-def link_of(device: Device, given_bytes_per_s: float | None, latency_s: float) -> Network:
-    """Return the link inside a node: as given, else what rings reach of the device's own."""
-    own = device.link_bytes_per_s or _PCIE
-    rate = given_bytes_per_s or (own if device.link.startswith(MEASURED) else _LINK_SHARE * own)
-    return Network(bandwidth_bytes_per_s=rate, latency_s=latency_s)
-
-
 def predict_on(
     curve: WorkCurve,
     chosen: Sequence[tuple[CostModel, Setting]],
@@ -165,7 +153,7 @@ def predict_on(
     setting, meta = chosen[0][1], curve.traced.graph.meta
     rows, devices = [], {}
     for model, own in chosen:
-        places = [Placement(num_nodes=math.ceil(n / own.gpus_per_node), num_replicas=n) for n in replicas]
+        places = [Placement(num_nodes=math.ceil(n / own.fabric.gpus_per_node), num_replicas=n) for n in replicas]
         sizes = batch_sizes or _fitting_sizes(curve, model, own, max(replicas))
         found = predict(curve, model, own, sizes, places, source)
         alone = [row for row in found if row.num_replicas == found[0].num_replicas and row.fits]
@@ -177,14 +165,15 @@ def predict_on(
             has_precision=_TYPES[str(meta.get("precision"))] in model.device.peak_flops,
             price_per_hour=model.device.price_per_hour,
             error=model.residuals,
-            link_bytes_per_s=own.local.bandwidth_bytes_per_s,
+            link_bytes_per_s=own.fabric.inside.bytes_per_s,
         )
         rows += found
     assumed = {
         **{name: meta.get(name) for name in ("precision", "channels_last")},
         **{name: getattr(setting, name) for name in _ASSUMED},
         "sequence_length": meta.get("tokens_per_sample"),
-        "bandwidth_bytes_per_s": setting.network.bandwidth_bytes_per_s,
+        "bandwidth_bytes_per_s": setting.fabric.between.bytes_per_s,
+        "gpus_per_node": setting.fabric.gpus_per_node,
     }
     return PredictResult(predicted=True, rows=rows, devices=devices, assumptions=Assumptions.model_validate(assumed))
 
@@ -282,7 +271,7 @@ def _row(
 def timed_step(graph: Graph, model: CostModel, setting: Setting) -> Graph:
     """Return a traced training graph with the model's times: of the compiled step where the setting says so."""
     run = compiled(graph) if setting.compile else graph
-    return estimate(run, model, setting.network, optimizer=setting.optimizer)
+    return estimate(run, model, Network(), optimizer=setting.optimizer)
 
 
 def products_s(graph: Graph, device: Device) -> float:
@@ -316,55 +305,19 @@ def _synchronised_s(program: Program, setting: Setting, placement: Placement, sh
     """Return forward, backward and what is left of the collectives after it, in seconds."""
     if placement.num_replicas == 1:
         return program.compute_s
-    ring = _ring(setting, placement)
     if not sharding.gathers:
         if sharding.kind == "none":
             raise InputError("--sharding", f"none on {placement.num_replicas} replicas", "give ddp, fsdp or another")
-        reduced = max(program.compute_s, finish_s(program, ring, default_cuts(program)))
+        every = setting.fabric.over(placement.num_replicas, placement.num_nodes)
+        reduced = max(program.compute_s, finish_s(program, every, default_cuts(program)))
         # each process updates its part and tells it to all others
-        return reduced + (ring.all_gather_s(float(program.size_bytes.sum())) if sharding.kind == "zero1" else 0.0)
-    inside, groups = _ring(setting, _within(setting, sharding.shard)), placement.num_replicas // sharding.shard
-    if groups > 1:
-        between = _ring(setting, Placement(num_nodes=min(groups, placement.num_nodes), num_replicas=groups))
-        inside = _Replicated(**asdict(inside), between=between)
+        return reduced + (every.all_gather_s(float(program.size_bytes.sum())) if sharding.kind == "zero1" else 0.0)
+    group = setting.fabric.sharded(placement.num_replicas, sharding.shard)
     found = units_of(program)
     if found is None:  # one unit: everything is gathered before the step and reduced after it
         held = float(program.held_bytes.sum())
-        return inside.all_gather_s(held) + program.compute_s + inside.reduce_scatter_s(float(program.size_bytes.sum()))
-    return simulate_fsdp(*found, inside, 1, 1, reshard=sharding.reshards).step_s
-
-
-def _within(setting: Setting, replicas: int) -> Placement:
-    return Placement(num_nodes=math.ceil(replicas / setting.gpus_per_node), num_replicas=replicas)
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _Replicated(Ring):
-    """The ring of one shard group of several: what it has reduced is reduced over the groups as well (HSDP)."""
-
-    between: Ring
-
-    def reduce_scatter_s(self, size_bytes: float) -> float:
-        """Return the seconds to reduce and scatter within the group, and then over the groups."""
-        return self.all_gather_s(size_bytes) + self.between.all_reduce_s(size_bytes / self.replicas)
-
-
-def _ring(setting: Setting, placement: Placement) -> Ring:
-    """Return the ring through all replicas: as fast as its slowest hop.
-
-    Over several nodes a message goes around the ring, of which every step waits for the network, or up and down a tree of
-    the nodes with a chain inside each, whichever is shorter, as NCCL chooses.
-    """
-    n, nodes = placement.num_replicas, placement.num_nodes
-    local, network = setting.local, setting.network
-    if nodes == 1:
-        return Ring(replicas=n, bandwidth_bytes_per_s=local.bandwidth_bytes_per_s, latency_s=local.latency_s)
-    rate, turns = network.bandwidth_bytes_per_s, 2 * (n - 1)
-    inside = math.ceil(n / nodes) - 1
-    if inside:
-        rate = min(rate, local.bandwidth_bytes_per_s)
-    tree_s = 2 * (math.ceil(math.log2(nodes)) * network.latency_s + inside * local.latency_s)
-    return Ring(replicas=n, bandwidth_bytes_per_s=rate, latency_s=min(turns * network.latency_s, tree_s) / turns)
+        return group.all_gather_s(held) + program.compute_s + group.reduce_scatter_s(float(program.size_bytes.sum()))
+    return simulate_fsdp(*found, group, 1, 1, reshard=sharding.reshards).step_s
 
 
 def memory_range(peak_bytes: float) -> tuple[float, float]:

@@ -16,8 +16,9 @@ import numpy as np
 from ddltool.analyzers.communication.collectives import bucket_setting, plan_ddp
 from ddltool.analyzers.communication.fsdp import plan_fsdp, prefetch_setting
 from ddltool.analyzers.communication.order import tac
-from ddltool.analyzers.communication.program import Program, Ring, program_of
+from ddltool.analyzers.communication.program import Program, program_of
 from ddltool.analyzers.communication.timeline import Simulator
+from ddltool.analyzers.costs.nccl import Fabric
 from ddltool.analyzers.goodput.throughput import ThroughputParams, overlapped, sync_time_s
 from ddltool.errors import Infeasible
 from ddltool.graph import COMPUTE, Graph
@@ -62,33 +63,34 @@ class Communication(Protocol):
 
 
 class GraphCommunication:
-    """From a timed training graph and the bandwidth of a node; compute is stretched to the job's devices.
+    """From a timed training graph and the network of each device type; compute is stretched to the job's devices.
 
-    A ring passes each node's link once, whatever the number of devices behind it. Parameter servers are taken to be
-    spread over the nodes, so that the workers of a node share its link and no other is narrower.
+    Parameter servers are taken to be spread over the nodes, so that the workers of a node share its link and no other is
+    narrower.
     """
 
     def __init__(
         self,
         graph: Graph,
-        bandwidth_bytes_per_s: float,
-        latency_s: float,
+        fabrics: Mapping[str, Fabric],
         memory_gib: Mapping[str, float | None],
-        devices_per_node: int = 1,
     ) -> None:
-        """Prepare a graph; ``memory_gib`` by device type. Raises InputError for a graph that is no training step."""
-        self.devices_per_node = devices_per_node
+        """Prepare a graph; networks and memory by device type. Raises InputError for a graph that is no training step."""
         self.graph = graph
         self.program = program_of(graph)
-        self.bandwidth_bytes_per_s = bandwidth_bytes_per_s
-        self.latency_s = latency_s
+        self.fabrics = fabrics
         self.memory_gib = memory_gib
         self._asynchronous: dict[float, Exposed] = {}
 
     @property
     def source(self) -> str:
         """Return what the figures are made of, in words."""
-        return f"{self.graph.name}'s gradients on {self.bandwidth_bytes_per_s * 8 / 1e9:g} Gbit/s (predicted)"
+        texts: dict[str, list[str]] = {}
+        for name, fabric in self.fabrics.items():
+            texts.setdefault(fabric.text, []).append(name)
+        several = len(texts) > 1
+        links = "; ".join(f"{', '.join(names)}: {text}" if several else text for text, names in texts.items())
+        return f"{self.graph.name}'s gradients on {links} (predicted)"
 
     def synchronous(self, devices: Mapping[str, int], pass_s: float) -> Exposed:
         """Return DDP's exposure, or FSDP2's where a whole replica does not fit. Raises Infeasible when neither fits."""
@@ -96,9 +98,9 @@ class GraphCommunication:
         if replicas < 2:
             return Exposed(default_s=0.0, best_s=0.0, setting="one process")
         program = stretched(self.program, pass_s)
-        ring = Ring(replicas=replicas, bandwidth_bytes_per_s=self.bandwidth_bytes_per_s, latency_s=self.latency_s)
+        group = Fabric.joined(self.fabrics, devices)
         if self._sharded(devices):
-            found = plan_fsdp(program, ring)
+            found = plan_fsdp(program, group)
             if found is None:
                 raise Infeasible(
                     f"a replica needs {show_bytes(self._state_bytes)} for weights, gradients and Adam's moments, more "
@@ -114,7 +116,7 @@ class GraphCommunication:
                 setting=f"FSDP2, prefetch {best.forward_depth} / {best.backward_depth}{kept}",
                 fsdp2=prefetch_setting(found, best),
             )
-        ddp = plan_ddp(program, ring)
+        ddp = plan_ddp(program, group)
         buckets = bucket_setting(ddp)
         return Exposed(
             default_s=ddp.default.exposed_s,
@@ -153,8 +155,11 @@ class GraphCommunication:
             durations = self.graph.duration_s.copy()
             compute = self.graph.kind == COMPUTE
             durations[compute] *= pass_s / self.program.compute_s
-            rate = self.bandwidth_bytes_per_s / self.devices_per_node
-            durations[~compute] = self.latency_s + self.graph.size_bytes[~compute] / rate
+            rate, delay = min(
+                (each.between.bytes_per_s / each.gpus_per_node, each.between.latency_s)
+                for each in self.fabrics.values()
+            )
+            durations[~compute] = delay + self.graph.size_bytes[~compute] / rate
             graph = self.graph.with_durations(durations, list(self.graph.estimate))
             simulator, priority = Simulator(graph), tac(graph).priority
             best, default = (

@@ -10,7 +10,8 @@ from typing import Any, cast, get_args
 from ddltool.analyzers.balancing.plan import StepCurve
 from ddltool.analyzers.communication.collectives import plan_collectives, settings
 from ddltool.analyzers.communication.order import tac, tic
-from ddltool.analyzers.communication.program import own_ring
+from ddltool.analyzers.communication.program import own_fabric
+from ddltool.analyzers.costs.nccl import Fabric
 from ddltool.analyzers.deciding.candidates import Settings, plan_by
 from ddltool.analyzers.deciding.communication import GraphCommunication
 from ddltool.analyzers.deciding.compare import decide
@@ -20,6 +21,7 @@ from ddltool.analyzers.loading.job_inputs import (
     Given,
     Tell,
     capabilities_of,
+    fabrics_of,
     fitted_models,
     knowledge_of,
     run_of,
@@ -102,10 +104,12 @@ def goodput_plan(job: Job, job_file: Path) -> Plan:
     return plan_goodput(job, job.goodput, models)
 
 
-def complete(made: Plan, job: Job, job_file: Path, graph: Graph | None) -> Plan:
+def complete(made: Plan, job: Job, job_file: Path, given: Given) -> Plan:
     """Return a plan with its parameters in order, its data-parallel settings and the shape of its nodes, where known."""
+    graph = given.graph
     if graph is not None:
-        settings = {} if made.decision is not None else data_parallel(graph, made)
+        fabrics = fabrics_of(job, job_file.parent, given)
+        settings = {} if made.decision is not None else data_parallel(graph, made, fabrics)
         made = made.model_copy(update={"parameters": ordered_parameters(graph), **settings})
     return made.model_copy(update={"devices_per_node": _devices_per_node(job, job_file, made)})
 
@@ -137,12 +141,16 @@ def ordered_parameters(graph: Graph) -> list[ParameterRecord]:
     ]
 
 
-def data_parallel(graph: Graph, made: Plan) -> dict[str, Any]:
-    """Return the DDP and FSDP2 settings for the plan's processes on the network that the graph was timed for."""
-    ring = own_ring(graph, made.world_size)
-    if ring is None or not graph.timed or made.world_size < 2:
+def data_parallel(graph: Graph, made: Plan, fabrics: Mapping[str, Fabric] | None) -> dict[str, Any]:
+    """Return the DDP and FSDP2 settings for the plan's processes on the job's network, or the one the graph was timed for."""
+    counts: dict[str, int] = {}
+    for row in made.assignments:
+        counts[row.device_type] = counts.get(row.device_type, 0) + row.devices
+    if fabrics is None and (own := own_fabric(graph)) is not None:
+        fabrics = dict.fromkeys(counts, own)
+    if fabrics is None or not graph.timed or made.world_size < 2:
         return {}
-    plans = plan_collectives(graph, ring)
+    plans = plan_collectives(graph, Fabric.joined(fabrics, counts))
     if plans is None:
         return {}
     buckets, prefetch = settings(plans)

@@ -6,12 +6,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from ddltool.analyzers.balancing.plan import StepCurve, checked_total, memory_limit
 from ddltool.analyzers.costs.model import cost_model, estimate
+from ddltool.analyzers.costs.nccl import Fabric
 from ddltool.analyzers.deciding.candidates import Knowledge, Settings
 from ddltool.analyzers.deciding.communication import (
     Communication,
@@ -21,6 +22,7 @@ from ddltool.analyzers.deciding.communication import (
 )
 from ddltool.analyzers.deciding.feedback import Run, read_run
 from ddltool.analyzers.goodput.throughput import ThroughputParams
+from ddltool.analyzers.loading.fabrics import BANDWIDTH, between_nodes, own_link, tests_in
 from ddltool.analyzers.loading.sources import is_graph_file, load_graph, scan_source
 from ddltool.analyzers.loading.timed_graph import timed_graph
 from ddltool.analyzers.placement.determinism import scan
@@ -33,12 +35,15 @@ from ddltool.fixtures.loading import calibration, devices, devices_of, with_spec
 from ddltool.goodput_model import Goodput
 from ddltool.graph import SEND, Graph
 from ddltool.graph_io import read_graph
-from ddltool.job import Cluster, Job, read_job
+from ddltool.job import Cluster, DeviceOffer, Job, NodeGroup, read_job
+from ddltool.links import Link, parse_link
 from ddltool.profiles import read_profile
 from ddltool.tables import read_table
-from ddltool.units import parse_bandwidth, parse_latency
+from ddltool.units import parse_latency
 
 Tell = Callable[[str], None]
+# Modules with NVLink stand so many to a board.
+_SXM = 8
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,6 +55,7 @@ class Given:
     telemetry: Path | None
     bandwidth: str | None
     latency: str
+    nccl_tests: tuple[Path, ...]
     settings: Settings
     tell: Tell
     """Takes a remark for the user."""
@@ -269,30 +275,22 @@ def _communication(
 def _from_graph(job: Job, folder: Path, given: Given) -> Communication | None:
     """Return communication simulated on the model's graph; None without a graph, or without a rate for its network.
 
-    The rate is --bandwidth, else that of the cluster's slowest network card, else the one that the graph was timed for. Raises
-    InputError for a graph that is no timed training step.
+    The network is the job's (:func:`fabrics_of`), else the one that the graph was timed for. Raises InputError for a graph that
+    is no timed training step.
     """
-    rate, per_node, delay = None, 1, parse_latency(given.latency)
-    offered = {offer.type for offer in job.devices if offer.count}
-    if job.cluster is not None:
-        groups = [group for group in load(folder / job.cluster, Cluster).nodes if group.devices.type in offered]
-        cards = [group.nic_gbit for group in groups]
-        per_node = max((group.devices.count for group in groups), default=1)
-        if cards and None not in cards:
-            rate = min(card for card in cards if card is not None) * 1e9 / 8
-    if given.bandwidth is not None:
-        rate = parse_bandwidth(given.bandwidth)
-    graph = given.graph
-    if graph is None and job.model is not None and rate is not None:
+    fabrics, graph = fabrics_of(job, folder, given), given.graph
+    if graph is None and job.model is not None and fabrics is not None:
         graph = _traced(job)
     if graph is None:
         return None
-    if rate is None:
-        known, own = graph.meta.get("bandwidth_bytes_per_s"), graph.meta.get("latency_s")
-        if not isinstance(known, (int, float)):
-            given.tell("note: communication is left out: name a cluster with nic_gbit, or give --bandwidth")
+    if fabrics is None:
+        rate = graph.meta.get("bandwidth_bytes_per_s")
+        if not isinstance(rate, (int, float)):
+            given.tell("note: communication is left out: name a cluster with nic or nic_gbit, or give --bandwidth")
             return None
-        rate, delay = float(known), float(own) if isinstance(own, (int, float)) else delay
+        own = graph.meta.get("latency_s")
+        delay = float(own) if isinstance(own, (int, float)) else parse_latency(given.latency)
+        fabrics = fabrics_of(job, folder, given, Link(kind="plain", bytes_per_s=float(rate), latency_s=delay)) or {}
     if graph.mode != "training" or not graph.timed or not len(graph.of_kind(SEND)):
         raise InputError(
             "--graph", f"{graph.name} is no timed training step", "make one with ddltool trace SOURCE -o FILE"
@@ -302,7 +300,52 @@ def _from_graph(job: Job, folder: Path, given: Given) -> Communication | None:
     for name, given_gib in memory.items():
         if given_gib is None and (known_device := table.find(name)) is not None:
             memory[name] = known_device.memory_gib
-    return GraphCommunication(graph, rate, delay, memory, per_node)
+    return GraphCommunication(graph, fabrics, memory)
+
+
+def fabrics_of(job: Job, folder: Path, given: Given, timed_for: Link | None = None) -> dict[str, Fabric] | None:
+    """Return the network of each offered device type; None where nothing joins the nodes.
+
+    Between nodes: --bandwidth, the cluster's slowest card, the offer's nic, or ``timed_for``. Inside: the cluster's or the
+    offer's link, or the device's own. On a node stand as many as the cluster or per_node says; of a type with NVLink that only
+    --bandwidth joins, 8, which is told; of others one.
+    """
+    cluster = None if job.cluster is None else load(folder / job.cluster, Cluster)
+    table, offers = devices_of(job, str(folder / "job.yaml")), [offer for offer in job.devices if offer.count]
+    rate = between_nodes(None, given.bandwidth, given.latency, ("", "--bandwidth", "--latency"))
+    found: dict[str, Fabric] = {}
+    for offer in offers:
+        groups = [] if cluster is None else [group for group in cluster.nodes if group.devices.type == offer.type]
+        known = table.find(offer.type)
+        own = own_link(known) if known is not None else parse_link("pcie3")
+        named = [text for text in (*(group.link for group in groups), offer.link) if text is not None]
+        inside = min((parse_link(text) for text in named), key=lambda link: link.bytes_per_s, default=own)
+        per_node = max((group.devices.count for group in groups), default=offer.per_node or 1)
+        if rate is not None and not groups and offer.per_node is None and inside.kind.startswith("nvlink"):
+            per_node = _SXM
+            joined = f"{offer.type}: {per_node} a node on {inside.kind} ({inside.bytes_per_s / 1e9:.4g} GB/s)"
+            given.tell(f"note: {joined} are assumed; a cluster, or per_node beside the count, says otherwise")
+        between = rate or _slowest_card(groups, offer, given.latency) or timed_for
+        if between is None and len(offers) == 1 and 1 < offer.count <= per_node:
+            between = inside  # nothing leaves the node
+        if between is None and not given.nccl_tests:
+            return None
+        between = between or between_nodes(None, BANDWIDTH, given.latency, ("", "", "--latency")) or inside
+        measured = tuple(tests_in(path, per_node) for path in given.nccl_tests)
+        found[offer.type] = Fabric(inside=inside, between=between, gpus_per_node=per_node, measured=measured)
+    return found or None
+
+
+def _slowest_card(groups: Sequence[NodeGroup], offer: DeviceOffer, latency: str) -> Link | None:
+    """Return the slowest link of a type's nodes to others; None where a node's is not known."""
+    links = [
+        between_nodes(None, f"{group.nic_gbit}Gbit", latency, ("", "", "--latency"))
+        if group.nic_gbit is not None
+        else between_nodes(group.nic or offer.nic, None, None, ("nic", "", ""))
+        for group in groups
+    ] or [between_nodes(offer.nic, None, None, ("nic", "", ""))]
+    known = [link for link in links if link is not None]
+    return min(known, key=lambda link: link.bytes_per_s) if len(known) == len(links) else None
 
 
 def _traced(job: Job) -> Graph:

@@ -138,9 +138,7 @@ def trace_section(found: TraceResult) -> Section:
         both = found.collectives
         no_blocks = "FSDP2: the parameters' names show no list of blocks to shard by."
         lead += [both.ddp.verdict, no_blocks if both.fsdp2 is None else both.fsdp2.verdict]
-        link = graph.bandwidth_bytes_per_s
-        rate = "" if link is None else f", {show_bytes(link)}/s between any two"
-        blocks.append(_collectives(both, f"Data parallel on {both.replicas} replicas{rate}"))
+        blocks.append(_collectives(both, f"Data parallel on {both.replicas} replicas, {both.network}"))
     lead += _coverage_words(found.coverage) if found.coverage is not None else []
     title = f"{graph.name}: {graph.mode} step, batch {graph.batch_size or '-'} ({_origin(graph)})"
     return Section(title=title, lead=lead, blocks=blocks)

@@ -1,0 +1,427 @@
+"""How long NCCL's collectives take on two levels of links: inside a node, and between nodes. Start at :class:`Fabric`.
+
+The model is NCCL's own (src/graph/tuning.cc, NCCL 2.28): for each algorithm (ring, tree, NVLS) and protocol (LL, LL128,
+Simple) a time ``latency + bytes / bandwidth``, of which NCCL takes the smallest. The latency sums the hops of each level;
+the bandwidth is the slower level's, less what a protocol spends on flags and what a channel can carry. Three terms are added
+that published nccl-tests show: the start of a kernel, the filling of a tree's chain by chunks, and the rates that links
+reach (:mod:`ddltool.links`). Where a link is only known by a rate and a latency, NCCL's constants are zero: what is left is
+the ring's formula (Patarasuk and Yuan, JPDC 2009) or the tree's.
+
+Sizes are those of the whole: what is gathered on each process, or reduced; all functions broadcast over arrays of bytes.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Literal, Protocol, TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ddltool.links import Kind, Link
+
+Array = NDArray[np.float64]
+Size = TypeVar("Size", float, Array)
+Collective = Literal["all_reduce", "all_gather", "reduce_scatter", "broadcast"]
+Algorithm = Literal["ring", "tree", "nvls"]
+
+PROTOCOLS = ("LL", "LL128", "Simple")
+_SIMPLE = 2
+# tuning.cc's baseLatencies and hwLatencies, microseconds per protocol: of the collective, and of a hop.
+_BASE = {"tree": (6.8, 14.0, 8.4), "ring": (6.6, 14.0, 8.4)}
+_HOPS = {
+    "nvlink": {"tree": (0.6, 1.25, 4.0), "ring": (0.6, 1.9, 3.4)},
+    "pcie": {"tree": (1.0, 1.9, 4.0), "ring": (1.0, 2.5, 5.7)},
+    "nic": {"tree": (5.0, 8.5, 14.0), "ring": (2.7, 4.0, 14.0)},
+    "plain": {"tree": (0.0, 0.0, 0.0), "ring": (0.0, 0.0, 0.0)},
+}
+_NVLS, _NVLS_NET = 25.0, 20.9
+# A kernel's start as nccl-tests see it, microseconds.
+_START = 12.0
+# A card is told of each step of a ring through nodes: microseconds, three times for Simple.
+_POSTED = 2.0
+# Longer messages through several nodes wait longer for each step of a ring ("plateau effect" there): Volta and older, newer.
+_PLATEAU = (1.9, 1.4)
+_PLATEAU_BYTES = 64.0
+
+
+@dataclass(frozen=True, slots=True)
+class _Generation:
+    """What a GPU can do with its links: GB/s, each on one node, on two, and on more."""
+
+    channels: int
+    ll: tuple[float, float, float]
+    ring_ll128: float
+    tree_ll128: tuple[float, float, float]
+    tree: tuple[float, float, float]
+    nvls: float = 0.0
+    """All-reduces in the switch, in rings' rates: 480 GB/s of bus bandwidth on 8 H100, 840 on 8 B200."""
+
+
+_INF = math.inf
+_VOLTA = _Generation(6, (39.0, 39.0, 20.4), 20.0, (20.0, 20.0, 20.0), (26.5, 18.5, 10.0))
+_AMPERE = _Generation(12, (87.7, 22.5, 19.0), 20.0, (20.0, 20.0, 20.0), (24.0, 23.6, 17.8))
+_HOPPER = _Generation(18, (141.0, 45.0, 35.0), 36.7, (36.7, 36.7, 29.0), (38.7, 41.4, 36.0), 1.29)
+_BLACKWELL = _Generation(18, (282.0, 90.0, 70.0), 40.0, (55.6, 31.67, 20.0), (70.0, 42.8, 24.0), 1.0)
+_ANY = _Generation(1, (_INF, _INF, _INF), _INF, (_INF, _INF, _INF), (_INF, _INF, _INF))
+_GENERATIONS: dict[Kind, _Generation] = {
+    "nvlink1": _VOLTA,
+    "nvlink2": _VOLTA,
+    "nvlink3": _AMPERE,
+    "nvlink4": _HOPPER,
+    "nvlink5": _BLACKWELL,
+    "pcie3": _VOLTA,
+    "pcie4": _AMPERE,
+    "pcie5": _HOPPER,
+}
+# A tree's bandwidth at 64 B times powers of two, by protocol (treeCorrectionFactor there).
+_CORRECTION = np.array(
+    [
+        [1, 1, 1, 1, 0.9, 0.8, 0.7, 0.7, 0.7, 0.7, 0.6, 0.5, 0.4, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1, 1, 1, 1, 1],
+        [1, 1, 1, 1, 1, 0.9, 0.8, 0.8, 0.8, 0.7, 0.6, 0.6, 0.6, 0.6, 0.6, 0.6, 0.8, 0.9, 0.9, 0.9, 0.9, 1, 1, 1],
+        [0.9] * 7 + [0.8, 0.7, 0.6, 0.6, 0.5, 0.5, 0.5, 0.5, 0.6, 0.7, 0.8, 0.7, 0.7, 0.8, 0.9, 0.9, 0.9],
+    ]
+)
+# A chunk of Simple is an eighth of NCCL's buffer of 4 MiB.
+_CHUNK = 2.0**19
+# A message is cut into at least so many chunks per channel.
+_PIPELINED = 8.0
+# Of a ring's rate, what a tree reaches: NCCL takes 0.92, and published sweeps more.
+_TREE = 1.0
+# Rack-scale domains of NVLink were measured to go round in rings: their switches reduce for 8 GPUs at a time here.
+_LARGEST_NVLS = 8
+
+
+class Communicator(Protocol):
+    """Processes that communicate: what a collective among them costs. Sizes in bytes (of any shape), times in seconds."""
+
+    @property
+    def replicas(self) -> int:
+        """Return how many processes there are."""
+        ...
+
+    def all_reduce_s(self, size_bytes: Size) -> Size:
+        """Return the seconds to reduce ``size_bytes`` on every process."""
+        ...
+
+    def all_gather_s(self, size_bytes: Size) -> Size:
+        """Return the seconds to gather ``size_bytes`` (the whole, not one's part) on every process."""
+        ...
+
+    def reduce_scatter_s(self, size_bytes: Size) -> Size:
+        """Return the seconds to reduce ``size_bytes`` and leave each process its part."""
+        ...
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Measured:
+    """What nccl-tests measured of one collective on one set of processes: (k,) ascending bytes, and seconds."""
+
+    collective: Collective
+    replicas: int
+    nodes: int
+    size_bytes: tuple[float, ...]
+    seconds: tuple[float, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class _Way:
+    """One algorithm with one protocol."""
+
+    algorithm: Algorithm
+    protocol: int
+    latency_us: float
+    longer_us: float
+    """Of the latency, once messages are longer than :data:`_PLATEAU_BYTES` per process and channel."""
+    bytes_per_us: float
+    fill_us_per_byte: float = 0.0
+    """Of a chunk, until a tree's chain is full."""
+    corrected: bool = False
+    """By :data:`_CORRECTION`."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Fabric:
+    """Nodes of GPUs: ``inside`` joins those of a node, ``between`` the nodes."""
+
+    inside: Link
+    between: Link
+    gpus_per_node: int = 1
+    algorithms: tuple[Algorithm, ...] = ("ring", "tree", "nvls")
+    """What NCCL_ALGO lets it choose from; NCCL_CUMEM_ENABLE=0 takes nvls away."""
+    measured: tuple[Measured, ...] = ()
+    """Where a table is of the same collective and processes it holds; elsewhere its ratio to the model does."""
+
+    @classmethod
+    def flat(cls, bytes_per_s: float, latency_s: float) -> Fabric:
+        """Return processes that are each behind a link of one rate and latency."""
+        link = Link(kind="plain", bytes_per_s=bytes_per_s, latency_s=latency_s)
+        return cls(inside=link, between=link)
+
+    @classmethod
+    def joined(cls, fabrics: Mapping[str, Fabric], devices: Mapping[str, int]) -> Group:
+        """Return the processes on ``devices`` (counts by type), each type on nodes of its own: as fast as the slowest links.
+
+        Of a type alone on its nodes the link inside does not count.
+        """
+        used = {name: count for name, count in devices.items() if count}
+        nodes = {name: math.ceil(count / fabrics[name].gpus_per_node) for name, count in used.items()}
+        beside = [name for name in used if used[name] > nodes[name]] or list(used)
+        slowest = min((fabrics[name].inside for name in beside), key=lambda link: link.bytes_per_s)
+        between = min((fabrics[name].between for name in used), key=lambda link: link.bytes_per_s)
+        fabric = replace(fabrics[beside[0]], inside=slowest, between=between)
+        return fabric.over(sum(used.values()), sum(nodes.values()))
+
+    @property
+    def text(self) -> str:
+        """Return the links in words."""
+        between = f"{self.between.bytes_per_s * 8 / 1e9:.4g} Gbit/s"
+        if self.gpus_per_node == 1:
+            return between
+        name = f"{self.inside.kind.upper().replace('NVLINK', 'NVLink ').replace('PCIE', 'PCIe ')} at "
+        name = "" if self.inside.kind == "plain" else name
+        return f"{self.gpus_per_node} a node on {name}{self.inside.bytes_per_s / 1e9:.4g} GB/s, {between} between nodes"
+
+    def over(self, replicas: int, nodes: int | None = None) -> Group:
+        """Return ``replicas`` processes on the fewest nodes that hold them, or spread over ``nodes``."""
+        return Group(fabric=self, replicas=replicas, nodes=nodes or math.ceil(replicas / self.gpus_per_node))
+
+    def sharded(self, replicas: int, shard: int) -> Communicator:
+        """Return groups of ``shard`` neighbours, whose parts are reduced over the groups as well (HSDP)."""
+        if shard >= replicas:
+            return self.over(replicas)
+        groups = replicas // shard
+        nodes = math.ceil(replicas / self.gpus_per_node)
+        # the same place of each group: as far apart as the groups are
+        apart = self.over(groups, min(groups, nodes))
+        # all groups reduce at once and share the cards of a node
+        sharing = max(1, math.ceil(replicas / nodes) * apart.nodes // groups)
+        return Replicated(inside=self.over(shard), between=apart, sharing=sharing if apart.nodes > 1 else 1)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Group:
+    """``replicas`` processes on ``nodes`` nodes of a fabric."""
+
+    fabric: Fabric
+    replicas: int
+    nodes: int = 1
+
+    def all_reduce_s(self, size_bytes: Size) -> Size:
+        """Return the seconds to reduce ``size_bytes`` on every process."""
+        return self._seconds("all_reduce", size_bytes)
+
+    def all_gather_s(self, size_bytes: Size) -> Size:
+        """Return the seconds to gather ``size_bytes`` (the whole, not one's part) on every process."""
+        return self._seconds("all_gather", size_bytes)
+
+    def reduce_scatter_s(self, size_bytes: Size) -> Size:
+        """Return the seconds to reduce ``size_bytes`` and leave each process its part."""
+        return self._seconds("reduce_scatter", size_bytes)
+
+    def broadcast_s(self, size_bytes: Size) -> Size:
+        """Return the seconds to send ``size_bytes`` of one process to all others."""
+        return self._seconds("broadcast", size_bytes)
+
+    def chosen(self, collective: Collective, size_bytes: float) -> tuple[Algorithm, str]:
+        """Return the algorithm and protocol that NCCL takes for a message, by its own model."""
+        ways = self._ways[collective]
+        best = ways[int(np.argmin(self._each_us(ways, np.array([float(size_bytes)]))[:, 0]))]
+        return best.algorithm, PROTOCOLS[best.protocol]
+
+    def _seconds(self, collective: Collective, size_bytes: Size) -> Size:
+        if self.replicas < 2:
+            return size_bytes * 0.0
+        size = np.atleast_1d(np.asarray(size_bytes, dtype=np.float64))
+        found = self._model_s(collective, size)
+        if (table := self._nearest(collective)) is not None:
+            there = replace(self, replicas=table.replicas, nodes=table.nodes)
+            known = np.array(table.size_bytes)
+            ratio = np.log(np.array(table.seconds) / there._model_s(table.collective, known))
+            found = found * np.exp(np.interp(np.log(np.maximum(size, 1.0)), np.log(known), ratio))
+        return float(found[0]) if np.ndim(size_bytes) == 0 else found.reshape(np.shape(size_bytes))  # type: ignore[return-value]
+
+    def _nearest(self, collective: Collective) -> Measured | None:
+        """Return the table to go by: of the same levels, then of the same collective, then of the nearest size."""
+        return min(
+            self.fabric.measured,
+            key=lambda table: (
+                (table.nodes > 1) != (self.nodes > 1),
+                table.collective != collective,
+                abs(math.log(table.replicas / self.replicas)),
+                abs(math.log(table.nodes / self.nodes)),
+            ),
+            default=None,
+        )
+
+    def _model_s(self, collective: Collective, size: Array) -> Array:
+        least: Array = self._each_us(self._ways[collective], size).min(axis=0)
+        return least * 1e-6
+
+    def _each_us(self, ways: Sequence[_Way], size: Array) -> Array:
+        """Return microseconds (ways, k) of messages (k,) in bytes."""
+        channels = self._generation.channels
+        octave = np.log2(np.maximum(size / 64.0, 1.0))
+        long = size / (channels * self.replicas) >= _PLATEAU_BYTES
+        chunk = np.minimum(size / (channels * _PIPELINED), _CHUNK)
+        found = np.empty((len(ways), len(size)))
+        for place, way in enumerate(ways):
+            rate: float | Array = way.bytes_per_us
+            if way.corrected:
+                rate = rate * np.interp(octave, np.arange(_CORRECTION.shape[1]), _CORRECTION[way.protocol])
+            found[place] = way.latency_us + way.longer_us * long + way.fill_us_per_byte * chunk + size / rate
+        return found
+
+    @cached_property
+    def _per_node(self) -> int:
+        return math.ceil(self.replicas / self.nodes)
+
+    @cached_property
+    def _generation(self) -> _Generation:
+        return _GENERATIONS.get(self.fabric.inside.kind, _ANY)
+
+    @cached_property
+    def _levels(self) -> list[Link]:
+        """Return the links that are in use."""
+        inside = [self.fabric.inside] if self._per_node > 1 else []
+        return inside + ([self.fabric.between] if self.nodes > 1 else [])
+
+    @cached_property
+    def _ways(self) -> dict[Collective, list[_Way]]:
+        every = [*self._rings(2.0), *self._trees(), *self._switched()]
+        return {
+            "all_reduce": [way for way in every if way.algorithm in self.fabric.algorithms],
+            "all_gather": list(self._rings(1.0)),
+            "reduce_scatter": list(self._rings(1.0)),
+            "broadcast": list(self._broadcasts()),
+        }
+
+    @cached_property
+    def _nccl(self) -> bool:
+        """Return whether NCCL's constants are in the times: of any link that is more than a rate and a latency."""
+        return any(link.kind != "plain" for link in self._levels)
+
+    def _base_us(self, algorithm: Algorithm, protocol: int) -> float:
+        return _START + _BASE[algorithm][protocol] if self._nccl else 0.0
+
+    def _hop_us(self, link: Link, algorithm: Algorithm, protocol: int) -> float:
+        kind = link.kind if link.kind in _HOPS else link.kind[:-1]
+        return max(_HOPS[kind][algorithm][protocol], 1e6 * link.latency_s)
+
+    def _rate(self, share: float = 1.0) -> float:
+        """Return GB/s of bus bandwidth that the slowest level lets through, ``share`` of the cards' taken."""
+        rates = [self.fabric.inside.bytes_per_s] if self._per_node > 1 else []
+        rates += [share * self.fabric.between.bytes_per_s] if self.nodes > 1 else []
+        return min(rates) / 1e9
+
+    @property
+    def _far(self) -> int:
+        return min(self.nodes, 3) - 1
+
+    def _rings(self, turns: float) -> Iterator[_Way]:
+        """Yield the rings: ``turns`` times round, 2 for an all-reduce, each in ``replicas - 1`` steps."""
+        generation, far = self._generation, self._far
+        steps, across = turns * (self.replicas - 1), turns * (self.nodes - 1)
+        # over many nodes no channel was measured to carry more than a tree's does
+        most = generation.tree[2] * generation.channels if self.nodes > 2 else math.inf
+        rate = min(self._rate(), most)
+        per_protocol = (
+            min(generation.ll[far], 0.5 * rate),
+            min(0.92 * rate, generation.channels * generation.ring_ll128),
+            rate,
+        )
+        for protocol, bus in enumerate(per_protocol):
+            near_us = self._hop_us(self.fabric.inside, "ring", protocol) if self._per_node > 1 else 0.0
+            far_us = 0.0
+            if self.nodes > 1:
+                # with one process per node nothing is hidden: a tree's hop
+                far_us = self._hop_us(self.fabric.between, "tree" if self._per_node == 1 else "ring", protocol)
+                if self.fabric.between.kind != "plain":
+                    near_us = max(near_us, _POSTED * (3.0 if protocol == _SIMPLE else 1.0))
+            hops_us = (steps - across) * near_us + across * far_us
+            plateau = protocol == _SIMPLE and turns > 1 and self.nodes > 1 and self.fabric.between.kind != "plain"
+            yield _Way(
+                "ring",
+                protocol,
+                self._base_us("ring", protocol) + hops_us,
+                hops_us * (_PLATEAU[generation is not _VOLTA] - 1.0) if plateau else 0.0,
+                1e3 * bus * self.replicas / steps,
+            )
+
+    def _trees(self) -> Iterator[_Way]:
+        """Yield the double binary trees over nodes, with a chain through the processes of each."""
+        generation, far = self._generation, self._far
+        near, depth = self._per_node - 1, math.ceil(math.log2(self.nodes))
+        # on two nodes each of both trees has its root on one of them: half of the data crosses each way
+        rate = min(_TREE * self._rate(2.0 if self.nodes == 2 else 1.0), generation.channels * generation.tree[far])
+        per_protocol = (
+            min(rate / 3.8, generation.ll[far]),
+            min(rate * (7 / 9 if self.nodes == 1 else 0.9375), generation.channels * generation.tree_ll128[far]),
+            rate,
+        )
+        filling = 2.0 * (near + depth) * generation.channels / (1e3 * rate)
+        for protocol, bus in enumerate(per_protocol):
+            near_us = self._hop_us(self.fabric.inside, "tree", protocol) if near else 0.0
+            far_us = self._hop_us(self.fabric.between, "tree", protocol) if depth else 0.0
+            yield _Way(
+                "tree",
+                protocol,
+                self._base_us("tree", protocol) + 2.0 * (near * near_us + depth * far_us),
+                0.0,
+                1e3 * bus * 0.5,
+                filling if protocol and self._nccl else 0.0,
+                corrected=self._nccl,
+            )
+
+    def _switched(self) -> Iterator[_Way]:
+        """Yield NVLS, and on several nodes a tree of nodes over it."""
+        generation = self._generation
+        if not (generation.nvls and 2 < self._per_node <= _LARGEST_NVLS):
+            return
+        bus, latency = generation.nvls * self.fabric.inside.bytes_per_s / 1e9, _START + _NVLS
+        if self.nodes > 1:
+            bus = min(bus, (2.0 if self.nodes == 2 else 1.0) * self.fabric.between.bytes_per_s / 1e9)
+            hop = max(_NVLS_NET, 1e6 * self.fabric.between.latency_s)
+            latency += 2.0 * math.ceil(math.log2(self.nodes)) * hop
+        yield _Way("nvls", _SIMPLE, latency, 0.0, 1e3 * bus * self.replicas / (2.0 * (self.replicas - 1)))
+
+    def _broadcasts(self) -> Iterator[_Way]:
+        """Yield chains from one process through all others."""
+        far = self.nodes - 1
+        for protocol, way in enumerate(self._rings(1.0)):
+            near_us = self._hop_us(self.fabric.inside, "ring", protocol) if self._per_node > 1 else 0.0
+            far_us = self._hop_us(self.fabric.between, "ring", protocol) if far else 0.0
+            hops_us = (self.replicas - 1 - far) * near_us + far * far_us
+            rate = way.bytes_per_us * (self.replicas - 1) / self.replicas
+            yield _Way("ring", protocol, self._base_us("ring", protocol) + hops_us, 0.0, rate)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Replicated:
+    """One shard group of several: what it has reduced is reduced over the groups as well (HSDP)."""
+
+    inside: Group
+    between: Group
+    sharing: int
+    """Groups of ``between`` that go through the same cards at once."""
+
+    @property
+    def replicas(self) -> int:
+        """Return how many processes share one set of parameters."""
+        return self.inside.replicas
+
+    def all_gather_s(self, size_bytes: Size) -> Size:
+        """Return the seconds to gather within the group."""
+        return self.inside.all_gather_s(size_bytes)
+
+    def reduce_scatter_s(self, size_bytes: Size) -> Size:
+        """Return the seconds to reduce and scatter within the group, and then over the groups."""
+        part = size_bytes * (self.sharing / self.inside.replicas)
+        return self.inside.reduce_scatter_s(size_bytes) + self.between.all_reduce_s(part)
+
+    def all_reduce_s(self, size_bytes: Size) -> Size:
+        """Return the seconds to reduce on every process of every group: scattered, over the groups, and gathered again."""
+        return self.reduce_scatter_s(size_bytes) + self.inside.all_gather_s(size_bytes)

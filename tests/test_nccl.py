@@ -1,0 +1,165 @@
+"""NCCL's collectives on two levels of links: closed forms, properties, published sweeps, and logs that override them."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from benchmarks.truth_networks import sweeps
+from ddltool.analyzers.costs.nccl import Fabric, Measured
+from ddltool.analyzers.loading.nccl import read_tests
+from ddltool.errors import InputError
+from ddltool.links import DATASHEET, Link, parse_link, parse_nic
+
+A100 = Fabric(inside=parse_link("nvlink3"), between=parse_nic("16x100Gbit"), gpus_per_node=8)
+H100 = Fabric(inside=parse_link("nvlink4"), between=parse_nic("8x400Gbit"), gpus_per_node=8)
+
+
+def test_a_flat_network_has_the_textbook_costs() -> None:
+    """All-reduce of S bytes on n processes: 2 (n - 1) rounds, 2 (n - 1) / n of S over the wire; small ones in a tree."""
+    group = Fabric.flat(1e9, 1e-4).over(4)
+    assert group.all_reduce_s(4e9) == pytest.approx(2 * 3 * 1e-4 + 2 * 3 / 4 * 4)
+    assert group.all_gather_s(4e9) == group.reduce_scatter_s(4e9) == pytest.approx(3 * 1e-4 + 3)
+    assert group.all_reduce_s(8.0) == pytest.approx(2 * 2 * 1e-4, rel=1e-3)
+    assert group.broadcast_s(4e9) == pytest.approx(3 * 1e-4 + 4)
+    assert Fabric.flat(1e9, 1e-4).over(1).all_reduce_s(4e9) == 0.0
+
+
+def test_a_ring_by_hand() -> None:
+    """8 A100: 14 hops of 3.4 us, 8.4 us of the protocol and 12 us of the kernel, and 7/4 of the bytes at 240 GB/s."""
+    alone = replace(A100, algorithms=("ring",)).over(8)
+    assert alone.chosen("all_reduce", 2e9) == ("ring", "Simple")
+    assert alone.all_reduce_s(2e9) == pytest.approx((12 + 8.4 + 14 * 3.4) * 1e-6 + 2e9 * 7 / 4 / 240e9)
+    assert alone.all_gather_s(2e9) == pytest.approx((12 + 8.4 + 7 * 3.4) * 1e-6 + 2e9 * 7 / 8 / 240e9)
+
+
+def test_what_is_chosen_follows_the_size() -> None:
+    """LL for the smallest messages, then LL128, then Simple; switches reduce where there are any."""
+    assert A100.over(16).chosen("all_reduce", 256.0) == ("tree", "LL")
+    assert A100.over(16).chosen("all_reduce", 4e6)[1] == "LL128"
+    assert A100.over(8).chosen("all_reduce", 8e9) == ("ring", "Simple")
+    assert H100.over(8).chosen("all_reduce", 8e9) == ("nvls", "Simple")
+    assert H100.over(8).chosen("all_reduce", 64.0) == ("ring", "LL")
+
+
+@st.composite
+def fabrics(draw: st.DrawFn) -> Fabric:
+    inside = parse_link(draw(st.sampled_from([*DATASHEET, "20GB/s"])))
+    between = draw(st.sampled_from([parse_nic("100Gbit"), parse_nic("8x400Gbit"), Link(kind="plain", bytes_per_s=1e9)]))
+    delay = draw(st.sampled_from([0.0, 1e-5, 1e-4]))
+    return Fabric(
+        inside=inside, between=replace(between, latency_s=delay), gpus_per_node=draw(st.sampled_from([1, 4, 8]))
+    )
+
+
+@given(fabrics(), st.integers(2, 300), st.floats(0, 34))
+@settings(max_examples=200, deadline=None)
+def test_more_bytes_and_more_replicas_take_no_less(fabric: Fabric, replicas: int, octave: float) -> None:
+    size = 2.0**octave
+    group = fabric.over(replicas)
+    for seconds in (group.all_reduce_s, group.all_gather_s, group.reduce_scatter_s, group.broadcast_s):
+        assert 0 < seconds(size) <= seconds(2 * size) * (1 + 1e-9)
+    assert (
+        group.all_gather_s(size) <= group.all_reduce_s(size) * (1 + 1e-9)
+        or group.chosen("all_reduce", size)[0] != "ring"
+    )
+    assert group.all_gather_s(size) <= fabric.over(2 * replicas).all_gather_s(size) * (1 + 1e-9)
+    # no less than the slowest link needs for the bytes that must cross it
+    assert group.all_gather_s(size) >= size * (replicas - 1) / replicas / max(
+        fabric.inside.bytes_per_s, fabric.between.bytes_per_s
+    )
+
+
+@given(fabrics(), st.integers(2, 300))
+@settings(max_examples=50, deadline=None)
+def test_arrays_are_as_single_sizes(fabric: Fabric, replicas: int) -> None:
+    group, sizes = fabric.over(replicas), np.array([0.0, 8.0, 3e3, 7e6, 4e9])
+    assert group.all_reduce_s(sizes).tolist() == [group.all_reduce_s(float(size)) for size in sizes]
+
+
+def test_a_slow_network_is_left_inside_the_node() -> None:
+    """HSDP over two nodes gathers within them; its gradients cross the cards once, an eighth for each process."""
+    whole, inside = A100.over(16), A100.over(8)
+    hybrid = A100.sharded(16, 8)
+    assert hybrid.all_gather_s(1e9) == inside.all_gather_s(1e9) < 0.9 * whole.all_gather_s(1e9)
+    between = replace(A100, gpus_per_node=1).over(2)
+    # eight pairs share the cards: as one pair with all the bytes
+    assert hybrid.reduce_scatter_s(8e9) == pytest.approx(
+        inside.reduce_scatter_s(8e9) + between.all_reduce_s(8e9), rel=1e-6
+    )
+    assert A100.sharded(16, 16) == whole
+
+
+def test_mixed_devices_are_as_fast_as_their_slowest_links() -> None:
+    both = {"A100": A100, "H100": H100}
+    group = Fabric.joined(both, {"A100": 8, "H100": 8})
+    assert (group.replicas, group.nodes) == (16, 2)
+    assert group.all_reduce_s(1e9) == A100.over(16).all_reduce_s(1e9)
+    assert Fabric.joined(both, {"H100": 8, "A100": 0}) == H100.over(8)
+
+
+def test_a_measured_table_overrides_the_model() -> None:
+    sizes = (1e3, 1e6, 1e9)
+    told = tuple(2.0 * float(A100.over(16).all_reduce_s(size)) for size in sizes)
+    table = Measured(collective="all_reduce", replicas=16, nodes=2, size_bytes=sizes, seconds=told)
+    fabric = replace(A100, measured=(table,))
+    assert [fabric.over(16).all_reduce_s(size) for size in sizes] == pytest.approx(list(told))
+    # what was not measured by the ratio of what was
+    assert fabric.over(32).all_gather_s(1e7) == pytest.approx(2 * A100.over(32).all_gather_s(1e7))
+
+
+HEAD = "\n".join(
+    f"#  Rank {rank:2} Group  0 Pid 1 on node-{rank // 8} device {rank % 8} [0x07] A100" for rank in range(16)
+)
+LOG = f"""# Collective test starting: all_reduce_perf
+{HEAD}
+#       size         count      type   redop    root     time   algbw   busbw #wrong     time   algbw   busbw #wrong
+#        (B)    (elements)                               (us)  (GB/s)  (GB/s)            (us)  (GB/s)  (GB/s)
+     1048576        262144     float     sum      -1    85.58   12.25   22.97      0    84.50   12.41   23.27      0
+  1073741824     268435456     float     sum      -1   9187.8  116.87  219.12      0   9073.4  118.34  221.89      0
+"""
+
+
+def test_a_log_says_what_ran_where() -> None:
+    table = read_tests(LOG, "log")
+    assert (table.collective, table.replicas, table.nodes) == ("all_reduce", 16, 2)
+    assert table.size_bytes == (1048576.0, 1073741824.0)
+    assert table.seconds == pytest.approx((85.58e-6, 9187.8e-6))
+    bare = LOG.replace(HEAD, "#")  # the ratio of both rates is 2 (n - 1) / n
+    assert (read_tests(bare, "log").replicas, read_tests(bare, "log").nodes) == (16, 2)
+    assert read_tests(LOG.replace("all_reduce", "all_gather"), "log").collective == "all_gather"
+
+
+@pytest.mark.parametrize(
+    ("text", "problem"),
+    [
+        (LOG.replace("all_reduce", "alltoall"), "log: is of alltoall; one of all_reduce, all_gather"),
+        (LOG.replace("busbw", "other"), "log: has no row below a header with time and busbw"),
+        (LOG.replace(HEAD, "#").replace("116.87", "1.0").replace("12.25", "1.2"), "log: does not tell"),
+    ],
+)  # fmt: skip
+def test_a_log_that_tells_too_little_is_refused(text: str, problem: str) -> None:
+    with pytest.raises(InputError, match=problem):
+        read_tests(text, "log")
+
+
+@pytest.mark.parametrize("name", ["nvlink9", "pcie", "fast", "", "0GB/s"])
+def test_unknown_links_are_refused(name: str) -> None:
+    with pytest.raises(InputError, match=r"--link: .* is no link; one of nvlink1, .*240GB/s"):
+        parse_link(name)
+
+
+def test_published_sweeps(shared_data: Path) -> None:
+    rows = sweeps(shared_data)
+    error = np.array([row.error for row in rows])
+    large = np.array([row.size_bytes >= 2**20 for row in rows])
+    assert large.sum() >= 40
+    # one row of 512 MiB lies beside its neighbours, and the first message of one sweep holds the start of all connections
+    assert (np.abs(error[large]) > 0.15).sum() <= 1
+    assert (np.abs(error[~large]) > 0.30).sum() <= 1
+    assert np.median(np.abs(error)) < 0.08
