@@ -72,45 +72,38 @@ def net(habit: str = "") -> Net:
         return Net(habit)
 
 
-def warned(habit: str, **options: Any) -> list[str]:
-    """Train two steps; return the warnings."""
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        trainer = trainer_of(net(habit), **options)
+def state_of_workers(path: str, habit: str) -> dict[str, str]:
+    """Train three steps and save; return the bits of what each logical worker has of its own."""
+    torch.set_num_threads(1)
+    trainer = trainer_of(net(habit))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
         for step in trainer.epoch(0):
-            if step.number == 2:
+            if step.number == 3:
                 break
-    return [str(each.message) for each in caught if "attribute" in str(each.message)]
+    with trainer.evaluating() as model, torch.no_grad():
+        model(torch.zeros(2, 4))  # leaves no trace
+    trainer.save(path)
+    return {name: value for name, value in saved_bits(Path(path)).items() if name.startswith("workers")}
 
 
-@pytest.mark.parametrize(
-    ("habit", "told"),
-    [
-        ("counts", "the model: attribute calls changes in every turn."),
-        ("counts below", "module body.0: attribute seen changes in every turn."),
-        ("toggles", "the model: attribute calls changes in every turn."),
-    ],
-)
-def test_plain_state_that_logical_workers_share_is_told_once(habit: str, told: str) -> None:
-    (text,) = warned(habit)
-    assert text.startswith(told)
-    assert "register it as a buffer: self.register_buffer(" in text
+@pytest.mark.parametrize("habit", ["counts", "counts below", "toggles", "notes the shape", "has a buffer"])
+def test_what_turns_leave_in_attributes_is_the_workers_own(habit: str, tmp_path: Path) -> None:
+    (alone,) = on(1, state_of_workers, str(tmp_path / "alone.pt"), habit)
+    assert on(2, state_of_workers, str(tmp_path / "two.pt"), habit)[0] == alone
+    own = {name.split("attributes.")[1]: value for name, value in alone.items() if "workers.2.attributes" in name}
+    told = {"counts": ("calls", "3"), "counts below": ("body.0.seen", "3"), "toggles": ("calls", "True")}
+    if habit in told:
+        assert own == dict([told[habit]])
+    elif habit == "notes the shape":
+        assert own == {"shape.0": "2", "shape.1": "4"}
 
 
-def test_plain_state_is_told_where_each_process_has_one_worker() -> None:
-    """It makes no difference there until the run goes on with fewer processes."""
-    assert len(warned("counts", max_workers=1)) == 1
-
-
-@pytest.mark.parametrize("habit", ["", "notes the shape", "is ready", "has a buffer"])
-def test_what_all_turns_set_alike_is_not_told(habit: str) -> None:
-    assert warned(habit) == []
-
-
-def test_two_turns_are_watched_and_no_more() -> None:
-    with mock.patch.object(contexts, "_attributes", wraps=contexts._attributes) as looks:
-        assert warned("counts late") == []
-    assert looks.call_count == 2 * contexts.WATCHED_TURNS
+def test_turns_are_looked_at_ever_less_often() -> None:
+    with mock.patch.object(contexts.PlainState, "_attributes", autospec=True, return_value=()) as looks:
+        for _ in trainer_of(net()).epoch(0):
+            pass
+    assert looks.call_count == 2 * len({1, 2, 3, 4, 8, 16, 32})
 
 
 def averaged(path: str, options: dict[str, Any]) -> list[int]:

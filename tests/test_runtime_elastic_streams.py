@@ -40,7 +40,7 @@ def test_a_worker_draws_what_it_would_draw_alone(turns: list[tuple[int, list[str
     random.seed(1), np.random.seed(1), torch.manual_seed(1)  # noqa: NPY002
     outside = [DRAWS[name]() for _ in turns for name in ("python half", "numpy half", "torch half")]
     random.seed(1), np.random.seed(1), torch.manual_seed(1)  # noqa: NPY002
-    contexts = Contexts(nn.ReLU(), range(3), 7, HOST)
+    contexts = Contexts({"": nn.ReLU()}, range(3), 7, HOST)
     found: dict[int, list[Any]] = {worker: [] for worker in range(3)}
     between = []
     for worker, draws in turns:
@@ -58,7 +58,7 @@ def test_a_worker_draws_what_it_would_draw_alone(turns: list[tuple[int, list[str
 
 
 def test_a_turn_may_seed_anew() -> None:
-    contexts = Contexts(nn.ReLU(), range(2), 7, HOST)
+    contexts = Contexts({"": nn.ReLU()}, range(2), 7, HOST)
     drawn = []
     for worker in (0, 1, 0, 1):
         contexts.enter(worker)
@@ -73,7 +73,7 @@ def test_a_turn_may_seed_anew() -> None:
 def test_documents_bring_a_stream_back() -> None:
     RandomStreams.seeded(3, 1, HOST).restore(HOST)
     [DRAWS[name]() for name in ("python half", "numpy half", "torch half")]
-    streams = RandomStreams.capture(HOST)
+    streams = RandomStreams.present(HOST)
     drawn = []
     for each in (streams, RandomStreams.from_document(streams.to_document())):
         each.restore(HOST)

@@ -1,17 +1,19 @@
-"""What a logical worker (EST) keeps between its turns: random streams and module buffers. Start at :class:`Contexts`.
+"""What a logical worker (EST) keeps between its turns: random streams, module buffers, and what its turns leave in plain
+attributes of modules. Start at :class:`Contexts`.
 
 Parameters and optimizer state are the same for all logical workers between steps and are held once per process;
 activations are gone when a turn ends. What is left is small, which is why a context switch is cheap (EasyScale, section
-3.2 of the paper). Plain attributes of modules stay where they are: :class:`AttributeWatch` warns of those that change.
+3.2 of the paper).
 """
 
 from __future__ import annotations
 
 import random
-import warnings
-from collections.abc import Iterator, Sequence
+from collections import OrderedDict, defaultdict, deque
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -19,11 +21,20 @@ import torch
 from torch import Tensor, nn
 
 from ddltool.errors import InputError
+from ddltool.runtime.elastic.digests import digest
 
 Document = dict[str, Any]
 """Nested dicts of tensors, numbers, strings and None: what ``torch.load(weights_only=True)`` takes."""
-WATCHED_TURNS = 2
-_PLAIN = frozenset({int, float, bool, str, type(None)})
+LOSS = "(loss)."
+"""Before the names of what the loss has."""
+ABSENT = object()
+"""In place of an attribute that a worker does not have."""
+Key = tuple[str, str]
+"""An attribute: its module's prefix, and its name."""
+_OF_EVERY_MODULE = frozenset(vars(nn.Module()))
+_SIMPLE = (int, float, complex, bool, str, bytes, type(None), torch.dtype, torch.device)
+# Objects of these are not looked into: their state is not one that a model computes with.
+_NOT_OURS = frozenset({"torch", "logging", "threading", "builtins", "functools", "types"})
 
 
 def plain_name(name: str) -> str:
@@ -33,33 +44,42 @@ def plain_name(name: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class RandomStreams:
-    """The states of the generators that training code draws from without saying so: those that are global.
+    """The generators that training code draws from without saying so: those that are global.
 
-    Python's, NumPy's, torch's on the host, and torch's on a device.
+    Python's, NumPy's, torch's on the host, and torch's on a device. NumPy's is held as the object itself, for a swap costs
+    a hundredth of what reading and writing its 624 words does; the half of a pair of normal draws that NumPy may have kept
+    does not belong to that object, so it is here.
     """
 
     python: tuple[Any, ...]
     numpy: Any
+    half_pair: tuple[int, float]
     torch_cpu: Tensor  # (5056,) bytes
     device: Tensor | None  # None where the model is on the host
 
     @classmethod
-    def capture(cls, device: torch.device) -> RandomStreams:
-        """Return the present states of this process's global generators."""
+    def present(cls, device: torch.device) -> RandomStreams:
+        """Return this process's streams; they stay as they are once others are restored."""
         on_device = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
-        return cls(random.getstate(), np.random.get_state(), torch.get_rng_state(), on_device)  # noqa: NPY002  # user code draws from it
+        state = np.random.get_state(legacy=False)  # noqa: NPY002  # user code draws from it
+        half_pair = int(state["has_gauss"]), float(state["gauss"])
+        return cls(random.getstate(), np.random.get_bit_generator(), half_pair, torch.get_rng_state(), on_device)
 
     @classmethod
     def seeded(cls, seed: int, virtual_rank: int, device: torch.device) -> RandomStreams:
         """Return the streams that a logical worker starts with; they depend on ``seed`` and ``virtual_rank`` only."""
         with kept(device):
             seed_streams(seed, virtual_rank, device)
-            return cls.capture(device)
+            return cls.present(device)
 
     def restore(self, device: torch.device) -> None:
-        """Make these the states of this process's global generators."""
+        """Make these the streams of this process: what is drawn now moves them on."""
         random.setstate(self.python)
-        np.random.set_state(self.numpy)  # noqa: NPY002  # user code draws from it
+        np.random.set_bit_generator(self.numpy)
+        if self.half_pair[0]:
+            state = np.random.get_state(legacy=False)  # noqa: NPY002  # user code draws from it
+            state["has_gauss"], state["gauss"] = self.half_pair
+            np.random.set_state(state)  # noqa: NPY002  # user code draws from it
         torch.set_rng_state(self.torch_cpu)
         if self.device is not None and device.type == "cuda":
             torch.cuda.set_rng_state(self.device, device)
@@ -67,11 +87,11 @@ class RandomStreams:
     def to_document(self) -> Document:
         """Return the states as tensors and numbers."""
         version, words, gauss = self.python
-        _, key, position, has_gauss, cached = self.numpy
-        numbers = {"position": int(position), "has_gauss": int(has_gauss), "cached": float(cached)}
+        state, (has_gauss, cached) = self.numpy.state["state"], self.half_pair
+        numbers = {"position": int(state["pos"]), "has_gauss": has_gauss, "cached": cached}
         return {
             "python": {"version": version, "words": torch.tensor(words, dtype=torch.int64), "gauss": gauss},
-            "numpy": {"key": torch.from_numpy(key.astype(np.int64))} | numbers,
+            "numpy": {"key": torch.from_numpy(state["key"].astype(np.int64))} | numbers,
             "torch_cpu": self.torch_cpu,
             "device": self.device,
         }
@@ -80,10 +100,13 @@ class RandomStreams:
     def from_document(cls, document: Document) -> RandomStreams:
         """Return the streams that :meth:`to_document` described."""
         python, numpy = document["python"], document["numpy"]
+        generator = np.random.MT19937(0)
         key = numpy["key"].numpy().astype(np.uint32)
+        generator.state = {"bit_generator": "MT19937", "state": {"key": key, "pos": numpy["position"]}}
         return cls(
             (python["version"], tuple(python["words"].tolist()), python["gauss"]),
-            ("MT19937", key, numpy["position"], numpy["has_gauss"], numpy["cached"]),
+            generator,
+            (numpy["has_gauss"], numpy["cached"]),
             document["torch_cpu"],
             document["device"],
         )
@@ -92,7 +115,8 @@ class RandomStreams:
 @contextmanager
 def kept(device: torch.device) -> Iterator[None]:
     """Keep what is drawn, and seeded, within the block from this process's streams."""
-    present = RandomStreams.capture(device)
+    present = RandomStreams.present(device)
+    np.random.set_bit_generator(np.random.MT19937(0))
     try:
         yield
     finally:
@@ -113,50 +137,267 @@ def seed_streams(seed: int, virtual_rank: int, device: torch.device | None = Non
             torch.cuda.manual_seed(words[3])
 
 
-class Buffers:
-    """All buffers of a model, by place. A set of values is swapped in by assignment: nothing is copied.
+def modules_of(model: nn.Module, loss: Any) -> dict[str, Any]:
+    """Return what has a state of its own, by the prefix of its names: all modules of both, and a loss that is no module.
 
-    A tensor that is registered in two places stays one tensor in every set of values.
+    The loss's names begin with :data:`LOSS`; a module of both has the model's.
+    """
+    found: dict[str, Any] = {f"{name}." if name else "": module for name, module in model.named_modules()}
+    if isinstance(loss, nn.Module):
+        known = set(map(id, found.values()))
+        found |= {
+            f"{LOSS}{name}." if name else LOSS: module
+            for name, module in loss.named_modules()
+            if id(module) not in known
+        }
+    else:
+        owner = getattr(loss, "__self__", loss)  # of a method
+        if hasattr(owner, "__dict__") and not isinstance(owner, (type, ModuleType, nn.Module)):
+            found[LOSS] = owner
+    return found
+
+
+class Buffers:
+    """All buffers of modules. A set of values is swapped in by exchanging the modules' own dicts: nothing is copied.
+
+    So a buffer that a forward pass registers, or takes away, is its worker's too. A tensor that is registered in two places
+    stays one tensor in every set of values.
     """
 
-    def __init__(self, model: nn.Module) -> None:
-        self._places = [(module, name) for module in model.modules() for name in module._buffers]
-        self.names = [
-            f"{prefix}.{name}" if prefix else name
-            for prefix, module in model.named_modules()
-            for name in module._buffers
-        ]
+    def __init__(self, modules: Mapping[str, Any]) -> None:
+        self._places = {prefix: each for prefix, each in modules.items() if isinstance(each, nn.Module)}
+        for prefix, module in self._places.items():
+            if isinstance(module, torch.jit.ScriptModule) and list(module.buffers(recurse=False)):
+                what = f"model:{prefix.removesuffix('.')}"
+                raise InputError(what, "is a ScriptModule, whose buffers cannot be swapped", "give the Python module")
 
-    def current(self) -> list[Tensor | None]:
-        """Return the values that the model holds now, in the order of ``names``."""
-        return [module._buffers[name] for module, name in self._places]
+    def current(self) -> list[dict[str, Tensor | None]]:
+        """Return the dicts that the modules hold now, by module."""
+        return [module._buffers for module in self._places.values()]
 
-    def named(self) -> dict[str, Tensor | None]:
-        """Return the values that the model holds now, by name."""
-        return dict(zip(self.names, self.current(), strict=True))
+    def named(self, values: Sequence[dict[str, Tensor | None]] | None = None) -> dict[str, Tensor | None]:
+        """Return values (None: those that the modules hold now) by name."""
+        taken = self.current() if values is None else values
+        return {prefix + name: v for prefix, each in zip(self._places, taken, strict=True) for name, v in each.items()}
 
-    def copy(self) -> list[Tensor | None]:
-        """Return copies of the values that the model holds now."""
+    def tensors(self) -> list[Tensor]:
+        """Return the tensors that the modules hold now, each once."""
+        return list({id(value): value for value in self.named().values() if value is not None}.values())
+
+    def copy(self) -> list[dict[str, Tensor | None]]:
+        """Return copies of the values that the modules hold now."""
         memo: dict[int, Tensor] = {}
         return [
-            None if value is None else memo.setdefault(id(value), value.detach().clone()) for value in self.current()
+            {
+                name: None if value is None else memo.setdefault(id(value), value.detach().clone())
+                for name, value in each.items()
+            }
+            for each in self.current()
         ]
 
-    def install(self, values: Sequence[Tensor | None]) -> None:
-        """Let the model hold ``values``."""
-        for (module, name), value in zip(self._places, values, strict=True):
-            module._buffers[name] = value
+    def install(self, values: Sequence[dict[str, Tensor | None]]) -> None:
+        """Let the modules hold ``values``."""
+        for module, each in zip(self._places.values(), values, strict=True):
+            module.__dict__["_buffers"] = each
+
+    def loaded(self, saved: Mapping[str, Tensor | None], device: torch.device) -> list[dict[str, Tensor | None]]:
+        """Return a set of values with the ``saved`` ones by name, tied where the present ones are.
+
+        Raises InputError for a module that is not there; a buffer of the model that is not saved is one.
+        """
+        present = self.named()
+        memo: dict[int, Tensor] = {}
+        made: dict[str, dict[str, Tensor | None]] = {
+            prefix: {name: None for name, value in module._buffers.items() if value is None}
+            for prefix, module in self._places.items()
+        }
+        homes = {plain_name(prefix): prefix for prefix in self._places}
+        old_of = {plain_name(name): value for name, value in present.items() if value is not None}
+        if lacking := sorted(old_of.keys() - saved.keys()):
+            raise InputError("buffers", f"{lacking[0]} is only in the model", "build the model that was saved")
+        for name, value in saved.items():
+            if value is None:  # older files have these
+                continue
+            place, _, last = name.rpartition(".")
+            prefix = f"{place}." if place else ""
+            if prefix not in homes:  # a forward pass may have registered it, on a module that there is
+                raise InputError("buffers", f"{name} is only in the checkpoint", "build the model that was saved")
+            moved = value.to(device)
+            made[homes[prefix]][last] = memo.setdefault(id(old_of[name]), moved) if name in old_of else moved
+        return list(made.values())
+
+
+class PlainState:
+    """Plain attributes of modules (and of a loss that is none) which turns change: ``self.calls += 1``, a list, a tensor.
+
+    They become each logical worker's own, as its buffers are: every worker begins with what was there before the first turn.
+    What turns change is found by comparing all attributes before and after them, in the first turns of each worker here and
+    later in every turn whose number is a power of two. Numbers, strings, tensors, arrays and collections of them can be a
+    worker's own; ``training`` is the user's.
+
+    Raises InputError, in :meth:`leave`, for an attribute that cannot: an object with a state, a random generator of its own,
+    a module that a turn adds, or one whose changes were found when others may have been overlooked already.
+    """
+
+    def __init__(self, modules: Mapping[str, Any], local: Sequence[int]) -> None:
+        self._modules, self._local = modules, local
+        self._values: dict[int, dict[Key, Any]] = {rank: {} for rank in local}
+        self._before: dict[Key, tuple[Any, Any]] | None = None
+        self._turns = 0
+
+    def enter(self, rank: int) -> None:
+        """A turn begins: put the worker's own values in place."""
+        self._turns += 1
+        self.install(self._values[rank])
+        if self._turns <= max(2, len(self._local)) or self._turns & (self._turns - 1) == 0:
+            own = self._values[rank]
+            self._before = {key: (_trace(v), _copied(v)) for key, v in self._attributes() if key not in own}
+            self._shape = self._submodules()
+
+    def leave(self, rank: int) -> None:
+        """A turn ends: take the worker's values, and look what else it has changed."""
+        if self._before is not None:
+            before, self._before = self._before, None
+            if new := sorted(self._submodules() - self._shape):
+                raise InputError(f"model:{new[0]}", "is added by a forward pass", "build the whole model beforehand")
+            now = dict(self._attributes())
+            for key in sorted(before.keys() | now.keys()):
+                old_trace, old = before.get(key, (None, ABSENT))
+                if key not in self._values[rank] and old_trace != (_trace(now[key]) if key in now else None):
+                    self._adopt(key, old, now.get(key, ABSENT))
+        self._values[rank] = {key: self._holder(key).get(key[1], ABSENT) for key in self._values[rank]}
+
+    def _adopt(self, key: Key, old: Any, new: Any) -> None:
+        where = f"model:{key[0]}{key[1]}"
+        if not (_can_be_own(old) and _can_be_own(new)):
+            problem = "changes in a turn, and no logical worker can have one of its own"
+            raise InputError(where, f"is a {type(new).__name__} that {problem}", "use buffers, numbers or tensors")
+        if len(self._local) > 1 and self._turns > len(self._local):
+            remedy = f"register it from the beginning: self.register_buffer({key[1]!r}, torch.tensor(...))"
+            raise InputError(where, f"changes in turn {self._turns}, and did not in the first ones", remedy)
+        for values in self._values.values():
+            values[key] = _copied(old)
+
+    def install(self, values: Mapping[Key, Any]) -> None:
+        """Let the modules hold ``values``."""
+        for key, value in values.items():
+            if value is ABSENT:
+                self._holder(key).pop(key[1], None)
+            else:
+                self._holder(key)[key[1]] = value
+
+    def of(self, rank: int) -> dict[Key, Any]:
+        """Return a worker's own values."""
+        return self._values[rank]
+
+    def copies(self, rank: int) -> dict[Key, Any]:
+        """Return copies of a worker's own values."""
+        return {key: _copied(value) for key, value in self._values[rank].items()}
+
+    def to_document(self, rank: int) -> Document:
+        """Return a worker's own values by name, without their history; what is absent is left out."""
+        return {plain_name(key[0]) + key[1]: _copied(v) for key, v in self._values[rank].items() if v is not ABSENT}
+
+    def load(self, documents: Sequence[Document], device: torch.device) -> None:
+        """Take the local workers' values from the documents of all workers. Raises InputError for an unknown module."""
+        prefixes = {plain_name(prefix): prefix for prefix in self._modules}
+        keys: dict[str, Key] = {}
+        for name in (name for document in documents for name in document):
+            place, _, last = name.rpartition(".")
+            if (prefix := f"{place}." if place else "") not in prefixes:
+                raise InputError("attributes", f"{name} is only in the checkpoint", "build the model that was saved")
+            keys[name] = (prefixes[prefix], last)
+        for rank in self._local:
+            self._values[rank] = {key: _copied(documents[rank].get(name, ABSENT), device) for name, key in keys.items()}
+
+    def _holder(self, key: Key) -> dict[str, Any]:
+        return vars(self._modules[key[0]])
+
+    def _submodules(self) -> set[str]:
+        return {
+            f"{prefix}{name}"
+            for prefix, module in self._modules.items()
+            if isinstance(module, nn.Module)
+            for name in module._modules
+        }
+
+    def _attributes(self) -> Iterator[tuple[Key, Any]]:
+        for prefix, holder in self._modules.items():
+            if type(holder).__name__ != "OptimizedModule":  # what torch.compile puts around it
+                for name, value in vars(holder).items():
+                    if name not in _OF_EVERY_MODULE:
+                        yield (prefix, name), value
+
+
+def _trace(value: Any, depth: int = 6) -> Any:
+    """Return something that is equal for equal values: NaN equals NaN, and 1 does not equal True."""
+    if isinstance(value, (nn.Parameter, nn.Module)):
+        return id(value)
+    if isinstance(value, Tensor):
+        return digest(value) if value.layout is torch.strided and not value.is_meta else id(value)
+    if isinstance(value, np.ndarray):
+        return str(value.dtype), value.shape, value.tobytes()
+    if isinstance(value, torch.Generator):
+        return digest(value.get_state())
+    if isinstance(value, random.Random):
+        return value.getstate()
+    if isinstance(value, (np.random.Generator, np.random.RandomState)):
+        generator = value.bit_generator if isinstance(value, np.random.Generator) else value
+        return repr(generator.state if isinstance(value, np.random.Generator) else value.get_state(legacy=False))
+    if isinstance(value, _SIMPLE):
+        return type(value), repr(value)
+    if depth and isinstance(value, Mapping):
+        return type(value), tuple((_trace(k, depth - 1), _trace(v, depth - 1)) for k, v in value.items())
+    if depth and isinstance(value, (list, tuple, deque)):
+        return type(value), tuple(_trace(each, depth - 1) for each in value)
+    if depth and isinstance(value, (set, frozenset)):
+        return type(value), frozenset(_trace(each, depth - 1) for each in value)
+    kind = type(value)
+    if depth and hasattr(value, "__dict__") and not callable(value) and kind.__module__.split(".")[0] not in _NOT_OURS:
+        return id(value), tuple(
+            (name, _trace(each, depth - 3 if depth > 3 else 0)) for name, each in vars(value).items()
+        )
+    return id(value)
+
+
+def _can_be_own(value: Any) -> bool:
+    if value is ABSENT or isinstance(value, (*_SIMPLE, np.ndarray)):
+        return True
+    if isinstance(value, Tensor):
+        return not isinstance(value, nn.Parameter)
+    if type(value) in (dict, OrderedDict, defaultdict):
+        return all(_can_be_own(key) and _can_be_own(each) for key, each in value.items())
+    return type(value) in (list, tuple, deque, set, frozenset, torch.Size) and all(map(_can_be_own, value))
+
+
+def _copied(value: Any, device: torch.device | None = None) -> Any:
+    """Return a copy of tensors, arrays and collections, without their history; anything else as it is."""
+    if isinstance(value, Tensor) and not isinstance(value, nn.Parameter):
+        return value.detach().clone() if device is None else value.detach().to(device, copy=True)
+    if isinstance(value, np.ndarray):
+        return value.copy()
+    if isinstance(value, (dict, OrderedDict)) and _can_be_own(value):
+        made = value.copy()
+        for key, each in value.items():
+            made[key] = _copied(each, device)
+        return made
+    if type(value) is deque:
+        return deque((_copied(each, device) for each in value), value.maxlen)
+    if type(value) in (list, tuple, set):
+        return type(value)(_copied(each, device) for each in value)
+    return value
 
 
 class Contexts:
-    """The random streams and buffers of the logical workers of this process; at most one worker is switched in.
+    """What the logical workers of this process have of their own; at most one worker is switched in.
 
-    Between turns, the process's own random streams are back in place and the model holds the buffers of the first
-    local worker (on the process of virtual rank 0 those of that one, whose buffers plain DDP would keep).
+    Between turns, the process's own random streams are back in place and the model holds the buffers and attributes of the
+    first local worker (on the process of virtual rank 0 those of that one, whose buffers plain DDP would keep).
     """
 
-    def __init__(self, model: nn.Module, local: Sequence[int], seed: int, device: torch.device) -> None:
-        self._model_buffers = Buffers(model)
+    def __init__(self, modules: Mapping[str, Any], local: Sequence[int], seed: int, device: torch.device) -> None:
+        self._model_buffers = Buffers(modules)
+        self._plain = PlainState(modules, local)
         self._device, self._local = device, local
         self._streams = {rank: RandomStreams.seeded(seed, rank, device) for rank in local}
         self._buffers = {rank: self._model_buffers.copy() for rank in local}
@@ -167,105 +408,70 @@ class Contexts:
     def enter(self, virtual_rank: int) -> None:
         """Switch ``virtual_rank`` in; no other worker is."""
         if self._outside is None:
-            self._outside = RandomStreams.capture(self._device)
+            self._outside = RandomStreams.present(self._device)
         self._model_buffers.install(self._buffers[virtual_rank])
+        self._plain.enter(virtual_rank)
         self._streams[virtual_rank].restore(self._device)
         self.active = virtual_rank
 
     def leave(self, last: bool = True) -> None:
-        """Switch out the worker that is in; after the ``last`` one of a step, the process's own streams come back."""
+        """Switch out the worker that is in; after the ``last`` one of a step, the process's own streams come back.
+
+        Raises InputError for what a turn changed and no worker can have for itself (:class:`PlainState`).
+        """
         if self.active is None:
             return
-        self._streams[self.active] = RandomStreams.capture(self._device)
-        self._buffers[self.active] = self._model_buffers.current()
+        self._streams[self.active] = RandomStreams.present(self._device)
+        self._plain.leave(self.active)
         self.active = None
         if last and self._outside is not None:
             self._outside.restore(self._device)
             self._outside = None
-            self._model_buffers.install(self._buffers[self._local[0]])
+            self._install_first()
+
+    def _install_first(self) -> None:
+        self._model_buffers.install(self._buffers[self._local[0]])
+        self._plain.install(self._plain.of(self._local[0]))
+
+    @contextmanager
+    def aside(self) -> Iterator[None]:
+        """Let the block change buffers and attributes without a trace."""
+        self._model_buffers.install(self._model_buffers.copy())
+        self._plain.install(self._plain.copies(self._local[0]))
+        try:
+            yield
+        finally:
+            self._install_first()
 
     def seen(self) -> tuple[Document, dict[str, Tensor | None]]:
         """Return the random streams and buffers that code draws from and changes now, whosever they are."""
-        return RandomStreams.capture(self._device).to_document(), self._model_buffers.named()
+        return RandomStreams.present(self._device).to_document(), self._model_buffers.named()
 
     def to_documents(self) -> list[Document]:
         """Return the local workers' contexts in virtual-rank order, for a checkpoint; buffers are no copies."""
-        names = list(map(plain_name, self._model_buffers.names))
         return [
             {
                 "virtual_rank": rank,
                 "streams": self._streams[rank].to_document(),
-                "buffers": dict(zip(names, self._buffers[rank], strict=True)),
+                "buffers": {
+                    plain_name(name): value
+                    for name, value in self._model_buffers.named(self._buffers[rank]).items()
+                    if value is not None
+                },
+                "attributes": self._plain.to_document(rank),
             }
             for rank in self._local
         ]
 
     def load(self, documents: list[Document], where: str) -> None:
-        """Take the local workers' contexts from those of all workers. Raises InputError when buffers do not fit."""
-        names = list(map(plain_name, self._model_buffers.names))
-        for rank in self._local:
-            saved = documents[rank]["buffers"]
-            if odd := sorted(saved.keys() ^ set(names)):
-                side = "the checkpoint" if odd[0] in saved else "the model"
-                raise InputError(f"{where}:buffers", f"{odd[0]} is only in {side}", "build the model that was saved")
-            memo: dict[int, Tensor] = {}  # tied in the model: tied again
-            self._buffers[rank] = [
-                saved[name]
-                if saved[name] is None or old is None
-                else memo.setdefault(id(old), saved[name].to(self._device))
-                for name, old in zip(names, self._buffers[rank], strict=True)
-            ]
-            self._streams[rank] = RandomStreams.from_document(documents[rank]["streams"])
-        self._model_buffers.install(self._buffers[self._local[0]])
-
-
-class AttributeWatch:
-    """Warns of plain attributes that the first two turns on a process have both changed.
-
-    Buffers belong to a logical worker and are swapped with it. ``self.calls += 1`` in a forward pass is no buffer: it
-    counts the turns of the process, however many workers take them, and is in no checkpoint. What a forward pass makes
-    of such a number then depends on the placement. Whether it makes anything of it cannot be seen from outside.
-
-    What only one of them changed was set to the same by both, as ``training`` or the shape of the last batch. After the
-    two turns nothing is looked at any more; with ``active`` False nothing at all.
-    """
-
-    def __init__(self, model: nn.Module, active: bool = True) -> None:
-        self._model = model
-        self._turns_left = WATCHED_TURNS if active else 0
-        self._before: dict[tuple[str, str], str] = {}
-        self._changed: list[set[tuple[str, str]]] = []
-
-    def begin(self) -> None:
-        """Note what the modules hold at the start of a turn."""
-        if self._turns_left:
-            self._before = dict(_attributes(self._model))
-
-    def end(self) -> None:
-        """Compare with what they hold at its end, and warn after the last turn that is watched."""
-        if not self._turns_left:
-            return
-        self._turns_left -= 1
-        self._changed.append({key for key, value in _attributes(self._model) if self._before.get(key) != value})
-        if self._turns_left == 0 and (both := sorted(set.intersection(*self._changed))):
-            (where, name), *others = [(f"module {place}" if place else "the model", name) for place, name in both]
-            more = f" (and {', '.join(f'{place}: {other}' for place, other in others)})" if others else ""
-            text = (
-                f"{where}: attribute {name}{more} changes in every turn. The logical workers of a process share it and no"
-                " checkpoint has it: if the computation uses it, the bits depend on the number of processes. Then"
-                f" register it as a buffer: self.register_buffer({name!r}, torch.tensor(...))"
-            )
-            warnings.warn(text, stacklevel=2)
-
-
-def _attributes(model: nn.Module) -> Iterator[tuple[tuple[str, str], str]]:
-    """Yield the plain attributes by module and name, as text: NaN equals NaN, and 1 does not equal True."""
-    for prefix, module in model.named_modules():
-        prefix = plain_name(f"{prefix}.").removesuffix(".")
-        for name, value in vars(module).items():
-            if _is_plain(value):
-                yield (prefix, name), repr(value)
-
-
-def _is_plain(value: Any) -> bool:
-    return type(value) in _PLAIN or (type(value) is tuple and all(_is_plain(part) for part in value))
+        """Take the local workers' contexts from those of all workers. Raises InputError when they do not fit the model."""
+        try:
+            buffers = {
+                rank: self._model_buffers.loaded(documents[rank]["buffers"], self._device) for rank in self._local
+            }
+            self._plain.load([document.get("attributes", {}) for document in documents], self._device)
+        except InputError as error:
+            raise InputError(f"{where}:{error.where}", error.problem, error.remedy) from None
+        self._buffers = buffers
+        self._streams = {rank: RandomStreams.from_document(documents[rank]["streams"]) for rank in self._local}
+        self._install_first()

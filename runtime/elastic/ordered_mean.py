@@ -112,6 +112,11 @@ class OrderedMean:
         for parameter in self._parameters.values():
             parameter.grad = None
 
+    def is_usable(self) -> bool:
+        """Return whether there are gradients to be used: none that are infinite, which a loss scaler passes over."""
+        gradients = [value.grad for value in self._parameters.values() if value.grad is not None]
+        return bool(gradients) and all(bool(gradient.isfinite().all()) for gradient in gradients)
+
     def close(self) -> None:
         """Take away what watches the parameters."""
         for watcher in self._watchers:

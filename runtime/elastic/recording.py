@@ -20,7 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 from ddltool.artifacts import check_writable
 from ddltool.errors import InputError
 from ddltool.runtime.elastic.checkpoint import environment
-from ddltool.runtime.elastic.contexts import Buffers, RandomStreams
+from ddltool.runtime.elastic.contexts import Buffers, RandomStreams, modules_of
 from ddltool.runtime.elastic.digests import digest, digests
 from ddltool.runtime.elastic.run_difference import (
     BEFORE,
@@ -193,7 +193,7 @@ class RunRecorder:
         self._job = Job.this()
         known = environment(self._device) | {"processes": self._job.world_size} | dict(settings or {})
         self._recorder = Recorder(bare, self._job, path, known)
-        self._buffers = Buffers(bare)
+        self._buffers = Buffers(modules_of(bare, None))
         self._gradients: dict[str, Tensor] = {}
         self._epoch = 0
         self._open = False
@@ -219,7 +219,7 @@ class RunRecorder:
         while True:
             begun = not self._open
             if begun:
-                streams = RandomStreams.capture(self._device).to_document()
+                streams = RandomStreams.present(self._device).to_document()
                 self._recorder.begin(self._job.rank, streams, self._buffers.named())
                 self._gradients, self._open = {}, True
             try:

@@ -16,6 +16,7 @@ are. Each has its data shard, its random streams and its module buffers, and the
 
 from __future__ import annotations
 
+import inspect
 import os
 import signal
 import warnings
@@ -29,19 +30,20 @@ import torch
 import torch.distributed as dist
 from pydantic import Field
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import Dataset, default_collate
 
 from ddltool.artifacts import Record, parse_record
 from ddltool.errors import InputError
 from ddltool.runtime.elastic import checkpoint
-from ddltool.runtime.elastic.contexts import AttributeWatch, Contexts, kept, plain_name
+from ddltool.runtime.elastic.contexts import LOSS, Buffers, Contexts, kept, modules_of, plain_name
 from ddltool.runtime.elastic.ordered_mean import MIB, OrderedMean
 from ddltool.runtime.elastic.processes import Processes
 from ddltool.runtime.elastic.recording import Recorder
 from ddltool.runtime.elastic.sample_feed import SampleFeed, Task
 from ddltool.runtime.hook.batches import VariableBatchSampler
-from ddltool.runtime.hook.job import dataset_length
+from ddltool.runtime.hook.job import bare_optimizer, dataset_length
 from ddltool.runtime.hook.stopping import StopSignals
 
 _PARTS = ("settings", "environment", "position", "buckets", "parameters", "optimizer", "extras", "workers")
@@ -109,9 +111,11 @@ class ElasticTrainer:
 
     Args:
         model: the bare module, on its device.
-        optimizer: over the model's parameters.
-        loss_fn: ``loss_fn(model(*inputs), target)`` is the mean loss of a batch ``(*inputs, target)``; None if you use
-            :meth:`batches`.
+        optimizer: over the parameters of model and loss, and whatever else there is in its groups. All are averaged and saved,
+            and may be frozen, unfrozen and added between steps. One that takes no closure.
+        loss_fn: ``loss_fn(model(*inputs), target)`` is the mean loss of a batch ``(*inputs, target)``,
+            ``loss_fn(model(**batch), batch)`` that of a mapping, ``loss_fn(model(batch), batch)`` that of a single tensor; a
+            module or any callable; None if you use :meth:`batches`.
         dataset: map-style, the same on every process.
         max_workers: logical workers; at least as many as processes.
         batch_size: samples per logical worker and micro-batch.
@@ -146,8 +150,14 @@ class ElasticTrainer:
         extras: Mapping[str, Stateful] | None = None,
         record: str | os.PathLike[str] | None = None,
     ) -> None:
-        _check_model(model)
+        _check_model(model, loss_fn)
+        optimizer = bare_optimizer(optimizer)
         self.model, self.optimizer, self.loss_fn, self.dataset = model, optimizer, loss_fn, dataset
+        self._parameters: dict[str, nn.Parameter] = {}
+        self._layout: tuple[Any, ...] = ()
+        self._look_for_parameters()
+        _check_parameters(self._parameters)
+        _check_optimizer(optimizer)
         self.device = next(model.parameters()).device
         self.settings = _settings(
             max_workers=max_workers,
@@ -164,7 +174,8 @@ class ElasticTrainer:
         here = checkpoint.environment(self.device)
         known = ", ".join(f"{name} {value}" for name, value in here.items())
         self.processes.job.demand_same("environment", known, "give all processes the same: torch.set_num_threads")
-        _broadcast([*model.parameters(), *model.buffers()], 0)
+        modules = modules_of(model, loss_fn)
+        _broadcast([*self._parameters.values(), *Buffers(modules).tensors()], 0)
         local, self._first = self.processes.local, self.processes.owners[0]
         self._samplers = {
             rank: VariableBatchSampler(
@@ -172,8 +183,7 @@ class ElasticTrainer:
             )
             for rank in local
         }
-        self._contexts = Contexts(model, local, seed, self.device)
-        self._attributes = AttributeWatch(model, self.processes.rank == self._first)  # one process tells
+        self._contexts = Contexts(modules, local, seed, self.device)
         self._bucket_bytes = int(bucket_mib * MIB)
         self._mean = self._new_mean(None)
         self._collate = collate or default_collate
@@ -191,11 +201,39 @@ class ElasticTrainer:
         self._losses: dict[int, list[Tensor]] = {}
         self._micro_batches = 0
         self._awaits_update = False
+        self._versions = self._collectives = 0
+        optimizer.register_step_pre_hook(self._before_update)
         optimizer.register_step_post_hook(self._updated)
 
+    def _look_for_parameters(self) -> list[Tensor]:
+        """Take in the parameters of model, loss and optimizer by name; return those that are new.
+
+        Names of one that is in several places are the first's: model, loss, optimizer.
+        """
+        found = dict(self.model.named_parameters())
+        if isinstance(self.loss_fn, nn.Module):
+            found |= {LOSS + name: value for name, value in self.loss_fn.named_parameters()}
+        for number, group in enumerate(self.optimizer.param_groups):
+            found |= {f"(optimizer).{number}.{place}": value for place, value in enumerate(group["params"])}
+        known = {id(value): name for name, value in reversed(found.items())}
+        before = set(map(id, self._parameters.values()))
+        self._parameters = {name: value for name, value in found.items() if known[id(value)] == name}
+        self._layout = self._present_layout()
+        return [value for value in self._parameters.values() if id(value) not in before]
+
+    def _present_layout(self) -> tuple[Any, ...]:
+        """Return what changes when parameters are frozen, unfrozen or given to the optimizer."""
+        return (
+            *map(len, (group["params"] for group in self.optimizer.param_groups)),
+            *[value.requires_grad for value in self._parameters.values()],
+        )
+
     def _new_mean(self, buckets: list[list[str]] | None) -> OrderedMean:
+        trained = [name for name, value in self._parameters.items() if value.requires_grad]
+        if buckets is not None and sorted(name for bucket in buckets for name in bucket) != sorted(trained):
+            buckets = None  # frozen or unfrozen since; they decide what travels together and no bits
         return OrderedMean(
-            dict(self.model.named_parameters()),
+            self._parameters,
             self.processes,
             turns_per_worker=self.settings.accumulation,
             bucket_bytes=self._bucket_bytes,
@@ -214,8 +252,14 @@ class ElasticTrainer:
         if self.loss_fn is None:
             raise InputError("loss_fn", "was not given", "give one, or write the loop with trainer.batches(epoch)")
         with self._feed.watched() if self._feed is not None else nullcontext():
-            for *inputs, target in self.batches(epoch):
-                loss = self.loss_fn(self.model(*inputs), target)
+            for batch in self.batches(epoch):
+                if isinstance(batch, Mapping):
+                    loss = self.loss_fn(self.model(**batch), batch)
+                elif isinstance(batch, Tensor):
+                    loss = self.loss_fn(self.model(batch), batch)
+                else:
+                    *inputs, target = batch
+                    loss = self.loss_fn(self.model(*inputs), target)
                 if (self._micro_batches + 1) % self.settings.accumulation == 0:
                     self._mean.expect()
                 loss.backward()
@@ -282,12 +326,28 @@ class ElasticTrainer:
 
     def _begin_turn(self, rank: int) -> None:
         self._awaits_update = False
+        self._watch_parameters(begins=rank == self.processes.local[0])
         self._mean.clear()
         self._mean.begin(rank)
         self._contexts.enter(rank)
-        self._attributes.begin()
+        self._collectives = _collectives()
         if self._recorder is not None:
             self._recorder.begin(rank, *self._contexts.seen())
+
+    def _watch_parameters(self, *, begins: bool) -> None:
+        """Take in, where a step ``begins``, what was frozen, unfrozen or added; within one nothing may change."""
+        versions = sum(value._version for value in self._parameters.values())
+        if not begins:
+            if versions != self._versions:
+                remedy = "update them once, when turn_done returns True"
+                raise InputError("model", "its parameters changed between the turns of a step", remedy)
+            return
+        self._versions = versions
+        if self._layout != self._present_layout():
+            _broadcast(self._look_for_parameters(), 0)
+            self._mean.clear()
+            self._mean.close()
+            self._mean = self._new_mean(None)
 
     def turn_done(self, loss: Tensor | None = None) -> bool:
         """Say that the backward pass of a micro-batch is over; return whether the step's gradients are complete.
@@ -307,7 +367,9 @@ class ElasticTrainer:
             return False
         if self._recorder is not None:
             self._recorder.end(None, self._contexts.seen()[1])
-        self._attributes.end()
+        if self._collectives != _collectives():
+            remedy = "keep what the workers of a turn compute to themselves"
+            raise InputError("the turn", "ran a collective of all processes, whose number must not matter", remedy)
         last = rank == self.processes.local[-1]
         self._contexts.leave(last)
         self._mean.take(rank)
@@ -333,6 +395,18 @@ class ElasticTrainer:
         if self._recorder is not None:
             self._recorder.combined(first=self.steps_made == 1)
 
+    def _before_update(self, _: object, arguments: tuple[Any, ...], named: dict[str, Any]) -> None:
+        """Refuse an update that cannot be that of the step."""
+        if self._contexts.active is not None or self._losses:
+            raise InputError(
+                "optimizer.step", "came before the step's last turn", "call it when turn_done returns True"
+            )
+        if any(value is not None for value in (*arguments[1:], *named.values())):
+            problem = "was given a closure, which would see one logical worker's batch"
+            raise InputError(
+                "optimizer.step", problem, "give none; the gradients are there when turn_done returns True"
+            )
+
     def _updated(self, *_: object) -> None:
         """Note that the optimizer made its step, and write the step's fingerprints."""
         if self._recorder is not None and self._awaits_update:
@@ -353,16 +427,13 @@ class ElasticTrainer:
         """Give the model in evaluation mode, with virtual rank 0's buffers on every process; all call this together."""
         self._demand_between_steps("evaluating")
         was_training = self.model.training
-        buffers = list(self.model.buffers())
-        own = [value.clone() for value in buffers]
-        _broadcast(buffers, self._first)
-        self.model.eval()
-        try:
-            yield self.model
-        finally:
-            self.model.train(was_training)
-            for value, before in zip(buffers, own, strict=True):
-                value.copy_(before)
+        with self._contexts.aside():
+            _broadcast(list(self.model.buffers()), self._first)
+            self.model.eval()
+            try:
+                yield self.model
+            finally:
+                self.model.train(was_training)
 
     def close(self) -> None:
         """End the data workers, if there are any; otherwise they end with the process or when this is collected."""
@@ -372,7 +443,8 @@ class ElasticTrainer:
     # Checkpoints.
 
     def _demand_between_steps(self, what: str) -> None:
-        if self._contexts.active is not None or self._losses or self._awaits_update:
+        under_way = self._contexts.active is not None or self._losses
+        if under_way or (self._awaits_update and self._mean.is_usable()):
             raise InputError(what, "the step is not over", "call it after optimizer.step(), before the next batch")
 
     def save(self, path: str | os.PathLike[str]) -> None:
@@ -400,7 +472,7 @@ class ElasticTrainer:
                     "environment": checkpoint.environment(self.device),
                     "position": {"epoch": self.epoch_number, "step": self.step_in_epoch, "steps_made": self.steps_made},
                     "buckets": self._mean.bucket_names,
-                    "parameters": {name: value.detach() for name, value in self.model.named_parameters()},
+                    "parameters": {name: value.detach() for name, value in self._parameters.items()},
                     "optimizer": self.optimizer.state_dict(),
                     "optimizer_class": type(self.optimizer).__name__,
                     "extras": documents[first]["extras"],
@@ -432,9 +504,9 @@ class ElasticTrainer:
         mark = checkpoint.stamp(path)
         content = self.processes.job.together(lambda: self._checked(path))
         self.processes.job.demand_same(os.fspath(path), checkpoint.content_digest(content), "use a folder that all see")
-        names = {plain_name(name): name for name, _ in self.model.named_parameters()}
+        names = {plain_name(name): name for name in self._parameters}
         with torch.no_grad():
-            for name, value in self.model.named_parameters():
+            for name, value in self._parameters.items():
                 value.copy_(content["parameters"][plain_name(name)])
         self.optimizer.load_state_dict(content["optimizer"])
         for name, extra in self._extras.items():
@@ -461,7 +533,7 @@ class ElasticTrainer:
         remedy = "equal bits need the same: torch.set_num_threads, torch's version, the type of device"
         checkpoint.demand_equal(where, content["environment"], checkpoint.environment(self.device), remedy)
         saved = {name: _form(value) for name, value in content["parameters"].items()}
-        present = {plain_name(name): _form(value) for name, value in self.model.named_parameters()}
+        present = {plain_name(name): _form(value) for name, value in self._parameters.items()}
         names = present | saved
         checkpoint.demand_equal(
             f"{where}:parameters",
@@ -512,14 +584,43 @@ def _moved(batch: Any, device: torch.device) -> Any:
     return batch
 
 
-def _check_model(model: nn.Module) -> None:
-    """Raise InputError for a model whose bits would depend on the placement."""
+def _collectives() -> int:
+    """Return how many collectives the default process group has run; ours have groups of their own."""
+    return dist.group.WORLD._get_sequence_number_for_group() if dist.is_initialized() and dist.group.WORLD else 0
+
+
+def _check_model(model: nn.Module, loss_fn: Any) -> None:
+    """Raise InputError for a model, or a loss, whose bits would depend on the placement."""
     if isinstance(model, DistributedDataParallel):
         remedy = "give the bare module: the logical workers are averaged here"
         raise InputError("model", "is a DistributedDataParallel", remedy)
-    for name, module in model.named_modules():
+    for prefix, module in modules_of(model, loss_fn).items():
         if isinstance(module, nn.SyncBatchNorm):
             problem = "is a SyncBatchNorm, whose sums depend on the placement"
-            raise InputError(f"model:{name}", problem, "use BatchNorm")
+            raise InputError(f"model:{prefix.removesuffix('.')}", problem, "use BatchNorm")
     if not any(parameter.requires_grad for parameter in model.parameters()):
         raise InputError("model", "has no parameter that requires gradients", "give the model that is trained")
+
+
+def _check_parameters(parameters: Mapping[str, nn.Parameter]) -> None:
+    """Raise InputError for a parameter that no process holds whole."""
+    for name, value in parameters.items():
+        if isinstance(value, nn.parameter.UninitializedParameter):
+            raise InputError(f"model:{name}", "has no shape yet", "run the model on a batch first")
+        if isinstance(value, DTensor):
+            raise InputError(
+                f"model:{name}", "is sharded (FSDP2, a DTensor)", "give the bare module: each process holds it"
+            )
+
+
+def _check_optimizer(optimizer: torch.optim.Optimizer) -> None:
+    """Raise InputError for one whose update needs more than the mean gradient, or whose state is spread over processes."""
+    kind = type(optimizer).__name__
+    closure = inspect.signature(type(optimizer).step).parameters.get("closure")
+    if closure is not None and closure.default is inspect.Parameter.empty:
+        problem = f"is {kind}, which computes the loss itself, of one logical worker's batch"
+        raise InputError("optimizer", problem, "use one whose step() needs no closure")
+    if any(parent.__name__ == "ZeroRedundancyOptimizer" for parent in type(optimizer).__mro__):
+        raise InputError(
+            "optimizer", f"is {kind}, whose state is spread over processes", "use the optimizer that it wraps"
+        )

@@ -1,0 +1,360 @@
+"""Every way to train gives the same bits on one, two and three processes, resized in mid-run too, or is refused in a line.
+
+The oracle has none of the code under test: a copy of everything for each logical worker, trained in turns.
+"""
+
+from __future__ import annotations
+
+import random
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.optim import ZeroRedundancyOptimizer
+from torch.utils.data import default_collate
+
+from ddltool.errors import InputError
+from ddltool.runtime.elastic.contexts import seed_streams
+from ddltool.runtime.elastic.digests import digest
+from ddltool.runtime.elastic.trainer import ElasticTrainer
+from tests.elastic_workers import on
+from tests.training_patterns import PATTERNS, Pattern, network, ordinary
+
+WORKERS, BATCH, STEPS, CUT = 3, 4, 5, 2
+REFUSED = {
+    "lbfgs": "optimizer: is LBFGS, which computes the loss itself, of one logical worker's batch; use one whose step() "
+    "needs no closure",
+    "iterable_dataset": "dataset: is a Endless, an IterableDataset; give a map-style dataset (with __len__ and __getitem__)",
+}
+TRAINED = sorted(PATTERNS.keys() - REFUSED)
+
+
+def bits(made: Pattern, losses: list[float]) -> dict[str, str]:
+    """Return the digests of all that training has changed and that must not depend on the processes."""
+    tensors = [*made.model.parameters(), *made.seen()]
+    return {"losses": repr(losses)} | {str(place): digest(value) for place, value in enumerate(tensors)}
+
+
+def by_copies(name: str) -> dict[str, str]:
+    """Train a copy of everything for each logical worker."""
+    torch.use_deterministic_algorithms(True)
+    copies = [PATTERNS[name](torch.float64) for _ in range(WORKERS)]
+    states = []
+    for rank in range(WORKERS):
+        seed_streams(0, rank)
+        states.append((random.getstate(), np.random.get_state(), torch.get_rng_state()))  # noqa: NPY002
+    first, losses = copies[0], []
+    per_step = WORKERS * BATCH * first.accumulation
+    for step in range(STEPS):
+        epoch, place = divmod(step, len(first.dataset) // per_step)
+        order = torch.randperm(len(first.dataset), generator=torch.Generator().manual_seed(epoch)).tolist()
+        shown = []
+        for rank, made in enumerate(copies):
+            random.setstate(states[rank][0])
+            np.random.set_state(states[rank][1])  # noqa: NPY002
+            torch.set_rng_state(states[rank][2])
+            made.optimizer.zero_grad()
+            values = []
+            for turn in range(first.accumulation):
+                begin = place * per_step + (rank * first.accumulation + turn) * BATCH
+                batch = default_collate([made.dataset[index] for index in order[begin : begin + BATCH]])
+                loss = made.loss(made.model, batch)
+                (first.scaler.scale(loss) if first.scaler is not None else loss).backward()
+                values.append(loss.item())
+            shown.append(sum(values) / len(values))
+            states[rank] = (random.getstate(), np.random.get_state(), torch.get_rng_state())  # noqa: NPY002
+        losses.append(sum(shown) / WORKERS)
+        groups = zip(*(trained(made) for made in copies), strict=True)
+        for parameters in groups:
+            gradients = [value.grad for value in parameters]
+            if any(gradient is not None for gradient in gradients):
+                total = torch.zeros_like(parameters[0]) if gradients[0] is None else gradients[0].clone()
+                for gradient in gradients[1:]:
+                    total += 0.0 if gradient is None else gradient
+                parameters[0].grad = total / (WORKERS * first.accumulation)
+        update(first, step)
+        after(first, step, ends=place == len(first.dataset) // per_step - 1)
+        for made in copies[1:]:
+            made.after_update(step)
+        with torch.no_grad():
+            for parameters in zip(*(trained(made) for made in copies), strict=True):
+                for value in parameters[1:]:
+                    value.copy_(parameters[0])
+    return bits(first, losses)
+
+
+def trained(made: Pattern) -> list[nn.Parameter]:
+    return [value for group in made.optimizer.param_groups for value in group["params"]]
+
+
+def update(made: Pattern, step: int) -> None:
+    if made.scaler is not None:
+        made.scaler.unscale_(made.optimizer)
+    made.before_update(step)
+    if made.scaler is None:
+        made.optimizer.step()
+    else:
+        made.scaler.step(made.optimizer)
+        made.scaler.update()
+
+
+def after(made: Pattern, step: int, *, ends: bool) -> None:
+    if made.scheduler is not None and (ends or not made.per_epoch):
+        made.scheduler.step()
+    made.after_update(step)
+
+
+def by_trainer(name: str, path: str, until: int) -> dict[str, str] | str:
+    """Train up to a step, from the checkpoint if there is one, and write one; return bits, or what is refused."""
+    made = PATTERNS[name](torch.float64)
+    extras = made.also | {
+        key: value for key, value in (("scheduler", made.scheduler), ("scaler", made.scaler)) if value is not None
+    }
+    try:
+        trainer = ElasticTrainer(
+            made.model,
+            made.optimizer,
+            made.criterion,
+            made.dataset,
+            max_workers=WORKERS,
+            batch_size=BATCH,
+            accumulation=made.accumulation,
+            bucket_mib=1e-4,
+            extras=extras,
+        )
+        trainer.resume(path)
+        if trainer.steps_made:  # what a script does by the number of the step, it does again
+            for step in range(trainer.steps_made):
+                if name == "late_unfreezing":
+                    made.after_update(step)
+        losses = []
+        epoch = trainer.epoch_number
+        while trainer.steps_made < until:
+            for batch in trainer.batches(epoch):
+                loss = made.loss(made.model, batch)
+                (made.scaler.scale(loss) if made.scaler is not None else loss).backward()
+                if not trainer.turn_done(loss):
+                    continue
+                number = trainer.steps_made - 1
+                update(made, number)
+                after(made, number, ends=trainer.step_in_epoch == trainer.steps_per_epoch)
+                assert trainer.last_step is not None
+                losses.append(trainer.last_step.loss)
+                if trainer.steps_made == until:
+                    break
+            else:
+                epoch += 1
+        trainer.save(path)
+        return bits(made, losses)
+    except InputError as error:
+        return str(error)
+
+
+def cells(folder: str, until: int, names: list[str]) -> dict[str, Any]:
+    torch.set_num_threads(1)
+    return {name: by_trainer(name, f"{folder}/{name}.pt", until) for name in names}
+
+
+@pytest.fixture(scope="module")
+def table() -> dict[str, list[Any]]:
+    """Each pattern by copies, on one, two and three processes, and resized from 3 to 1 to 2 in mid-run."""
+    names = sorted(PATTERNS)
+    with tempfile.TemporaryDirectory() as folder:
+        for place in ("1", "2", "3", "resized"):
+            Path(folder, place).mkdir()
+        columns = [on(size, cells, f"{folder}/{size}", STEPS, names) for size in (1, 2, 3)]
+        resized = f"{folder}/resized"
+        columns.append(on(3, cells, resized, CUT, names))
+        columns.append(on(1, cells, resized, CUT + 1, names))
+        columns.append(on(2, cells, resized, STEPS, names))
+    for column in columns:
+        assert all(each == column[0] for each in column), "processes differ"
+    whole = [column[0] for column in columns]
+    return {name: [column[name] for column in whole] for name in names}
+
+
+@pytest.mark.parametrize("name", TRAINED)
+def test_the_bits_are_those_of_copies_on_any_number_of_processes(name: str, table: dict[str, list[Any]]) -> None:
+    one, two, three, *_, resized = table[name]
+    expected = by_copies(name)
+    assert one == expected
+    assert two == expected
+    assert three == expected
+    assert resized | {"losses": ""} == expected | {"losses": ""}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_is_not_supported_is_refused_in_one_line(name: str, table: dict[str, list[Any]]) -> None:
+    assert set(table[name]) == {REFUSED[name]}
+
+
+class Drawing(nn.Module):
+    """Draws from a generator of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.generator = network(torch.float32), torch.Generator()
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        logits: torch.Tensor = self.body(inputs + torch.randn(inputs.shape, generator=self.generator))
+        return logits
+
+
+class Growing(nn.Module):
+    """Makes a layer when it is first used."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = network(torch.float32)
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        if not hasattr(self, "more"):
+            self.more = nn.Identity()
+        logits: torch.Tensor = self.body(inputs)
+        return logits
+
+
+class LateState(nn.Module):
+    """Begins to count in its third pass."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.since = network(torch.float32), 0
+        self.register_buffer("passes", torch.zeros(()))
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        self.passes = self.passes + 1
+        if self.passes > 2:
+            self.since += 1
+        logits: torch.Tensor = self.body(inputs)
+        return logits
+
+
+def refusals() -> dict[str, str]:
+    """Return what each construction or first steps are refused with, on this process."""
+    found = {}
+    optimizer = torch.optim.SGD
+    made = {
+        "own generator": lambda: ordinary(torch.float32, Drawing()),
+        "grows": lambda: ordinary(torch.float32, Growing()),
+        "late state": lambda: ordinary(torch.float32, LateState()),
+        "lazy": lambda: ordinary(torch.float32, nn.Sequential(nn.LazyLinear(4), nn.Linear(4, 3))),
+        "SyncBatchNorm": lambda: ordinary(torch.float32, nn.Sequential(nn.Linear(6, 3), nn.SyncBatchNorm(3))),
+    }
+    if dist.is_initialized():
+        del made["late state"]  # each process finds it in a turn of its own
+        model = network(torch.float32)
+        zero = ZeroRedundancyOptimizer(model.parameters(), optimizer_class=optimizer, lr=0.1)
+        made["ZeRO"] = lambda: ordinary(torch.float32, model, optimizer=zero)
+        made["FSDP2"] = lambda: ordinary(torch.float32, fully_shard(network(torch.float32)))
+    for name, make in made.items():
+        try:
+            pattern = make()
+            options = {"max_workers": WORKERS, "batch_size": 2}
+            trainer = ElasticTrainer(
+                pattern.model, pattern.optimizer, nn.CrossEntropyLoss(), pattern.dataset, **options
+            )
+            steps = [step.number for step in trainer.epoch(0)]
+            found[name] = f"trained {len(steps)} steps"
+        except InputError as error:
+            found[name] = str(error)
+    return found
+
+
+def test_what_no_worker_can_have_for_itself_is_refused() -> None:
+    (alone,) = on(1, refusals)
+    assert alone["own generator"].startswith("model:generator: is a Generator that changes in a turn")
+    assert alone["grows"].startswith("model:more: is added by a forward pass")
+    assert alone["late state"].startswith("model:since: changes in turn 8, and did not in the first ones")
+    assert alone["lazy"].startswith("model:0.weight: has no shape yet")
+    assert alone["SyncBatchNorm"].startswith("model:1: is a SyncBatchNorm")
+    for here in on(2, refusals):
+        assert here["own generator"] == alone["own generator"]
+        assert here["ZeRO"].startswith("optimizer: is ZeroRedundancyOptimizer, whose state is spread over processes")
+        assert here["FSDP2"].startswith("model:0.weight: is sharded (FSDP2, a DTensor)")
+
+
+def wrong_loops() -> dict[str, str]:
+    """Return what loops are told that update at the wrong time, with another optimizer, or ask the other processes."""
+
+    def closure(trainer: ElasticTrainer, done: bool) -> None:
+        if done:
+            trainer.optimizer.step(lambda: torch.zeros(()))
+
+    def early(trainer: ElasticTrainer, done: bool) -> None:
+        trainer.optimizer.step()
+
+    def another(trainer: ElasticTrainer, done: bool) -> None:
+        with torch.no_grad():
+            for value in trainer.model.parameters():
+                value += 0.1
+
+    def asks(trainer: ElasticTrainer, done: bool) -> None:
+        if done:
+            trainer.optimizer.step()
+
+    found = {}
+    for way in (closure, early, another, asks):
+        made = PATTERNS["plain"](torch.float32)
+        trainer = ElasticTrainer(made.model, made.optimizer, None, made.dataset, max_workers=2, batch_size=2)
+        try:
+            for batch in trainer.batches(0):
+                loss = made.loss(made.model, batch)
+                loss.backward()
+                if way is asks and dist.is_initialized():
+                    dist.all_reduce(loss.detach())
+                way(trainer, trainer.turn_done(loss))
+        except InputError as error:
+            found[way.__name__] = str(error)
+    return found
+
+
+def test_loops_that_update_at_the_wrong_time_are_refused() -> None:
+    (alone,) = on(1, wrong_loops)
+    assert alone["closure"].startswith("optimizer.step: was given a closure")
+    assert alone["early"].startswith("optimizer.step: came before the step's last turn")
+    assert alone["another"].startswith("model: its parameters changed between the turns of a step")
+    for here in on(2, wrong_loops):
+        assert here["asks"].startswith("the turn: ran a collective of all processes")
+
+
+def by_epoch(name: str) -> dict[str, str]:
+    """Train with ``epoch``, which calls model and loss itself."""
+    made = PATTERNS[name](torch.float64)
+    loss: Any = made.criterion
+    if name == "dict_batches":
+        made.model = Named(made.model)
+        loss = lambda outputs, batch: nn.functional.cross_entropy(outputs, batch["targets"])  # noqa: E731
+    trainer = ElasticTrainer(made.model, made.optimizer, loss, made.dataset, max_workers=WORKERS, batch_size=BATCH)
+    losses: list[float] = []
+    for epoch in range(STEPS):
+        for step in trainer.epoch(epoch):
+            losses.append(step.loss)
+            if step.number == STEPS:
+                return bits(made, losses)
+    raise AssertionError("unreachable")
+
+
+class Named(nn.Module):
+    """Takes its batch by name."""
+
+    def __init__(self, body: nn.Module) -> None:
+        super().__init__()
+        self.body = body
+
+    def forward(self, inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        logits: torch.Tensor = self.body(inputs)
+        return logits
+
+
+@pytest.mark.parametrize("name", ["dict_batches", "loss_with_parameters"])
+def test_epoch_takes_mappings_and_losses_with_parameters(name: str) -> None:
+    expected = by_copies(name)
+    for size in (1, 2):
+        assert on(size, by_epoch, name)[0] == expected
