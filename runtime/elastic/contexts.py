@@ -18,6 +18,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from numpy.random.mtrand import get_bit_generator, set_bit_generator
 from torch import Tensor, nn
 
 from ddltool.errors import InputError
@@ -63,7 +64,7 @@ class RandomStreams:
         on_device = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
         state = np.random.get_state(legacy=False)  # noqa: NPY002  # user code draws from it
         half_pair = int(state["has_gauss"]), float(state["gauss"])
-        return cls(random.getstate(), np.random.get_bit_generator(), half_pair, torch.get_rng_state(), on_device)
+        return cls(random.getstate(), get_bit_generator(), half_pair, torch.get_rng_state(), on_device)
 
     @classmethod
     def seeded(cls, seed: int, virtual_rank: int, device: torch.device) -> RandomStreams:
@@ -75,7 +76,7 @@ class RandomStreams:
     def restore(self, device: torch.device) -> None:
         """Make these the streams of this process: what is drawn now moves them on."""
         random.setstate(self.python)
-        np.random.set_bit_generator(self.numpy)
+        set_bit_generator(self.numpy)
         if self.half_pair[0]:
             state = np.random.get_state(legacy=False)  # noqa: NPY002  # user code draws from it
             state["has_gauss"], state["gauss"] = self.half_pair
@@ -116,7 +117,7 @@ class RandomStreams:
 def kept(device: torch.device) -> Iterator[None]:
     """Keep what is drawn, and seeded, within the block from this process's streams."""
     present = RandomStreams.present(device)
-    np.random.set_bit_generator(np.random.MT19937(0))
+    set_bit_generator(np.random.MT19937(0))
     try:
         yield
     finally:
@@ -311,7 +312,8 @@ class PlainState:
             self._values[rank] = {key: _copied(documents[rank].get(name, ABSENT), device) for name, key in keys.items()}
 
     def _holder(self, key: Key) -> dict[str, Any]:
-        return vars(self._modules[key[0]])
+        held: dict[str, Any] = vars(self._modules[key[0]])
+        return held
 
     def _submodules(self) -> set[str]:
         return {
@@ -341,9 +343,10 @@ def _trace(value: Any, depth: int = 6) -> Any:
         return digest(value.get_state())
     if isinstance(value, random.Random):
         return value.getstate()
-    if isinstance(value, (np.random.Generator, np.random.RandomState)):
-        generator = value.bit_generator if isinstance(value, np.random.Generator) else value
-        return repr(generator.state if isinstance(value, np.random.Generator) else value.get_state(legacy=False))
+    if isinstance(value, np.random.Generator):
+        return repr(value.bit_generator.state)
+    if isinstance(value, np.random.RandomState):
+        return repr(value.get_state(legacy=False))
     if isinstance(value, _SIMPLE):
         return type(value), repr(value)
     if depth and isinstance(value, Mapping):
@@ -444,8 +447,9 @@ class Contexts:
             self._install_first()
 
     def seen(self) -> tuple[Document, dict[str, Tensor | None]]:
-        """Return the random streams and buffers that code draws from and changes now, whosever they are."""
-        return RandomStreams.present(self._device).to_document(), self._model_buffers.named()
+        """Return the random streams and the model's buffers that code draws from and changes now, whosever they are."""
+        buffers = {name: v for name, v in self._model_buffers.named().items() if not name.startswith(LOSS)}
+        return RandomStreams.present(self._device).to_document(), buffers
 
     def to_documents(self) -> list[Document]:
         """Return the local workers' contexts in virtual-rank order, for a checkpoint; buffers are no copies."""

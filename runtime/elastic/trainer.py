@@ -586,7 +586,8 @@ def _moved(batch: Any, device: torch.device) -> Any:
 
 def _collectives() -> int:
     """Return how many collectives the default process group has run; ours have groups of their own."""
-    return dist.group.WORLD._get_sequence_number_for_group() if dist.is_initialized() and dist.group.WORLD else 0
+    group: Any = dist.group.WORLD if dist.is_initialized() else None
+    return 0 if group is None else int(group._get_sequence_number_for_group())
 
 
 def _check_model(model: nn.Module, loss_fn: Any) -> None:
