@@ -27,7 +27,10 @@ from ddltool.analyzers.balancing import algorithm2
 from ddltool.errors import DdlToolError, InputError
 from ddltool.runtime.balancing.control import BalanceOptions, Balancer, balance
 from ddltool.runtime.balancing.partitioned import PartitionedData
-from ddltool.runtime.hook.gradients import SampleCounter, WeightedAverage
+from ddltool.runtime.hook.gradients import TimedAverage
+from ddltool.runtime.hook.job import Job
+from ddltool.runtime.hook.telemetry import Exchange, stamp
+from ddltool.runtime.hook.weighing import Weigher
 from tests.runtime_workers import furthest, gradients, loss_of, make_data, make_model
 
 
@@ -307,6 +310,13 @@ def refusal(rank: int, case: str) -> str:
     return "accepted"
 
 
+class Unheard:
+    """Wants no times."""
+
+    def begin_exchange(self, samples: int, total: int) -> Exchange:
+        return Exchange(samples, total, stamp(False), False)
+
+
 def chained_gradients(rank: int, case: dict[str, Any]) -> float:
     """Return the largest gradient error of unequal batches in some combination of DDP's features.
 
@@ -316,15 +326,16 @@ def chained_gradients(rank: int, case: dict[str, Any]) -> float:
     reference, model = make_model(), make_model()
     reference.load_state_dict(model.state_dict())
     wrapped = DistributedDataParallel(model, find_unused_parameters=True, **case.get("ddp", {}))
-    counter, side = SampleCounter(), dist.new_group(backend="gloo")
+    weigher = Weigher(Job.this(), "test", lambda: (3, 13))
+    weigher.open(wrapped)
     compress = torch.bfloat16 if case["compress"] == "ours" else None
-    average = WeightedAverage(counter, 16, wrapped.process_group, side, compress=compress)
+    timed = Unheard()
+    average = TimedAverage(weigher.take_tally, wrapped.process_group, timed, compress=compress)
     around = {"bf16": bf16_compress_wrapper, "fp16": fp16_compress_wrapper}.get(case["compress"])
     hook = average.reduce if around is None else around(average.reduce)
     if around is not None:
         hook.__name__ = "chained"  # by its name, DDP refuses torch's bf16 hook without NCCL, which the tests do without
     wrapped.register_comm_hook(None, hook)
-    wrapped.register_forward_pre_hook(counter.count, with_kwargs=True)
     sizes, passes = (3, 13), case["passes"]
     features, labels = make_data(sum(sizes) * passes)
     errors = []
@@ -342,6 +353,7 @@ def chained_gradients(rank: int, case: dict[str, Any]) -> float:
                 (loss_of(wrapped, features[mine], labels[mine]) / passes).backward()
         loss_of(reference, features[:total], labels[:total]).backward()
         errors.append(furthest(gradients(model), gradients(reference)))
+    weigher.close()
     return max(errors)
 
 

@@ -207,7 +207,7 @@ def gradient_errors(
     """
     model = DistributedDataParallel(make_model(dtype), **({"find_unused_parameters": True} | (ddp or {})))
     reference = make_model(dtype)
-    attached(model, config)
+    hook = attached(model, config)
     errors = []
     for place, step in enumerate(steps):
         use = heads[place % len(heads)]
@@ -219,6 +219,7 @@ def gradient_errors(
             mine = slice(at, at + sizes[rank])
             begin += sum(sizes)
             with contextlib.nullcontext() if number == len(step) - 1 else model.no_sync():
+                hook.count_samples(sizes[rank])
                 (scale * loss_of(model, features[mine], labels[mine], use=use) / len(step)).backward()
         reference.zero_grad()
         (scale * loss_of(reference, features, labels, use=use)).backward()
@@ -255,15 +256,13 @@ def error_when_fed(rank: int, config: str, way: str) -> float:
 
 
 def error_with_an_idle_rank(rank: int, config: str) -> float:
-    """Return the gradient error when rank 0 has no sample, only padding whose gradient is not a number."""
+    """Return the gradient error when rank 0 has no sample, only padding."""
     model = DistributedDataParallel(make_model(), find_unused_parameters=True)
     reference = make_model()
     hook = attached(model, config)
     features, labels = make_data(13)
     loss_of(reference, features, labels).backward()
-    if rank == 0:
-        features = torch.full_like(features, torch.nan)
-        hook.count_samples(0)
+    hook.count_samples(0 if rank == 0 else 13)
     loss_of(model, features, labels).backward()
     return furthest(gradients(model), gradients(reference))
 
@@ -272,12 +271,12 @@ def failure_of_step(rank: int, config: str, way: str) -> str:
     """Return what a training step that cannot be counted raises."""
     model = DistributedDataParallel(make_model(), find_unused_parameters=True)
     hook = attached(model, config)
-    features, labels = make_data(4)
+    features, labels = make_data(3 if rank == 0 else 13)
     try:
         if way == "negative":
             hook.count_samples(-1)
-        if way == "eval":
-            model.eval()
+        if way == "columns":
+            nn.functional.cross_entropy(model(features.T, turned=True), labels).backward()
         loss_of(model, (lambda: features) if way == "no tensor" else features, labels).backward()
     except InputError as error:
         return str(error)

@@ -102,21 +102,21 @@ def train(
             optimizer.zero_grad()
         total = sum(map(sum, passes))
         tokens = torch.randint(alone.words_known, (total, alone.length + 1), generator=generator)
-        alone.loss(alone(tokens[:, :-1]), tokens[:, 1:]).backward()
         first = 0
         for sizes in passes:
             begin = first + sum(sizes[:rank])
-            mine = tokens[begin : begin + sizes[rank]]
+            mine, whole = tokens[begin : begin + sizes[rank]], tokens[first : first + sum(sizes)]
             first += sum(sizes)
-            inner.loss(model(mine[:, :-1]), mine[:, 1:]).backward()
+            (alone.loss(alone(whole[:, :-1]), whole[:, 1:]) / len(passes)).backward()
+            (inner.loss(model(mine[:, :-1]), mine[:, 1:]) / len(passes)).backward()
         for optimizer in optimizers:
             optimizer.step()
     worst = 0.0
     for (name, one), (_, other) in zip(alone.named_parameters(), inner.named_parameters(), strict=True):
-        for mine, whole in ((other, one), (other.grad, one.grad)):
-            value = mine.full_tensor() if isinstance(mine, DTensor) else mine
-            assert value.shape == whole.shape, name
-            worst = max(worst, float((value - whole).abs().max()))
+        for made, expected in ((other, one), (other.grad, one.grad)):
+            value = made.full_tensor() if isinstance(made, DTensor) else made
+            assert value.shape == expected.shape, name
+            worst = max(worst, float((value - expected).abs().max()))
     return worst, [type(module).__name__ for module in (model, *inner.layers)]
 
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from ddltool.artifacts import save
-from ddltool.runtime.hook.gradients import SampleCounter, leading_size
+from ddltool.runtime.hook.weighing import leading_size
 from tests.runtime_workers import (
     crew,
     enforcement,
@@ -107,11 +107,6 @@ def test_samples_are_counted_however_the_model_is_fed(config: str, way: str) -> 
     assert max(crew().run(error_when_fed, config, way)) < TOLERANCE[torch.float32]
 
 
-def test_counting_the_wrong_dimension_shows(config: str) -> None:
-    """Six feature rows on both ranks count as six samples each: the reason for ``count_samples``."""
-    assert min(crew().run(error_when_fed, config, "columns")) > 1e-3
-
-
 def test_a_rank_without_samples_weighs_nothing(config: str) -> None:
     assert max(crew().run(error_with_an_idle_rank, config)) < TOLERANCE[torch.float32]
 
@@ -121,19 +116,19 @@ def test_a_rank_without_samples_weighs_nothing(config: str) -> None:
     [
         (
             "no tensor",
-            "forward: the model's arguments hold no tensor to count samples by; "
-            "call hook.count_samples(n) before each forward pass",
+            "forward: the batch cannot be counted by dimension 0 of the model's arguments (missing): planned are {} "
+            "samples; call hook.count_samples(n) before each forward, or hook.loss(loss, count=n)",
         ),
         (
-            "eval",
-            "backward: gradients of a forward pass in evaluation mode, whose samples were not counted; "
-            "call train() on the wrapped model before training on it",
+            "columns",
+            "forward: the batch cannot be counted by dimension 0 of the model's arguments (6): planned are {} "
+            "samples; call hook.count_samples(n) before each forward, or hook.loss(loss, count=n)",
         ),
         ("negative", "count_samples: is -1; give the number of samples, 0 or more"),
     ],
 )
 def test_steps_that_cannot_be_weighed_are_refused(config: str, way: str, message: str) -> None:
-    assert crew().run(failure_of_step, config, way) == [message, message]
+    assert crew().run(failure_of_step, config, way) == [message.format(3), message.format(13)]
 
 
 def test_training_with_the_hook_equals_training_in_one_process(config: str) -> None:
@@ -165,13 +160,3 @@ def test_leading_size_finds_the_first_tensor_with_a_dimension() -> None:
     assert leading_size(["text", 3, None, torch.tensor(1.0)]) is None
     assert leading_size([torch.tensor(1.0), [{"a": ("x", torch.zeros(5, 2))}], torch.zeros(9)]) == 5
     assert leading_size([torch.zeros(0, 4)]) == 0
-
-
-def test_an_announced_count_stands_for_one_forward_pass() -> None:
-    counter = SampleCounter()
-    module = torch.nn.Identity()
-    counter.announce(5)
-    counter.count(module, (torch.zeros(3),), {})
-    counter.count(module, (torch.zeros(3),), {})
-    assert counter.take() == 8
-    assert counter.take() == 0

@@ -72,10 +72,6 @@ ADVICE = "give a map-style dataset, or leave dataset out and load hook.local_bat
             "part of the ranks",
             "model: is averaged over 1 of the 2 processes; wrap it with the default process group",
         ),
-        (
-            "hooked",
-            "model: already has a communication hook; attach once per model, and register no other communication hook",
-        ),
         ("endless", f"dataset: is a Endless, an IterableDataset; {ADVICE}"),
         ("unsized", f"dataset: is a Unsized without a length; {ADVICE}"),
         (
@@ -92,6 +88,15 @@ ADVICE = "give a map-style dataset, or leave dataset out and load hook.local_bat
 )
 def test_every_rank_refuses_in_the_same_words(config: str, case: str, message: str) -> None:
     assert crew().run(refusal, config, case) == [message.replace("CONFIG", config)] * 2
+
+
+def test_telemetry_needs_the_communication_hook(tmp_path: Path) -> None:
+    """Weights do not: they enter at the loss, so a hook of the script's own (compression) stays."""
+    save(enforcement([3, 13]), tmp_path / "plain.json")
+    assert crew().run(refusal, str(tmp_path / "plain.json"), "hooked") == ["attached"] * 2
+    save(enforcement([3, 13], telemetry=str(tmp_path / "rows.jsonl")), tmp_path / "rows.json")
+    message = "model: already has a communication hook; attach once per model, and register no other communication hook"
+    assert crew().run(refusal, str(tmp_path / "rows.json"), "hooked") == [message] * 2
 
 
 def test_the_wrong_number_of_processes(tmp_path: Path) -> None:
@@ -231,11 +236,11 @@ def test_attach_none_registers_nothing_and_loads_as_usual() -> None:
 
 
 def test_attach_with_a_config_registers_and_replaces_the_batch_size(tmp_path: Path) -> None:
-    """So the count above can be other than 0. Without telemetry: one for communication, two around the forward."""
+    """So the count above can be other than 0. Without telemetry: two around the forward, two around the update."""
     save(enforcement([3, 7]), tmp_path / "enforce.json")
     answers = crew().run(traces_of_attach, str(tmp_path / "enforce.json"))
     for answer, size in zip(answers, (3, 7), strict=True):
-        assert answer["registered"] == 3
+        assert answer["registered"] == 4
         assert answer["local_batch_size"] == size
         loader, own, _ = answer["batches"]
         assert loader == own

@@ -246,7 +246,7 @@ def test_on_cuda_the_device_says_how_long_things_took() -> None:
         Stamp(host_s, FakeEvent(at_ms, complete=at_ms < 3500))  # type: ignore[arg-type]
         for host_s, at_ms in ((0.0, 0.0), (0.1, 2000.0), (0.2, 3000.0), (0.4, 3500.0))
     )
-    exchange = Exchange(4, torch.tensor([9.0]), start, True, ready, 0.35, done)
+    exchange = Exchange(4, 9, start, True, ready, 0.35, done)
     row = Identity(rank=1, world_size=2, num_nodes=1, device="V100").row(
         Step(number=7, exchanges=[exchange], begin=start, end=end, memory_bytes=5)
     )
@@ -259,7 +259,7 @@ def test_on_cuda_the_device_says_how_long_things_took() -> None:
 def test_a_cuda_model_alone(tmp_path: Path) -> None:
     file = RowFile(tmp_path / "rows.jsonl", Identity(rank=0, world_size=1, num_nodes=1, device="cuda"))
     file.open()
-    recorder = StepRecorder(file, cuda=True, take_samples=lambda: 8)
+    recorder = StepRecorder(file, cuda=True, take_samples=lambda: (8, 8))
     matrix = torch.ones(2000, 2000, device="cuda")
     for _ in range(3):
         recorder.begin_forward()
@@ -278,7 +278,7 @@ def test_the_first_step_of_an_epoch_begins_with_its_forward_pass(
     monkeypatch.setattr(telemetry.time, "perf_counter", lambda: float(next(ticks)))
     file = RowFile(tmp_path / "rows.jsonl", Identity(rank=0, world_size=1, num_nodes=1, device="cpu"))
     file.open()
-    recorder = StepRecorder(file, take_samples=lambda: 1)
+    recorder = StepRecorder(file, take_samples=lambda: (1, 1))
     for step in range(3):
         if step == 2:
             for _ in range(100):

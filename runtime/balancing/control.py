@@ -9,7 +9,7 @@
         ...                                  # the training loop stays as it is
 
 After each optimizer step every rank reports samples and seconds; rank 0 chooses sizes with the same sum; all ranks load
-by them from the next step on that no loader has loaded yet. Gradients are weighted by samples, so the result is the mean over
+by them from the next step on that no loader has loaded yet. Losses are weighed by samples, so the result is the mean over
 all samples whatever the sizes. A worker's step is never interrupted: sizes change between steps only.
 """
 
@@ -19,9 +19,8 @@ import logging
 import operator
 import os
 import threading
-from collections import deque
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, Self
 
@@ -41,10 +40,13 @@ from ddltool.balance_events import BalanceEvent
 from ddltool.errors import InputError
 from ddltool.runtime.hook.agreement import TIMEOUT_S, Agreement
 from ddltool.runtime.hook.attaching import register
-from ddltool.runtime.hook.batches import Pass, VariableBatchSampler, fitting_sizes
-from ddltool.runtime.hook.gradients import SampleCounter, WeightedAverage
-from ddltool.runtime.hook.job import Job, dataset_length
-from ddltool.runtime.hook.telemetry import Exchange, Stamp, check_target, seconds_between, stamp
+from ddltool.runtime.hook.batches import VariableBatchSampler, fitting_sizes
+from ddltool.runtime.hook.gradients import TimedAverage
+from ddltool.runtime.hook.job import Job, bare_optimizer, dataset_length, demand_same_samples
+from ddltool.runtime.hook.loader import CountedLoader
+from ddltool.runtime.hook.telemetry import Exchange, PassClock, check_target
+from ddltool.runtime.hook.trained import TrainedParameters
+from ddltool.runtime.hook.weighing import Reduction, Weigher
 from ddltool.runtime.measuring.watch import available_memory, expected_cpu
 
 Floats = NDArray[np.float64]
@@ -100,8 +102,7 @@ class BalanceOptions:
                 raise InputError(name, f"is {value!r}", f"give {text}")
 
 
-@dataclass(slots=True)
-class _StepClock:
+class _StepClock(PassClock):
     """What this rank did in a step: samples, seconds of its own computation, and how much memory is left.
 
     The seconds run from the first forward pass to the moment at which DDP has this rank's last bucket of gradients ready;
@@ -109,30 +110,10 @@ class _StepClock:
     timeline.
     """
 
-    cuda: bool
-    readings: bool
-    """Whether the CPU that can be expected is wanted, which takes a millisecond to find out."""
-    passes: int = 0
-    """Forward passes of the step that is under way."""
-    _start: Stamp | None = None
-    _exchanges: list[Exchange] = field(default_factory=list)
-
-    def begin_forward(self) -> None:
-        """A forward pass begins; the first since the last exchange starts the clock."""
-        self.passes += 1
-        if self._start is None:
-            self._start = stamp(self.cuda)
-
-    def begin_exchange(self, samples: int, totals: Tensor | None) -> Exchange:
-        """Return the record of a backward pass whose gradients are about to be exchanged."""
-        start, self._start = self._start or stamp(self.cuda), None
-        self._exchanges.append(Exchange(samples, totals, start, self.cuda))
-        return self._exchanges[-1]
-
-    def take(self) -> list[Exchange]:
-        """Return the exchanges since the last call: those of the step that has ended."""
-        exchanges, self._exchanges = self._exchanges, []
-        return exchanges
+    def __init__(self, cuda: bool, readings: bool) -> None:
+        """``readings``: whether the CPU that can be expected is wanted, which takes a millisecond to find out."""
+        super().__init__(cuda)
+        self._readings = readings
 
     def row(self, exchanges: list[Exchange]) -> Floats:
         """Return (5,) samples, seconds, and as shares memory in use, CPU that can be expected, and memory available.
@@ -144,42 +125,24 @@ class _StepClock:
             ready = exchange.ready or exchange.start
             if ready.event is not None:
                 ready.event.synchronize()
-            seconds += seconds_between(exchange.start, ready)
+            seconds += exchange.split()[0]
         samples = sum(exchange.samples for exchange in exchanges)
         available = available_memory()
         used = 1.0 - available
-        if self.cuda:
+        if self._cuda:
             used = torch.cuda.max_memory_allocated() / torch.cuda.get_device_properties().total_memory
-        cpu = expected_cpu() if self.readings else 1.0
+        cpu = expected_cpu() if self._readings else 1.0
         return np.array([samples, max(seconds, 1e-9), used, cpu, available], dtype=np.float64)
 
 
-class _Loader(DataLoader[Any]):
-    """A DataLoader that knows which of its batches no update has used yet."""
-
-    def __init__(self, dataset: Dataset[Any], sampler: VariableBatchSampler, **options: Any) -> None:
-        super().__init__(dataset, batch_sampler=sampler, **options)
-        self._variable = sampler
-        self._waiting: deque[Pass] = deque()
+class _Loader(CountedLoader):
+    """Yields what is left of the epoch, or all of it again; one asked for more than it has is done."""
 
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
-        """Yield the batches of what is left of the epoch, or of all of it again; one asked for more than it has is done."""
-        self._waiting.clear()
         if self._variable.position == self._variable.dataset_size:
             self._variable.position = 0
-        for batch in super().__iter__():
-            self._waiting.append(self._variable.issued.popleft())
-            yield batch
-        self._waiting.clear()
+        yield from super().__iter__()
         self._variable.finish()
-
-    def commit(self, passes: int) -> None:
-        """Note an update after ``passes`` forward passes: it used as many batches, but none that was not handed out.
-
-        So a loop that fetches ahead is not ahead in the count, nor is one with two passes per batch.
-        """
-        for _ in range(min(passes, len(self._waiting))):
-            self._variable.commit(self._waiting.popleft())
 
 
 class Balancer:
@@ -197,6 +160,7 @@ class Balancer:
         dataset: Dataset[Any],
         sizes: tuple[int, ...],
         least: int,
+        weigher: Weigher,
         clock: _StepClock,
         agreement: Agreement | None,
         manager: Manager,
@@ -209,6 +173,7 @@ class Balancer:
         self._job = job
         self._dataset = dataset
         self._sizes = sizes
+        self._weigher = weigher
         self._clock = clock
         self._agreement = agreement
         self._chooses = chooses and agreement is not None
@@ -235,7 +200,7 @@ class Balancer:
             raise InputError("dataloader", f"{taken[0]} is the balancer's to choose", "leave it out")
         size = dataset_length(self._dataset)
         sampler = VariableBatchSampler(size, self._sizes, self.rank, shuffle, seed, whole=True, least=self.least)
-        loader = _Loader(self._dataset, sampler, **options)
+        loader = _Loader(self._dataset, sampler, self._weigher, **options)
         ahead = loader.num_workers * (loader.prefetch_factor or 0)
         self._job.demand_same(
             "dataloader", f"{ahead} steps ahead, seed {seed}, shuffle {shuffle}", "use the same on all ranks"
@@ -244,6 +209,14 @@ class Balancer:
         if self._recall is not None:
             self._restore(self._recall)
         return loader
+
+    def loss(self, loss: Tensor, *, count: float | Tensor | None = None, reduction: Reduction = "mean") -> Tensor:
+        """Return ``loss``, of the same value, with gradients that weigh by ``count``: what it is a mean over on this rank.
+
+        Needed where a loss is no mean over the samples of the batch; see
+        :meth:`~ddltool.runtime.hook.weighing.Weigher.loss`.
+        """
+        return self._weigher.loss(loss, count=count, reduction=reduction)
 
     def set_epoch(self, epoch: int) -> None:
         """Choose the epoch's order of samples; the same number on every rank."""
@@ -255,9 +228,8 @@ class Balancer:
         exchanges = self._clock.take()
         if not exchanges and self.world_size > 1:
             return  # an update without a backward pass before it is no step
-        passes, self._clock.passes = self._clock.passes, 0
-        if self._loader is not None:
-            self._loader.commit(passes)
+        if self._sampler is not None and (done := self._weigher.used(self._sampler)) is not None:
+            self._sampler.commit(done)
         if not self._chooses or self._agreement is None:
             return
         chosen = self._agreement.propose(lambda: self._clock.row(exchanges))
@@ -338,7 +310,8 @@ def balance(
     """Balance the load of a DDP job; call once on every rank, before the first step.
 
     Args:
-        model, optimizer: the job's; the loss must be a mean over the local batch, which reaches the model through its output.
+        model, optimizer: the job's. ``backward`` weighs each loss by the samples of the rank's batch; one that is no mean over
+            them is refused (:meth:`Balancer.loss` says what it is).
         dataset: all samples, the same on every rank.
         total_batch: X, samples of all ranks per step, split equally at the start; not needed with ``sizes``.
         sizes: (n,) samples of each rank at the start.
@@ -351,10 +324,12 @@ def balance(
     Raises InputError, on every rank, when something does not fit together.
     """
     job = Job.this()
+    optimizer = bare_optimizer(optimizer)
     chosen = options if options is not None else BalanceOptions()
     path = None if events is None else Path(events)
     start, fewest, manager = job.together(lambda: _prepare(job, model, total_batch, sizes, limits, least, chosen, path))
     job.demand_same("batch sizes", f"{start}, at least {fewest}", "give every rank the same sizes and the same least")
+    demand_same_samples(job, dataset)
     cuda = any(parameter.is_cuda for parameter in model.parameters())
     clock = _StepClock(cuda, chosen.predictor in predict.READING)
     agreement = None
@@ -362,14 +337,16 @@ def balance(
         many = chosen.cluster == "gpu" or job.world_size > MOST_BLOCKING
         behind = many if chosen.background is None else chosen.background
         agreement = Agreement(job, manager, timeout_s=chosen.timeout_s, behind=chosen.enabled and behind)
-    balancer = Balancer(job, dataset, start, fewest, clock, agreement, manager, chosen.enabled)
-    counter = SampleCounter(required=job.world_size > 1)
-    model.register_forward_pre_hook(_forward(counter, clock), with_kwargs=True)
+    weigher = Weigher(job, "balancer", lambda: balancer.sizes, always=chosen.enabled, watcher=clock)
+    balancer = Balancer(job, dataset, start, fewest, weigher, clock, agreement, manager, chosen.enabled)
+    weigher.open(model)
     if job.side is not None:
         compress = torch.bfloat16 if chosen.compress == "bf16" else None
-        average = WeightedAverage(counter, sum(start), model.process_group, job.side, clock, compress)
-        register(model, average)
-        model.register_forward_hook(counter.weigh)
+        register(model, TimedAverage(weigher.take_tally, model.process_group, clock, compress=compress))
+        trained = TrainedParameters(model, optimizer)
+        job.together(trained.check)
+        optimizer.register_step_pre_hook(trained.check)
+        optimizer.register_step_post_hook(weigher.check_update)
     optimizer.register_step_post_hook(balancer.after_step)
     return balancer
 
@@ -461,18 +438,6 @@ def local_batch_norm(model: nn.Module) -> str | None:
         if layer.training or not model.training or not layer.track_running_stats:
             return str(name)
     return None
-
-
-def _forward(counter: SampleCounter, clock: _StepClock) -> Callable[[nn.Module, tuple[Any, ...], dict[str, Any]], None]:
-    """Return what happens before each forward pass of the model: nothing unless gradients are wanted."""
-
-    def begin(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if torch.is_grad_enabled():
-            counter.count(module, args, kwargs)
-            if module.training:
-                clock.begin_forward()
-
-    return begin
 
 
 log = logging.getLogger(__name__)

@@ -8,7 +8,7 @@
         hook.set_epoch(epoch)
         ...                                  # the training loop stays as it is
 
-What is enforced: each rank's local batch size, and gradients weighted by the samples behind them. The order in which
+What is enforced: each rank's local batch size, and losses weighed by the samples behind them. The order in which
 DDP's buckets travel is left to DDP, and the logical workers of an EST plan run as one batch per device.
 """
 
@@ -19,15 +19,13 @@ import hashlib
 import os
 import sys
 import time
-from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Protocol, Self
 
 import torch
 import torch.distributed as dist
-from torch import nn
-from torch.distributed.fsdp import FSDPModule
+from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import BatchSampler, DataLoader, Dataset, DistributedSampler, Sampler
 
@@ -35,10 +33,12 @@ from ddltool.artifacts import to_json
 from ddltool.errors import InputError
 from ddltool.plans import Enforcement
 from ddltool.runtime.hook.batches import VariableBatchSampler
-from ddltool.runtime.hook.gradients import SampleCounter, WeightedAverage
-from ddltool.runtime.hook.job import Job, count_nodes, dataset_length, load_and_check
-from ddltool.runtime.hook.sharding import ShardedWeights
+from ddltool.runtime.hook.gradients import TimedAverage
+from ddltool.runtime.hook.job import Job, bare_optimizer, count_nodes, demand_same_samples, load_and_check
+from ddltool.runtime.hook.loader import CountedLoader
 from ddltool.runtime.hook.telemetry import Identity, RowFile, StepRecorder
+from ddltool.runtime.hook.trained import TrainedParameters
+from ddltool.runtime.hook.weighing import Reduction, Weigher
 
 EXIT_PAUSE_S = 0.1
 
@@ -87,10 +87,20 @@ class Hook:
             sampler.set_epoch(epoch)
 
     def count_samples(self, samples: int) -> None:
-        """Let the next forward pass stand for ``samples`` samples (or tokens, if the loss is a mean over tokens).
+        """Let the next forward pass stand for ``samples`` samples. Call before each forward pass.
 
-        Needed only where dim 0 of the model's first tensor argument is something else. Call before each forward pass.
+        Needed only with a loader that the hook has not made, where dim 0 of the model's first tensor argument is something
+        else than the samples.
         """
+
+    def loss(self, loss: Tensor, *, count: float | Tensor | None = None, reduction: Reduction = "mean") -> Tensor:
+        """Return ``loss``, of the same value, with gradients that weigh by ``count``: what it is a mean over on this rank.
+
+        Needed where a loss is no mean over the samples of the batch: tokens of texts of different lengths (``count``), a sum
+        (``reduction="sum"``), or one that counts all ranks already (``"average"``). See
+        :meth:`~ddltool.runtime.hook.weighing.Weigher.loss`.
+        """
+        return loss
 
     def close(self) -> None:
         """Write what telemetry is still held back; also happens at exit. Gradients stay weighted. Idempotent."""
@@ -128,14 +138,14 @@ class EnforcingHook(Hook):
         enforcement: Enforcement,
         dataset: Dataset[Any] | None,
         rank: int,
-        counter: SampleCounter,
+        weigher: Weigher,
         recorder: StepRecorder | None,
     ) -> None:
         super().__init__(dataset, rank, enforcement.world_size)
         self.enforcement = enforcement
         self.local_batch_size = enforcement.ranks[rank].local_batch_size
         self.accumulation_steps = enforcement.ranks[rank].accumulation_steps
-        self._counter = counter
+        self._weigher = weigher
         self._recorder = recorder
 
     def dataloader(
@@ -143,13 +153,18 @@ class EnforcingHook(Hook):
     ) -> DataLoader[Any]:
         """Return a DataLoader with the planned local batches; ``batch_size`` is replaced."""
         dataset = self._given_dataset(options)
-        sampler = self.batch_sampler(batch_size=batch_size, shuffle=shuffle, seed=seed, drop_last=drop_last)
-        return DataLoader(dataset, batch_sampler=sampler, **options)
+        sampler = self._sampler(shuffle, seed, drop_last)
+        return CountedLoader(dataset, sampler, self._weigher, **options)
 
     def batch_sampler(
         self, *, batch_size: int, shuffle: bool = True, seed: int = 0, drop_last: bool = False
     ) -> VariableBatchSampler:
         """Return the sampler of the planned local batches; ``batch_size`` is replaced."""
+        sampler = self._sampler(shuffle, seed, drop_last)
+        self._weigher.follow(sampler, loose=True)
+        return sampler
+
+    def _sampler(self, shuffle: bool, seed: int, drop_last: bool) -> VariableBatchSampler:
         sizes = [entry.local_batch_size for entry in self.enforcement.ranks]
         size = len(self._given_dataset({}))  # type: ignore[arg-type]  # checked at attach
         sampler = VariableBatchSampler(size, sizes, self.rank, shuffle, seed, drop_last)
@@ -164,7 +179,11 @@ class EnforcingHook(Hook):
 
     def count_samples(self, samples: int) -> None:
         """Let the next forward pass stand for ``samples`` samples. Raises InputError when negative."""
-        self._counter.announce(samples)
+        self._weigher.announce(samples)
+
+    def loss(self, loss: Tensor, *, count: float | Tensor | None = None, reduction: Reduction = "mean") -> Tensor:
+        """Return ``loss`` with gradients that weigh by ``count``. Raises InputError, on all ranks, where it cannot be."""
+        return self._weigher.loss(loss, count=count, reduction=reduction)
 
     def close(self) -> None:
         """Write the telemetry that is still held back and stop recording."""
@@ -191,8 +210,9 @@ def attach(
 
     With the environment variable DDLTOOL_OFF=1 any config is as None: for measuring what the hook costs.
 
-    The loss must be a mean over the local batch (under gradient accumulation over the micro-batch). If the
-    config names a telemetry file, it is emptied now. ``DistributedDataParallel.join`` is not supported.
+    ``backward`` weighs each loss by the samples of the rank's batch; the loss must be a mean over them, and is refused where it
+    is not (:meth:`Hook.loss` says what it is). If the config names a telemetry file, it is emptied now.
+    ``DistributedDataParallel.join`` is not supported.
 
     Raises InputError, on every rank as soon as one rank refuses, when config and job do not fit. Left uncaught, it ends
     the process with one line on stderr and exit code 2.
@@ -209,53 +229,40 @@ def attach(
 
 def _attach(path: str, model: nn.Module, optimizer: torch.optim.Optimizer, dataset: Dataset[Any] | None) -> Hook:
     job = Job.this()
+    optimizer = bare_optimizer(optimizer)
     enforcement = job.together(lambda: load_and_check(path, job, model, optimizer, dataset))
     digest = hashlib.sha256(to_json(enforcement).encode()).hexdigest()[:12]
     job.demand_same(path, f"content {digest}", "give every rank the same file")
-    samples = "none" if dataset is None else f"{dataset_length(dataset)} samples"
-    job.demand_same("dataset", samples, "give every rank the whole dataset")
+    demand_same_samples(job, dataset)
     cuda = any(parameter.is_cuda for parameter in model.parameters())
-    counter = SampleCounter(required=job.world_size > 1)
+    weigher = Weigher(
+        job,
+        "hook",
+        lambda: [entry.local_batch_size for entry in enforcement.ranks],
+        passes=enforcement.ranks[job.rank].accumulation_steps + 1,
+    )
     file = _row_file(enforcement, job)
-    take_samples = counter.take if job.side is None else None
-    recorder = StepRecorder(file, cuda=cuda, take_samples=take_samples) if file is not None else None
-    if job.side is not None and isinstance(model, DistributedDataParallel):
-        average = WeightedAverage(counter, enforcement.total_batch_size, model.process_group, job.side, recorder)
-        register(model, average)
-        model.register_forward_hook(counter.weigh)
-    weights = None
-    if job.side is not None and isinstance(model, FSDPModule):
-        several = any(entry.accumulation_steps for entry in enforcement.ranks)
-        weights = ShardedWeights(counter, enforcement.total_batch_size if several else None, job.side, recorder)
-        optimizer.register_step_pre_hook(weights.settle)
-    if file is not None and recorder is not None:
+    wrapped = model if job.side is not None and isinstance(model, DistributedDataParallel) else None
+    recorder = None
+    if file is not None:
+        recorder = StepRecorder(file, cuda=cuda, take_samples=weigher.take_tally if wrapped is None else None)
+        weigher.watcher = recorder
         job.together(file.open)
         optimizer.register_step_pre_hook(recorder.before_update)
         optimizer.register_step_post_hook(recorder.after_update)
+        if wrapped is not None:
+            register(wrapped, TimedAverage(weigher.take_tally, wrapped.process_group, recorder, job.side))
+    if job.side is not None:
+        trained = TrainedParameters(model, optimizer)
+        job.together(trained.check)
+        optimizer.register_step_pre_hook(trained.check)
+        optimizer.register_step_post_hook(weigher.check_update)
     if job.side is not None or recorder is not None:
-        model.register_forward_pre_hook(_Forward(counter, recorder), with_kwargs=True)
-    if weights is not None:
-        model.register_forward_pre_hook(weights.begin)
-        model.register_forward_hook(weights.weigh)
-    return EnforcingHook(enforcement, dataset, job.rank, counter, recorder)
+        weigher.open(model)
+    return EnforcingHook(enforcement, dataset, job.rank, weigher, recorder)
 
 
-@dataclass(frozen=True, slots=True)
-class _Forward:
-    """What happens before each forward pass of the model."""
-
-    counter: SampleCounter
-    recorder: StepRecorder | None
-
-    def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if not torch.is_grad_enabled():
-            return
-        if self.recorder is not None and module.training:
-            self.recorder.begin_forward()
-        self.counter.count(module, args, kwargs)
-
-
-class Reduction(Protocol):
+class Averaging(Protocol):
     """What reduces DDP's buckets."""
 
     def reduce(self, state: object, bucket: dist.GradBucket, /) -> torch.futures.Future[torch.Tensor]:  # type: ignore[name-defined]
@@ -263,7 +270,7 @@ class Reduction(Protocol):
         ...
 
 
-def register(model: DistributedDataParallel, average: Reduction) -> None:
+def register(model: DistributedDataParallel, average: Averaging) -> None:
     """Make ``average`` the model's communication hook. Raises InputError when it already has one."""
     atexit.unregister(_pause_before_exit)  # once is enough, however many models were attached to
     atexit.register(_pause_before_exit)

@@ -5,12 +5,16 @@ A refusal on one rank becomes a refusal on all (:meth:`Job.together`): nobody is
 
 from __future__ import annotations
 
+import copy
+import hashlib
 import os
-from collections.abc import Callable
+import random
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, TypeVar
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -101,6 +105,13 @@ def gloo_group() -> dist.ProcessGroup | None:
     return dist.new_group(backend="gloo", timeout=timedelta(seconds=job_timeout_s()))
 
 
+def bare_optimizer(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+    """Return the optimizer inside accelerate's, which has no hooks of its own."""
+    while type(optimizer).__module__.startswith("accelerate.") and hasattr(optimizer, "optimizer"):
+        optimizer = optimizer.optimizer
+    return optimizer
+
+
 def load_and_check(
     path: str, job: Job, model: nn.Module, optimizer: torch.optim.Optimizer, dataset: Dataset[Any] | None
 ) -> Enforcement:
@@ -140,7 +151,12 @@ def _check_world(path: str, enforcement: Enforcement, job: Job) -> None:
 
 def _check_model(model: nn.Module, job: Job) -> None:
     """Raise InputError unless DDP or FSDP2 averages the model's gradients over all ranks."""
-    if job.world_size == 1 or isinstance(model, FSDPModule):
+    if job.world_size == 1:
+        return
+    if (sharded := _sharded_over(model)) is not None:
+        if sharded != job.world_size:
+            problem = f"is sharded over {sharded} of the {job.world_size} processes, or along other dimensions as well"
+            raise InputError("model", problem, "give fully_shard a mesh of all processes, for data alone")
         return
     if not isinstance(model, DistributedDataParallel):
         remedy = "give the model that torch.nn.parallel.DistributedDataParallel(model) or runtime.shard returns"
@@ -148,6 +164,17 @@ def _check_model(model: nn.Module, job: Job) -> None:
     if (size := dist.get_world_size(model.process_group)) != job.world_size:
         problem = f"is averaged over {size} of the {job.world_size} processes"
         raise InputError("model", problem, "wrap it with the default process group")
+
+
+def _sharded_over(model: nn.Module) -> int | None:
+    """Return over how many processes FSDP2 shards the model (0: not for data alone); None where it does not."""
+    if not isinstance(model, FSDPModule):
+        return None
+    meshes: set[int] = set()
+    for parameter in model.parameters():
+        placements = [placement.is_shard() for placement in getattr(parameter, "placements", ())]
+        meshes.add(parameter.device_mesh.size() if sum(placements) == 1 else 0)  # type: ignore[attr-defined]
+    return meshes.pop() if len(meshes) == 1 else 0
 
 
 def check_parameters(path: str, planned: list[ParameterRecord], model: nn.Module) -> None:
@@ -210,3 +237,68 @@ def count_nodes(world_size: int) -> int:
         return int(nodes)
     local = os.environ.get("LOCAL_WORLD_SIZE", "")
     return -(-world_size // int(local)) if local.isdecimal() and int(local) > 0 else 1
+
+
+def demand_same_samples(job: Job, dataset: Dataset[Any] | None) -> None:
+    """Raise InputError on every rank unless all have the same samples, as far as the number and three of them tell.
+
+    They are read from a copy of the dataset, for a file that it opens must not be shared with data workers, and with the same
+    random numbers on all ranks, for transforms that draw some.
+    """
+    told = "none" if dataset is None else f"{dataset_length(dataset)} samples"
+    job.demand_same("dataset", told, "give every rank the whole dataset")
+    if dataset is None or job.world_size == 1:
+        return
+    remedy = "make it alike on every rank: the same files in the same order, and the same seed where it is shuffled"
+    job.demand_same("dataset: content of samples", _fingerprint(dataset), remedy)
+
+
+def _fingerprint(dataset: Dataset[Any]) -> str:
+    """Return a digest of the first, middle and last sample."""
+    size, digest = dataset_length(dataset), hashlib.sha256()
+    states = random.getstate(), np.random.get_state(), torch.get_rng_state()  # noqa: NPY002
+    try:
+        own = _own_copy(dataset)
+        for index in (0, size // 2, size - 1):
+            random.seed(index)
+            np.random.seed(index)  # noqa: NPY002
+            torch.manual_seed(index)
+            for part in _parts(own[index]):
+                digest.update(part)
+    except Exception as error:
+        return f"not readable ({type(error).__name__})"  # that is for the training loop to show
+    finally:
+        random.setstate(states[0])
+        np.random.set_state(states[1])  # noqa: NPY002
+        torch.set_rng_state(states[2])
+    return digest.hexdigest()[:12]
+
+
+def _own_copy(dataset: Any) -> Any:
+    """Return a shallow copy, also of the datasets inside."""
+    own = copy.copy(dataset)
+    if isinstance(getattr(own, "dataset", None), Dataset):
+        own.dataset = _own_copy(own.dataset)
+    return own
+
+
+def _parts(sample: Any) -> Iterator[bytes]:
+    """Yield what a sample is made of; of things that are not known the type alone."""
+    if isinstance(sample, torch.Tensor):
+        yield f"{sample.dtype} {tuple(sample.shape)}".encode()
+        yield np.ascontiguousarray(sample.detach().cpu().view(-1).to(torch.float64).numpy()).tobytes()
+    elif isinstance(sample, np.ndarray):
+        yield f"{sample.dtype} {sample.shape}".encode() + sample.tobytes()
+    elif isinstance(sample, Mapping):
+        for key, value in sample.items():
+            yield str(key).encode()
+            yield from _parts(value)
+    elif isinstance(sample, (list, tuple)):
+        for value in sample:
+            yield from _parts(value)
+    elif isinstance(sample, (str, bytes, int, float, np.generic)):
+        yield repr(sample).encode()
+    elif hasattr(sample, "tobytes"):
+        yield sample.tobytes()
+    else:
+        yield type(sample).__name__.encode()

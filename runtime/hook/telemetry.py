@@ -25,7 +25,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from ddltool.artifacts import check_writable, kind_of
 from ddltool.errors import InputError
@@ -71,12 +70,19 @@ class Exchange:
     """One backward pass of this rank and the exchange of its gradients, filled in as things happen."""
 
     samples: int
-    totals: Tensor | None
+    total: int | None
+    """Samples of all ranks; None: as this rank's."""
     start: Stamp
     cuda: bool
     ready: Stamp | None = None
     arrived_s: float | None = None
     done: Stamp | None = None
+    listened: bool = False
+    """Whether this is one of the exchanges that learn when the slowest rank is ready."""
+    like: Exchange | None = None
+    """For the others: the last one that did, whose synchronisation is taken to have lasted as long."""
+    paused_s: float = 0.0
+    """Seconds between start and ready in which this rank waited for the others' counts."""
 
     def note_ready(self) -> None:
         """The last gradient of this rank is there."""
@@ -98,12 +104,17 @@ class Exchange:
         ready = self.ready if self.ready is not None else self.start
         done = self.done if self.done is not None else ready
         exchange_s = seconds_between(ready, done)
-        wait_s = exchange_s if self.arrived_s is None else min(exchange_s, max(0.0, self.arrived_s - ready.host_s))
-        return seconds_between(self.start, ready), wait_s, exchange_s - wait_s
+        if self.arrived_s is not None:
+            wait_s = min(exchange_s, max(0.0, self.arrived_s - ready.host_s))
+        else:
+            wait_s = exchange_s - (min(exchange_s, self.like.split()[2]) if self.like is not None else 0.0)
+        compute_s = seconds_between(self.start, ready)
+        paused_s = min(self.paused_s, compute_s)
+        return compute_s - paused_s, paused_s + wait_s, exchange_s - wait_s
 
     def total_batch(self) -> int:
         """Return the samples of all ranks together."""
-        return self.samples if self.totals is None else round(self.totals.item())
+        return self.samples if self.total is None else self.total
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -242,52 +253,82 @@ class RowFile:
             os.close(descriptor)
 
 
-class StepRecorder:
-    """Observes one rank's steps and hands them to a :class:`RowFile`, which is written out at exit at the latest.
+class PassClock:
+    """Stamps the passes of one rank: from the first forward pass since the last exchange to that of the gradients.
 
     Args:
-        file: where the rows go.
-        cuda: whether the model is on a CUDA device.
-        take_samples: where no gradients are exchanged (one process), what tells how many samples a step had.
+        cuda: whether the model is on a CUDA device, on whose timeline things are then stamped.
     """
 
-    def __init__(self, file: RowFile, *, cuda: bool = False, take_samples: Callable[[], int] | None = None) -> None:
-        self._file = file
+    def __init__(self, cuda: bool) -> None:
         self._cuda = cuda
-        self._take_samples = take_samples
-        self._number = 0
-        self._memory_bytes = 0
         self._start: Stamp | None = None
-        self._previous_end: Stamp | None = None
+        self._paused_s = 0.0
         self._exchanges: list[Exchange] = []
-        # Runs when the recorder is collected or the interpreter exits; it must not refer to the recorder itself.
-        self._finalizer = weakref.finalize(self, file.close)
+        self._listened: Exchange | None = None
 
     def begin_forward(self) -> None:
         """A forward pass begins; the first since the last exchange starts the clock of *compute*."""
         if self._start is None:
             self._start = stamp(self._cuda)
 
-    def begin_exchange(self, samples: int, totals: Tensor | None) -> Exchange:
-        """Return the record of a backward pass whose gradients are about to be exchanged.
+    def pause(self, seconds: float) -> None:
+        """This rank has waited for the others so long; on a device it may have gone on computing."""
+        if not self._cuda:
+            self._paused_s += seconds
 
-        ``totals`` holds the samples of all ranks by the end of the step; None: this rank is alone.
-        """
+    def begin_exchange(self, samples: int, total: int | None) -> Exchange:
+        """Return the record of a backward pass whose gradients are about to be exchanged; ``total``: of all ranks."""
         start = self._start if self._start is not None else stamp(self._cuda)
-        self._start = None
-        exchange = Exchange(samples, totals, start, self._cuda)
+        exchange = Exchange(samples, total, start, self._cuda, like=self._listened, paused_s=self._paused_s)
+        self._start, self._paused_s = None, 0.0
         self._exchanges.append(exchange)
         return exchange
+
+    def end_backward(self) -> None:
+        """The exchange of a backward pass is over, where it had one."""
+        if self._exchanges and (last := self._exchanges[-1]).done is None and last.ready is not None:
+            last.note_done()
+            if last.listened:
+                self._listened, last.like = last, None
+
+    def take(self) -> list[Exchange]:
+        """Return the exchanges since the last call: those of the step that has ended."""
+        exchanges, self._exchanges = self._exchanges, []
+        return exchanges
+
+
+class StepRecorder(PassClock):
+    """Observes one rank's steps and hands them to a :class:`RowFile`, which is written out at exit at the latest.
+
+    Args:
+        file: where the rows go.
+        cuda: whether the model is on a CUDA device.
+        take_samples: where no exchange of gradients can be seen (one process, FSDP2), what tells how many samples a step
+            had, here and on all ranks.
+    """
+
+    def __init__(
+        self, file: RowFile, *, cuda: bool = False, take_samples: Callable[[], tuple[int, int]] | None = None
+    ) -> None:
+        super().__init__(cuda)
+        self._file = file
+        self._take_samples = take_samples
+        self._number = 0
+        self._memory_bytes = 0
+        self._previous_end: Stamp | None = None
+        # Runs when the recorder is collected or the interpreter exits; it must not refer to the recorder itself.
+        self._finalizer = weakref.finalize(self, file.close)
 
     def before_update(self, *_: object) -> None:
         """The optimizer begins its update; with one process this is when the gradients are complete."""
         if self._take_samples is not None and self._start is not None:
-            self.begin_exchange(self._take_samples(), None).note_ready()
+            self.begin_exchange(*self._take_samples()).note_ready()
 
     def after_update(self, *_: object) -> None:
         """The optimizer has made its update: the step is complete."""
         end = stamp(self._cuda)
-        exchanges, self._exchanges = self._exchanges, []
+        exchanges = self.take()
         if exchanges:  # an update without a backward pass before it is no training step
             begin = self._previous_end if self._previous_end is not None else exchanges[0].start
             if self._number < STEPS_PER_MEMORY_READING or self._number % STEPS_PER_MEMORY_READING == 0:

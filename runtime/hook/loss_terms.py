@@ -1,0 +1,182 @@
+"""What a loss is a mean over, read from its autograd graph. Start at :func:`terms_of`.
+
+``cross_entropy`` leaves behind the weight of the labels that it divided by, ``mean`` the number of its elements, a division
+its divisor. So the graph tells whether a loss is a mean over the samples of a batch, over its tokens, or none at all. Names
+of graph nodes are torch's own (``NllLossBackward0``); one that is not known here makes the answer "unknown", never a guess.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+Node = Any
+"""A node of the autograd graph: ``torch.autograd.graph.Node``, with attributes that depend on its kind."""
+MARK = "ddltool"
+"""Key in a node's metadata: whose model's output this is."""
+WEIGHED = "_WeighedBackward"
+"""Name of the node that a loss has which was weighed explicitly."""
+_MOST_NODES = 200_000
+_ELEMENTWISE = re.compile(
+    r"(Mul|Div|Add|Sub|Rsub|Neg|Pow|Abs|Exp|Log|Clone|ToCopy|View|UnsafeView|Reshape|Squeeze|Unsqueeze|MaskedFill|Where|"
+    r"Relu|Softplus|LogSigmoid|Clamp|Sqrt|Transpose|Permute|Alias)\w*Backward\d*$"
+)
+_SAME = re.compile(
+    r"(Neg|Clone|ToCopy|View|UnsafeView|Reshape|Squeeze|Unsqueeze|Alias|Stack|Cat|Add|Sub|Rsub)\w*Backward\d*$"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Reach:
+    """Where the graph of a loss leads to."""
+
+    owners: tuple[Any, ...]
+    """Whose models it comes from past no weighed term, in the order in which they were found."""
+    weighed: bool
+    """Whether there is a term that was weighed explicitly."""
+
+
+@dataclass(frozen=True, slots=True)
+class Terms:
+    """One term of a loss: ``count`` is what its sum is divided by, None for a plain sum; or why that is not known."""
+
+    count: float | None
+    unknown: str = ""
+
+
+def mark(values: Iterable[Any], owner: Any) -> None:
+    """Mark all tensors in nested ``values`` that have a gradient as output of ``owner``'s model; keeps nothing alive."""
+    for value in values:
+        if isinstance(value, Tensor):
+            if value.grad_fn is not None:
+                node: Node = value.grad_fn
+                node.metadata[MARK] = owner
+        elif isinstance(value, dict):
+            mark(value.values(), owner)
+        elif isinstance(value, (list, tuple)):
+            mark(value, owner)
+        elif hasattr(value, "__dict__"):
+            mark(vars(value).values(), owner)
+
+
+def reach(roots: Iterable[Node]) -> Reach:
+    """Return whose outputs, and whether weighed terms, lie behind the nodes; the search ends at them."""
+    owners: dict[int, Any] = {}
+    weighed, seen = False, set[Node]()
+    waiting = [node for node in roots if node is not None]
+    while waiting and len(seen) < _MOST_NODES:
+        node = waiting.pop()
+        if node in seen:
+            continue
+        seen.add(node)
+        if node.name() == WEIGHED:
+            weighed = True
+        elif (owner := node.metadata.get(MARK)) is not None:
+            owners[id(owner)] = owner
+        else:
+            waiting += [after for after, _ in node.next_functions if after is not None]
+    return Reach(tuple(owners.values()), weighed)
+
+
+def terms_of(root: Tensor) -> list[Terms]:
+    """Return the terms that add up to a loss of one element, without those that come from no marked model."""
+    if root.grad_fn is None:
+        return []
+    return list(_terms(root.grad_fn, 1.0, inside=False))
+
+
+def _terms(node: Node, divisor: float, *, inside: bool) -> Iterator[Terms]:
+    """Yield the terms behind ``node``, whose value is a number that was divided by ``divisor`` since.
+
+    ``inside``: past a mark, so what follows is in a model that is trained.
+    """
+    inside = inside or MARK in node.metadata
+    if not inside and not reach([node]).owners:
+        return
+    name = node.name()
+    after = [follower for follower, _ in node.next_functions if follower is not None]
+    if name.startswith(("MulBackward", "DivBackward")):
+        yield from _scaled(node, name, divisor, inside)
+    elif name.startswith("MeanBackward0"):
+        count = node._saved_self_sym_numel
+        if len(after) == 1 and after[0].name().startswith("StackBackward"):
+            yield from _terms(after[0], divisor * count, inside=inside)
+        else:
+            yield Terms(divisor * count)
+    elif name.startswith("MeanBackward1") and _whole(node):
+        yield Terms(divisor * math.prod(node._saved_self_sym_sizes))
+    elif name.startswith("SumBackward"):
+        yield from _summed(node, after, divisor, inside)
+    elif hasattr(node, "_saved_reduction"):
+        yield _reduced(node, name, divisor)
+    elif _SAME.match(name):
+        for follower in after:
+            yield from _terms(follower, divisor, inside=inside)
+    else:
+        yield Terms(None, name)
+
+
+def _scaled(node: Node, name: str, divisor: float, inside: bool) -> Iterator[Terms]:
+    """Yield the terms of a product or a quotient with a number that is none of the model's."""
+    trained = [
+        (place, follower)
+        for place, (follower, _) in enumerate(node.next_functions)
+        if follower is not None and (inside or reach([follower]).owners)
+    ]
+    if len(trained) != 1 or (name.startswith("Div") and trained[0][0] != 0):
+        yield Terms(None, name)
+        return
+    place, follower = trained[0]
+    other = getattr(node, "_saved_other" if place == 0 else "_saved_self", None)
+    if isinstance(other, Tensor):
+        if other.numel() != 1:
+            yield Terms(None, name)
+            return
+        other = other.item()
+    factor = 1.0 if other is None else float(other)
+    if name.startswith("Mul"):
+        factor = 1 / factor if factor else math.inf
+    yield from _terms(follower, divisor * factor, inside=inside)
+
+
+def _summed(node: Node, after: list[Node], divisor: float, inside: bool) -> Iterator[Terms]:
+    if len(after) == 1 and after[0].name().startswith("StackBackward"):
+        yield from _terms(after[0], divisor, inside=inside)
+        return
+    below: Node | None = after[0] if len(after) == 1 else None
+    while below is not None and not below.name().startswith("MeanBackward1") and _ELEMENTWISE.match(below.name()):
+        followers = [follower for follower, _ in below.next_functions if follower is not None]
+        below = followers[0] if len(followers) == 1 else None
+    if below is not None and below.name().startswith("MeanBackward1") and 0 in below._saved_dim:
+        sizes = below._saved_self_sym_sizes
+        yield Terms(divisor * math.prod(sizes[_place(dim, len(sizes))] for dim in below._saved_dim))
+    else:
+        yield Terms(divisor if divisor != 1.0 else None)
+
+
+def _reduced(node: Node, name: str, divisor: float) -> Terms:
+    """Return the term of a loss function of torch's that reduces by itself."""
+    if node._saved_reduction == 0:
+        return Terms(None, name)
+    if node._saved_reduction == 2:
+        return Terms(divisor if divisor != 1.0 else None)
+    if name.startswith("NllLoss"):
+        return Terms(divisor * float(node._saved_total_weight))
+    values = getattr(node, "_saved_self", None)
+    return Terms(divisor * values.numel()) if isinstance(values, Tensor) else Terms(None, name)
+
+
+def _whole(node: Node) -> bool:
+    """Whether a mean goes over all dimensions."""
+    sizes = node._saved_self_sym_sizes
+    return {_place(dim, len(sizes)) for dim in node._saved_dim} == set(range(len(sizes)))
+
+
+def _place(dim: int, dims: int) -> int:
+    """Return a dimension counted from the front; the graph keeps negative ones as unsigned numbers."""
+    return dim - 2**64 if dim >= 2**63 else dim % dims if dim < dims else dim

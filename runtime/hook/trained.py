@@ -1,0 +1,69 @@
+"""What an optimizer trains beside what DDP averages: it would drift apart between ranks, so it is refused."""
+
+from __future__ import annotations
+
+import gc
+
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from ddltool.errors import InputError
+
+
+class TrainedParameters:
+    """The parameters of ``optimizer``, held against those whose gradients are averaged over the ranks.
+
+    DDP averages what required a gradient when it wrapped the model. A loss with parameters of its own, or layers that are
+    unfrozen later, have a gradient of their own on each rank, with equal batches as well.
+    """
+
+    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        self._optimizer = optimizer
+        self._is_ddp = isinstance(model, DistributedDataParallel)
+        self._averaged = {id(parameter) for parameter in _averaged_by(model)}
+        self._names = {id(parameter): name for name, parameter in model.named_parameters()}
+        self._groups = 0
+        self._frozen: list[nn.Parameter] = []
+
+    def check(self, *_: object) -> None:
+        """Raise InputError for a parameter that is trained but not averaged. Cheap: most steps look at what is frozen."""
+        held = [parameter for group in self._optimizer.param_groups for parameter in group["params"]]
+        if len(held) != self._groups:
+            self._groups = len(held)
+            self._frozen = [parameter for parameter in held if not parameter.requires_grad]
+            self._demand([parameter for parameter in held if parameter.requires_grad])
+        if any(parameter.requires_grad for parameter in self._frozen):
+            self._groups = -1
+            self._demand([parameter for parameter in self._frozen if parameter.requires_grad])
+
+    def _demand(self, trained: list[nn.Parameter]) -> None:
+        unknown = [parameter for parameter in trained if id(parameter) not in self._averaged]
+        if unknown:  # they may be another wrapped model's
+            self._averaged |= {id(each) for model in _wrapped() for each in _averaged_by(model)}
+            unknown = [parameter for parameter in unknown if id(parameter) not in self._averaged]
+        if not unknown:
+            return
+        if name := self._names.get(id(unknown[0])):
+            remedy = (
+                "unfreeze before DistributedDataParallel wraps the model, or wrap and attach again after unfreezing"
+            )
+            raise InputError("optimizer", f"trains {name}, which was frozen when DDP wrapped the model", remedy)
+        shape = tuple(unknown[0].shape)
+        problem = f"trains a parameter of shape {shape} that is not in the model: nobody averages it over the ranks"
+        raise InputError(
+            "optimizer", problem, "make a loss with parameters a part of the wrapped model, or wrap it too"
+        )
+
+
+def _averaged_by(model: nn.Module) -> list[nn.Parameter]:
+    """Return the parameters whose gradients a wrapped model averages."""
+    if isinstance(model, DistributedDataParallel):
+        reduced: list[nn.Parameter] = list(model._module_parameters)
+        return [parameter for parameter in reduced if parameter.requires_grad]
+    return list(model.parameters())
+
+
+def _wrapped() -> list[DistributedDataParallel]:
+    """Return all wrapped models of this process."""
+    return [thing for thing in gc.get_objects() if type(thing) is DistributedDataParallel]
