@@ -12,7 +12,7 @@ import typer
 from ddltool.analyzers.emitting.enforcement import Target, not_expressed, to_enforcement
 from ddltool.analyzers.emitting.kubernetes import assumptions, manifest_text, manifests
 from ddltool.analyzers.emitting.layout import Kind, LaunchSettings, Layout, layout, plan_hash
-from ddltool.analyzers.emitting.scripts import ddp_module, fsdp2_module, gres_type, slurm_script, torchrun_script
+from ddltool.analyzers.emitting.scripts import CORES, ddp_module, fsdp2_module, gres_type, slurm_script, torchrun_script
 from ddltool.artifacts import load, to_json, write_text
 from ddltool.commands.options import Json
 from ddltool.commands.output import note, out, print_json
@@ -137,6 +137,9 @@ def _launcher(
         if settings.resource is not None:
             types = ", ".join(sorted({gres_type(group.device_type) for group in placed.groups}))
             gaps.append(f"GRES types: the site must name its devices {types} (--resource none asks for none)")
+        gaps.append(
+            f"cores and time: {CORES} cores a process, the partition's own time limit (sbatch options override)"
+        )
         return slurm_script(plan, placed, settings, gaps=gaps), gaps
     gaps += assumptions(settings, plan)
     return manifest_text(plan, manifests(plan, enforcement, placed, settings), placed, gaps), gaps

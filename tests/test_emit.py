@@ -230,10 +230,10 @@ def test_slurm_gives_every_process_the_planned_rank(cli: Cli, tmp_path: Path, sh
     ]
     text = (tmp_path / "slurm.sh").read_text()
     asked = [line.removeprefix("#SBATCH ") for line in text.splitlines() if line.startswith("#SBATCH")]
-    each = ["--nodes=1", "--ntasks-per-node=1", "--partition=long"]
+    first, second = (["--nodes=1", "--ntasks-per-node=1", f"--cpus-per-task={n}", "--partition=long"] for n in (8, 4))
     assert asked == [
-        "--job-name=mixed", f"--comment=ddltool-plan-sha256:{sha}",
-        *each, "--gres=gpu:v100:2", "hetjob", *each, "--gres=gpu:t4:1",
+        "--job-name=mixed", f"--comment=ddltool-plan-sha256:{sha}", "--output=%x-%j.out",
+        *first, "--gres=gpu:v100:2", "hetjob", *second, "--gres=gpu:t4:1",
     ]  # fmt: skip
     assert text.index("hetjob") < text.index("set -euo")  # sbatch stops reading at the first command
 

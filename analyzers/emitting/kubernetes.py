@@ -19,7 +19,11 @@ _LONGEST_NAME = 1000  # of a job in an annotation; all annotations together may 
 _PORT = 29500
 _IMAGE = "pytorch/pytorch:latest"
 _VOLUME = "ddltool-plan"
-_MOUNTS = [{"name": _VOLUME, "mountPath": "/etc/ddltool", "readOnly": True}]
+# Data loaders and NCCL share memory, of which a container has 64 MiB by itself.
+_MOUNTS = [
+    {"name": _VOLUME, "mountPath": "/etc/ddltool", "readOnly": True},
+    {"name": "shared-memory", "mountPath": "/dev/shm"},
+]
 # A ConfigMap holds 1 MiB; the rest is for metadata and the manifest's own escapes.
 _CONFIG_BYTES = 1_000_000
 _RUNTIME = {"apiGroup": "trainer.kubeflow.org", "kind": "ClusterTrainingRuntime", "name": "torch-distributed"}
@@ -171,4 +175,7 @@ def _selector(group: NodeGroup, settings: LaunchSettings) -> dict[str, str]:
 
 
 def _volumes(plan: Plan) -> list[dict[str, Any]]:
-    return [{"name": _VOLUME, "configMap": {"name": f"{cluster_name(plan.job)}-plan"}}]
+    return [
+        {"name": _VOLUME, "configMap": {"name": f"{cluster_name(plan.job)}-plan"}},
+        {"name": "shared-memory", "emptyDir": {"medium": "Memory"}},
+    ]

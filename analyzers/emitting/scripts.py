@@ -14,6 +14,9 @@ from ddltool.analyzers.emitting.layout import LaunchSettings, Layout, NodeGroup,
 from ddltool.errors import InputError
 from ddltool.plans import PRODUCTS, Plan
 
+CORES = 4
+"""Cores of a process and its data loaders, where a launcher must say: Slurm gives a task one."""
+
 
 def torchrun_script(plan: Plan, layout: Layout, settings: LaunchSettings, *, gaps: Sequence[str]) -> str:
     """Return a bash script that starts a node's processes; it is run once on every node.
@@ -32,7 +35,9 @@ def slurm_script(plan: Plan, layout: Layout, settings: LaunchSettings, *, gaps: 
     asked for as ``GRES:TYPE:COUNT`` with the device type in small letters.
     """
     script = shlex.join(settings.script)
-    return _filled("slurm.sh", plan, gaps, layout, script=script, gres=settings.resource, partition=settings.queue)
+    return _filled(
+        "slurm.sh", plan, gaps, layout, script=script, gres=settings.resource, partition=settings.queue, cores=CORES
+    )
 
 
 def gres_type(device_type: str) -> str:

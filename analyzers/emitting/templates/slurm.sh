@@ -4,11 +4,13 @@
 {% if loop.first %}
 #SBATCH --job-name={{ name }}
 #SBATCH --comment=ddltool-plan-sha256:{{ sha }}
+#SBATCH --output=%x-%j.out
 {% else %}
 #SBATCH hetjob
 {% endif %}
 #SBATCH --nodes={{ group.nodes }}
 #SBATCH --ntasks-per-node=1
+#SBATCH --cpus-per-task={{ cores * group.processes_per_node }}
 {% if partition %}
 #SBATCH --partition={{ partition }}
 {% endif %}
