@@ -18,7 +18,7 @@ from ddltool.commands.options import AllowCode, DevicesFile, Json, Output
 from ddltool.commands.output import note, out, print_json, table
 from ddltool.commands.values import device_counts, number
 from ddltool.companion import Companion, CompanionPlan, is_companion, write_companion
-from ddltool.errors import InputError
+from ddltool.errors import Infeasible, InputError
 from ddltool.outputs import check_outputs
 from ddltool.tables import read_table
 from ddltool.units import show_seconds
@@ -74,6 +74,8 @@ def companion(
         if lookup is not None:
             held = device_counts("--lookup", lookup)
             plan = _looked_up(base, held)
+            if not plan.ests and free is None:
+                raise Infeasible(f"{base.meta.job} cannot run on {lookup}: no room for all of its logical workers")
             found = None if free is None else _proposals(base, plan, held, device_counts("--free", free), top_k)
             document |= _plan_document(plan, found)
         elif not document:
@@ -156,7 +158,7 @@ def _plan_document(plan: CompanionPlan, found: list[Proposal] | None) -> dict[st
         for name, entries in plan.ests.items()
         for devices, ests in entries
     ]
-    document = {"throughput": plan.throughput, "iteration_s": plan.step_s, "assignments": rows}
+    document = {"throughput": plan.throughput, "iteration_s": plan.step_s or None, "assignments": rows}
     return document if found is None else {**document, "proposals": [dataclasses.asdict(each) for each in found]}
 
 

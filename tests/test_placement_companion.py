@@ -261,6 +261,7 @@ def test_the_command_refuses_in_one_line(tmp_path: Path) -> None:
         ((base, "--lookup", "A100=1"), "devices.A100: is not in the database"),
         ((base, "--lookup", "V100=5"), "is 5, and plans are kept for at most 4"),
         ((base, "--free", "V100=1"), "--free: needs --lookup"),
+        ((base, "--lookup", "V100=0"), "cannot run on V100=0"),
         ((tmp_path / "torn.db",), "is cut off"),
         ((tmp_path / "empty.db",), "is no SQLite file"),
         ((tmp_path / "none.db",), "no such file"),

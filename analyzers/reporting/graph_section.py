@@ -249,7 +249,7 @@ _LEVELS = {
     "none": "not even D0: an op has no deterministic kernel",
     "unknown": "not known: an op is in no table",
     "D1": "D1: equal bits on any number of devices of one type; not D2",
-    "D2": "D2-eligible: equal bits on mixed device types are possible",
+    "D2": "D2-eligible by its documentation, tried on no GPU: equal bits on mixed types before Ampere",
 }
 _MODULES_SHOWN = 3
 
