@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from ddltool.analyzers.loading.imported_rows import import_files
-from ddltool.commands.output import out, print_json, table, tell_written
+from ddltool.commands.output import note, out, print_json, table, tell_written
 from ddltool.profiles import records, write_profile
 from ddltool.results import ProfileResult
 
@@ -30,6 +30,9 @@ def profile_import(
     )
     if output is not None:
         write_profile(frame, output)
+    for source in sources:
+        for remark in source.remarks:
+            note(f"{source.path}: {remark}")
     if as_json:
         print_json(ProfileResult(rows=records(frame), sources=sources))
         return

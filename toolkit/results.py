@@ -433,6 +433,7 @@ class ImportedFile(Part):
     path: str
     kind: str = Field(description="profile, placements, scalability, telemetry or trace")
     rows: Count
+    remarks: list[str] = Field(default_factory=list, description="what of the file was left out")
 
 
 class DeviceCurve(Part):

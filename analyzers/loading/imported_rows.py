@@ -49,7 +49,8 @@ def import_files(
             named = device or steps.device or unnamed or None
             numbers = {"local_batch_size": batch_size, "num_nodes": num_nodes, "num_replicas": num_replicas}
             parts.append(import_steps(steps, device=named, **numbers))
-            sources.append(ImportedFile(path=str(path), kind="trace", rows=len(steps.step_time_s)))
+            source = ImportedFile(path=str(path), kind="trace", rows=len(steps.step_time_s))
+            sources.append(source.model_copy(update={"remarks": [*steps.remarks]}) if steps.remarks else source)
             continue
         if last not in (".csv", ".jsonl", ".ndjson"):
             raise InputError(str(path), f"ends in {last}", "give a .csv, .jsonl or .json file (or .gz of one)")

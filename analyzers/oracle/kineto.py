@@ -34,7 +34,9 @@ _STEP = re.compile(r"ProfilerStep#?\s*([0-9]+)$")
 # One namespace, one name. Autograd's and the reducer's ranges hold operators and are none.
 _OPERATOR = re.compile(r"(?!autograd::)[A-Za-z_]\w*::\w+$")
 # The host side of a collective: its time is the network's, not compute.
-_COMMUNICATION = re.compile(r"_?c10d(_functional)?::|record_param_comms$|(nccl|gloo|mpi|ucc):(?!:)")
+_COMMUNICATION = re.compile(r"_?c10d(_functional)?::|record_param_comms$")
+# A collective from the call to its completion, on the host. NCCL's says only when its kernel was launched.
+_COLLECTIVE = re.compile(r"(gloo|mpi|ucc|nccl|xccl):(?!:)\w+$")
 
 _COMPUTE_KERNEL, _COMMUNICATION_KERNEL, _COPY = range(3)
 _ACTIVITY = {"kernel": _COMPUTE_KERNEL, "gpu_memcpy": _COPY, "gpu_memset": _COPY}
@@ -93,12 +95,40 @@ class TraceSteps:
     step_time_s: Floats
     """(k,) length of the ``ProfilerStep`` ranges."""
     communication_s: Floats
-    """(k,) time in which NCCL kernels ran."""
+    """(k,) time in which NCCL kernels, or collectives of gloo, MPI and UCC ran."""
     exposed_s: Floats
-    """(k,) the part of it in which no compute kernel ran."""
+    """(k,) the part of it in which no compute kernel ran; in a trace without kernels, no operator."""
     device: str | None
     """The GPU's name, where the trace gives it."""
     world_size: int | None
+    remarks: tuple[str, ...] = ()
+    """What was left out, a sentence each."""
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Steps:
+    """The ``k`` steps of a trace that hold work, by time; seconds."""
+
+    number: Indices
+    start_s: Floats
+    length_s: Floats
+    until_s: Floats
+    """(k,) where the next step begins, one that is left out included; infinite for the trace's last."""
+    end_s: float
+    """Where the trace's last step ends: what is launched later belongs to none."""
+    left_out: tuple[str, ...]
+    """A sentence for the steps without part in this, if any."""
+
+    def at(self, time_s: Floats) -> Indices:
+        """Return (m,) the step in which each moment lies, -1 outside every step.
+
+        By time and not by nesting: the backward pass runs on autograd's own thread.
+        """
+        if not len(self.start_s):
+            return np.full(len(time_s), -1, dtype=np.int32)
+        place = np.searchsorted(self.start_s, time_s, side="right") - 1
+        inside = (place >= 0) & (time_s < (self.start_s + self.length_s)[place])
+        return np.where(inside, place, -1).astype(np.int32)
 
 
 def read_trace(path: str | Path) -> ProfilerTrace:
@@ -119,51 +149,52 @@ def read_trace(path: str | Path) -> ProfilerTrace:
     thread, start, duration = rows.table("waits")
     waiter = spans.innermost(thread.astype(np.int32), start * 1e-6)
     waits = waiter >= 0
-    begin, _, span_step = _steps(rows.names, spans)
+    steps = rows.steps(spans)
     return ProfilerTrace(
         names=rows.names,
         spans=spans,
         device_s=spans.with_nested(_sums(launcher[own], activities[3][own] * 1e-6, len(spans))),
         wait_s=spans.with_nested(_sums(waiter[waits], duration[waits] * 1e-6, len(spans))),
-        span_step=span_step,
-        steps=len(begin),
+        span_step=steps.at(spans.start_s),
+        steps=len(steps.start_s),
     )
 
 
 def read_steps(path: str | Path) -> TraceSteps:
     """Return the steps of a profiler trace, streamed: O(file + m log m) time for m events that are kept.
 
-    GPU work counts in the step in whose time it runs; what runs after the last step's end counts in the last step, since
-    the GPU lags behind. Raises InputError (one line) for what is no whole trace, and for one without ``ProfilerStep``.
+    GPU work counts in the step in whose time it runs; what the last step launched counts in the last step, whenever it
+    runs, since the GPU lags behind, and nothing that was launched later does. Steps that hold less than half of the work
+    of the fullest (stubs, cut ones) are left out and said. Raises InputError (one line) for what is no whole trace, and
+    for one without a ``ProfilerStep`` that holds work.
     """
     rows = _Rows(path)
-    begin, length, _ = _steps(rows.names, rows.spans()[0])
-    if not len(begin):
-        raise InputError(str(path), "has no ProfilerStep range", "call prof.step() after every training step")
-    end = np.append(begin[1:], np.inf)
-    kind, device, start, duration, _, _ = rows.table("activities")
-    compute, communication = kind == _COMPUTE_KERNEL, kind == _COMMUNICATION_KERNEL
-
-    def busy(wanted: Flags) -> Floats:
-        parts = [wanted & (device == number) for number in np.unique(device[wanted])]
-        found = [_busy_within(start[part] * 1e-6, duration[part] * 1e-6, begin, end) for part in parts]
-        return np.sum(found, axis=0) if found else np.zeros(len(begin))
-
+    spans = rows.spans()[0]
+    steps = rows.steps(spans)
+    if not len(steps.start_s):
+        raise InputError(str(path), "has no ProfilerStep range with work", "call prof.step() after every training step")
+    found = np.zeros((3, len(steps.start_s)))
+    for compute, communication in rows.busy(spans, steps.end_s):
+        for place, (start, length) in enumerate(
+            (compute, communication, np.concatenate([compute, communication], axis=1))
+        ):
+            found[place] += _busy_within(start, length, steps.start_s, steps.until_s)
     header = _header(path)
     name, size = header.get("deviceProperties.item.name"), header.get("distributedInfo.world_size")
     return TraceSteps(
         where=str(path),
-        step_time_s=length,
-        communication_s=busy(communication),
-        exposed_s=np.maximum(busy(compute | communication) - busy(compute), 0.0),
+        step_time_s=steps.length_s,
+        communication_s=found[1],
+        exposed_s=np.maximum(found[2] - found[0], 0.0),
         device=name if isinstance(name, str) and name.strip() else None,
         world_size=size if type(size) is int and size >= 1 else None,
+        remarks=steps.left_out,
     )
 
 
 def _launchers(rows: _Rows, spans: Spans, order: NDArray[np.intp]) -> Indices:
     """Return (k,) the innermost span that launched each GPU activity, -1 where none was recorded."""
-    correlation, external = rows.table("activities")[4:]
+    correlation, external = rows.table("activities")[4:6]
     identity, thread, time = rows.table("launches")
     call = _lookup(identity, correlation)
     found = np.full(len(correlation), -1, dtype=np.int32)
@@ -181,22 +212,6 @@ def _lookup(ids: Floats, asked: Floats) -> NDArray[np.int64]:
     order = np.argsort(ids, kind="stable")
     place = np.minimum(np.searchsorted(ids, asked, sorter=order), len(ids) - 1)
     return np.where(ids[order[place]] == asked, order[place], -1)
-
-
-def _steps(names: tuple[str, ...], spans: Spans) -> tuple[Floats, Floats, Indices]:
-    """Return the start and the length of the ``k`` profiler's steps by time, and the step that each span starts in (m,)."""
-    numbers = np.array([int(found[1]) if (found := _STEP.match(name)) else -1 for name in names], dtype=np.int64)
-    number = numbers[spans.key] if len(names) else np.zeros(0, dtype=np.int64)
-    at = np.flatnonzero(number >= 0)
-    at = at[np.unique(number[at], return_index=True)[1]]  # other threads may carry the same range again
-    at = at[np.argsort(spans.start_s[at], kind="stable")]
-    start, length = spans.start_s[at], spans.duration_s[at]
-    if not len(start):
-        return start, length, np.full(len(spans), -1, dtype=np.int32)
-    # By time and not by nesting: the backward pass runs on autograd's own thread.
-    place = np.searchsorted(start, spans.start_s, side="right") - 1
-    inside = (place >= 0) & (spans.start_s < (start + length)[place])
-    return start, length, np.where(inside, place, -1).astype(np.int32)
 
 
 def _sums(place: Indices, amount: Floats, size: int) -> Floats:
@@ -224,13 +239,13 @@ class _Rows:
     """
 
     # How many numbers a row has, in the order in which :meth:`_take` adds them.
-    WIDTH: Mapping[str, int] = {"ranges": 5, "launches": 3, "waits": 3, "activities": 6}
+    WIDTH: Mapping[str, int] = {"ranges": 5, "launches": 3, "waits": 3, "activities": 7, "collectives": 4}
 
     def __init__(self, path: str | Path) -> None:
         self.where = str(path)
         self.categories: Counter[str] = Counter()
         self._rows = {kind: array("d") for kind in self.WIDTH}
-        self._numbers: dict[str, dict[str, int]] = {"name": {}, "thread": {}, "device": {}}
+        self._numbers: dict[str, dict[str, int]] = {"name": {}, "thread": {}, "device": {}, "group": {}}
         self._base_us: float | None = None
         for number, event in enumerate(read_events(path)):
             if not isinstance(event, dict):
@@ -239,6 +254,75 @@ class _Rows:
                 self._take(event, number)
             else:
                 self.categories[str(event.get("cat", event.get("ph")))] += 1
+
+    def steps(self, spans: Spans) -> Steps:
+        """Return the steps, without those that hold less than half of the operators and GPU work of the fullest."""
+        numbers = np.array(
+            [int(found[1]) if (found := _STEP.match(name)) else -1 for name in self.names], dtype=np.int64
+        )
+        number = numbers[spans.key] if len(numbers) else np.zeros(0, dtype=np.int64)
+        at = np.flatnonzero(number >= 0)
+        at = at[np.unique(number[at], return_index=True)[1]]  # other threads may carry the same range again
+        at = at[np.argsort(spans.start_s[at], kind="stable")]
+        start, length = spans.start_s[at], spans.duration_s[at]
+        every = Steps(
+            number=number[at].astype(np.int32),
+            start_s=start,
+            length_s=length,
+            until_s=np.append(start[1:], np.inf)[: len(start)],
+            end_s=float((start + length).max(initial=0.0)),
+            left_out=(),
+        )
+        operator = np.array([_OPERATOR.match(name) is not None for name in self.names], dtype=bool)
+        called = spans.start_s[operator[spans.key]] if len(spans) else start
+        work = np.concatenate([called, self.launched_s()])
+        held = every.at(work)
+        held = np.bincount(held[held >= 0], minlength=len(start))
+        kept = (held > 0) & (2 * held >= held.max(initial=0))
+        if kept.all():
+            return every
+        shown = [
+            f"{number[at[row]]} ({length[row] * 1e3:.3g} ms, {held[row]} of {held.max()} calls)"
+            for row in np.flatnonzero(~kept)
+        ]
+        said = f"{len(shown)} of {len(kept)} steps hold less than half of the work and are left out: {', '.join(shown[:4])}"
+        columns = {name: getattr(every, name)[kept] for name in ("number", "start_s", "length_s", "until_s")}
+        return Steps(**columns, end_s=every.end_s, left_out=(said,))
+
+    def launched_s(self) -> Floats:
+        """Return (n,) when the host launched each GPU activity; its own start where no launch was recorded."""
+        _, _, start, _, correlation, _, _ = self.table("activities")
+        identity, _, time = self.table("launches")
+        call = _lookup(identity, correlation)
+        return np.where(call >= 0, time[call] if len(time) else start, start) * 1e-6
+
+    def collectives(self) -> Floats:
+        """Return (3, n) name, start and duration of the host's collectives, NCCL's left out: theirs is their launch."""
+        name, _, start, duration = self.table("collectives")
+        own = np.array([not name.startswith(("nccl", "xccl")) for name in self.names], dtype=bool)
+        kept = own[name.astype(np.intp)] if len(own) else np.zeros(0, dtype=bool)
+        return np.stack([name[kept], start[kept] * 1e-6, duration[kept] * 1e-6])
+
+    def busy(self, spans: Spans, end_s: float) -> Iterator[tuple[Floats, Floats]]:
+        """Yield start and duration (2, n) of compute and of communication, of each device, launched before ``end_s``.
+
+        Without kernels it is the host that computes: its operators, and the collectives of its own libraries.
+        """
+        kind, device, start, duration, _, _, _ = self.table("activities")
+        times, launched = np.stack([start, duration]) * 1e-6, self.launched_s() < end_s
+        host = self.collectives()[1:]
+        host = host[:, host[0] < end_s]
+        compute, communication = (launched & (kind == which) for which in (_COMPUTE_KERNEL, _COMMUNICATION_KERNEL))
+        for number in np.unique(device[compute | communication]):
+            here = device == number
+            yield times[:, compute & here], np.concatenate([times[:, communication & here], host], axis=1)
+            host = host[:, :0]
+        if host.size:
+            operator = np.array(
+                [_OPERATOR.match(name) is not None and not _COMMUNICATION.match(name) for name in self.names]
+            )
+            rows = operator[spans.key] & (spans.start_s < end_s) if len(spans) else np.zeros(0, dtype=bool)
+            yield np.stack([spans.start_s[rows], spans.duration_s[rows]]), host
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -269,7 +353,11 @@ class _Rows:
         args: Mapping[str, Any] = told if isinstance(told, dict) else {}
         correlation = _identity(args.get("correlation"))
         external = _identity(args.get("External id", args.get("external id")))
-        if category in _SPANS:
+        if category in _SPANS and _COLLECTIVE.match(name):
+            self._rows["collectives"].extend(
+                (self._number("name", name), self._number("thread", thread), start, duration)
+            )
+        elif category in _SPANS:
             row = (self._number("name", name), self._number("thread", thread), external, start, duration)
             self._rows["ranges"].extend(row)
         elif category in _RUNTIME:
@@ -280,10 +368,14 @@ class _Rows:
                 self._rows["launches"].extend((correlation, at, start))
         elif category in _ACTIVITY and name not in _SYNC_ROWS:
             kind = _ACTIVITY[category]
-            if kind == _COMPUTE_KERNEL and _NCCL_KERNEL.match(name):
+            group = -1
+            if kind == _COMPUTE_KERNEL and (found := _NCCL_KERNEL.match(name)):
                 kind = _COMMUNICATION_KERNEL
+                group = self._number(
+                    "group", f"{name[found.end() - 1 :].split('_')[0]} {args.get('Process Group Ranks', '')}"
+                )
             device = self._number("device", str(args.get("device", event.get("pid"))))
-            self._rows["activities"].extend((kind, device, start, duration, correlation, external))
+            self._rows["activities"].extend((kind, device, start, duration, correlation, external, group))
 
     def _number(self, kind: str, key: str) -> int:
         known = self._numbers[kind]

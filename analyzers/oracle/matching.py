@@ -28,6 +28,8 @@ _OUTSIDE = (
     "torch.distributed.ddp.reducer::",
 )
 
+LEAST_MATCHED_TIME = 0.5
+"""A trace in which less of the time is the graph's is of another model."""
 Rows = NDArray[np.intp]
 Names = tuple[str, ...]
 
@@ -43,7 +45,10 @@ class Match:
     matched_ops: float
     """Share of the compute ops that cost something (0 to 1)."""
     matched_time: float
-    """Share of the time of the trace's operator calls (of their kernels, if it has any) that ops of the graph took."""
+    """Share of the time of the trace's operator calls (of their kernels, if it has any) that ops of the graph took.
+
+    Of a type that is called c times a step for g ops, ``min(c, g) / max(c, g)`` of the time counts.
+    """
     steps: int
     """Steps, or repetitions, that the least was taken over."""
     unmatched_types: tuple[tuple[str, int], ...]
@@ -81,12 +86,12 @@ def match(graph: Graph, trace: ProfilerTrace) -> Match:
     wanted = np.flatnonzero((graph.kind == COMPUTE) & np.array([mark != "free" for mark in graph.estimate], dtype=bool))
     durations = np.full(len(graph), np.nan)
     taken = _calls(graph, wanted, trace)
-    steps, inexact = _by_type(graph, wanted, trace, taken, durations)
+    steps, inexact, agreement = _by_type(graph, wanted, trace, taken, durations)
     measured = ~np.isnan(durations)
     measured[np.setdiff1d(np.arange(len(graph)), wanted)] = False
     durations[(graph.kind == COMPUTE) & ~np.isin(np.arange(len(graph)), wanted)] = 0.0
     missing = Counter(graph.op_type[op] for op in wanted if not measured[op])
-    unmatched, share = _rest(trace, taken)
+    unmatched, share = _rest(trace, taken, agreement)
     return Match(
         durations=durations,
         measured=measured,
@@ -105,7 +110,7 @@ def apply(graph: Graph, match: Match, fallback: Graph) -> Graph:
     An op without a measurement gets its fallback time times the median ratio of measured to fallback over the ops that
     have both; it is marked ``default``, a measured one ``measured``. Transfers keep the fallback's time and mark.
 
-    Raises InputError when nothing matched, and when the graphs differ.
+    Raises InputError when nothing matched, or less than :data:`LEAST_MATCHED_TIME`, and when the graphs differ.
     """
     if graph.names != fallback.names or not fallback.timed:
         raise InputError("fallback", f"is not {graph.name} with every op timed", "estimate the same graph")
@@ -114,6 +119,10 @@ def apply(graph: Graph, match: Match, fallback: Graph) -> Graph:
         raise InputError(
             "--oracle", f"no op of {graph.name} occurs in the trace (it has {shown})", "give a trace of the same model"
         )
+    if match.matched_time < LEAST_MATCHED_TIME:
+        problem = f"only {match.matched_time:.0%} of its time is that of ops of {graph.name}: a trace of another model"
+        remedy = f"give a trace of the same model, with {LEAST_MATCHED_TIME:.0%} of its time matched or more"
+        raise InputError("--oracle", problem, remedy)
     both = match.measured & (match.durations > 0) & (fallback.duration_s > 0)
     ratio = float(np.median(match.durations[both] / fallback.duration_s[both])) if both.any() else 1.0
     compute = graph.kind == COMPUTE
@@ -141,8 +150,14 @@ def _calls(graph: Graph, wanted: Rows, trace: ProfilerTrace) -> Rows:
     return rows[np.argsort(trace.spans.start_s[rows], kind="stable")]
 
 
-def _by_type(graph: Graph, wanted: Rows, trace: ProfilerTrace, calls: Rows, durations: Floats) -> tuple[int, Names]:
-    """Fill in times type by type, k-th op from k-th call of a step; return the steps, and the types whose counts differ."""
+def _by_type(
+    graph: Graph, wanted: Rows, trace: ProfilerTrace, calls: Rows, durations: Floats
+) -> tuple[int, Names, Floats]:
+    """Fill in times type by type, k-th op from k-th call of a step.
+
+    Return the steps, the types whose counts differ, and for each call how far its type's counts agree (0 to 1).
+    """
+    agreement = np.ones(len(calls))
     types = np.array([normal_type(graph.op_type[op]) for op in wanted], dtype=str)
     names, ops = np.unique(types, return_inverse=True)
     number = {name: place for place, name in enumerate(names.tolist())}
@@ -161,7 +176,9 @@ def _by_type(graph: Graph, wanted: Rows, trace: ProfilerTrace, calls: Rows, dura
         else:
             durations[places] = min(times.mean() for times in per_step)
             inexact.append(name)
-    return trace.steps or int(step.max(initial=0)) + 1, tuple(inexact)
+            called_per_step = float(np.mean([len(times) for times in per_step]))
+            agreement[rows] = min(called_per_step, len(places)) / max(called_per_step, len(places))
+    return trace.steps or int(step.max(initial=0)) + 1, tuple(inexact), agreement
 
 
 def _repetitions(ops: Rows, types: Rows) -> NDArray[np.int32]:
@@ -181,7 +198,7 @@ def _repetitions(ops: Rows, types: Rows) -> NDArray[np.int32]:
     return found
 
 
-def _rest(trace: ProfilerTrace, taken: Rows) -> tuple[tuple[tuple[str, int, float], ...], float]:
+def _rest(trace: ProfilerTrace, taken: Rows, agreement: Floats) -> tuple[tuple[tuple[str, int, float], ...], float]:
     """Return the operators that no op took with their calls and seconds, and the share of time that was taken.
 
     Of a composite call only what its taken parts leave is counted. Calls outside the steps are not. In a trace with
@@ -193,6 +210,8 @@ def _rest(trace: ProfilerTrace, taken: Rows) -> tuple[tuple[tuple[str, int, floa
     is_taken[taken] = True
     rows = trace.is_top & ((trace.span_step >= 0) | (not trace.steps))
     inside = spans.with_nested(np.where(is_taken, time, 0.0))
+    doubted = np.zeros(len(spans))
+    doubted[taken] = time[taken] * (1.0 - agreement)
     top = np.flatnonzero(rows)
     left = np.maximum(time[top] - inside[top], 0.0)
     total = float(time[top].sum())
@@ -200,4 +219,5 @@ def _rest(trace: ProfilerTrace, taken: Rows) -> tuple[tuple[tuple[str, int, floa
     seconds = np.bincount(spans.key[top], weights=left, minlength=len(trace.names))
     found = [(trace.names[key], int(count[key]), float(seconds[key])) for key in np.flatnonzero(count)]
     listed = sorted(found, key=lambda row: (-row[2], row[0]))
-    return tuple(listed), (total - float(left.sum())) / total if total > 0 else 0.0
+    lost = float(left.sum() + spans.with_nested(doubted)[top].sum())
+    return tuple(listed), max(total - lost, 0.0) / total if total > 0 else 0.0
