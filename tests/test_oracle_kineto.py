@@ -318,6 +318,26 @@ def test_apply_fills_the_rest_from_the_roofline(graph: Graph, eager: Path, tmp_p
             assert (timed.duration_s[op], timed.estimate[op]) == (found.durations[op], "measured")
 
 
+@pytest.mark.parametrize(("relus", "share"), [(1, 1.0), (4, 0.4)])
+def test_a_type_called_too_often_matches_by_its_counts(tmp_path: Path, relus: int, share: float) -> None:
+    """Of 10 us, 8 are the ReLUs' of which the graph has one: 2/10 + 8/10 * 1/4. Less than 60 % is refused."""
+    graph = compute_graph(["aten.convolution", "aten.relu"])
+    events = [
+        operator("aten::convolution", 0, 2),
+        operator("Optimizer.step#SGD.step", 50, 90),
+        operator("aten::mul_", 60, 70),
+    ]
+    events += [operator("aten::relu", 10 + 8 * place, 8 / relus) for place in range(relus)]
+    found = match(graph, read_trace(write(tmp_path / "t.json", [annotation("ProfilerStep#1", 0, 200), *events])))
+    assert found.matched_time == pytest.approx(share)
+    roofline = estimate(graph, datasheet(DEVICE), NETWORK)
+    if share == 1.0:
+        assert apply(graph, found, roofline).duration_s[2] == pytest.approx(8e-6)
+    else:
+        with pytest.raises(InputError, match=r"only 40% of its time .* another model; .* with 60% of its time matched"):
+            apply(graph, found, roofline)
+
+
 def test_a_trace_of_another_model_is_an_error(tmp_path: Path) -> None:
     graph = compute_graph(["aten.convolution", "aten.relu"])
     found = match(graph, read_trace(write(tmp_path / "t.json", [operator("fbgemm::lookup", 0, 5)])))

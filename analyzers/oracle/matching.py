@@ -28,7 +28,7 @@ _OUTSIDE = (
     "torch.distributed.ddp.reducer::",
 )
 
-LEAST_MATCHED_TIME = 0.5
+LEAST_MATCHED_TIME = 0.6
 """A trace in which less of the time is the graph's is of another model."""
 Rows = NDArray[np.intp]
 Names = tuple[str, ...]
@@ -47,7 +47,7 @@ class Match:
     matched_time: float
     """Share of the time of the trace's operator calls (of their kernels, if it has any) that ops of the graph took.
 
-    Of a type that is called c times a step for g ops, ``min(c, g) / max(c, g)`` of the time counts.
+    The optimizer's, the reducer's and gradient accumulation's calls are left out: they are no part of a graph. Of a type that is called c times a step for g ops, ``min(c, g) / max(c, g)`` of the time counts.
     """
     steps: int
     """Steps, or repetitions, that the least was taken over."""
@@ -214,10 +214,12 @@ def _rest(trace: ProfilerTrace, taken: Rows, agreement: Floats) -> tuple[tuple[t
     doubted[taken] = time[taken] * (1.0 - agreement)
     top = np.flatnonzero(rows)
     left = np.maximum(time[top] - inside[top], 0.0)
-    total = float(time[top].sum())
     count = np.bincount(spans.key[top[~is_taken[top]]], minlength=len(trace.names))
     seconds = np.bincount(spans.key[top], weights=left, minlength=len(trace.names))
     found = [(trace.names[key], int(count[key]), float(seconds[key])) for key in np.flatnonzero(count)]
     listed = sorted(found, key=lambda row: (-row[2], row[0]))
-    lost = float(left.sum() + spans.with_nested(doubted)[top].sum())
+    outside = trace.marked(lambda name: name.startswith(_OUTSIDE))
+    aside = (outside | spans.below(outside))[top]
+    total, left = float(time[top[~aside]].sum()), left[~aside]
+    lost = float(left.sum() + spans.with_nested(doubted)[top[~aside]].sum())
     return tuple(listed), max(total - lost, 0.0) / total if total > 0 else 0.0
