@@ -24,6 +24,7 @@ from torch._ops import OpOverload
 from torch.fx import Node
 
 from ddltool.analyzers.communication.fsdp import block_container, block_of
+from ddltool.analyzers.costs.allocator import reserved_bytes
 from ddltool.analyzers.costs.model import OPTIMIZERS, Optimizer
 from ddltool.analyzers.tracing.torch_adapter import TracedStep
 from ddltool.analyzers.tracing.torch_costs import AS_TRACED, tensors_of, value_of
@@ -198,13 +199,20 @@ class Ledger:
         nodes = (self.traced.nodes.get(name) for name in timed.names)
         return np.array([-1 if node is None else place[node] for node in nodes], dtype=np.int64)
 
-    def _hold_activations(self, held: Held, again: Recomputation, size: Array) -> None:
+    def activations(self, again: Recomputation, size: Array, read: Places | None = None) -> Array:
+        """Return the bytes of activations at every place; ``read``: rows of its kind that count, all by default."""
+        held = Held(self.nodes + again.extra)
+        self._hold_activations(held, again, size, read)
+        return held.peak().curve
+
+    def _hold_activations(self, held: Held, again: Recomputation, size: Array, read: Places | None = None) -> None:
         held.add("activations", 0, held.places, size[self.role == GIVEN])
         dropped, kept = again.dropped, again.kept
         whole = self.role == ACTIVATION
         whole[dropped] = False
         died = again.moved(self.died) + 1
-        for storage, number, last in self.read[whole[self.read[:, 0]]]:  # there until the block is computed again
+        read = self.read if read is None else read
+        for storage, number, last in read[whole[read[:, 0]]]:  # there until the block is computed again
             if again.length[number]:
                 used = min(last - self.blocks[number].first, again.length[number] - 1)
                 died[storage] = max(died[storage], again.start[number] + used + 1)
@@ -230,7 +238,8 @@ class Ledger:
         held.add("parameters", 0, held.places, size[parameter])
         held.add("gradients", again.moved(self.born)[gradient], held.places, size[gradient])
         held.add("updating", held.places - 1, held.places, update.temporaries * float(size[gradient].sum()))
-        held.add("optimizer", 0, held.places, update.state_copies * trained / sharding.shard)
+        states = np.tile(size[gradient], int(update.state_copies)) / sharding.shard
+        held.add("optimizer", 0, held.places, states)
         if sharding.kind != "none":
             held.add("buckets", 0, held.places, trained)
 
@@ -241,7 +250,10 @@ class Ledger:
         born, end, shard = again.moved(self.born), held.places, sharding.shard
         reduced = self.master_bytes
         held.add("parameters", 0, end, size[parameter] * np.maximum(_MASTER_BYTES / self.width[parameter], 1.0) / shard)
-        held.add("optimizer", 0, end, update.state_copies * float(reduced.sum()) / shard)
+        states = np.tile(
+            size[gradient] * np.maximum(_MASTER_BYTES / self.width[gradient], 1.0), int(update.state_copies)
+        )
+        held.add("optimizer", 0, end, states / shard)
         held.add("gathered", 0, end, size[parameter & (self.owner < 0)])
         rooted = gradient & (self.owner < 0)
         held.add("gradients", born[rooted], end, size[rooted])
@@ -284,7 +296,7 @@ class Recomputation:
         self.length = np.zeros(len(blocks), dtype=np.int64)
         number = ledger.owner[needed]
         np.maximum.at(self.length, number, ledger.born[needed] - self.first[number] + 1)
-        room = self.length if room is None else room
+        self.room = room = self.length if room is None else room
         inserted = np.zeros(ledger.nodes + 1, dtype=np.int64)
         begins = np.array([block.begins for block in blocks], dtype=np.int64)
         np.add.at(inserted, begins, room)
@@ -304,13 +316,16 @@ class Held:
     def __init__(self, places: int) -> None:
         self.places = places
         self._change: dict[str, Array] = {}
+        self._spans: list[tuple[str, Places, Places, Array]] = []
 
     def add(self, part: str, start: Places | int, end: Places | int, size: Array | float) -> None:
         """Add ``size`` bytes from each ``start`` up to each ``end``, which is left out."""
         change = self._change.setdefault(part, np.zeros(self.places + 1))
         starts, ends, sizes = np.broadcast_arrays(np.asarray(start), np.asarray(end), np.asarray(size, dtype=float))
-        np.add.at(change, np.clip(starts, 0, self.places), sizes)
-        np.subtract.at(change, np.clip(ends, 0, self.places), sizes)
+        starts, ends = np.clip(starts, 0, self.places), np.clip(ends, 0, self.places)
+        np.add.at(change, starts, sizes)
+        np.subtract.at(change, ends, sizes)
+        self._spans.append((part, starts.ravel(), ends.ravel(), sizes.ravel()))
 
     def peak(self) -> Peak:
         """Return the sum and its top."""
@@ -320,6 +335,19 @@ class Held:
         return Peak(
             total_bytes=float(curve[top]), parts={name: float(each[top]) for name, each in curves.items()}, curve=curve
         )
+
+    def reserved_bytes(self) -> int:
+        """Return what torch's caching allocator takes of a device for all of it, by playing it. O(tensors log tensors)."""
+        lasting: list[float] = []
+        later: list[float] = []
+        spans: list[tuple[int, int, float]] = []
+        for part, starts, ends, sizes in self._spans:
+            real = (ends > starts) & (sizes > 0)
+            lasts = real & (starts == 0) & (ends == self.places)
+            (later if part == "optimizer" else lasting).extend(sizes[lasts].tolist())
+            rest = real & ~lasts
+            spans += zip(starts[rest].tolist(), ends[rest].tolist(), sizes[rest].tolist(), strict=True)
+        return reserved_bytes(lasting, later, spans)
 
 
 def ledger_of(traced: TracedStep) -> Ledger:
