@@ -38,6 +38,19 @@ def parse_bandwidth(text: str, where: str = "--bandwidth") -> float:
     return rate
 
 
+def parse_bytes(text: str, where: str) -> float:
+    """Return bytes for a size of memory such as ``40GiB``, ``512 MiB`` or ``24GB``.
+
+    >>> parse_bytes("40GiB", "--checkpointing")
+    42949672960.0
+    """
+    match = re.fullmatch(_NUMBER + r"([kKmMgGtT]i?)?B\s*", text)
+    size = float(match[1]) * _PREFIX[(match[2] or "").lower()] if match else math.nan
+    if not (1 <= size <= _FASTEST):
+        raise InputError(where, f"{text!r} is not a size of memory", "write a number with a unit, such as 40GiB")
+    return size
+
+
 def parse_share(text: str) -> float:
     """Return the share that ``5%`` or ``0.05`` means, NaN for anything that is no number: callers know their limits.
 

@@ -19,7 +19,7 @@ from itertools import chain, combinations
 import numpy as np
 from ortools.sat.python import cp_model
 
-from ddltool.analyzers.costs.memory import Array, Keeps, Ledger, Places, Recomputation, Sharding
+from ddltool.analyzers.costs.memory import Array, Ledger, Places, Recomputation, Sharding
 from ddltool.analyzers.placement.est import run, solver_for
 from ddltool.errors import Infeasible
 from ddltool.graph import Graph

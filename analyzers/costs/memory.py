@@ -15,6 +15,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from math import inf
 from typing import Literal, get_args
 
 import numpy as np
@@ -336,8 +337,11 @@ class Held:
             total_bytes=float(curve[top]), parts={name: float(each[top]) for name, each in curves.items()}, curve=curve
         )
 
-    def reserved_bytes(self) -> int:
-        """Return what torch's caching allocator takes of a device for all of it, by playing it. O(tensors log tensors)."""
+    def reserved_bytes(self, limit_bytes: float = inf) -> int | None:
+        """Return what torch's caching allocator takes of a device for all of it, by playing it.
+
+        None where ``limit_bytes`` do not suffice. O(tensors log tensors).
+        """
         lasting: list[float] = []
         later: list[float] = []
         spans: list[tuple[int, int, float]] = []
@@ -347,7 +351,7 @@ class Held:
             (later if part == "optimizer" else lasting).extend(sizes[lasts].tolist())
             rest = real & ~lasts
             spans += zip(starts[rest].tolist(), ends[rest].tolist(), sizes[rest].tolist(), strict=True)
-        return reserved_bytes(lasting, later, spans)
+        return reserved_bytes(lasting, later, spans, limit_bytes)
 
 
 def ledger_of(traced: TracedStep) -> Ledger:

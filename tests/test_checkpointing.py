@@ -1,0 +1,86 @@
+"""What to compute again under a budget: against all choices there are, and never above the budget."""
+
+from __future__ import annotations
+
+from itertools import product
+from typing import Any
+
+import pytest
+
+from ddltool.analyzers.costs.allocator import CachingAllocator, reserved_bytes
+from ddltool.analyzers.costs.checkpointing import cheapest, options
+from ddltool.analyzers.costs.memory import Ledger, Recomputation, Sharding, ledger_of
+from ddltool.analyzers.tracing.torch_adapter import trace_step
+from ddltool.errors import Infeasible
+from ddltool.graph import Graph
+from tests.test_memory import gpt
+
+MIB = 2**20
+
+
+@pytest.fixture(scope="module")
+def step() -> tuple[Ledger, Graph]:
+    ledger = ledger_of(trace_step(lambda: gpt(3, 16), mode="training"))
+    graph = ledger.traced.graph
+    seconds = [1e-6 + flops * 1e-12 + size * 1e-11 for flops, size in zip(graph.flops, graph.size_bytes, strict=True)]
+    return ledger, graph.with_durations(seconds, ["rule"] * len(graph))
+
+
+@pytest.mark.parametrize("kind", ["none", "fsdp"])
+def test_no_choice_within_the_budget_is_cheaper(kind: Any, step: tuple[Ledger, Graph]) -> None:
+    ledger, timed = step
+    sharding = Sharding(kind=kind, shard=4 if kind == "fsdp" else 1)
+    sets = options(ledger, timed, ledger.sizes())
+    assert all(() in own for own in sets)
+    every = []
+    for choice in product(*[(None, *own) for own in sets]):
+        keeps = {block.name: kept for block, kept in zip(ledger.blocks, choice, strict=True) if kept is not None}
+        again_s = float(ledger.again_s(Recomputation(ledger, keeps), timed).sum())
+        every.append((ledger.peak(sharding, "adam", keeps).total_bytes, again_s))
+    least, most = min(peak for peak, _ in every), max(peak for peak, _ in every)
+    assert least <= ledger.peak(sharding, "adam", ledger.every_block("full")).total_bytes < most
+    for share in (0.0, 0.15, 0.4, 0.65, 0.9, 1.0):
+        budget = least + share * (most - least)
+        found = cheapest(ledger, timed, sharding, "adam", budget)
+        expected = min(seconds for peak, seconds in every if peak <= budget)
+        assert found.again_s == pytest.approx(expected, rel=1e-9, abs=1e-15)
+        assert found.gap == pytest.approx(0, abs=1e-9)
+        assert ledger.peak(sharding, "adam", found.keeps).total_bytes == pytest.approx(found.peak_bytes)
+        assert found.peak_bytes <= budget
+    with pytest.raises(Infeasible, match="the least is"):
+        cheapest(ledger, timed, sharding, "adam", least - 1)
+
+
+def test_segments_are_torchs() -> None:
+    """By hand: rounding, the three kinds of segments, splitting, best fit, joining."""
+    allocator = CachingAllocator()
+    small = [allocator.take(1), allocator.take(MIB), allocator.take(MIB - 512)]
+    assert allocator.reserved_bytes == 2 * MIB  # 512 + 1 MiB + the rest but 512
+    allocator.take(513)
+    assert allocator.reserved_bytes == 4 * MIB
+    first, second = allocator.take(MIB + 1), allocator.take(9 * MIB)
+    assert allocator.reserved_bytes == 24 * MIB
+    allocator.take(11 * MIB - 1)
+    assert allocator.reserved_bytes == 36 * MIB
+    for address in (first, second):
+        allocator.give_back(address)
+    allocator.take(20 * MIB)
+    assert allocator.reserved_bytes == 36 * MIB  # the joined segment of 20 MiB is taken whole
+    for address in small:
+        allocator.give_back(address)
+    allocator.take(MIB)
+    assert allocator.reserved_bytes == 36 * MIB
+
+
+def test_what_is_cut_does_not_fit_again() -> None:
+    """Two halves of a segment with one that lasts between them hold no whole."""
+    spans = [(0, 1, 30.0 * MIB), (2, 3, 28.0 * MIB)]
+    assert reserved_bytes([], [], spans) == 30 * MIB
+    assert reserved_bytes([], [8.0 * MIB], spans) == 60 * MIB  # after the first step a state cuts the segment
+
+
+def test_too_little_memory_gives_back_what_is_free() -> None:
+    spans = [(0, 1, 30.0 * MIB), (2, 3, 40.0 * MIB)]
+    assert reserved_bytes([], [], spans) == 70 * MIB
+    assert reserved_bytes([], [], spans, limit_bytes=40 * MIB) == 40 * MIB
+    assert reserved_bytes([], [], spans, limit_bytes=40 * MIB - 1) is None
