@@ -30,25 +30,25 @@ def step() -> tuple[Ledger, Graph]:
 def test_no_choice_within_the_budget_is_cheaper(kind: Any, step: tuple[Ledger, Graph]) -> None:
     ledger, timed = step
     sharding = Sharding(kind=kind, shard=4 if kind == "fsdp" else 1)
-    sets = options(ledger, timed, ledger.sizes())
+    sets = options(ledger, ledger.seconds(timed), ledger.sizes())
     assert all(() in own for own in sets)
     every = []
     for choice in product(*[(None, *own) for own in sets]):
         keeps = {block.name: kept for block, kept in zip(ledger.blocks, choice, strict=True) if kept is not None}
-        again_s = float(ledger.again_s(Recomputation(ledger, keeps), timed).sum())
+        again_s = float(ledger.again_s(Recomputation(ledger, keeps), ledger.seconds(timed)).sum())
         every.append((ledger.peak(sharding, "adam", keeps).total_bytes, again_s))
     least, most = min(peak for peak, _ in every), max(peak for peak, _ in every)
     assert least <= ledger.peak(sharding, "adam", ledger.every_block("full")).total_bytes < most
     for share in (0.0, 0.15, 0.4, 0.65, 0.9, 1.0):
         budget = least + share * (most - least)
-        found = cheapest(ledger, timed, sharding, "adam", budget)
+        found = cheapest(ledger, ledger.seconds(timed), sharding, "adam", budget)
         expected = min(seconds for peak, seconds in every if peak <= budget)
         assert found.again_s == pytest.approx(expected, rel=1e-9, abs=1e-15)
         assert found.gap == pytest.approx(0, abs=1e-9)
         assert ledger.peak(sharding, "adam", found.keeps).total_bytes == pytest.approx(found.peak_bytes)
         assert found.peak_bytes <= budget
     with pytest.raises(Infeasible, match="the least is"):
-        cheapest(ledger, timed, sharding, "adam", least - 1)
+        cheapest(ledger, ledger.seconds(timed), sharding, "adam", least - 1)
 
 
 def test_segments_are_torchs() -> None:

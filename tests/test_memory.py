@@ -167,7 +167,7 @@ def test_what_costs_time_saves_memory() -> None:
     assert peaks[-1] < between < peaks[0]
     timed = ledger.traced.graph.with_durations([1.0] * len(ledger.traced.graph), ["rule"] * len(ledger.traced.graph))
     costs = [
-        float(ledger.again_s(Recomputation(ledger, ledger.every_block(how)), timed).sum())
+        float(ledger.again_s(Recomputation(ledger, ledger.every_block(how)), ledger.seconds(timed)).sum())
         for how in ("none", "selective", "full")
     ]  # type: ignore[arg-type]
     assert costs == sorted(costs)

@@ -7,7 +7,26 @@ from typing import Literal
 from pydantic import Field
 
 from ddltool.calibration import Residuals
+from ddltool.plan import Recomputed
 from ddltool.results import Count, NonNegative, Number, Part, Result
+
+
+class RecomputeFigures(Part):
+    """The modules whose activations are computed again in the backward pass, and what that costs."""
+
+    modules: list[Recomputed]
+    recomputed_s: NonNegative = Field(description="in a pass; step_time_s has it")
+    budget_bytes: NonNegative | None = Field(default=None, description="of tensors; null: the modules were not chosen")
+    lower_bound_s: NonNegative | None = Field(default=None, description="no choice within the budget costs less")
+
+
+class MemoryTimeline(Part):
+    """What a process holds over a pass of the fastest row that fits, at moments of most memory."""
+
+    num_replicas: Count
+    local_batch_size: Count
+    time_s: list[NonNegative]
+    parts: dict[str, list[NonNegative]] = Field(description="bytes of tensors by what they are, at these times")
 
 
 class PredictedRow(Part):
@@ -22,9 +41,11 @@ class PredictedRow(Part):
     predicted_high_s: NonNegative
     sync_time_s: NonNegative = Field(description="what the step takes longer than with one replica")
     peak_memory_bytes: Count = Field(description="of tensors")
-    memory_low_bytes: Count
-    memory_high_bytes: Count = Field(description="with what an allocator and the device's context take beside them")
-    fits: bool
+    reserved_bytes: Count = Field(description="of the device, by torch's allocator for these tensors")
+    memory_low_bytes: Count = Field(description="of tensors")
+    memory_high_bytes: Count = Field(description="with the allocator's losses, the device's context and NCCL's buffers")
+    fits: bool = Field(description="whether the allocator finds room for all of them, the context taken off")
+    recompute: RecomputeFigures | None = None
     samples_per_s: NonNegative = Field(description="of all replicas")
     tokens_per_s: NonNegative | None
     mfu: NonNegative = Field(description="share of the step that products would take at the device's dense peak")
@@ -44,6 +65,7 @@ class PredictedDevice(Part):
     price_per_hour: NonNegative | None
     error: Residuals
     link_bytes_per_s: NonNegative
+    memory: MemoryTimeline | None = None
 
 
 class Assumptions(Part):

@@ -22,7 +22,6 @@ from ortools.sat.python import cp_model
 from ddltool.analyzers.costs.memory import Array, Ledger, Places, Recomputation, Sharding
 from ddltool.analyzers.placement.est import run, solver_for
 from ddltool.errors import Infeasible
-from ddltool.graph import Graph
 from ddltool.units import show_bytes
 
 # All sets of products are tried in a block of so many; of more, the sets of those that cost most time per byte.
@@ -50,7 +49,7 @@ class Chosen:
 
 def cheapest(
     ledger: Ledger,
-    timed: Graph,
+    seconds: Array,
     sharding: Sharding,
     optimizer: str,
     budget_bytes: float,
@@ -59,9 +58,9 @@ def cheapest(
 ) -> Chosen:
     """Return what to compute again so that a step's tensors stay within a budget, in the least time.
 
-    ``timed``: the step's graph with durations. Raises Infeasible, with the least that is possible, where no choice fits.
+    ``seconds`` (nodes,): of :meth:`Ledger.seconds`. Raises Infeasible, with the least that is possible, where no choice fits.
     """
-    problem = _Problem.of(ledger, timed, sharding, optimizer, ledger.sizes(batch_size))
+    problem = _Problem.of(ledger, seconds, sharding, optimizer, ledger.sizes(batch_size))
     deadline = time.perf_counter() + limit_s
     try:
         picks, bound_s = problem.solve(budget_bytes, deadline)
@@ -80,29 +79,29 @@ def cheapest(
     )
 
 
-def options(ledger: Ledger, timed: Graph, size: Array) -> list[list[tuple[int, ...]]]:
+def options(ledger: Ledger, seconds: Array, size: Array) -> list[list[tuple[int, ...]]]:
     """Return by block the sets of products worth keeping: none that holds more and saves no time, at most ``_OPTIONS``."""
     made = []
     for number, block in enumerate(ledger.blocks):
 
         def judged(kept: tuple[int, ...], number: int = number, name: str = block.name) -> tuple[float, float]:
             again = Recomputation(ledger, {name: kept})
-            return float(size[again.kept].sum()), float(ledger.again_s(again, timed)[number])
+            return float(size[again.kept].sum()), float(ledger.again_s(again, seconds)[number])
 
         count = len(block.products)
         if count <= _EVERY_SET:
             sets = list(chain.from_iterable(combinations(range(count), length) for length in range(count + 1)))
         else:
             nothing, single = judged(()), [judged((product,)) for product in range(count)]
-            worth = [(nothing[1] - seconds) / max(held, 1.0) for held, seconds in single]
+            worth = [(nothing[1] - cost) / max(held, 1.0) for held, cost in single]
             order = sorted(range(count), key=lambda product: (-worth[product], product))
             sets = [tuple(sorted(order[:length])) for length in range(count + 1)]
         front: list[tuple[int, ...]] = []
         fastest = np.inf
-        for _, seconds, kept in sorted((*judged(kept), kept) for kept in sets):
-            if seconds < fastest * (1 - 1e-9):
+        for _, cost, kept in sorted((*judged(kept), kept) for kept in sets):
+            if cost < fastest * (1 - 1e-9):
                 front.append(kept)
-                fastest = seconds
+                fastest = cost
         places = np.unique(np.linspace(0, len(front) - 1, min(len(front), _OPTIONS)).round().astype(int))
         made.append([front[place] for place in places.tolist()])
     return made
@@ -122,13 +121,13 @@ class _Problem:
     """Blocks of which any, where it is computed again, holds inputs for longer, and the bytes (places,) of that."""
 
     @classmethod
-    def of(cls, ledger: Ledger, timed: Graph, sharding: Sharding, optimizer: str, size: Array) -> _Problem:
+    def of(cls, ledger: Ledger, seconds: Array, sharding: Sharding, optimizer: str, size: Array) -> _Problem:
         """Return the problem of a ledger with storages of ``size`` bytes."""
-        sets = options(ledger, timed, size)
-        seconds, longest = [], []
+        sets = options(ledger, seconds, size)
+        costs, longest = [], []
         for number, (block, own) in enumerate(zip(ledger.blocks, sets, strict=True)):
             each = [Recomputation(ledger, {block.name: kept}) for kept in own]
-            seconds.append([float(ledger.again_s(again, timed)[number]) for again in each])
+            costs.append([float(ledger.again_s(again, seconds)[number]) for again in each])
             longest.append(max(int(again.length[number]) for again in each))
         room = np.array(longest, dtype=np.int64)
         nothing = Recomputation(ledger, {}, room)
@@ -140,7 +139,7 @@ class _Problem:
             plans = (Recomputation(ledger, {block.name: kept}, room) for kept in own)
             columns.append(np.array([ledger.activations(again, size, alone) - activations for again in plans]))
         shared = _shared(ledger, nothing, several, size)
-        return cls(ledger=ledger, sets=sets, seconds=seconds, base=whole, columns=columns, shared=shared)
+        return cls(ledger=ledger, sets=sets, seconds=costs, base=whole, columns=columns, shared=shared)
 
     def solve(self, budget_bytes: float | None, deadline: float) -> tuple[list[int], float]:
         """Return an option per block and a bound on the seconds; without a budget, what needs least memory, and no bound.

@@ -177,22 +177,43 @@ class Ledger:
         kept = checkpointing == "selective"
         return {block.name: tuple(range(len(block.products))) if kept else () for block in self.blocks}
 
-    def again_s(self, again: Recomputation, timed: Graph) -> Array:
-        """Return (blocks,) the seconds of each recomputation, by the durations of ``timed``, this graph."""
+    def seconds(self, timed: Graph) -> Array:
+        """Return (nodes,) the seconds of each place, by the durations of a graph of this step."""
+        made = np.zeros(self.nodes)
         at = self._places(timed)
-        made = np.zeros(len(self.blocks))
-        for number, block in enumerate(self.blocks):
-            inside = (at >= block.first) & (at < block.first + again.length[number])
-            kept = np.array(block.products, dtype=np.int64)[again.keep[number, : len(block.products)]]
-            made[number] = timed.duration_s[inside & ~np.isin(at, kept)].sum()
+        np.add.at(made, at[at >= 0], timed.duration_s[at >= 0])
         return made
+
+    def again_s(self, again: Recomputation, seconds: Array) -> Array:
+        """Return (blocks,) the seconds of each recomputation; ``seconds`` (nodes,) of the places."""
+        return np.array([seconds[places].sum() for places in self._repeated(again)])
 
     def lengthened(self, keeps: Keeps, timed: Graph) -> Graph:
         """Return ``timed``, this graph, with recomputation in the first op of each backward pass that waits for it."""
         longer, at = timed.duration_s.copy(), self._places(timed)
-        for block, seconds in zip(self.blocks, self.again_s(Recomputation(self, keeps), timed).tolist(), strict=True):
-            longer[int(np.where(at >= block.begins, at, self.nodes).argmin())] += seconds
+        again = self.again_s(Recomputation(self, keeps), self.seconds(timed))
+        for block, more in zip(self.blocks, again.tolist(), strict=True):
+            longer[int(np.where(at >= block.begins, at, self.nodes).argmin())] += more
         return timed.with_durations(longer, timed.estimate)
+
+    def clock(self, again: Recomputation, timed: Graph) -> Array:
+        """Return (places,) when each place of the program with recomputation is over, in seconds."""
+        seconds = self.seconds(timed)
+        made = np.zeros(self.nodes + again.extra)
+        made[again.moved(np.arange(self.nodes))] = seconds
+        for number, places in enumerate(self._repeated(again)):
+            made[again.start[number] + places - again.first[number]] = seconds[places]
+        clock: Array = np.cumsum(made)
+        return clock
+
+    def _repeated(self, again: Recomputation) -> list[Places]:
+        """Return by block the places of its forward pass that are computed again."""
+        made = []
+        for number, block in enumerate(self.blocks):
+            kept = np.array(block.products, dtype=np.int64)[again.keep[number, : len(block.products)]]
+            every = np.arange(block.first, block.first + again.length[number])
+            made.append(every[~np.isin(every, kept)])
+        return made
 
     def _places(self, timed: Graph) -> Places:
         """Return (ops,) where the ops of a graph of this step stand; -1: nowhere."""
@@ -328,9 +349,13 @@ class Held:
         np.subtract.at(change, ends, sizes)
         self._spans.append((part, starts.ravel(), ends.ravel(), sizes.ravel()))
 
+    def curves(self) -> dict[str, Array]:
+        """Return the bytes (places,) of each part."""
+        return {part: np.cumsum(change)[:-1] for part, change in self._change.items()}
+
     def peak(self) -> Peak:
         """Return the sum and its top."""
-        curves = {part: np.cumsum(change)[:-1] for part, change in self._change.items()}
+        curves = self.curves()
         curve = np.sum(list(curves.values()), axis=0)
         top = int(curve.argmax())
         return Peak(
