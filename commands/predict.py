@@ -60,8 +60,16 @@ def predict(
     compile_: Annotated[bool, typer.Option("--compile", help="Under torch.compile: pointwise chains fused.")] = False,
     optimizer: Annotated[str, typer.Option(help="none, sgd, momentum, adam or adamw.")] = "adam",
     accumulation: Annotated[int, typer.Option(help="Passes in a step.", min=1, max=1_000_000)] = 1,
-    sharding: Annotated[str, typer.Option(help="Of several replicas: ddp, zero1, zero2, fsdp or hsdp:SHARD.")] = "ddp",
-    checkpointing: Annotated[str, typer.Option(help="Activations of every block: none, selective or full.")] = "none",
+    sharding: Annotated[
+        str, typer.Option(help="Of several replicas: none, ddp, zero1, zero2, fsdp or hsdp:SHARD.")
+    ] = "ddp",
+    checkpointing: Annotated[
+        str,
+        typer.Option(
+            metavar="none|selective|full|SIZE",
+            help="Of every block's activations; SIZE: what tensors may take (40GiB).",
+        ),
+    ] = "none",
     sequence_length: SequenceLength = None,
     bandwidth: Annotated[str, typer.Option(help="Network between nodes, as measured.")] = BANDWIDTH,
     latency: Annotated[str, typer.Option(help="Its latency.")] = LATENCY,
@@ -105,7 +113,7 @@ def predict(
             accumulation=accumulation,
             compile=compile_,
             sharding=sharding,
-            checkpointing=checkpointing,  # type: ignore[arg-type]  # Setting checks it
+            checkpointing=checkpointing,
         )
         for each in found
     ]
@@ -137,7 +145,7 @@ def _frame(made: PredictResult) -> pd.DataFrame:
     layout = ", channels_last" if given.channels_last else ""
     compiled = ", compiled" if given.compile else ""
     settings = f"predicted, {given.precision}{layout}{compiled}, optimizer {given.optimizer}"
-    rows = [{**row.model_dump(mode="json"), "settings": settings} for row in made.rows]
+    rows = [{**row.model_dump(mode="json", exclude={"recompute"}), "settings": settings} for row in made.rows]
     return pd.DataFrame(rows).dropna(axis="columns", how="all")
 
 
@@ -159,7 +167,7 @@ def _show(made: PredictResult, output: Path | None) -> None:
         ("per s", True, lambda row: show_rate(row.samples_per_s)),
         ("MFU", True, lambda row: f"{row.mfu:.0%}"),
         ("sync", replicated, lambda row: show_seconds(row.sync_time_s) if row.num_replicas > 1 else "-"),
-        ("memory", True, lambda row: show_bytes(row.peak_memory_bytes) + ("" if row.fits else " !")),
+        ("memory", True, lambda row: show_bytes(row.reserved_bytes) + ("" if row.fits else " !")),
         ("per 1M", priced, lambda row: "-" if (cost := row.price_per_million_samples) is None else f"{cost:.3g}"),
     ]
     shown = [(name, text) for name, kept, text in columns if kept]
@@ -204,6 +212,9 @@ def _remarks(made: PredictResult) -> list[str]:
     lines = [f"Assumed: {', '.join(words)}."]
     if any(not row.fits for row in rows):
         lines.append("! needs more memory than the device has, by estimate.")
+    lines += [_repeated(row) for row in rows if row.recompute is not None and row.recompute.budget_bytes is not None][
+        :1
+    ]
     if lacking := [name for name, about in made.devices.items() if not about.has_precision]:
         lines.append(f"{', '.join(lacking)}: no rate for {given.precision} in the datasheet; float32's is taken.")
     waiting = {
@@ -224,3 +235,19 @@ def _remarks(made: PredictResult) -> list[str]:
             + ("; wider where the host has a part." if waiting else ".")
         )
     return lines
+
+
+def _repeated(row: PredictedRow) -> str:
+    """Return what a budget makes compute again, of the first row."""
+    figures = row.recompute
+    assert figures is not None
+    whole = sum(not each.keeps for each in figures.modules)
+    cost, bound = figures.recomputed_s, figures.lower_bound_s or 0.0
+    proven = "the cheapest choice" if bound >= cost else f"at most {1 - bound / cost:.1%} more than the cheapest choice"
+    count = f"{len(figures.modules)} modules again, {whole} of them whole"
+    where = f"at batch {row.local_batch_size} on {row.device}"
+    if not figures.modules:
+        return (
+            f"Computed again {where}: nothing, the tensors stay within {show_bytes(figures.budget_bytes)} as they are."
+        )
+    return f"Computed again {where}: {count}, {show_seconds(cost)} a pass: {proven} within {show_bytes(figures.budget_bytes)}."

@@ -7,7 +7,7 @@ from typing import Literal
 from pydantic import Field
 
 from ddltool.calibration import Residuals
-from ddltool.plan import Recomputed
+from ddltool.plans import Recomputed
 from ddltool.results import Count, NonNegative, Number, Part, Result
 
 

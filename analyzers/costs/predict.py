@@ -18,7 +18,18 @@ import numpy as np
 from ddltool.analyzers.communication.collectives import default_cuts, finish_s
 from ddltool.analyzers.communication.fsdp import simulate_fsdp, units_of
 from ddltool.analyzers.communication.program import Program, program_of
-from ddltool.analyzers.costs.memory import Checkpointing, Ledger, Peak, Sharding, ledger_of
+from ddltool.analyzers.costs.checkpointing import Chosen, cheapest
+from ddltool.analyzers.costs.memory import (
+    Array,
+    Checkpointing,
+    Held,
+    Keeps,
+    Ledger,
+    Peak,
+    Recomputation,
+    Sharding,
+    ledger_of,
+)
 from ddltool.analyzers.costs.model import HOST_BOUND, OPTIMIZER, OPTIMIZERS, CostModel, estimate
 from ddltool.analyzers.costs.nccl import Fabric
 from ddltool.analyzers.tracing.dialect import Numerics
@@ -28,12 +39,29 @@ from ddltool.analyzers.tracing.torch_adapter import AS_DEFAULT, TracedStep, trac
 from ddltool.device import Device, Network
 from ddltool.errors import Infeasible, InputError, did_you_mean
 from ddltool.graph import COMPUTE, Graph
-from ddltool.graph_results import Assumptions, PredictedDevice, PredictedRow, PredictResult
+from ddltool.graph_results import (
+    Assumptions,
+    MemoryTimeline,
+    PredictedDevice,
+    PredictedRow,
+    PredictResult,
+    RecomputeFigures,
+)
+from ddltool.plans import Recomputed
+from ddltool.units import parse_bytes
 
-# The CUDA context, cuDNN's workspaces and fragmentation: what a training process cannot have of the device.
+# What a training process cannot have of the device: what the driver keeps (1 to 1.5 %) and a context that loads its kernels
+# when they are needed.
 RESERVED_BYTES = 2.0**30
-# Of the tensors' bytes, what an allocator's blocks may lose.
-_FRAGMENTED = 0.1
+# A context that loads all kernels of torch and cuDNN at once, as CUDA did before 11.7: what nvidia-smi shows of a process
+# whose model is tiny (Lucid's PPO, 2.00 GiB on an RTX 3090).
+CONTEXT_BYTES = 2.0 * 2**30
+# Of each of NCCL's communicators: 4 MiB (NCCL_BUFFSIZE) each way for up to 32 channels.
+_COMMUNICATOR_BYTES = 2 * 32 * 4 * 2.0**20
+# A choice of activations that leaves its device no room is made again for a smaller budget, so many times.
+_TIGHTER, _TIGHTENED = 0.95, 8
+# Moments of a timeline of memory.
+_MOMENTS = 160
 # A rate of 90 % of the best predicted one counts as saturated, as for measured profiles.
 _SATURATED = 0.9
 # What torch.compile fuses with its neighbours.
@@ -70,19 +98,29 @@ class WorkCurve:
             self._ledgers[size] = ledger_of(traced)
         return self._ledgers[size]
 
-    def peak(
-        self, batch_size: int, sharding: Sharding, optimizer: str, checkpointing: Checkpointing = "none"
-    ) -> Peak | None:
-        """Return the most bytes of tensors that one process holds; None where the step has no bound.
+    def held(
+        self, batch_size: int, sharding: Sharding, optimizer: str, keeps: Keeps | Checkpointing = "none"
+    ) -> Held | None:
+        """Return what one process holds where, of all tensors; None where the step is traced at no such batch.
 
-        Of all tensors: parameters, gradients, buffers and inputs included. What kernels take as workspace is not in a
-        trace. Raises InputError for checkpointing of a model without blocks.
+        What kernels take as workspace is not in a trace. Raises InputError for checkpointing of a model without blocks.
         """
         if self.traced.largest is not None and batch_size > self.traced.largest:
             return None
         ledger = self.ledger(batch_size)
-        scaled = batch_size if ledger.traced is self.traced else None
-        return ledger.peak(sharding, optimizer, ledger.every_block(checkpointing), scaled)
+        keeps = ledger.every_block(keeps) if isinstance(keeps, str) else keeps
+        return ledger.held(Recomputation(ledger, keeps), sharding, optimizer, ledger.sizes(self.scaled(batch_size)))
+
+    def scaled(self, batch_size: int) -> int | None:
+        """Return the batch size to which the ledger of a batch size is scaled; None: it is of that size itself."""
+        return batch_size if self.ledger(batch_size).traced is self.traced else None
+
+    def peak(
+        self, batch_size: int, sharding: Sharding, optimizer: str, checkpointing: Checkpointing = "none"
+    ) -> Peak | None:
+        """Return the most bytes of tensors that one process holds, as :meth:`held` does."""
+        held = self.held(batch_size, sharding, optimizer, checkpointing)
+        return None if held is None else held.peak()
 
     def runs_at(self, batch_size: int) -> bool:
         """Return whether the step takes a batch size, so far as a trace has to tell."""
@@ -124,17 +162,31 @@ class Setting:
     compile: bool = False
     sharding: str = "ddp"
     """As :meth:`Sharding.named` takes it, where there are several replicas."""
-    checkpointing: Checkpointing = "none"
-    """Of every block."""
+    checkpointing: str = "none"
+    """Of every block (none, selective, full), or the bytes that a step's tensors may take, such as 40GiB."""
 
     def sharded(self, replicas: int) -> Sharding:
         """Return how ``replicas`` share the step's state."""
         return Sharding.named(self.sharding if replicas > 1 else "none", replicas)
 
+    @property
+    def budget_bytes(self) -> float | None:
+        """Return what a step's tensors may take; None where blocks are treated alike."""
+        if self.checkpointing in get_args(Checkpointing):
+            return None
+        return parse_bytes(self.checkpointing, "--checkpointing")
+
+    @property
+    def uniform(self) -> Checkpointing:
+        """Return how every block is treated, or may be under a budget."""
+        known: tuple[Checkpointing, ...] = get_args(Checkpointing)
+        return next((how for how in known if how == self.checkpointing), "full")
+
     def __post_init__(self) -> None:
-        if self.checkpointing not in get_args(Checkpointing):
-            ways = did_you_mean(self.checkpointing, get_args(Checkpointing))
+        if not any(sign.isdigit() for sign in self.checkpointing) and self.checkpointing not in get_args(Checkpointing):
+            ways = did_you_mean(self.checkpointing, (*get_args(Checkpointing), "40GiB"))
             raise InputError("--checkpointing", f"unknown {self.checkpointing!r}", ways)
+        _ = self.budget_bytes
         if self.optimizer not in OPTIMIZERS:
             raise InputError("--optimizer", f"unknown {self.optimizer!r}", did_you_mean(self.optimizer, OPTIMIZERS))
 
@@ -156,7 +208,8 @@ def predict_on(
         places = [Placement(num_nodes=math.ceil(n / own.fabric.gpus_per_node), num_replicas=n) for n in replicas]
         sizes = batch_sizes or _fitting_sizes(curve, model, own, max(replicas))
         found = predict(curve, model, own, sizes, places, source)
-        alone = [row for row in found if row.num_replicas == found[0].num_replicas and row.fits]
+        fitting = [row for row in found if row.fits]
+        alone = [row for row in fitting if row.num_replicas == found[0].num_replicas]
         best = max((row.samples_per_s for row in alone), default=0.0)
         wide = [row.local_batch_size for row in alone if row.samples_per_s >= _SATURATED * best]
         devices[model.device.name] = PredictedDevice(
@@ -166,6 +219,7 @@ def predict_on(
             price_per_hour=model.device.price_per_hour,
             error=model.residuals,
             link_bytes_per_s=own.fabric.inside.bytes_per_s,
+            memory=timeline(curve, model, own, max(fitting, key=lambda row: row.samples_per_s)) if fitting else None,
         )
         rows += found
     assumed = {
@@ -181,22 +235,48 @@ def predict_on(
 def _fitting_sizes(curve: WorkCurve, model: CostModel, setting: Setting, replicas: int) -> tuple[int, ...]:
     """Return 1, 2, 4, ... up to the memory limit. Raises Infeasible when one sample does not fit."""
     limit = memory_limit_batch(curve, model.device, setting, replicas)
+    if limit < 1 and setting.budget_bytes:
+        sharding, seconds = (
+            setting.sharded(replicas),
+            curve.ledger(1).seconds(timed_step(curve.traced.at(1), model, setting)),
+        )
+        _chosen(curve, model, setting, sharding, seconds, 1)  # says what would do, unless a mixture of choices does
+        return (1,)
     if limit < 1:
         raise Infeasible(
             f"one sample does not fit the {model.device.memory_gib:g} GiB of a {model.device.name}, by estimate; "
-            f"{_remedy(setting, replicas)}give --batch-sizes to see its time all the same"
+            f"{remedy(curve, model.device, setting, replicas) or 'nor does it sharded over 1,024'}; "
+            "give --batch-sizes to see its time all the same"
         )
     every = tuple(2**power for power in range(limit.bit_length()))
     return tuple(size for size in every if curve.runs_at(size)) or every
 
 
-def _remedy(setting: Setting, replicas: int) -> str:
-    """Return what would need less memory."""
-    ways = ["--sharding fsdp" if replicas > 1 else "--sharding fsdp with more --replicas"] * (
-        not setting.sharded(replicas).gathers
-    )
-    ways += ["--checkpointing full"] * (setting.checkpointing != "full")
-    return f"try {' and '.join(ways)}, or " if ways else ""
+def remedy(curve: WorkCurve, device: Device, setting: Setting, replicas: int) -> str:
+    """Return the least change by which one sample fits a device, as options with the largest batch; "" where none does.
+
+    Less checkpointing goes before more, replicas as they are before more of them.
+    """
+    hows: list[Checkpointing] = ["none", "selective", "full"]
+    hows = hows[hows.index(setting.uniform) :] if curve.ledger(1).blocks else ["none"]
+    counts = [replicas, *(2**power for power in range(1, 11) if 2**power > replicas)]
+    for count in counts:
+        kinds = (
+            [setting.sharding, "zero1", "fsdp"]
+            if count == replicas > 1
+            else [setting.sharding if count == 1 else "fsdp"]
+        )
+        for kind in dict.fromkeys(kinds):
+            for how in hows:
+                if (count, kind, how) == (replicas, setting.sharding, setting.uniform):
+                    continue
+                other = replace(setting, sharding=kind, checkpointing=how)
+                if limit := memory_limit_batch(curve, device, other, count):
+                    changed = [f"--replicas {count}"] * (count != replicas)
+                    changed += [f"--sharding {kind}"] * (kind != setting.sharding)
+                    changed += [f"--checkpointing {how}"] * (how != setting.checkpointing)
+                    return f"with {' '.join(changed)} a local batch of {limit} does"
+    return ""
 
 
 def predict(
@@ -207,16 +287,72 @@ def predict(
     placements: Sequence[Placement],
     source: str = "",
 ) -> list[PredictedRow]:
-    """Return one prediction per placement and local batch size, placements outermost. O(ops log ops) per batch size."""
-    timed = {
-        size: _recomputing(curve, timed_step(curve.traced.at(size), model, setting), setting) for size in batch_sizes
-    }
-    programs = {size: program_of(graph) for size, graph in timed.items()}
-    return [
-        _row(curve, model, setting, placement, timed[size], programs[size], size, source)
-        for placement in placements
-        for size in batch_sizes
-    ]
+    """Return one prediction per placement and local batch size, placements outermost. O(ops log ops) per batch size.
+
+    Raises InputError for a batch size that the step is not traced at, and Infeasible for a budget that no choice keeps.
+    """
+    timed = {size: timed_step(curve.traced.at(size), model, setting) for size in batch_sizes}
+    made: dict[tuple[int, Sharding], _Repeated] = {}
+    rows = []
+    for placement in placements:
+        sharding = setting.sharded(placement.num_replicas)
+        for size in batch_sizes:
+            if (size, sharding) not in made:
+                alike = next(
+                    (each for (own, _), each in made.items() if own == size and not setting.budget_bytes), None
+                )
+                made[size, sharding] = alike or _repeated(curve, model, setting, sharding, timed[size], size)
+            rows.append(_row(curve, model, setting, placement, made[size, sharding], size, source))
+    return rows
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Repeated:
+    """A timed step with what is computed again."""
+
+    graph: Graph
+    program: Program
+    keeps: Keeps
+    figures: RecomputeFigures | None
+
+
+def _repeated(
+    curve: WorkCurve, model: CostModel, setting: Setting, sharding: Sharding, timed: Graph, size: int
+) -> _Repeated:
+    if setting.checkpointing == "none":
+        return _Repeated(graph=timed, program=program_of(timed), keeps={}, figures=None)
+    ledger = curve.ledger(size)
+    keeps: Keeps = ledger.every_block(setting.uniform)
+    budget, bound_s = setting.budget_bytes, None
+    if budget is not None:
+        chosen = _chosen(curve, model, setting, sharding, ledger.seconds(timed), size)
+        keeps, bound_s = chosen.keeps, chosen.bound_s
+    again_s = ledger.again_s(Recomputation(ledger, keeps), ledger.seconds(timed)).sum()
+    modules = [Recomputed(module=name, keeps=list(kept)) for name, kept in keeps.items()]
+    figures = RecomputeFigures(modules=modules, recomputed_s=float(again_s), budget_bytes=budget, lower_bound_s=bound_s)
+    longer = ledger.lengthened(keeps, timed)
+    return _Repeated(graph=longer, program=program_of(longer), keeps=keeps, figures=figures)
+
+
+def _chosen(
+    curve: WorkCurve, model: CostModel, setting: Setting, sharding: Sharding, seconds: Array, size: int
+) -> Chosen:
+    """Return the cheapest choice under the budget; under less of it where the device's allocator finds no room for that."""
+    ledger, budget = curve.ledger(size), setting.budget_bytes or 0.0
+    chosen = None
+    for _ in range(_TIGHTENED):
+        try:
+            chosen = cheapest(ledger, seconds, sharding, setting.optimizer, budget, curve.scaled(size))
+        except Infeasible:
+            if chosen is None:
+                raise
+            break
+        held = curve.held(size, sharding, setting.optimizer, chosen.keeps)
+        if held is None or held.reserved_bytes(usable_bytes(model.device)) is not None:
+            break
+        budget = _TIGHTER * min(budget, chosen.peak_bytes)
+    assert chosen is not None
+    return chosen
 
 
 def _row(
@@ -224,11 +360,11 @@ def _row(
     model: CostModel,
     setting: Setting,
     placement: Placement,
-    graph: Graph,
-    program: Program,
+    made: _Repeated,
     size: int,
     source: str,
 ) -> PredictedRow:
+    graph, program = made.graph, made.program
     sharding = setting.sharded(placement.num_replicas)
     synced_s = _synchronised_s(program, setting, placement, sharding)
     update_s, host_share = float(graph.meta.get("update_s") or 0.0), float(graph.meta.get("host_share") or 0.0)
@@ -237,10 +373,11 @@ def _row(
     step_s = passes * (synced_s if sharding.gathers else program.compute_s) + synced_s + update_s
     low_s, high_s = model.interval(step_s, host_share=host_share)
     samples, tokens = placement.num_replicas * size * setting.accumulation, graph.meta.get("tokens_per_sample")
-    memory = curve.peak(size, sharding, setting.optimizer, setting.checkpointing)
-    if memory is None:
+    held = curve.held(size, sharding, setting.optimizer, made.keeps)
+    if held is None:
         raise InputError("--batch-sizes", f"{size} is more than the step is traced at", "give a smaller one")
-    low, high = memory_range(memory.total_bytes)
+    peak_bytes, reserved_bytes = held.peak().total_bytes, held.reserved_bytes() or 0
+    low, high = memory_range(peak_bytes, reserved_bytes, sharding, placement.num_replicas)
     price = model.device.price_per_hour
     return PredictedRow(
         device=model.device.name,
@@ -251,10 +388,12 @@ def _row(
         predicted_low_s=low_s,
         predicted_high_s=high_s,
         sync_time_s=max(step_s - setting.accumulation * program.compute_s - update_s, 0.0),
-        peak_memory_bytes=round(memory.total_bytes),
+        peak_memory_bytes=round(peak_bytes),
+        reserved_bytes=reserved_bytes,
         memory_low_bytes=round(low),
         memory_high_bytes=round(high),
-        fits=memory.total_bytes <= usable_bytes(model.device),
+        fits=held.reserved_bytes(usable_bytes(model.device)) is not None,
+        recompute=made.figures,
         samples_per_s=samples / step_s,
         tokens_per_s=samples * float(tokens) / step_s if isinstance(tokens, (int, float)) else None,
         mfu=setting.accumulation * products_s(graph, model.device) / step_s,
@@ -293,14 +432,6 @@ def usable_bytes(device: Device) -> float:
     return device.memory_gib * 2.0**30 - RESERVED_BYTES
 
 
-def _recomputing(curve: WorkCurve, timed: Graph, setting: Setting) -> Graph:
-    """Return a timed step in which checkpointed blocks are computed again: what follows in the backward pass takes longer."""
-    if setting.checkpointing == "none":
-        return timed
-    ledger = curve.ledger(timed.batch_size or 1)
-    return ledger.lengthened(ledger.every_block(setting.checkpointing), timed)
-
-
 def _synchronised_s(program: Program, setting: Setting, placement: Placement, sharding: Sharding) -> float:
     """Return forward, backward and what is left of the collectives after it, in seconds."""
     if placement.num_replicas == 1:
@@ -320,21 +451,28 @@ def _synchronised_s(program: Program, setting: Setting, placement: Placement, sh
     return simulate_fsdp(*found, group, 1, 1, reshard=sharding.reshards).step_s
 
 
-def memory_range(peak_bytes: float) -> tuple[float, float]:
-    """Return the least and the most bytes that a process with this peak of tensors is likely to take of a device.
+def memory_range(peak_bytes: float, reserved_bytes: float, sharding: Sharding, replicas: int) -> tuple[float, float]:
+    """Return the least and the most bytes that a process is likely to take of a device.
 
-    The least: the tensors. The most: what a caching allocator loses to its blocks, and :data:`RESERVED_BYTES`.
+    The least: its tensors. The most: the allocator's segments, a large context, and buffers of the communicators (one, and
+    one more between groups).
     """
-    return peak_bytes, peak_bytes * (1 + _FRAGMENTED) + RESERVED_BYTES
+    communicators = (replicas > 1) + (sharding.kind == "hsdp" and replicas > sharding.shard)
+    return peak_bytes, reserved_bytes + CONTEXT_BYTES + communicators * _COMMUNICATOR_BYTES
 
 
 def memory_limit_batch(curve: WorkCurve, device: Device, setting: Setting, num_replicas: int = 1) -> int:
-    """Return the largest local batch whose estimated peak fits the device; 0 when none does. Bisection."""
-    sharding = setting.sharded(num_replicas)
+    """Return the largest local batch that fits the device, under a budget with everything computed again; 0: none does.
+
+    Bisection.
+    """
+    sharding, usable = setting.sharded(num_replicas), usable_bytes(device)
 
     def fits(size: int) -> bool:
-        peak = curve.peak(size, sharding, setting.optimizer, setting.checkpointing)
-        return peak is not None and peak.total_bytes <= usable_bytes(device)
+        held = curve.held(size, sharding, setting.optimizer, setting.uniform)
+        if held is None or held.peak().total_bytes > min(usable, setting.budget_bytes or usable):
+            return False
+        return held.reserved_bytes(usable) is not None
 
     if not fits(1):
         return 0
@@ -345,6 +483,26 @@ def memory_limit_batch(curve: WorkCurve, device: Device, setting: Setting, num_r
         middle = (low + high) // 2
         low, high = (middle, high) if fits(middle) else (low, middle)
     return low
+
+
+def timeline(curve: WorkCurve, model: CostModel, setting: Setting, row: PredictedRow) -> MemoryTimeline | None:
+    """Return what a process holds over a pass of a row, at the fullest moment of each of equal spans of time."""
+    size, ledger = row.local_batch_size, curve.ledger(row.local_batch_size)
+    keeps = {each.module: each.keeps for each in row.recompute.modules} if row.recompute else {}
+    held = curve.held(size, setting.sharded(row.num_replicas), setting.optimizer, keeps)
+    if held is None:
+        return None
+    clock = ledger.clock(Recomputation(ledger, keeps), timed_step(curve.traced.at(size), model, setting))
+    curves, total = held.curves(), held.peak().curve
+    span = np.minimum((_MOMENTS * clock / max(clock[-1], 1e-30)).astype(np.int64), _MOMENTS - 1)
+    order = np.lexsort((total, span))
+    tops = np.sort(order[np.append(np.diff(span[order]) > 0, True)])
+    return MemoryTimeline(
+        num_replicas=row.num_replicas,
+        local_batch_size=size,
+        time_s=clock[tops].tolist(),
+        parts={name: np.maximum(each[tops], 0.0).tolist() for name, each in curves.items() if each[tops].any()},
+    )
 
 
 def compiled(graph: Graph) -> Graph:
