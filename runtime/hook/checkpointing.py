@@ -33,7 +33,7 @@ def checkpoint_modules(model: nn.Module, plan: Sequence[Recomputed]) -> None:
         options: dict[str, Any] = {"use_reentrant": False}
         if entry.keeps:
             options["context_fn"] = functools.partial(_contexts, frozenset(entry.keeps))
-        module.forward = functools.partial(checkpoint, module.forward, **options)  # type: ignore[method-assign]
+        module.forward = functools.partial(checkpoint, module.forward, **options)
 
 
 def _is_checkpointed(module: nn.Module) -> bool:
