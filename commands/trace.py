@@ -9,8 +9,9 @@ from typing import Annotated
 import typer
 
 from ddltool.analyzers.communication.collectives import plan_collectives
+from ddltool.analyzers.communication.compression import compressed_ddp, parse_compression
 from ddltool.analyzers.communication.efficiency import compare
-from ddltool.analyzers.communication.program import own_fabric
+from ddltool.analyzers.communication.program import own_fabric, program_of
 from ddltool.analyzers.communication.result import trace_result
 from ddltool.analyzers.communication.timeline import to_chrome_trace
 from ddltool.analyzers.loading.fabrics import BANDWIDTH, LATENCY, fabric_of, own_link
@@ -93,6 +94,10 @@ def trace(
     link: LocalLink = None,
     nic: Nic = None,
     nccl_tests: NcclTests = None,
+    compress: Annotated[
+        str | None,
+        typer.Option(metavar="NAME", help="What compressed gradients would bring DDP: bf16 or powersgd:RANK."),
+    ] = None,
     samples: Annotated[int, typer.Option(help="Simulated runs of each order.", min=1)] = 100,
     perfetto: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Write TAC's timeline as a Chrome/Perfetto trace.")
@@ -112,6 +117,7 @@ def trace(
             source, mode=_mode(mode), batch_size=batch_size, bindings=_bindings(bind, source), as_json=as_json
         )
         return
+    compression = None if compress is None else parse_compression(compress)
     if output is not None and output == perfetto:
         raise InputError("--perfetto", f"is {perfetto}, as -o", "give two different files")
     check_outputs(
@@ -161,7 +167,13 @@ def trace(
             latency=latency if nic is None or is_given(context, "latency") else None,
             nccl_tests=nccl_tests or (),
         )
-    plans = plan_collectives(graph, fabric.over(replicas)) if fabric is not None else None
+    group = fabric.over(replicas) if fabric is not None else None
+    plans = plan_collectives(graph, group) if group is not None else None
+    if compression is not None and plans is not None and group is not None:
+        name = device if not own else str(graph.meta.get("device"))
+        rate = known_devices(devices_file).device(name).memory_bytes_per_s
+        figures = compressed_ddp(graph, program_of(graph), group, compression, rate, plans.ddp.default)
+        plans = plans.model_copy(update={"compressed": figures})
     if output is not None:
         write_graph(graph, output)
     if perfetto is not None:

@@ -329,6 +329,7 @@ def test_the_options_are_a_decision() -> None:
     assert found == {
         "trace": sorted(
             [
+                "--compress",
                 "--gpus-per-node",
                 "--link",
                 "--nic",

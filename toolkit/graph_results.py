@@ -273,6 +273,20 @@ class FsdpFigures(Part):
     verdict: str
 
 
+class CompressionFigures(Part):
+    """DDP's default buckets with compressed gradients."""
+
+    name: str
+    sent_bytes: NonNegative = Field(description="of all gradients, in place of uncompressed_bytes")
+    uncompressed_bytes: NonNegative
+    compute_s: NonNegative = Field(description="work of packing and unpacking")
+    kept_bytes: NonNegative = Field(description="memory for what compression lost")
+    step_s: NonNegative
+    exposed_s: NonNegative
+    saved: Number = Field(description="share of the default step")
+    verdict: str
+
+
 class CollectiveFigures(Part):
     """What DDP and FSDP2 leave exposed, and what to set."""
 
@@ -281,6 +295,7 @@ class CollectiveFigures(Part):
     compute_s: NonNegative
     ddp: DdpFigures
     fsdp2: FsdpFigures | None
+    compressed: CompressionFigures | None = None
 
 
 class CoverageFigures(Part):

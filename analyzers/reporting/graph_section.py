@@ -25,6 +25,7 @@ from ddltool.graph import KINDS, RECV, Graph
 from ddltool.graph_results import (
     BucketFigures,
     CollectiveFigures,
+    CompressionFigures,
     CoverageFigures,
     DeterminismOp,
     DeterminismResult,
@@ -138,6 +139,7 @@ def trace_section(found: TraceResult) -> Section:
         both = found.collectives
         no_blocks = "FSDP2: the parameters' names show no list of blocks to shard by."
         lead += [both.ddp.verdict, no_blocks if both.fsdp2 is None else both.fsdp2.verdict]
+        lead += [both.compressed.verdict] if both.compressed is not None else []
         blocks.append(_collectives(both, f"Data parallel on {both.replicas} replicas, {both.network}"))
     lead += _coverage_words(found.coverage) if found.coverage is not None else []
     title = f"{graph.name}: {graph.mode} step, batch {graph.batch_size or '-'} ({_origin(graph)})"
@@ -202,11 +204,16 @@ def _best_words(found: TraceResult) -> str:
     return text
 
 
+Setting = BucketFigures | PrefetchFigures | CompressionFigures
+
+
 def _collectives(found: CollectiveFigures, caption: str) -> Table:
     """Return the table of DDP's and FSDP2's settings: step, exposed communication, memory."""
     ddp, fsdp2 = found.ddp, found.fsdp2
-    settings: dict[str, BucketFigures | PrefetchFigures] = {"DDP default": ddp.default, "DDP best cap": ddp.best_cap}
+    settings: dict[str, Setting] = {"DDP default": ddp.default, "DDP best cap": ddp.best_cap}
     settings["DDP best buckets"] = ddp.best
+    if found.compressed is not None:
+        settings[f"DDP {found.compressed.name}"] = found.compressed
     if fsdp2 is not None:
         settings |= {
             "FSDP2 default": fsdp2.default,
@@ -214,14 +221,16 @@ def _collectives(found: CollectiveFigures, caption: str) -> Table:
             "FSDP2 no reshard": fsdp2.without_reshard,
         }
 
-    def setting(entry: BucketFigures | PrefetchFigures) -> str:
+    def setting(entry: Setting) -> str:
+        if isinstance(entry, CompressionFigures):
+            return f"default, {show_bytes(entry.sent_bytes)} sent"
         if isinstance(entry, PrefetchFigures):
             both = "" if fsdp2 is not None and entry is fsdp2.without_reshard else f" / {entry.backward_depth}"
             return f"prefetch {entry.forward_depth}{both}"
         cap = "default" if entry.bucket_cap_mb is None else f"{entry.bucket_cap_mb:.4g} MiB"
         return f"{'own list' if entry.bucket_cap_mb_list is not None else cap}, {entry.buckets} buckets"
 
-    columns: dict[str, Column[BucketFigures | PrefetchFigures]] = {
+    columns: dict[str, Column[Setting]] = {
         "setting": setting,
         **{"step": "step_s", "exposed": "exposed_s"},
         "gathered": lambda entry: show_bytes(entry.gathered_bytes) if isinstance(entry, PrefetchFigures) else None,
