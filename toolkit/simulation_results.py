@@ -43,6 +43,13 @@ class UsageRecord(Part):
     gpus: list[Count]
     jobs: list[Count] = Field(default_factory=list)
 
+    @model_validator(mode="after")
+    def _as_long(self) -> Self:
+        for name, column in (("gpus", self.gpus), ("jobs", self.jobs or self.gpus)):
+            if len(column) != len(self.time_s):
+                raise ValueError(f"{name} has {len(column)} entries and time_s {len(self.time_s)}; give one per time")
+        return self
+
 
 class ClassFigures(Part):
     """The jobs of one size class; seconds unless said otherwise."""
