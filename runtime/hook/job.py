@@ -105,13 +105,6 @@ def gloo_group() -> dist.ProcessGroup | None:
     return dist.new_group(backend="gloo", timeout=timedelta(seconds=job_timeout_s()))
 
 
-def bare_optimizer(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
-    """Return the optimizer inside accelerate's, which has no hooks of its own."""
-    while type(optimizer).__module__.startswith("accelerate.") and hasattr(optimizer, "optimizer"):
-        optimizer = optimizer.optimizer
-    return optimizer
-
-
 def load_and_check(
     path: str, job: Job, model: nn.Module, optimizer: torch.optim.Optimizer, dataset: Dataset[Any] | None
 ) -> Enforcement:
