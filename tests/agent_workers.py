@@ -104,7 +104,7 @@ def train(
     with scripted(script):
         model, optimizer, agent = build(dataset, 0.05, 0.9, **options)
         module = model.module if isinstance(model, DistributedDataParallel) else model
-        scheduler = torch.optim.lr_scheduler.StepLR(optimizer, step_size=7, gamma=0.5)
+        scheduler = torch.optim.lr_scheduler.StepLR(optimizer, step_size=1, gamma=0.5)
         if checkpoint is not None:
             state = opened(checkpoint)
             module.load_state_dict(state["model"])
@@ -128,7 +128,8 @@ def train(
                 used = []
                 optimizer.step()
                 optimizer.zero_grad()
-                scheduler.step()
+                if agent.sampler.position == samples:
+                    scheduler.step()
                 steps.append(row | {"lr": optimizer.param_groups[0]["lr"]})
                 if agent.sampler.step == stop_at:
                     break

@@ -35,8 +35,8 @@ def reference(steps: list[dict[str, Any]], samples: int) -> torch.Tensor:
     images, targets, _ = workers.digits(samples).tensors
     model = workers.network()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
-    for number, step in enumerate(steps):
-        optimizer.param_groups[0]["lr"] = 0.05 * 0.5 ** (number // 7) * step["factor"]
+    for step in steps:
+        optimizer.param_groups[0]["lr"] = 0.05 * 0.5 ** step["epoch"] * step["factor"]
         optimizer.zero_grad()
         nn.functional.cross_entropy(model(images[step["indices"]]), targets[step["indices"]]).backward()
         optimizer.step()
@@ -77,7 +77,7 @@ def test_training_is_that_of_the_whole_batches(ranks: int) -> None:
         ends = following is None or following["epoch"] != step["epoch"]
         assert len(step["indices"]) == total or (ends and len(step["indices"]) < total)
         assert step["factor"] == pytest.approx(max(1.0, len(step["indices"]) / 24))
-        assert step["lr"] == pytest.approx(0.05 * 0.5 ** ((step["step"] + 1) // 7))  # never compounded
+        assert step["lr"] == pytest.approx(0.05 * 0.5 ** (step["epoch"] + ends))  # never compounded
     torch.testing.assert_close(made[0]["vector"], reference(steps, 301), rtol=1e-4, atol=1e-6)
 
 
@@ -301,15 +301,17 @@ def test_arguments_that_cannot_be(options: dict[str, Any], message: str) -> None
 
 def test_a_loop_that_goes_around_the_agent_is_told() -> None:
     model, optimizer, agent = job(max_local_batch_size=12)  # two passes
-    inputs, answers, _ = next(iter(agent.batches(0)))
+    batches = agent.batches(0)
+    next(batches)
     with pytest.raises(InputError, match=r"optimizer.step: came before the step's last pass"):
         optimizer.step()
     model, optimizer, agent = job()
     batches = agent.batches(0)
     inputs, answers, _ = next(batches)
-    nn.functional.cross_entropy(model(inputs), answers).backward()
-    with pytest.raises(InputError, match=r"optimizer.step: came before agent.backward"):
+    with pytest.raises(InputError, match=r"optimizer.step: came before the pass's backward"):
         optimizer.step()
+    nn.functional.cross_entropy(model(inputs), answers).backward()
+    optimizer.step()
     batches.close()  # type: ignore[attr-defined]
     with pytest.raises(InputError, match="dataset: is only a number"):
         next(

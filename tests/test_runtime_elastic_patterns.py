@@ -94,8 +94,6 @@ def trained(made: Pattern) -> list[nn.Parameter]:
 
 
 def update(made: Pattern, step: int) -> None:
-    if made.scaler is not None:
-        made.scaler.unscale_(made.optimizer)
     made.before_update(step)
     if made.scaler is None:
         made.optimizer.step()

@@ -11,7 +11,9 @@
             if agent.complete:  # the last pass of a step: gradients are the mean over all samples of all ranks
                 optimizer.step()
                 optimizer.zero_grad()
-                scheduler.step()
+
+A schedule that is counted in steps goes to the agent (``scheduler=``), which moves it by samples: larger batches make fewer
+steps. One that is counted in epochs stays in the loop.
 
 The agent times the passes and steps, estimates the gradient noise scale from norms of the reduction, refits the throughput
 model every so often beside the training, and changes total batch, local batch and accumulation at a step boundary, on all
@@ -24,11 +26,13 @@ import logging
 import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, Protocol, cast
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.data import DataLoader, Dataset
 
 from ddltool.analyzers.goodput.lr_rules import rule as lr_rule
@@ -39,8 +43,10 @@ from ddltool.runtime.agent.choosing import Chooser, Decision, Policy, TimedStep,
 from ddltool.runtime.agent.noise_sampling import AgentReduction, NoiseSampler
 from ddltool.runtime.hook.attaching import register
 from ddltool.runtime.hook.batches import Pass, VariableBatchSampler
-from ddltool.runtime.hook.job import Job, count_nodes, dataset_length
+from ddltool.runtime.hook.job import Job, bare_optimizer, count_nodes, dataset_length, demand_same_samples
 from ddltool.runtime.hook.telemetry import Exchange, Identity, RowFile, Stamp, Step, peak_memory, stamp
+from ddltool.runtime.hook.trained import TrainedParameters
+from ddltool.runtime.hook.weighing import Weigher
 
 OFF, HOLD = "DDLTOOL_OFF", "DDLTOOL_HOLD"
 WARMUP_STEPS = 3
@@ -52,19 +58,30 @@ ALIASES = {"square-root": "sqrt", "square_root": "sqrt"}
 log = logging.getLogger(__name__)
 
 
+class Scheduler(Protocol):
+    """A learning-rate schedule."""
+
+    def step(self) -> Any:
+        """Go on by a step."""
+        ...
+
+
 class GoodputAgent:
     """Tunes one job's batch while it trains. All ranks make the same one, after DDP and before the first step.
 
     Args:
         model: ``DistributedDataParallel`` without a communication hook, or with one process any module.
-        optimizer: its ``lr`` stays the rate at ``initial_batch_size``, for schedulers to move: it is multiplied by the
-            rule's factor inside ``optimizer.step()`` only, so factors never compound.
+        optimizer: or what accelerate wraps around it; its ``lr`` stays the rate at ``initial_batch_size``, for schedulers to
+            move: it is multiplied by the rule's factor inside ``optimizer.step()`` only, so factors never compound.
         dataset: map-style, the same on every rank, or its number of samples (then use :attr:`sampler` in a loader of
             your own, and give that to :meth:`batches`).
         initial_batch_size: total batch M0 that the learning rate was tuned for, and the smallest one used.
         max_batch_size: largest total batch.
         max_local_batch_size, min_local_batch_size: samples per rank and pass (memory).
         max_accumulation_steps: None: any number.
+        scheduler: a learning-rate schedule that counts steps of ``initial_batch_size`` samples. The agent steps it, after each
+            update as often as the samples done are worth, so it ends with the samples as it would at that batch; give
+            "by hand" where you set rates by :attr:`progress` yourself. None: the schedule, if any, counts epochs.
         rule: how the learning rate follows: adascale, linear, sqrt (or square-root), legw, constant, or a registered one.
         warmup_epochs: of the learning rate at M0, stretched by the rule (legw).
         interval_s: seconds between decisions. Longer where a fit would cost more than the overhead allows.
@@ -97,6 +114,7 @@ class GoodputAgent:
         max_local_batch_size: int,
         min_local_batch_size: int = 1,
         max_accumulation_steps: int | None = None,
+        scheduler: Scheduler | Literal["by hand"] | None = None,
         rule: str = "adascale",
         warmup_epochs: float = 0.0,
         interval_s: float = 30.0,
@@ -133,12 +151,14 @@ class GoodputAgent:
         if job.world_size > 1 and not isinstance(model, DistributedDataParallel):
             remedy = "give the model that torch.nn.parallel.DistributedDataParallel(model) returns"
             raise InputError("model", f"is a {type(model).__name__}, not a DistributedDataParallel", remedy)
+        optimizer = bare_optimizer(optimizer)
         self._rule = lr_rule(ALIASES.get(rule, rule))
         self._job, self._model, self._limits, self._warmup_epochs = job, model, limits, warmup_epochs
         self._dataset = None if isinstance(dataset, int) else dataset
         samples = dataset if isinstance(dataset, int) else dataset_length(dataset)
         built = f"{limits}, {policy}, {rule}, {samples} samples, seed {seed}, shuffle {shuffle}, off {self.is_off}"
         job.demand_same("agent", built, "build it alike on every rank")
+        demand_same_samples(job, self._dataset)
         start = split_near(initial_batch_size, job.world_size, limits)
         self.sampler = VariableBatchSampler(samples, start, job.rank, shuffle, seed, whole=True)
         self.progress = 0.0
@@ -150,9 +170,18 @@ class GoodputAgent:
         self._timed: TimedStep | None = None
         self._started = 0
         self._base_rates: list[Any] | None = None
+        self._rates_seen: tuple[int, list[Any]] | None = None
+        self._by_hand = scheduler == "by hand"
+        self._scheduler = None if self._by_hand else cast("Scheduler | None", scheduler)
+        self._scheduled = 0
+        self._counts: list[float] = []
+        self._correction = 1.0
+        self._optimizer, self._updating = optimizer, False
+        self._weigher = Weigher(job, "agent", always=True, watcher=self)
+        self._weigher.follow(self.sampler)
         self._synchronised = model if isinstance(model, DistributedDataParallel) and job.world_size > 1 else None
         group = self._synchronised.process_group if self._synchronised is not None else None
-        trained = [parameter for part in optimizer.param_groups for parameter in part["params"]]
+        self._trained = trained = [parameter for part in optimizer.param_groups for parameter in part["params"]]
         every = FIRST_NOISE_EVERY if noise_every is None else noise_every
         self._noise = NoiseSampler(trained, optimizer, job.world_size, group, 0 if self.is_off else every)
         self._reduction = AgentReduction(self._noise, group) if group is not None else None
@@ -162,8 +191,14 @@ class GoodputAgent:
         estimator = NoiseScaleEstimator(smoothing)
         self._chooser = Chooser(job, nodes, limits, policy, self.sampler, self._noise, estimator)
         self._rows = None if telemetry is None or self.is_off else _Rows(Path(telemetry), job, nodes, self._cuda)
+        if job.world_size > 1:
+            check = TrainedParameters(model, optimizer).check
+            job.together(check)
+            optimizer.register_step_pre_hook(check)
         optimizer.register_step_pre_hook(self._before_update)
+        optimizer.register_step_post_hook(self._weigher.check_update)
         optimizer.register_step_post_hook(self._after_update)
+        self._weigher.open(model)
 
     # What a training loop uses.
 
@@ -185,15 +220,21 @@ class GoodputAgent:
             # The dataset is checked above; a sized one is what DataLoader takes.
             loader = DataLoader(self._dataset, batch_sampler=self.sampler, **options)  # type: ignore[arg-type]
         batches = iter(loader)
-        while True:
-            start = stamp(self._cuda)
-            try:
-                batch = next(batches)
-            except StopIteration:
-                return
-            self._begin_pass(self.sampler.issued.popleft(), start)
-            yield batch
-            self._end_pass()
+        others = register_optimizer_step_pre_hook(self._check_other) if self._synchronised is not None else None
+        try:
+            while True:
+                start = stamp(self._cuda)
+                try:
+                    batch = next(batches)
+                except StopIteration:
+                    return
+                self._begin_pass(self.sampler.issued.popleft(), start)
+                yield batch
+                self._end_pass()
+        finally:
+            self._leave_pass()
+            if others is not None:
+                others.remove()
 
     @property
     def complete(self) -> bool:
@@ -237,23 +278,57 @@ class GoodputAgent:
         total = self.total_batch_size if taken is None or taken.is_full else taken.step_samples
         return self._factor(total)
 
-    def backward(self, loss: Tensor) -> None:
+    def backward(self, loss: Tensor, *, count: float | Tensor | None = None) -> None:
         """Back-propagate a mean loss over the batch, with the weight of its samples in the step.
 
-        With AMP give ``scaler.scale(loss)``. Raises InputError outside of :meth:`batches`.
+        ``count``: what the loss is a mean over, where it is not the samples (tokens, weights of labels); give it in all
+        passes of a step. With AMP give ``scaler.scale(loss)``. ``loss.backward()`` is the same without a count, where the
+        loss's graph shows that it is a mean over samples. Raises InputError outside of :meth:`batches`, and on all ranks for
+        a loss that is a mean over something else.
         """
         taken = self._current
         if taken is None:
             raise InputError("backward", "no batch is under way", "call it inside for ... in agent.batches(epoch)")
+        if count is None:
+            self._weigher.loss(loss).backward()
+            return
+        number = float(count) if taken.samples else 0.0
+        self._counts.append(number)
+        if taken.is_last:
+            self._correct(taken)
+        self._weigher.loss(loss, count=number, of=float(taken.step_samples)).backward()
+
+    def _correct(self, taken: Pass) -> None:
+        """Let the gradients of the step be divided by what all ranks counted in all passes, in place of the samples."""
+        if len(self._counts) != taken.passes:
+            raise InputError("backward", "was given a count in some passes of a step only", "give it in all of them")
+        total = torch.tensor([sum(self._counts)], dtype=torch.float64)
+        if self._job.side is not None:
+            dist.all_reduce(total, group=self._job.side)
+        correction = taken.step_samples / float(total) if float(total) else 1.0
         if self._reduction is not None:
-            self._reduction.taken = taken
-            self._reduction.exchange = self._timed.exchanges[-1] if self._timed is not None else None
-        try:
-            (loss * taken.weight).backward()
-        finally:
-            if self._reduction is not None:
-                self._reduction.taken = self._reduction.exchange = None
+            self._reduction.correction = correction
+        else:
+            self._correction = correction
+
+    # What the weigher tells of backward passes.
+
+    def begin_forward(self) -> None:
+        """A forward pass begins: the agent's own times begin with the batch."""
+
+    def pause(self, seconds: float) -> None:
+        """This rank has waited so long for what the others count: that is synchronisation."""
+
+    def end_backward(self) -> None:
+        """A backward pass is over, the exchange of its gradients included."""
+        taken = self._current
+        if taken is None or self._made is taken:
+            return
         self._done_backward = taken
+        if taken.is_last and self._correction != 1.0:
+            gradients = [value.grad for value in self._trained if value.grad is not None]
+            torch._foreach_mul_(gradients, self._correction)
+            self._correction = 1.0
         if self._timed is not None:
             self._note_backward(taken, self._timed)
 
@@ -268,6 +343,7 @@ class GoodputAgent:
             "rule": self._rule.name,
             "learning_rate_factor": self._factor(self.total_batch_size),
             "progress": self.progress,
+            "scheduled": self._scheduled,
             "sampler": {
                 **self.sampler.state_dict(),
                 "total_batch_size": self.total_batch_size,
@@ -305,6 +381,8 @@ class GoodputAgent:
                 *(split.world_size, total, split.total_batch_size),
             )
         self.progress = progress
+        self._scheduled = int(state.get("scheduled", 0))
+        self._rates_seen = None
         self._started = self.sampler.step
         self._current = self._made = self._timed = None
 
@@ -313,6 +391,7 @@ class GoodputAgent:
         if self._rows is not None:
             self._rows.close()
         self._chooser.close()
+        self._weigher.close()
 
     # A pass and a step, from inside.
 
@@ -321,6 +400,12 @@ class GoodputAgent:
 
     def _begin_pass(self, taken: Pass, start: Stamp) -> None:
         self._current, self._made = taken, None
+        self._weigher.drop(self.sampler, unused=True)
+        self._weigher.draw(self.sampler, taken)
+        if taken.number == 0:
+            self._counts = []
+        if self._reduction is not None:
+            self._reduction.taken, self._reduction.correction, self._reduction.exchange = taken, 1.0, None
         if self._synchronised is not None:
             self._synchronised.require_backward_grad_sync = taken.is_last  # as no_sync() does around both passes
         if self.is_off:
@@ -330,6 +415,8 @@ class GoodputAgent:
             self._timed = TimedStep(taken=taken, exchanges=[])
         if self._timed is not None:
             self._timed.exchanges.append(Exchange(taken.samples, None, start, self._cuda))
+            if self._reduction is not None:
+                self._reduction.exchange = self._timed.exchanges[-1]
 
     def _note_backward(self, taken: Pass, timed: TimedStep) -> None:
         exchange = timed.exchanges[-1]
@@ -348,40 +435,82 @@ class GoodputAgent:
         """The loop wants the next batch: a step whose update was skipped (an overflow under AMP) is over as well."""
         taken = self._current
         if taken is not None and taken.is_last and self._made is not taken:
-            self._finish_step(taken)
-        self._current = None
+            self._finish_step(taken, updated=False)
+        self._leave_pass()
 
-    def _before_update(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+    def _leave_pass(self) -> None:
+        self._current = None
+        if self._reduction is not None:
+            self._reduction.taken = None
+
+    def _before_update(
+        self, optimizer: torch.optim.Optimizer, arguments: tuple[Any, ...] = (), named: Mapping[str, Any] = {}
+    ) -> None:
         taken = self._current
         if taken is None or self._made is taken:
             return
         if not taken.is_last:
             raise InputError("optimizer.step", "came before the step's last pass", "call it if agent.complete")
-        if self._done_backward is not taken:
-            raise InputError(
-                "optimizer.step", "came before agent.backward", "call agent.backward(loss), not loss.backward()"
-            )
+        closes = any(
+            value is not None for value in (*arguments[1:], *named.values())
+        )  # a closure has the backward in it
+        if self._done_backward is not taken and not closes:
+            raise InputError("optimizer.step", "came before the pass's backward", "call agent.backward(loss) first")
+        self._updating = True  # what it has inside, as ZeroRedundancyOptimizer does, may step
         if not self.is_off:
             factor = self.learning_rate_factor
             self._base_rates = [group["lr"] for group in optimizer.param_groups]
+            self._watch_rates(taken, self._base_rates)
             for group in optimizer.param_groups:
                 group["lr"] = group["lr"] * factor
 
     def _after_update(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        self._updating = False
         if self._base_rates is not None:
             for group, rate in zip(optimizer.param_groups, self._base_rates, strict=True):
                 group["lr"] = rate
             self._base_rates = None
         taken = self._current
         if taken is not None and taken.is_last and self._made is not taken:
-            self._finish_step(taken)
+            self._finish_step(taken, updated=True)
 
-    def _finish_step(self, taken: Pass) -> None:
+    def _check_other(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        """Refuse a second optimizer in a step: the gradients of its model are not weighed."""
+        if self._current is not None and optimizer is not self._optimizer and not self._updating:
+            problem = (
+                f"a second one ({type(optimizer).__name__}) steps within agent.batches, whose gradients nobody weighs"
+            )
+            raise InputError("optimizer", problem, "train one wrapped model that has all parts, with one optimizer")
+
+    def _watch_rates(self, taken: Pass, rates: list[Any]) -> None:
+        """Raise InputError for a schedule that the loop moves with every step, when the batch may grow."""
+        before, self._rates_seen = self._rates_seen, (taken.epoch, list(map(float, rates)))
+        if self._scheduler is not None or self._by_hand or not self._chooser.adapts or before is None:
+            return
+        if before[0] == taken.epoch and before[1] != self._rates_seen[1]:
+            remedy = "give it to the agent, GoodputAgent(..., scheduler=scheduler), and do not step it in the loop"
+            problem = "changes from step to step of an epoch, but larger batches make fewer steps"
+            raise InputError("the learning rate", problem, remedy)
+
+    def _schedule(self) -> None:
+        """Step the schedule as often as the samples that are done are worth steps of the initial batch."""
+        if self._scheduler is None:
+            return
+        size, first = self.sampler.dataset_size, self._limits.initial_batch_size
+        per_epoch = -(-size // first)
+        done = per_epoch if self.sampler.position >= size else self.sampler.position // first
+        while self._scheduled < self.sampler.epoch * per_epoch + done:
+            self._scheduler.step()
+            self._scheduled += 1
+
+    def _finish_step(self, taken: Pass, *, updated: bool) -> None:
         end = stamp(self._cuda)
         factor = self._factor(taken.step_samples)
         self._made = taken
         self.sampler.commit(taken)
-        self.progress += self._worth(taken.step_samples)
+        if updated:
+            self.progress += self._worth(taken.step_samples)
+        self._schedule()
         timed, self._timed = self._timed, None
         if timed is None:
             return

@@ -287,6 +287,11 @@ class Chooser:
         self._warned: set[str] = set()
         self.restart()
 
+    @property
+    def adapts(self) -> bool:
+        """Whether the batch may change."""
+        return self._policy.adapt
+
     def split_at(self, step: int) -> Split:
         """Return how a full step is shared out at ``step``."""
         split = self._sampler.split_at(step)

@@ -303,33 +303,44 @@ def affordable_interval(cost_s: float, step_s: float, share: float, most: int = 
 
 
 class AgentReduction:
-    """DDP's communication hook: the sum over the ranks of gradients that are weighted already, and the norms by the way.
+    """DDP's communication hook: the average over the ranks, as without one, and the norms of what goes into it by the way.
 
-    Each pass's loss was multiplied by its share of the step's samples, so the sum is the gradient of the mean over all of
-    them, whatever the split (LB-BSP, weighted aggregation). All ranks know the split: no counts travel.
+    The losses were multiplied by N times their share of the step's samples, so the average is the gradient of the mean over
+    all of them, whatever the split (LB-BSP, weighted aggregation).
     """
 
     def __init__(self, noise: NoiseSampler, group: dist.ProcessGroup) -> None:
         self._noise = noise
         self._group = group
+        self._ranks = dist.get_world_size(group)
         self.taken: Pass | None = None
-        """The pass that is under way; None outside of ``agent.backward``."""
+        """The pass that is under way; None outside of ``agent.batches``."""
         self.exchange: Exchange | None = None
+        self.correction = 1.0
+        """What the gradients are to be multiplied by, where losses were counted otherwise than by samples."""
 
     def reduce(
         self,
         state: object,
         bucket: dist.GradBucket,  # type: ignore[name-defined]  # exported only where torch.distributed is available
     ) -> torch.futures.Future[Tensor]:
-        """Sum one bucket over the ranks. Raises InputError when the loss was not weighted."""
+        """Average one bucket over the ranks. Raises InputError outside of ``agent.batches``."""
         if self.taken is None:
-            raise InputError("backward", "was called on the loss itself", "call agent.backward(loss)")
+            raise InputError("backward", "no batch is under way", "call it inside for ... in agent.batches(epoch)")
+        buffer = bucket.buffer().mul_(self.correction / self._ranks)
         self._noise.before_reduction(bucket, self.taken)
         if bucket.is_last() and self.exchange is not None:
             self.exchange.note_ready()
-        work = dist.all_reduce(bucket.buffer(), group=self._group, async_op=True)
+        work = dist.all_reduce(buffer, group=self._group, async_op=True)
         future: torch.futures.Future[Tensor] = work.get_future().then(_first)
         return future
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _NotReduced, ()  # a copy of the model is not trained
+
+
+class _NotReduced:
+    reduce = None
 
 
 def _first(future: torch.futures.Future[list[Tensor]]) -> Tensor:

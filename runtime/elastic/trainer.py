@@ -151,13 +151,13 @@ class ElasticTrainer:
         record: str | os.PathLike[str] | None = None,
     ) -> None:
         _check_model(model, loss_fn)
-        optimizer = bare_optimizer(optimizer)
+        inner = bare_optimizer(optimizer)
         self.model, self.optimizer, self.loss_fn, self.dataset = model, optimizer, loss_fn, dataset
         self._parameters: dict[str, nn.Parameter] = {}
         self._layout: tuple[Any, ...] = ()
         self._look_for_parameters()
         _check_parameters(self._parameters)
-        _check_optimizer(optimizer)
+        _check_optimizer(inner)
         self.device = next(model.parameters()).device
         self.settings = _settings(
             max_workers=max_workers,
@@ -202,8 +202,8 @@ class ElasticTrainer:
         self._micro_batches = 0
         self._awaits_update = False
         self._versions = self._collectives = 0
-        optimizer.register_step_pre_hook(self._before_update)
-        optimizer.register_step_post_hook(self._updated)
+        inner.register_step_pre_hook(self._before_update)
+        inner.register_step_post_hook(self._updated)
 
     def _look_for_parameters(self) -> list[Tensor]:
         """Take in the parameters of model, loss and optimizer by name; return those that are new.

@@ -204,13 +204,11 @@ def _unwrapped(model: nn.Module) -> nn.Module:
 
 def bare_optimizer(optimizer: Any) -> torch.optim.Optimizer:
     """Return the optimizer inside what accelerate, Lightning and others wrap around it. Raises InputError for none."""
-    inner = optimizer
-    while not hasattr(inner, "_optimizer_step_pre_hooks"):  # a wrapper that derives from Optimizer does not set it up
-        inner = getattr(inner, "optimizer", None)
-        if inner is None:
-            raise InputError("optimizer", f"is a {type(optimizer).__name__}", "give the job's torch.optim.Optimizer")
-    found: torch.optim.Optimizer = inner
-    return found
+    while isinstance(inner := getattr(optimizer, "optimizer", None), torch.optim.Optimizer):
+        optimizer = inner
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise InputError("optimizer", f"is a {type(optimizer).__name__}", "give the job's torch.optim.Optimizer")
+    return optimizer
 
 
 def dataset_length(dataset: Dataset[Any], remedy: str = MAP_STYLE) -> int:

@@ -25,9 +25,9 @@ from ddltool.errors import DdlToolError
 
 KeyStore = Any
 """A ``torch.distributed.Store``: its type hints are not those of the real one."""
-WITHIN_S = 1.5
+WITHIN_S = 1.0
 """A roll call takes no longer; every process answers several times within that."""
-_LOOK_S = 0.25
+_LOOK_S = 0.2
 STORE_GONE = "the store is gone, and with it the rank that holds it (rank 0, unless a launcher does)"
 _BROKEN = re.compile(
     r"gloo/transport/|connection (closed|reset) by peer|broken pipe|ncclremoteerror|remote process exited"

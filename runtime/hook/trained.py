@@ -19,7 +19,7 @@ class TrainedParameters:
     """
 
     def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-        self._optimizer = optimizer
+        self._optimizer, self._model = optimizer, model
         self._is_ddp = isinstance(model, DistributedDataParallel)
         self._averaged = {id(parameter) for parameter in _averaged_by(model)}
         self._names = {id(parameter): name for name, parameter in model.named_parameters()}
@@ -40,7 +40,9 @@ class TrainedParameters:
     def _demand(self, trained: list[nn.Parameter]) -> None:
         unknown = [parameter for parameter in trained if id(parameter) not in self._averaged]
         if unknown:  # they may be another wrapped model's
-            self._averaged |= {id(each) for model in _wrapped() for each in _averaged_by(model)}
+            self._averaged |= {
+                id(each) for model in _wrapped() if model is not self._model for each in _averaged_by(model)
+            }
             unknown = [parameter for parameter in unknown if id(parameter) not in self._averaged]
         if not unknown:
             return

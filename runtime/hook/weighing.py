@@ -197,13 +197,21 @@ class Weigher:
 
     # What a loss weighs.
 
-    def loss(self, loss: Tensor, *, count: float | Tensor | None = None, reduction: Reduction = "mean") -> Tensor:
+    def loss(
+        self,
+        loss: Tensor,
+        *,
+        count: float | Tensor | None = None,
+        reduction: Reduction = "mean",
+        of: float | None = None,
+    ) -> Tensor:
         """Return ``loss`` with gradients that weigh right under the plain average over ranks; its value stays.
 
         Args:
             loss: a tensor of one element, or one term of a loss that is a sum of such terms.
             count: for a mean: over how many samples, tokens or weights of labels it is one on this rank; 0 is fine. All ranks
                 give theirs, which costs one small message. None: over the samples of the batch in hand.
+            of: what all ranks count, where it is known; None: they are asked.
             reduction: how ranks' losses come together: each is a ``mean``, to be weighed by its count; each is a part of a
                 ``sum`` (a sum over samples, or divided by a number that counts all ranks); their plain ``average`` is right
                 (``Trainer`` of transformers with ``average_tokens_across_devices``).
@@ -213,10 +221,10 @@ class Weigher:
         ranks = self._job.world_size
         if reduction not in ("mean", "sum", "average"):
             raise InputError("reduction", f"is {reduction!r}", "give mean, sum or average")
-        if ranks == 1:
+        if ranks == 1 and of is None:
             return loss
         if reduction == "mean":
-            factor = self._weight_of_batch(loss) if count is None else self._weight_of(float(count))
+            factor = self._weight_of_batch(loss) if count is None else self._weight_of(float(count), of)
         else:
             factor = float(ranks) if reduction == "sum" else 1.0
         weighed: Tensor = _Weighed.apply(loss, factor)  # type: ignore[no-untyped-call]
@@ -232,13 +240,13 @@ class Weigher:
             self._check_terms(losses, share, strict)
         return self._job.world_size * share.samples / share.total if share.total else 1.0
 
-    def _weight_of(self, count: float) -> float:
+    def _weight_of(self, count: float, of: float | None = None) -> float:
         if not count >= 0:
             raise InputError("count", f"is {count:g}", "give what the loss is a mean over, 0 or more")
-        total = sum(counts := self._exchange(count))
+        total = sum(self._exchange(count)) if of is None else of
         if self._batches():
             self._use(self._batches())
-        return self._job.world_size * counts[self._job.rank] / total if total else 1.0
+        return self._job.world_size * count / total if total else 1.0
 
     def _exchange(self, *mine: float) -> list[float]:
         """Return all ranks' numbers, one rank's after another's."""
