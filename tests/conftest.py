@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import multiprocessing
 import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -13,7 +14,7 @@ import pytest
 from hypothesis import HealthCheck, settings
 
 from ddltool.goodput_model import ThroughputParams
-from tests.processes import children_left
+from tests.processes import children_left, forking
 
 # On a busy machine an example may take any time, and a change must not fail on a rare example that it did not cause:
 # `pytest --hypothesis-profile=search` looks for those.
@@ -75,6 +76,15 @@ def shared_data() -> Path:
     if not folder.is_dir():
         pytest.skip("no measured data here (set DDLTOOL_DATA)")
     return folder
+
+
+@pytest.fixture(autouse=True, scope="session")
+def children_start_quickly() -> Iterator[None]:
+    """Fork what this process would spawn; commands that tests run as processes of their own do spawn."""
+    real = multiprocessing.get_context
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(multiprocessing, "get_context", lambda way=None: forking() if way == "spawn" else real(way))
+        yield
 
 
 @pytest.fixture(autouse=True, scope="module")

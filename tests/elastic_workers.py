@@ -123,11 +123,8 @@ def build(model: str, optimizer: str) -> tuple[nn.Module, torch.optim.Optimizer,
 
 @functools.cache
 def elastic_crew() -> Crew:
-    """Return the four ranks that all tests share. They are forked from one process that has imported torch."""
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["torch._dynamo", __name__])
-    with mock.patch.object(multiprocessing, "get_context", return_value=context):
-        crew = Crew(WORKERS)
+    """Return the four ranks that all tests share."""
+    crew = Crew(WORKERS)
     atexit.register(crew.close)
     return crew
 

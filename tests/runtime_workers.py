@@ -9,7 +9,6 @@ from __future__ import annotations
 import atexit
 import contextlib
 import functools
-import multiprocessing
 import os
 import signal
 import tempfile
@@ -29,7 +28,7 @@ from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDa
 from ddltool import runtime
 from ddltool.errors import InputError
 from ddltool.plans import Enforcement, ParameterRecord, RankEnforcement
-from tests.processes import LASTING
+from tests.processes import LASTING, forking
 
 PATIENCE_S = 60.0
 # On a busy machine gloo's ranks now and then close a connection that another one is just making.
@@ -40,7 +39,7 @@ class Crew:
     """``size`` processes of one gloo process group that run functions on demand."""
 
     def __init__(self, size: int) -> None:
-        context = multiprocessing.get_context("spawn")
+        context = forking()
         for _ in range(_STARTS):
             self._folder = tempfile.TemporaryDirectory()
             self._pipes: list[Connection] = []
@@ -53,6 +52,7 @@ class Crew:
                 theirs.close()
                 self._pipes.append(ours)
                 self._processes.append(process)
+                LASTING.add(process.pid or 0)
             if all(map(_answers, self._pipes)):
                 return
             self.close()
@@ -84,7 +84,6 @@ class Crew:
 def crew() -> Crew:
     """Return the two ranks that all tests share."""
     pair = Crew(2)
-    LASTING.update(process.pid for process in pair._processes if process.pid is not None)
     atexit.register(pair.close)
     return pair
 
@@ -419,7 +418,7 @@ def observed_training(rank: int, config: str, folder: str, options: dict[str, An
                     optimizer.zero_grad()
 
 
-def train_alone(config: str, steps: int, end: str) -> None:
+def train_alone(rank: int, config: str, steps: int, end: str) -> None:
     """Train one process that has no process group, then end it: by signal, by returning, or closing first."""
     model = make_model()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)

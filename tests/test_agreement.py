@@ -17,7 +17,6 @@ from ddltool.errors import DdlToolError
 from ddltool.runtime.hook.agreement import Agreement, Choose
 from ddltool.runtime.hook.job import Job
 from ddltool.runtime.hook.roll_call import RollCall
-from tests.processes import LASTING
 from tests.runtime_workers import Crew
 
 RANKS = 4
@@ -27,7 +26,6 @@ NOTHING = "step 1: nothing came from rank {}, so batch sizes are unknown (time i
 @pytest.fixture(scope="module")
 def ranks() -> Iterator[Crew]:
     made = Crew(RANKS)
-    LASTING.update(process.pid for process in made._processes if process.pid is not None)
     yield made
     made.close()
 

@@ -10,10 +10,12 @@ from pathlib import Path
 
 import pytest
 
+from ddltool.commands.main import run
 from ddltool.errors import InputError
 from ddltool.profiles import read_profile
 from ddltool.runtime.measuring.torchrun_job import Job, job_from_environment
 from ddltool.runtime.measuring.worker import Subject
+from tests.processes import as_job
 
 MODEL = """
 import os, signal, torch
@@ -70,20 +72,43 @@ def test_one_file_for_all_replica_counts(tmp_path: Path) -> None:
     assert "a word" not in done.stdout
 
 
+ILL = "error: rank 1: model.py:make: a training step failed (ValueError: rank one is ill)"
+REQUEST = ("--batch-sizes", "16", "--repeats", "20", "-o", "p.csv")
+
+
+def profile(rank: int, bad: str) -> None:
+    """Be one rank of a job that measures."""
+    os.environ["BAD"] = bad
+    sys.exit(run(["profile", "model.py:make", *REQUEST]))
+
+
+def test_a_failing_rank_ends_all_with_one_line(tmp_path: Path) -> None:
+    (tmp_path / "model.py").write_text(MODEL)
+    ended = as_job(2, tmp_path, profile, "raises")
+    assert all(code for code, _, _ in ended)
+    assert [printed for _, printed, _ in ended] == ["", ""]
+    check_line("".join(told for *_, told in ended), tmp_path, ILL)
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("bad", "message"),
     [
-        ("raises", "error: rank 1: model.py:make: a training step failed (ValueError: rank one is ill)"),
-        pytest.param("killed", "error: batch 16 on 2 replicas: ", marks=pytest.mark.slow),
+        ("raises", ILL),
+        ("killed", "error: batch 16 on 2 replicas: "),
     ],
 )
-def test_a_failing_rank_ends_all_with_one_line(tmp_path: Path, bad: str, message: str) -> None:
-    done = torchrun(tmp_path, "--batch-sizes", "16", "--repeats", "20", "-o", "p.csv", bad=bad)
+def test_under_torchrun_a_failing_rank_ends_all_with_one_line(tmp_path: Path, bad: str, message: str) -> None:
+    done = torchrun(tmp_path, *REQUEST, bad=bad)
     assert done.returncode != 0
     assert done.stdout == ""
-    (line,) = lines_of_ours(done.stderr)
+    check_line(done.stderr, tmp_path, message)
+
+
+def check_line(told: str, folder: Path, message: str) -> None:
+    (line,) = lines_of_ours(told)
     assert line.startswith(message)
-    assert read_profile(tmp_path / "p.csv")["num_replicas"].tolist() == [1]  # what was measured before is kept
+    assert read_profile(folder / "p.csv")["num_replicas"].tolist() == [1]  # what was measured before is kept
 
 
 def test_more_replicas_than_processes() -> None:

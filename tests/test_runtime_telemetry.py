@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import errno
 import json
-import multiprocessing
 import os
 import resource
 import signal
@@ -23,6 +22,7 @@ from ddltool.errors import InputError
 from ddltool.runtime.hook import telemetry
 from ddltool.runtime.hook.telemetry import Exchange, Identity, RowFile, Stamp, Step, StepRecorder, seconds_between
 from ddltool.telemetry import TelemetryRow
+from tests.processes import as_job
 from tests.runtime_workers import crew, enforcement, loss_of, make_data, make_model, observed_training, train_alone
 
 SLEEP_S = 0.05
@@ -148,11 +148,8 @@ def test_what_is_in_the_file_when_a_process_ends(
     """Killed, it leaves whole lines, all but the last ones; left without ``close``, it writes the rest at exit."""
     monkeypatch.chdir(tmp_path)
     save(enforcement([16], telemetry="telemetry.jsonl"), "enforce.json")
-    context = multiprocessing.get_context("spawn")
-    process = context.Process(target=train_alone, args=("enforce.json", steps, end))
-    process.start()
-    process.join(60)
-    assert process.exitcode == (-signal.SIGKILL if end == "killed" else 0)
+    ((code, _, told),) = as_job(1, tmp_path, train_alone, "enforce.json", steps, end)
+    assert code == (-signal.SIGKILL if end == "killed" else 0), told
     found = [row.step for row in rows_in(tmp_path / "telemetry.jsonl")]
     assert found == list(range(len(found)))
     assert written <= len(found) <= steps
@@ -196,7 +193,7 @@ def test_targets_that_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 def test_no_telemetry_no_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     save(enforcement([16], telemetry=None), "enforce.json")
-    train_alone("enforce.json", 2, "left")
+    train_alone(0, "enforce.json", 2, "left")
     assert [path.name for path in tmp_path.iterdir()] == ["enforce.json"]
 
 

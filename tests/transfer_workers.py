@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import faulthandler
-import multiprocessing
 import os
 import signal
 import socket
@@ -25,6 +24,7 @@ from torch import Tensor, nn
 from ddltool.runtime.servers import BSP, Meeting, Policy, Server, TransferPlan, Worker
 from ddltool.runtime.servers.policies import Update
 from ddltool.runtime.servers.worker import PushTime
+from tests.processes import forking
 
 PATIENCE_S = 40.0
 
@@ -45,8 +45,7 @@ def launch(body: Callable[..., Any], size: int, *args: Any, late: int = 0) -> li
     ``late`` more have no rank in the job, though the body gets a number; the environment is a launcher's. They all
     begin when the last one has started.
     """
-    context = multiprocessing.get_context("forkserver")  # imports torch once for all processes
-    context.set_forkserver_preload(["tests.transfer_workers"])
+    context = forking()
     together = context.Barrier(size + late)
     with tempfile.TemporaryDirectory() as folder, socket.socket() as port:
         # Bound here and never listened at, the port is nobody else's until the job's server listens.
