@@ -18,6 +18,7 @@ from ddltool.commands.parts import demand_part
 from ddltool.commands.values import known, number
 from ddltool.decision import Objective
 from ddltool.errors import InputError
+from ddltool.job import LINKS
 from ddltool.outputs import check_outputs
 
 _File = Path | None
@@ -128,7 +129,8 @@ def plan(
         return
     job = read_with_specs(job_file, devices_file, allow_code=allow_code)
     named = [offer_file for offer in job.devices for offer_file in (offer.profile, offer.goodput)]
-    check_outputs([job_file.parent / name for name in (*named, job.cluster, job.network) if name], {"-o": output})
+    named += [job.cluster, None if job.network == LINKS else job.network]
+    check_outputs([job_file.parent / name for name in named if name], {"-o": output})
     graph = graph_of(job, job_file.parent, graph_file)
     job = scanned(job, graph, note)
     given = Given(

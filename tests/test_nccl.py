@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -15,7 +16,9 @@ from ddltool.analyzers.costs.nccl import Fabric, Measured
 from ddltool.analyzers.loading.nccl import read_tests
 from ddltool.errors import InputError
 from ddltool.links import DATASHEET, Link, parse_link, parse_nic
+from tests.conftest import Result
 
+Cli = Callable[..., Result]
 A100 = Fabric(inside=parse_link("nvlink3"), between=parse_nic("16x100Gbit"), gpus_per_node=8)
 H100 = Fabric(inside=parse_link("nvlink4"), between=parse_nic("8x400Gbit"), gpus_per_node=8)
 
@@ -163,3 +166,63 @@ def test_published_sweeps(shared_data: Path) -> None:
     assert (np.abs(error[large]) > 0.15).sum() <= 1
     assert (np.abs(error[~large]) > 0.30).sum() <= 1
     assert np.median(np.abs(error)) < 0.08
+
+
+# ---------------------------------------------------------------- plans
+
+
+JOB = """kind: ddltool.job
+name: j
+model: zoo:cifarnet
+max_workers: 16
+batch_size: 8
+cluster: cluster.yaml
+network: links
+devices: [{type: V100, capability_per_s: 50}]
+"""
+NODES = "kind: ddltool.cluster\nnodes: [{name: n, count: 2, devices: {type: V100, count: 8}, %s}]\n"
+
+
+def test_placement_weighs_nodes_by_their_links(cli: Cli, tmp_path: Path) -> None:
+    """Slow cards keep the job on one node, fast ones let it have both; the step is the timeline's."""
+    (tmp_path / "job.yaml").write_text(JOB)
+    found = {}
+    for nic in ("nic_gbit: 0.05", "nic: 8x200Gbit"):
+        (tmp_path / "cluster.yaml").write_text(NODES % nic)
+        found[nic] = cli("plan", tmp_path / "job.yaml", "--strategy", "est", "--json").document
+    slow, fast = found.values()
+    assert (slow["network"]["num_nodes"], fast["network"]["num_nodes"]) == (1, 2)
+    assert fast["iteration_s"] < slow["iteration_s"] == pytest.approx(2 / 50, rel=0.05)
+    (tmp_path / "cluster.yaml").write_text(NODES.replace(", %s", ""))
+    result = cli("plan", tmp_path / "job.yaml", "--strategy", "est")
+    assert result.code == 2
+    assert "job.yaml:network: links need a graph and links" in result.error_line
+
+
+def test_eight_of_one_node_are_not_behind_ethernet(cli: Cli, tmp_path: Path) -> None:
+    """The same bandwidth between nodes: 8 A100 of a node leave next to nothing exposed, 8 on their own nearly all."""
+    job = JOB.replace("cluster: cluster.yaml\nnetwork: links\n", "").replace("max_workers: 16", "max_workers: 8")
+    exposed = {}
+    for per_node in ("", ", per_node: 1"):
+        (tmp_path / "job.yaml").write_text(job.replace("{type: V100,", f"{{type: A100, count: 8{per_node},"))
+        result = cli("plan", tmp_path / "job.yaml", "--bandwidth", "1Gbit", "--json")
+        exposed[per_node] = result.document["communication_s"]
+        assert ("8 a node on nvlink3 (240 GB/s) are assumed" in result.err) == (per_node == "")
+    assert exposed[""] < 0.05 * exposed[", per_node: 1"]
+
+
+def test_predictions_take_links_and_logs(cli: Cli, tmp_path: Path) -> None:
+    """Faster cards and a log of a slow network show in the step."""
+    log = tmp_path / "nccl.log"
+    log.write_text(LOG.replace("85.58", "8558.0").replace("9187.8", "918700.0"))
+
+    def sync(*more: object) -> float:
+        command = ["predict", "zoo:cifarnet", "--device", "A100", "--batch-sizes", 8, "--replicas", 16, "--json", *more]
+        return float(cli(*command).document["rows"][0]["sync_time_s"])
+
+    cards, measured = sync("--nic", "8x200Gbit"), sync("--nic", "8x200Gbit", "--nccl-tests", log)
+    assert cards < sync("--bandwidth", "1Gbit")
+    assert measured > 10 * cards
+    assert sync("--nic", "8x200Gbit", "--link", "pcie3") > cards
+    refused = cli("predict", "zoo:cifarnet", "--device", "A100", "--nic", "1Gbit", "--bandwidth", "1Gbit")
+    assert refused.error_line == "--nic: does not go with --bandwidth; cards by datasheet, or a rate as measured"

@@ -19,6 +19,10 @@ Count = Annotated[int, Field(ge=0, le=10_000_000)]
 Determinism = Literal["D0", "D1", "D2"]
 
 
+LINKS = "links"
+"""A job's network that is no file: what joins the cluster's nodes."""
+
+
 class Linked(Record):
     """How the devices of a node are joined, and the node to others."""
 
@@ -145,7 +149,9 @@ class Job(Artifact):
     cluster: str | None = Field(default=None, description="cluster.yaml that gives the device counts")
     constraints: Constraints = Field(default_factory=Constraints)
     network: str | None = Field(
-        default=None, description="goodput.json whose fitted synchronisation time an est plan adds to its step"
+        default=None,
+        description="what an est plan adds to its step: goodput.json for its fitted synchronisation time, or links for that of "
+        "the model's gradients on the cluster's links",
     )
     weight: Annotated[float, Field(gt=0, le=LARGEST, allow_inf_nan=False)] = Field(
         default=1.0, description="of this job beside others that are planned with it"

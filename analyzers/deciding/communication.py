@@ -13,7 +13,7 @@ from typing import Protocol
 
 import numpy as np
 
-from ddltool.analyzers.communication.collectives import bucket_setting, plan_ddp
+from ddltool.analyzers.communication.collectives import bucket_setting, default_cuts, finish_s, plan_ddp
 from ddltool.analyzers.communication.fsdp import plan_fsdp, prefetch_setting
 from ddltool.analyzers.communication.order import tac
 from ddltool.analyzers.communication.program import Program, program_of
@@ -171,6 +171,26 @@ class GraphCommunication:
                 default_s=default - pass_s, best_s=best - pass_s, setting="TAC's order of transfers"
             )
         return self._asynchronous[pass_s]
+
+
+class LinkedSteps:
+    """Steps under DDP's default buckets on known links, for placement: the slowest links of all types."""
+
+    def __init__(self, source: GraphCommunication) -> None:
+        """Take program and networks of a graph's communication."""
+        used = list(source.fabrics.values())
+        slowest = min(used, key=lambda fabric: fabric.between.bytes_per_s)
+        inside = min((fabric.inside for fabric in used), key=lambda link: link.bytes_per_s)
+        self.program, self.fabric = source.program, replace(slowest, inside=inside)
+
+    def sync_s(self, nodes: int, replicas: int) -> float:
+        """Return the seconds of all buckets, one after another."""
+        return self.step_s(0.0, nodes, replicas)
+
+    def step_s(self, compute_s: float, nodes: int, replicas: int) -> float:
+        """Return the seconds of a step of which computing takes ``compute_s``."""
+        group = self.fabric.over(replicas, min(nodes, replicas))
+        return max(compute_s, finish_s(stretched(self.program, compute_s), group, default_cuts(self.program)))
 
 
 class FittedCommunication:

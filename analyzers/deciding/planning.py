@@ -13,28 +13,30 @@ from ddltool.analyzers.communication.order import tac, tic
 from ddltool.analyzers.communication.program import own_fabric
 from ddltool.analyzers.costs.nccl import Fabric
 from ddltool.analyzers.deciding.candidates import Settings, plan_by
-from ddltool.analyzers.deciding.communication import GraphCommunication
+from ddltool.analyzers.deciding.communication import GraphCommunication, LinkedSteps
 from ddltool.analyzers.deciding.compare import decide
 from ddltool.analyzers.deciding.rescaling import combine, measured_speeds, with_run
 from ddltool.analyzers.goodput.plan import plan_goodput
+from ddltool.analyzers.goodput.throughput import ThroughputParams
 from ddltool.analyzers.loading.job_inputs import (
     Given,
     Tell,
     capabilities_of,
     fabrics_of,
     fitted_models,
+    graph_communication,
     knowledge_of,
     run_of,
     step_curves,
 )
 from ddltool.analyzers.placement.jobs import Sharing, idle_throughput, solve_jobs
-from ddltool.analyzers.placement.network import solve_on_nodes
+from ddltool.analyzers.placement.network import Steps, solve_on_nodes
 from ddltool.analyzers.placement.problem import Problem, demand_throughput, from_job
 from ddltool.artifacts import load
 from ddltool.errors import Infeasible, InputError, naming
 from ddltool.goodput_model import Goodput
 from ddltool.graph import RECV, Graph
-from ddltool.job import Cluster, Job
+from ddltool.job import LINKS, Cluster, Job
 from ddltool.plans import Assignment, ParameterRecord, Plan
 from ddltool.results import JointPlan
 
@@ -53,7 +55,7 @@ def solve(strategy: str, job: Job, job_file: Path, given: Given) -> Plan:
                 return made
             capabilities = capabilities_of(job, job_file.parent, str(job_file), given.tell)
             if strategy == "est" and job.network is not None:
-                made = _on_nodes(job, job_file, from_job(job, capabilities), given.settings)
+                made = _on_nodes(job, job_file, from_job(job, capabilities), given)
                 return with_compute(made, capabilities)
             curves = step_curves(job, job_file)
             return make_plan(job, capabilities, strategy, given.settings, curves=curves)
@@ -186,15 +188,23 @@ def auto_plan(job: Job, job_file: Path, given: Given) -> Plan:
     return with_compute(made, capabilities)
 
 
-def _on_nodes(job: Job, job_file: Path, problem: Problem, settings: Settings) -> Plan:
+def _on_nodes(job: Job, job_file: Path, problem: Problem, given: Given) -> Plan:
     """Return the plan with synchronisation in its step."""
+    settings = given.settings
     if settings.prefer is not None:
         raise InputError("--prefer", "does not go with network: in job.yaml", "leave out one of the two")
     if job.cluster is None or job.network is None:
         raise InputError(f"{job_file}:network", "needs cluster: beside it", "name the cluster.yaml with the nodes")
     nodes = load(job_file.parent / job.cluster, Cluster).nodes
-    params = load(job_file.parent / job.network, Goodput).params
-    return solve_on_nodes(problem, nodes, params, time_limit_s=settings.limit_s, seed=settings.seed)
+    if job.network == LINKS:
+        source = graph_communication(job, job_file.parent, given)
+        if source is None:
+            remedy = "name the model, or --graph, and link and nic of the cluster's nodes"
+            raise InputError(f"{job_file}:network", f"{LINKS} need a graph and links", remedy)
+        steps: Steps | ThroughputParams = LinkedSteps(source)
+    else:
+        steps = load(job_file.parent / job.network, Goodput).params
+    return solve_on_nodes(problem, nodes, steps, time_limit_s=settings.limit_s, seed=settings.seed)
 
 
 def plan_together(

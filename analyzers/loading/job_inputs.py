@@ -261,7 +261,7 @@ def _communication(
     """Return the best source there is: an earlier run, a graph on a known network, or a fit that saw several replicas."""
     if run is not None and run.world_size > 1:
         return MeasuredCommunication(sync_s=run.sync_s, replicas=run.world_size)
-    from_graph = _from_graph(job, folder, given)
+    from_graph = graph_communication(job, folder, given)
     if from_graph is not None:
         return from_graph
     synchronised = {
@@ -272,7 +272,7 @@ def _communication(
     return None
 
 
-def _from_graph(job: Job, folder: Path, given: Given) -> Communication | None:
+def graph_communication(job: Job, folder: Path, given: Given) -> GraphCommunication | None:
     """Return communication simulated on the model's graph; None without a graph, or without a rate for its network.
 
     The network is the job's (:func:`fabrics_of`), else the one that the graph was timed for. Raises InputError for a graph that

@@ -13,6 +13,7 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
+from typing import Protocol
 
 from ddltool.analyzers.goodput.throughput import ThroughputParams, overlapped, sync_time_s
 from ddltool.analyzers.placement.dealing import counts_of, device_counts, evaluate, plan_of, reach
@@ -25,6 +26,34 @@ from ddltool.plans import Alternative, Choice, NetworkCost, Plan
 
 # Bounds closer than this share of the best step are rounding.
 _ROUNDING = 1e-12
+
+
+class Steps(Protocol):
+    """What computing and synchronising take together. On several nodes no less than on one, and no less on more devices."""
+
+    def sync_s(self, nodes: int, replicas: int) -> float:
+        """Return the seconds of synchronising alone."""
+        ...
+
+    def step_s(self, compute_s: float, nodes: int, replicas: int) -> float:
+        """Return the seconds of a step."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class _Fitted:
+    """Pollux's T_sync and overlap."""
+
+    params: ThroughputParams
+
+    def sync_s(self, nodes: int, replicas: int) -> float:
+        """Return T_sync in seconds; across nodes at least what it is on one."""
+        on_one = float(sync_time_s(self.params, 1, replicas))
+        return on_one if nodes == 1 else max(on_one, float(sync_time_s(self.params, nodes, replicas)))
+
+    def step_s(self, compute_s: float, nodes: int, replicas: int) -> float:
+        """Return both, overlapped."""
+        return float(overlapped(compute_s, self.sync_s(nodes, replicas), self.params.gamma))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -45,20 +74,21 @@ _Computing = tuple[Fraction, Fraction]
 def solve_on_nodes(
     problem: Problem,
     nodes: Sequence[NodeGroup],
-    params: ThroughputParams,
+    params: ThroughputParams | Steps,
     *,
     time_limit_s: float = 10.0,
     seed: int = 0,
 ) -> Plan:
     """Return the plan of smallest step, synchronisation included, with the best of the other choices as alternatives.
 
-    The choices are one device, one node, and several nodes. ``params`` gives the synchronisation times (a fit per
-    device type would differ in its computing times only, which are not used); across nodes they are taken to be no
-    shorter than on one. ``iteration_s`` and ``throughput`` include synchronising, ``overload_factor`` does not, ``waste``
-    counts the devices' time in it as idle. Every constraint holds as for ``solve_est``. Raises Infeasible as it does,
-    InputError when a type has no nodes.
+    The choices are one device, one node, and several nodes. ``params`` gives the synchronisation times, a fit's (one per
+    device type would differ in its computing times only, which are not used) or those of known links; across nodes they are
+    taken to be no shorter than on one. ``iteration_s`` and ``throughput`` include synchronising, ``overload_factor`` does
+    not, ``waste`` counts the devices' time in it as idle. Every constraint holds as for ``solve_est``. Raises
+    Infeasible as it does, InputError when a type has no nodes.
     """
     started = time.perf_counter()
+    steps = _Fitted(params) if isinstance(params, ThroughputParams) else params
     check_affordable(problem)
     for name in {device.name for device in problem.devices} - {group.devices.type for group in nodes}:
         raise InputError(f"cluster:nodes.{name}", "has no nodes", "name the nodes of every device type")
@@ -66,9 +96,9 @@ def solve_on_nodes(
     if not is_feasible(quick, seed=seed):
         solve_est(quick, seed=seed)  # raises with the requirements that conflict
     deadline = started + time_limit_s
-    found = _on_one_node(quick, nodes, params)
+    found = _on_one_node(quick, nodes, steps)
     limit = min((each.step_s for each in found.values()), default=math.inf)
-    across, bound = _across_nodes(quick, nodes, params, limit, deadline, seed)
+    across, bound = _across_nodes(quick, nodes, steps, limit, deadline, seed)
     if across is not None:
         kept = found.get(_choice(across))
         found[_choice(across)] = across if kept is None or across.step_s < kept.step_s else kept
@@ -84,7 +114,7 @@ def solve_on_nodes(
         num_nodes=best.nodes,
         num_replicas=sum(best.counts),
         compute_s=float(best.compute_s),
-        sync_s=_sync(params, best.nodes, sum(best.counts)),
+        sync_s=steps.sync_s(best.nodes, sum(best.counts)),
         best_steps={choice: each.step_s for choice, each in ranked},
     )
     others = [_alternative(quick, each) for _, each in ranked[1:]]
@@ -109,21 +139,11 @@ def nodes_needed(counts: Mapping[str, int], nodes: Sequence[NodeGroup]) -> int:
     return total
 
 
-def _sync(params: ThroughputParams, nodes: int, replicas: int) -> float:
-    """Return T_sync in seconds; across nodes at least what it is on one."""
-    on_one = float(sync_time_s(params, 1, replicas))
-    return on_one if nodes == 1 else max(on_one, float(sync_time_s(params, nodes, replicas)))
-
-
-def _step(params: ThroughputParams, compute: Fraction, nodes: int, replicas: int) -> float:
-    return float(overlapped(float(compute), _sync(params, nodes, replicas), params.gamma))
-
-
 def _choice(found: _Found) -> Choice:
     return "several nodes" if found.nodes > 1 else "one node" if sum(found.counts) > 1 else "one device"
 
 
-def _on_one_node(problem: Problem, nodes: Sequence[NodeGroup], params: ThroughputParams) -> dict[Choice, _Found]:
+def _on_one_node(problem: Problem, nodes: Sequence[NodeGroup], steps: Steps) -> dict[Choice, _Found]:
     """Return the best plans on one device and on one node, those that there are: a node holds one device type."""
     best: dict[Choice, _Found] = {}
     for place, device in enumerate(problem.devices):
@@ -133,7 +153,7 @@ def _on_one_node(problem: Problem, nodes: Sequence[NodeGroup], params: Throughpu
             compute = best_step(problem, counts) if problem.allows(counts) else None
             if compute is None:
                 continue
-            step = _step(params, compute, 1, number)
+            step = steps.step_s(float(compute), 1, number)
             made = _Found(step_s=step, counts=counts, compute_s=compute, nodes=1, proven=True)
             if (kept := best.get(_choice(made))) is None or step < kept.step_s:
                 best[_choice(made)] = made
@@ -143,7 +163,7 @@ def _on_one_node(problem: Problem, nodes: Sequence[NodeGroup], params: Throughpu
 def _across_nodes(
     problem: Problem,
     nodes: Sequence[NodeGroup],
-    params: ThroughputParams,
+    steps: Steps,
     limit: float,
     deadline: float,
     seed: int,
@@ -164,14 +184,14 @@ def _across_nodes(
         nonlocal best_number, best_step, unsettled
         if (times := compute[number]) is None:
             return
-        if (step := _step(params, times[0], 2, number)) < best_step:
+        if (step := steps.step_s(float(times[0]), 2, number)) < best_step:
             best_number, best_step = number, step
         if times[1] < times[0]:
-            unsettled = min(unsettled, _step(params, times[1], 2, number))
+            unsettled = min(unsettled, steps.step_s(float(times[1]), 2, number))
 
     def bound(low: int, high: int) -> float:
         times = compute[high]
-        return math.inf if times is None else _step(params, times[1], 2, low)
+        return math.inf if times is None else steps.step_s(float(times[1]), 2, low)
 
     look(2)
     look(most)
@@ -189,7 +209,7 @@ def _across_nodes(
     plan = solve_est(replace(problem, max_devices=best_number), seed=seed)
     counts = counts_of(problem, plan)
     needed, reached = nodes_needed(device_counts(plan), nodes), reach(problem, counts)
-    step = _step(params, reached, needed, sum(counts))
+    step = steps.step_s(float(reached), needed, sum(counts))
     proven = plan.status == "optimal"
     return _Found(step_s=step, counts=counts, compute_s=reached, nodes=needed, proven=proven), min(left, limit, step)
 
