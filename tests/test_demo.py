@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import json
 import os
 import signal
@@ -14,22 +16,46 @@ import psutil
 import pytest
 
 from ddltool.artifacts import load
+from ddltool.commands import demo as commands
+from ddltool.commands import demo_train
+from ddltool.commands.main import run
 from ddltool.goodput_model import Goodput
 from ddltool.graph_io import read_graph
 from ddltool.plans import Enforcement, Plan
 from ddltool.profiles import read_profile
 from ddltool.tables import read_table
 from ddltool.telemetry import TelemetryRow
+from tests.processes import as_job
 
 
-@pytest.fixture(scope="module")
-def demo(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, object], str]:
+@pytest.fixture(scope="module", params=["small", pytest.param("as shipped", marks=pytest.mark.slow)])
+def demo(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[Path, dict[str, object], str]:
+    """The demo with less to measure and to train in this process, or as it is shipped, under torchrun."""
     folder = tmp_path_factory.mktemp("demo") / "out"
-    command = [sys.executable, "-m", "ddltool", "demo", "-o", str(folder), "--json"]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=300)
-    assert done.returncode == 0, done.stderr
-    return folder, json.loads(done.stdout), done.stderr
+    if request.param == "as shipped":
+        command = [sys.executable, "-m", "ddltool", "demo", "-o", str(folder), "--json"]
+        environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+        done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=300)
+        assert done.returncode == 0, done.stderr
+        return folder, json.loads(done.stdout), done.stderr
+
+    def train(command: list[str], *_: object) -> int:
+        return max(abs(code or 0) for code, *_ in as_job(2, folder, fifty_steps, *command[-2:]))
+
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in {"BATCH_SIZES": (4, 16), "REPEATS": 2, "SAMPLES": 5, "_run": train}.items():
+            patch.setattr(commands, name, value)
+        with contextlib.redirect_stdout(io.StringIO()) as printed, contextlib.redirect_stderr(io.StringIO()) as told:
+            assert run(["demo", "-o", str(folder), "--json"]) == 0, told.getvalue()
+    return folder, json.loads(printed.getvalue()), told.getvalue()
+
+
+def fifty_steps(rank: int, *arguments: str) -> None:
+    demo_train.STEPS = 50
+    sys.argv[1:] = arguments
+    demo_train.main()
 
 
 def test_every_step_announces_itself(demo: tuple[Path, dict[str, object], str]) -> None:
@@ -51,8 +77,7 @@ def test_every_artifact_is_whole(demo: tuple[Path, dict[str, object], str]) -> N
     sizes = [rank.local_batch_size for rank in enforcement.ranks]
     assert sum(sizes) == plan.max_workers * plan.batch_size
     assert len(set(sizes)) == 2  # uneven, or the weighting would go untested
-    assert len(read_profile(folder / "profile.csv")) == 8
-    assert load(folder / "goodput.json", Goodput).samples == 8
+    assert load(folder / "goodput.json", Goodput).samples == len(read_profile(folder / "profile.csv")) >= 4
     assert load(folder / "goodput-telemetry.json", Goodput).samples >= 2
     assert json.loads((folder / "timeline.perfetto.json").read_text())["traceEvents"]
 
@@ -63,7 +88,7 @@ def test_the_training_was_real(demo: tuple[Path, dict[str, object], str]) -> Non
     assert isinstance(training, dict)
     losses = training["losses"]
     assert sum(losses[-20:]) < 0.5 * sum(losses[:20])
-    assert training["accuracy"] > 0.4  # chance is 0.1
+    assert training["accuracy"] > 0.3  # chance is 0.1
     rows = [TelemetryRow.model_validate(row) for row in read_table(folder / "telemetry.jsonl").to_dict("records")]
     enforcement = load(folder / "enforce.json", Enforcement)
     assert len(rows) == len(losses) * enforcement.world_size
