@@ -283,7 +283,6 @@ def test_version_and_schema(cli: Cli, folder: Path) -> None:
     assert cli("schema", "ddltool.job", "-o", folder / "s.json").code == 0
     assert "max_workers" in json.loads((folder / "s.json").read_text())["properties"]
     assert cli("doctor", "--json").document["packages"]["torch"]
-    assert "torch" in cli("doctor").out
 
 
 def test_documents_satisfy_their_published_schemas(cli: Cli, folder: Path) -> None:

@@ -17,13 +17,13 @@ from torch.overrides import TorchFunctionMode
 from ddltool.analyzers.loading.sources import load_graph, resolve_step
 from ddltool.graph import RECV, SEND, Graph
 
-FAST = ["transformers:clip", "transformers:switch_transformers", "timm:levit_128", "timm:resnet50"]
+FAST = ["transformers:distilbert", "timm:levit_128", "timm:resnet50"]
 TRANSFORMERS = """
 albert align altclip aria_text audio-spectrogram-transformer bart beit bert big_bird blenderbot-small blip blip-2 bloom
 bridgetower camembert canine chinese_clip clap clip clipseg codegen convbert convnext convnextv2 ctrl cvt data2vec-audio
 data2vec-text data2vec-vision deberta deit detr dinov2 distilbert efficientnet electra ernie falcon florence2 fnet focalnet
 gemma git glpn gpt2 gpt_neo gpt_neox gptj groupvit hiera hubert idefics3 imagegpt layoutlm layoutlmv3 led levit lilt
-longformer marian mixtral mobilevit opt perceiver qwen2_vl regnet resnet roberta segformer siglip speech_to_text swin t5 vit
+longformer marian mixtral mobilevit opt perceiver qwen2_vl regnet resnet roberta segformer siglip speech_to_text swin switch_transformers t5 vit
 wav2vec2 whisper xlnet yolos llava
 """
 TIMM = """
