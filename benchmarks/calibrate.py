@@ -18,6 +18,7 @@ from pathlib import Path
 import numpy as np
 from truth_cases import SOURCES, Row, Truth, read
 from truth_models import Trace, Work, traced
+from truth_networks import write_section
 from truth_page import write_page
 
 from ddltool.analyzers.costs.fitting import Belief, Case, fit, host_bound, steps_s
@@ -324,6 +325,7 @@ def main() -> None:
     )
     save(table, ROOT / "fixtures" / "calibration.json")
     write_page(ROOT / "docs", truth, table, whole, families, known, unknown)
+    write_section(given.data)
 
 
 if __name__ == "__main__":

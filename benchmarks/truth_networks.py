@@ -2,7 +2,7 @@
 
     python benchmarks/truth_networks.py --data ../shared/data
 
-writes the section of docs/truth.md (six minutes, most of them tracing). Nothing here is fitted. Start at :func:`section`.
+writes the section of docs/truth.md (six minutes, most of them tracing). Start at :func:`section`.
 """
 
 from __future__ import annotations
@@ -256,8 +256,9 @@ def section(data: Path) -> str:
     parts = [
         TITLE,
         f"<!-- run: parse (the measured rows) -->\n```sh\n{COMMAND}\n```",
-        "That command writes this section. Nothing here was fitted to the rows: [links](networks.md#the-model) by datasheet "
-        "and NCCL's constants, compute by the constants below.",
+        "That command writes this section. [Links](networks.md#the-model) are those of datasheets with NCCL's constants; the "
+        "shares that NVLink 5 and cards reach, the start of a kernel and the chunks of a tree were read off these sweeps, and "
+        "no step had a part in them. Compute is by the constants below, which saw steps of MPT on 8 GPUs.",
         "All-reduces of nccl-tests, from 8 B to 16 GiB. The largest errors are the first message of one sweep, which holds the "
         "start of all connections, and 512 MiB in another, which lies beside its neighbours.",
         _table("sweep", collectives, "all"),
@@ -276,15 +277,19 @@ def section(data: Path) -> str:
     return "\n\n".join(parts) + "\n\n"
 
 
-def main() -> None:
-    """Replace the section of docs/truth.md."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--data", type=Path, required=True, help="folder that holds truth")
-    data = parser.parse_args().data
+def write_section(data: Path) -> None:
+    """Put the section into docs/truth.md, in place of the one that is there."""
     page = ROOT / "docs" / "truth.md"
     text = re.sub(rf"{TITLE}\n.*?(?=^## )", "", read_text(page), flags=re.DOTALL | re.MULTILINE)
     before, after, rest = text.partition("## Intervals\n")
     write_text(page, before + section(data) + after + rest)
+
+
+def main() -> None:
+    """Write the section from the measured rows."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--data", type=Path, required=True, help="folder that holds truth")
+    write_section(parser.parse_args().data)
 
 
 if __name__ == "__main__":

@@ -183,7 +183,9 @@ class Fabric:
             return between
         name = f"{self.inside.kind.upper().replace('NVLINK', 'NVLink ').replace('PCIE', 'PCIe ')} at "
         name = "" if self.inside.kind == "plain" else name
-        return f"{self.gpus_per_node} a node on {name}{self.inside.bytes_per_s / 1e9:.4g} GB/s, {between} between nodes"
+        inside = f"{self.gpus_per_node} a node on {name}{self.inside.bytes_per_s / 1e9:.4g} GB/s"
+        # through the host: nothing else was said, for nothing leaves the node
+        return inside if self.between.kind.startswith("pcie") else f"{inside}, {between} between nodes"
 
     def over(self, replicas: int, nodes: int | None = None) -> Group:
         """Return ``replicas`` processes on the fewest nodes that hold them, or spread over ``nodes``."""

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from ddltool.analyzers.balancing.plan import StepCurve, checked_total, memory_limit
@@ -327,10 +327,12 @@ def fabrics_of(job: Job, folder: Path, given: Given, timed_for: Link | None = No
             given.tell(f"note: {joined} are assumed; a cluster, or per_node beside the count, says otherwise")
         between = rate or _slowest_card(groups, offer, given.latency) or timed_for
         if between is None and len(offers) == 1 and 1 < offer.count <= per_node:
-            between = inside  # nothing leaves the node
+            # nothing leaves the node; parameter servers would be reached through the host
+            between = replace(parse_link("pcie3"), latency_s=parse_latency(given.latency))
         if between is None and not given.nccl_tests:
             return None
-        between = between or between_nodes(None, BANDWIDTH, given.latency, ("", "", "--latency")) or inside
+        between = between or between_nodes(None, BANDWIDTH, given.latency, ("", "", "--latency"))
+        assert between is not None  # a rate was given
         measured = tuple(tests_in(path, per_node) for path in given.nccl_tests)
         found[offer.type] = Fabric(inside=inside, between=between, gpus_per_node=per_node, measured=measured)
     return found or None
