@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import multiprocessing
 import os
+import runpy
 import shutil
 import subprocess
 import sys
@@ -21,7 +22,7 @@ from hypothesis import strategies as st
 from ddltool.errors import DdlToolError, InputError
 from ddltool.results import NetworkResult
 from ddltool.runtime.measuring.network import DEFAULT_SIZES, fit_link, measure_network, pairs_of
-from tests.processes import children_left
+from tests.processes import as_job, children_left
 
 SIZES = (8, 2**16, 2**20, 2**24)
 
@@ -117,13 +118,15 @@ with open(os.path.join(os.path.dirname(__file__), "rank" + os.environ["RANK"] + 
 """
 
 
+def one_rank(rank: int, script: Path) -> None:
+    runpy.run_path(str(script))
+
+
 def test_every_rank_of_a_job_gets_the_same_result(tmp_path: Path) -> None:
     script = tmp_path / "job.py"
     script.write_text(JOB, encoding="utf-8")
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", str(script)]
-    environment = {**os.environ, "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=240, check=False)
-    assert done.returncode == 0, done.stderr[-2000:]
+    for code, _, told in as_job(2, tmp_path, one_rank, script):
+        assert code == 0, told
     document, other = (json.loads((tmp_path / f"rank{rank}.json").read_text(encoding="utf-8")) for rank in (0, 1))
     assert document == other
     assert (document["processes"], document["local"]) == (2, False)

@@ -23,7 +23,8 @@ albert align altclip aria_text audio-spectrogram-transformer bart beit bert big_
 bridgetower camembert canine chinese_clip clap clip clipseg codegen convbert convnext convnextv2 ctrl cvt data2vec-audio
 data2vec-text data2vec-vision deberta deit detr dinov2 distilbert efficientnet electra ernie falcon florence2 fnet focalnet
 gemma git glpn gpt2 gpt_neo gpt_neox gptj groupvit hiera hubert idefics3 imagegpt layoutlm layoutlmv3 led levit lilt
-longformer marian mixtral mobilevit opt perceiver qwen2_vl regnet resnet roberta segformer siglip speech_to_text swin switch_transformers t5 vit
+longformer marian mixtral mobilevit opt perceiver qwen2_vl regnet resnet roberta segformer siglip speech_to_text swin
+switch_transformers t5 vit
 wav2vec2 whisper xlnet yolos llava
 """
 TIMM = """
