@@ -27,7 +27,18 @@ if TYPE_CHECKING:
 _TABLES = (".csv", ".jsonl", ".ndjson")
 # Sections stand in the order in which data flow.
 ORDER = (
-    *("graph", "profile", "network", "goodput", "plan", "enforcement", "telemetry", "verification", "sync"),
+    *(
+        "graph",
+        "profile",
+        "network",
+        "goodput",
+        "plan",
+        "enforcement",
+        "telemetry",
+        "verification",
+        "stragglers",
+        "sync",
+    ),
     *("barrier", "balance", "simulation", "sweep", "gate"),
 )
 _MODELS = {kind: RECORDS[f"ddltool.{kind}"] for kind in ORDER if f"ddltool.{kind}" in RECORDS}

@@ -22,6 +22,7 @@ from ddltool.analyzers.reporting import (
 )
 from ddltool.analyzers.reporting.graph_section import graph_section
 from ddltool.analyzers.reporting.section import Section
+from ddltool.analyzers.reporting.stragglers_section import stragglers_section
 from ddltool.artifacts import write_text
 from ddltool.commands.artifact_reading import ORDER, Found, read_any, told_apart
 from ddltool.commands.options import Json
@@ -141,6 +142,7 @@ _DRAWERS: dict[str, Callable[[Any, str], Section]] = {
     "simulation": simulation_section.simulation_section,
     "sweep": sweep_section.sweep_section,
     "gate": result_sections.gate_section,
+    "stragglers": stragglers_section,
 }
 
 

@@ -427,6 +427,79 @@ class WatchResult(Result):
     speeds_known_s: NonNegative = Field(description="the same with batches by known speeds")
 
 
+class StragglerFinding(Part):
+    """A rank that holds the others up; null: no rank in particular, or not known."""
+
+    rank: int | None
+    node: str = ""
+    cause: str = Field(
+        description="slow device, slow host, slow input, uneven work, slow link, pauses, thermal drift or slow stage"
+    )
+    pattern: Literal["persistent", "periodic", "transient"]
+    part: str = Field(
+        description="where its excess lies: input, forward, backward, compute, optimizer, host, communication"
+    )
+    since_step: Count
+    every_steps: Count | None = None
+    slow_steps: Count
+    ratio: NonNegative | None = Field(default=None, description="its time for that part over the median of the others")
+    excess_s: NonNegative = Field(description="mean of its slow steps above the median of the others")
+    share_of_steps: NonNegative = Field(description="what its slow steps would gain, were it as fast as the median")
+    share_of_run: NonNegative = Field(description="the same of all steps")
+    predicted_gain: NonNegative | None = Field(
+        default=None, description="what the remedy is predicted to win of a step"
+    )
+    command: str | None = None
+    sentence: str
+
+
+class RankSplit(Part):
+    """Where a rank's mean step goes, and how long steps were with this rank as fast as the median of the others."""
+
+    rank: Count
+    node: str = ""
+    step_s: NonNegative
+    parts_s: dict[str, NonNegative]
+    wait_s: NonNegative = Field(description="for the last rank to come to a collective")
+    exposed_s: NonNegative = Field(description="communication that nothing hid, after the last rank had come")
+    step_if_median_s: NonNegative
+    clock_offset_s: Number = 0.0
+
+
+class Drawn(Part):
+    """What a rank did from when to when, in some steps."""
+
+    rank: str
+    spans: list[tuple[float, float, str]]
+
+
+class StragglersResult(Result):
+    """``ddltool stragglers``. Slowdown S and M_W as in ByteDance's what-if analysis of stragglers."""
+
+    kind: Literal["ddltool.stragglers"] = "ddltool.stragglers"
+    source: str = Field(description="traces, telemetry, operations or live")
+    ranks: Count
+    steps: Count
+    step_s: NonNegative
+    ideal_step_s: NonNegative = Field(description="every operation as long as the mean of its class")
+    slowdown: NonNegative = Field(description="S: the step over the ideal step")
+    m_w: Number | None = Field(
+        default=None, description="share of the slowdown that the slowest 3 % of workers explain"
+    )
+    m_s: Number | None = Field(default=None, description="the same of the last pipeline stage")
+    waiting_share: NonNegative | None = None
+    verdict: str
+    findings: list[StragglerFinding]
+    splits: list[RankSplit]
+    classes: dict[str, NonNegative] = Field(
+        default_factory=dict, description="the slowdown that remains when all other classes of operations are ideal"
+    )
+    stages: dict[str, NonNegative] = Field(default_factory=dict, description="the same by pipeline stage")
+    workers: dict[str, NonNegative] = Field(default_factory=dict, description="the same by data-parallel rank")
+    timeline: list[Drawn] = Field(default_factory=list)
+    remarks: list[str] = Field(default_factory=list)
+
+
 class ImportedFile(Part):
     """What one file gave: rows of a table, or steps of a trace."""
 

@@ -26,7 +26,7 @@ from ddltool.graph import RECV, SEND, Graph
 from ddltool.graph_io import from_document
 from ddltool.graph_results import TraceResult
 from ddltool.plans import Enforcement, Plan
-from ddltool.results import BalanceResult, BarrierResult, GateResult, NetworkResult, Verification
+from ddltool.results import BalanceResult, BarrierResult, GateResult, NetworkResult, StragglersResult, Verification
 from ddltool.simulation_results import SimulationDocument, SweepDocument
 from ddltool.units import show_bytes, show_seconds
 
@@ -40,7 +40,7 @@ RECORDS: dict[str, type[Artifact]] = {
     kind_of(model): model
     for model in (
         *(Plan, Enforcement, Goodput, TraceResult, NetworkResult, BarrierResult, BalanceResult, Verification),
-        *(SimulationDocument, SweepDocument, GateResult),
+        *(SimulationDocument, SweepDocument, GateResult, StragglersResult),
     )
 }
 """By kind, what other commands read again."""

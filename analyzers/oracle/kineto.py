@@ -46,6 +46,8 @@ _RUNTIME = frozenset(["cuda_runtime", "cuda_driver", "privateuse1_runtime", "pri
 _EARLIER = {"operator": "cpu_op", "runtime": "cuda_runtime", "memcpy": "gpu_memcpy", "memset": "gpu_memset"}
 _SYNC_ROWS = frozenset(["Device Sync", "Stream Sync", "Event Sync", "Context Sync", "Stream Wait Event"])
 _NCCL_KERNEL = re.compile(r"[nr]ccl(?:Dev)?Kernel_?[A-Za-z]")
+# Calls whose time grows with what comes in; which of several nested ones counts does not matter, all ranks call the same.
+_PRODUCT = re.compile(r"aten::(mm|addmm|bmm|baddbmm|_?convolution|embedding|_?scaled_dot_product_\w+)$")
 _DEEPEST = 4000  # brackets opened within one read of 64 KiB
 # Names of kernels hold control characters now and then, which JSON does not allow.
 _TO_BLANKS = bytes(32 if code < 32 else code for code in range(256))
@@ -103,6 +105,27 @@ class TraceSteps:
     world_size: int | None
     remarks: tuple[str, ...] = ()
     """What was left out, a sentence each."""
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class RankTrace:
+    """One rank's trace, as aligning ranks needs it; seconds on its own clock since ``epoch_s``."""
+
+    where: str
+    rank: int | None
+    node: str
+    epoch_s: float
+    names: tuple[str, ...]
+    spans: Spans
+    steps: Steps
+    groups: tuple[str, ...]
+    """The distinct collectives: what is done, and among whom."""
+    collectives: Floats
+    """(3, n) group, start and end of each; on a GPU its kernel, else from the call to the completion."""
+    kernels: Floats
+    """(3, m) start, end and launch of compute kernels, copies and fills; none in a trace of the CPU alone."""
+    work: Floats
+    """(2, p) start, and elements of the tensors, of matrix products and convolutions, where the trace has shapes."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -192,6 +215,38 @@ def read_steps(path: str | Path) -> TraceSteps:
     )
 
 
+def read_rank(path: str | Path) -> RankTrace:
+    """Return one rank's trace for :mod:`ddltool.analyzers.stragglers`, streamed. Raises InputError as read_steps does."""
+    rows = _Rows(path)
+    spans = rows.spans()[0]
+    steps = rows.steps(spans)
+    if not len(steps.start_s):
+        raise InputError(str(path), "has no ProfilerStep range with work", "call prof.step() after every training step")
+    kind, _, start, duration, _, _, group = rows.table("activities")
+    launched = rows.launched_s()
+    remote = kind == _COMMUNICATION_KERNEL
+    times = np.stack([start, start + duration, launched * 1e6]) * 1e-6
+    host = rows.collectives()
+    names = tuple(rows.numbers("group"))
+    of_host = np.stack([host[0] + len(names), host[1], host[1] + host[2]])
+    header = _header(path)
+    rank, node = header.get("distributedInfo.rank"), header.get("host_name")
+    base_ns = header.get("baseTimeNanoseconds", 0)
+    return RankTrace(
+        where=str(path),
+        rank=rank if type(rank) is int and rank >= 0 else None,
+        node=str(node or ""),
+        epoch_s=rows.base_us * 1e-6 + float(base_ns) * 1e-9,
+        names=rows.names,
+        spans=spans,
+        steps=steps,
+        groups=(*names, *rows.names),
+        collectives=np.concatenate([np.stack([group, times[0], times[1]])[:, remote], of_host], axis=1),
+        kernels=times[:, ~remote],
+        work=rows.table("work") * np.array([[1e-6], [1.0]]),
+    )
+
+
 def _launchers(rows: _Rows, spans: Spans, order: NDArray[np.intp]) -> Indices:
     """Return (k,) the innermost span that launched each GPU activity, -1 where none was recorded."""
     correlation, external = rows.table("activities")[4:6]
@@ -239,7 +294,7 @@ class _Rows:
     """
 
     # How many numbers a row has, in the order in which :meth:`_take` adds them.
-    WIDTH: Mapping[str, int] = {"ranges": 5, "launches": 3, "waits": 3, "activities": 7, "collectives": 4}
+    WIDTH: Mapping[str, int] = {"ranges": 5, "launches": 3, "waits": 3, "activities": 7, "collectives": 4, "work": 2}
 
     def __init__(self, path: str | Path) -> None:
         self.where = str(path)
@@ -329,6 +384,15 @@ class _Rows:
         """The distinct names of spans, by number."""
         return tuple(self._numbers["name"])
 
+    @property
+    def base_us(self) -> float:
+        """What the trace calls the first event's time; its times count from there."""
+        return self._base_us or 0.0
+
+    def numbers(self, kind: str) -> tuple[str, ...]:
+        """The distinct texts of a kind, by number."""
+        return tuple(self._numbers[kind])
+
     def table(self, kind: str) -> Floats:
         """Return (width, n) the columns of the n rows of one kind."""
         return np.frombuffer(self._rows[kind]).reshape(-1, self.WIDTH[kind]).T
@@ -360,6 +424,8 @@ class _Rows:
         elif category in _SPANS:
             row = (self._number("name", name), self._number("thread", thread), external, start, duration)
             self._rows["ranges"].extend(row)
+            if "Input Dims" in args and _PRODUCT.match(name):
+                self._rows["work"].extend((start, _elements(args["Input Dims"])))
         elif category in _RUNTIME:
             at = self._number("thread", thread)
             if name.endswith("Synchronize"):
@@ -397,6 +463,14 @@ class _Rows:
         name = str(event.get("name", "without a name"))[:80]
         remedy = "times are microseconds, finite, and no duration is negative"
         return InputError(self.where, f"event {number} ({name}): {problem}", remedy)
+
+
+def _elements(shapes: Any) -> float:
+    """Return how many elements the call's tensors have together, of ``[[4, 8], [], [8]]``."""
+    lists = [shape for shape in shapes if isinstance(shape, list)] if isinstance(shapes, list) else []
+    return float(
+        sum(math.prod(float(size) for size in shape if isinstance(size, (int, float))) for shape in lists if shape)
+    )
 
 
 def _identity(value: Any) -> int:

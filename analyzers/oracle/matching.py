@@ -47,7 +47,8 @@ class Match:
     matched_time: float
     """Share of the time of the trace's operator calls (of their kernels, if it has any) that ops of the graph took.
 
-    The optimizer's, the reducer's and gradient accumulation's calls are left out: they are no part of a graph. Of a type that is called c times a step for g ops, ``min(c, g) / max(c, g)`` of the time counts.
+    The optimizer's, the reducer's and gradient accumulation's calls are left out: they are no part of a graph.
+    Of a type that is called c times a step for g ops, ``min(c, g) / max(c, g)`` of the time counts.
     """
     steps: int
     """Steps, or repetitions, that the least was taken over."""

@@ -1,0 +1,88 @@
+"""What each rank did in each step: its own work by part, waiting for others, communication that nothing hid."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import numpy as np
+import pandas as pd
+from numpy.typing import NDArray
+
+from ddltool.analyzers.deciding.feedback import check_rows
+from ddltool.errors import InputError
+
+Floats = NDArray[np.float64]
+COMPUTE = ("forward", "backward", "compute")
+"""The parts that grow with a batch."""
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class RankSteps:
+    """R ranks over the K steps that all of them have; all arrays (R, K), seconds."""
+
+    ranks: tuple[int, ...]
+    nodes: tuple[str, ...]
+    """(R,) the machine of each rank, empty where nobody says."""
+    steps: NDArray[np.int64]
+    """(K,)"""
+    parts: Mapping[str, Floats]
+    """What a rank did itself: input, forward, backward, optimizer and host; of telemetry compute and host."""
+    wait_s: Floats
+    exposed_s: Floats
+    step_s: Floats
+    gap_s: Floats | None = None
+    """The longest time in a step in which a rank ran nothing and waited for nobody."""
+    work: Floats | None = None
+    """What a rank had to do: samples of telemetry, elements that a trace's matrix products and convolutions took."""
+    samples: Floats | None = None
+    offsets_s: Floats | None = None
+    """(R,) how far each clock is ahead of the middle one."""
+    late_s: Floats | None = None
+    """(R,) how much later than the first rank each sees a collective end, where all have one clock."""
+    remarks: tuple[str, ...] = ()
+    timeline: list[tuple[str, list[tuple[float, float, str]]]] = field(default_factory=list)
+    """By rank, what it did from when to when in some steps."""
+
+    @property
+    def own_s(self) -> Floats:
+        """What each rank needed by itself."""
+        total: Floats = np.sum(list(self.parts.values()), axis=0)
+        return total
+
+    @property
+    def compute_s(self) -> Floats:
+        """The part of it that grows with the batch."""
+        total: Floats = np.sum([row for name, row in self.parts.items() if name in COMPUTE], axis=0)
+        return total
+
+
+def of_telemetry(frame: pd.DataFrame, where: str) -> RankSteps:
+    """Return the steps of a telemetry table's last run that all its ranks have. Raises InputError naming line and column.
+
+    Input and host cannot be told apart there: both are what compute, waiting and synchronisation leave of a step.
+    """
+    rows = check_rows(frame, where)
+    rows = rows[rows["batch"] > 0]
+    cells = rows.drop_duplicates(["rank", "step"], keep="last").pivot(index="rank", columns="step").dropna(axis=1)
+    ranks = sorted({int(rank) for rank in rows["rank"]})
+    if len(ranks) < 2 or cells.empty:
+        problem = f"has {len(ranks)} rank(s) with no step in common" if len(ranks) > 1 else "has one rank only"
+        raise InputError(where, problem, "give the telemetry of all ranks of one run")
+    columns = {
+        name: cells[name].reindex(index=ranks).dropna(axis=1).to_numpy(dtype=np.float64)
+        for name in ("compute_s", "wait_s", "sync_s", "step_s", "batch")
+    }
+    steps = np.array([int(step) for step in cells["step_s"].columns], dtype=np.int64)
+    host = columns["step_s"] - columns["compute_s"] - columns["wait_s"] - columns["sync_s"]
+    return RankSteps(
+        ranks=tuple(ranks),
+        nodes=("",) * len(ranks),
+        steps=steps,
+        parts={"compute": columns["compute_s"], "host": np.maximum(host, 0.0)},
+        wait_s=columns["wait_s"],
+        exposed_s=columns["sync_s"],
+        step_s=columns["step_s"],
+        work=columns["batch"],
+        samples=columns["batch"],
+    )

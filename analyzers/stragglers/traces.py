@@ -1,0 +1,326 @@
+"""One profiler trace per rank as what each rank did in each step. Start at :func:`of_traces`.
+
+A rank blocks where it runs nothing while a collective is under way and goes on when that ends. Until the last rank has
+come to the collective it waits; after that it communicates. The rest of the step is its own: a collective that runs beside
+compute costs nothing. Collectives of one kind among the same ranks are matched by their order within a step.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from ddltool.analyzers.oracle.kineto import RankTrace, read_rank
+from ddltool.analyzers.oracle.spans import Flags, Floats
+from ddltool.analyzers.stragglers.ranks import RankSteps
+from ddltool.errors import InputError
+from ddltool.graph import natural_key
+
+_INPUT = re.compile(r"enumerate\(DataLoader\)|data_?load|next_batch|prefetch", re.IGNORECASE)
+_OPTIMIZER = re.compile(r"Optimizer\.(step|zero_grad)")
+_BACKWARD = re.compile(r"autograd::engine::evaluate_function|torch.distributed.ddp.reducer::")
+_OPERATOR = re.compile(r"(?!autograd::)[A-Za-z_]\w*::\w+$")
+PARTS = ("input", "forward", "backward", "optimizer", "host")
+_INPUT_PART, _FORWARD, _BACKWARD_PART, _OPTIMIZER_PART, _HOST, _BLOCKED = range(6)
+# A thread that was waiting goes on this soon after the collective's end: the scheduler's doing, not the rank's.
+_WAKES_S, _WAKES_SHARE = 2e-3, 0.2
+# Clocks of one machine are one clock; further apart they cannot be.
+_STEPS_DRAWN = 6
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class _Rank:
+    """One rank's steps before the others are known; seconds since the rank's epoch."""
+
+    trace: RankTrace
+    step: Floats
+    """(3, k) number, start and length."""
+    parts: Floats
+    """(5, k)"""
+    gap_s: Floats
+    blocked: Floats
+    """(4, b) step, start, end and the collective (its column) on which the rank was blocked."""
+    keys: list[tuple[int, str, int]]
+    """(n,) step, group and ordinal of each collective."""
+    work: Floats
+    drawn: list[tuple[float, float, str]]
+
+
+def of_traces(paths: Sequence[Path], advance: Callable[[int, str], None] = lambda done, name: None) -> RankSteps:
+    """Return what the ranks of some traces did in the steps that all have, one file a rank.
+
+    One file is in memory at a time, and of each its steps stay. Raises InputError as ``read_steps`` does, for a single
+    file, for a rank given twice and for traces without a step in common.
+    """
+    found = []
+    for place, path in enumerate(sorted(paths, key=lambda path: natural_key(str(path)))):
+        advance(place, path.name)
+        found.append(_split(read_rank(path)))
+    if len(found) < 2:
+        raise InputError(
+            str(paths[0]) if paths else "TRACE", "is the trace of one rank", "give one trace for each rank"
+        )
+    named = [rank.trace.rank if rank.trace.rank is not None else _in_name(rank.trace.where) for rank in found]
+    ranks = [place if None in named else int(name or 0) for place, name in enumerate(named)]
+    for place, rank in enumerate(ranks):
+        if rank in ranks[:place]:
+            raise InputError(
+                found[place].trace.where, f"is a second trace of rank {rank}", "give one trace for each rank"
+            )
+    order = sorted(range(len(ranks)), key=ranks.__getitem__)
+    return _aligned([found[place] for place in order], tuple(ranks[place] for place in order))
+
+
+def _in_name(where: str) -> int | None:
+    found = re.search(r"rank[-_.]?(\d+)", Path(where).name)
+    return int(found[1]) if found else None
+
+
+def _split(trace: RankTrace) -> _Rank:
+    steps, spans = trace.steps, trace.spans
+    ends = np.minimum(steps.until_s, np.where(np.isfinite(steps.until_s), np.inf, steps.start_s + steps.length_s))
+    # Time between two steps that follow one another is part of the first; where a step was left out it is not.
+    ends = np.where(ends - steps.start_s > 1.5 * steps.length_s, steps.start_s + steps.length_s, ends)
+
+    def spans_of(pattern: re.Pattern[str]) -> Floats:
+        wanted = np.array([pattern.match(name) is not None for name in trace.names], dtype=bool)[spans.key]
+        return np.stack([spans.start_s[wanted], (spans.start_s + spans.duration_s)[wanted]])
+
+    inputs, optimizers, backwards, operators = map(spans_of, (_INPUT, _OPTIMIZER, _BACKWARD, _OPERATOR))
+    device = trace.kernels.shape[1] > 0
+    busy = _union(trace.kernels[:2] if device else operators)
+    inputs, optimizers = _union(inputs), _union(optimizers)
+    called = np.sort(trace.collectives[1])
+    order = np.argsort(trace.collectives[1], kind="stable")
+    counts: dict[tuple[int, str], int] = {}
+    keys: list[tuple[int, str, int]] = [(-1, "", 0)] * len(order)
+    which = np.searchsorted(steps.start_s, called, side="right") - 1
+    for row, at in zip(order.tolist(), which.tolist(), strict=True):
+        group = trace.groups[int(trace.collectives[0, row])]
+        number = int(steps.number[at]) if at >= 0 else -1
+        ordinal = counts.get((number, group), 0)
+        counts[number, group] = ordinal + 1
+        keys[row] = (number, group, ordinal)
+    count = len(steps.start_s)
+    parts, gap, blocked = np.zeros((5, count)), np.zeros(count), []
+    drawn: list[tuple[float, float, str]] = []
+    middle = operators.mean(axis=0)  # what begins where something else ends is not in it
+    forward_calls = operators[:, ~_inside(middle, inputs) & ~_inside(middle, optimizers)]
+    for k, (low, high) in enumerate(zip(steps.start_s.tolist(), ends.tolist(), strict=True)):
+        own_busy = _clipped(busy, low, high)
+        gaps = _clipped(_complement(own_busy, low, high), low, high)
+        gaps = gaps[:, gaps[1] - gaps[0] > 1e-6]
+        held = _blocked(gaps, trace.collectives, device)
+        blocked += [(k, *row) for row in held]
+        back = backwards[:, (backwards[0] >= low) & (backwards[0] < high)]
+        first, last = (back[0].min(), back[1].max()) if back.size else (high, high)
+        ahead = forward_calls[0][(forward_calls[0] >= low) & (forward_calls[0] < first)]
+        windows = [
+            (_HOST, np.array([[low], [high]])),
+            (_FORWARD, np.array([[ahead.min() if ahead.size else first], [first]])),
+            (_BACKWARD_PART, np.array([[first], [last]])),
+            (_OPTIMIZER_PART, _clipped(optimizers, low, high)),
+            (_INPUT_PART, _clipped(inputs, low, high)),
+            (_BLOCKED, np.array([[row[0] for row in held], [row[1] for row in held]]).reshape(2, -1)),
+        ]
+        edges, label = _labelled(windows, low, high)
+        length = np.diff(edges)
+        if device:
+            # What the device does counts by the phase that launched it; idle it waits for input or for the host.
+            middle = (edges[1:] + edges[:-1]) / 2
+            idle_input = (label == _INPUT_PART) & ~_inside(middle, own_busy)
+            parts[_INPUT_PART, k] = _overlap(edges[:-1][idle_input], edges[1:][idle_input], own_busy, inverted=True)
+            here = (trace.kernels[0] >= low) & (trace.kernels[0] < high)
+            _by_launch(parts[:, k], trace.kernels[:, here], edges, label, float((own_busy[1] - own_busy[0]).sum()))
+            waited = float(length[label == _BLOCKED].sum())
+            parts[_HOST, k] = max(high - low - waited - parts[[0, 1, 2, 3], k].sum(), 0.0)
+        else:
+            for part in range(5):
+                parts[part, k] = length[label == part].sum()
+        quiet = [
+            (begin, end)
+            for begin, end in gaps.T.tolist()
+            if not any(start < end and stop > begin for start, stop, _ in held)
+            and not _inside(np.array([(begin + end) / 2]), inputs)[0]
+        ]
+        gap[k] = max((end - begin for begin, end in quiet), default=0.0)
+        if k < _STEPS_DRAWN:
+            drawn += [
+                (a, b, (*PARTS, "waiting")[part])
+                for a, b, part in zip(edges[:-1].tolist(), edges[1:].tolist(), label.tolist(), strict=True)
+            ]
+    at = steps.at(trace.work[0])
+    work = np.bincount(at[at >= 0], weights=trace.work[1][at >= 0], minlength=count)
+    return _Rank(
+        trace=trace,
+        step=np.stack([steps.number.astype(np.float64), steps.start_s, ends - steps.start_s]),
+        parts=parts,
+        gap_s=gap,
+        blocked=np.array(blocked, dtype=np.float64).reshape(-1, 4).T,
+        keys=keys,
+        work=work,
+        drawn=drawn,
+    )
+
+
+def _by_launch(parts: Floats, kernels: Floats, edges: Floats, label: np.ndarray, busy_s: float) -> None:
+    """Share the device's busy time among the phases by what each launched."""
+    place = np.clip(np.searchsorted(edges, kernels[2], side="right") - 1, 0, len(label) - 1)
+    phase = label[place]
+    phase = np.where(phase == _BLOCKED, _BACKWARD_PART, np.where(phase == _HOST, _FORWARD, phase))
+    amount = np.bincount(phase, weights=kernels[1] - kernels[0], minlength=5)[:5]
+    amount[_FORWARD] += amount[_INPUT_PART]  # a copy to the device that the loader launched
+    amount[[_INPUT_PART, _HOST]] = 0.0
+    if amount.sum() > 0:
+        parts += amount * busy_s / amount.sum()
+
+
+def _blocked(gaps: Floats, collectives: Floats, device: bool) -> list[tuple[float, float, int]]:
+    """Return where a rank was blocked on which collective: within gaps, up to the end of one that ends the gap."""
+    found = []
+    for low, high in gaps.T.tolist():
+        ending = np.flatnonzero((collectives[2] > low) & (collectives[1] < high))
+        if not len(ending):
+            continue
+        if device:  # kernels of one communicator follow one another
+            found += [(max(low, collectives[1, row]), min(high, collectives[2, row]), int(row)) for row in ending]
+            continue
+        ending = ending[collectives[2, ending] <= high + _WAKES_S]
+        if not len(ending):
+            continue
+        last = ending[np.argmax(collectives[2, ending])]
+        if high - collectives[2, last] > max(_WAKES_S, _WAKES_SHARE * (high - low)):
+            continue
+        begin = max(low, float(collectives[1, ending].min()))
+        if min(high, collectives[2, last]) > begin:
+            found.append((begin, float(min(high, collectives[2, last])), int(last)))
+    return found
+
+
+def _aligned(found: list[_Rank], ranks: tuple[int, ...]) -> RankSteps:
+    """Return the ranks on one clock, and tell waiting from communicating by when the last rank came."""
+    numbers = sorted(set.intersection(*(set(rank.step[0].astype(int).tolist()) for rank in found)))
+    if not numbers:
+        raise InputError(
+            found[0].trace.where, "has no step in common with the others", "profile the same steps on all ranks"
+        )
+    remarks = [f"{rank.trace.where}: {said}" for rank in found for said in rank.trace.steps.left_out]
+    every = [dict(zip(rank.keys, range(len(rank.keys)), strict=True)) for rank in found]
+    inside = set(numbers)
+    common = sorted({key for key in set.intersection(*map(set, every)) if key[0] in inside})
+    total = max((sum(key[0] in inside for key in rank) for rank in every), default=0)
+    if total > len(common):
+        remarks.append(
+            f"{total - len(common)} of {total} collectives are not those of all ranks and tell nothing of waiting"
+        )
+    epoch = min(rank.trace.epoch_s for rank in found)
+    shift = np.array([rank.trace.epoch_s - epoch for rank in found])
+    columns = [np.array([rank[key] for key in common], dtype=np.intp) for rank in every]
+    begin = np.array([one.trace.collectives[1, at] for one, at in zip(found, columns, strict=True)]) + shift[:, None]
+    end = np.array([one.trace.collectives[2, at] for one, at in zip(found, columns, strict=True)]) + shift[:, None]
+    offsets, late = np.zeros(len(found)), None
+    nodes = tuple(rank.trace.node for rank in found)
+    one_clock = len(set(nodes)) == 1 and nodes[0] != "" and np.ptp(shift) < 86400.0
+    if not common:
+        remarks.append(
+            "no collective is that of all ranks: clocks are not aligned, and all blocked time counts as waiting"
+        )
+    elif one_clock:
+        late = np.median(end - end.min(axis=0), axis=1)
+    else:
+        offsets = np.median(end - np.median(end, axis=0), axis=1)
+    begin, last = begin - offsets[:, None], np.zeros(0)
+    if common:
+        last = begin.max(axis=0)
+    made: dict[str, list[Floats]] = {name: [] for name in ("wait", "exposed", "step", "gap", "work", "parts")}
+    timeline = []
+    for row, rank in enumerate(found):
+        place = {int(number): at for at, number in enumerate(rank.step[0].tolist())}
+        kept = np.array([place[number] for number in numbers])
+        arrived = np.full(len(rank.keys), np.inf)
+        arrived[columns[row]] = last
+        step, low, high, which = rank.blocked
+        move = shift[row] - offsets[row]
+        waited = np.clip(arrived[which.astype(int)] - (low + move), 0.0, high - low)
+        count = rank.step.shape[1]
+        wait = np.bincount(step.astype(int), weights=waited, minlength=count)
+        held = np.bincount(step.astype(int), weights=high - low, minlength=count)
+        for name, values in (
+            ("wait", wait),
+            ("exposed", held - wait),
+            ("step", rank.step[2]),
+            ("gap", rank.gap_s),
+            ("work", rank.work),
+        ):
+            made[name].append(values[kept])
+        made["parts"].append(rank.parts[:, kept])
+        timeline.append((f"rank {ranks[row]}", [(a + move, b + move, kind) for a, b, kind in rank.drawn]))
+    origin = min((a for _, spans in timeline for a, _, _ in spans), default=0.0)
+    parts = np.array(made["parts"])
+    work = np.array(made["work"])
+    return RankSteps(
+        ranks=ranks,
+        nodes=nodes,
+        steps=np.array(numbers, dtype=np.int64),
+        parts={name: parts[:, place] for place, name in enumerate(PARTS)},
+        wait_s=np.array(made["wait"]),
+        exposed_s=np.array(made["exposed"]),
+        step_s=np.array(made["step"]),
+        gap_s=np.array(made["gap"]),
+        work=work if (work > 0).all() else None,
+        offsets_s=offsets,
+        late_s=late,
+        remarks=tuple(remarks),
+        timeline=[(name, [(a - origin, b - origin, kind) for a, b, kind in spans]) for name, spans in timeline],
+    )
+
+
+def _labelled(windows: list[tuple[int, Floats]], low: float, high: float) -> tuple[Floats, np.ndarray]:
+    """Return the edges (n + 1,) of the pieces of a step and the label (n,) of each: that of the last window over it."""
+    edges = np.unique(np.clip(np.concatenate([[low, high], *(window.ravel() for _, window in windows)]), low, high))
+    middle = (edges[1:] + edges[:-1]) / 2
+    label = np.full(len(middle), _HOST)
+    for name, window in windows:
+        label[_inside(middle, window)] = name
+    return edges, label
+
+
+def _union(intervals: Floats) -> Floats:
+    """Return the union of intervals (2, n) as intervals (2, m) by time."""
+    if not intervals.size:
+        return np.zeros((2, 0))
+    start, end = intervals[:2, np.argsort(intervals[0], kind="stable")]
+    reach = np.maximum.accumulate(end)
+    new = np.concatenate([[True], start[1:] > reach[:-1]])
+    return np.stack([start[new], np.append(reach[:-1][new[1:]], reach[-1])])
+
+
+def _clipped(intervals: Floats, low: float, high: float) -> Floats:
+    """Return what of ordered, disjoint intervals (2, n) lies within a window."""
+    first, last = np.searchsorted(intervals[1], low, side="right"), np.searchsorted(intervals[0], high, side="left")
+    return np.clip(intervals[:, first:last], low, high)
+
+
+def _complement(intervals: Floats, low: float, high: float) -> Floats:
+    return np.stack([np.append(low, intervals[1]), np.append(intervals[0], high)])
+
+
+def _inside(time: Floats, intervals: Floats) -> Flags:
+    """Return (n,) whether each moment lies in one of the ordered, disjoint intervals (2, m)."""
+    if not intervals.shape[1]:
+        return np.zeros(len(time), dtype=bool)
+    place = np.searchsorted(intervals[0], time, side="right") - 1
+    return (place >= 0) & (time < intervals[1][np.maximum(place, 0)])
+
+
+def _overlap(start: Floats, end: Floats, intervals: Floats, *, inverted: bool) -> float:
+    """Return how much of some pieces lies in ordered, disjoint intervals, or outside of them."""
+    within = sum(
+        float((np.clip(intervals[1], a, b) - np.clip(intervals[0], a, b)).sum())
+        for a, b in zip(start, end, strict=True)
+    )
+    return float((end - start).sum()) - within if inverted else within

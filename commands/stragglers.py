@@ -1,0 +1,111 @@
+"""``ddltool stragglers TRACE...``: which rank holds the others up, since when, by how much, and why."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from ddltool.analyzers.reporting.stragglers_section import stragglers_section
+from ddltool.analyzers.stragglers import diagnosis, operations
+from ddltool.analyzers.stragglers.ranks import RankSteps, of_telemetry
+from ddltool.analyzers.stragglers.traces import of_traces
+from ddltool.artifacts import to_json, write_text
+from ddltool.commands.options import Json, Output
+from ddltool.commands.output import finish, note, progress
+from ddltool.errors import InputError
+from ddltool.outputs import check_outputs
+from ddltool.tables import read_table
+
+MOST_TRACES = 4096
+_ROWS = (".jsonl", ".ndjson")
+
+
+def stragglers(
+    sources: Annotated[
+        list[Path],
+        typer.Argument(
+            metavar="TRACE...", help="A profiler trace for each rank, a folder of them, telemetry.jsonl, or .parquet."
+        ),
+    ],
+    batch_size: Annotated[
+        int, typer.Option(help="Samples of a rank in a step, for the speeds; traces do not say.", min=1)
+    ] = 1,
+    feed: Annotated[
+        Path | None,
+        typer.Option(metavar="FOLDER", help="Write speeds.csv (balance), ends.csv (barrier), telemetry.jsonl (plan)."),
+    ] = None,
+    output: Output = None,
+    as_json: Json = False,
+) -> None:
+    """Read the traces of all ranks: which one holds the others up, since when, why, and what to do."""
+    paths = _files(sources)
+    check_outputs(paths, {"-o": output})
+    name = sources[0].name if len(sources) == 1 else f"{len(paths)} traces"
+    if any(path.suffix == ".parquet" for path in paths):
+        if len(paths) > 1 or feed is not None:
+            problem = "is given with others" if len(paths) > 1 else "has no rank's speeds"
+            raise InputError(str(paths[0]), problem, "give one .parquet file, without --feed")
+        found = operations.what_if(operations.read_operations(paths[0]))
+        finish(found, lambda: stragglers_section(found, name), output, as_json)
+        return
+    run, source = _read(paths)
+    where = feed or Path()
+    feeds = diagnosis.Feeds(**{field: str(where / file) for field, file in _FED.items()})
+    result = diagnosis.diagnose(run, source, feeds)
+    if feed is not None:
+        _write_feeds(run, batch_size, feeds, paths if source == "telemetry" else [])
+        note(f"wrote {', '.join(_FED.values())} to {feed}")
+    elif result.findings:
+        note("the files that the remedies name are written by --feed FOLDER")
+    finish(result, lambda: stragglers_section(result, name), output, as_json)
+
+
+_FED = {"speeds": "speeds.csv", "ends": "ends.csv", "telemetry": "telemetry.jsonl"}
+
+
+def _files(sources: list[Path]) -> list[Path]:
+    """Return the files, a folder's traces for the folder. Raises InputError for none and for too many."""
+    paths: list[Path] = []
+    for source in sources:
+        if source.is_dir():
+            inside = [
+                path for path in source.iterdir() if path.name.endswith((".json", ".json.gz", ".parquet", ".jsonl"))
+            ]
+            if not inside:
+                raise InputError(
+                    str(source), "holds no trace", "a folder of .json or .json.gz files, one for each rank"
+                )
+            paths += inside
+        else:
+            paths.append(source)
+    if len(paths) > MOST_TRACES:
+        raise InputError("TRACE", f"are {len(paths)}", f"give at most {MOST_TRACES}, one for each rank")
+    if len({path.resolve() for path in paths}) < len(paths):
+        raise InputError("TRACE", "names a file twice", "give one trace for each rank")
+    return paths
+
+
+def _read(paths: list[Path]) -> tuple[RankSteps, str]:
+    rows = [path for path in paths if set(path.suffixes) & set(_ROWS)]
+    if rows:
+        if len(paths) > 1:
+            raise InputError(str(rows[0]), "is given with others", "telemetry of all ranks is one file")
+        return of_telemetry(read_table(rows[0]), str(rows[0])), "telemetry"
+    with progress("reading", len(paths)) as advance:
+        return of_traces(paths, advance), "traces"
+
+
+def _write_feeds(run: RankSteps, batch: int, feeds: diagnosis.Feeds, telemetry: list[Path]) -> None:
+    Path(feeds.speeds).parent.mkdir(parents=True, exist_ok=True)
+    for path, header, rows in (
+        (feeds.speeds, "iteration,worker,speed,cpu,memory", diagnosis.speeds(run, batch)),
+        (feeds.ends, "worker,iteration,end_s", diagnosis.ends(run)),
+    ):
+        write_text(path, "\n".join([header, *(",".join(f"{value:.9g}" for value in row) for row in rows)]) + "\n")
+    if telemetry:
+        write_text(feeds.telemetry, telemetry[0].read_text(encoding="utf-8"))
+        return
+    made = [to_json(row, indent=None) for row in diagnosis.telemetry(run, batch)]
+    write_text(feeds.telemetry, "".join(made))
