@@ -482,7 +482,7 @@ def test_the_options_are_a_decision() -> None:
             ]
         ),
         "demo": sorted(common),
-        "stragglers": sorted([*common, "--batch-size", "--feed"]),
+        "stragglers": ["--batch-size", "--feed", "--json", "--output"],
         "devices": ["--devices-file", "--json"],
         "zoo": ["--json", "--write"],
         "schema": ["--json", "--output"],
