@@ -16,7 +16,8 @@ from benchmarks.synthetic import cpu_cluster
 from ddltool.analyzers.balancing.predict import PREDICTORS
 from ddltool.analyzers.loading.worker_tables import read_speeds
 from ddltool.errors import InputError
-from ddltool.runtime.measuring.watch import SpeedRow, Watch, WatchRequest, expected_cpu, record, write_rows
+from ddltool.runtime.measuring.share import expected_cpu
+from ddltool.runtime.measuring.watch import SpeedRow, Watch, WatchRequest, record, write_rows
 from tests.conftest import Result
 
 Cli = Callable[..., Result]

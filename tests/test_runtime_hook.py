@@ -299,14 +299,16 @@ def test_nodes_are_counted_by_what_the_launcher_says(
 
 def test_importing_the_runtime_imports_nothing_heavy_but_torch() -> None:
     code = (
-        "import sys\nimport ddltool.runtime\nassert 'torch' not in sys.modules\n"
-        "import torch\nbefore = set(sys.modules)\nddltool.runtime.attach\nprint(*(set(sys.modules) - before))"
+        "import sys\nimport ddltool.runtime as r\nassert 'torch' not in sys.modules\n"
+        "import torch\nbefore = set(sys.modules)\nr.attach\nprint(*(set(sys.modules) - before))\n"
+        "r.balance, r.ElasticTrainer, r.Worker\nprint(*(set(sys.modules) - before))"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    added = {name.split(".")[0] for name in done.stdout.split()}
-    assert not added & {"ortools", "pandas", "scipy", "sklearn", "onnx", "altair", "networkx", "typer", "rich"}
-    assert "ddltool.runtime.hook.attaching" in done.stdout.split()
-    inside = {name for name in done.stdout.split() if name.startswith("ddltool.")}
+    hook, every = map(str.split, done.stdout.splitlines())
+    heavy = {"ortools", "pandas", "scipy", "sklearn", "onnx", "altair", "networkx", "typer", "rich"}
+    assert not heavy & {name.split(".")[0] for name in every}
+    assert "ddltool.runtime.hook.attaching" in hook
+    inside = {name for name in hook if name.startswith("ddltool.")}
     assert not {name for name in inside if name.split(".")[1] in ("analyzers", "commands", "fixtures")}
 
 

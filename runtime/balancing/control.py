@@ -47,7 +47,7 @@ from ddltool.runtime.hook.loader import CountedLoader
 from ddltool.runtime.hook.telemetry import Exchange, PassClock, check_target
 from ddltool.runtime.hook.trained import TrainedParameters
 from ddltool.runtime.hook.weighing import Reduction, Weigher
-from ddltool.runtime.measuring.watch import available_memory, expected_cpu
+from ddltool.runtime.measuring.share import available_memory, expected_cpu
 
 Floats = NDArray[np.float64]
 Cluster = Literal["cpu", "gpu"]

@@ -29,13 +29,13 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 
 import pandas as pd
-import psutil
 
 from ddltool.artifacts import write_text
 from ddltool.errors import DdlToolError, InputError
 from ddltool.graph import natural_key
 from ddltool.results import WatchedWorker, WatchResult
 from ddltool.runtime.measuring.children import GONE, Children, how_it_ended, meeting_place
+from ddltool.runtime.measuring.share import available_memory, expected_cpu
 from ddltool.runtime.measuring.worker import resolved
 
 # How often a worker hands in its rows; what it has not handed in is lost when it is killed.
@@ -81,45 +81,6 @@ class Watch:
         seconds = max(time.perf_counter() - begin, 1e-9)
         row = SpeedRow(iteration=len(self.rows), worker=self.worker, speed=samples / seconds, cpu=cpu, memory=memory)
         self.rows.append(row)
-
-
-def expected_cpu() -> float:
-    """Return the share of a core that this process can expect now, above 0 to 1.
-
-    On Linux: its cores over the runnable processes that were last on one of them, itself included. A process counts once
-    whatever its threads. Elsewhere: the machine's idle share since the last call, as psutil has it.
-    """
-    try:
-        cores = os.sched_getaffinity(0)
-        return min(1.0, len(cores) / (1 + _others_running(cores)))
-    except (AttributeError, OSError):
-        return max(0.01, 1.0 - psutil.cpu_percent(interval=None) / 100)
-
-
-def available_memory() -> float:
-    """Return the share of the machine's memory that new work could take, 0 to 1."""
-    memory = psutil.virtual_memory()
-    return float(memory.available / memory.total)
-
-
-def _others_running(cores: set[int]) -> int:
-    """Return how many other processes want to run on these cores (Linux).
-
-    Reads /proc itself: psutil would take ten times as long, which a short iteration would notice.
-    """
-    running, own = 0, str(os.getpid())
-    for name in os.listdir("/proc"):
-        if not name.isdecimal() or name == own:
-            continue
-        try:
-            with open(f"/proc/{name}/stat", "rb") as file:
-                fields = file.read().rpartition(b") ")[2].split()
-        except OSError:
-            continue  # it has ended meanwhile
-        # Fields 3 and 39 of proc(5): the state, and the core it was last on.
-        if fields[0] == b"R" and int(fields[36]) in cores:
-            running += 1
-    return running
 
 
 def write_rows(rows: Iterable[SpeedRow], path: str | Path) -> None:
