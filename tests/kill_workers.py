@@ -1,14 +1,17 @@
-"""A job that trains until it is disturbed: ``python -m tests.kill_workers KIND RANK SIZE PORT TIMEOUT_S``.
-
-Writes ``ready`` when training has begun, and the number of every step.
-"""
+"""Jobs that train until they are disturbed, and how. Their processes are forked from one that has imported torch."""
 
 from __future__ import annotations
 
+import multiprocessing
+import os
+import signal
 import sys
+import tempfile
 import time
 from collections.abc import Callable
 from datetime import timedelta
+from multiprocessing.connection import Connection
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -20,6 +23,7 @@ from ddltool.runtime.agent import GoodputAgent
 from ddltool.runtime.elastic import ElasticTrainer
 
 STEPS = 10**6
+RANKS, TIMEOUT_S = 3, 3.0
 
 
 def agent(network: nn.Module, data: TensorDataset, made: Callable[[], None]) -> None:
@@ -50,15 +54,15 @@ def elastic(network: nn.Module, data: TensorDataset, made: Callable[[], None]) -
 KINDS = {"agent": agent, "elastic": elastic}
 
 
-def main(kind: str, rank: int, size: int, port: str, timeout_s: float) -> None:
-    """Train for ever."""
+def _main(kind: str, rank: int, folder: str, ready: Connection) -> None:
+    """Train for ever; say so when training has begun."""
     torch.set_num_threads(1)
     dist.init_process_group(
         "gloo",
         rank=rank,
-        world_size=size,
-        init_method=f"tcp://127.0.0.1:{port}",
-        timeout=timedelta(seconds=timeout_s),
+        world_size=RANKS,
+        init_method=f"file://{folder}/store",
+        timeout=timedelta(seconds=TIMEOUT_S),
     )
     torch.manual_seed(0)
     features = torch.randn(640, 32)
@@ -70,11 +74,47 @@ def main(kind: str, rank: int, size: int, port: str, timeout_s: float) -> None:
         nonlocal steps
         steps += 1
         if steps == 2:
-            print("ready", flush=True)
+            ready.send("ready")
         time.sleep(0.002)
 
     KINDS[kind](network, data, made)
 
 
-if __name__ == "__main__":
-    main(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), sys.argv[4], float(sys.argv[5]))
+def _process(kind: str, rank: int, folder: str, ready: Connection) -> None:
+    """Do what Python does with a script: an error that nobody catches goes to the excepthook."""
+    with open(f"{folder}/told-{rank}", "w") as told:
+        os.dup2(told.fileno(), 2)
+    sys.stderr = os.fdopen(2, "w", buffering=1)
+    try:
+        _main(kind, rank, folder, ready)
+    except BaseException:
+        sys.excepthook(*sys.exc_info())  # type: ignore[arg-type]
+    os._exit(1)
+
+
+def disturbed(kind: str, number: signal.Signals, victim: int, delay_s: float) -> tuple[float, list[str]]:
+    """Send a signal to a rank some time after training began; return how long the others lived on, and what they said."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["torch._dynamo", __name__])
+    with tempfile.TemporaryDirectory() as folder:
+        pipes = [context.Pipe(duplex=False) for _ in range(RANKS)]
+        ranks = [context.Process(target=_process, args=(kind, rank, folder, pipes[rank][1])) for rank in range(RANKS)]
+        for rank in ranks:
+            rank.start()
+        try:
+            for place, (mine, _) in enumerate(pipes):
+                assert mine.poll(60), Path(folder, f"told-{place}").read_text()
+            time.sleep(delay_s)
+            begin = time.monotonic()
+            os.kill(ranks[victim].pid or 0, number)
+            others = [place for place in range(RANKS) if place != victim]
+            for place in others:
+                ranks[place].join(60)
+            lived_s = time.monotonic() - begin
+            told = [Path(folder, f"told-{place}").read_text() for place in others]
+            assert [ranks[place].exitcode for place in others] == [1] * len(others), told
+        finally:
+            for rank in ranks:
+                rank.kill()
+                rank.join()
+    return lived_s, told

@@ -475,8 +475,12 @@ class GoodputAgent:
             self._finish_step(taken, updated=True)
 
     def _check_other(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
-        """Refuse a second optimizer in a step: the gradients of its model are not weighed."""
-        if self._current is not None and optimizer is not self._optimizer and not self._updating:
+        """Refuse a second optimizer in a step with uneven batches: the gradients of its model are not weighed."""
+        taken = self._current
+        if taken is None or optimizer is self._optimizer or self._updating:
+            return
+        sizes = taken.split.sizes_of(taken.step_samples)
+        if taken.passes > 1 or not (sizes == sizes[0, 0]).all():
             problem = (
                 f"a second one ({type(optimizer).__name__}) steps within agent.batches, whose gradients nobody weighs"
             )
