@@ -312,7 +312,7 @@ def test_a_loop_that_goes_around_the_agent_is_told() -> None:
         optimizer.step()
     nn.functional.cross_entropy(model(inputs), answers).backward()
     optimizer.step()
-    batches.close()  # type: ignore[attr-defined]
+    batches.close()
     with pytest.raises(InputError, match="dataset: is only a number"):
         next(
             iter(

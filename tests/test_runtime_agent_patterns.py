@@ -377,3 +377,12 @@ def test_a_step_that_was_passed_over_is_no_progress() -> None:
     assert agent.sampler.position == len(made.dataset)
     assert agent.progress == len(made.dataset) / TOTAL - 1
     agent.close()
+
+
+def test_a_loop_that_fetches_ahead_is_refused() -> None:
+    made = made_of("plain")
+    batches = follows(made, made.model, max_local_batch_size=TOTAL).batches(0)
+    assert len(batches) == len(made.dataset) / TOTAL
+    next(batches)
+    with pytest.raises(InputError, match=r"agent.batches: the next one was fetched before the first was trained on"):
+        next(batches)

@@ -24,7 +24,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Generator, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Literal, Protocol, cast
 
@@ -64,6 +64,30 @@ class Scheduler(Protocol):
     def step(self) -> Any:
         """Go on by a step."""
         ...
+
+
+class Batches:
+    """An iterator that knows how many batches there are at most: trainers that lack the number fetch a batch ahead."""
+
+    def __init__(self, source: Iterator[Any], most: int) -> None:
+        self._source, self._most = source, most
+
+    def __iter__(self) -> Iterator[Any]:
+        """Return itself: the batches come once."""
+        return self
+
+    def __next__(self) -> Any:
+        """Return the next batch."""
+        return next(self._source)
+
+    def __len__(self) -> int:
+        """Return how many batches there were at most at the beginning."""
+        return self._most
+
+    def close(self) -> None:
+        """Leave the batch that is under way."""
+        if isinstance(self._source, Generator):
+            self._source.close()
 
 
 class GoodputAgent:
@@ -202,8 +226,8 @@ class GoodputAgent:
 
     # What a training loop uses.
 
-    def batches(self, epoch: int, loader: DataLoader[Any] | None = None, **options: Any) -> Iterator[Any]:
-        """Yield this rank's batches of what is left of ``epoch``: all of it, or after a restart the rest.
+    def batches(self, epoch: int, loader: DataLoader[Any] | None = None, **options: Any) -> Batches:
+        """Return this rank's batches of what is left of ``epoch``, to iterate over: all of it, or after a restart the rest.
 
         ``options`` go to ``DataLoader`` (``num_workers``, ``collate_fn``); or give a ``loader`` made with
         ``batch_sampler=agent.sampler``. Epochs that are behind the agent are empty. Batches that workers fetched ahead
@@ -214,12 +238,18 @@ class GoodputAgent:
         if loader is not None and loader.batch_sampler is not self.sampler:
             raise InputError("loader", "has a sampler of its own", "make it with batch_sampler=agent.sampler")
         if epoch < self.sampler.epoch:
-            return
+            return Batches(iter(()), 0)
         self.sampler.set_epoch(epoch)
         if loader is None:
             # The dataset is checked above; a sized one is what DataLoader takes.
             loader = DataLoader(self._dataset, batch_sampler=self.sampler, **options)  # type: ignore[arg-type]
-        batches = iter(loader)
+        left = len(self.sampler)
+        if self._chooser.adapts:  # at most: it may come back to the first batch
+            left = max(left, -(-(self.sampler.dataset_size - self.sampler.position) // self._limits.initial_batch_size))
+        return Batches(self._passes(loader), left)
+
+    def _passes(self, loader: DataLoader[Any]) -> Iterator[Any]:
+        batches, first = iter(loader), True
         others = register_optimizer_step_pre_hook(self._check_other) if self._synchronised is not None else None
         try:
             while True:
@@ -228,8 +258,15 @@ class GoodputAgent:
                     batch = next(batches)
                 except StopIteration:
                     return
-                self._begin_pass(self.sampler.issued.popleft(), start)
+                taken = self.sampler.issued.popleft()
+                self._begin_pass(taken, start)
                 yield batch
+                if first and self._done_backward is not taken:
+                    problem = "the next one was fetched before the first was trained on, so passes would be mistaken"
+                    raise InputError(
+                        "agent.batches", problem, "fetch no batch ahead; num_workers does it behind the agent"
+                    )
+                first = False
                 self._end_pass()
         finally:
             self._leave_pass()

@@ -43,7 +43,7 @@ from ddltool.runtime.elastic.processes import Processes
 from ddltool.runtime.elastic.recording import Recorder
 from ddltool.runtime.elastic.sample_feed import SampleFeed, Task
 from ddltool.runtime.hook.batches import VariableBatchSampler
-from ddltool.runtime.hook.job import bare_optimizer, dataset_length
+from ddltool.runtime.hook.job import bare_optimizer, dataset_length, demand_same_samples
 from ddltool.runtime.hook.stopping import StopSignals
 
 _PARTS = ("settings", "environment", "position", "buckets", "parameters", "optimizer", "extras", "workers")
@@ -170,6 +170,7 @@ class ElasticTrainer:
         if not 0 < bucket_mib < 2**40:  # NaN is neither
             raise InputError("bucket_mib", f"is {bucket_mib}", "give the size of a bucket in MiB, above 0")
         self.processes = Processes.this(max_workers, placement)
+        demand_same_samples(self.processes.job, dataset)
         torch.use_deterministic_algorithms(True)
         here = checkpoint.environment(self.device)
         known = ", ".join(f"{name} {value}" for name, value in here.items())
