@@ -45,7 +45,7 @@ from ddltool.runtime.hook.gradients import TimedAverage
 from ddltool.runtime.hook.job import Job, bare_optimizer, dataset_length, demand_same_samples
 from ddltool.runtime.hook.loader import CountedLoader
 from ddltool.runtime.hook.telemetry import Exchange, PassClock, check_target
-from ddltool.runtime.hook.trained import TrainedParameters
+from ddltool.runtime.hook.trained import guard
 from ddltool.runtime.hook.weighing import Reduction, Weigher
 from ddltool.runtime.measuring.share import available_memory, expected_cpu
 
@@ -228,8 +228,9 @@ class Balancer:
         exchanges = self._clock.take()
         if not exchanges and self.world_size > 1:
             return  # an update without a backward pass before it is no step
-        if self._sampler is not None and (done := self._weigher.used(self._sampler)) is not None:
-            self._sampler.commit(done)
+        done = None if self._sampler is None else self._weigher.used(self._sampler)
+        if self._sampler is not None and done is not None and done.epoch == self._sampler.epoch:
+            self._sampler.commit(done)  # of another epoch where a loop that fetches ahead is in the next one already
         if not self._chooses or self._agreement is None:
             return
         chosen = self._agreement.propose(lambda: self._clock.row(exchanges))
@@ -324,7 +325,7 @@ def balance(
     Raises InputError, on every rank, when something does not fit together.
     """
     job = Job.this()
-    optimizer = bare_optimizer(optimizer)
+    optimizer = job.together(lambda: bare_optimizer(optimizer))
     chosen = options if options is not None else BalanceOptions()
     path = None if events is None else Path(events)
     start, fewest, manager = job.together(lambda: _prepare(job, model, total_batch, sizes, limits, least, chosen, path))
@@ -343,9 +344,7 @@ def balance(
     if job.side is not None:
         compress = torch.bfloat16 if chosen.compress == "bf16" else None
         register(model, TimedAverage(weigher.take_tally, model.process_group, clock, compress=compress))
-        trained = TrainedParameters(model, optimizer)
-        job.together(trained.check)
-        optimizer.register_step_pre_hook(trained.check)
+        guard(job, model, optimizer)
         optimizer.register_step_post_hook(weigher.check_update)
     optimizer.register_step_post_hook(balancer.after_step)
     return balancer

@@ -37,7 +37,7 @@ from ddltool.runtime.hook.gradients import TimedAverage
 from ddltool.runtime.hook.job import Job, bare_optimizer, count_nodes, demand_same_samples, load_and_check
 from ddltool.runtime.hook.loader import CountedLoader
 from ddltool.runtime.hook.telemetry import Identity, RowFile, StepRecorder
-from ddltool.runtime.hook.trained import TrainedParameters
+from ddltool.runtime.hook.trained import guard
 from ddltool.runtime.hook.weighing import Reduction, Weigher
 
 EXIT_PAUSE_S = 0.1
@@ -229,7 +229,7 @@ def attach(
 
 def _attach(path: str, model: nn.Module, optimizer: torch.optim.Optimizer, dataset: Dataset[Any] | None) -> Hook:
     job = Job.this()
-    optimizer = bare_optimizer(optimizer)
+    optimizer = job.together(lambda: bare_optimizer(optimizer))
     enforcement = job.together(lambda: load_and_check(path, job, model, optimizer, dataset))
     digest = hashlib.sha256(to_json(enforcement).encode()).hexdigest()[:12]
     job.demand_same(path, f"content {digest}", "give every rank the same file")
@@ -253,9 +253,7 @@ def _attach(path: str, model: nn.Module, optimizer: torch.optim.Optimizer, datas
         if wrapped is not None:
             register(wrapped, TimedAverage(weigher.take_tally, wrapped.process_group, recorder, job.side))
     if job.side is not None:
-        trained = TrainedParameters(model, optimizer)
-        job.together(trained.check)
-        optimizer.register_step_pre_hook(trained.check)
+        guard(job, model, optimizer)
         optimizer.register_step_post_hook(weigher.check_update)
     if job.side is not None or recorder is not None:
         weigher.open(model)

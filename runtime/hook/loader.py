@@ -22,14 +22,16 @@ class CountedLoader(DataLoader[Any]):
     def __init__(self, dataset: Dataset[Any], sampler: VariableBatchSampler, weigher: Weigher, **options: Any) -> None:
         super().__init__(dataset, batch_sampler=sampler, **options)
         self._variable, self._weigher = sampler, weigher
+        self._left_early = False
         weigher.follow(sampler)
 
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
         """Yield the batches of the epoch, or of what is left of it."""
-        self._weigher.drop(self._variable, unused=True)
-        try:
-            for batch in super().__iter__():
-                self._weigher.draw(self._variable, self._variable.issued.popleft())
-                yield batch
-        finally:
-            self._weigher.drop(self._variable)  # a loop that fetched ahead has its last batches still to use
+        if self._left_early:
+            self._weigher.drop(self._variable, unused=True)
+        self._left_early = True
+        for batch in super().__iter__():
+            self._weigher.draw(self._variable, self._variable.issued.popleft())
+            yield batch
+        self._weigher.drop(self._variable)  # a loop that fetched ahead has its last batches still to use
+        self._left_early = False

@@ -31,12 +31,22 @@ _SAME = re.compile(
 )
 
 
+@dataclass(slots=True)
+class Mark:
+    """What the outputs of one forward pass are marked with."""
+
+    owner: Any
+    """Who weighs what is trained through the model."""
+    spent: bool = False
+    """Whether a backward pass has come by."""
+
+
 @dataclass(frozen=True, slots=True)
 class Reach:
     """Where the graph of a loss leads to."""
 
-    owners: tuple[Any, ...]
-    """Whose models it comes from past no weighed term, in the order in which they were found."""
+    marks: tuple[Mark, ...]
+    """The forward passes that it comes from, past no weighed term."""
     weighed: bool
     """Whether there is a term that was weighed explicitly."""
 
@@ -49,24 +59,24 @@ class Terms:
     unknown: str = ""
 
 
-def mark(values: Iterable[Any], owner: Any) -> None:
-    """Mark all tensors in nested ``values`` that have a gradient as output of ``owner``'s model; keeps nothing alive."""
+def mark(values: Iterable[Any], sign: Mark) -> None:
+    """Mark all tensors in nested ``values`` that have a gradient; keeps nothing alive."""
     for value in values:
         if isinstance(value, Tensor):
             if value.grad_fn is not None:
                 node: Node = value.grad_fn
-                node.metadata[MARK] = owner
+                node.metadata[MARK] = sign
         elif isinstance(value, dict):
-            mark(value.values(), owner)
+            mark(value.values(), sign)
         elif isinstance(value, (list, tuple)):
-            mark(value, owner)
+            mark(value, sign)
         elif hasattr(value, "__dict__"):
-            mark(vars(value).values(), owner)
+            mark(vars(value).values(), sign)
 
 
 def reach(roots: Iterable[Node]) -> Reach:
     """Return whose outputs, and whether weighed terms, lie behind the nodes; the search ends at them."""
-    owners: dict[int, Any] = {}
+    marks: dict[int, Mark] = {}
     weighed, seen = False, set[Node]()
     waiting = [node for node in roots if node is not None]
     while waiting and len(seen) < _MOST_NODES:
@@ -76,11 +86,11 @@ def reach(roots: Iterable[Node]) -> Reach:
         seen.add(node)
         if node.name() == WEIGHED:
             weighed = True
-        elif (owner := node.metadata.get(MARK)) is not None:
-            owners[id(owner)] = owner
+        elif (sign := node.metadata.get(MARK)) is not None:
+            marks[id(sign)] = sign
         else:
             waiting += [after for after, _ in node.next_functions if after is not None]
-    return Reach(tuple(owners.values()), weighed)
+    return Reach(tuple(marks.values()), weighed)
 
 
 def terms_of(root: Tensor) -> list[Terms]:
@@ -96,7 +106,7 @@ def _terms(node: Node, divisor: float, *, inside: bool) -> Iterator[Terms]:
     ``inside``: past a mark, so what follows is in a model that is trained.
     """
     inside = inside or MARK in node.metadata
-    if not inside and not reach([node]).owners:
+    if not inside and not reach([node]).marks:
         return
     name = node.name()
     after = [follower for follower, _ in node.next_functions if follower is not None]
@@ -126,7 +136,7 @@ def _scaled(node: Node, name: str, divisor: float, inside: bool) -> Iterator[Ter
     trained = [
         (place, follower)
         for place, (follower, _) in enumerate(node.next_functions)
-        if follower is not None and (inside or reach([follower]).owners)
+        if follower is not None and (inside or reach([follower]).marks)
     ]
     if len(trained) != 1 or (name.startswith("Div") and trained[0][0] != 0):
         yield Terms(None, name)

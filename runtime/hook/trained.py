@@ -1,14 +1,56 @@
-"""What an optimizer trains beside what DDP averages: it would drift apart between ranks, so it is refused."""
+"""What a rank has beside what DDP keeps alike: it would drift apart between ranks, so it is refused. Start at :func:`guard`."""
 
 from __future__ import annotations
 
 import gc
+import hashlib
+import weakref
 
 import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from ddltool.errors import InputError
+from ddltool.runtime.hook.job import Job
+
+UPDATES_WITH_BUFFERS = 2
+
+
+def guard(job: Job, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    """Refuse before an update what ranks would not have alike: now on all ranks, later before the first wrong update."""
+    trained = TrainedParameters(model, optimizer)
+    job.together(trained.check)
+    optimizer.register_step_pre_hook(trained.check)
+    optimizer.register_step_pre_hook(LateBuffers(job, model).check)
+
+
+class LateBuffers:
+    """Buffers that forward passes make: DDP does not know them, and ranks that see other batches may have others."""
+
+    def __init__(self, job: Job, model: nn.Module) -> None:
+        self._job, self._model = job, weakref.ref(model)
+        self._known = {name for name, _ in model.named_buffers()}
+        self._updates = 0
+
+    def check(self, *_: object) -> None:
+        """Raise InputError on all ranks where one is not alike after the first two passes; all ranks come here together."""
+        model = self._model()
+        if model is None or self._updates == UPDATES_WITH_BUFFERS:
+            return
+        self._updates += 1
+        made = {name: value for name, value in model.named_buffers() if name not in self._known}
+        told = {name: _digest(value) for name, value in made.items()}
+        remedy = "make it before DistributedDataParallel wraps the model, from what is alike on every rank"
+        name = next(iter(sorted(told)), "")
+        self._job.demand_same(f"model: buffer {name}, made in a forward pass,", " ".join(told.values()), remedy)
+
+
+def _digest(value: torch.Tensor) -> str:
+    if value.is_meta:
+        return "meta"
+    return hashlib.sha256(value.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes()).hexdigest()[
+        :8
+    ]
 
 
 class TrainedParameters:
@@ -19,8 +61,7 @@ class TrainedParameters:
     """
 
     def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-        self._optimizer, self._model = optimizer, model
-        self._is_ddp = isinstance(model, DistributedDataParallel)
+        self._optimizer, self._model = optimizer, weakref.ref(model)
         self._averaged = {id(parameter) for parameter in _averaged_by(model)}
         self._names = {id(parameter): name for name, parameter in model.named_parameters()}
         self._groups = 0
@@ -40,9 +81,8 @@ class TrainedParameters:
     def _demand(self, trained: list[nn.Parameter]) -> None:
         unknown = [parameter for parameter in trained if id(parameter) not in self._averaged]
         if unknown:  # they may be another wrapped model's
-            self._averaged |= {
-                id(each) for model in _wrapped() if model is not self._model for each in _averaged_by(model)
-            }
+            others = [model for model in _wrapped() if model is not self._model()]
+            self._averaged |= {id(each) for model in others for each in _averaged_by(model)}
             unknown = [parameter for parameter in unknown if id(parameter) not in self._averaged]
         if not unknown:
             return

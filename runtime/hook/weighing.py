@@ -14,11 +14,11 @@ on every tenth, on all ranks; a loss that is none over the samples is refused, a
 from __future__ import annotations
 
 import time
+import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
-from weakref import WeakSet
 
 import torch
 import torch.distributed as dist
@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from ddltool.errors import InputError
 from ddltool.runtime.hook.batches import Pass, VariableBatchSampler
 from ddltool.runtime.hook.job import Job
-from ddltool.runtime.hook.loss_terms import mark, reach, terms_of
+from ddltool.runtime.hook.loss_terms import Mark, mark, reach, terms_of
 
 Reduction = Literal["mean", "sum", "average"]
 FIRST_READINGS = 4
@@ -35,7 +35,7 @@ STEPS_PER_READING = 10
 _PASSES_KEPT = 4096
 _PLAIN = torch.autograd.backward
 _inside = False
-_open: WeakSet[Weigher] = WeakSet()
+_open: weakref.WeakSet[Weigher] = weakref.WeakSet()
 _backwards = 0
 
 
@@ -129,6 +129,7 @@ class Weigher:
 
     def open(self, model: nn.Module) -> None:
         """Weigh what is trained through ``model`` from now on, until :meth:`close`."""
+        self._model = weakref.ref(model)
         model.register_forward_pre_hook(_Before(self), with_kwargs=True)
         model.register_forward_hook(_After(self))
         _open.add(self)
@@ -176,6 +177,16 @@ class Weigher:
             self._sizes_passed.append(size)
         if self.watcher is not None and module.training:
             self.watcher.begin_forward()
+
+    def spend(self, mark: Mark) -> None:
+        """A backward pass comes by a forward pass. Raises InputError for a second one, which DDP leaves out of its average."""
+        synchronises = getattr(self._model(), "require_backward_grad_sync", False)
+        if mark.spent and self._job.world_size > 1:
+            remedy = "add the losses and call backward once, or pass through the model again"
+            raise InputError(
+                "backward", "comes again by one forward pass, whose gradients DDP averages once only", remedy
+            )
+        mark.spent = bool(synchronises)
 
     def end_backward(self) -> None:
         """A backward pass is over: what comes now belongs to another one."""
@@ -410,7 +421,7 @@ class _After(_Before):
 
     def __call__(self, module: nn.Module, args: Any, output: Any) -> None:
         if torch.is_grad_enabled():
-            mark((output,), self.weigher)
+            mark((output,), Mark(self.weigher))
 
 
 def _backward(
@@ -430,7 +441,10 @@ def _backward(
         _PLAIN(tensors, grad_tensors, **rest)
         return
     found = reach(root.grad_fn for root in roots)
-    owners: list[Weigher] = [owner for owner in found.owners if owner in _open]
+    marks = [mark for mark in found.marks if mark.owner in _open]
+    owners: list[Weigher] = list(dict.fromkeys(mark.owner for mark in marks))
+    for each in marks:
+        each.owner.spend(each)
     if owners and found.weighed:
         remedy = "weigh each term of the loss, or none"
         raise InputError("loss", "is weighed in some of its terms only", remedy)
