@@ -15,6 +15,7 @@ from ddltool.errors import CheckFailed, InputError
 from ddltool.results import DoctorResult, OverheadResult
 from ddltool.runtime.measuring.machine_checks import OPTIONAL, PACKAGES, examine, installed
 from ddltool.runtime.measuring.overhead import measure_overhead
+from ddltool.runtime.measuring.script_check import check_script
 from ddltool.units import parse_share, show_seconds
 
 
@@ -26,15 +27,30 @@ def doctor(
             help="Measure instead what ddltool costs this training script, on and off in turns.",
         ),
     ] = None,
+    check: Annotated[
+        str | None,
+        typer.Option(
+            metavar='"SCRIPT ARGS"',
+            help="Hold the first steps of this training script against those of one process.",
+        ),
+    ] = None,
     max_overhead: Annotated[
         str, typer.Option(metavar="SHARE", help="With --overhead: exit 1 when it is above, such as 1%.")
     ] = "",
     pairs: Annotated[int, typer.Option(help="With --overhead: pairs of runs.", min=1, max=1000)] = 10,
     steps: Annotated[int, typer.Option(help="With --overhead: optimizer steps of each run.", min=4)] = 60,
-    replicas: Annotated[int, typer.Option(help="With --overhead: processes, under torchrun.", min=1, max=4096)] = 1,
+    replicas: Annotated[
+        int | None,
+        typer.Option(
+            help="Processes, under torchrun; 1 with --overhead, 2 with --check if not given.", min=1, max=4096
+        ),
+    ] = None,
     as_json: Json = False,
 ) -> None:
-    """Try what ddltool needs of this machine, and say what to do about it; or measure what it costs a script."""
+    """Try what ddltool needs of this machine; or what it costs a script, or whether a script trains right with it."""
+    if check is not None:
+        _check(check, replicas or 2, as_json)
+        return
     if overhead is None:
         if max_overhead:
             raise InputError("--max-overhead", "needs a script", "add --overhead SCRIPT")
@@ -43,15 +59,9 @@ def doctor(
     limit = parse_share(max_overhead) if max_overhead else None
     if limit is not None and not 0 <= limit <= 10:
         raise InputError("--max-overhead", f'is "{max_overhead}"', "give a share such as 1%")
-    try:
-        command = shlex.split(overhead)
-    except ValueError as error:
-        problem = f"cannot be split into words ({error})"
-        raise InputError("--overhead", problem, "quote the script's arguments") from None
-    if not command:
-        raise InputError("--overhead", "names no script", 'give "train.py --its options"')
+    command = _words(overhead, "--overhead")
     with progress("runs", 2 * pairs) as advance:
-        asked = {"pairs": pairs, "steps": steps, "replicas": replicas}
+        asked = {"pairs": pairs, "steps": steps, "replicas": replicas or 1}
         found = measure_overhead(command, **asked, limit=limit, progress=lambda done: advance(done, ""))
     if as_json:
         print_json(found)
@@ -59,6 +69,30 @@ def doctor(
         _show_overhead(found, command[0])
     if found.verdict == "above":
         raise CheckFailed(f"the overhead of ddltool is above {max_overhead} of a step")
+
+
+def _words(text: str, option: str) -> list[str]:
+    """Return script and arguments. Raises InputError naming the option where there are none."""
+    try:
+        command = shlex.split(text)
+    except ValueError as error:
+        raise InputError(option, f"cannot be split into words ({error})", "quote the script's arguments") from None
+    if not command:
+        raise InputError(option, "names no script", 'give "train.py --its options"')
+    return command
+
+
+def _check(script: str, replicas: int, as_json: bool) -> None:
+    """Say whether a script trains as one process would; raise CheckFailed where it does not."""
+    found = check_script(_words(script, "--check"), replicas)
+    if as_json:
+        print_json(found)
+    else:
+        out().print(
+            f"{found.script}, {replicas} processes: {found.line}", soft_wrap=True, markup=False, highlight=False
+        )
+    if not found.equal:
+        raise CheckFailed(f"{found.script} does not train as one process would")
 
 
 def _look(as_json: bool) -> None:

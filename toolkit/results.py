@@ -345,6 +345,16 @@ class OverheadResult(Result):
     off: list[OverheadRun]
 
 
+class ScriptCheck(Result):
+    """``ddltool doctor --check``: whether the first steps of a script are those of one process."""
+
+    kind: Literal["ddltool.script_check"] = "ddltool.script_check"
+    script: str
+    replicas: Count
+    equal: bool
+    line: str = Field(description="how far the gradients are apart and, where they are, the likely reason")
+
+
 class RunSeen(Part):
     """What was read of one record; ``cut``: its last line is unfinished."""
 

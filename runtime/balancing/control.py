@@ -41,8 +41,16 @@ from ddltool.errors import InputError
 from ddltool.runtime.hook.agreement import TIMEOUT_S, Agreement
 from ddltool.runtime.hook.attaching import register
 from ddltool.runtime.hook.batches import VariableBatchSampler, fitting_sizes
+from ddltool.runtime.hook.checking import begin_check
 from ddltool.runtime.hook.gradients import TimedAverage
-from ddltool.runtime.hook.job import Job, bare_optimizer, dataset_length, demand_same_samples
+from ddltool.runtime.hook.job import (
+    Job,
+    bare_optimizer,
+    dataset_length,
+    demand_same_samples,
+    is_reference,
+    refuse_in_one_line,
+)
 from ddltool.runtime.hook.loader import CountedLoader
 from ddltool.runtime.hook.telemetry import Exchange, PassClock, check_target
 from ddltool.runtime.hook.trained import guard
@@ -324,11 +332,12 @@ def balance(
 
     Raises InputError, on every rank, when something does not fit together.
     """
+    refuse_in_one_line()
     job = Job.this()
-    optimizer = job.together(lambda: bare_optimizer(optimizer))
     chosen = options if options is not None else BalanceOptions()
     path = None if events is None else Path(events)
     start, fewest, manager = job.together(lambda: _prepare(job, model, total_batch, sizes, limits, least, chosen, path))
+    optimizer = job.together(lambda: bare_optimizer(optimizer))
     job.demand_same("batch sizes", f"{start}, at least {fewest}", "give every rank the same sizes and the same least")
     demand_same_samples(job, dataset)
     cuda = any(parameter.is_cuda for parameter in model.parameters())
@@ -339,6 +348,7 @@ def balance(
         behind = many if chosen.background is None else chosen.background
         agreement = Agreement(job, manager, timeout_s=chosen.timeout_s, behind=chosen.enabled and behind)
     weigher = Weigher(job, "balancer", lambda: balancer.sizes, always=chosen.enabled, watcher=clock)
+    begin_check(job, model, optimizer)
     balancer = Balancer(job, dataset, start, fewest, weigher, clock, agreement, manager, chosen.enabled)
     weigher.open(model)
     if job.side is not None:
@@ -368,6 +378,8 @@ def _prepare(
     sizes = None if sizes is None else [_whole_samples("sizes", size) for size in sizes]
     limits = None if limits is None else [_whole_samples("limits", limit) for limit in limits]
     total = total_batch if sizes is None else sum(sizes)
+    if is_reference():
+        sizes = limits = None
     if total is None:
         raise InputError("total_batch", "is missing", "give it, or the sizes of all ranks")
     fewest = least_samples(model, least, job.world_size, total, sizes, limits)

@@ -17,7 +17,6 @@ from __future__ import annotations
 import atexit
 import hashlib
 import os
-import sys
 import time
 from pathlib import Path
 from types import TracebackType
@@ -33,8 +32,16 @@ from ddltool.artifacts import to_json
 from ddltool.errors import InputError
 from ddltool.plans import Enforcement
 from ddltool.runtime.hook.batches import VariableBatchSampler
+from ddltool.runtime.hook.checking import begin_check
 from ddltool.runtime.hook.gradients import TimedAverage
-from ddltool.runtime.hook.job import Job, bare_optimizer, count_nodes, demand_same_samples, load_and_check
+from ddltool.runtime.hook.job import (
+    Job,
+    bare_optimizer,
+    count_nodes,
+    demand_same_samples,
+    load_and_check,
+    refuse_in_one_line,
+)
 from ddltool.runtime.hook.loader import CountedLoader
 from ddltool.runtime.hook.telemetry import Identity, RowFile, StepRecorder
 from ddltool.runtime.hook.trained import guard
@@ -208,23 +215,21 @@ def attach(
         dataset: a dataset with ``__len__`` for :meth:`Hook.dataloader`; None if you load ``hook.local_batch_size``
             samples per step by your own means.
 
-    With the environment variable DDLTOOL_OFF=1 any config is as None: for measuring what the hook costs.
+    With the environment variable DDLTOOL_OFF=1 any config is as None: for measuring what the hook costs. With
+    DDLTOOL_CHECK=1 the first steps are held against those of one process (:mod:`~ddltool.runtime.hook.checking`).
 
     ``backward`` weighs each loss by the samples of the rank's batch; the loss must be a mean over them, and is refused where it
     is not (:meth:`Hook.loss` says what it is). If the config names a telemetry file, it is emptied now.
     ``DistributedDataParallel.join`` is not supported.
 
-    Raises InputError, on every rank as soon as one rank refuses, when config and job do not fit. Left uncaught, it ends
-    the process with one line on stderr and exit code 2.
+    Raises InputError, on every rank as soon as one rank refuses, when config and job do not fit. Left uncaught, that and any
+    later refusal end the process with one line on stderr and exit code 2.
     """
     if config is None or os.environ.get("DDLTOOL_OFF", "") not in ("", "0"):
         rank, world_size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
         return Hook(dataset, rank, world_size)
-    try:
-        return _attach(os.fspath(config), model, optimizer, dataset)
-    except InputError as error:
-        _end_in_one_line(error)
-        raise
+    refuse_in_one_line()
+    return _attach(os.fspath(config), model, optimizer, dataset)
 
 
 def _attach(path: str, model: nn.Module, optimizer: torch.optim.Optimizer, dataset: Dataset[Any] | None) -> Hook:
@@ -255,6 +260,7 @@ def _attach(path: str, model: nn.Module, optimizer: torch.optim.Optimizer, datas
     if job.side is not None:
         guard(job, model, optimizer)
         optimizer.register_step_post_hook(weigher.check_update)
+    begin_check(job, model, optimizer)
     if job.side is not None or recorder is not None:
         weigher.open(model)
     return EnforcingHook(enforcement, dataset, job.rank, weigher, recorder)
@@ -302,20 +308,3 @@ def _row_file(enforcement: Enforcement, job: Job) -> RowFile | None:
         device=enforcement.ranks[job.rank].device_type,
     )
     return RowFile(Path(enforcement.telemetry), identity)
-
-
-def _end_in_one_line(error: InputError) -> None:
-    """See to it that ``error``, if nobody catches it, ends the process as the command line would end.
-
-    That is one line on stderr and the error's exit code, instead of a traceback. Other exceptions are not touched.
-    """
-    previous = sys.excepthook
-
-    def show(kind: type[BaseException], value: BaseException, trace: TracebackType | None) -> None:
-        if value is not error:
-            previous(kind, value, trace)
-            return
-        sys.stderr.write(f"error: {error}\n")
-        raise SystemExit(error.exit_code)
-
-    sys.excepthook = show

@@ -9,9 +9,11 @@ import copy
 import hashlib
 import os
 import random
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
+from types import TracebackType
 from typing import Any, TypeVar
 
 import numpy as np
@@ -28,6 +30,8 @@ from ddltool.plans import Enforcement, ParameterRecord
 from ddltool.runtime.hook.roll_call import RollCall, job_timeout_s
 
 T = TypeVar("T")
+REFERENCE = "DDLTOOL_CHECK_REFERENCE"
+"""Set in a process that a check has started, to train alone on whole batches; where its gradients go."""
 MAP_STYLE = "give a map-style dataset (with __len__ and __getitem__)"
 WITHOUT_DATASET = (
     "give a map-style dataset, or leave dataset out and load hook.local_batch_size samples per step yourself"
@@ -105,11 +109,36 @@ def gloo_group() -> dist.ProcessGroup | None:
     return dist.new_group(backend="gloo", timeout=timedelta(seconds=job_timeout_s()))
 
 
+def refuse_in_one_line() -> None:
+    """See to it that an InputError that nobody catches ends the process as the command line would end.
+
+    That is one line on stderr and the error's exit code, instead of a traceback. Other exceptions are not touched.
+    """
+    previous = sys.excepthook
+    if isinstance(previous, _OneLine):
+        return
+    sys.excepthook = _OneLine(previous)
+
+
+@dataclass(frozen=True, slots=True)
+class _OneLine:
+    previous: Callable[[type[BaseException], BaseException, TracebackType | None], object]
+
+    def __call__(self, kind: type[BaseException], value: BaseException, trace: TracebackType | None) -> None:
+        if not isinstance(value, InputError):
+            self.previous(kind, value, trace)
+            return
+        sys.stderr.write(f"error: {value}\n")
+        raise SystemExit(value.exit_code)
+
+
 def load_and_check(
     path: str, job: Job, model: nn.Module, optimizer: torch.optim.Optimizer, dataset: Dataset[Any] | None
 ) -> Enforcement:
     """Return the config. Raises InputError where it does not fit this job."""
     enforcement = load(path, Enforcement)
+    if is_reference():
+        enforcement = _alone(enforcement)
     check_plan(path, enforcement.plan_sha256, os.environ.get("DDLTOOL_PLAN_SHA256"))
     _check_world(path, enforcement, job)
     _check_model(model, job)
@@ -127,6 +156,18 @@ def check_plan(path: str, emitted: str | None, launched: str | None) -> None:
     if emitted and launched and emitted != launched:
         problem = f"is {emitted[:12]}..., but the job was launched by plan {launched[:12]}... (DDLTOOL_PLAN_SHA256)"
         raise InputError(f"{path}:plan_sha256", problem, "emit the launcher and the config from one plan")
+
+
+def is_reference() -> bool:
+    """Whether this process is the one that a check has started (:mod:`~ddltool.runtime.hook.checking`)."""
+    return bool(os.environ.get(REFERENCE))
+
+
+def _alone(enforcement: Enforcement) -> Enforcement:
+    """Return the config of one process that takes the batches of all ranks together."""
+    first = enforcement.ranks[0].model_copy(update={"local_batch_size": enforcement.total_batch_size})
+    changes = {"world_size": 1, "ranks": [first], "telemetry": None, "sharding": None, "ddp": None, "fsdp2": None}
+    return enforcement.model_copy(update=changes)
 
 
 def _check_world(path: str, enforcement: Enforcement, job: Job) -> None:

@@ -114,7 +114,7 @@ def _run(command: Sequence[str], turn: bool, steps: int, warmup: int, replicas: 
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder, "times")
         launch += ["-m", "ddltool.runtime.measuring.overhead", str(file), str(steps), *command]
-        code, errors = _finish(launch, environment, command[0], timeout_s)
+        code, errors = finish(launch, environment, command[0], timeout_s)
         times = [file.with_name(f"{file.name}.{rank}") for rank in range(replicas)]
         if code or not all(path.exists() for path in times):
             last = " ".join(errors.strip().splitlines()[-ERROR_LINES:])
@@ -130,7 +130,7 @@ def _run(command: Sequence[str], turn: bool, steps: int, warmup: int, replicas: 
     return OverheadRun(steps=made, wall_s=max(spans[0]) / count, cpu_s=sum(spans[1]) / count)
 
 
-def _finish(launch: Sequence[str], environment: dict[str, str], name: str, timeout_s: float) -> tuple[int, str]:
+def finish(launch: Sequence[str], environment: dict[str, str], name: str, timeout_s: float) -> tuple[int, str]:
     """Return the exit code and stderr of a process; whatever happens, it is gone afterwards."""
     child = subprocess.Popen(
         list(launch), env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, errors="replace"

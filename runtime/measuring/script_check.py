@@ -1,0 +1,48 @@
+"""Does a training script compute with ddltool what one process would? Start at :func:`check_script`."""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+
+from ddltool.errors import InputError
+from ddltool.results import ScriptCheck
+from ddltool.runtime.hook.checking import CHECK, RESULT
+from ddltool.runtime.measuring.overhead import ERROR_LINES, finish
+
+
+def check_script(command: Sequence[str], replicas: int = 2, timeout_s: float = 900.0) -> ScriptCheck:
+    """Run the first steps of a script (and its arguments) under torchrun, checked (:mod:`~ddltool.runtime.hook.checking`).
+
+    Raises InputError for a script that fails before that, that takes longer, or in which nothing of ddltool's is attached.
+    """
+    if not Path(command[0]).is_file():
+        raise InputError(command[0], "is no file", "name a training script")
+    launch = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node",
+        str(replicas),
+        *command,
+    ]
+    with tempfile.TemporaryDirectory() as folder:
+        result = Path(folder, "result.json")
+        environment = {**os.environ, CHECK: "end", RESULT: str(result)}
+        code, errors = finish(launch, environment, command[0], timeout_s)
+        if result.exists():
+            return ScriptCheck(script=shlex.join(command), replicas=replicas, **json.loads(result.read_text("utf-8")))
+    own = [line for line in errors.splitlines() if line.startswith("error: ")]
+    last = own[0] if own else " ".join(errors.strip().splitlines()[-ERROR_LINES:])
+    if code:
+        raise InputError(command[0], f"failed with exit code {code}: {last}", "see to it that it runs by itself")
+    problem = "ran to its end without a check"
+    raise InputError(
+        command[0], problem, "attach the hook or the balancer with uneven batches in it, for 3 updates or more"
+    )
