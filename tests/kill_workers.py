@@ -54,14 +54,14 @@ def elastic(network: nn.Module, data: TensorDataset, made: Callable[[], None]) -
 KINDS = {"agent": agent, "elastic": elastic}
 
 
-def _main(kind: str, rank: int, folder: str, ready: Connection) -> None:
+def _main(kind: str, rank: int, port: int, ready: Connection) -> None:
     """Train for ever; say so when training has begun."""
     torch.set_num_threads(1)
     dist.init_process_group(
         "gloo",
         rank=rank,
         world_size=RANKS,
-        init_method=f"file://{folder}/store",
+        store=dist.TCPStore("127.0.0.1", port, is_master=False),
         timeout=timedelta(seconds=TIMEOUT_S),
     )
     torch.manual_seed(0)
@@ -80,25 +80,32 @@ def _main(kind: str, rank: int, folder: str, ready: Connection) -> None:
     KINDS[kind](network, data, made)
 
 
-def _process(kind: str, rank: int, folder: str, ready: Connection) -> None:
+def _process(kind: str, rank: int, port: int, folder: str, ready: Connection) -> None:
     """Do what Python does with a script: an error that nobody catches goes to the excepthook."""
     with open(f"{folder}/told-{rank}", "w") as told:
         os.dup2(told.fileno(), 2)
     sys.stderr = os.fdopen(2, "w", buffering=1)
     try:
-        _main(kind, rank, folder, ready)
+        _main(kind, rank, port, ready)
     except BaseException:
         sys.excepthook(*sys.exc_info())  # type: ignore[arg-type]
     os._exit(1)
 
 
 def disturbed(kind: str, number: signal.Signals, victim: int, delay_s: float) -> tuple[float, list[str]]:
-    """Send a signal to a rank some time after training began; return how long the others lived on, and what they said."""
+    """Send a signal to a rank some time after training began; return how long the others lived on, and what they said.
+
+    This process holds the store, as torchrun does.
+    """
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["torch._dynamo", __name__])
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     with tempfile.TemporaryDirectory() as folder:
         pipes = [context.Pipe(duplex=False) for _ in range(RANKS)]
-        ranks = [context.Process(target=_process, args=(kind, rank, folder, pipes[rank][1])) for rank in range(RANKS)]
+        ranks = [
+            context.Process(target=_process, args=(kind, rank, store.port, folder, pipes[rank][1]))
+            for rank in range(RANKS)
+        ]
         for rank in ranks:
             rank.start()
         try:

@@ -89,28 +89,31 @@ class RollCall:
 
     def gone(self, within_s: float = WITHIN_S) -> list[int] | None:
         """Return the ranks that do not answer within so many seconds; None where the store does not either."""
-        found: list[list[int]] = []
+        left = list(self._ranks)
+        asked = threading.Event()
 
         def call() -> None:
             with contextlib.suppress(RuntimeError):
                 end = time.monotonic() + within_s
                 self._store.set(f"here/{self._rank}", b"1")
                 self._store.set("call", b"1")
-                left = list(self._ranks)
                 while left and time.monotonic() < end:
-                    left = [rank for rank in left if not self._store.check([f"here/{rank}"])]
+                    for rank in list(left):
+                        if self._store.check([f"here/{rank}"]):
+                            left.remove(rank)
+                    asked.set()
                     time.sleep(0.02)
-                found.append(left)
 
         calling = threading.Thread(target=call, daemon=True)  # a store whose holder is stopped answers never
         calling.start()
-        calling.join(within_s + 0.3)
-        if not found:
+        calling.join(within_s + 0.2)
+        if not asked.is_set():
             return None
-        if found[0]:
+        gone = list(left)
+        if gone:
             for listener in list(self._told):
-                listener(found[0])
-        return found[0]
+                listener(gone)
+        return gone
 
     def line(self, error: BaseException) -> str | None:
         """Return what to say of an error that comes from a lost rank; None for any other."""
@@ -128,7 +131,7 @@ class RollCall:
         """Answer no more, and show errors as before unless somebody else has changed that meanwhile. Idempotent."""
         atexit.unregister(self.close)
         self._ended.set()
-        self._thread.join(timeout=2 * WITHIN_S)
+        self._thread.join(timeout=_LOOK_S)
         if sys.excepthook is self._hook:
             sys.excepthook = self._previous
 
