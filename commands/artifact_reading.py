@@ -12,9 +12,10 @@ from pydantic import BaseModel, ValidationError
 
 from ddltool.analyzers.deciding.feedback import check_rows
 from ddltool.analyzers.gating.metrics import RECORDS
-from ddltool.artifacts import parse, read_document, read_lines
+from ddltool.artifacts import parse, parse_record, read_document, read_lines
 from ddltool.errors import InputError, did_you_mean
 from ddltool.graph_io import from_document
+from ddltool.graph_results import MemoryTimeline
 from ddltool.profiles import check_profile, read_profile
 from ddltool.schema_words import in_words
 from ddltool.tables import read_table
@@ -95,6 +96,7 @@ def _from_document(path: Path) -> Found:
         import pandas as pd
 
         content: Any = pd.DataFrame(checked_document(document, where)["rows"])
+        content.attrs["memory"] = _timelines(document, where)
     elif kind == "graph":
         content = from_document(document, where)
     elif isinstance(named, str) and kind in _MODELS:
@@ -105,6 +107,15 @@ def _from_document(path: Path) -> Found:
             f"{where}:kind", "is missing" if named is None else f"is {named!r}, which has no section", known
         )
     return Found(kind=kind, path=path, content=content)
+
+
+def _timelines(document: dict[str, Any], where: str) -> dict[str, MemoryTimeline]:
+    """Return the memory over a pass by device, of a prediction that has it."""
+    devices = document.get("devices") if document.get("predicted") is True else None
+    held = {name: about.get("memory") for name, about in devices.items()} if isinstance(devices, dict) else {}
+    return {
+        name: parse_record(one, MemoryTimeline, where, f"devices.{name}.memory") for name, one in held.items() if one
+    }
 
 
 def _from_rows(path: Path, rows: list[tuple[int, Row]]) -> Found:

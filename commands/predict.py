@@ -61,7 +61,7 @@ def predict(
     optimizer: Annotated[str, typer.Option(help="none, sgd, momentum, adam or adamw.")] = "adam",
     accumulation: Annotated[int, typer.Option(help="Passes in a step.", min=1, max=1_000_000)] = 1,
     sharding: Annotated[
-        str, typer.Option(help="Of several replicas: none, ddp, zero1, zero2, fsdp or hsdp:SHARD.")
+        str, typer.Option(help="Of several replicas: none, ddp, zero1, zero2, fsdp, fsdp:SHARD or hsdp:SHARD.")
     ] = "ddp",
     checkpointing: Annotated[
         str,

@@ -122,7 +122,9 @@ def _section(one: Found, found: Sequence[Found], noise: float | None) -> Section
         case "graph":
             return _graph_section(one)
         case "profile":
-            return fit_sections.profile_section(one.content, one.name, others("goodput"))
+            section = fit_sections.profile_section(one.content, one.name, others("goodput"))
+            memory = fit_sections.memory_pictures(one.content.attrs.get("memory", {}))
+            return replace(section, blocks=[*section.blocks, *memory])
         case "goodput":
             profile = next((content for _, content in others("profile")), None)
             return fit_sections.goodput_section(one.content, one.name, profile, noise)

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import Callable
 from itertools import product
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,8 +16,10 @@ from ddltool.analyzers.costs.memory import Ledger, Recomputation, Sharding, ledg
 from ddltool.analyzers.tracing.torch_adapter import trace_step
 from ddltool.errors import Infeasible
 from ddltool.graph import Graph
+from tests.conftest import Result
 from tests.test_memory import gpt
 
+Cli = Callable[..., Result]
 MIB = 2**20
 
 
@@ -84,3 +89,33 @@ def test_too_little_memory_gives_back_what_is_free() -> None:
     assert reserved_bytes([], [], spans) == 70 * MIB
     assert reserved_bytes([], [], spans, limit_bytes=40 * MIB) == 40 * MIB
     assert reserved_bytes([], [], spans, limit_bytes=40 * MIB - 1) is None
+
+
+def test_the_command_keeps_its_budget_and_draws_its_memory(cli: Cli, tmp_path: Path) -> None:
+    asked = ("predict", "zoo:bert_small", "--device", "T4", "--batch-sizes", 64, "--json")
+    free = cli(*asked).document["rows"][0]
+    assert free["recompute"] is None
+    budget = 0.7 * free["peak_memory_bytes"]
+    document = cli(*asked, "--checkpointing", f"{budget / MIB:.3f}MiB").document
+    row = document["rows"][0]
+    assert row["peak_memory_bytes"] <= budget + 1
+    assert row["memory_low_bytes"] <= row["reserved_bytes"] < row["memory_high_bytes"]
+    again = row["recompute"]
+    assert 0 < again["recomputed_s"] == pytest.approx(again["lower_bound_s"])
+    assert {each["module"] for each in again["modules"]} <= {f"blocks.{number}" for number in range(4)}
+    assert row["step_time_s"] == pytest.approx(free["step_time_s"] + again["recomputed_s"], rel=1e-3)
+    held = document["devices"]["T4"]["memory"]
+    assert max(map(sum, zip(*held["parts"].values(), strict=True))) == pytest.approx(row["peak_memory_bytes"], rel=1e-6)
+    assert held["time_s"] == sorted(held["time_s"])
+    made = tmp_path / "predicted.json"
+    made.write_text(json.dumps(document))
+    page = tmp_path / "report.html"
+    assert cli("report", made, "-o", page).code == 0
+    assert "What one process holds on T4" in page.read_text("utf-8")
+
+
+def test_what_fits_nowhere_says_what_would(cli: Cli) -> None:
+    told = cli("predict", "zoo:bert_small", "--device", "T4", "--checkpointing", "1MiB")
+    assert told.code == 3
+    assert "no choice of activations to compute again holds the tensors of a step within 1.0 MiB" in told.error_line
+    assert "the least is 100.9 MiB" in told.error_line

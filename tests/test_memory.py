@@ -3,23 +3,29 @@
 from __future__ import annotations
 
 import functools
+import importlib.util
+import os
 import warnings
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
 from torch.distributed._tools.fsdp2_mem_tracker import FSDPMemTracker
 from torch.distributed._tools.mem_tracker import MemTracker
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp._fully_shard import _fully_shard
 from torch.nn import functional as F
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils import _pytree
 
+from ddltool.analyzers.costs.checkpointing import cheapest
 from ddltool.analyzers.costs.memory import Checkpointing, Keeps, Recomputation, Sharding, ledger_of
 from ddltool.analyzers.loading.sources import training_step
 from ddltool.analyzers.tracing.dialect import Numerics
@@ -29,6 +35,7 @@ from ddltool.errors import InputError
 from ddltool.plans import Recomputed
 from ddltool.runtime.hook.checkpointing import checkpoint_modules
 
+REPO = Path(__file__).resolve().parents[1]
 WORLD = 4
 WIDTH, LENGTH, WORDS = 128, 64, 512
 
@@ -100,7 +107,7 @@ def tracked(
             tracker = MemTracker()
             tracker.track_external(module, optimizer, *(x for x in inputs if isinstance(x, Tensor)))
         else:
-            reshard: Any = {"fsdp": (True, None), "zero2": (False, False)}[kind]
+            reshard: Any = {"fsdp": (True, None), "fsdp:2": (2, None), "zero2": (False, False)}[kind]
             policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32) if mixed else MixedPrecisionPolicy()
             for name in units:
                 part = module.get_submodule(name)
@@ -121,15 +128,31 @@ def tracked(
         return float(next(iter(tracker.get_tracker_snapshot("peak").values()))["Total"])
 
 
-CASES = [(kind, how) for kind in ("none", "fsdp") for how in ("none", "selective", "full")] + [("zero2", "none")]
+CASES = [(kind, how) for kind in ("none", "fsdp") for how in ("none", "selective", "full")] + [
+    ("zero2", "none"),
+    ("fsdp:2", "none"),
+]
 
 
+@pytest.fixture
+def meshes_outside(monkeypatch: pytest.MonkeyPatch) -> None:
+    """fully_shard makes the mesh of a number of processes itself, which it cannot among fake tensors."""
+    make = _fully_shard._get_post_forward_mesh_info
+
+    def made(*args: Any, **options: Any) -> Any:
+        with unset_fake_temporarily():
+            return make(*args, **options)
+
+    monkeypatch.setattr(_fully_shard, "_get_post_forward_mesh_info", made)
+
+
+@pytest.mark.usefixtures("meshes_outside")
 @pytest.mark.parametrize(("kind", "how"), CASES)
 @pytest.mark.parametrize(("layers", "batch"), [(6, 1), (3, 16)])
 def test_the_peak_is_the_trackers(kind: Any, how: Checkpointing, layers: int, batch: int) -> None:
     ledger = ledger_of(trace_step(lambda: gpt(layers, batch), mode="training"))
     assert [block.name for block in ledger.blocks] == [f"layers.{k}" for k in range(layers)]
-    sharding = Sharding(kind=kind, shard=1 if kind == "none" else WORLD)
+    sharding = Sharding.named(kind, WORLD)
     keeps = ledger.every_block(how)
     units = [block.name for block in ledger.blocks]
     ours = ledger.peak(sharding, "momentum", keeps).total_bytes
@@ -185,7 +208,8 @@ def test_parts_shrink_with_the_shard() -> None:
 
 def test_names_of_shardings() -> None:
     assert Sharding.named("hsdp:8", 16) == Sharding(kind="hsdp", shard=8)
-    assert Sharding.named("fsdp", 16).shard == 16
+    assert Sharding.named("fsdp", 16) == Sharding(kind="fsdp", shard=16)
+    assert Sharding.named("fsdp:8", 16) == Sharding(kind="fsdp", shard=16, forward_shard=8)
     for text, problem in (("hsdp:3", "on 16 replicas"), ("hsdp", "unknown 'hsdp'"), ("zero3", "unknown 'zero3'")):
         with pytest.raises(InputError, match=f"--sharding: .*{problem}"):
             Sharding.named(text, 16)
@@ -200,9 +224,9 @@ def test_a_model_without_blocks_has_nothing_to_checkpoint() -> None:
 
 
 MODELS = [
-    ("transformers:gpt2", 2),
-    ("transformers:bert", 4),
-    ("transformers:t5", 2),
+    ("transformers:gpt2", 16),
+    ("transformers:bert", 16),
+    ("transformers:t5", 16),
     ("timm:vit_base_patch16_224", 8),
     ("timm:convnext_tiny", 8),
     ("timm:swin_tiny_patch4_window7_224", 8),
@@ -235,9 +259,43 @@ def test_ten_models_alone_and_checkpointed(source: str, batch: int) -> None:
         inputs = _pytree.tree_map(lambda value: fake(value) if isinstance(value, Tensor) else value, step.inputs)
         return TrainingStep(name=step.name, module=step.module, inputs=inputs, loss=step.loss)
 
+    if units:
+        seconds = np.ones(ledger.nodes)
+        none, full = (
+            ledger.peak(Sharding(kind="none"), "momentum", ledger.every_block(how)).total_bytes
+            for how in ("none", "full")
+        )
+        budget = 0.5 * (none + full)
+        chosen = cheapest(ledger, seconds, Sharding(kind="none"), "momentum", budget)
+        assert chosen.keeps or none == full
+        assert tracked(functools.partial(build, training_step(source, batch)), units, "none", chosen.keeps) <= budget
     for how in ("none", "full") if units else ("none",):
         keeps = ledger.every_block(how)  # type: ignore[arg-type]
         ours = ledger.peak(Sharding(kind="none"), "momentum", keeps).total_bytes
         assert ours == pytest.approx(
             tracked(functools.partial(build, training_step(source, batch)), units, "none", keeps), rel=0.05
         ), how
+
+
+DATA = Path(os.environ.get("DDLTOOL_DATA", REPO / ".." / "shared" / "data"))
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not (DATA / "truth").exists(), reason="the measured rows are not here")
+@pytest.mark.skipif(importlib.util.find_spec("timm") is None, reason="timm is not installed")
+def test_measured_peaks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Within a tenth in the mean; above a fifth only where cuDNN's workspaces are larger than the model."""
+    monkeypatch.syspath_prepend(str(REPO / "benchmarks"))
+    import memory_truth
+
+    rows = memory_truth.judged(DATA)
+    assert len(rows) == 21
+    assert sum(abs(row.error) for row in rows) / len(rows) < 0.1
+    assert {row.what for row in rows if abs(row.error) > 0.2} == {
+        f"ResNet18 (CIFAR-10), amp, batch {batch}" for batch in (64, 128)
+    }
+    page = (REPO / "docs" / "truth.md").read_text("utf-8")
+    assert all(row.cells in page for row in rows)
+    ratios = memory_truth.bounds(DATA / "truth" / "lambda_peak_memory.csv")
+    assert len(ratios) > 50
+    assert max(ratios) < 1

@@ -46,27 +46,33 @@ _MASTER_BYTES = 4.0
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Sharding:
-    """How a step's state is spread over its replicas; ``shard``: over how many processes."""
+    """How a step's state is spread over its replicas; ``shard``: over how many processes.
+
+    ``forward_shard``: over how many a block's parameters are after its forward pass, where that is fewer.
+    """
 
     kind: Kind = "ddp"
     shard: int = 1
+    forward_shard: int = 0
 
     @classmethod
     def named(cls, text: str, replicas: int) -> Sharding:
-        """Return ``none``, ``ddp``, ``zero1``, ``zero2``, ``fsdp`` or ``hsdp:SHARD`` on a number of replicas.
+        """Return ``none``, ``ddp``, ``zero1``, ``zero2``, ``fsdp``, ``fsdp:SHARD`` or ``hsdp:SHARD`` on a number of replicas.
 
-        ``zero2`` is ``fully_shard`` with ``reshard_after_forward=False``. Raises InputError for other texts, and for a
-        shard that does not divide the replicas.
+        ``zero2`` is ``fully_shard`` with ``reshard_after_forward=False``, ``fsdp:SHARD`` with that number. Raises InputError
+        for other texts, and for a shard that does not divide the replicas.
         """
         kind = next((known for known in get_args(Kind) if known == text.partition(":")[0]), None)
         size = text.partition(":")[2]
-        if kind is None or (kind == "hsdp") != bool(size):
-            ways = ["none", "ddp", "zero1", "zero2", "fsdp", "hsdp:SHARD"]
+        if kind is None or (kind == "hsdp" and not size) or (kind not in ("fsdp", "hsdp") and ":" in text):
+            ways = ["none", "ddp", "zero1", "zero2", "fsdp", "fsdp:SHARD", "hsdp:SHARD"]
             raise InputError("--sharding", f"unknown {text!r}", did_you_mean(text, ways))
-        if kind != "hsdp":
+        if ":" not in text:
             return cls(kind=kind, shard=1 if kind in ("none", "ddp") else replicas)
         if not size.isdecimal() or int(size) < 1 or replicas % int(size):
             raise InputError("--sharding", f"{text!r} on {replicas} replicas", "give a SHARD that divides the replicas")
+        if kind == "fsdp":
+            return cls(kind=kind, shard=replicas, forward_shard=int(size))
         return cls(kind=kind, shard=int(size))
 
     @property
@@ -289,11 +295,15 @@ class Ledger:
             held.add("gathered", block.first, block.last + 1 if sharding.reshards else ends[number] + 1, own[number])
             if sharding.reshards:
                 held.add("gathered", again.start[number], ends[number] + 1, own[number])
+                if sharding.forward_shard:
+                    held.add("gathered", block.last + 1, again.start[number], own[number] / sharding.forward_shard)
                 held.add("gathering", again.start[number], ends[number] + 1, own[before] if before is not None else 0.0)
             mine = gradient & (self.owner == number)
-            held.add("gradients", born[mine], ends[number] + 1, size[mine])
-            held.add("reducing", ends[number], ends[before] if before is not None else end - 1, float(reduced[number]))
-            held.add("gradients", ends[number], end, float(reduced[number]) / shard)
+            # A block gives up its parameters before it reduces, and the input of the reduction before it.
+            held.add("gradients", born[mine], ends[number] + 2, size[mine])
+            until = ends[before] + 1 if before is not None else end - 1
+            held.add("reducing", ends[number] + 1, until, float(reduced[number]))
+            held.add("gradients", ends[number] + 1, end, float(reduced[number]) / shard)
         held.add("updating", end - 1, end, update.temporaries * float(reduced.sum()) / shard)
 
 

@@ -30,7 +30,8 @@ from ddltool.analyzers.reporting.section import (
 )
 from ddltool.errors import Infeasible, InputError, visible
 from ddltool.goodput_model import DeviceGoodput, Goodput, ThroughputParams
-from ddltool.units import show_seconds
+from ddltool.graph_results import MemoryTimeline
+from ddltool.units import show_bytes, show_seconds
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -70,6 +71,30 @@ def profile_section(frame: pd.DataFrame, name: str, models: Sequence[tuple[str, 
         lead.append("No fitted model of these devices is among the files, so there are no curves.")
         picture = _points(frame)
     return Section(title=f"Profile: {name}", lead=lead, blocks=[picture])
+
+
+def memory_pictures(timelines: Mapping[str, MemoryTimeline]) -> list[Picture]:
+    """Return what a process holds over a pass, by device: areas of its parts, and the fullest moment of each part."""
+    return [_memory(device, held) for device, held in timelines.items()]
+
+
+def _memory(device: str, held: MemoryTimeline) -> Picture:
+    time_ms = 1e3 * np.array(held.time_s)
+    total = np.sum(list(held.parts.values()), axis=0)
+    top = int(total.argmax())
+    figure = Lines(
+        lines=[Line(label=part, x=time_ms, y=np.array(sizes) / 2**30) for part, sizes in held.parts.items()],
+        xlabel="time of a pass (ms)",
+        ylabel="tensors (GiB)",
+        title=f"Memory over a pass on {device}",
+        draw="areas",
+    )
+    rows = [[part, show_bytes(sizes[top]), show_bytes(max(sizes))] for part, sizes in held.parts.items()]
+    rows.append(["all", show_bytes(float(total[top])), show_bytes(float(total[top]))])
+    table = Table(caption=f"Tensors on {device}", header=("what", "at the peak", "most"), rows=rows, label="predicted")
+    where = f"{counted(held.num_replicas, 'replica')}, local batch {held.local_batch_size}"
+    caption = f"What one process holds on {device} ({where}); the peak is {time_ms[top]:.3g} ms after the pass begins."
+    return pictured(caption, table, figure)
 
 
 def _fitted(frame: pd.DataFrame, fitted: Goodput) -> tuple[dict[str, Observations], dict[str, ThroughputParams]] | None:
