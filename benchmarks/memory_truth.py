@@ -204,12 +204,14 @@ def main() -> None:
     """Write the section into the page, in the place of the one that is there, before the limits where there is none."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--data", type=Path, required=True, help="folder that holds truth")
+    made = section(parser.parse_args().data)
     page = ROOT / "docs" / "truth.md"
     text = page.read_text(encoding="utf-8")
     start = text.find(HEADING + "\n")
-    start = text.index("## Limits\n") if start < 0 else start
-    end = text.index("\n## ", start - 1) + 1 if text[start:].startswith("## Limits") else text.index("\n## ", start) + 1
-    write_text(page, text[:start] + section(parser.parse_args().data) + "\n\n" + text[end:])
+    end = text.find("\n## ", start) + 1
+    if start < 0:
+        start = end = text.index("## Limits\n")
+    write_text(page, text[:start] + made + "\n\n" + text[end:])
 
 
 if __name__ == "__main__":
