@@ -290,7 +290,7 @@ def refusal(rank: int, case: str) -> str:
         elif case == "different sizes":
             job(100, sizes=[2, 2 + rank])
         elif case == "no DDP":
-            balance(nn.Linear(2, 2), None, None, total_batch=4)  # type: ignore[arg-type]
+            balance(nn.Linear(2, 2), torch.optim.SGD(nn.Linear(2, 2).parameters()), None, total_batch=4)  # type: ignore[arg-type]
         elif case == "file of another kind":
             path = Path(f"/dev/shm/ddltool-{time.time_ns()}.txt")
             path.write_text("precious\n")

@@ -72,6 +72,7 @@ def _as_script(
         os.dup2(os.open(folder / f"{stream}.{rank}", os.O_WRONLY | os.O_CREAT), number)
     os.environ |= environment
     os.chdir(folder)
+    multiprocessing.set_start_method("fork", force=True)  # a script's
     code = 0
     try:
         body(rank, *args)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import functools
+import multiprocessing
 import os
 import signal
 import tempfile
@@ -97,6 +98,9 @@ def _answers(pipe: Connection) -> bool:
 
 
 def _serve(pipe: Connection, store: str, rank: int, size: int) -> None:
+    multiprocessing.set_start_method(
+        "fork", force=True
+    )  # of data workers, as in a script, not as this rank was started
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=store, rank=rank, world_size=size)
     pipe.send("here")
