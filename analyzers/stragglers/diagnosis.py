@@ -25,8 +25,12 @@ LEAST_GAIN = 0.05
 """Share of the run that a rank must cost before it is named."""
 TIMES_THE_OTHERS = 3.0
 """A named rank costs so many times what the median of the others does: chance makes each rank the slowest now and then."""
-_FEWEST_STEPS = 3
-_PERSISTENT = 0.7
+LEAST_CHANCE = 0.01
+"""A rank that chance would let cost as much more often than this is not named, unless it costs :data:`PLAIN_GAIN`."""
+PLAIN_GAIN = 0.2
+_DRAWS = 2000
+_FEWEST_STEPS, _FEWEST_PLAIN = 3, 2
+_PERSISTENT, _SELDOM = 0.6, 0.4
 _LEAST_EXCESS = 0.05
 _LINK_SHARE = 0.15
 WORST_SHARE = 0.03
@@ -51,7 +55,7 @@ class Feeds:
 
 def diagnose(run: RankSteps, source: str, feeds: Feeds | None = None) -> StragglersResult:
     """Return the split of every rank, the what-ifs, and a finding for each rank that holds the others up."""
-    feeds = feeds or Feeds()
+    feeds, whole, run = feeds or Feeds(), run, run.between_meetings()
     step = np.median(run.step_s, axis=0)
     mean = float(step.mean())
     rest = np.maximum(step - run.own_s.max(axis=0), 0.0)
@@ -75,7 +79,7 @@ def diagnose(run: RankSteps, source: str, feeds: Feeds | None = None) -> Straggl
         waiting_share=float(run.wait_s.mean() / mean),
         verdict=findings[0].sentence if findings else _nobody(run, mean),
         findings=findings,
-        splits=[_split(run, row, float((step - gains[row]).mean())) for row in range(len(run.ranks))],
+        splits=[_split(whole, row, float((step - gains[row]).mean())) for row in range(len(run.ranks))],
         classes={name: _of_class(run, name, rest) / ideal for name in run.parts},
         timeline=[Drawn(rank=name, spans=spans) for name, spans in run.timeline],
         remarks=[*run.remarks],
@@ -132,7 +136,11 @@ def _finding(
     share = float(gains[row].sum()) / total
     others = float(np.median(np.delete(gains.sum(axis=1), row))) / total
     slow = (excess > _LEAST_EXCESS * float(step.mean())) & (gains[row] > 0)
-    if share < LEAST_GAIN or share < TIMES_THE_OTHERS * others or int(slow.sum()) < min(_FEWEST_STEPS, len(step)):
+    plain = share >= PLAIN_GAIN
+    fewest = _FEWEST_PLAIN if plain else _FEWEST_STEPS
+    if share < LEAST_GAIN or share < TIMES_THE_OTHERS * others or int(slow.sum()) < min(fewest, len(step)):
+        return None
+    if not plain and _chance(gains, row) > LEAST_CHANCE:
         return None
     since = _onset(slow)
     pattern, every = _pattern(slow, since)
@@ -180,6 +188,15 @@ def _finding(
     )
 
 
+def _chance(gains: Floats, row: int) -> float:
+    """Return how often some rank would cost as much as this one, were it chance which rank is each step's slowest."""
+    ranks, steps = gains.shape
+    cost = gains.max(axis=0)
+    dealt = np.random.default_rng(0).integers(ranks, size=(_DRAWS, steps))
+    most = np.max([np.where(dealt == rank, cost, 0.0).sum(axis=1) for rank in range(ranks)], axis=0)
+    return float((most >= gains[row].sum() * (1 - 1e-9)).mean())
+
+
 def _onset(slow: NDArray[np.bool_]) -> int:
     """Return the step from which most are slow: the first slow one from which on the share of slow ones is largest."""
     first = np.flatnonzero(slow)
@@ -213,7 +230,7 @@ def _kind(
     gap = 0.0
     if run.gap_s is not None:
         gap = float((run.gap_s[row] - _others(run.gap_s, row))[slow].mean())
-    if pattern != "persistent" and gap >= 0.6 * float(excess[slow].mean()):
+    if pattern != "persistent" and slow.mean() <= _SELDOM and gap >= 0.6 * float(excess[slow].mean()):
         return "pauses"
     if part == "host":
         return "slow host"

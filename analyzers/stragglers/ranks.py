@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import pandas as pd
@@ -31,6 +31,9 @@ class RankSteps:
     wait_s: Floats
     exposed_s: Floats
     step_s: Floats
+    after: Mapping[str, Floats] | None = None
+    """What of the parts comes after the step's last collective: the others wait for it in the next step."""
+    gap_after_s: Floats | None = None
     gap_s: Floats | None = None
     """The longest time in a step in which a rank ran nothing and waited for nobody."""
     work: Floats | None = None
@@ -43,6 +46,27 @@ class RankSteps:
     remarks: tuple[str, ...] = ()
     timeline: list[tuple[str, list[tuple[float, float, str]]]] = field(default_factory=list)
     """By rank, what it did from when to when in some steps."""
+
+    def between_meetings(self) -> RankSteps:
+        """Return the same from one step's last collective to the next's, which is when ranks wait for each other.
+
+        What precedes the first is what usually does: the median of the rank's steps.
+        """
+        if self.after is None or self.gap_s is None or self.gap_after_s is None:
+            return self
+
+        def moved(whole: Floats, after: Floats) -> Floats:
+            return whole - after + np.concatenate([np.median(after, axis=1, keepdims=True), after[:, :-1]], axis=1)
+
+        parts = {name: moved(whole, self.after[name]) for name, whole in self.parts.items()}
+        own: Floats = np.sum(list(parts.values()), axis=0)
+        before = np.where(self.gap_s > self.gap_after_s, self.gap_s, 0.0)
+        gap = np.maximum(
+            before,
+            np.concatenate([np.median(self.gap_after_s, axis=1, keepdims=True), self.gap_after_s[:, :-1]], axis=1),
+        )
+        step = own + self.wait_s + self.exposed_s
+        return replace(self, parts=parts, step_s=step, gap_s=gap, after=None)
 
     @property
     def own_s(self) -> Floats:

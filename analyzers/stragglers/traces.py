@@ -15,7 +15,7 @@ from pathlib import Path
 import numpy as np
 
 from ddltool.analyzers.oracle.kineto import RankTrace, read_rank
-from ddltool.analyzers.oracle.spans import Flags, Floats
+from ddltool.analyzers.oracle.spans import Flags, Floats, Indices
 from ddltool.analyzers.stragglers.ranks import RankSteps
 from ddltool.errors import InputError
 from ddltool.graph import natural_key
@@ -40,8 +40,9 @@ class _Rank:
     step: Floats
     """(3, k) number, start and length."""
     parts: Floats
-    """(5, k)"""
+    """(2, 5, k) before the step's last collective ends, and after it"""
     gap_s: Floats
+    """(2, k) likewise"""
     blocked: Floats
     """(4, b) step, start, end and the collective (its column) on which the rank was blocked."""
     keys: list[tuple[int, str, int]]
@@ -106,7 +107,7 @@ def _split(trace: RankTrace) -> _Rank:
         counts[number, group] = ordinal + 1
         keys[row] = (number, group, ordinal)
     count = len(steps.start_s)
-    parts, gap, blocked = np.zeros((5, count)), np.zeros(count), []
+    parts, gap, blocked = np.zeros((2, 5, count)), np.zeros((2, count)), []
     drawn: list[tuple[float, float, str]] = []
     middle = operators.mean(axis=0)  # what begins where something else ends is not in it
     forward_calls = operators[:, ~_inside(middle, inputs) & ~_inside(middle, optimizers)]
@@ -128,26 +129,21 @@ def _split(trace: RankTrace) -> _Rank:
             (_BLOCKED, np.array([[row[0] for row in held], [row[1] for row in held]]).reshape(2, -1)),
         ]
         edges, label = _labelled(windows, low, high)
-        length = np.diff(edges)
-        if device:
-            # What the device does counts by the phase that launched it; idle it waits for input or for the host.
-            middle = (edges[1:] + edges[:-1]) / 2
-            idle_input = (label == _INPUT_PART) & ~_inside(middle, own_busy)
-            parts[_INPUT_PART, k] = _overlap(edges[:-1][idle_input], edges[1:][idle_input], own_busy, inverted=True)
-            here = (trace.kernels[0] >= low) & (trace.kernels[0] < high)
-            _by_launch(parts[:, k], trace.kernels[:, here], edges, label, float((own_busy[1] - own_busy[0]).sum()))
-            waited = float(length[label == _BLOCKED].sum())
-            parts[_HOST, k] = max(high - low - waited - parts[[0, 1, 2, 3], k].sum(), 0.0)
-        else:
-            for part in range(5):
-                parts[part, k] = length[label == part].sum()
-        quiet = [
-            (begin, end)
-            for begin, end in gaps.T.tolist()
-            if not any(start < end and stop > begin for start, stop, _ in held)
-            and not _inside(np.array([(begin + end) / 2]), inputs)[0]
-        ]
-        gap[k] = max((end - begin for begin, end in quiet), default=0.0)
+        ended = trace.collectives[2, (trace.collectives[1] >= low) & (trace.collectives[1] < high)]
+        met = min(float(ended.max(initial=low)), high) if ended.size else high
+        for after, (begin, end) in enumerate(((low, met), (met, high))):
+            pieces = _labelled(windows, begin, end)
+            if device:
+                parts[after, :, k] = _device_parts(trace.kernels, _clipped(own_busy, begin, end), *pieces)
+            elif end > begin:
+                parts[after, :, k] = np.bincount(pieces[1], weights=np.diff(pieces[0]), minlength=6)[:5]
+            quiet = (
+                min(stop, end) - max(start, begin)
+                for start, stop in gaps.T.tolist()
+                if not any(a < stop and b > start for a, b, _ in held)
+                and not _inside(np.array([(start + stop) / 2]), inputs)[0]
+            )
+            gap[after, k] = max(quiet, default=0.0)
         if k < _STEPS_DRAWN:
             drawn += [
                 (a, b, (*PARTS, "waiting")[part])
@@ -167,16 +163,22 @@ def _split(trace: RankTrace) -> _Rank:
     )
 
 
-def _by_launch(parts: Floats, kernels: Floats, edges: Floats, label: np.ndarray, busy_s: float) -> None:
-    """Share the device's busy time among the phases by what each launched."""
-    place = np.clip(np.searchsorted(edges, kernels[2], side="right") - 1, 0, len(label) - 1)
-    phase = label[place]
-    phase = np.where(phase == _BLOCKED, _BACKWARD_PART, np.where(phase == _HOST, _FORWARD, phase))
-    amount = np.bincount(phase, weights=kernels[1] - kernels[0], minlength=5)[:5]
-    amount[_FORWARD] += amount[_INPUT_PART]  # a copy to the device that the loader launched
-    amount[[_INPUT_PART, _HOST]] = 0.0
+def _device_parts(kernels: Floats, busy: Floats, edges: Floats, label: Indices) -> Floats:
+    """Return (5,) seconds by part: busy the device counts by the phase that launched it; idle it waits for input or host."""
+    parts, length = np.zeros(5), np.diff(edges)
+    if not len(label):
+        return parts
+    here = kernels[:, (kernels[0] >= edges[0]) & (kernels[0] < edges[-1])]
+    phase = label[np.clip(np.searchsorted(edges, here[2], side="right") - 1, 0, len(label) - 1)]
+    phase = np.where(phase == _BLOCKED, _BACKWARD_PART, phase)
+    phase = np.where((phase == _HOST) | (phase == _INPUT_PART), _FORWARD, phase)  # the loader's copy to the device, too
+    amount = np.bincount(phase, weights=here[1] - here[0], minlength=5)[:5]
     if amount.sum() > 0:
-        parts += amount * busy_s / amount.sum()
+        parts += amount * float((busy[1] - busy[0]).sum()) / amount.sum()
+    waits = label == _INPUT_PART
+    parts[_INPUT_PART] = _outside(edges[:-1][waits], edges[1:][waits], busy)
+    parts[_HOST] = max(float(length[label != _BLOCKED].sum()) - float(parts.sum()), 0.0)
+    return parts
 
 
 def _blocked(gaps: Floats, collectives: Floats, device: bool) -> list[tuple[float, float, int]]:
@@ -253,24 +255,26 @@ def _aligned(found: list[_Rank], ranks: tuple[int, ...]) -> RankSteps:
             ("wait", wait),
             ("exposed", held - wait),
             ("step", rank.step[2]),
-            ("gap", rank.gap_s),
             ("work", rank.work),
         ):
             made[name].append(values[kept])
-        made["parts"].append(rank.parts[:, kept])
+        made["parts"].append(rank.parts[:, :, kept])
+        made["gap"].append(rank.gap_s[:, kept])
         timeline.append((f"rank {ranks[row]}", [(a + move, b + move, kind) for a, b, kind in rank.drawn]))
     origin = min((a for _, spans in timeline for a, _, _ in spans), default=0.0)
-    parts = np.array(made["parts"])
+    parts, gap = np.array(made["parts"]), np.array(made["gap"])
     work = np.array(made["work"])
     return RankSteps(
         ranks=ranks,
         nodes=nodes,
         steps=np.array(numbers, dtype=np.int64),
-        parts={name: parts[:, place] for place, name in enumerate(PARTS)},
+        parts={name: parts[:, :, place].sum(axis=1) for place, name in enumerate(PARTS)},
+        after={name: parts[:, 1, place] for place, name in enumerate(PARTS)},
         wait_s=np.array(made["wait"]),
         exposed_s=np.array(made["exposed"]),
         step_s=np.array(made["step"]),
-        gap_s=np.array(made["gap"]),
+        gap_s=gap.max(axis=1),
+        gap_after_s=gap[:, 1],
         work=work if (work > 0).all() else None,
         offsets_s=offsets,
         late_s=late,
@@ -279,11 +283,11 @@ def _aligned(found: list[_Rank], ranks: tuple[int, ...]) -> RankSteps:
     )
 
 
-def _labelled(windows: list[tuple[int, Floats]], low: float, high: float) -> tuple[Floats, np.ndarray]:
+def _labelled(windows: list[tuple[int, Floats]], low: float, high: float) -> tuple[Floats, Indices]:
     """Return the edges (n + 1,) of the pieces of a step and the label (n,) of each: that of the last window over it."""
     edges = np.unique(np.clip(np.concatenate([[low, high], *(window.ravel() for _, window in windows)]), low, high))
     middle = (edges[1:] + edges[:-1]) / 2
-    label = np.full(len(middle), _HOST)
+    label = np.full(len(middle), _HOST, dtype=np.int32)
     for name, window in windows:
         label[_inside(middle, window)] = name
     return edges, label
@@ -317,10 +321,8 @@ def _inside(time: Floats, intervals: Floats) -> Flags:
     return (place >= 0) & (time < intervals[1][np.maximum(place, 0)])
 
 
-def _overlap(start: Floats, end: Floats, intervals: Floats, *, inverted: bool) -> float:
-    """Return how much of some pieces lies in ordered, disjoint intervals, or outside of them."""
-    within = sum(
-        float((np.clip(intervals[1], a, b) - np.clip(intervals[0], a, b)).sum())
-        for a, b in zip(start, end, strict=True)
-    )
-    return float((end - start).sum()) - within if inverted else within
+def _outside(start: Floats, end: Floats, intervals: Floats) -> float:
+    """Return how much of some pieces lies in none of the ordered, disjoint intervals (2, m)."""
+    pieces = zip(start.tolist(), end.tolist(), strict=True)
+    within = (np.clip(intervals[1], a, b) - np.clip(intervals[0], a, b) for a, b in pieces)
+    return float((end - start).sum()) - sum(float(each.sum()) for each in within)
