@@ -7,6 +7,7 @@ are means over.
 from __future__ import annotations
 
 import functools
+import sys
 from typing import Any
 
 import pytest
@@ -386,3 +387,16 @@ def test_a_loop_that_fetches_ahead_is_refused() -> None:
     next(batches)
     with pytest.raises(InputError, match=r"agent.batches: the next one was fetched before the first was trained on"):
         next(batches)
+
+
+def test_a_refusal_that_nobody_catches_is_one_line(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "excepthook", sys.__excepthook__)
+    made = PATTERNS["iterable_dataset"](torch.float64)
+    with pytest.raises(InputError) as refused:
+        follows(made, made.model)
+    with pytest.raises(SystemExit) as ended:
+        sys.excepthook(InputError, refused.value, None)
+    assert ended.value.code == 2
+    assert capsys.readouterr().err == f"error: {REFUSED['iterable_dataset']}\n"

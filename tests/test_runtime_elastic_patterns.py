@@ -6,6 +6,7 @@ The oracle has none of the code under test: a copy of everything for each logica
 from __future__ import annotations
 
 import random
+import sys
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -356,3 +357,16 @@ def test_epoch_takes_mappings_and_losses_with_parameters(name: str) -> None:
     expected = by_copies(name)
     for size in (1, 2):
         assert on(size, by_epoch, name)[0] == expected
+
+
+def test_a_refusal_that_nobody_catches_is_one_line(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "excepthook", sys.__excepthook__)
+    made = PATTERNS["lbfgs"](torch.float64)
+    with pytest.raises(InputError) as refused:
+        ElasticTrainer(made.model, made.optimizer, None, made.dataset)
+    with pytest.raises(SystemExit) as ended:
+        sys.excepthook(InputError, refused.value, None)
+    assert ended.value.code == 2
+    assert capsys.readouterr().err == f"error: {REFUSED['lbfgs']}\n"

@@ -43,7 +43,14 @@ from ddltool.runtime.agent.choosing import Chooser, Decision, Policy, TimedStep,
 from ddltool.runtime.agent.noise_sampling import AgentReduction, NoiseSampler
 from ddltool.runtime.hook.attaching import register
 from ddltool.runtime.hook.batches import Pass, VariableBatchSampler
-from ddltool.runtime.hook.job import Job, bare_optimizer, count_nodes, dataset_length, demand_same_samples
+from ddltool.runtime.hook.job import (
+    Job,
+    bare_optimizer,
+    count_nodes,
+    dataset_length,
+    demand_same_samples,
+    refuse_in_one_line,
+)
 from ddltool.runtime.hook.telemetry import Exchange, Identity, RowFile, Stamp, Step, peak_memory, stamp
 from ddltool.runtime.hook.trained import TrainedParameters
 from ddltool.runtime.hook.weighing import Weigher
@@ -153,6 +160,7 @@ class GoodputAgent:
         seed: int = 0,
         telemetry: str | os.PathLike[str] | None = None,
     ) -> None:
+        refuse_in_one_line()
         job = Job.this()
         limits = BatchLimits(
             initial_batch_size=initial_batch_size,

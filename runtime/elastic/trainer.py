@@ -43,7 +43,7 @@ from ddltool.runtime.elastic.processes import Processes
 from ddltool.runtime.elastic.recording import Recorder
 from ddltool.runtime.elastic.sample_feed import SampleFeed, Task
 from ddltool.runtime.hook.batches import VariableBatchSampler
-from ddltool.runtime.hook.job import bare_optimizer, dataset_length, demand_same_samples
+from ddltool.runtime.hook.job import bare_optimizer, dataset_length, demand_same_samples, refuse_in_one_line
 from ddltool.runtime.hook.stopping import StopSignals
 
 _PARTS = ("settings", "environment", "position", "buckets", "parameters", "optimizer", "extras", "workers")
@@ -150,6 +150,7 @@ class ElasticTrainer:
         extras: Mapping[str, Stateful] | None = None,
         record: str | os.PathLike[str] | None = None,
     ) -> None:
+        refuse_in_one_line()
         _check_model(model, loss_fn)
         inner = bare_optimizer(optimizer)
         self.model, self.optimizer, self.loss_fn, self.dataset = model, optimizer, loss_fn, dataset
