@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -11,10 +12,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from benchmarks.truth_networks import sweeps
+from benchmarks.truth_networks import bert, mpt, sweeps
 from ddltool.analyzers.costs.nccl import Fabric, Measured
+from ddltool.analyzers.loading.fabrics import own_link
 from ddltool.analyzers.loading.nccl import read_tests
 from ddltool.errors import InputError
+from ddltool.fixtures.loading import devices
 from ddltool.links import DATASHEET, Link, parse_link, parse_nic
 from tests.conftest import Result
 
@@ -48,6 +51,9 @@ def test_what_is_chosen_follows_the_size() -> None:
     assert A100.over(8).chosen("all_reduce", 8e9) == ("ring", "Simple")
     assert H100.over(8).chosen("all_reduce", 8e9) == ("nvls", "Simple")
     assert H100.over(8).chosen("all_reduce", 64.0) == ("ring", "LL")
+    for inside, between in (("pcie4", A100.between), ("nvlink3", Fabric.flat(1e9, 5e-5).between)):
+        group = Fabric(inside=parse_link(inside), between=between, gpus_per_node=8).over(16)
+        assert "LL128" not in {group.chosen("all_reduce", 2.0**octave)[1] for octave in range(34)}
 
 
 @st.composite
@@ -166,6 +172,24 @@ def test_published_sweeps(shared_data: Path) -> None:
     assert (np.abs(error[large]) > 0.15).sum() <= 1
     assert (np.abs(error[~large]) > 0.30).sum() <= 1
     assert np.median(np.abs(error)) < 0.08
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(importlib.util.find_spec("timm") is None, reason="timm is not installed")
+def test_published_steps(shared_data: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """MPT under FSDP on 8 to 512 GPUs, BERT under DDP on 1 to 256."""
+    monkeypatch.syspath_prepend(str(Path(__file__).resolve().parents[1] / "benchmarks"))
+    for read, least in ((mpt, 60), (bert, 20)):
+        error = np.abs([pair.error for pair in read(shared_data)])
+        assert len(error) >= least
+        assert np.median(error) <= 0.10
+        assert np.quantile(error, 0.9) <= 0.20
+
+
+def test_what_joins_two_cards_joins_no_more() -> None:
+    assert own_link(devices().device("H100-NVL")) == parse_link("pcie5")
+    assert own_link(devices().device("A100")) == parse_link("nvlink3")
+    assert own_link(devices().device("L4")) == parse_link("pcie4")
 
 
 # ---------------------------------------------------------------- plans

@@ -29,7 +29,7 @@ Collective = Literal["all_reduce", "all_gather", "reduce_scatter", "broadcast"]
 Algorithm = Literal["ring", "tree", "nvls"]
 
 PROTOCOLS = ("LL", "LL128", "Simple")
-_SIMPLE = 2
+_LL128, _SIMPLE = 1, 2
 # tuning.cc's baseLatencies and hwLatencies, microseconds per protocol: of the collective, and of a hop.
 _BASE = {"tree": (6.8, 14.0, 8.4), "ring": (6.6, 14.0, 8.4)}
 _HOPS = {
@@ -294,12 +294,15 @@ class Group:
     @cached_property
     def _ways(self) -> dict[Collective, list[_Way]]:
         every = [*self._rings(2.0), *self._trees(), *self._switched()]
-        return {
+        ways: dict[Collective, list[_Way]] = {
             "all_reduce": [way for way in every if way.algorithm in self.fabric.algorithms],
             "all_gather": list(self._rings(1.0)),
             "reduce_scatter": list(self._rings(1.0)),
             "broadcast": list(self._broadcasts()),
         }
+        # LL128 needs stores of 128 bytes that stay whole: NVLink and RDMA keep them so
+        whole = all(link.kind.startswith(("nvlink", "nic")) for link in self._levels)
+        return {name: [way for way in each if whole or way.protocol != _LL128] for name, each in ways.items()}
 
     @cached_property
     def _nccl(self) -> bool:

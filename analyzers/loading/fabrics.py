@@ -20,6 +20,8 @@ BANDWIDTH, LATENCY = "10Gbit", "50us"
 
 def own_link(device: Device) -> Link:
     """Return the link inside a node that a device type brings along; PCIe 3.0 where its data does not say."""
+    if "bridge" in device.link:
+        return parse_link("pcie5")  # joins two cards: a ring of more leaves it
     kind = kind_of(device.link) or "pcie3"
     if device.link.startswith(MEASURED):
         return Link(kind=kind, bytes_per_s=device.link_bytes_per_s)
