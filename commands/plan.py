@@ -8,11 +8,12 @@ from typing import Annotated, cast, get_args
 
 import typer
 
+from ddltool.analyzers.communication.compression import parse_compression
 from ddltool.analyzers.deciding.candidates import STRATEGIES, Settings
 from ddltool.analyzers.deciding.planning import SHARING, complete, plan_together, solve
 from ddltool.analyzers.loading.job_inputs import Given, graph_of, read_with_specs, scanned
 from ddltool.analyzers.reporting.plan_section import joint_section, plan_section
-from ddltool.commands.options import AllowCode, DevicesFile, Json, NcclTests, Output, Seed
+from ddltool.commands.options import AllowCode, Compress, DevicesFile, Json, NcclTests, Output, Seed
 from ddltool.commands.output import finish, note, print_json, show
 from ddltool.commands.parts import demand_part
 from ddltool.commands.values import known, number
@@ -28,7 +29,7 @@ _ALL = {"job_file", "strategy", "graph_file", "time_limit_s", "devices_file", "a
 _BARRIERS = {"lookahead", "max_gap"}
 # The options that a strategy reads beside those.
 _MORE = {
-    "auto": {"objective", "telemetry", "bandwidth", "latency", "nccl_tests", "top_k", *_BARRIERS},
+    "auto": {"objective", "telemetry", "bandwidth", "latency", "nccl_tests", "compress", "top_k", *_BARRIERS},
     "elastic-bsp": _BARRIERS,
     "est": {"top_k", "prefer", "together"},
 }
@@ -68,6 +69,7 @@ def plan(
     ] = None,
     latency: Annotated[str, typer.Option(help="auto: network latency.")] = "50us",
     nccl_tests: NcclTests = None,
+    compress: Compress = None,
     lookahead: Annotated[
         int, typer.Option(help="elastic-bsp: iterations per worker up to the barrier.", min=1, max=100_000)
     ] = 15,
@@ -140,6 +142,7 @@ def plan(
         bandwidth=bandwidth,
         latency=latency,
         nccl_tests=tuple(nccl_tests or ()),
+        compress=None if compress is None else parse_compression(compress),
         settings=Settings(
             top_k=top_k,
             limit_s=time_limit_s,

@@ -21,6 +21,7 @@ from ddltool.analyzers.reporting.graph_section import determinism_section, trace
 from ddltool.artifacts import to_json, write_text
 from ddltool.commands.options import (
     ChannelsLast,
+    Compress,
     DevicesFile,
     Json,
     LocalLink,
@@ -94,10 +95,7 @@ def trace(
     link: LocalLink = None,
     nic: Nic = None,
     nccl_tests: NcclTests = None,
-    compress: Annotated[
-        str | None,
-        typer.Option(metavar="NAME", help="What compressed gradients would bring DDP: bf16 or powersgd:RANK."),
-    ] = None,
+    compress: Compress = None,
     samples: Annotated[int, typer.Option(help="Simulated runs of each order.", min=1)] = 100,
     perfetto: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Write TAC's timeline as a Chrome/Perfetto trace.")
@@ -172,7 +170,7 @@ def trace(
     if compression is not None and plans is not None and group is not None:
         name = device if not own else str(graph.meta.get("device"))
         rate = known_devices(devices_file).device(name).memory_bytes_per_s
-        figures = compressed_ddp(graph, program_of(graph), group, compression, rate, plans.ddp.default)
+        figures = compressed_ddp(graph, program_of(graph), group, compression, rate, plans.ddp.default.step_s)
         plans = plans.model_copy(update={"compressed": figures})
     if output is not None:
         write_graph(graph, output)

@@ -389,6 +389,7 @@ def test_the_options_are_a_decision() -> None:
         "fit": sorted(["--holdout", "--picture", *common]),
         "plan": sorted(
             [
+                "--compress",
                 "--nccl-tests",
                 *("--strategy", "--graph", "--top-k", "--time-limit", "--lookahead", "--max-gap"),
                 *("--objective", "--telemetry", "--bandwidth", "--latency", "--devices-file"),

@@ -17,7 +17,7 @@ from ddltool.device import Network
 from ddltool.errors import InputError
 from ddltool.fixtures.loading import calibration, devices
 from ddltool.graph import Graph, Op
-from ddltool.graph_results import CompressionFigures
+from ddltool.plans import CompressionFigures
 
 V100 = devices().device("V100")
 SLOW, FAST = Fabric.flat(1.25e9, 5e-5).over(8), Fabric.flat(1e13, 0.0).over(8)
@@ -31,7 +31,7 @@ def traced(name: str) -> Graph:
 def figures(graph: Graph, rank: int, group: object = SLOW) -> CompressionFigures:
     program = program_of(graph)
     default = plan_ddp(program, group).default  # type: ignore[arg-type]
-    return compressed_ddp(graph, program, group, Compression(rank=rank), V100.memory_bytes_per_s, default)  # type: ignore[arg-type]
+    return compressed_ddp(graph, program, group, Compression(rank=rank), V100.memory_bytes_per_s, default.step_s)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("rank", [1, 4, 32])
@@ -87,7 +87,7 @@ def test_a_step_by_hand() -> None:
     graph = Graph.from_ops("one", "training", rows)
     program, group = program_of(graph), Fabric.flat(1e6, 0.0).over(2)
     default = plan_ddp(program, group).default
-    found = compressed_ddp(graph, program, group, Compression(rank=2), 44e6, default)
+    found = compressed_ddp(graph, program, group, Compression(rank=2), 44e6, default.step_s)
     assert default.step_s == pytest.approx(1 + 4)
     assert found.sent_bytes == 2 * 1000 * 2 * 4
     assert found.compute_s == pytest.approx(1.0)  # 11 passes over 4 MB

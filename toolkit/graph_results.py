@@ -7,7 +7,7 @@ from typing import Literal
 from pydantic import Field
 
 from ddltool.calibration import Residuals
-from ddltool.plans import Recomputed
+from ddltool.plans import CompressionFigures, Recomputed
 from ddltool.results import Count, NonNegative, Number, Part, Result
 
 
@@ -270,20 +270,6 @@ class FsdpFigures(Part):
     forward_prefetch: dict[str, list[str]]
     backward_prefetch: dict[str, list[str]]
     lower_bound_s: NonNegative
-    verdict: str
-
-
-class CompressionFigures(Part):
-    """DDP's default buckets with compressed gradients."""
-
-    name: str
-    sent_bytes: NonNegative = Field(description="of all gradients, in place of uncompressed_bytes")
-    uncompressed_bytes: NonNegative
-    compute_s: NonNegative = Field(description="work of packing and unpacking")
-    kept_bytes: NonNegative = Field(description="memory for what compression lost")
-    step_s: NonNegative
-    exposed_s: NonNegative
-    saved: Number = Field(description="share of the default step")
     verdict: str
 
 

@@ -61,6 +61,20 @@ class BucketSetting(Record):
     default_step_s: Finite = Field(description="with DDP's default buckets")
 
 
+class CompressionFigures(Record):
+    """DDP's default buckets with compressed gradients. Predicted."""
+
+    name: str
+    sent_bytes: Finite = Field(description="of all gradients, in place of uncompressed_bytes")
+    uncompressed_bytes: Finite
+    compute_s: Finite = Field(description="work of packing and unpacking")
+    kept_bytes: Finite = Field(description="memory for what compression lost")
+    step_s: Finite
+    exposed_s: Finite
+    saved: Annotated[float, Field(allow_inf_nan=False)] = Field(description="share of the step without compression")
+    verdict: str
+
+
 class PrefetchSetting(Record):
     """Which blocks FSDP2 should gather ahead, and what that is predicted to give."""
 
@@ -220,6 +234,7 @@ class Plan(Artifact):
     parameters: list[ParameterRecord] = Field(default_factory=list)
     ddp: BucketSetting | None = None
     fsdp2: PrefetchSetting | None = None
+    compressed: CompressionFigures | None = Field(default=None, description="what compressed gradients would bring DDP")
     sharding: ShardingSetting | None = Field(default=None, description="null: nothing is known of memory")
     split: BatchSplit | None = Field(default=None, description="of an lb-bsp plan")
     superstep: Superstep | None = Field(default=None, description="of an elastic-bsp plan")

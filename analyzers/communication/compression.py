@@ -23,7 +23,7 @@ from ddltool.analyzers.communication.program import SMALL_GAIN, Program, share_s
 from ddltool.analyzers.costs.nccl import Communicator
 from ddltool.errors import InputError
 from ddltool.graph import Graph
-from ddltool.graph_results import BucketFigures, CompressionFigures
+from ddltool.plans import CompressionFigures
 from ddltool.units import show_bytes, show_seconds
 
 # Reads and writes of a gradient's elements of 4 bytes: to and from bfloat16; adding the error, a copy of it, three products,
@@ -80,15 +80,15 @@ def compressed_ddp(
     group: Communicator,
     compression: Compression,
     memory_bytes_per_s: float,
-    default: BucketFigures,
+    default_s: float,
 ) -> CompressionFigures:
-    """Return a step with DDP's default buckets, compressed, beside ``default``, the same without. O(p + e)."""
+    """Return a step with DDP's default buckets, compressed, beside ``default_s``, the same without. O(p + e)."""
     sent = _sent(graph, program, compression, memory_bytes_per_s)
     cuts = default_cuts(program)
     step_s = _finish_s(program, group, sent, cuts)
     work_s = float((sent.encode_s + sent.between_s + sent.decode_s).sum())
     before, after = float(program.size_bytes.sum()), float((sent.whole + sent.first + sent.second).sum())
-    saved = share_saved(step_s, default.step_s)
+    saved = share_saved(step_s, default_s)
     return CompressionFigures(
         name=compression.name,
         sent_bytes=after,

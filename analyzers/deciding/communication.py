@@ -14,6 +14,7 @@ from typing import Protocol
 import numpy as np
 
 from ddltool.analyzers.communication.collectives import bucket_setting, default_cuts, finish_s, plan_ddp
+from ddltool.analyzers.communication.compression import Compression, compressed_ddp
 from ddltool.analyzers.communication.fsdp import plan_fsdp, prefetch_setting
 from ddltool.analyzers.communication.order import tac
 from ddltool.analyzers.communication.program import Program, program_of
@@ -23,7 +24,7 @@ from ddltool.analyzers.goodput.throughput import ThroughputParams, overlapped, s
 from ddltool.errors import Infeasible
 from ddltool.graph import COMPUTE, Graph
 from ddltool.graph_results import FsdpFigures
-from ddltool.plans import BucketSetting, PrefetchSetting
+from ddltool.plans import BucketSetting, CompressionFigures, PrefetchSetting
 from ddltool.units import show_bytes
 
 FITTED, MEASURED = "as fitted", "as measured"
@@ -124,6 +125,14 @@ class GraphCommunication:
             setting=_bucket_text(buckets),
             ddp=buckets,
         )
+
+    def compressed(
+        self, devices: Mapping[str, int], pass_s: float, compression: Compression, memory_bytes_per_s: float
+    ) -> CompressionFigures:
+        """Return what compressed gradients would bring DDP's default buckets on at least two devices."""
+        program, group = stretched(self.program, pass_s), Fabric.joined(self.fabrics, devices)
+        default_s = max(pass_s, finish_s(program, group, default_cuts(program)))
+        return compressed_ddp(self.graph, program, group, compression, memory_bytes_per_s, default_s)
 
     @property
     def _state_bytes(self) -> float:

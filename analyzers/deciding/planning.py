@@ -9,6 +9,7 @@ from typing import Any, cast, get_args
 
 from ddltool.analyzers.balancing.plan import StepCurve
 from ddltool.analyzers.communication.collectives import plan_collectives, settings
+from ddltool.analyzers.communication.compression import Compression
 from ddltool.analyzers.communication.order import tac, tic
 from ddltool.analyzers.communication.program import own_fabric
 from ddltool.analyzers.costs.nccl import Fabric
@@ -27,6 +28,7 @@ from ddltool.analyzers.loading.job_inputs import (
     graph_communication,
     knowledge_of,
     run_of,
+    slowest_memory,
     step_curves,
 )
 from ddltool.analyzers.placement.jobs import Sharing, idle_throughput, solve_jobs
@@ -37,7 +39,7 @@ from ddltool.errors import Infeasible, InputError, naming
 from ddltool.goodput_model import Goodput
 from ddltool.graph import RECV, Graph
 from ddltool.job import LINKS, Cluster, Job
-from ddltool.plans import Assignment, ParameterRecord, Plan
+from ddltool.plans import Assignment, CompressionFigures, ParameterRecord, Plan
 from ddltool.results import JointPlan
 
 SHARING: tuple[str, ...] = get_args(Sharing)
@@ -113,7 +115,23 @@ def complete(made: Plan, job: Job, job_file: Path, given: Given) -> Plan:
         fabrics = fabrics_of(job, job_file.parent, given)
         settings = {} if made.decision is not None else data_parallel(graph, made, fabrics)
         made = made.model_copy(update={"parameters": ordered_parameters(graph), **settings})
+    if given.compress is not None:
+        made = made.model_copy(update={"compressed": _compressed(made, job, job_file, given, given.compress)})
     return made.model_copy(update={"devices_per_node": _devices_per_node(job, job_file, made)})
+
+
+def _compressed(made: Plan, job: Job, job_file: Path, given: Given, compression: Compression) -> CompressionFigures:
+    """Return what compressing would bring the plan's devices. Raises InputError without a graph, links or known devices."""
+    source = graph_communication(job, job_file.parent, given)
+    counts: dict[str, int] = {}
+    for row in made.assignments:
+        counts[row.device_type] = counts.get(row.device_type, 0) + row.devices
+    if source is None or made.world_size < 2:
+        remedy = "give --bandwidth or name links, and a model or --graph, for at least two devices"
+        raise InputError("--compress", "nothing is known of the gradients and their network", remedy)
+    rate = slowest_memory(job, str(job_file), counts)
+    pass_s = max((row.compute_s or 0.0) / (row.accumulation_steps + 1) for row in made.assignments)
+    return source.compressed(counts, pass_s or made.iteration_s, compression, rate)
 
 
 def _devices_per_node(job: Job, job_file: Path, made: Plan) -> dict[str, int] | None:

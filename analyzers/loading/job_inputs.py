@@ -6,11 +6,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from ddltool.analyzers.balancing.plan import StepCurve, checked_total, memory_limit
+from ddltool.analyzers.communication.compression import Compression
 from ddltool.analyzers.costs.model import cost_model, estimate
 from ddltool.analyzers.costs.nccl import Fabric
 from ddltool.analyzers.deciding.candidates import Knowledge, Settings
@@ -56,6 +57,7 @@ class Given:
     bandwidth: str | None
     latency: str
     nccl_tests: tuple[Path, ...]
+    compress: Compression | None
     settings: Settings
     tell: Tell
     """Takes a remark for the user."""
@@ -301,6 +303,12 @@ def graph_communication(job: Job, folder: Path, given: Given) -> GraphCommunicat
         if given_gib is None and (known_device := table.find(name)) is not None:
             memory[name] = known_device.memory_gib
     return GraphCommunication(graph, fabrics, memory)
+
+
+def slowest_memory(job: Job, where: str, names: Iterable[str]) -> float:
+    """Return the least memory rate of some device types, bytes per second. Raises InputError for an unknown one."""
+    table = devices_of(job, where)
+    return min(table.device(name, "--compress").memory_bytes_per_s for name in names)
 
 
 def fabrics_of(job: Job, folder: Path, given: Given, timed_for: Link | None = None) -> dict[str, Fabric] | None:

@@ -25,7 +25,6 @@ from ddltool.graph import KINDS, RECV, Graph
 from ddltool.graph_results import (
     BucketFigures,
     CollectiveFigures,
-    CompressionFigures,
     CoverageFigures,
     DeterminismOp,
     DeterminismResult,
@@ -34,6 +33,7 @@ from ddltool.graph_results import (
     TracedGraph,
     TraceResult,
 )
+from ddltool.plans import CompressionFigures
 from ddltool.units import show_bytes, show_seconds
 
 RUNS, RUNS_OF_A_LARGE_GRAPH = 20, 3

@@ -76,6 +76,7 @@ def plan_section(plan: Plan, name: str) -> Section:
         blocks.append(_alternatives(plan))
     if plan.network is not None:
         blocks.append(_network(plan.network))
+    lead += [plan.compressed.verdict] if plan.compressed is not None else []
     blocks += communication_blocks(plan.ddp, plan.fsdp2, plan.parameters)
     return Section(title=f"Plan ({plan.strategy}): {name}", lead=lead, blocks=blocks)
 
