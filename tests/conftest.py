@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import multiprocessing
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -53,6 +53,12 @@ def throughput(**changes: float) -> ThroughputParams:
     """A fitted model in which nothing takes time but what is given."""
     names = [name for name in ThroughputParams.model_fields if name != "gamma"]
     return ThroughputParams(**{**dict.fromkeys(names, 0.0), "gamma": 1.0, **changes})
+
+
+def write_lines(path: Path, rows: Iterable[Mapping[str, Any]], tail: str = "") -> Path:
+    """Write rows as JSON Lines, and what else is to stand behind them."""
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows) + tail, encoding="utf-8")
+    return path
 
 
 @pytest.fixture

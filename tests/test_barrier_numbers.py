@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import csv
 import itertools
-import json
 import random
 from collections.abc import Callable, Iterable
 from fractions import Fraction
@@ -13,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from tests.conftest import Result
+from tests.conftest import Result, write_lines
 
 Cli = Callable[..., Result]
 Ends = dict[str, list[Fraction]]
@@ -153,7 +152,7 @@ def test_barriers_of_recorded_ends(cli: Cli, tmp_path: Path, seed: int) -> None:
                 rows.append({"rank": worker, "step": number, "step_s": float(alone + wait), "wait_s": float(wait)})
             step = predicted(lengths, predictor)
             ends[str(worker)] = [step * place for place in range(1, lookahead + 1)]
-        path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+        write_lines(path, rows)
     options = ["--lookahead", str(lookahead), "--predictor", predictor]
     result = cli("barrier", path, *options, "--json")
     assert result.code == 0, result.err

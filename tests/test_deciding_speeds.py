@@ -21,7 +21,7 @@ from ddltool.analyzers.placement.problem import DeviceType, Problem
 from ddltool.analyzers.reporting.plan_section import _proof, _spans
 from ddltool.artifacts import load
 from ddltool.plans import Plan
-from tests.conftest import Result, throughput
+from tests.conftest import Result, throughput, write_lines
 from tests.test_verify import rows
 
 Cli = Callable[..., Result]
@@ -98,7 +98,7 @@ def telemetry(
     for row in made:
         row["step_s"] += other_s
     path = folder / "telemetry.jsonl"
-    path.write_text("".join(json.dumps(row) + "\n" for row in made), encoding="utf-8")
+    write_lines(path, made)
     return path
 
 
@@ -148,7 +148,7 @@ def test_the_goodput_plan_is_by_the_run_as_well(tmp_path: Path, cli: Cli) -> Non
     (tmp_path / "job.yaml").write_text(text, encoding="utf-8")
     rows_of = rows({"a": 128, "other": 128}, {"a": 3 * fitted, "other": 3 * fitted}, sync_s=0.004, noise=0.0)
     told = tmp_path / "t.jsonl"
-    told.write_text("".join(json.dumps({**row, "device": "a"}) + "\n" for row in rows_of), encoding="utf-8")
+    write_lines(told, ({**row, "device": "a"} for row in rows_of))
     made = cli("plan", tmp_path / "job.yaml", "--telemetry", told, "--json").document
     assert {option["strategy"]: option["iteration_s"] for option in made["decision"]["options"]}[
         "goodput"

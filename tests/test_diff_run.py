@@ -23,6 +23,7 @@ from ddltool.runtime.elastic.run_difference import (
     compare_runs,
     first_difference,
 )
+from tests.conftest import write_lines
 from tests.elastic_workers import WORKERS, on, recorded_ddp, run
 
 STEPS = 4
@@ -48,11 +49,6 @@ def record(steps: int = STEPS, workers: int = 2, **options: Any) -> list[dict[st
     ]
 
 
-def write(path: Path, steps: list[dict[str, Any]], tail: str = "") -> Path:
-    path.write_text("".join(json.dumps(step) + "\n" for step in steps) + tail)
-    return path
-
-
 PLACES = [(kind, w) for kind in WORKER_CAUSES for w in (0, 1)] + [(kind, None) for kind in SHARED_CAUSES]
 
 
@@ -66,8 +62,8 @@ def test_the_first_of_several_changes_in_causal_order_is_found(data: st.DataObje
     for step, kind, worker, name in changed:
         (b[step]["shared"] if worker is None else b[step]["workers"][str(worker)])[kind][name] = "0" * 16
     with tempfile.TemporaryDirectory() as folder:
-        a = write(Path(folder, "a.jsonl"), record())
-        found = first_difference(a, write(Path(folder, "b.jsonl"), b))
+        a = write_lines(Path(folder, "a.jsonl"), record())
+        found = first_difference(a, write_lines(Path(folder, "b.jsonl"), b))
         assert first_difference(a, a) is None
     assert found is not None
     first = min(changed, key=order.index)
@@ -80,13 +76,13 @@ def test_batches_that_changed_places_are_the_order_of_the_data(tmp_path: Path) -
     a, b = record(), record()
     one, other = (b[2]["workers"][rank]["batch"] for rank in ("0", "1"))
     b[2]["workers"]["0"]["batch"], b[2]["workers"]["1"]["batch"] = other, one
-    found = first_difference(write(tmp_path / "a.jsonl", a), write(tmp_path / "b.jsonl", b))
+    found = first_difference(write_lines(tmp_path / "a.jsonl", a), write_lines(tmp_path / "b.jsonl", b))
     assert found is not None
     assert (found.step, found.worker, found.cause_class) == (2, 0, "data order")
 
 
 def test_exit_codes_and_documents(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    a = write(tmp_path / "a.jsonl", record())
+    a = write_lines(tmp_path / "a.jsonl", record())
     longer = tmp_path / "longer.jsonl.gz"
     longer.write_bytes(gzip.compress("".join(json.dumps(s) + "\n" for s in record(6)).encode()))
     command.diff_run(a, longer, as_json=True)
@@ -101,7 +97,7 @@ def test_exit_codes_and_documents(tmp_path: Path, capsys: pytest.CaptureFixture[
     changed = record(seed=1)
     changed[1]["shared"]["combined gradient"]["x"] = "0" * 16
     with pytest.raises(CheckFailed, match="step 1: combined gradient x differs") as failed:
-        command.diff_run(a, write(tmp_path / "b.jsonl", changed), as_json=True)
+        command.diff_run(a, write_lines(tmp_path / "b.jsonl", changed), as_json=True)
     assert failed.value.exit_code == 1
     document = json.loads(capsys.readouterr().out)
     assert document["settings"] == [{"name": "seed", "a": 0, "b": 1}]
@@ -110,17 +106,17 @@ def test_exit_codes_and_documents(tmp_path: Path, capsys: pytest.CaptureFixture[
 
 
 def test_a_record_that_a_killed_run_left_is_read_as_far_as_it_goes(tmp_path: Path) -> None:
-    a = write(tmp_path / "a.jsonl", record())
+    a = write_lines(tmp_path / "a.jsonl", record())
     whole = json.dumps(record()[2])
     for length in range(1, len(whole), 97):
-        found = compare_runs(a, write(tmp_path / "cut.jsonl", record(2), whole[:length]))
+        found = compare_runs(a, write_lines(tmp_path / "cut.jsonl", record(2), whole[:length]))
         assert (found.difference, found.steps_compared, found.b.cut, found.same_length) == (None, 2, True, False)
-    later = compare_runs(a, write(tmp_path / "later.jsonl", record()[2:]))
+    later = compare_runs(a, write_lines(tmp_path / "later.jsonl", record()[2:]))
     assert (later.steps_compared, later.b.first_step, later.difference) == (2, 2, None)
 
 
 def test_other_numbers_of_workers_are_named(tmp_path: Path) -> None:
-    files = [write(tmp_path / f"{workers}.jsonl", record(workers=workers)) for workers in (2, 3)]
+    files = [write_lines(tmp_path / f"{workers}.jsonl", record(workers=workers)) for workers in (2, 3)]
     found = first_difference(*files)
     assert found is not None
     assert (found.worker, found.cause_class) == (2, "code")
@@ -147,19 +143,19 @@ def test_what_is_no_record_is_told_in_one_line(name: str, tmp_path: Path) -> Non
     make, message = BAD[name]
     (tmp_path / "b.jsonl").write_text(make(record()))
     with pytest.raises(InputError, match=message) as caught:
-        command.diff_run(write(tmp_path / "a.jsonl", record()), tmp_path / "b.jsonl")
+        command.diff_run(write_lines(tmp_path / "a.jsonl", record()), tmp_path / "b.jsonl")
     assert "\n" not in str(caught.value)
 
 
 def test_missing_binary_and_cut_compressed_files(tmp_path: Path) -> None:
-    a = write(tmp_path / "a.jsonl", record())
+    a = write_lines(tmp_path / "a.jsonl", record())
     (tmp_path / "binary.jsonl").write_bytes(random.Random(0).randbytes(1000))
     packed = gzip.compress(a.read_bytes(), mtime=0)
     (tmp_path / "flipped.jsonl.gz").write_bytes(packed[:100] + bytes([packed[100] ^ 255]) + packed[101:])
     for name in ("missing.jsonl", "binary.jsonl", "flipped.jsonl.gz"):
         with pytest.raises(InputError, match=name):
             compare_runs(a, tmp_path / name)
-    many = write(tmp_path / "many.jsonl", record(40))
+    many = write_lines(tmp_path / "many.jsonl", record(40))
     (tmp_path / "cut.jsonl.gz").write_bytes(gzip.compress(many.read_bytes(), mtime=0)[:-20])
     found = compare_runs(many, tmp_path / "cut.jsonl.gz")
     assert (found.difference, found.b.cut, found.same_length) == (None, True, False)
@@ -167,17 +163,17 @@ def test_missing_binary_and_cut_compressed_files(tmp_path: Path) -> None:
 
 
 def test_two_records_that_are_cut_are_not_whole(tmp_path: Path) -> None:
-    cut = write(tmp_path / "a.jsonl", record(), "{")
+    cut = write_lines(tmp_path / "a.jsonl", record(), "{")
     command.diff_run(cut, cut)
     with pytest.raises(CheckFailed, match="equal in 4 steps, but .* ends in the middle of a line"):
         command.diff_run(cut, cut, whole=True)
 
 
 def test_settings_that_are_no_numbers_are_compared(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    a = write(tmp_path / "a.jsonl", record(rate=float("nan")))
+    a = write_lines(tmp_path / "a.jsonl", record(rate=float("nan")))
     command.diff_run(a, a, as_json=True)
     assert json.loads(capsys.readouterr().out)["settings"] == []
-    command.diff_run(a, write(tmp_path / "b.jsonl", record(rate=1)), as_json=True)
+    command.diff_run(a, write_lines(tmp_path / "b.jsonl", record(rate=1)), as_json=True)
     assert json.loads(capsys.readouterr().out)["settings"] == [{"name": "rate", "a": "NaN", "b": 1}]
 
 

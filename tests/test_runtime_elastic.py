@@ -25,6 +25,7 @@ from ddltool.runtime.elastic.digests import digest
 from ddltool.runtime.elastic.processes import divide
 from ddltool.runtime.elastic.run_difference import compare_runs, first_difference
 from ddltool.runtime.elastic.trainer import ElasticTrainer
+from tests.conftest import write_lines
 from tests.elastic_workers import (
     WORKERS,
     Digits,
@@ -160,7 +161,7 @@ def test_first_difference_names_the_op(recorded: Path, tmp_path: Path) -> None:
     name = next(name for name in turn["output"] if "Dropout" in name)
     turn["output"][name] = turn["loss"]["loss 0"] = changed[1]["shared"]["parameter"]["head.bias"] = "0" * 16
     path = tmp_path / "changed.jsonl"
-    path.write_text("".join(json.dumps(step) + "\n" for step in changed))
+    write_lines(path, changed)
     found = first_difference(recorded, path)
     assert found is not None
     assert (found.step, found.worker, found.record, found.tensor) == (1, 2, "output", name)

@@ -27,7 +27,7 @@ from ddltool.analyzers.scheduling.policies.sia import Sia
 from ddltool.analyzers.scheduling.simulator import Options, SimulationResult, simulate
 from ddltool.analyzers.scheduling.truth import Application
 from ddltool.errors import Infeasible, InputError
-from tests.test_scheduling import steady
+from tests.test_scheduling import job, steady
 from tests.test_scheduling_policies import APPLICATIONS, TWO_TYPES
 
 FOLDER = Path(__file__).resolve().parents[1] / "fixtures" / "workloads"
@@ -42,10 +42,6 @@ EVERY: dict[str, Callable[[], Any]] = {
     "sia": Sia,
     "ours": Ours,
 }
-
-
-def job(name: str, submit: float, replicas: int = 1, batch: int = 8, application: str = "steady") -> JobSpec:
-    return JobSpec(name=name, submit_s=submit, application=application, num_replicas=replicas, batch_size=batch)
 
 
 def at(time_s: float, node: int, kind: Any) -> NodeEvent:

@@ -92,7 +92,6 @@ def test_bad_prices_are_named(prices: dict[str, float], message: str) -> None:
 def test_a_fair_share_does_not_depend_on_the_order_of_the_types() -> None:
     """And it is that of the type on which the application is fastest."""
     from ddltool.analyzers.scheduling.cluster import ClusterSpec
-    from tests.test_scheduling_policies import APPLICATIONS, TWO_TYPES
 
     assert len(set(TWO_TYPES.gpu_types)) == 2
     turned = ClusterSpec(gpus=TWO_TYPES.gpus[::-1], gpu_types=TWO_TYPES.gpu_types[::-1])

@@ -19,7 +19,7 @@ from ddltool.errors import InputError
 from ddltool.graph import Graph, Op
 from ddltool.graph_io import write_graph
 from ddltool.plans import Plan
-from tests.conftest import Result, throughput
+from tests.conftest import Result, throughput, write_lines
 
 Cli = Callable[..., Result]
 
@@ -68,11 +68,6 @@ def rows(
 
 def frame(*args: Any, **options: Any) -> pd.DataFrame:
     return pd.DataFrame(rows(*args, **options))
-
-
-def write(path: Path, made: list[dict[str, Any]]) -> Path:
-    path.write_text("".join(json.dumps(row) + "\n" for row in made), encoding="utf-8")
-    return path
 
 
 @pytest.fixture
@@ -143,7 +138,7 @@ def test_another_number_of_processes_is_refused(plan_file: Path) -> None:
 
 
 def test_the_command(plan_file: Path, tmp_path: Path, cli: Cli) -> None:
-    told = write(tmp_path / "t.jsonl", rows({"fast": 24, "slow": 8}, {"fast": 0.1, "slow": 0.2}))
+    told = write_lines(tmp_path / "t.jsonl", rows({"fast": 24, "slow": 8}, {"fast": 0.1, "slow": 0.2}))
     document = cli("verify", plan_file, told, "--json").document
     assert document["kind"] == "ddltool.verification"
     assert document["iteration"]["error"] == pytest.approx(0.1 / 0.21 - 1, abs=0.02)
@@ -164,7 +159,7 @@ def test_the_command(plan_file: Path, tmp_path: Path, cli: Cli) -> None:
     ],
 )
 def test_bad_options(plan_file: Path, tmp_path: Path, cli: Cli, options: list[str], message: str) -> None:
-    told = write(tmp_path / "t.jsonl", rows({"fast": 24, "slow": 8}, {"fast": 0.1, "slow": 0.1}))
+    told = write_lines(tmp_path / "t.jsonl", rows({"fast": 24, "slow": 8}, {"fast": 0.1, "slow": 0.1}))
     failed = cli("verify", plan_file, told, *options)
     assert failed.code == 2
     assert failed.error_line.startswith(message)
@@ -191,7 +186,7 @@ def test_bad_rows_are_named(change: dict[str, Any], message: str) -> None:
 
 def test_plan_auto_on_the_command_line(tmp_path: Path, cli: Cli) -> None:
     (tmp_path / "job.yaml").write_text(JOB, encoding="utf-8")
-    told = write(tmp_path / "t.jsonl", rows({"fast": 24, "slow": 8}, {"fast": 0.1, "slow": 0.2}))
+    told = write_lines(tmp_path / "t.jsonl", rows({"fast": 24, "slow": 8}, {"fast": 0.1, "slow": 0.2}))
     before = cli("plan", tmp_path / "job.yaml", "--json").document
     after = cli("plan", tmp_path / "job.yaml", "--telemetry", told, "--json").document
     assert before["decision"]["error"] is None
@@ -224,7 +219,7 @@ def test_auto_refuses_what_it_cannot_read(tmp_path: Path, cli: Cli, options: lis
 
 def test_telemetry_of_devices_that_the_job_does_not_offer(tmp_path: Path, cli: Cli) -> None:
     (tmp_path / "job.yaml").write_text(JOB, encoding="utf-8")
-    told = write(tmp_path / "t.jsonl", rows({"K80": 16, "slow": 16}, {"K80": 0.1, "slow": 0.2}))
+    told = write_lines(tmp_path / "t.jsonl", rows({"K80": 16, "slow": 16}, {"K80": 0.1, "slow": 0.2}))
     failed = cli("plan", tmp_path / "job.yaml", "--telemetry", told)
     assert failed.code == 2
     assert "is of device 'K80', which the job does not offer; types there: fast, slow" in failed.error_line
@@ -261,7 +256,7 @@ def test_another_device_is_named_and_not_blamed(plan_file: Path, tmp_path: Path,
     assert not found.complete
     assert found.refit[0].startswith("rank 1 was planned on slow, ran on H100: the run did not follow the plan")
     assert not any(line.startswith("H100 computes") for line in found.refit)
-    told = write(tmp_path / "t.jsonl", made)
+    told = write_lines(tmp_path / "t.jsonl", made)
     assert cli("verify", plan_file, told).code == 0
     judged = cli("verify", plan_file, told, "--max-error", "20%")
     assert judged.code == 1  # within 20 %, by the planned device's time
@@ -280,7 +275,7 @@ def test_part_of_the_processes_is_no_proof(plan_file: Path, tmp_path: Path, cli:
     found = verify(planned(plan_file), read_run(pd.DataFrame(made), "t"))
     assert found.missing_ranks == [1]
     assert found.refit[0].startswith("no rows of rank 1 (1 of 2 processes)")
-    told = write(tmp_path / "t.jsonl", made)
+    told = write_lines(tmp_path / "t.jsonl", made)
     judged = cli("verify", plan_file, told, "--max-error", "30%", "--json")
     assert judged.code == 1
     assert (judged.document["passed"], judged.document["missing_ranks"]) == (False, [1])
@@ -288,7 +283,7 @@ def test_part_of_the_processes_is_no_proof(plan_file: Path, tmp_path: Path, cli:
 
 @pytest.mark.parametrize(("text", "remedy"), [("15", "write 15% or 0.15"), ("1.5", "write 1.5% or 0.015")])
 def test_a_bare_number_above_one_is_no_share(plan_file: Path, tmp_path: Path, cli: Cli, text: str, remedy: str) -> None:
-    told = write(tmp_path / "t.jsonl", rows({"fast": 24, "slow": 8}, {"fast": 0.1, "slow": 0.1}))
+    told = write_lines(tmp_path / "t.jsonl", rows({"fast": 24, "slow": 8}, {"fast": 0.1, "slow": 0.1}))
     failed = cli("verify", plan_file, told, "--max-error", text)
     assert failed.code == 2
     assert failed.error_line.endswith(remedy)
@@ -311,7 +306,7 @@ def test_impossible_rows_are_refused_by_all_readers(
 ) -> None:
     made = rows({"fast": 24, "slow": 8}, {"fast": 0.1, "slow": 0.1})
     made[4] |= change
-    told = write(tmp_path / "t.jsonl", made)
+    told = write_lines(tmp_path / "t.jsonl", made)
     words: dict[str, list[object]] = {
         "verify": ["verify", plan_file, told],
         "gate": ["gate", told, "--rule", "step_s <= 1"],
@@ -329,7 +324,7 @@ def test_a_run_that_never_trained(plan_file: Path, tmp_path: Path, cli: Cli, com
         {**row, "batch": 0, "compute_s": 0.0, "step_s": 0.0}
         for row in rows({"fast": 24, "slow": 8}, {"fast": 0.1, "slow": 0.1})
     ]
-    told = write(tmp_path / "t.jsonl", dead)
+    told = write_lines(tmp_path / "t.jsonl", dead)
     words: dict[str, list[object]] = {
         "verify": ["verify", plan_file, told],
         "gate": ["gate", told, "--rule", "step_s <= 1"],
@@ -344,7 +339,7 @@ def test_an_absurd_plan_is_refused(plan_file: Path, tmp_path: Path, cli: Cli) ->
     document = json.loads(plan_file.read_text(encoding="utf-8"))
     document["assignments"][0]["compute_s"] = 1e308
     plan_file.write_text(json.dumps(document), encoding="utf-8")
-    told = write(tmp_path / "t.jsonl", rows({"fast": 24, "slow": 8}, {"fast": 0.1, "slow": 0.1}))
+    told = write_lines(tmp_path / "t.jsonl", rows({"fast": 24, "slow": 8}, {"fast": 0.1, "slow": 0.1}))
     failed = cli("verify", plan_file, told)
     assert failed.code == 2
     assert "it must be <= 1e+09 s" in failed.error_line
