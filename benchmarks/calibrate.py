@@ -16,6 +16,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
+from memory_truth import write_memory
 from truth_cases import SOURCES, Row, Truth, read
 from truth_models import Trace, Work, traced
 from truth_networks import write_section
@@ -326,6 +327,7 @@ def main() -> None:
     save(table, ROOT / "fixtures" / "calibration.json")
     write_page(ROOT / "docs", truth, table, whole, families, known, unknown)
     write_section(given.data)
+    write_memory(given.data)
 
 
 if __name__ == "__main__":

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import csv
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache, partial
@@ -200,18 +201,19 @@ def section(data: Path) -> str:
     return "\n\n".join(parts)
 
 
+def write_memory(data: Path) -> None:
+    """Put the section into docs/truth.md, in place of the one that is there, or before the limits."""
+    made, page = section(data), ROOT / "docs" / "truth.md"
+    text = re.sub(rf"{HEADING}\n.*?(?=^## )", "", page.read_text(encoding="utf-8"), flags=re.DOTALL | re.MULTILINE)
+    before, limits, rest = text.partition("## Limits\n")
+    write_text(page, f"{before}{made}\n\n{limits}{rest}")
+
+
 def main() -> None:
-    """Write the section into the page, in the place of the one that is there, before the limits where there is none."""
-    parser = argparse.ArgumentParser(description=__doc__)
+    """Write the section from the measured rows."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--data", type=Path, required=True, help="folder that holds truth")
-    made = section(parser.parse_args().data)
-    page = ROOT / "docs" / "truth.md"
-    text = page.read_text(encoding="utf-8")
-    start = text.find(HEADING + "\n")
-    end = text.find("\n## ", start) + 1
-    if start < 0:
-        start = end = text.index("## Limits\n")
-    write_text(page, text[:start] + made + "\n\n" + text[end:])
+    write_memory(parser.parse_args().data)
 
 
 if __name__ == "__main__":

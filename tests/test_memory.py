@@ -269,12 +269,15 @@ def test_ten_models_alone_and_checkpointed(source: str, batch: int) -> None:
         chosen = cheapest(ledger, seconds, Sharding(kind="none"), "momentum", budget)
         assert chosen.keeps or none == full
         assert tracked(functools.partial(build, training_step(source, batch)), units, "none", chosen.keeps) <= budget
-    for how in ("none", "full") if units else ("none",):
+    ways = (
+        [(kind, how) for kind in ("none", "fsdp", "zero2") for how in ("none", "full")] if units else [("none", "none")]
+    )
+    for kind, how in ways:
         keeps = ledger.every_block(how)  # type: ignore[arg-type]
-        ours = ledger.peak(Sharding(kind="none"), "momentum", keeps).total_bytes
+        ours = ledger.peak(Sharding.named(kind, WORLD), "momentum", keeps).total_bytes
         assert ours == pytest.approx(
-            tracked(functools.partial(build, training_step(source, batch)), units, "none", keeps), rel=0.05
-        ), how
+            tracked(functools.partial(build, training_step(source, batch)), units, kind, keeps), rel=0.05
+        ), (kind, how)
 
 
 DATA = Path(os.environ.get("DDLTOOL_DATA", REPO / ".." / "shared" / "data"))
