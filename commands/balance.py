@@ -7,20 +7,13 @@ from typing import Annotated
 
 import typer
 
-from ddltool.analyzers.balancing.predict import PREDICTORS, Settings, check_names, make
-from ddltool.analyzers.balancing.replay import balance_result, default_warm_up, replay
-from ddltool.analyzers.balancing.schemes import WORKERS_PER_BACKUP, check_ratio
-from ddltool.analyzers.balancing.trace import SpeedTrace
-from ddltool.analyzers.loading.worker_tables import read_speeds
+from ddltool.analyzers.balancing.predict import PREDICTORS, check_names
+from ddltool.analyzers.balancing.replay import BATCH_PER_WORKER, replays_of
 from ddltool.analyzers.reporting.result_sections import balance_section, speeds_figures
 from ddltool.commands.options import Json, Output, Seed
 from ddltool.commands.output import finish, note, progress
 from ddltool.commands.values import demand_picture, write_picture
-from ddltool.errors import InputError
 from ddltool.outputs import check_outputs
-
-BATCH_PER_WORKER = 128
-MOST_SAMPLES = 10**12
 
 
 def balance(
@@ -41,54 +34,23 @@ def balance(
     as_json: Json = False,
 ) -> None:
     """Replay recorded worker speeds: predict each next one, size the batches by it, and time the iterations."""
-    chosen = PREDICTORS if predictor == "all" else (predictor,)
-    check_names(chosen)
+    check_names(PREDICTORS if predictor == "all" else (predictor,))
     check_outputs([trace], {"-o": output, "--picture": picture})
     demand_picture(picture, "speeds")
-    recorded = read_speeds(trace, note)
-    if schemes:
-        check_ratio(recorded)
-        if recorded.workers < WORKERS_PER_BACKUP:
-            few = f"one worker in {WORKERS_PER_BACKUP} is a backup, and the trace has {recorded.workers}"
-            note(f"redundant execution is left out: {few}")
-    settings = Settings(warm_up=_warmed(recorded, warm_up, trace), seed=seed)
-    total = _total(recorded, total_batch)
-    outcomes = {}
-    with progress("replaying", len(chosen)) as advance:
-        for place, name in enumerate(chosen):
-            advance(place, name)
-            learner = make(name, recorded.workers, settings)
-            outcomes[name] = replay(recorded, learner, total, since=settings.warm_up)
-    scheme_predictor = ("narx" if predictor == "all" else predictor) if schemes else None
-    found = balance_result(recorded, outcomes, total, settings, scheme_predictor)
+    made = replays_of(
+        trace,
+        predictor,
+        total_batch=total_batch,
+        warm_up=warm_up,
+        schemes=schemes,
+        seed=seed,
+        tell=note,
+        stage=progress,
+    )
+    found = made.found
     if picture is not None:
-        best = sorted(outcomes, key=lambda name: outcomes[name].rmse or 0.0)[:3]
-        write_picture(
-            picture, speeds_figures(recorded.names, {name: outcomes[name] for name in best}, settings.warm_up)
-        )
+        best = sorted(made.outcomes, key=lambda name: made.outcomes[name].rmse or 0.0)[:3]
+        outcomes = {name: made.outcomes[name] for name in best}
+        write_picture(picture, speeds_figures(made.recorded.names, outcomes, found.warm_up))
         note(f"wrote {picture}")
     finish(found, lambda: balance_section(found, trace.name), output, as_json)
-
-
-def _warmed(recorded: SpeedTrace, asked: int, path: Path) -> int:
-    """Return the iterations of warm-up that the trace allows, and say so when they are fewer than asked for.
-
-    Raises InputError when no iteration comes after them.
-    """
-    warmed = default_warm_up(recorded.iterations, asked)
-    if recorded.iterations <= warmed:
-        problem = f"has {recorded.iterations} iterations, none after the warm-up of {warmed}"
-        raise InputError(str(path), problem, f"record more than {warmed}")
-    if warmed < asked:
-        note(f"the trace has {recorded.iterations} iterations, so the warm-up is {warmed} of them")
-    return warmed
-
-
-def _total(recorded: SpeedTrace, given: int | None) -> int:
-    """Return the samples of all workers together. Raises InputError for fewer than workers, and beyond MOST_SAMPLES."""
-    total = given if given is not None else BATCH_PER_WORKER * recorded.workers
-    if total < recorded.workers:
-        raise InputError("--total-batch", f"is {total}", f"{recorded.workers} workers need one sample each or more")
-    if total > MOST_SAMPLES:
-        raise InputError("--total-batch", f"is {total}", f"give at most {MOST_SAMPLES} samples")
-    return total

@@ -23,15 +23,12 @@ from ddltool.analyzers.deciding.planning import make_plan, ordered_parameters
 from ddltool.analyzers.emitting.enforcement import to_enforcement
 from ddltool.analyzers.goodput.observations import WARMUP_STEPS
 from ddltool.analyzers.goodput.throughput import iteration_time_s
-from ddltool.analyzers.loading.fitted_models import fit_files
+from ddltool.analyzers.loading.fitted_models import fit
 from ddltool.analyzers.loading.job_inputs import capabilities_of
 from ddltool.analyzers.loading.timed_graph import timed_graph
 from ddltool.artifacts import load, read_document, save, to_json, write_text
-from ddltool.commands.artifact_reading import read_any
 from ddltool.commands.options import Json, Seed
 from ddltool.commands.output import err, note, out, print_json, progress, table
-from ddltool.commands.profile import RESOLVER
-from ddltool.commands.report import write_report
 from ddltool.device import Network
 from ddltool.errors import DdlToolError, InputError
 from ddltool.fixtures.loading import calibration, devices, folder
@@ -40,7 +37,6 @@ from ddltool.graph import Graph
 from ddltool.graph_io import read_graph, write_graph
 from ddltool.job import read_job
 from ddltool.plans import Enforcement, Plan
-from ddltool.profiles import write_profile
 from ddltool.tables import read_table
 from ddltool.units import show_bytes, show_seconds
 
@@ -119,21 +115,23 @@ def _trace(place: Path, seed: int) -> Finding:
 
 
 def _profile(place: Path, seed: int) -> Finding:
-    from ddltool.runtime.measuring.campaign import MeasureRequest, campaign, reliability
+    from ddltool.runtime.measuring.profiling import profile
 
-    request = MeasureRequest(
-        source=MODEL, resolver=RESOLVER, batch_sizes=BATCH_SIZES, replicas=REPLICAS, repeats=REPEATS, seed=seed
+    found = profile(
+        MODEL,
+        batch_sizes=BATCH_SIZES,
+        replicas=REPLICAS,
+        repeats=REPEATS,
+        output=place / "profile.csv",
+        seed=seed,
+        tell=note,
+        stage=progress,
     )
-    with progress("measuring", len(BATCH_SIZES) * len(REPLICAS)) as advance:
-        profile = campaign(request, progress=advance).frame
-    write_profile(profile, place / "profile.csv")
-    for warning in reliability(profile):
-        note(f"warning: {warning}")
-    return f"{len(profile)} configurations on this CPU (measured)", {}
+    return f"{len(found.rows)} configurations on this CPU (measured)", {}
 
 
 def _fit(place: Path, seed: int) -> Finding:
-    found = fit_files([place / "profile.csv"], seed)
+    found = fit(place / "profile.csv", seed=seed)
     save(found, place / "goodput.json")
     words = f"throughput model, MAPE {found.mape:.1%} on {found.samples} measured rows"
     return words, {"fit": found.model_dump(mode="json")}
@@ -231,7 +229,7 @@ def _learned(training: dict[str, Any]) -> str:
 
 
 def _refit(place: Path, seed: int) -> Finding:
-    found = fit_files([place / "telemetry.jsonl"], seed)
+    found = fit(place / "telemetry.jsonl", seed=seed)
     save(found, place / "goodput-telemetry.json")
     words = f"MAPE {found.mape:.1%} on {found.samples} rows (measured)"
     return words, {"fit_telemetry": found.model_dump(mode="json")}
@@ -248,7 +246,9 @@ def _report(place: Path, seed: int) -> Finding:
         "smaller batch waits here; on the planned devices it would not.",
     ]
     path = place / "report.html"
-    write_report([read_any(place / name) for name in REPORTED], path, title="ddltool demo", summary=summary)
+    from ddltool.analyzers.reporting.report import report  # it loads the plotting library
+
+    report([place / name for name in REPORTED], path, title="ddltool demo", summary=summary, stage=progress)
     return path.name, {"report": str(path)}
 
 

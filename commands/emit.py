@@ -17,8 +17,8 @@ from ddltool.artifacts import load, to_json, write_text
 from ddltool.commands.options import Json
 from ddltool.commands.output import note, out, print_json
 from ddltool.commands.parts import demand_part
-from ddltool.commands.values import device_counts, known
-from ddltool.errors import InputError, shortened
+from ddltool.commands.values import device_counts
+from ddltool.errors import InputError, known, shortened
 from ddltool.outputs import check_outputs
 from ddltool.plans import Enforcement, Plan
 from ddltool.results import EmitResult

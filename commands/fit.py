@@ -35,12 +35,12 @@ def fit(
     """Fit Pollux's seven-parameter throughput model and report its error."""
     check_outputs([*profiles, holdout], {"-o": output, "--picture": picture})
     demand_picture(picture, "fit")
-    from ddltool.analyzers.loading.fitted_models import fit_rows, read_rows  # it loads scipy
+    from ddltool.analyzers.loading.fitted_models import fit as fit_to  # it loads scipy
+    from ddltool.analyzers.loading.fitted_models import read_rows
 
-    rows = read_rows(profiles)
-    fitted = fit_rows(rows, [str(path) for path in profiles], holdout, seed)
+    fitted = fit_to(profiles, holdout=holdout, seed=seed)
     if picture is not None:
-        draw_fit(rows, fitted, picture)
+        draw_fit(read_rows(profiles), fitted, picture)
     finish(fitted, lambda: goodput_section(fitted, profiles[0].name, maps=False), output, as_json)
 
 

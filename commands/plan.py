@@ -8,18 +8,17 @@ from typing import Annotated, cast, get_args
 
 import typer
 
-from ddltool.analyzers.communication.compression import parse_compression
-from ddltool.analyzers.deciding.candidates import STRATEGIES, Settings
-from ddltool.analyzers.deciding.planning import SHARING, complete, plan_together, solve
-from ddltool.analyzers.loading.job_inputs import Given, graph_of, read_with_specs, scanned
+from ddltool.analyzers.deciding.candidates import STRATEGIES
+from ddltool.analyzers.deciding.planning import SHARING, plan_together
+from ddltool.analyzers.deciding.planning import plan as plan_job
+from ddltool.analyzers.loading.job_inputs import read_with_specs
 from ddltool.analyzers.reporting.plan_section import joint_section, plan_section
 from ddltool.commands.options import AllowCode, Compress, DevicesFile, Json, NcclTests, Output, Seed
-from ddltool.commands.output import finish, note, print_json, show
+from ddltool.commands.output import note, print_json, show
 from ddltool.commands.parts import demand_part
-from ddltool.commands.values import known, number
+from ddltool.commands.values import number
 from ddltool.decision import Objective
-from ddltool.errors import InputError
-from ddltool.job import LINKS
+from ddltool.errors import InputError, known
 from ddltool.outputs import check_outputs
 
 _File = Path | None
@@ -129,32 +128,31 @@ def plan(
         else:
             show(joint_section(found))
         return
-    job = read_with_specs(job_file, devices_file, allow_code=allow_code)
-    named = [offer_file for offer in job.devices for offer_file in (offer.profile, offer.goodput)]
-    named += [job.cluster, None if job.network == LINKS else job.network]
-    check_outputs([job_file.parent / name for name in named if name], {"-o": output})
-    graph = graph_of(job, job_file.parent, graph_file)
-    job = scanned(job, graph, note)
-    given = Given(
+    made = plan_job(
+        job_file,
+        strategy,
         objective=cast(Objective, objective),
-        graph=graph,
         telemetry=telemetry,
         bandwidth=bandwidth,
         latency=latency,
-        nccl_tests=tuple(nccl_tests or ()),
-        compress=None if compress is None else parse_compression(compress),
-        settings=Settings(
-            top_k=top_k,
-            limit_s=time_limit_s,
-            seed=seed,
-            lookahead=lookahead,
-            max_gap=max_gap,
-            prefer=None if prefer is None else _names(prefer),
-        ),
+        nccl_tests=nccl_tests or (),
+        compress=compress,
+        lookahead=lookahead,
+        max_gap=max_gap,
+        graph=graph_file,
+        top_k=top_k,
+        time_limit_s=time_limit_s,
+        prefer=None if prefer is None else _names(prefer),
+        devices_file=devices_file,
+        allow_code=allow_code,
+        output=output,
+        seed=seed,
         tell=note,
     )
-    made = complete(solve(strategy, job, job_file, given), job, job_file, given)
-    finish(made, lambda: plan_section(made, made.job), output, as_json)
+    if as_json:
+        print_json(made)
+    else:
+        show(plan_section(made, made.job), output)
 
 
 def _names(text: str) -> tuple[str, ...]:

@@ -9,12 +9,10 @@ import signal
 import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Annotated, Any, NoReturn
+from typing import Annotated, NoReturn
 
-import psutil
 import typer
 
-from ddltool.analyzers.goodput.curve import summarise
 from ddltool.commands import values
 from ddltool.commands.network import profile_network
 from ddltool.commands.options import Json, Output, Seed
@@ -22,28 +20,22 @@ from ddltool.commands.output import note, out, print_json, progress, table, tell
 from ddltool.commands.parts import demand_part, is_given
 from ddltool.commands.profile_import import profile_import
 from ddltool.commands.watch import profile_watch
-from ddltool.errors import DdlToolError, InputError, Interrupted
+from ddltool.errors import DdlToolError, InputError
 from ddltool.outputs import check_outputs
-from ddltool.profiles import records
-from ddltool.results import MemorySearch, MemoryTry, ProfileResult
+from ddltool.results import ProfileResult
 from ddltool.runtime.measuring.campaign import (
     LARGEST_BATCH,
     MOST_REPLICAS,
     MOST_STEPS,
     MeasureRequest,
     RowFile,
-    campaign,
-    reliability,
     threads_of,
 )
-from ddltool.runtime.measuring.memory import measure_limit
+from ddltool.runtime.measuring.profiling import BUDGET_S, RESOLVER, device_memory, kept, measured, width
 from ddltool.runtime.measuring.torchrun_job import Job, Place, job_from_environment
 from ddltool.runtime.measuring.watch import WatchRequest
 from ddltool.units import show_bytes, show_seconds
 
-RESOLVER = "ddltool.analyzers.loading.sources:training_step"
-_BUDGET_S = 60.0
-"""How long a measurement may go on that is told neither its budget nor its number of steps."""
 _ALWAYS = {"output", "seed", "as_json"}
 _ONE = _ALWAYS | {"source", "batch_sizes", "replicas"}
 _PARTS = {
@@ -156,7 +148,7 @@ def profile(
                 sizes, batch_sizes, "--batch-sizes", "give the one size that every process trains with"
             )
             pinned = values.integers(cores, "--cores", least=0, ordered=False, once=False) if cores else None
-            request = WatchRequest(
+            watching = WatchRequest(
                 source=source or "",
                 resolver=RESOLVER,
                 batch=size or 8,
@@ -165,7 +157,7 @@ def profile(
                 cores=pinned,
                 seed=seed,
             )
-            profile_watch(request, output, as_json)
+            profile_watch(watching, output, as_json)
         else:
             if repeats is not None and is_given(context, "precision"):
                 problem = "has no part beside --repeats, which takes its place"
@@ -178,8 +170,8 @@ def profile(
             if resume and not threads and place is None and output is not None and output.is_file():
                 # The default depends on the numbers of replicas, and what is missing may be fewer than were measured.
                 threads = threads_of(output)
-            otherwise_s = math.inf if repeats is not None else _BUDGET_S
-            measured = MeasureRequest(
+            otherwise_s = math.inf if repeats is not None else BUDGET_S
+            request = MeasureRequest(
                 source=source or "",
                 resolver=RESOLVER,
                 batch_sizes=(1, 2, 4, 8) if sizes is None else sizes,
@@ -195,7 +187,7 @@ def profile(
                 budget_s=values.budget(budget, "--budget") if budget else otherwise_s,
                 seed=seed,
             )
-            _measure(measured, place, memory, output, resume=resume, as_json=as_json)
+            _measure(request, place, memory, output, resume=resume, as_json=as_json)
 
 
 @contextlib.contextmanager
@@ -232,41 +224,15 @@ def _measure(
             job.follow()
         return
     file = RowFile(output, request, resume=resume)
-    search = None
-    largest: int | None = LARGEST_BATCH
-    with _tell_what_is_kept(file), _leading(request, place) as job, progress("measuring") as advance:
-        if memory:
-            limit = measure_limit(
-                request.subject(), _budget(memory, request.device), progress=lambda said: advance(0, f"memory: {said}")
-            )
-            largest = limit.batch
-            if largest == 0:
-                raise InputError("--memory", f"even batch 1 needs more than {memory}", "give more")
-            tries = [MemoryTry(local_batch_size=batch, peak_memory_bytes=peak) for batch, peak in limit.tried.items()]
-            search = MemorySearch(budget_bytes=limit.budget_bytes, tries=tries)
-        if job is not None:
-            job.prepare()
-        found = campaign(
+    with kept(file), _leading(request, place) as job:
+        result = measured(
             request,
-            executor=job,
-            known=file.known,
-            on_rows=file.write,
-            progress=lambda done, remark: advance(0, remark),
-            largest_batch=LARGEST_BATCH if largest is None else largest,
+            file,
+            memory_bytes=_budget(memory, request.device) if memory else None,
+            job=job,
+            tell=note,
+            stage=progress,
         )
-        if job is not None:
-            job.finish()
-    file.close(found.frame)
-    frame = found.frame
-    if search is not None:
-        curves = summarise(frame, None, {request.device_name: largest})
-    else:
-        curves = summarise(frame, _device_memory(request.device))
-    result = ProfileResult(rows=records(frame), devices=curves, skipped=found.skipped, measuring_seconds=found.spent_s)
-    if search is not None:
-        result = result.model_copy(update={"memory": search})
-    for warning in [*reliability(frame), *_shortfalls(result, request)]:
-        note(f"warning: {warning}")
     if as_json:
         print_json(result)
     else:
@@ -315,62 +281,13 @@ def _prints_elsewhere() -> Iterator[None]:
         os.close(kept)
 
 
-@contextlib.contextmanager
-def _tell_what_is_kept(file: RowFile) -> Iterator[None]:
-    """Let the line of a failure or a Ctrl-C end with the rows that it leaves behind."""
-    try:
-        yield
-    except (DdlToolError, KeyboardInterrupt) as error:
-        if not file.written:
-            raise
-        rows = "1 row is" if file.written == 1 else f"{file.written} rows are"
-        kept = f"{rows} in {file.path}; --resume goes on from there"
-        if isinstance(error, DdlToolError):
-            error.args = (f"{error}; {kept}",)
-            raise
-        raise Interrupted(kept) from None
-
-
 def _budget(memory: str, device: str) -> float:
     """Return the bytes that ``--memory`` allows."""
     if memory != "all":
         return values.size(memory, "--memory")
     if device != "cuda":
         raise InputError("--memory", "all is for GPUs", "give a size, such as 2GiB: a CPU shares its memory")
-    return _device_memory("cuda")
-
-
-def _device_memory(device: str) -> float:
-    """Return the bytes that the device has: all of the GPU's, or what is free in main memory."""
-    if device == "cpu":
-        return float(psutil.virtual_memory().available)
-    import torch
-
-    if not torch.cuda.is_available():
-        raise InputError(
-            "--device", "cuda has 0 devices here", "use --device cpu, or ddltool predict for a GPU elsewhere"
-        )
-    return float(torch.cuda.get_device_properties(0).total_memory)
-
-
-def _width(row: Mapping[str, Any]) -> float:
-    """Return half the interval of a step time over the time."""
-    return float((row["step_time_high_s"] - row["step_time_low_s"]) / 2 / row["step_time_s"])
-
-
-def _shortfalls(found: ProfileResult, request: MeasureRequest) -> list[str]:
-    """Return what the budget did not suffice for, in plain sentences."""
-    said = []
-    wide = [width for row in found.rows if (width := _width(row)) > request.precision]
-    if wide and request.repeats is None:
-        said.append(
-            f"{len(wide)} of {len(found.rows)} step times are known to {max(wide):.0%} only, not {request.precision:.0%}; "
-            "stop other load or raise --budget"
-        )
-    missing = sum(item.reason == "the budget was spent" for item in found.skipped)
-    if missing:
-        said.append(f"{missing} configurations were not measured: the budget was spent; raise --budget, or --resume")
-    return said
+    return device_memory("cuda")
 
 
 def _show(found: ProfileResult) -> None:
@@ -383,7 +300,7 @@ def _show(found: ProfileResult) -> None:
             *((str(row["accumulation_steps"]),) if accumulates else ()),
             str(row["local_batch_size"]),
             show_seconds(row["step_time_s"]),
-            f"{_width(row):.1%}",
+            f"{width(row):.1%}",
             str(int(row["repeats"])),
             show_seconds(row["sync_time_s"]),
             show_bytes(row["peak_memory_bytes"]),

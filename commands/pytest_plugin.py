@@ -97,7 +97,7 @@ def assert_gate(
     another kind, or another test of this run has written it.
     """
     from ddltool.analyzers.gating.formats import sentence
-    from ddltool.commands.gate import CONFIG_NAME, hold, write_baseline
+    from ddltool.analyzers.gating.verdict import CONFIG_NAME, hold, write_baseline
 
     update, config = bool(pytestconfig.getoption("--ddltool-update")), pytestconfig.rootpath / CONFIG_NAME
     written, here = pytestconfig.stash[_WRITTEN], request.node.nodeid

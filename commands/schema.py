@@ -28,6 +28,7 @@ from ddltool.job_state import JobState
 from ddltool.plans import Enforcement, Plan
 from ddltool.profiles import ProfileRow
 from ddltool.results import KindsResult, ListedKind
+from ddltool.sync_rows import BarrierRow, JoinedRow, LeftRow, StepRow, SummaryRow
 from ddltool.telemetry import TelemetryRow
 
 FILES, RESULTS = (
@@ -78,8 +79,6 @@ def schema_of(kind: str) -> dict[str, Any]:
 
 def _sync_schema() -> dict[str, Any]:
     """The schema of any row of a synchronisation server's telemetry."""
-    from ddltool.runtime.servers.records import BarrierRow, JoinedRow, LeftRow, StepRow, SummaryRow
-
     rows: TypeAdapter[Any] = TypeAdapter(StepRow | BarrierRow | LeftRow | JoinedRow | SummaryRow)
     return {"title": "SyncRow", **rows.json_schema()}
 

@@ -32,15 +32,15 @@ from ddltool.analyzers.scheduling.inputs import (
     read_events,
     read_jobs,
     read_templates,
-    read_truth,
     workload_csv,
 )
 from ddltool.analyzers.scheduling.metrics import check_prices
 from ddltool.analyzers.scheduling.paired import compare as compare_policies
 from ddltool.analyzers.scheduling.policies import POLICIES, policies
 from ddltool.analyzers.scheduling.recording import Recorder, longest_restarted
-from ddltool.analyzers.scheduling.replay import replays, search_trials, simulation
+from ddltool.analyzers.scheduling.replay import search_trials
 from ddltool.analyzers.scheduling.simulator import Options, Policy, SimulationResult
+from ddltool.analyzers.scheduling.study import study, watched
 from ddltool.analyzers.scheduling.sweep import Setup, sweep
 from ddltool.analyzers.scheduling.truth import FittedJob
 from ddltool.artifacts import check_writable, save, write_text
@@ -51,7 +51,7 @@ from ddltool.commands.values import as_options, integers, write_picture
 from ddltool.errors import CheckFailed, InputError, did_you_mean
 from ddltool.outputs import check_outputs
 from ddltool.results import Result
-from ddltool.simulation_results import JobSpec, TrialSearch, WorkloadResult
+from ddltool.simulation_results import TrialSearch, WorkloadResult
 from ddltool.units import parse_duration
 
 _on_nodes = partial(typer.Option, rich_help_panel="Nodes that fail")
@@ -230,7 +230,7 @@ def simulate(
     if search is not None:
         first, *others = integers(local_batch, "--local-batch", ordered=False)  # the first is the baseline
         asked = TrialSearch(application=search, local_batch_size=first)
-        watch = partial(_watched, jobs=asked.trials)
+        watch = partial(watched, stage=progress, jobs=asked.trials)
         measured = read_applications(folders, [search])
         trials = search_trials(asked, measured, machines, makers, timing, local_batch_sizes=others, watch=watch)
         finish(trials, lambda: search_section(trials))
@@ -251,17 +251,25 @@ def simulate(
         return
     if picture is not None:
         _prepare_folder(picture, picture_format)
-    with progress(f"reading {files[0].name}"):
-        specs, remark = _jobs(files[0], folders, machines, sample, seed)
-        truth = read_truth(specs, folders, models)
-    for text in filter(None, [remark, *truth.assumed]):
-        note(text)
     recorders: dict[str, Recorder] = {}
     if picture is not None:
         makers = {name: partial(_recorded, recorders, name, make) for name, make in makers.items()}
-    watch = partial(_watched, jobs=len(specs))
-    done = list(replays(specs, truth.applications, machines, makers, options, prices=prices, watch=watch))
-    made = simulation(str(files[0]), remark, truth, machines, done, options, seed, prices)
+    drawn = _sampling(sample)
+    made, done = study(
+        files[0],
+        machines,
+        makers,
+        options,
+        folders=folders,
+        models=models,
+        prices=prices,
+        seed=seed,
+        jobs=drawn.get("jobs"),
+        hours=drawn.get("hours"),
+        sample_seed=drawn.get("seed"),
+        tell=note,
+        stage=progress,
+    )
     finish(made, lambda: simulation_section(made, files[0].name, details=metrics))
     if picture is not None:
         _draw(picture, [(each.result, recorders[each.policy]) for each in done], picture_job, picture_format)
@@ -402,37 +410,18 @@ def _prices(text: str, cluster: ClusterSpec) -> dict[str, float] | None:
 # What is read, replayed and written.
 
 
-@contextmanager
-def _watched(title: str, jobs: int) -> Iterator[Callable[[int, float], None]]:
-    """Show on a terminal how far a replay of ``jobs`` jobs is."""
-
-    with progress(title, total=jobs) as advance:
-        yield lambda finished, now_s: advance(
-            finished, f"{finished} of {jobs} jobs, {now_s / 3600:,.1f} simulated hours"
-        )
-
-
 def _recorded(recorders: dict[str, Recorder], name: str, make: Callable[[], Policy]) -> Policy:
     """Return a new instance of a policy that keeps what it gave to whom; the last of each name is in ``recorders``."""
     recorders[name] = Recorder(make())
     return recorders[name]
 
 
-def _jobs(
-    workload: Path, folders: Sequence[Path], machines: ClusterSpec | None, sample: str, seed: int
-) -> tuple[list[JobSpec], str]:
-    """Return the jobs of a workload or of a (sampled) cluster's trace, and a remark about the latter."""
-
-    fields = {"seed": seed} | _fields(sample, "--sample", {"jobs": int, "hours": float, "seed": int})
-    if fields["seed"] < 0:
+def _sampling(text: str) -> dict[str, Any]:
+    """Return what --sample says: ``jobs``, ``hours`` and ``seed``, as far as it does."""
+    fields = _fields(text, "--sample", {"jobs": int, "hours": float, "seed": int})
+    if fields.get("seed", 0) < 0:
         raise InputError("--sample:seed", f"is {fields['seed']}", "a whole number >= 0")
-    templates = partial(read_templates, folders, machines)
-    made, remark = read_jobs(
-        workload, templates, jobs=fields.get("jobs"), hours=fields.get("hours"), seed=fields["seed"]
-    )
-    if sample and not remark:
-        raise InputError("--sample", f"{workload} is a workload", "sample from a cluster's trace")
-    return made, remark
+    return fields
 
 
 def _finish(found: Result, section: Callable[[], Section], *, output: Path | None, as_json: bool) -> None:
@@ -456,7 +445,11 @@ def _converted(
         raise InputError("--convert", "needs a trace", "give a Philly (JSON) or Helios (CSV) trace")
     workload = workloads[0]
     with progress(f"reading {workload.name}"):
-        jobs, remark = _jobs(workload, folders, machines, sample, seed)
+        fields = {"seed": seed} | _sampling(sample)
+        templates = partial(read_templates, folders, machines)
+        jobs, remark = read_jobs(
+            workload, templates, jobs=fields.get("jobs"), hours=fields.get("hours"), seed=fields["seed"]
+        )
     if not remark:
         raise InputError(str(workload), "is a workload already", "give a Philly (JSON) or Helios (CSV) trace")
     note(remark)

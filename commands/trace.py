@@ -8,17 +8,10 @@ from typing import Annotated
 
 import typer
 
-from ddltool.analyzers.communication.collectives import plan_collectives
-from ddltool.analyzers.communication.compression import compressed_ddp, parse_compression
-from ddltool.analyzers.communication.efficiency import compare
-from ddltool.analyzers.communication.program import own_fabric, program_of
-from ddltool.analyzers.communication.result import trace_result
-from ddltool.analyzers.communication.timeline import to_chrome_trace
-from ddltool.analyzers.loading.fabrics import BANDWIDTH, LATENCY, fabric_of, own_link
+from ddltool.analyzers.communication.result import trace as trace_of
+from ddltool.analyzers.loading.fabrics import BANDWIDTH, LATENCY
 from ddltool.analyzers.loading.sources import is_graph_file, is_onnx_file, scan_source
-from ddltool.analyzers.loading.timed_graph import timed_graph
 from ddltool.analyzers.reporting.graph_section import determinism_section, trace_section
-from ddltool.artifacts import to_json, write_text
 from ddltool.commands.options import (
     ChannelsLast,
     Compress,
@@ -37,11 +30,9 @@ from ddltool.commands.output import note, print_json, progress, show
 from ddltool.commands.parts import demand_part, is_given
 from ddltool.commands.values import number
 from ddltool.errors import InputError
-from ddltool.fixtures.loading import known_devices
 from ddltool.graph import Mode
-from ddltool.graph_io import write_graph
+from ddltool.graph_io import read_graph
 from ddltool.graph_results import DeterminismResult, NamedGraph
-from ddltool.outputs import check_outputs
 
 _LINKS = ("gpus_per_node", "link", "nic", "nccl_tests")
 # What a graph that brings its own times does not read.
@@ -115,69 +106,40 @@ def trace(
             source, mode=_mode(mode), batch_size=batch_size, bindings=_bindings(bind, source), as_json=as_json
         )
         return
-    compression = None if compress is None else parse_compression(compress)
-    if output is not None and output == perfetto:
-        raise InputError("--perfetto", f"is {perfetto}, as -o", "give two different files")
-    check_outputs(
-        [source.partition(":")[0], oracle, devices_file, *(nccl_tests or [])], {"-o": output, "--perfetto": perfetto}
-    )
-    with progress(f"tracing {source}") as advance:
-        graph = timed_graph(
-            source,
-            mode=_mode(mode),
-            batch_size=batch_size,
-            bindings=_bindings(bind, source),
-            device=device,
-            bandwidth=bandwidth,
-            latency=latency,
-            parameter_servers=parameter_servers,
-            oracle=oracle,
-            devices_file=devices_file,
-            precision=precision,
-            channels_last=channels_last,
-            sequence_length=sequence_length,
-            tell=note,
-            progress=advance,
-        )
-    with progress("simulating", 4 * samples) as advance:
-        comparison = compare(
-            graph,
-            samples=samples,
-            seed=seed,
-            exact_s=time_limit if exact else None,
-            progress=lambda done, total: advance(done, "" if done < total else "(searching a better order)"),
-        )
-    own = is_graph_file(source) and oracle is None and graph.meta.get("bandwidth_bytes_per_s") is not None
+    own = is_graph_file(source) and oracle is None
     if own and (given := [name for name in _TIMING if is_given(context, name)]):
         names = ", ".join("--" + name.replace("_", "-") for name in given)
-        note(f"note: {names} ignored: the file has times of its own; add --oracle roofline to time it anew")
-    if own:
-        fabric = own_fabric(graph)
-    else:
-        known = known_devices(devices_file).device(device)
-        several = not is_given(context, "bandwidth") and (link is not None or own_link(known).kind.startswith("nvlink"))
-        fabric = fabric_of(
-            known,
-            gpus_per_node=gpus_per_node or (8 if several else 1),
-            link=link,
-            nic=nic,
-            bandwidth=bandwidth if nic is None or is_given(context, "bandwidth") else None,
-            latency=latency if nic is None or is_given(context, "latency") else None,
-            nccl_tests=nccl_tests or (),
-        )
-    group = fabric.over(replicas) if fabric is not None else None
-    plans = plan_collectives(graph, group) if group is not None else None
-    if compression is not None and plans is not None and group is not None:
-        name = device if not own else str(graph.meta.get("device"))
-        rate = known_devices(devices_file).device(name).memory_bytes_per_s
-        figures = compressed_ddp(graph, program_of(graph), group, compression, rate, plans.ddp.default.step_s)
-        plans = plans.model_copy(update={"compressed": figures})
-    if output is not None:
-        write_graph(graph, output)
-    if perfetto is not None:
-        made = to_chrome_trace(graph, comparison.timelines["tac"], comparison.schedules["tac"].priority)
-        write_text(perfetto, to_json(made, indent=None))
-    found = trace_result(graph, comparison, plans)
+        if read_graph(source).meta.get("bandwidth_bytes_per_s") is not None:
+            note(f"note: {names} ignored: the file has times of its own; add --oracle roofline to time it anew")
+    found = trace_of(
+        source,
+        mode=_mode(mode),
+        batch_size=batch_size,
+        bindings=_bindings(bind, source),
+        device=device,
+        precision=precision,
+        channels_last=channels_last,
+        sequence_length=sequence_length,
+        devices_file=devices_file,
+        bandwidth=bandwidth if is_given(context, "bandwidth") else None,
+        latency=latency if is_given(context, "latency") else None,
+        parameter_servers=parameter_servers,
+        oracle=oracle,
+        exact=exact,
+        time_limit_s=time_limit,
+        replicas=replicas,
+        gpus_per_node=gpus_per_node,
+        link=link,
+        nic=nic,
+        nccl_tests=nccl_tests or (),
+        compress=compress,
+        samples=samples,
+        seed=seed,
+        output=output,
+        perfetto=perfetto,
+        tell=note,
+        stage=progress,
+    )
     if as_json:
         print_json(found)
     else:

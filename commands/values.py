@@ -10,7 +10,7 @@ from pathlib import Path
 
 from ddltool.analyzers.reporting.figures import Figure
 from ddltool.artifacts import write_bytes
-from ddltool.errors import InputError, did_you_mean
+from ddltool.errors import InputError
 from ddltool.units import parse_duration, parse_share
 
 _SIZE = re.compile(r"\s*([0-9]*\.?[0-9]+)\s*([kKmMgGtT]i?)?[bB]?\s*")
@@ -76,14 +76,6 @@ def integers(
     if len(values) > _MOST_NUMBERS:
         raise InputError(where, f"holds {len(values)} numbers", f"give at most {_MOST_NUMBERS}")
     return (tuple(sorted(set(values)) if ordered else dict.fromkeys(values))) if once else values
-
-
-def known(option: str, name: str, names: Sequence[str]) -> str:
-    """Return ``name`` as it stands in ``names``, capitals apart. Raises InputError, naming the nearest, for any other."""
-    for each in names:
-        if each.lower() == name.lower():
-            return each
-    raise InputError(option, f"unknown {option.removeprefix('--')} {name!r}", did_you_mean(name, names))
 
 
 def device_counts(option: str, text: str) -> dict[str, int]:

@@ -15,7 +15,7 @@ import numpy as np
 from ddltool.commands.main import run
 from ddltool.fixtures.loading import folder
 from ddltool.results import NetworkPair, NetworkResult
-from ddltool.runtime.servers.records import BarrierRow, LeftRow, StepRow, SummaryRow
+from ddltool.sync_rows import BarrierRow, LeftRow, StepRow, SummaryRow
 from ddltool.telemetry import TelemetryRow
 
 STRATEGIES = ("est", "bsp", "lb-bsp", "elastic-bsp", "auto")
@@ -57,6 +57,7 @@ def write_all(place: Path) -> list[Path]:
         ranks = len(json.loads(Path("enforce.json").read_text())["ranks"])
         write_telemetry(Path("telemetry.jsonl"), ranks=ranks)
         write_telemetry(Path("agent.jsonl"), ranks=ranks, agent=True)
+        _do("stragglers", "telemetry.jsonl", "-o", "stragglers.json")
         _do("verify", "plan-est.json", "telemetry.jsonl", "-o", "verification.json")
         write_sync(Path("sync.jsonl"))
         write_network(Path("network.json"))

@@ -24,8 +24,8 @@ ALLOWED = {
 }
 # What a user names may be shipped: those who load it, and they alone, look there.
 SHIPPED = "analyzers/loading/"
-# The entry point belongs to the package (`python -m ddltool`) and hands over to the command line.
-EXEMPT = {"toolkit/__main__.py"}
+# The doors belong to the package: `python -m ddltool` hands over to the command line, `import ddltool` to the functions.
+EXEMPT = {"toolkit/__main__.py", "toolkit/__init__.py"}
 
 
 def sources() -> list[Path]:

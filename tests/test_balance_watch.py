@@ -15,9 +15,9 @@ import psutil
 import pytest
 
 from ddltool.analyzers.loading.worker_tables import read_speeds
-from ddltool.commands.profile import RESOLVER
 from ddltool.commands.watch import profile_watch
 from ddltool.errors import InputError
+from ddltool.runtime.measuring.profiling import RESOLVER
 from ddltool.runtime.measuring.watch import SpeedRow, WatchRequest, record, summarise
 from tests.conftest import Result
 from tests.processes import workers_of

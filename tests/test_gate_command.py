@@ -20,7 +20,7 @@ import yaml
 from ddltool.analyzers.gating.gate import judge
 from ddltool.analyzers.gating.metrics import extract
 from ddltool.analyzers.gating.rules import default_rules
-from ddltool.commands.gate import read_config, rules_for
+from ddltool.analyzers.gating.verdict import read_config, rules_for
 from ddltool.errors import InputError
 from tests.conftest import Result
 

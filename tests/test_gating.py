@@ -626,7 +626,7 @@ def test_several_cells_have_the_geometric_mean() -> None:
 
 
 def test_a_frame_of_a_profile_file_is_taken(tmp_path: Path) -> None:
-    from ddltool.commands.artifact_reading import read_artifact
+    from ddltool.analyzers.loading.artifact_files import read_artifact
 
     path = tmp_path / "profile.csv"
     pd.DataFrame([row(), row(16, 0.2)]).to_csv(path, index=False)

@@ -18,15 +18,15 @@ import vl_convert
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from ddltool.analyzers.loading.artifact_files import ORDER, Found, read_any, told_apart
 from ddltool.analyzers.reporting.fit_sections import goodput_section
 from ddltool.analyzers.reporting.section import Picture, shortened
 from ddltool.analyzers.reporting.telemetry_section import binned
-from ddltool.commands.artifact_reading import ORDER, Found, read_any, told_apart
 from ddltool.commands.report import report
 from ddltool.errors import InputError
 from ddltool.goodput_model import Goodput
 from ddltool.units import show_seconds
-from tests.browser import chromium, needs_chromium
+from tests.browser import Browser, chromium, needs_chromium
 from tests.report_artifacts import STRATEGIES, write_all, write_telemetry
 
 app = typer.Typer(pretty_exceptions_enable=False)
@@ -54,14 +54,16 @@ def sections_of(html: str) -> dict[str, str]:
 
 
 def parts_of(html: str) -> tuple[str, str, str]:
-    """Return a page without its scripts, the data of its charts, and the one script that runs."""
+    """Return a page without its scripts, the data of its charts, and the scripts that run."""
     found = re.fullmatch(
-        r'(.*)<script type="application/json" id="charts">(.*?)</script>\n<script>(.*?)</script>(.*)', html, re.DOTALL
+        r'(.*)<script type="application/json" id="charts">(.*?)</script>\n<script>(.*?)</script>\n<script>(.*?)</script>(.*)',
+        html,
+        re.DOTALL,
     )
     assert found is not None
-    text = found[1] + found[4]
+    text = found[1] + found[5]
     assert "<script" not in text
-    return text, found[2], found[3]
+    return text, found[2], found[3] + found[4]
 
 
 def cells(section: str, first: str) -> list[str]:
@@ -115,6 +117,29 @@ def test_json_lists_the_sections(artifacts: list[Path], tmp_path: Path, capsys: 
         ("plan-1", "ddltool.plan", str(plan)),
         ("gate-1", "ddltool.gate", str(gate)),
     ]
+
+
+def test_a_page_opens_with_what_failed_else_with_the_plan(artifacts: list[Path], page: Path, tmp_path: Path) -> None:
+    def card(html: str) -> str:
+        found = re.search(r'<header class="card (.*?)</header>', html, re.DOTALL)
+        assert found is not None
+        return unescape(re.sub(r"<[^>]*>", " ", found[1]))
+
+    failed = json.loads(named(artifacts, "gate.json").read_text())["checks"]
+    text = card(page.read_text())
+    assert text.startswith("bad")
+    assert f"FAILED: {sum(not check['passed'] for check in failed)} of {len(failed)} checks" in text
+    made(
+        *(path for path in artifacts if path.name not in ("gate.json", "verification.json", "stragglers.json")),
+        "-o",
+        tmp_path / "r.html",
+    )
+    plan = json.loads(named(artifacts, "plan-auto.json").read_text())
+    gain = plan["throughput"] / plan["decision"]["baseline"]["throughput"] - 1
+    text = card((tmp_path / "r.html").read_text())
+    assert f"{gain:+.1%} against doing nothing" in text
+    assert "How sure" in text
+    assert "ddltool emit plan-auto.json" in text
 
 
 # Figures, against the files themselves
@@ -395,7 +420,7 @@ def test_a_graph_that_takes_no_time_has_no_picture(tmp_path: Path) -> None:
     html = (tmp_path / "r.html").read_text()
     assert "Nothing in this graph takes any time." in html
     assert "<figure" not in html
-    assert "<script" not in html
+    assert html.count("<script") == 1  # what sorts tables; nothing is there to draw
 
 
 @pytest.mark.parametrize(("iterations", "drawn"), [(7, "7"), (150, "150 iterations")])
@@ -446,6 +471,53 @@ SCROLLING_PICTURES = "[...document.querySelectorAll('.drawing')].filter(e => e.s
 BAR = "document.querySelector('#simulation-1 .mark-rect path')"
 
 
+# A table of many rows, most of them folded away, with times in several units.
+FOLDED = "document.querySelector('.grid:has(.rest) table[aria-label^=Step]').closest('.grid')"
+WAITING = 4
+
+
+def click(browser: Browser, element: str) -> None:
+    """Press a real mouse button over an element."""
+    x, y = browser.value(
+        f"(() => {{const e = {element}; e.scrollIntoView({{block: 'center'}}); const r = e.getBoundingClientRect();"
+        "return [r.x + Math.min(r.width, 20) / 2, r.y + r.height / 2];})()"
+    )
+    for kind in ("mousePressed", "mouseReleased"):
+        browser.call("Input.dispatchMouseEvent", type=kind, x=x, y=y, button="left", clickCount=1)
+
+
+def demand_sorting(browser: Browser, width: int) -> None:
+    """A click on a head sorts all rows by size, units told, a second one the other way; folded rows stay folded."""
+    texts = f"[...{FOLDED}.querySelectorAll('tbody tr')].map(r => r.cells[{WAITING}].textContent)"
+    seen = f"[...{FOLDED}.querySelectorAll('tbody tr')].filter(r => r.getBoundingClientRect().height).length"
+    before, shown = browser.value(texts), browser.value(seen)
+    assert 0 < shown < len(before)
+    units = {"ns": 1e-9, "us": 1e-6, "ms": 1e-3, "s": 1.0}
+
+    def size(text: str) -> float:
+        number, unit = text.split()
+        return float(number) * units[unit]
+
+    for sign in (1, -1):
+        click(browser, f"{FOLDED}.querySelectorAll('th')[{WAITING}]")
+        found = browser.value(texts)
+        assert sorted(found) == sorted(before)
+        assert [size(text) for text in found] == sorted(map(size, before), reverse=sign < 0)
+        assert browser.value(seen) == shown
+    click(browser, f"{FOLDED}.querySelector('.fold')")
+    assert browser.value(seen) == len(before)
+
+
+def demand_scrolling(browser: Browser) -> None:
+    """A link of the navigation brings its section to the top, and the navigation stays in sight."""
+    browser.value("scrollTo(0, 0)")
+    click(browser, "document.querySelector('nav a[href=\"#barrier-1\"]')")
+    top = "document.getElementById('barrier-1').getBoundingClientRect().top"
+    assert 0 <= browser.value(top) < 80
+    assert browser.value("location.hash") == "#barrier-1"
+    assert -1 <= browser.value("document.querySelector('nav').getBoundingClientRect().top") < 20
+
+
 @needs_chromium
 def test_a_browser_shows_everything(page: Path, tmp_path: Path) -> None:
     wide = (
@@ -483,11 +555,13 @@ def test_a_browser_shows_everything(page: Path, tmp_path: Path) -> None:
             paper = browser.value("getComputedStyle(document.body).backgroundColor")
             assert paper == ("rgb(22, 24, 27)" if dark else "rgb(255, 255, 255)")
             box = browser.value(
-                f"(() => {{{BAR}.scrollIntoView(); const r = {BAR}.getBoundingClientRect();"
+                f"(() => {{{BAR}.scrollIntoView({{block: 'center'}}); const r = {BAR}.getBoundingClientRect();"
                 "return [r.x + r.width / 2, r.y + r.height / 2];})()"
             )
             browser.call("Input.dispatchMouseEvent", type="mouseMoved", x=box[0], y=box[1])
             assert "value" in browser.value("document.getElementById('vg-tooltip-element').innerText")
+            demand_sorting(browser, width)
+            demand_scrolling(browser)
         browser.open(page, width=800, dark=True, media="print")
         assert browser.value("getComputedStyle(document.body).backgroundColor") == "rgb(255, 255, 255)"
         assert browser.value("getComputedStyle(document.querySelector('nav')).display") == "none"

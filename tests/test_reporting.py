@@ -192,7 +192,7 @@ def test_the_page_is_balanced_self_contained_and_repeatable() -> None:
     assert parser.open == []
     assert html == page()
     markup = re.sub(r"<script.*?</script>", "", html, flags=re.DOTALL)
-    assert html.count("<script") == 2
+    assert html.count("<script") == 3
     assert not re.search(r'(src|href)="(?!#)', markup)
     assert not re.search(r"url\((?!#)", markup)
     assert "http:" not in markup
@@ -218,7 +218,7 @@ def test_text_and_data_are_escaped(name: str) -> None:
     bars = Bars(title=name, headed=True, rows=[(name, 1.0)], xlabel=name, level=(name, 1.0), family="policy")
     picture = Picture(figures=[bars], caption=name, label="read")
     html = render(name, [Section(title=name, lead=[name], blocks=[picture])], summary=[name], generated_by=name)
-    assert html.count("<script") == html.count("</script>") == 2
+    assert html.count("<script") == html.count("</script>") == 3
     data = re.search(r'id="charts">(.*?)</script>', html)
     assert data is not None
     assert "<img" not in html[: data.end()]

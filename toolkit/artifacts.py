@@ -21,8 +21,9 @@ import tomllib
 import zlib
 from collections import Counter
 from collections.abc import Iterator, Mapping
+from importlib import import_module
 from pathlib import Path
-from typing import IO, Any, TypeVar, cast
+from typing import IO, TYPE_CHECKING, Any, TypeVar, cast
 
 import yaml
 from pydantic import BaseModel, ConfigDict, ValidationError
@@ -30,6 +31,9 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 from ddltool.errors import InputError, did_you_mean
 from ddltool.schema_words import UNKNOWN_FIELD, in_words
 from ddltool.units import show_bytes
+
+if TYPE_CHECKING:
+    import pandas as pd
 
 SCHEMA_VERSION = 1
 # What a file may hold, unpacked: of a document in memory, of lines that are read one by one, of one such line.
@@ -51,9 +55,33 @@ class Artifact(Record):
 
     schema_version: int = SCHEMA_VERSION
 
+    def save(self, path: str | Path) -> None:
+        """Write the document atomically as JSON; one whose rows are a profile's as CSV where the name ends so."""
+        if Path(path).name.removesuffix(".gz").endswith(".csv"):
+            _showing().save_table(self, path)
+        else:
+            save(self, path)
+
+    def to_frame(self) -> pd.DataFrame:
+        """Return its main rows as a table: of a profile its rows, of a simulation its policies, of a plan its assignments."""
+        return cast("pd.DataFrame", _showing().frame(self))
+
+    def chart(self) -> Any:
+        """Return its first picture as an Altair chart. Raises InputError where it has none."""
+        return _showing().chart(self)
+
+    def _repr_html_(self) -> str:
+        """Return its section of the report, for a notebook."""
+        return str(_showing().html(self))
+
 
 A = TypeVar("A", bound=Artifact)
 R = TypeVar("R", bound=BaseModel)
+
+
+def _showing() -> Any:
+    """Return the module that shows records. The one look upwards from the toolkit: loaded when a record is to be seen."""
+    return import_module("ddltool.analyzers.reporting.notebook")
 
 
 @contextlib.contextmanager

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -141,3 +141,11 @@ def did_you_mean(word: str, choices: Iterable[str]) -> str:
     near = difflib.get_close_matches(word, known, n=1)
     listing = ", ".join(known[:_LISTED]) + (f" and {len(known) - _LISTED} more" if len(known) > _LISTED else "")
     return f'did you mean "{near[0]}"? (known: {listing})' if near else f"known: {listing}"
+
+
+def known(option: str, name: str, names: Sequence[str]) -> str:
+    """Return ``name`` as it stands in ``names``, capitals apart. Raises InputError, naming the nearest, for any other."""
+    for each in names:
+        if each.lower() == name.lower():
+            return each
+    raise InputError(option, f"unknown {option.removeprefix('--')} {name!r}", did_you_mean(name, names))

@@ -8,18 +8,24 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from ddltool.analyzers.balancing.predict import Predictor, Settings, make
-from ddltool.analyzers.balancing.schemes import compare
+from ddltool.analyzers.balancing.predict import PREDICTORS, Predictor, Settings, check_names, make
+from ddltool.analyzers.balancing.schemes import WORKERS_PER_BACKUP, check_ratio, compare
 from ddltool.analyzers.balancing.sizing import equal, proportional
 from ddltool.analyzers.balancing.trace import SpeedTrace
+from ddltool.analyzers.loading.worker_tables import read_speeds
+from ddltool.errors import InputError
 from ddltool.results import BalanceResult, PredictorFigures, SchemeFigures, SplitTime
+from ddltool.stages import Stage, Tell, log_remark, quietly
 
 Floats = NDArray[np.float64]
+BATCH_PER_WORKER = 128
+MOST_SAMPLES = 10**12
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -148,3 +154,89 @@ def balance_result(
         oracle=SplitTime(**time_of(oracle)),
         **schemes,
     )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Replays:
+    """A trace, what each predictor came to, and that as a record."""
+
+    recorded: SpeedTrace
+    outcomes: Mapping[str, Outcome]
+    found: BalanceResult
+
+
+def balance(
+    trace: str | Path,
+    predictor: str = "all",
+    *,
+    total_batch: int | None = None,
+    warm_up: int = 500,
+    schemes: bool = False,
+    seed: int = 0,
+    tell: Tell = log_remark,
+    stage: Stage = quietly,
+) -> BalanceResult:
+    """Replay recorded worker speeds (a CSV): predict each next one, size the batches by it, and time the iterations.
+
+    ``predictor``: last, ema, arima, rnn, lstm, narx or all. ``total_batch``: samples of all workers, 128 each by default;
+    ``warm_up`` iterations come before the first training; ``schemes`` adds BSP, ASP, SSP and others. LB-BSP, sections 3 and 4.
+    Raises InputError for what cannot be read and for more warm-up than the trace has.
+    """
+    return replays_of(
+        trace, predictor, total_batch=total_batch, warm_up=warm_up, schemes=schemes, seed=seed, tell=tell, stage=stage
+    ).found
+
+
+def replays_of(
+    trace: str | Path,
+    predictor: str,
+    *,
+    total_batch: int | None,
+    warm_up: int,
+    schemes: bool,
+    seed: int,
+    tell: Tell,
+    stage: Stage,
+) -> Replays:
+    """Return what :func:`balance` does, with the trace and the predictions that a picture needs."""
+    chosen = PREDICTORS if predictor == "all" else (predictor,)
+    check_names(chosen)
+    recorded = read_speeds(Path(trace), tell)
+    if schemes:
+        check_ratio(recorded)
+        if recorded.workers < WORKERS_PER_BACKUP:
+            few = f"one worker in {WORKERS_PER_BACKUP} is a backup, and the trace has {recorded.workers}"
+            tell(f"redundant execution is left out: {few}")
+    settings = Settings(warm_up=_warmed(recorded, warm_up, Path(trace), tell), seed=seed)
+    total = _total(recorded, total_batch)
+    outcomes = {}
+    with stage("replaying", len(chosen)) as advance:
+        for place, name in enumerate(chosen):
+            advance(place, name)
+            outcomes[name] = replay(recorded, make(name, recorded.workers, settings), total, since=settings.warm_up)
+    by = ("narx" if predictor == "all" else predictor) if schemes else None
+    return Replays(recorded=recorded, outcomes=outcomes, found=balance_result(recorded, outcomes, total, settings, by))
+
+
+def _warmed(recorded: SpeedTrace, asked: int, path: Path, tell: Tell) -> int:
+    """Return the iterations of warm-up that the trace allows, and say so when they are fewer than asked for.
+
+    Raises InputError when no iteration comes after them.
+    """
+    warmed = default_warm_up(recorded.iterations, asked)
+    if recorded.iterations <= warmed:
+        problem = f"has {recorded.iterations} iterations, none after the warm-up of {warmed}"
+        raise InputError(str(path), problem, f"record more than {warmed}")
+    if warmed < asked:
+        tell(f"the trace has {recorded.iterations} iterations, so the warm-up is {warmed} of them")
+    return warmed
+
+
+def _total(recorded: SpeedTrace, given: int | None) -> int:
+    """Return the samples of all workers together. Raises InputError for fewer than workers, and beyond MOST_SAMPLES."""
+    total = given if given is not None else BATCH_PER_WORKER * recorded.workers
+    if total < recorded.workers:
+        raise InputError("--total-batch", f"is {total}", f"{recorded.workers} workers need one sample each or more")
+    if total > MOST_SAMPLES:
+        raise InputError("--total-batch", f"is {total}", f"give at most {MOST_SAMPLES} samples")
+    return total

@@ -4,16 +4,22 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from ddltool.analyzers.barriers.ends import Barrier, EndTimes, bsp
 from ddltool.analyzers.barriers.gridscan import full_gridscan, gridscan
-from ddltool.analyzers.barriers.tradeoff import OBJECTIVES, TradeoffPoint, best_barrier
+from ddltool.analyzers.barriers.predict import PREDICTORS, predict_ends
+from ddltool.analyzers.barriers.tradeoff import OBJECTIVES, TradeoffPoint, best_barrier, tradeoff
 from ddltool.analyzers.barriers.zipline import zipline
+from ddltool.analyzers.loading.worker_tables import read_predicted, read_recorded
+from ddltool.errors import InputError, did_you_mean
 from ddltool.results import BarrierChoice, BarrierFigures, BarrierResult, TradeoffFigures
+from ddltool.stages import Tell, log_remark
 
 PUBLISHED: Mapping[str, Callable[[EndTimes], Barrier]] = {
     "zipline": zipline,
@@ -22,6 +28,9 @@ PUBLISHED: Mapping[str, Callable[[EndTimes], Barrier]] = {
 }
 # Bounds on the iteration gap in the trade-off: every one where they are few, else spread over their range.
 CURVE_POINTS, FEW_POINTS, MANY_ENDS = 17, 5, 500_000
+LOOKAHEAD = 15
+# Beyond this a choice takes more than seconds, for barriers that lie hours ahead.
+MOST_ENDS = 5_000_000
 
 
 def choose(ends: EndTimes, algorithms: Sequence[str], max_gap: int | None) -> dict[str, tuple[Barrier, float]]:
@@ -80,3 +89,87 @@ def _figures(made: Barrier) -> dict[str, Any]:
         "waiting_per_iteration_s": made.waiting_per_iteration_s,
         "iteration_gap": made.iteration_gap,
     }
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Choices:
+    """Workers' names, their iteration ends, the barriers by name with their CPU seconds, and that as a record."""
+
+    names: Sequence[str]
+    ends: EndTimes
+    barriers: Mapping[str, tuple[Barrier, float]]
+    found: BarrierResult
+
+
+def barrier(
+    times: str | Path,
+    *,
+    lookahead: int | None = None,
+    algorithm: str = "zipline",
+    predicted: bool = False,
+    predictor: str = "ema",
+    max_gap: int | None = None,
+    tell: Tell = log_remark,
+) -> BarrierResult:
+    """Choose the next barrier: how many iterations each worker makes until all synchronise (ElasticBSP).
+
+    ``times``: a CSV of iteration ends, or telemetry; with ``predicted`` its rows are the predictions themselves.
+    ``lookahead``: iterations per worker, 15 by default; ``algorithm``: zipline, gridscan, fullgridscan or all; ``predictor`` of
+    the next iteration's length: last, ema or mean; ``max_gap`` bounds the iteration gap of the exact barriers. Raises
+    InputError for what cannot be read, for unknown names and for more than five million ends.
+    """
+    return choices_of(
+        times,
+        lookahead=lookahead,
+        algorithm=algorithm,
+        predicted=predicted,
+        predictor=predictor,
+        max_gap=max_gap,
+        tell=tell,
+    ).found
+
+
+def choices_of(
+    times: str | Path,
+    *,
+    lookahead: int | None,
+    algorithm: str,
+    predicted: bool,
+    predictor: str,
+    max_gap: int | None,
+    tell: Tell,
+) -> Choices:
+    """Return what :func:`barrier` does, with the ends and barriers that a picture needs."""
+    for option, name, known in (
+        ("--algorithm", algorithm, (*PUBLISHED, "all")),
+        ("--predictor", predictor, PREDICTORS),
+    ):
+        if name not in known:
+            raise InputError(option, f"unknown {option[2:]} {name!r}", did_you_mean(name, known))
+    if predicted:
+        names, rows = read_predicted(Path(times), lookahead)
+        ends = EndTimes.of(rows)
+    else:
+        names, ends = predicted_ends(Path(times), lookahead or LOOKAHEAD, predictor, tell)
+    barriers = choose(ends, tuple(PUBLISHED) if algorithm == "all" else (algorithm,), max_gap)
+    curve = tradeoff(ends, CURVE_POINTS if len(ends.end_s) <= MANY_ENDS else FEW_POINTS)
+    found = barrier_choices(names, ends, barriers, curve, max_gap=max_gap, predictor=None if predicted else predictor)
+    return Choices(names=names, ends=ends, barriers=barriers, found=found)
+
+
+def predicted_ends(path: Path, lookahead: int, predictor: str, tell: Tell) -> tuple[tuple[str, ...], EndTimes]:
+    """Return the workers' names (n,) and their predicted iteration ends (n, R), from what the file has recorded."""
+    recorded = read_recorded(path)
+    names = recorded.names
+    if len(names) * lookahead > MOST_ENDS:
+        problem = f"{len(names)} workers x {lookahead} iterations are too many"
+        raise InputError("--lookahead", problem, f"at most {MOST_ENDS // len(names)} for these workers")
+    if recorded.lagging:
+        shown = ", ".join(recorded.lagging[:3]) + (", ..." if len(recorded.lagging) > 3 else "")
+        tell(
+            f"the rows of {len(recorded.lagging)} of {len(names)} workers ({shown}) stop more than two of their "
+            "iterations before the newest row; their predictions begin there"
+        )
+    where = [f"{name} of {path}" for name in names]
+    ends = predict_ends(recorded.lengths_s, recorded.origins_s, lookahead, PREDICTORS[predictor], where)
+    return names, EndTimes.of(ends)

@@ -9,11 +9,11 @@ from typing import Any, cast, get_args
 
 from ddltool.analyzers.balancing.plan import StepCurve
 from ddltool.analyzers.communication.collectives import plan_collectives, settings
-from ddltool.analyzers.communication.compression import Compression
+from ddltool.analyzers.communication.compression import Compression, parse_compression
 from ddltool.analyzers.communication.order import tac, tic
 from ddltool.analyzers.communication.program import own_fabric
 from ddltool.analyzers.costs.nccl import Fabric
-from ddltool.analyzers.deciding.candidates import Settings, plan_by
+from ddltool.analyzers.deciding.candidates import STRATEGIES, Settings, plan_by
 from ddltool.analyzers.deciding.communication import GraphCommunication, LinkedSteps
 from ddltool.analyzers.deciding.compare import decide
 from ddltool.analyzers.deciding.rescaling import combine, measured_speeds, with_run
@@ -26,23 +26,90 @@ from ddltool.analyzers.loading.job_inputs import (
     fabrics_of,
     fitted_models,
     graph_communication,
+    graph_of,
     knowledge_of,
+    read_with_specs,
     run_of,
+    scanned,
     slowest_memory,
     step_curves,
 )
 from ddltool.analyzers.placement.jobs import Sharing, idle_throughput, solve_jobs
 from ddltool.analyzers.placement.network import Steps, solve_on_nodes
 from ddltool.analyzers.placement.problem import Problem, demand_throughput, from_job
-from ddltool.artifacts import load
-from ddltool.errors import Infeasible, InputError, naming
+from ddltool.artifacts import load, save
+from ddltool.decision import Objective
+from ddltool.errors import Infeasible, InputError, known, naming
 from ddltool.goodput_model import Goodput
 from ddltool.graph import RECV, Graph
 from ddltool.job import LINKS, Cluster, Job
+from ddltool.outputs import check_outputs
 from ddltool.plans import Assignment, CompressionFigures, ParameterRecord, Plan
 from ddltool.results import JointPlan
+from ddltool.stages import log_remark
 
 SHARING: tuple[str, ...] = get_args(Sharing)
+
+
+def plan(
+    job: str | Path,
+    strategy: str = "auto",
+    *,
+    objective: Objective = "fastest",
+    telemetry: str | Path | None = None,
+    bandwidth: str | None = None,
+    latency: str = "50us",
+    nccl_tests: Sequence[Path] = (),
+    compress: str | None = None,
+    lookahead: int = 15,
+    max_gap: int | None = None,
+    graph: str | Path | None = None,
+    top_k: int = 1,
+    time_limit_s: float = 10.0,
+    prefer: Sequence[str] | None = None,
+    devices_file: Path | None = None,
+    allow_code: bool = False,
+    output: str | Path | None = None,
+    seed: int = 0,
+    tell: Tell = log_remark,
+) -> Plan:
+    """Compare the ways to run a job (job.yaml) on its devices, or plan by one of them.
+
+    ``strategy``: auto, bsp, lb-bsp, elastic-bsp, est or goodput; the rest as the options of ``ddltool plan``. ``output``: a
+    place for the plan, which must be none of the files that the job names. Raises InputError, and Infeasible, which names the
+    job's file and the constraint.
+    """
+    job_file = Path(job)
+    read = read_with_specs(job_file, devices_file, allow_code=allow_code)
+    named = [offer_file for offer in read.devices for offer_file in (offer.profile, offer.goodput)]
+    named += [read.cluster, None if read.network == LINKS else read.network]
+    check_outputs([job_file.parent / name for name in named if name], {"-o": output})
+    traced = graph_of(read, job_file.parent, None if graph is None else Path(graph))
+    read = scanned(read, traced, tell)
+    given = Given(
+        objective=objective,
+        graph=traced,
+        telemetry=None if telemetry is None else Path(telemetry),
+        bandwidth=bandwidth,
+        latency=latency,
+        nccl_tests=tuple(nccl_tests),
+        compress=None if compress is None else parse_compression(compress),
+        settings=Settings(
+            top_k=top_k,
+            limit_s=time_limit_s,
+            seed=seed,
+            lookahead=lookahead,
+            max_gap=max_gap,
+            prefer=None if prefer is None else tuple(prefer),
+        ),
+        tell=tell,
+    )
+    made = complete(
+        solve(known("--strategy", strategy, ("auto", *STRATEGIES)), read, job_file, given), read, job_file, given
+    )
+    if output is not None:
+        save(made, output)
+    return made
 
 
 def solve(strategy: str, job: Job, job_file: Path, given: Given) -> Plan:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import importlib
 import importlib.util
 import sys
@@ -34,6 +35,29 @@ def factory_step(source: str) -> TrainingStep:
     with _told(source, "the factory raised", "it must work when called without arguments"):
         made = factory()
     return step_from(made, source, name)
+
+
+def held_step(held: Any, name: str) -> TrainingStep:
+    """Return the step of a module, (module, example inputs) or a function that makes one, as a program holds it.
+
+    A module is traced as a copy without weights: the caller's own stays as it is.
+    """
+    if callable(held) and not isinstance(held, nn.Module):
+        with _told(name, "the function raised", "it must work when called without arguments"):
+            return step_from(held(), name, name)
+    module, inputs = held if isinstance(held, tuple) and len(held) == 2 else (held, None)
+    if not isinstance(module, nn.Module):
+        raise InputError(
+            name, f"a {type(module).__name__} is no model", "give an nn.Module or (nn.Module, example_inputs)"
+        )
+    tensors = [*module.parameters(), *module.buffers()]
+    empty: dict[int, Any] = {}
+    for tensor in tensors:
+        bare = torch.empty_like(tensor, device="meta", requires_grad=tensor.requires_grad)
+        empty[id(tensor)] = nn.Parameter(bare, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else bare
+    with _told(name, "cannot be copied:", "give a function that makes it"):
+        shadow = copy.deepcopy(module, empty)  # every weight is replaced by one that takes no memory
+    return step_from(shadow if inputs is None else (shadow, inputs), name, name)
 
 
 def step_from(made: Any, source: str, name: str) -> TrainingStep:

@@ -1,4 +1,4 @@
-"""From tables of measured steps to a fitted model of each device type. Start at :func:`fit_files`."""
+"""From tables of measured steps to a fitted model of each device type. Start at :func:`fit`."""
 
 from __future__ import annotations
 
@@ -7,9 +7,11 @@ from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
+import pandas as pd
 from threadpoolctl import threadpool_limits
 
-from ddltool.analyzers.goodput.fit import FitResult, evaluate, fit, predict
+from ddltool.analyzers.goodput.fit import FitResult, evaluate, predict
+from ddltool.analyzers.goodput.fit import fit as fitted
 from ddltool.analyzers.goodput.observations import Observations, concatenate, from_frame
 from ddltool.analyzers.goodput.throughput import NAMES, ThroughputParams
 from ddltool.analyzers.goodput.uncertainty import Uncertainty, configurations, parameter_intervals, suggest_next
@@ -18,9 +20,20 @@ from ddltool.goodput_model import DeviceGoodput, FitError, Goodput, LeftOut, Nex
 from ddltool.tables import read_table
 
 
-def fit_files(profiles: list[Path], seed: int) -> Goodput:
-    """Return the model fitted to the rows of all files together: one per device type when the rows name several."""
-    return fit_rows(read_rows(profiles), [str(path) for path in profiles], None, seed)
+def fit(
+    profiles: str | Path | pd.DataFrame | Sequence[str | Path], *, holdout: str | Path | None = None, seed: int = 0
+) -> Goodput:
+    """Fit Pollux's seven-parameter throughput model to the rows of all files together, one per device type.
+
+    ``profiles``: profile.csv, telemetry.jsonl, an AdaptDL placements.csv, or a profile's DataFrame; ``holdout``: rows kept out,
+    to measure its error on. Raises InputError for what cannot be read or fitted.
+    """
+    kept_out = None if holdout is None else Path(holdout)
+    if isinstance(profiles, pd.DataFrame):
+        rows = from_frame(profiles, "profile").by_device()
+        return fit_rows(rows, ["profile"], kept_out, seed)
+    paths = [Path(profiles)] if isinstance(profiles, (str, Path)) else [Path(path) for path in profiles]
+    return fit_rows(read_rows(paths), [str(path) for path in paths], kept_out, seed)
 
 
 def read_rows(profiles: list[Path]) -> dict[str, Observations]:
@@ -55,7 +68,7 @@ def fit_rows(devices: dict[str, Observations], sources: list[str], holdout: Path
     borrowing = {name for name, count in several.items() if count == 0 < several[lender]}
     # Small problems: threads that wait for each other cost more than they bring, above all on a loaded machine.
     with threadpool_limits(1):
-        results = {name: fit(rows, seed=seed) for name, rows in devices.items()}
+        results = {name: fitted(rows, seed=seed) for name, rows in devices.items()}
         sure = {
             name: parameter_intervals(rows.take(~results[name].left_out), results[name].params)
             for name, rows in devices.items()

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, TypeGuard
 
 from ddltool.analyzers.placement.determinism import op_facts, scan
 from ddltool.errors import InputError
@@ -24,23 +24,33 @@ if TYPE_CHECKING:
     from ddltool.analyzers.tracing.dialect import Numerics
     from ddltool.analyzers.tracing.step import TrainingStep
 
+Source = str | Path | Callable[..., Any] | tuple[Any, Any]
+"""A text as above, or what a program holds: a module, (module, example_inputs), a function without arguments that makes one."""
 FORMS = "model.onnx, package.module:factory, path/file.py:factory, zoo:NAME, transformers:NAME, timm:NAME or graph.json"
 # Of the bytes of parameters: poolers and mask tokens stay below, a tower that no input reaches is above.
 _MOST_UNFED = 0.03
 
 
-def is_graph_file(source: str) -> bool:
+def is_graph_file(source: Source) -> TypeGuard[str | Path]:
     """Return whether SOURCE names a graph document."""
-    return source.removesuffix(".gz").endswith(".json")
+    return isinstance(source, (str, Path)) and str(source).removesuffix(".gz").endswith(".json")
 
 
-def is_onnx_file(source: str) -> bool:
+def is_onnx_file(source: Source) -> TypeGuard[str | Path]:
     """Return whether SOURCE names an ONNX file."""
-    return source.endswith(".onnx")
+    return isinstance(source, (str, Path)) and str(source).endswith(".onnx")
+
+
+def name_of(source: Source) -> str:
+    """Return what a SOURCE is called: its text, or the name of the module or function."""
+    if isinstance(source, (str, Path)):
+        return str(source)
+    held = source[0] if isinstance(source, tuple) else source
+    return str(getattr(held, "__name__", type(held).__name__))
 
 
 def load_graph(
-    source: str,
+    source: Source,
     mode: Mode | None,
     batch_size: int | None,
     bindings: Mapping[str, int] | None = None,
@@ -66,7 +76,7 @@ def load_graph(
 
         if mode == "training":
             raise InputError("--mode", f"{source} holds a forward graph only", "use --mode inference for ONNX files")
-        return trace_onnx(source, batch_size=batch_size, bindings=bindings)
+        return trace_onnx(str(source), batch_size=batch_size, bindings=bindings)
     from ddltool.analyzers.tracing.dialect import Numerics
     from ddltool.analyzers.tracing.torch_adapter import trace_torch
 
@@ -87,7 +97,7 @@ def training_step(source: str, batch_size: int) -> TrainingStep:
     return resolve_step(source).at_batch(batch_size)
 
 
-def work_of(source: str, numerics: Numerics, sequence_length: int | None) -> WorkCurve:
+def work_of(source: Source, numerics: Numerics, sequence_length: int | None) -> WorkCurve:
     """Return the work of SOURCE's training step at any batch size.
 
     Raises InputError for what is no torch source, and for a library's model of which a part feeds nothing.
@@ -96,13 +106,13 @@ def work_of(source: str, numerics: Numerics, sequence_length: int | None) -> Wor
 
     if is_graph_file(source) or is_onnx_file(source):
         remedy = "give a torch source: zoo:NAME, timm:NAME, transformers:NAME, file.py:factory"
-        raise InputError(source, "holds one batch size only and cannot be traced at others", remedy)
+        raise InputError(str(source), "holds one batch size only and cannot be traced at others", remedy)
     with contextlib.redirect_stdout(sys.stderr):  # what the user's forward prints must not mix with the result
         curve = measure_work(lambda: resolve_step(source, sequence_length), numerics)
     return replace(curve, traced=replace(curve.traced, graph=demand_whole(curve.traced.graph, source)))
 
 
-def resolve_step(source: str, sequence_length: int | None = None) -> TrainingStep:
+def resolve_step(source: Source, sequence_length: int | None = None) -> TrainingStep:
     """Return the module of a torch SOURCE with example inputs and a loss, under the ambient default device.
 
     ``sequence_length``: tokens of text, the source's own by default. Raises InputError when the source does not exist, cannot
@@ -112,13 +122,17 @@ def resolve_step(source: str, sequence_length: int | None = None) -> TrainingSte
         return _resolved(source, sequence_length)
 
 
-def _resolved(source: str, sequence_length: int | None) -> TrainingStep:
-    from ddltool.analyzers.loading.factories import factory_step, step_from
+def _resolved(source: Source, sequence_length: int | None) -> TrainingStep:
+    from ddltool.analyzers.loading.factories import factory_step, held_step, step_from
     from ddltool.analyzers.loading.packages import timm_step
     from ddltool.analyzers.loading.transformers_models import transformers_step
     from ddltool.analyzers.tracing.step import with_sequence_length
     from ddltool.fixtures import zoo
 
+    if not isinstance(source, (str, Path)):
+        step = held_step(source, name_of(source))
+        return replace(step, inputs=with_sequence_length(step.inputs, sequence_length))
+    source = str(source)
     scheme, colon, name = source.partition(":")
     if not colon:
         exists = Path(source).exists()
@@ -136,7 +150,7 @@ def _resolved(source: str, sequence_length: int | None) -> TrainingStep:
 
 
 def scan_source(
-    source: str, mode: Mode | None = None, batch_size: int | None = None, bindings: Mapping[str, int] | None = None
+    source: Source, mode: Mode | None = None, batch_size: int | None = None, bindings: Mapping[str, int] | None = None
 ) -> tuple[Graph, DeterminismLevel]:
     """Return the graph of any SOURCE and what its ops allow; torch sources are looked at with their data types.
 
@@ -152,7 +166,7 @@ def scan_source(
     return demand_whole(traced.graph, source), scan(traced.graph, op_facts(traced))
 
 
-def demand_whole(graph: Graph, source: str) -> Graph:
+def demand_whole(graph: Graph, source: Source) -> Graph:
     """Return a torch SOURCE's graph with a note on parameters that nothing reads.
 
     Raises InputError for a model of ``transformers:`` or ``timm:`` when those are more than 3 % of its bytes: its
@@ -168,7 +182,7 @@ def demand_whole(graph: Graph, source: str) -> Graph:
     share = sum(graph.size_bytes[op] for op in unfed) / max(1.0, sum(graph.size_bytes[op] for op in received))
     names = module_names([graph.parameter[op] or "" for op in unfed])
     problem = f"{len(unfed)} of {len(received)} parameters ({share:.1%} of their bytes) feed nothing: {names}"
-    if share > _MOST_UNFED and source.partition(":")[0] in ("transformers", "timm"):
+    if share > _MOST_UNFED and name_of(source).partition(":")[0] in ("transformers", "timm"):
         remedy = "no example input reaches them: write a factory that returns (module, example_inputs)"
-        raise InputError(source, problem, remedy)
+        raise InputError(name_of(source), problem, remedy)
     return replace(graph, meta={**graph.meta, "note": joined(graph.meta.get("note"), problem)})

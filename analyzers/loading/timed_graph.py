@@ -8,10 +8,11 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from ddltool.analyzers.costs.model import cost_model, estimate
-from ddltool.analyzers.loading.sources import is_graph_file, is_onnx_file, load_graph, resolve_step
+from ddltool.analyzers.loading.sources import Source, is_graph_file, is_onnx_file, load_graph, resolve_step
 from ddltool.device import Network
 from ddltool.errors import InputError
-from ddltool.fixtures.loading import calibration, known_devices
+from ddltool.fixtures.loading import calibration
+from ddltool.fixtures.loading import known_devices as known_devices  # others take it from here
 from ddltool.graph import Graph, Mode
 from ddltool.units import parse_bandwidth, parse_latency
 
@@ -19,7 +20,7 @@ DEVICE, BANDWIDTH, LATENCY = "V100", "10Gbit", "50us"
 
 
 def timed_graph(
-    source: str,
+    source: Source,
     *,
     mode: Mode | None = None,
     batch_size: int | None = None,
@@ -65,8 +66,18 @@ def timed_graph(
     return estimated if oracle in (None, "roofline") else _from_profiler(graph, estimated, Path(oracle), tell)
 
 
+def timed_somehow(graph: Graph) -> tuple[Graph, str]:
+    """Return a graph with times, its own or else a V100's behind the default network, and a remark on where they are from."""
+    if not graph.timed:
+        made = estimate(graph, cost_model(known_devices(None).device(DEVICE), calibration()), Network())
+        return made, f"The file has no times: these are a {DEVICE}'s behind 10 Gbit/s, predicted."
+    if graph.meta.get("oracle"):
+        return graph, f"Times: {graph.meta['oracle']}, {graph.meta.get('device') or 'device not named'}."
+    return graph, ""
+
+
 def _measured(
-    source: str,
+    source: Source,
     mode: Mode | None,
     batch_size: int | None,
     sequence_length: int | None,

@@ -115,6 +115,39 @@ def spec(figure: Figure, slots: Slots | None = None) -> Spec:
 
 def drawn(figures: Sequence[Figure], file_format: str) -> bytes:
     """Return figures, one under the other, as the bytes of an SVG or PNG file."""
+    text = json.dumps(_together(figures))
+    if file_format == "svg":
+        return vl_convert.vegalite_to_svg(text, allowed_base_urls=[]).encode()
+    return vl_convert.vegalite_to_png(text, scale=_SCALE, allowed_base_urls=[])
+
+
+def altair_chart(figures: Sequence[Figure]) -> alt.VConcatChart:
+    """Return figures, one under the other, as an Altair chart, which a notebook shows and a script may change or save."""
+    slots: Slots = {}
+    views = [_painted(_chart_of(figure, slots).properties(width=_WIDTH)) for figure in figures]
+    for view in views:
+        view["usermeta"] = alt.Undefined  # it is for the page's script
+    made: alt.VConcatChart = alt.vconcat(*views).resolve_scale(color="independent", strokeDash="independent")
+    made["config"] = _painted({**CONFIG, "background": PAPER})
+    return made
+
+
+def _painted(part: Any) -> Any:
+    """Return a part of a chart in the colours of light paper in place of a page's variables."""
+    if isinstance(part, str):
+        return re.sub(r"var\(--([a-z-]+)\)", lambda found: COLOURS[found[1]], part)
+    if isinstance(part, (list, tuple)):
+        return [_painted(each) for each in part]
+    if isinstance(part, Mapping):
+        return {name: _painted(each) for name, each in part.items()}
+    if isinstance(part, alt.SchemaBase):
+        for name, each in part._kwds.items():
+            part._kwds[name] = _painted(each)
+    return part
+
+
+def _together(figures: Sequence[Figure]) -> Spec:
+    """Return the specification of figures under each other, in the colours of light paper."""
     slots: Slots = {}
     views: list[Spec] = []
     for figure in figures:
@@ -123,18 +156,18 @@ def drawn(figures: Sequence[Figure], file_format: str) -> bytes:
         views.append(json.loads(json.dumps(view).replace("scale('x'", f"scale('concat_{len(views)}_x'")))
     together = {"$schema": schema, "vconcat": views, "config": {**CONFIG, "background": PAPER}}
     together["resolve"] = {"scale": {"color": "independent", "strokeDash": "independent"}}
-    text = re.sub(r"var\(--([a-z-]+)\)", lambda found: COLOURS[found[1]], json.dumps(together))
-    if file_format == "svg":
-        return vl_convert.vegalite_to_svg(text, allowed_base_urls=[]).encode()
-    return vl_convert.vegalite_to_png(text, scale=_SCALE, allowed_base_urls=[])
+    made: Spec = json.loads(re.sub(r"var\(--([a-z-]+)\)", lambda found: COLOURS[found[1]], json.dumps(together)))
+    return made
+
+
+def _chart_of(figure: Figure, slots: Slots) -> Chart:
+    drawing: dict[type, Callable[..., Chart]] = {Lines: _lines, Bars: _bars, Spans: _spans, Heat: _heat}
+    chart = drawing[type(figure)](figure, slots).properties(description=visible(figure.title))
+    return chart.properties(title=name_of(figure.title, 80)) if figure.headed else chart
 
 
 def _specified(figure: Figure, slots: Slots) -> Spec:
-    drawing: dict[type, Callable[..., Chart]] = {Lines: _lines, Bars: _bars, Spans: _spans, Heat: _heat}
-    chart = drawing[type(figure)](figure, slots).properties(description=visible(figure.title))
-    if figure.headed:
-        chart = chart.properties(title=name_of(figure.title, 80))
-    made: Spec = chart.to_dict(validate=False)
+    made: Spec = _chart_of(figure, slots).to_dict(validate=False)
     del made["config"]  # Altair's own, for which the page's stands in
     return made
 

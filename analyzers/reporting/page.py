@@ -1,7 +1,7 @@
-"""One self-contained page that asks for nothing and runs one script of its own; light and dark, phone and print.
+"""One self-contained page that asks for nothing and runs scripts of its own alone; light and dark, phone and print.
 
 Start at :func:`render`. What artifacts hold is text, or data in a block that no browser runs; a policy in the page's head
-names the script by its hash and forbids every other one, and every address.
+names the scripts by their hashes and forbids every other one, and every address.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from pathlib import Path
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup, escape
 
-from ddltool.analyzers.reporting.charts import CONFIG, Slots, Spec, script, spec
+from ddltool.analyzers.reporting.charts import CONFIG, Slots, Spec, drawn, script, spec
 from ddltool.analyzers.reporting.section import Picture, Section, Table
 from ddltool.errors import shortened, visible
 
@@ -29,11 +29,11 @@ _FIGURE = re.compile(r"[<>=x+\-−]*\s*(\d|inf\b)")
 _UNITS = re.compile(r"(?<=\d) (?=(?:s|ms|us|ns|B|KiB|MiB|GiB|TiB)\b)")
 
 
-def render(title: str, sections: Sequence[Section], *, summary: Sequence[str], generated_by: str) -> str:
-    """Return the page as HTML text. All text is escaped."""
-    environment = Environment(
-        loader=FileSystemLoader(TEMPLATE.parent), autoescape=True, undefined=StrictUndefined, keep_trailing_newline=True
-    )
+def render(
+    title: str, sections: Sequence[Section], *, summary: Sequence[str], generated_by: str, first: Section | None = None
+) -> str:
+    """Return the page as HTML text; it opens with the verdict of ``first``. All text is escaped."""
+    environment = _environment()
     slots: Slots = {}
     charts: list[Spec] = []
 
@@ -43,13 +43,38 @@ def render(title: str, sections: Sequence[Section], *, summary: Sequence[str], g
         first = len(charts) - len(picture.figures)
         return [(f"chart-{first + place}", figure.title) for place, figure in enumerate(picture.figures)]
 
-    environment.globals |= {"grid_of": _grid, "hosts_of": hosts, "script_hash": _hash_of(script())}
-    environment.filters |= {"plain": visible, "sentence": _sentence, "title_of": _title}
+    hashes = [_hash_of(script()), _hash_of(_PAGE)]
+    environment.globals |= {"hosts_of": hosts, "script_hashes": hashes}
     page = environment.get_template(TEMPLATE.name)
-    text = page.render(title=title, sections=sections, summary=summary, generated_by=generated_by)
-    return text.replace(_DRAWING, _drawing(charts), 1) if charts else text.replace(_DRAWING, "", 1)
+    text = page.render(title=title, sections=sections, summary=summary, generated_by=generated_by, first=first)
+    parts = [_drawing(charts)] if charts else []
+    return text.replace(_DRAWING, "\n".join([*parts, f"<script>{_PAGE}</script>"]), 1)
 
 
+def fragment(section: Section) -> str:
+    """Return one section as HTML without scripts, for a notebook: pictures are drawn in it, all text is escaped."""
+    environment = _environment()
+
+    def images(picture: Picture) -> list[tuple[str, str]]:
+        return [
+            (base64.b64encode(drawn([figure], "svg")).decode(), visible(shortened(figure.title, _LONGEST_CELL)))
+            for figure in picture.figures
+        ]
+
+    environment.globals |= {"images_of": images}
+    return environment.get_template("fragment.html").render(section=section)
+
+
+def _environment() -> Environment:
+    made = Environment(
+        loader=FileSystemLoader(TEMPLATE.parent), autoescape=True, undefined=StrictUndefined, keep_trailing_newline=True
+    )
+    made.globals |= {"grid_of": _grid}
+    made.filters |= {"plain": visible, "sentence": _sentence, "title_of": _title}
+    return made
+
+
+_PAGE = Path(__file__).with_name("page.js").read_text(encoding="utf-8")
 # Stands in the template where the script goes, in a form that no escaped text can take.
 _DRAWING = "<!-- drawing -->"
 

@@ -55,6 +55,18 @@ class Picture:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class Verdict:
+    """What a result answers, in a sentence; how sure that is, and what to do next. ``good`` None: neither."""
+
+    answer: str
+    sure: str = ""
+    then: str = ""
+    good: bool | None = None
+    minor: bool = False
+    """There for contrast: a page does not open with it."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Section:
     """One result: plain sentences, pictures, tables."""
 
@@ -63,6 +75,7 @@ class Section:
     blocks: Sequence[Picture | Table] = field(default_factory=tuple)
     anchor: str = ""
     """Its place on a page."""
+    verdict: Verdict | None = None
 
 
 Blocks = list[Picture | Table]

@@ -1,7 +1,6 @@
 """What a server of a synchronisation model writes down: JSON Lines, and the same figures summed up in memory.
 
-Start at :class:`SyncLog`. One file per server, written by it alone; each line is one of the rows below. All times are
-monotonic seconds since the server began to serve, all durations seconds.
+Start at :class:`SyncLog`. One file per server, written by it alone; each line is a row of :mod:`ddltool.sync_rows`.
 """
 
 from __future__ import annotations
@@ -10,89 +9,14 @@ import logging
 import time
 from collections import Counter
 from pathlib import Path
-from typing import IO, Literal
+from typing import IO
 
-from ddltool.artifacts import SCHEMA_VERSION, Record, kind_of
+from ddltool.artifacts import kind_of
 from ddltool.errors import InputError
 from ddltool.runtime.hook.telemetry import check_target
+from ddltool.sync_rows import Row, StepRow, SummaryRow
 
 log = logging.getLogger(__name__)
-
-
-class Row(Record):
-    """What all rows have."""
-
-    kind: Literal["ddltool.sync"] = "ddltool.sync"
-    schema_version: int = SCHEMA_VERSION
-    time_s: float
-
-
-class StepRow(Row):
-    """One worker's step, when its last gradient came in."""
-
-    event: Literal["step"] = "step"
-    worker: int
-    step: int
-    wait_s: float
-    """How long its pull waited for other workers."""
-    staleness: int
-    """Updates that others made to a parameter between its pull and the use of its gradient; the most of any."""
-    gap: int
-    """Steps that it was ahead of the slowest member when it had pushed."""
-    dropped: bool
-    """Whether its gradients came too late to be used."""
-
-
-class BarrierRow(Row):
-    """One superstep of ElasticBSP, when it is over. Ends are since ``time_s - length_s``."""
-
-    event: Literal["barrier"] = "barrier"
-    superstep: int
-    workers: list[int]
-    """The members when it was decided; the other lists have one entry for each."""
-    iterations: list[int]
-    predicted_end_s: list[float]
-    """When each was to begin to wait; empty in the warm-up."""
-    end_s: list[float | None]
-    """When each began to wait; None: it was lost before."""
-    length_s: float
-
-
-class LeftRow(Row):
-    """A worker has closed or was lost."""
-
-    event: Literal["left"] = "left"
-    worker: int
-    lost: bool
-    reason: str
-    epoch: int | None = None
-    """The epoch of which it last asked for a share (server 0 alone is asked)."""
-    steps_of_epoch: int | None = None
-    """Steps of that epoch that it has made."""
-    batches_left: int | None = None
-    """Batches of its share that nobody has processed, where it has said how many there are."""
-
-
-class JoinedRow(Row):
-    """A worker has joined; ``step`` is the number of its first one, ``epoch`` the first of which it gets a share."""
-
-    event: Literal["joined"] = "joined"
-    worker: int
-    step: int
-    epoch: int
-
-
-class SummaryRow(Row):
-    """The last line: the whole run."""
-
-    event: Literal["summary"] = "summary"
-    policy: str
-    steps: list[int]
-    updates: int
-    updates_per_s: float
-    wait_s: list[float]
-    staleness: dict[int, int]
-    dropped: list[int]
 
 
 class SyncLog:

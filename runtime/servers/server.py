@@ -22,9 +22,10 @@ from ddltool.errors import DdlToolError, InputError
 from ddltool.runtime.hook.stopping import StopSignals
 from ddltool.runtime.servers.meeting import Hello, Meeting, address_towards, call, gather
 from ddltool.runtime.servers.policies import BSP, Book, Policy, Update
-from ddltool.runtime.servers.records import JoinedRow, LeftRow, StepRow, SyncLog, log
+from ddltool.runtime.servers.records import SyncLog, log
 from ddltool.runtime.servers.transfers import TransferError, TransferPlan, listing, named
 from ddltool.runtime.servers.wire import BEAT_S, CLOSED, Message, Peer, Wire, fill
+from ddltool.sync_rows import JoinedRow, LeftRow, StepRow
 
 
 @dataclass(slots=True)

@@ -18,6 +18,7 @@ from ddltool.graph_io import from_document
 from ddltool.graph_results import MemoryTimeline
 from ddltool.profiles import check_profile, read_profile
 from ddltool.schema_words import in_words
+from ddltool.sync_rows import BarrierRow, JoinedRow, LeftRow, StepRow, SummaryRow
 from ddltool.tables import read_table
 from ddltool.telemetry import TelemetryRow
 
@@ -56,6 +57,8 @@ class Found:
     kind: str
     path: Path
     content: Any
+    remark: str = ""
+    """Where a graph's times come from."""
     folders: int = 0
 
     @property
@@ -74,6 +77,11 @@ def told_apart(found: Sequence[Found]) -> list[Found]:
             if all(replace(one, path=other, folders=folders).name != made[place].name for other in others):
                 break
     return made
+
+
+def read(path: str | Path) -> Any:
+    """Return the artifact in a file, told by its kind, name or columns: a record, a Graph, a frame, or rows of a server."""
+    return read_any(Path(path)).content
 
 
 def read_any(path: Path) -> Found:
@@ -98,7 +106,10 @@ def _from_document(path: Path) -> Found:
         content: Any = pd.DataFrame(checked_document(document, where)["rows"])
         content.attrs["memory"] = _timelines(document, where)
     elif kind == "graph":
-        content = from_document(document, where)
+        from ddltool.analyzers.loading.timed_graph import timed_somehow  # the cost model, which gates do not need
+
+        content, remark = timed_somehow(from_document(document, where))
+        return Found(kind=kind, path=path, content=content, remark=remark)
     elif isinstance(named, str) and kind in _MODELS:
         content = parse(document, _MODELS[kind], where)
     else:
@@ -137,8 +148,6 @@ def _from_rows(path: Path, rows: list[tuple[int, Row]]) -> Found:
 
 
 def _sync_rows(path: Path, rows: list[tuple[int, Row]]) -> list[Row]:
-    from ddltool.runtime.servers.records import BarrierRow, JoinedRow, LeftRow, StepRow, SummaryRow
-
     models: dict[str, type[BaseModel]] = {"step": StepRow, "barrier": BarrierRow, "left": LeftRow}
     models |= {"joined": JoinedRow, "summary": SummaryRow}
     made: list[Row] = []
