@@ -202,7 +202,7 @@ def orders_of(graph: Graph) -> dict[str, dict[str, int]]:
             use.setdefault(source, op)
     recvs = graph.of_kind(RECV).tolist()
     last = sorted(recvs, key=lambda op: (-use.get(op, len(graph)), -op))
-    found = {"last use": TransferPlan.priority_of([str(graph.parameter[op]) for op in last])}
+    found = {"last use": {str(graph.parameter[op]): number for number, op in enumerate(last)}}
     exact = solve_exact(as_executed(graph)).schedule
     for name, schedule in (("tic", tic(graph)), ("tac", tac(graph)), ("exact", exact)):
         place = {recv: number for number, recv in enumerate(schedule.order)}

@@ -123,11 +123,6 @@ def test_what_a_plan_refuses(changes: dict[str, Any], message: str) -> None:
     assert message in str(refusal.value)
 
 
-def test_an_order_that_names_a_parameter_twice_is_refused() -> None:
-    with pytest.raises(InputError, match="transfer plan:order: names b twice"):
-        TransferPlan.priority_of(["a", "b", "b"])
-
-
 @pytest.mark.parametrize(
     ("workers", "servers", "trouble", "culprit", "text"),
     [

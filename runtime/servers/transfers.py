@@ -97,15 +97,6 @@ class TransferPlan:
             late=late,
         )
 
-    @classmethod
-    def priority_of(cls, order: Sequence[str]) -> dict[str, int]:
-        """Return priorities 0 to n-1 for parameters in this order. Raises InputError when one comes twice."""
-        numbers = {name: number for number, name in enumerate(order)}
-        if len(numbers) < len(order):
-            twice = sorted({name for name in order if order.count(name) > 1}, key=natural_key)
-            raise InputError("transfer plan:order", f"names {twice[0]} twice", "name each parameter once")
-        return numbers
-
     def check(self, model: nn.Module) -> None:
         """Raise InputError unless the plan was made from this model."""
         if odd := sorted({slot.name for slot in {*self.slots} ^ {*_slots(model, self.servers)}}, key=natural_key):
