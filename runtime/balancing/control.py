@@ -60,6 +60,7 @@ from ddltool.runtime.measuring.share import available_memory, expected_cpu
 Floats = NDArray[np.float64]
 Cluster = Literal["cpu", "gpu"]
 MOST_BLOCKING = 16
+MOST_STEPS_UNREPORTED = 10
 MOST_SAMPLES = 10**12
 LEAST_NORMALIZED = 2
 """BatchNorm divides by the deviation within the batch; of one sample without extent there is none, and torch refuses it."""
@@ -89,6 +90,9 @@ class BalanceOptions:
     """False: sizes stay as they were given (BSP, or known speeds), gradients are weighted all the same."""
     compress: Literal["bf16"] | None = None
     """Let gradients travel as bfloat16."""
+    interval_s: float = 0.05
+    """Ranks report at the first step after so many seconds, of at most ten, while all wait for the choice; in the background,
+    and where steps take longer, at each."""
     timeout_s: float = TIMEOUT_S
     """How long a rank waits for the others' reports."""
 
@@ -104,6 +108,7 @@ class BalanceOptions:
             if (value := getattr(self, name)) not in known:
                 raise InputError(name, f"is {value!r}", " or ".join(map(str, known)))
         spans = {"tolerance": (0.0, 1.0, "a share from 0 to 1"), "timeout_s": (0.001, 1e6, "seconds from 0.001 to 1e6")}
+        spans["interval_s"] = (0.0, 1e3, "seconds from 0 to 1000")
         for name, (low, high, text) in spans.items():
             value = getattr(self, name)
             if not isinstance(value, (int, float)) or not low <= value <= high:
@@ -189,6 +194,8 @@ class Balancer:
         self._sampler: VariableBatchSampler | None = None
         self._loader: _Loader | None = None
         self._recall: dict[str, Any] | None = None
+        self._held: list[Exchange] = []
+        self._steps_to_report = 1
 
     @property
     def sizes(self) -> tuple[int, ...]:
@@ -241,9 +248,15 @@ class Balancer:
             self._sampler.commit(done)  # of another epoch where a loop that fetches ahead is in the next one already
         if not self._chooses or self._agreement is None:
             return
-        chosen = self._agreement.propose(lambda: self._clock.row(exchanges))
+        self._held += exchanges
+        self._steps_to_report -= 1
+        if self._steps_to_report > 0:
+            return
+        held, self._held = self._held, []
+        chosen = self._agreement.propose(lambda: self._clock.row(held))
         if chosen is not None:
-            self._resize(tuple(int(size) for size in chosen))
+            *sizes, self._steps_to_report = (int(number) for number in chosen)
+            self._resize(tuple(sizes))
 
     def set_sizes(self, sizes: Sequence[int]) -> None:
         """Use other sizes with the same sum from the next step that is not loaded yet; the same on every rank.
@@ -346,7 +359,8 @@ def balance(
     if job.world_size > 1:
         many = chosen.cluster == "gpu" or job.world_size > MOST_BLOCKING
         behind = many if chosen.background is None else chosen.background
-        agreement = Agreement(job, manager, timeout_s=chosen.timeout_s, behind=chosen.enabled and behind)
+        paced = Paced(manager, 0.0 if behind else chosen.interval_s)
+        agreement = Agreement(job, paced, timeout_s=chosen.timeout_s, behind=chosen.enabled and behind)
     weigher = Weigher(job, "balancer", lambda: balancer.sizes, always=chosen.enabled, watcher=clock)
     begin_check(job, model, optimizer)
     balancer = Balancer(job, dataset, start, fewest, weigher, clock, agreement, manager, chosen.enabled)
@@ -449,6 +463,19 @@ def local_batch_norm(model: nn.Module) -> str | None:
         if layer.training or not model.training or not layer.track_running_stats:
             return str(name)
     return None
+
+
+class Paced:
+    """Chooses sizes, and after how many steps the ranks report again: what one agreement costs counts in short steps."""
+
+    def __init__(self, manager: Manager, interval_s: float) -> None:
+        self._manager, self._interval_s = manager, interval_s
+
+    def __call__(self, rows: Floats) -> Floats:
+        """Return (n + 1,) sizes and steps, from (n, 5) rows as the manager takes them."""
+        steps = max(rows[:, 0].sum() / self._manager.total, 1.0)
+        longest_s = max(float(rows[:, 1].max()) / steps, 1e-9)
+        return np.append(self._manager(rows), min(max(self._interval_s // longest_s, 1), MOST_STEPS_UNREPORTED))
 
 
 log = logging.getLogger(__name__)
