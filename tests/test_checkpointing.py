@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
 from itertools import product
 from pathlib import Path
@@ -119,3 +120,18 @@ def test_what_fits_nowhere_says_what_would(cli: Cli) -> None:
     assert told.code == 3
     assert "no choice of activations to compute again holds the tensors of a step within 1.0 MiB" in told.error_line
     assert "the least is 100.9 MiB" in told.error_line
+
+
+def test_what_does_not_fit_a_device_says_what_would(cli: Cli, tmp_path: Path) -> None:
+    """100 MiB of state and activations of one sample do not fit 82 MiB; half of them do, which is the least change."""
+    small = tmp_path / "small.yaml"
+    small.write_text("devices: [{name: small, like: T4, memory_gib: 1.08}]")
+    asked = ("predict", "zoo:bert_small", "--device", "small", "--devices-file", small)
+    told = cli(*asked)
+    assert told.code == 3
+    found = re.search(r"with --replicas 2 --sharding fsdp a local batch of (\d+) does", told.error_line)
+    assert found is not None
+    done = cli(
+        *asked, "--replicas", 2, "--sharding", "fsdp", "--batch-sizes", f"{found[1]},{int(found[1]) + 1}", "--json"
+    )
+    assert [row["fits"] for row in done.document["rows"]] == [True, False]
