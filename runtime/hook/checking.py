@@ -89,7 +89,7 @@ class _Reference(_Recorded):
             f"{number}/{name}": value for number, each in enumerate(self._updates) for name, value in each.items()
         }
         with path.with_suffix(".new").open("wb") as file:
-            np.savez(file, **arrays)
+            np.savez(file, allow_pickle=False, **arrays)
         path.with_suffix(".new").rename(path)
         os._exit(0)  # in the middle of the script: its own ending has nothing to say
 

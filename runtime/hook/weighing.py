@@ -18,6 +18,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any, Literal, Protocol
 
 import torch
@@ -25,7 +26,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from ddltool.errors import InputError
-from ddltool.runtime.hook.batches import Pass, VariableBatchSampler
+from ddltool.runtime.hook.batches import Pass, Shares, VariableBatchSampler
 from ddltool.runtime.hook.job import Job
 from ddltool.runtime.hook.loss_terms import Mark, mark, reach, terms_of
 
@@ -85,8 +86,14 @@ class _Drawn:
 
     def __init__(self, taken: Pass) -> None:
         self.taken, self.used = taken, False
-        sizes = taken.split.sizes_of(taken.step_samples)
-        self.share = Share(taken.samples, taken.step_samples, bool((sizes == sizes[0, 0]).all()))
+        self.share = Share(taken.samples, taken.step_samples, _is_even(taken.split, taken.step_samples))
+
+
+@lru_cache(maxsize=256)
+def _is_even(split: Shares, samples: int) -> bool:
+    """Whether all ranks have as many samples of such a step."""
+    sizes = split.sizes_of(samples)
+    return bool((sizes == sizes[0, 0]).all())
 
 
 class Weigher:
