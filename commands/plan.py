@@ -12,12 +12,13 @@ from ddltool.analyzers.deciding.candidates import STRATEGIES
 from ddltool.analyzers.deciding.planning import SHARING, plan_together
 from ddltool.analyzers.deciding.planning import plan as plan_job
 from ddltool.analyzers.loading.job_inputs import read_with_specs
-from ddltool.analyzers.reporting.plan_section import joint_section, plan_section
+from ddltool.analyzers.reporting.plan_section import joint_section, layouts_table, plan_section
+from ddltool.analyzers.reporting.section import Section
 from ddltool.commands.options import AllowCode, Compress, DevicesFile, Json, NcclTests, Output, Seed
 from ddltool.commands.output import note, print_json, show
 from ddltool.commands.parts import demand_part
 from ddltool.commands.values import number
-from ddltool.decision import Objective
+from ddltool.decision import NothingFits, Objective
 from ddltool.errors import InputError, known
 from ddltool.outputs import check_outputs
 
@@ -57,7 +58,10 @@ def plan(
         ),
     ] = "auto",
     objective: Annotated[
-        str, typer.Option(help="auto: fastest, cheapest (per sample) or same-bits (on any number of devices).")
+        str,
+        typer.Option(
+            help="auto: fastest, cheapest (per sample), same-bits (on any number of devices) or least-memory."
+        ),
     ] = "fastest",
     telemetry: Annotated[
         _File,
@@ -128,27 +132,32 @@ def plan(
         else:
             show(joint_section(found))
         return
-    made = plan_job(
-        job_file,
-        strategy,
-        objective=cast(Objective, objective),
-        telemetry=telemetry,
-        bandwidth=bandwidth,
-        latency=latency,
-        nccl_tests=nccl_tests or (),
-        compress=compress,
-        lookahead=lookahead,
-        max_gap=max_gap,
-        graph=graph_file,
-        top_k=top_k,
-        time_limit_s=time_limit_s,
-        prefer=None if prefer is None else _names(prefer),
-        devices_file=devices_file,
-        allow_code=allow_code,
-        output=output,
-        seed=seed,
-        tell=note,
-    )
+    try:
+        made = plan_job(
+            job_file,
+            strategy,
+            objective=cast(Objective, objective),
+            telemetry=telemetry,
+            bandwidth=bandwidth,
+            latency=latency,
+            nccl_tests=nccl_tests or (),
+            compress=compress,
+            lookahead=lookahead,
+            max_gap=max_gap,
+            graph=graph_file,
+            top_k=top_k,
+            time_limit_s=time_limit_s,
+            prefer=None if prefer is None else _names(prefer),
+            devices_file=devices_file,
+            allow_code=allow_code,
+            output=output,
+            seed=seed,
+            tell=note,
+        )
+    except NothingFits as error:
+        if error.layouts and not as_json:
+            show(Section(title=f"Plan: {job_file.name}", lead=["Nothing fits."], blocks=[layouts_table(error.layouts)]))
+        raise
     if as_json:
         print_json(made)
     else:

@@ -8,12 +8,12 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed._tools.fsdp2_mem_tracker import FSDPMemTracker
 from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
 
+from ddltool.errors import InputError
 from ddltool.runtime import attach, shard
 from ddltool.runtime.hook.data_parallel import loaded
 
@@ -120,7 +120,7 @@ def train(
     return worst, [type(module).__name__ for module in (model, *inner.layers)]
 
 
-def peak(rank: int, config: str, make: Callable[[], tuple[nn.Module, Tensor]] = middling) -> float:
+def peak_bytes(rank: int, config: str, make: Callable[[], tuple[nn.Module, Tensor]] = middling) -> float:
     """Return the most bytes of tensors in the second of two steps under the plan, as torch's own tracker sees them."""
     samples = loaded(config)[0].ranks[rank].local_batch_size
     model = shard(built(make, torch.float32), config)
@@ -144,14 +144,8 @@ def peak(rank: int, config: str, make: Callable[[], tuple[nn.Module, Tensor]] = 
 
 def refusal(rank: int, config: str) -> str:
     """Return what ``shard`` says."""
-    from ddltool.errors import InputError
-
     try:
         shard(Gpt(layers=1), config)
     except InputError as error:
         return str(error)
     return "accepted"
-
-
-def end(rank: int) -> None:
-    dist.destroy_process_group()

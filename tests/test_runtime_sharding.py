@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from ddltool.analyzers.emitting.enforcement import to_enforcement
+from ddltool.analyzers.emitting.scripts import fsdp2_module
 from ddltool.artifacts import save
 from ddltool.errors import InputError
 from ddltool.plans import Enforcement, PrefetchSetting, Recomputed, ShardingSetting
 from ddltool.runtime import shard
-from tests.runtime_workers import crew, enforcement
-from tests.sharding_workers import Gpt, refusal, train
+from tests.runtime_workers import Crew, crew, enforcement
+from tests.sharding_workers import Gpt, middling, peak_bytes, refusal, train
+from tests.test_layouts import planner, problem
 
 BLOCKS = [f"layers.{k}" for k in range(3)]
 TOLERANCE = {torch.float32: 1e-5, torch.float64: 1e-12}
@@ -76,3 +80,44 @@ def test_other_processes_than_planned(tmp_path: Path) -> None:
         enforcement([1, 1, 1], sharding=ShardingSetting(kind="hsdp", replicate=2, shard=1))
     with pytest.raises(ValueError, match="fsdp is not 2 x 2"):
         ShardingSetting(kind="fsdp", replicate=2, shard=2)
+
+
+@pytest.fixture(scope="module")
+def four() -> Iterator[Crew]:
+    """Four ranks for all cases."""
+    ranks = Crew(4)
+    yield ranks
+    ranks.close()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["fsdp", "hsdp"])
+@pytest.mark.parametrize("how", ["none", "selective", "full"])
+def test_planned_and_emitted_layouts_train_as_one_process_in_the_predicted_memory(
+    tmp_path: Path, four: Crew, kind: str, how: str
+) -> None:
+    """Uneven batches last: the mean over samples whatever the split."""
+    layouts, asked = planner(16, "momentum", A100=1e6), problem(16, A100=4)
+    every = [
+        it for it in layouts.search(asked, equal=True) if (it.layout.sharding, it.layout.checkpointing) == (kind, how)
+    ]
+    found = next(it for it in every if it.layout.reshard_after_forward)
+    _, prefetch = layouts.communication(found)
+    plan = layouts.plan(found, asked, "bsp").model_copy(update={"fsdp2": prefetch})
+    assert plan.sharding is not None
+    made = to_enforcement(plan, telemetry=None)
+    path, emitted = tmp_path / "enforce.json", tmp_path / "fsdp2_plan.py"
+    save(made, path)
+    emitted.write_text(fsdp2_module(plan, gaps=[]))
+    steps = [[[4, 4, 4, 4]]] * 3
+    for dtype, tolerance in TOLERANCE.items():
+        for module in (None, str(emitted)):
+            for worst, _ in four.run(train, str(path), steps, dtype, True, middling, module):
+                assert worst < tolerance
+    for peak in four.run(peak_bytes, str(path)):
+        assert peak == pytest.approx(plan.sharding.memory_bytes["A100"], rel=0.1)
+    sizes = [1, 7, 3, 5]
+    ranks = [rank.model_copy(update={"local_batch_size": size}) for rank, size in zip(made.ranks, sizes, strict=True)]
+    save(made.model_copy(update={"ranks": ranks}), path)
+    for worst, _ in four.run(train, str(path), [[sizes], [[2, 1, 4, 1]], [sizes]], torch.float32, True, middling):
+        assert worst < 1e-6

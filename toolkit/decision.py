@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Annotated, Literal
 
 from pydantic import Field
 
 from ddltool.artifacts import Record
+from ddltool.errors import Infeasible
 
-Objective = Literal["fastest", "cheapest", "same-bits"]
+Objective = Literal["fastest", "cheapest", "same-bits", "least-memory"]
 Kept = Literal["none", "D0", "D1", "D2"]
 Finite = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 
@@ -37,8 +39,57 @@ class Option(Record):
         description="D0: same bits for the same placement; D1: on any number of devices of one type; D2: of any types"
     )
     price_per_sample: Finite | None = None
+    memory_bytes: Finite | None = Field(
+        default=None, description="most bytes of tensors that a process holds; null: not known"
+    )
     order: str = Field(default="", description="what to set so that communication overlaps best")
     order_saves_s: Finite | None = Field(default=None, description="what that saves per step over the default")
+
+
+class Layout(Record):
+    """One way to hold and train a model on some devices: who shards, what is computed again, in how many passes. Predicted."""
+
+    devices: dict[str, int] = Field(description="how many devices of each type it uses")
+    sharding: Literal["none", "ddp", "fsdp", "hsdp"] = Field(description="none: one process holds everything")
+    replicate: Annotated[int, Field(ge=1)] = Field(default=1, description="groups that hold the whole state each")
+    shard: Annotated[int, Field(ge=1)] = Field(default=1, description="processes of such a group")
+    reshard_after_forward: bool = Field(default=True, description="false: what is gathered stays for the backward pass")
+    checkpointing: Literal["none", "selective", "full", "chosen"] = Field(
+        description="of every block; chosen: of the blocks and products that cost least time for the memory there is"
+    )
+    local_batch_sizes: dict[str, int] = Field(description="device type to the most samples per step of one device")
+    passes: Annotated[int, Field(ge=1)] = Field(description="forward and backward passes of a step")
+    compute_s: Finite | None = Field(default=None, description="seconds that the slowest device computes in a step")
+    step_s: Finite | None = Field(default=None, description="seconds per step; null: it does not fit")
+    low_s: Finite | None = None
+    high_s: Finite | None = None
+    memory_bytes: dict[str, Finite] = Field(description="device type to the most bytes of tensors of one process")
+    missing_bytes: Finite = Field(default=0.0, description="what the device with too little memory lacks; 0: it fits")
+    price_per_sample: Finite | None = None
+
+    @property
+    def text(self) -> str:
+        """Return the layout in words: how the state is shared, and what is computed again."""
+        shared = {
+            "none": "one process",
+            "ddp": "DDP",
+            "fsdp": "FSDP2" if self.reshard_after_forward else "FSDP2 without resharding",
+            "hsdp": f"HSDP {self.replicate} x {self.shard}",
+        }[self.sharding]
+        return shared if self.checkpointing == "none" else f"{shared}, {self.checkpointing} checkpointing"
+
+    @property
+    def devices_text(self) -> str:
+        """Return the devices in words."""
+        return " + ".join(f"{count} {name}" for name, count in self.devices.items())
+
+
+class NothingFits(Infeasible):
+    """No layout holds a step; ``layouts`` are those that lack least."""
+
+    def __init__(self, text: str, layouts: Sequence[Layout] = ()) -> None:
+        super().__init__(text)
+        self.layouts = list(layouts)
 
 
 class Decision(Record):
@@ -49,6 +100,10 @@ class Decision(Record):
     baseline: Option = Field(description="doing nothing: an equal split over all devices, communication as it comes")
     options: list[Option] = Field(description="best first for the objective")
     left_out: dict[str, str] = Field(default_factory=dict, description="strategy to why it is not compared")
+    layouts: list[Layout] = Field(
+        default_factory=list,
+        description="ways to shard and checkpoint the model: the picked one, the others, what does not fit",
+    )
     words: list[str] = Field(description="why, what it gains over doing nothing, how sure that is")
     error: Finite | None = Field(
         default=None, description="relative error of the predicted compute times; null: given without one"

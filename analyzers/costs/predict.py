@@ -366,11 +366,9 @@ def _row(
 ) -> PredictedRow:
     graph, program = made.graph, made.program
     sharding = setting.sharded(placement.num_replicas)
-    synced_s = _synchronised_s(program, setting, placement, sharding)
     update_s, host_share = float(graph.meta.get("update_s") or 0.0), float(graph.meta.get("host_share") or 0.0)
+    step_s = step_of(program, setting, placement, sharding, update_s)
     update_s /= sharding.shard
-    passes = setting.accumulation - 1
-    step_s = passes * (synced_s if sharding.gathers else program.compute_s) + synced_s + update_s
     low_s, high_s = model.interval(step_s, host_share=host_share)
     samples, tokens = placement.num_replicas * size * setting.accumulation, graph.meta.get("tokens_per_sample")
     held = curve.held(size, sharding, setting.optimizer, made.keeps)
@@ -405,6 +403,16 @@ def _row(
         source=source,
         origin="predicted",
     )
+
+
+def step_of(program: Program, setting: Setting, placement: Placement, sharding: Sharding, update_s: float) -> float:
+    """Return the seconds of a step: all its passes, what is left of synchronisation, and the update of one's part.
+
+    ``update_s``: of a whole model. Sharded processes communicate in every pass, others in the last one.
+    """
+    synced_s = _synchronised_s(program, setting, placement, sharding)
+    other_s = synced_s if sharding.gathers else program.compute_s
+    return (setting.accumulation - 1) * other_s + synced_s + update_s / sharding.shard
 
 
 def timed_step(graph: Graph, model: CostModel, setting: Setting) -> Graph:

@@ -10,6 +10,7 @@ import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
+from typing import TYPE_CHECKING, Literal, cast
 
 from ddltool.analyzers.balancing.plan import StepCurve, plan_bsp, plan_lb_bsp
 from ddltool.analyzers.barriers.superstep import DEFAULT_LOOKAHEAD, plan_elastic_bsp
@@ -19,10 +20,13 @@ from ddltool.analyzers.goodput.throughput import ThroughputParams, efficiency, g
 from ddltool.analyzers.placement.dealing import device_counts
 from ddltool.analyzers.placement.est import DEFAULT_OBJECTIVE, solve_est
 from ddltool.analyzers.placement.problem import Problem, demand_throughput
-from ddltool.decision import Kept, Option
+from ddltool.decision import Kept, Layout, NothingFits, Objective, Option
 from ddltool.errors import Infeasible
 from ddltool.job import Job
 from ddltool.plans import Plan
+
+if TYPE_CHECKING:  # it loads torch
+    from ddltool.analyzers.deciding.layouts import Found, Layouts
 
 # From the least change to a training script to the most.
 STRATEGIES = ("bsp", "lb-bsp", "est", "goodput", "elastic-bsp")
@@ -38,6 +42,8 @@ class Knowledge:
     models: Mapping[str, ThroughputParams] = field(default_factory=dict)
     """Fitted throughput models, by device type."""
     communication: Communication | None = None
+    layouts: Layouts | None = None
+    """What memory and time the job's model takes however it is sharded; None: the model cannot be traced here."""
     other_s: float = 0.0
     """Seconds of each step, or each worker's iteration, beside both: optimizer, loader, waiting."""
     errors: Mapping[str, float] = field(default_factory=dict)
@@ -68,6 +74,8 @@ class Candidate:
     plan: Plan
     option: Option
     exposed: Exposed | None
+    layouts: tuple[Layout, ...] = ()
+    """The plan's own, where its step was found among layouts, and those beside it."""
 
 
 def plan_by(
@@ -104,6 +112,7 @@ class Candidates:
     job: Job
     knowledge: Knowledge
     settings: Settings
+    objective: Objective = "fastest"
 
     def of(self, problem: Problem, left_out: dict[str, str]) -> list[Candidate]:
         """Return what each strategy makes of ``problem``; those without a plan go to ``left_out`` with the reason."""
@@ -115,16 +124,47 @@ class Candidates:
         found = []
         for name in STRATEGIES:
             try:
-                made = makers[name](problem) if name in makers else self._split(name, problem)
+                if name in makers:
+                    self._demand_room(problem)
+                    made = makers[name](problem)
+                else:
+                    made = self._split(cast(Literal["bsp", "lb-bsp"], name), problem)
                 # Slower, communication included, than the job asks for is no plan.
                 demand_throughput(made.option.throughput, problem.min_throughput)
+                if self.knowledge.layouts is not None and not made.layouts:
+                    devices, samples = device_counts(made.plan), _most_samples(made.plan, self.job)
+                    held = self.knowledge.layouts.whole_bytes(devices, samples)
+                    made = replace(made, option=made.option.model_copy(update={"memory_bytes": held}))
                 found.append(made)
+            except NothingFits as error:
+                if name == "lb-bsp":  # on any devices, in any way
+                    raise
+                left_out[name] = str(error)
             except Infeasible as error:
                 left_out[name] = str(error)
         return found
 
+    def _demand_room(self, problem: Problem) -> None:
+        """Raise Infeasible where no offered device holds a whole model and a mini-batch: before anything is searched."""
+        layouts, refused = self.knowledge.layouts, list[Infeasible]()
+        if layouts is None:
+            return
+        for device in problem.devices:
+            try:
+                layouts.whole_bytes({device.name: min(2, device.count)}, self.job.batch_size)
+            except Infeasible as error:
+                refused.append(error)
+        if len(refused) == len(problem.devices):
+            raise refused[0]
+
     def baseline(self, problem: Problem) -> Option:
-        """Return doing nothing: the equal split over all devices, communication as it comes."""
+        """Return doing nothing: the equal split over all devices, communication as it comes.
+
+        Of a model whose memory is known, it is sharded and checkpointed as little as it must be; where no equal split over all
+        devices fits, on the best single type.
+        """
+        if (layouts := self.knowledge.layouts) is not None:
+            return self._laid_out("bsp", problem, layouts.plainest(problem)).option
         try:
             plan = plan_bsp(problem, self.knowledge.curves)
         except Infeasible:  # an equal split that does not fit would have to be made in passes, of the same time
@@ -157,9 +197,38 @@ class Candidates:
             return None
         return 0.0 if len(types) == 1 else math.hypot(*known)
 
-    def _split(self, strategy: str, problem: Problem) -> Candidate:
+    def _split(self, strategy: Literal["bsp", "lb-bsp"], problem: Problem) -> Candidate:
+        if (layouts := self.knowledge.layouts) is not None:
+            found = layouts.search(problem, self.objective, equal=strategy == "bsp")
+            made = self._laid_out(strategy, problem, found[0])
+            return replace(made, layouts=(made.layouts[0], *(other.layout for other in found[1:])))
         plan = plan_by(strategy, problem, self.settings, self.knowledge.curves, synchronise=False)
         return self._costed(plan, problem, self._synchronous(plan, plan.iteration_s), "D0")
+
+    def _laid_out(self, strategy: Literal["bsp", "lb-bsp"], problem: Problem, found: Found) -> Candidate:
+        """Return the candidate of a layout, whose step has the best prefetch or buckets that its memory allows."""
+        layouts, layout = self.knowledge.layouts, found.layout
+        assert layouts is not None  # it made what was found
+        buckets, prefetch = layouts.communication(found)
+        plan = layouts.plan(found, problem, strategy)
+        setting = buckets or prefetch
+        saved = 0.0 if setting is None else max(0.0, setting.default_step_s - setting.step_s)
+        saved *= layout.passes if found.sharding.gathers else 1
+        default = max(0.0, (layout.step_s or 0.0) - plan.iteration_s)
+        exposed = Exposed(
+            default_s=default,
+            best_s=max(0.0, default - saved),
+            setting=layout.text,
+            ddp=buckets,
+            fsdp2=prefetch,
+        )
+        made = self._costed(plan, problem, exposed, "D0")
+        ratio = made.option.iteration_s / (layout.step_s or 1.0)
+        low_s, high_s = (None if end is None else end * ratio for end in (layout.low_s, layout.high_s))
+        ends = {"low_s": low_s, "high_s": high_s}
+        more = {"order_saves_s": saved or None, "memory_bytes": max(layout.memory_bytes.values())}
+        option = made.option.model_copy(update={**ends, **more})
+        return replace(made, option=option, layouts=(layout.model_copy(update={"step_s": option.iteration_s, **ends}),))
 
     def _est(self, problem: Problem) -> Candidate:
         """Bits across device types are promised only where the job or the model's scan says so."""
@@ -301,6 +370,13 @@ class Candidates:
         total = self.job.max_workers * self.job.batch_size
         share = float(efficiency(section.noise_scale, total, section.initial_batch_size or total))
         return throughput * self.job.batch_size * share
+
+
+def _most_samples(plan: Plan, job: Job) -> int:
+    """Return the most samples that a device of a plan has in memory at a time: its ESTs take turns."""
+    if plan.goodput is not None:
+        return plan.goodput.local_batch_size
+    return job.batch_size
 
 
 def _narrowed(wide: Plan, narrow: Plan) -> Plan:

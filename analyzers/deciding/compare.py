@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import replace
 from itertools import combinations
 
 from ddltool.analyzers.deciding.candidates import STRATEGIES, Candidate, Candidates, Knowledge, Settings
 from ddltool.analyzers.deciding.communication import FITTED, MEASURED
 from ddltool.analyzers.placement.problem import Problem
-from ddltool.decision import Decision, Objective, Option
+from ddltool.decision import Decision, Layout, NothingFits, Objective, Option
 from ddltool.errors import Infeasible, InputError
 from ddltool.job import Job
 from ddltool.plans import Plan
-from ddltool.units import show_seconds
+from ddltool.units import show_bytes, show_seconds
 
 # Faster by less than this is no reason to change anything, however exact the figures are.
 LEAST_GAIN = 0.02
@@ -36,16 +37,23 @@ def decide(
     ``fastest``: most progress per second, goodput where a noise scale is known, else throughput; within ``LEAST_GAIN``
     of the best, the simplest strategy; one with stale updates only from ``STALENESS_MARGIN`` on. ``cheapest``: the
     lowest price per sample over all sets of device types. ``same-bits``: the fastest plan whose results do not depend
-    on the number of devices. Raises Infeasible when no strategy has a plan, InputError when ``cheapest`` lacks a price.
+    on the number of devices. ``least-memory``: the least on the fullest device. Raises Infeasible when no strategy has a
+    plan, InputError when ``cheapest`` lacks a price or ``least-memory`` a model.
     """
     if objective == "cheapest" and any(device.price_micro is None for device in problem.devices):
         nameless = next(device.name for device in problem.devices if device.price_micro is None)
         raise InputError(f"devices.{nameless}.price_per_hour", "is missing", "the cheapest plan needs every price")
-    maker = Candidates(job=job, knowledge=knowledge, settings=settings or Settings())
+    if objective == "least-memory" and knowledge.layouts is None:
+        raise InputError(
+            "--objective", "least-memory needs a model to look at", "name model: zoo:NAME, file.py:factory, ..."
+        )
+    maker = Candidates(job=job, knowledge=knowledge, settings=settings or Settings(), objective=objective)
     left_out: dict[str, str] = {}
     found = maker.of(problem, left_out)
     if objective == "cheapest":
-        found += [candidate for part in _parts(problem) for candidate in maker.of(part, {})]
+        for part in _parts(problem):
+            with suppress(NothingFits):
+                found += maker.of(part, {})
     if objective == "same-bits":
         left_out |= {
             candidate.option.strategy: "its results depend on the number of devices"
@@ -55,7 +63,7 @@ def decide(
         found = [candidate for candidate in found if candidate.option.determinism in ("D1", "D2")]
     if not found:
         raise Infeasible("no strategy has a plan: " + "; ".join(f"{name}: {why}" for name, why in left_out.items()))
-    value = _samples_per_price if objective == "cheapest" else maker.progress
+    value = {"cheapest": _samples_per_price, "least-memory": _per_byte}.get(objective, maker.progress)
     found.sort(key=lambda candidate: (-value(candidate.option), STRATEGIES.index(candidate.option.strategy)))
     ranked = list({candidate.option.strategy: candidate for candidate in reversed(found)}.values())
     ranked.sort(key=found.index)
@@ -71,6 +79,7 @@ def decide(
         error=maker.error(picked.option.devices),
         gain_error=maker.gain_error(picked.option.devices, baseline.devices),
         too_close=_too_close(maker, ranked, picked, value),
+        layouts=_listed(picked, ranked),
         error_source=knowledge.error_source,
         communication_source="" if knowledge.communication is None else knowledge.communication.source,
     )
@@ -87,6 +96,19 @@ def decide(
             "decision": decision,
         }
     )
+
+
+def _listed(picked: Candidate, ranked: list[Candidate]) -> list[Layout]:
+    """Return the layouts of the picked plan, then what others found beside them."""
+    made = list(picked.layouts)
+    for other in ranked:
+        made += [layout for layout in other.layouts if layout not in made]
+    fitting = [layout for layout in made if not layout.missing_bytes]
+    return fitting + [layout for layout in made if layout.missing_bytes]
+
+
+def _per_byte(option: Option) -> float:
+    return 0.0 if option.memory_bytes is None else 1 / max(option.memory_bytes, 1.0)
 
 
 def _in_use(picked: Candidate, problem: Problem) -> float:
@@ -156,13 +178,29 @@ _WHY = {
 
 
 def explain(decision: Decision, picked: Option, batch_size: int, remark: str = "") -> list[str]:
-    """Return three sentences about the picked option.
+    """Return three sentences about the picked option, and the answer before them where a layout is part of it.
 
     ``batch_size``: samples per logical mini-batch; ``remark``: what a reader must know of the compute times beside
     their error, such as which are measured and which predicted.
     """
     gain = _lead(picked, decision.baseline, decision, batch_size)
-    return [_why(decision, picked, batch_size), _gain(decision, picked, gain), _sure(decision, picked, gain, remark)]
+    answer, why = _answer(decision, picked, batch_size), _why(decision, picked, batch_size)
+    return [*answer, why, _gain(decision, picked, gain), _sure(decision, picked, gain, remark)]
+
+
+def _answer(decision: Decision, picked: Option, batch_size: int) -> list[str]:
+    """Return what to do in one sentence, where the layout of the model is part of the answer."""
+    if not decision.layouts or decision.layouts[0].text != picked.order:
+        return []
+    layout, work = decision.layouts[0], picked.throughput * batch_size * picked.iteration_s
+    out = [f"{count} {name}" for name, count in decision.baseline.devices.items() if name not in layout.devices]
+    sizes = " and ".join(f"{size} on each {name}" for name, size in layout.local_batch_sizes.items())
+    passes = f" in {layout.passes} passes" if layout.passes > 1 else ""
+    between = f" ({work / layout.high_s:.3g} to {work / layout.low_s:.3g})" if layout.low_s and layout.high_s else ""
+    left = f" and leave {' and '.join(out)} out" if out else ""
+    rate = f"{work / picked.iteration_s:.3g} samples/s{between}"
+    held = f"at most {show_bytes(max(layout.memory_bytes.values()))} of tensors in a process"
+    return [f"Use {layout.devices_text}{left} with {layout.text}: {rate}, {sizes}{passes}, {held}."]
 
 
 def _why(decision: Decision, picked: Option, batch_size: int) -> str:
@@ -192,7 +230,9 @@ def _why(decision: Decision, picked: Option, batch_size: int) -> str:
 
 
 def _gain(decision: Decision, picked: Option, gain: float) -> str:
-    unit = "samples per price" if decision.objective == "cheapest" else "progress per second"
+    unit = {"cheapest": "samples per price", "least-memory": "samples per byte"}.get(
+        decision.objective, "progress per second"
+    )
     error = "without a known error" if decision.error is None else f"± {decision.error:.0%} by compute"
     if decision.gain_error and abs(gain) >= _SHOWN:
         low, high = (1 + gain) / (1 + decision.gain_error) - 1, (1 + gain) * (1 + decision.gain_error) - 1
@@ -244,7 +284,9 @@ def _lead(one: Option, other: Option, decision: Decision, batch_size: int) -> fl
     """Return by how much one option is better than another in what the objective compares."""
     rates = []
     for option in (one, other):
-        if decision.objective == "cheapest":
+        if decision.objective == "least-memory":
+            rates.append(_per_byte(option))
+        elif decision.objective == "cheapest":
             rates.append(1 / option.price_per_sample if option.price_per_sample else 0.0)
         else:
             rates.append(option.throughput * batch_size if option.goodput_per_s is None else option.goodput_per_s)

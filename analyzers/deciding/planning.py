@@ -38,7 +38,7 @@ from ddltool.analyzers.placement.jobs import Sharing, idle_throughput, solve_job
 from ddltool.analyzers.placement.network import Steps, solve_on_nodes
 from ddltool.analyzers.placement.problem import Problem, demand_throughput, from_job
 from ddltool.artifacts import load, save
-from ddltool.decision import Objective
+from ddltool.decision import NothingFits, Objective
 from ddltool.errors import Infeasible, InputError, known, naming
 from ddltool.goodput_model import Goodput
 from ddltool.graph import RECV, Graph
@@ -128,6 +128,8 @@ def solve(strategy: str, job: Job, job_file: Path, given: Given) -> Plan:
                 return with_compute(made, capabilities)
             curves = step_curves(job, job_file)
             return make_plan(job, capabilities, strategy, given.settings, curves=curves)
+    except NothingFits as error:
+        raise NothingFits(f"{job_file}: {error}", error.layouts) from None
     except Infeasible as error:
         raise Infeasible(f"{job_file}: {error}") from None
 
@@ -189,7 +191,7 @@ def complete(made: Plan, job: Job, job_file: Path, given: Given) -> Plan:
 
 def _compressed(made: Plan, job: Job, job_file: Path, given: Given, compression: Compression) -> CompressionFigures:
     """Return what compressing would bring the plan's devices. Raises InputError without a graph, links or known devices."""
-    source = graph_communication(job, job_file.parent, given)
+    source = graph_communication(job, job_file.parent, given, fabrics_of(job, job_file.parent, given))
     counts: dict[str, int] = {}
     for row in made.assignments:
         counts[row.device_type] = counts.get(row.device_type, 0) + row.devices
@@ -228,6 +230,14 @@ def ordered_parameters(graph: Graph) -> list[ParameterRecord]:
     ]
 
 
+def plain_parameters(graph: Graph) -> list[ParameterRecord]:
+    """Return the graph's parameters in its own order: what is sharded travels block by block."""
+    return [
+        ParameterRecord(name=graph.parameter[place] or graph.names[place], size_bytes=int(graph.size_bytes[place]))
+        for place in graph.of_kind(RECV).tolist()
+    ]
+
+
 def data_parallel(graph: Graph, made: Plan, fabrics: Mapping[str, Fabric] | None) -> dict[str, Any]:
     """Return the DDP and FSDP2 settings for the plan's processes on the job's network, or the one the graph was timed for."""
     counts: dict[str, int] = {}
@@ -263,11 +273,17 @@ def auto_plan(job: Job, job_file: Path, given: Given) -> Plan:
     capabilities = combined.capabilities
     factors = {name: predicted[name] / capabilities[name] for name in combined.errors}
     knowledge = replace(known, errors={**known.errors, **combined.errors}, remark=combined.remark)
+    if knowledge.layouts is not None:
+        own = {it.type for it in job.devices if it.capability_per_s or it.profile or it.goodput}
+        speeds = {name: capability for name, capability in capabilities.items() if name in own}
+        knowledge = replace(knowledge, layouts=knowledge.layouts.at_speeds(speeds, job.batch_size))
     if run is not None:
         knowledge = with_run(knowledge, run, {**factors, **off})
     made = decide(job, from_job(job, capabilities), knowledge, objective=given.objective, settings=settings)
     if given.graph is None and isinstance(knowledge.communication, GraphCommunication):
-        made = made.model_copy(update={"parameters": ordered_parameters(knowledge.communication.graph)})
+        graph = knowledge.communication.graph
+        parameters = ordered_parameters(graph) if made.sharding is None else plain_parameters(graph)
+        made = made.model_copy(update={"parameters": parameters})
     if settings.top_k > 1 and made.strategy != "est":
         given.tell(f"note: --top-k lists EST plans; the plan picked is {made.strategy}")
     return with_compute(made, capabilities)
@@ -282,7 +298,7 @@ def _on_nodes(job: Job, job_file: Path, problem: Problem, given: Given) -> Plan:
         raise InputError(f"{job_file}:network", "needs cluster: beside it", "name the cluster.yaml with the nodes")
     nodes = load(job_file.parent / job.cluster, Cluster).nodes
     if job.network == LINKS:
-        source = graph_communication(job, job_file.parent, given)
+        source = graph_communication(job, job_file.parent, given, fabrics_of(job, job_file.parent, given))
         if source is None:
             remedy = "name the model, or --graph, and link and nic of the cluster's nodes"
             raise InputError(f"{job_file}:network", f"{LINKS} need a graph and links", remedy)

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from ddltool.analyzers.loading.packages import declare_torchvision
 from ddltool.analyzers.tracing.step import TrainingStep, batch_dimension, default_loss, guess_inputs, tensors_in
 from ddltool.errors import DdlToolError, InputError, did_you_mean, one_line
 
@@ -25,6 +26,7 @@ def factory_step(source: str) -> TrainingStep:
     Raises InputError for what cannot be imported, has no such function, or makes no module.
     """
     location, _, name = source.rpartition(":")
+    declare_torchvision()  # the file may import what needs it
     module = _import_file(location, source) if location.endswith(".py") else _import_module(location, source)
     factory = getattr(module, name, None)
     if factory is None:

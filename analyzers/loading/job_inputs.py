@@ -9,6 +9,7 @@ import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from ddltool.analyzers.balancing.plan import StepCurve, checked_total, memory_limit
 from ddltool.analyzers.communication.compression import Compression
@@ -24,8 +25,7 @@ from ddltool.analyzers.deciding.communication import (
 from ddltool.analyzers.deciding.feedback import Run, read_run
 from ddltool.analyzers.goodput.throughput import ThroughputParams
 from ddltool.analyzers.loading.fabrics import BANDWIDTH, between_nodes, own_link, tests_in
-from ddltool.analyzers.loading.sources import is_graph_file, load_graph, scan_source
-from ddltool.analyzers.loading.timed_graph import timed_graph
+from ddltool.analyzers.loading.sources import is_graph_file, is_onnx_file, load_graph, scan_source
 from ddltool.analyzers.placement.determinism import scan
 from ddltool.analyzers.placement.problem import capability_from_graph, capability_from_profile
 from ddltool.artifacts import load
@@ -41,6 +41,9 @@ from ddltool.links import Link, parse_link
 from ddltool.profiles import read_profile
 from ddltool.tables import read_table
 from ddltool.units import parse_latency
+
+if TYPE_CHECKING:  # it loads torch
+    from ddltool.analyzers.deciding.layouts import Layouts
 
 Tell = Callable[[str], None]
 # Modules with NVLink stand so many to a board.
@@ -65,7 +68,11 @@ class Given:
 
 def read_with_specs(file: Path, devices_file: Path | None, *, allow_code: bool = False) -> Job:
     """Return the job in a file, with the figures of device types that another file describes; see :func:`read_job`."""
-    return with_specs(read_job(file, allow_code=allow_code), str(file), devices_file)
+    job = read_job(file, allow_code=allow_code)
+    scheme, _, name = str(job.model).partition(":")
+    if scheme == "transformers" and name.endswith(".json"):
+        job = job.model_copy(update={"model": f"transformers:{file.parent / name}"})
+    return with_specs(job, str(file), devices_file)
 
 
 def step_curves(job: Job, job_file: Path) -> dict[str, StepCurve]:
@@ -173,16 +180,7 @@ def capabilities_of(job: Job, folder: Path, where: str, tell: Tell) -> dict[str,
 
 def _roofline_capabilities(job: Job, folder: Path, types: list[str], where: str) -> dict[str, float]:
     """Return capabilities predicted from the traced model and the known devices, with those that the job describes."""
-    from ddltool.analyzers.tracing.dialect import Numerics  # it loads torch
-
-    source = str(folder / job.model) if job.model and is_graph_file(job.model) else str(job.model)
-    graph = load_graph(
-        source,
-        None,
-        None if is_graph_file(source) else job.batch_size,
-        numerics=Numerics(job.precision, job.channels_last),
-        sequence_length=job.sequence_length,
-    )
+    graph = _graph(job, folder)
     table = devices_of(job, where)
     return {
         name: capability_from_graph(
@@ -211,10 +209,12 @@ def knowledge_of(job: Job, job_file: Path, given: Given, run: Run | None) -> Kno
     fitted = _fitted(job, job_file.parent)
     models = {name: model.params_of(name) for name, model in fitted.items()}
     errors, source = _errors(job, job_file.parent, fitted, run)
+    fabrics = _fabrics(job, job_file.parent, given)
     return Knowledge(
         curves=step_curves(job, job_file),
         models=models,
-        communication=_communication(job, job_file.parent, given, models, run),
+        communication=_communication(job, job_file.parent, given, models, run, fabrics),
+        layouts=None if run is not None or fabrics is None else _layouts(job, job_file.parent, fabrics),
         other_s=0.0 if run is None else run.other_s,
         errors=errors,
         error_source=source,
@@ -258,12 +258,17 @@ def _model_error(name: str, table: DeviceTable) -> float:
 
 
 def _communication(
-    job: Job, folder: Path, given: Given, models: Mapping[str, ThroughputParams], run: Run | None
+    job: Job,
+    folder: Path,
+    given: Given,
+    models: Mapping[str, ThroughputParams],
+    run: Run | None,
+    fabrics: dict[str, Fabric] | None,
 ) -> Communication | None:
     """Return the best source there is: an earlier run, a graph on a known network, or a fit that saw several replicas."""
     if run is not None and run.world_size > 1:
         return MeasuredCommunication(sync_s=run.sync_s, replicas=run.world_size)
-    from_graph = graph_communication(job, folder, given)
+    from_graph = graph_communication(job, folder, given, fabrics)
     if from_graph is not None:
         return from_graph
     synchronised = {
@@ -274,15 +279,43 @@ def _communication(
     return None
 
 
-def graph_communication(job: Job, folder: Path, given: Given) -> GraphCommunication | None:
+def _fabrics(job: Job, folder: Path, given: Given) -> dict[str, Fabric] | None:
+    """Return the job's network; of a job with a model that names none, an assumed one, which is told."""
+    found = fabrics_of(job, folder, given)
+    if found is not None or not traceable(job):
+        return found
+    if sum(offer.count for offer in job.devices) > 1:
+        remedy = "nic: in the job or its cluster says otherwise"
+        given.tell(f"note: no network is named, {BANDWIDTH}/s between nodes is assumed; {remedy}")
+    return fabrics_of(job, folder, replace(given, bandwidth=BANDWIDTH))
+
+
+def traceable(job: Job) -> bool:
+    """Return whether a job names a model that can be traced at any batch size."""
+    return job.model is not None and not is_graph_file(job.model) and not is_onnx_file(job.model)
+
+
+def _layouts(job: Job, folder: Path, fabrics: Mapping[str, Fabric]) -> Layouts | None:
+    """Return what the job's model takes however it is sharded; None where the model or a device is not known."""
+    table = devices_of(job, str(folder / "job.yaml"))
+    if not traceable(job) or any(table.find(offer.type) is None for offer in job.devices if offer.count):
+        return None
+    from ddltool.analyzers.loading.job_layouts import layouts_of  # it loads torch
+
+    return layouts_of(job, table, fabrics)
+
+
+def graph_communication(
+    job: Job, folder: Path, given: Given, fabrics: dict[str, Fabric] | None
+) -> GraphCommunication | None:
     """Return communication simulated on the model's graph; None without a graph, or without a rate for its network.
 
     The network is the job's (:func:`fabrics_of`), else the one that the graph was timed for. Raises InputError for a graph that
     is no timed training step.
     """
-    fabrics, graph = fabrics_of(job, folder, given), given.graph
+    graph = given.graph
     if graph is None and job.model is not None and fabrics is not None:
-        graph = _traced(job)
+        graph = _traced(job, folder)
     if graph is None:
         return None
     if fabrics is None:
@@ -358,14 +391,17 @@ def _slowest_card(groups: Sequence[NodeGroup], offer: DeviceOffer, latency: str)
     return min(known, key=lambda link: link.bytes_per_s) if len(known) == len(links) else None
 
 
-def _traced(job: Job) -> Graph:
+def _traced(job: Job, folder: Path) -> Graph:
     """Return the job's model as a graph; times only matter relative to each other, so any known device will do."""
     name = next((offer.type for offer in job.devices if devices().find(offer.type)), "V100")
-    return timed_graph(
-        str(job.model),
-        batch_size=job.batch_size,
-        device=name,
-        precision=job.precision,
-        channels_last=job.channels_last,
-        sequence_length=job.sequence_length,
-    )
+    return estimate(_graph(job, folder), cost_model(devices().device(name), calibration()), Network())
+
+
+def _graph(job: Job, folder: Path) -> Graph:
+    """Return a step of ``batch_size`` samples of the job's model, without times."""
+    if not traceable(job):
+        source = str(folder / str(job.model)) if is_graph_file(str(job.model)) else str(job.model)
+        return load_graph(source, None, None if is_graph_file(source) else job.batch_size)
+    from ddltool.analyzers.loading.job_layouts import job_work  # it loads torch
+
+    return job_work(job).traced.at(job.batch_size)

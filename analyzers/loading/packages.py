@@ -23,7 +23,7 @@ REMEDY = "write a factory that returns (module, example_inputs)"
 
 def imported(package: str, source: str) -> ModuleType:
     """Return a package that is an extra of its own name. Raises MissingExtra when it is not installed."""
-    _declare_torchvision()
+    declare_torchvision()
     try:
         return importlib.import_module(package)
     except ModuleNotFoundError as error:
@@ -39,7 +39,7 @@ def nearest(name: str, known: Iterable[str], otherwise: Iterable[str]) -> str:
 
 
 @cache
-def _declare_torchvision() -> torch.library.Library | None:
+def declare_torchvision() -> torch.library.Library | None:
     """Declare torchvision's two ops where its compiled part cannot be loaded, and return what keeps them declared.
 
     PyPI's torchvision is compiled for torch with CUDA. Beside a CPU torch its import fails on giving these ops a meta

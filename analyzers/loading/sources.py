@@ -33,7 +33,8 @@ _MOST_UNFED = 0.03
 
 def is_graph_file(source: Source) -> TypeGuard[str | Path]:
     """Return whether SOURCE names a graph document."""
-    return isinstance(source, (str, Path)) and str(source).removesuffix(".gz").endswith(".json")
+    text = str(source) if isinstance(source, (str, Path)) else ""
+    return text.removesuffix(".gz").endswith(".json") and not text.startswith("transformers:")
 
 
 def is_onnx_file(source: Source) -> TypeGuard[str | Path]:

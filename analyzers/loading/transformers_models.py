@@ -1,13 +1,15 @@
-"""``transformers:NAME``: the default configuration of a model type with the head that it is trained with. Start at
-:func:`transformers_step`.
+"""``transformers:NAME``: the default configuration of a model type, or the one in a file (``transformers:config.json``), with
+the head that it is trained with. Start at :func:`transformers_step`.
 """
 
 from __future__ import annotations
 
 import importlib
 import inspect
+import json
 import tomllib
 from collections.abc import Mapping
+from dataclasses import replace
 from functools import cache, reduce
 from pathlib import Path
 from typing import Any
@@ -19,6 +21,7 @@ from ddltool.analyzers.loading.known_values import bind
 from ddltool.analyzers.loading.packages import REMEDY, imported, nearest
 from ddltool.analyzers.loading.transformers_inputs import example_inputs, packed
 from ddltool.analyzers.tracing.step import TrainingStep, default_loss, language_model_loss
+from ddltool.artifacts import read_text
 from ddltool.errors import DdlToolError, InputError, one_line
 
 _TABLES: Mapping[str, Any] = tomllib.loads(Path(__file__).with_name("transformers.toml").read_text(encoding="utf-8"))
@@ -27,21 +30,41 @@ _TABLES: Mapping[str, Any] = tomllib.loads(Path(__file__).with_name("transformer
 def transformers_step(name: str, sequence_length: int | None = None) -> TrainingStep:
     """Return one training step of a model type's default configuration, under the ambient default device.
 
-    ``sequence_length``: tokens of text, by default 128 or as many as the model takes. Raises InputError for unknown
-    types, for those that cannot be built or fed here, and for a length that the model does not have.
+    ``name`` may be the path of a published ``config.json`` as well, which says its type. ``sequence_length``: tokens of text,
+    by default 128 or as many as the model takes. Raises InputError for unknown types, for those that cannot be built or fed
+    here, and for a length that the model does not have.
     """
     source = f"transformers:{name}"
     transformers = imported("transformers", source)
     transformers.logging.set_verbosity_error()
     known = transformers.models.auto.configuration_auto.CONFIG_MAPPING_NAMES
+    given: dict[str, Any] = {}
+    file = Path(name) if name.endswith(".json") else None
+    if file is not None:
+        given = _config_file(file)
+        name, source = str(given.pop("model_type")), str(file)
     if name not in known:
         remedy = nearest(name, known, ("bert", "gpt2", "llama", "t5", "vit"))
         raise InputError(source, f"unknown model type {name!r}", remedy)
     try:
-        config = transformers.AutoConfig.for_model(name)
+        config = transformers.AutoConfig.for_model(name, **given)
     except Exception as error:  # some types are put together from others and have no default
-        raise _refusal(source, "has no default configuration", error) from error
-    return configured_step(config, name, sequence_length)
+        problem = "has no default configuration" if file is None else f"is no configuration of a {name}"
+        raise _refusal(source, problem, error) from error
+    step = configured_step(config, name, sequence_length)
+    return step if file is None else replace(step, name=file.stem)
+
+
+def _config_file(path: Path) -> dict[str, Any]:
+    """Return a published configuration: a mapping with ``model_type``. Raises InputError for another file."""
+    try:
+        found = json.loads(read_text(path))
+    except ValueError as error:
+        raise InputError(str(path), f"is no JSON ({one_line(str(error))})", "give a model's config.json") from None
+    if not isinstance(found, dict) or not isinstance(found.get("model_type"), str):
+        raise InputError(f"{path}:model_type", "is missing", "give a model's config.json, as transformers writes it")
+    left_out = {"auto_map", "quantization_config", "torch_dtype", "dtype", "transformers_version", "_name_or_path"}
+    return {key: value for key, value in found.items() if key not in left_out}
 
 
 def configured_step(config: Any, name: str, sequence_length: int | None = None) -> TrainingStep:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import PurePath
 
 from ddltool.analyzers.communication.program import share_saved
@@ -20,7 +20,7 @@ from ddltool.analyzers.reporting.section import (
     some,
     tabled,
 )
-from ddltool.decision import Decision, Option
+from ddltool.decision import Decision, Layout, Option
 from ddltool.plans import (
     Alternative,
     Assignment,
@@ -70,7 +70,10 @@ def plan_section(plan: Plan, name: str) -> Section:
     if plan.goodput is not None:
         blocks += _goodput(plan.goodput)
     if plan.decision is not None:
-        lead += _decision_words(plan.decision)
+        words = _decision_words(plan.decision)
+        lead = [*words[:1], *lead, *words[1:]] if plan.decision.layouts else [*lead, *words]
+        if plan.decision.layouts:
+            blocks.append(layouts_table(plan.decision.layouts))
         blocks.append(_decision(plan.decision))
     if plan.alternatives:
         blocks.append(_alternatives(plan))
@@ -82,6 +85,8 @@ def plan_section(plan: Plan, name: str) -> Section:
 
 
 def _proof(plan: Plan) -> str:
+    if plan.sharding is not None:
+        return "the best of the layouts tried"
     if plan.status == "optimal":
         return "proven optimal"
     if plan.gap < 5e-4:
@@ -207,6 +212,30 @@ def _decision_words(found: Decision) -> list[str]:
         said.append(f"every step has {besides} besides, as the earlier run measured: optimizer, loader, waiting")
     said += [f"not compared: {name}: {why}" for name, why in found.left_out.items()]
     return [*said, f"communication from {found.communication_source}"] if found.communication_source else said
+
+
+def layouts_table(layouts: Sequence[Layout]) -> Table:
+    """Return the ways to shard and checkpoint a model: the time and memory of each, and what those that do not fit lack."""
+    types = {name for row in layouts for name in row.devices}
+
+    def each(values: Mapping[str, object]) -> str:
+        return " / ".join(map(str, values.values()))
+
+    columns: dict[str, Column[Layout]] = {
+        "n": lambda row: each(row.devices) if len(types) > 1 else str(sum(row.devices.values())),
+        "batch": lambda row: each(row.local_batch_sizes) + (f" in {row.passes}" if row.passes > 1 else ""),
+        "step": "step_s",
+        "GiB": lambda row: f"{max(row.memory_bytes.values()) / 2**30:.1f}",
+        "missing": lambda row: f"{row.missing_bytes / 2**30:.1f}" if row.missing_bytes else None,
+        "price/1e6": lambda row: None if row.price_per_sample is None else f"{row.price_per_sample * 1e6:.3g}",
+    }
+    caption = (
+        f"Ways to hold the model on {', '.join(sorted(types))}: with which checkpointing, on n of them, batch: samples "
+        "per step of each (in passes); GiB of tensors in a process, and what is missing where it does not fit"
+    )
+    shown = (row.text.replace("without resharding", "kept gathered").removesuffix(" checkpointing") for row in layouts)
+    names = ("layout", shown)
+    return filled(tabled(caption, "predicted", layouts, columns, names=names, text_columns=3))
 
 
 def _decision(found: Decision) -> Picture:

@@ -1,0 +1,572 @@
+"""How to hold and train a model on a job's devices: sharding, checkpointing, batches and passes together.
+
+Combinations of devices, ``replicate x shard``, checkpointing and passes are enumerated and costed by the one cost model: a
+traced step's times on each device type, its memory, the collectives on the job's network. The samples of a step are the job's,
+whatever the devices. What does not fit stays in the list with what it lacks. Start at :meth:`Layouts.search`.
+
+Devices of unlike types each take the share of the batch that lets all end together (LB-BSP, Equation 3), in one number of
+passes, for sharded processes communicate in every pass. A shard group of HSDP is of one type.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Literal, cast
+
+from ddltool.analyzers.balancing.minmax import DeviceCurves, Row, spread
+from ddltool.analyzers.communication.collectives import bucket_setting, plan_ddp
+from ddltool.analyzers.communication.fsdp import plan_fsdp, prefetch_setting
+from ddltool.analyzers.communication.program import Program, program_of
+from ddltool.analyzers.costs.checkpointing import cheapest
+from ddltool.analyzers.costs.memory import Checkpointing, Keeps, Kind, Sharding
+from ddltool.analyzers.costs.model import CostModel
+from ddltool.analyzers.costs.nccl import Communicator, Fabric
+from ddltool.analyzers.costs.predict import Placement, Setting, WorkCurve, step_of, timed_step
+from ddltool.analyzers.placement.problem import Problem
+from ddltool.decision import Layout, NothingFits, Objective
+from ddltool.errors import Infeasible
+from ddltool.graph import Graph
+from ddltool.plans import Assignment, BucketSetting, Plan, PrefetchSetting, Recomputed, ShardingSetting
+from ddltool.units import show_bytes
+
+Counts = tuple[int, ...]
+WAYS: tuple[Checkpointing, ...] = ("none", "selective", "full")
+# A simpler layout within this share of the best is preferred: less to set, less to go wrong.
+_AS_GOOD = 0.02
+_SIMPLER = {"none": 0, "ddp": 1, "fsdp": 2, "hsdp": 3, "zero2": 4}
+# Numbers of one type that are tried, sets of devices in all, and layouts listed that do not fit.
+_MOST_COUNTS, _MOST_SETS, _LISTED = 12, 400, 8
+# Of the devices that would hold a step, the most that are looked for.
+_MOST_SOUGHT = 4096
+# Of a bound by the time of one sample more: larger batches take a little less each.
+_SURE = 0.9
+# Seconds that the choice of what to compute again may take.
+_CHOOSING_S = 3.0
+_GIB = 2.0**30
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DeviceKind:
+    """One offered device type: how fast, on which network, and how much of its memory a process can have."""
+
+    model: CostModel
+    fabric: Fabric
+    usable_bytes: float
+    slower: float = 1.0
+    """What the job says of its speed: a factor on the predicted times."""
+    price_per_hour: float | None = None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Found:
+    """A layout and what its figures are made of."""
+
+    layout: Layout
+    sharding: Sharding
+    how: str
+    """Key of what is computed again."""
+    names: tuple[str, ...] = ()
+    rows: tuple[Row, ...] = ()
+    """Samples by device, whose ``kind`` counts ``names``. Empty where it does not fit."""
+    slowest: str = ""
+    """The type whose devices end last."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Timed:
+    program: Program
+    graph: Graph
+    update_s: float
+    host_share: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Layouts:
+    """The layouts of one job; ``kinds`` by device type, ``total`` samples per step."""
+
+    work: WorkCurve
+    kinds: Mapping[str, DeviceKind]
+    total: int
+    optimizer: str
+    _timed: dict[tuple[str, int, str], _Timed] = field(default_factory=dict)
+    _graphs: dict[int, Graph] = field(default_factory=dict)
+    _peaks: dict[tuple[Sharding, str, int], float] = field(default_factory=dict)
+    _settings: dict[str, tuple[BucketSetting | None, PrefetchSetting | None]] = field(default_factory=dict)
+    _keeps: dict[str, Keeps] = field(default_factory=dict)
+
+    def search(self, problem: Problem, objective: Objective = "fastest", *, equal: bool = False) -> list[Found]:
+        """Return the layouts worth a line: the best first, those that do not fit last.
+
+        ``equal``: all devices that the constraints allow take part with equal shares. Raises NothingFits.
+        """
+        value, fitting, lacking = self.value(objective), list[Found](), list[Found]()
+        best = math.inf
+        for place, counts in enumerate(_largest(problem, self.total) if equal else self._sets(problem)):
+            # Of all devices every layout is shown; of fewer what could be better.
+            limit = best if place else math.inf
+            if place and (objective == "least-memory" or self._bound(problem, counts, objective) > limit):
+                continue
+            for sharding in self._shardings(counts, problem):
+                for how in self._hows():
+                    made = self._found(problem, counts, sharding, how, equal, lambda it, most=limit: value(it) <= most)
+                    if made is None:
+                        continue
+                    if not made.layout.missing_bytes:
+                        fitting.append(made)
+                        best = min(best, value(made.layout))
+                    elif not place:
+                        lacking.append(made)
+        if not fitting:
+            raise self._nothing_fits(lacking)
+        first = min(fitting, key=lambda it: value(it.layout))
+        if first.how != "none" and objective != "least-memory" and (made := self._chosen(first)) is not None:
+            fitting.append(made)
+        best = min(value(found.layout) for found in fitting)
+        as_good = [found for found in fitting if value(found.layout) <= best * (1 + _AS_GOOD)]
+        picked = min(as_good, key=lambda it: (*simplicity(it.layout), value(it.layout)))
+        rest = sorted((it for it in fitting if it is not picked), key=lambda it: value(it.layout))
+        short = sorted(lacking, key=lambda it: it.layout.missing_bytes)
+        return [picked, *_distinct(rest), *_distinct(short)[:_LISTED]]
+
+    def at_speeds(self, capabilities: Mapping[str, float], batch_size: int) -> Layouts:
+        """Return the same on devices that make so many mini-batches of ``batch_size`` samples per second, by type."""
+        kinds = dict(self.kinds)
+        for name, capability in capabilities.items():
+            predicted = self._step(name, batch_size, "none")
+            seconds = predicted.program.compute_s + predicted.update_s
+            kinds[name] = replace(kinds[name], slower=1 / (capability * seconds) if seconds else 1.0)
+        return Layouts(work=self.work, kinds=kinds, total=self.total, optimizer=self.optimizer)
+
+    def plainest(self, problem: Problem) -> Found:
+        """Return what one would do first: an equal split over all devices, sharded and checkpointed as little as need be.
+
+        Where none fits, the fastest of those on a single type; at last, the best layout.
+        """
+        alone = [replace(problem, devices=(device,)) for device in problem.devices]
+        for part in ([problem], alone) if len(alone) > 1 else ([problem],):
+            found = [plain for each in part for plain in self._plain(each)]
+            if found:
+                return min(found, key=lambda it: it.layout.step_s or math.inf)
+        return self.search(problem)[0]
+
+    def _plain(self, problem: Problem) -> list[Found]:
+        try:
+            fitting = [it for it in self.search(problem, equal=True) if not it.layout.missing_bytes and it.how in WAYS]
+        except NothingFits:
+            return []
+        return [min(fitting, key=lambda it: simplicity(it.layout)[1::-1])]
+
+    def value(self, objective: Objective) -> Callable[[Layout], float]:
+        """Return what a layout is ranked by, least first."""
+
+        def of(layout: Layout) -> float:
+            if objective == "least-memory":
+                return max(layout.memory_bytes.values())
+            if objective == "cheapest":
+                return math.inf if layout.price_per_sample is None else layout.price_per_sample
+            return math.inf if layout.step_s is None else layout.step_s
+
+        return of
+
+    def whole_bytes(self, devices: Mapping[str, int], batch_size: int) -> float:
+        """Return what a process with a whole model and ``batch_size`` samples holds.
+
+        Raises Infeasible where a device is too small for it.
+        """
+        needed = self._peak(Sharding(kind="ddp" if sum(devices.values()) > 1 else "none"), "none", batch_size)
+        for name in devices:
+            if (has := self.kinds[name].usable_bytes) < needed:
+                raise Infeasible(
+                    f"memory: a whole model in each process, with {batch_size} samples, takes {show_bytes(needed)}; "
+                    f"a {name} has {show_bytes(has)} for it, {_gib(needed - has)} missing"
+                )
+        return needed
+
+    def plan(self, found: Found, problem: Problem, strategy: Literal["bsp", "lb-bsp"]) -> Plan:
+        """Return the plan of a layout that fits: batches, sharding, modules to checkpoint, and prefetch or buckets.
+
+        Its step leaves out what communication is not hidden: see ``Layout.step_s``.
+        """
+        layout, names = found.layout, found.names
+        size = max(row.size for row in found.rows)
+        keeps = self._kept(found.how, -(-size // layout.passes))
+        rows = []
+        for row in found.rows:
+            name = names[row.kind]
+            timed = self._step(name, -(-row.size // layout.passes), found.how)
+            seconds = layout.passes * timed.program.compute_s + timed.update_s / found.sharding.shard
+            rows.append(
+                Assignment(
+                    device_type=name,
+                    devices=row.devices,
+                    ests_per_device=0,
+                    local_batch_size=row.size,
+                    accumulation_steps=layout.passes - 1,
+                    compute_s=seconds,
+                )
+            )
+        compute_s = layout.compute_s or 0.0
+        throughput = problem.max_workers / compute_s
+        made = (
+            sum(row.devices * row.local_batch_size / (row.compute_s or math.inf) for row in rows) / problem.batch_size
+        )
+        return Plan(
+            job=problem.job,
+            strategy=strategy,
+            max_workers=problem.max_workers,
+            batch_size=problem.batch_size,
+            iteration_s=compute_s,
+            throughput=throughput,
+            assignments=rows,
+            est_count=0,
+            waste=max(0.0, made - throughput),
+            overload_factor=compute_s,
+            status="feasible",
+            gap=0.0,
+            solve_seconds=0.0,
+            sharding=ShardingSetting(
+                kind=cast(Literal["ddp", "fsdp", "hsdp"], "ddp" if layout.sharding == "none" else layout.sharding),
+                replicate=layout.replicate,
+                shard=layout.shard,
+                checkpointing=[Recomputed(module=module, keeps=list(kept)) for module, kept in keeps.items()],
+                memory_bytes=layout.memory_bytes,
+            ),
+        )
+
+    def communication(self, found: Found) -> tuple[BucketSetting | None, PrefetchSetting | None]:
+        """Return DDP's buckets or FSDP2's units and prefetch of a layout that fits, as far as its memory allows."""
+        key = found.layout.model_dump_json()
+        if key not in self._settings:
+            self._settings[key] = self._communication(found)
+        return self._settings[key]
+
+    def _communication(self, found: Found) -> tuple[BucketSetting | None, PrefetchSetting | None]:
+        layout, counts = found.layout, found.layout.devices
+        if layout.sharding == "none":
+            return None, None
+        most = max(row.size for row in found.rows if row.size)
+        program = self._step(found.slowest, -(-most // layout.passes), found.how).program
+        group = self._group(counts, found.sharding)
+        if not found.sharding.gathers:
+            return bucket_setting(plan_ddp(program, group)), None
+        plans = plan_fsdp(program, group)
+        if plans is None:
+            return None, None
+        room = min(self.kinds[name].usable_bytes - size for name, size in layout.memory_bytes.items())
+        more = plans.best.gathered_bytes - plans.default.gathered_bytes
+        chosen = plans.best if more <= room else plans.default
+        if not found.sharding.reshards:
+            chosen = plans.default.model_copy(update={"reshard_after_forward": False})
+        return None, prefetch_setting(plans, chosen)
+
+    def _bound(self, problem: Problem, counts: Counts, objective: Objective) -> float:
+        """Return what no layout on so many devices is below: all of them compute at their full speed, all the time."""
+        size = -(-self.total // sum(device.count for device in problem.devices))
+        rate = price = 0.0
+        for name, count in zip(self._names(problem), counts, strict=True):
+            if count:
+                one, more = (self._step(name, samples, "none").program.compute_s for samples in (size, 2 * size))
+                rate += count * size / max(min(more - one, one), 1e-12)
+                price += count * (self.kinds[name].price_per_hour or 0.0)
+        return _SURE * (price / 3600 / rate if objective == "cheapest" else self.total / rate)
+
+    def _names(self, problem: Problem) -> Iterator[str]:
+        return (device.name for device in problem.devices)
+
+    def _hows(self) -> Sequence[str]:
+        return WAYS if self.work.ledger(1).blocks else WAYS[:1]
+
+    def _sets(self, problem: Problem) -> list[Counts]:
+        """Return how many devices of each type to try, all of them first."""
+        fabrics = [self.kinds[name].fabric.gpus_per_node for name in self._names(problem)]
+        tried = [_numbers(device.count, per_node) for device, per_node in zip(problem.devices, fabrics, strict=True)]
+        if math.prod(map(len, tried)) > _MOST_SETS:
+            tried = [[0, device.count] for device in problem.devices]
+        every = {*itertools.product(*tried), *_largest(problem, self.total)}
+        made = [counts for counts in every if _allowed(problem, counts, self.total)]
+        return sorted(made, key=lambda counts: (-sum(counts), counts))
+
+    def _shardings(self, counts: Counts, problem: Problem) -> list[Sharding]:
+        """Return the ways in which so many devices can share the state."""
+        n = sum(counts)
+        if n == 1:
+            return [Sharding(kind="none")]
+        used = [count for count in counts if count]
+        per_node = [self.kinds[name].fabric.gpus_per_node for name in self._names(problem)]
+        common = math.gcd(*used)
+        sizes = {2**power for power in range(1, n.bit_length())} | {*used, *per_node}
+        kinds: list[Sharding] = [Sharding(kind="ddp")]
+        if self.work.ledger(1).blocks:
+            kinds += [Sharding(kind="fsdp", shard=n), Sharding(kind="zero2", shard=n)]
+            kinds += [
+                Sharding(kind="hsdp", shard=size) for size in sorted(sizes) if 1 < size < n and common % size == 0
+            ]
+        return kinds
+
+    def _found(
+        self,
+        problem: Problem,
+        counts: Counts,
+        sharding: Sharding,
+        how: str,
+        equal: bool,
+        worth: Callable[[Layout], bool],
+    ) -> Found | None:
+        """Return the best passes and batches of one combination; None where they cannot be made, or are not ``worth`` it."""
+        names = list(self._names(problem))
+        used = {name: count for name, count in zip(names, counts, strict=True) if count}
+        most = {name: self._most(sharding, how, name, 2 * -(-self.total // sum(counts))) for name in used}
+        if min(most.values()) < 1:
+            return self._lacking(used, sharding, how)
+        best: Found | None = None
+        room = sum(count * most[name] for name, count in used.items())
+        fewest = -(-self.total // room)
+        if equal or len(used) == 1:
+            fewest = max(fewest, math.ceil(math.ceil(self.total / sum(counts)) / min(most.values())))
+        for passes in dict.fromkeys((fewest, fewest + 1, 2 * fewest) if len(used) > 1 and not equal else (fewest,)):
+            rows = self._split(names, counts, most, how, passes, equal)
+            if rows is None or min(row.size for row in rows) < passes:
+                continue
+            made = self._costed(names, used, sharding, how, passes, rows, worth)
+            if made is not None and (best is None or (made.layout.step_s or 0) < (best.layout.step_s or 0)):
+                best = made
+        return best
+
+    def _split(
+        self, names: Sequence[str], counts: Counts, most: Mapping[str, int], how: str, passes: int, equal: bool
+    ) -> tuple[Row, ...] | None:
+        """Return the samples of each device: equal, or so that all end together; None where they do not fit."""
+        if equal or sum(map(bool, counts)) == 1:
+            share, left = divmod(self.total, sum(counts))
+            rows = []
+            for kind, count in enumerate(counts):
+                more = min(left, count)
+                left -= more
+                sizes = ((more, share + 1), (count - more, share))
+                rows += [Row(kind=kind, devices=devices, size=size) for devices, size in sizes if devices]
+            return tuple(rows)
+        per_pass = max(2, -(-self.total // (sum(counts) * passes)))
+        launch, slope = [], []
+        for name, count in zip(names, counts, strict=True):
+            if not count:
+                launch.append(0.0)
+                slope.append(1.0)
+                continue
+            one, more_s = (self._step(name, size, how).program.compute_s for size in (1, per_pass))
+            slope.append(max((more_s - one) / (per_pass - 1), 1e-12))
+            launch.append(max(one - slope[-1], 0.0) * passes)
+        limits = [passes * most.get(name, 0) for name in names]
+        return spread(DeviceCurves.of(launch_s=launch, per_sample_s=slope, memory_limit=limits), counts, self.total)
+
+    def _costed(
+        self,
+        names: Sequence[str],
+        used: Mapping[str, int],
+        sharding: Sharding,
+        how: str,
+        passes: int,
+        rows: tuple[Row, ...],
+        worth: Callable[[Layout], bool],
+    ) -> Found | None:
+        """Return the layout with its figures; None where even its compute alone is not ``worth`` it."""
+        sizes = {names[row.kind]: max(it.size for it in rows if it.kind == row.kind) for row in rows}
+        parts = {name: self._step(name, -(-size // passes), how) for name, size in sizes.items()}
+        compute = {
+            name: passes * part.program.compute_s + part.update_s / sharding.shard for name, part in parts.items()
+        }
+        prices = [self.kinds[name].price_per_hour for name in used]
+        hourly = sum(count * (price or 0.0) for count, price in zip(used.values(), prices, strict=True))
+
+        def layout(step_s: float, **more: float) -> Layout:
+            return Layout(
+                devices=dict(used),
+                **_shape(sharding, sum(used.values())),
+                checkpointing=how if how in WAYS else "chosen",
+                local_batch_sizes=sizes,
+                passes=passes,
+                compute_s=max(compute.values()),
+                step_s=step_s,
+                memory_bytes={name: self._peak(sharding, how, -(-size // passes)) for name, size in sizes.items()},
+                price_per_sample=None if None in prices else hourly / 3600 * step_s / self.total,
+                **more,
+            )
+
+        if not worth(layout(max(compute.values()))):
+            return None
+        step, slowest = 0.0, ""
+        for name, part in parts.items():
+            group = Fabric.joined({each: self.kinds[each].fabric for each in used}, used)
+            setting = Setting(fabric=group.fabric, optimizer=self.optimizer, accumulation=passes)
+            place = Placement(num_nodes=group.nodes, num_replicas=group.replicas)
+            seconds = step_of(part.program, setting, place, sharding, part.update_s)
+            if seconds > step:
+                step, slowest = seconds, name
+        low, high = self.kinds[slowest].model.interval(step, host_share=parts[slowest].host_share)
+        made = layout(step, low_s=low, high_s=high)
+        return Found(layout=made, sharding=sharding, how=how, names=tuple(names), rows=rows, slowest=slowest)
+
+    def _chosen(self, found: Found) -> Found | None:
+        """Return a layout with the cheapest recomputation that its devices' memory allows; None where none is cheaper."""
+        layout = found.layout
+        name = min(layout.memory_bytes, key=lambda each: self.kinds[each].usable_bytes - layout.memory_bytes[each])
+        size = -(-layout.local_batch_sizes[name] // layout.passes)
+        ledger = self.work.ledger(size)
+        budget = min(self.kinds[each].usable_bytes for each in layout.memory_bytes)
+        timed = self._step(name, size, "none").graph
+        own = size if ledger.traced is self.work.traced else None
+        try:
+            made = cheapest(ledger, ledger.seconds(timed), found.sharding, self.optimizer, budget, own, _CHOOSING_S)
+        except Infeasible:  # by a hair, or in the time there was
+            return None
+        key = f"chosen {len(self._keeps)}"
+        self._keeps[key] = made.keeps
+        better = self._costed(
+            found.names, layout.devices, found.sharding, key, layout.passes, found.rows, lambda _: True
+        )
+        if better is None or (better.layout.step_s or 0) >= (layout.step_s or 0) * (1 - 1e-6):
+            return None
+        fits = all(size <= self.kinds[each].usable_bytes for each, size in better.layout.memory_bytes.items())
+        return better if fits else None
+
+    def _lacking(self, used: Mapping[str, int], sharding: Sharding, how: str) -> Found:
+        """Return a layout that does not hold one sample of each device."""
+        held = self._peak(sharding, how, 1)
+        layout = Layout(
+            devices=dict(used),
+            **_shape(sharding, sum(used.values())),
+            checkpointing=cast(Checkpointing, how),
+            local_batch_sizes=dict.fromkeys(used, 1),
+            passes=1,
+            memory_bytes=dict.fromkeys(used, held),
+            missing_bytes=held - min(self.kinds[name].usable_bytes for name in used),
+        )
+        return Found(layout=layout, sharding=sharding, how=how)
+
+    def _nothing_fits(self, lacking: Sequence[Found]) -> NothingFits:
+        short = _distinct(sorted(lacking, key=lambda it: it.layout.missing_bytes))
+        if not short:
+            return NothingFits(f"no devices take {self.total} samples", [])
+        first = short[0].layout
+        name = max(first.devices, key=lambda each: -self.kinds[each].usable_bytes)
+        has = self.kinds[name].usable_bytes
+        text = (
+            f"memory: one sample on each of {first.devices_text} takes {show_bytes(first.memory_bytes[name])} in a "
+            f"process ({first.text}), and a {name} has {show_bytes(has)} for it: {_gib(first.missing_bytes)} missing"
+        )
+        how = self._hows()[-1]
+        alone = self._peak(Sharding(kind="none"), how, 1)
+        ways = [f"one device of {math.ceil(alone / _GIB) + 1} GiB"]
+        if self.work.ledger(1).blocks:
+            shards = (2**power for power in range(1, _MOST_SOUGHT.bit_length()))
+            enough = next((n for n in shards if self._peak(Sharding(kind="fsdp", shard=n), how, 1) <= has), None)
+            if enough is not None:
+                ways.insert(0, f"{enough} {name} (FSDP2, {how} checkpointing)")
+        return NothingFits(f"{text}; it would fit on {' or '.join(ways)}", [it.layout for it in short[:_LISTED]])
+
+    def _most(self, sharding: Sharding, how: str, name: str, most: int) -> int:
+        """Return the most samples of a pass, up to ``most``, that a device of a type holds; 0 where none. Bisection."""
+        usable, largest = self.kinds[name].usable_bytes, self.work.traced.largest
+        most = most if largest is None else min(most, largest)
+        if self._peak(sharding, how, 1) > usable:
+            return 0
+        low, high = 1, 2
+        while high <= most and self._peak(sharding, how, high) <= usable:
+            low, high = high, 2 * high
+        high = min(high, most + 1)
+        while high - low > 1:
+            middle = (low + high) // 2
+            low, high = (middle, high) if self._peak(sharding, how, middle) <= usable else (low, middle)
+        return low
+
+    def _peak(self, sharding: Sharding, how: str, size: int) -> float:
+        key = sharding, how, size
+        if key not in self._peaks:
+            ledger = self.work.ledger(size)
+            scaled = size if ledger.traced is self.work.traced else None
+            peak = ledger.peak(sharding, self.optimizer, self._kept(how, size), scaled)
+            self._peaks[key] = peak.total_bytes
+        return self._peaks[key]
+
+    def _kept(self, how: str, size: int) -> Keeps:
+        if how in self._keeps:
+            return self._keeps[how]
+        return self.work.ledger(size).every_block(cast(Checkpointing, how))
+
+    def _step(self, name: str, size: int, how: str) -> _Timed:
+        """Return the step of ``size`` samples on a device type."""
+        key = name, size, how
+        if key not in self._timed:
+            if size not in self._graphs:
+                self._graphs[size] = self.work.traced.at(size)
+            kind = self.kinds[name]
+            timed = timed_step(self._graphs[size], kind.model, Setting(fabric=kind.fabric, optimizer=self.optimizer))
+            timed = timed.with_durations(timed.duration_s * kind.slower, timed.estimate)
+            if keeps := self._kept(how, size):
+                timed = self.work.ledger(size).lengthened(keeps, timed)
+            self._timed[key] = _Timed(
+                program=program_of(timed),
+                graph=timed,
+                update_s=float(timed.meta.get("update_s") or 0.0) * kind.slower,
+                host_share=float(timed.meta.get("host_share") or 0.0),
+            )
+        return self._timed[key]
+
+    def _group(self, devices: Mapping[str, int], sharding: Sharding) -> Communicator:
+        group = Fabric.joined({name: self.kinds[name].fabric for name in devices}, devices)
+        return group.fabric.sharded(group.replicas, sharding.shard) if sharding.gathers else group
+
+
+def simplicity(layout: Layout) -> tuple[int, int, int, int]:
+    """Return how much there is to set, least first: sharding, checkpointing, passes, devices left in."""
+    kind = "zero2" if layout.sharding == "fsdp" and not layout.reshard_after_forward else layout.sharding
+    again = ("none", "selective", "full", "chosen").index(layout.checkpointing)
+    return _SIMPLER[kind], again, layout.passes, sum(layout.devices.values())
+
+
+def _gib(size_bytes: float) -> str:
+    return f"{size_bytes / _GIB:.3g} GiB"
+
+
+def _shape(sharding: Sharding, processes: int) -> dict[str, object]:
+    kinds: dict[Kind, str] = {"none": "none", "ddp": "ddp", "fsdp": "fsdp", "zero2": "fsdp", "hsdp": "hsdp"}
+    return {
+        "sharding": kinds[sharding.kind],
+        "replicate": processes // sharding.shard,
+        "shard": sharding.shard,
+        "reshard_after_forward": sharding.kind != "zero2",
+    }
+
+
+def _distinct(found: Iterable[Found]) -> list[Found]:
+    """Return the first of each kind of layout on the same types."""
+    kept: dict[tuple[object, ...], Found] = {}
+    for it in found:
+        layout = it.layout
+        key = layout.sharding, layout.replicate > 1, layout.reshard_after_forward, layout.checkpointing, *layout.devices
+        kept.setdefault(key, it)
+    return list(kept.values())
+
+
+def _numbers(count: int, per_node: int) -> list[int]:
+    """Return numbers of one type to try: none, powers of two, whole nodes, all."""
+    every = {0, count, *(2**power for power in range(count.bit_length())), *range(per_node, count, per_node)}
+    made = sorted(number for number in every if number <= count)
+    if len(made) <= _MOST_COUNTS:
+        return made
+    return sorted({made[round(place * (len(made) - 1) / (_MOST_COUNTS - 1))] for place in range(_MOST_COUNTS)})
+
+
+def _allowed(problem: Problem, counts: Counts, total: int) -> bool:
+    """Return whether the constraints take so many devices, each of which gets a sample."""
+    limit = total if problem.max_devices is None else min(total, problem.max_devices)
+    return replace(problem, max_workers=limit).allows(counts)
+
+
+def _largest(problem: Problem, total: int) -> list[Counts]:
+    """Return the largest sets of devices that the constraints take: of all types, or of each where they may not mix."""
+    order = problem.fastest_first
+    kept = [[kind] for kind in order] if problem.single_type else [order]
+    return [tuple(problem.filled(kinds, total)) for kinds in kept if any(problem.filled(kinds, total))]
