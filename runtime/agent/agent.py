@@ -51,6 +51,7 @@ from ddltool.runtime.hook.job import (
     demand_same_samples,
     refuse_in_one_line,
 )
+from ddltool.runtime.hook.roll_call import is_broken
 from ddltool.runtime.hook.telemetry import Exchange, Identity, RowFile, Stamp, Step, peak_memory, stamp
 from ddltool.runtime.hook.trained import TrainedParameters
 from ddltool.runtime.hook.weighing import Weigher
@@ -473,6 +474,8 @@ class GoodputAgent:
             if taken.is_last:
                 self._noise.finish(taken)
         except Exception as error:
+            if is_broken(error):
+                raise
             self._chooser.warn("sampling the noise", error)
         timed.own_s += self._noise.take_spent_s()
 

@@ -25,13 +25,13 @@ from ddltool.errors import DdlToolError
 
 KeyStore = Any
 """A ``torch.distributed.Store``: its type hints are not those of the real one."""
-WITHIN_S = 1.0
+WITHIN_S = 0.8
 """A roll call takes no longer; every process answers several times within that."""
-_LOOK_S = 0.2
+_LOOK_S = 0.1
 STORE_GONE = "the store is gone, and with it the rank that holds it (rank 0, unless a launcher does)"
 _BROKEN = re.compile(
     r"gloo/transport/|connection (closed|reset) by peer|broken pipe|ncclremoteerror|remote process exited"
-    r"|timed out waiting|watchdog caught collective operation timeout",
+    r"|pair closure|timed out waiting|watchdog caught collective operation timeout",
     re.I,
 )
 
@@ -119,7 +119,7 @@ class RollCall:
         """Return what to say of an error that comes from a lost rank; None for any other."""
         if isinstance(error, LostRank):
             return str(error)
-        if not isinstance(error, RuntimeError) or not _BROKEN.search(str(error)):
+        if not is_broken(error):
             return None
         gone = self.gone()
         lost = STORE_GONE if gone is None else "the connection to another rank is lost"
@@ -154,6 +154,11 @@ class RollCall:
             with contextlib.suppress(OSError, ValueError):
                 stream.flush()
         os._exit(1)
+
+
+def is_broken(error: BaseException) -> bool:
+    """Return whether an error is that of a collective which has lost its connection, or its patience."""
+    return isinstance(error, RuntimeError) and _BROKEN.search(str(error)) is not None
 
 
 def connection(store: KeyStore, timeout_s: float) -> KeyStore:
