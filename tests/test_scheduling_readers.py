@@ -93,7 +93,7 @@ def test_helios_by_hand() -> None:
     assert trace.submit_s.tolist() == [0.0, 2400.0, 3600.0]
     assert trace.gpus.tolist() == [1.0, 4.0, 8.0]
     assert trace.gpu_hours.tolist() == [0.5, 4.0, 96.0]
-    assert trace.skipped == {"no GPU": 1, "never started": 1, "no end": 0}
+    assert trace.skipped == {"no GPU": 1, "never started": 1}
     lines = [line.rsplit(",", 2)[0] for line in HELIOS.splitlines()]
     without = helios("\n".join(lines))  # start and end stand for the duration
     assert without.gpu_hours.tolist() == trace.gpu_hours.tolist()
@@ -106,7 +106,7 @@ def test_philly_by_hand() -> None:
     assert trace.submit_s.tolist() == [0.0, 600.0]
     assert trace.gpus.tolist() == [1.0, 4.0]
     assert trace.gpu_hours.tolist() == [0.5, 6.0]
-    assert trace.skipped == {"no GPU": 0, "never started": 1, "no end": 0}
+    assert trace.skipped == {"no GPU": 0, "never started": 1}
 
 
 @pytest.mark.parametrize(
@@ -247,10 +247,12 @@ def test_phillys_log_is_told_by_how_it_begins_and_a_job_without_an_end_is_counte
     log.write_text(json.dumps(jobs, indent=1))
     made = cli("simulate", log, "--convert", "-o", tmp_path / "w.csv")
     assert made.code == 0, made.err
-    assert "1 of 1 jobs" in made.err
-    assert "left out: 1 never started, 1 no end" in made.err
+    assert "2 of 2 jobs" in made.err
+    assert "left out: 1 never started; 1 still ran at the log's end and count until then" in made.err
     lines = HELIOS.replace(",43200,10", ",,10").replace("2020-06-10 07:00:10", "")
-    assert helios(lines).skipped == {"no GPU": 1, "never started": 1, "no end": 1}
+    found = helios(lines)
+    assert found.skipped == {"no GPU": 1, "never started": 1}
+    assert found.censored == 1
 
 
 @pytest.mark.parametrize("header", ["timestamp,duration,num_gpus", "name,cpu_milli,memory_mib,num_gpu,creation_time"])

@@ -35,7 +35,7 @@ COLUMNS: Mapping[str, tuple[str, ...]] = {
 }
 """Names under which a table may hold each column; ``start_time`` and ``end_time`` may stand for the duration."""
 _START, _END = "start_time", "end_time"
-_ZONE = r"\s+(?:PST|PDT|UTC|GMT)$"
+_ZONE = r"\s*(?:PST|PDT|UTC|GMT|[+-]\d\d:\d\d)$"
 _MOST_GPUS, _LONGEST_S = 100_000, 315_360_000.0
 _BUSY_STEP_S = 3600.0
 _SPAN = "times within ten years"
@@ -50,13 +50,15 @@ ACCEPTED = (
 class ClusterTrace:
     """n jobs in order of submission: ``submit_s`` (n,) from the first one on, ``gpus`` (n,), ``gpu_hours`` (n,).
 
-    ``skipped`` counts the jobs that were left out, by reason: no GPU, never started, started and no end is known.
+    ``skipped`` counts the jobs that were left out, by reason: no GPU, never started. ``censored`` counts those that still
+    ran when the log ended: their GPU time is what they had until then, which is less than they took.
     """
 
     submit_s: Floats
     gpus: Floats
     gpu_hours: Floats
     skipped: Mapping[str, int]
+    censored: int = 0
 
 
 def is_json(path: Path) -> bool:
@@ -87,7 +89,8 @@ def read_table_trace(frame: pd.DataFrame, where: str) -> ClusterTrace:
         demand_distinct_jobs(frame[chosen["name"]], where)
     submit = _times(frame[chosen["submit"]], where)
     gpus = numbers(frame, chosen["gpus"], where, most=_MOST_GPUS, whole=True)
-    started = ~np.isnan(_seconds(frame[_START])) if _START in frame.columns else np.zeros(len(frame), dtype=bool)
+    start = _seconds(frame[_START]) if _START in frame.columns else np.full(len(frame), np.nan)
+    started = ~np.isnan(start)
     if chosen["duration"]:
         length = numbers(frame, chosen["duration"], where, most=_LONGEST_S, missing=True)
     else:
@@ -97,25 +100,33 @@ def read_table_trace(frame: pd.DataFrame, where: str) -> ClusterTrace:
                 row = int(bad.argmax())
                 problem = f"lies {abs(length[row]):,.0f} s {how} {_START}"
                 raise InputError(f"{where}:row {row + 1}:{_END}", problem, f"a later time; {_SPAN}")
-    return _trace(submit, gpus, gpus * length / 3600.0, started, where)
+    open_ = started & np.isnan(length)
+    end = _seconds(frame[_END]) if _END in frame.columns else start + length
+    over = np.nanmax(np.concatenate([submit, start[started], end[~np.isnan(end)]]))
+    until_now = np.where(open_, gpus * (over - start) / 3600.0, np.nan)
+    return _trace(submit, gpus, gpus * length / 3600.0, until_now, where)
 
 
 def read_philly(document: Any, where: str) -> ClusterTrace:
     """Return the jobs of Philly's ``cluster_job_log``. A job's GPUs are those of its last attempt, its GPU time that of all.
 
-    Attempts without a start or an end count nothing. Raises InputError naming the job (from 1) and the field.
+    Attempts without a start or an end count nothing; a job none of
+    whose attempts ended counts from its first start until the last time in the log.
+
+    Raises InputError naming the job (from 1) and the field.
     """
     if not isinstance(document, list):
         raise InputError(where, "is no list of jobs", "give Philly's cluster_job_log: a JSON list")
     jobs = pd.DataFrame({name: _fields(document, name, where) for name in ("submitted_time", "jobid")}, dtype=object)
-    gpus, started = np.zeros(len(document)), np.zeros(len(document), dtype=bool)
+    gpus, running = np.zeros(len(document)), np.full(len(document), np.nan)
     attempts: list[tuple[int, int, Any, Any]] = []
     for row, tries in enumerate(_fields(document, "attempts", where)):
         try:
             for attempt in tries:
                 gpus[row] = sum(len(machine["gpus"]) for machine in attempt["detail"])
                 start, end = (None if attempt[name] in ("", "None") else attempt[name] for name in (_START, _END))
-                started[row] |= start is not None
+                if start is not None and end is None:
+                    running[row] = np.fmin(running[row], _seconds(pd.Series([start], dtype=object))[0])
                 if start is not None and end is not None:
                     attempts.append((row, int(gpus[row]), start, end))
         except (TypeError, KeyError) as error:
@@ -135,8 +146,11 @@ def read_philly(document: Any, where: str) -> ClusterTrace:
             raise InputError(f"{where}:job {attempts[bad][0] + 1}:{name}", problem, remedy)
     owner = ran["row"].to_numpy(dtype=int)
     hours = np.bincount(owner, ran["gpus"].to_numpy(dtype=float) * (end - begin), minlength=len(document)) / 3600.0
-    hours[np.bincount(owner, minlength=len(document)) == 0] = np.nan
-    return _trace(submit, gpus, hours, started, where)
+    over = max((float(times.max()) for times in (submit, end) if len(times)), default=0.0)
+    never = np.bincount(owner, minlength=len(document)) == 0
+    hours[never] = np.nan
+    until_now = np.where(never, gpus * np.maximum(over - running, 0.0) / 3600.0, np.nan)
+    return _trace(submit, gpus, hours, until_now, where)
 
 
 def busiest(trace: ClusterTrace, hours: float) -> ClusterTrace:
@@ -156,6 +170,7 @@ def busiest(trace: ClusterTrace, hours: float) -> ClusterTrace:
         gpus=trace.gpus[kept],
         gpu_hours=trace.gpu_hours[kept],
         skipped=trace.skipped,
+        censored=trace.censored,
     )
 
 
@@ -191,19 +206,25 @@ def to_workload(
     return specs, {name: int((sizes == size).sum()) for size, name in enumerate(names)}
 
 
-def _trace(submit: Floats, gpus: Floats, hours: Floats, started: NDArray[np.bool_], where: str) -> ClusterTrace:
-    """Return the jobs that ran on GPUs, by submission; all arrays are (n,), ``hours`` of GPU time NaN where unknown."""
+def _trace(submit: Floats, gpus: Floats, hours: Floats, until_now: Floats, where: str) -> ClusterTrace:
+    """Return the jobs that ran on GPUs, by submission; all arrays are (n,), ``hours`` of GPU time NaN where unknown.
+
+    ``until_now``: the GPU hours up to the log's end of jobs that were then still running, NaN for others.
+    """
+    running = ~np.isnan(until_now)
+    hours = np.where(running, until_now, hours)
     unknown = np.isnan(hours)
     kept = np.flatnonzero(~unknown & (gpus > 0))
     if not kept.size:
         raise InputError(where, "holds no job that ran on a GPU", "give one with GPUs above 0 and a duration")
     order = kept[np.argsort(submit[kept], kind="stable")]
-    skipped = {"no GPU": (gpus == 0) & ~unknown, "never started": unknown & ~started, "no end": unknown & started}
+    skipped = {"no GPU": (gpus == 0) & ~unknown, "never started": unknown}
     return ClusterTrace(
         submit_s=submit[order] - submit[order[0]],
         gpus=gpus[order],
         gpu_hours=hours[order],
         skipped={reason: int(rows.sum()) for reason, rows in skipped.items()},
+        censored=int((running & (gpus > 0)).sum()),
     )
 
 
@@ -225,7 +246,7 @@ def _seconds(values: pd.Series[Any]) -> Floats:
     rest = np.flatnonzero(np.isnan(made))
     if rest.size:
         shown = values.iloc[rest].astype(str).str.strip()
-        if shown.str.endswith(("T", "C")).any():
+        if shown.str.endswith(("T", "C", ":00")).any():
             shown = shown.str.replace(_ZONE, "", regex=True)
         dates = pd.to_datetime(shown, format="%Y-%m-%d %H:%M:%S", errors="coerce").to_numpy()
         # In whole seconds, as numpy counts them: years far from 1970 do not fit into nanoseconds.

@@ -156,8 +156,9 @@ def read_jobs(
     specs, sizes = to_workload(trace, drawn_from(), jobs=jobs, seed=seed)
     left = ", ".join(f"{count} {reason}" for reason, count in trace.skipped.items() if count) or "none"
     classes = ", ".join(f"{count} {name}" for name, count in sizes.items() if count)
+    still = f"; {trace.censored} still ran at the log's end and count until then" if trace.censored else ""
     return specs, (
-        f"{path}: {len(specs)} of {seen} jobs ({classes}; left out: {left}); "
+        f"{path}: {len(specs)} of {seen} jobs ({classes}; left out: {left}{still}); "
         "each stands for an application of its size class by GPU time, drawn with the seed"
     )
 
