@@ -10,7 +10,7 @@ import typer
 from ddltool.analyzers.balancing.predict import PREDICTORS, check_names
 from ddltool.analyzers.balancing.replay import BATCH_PER_WORKER, replays_of
 from ddltool.analyzers.reporting.result_sections import balance_section, speeds_figures
-from ddltool.commands.options import Json, Output, Seed
+from ddltool.commands.options import Json, Output, Seed, one_of
 from ddltool.commands.output import finish, note, progress
 from ddltool.commands.values import demand_picture, write_picture
 from ddltool.outputs import check_outputs
@@ -20,7 +20,7 @@ def balance(
     trace: Annotated[
         Path, typer.Argument(metavar="TRACE.csv", help="Columns iteration,worker,speed,cpu,memory (.gz accepted).")
     ],
-    predictor: Annotated[str, typer.Option(help="last, ema, arima, rnn, lstm, narx or all.")] = "all",
+    predictor: Annotated[str, typer.Option(**one_of(*PREDICTORS, "all", help="What foretells speeds."))] = "all",
     total_batch: Annotated[
         int | None, typer.Option(help=f"Samples of all workers together (default {BATCH_PER_WORKER} each).")
     ] = None,

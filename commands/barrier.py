@@ -10,7 +10,7 @@ import typer
 from ddltool.analyzers.barriers.choices import LOOKAHEAD, PUBLISHED, choices_of
 from ddltool.analyzers.barriers.predict import PREDICTORS
 from ddltool.analyzers.reporting.result_sections import barrier_figures, barrier_section
-from ddltool.commands.options import Json, Output
+from ddltool.commands.options import Json, Output, one_of
 from ddltool.commands.output import finish, note
 from ddltool.commands.parts import is_given
 from ddltool.commands.values import demand_picture, write_picture
@@ -34,11 +34,11 @@ def barrier(
             max=100_000,
         ),
     ] = None,
-    algorithm: Annotated[str, typer.Option(help="zipline, gridscan, fullgridscan or all.")] = "zipline",
+    algorithm: Annotated[str, typer.Option(**one_of(*PUBLISHED, "all", help="How it is chosen."))] = "zipline",
     predicted: Annotated[
         bool, typer.Option("--predicted", help="The rows are predictions themselves: make none from them.")
     ] = False,
-    predictor: Annotated[str, typer.Option(help="Next iteration lengths: last, ema or mean.")] = "ema",
+    predictor: Annotated[str, typer.Option(**one_of(*PREDICTORS, help="Of the next iteration lengths."))] = "ema",
     max_gap: Annotated[
         int | None, typer.Option(help="Bound on the iteration gap of the exact barriers.", min=0)
     ] = None,

@@ -22,10 +22,11 @@ from typer.main import get_command
 from ddltool import __version__
 from ddltool.errors import DdlToolError, one_line
 
-COMMANDS: dict[str, dict[str, str]] = tomllib.loads(
+COMMANDS: dict[str, dict[str, Any]] = tomllib.loads(
     Path(__file__).with_name("commands.toml").read_text(encoding="utf-8")
 )
-"""By command, its ``summary``, and an ``example`` where its help has none."""
+"""By command, its ``summary``, the ``question`` that groups it in help, an ``example`` where its help has
+none, and ``panels`` of options by their parameters."""
 
 
 def load(name: str) -> TyperCommand:
@@ -35,7 +36,12 @@ def load(name: str) -> TyperCommand:
     example = COMMANDS[name].get("example")
     single = typer.Typer(add_completion=False)
     single.command(name=name, epilog=f"Example: {example}" if example else None)(function)
-    return cast("TyperCommand", get_command(single))
+    command = cast("TyperCommand", get_command(single))
+    panels = {option: title for title, options in COMMANDS[name].get("panels", {}).items() for option in options}
+    for parameter in command.params:
+        if title := panels.get(parameter.name or ""):
+            parameter.rich_help_panel = title  # type: ignore[attr-defined]
+    return command
 
 
 class _Lazy(TyperGroup):
@@ -56,7 +62,7 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 for _name, _about in COMMANDS.items():
-    app.command(_name, help=_about["summary"])(lambda: None)
+    app.command(_name, help=_about["summary"], rich_help_panel=_about["question"])(lambda: None)
 
 # typer ships its own copy of click since 0.2x and used the real one before; the base class is found through its child.
 _UsageProblem: type[Exception] = next(base for base in typer.BadParameter.__mro__ if base.__name__ == "ClickException")
@@ -80,7 +86,7 @@ def _show_version(value: bool) -> None:
 @app.callback()
 def _options(
     version: Annotated[
-        bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Show the version and exit.")
+        bool, typer.Option("--version", "-V", callback=_show_version, is_eager=True, help="Show the version and exit.")
     ] = False,
 ) -> None:
     """Order transfers, size batches, place workers and set barriers for distributed training, before it runs."""

@@ -2,10 +2,37 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
+
+_SHORT = 26
+"""So many letters of choices fit beside an option's name in --help; more stand in its text."""
+
+
+def one_of(*names: str, help: str) -> dict[str, Any]:
+    """Return what makes an option name its choices in --help and in completion; a wrong one is refused by who reads it."""
+    return _choices(names, help, "NAME", lambda: list(names))
+
+
+def some_of(*names: str, help: str) -> dict[str, Any]:
+    """Return the same for a list of names separated by commas: completion goes on after the last comma."""
+
+    def complete(incomplete: str) -> list[str]:
+        before, comma, _ = incomplete.rpartition(",")
+        return [f"{before}{comma}{name}" for name in names]
+
+    return _choices(names, help, "NAME[,NAME]", complete)
+
+
+def _choices(names: Sequence[str], text: str, metavar: str, complete: Callable[..., list[str]]) -> dict[str, Any]:
+    short = "|".join(names)
+    if metavar == "NAME" and len(short) <= _SHORT:
+        return {"metavar": short, "help": text, "autocompletion": complete}
+    return {"metavar": metavar, "help": f"{text} One of: {', '.join(names)}.", "autocompletion": complete}
+
 
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON document on stdout; all else goes to stderr.")]
 Output = Annotated[Path | None, typer.Option("-o", "--output", metavar="FILE", help="Write the artifact here.")]
@@ -16,7 +43,10 @@ AllowCode = Annotated[
     bool, typer.Option("--allow-code", help="Import and run the file.py:f or package.module:f that a file names.")
 ]
 Precision = Annotated[
-    str, typer.Option(help="fp32 (torch's default: convolutions may use TF32), tf32, amp (float16) or bf16.")
+    str,
+    typer.Option(
+        **one_of("fp32", "tf32", "amp", "bf16", help="fp32: torch's default, convolutions may use TF32; amp: float16.")
+    ),
 ]
 ChannelsLast = Annotated[bool, typer.Option("--channels-last", help="Images in channels_last.")]
 SequenceLength = Annotated[int | None, typer.Option(help="Tokens of a sample; the source's own by default.", min=1)]

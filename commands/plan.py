@@ -14,7 +14,7 @@ from ddltool.analyzers.deciding.planning import plan as plan_job
 from ddltool.analyzers.loading.job_inputs import read_with_specs
 from ddltool.analyzers.reporting.plan_section import joint_section, layouts_table, plan_section
 from ddltool.analyzers.reporting.section import Section
-from ddltool.commands.options import AllowCode, Compress, DevicesFile, Json, NcclTests, Output, Seed
+from ddltool.commands.options import AllowCode, Compress, DevicesFile, Json, NcclTests, Output, Seed, one_of
 from ddltool.commands.output import note, print_json, show
 from ddltool.commands.parts import demand_part
 from ddltool.commands.values import number
@@ -53,15 +53,16 @@ def plan(
     strategy: Annotated[
         str,
         typer.Option(
-            help="auto: compare all and pick; est: EST mapping; bsp: equal split; lb-bsp: uneven split; elastic-bsp: "
-            "barriers; goodput: count and batch."
+            **one_of(
+                *("auto", *STRATEGIES),
+                help="auto: compare all and pick; est: EST mapping; bsp: equal split; lb-bsp: uneven split; elastic-bsp: "
+                "barriers; goodput: count and batch.",
+            )
         ),
     ] = "auto",
     objective: Annotated[
         str,
-        typer.Option(
-            help="auto: fastest, cheapest (per sample), same-bits (on any number of devices) or least-memory."
-        ),
+        typer.Option(**one_of(*get_args(Objective), help="auto: cheapest is per sample, same-bits on any number.")),
     ] = "fastest",
     telemetry: Annotated[
         _File,
@@ -104,7 +105,10 @@ def plan(
         typer.Option("--with", metavar="JOB.yaml", help="est: another job on the same devices; repeat for more."),
     ] = None,
     share: Annotated[
-        str, typer.Option(help="With --with: sum or max-min of the throughputs relative to the job alone.")
+        str,
+        typer.Option(
+            **one_of(*SHARING, help="With --with: sum or max-min of the throughputs relative to the job alone.")
+        ),
     ] = "sum",
     devices_file: DevicesFile = None,
     allow_code: AllowCode = False,

@@ -20,6 +20,7 @@ from ddltool.commands.options import (
     Output,
     Precision,
     SequenceLength,
+    one_of,
 )
 from ddltool.commands.output import note, print_json, progress, show
 from ddltool.commands.parts import is_given
@@ -45,7 +46,9 @@ def predict(
     precision: Precision = "fp32",
     channels_last: ChannelsLast = False,
     compile_: Annotated[bool, typer.Option("--compile", help="Under torch.compile: pointwise chains fused.")] = False,
-    optimizer: Annotated[str, typer.Option(help="none, sgd, momentum, adam or adamw.")] = "adam",
+    optimizer: Annotated[
+        str, typer.Option(**one_of("none", "sgd", "momentum", "adam", "adamw", help="Whose states it keeps."))
+    ] = "adam",
     accumulation: Annotated[int, typer.Option(help="Passes in a step.", min=1, max=1_000_000)] = 1,
     sharding: Annotated[
         str, typer.Option(help="Of several replicas: none, ddp, zero1, zero2, fsdp, fsdp:SHARD or hsdp:SHARD.")

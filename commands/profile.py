@@ -15,7 +15,7 @@ import typer
 
 from ddltool.commands import values
 from ddltool.commands.network import profile_network
-from ddltool.commands.options import Json, Output, Seed
+from ddltool.commands.options import Json, Output, Seed, one_of
 from ddltool.commands.output import note, out, print_json, progress, table, tell_written
 from ddltool.commands.parts import demand_part, is_given
 from ddltool.commands.profile_import import profile_import
@@ -71,7 +71,7 @@ def profile(
     accumulation: Annotated[
         str, typer.Option(metavar="N,N,...", help="Accumulation steps before the one that synchronises; 0 is none.")
     ] = "0",
-    device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
+    device: Annotated[str, typer.Option(**one_of("cpu", "cuda", help="Where it trains."))] = "cpu",
     device_name: Annotated[
         str, typer.Option(metavar="NAME", help="Name to write in the device column; cpu or cuda by default.")
     ] = "",

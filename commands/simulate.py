@@ -44,7 +44,7 @@ from ddltool.analyzers.scheduling.study import study, watched
 from ddltool.analyzers.scheduling.sweep import Setup, sweep
 from ddltool.analyzers.scheduling.truth import FittedJob
 from ddltool.artifacts import check_writable, save, write_text
-from ddltool.commands.options import Json, Output, Seed
+from ddltool.commands.options import Json, Output, Seed, one_of, some_of
 from ddltool.commands.output import note, print_json, progress, show
 from ddltool.commands.parts import demand_part, is_given
 from ddltool.commands.values import as_options, integers, write_picture
@@ -107,7 +107,7 @@ def simulate(
     traces: Annotated[
         _Files, typer.Option(metavar="DIR", help="Folder with one folder of measurements per application; repeatable.")
     ] = None,
-    policy: Annotated[str, typer.Option(metavar="NAME[,NAME]", help=f"{', '.join(POLICIES)} or all.")] = "pollux",
+    policy: Annotated[str, typer.Option(**some_of(*POLICIES, "all", help="Which to replay."))] = "pollux",
     interval: Annotated[float, typer.Option(help="Seconds between scheduling rounds.")] = 60.0,
     restart_delay: Annotated[float, typer.Option(help="Seconds that a start or restart costs.")] = 30.0,
     interference: Annotated[
@@ -158,10 +158,10 @@ def simulate(
         _File, _on_pictures(metavar="DIR", help="Draw completion times, allocations and one job's life.")
     ] = None,
     picture_job: Annotated[_Text, _on_pictures(metavar="NAME", help="Whose life: else the most restarted.")] = None,
-    picture_format: Annotated[str, _on_pictures(help="png or svg.")] = "png",
+    picture_format: Annotated[str, _on_pictures(**one_of("png", "svg", help="Of the pictures."))] = "png",
     seeds: Annotated[_Count, _on_sweeps(min=1, max=100_000, help="Replay each with seeds 0 to N-1.")] = None,
     jobs: Annotated[_Count, _on_sweeps(min=1, max=4096, help="Local processes.")] = None,
-    engine: Annotated[str, _on_sweeps(help="local, or ray: a Ray cluster.")] = "local",
+    engine: Annotated[str, _on_sweeps(**one_of("local", "ray", help="ray: a Ray cluster."))] = "local",
     csv: Annotated[_File, _on_sweeps("--csv", metavar="FILE", help="One row per replay.")] = None,
     compare: Annotated[_Text, _on_sweeps(metavar="A,B", help="Compare two policies in pairs, with intervals.")] = None,
     advise: Annotated[

@@ -25,6 +25,7 @@ from ddltool.commands.options import (
     Seed,
     SequenceLength,
     Source,
+    one_of,
 )
 from ddltool.commands.output import note, print_json, progress, show
 from ddltool.commands.parts import demand_part, is_given
@@ -43,7 +44,8 @@ def trace(
     context: typer.Context,
     source: Source,
     mode: Annotated[
-        str | None, typer.Option(help="training (default for torch) or inference (default for ONNX).")
+        str | None,
+        typer.Option(**one_of("training", "inference", help="Default: training for torch, inference for ONNX.")),
     ] = None,
     batch_size: Annotated[
         int | None, typer.Option(help="Samples per step; the source's own by default.", min=1)

@@ -316,6 +316,60 @@ def test_colour_is_off_when_it_is_not_wanted(folder: Path) -> None:
     assert "\x1b[" not in done.stdout + done.stderr
 
 
+def test_help_groups_commands_and_options(cli: Cli) -> None:
+    from ddltool.commands.main import COMMANDS, load
+
+    whole = cli("--help").out
+    questions = {about["question"] for about in COMMANDS.values()}
+    assert 3 <= len(questions) <= 7
+    assert all(question in whole for question in questions)
+    for name, about in COMMANDS.items():
+        parameters = {parameter.name: parameter for parameter in load(name).params}
+        for title, options in about.get("panels", {}).items():
+            assert {parameters[option].rich_help_panel for option in options} == {title}  # type: ignore[attr-defined]
+    assert cli("-V").out == cli("--version").out
+
+
+@pytest.mark.parametrize(
+    ("command", "option", "begun", "wanted"),
+    [
+        ("trace", "precision", "", ["fp32", "tf32", "amp", "bf16"]),
+        ("plan", "strategy", "e", ["est", "elastic-bsp"]),
+        ("barrier", "algorithm", "zip", ["zipline"]),
+        ("simulate", "policy", "fifo,sr", ["fifo,srtf"]),
+    ],
+)
+def test_choices_are_in_help_and_completion(cli: Cli, command: str, option: str, begun: str, wanted: list[str]) -> None:
+    from ddltool.commands.main import load
+
+    loaded = load(command)
+    parameter = next(one for one in loaded.params if one.name == option)
+    items = parameter.shell_complete(loaded.make_context(command, [], resilient_parsing=True), begun)
+    assert [item.value for item in items if item.value.startswith(begun)] == wanted
+    shown = " ".join(cli(command, "--help").out.replace("│", " ").split())
+    assert all(name.rsplit(",", 1)[-1] in shown for name in wanted)
+
+
+def test_explain_prints_the_glossary_and_the_page_is_the_same(cli: Cli) -> None:
+    from ddltool.commands.explain import GLOSSARY
+
+    assert len(GLOSSARY) > 40
+    page = (Path(__file__).resolve().parents[1] / "docs" / "glossary.md").read_text()
+    rows = [line[2:-2].split(" | ", 1) for line in page.splitlines() if line.startswith("| ") and "---" not in line]
+    assert dict(rows[1:]) == GLOSSARY
+    for word, name in (
+        ("Goodput", "goodput"),
+        ("d1", "D0, D1, D2"),
+        ("efficiency", "E (efficiency)"),
+        ("E", "E (efficiency)"),
+    ):
+        assert cli("explain", word, "--json").document["terms"] == {name: GLOSSARY[name]}
+    assert cli("explain", "--json").document["terms"] == GLOSSARY
+    missed = cli("explain", "goodputt")
+    assert missed.code == 2
+    assert 'did you mean "goodput"?' in missed.err
+
+
 def test_the_options_are_a_decision() -> None:
     """A new option shows here, so that adding one is a choice and not an accident."""
     from ddltool.commands.main import COMMANDS, load
@@ -326,6 +380,7 @@ def test_the_options_are_a_decision() -> None:
     }
     common = ["--json", "--output", "--seed"]
     assert found == {
+        "explain": ["--json"],
         "trace": sorted(
             [
                 "--compress",
