@@ -542,7 +542,7 @@ def test_the_options_are_a_decision() -> None:
         "devices": ["--devices-file", "--json"],
         "zoo": ["--json", "--write"],
         "schema": ["--json", "--output"],
-        "doctor": ["--json", "--max-overhead", "--overhead", "--pairs", "--replicas", "--steps"],
+        "doctor": ["--check", "--json", "--max-overhead", "--overhead", "--pairs", "--replicas", "--steps"],
     }
 
 
