@@ -14,7 +14,7 @@ import itertools
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Literal, cast
+from typing import Any, Literal, cast
 
 from ddltool.analyzers.balancing.minmax import DeviceCurves, Row, spread
 from ddltool.analyzers.communication.collectives import bucket_setting, plan_ddp
@@ -109,9 +109,13 @@ class Layouts:
             limit = best if place else math.inf
             if place and (objective == "least-memory" or self._bound(problem, counts, objective) > limit):
                 continue
+
+            def worth(layout: Layout, most: float = limit) -> bool:
+                return value(layout) <= most
+
             for sharding in self._shardings(counts, problem):
                 for how in self._hows():
-                    made = self._found(problem, counts, sharding, how, equal, lambda it, most=limit: value(it) <= most)
+                    made = self._found(problem, counts, sharding, how, equal, worth)
                     if made is None:
                         continue
                     if not made.layout.missing_bytes:
@@ -228,7 +232,7 @@ class Layouts:
             gap=0.0,
             solve_seconds=0.0,
             sharding=ShardingSetting(
-                kind=cast(Literal["ddp", "fsdp", "hsdp"], "ddp" if layout.sharding == "none" else layout.sharding),
+                kind="ddp" if layout.sharding == "none" else layout.sharding,
                 replicate=layout.replicate,
                 shard=layout.shard,
                 checkpointing=[Recomputed(module=module, keeps=list(kept)) for module, kept in keeps.items()],
@@ -380,7 +384,7 @@ class Layouts:
         prices = [self.kinds[name].price_per_hour for name in used]
         hourly = sum(count * (price or 0.0) for count, price in zip(used.values(), prices, strict=True))
 
-        def layout(step_s: float, **more: float) -> Layout:
+        def layout(step_s: float, **more: Any) -> Layout:
             return Layout(
                 devices=dict(used),
                 **_shape(sharding, sum(used.values())),
@@ -530,7 +534,7 @@ def _gib(size_bytes: float) -> str:
     return f"{size_bytes / _GIB:.3g} GiB"
 
 
-def _shape(sharding: Sharding, processes: int) -> dict[str, object]:
+def _shape(sharding: Sharding, processes: int) -> dict[str, Any]:
     kinds: dict[Kind, str] = {"none": "none", "ddp": "ddp", "fsdp": "fsdp", "zero2": "fsdp", "hsdp": "hsdp"}
     return {
         "sharding": kinds[sharding.kind],

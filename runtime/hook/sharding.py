@@ -56,7 +56,7 @@ def shard(model: nn.Module, config: Config, **options: Any) -> nn.Module:
         buckets = {} if enforcement.ddp is None else ddp_arguments(enforcement)
         return DistributedDataParallel(model, **{**buckets, **options})
     options.setdefault("mesh", _mesh(model, plan))
-    kept = (
+    kept: dict[str, Any] = (
         {} if enforcement.fsdp2 is None or enforcement.fsdp2.reshard_after_forward else {"reshard_after_forward": False}
     )
     for name in units:
