@@ -331,8 +331,8 @@ class _Rows:
         operator = np.array([_OPERATOR.match(name) is not None for name in self.names], dtype=bool)
         called = spans.start_s[operator[spans.key]] if len(spans) else start
         work = np.concatenate([called, self.launched_s()])
-        held = every.at(work)
-        held = np.bincount(held[held >= 0], minlength=len(start))
+        place = every.at(work)
+        held = np.bincount(place[place >= 0], minlength=len(start))
         kept = (held > 0) & (2 * held >= held.max(initial=0))
         if kept.all():
             return every
@@ -349,7 +349,8 @@ class _Rows:
         _, _, start, _, correlation, _, _ = self.table("activities")
         identity, _, time = self.table("launches")
         call = _lookup(identity, correlation)
-        return np.where(call >= 0, time[call] if len(time) else start, start) * 1e-6
+        launched: Floats = np.where(call >= 0, time[call] if len(time) else start, start) * 1e-6
+        return launched
 
     def collectives(self) -> Floats:
         """Return (3, n) name, start and duration of the host's collectives, NCCL's left out: theirs is their launch."""

@@ -45,8 +45,8 @@ def _splits(found: StragglersResult) -> Picture:
         figure = Spans(lanes=lanes, title="What each rank did")
         return pictured(f"The first steps, on one clock.{some(_RANKS_DRAWN, found.timeline, 'ranks')}", table, figure)
     rows = [(f"rank {row.rank}", row.wait_s) for row in found.splits[:_RANKS_DRAWN]]
-    figure = Bars(rows=rows, xlabel="waiting in a step", title="Waiting by rank", seconds=True)
-    return pictured(f"Who waits: a straggler does not.{some(_RANKS_DRAWN, found.splits, 'ranks')}", table, figure)
+    bars = Bars(rows=rows, xlabel="waiting in a step", title="Waiting by rank", seconds=True)
+    return pictured(f"Who waits: a straggler does not.{some(_RANKS_DRAWN, found.splits, 'ranks')}", table, bars)
 
 
 def _part(name: str, row: RankSplit) -> str:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -21,6 +22,7 @@ from ddltool.telemetry import TelemetryRow
 from ddltool.units import show_seconds
 
 Floats = NDArray[np.float64]
+Pattern = Literal["persistent", "periodic", "transient"]
 LEAST_GAIN = 0.05
 """Share of the run that a rank must cost before it is named."""
 TIMES_THE_OTHERS = 3.0
@@ -96,7 +98,8 @@ def _gain(run: RankSteps, step: Floats, rest: Floats, row: int) -> Floats:
     """Return (K,) what each step would gain, were the rank as fast as the median of the others."""
     own = run.own_s.copy()
     own[row] = np.minimum(own[row], _others(own, row))
-    return np.maximum(step - np.maximum(own.max(axis=0) + rest, 0.0), 0.0)
+    gain: Floats = np.maximum(step - np.maximum(own.max(axis=0) + rest, 0.0), 0.0)
+    return gain
 
 
 def _ideal(run: RankSteps, rest: Floats) -> tuple[float, float]:
@@ -149,7 +152,7 @@ def _finding(
     kind = _kind(run, row, excess, slow, since, pattern, part, parts)
     shown = "compute" if part in COMPUTE and parts[part] < 0.8 * sum(parts.get(name, 0.0) for name in COMPUTE) else part
     names = [name for name in run.parts if name in COMPUTE] if shown == "compute" else [part]
-    values = sum(run.parts[name] for name in names)
+    values: Floats = np.sum([run.parts[name] for name in names], axis=0)
     mine, theirs = float(values[row][slow].mean()), float(_others(values, row)[slow].mean())
     ratio = mine / theirs if theirs > 0 else None
     whole = float(gains[row][slow].sum() / step[slow].sum())
@@ -204,7 +207,7 @@ def _onset(slow: NDArray[np.bool_]) -> int:
     return int(first[int(np.argmax(score))])
 
 
-def _pattern(slow: NDArray[np.bool_], since: int) -> tuple[str, int | None]:
+def _pattern(slow: NDArray[np.bool_], since: int) -> tuple[Pattern, int | None]:
     places = np.flatnonzero(slow)
     if slow[since:].mean() >= _PERSISTENT and slow[since:].sum() >= _FEWEST_STEPS:
         return "persistent", None

@@ -16,6 +16,7 @@ from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import networkx as nx
 import numpy as np
@@ -94,7 +95,8 @@ def of_frame(frame: pd.DataFrame, where: str) -> Operations:
     cells = frame.drop_duplicates([*keys, "dp_rank", "step"]).pivot(
         index=keys, columns=["step", "dp_rank"], values=["duration", "start_ts"]
     )
-    complete = cells["duration"].notna().all().groupby(level="step").all()
+    lengths, begins = pd.DataFrame(cells["duration"]), pd.DataFrame(cells["start_ts"])
+    complete = lengths.notna().all(axis=0).groupby(level="step").all()
     steps = complete.index[complete.to_numpy()].tolist()
     if not steps:
         raise InputError(where, "has no step with every operation on every rank", "give whole steps of one job")
@@ -102,8 +104,8 @@ def of_frame(frame: pd.DataFrame, where: str) -> Operations:
     shape = (len(cells), len(steps), len(replicas))
     wanted = pd.MultiIndex.from_product([steps, replicas])
     duration, start = (
-        cells[name].reindex(columns=wanted).to_numpy(dtype=np.float64).reshape(shape).transpose(0, 2, 1)
-        for name in ("duration", "start_ts")
+        part.reindex(columns=wanted).to_numpy(dtype=np.float64).reshape(shape).transpose(0, 2, 1)
+        for part in (lengths, begins)
     )
     start = start - start.min(axis=(0, 1), keepdims=True)
     ops = [(str(kind), int(number), int(stage)) for kind, number, stage in cells.index]
@@ -343,7 +345,9 @@ def _finding(
     if slowdown < _LEAST_SLOWDOWN:
         return None
     lost = 1.0 - 1.0 / slowdown
-    common = {"pattern": "persistent", "since_step": 0, "slow_steps": operations.steps, "excess_s": 0.0}
+    common: dict[str, Any] = {
+        "pattern": "persistent", "since_step": 0, "slow_steps": operations.steps, "excess_s": 0.0
+    }  # fmt: skip
     compute = {kind: [place for place, op in enumerate(operations.ops) if op[0] == kind] for kind in _COMPUTE}
     if m_w >= _LEAST_EXPLAINED:
         replica, stage = worst

@@ -56,7 +56,8 @@ class RankSteps:
             return self
 
         def moved(whole: Floats, after: Floats) -> Floats:
-            return whole - after + np.concatenate([np.median(after, axis=1, keepdims=True), after[:, :-1]], axis=1)
+            before: Floats = np.concatenate([np.median(after, axis=1, keepdims=True), after[:, :-1]], axis=1)
+            return np.add(whole - after, before)
 
         parts = {name: moved(whole, self.after[name]) for name, whole in self.parts.items()}
         own: Floats = np.sum(list(parts.values()), axis=0)
@@ -88,16 +89,15 @@ def of_telemetry(frame: pd.DataFrame, where: str) -> RankSteps:
     """
     rows = check_rows(frame, where)
     rows = rows[rows["batch"] > 0]
-    cells = rows.drop_duplicates(["rank", "step"], keep="last").pivot(index="rank", columns="step").dropna(axis=1)
     ranks = sorted({int(rank) for rank in rows["rank"]})
-    if len(ranks) < 2 or cells.empty:
-        problem = f"has {len(ranks)} rank(s) with no step in common" if len(ranks) > 1 else "has one rank only"
+    whole = rows.drop_duplicates(["rank", "step"], keep="last").sort_values(["rank", "step"])
+    whole = whole[whole.groupby("step")["rank"].transform("size") == len(ranks)]
+    if len(ranks) < 2 or whole.empty:
+        problem = f"has {len(ranks)} ranks with no step in common" if len(ranks) > 1 else "has one rank only"
         raise InputError(where, problem, "give the telemetry of all ranks of one run")
-    columns = {
-        name: cells[name].reindex(index=ranks).dropna(axis=1).to_numpy(dtype=np.float64)
-        for name in ("compute_s", "wait_s", "sync_s", "step_s", "batch")
-    }
-    steps = np.array([int(step) for step in cells["step_s"].columns], dtype=np.int64)
+    names = ("step", "compute_s", "wait_s", "sync_s", "step_s", "batch")
+    columns = {name: whole[name].to_numpy(dtype=np.float64).reshape(len(ranks), -1) for name in names}
+    steps = columns["step"][0].astype(np.int64)
     host = columns["step_s"] - columns["compute_s"] - columns["wait_s"] - columns["sync_s"]
     return RankSteps(
         ranks=tuple(ranks),

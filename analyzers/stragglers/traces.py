@@ -158,7 +158,7 @@ def _split(trace: RankTrace) -> _Rank:
         gap_s=gap,
         blocked=np.array(blocked, dtype=np.float64).reshape(-1, 4).T,
         keys=keys,
-        work=work,
+        work=work.astype(np.float64),
         drawn=drawn,
     )
 
@@ -318,7 +318,8 @@ def _inside(time: Floats, intervals: Floats) -> Flags:
     if not intervals.shape[1]:
         return np.zeros(len(time), dtype=bool)
     place = np.searchsorted(intervals[0], time, side="right") - 1
-    return (place >= 0) & (time < intervals[1][np.maximum(place, 0)])
+    inside: Flags = (place >= 0) & (time < intervals[1][np.maximum(place, 0)])
+    return inside
 
 
 def _outside(start: Floats, end: Floats, intervals: Floats) -> float:
