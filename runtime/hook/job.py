@@ -106,7 +106,8 @@ class Job:
 
 def gloo_group() -> dist.ProcessGroup | None:
     """Return a new gloo group of all ranks, which waits no longer than the job's own group; all call this together."""
-    return dist.new_group(backend="gloo", timeout=timedelta(seconds=job_timeout_s()))
+    made: dist.ProcessGroup | None = dist.new_group(backend="gloo", timeout=timedelta(seconds=job_timeout_s()))
+    return made
 
 
 def refuse_in_one_line() -> None:

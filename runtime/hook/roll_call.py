@@ -180,5 +180,5 @@ def job_timeout_s() -> float:
     limits = []
     for device in ("cpu", "cuda"):
         with contextlib.suppress(RuntimeError, AttributeError):
-            limits.append(group._get_backend(torch.device(device)).options._timeout.total_seconds())  # type: ignore[attr-defined]
+            limits.append(group._get_backend(torch.device(device)).options._timeout.total_seconds())
     return min(limits, default=dist.distributed_c10d.default_pg_timeout.total_seconds())
