@@ -33,7 +33,7 @@ PLAIN_GAIN = 0.2
 _DRAWS = 2000
 _FEWEST_STEPS, _FEWEST_PLAIN = 3, 2
 _PERSISTENT, _SELDOM = 0.6, 0.4
-_LEAST_EXCESS = 0.05
+_LEAST_EXCESS, _OF_WORST = 0.05, 0.2
 _LINK_SHARE = 0.15
 WORST_SHARE = 0.03
 """M_W asks what the slowest 3 % of the workers explain."""
@@ -138,7 +138,7 @@ def _finding(
     total = float(step.sum())
     share = float(gains[row].sum()) / total
     others = float(np.median(np.delete(gains.sum(axis=1), row))) / total
-    slow = (excess > _LEAST_EXCESS * float(step.mean())) & (gains[row] > 0)
+    slow = (excess > max(_LEAST_EXCESS * float(step.mean()), _OF_WORST * float(excess.max()))) & (gains[row] > 0)
     plain = share >= PLAIN_GAIN
     fewest = _FEWEST_PLAIN if plain else _FEWEST_STEPS
     if share < LEAST_GAIN or share < TIMES_THE_OTHERS * others or int(slow.sum()) < min(fewest, len(step)):
