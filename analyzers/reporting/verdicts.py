@@ -200,7 +200,7 @@ def _goodput(found: Goodput) -> Verdict:
 
 def _profile(frame: pd.DataFrame) -> Verdict:
     rate = frame["local_batch_size"] * frame["num_replicas"] / frame["step_time_s"]
-    best = frame.loc[rate.idxmax()]
+    best = frame.iloc[int(rate.to_numpy().argmax())]
     replicas = counted(int(best["num_replicas"]), "replica")
     sure = ""
     if "step_time_low_s" in frame.columns and pd.notna(best.get("step_time_low_s")):
