@@ -451,6 +451,8 @@ def _converted(
             workload, templates, jobs=fields.get("jobs"), hours=fields.get("hours"), seed=fields["seed"]
         )
     if not remark:
+        if sample:
+            raise InputError("--sample", f"{workload} is a workload", "sample from a cluster's trace")
         raise InputError(str(workload), "is a workload already", "give a Philly (JSON) or Helios (CSV) trace")
     note(remark)
     source = f"{workload.name}; applications drawn by size class, {sample or 'all jobs'}, seed={seed}"
