@@ -34,7 +34,7 @@ def section(kind: str) -> str:
     return found[1]
 
 
-@pytest.mark.parametrize("folder", ["toolkit", "runtime", "commands"])
+@pytest.mark.parametrize("folder", ["toolkit", "commands"])
 def test_every_kind_in_the_code_is_known(folder: str) -> None:
     found = kinds_in(folder)
     assert len(found) >= 1

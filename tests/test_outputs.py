@@ -10,8 +10,8 @@ import pytest
 
 from ddltool.errors import InputError
 from ddltool.outputs import check_outputs
-from tests.conftest import Result
-from tests.test_verify import JOB, rows, write
+from tests.conftest import Result, write_lines
+from tests.test_verify import JOB, rows
 
 Cli = Callable[..., Result]
 FIGURES = '{"kind": "ddltool.figures", "figures": {"a": 1.0}}'
@@ -85,7 +85,7 @@ def test_commands_keep_their_inputs(
     monkeypatch.chdir(tmp_path)
     Path("job.yaml").write_text(JOB, encoding="utf-8")
     assert cli("plan", "job.yaml", "--strategy", "lb-bsp", "-o", "plan.json").code == 0
-    write(Path("telemetry.jsonl"), rows({"fast": 24, "slow": 8}, {"fast": 0.1, "slow": 0.1}))
+    write_lines(Path("telemetry.jsonl"), rows({"fast": 24, "slow": 8}, {"fast": 0.1, "slow": 0.1}))
     Path("old").mkdir()
     for name in ("one.json", "base.json", "old/one.json"):
         Path(name).write_text(FIGURES)

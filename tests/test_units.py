@@ -36,13 +36,13 @@ def test_bad_bandwidth(text: str) -> None:
     ("text", "seconds"), [("50us", 5e-5), ("1.5 ms", 1.5e-3), ("0", 0.0), ("2h", 7200.0), ("1min", 60.0)]
 )
 def test_duration(text: str, seconds: float) -> None:
-    assert parse_duration(text) == pytest.approx(seconds)
+    assert parse_duration(text, "--repair") == pytest.approx(seconds)
 
 
 @pytest.mark.parametrize("text", ["", "soon", "-1s", "1e999s", "nan"])
 def test_bad_duration(text: str) -> None:
-    with pytest.raises(InputError, match="--latency: .* not "):
-        parse_duration(text)
+    with pytest.raises(InputError, match="--repair: .* (not|longer) "):
+        parse_duration(text, "--repair")
 
 
 def test_shown() -> None:

@@ -211,7 +211,7 @@ def test_plan_auto_on_the_command_line(tmp_path: Path, cli: Cli) -> None:
     ],
 )
 def test_auto_refuses_what_it_cannot_read(tmp_path: Path, cli: Cli, options: list[str], message: str) -> None:
-    (tmp_path / "job.yaml").write_text(JOB + "model: zoo:lenet\n", encoding="utf-8")
+    (tmp_path / "job.yaml").write_text(JOB + "model: zoo:cifarnet\n", encoding="utf-8")
     failed = cli("plan", tmp_path / "job.yaml", *options)
     assert failed.code == 2
     assert message in failed.error_line

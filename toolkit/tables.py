@@ -41,7 +41,7 @@ def read_table(
     path = Path(path)
     if any(suffix in (".jsonl", ".ndjson") for suffix in path.suffixes):
         # A million times "ddltool.telemetry" is one text in memory.
-        lines = ({k: _cell(k, v, path, number) for k, v in row.items()} for number, row in read_lines(path))
+        lines = ({k: sys.intern(v) if type(v) is str else v for k, v in row.items()} for _, row in read_lines(path))
         parts = []
         while chunk := list(islice(lines, _LINES_AT_ONCE)):
             parts.append(pd.DataFrame(chunk))
@@ -70,14 +70,6 @@ def read_table(
         na_values={n: [""] if n in ("device", "worker") else ["", "nan", "NaN", "NA"] for n in header},
         low_memory=False,
     )
-
-
-def _cell(name: str, value: Any, path: Path, number: int) -> Any:
-    """Return a value of a line of JSON, one object in memory for equal texts; raise InputError for a list or an object."""
-    if isinstance(value, (list, dict)):
-        what = "a list" if isinstance(value, list) else "an object"
-        raise InputError(f"{path}:line {number}:{name}", f"is {what}", "give a number or a text")
-    return sys.intern(value) if type(value) is str else value
 
 
 def _checked_widths(text: str, path: Path, no_nan: Collection[str]) -> tuple[list[str], int]:

@@ -267,7 +267,8 @@ def _of_telemetry(frame: pd.DataFrame, where: str) -> pd.DataFrame:
     for name in names:
         log[name] = numbers(frame, name, where, missing=name == "passes", unit="line")
     passes = log["passes"].fillna(1.0).clip(lower=1.0) if "passes" in names else 1.0
-    log = log.assign(device=frame.get("device", ""), passes=passes)
+    device = frame["device"].astype(str) if "device" in frame.columns else ""
+    log = log.assign(device=device, passes=passes)
     steady = log[log["step"] >= WARMUP_STEPS] if log["step"].nunique() > 2 * WARMUP_STEPS else log
     steady = steady[(steady["batch"] > 0) & (steady["compute_s"] > 0)]
     if steady.empty:

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import math
-import statistics
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import numpy as np
 import pandas as pd
 from scipy import stats
 
@@ -138,13 +138,13 @@ def _sweep(found: SweepDocument) -> Verdict | None:
             times.setdefault(cell.policy, []).append(cell.figures.avg_jct_s)
     if not times:
         return Verdict(answer="No replay of this sweep came to an end.", then="see the errors below", good=False)
-    means = {name: statistics.fmean(values) for name, values in times.items()}
+    means = {name: float(np.mean(values)) for name, values in times.items()}
     best = min(means, key=lambda name: means[name])
     answer = f"{shortened(best, _LONGEST)}: jobs complete after {show_seconds(means[best])} on average"
     values = times[best]
     sure = "one replay: no interval"
     if len(values) > 1:
-        half = stats.t.ppf(0.975, len(values) - 1) * statistics.stdev(values) / math.sqrt(len(values))
+        half = stats.t.ppf(0.975, len(values) - 1) * float(np.std(values, ddof=1)) / math.sqrt(len(values))
         low, high = max(0.0, means[best] - half), means[best] + half
         sure = f"95 % interval of the mean over {len(values)} replays: {show_seconds(low)} to {show_seconds(high)}"
     then = "compare the two that matter in pairs: --compare A,B" if found.comparison is None else ""
