@@ -386,6 +386,7 @@ def named(folders: list[Path]) -> list[list[tuple[int | None, str]]]:
     return [[(one.rank, one.cause) for one in findings] for findings in found]
 
 
+@pytest.mark.slow
 def test_a_rank_that_sleeps_in_its_backward_pass_is_found(tmp_path: Path) -> None:
     """Two processes over gloo: on both a step takes as long, and the traces say who sleeps."""
     (folder,) = stragglers_workers.run_cases(tmp_path, 2, [("backward", 1)])

@@ -259,7 +259,7 @@ def test_gradient_checkpointing_of_transformers() -> None:
     assert saved.flops.sum() > plain.flops.sum()
 
 
-@pytest.mark.parametrize("name", ["bert", "gpt2"])
+@pytest.mark.parametrize("name", ["bert", pytest.param("gpt2", marks=pytest.mark.slow)])
 def test_transformers_models(name: str) -> None:
     pytest.importorskip("transformers")
     graph = load_graph(f"transformers:{name}", "training", None)

@@ -138,13 +138,15 @@ def _sweep(found: SweepDocument) -> Verdict | None:
             times.setdefault(cell.policy, []).append(cell.figures.avg_jct_s)
     if not times:
         return Verdict(answer="No replay of this sweep came to an end.", then="see the errors below", good=False)
-    means = {name: float(np.mean(values)) for name, values in times.items()}
+    means = {name: math.fsum(value / len(values) for value in values) for name, values in times.items()}
     best = min(means, key=lambda name: means[name])
     answer = f"{shortened(best, _LONGEST)}: jobs complete after {show_seconds(means[best])} on average"
     values = times[best]
     sure = "one replay: no interval"
     if len(values) > 1:
-        half = stats.t.ppf(0.975, len(values) - 1) * float(np.std(values, ddof=1)) / math.sqrt(len(values))
+        largest = max(values) or 1.0  # the squares of enormous times are no numbers
+        spread = largest * float(np.std(np.divide(values, largest), ddof=1))
+        half = stats.t.ppf(0.975, len(values) - 1) * spread / math.sqrt(len(values))
         low, high = max(0.0, means[best] - half), means[best] + half
         sure = f"95 % interval of the mean over {len(values)} replays: {show_seconds(low)} to {show_seconds(high)}"
     then = "compare the two that matter in pairs: --compare A,B" if found.comparison is None else ""
