@@ -28,7 +28,7 @@ _OUTSIDE = (
     "torch.distributed.ddp.reducer::",
 )
 
-LEAST_MATCHED_TIME = 0.6
+LEAST_MATCHED_TIME = 0.45
 """A trace in which less of the time is the graph's is of another model."""
 Rows = NDArray[np.intp]
 Names = tuple[str, ...]
