@@ -23,7 +23,6 @@ JOB = "name: a\nmax_workers: 4\ndevices: [{type: V100, count: 4}]\n"
 
 
 def test_a_file_is_read_up_to_its_limit_unpacked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(artifacts, "LONGEST_TEXT", 1000)
     monkeypatch.setattr(artifacts.read_bytes, "__defaults__", (1000,))
     for size, packed in ((1000, False), (1000, True), (1001, False), (1001, True)):
         path = tmp_path / ("a.json.gz" if packed else "a.json")
