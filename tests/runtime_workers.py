@@ -34,20 +34,13 @@ from tests.processes import LASTING, forking
 PATIENCE_S = 60.0
 # On a busy machine gloo's ranks now and then close a connection that another one is just making.
 _STARTS = 3
-# Each run leaves groups behind, whose threads wake a hundred times a second; new ranks are there in half a second.
-_RUNS = 25
 
 
 class Crew:
     """``size`` processes of one gloo process group that run functions on demand."""
 
     def __init__(self, size: int) -> None:
-        self._size = size
-        self._start()
-
-    def _start(self) -> None:
-        context, size = forking(), self._size
-        self._left = _RUNS
+        context = forking()
         for _ in range(_STARTS):
             self._folder = tempfile.TemporaryDirectory()
             self._pipes: list[Connection] = []
@@ -68,10 +61,6 @@ class Crew:
 
     def run(self, function: Callable[..., Any], *args: Any) -> list[Any]:
         """Return ``function(rank, *args)`` of every rank; raise AssertionError with the traceback of one that fails."""
-        if not self._left:
-            self.close()
-            self._start()
-        self._left -= 1
         for pipe in self._pipes:
             pipe.send((function, args))
         answers = []

@@ -24,7 +24,7 @@ from ddltool.errors import InputError
 from ddltool.runtime.elastic.contexts import seed_streams
 from ddltool.runtime.elastic.digests import digest
 from ddltool.runtime.elastic.trainer import ElasticTrainer
-from tests.elastic_workers import elastic_crew, on
+from tests.elastic_workers import on
 from tests.training_patterns import PATTERNS, Pattern, network, ordinary
 
 WORKERS, BATCH, STEPS, CUT = 3, 4, 5, 2
@@ -175,8 +175,6 @@ def table() -> dict[str, list[Any]]:
     for column in columns:
         assert all(each == column[0] for each in column), "processes differ"
     whole = [column[0] for column in columns]
-    elastic_crew().close()  # with some hundred groups, whose threads wake a hundred times a second
-    elastic_crew.cache_clear()
     return {name: [column[name] for column in whole] for name in names}
 
 

@@ -44,7 +44,7 @@ class PartitionedData:
         seed: of the order of samples and of the choice of those that move; the same on every rank.
         on_reset: called on every rank when its partition has changed; make loaders of your own anew there.
 
-    Call it on every rank: it makes two gloo groups. Raises InputError where partitions do not fit together.
+    Call it on every rank. Raises InputError where partitions do not fit together.
     """
 
     def __init__(
@@ -61,7 +61,7 @@ class PartitionedData:
         self._seed = seed
         self._on_reset = on_reset
         self._job = Job.this()
-        self._carrier = dist.new_group(backend="gloo")
+        self._tag = self._job.new_tag()
         self._migration: _Migration | None = None
         self._order: list[int] = []
         self._passes = 0
@@ -144,11 +144,11 @@ class PartitionedData:
                     places = migration.given[begin : begin + move.samples]
                     begin += move.samples
                     for tensor in self.tensors:
-                        dist.send(tensor[places], move.target, group=self._carrier)
+                        dist.send(tensor[places], move.target, group=self._job.side, tag=self._tag)
                 elif move.target == self._job.rank:
                     parts = tuple(tensor.new_empty((move.samples, *tensor.shape[1:])) for tensor in self.tensors)
                     for part in parts:
-                        dist.recv(part, move.source, group=self._carrier)
+                        dist.recv(part, move.source, group=self._job.side, tag=self._tag)
                     received.append(parts)
             migration.received = received
         except Exception as error:

@@ -275,6 +275,7 @@ class OrderedMean:
                 for place in range(len(self._buckets)):
                     if self._owners[-1] != self._processes.rank:
                         self._spread(place)
+                for place in range(len(self._buckets)):
                     self._settle(place)
         except BaseException as error:
             with self._changed:
@@ -286,7 +287,7 @@ class OrderedMean:
         bucket, me = self._buckets[place], self._processes.rank
         self._settle(place)
         if virtual_rank > 0 and (source := self._owners[virtual_rank - 1]) != me:
-            dist.recv(bucket.row.view(torch.uint8), src=source, group=self._processes.chain)
+            self._receive(place, source)
         with self._changed:
             self._changed.wait_for(lambda: (virtual_rank, place) in self._submitted)
             gradients = self._submitted.pop((virtual_rank, place))
@@ -302,8 +303,7 @@ class OrderedMean:
         if last:
             self._spread(place)
         elif (target := self._owners[virtual_rank + 1]) != me:
-            row = bucket.row.view(torch.uint8)
-            self._sends[place] = dist.isend(row, dst=target, group=self._processes.chain)
+            self._send(place, target)
 
     def _settle(self, place: int) -> None:
         """Wait until what was sent of a bucket has left."""
@@ -312,10 +312,21 @@ class OrderedMean:
             work.wait()
 
     def _spread(self, place: int) -> None:
-        """Send a bucket's mean from the last rank's process to all others."""
-        self._settle(place)
+        """Let a bucket's mean go round, from the last virtual rank's process to the next one and on to all others."""
+        me, size, first = self._processes.rank, self._processes.size, self._owners[-1]
+        if me != first:
+            self._settle(place)
+            self._receive(place, (me - 1) % size)
+        if (target := (me + 1) % size) != first:
+            self._send(place, target)
+
+    def _send(self, place: int, target: int) -> None:
         row = self._buckets[place].row.view(torch.uint8)
-        dist.broadcast(row, src=self._owners[-1], group=self._processes.chain)
+        self._sends[place] = dist.isend(row, dst=target, group=self._processes.job.side, tag=self._processes.tag)
+
+    def _receive(self, place: int, source: int) -> None:
+        row = self._buckets[place].row.view(torch.uint8)
+        dist.recv(row, src=source, group=self._processes.job.side, tag=self._processes.tag)
 
 
 def ordered_mean(

@@ -14,7 +14,7 @@ from torch.distributed.distributed_c10d import PrefixStore
 from torch.distributed.rendezvous import TCPStore  # type: ignore[attr-defined]
 
 from ddltool.errors import InputError
-from ddltool.runtime.hook.job import Job, gloo_group
+from ddltool.runtime.hook.job import Job
 
 
 def start_processes(backend: str = "gloo") -> None:
@@ -59,19 +59,19 @@ def divide(max_workers: int, world_size: int, counts: Sequence[int] | None = Non
 class Processes:
     """This process among all, and the logical workers of each (``runs[rank]``, ascending).
 
-    ``job.side`` is a gloo group for host data; ``chain`` another one, for sums on their way, used by one thread only.
+    ``job.side`` is a gloo group for host data; sums on their way go over it with a ``tag`` of this trainer's own.
     """
 
     job: Job
     runs: tuple[tuple[int, ...], ...]
-    chain: dist.ProcessGroup | None
+    tag: int
 
     @classmethod
     def this(cls, max_workers: int, counts: Sequence[int] | None = None) -> Processes:
         """Return the running job's processes. Raises InputError, on every one, when they cannot hold the workers."""
         job = Job.this()
         runs = job.together(lambda: divide(max_workers, job.world_size, counts))
-        return cls(job=job, runs=runs, chain=gloo_group() if job.world_size > 1 else None)
+        return cls(job=job, runs=runs, tag=job.new_tag())
 
     @property
     def rank(self) -> int:

@@ -7,9 +7,11 @@ from __future__ import annotations
 
 import copy
 import hashlib
+import itertools
 import os
 import random
 import sys
+import weakref
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
@@ -40,7 +42,10 @@ WITHOUT_DATASET = (
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Job:
-    """This process's place among all processes, and the gloo group (none when alone) on which the hooks talk."""
+    """This process's place among all processes, and the gloo group (none when alone) on which the hooks talk.
+
+    That is one group for all that is attached to a job: each has threads, which would stay after what they were for.
+    """
 
     rank: int
     world_size: int
@@ -56,7 +61,7 @@ class Job:
             size = dist.get_world_size()
             if size > 1:
                 RollCall.of_this_job()
-            return cls(rank=dist.get_rank(), world_size=size, side=gloo_group() if size > 1 else None)
+            return cls(rank=dist.get_rank(), world_size=size, side=_side().group if size > 1 else None)
         planned = os.environ.get("WORLD_SIZE", "1")
         if planned != "1":
             problem = f"is not initialised, but WORLD_SIZE is {planned}"
@@ -91,6 +96,10 @@ class Job:
             if other != values[0]:
                 raise InputError(what, f"differs between rank 0 ({values[0]}) and rank {rank} ({other})", remedy)
 
+    def new_tag(self) -> int:
+        """Return a number for messages from rank to rank on ``side`` that nobody else has; all ranks call this together."""
+        return 0 if self.side is None else next(_side().tags)
+
     def gather(self, note: bytes) -> list[bytes]:
         """Return every rank's bytes, on every rank; nothing is pickled."""
         if self.side is None:
@@ -104,10 +113,25 @@ class Job:
         return [other[: int(length)].numpy().tobytes() for other, length in zip(notes, lengths, strict=True)]
 
 
-def gloo_group() -> dist.ProcessGroup | None:
-    """Return a new gloo group of all ranks, which waits no longer than the job's own group; all call this together."""
-    made: dist.ProcessGroup | None = dist.new_group(backend="gloo", timeout=timedelta(seconds=job_timeout_s()))
-    return made
+@dataclass(slots=True)
+class _Side:
+    """The gloo group of all ranks, which waits no longer than the job's own group, and what was sent on it so far."""
+
+    group: dist.ProcessGroup | None
+    tags: Iterator[int]
+
+
+_sides: weakref.WeakKeyDictionary[Any, _Side] = weakref.WeakKeyDictionary()
+"""By the default process group: whoever ends that ends the other one too."""
+
+
+def _side() -> _Side:
+    """Return that of the default process group; all ranks call this together."""
+    world = dist.group.WORLD
+    if world not in _sides:
+        made: dist.ProcessGroup | None = dist.new_group(backend="gloo", timeout=timedelta(seconds=job_timeout_s()))
+        _sides[world] = _Side(made, itertools.count(1))
+    return _sides[world]
 
 
 def refuse_in_one_line() -> None:
