@@ -10,14 +10,8 @@ from typing import Annotated, Any
 
 import typer
 
-from ddltool.analyzers.reporting.figures import Figure
 from ddltool.analyzers.reporting.section import Section
-from ddltool.analyzers.reporting.simulation_section import (
-    allocation_figure,
-    completion_figure,
-    life_figures,
-    simulation_section,
-)
+from ddltool.analyzers.reporting.simulation_section import simulation_section
 from ddltool.analyzers.reporting.sweep_section import advice_section, autoscaling_section, search_section, sweep_section
 from ddltool.analyzers.scheduling.advise import advise_job
 from ddltool.analyzers.scheduling.autoscale import autoscale as rent
@@ -37,17 +31,16 @@ from ddltool.analyzers.scheduling.inputs import (
 from ddltool.analyzers.scheduling.metrics import check_prices
 from ddltool.analyzers.scheduling.paired import compare as compare_policies
 from ddltool.analyzers.scheduling.policies import POLICIES, policies
-from ddltool.analyzers.scheduling.recording import Recorder, longest_restarted
 from ddltool.analyzers.scheduling.replay import search_trials
-from ddltool.analyzers.scheduling.simulator import Options, Policy, SimulationResult
+from ddltool.analyzers.scheduling.simulator import Options
 from ddltool.analyzers.scheduling.study import study, watched
 from ddltool.analyzers.scheduling.sweep import Setup, sweep
 from ddltool.analyzers.scheduling.truth import FittedJob
-from ddltool.artifacts import check_writable, save, write_text
+from ddltool.artifacts import save, write_text
 from ddltool.commands.options import Json, Output, Seed, one_of, some_of
 from ddltool.commands.output import note, print_json, progress, show
 from ddltool.commands.parts import demand_part, is_given
-from ddltool.commands.values import as_options, integers, write_picture
+from ddltool.commands.values import as_options, integers
 from ddltool.errors import CheckFailed, InputError, did_you_mean
 from ddltool.outputs import check_outputs
 from ddltool.results import Result
@@ -56,7 +49,6 @@ from ddltool.units import parse_duration
 
 _on_nodes = partial(typer.Option, rich_help_panel="Nodes that fail")
 _on_jobs = partial(typer.Option, rich_help_panel="Jobs: fitted, generated, from clusters' traces")
-_on_pictures = partial(typer.Option, rich_help_panel="Pictures")
 _on_sweeps = partial(typer.Option, rich_help_panel="Sweeps: workloads x policies x seeds")
 _on_questions = partial(typer.Option, rich_help_panel="Other questions")
 _File = Path | None
@@ -75,7 +67,6 @@ _REPLAY = _ALWAYS.union(
     ("interval", "restart_delay", "interference", "react", "whole_seconds"),
     ("mtbf", "repair", "checkpoint_interval", "failures", "failure_seed"),
 )
-_PICTURES = {"picture_job", "picture_format"}
 _SWEEP = {"seeds", "jobs", "engine", "csv", "compare"}
 # By the parameter that asks for it: how the mode is called, and the parameters that it reads besides these always read.
 _MODES: Mapping[str, tuple[str, Collection[str]]] = {
@@ -154,11 +145,6 @@ def simulate(
     convert: Annotated[
         bool, _on_jobs("--convert", help="Write the trace as a workload to -o in place of replaying it.")
     ] = False,
-    picture: Annotated[
-        _File, _on_pictures(metavar="DIR", help="Draw completion times, allocations and one job's life.")
-    ] = None,
-    picture_job: Annotated[_Text, _on_pictures(metavar="NAME", help="Whose life: else the most restarted.")] = None,
-    picture_format: Annotated[str, _on_pictures(**one_of("png", "svg", help="Of the pictures."))] = "png",
     seeds: Annotated[_Count, _on_sweeps(min=1, max=100_000, help="Replay each with seeds 0 to N-1.")] = None,
     jobs: Annotated[_Count, _on_sweeps(min=1, max=4096, help="Local processes.")] = None,
     engine: Annotated[str, _on_sweeps(**one_of("local", "ray", help="ray: a Ray cluster."))] = "local",
@@ -249,13 +235,8 @@ def simulate(
         asked_seeds = range(seeds) if seeds is not None else [seed]
         _sweep(files, setup, list(makers), asked_seeds, jobs or 1, engine, compare, output, csv, as_json)
         return
-    if picture is not None:
-        _prepare_folder(picture, picture_format)
-    recorders: dict[str, Recorder] = {}
-    if picture is not None:
-        makers = {name: partial(_recorded, recorders, name, make) for name, make in makers.items()}
     drawn = _sampling(sample)
-    made, done = study(
+    made = study(
         files[0],
         machines,
         makers,
@@ -271,8 +252,6 @@ def simulate(
         stage=progress,
     )
     finish(made, lambda: simulation_section(made, files[0].name, details=metrics))
-    if picture is not None:
-        _draw(picture, [(each.result, recorders[each.policy]) for each in done], picture_job, picture_format)
 
 
 # What was asked for, and which options have a part in that.
@@ -293,9 +272,7 @@ def _check_mode(context: typer.Context) -> None:
         remedy = "leave it out, or replay one workload with one seed"
         demand_part(context, "a sweep", _REPLAY | _SWEEP, instead=remedy)
         return
-    demand_part(context, "a replay", {*_REPLAY, "metrics", "sample", "picture", *_PICTURES})
-    if not is_given(context, "picture"):
-        demand_part(context, "a replay without --picture", context.params.keys() - _PICTURES)
+    demand_part(context, "a replay", {*_REPLAY, "metrics", "sample"})
 
 
 def _check_partners(context: typer.Context) -> None:
@@ -410,12 +387,6 @@ def _prices(text: str, cluster: ClusterSpec) -> dict[str, float] | None:
 # What is read, replayed and written.
 
 
-def _recorded(recorders: dict[str, Recorder], name: str, make: Callable[[], Policy]) -> Policy:
-    """Return a new instance of a policy that keeps what it gave to whom; the last of each name is in ``recorders``."""
-    recorders[name] = Recorder(make())
-    return recorders[name]
-
-
 def _sampling(text: str) -> dict[str, Any]:
     """Return what --sample says: ``jobs``, ``hours`` and ``seed``, as far as it does."""
     fields = _fields(text, "--sample", {"jobs": int, "hours": float, "seed": int})
@@ -467,33 +438,6 @@ def _write_workload(found: WorkloadResult, output: Path | None, as_json: bool) -
         print_json(found)
     else:
         note(f"{found.source}; wrote {len(found.jobs)} jobs to {output or 'standard output'}")
-
-
-def _prepare_folder(folder: Path, file_format: str) -> None:
-    """Make the folder of pictures, or raise InputError before anything is replayed."""
-    if file_format not in ("png", "svg"):
-        raise InputError("--picture-format", f"is {file_format!r}", "png or svg")
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        problem = f"cannot be made ({error.strerror})"
-        raise InputError(str(folder), problem, "give a folder, or the name of one to be made") from None
-    check_writable(folder / f"completion-times.{file_format}")
-
-
-def _draw(folder: Path, done: Sequence[tuple[SimulationResult, Recorder]], job: str | None, file_format: str) -> None:
-    """Write all pictures; ``job``: whose life is drawn, by default the one that the first policy restarts most."""
-    with progress("drawing pictures"):
-        times = {result.policy: [each.jct_s for each in result.jobs] for result, _ in done}
-        made: dict[str, list[Figure]] = {"completion-times": [completion_figure(times)]}
-        shown = job if job is not None else longest_restarted(done[0][0])
-        for result, record in done:
-            made[f"allocation-{result.policy}"] = [allocation_figure(result, record)]
-            made[f"job-{result.policy}"] = life_figures(result, record, shown)
-        for name, figures in made.items():
-            write_picture(folder / f"{name}.{file_format}", figures)
-    for name in made:
-        note(f"wrote {folder / name}.{file_format}")
 
 
 def _sweep(

@@ -4,12 +4,9 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from pathlib import Path
 
-from ddltool.analyzers.reporting.figures import Figure
-from ddltool.artifacts import write_bytes
 from ddltool.errors import InputError
 from ddltool.units import parse_duration, parse_share
 
@@ -126,16 +123,3 @@ def size(text: str, where: str) -> float:
     if not 0 < value < math.inf:
         raise InputError(where, f"{text!r} is not a size", "write for example 2GiB")
     return value
-
-
-def demand_picture(path: Path | None, name: str) -> None:
-    """Raise InputError when ``--picture`` names a format that cannot be drawn; ``name``: of the file to propose."""
-    if path is not None and path.suffix.lower() not in (".svg", ".png"):
-        raise InputError("--picture", f"{path} has no ending .svg or .png", f"name the file {name}.svg or {name}.png")
-
-
-def write_picture(path: Path, figures: Sequence[Figure]) -> None:
-    """Write figures, one under the other, as the SVG or PNG that the file's name asks for."""
-    from ddltool.analyzers.reporting.charts import drawn  # it loads the plotting library
-
-    write_bytes(path, drawn(figures, path.suffix.lower().removeprefix(".")))

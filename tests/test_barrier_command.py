@@ -80,12 +80,11 @@ def test_the_gap_is_kept(cli: Cli) -> None:
 
 
 def test_tables_fit_80_columns_and_files_are_written(cli: Cli, tmp_path: Path) -> None:
-    picture, output = tmp_path / "picture.svg", tmp_path / "barrier.json"
-    result = cli("barrier", EXAMPLE, "--algorithm", "all", "--picture", picture, "-o", output)
+    output = tmp_path / "barrier.json"
+    result = cli("barrier", EXAMPLE, "--algorithm", "all", "-o", output)
     assert result.code == 0
     assert max(map(len, result.out.replace(str(tmp_path), "").splitlines())) <= 80
     assert "fullgridscan" in result.out
-    assert picture.read_text(encoding="utf-8").startswith("<svg")
     assert json.loads(output.read_text(encoding="utf-8"))["kind"] == "ddltool.barrier"
 
 
@@ -193,11 +192,6 @@ TWO = ["a,1,1.0", "a,2,2.0", "b,1,1.5", "b,2,3.0"]
         (TWO, ("--predictor", "oracle"), "--predictor: unknown predictor 'oracle'"),
         (TWO, ("--lookahead", "100001"), "--lookahead: "),
         (TWO, ("--predicted", "--predictor", "ema"), "--predictor: has no part in --predicted; leave it out"),
-        (
-            TWO,
-            ("--picture", "p.jpg"),
-            "--picture: p.jpg has no ending .svg or .png; name the file barrier.svg or barrier.png",
-        ),
         (TWO, ("--lookahead", "0"), "--lookahead: "),
         (TWO, ("--max-gap", "-1"), "--max-gap: must be at least 0; see ddltool barrier --help"),
         (TWO, ("-o", "/nowhere/barrier.json"), "/nowhere/barrier.json: cannot be written"),
@@ -259,22 +253,3 @@ def test_times_up_to_the_limit_stay_finite(cli: Cli, tmp_path: Path) -> None:
     assert (result.code, result.err) == (0, "")
     assert "Infinity" not in result.out
     assert "NaN" not in result.out
-
-
-def test_the_picture_shows_the_bounded_barrier_and_the_trade_off(cli: Cli, tmp_path: Path) -> None:
-    drawn = {}
-    for name, options in (("free", ()), ("bound", ("--max-gap", 2))):
-        path = tmp_path / f"{name}.svg"
-        assert cli("barrier", EXAMPLE, "--picture", path, *options).code == 0
-        drawn[name] = path.read_text(encoding="utf-8")
-    document = cli("barrier", EXAMPLE, "--max-gap", 2, "--json").document
-    bounded, free = document["objectives"]["waiting"]["iterations"], document["algorithms"]["zipline"]["iterations"]
-    assert bounded != free
-    for name, count in bounded.items():
-        assert f">{name} ({count})<" in drawn["bound"]
-        assert f">{name} ({free[name]})<" in drawn["free"]
-    assert "least longest, gap &lt;= 2" in drawn["bound"]
-    assert "--max-gap 2" in drawn["bound"]
-    assert ">zipline<" in drawn["free"]
-    for svg in drawn.values():
-        assert "bound on the iteration gap (staleness)" in svg

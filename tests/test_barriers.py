@@ -20,8 +20,6 @@ from ddltool.analyzers.barriers.gridscan import full_gridscan, gridscan
 from ddltool.analyzers.barriers.predict import PREDICTORS, ema, predict_ends
 from ddltool.analyzers.barriers.tradeoff import OBJECTIVES, best_barrier, tradeoff
 from ddltool.analyzers.barriers.zipline import zipline
-from ddltool.analyzers.reporting.figures import Spans
-from ddltool.analyzers.reporting.result_sections import BARRIER_WORKERS_DRAWN, barrier_figures
 from ddltool.errors import InputError
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -254,21 +252,6 @@ def test_a_later_worker_may_begin_earlier() -> None:
 def test_an_unusable_bound_is_told() -> None:
     with pytest.raises(InputError, match="max_gap: is -1"):
         best_barrier([[1.0]], max_gap=-1)
-
-
-def test_the_picture_shows_every_worker_up_to_a_limit() -> None:
-    ends = random_ends(3, 4, 0)
-    barrier = zipline(ends)
-    (few,) = barrier_figures(["north", "south", "east"], ends, barrier)
-    assert isinstance(few, Spans)
-    names = [f"{name} ({count})" for name, count in zip(("north", "south", "east"), barrier.iterations, strict=True)]
-    assert [name for name, _ in few.lanes] == [name for name, _ in few.ends] == names
-    assert [span.end - span.start for _, (span,) in few.lanes] == pytest.approx(barrier.barrier_s - barrier.chosen_s)
-    many = random_ends(BARRIER_WORKERS_DRAWN + 60, 4, 0)
-    (crowd,) = barrier_figures([f"w{worker}" for worker in range(len(many))], many, zipline(many))
-    assert isinstance(crowd, Spans)
-    assert crowd.title == f"{BARRIER_WORKERS_DRAWN} of {len(many)} workers"
-    assert len(crowd.lanes) == BARRIER_WORKERS_DRAWN
 
 
 def test_the_shipped_example_is_what_the_generator_makes() -> None:

@@ -441,7 +441,7 @@ def test_the_options_are_a_decision() -> None:
                 *common,
             ]
         ),
-        "fit": sorted(["--holdout", "--picture", *common]),
+        "fit": sorted(["--holdout", *common]),
         "plan": sorted(
             [
                 "--compress",
@@ -477,7 +477,6 @@ def test_the_options_are_a_decision() -> None:
                 "--algorithm",
                 "--lookahead",
                 "--max-gap",
-                "--picture",
                 "--predicted",
                 "--predictor",
                 "--json",
@@ -498,9 +497,6 @@ def test_the_options_are_a_decision() -> None:
                 *("--mtbf", "--repair", "--checkpoint-interval", "--failures", "--failure-seed", "--goodput"),
                 *("--price", "--metrics", "--generate", "--sample", "--convert"),
                 *(
-                    "--picture",
-                    "--picture-job",
-                    "--picture-format",
                     "--seeds",
                     "--jobs",
                     "--engine",
@@ -529,7 +525,6 @@ def test_the_options_are_a_decision() -> None:
             [
                 "--json",
                 "--output",
-                "--picture",
                 "--predictor",
                 "--schemes",
                 "--seed",

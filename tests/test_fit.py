@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import xml.etree.ElementTree as ET
 from collections.abc import Callable
 from pathlib import Path
@@ -328,7 +327,7 @@ def test_rows_by_the_hundred_thousand_cost_what_their_configurations_do() -> Non
 # Pictures
 
 
-def test_pictures(tmp_path: Path, cli: Cli) -> None:
+def test_pictures() -> None:
     devices = {"T4": rows(TRUTH), "A100": rows(FAST)}
     words = "".join(ET.fromstring(drawn(fit_figures(devices, {"T4": TRUTH, "A100": FAST}), "svg")).itertext())
     for word in ("T4", "A100", "16 GPUs on 4 nodes", "local batch size"):
@@ -338,10 +337,3 @@ def test_pictures(tmp_path: Path, cli: Cli) -> None:
         found = frontier(TRUTH, replicas, limits, noise_scale=1000.0, replicas_per_node=4)
         figures = goodput_figures(TRUTH, limits, found, found.pays_until, noise_scale=1000.0, known=replicas)
         assert said in "".join(ET.fromstring(drawn(figures, "svg")).itertext())
-    measured(TRUTH).to_csv(tmp_path / "p.csv", index=False)
-    assert cli("fit", tmp_path / "p.csv", "--picture", tmp_path / "p.png").code == 0
-    assert (tmp_path / "p.png").read_bytes().startswith(b"\x89PNG")
-    wrong = cli("fit", tmp_path / "p.csv", "--picture", tmp_path / "p.jpg")
-    assert wrong.code == 2
-    assert "no ending .svg or .png" in wrong.error_line
-    assert json.loads(cli("fit", tmp_path / "p.csv", "--picture", tmp_path / "p.svg", "--json").out)["samples"] == 27

@@ -106,7 +106,7 @@ def test_commands_keep_their_inputs(
         (("plan", "a.yaml", "--telemetry", "t.jsonl", "-o", "t.jsonl"), "-o"),
         (("fit", "p.csv", "-o", "p.csv"), "-o"),
         (("trace", "g.json", "--perfetto", "g.json"), "--perfetto"),
-        (("balance", "p.csv", "--picture", "p.csv"), "--picture"),
+        (("balance", "p.csv", "-o", "p.csv"), "-o"),
         (("barrier", "p.csv", "-o", "p.csv"), "-o"),
         (("companion", "a.yaml", "-o", "a.yaml"), "-o"),
         (("profile", "--import", "p.csv", "-o", "p.csv"), "-o"),

@@ -26,7 +26,7 @@ X = np.array([4.0, 8.0, 16.0])
 LINE = Line(label="1 replica", x=X, y=X / 100, low=X / 110, high=X / 90, dots=(X, X / 99))
 FIGURES: dict[str, Figure] = {
     "lines": Lines(title="Steps", lines=[LINE], xlabel="batch", ylabel="step", seconds=True, levels=[("goal", 0.1)]),
-    "areas": Lines(title="Held", lines=[LINE], xlabel="hours", ylabel="GPUs", draw="areas", levels=[("all 8", 8.0)]),
+    "areas": Lines(title="Held", lines=[LINE], xlabel="hours", ylabel="GPUs", draw="areas"),
     "bars": Bars(title="Times", rows=[("one", 0.0123), ("two", 0.5)], xlabel="time", seconds=True),
     "ratios": Bars(
         title="Ratios",
@@ -43,7 +43,6 @@ FIGURES: dict[str, Figure] = {
         headed=True,
         lanes=[("V100", [Span(0.0, 1.0, "compute", "EST 1"), Span(1.0, 1.2, "waiting")])],
         mark=("step ends", 1.2),
-        ends=[("V100", [0.5])],
     ),
     "heat": Heat(
         title="Goodput",
@@ -59,7 +58,7 @@ FIGURES: dict[str, Figure] = {
 }
 SHOWN = {
     "lines": {"1 replica", "goal", "batch", "step (ms)"},
-    "areas": {"all 8", "hours"},
+    "areas": {"hours"},
     "bars": {"12.3 ms", "500 ms", "time (ms)", "one", "two"},
     "ratios": {"0.01", "50", "failed", "passed", "baseline"},
     "spans": {"A step", "V100", "compute", "waiting", "step ends", "EST 1", "time (s)"},

@@ -1,4 +1,4 @@
-"""What ``ddltool simulate`` does beside one replay, through the command: sweeps, pictures, and questions about one job."""
+"""What ``ddltool simulate`` does beside one replay, through the command: sweeps, and questions about one job."""
 
 from __future__ import annotations
 
@@ -43,27 +43,14 @@ def test_a_sweep_has_the_figures_of_single_replays(cli: Cli, tmp_path: Path) -> 
     assert max(len(line) for line in shown.out.splitlines()) <= 80
 
 
-def test_pictures_and_usage(cli: Cli, tmp_path: Path) -> None:
-    made = cli(
-        *("simulate", FOLDER / "synthetic.csv", *SHARED, "--policy", "fifo,ours"),
-        *("--picture", tmp_path / "made", "--picture-format", "svg", "--json"),
-    )
-    assert made.code == 0, made.err
-    names = {path.name for path in (tmp_path / "made").iterdir()}
-    assert names == {
-        "completion-times.svg",
-        *(f"{kind}-{name}.svg" for kind in ("allocation", "job") for name in ("fifo", "ours")),
-    }
-    plain = cli("simulate", FOLDER / "synthetic.csv", *SHARED, "--policy", "fifo,ours", "--json").document
-    for name, record in plain["policies"].items():
-        assert record["avg_jct_s"] == made.document["policies"][name]["avg_jct_s"]
+def test_gpus_held_over_time_add_up(cli: Cli) -> None:
+    found = cli("simulate", FOLDER / "synthetic.csv", *SHARED, "--policy", "fifo,ours", "--json").document
+    for record in found["policies"].values():
         usage = record["usage"]
         assert usage["time_s"] == sorted(usage["time_s"])
         assert 0 < max(usage["gpus"]) <= 16
-        held = sum(
-            gpus * (end - begin)
-            for begin, end, gpus in zip(usage["time_s"], usage["time_s"][1:], usage["gpus"], strict=False)
-        )
+        spans = zip(usage["time_s"], usage["time_s"][1:], usage["gpus"], strict=False)
+        held = sum(gpus * (end - begin) for begin, end, gpus in spans)
         assert held == pytest.approx(sum(job["gpu_seconds"] for job in record["jobs"]), rel=0.05)
 
 
@@ -119,14 +106,6 @@ def test_the_first_local_batch_is_the_baseline(cli: Cli, tmp_path: Path) -> None
             "two policies of those replayed: fifo",
         ),
         ((FOLDER / "synthetic.csv", *SHARED, "--engine", "cloud"), "--engine: unknown engine 'cloud'"),
-        (
-            (FOLDER / "synthetic.csv", *SHARED, "--picture-job", "x"),
-            "--picture-job: has no part in a replay without --picture",
-        ),
-        (
-            (FOLDER / "synthetic.csv", *SHARED, "--picture", "p", "--picture-format", "gif"),
-            "--picture-format: is 'gif'",
-        ),
         ((FOLDER / "synthetic.csv", FOLDER / "synthetic.csv", *SHARED), "is given twice"),
     ],
 )

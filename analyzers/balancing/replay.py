@@ -156,15 +156,6 @@ def balance_result(
     )
 
 
-@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class Replays:
-    """A trace, what each predictor came to, and that as a record."""
-
-    recorded: SpeedTrace
-    outcomes: Mapping[str, Outcome]
-    found: BalanceResult
-
-
 def balance(
     trace: str | Path,
     predictor: str = "all",
@@ -182,23 +173,6 @@ def balance(
     ``warm_up`` iterations come before the first training; ``schemes`` adds BSP, ASP, SSP and others. LB-BSP, sections 3 and 4.
     Raises InputError for what cannot be read and for more warm-up than the trace has.
     """
-    return replays_of(
-        trace, predictor, total_batch=total_batch, warm_up=warm_up, schemes=schemes, seed=seed, tell=tell, stage=stage
-    ).found
-
-
-def replays_of(
-    trace: str | Path,
-    predictor: str,
-    *,
-    total_batch: int | None,
-    warm_up: int,
-    schemes: bool,
-    seed: int,
-    tell: Tell,
-    stage: Stage,
-) -> Replays:
-    """Return what :func:`balance` does, with the trace and the predictions that a picture needs."""
     chosen = PREDICTORS if predictor == "all" else (predictor,)
     check_names(chosen)
     recorded = read_speeds(Path(trace), tell)
@@ -215,7 +189,7 @@ def replays_of(
             advance(place, name)
             outcomes[name] = replay(recorded, make(name, recorded.workers, settings), total, since=settings.warm_up)
     by = ("narx" if predictor == "all" else predictor) if schemes else None
-    return Replays(recorded=recorded, outcomes=outcomes, found=balance_result(recorded, outcomes, total, settings, by))
+    return balance_result(recorded, outcomes, total, settings, by)
 
 
 def _warmed(recorded: SpeedTrace, asked: int, path: Path, tell: Tell) -> int:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -91,16 +90,6 @@ def _figures(made: Barrier) -> dict[str, Any]:
     }
 
 
-@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class Choices:
-    """Workers' names, their iteration ends, the barriers by name with their CPU seconds, and that as a record."""
-
-    names: Sequence[str]
-    ends: EndTimes
-    barriers: Mapping[str, tuple[Barrier, float]]
-    found: BarrierResult
-
-
 def barrier(
     times: str | Path,
     *,
@@ -118,28 +107,6 @@ def barrier(
     the next iteration's length: last, ema or mean; ``max_gap`` bounds the iteration gap of the exact barriers. Raises
     InputError for what cannot be read, for unknown names and for more than five million ends.
     """
-    return choices_of(
-        times,
-        lookahead=lookahead,
-        algorithm=algorithm,
-        predicted=predicted,
-        predictor=predictor,
-        max_gap=max_gap,
-        tell=tell,
-    ).found
-
-
-def choices_of(
-    times: str | Path,
-    *,
-    lookahead: int | None,
-    algorithm: str,
-    predicted: bool,
-    predictor: str,
-    max_gap: int | None,
-    tell: Tell,
-) -> Choices:
-    """Return what :func:`barrier` does, with the ends and barriers that a picture needs."""
     for option, name, known in (
         ("--algorithm", algorithm, (*PUBLISHED, "all")),
         ("--predictor", predictor, PREDICTORS),
@@ -153,8 +120,7 @@ def choices_of(
         names, ends = predicted_ends(Path(times), lookahead or LOOKAHEAD, predictor, tell)
     barriers = choose(ends, tuple(PUBLISHED) if algorithm == "all" else (algorithm,), max_gap)
     curve = tradeoff(ends, CURVE_POINTS if len(ends.end_s) <= MANY_ENDS else FEW_POINTS)
-    found = barrier_choices(names, ends, barriers, curve, max_gap=max_gap, predictor=None if predicted else predictor)
-    return Choices(names=names, ends=ends, barriers=barriers, found=found)
+    return barrier_choices(names, ends, barriers, curve, max_gap=max_gap, predictor=None if predicted else predictor)
 
 
 def predicted_ends(path: Path, lookahead: int, predictor: str, tell: Tell) -> tuple[tuple[str, ...], EndTimes]:

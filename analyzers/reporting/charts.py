@@ -123,27 +123,7 @@ def drawn(figures: Sequence[Figure], file_format: str) -> bytes:
 
 def altair_chart(figures: Sequence[Figure]) -> alt.VConcatChart:
     """Return figures, one under the other, as an Altair chart, which a notebook shows and a script may change or save."""
-    slots: Slots = {}
-    views = [_painted(_chart_of(figure, slots).properties(width=_WIDTH)) for figure in figures]
-    for view in views:
-        view["usermeta"] = alt.Undefined  # it is for the page's script
-    made: alt.VConcatChart = alt.vconcat(*views).resolve_scale(color="independent", strokeDash="independent")
-    made["config"] = _painted({**CONFIG, "background": PAPER})
-    return made
-
-
-def _painted(part: Any) -> Any:
-    """Return a part of a chart in the colours of light paper in place of a page's variables."""
-    if isinstance(part, str):
-        return re.sub(r"var\(--([a-z-]+)\)", lambda found: COLOURS[found[1]], part)
-    if isinstance(part, (list, tuple)):
-        return [_painted(each) for each in part]
-    if isinstance(part, Mapping):
-        return {name: _painted(each) for name, each in part.items()}
-    if isinstance(part, alt.SchemaBase):
-        for name, each in part._kwds.items():
-            part._kwds[name] = _painted(each)
-    return part
+    return alt.VConcatChart.from_dict(_together(figures))
 
 
 def _together(figures: Sequence[Figure]) -> Spec:
@@ -153,6 +133,7 @@ def _together(figures: Sequence[Figure]) -> Spec:
     for figure in figures:
         view = {**_specified(figure, slots), "width": _WIDTH}
         schema = view.pop("$schema")
+        del view["usermeta"]  # it is for the page's script
         views.append(json.loads(json.dumps(view).replace("scale('x'", f"scale('concat_{len(views)}_x'")))
     together = {"$schema": schema, "vconcat": views, "config": {**CONFIG, "background": PAPER}}
     together["resolve"] = {"scale": {"color": "independent", "strokeDash": "independent"}}
@@ -160,14 +141,12 @@ def _together(figures: Sequence[Figure]) -> Spec:
     return made
 
 
-def _chart_of(figure: Figure, slots: Slots) -> Chart:
+def _specified(figure: Figure, slots: Slots) -> Spec:
     drawing: dict[type, Callable[..., Chart]] = {Lines: _lines, Bars: _bars, Spans: _spans, Heat: _heat}
     chart = drawing[type(figure)](figure, slots).properties(description=visible(figure.title))
-    return chart.properties(title=name_of(figure.title, 80)) if figure.headed else chart
-
-
-def _specified(figure: Figure, slots: Slots) -> Spec:
-    made: Spec = _chart_of(figure, slots).to_dict(validate=False)
+    if figure.headed:
+        chart = chart.properties(title=name_of(figure.title, 80))
+    made: Spec = chart.to_dict(validate=False)
     del made["config"]  # Altair's own, for which the page's stands in
     return made
 
@@ -318,8 +297,7 @@ def _lines(figure: Lines, slots: Slots) -> Chart:
     if areas:
         area = _chart(rows).mark_area(interpolate="step-after", stroke=PAPER, strokeWidth=0.3)
         y["stack"] = "zero"
-        layers = [area.encode(x=x, y=y, color=colour, tooltip=tips)]
-        return _layered([*layers, *_tops(figure)], 260, labels)
+        return _layered([area.encode(x=x, y=y, color=colour, tooltip=tips)], 260, labels)
     interpolate: Any = "step-after" if figure.draw == "steps" else "linear"
     base = _chart(rows).encode(x=x, y=y, color=colour)
     layers = _beyond(figure.known, float(everything.max()) if everything.size else 0.0)
@@ -360,16 +338,6 @@ def _line_rows(line: Line, name: str, scale: float) -> list[Row]:
 def _short(value: float) -> float:
     """Return a number with as many digits as a screen can show."""
     return float(f"{value:.6g}")
-
-
-def _tops(figure: Lines) -> list[alt.Chart]:
-    """Return the levels over areas, each with its name on it."""
-    layers: list[alt.Chart] = []
-    for name, value in figure.levels:
-        level = _chart([{"name": name_of(name), "y": value}]).encode(y="y:Q")
-        words = level.mark_text(align="right", baseline="bottom", dy=-2)
-        layers += [level.mark_rule(strokeDash=[4, 4]), words.encode(x=alt.value("width"), text="name:N")]
-    return layers
 
 
 def _lanes_axis(names: Sequence[str]) -> alt.Y:
@@ -504,15 +472,6 @@ def _spans(figure: Spans, slots: Slots) -> Chart:
         ink = "var(--on-blue)" if KINDS[kind] == BLUE else "#000000"
         words = _chart([row for row in texts if row["kind"] == kind]).mark_text(fontSize=11, color=ink, opacity=_SEEN)
         layers.append(words.encode(x=alt.X("middle:Q"), y=_lanes_axis(names), text="text:N", tooltip=tips))
-    moments = [
-        {"name": name, "at": _short(at * scale), "shown": show_seconds(at)}
-        for name, (_, ends) in zip(names, figure.ends, strict=False)
-        for at in ends
-    ]
-    if moments:
-        ticks = _chart(moments).mark_tick(thickness=2, color=BLUE)
-        tip = alt.Tooltip("shown:N", title="iteration ends at")
-        layers.append(ticks.encode(x=alt.X("at:Q"), y=_lanes_axis(names), tooltip=tip))
     if figure.mark is not None:
         layers += _level(name_of(figure.mark[0]), figure.mark[1] * scale, right=figure.mark[1] > 0.5 * longest)
     return _layered(layers, _LANE * len(names), kinds)

@@ -116,8 +116,6 @@ class Spans(_Figure):
     mark: tuple[str, float] | None = None
     until: float = 0.0
     """The axis reaches this far at least: figures under each other then share it."""
-    ends: Sequence[tuple[str, Sequence[float]]] = ()
-    """Moments of a lane, such as the ends of iterations."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)

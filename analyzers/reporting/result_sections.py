@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
 
 import numpy as np
 
-from ddltool.analyzers.balancing.replay import Outcome
-from ddltool.analyzers.barriers.ends import Barrier, EndTimes, Floats, Times
 from ddltool.analyzers.deciding.verification import error_text
 from ddltool.analyzers.gating.formats import figures_of, outcome, remarks
 from ddltool.analyzers.gating.metrics import LONGEST_NAME, harmless
-from ddltool.analyzers.reporting.figures import Bars, Figure, Line, Lines, Span, Spans, line, value_of
+from ddltool.analyzers.reporting.figures import Bars, Line, Lines, line, value_of
 from ddltool.analyzers.reporting.section import (
     Blocks,
     Column,
@@ -356,43 +354,6 @@ def gate_section(found: GateResult, name: str) -> Section:
     return Section(title=f"Gate: {name}", lead=lead, blocks=[pictured(caption, table, figure)])
 
 
-def barrier_figures(
-    names: Sequence[str],
-    times: Times,
-    barrier: Barrier,
-    *,
-    title: str = "",
-    found: BarrierResult | None = None,
-) -> list[Figure]:
-    """Return a lane per worker: a tick at each iteration end and a bar from the chosen one, its waiting for the barrier.
-
-    ``names``: (n,) lane labels; ``times`` as in :func:`~.zipline.zipline`, seconds; ``title``: what chose the barrier. Of
-    more than 40 workers 40 are drawn, evenly spread from the one that waits longest to the one that does not. The tradeoff
-    of ``found``, of two points or more, becomes a second figure.
-    """
-    ends = EndTimes.of(times)
-    drawn = np.arange(ends.workers)
-    if ends.workers > BARRIER_WORKERS_DRAWN:
-        by_waiting = np.argsort(barrier.chosen_s, kind="stable")
-        drawn = by_waiting[np.linspace(0, ends.workers - 1, BARRIER_WORKERS_DRAWN).round().astype(int)]
-    low = float(ends.first_s.min())
-    # On clocks that began long ago only differences are legible; the axis then counts from the first end.
-    offset = low if abs(low) > 1e3 * max(float(ends.last_s.max()) - low, 1e-9) else 0.0
-    at = barrier.barrier_s - offset
-    lanes = [f"{names[worker]} ({barrier.iterations[worker]})" for worker in drawn.tolist()]
-    part = f"{len(drawn)} of {ends.workers} workers" if len(drawn) < ends.workers else ""
-    chosen = [float(barrier.chosen_s[worker]) - offset for worker in drawn]
-    timeline = Spans(
-        title=", ".join(text for text in (title, part) if text) or "iteration ends of each worker, and the barrier",
-        headed=bool(title or part),
-        lanes=[(name, [Span(end, at, "waiting")]) for name, end in zip(lanes, chosen, strict=True)],
-        ends=[(name, (ends.row(worker) - offset).tolist()) for name, worker in zip(lanes, drawn.tolist(), strict=True)],
-        xlabel=f"time{' after the first iteration end' if offset else ''}; in brackets: iterations until the barrier",
-        mark=("barrier", at),
-    )
-    return [timeline] if found is None or len(found.tradeoff) < 2 else [timeline, _tradeoff_figure(found)]
-
-
 def _tradeoff_figure(found: BarrierResult) -> Lines:
     """Return the least waiting by bound on the gap; a bound between two points allows what the lower one does."""
     points = found.tradeoff
@@ -411,41 +372,3 @@ def _tradeoff_figure(found: BarrierResult) -> Lines:
         whole="x",
         marks=[] if found.max_gap is None else [(f"--max-gap {found.max_gap}", float(found.max_gap))],
     )
-
-
-def speeds_figures(names: Sequence[str], outcomes: Mapping[str, Outcome], first: int) -> list[Figure]:
-    """Return a figure per worker: its actual speed, and the predicted one of each outcome, over iterations.
-
-    ``names``: (n,) workers; ``outcomes``: by predictor, all over the same J iterations, of which ``first`` is the number
-    of the first. Of more than 3 workers those are drawn whose speed varies most, and of more than 150 iterations the 150
-    in which they vary most.
-    """
-    actual = next(iter(outcomes.values())).actual
-    low, high = _liveliest(actual)
-    spread = actual[low:high].std(axis=0) / actual[low:high].mean(axis=0)
-    drawn = np.sort(np.argsort(-spread, kind="stable")[:_SPEED_WORKERS_DRAWN]).tolist()
-    at = np.arange(first + low, first + high, dtype=float)
-    predicted = {name: outcome.predicted for name, outcome in outcomes.items() if outcome.predicted is not None}
-    return [
-        Lines(
-            title=names[worker],
-            headed=True,
-            lines=[
-                Line(label=name, x=at, y=speeds[low:high, worker])
-                for name, speeds in {"actual": actual, **predicted}.items()
-            ],
-            xlabel="iteration",
-            ylabel="samples/s",
-            whole="x",
-        )
-        for worker in drawn
-    ]
-
-
-def _liveliest(actual: Floats) -> tuple[int, int]:
-    """Return the bounds of the stretch of at most 150 iterations with the most relative variance in it."""
-    if len(actual) <= _ITERATIONS_DRAWN:
-        return 0, len(actual)
-    windows = np.lib.stride_tricks.sliding_window_view(actual / actual.mean(axis=0), _ITERATIONS_DRAWN, axis=0)
-    begin = int(np.argmax(np.sort(windows.var(axis=2), axis=1)[:, -_SPEED_WORKERS_DRAWN:].sum(axis=1)))
-    return begin, begin + _ITERATIONS_DRAWN

@@ -8,11 +8,8 @@ from pathlib import PurePath
 import numpy as np
 from numpy.typing import NDArray
 
-from ddltool.analyzers.reporting.figures import LINES_DRAWN, Bars, Figure, Line, Lines
+from ddltool.analyzers.reporting.figures import LINES_DRAWN, Bars, Line, Lines
 from ddltool.analyzers.reporting.section import Picture, Section, Table, counted, few, filled, shortened
-from ddltool.analyzers.scheduling.recording import Recorder, gpus_over_time
-from ddltool.analyzers.scheduling.simulator import SimulationResult
-from ddltool.errors import InputError, did_you_mean
 from ddltool.simulation_results import PolicyRecord, SimulationDocument
 
 # Applications with an area of their own, and points of time at which it is drawn.
@@ -254,73 +251,3 @@ def completion_figure(jct_s: Mapping[str, Sequence[float]]) -> Lines:
         x_axis="durations",
         family="policy",
     )
-
-
-def allocation_figure(result: SimulationResult, record: Recorder) -> Lines:
-    """Return the GPUs held over time, stacked by application; restarts count as held, as they are.
-
-    Above eight applications the smallest are drawn as "others".
-    """
-    times, held = gpus_over_time(result, record)
-    names = np.array([job.application for job in result.jobs], dtype=object)
-    by_name = {name: held[names == name].sum(axis=0) for name in sorted(set(names))}
-    use = {name: float(gpus[:-1] @ np.diff(times)) for name, gpus in by_name.items()}
-    order = sorted(by_name, key=lambda name: -use[name])
-    stacks = {name: by_name[name] for name in order}
-    if len(order) > _STACKED:
-        kept = order[: _STACKED - 1]
-        others = np.sum([by_name[name] for name in order[_STACKED - 1 :]], axis=0)
-        stacks = {**{name: by_name[name] for name in kept}, f"others ({len(order) - len(kept)})": others}
-    keep = np.unique(np.linspace(0, len(times) - 1, min(len(times), _MOST_POINTS)).astype(int))
-    return Lines(
-        title=f"Who holds the GPUs under {result.policy} (simulated)",
-        headed=True,
-        lines=[Line(label=name, x=times[keep] / 3600, y=gpus[keep]) for name, gpus in stacks.items()],
-        xlabel="hours since the first submission",
-        ylabel="GPUs held",
-        draw="areas",
-        whole="y",
-        levels=[(f"all {result.total_gpus}", float(result.total_gpus))],
-    )
-
-
-def life_figures(result: SimulationResult, record: Recorder, job: str) -> list[Figure]:
-    """Return one job's life: GPUs and batch size over time, restarts as dots. Raises InputError for an unknown job."""
-    names = [found.name for found in result.jobs]
-    if job not in names:
-        raise InputError("--picture-job", f"the workload has no job {job!r}", did_you_mean(job, names))
-    index = names.index(job)
-    found = result.jobs[index]
-    end = found.finish_s - found.submit_s
-    scale, unit = (3600.0, "hours") if end > 7200 else (60.0, "minutes")
-    own = [entry for entry in record.held if entry.job == index and entry.time_s < found.finish_s]
-    restarts = [entry for entry in own if entry.restarted]
-    sizes = [(entry.time_s - found.submit_s, entry.batch_size) for entry in record.batches if entry.job == index]
-    gpus = Line(
-        label=f"GPUs (dots: {len(restarts)} restarts)",
-        x=np.array([0.0, *(entry.time_s - found.submit_s for entry in own), end]) / scale,
-        y=np.array([0.0, *(entry.gpus for entry in own), 0.0]),
-        dots=(
-            np.array([entry.time_s - found.submit_s for entry in restarts]) / scale,
-            np.array([entry.gpus for entry in restarts], dtype=float),
-        ),
-    )
-    xlabel = f"{unit} since its submission"
-    top = Lines(
-        title=f"{found.name} ({found.application}) under {result.policy} (simulated)",
-        headed=True,
-        lines=[gpus],
-        xlabel=xlabel,
-        ylabel=gpus.label,
-        draw="steps",
-        whole="y",
-    )
-    if not sizes:
-        return [top]
-    batch = Line(
-        label="batch size",
-        x=np.array([*(at for at, _ in sizes), end]) / scale,
-        y=np.array([*(size for _, size in sizes), sizes[-1][1]], dtype=float),
-    )
-    title = "Its batch size over time"
-    return [top, Lines(title=title, lines=[batch], xlabel=xlabel, ylabel="batch size (samples)", draw="steps")]

@@ -12,7 +12,7 @@ from ddltool.analyzers.scheduling.failures import Failures
 from ddltool.analyzers.scheduling.inputs import FittedModel, read_cluster, read_jobs, read_templates, read_truth
 from ddltool.analyzers.scheduling.metrics import check_prices
 from ddltool.analyzers.scheduling.policies import policies
-from ddltool.analyzers.scheduling.replay import OnRound, Replay, replays, simulation
+from ddltool.analyzers.scheduling.replay import OnRound, replays, simulation
 from ddltool.analyzers.scheduling.simulator import Options, Policy
 from ddltool.errors import InputError
 from ddltool.simulation_results import SimulationDocument
@@ -56,7 +56,7 @@ def simulate(
     if prices is not None:
         check_prices(dict(prices), machines, "prices")
     folders = [Path(traces)] if isinstance(traces, (str, Path)) else [Path(one) for one in traces]
-    made, _ = study(
+    return study(
         Path(workload),
         machines,
         makers,
@@ -68,7 +68,6 @@ def simulate(
         tell=tell,
         stage=stage,
     )
-    return made
 
 
 def study(
@@ -86,8 +85,8 @@ def study(
     sample_seed: int | None = None,
     tell: Tell = log_remark,
     stage: Stage = quietly,
-) -> tuple[SimulationDocument, list[Replay]]:
-    """Return the record of a workload under policies, and each replay; ``jobs`` and ``hours`` sample a cluster's trace."""
+) -> SimulationDocument:
+    """Return the record of a workload under policies; ``jobs`` and ``hours`` sample a cluster's trace."""
     with stage(f"reading {workload.name}"):
         drawn_from = partial(read_templates, folders, machines)
         specs, remark = read_jobs(
@@ -100,7 +99,7 @@ def study(
         tell(text)
     watch = partial(watched, stage=stage, jobs=len(specs))
     done = list(replays(specs, truth.applications, machines, makers, options, prices=prices, watch=watch))
-    return simulation(str(workload), remark, truth, machines, done, options, seed, prices), done
+    return simulation(str(workload), remark, truth, machines, done, options, seed, prices)
 
 
 @contextmanager
