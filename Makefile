@@ -9,7 +9,7 @@ NEEDS := $(shell cat pyproject.toml constraints.txt | cksum | tr -d ' ')
 FILES := $(shell find toolkit commands analyzers runtime fixtures -name '*.py' -o -name '*.json' -o -name '*.gz' -o -name '*.yaml' | sort | cksum | tr -d ' ')
 INSTALL := -q --disable-pip-version-check -c constraints.txt --config-settings editable_mode=strict
 
-.PHONY: setup demo test slow check bench fixtures clean
+.PHONY: setup demo test slow check bench fixtures dist clean
 
 setup: $(VENV)/.files-$(NEEDS)-$(FILES)
 
@@ -47,6 +47,11 @@ bench: setup
 # Traces the zoo again: a change in tracing shows as a diff of fixtures/graphs.
 fixtures: setup
 	$(BIN)/ddltool zoo --write fixtures/graphs
+
+# The wheel, with the same bytes whenever it is built from one commit.
+dist: setup
+	SOURCE_DATE_EPOCH=$$(git log -1 --format=%ct) $(BIN)/pip wheel -q --no-deps -w dist .
+	ls -l dist
 
 clean:
 	rm -rf $(VENV) build dist ddltool-demo *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -111,6 +111,12 @@ def run(arguments: Sequence[str] | None = None) -> int:
         return _fail(
             f"input: holds a number or text beyond what can be computed with ({problem}); use ordinary ones", 2
         )
+    except ModuleNotFoundError as error:
+        # Gates and reports need a few packages of those that an install brings (docs/gate.md); others need more.
+        package = (error.name or "").partition(".")[0]
+        if package in ("", "ddltool"):
+            raise
+        return _fail(f"{package}: this command needs the package, which is not installed; {_how_to_get(package)}", 2)
     except MemoryError:
         return _fail("input: needs more memory than there is; give a smaller model, batch or file", 2)
     except AttributeError:
@@ -127,6 +133,14 @@ def run(arguments: Sequence[str] | None = None) -> int:
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         where = error.filename or "output"
         return _fail(f"{where}: cannot be used ({error.strerror or error}); give another place", 2)
+
+
+def _how_to_get(package: str) -> str:
+    """Return what installs an import name that is missing."""
+    if package == "torch":
+        return "pip install torch (without a GPU: --index-url https://download.pytorch.org/whl/cpu)"
+    names = {"sklearn": "scikit-learn", "vl_convert": "vl-convert-python", "yaml": "pyyaml"}
+    return f"pip install {names.get(package, package)}"
 
 
 def _usage_text(error: Exception) -> str:

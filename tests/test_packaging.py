@@ -1,0 +1,76 @@
+"""The wheel is the same whenever it is built, and a gate runs where torch is absent, as docs/gate.md says."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+import venv
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+pytestmark = pytest.mark.slow
+
+
+def run(*command: str | Path, cwd: Path = ROOT) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([str(part) for part in command], cwd=cwd, capture_output=True, text=True, timeout=300)
+
+
+def build(folder: Path, number: str) -> Path:
+    """Build the wheel from a copy of the tracked files, as a clone has them."""
+    source, dist = folder / f"source{number}", folder / f"dist{number}"
+    assert run("git", "clone", "-q", ROOT, source).returncode == 0
+    made = run(sys.executable, "-m", "pip", "wheel", "-q", "--no-deps", "-w", dist, source)
+    assert made.returncode == 0, made.stderr
+    return next(dist.glob("ddltool-*.whl"))
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return build(tmp_path_factory.mktemp("wheel"), "1")
+
+
+@pytest.fixture(scope="module")
+def python(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """An environment that holds what the page on gates installs, and nothing else."""
+    folder = tmp_path_factory.mktemp("empty")
+    venv.create(folder, with_pip=True)
+    page = (ROOT / "docs/gate.md").read_text(encoding="utf-8")
+    lines = re.findall(r"^pip install (.*?)(?:\s+#.*)?$", page, re.MULTILINE)
+    assert len(lines) == 2
+    for line in lines:
+        words = [str(wheel) if word.endswith(".whl") else word for word in line.split()]
+        installed = run(folder / "bin/python", "-m", "pip", "install", "-q", "-c", ROOT / "constraints.txt", *words)
+        assert installed.returncode == 0, installed.stderr
+    return folder / "bin/python"
+
+
+def test_a_wheel_has_the_same_bytes_each_time(
+    wheel: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SOURCE_DATE_EPOCH", "1700000000")
+    first, second = build(tmp_path, "2"), build(tmp_path, "3")
+    assert first.read_bytes() == second.read_bytes()
+    assert first.name == wheel.name
+
+
+def test_a_gate_needs_no_torch(python: Path, tmp_path: Path) -> None:
+    plan = tmp_path / "plan.json"
+    graph = ROOT / "fixtures/graphs/resnet50_v1.graph.json.gz"
+    times = ROOT / "fixtures/barrier/times.csv"
+    for code, *arguments in (
+        (0, "gate", graph, "--baseline", graph),
+        (1, "gate", graph, "--rule", "ops <= 3"),
+        (0, "barrier", times, "-o", tmp_path / "barrier.json"),
+        (0, "schema", "plan"),
+        (0, "simulate", "--help"),
+        (0, "report", graph, tmp_path / "barrier.json", "-o", tmp_path / "report.html"),
+    ):
+        done = run(python, "-m", "ddltool", *arguments, cwd=tmp_path)
+        assert done.returncode == code, (arguments, done.stderr)
+    refused = run(python, "-m", "ddltool", "trace", "zoo:resnet50_v1", "-o", plan, cwd=tmp_path)
+    assert refused.returncode == 2
+    assert refused.stderr.startswith("error: torch: ") and len(refused.stderr.splitlines()) == 1
+    assert not plan.exists()
