@@ -9,7 +9,7 @@ NEEDS := $(shell cat pyproject.toml constraints.txt | cksum | tr -d ' ')
 FILES := $(shell find toolkit commands analyzers runtime fixtures -name '*.py' -o -name '*.json' -o -name '*.gz' -o -name '*.yaml' | sort | cksum | tr -d ' ')
 INSTALL := -q --disable-pip-version-check -c constraints.txt --config-settings editable_mode=strict
 
-.PHONY: setup demo test slow check bench fixtures dist clean
+.PHONY: setup demo test slow check bench fixtures dist audit clean
 
 setup: $(VENV)/.files-$(NEEDS)-$(FILES)
 
@@ -52,6 +52,13 @@ fixtures: setup
 dist: setup
 	SOURCE_DATE_EPOCH=$$(git log -1 --format=%ct) $(BIN)/pip wheel -q --no-deps -w dist .
 	ls -l dist
+
+# Licences of all that is installed, and known weaknesses (asks the advisory database over the network).
+audit: setup
+	$(PYTHON) -m venv build/audit
+	build/audit/bin/pip install -q pip-audit pip-licenses
+	build/audit/bin/pip-licenses --python $(BIN)/python --from=mixed
+	build/audit/bin/pip-audit -r constraints.txt --no-deps --disable-pip
 
 clean:
 	rm -rf $(VENV) build dist ddltool-demo *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -47,9 +47,7 @@ def python(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder / "bin/python"
 
 
-def test_a_wheel_has_the_same_bytes_each_time(
-    wheel: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_wheel_has_the_same_bytes_each_time(wheel: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SOURCE_DATE_EPOCH", "1700000000")
     first, second = build(tmp_path, "2"), build(tmp_path, "3")
     assert first.read_bytes() == second.read_bytes()
@@ -58,7 +56,7 @@ def test_a_wheel_has_the_same_bytes_each_time(
 
 def test_a_gate_needs_no_torch(python: Path, tmp_path: Path) -> None:
     plan = tmp_path / "plan.json"
-    graph = ROOT / "fixtures/graphs/resnet50_v1.graph.json.gz"
+    graph = ROOT / "fixtures/graphs/vgg16-training.graph.json.gz"
     times = ROOT / "fixtures/barrier/times.csv"
     for code, *arguments in (
         (0, "gate", graph, "--baseline", graph),
@@ -72,5 +70,6 @@ def test_a_gate_needs_no_torch(python: Path, tmp_path: Path) -> None:
         assert done.returncode == code, (arguments, done.stderr)
     refused = run(python, "-m", "ddltool", "trace", "zoo:resnet50_v1", "-o", plan, cwd=tmp_path)
     assert refused.returncode == 2
-    assert refused.stderr.startswith("error: torch: ") and len(refused.stderr.splitlines()) == 1
+    assert refused.stderr.startswith("error: torch: ")
+    assert refused.stderr.count("\n") == 1
     assert not plan.exists()
