@@ -59,7 +59,7 @@ def emit(
         str, typer.Option(help="What will read it: hook (ddltool.runtime), torchrun, kubernetes, slurm, fsdp2 or ddp.")
     ] = "hook",
     telemetry: Annotated[
-        str, typer.Option(help="File the hook appends measurements to; 'none' for no telemetry.")
+        str, typer.Option(help="File the hook writes measurements to; 'none' for no telemetry.")
     ] = "telemetry.jsonl",
     script: Annotated[
         str, typer.Option(help='torchrun, kubernetes, slurm: "train.py --its options".', metavar="SCRIPT")
@@ -113,17 +113,29 @@ def emit(
         gaps = not_expressed(plan, chosen)
         modules = {"ddp": ddp_module, "fsdp2": fsdp2_module}
         text = to_json(enforcement) if chosen == "hook" else modules[chosen](plan, gaps=gaps)
+    paths = [path]
+    if chosen in ("torchrun", "slurm") and str(path) != "-":  # a manifest holds it, the hook's target is it
+        paths.append(path.with_name("enforce.json"))
+        check_outputs([plan_file], {"-o": path, "enforce.json": paths[1]})
+        write_text(paths[1], to_json(enforcement))
     write_text(path, text)
     if as_json:
         sha, size = plan_hash(plan), plan.world_size
-        print_json(EmitResult(target=chosen, paths=[str(path)], world_size=size, plan_sha256=sha, not_expressed=gaps))
+        print_json(
+            EmitResult(
+                target=chosen, paths=[str(each) for each in paths], world_size=size, plan_sha256=sha, not_expressed=gaps
+            )
+        )
         return
     for gap in gaps:
         note(f"not expressed by {chosen}: {gap}")
     if str(path) != "-":
         sizes = [str(rank.local_batch_size) for rank in enforcement.ranks]
         batches = ", ".join([*sizes[:16], *(["..."] if len(sizes) > 16 else [])])
-        out().print(f"wrote {path}: {len(sizes)} processes, local batch sizes {batches}", soft_wrap=True)
+        out().print(
+            f"wrote {' and '.join(map(str, paths))}: {len(sizes)} processes, local batch sizes {batches}",
+            soft_wrap=True,
+        )
 
 
 def _launcher(

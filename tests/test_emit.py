@@ -24,6 +24,7 @@ from ddltool.analyzers.emitting.layout import LaunchSettings, cluster_name, labe
 from ddltool.artifacts import load, save
 from ddltool.errors import InputError
 from ddltool.plans import Assignment, BucketSetting, Enforcement, Plan, PrefetchSetting
+from ddltool.runtime.hook.data_parallel import loaded
 from tests.conftest import Result
 from tests.emit_workers import emitted_ddp, emitted_fsdp2
 from tests.processes import free_port
@@ -203,6 +204,7 @@ def test_torchrun_starts_what_the_plan_says(cli: Cli, tmp_path: Path, shims: Pat
         assert json.loads(found["script"]) == [*shlex.split(script), "x y"]
         counts.append(int(found["--nproc-per-node"]))
     assert counts == [2, 1, 2, 2]
+    assert load(tmp_path / "enforce.json", Enforcement).world_size == 7
     for wrong in ("4", "-1", "x", ""):
         assert run(["bash", str(tmp_path / "launch.sh")], shims, NODE_RANK=wrong, MASTER_ADDR="h").returncode > 0
 
@@ -213,6 +215,7 @@ def test_slurm_gives_every_process_the_planned_rank(cli: Cli, tmp_path: Path, sh
     (tmp_path / "say.py").write_text(
         "import os, pathlib\n"
         "keys = ('RANK', 'WORLD_SIZE', 'GROUP_RANK', 'LOCAL_RANK', 'SLURMD_NODENAME', 'DDLTOOL_PLAN_SHA256')\n"
+        "assert os.path.exists(os.environ['DDLTOOL_ENFORCE'])\n"
         "pathlib.Path('rank' + os.environ['RANK']).write_text(' '.join(os.environ[key] for key in keys))\n"
     )
     made = cli("emit", tmp_path / "plan.json", "--target", "slurm", "-o", tmp_path / "slurm.sh", "--script", "say.py",
@@ -362,10 +365,8 @@ def test_what_a_target_cannot_say_is_listed(cli: Cli, tmp_path: Path) -> None:
     def nouns(target: Any) -> list[str]:
         return [gap.partition(":")[0] for gap in not_expressed(made, target, layout(made))]
 
-    assert nouns("torchrun") == [
-        "local batch sizes", "weights of uneven gradients", "DDP buckets", "logical workers", "nodes",
-    ]  # fmt: skip
-    assert nouns("kubernetes") == ["logical workers", "nodes"]
+    for target in ("torchrun", "slurm", "kubernetes"):
+        assert nouns(target) == ["logical workers", "nodes"]
     assert not_expressed(made, "hook")[0].startswith("logical workers: ")
     assert [gap.partition(":")[0] for gap in not_expressed(made, "ddp")] == [
         "weights of uneven gradients", "logical workers", "device types",
@@ -420,6 +421,20 @@ def test_wrong_wishes_are_one_line_and_leave_nothing(cli: Cli, tmp_path: Path, a
     assert sorted(path.name for path in tmp_path.iterdir()) == ["plan.json"]
 
 
+def test_a_launcher_is_not_the_config_it_brings(cli: Cli, tmp_path: Path) -> None:
+    save(MIXED, tmp_path / "plan.json")
+    made = cli("emit", tmp_path / "plan.json", "--target", "torchrun", "-o", tmp_path / "enforce.json")
+    assert made.code == 2
+    assert "is written by -o too" in made.error_line
+
+
+def test_the_launchers_config_goes_before_the_scripts_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DDLTOOL_ENFORCE", str(tmp_path / "brought.json"))
+    save(to_enforcement(plan(("A", 2, 8))), tmp_path / "brought.json")
+    config, where = loaded("enforce.json")
+    assert (config.world_size, where) == (2, str(tmp_path / "brought.json"))
+
+
 def test_a_plan_that_no_process_group_runs_is_refused_by_all(cli: Cli, tmp_path: Path) -> None:
     save(MIXED.model_copy(update={"strategy": "elastic-bsp"}), tmp_path / "plan.json")
     for target in ("hook", "torchrun", "kubernetes", "slurm", "ddp", "fsdp2"):
@@ -453,8 +468,3 @@ def test_names_of_images_are_taken(cli: Cli, tmp_path: Path, name: str) -> None:
     made = cli("emit", tmp_path / "plan.json", "--target", "kubernetes", "--image", name, "-o", tmp_path / "out.yaml")
     assert made.code == 0
     assert f"image: {name}" in (tmp_path / "out.yaml").read_text(encoding="utf-8")
-
-
-def test_batches_of_one_sample_need_no_word() -> None:
-    assert not any(gap.startswith("local batch") for gap in not_expressed(plan(("T4", 4, 1)), "torchrun"))
-    assert any(gap.startswith("local batch") for gap in not_expressed(plan(("T4", 4, 2)), "torchrun"))

@@ -11,7 +11,8 @@ from ddltool.plans import Enforcement, Plan, RankEnforcement
 
 Target = Literal["hook", "torchrun", "kubernetes", "slurm", "fsdp2", "ddp"]
 _HOOK = "emit --target hook and ddltool.runtime.attach do it"
-_ENFORCED: tuple[Target, ...] = ("hook", "kubernetes")
+# Launchers bring enforce.json along and tell the hook where it lies.
+_ENFORCED: tuple[Target, ...] = ("hook", "torchrun", "slurm", "kubernetes")
 # What, whether a plan has it, who expresses it, and where to go with the others. The order is that of the output.
 _CONTENTS: tuple[tuple[str, Callable[[Plan], object], tuple[Target, ...], str], ...] = (
     # Of one sample each, whatever script runs makes the only step there is.
@@ -43,7 +44,7 @@ _CONTENTS: tuple[tuple[str, Callable[[Plan], object], tuple[Target, ...], str], 
     (
         "device types",
         lambda plan: len({row.device_type for row in plan.assignments}) > 1,
-        (*_ENFORCED, "slurm", "torchrun"),
+        _ENFORCED,
         "start the processes in the order of LOCAL_BATCH_SIZES; --target torchrun, kubernetes and slurm do it",
     ),
 )

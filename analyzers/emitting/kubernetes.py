@@ -19,9 +19,10 @@ _LONGEST_NAME = 1000  # of a job in an annotation; all annotations together may 
 _PORT = 29500
 _IMAGE = "pytorch/pytorch:latest"
 _VOLUME = "ddltool-plan"
+_FOLDER = "/etc/ddltool"
 # Data loaders and NCCL share memory, of which a container has 64 MiB by itself.
 _MOUNTS = [
-    {"name": _VOLUME, "mountPath": "/etc/ddltool", "readOnly": True},
+    {"name": _VOLUME, "mountPath": _FOLDER, "readOnly": True},
     {"name": "shared-memory", "mountPath": "/dev/shm"},
 ]
 # A ConfigMap holds 1 MiB; the rest is for metadata and the manifest's own escapes.
@@ -161,7 +162,11 @@ def _marks(plan: Plan) -> dict[str, dict[str, str]]:
 
 
 def _variables(plan: Plan) -> list[dict[str, str]]:
-    values = {"DDLTOOL_PLAN_SHA256": plan_hash(plan), "DDLTOOL_JOB": cluster_name(plan.job)}
+    values = {
+        "DDLTOOL_PLAN_SHA256": plan_hash(plan),
+        "DDLTOOL_JOB": cluster_name(plan.job),
+        "DDLTOOL_ENFORCE": f"{_FOLDER}/enforce.json",
+    }
     return [{"name": name, "value": value} for name, value in values.items()]
 
 

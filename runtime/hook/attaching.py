@@ -33,6 +33,7 @@ from ddltool.errors import InputError
 from ddltool.plans import Enforcement
 from ddltool.runtime.hook.batches import VariableBatchSampler
 from ddltool.runtime.hook.checking import begin_check
+from ddltool.runtime.hook.data_parallel import config_path
 from ddltool.runtime.hook.gradients import TimedAverage
 from ddltool.runtime.hook.job import (
     Job,
@@ -208,7 +209,8 @@ def attach(
     """Make this process follow an enforcement config; call it once on every rank, before the first step.
 
     Args:
-        config: path of an ``enforce.json`` (the same on every rank), or None: a hook that does and costs nothing.
+        config: path of an ``enforce.json`` (the same on every rank), or None: a hook that does and costs nothing. Where the
+            environment variable DDLTOOL_ENFORCE names one, as emitted launchers do, it is that.
         model: the job's ``DistributedDataParallel`` module, or one that ``fully_shard`` or ``runtime.shard`` sharded over
             all processes (with a single process, any module).
         optimizer: the optimizer whose steps telemetry writes down.
@@ -229,7 +231,7 @@ def attach(
         rank, world_size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
         return Hook(dataset, rank, world_size)
     refuse_in_one_line()
-    return _attach(os.fspath(config), model, optimizer, dataset)
+    return _attach(config_path(config), model, optimizer, dataset)
 
 
 def _attach(path: str, model: nn.Module, optimizer: torch.optim.Optimizer, dataset: Dataset[Any] | None) -> Hook:

@@ -136,11 +136,17 @@ def apply_prefetch(model: nn.Module, config: Config) -> PrefetchReport:
     return PrefetchReport(forward=forward, backward=backward, text=text)
 
 
+def config_path(given: str | os.PathLike[str]) -> str:
+    """Return where the config lies: a launcher that brings one says so in DDLTOOL_ENFORCE, whatever the script names."""
+    return os.environ.get("DDLTOOL_ENFORCE") or os.fspath(given)
+
+
 def loaded(config: Config) -> tuple[Enforcement, str]:
     """Return a config, and what to call it."""
     if isinstance(config, Enforcement):
         return config, "config"
-    return load(os.fspath(config), Enforcement), os.fspath(config)
+    path = config_path(config)
+    return load(path, Enforcement), path
 
 
 def _buckets(config: Config) -> BucketSetting:
