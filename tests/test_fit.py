@@ -16,7 +16,7 @@ from ddltool.analyzers.goodput.throughput import ThroughputParams, grad_time_s, 
 from ddltool.analyzers.goodput.tuning import BatchLimits, frontier
 from ddltool.analyzers.loading.fitted_models import fit_rows
 from ddltool.analyzers.reporting.charts import drawn
-from ddltool.analyzers.reporting.fit_sections import fit_figures, goodput_figures
+from ddltool.analyzers.reporting.fit_sections import fit_figures, goodput_map
 from ddltool.artifacts import load, save
 from ddltool.errors import InputError
 from ddltool.goodput_model import Goodput
@@ -335,5 +335,6 @@ def test_pictures() -> None:
     limits = BatchLimits(initial_batch_size=64, max_batch_size=4096, max_local_batch_size=128)
     for replicas, said in ((16, "scaling pays until"), (1, "")):
         found = frontier(TRUTH, replicas, limits, noise_scale=1000.0, replicas_per_node=4)
-        figures = goodput_figures(TRUTH, limits, found, found.pays_until, noise_scale=1000.0, known=replicas)
-        assert said in "".join(ET.fromstring(drawn(figures, "svg")).itertext())
+        figure = goodput_map(TRUTH, limits, found, found.pays_until, noise_scale=1000.0, known=replicas)
+        assert said in figure.marks[0][0]
+        assert "useful samples/s" in "".join(ET.fromstring(drawn([figure], "svg")).itertext())

@@ -20,10 +20,10 @@ from hypothesis import strategies as st
 
 from ddltool.analyzers.loading.artifact_files import ORDER, Found, read_any, told_apart
 from ddltool.analyzers.reporting.fit_sections import goodput_section
-from ddltool.analyzers.reporting.section import Picture, shortened
+from ddltool.analyzers.reporting.section import Picture
 from ddltool.analyzers.reporting.telemetry_section import binned
 from ddltool.commands.report import report
-from ddltool.errors import InputError
+from ddltool.errors import InputError, shortened
 from ddltool.goodput_model import Goodput
 from ddltool.units import show_seconds
 from tests.browser import Browser, chromium, needs_chromium
@@ -624,7 +624,7 @@ def test_where_data_end_the_goodput_section_says_so(
         assert "data" not in picture.table.header
         return
     # Free synchronisation makes more of anything pay: nothing of that may be said beyond the data.
-    assert f"Beyond {known} {noun}{'s' if known > 1 else ''} (faded, dashed) no data support it: " in picture.caption
+    assert f"Beyond {known} {noun}{'s' if known > 1 else ''} (faded) no data support it: " in picture.caption
     assert "Whether scaling pays beyond is not known." in picture.caption
     assert [row[-1] for row in picture.table.rows] == ["yes"] * known + ["no"] * (16 - known)
     assert all(figure.known == known for figure in picture.figures)  # type: ignore[union-attr]

@@ -19,7 +19,9 @@ from hypothesis import strategies as st
 from ddltool.analyzers.reporting.charts import COLOURS, INK, KINDS, SERIES, Slots, drawn, spec
 from ddltool.analyzers.reporting.figures import Bars, Figure, Heat, Line, Lines, Span, Spans, merged, stacked
 from ddltool.analyzers.reporting.page import TEMPLATE, render
-from ddltool.analyzers.reporting.section import Picture, Section, Table, counted, few, filled
+from ddltool.analyzers.reporting.section import Picture, Section, Table, filled
+from ddltool.errors import few
+from ddltool.units import counted
 
 VOID = {"meta", "br", "hr", "img", "link", "input"}
 X = np.array([4.0, 8.0, 16.0])

@@ -128,6 +128,18 @@ def shortened(text: str, most: int) -> str:
     return f"{text[: most - 1 - tail]}…{text[len(text) - tail :]}"
 
 
+def few(remarks: Sequence[str], most: int = 4) -> list[str]:
+    """Return the first remarks, each cut to a few lines, and of many how many more there are."""
+    shown = [shortened(remark, 240) for remark in remarks[:most]]
+    return [*shown, f"and {len(remarks) - most:,} more of the kind"] if len(remarks) > most else shown
+
+
+def listed(names: Sequence[str], most: int) -> str:
+    """Return names in a row, the first ``most`` of many."""
+    shown = ", ".join(shortened(name, 60) for name in names[:most])
+    return f"{shown} and {len(names) - most} more" if len(names) > most else shown
+
+
 _LISTED = 30
 
 

@@ -149,3 +149,12 @@ def show_bytes(size_bytes: float | None) -> str:
             return f"{value:.0f} {unit}" if unit == "B" else f"{value:.1f} {unit}"
         value /= 1024
     return f"{value:.1f} TiB"
+
+
+def counted(count: int, noun: str) -> str:
+    """Return a number of things in words.
+
+    >>> counted(1, "barrier"), counted(2000, "barrier")
+    ('1 barrier', '2,000 barriers')
+    """
+    return f"{count:,} {noun}{'' if count == 1 else 's'}"

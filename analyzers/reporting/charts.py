@@ -266,8 +266,6 @@ def _x_of(figure: Lines, values: np.ndarray[Any, Any]) -> tuple[alt.Scale, alt.A
     if figure.x_axis == "log" and low > 0:
         return alt.Scale(type="log", nice=False), alt.Axis(format=_NUMBER, tickCount=6, grid=False)
     axis = alt.Axis(grid=False, tickCount=8, **_whole("x" in figure.whole))
-    if figure.known is not None:
-        return alt.Scale(nice=False, domain=[low - 0.5, high + 0.5]), axis
     return alt.Scale(zero=False, nice=False, padding=6 if figure.draw == "points" else 0), axis
 
 
@@ -300,7 +298,7 @@ def _lines(figure: Lines, slots: Slots) -> Chart:
         return _layered([area.encode(x=x, y=y, color=colour, tooltip=tips)], 260, labels)
     interpolate: Any = "step-after" if figure.draw == "steps" else "linear"
     base = _chart(rows).encode(x=x, y=y, color=colour)
-    layers = _beyond(figure.known, float(everything.max()) if everything.size else 0.0)
+    layers: list[alt.Chart] = []
     if any("low" in row for row in rows):
         banded = _chart([row for row in rows if "low" in row]).mark_area(opacity=0.2, interpolate=interpolate)
         layers.append(banded.encode(x=x, y=alt.Y("low:Q", title=ylabel, scale=y_scale), y2="high:Q", color=colour))

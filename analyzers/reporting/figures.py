@@ -45,11 +45,14 @@ def line(label: str, records: Iterable[Any], x: str, y: str) -> Line:
 
 
 def value_of(record: Any, path: str) -> Any:
-    """Return a field of a record or mapping, ``a.b`` that of its part; None where there is no such part."""
+    """Return a field of a record, mapping or tuple, ``a.b`` that of its part; None where there is no such part."""
     for name in path.split("."):
         if record is None:
             return None
-        record = record.get(name) if isinstance(record, Mapping) else getattr(record, name)
+        if isinstance(record, tuple):
+            record = record[int(name)]
+        else:
+            record = record.get(name) if isinstance(record, Mapping) else getattr(record, name)
     return record
 
 
@@ -71,8 +74,6 @@ class Lines(_Figure):
     """The axes (``x``, ``y`` or both) that count, and have no ticks between."""
     levels: Sequence[tuple[str, float]] = ()
     marks: Sequence[tuple[str, float]] = ()
-    known: float | None = None
-    """Beyond this x no data support what is drawn."""
     family: str = ""
     """What the labels name (``policy``): such names keep their colours over a page."""
 
@@ -131,6 +132,7 @@ class Heat(_Figure):
     what: str
     marks: Sequence[tuple[str, float]] = ()
     known: float | None = None
+    """Beyond this x no data support what is drawn."""
 
 
 Figure = Lines | Bars | Spans | Heat

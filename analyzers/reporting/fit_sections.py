@@ -13,25 +13,11 @@ from ddltool.analyzers.goodput.observations import Observations, from_frame
 from ddltool.analyzers.goodput.throughput import iteration_time_s, log_times
 from ddltool.analyzers.goodput.tuning import BatchLimits, Frontier, frontier, goodput_grid
 from ddltool.analyzers.reporting.figures import LINES_DRAWN, Array, Bars, Figure, Heat, Line, Lines, line
-from ddltool.analyzers.reporting.section import (
-    Blocks,
-    Column,
-    Picture,
-    Section,
-    Table,
-    counted,
-    few,
-    filled,
-    listed,
-    pictured,
-    shortened,
-    some,
-    tabled,
-)
-from ddltool.errors import Infeasible, InputError, visible
+from ddltool.analyzers.reporting.section import Blocks, Column, Picture, Section, Table, filled, pictured, some, tabled
+from ddltool.errors import Infeasible, InputError, few, listed, shortened, visible
 from ddltool.goodput_model import DeviceGoodput, Goodput, ThroughputParams
 from ddltool.graph_results import MemoryTimeline
-from ddltool.units import show_bytes, show_seconds
+from ddltool.units import counted, show_bytes, show_seconds
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -79,19 +65,14 @@ def memory_pictures(timelines: Mapping[str, MemoryTimeline]) -> list[Picture]:
 
 
 def _memory(device: str, held: MemoryTimeline) -> Picture:
-    time_ms = 1e3 * np.array(held.time_s)
-    total = np.sum(list(held.parts.values()), axis=0)
+    time_ms, total = 1e3 * np.array(held.time_s), np.sum(list(held.parts.values()), axis=0)
     top = int(total.argmax())
-    figure = Lines(
-        lines=[Line(label=part, x=time_ms, y=np.array(sizes) / 2**30) for part, sizes in held.parts.items()],
-        xlabel="time of a pass (ms)",
-        ylabel="tensors (GiB)",
-        title=f"Memory over a pass on {device}",
-        draw="areas",
-    )
-    rows = [[part, show_bytes(sizes[top]), show_bytes(max(sizes))] for part, sizes in held.parts.items()]
-    rows.append(["all", show_bytes(float(total[top])), show_bytes(float(total[top]))])
-    table = Table(caption=f"Tensors on {device}", header=("what", "at the peak", "most"), rows=rows, label="predicted")
+    lines = [Line(label=part, x=time_ms, y=np.array(sizes) / 2**30) for part, sizes in held.parts.items()]
+    title = f"Memory over a pass on {device}"
+    figure = Lines(lines=lines, xlabel="time of a pass (ms)", ylabel="tensors (GiB)", title=title, draw="areas")
+    rows = {**held.parts, "all": total.tolist()}
+    columns = {"at the peak": lambda sizes: show_bytes(sizes[top]), "most": lambda sizes: show_bytes(max(sizes))}
+    table = tabled(f"Tensors on {device}", "predicted", rows.values(), columns, names=("what", rows))
     where = f"{counted(held.num_replicas, 'replica')}, local batch {held.local_batch_size}"
     caption = f"What one process holds on {device} ({where}); the peak is {time_ms[top]:.3g} ms after the pass begins."
     return pictured(caption, table, figure)
@@ -131,13 +112,9 @@ def _points(frame: pd.DataFrame) -> Picture:
 
 
 def _profile_table(frame: pd.DataFrame, params: Mapping[str, ThroughputParams] | None) -> Table:
-    columns: dict[str, Column[Mapping[Any, Any]]] = {
-        "device": "device",
-        "nodes": "num_nodes",
-        "replicas": "num_replicas",
-    }
-    columns |= {"local batch": "local_batch_size", "step": "step_time_s", "spread": "step_time_spread_s"}
-    columns |= {"sync": "sync_time_s", "peak memory": "peak_memory_bytes"}
+    columns: dict[str, Column[Mapping[Any, Any]]] = {"device": "device", "nodes": "num_nodes"}
+    columns |= {"replicas": "num_replicas", "local batch": "local_batch_size", "step": "step_time_s"}
+    columns |= {"spread": "step_time_spread_s", "sync": "sync_time_s", "peak memory": "peak_memory_bytes"}
     if params is not None:
 
         def fitted(row: Mapping[Any, Any]) -> float:
@@ -226,25 +203,19 @@ def _parameters(device: str, record: Goodput | DeviceGoodput) -> Picture | Table
     rows, shares, intervals = [], [], []
     for key, value in record.params.model_dump().items():
         shown = (lambda one: f"{one:.3g}") if key == "gamma" else _short_seconds
-        interval = record.intervals.get(key)
-        low = high = "-"
+        interval, low, high = record.intervals.get(key), "-", "-"
         source = "prior: not in the data" if key in record.undetermined else "fitted"
         if interval is not None:
             low, high = shown(interval.low), "no limit" if interval.high is None else shown(interval.high)
             if value > 0 and interval.high is not None and not interval.reason and 1e-3 < interval.high / value < 1e4:
-                floor = 1e-2  # an interval down to zero has no end on a logarithmic axis
-                shares.append((key, 1.0))
-                intervals.append((max(interval.low / value, floor), max(interval.high / value, floor)))
+                shares.append((key, 1.0))  # an interval down to zero has no end on a logarithmic axis
+                intervals.append((max(interval.low / value, 1e-2), max(interval.high / value, 1e-2)))
             outside = value < interval.low or (interval.high is not None and value > interval.high)
             source = interval.reason or (f"{source}, outside its interval" if outside else source)
         rows.append((key, shown(value), low, high, source))
     of = f" of {device}" if device else ""
-    table = Table(
-        caption=f"Parameters{of} with 90 % intervals",
-        header=("parameter", "value", "low", "high", "from"),
-        rows=rows,
-        label="predicted",
-    )
+    header = ("parameter", "value", "low", "high", "from")
+    table = Table(caption=f"Parameters{of} with 90 % intervals", header=header, rows=rows, label="predicted")
     if not shares:
         return table
     figure = Bars(
@@ -257,7 +228,7 @@ def _parameters(device: str, record: Goodput | DeviceGoodput) -> Picture | Table
         dots=True,
     )
     caption = f"How surely the rows determine each parameter{of}: the shorter, the surer; cut at 0.01."
-    missing = [row[0] for row in rows if row[0] not in {name for name, _ in shares}]
+    missing = [row[0] for row in rows if row[0] not in dict(shares)]
     if missing:
         caption += f" Not drawn, for they have no interval or an unlimited one: {', '.join(missing)}."
     return pictured(caption, table, figure)
@@ -315,7 +286,7 @@ def _heat(
             for replicas in (_REPLICAS, known)
         )
         pays = sure.pays_until
-        figures = goodput_figures(params, limits, found, pays, noise_scale=noise, known=known, noun=noun)
+        figure = goodput_map(params, limits, found, pays, noise_scale=noise, known=known, noun=noun)
     except (InputError, Infeasible, ArithmeticError, ValueError) as error:
         return f"No goodput map: {error}."
     of = f" of {device}" if device else ""
@@ -325,7 +296,7 @@ def _heat(
         f"Goodput{of} over {noun}s ({_REPLICAS_PER_NODE} per node) and total batch, {sort}; initial batch {first:,}, local "
         f"batches up to {most:,} ({bound}). {_pays_words(pays, known, why, noun)}"
     )
-    return pictured(caption, _heat_table(found, known, noun), *figures)
+    return pictured(caption, _heat_table(found, known, noun), figure)
 
 
 def _pays_words(pays: int, known: int, why: str, noun: str) -> str:
@@ -335,7 +306,7 @@ def _pays_words(pays: int, known: int, why: str, noun: str) -> str:
     until = (
         f"As far as that, scaling pays until {pays}." if pays < known else "Whether scaling pays beyond is not known."
     )
-    return f"Beyond {counted(known, noun)} (faded, dashed) no data support it: {why}. {until}"
+    return f"Beyond {counted(known, noun)} (faded) no data support it: {why}. {until}"
 
 
 def _heat_table(found: Frontier, known: int, noun: str) -> Table:
@@ -426,7 +397,7 @@ def _deviation(
     return made
 
 
-def goodput_figures(
+def goodput_map(
     params: ThroughputParams,
     limits: BatchLimits,
     found: Frontier,
@@ -435,56 +406,25 @@ def goodput_figures(
     noise_scale: float,
     known: int,
     noun: str = "GPU",
-) -> list[Figure]:
-    """Return goodput over (GPUs, total batch) as a heat map, with the best batch of each count, and goodput over GPUs.
+) -> Heat:
+    """Return goodput over (GPUs, total batch) as a heat map, with the best batch of each count.
 
-    In the second, efficient counts (no smaller one has as much) have a dot, and a line shows what further GPUs than
-    ``pays`` would have to bring. Beyond ``known`` GPUs, of which no measurement speaks, nothing is said about what pays.
+    Beyond ``known`` GPUs, of which no measurement speaks, it is faded, and nothing is said about what pays.
     """
     # one batch far above the best would only make the map small
     best = int(found.tuned.total_batch_size[found.tuned.feasible].max())
     top = min(limits.max_batch_size, max(4 * best, 2 * limits.initial_batch_size))
     batches = np.geomspace(limits.initial_batch_size, max(top, limits.initial_batch_size + 1), _HEAT_ROWS)
     least = "at least " if pays == known < len(found.num_replicas) else ""
-    marks = [(f"scaling pays {least}until {pays}", float(pays))]
-    xlabel = f"{noun}s ({_REPLICAS_PER_NODE} per node)"
-    heat = Heat(
+    return Heat(
         title=f"Goodput over {noun}s and total batch size",
         x=found.num_replicas.astype(float),
         y=batches,
         values=goodput_grid(params, found.num_nodes, found.num_replicas, batches, limits, noise_scale=noise_scale),
         best=np.where(found.tuned.feasible, found.tuned.total_batch_size, np.nan),
-        xlabel=xlabel,
+        xlabel=f"{noun}s ({_REPLICAS_PER_NODE} per node)",
         ylabel="total batch size (samples)",
         what="goodput (useful samples/s); black: best batch",
-        marks=marks,
+        marks=[(f"scaling pays {least}until {pays}", float(pays))],
         known=known,
     )
-    over = Lines(
-        title=f"Goodput over {noun}s, and its efficient frontier",
-        lines=_frontier_lines(found, pays, known, noun),
-        xlabel=xlabel,
-        ylabel="goodput (useful samples/s)",
-        whole="x",
-        marks=marks,
-        known=known,
-    )
-    return [heat, over]
-
-
-def _frontier_lines(found: Frontier, pays: int, known: int, noun: str) -> list[Line]:
-    """Return the best goodput of each count, dots where it is efficient, and what further GPUs would have to bring."""
-    can, replicas, goodput = found.tuned.feasible, found.num_replicas.astype(float), found.tuned.goodput_per_s
-    sure, rest = can & (replicas <= known), can & (replicas >= known)
-    chosen = found.efficient & sure
-    first = int(np.flatnonzero(can)[0])
-    slope = _PAYS_SHARE * goodput[first] / replicas[first]
-    # beyond the count until which scaling pays, all goodput lies below this line
-    x = np.array([float(pays), float(known)])
-    dots = (replicas[chosen], goodput[chosen])
-    lines = [
-        Line(label="best (dots: no fewer give as much)", x=replicas[sure], y=goodput[sure], dots=dots),
-        Line(label=f"{_PAYS_SHARE:.0%} of the first {noun}'s for each", x=x, y=goodput[pays - 1] + slope * (x - pays)),
-    ]
-    beyond = [Line(label="beyond the data", x=replicas[rest], y=goodput[rest])]
-    return lines if known >= len(replicas) else lines + beyond

@@ -10,19 +10,8 @@ from ddltool.analyzers.communication.order import tac, tic
 from ddltool.analyzers.communication.program import SMALL_GAIN
 from ddltool.analyzers.communication.timeline import Timeline
 from ddltool.analyzers.reporting.figures import Span, Spans, merged
-from ddltool.analyzers.reporting.section import (
-    Blocks,
-    Column,
-    Picture,
-    Section,
-    Table,
-    Verdict,
-    cell,
-    counted,
-    shortened,
-    some,
-    tabled,
-)
+from ddltool.analyzers.reporting.section import Blocks, Column, Picture, Section, Table, Verdict, cell, some, tabled
+from ddltool.errors import shortened
 from ddltool.graph import KINDS, RECV, Graph
 from ddltool.graph_results import (
     BucketFigures,
@@ -36,7 +25,7 @@ from ddltool.graph_results import (
     TraceResult,
 )
 from ddltool.plans import CompressionFigures
-from ddltool.units import show_bytes, show_seconds
+from ddltool.units import counted, show_bytes, show_seconds
 
 RUNS, RUNS_OF_A_LARGE_GRAPH = 20, 3
 _LARGE = 20_000

@@ -7,20 +7,9 @@ from pathlib import PurePath
 
 from ddltool.analyzers.communication.program import share_saved
 from ddltool.analyzers.reporting.figures import Bars, Lines, Span, Spans, line, stacked
-from ddltool.analyzers.reporting.section import (
-    Blocks,
-    Column,
-    Picture,
-    Section,
-    Table,
-    counted,
-    filled,
-    pictured,
-    shortened,
-    some,
-    tabled,
-)
+from ddltool.analyzers.reporting.section import Blocks, Column, Picture, Section, Table, filled, pictured, some, tabled
 from ddltool.decision import Decision, Layout, Option
+from ddltool.errors import shortened
 from ddltool.plans import (
     Alternative,
     Assignment,
@@ -36,7 +25,7 @@ from ddltool.plans import (
     Superstep,
 )
 from ddltool.results import JointJob, JointPlan
-from ddltool.units import show_bytes, show_seconds
+from ddltool.units import counted, show_bytes, show_seconds
 
 _LANES_DRAWN = 16
 _ITERATIONS_DRAWN = 80

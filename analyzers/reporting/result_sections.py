@@ -11,21 +11,8 @@ from ddltool.analyzers.deciding.verification import error_text
 from ddltool.analyzers.gating.formats import figures_of, outcome, remarks
 from ddltool.analyzers.gating.metrics import LONGEST_NAME, harmless
 from ddltool.analyzers.reporting.figures import Bars, Line, Lines, line, value_of
-from ddltool.analyzers.reporting.section import (
-    Blocks,
-    Column,
-    Picture,
-    Section,
-    Table,
-    cell,
-    counted,
-    few,
-    listed,
-    pictured,
-    shortened,
-    some,
-    tabled,
-)
+from ddltool.analyzers.reporting.section import Blocks, Column, Picture, Section, Table, cell, pictured, some, tabled
+from ddltool.errors import few, listed, shortened
 from ddltool.graph import natural_key
 from ddltool.results import (
     BalanceResult,
@@ -39,7 +26,7 @@ from ddltool.results import (
     VerifiedRank,
     VerifiedTime,
 )
-from ddltool.units import show_bytes, show_seconds
+from ddltool.units import counted, show_bytes, show_seconds
 
 BARRIER_WORKERS_DRAWN = 40
 _SPEED_WORKERS_DRAWN, _ITERATIONS_DRAWN = 3, 150

@@ -7,7 +7,6 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Literal, TypeVar
 
 from ddltool.analyzers.reporting.figures import Figure, value_of
-from ddltool.errors import shortened as shortened  # the sections take it from here
 from ddltool.units import show_bytes, show_seconds
 
 Record = TypeVar("Record")
@@ -148,24 +147,3 @@ def filled(table: Table) -> Table:
         rows=[[row[place] for place in kept] for row in table.rows],
         text_columns=sum(place < table.text_columns for place in kept),
     )
-
-
-def few(remarks: Sequence[str], most: int = 4) -> list[str]:
-    """Return the first remarks, each cut to a few lines, and of many how many more there are."""
-    shown = [shortened(remark, 240) for remark in remarks[:most]]
-    return [*shown, f"and {len(remarks) - most:,} more of the kind"] if len(remarks) > most else shown
-
-
-def listed(names: Sequence[str], most: int) -> str:
-    """Return names in a row, the first ``most`` of many."""
-    shown = ", ".join(shortened(name, 60) for name in names[:most])
-    return f"{shown} and {len(names) - most} more" if len(names) > most else shown
-
-
-def counted(count: int, noun: str) -> str:
-    """Return a number of things in words.
-
-    >>> counted(1, "barrier"), counted(2000, "barrier")
-    ('1 barrier', '2,000 barriers')
-    """
-    return f"{count:,} {noun}{'' if count == 1 else 's'}"

@@ -15,22 +15,10 @@ from ddltool.analyzers.deciding.verification import verify
 from ddltool.analyzers.goodput.observations import WARMUP_STEPS
 from ddltool.analyzers.reporting.figures import Bars, Line, Lines, Spans, stacked
 from ddltool.analyzers.reporting.result_sections import verified_table
-from ddltool.analyzers.reporting.section import (
-    Blocks,
-    Column,
-    Picture,
-    Section,
-    Table,
-    counted,
-    few,
-    pictured,
-    shortened,
-    some,
-    tabled,
-)
-from ddltool.errors import InputError
+from ddltool.analyzers.reporting.section import Blocks, Column, Picture, Section, Table, pictured, some, tabled
+from ddltool.errors import InputError, few, shortened
 from ddltool.plans import Plan
-from ddltool.units import show_seconds
+from ddltool.units import counted, show_seconds
 
 if TYPE_CHECKING:
     import pandas as pd

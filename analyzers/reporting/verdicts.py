@@ -14,12 +14,13 @@ from ddltool.analyzers.gating.formats import sentence
 from ddltool.analyzers.gating.metrics import harmless
 from ddltool.analyzers.goodput.observations import WARMUP_STEPS
 from ddltool.analyzers.loading.artifact_files import Found
-from ddltool.analyzers.reporting.section import Section, Verdict, counted, few, listed, shortened
+from ddltool.analyzers.reporting.section import Section, Verdict
+from ddltool.errors import few, listed, shortened
 from ddltool.goodput_model import Goodput
 from ddltool.plans import Enforcement, Plan
 from ddltool.results import BalanceResult, BarrierResult, GateResult, NetworkResult, StragglersResult, Verification
 from ddltool.simulation_results import SimulationDocument, SweepDocument
-from ddltool.units import show_bytes, show_seconds
+from ddltool.units import counted, show_bytes, show_seconds
 
 _LONGEST = 60
 # Which question a reader of several artifacts asked; a gate that failed and a plan that a run has refuted come first.
