@@ -8,6 +8,7 @@ same lines. A pattern returns what was trained; float64 throughout.
 from __future__ import annotations
 
 import contextlib
+import multiprocessing
 import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -24,7 +25,15 @@ from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.swa_utils import AveragedModel
 from torch.utils.checkpoint import checkpoint
-from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
+from torch.utils.data import (
+    DataLoader,
+    Dataset,
+    DistributedSampler,
+    IterableDataset,
+    TensorDataset,
+    WeightedRandomSampler,
+    get_worker_info,
+)
 
 from ddltool import runtime
 from ddltool.artifacts import save
@@ -850,6 +859,93 @@ def iterable_dataset(script: Script) -> list[Tensor]:
             F.cross_entropy(wrapped(features), labels).backward()
             optimizer.step()
     return values(model)
+
+
+class Parted(IterableDataset[Any]):
+    """The samples from ``begin`` to ``end``, of which each data worker gives a part."""
+
+    def __init__(self, begin: int = 0, end: int = SAMPLES) -> None:
+        self.begin, self.end = begin, end
+
+    def __iter__(self) -> Iterator[Any]:
+        info = get_worker_info()
+        worker, workers = (info.id, info.num_workers) if info else (0, 1)
+        for place in range(self.begin + worker, self.end, workers):
+            yield data()[place]
+
+
+def _given(script: Script, name: str, loader: Any, *, early: bool = False, **options: Any) -> list[Tensor]:
+    """A common loop over a loader that the script made before it wrapped its model, or before everything else."""
+    hook = None
+    # The crew's processes are daemons, which may have no children; these loaders' are gone when their loops end.
+    multiprocessing.current_process()._config["daemon"] = False  # type: ignore[attr-defined]
+    if early and not script.alone:
+        with tempfile.TemporaryDirectory() as folder:
+            save(enforcement(SIZES), Path(folder, "enforce.json"))
+            hook = runtime.attach(Path(folder, "enforce.json"))
+        loader = hook.planned(loader, **options)
+    model = net()
+    STARTS[name] = values(model)
+    optimizer, wrapped = sgd(model), model
+    if hook is not None:
+        wrapped = DistributedDataParallel(model)  # type: ignore[assignment]
+        hook.bind(wrapped, optimizer)
+    elif not script.alone:
+        wrapped, hook = script.start(model, optimizer)
+        loader = hook.planned(loader, **options)
+    for epoch in range(2):
+        if isinstance(getattr(loader, "sampler", None), DistributedSampler):
+            loader.sampler.set_epoch(epoch)
+        for features, labels in loader:
+            optimizer.zero_grad()
+            F.cross_entropy(wrapped(features), labels).backward()
+            optimizer.step()
+    return values(model)
+
+
+@pattern
+def loader_made_before(script: Script) -> list[Tensor]:
+    return _given(script, "loader made before", DataLoader(data(), batch_size=TOTAL, shuffle=True))
+
+
+@pattern
+def loader_before_everything(script: Script) -> list[Tensor]:
+    return _given(script, "loader before everything", DataLoader(data(), batch_size=TOTAL, num_workers=1), early=True)
+
+
+@pattern
+def loader_with_its_own_order(script: Script) -> list[Tensor]:
+    sampler = WeightedRandomSampler(torch.arange(1.0, SAMPLES + 1), 50)
+    loader = DataLoader(data(), batch_size=TOTAL, sampler=sampler, drop_last=True)
+    return _given(script, "loader with its own order", loader)
+
+
+@pattern
+def stream_with_data_workers(script: Script) -> list[Tensor]:
+    loader = DataLoader(Parted(), batch_size=TOTAL, num_workers=2)
+    return _given(script, "stream with data workers", loader, early=True)
+
+
+def _own_streams(script: Script, name: str, **options: Any) -> list[Tensor]:
+    """Rank 0 has 40 samples in batches of 12, rank 1 has 32 in batches of 20."""
+    if script.alone:
+        mine, other = list(range(40)), list(range(40, SAMPLES))
+        batches = [mine[12 * step : 12 * step + 12] + other[20 * step : 20 * step + 20] for step in range(4)]
+        return _given(script, name, DataLoader(data(), batch_sampler=batches))
+    stream = Parted(0, 40) if script.rank == 0 else Parted(40, SAMPLES)
+    return _given(script, name, DataLoader(stream, batch_size=16), **options)
+
+
+def streams_of_the_ranks_own(script: Script) -> list[Tensor]:
+    return _own_streams(script, "streams of the ranks' own", shared=False)
+
+
+PATTERNS["streams of the ranks' own"] = streams_of_the_ranks_own
+
+
+@pattern
+def one_stream_of_two(script: Script) -> list[Tensor]:
+    return _own_streams(script, "one stream of two")
 
 
 def _own_loader(script: Script, name: str, turned: bool) -> list[Tensor]:

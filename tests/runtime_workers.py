@@ -15,7 +15,7 @@ import signal
 import tempfile
 import time
 import traceback
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -24,7 +24,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset, TensorDataset
+from torch.utils.data import DataLoader, Dataset, DistributedSampler, TensorDataset
 
 from ddltool import runtime
 from ddltool.errors import InputError
@@ -305,11 +305,20 @@ def trained_parameters(
     return [parameter.detach().clone() for parameter in model.parameters()]
 
 
-class Endless(IterableDataset[int]):
-    """A dataset whose samples only come one after the other."""
-
-    def __iter__(self) -> Iterator[int]:
-        return iter(range(10**9))
+def trained_and_observed(rank: int, telemetry: str | None) -> list[Tensor]:
+    """Return the parameters after six steps of 8 samples of which every second is an accumulating one."""
+    model = DistributedDataParallel(make_model(), find_unused_parameters=True)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.2)
+    dataset = TensorDataset(*make_data(96))
+    hook = runtime.attach(None, model=model, optimizer=optimizer, dataset=dataset, telemetry=telemetry)
+    for number, (features, labels) in enumerate(hook.dataloader(batch_size=8)):
+        with model.no_sync() if number % 2 == 0 else contextlib.nullcontext():
+            loss_of(model, features, labels).backward()
+        if number % 2:
+            optimizer.step()
+            optimizer.zero_grad()
+    hook.close()
+    return [parameter.detach().clone() for parameter in model.parameters()]
 
 
 class Unsized(Dataset[int]):
@@ -334,8 +343,6 @@ def refusal(rank: int, config: str, case: str) -> str:
         case "part of the ranks":
             groups = [dist.new_group([0]), dist.new_group([1])]
             model = DistributedDataParallel(make_model(), process_group=groups[rank])
-        case "endless":
-            dataset = Endless()
         case "unsized":
             dataset = Unsized()
         case "small":

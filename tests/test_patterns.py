@@ -13,7 +13,10 @@ from tests.pattern_workers import PATTERNS, outcome
 from tests.runtime_workers import crew
 
 TOLERANCE = 1e-6
-OWN = "own loader", "own loader turned"
+OWN = (
+    *("own loader", "own loader turned", "loader made before", "loader before everything", "loader with its own order"),
+    *("stream with data workers", "streams of the ranks' own", "one stream of two"),
+)
 """Loaders of the script's own are the hook's alone: the balancer brings the loader."""
 REFUSED = {
     "fixmatch equal unlabelled": r"^loss: is a mean over \d+ terms for 12 samples on rank 0, but over .*count=",
@@ -24,7 +27,8 @@ REFUSED = {
     "two losses one pass": r"^backward: comes again by one forward pass, whose gradients DDP averages once only; add the",
     "loss with parameters": r"^optimizer: trains a parameter of shape \(1, 1\) that is not in the model: nobody averages it",
     "late unfreezing": r"^optimizer: trains (module\.)?0\.weight, which was frozen when DDP wrapped the model; unfreeze before",
-    "iterable dataset": r"^dataset: is a Stream, an IterableDataset; give a map-style dataset",
+    ("iterable dataset", "balance"): r"^dataset: is a Stream, an IterableDataset; give a map-style dataset",
+    "one stream of two": r"^dataset: first sample of the stream: differs between rank 0 .* say that each has its own",
     ("fsdp2", "balance"): r"^model: is a FSDPSequential; wrap it in DistributedDataParallel first",
     (
         "own loader turned",

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch.utils.data import TensorDataset
+from torch.utils.data import DataLoader, TensorDataset
 
 from ddltool import runtime
 from ddltool.artifacts import save, to_json
@@ -72,7 +72,6 @@ ADVICE = "give a map-style dataset, or leave dataset out and load hook.local_bat
             "part of the ranks",
             "model: is averaged over 1 of the 2 processes; wrap it with the default process group",
         ),
-        ("endless", f"dataset: is a Endless, an IterableDataset; {ADVICE}"),
         ("unsized", f"dataset: is a Unsized without a length; {ADVICE}"),
         (
             "small",
@@ -264,6 +263,35 @@ def test_one_process_has_nothing_to_weigh(tmp_path: Path) -> None:
     hook = runtime.attach(tmp_path / "enforce.json", model=model, optimizer=optimizer, dataset=range(20))  # type: ignore[arg-type]
     assert registered(model, optimizer) == before
     assert [len(batch) for batch in hook.dataloader(batch_size=1)] == [6, 6, 6, 2]
+
+
+def test_what_a_loader_of_the_scripts_own_cannot_be(tmp_path: Path) -> None:
+    save(enforcement([6]), tmp_path / "enforce.json")
+    hook = attach_alone(str(tmp_path / "enforce.json"), dataset=None)
+    numbers = TensorDataset(torch.zeros(40))
+    with pytest.raises(InputError, match=r"loader: is a list; give a torch.utils.data.DataLoader"):
+        hook.planned([1])  # type: ignore[arg-type]
+    with pytest.raises(InputError, match=r"loader: takes whole batches from a list; give it a sampler of single"):
+        hook.planned(DataLoader(numbers, batch_sampler=[[0, 1]]))
+    with pytest.raises(InputError, match=r"sizes: add up to 6 samples, but the dataset has 5"):
+        hook.planned(DataLoader(numbers, sampler=range(5)))
+    assert len(hook.planned(DataLoader(numbers, batch_size=9))) == 7
+
+
+def test_nothing_is_handed_out_before_it_is_known_what_is_trained(tmp_path: Path) -> None:
+    save(enforcement([6]), tmp_path / "enforce.json")
+    hook = attach_alone(str(tmp_path / "enforce.json"), model=None, optimizer=None)
+    loader = hook.dataloader(batch_size=16)
+    with pytest.raises(InputError, match=r"loader: is used before the hook knows what is trained; call hook.bind"):
+        next(iter(loader))
+    model = make_model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    hook.bind(model, optimizer)
+    assert [len(batch[0]) for batch in loader] == [6, 6, 6, 6, 6, 6, 4]
+    with pytest.raises(InputError, match=r"bind: was called already; attach once for each model"):
+        hook.bind(model, optimizer)
+    with pytest.raises(InputError, match=r"attach: got a model or an optimizer alone; give both, or neither"):
+        attach_alone(str(tmp_path / "enforce.json"), optimizer=None)
 
 
 @pytest.mark.parametrize("with_config", [False, True])

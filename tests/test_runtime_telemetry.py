@@ -23,7 +23,16 @@ from ddltool.runtime.hook import telemetry
 from ddltool.runtime.hook.telemetry import Exchange, Identity, RowFile, Stamp, Step, StepRecorder, seconds_between
 from ddltool.telemetry import TelemetryRow
 from tests.processes import as_job
-from tests.runtime_workers import crew, enforcement, loss_of, make_data, make_model, observed_training, train_alone
+from tests.runtime_workers import (
+    crew,
+    enforcement,
+    loss_of,
+    make_data,
+    make_model,
+    observed_training,
+    train_alone,
+    trained_and_observed,
+)
 
 SLEEP_S = 0.05
 
@@ -52,6 +61,16 @@ def test_each_rank_writes_a_row_per_step(tmp_path: Path) -> None:
             assert row.wait_s + row.sync_s > 0
             assert row.step_s > row.compute_s + row.wait_s + row.sync_s
         assert any(row.sync_s > 0 for row in rows)  # the arrival is noted apart from the end of the exchange
+
+
+def test_telemetry_where_nothing_is_enforced_changes_no_bit(tmp_path: Path) -> None:
+    plain, watched = (crew().run(trained_and_observed, target) for target in (None, str(tmp_path / "rows.jsonl")))
+    for one, other in zip(plain, watched, strict=True):
+        assert all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
+    rows = rows_in(tmp_path / "rows.jsonl")
+    assert sorted((row.rank, row.step) for row in rows) == [(rank, step) for rank in (0, 1) for step in range(3)]
+    assert {(row.batch, row.total_batch, row.device) for row in rows} == {(16, 32, "cpu")}
+    assert all(row.compute_s > 0 and row.wait_s + row.sync_s > 0 for row in rows)
 
 
 @pytest.mark.parametrize("bucket_cap_mb", [25.0, 0.001], ids=["one bucket", "several buckets"])

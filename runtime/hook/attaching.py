@@ -26,27 +26,30 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils.data import BatchSampler, DataLoader, Dataset, DistributedSampler, Sampler
+from torch.utils.data import BatchSampler, DataLoader, Dataset, DistributedSampler, IterableDataset, Sampler
 
 from ddltool.artifacts import to_json
 from ddltool.errors import InputError
 from ddltool.plans import Enforcement
-from ddltool.runtime.hook.batches import VariableBatchSampler
+from ddltool.runtime.hook.batches import Sizes, VariableBatchSampler
 from ddltool.runtime.hook.checking import begin_check
 from ddltool.runtime.hook.data_parallel import config_path
+from ddltool.runtime.hook.given import GivenLoader
 from ddltool.runtime.hook.gradients import TimedAverage
 from ddltool.runtime.hook.job import (
     Job,
     bare_optimizer,
+    check_trained,
     count_nodes,
+    dataset_length,
     demand_same_samples,
     load_and_check,
     refuse_in_one_line,
 )
-from ddltool.runtime.hook.loader import CountedLoader
+from ddltool.runtime.hook.loader import CountedLoader, StreamLoader
 from ddltool.runtime.hook.telemetry import Identity, RowFile, StepRecorder
 from ddltool.runtime.hook.trained import guard
-from ddltool.runtime.hook.weighing import Reduction, Weigher
+from ddltool.runtime.hook.weighing import Observer, Reduction, Weigher
 
 EXIT_PAUSE_S = 0.1
 
@@ -88,6 +91,26 @@ class Hook:
         """Return what :meth:`dataloader` would use, for ``DataLoader(dataset, batch_sampler=...)`` of your own."""
         sampler = self._standard_sampler(self._given_dataset({}), shuffle, seed)
         return BatchSampler(sampler, batch_size, drop_last)
+
+    def planned(self, loader: DataLoader[Any], *, shared: bool = True) -> DataLoader[Any]:
+        """Return a loader like one that the script has made, with the planned batches.
+
+        Its dataset, its options and the order of its sampler stay: what one process would get from it is shared out among the
+        ranks, whatever it was shared out by before (``DistributedSampler``, accelerate). ``shared=False``: of an iterable
+        dataset every rank has a stream of its own, not the whole one. Without a config this is the loader itself.
+
+        Raises InputError on every rank where samples do not come one by one, or are others on other ranks.
+        """
+        return loader
+
+    def bind(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        """Say what is trained, where :func:`attach` was called before it was there; once, and before the first step."""
+
+    def turn_to_next_batch(self, skip: int = 0) -> None:
+        """Let what is computed now be the next batch that the loader has given, past ``skip`` that are left out.
+
+        For trainers that fetch several batches before they compute the first; loops that take one after the other need not.
+        """
 
     def set_epoch(self, epoch: int) -> None:
         """Choose the epoch's order of samples in all loaders made here; the same number on every rank."""
@@ -139,30 +162,74 @@ class Hook:
 
 
 class EnforcingHook(Hook):
-    """The hook of a process that follows an enforcement config."""
+    """The hook of a process that follows an enforcement config, of file ``path``."""
 
-    def __init__(
-        self,
-        enforcement: Enforcement,
-        dataset: Dataset[Any] | None,
-        rank: int,
-        weigher: Weigher,
-        recorder: StepRecorder | None,
-    ) -> None:
-        super().__init__(dataset, rank, enforcement.world_size)
+    def __init__(self, path: str, enforcement: Enforcement, dataset: Dataset[Any] | None, job: Job) -> None:
+        super().__init__(dataset, job.rank, enforcement.world_size)
         self.enforcement = enforcement
-        self.local_batch_size = enforcement.ranks[rank].local_batch_size
-        self.accumulation_steps = enforcement.ranks[rank].accumulation_steps
-        self._weigher = weigher
-        self._recorder = recorder
+        self.local_batch_size = enforcement.ranks[job.rank].local_batch_size
+        self.accumulation_steps = enforcement.ranks[job.rank].accumulation_steps
+        self._path, self._job = path, job
+        self._recorder: StepRecorder | None = None
+        self._weigher = Weigher(
+            job,
+            "hook",
+            lambda: [entry.local_batch_size for entry in enforcement.ranks],
+            passes=enforcement.ranks[job.rank].accumulation_steps + 1,
+        )
+        self._weigher.missing = "call hook.bind(model, optimizer) when both are there"
+
+    def bind(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        """Weigh and record what is trained. Raises InputError, on every rank, where it does not fit the plan."""
+        if self._weigher.missing is None:
+            raise InputError("bind", "was called already", "attach once for each model")
+        job = self._job
+        optimizer = job.together(lambda: bare_optimizer(optimizer))
+        job.together(lambda: check_trained(self._path, self.enforcement, job, model))
+        file = None
+        if self.enforcement.telemetry is not None:
+            device = self.enforcement.ranks[job.rank].device_type
+            file = _row_file(self.enforcement.telemetry, job, device)
+        self._recorder = _record(file, job, model, optimizer, self._weigher)
+        if job.side is not None:
+            guard(job, model, optimizer)
+            optimizer.register_step_post_hook(self._weigher.check_update)
+        begin_check(job, model, optimizer)
+        if job.side is not None or self._recorder is not None:
+            self._weigher.open(model)
+        self._weigher.missing = None
 
     def dataloader(
         self, *, batch_size: int, shuffle: bool = True, seed: int = 0, drop_last: bool = False, **options: Any
     ) -> DataLoader[Any]:
         """Return a DataLoader with the planned local batches; ``batch_size`` is replaced."""
         dataset = self._given_dataset(options)
+        if isinstance(dataset, IterableDataset):
+            return self._streamed(dataset, drop_last=drop_last, **options)
+        if "shared" in options:
+            raise InputError("dataloader", "shared is for iterable datasets", "leave it out")
         sampler = self._sampler(shuffle, seed, drop_last)
         return CountedLoader(dataset, sampler, self._weigher, **options)
+
+    def planned(self, loader: DataLoader[Any], *, shared: bool = True) -> DataLoader[Any]:
+        """Return a loader like ``loader`` with the planned batches."""
+        given = self._job.together(lambda: GivenLoader(loader, self._job))
+        if given.is_stream:
+            return self._streamed(given.dataset, shared=shared, drop_last=given.drop_last, **given.options)
+        if given.dataset is not self._dataset:
+            demand_same_samples(self._job, given.dataset)
+        sizes = [entry.local_batch_size for entry in self.enforcement.ranks]
+        sampler = VariableBatchSampler(given.samples, sizes, self.rank, drop_last=given.drop_last, order=given.order)
+        self._samplers.append(sampler)
+        return CountedLoader(given.dataset, sampler, self._weigher, **given.options)
+
+    def _streamed(self, stream: Any, **options: Any) -> DataLoader[Any]:
+        sizes = Sizes(tuple(entry.local_batch_size for entry in self.enforcement.ranks))
+        return StreamLoader(stream, sizes, self._job, self._weigher, **options)
+
+    def turn_to_next_batch(self, skip: int = 0) -> None:
+        """Let what is computed now be the next batch that the loader has given."""
+        self._weigher.turn_to_next(skip)
 
     def batch_sampler(
         self, *, batch_size: int, shuffle: bool = True, seed: int = 0, drop_last: bool = False
@@ -174,7 +241,7 @@ class EnforcingHook(Hook):
 
     def _sampler(self, shuffle: bool, seed: int, drop_last: bool) -> VariableBatchSampler:
         sizes = [entry.local_batch_size for entry in self.enforcement.ranks]
-        size = len(self._given_dataset({}))  # type: ignore[arg-type]  # checked at attach
+        size = dataset_length(self._given_dataset({}))
         sampler = VariableBatchSampler(size, sizes, self.rank, shuffle, seed, drop_last)
         self._samplers.append(sampler)
         return sampler
@@ -199,12 +266,41 @@ class EnforcingHook(Hook):
             self._recorder.close()
 
 
+class ObservingHook(Hook):
+    """The hook of a process in which nothing is enforced, and that writes telemetry to a file ``path``."""
+
+    def __init__(self, path: str, dataset: Dataset[Any] | None, job: Job) -> None:
+        super().__init__(dataset, job.rank, job.world_size)
+        self._path, self._job = path, job
+        self._recorder: StepRecorder | None = None
+
+    def bind(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        """Record what is trained. Raises InputError, on every rank, where the file cannot be written."""
+        optimizer = self._job.together(lambda: bare_optimizer(optimizer))
+        observer = Observer(self._job, "hook")
+        file = _row_file(self._path, self._job, torch.cuda.get_device_name() if _is_cuda(model) else "cpu")
+        self._recorder = _record(file, self._job, model, optimizer, observer)
+        observer.open(model)
+
+    def set_epoch(self, epoch: int) -> None:
+        """Choose the epoch's order of samples; the next step is timed from its forward pass."""
+        super().set_epoch(epoch)
+        if self._recorder is not None:
+            self._recorder.begin_epoch()
+
+    def close(self) -> None:
+        """Write the telemetry that is still held back and stop recording."""
+        if self._recorder is not None:
+            self._recorder.close()
+
+
 def attach(
     config: str | os.PathLike[str] | None,
     *,
-    model: nn.Module,
-    optimizer: torch.optim.Optimizer,
+    model: nn.Module | None = None,
+    optimizer: torch.optim.Optimizer | None = None,
     dataset: Dataset[Any] | None = None,
+    telemetry: str | os.PathLike[str] | None = None,
 ) -> Hook:
     """Make this process follow an enforcement config; call it once on every rank, before the first step.
 
@@ -212,13 +308,14 @@ def attach(
         config: path of an ``enforce.json`` (the same on every rank), or None: a hook that does and costs nothing. Where the
             environment variable DDLTOOL_ENFORCE names one, as emitted launchers do, it is that.
         model: the job's ``DistributedDataParallel`` module, or one that ``fully_shard`` or ``runtime.shard`` sharded over
-            all processes (with a single process, any module).
+            all processes (with a single process, any module). None: :meth:`Hook.bind` says it, and the optimizer, later.
         optimizer: the optimizer whose steps telemetry writes down.
-        dataset: a dataset with ``__len__`` for :meth:`Hook.dataloader`; None if you load ``hook.local_batch_size``
-            samples per step by your own means.
+        dataset: a dataset for :meth:`Hook.dataloader`; None if you give :meth:`Hook.planned` your own loader, or load
+            ``hook.local_batch_size`` samples per step by your own means.
+        telemetry: without a config, a file for what is measured all the same; a config names its own.
 
-    With the environment variable DDLTOOL_OFF=1 any config is as None: for measuring what the hook costs. With
-    DDLTOOL_CHECK=1 the first steps are held against those of one process (:mod:`~ddltool.runtime.hook.checking`).
+    With the environment variable DDLTOOL_OFF=1 any config is as None, without telemetry: for measuring what the hook costs.
+    With DDLTOOL_CHECK=1 the first steps are held against those of one process (:mod:`~ddltool.runtime.hook.checking`).
 
     ``backward`` weighs each loss by the samples of the rank's batch; the loss must be a mean over them, and is refused where it
     is not (:meth:`Hook.loss` says what it is). If the config names a telemetry file, it is emptied now.
@@ -227,45 +324,51 @@ def attach(
     Raises InputError, on every rank as soon as one rank refuses, when config and job do not fit. Left uncaught, that and any
     later refusal end the process with one line on stderr and exit code 2.
     """
-    if config is None or os.environ.get("DDLTOOL_OFF", "") not in ("", "0"):
+    is_off = os.environ.get("DDLTOOL_OFF", "") not in ("", "0")
+    if is_off or (config is None and telemetry is None):
         rank, world_size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
         return Hook(dataset, rank, world_size)
     refuse_in_one_line()
-    return _attach(config_path(config), model, optimizer, dataset)
+    if config is not None and telemetry is not None:
+        raise InputError("telemetry", "is in the config already", "leave it out, or give no config")
+    if (model is None) != (optimizer is None):
+        raise InputError(
+            "attach", "got a model or an optimizer alone", "give both, or neither and call hook.bind later"
+        )
+    job, hook = Job.this(), Hook(dataset, 0, 1)
+    if config is not None:
+        path = config_path(config)
+        enforcement = job.together(lambda: load_and_check(path, job, dataset))
+        digest = hashlib.sha256(to_json(enforcement).encode()).hexdigest()[:12]
+        job.demand_same(path, f"content {digest}", "give every rank the same file")
+        demand_same_samples(job, dataset)
+        hook = EnforcingHook(path, enforcement, dataset, job)
+    elif telemetry is not None:
+        hook = ObservingHook(os.fspath(telemetry), dataset, job)
+    if model is not None and optimizer is not None:
+        hook.bind(model, optimizer)
+    return hook
 
 
-def _attach(path: str, model: nn.Module, optimizer: torch.optim.Optimizer, dataset: Dataset[Any] | None) -> Hook:
-    job = Job.this()
-    optimizer = job.together(lambda: bare_optimizer(optimizer))
-    enforcement = job.together(lambda: load_and_check(path, job, model, optimizer, dataset))
-    digest = hashlib.sha256(to_json(enforcement).encode()).hexdigest()[:12]
-    job.demand_same(path, f"content {digest}", "give every rank the same file")
-    demand_same_samples(job, dataset)
-    cuda = any(parameter.is_cuda for parameter in model.parameters())
-    weigher = Weigher(
-        job,
-        "hook",
-        lambda: [entry.local_batch_size for entry in enforcement.ranks],
-        passes=enforcement.ranks[job.rank].accumulation_steps + 1,
-    )
-    file = _row_file(enforcement, job)
+def _is_cuda(model: nn.Module) -> bool:
+    return any(parameter.is_cuda for parameter in model.parameters())
+
+
+def _record(
+    file: RowFile | None, job: Job, model: nn.Module, optimizer: torch.optim.Optimizer, weigher: Weigher
+) -> StepRecorder | None:
+    """Record the steps of ``optimizer`` in ``file``, if there is one."""
+    if file is None:
+        return None
     wrapped = model if job.side is not None and isinstance(model, DistributedDataParallel) else None
-    recorder = None
-    if file is not None:
-        recorder = StepRecorder(file, cuda=cuda, take_samples=weigher.take_tally if wrapped is None else None)
-        weigher.watcher = recorder
-        job.together(file.open)
-        optimizer.register_step_pre_hook(recorder.before_update)
-        optimizer.register_step_post_hook(recorder.after_update)
-        if wrapped is not None:
-            register(wrapped, TimedAverage(weigher.take_tally, wrapped.process_group, recorder, job.side))
-    if job.side is not None:
-        guard(job, model, optimizer)
-        optimizer.register_step_post_hook(weigher.check_update)
-    begin_check(job, model, optimizer)
-    if job.side is not None or recorder is not None:
-        weigher.open(model)
-    return EnforcingHook(enforcement, dataset, job.rank, weigher, recorder)
+    take_samples = weigher.take_tally if wrapped is None else None
+    recorder = weigher.watcher = StepRecorder(file, cuda=_is_cuda(model), take_samples=take_samples)
+    job.together(file.open)
+    optimizer.register_step_pre_hook(recorder.before_update)
+    optimizer.register_step_post_hook(recorder.after_update)
+    if wrapped is not None:
+        register(wrapped, TimedAverage(weigher.take_tally, wrapped.process_group, recorder, job.side))
+    return recorder
 
 
 class Averaging(Protocol):
@@ -299,14 +402,7 @@ def _pause_before_exit() -> None:
     time.sleep(EXIT_PAUSE_S)
 
 
-def _row_file(enforcement: Enforcement, job: Job) -> RowFile | None:
-    """Return the file for this rank's rows, not opened yet; None where the config names none."""
-    if enforcement.telemetry is None:
-        return None
-    identity = Identity(
-        rank=job.rank,
-        world_size=job.world_size,
-        num_nodes=count_nodes(job.world_size),
-        device=enforcement.ranks[job.rank].device_type,
-    )
-    return RowFile(Path(enforcement.telemetry), identity)
+def _row_file(path: str, job: Job, device: str) -> RowFile:
+    """Return the file for this rank's rows, not opened yet."""
+    nodes = count_nodes(job.world_size)
+    return RowFile(Path(path), Identity(rank=job.rank, world_size=job.world_size, num_nodes=nodes, device=device))

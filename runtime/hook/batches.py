@@ -8,7 +8,7 @@ after a step is one number, whatever the ranks and whatever sizes came before: a
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Protocol
@@ -129,6 +129,7 @@ class VariableBatchSampler(Sampler[list[int]]):
         drop_last: leave out what is left at the end of an epoch.
         whole: let every sample of an epoch come, exactly once.
         least: samples that each rank gets in every step.
+        order: returns the (dataset_size,) indices of an epoch's samples in order; None: by ``shuffle`` and ``seed``.
 
     Raises InputError for a size below ``least``, a rank out of range, or fewer samples than one step needs.
 
@@ -151,6 +152,7 @@ class VariableBatchSampler(Sampler[list[int]]):
         *,
         whole: bool = False,
         least: int = 1,
+        order: Callable[[int], torch.Tensor] | None = None,
     ) -> None:
         if isinstance(sizes, Sequence):
             split: Shares = Sizes(fitting_sizes(sizes, len(sizes), sum(sizes), least), least)
@@ -180,6 +182,7 @@ class VariableBatchSampler(Sampler[list[int]]):
         """Passes handed out and not taken from here yet, in order."""
         self._drop_last = drop_last
         self._whole = whole
+        self._order = order
         self._changes: list[tuple[int, Shares]] = [(0, split)]
         self._begin()
 
@@ -231,6 +234,10 @@ class VariableBatchSampler(Sampler[list[int]]):
             self.epoch, self.position = epoch, 0
             self._begin()
 
+    def ends_with(self, taken: Pass) -> bool:
+        """Return whether the epoch is over after a pass."""
+        return taken.is_last and not self._samples(taken.step + 1, taken.step_start + taken.step_samples)
+
     def commit(self, done: Pass) -> None:
         """Note that the step of ``done`` is made: its samples are done."""
         self.position = done.step_start + done.step_samples
@@ -254,7 +261,8 @@ class VariableBatchSampler(Sampler[list[int]]):
 
     def __iter__(self) -> Iterator[list[int]]:
         """Yield the indices of each pass, from the first step that is not done to the end of the epoch."""
-        order = epoch_order(self.dataset_size, self.shuffle, self.seed + self.epoch)
+        seed = self.seed + self.epoch
+        order = epoch_order(self.dataset_size, self.shuffle, seed) if self._order is None else self._order(self.epoch)
         self._begin()
         epoch, step, place = self.epoch, self.step, self.position
         while samples := self._samples(step, place):

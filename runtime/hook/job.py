@@ -157,23 +157,25 @@ class _OneLine:
         raise SystemExit(value.exit_code)
 
 
-def load_and_check(
-    path: str, job: Job, model: nn.Module, optimizer: torch.optim.Optimizer, dataset: Dataset[Any] | None
-) -> Enforcement:
-    """Return the config. Raises InputError where it does not fit this job."""
+def load_and_check(path: str, job: Job, dataset: Dataset[Any] | None) -> Enforcement:
+    """Return the config. Raises InputError where it does not fit this job and its data."""
     enforcement = load(path, Enforcement)
     if is_reference():
         enforcement = _alone(enforcement)
     check_plan(path, enforcement.plan_sha256, os.environ.get("DDLTOOL_PLAN_SHA256"))
     _check_world(path, enforcement, job)
-    _check_model(model, job)
-    if not isinstance(optimizer, torch.optim.Optimizer):
-        raise InputError("optimizer", f"is a {type(optimizer).__name__}", "give the job's torch.optim.Optimizer")
-    check_parameters(path, enforcement.parameters, model)
-    if dataset is not None and (size := dataset_length(dataset, WITHOUT_DATASET)) < enforcement.total_batch_size:
-        problem = f"is {enforcement.total_batch_size}, but the dataset has {size} samples"
-        raise InputError(f"{path}:total_batch_size", problem, "plan smaller batches or fewer processes")
+    if dataset is not None and not isinstance(dataset, IterableDataset):
+        size = dataset_length(dataset, WITHOUT_DATASET)
+        if size < enforcement.total_batch_size:
+            problem = f"is {enforcement.total_batch_size}, but the dataset has {size} samples"
+            raise InputError(f"{path}:total_batch_size", problem, "plan smaller batches or fewer processes")
     return enforcement
+
+
+def check_trained(path: str, enforcement: Enforcement, job: Job, model: nn.Module) -> None:
+    """Raise InputError where ``model`` is not one that the hook can weigh, or not the plan's."""
+    _check_model(model, job)
+    check_parameters(path, enforcement.parameters, model)
 
 
 def check_plan(path: str, emitted: str | None, launched: str | None) -> None:
@@ -302,9 +304,11 @@ def demand_same_samples(job: Job, dataset: Dataset[Any] | None) -> None:
     They are read from a copy of the dataset, for a file that it opens must not be shared with data workers, and with the same
     random numbers on all ranks, for transforms that draw some.
     """
-    told = "none" if dataset is None else f"{dataset_length(dataset)} samples"
+    told = "none" if dataset is None else "a stream"
+    if dataset is not None and not isinstance(dataset, IterableDataset):
+        told = f"{dataset_length(dataset)} samples"
     job.demand_same("dataset", told, "give every rank the whole dataset")
-    if dataset is None or job.world_size == 1:
+    if dataset is None or isinstance(dataset, IterableDataset) or job.world_size == 1:
         return
     remedy = "make it alike on every rank: the same files in the same order, and the same seed where it is shuffled"
     job.demand_same("dataset: content of samples", _fingerprint(dataset), remedy)
@@ -320,7 +324,7 @@ def _fingerprint(dataset: Dataset[Any]) -> str:
             random.seed(index)
             np.random.seed(index)  # noqa: NPY002
             torch.manual_seed(index)
-            for part in _parts(own[index]):
+            for part in parts_of(own[index]):
                 digest.update(part)
     except Exception as error:
         return f"not readable ({type(error).__name__})"  # that is for the training loop to show
@@ -339,7 +343,7 @@ def _own_copy(dataset: Any) -> Any:
     return own
 
 
-def _parts(sample: Any) -> Iterator[bytes]:
+def parts_of(sample: Any) -> Iterator[bytes]:
     """Yield what a sample is made of; of things that are not known the type alone."""
     if isinstance(sample, torch.Tensor):
         yield f"{sample.dtype} {tuple(sample.shape)}".encode()
@@ -349,10 +353,10 @@ def _parts(sample: Any) -> Iterator[bytes]:
     elif isinstance(sample, Mapping):
         for key, value in sample.items():
             yield str(key).encode()
-            yield from _parts(value)
+            yield from parts_of(value)
     elif isinstance(sample, (list, tuple)):
         for value in sample:
-            yield from _parts(value)
+            yield from parts_of(value)
     elif isinstance(sample, (str, bytes, int, float, np.generic)):
         yield repr(sample).encode()
     elif hasattr(sample, "tobytes"):

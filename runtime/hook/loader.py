@@ -1,37 +1,132 @@
-"""A DataLoader that tells which of its batches the training loop has."""
+"""DataLoaders that tell which of their batches the training loop has: of samples by index, and of streams."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import contextlib
+import sys
+from collections.abc import Callable, Iterator
 from typing import Any
 
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader, Dataset, IterableDataset, default_collate
 
-from ddltool.runtime.hook.batches import VariableBatchSampler
-from ddltool.runtime.hook.weighing import Weigher
+from ddltool.runtime.hook.batches import Sizes, VariableBatchSampler
+from ddltool.runtime.hook.job import Job
+from ddltool.runtime.hook.streams import Block, Collated, SharedStream, same_streams, together
+from ddltool.runtime.hook.weighing import Share, Weigher
 
 
-class CountedLoader(DataLoader[Any]):
-    """Yields what ``sampler`` hands out, and says so to ``weigher``; ``options`` go to ``DataLoader``.
+class _TellingLoader(DataLoader[Any]):
+    """Tells accelerate, where the script uses it, which batch is the last: its accumulation ends with the loader.
 
-    Accelerate's ``prepare`` leaves it as it is: the batches are this rank's already.
+    Accelerate's ``prepare`` leaves it as it is, for the batches are this rank's already; they go to accelerate's device.
     """
 
     _is_accelerate_prepared = True
+    end_of_dataloader = False
+    remainder = -1
+    _left_early = False
+
+    def _told(self) -> Iterator[tuple[Any, bool]]:
+        """Yield each batch, which the weigher knows of now, and whether it is the last one."""
+        raise NotImplementedError
+
+    def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
+        """Yield the batches of the epoch, or of what is left of it."""
+        self.end_of_dataloader = False
+        with _accelerated(self) as placed:
+            for batch, is_last in self._told():
+                self.end_of_dataloader = is_last
+                yield placed(batch)
+
+
+@contextlib.contextmanager
+def _accelerated(loader: DataLoader[Any]) -> Iterator[Callable[[Any], Any]]:
+    """Let accelerate's state know of the loader meanwhile; gives what puts a batch on its device."""
+    state = sys.modules.get("accelerate.state")
+    if state is None or not state.is_initialized():
+        yield lambda batch: batch
+        return
+    device, gradients = state.AcceleratorState().device, state.GradientState()
+    gradients._add_dataloader(loader)
+    try:
+        yield lambda batch: sys.modules["accelerate.utils"].send_to_device(batch, device)
+    finally:
+        gradients._remove_dataloader(loader)
+
+
+class CountedLoader(_TellingLoader):
+    """Yields what ``sampler`` hands out, and says so to ``weigher``; ``options`` go to ``DataLoader``."""
 
     def __init__(self, dataset: Dataset[Any], sampler: VariableBatchSampler, weigher: Weigher, **options: Any) -> None:
         super().__init__(dataset, batch_sampler=sampler, **options)
         self._variable, self._weigher = sampler, weigher
-        self._left_early = False
         weigher.follow(sampler)
 
-    def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
-        """Yield the batches of the epoch, or of what is left of it."""
+    def set_epoch(self, epoch: int) -> None:
+        """Choose the epoch's order of samples."""
+        self._variable.set_epoch(epoch)
+
+    def _told(self) -> Iterator[tuple[Any, bool]]:
         if self._left_early:
             self._weigher.drop(self._variable, unused=True)
         self._left_early = True
-        for batch in super().__iter__():
-            self._weigher.draw(self._variable, self._variable.issued.popleft())
-            yield batch
+        for batch in super(_TellingLoader, self).__iter__():
+            taken = self._variable.issued.popleft()
+            self._weigher.draw(self._variable, taken)
+            yield batch, self._variable.ends_with(taken)
         self._weigher.drop(self._variable)  # a loop that fetched ahead has its last batches still to use
+        self._left_early = False
+
+
+class StreamLoader(_TellingLoader):
+    """Yields a rank's batches of an iterable dataset, and says to ``weigher`` how many samples all ranks have in them.
+
+    Args:
+        stream: the dataset.
+        sizes: the planned samples per step of the ranks.
+        job: this process's place.
+        weigher: is told of the batches.
+        shared: whether every rank's stream is the whole one, of which it takes its part; else each has a stream of its own.
+        drop_last: leave out what is left at the end of a shared stream.
+        options: go to ``DataLoader``.
+    """
+
+    def __init__(
+        self,
+        stream: IterableDataset[Any],
+        sizes: Sizes,
+        job: Job,
+        weigher: Weigher,
+        *,
+        shared: bool = True,
+        drop_last: bool = False,
+        collate_fn: Callable[[Any], Any] = default_collate,
+        **options: Any,
+    ) -> None:
+        own = SharedStream(stream, sizes if shared else Sizes((sizes.sizes[job.rank],)), job.rank if shared else 0)
+        own.drop_last, own.least = drop_last and shared, job.world_size if shared else 1
+        collated: Any = Collated(collate_fn)
+        super().__init__(own, batch_size=None, collate_fn=collated, **options)
+        self._job, self._weigher, self._shared, self._seen = job, weigher, shared, False
+        weigher.follow(self)
+
+    def _told(self) -> Iterator[tuple[Any, bool]]:
+        blocks: Iterator[tuple[Block, int]]
+        if self._shared:
+            blocks = ((block, block.total) for block in super(_TellingLoader, self).__iter__())
+        else:
+            blocks = together(self._job, super(_TellingLoader, self).__iter__())
+        if self._left_early:
+            self._weigher.drop(self, unused=True)
+        self._left_early = True
+        present = next(blocks, None)
+        if present is not None and self._shared and not self._seen:
+            same_streams(self._job, present[0])
+            self._seen = True
+        while present is not None:
+            (block, total), present = present, next(blocks, None)
+            even = total == block.samples * self._job.world_size if self._shared else False
+            self._weigher.draw(self, Share(block.samples, total, even))
+            yield block.batch, present is None
+        self._weigher.drop(self)
         self._left_early = False

@@ -328,6 +328,7 @@ class StepRecorder(PassClock):
     def after_update(self, *_: object) -> None:
         """The optimizer has made its update: the step is complete."""
         end = stamp(self._cuda)
+        self.before_update()  # for an optimizer that is given its forward pass as a closure
         exchanges = self.take()
         if exchanges:  # an update without a backward pass before it is no training step
             begin = self._previous_end if self._previous_end is not None else exchanges[0].start

@@ -16,7 +16,7 @@ from __future__ import annotations
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, Literal, Protocol
@@ -82,11 +82,16 @@ class Share:
 
 
 class _Drawn:
-    """A batch that the training loop has."""
+    """A batch that the training loop has; ``taken``: of a sampler, None of a stream."""
 
-    def __init__(self, taken: Pass) -> None:
-        self.taken, self.used = taken, False
-        self.share = Share(taken.samples, taken.step_samples, _is_even(taken.split, taken.step_samples))
+    def __init__(self, drawn: Pass | Share) -> None:
+        self.used = False
+        self.taken = drawn if isinstance(drawn, Pass) else None
+        self.share = (
+            Share(drawn.samples, drawn.step_samples, _is_even(drawn.split, drawn.step_samples))
+            if isinstance(drawn, Pass)
+            else drawn
+        )
 
 
 @lru_cache(maxsize=256)
@@ -107,6 +112,9 @@ class Weigher:
         passes: in how many passes a script may split such a batch.
         always: read losses also while all ranks have as many samples, for that may change.
         watcher: wants to know when gradients are complete.
+
+    Attributes:
+        missing: what this has to know before batches may be handed out; None: nothing.
     """
 
     def __init__(
@@ -122,7 +130,10 @@ class Weigher:
         self._job, self._name, self._sizes, self._split = job, name, sizes, passes
         self._always, self.watcher = always, watcher
         self._loose: list[VariableBatchSampler] = []
-        self._drawn: dict[VariableBatchSampler, deque[_Drawn]] = {}
+        self._drawn: dict[Hashable, deque[_Drawn]] = {}
+        self._held: _Drawn | None = None
+        self._forwards = 0
+        self.missing: str | None = None
         self._announced: int | None = None
         self._told: list[int] = []
         self._sizes_passed: list[int] = []
@@ -148,26 +159,44 @@ class Weigher:
         if not _open and torch.autograd.backward is _backward:
             torch.autograd.backward = _PLAIN
 
-    def follow(self, sampler: VariableBatchSampler, *, loose: bool = False) -> None:
-        """Take the shares of the batches that ``sampler`` hands out; ``loose``: to a loader that does not :meth:`draw` them."""
-        self._drawn[sampler] = deque(maxlen=_PASSES_KEPT)
-        if loose:
-            self._loose.append(sampler)
+    def follow(self, source: Hashable, *, loose: bool = False) -> None:
+        """Take the shares of what a sampler or a stream gives; ``loose``: to a loader that does not :meth:`draw` it."""
+        self._drawn[source] = deque(maxlen=_PASSES_KEPT)
+        if loose and isinstance(source, VariableBatchSampler):
+            self._loose.append(source)
 
-    def draw(self, sampler: VariableBatchSampler, taken: Pass) -> None:
-        """Note that the training loop gets a batch; those that backward has used before are behind it now."""
-        self.drop(sampler)
-        self._drawn[sampler].append(_Drawn(taken))
+    def draw(self, source: Hashable, drawn: Pass | Share) -> None:
+        """Note that the training loop gets a batch; those that backward has used before are behind it now.
 
-    def drop(self, sampler: VariableBatchSampler, *, unused: bool = False) -> None:
+        Raises InputError where nobody has said yet what is trained.
+        """
+        if self.missing is not None:
+            raise InputError("loader", "is used before the hook knows what is trained", self.missing)
+        self.drop(source)
+        self._drawn[source].append(_Drawn(drawn))
+
+    def drop(self, source: Hashable, *, unused: bool = False) -> None:
         """Forget the batches of a loader that went into gradients, or all of them."""
-        drawn = self._drawn[sampler]
+        drawn = self._drawn[source]
         while drawn and (unused or drawn[0].used):
             drawn.popleft()
 
+    def turn_to_next(self, skip: int = 0) -> None:
+        """Let the batch in hand be the oldest that was not yet, until the next call; before it ``skip`` are left out.
+
+        For loops that fetch batches ahead and say when each one's turn is. Does nothing with more than one loader.
+        """
+        self._fill()
+        if len(drawn := [each for each in self._drawn.values() if each]) != 1:
+            self._held = None
+            return
+        for _ in range(skip + (drawn[0][0] is self._held)):
+            drawn[0].popleft()
+        self._held = drawn[0][0] if drawn[0] else None
+
     def used(self, sampler: VariableBatchSampler) -> Pass | None:
         """Return the last batch that went into gradients, of those that the training loop still has; None: none."""
-        return next((each.taken for each in reversed(self._drawn[sampler]) if each.used), None)
+        return next((each.taken for each in reversed(self._drawn[sampler]) if each.used and each.taken), None)
 
     def announce(self, samples: int) -> None:
         """Let the next forward pass stand for ``samples`` samples. Raises InputError when negative."""
@@ -184,6 +213,20 @@ class Weigher:
             self._sizes_passed.append(size)
         if self.watcher is not None and module.training:
             self.watcher.begin_forward()
+        self._forwards += 1
+
+    def end_forward(self, output: Any) -> None:
+        """A forward pass with gradients is over."""
+        self._forwards = 0
+        mark((output,), Mark(self))
+
+    def claim(self, roots: Iterable[Tensor]) -> None:
+        """Take a backward pass that no output lies behind for this model's where it comes inside its forward pass.
+
+        So do Lightning's manual optimization, and others whose step is the forward pass of the wrapped module.
+        """
+        if self._forwards:
+            mark(roots, Mark(self))
 
     def spend(self, mark: Mark) -> None:
         """A backward pass comes by a forward pass. Raises InputError for a second one, which DDP leaves out of its average."""
@@ -276,11 +319,16 @@ class Weigher:
             self.watcher.pause(time.perf_counter() - begin_s)
         return numbers
 
-    def _batches(self) -> list[_Drawn]:
-        """Return the batches of our loaders that the training loop has."""
+    def _fill(self) -> None:
         for sampler in self._loose:
             while sampler.issued:
                 self.draw(sampler, sampler.issued.popleft())
+
+    def _batches(self) -> list[_Drawn]:
+        """Return the batches of our loaders that the training loop has, or the one whose turn it is."""
+        self._fill()
+        if self._held is not None:
+            return [self._held]
         return [each for drawn in self._drawn.values() for each in drawn]
 
     def _in_hand(self) -> Share | None:
@@ -294,7 +342,7 @@ class Weigher:
             return None
         if len({each.share for each in batches}) > 1:
             sizes = {*self._told, *self._sizes_passed}
-            fitting = [each for each in batches if each.taken.samples in sizes]
+            fitting = [each for each in batches if each.share.samples in sizes]
         if len({each.share for each in fitting}) != 1:
             remedy = f"say which it is: {self._name}.loss(loss, count=samples)"
             raise InputError("backward", "the script has batches of several steps in hand, of different shares", remedy)
@@ -385,6 +433,23 @@ def _alike(one: float, other: float) -> bool:
     return abs(one - other) <= 1e-6 * max(abs(one), abs(other))
 
 
+class Observer(Weigher):
+    """Weighs nothing, and refuses nothing: tells its watcher of passes, and counts samples by what passes get."""
+
+    def weight(self, roots: Sequence[Tensor]) -> float:
+        """Return 1.0. Ranks are taken to have equal batches, as with torch's own sampler."""
+        samples = max(self._told or self._sizes_passed, default=0)
+        self._tally = (self._tally[0] + samples, self._tally[1] + samples * self._job.world_size)
+        return 1.0
+
+    def loss(self, loss: Tensor, **_: Any) -> Tensor:
+        """Return the loss."""
+        return loss
+
+    def spend(self, mark: Mark) -> None:
+        """A backward pass comes by a forward pass, which nobody minds."""
+
+
 def _has_gradients(optimizer: torch.optim.Optimizer) -> bool:
     return any(parameter.grad is not None for group in optimizer.param_groups for parameter in group["params"])
 
@@ -428,7 +493,7 @@ class _After(_Before):
 
     def __call__(self, module: nn.Module, args: Any, output: Any) -> None:
         if torch.is_grad_enabled():
-            mark((output,), Mark(self.weigher))
+            self.weigher.end_forward(output)
 
 
 def _backward(
@@ -448,6 +513,10 @@ def _backward(
         _PLAIN(tensors, grad_tensors, **rest)
         return
     found = reach(root.grad_fn for root in roots)
+    if not found.marks and not found.weighed:
+        for weigher in list(_open):
+            weigher.claim(roots)
+        found = reach(root.grad_fn for root in roots)
     marks = [mark for mark in found.marks if mark.owner in _open]
     owners: list[Weigher] = list(dict.fromkeys(mark.owner for mark in marks))
     for each in marks:
