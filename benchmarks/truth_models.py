@@ -100,7 +100,66 @@ def cifar_resnet18() -> TrainingStep:
     """Return ResNet-18 for images of 32 x 32: a 3 x 3 stem without pooling (github.com/kuangliu/pytorch-cifar)."""
     module = imported("timm", "cifar").create_model("resnet18", num_classes=10)
     module.conv1, module.maxpool = nn.Conv2d(3, 64, 3, padding=1, bias=False), nn.Identity()
-    return TrainingStep(name="cifar_resnet18", module=module, inputs=(torch.zeros(2, 3, 32, 32),), loss=default_loss)
+    for part in module.modules():
+        if isinstance(part, nn.ReLU):
+            part.inplace = False
+    return _cifar(module)
+
+
+def _cifar(module: nn.Module) -> TrainingStep:
+    return TrainingStep(name="cifar", module=module, inputs=(torch.zeros(2, 3, 32, 32),), loss=default_loss)
+
+
+def cifar_vgg11() -> TrainingStep:
+    """Return VGG-11 with normalisation and one linear layer (github.com/kuangliu/pytorch-cifar)."""
+    layers: list[nn.Module] = []
+    before = 3
+    for width, pooled in ((64, 1), (128, 1), (256, 0), (256, 1), (512, 0), (512, 1), (512, 0), (512, 1)):
+        layers += [nn.Conv2d(before, width, 3, padding=1), nn.BatchNorm2d(width), nn.ReLU(inplace=True)]
+        layers += [nn.MaxPool2d(2)] * pooled
+        before = width
+    return _cifar(nn.Sequential(*layers, nn.AvgPool2d(1, 1), nn.Flatten(), nn.Linear(512, 10)))
+
+
+class _Inverted(nn.Module):
+    """An inverted bottleneck of :func:`cifar_efficientnet_b0`: its gate stands behind the last convolution."""
+
+    def __init__(self, before: int, after: int, expansion: int, stride: int) -> None:
+        super().__init__()
+        wide = expansion * before
+        self.convolutions = nn.ModuleList(
+            (
+                nn.Conv2d(before, wide, 1, bias=False),
+                nn.Conv2d(wide, wide, 3, stride, 1, groups=wide, bias=False),
+                nn.Conv2d(wide, after, 1, bias=False),
+            )
+        )
+        self.norms = nn.ModuleList(nn.BatchNorm2d(width) for width in (wide, wide, after))
+        self.down, self.up = nn.Conv2d(after, after // 16, 1), nn.Conv2d(after // 16, after, 1)
+        self.stride, self.shortcut = stride, nn.Identity() if before == after else nn.Sequential(
+            nn.Conv2d(before, after, 1, bias=False), nn.BatchNorm2d(after)
+        )  # fmt: skip
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return maps of ``after`` channels."""
+        made = x
+        for place, (convolution, norm) in enumerate(zip(self.convolutions, self.norms, strict=True)):
+            made = norm(convolution(made))
+            made = F.relu(made) if place < 2 else made
+        gate = torch.sigmoid(self.up(F.relu(self.down(F.avg_pool2d(made, made.size(2))))))
+        return made * gate + (self.shortcut(x) if self.stride == 1 else made)
+
+
+def cifar_efficientnet_b0() -> TrainingStep:
+    """Return the EfficientNet-B0 of github.com/kuangliu/pytorch-cifar: strides and gates of its own, ReLU."""
+    shape = ((1, 16, 1, 2), (6, 24, 2, 1), (6, 40, 2, 2), (6, 80, 3, 2), (6, 112, 3, 1), (6, 192, 4, 2), (6, 320, 1, 2))
+    layers: list[nn.Module] = [nn.Conv2d(3, 32, 3, 1, 1, bias=False), nn.BatchNorm2d(32), nn.ReLU()]
+    before = 32
+    for expansion, width, count, stride in shape:
+        for place in range(count):
+            layers.append(_Inverted(before, width, expansion, 1 if place else stride))
+            before = width
+    return _cifar(nn.Sequential(*layers, nn.Flatten(), nn.Linear(320, 10)))
 
 
 class Gnmt(nn.Module):
@@ -184,16 +243,18 @@ def _box_loss(output: tuple[Tensor, Tensor]) -> Tensor:
 
 
 class WordModel(nn.Module):
-    """The word language model of torch's examples: two LSTM layers of 200."""
+    """The word language model of torch's examples: two LSTM layers of 200; later ones return logarithms of shares."""
 
-    def __init__(self, words: int = 33278, width: int = 200) -> None:
+    def __init__(self, words: int = 33278, width: int = 200, *, shares: bool = False) -> None:
         super().__init__()
+        self.shares = shares
         self.embedding, self.classes = nn.Embedding(words, width), nn.Linear(width, words)
         self.layers, self.dropout = nn.LSTM(width, width, 2, dropout=0.2), nn.Dropout(0.2)
 
     def forward(self, tokens: Tensor) -> Any:
         """Return logits (length, batch, words)."""
-        return self.classes(self.dropout(self.layers(self.dropout(self.embedding(tokens.t())))[0]))
+        made = self.classes(self.dropout(self.layers(self.dropout(self.embedding(tokens.t())))[0]))
+        return F.log_softmax(made, -1) if self.shares else made
 
 
 def _asked(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -243,10 +304,15 @@ def build(trace: Trace) -> TrainingStep:
     if name.startswith("mpt-"):
         return gpt(length, *_MPT[name.removeprefix("mpt-")], attention, vocabulary=50368, dropout=0.0)
     others: Mapping[str, Callable[[], TrainingStep]] = {
+        "cifar-efficientnet-b0": cifar_efficientnet_b0,
         "cifar-resnet18": cifar_resnet18,
+        "cifar-vgg11": cifar_vgg11,
         "gnmt": lambda: TrainingStep(name=name, module=Gnmt(), inputs=_tokens(length), loss=_token_loss),
         "ssd300": lambda: TrainingStep(name=name, module=Ssd(), inputs=(torch.zeros(2, 3, 300, 300),), loss=_box_loss),
         "word-lstm": lambda: TrainingStep(name=name, module=WordModel(), inputs=_tokens(length), loss=_token_loss),
+        "word-lstm-log-softmax": lambda: TrainingStep(
+            name=name, module=WordModel(shares=True), inputs=_tokens(length), loss=_token_loss
+        ),
         "translator": lambda: TrainingStep(name=name, module=Translator(), inputs=_tokens(length), loss=_token_loss),
     }
     return others[name]()

@@ -289,16 +289,16 @@ DATA = Path(os.environ.get("DDLTOOL_DATA", REPO / ".." / "shared" / "data"))
 @pytest.mark.skipif(not (DATA / "truth").exists(), reason="the measured rows are not here")
 @pytest.mark.skipif(importlib.util.find_spec("timm") is None, reason="timm is not installed")
 def test_measured_peaks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Within a tenth in the mean; above a fifth only where cuDNN's workspaces are larger than the model."""
+    """Within a tenth in the mean; above a fifth only where cuDNN kept a workspace from its search."""
     monkeypatch.syspath_prepend(str(REPO / "benchmarks"))
     import memory_truth
 
     rows = memory_truth.judged(DATA)
-    assert len(rows) == 21
+    assert len(rows) == 43
     assert sum(abs(row.error) for row in rows) / len(rows) < 0.1
-    assert {row.what for row in rows if abs(row.error) > 0.2} == {
-        f"ResNet18 (CIFAR-10), amp, batch {batch}" for batch in (64, 128)
-    }
+    far = [row for row in rows if abs(row.error) > 0.2]
+    assert {row.what.partition(",")[0] for row in far} == {"ResNet18 (CIFAR-10)", "VGG (CIFAR-10)"}
+    assert sum(row.least <= row.measured <= row.most for row in rows) >= 38
     page = (REPO / "docs" / "truth.md").read_text("utf-8")
     assert all(row.cells in page for row in rows)
     ratios = memory_truth.bounds(DATA / "truth" / "lambda_peak_memory.csv")

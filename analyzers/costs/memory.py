@@ -12,6 +12,7 @@ last tensor that is needed), selective: the outputs of chosen products are kept 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -19,6 +20,7 @@ from math import inf
 from typing import Literal, get_args
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 from torch import Tensor
 from torch._ops import OpOverload
@@ -28,7 +30,7 @@ from ddltool.analyzers.communication.fsdp import block_container, block_of
 from ddltool.analyzers.costs.allocator import reserved_bytes
 from ddltool.analyzers.costs.model import OPTIMIZERS, Optimizer
 from ddltool.analyzers.tracing.torch_adapter import TracedStep
-from ddltool.analyzers.tracing.torch_costs import AS_TRACED, tensors_of, value_of
+from ddltool.analyzers.tracing.torch_costs import AS_TRACED, Scale, tensors_of, value_of
 from ddltool.errors import InputError, did_you_mean
 from ddltool.graph import RECV, SEND, Graph
 from ddltool.plans import is_product
@@ -42,6 +44,8 @@ Keeps = Mapping[str, Sequence[int]]
 PARAMETER, GIVEN, GRADIENT, ACTIVATION = range(4)
 # fully_shard's mixed precision keeps parameters, reduced gradients and state in float32, whatever is gathered.
 _MASTER_BYTES = 4.0
+# cuDNN's FFT_TILING: half of the numbers of a real tile's transform say all.
+_TILE, _COMPLEX_BYTES = 32, 8.0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -141,13 +145,35 @@ class Ledger:
 
     def sizes(self, batch_size: int | None = None) -> Array:
         """Return (s,) bytes at a batch size of a step whose work grows with its batch. O(s)."""
-        scale = AS_TRACED
-        if batch_size is not None and batch_size != self.traced.graph.batch_size:
-            found = self.traced.scale(batch_size)
-            if found is None:
-                raise InputError("--batch-sizes", f"{batch_size} is not the traced one", "trace the step at it")
-            scale = found
+        scale = self._scale(batch_size)
         return np.array([float(scale.size(each)) for each in self.elements]) * self.width
+
+    def _scale(self, batch_size: int | None) -> Scale:
+        if batch_size is None or batch_size == self.traced.graph.batch_size:
+            return AS_TRACED
+        found = self.traced.scale(batch_size)
+        if found is None:
+            raise InputError("--batch-sizes", f"{batch_size} is not the traced one", "trace the step at it")
+        return found
+
+    def workspace_bytes(self, batch_size: int | None = None) -> float:
+        """Return the largest workspace that cuDNN may try for a convolution: Fourier transforms in tiles of 32 x 32. O(nodes).
+
+        Of images (n, c, h, w), filters (k, c, r, s) and outputs, one tile of complex numbers each; stride 1, no groups.
+        """
+        scale, most = self._scale(batch_size), 0.0
+        for node in self.traced.fx.graph.nodes:
+            if getattr(node.target, "overloadpacket", None) is torch.ops.aten.convolution:
+                images, weight = value_of(node.args[0]), value_of(node.args[1])
+                plain = images.dim() == 4 and math.prod(node.args[3]) == node.args[8] == 1
+                if plain and (taps := weight.shape[2:]).numel() > 1 and max(taps) < _TILE:
+                    out, into = weight.shape[:2]
+                    tiles = math.prod(
+                        math.ceil(size / (_TILE - tap + 1)) for size, tap in zip(images.shape[2:], taps, strict=True)
+                    )
+                    maps = into * out + scale.size(images.shape[0]) * tiles * (into + out)
+                    most = max(most, maps * _TILE * (_TILE // 2 + 1) * _COMPLEX_BYTES)
+        return most
 
     def peak(
         self,

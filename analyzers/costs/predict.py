@@ -56,6 +56,8 @@ RESERVED_BYTES = 2.0**30
 # A context that loads all kernels of torch and cuDNN at once, as CUDA did before 11.7: what nvidia-smi shows of a process
 # whose model is tiny (Lucid's PPO, 2.00 GiB on an RTX 3090).
 CONTEXT_BYTES = 2.0 * 2**30
+# What segments may take beyond those of the played allocator: torchtitan's runs took up to a tenth more.
+FRAGMENTED = 1.1
 # Of each of NCCL's communicators: 4 MiB (NCCL_BUFFSIZE) each way for up to 32 channels.
 _COMMUNICATOR_BYTES = 2 * 32 * 4 * 2.0**20
 # A choice of activations that leaves its device no room is made again for a smaller budget, so many times.
@@ -110,6 +112,10 @@ class WorkCurve:
         ledger = self.ledger(batch_size)
         keeps = ledger.every_block(keeps) if isinstance(keeps, str) else keeps
         return ledger.held(Recomputation(ledger, keeps), sharding, optimizer, ledger.sizes(self.scaled(batch_size)))
+
+    def workspace_bytes(self, batch_size: int) -> float:
+        """Return what cuDNN may take beside the tensors while it tries its kernels (:meth:`Ledger.workspace_bytes`)."""
+        return self.ledger(batch_size).workspace_bytes(self.scaled(batch_size))
 
     def scaled(self, batch_size: int) -> int | None:
         """Return the batch size to which the ledger of a batch size is scaled; None: it is of that size itself."""
@@ -375,7 +381,7 @@ def _row(
     if held is None:
         raise InputError("--batch-sizes", f"{size} is more than the step is traced at", "give a smaller one")
     peak_bytes, reserved_bytes = held.peak().total_bytes, held.reserved_bytes() or 0
-    low, high = memory_range(peak_bytes, reserved_bytes, sharding, placement.num_replicas)
+    low, high = memory_range(peak_bytes, reserved_bytes, sharding, placement.num_replicas, curve.workspace_bytes(size))
     price = model.device.price_per_hour
     return PredictedRow(
         device=model.device.name,
@@ -459,14 +465,17 @@ def _synchronised_s(program: Program, setting: Setting, placement: Placement, sh
     return simulate_fsdp(*found, group, 1, 1, reshard=sharding.reshards).step_s
 
 
-def memory_range(peak_bytes: float, reserved_bytes: float, sharding: Sharding, replicas: int) -> tuple[float, float]:
+def memory_range(
+    peak_bytes: float, reserved_bytes: float, sharding: Sharding, replicas: int, workspace_bytes: float
+) -> tuple[float, float]:
     """Return the least and the most bytes that a process is likely to take of a device.
 
-    The least: its tensors. The most: the allocator's segments, a large context, and buffers of the communicators (one, and
-    one more between groups).
+    The least: its tensors. The most: the allocator's segments and a tenth, a large context, what cuDNN's search may leave,
+    and buffers of the communicators (one, and one more between groups).
     """
     communicators = (replicas > 1) + (sharding.kind == "hsdp" and replicas > sharding.shard)
-    return peak_bytes, reserved_bytes + CONTEXT_BYTES + communicators * _COMMUNICATOR_BYTES
+    most = FRAGMENTED * reserved_bytes + CONTEXT_BYTES + workspace_bytes + communicators * _COMMUNICATOR_BYTES
+    return peak_bytes, most
 
 
 def memory_limit_batch(curve: WorkCurve, device: Device, setting: Setting, num_replicas: int = 1) -> int:
