@@ -2,19 +2,29 @@
 
 from __future__ import annotations
 
+import json
 import runpy
+import tempfile
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from itertools import accumulate
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.distributed._tools.fsdp2_mem_tracker import FSDPMemTracker
+from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
+from torch.nn.parallel import DistributedDataParallel
+from torch.profiler import ProfilerActivity, profile, record_function
 
+from ddltool.analyzers.tracing.step import TrainingStep
 from ddltool.errors import InputError
+from ddltool.plans import Recomputed
 from ddltool.runtime import attach, shard
+from ddltool.runtime.hook.checkpointing import checkpoint_modules
 from ddltool.runtime.hook.data_parallel import loaded
 
 LENGTH, WORDS = 16, 64
@@ -71,6 +81,17 @@ def small() -> tuple[nn.Module, Tensor]:
 def middling() -> tuple[nn.Module, Tensor]:
     """Large enough that activations and parameters both count."""
     return Gpt(layers=4, width=128, length=64, words=512), torch.zeros(4, 64, dtype=torch.long)
+
+
+def gpt(layers: int, batch: int) -> TrainingStep:
+    """Return the step of a GPT of :func:`middling`'s width."""
+    module = Gpt(layers=layers, width=128, length=64, words=512)
+    tokens = torch.zeros(batch, module.length, dtype=torch.long)
+
+    def loss(output: Tensor) -> Tensor:
+        return module.loss(output, output.new_zeros(output.shape[:2], dtype=torch.long))
+
+    return TrainingStep(name="gpt", module=module, inputs=(tokens,), loss=loss)
 
 
 def built(make: Callable[[], tuple[nn.Module, Tensor]], dtype: torch.dtype) -> Any:
@@ -140,6 +161,38 @@ def peak_bytes(rank: int, config: str, make: Callable[[], tuple[nn.Module, Tenso
                 if turn == 0:
                     tracker.reset_mod_stats()
     return float(next(iter(tracker.get_tracker_snapshot("peak").values()))["Total"])
+
+
+def allocated_bytes(rank: int, kind: str, keeps: Mapping[str, Sequence[int]], layers: int, samples: int) -> float:
+    """Return the most bytes that torch's profiler sees a rank hold in the third of three steps under ``ddp`` or ``zero1``.
+
+    It sees what C++ allocates as well; DDP makes its buckets again in the second step.
+    """
+    with warnings.catch_warnings(), tempfile.TemporaryDirectory() as folder:
+        warnings.simplefilter("ignore")
+        with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+            model = Gpt(layers=layers, width=128, length=64, words=512)
+            tokens = torch.zeros(samples, model.length, dtype=torch.long)
+            checkpoint_modules(model, [Recomputed(module=name, keeps=list(kept)) for name, kept in keeps.items()])
+            replica, settings = DistributedDataParallel(model), {"lr": 0.1, "momentum": 0.9}
+            optimizer: torch.optim.Optimizer = (
+                ZeroRedundancyOptimizer(replica.parameters(), torch.optim.SGD, **settings)
+                if kind == "zero1"
+                else torch.optim.SGD(replica.parameters(), **settings)
+            )
+            for turn in range(3):
+                with record_function(f"turn {turn}"):
+                    loss = model.loss(replica(tokens), tokens)
+                    loss.backward()
+                    del loss
+                    optimizer.step()
+                    optimizer.zero_grad()
+        profiler.export_chrome_trace(f"{folder}/trace.json")
+        events = json.loads(Path(f"{folder}/trace.json").read_text())["traceEvents"]
+    last = next(event for event in events if event.get("name") == "turn 2")
+    changes = sorted((event["ts"], event["args"]["Bytes"]) for event in events if event.get("name") == "[memory]")
+    held = zip((at for at, _ in changes), accumulate(size for _, size in changes), strict=True)
+    return float(max(size for at, size in held if last["ts"] <= at <= last["ts"] + last["dur"]))
 
 
 def refusal(rank: int, config: str) -> str:

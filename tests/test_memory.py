@@ -21,7 +21,6 @@ from torch.distributed._tools.mem_tracker import MemTracker
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.fsdp._fully_shard import _fully_shard
-from torch.nn import functional as F
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils import _pytree
 
@@ -34,54 +33,10 @@ from ddltool.analyzers.tracing.torch_adapter import trace_any_batch, trace_step
 from ddltool.errors import InputError
 from ddltool.plans import Recomputed
 from ddltool.runtime.hook.checkpointing import checkpoint_modules
+from tests.sharding_workers import gpt
 
 REPO = Path(__file__).resolve().parents[1]
 WORLD = 4
-WIDTH, LENGTH, WORDS = 128, 64, 512
-
-
-class Layer(nn.Module):
-    """A transformer's block."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.before, self.after = nn.LayerNorm(WIDTH), nn.LayerNorm(WIDTH)
-        self.attend, self.out = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
-        self.wide, self.narrow = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
-
-    def forward(self, x: Tensor) -> Tensor:
-        q, k, v = (
-            part.view(*part.shape[:2], 4, -1).transpose(1, 2) for part in self.attend(self.before(x)).chunk(3, -1)
-        )
-        mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2)
-        x = x + self.out(mixed.reshape(x.shape))
-        added: Tensor = x + self.narrow(F.gelu(self.wide(self.after(x))))
-        return added
-
-
-class Gpt(nn.Module):
-    """Embeddings, blocks, a head."""
-
-    def __init__(self, layers: int) -> None:
-        super().__init__()
-        self.words = nn.Embedding(WORDS, WIDTH)
-        self.layers = nn.ModuleList(Layer() for _ in range(layers))
-        self.head = nn.Linear(WIDTH, WORDS)
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        x = self.words(tokens)
-        for layer in self.layers:
-            x = layer(x)
-        made: Tensor = self.head(x)
-        return made
-
-
-def gpt(layers: int, batch: int) -> TrainingStep:
-    def loss(output: Tensor) -> Tensor:
-        return F.cross_entropy(output.flatten(0, 1), output.new_zeros(output.shape[0] * LENGTH, dtype=torch.long))
-
-    tokens = torch.zeros(batch, LENGTH, dtype=torch.long)
-    return TrainingStep(name="gpt", module=Gpt(layers), inputs=(tokens,), loss=loss)
 
 
 @pytest.fixture(autouse=True)
@@ -95,7 +50,7 @@ def tracked(
     build: Callable[[], TrainingStep], units: list[str], kind: str, keeps: Keeps, *, mixed: bool = False
 ) -> float:
     """Return the peak that torch's tracker sees in the second of two real steps on fake tensors, in bytes."""
-    mesh = init_device_mesh("cpu", (WORLD,))
+    mesh = init_device_mesh("cpu", (2, WORLD // 2) if kind == "hsdp:2" else (WORLD,))
     with FakeTensorMode(allow_non_fake_inputs=True), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         step = build()
@@ -107,7 +62,7 @@ def tracked(
             tracker = MemTracker()
             tracker.track_external(module, optimizer, *(x for x in inputs if isinstance(x, Tensor)))
         else:
-            reshard: Any = {"fsdp": (True, None), "fsdp:2": (2, None), "zero2": (False, False)}[kind]
+            reshard: Any = {"fsdp:2": (2, None), "zero2": (False, False)}.get(kind, (True, None))
             policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32) if mixed else MixedPrecisionPolicy()
             for name in units:
                 part = module.get_submodule(name)
@@ -128,7 +83,7 @@ def tracked(
         return float(next(iter(tracker.get_tracker_snapshot("peak").values()))["Total"])
 
 
-CASES = [(kind, how) for kind in ("none", "fsdp") for how in ("none", "selective", "full")] + [
+CASES = [(kind, how) for kind in ("none", "fsdp", "hsdp:2") for how in ("none", "selective", "full")] + [
     ("zero2", "none"),
     ("fsdp:2", "none"),
 ]

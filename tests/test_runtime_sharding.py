@@ -9,14 +9,16 @@ from typing import Any
 import pytest
 import torch
 
+from ddltool.analyzers.costs.memory import Sharding, ledger_of
 from ddltool.analyzers.emitting.enforcement import to_enforcement
 from ddltool.analyzers.emitting.scripts import fsdp2_module
+from ddltool.analyzers.tracing.torch_adapter import trace_step
 from ddltool.artifacts import save
 from ddltool.errors import InputError
 from ddltool.plans import Enforcement, PrefetchSetting, Recomputed, ShardingSetting
 from ddltool.runtime import shard
 from tests.runtime_workers import Crew, crew, enforcement
-from tests.sharding_workers import Gpt, middling, peak_bytes, refusal, train
+from tests.sharding_workers import Gpt, allocated_bytes, gpt, middling, peak_bytes, refusal, train
 from tests.test_layouts import planner, problem
 
 BLOCKS = [f"layers.{k}" for k in range(3)]
@@ -88,6 +90,20 @@ def four() -> Iterator[Crew]:
     ranks = Crew(4)
     yield ranks
     ranks.close()
+
+
+@pytest.mark.parametrize("kind", ["ddp", "zero1"])
+@pytest.mark.parametrize("how", ["none", "full"])
+@pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.slow)])
+def test_whole_replicas_hold_what_is_predicted(kind: str, how: Any, size: int, request: pytest.FixtureRequest) -> None:
+    """Of state and activations alike; nothing else than the profiler sees DDP's buckets."""
+    ranks = request.getfixturevalue("four") if size == 4 else crew()
+    for layers, samples in ((6, 1), (3, 16)):
+        ledger = ledger_of(trace_step(lambda: gpt(layers, samples), mode="training"))  # noqa: B023
+        keeps = ledger.every_block(how)
+        ours = ledger.peak(Sharding.named(kind, size), "momentum", keeps).total_bytes
+        for seen in ranks.run(allocated_bytes, kind, keeps, layers, samples):
+            assert ours == pytest.approx(seen, rel=0.01)
 
 
 @pytest.mark.slow
