@@ -18,7 +18,7 @@ from pathlib import Path
 
 import numpy as np
 
-from ddltool.analyzers.balancing import schemes
+from ddltool.analyzers.balancing import replay as schemes
 from ddltool.analyzers.balancing.minmax import DeviceCurves, Offer, choose
 from ddltool.analyzers.balancing.predict import PREDICTORS, make
 from ddltool.analyzers.balancing.replay import gain_kept, replay, replay_equal, replay_oracle

@@ -21,10 +21,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ddltool.analyzers.barriers.ends import EndTimes
-from ddltool.analyzers.barriers.gridscan import full_gridscan, gridscan
 from ddltool.analyzers.barriers.predict import predict_ends
 from ddltool.analyzers.barriers.tradeoff import best_barrier
-from ddltool.analyzers.barriers.zipline import zipline
+from ddltool.analyzers.barriers.zipline import full_gridscan, gridscan, zipline
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 import published_barriers as published

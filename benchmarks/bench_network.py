@@ -39,7 +39,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from ddltool.analyzers.communication.best import solve_exact
+from ddltool.analyzers.communication.efficiency import solve_exact
 from ddltool.analyzers.communication.order import tac, tic
 from ddltool.analyzers.communication.timeline import Simulator
 from ddltool.analyzers.tracing.step import TrainingStep, default_loss

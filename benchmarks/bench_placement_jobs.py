@@ -26,7 +26,7 @@ from ddltool.analyzers.placement.est import solve_est
 from ddltool.analyzers.placement.jobs import Sharing, solve_jobs
 from ddltool.analyzers.placement.network import solve_on_nodes
 from ddltool.analyzers.placement.problem import DeviceType, Problem
-from ddltool.analyzers.placement.proposals import best_plan, proposals
+from ddltool.analyzers.placement.proposals import best_throughput, proposals
 from ddltool.analyzers.placement.steps import best_step
 from ddltool.companion import Companion, CompanionDevice, CompanionMeta, write_companion
 from ddltool.job import NodeDevices, NodeGroup
@@ -81,9 +81,11 @@ def published() -> None:
         problem = make("j", capabilities, counts, workers)
         exact = solve_est(problem).throughput
         read = proportional(capabilities, counts, workers)
-        summary = best_plan(dict(zip("abc", capabilities, strict=True)), dict(zip("abc", counts, strict=True)), workers)
-        if exact != summary.throughput or exact != float(workers / best_step(problem)):
-            sys.exit(f"the solver says {exact}, the closed forms {summary.throughput}")
+        found = best_throughput(
+            dict(zip("abc", capabilities, strict=True)), dict(zip("abc", counts, strict=True)), workers
+        )
+        if exact != found or exact != float(workers / best_step(problem)):
+            sys.exit(f"the solver says {exact}, the closed forms {found}")
         if exact < max(told, read) - 0.005:
             sys.exit(f"{exact} is worse than {told} or {read}")
         rates, offered = " ".join(f"{rate:g}" for rate in capabilities), " ".join(map(str, counts))
@@ -113,12 +115,12 @@ def microseconds(call: Callable[[], object], repeat: int) -> float:
 
 def roles() -> None:
     """Print the times of best plans and proposals."""
-    print("types  devices   maxP  best_plan us  proposals us (all free, top 3)")
+    print("types  devices   maxP  best us  proposals us (all free, top 3)")
     for types, devices, workers in ((3, 12, 16), (3, 64, 64), (8, 1_000, 256), (8, 10_000, 50_000)):
         capability = {f"t{place}": 1 / (0.1 + 0.17 * place) for place in range(types)}
         held = dict.fromkeys(capability, devices // types)
         free = dict.fromkeys(capability, min(16, devices // types))
-        plan = microseconds(partial(best_plan, capability, held, workers), 200)
+        plan = microseconds(partial(best_throughput, capability, held, workers), 200)
         more = microseconds(partial(proposals, capability, held, free, workers, 3, False), 10)
         print(f"{types:5d} {devices:8,d} {workers:6,d} {plan:13.0f} {more:13.0f}")
     print()

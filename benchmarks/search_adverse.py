@@ -12,7 +12,7 @@ import argparse
 import random
 from dataclasses import replace
 
-from ddltool.analyzers.communication.best import improve, solve_exact
+from ddltool.analyzers.communication.efficiency import improve, solve_exact
 from ddltool.analyzers.communication.order import tac
 from ddltool.analyzers.communication.timeline import Simulator
 from ddltool.graph import Graph, Op

@@ -25,7 +25,7 @@ from numpy.typing import ArrayLike, NDArray
 from ddltool.analyzers.balancing import minmax
 from ddltool.analyzers.balancing.algorithm2 import Algorithm2, Phase, Settings
 from ddltool.analyzers.balancing.minmax import Curves, DeviceCurves
-from ddltool.analyzers.balancing.schemes import Clock
+from ddltool.analyzers.balancing.replay import Clock
 from ddltool.analyzers.balancing.sizing import equal
 from ddltool.analyzers.balancing.trace import SpeedTrace
 from ddltool.analyzers.reporting.figures import Figure, Line, Lines

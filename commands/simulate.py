@@ -29,12 +29,12 @@ from ddltool.analyzers.scheduling.inputs import (
     workload_csv,
 )
 from ddltool.analyzers.scheduling.metrics import check_prices
-from ddltool.analyzers.scheduling.paired import compare as compare_policies
 from ddltool.analyzers.scheduling.policies import POLICIES, policies
 from ddltool.analyzers.scheduling.replay import search_trials
 from ddltool.analyzers.scheduling.simulator import Options
 from ddltool.analyzers.scheduling.study import study, watched
 from ddltool.analyzers.scheduling.sweep import Setup, sweep
+from ddltool.analyzers.scheduling.sweep import compare as compare_policies
 from ddltool.analyzers.scheduling.truth import FittedJob
 from ddltool.artifacts import save, write_text
 from ddltool.commands.options import Json, Output, Seed, one_of, some_of

@@ -11,21 +11,23 @@ from hypothesis import strategies as st
 
 from benchmarks.synthetic import cpu_cluster, gpu_clock, gpu_curves, jitter, least_longest
 from ddltool.analyzers.balancing.networks import Network
-from ddltool.analyzers.balancing.predict import PREDICTORS, Settings, make
-from ddltool.analyzers.balancing.replay import gain_kept, replay, replay_equal, replay_oracle
-from ddltool.analyzers.balancing.schemes import (
+from ddltool.analyzers.balancing.predict import PREDICTORS, Arima, Settings, make
+from ddltool.analyzers.balancing.replay import (
     Clock,
     bounded,
     bsp,
     cpu_clock,
+    gain_kept,
     lb_bsp,
     lb_bsp_oracle,
     redundant,
+    replay,
+    replay_equal,
+    replay_oracle,
     work_shifting,
 )
 from ddltool.analyzers.balancing.sizing import equal
 from ddltool.analyzers.balancing.trace import SpeedTrace
-from ddltool.analyzers.balancing.trained import Arima
 
 QUICK = Settings(warm_up=150, refit_every=150, window=300, most_steps=400, own_steps=20)
 

@@ -16,10 +16,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ddltool.analyzers.barriers.ends import EndTimes, bsp
-from ddltool.analyzers.barriers.gridscan import full_gridscan, gridscan
 from ddltool.analyzers.barriers.predict import PREDICTORS, ema, predict_ends
 from ddltool.analyzers.barriers.tradeoff import OBJECTIVES, best_barrier, tradeoff
-from ddltool.analyzers.barriers.zipline import zipline
+from ddltool.analyzers.barriers.zipline import full_gridscan, gridscan, zipline
 from ddltool.errors import InputError
 
 ROOT = Path(__file__).resolve().parents[1]

@@ -10,9 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ddltool.analyzers.communication.best import solve_exact
 from ddltool.analyzers.communication.dependencies import time_scale
-from ddltool.analyzers.communication.efficiency import bounds
+from ddltool.analyzers.communication.efficiency import bounds, solve_exact
 from ddltool.analyzers.communication.order import tac, tic
 from ddltool.analyzers.communication.shop import (
     ShopProblem,

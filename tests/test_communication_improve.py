@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ddltool.analyzers.communication.best import improve, solve_exact
+from ddltool.analyzers.communication.efficiency import improve, solve_exact
 from ddltool.analyzers.communication.order import tac
 from ddltool.analyzers.communication.timeline import Simulator
 from ddltool.fixtures.loading import folder

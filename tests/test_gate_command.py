@@ -17,10 +17,9 @@ import pandas as pd
 import pytest
 import yaml
 
-from ddltool.analyzers.gating.gate import judge
 from ddltool.analyzers.gating.metrics import extract
 from ddltool.analyzers.gating.rules import default_rules
-from ddltool.analyzers.gating.verdict import read_config, rules_for
+from ddltool.analyzers.gating.verdict import judge, read_config, rules_for
 from ddltool.errors import InputError
 from tests.conftest import Result
 

@@ -19,10 +19,10 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from ddltool.analyzers.gating.formats import junit, remarks, sarif, sentence, summary, workflow_commands
-from ddltool.analyzers.gating.gate import judge
 from ddltool.analyzers.gating.metrics import KINDS, Metric, combine, extract, merge
 from ddltool.analyzers.gating.noise import Cell, cell_of, geometric_mean, past_limit
 from ddltool.analyzers.gating.rules import default_rules, parse_rule
+from ddltool.analyzers.gating.verdict import judge
 from ddltool.errors import InputError
 from ddltool.graph import Graph, Op
 from ddltool.graph_io import to_document

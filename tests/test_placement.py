@@ -14,7 +14,6 @@ import pytest
 
 from ddltool.analyzers.balancing.plan import plan_bsp
 from ddltool.analyzers.emitting.enforcement import to_enforcement
-from ddltool.analyzers.placement.dealing import verify
 from ddltool.analyzers.placement.est import solve_est
 from ddltool.analyzers.placement.problem import (
     DeviceType,
@@ -23,6 +22,7 @@ from ddltool.analyzers.placement.problem import (
     capability_from_profile,
     from_job,
 )
+from ddltool.analyzers.placement.steps import verify
 from ddltool.errors import Infeasible, InputError, NotProven
 from ddltool.graph import Graph, Op
 from ddltool.job import Constraints, DeviceOffer, Job

@@ -22,7 +22,7 @@ from ddltool.analyzers.placement.companion import (
     plan_for,
 )
 from ddltool.analyzers.placement.problem import from_job
-from ddltool.analyzers.placement.proposals import best_plan
+from ddltool.analyzers.placement.proposals import best_throughput
 from ddltool.commands.companion import companion
 from ddltool.companion import Companion, CompanionDevice, CompanionMeta, is_companion, write_companion
 from ddltool.errors import DdlToolError, InputError
@@ -57,16 +57,18 @@ def test_every_vector_has_the_best_plan(tmp_path: Path, homogeneous: bool) -> No
             held = dict(zip(CAPABILITY, (int(count) for count in vector), strict=True))
             plan = base.lookup(tuple(held.values()))
             assert plan is not None
-            expected = best_plan(CAPABILITY, held, 8, homogeneous=homogeneous)
-            assert plan.throughput == expected.throughput
+            ways = [{name: count} for name, count in held.items()] if homogeneous else [held]
+            assert plan.throughput == max(best_throughput(CAPABILITY, way, 8) for way in ways)
             if not any(held.values()):
                 assert (plan.ests, plan.step_s) == ({}, 0.0)
                 continue
             assert sum(devices * ests for rows in plan.ests.values() for devices, ests in rows) == 8
             assert all(plan.used[name] <= held[name] for name in plan.used)
-            assert sum(plan.used.values()) == sum(expected.used.values())
             slowest = max(ests / CAPABILITY[name] for name, rows in plan.ests.items() for _, ests in rows)
             assert plan.step_s == pytest.approx(slowest)
+            # No device could be left out: without the one of least room there is too little for all.
+            rooms = sorted(int(CAPABILITY[name] * slowest + 1e-9) for name in plan.used for _ in range(plan.used[name]))
+            assert sum(rooms) - rooms[0] < 8
             assert plan.step_s * plan.throughput == pytest.approx(8)
 
 
@@ -93,7 +95,7 @@ def test_large_inventories_are_filled_as_they_are_asked_for(tmp_path: Path) -> N
         assert base.lookup(held) is None
         plan = plan_for(base.meta, held)
         base.remember(held, plan)
-        assert plan.throughput == best_plan(CAPABILITY, dict(zip(CAPABILITY, held, strict=True)), 200).throughput
+        assert plan.throughput == best_throughput(CAPABILITY, dict(zip(CAPABILITY, held, strict=True)), 200)
     with Companion(tmp_path / "plans.db") as base:
         assert base.lookup(held) is not None
         assert base.lookup(held).throughput == plan.throughput  # type: ignore[union-attr]
@@ -126,7 +128,7 @@ def test_recalibration_makes_plans_again_when_they_are_asked_for(tmp_path: Path)
         assert base.meta.generation == 2
         plan = base.lookup(counts)
         assert plan is not None
-        assert plan.throughput == best_plan({**CAPABILITY, "V100": 2.0}, held, 8).throughput
+        assert plan.throughput == best_throughput({**CAPABILITY, "V100": 2.0}, held, 8)
         assert base.counts()[0] == 1
 
 
@@ -225,8 +227,7 @@ def test_the_command_makes_looks_up_and_corrects(tmp_path: Path) -> None:
     assert is_companion(base)
     held = {"V100": 2, "T4": 1}
     shown = json.loads(run(base, "--lookup", "V100=2,T4=1", "--free", "V100=2,T4=3", "--json")[0])
-    expected = best_plan({"V100": 3.1, "T4": 1.0}, held, 8)
-    assert shown["throughput"] == expected.throughput
+    assert shown["throughput"] == best_throughput({"V100": 3.1, "T4": 1.0}, held, 8)
     assert shown["proposals"][0]["device_type"] == "V100"
     telemetry = tmp_path / "telemetry.jsonl"
     row = {
@@ -237,7 +238,7 @@ def test_the_command_makes_looks_up_and_corrects(tmp_path: Path) -> None:
     telemetry.write_text("\n".join(lines) + "\n")
     corrected = json.loads(run(base, "--measured", telemetry, "--lookup", "V100=2,T4=1", "--json")[0])
     assert corrected["recalibrated"] == {"V100": {"measured": 2.0, "predicted": 3.1, "changed": True}}
-    assert corrected["throughput"] == best_plan({"V100": 2.0, "T4": 1.0}, held, 8).throughput
+    assert corrected["throughput"] == best_throughput({"V100": 2.0, "T4": 1.0}, held, 8)
     again = json.loads(run(base, "--measured", telemetry, "--json")[0])
     assert again["recalibrated"]["V100"]["changed"] is False
     assert max(len(line) for line in run(base)[0].splitlines()) <= 80

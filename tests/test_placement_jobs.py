@@ -10,10 +10,9 @@ import numpy as np
 import pytest
 
 from ddltool.analyzers.placement import jobs as several
-from ddltool.analyzers.placement.dealing import verify
 from ddltool.analyzers.placement.jobs import JobTable, Sharing, generate, job_table, solve_jobs
 from ddltool.analyzers.placement.problem import DeviceType, Problem
-from ddltool.analyzers.placement.steps import best_step
+from ddltool.analyzers.placement.steps import best_step, verify
 from ddltool.errors import Infeasible, InputError
 from ddltool.results import JointPlan
 

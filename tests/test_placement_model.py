@@ -10,10 +10,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ddltool.analyzers.placement.dealing import verify
 from ddltool.analyzers.placement.est import is_feasible, solve_est
 from ddltool.analyzers.placement.problem import DeviceType, Problem, from_job, minimal_conflict, requirements
-from ddltool.analyzers.placement.steps import best_step, step_table
+from ddltool.analyzers.placement.steps import best_step, step_table, verify
 from ddltool.errors import DdlToolError, Infeasible, InputError
 from ddltool.job import Constraints, DeviceOffer, Job
 from ddltool.plans import Alternative, Plan

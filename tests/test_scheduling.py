@@ -17,10 +17,9 @@ from ddltool.analyzers.goodput.fit import fit as whole_fit
 from ddltool.analyzers.goodput.observations import Observations
 from ddltool.analyzers.goodput.throughput import grad_time_s, iteration_time_s
 from ddltool.analyzers.goodput.tuning import BatchLimits
-from ddltool.analyzers.scheduling.beliefs import Seen, fit, split_batch
 from ddltool.analyzers.scheduling.cluster import Allocation, ClusterSpec, count_gpus, packed
 from ddltool.analyzers.scheduling.inputs import read_applications, read_cluster, read_workload
-from ddltool.analyzers.scheduling.job import JobSpec, SimulatedJob, Tuning
+from ddltool.analyzers.scheduling.job import JobSpec, Seen, SimulatedJob, Tuning, fit, split_batch
 from ddltool.analyzers.scheduling.metrics import IsolatedTimes, summarize
 from ddltool.analyzers.scheduling.policies.gangs import Fifo, Srtf, Tiresias
 from ddltool.analyzers.scheduling.policies.optimus import Optimus

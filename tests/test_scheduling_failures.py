@@ -243,9 +243,9 @@ class Watched:
         assert cluster.gpus == without(self.whole, states.down).gpus
         for one in jobs:
             progress, failed, lost = self.seen.get(one.index, (0.0, 0, 0.0))
-            assert one.failures >= failed
+            assert one.tally.failures >= failed
             assert one.progress >= progress - (one.lost_progress - lost) - 1e-9
-            self.seen[one.index] = one.progress, one.failures, one.lost_progress
+            self.seen[one.index] = one.progress, one.tally.failures, one.lost_progress
             assert not {node for node, _ in one.allocation} & states.down
         made = self.inner.allocate(jobs, cluster, now_s)
         used = np.zeros(len(cluster.gpus), dtype=int)

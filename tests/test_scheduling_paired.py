@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from ddltool.analyzers.scheduling.paired import MEASURES, compare
+from ddltool.analyzers.scheduling.sweep import MEASURES, compare
 from ddltool.errors import InputError
 from ddltool.simulation_results import SweepCell, SweepFigures
 

@@ -17,10 +17,9 @@ from hypothesis import strategies as st
 
 from ddltool.analyzers.scheduling import policies as policies_package
 from ddltool.analyzers.scheduling.assign import assign
-from ddltool.analyzers.scheduling.beliefs import Beliefs
 from ddltool.analyzers.scheduling.cluster import Allocation, ClusterSpec, count_gpus
 from ddltool.analyzers.scheduling.inputs import read_applications, read_workload
-from ddltool.analyzers.scheduling.job import JobSpec, SimulatedJob, Tuning, make_jobs
+from ddltool.analyzers.scheduling.job import Beliefs, JobSpec, SimulatedJob, Tuning, make_jobs
 from ddltool.analyzers.scheduling.metrics import IsolatedTimes, summarize
 from ddltool.analyzers.scheduling.policies import policies
 from ddltool.analyzers.scheduling.policies.easyscale import EasyScale, EasyScaleHomo

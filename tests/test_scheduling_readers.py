@@ -14,15 +14,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ddltool.analyzers.scheduling.cluster_traces import (
+from ddltool.analyzers.scheduling.generator import POLLUX, size_class
+from ddltool.analyzers.scheduling.inputs import (
     ClusterTrace,
     busiest,
     read_philly,
     read_table_trace,
+    read_workload,
     to_workload,
 )
-from ddltool.analyzers.scheduling.generator import POLLUX, size_class
-from ddltool.analyzers.scheduling.inputs import read_workload
 from ddltool.errors import InputError
 from tests.conftest import Result
 

@@ -20,14 +20,15 @@ import pytest
 
 from ddltool.analyzers.scheduling import sweep as module
 from ddltool.analyzers.scheduling.failures import Failures, NodeEvent
-from ddltool.analyzers.scheduling.paired import MEASURES, compare
 from ddltool.analyzers.scheduling.simulator import Options
 from ddltool.analyzers.scheduling.sweep import (
     COLUMNS,
     FIGURES,
+    MEASURES,
     Setup,
     Task,
     cells,
+    compare,
     sole_writer,
     sweep,
 )

@@ -170,7 +170,11 @@ def test_a_bad_option_is_named(run: Cli, arguments: tuple[str, ...], message: st
     ("name", "text", "message"),
     [
         ("placements.csv", "placement,local_bsz,step_time,sync_time\n1x,16,1,0\n", "row 1:placement: is 1x"),
-        ("placements.csv", "placement,local_bsz,step_time,sync_time\n1,16,1,2\n", "row 1:sync_time: is 2 with a step"),
+        (
+            "placements.csv",
+            "placement,local_bsz,step_time,sync_time\n1,16,1,2\n",
+            "row 1:sync_time: is 2; it is a part of the step",
+        ),
         ("placements.csv", "placement,local_bsz,step_time\n1,16,1\n", "sync_time: no such column"),
         (
             "placements.csv",

@@ -21,7 +21,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from ddltool.analyzers.balancing.trained import Settings, Trained
+from ddltool.analyzers.balancing.predict import Settings, Trained
 
 Floats = NDArray[np.float64]
 LOOK_BACK = 2

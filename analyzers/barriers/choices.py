@@ -11,10 +11,9 @@ from typing import Any
 import numpy as np
 
 from ddltool.analyzers.barriers.ends import Barrier, EndTimes, bsp
-from ddltool.analyzers.barriers.gridscan import full_gridscan, gridscan
 from ddltool.analyzers.barriers.predict import PREDICTORS, predict_ends
 from ddltool.analyzers.barriers.tradeoff import OBJECTIVES, TradeoffPoint, best_barrier, tradeoff
-from ddltool.analyzers.barriers.zipline import zipline
+from ddltool.analyzers.barriers.zipline import full_gridscan, gridscan, zipline
 from ddltool.analyzers.loading.worker_tables import read_predicted, read_recorded
 from ddltool.errors import InputError, did_you_mean
 from ddltool.results import BarrierChoice, BarrierFigures, BarrierResult, TradeoffFigures

@@ -17,9 +17,9 @@ from ddltool.analyzers.barriers.superstep import DEFAULT_LOOKAHEAD, plan_elastic
 from ddltool.analyzers.deciding.communication import FITTED, Communication, Exposed
 from ddltool.analyzers.goodput.plan import plan_goodput
 from ddltool.analyzers.goodput.throughput import ThroughputParams, efficiency, grad_time_s
-from ddltool.analyzers.placement.dealing import device_counts
 from ddltool.analyzers.placement.est import DEFAULT_OBJECTIVE, solve_est
 from ddltool.analyzers.placement.problem import Problem, demand_throughput
+from ddltool.analyzers.placement.steps import device_counts
 from ddltool.decision import Kept, Layout, NothingFits, Objective, Option
 from ddltool.errors import Infeasible
 from ddltool.job import Job

@@ -7,6 +7,7 @@ named as ``FILE:row N:COLUMN``, rows counted from 1 after the header.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Any, Literal
@@ -31,6 +32,7 @@ _COUNTS = ("num_nodes", "num_replicas", "local_batch_size")
 # AdaptDL's column for each of ours.
 _ADAPTDL = {"local_bsz": "local_batch_size", "step_time": "step_time_s", "sync_time": "sync_time_s"}
 _TELEMETRY = ("step", "rank", "world_size", "num_nodes", "batch", "compute_s", "sync_s")
+_DIGITS, _PER_NODE = re.compile("[0-9]+"), "one digit per node, such as 44"
 TELEMETRY_NUMBERS = (*_TELEMETRY, "memory_bytes", "passes")
 
 
@@ -191,7 +193,8 @@ def _rows(frame: pd.DataFrame, kind: Kind, where: str) -> pd.DataFrame:
         return _checked(frame, where)
     rows = frame[list(_ADAPTDL)].rename(columns=_ADAPTDL)
     if kind == "placements":
-        rows = rows.assign(**_split_placements(frame["placement"], where))
+        places = split_placements(frame["placement"], where)
+        rows = rows.assign(num_nodes=list(map(len, places)), num_replicas=list(map(sum, places)))
     else:
         rows = rows.assign(num_nodes=frame["num_nodes"], num_replicas=frame["num_replicas"])
     return _checked(rows, where, {own: theirs for theirs, own in _ADAPTDL.items()}).drop(columns="device")
@@ -246,14 +249,14 @@ def _checked(frame: pd.DataFrame, where: str, shown: Mapping[str, str] | None = 
     return rows
 
 
-def _split_placements(placements: pd.Series[Any], where: str) -> dict[str, NDArray[np.int64]]:
-    """Return nodes and replicas of AdaptDL's placements: one digit per node, its number of GPUs."""
-    texts, place = np.unique(placements.fillna("").astype(str).to_numpy(dtype=str), return_inverse=True)
-    good = np.array([text.isascii() and text.isdigit() and int(text) > 0 for text in texts.tolist()], dtype=bool)
-    demand(good[place], placements, "placement", where, "one digit per node, such as 44")
-    digits = [[int(digit) for digit in text if digit != "0"] for text in texts.tolist()]
-    nodes, replicas = np.array([len(each) for each in digits]), np.array([sum(each) for each in digits])
-    return {"num_nodes": nodes[place], "num_replicas": replicas[place]}
+def split_placements(placements: pd.Series[Any], where: str) -> list[tuple[int, ...]]:
+    """Return the GPUs on each node of AdaptDL's placements, which have one digit per node; nodes without any left out."""
+    texts = placements.fillna("").astype(str).tolist()
+    known = {
+        text: tuple(int(digit) for digit in text if digit != "0") for text in set(texts) if _DIGITS.fullmatch(text)
+    }
+    demand(np.array([bool(known.get(text)) for text in texts], dtype=bool), placements, "placement", where, _PER_NODE)
+    return [known[text] for text in texts]
 
 
 def _of_telemetry(frame: pd.DataFrame, where: str) -> pd.DataFrame:

@@ -19,7 +19,6 @@ from fractions import Fraction
 
 from ortools.sat.python import cp_model
 
-from ddltool.analyzers.placement.dealing import evaluate, plan_of, reach
 from ddltool.analyzers.placement.problem import (
     Problem,
     check_affordable,
@@ -27,7 +26,7 @@ from ddltool.analyzers.placement.problem import (
     minimal_conflict,
     requirements,
 )
-from ddltool.analyzers.placement.steps import Counts, best_step
+from ddltool.analyzers.placement.steps import Counts, best_step, evaluate, plan_of, reach
 from ddltool.errors import Infeasible, InputError, NotProven, did_you_mean
 from ddltool.plans import Plan
 

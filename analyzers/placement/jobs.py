@@ -23,10 +23,19 @@ from numpy.typing import NDArray
 from ortools.sat.python import cp_model
 from scipy import optimize, sparse
 
-from ddltool.analyzers.placement.dealing import counts_of, evaluate, plan_of, reach
 from ddltool.analyzers.placement.est import limit_devices, run, solve_est, solver_for
-from ddltool.analyzers.placement.problem import Problem
-from ddltool.analyzers.placement.steps import Counts, Floats, Ints, best_step, step_table
+from ddltool.analyzers.placement.problem import DeviceType, Problem
+from ddltool.analyzers.placement.steps import (
+    Counts,
+    Floats,
+    Ints,
+    best_step,
+    counts_of,
+    evaluate,
+    plan_of,
+    reach,
+    step_table,
+)
 from ddltool.errors import Infeasible, InputError, NotProven
 from ddltool.graph import natural_key
 from ddltool.job import LARGEST
@@ -191,13 +200,17 @@ def idle_throughput(problem: Problem, devices: Mapping[str, int], plans: Sequenc
     for plan in plans:
         for row in () if plan is None else plan.assignments:
             left[row.device_type] -= row.devices
-    offered = tuple(
-        replace(device, count=min(device.count, left[device.name])) for device in problem.devices if left[device.name]
-    )
+    offered = _within(problem, left)
     try:
         return solve_est(replace(problem, devices=offered, min_throughput=None)).throughput if offered else 0.0
     except Infeasible:
         return 0.0
+
+
+def _within(problem: Problem, devices: Mapping[str, int]) -> tuple[DeviceType, ...]:
+    """Return what a job offers itself of the devices that there are."""
+    there = [device for device in problem.devices if devices.get(device.name)]
+    return tuple(replace(device, count=min(device.count, devices[device.name])) for device in there)
 
 
 def _plan(table: JobTable, row: Counts | None, gap: float, seconds: float) -> Plan | None:
@@ -219,14 +232,10 @@ def _tables(
     tables = []
     shared = dict(zip(names, counts.tolist(), strict=True))
     for problem, weight in zip(problems, weights, strict=True):
-        offered = [
-            replace(device, count=min(device.count, shared[device.name]))
-            for device in problem.devices
-            if device.name in shared
-        ]
+        offered = _within(problem, shared)
         if not offered:
             raise InputError(f"{problem.job}:devices", "none of its device types is there", f"there are {names}")
-        narrowed = replace(problem, devices=tuple(offered))
+        narrowed = replace(problem, devices=offered)
         try:
             alone = solve_est(narrowed, seed=seed)
         except Infeasible as error:
@@ -331,29 +340,44 @@ def _serve(tables: Sequence[JobTable], counts: Ints, floor: float, seed: int) ->
         if not len(places := table.at_least(floor)):
             return None, True
         rooms, workers = table.rooms[places[-1]].tolist(), table.problem.max_workers
-        most = [
-            min(int(count), -(-workers // room)) if room else 0
-            for count, room in zip(table.available, rooms, strict=True)
-        ]
-        own = [model.new_int_var(0, count, "") for count in most]
+        pairs = zip(table.available.tolist(), rooms, strict=True)
+        own = [model.new_int_var(0, min(count, -(-workers // room)) if room else 0, "") for count, room in pairs]
         limit_devices(model, table.problem, [own[place] for place in table.places])
         for part in {1, *filter(None, rooms)}:
             held = cp_model.LinearExpr.weighted_sum(own, [-(-room // part) for room in rooms])
             model.add(held >= -(-workers // part))
         used.append(own)
-    for place, limit in enumerate(counts.tolist()):
-        model.add(cp_model.LinearExpr.sum([own[place] for own in used]) <= limit)
+    _share_devices(model, used, counts)
     solver = solver_for(_PATIENCE_S, seed)
     solver.parameters.linearization_level = 2
     status = run(solver, model)
     if status not in (cp_model.OPTIMAL, cp_model.FEASIBLE):
         return None, status == cp_model.INFEASIBLE
-    way: Way = []
-    for table, own in zip(tables, used, strict=True):
-        row = tuple(solver.value(variable) for variable in own)
+    return _read(solver, tables, used), False
+
+
+def _share_devices(model: cp_model.CpModel, used: Sequence[Sequence[cp_model.IntVar]], counts: Ints) -> None:
+    """Let all jobs' devices, (jobs, T) variables, be those that there are."""
+    for place, limit in enumerate(counts.tolist()):
+        model.add(cp_model.LinearExpr.sum([own[place] for own in used]) <= limit)
+
+
+def _read(solver: cp_model.CpSolver, tables: Sequence[JobTable], used: Sequence[Sequence[cp_model.IntVar]]) -> Way:
+    """Return what each job has in a solution, as columns of the tables."""
+    rows = [tuple(solver.value(variable) for variable in own) for own in used]
+    for table, row in zip(tables, rows, strict=True):
         table.add(row)
-        way.append(row)
-    return way, False
+    return list(rows)
+
+
+def _maximise(
+    model: cp_model.CpModel, terms: Sequence[tuple[cp_model.IntVar, float]], tables: Sequence[JobTable]
+) -> float:
+    """Let the model maximise the sum of worths of what is chosen; return how many of its whole units make one."""
+    unit = _SCALE / max(table.weight for table in tables)
+    variables, worths = zip(*terms, strict=True)
+    model.maximize(cp_model.LinearExpr.weighted_sum(variables, [round(worth * unit) for worth in worths]))
+    return unit
 
 
 def generate(
@@ -493,13 +517,8 @@ def _choose(tables: Sequence[JobTable], counts: Ints, limit_s: float, seed: int,
     for place, limit in enumerate(counts.tolist()):
         terms = [(variable, row[place]) for pick in picks for row, variable in pick.items() if row[place]]
         model.add(cp_model.LinearExpr.weighted_sum(*zip(*terms, strict=True)) <= limit if terms else True)
-    unit = _SCALE / max(table.weight for table in tables)
-    terms = [
-        (variable, round(table.columns[row] * unit))
-        for table, pick in zip(tables, picks, strict=True)
-        for row, variable in pick.items()
-    ]
-    model.maximize(cp_model.LinearExpr.weighted_sum(*zip(*terms, strict=True)))
+    pairs = zip(tables, picks, strict=True)
+    _maximise(model, [(each, table.columns[row]) for table, pick in pairs for row, each in pick.items()], tables)
     solver = solver_for(limit_s, seed)
     solver.parameters.relative_gap_limit = 1e-6
     if run(solver, model) not in (cp_model.OPTIMAL, cp_model.FEASIBLE):
@@ -516,7 +535,6 @@ def _whole(
     The way is None where none is found; the bound is 0 where it is proven that there is none.
     """
     model = cp_model.CpModel()
-    unit = _SCALE / max(table.weight for table in tables)
     used, terms = [], []
     for table, row in zip(tables, start, strict=True):
         own = [model.new_int_var(0, int(limit), "") for limit in table.available]
@@ -526,21 +544,17 @@ def _whole(
         for step, rooms, worth in zip(steps, table.rooms.tolist(), table.best_values.tolist(), strict=True):
             fits = cp_model.LinearExpr.weighted_sum(own, rooms) >= table.problem.max_workers
             model.add(fits).only_enforce_if(step)
-            terms.append((step, round(worth * unit)))
+            terms.append((step, worth))
         for variable, count in zip(own, row or (0,) * len(own), strict=True):
             model.add_hint(variable, count)
         used.append(own)
-    for place, limit in enumerate(counts.tolist()):
-        model.add(cp_model.LinearExpr.sum([own[place] for own in used]) <= limit)
-    model.maximize(cp_model.LinearExpr.weighted_sum(*zip(*terms, strict=True)))
+    _share_devices(model, used, counts)
+    unit = _maximise(model, terms, tables)
     solver = solver_for(limit_s, seed)
     status = run(solver, model)
     if status not in (cp_model.OPTIMAL, cp_model.FEASIBLE):
         return None, 0.0 if status == cp_model.INFEASIBLE else np.inf
-    rows: Way = []
-    for table, own in zip(tables, used, strict=True):
-        row = tuple(solver.value(variable) for variable in own)
-        table.add(row)
-        rows.append(row if row in table.columns else None)
+    found = _read(solver, tables, used)
+    rows = [row if row in table.columns else None for table, row in zip(tables, found, strict=True)]
     # Half a unit for each job is what rounding may have hidden.
     return None if everyone and None in rows else rows, (solver.best_objective_bound + len(tables)) / unit

@@ -16,10 +16,9 @@ from fractions import Fraction
 from typing import Protocol
 
 from ddltool.analyzers.goodput.throughput import ThroughputParams, overlapped, sync_time_s
-from ddltool.analyzers.placement.dealing import counts_of, device_counts, evaluate, plan_of, reach
 from ddltool.analyzers.placement.est import is_feasible, solve_est
-from ddltool.analyzers.placement.problem import Problem, check_affordable
-from ddltool.analyzers.placement.steps import Counts, best_step
+from ddltool.analyzers.placement.problem import Problem, check_affordable, demand_throughput
+from ddltool.analyzers.placement.steps import Counts, best_step, counts_of, device_counts, evaluate, plan_of, reach
 from ddltool.errors import Infeasible, InputError
 from ddltool.job import NodeGroup
 from ddltool.plans import Alternative, Choice, NetworkCost, Plan
@@ -100,11 +99,11 @@ def solve_on_nodes(
     limit = min((each.step_s for each in found.values()), default=math.inf)
     across, bound = _across_nodes(quick, nodes, steps, limit, deadline, seed)
     if across is not None:
-        kept = found.get(_choice(across))
-        found[_choice(across)] = across if kept is None or across.step_s < kept.step_s else kept
+        _keep(found, across)
     ranked = sorted(found.items(), key=lambda item: (item[1].step_s, item[1].nodes, sum(item[1].counts)))
     best = ranked[0][1]
-    _check_throughput(problem, best.step_s)
+    most = "with synchronisation the most that can be reached is"
+    demand_throughput(problem.max_workers / best.step_s, problem.min_throughput, most)
     gap = max(0.0, 1.0 - min(bound, best.step_s) / best.step_s)
     gap = gap if gap > _ROUNDING else 0.0
     seconds = time.perf_counter() - started
@@ -139,8 +138,11 @@ def nodes_needed(counts: Mapping[str, int], nodes: Sequence[NodeGroup]) -> int:
     return total
 
 
-def _choice(found: _Found) -> Choice:
-    return "several nodes" if found.nodes > 1 else "one node" if sum(found.counts) > 1 else "one device"
+def _keep(best: dict[Choice, _Found], made: _Found) -> None:
+    """Keep a plan if it is the best of its choice."""
+    choice: Choice = "several nodes" if made.nodes > 1 else "one node" if sum(made.counts) > 1 else "one device"
+    if choice not in best or made.step_s < best[choice].step_s:
+        best[choice] = made
 
 
 def _on_one_node(problem: Problem, nodes: Sequence[NodeGroup], steps: Steps) -> dict[Choice, _Found]:
@@ -154,19 +156,12 @@ def _on_one_node(problem: Problem, nodes: Sequence[NodeGroup], steps: Steps) -> 
             if compute is None:
                 continue
             step = steps.step_s(float(compute), 1, number)
-            made = _Found(step_s=step, counts=counts, compute_s=compute, nodes=1, proven=True)
-            if (kept := best.get(_choice(made))) is None or step < kept.step_s:
-                best[_choice(made)] = made
+            _keep(best, _Found(step_s=step, counts=counts, compute_s=compute, nodes=1, proven=True))
     return best
 
 
 def _across_nodes(
-    problem: Problem,
-    nodes: Sequence[NodeGroup],
-    steps: Steps,
-    limit: float,
-    deadline: float,
-    seed: int,
+    problem: Problem, nodes: Sequence[NodeGroup], steps: Steps, limit: float, deadline: float, seed: int
 ) -> tuple[_Found | None, float]:
     """Return the best plan on at least two devices anywhere, and a step time that none of them can beat.
 
@@ -234,10 +229,3 @@ def _alternative(problem: Problem, found: _Found) -> Alternative:
     throughput = problem.max_workers / found.step_s
     in_use = made.waste + made.throughput
     return made.model_copy(update={"iteration_s": found.step_s, "throughput": throughput, "waste": in_use - throughput})
-
-
-def _check_throughput(problem: Problem, step_s: float) -> None:
-    if problem.min_throughput is not None and problem.max_workers / step_s < problem.min_throughput:
-        reached = problem.max_workers / step_s
-        text = f"min_throughput: at least {float(problem.min_throughput):g} mini-batches/s from {problem.max_workers}"
-        raise Infeasible(f"{text} workers; with synchronisation the most that can be reached is {reached:.4g}")

@@ -6,7 +6,8 @@ import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
-from functools import lru_cache
+from functools import lru_cache, partial
+from typing import NamedTuple
 
 import numpy as np
 import pandas as pd
@@ -238,10 +239,8 @@ def _memory_text(limits: Constraints, devices: Sequence[DeviceType]) -> str:
     if fixed is None:
         sizes = ", ".join(f"{device.name} has {device.memory_gib:g}" for device in devices)
         return f"one worker needs {each:g} GiB; {sizes}"
-    sizes = ", ".join(
-        f"{device.name} has {device.memory_gib:g} (room for {device.memory_ests}; {device.count} offered)"
-        for device in devices
-    )
+    rooms = ((each, f"(room for {each.memory_ests}; {each.count} offered)") for each in devices)
+    sizes = ", ".join(f"{device.name} has {device.memory_gib:g} {room}" for device, room in rooms)
     return f"k workers on a device need {fixed:g} + k x {each:g} GiB; {sizes}"
 
 
@@ -252,14 +251,12 @@ def _need(offers: Sequence[DeviceOffer], field: str, limit: float | None, constr
             raise InputError(where, "is missing", f"constraints.{constraint} needs it")
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Requirement:
-    """Something that job.yaml asks for and could be left out."""
+class Requirement(NamedTuple):
+    """Something that job.yaml asks for and could be left out; ``without`` makes the same problem without it."""
 
     name: str
     text: str
     without: Callable[[Problem], Problem]
-    """Return a problem without the requirement, otherwise the same."""
 
 
 def requirements(problem: Problem) -> list[Requirement]:
@@ -270,40 +267,26 @@ def requirements(problem: Problem) -> list[Requirement]:
     offered = _listed(f"{device.count} {device.name}" for device in every)
     memory = "" if all(device.memory_ests is None for device in every) else problem.memory_text
     least, budget = problem.min_throughput, problem.max_price_micro
+    most = "" if problem.max_devices is None else f"at most {problem.max_devices}"
+    money = "" if budget is None else f"at most {budget / PRICE_UNIT:g} an hour; {prices}"
+    one_type = f"devices of one type only; offered are {offered}" if problem.single_type else ""
+    speed = "" if least is None else f"at least {float(least):g} mini-batches/s"
     # In this order they are told, and left out in turn.
-    rows: list[tuple[str, str, Callable[[Problem], Problem]]] = [
-        ("memory_per_worker_gib", memory, _without_memory),
-        ("max_ests", few and f"{problem.max_workers} workers, at most {few}", _without_max_ests),
-        (
-            "max_devices",
-            "" if problem.max_devices is None else f"at most {problem.max_devices}",
-            lambda other: replace(other, max_devices=None),
-        ),
-        (
-            "max_price_per_hour",
-            "" if budget is None else f"at most {budget / PRICE_UNIT:g} an hour; {prices}",
-            lambda other: replace(other, max_price_micro=None),
-        ),
-        (
-            problem.single_type_reason,
-            f"devices of one type only; offered are {offered}" if problem.single_type else "",
-            lambda other: replace(other, single_type=False),
-        ),
-        (
-            "min_throughput",
-            "" if least is None else f"at least {float(least):g} mini-batches/s",
-            lambda other: replace(other, min_throughput=None),
-        ),
-    ]
-    return [Requirement(name=name, text=text, without=without) for name, text, without in rows if text]
+    rows = (
+        Requirement("memory_per_worker_gib", memory, _without_memory),
+        Requirement("max_ests", few and f"{problem.max_workers} workers, at most {few}", _without_max_ests),
+        Requirement("max_devices", most, partial(replace, max_devices=None)),
+        Requirement("max_price_per_hour", money, partial(replace, max_price_micro=None)),
+        Requirement(problem.single_type_reason, one_type, partial(replace, single_type=False)),
+        Requirement("min_throughput", speed, partial(replace, min_throughput=None)),
+    )
+    return [row for row in rows if row.text]
 
 
-def demand_throughput(throughput: float, least: Fraction | float | None) -> None:
+def demand_throughput(throughput: float, least: Fraction | float | None, most: str = "this strategy reaches") -> None:
     """Raise Infeasible when a plan's throughput is below ``least`` (both in logical mini-batches per second)."""
     if least is not None and throughput < float(least) * (1 - 1e-9):
-        raise Infeasible(
-            f"min_throughput: at least {float(least):g} mini-batches/s; this strategy reaches {throughput:.4g}"
-        )
+        raise Infeasible(f"min_throughput: at least {float(least):g} mini-batches/s; {most} {throughput:.4g}")
 
 
 def minimal_conflict(problem: Problem, feasible: Callable[[Problem], bool]) -> list[Requirement]:
@@ -361,10 +344,10 @@ def _without_memory(problem: Problem) -> Problem:
 
 
 def _without_max_ests(problem: Problem) -> Problem:
-    devices, left_out = (
-        tuple(replace(device, max_ests=None) for device in part) for part in (problem.devices, problem.left_out)
+    parts = {"devices": problem.devices, "left_out": problem.left_out}
+    return replace(
+        problem, **{name: tuple(replace(one, max_ests=None) for one in part) for name, part in parts.items()}
     )
-    return replace(problem, devices=devices, left_out=left_out)
 
 
 def capability_from_profile(frame: pd.DataFrame, device_type: str, batch_size: int, where: str) -> float:
@@ -379,10 +362,8 @@ def capability_from_profile(frame: pd.DataFrame, device_type: str, batch_size: i
     devices = sorted(set(single["device"]))
     if len(devices) != 1:
         if device_type not in devices:
-            problem = f"has no single-replica rows of device {device_type!r}"
-            raise InputError(
-                where, problem, did_you_mean(device_type, devices) if devices else "profile with --replicas 1"
-            )
+            remedy = did_you_mean(device_type, devices) if devices else "profile with --replicas 1"
+            raise InputError(where, f"has no single-replica rows of device {device_type!r}", remedy)
         single = single[single["device"] == device_type]
     times = single.groupby("local_batch_size")["step_time_s"].median().sort_index()
     batches = times.index.to_numpy(dtype=float)

@@ -1,6 +1,6 @@
 """EasyScale's intra-job scheduler (section 3.4): the best plan for what a job holds, and what more would bring.
 
-Role 1 is :func:`best_plan`, role 2 :func:`proposals`; :func:`accept` is the cluster's side of role 3.
+Role 1 is :func:`best_throughput`, role 2 :func:`proposals`; :func:`accept` is the cluster's side of role 3.
 All are exact, by the closed form: throughput is ``maxP / f`` with f the smallest step time that leaves room for every EST.
 Pure functions: the cluster simulator and the ``companion`` command call them.
 """
@@ -10,29 +10,18 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import pairwise
 from typing import cast
 
 import numpy as np
 
 from ddltool.analyzers.placement.problem import check_capability, exact
-from ddltool.analyzers.placement.steps import StepTable, deal, fewest, smallest_step, step_table, whole
+from ddltool.analyzers.placement.steps import StepTable, smallest_step, step_table, whole
 from ddltool.errors import InputError, did_you_mean
 from ddltool.graph import natural_key
 
 # For more step times than these, a table costs more than it saves.
 _LARGEST_TABLE = 50_000
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class PlanSummary:
-    """The best mapping of ESTs to the devices that a job holds."""
-
-    throughput: float
-    """Logical mini-batches per second; 0 when nothing is held."""
-    ests_per_device: Mapping[str, tuple[int, ...]]
-    """Device type to the ESTs of each used device, most first."""
-    used: Mapping[str, int]
-    """Device type to how many are used; held devices beyond these would idle and can be given back."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -49,38 +38,17 @@ class Proposal:
     """What each of the devices adds to ``speedup``."""
 
 
-def best_plan(
-    capability: Mapping[str, float], held: Mapping[str, int], max_workers: int, *, homogeneous: bool = False
-) -> PlanSummary:
-    """Return the plan of highest throughput on the held devices, using no more of them than it needs (role 1).
+def best_throughput(capability: Mapping[str, float], held: Mapping[str, int], max_workers: int) -> float:
+    """Return the most logical mini-batches per second on the held devices (role 1); 0 when nothing is held.
 
-    ``capability``: mini-batches per second of one EST alone by device type; ``held``: devices by type;
-    ``homogeneous``: use one type only. Exact (EasyScale, Equation 1); some microseconds. Raises InputError for
-    capabilities that are not positive, negative counts, types without a capability, or ``max_workers`` below 1.
+    ``capability``: mini-batches per second of one EST alone by device type; ``held``: devices by type. Exact (EasyScale,
+    Equation 1); some microseconds. Raises InputError for capabilities that are not positive, negative counts, types
+    without a capability, or ``max_workers`` below 1.
     """
     names = _names(capability, held, max_workers)
-    if homogeneous and len(names) > 1:
-        each = [best_plan(capability, {name: held[name]}, max_workers) for name in names]
-        return max(each, key=lambda plan: plan.throughput)
-    if not names:
-        return PlanSummary(throughput=0.0, ests_per_device={}, used={})
     weights = _weights(tuple(float(capability[name]) for name in names))
-    counts = [min(held[name], max_workers) for name in names]
-    found = smallest_step(weights, counts, max_workers)
-    assert found is not None  # there is a device
-    k, kind = found
-    rooms = [weight * k // weights[kind] for weight in weights]
-    used = fewest(rooms, counts, max_workers)
-    dealt = {
-        name: sum(((ests,) * number for number, ests in rows), ())
-        for name, rows in zip(names, deal(rooms, used, max_workers, weights), strict=True)
-        if rows
-    }
-    return PlanSummary(
-        throughput=_throughput(capability[names[kind]], k, max_workers),
-        ests_per_device=dealt,
-        used={name: len(ests) for name, ests in dealt.items()},
-    )
+    found = smallest_step(weights, [min(held[name], max_workers) for name in names], max_workers) if names else None
+    return 0.0 if found is None else _throughput(capability[names[found[1]]], found[0], max_workers)
 
 
 def proposals(
@@ -95,35 +63,27 @@ def proposals(
 
     On equal speedup per device, more devices first, then the type's name. Only counts that make the job faster than
     one device fewer are proposed. A homogeneous job only asks for the type that it holds. Raises InputError as
-    :func:`best_plan` does, and for a ``top_k`` below 1.
+    :func:`best_throughput` does, and for a ``top_k`` below 1.
     """
     if top_k < 1:
         raise InputError("top_k", f"is {top_k}", "ask for one proposal at least")
     offered = _names(capability, free, max_workers)
     holding = _names(capability, held, max_workers)
     if homogeneous and holding:
-        kept = max(holding, key=lambda name: best_plan(capability, {name: held[name]}, max_workers).throughput)
+        kept = max(holding, key=lambda name: best_throughput(capability, {name: held[name]}, max_workers))
         offered, holding = [name for name in offered if name == kept], [kept]
     if not offered:
         return []
-    now = best_plan(capability, {name: held[name] for name in holding}, max_workers).throughput
+    now = best_throughput(capability, {name: held[name] for name in holding}, max_workers)
     reference = now or min(float(value) for value in capability.values())
     found: list[Proposal] = []
     for name in offered:
         speeds = _with_more(capability, {kind: held[kind] for kind in holding}, name, free[name], max_workers)
-        before = now
-        for count, speed in enumerate(speeds, start=1):
+        for count, (before, speed) in enumerate(pairwise([now, *speeds]), start=1):
             if speed > before:
-                gain = (speed - now) / reference
-                proposal = Proposal(
-                    device_type=name,
-                    count=count,
-                    throughput=speed,
-                    speedup=speed / reference,
-                    speedup_per_gpu=gain / count,
-                )
-                found.append(proposal)
-            before = speed
+                each = (speed - now) / reference / count
+                speedup = {"speedup": speed / reference, "speedup_per_gpu": each}
+                found.append(Proposal(device_type=name, count=count, throughput=speed, **speedup))
     return sorted(found, key=_priority)[:top_k]
 
 

@@ -3,11 +3,13 @@
 In a step of T seconds a device of capability C has room for ``floor(C T)`` ESTs (EasyScale, Equation 1). So the best step
 time on given devices is the smallest of the numbers ``k / C_i`` in which they have room for every EST: one bisection
 (:func:`smallest_step`), or, for many vectors of devices at once, a table of all those numbers (:class:`StepTable`).
+:func:`evaluate` deals the ESTs out and returns a plan's figures, checked from scratch after every solve.
 """
 
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from fractions import Fraction
@@ -18,6 +20,7 @@ from numpy.typing import NDArray
 
 from ddltool.analyzers.placement.problem import Problem
 from ddltool.errors import InputError
+from ddltool.plans import Alternative, Assignment, Plan
 
 Ints = NDArray[np.int64]
 Floats = NDArray[np.float64]
@@ -59,9 +62,9 @@ def smallest_step(
         if free:
             return sum(number * (other * k // weight) for other, number, _ in offers) >= max_workers
         left, total = devices if max_devices is None else max_devices, 0
-        for room, number in sorted(((min(other * k // weight, limit), number) for other, number, limit in offers))[
-            ::-1
-        ]:
+        for room, number in sorted(
+            ((min(w * k // weight, limit), number) for w, number, limit in offers), reverse=True
+        ):
             total += room * min(number, left)
             left -= min(number, left)
         return total >= max_workers
@@ -99,20 +102,14 @@ def best_step(problem: Problem, counts: Counts | None = None) -> Fraction | None
     most = problem.max_devices if counts is None else None
     ways = [tuple(device.count for device in devices) if counts is None else counts]
     if counts is None and problem.single_type:
-        kinds = range(len(devices))
-        ways = [tuple(devices[kind].count * (kind == only) for kind in kinds) for only in kinds]
-    steps: list[Fraction] = []
-    for way in ways:
-        bound = None if not any(limits) else limits
-        found = smallest_step(weights, way, problem.max_workers, bound, most) if any(way) else None
-        if found is not None:
-            steps.append(found[0] / devices[found[1]].capability_per_s)
-    if not steps:
-        return None
-    if counts is None:
-        return min(steps)
+        ways = [tuple(each.count * (each is only) for each in devices) for only in devices]
+    bound = limits if any(limits) else None
+    found = [smallest_step(weights, way, problem.max_workers, bound, most) for way in ways if any(way)]
+    step = min((each[0] / devices[each[1]].capability_per_s for each in found if each is not None), default=None)
+    if counts is None or step is None:
+        return step
     slowest = min(device.capability_per_s for device, count in zip(devices, counts, strict=True) if count)
-    return max(steps[0], 1 / slowest)
+    return max(step, 1 / slowest)
 
 
 def deal(
@@ -128,21 +125,11 @@ def deal(
         taken = min(surplus, ests[kind] - counts[kind])
         ests[kind] -= taken
         surplus -= taken
-    rows = []
-    for total, count in zip(ests, counts, strict=True):
-        each, more = divmod(total, count) if count else (0, 0)
-        rows.append([(number, size) for number, size in ((more, each + 1), (count - more, each)) if number])
-    return rows
-
-
-def fewest(rooms: Sequence[int], counts: Sequence[int], workers: int) -> list[int]:
-    """Return how many devices of each type hold all workers, roomiest first (of equal ones the first types)."""
-    used = [0] * len(rooms)
-    for kind in sorted(range(len(rooms)), key=lambda kind: -rooms[kind]):
-        if workers > 0 and rooms[kind]:
-            used[kind] = min(counts[kind], -(-workers // rooms[kind]))
-            workers -= used[kind] * rooms[kind]
-    return used
+    shares = [(count, *divmod(total, count or 1)) for total, count in zip(ests, counts, strict=True)]
+    return [
+        [(number, size) for number, size in ((more, each + 1), (count - more, each)) if number]
+        for count, each, more in shares
+    ]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -258,3 +245,98 @@ def _rooms(weight: int, weights: Sequence[int], limits: Sequence[int], most: int
             part = np.fromiter((min(k * weight // other, most) for k in range(1, limit + 1)), np.int64, limit)
         parts.append(np.minimum(part, most))
     return np.concatenate(parts)
+
+
+def device_counts(plan: Plan | Alternative) -> dict[str, int]:
+    """Return how many devices of each type a plan uses."""
+    counts: Counter[str] = Counter()
+    for row in plan.assignments:
+        counts[row.device_type] += row.devices
+    return dict(counts)
+
+
+def counts_of(problem: Problem, plan: Plan) -> Counts:
+    """Return how many devices of each type of the problem a plan uses."""
+    used = device_counts(plan)
+    return tuple(used.get(device.name, 0) for device in problem.devices)
+
+
+def reach(problem: Problem, counts: Counts) -> Fraction:
+    """Return the step time of devices that are known to hold every EST."""
+    step = best_step(problem, counts)
+    if step is None:
+        raise ValueError(f"{counts} devices have no room for {problem.max_workers} ESTs")
+    return step
+
+
+def evaluate(problem: Problem, counts: Counts) -> Alternative:
+    """Deal out the ESTs over devices that hold them, and return the plan's figures, checked from scratch."""
+    step = reach(problem, counts)
+    rooms = [problem.room(device, step) for device in problem.devices]
+    dealt = deal(rooms, counts, problem.max_workers, whole(tuple(each.capability_per_s for each in problem.devices)))
+    assignments = [
+        Assignment(
+            device_type=device.name, devices=number, ests_per_device=ests, local_batch_size=ests * problem.batch_size
+        )
+        for device, rows in zip(problem.devices, dealt, strict=True)
+        for number, ests in rows
+    ]
+    if (checked := verify(problem, assignments)) != step:
+        raise ValueError(f"the plan's step takes {checked} s, not {step} s")
+    throughput = problem.max_workers / step
+    pairs = zip(counts, problem.devices, strict=True)
+    in_use = sum((count * device.capability_per_s for count, device in pairs), Fraction(0))
+    return Alternative(
+        iteration_s=float(step),
+        throughput=float(throughput),
+        assignments=assignments,
+        est_count=sum(row.devices * row.ests_per_device for row in assignments),
+        waste=float(in_use - throughput),
+        overload_factor=float(step),
+    )
+
+
+def plan_of(problem: Problem, made: Alternative, *, optimal: bool, gap: float, solve_seconds: float) -> Plan:
+    """Return the est plan of figures that were evaluated."""
+    return Plan(
+        job=problem.job,
+        strategy="est",
+        max_workers=problem.max_workers,
+        batch_size=problem.batch_size,
+        **{name: getattr(made, name) for name in Alternative.model_fields},
+        status="optimal" if optimal else "feasible",
+        gap=gap,
+        solve_seconds=solve_seconds,
+    )
+
+
+def verify(problem: Problem, assignments: Sequence[Assignment]) -> Fraction:
+    """Return the step time in seconds recomputed from scratch.
+
+    Raises ValueError, which would be this package's mistake and not the user's, when an EST is missing or doubled, a
+    device is used that is not offered, or a constraint is broken.
+    """
+    offered = {device.name: device for device in problem.devices}
+    used: dict[str, int] = {}
+    for row in assignments:
+        used[row.device_type] = used.get(row.device_type, 0) + row.devices
+        if row.local_batch_size != row.ests_per_device * problem.batch_size or row.ests_per_device < 1:
+            raise ValueError(f"a used device needs ESTs and their samples: {row}")
+    workers = sum(row.devices * row.ests_per_device for row in assignments)
+    if not used.keys() <= offered.keys():
+        raise ValueError(f"types that are not offered: {sorted(used.keys() - offered.keys())}")
+    if any(row.ests_per_device > (offered[row.device_type].most_ests or math.inf) for row in assignments):
+        raise ValueError(f"more ESTs on a device than may be: {assignments}")
+    price = sum((offered[name].price_micro or 0) * count for name, count in used.items())
+    if workers != problem.max_workers:
+        raise ValueError(f"{workers} ESTs instead of {problem.max_workers}")
+    if any(count > offered[name].count for name, count in used.items()):
+        raise ValueError(f"more devices than offered: {used}")
+    if (problem.single_type and len(used) > 1) or sum(used.values()) > (problem.max_devices or math.inf):
+        raise ValueError(f"constraints broken: {used}")
+    if problem.max_price_micro is not None and price > problem.max_price_micro:
+        raise ValueError(f"price limit broken: {price}")
+    step = max(row.ests_per_device / offered[row.device_type].capability_per_s for row in assignments)
+    if problem.min_throughput is not None and problem.max_workers / step < problem.min_throughput:
+        raise ValueError(f"too slow: a step of {step} s")
+    return step

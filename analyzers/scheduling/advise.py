@@ -63,33 +63,30 @@ def advise(
     ``remaining_factor`` and ``gain_factor``; 1: known. ``hold_s``: after that the job is back on its present allocation,
     by another restart; None: it keeps the new one.
     """
-    restarts = np.sort(np.array(restarts_s, dtype=np.float64))
+    restarts = np.array(restarts_s, dtype=np.float64)
     delay = float(restarts.mean())
     if len(restarts) > _RESTARTS:
         restarts = np.quantile(restarts, (np.arange(_RESTARTS) + 0.5) / _RESTARTS)
-    left, left_weights = _quantiles(remaining_s, remaining_factor, _REMAINING)
-    gains, gain_weights = _quantiles(gain, gain_factor, _GAIN)
+    left, gains = _likely(remaining_s, remaining_factor, _REMAINING), _likely(gain, gain_factor, _GAIN)
     saved = saved_seconds(left[:, None, None], gains[:, None], restarts, hold_s)
-    weights = left_weights[:, None, None] * gain_weights[:, None] / len(restarts) * np.ones_like(saved)
-    low, high = _percentiles(saved.ravel(), weights.ravel(), (0.1, 0.9))
+    low, high = np.quantile(saved, (0.1, 0.9), method="inverted_cdf").tolist()
     return Advice(
         gain=gain,
         restart_s=delay,
         break_even_s=_break_even(gain, delay, hold_s),
         saved_s=float(saved_seconds(np.array(remaining_s), np.array(gain), np.array(delay), hold_s)),
-        expected_saved_s=float((saved * weights).sum()),
+        expected_saved_s=float(saved.mean()),
         saved_p10_s=low,
         saved_p90_s=high,
-        probability=float(weights[saved > 0].sum()),
+        probability=float((saved > 0).mean()),
     )
 
 
-def _quantiles(median: float, factor: float, count: int) -> tuple[Floats, Floats]:
-    """Return values of a log-normal guess and their weights, (count,) each; one value of weight 1 where it is known."""
+def _likely(median: float, factor: float, count: int) -> Floats:
+    """Return ``count`` equally likely values of a log-normal guess, one where it is known."""
     if factor == 1:
-        return np.array([median]), np.ones(1)
-    edges = (np.arange(count) + 0.5) / count
-    return median * np.exp(math.log(factor) * ndtri(edges)), np.full(count, 1.0 / count)
+        return np.array([median])
+    return np.asarray(median * np.exp(math.log(factor) * ndtri((np.arange(count) + 0.5) / count)))
 
 
 def saved_seconds(remaining: Floats, gain: Floats, delay: Floats, hold_s: float | None = None) -> Floats:
@@ -106,21 +103,10 @@ def saved_seconds(remaining: Floats, gain: Floats, delay: Floats, hold_s: float 
 
 def _break_even(gain: float, delay: float, hold_s: float | None) -> float | None:
     """Return the least T from which every longer one saves time."""
-    if gain <= 1:
-        return None
-    found = delay / (1 - 1 / gain)
-    if hold_s is None:
-        return found
     # With T beyond what the hold allows the saving no longer depends on T.
-    ends_later = gain * max(hold_s - delay, 0.0) - hold_s - delay
-    return found if ends_later > 0 else None
-
-
-def _percentiles(values: Floats, weights: Floats, shares: Sequence[float]) -> list[float]:
-    order = np.argsort(values, kind="stable")
-    total = np.cumsum(weights[order])
-    at = np.minimum(np.searchsorted(total, np.array(shares) * total[-1]), len(values) - 1)
-    return [float(value) for value in values[order][at]]
+    if gain <= 1 or (hold_s is not None and gain * max(hold_s - delay, 0.0) <= hold_s + delay):
+        return None
+    return delay / (1 - 1 / gain)
 
 
 def placements(held: Sequence[int], free: Sequence[int], most: int) -> Iterator[tuple[int, ...]]:

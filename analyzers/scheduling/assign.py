@@ -83,14 +83,8 @@ def _options(costs: Sequence[Sequence[Floats]], chosen: Callable[[Floats], list[
         rows.append((job, 0, 0, float(tables[0][0])))
         for kind, table in enumerate(tables):
             rows.extend((job, kind, count, float(table[count])) for count in chosen(table))
-    jobs, kinds, counts, values = zip(*rows, strict=True)
-    return _Options(
-        job=np.array(jobs),
-        kind=np.array(kinds),
-        count=np.array(counts),
-        cost=np.array(values),
-        first=np.array(first),
-    )
+    jobs, kinds, counts, values = (np.array(column) for column in zip(*rows, strict=True))
+    return _Options(job=jobs, kind=kinds, count=counts, cost=values, first=np.array(first))
 
 
 def _falling(cost: Floats) -> list[int]:

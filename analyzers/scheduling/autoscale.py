@@ -12,6 +12,9 @@ are made between epochs.
 
 from __future__ import annotations
 
+from functools import cache
+from itertools import pairwise
+
 from ddltool.analyzers.scheduling.truth import ANY_TYPE, Application
 from ddltool.errors import InputError
 from ddltool.simulation_results import AutoscalingResult, ScaledEpoch, ScaledTraining
@@ -38,20 +41,14 @@ class NodeSpeeds:
         if application.max_replicas < gpus:
             problem = f"uses at most {application.max_replicas} GPUs"
             raise InputError(where, problem, f"nodes of at most that, not {gpus}")
-        self.application, self.gpus = application, gpus
+        self.application = application
         self.most = min(most, application.max_replicas // gpus)
-        self._batches: dict[int, list[tuple[int, float, int]]] = {}
-
-    def batches(self, nodes: int) -> list[tuple[int, float, int]]:
-        """Return (total batch, seconds per optimizer step, passes) on ``nodes`` nodes; computed once."""
-        if nodes not in self._batches:
-            self._batches[nodes] = self.application.batches((self.gpus,) * nodes)
-        return self._batches[nodes]
+        self.batches = cache(lambda nodes: application.batches((gpus,) * nodes))
+        """(total batch, seconds per optimizer step, passes) on so many nodes."""
 
     def goodput(self, nodes: int, epoch: int) -> tuple[float, int, float]:
         """Return the best progress (iterations at M0) per second in an epoch, its total batch and seconds per step."""
-        options = self.batches(nodes)
-        return max(((self.application.gain(total, epoch) / step, total, step) for total, step, _ in options))
+        return max((self.application.gain(total, epoch) / step, total, step) for total, step, _ in self.batches(nodes))
 
     def throughput(self, nodes: int, epoch: int) -> tuple[float, int, float]:
         """Return the most samples per second that the GPUs hold at once, the total batch and seconds per step."""
@@ -65,13 +62,11 @@ def scale(speeds: NodeSpeeds, rule: str, *, price_per_h: float = 1.0, restart_de
 
     Every change of the number of nodes and the first start cost ``restart_delay_s``, for which the new nodes are paid.
     """
-    application = speeds.application
+    application, fixed = speeds.application, rule.startswith("fixed-")
     rate = speeds.throughput if rule == "throughput" else speeds.goodput
-    fixed = rule.startswith("fixed-")
     nodes = min(int(rule.removeprefix("fixed-")), speeds.most) if fixed else 1
     epochs: list[ScaledEpoch] = []
     now_s = node_seconds = samples = useful = 0.0
-    starts = 0
     for epoch in range(application.max_epochs):
         alone = rate(1, epoch)[0]
         if not fixed and rate(nodes, epoch)[0] / (nodes * alone) > UPPER:
@@ -79,7 +74,6 @@ def scale(speeds: NodeSpeeds, rule: str, *, price_per_h: float = 1.0, restart_de
             nodes = max((n for n in more if rate(n, epoch)[0] >= LOWER * n * alone), default=nodes)
         begin_s = now_s
         if not epochs or nodes != epochs[-1].nodes:
-            starts += 1
             now_s += restart_delay_s
         _, batch, step_s = rate(nodes, epoch)
         gain = application.gain(batch, epoch)
@@ -96,7 +90,7 @@ def scale(speeds: NodeSpeeds, rule: str, *, price_per_h: float = 1.0, restart_de
         node_seconds=node_seconds,
         cost=node_seconds / 3600 * price_per_h,
         efficiency=useful / samples,
-        restarts=starts - 1,
+        restarts=sum(one.nodes != other.nodes for one, other in pairwise(epochs)),
         first_nodes=epochs[0].nodes,
         last_nodes=epochs[-1].nodes,
         epochs=epochs,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -37,8 +38,6 @@ class ClusterSpec:
     @property
     def type_names(self) -> tuple[str, ...]:
         """GPU types in the order of their first node."""
-        if not self.partial:
-            return tuple(dict.fromkeys(self.gpu_types))
         return tuple(dict.fromkeys(name for name, count in zip(self.gpu_types, self.gpus, strict=True) if count))
 
     def gpus_of(self, gpu_type: str) -> int:
@@ -53,6 +52,13 @@ class ClusterSpec:
         """Return the nodes of one type alone, numbered anew from 0 in the order of :meth:`nodes_of`."""
         nodes = self.nodes_of(gpu_type)
         return ClusterSpec(gpus=tuple(self.gpus[node] for node in nodes), gpu_types=(gpu_type,) * len(nodes))
+
+    def by_type(self, allocation: Allocation) -> Counter[str]:
+        """Return how many GPUs of each type an allocation has."""
+        held = Counter[str]()
+        for node, count in allocation:
+            held[self.gpu_types[node]] += count
+        return held
 
     def type_of(self, allocation: Allocation) -> str:
         """Return the GPU type of an allocation. Raises CheckFailed when it mixes types."""
@@ -99,11 +105,7 @@ def take_most_free(free: list[int], wanted: int, nodes: Sequence[int] | None = N
 
 def free_by_type(cluster: ClusterSpec, free: Sequence[int]) -> dict[str, int]:
     """Return how many of the ``free`` (N,) GPUs are of each type, in the order of the cluster's types."""
-    made = dict.fromkeys(cluster.type_names, 0)
-    for name, count in zip(cluster.gpu_types, free, strict=True):
-        if name in made:
-            made[name] += count
-    return made
+    return {name: sum(free[node] for node in cluster.nodes_of(name)) for name in cluster.type_names}
 
 
 def packed(cluster: ClusterSpec, replicas: int) -> tuple[int, ...]:
@@ -112,20 +114,15 @@ def packed(cluster: ClusterSpec, replicas: int) -> tuple[int, ...]:
     >>> packed(ClusterSpec.homogeneous(4, 4), 6)
     (4, 2)
     """
-    sizes = sorted(cluster.gpus, reverse=True)
-    made: list[int] = []
+    sizes, made = sorted(cluster.gpus, reverse=True), list[int]()
     while replicas > 0:
-        size = sizes[len(made)] if len(made) < len(sizes) else sizes[-1]
-        made.append(min(size, replicas))
+        made.append(min(sizes[min(len(made), len(sizes) - 1)], replicas))
         replicas -= made[-1]
     return tuple(made)
 
 
 def interfering(allocations: Mapping[int, Allocation]) -> set[int]:
     """Return the jobs that span nodes and share one of them with another such job."""
-    spanning: dict[int, list[int]] = {}
-    for job, allocation in allocations.items():
-        if len(allocation) > 1:
-            for node, _ in allocation:
-                spanning.setdefault(node, []).append(job)
-    return {job for jobs in spanning.values() if len(jobs) > 1 for job in jobs}
+    spanning = {job: allocation for job, allocation in allocations.items() if len(allocation) > 1}
+    users = Counter(node for allocation in spanning.values() for node, _ in allocation)
+    return {job for job, allocation in spanning.items() if any(users[node] > 1 for node, _ in allocation)}

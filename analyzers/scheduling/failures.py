@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import heapq
 import math
-from collections.abc import Sequence
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Literal
 
@@ -62,18 +62,12 @@ class Failures:
             if not (math.isfinite(event.time_s) and event.time_s >= 0 and event.node >= 0 and event.kind in KINDS):
                 raise InputError("node event", f"is {event}", f"a time >= 0, a node >= 0 and one of {', '.join(KINDS)}")
 
-    def expected(self, nodes: int, seconds: float) -> float:
-        """Return how often ``nodes`` nodes fail in that time, on average."""
-        return 0.0 if self.mtbf_s is None else nodes * seconds / (self.mtbf_s + self.repair_s)
-
     def check(self, cluster: ClusterSpec) -> None:
         """Raise InputError for an event on a node that the cluster does not have."""
         for event in self.events:
             if event.node >= len(cluster.gpus):
-                last = len(cluster.gpus) - 1
-                raise InputError(
-                    "node event", f"at {event.time_s:g} s is on node {event.node}", f"nodes are 0 to {last}"
-                )
+                where = f"at {event.time_s:g} s is on node {event.node}"
+                raise InputError("node event", where, f"nodes are 0 to {len(cluster.gpus) - 1}")
 
 
 class NodeStates:
@@ -95,8 +89,7 @@ class NodeStates:
         self._drawn: list[tuple[float, int]] = []
         if failures.mtbf_s is not None:
             self._chances = [np.random.default_rng([failures.seed, node]) for node in range(len(cluster.gpus))]
-            self._drawn = [(self._life_s(node), node) for node in range(len(cluster.gpus))]
-            heapq.heapify(self._drawn)
+            self._drawn = sorted((self._life_s(node), node) for node in range(len(cluster.gpus)))
 
     @property
     def down(self) -> frozenset[int]:
@@ -122,10 +115,8 @@ class NodeStates:
         """Let the next event happen and return the nodes that failed and that left by it."""
         before, kind = self.down, self._advance()
         lost = sorted(self.down - before)
-        if kind != "fail":
-            return [], lost
-        self.failed += len(lost)
-        return lost, []
+        self.failed += len(lost) * (kind == "fail")
+        return (lost, []) if kind == "fail" else ([], lost)
 
     def _life_s(self, node: int) -> float:
         """Return the seconds from a node's repair to its next failure."""
@@ -147,12 +138,11 @@ class NodeStates:
         return "fail"
 
 
-def without(cluster: ClusterSpec, down: Sequence[int] | frozenset[int]) -> ClusterSpec:
+def without(cluster: ClusterSpec, down: Collection[int]) -> ClusterSpec:
     """Return the cluster with 0 GPUs on the nodes that are down; numbers of nodes stay.
 
     >>> without(ClusterSpec.homogeneous(3, 4), [1]).gpus
     (4, 0, 4)
     """
-    gone = frozenset(down)
-    gpus = tuple(0 if node in gone else count for node, count in enumerate(cluster.gpus))
+    gpus = tuple(0 if node in down else count for node, count in enumerate(cluster.gpus))
     return ClusterSpec(gpus=gpus, gpu_types=cluster.gpu_types, partial=True)

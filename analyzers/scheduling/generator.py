@@ -34,7 +34,7 @@ _EFFICIENT = 0.5, 0.8
 _MOST_REQUESTED = 64
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, slots=True)
 class Template:
     """An application, its size class, its share of the jobs, and the (GPUs, total batch size) that its jobs ask for."""
 
@@ -44,18 +44,14 @@ class Template:
     requests: tuple[tuple[int, int], ...]
 
 
-def _pollux(application: str, size: str, share: float, *requests: tuple[int, int]) -> Template:
-    return Template(application=application, size=size, share=share, requests=requests)
-
-
 # Classes and shares: Pollux, Table 1. Requests: the hand-tuned ones of its published workloads.
 POLLUX: tuple[Template, ...] = (
-    _pollux("imagenet", "xlarge", 0.02, (24, 3200), (32, 6400), (48, 6400)),
-    _pollux("yolov3", "large", 0.06, (4, 64)),
-    _pollux("deepspeech2", "medium", 0.10, (6, 320), (8, 320), (12, 640)),
-    _pollux("bert", "medium", 0.10, (6, 384), (8, 384), (12, 384), (16, 384)),
-    _pollux("cifar10", "small", 0.36, (6, 2048), (8, 2048), (12, 4096), (16, 4096)),
-    _pollux("ncf", "small", 0.36, (1, 32768)),
+    Template("imagenet", "xlarge", 0.02, ((24, 3200), (32, 6400), (48, 6400))),
+    Template("yolov3", "large", 0.06, ((4, 64),)),
+    Template("deepspeech2", "medium", 0.10, ((6, 320), (8, 320), (12, 640))),
+    Template("bert", "medium", 0.10, ((6, 384), (8, 384), (12, 384), (16, 384))),
+    Template("cifar10", "small", 0.36, ((6, 2048), (8, 2048), (12, 4096), (16, 4096))),
+    Template("ncf", "small", 0.36, ((1, 32768),)),
 )
 
 
@@ -130,20 +126,12 @@ def make_specs(
 ) -> list[JobSpec]:
     """Return n jobs of ``templates[kinds]`` (n,) submitted at ``times`` (n,) s; requests drawn evenly per template."""
     counts = np.array([len(template.requests) for template in templates])
-    picks = np.floor(chance.random(len(kinds)) * counts[kinds]).astype(int)
+    picks = np.floor(chance.random(len(kinds)) * counts[kinds]).astype(int).tolist()
     made = []
-    for number, (time_s, kind, pick) in enumerate(zip(times.tolist(), kinds.tolist(), picks.tolist(), strict=True), 1):
-        template = templates[kind]
-        replicas, batch = template.requests[pick]
-        made.append(
-            JobSpec(
-                name=f"{prefix}-{number}",
-                submit_s=time_s,
-                application=template.application,
-                num_replicas=replicas,
-                batch_size=batch,
-            )
-        )
+    for number, (time_s, kind, pick) in enumerate(zip(times.tolist(), kinds.tolist(), picks, strict=True), start=1):
+        (replicas, batch), name = templates[kind].requests[pick], templates[kind].application
+        asked = {"application": name, "num_replicas": replicas, "batch_size": batch}
+        made.append(JobSpec(name=f"{prefix}-{number}", submit_s=time_s, **asked))
     return made
 
 
@@ -163,8 +151,7 @@ def templates(applications: Mapping[str, Application], cluster: ClusterSpec) -> 
         made.append((name, published.get(name) or size_class(alone / 3600.0), requests))
     sizes = [size for _, size, _ in made]
     return tuple(
-        Template(application=name, size=size, share=CLASS_SHARES[size] / sizes.count(size), requests=requests)
-        for name, size, requests in made
+        Template(name, size, CLASS_SHARES[size] / sizes.count(size), requests) for name, size, requests in made
     )
 
 
@@ -181,11 +168,12 @@ def _requests(application: Application, cluster: ClusterSpec, kind: str) -> tupl
         )
         return seconds, int(min(sizes, key=lambda size: abs(size - total)))
 
-    alone = best(1)
-    found = []
-    for count in range(2, min(nodes.total_gpus, application.max_replicas, _MOST_REQUESTED) + 1):
-        if count <= 4 or count % 4 == 0:
-            seconds, batch = best(count)
-            if _EFFICIENT[0] <= alone[0] / seconds / count <= _EFFICIENT[1]:
-                found.append((count, batch))
-    return alone[0], tuple(found) or ((1, alone[1]),)
+    alone_s, alone_batch = best(1)
+    most = min(nodes.total_gpus, application.max_replicas, _MOST_REQUESTED)
+    tried = {count: best(count) for count in range(2, most + 1) if count <= 4 or count % 4 == 0}
+    found = [
+        (count, batch)
+        for count, (seconds, batch) in tried.items()
+        if _EFFICIENT[0] <= alone_s / seconds / count <= _EFFICIENT[1]
+    ]
+    return alone_s, tuple(found) or ((1, alone_batch),)

@@ -1,25 +1,163 @@
-"""A job in the simulator: its truth, what it has seen, its batch, and when its current epoch ends."""
+"""A job in the simulator: its truth, what it believes, its batch, and when its current epoch ends.
+
+It believes a throughput model (Pollux, section 3.2) fitted to what it has seen so far
+(:func:`ddltool.analyzers.goodput.fit.refit`). What was never seen is taken as in the published simulator, which decides how
+a job explores: half of ``T_grad`` is constant while one batch size was seen; synchronisation within a node never seen is
+nothing, and across nodes never seen it is 1.1 times that within. Every job has its own :class:`Beliefs`, as in Pollux,
+unless a policy pools them: then jobs of one application share them, and a new job starts from what earlier ones have seen.
+"""
 
 from __future__ import annotations
 
 import math
-from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from enum import Enum
+from functools import lru_cache
 
 import numpy as np
 from numpy.typing import NDArray
 
-from ddltool.analyzers.goodput.tuning import BatchLimits, Tuned
-from ddltool.analyzers.placement.proposals import best_plan
-from ddltool.analyzers.scheduling.beliefs import Beliefs, best_batches, split_batch
+from ddltool.analyzers.goodput.fit import predict, refit
+from ddltool.analyzers.goodput.observations import Observations
+from ddltool.analyzers.goodput.tuning import BatchLimits, Tuned, tune
+from ddltool.analyzers.placement.proposals import best_throughput
 from ddltool.analyzers.scheduling.cluster import Allocation, ClusterSpec, count_gpus, packed
 from ddltool.analyzers.scheduling.truth import Application
 from ddltool.errors import InputError
+from ddltool.goodput_model import ThroughputParams
 from ddltool.simulation_results import JobSpec
 
 Floats = NDArray[np.float64]
+_EPSILON = 1e-8
+# A model is fitted anew when a new (nodes, replicas) was seen or the rows have grown by this share: more say little more.
+_GROWTH = 0.25
+Configuration = tuple[int, int, int]
+"""Nodes, replicas, local batch size in samples."""
+
+
+Seen = tuple[tuple[Configuration, tuple[float, float]], ...]
+"""Configurations in the order in which they were first seen, and their (step, sync) seconds."""
+
+
+def observations(seen: Seen) -> Observations:
+    """Return what was seen as rows of a fit."""
+    at, times = (np.array(part, dtype=np.float64).T for part in zip(*seen, strict=True))
+    return Observations(
+        num_nodes=at[0],
+        num_replicas=at[1],
+        local_batch_size=at[2],
+        step_time_s=times[0],
+        grad_time_s=times[0] - times[1],
+    )
+
+
+@lru_cache(maxsize=1024)  # jobs of one application begin alike
+def fit(seen: Seen, before: ThroughputParams | None = None) -> ThroughputParams:
+    """Return the model fitted to what was seen, the rest as the published simulator takes it; ``before``: the last one."""
+    rows = observations(seen)
+    found = refit(rows, before).model_dump()
+    if (rows.local_batch_size == rows.local_batch_size[0]).all():
+        half = (found["alpha_grad_s"] + found["beta_grad_s"] * float(rows.local_batch_size[0])) / 2
+        found["alpha_grad_s"], found["beta_grad_s"] = half, half / float(rows.local_batch_size[0])
+    if not (rows.num_nodes > 1).any():
+        for name in ("alpha", "beta"):
+            found[f"{name}_sync_node_s"] = 1.1 * found[f"{name}_sync_local_s"]
+    return ThroughputParams.model_construct(**found)
+
+
+@lru_cache(maxsize=4096)  # noise scales go to and fro, and jobs of one application believe the same at first
+def best_batches(model: ThroughputParams, limits: BatchLimits, noise_scale: float, widest: int) -> Tuned:
+    """Return the best batches on 1 to ``widest`` replicas, within a node and then across nodes."""
+    replicas = np.arange(1, widest + 1)
+    nodes = np.concatenate([np.ones_like(replicas), np.minimum(replicas, 2)])
+    return tune(model, nodes, np.concatenate([replicas, replicas]), limits, noise_scale=noise_scale)
+
+
+def split_batch(batch_size: int, replicas: int, limits: BatchLimits) -> tuple[int, int]:
+    """Return local batch and accumulation steps of a given total batch size, as the published simulator splits it."""
+    local = -int(-(batch_size / replicas - _EPSILON) // 1)
+    steps = -int(-(local / limits.max_local_batch_size - _EPSILON) // 1) - 1
+    if replicas == 1 and batch_size > limits.initial_batch_size:
+        steps = max(1, steps)
+    return -int(-(local / (steps + 1) - _EPSILON) // 1), steps
+
+
+class Beliefs:
+    """Step times seen so far, by GPU type and configuration, and one fitted throughput model per type.
+
+    ``pooled``: shared by the jobs of an application.
+    """
+
+    def __init__(self, *, pooled: bool = False) -> None:
+        self.pooled = pooled
+        self.grads: dict[int, tuple[float, float]] = {}
+        """Squared norm and variance of the gradient last seen in each epoch; kept when pooled."""
+        self._seen: dict[str, dict[Configuration, tuple[float, float]]] = {}
+        self._shapes: dict[str, set[tuple[int, int]]] = {}
+        self._fitted: dict[str, tuple[ThroughputParams, int, int]] = {}
+        """By type the model, and of how many configurations and shapes it is."""
+        self._errors: dict[str, tuple[tuple[Floats, Floats], ...]] = {}
+
+    def observe(self, gpu_type: str, at: Configuration, times: tuple[float, float]) -> None:
+        """Take note of (step, sync) seconds of a configuration, the first time that it is seen."""
+        self._seen.setdefault(gpu_type, {}).setdefault(at, times)
+        self._shapes.setdefault(gpu_type, set()).add(at[:2])
+
+    def knows(self, gpu_type: str, at: Configuration) -> bool:
+        """Return whether this configuration was seen."""
+        return at in self._seen.get(gpu_type, {})
+
+    @property
+    def most_replicas(self) -> int:
+        """The most replicas seen on any type, 0 before the first."""
+        return max((replicas for shapes in self._shapes.values() for _, replicas in shapes), default=0)
+
+    @property
+    def types(self) -> tuple[str, ...]:
+        """GPU types seen, the one with the most configurations first."""
+        return tuple(sorted(self._shapes, key=lambda name: (-len(self._shapes[name]), name)))
+
+    def has_run_across(self, gpu_type: str) -> bool:
+        """Return whether more than one replica was seen on this type."""
+        return any(replicas > 1 for _, replicas in self._shapes.get(gpu_type, ()))
+
+    def model(self, gpu_type: str) -> ThroughputParams:
+        """Return the model fitted to what was seen on this type; something must have been."""
+        seen, shapes = self._seen[gpu_type], len(self._shapes[gpu_type])
+        before, rows_then, shapes_then = self._fitted.get(gpu_type, (None, 0, 0))
+        if before is None or shapes != shapes_then or len(seen) > (1 + _GROWTH) * rows_then:
+            rows = tuple(seen.items())
+            before = fit(rows, before)
+            self._fitted[gpu_type] = before, len(seen), shapes
+            if self.pooled:
+                self._errors[gpu_type] = _errors(observations(rows), before)
+        return before
+
+    def correction(self, gpu_type: str, most: int) -> Floats:
+        """Return by how much faster than the model (2, most + 1) replicas were seen to be; call :meth:`model` first.
+
+        Row 0 within a node, row 1 across nodes: predicted over measured step time, the geometric mean over what was
+        seen on that many replicas, interpolated between replicas, 1 before any. The model has seven parameters; on
+        some counts every job of an application is slower than it says, and only then GPUs go where they bring nothing.
+        """
+        made = np.ones((2, most + 1))
+        for row, (replicas, error) in enumerate(self._errors[gpu_type]):
+            if len(replicas):
+                made[row] = np.exp(np.interp(np.log(np.maximum(np.arange(most + 1), 1.0)), replicas, error))
+        return made
+
+
+def _errors(rows: Observations, model: ThroughputParams) -> tuple[tuple[Floats, Floats], ...]:
+    """Return, within and across nodes, log replicas and the mean log of predicted over measured step time."""
+    error = np.log(predict(model, rows) / rows.step_time_s)
+    made = []
+    for across in (False, True):
+        chosen = (rows.num_nodes > 1) == across
+        replicas, inverse = np.unique(rows.num_replicas[chosen], return_inverse=True)
+        counts = np.maximum(np.bincount(inverse, minlength=len(replicas)), 1)
+        made.append((np.log(replicas), np.bincount(inverse, error[chosen], minlength=len(replicas)) / counts))
+    return tuple(made)
 
 
 class Tuning(Enum):
@@ -39,6 +177,33 @@ class Tuning(Enum):
 _NOISE_STEP = 0.1
 # Local batch sizes at which a job is profiled on one GPU of each type before it first runs in a mixed cluster.
 _PROFILED = 4
+
+
+@dataclass(kw_only=True, slots=True)
+class JobResult:
+    """What becomes of one job; seconds."""
+
+    name: str
+    application: str
+    submit_s: float
+    first_start_s: float = math.nan
+    finish_s: float = math.inf
+    restarts: int = 0
+    gpu_seconds: float = 0.0
+    failures: int = 0
+    """How often it lost a node without warning."""
+    lost_gpu_seconds: float = 0.0
+    """GPU time of the training that failures undid."""
+    restart_gpu_seconds: float = 0.0
+    """GPU time held while starting."""
+    gpu_seconds_by_type: dict[str, float] = field(default_factory=dict)
+    useful_samples: float = 0.0
+    """Samples at the smallest batch size that the training was worth."""
+
+    @property
+    def jct_s(self) -> float:
+        """Completion time: from submission to finish."""
+        return self.finish_s - self.submit_s
 
 
 class SimulatedJob:
@@ -64,7 +229,11 @@ class SimulatedJob:
             min_local_batch_size=application.min_local_batch_size,
             max_local_batch_size=application.max_local_batch_size,
         )
-        self._limits: dict[str, BatchLimits] = {}
+        self.limits_on = {
+            name: replace(self.limits, max_local_batch_size=application.largest_local_batch(name))
+            for name in cluster.type_names
+        }
+        """Within which batch sizes it may run on each GPU type: memory differs."""
         self.batch_size = application.fixed_batch_size if tuning is Tuning.ADAPTIVE else spec.batch_size
         self.allocation: Allocation = ()
         self.placement: tuple[int, ...] = ()
@@ -72,8 +241,8 @@ class SimulatedJob:
         self.accumulation_steps = 0
         self.progress = 0.0
         self.epoch = 0
+        self.tally = JobResult(name=spec.name, application=application.name, submit_s=spec.submit_s)
         self.starts = 0
-        self.finish_s: float | None = None
         self.last_s = spec.submit_s
         self.running_from_s = 0.0
         self.slowdown = 0.0
@@ -82,20 +251,13 @@ class SimulatedJob:
         self.next_s = math.inf
         """When the current epoch ends under the current configuration, in whole seconds if asked."""
         self.exact_next_s = math.inf
-        self._gpu_seconds = 0.0
         self.measured_types = tuple(name for name in cluster.type_names if application.runs_on(name))
         """Types of the whole cluster that the application was measured on."""
         self.gpu_types = self.measured_types
         """Those of them that are up."""
         self.checkpoint_interval_s = math.inf
-        self.failures = 0
-        self.lost_gpu_seconds = 0.0
-        """GPU time spent on progress that failures undid."""
         self.lost_progress = 0.0
         """Iterations at M0 that failures undid."""
-        self.restart_gpu_seconds = 0.0
-        """GPU time held while starting or restarting."""
-        self.gpu_seconds_by_type: dict[str, float] = {}
         self._saved = (0.0, 0, 0.0)
         """Progress, epoch and time of the last checkpoint."""
         self.beliefs = beliefs if beliefs is not None else Beliefs()
@@ -104,16 +266,9 @@ class SimulatedJob:
     # What policies look at.
 
     @property
-    def restarts(self) -> int:
-        """Re-allocations so far: starts after the first."""
-        return max(self.starts - 1, 0)
-
-    def limits_on(self, gpu_type: str) -> BatchLimits:
-        """Return within which batch sizes it may run on one GPU type: memory differs."""
-        if gpu_type not in self._limits:
-            largest = self.application.largest_local_batch(gpu_type)
-            self._limits[gpu_type] = replace(self.limits, max_local_batch_size=largest)
-        return self._limits[gpu_type]
+    def gpu_type(self) -> str:
+        """The type of its (first) GPUs; it must have some."""
+        return self.cluster.gpu_types[self.allocation[0][0]]
 
     def age_s(self, now_s: float) -> float:
         """Return the seconds since the submission."""
@@ -122,11 +277,7 @@ class SimulatedJob:
     def restart_factor(self, now_s: float, delay_s: float) -> float:
         """Return what is left of a goodput by a restart now: ``max(T - R d, 0) / (T + d)`` (Pollux, section 4.2)."""
         age_s = self.age_s(now_s)
-        return max(age_s - self.restarts * delay_s, 0.0) / (age_s + delay_s) if age_s + delay_s > 0 else 1.0
-
-    def gpu_seconds(self, now_s: float) -> float:
-        """Return the GPU-seconds that it has held until now."""
-        return self._gpu_seconds + count_gpus(self.allocation) * (now_s - self.last_s)
+        return max(age_s - self.tally.restarts * delay_s, 0.0) / (age_s + delay_s) if age_s + delay_s > 0 else 1.0
 
     @property
     def most_replicas(self) -> int:
@@ -189,7 +340,7 @@ class SimulatedJob:
         if 0 < phi < math.inf:  # no noise scale is known better than that
             phi = math.exp(round(math.log(phi) / _NOISE_STEP) * _NOISE_STEP)
         widest = 1 << (most - 1).bit_length()
-        return best_batches(model, self.limits_on(gpu_type), phi, widest), widest
+        return best_batches(model, self.limits_on[gpu_type], phi, widest), widest
 
     def remaining_samples(self) -> float:
         """Return the samples left at M0's efficiency, by the declared epochs: no oracle, users state epochs and data.
@@ -207,16 +358,15 @@ class SimulatedJob:
         if self.tuning is not Tuning.ADAPTIVE or len(self.cluster.type_names) == 1:
             return
         for name in self.measured_types:
-            low, high = self.limits.min_local_batch_size, self.limits_on(name).max_local_batch_size
+            low, high = self.limits.min_local_batch_size, self.limits_on[name].max_local_batch_size
             if name not in self.beliefs.types:
                 for size in sorted({round(size) for size in np.geomspace(low, high, _PROFILED).tolist()}):
                     self.beliefs.observe(name, (1, 1, size), self.application.step_times((1,), size, name))
 
-    def true_step_s(self, replicas: int, gpu_type: str | None = None) -> float:
+    def true_step_s(self, replicas: int) -> float:
         """Return the true time of one step at the requested batch size on ``replicas`` packed GPUs: for oracles."""
-        name = gpu_type or self.measured_types[0]
-        placement = packed(self.cluster, replicas)
-        local, steps = split_batch(self.spec.batch_size, replicas, self.limits_on(name))
+        name, placement = self.measured_types[0], packed(self.cluster, replicas)
+        local, steps = split_batch(self.spec.batch_size, replicas, self.limits_on[name])
         local = min(local, self.limits.max_batch_size // (replicas * (steps + 1)))
         step, sync = self.application.step_times(placement, local, name)
         return step + steps * (step - sync)
@@ -246,7 +396,11 @@ class SimulatedJob:
     def advance(self, now_s: float) -> None:
         """Bring progress and GPU time up to ``now_s``, which is not after the end of the current epoch."""
         if self.allocation:
-            self._charge(now_s)
+            count, held, tally = count_gpus(self.allocation), now_s - self.last_s, self.tally
+            tally.gpu_seconds += count * held
+            tally.restart_gpu_seconds += count * max(min(now_s, self.running_from_s) - self.last_s, 0.0)
+            for name, gpus in self.cluster.by_type(self.allocation).items():
+                tally.gpu_seconds_by_type[name] = tally.gpu_seconds_by_type.get(name, 0.0) + gpus * held
             ran = now_s - max(self.last_s, self.running_from_s)
             if ran > 0:
                 if self.checkpoint_interval_s < math.inf:
@@ -254,17 +408,6 @@ class SimulatedJob:
                 self.progress = min(self.progress + self.rate * ran, self.application.progress[self.epoch + 1])
                 self._observe()
         self.last_s = now_s
-
-    def _charge(self, now_s: float) -> None:
-        """Count the GPU time since the last look, by type, and the part of it that starting took."""
-        held = now_s - self.last_s
-        self._gpu_seconds += count_gpus(self.allocation) * held
-        starting = min(now_s, self.running_from_s) - self.last_s
-        if starting > 0:
-            self.restart_gpu_seconds += count_gpus(self.allocation) * starting
-        for node, count in self.allocation:
-            name = self.cluster.gpu_types[node]
-            self.gpu_seconds_by_type[name] = self.gpu_seconds_by_type.get(name, 0.0) + count * held
 
     def _save(self, now_s: float) -> None:
         """Take note of the last checkpoint of the stretch from the last look to now, in which progress is a line."""
@@ -279,8 +422,8 @@ class SimulatedJob:
         """Lose the GPUs at ``now_s`` without warning: back to the last checkpoint, off all nodes."""
         self.advance(now_s)
         progress, epoch, saved_s = self._saved
-        self.failures += 1
-        self.lost_gpu_seconds += count_gpus(self.allocation) * max(now_s - saved_s, 0.0)
+        self.tally.failures += 1
+        self.tally.lost_gpu_seconds += count_gpus(self.allocation) * max(now_s - saved_s, 0.0)
         self.lost_progress += self.progress - progress
         self.progress, self.epoch = progress, epoch
         self.reallocate((), now_s, 0.0)
@@ -291,7 +434,8 @@ class SimulatedJob:
         self.epoch += 1
         self.progress = self.application.progress[self.epoch]
         if self.epoch >= self.application.max_epochs:
-            self.finish_s = now_s
+            self.tally.finish_s = now_s
+            self.tally.useful_samples = self.progress * self.limits.initial_batch_size
             self.allocation, self.placement, self.next_s = (), (), math.inf
             return True
         return False
@@ -302,6 +446,9 @@ class SimulatedJob:
         self.placement = tuple(count for _, count in allocation)
         self.next_s = math.inf
         if allocation:
+            if not self.starts:
+                self.tally.first_start_s = now_s
+            self.tally.restarts = self.starts
             self.starts += 1
             self.running_from_s = now_s + delay_s
         self._saved = self.progress, self.epoch, self.running_from_s
@@ -330,10 +477,7 @@ class SimulatedJob:
         if self.tuning is not Tuning.LOGICAL:
             step, sync = self._true_times()
             return step + self.accumulation_steps * (step - sync)
-        held = Counter[str]()
-        for node, count in self.allocation:
-            held[self.cluster.gpu_types[node]] += count
-        return self.logical_step_s(held, self.placement)
+        return self.logical_step_s(self.cluster.by_type(self.allocation), self.placement)
 
     def logical_step_s(self, held: Mapping[str, int], placement: tuple[int, ...]) -> float:
         """Return the true seconds per step of the requested replicas as logical workers on GPUs of several types.
@@ -342,15 +486,14 @@ class SimulatedJob:
         the slowest type in the same placement, which is an assumption, as mixed placements were not measured.
         """
         local, _steps = self.logical_batch()
-        capability = self.capabilities()
-        plan = best_plan(capability, held, self.spec.num_replicas)
         sync = max(self.application.step_times(placement, local, name)[1] for name in held)
-        return self.spec.num_replicas / plan.throughput + sync
+        replicas = self.spec.num_replicas
+        return replicas / best_throughput(self.capabilities(), held, replicas) + sync
 
     def logical_batch(self) -> tuple[int, int]:
         """Return the local batch of one logical worker and its accumulation steps beyond the first: the same everywhere."""
         replicas = self.spec.num_replicas
-        least = min((self.limits_on(name) for name in self.measured_types), key=lambda one: one.max_local_batch_size)
+        least = min((self.limits_on[name] for name in self.measured_types), key=lambda one: one.max_local_batch_size)
         local, steps = split_batch(self.spec.batch_size, replicas, least)
         return max(1, min(local, self.limits.max_batch_size // (replicas * (steps + 1)))), steps
 
@@ -364,17 +507,13 @@ class SimulatedJob:
         return made
 
     def _true_times(self) -> tuple[float, float]:
-        return self.application.step_times(
-            self.placement, self.local_batch_size, self.cluster.gpu_types[self.allocation[0][0]]
-        )
+        return self.application.step_times(self.placement, self.local_batch_size, self.gpu_type)
 
     def _choose_batch(self) -> None:
         if self.tuning is Tuning.LOGICAL:
             self.local_batch_size, self.accumulation_steps = self.logical_batch()
             return
-        replicas = sum(self.placement)
-        gpu_type = self.cluster.gpu_types[self.allocation[0][0]]
-        grad, limits = self.gradient, self.limits_on(gpu_type)
+        replicas, gpu_type, grad = sum(self.placement), self.gpu_type, self.gradient
         if self.batch_size is None and grad is not None and gpu_type in self.beliefs.types:
             found, widest = self._batches(gpu_type, grad, replicas)
             at = replicas - 1 + (widest if len(self.placement) > 1 else 0)
@@ -384,7 +523,7 @@ class SimulatedJob:
             batch = self.batch_size
             if batch is None:
                 batch = max(self.limits.initial_batch_size, self.limits.min_local_batch_size * replicas)
-            self.local_batch_size, self.accumulation_steps = split_batch(batch, replicas, limits)
+            self.local_batch_size, self.accumulation_steps = split_batch(batch, replicas, self.limits_on[gpu_type])
         count = replicas * (self.accumulation_steps + 1)
         self.local_batch_size = min(self.local_batch_size, self.limits.max_batch_size // count)
 
@@ -395,10 +534,9 @@ class SimulatedJob:
         self._grad = self.application.grad_stats(self.total_batch_size, self.epoch)
         if self.beliefs.pooled:
             self.beliefs.grads[self.epoch] = self._grad
-        gpu_type = self.cluster.gpu_types[self.allocation[0][0]]
         at = (len(self.placement), sum(self.placement), self.local_batch_size)
-        if not self.beliefs.knows(gpu_type, at):
-            self.beliefs.observe(gpu_type, at, self._true_times())
+        if not self.beliefs.knows(self.gpu_type, at):
+            self.beliefs.observe(self.gpu_type, at, self._true_times())
 
 
 def make_jobs(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -10,7 +10,8 @@ from numpy.typing import NDArray
 
 from ddltool.analyzers.scheduling.cluster import ClusterSpec, packed
 from ddltool.analyzers.scheduling.generator import POLLUX, SIZE_CLASSES, size_class
-from ddltool.analyzers.scheduling.simulator import JobResult, SimulationResult
+from ddltool.analyzers.scheduling.job import JobResult
+from ddltool.analyzers.scheduling.simulator import SimulationResult
 from ddltool.analyzers.scheduling.truth import Application
 from ddltool.errors import InputError, did_you_mean
 from ddltool.simulation_results import ClassFigures, Fairness, PolicyRecord, ReplayCost, ReplayedJob, UsageRecord
@@ -126,6 +127,7 @@ def summarize(
     queueing = np.array([job.first_start_s - job.submit_s for job in result.jobs])
     names = sorted({job.application for job in result.jobs})
     members = {name: [row for row, job in enumerate(result.jobs) if job.application == name] for name in names}
+    whole = _figures(result.jobs, np.arange(len(jct)), jct, queueing, fairness)
     rates = np.array([job.useful_samples / (job.finish_s - job.first_start_s) for job in result.jobs])
     held, restart, lost = (
         sum(getattr(job, name) for job in result.jobs)
@@ -137,17 +139,12 @@ def summarize(
     struck = result.node_failures > 0 or any(job.failures for job in result.jobs)
     priced: dict[str, Any] = {"cost": ReplayCost(jobs=sum(costs), cluster=total_cost)} if costs else {}
     return PolicyRecord(
-        avg_jct_s=float(jct.mean()),
-        median_jct_s=float(np.median(jct)),
-        p99_jct_s=float(np.percentile(jct, 99)),
+        **whole.model_dump(exclude={"jobs", "worst_fairness"}),
         makespan_s=makespan,
         utilization=held / (result.total_gpus * makespan),
-        restarts=sum(job.restarts for job in result.jobs),
-        finish_time_fairness=Fairness(max=float(fairness.max()), share_below_1=float((fairness < 1).mean())),
-        avg_queueing_s=float(queueing.mean()),
+        finish_time_fairness=Fairness(max=whole.worst_fairness, share_below_1=float((fairness < 1).mean())),
         p99_queueing_s=float(np.percentile(queueing, 99)),
         avg_jct_by_application_s={name: float(jct[rows].mean()) for name, rows in members.items()},
-        gpu_hours=held / 3600,
         restart_gpu_hours=restart / 3600,
         lost_gpu_hours=lost / 3600,
         useful_share=max(held - restart - lost, 0.0) / up if up else 0.0,
@@ -202,21 +199,25 @@ def _by_class(
 ) -> dict[str, ClassFigures]:
     """Return the figures of each size class that has jobs; all arrays are (n,)."""
     of_application = {job.application: class_of(job.application, isolated) for job in result.jobs}
-    made = {}
-    for name in SIZE_CLASSES:
-        rows = [row for row, job in enumerate(result.jobs) if of_application[job.application] == name]
-        if rows:
-            made[name] = ClassFigures(
-                jobs=len(rows),
-                avg_jct_s=float(jct[rows].mean()),
-                median_jct_s=float(np.median(jct[rows])),
-                p99_jct_s=float(np.percentile(jct[rows], 99)),
-                avg_queueing_s=float(queueing[rows].mean()),
-                restarts=sum(result.jobs[row].restarts for row in rows),
-                worst_fairness=float(fairness[rows].max()),
-                gpu_hours=sum(result.jobs[row].gpu_seconds for row in rows) / 3600,
-            )
-    return made
+    classes = np.array([of_application[job.application] for job in result.jobs])
+    rows = {name: np.flatnonzero(classes == name) for name in SIZE_CLASSES}
+    return {name: _figures(result.jobs, at, jct, queueing, fairness) for name, at in rows.items() if len(at)}
+
+
+def _figures(
+    jobs: Sequence[JobResult], rows: NDArray[np.intp], jct: Floats, queueing: Floats, fairness: Floats
+) -> ClassFigures:
+    """Return the figures of the jobs at ``rows``; the other arrays are (n,)."""
+    return ClassFigures(
+        jobs=len(rows),
+        avg_jct_s=float(jct[rows].mean()),
+        median_jct_s=float(np.median(jct[rows])),
+        p99_jct_s=float(np.percentile(jct[rows], 99)),
+        avg_queueing_s=float(queueing[rows].mean()),
+        restarts=sum(jobs[row].restarts for row in rows),
+        worst_fairness=float(fairness[rows].max()),
+        gpu_hours=sum(jobs[row].gpu_seconds for row in rows) / 3600,
+    )
 
 
 def _average_present(submit: Floats, finish: Floats) -> Floats:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from ddltool.analyzers.scheduling.cluster import Allocation, ClusterSpec, count_gpus
 from ddltool.analyzers.scheduling.job import SimulatedJob
-from ddltool.analyzers.scheduling.search import Choice, pack, search
+from ddltool.analyzers.scheduling.search import Choice, flat, pack, search
 
 Floats = NDArray[np.float64]
 # No job is given more replicas than in the published simulator.
@@ -51,7 +51,7 @@ def offers(job: SimulatedJob, cluster: ClusterSpec) -> Offers:
     held_type = cluster.type_of(job.allocation) if held else None
     wide = max(most, held, 1)
     base: float | None = None
-    made = []
+    made, row = [], min(len(job.allocation), 2) - 1
     for name in job.gpu_types:
         table = job.goodput_table(wide, name)
         if table is not None and base is None and table[0, 1] > 0:
@@ -59,10 +59,17 @@ def offers(job: SimulatedJob, cluster: ClusterSpec) -> Offers:
         speedup = np.tile(np.arange(wide + 1.0), (2, 1)) if table is None or base is None else table / base
         speedup[0, max(cluster.gpus[node] for node in cluster.nodes_of(name)) + 1 :] = 0.0
         speedup[1, :2] = 0.0
-        row = min(len(job.allocation), 2) - 1
         made.append(Offer(gpu_type=name, speedup=speedup, held=held if name == held_type else 0, row=row))
     remaining = job.remaining_samples() / base if base else None
     return Offers(job=job, most=most, remaining_s=remaining, by_type=tuple(made))
+
+
+def tables(by_type: Mapping[str, Choice], names: Sequence[str]) -> list[Floats]:
+    """Return what each count on each of the types ``names`` costs one job; nothing costs the same on all of them."""
+    made = [flat(by_type[name]) if name in by_type else np.zeros(1) for name in names]
+    for table in made:
+        table[0] = next(iter(by_type.values())).within[0]
+    return made
 
 
 def place_on_type(

@@ -10,8 +10,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import asdict, dataclass, replace
-from typing import Any
+from dataclasses import asdict, replace
+from typing import Any, NamedTuple
 
 from ddltool.analyzers.scheduling.cluster import Allocation, ClusterSpec
 from ddltool.analyzers.scheduling.inputs import Truth
@@ -37,8 +37,7 @@ Watch = Callable[[str], AbstractContextManager[OnRound | None]]
 """Given a policy's name: what surrounds its replay, and yields what is called each round."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Replay:
+class Replay(NamedTuple):
     """A workload replayed under one policy."""
 
     policy: str
@@ -73,7 +72,7 @@ def replays(
         with watch(policy) as on_round:
             result = simulate(jobs, applications, cluster, make(), options, on_round=on_round)
             summary = summarize(result, isolated, options.restart_delay_s, prices=prices)
-        yield Replay(policy=policy, result=result, summary=summary)
+        yield Replay(policy, result, summary)
 
 
 def simulation(
@@ -88,15 +87,12 @@ def simulation(
 ) -> SimulationDocument:
     """Return the record of one workload under all policies; ``remark`` says how a cluster's trace became one."""
     lost = options.failures
-    more: dict[str, Any] = {}
-    if lost is not None:
-        more["failures"] = ReplayFailures(**{**asdict(lost), "events": len(lost.events)})
-    if prices is not None:
-        more["prices_per_gpu_hour"] = dict(prices)
-    if truth.assumed:
-        more["assumptions"] = list(truth.assumed)
-    if remark:
-        more["conversion"] = remark
+    more: dict[str, Any] = {
+        "failures": lost and ReplayFailures(**{**asdict(lost), "events": len(lost.events)}),
+        "prices_per_gpu_hour": None if prices is None else dict(prices),
+        "assumptions": list(truth.assumed) or None,
+        "conversion": remark or None,
+    }
     return SimulationDocument(
         workload=workload,
         jobs=len(found[0].result.jobs),
@@ -106,7 +102,7 @@ def simulation(
         interference=options.interference,
         seed=seed,
         truth=truth.source,
-        **more,
+        **{name: value for name, value in more.items() if value is not None},
         policies={each.policy: each.summary for each in found},
     )
 
@@ -131,7 +127,7 @@ class AsProposed:
         for job in shown:
             if job.index not in self._proposed:
                 self._proposed.add(job.index)
-                job.spec = job.spec.model_copy(update={"submit_s": now_s})
+                job.spec, job.tally.submit_s = job.spec.model_copy(update={"submit_s": now_s}), now_s
         return self.policy.allocate(shown, cluster, now_s)
 
 

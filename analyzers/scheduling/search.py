@@ -188,12 +188,8 @@ class _Packing:
             count = best_across[min(sum(room), most, len(best_across) - 1)] if len(room) > 1 else 0
             if self.across[job][count] < cost:
                 several, cost = count, self.across[job][count]
-        if (
-            choice.base
-            and choice.keep <= cost
-            and count_gpus(choice.base) <= max(most, several, one)
-            and self.keep(job)
-        ):
+        held = count_gpus(choice.base)
+        if held and choice.keep <= cost and held <= max(most, several, one) and self.keep(job):
             return
         if several:
             made = self.spread(several)
@@ -201,9 +197,8 @@ class _Packing:
                 self.give(job, made, cost)
                 return
         if one:
-            node = min(
-                (n for n in range(len(free)) if free[n] >= one), key=lambda n: (free[n], not self.spanning[n], n)
-            )
+            fits = (n for n in range(len(free)) if free[n] >= one)
+            node = min(fits, key=lambda n: (free[n], not self.spanning[n], n))
             self.give(job, ((node, one),), self.within[job][one])
 
     def spread(self, count: int) -> Allocation:
@@ -300,13 +295,11 @@ class _Packing:
             chance.shuffle(out)
             if chance.random() < 0.7:
                 out.sort(key=lambda job: -wanted[job])
-            later = []
+            same = [job for job in out if wanted[job] == count_gpus(self.choices[job].base)]
+            kept = {job for job in same if chance.random() < 0.9 and self.keep(job)}
             for job in out:
-                kept = wanted[job] == count_gpus(self.choices[job].base) and chance.random() < 0.9 and self.keep(job)
-                if not kept:
-                    later.append(job)
-            for job in later:
-                self.insert(job, wanted[job])
+                if job not in kept:
+                    self.insert(job, wanted[job])
             for job in out:
                 self.reinsert(job)
             found = sum(self.costs)
@@ -329,7 +322,6 @@ def _prefix_argmin(values: Sequence[float]) -> list[int]:
     """Return for each x the first index of the least value up to x."""
     made, best = [], 0
     for at, value in enumerate(values):
-        if value < values[best]:
-            best = at
+        best = at if value < values[best] else best
         made.append(best)
     return made

@@ -25,7 +25,7 @@ from ddltool.analyzers.scheduling.cluster import (
     interfering,
 )
 from ddltool.analyzers.scheduling.failures import Failures, NodeStates, without
-from ddltool.analyzers.scheduling.job import SimulatedJob, Tuning, make_jobs
+from ddltool.analyzers.scheduling.job import JobResult, SimulatedJob, Tuning, make_jobs
 from ddltool.analyzers.scheduling.truth import Application
 from ddltool.errors import Infeasible, InputError
 from ddltool.simulation_results import JobSpec
@@ -64,33 +64,6 @@ class Policy(Protocol):
         ``job.allocation``. An allocation that differs from the current one restarts the job.
         """
         ...
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class JobResult:
-    """What became of one job; seconds."""
-
-    name: str
-    application: str
-    submit_s: float
-    first_start_s: float
-    finish_s: float
-    restarts: int
-    gpu_seconds: float
-    failures: int = 0
-    """How often it lost a node without warning."""
-    lost_gpu_seconds: float = 0.0
-    """GPU time of the training that failures undid."""
-    restart_gpu_seconds: float = 0.0
-    """GPU time held while starting."""
-    gpu_seconds_by_type: Mapping[str, float] = field(default_factory=dict)
-    useful_samples: float = 0.0
-    """Samples at the smallest batch size that the training was worth."""
-
-    @property
-    def jct_s(self) -> float:
-        """Completion time: from submission to finish."""
-        return self.finish_s - self.submit_s
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -162,13 +135,12 @@ def simulate(
     _check_types(policy, cluster)
     jobs = make_jobs(workload, applications, policy.tuning, cluster, pooled=getattr(policy, "pools", False))
     if options.failures is not None:
-        options.failures.check(cluster)
         _check_failures(options.failures, workload, cluster)
     run = _Run(jobs, cluster, policy, options, on_round)
     run.play()
     return SimulationResult(
         policy=policy.name,
-        jobs=tuple(run.result(job) for job in run.jobs),
+        jobs=tuple(job.tally for job in run.jobs),
         usage=tuple(run.usage),
         total_gpus=cluster.total_gpus,
         rounds=run.rounds,
@@ -203,9 +175,10 @@ def _check_types(policy: Policy, cluster: ClusterSpec) -> None:
 
 
 def _check_failures(failures: Failures, workload: Sequence[JobSpec], cluster: ClusterSpec) -> None:
-    """Raise InputError for more drawn failures before the last submission than are worth drawing."""
-    last_s = max((job.submit_s for job in workload), default=0.0)
-    if failures.mtbf_s is not None and failures.expected(len(cluster.gpus), last_s) > _MOST_FAILURES:
+    """Raise InputError for events on unknown nodes, and more failures before the last submission than are worth drawing."""
+    failures.check(cluster)
+    node_s = len(cluster.gpus) * max((job.submit_s for job in workload), default=0.0)
+    if failures.mtbf_s is not None and node_s / (failures.mtbf_s + failures.repair_s) > _MOST_FAILURES:
         problem = f"is {failures.mtbf_s:g} s: more than {_MOST_FAILURES:.0e} failures until the last job comes"
         raise InputError("mtbf", problem, "a longer time, or jobs that come sooner")
 
@@ -225,7 +198,7 @@ class _Run:
         self.waiting = sorted(jobs, key=lambda job: (job.spec.submit_s, job.index))[::-1]
         self.active: dict[int, SimulatedJob] = {}
         self.epoch_ends: list[tuple[float, int]] = []
-        self.first_start: dict[int, float] = {}
+
         self.usage: list[Usage] = []
         self.rounds = 0
         self.policy_seconds = 0.0
@@ -269,7 +242,7 @@ class _Run:
             self._admit(now_s)
             self._round(now_s)
             last_s = now_s
-        self._count_available(max((job.finish_s or 0.0 for job in self.jobs), default=0.0))
+        self._count_available(max((job.tally.finish_s for job in self.jobs), default=0.0))
 
     def _change_nodes(self, now_s: float) -> None:
         """Let what happens to nodes at ``now_s`` happen, and take their jobs off them."""
@@ -364,10 +337,8 @@ class _Run:
             allocation = chosen.get(job.index, ())
             if allocation != job.allocation:
                 job.reallocate(allocation, now_s, self.options.restart_delay_s)
-                if allocation:
-                    if self.policy.tuning is not Tuning.LOGICAL:
-                        self.cluster.type_of(allocation)
-                    self.first_start.setdefault(job.index, now_s)
+                if allocation and self.policy.tuning is not Tuning.LOGICAL:
+                    self.cluster.type_of(allocation)
                 self._retune(job, now_s)
         if self.options.interference:
             self._set_slowdowns(now_s)
@@ -393,24 +364,6 @@ class _Run:
         if last is None or (last.gpus, last.jobs, last.up) != (state.gpus, state.jobs, state.up):
             self.usage.append(state)
 
-    def result(self, job: SimulatedJob) -> JobResult:
-        """Return what became of a finished job."""
-        assert job.finish_s is not None
-        return JobResult(
-            name=job.spec.name,
-            application=job.application.name,
-            submit_s=job.spec.submit_s,
-            first_start_s=self.first_start[job.index],
-            finish_s=job.finish_s,
-            restarts=job.restarts,
-            gpu_seconds=job.gpu_seconds(job.finish_s),
-            failures=job.failures,
-            lost_gpu_seconds=job.lost_gpu_seconds,
-            restart_gpu_seconds=job.restart_gpu_seconds,
-            gpu_seconds_by_type=dict(job.gpu_seconds_by_type),
-            useful_samples=job.progress * job.limits.initial_batch_size,
-        )
-
 
 class Watchdog:
     """Looks at every round of one replay under the policy called ``policy``; ``nodes``: None where none can fail."""
@@ -431,32 +384,22 @@ class Watchdog:
         self.rounds += 1
         moving = more or any(job.allocation for job in jobs) or (self.nodes is not None and self.nodes.returns)
         self.idle = 0 if moving else self.idle + 1
-        if self.idle > _PATIENCE:
-            names = _listed([job.spec.name for job in jobs], _NAMED_JOBS)
-            starved = f"policy {self.policy} gives no GPUs to {len(jobs)} jobs ({names}) any more"
-            raise Infeasible(f"{self._cause(jobs, up)}{starved}")
-        self._watch_progress(jobs, up, now_s)
-        if now_s - self.first_submit_s > _LONGEST_S:
-            names = _listed([job.spec.name for job in jobs], _NAMED_JOBS)
-            raise Infeasible(
-                f"after {_LONGEST_S / YEAR_S:.0f} simulated years under policy {self.policy} {len(jobs)} jobs are not done "
-                f"({names}): check the units of times and batch sizes"
-            )
-
-    def _watch_progress(self, jobs: Sequence[SimulatedJob], up: ClusterSpec, now_s: float) -> None:
-        """Raise Infeasible when for a long time no job has come further than it had been."""
         for job in jobs:
             if job.progress > self.furthest.get(job.index, 0.0):
                 self.furthest[job.index] = job.progress
                 self.gained = self.rounds, now_s
-        if self.rounds - self.gained[0] > _FUTILE[0] and now_s - self.gained[1] > _FUTILE[1]:
+        many, without_s, problem = f"{len(jobs)} jobs", now_s - self.gained[1], ""
+        if self.idle > _PATIENCE:
+            problem = f"policy {self.policy} gives no GPUs to {many} ({_first_names(jobs)}) any more"
+        elif self.rounds - self.gained[0] > _FUTILE[0] and without_s > _FUTILE[1]:
             why = "restarts leave no time to train; shorten the restart delay or lengthen the interval"
             if self.nodes is not None:
-                why = (
-                    "failures undo what is trained, or too few nodes are up; shorten the checkpoint interval or lengthen "
-                    "the MTBF"
-                )
-            problem = f"under policy {self.policy} no job has come further for {now_s - self.gained[1]:.0f} s: {why}"
+                why = "failures undo what is trained, or too few nodes are up; shorten the checkpoint interval or fail less"
+            problem = f"under policy {self.policy} no job has come further for {without_s:.0f} s: {why}"
+        elif now_s - self.first_submit_s > _LONGEST_S:
+            years = f"after {_LONGEST_S / YEAR_S:.0f} simulated years under policy {self.policy}"
+            problem = f"{years} {many} are not done ({_first_names(jobs)}): check the units of times and batch sizes"
+        if problem:
             raise Infeasible(f"{self._cause(jobs, up)}{problem}")
 
     def _cause(self, jobs: Sequence[SimulatedJob], up: ClusterSpec) -> str:
@@ -471,9 +414,13 @@ class Watchdog:
                 stuck, wants = job, job.spec.num_replicas
                 break
         need = f" and it wants {wants} of the {up.total_gpus} GPUs that are left" if wants else ""
-        nodes = _listed([str(node) for node in gone], _NAMED_NODES)
+        nodes = _listed(list(map(str, gone)), _NAMED_NODES)
         noun, verb = ("node", "does") if len(gone) == 1 else ("nodes", "do")
         return f"job {stuck.spec.name} cannot run: {noun} {nodes} {verb} not come back{need}; "
+
+
+def _first_names(jobs: Sequence[SimulatedJob]) -> str:
+    return _listed([job.spec.name for job in jobs], _NAMED_JOBS)
 
 
 def _listed(names: Sequence[str], most: int) -> str:

@@ -55,7 +55,7 @@ def simulate(
     )
     if prices is not None:
         check_prices(dict(prices), machines, "prices")
-    folders = [Path(traces)] if isinstance(traces, (str, Path)) else [Path(one) for one in traces]
+    folders = [Path(one) for one in ([traces] if isinstance(traces, (str, Path)) else traces)]
     return study(
         Path(workload),
         machines,
@@ -89,9 +89,8 @@ def study(
     """Return the record of a workload under policies; ``jobs`` and ``hours`` sample a cluster's trace."""
     with stage(f"reading {workload.name}"):
         drawn_from = partial(read_templates, folders, machines)
-        specs, remark = read_jobs(
-            workload, drawn_from, jobs=jobs, hours=hours, seed=seed if sample_seed is None else sample_seed
-        )
+        drawn = seed if sample_seed is None else sample_seed
+        specs, remark = read_jobs(workload, drawn_from, jobs=jobs, hours=hours, seed=drawn)
         if not remark and (jobs, hours, sample_seed) != (None, None, None):
             raise InputError("--sample", f"{workload} is a workload", "sample from a cluster's trace")
         truth = read_truth(specs, folders, models)

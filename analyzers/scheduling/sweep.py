@@ -3,19 +3,25 @@
 A cell is one replay: a workload, a policy, a seed. Its figures are numbers that depend on nothing else, so that they are
 the same bit for bit wherever they were computed; how long it took is kept beside them. The output is rewritten after
 every cell, by one sweep at a time, and taken up again where it is there.
+
+:func:`compare` says which of two policies is better, and how sure that is. Every workload is replayed under both, so what
+makes one harder than another cancels. Ratios are compared, in their logarithm: a policy that halves and one that doubles a
+figure are then equally far from equality, and long workloads do not outweigh short ones. The interval is Student's t on the
+mean log ratio: a bootstrap's is too narrow with the handful of workloads that one has. Seeds of one workload are no
+independent evidence of what happens on others: they are averaged first, so that n is the number of workloads; with one
+workload n is its seeds, and the answer speaks of that workload alone.
 """
 
 from __future__ import annotations
 
-import csv
 import hashlib
-import io
 import json
+import math
 import os
 import signal
 import threading
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
@@ -26,9 +32,13 @@ from importlib import import_module
 from multiprocessing import get_context
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
+import numpy as np
+import pandas as pd
 from filelock import FileLock, Timeout
+from numpy.typing import NDArray
+from scipy.special import stdtrit
 
 from ddltool.analyzers.scheduling.cluster import ClusterSpec
 from ddltool.analyzers.scheduling.inputs import FittedModel, read_cluster, read_truth, read_workload
@@ -38,7 +48,14 @@ from ddltool.analyzers.scheduling.simulator import Options
 from ddltool.analyzers.scheduling.truth import Application
 from ddltool.artifacts import check_writable, load, read_text, save, write_text
 from ddltool.errors import InputError, MissingExtra, did_you_mean, one_line
-from ddltool.simulation_results import JobSpec, SweepCell, SweepDocument, SweepFigures
+from ddltool.simulation_results import (
+    ComparedMeasure,
+    JobSpec,
+    PolicyComparison,
+    SweepCell,
+    SweepDocument,
+    SweepFigures,
+)
 
 ENGINES = ("local", "ray")
 FIGURES = tuple(SweepFigures.model_fields)
@@ -93,9 +110,8 @@ def cells(workloads: Sequence[str], policies: Sequence[str], seeds: Sequence[int
     for name, values in (("workloads", workloads), ("policies", policies), ("seeds", seeds)):
         if not values:
             raise InputError(name, "are empty", "give at least one")
-        if len(set(values)) < len(values):
-            twice = next(value for value in values if list(values).count(value) > 1)
-            raise InputError(name, f"name {twice!r} twice", "give each once")
+        if twice := [value for value, times in Counter(values).items() if times > 1]:
+            raise InputError(name, f"name {twice[0]!r} twice", "give each once")
     count = len(workloads) * len(policies) * len(seeds)
     if count > _MOST_CELLS:
         raise InputError("seeds", f"make {count:,} replays", f"at most {_MOST_CELLS:,} in one sweep")
@@ -151,25 +167,17 @@ def sweep(
         if output is not None:
             save(document, output)
     if table is not None:
-        text = io.StringIO()
-        writer = csv.DictWriter(text, COLUMNS, extrasaction="ignore", lineterminator="\n")
-        writer.writeheader()
-        made = document.model_dump()["cells"]
-        writer.writerows({**record, **(record["figures"] or {})} for record in made)
-        write_text(table, text.getvalue())
+        rows = [{**record, **(record["figures"] or {})} for record in document.model_dump()["cells"]]
+        write_text(table, pd.DataFrame(rows, columns=COLUMNS, dtype=object).to_csv(index=False, lineterminator="\n"))
     return document
 
 
 def _names(workloads: Sequence[Path]) -> dict[str, Path]:
     """Return each workload's name (its file's, or the path where two files are named alike) and file."""
-    stems = [path.stem for path in workloads]
-    made: dict[str, Path] = {}
-    for path in workloads:
-        name = path.stem if stems.count(path.stem) == 1 else str(path)
-        if name in made:
-            raise InputError(str(path), "is given twice", "give each workload once")
-        made[name] = path
-    return made
+    if twice := [path for path, times in Counter(workloads).items() if times > 1]:
+        raise InputError(str(twice[0]), "is given twice", "give each workload once")
+    stems = Counter(path.stem for path in workloads)
+    return {path.stem if stems[path.stem] == 1 else str(path): path for path in workloads}
 
 
 def _document(settings: dict[str, Any], records: Mapping[Key, SweepCell], wanted: Sequence[Key]) -> SweepDocument:
@@ -222,16 +230,11 @@ def _inputs(
 
 def _figures(found: Replay) -> SweepFigures:
     """Return the figures of one replay, with a cost where there are prices."""
-    summary = found.summary
-    made: dict[str, Any] = {name: getattr(summary, name, None) for name in FIGURES}
-    made["jobs"], made["gpu_seconds"] = len(summary.jobs), sum(job.gpu_seconds for job in summary.jobs)
-    made["worst_fairness"] = summary.finish_time_fairness.max
-    made["fair_share"] = summary.finish_time_fairness.share_below_1
-    if summary.cost is None:
-        del made["cost"]
-    else:
-        made["cost"] = summary.cost.jobs
-    return SweepFigures.model_validate(made)
+    summary, fair = found.summary, found.summary.finish_time_fairness
+    own = {name: getattr(summary, name) for name in FIGURES if hasattr(summary, name) and name != "cost"}
+    own |= {"jobs": len(summary.jobs), "gpu_seconds": sum(job.gpu_seconds for job in summary.jobs)}
+    cost = {} if summary.cost is None else {"cost": summary.cost.jobs}
+    return SweepFigures.model_validate({**own, "worst_fairness": fair.max, "fair_share": fair.share_below_1, **cost})
 
 
 # Where cells are replayed.
@@ -340,12 +343,14 @@ def _settings(names: Mapping[str, Path], setup: Setup, tell: Callable[[str], Non
     for text in assumed:
         tell(text)
     applications = sorted({job.application for job in jobs})
+
+    def hashed(content: bytes) -> str:
+        return hashlib.sha256(content).hexdigest()
+
     return {
-        "workloads": {name: hashlib.sha256(path.read_bytes()).hexdigest() for name, path in names.items()},
-        "cluster": hashlib.sha256(read_text(setup.cluster).encode()).hexdigest(),
-        "traces": {
-            name: hashlib.sha256(fitted.get(name) or _traces(setup.traces, name)).hexdigest() for name in applications
-        },
+        "workloads": {name: hashed(path.read_bytes()) for name, path in names.items()},
+        "cluster": hashed(read_text(setup.cluster).encode()),
+        "traces": {name: hashed(fitted.get(name) or _traces(setup.traces, name)) for name in applications},
         "options": asdict(setup.options),
         "power": setup.power,
         **({"prices_per_gpu_hour": dict(setup.prices)} if setup.prices is not None else {}),
@@ -356,8 +361,7 @@ def _settings(names: Mapping[str, Path], setup: Setup, tell: Callable[[str], Non
 def _traces(folders: Sequence[Path], application: str) -> bytes:
     """Return all that the folders hold of one application."""
     files = [path for folder in folders for path in sorted((folder / application).glob("*.csv"))]
-    contents = [(path.name, path.read_bytes()) for path in files]
-    return b"".join(f"{name}:{len(content)}:".encode() + content for name, content in contents)
+    return b"".join(f"{path.name}:{path.stat().st_size}:".encode() + path.read_bytes() for path in files)
 
 
 def _earlier_cells(output: Path | None, settings: dict[str, Any]) -> dict[Key, SweepCell]:
@@ -412,3 +416,65 @@ def sole_writer(output: Path | None) -> Iterator[None]:
     finally:
         side.unlink(missing_ok=True)  # while it is held: who then locks a file without a name tries again
         lock.release()
+
+
+Floats = NDArray[np.float64]
+MEASURES = ("avg_jct_s", "p99_jct_s", "worst_fairness", "makespan_s", "gpu_seconds", "cost")
+"""What is compared, the cost where every replay has one above 0; less is better for all of them."""
+
+
+def compare(cells: Sequence[SweepCell], first: str, second: str, *, confidence: float = 0.95) -> PolicyComparison:
+    """Return the first policy's figures over the second's, over what both have replayed.
+
+    Replays that only one policy has (a failed cell) are left out in pairs. Raises InputError without any pair, for a
+    policy compared with itself and figures that are not above 0.
+    """
+    if first == second:
+        raise InputError("--compare", f"names {first!r} twice", "name two policies, such as ours,pollux")
+    if not 0 < confidence < 1:
+        raise InputError("confidence", f"is {confidence}", "between 0 and 1, such as 0.95")
+    found = {
+        name: {(cell.workload, cell.seed): cell.figures for cell in cells if cell.policy == name and cell.figures}
+        for name in (first, second)
+    }
+    shared = [(key, one, found[second][key]) for key, one in found[first].items() if key in found[second]]
+    if not shared:
+        raise InputError("--compare", f"{first} and {second} have no workload and seed in common", "replay both on one")
+    several = len({workload for (workload, _), *_ in shared}) > 1
+    priced = all((figures.cost or 0) > 0 for _, *both in shared for figures in both)
+    made = []
+    for measure in MEASURES if priced else MEASURES[:-1]:
+        units: dict[object, list[float]] = {}
+        for (workload, seed), one, other in shared:
+            ratio = _log(one, measure, workload, seed) - _log(other, measure, workload, seed)
+            units.setdefault(workload if several else seed, []).append(ratio)
+        made.append(_interval(measure, np.array([np.mean(each) for each in units.values()]), confidence))
+    unit: Literal["workload", "seed"] = "workload" if several else "seed"
+    return PolicyComparison(first=first, second=second, unit=unit, confidence=confidence, comparisons=made)
+
+
+def _log(figures: SweepFigures, measure: str, workload: str, seed: int) -> float:
+    value = getattr(figures, measure)
+    if not value > 0:
+        raise InputError(f"workload {workload} seed {seed}:{measure}", f"is {value}", "a number above 0")
+    return math.log(value)
+
+
+def _interval(measure: str, logs: Floats, confidence: float) -> ComparedMeasure:
+    """Return the comparison of log ratios (n,)."""
+    n, mean = len(logs), float(logs.mean())
+    low = high = None
+    # Pairs that agree to the last digits are one replay repeated (seeds that nothing drew from), not evidence.
+    if n > 1 and float(np.ptp(logs)) > 1e-12:
+        half = float(stdtrit(n - 1, 0.5 + confidence / 2)) * float(logs.std(ddof=1)) / math.sqrt(n)
+        # Beyond the range of floating point an interval says no more than that.
+        low, high = math.exp(max(mean - half, -700.0)), math.exp(min(mean + half, 700.0))
+    return ComparedMeasure(
+        measure=measure,
+        ratio=math.exp(mean),
+        low=low,
+        high=high,
+        better=int((logs < 0).sum()),
+        units=n,
+        decided=low is not None and high is not None and not low <= 1 <= high,
+    )

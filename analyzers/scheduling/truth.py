@@ -15,8 +15,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any, Protocol
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -26,6 +27,7 @@ from ddltool.errors import InputError, did_you_mean
 
 Floats = NDArray[np.float64]
 Placement = tuple[int, ...]
+Curve = tuple[Floats, Floats]
 ANY_TYPE = "*"
 """The GPU type of measurements that name none: they hold for every type."""
 # Larger node counts than these were not measured; the published simulator counts more nodes as this many.
@@ -49,19 +51,6 @@ def smallest_rotation(placement: Sequence[int]) -> Placement:
     return min((used[at:] + used[:at] for at in range(len(used))), default=())
 
 
-class Times(Protocol):
-    """Step times of one application on one GPU type: measured (:class:`StepTimes`) or fitted."""
-
-    @property
-    def batch_range(self) -> tuple[int, int]:
-        """Smallest and largest local batch size."""
-        ...
-
-    def __call__(self, placement: Placement, local_batch_size: int) -> tuple[float, float]:
-        """Return (step time, sync time) in seconds of a placement without zeros."""
-        ...
-
-
 @dataclass(kw_only=True, eq=False)
 class StepTimes:
     """Measured times of one application on one GPU type: ``n`` placement rows and ``m`` scalability rows, seconds."""
@@ -77,17 +66,12 @@ class StepTimes:
     """(m, 3) nodes, replicas, local batch size."""
     scalability_times_s: Floats
     """(m, 2)"""
-    _curves: dict[Placement, tuple[Floats, Floats]] = field(default_factory=dict, repr=False)
-    _between: tuple[Callable[[Any], Floats], dict[tuple[int, int], tuple[Floats, Floats]]] | None = None
 
     def __post_init__(self) -> None:
-        rows: dict[Placement, list[int]] = {}
-        for row, placement in enumerate(self.placements):
-            rows.setdefault(smallest_rotation(placement), []).append(row)
-        if not rows:
+        if not self.placements:
             raise InputError(self.where, "holds no placement", "give at least one measured row")
-        for placement, chosen in rows.items():
-            self._curves[placement] = _curve(self.local_batch_size[chosen], self.times_s[chosen])
+        rotated = [smallest_rotation(placement) for placement in self.placements]
+        self._curves = _curves(rotated, self.local_batch_size, self.times_s)
 
     @property
     def batch_range(self) -> tuple[int, int]:
@@ -102,9 +86,7 @@ class StepTimes:
 
     def _interpolated(self, placement: Placement, local_batch_size: int) -> tuple[float, float]:
         """Return the times of a placement that was not measured, from those around it."""
-        if self._between is None:
-            self._between = self._neighbours()
-        surface, groups = self._between
+        surface, groups = self._neighbours
         nodes, replicas = min(len(placement), _MOST_NODES), sum(placement)
         step, sync = surface([nodes, replicas, local_batch_size])[0].tolist()
         if not math.isnan(step + sync):
@@ -113,22 +95,18 @@ class StepTimes:
         nearest = min(groups, key=lambda at: (abs(math.log(at[0] / nodes)) + abs(math.log(at[1] / replicas)), at))
         return _at(groups[nearest], local_batch_size)
 
-    def _neighbours(self) -> tuple[Callable[[Any], Floats], dict[tuple[int, int], tuple[Floats, Floats]]]:
-        """Return the linear interpolation over (nodes, replicas, local batch size), and its rows by configuration."""
+    @cached_property
+    def _neighbours(self) -> tuple[Callable[[Any], Floats], dict[Placement, Curve]]:
+        """The linear interpolation over (nodes, replicas, local batch size), and its rows by configuration."""
         from scipy.interpolate import LinearNDInterpolator
         from scipy.spatial import QhullError
 
         at = np.array([(len(place), sum(place)) for place in map(smallest_rotation, self.placements)], dtype=np.float64)
-        points = np.column_stack([at, self.local_batch_size])
-        unique, inverse = np.unique(points, axis=0, return_inverse=True)
-        counts = np.bincount(inverse.ravel())
-        means = np.stack([np.bincount(inverse.ravel(), self.times_s[:, c]) / counts for c in range(2)], axis=1)
-        points = np.vstack([unique, self.scalability])
-        times = np.vstack([means, self.scalability_times_s])
-        groups: dict[tuple[int, int], list[int]] = {}
-        for row, (nodes, replicas) in enumerate(points[:, :2].astype(int).tolist()):
-            groups.setdefault((nodes, replicas), []).append(row)
-        curves = {key: _curve(points[rows, 2], times[rows]) for key, rows in groups.items()}
+        unique, means = _means(np.column_stack([at, self.local_batch_size]), self.times_s)
+        points, times = np.vstack([unique, self.scalability]), np.vstack([means, self.scalability_times_s])
+        curves = _curves(
+            [(nodes, replicas) for nodes, replicas in points[:, :2].astype(int).tolist()], points[:, 2], times
+        )
         try:
             return LinearNDInterpolator(points, times), curves
         except (QhullError, ValueError):
@@ -140,14 +118,22 @@ def _nothing(point: Any) -> Floats:
     return np.full((1, 2), np.nan)
 
 
-def _curve(batch: Floats, times: Floats) -> tuple[Floats, Floats]:
-    """Return batch sizes (ascending, each once) and their mean times (k, 2)."""
-    unique, inverse = np.unique(batch, return_inverse=True)
-    counts = np.bincount(inverse)
-    return unique, np.stack([np.bincount(inverse, times[:, c]) / counts for c in range(2)], axis=1)
+def _curves(keys: Sequence[Placement], batch: Floats, times: Floats) -> dict[Placement, Curve]:
+    """Return by key the batch sizes (ascending, each once) and their mean times (k, 2)."""
+    rows: dict[Placement, list[int]] = {}
+    for row, key in enumerate(keys):
+        rows.setdefault(key, []).append(row)
+    return {key: _means(batch[chosen], times[chosen]) for key, chosen in rows.items()}
 
 
-def _at(curve: tuple[Floats, Floats], batch: float) -> tuple[float, float]:
+def _means(keys: Floats, times: Floats) -> Curve:
+    """Return the distinct keys, ascending, and the mean times (k, 2) of each."""
+    unique, inverse = np.unique(keys, axis=0, return_inverse=True)
+    counts = np.bincount(inverse.ravel())
+    return unique, np.stack([np.bincount(inverse.ravel(), times[:, c]) / counts for c in range(2)], axis=1)
+
+
+def _at(curve: Curve, batch: float) -> tuple[float, float]:
     """Return the times at a batch size: linear between measured ones, and on along the last two beyond them."""
     sizes, times = curve
     if len(sizes) == 1:
@@ -203,7 +189,11 @@ class Application:
     """
 
     def __init__(
-        self, name: str, times: Mapping[str, Times], validation: Sequence[Validation], limits: Limits | None = None
+        self,
+        name: str,
+        times: Mapping[str, StepTimes | FittedTimes],
+        validation: Sequence[Validation],
+        limits: Limits | None = None,
     ) -> None:
         limits = limits if limits is not None else PUBLISHED_LIMITS.get(name, Limits())
         if not times or not validation:
@@ -245,14 +235,12 @@ class Application:
         Raises InputError for a type without measurements.
         """
         key = (placement, local_batch_size, gpu_type)
-        found = self._steps.get(key)
-        if found is None:
-            table = self.times.get(gpu_type) or self.times.get(ANY_TYPE)
-            if table is None:
+        if key not in self._steps:
+            if not self.runs_on(gpu_type):
                 hint = did_you_mean(gpu_type, self.times)
                 raise InputError(f"application {self.name}", f"no step times on {gpu_type!r}", hint)
-            found = self._steps[key] = table(placement, local_batch_size)
-        return found
+            self._steps[key] = (self.times.get(gpu_type) or self.times[ANY_TYPE])(placement, local_batch_size)
+        return self._steps[key]
 
     def least_s(self, gpu_types: Sequence[str]) -> float:
         """Return the seconds that it takes at the very best: at the largest batch, in steps as short as the shortest.
@@ -367,7 +355,7 @@ class FittedJob:
             raise InputError("samples", problem, f"at least {self.batch_size * self.epochs}: a step per epoch")
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, slots=True)
 class FittedTimes:
     """Step times (seconds) by the throughput model, as :class:`StepTimes` gives them."""
 
@@ -399,18 +387,15 @@ def fitted_application(name: str, params: Mapping[str, ThroughputParams], job: F
         seconds = float(grad_time_s(values, job.batch_size))
         if not (math.isfinite(seconds) and seconds > 0):
             raise InputError(f"{name}:{kind}", f"one gradient takes {seconds:g} s", "a fit with a time above 0")
-    times = {
-        kind: FittedTimes(params=values, max_local_batch_size=job.max_local_batch_size)
-        for kind, values in params.items()
-    }
+    times = {kind: FittedTimes(values, job.max_local_batch_size) for kind, values in params.items()}
     progress = np.linspace(0.0, job.total_samples / job.batch_size, job.epochs + 1)[1:]
     variance = job.noise_scale / job.batch_size
-    ones = np.ones(job.epochs)
-    runs = []
+    sqr, var, runs = np.ones(job.epochs), np.full(job.epochs, variance), []
     for batch in np.unique(np.geomspace(job.batch_size, job.max_batch_size, _BATCHES).round().astype(int)).tolist():
         gain = (variance + 1.0) / (variance * job.batch_size / batch + 1.0)
-        statistics = {"grad_sqr": ones, "grad_var": ones * variance}
-        runs.append(Validation(batch_size=batch, progress=progress, iteration=progress / gain, **statistics))
+        runs.append(
+            Validation(batch_size=batch, progress=progress, iteration=progress / gain, grad_sqr=sqr, grad_var=var)
+        )
     return Application(name, times, runs, Limits(max_epochs=job.epochs))
 
 

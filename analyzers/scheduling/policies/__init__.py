@@ -45,16 +45,14 @@ def policies(
     """
     everything = [name for name, one in POLICIES.items() if not mixed or getattr(one, "mixed", True)]
     wanted = everything if names == "all" else [name.strip() for name in names.split(",") if name.strip()]
-    for name in wanted:
-        if name not in POLICIES:
-            raise InputError("--policy", f"unknown policy {name!r}", did_you_mean(name, [*POLICIES, "all"]))
-    if not wanted:
-        raise InputError("--policy", "names no policy", did_you_mean(names, POLICIES))
     settings = {"power": power, "delay_s": delay_s, "seed": seed}
     makers: dict[str, Callable[[], Policy]] = {}
     for name in wanted:
+        if name not in POLICIES:
+            raise InputError("--policy", f"unknown policy {name!r}", did_you_mean(name, [*POLICIES, "all"]))
         asked = inspect.signature(POLICIES[name]).parameters
         makers[name] = partial(POLICIES[name], **{key: value for key, value in settings.items() if key in asked})
-    for make in makers.values():
-        make()  # refuses settings before anything is replayed, in a sweep too
+        makers[name]()  # refuses settings before anything is replayed, in a sweep too
+    if not makers:
+        raise InputError("--policy", "names no policy", did_you_mean(names, POLICIES))
     return makers

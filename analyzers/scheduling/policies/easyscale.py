@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 
-from ddltool.analyzers.placement.proposals import Proposal, accept, best_plan, proposals
+from ddltool.analyzers.placement.proposals import Proposal, accept, best_throughput, proposals
 from ddltool.analyzers.scheduling.cluster import (
     Allocation,
     ClusterSpec,
@@ -77,10 +77,10 @@ class EasyScale:
         self, job: SimulatedJob, made: Mapping[int, Allocation], left: Mapping[str, int], cluster: ClusterSpec
     ) -> list[Proposal]:
         capability = job.capabilities()
-        held = _by_type(made.get(job.index, ()), cluster)
+        held = cluster.by_type(made.get(job.index, ()))
         usable = {name: count for name, count in left.items() if name in capability}
         mixes = self.heterogeneous and (self.mixable is None or job.application.name in self.mixable)
-        room = job.spec.num_replicas - count_gpus(made.get(job.index, ()))
+        room = job.spec.num_replicas - held.total()
         if room <= 0:
             return []
         found = proposals(capability, held, usable, job.spec.num_replicas, _TOP_K, not mixes)
@@ -118,13 +118,13 @@ class EasyScale:
         """Return the job and type of the GPU whose loss costs the least share of a job's speed."""
         best: tuple[float, int, str] | None = None
         for job in jobs:
-            held = _by_type(made.get(job.index, ()), cluster)
+            held = cluster.by_type(made.get(job.index, ()))
             if held.total() < 2:
                 continue
             capability, workers = job.capabilities(), job.spec.num_replicas
-            now = best_plan(capability, held, workers).throughput
+            now = best_throughput(capability, held, workers)
             for name in sorted(set(held) & set(wanted)):
-                rest = best_plan(capability, held - Counter({name: 1}), workers).throughput
+                rest = best_throughput(capability, held - Counter({name: 1}), workers)
                 if best is None or 1 - rest / now < best[0] - 1e-12:
                     best = 1 - rest / now, job.index, name
         return best[1:] if best else None
@@ -149,14 +149,4 @@ class EasyScaleHomo(EasyScale):
 
 def _join(first: Allocation, more: Allocation) -> Allocation:
     """Return two allocations as one, nodes ascending."""
-    total = Counter(dict(first))
-    for node, count in more:
-        total[node] += count
-    return tuple(sorted(total.items()))
-
-
-def _by_type(allocation: Allocation, cluster: ClusterSpec) -> Counter[str]:
-    held = Counter[str]()
-    for node, count in allocation:
-        held[cluster.gpu_types[node]] += count
-    return held
+    return tuple(sorted((Counter(dict(first)) + Counter(dict(more))).items()))

@@ -30,8 +30,8 @@ from numpy.typing import NDArray
 from ddltool.analyzers.scheduling.assign import assign
 from ddltool.analyzers.scheduling.cluster import Allocation, ClusterSpec
 from ddltool.analyzers.scheduling.job import SimulatedJob, Tuning
-from ddltool.analyzers.scheduling.offers import Offer, Offers, offers, place_on_type
-from ddltool.analyzers.scheduling.search import Choice, flat
+from ddltool.analyzers.scheduling.offers import Offer, Offers, offers, place_on_type, tables
+from ddltool.analyzers.scheduling.search import Choice
 
 Floats = NDArray[np.float64]
 # Completion times below a minute are as good as one.
@@ -131,15 +131,7 @@ class Ours:
         """Return the GPU type of each job."""
         if len(names) == 1:
             return [names[0]] * len(made)
-        nothing = np.array([np.inf])
-        costs = []
-        for by_type in choices:
-            idle = next(iter(by_type.values())).within[0]
-            tables = [flat(by_type[name]) if name in by_type else nothing.copy() for name in names]
-            for table in tables:
-                table[0] = idle
-            costs.append(tables)
-        found = assign(costs, [cluster.gpus_of(name) for name in names])
+        found = assign([tables(by_type, names) for by_type in choices], [cluster.gpus_of(name) for name in names])
         fallback = [offer.job.gpu_types[0] for offer in made]
         return [
             names[kind] if count else other

@@ -35,16 +35,9 @@ class Pollux:
     tuning = Tuning.ADAPTIVE
     mixed = False
 
-    def __init__(
-        self,
-        *,
-        power: float = -1.0,
-        delay_s: float = 30.0,
-        seed: int = 0,
-    ) -> None:
+    def __init__(self, *, power: float = -1.0, delay_s: float = 30.0, seed: int = 0) -> None:
         if not abs(power) <= _MOST_POWER:
-            problem = f"is {power}"
-            raise InputError("power", problem, f"from -{_MOST_POWER:.0f} to {_MOST_POWER:.0f}; -1 is Pollux's")
+            raise InputError("power", f"is {power}", f"from -{_MOST_POWER:.0f} to {_MOST_POWER:.0f}; -1 is Pollux's")
         self.power = power if abs(power) >= _LEAST_POWER else 0.0
         self.delay_s, self.seed = delay_s, seed
 

@@ -18,8 +18,8 @@ from numpy.typing import NDArray
 from ddltool.analyzers.scheduling.assign import assign
 from ddltool.analyzers.scheduling.cluster import Allocation, ClusterSpec
 from ddltool.analyzers.scheduling.job import SimulatedJob, Tuning
-from ddltool.analyzers.scheduling.offers import Offer, Offers, offers, place_on_type
-from ddltool.analyzers.scheduling.search import Choice, flat
+from ddltool.analyzers.scheduling.offers import Offer, Offers, offers, place_on_type, tables
+from ddltool.analyzers.scheduling.search import Choice
 from ddltool.errors import InputError
 
 Floats = NDArray[np.float64]
@@ -43,8 +43,7 @@ class Sia:
         names = cluster.type_names
         sizes = {name: max(cluster.gpus[node] for node in cluster.nodes_of(name)) for name in names}
         choices = [self._choices(offers(job, cluster), sizes, now_s) for job in jobs]
-        costs = [_tables(by_type, names) for by_type in choices]
-        found = assign(costs, [cluster.gpus_of(name) for name in names])
+        found = assign([tables(by_type, names) for by_type in choices], [cluster.gpus_of(name) for name in names])
         made: dict[int, Allocation] = {}
         for kind, name in enumerate(names):
             members = [at for at in range(len(jobs)) if found.counts[at] and found.types[at] == kind]
@@ -95,8 +94,3 @@ def _allowed(count: int, size: int) -> bool:
     if count <= size:
         return count == size or (count & (count - 1) == 0 and count > 0)
     return count % size == 0
-
-
-def _tables(by_type: Mapping[str, Choice], names: Sequence[str]) -> list[Floats]:
-    idle = next(iter(by_type.values())).within[0]
-    return [flat(by_type[name]) if name in by_type else np.array([idle]) for name in names]
