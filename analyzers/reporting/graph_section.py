@@ -123,9 +123,8 @@ def _timeline(graph: Graph, timelines: Mapping[str, Timeline], priority: Mapping
 
 def _lanes(graph: Graph, run: Timeline, priority: Mapping[str, int]) -> list[tuple[str, list[Span]]]:
     """Return what each resource does when, compute first, with priorities on the transfers."""
-    lanes: dict[str, list[Span]] = {
-        name: [] for name in sorted(graph.resource_names, key=lambda name: not name.startswith("compute"))
-    }
+    names = sorted(graph.resource_names, key=lambda name: not name.startswith("compute"))
+    lanes: dict[str, list[Span]] = {name: [] for name in names}
     for op, resource in enumerate(graph.resource.tolist()):
         text = str(priority.get(graph.names[op], ""))
         span = Span(float(run.start_s[op]), float(run.end_s[op]), KINDS[graph.kind[op]], text)
@@ -143,11 +142,9 @@ def trace_section(found: TraceResult) -> Section:
         lead.append(f"E is undefined: {found.efficiency_undefined}")
     lead += [f"Verdict: {found.verdict.text}"] if found.verdict is not None else []
     lead.append(_best_words(found))
-    bounds = found.bounds
-    limits = Bounds(
-        upper_s=bounds.upper_s, lower_s=bounds.lower_s, speedup=bounds.speedup, compute_s=0.0, transfer_s=0.0
-    )
-    blocks: Blocks = [_orders("Parameter servers: order of transfers", found.schedules, limits, bounds.best_lower_s)]
+    ends = found.bounds
+    limits = Bounds(upper_s=ends.upper_s, lower_s=ends.lower_s, speedup=ends.speedup, compute_s=0.0, transfer_s=0.0)
+    blocks: Blocks = [_orders("Parameter servers: order of transfers", found.schedules, limits, ends.best_lower_s)]
     if found.collectives is not None:
         both = found.collectives
         no_blocks = "FSDP2: the parameters' names show no list of blocks to shard by."
@@ -181,9 +178,8 @@ def _orders(
             return "optimal" if made.status == "optimal" else f"gap {made.gap:.2%}"
         return f"{show_seconds(made.makespan_min_s)} .. {show_seconds(made.makespan_max_s)}"
 
-    names = [
-        f"{name} (and compute)" if name == "exact" or made.orders_compute else name for name, made in schedules.items()
-    ]
+    both = {name for name, made in schedules.items() if name == "exact" or made.orders_compute}
+    names = [f"{name} (and compute)" if name in both else name for name in schedules]
     columns: dict[str, Column[ScheduleFigures]] = {"step time": "makespan_s", "min .. max": spread}
     columns["efficiency E"] = "efficiency:.3f"
     table = tabled(caption, "simulated", schedules.values(), columns, names=("order", names))
@@ -192,9 +188,8 @@ def _orders(
         ("upper bound U", show_seconds(limits.upper_s), "", "0"),
     ]
     if best_s is not None:
-        ends.insert(
-            0, ("best bound", show_seconds(best_s), "no order is faster", cell(limits.share(best_s), form=".3f"))
-        )
+        best = ("best bound", show_seconds(best_s), "no order is faster", cell(limits.share(best_s), form=".3f"))
+        ends = [best, *ends]
     return replace(table, rows=[*table.rows, *ends])
 
 
@@ -228,11 +223,8 @@ def _collectives(found: CollectiveFigures, caption: str) -> Table:
     if found.compressed is not None:
         settings[f"DDP {found.compressed.name}"] = found.compressed
     if fsdp2 is not None:
-        settings |= {
-            "FSDP2 default": fsdp2.default,
-            "FSDP2 best": fsdp2.best,
-            "FSDP2 no reshard": fsdp2.without_reshard,
-        }
+        settings |= {"FSDP2 default": fsdp2.default, "FSDP2 best": fsdp2.best}
+        settings["FSDP2 no reshard"] = fsdp2.without_reshard
 
     def setting(entry: Setting) -> str:
         if isinstance(entry, CompressionFigures):

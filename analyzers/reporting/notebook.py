@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -38,17 +39,15 @@ def section(result: BaseModel) -> Section:
     if kind in ORDER:
         found = found_in(result)
         made = section_of(found, [found])
-        return (
-            made
-            if made.verdict
-            else Section(title=made.title, lead=made.lead, blocks=made.blocks, verdict=verdict_of(found))
-        )
-    plain = {name: value for name, value in result if isinstance(value, (str, int, float))}
-    rows = [(name, str(value)) for name, value in plain.items()]
-    table = Table(
-        caption=kind or type(result).__name__, header=("field", "value"), rows=rows, label="read", text_columns=2
-    )
-    return Section(title=kind or type(result).__name__, lead=[], blocks=[table])
+        return replace(made, verdict=made.verdict or verdict_of(found))
+    rows = [(name, str(value)) for name, value in result if isinstance(value, (str, int, float))]
+    title = kind or type(result).__name__
+    table = Table(caption=title, header=("field", "value"), rows=rows, label="read", text_columns=2)
+    return Section(title=title, lead=[], blocks=[table])
+
+
+# Where a result has its main rows.
+_MAIN = ("rows", "assignments", "policies", "predictors", "algorithms", "schedules", "checks", "cells", "sections")
 
 
 def html(result: BaseModel) -> str:
@@ -69,17 +68,7 @@ def frame(result: BaseModel) -> pd.DataFrame:
     if isinstance(result, PredictResult):
         return predicted_profile(result)
     document = result.model_dump(mode="json")
-    for name in (
-        "rows",
-        "assignments",
-        "policies",
-        "predictors",
-        "algorithms",
-        "schedules",
-        "checks",
-        "cells",
-        "sections",
-    ):
+    for name in _MAIN:
         held = document.get(name)
         if isinstance(held, list) and held:
             return pd.json_normalize(held)

@@ -100,11 +100,8 @@ def _title(text: str) -> str:
     return visible(shortened(text, _LONGEST_TITLE))
 
 
-@dataclass(frozen=True, slots=True)
-class _Cell:
-    text: str
-    mark: Markup
-    """The attribute that gives its class."""
+Cell = tuple[str, Markup]
+"""A cell's text, and the attribute that gives its class."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,9 +109,9 @@ class _Grid:
     """A table's cells: the head, and the rest, which is folded and capped."""
 
     named: str
-    header: list[_Cell]
-    head: list[list[_Cell]]
-    rest: list[list[_Cell]]
+    header: list[Cell]
+    head: list[list[Cell]]
+    rest: list[list[Cell]]
     rest_said: str
 
 
@@ -140,9 +137,9 @@ def _holds_words(cells: Sequence[str]) -> bool:
     return bool(filled) and not any(_FIGURE.match(cell) for cell in filled)
 
 
-def _cell(text: str, words: bool, most: int | None = None) -> _Cell:
+def _cell(text: str, words: bool, most: int | None = None) -> Cell:
     # a sentence wraps, a name of one long word breaks anywhere and would fill a phone's screen
     shown = shortened(text, most or (_LONGEST_CELL if " " in text else _LONGEST_WORD))
     names = [name for name, holds in (("words", words), ("long", len(shown) > _WRAPPED_FROM)) if holds]
     mark = Markup(' class="{}"').format(escape(" ".join(names))) if names else Markup()
-    return _Cell(visible(shown), mark)
+    return visible(shown), mark

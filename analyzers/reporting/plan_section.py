@@ -40,12 +40,8 @@ def plan_section(plan: Plan, name: str) -> Section:
         f"on {counted(plan.world_size, 'device')}; {_proof(plan)} ({plan.solve_seconds:.3f} s).",
         f"Waste: {plan.waste:.4g} mini-batches/s of {used:.4g} on the used devices.",
     ]
-    passes = [
-        f"{row.device_type} {row.local_batch_size} in {row.accumulation_steps + 1}"
-        for row in plan.assignments
-        if row.accumulation_steps
-    ]
-    if passes:
+    several = [row for row in plan.assignments if row.accumulation_steps]
+    if passes := [f"{row.device_type} {row.local_batch_size} in {row.accumulation_steps + 1}" for row in several]:
         lead.append(f"In several passes, for memory does not hold them at once: {', '.join(passes)}.")
     blocks: Blocks = [_placement(plan)]
     if plan.superstep is not None:
@@ -85,13 +81,9 @@ def _proof(plan: Plan) -> str:
 
 def _placement(plan: Plan) -> Picture | Table:
     """Return what each device does in a step (to the barrier, for elastic-bsp), over the table of assignments."""
-    columns: dict[str, Column[Assignment]] = {
-        "device type": "device_type",
-        "devices": "devices",
-        "ESTs each": lambda row: str(row.ests_per_device) if plan.est_count else "-",
-        "local batch": "local_batch_size",
-        "compute": "compute_s",
-    }
+    columns: dict[str, Column[Assignment]] = {"device type": "device_type", "devices": "devices"}
+    columns["ESTs each"] = lambda row: str(row.ests_per_device) if plan.est_count else "-"
+    columns |= {"local batch": "local_batch_size", "compute": "compute_s"}
     table = filled(tabled("Devices and what each of them does", "predicted", plan.assignments, columns))
     timed = [row for row in plan.assignments if row.compute_s is not None]
     if not timed:
@@ -129,8 +121,7 @@ def _superstep_table(found: Superstep) -> Table:
         f"{show_seconds(found.superstep_s)}; longest waiting {show_seconds(found.waiting_s)}, of all "
         f"{show_seconds(found.total_waiting_s)}; iteration gap {found.iteration_gap}"
     )
-    rows = [(name, f"{count:,}") for name, count in found.iterations.items()]
-    return Table(caption=caption, header=("device type", "iterations"), rows=rows, label="predicted")
+    return tabled(caption, "predicted", found.iterations.items(), {"device type": "0", "iterations": "1"})
 
 
 def _split_words(plan: Plan, found: BatchSplit) -> str:
@@ -157,14 +148,9 @@ def _goodput(found: GoodputChoice) -> Blocks:
     columns |= {"accumulation": "accumulation_steps", "total batch": "total_batch_size"}
     columns |= {"goodput/s": "goodput_per_s:,.4g", "speedup": "speedup:.2f"}
     caption = f"Numbers of {found.device_type} that no smaller number equals; scaling pays until {found.pays_until}"
-    figure = Lines(
-        lines=[line("best batch", found.scaling, "num_replicas", "goodput_per_s")],
-        xlabel="devices",
-        ylabel="goodput (useful samples/s)",
-        title="Goodput over devices",
-        draw="points",
-        whole="x",
-    )
+    lines = [line("best batch", found.scaling, "num_replicas", "goodput_per_s")]
+    title, ylabel = "Goodput over devices", "goodput (useful samples/s)"
+    figure = Lines(lines=lines, xlabel="devices", ylabel=ylabel, title=title, draw="points", whole="x")
     chosen = (
         f"Chosen: {counted(found.num_replicas, 'device')} on {counted(found.num_nodes, 'node')}, "
         f"total batch {found.total_batch_size:,}, efficiency {found.efficiency:.3f}, speedup {found.speedup:.2f}: "
@@ -288,15 +274,13 @@ def _mix(rows: Sequence[Assignment]) -> str:
 
 
 def _network(found: NetworkCost) -> Table:
-    rows = [
-        (f"{name} (chosen)" if name == found.choice else name, show_seconds(step))
-        for name, step in found.best_steps.items()
-    ]
+    names = [f"{name} (chosen)" if name == found.choice else name for name in found.best_steps]
     caption = (
         f"Best step by where the devices stand; {found.choice}: {found.num_replicas} devices on {found.num_nodes}, compute "
         f"{show_seconds(found.compute_s)}, synchronisation {show_seconds(found.sync_s)}"
     )
-    return Table(caption=caption, header=("devices on", "best step"), rows=rows, label="predicted")
+    columns = {"best step": show_seconds}
+    return tabled(caption, "predicted", found.best_steps.values(), columns, names=("devices on", names))
 
 
 def communication_blocks(
@@ -341,14 +325,13 @@ def enforcement_section(made: Enforcement, name: str) -> Section:
     """Return the section of what the hook enforces: every rank's batch, and the communication settings."""
     columns = {"rank": "rank", "device type": "device_type", "ESTs": "ests", "local batch": "local_batch_size"}
     table = tabled("What each process does", "read", made.ranks, columns)
-    drawn = made.ranks[:_LANES_DRAWN]
-    figure = Bars(
-        rows=[(f"rank {row.rank} ({shortened(row.device_type, 10)})", float(row.local_batch_size)) for row in drawn],
-        xlabel="local batch size (samples)",
-        title="Local batch size by rank",
-    )
-    processes = f"{made.world_size} process{'' if made.world_size == 1 else 'es'}"
-    lead = f"Job {shortened(made.job, 60)}, {made.strategy}: {processes}, {made.total_batch_size:,} samples."
+    rows = [
+        (f"rank {row.rank} ({shortened(row.device_type, 10)})", float(row.local_batch_size))
+        for row in made.ranks[:_LANES_DRAWN]
+    ]
+    figure = Bars(rows=rows, xlabel="local batch size (samples)", title="Local batch size by rank")
+    lead = f"Job {shortened(made.job, 60)}, {made.strategy}: {counted(made.world_size, 'rank')}, "
+    lead += f"{made.total_batch_size:,} samples."
     caption = f"Samples of each process per step.{some(_LANES_DRAWN, made.ranks, 'ranks')}"
     blocks: Blocks = [pictured(caption, table, figure), *communication_blocks(made.ddp, made.fsdp2, made.parameters)]
     return Section(title=f"Enforcement: {name}", lead=[lead], blocks=blocks)
@@ -362,9 +345,8 @@ def joint_section(found: JointPlan) -> Section:
         **{"step time": "plan.iteration_s", "throughput": "plan.throughput"},
         "of alone": lambda job: "0 %" if job.plan is None else f"{job.relative:.1%}",
     }
-    what = (
-        "weighted sum of throughputs relative to alone" if found.objective == "sum" else "smallest relative throughput"
-    )
+    what = "weighted sum of throughputs relative to alone"
+    what = what if found.objective == "sum" else "smallest relative throughput"
     lead = [job.waits for job in found.jobs if job.waits is not None]
     lead.append(f"{what}: {found.value:.4g}, at most {found.bound:.4g} possible (gap {found.gap:.2%})")
     lead.append(f"solver: {found.status}, {found.solve_seconds:.3f} s")

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 from ddltool.analyzers.reporting.figures import Bars
-from ddltool.analyzers.reporting.section import Section, Table, pictured
+from ddltool.analyzers.reporting.section import Column, Section, pictured, tabled
 from ddltool.graph_results import PredictedRow, PredictResult
 from ddltool.units import show_bytes, show_rate, show_seconds, show_span
 
@@ -22,22 +20,16 @@ def predict_section(made: PredictResult) -> Section:
         rows = sorted(rows, key=lambda row: -row.samples_per_s)
     replicated = any(row.num_replicas > 1 for row in rows)
     priced = any(row.price_per_million_samples is not None for row in rows)
-    columns: list[tuple[str, bool, Callable[[PredictedRow], str]]] = [
-        ("device", several, lambda row: row.device),  # else the title names it
-        ("replicas", replicated, lambda row: str(row.num_replicas)),
-        ("batch", True, lambda row: str(row.local_batch_size)),
-        ("step", True, lambda row: show_seconds(row.step_time_s)),
-        ("80 % range", True, lambda row: show_span(row.predicted_low_s, row.predicted_high_s)),
-        ("per s", True, lambda row: show_rate(row.samples_per_s)),
-        ("MFU", True, lambda row: f"{row.mfu:.0%}"),
-        ("sync", replicated, lambda row: show_seconds(row.sync_time_s) if row.num_replicas > 1 else "-"),
-        ("memory", True, lambda row: show_bytes(row.reserved_bytes) + ("" if row.fits else " !")),
-        ("per 1M", priced, lambda row: "-" if (cost := row.price_per_million_samples) is None else f"{cost:.3g}"),
-    ]
-    shown = [(name, text) for name, kept, text in columns if kept]
-    caption = f"Training steps on {_names(list(made.devices))}"
-    header, cells = [name for name, _ in shown], [[text(row) for _, text in shown] for row in rows]
-    table = Table(caption=caption, header=header, rows=cells, label="predicted")
+    columns: dict[str, Column[PredictedRow]] = {"device": "device"} if several else {}  # else the title names it
+    columns |= {"replicas": "num_replicas:d"} if replicated else {}
+    columns |= {"batch": "local_batch_size:d", "step": "step_time_s"}
+    columns["80 % range"] = lambda row: show_span(row.predicted_low_s, row.predicted_high_s)
+    columns |= {"per s": lambda row: show_rate(row.samples_per_s), "MFU": "mfu:.0%"}
+    if replicated:
+        columns["sync"] = lambda row: show_seconds(row.sync_time_s) if row.num_replicas > 1 else None
+    columns["memory"] = lambda row: show_bytes(row.reserved_bytes) + ("" if row.fits else " !")
+    columns |= {"per 1M": "price_per_million_samples:.3g"} if priced else {}
+    table = tabled(f"Training steps on {_names(list(made.devices))}", "predicted", rows, columns)
     drawn = rows[:_BARS_DRAWN]
     figure = Bars(
         rows=[(f"{row.num_replicas} x {row.device}, batch {row.local_batch_size}", row.step_time_s) for row in drawn],

@@ -102,13 +102,8 @@ def write_report(
             sections.append(section)
             kind, file = f"ddltool.{one.kind}", str(one.path)
             listed.append(ReportedSection(section=section.anchor, title=section.title, kind=kind, file=file))
-    page = render(
-        title,
-        sections,
-        summary=[*summary, _summary(found)],
-        generated_by=f"ddltool {__version__}",
-        first=headline(sections),
-    )
+    said, by = [*summary, _summary(found)], f"ddltool {__version__}"
+    page = render(title, sections, summary=said, generated_by=by, first=headline(sections))
     write_text(path, page)
     return ReportResult(report=str(path), bytes=len(page.encode()), sections=listed)
 

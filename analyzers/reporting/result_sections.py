@@ -28,8 +28,6 @@ from ddltool.results import (
 )
 from ddltool.units import counted, show_bytes, show_seconds
 
-BARRIER_WORKERS_DRAWN = 40
-_SPEED_WORKERS_DRAWN, _ITERATIONS_DRAWN = 3, 150
 _BARS_DRAWN = 24
 _PAIRS_DRAWN = 6
 _WORKERS_SHOWN = 16
@@ -70,15 +68,10 @@ def _rates(found: NetworkResult) -> Blocks:
     sizes = sorted({size for one in rates.values() for size in one})
     if not sizes:
         return []
+    lines = [Line(label=label, x=np.array([*one]), y=np.array([*one.values()]) / 2**30) for label, one in rates.items()]
+    title = "Rate by message size"
     figure = Lines(
-        lines=[
-            Line(label=label, x=np.array([*one]), y=np.array([*one.values()]) / 2**30) for label, one in rates.items()
-        ],
-        xlabel="message size",
-        ylabel="rate (GiB/s)",
-        title="Rate by message size",
-        draw="points",
-        x_axis="bytes",
+        lines=lines, xlabel="message size", ylabel="rate (GiB/s)", title=title, draw="points", x_axis="bytes"
     )
     rows = [[show_bytes(size), *(cell(one.get(size), "_bytes_per_s") for one in rates.values())] for size in sizes]
     caption = "Median rate between two ranks by message size"
@@ -106,70 +99,58 @@ def barrier_section(found: BarrierResult, name: str) -> Section:
         level=("bsp", found.bsp.waiting_time_s),
     )
     table = tabled(caption, "predicted", records.values(), columns, names=("choice", records))
-    blocks: Blocks = [
-        pictured("Longest waiting of any worker, by choice of the barrier.", table, figure),
-        *_iterations(records),
-    ]
-    if found.tradeoff:
-        blocks.append(_tradeoff(found))
-    lead = (
-        f"{counted(found.workers, 'worker')}, {counted(found.lookahead, 'iteration')} looked ahead. "
-        "Times count as in the file that was read."
-    )
+    blocks: Blocks = [pictured("Longest waiting of any worker, by choice of the barrier.", table, figure)]
+    blocks += [*_iterations(records), *([_tradeoff(found)] if found.tradeoff else [])]
+    lead = f"{counted(found.workers, 'worker')}, {counted(found.lookahead, 'iteration')} looked ahead. "
+    lead += "Times count as in the file that was read."
     return Section(title=f"Barrier: {name}", lead=[lead], blocks=blocks)
 
 
 def _iterations(records: dict[str, BarrierChoice]) -> list[Table]:
     """Return each worker's iterations until the barrier; of many workers, how they spread comes first."""
     workers = sorted({worker for record in records.values() for worker in record.iterations}, key=natural_key)
-    header = ("worker", *records)
-    rows = [
-        [shortened(worker, 40), *(str(record.iterations.get(worker, "-")) for record in records.values())]
-        for worker in workers
-    ]
-    tables = [Table(caption="Iterations until the barrier", header=header, rows=rows, label="predicted")]
+    columns = {key: lambda worker, own=record.iterations: own.get(worker) for key, record in records.items()}
+    names = ("worker", [shortened(worker, 40) for worker in workers])
+    tables = [tabled("Iterations until the barrier", "predicted", workers, columns, names=names)]
     if len(workers) > _WORKERS_SHOWN:
-        counts = [np.array(list(record.iterations.values())) for record in records.values()]
-        rows = [
-            [label, *(f"{np.quantile(count, share):g}" for count in counts)]
-            for label, share in (("fewest", 0.0), ("median", 0.5), ("most", 1.0))
-        ]
+        counts = {key: [*record.iterations.values()] for key, record in records.items()}
+        spread = {key: lambda share, own=own: f"{np.quantile(own, share):g}" for key, own in counts.items()}
         caption = f"Iterations of {len(workers)} workers until the barrier"
-        tables.insert(0, Table(caption=caption, header=("", *records), rows=rows, label="predicted"))
+        tables.insert(0, tabled(caption, "predicted", (0, 0.5, 1), spread, names=("", ("fewest", "median", "most"))))
     return tables
 
 
 def _tradeoff(found: BarrierResult) -> Picture:
+    """Return the least waiting by bound on the gap; a bound between two points allows what the lower one does."""
+    points, caption = found.tradeoff, "Least waiting by bound on the iteration gap"
     fields = ("waiting.waiting_time_s", "total.total_waiting_s", "per_iteration.waiting_per_iteration_s")
-    rows = [
-        [
-            str(point.max_gap),
-            *(
-                cell(value_of(point, path), "_s")
-                for field in fields
-                for path in (f"{field.split('.')[0]}.barrier_s", field)
-            ),
-        ]
-        for point in found.tradeoff
+    rows = []
+    for point in points:
+        paths = [path for field in fields for path in (f"{field.partition('.')[0]}.barrier_s", field)]
+        rows.append([str(point.max_gap), *(cell(value_of(point, path), "_s") for path in paths)])
+    header = ("gap <=", "at", "longest", "at", "of all", "at", "per iter.")
+    table = Table(caption=caption, header=header, rows=rows, label="predicted", head=20)
+    lines = [
+        line(label, points, "max_gap", field)
+        for label, field in zip(("longest", "mean of the workers", "per iteration made"), fields, strict=True)
     ]
-    table = Table(
-        caption="Least waiting by bound on the iteration gap",
-        header=("gap <=", "at", "longest", "at", "of all", "at", "per iter."),
-        rows=rows,
-        label="predicted",
-        head=20,
+    lines[1] = replace(lines[1], y=lines[1].y / found.workers)
+    figure = Lines(
+        title=caption,
+        lines=lines,
+        xlabel="bound on the iteration gap (staleness)",
+        ylabel="least waiting",
+        seconds=True,
+        draw="steps",
+        whole="x",
+        marks=[] if found.max_gap is None else [(f"--max-gap {found.max_gap}", float(found.max_gap))],
     )
-    return pictured("Least waiting under a bound on the gap.", table, _tradeoff_figure(found))
+    return pictured("Least waiting under a bound on the gap.", table, figure)
 
 
 _SCHEMES = {
-    "bsp": "BSP",
-    "asp": "ASP",
-    "ssp": "SSP, bound 5",
-    "redundant": "redundant execution",
-    "work_shifting": "work shifting (FlexRR-like)",
-    "lb_bsp": "LB-BSP",
-    "lb_bsp_oracle": "LB-BSP, speeds known",
+    **{"bsp": "BSP", "asp": "ASP", "ssp": "SSP, bound 5", "redundant": "redundant execution"},
+    **{"work_shifting": "work shifting (FlexRR-like)", "lb_bsp": "LB-BSP", "lb_bsp_oracle": "LB-BSP, speeds known"},
 }
 
 
@@ -183,28 +164,28 @@ def balance_section(found: BalanceResult, name: str) -> Section:
         lead.append("Equal batches are as fast here: these speeds cannot be foretold well enough.")
     equal, known = "equal split", "speeds known"
     ways: dict[str, SplitTime] = {equal: found.equal_split, **found.predictors, known: found.oracle}
-    fixed = {equal: ("-", "-", "-"), known: ("0", "0.0%", "100%")}
-    rows = []
-    for key, record in ways.items():
-        figures = fixed.get(key) or [cell(value_of(record, field), form=form) for field, form in _FORETOLD.items()]
-        rows.append((key, *figures[:2], *_split(record), figures[2]))
-    table = Table(
-        caption=(
-            "Predictors of speed, and batches sized by them; RMSE in samples/s, mean over workers; gain: share of what "
-            "knowing the speeds would gain"
-        ),
-        header=("predictor", "RMSE", "of mean", "iteration", "of equal split", "gain"),
-        rows=rows,
-        label="simulated",
+    caption = (
+        "Predictors of speed, and batches sized by them; RMSE in samples/s, mean over workers; gain: share of what "
+        "knowing the speeds would gain"
     )
+
+    def foretold(field: str, form: str, at_best: str) -> Column[SplitTime]:
+        def shown(way: SplitTime) -> str | None:
+            return at_best if way is found.oracle else cell(getattr(way, field, None), form=form)
+
+        return shown
+
+    columns: dict[str, Column[SplitTime]] = {
+        **{"RMSE": foretold("rmse", ",.4g", "0"), "of mean": foretold("rmse_relative", ".1%", "0.0%")},
+        **{"iteration": "iteration_s", "of equal split": "iteration_time_ratio:.3f"},
+        "gain": foretold("gain_kept", ".0%", "100%"),
+    }
+    table = tabled(caption, "simulated", ways.values(), columns, names=("predictor", ways))
     blocks: Blocks = [_iteration_times("Mean iteration time by what sizes the batches.", table, ways, equal)]
     schemes = {key: record for key, record in found.schemes.items() if isinstance(record, SchemeFigures)}
     if schemes:
         blocks.append(_schemes(schemes, str(found.schemes.get("predictor", ""))))
     return Section(title=f"Balancing: {name}", lead=lead, blocks=blocks)
-
-
-_FORETOLD = {"rmse": ",.4g", "rmse_relative": ".1%", "gain_kept": ".0%"}
 
 
 def _schemes(schemes: dict[str, SchemeFigures], predictor: str) -> Picture:
@@ -229,10 +210,6 @@ def _iteration_times(caption: str, table: Table, ways: Mapping[str, SplitTime], 
         level=(base, ways[base].iteration_s) if base in ways else None,
     )
     return pictured(caption, table, figure)
-
-
-def _split(record: SplitTime) -> tuple[str, str]:
-    return show_seconds(record.iteration_s), f"{record.iteration_time_ratio:.3f}"
 
 
 def verification_section(found: Verification, name: str) -> Section:
@@ -265,9 +242,7 @@ def verification_section(found: Verification, name: str) -> Section:
         marked=("predicted", [name.endswith("predicted") for name, _ in bars]),
         unmarked="measured",
     )
-    caption = (
-        "Predicted against measured: the step (whiskers: half of all), its longest computation, and synchronisation."
-    )
+    caption = "Predicted against measured: the step (whiskers: half of all), its longest computation, synchronisation."
     columns: dict[str, Column[VerifiedRank]] = {
         "rank": "rank",
         "device": lambda one: f"{one.device} for {one.planned_device}" if one.other_device else one.device,
@@ -291,11 +266,8 @@ def verified_table(found: Verification, caption: str) -> Table:
         "other: optimizer, loader, waiting": found.other,
     }
     timed = {part: times for part, times in parts.items() if times is not None}
-    columns: dict[str, Column[VerifiedTime | VerifiedRank]] = {
-        "predicted": "predicted_s",
-        "measured": "measured_s",
-        "error": lambda times: error_text(times.predicted_s, times.measured_s),
-    }
+    columns: dict[str, Column[VerifiedTime | VerifiedRank]] = {"predicted": "predicted_s", "measured": "measured_s"}
+    columns["error"] = lambda times: error_text(times.predicted_s, times.measured_s)
     return tabled(caption, "measured", timed.values(), columns, names=("part of a step", timed))
 
 
@@ -339,23 +311,3 @@ def gate_section(found: GateResult, name: str) -> Section:
     )
     caption = f"Each metric over its baseline.{some(_BARS_DRAWN, changes, 'metrics')}"
     return Section(title=f"Gate: {name}", lead=lead, blocks=[pictured(caption, table, figure)])
-
-
-def _tradeoff_figure(found: BarrierResult) -> Lines:
-    """Return the least waiting by bound on the gap; a bound between two points allows what the lower one does."""
-    points = found.tradeoff
-    means = line("mean of the workers", points, "max_gap", "total.total_waiting_s")
-    return Lines(
-        title="Least waiting by bound on the iteration gap",
-        lines=[
-            line("longest", points, "max_gap", "waiting.waiting_time_s"),
-            replace(means, y=means.y / found.workers),
-            line("per iteration made", points, "max_gap", "per_iteration.waiting_per_iteration_s"),
-        ],
-        xlabel="bound on the iteration gap (staleness)",
-        ylabel="least waiting",
-        seconds=True,
-        draw="steps",
-        whole="x",
-        marks=[] if found.max_gap is None else [(f"--max-gap {found.max_gap}", float(found.max_gap))],
-    )

@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import partial
 
 from ddltool.analyzers.reporting.figures import Bars, Span, Spans, merged
-from ddltool.analyzers.reporting.section import Blocks, Column, Picture, Section, Table, pictured, some, tabled
+from ddltool.analyzers.reporting.section import Blocks, Column, Picture, Section, pictured, some, tabled
 from ddltool.results import RankSplit, StragglersResult
 from ddltool.units import show_seconds
 
@@ -25,9 +25,8 @@ def stragglers_section(found: StragglersResult, name: str) -> Section:
         blocks.append(_splits(found))
     if found.classes:
         rows = sorted((*found.classes.items(), *found.stages.items(), *found.workers.items()), key=lambda row: -row[1])
-        cells = [(name, f"{value:.3f}") for name, value in rows]
-        header = ("operations", "alone")
-        blocks.append(Table(caption="What the slowdown is of", header=header, rows=cells, label="predicted"))
+        columns = {"operations": "0", "alone": "1:.3f"}
+        blocks.append(tabled("What the slowdown is of", "predicted", rows, columns))
     return Section(title=f"Stragglers: {name}", lead=[*lead, *found.remarks], blocks=blocks)
 
 

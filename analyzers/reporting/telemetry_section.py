@@ -88,12 +88,11 @@ def _step_times(frame: pd.DataFrame, levels: list[tuple[str, float]]) -> Picture
         lines=lines, xlabel="step", ylabel="time", title="Step time over time", levels=levels, seconds=True, whole="x"
     )
     per = "" if made.width == 1 else f" Each point stands for {made.width:,} steps."
-    rows = [
-        (f"{step:,.0f}", *map(show_seconds, times))
-        for step, *times in zip(made.step, made.median, made.low, made.high, waiting.median, strict=True)
-    ]
-    header = ("step", "median", "5 %", "95 %", "waiting")
-    table = Table(caption="Step time over time, all ranks", header=header, rows=rows, label="measured")
+    names = ("step", "median_s", "low_s", "high_s", "wait_s")
+    points = zip(made.step, made.median, made.low, made.high, waiting.median, strict=True)
+    columns = {"step": "step:,.0f", "median": "median_s", "5 %": "low_s", "95 %": "high_s", "waiting": "wait_s"}
+    rows = [dict(zip(names, point, strict=True)) for point in points]
+    table = tabled("Step time over time, all ranks", "measured", rows, columns)
     return pictured(f"Step time of all ranks; the band holds nine of ten rows.{per}", table, figure)
 
 
@@ -128,23 +127,14 @@ def _batches(frame: pd.DataFrame) -> Blocks:
     else:
         parts, made = {"all": frame}, _over(frame, "batch")
         lines = [Line(label="median of the ranks", x=made.step, y=made.median, low=made.low, high=made.high)]
-    figure = Lines(
-        lines=lines,
-        xlabel="step",
-        ylabel="samples",
-        title="Batch size of each rank over time",
-        draw="steps",
-        whole="xy",
-    )
-    columns: dict[str, Column[pd.Series[Any]]] = {
-        "first": lambda batch: f"{batch.iloc[0]:,.0f}",
-        "least": lambda batch: f"{batch.min():,.0f}",
-        "median": lambda batch: f"{batch.median():,.0f}",
-        "most": lambda batch: f"{batch.max():,.0f}",
-        "last": lambda batch: f"{batch.iloc[-1]:,.0f}",
-    }
-    batches = [part["batch"] for part in parts.values()]
-    table = tabled("Local batch sizes", "measured", batches, columns, names=("rank", parts))
+    title = "Batch size of each rank over time"
+    figure = Lines(lines=lines, xlabel="step", ylabel="samples", title=title, draw="steps", whole="xy")
+    rows = []
+    for part in parts.values():
+        sizes = part["batch"]
+        rows.append((sizes.iloc[0], sizes.min(), sizes.median(), sizes.max(), sizes.iloc[-1]))
+    columns = {name: f"{place}:,.0f" for place, name in enumerate(("first", "least", "median", "most", "last"))}
+    table = tabled("Local batch sizes", "measured", rows, columns, names=("rank", parts))
     return [pictured("Samples that each rank processed in a step.", table, figure)]
 
 
@@ -160,12 +150,10 @@ def _agent(frame: pd.DataFrame) -> Blocks:
     ]
     title = "Noise scale and total batch over time"
     figure = Lines(lines=lines, xlabel="step", ylabel="samples", title=title, whole="x")
-    rows = [
-        (f"{step:,.0f}", f"{scale:,.0f}", f"{size:,.0f}", "-" if np.isnan(rate) else f"{rate:.3f}")
-        for step, scale, size, rate in zip(noise.step, noise.median, total.median, factor.median, strict=True)
-    ]
-    header = ("step", "noise scale", "total batch", "learning rate factor")
-    table = Table(caption="What the agent knew and set", header=header, rows=rows, label="measured")
+    rates = [None if np.isnan(rate) else rate for rate in factor.median]
+    rows = [*zip(noise.step, noise.median, total.median, rates, strict=True)]
+    columns = {"step": "0:,.0f", "noise scale": "1:,.0f", "total batch": "2:,.0f", "learning rate factor": "3:.3f"}
+    table = tabled("What the agent knew and set", "measured", rows, columns)
     return [pictured("Gradient noise scale and the total batch that the agent set.", table, figure)]
 
 
@@ -216,19 +204,9 @@ def sync_section(rows: Sequence[Mapping[str, Any]], name: str) -> Section:
 def _sync_waiting(steps: Sequence[Mapping[str, Any]]) -> Picture:
     import pandas as pd
 
-    found = (
-        pd.DataFrame(steps)
-        .groupby("worker")
-        .agg(
-            steps=("step", "size"),
-            waited_s=("wait_s", "sum"),
-            median_s=("wait_s", "median"),
-            staleness=("staleness", "mean"),
-            most=("staleness", "max"),
-            gap=("gap", "max"),
-            dropped=("dropped", "sum"),
-        )
-    )
+    figures = {"steps": ("step", "size"), "waited_s": ("wait_s", "sum"), "median_s": ("wait_s", "median")}
+    figures |= {"staleness": ("staleness", "mean"), "most": ("staleness", "max"), "gap": ("gap", "max")}
+    found = pd.DataFrame(steps).groupby("worker").agg(**figures, dropped=("dropped", "sum"))
     columns: dict[str, Column[Any]] = {"steps": "steps", "waited": "waited_s", "median wait": "median_s"}
     columns |= {"staleness": "staleness:.2f", "most": "most", "gap": "gap", "dropped": "dropped"}
     rows = found.reset_index().to_dict("records")
@@ -245,9 +223,9 @@ def _sync_waiting(steps: Sequence[Mapping[str, Any]]) -> Picture:
 def _sync_staleness(steps: Sequence[Mapping[str, Any]]) -> Picture:
     counts = sorted(Counter(row["staleness"] for row in steps if not row["dropped"]).items())
     used = sum(count for _, count in counts)
-    rows = [(str(staleness), f"{count:,}", f"{count / used:.1%}") for staleness, count in counts]
-    header = ("staleness", "steps", "share")
-    table = Table(caption="Staleness of the gradients that were used", header=header, rows=rows, label="measured")
+    columns: dict[str, Column[tuple[int, int]]] = {"staleness": "0:d", "steps": "1"}
+    columns["share"] = lambda row: f"{row[1] / used:.1%}"
+    table = tabled("Staleness of the gradients that were used", "measured", counts, columns)
     bars = [(f"{counted(staleness, 'update')} old" if staleness else "up to date", float(n)) for staleness, n in counts]
     figure = Bars(rows=bars[:_RANKS_DRAWN], xlabel="steps", title="Staleness of gradients")
     return pictured(f"How many updates old the used gradients were.{some(_RANKS_DRAWN, bars, 'ages')}", table, figure)

@@ -68,23 +68,22 @@ def _plan(one: Found, found: Sequence[Found]) -> Verdict:
         if picked is not None and picked.low_s is not None and picked.high_s is not None:
             sure = f"between {show_seconds(picked.low_s)} and {show_seconds(picked.high_s)} per step; {sure}"
         return Verdict(answer=f"{answer} (predicted).", sure=sure, then=then, good=None if decision.too_close else True)
-    others = [other.content for other in found if other.kind == "plan" and other.content is not plan]
+    others = (other.content for other in found if other.kind == "plan")
     rival = next((other for other in others if other.job == plan.job and other.strategy != plan.strategy), None)
+    good = None
     if rival is not None and rival.throughput > 0:
         gain = plan.throughput / rival.throughput - 1
         answer += f", {gain:+.1%} against {rival.strategy}"
         good = gain >= 0
-    else:
-        good = None
     sure = "no interval: its times come without an error; --strategy auto gives one where they have, a run tells it"
     return Verdict(answer=f"{answer} (predicted).", sure=sure, then=then, good=good, minor=good is False)
 
 
 def _telemetry(frame: pd.DataFrame) -> Verdict:
     steady = frame[frame["step"] >= frame["step"].min() + WARMUP_STEPS]
-    seconds = (steady if len(steady) else frame)["step_s"]
-    low, middle, high = (float(seconds.quantile(share)) for share in (0.25, 0.5, 0.75))
-    waiting = float((steady if len(steady) else frame)["wait_s"].sum() / max(seconds.sum(), 1e-300))
+    steady = steady if len(steady) else frame
+    low, middle, high = steady["step_s"].quantile([0.25, 0.5, 0.75])
+    waiting = float(steady["wait_s"].sum() / max(steady["step_s"].sum(), 1e-300))
     return Verdict(
         answer=f"A step took {show_seconds(middle)}; {waiting:.0%} of it waiting for others (measured).",
         sure=f"half of all between {show_seconds(low)} and {show_seconds(high)}",
@@ -108,11 +107,9 @@ def _gate(found: GateResult) -> Verdict:
     count = counted(len(found.checks), "check")
     if found.passed:
         return Verdict(answer=f"Passed: {count}.", sure=_level(found), then="let the change in", good=True)
-    first = harmless(sentence(found.failed[0]))
+    answer = f"FAILED: {len(found.failed)} of {count}: {harmless(sentence(found.failed[0]))}."
     then = "undo what made it so, or write the new baseline if it is meant"
-    return Verdict(
-        answer=f"FAILED: {len(found.failed)} of {count}: {first}.", sure=_level(found), then=then, good=False
-    )
+    return Verdict(answer=answer, sure=_level(found), then=then, good=False)
 
 
 def _level(found: GateResult) -> str:
@@ -121,13 +118,11 @@ def _level(found: GateResult) -> str:
 
 
 def _simulation(found: SimulationDocument) -> Verdict:
-    best = min(found.policies, key=lambda name: found.policies[name].avg_jct_s)
-    worst = max(found.policies, key=lambda name: found.policies[name].avg_jct_s)
-    own = found.policies[best]
+    ranked = sorted(found.policies.items(), key=lambda item: item[1].avg_jct_s)
+    (best, own), (worst, last) = ranked[0], ranked[-1]
     answer = f"{shortened(best, _LONGEST)}: jobs complete after {show_seconds(own.avg_jct_s)} on average"
-    if worst != best and found.policies[worst].avg_jct_s > 0:
-        saved = 1 - own.avg_jct_s / found.policies[worst].avg_jct_s
-        answer += f", {saved:.0%} sooner than under {shortened(worst, _LONGEST)}"
+    if worst != best and last.avg_jct_s > 0:
+        answer += f", {1 - own.avg_jct_s / last.avg_jct_s:.0%} sooner than under {shortened(worst, _LONGEST)}"
     sure = f"one workload and one seed: no interval; 99 % of its jobs within {show_seconds(own.p99_jct_s)}"
     return Verdict(answer=f"{answer} (simulated).", sure=sure, then="ddltool simulate --seeds 10 gives an interval")
 
@@ -214,9 +209,7 @@ def _profile(frame: pd.DataFrame) -> Verdict:
 
 
 def _network(found: NetworkResult) -> Verdict:
-    answer = (
-        f"{show_bytes(found.bandwidth_bytes_per_s)}/s and {show_seconds(found.latency_s)} between the slowest pair."
-    )
+    answer = f"{show_bytes(found.bandwidth_bytes_per_s)}/s, {show_seconds(found.latency_s)} between the slowest pair."
     return Verdict(answer=answer, sure=f"the line misses by {found.residual:.1%}", then="give both to trace and plan")
 
 
@@ -227,10 +220,10 @@ def _enforcement(made: Enforcement) -> Verdict:
 
 
 def _sync(rows: Sequence[Mapping[str, Any]]) -> Verdict | None:
-    waits = sorted(float(row["wait_s"]) for row in rows if row["event"] == "step")
+    waits = [row["wait_s"] for row in rows if row["event"] == "step"]
     if not waits:
         return None
-    low, middle, high = (waits[int(share * (len(waits) - 1))] for share in (0.25, 0.5, 0.75))
+    low, middle, high = np.quantile(waits, [0.25, 0.5, 0.75])
     return Verdict(
         answer=f"A pull waited {show_seconds(middle)} for other workers (measured).",
         sure=f"half of all between {show_seconds(low)} and {show_seconds(high)}",
@@ -238,16 +231,7 @@ def _sync(rows: Sequence[Mapping[str, Any]]) -> Verdict | None:
 
 
 _JUDGES: dict[str, Callable[[Any], Verdict | None]] = {
-    "verification": _verification,
-    "gate": _gate,
-    "simulation": _simulation,
-    "sweep": _sweep,
-    "balance": _balance,
-    "barrier": _barrier,
-    "stragglers": _stragglers,
-    "goodput": _goodput,
-    "profile": _profile,
-    "network": _network,
-    "enforcement": _enforcement,
-    "sync": _sync,
+    **{"verification": _verification, "gate": _gate, "simulation": _simulation, "sweep": _sweep, "balance": _balance},
+    **{"barrier": _barrier, "stragglers": _stragglers, "goodput": _goodput, "profile": _profile},
+    **{"network": _network, "enforcement": _enforcement, "sync": _sync},
 }
