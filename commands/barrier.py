@@ -11,9 +11,8 @@ from ddltool.analyzers.barriers.choices import LOOKAHEAD, PUBLISHED
 from ddltool.analyzers.barriers.choices import barrier as chosen
 from ddltool.analyzers.barriers.predict import PREDICTORS
 from ddltool.analyzers.reporting.result_sections import barrier_section
-from ddltool.commands.options import Json, Output, one_of
+from ddltool.commands.options import Json, Output, is_given, one_of
 from ddltool.commands.output import finish, note
-from ddltool.commands.parts import is_given
 from ddltool.errors import InputError
 from ddltool.outputs import check_outputs
 

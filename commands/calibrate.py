@@ -19,7 +19,7 @@ from ddltool.analyzers.loading.sources import work_of
 from ddltool.analyzers.tracing.dialect import Numerics
 from ddltool.artifacts import read_text, save
 from ddltool.commands.options import AllowCode, ChannelsLast, DevicesFile, Json, Output, Precision, SequenceLength
-from ddltool.commands.output import note, out, print_json, progress
+from ddltool.commands.output import note, print_json, progress, say
 from ddltool.device import MEASURED, Device, DeviceTable
 from ddltool.errors import InputError, did_you_mean
 from ddltool.fixtures.loading import calibration, known_devices
@@ -124,24 +124,19 @@ def _errors(updated: Updated | None) -> dict[str, Any]:
 
 
 def _show(device: Device, updated: Updated | None, output: Path | None) -> None:
-    console = out()
     fitted = device.fitted
     if updated is not None and fitted is not None:
         errors = _errors(updated)
         before, after = errors["median_error"]["before"], errors["median_error"]["after"]
-        console.print(
+        say(
             f"{device.name}: median error of {errors['rows']} steps {before:.1%} before, {after:.1%} after; of other models "
-            f"80 % are expected at measured / predicted between {fitted.residuals.low:.2f} and {fitted.residuals.high:.2f}.",
-            soft_wrap=True,
+            f"80 % are expected at measured / predicted between {fitted.residuals.low:.2f} and {fitted.residuals.high:.2f}."
         )
-        console.print(
+        say(
             f"factors on matrix units {fitted.units['tensor']:.2f}, float32 units {fitted.units['vector']:.2f}, memory "
-            f"{fitted.units['memory']:.2f}; the host issues an op in {show_seconds(fitted.issue_s)}",
-            soft_wrap=True,
+            f"{fitted.units['memory']:.2f}; the host issues an op in {show_seconds(fitted.issue_s)}"
         )
     if device.link.startswith(MEASURED):
-        console.print(
-            f"{device.name}: link {device.link_bytes_per_s / 1e9:.4g} GB/s one way, {device.link}", soft_wrap=True
-        )
+        say(f"{device.name}: link {device.link_bytes_per_s / 1e9:.4g} GB/s one way, {device.link}")
     if output is not None:
-        console.print(f"wrote {output}; use it as --devices-file {output}", soft_wrap=True)
+        say(f"wrote {output}; use it as --devices-file {output}")

@@ -15,7 +15,7 @@ from ddltool.analyzers.placement.companion import build, disagreeing, measured_c
 from ddltool.analyzers.placement.problem import from_job
 from ddltool.analyzers.placement.proposals import Proposal, proposals
 from ddltool.commands.options import AllowCode, DevicesFile, Json, Output
-from ddltool.commands.output import note, out, print_json, table
+from ddltool.commands.output import note, out, print_json, say, table
 from ddltool.commands.values import device_counts, number
 from ddltool.companion import Companion, CompanionPlan, is_companion, write_companion
 from ddltool.errors import Infeasible, InputError
@@ -85,7 +85,7 @@ def companion(
             print_json(document)
             return
         for line in shown:
-            out().print(line, soft_wrap=True)
+            say(line)
         if lookup is not None:
             _show(base, lookup, plan, found, free)
         elif "about" in document:

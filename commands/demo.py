@@ -28,7 +28,7 @@ from ddltool.analyzers.loading.job_inputs import capabilities_of
 from ddltool.analyzers.loading.timed_graph import timed_graph
 from ddltool.artifacts import load, read_document, save, to_json, write_text
 from ddltool.commands.options import Json, Seed
-from ddltool.commands.output import err, note, out, print_json, progress, table
+from ddltool.commands.output import err, note, out, print_json, progress, say, table
 from ddltool.device import Network
 from ddltool.errors import DdlToolError, InputError
 from ddltool.fixtures.loading import calibration, devices, folder
@@ -86,7 +86,7 @@ def demo(
     console.print(table("What each step found", ("step", "finding", "time"), rows, text_columns=2))
     console.print("Predicted: for V100, P100 and T4 (see ddltool predict). Measured: on this machine's CPU.")
     console.print(f"All artifacts are in {output}{os.sep}")
-    console.print(f"Report: {Path(document['report']).resolve()}", soft_wrap=True)
+    say(f"Report: {Path(document['report']).resolve()}")
 
 
 @contextlib.contextmanager

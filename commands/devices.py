@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 from ddltool.commands.options import DevicesFile, Json
-from ddltool.commands.output import out, print_json, table
+from ddltool.commands.output import out, print_json, say, table
 from ddltool.device import Device, DeviceTable
 from ddltool.fixtures.loading import known_devices
 
@@ -70,11 +70,10 @@ def _show(device: Device) -> None:
         "note": device.note,
         "also called": ", ".join(device.aliases),
     }
-    console = out()
-    console.print(f"{device.name}: {device.title}" if device.title else device.name, soft_wrap=True)
+    say(f"{device.name}: {device.title}" if device.title else device.name)
     for label, text in lines.items():
         if text:
-            console.print(f"  {label:<16}{text}", soft_wrap=True)
+            say(f"  {label:<16}{text}")
 
 
 def _amount(value: float, unit: str) -> str:

@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from ddltool.commands.options import Json
-from ddltool.commands.output import out, print_json
+from ddltool.commands.output import print_json, say
 from ddltool.errors import CheckFailed
 from ddltool.results import RunDifference
 
@@ -32,7 +32,7 @@ def diff_run(
         print_json(found)
     else:
         for line in _lines(found, str(a), str(b)):
-            out().print(line, soft_wrap=True)
+            say(line)
     if found.difference is not None:
         raise CheckFailed(str(found.difference))
     if whole and not found.same_length:

@@ -10,7 +10,7 @@ import typer
 
 from ddltool import __version__
 from ddltool.commands.options import Json
-from ddltool.commands.output import out, print_json, progress, table
+from ddltool.commands.output import out, print_json, progress, say, table
 from ddltool.errors import CheckFailed, InputError
 from ddltool.results import DoctorResult, OverheadResult
 from ddltool.runtime.measuring.machine_checks import OPTIONAL, PACKAGES, examine, installed
@@ -88,9 +88,7 @@ def _check(script: str, replicas: int, as_json: bool) -> None:
     if as_json:
         print_json(found)
     else:
-        out().print(
-            f"{found.script}, {replicas} processes: {found.line}", soft_wrap=True, markup=False, highlight=False
-        )
+        say(f"{found.script}, {replicas} processes: {found.line}")
     if not found.equal:
         raise CheckFailed(f"{found.script} does not train as one process would")
 
@@ -115,7 +113,7 @@ def _look(as_json: bool) -> None:
         out().print(table(f"ddltool {__version__}", ("what", "status", "found"), rows, text_columns=3))
         for each in checks:
             if each.remedy:
-                out().print(f"{each.name}: {each.remedy}", soft_wrap=True)
+                say(f"{each.name}: {each.remedy}")
     if failed:
         told = f"{len(failed)} of {len(checks)} checks failed: {', '.join(failed)}"
         raise CheckFailed(f"{told}; remedies are in the output")

@@ -14,9 +14,8 @@ from ddltool.analyzers.emitting.kubernetes import assumptions, manifest_text, ma
 from ddltool.analyzers.emitting.layout import Kind, LaunchSettings, Layout, layout, plan_hash
 from ddltool.analyzers.emitting.scripts import CORES, ddp_module, fsdp2_module, gres_type, slurm_script, torchrun_script
 from ddltool.artifacts import load, to_json, write_text
-from ddltool.commands.options import Json
-from ddltool.commands.output import note, out, print_json
-from ddltool.commands.parts import demand_part
+from ddltool.commands.options import Json, demand_part
+from ddltool.commands.output import note, print_json, say
 from ddltool.commands.values import device_counts
 from ddltool.errors import InputError, known, shortened
 from ddltool.outputs import check_outputs
@@ -25,12 +24,8 @@ from ddltool.results import EmitResult
 
 _Text = str | None
 _OUTPUTS = {
-    "hook": "enforce.json",
-    "torchrun": "launch.sh",
-    "kubernetes": "kubernetes.yaml",
-    "slurm": "slurm.sh",
-    "fsdp2": "fsdp2_plan.py",
-    "ddp": "ddp_plan.py",
+    **{"hook": "enforce.json", "torchrun": "launch.sh", "kubernetes": "kubernetes.yaml", "slurm": "slurm.sh"},
+    **{"fsdp2": "fsdp2_plan.py", "ddp": "ddp_plan.py"},
 }
 _ALL = {"plan_file", "output", "target", "telemetry", "script", "as_json"}
 # Options that say something to some targets only.
@@ -120,22 +115,16 @@ def emit(
         write_text(paths[1], to_json(enforcement))
     write_text(path, text)
     if as_json:
+        names = [str(each) for each in paths]
         sha, size = plan_hash(plan), plan.world_size
-        print_json(
-            EmitResult(
-                target=chosen, paths=[str(each) for each in paths], world_size=size, plan_sha256=sha, not_expressed=gaps
-            )
-        )
+        print_json(EmitResult(target=chosen, paths=names, world_size=size, plan_sha256=sha, not_expressed=gaps))
         return
     for gap in gaps:
         note(f"not expressed by {chosen}: {gap}")
     if str(path) != "-":
         sizes = [str(rank.local_batch_size) for rank in enforcement.ranks]
         batches = ", ".join([*sizes[:16], *(["..."] if len(sizes) > 16 else [])])
-        out().print(
-            f"wrote {' and '.join(map(str, paths))}: {len(sizes)} processes, local batch sizes {batches}",
-            soft_wrap=True,
-        )
+        say(f"wrote {' and '.join(map(str, paths))}: {len(sizes)} processes, local batch sizes {batches}")
 
 
 def _launcher(
@@ -149,9 +138,8 @@ def _launcher(
         if settings.resource is not None:
             types = ", ".join(sorted({gres_type(group.device_type) for group in placed.groups}))
             gaps.append(f"GRES types: the site must name its devices {types} (--resource none asks for none)")
-        gaps.append(
-            f"cores and time: {CORES} cores a process, the partition's own time limit (sbatch options override)"
-        )
+        limits = "the partition's own time limit (sbatch options override)"
+        gaps.append(f"cores and time: {CORES} cores a process, {limits}")
         return slurm_script(plan, placed, settings, gaps=gaps), gaps
     gaps += assumptions(settings, plan)
     return manifest_text(plan, manifests(plan, enforcement, placed, settings), placed, gaps), gaps

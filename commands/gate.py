@@ -21,9 +21,8 @@ from ddltool.analyzers.gating.verdict import CONFIG_NAME, GateConfig, baselines_
 from ddltool.analyzers.gating.verdict import gate as judged
 from ddltool.analyzers.reporting.result_sections import gate_section
 from ddltool.artifacts import save, write_text
-from ddltool.commands.options import Json, Seed
+from ddltool.commands.options import Json, Seed, demand_part
 from ddltool.commands.output import out, print_json, show, table
-from ddltool.commands.parts import demand_part
 from ddltool.errors import CheckFailed, InputError
 from ddltool.outputs import check_outputs
 from ddltool.results import GateMetrics, GateResult, MetricFigure

@@ -1,12 +1,14 @@
-"""Options that several subcommands share, so that one thing has one name and one help text."""
+"""Options that several subcommands share, so that one thing has one name and one help text; which have a part in a mode."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+
+from ddltool.errors import InputError
 
 _SHORT = 26
 """So many letters of choices fit beside an option's name in --help; more stand in its text."""
@@ -74,3 +76,24 @@ Source = Annotated[
         help="model.onnx, package.module:factory, file.py:factory, zoo:NAME, transformers:NAME, timm:NAME or graph.json.",
     ),
 ]
+
+
+def is_given(context: typer.Context, name: str) -> bool:
+    """Return whether the command line (or an environment variable) gives this parameter."""
+    source = context.get_parameter_source(name)
+    return source is not None and not source.name.startswith("DEFAULT")
+
+
+def demand_part(context: typer.Context, mode: str, allowed: Collection[str], *, instead: str = "leave it out") -> None:
+    """Raise InputError for the first option or argument on the command line that has no part in ``mode``.
+
+    Even with its default value: who gives it expects something of it. ``allowed``: names of the command's parameters, as
+    in its signature. ``instead``: what would be right.
+    """
+    for parameter in context.command.params:
+        name = parameter.name or ""
+        if name in allowed or not is_given(context, name):
+            continue
+        is_option = parameter.param_type_name == "option"
+        shown = parameter.opts[-1] if is_option else getattr(parameter, "metavar", None) or name.upper()
+        raise InputError(shown, f"has no part in {mode}", instead)

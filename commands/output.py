@@ -11,7 +11,7 @@ from typing import Any
 
 from pydantic import BaseModel
 from rich.box import SIMPLE
-from rich.console import Console
+from rich.console import Console, JustifyMethod
 from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from rich.table import Table as Grid
 from rich.text import Text
@@ -44,6 +44,11 @@ def note(text: str) -> None:
     err().print(text, soft_wrap=True)
 
 
+def say(text: str) -> None:
+    """Print a sentence on stdout, wrapped by whoever reads it."""
+    out().print(text, soft_wrap=True)
+
+
 def print_json(document: Any) -> None:
     """Print one JSON document on stdout. NaN and infinities are refused: they are no JSON."""
     if isinstance(document, BaseModel):
@@ -60,21 +65,13 @@ def table(
     text_columns: int = 1,
 ) -> Grid:
     """Return a table that fits 80 columns: the first ``text_columns`` are text, the others right-aligned figures."""
-    made = Grid(
-        title=Text(visible(title)),
-        box=SIMPLE,
-        caption=Text(visible(caption)) if caption else None,
-        title_justify="left",
-    )
+    below = Text(visible(caption)) if caption else None
+    made = Grid(title=Text(visible(title)), box=SIMPLE, caption=below, title_justify="left")
     made.min_width = min(len(title), 80)  # a title is wrapped to its table's width
     made.caption_justify = "left"
     for number, column in enumerate(columns):
-        made.add_column(
-            Text(visible(column)),
-            justify="left" if number < text_columns else "right",
-            overflow="fold",
-            no_wrap=number == 0,
-        )
+        side: JustifyMethod = "left" if number < text_columns else "right"
+        made.add_column(Text(visible(column)), justify=side, overflow="fold", no_wrap=number == 0)
     for row in rows:
         made.add_row(*(Text(visible(cell)) for cell in row))
     return made
@@ -129,7 +126,7 @@ def tell_written(*places: Path | None) -> None:
     """Print which files were written, as far as any were asked for."""
     for place in places:
         if place is not None:
-            out().print(f"wrote {place}", soft_wrap=True)
+            say(f"wrote {place}")
 
 
 @contextmanager

@@ -14,9 +14,18 @@ from ddltool.analyzers.deciding.planning import plan as plan_job
 from ddltool.analyzers.loading.job_inputs import read_with_specs
 from ddltool.analyzers.reporting.plan_section import joint_section, layouts_table, plan_section
 from ddltool.analyzers.reporting.section import Section
-from ddltool.commands.options import AllowCode, Compress, DevicesFile, Json, NcclTests, Output, Seed, one_of
+from ddltool.commands.options import (
+    AllowCode,
+    Compress,
+    DevicesFile,
+    Json,
+    NcclTests,
+    Output,
+    Seed,
+    demand_part,
+    one_of,
+)
 from ddltool.commands.output import note, print_json, show
-from ddltool.commands.parts import demand_part
 from ddltool.commands.values import number
 from ddltool.decision import NothingFits, Objective
 from ddltool.errors import InputError, known

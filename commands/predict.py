@@ -20,10 +20,10 @@ from ddltool.commands.options import (
     Output,
     Precision,
     SequenceLength,
+    is_given,
     one_of,
 )
 from ddltool.commands.output import note, print_json, progress, show
-from ddltool.commands.parts import is_given
 from ddltool.commands.values import integers
 from ddltool.outputs import check_outputs
 from ddltool.profiles import write_profile

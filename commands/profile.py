@@ -1,4 +1,4 @@
-"""``ddltool profile SOURCE``: step times, synchronisation and memory on this machine; its modes have modules of their own."""
+"""``ddltool profile SOURCE``: step times, synchronisation and memory on this machine; the network; others' measurements."""
 
 from __future__ import annotations
 
@@ -7,22 +7,22 @@ import math
 import os
 import signal
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, NoReturn
 
 import typer
 
+from ddltool.analyzers.loading.imported_rows import import_files
+from ddltool.analyzers.reporting.result_sections import network_section
+from ddltool.artifacts import save
 from ddltool.commands import values
-from ddltool.commands.network import profile_network
-from ddltool.commands.options import Json, Output, Seed, one_of
-from ddltool.commands.output import note, out, print_json, progress, table, tell_written
-from ddltool.commands.parts import demand_part, is_given
-from ddltool.commands.profile_import import profile_import
-from ddltool.commands.watch import profile_watch
+from ddltool.commands.options import Json, Output, Seed, demand_part, is_given, one_of
+from ddltool.commands.output import note, out, print_json, progress, say, show, table, tell_written
 from ddltool.errors import DdlToolError, InputError
 from ddltool.outputs import check_outputs
-from ddltool.results import ProfileResult
+from ddltool.profiles import records, write_profile
+from ddltool.results import ProfileResult, WatchResult
 from ddltool.runtime.measuring.campaign import (
     LARGEST_BATCH,
     MOST_REPLICAS,
@@ -31,10 +31,11 @@ from ddltool.runtime.measuring.campaign import (
     RowFile,
     threads_of,
 )
+from ddltool.runtime.measuring.network import measure_network
 from ddltool.runtime.measuring.profiling import BUDGET_S, RESOLVER, device_memory, kept, measured, width
 from ddltool.runtime.measuring.torchrun_job import Job, Place, job_from_environment
-from ddltool.runtime.measuring.watch import WatchRequest
-from ddltool.units import show_bytes, show_seconds
+from ddltool.runtime.measuring.watch import WatchLost, WatchRequest, record, summarise, write_rows
+from ddltool.units import counted, parse_bytes, show_bytes, show_seconds
 
 _ALWAYS = {"output", "seed", "as_json"}
 _ONE = _ALWAYS | {"source", "batch_sizes", "replicas"}
@@ -131,22 +132,18 @@ def profile(
             sizes = values.integers(batch_sizes, "--batch-sizes", most=LARGEST_BATCH)
         counts = values.integers(replicas, "--replicas", most=MOST_REPLICAS) if replicas else None
         if imports:
-            trace = {
-                "batch_size": values.single(
-                    sizes, batch_sizes, "--batch-sizes", "give the one size of the imported trace"
-                ),
+            one = "give the one {} of the imported trace".format
+            given = {
+                "batch_size": values.single(sizes, batch_sizes, "--batch-sizes", one("size")),
                 "num_nodes": nodes,
-                "num_replicas": values.single(
-                    counts, replicas, "--replicas", "give the one number of the imported trace"
-                ),
+                "num_replicas": values.single(counts, replicas, "--replicas", one("number")),
             }
-            profile_import(imports, output, as_json, device=device_name or None, **trace)
+            profile_import(imports, output, as_json, device=device_name or None, **given)
         elif network:
             profile_network(max((2, *(counts or ()))), output, as_json)
         elif watch:
-            size = values.single(
-                sizes, batch_sizes, "--batch-sizes", "give the one size that every process trains with"
-            )
+            remedy = "give the one size that every process trains with"
+            size = values.single(sizes, batch_sizes, "--batch-sizes", remedy)
             pinned = values.integers(cores, "--cores", least=0, ordered=False, once=False) if cores else None
             watching = WatchRequest(
                 source=source or "",
@@ -224,15 +221,9 @@ def _measure(
             job.follow()
         return
     file = RowFile(output, request, resume=resume)
+    budget = _budget(memory, request.device) if memory else None
     with kept(file), _leading(request, place) as job:
-        result = measured(
-            request,
-            file,
-            memory_bytes=_budget(memory, request.device) if memory else None,
-            job=job,
-            tell=note,
-            stage=progress,
-        )
+        result = measured(request, file, memory_bytes=budget, job=job, tell=note, stage=progress)
     if as_json:
         print_json(result)
     else:
@@ -284,7 +275,7 @@ def _prints_elsewhere() -> Iterator[None]:
 def _budget(memory: str, device: str) -> float:
     """Return the bytes that ``--memory`` allows."""
     if memory != "all":
-        return values.size(memory, "--memory")
+        return parse_bytes(memory, "--memory")
     if device != "cuda":
         raise InputError("--memory", "all is for GPUs", "give a size, such as 2GiB: a CPU shares its memory")
     return device_memory("cuda")
@@ -314,8 +305,8 @@ def _show(found: ProfileResult) -> None:
     for item in found.skipped:
         passes = f", {item.accumulation_steps} accumulation steps" if item.accumulation_steps else ""
         guess = f": {show_seconds(item.predicted_step_time_s)}" if item.predicted_step_time_s else ""
-        replicas = f"{item.num_replicas} replica{'s' if item.num_replicas > 1 else ''}"
-        console.print(f"not measured: batch {item.local_batch_size} on {replicas}{passes}{guess} ({item.reason})")
+        where = f"batch {item.local_batch_size} on {counted(item.num_replicas, 'replica')}{passes}"
+        console.print(f"not measured: {where}{guess} ({item.reason})")
     for name, curve in found.devices.items():
         overhead = show_seconds(curve.launch_overhead_s)
         console.print(f"{name}: launch overhead {overhead}, saturates at batch {curve.saturation_batch}")
@@ -329,3 +320,108 @@ def _show(found: ProfileResult) -> None:
         if curve.memory_limit_batch is None:
             limit = "unknown: the peaks do not grow with the batch; search it with --memory SIZE"
         console.print(f"{name}: memory limit {limit}")
+
+
+def profile_network(processes: int, output: Path | None, as_json: bool) -> None:
+    """Measure and print; rank 0 speaks for all."""
+    with progress("measuring the network") as advance:
+        found = measure_network(processes, progress=lambda done, total: advance(done, f"pair {done} of {total}"))
+    if int(os.environ.get("RANK", "0")) != 0:
+        return
+    if output is not None:
+        save(found, output)
+    if as_json:
+        print_json(found)
+        return
+    together = os.environ.get("LOCAL_WORLD_SIZE", "") == os.environ.get("WORLD_SIZE", "-")
+    show(network_section(found.model_copy(update={"local": found.local or together}), "this job"), output)
+
+
+def profile_import(
+    files: Sequence[Path],
+    output: Path | None,
+    as_json: bool,
+    *,
+    device: str | None = None,
+    batch_size: int | None = None,
+    num_nodes: int | None = None,
+    num_replicas: int | None = None,
+) -> None:
+    """Read the files, write one profile when ``output`` is given, and print what each file gave and the profile covers.
+
+    ``device`` names the device of all rows; the three numbers are what a profiler trace does not always say.
+    """
+    frame, sources = import_files(
+        files, device=device, batch_size=batch_size, num_nodes=num_nodes, num_replicas=num_replicas
+    )
+    if output is not None:
+        write_profile(frame, output)
+    for source in sources:
+        for remark in source.remarks:
+            note(f"{source.path}: {remark}")
+    if as_json:
+        print_json(ProfileResult(rows=records(frame), sources=sources))
+        return
+    console = out()
+    rows = [(Path(source.path).name, source.kind, f"{source.rows:,}") for source in sources]
+    console.print(table("Imported", ("file", "kind", "rows"), rows, text_columns=2))
+    for name, part in frame.groupby("device", sort=True):
+        batches, replicas = part["local_batch_size"], part["num_replicas"]
+        say(
+            f"{name}: {len(part):,} rows, local batch {batches.min()} to {batches.max()}, {replicas.min()} to "
+            f"{replicas.max()} replicas on up to {part['num_nodes'].max()} nodes"
+        )
+    tell_written(output)
+
+
+def profile_watch(request: WatchRequest, output: Path | None, as_json: bool) -> None:
+    """Train in local processes in lockstep, write what each did as CSV, and print a summary.
+
+    Raises DdlToolError when a worker is lost; what was recorded until then is written all the same.
+    """
+    try:
+        with progress("watching", request.iterations) as advance:
+            rows = record(request, lambda done: advance(done, f"{done} of {request.iterations}"))
+    except WatchLost as lost:
+        kept = f"the {len(lost.rows) // request.workers} iterations that all workers completed"
+        if not lost.rows:
+            kept = "no iteration was complete, so nothing is written"
+        elif output is None:
+            kept += " are lost: name a file with -o"
+        else:
+            write_rows(lost.rows, output)
+            kept += f" are in {output}"
+        raise DdlToolError(f"{request.source}: {lost}; {kept}") from None
+    if output is not None:
+        write_rows(rows, output)
+    found = summarise(rows, request.batch)
+    if as_json:
+        print_json(found)
+    else:
+        _show_watched(found, output)
+
+
+def _show_watched(found: WatchResult, output: Path | None) -> None:
+    """Print a row per worker and what balancing could gain."""
+    rows = [
+        (
+            one.worker,
+            f"{one.speed:.4g}",
+            f"{one.speed_low:.4g} to {one.speed_high:.4g}",
+            f"{one.cpu:.0%}",
+            f"{one.memory:.0%}",
+        )
+        for one in found.workers
+    ]
+    title = f"{found.iterations} iterations with {found.batch} samples per worker, measured"
+    columns = ("worker", "samples/s", "10 to 90 %", "CPU", "memory")
+    caption = "samples/s: median without waiting; CPU and memory: mean shares that the worker could expect"
+    console = out()
+    console.print(table(title, columns, rows, caption=caption))
+    equal_s, known_s = found.equal_split_s, found.speeds_known_s
+    console.print(
+        f"Computing takes {show_seconds(equal_s)} with equal batches, {show_seconds(known_s)} with batches by known "
+        f"speeds ({1 - known_s / equal_s:.0%} less)."
+    )
+    if output is not None:
+        say(f"wrote {output}; next: ddltool balance {output}")

@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from ddltool.commands.options import Json
-from ddltool.commands.output import out, print_json, progress, table
+from ddltool.commands.output import out, print_json, progress, say, table
 from ddltool.commands.values import number
 
 _MOST_SAMPLES = 1e15
@@ -49,4 +49,4 @@ def report(
     out().print(
         table("Sections", ("section", "file"), [(one.section, one.file) for one in made.sections], text_columns=2)
     )
-    out().print(f"wrote {output} ({made.bytes / 1e3:,.0f} kB)", soft_wrap=True)
+    say(f"wrote {output} ({made.bytes / 1e3:,.0f} kB)")

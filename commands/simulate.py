@@ -37,9 +37,8 @@ from ddltool.analyzers.scheduling.sweep import Setup, sweep
 from ddltool.analyzers.scheduling.sweep import compare as compare_policies
 from ddltool.analyzers.scheduling.truth import FittedJob
 from ddltool.artifacts import save, write_text
-from ddltool.commands.options import Json, Output, Seed, one_of, some_of
+from ddltool.commands.options import Json, Output, Seed, demand_part, is_given, one_of, some_of
 from ddltool.commands.output import note, print_json, progress, show
-from ddltool.commands.parts import demand_part, is_given
 from ddltool.commands.values import as_options, integers
 from ddltool.errors import CheckFailed, InputError, did_you_mean
 from ddltool.outputs import check_outputs

@@ -25,10 +25,11 @@ from ddltool.commands.options import (
     Seed,
     SequenceLength,
     Source,
+    demand_part,
+    is_given,
     one_of,
 )
 from ddltool.commands.output import note, print_json, progress, show
-from ddltool.commands.parts import demand_part, is_given
 from ddltool.commands.values import number
 from ddltool.errors import InputError
 from ddltool.graph import Mode

@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 
 from ddltool.errors import InputError
 from ddltool.units import parse_duration, parse_share
 
-_SIZE = re.compile(r"\s*([0-9]*\.?[0-9]+)\s*([kKmMgGtT]i?)?[bB]?\s*")
-_PREFIX = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}
 _LONGEST_BUDGET_S = 30 * 86400.0
 _MOST_NUMBERS = 1000
 
@@ -114,12 +111,3 @@ def budget(text: str, where: str) -> float:
     if not 0 < seconds <= _LONGEST_BUDGET_S:
         raise InputError(where, f"{text!r} is not a usable time", "write a time above 0 and up to 720h, such as 60s")
     return seconds
-
-
-def size(text: str, where: str) -> float:
-    """Return the bytes that ``2GiB`` or ``500MB`` means. Raises InputError for anything else, and for 0."""
-    match = _SIZE.fullmatch(text)
-    value = float(match[1]) * _PREFIX[(match[2] or "").lower()] if match else 0.0
-    if not 0 < value < math.inf:
-        raise InputError(where, f"{text!r} is not a size", "write for example 2GiB")
-    return value

@@ -9,7 +9,7 @@ import typer
 
 from ddltool.analyzers.loading.timed_graph import timed_graph
 from ddltool.commands.options import Json
-from ddltool.commands.output import out, print_json, progress, table
+from ddltool.commands.output import out, print_json, progress, say, table
 from ddltool.fixtures.loading import folder, graph_files
 from ddltool.fixtures.zoo import ZOO, entry
 from ddltool.graph import COMPUTE, RECV, Mode
@@ -53,7 +53,7 @@ def _write(to: Path, as_json: bool) -> None:
     if as_json:
         print_json(ZooResult(paths=[str(path) for path in written]))
     else:
-        out().print(f"wrote {len(written)} graphs to {to}", soft_wrap=True)
+        say(f"wrote {len(written)} graphs to {to}")
 
 
 def describe(name: str) -> ZooModel:

@@ -15,7 +15,7 @@ import psutil
 import pytest
 
 from ddltool.analyzers.loading.worker_tables import read_speeds
-from ddltool.commands.watch import profile_watch
+from ddltool.commands.profile import profile_watch
 from ddltool.errors import InputError
 from ddltool.runtime.measuring.profiling import RESOLVER
 from ddltool.runtime.measuring.watch import SpeedRow, WatchRequest, record, summarise

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from ddltool.analyzers.goodput.observations import from_frame, import_steps, import_table, kind_of
 from ddltool.analyzers.loading.imported_rows import import_files
 from ddltool.analyzers.oracle.kineto import _busy_within, read_steps
-from ddltool.commands.profile_import import profile_import
+from ddltool.commands.profile import profile_import
 from ddltool.errors import InputError
 from ddltool.profiles import read_profile
 from ddltool.tables import read_table

@@ -8,8 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ddltool.commands.values import as_options, budget, integers, number, share, single, size
+from ddltool.commands.values import as_options, budget, integers, number, share, single
 from ddltool.errors import InputError
+from ddltool.units import parse_bytes
 from tests.conftest import Result
 
 
@@ -39,8 +40,8 @@ def test_single_refuses_several_numbers_and_none(numbers: tuple[int, ...], text:
         (share, "100%", "'100%' is not a share"),
         (budget, "0s", "'0s' is not a usable time"),
         (budget, "721h", "'721h' is not a usable time"),
-        (size, "0GiB", "'0GiB' is not a size"),
-        (size, "much", "'much' is not a size"),
+        (parse_bytes, "0GiB", "'0GiB' is not a size"),
+        (parse_bytes, "much", "'much' is not a size"),
         *(
             (lambda text, where: number(where, 0.5, 1e9)(text), text, message)
             for text, message in (
@@ -74,8 +75,8 @@ def test_an_error_names_the_option_and_keeps_what_was_added() -> None:
 
 def test_sizes_and_shares_in_their_units() -> None:
     assert number("--horizon", 0.5)("0.5") == 0.5
-    assert size("2GiB", "--memory") == 2 * 2**30
-    assert size("500 MB", "--memory") == 500e6
+    assert parse_bytes("2GiB", "--memory") == 2 * 2**30
+    assert parse_bytes("500 MB", "--memory") == 500e6
     assert share("5%", "--precision") == share("0.05", "--precision") == pytest.approx(0.05)
     assert budget("5min", "--budget") == 300.0
 
