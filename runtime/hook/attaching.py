@@ -103,14 +103,27 @@ class Hook:
         """
         return loader
 
-    def bind(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-        """Say what is trained, where :func:`attach` was called before it was there; once, and before the first step."""
+    def bind(self, model: nn.Module, optimizer: torch.optim.Optimizer, *others: torch.optim.Optimizer) -> None:
+        """Say what is trained, where :func:`attach` was called before it was there; once, and before the first step.
 
-    def turn_to_next_batch(self, skip: int = 0) -> None:
+        Telemetry is of the first optimizer's steps.
+        """
+
+    def turn_to_next_batch(self, skip: int = 0, *, passed: Any = None) -> None:
         """Let what is computed now be the next batch that the loader has given, past ``skip`` that are left out.
 
         For trainers that fetch several batches before they compute the first; loops that take one after the other need not.
+        ``passed``: the batch, where the model's forward pass is not called.
         """
+
+    def is_divided_by(self, loss: Tensor, number: float) -> bool:
+        """Return whether ``loss`` is a sum divided by ``number``, as read from its graph on all ranks; all ask together."""
+        return False
+
+    @property
+    def last_weight(self) -> float:
+        """What the gradients of the last loss were multiplied by: with it the average of the ranks' losses is that of all."""
+        return 1.0
 
     def set_epoch(self, epoch: int) -> None:
         """Choose the epoch's order of samples in all loaders made here; the same number on every rank."""
@@ -179,22 +192,22 @@ class EnforcingHook(Hook):
         )
         self._weigher.missing = "call hook.bind(model, optimizer) when both are there"
 
-    def bind(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    def bind(self, model: nn.Module, optimizer: torch.optim.Optimizer, *others: torch.optim.Optimizer) -> None:
         """Weigh and record what is trained. Raises InputError, on every rank, where it does not fit the plan."""
         if self._weigher.missing is None:
             raise InputError("bind", "was called already", "attach once for each model")
         job = self._job
-        optimizer = job.together(lambda: bare_optimizer(optimizer))
+        trained = job.together(lambda: [bare_optimizer(each) for each in (optimizer, *others)])
         job.together(lambda: check_trained(self._path, self.enforcement, job, model))
         file = None
         if self.enforcement.telemetry is not None:
             device = self.enforcement.ranks[job.rank].device_type
             file = _row_file(self.enforcement.telemetry, job, device)
-        self._recorder = _record(file, job, model, optimizer, self._weigher)
-        if job.side is not None:
-            guard(job, model, optimizer)
-            optimizer.register_step_post_hook(self._weigher.check_update)
-        begin_check(job, model, optimizer)
+        self._recorder = _record(file, job, model, trained[0], self._weigher)
+        for each in trained if job.side is not None else ():
+            guard(job, model, each)
+            each.register_step_post_hook(self._weigher.check_update)
+        begin_check(job, model, trained[0])
         if job.side is not None or self._recorder is not None:
             self._weigher.open(model)
         self._weigher.missing = None
@@ -227,9 +240,20 @@ class EnforcingHook(Hook):
         sizes = Sizes(tuple(entry.local_batch_size for entry in self.enforcement.ranks))
         return StreamLoader(stream, sizes, self._job, self._weigher, **options)
 
-    def turn_to_next_batch(self, skip: int = 0) -> None:
+    def turn_to_next_batch(self, skip: int = 0, *, passed: Any = None) -> None:
         """Let what is computed now be the next batch that the loader has given."""
         self._weigher.turn_to_next(skip)
+        if passed is not None:
+            self._weigher.begin_forward(None, (passed,))
+
+    def is_divided_by(self, loss: Tensor, number: float) -> bool:
+        """Return whether ``loss`` is a sum divided by ``number``. Raises InputError where its graph does not tell."""
+        return self._weigher.is_divided_by(loss, number)
+
+    @property
+    def last_weight(self) -> float:
+        """What the gradients of the last loss were multiplied by."""
+        return self._weigher.last_weight
 
     def batch_sampler(
         self, *, batch_size: int, shuffle: bool = True, seed: int = 0, drop_last: bool = False
@@ -274,13 +298,18 @@ class ObservingHook(Hook):
         self._path, self._job = path, job
         self._recorder: StepRecorder | None = None
 
-    def bind(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    def bind(self, model: nn.Module, optimizer: torch.optim.Optimizer, *others: torch.optim.Optimizer) -> None:
         """Record what is trained. Raises InputError, on every rank, where the file cannot be written."""
-        optimizer = self._job.together(lambda: bare_optimizer(optimizer))
-        observer = Observer(self._job, "hook")
+        first = self._job.together(lambda: bare_optimizer(optimizer))
+        self._observer = observer = Observer(self._job, "hook")
         file = _row_file(self._path, self._job, torch.cuda.get_device_name() if _is_cuda(model) else "cpu")
-        self._recorder = _record(file, self._job, model, optimizer, observer)
+        self._recorder = _record(file, self._job, model, first, observer)
         observer.open(model)
+
+    def turn_to_next_batch(self, skip: int = 0, *, passed: Any = None) -> None:
+        """Take note of a batch that goes through no forward pass."""
+        if passed is not None:
+            self._observer.begin_forward(None, (passed,))
 
     def set_epoch(self, epoch: int) -> None:
         """Choose the epoch's order of samples; the next step is timed from its forward pass."""

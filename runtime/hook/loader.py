@@ -60,7 +60,7 @@ class CountedLoader(_TellingLoader):
     def __init__(self, dataset: Dataset[Any], sampler: VariableBatchSampler, weigher: Weigher, **options: Any) -> None:
         super().__init__(dataset, batch_sampler=sampler, **options)
         self._variable, self._weigher = sampler, weigher
-        weigher.follow(sampler)
+        weigher.follow(sampler, loose=True)  # as long as somebody else iterates: accelerate's skip_first_batches
 
     def set_epoch(self, epoch: int) -> None:
         """Choose the epoch's order of samples."""
@@ -70,11 +70,13 @@ class CountedLoader(_TellingLoader):
         if self._left_early:
             self._weigher.drop(self._variable, unused=True)
         self._left_early = True
+        self._weigher.follow(self._variable)
         for batch in super(_TellingLoader, self).__iter__():
             taken = self._variable.issued.popleft()
             self._weigher.draw(self._variable, taken)
             yield batch, self._variable.ends_with(taken)
         self._weigher.drop(self._variable)  # a loop that fetched ahead has its last batches still to use
+        self._weigher.follow(self._variable, loose=True)
         self._left_early = False
 
 

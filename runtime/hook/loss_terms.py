@@ -97,24 +97,27 @@ def terms_of(root: Tensor) -> list[Terms]:
     """Return the terms that add up to a loss of one element, without those that come from no marked model."""
     if root.grad_fn is None:
         return []
-    return list(_terms(root.grad_fn, 1.0, inside=False))
+    return list(_terms((root.grad_fn, root.output_nr), 1.0, inside=False))
 
 
-def _terms(node: Node, divisor: float, *, inside: bool) -> Iterator[Terms]:
-    """Yield the terms behind ``node``, whose value is a number that was divided by ``divisor`` since.
+def _terms(edge: tuple[Node, int], divisor: float, *, inside: bool) -> Iterator[Terms]:
+    """Yield the terms behind an output of a node, which is a number that was divided by ``divisor`` since.
 
     ``inside``: past a mark, so what follows is in a model that is trained.
     """
+    node, number = edge
     inside = inside or MARK in node.metadata
     if not inside and not reach([node]).marks:
         return
     name = node.name()
-    after = [follower for follower, _ in node.next_functions if follower is not None]
-    if name.startswith(("MulBackward", "DivBackward")):
+    after = [(follower, place) for follower, place in node.next_functions if follower is not None]
+    if name.startswith("_DDPSink"):  # what DDP puts behind each output where parameters may be unused
+        yield from _terms(node.next_functions[number], divisor, inside=inside)
+    elif name.startswith(("MulBackward", "DivBackward")):
         yield from _scaled(node, name, divisor, inside)
     elif name.startswith("MeanBackward0"):
         count = node._saved_self_sym_numel
-        if len(after) == 1 and after[0].name().startswith("StackBackward"):
+        if len(after) == 1 and after[0][0].name().startswith("StackBackward"):
             yield from _terms(after[0], divisor * count, inside=inside)
         else:
             yield Terms(divisor * count)
@@ -125,8 +128,8 @@ def _terms(node: Node, divisor: float, *, inside: bool) -> Iterator[Terms]:
     elif hasattr(node, "_saved_reduction"):
         yield _reduced(node, name, divisor)
     elif _SAME.match(name):
-        for follower in after:
-            yield from _terms(follower, divisor, inside=inside)
+        for each in after:
+            yield from _terms(each, divisor, inside=inside)
     else:
         yield Terms(None, name)
 
@@ -134,14 +137,14 @@ def _terms(node: Node, divisor: float, *, inside: bool) -> Iterator[Terms]:
 def _scaled(node: Node, name: str, divisor: float, inside: bool) -> Iterator[Terms]:
     """Yield the terms of a product or a quotient with a number that is none of the model's."""
     trained = [
-        (place, follower)
-        for place, (follower, _) in enumerate(node.next_functions)
-        if follower is not None and (inside or reach([follower]).marks)
+        (place, edge)
+        for place, edge in enumerate(node.next_functions)
+        if edge[0] is not None and (inside or reach([edge[0]]).marks)
     ]
     if len(trained) != 1 or (name.startswith("Div") and trained[0][0] != 0):
         yield Terms(None, name)
         return
-    place, follower = trained[0]
+    place, edge = trained[0]
     other = getattr(node, "_saved_other" if place == 0 else "_saved_self", None)
     if isinstance(other, Tensor):
         if other.numel() != 1:
@@ -151,14 +154,14 @@ def _scaled(node: Node, name: str, divisor: float, inside: bool) -> Iterator[Ter
     factor = 1.0 if other is None else float(other)
     if name.startswith("Mul"):
         factor = 1 / factor if factor else math.inf
-    yield from _terms(follower, divisor * factor, inside=inside)
+    yield from _terms(edge, divisor * factor, inside=inside)
 
 
-def _summed(node: Node, after: list[Node], divisor: float, inside: bool) -> Iterator[Terms]:
-    if len(after) == 1 and after[0].name().startswith("StackBackward"):
+def _summed(node: Node, after: list[tuple[Node, int]], divisor: float, inside: bool) -> Iterator[Terms]:
+    if len(after) == 1 and after[0][0].name().startswith("StackBackward"):
         yield from _terms(after[0], divisor, inside=inside)
         return
-    below: Node | None = after[0] if len(after) == 1 else None
+    below: Node | None = after[0][0] if len(after) == 1 else None
     while below is not None and not below.name().startswith("MeanBackward1") and _ELEMENTWISE.match(below.name()):
         followers = [follower for follower, _ in below.next_functions if follower is not None]
         below = followers[0] if len(followers) == 1 else None

@@ -81,7 +81,7 @@ class TrainedParameters:
     def _demand(self, trained: list[nn.Parameter]) -> None:
         unknown = [parameter for parameter in trained if id(parameter) not in self._averaged]
         if unknown:  # they may be another wrapped model's
-            others = [model for model in _wrapped() if model is not self._model()]
+            others = [model for model in wrapped() if model is not self._model()]
             self._averaged |= {id(each) for model in others for each in _averaged_by(model)}
             unknown = [parameter for parameter in unknown if id(parameter) not in self._averaged]
         if not unknown:
@@ -106,6 +106,6 @@ def _averaged_by(model: nn.Module) -> list[nn.Parameter]:
     return list(model.parameters())
 
 
-def _wrapped() -> list[DistributedDataParallel]:
+def wrapped() -> list[DistributedDataParallel]:
     """Return all wrapped models of this process."""
     return [thing for thing in gc.get_objects() if type(thing) is DistributedDataParallel]

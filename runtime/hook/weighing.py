@@ -115,6 +115,7 @@ class Weigher:
 
     Attributes:
         missing: what this has to know before batches may be handed out; None: nothing.
+        last_weight: what the last loss, or term of one, was multiplied by.
     """
 
     def __init__(
@@ -129,11 +130,12 @@ class Weigher:
     ) -> None:
         self._job, self._name, self._sizes, self._split = job, name, sizes, passes
         self._always, self.watcher = always, watcher
-        self._loose: list[VariableBatchSampler] = []
+        self._loose: dict[VariableBatchSampler, None] = {}
         self._drawn: dict[Hashable, deque[_Drawn]] = {}
         self._held: _Drawn | None = None
-        self._forwards = 0
+        self._forwards, self._asked, self._divided = 0, 0, False
         self.missing: str | None = None
+        self.last_weight = 1.0
         self._announced: int | None = None
         self._told: list[int] = []
         self._sizes_passed: list[int] = []
@@ -161,9 +163,11 @@ class Weigher:
 
     def follow(self, source: Hashable, *, loose: bool = False) -> None:
         """Take the shares of what a sampler or a stream gives; ``loose``: to a loader that does not :meth:`draw` it."""
-        self._drawn[source] = deque(maxlen=_PASSES_KEPT)
-        if loose and isinstance(source, VariableBatchSampler):
-            self._loose.append(source)
+        self._drawn.setdefault(source, deque(maxlen=_PASSES_KEPT))
+        if isinstance(source, VariableBatchSampler):
+            self._loose.pop(source, None)
+            if loose:
+                self._loose[source] = None
 
     def draw(self, source: Hashable, drawn: Pass | Share) -> None:
         """Note that the training loop gets a batch; those that backward has used before are behind it now.
@@ -204,14 +208,14 @@ class Weigher:
             raise InputError("count_samples", f"is {samples}", "give the number of samples, 0 or more")
         self._announced = samples
 
-    def begin_forward(self, module: nn.Module, values: Iterable[Any]) -> None:
-        """A forward pass with gradients begins."""
+    def begin_forward(self, module: nn.Module | None, values: Iterable[Any]) -> None:
+        """A forward pass with gradients begins; None: a trainer that calls the module otherwise, in training."""
         if self._announced is not None:
             self._told.append(self._announced)
             self._announced = None
         elif (size := leading_size(values)) is not None and len(self._sizes_passed) < _PASSES_KEPT:
             self._sizes_passed.append(size)
-        if self.watcher is not None and module.training:
+        if self.watcher is not None and (module is None or module.training):
             self.watcher.begin_forward()
         self._forwards += 1
 
@@ -288,12 +292,37 @@ class Weigher:
             factor = self._weight_of_batch(loss) if count is None else self._weight_of(float(count), of)
         else:
             factor = float(ranks) if reduction == "sum" else 1.0
+            if in_hand := self._batches():
+                self._use(in_hand)
+        self.last_weight = factor
         weighed: Tensor = _Weighed.apply(loss, factor)  # type: ignore[no-untyped-call]
         return weighed
 
+    def is_divided_by(self, loss: Tensor, number: float) -> bool:
+        """Return whether ``loss`` is a sum divided by ``number``, on all ranks, as read from its graph.
+
+        All ranks ask together. Read on the first steps and on every tenth; in between the last answer holds. False where a
+        term has been weighed. Raises InputError, on all ranks, where the graph cannot be read on one.
+        """
+        if self._job.world_size == 1 or reach([loss.grad_fn]).weighed:
+            return False
+        asked, self._asked = self._asked, self._asked + 1
+        if asked < FIRST_READINGS or asked % STEPS_PER_READING == 0:
+            terms = terms_of(loss)
+            unknown = next((term.unknown for term in terms if term.unknown), "")
+            fits = number == 0 or all(term.count is not None and _alike(term.count, number) for term in terms)
+            told = self._exchange(float(fits), float(bool(unknown)))
+            if any(told[1::2]):
+                remedy = f"say {self._name}.loss(loss, count=...) in a compute_loss of your own"
+                problem = f"what it is a mean over cannot be read from its graph ({unknown or 'on another rank'})"
+                raise InputError("loss", problem, remedy)
+            self._divided = all(told[::2])
+        return self._divided
+
     def weight(self, roots: Sequence[Tensor]) -> float:
         """Return N x_r / X for the batch in hand. Raises InputError, on all ranks, where that cannot be right."""
-        return self._weight_of_batch(*roots, strict=True)
+        self.last_weight = self._weight_of_batch(*roots, strict=True)
+        return self.last_weight
 
     def _weight_of_batch(self, *losses: Tensor, strict: bool = False) -> float:
         share = self._in_hand() or self._counted()
@@ -305,8 +334,8 @@ class Weigher:
         if not count >= 0:
             raise InputError("count", f"is {count:g}", "give what the loss is a mean over, 0 or more")
         total = sum(self._exchange(count)) if of is None else of
-        if self._batches():
-            self._use(self._batches())
+        if in_hand := self._batches():
+            self._use(in_hand)
         return self._job.world_size * count / total if total else 1.0
 
     def _exchange(self, *mine: float) -> list[float]:

@@ -1,0 +1,63 @@
+"""Lightning's ``Trainer`` with a plan. Start at :class:`HookCallback`.
+
+::
+
+    trainer = Trainer(strategy="ddp", devices=2, use_distributed_sampler=False, callbacks=[HookCallback("enforce.json")])
+"""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import lightning
+from torch.utils.data import DataLoader
+
+from ddltool.runtime.hook import Hook, attach
+
+Path = str | os.PathLike[str]
+
+
+class HookCallback(lightning.Callback):
+    """Makes a Trainer follow an enforcement config, in automatic and in manual optimization.
+
+    Its training loaders get the planned batches in the order of their own sampler; a ``DistributedSampler`` that Lightning puts
+    there is taken over. Validation is left as it is.
+
+    Args:
+        enforcement: path of an ``enforce.json``; None: nothing is enforced.
+        telemetry: without a config, a file for what is measured all the same.
+    """
+
+    def __init__(self, enforcement: Path | None = None, *, telemetry: Path | None = None) -> None:
+        self._enforcement, self._telemetry = enforcement, telemetry
+        self.hook = Hook(None, 0, 1)
+
+    def on_fit_start(self, trainer: lightning.Trainer, pl_module: lightning.LightningModule) -> None:
+        """Model and optimizers are there, the loaders come now. Raises InputError, on every rank, as ``attach`` does."""
+        strategy: Any = trainer.strategy
+        self.hook = attach(self._enforcement, telemetry=self._telemetry)
+        self.hook.bind(strategy.model, *trainer.optimizers)
+        self._is_bare = strategy.model is pl_module
+        process = strategy.process_dataloader
+
+        def planned(loader: Any) -> Any:
+            if trainer.training and isinstance(loader, DataLoader):
+                loader = self.hook.planned(loader)
+            return process(loader)
+
+        strategy.process_dataloader = planned
+
+    def on_train_epoch_start(self, trainer: lightning.Trainer, pl_module: lightning.LightningModule) -> None:
+        """Choose the epoch's order of samples."""
+        self.hook.set_epoch(trainer.current_epoch)
+
+    def on_train_batch_start(
+        self, trainer: lightning.Trainer, pl_module: lightning.LightningModule, batch: Any, batch_idx: int
+    ) -> None:
+        """The next batch that was fetched is trained on; one process calls ``training_step``, and no forward pass."""
+        self.hook.turn_to_next_batch(passed=batch if self._is_bare else None)
+
+    def on_fit_end(self, trainer: lightning.Trainer, pl_module: lightning.LightningModule) -> None:
+        """Write what is held back."""
+        self.hook.close()

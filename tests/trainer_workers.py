@@ -1,0 +1,348 @@
+"""Transformers' Trainer as people use it: alone with whole batches, and on two ranks with the mixin and uneven ones.
+
+Each cell is one function that gets the Trainer class and its options, and returns what was trained; float64 throughout.
+"""
+
+from __future__ import annotations
+
+import traceback
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, SequentialSampler
+
+from ddltool.artifacts import save
+from ddltool.runtime.integrations import HookedTrainerMixin, TelemetryCallback  # first: it mends torchvision
+from tests.runtime_workers import enforcement
+
+import transformers  # isort: skip
+from transformers import Trainer, TrainingArguments  # isort: skip
+
+SIZES = (12, 20)
+SAMPLES = 3 * sum(SIZES) + 9
+LENGTH, WORDS = 5, 7
+Cell = Callable[["Run"], Trainer]
+CELLS: dict[str, Cell] = {}
+STARTS: list[list[Tensor]] = []
+
+
+class Hooked(HookedTrainerMixin, Trainer):
+    pass
+
+
+class Texts(Dataset[dict[str, Tensor]]):
+    """Texts of one to five words; labels are the words, -100 where there is none."""
+
+    def __init__(self, samples: int = SAMPLES) -> None:
+        generator = torch.Generator().manual_seed(2)
+        words = torch.randint(1, WORDS, (samples, LENGTH), generator=generator)
+        lengths = torch.randint(1, LENGTH + 1, (samples, 1), generator=generator)
+        self.words = torch.where(torch.arange(LENGTH) < lengths, words, 0)
+
+    def __len__(self) -> int:
+        return len(self.words)
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        words = self.words[index]
+        return {"words": words, "labels": torch.where(words == 0, -100, words)}
+
+
+class Points(Dataset[dict[str, Tensor]]):
+    """Points with one label each."""
+
+    def __init__(self) -> None:
+        generator = torch.Generator().manual_seed(5)
+        self.points = torch.randn(SAMPLES, LENGTH, generator=generator, dtype=torch.float64)
+        self.points *= torch.linspace(0.3, 2.0, SAMPLES, dtype=torch.float64)[:, None]
+
+    def __len__(self) -> int:
+        return SAMPLES
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        return {"points": self.points[index], "labels": torch.tensor(index * 5 % WORDS)}
+
+
+class Stream(IterableDataset[dict[str, Tensor]]):
+    def __iter__(self) -> Iterator[dict[str, Tensor]]:
+        return (Points()[index] for index in range(SAMPLES))
+
+
+class Writer(nn.Module):
+    """Says each word's loss as transformers' models do: their sum over ``num_items_in_batch``, where that is given."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words, self.body, self.head = nn.Embedding(WORDS, 6), nn.Linear(6, 6), nn.Linear(6, WORDS)
+        self.double()
+
+    def forward(self, words: Tensor, labels: Tensor | None = None, **kwargs: Any) -> dict[str, Tensor]:
+        logits = self.head(self.body(self.words(words)).tanh())
+        if labels is None:
+            return {"logits": logits}
+        number = kwargs.get("num_items_in_batch")
+        how = "mean" if number is None else "sum"
+        loss = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=-100, reduction=how)
+        return {"loss": loss if number is None else loss / number, "logits": logits}
+
+
+class Judge(nn.Module):
+    """Its loss is a mean over the batch; ``forgetful``: it takes the number of labels and does not use it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.head = nn.Linear(LENGTH, 6), nn.Linear(6, WORDS)
+        self.double()
+
+    def forward(self, points: Tensor, labels: Tensor | None = None) -> dict[str, Tensor]:
+        logits = self.head(self.body(points).tanh())
+        return {"logits": logits} if labels is None else {"loss": F.cross_entropy(logits, labels), "logits": logits}
+
+
+class ForgetfulJudge(Judge):
+    def forward(self, points: Tensor, labels: Tensor | None = None, **kwargs: Any) -> dict[str, Tensor]:
+        return super().forward(points, labels)
+
+
+class Run:
+    """The process in which a cell runs: alone, or a rank."""
+
+    def __init__(self, alone: bool, folder: Path) -> None:
+        self.alone, self.folder = alone, folder
+        save(enforcement(SIZES), folder / "enforce.json")
+
+    def trained(
+        self,
+        model: nn.Module,
+        dataset: Any,
+        *,
+        base: type[Trainer] = Trainer,
+        resume: str | None = None,
+        options: dict[str, Any] | None = None,
+        **arguments: Any,
+    ) -> Trainer:
+        """Return a Trainer that has trained."""
+        given: dict[str, Any] = {
+            "output_dir": str(self.folder), "use_cpu": True, "num_train_epochs": 2, "learning_rate": 0.05, "report_to": [],
+            "save_strategy": "no", "logging_steps": 1, "remove_unused_columns": False, "disable_tqdm": True,
+            "per_device_train_batch_size": sum(SIZES), "seed": 3, "lr_scheduler_type": "linear",
+        }  # fmt: skip
+        STARTS.append([value.detach().clone() for value in model.parameters()])
+        made: Any = base
+        more = dict(options or {})
+        if not self.alone:
+            made = type("Made", (HookedTrainerMixin, base), {})
+            more["enforcement"] = self.folder / "enforce.json"
+        trainer: Trainer = made(model, TrainingArguments(**(given | arguments)), train_dataset=dataset, **more)
+        trainer.train(resume_from_checkpoint=resume)
+        return trainer
+
+
+def cell(function: Cell) -> Cell:
+    CELLS[function.__name__.replace("_", " ")] = function
+    return function
+
+
+@cell
+def labels_of_all_ranks(run: Run) -> Trainer:
+    return run.trained(Writer(), Texts(), average_tokens_across_devices=True)
+
+
+@cell
+def labels_of_all_ranks_accumulated(run: Run) -> Trainer:
+    return run.trained(Writer(), Texts(), average_tokens_across_devices=True, gradient_accumulation_steps=2)
+
+
+@cell
+def labels_of_the_rank(run: Run) -> Trainer:
+    return run.trained(Writer(), Texts(), average_tokens_across_devices=False)
+
+
+@cell
+def labels_of_the_rank_accumulated(run: Run) -> Trainer:
+    return run.trained(Writer(), Texts(), average_tokens_across_devices=False, gradient_accumulation_steps=2)
+
+
+@cell
+def mean_over_samples(run: Run) -> Trainer:
+    return run.trained(Judge(), Points(), max_grad_norm=0.05)
+
+
+@cell
+def mean_over_samples_accumulated(run: Run) -> Trainer:
+    return run.trained(Judge(), Points(), gradient_accumulation_steps=3)
+
+
+@cell
+def number_of_labels_not_used(run: Run) -> Trainer:
+    return run.trained(ForgetfulJudge(), Points(), average_tokens_across_devices=True, gradient_accumulation_steps=2)
+
+
+@cell
+def number_of_labels_not_used_nor_averaged(run: Run) -> Trainer:
+    return run.trained(ForgetfulJudge(), Points(), average_tokens_across_devices=False)
+
+
+@cell
+def loss_of_a_function(run: Run) -> Trainer:
+    def loss(outputs: Any, labels: Tensor, num_items_in_batch: Any = None) -> Tensor:
+        return F.cross_entropy(outputs["logits"].flatten(0, -2), labels.flatten(), reduction="sum") / num_items_in_batch
+
+    return run.trained(Judge(), Points(), options={"compute_loss_func": loss}, gradient_accumulation_steps=2)
+
+
+class OwnLoss(Trainer):
+    def compute_loss(
+        self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
+    ) -> Any:
+        return F.cross_entropy(model(**inputs)["logits"], inputs["labels"])
+
+
+@cell
+def loss_of_a_method(run: Run) -> Trainer:
+    return run.trained(ForgetfulJudge(), Points(), base=OwnLoss)
+
+
+@cell
+def schedule_and_adafactor(run: Run) -> Trainer:
+    return run.trained(Judge(), Points(), optim="adafactor", lr_scheduler_type="cosine", warmup_steps=2)
+
+
+@cell
+def data_workers(run: Run) -> Trainer:
+    return run.trained(Judge(), Points(), dataloader_num_workers=2, gradient_accumulation_steps=2)
+
+
+class InOrder(Trainer):
+    def _get_train_sampler(self, *args: Any) -> Any:
+        return SequentialSampler(self.train_dataset)
+
+
+@cell
+def in_order(run: Run) -> Trainer:
+    return run.trained(Writer(), Texts(), base=InOrder)
+
+
+@cell
+def stream(run: Run) -> Trainer:
+    return run.trained(Judge(), Stream(), max_steps=7)
+
+
+@cell
+def checkpoint_resumed(run: Run) -> Trainer:
+    """Stops in the middle of the second epoch, and goes on in another Trainer."""
+    first = run.trained(Writer(), Texts(), max_steps=6, save_strategy="steps", save_steps=6, num_train_epochs=3)
+    assert first.state.global_step == 6
+    torch.manual_seed(1)
+    return run.trained(Writer(), Texts(), max_steps=11, resume=str(run.folder / "checkpoint-6"), num_train_epochs=3)
+
+
+@cell
+def trained_twice(run: Run) -> Trainer:
+    trainer = run.trained(Judge(), Points())
+    trainer.train()
+    return trainer
+
+
+@cell
+def bert(run: Run) -> Trainer:
+    """Takes ``num_items_in_batch``, and does not use it."""
+    config = transformers.BertConfig(
+        vocab_size=WORDS, hidden_size=8, num_hidden_layers=2, num_attention_heads=2, intermediate_size=12, num_labels=3,
+        hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0,
+    )  # fmt: skip
+    texts = [{"input_ids": one["words"], "labels": int(one["words"].sum()) % 3} for one in Texts()]  # type: ignore[attr-defined]
+    model = transformers.BertForSequenceClassification(config).double()
+    return run.trained(model, texts, gradient_accumulation_steps=2)
+
+
+@cell
+def llama(run: Run) -> Trainer:
+    config = transformers.LlamaConfig(
+        vocab_size=WORDS, hidden_size=8, num_hidden_layers=2, num_attention_heads=2, intermediate_size=12,
+        pad_token_id=0, bos_token_id=1, eos_token_id=2,
+    )  # fmt: skip
+    texts = [{"input_ids": one["words"], "labels": one["labels"]} for one in Texts()]  # type: ignore[attr-defined]
+    return run.trained(transformers.LlamaForCausalLM(config).double(), texts, gradient_accumulation_steps=2)
+
+
+# What is refused.
+
+
+class Times(Trainer):
+    """Multiplies by the number of ranks, as the Trainer's own ``compute_loss`` does."""
+
+    def compute_loss(
+        self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
+    ) -> Any:
+        loss = model(**inputs, num_items_in_batch=num_items_in_batch)["loss"]
+        return loss * self.accelerator.num_processes
+
+
+@cell
+def loss_times_the_ranks(run: Run) -> Trainer:
+    return run.trained(Writer(), Texts(), base=Times)
+
+
+class Compiled(Trainer):
+    def compute_loss(
+        self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
+    ) -> Any:
+        made = torch.compile(F.cross_entropy, backend="aot_eager")
+        return made(model(**inputs)["logits"], inputs["labels"])
+
+
+@cell
+def compiled_loss(run: Run) -> Trainer:
+    return run.trained(ForgetfulJudge(), Points(), base=Compiled)
+
+
+@cell
+def stream_resumed(run: Run) -> Trainer:
+    run.trained(Judge(), Stream(), max_steps=2, save_strategy="steps", save_steps=2)
+    return run.trained(Judge(), Stream(), max_steps=4, resume=str(run.folder / "checkpoint-2"))
+
+
+class Batches(Trainer):
+    def get_train_dataloader(self) -> Any:
+        batches = BatchSampler(SequentialSampler(range(SAMPLES)), 16, False)
+        return DataLoader(Points(), batch_sampler=list(batches))  # type: ignore[arg-type]
+
+
+@cell
+def batches_of_the_scripts_own(run: Run) -> Trainer:
+    return run.trained(Judge(), Points(), base=Batches)
+
+
+CELLS["batches of the script's own"] = CELLS.pop("batches of the scripts own")
+
+
+def every_cell(rank: int, alone: bool, target: str, names: tuple[str, ...]) -> None:
+    """Save, for each cell, the parameters and the losses that were logged; or what it raised."""
+    torch.set_num_threads(1)
+    found: dict[str, Any] = {}
+    for name in names:
+        torch.manual_seed(1)
+        folder = Path(target).parent / f"{name}-{alone}"
+        folder.mkdir(exist_ok=True)
+        try:
+            trainer = CELLS[name](Run(alone, folder))
+        except Exception:
+            found[name] = traceback.format_exc()
+            continue
+        starts, ends = STARTS[-1], [value.detach().clone() for value in trainer.model.parameters()]
+        losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+        found[name] = {"starts": starts, "ends": ends, "losses": losses, "steps": trainer.state.global_step}
+    torch.save(found, f"{target}.{rank}")
+
+
+def watched(rank: int, target: str) -> None:
+    """Train with telemetry, and nothing enforced."""
+    arguments = TrainingArguments(
+        output_dir=str(Path(target).parent), use_cpu=True, per_device_train_batch_size=16, num_train_epochs=1, report_to=[],
+        gradient_accumulation_steps=2, disable_tqdm=True, remove_unused_columns=False, save_strategy="no",
+    )  # fmt: skip
+    Trainer(Judge(), arguments, train_dataset=Points(), callbacks=[TelemetryCallback(target)]).train()
