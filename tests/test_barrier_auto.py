@@ -11,12 +11,12 @@ from hypothesis import strategies as st
 
 from ddltool.analyzers.barriers.superstep import best_superstep
 from ddltool.analyzers.deciding.candidates import Candidate, Candidates, Knowledge, Settings
-from ddltool.analyzers.deciding.communication import Exposed
+from ddltool.analyzers.deciding.communication import Communication, Exposed
 from ddltool.analyzers.placement.problem import Problem, from_job
 from ddltool.job import Job
 
 
-class Shared:
+class Shared(Communication):
     """One link for all: each device more adds its time to everybody's iteration."""
 
     source = "a shared link"
@@ -41,8 +41,8 @@ def elastic(
     problem = from_job(made, {name: rate for name, (_, rate) in offers.items()})
     knowledge = Knowledge(communication=Shared(each_s))
     left_out: dict[str, str] = {}
-    found = Candidates(job=made, knowledge=knowledge, settings=Settings()).of(problem, left_out)
-    return next(candidate for candidate in found if candidate.option.strategy == "elastic-bsp"), problem
+    found = Candidates(job=made, knowledge=knowledge, settings=Settings()).of(problem, left_out, "elastic-bsp")
+    return found[0], problem
 
 
 def rate_of(offers: Mapping[str, tuple[int, float]], devices: Mapping[str, int], each_s: float) -> float:

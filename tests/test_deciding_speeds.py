@@ -113,8 +113,9 @@ def test_measured_speeds_replace_those_of_the_fits_in_every_strategy(tmp_path: P
     told = telemetry(tmp_path, {"a": 128, "b": 128}, {"a": fitted, "b": 3 * fitted})
     made = cli("plan", job(tmp_path, "ab"), "--telemetry", told, "--json").document
     compute = compute_of(made)
-    assert made["decision"]["baseline"]["compute_s"] == pytest.approx(3 * fitted)
-    assert compute["bsp"] == pytest.approx(3 * fitted)
+    alone = LAUNCH_S + SAMPLE_S * TOTAL  # the fast one is better off without the other under an equal split
+    assert made["decision"]["baselines"]["all 2, equally"]["compute_s"] == pytest.approx(3 * fitted)
+    assert compute["bsp"] == made["decision"]["baseline"]["compute_s"] == pytest.approx(min(alone, 3 * fitted))
     best = min(max(LAUNCH_S + SAMPLE_S * size, 3 * (LAUNCH_S + SAMPLE_S * (TOTAL - size))) for size in range(1, TOTAL))
     assert compute["lb-bsp"] == pytest.approx(best)
     assert compute["est"] == pytest.approx(4 * (LAUNCH_S + SAMPLE_S * BATCH))  # all four on the fast one

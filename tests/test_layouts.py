@@ -16,6 +16,7 @@ from ddltool.analyzers.costs.memory import Sharding
 from ddltool.analyzers.costs.model import cost_model
 from ddltool.analyzers.costs.nccl import Fabric
 from ddltool.analyzers.costs.predict import Placement, Setting, WorkCurve, measure_work, predict
+from ddltool.analyzers.deciding.goal import Goal
 from ddltool.analyzers.deciding.layouts import DeviceKind, Found, Layouts
 from ddltool.analyzers.placement.problem import DeviceType, Problem
 from ddltool.analyzers.tracing.step import TrainingStep
@@ -78,8 +79,10 @@ def held(kind: Any, shard: int, how: Any, size: int) -> float:
 def test_the_figures_are_those_of_predict() -> None:
     made = layouts(16, A100=1e6)
     model, fabric = made.kinds["A100"].model, made.kinds["A100"].fabric
-    for it in fitting(made.search(problem(16, A100=8), equal=True)):
+    for it in fitting(made.search(problem(16, A100=8), equal=True)[0]):
         layout = it.layout
+        if layout.devices != {"A100": 8}:
+            continue
         kind = {"fsdp": "fsdp" if layout.reshard_after_forward else "zero2", "hsdp": f"hsdp:{layout.shard}"}
         setting = Setting(
             fabric=fabric, optimizer="adam", sharding=kind.get(layout.sharding, layout.sharding), accumulation=layout.passes,
@@ -93,7 +96,7 @@ def test_the_figures_are_those_of_predict() -> None:
 
 def test_passes_are_as_few_as_the_memory_allows() -> None:
     room = held("ddp", 1, "none", 3) + 0.1
-    made = layouts(64, A100=room).search(problem(64, A100=8), equal=True)
+    made = layouts(64, A100=room).search(problem(64, A100=8), equal=True)[0]
     plain = next(it.layout for it in made if it.layout.sharding == "ddp" and it.layout.checkpointing == "none")
     assert plain.passes == 3  # 8 samples of each, at most 3 at a time
     assert plain.memory_bytes["A100"] <= room * MIB < held("ddp", 1, "none", 4) * MIB
@@ -101,7 +104,7 @@ def test_passes_are_as_few_as_the_memory_allows() -> None:
 
 def test_what_does_not_fit_is_listed_with_what_it_lacks() -> None:
     room = held("fsdp", 8, "none", 1) + 0.1
-    made = layouts(8, A100=room).search(problem(8, A100=8))
+    made = layouts(8, A100=room).search(problem(8, A100=8))[0]
     lacking = [it.layout for it in made if it.layout.missing_bytes]
     ddp = next(it for it in lacking if it.sharding == "ddp" and it.checkpointing == "none")
     assert ddp.missing_bytes == pytest.approx((held("ddp", 1, "none", 1) - room) * MIB)
@@ -114,7 +117,7 @@ def test_what_does_not_fit_is_listed_with_what_it_lacks() -> None:
 def test_where_nothing_fits_it_says_what_would() -> None:
     room = held("fsdp", 64, "full", 1) + 0.1
     with pytest.raises(NothingFits, match=r"missing; it would fit on (\d+) A100 \(FSDP2, full checkpointing\)") as told:
-        layouts(4, A100=room).search(problem(4, A100=4))
+        layouts(4, A100=room).search(problem(4, A100=4))[0]
     assert all(layout.missing_bytes > 0 for layout in told.value.layouts)
     found = re.search(r"it would fit on (\d+) A100", str(told.value))
     assert found is not None
@@ -125,7 +128,7 @@ def test_where_nothing_fits_it_says_what_would() -> None:
 def test_unlike_devices_end_together() -> None:
     made = layouts(64, A100=1e6, T4=1e6)
     slow = {**made.kinds, "T4": replace(made.kinds["T4"], slower=4.0)}
-    found = replace(made, kinds=slow).search(problem(64, A100=2, T4=2))
+    found = replace(made, kinds=slow).search(problem(64, A100=2, T4=2))[0]
     for it in fitting(found):
         sizes, counts = it.layout.local_batch_sizes, it.layout.devices
         assert sum(row.devices * row.size for row in it.rows) == 64
@@ -136,23 +139,26 @@ def test_unlike_devices_end_together() -> None:
 
 @pytest.mark.parametrize("room", [20.0, 40.0, 1000.0])
 def test_more_devices_or_memory_are_never_worse(room: float) -> None:
-    value = layouts(16, A100=room).value("fastest")
+    value = layouts(16, A100=room).value(Goal(step_samples=16))
     steps = []
     for count in (1, 2, 4, 8):
         try:
             steps.append(
-                min(value(it.layout) for it in fitting(layouts(16, A100=room).search(problem(16, A100=count))))
+                min(value(it.layout) for it in fitting(layouts(16, A100=room).search(problem(16, A100=count))[0]))
             )
         except NothingFits:
             steps.append(float("inf"))
     assert steps == sorted(steps, reverse=True)
-    more = min(value(it.layout) for it in fitting(layouts(16, A100=2 * room).search(problem(16, A100=8))))
+    more = min(value(it.layout) for it in fitting(layouts(16, A100=2 * room).search(problem(16, A100=8))[0]))
     assert more <= steps[-1] * (1 + 1e-9)
 
 
 def test_objectives_are_ranked_by_what_they_name() -> None:
     made, asked = layouts(16, A100=1e4, T4=1e4), problem(16, A100=4, T4=4)
-    fast, cheap, small = (made.search(asked, name)[0].layout for name in ("fastest", "cheapest", "least-memory"))  # type: ignore[arg-type]
+    fast, cheap, small = (
+        made.search(asked, Goal(objective=name, step_samples=16))[0][0].layout  # type: ignore[arg-type]
+        for name in ("fastest", "cheapest", "least-memory")
+    )
     assert (fast.step_s or 0) <= (cheap.step_s or 0) * 1.03
     assert (cheap.price_per_sample or 0) <= (fast.price_per_sample or 0) * 1.03
     assert max(small.memory_bytes.values()) <= max(fast.memory_bytes.values())
@@ -160,7 +166,7 @@ def test_objectives_are_ranked_by_what_they_name() -> None:
 
 def test_constraints_are_kept() -> None:
     made = layouts(16, A100=1e4, T4=1e4)
-    for it in fitting(made.search(problem(16, A100=4, T4=4, max_devices=3))):
+    for it in fitting(made.search(problem(16, A100=4, T4=4, max_devices=3))[0]):
         assert sum(it.layout.devices.values()) <= 3
-    for it in fitting(made.search(problem(16, A100=4, T4=4, single_type=True))):
+    for it in fitting(made.search(problem(16, A100=4, T4=4, single_type=True))[0]):
         assert len(it.layout.devices) == 1

@@ -10,7 +10,7 @@ from pydantic import Field
 from ddltool.artifacts import Record
 from ddltool.errors import Infeasible
 
-Objective = Literal["fastest", "cheapest", "same-bits", "least-memory"]
+Objective = Literal["fastest", "cheapest", "same-bits", "least-memory", "fewest-devices"]
 Kept = Literal["none", "D0", "D1", "D2"]
 Finite = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 
@@ -44,6 +44,33 @@ class Option(Record):
     )
     order: str = Field(default="", description="what to set so that communication overlaps best")
     order_saves_s: Finite | None = Field(default=None, description="what that saves per step over the default")
+    leans_on: dict[str, Finite] = Field(
+        default_factory=dict,
+        description="device type to the relative change of the step by that of the type's compute times",
+    )
+    host_bound: bool = Field(
+        default=False, description="the host that starts kernels decides the step, not the devices"
+    )
+    step_samples: Annotated[int, Field(ge=1)] | None = Field(
+        default=None, description="samples of a step where they are not the job's: a tuned batch"
+    )
+    why_not: str = Field(default="", description="why it is not picked; empty: it is")
+
+
+class RunFigures(Record):
+    """What the whole run takes. Predicted."""
+
+    samples: Finite
+    steps: Finite
+    hours: Finite = Field(description="failures, checkpoints and restarts included where they are known")
+    low_hours: Finite | None = None
+    high_hours: Finite | None = None
+    price: Finite | None = Field(default=None, description="in the currency of price_per_hour")
+    energy_kwh: Finite | None = Field(
+        default=None, description="of the devices at their datasheets' power; an upper end"
+    )
+    checkpoint_interval_s: Finite | None = Field(default=None, description="after Daly; null: nothing fails")
+    failures: Finite | None = Field(default=None, description="expected in the whole run")
 
 
 class Layout(Record):
@@ -66,6 +93,7 @@ class Layout(Record):
     memory_bytes: dict[str, Finite] = Field(description="device type to the most bytes of tensors of one process")
     missing_bytes: Finite = Field(default=0.0, description="what the device with too little memory lacks; 0: it fits")
     price_per_sample: Finite | None = None
+    host_bound: bool = Field(default=False, description="the host that starts kernels decides the step")
 
     @property
     def text(self) -> str:
@@ -97,14 +125,22 @@ class Decision(Record):
 
     objective: Objective
     picked: str
-    baseline: Option = Field(description="doing nothing: an equal split over all devices, communication as it comes")
+    baseline: Option = Field(
+        description="the best of what one would do without a plan: an equal split, communication as it comes"
+    )
+    baseline_name: str = Field(default="", description="what that is in words")
+    baselines: dict[str, Option] = Field(
+        default_factory=dict, description="all of them: over all devices, and over all of each type alone"
+    )
+    run: RunFigures | None = Field(default=None, description="of the picked plan; null: nobody said how long it is")
+    next_step: str = Field(default="", description="the command that would settle what is open, or carry the plan out")
     options: list[Option] = Field(description="best first for the objective")
     left_out: dict[str, str] = Field(default_factory=dict, description="strategy to why it is not compared")
     layouts: list[Layout] = Field(
         default_factory=list,
         description="ways to shard and checkpoint the model: the picked one, the others, what does not fit",
     )
-    words: list[str] = Field(description="why, what it gains over doing nothing, how sure that is")
+    words: list[str] = Field(description="the answer; why; how sure; what next")
     error: Finite | None = Field(
         default=None, description="relative error of the predicted compute times; null: given without one"
     )

@@ -1,7 +1,7 @@
-"""What each strategy makes of one job on the same devices, communication included. Start at :class:`Candidates`.
+"""What each strategy makes of one job, on every subset of its devices, communication included. Start at :class:`Candidates`.
 
-:func:`plan_by` is where a strategy becomes a plan, ``Candidates.of`` where they are enumerated, and ``Candidates._costed``
-where one is costed.
+A strategy is costed on exactly given devices by its maker; ``Candidates.best`` asks :func:`~.search.best_devices` for the
+devices on which it is best. All makers end in ``Candidates._costed``.
 """
 
 from __future__ import annotations
@@ -15,12 +15,14 @@ from typing import TYPE_CHECKING, Literal, cast
 from ddltool.analyzers.balancing.plan import StepCurve, plan_bsp, plan_lb_bsp
 from ddltool.analyzers.barriers.superstep import DEFAULT_LOOKAHEAD, plan_elastic_bsp
 from ddltool.analyzers.deciding.communication import FITTED, Communication, Exposed
+from ddltool.analyzers.deciding.goal import Goal
+from ddltool.analyzers.deciding.search import Best, Counts, best_devices
 from ddltool.analyzers.goodput.plan import plan_goodput
 from ddltool.analyzers.goodput.throughput import ThroughputParams, efficiency, grad_time_s
 from ddltool.analyzers.placement.est import DEFAULT_OBJECTIVE, solve_est
 from ddltool.analyzers.placement.problem import Problem, demand_throughput
-from ddltool.analyzers.placement.steps import device_counts
-from ddltool.decision import Kept, Layout, NothingFits, Objective, Option
+from ddltool.analyzers.placement.steps import best_step, counts_of, device_counts, evaluate, plan_of
+from ddltool.decision import Kept, Layout, NothingFits, Option
 from ddltool.errors import Infeasible
 from ddltool.job import Job
 from ddltool.plans import Plan
@@ -31,6 +33,11 @@ if TYPE_CHECKING:  # it loads torch
 # From the least change to a training script to the most.
 STRATEGIES = ("bsp", "lb-bsp", "est", "goodput", "elastic-bsp")
 _SECONDS_PER_HOUR = 3600.0
+# Devices within this share of the slowest end with it.
+_SLOWEST = 0.98
+# Where nothing bounds a plan from below.
+_UNBOUNDED = 1e9
+Split = Literal["bsp", "lb-bsp"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -57,7 +64,7 @@ class Knowledge:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Settings:
-    """Options of the single strategies: of EST plans how many, seconds per solver call, seed and objectives; of barriers."""
+    """Options of the single strategies: of EST plans how many, seconds in all, seed and objectives; of barriers."""
 
     top_k: int = 1
     limit_s: float = 5.0
@@ -78,22 +85,12 @@ class Candidate:
     """The plan's own, where its step was found among layouts, and those beside it."""
 
 
-def plan_by(
-    strategy: str,
-    problem: Problem,
-    settings: Settings,
-    curves: Mapping[str, StepCurve] | None = None,
-    *,
-    synchronise: bool = True,
-) -> Plan:
-    """Return the plan of one strategy, goodput apart, which has no placement problem.
-
-    ``synchronise``: whether an lb-bsp plan has the synchronisation of its curves in its step; no other has any.
-    """
+def plan_by(strategy: str, problem: Problem, settings: Settings, curves: Mapping[str, StepCurve] | None = None) -> Plan:
+    """Return the plan of one strategy by its own rules, goodput apart, which has no placement problem."""
     if strategy == "bsp":
         return plan_bsp(problem, curves)
     if strategy == "lb-bsp":
-        return plan_lb_bsp(problem, curves, synchronise=synchronise)
+        return plan_lb_bsp(problem, curves)
     if strategy == "elastic-bsp":
         return plan_elastic_bsp(problem, lookahead=settings.lookahead, max_gap=settings.max_gap)
     return solve_est(
@@ -105,6 +102,19 @@ def plan_by(
     )
 
 
+def narrowed(problem: Problem, counts: Counts) -> Problem:
+    """Return the problem on exactly so many devices, which keep its constraints: nothing is left to choose but the work."""
+    kept = tuple(replace(it, count=n) for it, n in zip(problem.devices, counts, strict=True) if n)
+    return replace(problem, devices=kept, max_price_micro=None, max_devices=None, min_throughput=None)
+
+
+def alone(problem: Problem) -> list[Problem]:
+    """Return the problem on each of its types alone, where it offers several."""
+    if len(problem.devices) == 1:
+        return []
+    return [replace(problem, devices=(device,)) for device in problem.devices]
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Candidates:
     """Makes the candidates of one job."""
@@ -112,67 +122,162 @@ class Candidates:
     job: Job
     knowledge: Knowledge
     settings: Settings
-    objective: Objective = "fastest"
+    goal: Goal = field(default_factory=Goal)
 
-    def of(self, problem: Problem, left_out: dict[str, str]) -> list[Candidate]:
-        """Return what each strategy makes of ``problem``; those without a plan go to ``left_out`` with the reason."""
-        makers: dict[str, Callable[[Problem], Candidate]] = {
-            "est": self._est,
-            "goodput": self._goodput,
-            "elastic-bsp": self._elastic_bsp,
-        }
-        found = []
-        for name in STRATEGIES:
+    def of(self, problem: Problem, left_out: dict[str, str], only: str | None = None) -> list[Candidate]:
+        """Return what each strategy makes of the best devices, and of the best of each type alone.
+
+        Those without a plan go to ``left_out`` with the reason; ``only``: a single strategy. Raises NothingFits where the model
+        fits on no devices in any way.
+        """
+        found: list[Candidate] = []
+        for name in STRATEGIES if only is None else (only,):
             try:
-                if name in makers:
-                    self._demand_room(problem)
-                    made = makers[name](problem)
-                else:
-                    made = self._split(cast(Literal["bsp", "lb-bsp"], name), problem)
-                # Slower, communication included, than the job asks for is no plan.
-                demand_throughput(made.option.throughput, problem.min_throughput)
-                if self.knowledge.layouts is not None and not made.layouts:
-                    devices, samples = device_counts(made.plan), _most_samples(made.plan, self.job)
-                    held = self.knowledge.layouts.whole_bytes(devices, samples)
-                    made = replace(made, option=made.option.model_copy(update={"memory_bytes": held}))
-                found.append(made)
-            except NothingFits as error:
-                if name == "lb-bsp":  # on any devices, in any way
+                every = self.best(name, problem)
+            except Infeasible as error:
+                if isinstance(error, NothingFits) and name == "lb-bsp":  # on any devices, in any way
                     raise
                 left_out[name] = str(error)
-            except Infeasible as error:
-                left_out[name] = str(error)
+                continue
+            found.append(every)
+            for part in alone(problem):
+                if len(every.option.devices) > 1 or self.goal.objective != "fastest":
+                    try:
+                        found.append(self.best(name, part))
+                    except Infeasible:
+                        continue
         return found
 
-    def _demand_room(self, problem: Problem) -> None:
-        """Raise Infeasible where no offered device holds a whole model and a mini-batch: before anything is searched."""
-        layouts, refused = self.knowledge.layouts, list[Infeasible]()
-        if layouts is None:
-            return
+    def best(self, name: str, problem: Problem) -> Candidate:
+        """Return what a strategy makes of the best devices for it. Raises Infeasible where it has no plan, with the reason."""
+        laid_out = self.knowledge.layouts is not None and name in ("bsp", "lb-bsp")
+        if laid_out:
+            made = self._best_layout(cast(Split, name), problem)
+        else:
+            if name == "goodput" and self.job.goodput is None:
+                raise Infeasible("the job has no goodput section")
+            holding = problem if name in ("bsp", "lb-bsp") else self._holding(problem)
+            if name == "goodput":
+                made = self._goodput(holding)
+            else:
+                made = self._est_by_bits(holding) if name == "est" else self._searched(name, holding)
+            if self.knowledge.layouts is not None:
+                held = self.knowledge.layouts.whole_bytes(made.option.devices, _most_samples(made.plan, self.job))
+                made = replace(made, option=made.option.model_copy(update={"memory_bytes": held}))
+        # Slower, communication included, than the job asks for is no plan.
+        demand_throughput(made.option.throughput, problem.min_throughput)
+        self.goal.demand(made.option)
+        return made
+
+    def _searched(self, name: str, problem: Problem) -> Candidate:
+        """Return a strategy's plan on the best numbers of devices, found by its figures on each."""
+        makers: dict[str, Callable[[Problem, bool], Candidate]] = {
+            "bsp": lambda narrow, quick: self._split("bsp", narrow, quick),
+            "lb-bsp": lambda narrow, quick: self._split("lb-bsp", narrow, quick),
+            "est": self._est,
+            "elastic-bsp": self._elastic_bsp,
+        }
+        make, samples = makers[name], name in ("bsp", "lb-bsp")
+        bounds = _Bounds(self, problem, name)
+
+        def value(counts: Counts, least: float) -> tuple[float, Candidate] | None:
+            if bounds(counts, counts) >= least:
+                return None
+            try:
+                made = make(narrowed(problem, counts), True)
+            except Infeasible:
+                return None
+            if sum(made.option.devices.values()) != sum(counts):  # it is the plan of fewer devices
+                return None
+            return self.goal.value(made.option), made
+
+        most = problem.max_workers * (problem.batch_size if samples else 1)
+        limit_s, spare = self.settings.limit_s / len(STRATEGIES), self.goal.objective != "cheapest"
+        best = best_devices(problem, value, bounds, most=most, limit_s=limit_s, spare=spare)
+        if best is None:
+            raise self._refused(name, problem)
+        made = make(narrowed(problem, best.counts), False)
+        return replace(made, plan=self._told(made.plan, problem, best))
+
+    def _refused(self, name: str, problem: Problem) -> Infeasible:
+        """Return why no devices have a plan: what limits the fastest one, or what stands in the way of any."""
+        if self.goal.limited:
+            made = replace(self, goal=self.goal.unlimited())._searched(name, problem)
+            try:
+                demand_throughput(made.option.throughput, problem.min_throughput)
+                self.goal.demand(made.option)
+            except Infeasible as error:
+                return error
+        try:
+            plan_by(name, problem, self.settings, self.knowledge.curves)
+        except Infeasible as error:
+            return error
+        return Infeasible("no devices that the constraints allow have a step of it")
+
+    def _told(self, plan: Plan, problem: Problem, best: Best[Candidate]) -> Plan:
+        """Return the plan with what is proven of its devices, and which of those offered are better left out."""
+        used = best.counts
+        out = {
+            device.name: device.count - used[kind]
+            for kind, device in enumerate(problem.devices)
+            if problem.allows([n + (kind == place) for place, n in enumerate(used)])
+        }
+        proven = best.gap == 0
+        update: dict[str, object] = {"status": "optimal" if proven else "feasible", "gap": min(best.gap, _UNBOUNDED)}
+        if plan.superstep is not None:
+            update["superstep"] = plan.superstep.model_copy(update={"left_out": out if proven else {}})
+        if plan.split is not None:
+            try:
+                equal_s = plan_bsp(problem, self.knowledge.curves).iteration_s
+            except Infeasible:
+                equal_s = None
+            update["split"] = plan.split.model_copy(update={"dropped": out, "equal_s": equal_s})
+        return plan.model_copy(update=update)
+
+    def _holding(self, problem: Problem) -> Problem:
+        """Return the problem on the types that hold a whole model and a mini-batch. Raises Infeasible where none does."""
+        layouts, known = self.knowledge.layouts, self.knowledge.communication
+        kept, refused = [], list[Infeasible]()
         for device in problem.devices:
             try:
-                layouts.whole_bytes({device.name: min(2, device.count)}, self.job.batch_size)
+                if layouts is not None:
+                    layouts.whole_bytes({device.name: min(2, device.count)}, self.job.batch_size)
+                elif known is not None:
+                    known.demand_whole(device.name)
+                kept.append(device)
             except Infeasible as error:
                 refused.append(error)
-        if len(refused) == len(problem.devices):
+        if not kept:
             raise refused[0]
+        return problem if len(kept) == len(problem.devices) else replace(problem, devices=tuple(kept))
 
-    def baseline(self, problem: Problem) -> Option:
-        """Return doing nothing: the equal split over all devices, communication as it comes.
+    def usual(self, problem: Problem) -> dict[str, Option]:
+        """Return what people would do without a plan: an equal split, communication as it comes; by what it is called.
 
-        Of a model whose memory is known, it is sharded and checkpointed as little as it must be; where no equal split over all
-        devices fits, on the best single type.
+        Over all devices, and over all of each type alone. Of a model whose memory is known, it is sharded and checkpointed as
+        little as it must be; what does not fit is left out.
         """
+        named = {"all": problem} | {part.devices[0].name: part for part in alone(problem)}
+        found: dict[str, Option] = {}
+        for part in named.values():
+            try:
+                option = self._usual(part)
+            except Infeasible:
+                continue
+            count = sum(option.devices.values())
+            mix = " + ".join(f"{number} {name}" for name, number in option.devices.items())
+            several = len(problem.devices) > 1 and len(option.devices) == len(problem.devices)
+            found.setdefault(f"all {count}, equally" if several else f"{mix}, equally", option)
+        return found
+
+    def _usual(self, problem: Problem) -> Option:
         if (layouts := self.knowledge.layouts) is not None:
-            return self._laid_out("bsp", problem, layouts.plainest(problem)).option
+            return self._laid_out("bsp", problem, layouts.plainest(problem), best=False).option
         try:
             plan = plan_bsp(problem, self.knowledge.curves)
         except Infeasible:  # an equal split that does not fit would have to be made in passes, of the same time
             plan = plan_bsp(problem)
-        try:
-            exposed = self._synchronous(plan, plan.iteration_s)
-        except Infeasible:
-            exposed = None
+        exposed = self._synchronous(plan, plan.iteration_s)
         usual = None if exposed is None else Exposed(default_s=exposed.default_s, best_s=exposed.default_s)
         return self._costed(plan, problem, usual, "D0").option
 
@@ -185,31 +290,43 @@ class Candidates:
         known = [self.knowledge.errors[name] for name in devices if name in self.knowledge.errors]
         return max(known, default=None)
 
-    def gain_error(self, first: Mapping[str, int], second: Mapping[str, int]) -> float | None:
+    def gain_error(self, first: Option, second: Option) -> float | None:
         """Return the relative error of one plan's rate over another's; None where no error is known.
 
-        The errors of different types are independent and add in squares. One type's error is the same on both sides: it
-        scales both steps, and cancels.
+        The errors of different types are independent and add in squares, each by how much more one step leans on that type's
+        times than the other: one type's error alone scales both, and cancels. Where the host decides, the types' times do not,
+        and each counts in full.
         """
-        types = {*first, *second}
-        known = [self.knowledge.errors[name] for name in types if name in self.knowledge.errors]
+        types = {*first.devices, *second.devices}
+        known = {name: self.knowledge.errors[name] for name in types if name in self.knowledge.errors}
         if not known:
             return None
-        return 0.0 if len(types) == 1 else math.hypot(*known)
+        if len(types) > 1 and (first.host_bound or second.host_bound):
+            return math.hypot(*known.values())
+        lean = (
+            (first.leans_on.get(name, 0.0) - second.leans_on.get(name, 0.0), error) for name, error in known.items()
+        )
+        return math.hypot(*(more * error for more, error in lean if abs(more) > 1e-9))
 
-    def _split(self, strategy: Literal["bsp", "lb-bsp"], problem: Problem) -> Candidate:
-        if (layouts := self.knowledge.layouts) is not None:
-            found = layouts.search(problem, self.objective, equal=strategy == "bsp")
-            made = self._laid_out(strategy, problem, found[0])
-            return replace(made, layouts=(made.layouts[0], *(other.layout for other in found[1:])))
-        plan = plan_by(strategy, problem, self.settings, self.knowledge.curves, synchronise=False)
-        return self._costed(plan, problem, self._synchronous(plan, plan.iteration_s), "D0")
+    def _split(self, strategy: Split, problem: Problem, quick: bool) -> Candidate:
+        curves = self.knowledge.curves
+        plan = plan_bsp(problem, curves) if strategy == "bsp" else plan_lb_bsp(problem, curves, synchronise=False)
+        return self._costed(plan, problem, self._synchronous(plan, plan.iteration_s, quick), "D0")
 
-    def _laid_out(self, strategy: Literal["bsp", "lb-bsp"], problem: Problem, found: Found) -> Candidate:
-        """Return the candidate of a layout, whose step has the best prefetch or buckets that its memory allows."""
+    def _best_layout(self, strategy: Split, problem: Problem) -> Candidate:
+        layouts = self.knowledge.layouts
+        assert layouts is not None  # who asks has seen it
+        found, bound = layouts.search(problem, self.goal, equal=strategy == "bsp", limit_s=self.settings.limit_s)
+        made = self._laid_out(strategy, problem, found[0])
+        gap = max(0.0, self.goal.value(made.option) / bound - 1) if bound else 0.0
+        plan = made.plan.model_copy(update={"status": "feasible" if gap > 1e-9 else "optimal", "gap": gap})
+        return replace(made, plan=plan, layouts=(made.layouts[0], *(other.layout for other in found[1:])))
+
+    def _laid_out(self, strategy: Split, problem: Problem, found: Found, *, best: bool = True) -> Candidate:
+        """Return the candidate of a layout; ``best``: with the best prefetch or buckets that its memory allows."""
         layouts, layout = self.knowledge.layouts, found.layout
         assert layouts is not None  # it made what was found
-        buckets, prefetch = layouts.communication(found)
+        buckets, prefetch = layouts.communication(found) if best else (None, None)
         plan = layouts.plan(found, problem, strategy)
         setting = buckets or prefetch
         saved = 0.0 if setting is None else max(0.0, setting.default_step_s - setting.step_s)
@@ -226,35 +343,55 @@ class Candidates:
         ratio = made.option.iteration_s / (layout.step_s or 1.0)
         low_s, high_s = (None if end is None else end * ratio for end in (layout.low_s, layout.high_s))
         ends = {"low_s": low_s, "high_s": high_s}
-        more = {"order_saves_s": saved or None, "memory_bytes": max(layout.memory_bytes.values())}
+        more = {
+            "order_saves_s": saved or None,
+            "memory_bytes": max(layout.memory_bytes.values()),
+            "host_bound": layout.host_bound,
+        }
         option = made.option.model_copy(update={**ends, **more})
         return replace(made, option=option, layouts=(layout.model_copy(update={"step_s": option.iteration_s, **ends}),))
 
-    def _est(self, problem: Problem) -> Candidate:
-        """Bits across device types are promised only where the job or the model's scan says so."""
+    def _est_by_bits(self, problem: Problem) -> Candidate:
+        """Return logical workers on one type, or on several where their bits are known to be the same on all."""
         allowed = self.job.constraints.determinism == "D2" or self.knowledge.d2_eligible is True
         mixed = allowed and not problem.single_type
         try:
-            plan = plan_by("est", problem if mixed else replace(problem, single_type=True), self.settings)
+            made = self._searched("est", problem if mixed else replace(problem, single_type=True))
         except Infeasible:
             if problem.single_type or mixed:
                 raise
             # Over several types the bits hold for this placement alone.
-            plan, allowed = plan_by("est", problem, self.settings), False
-            mixed = len(device_counts(plan)) > 1
+            made, allowed = self._searched("est", problem), False
+        kept: Kept = "D1" if len(made.option.devices) == 1 and not mixed else "D2" if allowed else "D0"
+        made = replace(made, option=made.option.model_copy(update={"determinism": kept}))
+        if self.settings.top_k > 1:
+            single = problem if mixed else replace(problem, single_type=True)
+            others = plan_by("est", single, self.settings)
+            own = counts_of(problem, made.plan)
+            rest = [row for row in (others, *others.alternatives) if counts_of(problem, row) != own]  # type: ignore[arg-type]
+            made = replace(made, plan=made.plan.model_copy(update={"alternatives": rest[: self.settings.top_k - 1]}))
+        return made
+
+    def _est(self, problem: Problem, quick: bool) -> Candidate:
+        """Return logical workers on exactly these devices, each with one at least."""
+        counts = tuple(device.count for device in problem.devices)
+        if sum(counts) > problem.max_workers or best_step(problem, counts) is None:
+            raise Infeasible("these devices have no room for the workers")
+        plan = plan_of(problem, evaluate(problem, counts), optimal=True, gap=0.0, solve_seconds=0.0)
+        return self._of_plan(problem, plan, quick)
+
+    def _of_plan(self, problem: Problem, plan: Plan, quick: bool = False) -> Candidate:
         capability = {device.name: device.capability_per_s for device in problem.devices}
-        kept: Kept = "D1" if not mixed else "D2" if allowed else "D0"
         # Gradients travel during the last EST's pass, and the device that ends last decides when.
         last = max(
             float(1 / capability[row.device_type])
             for row in plan.assignments
             if row.ests_per_device / capability[row.device_type] >= plan.iteration_s * 0.999
         )
-        return self._costed(plan, problem, self._synchronous(plan, last), kept)
+        return self._costed(plan, problem, self._synchronous(plan, last, quick), "D1")
 
     def _goodput(self, problem: Problem) -> Candidate:
-        if self.job.goodput is None:
-            raise Infeasible("the job has no goodput section")
+        assert self.job.goodput is not None  # who asks has seen it
         offered = {device.name for device in problem.devices}
         models = {name: model for name, model in self.knowledge.models.items() if name in offered}
         if not models:
@@ -270,51 +407,43 @@ class Candidates:
         update = {
             "throughput": plan.throughput * share,
             "goodput_per_s": choice.goodput_per_s * share,
+            "step_samples": choice.total_batch_size,
             "order_saves_s": None,
         }
         return self._costed(plan, problem, exposed, "D0", compute_s=compute, update=update)
 
-    def _elastic_bsp(self, problem: Problem) -> Candidate:
+    def _elastic_bsp(self, problem: Problem, quick: bool) -> Candidate:
         """Every iteration carries its worker's own transfers and the rest, and the barrier is chosen with them."""
-        bare = plan_by("elastic-bsp", problem, self.settings)
         known, rest = self.knowledge.communication, self.knowledge.other_s
-        if known is None and not rest:
-            return self._costed(bare, problem, None, "none")
-        # A type that the barrier leaves out without communication may come in with it, as far as there is room.
-        used = device_counts(bare)
-        room = max(1, problem.device_limit - sum(used.values()))
-        counts = {device.name: used.get(device.name) or min(device.count, room) for device in problem.devices}
-        plan, each = self._with_transfers(problem, counts)
-        # Devices that stay out have no transfers that could slow the others: those that are left are asked again.
-        while device_counts(plan) != counts:
-            counts = device_counts(plan)
-            kept = tuple(replace(it, count=counts[it.name]) for it in problem.devices if it.name in counts)
-            narrower, each = self._with_transfers(replace(problem, devices=kept), counts)
-            plan = _narrowed(plan, narrower)
-        worst = max(each.values(), key=lambda exposed: exposed.best_s)
-        added = max(0.0, plan.iteration_s - bare.iteration_s)
-        other_s = added * rest / (rest + worst.best_s) if rest else 0.0
-        exposed = None if known is None else replace(worst, best_s=added - other_s)
-        update = {"order": worst.setting, "order_saves_s": worst.default_s - worst.best_s}
-        made = self._costed(plan, problem, exposed, "none", compute_s=bare.iteration_s, other_s=other_s, update=update)
-        return replace(made, exposed=None)  # settings for DDP are none for its servers
-
-    def _with_transfers(self, problem: Problem, counts: Mapping[str, int]) -> tuple[Plan, dict[str, Exposed]]:
-        """Return the barrier where each device exposes what it does with ``counts`` devices at work, and that by type."""
-        known, each, slowed = self.knowledge.communication, {}, []
+        counts, each, slowed = {it.name: it.count for it in problem.devices}, dict[str, Exposed](), []
         for device in problem.devices:
-            beside = {device.name: counts[device.name]} if problem.single_type else counts
-            alone = 1 / device.capability_per_s
-            exposed = Exposed(default_s=0.0, best_s=0.0) if known is None else known.asynchronous(beside, float(alone))
-            seconds = alone + Fraction(exposed.best_s) + Fraction(self.knowledge.other_s)
+            own = 1 / device.capability_per_s
+            exposed = Exposed(default_s=0.0, best_s=0.0) if known is None else known.asynchronous(counts, float(own))
+            seconds = own + Fraction(exposed.best_s) + Fraction(rest)
             slowed.append(replace(device, capability_per_s=1 / seconds))
             each[device.name] = exposed
-        return plan_by("elastic-bsp", replace(problem, devices=tuple(slowed)), self.settings), each
+        plan = plan_by("elastic-bsp", replace(problem, devices=tuple(slowed)), self.settings)
+        bare = plan if quick else plan_by("elastic-bsp", problem, self.settings)
+        worst = max(each.values(), key=lambda exposed: exposed.best_s)
+        compute_s = min(bare.iteration_s, plan.iteration_s)
+        added = plan.iteration_s - compute_s
+        other_s = added * rest / (rest + worst.best_s) if rest else 0.0
+        update: dict[str, object] = {"order": worst.setting, "order_saves_s": worst.default_s - worst.best_s}
+        exposed_s = None if known is None else replace(worst, best_s=added - other_s)
+        if known is None:
+            update = {}
+        made = self._costed(plan, problem, exposed_s, "none", compute_s=compute_s, other_s=other_s, update=update)
+        return replace(made, exposed=None)  # settings for DDP are none for its servers
 
-    def _synchronous(self, plan: Plan, pass_s: float) -> Exposed | None:
-        """Return what the plan's replicas leave exposed; None when nothing is known about communication."""
+    def _synchronous(self, plan: Plan, pass_s: float, quick: bool = False) -> Exposed | None:
+        """Return what the plan's replicas leave exposed, without its settings where it is to be ``quick``; None: not known."""
         known = self.knowledge.communication
-        return None if known is None else known.synchronous(device_counts(plan), pass_s)
+        if known is None:
+            return None
+        if not quick:
+            return known.synchronous(device_counts(plan), pass_s)
+        seconds = known.least_s(device_counts(plan), pass_s)
+        return Exposed(default_s=seconds, best_s=seconds)
 
     def _costed(
         self,
@@ -354,6 +483,7 @@ class Candidates:
             order_saves_s=max(0.0, exposed.default_s - exposed.best_s)
             if exposed is not None and exposed.setting
             else None,
+            leans_on=_leans_on(plan, problem, compute / step),
         ).model_copy(update=update)
         prices = {device.name: device.price_micro for device in problem.devices}
         if all(prices.get(name) is not None for name in devices):
@@ -372,6 +502,31 @@ class Candidates:
         return throughput * self.job.batch_size * share
 
 
+def _leans_on(plan: Plan, problem: Problem, share: float) -> dict[str, float]:
+    """Return by how much a step changes with each type's compute times, as shares; all together ``share``, that of computing.
+
+    Where the work is split by speed, a type counts by its part of it; where it is not, the slowest decide.
+    """
+    speeds = {device.name: float(device.capability_per_s) for device in problem.devices}
+    shared = plan.strategy in ("lb-bsp", "elastic-bsp")
+    parts: dict[str, float] = {}
+    for row in plan.assignments:
+        speed = speeds.get(row.device_type, 1.0)
+        if plan.strategy == "elastic-bsp":
+            part = row.devices * speed
+        elif shared:
+            part = float(row.devices * row.local_batch_size)
+        else:
+            part = row.compute_s or row.local_batch_size / plan.batch_size / speed
+        parts[row.device_type] = (
+            part + parts.get(row.device_type, 0.0) if shared else max(part, parts.get(row.device_type, 0.0))
+        )
+    if not shared:
+        parts = {name: part for name, part in parts.items() if part >= _SLOWEST * max(parts.values())}
+    whole = sum(parts.values())
+    return {name: share * part / whole for name, part in parts.items()} if whole else {}
+
+
 def _most_samples(plan: Plan, job: Job) -> int:
     """Return the most samples that a device of a plan has in memory at a time: its ESTs take turns."""
     if plan.goodput is not None:
@@ -379,11 +534,97 @@ def _most_samples(plan: Plan, job: Job) -> int:
     return job.batch_size
 
 
-def _narrowed(wide: Plan, narrow: Plan) -> Plan:
-    """Return ``narrow``, planned for the devices of ``wide``, with what ``wide`` says of all devices."""
-    assert wide.superstep is not None
-    assert narrow.superstep is not None
-    parts = (wide.superstep.left_out, narrow.superstep.left_out)
-    left_out = {name: sum(part.get(name, 0) for part in parts) for name in (*parts[0], *parts[1])}
-    superstep = narrow.superstep.model_copy(update={"left_out": left_out})
-    return narrow.model_copy(update={"superstep": superstep, "status": wide.status, "gap": wide.gap})
+class _Bounds:
+    """What no numbers of devices between two corners are below, for one strategy: its computing, and bytes on the slowest link.
+
+    A step computes at least as long as if every device took what it can by then, whatever it exchanges; and a gradient
+    cannot be reduced over the nodes sooner than its bytes pass a link.
+    """
+
+    def __init__(self, maker: Candidates, problem: Problem, name: str) -> None:
+        self.maker, self.problem, self.name = maker, problem, name
+        curves = [maker.knowledge.curves.get(device.name, StepCurve()) for device in problem.devices]
+        size = problem.batch_size
+        self.rates = [float(device.capability_per_s) for device in problem.devices]
+        self.launch = [0.0] * len(curves)
+        self.least = [1] * len(curves)
+        self.total = problem.max_workers
+        if name in ("bsp", "lb-bsp"):
+            self.total *= size
+            self.launch = [curve.launch_s for curve in curves]
+            self.least = [max(1, curve.saturation) for curve in curves]
+            each = zip(self.rates, curves, strict=True)
+            self.rates = [
+                rate * max(size, curve.saturation)
+                if curve.per_sample_s is None
+                else 1 / curve.per_sample_s
+                if curve.per_sample_s
+                else math.inf
+                for rate, curve in each
+            ]
+        self._compute: dict[Counts, float] = {}
+
+    def __call__(self, low: Counts, high: Counts) -> float:
+        """Return the bound of a box, in what the goal compares."""
+        problem, used = self.problem, sum(low)
+        if not any(high) or used > self.total:
+            return math.inf
+        seconds = self._compute_s(high)
+        devices = {device.name: n for device, n in zip(problem.devices, low, strict=True) if n}
+        if self.name == "bsp":
+            share = self.total // min(self.total, sum(high))
+            seconds = max(seconds, max((self._takes(kind, share) for kind, n in enumerate(low) if n), default=0.0))
+        known = self.maker.knowledge.communication
+        if known is not None and used > 1 and self.name != "elastic-bsp":
+            slowest = max((1 / rate for rate, n in zip(self.rates, high, strict=True) if n), default=0.0)
+            seconds += known.bound_s(devices, slowest if self.name == "est" else seconds)
+        seconds += 0.0 if self.name == "elastic-bsp" else self.maker.knowledge.other_s
+        cheapest = min(
+            (
+                float(device.price_micro or 0) / rate
+                for device, rate, n in zip(problem.devices, self.rates, high, strict=True)
+                if n
+            ),
+            default=0.0,
+        )
+        each = sum((device.price_micro or 0) * n for device, n in zip(problem.devices, low, strict=True))
+        price = max(each * seconds, cheapest * self.total) / 1e6 / _SECONDS_PER_HOUR
+        return self.maker.goal.of(seconds, max(used, 1), price)
+
+    def _takes(self, kind: int, samples: int) -> float:
+        return self.launch[kind] + max(samples, self.least[kind]) / self.rates[kind]
+
+    def _compute_s(self, high: Counts) -> float:
+        """Return the least seconds in which some of so many devices make the whole step's work, by whole samples or ESTs."""
+        if high in self._compute:
+            return self._compute[high]
+        if self.name == "elastic-bsp":  # iterations of its own: nobody waits for a whole step
+            made = self.total / sum(rate * n for rate, n in zip(self.rates, high, strict=True))
+            self._compute[high] = made
+            return made
+        kinds = [kind for kind, n in enumerate(high) if n]
+
+        def enough(seconds: float) -> bool:
+            takes = sorted(((self._within(kind, seconds), high[kind]) for kind in kinds), reverse=True)
+            left, made = self.total, 0
+            for size, n in takes:
+                n = min(n, left)
+                made, left = made + size * n, left - n
+            return made >= self.total
+
+        low, top = 0.0, min(self._takes(kind, self.total) for kind in kinds)
+        for _ in range(44):
+            middle = (low + top) / 2
+            low, top = (low, middle) if enough(middle) else (middle, top)
+        self._compute[high] = low
+        return low
+
+    def _within(self, kind: int, seconds: float) -> int:
+        """Return how many samples or ESTs a device makes by then, rounded up where rounding might cost one."""
+        left = seconds - self.launch[kind]
+        if left < 0:
+            return 0
+        if self.rates[kind] == math.inf:
+            return self.total
+        most = int(min(left * self.rates[kind] * (1 + 1e-12) + 1e-9, self.total))
+        return most if most >= self.least[kind] else 0

@@ -13,7 +13,7 @@ from typing import Protocol
 
 import numpy as np
 
-from ddltool.analyzers.communication.collectives import bucket_setting, default_cuts, finish_s, plan_ddp
+from ddltool.analyzers.communication.collectives import best_cuts, bucket_setting, default_cuts, finish_s, plan_ddp
 from ddltool.analyzers.communication.compression import Compression, compressed_ddp
 from ddltool.analyzers.communication.fsdp import plan_fsdp, prefetch_setting
 from ddltool.analyzers.communication.order import tac
@@ -62,8 +62,19 @@ class Communication(Protocol):
         """Return what one worker of a parameter server leaves exposed in each of its iterations."""
         ...
 
+    def least_s(self, devices: Mapping[str, int], pass_s: float) -> float:
+        """Return the seconds of ``synchronous`` with its best setting, without the setting."""
+        return self.synchronous(devices, pass_s).best_s
 
-class GraphCommunication:
+    def bound_s(self, devices: Mapping[str, int], pass_s: float) -> float:
+        """Return seconds that no devices expose less of, if they are these and any number more of the same types."""
+        return 0.0
+
+    def demand_whole(self, name: str) -> None:
+        """Raise Infeasible where a process on such a device cannot hold the whole model's state."""
+
+
+class GraphCommunication(Communication):
     """From a timed training graph and the network of each device type; compute is stretched to the job's devices.
 
     Parameter servers are taken to be spread over the nodes, so that the workers of a node share its link and no other is
@@ -81,7 +92,8 @@ class GraphCommunication:
         self.program = program_of(graph)
         self.fabrics = fabrics
         self.memory_gib = memory_gib
-        self._asynchronous: dict[float, Exposed] = {}
+        self._asynchronous: dict[tuple[float, float, float], Exposed] = {}
+        self._least: dict[tuple[float, tuple[tuple[str, int], ...]], float] = {}
 
     @property
     def source(self) -> str:
@@ -126,6 +138,48 @@ class GraphCommunication:
             ddp=buckets,
         )
 
+    def least_s(self, devices: Mapping[str, int], pass_s: float) -> float:
+        """Return the seconds that the best buckets leave exposed, or FSDP2's best prefetch."""
+        if sum(devices.values()) < 2:
+            return 0.0
+        key = pass_s, tuple(sorted(devices.items()))
+        if key not in self._least:
+            if self._sharded(devices):
+                self._least[key] = self.synchronous(devices, pass_s).best_s
+            else:
+                program, group = stretched(self.program, pass_s), Fabric.joined(self.fabrics, devices)
+                ends = finish_s(program, group, default_cuts(program))
+                if ends > pass_s:
+                    ends = min(ends, finish_s(program, group, best_cuts(program, group)))
+                self._least[key] = max(0.0, ends - pass_s)
+        return self._least[key]
+
+    def bound_s(self, devices: Mapping[str, int], pass_s: float) -> float:
+        """Return the time of all gradients on the slowest node's link, less what is left of the pass once the first is there.
+
+        Each node sends and receives ``2 (m - 1) / m`` of the bytes, at least all of them.
+        """
+        if len(devices) < 2 and not self._leaves_node(devices):
+            return 0.0
+        fabrics = [self.fabrics[name] for name in devices]
+        if self._may_shard(devices) or any(fabric.measured for fabric in fabrics):
+            return 0.0
+        rate = min(fabric.between.bytes_per_s for fabric in fabrics)
+        after = 1 - float(self.program.ready_s[0]) / self.program.compute_s
+        return max(0.0, float(self.program.size_bytes.sum()) / rate - after * pass_s)
+
+    def _leaves_node(self, devices: Mapping[str, int]) -> bool:
+        return any(count > self.fabrics[name].gpus_per_node for name, count in devices.items())
+
+    def demand_whole(self, name: str) -> None:
+        """Raise Infeasible where a device of a type cannot hold weights, gradients and Adam's moments."""
+        needed, size = self._state_bytes, self.memory_gib.get(name)
+        if size is not None and needed > (has := size * 2**30):
+            raise Infeasible(
+                f"memory: a whole model in each process takes {show_bytes(needed)} for weights, gradients and "
+                f"Adam's moments; a {name} has {show_bytes(has)}, {show_bytes(needed - has)} missing"
+            )
+
     def compressed(
         self, devices: Mapping[str, int], pass_s: float, compression: Compression, memory_bytes_per_s: float
     ) -> CompressionFigures:
@@ -140,9 +194,9 @@ class GraphCommunication:
 
     def _sharded(self, devices: Mapping[str, int]) -> bool:
         """Return whether the model states must be sharded. Raises Infeasible when even that is too much."""
-        known = {name: size * 2**30 for name in devices if (size := self.memory_gib.get(name)) is not None}
-        if not known or self._state_bytes <= min(known.values()):
+        if not self._may_shard(devices):
             return False
+        known = {name: size * 2**30 for name in devices if (size := self.memory_gib.get(name)) is not None}
         replicas = sum(devices.values())
         smallest = min(known, key=lambda name: known[name])
         if self._state_bytes / replicas > known[smallest]:
@@ -152,6 +206,10 @@ class GraphCommunication:
             )
         return True
 
+    def _may_shard(self, devices: Mapping[str, int]) -> bool:
+        known = [size for name in devices if (size := self.memory_gib.get(name)) is not None]
+        return bool(known) and self._state_bytes > min(known) * 2**30
+
     def _fits_gathered(self, devices: Mapping[str, int], plan: FsdpFigures) -> bool:
         """Return whether every device has room for all gathered parameters beside its share of the states."""
         sizes = [self.memory_gib.get(name) for name in devices]
@@ -160,14 +218,15 @@ class GraphCommunication:
 
     def asynchronous(self, devices: Mapping[str, int], pass_s: float) -> Exposed:
         """Return the exposure of TAC's order over a random one, simulated on the graph."""
-        if pass_s not in self._asynchronous:
+        rate, delay = min(
+            (each.between.bytes_per_s / each.gpus_per_node, each.between.latency_s)
+            for each in (self.fabrics[name] for name in devices)
+        )
+        key = pass_s, rate, delay
+        if key not in self._asynchronous:
             durations = self.graph.duration_s.copy()
             compute = self.graph.kind == COMPUTE
             durations[compute] *= pass_s / self.program.compute_s
-            rate, delay = min(
-                (each.between.bytes_per_s / each.gpus_per_node, each.between.latency_s)
-                for each in self.fabrics.values()
-            )
             durations[~compute] = delay + self.graph.size_bytes[~compute] / rate
             graph = self.graph.with_durations(durations, list(self.graph.estimate))
             simulator, priority = Simulator(graph), tac(graph).priority
@@ -176,10 +235,10 @@ class GraphCommunication:
                 for given in (priority, None)
             )
             best = min(best, default)
-            self._asynchronous[pass_s] = Exposed(
+            self._asynchronous[key] = Exposed(
                 default_s=default - pass_s, best_s=best - pass_s, setting="TAC's order of transfers"
             )
-        return self._asynchronous[pass_s]
+        return self._asynchronous[key]
 
 
 class LinkedSteps:
@@ -202,7 +261,7 @@ class LinkedSteps:
         return max(compute_s, finish_s(stretched(self.program, compute_s), group, default_cuts(self.program)))
 
 
-class FittedCommunication:
+class FittedCommunication(Communication):
     """From fitted throughput models: the synchronisation by the fit. No order is known, so none is better."""
 
     def __init__(self, models: Mapping[str, ThroughputParams], devices_per_node: int) -> None:
@@ -226,11 +285,13 @@ class FittedCommunication:
         )
         return Exposed(default_s=max(0.0, exposed), best_s=max(0.0, exposed), setting=FITTED)
 
-    asynchronous = synchronous
+    def asynchronous(self, devices: Mapping[str, int], pass_s: float) -> Exposed:
+        """Return what :meth:`synchronous` does: nothing here has seen an exchange with servers."""
+        return self.synchronous(devices, pass_s)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class MeasuredCommunication:
+class MeasuredCommunication(Communication):
     """From one run's telemetry: ``sync_s`` on ``replicas`` processes, for other numbers by the ring's share."""
 
     sync_s: float
@@ -249,7 +310,9 @@ class MeasuredCommunication:
         exposed = self.sync_s * here / there if there else (0.0 if count == 1 else self.sync_s)
         return Exposed(default_s=exposed, best_s=exposed, setting=MEASURED)
 
-    asynchronous = synchronous
+    def asynchronous(self, devices: Mapping[str, int], pass_s: float) -> Exposed:
+        """Return what :meth:`synchronous` does: nothing here has seen an exchange with servers."""
+        return self.synchronous(devices, pass_s)
 
 
 def stretched(program: Program, compute_s: float) -> Program:

@@ -10,7 +10,6 @@ passes, for sharded processes communicate in every pass. A shard group of HSDP i
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -24,21 +23,22 @@ from ddltool.analyzers.costs.checkpointing import cheapest
 from ddltool.analyzers.costs.memory import Checkpointing, Keeps, Kind, Sharding
 from ddltool.analyzers.costs.model import CostModel
 from ddltool.analyzers.costs.nccl import Communicator, Fabric
-from ddltool.analyzers.costs.predict import Placement, Setting, WorkCurve, step_of, timed_step
+from ddltool.analyzers.costs.predict import HOST_BOUND, Placement, Setting, WorkCurve, step_of, timed_step
+from ddltool.analyzers.deciding.goal import Goal
+from ddltool.analyzers.deciding.search import Counts, best_devices
 from ddltool.analyzers.placement.problem import Problem
-from ddltool.decision import Layout, NothingFits, Objective
+from ddltool.decision import Layout, NothingFits
 from ddltool.errors import Infeasible
 from ddltool.graph import Graph
 from ddltool.plans import Assignment, BucketSetting, Plan, PrefetchSetting, Recomputed, ShardingSetting
 from ddltool.units import show_bytes
 
-Counts = tuple[int, ...]
 WAYS: tuple[Checkpointing, ...] = ("none", "selective", "full")
 # A simpler layout within this share of the best is preferred: less to set, less to go wrong.
 _AS_GOOD = 0.02
 _SIMPLER = {"none": 0, "ddp": 1, "fsdp": 2, "hsdp": 3, "zero2": 4}
-# Numbers of one type that are tried, sets of devices in all, and layouts listed that do not fit.
-_MOST_COUNTS, _MOST_SETS, _LISTED = 12, 400, 8
+# Layouts listed that do not fit.
+_LISTED = 8
 # Of the devices that would hold a step, the most that are looked for.
 _MOST_SOUGHT = 4096
 # Of a bound by the time of one sample more: larger batches take a little less each.
@@ -93,47 +93,102 @@ class Layouts:
     optimizer: str
     _timed: dict[tuple[str, int, str], _Timed] = field(default_factory=dict)
     _graphs: dict[int, Graph] = field(default_factory=dict)
+    _taken: dict[tuple[Sharding, str, int], float] = field(default_factory=dict)
     _peaks: dict[tuple[Sharding, str, int], float] = field(default_factory=dict)
     _settings: dict[str, tuple[BucketSetting | None, PrefetchSetting | None]] = field(default_factory=dict)
     _keeps: dict[str, Keeps] = field(default_factory=dict)
 
-    def search(self, problem: Problem, objective: Objective = "fastest", *, equal: bool = False) -> list[Found]:
-        """Return the layouts worth a line: the best first, those that do not fit last.
+    def search(
+        self, problem: Problem, goal: Goal | None = None, *, equal: bool = False, limit_s: float = 5.0
+    ) -> tuple[list[Found], float]:
+        """Return the layouts worth a line, the best first and those that do not fit last, and what no layout's value is below.
 
-        ``equal``: all devices that the constraints allow take part with equal shares. Raises NothingFits.
+        ``equal``: devices that take part take equal shares. What is picked has been played through torch's allocator on each
+        type. Raises NothingFits.
         """
-        value, fitting, lacking = self.value(objective), list[Found](), list[Found]()
-        best = math.inf
-        for place, counts in enumerate(_largest(problem, self.total) if equal else self._sets(problem)):
+        goal = goal or Goal(step_samples=self.total)
+        fitting, lacking, value = list[Found](), list[Found](), self.value(goal)
+        first = _largest(problem, self.total)
+        largest = first[0]
+
+        def of(counts: Counts, least: float) -> tuple[float, list[Found]] | None:
             # Of all devices every layout is shown; of fewer what could be better.
-            limit = best if place else math.inf
-            if place and (objective == "least-memory" or self._bound(problem, counts, objective) > limit):
-                continue
+            limit = least if counts != largest else math.inf
+            if self._bound(problem, counts, counts, goal) >= limit:
+                return None
+            fit, short = self._on(problem, counts, equal, lambda layout: value(layout) <= limit)
+            lacking.extend(short if counts == largest else [])
+            fitting.extend(fit)
+            return min((value(it.layout) for it in fit), default=math.inf), fit
 
-            def worth(layout: Layout, most: float = limit) -> bool:
-                return value(layout) <= most
+        def bound(low: Counts, high: Counts) -> float:
+            return self._bound(problem, low, high, goal)
 
-            for sharding in self._shardings(counts, problem):
-                for how in self._hows():
-                    made = self._found(problem, counts, sharding, how, equal, worth)
-                    if made is None:
-                        continue
-                    if not made.layout.missing_bytes:
-                        fitting.append(made)
-                        best = min(best, value(made.layout))
-                    elif not place:
-                        lacking.append(made)
+        best = best_devices(
+            problem, of, bound, most=self.total, limit_s=limit_s, first=first, spare=goal.objective != "cheapest"
+        )
         if not fitting:
             raise self._nothing_fits(lacking)
-        first = min(fitting, key=lambda it: value(it.layout))
-        if first.how != "none" and objective != "least-memory" and (made := self._chosen(first)) is not None:
-            fitting.append(made)
-        best = min(value(found.layout) for found in fitting)
-        as_good = [found for found in fitting if value(found.layout) <= best * (1 + _AS_GOOD)]
-        picked = min(as_good, key=lambda it: (*simplicity(it.layout), value(it.layout)))
+        if best is None:
+            raise Infeasible("what fits is slower or dearer than the job allows")
+        picked = self._picked(problem, fitting, lacking, goal, equal)
         rest = sorted((it for it in fitting if it is not picked), key=lambda it: value(it.layout))
-        short = sorted(lacking, key=lambda it: it.layout.missing_bytes)
-        return [picked, *_distinct(rest), *_distinct(short)[:_LISTED]]
+        short = _distinct(sorted(lacking, key=lambda it: it.layout.missing_bytes))
+        # Plain DDP is what people ask for first, however much it lacks.
+        plain = [it for it in short[_LISTED:] if simplicity(it.layout)[:2] == (1, 0)]
+        return [picked, *_distinct(rest), *short[:_LISTED], *plain], best.bound
+
+    def _picked(self, problem: Problem, fitting: list[Found], lacking: list[Found], goal: Goal, equal: bool) -> Found:
+        """Return the simplest of the best layouts that the allocator holds; those it does not go to ``lacking``."""
+        value, chosen = self.value(goal), False
+        while fitting:
+            best = min(value(found.layout) for found in fitting)
+            as_good = [found for found in fitting if value(found.layout) <= best * (1 + _AS_GOOD)]
+            picked = min(as_good, key=lambda it: (*simplicity(it.layout), value(it.layout)))
+            if lack := self._lacks(picked):
+                fitting.remove(picked)
+                layout = picked.layout.model_copy(update={"missing_bytes": lack, "step_s": None})
+                lacking.append(replace(picked, layout=layout))
+                counts = tuple(picked.layout.devices.get(name, 0) for name in self._names(problem))
+                more = picked.layout.passes + 1
+                again = self._found(problem, counts, picked.sharding, picked.how, equal, lambda _: True, more)
+                if again is not None and not again.layout.missing_bytes:
+                    fitting.append(again)
+                continue
+            if picked.how == "none" or goal.objective == "least-memory" or chosen:
+                return picked
+            chosen = True
+            if (made := self._chosen(picked)) is not None:
+                fitting.append(made)
+        raise self._nothing_fits(lacking)
+
+    def _on(
+        self, problem: Problem, counts: Counts, equal: bool, worth: Callable[[Layout], bool]
+    ) -> tuple[list[Found], list[Found]]:
+        """Return the layouts on exactly these devices: those that fit and are worth it, and those that do not fit."""
+        every = [
+            made
+            for sharding in self._shardings(counts, problem)
+            for how in self._hows()
+            if (made := self._found(problem, counts, sharding, how, equal, worth)) is not None
+        ]
+        return [it for it in every if not it.layout.missing_bytes], [it for it in every if it.layout.missing_bytes]
+
+    def _lacks(self, found: Found) -> float:
+        """Return the bytes that torch's allocator lacks to hold a layout on the type with least room; 0: it holds it."""
+        worst = 0.0
+        for name, size in found.layout.local_batch_sizes.items():
+            usable, most = self.kinds[name].usable_bytes, -(-size // found.layout.passes)
+            key = found.sharding, found.how, most
+            if key not in self._taken:
+                held = self.work.held(most, found.sharding, self.optimizer, self._kept(found.how, most))
+                self._taken[key] = math.inf if held is None else float(held.reserved_bytes() or 0)
+            if self._taken[key] > usable:
+                # near its limit it gives back what is free as a whole, which it does not without one
+                held = self.work.held(most, found.sharding, self.optimizer, self._kept(found.how, most))
+                if held is None or held.reserved_bytes(usable) is None:
+                    worst = max(worst, self._taken[key] - usable)
+        return worst
 
     def at_speeds(self, capabilities: Mapping[str, float], batch_size: int) -> Layouts:
         """Return the same on devices that make so many mini-batches of ``batch_size`` samples per second, by type."""
@@ -154,24 +209,26 @@ class Layouts:
             found = [plain for each in part for plain in self._plain(each)]
             if found:
                 return min(found, key=lambda it: it.layout.step_s or math.inf)
-        return self.search(problem)[0]
+        return self.search(problem)[0][0]
 
     def _plain(self, problem: Problem) -> list[Found]:
-        try:
-            fitting = [it for it in self.search(problem, equal=True) if not it.layout.missing_bytes and it.how in WAYS]
-        except NothingFits:
-            return []
-        return [min(fitting, key=lambda it: simplicity(it.layout)[1::-1])]
+        fitting = [
+            it for counts in _largest(problem, self.total) for it in self._on(problem, counts, True, lambda _: True)[0]
+        ]
+        while fitting:
+            plain = min(fitting, key=lambda it: simplicity(it.layout)[1::-1])
+            if not self._lacks(plain):
+                return [plain]
+            fitting.remove(plain)
+        return []
 
-    def value(self, objective: Objective) -> Callable[[Layout], float]:
+    def value(self, goal: Goal) -> Callable[[Layout], float]:
         """Return what a layout is ranked by, least first."""
 
         def of(layout: Layout) -> float:
-            if objective == "least-memory":
-                return max(layout.memory_bytes.values())
-            if objective == "cheapest":
-                return math.inf if layout.price_per_sample is None else layout.price_per_sample
-            return math.inf if layout.step_s is None else layout.step_s
+            price = None if layout.price_per_sample is None else layout.price_per_sample * self.total
+            worth = goal.of(layout.step_s or math.inf, sum(layout.devices.values()), price)
+            return max(layout.memory_bytes.values()) if goal.objective == "least-memory" and worth < math.inf else worth
 
         return of
 
@@ -266,32 +323,28 @@ class Layouts:
             chosen = plans.default.model_copy(update={"reshard_after_forward": False})
         return None, prefetch_setting(plans, chosen)
 
-    def _bound(self, problem: Problem, counts: Counts, objective: Objective) -> float:
-        """Return what no layout on so many devices is below: all of them compute at their full speed, all the time."""
+    def _bound(self, problem: Problem, low: Counts, high: Counts, goal: Goal) -> float:
+        """Return what no layout on devices between two corners is below: all of them compute at full speed, all the time."""
+        if not any(high) or sum(low) > self.total:
+            return math.inf
+        if goal.objective == "least-memory":
+            return 0.0
         size = -(-self.total // sum(device.count for device in problem.devices))
-        rate = price = 0.0
-        for name, count in zip(self._names(problem), counts, strict=True):
-            if count:
+        rate, price, least = 0.0, 0.0, math.inf
+        for name, fewest, most in zip(self._names(problem), low, high, strict=True):
+            if most:
                 one, more = (self._step(name, samples, "none").program.compute_s for samples in (size, 2 * size))
-                rate += count * size / max(min(more - one, one), 1e-12)
-                price += count * (self.kinds[name].price_per_hour or 0.0)
-        return _SURE * (price / 3600 / rate if objective == "cheapest" else self.total / rate)
+                each = size / max(min(more - one, one), 1e-12)
+                hourly = self.kinds[name].price_per_hour or 0.0
+                rate, price, least = rate + most * each, price + fewest * hourly, min(least, hourly / each)
+        step_s = _SURE * self.total / rate
+        return goal.of(step_s, max(sum(low), 1), max(price * step_s, _SURE * least * self.total) / 3600)
 
     def _names(self, problem: Problem) -> Iterator[str]:
         return (device.name for device in problem.devices)
 
     def _hows(self) -> Sequence[str]:
         return WAYS if self.work.ledger(1).blocks else WAYS[:1]
-
-    def _sets(self, problem: Problem) -> list[Counts]:
-        """Return how many devices of each type to try, all of them first."""
-        fabrics = [self.kinds[name].fabric.gpus_per_node for name in self._names(problem)]
-        tried = [_numbers(device.count, per_node) for device, per_node in zip(problem.devices, fabrics, strict=True)]
-        if math.prod(map(len, tried)) > _MOST_SETS:
-            tried = [[0, device.count] for device in problem.devices]
-        every = {*itertools.product(*tried), *_largest(problem, self.total)}
-        made = [counts for counts in every if _allowed(problem, counts, self.total)]
-        return sorted(made, key=lambda counts: (-sum(counts), counts))
 
     def _shardings(self, counts: Counts, problem: Problem) -> list[Sharding]:
         """Return the ways in which so many devices can share the state."""
@@ -318,6 +371,7 @@ class Layouts:
         how: str,
         equal: bool,
         worth: Callable[[Layout], bool],
+        least: int = 1,
     ) -> Found | None:
         """Return the best passes and batches of one combination; None where they cannot be made, or are not ``worth`` it."""
         names = list(self._names(problem))
@@ -327,7 +381,7 @@ class Layouts:
             return self._lacking(used, sharding, how)
         best: Found | None = None
         room = sum(count * most[name] for name, count in used.items())
-        fewest = -(-self.total // room)
+        fewest = max(least, -(-self.total // room))
         if equal or len(used) == 1:
             fewest = max(fewest, math.ceil(math.ceil(self.total / sum(counts)) / min(most.values())))
         for passes in dict.fromkeys((fewest, fewest + 1, 2 * fewest) if len(used) > 1 and not equal else (fewest,)):
@@ -409,7 +463,7 @@ class Layouts:
             if seconds > step:
                 step, slowest = seconds, name
         low, high = self.kinds[slowest].model.interval(step, host_share=parts[slowest].host_share)
-        made = layout(step, low_s=low, high_s=high)
+        made = layout(step, low_s=low, high_s=high, host_bound=parts[slowest].host_share > HOST_BOUND)
         return Found(layout=made, sharding=sharding, how=how, names=tuple(names), rows=rows, slowest=slowest)
 
     def _chosen(self, found: Found) -> Found | None:
@@ -552,21 +606,6 @@ def _distinct(found: Iterable[Found]) -> list[Found]:
         key = layout.sharding, layout.replicate > 1, layout.reshard_after_forward, layout.checkpointing, *layout.devices
         kept.setdefault(key, it)
     return list(kept.values())
-
-
-def _numbers(count: int, per_node: int) -> list[int]:
-    """Return numbers of one type to try: none, powers of two, whole nodes, all."""
-    every = {0, count, *(2**power for power in range(count.bit_length())), *range(per_node, count, per_node)}
-    made = sorted(number for number in every if number <= count)
-    if len(made) <= _MOST_COUNTS:
-        return made
-    return sorted({made[round(place * (len(made) - 1) / (_MOST_COUNTS - 1))] for place in range(_MOST_COUNTS)})
-
-
-def _allowed(problem: Problem, counts: Counts, total: int) -> bool:
-    """Return whether the constraints take so many devices, each of which gets a sample."""
-    limit = total if problem.max_devices is None else min(total, problem.max_devices)
-    return replace(problem, max_workers=limit).allows(counts)
 
 
 def _largest(problem: Problem, total: int) -> list[Counts]:

@@ -16,6 +16,7 @@ from ddltool.analyzers.costs.nccl import Fabric
 from ddltool.analyzers.deciding.candidates import STRATEGIES, Settings, plan_by
 from ddltool.analyzers.deciding.communication import GraphCommunication, LinkedSteps
 from ddltool.analyzers.deciding.compare import decide
+from ddltool.analyzers.deciding.goal import Goal
 from ddltool.analyzers.deciding.rescaling import combine, measured_speeds, with_run
 from ddltool.analyzers.goodput.plan import plan_goodput
 from ddltool.analyzers.goodput.throughput import ThroughputParams
@@ -87,7 +88,7 @@ def plan(
     traced = graph_of(read, job_file.parent, None if graph is None else Path(graph))
     read = scanned(read, traced, tell)
     given = Given(
-        objective=objective,
+        goal=Goal(objective=objective),
         graph=traced,
         telemetry=None if telemetry is None else Path(telemetry),
         bandwidth=bandwidth,
@@ -279,7 +280,7 @@ def auto_plan(job: Job, job_file: Path, given: Given) -> Plan:
         knowledge = replace(knowledge, layouts=knowledge.layouts.at_speeds(speeds, job.batch_size))
     if run is not None:
         knowledge = with_run(knowledge, run, {**factors, **off})
-    made = decide(job, from_job(job, capabilities), knowledge, objective=given.objective, settings=settings)
+    made = decide(job, from_job(job, capabilities), knowledge, goal=given.goal, settings=settings)
     if given.graph is None and isinstance(knowledge.communication, GraphCommunication):
         graph = knowledge.communication.graph
         parameters = ordered_parameters(graph) if made.sharding is None else plain_parameters(graph)

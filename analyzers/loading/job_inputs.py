@@ -23,13 +23,13 @@ from ddltool.analyzers.deciding.communication import (
     MeasuredCommunication,
 )
 from ddltool.analyzers.deciding.feedback import Run, read_run
+from ddltool.analyzers.deciding.goal import Goal
 from ddltool.analyzers.goodput.throughput import ThroughputParams
 from ddltool.analyzers.loading.fabrics import BANDWIDTH, between_nodes, own_link, tests_in
 from ddltool.analyzers.loading.sources import is_graph_file, is_onnx_file, load_graph, scan_source
 from ddltool.analyzers.placement.determinism import scan
 from ddltool.analyzers.placement.problem import capability_from_graph, capability_from_profile
 from ddltool.artifacts import load
-from ddltool.decision import Objective
 from ddltool.device import DeviceTable, Network
 from ddltool.errors import InputError, naming
 from ddltool.fixtures.loading import calibration, devices, devices_of, with_specs
@@ -54,7 +54,7 @@ _SXM = 8
 class Given:
     """What the command line adds to job.yaml."""
 
-    objective: Objective
+    goal: Goal
     graph: Graph | None
     telemetry: Path | None
     bandwidth: str | None

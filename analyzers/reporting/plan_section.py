@@ -33,13 +33,14 @@ _ITERATIONS_DRAWN = 80
 
 def plan_section(plan: Plan, name: str) -> Section:
     """Return the section of one plan: its step, its placement, and what its strategy adds. All predicted."""
-    used = plan.waste + plan.throughput
-    lead = [
+    used, decision = plan.waste + plan.throughput, plan.decision
+    figures = (
         f"Job {shortened(plan.job, 60)}, strategy {plan.strategy}: {show_seconds(plan.iteration_s)} per step, "
         f"{plan.throughput:.4g} mini-batches/s of {counted(plan.batch_size, 'sample')} "
-        f"on {counted(plan.world_size, 'device')}; {_proof(plan)} ({plan.solve_seconds:.3f} s).",
-        f"Waste: {plan.waste:.4g} mini-batches/s of {used:.4g} on the used devices.",
-    ]
+        f"on {counted(plan.world_size, 'device')}; {_proof(plan)} ({plan.solve_seconds:.3f} s)."
+    )
+    lead = [*([] if decision is None else decision.words), figures]
+    lead.append(f"Waste: {plan.waste:.4g} mini-batches/s of {used:.4g} on the used devices.")
     several = [row for row in plan.assignments if row.accumulation_steps]
     if passes := [f"{row.device_type} {row.local_batch_size} in {row.accumulation_steps + 1}" for row in several]:
         lead.append(f"In several passes, for memory does not hold them at once: {', '.join(passes)}.")
@@ -54,12 +55,11 @@ def plan_section(plan: Plan, name: str) -> Section:
         lead.append(_split_words(plan, plan.split))
     if plan.goodput is not None:
         blocks += _goodput(plan.goodput)
-    if plan.decision is not None:
-        words = _decision_words(plan.decision)
-        lead = [*words[:1], *lead, *words[1:]] if plan.decision.layouts else [*lead, *words]
-        if plan.decision.layouts:
-            blocks.append(layouts_table(plan.decision.layouts))
-        blocks.append(_decision(plan.decision))
+    if decision is not None:
+        lead += _provenance(decision)
+        blocks.insert(0, _decision(decision))
+        if decision.layouts:
+            blocks.insert(1, layouts_table(decision.layouts))
     if plan.alternatives:
         blocks.append(_alternatives(plan))
     if plan.network is not None:
@@ -179,13 +179,16 @@ def _elastic(found: GoodputChoice) -> Table:
     return filled(tabled(caption, "predicted", found.elastic, columns, text_columns=2))
 
 
-def _decision_words(found: Decision) -> list[str]:
-    """Return the three sentences, and what the comparison left out or took from where."""
-    said = list(found.words)
+def _provenance(found: Decision) -> list[str]:
+    """Return what the comparison left out, and where it took what from."""
+    said = []
     if found.baseline.other_s:
         besides = show_seconds(found.baseline.other_s)
         said.append(f"every step has {besides} besides, as the earlier run measured: optimizer, loader, waiting")
-    said += [f"not compared: {name}: {why}" for name, why in found.left_out.items()]
+    reasons: dict[str, list[str]] = {}
+    for name, why in found.left_out.items():
+        reasons.setdefault(why, []).append(name)
+    said += [f"not compared: {', '.join(names)}: {why}" for why, names in reasons.items()]
     return [*said, f"communication from {found.communication_source}"] if found.communication_source else said
 
 
@@ -214,9 +217,9 @@ def layouts_table(layouts: Sequence[Layout]) -> Table:
 
 
 def _decision(found: Decision) -> Picture:
-    options = [*found.options, found.baseline]
-    names = [row.strategy for row in found.options] + ["doing nothing"]
-    names = [f"{name} (picked)" if name == found.picked else name for name in names]
+    options = [*found.options, *found.baselines.values()]
+    names = [f"{row.strategy} (picked)" if not row.why_not else row.strategy for row in found.options]
+    names += [f"usual: {name.removesuffix(', equally')}" for name in found.baselines]
     progress = any(option.goodput_per_s is not None for option in options)
     columns: dict[str, Column[Option]] = {
         "devices": lambda row: ", ".join(f"{count} {device}" for device, count in row.devices.items()),
@@ -229,18 +232,20 @@ def _decision(found: Decision) -> Picture:
         "bits": lambda row: row.determinism if row.determinism != "none" else None,
         "price/1e6": lambda row: None if row.price_per_sample is None else f"{row.price_per_sample * 1e6:.3g}",
         "order": "order",
+        "why not": lambda row: row.why_not or None,
     }
     caption = (
-        f"Strategies compared, objective {found.objective}; per s: "
-        f"{'useful samples' if progress else 'logical mini-batches'}; stale: iterations of staleness"
+        f"Strategies, each on the devices where it is best, objective {found.objective}; per s: "
+        f"{'useful samples' if progress else 'logical mini-batches'}; stale: iterations of staleness; usual: an equal split, "
+        "communication as it comes"
     )
-    spare = ("order", "devices", "compute")
+    spare = ("order", "compute", "exposed", "bits")
     table = tabled(caption, "predicted", options, columns, names=("strategy", names), text_columns=2, spare=spare)
     figure = Bars(
         rows=[(name, row.throughput) for name, row in zip(names, options, strict=True)],
         xlabel="logical mini-batches per second",
         title="Throughput by strategy",
-        level=("doing nothing", found.baseline.throughput),
+        level=(found.baseline_name, found.baseline.throughput),
         intervals=[_rates(row) for row in options],
     )
     return pictured(f"Strategies for this job, {found.picked} picked: the words above say why.", filled(table), figure)

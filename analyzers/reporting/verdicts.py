@@ -63,8 +63,8 @@ def _plan(one: Found, found: Sequence[Found]) -> Verdict:
     if decision is not None:
         picked = next((option for option in decision.options if option.strategy == decision.picked), None)
         if picked is not None and decision.baseline.throughput:
-            answer += f", {picked.throughput / decision.baseline.throughput - 1:+.1%} against doing nothing"
-        sure = decision.words[-1].removeprefix("How sure: ") if decision.words else ""
+            answer += f", {picked.throughput / decision.baseline.throughput - 1:+.1%} against {decision.baseline_name}"
+        sure = next((word.removeprefix("How sure: ") for word in decision.words if word.startswith("How sure")), "")
         if picked is not None and picked.low_s is not None and picked.high_s is not None:
             sure = f"between {show_seconds(picked.low_s)} and {show_seconds(picked.high_s)} per step; {sure}"
         return Verdict(answer=f"{answer} (predicted).", sure=sure, then=then, good=None if decision.too_close else True)

@@ -1,0 +1,126 @@
+"""What the best plan is best in, and what it may take of time, money and luck. Start at :class:`Goal`."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from ddltool.decision import Objective, Option, RunFigures
+from ddltool.errors import Infeasible
+
+_HOUR = 3600.0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Failures:
+    """Machines that go away: mean seconds between failures of one device, seconds of a checkpoint and of a restart."""
+
+    mtbf_s: float
+    checkpoint_s: float = 60.0
+    restart_s: float = 300.0
+
+    def interval_s(self, devices: int) -> float:
+        """Return the seconds between checkpoints that lose least (Daly 2006, Equation 37; Young's is its first term)."""
+        each, write = self.mtbf_s / devices, self.checkpoint_s
+        if write >= 2 * each:
+            return each
+        ratio = math.sqrt(write / (2 * each))
+        return math.sqrt(2 * write * each) * (1 + ratio / 3 + ratio * ratio / 9) - write
+
+    def factor(self, devices: int) -> float:
+        """Return how many times as long a run takes as without failures and checkpoints; grows with the devices.
+
+        Exponential failures: ``M e^(R/M) (e^((t + w)/M) - 1) / t`` (Daly 2006, Equation 13).
+        """
+        each, interval = self.mtbf_s / devices, self.interval_s(devices)
+        exponent = (interval + self.checkpoint_s) / each
+        if exponent > 500 or self.restart_s / each > 500:
+            return math.inf
+        return each * math.exp(self.restart_s / each) * math.expm1(exponent) / interval
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Goal:
+    """The objective, the samples of the whole run, and limits on it. Values are compared least first."""
+
+    objective: Objective = "fastest"
+    samples: float | None = None
+    """Of the whole run; None: only steps are planned."""
+    step_samples: int = 1
+    deadline_s: float = math.inf
+    budget: float = math.inf
+    slowest_step_s: float = math.inf
+    """Of what the job demands as a throughput."""
+    failures: Failures | None = None
+
+    @property
+    def limited(self) -> bool:
+        """Whether a plan may be too slow or too dear."""
+        return min(self.deadline_s, self.budget, self.slowest_step_s) < math.inf
+
+    def unlimited(self) -> Goal:
+        """Return the fastest there is, whatever it takes."""
+        return Goal(samples=self.samples, step_samples=self.step_samples, failures=self.failures)
+
+    def lost(self, devices: int) -> float:
+        """Return how many times as long so many devices take, failures and checkpoints included."""
+        return 1.0 if self.failures is None else self.failures.factor(max(devices, 1))
+
+    def value(self, option: Option) -> float:
+        """Return what an option is compared by, the least first; infinite where a limit is broken."""
+        samples = self.step_samples if option.step_samples is None else option.step_samples
+        price = None if option.price_per_sample is None else option.price_per_sample * samples
+        return self.of(option.iteration_s, sum(option.devices.values()), price, samples)
+
+    def of(self, step_s: float, devices: int, price: float | None, samples: int | None = None) -> float:
+        """Return what a step of so many seconds on so many devices is compared by; no value of longer, larger ones is below.
+
+        ``price``: of the step; ``samples``: of it, where they are not the job's.
+        """
+        lost, slack = self.lost(devices), 1 + 1e-9
+        if step_s > self.slowest_step_s * slack:
+            return math.inf
+        size = samples or self.step_samples
+        steps = 0.0 if self.samples is None else self.samples / size
+        if steps * step_s * lost > self.deadline_s * slack:
+            return math.inf
+        if price is not None and steps * price * lost > self.budget * slack:
+            return math.inf
+        if self.objective == "cheapest":
+            return math.inf if price is None else price / size * lost
+        if self.objective == "fewest-devices":
+            # of as many devices the fastest: the share that a step's time adds is less than a device
+            return devices + step_s / (step_s + 1)
+        return step_s * lost
+
+    def demand(self, option: Option) -> None:
+        """Raise Infeasible where an option breaks a limit, with what it reaches."""
+        run = self.run(option)
+        if run is None:
+            return
+        if run.hours * _HOUR > self.deadline_s * (1 + 1e-9):
+            problem = f"takes {run.hours:.3g} h, and {self.deadline_s / _HOUR:.3g} h are allowed"
+            raise Infeasible(f"deadline: the whole run {problem}")
+        if run.price is not None and run.price > self.budget * (1 + 1e-9):
+            raise Infeasible(f"budget: the whole run costs {run.price:.4g}, and {self.budget:.4g} are allowed")
+
+    def run(self, option: Option) -> RunFigures | None:
+        """Return what the whole run takes; None where nobody said how long it is."""
+        if self.samples is None:
+            return None
+        devices = sum(option.devices.values())
+        lost = self.lost(devices)
+        steps = self.samples / (self.step_samples if option.step_samples is None else option.step_samples)
+        hours = steps * option.iteration_s * lost / _HOUR
+        ends = [None if end is None else steps * end * lost / _HOUR for end in (option.low_s, option.high_s)]
+        failures = self.failures
+        return RunFigures(
+            samples=self.samples,
+            steps=steps,
+            hours=hours,
+            low_hours=ends[0],
+            high_hours=ends[1],
+            price=None if option.price_per_sample is None else option.price_per_sample * self.samples * lost,
+            checkpoint_interval_s=None if failures is None else failures.interval_s(devices),
+            failures=None if failures is None else hours * _HOUR * devices / failures.mtbf_s,
+        )

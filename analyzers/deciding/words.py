@@ -1,0 +1,265 @@
+"""What a decision says to people: the answer in a sentence, why, how sure, and what next. Start at :func:`explained`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+from ddltool.analyzers.deciding.candidates import Knowledge
+from ddltool.analyzers.deciding.communication import FITTED, MEASURED
+from ddltool.analyzers.placement.problem import Problem
+from ddltool.decision import Decision, Option, RunFigures
+from ddltool.job import Job
+from ddltool.plans import Plan
+from ddltool.units import show_bytes, show_seconds
+
+Value = Callable[[Option], float]
+# From this share of communication in a step on, another number of samples per step gains more than any strategy.
+_STARVED = 0.5
+# Below this a share reads as 0.0 %.
+_SHOWN = 0.005
+# A gain below this is none.
+_WORTH_SAYING = 0.02
+_HOUR = 3600.0
+_BETTER = {
+    "cheapest": ("cheaper per sample", "dearer per sample"),
+    "least-memory": ("less memory", "more memory"),
+    "fewest-devices": ("fewer devices", "more devices"),
+}
+_WHY = {
+    "bsp": "every device takes the same share, which is as good as anything else here",
+    "lb-bsp": "every device gets the share of the batch that lets all end together",
+    "est": "logical workers (EasyScaleThreads) keep their data, random numbers and order of sums on any number of devices",
+    "goodput": "this number of devices and this batch make most progress per second by the fitted model",
+    "elastic-bsp": "devices make iterations of their own between barriers, so none waits for a slower one",
+}
+
+
+def explained(
+    decision: Decision,
+    plan: Plan,
+    picked: Option,
+    job: Job,
+    problem: Problem,
+    value: Value,
+    knowledge: Knowledge,
+    *,
+    rival: Option | None,
+    first: Option,
+) -> tuple[list[str], str]:
+    """Return the four sentences about the picked option, and the command that follows.
+
+    ``rival``: the best of those that the error of the compute times does not tell apart from it; ``first``: the best there is.
+    """
+    gain = value(picked) / value(decision.baseline) - 1 if value(decision.baseline) else 0.0
+    sure, settles = _sure(decision, picked, gain, job, knowledge, value, rival)
+    following = settles or "ddltool emit PLAN -o enforce.json"
+    then = (
+        f"Next: {settles} on that machine, and profile: FILE beside it in the job, settles it{_worth(picked, rival, value)}."
+        if settles
+        else "Next: save it with -o plan.json; ddltool emit plan.json writes what the training script follows."
+    )
+    words = [_answer(decision, plan, picked, problem, value, gain), _why(decision, picked, first, value), sure, then]
+    return words, following
+
+
+def why_not(option: Option, picked: Option, value: Value, tie: bool) -> str:
+    """Return why an option is not picked, in few words."""
+    ratio = value(option) / value(picked) - 1 if value(picked) else 0.0
+    if tie and abs(ratio) < _SHOWN:
+        return "as good, more to change"
+    if tie:
+        return f"tie ({ratio:+.0%}), more to change"
+    if option.staleness and ratio > 0:
+        return f"{ratio:.0%} ahead, but stale"
+    return f"{-ratio:.0%} behind" if ratio < 0 else f"{ratio:.0%} ahead"
+
+
+def _answer(decision: Decision, plan: Plan, picked: Option, problem: Problem, value: Value, gain: float) -> str:
+    offered = {device.name: device.count for device in (*problem.devices, *problem.left_out)}
+    used = " and ".join(_the(count, name, offered.get(name, count)) for name, count in picked.devices.items())
+    out = [f"the {_many(name, count)}" for name, count in offered.items() if name not in picked.devices]
+    left = f" and leave {' and '.join(out)} out" if out else ""
+    what = f"Use {used}{left}{_how(decision, plan, picked)}"
+    return f"{what}: {_rate(picked)}{_run(decision.run)}, {_gain(decision, picked, value, gain)}."
+
+
+def _the(count: int, name: str, offered: int) -> str:
+    if count < offered:
+        return f"{count} of the {_many(name, offered)}"
+    return f"the {_many(name, count, numbered=True)}"
+
+
+def _many(name: str, count: int, *, numbered: bool = False) -> str:
+    """Return a device type in the plural where there are several."""
+    text = name if count == 1 or not name[-1].isalnum() or name.endswith(("s", "GB")) else f"{name}s"
+    return f"{count} {text}" if count > 1 else f"one {text}" if numbered else text
+
+
+def _how(decision: Decision, plan: Plan, picked: Option) -> str:
+    """Return what each device does."""
+    if decision.layouts and decision.layouts[0].text == picked.order:
+        layout = decision.layouts[0]
+        sizes = " and ".join(f"{size} on each {name}" for name, size in layout.local_batch_sizes.items())
+        passes = f" in {layout.passes} passes" if layout.passes > 1 else ""
+        return f" with {layout.text}, {sizes}{passes}, {show_bytes(max(layout.memory_bytes.values()))} a process"
+    if plan.est_count:
+        return f" with {plan.est_count} logical workers"
+    if plan.superstep is not None:
+        return " with barriers after their own numbers of iterations"
+    if len(plan.assignments) > 3:
+        return ""
+    return f", {' and '.join(f'{row.local_batch_size} samples on each {row.device_type}' for row in plan.assignments)}"
+
+
+def _rate(option: Option) -> str:
+    between = option.low_s is not None and option.high_s is not None and option.low_s > 0
+    if option.iteration_s < 1:
+        ends = f" ({1 / (option.high_s or 1):.3g} to {1 / (option.low_s or 1):.3g})" if between else ""
+        return f"{1 / option.iteration_s:.3g} steps/s{ends}"
+    ends = f" ({show_seconds(option.low_s)} to {show_seconds(option.high_s)})" if between else ""
+    return f"{show_seconds(option.iteration_s)} a step{ends}"
+
+
+def _run(run: RunFigures | None) -> str:
+    if run is None:
+        return ""
+    text = f"; the whole run {_hours(run.hours)}"
+    if run.low_hours is not None and run.high_hours is not None:
+        text += f" ({_hours(run.low_hours)} to {_hours(run.high_hours)})"
+    text += "" if run.price is None else f" for {run.price:,.4g}"
+    text += "" if run.energy_kwh is None else f" and at most {run.energy_kwh:,.3g} kWh"
+    if run.failures is not None and run.checkpoint_interval_s is not None:
+        text += f", {run.failures:.2g} failures expected, a checkpoint every {show_seconds(run.checkpoint_interval_s)}"
+    return text
+
+
+def _hours(hours: float) -> str:
+    """Return a long duration in the unit that people count it in."""
+    if hours >= 48:
+        return f"{hours / 24:.3g} days"
+    return f"{hours:.3g} h" if hours >= 1 else show_seconds(hours * _HOUR)
+
+
+def _gain(decision: Decision, picked: Option, value: Value, gain: float) -> str:
+    """Return what is gained against the best of what one would do without a plan, and against all devices."""
+    if abs(gain) >= _WORTH_SAYING:
+        text = _ahead(gain, decision.objective) + decision.baseline_name
+    else:
+        same = picked.devices == decision.baseline.devices
+        text = "what one would do anyway" if same else f"as good as {decision.baseline_name}"
+    every = next((name for name in decision.baselines if name.startswith("all ")), None)
+    if every is not None and every != decision.baseline_name and value(decision.baselines[every]):
+        text += f", and {_ahead(value(picked) / value(decision.baselines[every]) - 1, decision.objective)}{every}"
+    return text
+
+
+def _ahead(gain: float, objective: str) -> str:
+    better, worse = _BETTER.get(objective, ("faster", "slower"))
+    if objective in ("cheapest", "least-memory", "fewest-devices"):  # of a cost, what is saved of it
+        gain = 1 - 1 / (1 + gain) if gain > 0 else gain
+        return f"{abs(gain):.0%} {better if gain >= 0 else worse} than "
+    return (
+        f"{gain + 1:.3g} times as fast as " if gain >= 1 else f"{abs(gain):.0%} {better if gain >= 0 else worse} than "
+    )
+
+
+def _why(decision: Decision, picked: Option, first: Option, value: Value) -> str:
+    text = f"{picked.strategy}: {_WHY[picked.strategy]}"
+    every = next((option for name, option in decision.baselines.items() if name.startswith("all ")), None)
+    if every is not None and every.devices != picked.devices and every.iteration_s > picked.iteration_s:
+        exposed = every.communication_s
+        parts = f"{show_seconds(every.compute_s)} until the slowest has computed its share"
+        parts += "" if exposed is None else f", then {show_seconds(exposed)} of communication"
+        text += (
+            f"; on all {sum(every.devices.values())}, equally, a step takes {show_seconds(every.iteration_s)}: {parts}"
+        )
+    if first.strategy != picked.strategy and value(picked):
+        stale = f", but with updates up to {first.staleness} iterations stale" if first.staleness else ""
+        lead = value(first) / value(picked) - 1
+        rest = "" if stale else ", too little to change a script for"
+        ahead = f"is {lead:.1%} ahead{stale}{rest}" if lead >= 0.0005 else f"is just as good{stale}"
+        if first.strategy in decision.too_close and not stale:
+            ahead = f"is {lead:.1%} ahead, too close to tell apart"
+        text += f"; {first.strategy} {ahead}"
+    if picked.communication_s is None:
+        return f"{text}; communication is not in these figures (no graph, no fitted model)."
+    if sum(picked.devices.values()) == 1:
+        return f"{text}; one device has nothing to exchange."
+    # Communication by a simulation, by a fit or of an earlier run has no error that anybody knows.
+    given = picked.order in (FITTED, MEASURED)
+    order = f" with {picked.order}" if picked.order and not given else ""
+    share = picked.communication_s / picked.iteration_s
+    starved = f" ({share:.0%} of it: larger batches per worker would gain far more)" if share > _STARVED else ""
+    exposed_text = f"{show_seconds(picked.communication_s)} of each step is exposed communication{starved}"
+    if share < 5e-5:
+        exposed_text = "no communication worth mentioning is exposed"
+    return f"{text}; {exposed_text}{order} ({picked.order if given else 'predicted'}, its error is not known)."
+
+
+def _sure(
+    decision: Decision,
+    picked: Option,
+    gain: float,
+    job: Job,
+    knowledge: Knowledge,
+    value: Value,
+    rival: Option | None,
+) -> tuple[str, str]:
+    """Return how sure the answer is, and the command that would make it surer; empty: nothing is open."""
+    mixed = f"; {knowledge.remark}" if knowledge.remark else ""
+    if decision.error is None:
+        return (
+            "How sure: as sure as the capabilities in the job, which come without an error; profile and fit the devices, "
+            f"or give the telemetry of an earlier run, to know it{mixed}."
+        ), ""
+    source = f" ({decision.error_source})" if decision.error_source else ""
+    known = f"known to within {decision.error:.0%}{source}"
+    apart = decision.error if decision.gain_error is None else decision.gain_error
+    between = ""
+    if decision.gain_error and abs(gain) >= _SHOWN:
+        low, high = (1 + gain) / (1 + decision.gain_error) - 1, (1 + gain) * (1 + decision.gain_error) - 1
+        between = f"; the gain lies between {low:+.0%} and {high:+.0%}"
+    if rival is not None:
+        name = _least_known({**rival.devices, **picked.devices}, knowledge.errors)
+        mix = " + ".join(f"{count} {each}" for each, count in rival.devices.items())
+        lead = value(rival) / value(picked) - 1 if value(picked) else 0.0
+        text = f"a tie, so the simpler one: compute times are {known}, and {rival.strategy} on {mix} is {lead:+.0%} by them"
+        return f"How sure: {text}{between}{mixed}.", _measure(name, job)
+    if picked.devices == decision.baseline.devices and abs(gain) < _SHOWN:
+        return f"How sure: compute times are {known}; no other plan comes near enough to matter{mixed}.", ""
+    if abs(gain) <= apart and decision.gain_error != 0:
+        name = _least_known({**decision.baseline.devices, **picked.devices}, knowledge.errors)
+        return (
+            f"How sure: too close to call; compute times are {known}, more than the difference{between}{mixed}."
+        ), _measure(name, job)
+    if decision.gain_error == 0:
+        if picked.communication_s and abs(picked.compute_s / decision.baseline.compute_s - 1) < 0.0005:
+            return (
+                f"How sure: the gain is communication alone, whose error is not known; the devices' compute times, {known}, "
+                f"are the same in both: measure it with ddltool profile --network{mixed}."
+            ), ""
+        return (
+            f"How sure: the devices are the same in both, so the error of their compute times ({decision.error:.0%}{source}) "
+            f"is no error of the gain{mixed}."
+        ), ""
+    if knowledge.remark:
+        said = f"less than its error says, compute times {known}: {knowledge.remark}{between}"
+        return f"How sure: {said}; measure all types before you rely on it.", ""
+    return f"How sure: compute times are {known}, less than the difference{between}.", ""
+
+
+def _least_known(devices: Mapping[str, int], errors: Mapping[str, float]) -> str:
+    return max(devices, key=lambda name: (errors.get(name, 0.0), name))
+
+
+def _measure(name: str, job: Job) -> str:
+    sizes = ",".join(str(size) for size in sorted({max(1, job.batch_size // 2), job.batch_size, 2 * job.batch_size}))
+    where = "" if name.lower().startswith(("cpu", "xeon", "epyc")) else " --device cuda"
+    return f"ddltool profile {job.model or 'MODEL'} --batch-sizes {sizes}{where} --device-name {name} -o {name}.csv"
+
+
+def _worth(picked: Option, rival: Option | None, value: Value) -> str:
+    if rival is None or not value(picked):
+        return ""
+    lead = value(rival) / value(picked) - 1
+    return f"; it is worth up to {lead:.0%}" if lead >= _SHOWN else ""

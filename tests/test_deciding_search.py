@@ -1,0 +1,341 @@
+"""The best devices for every strategy: equal to trying all of them, and never worse for more devices, options or money."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Mapping
+from dataclasses import replace
+from fractions import Fraction
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from ddltool.analyzers.balancing.plan import plan_bsp, plan_lb_bsp
+from ddltool.analyzers.barriers.superstep import plan_elastic_bsp
+from ddltool.analyzers.communication.collectives import best_cuts, default_cuts, finish_s
+from ddltool.analyzers.costs.model import cost_model, estimate
+from ddltool.analyzers.costs.nccl import Fabric
+from ddltool.analyzers.deciding.candidates import Candidates, Knowledge, Settings
+from ddltool.analyzers.deciding.communication import Communication, Exposed, GraphCommunication, stretched
+from ddltool.analyzers.deciding.compare import decide
+from ddltool.analyzers.deciding.goal import Failures, Goal
+from ddltool.analyzers.deciding.search import best_devices
+from ddltool.analyzers.placement.problem import Problem, from_job
+from ddltool.analyzers.placement.steps import best_step, device_counts
+from ddltool.device import Network
+from ddltool.errors import Infeasible, InputError
+from ddltool.fixtures.loading import calibration, devices, folder
+from ddltool.graph_io import read_graph
+from ddltool.job import Job
+from ddltool.links import parse_link, parse_nic
+
+SPEEDS = (0.3, 0.5, 1.0, 1.7, 2.4, 3.1, 6.0)
+PRICES = (0.0, 0.3, 1.0, 2.5)
+
+
+class Ring(Communication):
+    """A ring over the slowest of the used links: what the devices share grows with their number, and with a slow type."""
+
+    source = "a ring"
+
+    def __init__(self, seconds: Mapping[str, float]) -> None:
+        self.seconds = seconds
+
+    def synchronous(self, devices: Mapping[str, int], pass_s: float) -> Exposed:
+        count, slowest = sum(devices.values()), max(self.seconds[name] for name in devices)
+        exposed = max(0.0, 2 * (count - 1) / count * slowest - pass_s / 2)
+        return Exposed(default_s=1.2 * exposed, best_s=exposed, setting="ring")
+
+    def asynchronous(self, devices: Mapping[str, int], pass_s: float) -> Exposed:
+        slowest = max(self.seconds[name] for name in devices)
+        return Exposed(default_s=slowest, best_s=slowest, setting="ring")
+
+    def bound_s(self, devices: Mapping[str, int], pass_s: float) -> float:
+        return self.synchronous(devices, pass_s).best_s if sum(devices.values()) > 1 else 0.0
+
+
+def job(offers: Mapping[str, tuple[int, float, float]], workers: int, batch: int, **constraints: Any) -> Job:
+    listed = [
+        {"type": name, "count": count, "capability_per_s": speed, "price_per_hour": price}
+        for name, (count, speed, price) in offers.items()
+    ]
+    document = {
+        "name": "test",
+        "max_workers": workers,
+        "batch_size": batch,
+        "devices": listed,
+        "constraints": constraints,
+    }
+    return Job.model_validate(document)
+
+
+def problem_of(made: Job) -> Problem:
+    return from_job(made, {offer.type: offer.capability_per_s or 1.0 for offer in made.devices})
+
+
+def on(problem: Problem, counts: tuple[int, ...]) -> Problem:
+    kept = tuple(replace(it, count=n) for it, n in zip(problem.devices, counts, strict=True) if n)
+    return replace(problem, devices=kept, max_devices=None, max_price_micro=None)
+
+
+def by_hand(name: str, problem: Problem, counts: tuple[int, ...], ring: Ring) -> float:
+    """Return the step of a strategy on exactly these devices, from the planners of single strategies; infinite: none."""
+    part = on(problem, counts)
+    every = {device.name: device.count for device in part.devices}
+    if name == "est":
+        step = best_step(part, tuple(every.values()))
+        if step is None or sum(counts) > part.max_workers:
+            return math.inf
+        rooms = {device.name: part.room(device, step) for device in part.devices}
+        last = max(
+            1 / device.capability_per_s
+            for device in part.devices
+            if rooms[device.name] / device.capability_per_s == step
+        )
+        return float(step) + ring.least_s(every, float(last))
+    if name == "elastic-bsp":
+        transfer = Fraction(ring.asynchronous(every, 1.0).best_s)
+        slow = [replace(it, capability_per_s=1 / (1 / it.capability_per_s + transfer)) for it in part.devices]
+        plan = plan_elastic_bsp(replace(part, devices=tuple(slow)))
+        return plan.iteration_s if device_counts(plan) == every else math.inf
+    plan = plan_bsp(part) if name == "bsp" else plan_lb_bsp(part)
+    if device_counts(plan) != every:
+        return math.inf
+    return plan.iteration_s + ring.least_s(every, plan.iteration_s)
+
+
+def found_by(name: str, made: Job, ring: Ring, goal: Goal | None = None) -> float:
+    """Return what the search's plan is worth by the goal; infinite where there is none."""
+    problem, aim = problem_of(made), goal or Goal(step_samples=made.max_workers * made.batch_size)
+    maker = Candidates(job=made, knowledge=Knowledge(communication=ring), settings=Settings(limit_s=60.0), goal=aim)
+    try:
+        candidate = maker._searched(name, problem)
+    except Infeasible:
+        return math.inf
+    assert candidate.plan.status == "optimal"
+    return aim.value(candidate.option)
+
+
+offers = st.dictionaries(
+    st.sampled_from(["A", "B", "C"]),
+    st.tuples(st.integers(1, 4), st.sampled_from(SPEEDS), st.sampled_from(PRICES)),
+    min_size=1,
+)
+rings = st.fixed_dictionaries({name: st.sampled_from([0.0, 0.05, 0.4, 3.0]) for name in "ABC"})
+limits = st.fixed_dictionaries(
+    {},
+    optional={
+        "max_devices": st.integers(1, 6),
+        "max_price_per_hour": st.sampled_from([2.5, 5.0]),
+        "homogeneous": st.just(True),
+    },
+)
+
+
+def check_equal_to_all(
+    offered: dict[str, tuple[int, float, float]],
+    seconds: dict[str, float],
+    workers: int,
+    batch: int,
+    more: dict[str, Any],
+) -> None:
+    made, ring = job(offered, workers, batch, **more), Ring(seconds)
+    try:
+        problem = problem_of(made)
+    except Infeasible:
+        return
+    every = list(itertools.product(*(range(device.count + 1) for device in problem.devices)))
+    for name in ("bsp", "lb-bsp", "est", "elastic-bsp"):
+        most = replace(problem, max_workers=workers * batch) if name in ("bsp", "lb-bsp") else problem
+        allowed = [counts for counts in every if most.allows(counts)]
+        steps = {counts: by_hand(name, problem, counts, ring) for counts in allowed}
+        assert found_by(name, made, ring) == pytest.approx(min(steps.values()), rel=1e-9), name
+        prices = [(it.price_micro or 0) / 1e6 / 3600 for it in problem.devices]
+        cost = [
+            steps[counts] * sum(n * price for n, price in zip(counts, prices, strict=True)) / (workers * batch)
+            for counts in allowed
+            if steps[counts] < math.inf
+        ]
+        goal = Goal(objective="cheapest", step_samples=workers * batch)
+        assert found_by(name, made, ring, goal) == pytest.approx(min(cost, default=math.inf), rel=1e-6, abs=1e-15), name
+
+
+drawn = given(st.tuples(offers, rings, st.integers(1, 9), st.sampled_from([1, 8]), limits))
+
+
+@drawn
+@settings(max_examples=25, deadline=None)
+def test_the_search_is_equal_to_trying_all_devices(case: tuple[Any, ...]) -> None:
+    check_equal_to_all(*case)
+
+
+@pytest.mark.slow
+@drawn
+@settings(max_examples=500, deadline=None, suppress_health_check=list(HealthCheck))
+def test_five_hundred_jobs_are_equal_to_trying_all_devices(case: tuple[Any, ...]) -> None:
+    check_equal_to_all(*case)
+
+
+def check_more_is_never_worse(
+    offered: dict[str, tuple[int, float, float]], seconds: dict[str, float], workers: int, budget: float
+) -> None:
+    """One type less, one device less of each, less money: the answer is no better, but by the 2 % that simplicity may cost."""
+
+    def answer(some: Mapping[str, tuple[int, float, float]], **more: Any) -> float:
+        made = job(some, workers, 8, **more)
+        try:
+            plan = decide(
+                made, problem_of(made), Knowledge(communication=Ring(seconds)), settings=Settings(limit_s=60.0)
+            )
+        except Infeasible:
+            return math.inf
+        return math.inf if plan.strategy == "elastic-bsp" else plan.iteration_s
+
+    whole = answer(offered)
+    for name in offered:
+        rest = {other: shape for other, shape in offered.items() if other != name}
+        assert not rest or whole <= answer(rest) * 1.0201
+    fewer = {name: (count - 1, *rest) for name, (count, *rest) in offered.items() if count > 1}
+    assert not fewer or whole <= answer(fewer) * 1.0201  # type: ignore[arg-type]
+    assert whole <= answer(offered, max_devices=2) * 1.0201
+    rich, poor = (answer(offered, max_price_per_hour=money) for money in (2 * budget, budget))
+    assert whole <= rich * 1.0201
+    assert rich <= poor * 1.0201
+
+
+more = given(st.tuples(offers, rings, st.integers(1, 9), st.sampled_from([0.5, 2.5])))
+
+
+@more
+@settings(max_examples=15, deadline=None)
+def test_more_devices_and_money_are_never_worse(case: tuple[Any, ...]) -> None:
+    check_more_is_never_worse(*case)
+
+
+@pytest.mark.slow
+@more
+@settings(max_examples=300, deadline=None, suppress_health_check=list(HealthCheck))
+def test_more_devices_and_money_are_never_worse_in_300_jobs(case: tuple[Any, ...]) -> None:
+    check_more_is_never_worse(*case)
+
+
+@given(
+    st.sampled_from(["nvlink3", "pcie3", "pcie4"]),
+    st.lists(st.sampled_from(["10Gbit", "100Gbit", "200Gbit", "8x400Gbit"]), min_size=2, max_size=2),
+    st.lists(st.integers(0, 24), min_size=2, max_size=2).filter(any),
+    st.floats(0.01, 1.0),
+)
+@settings(max_examples=40, deadline=None)
+def test_no_devices_reduce_sooner_than_the_bound_says(
+    link: str, nics: list[str], counts: list[int], pass_s: float
+) -> None:
+    graph = estimate(
+        read_graph(folder() / "graphs" / "resnet50_v1-training.graph.json.gz"),
+        cost_model(devices().device("V100"), calibration()),
+        Network(),
+    )
+    fabrics = {
+        name: Fabric(inside=parse_link(link), between=parse_nic(nic), gpus_per_node=8)
+        for name, nic in zip(("V100", "T4"), nics, strict=True)
+    }
+    source = GraphCommunication(graph, fabrics, {})
+    used = {name: count for name, count in zip(("V100", "T4"), counts, strict=True) if count}
+    if sum(used.values()) < 2:
+        return
+    program, group = stretched(source.program, pass_s), Fabric.joined(fabrics, used)
+    best = min(finish_s(program, group, cuts) for cuts in (default_cuts(program), best_cuts(program, group)))
+    exposed = max(0.0, best - pass_s)
+    assert source.least_s(used, pass_s) == pytest.approx(exposed)
+    fewer = dict.fromkeys(used, 1) if len(used) > 1 else used
+    assert source.bound_s(fewer, pass_s) <= exposed * (1 + 1e-9) + 1e-12
+
+
+def test_devices_behind_a_slow_link_are_left_out_by_every_strategy() -> None:
+    """Eight fast ones alone make 37.6 a second; with four slow ones behind a slow link nobody does better."""
+    made = job({"A100": (8, 4.7, 1.0), "V100": (4, 0.8, 1.0)}, 16, 1)
+    plan = decide(made, problem_of(made), Knowledge(communication=Ring({"A100": 0.001, "V100": 2.0})))
+    assert plan.decision is not None
+    assert plan.strategy == "bsp"
+    for option in plan.decision.options:
+        assert option.devices == {"A100": 8}, option.strategy
+    assert plan.decision.words[0].startswith("Use the 8 A100s and leave the 4 V100s out, 2 samples on each A100: ")
+    alone = job({"A100": (8, 4.7, 1.0)}, 16, 1)
+    same = decide(alone, problem_of(alone), Knowledge(communication=Ring({"A100": 0.001})))
+    assert (same.strategy, same.iteration_s) == (plan.strategy, plan.iteration_s)
+
+
+def test_time_that_runs_out_leaves_a_bound() -> None:
+    """Each device more takes a hundredth of a second of everybody's time."""
+    speeds = (1.0, 1.7, 3.1)
+    made = job({name: (400, speed, 1.0) for name, speed in zip("ABC", speeds, strict=True)}, 4096, 1)
+    problem = problem_of(made)
+
+    def compute_s(counts: tuple[int, ...]) -> float:
+        return 4096 / max(sum(n * speed for n, speed in zip(counts, speeds, strict=True)), 1e-9)
+
+    def value(counts: tuple[int, ...], least: float) -> tuple[float, tuple[int, ...]]:
+        return compute_s(counts) + sum(counts) / 100, counts
+
+    best = best_devices(problem, value, lambda low, high: sum(low) / 100, most=4096, limit_s=0.05)
+    assert best is not None
+    assert best.bound < best.value
+    assert best.gap > 0
+    better = best_devices(problem, value, lambda low, high: compute_s(high) + sum(low) / 100, most=4096, limit_s=60.0)
+    assert better is not None
+    assert better.gap == pytest.approx(0.0, abs=1e-9)
+    # only the fastest, as many as pay: 4096 / 3.1 n + n / 100 is least at n = 363.5
+    assert better.counts in ((0, 0, 363), (0, 0, 364))
+    assert better.value <= best.value
+
+
+def test_deadlines_budgets_and_fewest_devices() -> None:
+    made = job({"A": (8, 2.0, 2.0), "B": (8, 1.0, 0.5)}, 16, 10)
+    steps = {"samples": 16 * 10 * 3600.0, "step_samples": 160}  # an hour of steps of a second
+    plan = lambda **more: decide(made, problem_of(made), Knowledge(), goal=Goal(**steps, **more))  # type: ignore[arg-type]  # noqa: E731
+    fast = plan()
+    assert fast.decision is not None
+    assert fast.decision.run is not None
+    assert fast.decision.run.hours == pytest.approx(fast.iteration_s)
+    cheap = plan(objective="cheapest")
+    assert device_counts(cheap) == {"B": 8}  # 0.5 per mini-batch against 1
+    assert cheap.iteration_s == pytest.approx(2.0)
+    sooner = plan(objective="cheapest", deadline_s=3600.0 * 1.2)
+    assert sooner.iteration_s <= 1.2
+    assert sooner.decision is not None
+    assert cheap.decision is not None
+    price = [it.decision.run.price for it in (cheap, sooner, fast) if it.decision and it.decision.run]
+    assert price == sorted(price)  # type: ignore[type-var]
+    within = plan(budget=price[0])
+    assert within.decision is not None
+    assert within.decision.run is not None
+    assert (within.decision.run.price or 0) <= (price[0] or 0) * (1 + 1e-6)
+    few = plan(objective="fewest-devices", deadline_s=3600.0 * 2.0)
+    assert sum(device_counts(few).values()) == 4  # of 2 mini-batches a second each: 8 in a second
+    with pytest.raises(Infeasible, match="deadline: the whole run takes"):
+        plan(deadline_s=60.0)
+    with pytest.raises(Infeasible, match="budget: the whole run costs"):
+        plan(budget=0.01)
+    with pytest.raises(InputError, match="fewest-devices needs something to keep"):
+        plan(objective="fewest-devices")
+
+
+def test_failures_lengthen_a_run_as_daly_says() -> None:
+    """Of equal losses on both sides of Young's interval, and the exact time of a run that fails by chance."""
+    spot = Failures(mtbf_s=24 * 3600.0, checkpoint_s=60.0, restart_s=300.0)
+    assert spot.interval_s(1) == pytest.approx(math.sqrt(2 * 60 * 24 * 3600) - 60, rel=0.02)
+    for count in (1, 16, 256):
+        best, each = spot.factor(count), spot.mtbf_s / count
+        for stretch in (0.5, 2.0):  # the closed form is near the least of the exact one
+            t = spot.interval_s(count) * stretch
+            other = each * math.exp(300.0 / each) * math.expm1((t + 60.0) / each) / t
+            assert best <= other * (1 + 1e-6)
+    assert [spot.factor(n) for n in (1, 4, 16, 64)] == sorted(spot.factor(n) for n in (1, 4, 16, 64))
+    goal = Goal(samples=1e6, step_samples=160, failures=spot)
+    made = job({"A": (8, 2.0, 2.0)}, 16, 10)
+    plan = decide(made, problem_of(made), Knowledge(), goal=goal)
+    assert plan.decision is not None
+    assert plan.decision.run is not None
+    assert plan.decision.run.hours * 3600 == pytest.approx(1e6 / 160 * plan.iteration_s * spot.factor(8))
