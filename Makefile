@@ -9,7 +9,7 @@ NEEDS := $(shell cat pyproject.toml constraints.txt | cksum | tr -d ' ')
 FILES := $(shell find toolkit commands analyzers runtime fixtures -name '*.py' -o -name '*.json' -o -name '*.gz' -o -name '*.yaml' | sort | cksum | tr -d ' ')
 INSTALL := -q --disable-pip-version-check -c constraints.txt --config-settings editable_mode=strict
 
-.PHONY: setup demo test slow check bench fixtures dist audit clean
+.PHONY: setup demo test slow check bench fixtures dist audit mutants clean
 
 setup: $(VENV)/.files-$(NEEDS)-$(FILES)
 
@@ -52,6 +52,11 @@ fixtures: setup
 dist: setup
 	SOURCE_DATE_EPOCH=$$(git log -1 --format=%ct) $(BIN)/pip wheel -q --no-deps -w dist .
 	ls -l dist
+
+# Small mistakes put into the analyzers' cores, one at a time: which would their tests not see? (an hour)
+mutants: setup
+	$(BIN)/pip install -q -c constraints.txt 'cosmic-ray>=8.4,<9'
+	$(BIN)/python benchmarks/mutants.py
 
 # Licences of all that is installed, and known weaknesses (asks the advisory database over the network).
 audit: setup

@@ -213,9 +213,12 @@ def test_guards() -> None:
     for sizes in ((4, 4), (0, 4), (16, 4)):
         with pytest.raises(InputError, match="batch sizes"):
             calm.add(noise_terms(1.0, 1.0, *sizes))
+    # Opposite gradients cancel: their mean is zero, and rounding below zero counts as zero.
+    assert differenced_terms(0.25, 0.25, -0.25 - 1e-9, 4) == NoiseTerms(sqr=-0.25, var_per_sample=2.0)
     assert calm.count == 1  # nothing bad was taken
-    with pytest.raises(InputError, match="smoothing"):
-        NoiseScaleEstimator(1.0)
+    for smoothing in (1.0, -0.5):
+        with pytest.raises(InputError, match="smoothing"):
+            NoiseScaleEstimator(smoothing)
     with pytest.raises(InputError, match="batch_sizes"):
         small_batch([4, 0])
 
