@@ -17,7 +17,7 @@ from ddltool.analyzers.loading.measured_rows import measured_rows
 from ddltool.analyzers.loading.nccl import bus_bandwidth, is_nccl_log
 from ddltool.analyzers.loading.sources import work_of
 from ddltool.analyzers.tracing.dialect import Numerics
-from ddltool.artifacts import read_text, save
+from ddltool.artifacts import ending, read_text, save
 from ddltool.commands.options import AllowCode, ChannelsLast, DevicesFile, Json, Output, Precision, SequenceLength
 from ddltool.commands.output import note, print_json, progress, say
 from ddltool.device import MEASURED, Device, DeviceTable
@@ -57,7 +57,7 @@ def calibrate(
         raise InputError("--optimizer", f"unknown {optimizer!r}", did_you_mean(optimizer, OPTIMIZERS))
     known = known_devices(devices_file)
     found = known.gpu(device)
-    others = [path for path in rows if _suffix(path) not in _TABLES]
+    others = [path for path in rows if ending(path) not in _TABLES]
     logs = {path: text for path in others if is_nccl_log(text := read_text(path))}
     tables = [path for path in rows if path not in logs]
     if logs:
@@ -90,16 +90,11 @@ def calibrate(
         _show(found, updated, output)
 
 
-def _suffix(path: Path) -> str:
-    """Return the end of a file's name that tells what it holds."""
-    return next((suffix.lower() for suffix in reversed(path.suffixes) if suffix != ".gz"), "")
-
-
 def _measured(
     tables: list[Path], device: Device, known: DeviceTable, batch_size: int | None, **given: Any
 ) -> list[Measured]:
     """Return the rows of all files that were measured on the device; see ``measured_rows`` for what is ``given``."""
-    traces = [path for path in tables if _suffix(path) == ".json"]
+    traces = [path for path in tables if ending(path) == ".json"]
     if traces and batch_size is None:
         raise InputError(str(traces[0]), "does not say the batch size", "give it with --batch-size N")
     if batch_size is not None and not traces:

@@ -28,7 +28,7 @@ from ddltool.job_state import JobState
 from ddltool.plans import Enforcement, Plan
 from ddltool.profiles import ProfileRow
 from ddltool.results import KindsResult, ListedKind
-from ddltool.sync_rows import BarrierRow, JoinedRow, LeftRow, StepRow, SummaryRow
+from ddltool.sync_rows import SyncRow
 from ddltool.telemetry import TelemetryRow
 
 FILES, RESULTS = (
@@ -65,7 +65,7 @@ def schema_of(kind: str) -> dict[str, Any]:
     if short in MODELS:
         schema = MODELS[short].model_json_schema()
     elif short == "sync":
-        schema = _sync_schema()
+        schema = {"title": "SyncRow", **TypeAdapter(SyncRow).json_schema()}
     else:  # printed by one command and read by nobody: what every document has, and no promise about the rest
         schema = {
             "title": short,
@@ -75,12 +75,6 @@ def schema_of(kind: str) -> dict[str, Any]:
             "required": ["kind", "schema_version"],
         }
     return {"$schema": "https://json-schema.org/draft/2020-12/schema", "$id": f"ddltool.{short}", **schema}
-
-
-def _sync_schema() -> dict[str, Any]:
-    """The schema of any row of a synchronisation server's telemetry."""
-    rows: TypeAdapter[Any] = TypeAdapter(StepRow | BarrierRow | LeftRow | JoinedRow | SummaryRow)
-    return {"title": "SyncRow", **rows.json_schema()}
 
 
 def schema(

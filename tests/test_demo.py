@@ -42,18 +42,19 @@ def demo(
         return folder, json.loads(done.stdout), done.stderr
 
     def train(command: list[str], *_: object) -> int:
-        return max(abs(code or 0) for code, *_ in as_job(2, folder, fifty_steps, *command[-2:]))
+        return max(abs(code or 0) for code, *_ in as_job(2, folder, forty_steps, *command[-2:]))
 
     with pytest.MonkeyPatch.context() as patch:
-        for name, value in {"BATCH_SIZES": (4, 16), "REPEATS": 2, "SAMPLES": 5, "_run": train}.items():
+        less = {"BATCH_SIZES": (2, 4, 8, 16), "REPLICAS": (1,), "REPEATS": 1, "SAMPLES": 2, "_run": train}
+        for name, value in less.items():
             patch.setattr(commands, name, value)
         with contextlib.redirect_stdout(io.StringIO()) as printed, contextlib.redirect_stderr(io.StringIO()) as told:
             assert run(["demo", "-o", str(folder), "--json"]) == 0, told.getvalue()
     return folder, json.loads(printed.getvalue()), told.getvalue()
 
 
-def fifty_steps(rank: int, *arguments: str) -> None:
-    demo_train.STEPS = 50
+def forty_steps(rank: int, *arguments: str) -> None:
+    demo_train.STEPS = 40
     sys.argv[1:] = arguments
     demo_train.main()
 
@@ -87,7 +88,7 @@ def test_the_training_was_real(demo: tuple[Path, dict[str, object], str]) -> Non
     training = document["training"]
     assert isinstance(training, dict)
     losses = training["losses"]
-    assert sum(losses[-20:]) < 0.5 * sum(losses[:20])
+    assert sum(losses[-12:]) < 0.5 * sum(losses[:12])
     assert training["accuracy"] > 0.3  # chance is 0.1
     rows = [TelemetryRow.model_validate(row) for row in read_table(folder / "telemetry.jsonl").to_dict("records")]
     enforcement = load(folder / "enforce.json", Enforcement)

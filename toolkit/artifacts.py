@@ -294,11 +294,11 @@ def read_document(path: str | Path) -> dict[str, Any]:
     """Return the mapping that a JSON or YAML file holds. Raises InputError with the line and column of a mistake."""
     path = Path(path)
     text = read_text(path)
-    suffixes = [suffix for suffix in path.suffixes if suffix != ".gz"]
-    is_yaml = suffixes[-1:] in ([".yaml"], [".yml"])
     try:
         document = (
-            _from_yaml(text, path) if is_yaml else json.loads(text, object_pairs_hook=_unique, parse_int=_integer)
+            _from_yaml(text, path)
+            if ending(path) in (".yaml", ".yml")
+            else json.loads(text, object_pairs_hook=_unique, parse_int=_integer)
         )
     except _RepeatedKey as error:
         where = f"{path}:line {error.line}" if error.line else str(path)
@@ -328,6 +328,15 @@ def read_toml(path: str | Path) -> dict[str, Any]:
     except (ValueError, RecursionError) as error:  # TOMLDecodeError, numbers of thousands of digits
         reason = str(error).partition(";")[0]
         raise InputError(str(path), f"is not valid TOML ({reason})", "mind the quotes and brackets") from None
+
+
+def ending(path: Path) -> str:
+    """Return the end of a file's name that tells what it holds, in lower case and without ``.gz``.
+
+    >>> ending(Path("telemetry.JSONL.gz"))
+    '.jsonl'
+    """
+    return next((suffix.lower() for suffix in reversed(path.suffixes) if suffix != ".gz"), "")
 
 
 def kind_of(model: type[BaseModel]) -> str:

@@ -84,3 +84,9 @@ class SummaryRow(Row):
     wait_s: list[float]
     staleness: dict[int, int]
     dropped: list[int]
+
+
+SyncRow = StepRow | BarrierRow | LeftRow | JoinedRow | SummaryRow
+EVENTS: dict[str, type[Row]] = {
+    **{"step": StepRow, "barrier": BarrierRow, "left": LeftRow, "joined": JoinedRow, "summary": SummaryRow}
+}

@@ -12,13 +12,13 @@ from pydantic import BaseModel, ValidationError
 
 from ddltool.analyzers.deciding.feedback import check_rows
 from ddltool.analyzers.gating.metrics import RECORDS
-from ddltool.artifacts import parse, parse_record, read_document, read_lines
+from ddltool.artifacts import ending, parse, parse_record, read_document, read_lines
 from ddltool.errors import InputError, did_you_mean
 from ddltool.graph_io import from_document
 from ddltool.graph_results import MemoryTimeline
 from ddltool.profiles import check_profile, read_profile
 from ddltool.schema_words import in_words
-from ddltool.sync_rows import BarrierRow, JoinedRow, LeftRow, StepRow, SummaryRow
+from ddltool.sync_rows import EVENTS
 from ddltool.tables import read_table
 from ddltool.telemetry import TelemetryRow
 
@@ -29,19 +29,8 @@ if TYPE_CHECKING:
 _TABLES = (".csv", ".jsonl", ".ndjson")
 # Sections stand in the order in which data flow.
 ORDER = (
-    *(
-        "graph",
-        "profile",
-        "network",
-        "goodput",
-        "plan",
-        "enforcement",
-        "telemetry",
-        "verification",
-        "stragglers",
-        "sync",
-    ),
-    *("barrier", "balance", "simulation", "sweep", "gate"),
+    *("graph", "profile", "network", "goodput", "plan", "enforcement", "telemetry", "verification", "stragglers"),
+    *("sync", "barrier", "balance", "simulation", "sweep", "gate"),
 )
 _MODELS = {kind: RECORDS[f"ddltool.{kind}"] for kind in ORDER if f"ddltool.{kind}" in RECORDS}
 Row = dict[str, Any]
@@ -86,7 +75,7 @@ def read(path: str | Path) -> Any:
 
 def read_any(path: Path) -> Found:
     """Return the artifact in a file. Raises InputError, naming the file, for what is unknown, broken or empty."""
-    last = next((suffix.lower() for suffix in reversed(path.suffixes) if suffix != ".gz"), "")
+    last = ending(path)
     if last in (".jsonl", ".ndjson"):
         return _from_rows(path, list(read_lines(path)))
     if last == ".csv":
@@ -113,10 +102,8 @@ def _from_document(path: Path) -> Found:
     elif isinstance(named, str) and kind in _MODELS:
         content = parse(document, _MODELS[kind], where)
     else:
-        known = did_you_mean(kind[:60], ["graph", "profile", *_MODELS])
-        raise InputError(
-            f"{where}:kind", "is missing" if named is None else f"is {named!r}, which has no section", known
-        )
+        problem = "is missing" if named is None else f"is {named!r}, which has no section"
+        raise InputError(f"{where}:kind", problem, did_you_mean(kind[:60], ["graph", "profile", *_MODELS]))
     return Found(kind=kind, path=path, content=content)
 
 
@@ -148,14 +135,12 @@ def _from_rows(path: Path, rows: list[tuple[int, Row]]) -> Found:
 
 
 def _sync_rows(path: Path, rows: list[tuple[int, Row]]) -> list[Row]:
-    models: dict[str, type[BaseModel]] = {"step": StepRow, "barrier": BarrierRow, "left": LeftRow}
-    models |= {"joined": JoinedRow, "summary": SummaryRow}
     made: list[Row] = []
     for number, row in rows:
         event = row.get("event")
-        if not isinstance(event, str) or event not in models:
-            raise InputError(f"{path}:line {number}:event", f"is {event!r}", did_you_mean(str(event)[:60], models))
-        made += _checked(path, [(number, row)], models[event])
+        if not isinstance(event, str) or event not in EVENTS:
+            raise InputError(f"{path}:line {number}:event", f"is {event!r}", did_you_mean(str(event)[:60], EVENTS))
+        made += _checked(path, [(number, row)], EVENTS[event])
     return made
 
 

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from ddltool.analyzers.goodput.observations import TELEMETRY_NUMBERS, import_steps, import_table, kind_of
 from ddltool.analyzers.oracle.kineto import read_steps
+from ddltool.artifacts import ending
 from ddltool.errors import InputError
 from ddltool.results import ImportedFile
 from ddltool.tables import read_table
@@ -43,7 +44,7 @@ def import_files(
         if path.resolve() in seen:
             raise InputError(str(path), "is given twice", "its rows would count double")
         seen.add(path.resolve())
-        last = next((suffix.lower() for suffix in reversed(path.suffixes) if suffix != ".gz"), "nothing")
+        last = ending(path)
         if last == ".json":
             steps = read_steps(path)
             named = device or steps.device or unnamed or None
@@ -53,7 +54,9 @@ def import_files(
             sources.append(source.model_copy(update={"remarks": [*steps.remarks]}) if steps.remarks else source)
             continue
         if last not in (".csv", ".jsonl", ".ndjson"):
-            raise InputError(str(path), f"ends in {last}", "give a .csv, .jsonl or .json file (or .gz of one)")
+            raise InputError(
+                str(path), f"ends in {last or 'nothing'}", "give a .csv, .jsonl or .json file (or .gz of one)"
+            )
         frame = read_table(path) if last == ".csv" else _telemetry(path)
         kind = kind_of([str(name) for name in frame.columns], str(path))
         named = device

@@ -69,7 +69,8 @@ def diagnose(run: RankSteps, source: str, feeds: Feeds | None = None) -> Straggl
     if not findings and (link := _link(run, mean)) is not None:
         findings.append(link)
     ideal, worst = _ideal(run, rest)
-    slowdown = mean / ideal
+    slowdown, waited = mean / ideal, float(run.wait_s.mean() / mean)
+    nobody = f"No rank holds the others up: waiting takes {waited:.0%} of a step, by turns."
     return StragglersResult(
         source=source,
         ranks=len(run.ranks),
@@ -78,8 +79,8 @@ def diagnose(run: RankSteps, source: str, feeds: Feeds | None = None) -> Straggl
         ideal_step_s=ideal,
         slowdown=slowdown,
         m_w=(mean - worst) / (mean - ideal) if slowdown > 1.02 else None,
-        waiting_share=float(run.wait_s.mean() / mean),
-        verdict=findings[0].sentence if findings else _nobody(run, mean),
+        waiting_share=waited,
+        verdict=findings[0].sentence if findings else nobody,
         findings=findings,
         splits=[_split(whole, row, float((step - gains[row]).mean())) for row in range(len(run.ranks))],
         classes={name: _of_class(run, name, rest) / ideal for name in run.parts},
@@ -164,11 +165,9 @@ def _finding(
         "periodic": f"every {every} steps or so",
         "transient": f"in {int(slow.sum())} of {len(step)} steps",
     }[pattern]
-    pace = (
-        f"is {ratio:.2f}x slower in {shown}"
-        if ratio is not None and ratio < 20
-        else f"takes {show_seconds(parts[part])} longer in {shown}"
-    )
+    pace = f"takes {show_seconds(parts[part])} longer in {shown}"
+    if ratio is not None and ratio < 20:
+        pace = f"is {ratio:.2f}x slower in {shown}"
     if kind == "pauses":
         pace = f"pauses for {show_seconds(float(excess[slow].mean()))}"
     sentence = f"{who} {pace} {when}: {whole:.0%} of those steps, {share:.0%} of the run ({kind}). {remedy}"
@@ -254,10 +253,8 @@ def _kind(
     if control is not None and float(np.median(control)) > 1e-4 and {"forward", "backward"} <= run.parts.keys():
         # The optimizer does the same whatever the batch: a slow device is slow there too.
         same = float(np.median(control[row][slow]) / np.median(_others(control, row)[slow]))
-        both = [
-            float(run.parts[name][row][slow].mean() / _others(run.parts[name], row)[slow].mean())
-            for name in COMPUTE[:2]
-        ]
+        passes = [run.parts[name] for name in COMPUTE[:2]]
+        both = [float(each[row][slow].mean() / _others(each, row)[slow].mean()) for each in passes]
         if same - 1 < 0.35 * (ratio - 1) and min(both) - 1 > 0.4 * (max(both) - 1):
             return "uneven work"
     return "slow device"
@@ -293,11 +290,6 @@ def _link(run: RankSteps, mean: float) -> StragglerFinding | None:
         command=command,
         sentence=sentence,
     )
-
-
-def _nobody(run: RankSteps, mean: float) -> str:
-    waited = float(run.wait_s.mean() / mean)
-    return f"No rank holds the others up: waiting takes {waited:.0%} of a step, by turns."
 
 
 def balanced_gain(run: RankSteps) -> float:

@@ -299,10 +299,8 @@ def what_if(operations: Operations) -> StragglersResult:
     classes = {kind: alone(kinds == kind) for kind in dict.fromkeys(kinds.tolist())}
     by_stage = [alone(stage == place) for place in range(stages)]
     by_replica = [alone(slice(None), place) for place in range(replicas)]
-    score = {
-        place: min(by_replica[place[0]], by_stage[place[1]])
-        for place in itertools.product(range(replicas), range(stages))
-    }
+    places = itertools.product(range(replicas), range(stages))
+    score = {place: min(by_replica[place[0]], by_stage[place[1]]) for place in places}
     order = sorted(score, key=lambda place: (-score[place], operations.rank[place]))
     slowdown = actual_s / ideal_step_s
     differs = abs(actual_s - ideal_step_s) > 1e-9
@@ -345,9 +343,15 @@ def _finding(
     if slowdown < _LEAST_SLOWDOWN:
         return None
     lost = 1.0 - 1.0 / slowdown
-    common: dict[str, Any] = {
-        "pattern": "persistent", "since_step": 0, "slow_steps": operations.steps, "excess_s": 0.0
-    }  # fmt: skip
+
+    def finding(
+        cause: str, share: float, sentence: str, rank: int | None = None, ratio: float | None = None, **remedy: Any
+    ) -> StragglerFinding:
+        shares = {"share_of_steps": share, "share_of_run": share, "ratio": ratio, "excess_s": 0.0}
+        steps = {"since_step": 0, "slow_steps": operations.steps}
+        told = {"cause": cause, "pattern": "persistent", "part": "compute", "sentence": sentence}
+        return StragglerFinding.model_validate({"rank": rank, **shares, **steps, **told, **remedy})
+
     compute = {kind: [place for place, op in enumerate(operations.ops) if op[0] == kind] for kind in _COMPUTE}
     if m_w >= _LEAST_EXPLAINED:
         replica, stage = worst
@@ -357,46 +361,24 @@ def _finding(
             np.delete(operations.duration_s[rows], replica, axis=1),
         )
         ratio = float(mine / theirs.mean()) if theirs.size else None
-        rank, pace = (
-            int(operations.rank[worst]),
-            "" if ratio is None else f" computes {ratio:.2f}x slower than its peers and",
-        )
+        rank, pace = int(operations.rank[worst]), ""
+        if ratio is not None:
+            pace = f" computes {ratio:.2f}x slower than its peers and"
+        share, command = lost * min(m_w, 1.0), "ddltool plan job.yaml"
         sentence = (
-            f"Rank {rank} (data-parallel rank {replica}, stage {stage}){pace} explains {m_w:.0%} of the slowdown: "
-            f"{lost * min(m_w, 1.0):.0%} of every step (slow device). Take it out of the job, or give its replica less: "
-            "ddltool plan job.yaml"
+            f"Rank {rank} (data-parallel rank {replica}, stage {stage}){pace} explains {m_w:.0%} of the slowdown: {share:.0%} "
+            f"of every step (slow device). Take it out of the job, or give its replica less: {command}"
         )
-        return StragglerFinding(
-            rank=rank, cause="slow device", part="compute", ratio=ratio, share_of_steps=lost * min(m_w, 1.0),
-            share_of_run=lost * min(m_w, 1.0), predicted_gain=lost * min(m_w, 1.0), command="ddltool plan job.yaml",
-            sentence=sentence, **common,
-        )  # fmt: skip
+        return finding("slow device", share, sentence, rank, ratio, predicted_gain=share, command=command)
     if m_s >= _LEAST_EXPLAINED:
         share = lost * min(m_s, 1.0)
         sentence = f"The last pipeline stage explains {m_s:.0%} of the slowdown: {share:.0%} of every step. "
-        sentence += "Give it fewer layers."
-        return StragglerFinding(
-            rank=None,
-            cause="slow stage",
-            part="compute",
-            share_of_steps=share,
-            share_of_run=share,
-            sentence=sentence,
-            **common,
-        )
+        return finding("slow stage", share, sentence + "Give it fewer layers.")
     ahead, back = (operations.duration_s[compute[kind]].ravel() for kind in _COMPUTE)
     if len(ahead) == len(back) and ahead.std() > 0 and np.corrcoef(ahead, back)[0, 1] >= _SEQUENCES:
         sentence = (
             f"Sequences of unequal length: microbatches that are long forward are long backward; {lost:.0%} of every step "
             "(uneven work). Deal them out by their compute and not by their number."
         )
-        return StragglerFinding(
-            rank=None,
-            cause="uneven work",
-            part="compute",
-            share_of_steps=lost,
-            share_of_run=lost,
-            sentence=sentence,
-            **common,
-        )
+        return finding("uneven work", lost, sentence)
     return None

@@ -24,10 +24,7 @@ def check_script(command: Sequence[str], replicas: int = 2, timeout_s: float = 9
     if not Path(command[0]).is_file():
         raise InputError(command[0], "is no file", "name a training script")
     launch = [
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
-        "--standalone",
+        *(sys.executable, "-m", "torch.distributed.run", "--standalone"),
         "--nproc-per-node",
         str(replicas),
         *command,
