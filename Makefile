@@ -9,7 +9,7 @@ NEEDS := $(shell cat pyproject.toml constraints.txt | cksum | tr -d ' ')
 FILES := $(shell find toolkit commands analyzers runtime fixtures -name '*.py' -o -name '*.json' -o -name '*.gz' -o -name '*.yaml' | sort | cksum | tr -d ' ')
 INSTALL := -q --disable-pip-version-check -c constraints.txt --config-settings editable_mode=strict
 
-.PHONY: setup demo test slow check bench fixtures dist audit mutants clean
+.PHONY: setup demo test slow check bench docs fixtures dist audit mutants clean
 
 setup: $(VENV)/.files-$(NEEDS)-$(FILES)
 
@@ -43,6 +43,10 @@ check: setup
 
 bench: setup
 	for file in benchmarks/bench_*.py; do echo "== $$file"; $(BIN)/python $$file || exit 1; done
+
+# The site, into build/site; a link that leads nowhere fails.
+docs: setup
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build -q
 
 # Traces the zoo again: a change in tracing shows as a diff of fixtures/graphs.
 fixtures: setup

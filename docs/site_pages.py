@@ -1,0 +1,87 @@
+"""What ``make docs`` adds to the pages: home from README.md, the commands' help, the Python functions, files beside docs/."""
+
+from __future__ import annotations
+
+import html
+import re
+from pathlib import Path
+from typing import Any
+
+import click
+from mkdocs.structure.files import File, Files
+
+import ddltool
+from ddltool.commands.main import COMMANDS, load
+
+ROOT = Path(__file__).resolve().parents[1]
+BESIDE = {
+    "index.md": "README.md",
+    **{f"{name.lower()}.md": f"{name}.md" for name in ("CHANGELOG", "CONTRIBUTING", "SECURITY")},
+}
+
+
+def on_files(files: Files, config: Any) -> Files:
+    """Add the pages that are made, and the examples that pages link to."""
+    made = {page: _from_root((ROOT / source).read_text("utf-8")) for page, source in BESIDE.items()}
+    made |= {"commands.md": commands(), "python.md": functions()}
+    for page, text in made.items():
+        files.append(File.generated(config, page, content=text))
+    for path in sorted((ROOT / "examples").rglob("*")):
+        if path.is_file() and "__pycache__" not in path.parts:
+            files.append(
+                File.generated(config, f"examples/{path.relative_to(ROOT / 'examples')}", abs_src_path=str(path))
+            )
+    return files
+
+
+def on_page_markdown(markdown: str, **_: Any) -> str:
+    """Point links that leave docs/ at what the site has of it; a folder has no page."""
+    markdown = re.sub(r"\[([^]]*)\]\((?:\.\./)+examples/ci\)", r"`\1`", markdown)
+    return markdown.replace("](../examples/", "](examples/")
+
+
+def _from_root(text: str) -> str:
+    """A page of the root as one of docs/: its links, seen from there."""
+    text = re.sub(r"\]\((?:https?://[^)\s]*/blob/[^/)]*/)?docs/", "](", text)
+    for page, source in BESIDE.items():
+        text = text.replace(f"]({source}", f"]({page}")
+    return text
+
+
+def commands() -> str:
+    """Every command with its options, as ``--help`` has them, by the question that it answers."""
+    lines = ["# Commands", "", "What `ddltool COMMAND --help` prints. Each name leads to the command's page.", ""]
+    for question in dict.fromkeys(each["question"] for each in COMMANDS.values()):
+        lines += [f"## {question}", ""]
+        for name in (name for name, each in COMMANDS.items() if each["question"] == question):
+            lines += _command(name)
+    return "\n".join(lines)
+
+
+def _command(name: str) -> list[str]:
+    command = load(name)
+    context = click.Context(command, info_name=f"ddltool {name}")
+    usage = " ".join(command.collect_usage_pieces(context))
+    lines = [f"### [{name}]({name}.md)", "", COMMANDS[name]["summary"], "", f"    ddltool {name} {usage}", ""]
+    rows: dict[str, list[str]] = {}
+    for parameter in command.params:
+        record = parameter.get_help_record(context)
+        if record and "--help" not in record[0]:
+            title = getattr(parameter, "rich_help_panel", None) or "Options"
+            flag, text = (_escaped(cell) for cell in record)
+            rows.setdefault(str(title), []).append(f"| <code>{flag}</code> | {text} |")
+    for title, found in rows.items():
+        lines += [f"| {title} | |", "|---|---|", *found, ""]
+    return lines
+
+
+def _escaped(text: str) -> str:
+    """Text as a cell that Markdown leaves alone."""
+    return re.sub(r"[|*_`\[\]]", lambda sign: f"&#{ord(sign[0])};", html.escape(text.replace("\n", " ")))
+
+
+def functions() -> str:
+    """The functions of ``import ddltool as dt``, from their docstrings."""
+    lines = ["# Python, in full", "", "The functions of [`import ddltool as dt`](api.md) and what they return.", ""]
+    homes = ddltool._HOMES
+    return "\n".join([*lines, *(f"::: ddltool.{home}.{name}\n" for name, home in homes.items())])
