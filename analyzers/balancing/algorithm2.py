@@ -19,7 +19,7 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -64,8 +64,7 @@ class Settings:
             raise InputError("memory_share", f"is {self.memory_share:g}", "give a share above 0, up to 1")
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Decision:
+class Decision(NamedTuple):
     """What one iteration's times led to."""
 
     sizes: tuple[int, ...]
@@ -138,14 +137,8 @@ class Algorithm2:
         if moved:
             self.sizes[leader] += moved
             self.sizes[straggler] -= moved
-        return Decision(
-            sizes=tuple(self.sizes.tolist()),
-            leader=leader,
-            straggler=straggler,
-            phase=self.phase,
-            moved=moved,
-            remove=bool(remove),
-        )
+        sizes_now = tuple(self.sizes.tolist())
+        return Decision(sizes_now, leader, straggler, self.phase, moved, bool(remove))
 
     def _check(self, seconds: Floats, memory: Floats) -> None:
         for name, values, least in (("seconds", seconds, np.nextafter(0, 1)), ("memory", memory, 0.0)):
@@ -174,7 +167,7 @@ class Algorithm2:
         if self.sizes[straggler] - step < self.least:
             if self.phase is Phase.FINE or self.settings.strict:
                 return 0, 1
-            self._fine()
+            self.phase = Phase.FINE
             return 0, 0
         window = self.settings.window if self.phase is Phase.APPROACH else self.settings.fine_window
         if len(self._recent) >= window:
@@ -182,7 +175,7 @@ class Algorithm2:
             if all(took[leader] < took[straggler] for took in recent):
                 return step, 0
         if self._was_slower[leader, straggler]:
-            self._fine()
+            self.phase = Phase.FINE
         return 0, 0
 
     def _far_apart(self, leader: int, straggler: int) -> bool:
@@ -191,17 +184,11 @@ class Algorithm2:
         Times are taken as proportional to samples, which for GPUs is more than they change: no step is too large.
         """
         step, window, sizes = self.settings.step, self.settings.window, self.sizes
-        if (
-            sizes[straggler] - step < self.least
-            or sizes[leader] + step > self.limits[leader]
-            or len(self._recent) < window
-        ):
+        full = sizes[straggler] - step < self.least or sizes[leader] + step > self.limits[leader]
+        if full or len(self._recent) < window:
             return False
         more, less = (sizes[leader] + step) / sizes[leader], (sizes[straggler] - step) / sizes[straggler]
         return all(took[leader] * more < took[straggler] * less for took in list(self._recent)[-window:])
-
-    def _fine(self) -> None:
-        self.phase = Phase.FINE
 
     def state_dict(self) -> dict[str, Any]:
         """Return what a checkpoint needs, as plain numbers."""
@@ -214,12 +201,10 @@ class Algorithm2:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on from :meth:`state_dict`'s answer. Raises InputError where it is for other workers or another total."""
-        sizes = np.array(state.get("sizes", []), dtype=np.int64)
-        if sizes.shape != self.sizes.shape or sizes.sum() != self.sizes.sum():
-            problem = f"has sizes {sizes.tolist()}"
-            raise InputError("state", problem, f"this job has {len(self.sizes)} workers and {self.sizes.sum()} samples")
-        if sizes.min() < self.least:
-            raise InputError("state", f"has sizes {sizes.tolist()}", f"every worker has {self.least} samples or more")
+        sizes, known = np.array(state.get("sizes", []), dtype=np.int64), self.sizes
+        if sizes.shape != known.shape or sizes.sum() != known.sum() or sizes.min() < self.least:
+            job = f"this job has {len(known)} workers and {known.sum()} samples, {self.least} or more each"
+            raise InputError("state", f"has sizes {sizes.tolist()}", job)
         self.sizes = sizes
         self.phase = Phase(state["phase"])
         self._recent.clear()

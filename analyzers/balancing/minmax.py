@@ -91,9 +91,7 @@ class DeviceCurves:
         """
         slope = np.atleast_1d(np.asarray(per_sample_s, dtype=np.float64))
         named = {"launch_s": launch_s, "saturation": saturation, "communication_s": communication_s}
-        values = {"per_sample_s": slope}
-        for name, given in named.items():
-            values[name] = np.asarray(given, dtype=np.float64)
+        values = {"per_sample_s": slope, **{name: np.asarray(given, dtype=float) for name, given in named.items()}}
         for name, array in values.items():
             if array.shape not in ((), slope.shape):
                 raise InputError(name, f"has shape {array.shape}", f"give one number or {len(slope)}")
@@ -172,21 +170,17 @@ def choose(curves: Curves, offer: Offer, total: int, finish: Finish | None = Non
     ends = finish or (lambda slowest, devices: slowest)
     offers = [offer]
     if offer.single_type:
-        kinds = range(len(offer.counts))
-        offers = [
-            replace(offer, counts=tuple(count * (kind == only) for kind, count in enumerate(offer.counts)))
-            for only in kinds
-        ]
+        alone = np.diag(offer.counts).tolist()
+        offers = [replace(offer, counts=tuple(counts)) for counts in alone]
     found = []
     for each in offers:
         numbers = _best_numbers(curves, each, total, ends)
         if numbers is not None:
             rows = spread(curves, numbers.tolist(), total)
             assert rows is not None  # what they make by the best time reaches the total
-            slowest = slowest_of(curves, rows)
-            taken = tuple(numbers.tolist())
-            iteration_s = ends(slowest, sum(taken))
-            found.append(Chosen(rows=rows, numbers=taken, slowest_s=slowest, iteration_s=iteration_s))
+            slowest, taken = slowest_of(curves, rows), tuple(numbers.tolist())
+            made_s = ends(slowest, sum(taken))
+            found.append(Chosen(rows=rows, numbers=taken, slowest_s=slowest, iteration_s=made_s))
     return min(found, key=lambda made: made.iteration_s, default=None)
 
 
@@ -207,11 +201,6 @@ def spread(curves: Curves, numbers: Sequence[int], total: int) -> tuple[Row, ...
         sizes = ((full, high[kind]), (int(part > 0), low[kind] + part), (rest, low[kind]))
         rows += [Row(kind=kind, devices=devices, size=size) for devices, size in sizes if devices]
     return tuple(rows)
-
-
-def seconds_of(curves: Curves, row: Row) -> float:
-    """Return the seconds of a row's devices."""
-    return slowest_of(curves, [row])
 
 
 def slowest_of(curves: Curves, rows: Sequence[Row]) -> float:
@@ -474,11 +463,7 @@ class _Best:
 
 
 def shortest(
-    fewest: Callable[[Counts], int],
-    largest: Callable[[Counts], int],
-    value: Finish,
-    curves: Curves,
-    most: Counts,
+    fewest: Callable[[Counts], int], largest: Callable[[Counts], int], value: Finish, curves: Curves, most: Counts
 ) -> Shortest | None:
     """Return the shortest iteration over all times of the slowest worker; None where all make too little.
 

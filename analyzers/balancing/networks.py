@@ -76,20 +76,14 @@ class Network(Trained):
         self.weights = {name: value.expand(self.workers, *value.shape[1:]).clone() for name, value in common.items()}
 
     def _fit(
-        self,
-        weights: Mapping[str, Tensor],
-        inputs: Tensor,
-        targets: Tensor,
-        rate: float,
-        steps: int,
-        held: int | None = None,
+        self, weights: Mapping[str, Tensor], inputs: Tensor, targets: Tensor, rate: float, steps: int, held: int = 0
     ) -> dict[str, Tensor]:
         """Train on (m, s, f) inputs and (m, s) targets; return the weights with the lowest validation error of each model.
 
         The last ``held`` samples validate. A model whose validation error has not fallen for a while has ended; all
         train on until the last one has.
         """
-        held = _held_out(targets.shape[1]) if held is None else held
+        held = held or _held_out(targets.shape[1])
         parameters = {name: value.clone().requires_grad_() for name, value in weights.items()}
         optimizer = torch.optim.Adam(parameters.values(), lr=rate)
         best = {name: value.clone() for name, value in weights.items()}
@@ -129,10 +123,8 @@ class Network(Trained):
 def initial_weights(kind: str, settings: Settings, workers: int = 1) -> dict[str, Tensor]:
     """Return name -> (n, ...) seeded parameters before any training, the same for every worker."""
     generator = torch.Generator().manual_seed(settings.seed)
-    return {
-        name: _uniform((workers, *shape), fan_in, generator)
-        for name, (shape, fan_in) in _shapes(kind, settings.hidden).items()
-    }
+    shapes = _shapes(kind, settings.hidden)
+    return {name: _uniform((workers, *shape), fan_in, generator) for name, (shape, fan_in) in shapes.items()}
 
 
 def _held_out(samples: int) -> int:
@@ -157,12 +149,8 @@ def _shapes(kind: str, hidden: int) -> dict[str, tuple[tuple[int, ...], int]]:
         features = LOOK_BACK + 2 * (LOOK_BACK + 1)
         return {"in": ((features, hidden), features), "bias": ((1, hidden), features), **ends}
     gates = 4 if kind == "lstm" else 1
-    return {
-        "in": ((1, gates * hidden), hidden),
-        "recurrent": ((hidden, gates * hidden), hidden),
-        "bias": ((1, gates * hidden), hidden),
-        **ends,
-    }
+    rows = {"in": 1, "recurrent": hidden, "bias": 1}
+    return {**{name: ((count, gates * hidden), hidden) for name, count in rows.items()}, **ends}
 
 
 def _uniform(shape: tuple[int, ...], fan_in: int, generator: torch.Generator) -> Tensor:

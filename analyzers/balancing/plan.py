@@ -18,7 +18,6 @@ from ddltool.analyzers.balancing.minmax import (
     Offer,
     Row,
     choose,
-    seconds_of,
     slowest_of,
     spread,
 )
@@ -103,12 +102,11 @@ def plan_lb_bsp(problem: Problem, curves: Mapping[str, StepCurve] | None = None,
     check_affordable(problem)
     total = checked_total(problem.max_workers, problem.batch_size, "batch_size")
     given = [(curves or {}).get(device.name, StepCurve()) for device in problem.devices]
+    prices = tuple(device.price_micro or 0 for device in problem.devices)
     offer = Offer(
         counts=tuple(device.count for device in problem.devices),
         max_devices=problem.max_devices,
-        prices=None
-        if problem.max_price_micro is None
-        else tuple(device.price_micro or 0 for device in problem.devices),
+        prices=None if problem.max_price_micro is None else prices,
         budget=problem.max_price_micro or 0,
         single_type=problem.single_type,
     )
@@ -132,17 +130,13 @@ def plan_lb_bsp(problem: Problem, curves: Mapping[str, StepCurve] | None = None,
         raise Infeasible(f"no device holds a single sample: {_limits_text(problem, given)}")
     plan = _plan(problem, "lb-bsp", made, best.rows, best.iteration_s, time.perf_counter() - started)
     numbers, kept_s = _all_kept(problem, made, best, total, finish)
-    names = [device.name for device in problem.devices]
+    left_out = zip(problem.devices, numbers, best.numbers, strict=True)
     record = BatchSplit(
         total_batch_size=total,
         equal_s=equal_s,
         kept_s=kept_s,
-        idle_s=sum(row.devices * (best.slowest_s - seconds_of(made, row)) for row in best.rows),
-        dropped={
-            name: keeping - used
-            for name, keeping, used in zip(names, numbers, best.numbers, strict=True)
-            if keeping > used
-        },
+        idle_s=sum(row.devices * (best.slowest_s - slowest_of(made, [row])) for row in best.rows),
+        dropped={device.name: keeping - used for device, keeping, used in left_out if keeping > used},
         accumulated_s=shorter,
     )
     communication_s = None if finish is None else max(0.0, best.iteration_s - best.slowest_s)
@@ -164,7 +158,7 @@ def _plan(
     """Return the record. Waste is what the devices' own speeds at their sizes make beyond the throughput."""
     names = [device.name for device in problem.devices]
     throughput = problem.max_workers / step_s
-    took = {row: seconds_of(curves, row) for row in rows}
+    took = {row: slowest_of(curves, [row]) for row in rows}
     capability = sum(row.devices * row.size / each / problem.batch_size for row, each in took.items() if each)
     return Plan(
         job=problem.job,
@@ -260,11 +254,8 @@ def _all_kept(
     problem: Problem, curves: DeviceCurves, best: Chosen, total: int, finish: Finish | None
 ) -> tuple[list[int], float | None]:
     """Return the devices that could take part beside those that do, fastest first, and the step with all of them."""
-    usable = [
-        kind
-        for kind in problem.fastest_first
-        if int(curves.limits[kind]) >= 1 and (best.numbers[kind] or not problem.single_type)
-    ]
+    room = [kind for kind in problem.fastest_first if int(curves.limits[kind]) >= 1]
+    usable = [kind for kind in room if best.numbers[kind] or not problem.single_type]
     numbers = problem.filled(usable, total, best.numbers)
     if numbers == list(best.numbers):
         return numbers, best.iteration_s
@@ -273,8 +264,6 @@ def _all_kept(
 
 
 def _limits_text(problem: Problem, known: Sequence[StepCurve]) -> str:
-    shown = [
-        f"{device.count} {device.name} of at most {'any number' if curve.memory_limit is None else curve.memory_limit}"
-        for device, curve in zip(problem.devices, known, strict=True)
-    ]
-    return ", ".join(shown)
+    limits = ["any number" if curve.memory_limit is None else str(curve.memory_limit) for curve in known]
+    pairs = zip(problem.devices, limits, strict=True)
+    return ", ".join(f"{device.count} {device.name} of at most {limit}" for device, limit in pairs)

@@ -20,7 +20,7 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from ddltool.errors import InputError, did_you_mean
+from ddltool.errors import InputError, did_you_mean, known
 
 Floats = NDArray[np.float64]
 log = logging.getLogger(__name__)
@@ -304,18 +304,16 @@ class Last:
 
 def make(name: str, workers: int, settings: Settings | None = None) -> Predictor:
     """Return the predictor called ``name`` for n workers; see :data:`PREDICTORS`. Raises InputError for other names."""
-    chosen = settings if settings is not None else Settings()
+    chosen, name = settings if settings is not None else Settings(), known("predictor", name, PREDICTORS)
     if name == "last":
         return Last(workers)
     if name == "ema":
         return Ema(workers, restart_after=chosen.restart_after)
     if name == "arima":
         return Arima(workers, chosen)
-    if name in PREDICTORS:
-        from ddltool.analyzers.balancing.networks import Network
+    from ddltool.analyzers.balancing.networks import Network
 
-        return Network(name, workers, chosen)
-    raise InputError("predictor", f"unknown predictor {name!r}", did_you_mean(name, PREDICTORS))
+    return Network(name, workers, chosen)
 
 
 def check_names(names: Sequence[str]) -> None:

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from numpy.typing import ArrayLike, NDArray
+from numpy.typing import NDArray
 
 from ddltool.analyzers.balancing.predict import PREDICTORS, Predictor, Settings, check_names, make
 from ddltool.analyzers.balancing.sizing import equal, proportional
@@ -40,23 +40,19 @@ class Outcome:
 
     iteration_s: Floats
     """(J,) seconds of the slowest worker."""
-    predicted: Floats | None
-    """(J, n) predicted speeds; None where nothing is predicted."""
+    predicted: Floats
+    """(J, n) predicted speeds; the actual ones where nothing is predicted."""
     actual: Floats
     """(J, n) samples per second."""
 
     @property
-    def rmse(self) -> float | None:
+    def rmse(self) -> float:
         """Root mean square error of a worker's predicted speed, the mean over workers; samples per second."""
-        if self.predicted is None:
-            return None
         return float(np.sqrt(((self.predicted - self.actual) ** 2).mean(axis=0)).mean())
 
     @property
-    def rmse_relative(self) -> float | None:
+    def rmse_relative(self) -> float:
         """The same as a share of each worker's mean speed."""
-        if self.predicted is None:
-            return None
         errors = np.sqrt(((self.predicted - self.actual) ** 2).mean(axis=0))
         return float((errors / self.actual.mean(axis=0)).mean())
 
@@ -66,19 +62,10 @@ class Outcome:
         return float(self.iteration_s.mean())
 
 
-def replay(
-    trace: SpeedTrace, predictor: Predictor, total: int, *, since: int = 0, limits: ArrayLike | None = None
-) -> Outcome:
-    """Return what sizing by this predictor's speeds comes to from iteration ``since`` on.
+def replay(trace: SpeedTrace, predictor: Predictor, total: int, *, since: int = 0) -> Outcome:
+    """Return what sizing by this predictor's speeds comes to from iteration ``since`` on, ``total`` samples in all.
 
-    Args:
-        trace: K iterations of n workers.
-        predictor: a fresh one; it sees all iterations in order.
-        total: X, samples of all workers together.
-        since: the first iteration that is judged.
-        limits: (n,) most samples of each worker.
-
-    Where nothing can be predicted yet batches are equal and the prediction counts as the mean of the known speeds.
+    ``predictor``: a fresh one; it sees all iterations in order. Where nothing can be predicted yet batches are equal.
     Raises Infeasible as :func:`~.sizing.proportional` does.
     """
     predicted = np.empty_like(trace.speed)
@@ -88,23 +75,23 @@ def replay(
         predicted[k] = speeds
         if k >= since:
             known = np.isfinite(speeds).all()
-            sizes = proportional(speeds, total, limits) if known else equal(trace.workers, total, limits)
+            sizes = proportional(speeds, total) if known else equal(trace.workers, total)
             times[k] = (sizes / trace.speed[k]).max()
         predictor.observe(trace.speed[k])
     return Outcome(iteration_s=times[since:], predicted=predicted[since:], actual=trace.speed[since:])
 
 
-def replay_equal(trace: SpeedTrace, total: int, *, since: int = 0, limits: ArrayLike | None = None) -> Outcome:
+def replay_equal(trace: SpeedTrace, total: int, *, since: int = 0) -> Outcome:
     """Return what equal batches come to: BSP as frameworks have it."""
-    sizes = equal(trace.workers, total, limits)
+    sizes = equal(trace.workers, total)
     actual = trace.speed[since:]
-    return Outcome(iteration_s=(sizes / actual).max(axis=1), predicted=None, actual=actual)
+    return Outcome(iteration_s=(sizes / actual).max(axis=1), predicted=actual, actual=actual)
 
 
-def replay_oracle(trace: SpeedTrace, total: int, *, since: int = 0, limits: ArrayLike | None = None) -> Outcome:
+def replay_oracle(trace: SpeedTrace, total: int, *, since: int = 0) -> Outcome:
     """Return what the same sizing comes to with the speeds of each iteration known beforehand."""
     actual = trace.speed[since:]
-    times = np.array([(proportional(speeds, total, limits) / speeds).max() for speeds in actual])
+    times = np.array([(proportional(speeds, total) / speeds).max() for speeds in actual])
     return Outcome(iteration_s=times, predicted=actual, actual=actual)
 
 
@@ -149,8 +136,8 @@ def balance_result(
         seed=settings.seed,
         predictors={
             name: PredictorFigures(
-                rmse=outcome.rmse or 0.0,
-                rmse_relative=outcome.rmse_relative or 0.0,
+                rmse=outcome.rmse,
+                rmse_relative=outcome.rmse_relative,
                 gain_kept=gain_kept(outcome, equal_split, oracle),
                 **time_of(outcome),
             )

@@ -52,27 +52,26 @@ def proportional(speeds: ArrayLike, total: int, limits: ArrayLike | None = None,
 
 def checked_sizes(sizes: ArrayLike, least: int = 1) -> Counts:
     """Return (n,) batch sizes as integers. Raises InputError where one is below ``least``."""
-    if least < 1:
-        raise InputError("least", f"is {least}", "give every worker one sample or more")
-    given = np.array(sizes, dtype=np.int64)
+    given, each = np.array(sizes, dtype=np.int64), _each(least)
     if given.ndim != 1 or len(given) == 0 or given.min() < least:
-        each = "one sample" if least == 1 else f"{least} samples"
         raise InputError("sizes", f"is {np.asarray(sizes).tolist()}", f"give every worker {each} or more")
     return given
 
 
-def checked_limits(limits: ArrayLike | None, workers: int, total: int, least: int = 1) -> Counts:
-    """Return (n,) limits as integers; raise Infeasible where ``total`` cannot be split between ``least`` and them."""
+def _each(least: int) -> str:
+    """Return in words what each worker gets at least. Raises InputError for nothing."""
     if least < 1:
         raise InputError("least", f"is {least}", "give every worker one sample or more")
-    if limits is None:
-        most = np.full(workers, NO_LIMIT, dtype=np.int64)
-    else:
-        most = np.asarray(limits, dtype=np.int64)
-        if most.shape != (workers,) or (most < 0).any():
-            raise InputError("limits", "are not usable", f"give {workers} whole numbers of samples")
+    return "one sample" if least == 1 else f"{least} samples"
+
+
+def checked_limits(limits: ArrayLike | None, workers: int, total: int, least: int = 1) -> Counts:
+    """Return (n,) limits as integers; raise Infeasible where ``total`` cannot be split between ``least`` and them."""
+    each = _each(least)
+    most = np.asarray([NO_LIMIT] * workers if limits is None else limits, dtype=np.int64)
+    if most.shape != (workers,) or (most < 0).any():
+        raise InputError("limits", "are not usable", f"give {workers} whole numbers of samples")
     if total < workers * least:
-        each = "one sample" if least == 1 else f"{least} samples"
         raise Infeasible(f"the total batch {total} is less than {each} for each of {workers} workers")
     tight = np.flatnonzero(most < least)
     if len(tight):

@@ -92,13 +92,7 @@ def line(batches: NDArray[np.float64], values: NDArray[np.float64]) -> tuple[flo
 def _memory_limit(
     batches: NDArray[np.float64], memory: NDArray[np.float64] | None, limit_bytes: float | None
 ) -> int | None:
-    if (
-        memory is None
-        or limit_bytes is None
-        or len(batches) < 2
-        or not np.isfinite(memory).all()
-        or (memory <= 0).any()
-    ):
+    if memory is None or limit_bytes is None or len(batches) < 2 or not (np.isfinite(memory) & (memory > 0)).all():
         return None
     base, each = line(batches, memory)
     if each * batches[-1] < 0.01 * memory[-1]:
@@ -140,21 +134,18 @@ def interval_ranks(count: int, level: float = LEVEL) -> tuple[int, int]:
         raise ValueError("an interval needs a sample")
     from scipy.stats import binom
 
-    below = int(binom.ppf((1 - level) / 2, count, 0.5))
-    # the largest k with P(Binomial <= k - 1) <= (1 - level) / 2; ppf may land on k or one above
-    while below > 0 and binom.cdf(below - 1, count, 0.5) > (1 - level) / 2:
-        below -= 1
-    first = max(0, below - 1)
+    # the largest k with P(Binomial <= k - 1) <= (1 - level) / 2
+    first = max(0, int((binom.cdf(np.arange(count), count, 0.5) <= (1 - level) / 2).sum()) - 1)
     return first, count - 1 - first
 
 
-def median_interval(samples: Sequence[float], level: float = LEVEL) -> Interval:
+def median_interval(samples: Sequence[float]) -> Interval:
     """Return the samples' median with a distribution-free confidence interval; see :func:`interval_ranks`.
 
     Samples are taken as independent; a machine whose load drifts makes the true uncertainty larger.
     """
     ordered = sorted(samples)
-    first, last = interval_ranks(len(ordered), level)
+    first, last = interval_ranks(len(ordered))
     return Interval(median=float(np.median(ordered)), low=ordered[first], high=ordered[last])
 
 
@@ -184,20 +175,15 @@ def predict(points: Mapping[int, Interval], batch: int) -> Prediction:
     after = next(position for position, value in enumerate(measured) if value > batch)
     low, high = measured[after - 1], measured[after]
     share = (batch - low) / (high - low)
-    noise = (1 - share) * _half_width(points[low]) + share * _half_width(points[high])
+    noise = (1 - share) * (points[low].high - points[low].low) / 2 + share * (points[high].high - points[high].low) / 2
     chord = _on_line(points, low, high, batch)
-    beside = []
-    if after >= 2:
-        beside.append(_on_line(points, measured[after - 2], low, batch))
-    if after + 1 < len(measured):
-        beside.append(_on_line(points, high, measured[after + 1], batch))
+    pairs = ([(measured[after - 2], low)] if after >= 2 else []) + [
+        (high, one) for one in measured[after + 1 : after + 2]
+    ]
+    beside = [_on_line(points, *pair, batch) for pair in pairs]
     other = _other_bound(chord, beside, points[low].median, points[high].median)
     middle = (chord + other) / 2
     return Prediction(step_time_s=middle, relative=(abs(chord - other) / 2 + noise) / middle)
-
-
-def _half_width(point: Interval) -> float:
-    return point.relative * point.median
 
 
 def _on_line(points: Mapping[int, Interval], first: int, second: int, batch: int) -> float:

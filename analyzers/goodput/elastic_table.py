@@ -64,9 +64,8 @@ class ElasticLimits:
             if value is not None and value < least:
                 raise InputError(limit.name, f"is {value}", f"it must be {least} or more")
         if self.min_local_batch_size > self.max_local_batch_size:
-            problem = f"is {self.min_local_batch_size}"
             remedy = f"it must be at most max_local_batch_size, {self.max_local_batch_size}"
-            raise InputError("min_local_batch_size", problem, remedy)
+            raise InputError("min_local_batch_size", f"is {self.min_local_batch_size}", remedy)
 
 
 def find_split(total_batch_size: int, world_size: int, limits: ElasticLimits) -> tuple[Split | None, str]:

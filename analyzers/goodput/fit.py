@@ -77,18 +77,16 @@ class FitResult:
 
 def predict(params: ThroughputParams, rows: Observations) -> Array:
     """Return the predicted step time of each row in seconds, shape (n,)."""
-    return np.asarray(
-        iteration_time_s(params, rows.num_nodes, rows.num_replicas, rows.local_batch_size, rows.accumulation_steps)
-    )
+    at = (rows.num_nodes, rows.num_replicas, rows.local_batch_size, rows.accumulation_steps)
+    return np.asarray(iteration_time_s(params, *at))
 
 
 def evaluate(params: ThroughputParams, rows: Observations) -> FitError:
     """Return RMSLE and MAPE of the full step time on the rows. Raises InputError for rows that cannot be."""
     check(rows)
     ratio = np.maximum(predict(params, rows), 1e-300) / rows.step_time_s
-    return FitError(
-        rmsle=float(np.sqrt(np.mean(np.log(ratio) ** 2))), mape=float(np.mean(np.abs(ratio - 1.0))), samples=len(rows)
-    )
+    rmsle, mape = float(np.sqrt(np.mean(np.log(ratio) ** 2))), float(np.mean(np.abs(ratio - 1.0)))
+    return FitError(rmsle=rmsle, mape=mape, samples=len(rows))
 
 
 def fit(
@@ -209,11 +207,9 @@ class Problem:
         self.nodes, self.replicas, self.passes = keys[0, first], keys[1, first], keys[3, first]
         self.batch = np.bincount(self.member, rows.local_batch_size) / np.bincount(self.member)
         seen = np.isfinite(rows.grad_time_s)
-        counted = seen.astype(np.float64)
+        log_grad = np.log(np.where(seen, rows.grad_time_s, 1.0))
         self.log_step, self.steps, self._within = self._means(np.log(rows.step_time_s), np.ones(len(rows)))
-        self.log_grad, self.grads, self._within_grad = self._means(
-            np.log(np.where(seen, rows.grad_time_s, 1.0)), counted
-        )
+        self.log_grad, self.grads, self._within_grad = self._means(log_grad, seen.astype(np.float64))
         self.grad_count = float(self.grads.sum())
         usual = min(max(GRAD_WEIGHT, GRAD_WEIGHT_FEW / len(first)), 1.0)
         self.grad_weight = usual if grad_weight is None else grad_weight
@@ -283,12 +279,10 @@ class Problem:
         """Return residuals (r,), whose squares sum to the loss, and their Jacobian (r, 7) by the logarithms."""
         values = self.values(point)
         log_grad, log_step, by_grad, by_step = log_times(values, self.nodes, self.replicas, self.batch, self.passes)
-        weights = (
-            np.sqrt(self.steps / len(self.rows)),
-            np.sqrt(self.grad_weight * self.grads / max(self.grad_count, 1.0)),
-        )
-        errors = [weights[0] * (log_step - self.log_step), weights[1] * (log_grad - self.log_grad)]
-        slopes = [weights[0][:, None] * by_step, weights[1][:, None] * by_grad]
+        of_step = np.sqrt(self.steps / len(self.rows))
+        of_grad = np.sqrt(self.grad_weight * self.grads / max(self.grad_count, 1.0))
+        errors = [of_step * (log_step - self.log_step), of_grad * (log_grad - self.log_grad)]
+        slopes = [of_step[:, None] * by_step, of_grad[:, None] * by_grad]
         for pull, (alpha, beta) in zip(self.pulls.tolist(), SLOPES, strict=True):
             if self.free[beta] and pull > 0:
                 square = (values[beta] / values[alpha] / self.slope_spread) ** 2
@@ -342,11 +336,7 @@ class Descent:
 
 
 def descend(
-    problem: Problem,
-    start: Array,
-    *,
-    fixed: int | None = None,
-    loss: Literal["linear", "soft_l1"] = "linear",
+    problem: Problem, start: Array, *, fixed: int | None = None, loss: Literal["linear", "soft_l1"] = "linear"
 ) -> Descent:
     """Return the local minimum near ``start``, one parameter held when ``fixed`` is given."""
     moving = problem.free.copy()
@@ -363,16 +353,10 @@ def descend(
         errors, slopes = problem.residuals(point)
         return errors, slopes[:, places]
 
-    def errors_at(values: Array) -> Array:
-        return at(values.tobytes())[0]
-
-    def slopes_at(values: Array) -> Array:
-        return at(values.tobytes())[1]
-
     found = least_squares(
-        errors_at,
+        lambda values: at(values.tobytes())[0],
         start[places],
-        jac=slopes_at,
+        jac=lambda values: at(values.tobytes())[1],
         bounds=(problem.low[places], problem.high[places]),
         method="trf",
         loss=loss,

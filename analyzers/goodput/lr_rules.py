@@ -24,11 +24,8 @@ class GradientStatistics:
     var: float
 
     def __post_init__(self) -> None:
-        for name, value in (("sqr", self.sqr), ("var", self.var)):
-            if not (math.isfinite(value) and value >= 0):
-                raise InputError(name, f"is {value}", "give a finite number >= 0")
-        if self.sqr + self.var == 0:
-            raise InputError("sqr, var", "are both 0", "the gradient's mean or its variance must be above 0")
+        if not (min(self.sqr, self.var) >= 0 and 0 < self.sqr + self.var < math.inf):
+            raise InputError("sqr, var", f"are {self.sqr}, {self.var}", "finite numbers >= 0, one of them above 0")
 
     @classmethod
     def from_noise_scale(cls, noise_scale: float, initial_batch_size: int) -> GradientStatistics:
@@ -56,11 +53,7 @@ class LrRule:
         return checked_scale(scale)
 
     def warmed_factor(
-        self,
-        scale: float,
-        epoch: float,
-        epochs_at_initial: float,
-        statistics: GradientStatistics | None = None,
+        self, scale: float, epoch: float, epochs_at_initial: float, statistics: GradientStatistics | None = None
     ) -> float:
         """Return the factor with the warm-up in it: linear from 0 at the start to :meth:`factor` at its end."""
         whole, length = self.factor(scale, statistics), self.warmup_epochs(scale, epochs_at_initial)

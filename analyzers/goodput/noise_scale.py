@@ -93,7 +93,8 @@ class NoiseScaleEstimator:
         """Forget all observations."""
         self._moments = np.zeros(len(_MOMENTS))
         self._weight_sqr = 0.0
-        self._count = 0
+        self.count = 0
+        """Observations taken since the start or the last reset."""
 
     def add(self, terms: NoiseTerms) -> None:
         """Take one observation of both terms."""
@@ -101,17 +102,12 @@ class NoiseScaleEstimator:
         sqr, var = terms.sqr, terms.var_per_sample
         self._moments = past * self._moments + rest * np.array([1.0, sqr, var, sqr * sqr, var * var, sqr * var])
         self._weight_sqr = past * past * self._weight_sqr + rest * rest
-        self._count += 1
-
-    @property
-    def count(self) -> int:
-        """Observations taken since the start or the last reset."""
-        return self._count
+        self.count += 1
 
     @property
     def terms(self) -> NoiseTerms | None:
         """Both smoothed terms, None before the first observation."""
-        if not self._count:
+        if not self.count:
             return None
         weight, sqr, var, *_ = self._moments.tolist()
         return NoiseTerms(sqr=sqr / weight, var_per_sample=var / weight)
@@ -136,7 +132,7 @@ class NoiseScaleEstimator:
         smooth over more of them.
         """
         terms, phi = self.terms, self.noise_scale
-        if terms is None or not phi or self._count < 3:
+        if terms is None or not phi or self.count < 3:
             return None
         sqr, var = terms.sqr, terms.var_per_sample
         weight, _, _, sqr_sqr, var_var, sqr_var = self._moments.tolist()
@@ -155,7 +151,7 @@ class NoiseScaleEstimator:
     def state_dict(self) -> dict[str, float]:
         """Return the state for a checkpoint."""
         moments = dict(zip(_MOMENTS, self._moments.tolist(), strict=True))
-        return {"smoothing": self.smoothing, **moments, "weight_sqr": self._weight_sqr, "count": self._count}
+        return {"smoothing": self.smoothing, **moments, "weight_sqr": self._weight_sqr, "count": self.count}
 
     def load_state_dict(self, state: Mapping[str, float]) -> None:
         """Take up a state again. Raises InputError naming what is missing."""
@@ -164,4 +160,4 @@ class NoiseScaleEstimator:
             raise InputError("noise scale state", f"lacks {', '.join(missing)}", "give what state_dict returned")
         self._moments = np.array([float(state[name]) for name in _MOMENTS])
         self.smoothing, self._weight_sqr = float(state["smoothing"]), float(state["weight_sqr"])
-        self._count = int(state["count"])
+        self.count = int(state["count"])

@@ -149,13 +149,8 @@ def from_frame(frame: pd.DataFrame, where: str) -> Observations:
     passes = np.nan_to_num(rows.get("accumulation_steps", nothing))
     grad = np.asarray(rows.get("grad_time_s", nothing), dtype=float)
     known = ~np.isnan(grad)
-    demand(
-        ~known | (grad <= step),
-        grad,
-        "grad_time_s",
-        where,
-        "it must be the time of one pass, above 0 and at most the step time",
-    )
+    remedy = "it must be the time of one pass, above 0 and at most the step time"
+    demand(~known | (grad <= step), grad, "grad_time_s", where, remedy)
     grad = np.where(known, grad, (step - sync) / (passes + 1.0))
     return Observations(
         **{name: rows[name].to_numpy(dtype=float) for name in _COUNTS},
@@ -277,9 +272,8 @@ def _of_telemetry(frame: pd.DataFrame, where: str) -> pd.DataFrame:
     if steady.empty:
         raise InputError(where, "holds no step with samples", "let the job train for more steps")
     steady = steady.assign(step_time_s=steady["compute_s"] + steady["sync_s"])
-    groups = steady.groupby(
-        ["device", "num_nodes", "world_size", "rank", "batch", "passes"], as_index=False, dropna=False
-    )
+    by = ["device", "num_nodes", "world_size", "rank", "batch", "passes"]
+    groups = steady.groupby(by, as_index=False, dropna=False)
     quartiles = [groups["step_time_s"].quantile(share)["step_time_s"] for share in (0.25, 0.75)]
     rows: pd.DataFrame = groups[["compute_s", "sync_s"]].median()
     rows = rows.assign(
@@ -308,8 +302,7 @@ def _named(rows: pd.DataFrame, where: str, device: str | None) -> pd.DataFrame:
     elif "device" not in rows.columns:
         raise InputError(where, "does not say the device", "name it with --device-name NAME")
     else:
-        missing = rows["device"].isna() | (rows["device"].astype(str).str.strip() == "")
-        if missing.any():
-            row = int(np.flatnonzero(missing.to_numpy())[0])
-            raise InputError(f"{where}:row {row + 1}:device", "is empty", "name it with --device-name NAME")
+        named = rows["device"].notna() & (rows["device"].astype(str).str.strip() != "")
+        cells = rows["device"].where(named, "empty").reset_index(drop=True)
+        demand(named.to_numpy(), cells, "device", where, "name it with --device-name NAME")
     return rows if "origin" in rows.columns else rows.assign(origin="imported")

@@ -61,14 +61,14 @@ def plan_goodput(job: Job, section: GoodputSection, models: Mapping[str, Through
             if best is None or reached > best[0]:
                 best = reached, offer.type, place, found
     if best is None:
-        raise Infeasible(
-            f"no number of the offered devices allows a total batch of {initial} to {limits.max_batch_size}"
-        )
+        total = f"a total batch of {initial} to {limits.max_batch_size}"
+        raise Infeasible(f"no number of the offered devices allows {total}")
     reached, device, place, found = best
     choice = _choice(section, initial, phi, device, place, found)
     where = choice.num_nodes, choice.num_replicas, choice.local_batch_size, choice.accumulation_steps
     step_s = float(iteration_time_s(models[device], *where))
     local = choice.local_batch_size * (choice.accumulation_steps + 1)
+    row = Assignment(device_type=device, devices=choice.num_replicas, ests_per_device=0, local_batch_size=local)
     return Plan(
         job=job.name,
         strategy="goodput",
@@ -76,9 +76,7 @@ def plan_goodput(job: Job, section: GoodputSection, models: Mapping[str, Through
         batch_size=job.batch_size,
         iteration_s=step_s,
         throughput=choice.total_batch_size / step_s / job.batch_size,
-        assignments=[
-            Assignment(device_type=device, devices=choice.num_replicas, ests_per_device=0, local_batch_size=local)
-        ],
+        assignments=[row],
         est_count=0,
         waste=0.0,
         overload_factor=step_s,

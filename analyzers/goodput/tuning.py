@@ -87,12 +87,7 @@ class TunedOne:
 
 
 def tune(
-    params: ThroughputParams,
-    num_nodes: ArrayLike,
-    num_replicas: ArrayLike,
-    limits: BatchLimits,
-    *,
-    noise_scale: float,
+    params: ThroughputParams, num_nodes: ArrayLike, num_replicas: ArrayLike, limits: BatchLimits, *, noise_scale: float
 ) -> Tuned:
     """Return the batch of highest goodput for each allocation (Pollux, Equation 13; exact over integer m and s).
 
@@ -101,9 +96,7 @@ def tune(
     Raises InputError for an allocation or a noise scale that cannot be, and when a pass takes no time.
     """
     if not noise_scale >= 0:
-        raise InputError(
-            "noise_scale", f"is {noise_scale}", "give a number of samples >= 0, or inf for throughput alone"
-        )
+        raise InputError("noise_scale", f"is {noise_scale}", "a number of samples >= 0, or inf for throughput alone")
     if params.alpha_grad_s + params.beta_grad_s <= 0:
         raise InputError("params", "say that a pass takes no time", "alpha_grad_s or beta_grad_s must be above 0")
     nodes, replicas = np.broadcast_arrays(_whole("num_nodes", num_nodes), _whole("num_replicas", num_replicas))
@@ -184,9 +177,8 @@ class _Search:
     def cost(self, m: Array, n: Array, rows: slice | Ints) -> Array:
         """Return h(m, n) for m, n >= 1 (not checked against the limits)."""
         x = self.alpha + self.beta * m
-        made: Array = (self.weight + self.share / (self.replicas[rows] * m * n)) * (
-            (n - 1.0) * x + self.overlapped(x, rows)
-        )
+        step = (n - 1.0) * x + self.overlapped(x, rows)
+        made: Array = (self.weight + self.share / (self.replicas[rows] * m * n)) * step
         return made
 
     def stationary(self, n: Array, rows: slice | Ints) -> Array:
@@ -321,7 +313,7 @@ def frontier(
     ``threshold`` of what the first ones do. A dip (the first GPU of a second node) does not end it when what follows makes
     up for it. Raises InputError for arguments out of range, Infeasible when no number of GPUs can run the job.
     """
-    if max_replicas < 1 or replicas_per_node < 1:
+    if min(max_replicas, replicas_per_node) < 1:
         raise InputError(
             "max_replicas, replicas_per_node", f"are {max_replicas}, {replicas_per_node}", "give 1 or more"
         )

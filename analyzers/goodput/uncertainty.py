@@ -213,17 +213,15 @@ def suggest_next(
     params: ThroughputParams,
     candidates: Configurations,
     *,
-    targets: Configurations | None = None,
     error: float = 0.05,
 ) -> Suggestion:
-    """Return the candidate that reduces most the mean variance of the predicted log step time over ``targets``.
+    """Return the candidate that reduces most the mean variance of the predicted log step time over all candidates.
 
-    ``targets``: by default the candidates themselves. ``error``: standard deviation of a measured log time. A measurement
-    yields the step time and T_grad. Synchronisation never seen is taken to cost about as much as T_grad: an unknown that
-    could matter. Raises InputError without candidates or targets, or for an error that is not above 0.
+    ``error``: standard deviation of a measured log time. A measurement yields the step time and T_grad. Synchronisation
+    never seen is taken to cost about as much as T_grad: an unknown that could matter. Raises InputError without
+    candidates, or for an error that is not above 0.
     """
-    targets = candidates if targets is None else targets
-    if not (len(candidates) and len(targets)):
+    if not len(candidates):
         raise InputError("candidates", "are empty", "give at least one configuration that can run")
     if not error > 0:
         raise InputError("error", f"is {error}", "give the relative error of a measured time, above 0")
@@ -232,12 +230,12 @@ def suggest_next(
     _, _, by_grad, by_step = log_times(values, *places)
     seen = np.concatenate([by_step, by_grad[np.isfinite(rows.grad_time_s)]])
     covariance = np.linalg.inv(np.diag(_PRIOR**-2) + seen.T @ seen / error**2)
-    wanted = log_times(values, targets.num_nodes, targets.num_replicas, targets.local_batch_size)[3]
     both = log_times(values, candidates.num_nodes, candidates.num_replicas, candidates.local_batch_size)[2:]
+    wanted = both[1]
     before = float(np.einsum("ti,ij,tj->t", wanted, covariance, wanted).mean())
-    # what the targets see of the covariance, C (mean of j j') C, reduced by a measurement's two rows R:
+    # what the steps see of the covariance, C (mean of j j') C, reduced by a measurement's two rows R:
     # trace((error^2 I + R C R')^-1 R W R')
-    weight = covariance @ (wanted.T @ wanted / len(targets)) @ covariance
+    weight = covariance @ (wanted.T @ wanted / len(candidates)) @ covariance
     measured = np.stack(both, axis=1)
     spread = np.einsum("cri,ij,csj->crs", measured, covariance, measured) + error**2 * np.eye(2)
     gains = np.einsum("cri,ij,csj->crs", measured, weight, measured)

@@ -344,10 +344,9 @@ def _without_memory(problem: Problem) -> Problem:
 
 
 def _without_max_ests(problem: Problem) -> Problem:
-    parts = {"devices": problem.devices, "left_out": problem.left_out}
-    return replace(
-        problem, **{name: tuple(replace(one, max_ests=None) for one in part) for name, part in parts.items()}
-    )
+    both = (tuple(replace(one, max_ests=None) for one in part) for part in (problem.devices, problem.left_out))
+    devices, left_out = both
+    return replace(problem, devices=devices, left_out=left_out)
 
 
 def capability_from_profile(frame: pd.DataFrame, device_type: str, batch_size: int, where: str) -> float:
