@@ -60,13 +60,8 @@ def predict_ends(
 ) -> Floats:
     """Return (n, lookahead) predicted iteration ends of n workers, in seconds.
 
-    Args:
-        lengths_s: per worker its (h_p,) recorded iteration lengths in seconds, oldest first; each at least one.
-        origins_s: (n,) when each worker's first predicted iteration begins: its last recorded end.
-        lookahead: R, how many iterations to predict.
-        predictor: see :class:`Predictor`.
-        names: (n,) what errors call the workers; None: their numbers from 0.
-
+    ``lengths_s``: per worker its (h_p,) recorded iteration lengths in seconds, oldest first. ``origins_s``: (n,) when each
+    worker's first predicted iteration begins. ``names``: (n,) what errors call the workers; None: their numbers from 0.
     Raises InputError for a lookahead below 1, a worker without a recorded length, and a predictor that returns
     lengths which are not ``lookahead`` finite seconds above zero.
     """

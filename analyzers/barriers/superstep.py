@@ -18,9 +18,9 @@ import itertools
 import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from fractions import Fraction
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -43,8 +43,7 @@ Best = Callable[[list[tuple[Fraction, int]]], tuple[Fraction, list[int]]]
 """From (iterations per second, how many) per type to the best barrier in seconds and the iterations per type."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class DeviceChoice:
+class DeviceChoice(NamedTuple):
     """Devices with their best superstep; exact numbers."""
 
     counts: Counts
@@ -119,9 +118,8 @@ def choose(problem: Problem, best: Best, combinations: int = MOST_COMBINATIONS) 
     order = problem.fastest_first
     groups = [[kind] for kind in order] if problem.single_type else [order]
     unpriced = replace(problem, max_price_micro=None)
-    fastest = [
-        unpriced.filled(group[:last], problem.device_limit) for group in groups for last in range(1, len(group) + 1)
-    ]
+    firsts = [group[:last] for group in groups for last in range(1, len(group) + 1)]
+    fastest = [unpriced.filled(first, problem.device_limit) for first in firsts]
     if problem.max_price_micro is None:
         return _fittest(problem, fastest, best)
     most = [problem.affordable(device) for device in problem.devices]
@@ -151,9 +149,7 @@ def _fittest(problem: Problem, candidates: Iterable[Counts], best: Best, bound: 
         rate = sum(k * counts[kind] for k, kind in zip(iterations, kinds, strict=True)) / barrier
         if choice is None or (rate, -sum(counts)) > (choice.rate, -sum(choice.counts)):
             top = rate if bound is None else max(rate, bound)
-            choice = DeviceChoice(
-                counts=counts, kinds=kinds, barrier=barrier, iterations=iterations, rate=rate, bound=top
-            )
+            choice = DeviceChoice(counts, kinds, barrier, iterations, rate, top)
     assert choice is not None  # a device can be afforded
     return choice
 
@@ -178,12 +174,11 @@ def _one_more(counts: Counts, kind: int) -> Counts:
 def _guesses(problem: Problem, groups: Sequence[Sequence[int]]) -> Iterator[Counts]:
     """Yield devices taken one type after the other while money lasts: fastest first, and most speed for a price first."""
     for group in groups:
-        by_price = sorted(
-            group, key=lambda kind: (problem.devices[kind].price_micro or 0) / problem.devices[kind].capability_per_s
-        )
-        for order, (first, last) in itertools.product(
-            (group, by_price), itertools.combinations(range(len(group) + 1), 2)
-        ):
+        value = {
+            kind: (problem.devices[kind].price_micro or 0) / problem.devices[kind].capability_per_s for kind in group
+        }
+        parts = itertools.combinations(range(len(group) + 1), 2)
+        for order, (first, last) in itertools.product((group, sorted(group, key=value.__getitem__)), parts):
             counts = problem.filled(order[first:last], problem.device_limit)
             if any(counts):
                 yield counts

@@ -73,6 +73,13 @@ class _Sent:
     decode_s: NDArray[np.float64]
     kept_bytes: float
 
+    @classmethod
+    def of(cls, **parts: NDArray[np.float64]) -> _Sent:
+        """Return what is given, nothing kept, and zeros for the rest."""
+        zero = np.zeros(len(next(iter(parts.values()))))
+        columns = ("whole", "first", "second", "encode_s", "between_s", "decode_s")
+        return cls(**{name: parts.get(name, zero) for name in columns}, kept_bytes=0.0)
+
 
 def compressed_ddp(
     graph: Graph,
@@ -116,27 +123,12 @@ def _verdict(compression: Compression, before: float, after: float, work_s: floa
 def _sent(graph: Graph, program: Program, compression: Compression, memory_bytes_per_s: float) -> _Sent:
     width = _width(graph)
     elements = program.size_bytes / width
-    zero = np.zeros(len(elements))
     if compression.rank == 0:
         if width <= _WIDTHS["bfloat16"]:
-            return _Sent(
-                whole=program.size_bytes,
-                first=zero,
-                second=zero,
-                encode_s=zero,
-                between_s=zero,
-                decode_s=zero,
-                kept_bytes=0.0,
-            )
-        return _Sent(
-            whole=zero,
-            first=elements * _WIDTHS["bfloat16"],
-            second=zero,
-            encode_s=elements * _BF16_ENCODE / memory_bytes_per_s,
-            between_s=zero,
-            decode_s=elements * _BF16_DECODE / memory_bytes_per_s,
-            kept_bytes=0.0,
-        )
+            return _Sent.of(whole=program.size_bytes)
+        work = elements / memory_bytes_per_s
+        sent = elements * _WIDTHS["bfloat16"]
+        return _Sent.of(first=sent, encode_s=work * _BF16_ENCODE, decode_s=work * _BF16_DECODE)
     rows, columns = matrices(graph, elements)
     rank = np.minimum(compression.rank, np.minimum(rows, columns))
     taken = (rows + columns) * compression.rank * _LEAST_RATE < elements

@@ -13,6 +13,7 @@ search starts from the best schedule at hand and from :func:`~.shop.lower_bound`
 
 from __future__ import annotations
 
+import itertools
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -78,11 +79,8 @@ def improve(
         return best
     # With numbers for every op hardly anything is left to chance: one run each tells the best.
     numbers = numberings(problem)
-    wholes = [
-        replace(order, priority=_with_compute(graph, problem, order, each))
-        for order in orders.values()
-        for each in numbers
-    ]
+    pairs = itertools.product(orders.values(), numbers)
+    wholes = [replace(order, priority=_with_compute(graph, problem, order, each)) for order, each in pairs]
     whole = min(wholes, key=lambda each: simulator.run(each.priority, seed).makespan_s)
     return whole if step_s(whole) < steps[best.order] * (1 - _WORTH) else best
 
@@ -209,10 +207,8 @@ def _as_timeline(graph: Graph, problem: ShopProblem, block_starts: Sequence[int]
 
 def _block_priorities(graph: Graph, problem: ShopProblem, priority: Mapping[str, int]) -> list[list[int]]:
     """Return numbers for the blocks, several to try: recvs by their priority and before the sends."""
-    recvs = {
-        block: priority.get(graph.names[problem.members[block][0]], len(graph)) - 2 * len(graph)
-        for block in problem.of_kind(RECV)
-    }
+    first, most = {block: graph.names[problem.members[block][0]] for block in problem.of_kind(RECV)}, len(graph)
+    recvs = {block: priority.get(name, most) - 2 * most for block, name in first.items()}
     return [[recvs.get(block, number) for block, number in enumerate(numbers)] for numbers in numberings(problem)]
 
 
@@ -414,12 +410,9 @@ def compare(
         known.append(exact.makespan_s)
     found.best_bound_s = max(found.bounds.lower_s, bound)
     for name, figures in found.schedules.items():
-        found.schedules[name] = figures.model_copy(
-            update={
-                "efficiency_of_best": found.bounds.share(figures.makespan_s, found.best_bound_s),
-                "attribution": _attribution(found, figures.makespan_s, min(known)),
-            }
-        )
+        share = found.bounds.share(figures.makespan_s, found.best_bound_s)
+        lost = _attribution(found, figures.makespan_s, min(known))
+        found.schedules[name] = figures.model_copy(update={"efficiency_of_best": share, "attribution": lost})
     if exact_s is not None:
         found.schedules["exact"] = ScheduleFigures(
             makespan_s=exact.makespan_s,

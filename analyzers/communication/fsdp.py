@@ -32,7 +32,7 @@ DEPTHS = (1, 2, 3, 4, 6, 8)
 _WORTH = 0.002
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, slots=True)
 class Unit:
     """One ``fully_shard`` unit: a block, or the root (name ""), in the order of forward."""
 
@@ -61,10 +61,8 @@ def plan_fsdp(program: Program, group: Communicator) -> FsdpFigures | None:
     best = min(enough, key=lambda plan: (plan.gathered_bytes, plan.step_s, plan.forward_depth, plan.backward_depth))
     if default.step_s <= best.step_s * (1 + _WORTH):
         best = default
-    kept = min(
-        (simulate_fsdp(root, units, group, ahead, 1, reshard=False) for ahead in depths),
-        key=lambda plan: (plan.step_s, plan.forward_depth),
-    )
+    without = [simulate_fsdp(root, units, group, ahead, 1, reshard=False) for ahead in depths]
+    kept = min(without, key=lambda plan: (plan.step_s, plan.forward_depth))
     names = [unit.name for unit in units]
     return FsdpFigures(
         units=names,
@@ -141,11 +139,9 @@ def units_of(program: Program) -> tuple[Unit, list[Unit]] | None:
     starts = [first[name] for name in names]
     # Ops of the root after the last block (head, loss) are not told from it by first use alone: the root's own
     # parameters used later mark them.
-    rooted = [
-        float(use) for use, name in zip(program.first_use_s, held, strict=True) if not name and starts[-1] < use < 1e300
-    ]
-    forward_end = min([*rooted, program.backward_s])
-    ends = [*starts[1:], forward_end]
+    uses = zip(program.first_use_s.tolist(), held, strict=True)
+    rooted = [use for use, name in uses if not name and starts[-1] < use < 1e300]
+    ends = [*starts[1:], min([*rooted, program.backward_s])]
     by_backward = sorted(names, key=lambda name: (last[name], name))
     before = max(program.backward_s, _head_end(program, trained, last[by_backward[0]]))
     backward: dict[str, float] = {}
@@ -153,13 +149,7 @@ def units_of(program: Program) -> tuple[Unit, list[Unit]] | None:
         backward[name] = max(0.0, last[name] - before)
         before = max(before, last[name])
     units = [
-        Unit(
-            name=name,
-            size_bytes=size[name],
-            gradient_bytes=gradient[name],
-            forward_s=max(0.0, end - start),
-            backward_s=backward[name],
-        )
+        Unit(name, size[name], gradient[name], max(0.0, end - start), backward[name])
         for name, start, end in zip(names, starts, ends, strict=True)
     ]
     total = sum(unit.forward_s + unit.backward_s for unit in units)

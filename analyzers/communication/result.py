@@ -122,15 +122,10 @@ def trace(
 
 def trace_result(graph: Graph, comparison: Comparison, plans: CollectiveFigures | None = None) -> TraceResult:
     """Return a trace as the command's result: graph, bounds, schedules, what is winnable, collectives, coverage, verdict."""
-    bounds = comparison.bounds
+    bounds, best_s = comparison.bounds, comparison.best_bound_s
     return TraceResult(
         graph=_traced_graph(graph),
-        bounds=TraceBounds(
-            upper_s=bounds.upper_s,
-            lower_s=bounds.lower_s,
-            speedup=bounds.speedup,
-            best_lower_s=comparison.best_bound_s,
-        ),
+        bounds=TraceBounds(upper_s=bounds.upper_s, lower_s=bounds.lower_s, speedup=bounds.speedup, best_lower_s=best_s),
         schedules=comparison.schedules,
         efficiency_undefined=comparison.undefined_reason,
         coverage=coverage(graph),
@@ -150,19 +145,13 @@ _SAID = (
 
 def _traced_graph(graph: Graph) -> TracedGraph:
     """Return a graph's figures."""
-    counts = {
-        "parameters": len(graph.of_kind(RECV)),
-        "parameter_bytes": int(graph.parameter_bytes),
-        "parameter_elements": graph.meta.get("parameter_elements"),
-        "ops": len(graph),
-        "recvs": len(graph.of_kind(RECV)),
-        "sends": len(graph.of_kind(SEND)),
-        "flops": float(graph.flops.sum()),
-    }
-    times = {key: graph.meta.get(key) for key in _SAID}
+    recvs, sends = len(graph.of_kind(RECV)), len(graph.of_kind(SEND))
+    counts = {"parameters": recvs, "parameter_bytes": int(graph.parameter_bytes)}
+    counts |= {"ops": len(graph), "recvs": recvs, "sends": sends}
+    said = {key: graph.meta.get(key) for key in ("parameter_elements", *_SAID)}
     channels = sum(name.startswith("channel:") for name in graph.resource_names)
-    whole = {"name": graph.name, "mode": graph.mode, "batch_size": graph.batch_size, **counts, **times}
-    return parse_record({**whole, "channels": channels}, TracedGraph, graph.name)
+    whole = {"name": graph.name, "mode": graph.mode, "batch_size": graph.batch_size, **counts, **said}
+    return parse_record({**whole, "flops": float(graph.flops.sum()), "channels": channels}, TracedGraph, graph.name)
 
 
 def _servers_of(graph: Graph) -> dict[str, list[str]]:
@@ -175,8 +164,6 @@ def _servers_of(graph: Graph) -> dict[str, list[str]]:
 
 def _with_names_of_the_best(plans: CollectiveFigures) -> CollectiveFigures:
     """Return the plans without the parameters of the buckets that nobody would set."""
-    others = {
-        name: BucketFigures(**getattr(plans.ddp, name).model_dump(exclude={"bucket_parameters"}))
-        for name in ("default", "best_cap")
-    }
+    sides = {"default": plans.ddp.default, "best_cap": plans.ddp.best_cap}
+    others = {name: BucketFigures(**one.model_dump(exclude={"bucket_parameters"})) for name, one in sides.items()}
     return plans.model_copy(update={"ddp": plans.ddp.model_copy(update=others)})

@@ -44,6 +44,7 @@ from ddltool.analyzers.communication.dependencies import (
     collected,
     first_ready_first,
     input_lists,
+    reversed_edges,
     whole_times,
 )
 from ddltool.analyzers.communication.timeline import play
@@ -95,11 +96,7 @@ class ShopProblem:
     @cached_property
     def consumers(self) -> list[list[int]]:
         """The reversed edges."""
-        found: list[list[int]] = [[] for _ in self.times]
-        for op, inputs in enumerate(self.inputs):
-            for source in inputs:
-                found[source].append(op)
-        return found
+        return reversed_edges(self.inputs)
 
     @cached_property
     def needed(self) -> list[int]:
@@ -307,25 +304,24 @@ def numberings(problem: ShopProblem) -> list[list[int]]:
     a channel that is fed early has less left over at the end.
     """
     tail = problem.heads_and_tails[1].tolist()
-    count = len(problem)
     feeds = [any(problem.kind[target] == SEND for target in targets) for targets in problem.consumers]
-    by_tail = sorted(range(count), key=lambda block: (-tail[block], block))
-    found = []
-    for order in (list(range(count)), by_tail):
-        for first in (False, True):
-            ranked = sorted(order, key=lambda block: not feeds[block]) if first else order
-            numbers = [0] * count
-            for place, block in enumerate(ranked):
-                numbers[block] = place
-            found.append(numbers)
+    by_tail = sorted(range(len(problem)), key=lambda block: -tail[block])
+    orders = [list(range(len(problem))), by_tail]
+    ranked = [each for order in orders for each in (order, sorted(order, key=lambda block: not feeds[block]))]
+    return [_places(order) for order in ranked]
+
+
+def _places(order: Sequence[int]) -> list[int]:
+    """Return where each of 0 to n - 1 stands in an order of them."""
+    found = [0] * len(order)
+    for place, block in enumerate(order):
+        found[block] = place
     return found
 
 
 def list_schedule(problem: ShopProblem, priority: Sequence[int]) -> list[int]:
     """Return starts when each free resource takes the ready op with the lowest number (ties: op number). O(n log n)."""
-    numbers = [0] * len(problem)
-    for place, op in enumerate(sorted(range(len(problem)), key=lambda op: (priority[op], op))):
-        numbers[op] = place
+    numbers = _places(sorted(range(len(problem)), key=priority.__getitem__))
     inputs = [len(sources) for sources in problem.inputs]
     return play(problem.times, problem.resource, problem.consumers, inputs, numbers, random.Random(0))[0]
 

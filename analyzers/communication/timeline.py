@@ -189,27 +189,15 @@ def to_chrome_trace(graph: Graph, timeline: Timeline, priority: Mapping[str, int
     One complete event per op, one thread per resource, microseconds.
     Format: "Trace Event Format" (Google), complete ("X") and metadata ("M") events.
     """
-    events: list[dict[str, Any]] = [
-        {"ph": "M", "pid": 0, "name": "process_name", "args": {"name": f"{graph.name} ({graph.mode}, simulated)"}}
-    ]
+    title = f"{graph.name} ({graph.mode}, simulated)"
+    events: list[dict[str, Any]] = [{"ph": "M", "pid": 0, "name": "process_name", "args": {"name": title}}]
     for lane, name in enumerate(graph.resource_names):
         events.append({"ph": "M", "pid": 0, "tid": lane, "name": "thread_name", "args": {"name": name}})
-    for op in range(len(graph)):
-        arguments: dict[str, Any] = {"kind": KINDS[graph.kind[op]], "size_bytes": float(graph.size_bytes[op])}
-        if graph.parameter[op] is not None:
-            arguments["parameter"] = graph.parameter[op]
-        if priority is not None and graph.names[op] in priority:
-            arguments["priority"] = priority[graph.names[op]]
-        events.append(
-            {
-                "ph": "X",
-                "pid": 0,
-                "tid": int(graph.resource[op]),
-                "name": graph.names[op],
-                "cat": KINDS[graph.kind[op]],
-                "ts": float(timeline.start_s[op]) * 1e6,
-                "dur": float(timeline.end_s[op] - timeline.start_s[op]) * 1e6,
-                "args": arguments,
-            }
-        )
+    for op, name in enumerate(graph.names):
+        kind, start_s, end_s = KINDS[graph.kind[op]], float(timeline.start_s[op]), float(timeline.end_s[op])
+        said = {"parameter": graph.parameter[op], "priority": (priority or {}).get(name)}
+        known = {key: value for key, value in said.items() if value is not None}
+        place = {"ph": "X", "pid": 0, "tid": int(graph.resource[op]), "name": name, "cat": kind}
+        args = {"kind": kind, "size_bytes": float(graph.size_bytes[op]), **known}
+        events.append({**place, "ts": start_s * 1e6, "dur": (end_s - start_s) * 1e6, "args": args})
     return {"traceEvents": events, "displayTimeUnit": "ms"}

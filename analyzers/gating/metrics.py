@@ -18,6 +18,7 @@ from typing import Any, Literal
 
 from pydantic import BaseModel
 
+from ddltool.analyzers.communication.efficiency import bounds
 from ddltool.analyzers.gating.noise import FEWEST_REPEATS, Cell, cell_of, geometric_mean, pool
 from ddltool.artifacts import Artifact, kind_of, parse
 from ddltool.errors import InputError, did_you_mean, one_line, shortened
@@ -216,17 +217,10 @@ def _graph(graph: Graph, where: str) -> Iterator[Metric]:
     channels = sum(name.startswith("channel:") for name in graph.resource_names)
     for name, value in {**counts, "flops": float(graph.flops.sum()), "channels": channels}.items():
         yield from figure(name, value, _unit_of(name))
-    if not graph.timed:
-        return
-    busy: dict[str, float] = dict.fromkeys(graph.resource_names, 0.0)
-    for resource, duration in zip(graph.resource.tolist(), graph.duration_s.tolist(), strict=True):
-        busy[graph.resource_names[resource]] += duration
-    measured = "measured" in graph.estimate
-    yield from figure("upper_s", sum(busy.values()), "s", measured=measured)
-    yield from figure("lower_s", max(busy.values(), default=0.0), "s", measured=measured)
-    for name, kind in (("compute_s", "compute:"), ("transfer_s", "channel:")):
-        longest = max((seconds for resource, seconds in busy.items() if resource.startswith(kind)), default=0.0)
-        yield from figure(name, longest, "s", measured=measured and kind == "compute:")
+    if graph.timed:
+        found, measured = bounds(graph), "measured" in graph.estimate
+        for name in ("upper_s", "lower_s", "compute_s", "transfer_s"):
+            yield from figure(name, getattr(found, name), "s", measured=measured and name != "transfer_s")
 
 
 def _trace(found: TraceResult, where: str) -> Iterator[Metric]:
@@ -358,10 +352,8 @@ def _telemetry(document: Mapping[str, Any], where: str) -> Iterator[Metric]:
     yield from figure("ranks", len(by_rank))
     yield from figure("steps", min(len(steps) for steps in by_rank.values()))
     for column in ("step_s", "compute_s", "wait_s", "sync_s"):
-        yield from _family(
-            column,
-            [_stretches(f"rank{rank}", [float(row[column]) for row in steps]) for rank, steps in by_rank.items()],
-        )
+        by = {rank: [float(row[column]) for row in steps] for rank, steps in by_rank.items()}
+        yield from _family(column, [_stretches(f"rank{rank}", seconds) for rank, seconds in by.items()])
 
 
 def _stretches(key: str, seconds: Sequence[float]) -> Cell:

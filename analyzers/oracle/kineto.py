@@ -198,9 +198,8 @@ def read_steps(path: str | Path) -> TraceSteps:
         raise InputError(str(path), "has no ProfilerStep range with work", "call prof.step() after every training step")
     found = np.zeros((3, len(steps.start_s)))
     for compute, communication in rows.busy(spans, steps.end_s):
-        for place, (start, length) in enumerate(
-            (compute, communication, np.concatenate([compute, communication], axis=1))
-        ):
+        kinds = (compute, communication, np.concatenate([compute, communication], axis=1))
+        for place, (start, length) in enumerate(kinds):
             found[place] += _busy_within(start, length, steps.start_s, steps.until_s)
     header = _header(path)
     name, size = header.get("deviceProperties.item.name"), header.get("distributedInfo.world_size")
@@ -227,7 +226,7 @@ def read_rank(path: str | Path) -> RankTrace:
     remote = kind == _COMMUNICATION_KERNEL
     times = np.stack([start, start + duration, launched * 1e6]) * 1e-6
     host = rows.collectives()
-    names = tuple(rows.numbers("group"))
+    names = tuple(rows.known["group"])
     of_host = np.stack([host[0] + len(names), host[1], host[1] + host[2]])
     header = _header(path)
     rank, node = header.get("distributedInfo.rank"), header.get("host_name")
@@ -236,7 +235,7 @@ def read_rank(path: str | Path) -> RankTrace:
         where=str(path),
         rank=rank if type(rank) is int and rank >= 0 else None,
         node=str(node or ""),
-        epoch_s=rows.base_us * 1e-6 + float(base_ns) * 1e-9,
+        epoch_s=(rows.base_us or 0.0) * 1e-6 + float(base_ns) * 1e-9,
         names=rows.names,
         spans=spans,
         steps=steps,
@@ -300,8 +299,8 @@ class _Rows:
         self.where = str(path)
         self.categories: Counter[str] = Counter()
         self._rows = {kind: array("d") for kind in self.WIDTH}
-        self._numbers: dict[str, dict[str, int]] = {"name": {}, "thread": {}, "device": {}, "group": {}}
-        self._base_us: float | None = None
+        self.known: dict[str, dict[str, int]] = {"name": {}, "thread": {}, "device": {}, "group": {}}
+        self.base_us: float | None = None
         for number, event in enumerate(read_events(path)):
             if not isinstance(event, dict):
                 raise InputError(self.where, f"event {number} is no JSON object", "export the trace again")
@@ -312,10 +311,8 @@ class _Rows:
 
     def steps(self, spans: Spans) -> Steps:
         """Return the steps, without those that hold less than half of the operators and GPU work of the fullest."""
-        numbers = np.array(
-            [int(found[1]) if (found := _STEP.match(name)) else -1 for name in self.names], dtype=np.int64
-        )
-        number = numbers[spans.key] if len(numbers) else np.zeros(0, dtype=np.int64)
+        numbers = [int(found[1]) if (found := _STEP.match(name)) else -1 for name in self.names]
+        number = np.array(numbers or [-1], dtype=np.int64)[spans.key]
         at = np.flatnonzero(number >= 0)
         at = at[np.unique(number[at], return_index=True)[1]]  # other threads may carry the same range again
         at = at[np.argsort(spans.start_s[at], kind="stable")]
@@ -355,8 +352,8 @@ class _Rows:
     def collectives(self) -> Floats:
         """Return (3, n) name, start and duration of the host's collectives, NCCL's left out: theirs is their launch."""
         name, _, start, duration = self.table("collectives")
-        own = np.array([not name.startswith(("nccl", "xccl")) for name in self.names], dtype=bool)
-        kept = own[name.astype(np.intp)] if len(own) else np.zeros(0, dtype=bool)
+        own = [not name.startswith(("nccl", "xccl")) for name in self.names] or [False]
+        kept = np.array(own)[name.astype(np.intp)]
         return np.stack([name[kept], start[kept] * 1e-6, duration[kept] * 1e-6])
 
     def busy(self, spans: Spans, end_s: float) -> Iterator[tuple[Floats, Floats]]:
@@ -374,25 +371,14 @@ class _Rows:
             yield times[:, compute & here], np.concatenate([times[:, communication & here], host], axis=1)
             host = host[:, :0]
         if host.size:
-            operator = np.array(
-                [_OPERATOR.match(name) is not None and not _COMMUNICATION.match(name) for name in self.names]
-            )
-            rows = operator[spans.key] & (spans.start_s < end_s) if len(spans) else np.zeros(0, dtype=bool)
+            operator = [_OPERATOR.match(name) is not None and not _COMMUNICATION.match(name) for name in self.names]
+            rows = np.array(operator or [False])[spans.key] & (spans.start_s < end_s)
             yield np.stack([spans.start_s[rows], spans.duration_s[rows]]), host
 
     @property
     def names(self) -> tuple[str, ...]:
         """The distinct names of spans, by number."""
-        return tuple(self._numbers["name"])
-
-    @property
-    def base_us(self) -> float:
-        """What the trace calls the first event's time; its times count from there."""
-        return self._base_us or 0.0
-
-    def numbers(self, kind: str) -> tuple[str, ...]:
-        """The distinct texts of a kind, by number."""
-        return tuple(self._numbers[kind])
+        return tuple(self.known["name"])
 
     def table(self, kind: str) -> Floats:
         """Return (width, n) the columns of the n rows of one kind."""
@@ -408,8 +394,8 @@ class _Rows:
         if start is None or (duration is not None and duration < 0):
             problem = "has no ts" if start is None else f"dur is {event['dur']}"
             raise self._bad(event, number, problem)
-        self._base_us = start if self._base_us is None else self._base_us
-        start, duration = start - self._base_us, duration or 0.0
+        self.base_us = start if self.base_us is None else self.base_us
+        start, duration = start - self.base_us, duration or 0.0
         category = str(event.get("cat", "")).lower()
         category = _EARLIER.get(category, category)
         self.categories[category] += 1
@@ -419,34 +405,33 @@ class _Rows:
         correlation = _identity(args.get("correlation"))
         external = _identity(args.get("External id", args.get("external id")))
         if category in _SPANS and _COLLECTIVE.match(name):
-            self._rows["collectives"].extend(
-                (self._number("name", name), self._number("thread", thread), start, duration)
-            )
+            self._add("collectives", self._number("name", name), self._number("thread", thread), start, duration)
         elif category in _SPANS:
-            row = (self._number("name", name), self._number("thread", thread), external, start, duration)
-            self._rows["ranges"].extend(row)
+            self._add("ranges", self._number("name", name), self._number("thread", thread), external, start, duration)
             if "Input Dims" in args and _PRODUCT.match(name):
-                self._rows["work"].extend((start, _elements(args["Input Dims"])))
+                self._add("work", start, _elements(args["Input Dims"]))
         elif category in _RUNTIME:
             at = self._number("thread", thread)
             if name.endswith("Synchronize"):
-                self._rows["waits"].extend((at, start, duration))
+                self._add("waits", at, start, duration)
             if correlation > 0:
-                self._rows["launches"].extend((correlation, at, start))
+                self._add("launches", correlation, at, start)
         elif category in _ACTIVITY and name not in _SYNC_ROWS:
-            kind = _ACTIVITY[category]
-            group = -1
+            kind, group = _ACTIVITY[category], -1
             if kind == _COMPUTE_KERNEL and (found := _NCCL_KERNEL.match(name)):
-                kind = _COMMUNICATION_KERNEL
-                group = self._number(
-                    "group", f"{name[found.end() - 1 :].split('_')[0]} {args.get('Process Group Ranks', '')}"
+                what = name[found.end() - 1 :].split("_")[0]
+                kind, group = (
+                    _COMMUNICATION_KERNEL,
+                    self._number("group", f"{what} {args.get('Process Group Ranks', '')}"),
                 )
             device = self._number("device", str(args.get("device", event.get("pid"))))
-            self._rows["activities"].extend((kind, device, start, duration, correlation, external, group))
+            self._add("activities", kind, device, start, duration, correlation, external, group)
+
+    def _add(self, kind: str, *row: float) -> None:
+        self._rows[kind].extend(row)
 
     def _number(self, kind: str, key: str) -> int:
-        known = self._numbers[kind]
-        return known.setdefault(key, len(known))
+        return self.known[kind].setdefault(key, len(self.known[kind]))
 
     def _time(self, event: Mapping[str, Any], field: str, number: int) -> float | None:
         value = event.get(field)

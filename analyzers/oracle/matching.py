@@ -72,9 +72,8 @@ class Match:
             shown = ", ".join(f"{name} x{calls} ({seconds:.3g} s)" for name, calls, seconds in self.unmatched_calls[:5])
             lines.append(f"in the trace but not in the graph: {shown}")
         if self.inexact_types:
-            lines.append(
-                f"called more or less often than in the graph, mean taken: {', '.join(self.inexact_types[:6])}"
-            )
+            shown = ", ".join(self.inexact_types[:6])
+            lines.append(f"called more or less often than in the graph, mean taken: {shown}")
         return lines
 
 
@@ -117,9 +116,8 @@ def apply(graph: Graph, match: Match, fallback: Graph) -> Graph:
         raise InputError("fallback", f"is not {graph.name} with every op timed", "estimate the same graph")
     if not match.measured.any():
         shown = ", ".join(name for name, _, _ in match.unmatched_calls[:5]) or "no operator calls"
-        raise InputError(
-            "--oracle", f"no op of {graph.name} occurs in the trace (it has {shown})", "give a trace of the same model"
-        )
+        problem = f"no op of {graph.name} occurs in the trace (it has {shown})"
+        raise InputError("--oracle", problem, "give a trace of the same model")
     if match.matched_time < LEAST_MATCHED_TIME:
         problem = f"only {match.matched_time:.0%} of its time is that of ops of {graph.name}: a trace of another model"
         remedy = f"give a trace of the same model, with {LEAST_MATCHED_TIME:.0%} of its time matched or more"

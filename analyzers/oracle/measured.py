@@ -120,14 +120,13 @@ def estimate_measured(
     traced = trace_step(build, mode=mode, batch_size=batch_size, numerics=Numerics(cuda=False))
     times = measure_ops(traced, runs=runs, threads=threads, memory_bytes=memory_bytes, progress=progress)
     graph = apply_times(traced.graph, times, network or Network())
-    meta = {
-        **graph.meta,
+    how = {
         "device": "cpu",
         "threads": threads or torch.get_num_threads(),
         "torch": str(torch.__version__),
         "runs": runs,
     }
-    return replace(graph, meta=meta)
+    return replace(graph, meta={**graph.meta, **how})
 
 
 def apply_times(graph: Graph, times: OpTimes, network: Network) -> Graph:
@@ -138,8 +137,8 @@ def apply_times(graph: Graph, times: OpTimes, network: Network) -> Graph:
     ``default``. Raises InputError when ops cost something and none was measured.
     """
     graph = assign_channels(graph, network.parameter_servers)
-    transfer = graph.kind != COMPUTE
-    durations = np.where(transfer, network.latency_s + graph.size_bytes / network.bandwidth_bytes_per_s, 0.0)
+    transfer, rate = graph.kind != COMPUTE, network.bandwidth_bytes_per_s
+    durations = np.where(transfer, network.latency_s + graph.size_bytes / rate, 0.0)
     estimate: list[Estimate] = ["rule" if moved else "free" for moved in transfer]
     measured = np.array([name in times.seconds for name in graph.names])
     missing = np.array([source != "free" for source in graph.estimate]) & ~transfer & ~measured
@@ -149,15 +148,11 @@ def apply_times(graph: Graph, times: OpTimes, network: Network) -> Graph:
         durations[missing] = _scaled(graph, durations, measured, missing, times)
         for op in np.flatnonzero(missing):
             estimate[op] = "default"
-    meta = {
-        **graph.meta,
-        "oracle": "measured",
-        "timed_calls": times.distinct,
-        "bandwidth_bytes_per_s": network.bandwidth_bytes_per_s,
-        "latency_s": network.latency_s,
-        "parameter_servers": network.parameter_servers,
-    }
-    return replace(graph, meta=meta).with_durations(durations, estimate)
+    links = {"bandwidth_bytes_per_s": rate, "latency_s": network.latency_s}
+    meta = {**graph.meta, "oracle": "measured", "timed_calls": times.distinct, **links}
+    return replace(graph, meta={**meta, "parameter_servers": network.parameter_servers}).with_durations(
+        durations, estimate
+    )
 
 
 def _scaled(
