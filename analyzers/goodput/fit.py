@@ -353,10 +353,16 @@ def descend(
         errors, slopes = problem.residuals(point)
         return errors, slopes[:, places]
 
+    def errors_at(values: Array) -> Array:
+        return at(values.tobytes())[0]
+
+    def slopes_at(values: Array) -> Array:
+        return at(values.tobytes())[1]
+
     found = least_squares(
-        lambda values: at(values.tobytes())[0],
+        errors_at,
         start[places],
-        jac=lambda values: at(values.tobytes())[1],
+        jac=slopes_at,
         bounds=(problem.low[places], problem.high[places]),
         method="trf",
         loss=loss,

@@ -120,13 +120,8 @@ def estimate_measured(
     traced = trace_step(build, mode=mode, batch_size=batch_size, numerics=Numerics(cuda=False))
     times = measure_ops(traced, runs=runs, threads=threads, memory_bytes=memory_bytes, progress=progress)
     graph = apply_times(traced.graph, times, network or Network())
-    how = {
-        "device": "cpu",
-        "threads": threads or torch.get_num_threads(),
-        "torch": str(torch.__version__),
-        "runs": runs,
-    }
-    return replace(graph, meta={**graph.meta, **how})
+    meta = {**graph.meta, "device": "cpu", "threads": threads or torch.get_num_threads(), "runs": runs}
+    return replace(graph, meta={**meta, "torch": str(torch.__version__)})
 
 
 def apply_times(graph: Graph, times: OpTimes, network: Network) -> Graph:
