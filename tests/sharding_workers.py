@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import runpy
 import tempfile
+import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from itertools import accumulate
@@ -164,7 +165,7 @@ def peak_bytes(rank: int, config: str, make: Callable[[], tuple[nn.Module, Tenso
 
 
 def allocated_bytes(rank: int, kind: str, keeps: Mapping[str, Sequence[int]], layers: int, samples: int) -> float:
-    """Return the most bytes that torch's profiler sees a rank hold in the third of three steps under ``ddp`` or ``zero1``.
+    """Return the most bytes that torch's profiler sees a rank hold in the last of four steps under ``ddp`` or ``zero1``.
 
     It sees what C++ allocates as well; DDP makes its buckets again in the second step.
     """
@@ -180,16 +181,17 @@ def allocated_bytes(rank: int, kind: str, keeps: Mapping[str, Sequence[int]], la
                 if kind == "zero1"
                 else torch.optim.SGD(replica.parameters(), **settings)
             )
-            for turn in range(3):
+            for turn in range(4):
                 with record_function(f"turn {turn}"):
                     loss = model.loss(replica(tokens), tokens)
                     loss.backward()
                     del loss
                     optimizer.step()
                     optimizer.zero_grad()
+                time.sleep(0.05)  # what gloo's threads are the last to hold is not seen to go
         profiler.export_chrome_trace(f"{folder}/trace.json")
         events = json.loads(Path(f"{folder}/trace.json").read_text())["traceEvents"]
-    last = next(event for event in events if event.get("name") == "turn 2")
+    last = next(event for event in events if event.get("name") == "turn 3")
     changes = sorted((event["ts"], event["args"]["Bytes"]) for event in events if event.get("name") == "[memory]")
     held = zip((at for at, _ in changes), accumulate(size for _, size in changes), strict=True)
     return float(max(size for at, size in held if last["ts"] <= at <= last["ts"] + last["dur"]))

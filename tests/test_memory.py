@@ -50,7 +50,8 @@ def tracked(
     build: Callable[[], TrainingStep], units: list[str], kind: str, keeps: Keeps, *, mixed: bool = False
 ) -> float:
     """Return the peak that torch's tracker sees in the second of two real steps on fake tensors, in bytes."""
-    mesh = init_device_mesh("cpu", (2, WORLD // 2) if kind == "hsdp:2" else (WORLD,))
+    sizes = {"replicate": 2, "shard": WORLD // 2} if kind == "hsdp:2" else {"shard": WORLD}
+    mesh = init_device_mesh("cpu", tuple(sizes.values()), mesh_dim_names=tuple(sizes))
     with FakeTensorMode(allow_non_fake_inputs=True), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         step = build()
