@@ -87,8 +87,8 @@ def simulate(
         _Files,
         typer.Argument(
             metavar="WORKLOAD.csv",
-            help="Columns name, time, application, num_replicas, batch_size; or a Philly (JSON) or Helios (CSV) trace. "
-            "Several are a sweep.",
+            help="Columns name, time, application, num_replicas, batch_size; or the trace of a cluster "
+            "(Philly, Helios, Acme, Alibaba). Several are a sweep.",
         ),
     ] = None,
     cluster: Annotated[
@@ -412,7 +412,7 @@ def _converted(
     if len(workloads) != 1:
         if workloads:
             raise InputError("WORKLOAD.csv", f"is given {len(workloads)} times", "one trace at a time is converted")
-        raise InputError("--convert", "needs a trace", "give a Philly (JSON) or Helios (CSV) trace")
+        raise InputError("--convert", "needs a trace", "give a cluster's: Philly, Helios, Acme, Alibaba")
     workload = workloads[0]
     with progress(f"reading {workload.name}"):
         fields = {"seed": seed} | _sampling(sample)
@@ -423,7 +423,7 @@ def _converted(
     if not remark:
         if sample:
             raise InputError("--sample", f"{workload} is a workload", "sample from a cluster's trace")
-        raise InputError(str(workload), "is a workload already", "give a Philly (JSON) or Helios (CSV) trace")
+        raise InputError(str(workload), "is a workload already", "give a cluster's: Philly, Helios, Acme, Alibaba")
     note(remark)
     source = f"{workload.name}; applications drawn by size class, {sample or 'all jobs'}, seed={seed}"
     return WorkloadResult(source=source, jobs=jobs)

@@ -101,6 +101,41 @@ def test_helios_by_hand() -> None:
     assert helios(tiresias).submit_s.tolist() == [0.0, 60.0]
 
 
+def test_alibabas_tasks_are_jobs() -> None:
+    """2020: GPUs in percent, a row for each task; the second job's worker still runs at the end, the third never began."""
+    rows = """job_name,task_name,inst_num,status,start_time,end_time,plan_cpu,plan_mem,plan_gpu,gpu_type
+a,worker,4,Terminated,100.0,7300.0,600.0,30.0,50.0,T4
+a,ps,1,Terminated,90.0,7300.0,600.0,30.0,,CPU
+b,worker,2,Running,3700.0,,600.0,30.0,100.0,V100
+b,chief,1,Terminated,3700.0,7300.0,600.0,30.0,100.0,V100
+c,worker,2,Waiting,,,600.0,30.0,100.0,V100
+d,worker,1,Terminated,0.0,10.0,600.0,30.0,,CPU
+"""
+    trace = helios(rows)
+    assert trace.submit_s.tolist() == [0.0, 3610.0]
+    assert trace.gpus.tolist() == [2.0, 3.0]
+    assert trace.gpu_hours.tolist() == [4.0, 3.0]
+    assert (trace.skipped, trace.censored) == ({"no GPU": 1, "never started": 1}, 1)
+
+
+def test_other_clusters_name_their_columns_otherwise() -> None:
+    pods = """name,cpu_milli,memory_mib,num_gpu,gpu_milli,gpu_spec,qos,pod_phase,creation_time,deletion_time,scheduled_time
+p0,12000,16384,1,500,,LS,Running,0,7200,0
+p1,12000,16384,8,1000,,LS,Succeeded,60,7320,120
+p2,12000,16384,1,1000,,LS,Pending,60,7320,
+"""
+    shares = helios(pods)
+    assert shares.submit_s.tolist() == [0.0, 60.0]
+    assert shares.gpu_hours.tolist() == [1.0, 16.0]
+    assert shares.skipped["never started"] == 1
+    acme = "job_id,node_num,gpu_num,state,submit_time,start_time,end_time,duration\n"
+    acme += "1,1,8,COMPLETED,2023-03-01 00:00:00+08:00,2023-03-01 00:00:00+08:00,2023-03-01 01:00:00+08:00,3600\n"
+    acme += "2,1,2,RUNNING,2023-03-01 00:30:00+08:00,2023-03-01 00:30:00+08:00,,\n"
+    still = helios(acme)
+    assert (still.gpu_hours.tolist(), still.censored) == ([8.0, 1.0], 1)
+    assert helios("timestamp,duration,num_gpus\n10,3600,2\n40,7200,1\n").gpu_hours.tolist() == [2.0, 2.0]
+
+
 def test_philly_by_hand() -> None:
     trace = read_philly(philly(), "philly.json")
     assert trace.submit_s.tolist() == [0.0, 600.0]
@@ -255,7 +290,7 @@ def test_phillys_log_is_told_by_how_it_begins_and_a_job_without_an_end_is_counte
     assert found.censored == 1
 
 
-@pytest.mark.parametrize("header", ["timestamp,duration,num_gpus", "name,cpu_milli,memory_mib,num_gpu,creation_time"])
+@pytest.mark.parametrize("header", ["when,duration,devices", "name,cpu_milli,memory_mib,gpu,created"])
 def test_a_table_that_is_neither_trace_nor_workload_is_told_what_both_have(
     cli: Cli, tmp_path: Path, header: str
 ) -> None:
@@ -266,8 +301,13 @@ def test_a_table_that_is_neither_trace_nor_workload_is_told_what_both_have(
     assert (
         "a workload has name, time, application, num_replicas, batch_size; a cluster's trace has" in refused.error_line
     )
-    assert "submit_time or submitted_time or submit; gpu_num or num_gpus" in refused.error_line
-    assert "duration or run_time or runtime (seconds), or start_time and end_time" in refused.error_line
+    assert (
+        "submit_time or submitted_time or submit or creation_time or timestamp; gpu_num or num_gpus"
+        in refused.error_line
+    )
+    assert (
+        "duration or run_time or runtime (seconds), or start_time or scheduled_time and end_time" in refused.error_line
+    )
 
 
 def test_reading_grows_with_the_rows_and_not_faster() -> None:

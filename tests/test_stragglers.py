@@ -340,6 +340,28 @@ def test_a_slow_last_stage_is_told_from_a_slow_worker() -> None:
     assert found.m_s > 0.5
 
 
+def test_steps_that_are_not_alike_are_left_out() -> None:
+    """More microbatches in one step, a rank that comes late, a collection in some: the usual steps say what they say alone."""
+    usual = pipeline_rows({(1, 1): 2.0})
+    steps = [usual.assign(step=step) for step in range(4, 8)]
+    collect = usual[usual["optype"] == "optimizer"].assign(step=5, optype="gc", duration=0.0)
+    late = usual[usual["dp_rank"] == 0].assign(step=2)
+    ramp = pipeline_rows({(1, 1): 2.0}, batches=8).assign(step=3)
+    table = pd.concat([late, ramp, *steps, collect]).assign(mc=lambda rows: rows["mc"].where(rows["optype"] != "gc"))
+    operations = of_frame(table, "rows")
+    assert operations.steps == 4
+    found, alone = what_if(operations), what_if(of_frame(usual, "rows"))
+    assert (found.slowdown, found.m_w) == (pytest.approx(alone.slowdown), pytest.approx(alone.m_w))
+
+
+def test_a_transfer_recorded_after_the_optimizer_is_no_part_of_the_step() -> None:
+    frame = pipeline_rows({})
+    last = frame[frame["optype"] == "optimizer"]["start_ts"].max() + 5.0
+    idle = frame[(frame["optype"] == "forward-recv") & (frame["stage"] == 1)].drop_duplicates("dp_rank")
+    frame = pd.concat([frame, idle.assign(start_ts=last, duration=30.0, seq_id=99)])
+    assert what_if(of_frame(frame, "rows")).step_s == pytest.approx(what_if(of_frame(pipeline_rows({}), "rows")).step_s)
+
+
 def test_equal_workers_have_no_slowdown() -> None:
     operations = of_frame(pipeline_rows({}), "rows")
     found = what_if(operations)

@@ -2,12 +2,14 @@
 
 That truth is measured traces, fitted models (kind ``ddltool.goodput``), or both.
 
-Traces of clusters are Microsoft's Philly (JSON), SenseTime's Helios (CSV), and tables alike. They say when a job came, how
-many GPUs it had and for how long; not what it trained. As Pollux does (section 5.1), each job is replaced by an application
-of the same size class by GPU time (:func:`to_workload`). Formats: github.com/msr-fiddle/philly-traces, ``cluster_job_log``
-(a list of jobs with ``jobid``, ``submitted_time``, ``attempts[].{start_time,end_time,detail[].gpus[]}``);
-github.com/S-Lab-System-Group/HeliosData, ``cluster_log.csv`` (``job_id,gpu_num,submit_time,duration``, ...). Other tables
-name the four columns as in :data:`COLUMNS`.
+Traces of clusters are Microsoft's Philly (JSON), SenseTime's Helios, Acme's, Alibaba's of 2020 and 2023 (CSV), and tables
+alike. They say when a job came, how many GPUs it had and for how long; not what it trained. As Pollux does (section 5.1), each
+job is replaced by an application of the same size class by GPU time (:func:`to_workload`). Formats:
+github.com/msr-fiddle/philly-traces, ``cluster_job_log`` (a list of jobs with ``jobid``, ``submitted_time``,
+``attempts[].{start_time,end_time,detail[].gpus[]}``);
+github.com/S-Lab-System-Group/HeliosData, ``cluster_log.csv`` (``job_id,gpu_num,submit_time,duration``, ...), as in
+github.com/InternLM/AcmeTrace; github.com/alibaba/clusterdata, ``pai_task_table`` with its header, ``openb_pod_list``. Other
+tables name their columns as in :data:`COLUMNS`.
 """
 
 from __future__ import annotations
@@ -317,20 +319,23 @@ def _validation(place: Path) -> list[Validation]:
 
 
 COLUMNS: Mapping[str, tuple[str, ...]] = {
-    "name": ("job_id", "jobid", "id"),
-    "submit": ("submit_time", "submitted_time", "submit"),
-    "gpus": ("gpu_num", "num_gpus", "num_gpu", "gpus"),
+    "name": ("job_id", "jobid", "id", "job_name"),
+    "submit": ("submit_time", "submitted_time", "submit", "creation_time", "timestamp"),
+    "gpus": ("gpu_num", "num_gpus", "num_gpu", "gpus", "gpu_request", "plan_gpu"),
     "duration": ("duration", "run_time", "runtime"),
+    "start": ("start_time", "scheduled_time"),
+    "end": ("end_time", "deletion_time"),
+    "instances": ("inst_num", "num_inst", "worker_num"),
 }
-"""Names under which a table may hold each column; ``start_time`` and ``end_time`` may stand for the duration."""
+"""Names under which a table may hold each column; start and end may stand for the duration. GPUs are an instance's."""
 _START, _END = "start_time", "end_time"
+_PERCENT, _MILLI = "plan_gpu", "gpu_milli"
 _ZONE = r"\s*(?:PST|PDT|UTC|GMT|[+-]\d\d:\d\d)$"
 _MOST_GPUS, _LONGEST_S = 100_000, 315_360_000.0
 _BUSY_STEP_S = 3600.0
 _SPAN = "times within ten years"
-ACCEPTED = (
-    f"a cluster's trace has {' or '.join(COLUMNS['submit'])}; {' or '.join(COLUMNS['gpus'])}; and "
-    f"{' or '.join(COLUMNS['duration'])} (seconds), or {_START} and {_END}"
+ACCEPTED = "a cluster's trace has {submit}; {gpus}; and {duration} (seconds), or {start} and {end}".format(
+    **{key: " or ".join(names) for key, names in COLUMNS.items()}
 )
 """The columns of a trace, for people."""
 
@@ -361,36 +366,61 @@ def is_json(path: Path) -> bool:
 
 def is_trace(frame: pd.DataFrame) -> bool:
     """Return whether a table is a cluster's trace and not a workload."""
-    return all(any(name in frame.columns for name in COLUMNS[key]) for key in ("gpus", "submit"))
+    chosen = _chosen(frame)
+    return bool(chosen["gpus"] and chosen["submit"])
+
+
+def _chosen(frame: pd.DataFrame) -> dict[str, str]:
+    """Return which column stands for which of :data:`COLUMNS`, empty for none; a task of Alibaba's came when it began."""
+    chosen = {key: next((name for name in names if name in frame.columns), "") for key, names in COLUMNS.items()}
+    if chosen["gpus"] == _PERCENT and not chosen["submit"]:
+        chosen["submit"] = chosen["start"]
+    return chosen
 
 
 def read_table_trace(frame: pd.DataFrame, where: str) -> ClusterTrace:
-    """Return the jobs of a Helios-style table. Times are seconds or ``YYYY-MM-DD HH:MM:SS``; durations seconds.
+    """Return the jobs of a table with the columns of :data:`COLUMNS`. Times are seconds or ``YYYY-MM-DD HH:MM:SS``.
 
-    Raises InputError naming row and column. O(n log n), vectorised.
+    A job of Alibaba's 2020 trace has a row for each task, GPUs in percent, and came when its first task began; the 2023
+    trace has shares of a GPU in thousandths. Raises InputError naming row and column. O(n log n), vectorised.
     """
-    chosen = {key: next((name for name in names if name in frame.columns), "") for key, names in COLUMNS.items()}
-    spans = _START in frame.columns and _END in frame.columns
-    for key in ("submit", "gpus", *(() if spans else ("duration",))):
+    chosen = _chosen(frame)
+    for key in ("submit", "gpus", *(() if chosen["start"] and chosen["end"] else ("duration",))):
         if not chosen[key]:
             raise InputError(f"{where}:{COLUMNS[key][0]}", "column is missing", ACCEPTED)
-    if chosen["name"]:
+    start = _seconds(frame[chosen["start"]]) if chosen["start"] else np.full(len(frame), np.nan)
+    tasks = "task_name" in frame.columns and chosen["name"] != ""
+    if chosen["name"] and not tasks:
         demand_distinct_jobs(frame[chosen["name"]], where)
-    submit = _times(frame[chosen["submit"]], where)
-    gpus = numbers(frame, chosen["gpus"], where, most=_MOST_GPUS, whole=True)
-    start = _seconds(frame[_START]) if _START in frame.columns else np.full(len(frame), np.nan)
-    started = ~np.isnan(start)
+    submit = _times(frame[chosen["submit"]], where, missing=chosen["submit"] == chosen["start"])
+    shared = chosen["gpus"] == _PERCENT or bool(chosen["instances"])
+    gpus = numbers(frame, chosen["gpus"], where, most=_MOST_GPUS, whole=not shared, missing=shared)
+    if chosen["gpus"] == _PERCENT:
+        gpus = np.nan_to_num(gpus) / 100.0
+    if chosen["instances"]:
+        gpus = np.nan_to_num(gpus) * numbers(frame, chosen["instances"], where, most=_MOST_GPUS, whole=True)
+    if _MILLI in frame.columns:
+        gpus = np.where(gpus == 1, numbers(frame, _MILLI, where, most=1000.0) / 1000.0, gpus)
     if chosen["duration"]:
         length = numbers(frame, chosen["duration"], where, most=_LONGEST_S, missing=True)
     else:
-        length = _times(frame[_END], where, missing=True) - _times(frame[_START], where, missing=True)
+        length = _times(frame[chosen["end"]], where, missing=True) - _times(frame[chosen["start"]], where, missing=True)
         bad = (length < 0) | (length > _LONGEST_S)
-        demand(~bad, length, _END, where, f"a later time than {_START}; {_SPAN}", said=f"less {_START} is ")
-    open_ = started & np.isnan(length)
-    end = _seconds(frame[_END]) if _END in frame.columns else start + length
-    over = np.nanmax(np.concatenate([submit, start[started], end[~np.isnan(end)]]))
-    until_now = np.where(open_, gpus * (over - start) / 3600.0, np.nan)
-    return _trace(submit, gpus, gpus * length / 3600.0, until_now, where)
+        remedy = f"a later time than {chosen['start']}; {_SPAN}"
+        demand(~bad, length, chosen["end"], where, remedy, said=f"less {chosen['start']} is ")
+    started = ~np.isnan(start)
+    end = _seconds(frame[chosen["end"]]) if chosen["end"] else start + length
+    over = np.max(np.concatenate([submit[~np.isnan(submit)], start[started], end[~np.isnan(end)]]), initial=0.0)
+    until_now = np.where(started & np.isnan(length), gpus * (over - start) / 3600.0, np.nan)
+    hours = gpus * length / 3600.0
+    if tasks:
+        rows = pd.DataFrame({"submit": submit, "gpus": gpus, "hours": hours, "until_now": until_now})
+        whole = rows.groupby(frame[chosen["name"]].to_numpy(), sort=False)
+        made = whole.agg({"submit": "min", "gpus": "sum"}).join(whole[["hours", "until_now"]].sum(min_count=1))
+        # What had ended counts as well where another task of the job still runs.
+        made["until_now"] += made["hours"].fillna(0.0)
+        submit, gpus, hours, until_now = (made[name].to_numpy() for name in made)
+    return _trace(submit, gpus, hours, until_now, where)
 
 
 def read_philly(document: Any, where: str) -> ClusterTrace:

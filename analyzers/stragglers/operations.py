@@ -43,6 +43,8 @@ _COMPUTE = tuple(f"{way}-compute" for way in _PASSES)
 KNOWN = frozenset([*_COMMUNICATION, *_COMPUTE, _OPTIMIZER, "gc"])
 # Times are cut to a fraction of a millisecond.
 _SAME_S = 5e-5
+# Clocks of machines differ by less: a transfer that ends so much before its peer comes is as much too long there.
+_CLOCKS_S = 1e-2
 _MOST_ROWS = 200_000_000
 _LEAST_SLOWDOWN, _LEAST_EXPLAINED, _SEQUENCES = 1.05, 0.3, 0.9
 
@@ -91,27 +93,34 @@ def of_frame(frame: pd.DataFrame, where: str) -> Operations:
         row = int(np.argmax(~np.isfinite(times).all(axis=1) | ~(times[:, 1] >= 0)))
         raise InputError(f"{where}:row {row + 1}:duration", f"is {times[row, 1]}", "finite seconds, at least 0")
     frame = frame[frame["optype"] != "first-op"]
+    frame = frame.fillna({"mc": -1, "gmc": -1})
     keys = ["optype", "seq_id", "stage"]
     cells = frame.drop_duplicates([*keys, "dp_rank", "step"]).pivot(
         index=keys, columns=["step", "dp_rank"], values=["duration", "start_ts"]
     )
-    lengths, begins = pd.DataFrame(cells["duration"]), pd.DataFrame(cells["start_ts"])
-    complete = lengths.notna().all(axis=0).groupby(level="step").all()
-    steps = complete.index[complete.to_numpy()].tolist()
+    replicas = sorted({int(replica) for replica in frame["dp_rank"].unique()})
+    there = cells["duration"].notna().T.groupby(level="step").sum().T  # on how many data-parallel ranks
+    there.loc[there.index.get_level_values("optype") == "gc"] = len(replicas)  # it need not come in every step
+    # Steps are alike where they have the same operations: the usual kind of those that all ranks have whole is taken.
+    alike: dict[bytes, list[int]] = defaultdict(list)
+    for step in there.columns[((there == len(replicas)) | (there == 0)).all(axis=0)]:
+        alike[(there[step] > 0).to_numpy().tobytes()].append(int(step))
+    steps = max(alike.values(), key=len, default=[])
     if not steps:
         raise InputError(where, "has no step with every operation on every rank", "give whole steps of one job")
-    replicas = sorted({int(replica) for replica in frame["dp_rank"].unique()})
+    cells = cells[there[steps[0]] > 0]
+    lengths, begins = cells["duration"].fillna(0.0), cells["start_ts"]
     shape = (len(cells), len(steps), len(replicas))
     wanted = pd.MultiIndex.from_product([steps, replicas])
     duration, start = (
         part.reindex(columns=wanted).to_numpy(dtype=np.float64).reshape(shape).transpose(0, 2, 1)
         for part in (lengths, begins)
     )
-    start = start - start.min(axis=(0, 1), keepdims=True)
+    start = np.nan_to_num(start - np.nanmin(start, axis=(0, 1), keepdims=True))
     ops = [(str(kind), int(number), int(stage)) for kind, number, stage in cells.index]
     ranks = frame.drop_duplicates(["dp_rank", "stage"]).pivot(index="dp_rank", columns="stage", values="rank")
-    first = frame[(frame["dp_rank"] == replicas[0]) & (frame["step"] == steps[0])]
-    columns = [first[name].tolist() for name in (*keys, "mc", "gmc")]
+    named = frame[frame["step"].isin(steps)].drop_duplicates(keys)
+    columns = [named[name].tolist() for name in (*keys, "mc", "gmc")]
     chunk = {(str(kind), int(n), int(s)): (int(mc), int(gmc)) for kind, n, s, mc, gmc in zip(*columns, strict=True)}
     return Operations(
         ops=ops, duration_s=duration, start_s=start, rank=ranks.to_numpy(dtype=np.int64), chunk=chunk, steps=len(steps)
@@ -139,6 +148,9 @@ class Pipeline:
         self.groups += [[op for op in self.number if op[0] == kind] for kind in (_EMBEDDING, _CLIP)]
         self.groups = [group for group in self.groups if group]
         self.units = self._sorted()
+        # What is recorded after the optimizer nobody waits for.
+        updates = [place for op, place in self.number.items() if op[0] == _OPTIMIZER]
+        self.last = updates or list(self.number.values())
 
     def _of(self, stage: int, *kinds: str) -> list[Op]:
         """Return a stage's operations of some kinds, by time."""
@@ -245,7 +257,8 @@ class Pipeline:
             came = start[rows].max(axis=0)
             if group[0][0] in _OVER_REPLICAS:
                 came = np.broadcast_to(came.max(axis=0), came.shape)
-            made[rows] = np.maximum(end[rows] - came, 0.0)
+            took = end[rows] - came
+            made[rows] = np.where(took <= -_CLOCKS_S, 0.0, took)
         return made
 
     def play(self, length_s: Floats) -> Floats:
@@ -260,7 +273,7 @@ class Pipeline:
             if group[0][0] in _OVER_REPLICAS:
                 begin = np.broadcast_to(begin.max(axis=0), begin.shape)
             end[rows] = begin + length_s[rows]
-        longest: Floats = end.max(axis=(0, 1))
+        longest: Floats = end[self.last].max(axis=(0, 1))
         return longest
 
 
