@@ -1,35 +1,31 @@
-"""Accelerate's own wrappers around model, optimizer, loader and scheduler: no sample is lost, and each counts once."""
+"""Accelerate's own wrappers around model, optimizer, loader and scheduler: two uneven ranks are one process."""
 
 from __future__ import annotations
 
-import os
-import re
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
 
-from ddltool.artifacts import save
-from tests.runtime_workers import enforcement
+from tests.whole_trainers import Found, assert_alike, assert_refused, found_in
 
-pytest.importorskip("accelerate")
+CELLS = (
+    *("prepared at once", "shuffled by seed", "accumulated", "loader of the hook", "dispatched", "stream"),
+    *("stream not dispatched", "first batches skipped", "state saved and loaded"),
+)
+REFUSED = {"loss summed": "loss: is a sum over the batch, not a mean over its samples; say "}
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory: pytest.TempPathFactory) -> Found:
+    pytest.importorskip("accelerate")
+    return found_in("tests.accelerate_workers", CELLS, REFUSED, tmp_path_factory)
 
 
 @pytest.mark.slow
-def test_prepared_training_is_that_of_one_process(tmp_path: Path) -> None:
-    save(enforcement([12, 20]), tmp_path / "enforce.json")
-    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    done = subprocess.run(
-        [*launch, str(Path(__file__).parent / "accelerate_script.py"), str(tmp_path / "enforce.json")],
-        env=os.environ | {"OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=180,
-    )
-    assert done.returncode == 0, done.stderr[-2000:]
-    told = re.findall(r"rank (\d): (\d+) samples, off by (\S+)", done.stdout)
-    assert sorted(rank for rank, _, _ in told) == ["0", "1"]
-    assert {int(samples) for _, samples, _ in told} == {2 * 228}
-    assert max(float(apart) for _, _, apart in told) < 1e-6
+@pytest.mark.parametrize("name", CELLS)
+def test_a_prepared_script_is_that_of_one_process(found: Found, name: str) -> None:
+    assert_alike(found, name)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", REFUSED)
+def test_a_prepared_script_that_cannot_be_right_is_refused(found: Found, name: str) -> None:
+    assert_refused(found, name, REFUSED[name])

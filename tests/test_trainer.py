@@ -4,17 +4,15 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
 
 import pytest
-import torch
 
 from ddltool.errors import MissingExtra
 from ddltool.runtime import integrations
 from ddltool.telemetry import TelemetryRow
 from tests.processes import as_job
+from tests.whole_trainers import Found, assert_alike, assert_refused, found_in
 
-TOLERANCE = 1e-6
 CELLS = (
     *("labels of all ranks", "labels of all ranks accumulated", "labels of the rank", "labels of the rank accumulated"),
     *("mean over samples", "mean over samples accumulated", "number of labels not used"),
@@ -30,44 +28,21 @@ REFUSED = {
 
 
 @pytest.fixture(scope="module")
-def found(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], list[dict[str, Any]]]:
-    """What came out alone, and of both ranks."""
+def found(tmp_path_factory: pytest.TempPathFactory) -> Found:
     pytest.importorskip("accelerate")
-    from tests.trainer_workers import every_cell
-
-    answers = []
-    for ranks, alone, names in ((1, True, CELLS), (2, False, (*CELLS, *REFUSED))):
-        folder = tmp_path_factory.mktemp("trainer")
-        ended = as_job(ranks, folder, every_cell, alone, str(folder / "found"), names)
-        assert not any(code for code, _, _ in ended), ended[0][2][-3000:]
-        answers += [torch.load(folder / f"found.{rank}") for rank in range(ranks)]
-    return answers[0], answers[1:]
+    return found_in("tests.trainer_workers", CELLS, REFUSED, tmp_path_factory)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", CELLS)
-def test_a_trainer_is_that_of_one_process(found: tuple[dict[str, Any], list[dict[str, Any]]], name: str) -> None:
-    alone, ranks = found[0][name], [each[name] for each in found[1]]
-    assert isinstance(alone, dict), alone
-    for rank in ranks:
-        assert isinstance(rank, dict), rank
-        assert rank["steps"] == alone["steps"] >= 4
-        starts, ends = alone["starts"], zip(alone["ends"], rank["ends"], strict=True)
-        moved = max(float((end - start).abs().max()) for end, start in zip(alone["ends"], starts, strict=True))
-        assert moved > 0.01
-        assert max(float((one - two).abs().max()) for one, two in ends) < TOLERANCE * moved
-        assert rank["losses"] == pytest.approx(alone["losses"], rel=1e-5)
+def test_a_trainer_is_that_of_one_process(found: Found, name: str) -> None:
+    assert_alike(found, name)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", REFUSED)
-def test_a_trainer_that_cannot_be_right_is_refused(
-    found: tuple[dict[str, Any], list[dict[str, Any]]], name: str
-) -> None:
-    for rank in found[1]:
-        assert isinstance(rank[name], str), "not refused"
-        last = rank[name].strip().splitlines()[-1]
-        assert last.startswith(f"ddltool.errors.InputError: {REFUSED[name]}"), rank[name]
+def test_a_trainer_that_cannot_be_right_is_refused(found: Found, name: str) -> None:
+    assert_refused(found, name, REFUSED[name])
 
 
 @pytest.mark.slow

@@ -5,8 +5,7 @@ Each cell is one function that gets the Trainer class and its options, and retur
 
 from __future__ import annotations
 
-import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,19 +14,15 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, SequentialSampler
 
-from ddltool.artifacts import save
 from ddltool.runtime.integrations import HookedTrainerMixin, TelemetryCallback  # first: it mends torchvision
-from tests.runtime_workers import enforcement
+from tests.whole_trainers import TOTAL, Run
 
 import transformers  # isort: skip
 from transformers import Trainer, TrainingArguments  # isort: skip
 
-SIZES = (12, 20)
-SAMPLES = 3 * sum(SIZES) + 9
+SAMPLES = 3 * TOTAL + 9
 LENGTH, WORDS = 5, 7
-Cell = Callable[["Run"], Trainer]
-CELLS: dict[str, Cell] = {}
-STARTS: list[list[Tensor]] = []
+CELLS: dict[str, Callable[[Run], Iterable[Tensor]]] = {}
 
 
 class Hooked(HookedTrainerMixin, Trainer):
@@ -107,83 +102,77 @@ class ForgetfulJudge(Judge):
         return super().forward(points, labels)
 
 
-class Run:
-    """The process in which a cell runs: alone, or a rank."""
-
-    def __init__(self, alone: bool, folder: Path) -> None:
-        self.alone, self.folder = alone, folder
-        save(enforcement(SIZES), folder / "enforce.json")
-
-    def trained(
-        self,
-        model: nn.Module,
-        dataset: Any,
-        *,
-        base: type[Trainer] = Trainer,
-        resume: str | None = None,
-        options: dict[str, Any] | None = None,
-        **arguments: Any,
-    ) -> Trainer:
-        """Return a Trainer that has trained."""
-        given: dict[str, Any] = {
-            "output_dir": str(self.folder), "use_cpu": True, "num_train_epochs": 2, "learning_rate": 0.05, "report_to": [],
-            "save_strategy": "no", "logging_steps": 1, "remove_unused_columns": False, "disable_tqdm": True,
-            "per_device_train_batch_size": sum(SIZES), "seed": 3, "lr_scheduler_type": "linear",
-        }  # fmt: skip
-        STARTS.append([value.detach().clone() for value in model.parameters()])
-        made: Any = base
-        more = dict(options or {})
-        if not self.alone:
-            made = type("Made", (HookedTrainerMixin, base), {})
-            more["enforcement"] = self.folder / "enforce.json"
-        trainer: Trainer = made(model, TrainingArguments(**(given | arguments)), train_dataset=dataset, **more)
-        trainer.train(resume_from_checkpoint=resume)
-        return trainer
+def trained(
+    run: Run,
+    model: nn.Module,
+    dataset: Any,
+    *,
+    base: type[Trainer] = Trainer,
+    resume: str | None = None,
+    options: dict[str, Any] | None = None,
+    **arguments: Any,
+) -> Trainer:
+    """Return a Trainer that has trained."""
+    given: dict[str, Any] = {
+        "output_dir": str(run.folder), "use_cpu": True, "num_train_epochs": 2, "learning_rate": 0.05, "report_to": [],
+        "save_strategy": "no", "logging_steps": 1, "remove_unused_columns": False, "disable_tqdm": True,
+        "per_device_train_batch_size": TOTAL, "seed": 3, "lr_scheduler_type": "linear",
+    }  # fmt: skip
+    run.begins(model.parameters())
+    made: Any = base
+    more = dict(options or {})
+    if not run.alone:
+        made = type("Made", (HookedTrainerMixin, base), {})
+        more["enforcement"] = run.plan
+    trainer: Trainer = made(model, TrainingArguments(**(given | arguments)), train_dataset=dataset, **more)
+    trainer.train(resume_from_checkpoint=resume)
+    run.losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+    return trainer
 
 
-def cell(function: Cell) -> Cell:
-    CELLS[function.__name__.replace("_", " ")] = function
+def cell(function: Callable[[Run], Trainer]) -> Callable[[Run], Trainer]:
+    CELLS[function.__name__.replace("_", " ")] = lambda run: function(run).model.parameters()
     return function
 
 
 @cell
 def labels_of_all_ranks(run: Run) -> Trainer:
-    return run.trained(Writer(), Texts(), average_tokens_across_devices=True)
+    return trained(run, Writer(), Texts(), average_tokens_across_devices=True)
 
 
 @cell
 def labels_of_all_ranks_accumulated(run: Run) -> Trainer:
-    return run.trained(Writer(), Texts(), average_tokens_across_devices=True, gradient_accumulation_steps=2)
+    return trained(run, Writer(), Texts(), average_tokens_across_devices=True, gradient_accumulation_steps=2)
 
 
 @cell
 def labels_of_the_rank(run: Run) -> Trainer:
-    return run.trained(Writer(), Texts(), average_tokens_across_devices=False)
+    return trained(run, Writer(), Texts(), average_tokens_across_devices=False)
 
 
 @cell
 def labels_of_the_rank_accumulated(run: Run) -> Trainer:
-    return run.trained(Writer(), Texts(), average_tokens_across_devices=False, gradient_accumulation_steps=2)
+    return trained(run, Writer(), Texts(), average_tokens_across_devices=False, gradient_accumulation_steps=2)
 
 
 @cell
 def mean_over_samples(run: Run) -> Trainer:
-    return run.trained(Judge(), Points(), max_grad_norm=0.05)
+    return trained(run, Judge(), Points(), max_grad_norm=0.05)
 
 
 @cell
 def mean_over_samples_accumulated(run: Run) -> Trainer:
-    return run.trained(Judge(), Points(), gradient_accumulation_steps=3)
+    return trained(run, Judge(), Points(), gradient_accumulation_steps=3)
 
 
 @cell
 def number_of_labels_not_used(run: Run) -> Trainer:
-    return run.trained(ForgetfulJudge(), Points(), average_tokens_across_devices=True, gradient_accumulation_steps=2)
+    return trained(run, ForgetfulJudge(), Points(), average_tokens_across_devices=True, gradient_accumulation_steps=2)
 
 
 @cell
 def number_of_labels_not_used_nor_averaged(run: Run) -> Trainer:
-    return run.trained(ForgetfulJudge(), Points(), average_tokens_across_devices=False)
+    return trained(run, ForgetfulJudge(), Points(), average_tokens_across_devices=False)
 
 
 @cell
@@ -191,7 +180,7 @@ def loss_of_a_function(run: Run) -> Trainer:
     def loss(outputs: Any, labels: Tensor, num_items_in_batch: Any = None) -> Tensor:
         return F.cross_entropy(outputs["logits"].flatten(0, -2), labels.flatten(), reduction="sum") / num_items_in_batch
 
-    return run.trained(Judge(), Points(), options={"compute_loss_func": loss}, gradient_accumulation_steps=2)
+    return trained(run, Judge(), Points(), options={"compute_loss_func": loss}, gradient_accumulation_steps=2)
 
 
 class OwnLoss(Trainer):
@@ -203,17 +192,17 @@ class OwnLoss(Trainer):
 
 @cell
 def loss_of_a_method(run: Run) -> Trainer:
-    return run.trained(ForgetfulJudge(), Points(), base=OwnLoss)
+    return trained(run, ForgetfulJudge(), Points(), base=OwnLoss)
 
 
 @cell
 def schedule_and_adafactor(run: Run) -> Trainer:
-    return run.trained(Judge(), Points(), optim="adafactor", lr_scheduler_type="cosine", warmup_steps=2)
+    return trained(run, Judge(), Points(), optim="adafactor", lr_scheduler_type="cosine", warmup_steps=2)
 
 
 @cell
 def data_workers(run: Run) -> Trainer:
-    return run.trained(Judge(), Points(), dataloader_num_workers=2, gradient_accumulation_steps=2)
+    return trained(run, Judge(), Points(), dataloader_num_workers=2, gradient_accumulation_steps=2)
 
 
 class InOrder(Trainer):
@@ -223,26 +212,26 @@ class InOrder(Trainer):
 
 @cell
 def in_order(run: Run) -> Trainer:
-    return run.trained(Writer(), Texts(), base=InOrder)
+    return trained(run, Writer(), Texts(), base=InOrder)
 
 
 @cell
 def stream(run: Run) -> Trainer:
-    return run.trained(Judge(), Stream(), max_steps=7)
+    return trained(run, Judge(), Stream(), max_steps=7)
 
 
 @cell
 def checkpoint_resumed(run: Run) -> Trainer:
     """Stops in the middle of the second epoch, and goes on in another Trainer."""
-    first = run.trained(Writer(), Texts(), max_steps=6, save_strategy="steps", save_steps=6, num_train_epochs=3)
+    first = trained(run, Writer(), Texts(), max_steps=6, save_strategy="steps", save_steps=6, num_train_epochs=3)
     assert first.state.global_step == 6
     torch.manual_seed(1)
-    return run.trained(Writer(), Texts(), max_steps=11, resume=str(run.folder / "checkpoint-6"), num_train_epochs=3)
+    return trained(run, Writer(), Texts(), max_steps=11, resume=str(run.folder / "checkpoint-6"), num_train_epochs=3)
 
 
 @cell
 def trained_twice(run: Run) -> Trainer:
-    trainer = run.trained(Judge(), Points())
+    trainer = trained(run, Judge(), Points())
     trainer.train()
     return trainer
 
@@ -256,7 +245,7 @@ def bert(run: Run) -> Trainer:
     )  # fmt: skip
     texts = [{"input_ids": one["words"], "labels": int(one["words"].sum()) % 3} for one in Texts()]  # type: ignore[attr-defined]
     model = transformers.BertForSequenceClassification(config).double()
-    return run.trained(model, texts, gradient_accumulation_steps=2)
+    return trained(run, model, texts, gradient_accumulation_steps=2)
 
 
 @cell
@@ -266,7 +255,7 @@ def llama(run: Run) -> Trainer:
         pad_token_id=0, bos_token_id=1, eos_token_id=2,
     )  # fmt: skip
     texts = [{"input_ids": one["words"], "labels": one["labels"]} for one in Texts()]  # type: ignore[attr-defined]
-    return run.trained(transformers.LlamaForCausalLM(config).double(), texts, gradient_accumulation_steps=2)
+    return trained(run, transformers.LlamaForCausalLM(config).double(), texts, gradient_accumulation_steps=2)
 
 
 # What is refused.
@@ -284,7 +273,7 @@ class Times(Trainer):
 
 @cell
 def loss_times_the_ranks(run: Run) -> Trainer:
-    return run.trained(Writer(), Texts(), base=Times)
+    return trained(run, Writer(), Texts(), base=Times)
 
 
 class Compiled(Trainer):
@@ -297,13 +286,13 @@ class Compiled(Trainer):
 
 @cell
 def compiled_loss(run: Run) -> Trainer:
-    return run.trained(ForgetfulJudge(), Points(), base=Compiled)
+    return trained(run, ForgetfulJudge(), Points(), base=Compiled)
 
 
 @cell
 def stream_resumed(run: Run) -> Trainer:
-    run.trained(Judge(), Stream(), max_steps=2, save_strategy="steps", save_steps=2)
-    return run.trained(Judge(), Stream(), max_steps=4, resume=str(run.folder / "checkpoint-2"))
+    trained(run, Judge(), Stream(), max_steps=2, save_strategy="steps", save_steps=2)
+    return trained(run, Judge(), Stream(), max_steps=4, resume=str(run.folder / "checkpoint-2"))
 
 
 class Batches(Trainer):
@@ -314,29 +303,10 @@ class Batches(Trainer):
 
 @cell
 def batches_of_the_scripts_own(run: Run) -> Trainer:
-    return run.trained(Judge(), Points(), base=Batches)
+    return trained(run, Judge(), Points(), base=Batches)
 
 
 CELLS["batches of the script's own"] = CELLS.pop("batches of the scripts own")
-
-
-def every_cell(rank: int, alone: bool, target: str, names: tuple[str, ...]) -> None:
-    """Save, for each cell, the parameters and the losses that were logged; or what it raised."""
-    torch.set_num_threads(1)
-    found: dict[str, Any] = {}
-    for name in names:
-        torch.manual_seed(1)
-        folder = Path(target).parent / f"{name}-{alone}"
-        folder.mkdir(exist_ok=True)
-        try:
-            trainer = CELLS[name](Run(alone, folder))
-        except Exception:
-            found[name] = traceback.format_exc()
-            continue
-        starts, ends = STARTS[-1], [value.detach().clone() for value in trainer.model.parameters()]
-        losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
-        found[name] = {"starts": starts, "ends": ends, "losses": losses, "steps": trainer.state.global_step}
-    torch.save(found, f"{target}.{rank}")
 
 
 def watched(rank: int, target: str) -> None:

@@ -30,6 +30,11 @@ _SAME = re.compile(
     r"(Neg|Clone|ToCopy|View|UnsafeView|Reshape|Squeeze|Unsqueeze|Alias|Stack|Cat|Add|Sub|Rsub)\w*Backward\d*$"
 )
 
+_OF_PARAMETERS = re.compile(
+    r"(Pow|Mul|Div|Add|Sub|Neg|Abs|Sqrt|Exp|Log|Relu|Clamp|Sum|Mean|Norm|LinalgVectorNorm|Stack|Cat|View|UnsafeView|Reshape|"
+    r"Squeeze|Unsqueeze|Clone|ToCopy|Alias|T|Transpose)Backward\d*$|torch::autograd::AccumulateGrad$"
+)
+
 
 @dataclass(slots=True)
 class Mark:
@@ -107,7 +112,7 @@ def _terms(edge: tuple[Node, int], divisor: float, *, inside: bool) -> Iterator[
     """
     node, number = edge
     inside = inside or MARK in node.metadata
-    if not inside and not reach([node]).marks:
+    if not reach([node]).marks if not inside else _is_penalty(node):
         return
     name = node.name()
     after = [(follower, place) for follower, place in node.next_functions if follower is not None]
@@ -132,6 +137,31 @@ def _terms(edge: tuple[Node, int], divisor: float, *, inside: bool) -> Iterator[
             yield from _terms(each, divisor, inside=inside)
     else:
         yield Terms(None, name)
+
+
+def _is_penalty(root: Node) -> bool:
+    """Return whether a term is of parameters alone: nothing but sums, norms and the like of them, and no other tensor."""
+    waiting, seen = [root], set[Node]()
+    while waiting:
+        node = waiting.pop()
+        if node in seen:
+            continue
+        seen.add(node)
+        followers = [follower for follower, _ in node.next_functions]
+        if not _OF_PARAMETERS.match(node.name()) or (None in followers and not _has_number(node)):
+            return False
+        waiting += [follower for follower in followers if follower is not None]
+    return True
+
+
+def _has_number(node: Node) -> bool:
+    """Return whether what a node has besides its followers is a plain number, or is added to one."""
+    if node.name().startswith(("Add", "Sub", "Rsub")):
+        made = getattr(node, "_input_metadata", ())
+        return len(made) == 1 and math.prod(made[0].shape) == 1
+    others = [getattr(node, name, None) for name in ("_saved_other", "_saved_self")]
+    found = [other for other in others if isinstance(other, Tensor)]
+    return node.name().startswith(("Mul", "Div")) and all(other.numel() == 1 for other in found)
 
 
 def _scaled(node: Node, name: str, divisor: float, inside: bool) -> Iterator[Terms]:
