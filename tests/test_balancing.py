@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from benchmarks.synthetic import gpu_curves, least_longest
 from ddltool.analyzers.balancing.minmax import Curves, DeviceCurves, Offer, choose
-from ddltool.analyzers.balancing.sizing import Counts, equal, proportional
+from ddltool.analyzers.balancing.sizing import Counts, checked_sizes, equal, proportional
 from ddltool.errors import Infeasible, InputError
 
 
@@ -94,6 +94,18 @@ def test_limits_that_bind_are_named() -> None:
         proportional([1, 1], 4, [9, 0])
     with pytest.raises(InputError, match=r"speeds\[1\]: is 0"):
         proportional([1, 0], 4)
+    with pytest.raises(Infeasible, match="total batch 5 is less than 2 samples for each of 3 workers"):
+        proportional([1, 1, 1], 5, least=2)
+    with pytest.raises(Infeasible, match="memory limit of worker 1 admits 1 of at least 2 samples"):
+        proportional([1, 1, 1], 9, [9, 1, 0], least=2)
+    for speeds in ([[1.0, 1.0]], []):
+        with pytest.raises(InputError, match="speeds: has shape"):
+            proportional(speeds, 4)
+    for limits in ([9], [9, -1]):
+        with pytest.raises(InputError, match="limits: are not usable; give 2 whole numbers"):
+            proportional([1, 1], 4, limits)
+    with pytest.raises(InputError, match="sizes: .* give every worker one sample or more"):
+        checked_sizes([1, 0])
 
 
 def random_curves(chance: np.random.Generator, workers: int, *, accumulate: bool = False) -> DeviceCurves:
