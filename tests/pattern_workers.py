@@ -8,9 +8,11 @@ same lines. A pattern returns what was trained; float64 throughout.
 from __future__ import annotations
 
 import contextlib
+import copy
+import itertools
 import multiprocessing
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -38,60 +40,77 @@ from torch.utils.data import (
 from ddltool import runtime
 from ddltool.artifacts import save
 from ddltool.errors import InputError
+from ddltool.runtime.agent import GoodputAgent
 from ddltool.runtime.balancing import BalanceOptions, balance
 from ddltool.runtime.hook.batches import VariableBatchSampler
+from ddltool.runtime.hook.job import dataset_length
+from tests import training_patterns
 from tests.runtime_workers import enforcement
 
 SIZES = (12, 20)
 TOTAL = sum(SIZES)
 SAMPLES = 2 * TOTAL + 8
 WIDTH, CLASSES = 6, 3
+AGENT_TOTAL, IN_PASSES = 33, "agent in passes"
+WAYS = ("hook", "balance", "agent", IN_PASSES)
 Pattern = Callable[["Script"], list[Tensor]]
 PATTERNS: dict[str, Pattern] = {}
 
 
 class Script:
-    """The process in which a pattern runs; ``way``: alone, hook or balance."""
+    """The process in which a pattern runs; ``way``: alone, or of :data:`WAYS`; ``total``: samples of a step, alone."""
 
-    def __init__(self, way: str, rank: int) -> None:
-        self.way, self.alone, self.rank = way, way == "alone", 0 if way == "alone" else rank
+    def __init__(self, way: str, rank: int, total: int = TOTAL) -> None:
+        self.way, self.alone, self.rank, self.total = way, way == "alone", 0 if way == "alone" else rank, total
         self.ranks = 1 if self.alone else dist.get_world_size()
+        self.begun: list[Tensor] = []
+
+    def begin(self, *things: Any) -> None:
+        """Note what is to be trained as it is now."""
+        self.begun = values(*things)
 
     def start(
         self, model: nn.Module, optimizer: Any, dataset: Dataset[Any] | None = None, *, wrap: bool = True, **ddp: Any
     ) -> tuple[Any, Any]:
-        """Return the model to train and the hook (or balancer) of this process."""
+        """Return the model to train and the hook (balancer, agent) of this process."""
         if self.alone:
             return model, self
         wrapped = DistributedDataParallel(model, **ddp) if wrap else model
+        if self.way == "hook":
+            with tempfile.TemporaryDirectory() as folder:
+                path = Path(folder, "enforce.json")
+                save(enforcement(SIZES), path)
+                return wrapped, runtime.attach(path, model=wrapped, optimizer=optimizer, dataset=dataset)
+        assert dataset is not None
         if self.way == "balance":
-            assert dataset is not None
             options = BalanceOptions(enabled=False)
             return wrapped, balance(wrapped, optimizer, dataset, sizes=SIZES, options=options)
-        with tempfile.TemporaryDirectory() as folder:
-            path = Path(folder, "enforce.json")
-            save(enforcement(SIZES), path)
-            return wrapped, runtime.attach(path, model=wrapped, optimizer=optimizer, dataset=dataset)
+        most = -(-AGENT_TOTAL // (4 if self.way == IN_PASSES else 2))
+        sizes = {"initial_batch_size": AGENT_TOTAL, "max_batch_size": AGENT_TOTAL, "max_local_batch_size": most}
+        return wrapped, GoodputAgent(wrapped, optimizer, dataset, **sizes, adapt=False, rule="constant", shuffle=False)
 
-    def batches(self, handle: Any, dataset: Dataset[Any], epochs: int = 2, **options: Any) -> Iterator[Any]:
-        """Yield the batches of some epochs."""
-        if self.alone:
-            loader = DataLoader(dataset, batch_sampler=whole_batches(dataset), **options)
-        else:
+    def epochs(self, handle: Any, dataset: Dataset[Any], **options: Any) -> Iterator[Iterable[Any]]:
+        """Yield two epochs of batches."""
+        if isinstance(dataset, IterableDataset) and self.alone:
+            loader: Any = DataLoader(dataset, batch_size=self.total)
+        elif self.alone:
+            sampler = VariableBatchSampler(dataset_length(dataset), [self.total], 0, shuffle=False, whole=True)
+            loader = DataLoader(dataset, batch_sampler=sampler, **options)
+        elif self.way in ("hook", "balance"):
             more = {} if self.way == "balance" else {"batch_size": TOTAL}
             loader = handle.dataloader(shuffle=False, **more, **options)
-        for epoch in range(epochs):
-            if not self.alone:
+        for epoch in range(2):
+            if self.way in ("hook", "balance"):
                 handle.set_epoch(epoch)
-            yield from loader
+            yield handle.batches(epoch, **options) if self.way.startswith("agent") else loader
+
+    def batches(self, handle: Any, dataset: Dataset[Any], **options: Any) -> Iterator[Any]:
+        """Yield the batches of two epochs."""
+        return itertools.chain.from_iterable(self.epochs(handle, dataset, **options))
 
     def loss(self, loss: Tensor, **how: Any) -> Tensor:
         """What the hook's ``loss`` is in one process."""
         return loss
-
-
-def whole_batches(dataset: Any) -> VariableBatchSampler:
-    return VariableBatchSampler(len(dataset), [TOTAL], 0, shuffle=False)
 
 
 def pattern(function: Pattern) -> Pattern:
@@ -104,25 +123,60 @@ def outcome(rank: int, name: str, way: str) -> float | str:
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
-        expected = fresh(name, Script("alone", rank))
         try:
             found = fresh(name, Script(way, rank))
         except InputError as error:
             return str(error)
+        alone = Script("alone", rank, total=AGENT_TOTAL if way.startswith("agent") else TOTAL)
+        expected = fresh(name, alone)
     finally:
         torch.set_num_threads(threads)
-    begun = STARTS[name]
-    moved = max(float((one - two).abs().max()) for one, two in zip(expected, begun, strict=True))
+    moved = max(float((one - two).abs().max()) for one, two in zip(expected, alone.begun, strict=True))
     assert moved > 1e-3, "this pattern trains nothing"
     return max(float((one - two).abs().max()) for one, two in zip(expected, found, strict=True)) / moved
 
 
-STARTS: dict[str, list[Tensor]] = {}
-
-
 def fresh(name: str, script: Script) -> list[Tensor]:
     torch.manual_seed(11)
+    if name in training_patterns.PATTERNS:
+        return declared(script, training_patterns.PATTERNS[name](torch.float64))
     return PATTERNS[name](script)
+
+
+def declared(script: Script, made: training_patterns.Pattern) -> list[Tensor]:
+    """Return what comes out of a pattern of the common table."""
+    script.begin(made.model, *made.seen())
+    model, handle = script.start(made.model, made.optimizer, made.dataset, find_unused_parameters=made.unused)
+    step = 0
+    for epoch in script.epochs(handle, made.dataset):
+        for batch in epoch:
+
+            def backward(batch: Any = batch) -> Tensor:
+                loss = made.loss(model, batch)
+                weighed = loss if made.count is None else handle.loss(loss, count=made.count(batch))
+                (weighed if made.scaler is None else made.scaler.scale(weighed)).backward()
+                return loss
+
+            if isinstance(made.optimizer, torch.optim.LBFGS):
+                made.optimizer.step(lambda backward=backward: made.optimizer.zero_grad() or backward())  # type: ignore[arg-type]
+            else:
+                backward()
+                if not getattr(handle, "complete", True):
+                    continue
+                made.before_update(step)
+                if made.scaler is None:
+                    made.optimizer.step()
+                else:
+                    made.scaler.step(made.optimizer)
+                    made.scaler.update()
+            made.optimizer.zero_grad()
+            made.after_update(step)
+            step += 1
+            if made.scheduler is not None and not made.per_epoch:
+                made.scheduler.step()
+        if made.scheduler is not None and made.per_epoch:
+            made.scheduler.step()
+    return values(made.model, *made.seen())
 
 
 def values(*things: Any) -> list[Tensor]:
@@ -131,18 +185,6 @@ def values(*things: Any) -> list[Tensor]:
     for thing in things:
         found += thing.parameters() if isinstance(thing, nn.Module) else [thing]
     return [(one.full_tensor() if isinstance(one, DTensor) else one).detach().clone() for one in found]
-
-
-def begins(script: Script, *things: Any) -> None:
-    """Note what the parameters are before training, in the run alone."""
-    if script.alone:
-        import inspect
-
-        caller = inspect.stack()[1].function
-        STARTS[CALLED.get(caller, caller.replace("_", " ").strip())] = values(*things)
-
-
-CALLED: dict[str, str] = {}
 
 
 def data(samples: int = SAMPLES) -> TensorDataset:
@@ -169,14 +211,11 @@ def trained(
     dataset: Dataset[Any] | None = None,
     ddp: dict[str, Any] | None = None,
     after: Callable[[Any, int], None] = lambda optimizer, number: optimizer.step(),
-    epoch_end: Callable[[], None] = lambda: None,
-    name: str,
     **options: Any,
 ) -> list[Tensor]:
     """Return the parameters after a common loop, of which a pattern changes a part."""
     model, dataset = model or net(), dataset or data()
-    if script.alone:
-        STARTS[name] = values(model)
+    script.begin(model)
     updates = optimizer(model)
     wrapped, handle = script.start(model, updates, dataset, **(ddp or {}))
     for number, batch in enumerate(script.batches(handle, dataset, **options)):
@@ -193,91 +232,18 @@ def trained(
 
 
 @pattern
-def plain(script: Script) -> list[Tensor]:
-    return trained(script, name="plain")
-
-
-@pattern
-def clipping(script: Script) -> list[Tensor]:
-    model = net()
-
-    def after(optimizer: Any, number: int) -> None:
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)
-        optimizer.step()
-
-    return trained(script, model=model, after=after, name="clipping")
-
-
-@pattern
-def scheduler_per_step(script: Script) -> list[Tensor]:
-    schedulers: list[Any] = []
-
-    def optimizer(model: nn.Module) -> Any:
-        made = sgd(model)
-        schedulers.append(torch.optim.lr_scheduler.OneCycleLR(made, 0.5, total_steps=8))
-        return made
-
-    def after(optimizer: Any, number: int) -> None:
-        optimizer.step()
-        schedulers[0].step()
-
-    return trained(script, optimizer=optimizer, after=after, name="scheduler per step")
-
-
-@pattern
-def scheduler_per_epoch(script: Script) -> list[Tensor]:
-    schedulers: list[Any] = []
-
-    def optimizer(model: nn.Module) -> Any:
-        made = sgd(model)
-        schedulers.append(torch.optim.lr_scheduler.StepLR(made, 1, 0.5))
-        return made
-
-    def after(optimizer: Any, number: int) -> None:
-        optimizer.step()
-        if number % 3 == 2:
-            schedulers[0].step()
-
-    return trained(script, optimizer=optimizer, after=after, name="scheduler per epoch")
-
-
-@pattern
-def adamw(script: Script) -> list[Tensor]:
-    return trained(script, optimizer=lambda model: torch.optim.AdamW(model.parameters(), lr=0.02), name="adamw")
-
-
-@pattern
-def lbfgs(script: Script) -> list[Tensor]:
-    model, dataset = net(), data()
-    begins(script, model)
-    optimizer = torch.optim.LBFGS(model.parameters(), lr=0.5, max_iter=3)
-    wrapped, handle = script.start(model, optimizer, dataset)
-    for features, labels in script.batches(handle, dataset):
-
-        def closure(features: Tensor = features, labels: Tensor = labels) -> Tensor:
-            optimizer.zero_grad()
-            loss = F.cross_entropy(wrapped(features), labels)
-            loss.backward()
-            # The script's own job, with or without uneven batches: a line search goes by the loss of all ranks.
-            return loss
-
-        optimizer.step(closure)  # type: ignore[arg-type]
-    return values(model)
-
-
-@pattern
 def zero(script: Script) -> list[Tensor]:
     def optimizer(model: nn.Module) -> Any:
         if script.alone:
             return torch.optim.AdamW(model.parameters(), lr=0.02)
         return ZeroRedundancyOptimizer(model.parameters(), optimizer_class=torch.optim.AdamW, lr=0.02)
 
-    return trained(script, optimizer=optimizer, name="zero")
+    return trained(script, optimizer=optimizer)
 
 
-def _accumulated(script: Script, name: str, *, quiet: bool) -> list[Tensor]:
+def _accumulated(script: Script, *, quiet: bool) -> list[Tensor]:
     model, dataset = net(), data()
-    STARTS[name] = values(model)
+    script.begin(model)
     optimizer = sgd(model)
     wrapped, handle = script.start(model, optimizer, dataset)
     for number, (features, labels) in enumerate(script.batches(handle, dataset)):
@@ -293,51 +259,15 @@ def _accumulated(script: Script, name: str, *, quiet: bool) -> list[Tensor]:
 
 @pattern
 def accumulation_under_no_sync(script: Script) -> list[Tensor]:
-    return _accumulated(script, "accumulation under no sync", quiet=True)
+    return _accumulated(script, quiet=True)
 
 
 @pattern
 def accumulation_without_no_sync(script: Script) -> list[Tensor]:
-    return _accumulated(script, "accumulation without no sync", quiet=False)
-
-
-@pattern
-def bfloat16_autocast(script: Script) -> list[Tensor]:
-    """In float64 autocast changes nothing; what it leaves in the graph is there all the same."""
-
-    def backward(model: Any, batch: Any, handle: Any, number: int) -> None:
-        with torch.autocast("cpu", dtype=torch.bfloat16):
-            loss = F.cross_entropy(model(batch[0]), batch[1])
-        loss.backward()
-
-    return trained(script, backward=backward, name="bfloat16 autocast")
-
-
-@pattern
-def gradscaler_with_overflow(script: Script) -> list[Tensor]:
-    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=2)
-
-    def backward(model: Any, batch: Any, handle: Any, number: int) -> None:
-        loss = F.cross_entropy(model(batch[0]), batch[1])
-        scaler.scale(loss * (torch.inf if number == 1 else 1.0)).backward()
-
-    def after(optimizer: Any, number: int) -> None:
-        scaler.step(optimizer)
-        scaler.update()
-
-    return trained(script, backward=backward, after=after, name="gradscaler with overflow")
+    return _accumulated(script, quiet=False)
 
 
 # Models.
-
-
-@pattern
-def compiled_model(script: Script) -> list[Tensor]:
-    model = net()
-    if script.alone:
-        return trained(script, model=model, name="compiled model")
-    trained(script, model=torch.compile(model, backend="eager"), name="compiled model")  # type: ignore[arg-type]
-    return values(model)
 
 
 class Recomputed(nn.Module):
@@ -349,16 +279,6 @@ class Recomputed(nn.Module):
         hidden = self.layers[0](x)
         made: Tensor = checkpoint(self.layers[1:], hidden, use_reentrant=self.reentrant)
         return made
-
-
-@pattern
-def checkpointing(script: Script) -> list[Tensor]:
-    return trained(script, model=Recomputed(False), name="checkpointing")
-
-
-@pattern
-def reentrant_checkpointing(script: Script) -> list[Tensor]:
-    return trained(script, model=Recomputed(True), name="reentrant checkpointing")
 
 
 class Dropped(nn.Module):
@@ -381,12 +301,7 @@ class Dropped(nn.Module):
 
 @pattern
 def unused_parameters(script: Script) -> list[Tensor]:
-    return trained(script, model=Dropped(False), ddp={"find_unused_parameters": True}, name="unused parameters")
-
-
-@pattern
-def layerdrop(script: Script) -> list[Tensor]:
-    return trained(script, model=Dropped(True), ddp={"find_unused_parameters": True}, name="layerdrop")
+    return trained(script, model=Dropped(False), ddp={"find_unused_parameters": True})
 
 
 class Tied(nn.Module):
@@ -399,16 +314,6 @@ class Tied(nn.Module):
     def forward(self, words: Tensor) -> Tensor:
         made: Tensor = self.head(self.mix(self.words(words)).tanh())
         return made
-
-
-@pattern
-def tied_weights(script: Script) -> list[Tensor]:
-    words = (torch.arange(SAMPLES * 4) * 5 % 9).view(-1, 4)
-
-    def backward(model: Any, batch: Any, handle: Any, number: int) -> None:
-        F.cross_entropy(model(batch[0]).flatten(0, 1), batch[0].roll(1, 1).flatten()).backward()
-
-    return trained(script, model=Tied(), dataset=TensorDataset(words), backward=backward, name="tied weights")
 
 
 class Positions(nn.Module):
@@ -428,36 +333,18 @@ class Positions(nn.Module):
 
 @pattern
 def lazily_made_table(script: Script) -> list[Tensor]:
-    return trained(script, model=Positions(False), name="lazily made table")
+    return trained(script, model=Positions(False))
 
 
 @pattern
 def lazily_made_mean(script: Script) -> list[Tensor]:
-    return trained(script, model=Positions(True), name="lazily made mean")
-
-
-@pattern
-def time_first_rnn(script: Script) -> list[Tensor]:
-    class Recurrent(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.cell, self.head = nn.GRU(WIDTH, 5), nn.Linear(5, CLASSES)
-            self.double()
-
-        def forward(self, x: Tensor) -> Tensor:
-            made: Tensor = self.head(self.cell(x)[1][0])
-            return made
-
-    def collate(samples: Any) -> tuple[Tensor, Tensor]:
-        return torch.stack([one[0].expand(7, WIDTH) for one in samples], 1), torch.stack([one[1] for one in samples])
-
-    return trained(script, model=Recurrent(), collate_fn=collate, name="time first rnn")
+    return trained(script, model=Positions(True))
 
 
 @pattern
 def fsdp2(script: Script) -> list[Tensor]:
     model, dataset = net(), data()
-    begins(script, model)
+    script.begin(model)
     if not script.alone:
         mesh = init_device_mesh("cpu", (script.ranks,))
         for layer in (model[0], model[2], model):
@@ -475,23 +362,9 @@ def fsdp2(script: Script) -> list[Tensor]:
 
 
 @pattern
-def average_made_before(script: Script) -> list[Tensor]:
-    model, dataset = net(), data()
-    begins(script, model, model)
-    optimizer, average = sgd(model), AveragedModel(model)
-    wrapped, handle = script.start(model, optimizer, dataset)
-    for features, labels in script.batches(handle, dataset):
-        optimizer.zero_grad()
-        F.cross_entropy(wrapped(features), labels).backward()
-        optimizer.step()
-        average.update_parameters(model)
-    return values(model, average)
-
-
-@pattern
 def average_made_after(script: Script) -> list[Tensor]:
     model, dataset = net(), data()
-    begins(script, model, model)
+    script.begin(model, model)
     optimizer = sgd(model)
     wrapped, handle = script.start(model, optimizer, dataset)
     average = AveragedModel(wrapped)
@@ -508,33 +381,6 @@ def average_made_after(script: Script) -> list[Tensor]:
 
 
 @pattern
-def two_passes(script: Script) -> list[Tensor]:
-    def backward(model: Any, batch: Any, handle: Any, number: int) -> None:
-        one, two = model(batch[0]), model(-batch[0])
-        (F.cross_entropy(one, batch[1]) + F.mse_loss(one, two)).backward()
-
-    return trained(script, backward=backward, name="two passes")
-
-
-@pattern
-def three_passes(script: Script) -> list[Tensor]:
-    def backward(model: Any, batch: Any, handle: Any, number: int) -> None:
-        one, two, three = model(batch[0]), model(batch[0] * 1.1), model(batch[0].flip(1))
-        F.triplet_margin_loss(one, two, three).backward()
-
-    return trained(script, backward=backward, name="three passes")
-
-
-@pattern
-def pass_thrown_away(script: Script) -> list[Tensor]:
-    def backward(model: Any, batch: Any, handle: Any, number: int) -> None:
-        model(batch[0] * 2)  # nobody uses it
-        F.cross_entropy(model(batch[0]), batch[1]).backward()
-
-    return trained(script, backward=backward, name="pass thrown away")
-
-
-@pattern
 def two_losses_one_pass(script: Script) -> list[Tensor]:
     def backward(model: Any, batch: Any, handle: Any, number: int) -> None:
         made = model(batch[0])
@@ -542,7 +388,7 @@ def two_losses_one_pass(script: Script) -> list[Tensor]:
         (made.square().mean() * 0.1).backward()
 
     ddp = {"static_graph": False}
-    return trained(script, backward=backward, ddp=ddp, name="two losses one pass")
+    return trained(script, backward=backward, ddp=ddp)
 
 
 @pattern
@@ -553,13 +399,13 @@ def penalty_on_parameters(script: Script) -> list[Tensor]:
         penalty = sum(value.square().sum() for value in model.parameters())
         (F.cross_entropy(wrapped(batch[0]), batch[1]) + 0.01 * penalty).backward()
 
-    return trained(script, model=model, backward=backward, name="penalty on parameters")
+    return trained(script, model=model, backward=backward)
 
 
 @pattern
 def gan(script: Script) -> list[Tensor]:
     maker, judge, dataset = net(), nn.Sequential(nn.Linear(CLASSES, 4), nn.Tanh(), nn.Linear(4, 1)).double(), data()
-    begins(script, maker, judge)
+    script.begin(maker, judge)
     of_maker, of_judge = sgd(maker), sgd(judge)
     judging, handle = script.start(judge, of_judge, dataset)
     making, _ = script.start(maker, of_maker, dataset)
@@ -578,7 +424,7 @@ def gan(script: Script) -> list[Tensor]:
     return values(maker, judge)
 
 
-def _fixmatch(script: Script, name: str, unlabelled: Callable[[Tensor], Tensor], weigh: bool = False) -> list[Tensor]:
+def _fixmatch(script: Script, unlabelled: Callable[[Tensor], Tensor], weigh: bool = False) -> list[Tensor]:
     pool = torch.randn(7 * SAMPLES, WIDTH, generator=torch.Generator().manual_seed(8), dtype=torch.float64)
     numbered = TensorDataset(*data().tensors, torch.arange(SAMPLES))
 
@@ -591,19 +437,13 @@ def _fixmatch(script: Script, name: str, unlabelled: Callable[[Tensor], Tensor],
         unknown = (F.cross_entropy(guessed, guessed.argmax(1), reduction="none") * sure).mean()
         F.cross_entropy(known, labels).add(unknown, alpha=0.5).backward()
 
-    return trained(script, dataset=numbered, backward=backward, name=name)
-
-
-@pattern
-def fixmatch(script: Script) -> list[Tensor]:
-    """One batch labelled, seven times as many unlabelled, one backward pass."""
-    return _fixmatch(script, "fixmatch", lambda places: (places[:, None] * 7 + torch.arange(7)).flatten())
+    return trained(script, dataset=numbered, backward=backward)
 
 
 @pattern
 def fixmatch_equal_unlabelled(script: Script) -> list[Tensor]:
     """As many unlabelled samples on all ranks: one share cannot be right for both terms."""
-    return _fixmatch(script, "fixmatch equal unlabelled", lambda places: places.min() * 7 + torch.arange(16))
+    return _fixmatch(script, lambda places: places.min() * 7 + torch.arange(16))
 
 
 # Terms that reach other ranks.
@@ -645,7 +485,7 @@ class Summed(torch.autograd.Function):
 
 
 @pattern
-def simclr(script: Script) -> list[Tensor]:
+def simclr_gathered(script: Script) -> list[Tensor]:
     """Each rank's anchors against all ranks' embeddings."""
 
     def backward(model: Any, batch: Any, handle: Any, number: int) -> None:
@@ -658,11 +498,11 @@ def simclr(script: Script) -> list[Tensor]:
             first = int(sum(counts[: script.rank]))  # type: ignore[arg-type]
         F.cross_entropy(one @ others.T / 0.2, first + torch.arange(len(one))).backward()
 
-    return trained(script, backward=backward, name="simclr")
+    return trained(script, backward=backward)
 
 
 @pattern
-def simclr_all_on_each(script: Script) -> list[Tensor]:
+def simclr_gathered_on_each(script: Script) -> list[Tensor]:
     """Each rank computes the loss of all anchors, over embeddings that carry gradients back."""
 
     def backward(model: Any, batch: Any, handle: Any, number: int) -> None:
@@ -671,7 +511,7 @@ def simclr_all_on_each(script: Script) -> list[Tensor]:
         loss = F.cross_entropy(one @ two.T / 0.2, torch.arange(len(one)))
         handle.loss(loss, reduction="average").backward()
 
-    return trained(script, backward=backward, name="simclr all on each")
+    return trained(script, backward=backward)
 
 
 class SyncNorm(nn.Module):
@@ -692,7 +532,7 @@ class SyncNorm(nn.Module):
 def syncbatchnorm(script: Script) -> list[Tensor]:
     layers = net()
     model = nn.Sequential(layers[0], SyncNorm(script), layers[1], layers[2])
-    return trained(script, model=model, name="syncbatchnorm")
+    return trained(script, model=model)
 
 
 # Losses that are no mean over samples, and batches of other kinds.
@@ -704,7 +544,7 @@ def texts() -> TensorDataset:
     return TensorDataset(words, torch.where(torch.arange(8) <= lengths[:, None], words.roll(1, 1), -100))
 
 
-def _tokens(script: Script, name: str, way: str) -> list[Tensor]:
+def _tokens(script: Script, way: str) -> list[Tensor]:
     def backward(model: Any, batch: Any, handle: Any, number: int) -> None:
         words, labels = batch
         made, counted = model(words).flatten(0, 1), (labels != -100).sum()
@@ -722,33 +562,28 @@ def _tokens(script: Script, name: str, way: str) -> list[Tensor]:
             loss = F.cross_entropy(made, labels.flatten())
             (handle.loss(loss, count=counted) if way == "counted" else loss).backward()
 
-    return trained(script, model=Tied(), dataset=texts(), backward=backward, name=name)
+    return trained(script, model=Tied(), dataset=texts(), backward=backward)
 
 
 @pattern
 def variable_lengths(script: Script) -> list[Tensor]:
-    return _tokens(script, "variable lengths", "bare")
-
-
-@pattern
-def variable_lengths_counted(script: Script) -> list[Tensor]:
-    return _tokens(script, "variable lengths counted", "counted")
+    return _tokens(script, "bare")
 
 
 @pattern
 def labels_of_all_ranks(script: Script) -> list[Tensor]:
     """The loss of transformers' Trainer with average_tokens_across_devices."""
-    return _tokens(script, "labels of all ranks", "all ranks")
+    return _tokens(script, "all ranks")
 
 
 @pattern
 def sum_said(script: Script) -> list[Tensor]:
-    return _tokens(script, "sum said", "sum")
+    return _tokens(script, "sum")
 
 
 @pattern
 def bare_sum(script: Script) -> list[Tensor]:
-    return _tokens(script, "bare sum", "bare sum")
+    return _tokens(script, "bare sum")
 
 
 @pattern
@@ -760,7 +595,7 @@ def weighted_classes(script: Script) -> list[Tensor]:
         loss = F.cross_entropy(model(batch[0]), batch[1], weight=weights)
         handle.loss(loss, count=weights[batch[1]].sum()).backward()
 
-    return trained(script, backward=backward, name="weighted classes")
+    return trained(script, backward=backward)
 
 
 @pattern
@@ -770,36 +605,13 @@ def compiled_loss(script: Script) -> list[Tensor]:
     def backward(model: Any, batch: Any, handle: Any, number: int) -> None:
         compiled(model(batch[0]), batch[1]).backward()
 
-    return trained(script, backward=backward, name="compiled loss")
-
-
-@pattern
-def dict_batches(script: Script) -> list[Tensor]:
-    class Named(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.inner = net()
-
-        def forward(self, *, features: Tensor, labels: Tensor) -> dict[str, Tensor]:
-            made = self.inner(features)
-            return {"loss": F.cross_entropy(made, labels), "logits": made}
-
-    def collate(samples: Any) -> dict[str, Tensor]:
-        return {
-            "features": torch.stack([one[0] for one in samples]),
-            "labels": torch.stack([one[1] for one in samples]),
-        }
-
-    def backward(model: Any, batch: Any, handle: Any, number: int) -> None:
-        model(**batch)["loss"].backward()
-
-    return trained(script, model=Named(), backward=backward, collate_fn=collate, name="dict batches")
+    return trained(script, backward=backward)
 
 
 @pattern
 def batch_fetched_ahead(script: Script) -> list[Tensor]:
     model, dataset = net(), data()
-    begins(script, model)
+    script.begin(model)
     optimizer = sgd(model)
     wrapped, handle = script.start(model, optimizer, dataset)
     batches = script.batches(handle, dataset)
@@ -810,54 +622,6 @@ def batch_fetched_ahead(script: Script) -> list[Tensor]:
         optimizer.zero_grad()
         F.cross_entropy(wrapped(features), labels).backward()
         optimizer.step()
-    return values(model)
-
-
-@pattern
-def loss_with_parameters(script: Script) -> list[Tensor]:
-    model, dataset, heat = net(), data(), nn.Linear(1, 1).double()
-    begins(script, model, heat)
-    optimizer = sgd(model, heat)
-    wrapped, handle = script.start(model, optimizer, dataset)
-    for features, labels in script.batches(handle, dataset):
-        optimizer.zero_grad()
-        F.cross_entropy(wrapped(features) * heat.weight, labels).backward()
-        optimizer.step()
-    return values(model, heat)
-
-
-@pattern
-def late_unfreezing(script: Script) -> list[Tensor]:
-    model = net()
-    model[0].requires_grad_(False)
-
-    def after(optimizer: Any, number: int) -> None:
-        optimizer.step()
-        if number == 2:
-            model[0].requires_grad_(True)
-
-    return trained(script, model=model, after=after, name="late unfreezing")
-
-
-class Stream(IterableDataset[Any]):
-    def __iter__(self) -> Iterator[Any]:
-        return iter(zip(*data().tensors, strict=True))
-
-
-@pattern
-def iterable_dataset(script: Script) -> list[Tensor]:
-    model, dataset = net(), Stream()
-    begins(script, model)
-    optimizer = sgd(model)
-    wrapped, handle = script.start(model, optimizer, dataset)
-    loader: Any = DataLoader(dataset, batch_size=TOTAL)
-    if not script.alone:
-        loader = handle.dataloader(**({} if script.way == "balance" else {"batch_size": TOTAL}))
-    for _ in range(2):
-        for features, labels in loader:
-            optimizer.zero_grad()
-            F.cross_entropy(wrapped(features), labels).backward()
-            optimizer.step()
     return values(model)
 
 
@@ -874,7 +638,7 @@ class Parted(IterableDataset[Any]):
             yield data()[place]
 
 
-def _given(script: Script, name: str, loader: Any, *, early: bool = False, **options: Any) -> list[Tensor]:
+def _given(script: Script, loader: Any, *, early: bool = False, **options: Any) -> list[Tensor]:
     """A common loop over a loader that the script made before it wrapped its model, or before everything else."""
     hook = None
     # The crew's processes are daemons, which may have no children; these loaders' are gone when their loops end.
@@ -885,7 +649,7 @@ def _given(script: Script, name: str, loader: Any, *, early: bool = False, **opt
             hook = runtime.attach(Path(folder, "enforce.json"))
         loader = hook.planned(loader, **options)
     model = net()
-    STARTS[name] = values(model)
+    script.begin(model)
     optimizer, wrapped = sgd(model), model
     if hook is not None:
         wrapped = DistributedDataParallel(model)  # type: ignore[assignment]
@@ -905,39 +669,39 @@ def _given(script: Script, name: str, loader: Any, *, early: bool = False, **opt
 
 @pattern
 def loader_made_before(script: Script) -> list[Tensor]:
-    return _given(script, "loader made before", DataLoader(data(), batch_size=TOTAL, shuffle=True))
+    return _given(script, DataLoader(data(), batch_size=TOTAL, shuffle=True))
 
 
 @pattern
 def loader_before_everything(script: Script) -> list[Tensor]:
-    return _given(script, "loader before everything", DataLoader(data(), batch_size=TOTAL, num_workers=1), early=True)
+    return _given(script, DataLoader(data(), batch_size=TOTAL, num_workers=1), early=True)
 
 
 @pattern
 def loader_with_its_own_order(script: Script) -> list[Tensor]:
     sampler = WeightedRandomSampler(torch.arange(1.0, SAMPLES + 1), 50)
     loader = DataLoader(data(), batch_size=TOTAL, sampler=sampler, drop_last=True)
-    return _given(script, "loader with its own order", loader)
+    return _given(script, loader)
 
 
 @pattern
 def stream_with_data_workers(script: Script) -> list[Tensor]:
     loader = DataLoader(Parted(), batch_size=TOTAL, num_workers=2)
-    return _given(script, "stream with data workers", loader, early=True)
+    return _given(script, loader, early=True)
 
 
-def _own_streams(script: Script, name: str, **options: Any) -> list[Tensor]:
+def _own_streams(script: Script, **options: Any) -> list[Tensor]:
     """Rank 0 has 40 samples in batches of 12, rank 1 has 32 in batches of 20."""
     if script.alone:
         mine, other = list(range(40)), list(range(40, SAMPLES))
         batches = [mine[12 * step : 12 * step + 12] + other[20 * step : 20 * step + 20] for step in range(4)]
-        return _given(script, name, DataLoader(data(), batch_sampler=batches))
+        return _given(script, DataLoader(data(), batch_sampler=batches))
     stream = Parted(0, 40) if script.rank == 0 else Parted(40, SAMPLES)
-    return _given(script, name, DataLoader(stream, batch_size=16), **options)
+    return _given(script, DataLoader(stream, batch_size=16), **options)
 
 
 def streams_of_the_ranks_own(script: Script) -> list[Tensor]:
-    return _own_streams(script, "streams of the ranks' own", shared=False)
+    return _own_streams(script, shared=False)
 
 
 PATTERNS["streams of the ranks' own"] = streams_of_the_ranks_own
@@ -945,13 +709,13 @@ PATTERNS["streams of the ranks' own"] = streams_of_the_ranks_own
 
 @pattern
 def one_stream_of_two(script: Script) -> list[Tensor]:
-    return _own_streams(script, "one stream of two")
+    return _own_streams(script)
 
 
-def _own_loader(script: Script, name: str, turned: bool) -> list[Tensor]:
+def _own_loader(script: Script, turned: bool) -> list[Tensor]:
     """A loader of the script's own: each rank takes its planned part of each 32 samples, a tail in other shares."""
     model, (features, labels) = net(), data().tensors
-    STARTS[name] = values(model)
+    script.begin(model)
     optimizer = sgd(model)
     inner = nn.Sequential(Turned(), model) if turned else model
     wrapped, _ = script.start(inner, optimizer)
@@ -975,9 +739,359 @@ class Turned(nn.Module):
 
 @pattern
 def own_loader(script: Script) -> list[Tensor]:
-    return _own_loader(script, "own loader", turned=False)
+    return _own_loader(script, turned=False)
 
 
 @pattern
 def own_loader_turned(script: Script) -> list[Tensor]:
-    return _own_loader(script, "own loader turned", turned=True)
+    return _own_loader(script, turned=True)
+
+
+# Scripts that are written in other ways.
+
+
+@pattern
+def past_the_wrapper(script: Script) -> list[Tensor]:
+    model = net()
+
+    def backward(wrapped: Any, batch: Any, handle: Any, number: int) -> None:
+        F.cross_entropy(model(batch[0]), batch[1]).backward()
+
+    return trained(script, model=model, backward=backward)
+
+
+@pattern
+def past_the_wrapper_after_a_pass(script: Script) -> list[Tensor]:
+    model = net()
+
+    def backward(wrapped: Any, batch: Any, handle: Any, number: int) -> None:
+        F.cross_entropy(wrapped(batch[0]), batch[1]).backward()
+        model(batch[0].flip(1)).square().mean().backward()
+
+    return trained(script, model=model, backward=backward)
+
+
+@pattern
+def past_the_wrapper_beside_a_pass(script: Script) -> list[Tensor]:
+    model = net()
+
+    def backward(wrapped: Any, batch: Any, handle: Any, number: int) -> None:
+        (F.cross_entropy(wrapped(batch[0]), batch[1]) + model(batch[0].flip(1)).square().mean()).backward()
+
+    return trained(script, model=model, backward=backward)
+
+
+@pattern
+def gradients_by_hand(script: Script) -> list[Tensor]:
+    """Per-sample gradients, as for privacy."""
+    model = net()
+
+    def of_sample(values: dict[str, Tensor], features: Tensor, label: Tensor) -> Tensor:
+        return F.cross_entropy(torch.func.functional_call(model, values, (features[None],)), label[None])
+
+    def backward(wrapped: Any, batch: Any, handle: Any, number: int) -> None:
+        held = {name: value.detach() for name, value in model.named_parameters()}
+        found = torch.func.vmap(torch.func.grad(of_sample), (None, 0, 0))(held, *batch)
+        for name, value in model.named_parameters():
+            value.grad = found[name].mean(0)
+
+    return trained(script, model=model, backward=backward)
+
+
+def _penalised(script: Script, penalise: Callable[[Any, Tensor], None]) -> list[Tensor]:
+    model = nn.Sequential(nn.Linear(WIDTH, 8), nn.Tanh(), nn.Linear(8, 1)).double()
+
+    def backward(wrapped: Any, batch: Any, handle: Any, number: int) -> None:
+        penalise(wrapped, batch[0].clone().requires_grad_())
+
+    return trained(script, model=model, backward=backward, optimizer=lambda model: sgd(model, lr=0.01))
+
+
+def _slopes(made: Tensor, inputs: Tensor) -> Tensor:
+    (found,) = torch.autograd.grad(made.sum(), inputs, create_graph=True)
+    return found.norm(2, dim=1)
+
+
+@pattern
+def gradient_penalty(script: Script) -> list[Tensor]:
+    """The critic of WGAN-GP: the gradient of a gradient."""
+
+    def penalise(wrapped: Any, inputs: Tensor) -> None:
+        slopes = _slopes(wrapped(inputs), inputs)
+        (wrapped(inputs.flip(1)).mean() - wrapped(inputs * 2).mean() + (slopes - 1).square().mean()).backward()
+
+    return _penalised(script, penalise)
+
+
+@pattern
+def gradient_penalty_and_zero(script: Script) -> list[Tensor]:
+    """A term times 0 is there for its graph (the penalty of StyleGAN2)."""
+
+    def penalise(wrapped: Any, inputs: Tensor) -> None:
+        made = wrapped(inputs)
+        (_slopes(made, inputs).square().mean() + 0 * made[0].sum()).backward()
+
+    return _penalised(script, penalise)
+
+
+@pattern
+def gradient_penalty_alone(script: Script) -> list[Tensor]:
+    return _penalised(script, lambda wrapped, inputs: _slopes(wrapped(inputs), inputs).square().mean().backward())
+
+
+@pattern
+def dcgan(script: Script) -> list[Tensor]:
+    """Two backward passes for the judge, which is frozen while the maker trains."""
+    maker, judge, dataset = net(), nn.Sequential(nn.Linear(CLASSES, 4), nn.Tanh(), nn.Linear(4, 1)).double(), data()
+    script.begin(maker, judge)
+    of_maker, of_judge = sgd(maker), sgd(judge)
+    judging, handle = script.start(judge, of_judge, dataset)
+    making, _ = script.start(maker, of_maker, dataset)
+    for features, labels in script.batches(handle, dataset):
+        judge.requires_grad_(True)
+        of_judge.zero_grad()
+        F.softplus(-judging(F.one_hot(labels, CLASSES).double())).mean().backward()
+        made = making(features)
+        F.softplus(judging(made.detach())).mean().backward()
+        of_judge.step()
+        judge.requires_grad_(False)
+        of_maker.zero_grad()
+        F.softplus(-judging(made)).mean().backward()
+        of_maker.step()
+    return values(maker, judge)
+
+
+@pattern
+def several_updates_with_one_batch(script: Script) -> list[Tensor]:
+    """PPO's epochs; truncated back-propagation through time with a state that is carried on."""
+    cell, head = nn.GRU(2, 5).double(), nn.Linear(5, CLASSES).double()
+    model, dataset = nn.ModuleList([cell, head]), data()
+    script.begin(model)
+
+    class Text(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.parts = model
+
+        def forward(self, part: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
+            made, state = cell(part[None], state)
+            return head(made[0]), state
+
+    optimizer = sgd(model)
+    wrapped, handle = script.start(Text(), optimizer, dataset)
+    for features, labels in script.batches(handle, dataset):
+        state = torch.zeros(1, len(features), 5, dtype=torch.float64)
+        for part in features.split(2, dim=1):
+            made, state = wrapped(part, state.detach())
+            optimizer.zero_grad()
+            F.cross_entropy(made, labels).backward()
+            optimizer.step()
+    return values(model)
+
+
+@pattern
+def mean_teacher(script: Script) -> list[Tensor]:
+    model, dataset = net(), data()
+    script.begin(model)
+    optimizer = sgd(model)
+    wrapped, handle = script.start(model, optimizer, dataset)
+    teacher = copy.deepcopy(wrapped)
+    for features, labels in script.batches(handle, dataset):
+        with torch.no_grad():
+            taught = getattr(teacher, "module", teacher)(features * 1.1).softmax(1)
+        optimizer.zero_grad()
+        made = wrapped(features)
+        (F.cross_entropy(made, labels) + F.kl_div(made.log_softmax(1), taught, reduction="batchmean")).backward()
+        optimizer.step()
+        with torch.no_grad():
+            for slow, fast in zip(teacher.parameters(), wrapped.parameters(), strict=True):
+                slow.lerp_(fast, 0.1)
+    return values(model)
+
+
+@pattern
+def batches_left_out(script: Script) -> list[Tensor]:
+    """With ``continue``, and with an evaluation that keeps gradients in the middle of a step."""
+    model, dataset = net(), data()
+    script.begin(model)
+    optimizer = sgd(model)
+    wrapped, handle = script.start(model, optimizer, dataset)
+    for number, (features, labels) in enumerate(script.batches(handle, dataset)):
+        if number in (1, 5):
+            continue
+        optimizer.zero_grad()
+        loss = F.cross_entropy(wrapped(features), labels)
+        wrapped.eval()
+        model(features[:3])
+        wrapped.train()
+        loss.backward()
+        optimizer.step()
+    return values(model)
+
+
+@pattern
+def loss_of_two_batches(script: Script) -> list[Tensor]:
+    """One backward pass for two batches."""
+    model, dataset, held = net(), data(), []
+    script.begin(model)
+    optimizer = sgd(model)
+    wrapped, handle = script.start(model, optimizer, dataset)
+    for number, (features, labels) in enumerate(script.batches(handle, dataset)):
+        held.append(F.cross_entropy(wrapped(features), labels))
+        if number % 3:
+            optimizer.zero_grad()
+            (sum(held, torch.zeros(())) / len(held)).backward()
+            optimizer.step()
+            held = []
+    return values(model)
+
+
+@pattern
+def two_optimizers(script: Script) -> list[Tensor]:
+    model, dataset = net(), data()
+    script.begin(model)
+    first, second = sgd(model[0]), torch.optim.AdamW(model[2].parameters(), lr=0.02)
+    wrapped, handle = script.start(model, first, dataset)
+    for features, labels in script.batches(handle, dataset):
+        model.zero_grad()
+        F.cross_entropy(wrapped(features), labels).backward()
+        first.step()
+        second.step()
+    return values(model)
+
+
+@pattern
+def wrapped_optimizer(script: Script) -> list[Tensor]:
+    """As accelerate's: it derives from Optimizer and sets nothing of it up."""
+
+    class Accelerated(torch.optim.Optimizer):
+        def __init__(self, optimizer: Any) -> None:
+            self.optimizer = optimizer
+
+        param_groups = property(lambda self: self.optimizer.param_groups)
+        state = property(lambda self: self.optimizer.state)
+
+        def step(self, closure: Any = None) -> None:  # type: ignore[override]
+            self.optimizer.step(closure)
+
+        def zero_grad(self, set_to_none: bool = True) -> None:
+            self.optimizer.zero_grad(set_to_none)
+
+    return trained(script, optimizer=lambda model: Accelerated(sgd(model)))
+
+
+@pattern
+def sharpness_aware(script: Script) -> list[Tensor]:
+    """Two backward passes with a step aside between them, by an optimizer without a ``step``."""
+    model, dataset = net(), data()
+    script.begin(model)
+    optimizer = sgd(model)
+    wrapped, handle = script.start(model, optimizer, dataset)
+    for features, labels in script.batches(handle, dataset):
+        F.cross_entropy(wrapped(features), labels).backward()
+        with torch.no_grad():
+            aside = [0.05 * value.grad for value in model.parameters()]  # type: ignore[operator]
+            for value, step in zip(model.parameters(), aside, strict=True):
+                value += step
+        optimizer.zero_grad()
+        F.cross_entropy(wrapped(features), labels).backward()
+        with torch.no_grad():
+            for value, step in zip(model.parameters(), aside, strict=True):
+                value -= step
+        optimizer.step()
+        optimizer.zero_grad()
+    return values(model)
+
+
+@pattern
+def sparse_gradients(script: Script) -> list[Tensor]:
+    words = (torch.arange(SAMPLES * 4) * 5 % 9).view(-1, 4)
+    model = nn.Sequential(nn.Embedding(9, 5, sparse=True), nn.Flatten(), nn.Linear(20, 9)).double()
+
+    def backward(wrapped: Any, batch: Any, handle: Any, number: int) -> None:
+        F.cross_entropy(wrapped(batch[0]), batch[0][:, 0]).backward()
+
+    dataset = TensorDataset(words)
+    return trained(
+        script, model=model, dataset=dataset, backward=backward, optimizer=lambda each: sgd(each, momentum=0)
+    )
+
+
+@pattern
+def gradients_cleared_in_every_pass(script: Script) -> list[Tensor]:
+    """As everybody does who has never heard of passes."""
+    model, dataset = net(), data()
+    script.begin(model)
+    optimizer = sgd(model)
+    wrapped, handle = script.start(model, optimizer, dataset)
+    for features, labels in script.batches(handle, dataset):
+        loss = F.cross_entropy(wrapped(features), labels)
+        optimizer.zero_grad()
+        loss.backward()
+        if getattr(handle, "complete", True):
+            optimizer.step()
+    return values(model)
+
+
+LOSSES: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
+    "mse": lambda made, target, label: F.mse_loss(made, target),
+    "l1": lambda made, target, label: F.l1_loss(made, target),
+    "huber": lambda made, target, label: F.huber_loss(made, target),
+    "bce": lambda made, target, label: F.binary_cross_entropy_with_logits(
+        made, target.sigmoid(), pos_weight=made.new_tensor([1, 2, 3])
+    ),
+    "multi margin": lambda made, target, label: F.multi_margin_loss(made, label),
+    "gaussian": lambda made, target, label: F.gaussian_nll_loss(made, target, target.square() + 1),
+    "cosine": lambda made, target, label: F.cosine_embedding_loss(made, target, 2 * (label > 0).double() - 1),
+    "batchmean": lambda made, target, label: F.kl_div(made.log_softmax(1), target.softmax(1), reduction="batchmean"),
+    "soft labels": lambda made, target, label: F.cross_entropy(made, target.softmax(1)),
+    "smoothed labels": lambda made, target, label: F.cross_entropy(made, label, label_smoothing=0.1),
+    "ctc": lambda made, target, label: F.ctc_loss(
+        (made * torch.arange(1, 4).double()[:, None, None]).log_softmax(2),
+        label[:, None] % 2 + 1,
+        torch.full_like(label, 3),
+        torch.ones_like(label),
+    ),
+    "loop over samples": lambda made, target, label: torch.stack(
+        [F.cross_entropy(*each) for each in zip(made, label, strict=True)]
+    ).mean(),
+    "two terms": lambda made, target, label: F.cross_entropy(made, label).add(F.mse_loss(made, target), alpha=0.3),
+    "weights of samples": lambda made, target, label: (
+        F.cross_entropy(made, label, reduction="none") * target[:, 0].abs()
+    ).mean(),
+    "over their weights": lambda made, target, label: (
+        (F.cross_entropy(made, label, reduction="none") * target[:, 0].abs()).sum() / target[:, 0].abs().sum()
+    ),
+    "weights of classes": lambda made, target, label: F.cross_entropy(made, label, made.new_tensor([1, 2, 5])),
+    "ignored": lambda made, target, label: F.cross_entropy(made, label.where(target[:, 0] > 0, torch.tensor(-100))),
+    "hard ones": lambda made, target, label: (lambda each: each[each > 1].mean())(
+        F.cross_entropy(made, label, reduction="none")
+    ),
+    "hardest": lambda made, target, label: (
+        F.cross_entropy(made, label, reduction="none").topk(len(made) // 4)[0].mean()
+    ),
+    "constant divisor": lambda made, target, label: F.cross_entropy(made, label, reduction="sum") / 16,
+    "sum": lambda made, target, label: F.mse_loss(made, target, reduction="sum"),
+    "sum of terms": lambda made, target, label: F.cross_entropy(made, label) + made.abs().sum(),
+    "root": lambda made, target, label: F.mse_loss(made, target).sqrt(),
+    "dice": lambda made, target, label: (lambda one, two: 1 - 2 * (one * two).sum() / (one + two).sum())(
+        made.sigmoid(), target.sigmoid()
+    ),
+    "variance": lambda made, target, label: (made - made.mean(0)).square().mean(),
+    "softmax over the batch": lambda made, target, label: (made.softmax(0) * target).mean(),
+    "pairs": lambda made, target, label: F.cross_entropy(made @ made.T, torch.arange(len(made))),
+    "correlation": lambda made, target, label: (made.T @ made / len(made)).square().mean(),
+}
+
+
+def _with_loss(name: str) -> Pattern:
+    def run(script: Script) -> list[Tensor]:
+        def backward(wrapped: Any, batch: Any, handle: Any, number: int) -> None:
+            LOSSES[name](wrapped(batch[0]), batch[0][:, :CLASSES], batch[1]).backward()
+
+        return trained(script, backward=backward, optimizer=lambda model: sgd(model, lr=0.05))
+
+    return run
+
+
+PATTERNS |= {f"loss: {name}": _with_loss(name) for name in LOSSES}

@@ -473,11 +473,11 @@ def lbfgs(dtype: torch.dtype) -> Pattern:
     return ordinary(dtype, model, optimizer=torch.optim.LBFGS(model.parameters(), lr=0.1, max_iter=3))
 
 
-class Endless(IterableDataset[int]):
+class Endless(IterableDataset[Any]):
     """Samples that only come one after the other."""
 
-    def __iter__(self) -> Iterator[int]:
-        return iter(range(SAMPLES))
+    def __iter__(self) -> Iterator[Any]:
+        return iter(zip(*data(torch.float64).tensors, strict=True))
 
 
 @pattern

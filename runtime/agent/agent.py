@@ -49,12 +49,12 @@ from ddltool.runtime.hook.job import (
     count_nodes,
     dataset_length,
     demand_same_samples,
-    refuse_in_one_line,
 )
 from ddltool.runtime.hook.roll_call import is_broken
+from ddltool.runtime.hook.stopping import refuse_in_one_line
 from ddltool.runtime.hook.telemetry import Exchange, Identity, RowFile, Stamp, Step, peak_memory, stamp
-from ddltool.runtime.hook.trained import TrainedParameters
-from ddltool.runtime.hook.weighing import Weigher
+from ddltool.runtime.hook.trained import guard
+from ddltool.runtime.hook.weighing import Reduction, Weigher
 
 OFF, HOLD = "DDLTOOL_OFF", "DDLTOOL_HOLD"
 WARMUP_STEPS = 3
@@ -199,6 +199,7 @@ class GoodputAgent:
         self._cuda = any(parameter.is_cuda for parameter in model.parameters())
         self._current: Pass | None = None
         self._done_backward: Pass | None = None
+        self._kept: tuple[nn.Parameter, Tensor, int] | None = None
         self._made: Pass | None = None
         self._timed: TimedStep | None = None
         self._started = 0
@@ -225,9 +226,7 @@ class GoodputAgent:
         self._chooser = Chooser(job, nodes, limits, policy, self.sampler, self._noise, estimator)
         self._rows = None if telemetry is None or self.is_off else _Rows(Path(telemetry), job, nodes, self._cuda)
         if job.world_size > 1:
-            check = TrainedParameters(model, optimizer).check
-            job.together(check)
-            optimizer.register_step_pre_hook(check)
+            guard(job, model, optimizer)
         optimizer.register_step_pre_hook(self._before_update)
         optimizer.register_step_post_hook(self._weigher.check_update)
         optimizer.register_step_post_hook(self._after_update)
@@ -325,24 +324,32 @@ class GoodputAgent:
         return self._factor(total)
 
     def backward(self, loss: Tensor, *, count: float | Tensor | None = None) -> None:
-        """Back-propagate a mean loss over the batch, with the weight of its samples in the step.
+        """Back-propagate what :meth:`loss` returns. With AMP give ``scaler.scale(loss)``."""
+        self.loss(loss, count=count).backward()
+
+    def loss(self, loss: Tensor, *, count: float | Tensor | None = None, reduction: Reduction = "mean") -> Tensor:
+        """Return a mean loss over the batch, of the same value, with gradients of the weight of its samples in the step.
 
         ``count``: what the loss is a mean over, where it is not the samples (tokens, weights of labels); give it in all
-        passes of a step. With AMP give ``scaler.scale(loss)``. ``loss.backward()`` is the same without a count, where the
-        loss's graph shows that it is a mean over samples. Raises InputError outside of :meth:`batches`, and on all ranks for
-        a loss that is a mean over something else.
+        passes of a step. ``reduction``: as in :meth:`~ddltool.runtime.hook.weighing.Weigher.loss`. ``loss.backward()`` alone is
+        the same without a count, where the loss's graph shows that it is a mean over samples. Raises InputError outside of
+        :meth:`batches`, for a reduction other than mean in a step of several passes, and on all ranks for a loss that is a
+        mean over something else.
         """
         taken = self._current
         if taken is None:
             raise InputError("backward", "no batch is under way", "call it inside for ... in agent.batches(epoch)")
+        if reduction != "mean" and taken.passes > 1:
+            raise InputError(
+                "reduction", f"is {reduction} in a step of {taken.passes} passes", "give a mean and its count"
+            )
         if count is None:
-            self._weigher.loss(loss).backward()
-            return
+            return self._weigher.loss(loss, reduction=reduction)
         number = float(count) if taken.samples else 0.0
         self._counts.append(number)
         if taken.is_last:
             self._correct(taken)
-        self._weigher.loss(loss, count=number, of=float(taken.step_samples)).backward()
+        return self._weigher.loss(loss, count=number, of=float(taken.step_samples))
 
     def _correct(self, taken: Pass) -> None:
         """Let the gradients of the step be divided by what all ranks counted in all passes, in place of the samples."""
@@ -362,6 +369,14 @@ class GoodputAgent:
     def begin_forward(self) -> None:
         """A forward pass begins: the agent's own times begin with the batch."""
 
+    def begin_backward(self) -> None:
+        """A backward pass begins. Raises InputError where the gradients of the passes before it are not what they were."""
+        if self._kept is not None:
+            parameter, gradient, version = self._kept
+            if parameter.grad is not gradient or gradient._version != version:
+                problem = "were changed or cleared before the step's last pass"
+                raise InputError("gradients", problem, "clear and clip them where agent.complete is true")
+
     def pause(self, seconds: float) -> None:
         """This rank has waited so long for what the others count: that is synchronisation."""
 
@@ -371,6 +386,11 @@ class GoodputAgent:
         if taken is None or self._made is taken:
             return
         self._done_backward = taken
+        if taken.passes > 1:
+            held = next((value for value in self._trained if value.grad is not None), None)
+            self._kept = None
+            if held is not None and held.grad is not None and not taken.is_last:
+                self._kept = held, held.grad, held.grad._version
         if taken.is_last and self._correction != 1.0:
             gradients = [value.grad for value in self._trained if value.grad is not None]
             torch._foreach_mul_(gradients, self._correction)

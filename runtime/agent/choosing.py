@@ -450,7 +450,7 @@ class Chooser:
         atexit.unregister(self.close)
         self._agreement.close()
         if self._pool is not None:
-            self._pool.shutdown(wait=True)
+            self._pool.shutdown(wait=False, cancel_futures=True)  # a fit may take a while, and nobody wants it now
             self._pool = self._fitting = None
 
     def state(self) -> dict[str, Any]:

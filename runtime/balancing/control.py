@@ -49,9 +49,9 @@ from ddltool.runtime.hook.job import (
     dataset_length,
     demand_same_samples,
     is_reference,
-    refuse_in_one_line,
 )
 from ddltool.runtime.hook.loader import CountedLoader
+from ddltool.runtime.hook.stopping import refuse_in_one_line
 from ddltool.runtime.hook.telemetry import Exchange, PassClock, check_target
 from ddltool.runtime.hook.trained import guard
 from ddltool.runtime.hook.weighing import Reduction, Weigher

@@ -43,8 +43,8 @@ from ddltool.runtime.elastic.processes import Processes
 from ddltool.runtime.elastic.recording import Recorder
 from ddltool.runtime.elastic.sample_feed import SampleFeed, Task
 from ddltool.runtime.hook.batches import VariableBatchSampler
-from ddltool.runtime.hook.job import bare_optimizer, dataset_length, demand_same_samples, refuse_in_one_line
-from ddltool.runtime.hook.stopping import StopSignals
+from ddltool.runtime.hook.job import bare_optimizer, dataset_length, demand_same_samples
+from ddltool.runtime.hook.stopping import StopSignals, refuse_in_one_line
 
 _PARTS = ("settings", "environment", "position", "buckets", "parameters", "optimizer", "extras", "workers")
 BUILD_THE_SAME = "give the settings of the run that is continued"

@@ -44,9 +44,9 @@ from ddltool.runtime.hook.job import (
     dataset_length,
     demand_same_samples,
     load_and_check,
-    refuse_in_one_line,
 )
 from ddltool.runtime.hook.loader import CountedLoader, StreamLoader
+from ddltool.runtime.hook.stopping import refuse_in_one_line
 from ddltool.runtime.hook.telemetry import Identity, RowFile, StepRecorder
 from ddltool.runtime.hook.trained import guard
 from ddltool.runtime.hook.weighing import Observer, Reduction, Weigher

@@ -10,12 +10,10 @@ import hashlib
 import itertools
 import os
 import random
-import sys
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
-from types import TracebackType
 from typing import Any, TypeVar
 
 import numpy as np
@@ -132,29 +130,6 @@ def _side() -> _Side:
         made: dist.ProcessGroup | None = dist.new_group(backend="gloo", timeout=timedelta(seconds=job_timeout_s()))
         _sides[world] = _Side(made, itertools.count(1))
     return _sides[world]
-
-
-def refuse_in_one_line() -> None:
-    """See to it that an InputError that nobody catches ends the process as the command line would end.
-
-    That is one line on stderr and the error's exit code, instead of a traceback. Other exceptions are not touched.
-    """
-    previous = sys.excepthook
-    if isinstance(previous, _OneLine):
-        return
-    sys.excepthook = _OneLine(previous)
-
-
-@dataclass(frozen=True, slots=True)
-class _OneLine:
-    previous: Callable[[type[BaseException], BaseException, TracebackType | None], object]
-
-    def __call__(self, kind: type[BaseException], value: BaseException, trace: TracebackType | None) -> None:
-        if not isinstance(value, InputError):
-            self.previous(kind, value, trace)
-            return
-        sys.stderr.write(f"error: {value}\n")
-        raise SystemExit(value.exit_code)
 
 
 def load_and_check(path: str, job: Job, dataset: Dataset[Any] | None) -> Enforcement:

@@ -7,6 +7,7 @@ of graph nodes are torch's own (``NllLossBackward0``); one that is not known her
 
 from __future__ import annotations
 
+import contextlib
 import math
 import re
 from collections.abc import Iterable, Iterator
@@ -25,6 +26,10 @@ _MOST_NODES = 200_000
 _ELEMENTWISE = re.compile(
     r"(Mul|Div|Add|Sub|Rsub|Neg|Pow|Abs|Exp|Log|Clone|ToCopy|View|UnsafeView|Reshape|Squeeze|Unsqueeze|MaskedFill|Where|"
     r"Relu|Softplus|LogSigmoid|Clamp|Sqrt|Transpose|Permute|Alias)\w*Backward\d*$"
+)
+_MIXING = re.compile(
+    r"(Mean|Sum|Var|Std|Prod|Amax|Amin|Max|Min|Median|Kthvalue|Mode|Topk|Sort|Logsumexp|Softmax|LogSoftmax|Cumsum|"
+    r"LinalgVectorNorm|Norm)Backward\d*$"
 )
 _SAME = re.compile(
     r"(Neg|Clone|ToCopy|View|UnsafeView|Reshape|Squeeze|Unsqueeze|Alias|Stack|Cat|Add|Sub|Rsub)\w*Backward\d*$"
@@ -54,6 +59,8 @@ class Reach:
     """The forward passes that it comes from, past no weighed term."""
     weighed: bool
     """Whether there is a term that was weighed explicitly."""
+    leaves: frozenset[int]
+    """Parameters (their ``id``) that it comes from, past all marks."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +69,8 @@ class Terms:
 
     count: float | None
     unknown: str = ""
+    behind: tuple[Node, ...] = ()
+    """Nodes of what was added up."""
 
 
 def mark(values: Iterable[Any], sign: Mark) -> None:
@@ -82,7 +91,7 @@ def mark(values: Iterable[Any], sign: Mark) -> None:
 def reach(roots: Iterable[Node]) -> Reach:
     """Return whose outputs, and whether weighed terms, lie behind the nodes; the search ends at them."""
     marks: dict[int, Mark] = {}
-    weighed, seen = False, set[Node]()
+    weighed, seen, leaves = False, set[Node](), set[int]()
     waiting = [node for node in roots if node is not None]
     while waiting and len(seen) < _MOST_NODES:
         node = waiting.pop()
@@ -93,9 +102,11 @@ def reach(roots: Iterable[Node]) -> Reach:
             weighed = True
         elif (sign := node.metadata.get(MARK)) is not None:
             marks[id(sign)] = sign
+        elif (leaf := getattr(node, "variable", None)) is not None:
+            leaves.add(id(leaf))
         else:
             waiting += [after for after, _ in node.next_functions if after is not None]
-    return Reach(tuple(marks.values()), weighed)
+    return Reach(tuple(marks.values()), weighed, frozenset(leaves))
 
 
 def terms_of(root: Tensor) -> list[Terms]:
@@ -116,6 +127,7 @@ def _terms(edge: tuple[Node, int], divisor: float, *, inside: bool) -> Iterator[
         return
     name = node.name()
     after = [(follower, place) for follower, place in node.next_functions if follower is not None]
+    behind = tuple(follower for follower, _ in after)
     if name.startswith("_DDPSink"):  # what DDP puts behind each output where parameters may be unused
         yield from _terms(node.next_functions[number], divisor, inside=inside)
     elif name.startswith(("MulBackward", "DivBackward")):
@@ -125,13 +137,13 @@ def _terms(edge: tuple[Node, int], divisor: float, *, inside: bool) -> Iterator[
         if len(after) == 1 and after[0][0].name().startswith("StackBackward"):
             yield from _terms(after[0], divisor * count, inside=inside)
         else:
-            yield Terms(divisor * count)
+            yield Terms(divisor * count, behind=behind)
     elif name.startswith("MeanBackward1") and _whole(node):
-        yield Terms(divisor * math.prod(node._saved_self_sym_sizes))
+        yield Terms(divisor * math.prod(node._saved_self_sym_sizes), behind=behind)
     elif name.startswith("SumBackward"):
         yield from _summed(node, after, divisor, inside)
     elif hasattr(node, "_saved_reduction"):
-        yield _reduced(node, name, divisor)
+        yield _reduced(node, name, divisor, behind)
     elif _SAME.match(name):
         for each in after:
             yield from _terms(each, divisor, inside=inside)
@@ -183,7 +195,9 @@ def _scaled(node: Node, name: str, divisor: float, inside: bool) -> Iterator[Ter
         other = other.item()
     factor = 1.0 if other is None else float(other)
     if name.startswith("Mul"):
-        factor = 1 / factor if factor else math.inf
+        if factor == 0:
+            return  # a term that is there for its graph alone
+        factor = 1 / factor
     yield from _terms(edge, divisor * factor, inside=inside)
 
 
@@ -191,27 +205,69 @@ def _summed(node: Node, after: list[tuple[Node, int]], divisor: float, inside: b
     if len(after) == 1 and after[0][0].name().startswith("StackBackward"):
         yield from _terms(after[0], divisor, inside=inside)
         return
-    below: Node | None = after[0][0] if len(after) == 1 else None
+    behind = tuple(follower for follower, _ in after)
+    below: Node | None = behind[0] if len(behind) == 1 else None
     while below is not None and not below.name().startswith("MeanBackward1") and _ELEMENTWISE.match(below.name()):
         followers = [follower for follower, _ in below.next_functions if follower is not None]
         below = followers[0] if len(followers) == 1 else None
     if below is not None and below.name().startswith("MeanBackward1") and 0 in below._saved_dim:
         sizes = below._saved_self_sym_sizes
-        yield Terms(divisor * math.prod(sizes[_place(dim, len(sizes))] for dim in below._saved_dim))
+        behind = tuple(follower for follower, _ in below.next_functions if follower is not None)
+        yield Terms(divisor * math.prod(sizes[_place(dim, len(sizes))] for dim in below._saved_dim), behind=behind)
     else:
-        yield Terms(divisor if divisor != 1.0 else None)
+        yield Terms(divisor if divisor != 1.0 else None, behind=behind)
 
 
-def _reduced(node: Node, name: str, divisor: float) -> Terms:
+def _reduced(node: Node, name: str, divisor: float, behind: tuple[Node, ...]) -> Terms:
     """Return the term of a loss function of torch's that reduces by itself."""
     if node._saved_reduction == 0:
         return Terms(None, name)
     if node._saved_reduction == 2:
         return Terms(divisor if divisor != 1.0 else None)
     if name.startswith("NllLoss"):
-        return Terms(divisor * float(node._saved_total_weight))
+        return Terms(divisor * float(node._saved_total_weight), behind=behind)
     values = getattr(node, "_saved_self", None)
-    return Terms(divisor * values.numel()) if isinstance(values, Tensor) else Terms(None, name)
+    return Terms(divisor * values.numel(), behind=behind) if isinstance(values, Tensor) else Terms(None, name)
+
+
+def mixing(term: Terms, samples: int) -> str:
+    """Return the node behind a term, and before the marked model, that goes over all of so many samples; "": there is none.
+
+    That is a sum, a selection or a softmax along a dimension of that length, or a product of two such sets of rows. What
+    it makes of one rank's samples is not what one process would make of all.
+    """
+    seen, waiting = set[Node](), list(term.behind)
+    while waiting and len(seen) < _MOST_NODES:
+        node = waiting.pop()
+        if node in seen or MARK in node.metadata or node.name() == WEIGHED:
+            continue
+        seen.add(node)
+        after = [follower for follower, _ in node.next_functions if follower is not None]
+        name = str(node.name())
+        if _MIXING.match(name) and samples in _lengths(node) and reach(after).marks:
+            return name
+        if name.startswith("MmBackward") and all(reach([each]).marks for each in (after if len(after) == 2 else [])):
+            rows = getattr(node, "_saved_self_sym_sizes", (0, 0)), getattr(node, "_saved_mat2_sym_sizes", (0, 0))
+            if samples in (rows[0][-1], rows[1][-1]):
+                return name
+        waiting += after
+    return ""
+
+
+def _lengths(node: Node) -> list[int]:
+    """Return the lengths of the dimensions that a node goes over."""
+    sizes = getattr(node, "_saved_self_sym_sizes", None)
+    for name in ("_saved_self", "_saved_result") if sizes is None else ():
+        with contextlib.suppress(RuntimeError):  # it may have been changed since
+            if isinstance(value := getattr(node, name, None), Tensor):
+                sizes = value.shape
+                break
+    if not sizes:
+        return []
+    dims = getattr(node, "_saved_dim", None)
+    if dims is None:
+        return [math.prod(sizes), *([sizes[0]] if len(sizes) > 1 else [])]
+    return [sizes[_place(dim, len(sizes))] for dim in ((dims,) if isinstance(dims, int) else dims)]
 
 
 def _whole(node: Node) -> bool:

@@ -1,4 +1,6 @@
-"""SIGTERM and Ctrl-C in a training process: noted when they come, heard where the process is ready to end in order.
+"""How a training process ends: in one line, and in order.
+
+SIGTERM and Ctrl-C are noted when they come, and heard where the process is ready to end.
 
 Schedulers and torchrun end a job by SIGTERM to every process, which by default kills it on the spot, and Python raises
 KeyboardInterrupt between any two of its instructions. Start at :class:`StopSignals`.
@@ -8,10 +10,15 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
 import threading
 import time
-from types import FrameType
+from collections.abc import Callable
+from dataclasses import dataclass
+from types import FrameType, TracebackType
 from typing import Any
+
+from ddltool.errors import DdlToolError
 
 SAME_CTRL_C_S = 1.0
 
@@ -75,3 +82,26 @@ class StopSignals:
             self.came, self._came_s = number, time.monotonic()
         elif number == signal.SIGINT and time.monotonic() - self._came_s > SAME_CTRL_C_S:
             raise KeyboardInterrupt
+
+
+def refuse_in_one_line() -> None:
+    """See to it that an error of ours that nobody catches ends the process as the command line would end.
+
+    That is one line on stderr and the error's exit code, instead of a traceback. Other exceptions are not touched.
+    """
+    previous = sys.excepthook
+    if isinstance(previous, _OneLine):
+        return
+    sys.excepthook = _OneLine(previous)
+
+
+@dataclass(frozen=True, slots=True)
+class _OneLine:
+    previous: Callable[[type[BaseException], BaseException, TracebackType | None], object]
+
+    def __call__(self, kind: type[BaseException], value: BaseException, trace: TracebackType | None) -> None:
+        if not isinstance(value, DdlToolError):
+            self.previous(kind, value, trace)
+            return
+        sys.stderr.write(f"error: {value}\n")
+        raise SystemExit(value.exit_code)

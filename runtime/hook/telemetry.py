@@ -272,6 +272,9 @@ class PassClock:
         if self._start is None:
             self._start = stamp(self._cuda)
 
+    def begin_backward(self) -> None:
+        """A backward pass begins: the clock runs already."""
+
     def pause(self, seconds: float) -> None:
         """This rank has waited for the others so long; on a device it may have gone on computing."""
         if not self._cuda:

@@ -16,7 +16,7 @@ from __future__ import annotations
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, Literal, Protocol
@@ -28,7 +28,7 @@ from torch import Tensor, nn
 from ddltool.errors import InputError
 from ddltool.runtime.hook.batches import Pass, Shares, VariableBatchSampler
 from ddltool.runtime.hook.job import Job
-from ddltool.runtime.hook.loss_terms import Mark, mark, reach, terms_of
+from ddltool.runtime.hook.loss_terms import Mark, mark, mixing, reach, terms_of
 
 Reduction = Literal["mean", "sum", "average"]
 FIRST_READINGS = 4
@@ -45,6 +45,9 @@ class Watcher(Protocol):
 
     def begin_forward(self) -> None:
         """A forward pass of the model in training mode begins."""
+
+    def begin_backward(self) -> None:
+        """A backward pass by way of the model begins."""
 
     def pause(self, seconds: float) -> None:
         """This rank has waited so long for what the others had to say."""
@@ -141,7 +144,7 @@ class Weigher:
         self._sizes_passed: list[int] = []
         self._used_at = -1
         self._seen_full = False
-        self._read = 0
+        self._read = {True: 0, False: 0}
         self._made = 0
         self._tally = (0, 0)
 
@@ -234,6 +237,8 @@ class Weigher:
 
     def spend(self, mark: Mark) -> None:
         """A backward pass comes by a forward pass. Raises InputError for a second one, which DDP leaves out of its average."""
+        if self.watcher is not None:
+            self.watcher.begin_backward()
         synchronises = getattr(self._model(), "require_backward_grad_sync", False)
         if mark.spent and self._job.world_size > 1:
             remedy = "add the losses and call backward once, or pass through the model again"
@@ -256,9 +261,16 @@ class Weigher:
     def check_update(self, optimizer: torch.optim.Optimizer, *_: object) -> None:
         """Raise InputError when an update uses gradients that came past the weighing. Call after each update."""
         made, self._made = self._made, _backwards
-        if (self._sizes_passed or self._told) and made == _backwards and _has_gradients(optimizer):
+        if made == _backwards and self._job.world_size > 1 and _has_gradients(optimizer):
             remedy = f"call loss.backward(), or torch.autograd.backward of the module, after making {self._name}"
             raise InputError("backward", "went past the weights of the ranks' batches", remedy)
+
+    def demand_averaged(self, leaves: Collection[int]) -> None:
+        """Raise InputError where a backward pass that came by no forward pass ends at parameters of the wrapped model."""
+        model = self._model()
+        if self._job.world_size > 1 and model is not None and any(id(value) in leaves for value in model.parameters()):
+            problem = "reaches the model's parameters past the wrapped model, so that nobody averages their gradients"
+            raise InputError("backward", problem, "call the wrapped model, not the module inside, in the same loss")
 
     # What a loss weighs.
 
@@ -426,7 +438,8 @@ class Weigher:
 
     def _check_terms(self, losses: Sequence[Tensor], share: Share, strict: bool) -> None:
         """Raise InputError, on all ranks, unless each loss is a mean over what is in proportion to the samples."""
-        number, self._read = self._read, self._read + 1
+        number = self._read[share.even]
+        self._read[share.even] += 1
         if number >= FIRST_READINGS and number % STEPS_PER_READING:
             return
         terms = [term for loss in losses for term in terms_of(loss)]
@@ -436,8 +449,11 @@ class Weigher:
         if share.samples == 0:
             worst, counts, is_sum = None, [], False
         low, high = (counts[0], counts[-1]) if counts else (-1.0, -1.0)
-        told = self._exchange(share.samples, 2.0 if is_sum else 1.0 if worst else 0.0, low, high)
-        rows = [told[start : start + 4] for start in range(0, len(told), 4)]
+        mixed = (
+            "" if share.even or not strict else next(filter(None, (mixing(each, share.samples) for each in terms)), "")
+        )
+        told = self._exchange(share.samples, 2.0 if is_sum else 1.0 if worst else 0.0, low, high, float(bool(mixed)))
+        rows = [told[start : start + 5] for start in range(0, len(told), 5)]
         kinds = {row[1] for row in rows}
         name = self._name
         if 2.0 in kinds:
@@ -456,6 +472,12 @@ class Weigher:
                 problem = f"is a mean over {first[3] * first[0]:g} terms for {first[0]:g} samples on rank {known[0][0]}"
                 problem += f", but over {row[3] * row[0]:g} for {row[0]:g} on rank {rank}"
                 raise InputError("loss", problem, f"weigh it by what it counts: {name}.loss(loss, count=...)")
+        if mixed and all(row[4] for row in rows if row[0]):
+            problem = (
+                f"goes over all samples of a rank's batch ({mixed}), and one process would over those of all ranks"
+            )
+            remedy = f"gather them from all ranks, or say {name}.loss(loss) if each rank's by themselves are meant"
+            raise InputError("loss", problem, remedy)
 
 
 def _alike(one: float, other: float) -> bool:
@@ -478,9 +500,13 @@ class Observer(Weigher):
     def spend(self, mark: Mark) -> None:
         """A backward pass comes by a forward pass, which nobody minds."""
 
+    def demand_averaged(self, leaves: Collection[int]) -> None:
+        """A backward pass comes by no forward pass, which nobody minds either."""
+
 
 def _has_gradients(optimizer: torch.optim.Optimizer) -> bool:
-    return any(parameter.grad is not None for group in optimizer.param_groups for parameter in group["params"])
+    held = [parameter.grad for group in optimizer.param_groups for parameter in group["params"]]
+    return any(gradient is not None and bool(gradient.any()) for gradient in held)
 
 
 class _Weighed(torch.autograd.Function):
@@ -550,6 +576,8 @@ def _backward(
     owners: list[Weigher] = list(dict.fromkeys(mark.owner for mark in marks))
     for each in marks:
         each.owner.spend(each)
+    for weigher in [] if found.marks or found.weighed else list(_open):
+        weigher.demand_averaged(found.leaves)
     if owners and found.weighed:
         remedy = "weigh each term of the loss, or none"
         raise InputError("loss", "is weighed in some of its terms only", remedy)

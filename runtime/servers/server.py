@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from ddltool.errors import DdlToolError, InputError
-from ddltool.runtime.hook.stopping import StopSignals
+from ddltool.runtime.hook.stopping import StopSignals, refuse_in_one_line
 from ddltool.runtime.servers.meeting import Hello, Meeting, address_towards, call, gather
 from ddltool.runtime.servers.policies import BSP, Book, Policy, Update
 from ddltool.runtime.servers.records import SyncLog, log
@@ -92,6 +92,7 @@ class Server:
         the environment. Raises InputError, on all ranks, when the ranks' plans, models or policies differ or one's
         arguments are wrong; TransferError when one of them does not come or is lost.
         """
+        refuse_in_one_line()
         meeting = meeting or Meeting.of_environment()
         self.plan, self.policy, self._optimizer = plan, policy or BSP(fixed=True), optimizer
         self._lost_after_s = self.policy.lost_after_s if lost_after_s is None else lost_after_s

@@ -26,7 +26,7 @@ from torch import Tensor, nn
 
 from ddltool.artifacts import check_writable, write_bytes
 from ddltool.errors import DdlToolError, InputError
-from ddltool.runtime.hook.stopping import StopSignals, Terminated
+from ddltool.runtime.hook.stopping import StopSignals, Terminated, refuse_in_one_line
 from ddltool.runtime.servers.meeting import Meeting, call
 from ddltool.runtime.servers.policies import BSP, Policy
 from ddltool.runtime.servers.transfers import TransferError, TransferPlan, named
@@ -95,6 +95,7 @@ class Worker:
         ranks, when the ranks' plans, models or policies differ or one's arguments are wrong, and when no seat is left for
         who joins; TransferError when one of them does not come or is lost, or the job lets nobody in.
         """
+        refuse_in_one_line()
         meeting = meeting or Meeting.of_environment()
         self.model, self.plan, self.policy = model, plan, policy or BSP(fixed=True)
         self._push, self._optimizer = push, local_optimizer

@@ -1,0 +1,290 @@
+"""A process of a job is killed, stopped or ended at a random moment: how the others end, after how long, with which line.
+
+    python benchmarks/kills.py [--kinds hook,agent] [--signals SIGSTOP] [--times 20] [--seed 0]
+
+Three processes that train with steps of some milliseconds; ``servers`` has a parameter server beside them, which may be the
+one. SIGKILL, SIGSTOP or SIGTERM comes to one of them up to a second after training has begun. The job's own time-out (that of
+``init_process_group``; for servers what a silent process is allowed) is 3 s. Printed is a row per kind and signal: how many
+of the others ended by an error of one line that names the one that is missing, the seconds until the last of them had ended
+(median and longest), how many jobs lasted longer than the time-out and 2 s, and the line that was printed most.
+"""
+
+from __future__ import annotations
+
+import argparse
+import collections
+import faulthandler
+import multiprocessing
+import os
+import random
+import re
+import signal
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import timedelta
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import TensorDataset
+
+from ddltool import runtime
+from ddltool.artifacts import save
+from ddltool.plans import Enforcement, RankEnforcement
+from ddltool.runtime.agent import GoodputAgent
+from ddltool.runtime.balancing import BalanceOptions, balance
+from ddltool.runtime.elastic import ElasticTrainer
+from ddltool.runtime.servers import Meeting, Server, TransferPlan, Worker
+from ddltool.runtime.servers import worker as server_worker
+
+STEPS = 10**6
+RANKS, TIMEOUT_S, GRACE_S = 3, 3.0, 2.0
+PATIENCE_S, HANGS_S = 60.0, 20.0
+SIGNALS = {each.name: each for each in (signal.SIGKILL, signal.SIGSTOP, signal.SIGTERM)}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Place:
+    """Where a process of a job is, and what it needs."""
+
+    rank: int
+    port: int
+    folder: str
+    ready: Connection
+
+
+def loop(model: nn.Module, optimizer: Any, batches: Callable[[int], Any], made: Callable[[], None]) -> None:
+    """Train for ever."""
+    for epoch in range(STEPS):
+        for inputs, targets in batches(epoch):
+            nn.functional.cross_entropy(model(inputs), targets).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            made()
+
+
+def hook(network: nn.Module, data: TensorDataset, made: Callable[[], None], place: Place) -> None:
+    """Train with uneven batches and telemetry."""
+    sizes = (4, 5, 7)
+    ranks = [
+        RankEnforcement(rank=rank, device_type="cpu", ests=1, local_batch_size=size) for rank, size in enumerate(sizes)
+    ]
+    rows = f"{place.folder}/rows.jsonl"
+    plan = Enforcement(
+        job="kills", strategy="bsp", world_size=RANKS, total_batch_size=sum(sizes), ranks=ranks, telemetry=rows
+    )
+    path = Path(place.folder, f"enforce-{place.rank}.json")
+    save(plan, path)
+    model = DistributedDataParallel(network)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    attached = runtime.attach(path, model=model, optimizer=optimizer, dataset=data)
+    loader = attached.dataloader(batch_size=16)
+    loop(model, optimizer, lambda epoch: loader, made)
+
+
+def balanced(network: nn.Module, data: TensorDataset, made: Callable[[], None], place: Place) -> None:
+    """Train with batches that follow speeds."""
+    model = DistributedDataParallel(network)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    options = BalanceOptions(timeout_s=TIMEOUT_S)
+    loader = balance(model, optimizer, data, total_batch=16, options=options).dataloader()
+    loop(model, optimizer, lambda epoch: loader, made)
+
+
+def agent(network: nn.Module, data: TensorDataset, made: Callable[[], None], place: Place) -> None:
+    """Train with batches that follow the goodput."""
+    model = DistributedDataParallel(network)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    follows = GoodputAgent(
+        model, optimizer, data, initial_batch_size=16, max_batch_size=64, max_local_batch_size=32, interval_s=0.5
+    )
+    for epoch in range(STEPS):
+        for inputs, targets in follows.batches(epoch):
+            follows.backward(nn.functional.cross_entropy(model(inputs), targets))
+            if follows.complete:
+                optimizer.step()
+                optimizer.zero_grad()
+                made()
+
+
+def elastic(network: nn.Module, data: TensorDataset, made: Callable[[], None], place: Place) -> None:
+    """Train four logical workers."""
+    optimizer = torch.optim.SGD(network.parameters(), lr=0.01)
+    trainer = ElasticTrainer(
+        network, optimizer, nn.CrossEntropyLoss(), data, max_workers=4, batch_size=4, bucket_mib=0.01
+    )
+    for epoch in range(STEPS):
+        for _ in trainer.epoch(epoch):
+            made()
+
+
+def servers(network: nn.Module, data: TensorDataset, made: Callable[[], None], place: Place) -> None:
+    """Train in lockstep over a parameter server, the process after the last worker."""
+    server_worker.SILENT_S = TIMEOUT_S
+    meeting = Meeting(rank=place.rank, address=f"127.0.0.1:{place.port}", token="kills")
+    plan = TransferPlan.for_model(network, workers=RANKS, servers=1)
+    if place.rank == RANKS:
+        optimizer = torch.optim.SGD(network.parameters(), lr=0.01)
+        server = Server(network, plan, optimizer, lost_after_s=TIMEOUT_S, meeting=meeting)
+        place.ready.send("ready")
+        server.serve()
+        return
+    inputs, targets = (tensor[:16] for tensor in data.tensors)
+    with Worker(network, plan, meeting=meeting) as worker:
+        for _ in range(STEPS):
+            with worker.step():
+                nn.functional.cross_entropy(network(inputs), targets).backward()
+            made()
+
+
+KINDS = {"hook": hook, "balance": balanced, "agent": agent, "elastic": elastic, "servers": servers}
+
+
+def _main(kind: str, place: Place) -> None:
+    """Train for ever; say so when training has begun."""
+    torch.set_num_threads(1)
+    if kind != "servers":
+        store = dist.TCPStore("127.0.0.1", place.port, is_master=False)
+        limit = timedelta(seconds=TIMEOUT_S)
+        dist.init_process_group("gloo", rank=place.rank, world_size=RANKS, store=store, timeout=limit)
+    torch.manual_seed(0)
+    features = torch.randn(640, 32)
+    data = TensorDataset(features, (features[:, 1] > 0).long())
+    network = nn.Sequential(nn.Linear(32, 64), nn.Tanh(), nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 2))
+    steps = 0
+
+    def made() -> None:
+        nonlocal steps
+        steps += 1
+        if steps == 2:
+            place.ready.send("ready")
+        time.sleep(0.002)
+
+    KINDS[kind](network, data, made, place)
+
+
+def _process(kind: str, place: Place) -> None:
+    """Do what Python does with a script: an error that nobody catches goes to the excepthook."""
+    with open(f"{place.folder}/told-{place.rank}", "w") as told:
+        os.dup2(told.fileno(), 2)
+    sys.stderr = os.fdopen(2, "w", buffering=1)
+    faulthandler.register(signal.SIGUSR1, sys.stderr)
+    try:
+        _main(kind, place)
+    except BaseException:
+        sys.excepthook(*sys.exc_info())  # type: ignore[arg-type]
+    os._exit(1)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Outcome:
+    """How the others ended: the seconds until the last had, and of each what it printed and its exit code (None: it hung)."""
+
+    lived_s: float
+    told: list[str]
+    codes: list[int | None]
+
+    def names(self, victim: int) -> int:
+        """Return how many ended by an error in one line that names the process that is missing, and no traceback."""
+        return sum(
+            code == 1
+            and "Traceback" not in text
+            and re.match(rf"error: .*rank {victim}\b", self.line(text)) is not None
+            for text, code in zip(self.told, self.codes, strict=True)
+        )
+
+    @staticmethod
+    def line(text: str) -> str:
+        """Return the last line."""
+        return (text.strip().splitlines() or ["nothing"])[-1]
+
+
+def disturbed(kind: str, number: signal.Signals, victim: int, delay_s: float) -> Outcome:
+    """Send a signal to a process some time after training began; return how the others ended.
+
+    This process holds the store, as torchrun does.
+    """
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["torch._dynamo", "ddltool.runtime.agent", "ddltool.runtime.elastic", __name__])
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    size, port = RANKS, store.port
+    if kind == "servers":
+        size, store = RANKS + 1, None  # the server listens there itself
+    with tempfile.TemporaryDirectory() as folder:
+        pipes = [context.Pipe(duplex=False) for _ in range(size)]
+        places = [Place(rank=rank, port=port, folder=folder, ready=pipes[rank][1]) for rank in range(size)]
+        crew = [context.Process(target=_process, args=(kind, place)) for place in places]
+        for process in crew:
+            process.start()
+        told = [Path(folder, f"told-{rank}") for rank in range(size)]
+        others = [rank for rank in range(size) if rank != victim]
+        try:
+            for rank, (mine, _) in enumerate(pipes):
+                if not mine.poll(PATIENCE_S):
+                    raise RuntimeError(f"rank {rank} did not begin: {told[rank].read_text()}")
+            time.sleep(delay_s)
+            begin = time.monotonic()
+            os.kill(crew[victim].pid or 0, number)
+            for rank in others:
+                crew[rank].join(max(begin + HANGS_S - time.monotonic(), 0.0))
+            lived_s = time.monotonic() - begin
+            for rank in others:
+                if crew[rank].is_alive():  # say where it stands
+                    os.kill(crew[rank].pid or 0, signal.SIGUSR1)
+                    time.sleep(1.0)
+                    print(told[rank].read_text(), file=sys.stderr)
+            codes = [crew[rank].exitcode for rank in others]
+        finally:
+            for process in crew:
+                process.kill()
+                process.join()
+        return Outcome(lived_s=lived_s, told=[told[rank].read_text() for rank in others], codes=codes)
+
+
+def row(kind: str, name: str, times: int, seed: int) -> str:
+    """Return a table's row: that many random moments of one kind and signal."""
+    chance = random.Random(f"{kind} {name} {seed}")
+    lived, named, lines = [], 0, collections.Counter[str]()
+    size = RANKS + (kind == "servers")
+    for _ in range(times):
+        victim = chance.randrange(size)
+        found = disturbed(kind, SIGNALS[name], victim, chance.uniform(0.0, 1.0))
+        lived.append(found.lived_s)
+        named += found.names(victim)
+        for text in found.told:
+            lines[re.sub(r"\d+(\.\d+)?", "N", found.line(text))] += 1
+        if found.names(victim) < size - 1 or found.lived_s > TIMEOUT_S + GRACE_S:
+            shown = [found.line(text) for text in found.told]
+            print(f"{kind} {name} of {victim}: {found.lived_s:.1f} s, {shown}", file=sys.stderr, flush=True)
+    late = sum(each > TIMEOUT_S + GRACE_S for each in lived)
+    shown = f"{statistics.median(lived):.1f} | {max(lived):.1f}"
+    return f"| {kind} | {name} | {named} of {times * (size - 1)} | {shown} | {late} | `{lines.most_common(1)[0][0]}` |"
+
+
+def main() -> None:
+    """Print the table."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--kinds", default=",".join(KINDS))
+    parser.add_argument("--signals", default=",".join(SIGNALS))
+    parser.add_argument("--times", type=int, default=20)
+    parser.add_argument("--seed", type=int, default=0)
+    given = parser.parse_args()
+    print(
+        "| kind | signal | end in one line that names it | median, s | longest, s | too late | the line, N a number |"
+    )
+    print("|---|---|---|---|---|---|---|")
+    for kind in given.kinds.split(","):
+        for name in given.signals.split(","):
+            print(row(kind, name, given.times, given.seed), flush=True)
+
+
+if __name__ == "__main__":
+    main()
