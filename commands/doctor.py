@@ -30,8 +30,7 @@ def doctor(
     check: Annotated[
         str | None,
         typer.Option(
-            metavar='"SCRIPT ARGS"',
-            help="Hold the first steps of this training script against those of one process.",
+            metavar='"SCRIPT ARGS"', help="Hold the first steps of this training script against those of one process."
         ),
     ] = None,
     max_overhead: Annotated[

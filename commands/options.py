@@ -53,8 +53,7 @@ Precision = Annotated[
 ChannelsLast = Annotated[bool, typer.Option("--channels-last", help="Images in channels_last.")]
 SequenceLength = Annotated[int | None, typer.Option(help="Tokens of a sample; the source's own by default.", min=1)]
 Compress = Annotated[
-    str | None,
-    typer.Option(metavar="NAME", help="What compressed gradients would bring DDP: bf16 or powersgd:RANK."),
+    str | None, typer.Option(metavar="NAME", help="What compressed gradients would bring DDP: bf16 or powersgd:RANK.")
 ]
 NcclTests = Annotated[
     list[Path] | None,

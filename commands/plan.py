@@ -70,8 +70,7 @@ def plan(
         ),
     ] = "auto",
     objective: Annotated[
-        str,
-        typer.Option(**one_of(*get_args(Objective), help="auto: cheapest is per sample, same-bits on any number.")),
+        str, typer.Option(**one_of(*get_args(Objective), help="auto: cheapest is per sample, same-bits on any number."))
     ] = "fastest",
     telemetry: Annotated[
         _File,

@@ -10,7 +10,6 @@ from typing import Annotated, Any
 
 import typer
 
-from ddltool.analyzers.reporting.section import Section
 from ddltool.analyzers.reporting.simulation_section import simulation_section
 from ddltool.analyzers.reporting.sweep_section import advice_section, autoscaling_section, search_section, sweep_section
 from ddltool.analyzers.scheduling.advise import advise_job
@@ -36,13 +35,12 @@ from ddltool.analyzers.scheduling.study import study, watched
 from ddltool.analyzers.scheduling.sweep import Setup, sweep
 from ddltool.analyzers.scheduling.sweep import compare as compare_policies
 from ddltool.analyzers.scheduling.truth import FittedJob
-from ddltool.artifacts import save, write_text
+from ddltool.artifacts import write_text
 from ddltool.commands.options import Json, Output, Seed, demand_part, is_given, one_of, some_of
-from ddltool.commands.output import note, print_json, progress, show
+from ddltool.commands.output import finish, note, print_json, progress, show
 from ddltool.commands.values import as_options, integers
 from ddltool.errors import CheckFailed, InputError, did_you_mean
 from ddltool.outputs import check_outputs
-from ddltool.results import Result
 from ddltool.simulation_results import TrialSearch, WorkloadResult
 from ddltool.units import parse_duration
 
@@ -187,10 +185,10 @@ def simulate(
             found = _converted(files, folders, machines, sample, seed)
         _write_workload(found, output, as_json)
         return
-    finish = partial(_finish, output=output, as_json=as_json)
+    tell = partial(finish, output=output, as_json=as_json)
     if advise is not None:
         advice = advise_job(advise)
-        finish(advice, lambda: advice_section(advice))
+        tell(advice, lambda: advice_section(advice))
         return
     timing = Options(interval_s=interval, restart_delay_s=restart_delay)
     for option, application in (("--autoscale", autoscale), ("--hyperparameter-search", search)):
@@ -202,7 +200,7 @@ def simulate(
         with progress(f"{autoscale} under 5 scaling rules"):
             job = read_applications(folders, [autoscale])[autoscale]
             scaled = rent(job, restart_delay_s=timing.restart_delay_s)
-        finish(scaled, lambda: autoscaling_section(scaled))
+        tell(scaled, lambda: autoscaling_section(scaled))
         return
     if machines is None and search is not None:
         raise InputError("--cluster", "is missing", "give the nodes that the trials share")
@@ -218,7 +216,7 @@ def simulate(
         watch = partial(watched, stage=progress, jobs=asked.trials)
         measured = read_applications(folders, [search])
         trials = search_trials(asked, measured, machines, makers, timing, local_batch_sizes=others, watch=watch)
-        finish(trials, lambda: search_section(trials))
+        tell(trials, lambda: search_section(trials))
         return
     options = Options(
         interval_s=interval,
@@ -250,7 +248,7 @@ def simulate(
         tell=note,
         stage=progress,
     )
-    finish(made, lambda: simulation_section(made, files[0].name, details=metrics))
+    tell(made, lambda: simulation_section(made, files[0].name, details=metrics))
 
 
 # What was asked for, and which options have a part in that.
@@ -392,17 +390,6 @@ def _sampling(text: str) -> dict[str, Any]:
     if fields.get("seed", 0) < 0:
         raise InputError("--sample:seed", f"is {fields['seed']}", "a whole number >= 0")
     return fields
-
-
-def _finish(found: Result, section: Callable[[], Section], *, output: Path | None, as_json: bool) -> None:
-    """Write a result where it is wanted, and print it or its section."""
-    if output is not None:
-        save(found, output)
-        note(f"wrote {output}")
-    if as_json:
-        print_json(found)
-    else:
-        show(section())
 
 
 def _converted(

@@ -172,11 +172,7 @@ TWO = ["a,1,1.0", "a,2,2.0", "b,1,1.5", "b,2,3.0"]
         ([*TWO, ",3,4.0"], (), "{file}:row 5:worker: is empty, or NA; give a name"),
         ([*TWO, "b,3,1e308"], (), "{file}:row 5:end_s: is 1e+308; a number from -1e+15 to 1e+15"),
         ([*TWO, "b,3,-2e15"], ("--predicted",), "{file}:row 5:end_s: is -2000000000000000; a number"),
-        (
-            [*TWO, "b,99999999999999999999,4.0"],
-            (),
-            "{file}:row 5:iteration: is 99999999999999999999; a whole number",
-        ),
+        ([*TWO, "b,99999999999999999999,4.0"], (), "{file}:row 5:iteration: is 99999999999999999999; a whole number"),
         ([*TWO, "b,3,2.9"], (), "{file}:row 5:end_s: is 2.9, before the previous end of worker b"),
         ([*TWO, "a,2,2.5"], (), "{file}:row 5:iteration: repeats iteration 2 of worker a"),
         ([*TWO, "a,4,2.5"], (), "{file}:row 5:iteration: is iteration 4 of worker a, which has no iteration 3"),

@@ -229,11 +229,7 @@ def test_bad_graphs(cli: Cli, folder: Path) -> None:
         ),
         (("trace",), 2, "Missing argument 'SOURCE'"),
         (("tarce", "x"), 2, "No such command 'tarce'"),
-        (
-            ("plan", "FOLDER/negative.yaml"),
-            2,
-            "negative.yaml:devices[0].count: is -4; give a number of at least 0",
-        ),
+        (("plan", "FOLDER/negative.yaml"), 2, "negative.yaml:devices[0].count: is -4; give a number of at least 0"),
         (("plan", "FOLDER/job.yaml", "--strategy", "magic"), 2, "--strategy: unknown strategy 'magic'"),
         (("plan", "FOLDER/zero.yaml"), 3, "zero.yaml: no devices are offered: every count is 0"),
         (("plan", "FOLDER/job.yaml", "--strategy", "est", "--prefer", ","), 2, "--prefer: ',' names no objective"),
@@ -473,15 +469,7 @@ def test_the_options_are_a_decision() -> None:
         ),
         "report": ["--json", "--noise-scale", "--output", "--title"],
         "barrier": sorted(
-            [
-                "--algorithm",
-                "--lookahead",
-                "--max-gap",
-                "--predicted",
-                "--predictor",
-                "--json",
-                "--output",
-            ]
+            ["--algorithm", "--lookahead", "--max-gap", "--predicted", "--predictor", "--json", "--output"]
         ),
         "simulate": sorted(
             [
@@ -496,13 +484,7 @@ def test_the_options_are_a_decision() -> None:
                 "--whole-seconds",
                 *("--mtbf", "--repair", "--checkpoint-interval", "--failures", "--failure-seed", "--goodput"),
                 *("--price", "--metrics", "--generate", "--sample", "--convert"),
-                *(
-                    "--seeds",
-                    "--jobs",
-                    "--engine",
-                    "--csv",
-                    "--compare",
-                ),
+                *("--seeds", "--jobs", "--engine", "--csv", "--compare"),
                 *("--advise", "--autoscale", "--hyperparameter-search", "--local-batch"),
                 *common,
             ]
@@ -521,17 +503,7 @@ def test_the_options_are_a_decision() -> None:
                 "--seed",
             ]
         ),
-        "balance": sorted(
-            [
-                "--json",
-                "--output",
-                "--predictor",
-                "--schemes",
-                "--seed",
-                "--total-batch",
-                "--warm-up",
-            ]
-        ),
+        "balance": sorted(["--json", "--output", "--predictor", "--schemes", "--seed", "--total-batch", "--warm-up"]),
         "demo": sorted(common),
         "stragglers": ["--batch-size", "--feed", "--json", "--output"],
         "devices": ["--devices-file", "--json"],

@@ -233,11 +233,7 @@ def test_rows_that_do_not_say_whose_they_are(tmp_path: Path, cli: Cli) -> None:
     [
         ("step_time_s", "1e308", "row 2:step_time_s: is 1e+308; a number from 1e-09 to 1000000000"),
         ("step_time_s", "5e-324", "row 2:step_time_s: is 5e-324"),
-        (
-            "local_batch_size",
-            "1e308",
-            "row 2:local_batch_size: is 1e+308; a whole number from 1 to 1000000000",
-        ),
+        ("local_batch_size", "1e308", "row 2:local_batch_size: is 1e+308; a whole number from 1 to 1000000000"),
         ("num_replicas", str(10**30), "row 2:num_replicas: is 1000000"),
         ("accumulation_steps", "2.5", "row 2:accumulation_steps: is 2.5"),
         ("accumulation_steps", "-1", "row 2:accumulation_steps: is -1"),
@@ -261,9 +257,7 @@ def test_one_line_for_what_cannot_be(tmp_path: Path, cli: Cli, column: str, valu
 
 
 @pytest.mark.parametrize(
-    "line",
-    ['{"a": ' + "[" * 100_000 + "]" * 100_000 + "}", '{"a": ' + "1" * 5000 + "}"],
-    ids=["nested", "digits"],
+    "line", ['{"a": ' + "[" * 100_000 + "]" * 100_000 + "}", '{"a": ' + "1" * 5000 + "}"], ids=["nested", "digits"]
 )
 def test_one_line_for_json_that_cannot_be(tmp_path: Path, cli: Cli, line: str) -> None:
     (tmp_path / "t.jsonl").write_text(line + "\n")

@@ -365,8 +365,7 @@ def test_the_page_of_a_verdict_about_texts(cli: Cli, project: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("option", "value"),
-    [("--baseline", "nothing.json"), ("--level", "0.05"), ("--junit", "j.xml"), ("--github", None)],
+    ("option", "value"), [("--baseline", "nothing.json"), ("--level", "0.05"), ("--junit", "j.xml"), ("--github", None)]
 )
 def test_the_list_of_metrics_takes_no_other_option(cli: Cli, project: Path, option: str, value: str | None) -> None:
     result = cli("gate", "est.json", "--metrics", option, *([] if value is None else [value]))

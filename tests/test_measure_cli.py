@@ -97,10 +97,7 @@ def test_rows_survive_and_resume_adds_the_missing(cli: Cli, folder: Path) -> Non
     frame = read_profile(file)
     unchanged = file.read_text()
     for change, message in (
-        (
-            ("--threads", 2),
-            "p.csv:row 1:settings: is threads=1, not threads=2; measure alike, or write another file",
-        ),
+        (("--threads", 2), "p.csv:row 1:settings: is threads=1, not threads=2; measure alike, or write another file"),
         (("--device-name", "T4"), "p.csv:row 1:device: is cpu, not T4; measure alike, or"),
     ):
         refused = cli("profile", "model.py:make", "--batch-sizes", "1", *again, *change)

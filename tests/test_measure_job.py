@@ -91,13 +91,7 @@ def test_a_failing_rank_ends_all_with_one_line(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("bad", "message"),
-    [
-        ("raises", ILL),
-        ("killed", "error: batch 16 on 2 replicas: "),
-    ],
-)
+@pytest.mark.parametrize(("bad", "message"), [("raises", ILL), ("killed", "error: batch 16 on 2 replicas: ")])
 def test_under_torchrun_a_failing_rank_ends_all_with_one_line(tmp_path: Path, bad: str, message: str) -> None:
     done = torchrun(tmp_path, *REQUEST, bad=bad)
     assert done.returncode != 0

@@ -28,9 +28,7 @@ SIZES = (8, 2**16, 2**20, 2**24)
 
 
 @given(
-    st.floats(1e-7, 1.0),
-    st.floats(1e4, 1e11),
-    st.lists(st.integers(1, 2**30), min_size=2, max_size=12, unique=True),
+    st.floats(1e-7, 1.0), st.floats(1e4, 1e11), st.lists(st.integers(1, 2**30), min_size=2, max_size=12, unique=True)
 )
 def test_times_on_a_line_give_the_line(latency: float, bandwidth: float, sizes: list[int]) -> None:
     times = [latency + size / bandwidth for size in sizes]

@@ -354,11 +354,7 @@ def class_token(batch: int) -> onnx.ModelProto:
         helper.make_node("Concat", ["t", "x"], ["a"], axis=1),
         helper.make_node("MatMul", ["a", "w"], ["y"]),
     ]
-    weights = {
-        "token": np.zeros((1, 1, 6), np.float32),
-        "shape": int64(batch, 1, 6),
-        "w": np.zeros((6, 9), np.float32),
-    }
+    weights = {"token": np.zeros((1, 1, 6), np.float32), "shape": int64(batch, 1, 6), "w": np.zeros((6, 9), np.float32)}
     return model(nodes, weights, [batch, 4, 6])
 
 
@@ -383,10 +379,7 @@ def recurrent(batch: int) -> onnx.ModelProto:
 
 def resized(batch: int) -> onnx.ModelProto:
     """A Resize to constant sizes that hold the batch."""
-    nodes = [
-        helper.make_node("Resize", ["x", "", "", "sizes"], ["a"]),
-        helper.make_node("Conv", ["a", "k"], ["y"]),
-    ]
+    nodes = [helper.make_node("Resize", ["x", "", "", "sizes"], ["a"]), helper.make_node("Conv", ["a", "k"], ["y"])]
     return model(nodes, {"sizes": int64(batch, 2, 9, 6), "k": np.zeros((3, 2, 3, 3), np.float32)}, [batch, 2, 4, 4])
 
 

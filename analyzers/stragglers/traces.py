@@ -251,12 +251,7 @@ def _aligned(found: list[_Rank], ranks: tuple[int, ...]) -> RankSteps:
         count = rank.step.shape[1]
         wait = np.bincount(step.astype(int), weights=waited, minlength=count)
         held = np.bincount(step.astype(int), weights=high - low, minlength=count)
-        for name, values in (
-            ("wait", wait),
-            ("exposed", held - wait),
-            ("step", rank.step[2]),
-            ("work", rank.work),
-        ):
+        for name, values in (("wait", wait), ("exposed", held - wait), ("step", rank.step[2]), ("work", rank.work)):
             made[name].append(values[kept])
         made["parts"].append(rank.parts[:, :, kept])
         made["gap"].append(rank.gap_s[:, kept])

@@ -2,6 +2,4 @@
 
 from ddltool.runtime.agent.agent import GoodputAgent
 
-__all__ = [
-    "GoodputAgent",
-]
+__all__ = ["GoodputAgent"]

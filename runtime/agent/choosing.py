@@ -157,10 +157,7 @@ def decide(
     chosen = Split(world_size=replicas, total_batch_size=total, accumulation_steps=best.accumulation_steps)
     better = best.goodput_per_s > now * (1 + min_gain)
     return Decision(
-        split=chosen if better else present,
-        goodput_per_s=best.goodput_per_s,
-        present_goodput_per_s=now,
-        params=params,
+        split=chosen if better else present, goodput_per_s=best.goodput_per_s, present_goodput_per_s=now, params=params
     )
 
 

@@ -240,11 +240,7 @@ class NoiseSampler:
             gradients, scales = self._gradients()
             kept = [g.clone() for g in gradients] if scales is None else list(torch._foreach_mul(gradients, scales))
             self._previous = _Previous(
-                step=taken.step,
-                samples=taken.step_samples,
-                gradients=kept,
-                scales=scales,
-                squared=squared_norm(kept),
+                step=taken.step, samples=taken.step_samples, gradients=kept, scales=scales, squared=squared_norm(kept)
             )
 
     def _gradients(self) -> tuple[list[Tensor], list[Tensor] | None]:

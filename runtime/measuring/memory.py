@@ -33,7 +33,6 @@ class MemoryLimit:
 
     batch: int | None
     """Largest batch that ran within the budget, while the next one did not; None: none up to ``LARGEST`` was too large."""
-    budget_bytes: float
     tried: dict[int, float | None] = field(default_factory=dict)
     """Peak bytes by batch; None where it did not fit."""
 
@@ -45,7 +44,6 @@ def search_limit(attempt: Callable[[int], float | None], budget_bytes: float, la
     the limit, which saves tries where memory grows evenly and costs none otherwise: every other try halves the bracket.
     """
     tried: dict[int, float | None] = {}
-
     low, high, step = 0, largest + 1, 0
     while high - low > 1:
         guess = _guess(tried, budget_bytes)
@@ -63,7 +61,7 @@ def search_limit(attempt: Callable[[int], float | None], budget_bytes: float, la
             low = batch
         else:
             high = batch
-    return MemoryLimit(batch=None if high > largest else low, budget_bytes=budget_bytes, tried=tried)
+    return MemoryLimit(batch=None if high > largest else low, tried=tried)
 
 
 def _guess(tried: dict[int, float | None], budget_bytes: float) -> int | None:

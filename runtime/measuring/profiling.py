@@ -97,7 +97,7 @@ def measured(
             if largest == 0:
                 raise InputError("--memory", f"even batch 1 needs more than {show_bytes(memory_bytes)}", "give more")
             tries = [MemoryTry(local_batch_size=batch, peak_memory_bytes=peak) for batch, peak in limit.tried.items()]
-            search = MemorySearch(budget_bytes=limit.budget_bytes, tries=tries)
+            search = MemorySearch(budget_bytes=memory_bytes, tries=tries)
         if job is not None:
             job.prepare()
         found = campaign(

@@ -280,12 +280,7 @@ class ElasticBSP(ASP):
     """
 
     def __init__(
-        self,
-        lookahead: int,
-        *,
-        predictor: str = "ema",
-        objective: Objective = "waiting",
-        max_gap: int | None = None,
+        self, lookahead: int, *, predictor: str = "ema", objective: Objective = "waiting", max_gap: int | None = None
     ) -> None:
         if lookahead < 1:
             raise InputError("ElasticBSP:lookahead", f"is {lookahead}", "give 1 or more")
