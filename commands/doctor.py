@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shlex
 import statistics
 from typing import Annotated
 
@@ -11,6 +10,7 @@ import typer
 from ddltool import __version__
 from ddltool.commands.options import Json
 from ddltool.commands.output import out, print_json, progress, say, table
+from ddltool.commands.values import words
 from ddltool.errors import CheckFailed, InputError
 from ddltool.results import DoctorResult, OverheadResult
 from ddltool.runtime.measuring.machine_checks import OPTIONAL, PACKAGES, examine, installed
@@ -58,7 +58,7 @@ def doctor(
     limit = parse_share(max_overhead) if max_overhead else None
     if limit is not None and not 0 <= limit <= 10:
         raise InputError("--max-overhead", f'is "{max_overhead}"', "give a share such as 1%")
-    command = _words(overhead, "--overhead")
+    command = words(overhead, "--overhead")
     with progress("runs", 2 * pairs) as advance:
         asked = {"pairs": pairs, "steps": steps, "replicas": replicas or 1}
         found = measure_overhead(command, **asked, limit=limit, progress=lambda done: advance(done, ""))
@@ -70,20 +70,9 @@ def doctor(
         raise CheckFailed(f"the overhead of ddltool is above {max_overhead} of a step")
 
 
-def _words(text: str, option: str) -> list[str]:
-    """Return script and arguments. Raises InputError naming the option where there are none."""
-    try:
-        command = shlex.split(text)
-    except ValueError as error:
-        raise InputError(option, f"cannot be split into words ({error})", "quote the script's arguments") from None
-    if not command:
-        raise InputError(option, "names no script", 'give "train.py --its options"')
-    return command
-
-
 def _check(script: str, replicas: int, as_json: bool) -> None:
     """Say whether a script trains as one process would; raise CheckFailed where it does not."""
-    found = check_script(_words(script, "--check"), replicas)
+    found = check_script(words(script, "--check"), replicas)
     if as_json:
         print_json(found)
     else:

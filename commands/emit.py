@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import shlex
 from pathlib import Path
 from typing import Annotated, cast, get_args
 
@@ -16,7 +15,7 @@ from ddltool.analyzers.emitting.scripts import CORES, ddp_module, fsdp2_module, 
 from ddltool.artifacts import load, to_json, write_text
 from ddltool.commands.options import Json, demand_part
 from ddltool.commands.output import note, print_json, say
-from ddltool.commands.values import device_counts
+from ddltool.commands.values import device_counts, words
 from ddltool.errors import InputError, known, shortened
 from ddltool.outputs import check_outputs
 from ddltool.plans import Enforcement, Plan
@@ -96,7 +95,7 @@ def emit(
     if chosen in _MORE:
         device = _name("--resource", resource or ("gpu" if chosen == "slurm" else "nvidia.com/gpu"), chosen)
         settings = LaunchSettings(
-            script=_words(script),
+            script=words(script, "--script"),
             image=None if image is None else _name("--image", image, chosen),
             resource=None if device == "none" else device,
             node_label=_name("--node-label", node_label, "kubernetes"),
@@ -143,19 +142,6 @@ def _launcher(
         return slurm_script(plan, placed, settings, gaps=gaps), gaps
     gaps += assumptions(settings, plan)
     return manifest_text(plan, manifests(plan, enforcement, placed, settings), placed, gaps), gaps
-
-
-def _words(script: str) -> list[str]:
-    """Return the words of ``--script``. Raises InputError for an empty one and for quotes that do not close."""
-    try:
-        words = shlex.split(script)
-    except ValueError as error:
-        raise InputError("--script", f"cannot be split ({error})", "mind the quotes") from None
-    if not words or not script.isprintable():
-        raise InputError("--script", "is empty or holds a line break", 'give "train.py --its options"')
-    if not words[0] or words[0].startswith("-"):
-        raise InputError("--script", f"begins with {words[0]!r}, which is no script", 'give "train.py --its options"')
-    return words
 
 
 def _per_node(text: str | None) -> dict[str, int] | int | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import shlex
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 
@@ -111,3 +112,16 @@ def budget(text: str, where: str) -> float:
     if not 0 < seconds <= _LONGEST_BUDGET_S:
         raise InputError(where, f"{text!r} is not a usable time", "write a time above 0 and up to 720h, such as 60s")
     return seconds
+
+
+def words(text: str, option: str) -> list[str]:
+    """Return a script and its arguments. Raises InputError naming the option where there are none."""
+    try:
+        found = shlex.split(text)
+    except ValueError as error:
+        raise InputError(option, f"cannot be split into words ({error})", "mind the quotes") from None
+    if not found or not text.isprintable():
+        raise InputError(option, "names no script, or holds a line break", 'give "train.py --its options"')
+    if not found[0] or found[0].startswith("-"):
+        raise InputError(option, f"begins with {found[0]!r}, which is no script", 'give "train.py --its options"')
+    return found

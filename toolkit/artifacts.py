@@ -23,10 +23,10 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 from importlib import import_module
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any, TypeVar, cast
+from typing import IO, TYPE_CHECKING, Annotated, Any, TypeVar, cast
 
 import yaml
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from ddltool.errors import InputError, did_you_mean
 from ddltool.schema_words import UNKNOWN_FIELD, in_words
@@ -35,6 +35,9 @@ from ddltool.units import show_bytes
 if TYPE_CHECKING:
     import pandas as pd
 
+Number = Annotated[float, Field(allow_inf_nan=False)]
+NonNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 SCHEMA_VERSION = 1
 # What a file may hold, unpacked: of a document in memory, of lines that are read one by one, of one such line.
 LONGEST_TEXT, LONGEST_STREAM, _LONGEST_LINE = 1 << 29, 1 << 33, 1 << 20

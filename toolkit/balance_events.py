@@ -6,9 +6,8 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from ddltool.artifacts import SCHEMA_VERSION, Record
+from ddltool.artifacts import SCHEMA_VERSION, Positive, Record
 
-Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 Size = Annotated[int, Field(ge=1)]
 
 

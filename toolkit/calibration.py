@@ -6,9 +6,8 @@ from typing import Annotated, Literal
 
 from pydantic import Field, field_validator, model_validator
 
-from ddltool.artifacts import Artifact, Record
+from ddltool.artifacts import Artifact, Positive, Record
 
-Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 Shares = dict[str, Positive]
 # What a generation or a device has factors on: matrix units, float32 units, memory.
 UNITS = ("tensor", "vector", "memory")

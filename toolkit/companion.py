@@ -20,7 +20,7 @@ from typing import Annotated, Literal, Self
 
 from pydantic import Field, ValidationError
 
-from ddltool.artifacts import Artifact, Record, check_writable, parse
+from ddltool.artifacts import Artifact, NonNegative, Record, check_writable, parse
 from ddltool.errors import InputError, did_you_mean
 
 _MAGIC = b"SQLite format 3\x00"
@@ -37,7 +37,6 @@ WHERE vectors.key = ? AND vectors.generation = ?"""
 
 
 Positive = Annotated[int, Field(ge=1)]
-Finite = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 
 
 class CompanionDevice(Record):
@@ -96,8 +95,8 @@ class CompanionMeta(Artifact):
 class CompanionPlan(Record):
     """One plan. All figures are predicted."""
 
-    throughput: Finite = Field(description="logical mini-batches per second; 0: the devices cannot run the job")
-    step_s: Finite = Field(description="0 where throughput is")
+    throughput: NonNegative = Field(description="logical mini-batches per second; 0: the devices cannot run the job")
+    step_s: NonNegative = Field(description="0 where throughput is")
     ests: dict[str, list[tuple[Positive, Positive]]] = Field(description="device type to (devices, ESTs on each)")
 
     @property

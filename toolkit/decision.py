@@ -7,12 +7,11 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from ddltool.artifacts import Record
+from ddltool.artifacts import NonNegative, Record
 from ddltool.errors import Infeasible
 
 Objective = Literal["fastest", "cheapest", "same-bits", "least-memory", "fewest-devices"]
 Kept = Literal["none", "D0", "D1", "D2"]
-Finite = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 
 
 class Option(Record):
@@ -20,31 +19,33 @@ class Option(Record):
 
     strategy: str
     devices: dict[str, int] = Field(description="how many devices of each type it uses")
-    compute_s: Finite = Field(description="seconds per global step without communication")
-    communication_s: Finite | None = Field(
+    compute_s: NonNegative = Field(description="seconds per global step without communication")
+    communication_s: NonNegative | None = Field(
         default=None, description="communication left exposed per step; null: not predicted"
     )
-    other_s: Finite = Field(
+    other_s: NonNegative = Field(
         default=0.0, description="the rest of a step as an earlier run measured it: optimizer, loader, waiting"
     )
-    iteration_s: Finite = Field(description="seconds per global step, exposed communication and the rest included")
-    low_s: Finite | None = Field(default=None, description="lower end of iteration_s; null: its error is not known")
-    high_s: Finite | None = None
-    throughput: Finite = Field(description="logical mini-batches per second")
-    goodput_per_s: Finite | None = Field(
+    iteration_s: NonNegative = Field(description="seconds per global step, exposed communication and the rest included")
+    low_s: NonNegative | None = Field(
+        default=None, description="lower end of iteration_s; null: its error is not known"
+    )
+    high_s: NonNegative | None = None
+    throughput: NonNegative = Field(description="logical mini-batches per second")
+    goodput_per_s: NonNegative | None = Field(
         default=None, description="samples per second that count like samples at the initial batch; null: not known"
     )
     staleness: int = Field(default=0, description="iterations by which one worker may be ahead of another")
     determinism: Kept = Field(
         description="D0: same bits for the same placement; D1: on any number of devices of one type; D2: of any types"
     )
-    price_per_sample: Finite | None = None
-    memory_bytes: Finite | None = Field(
+    price_per_sample: NonNegative | None = None
+    memory_bytes: NonNegative | None = Field(
         default=None, description="most bytes of tensors that a process holds; null: not known"
     )
     order: str = Field(default="", description="what to set so that communication overlaps best")
-    order_saves_s: Finite | None = Field(default=None, description="what that saves per step over the default")
-    leans_on: dict[str, Finite] = Field(
+    order_saves_s: NonNegative | None = Field(default=None, description="what that saves per step over the default")
+    leans_on: dict[str, NonNegative] = Field(
         default_factory=dict,
         description="device type to the relative change of the step by that of the type's compute times",
     )
@@ -60,17 +61,17 @@ class Option(Record):
 class RunFigures(Record):
     """What the whole run takes. Predicted."""
 
-    samples: Finite
-    steps: Finite
-    hours: Finite = Field(description="failures, checkpoints and restarts included where they are known")
-    low_hours: Finite | None = None
-    high_hours: Finite | None = None
-    price: Finite | None = Field(default=None, description="in the currency of price_per_hour")
-    energy_kwh: Finite | None = Field(
+    samples: NonNegative
+    steps: NonNegative
+    hours: NonNegative = Field(description="failures, checkpoints and restarts included where they are known")
+    low_hours: NonNegative | None = None
+    high_hours: NonNegative | None = None
+    price: NonNegative | None = Field(default=None, description="in the currency of price_per_hour")
+    energy_kwh: NonNegative | None = Field(
         default=None, description="of the devices at their datasheets' power; an upper end"
     )
-    checkpoint_interval_s: Finite | None = Field(default=None, description="after Daly; null: nothing fails")
-    failures: Finite | None = Field(default=None, description="expected in the whole run")
+    checkpoint_interval_s: NonNegative | None = Field(default=None, description="after Daly; null: nothing fails")
+    failures: NonNegative | None = Field(default=None, description="expected in the whole run")
 
 
 class Layout(Record):
@@ -86,13 +87,17 @@ class Layout(Record):
     )
     local_batch_sizes: dict[str, int] = Field(description="device type to the most samples per step of one device")
     passes: Annotated[int, Field(ge=1)] = Field(description="forward and backward passes of a step")
-    compute_s: Finite | None = Field(default=None, description="seconds that the slowest device computes in a step")
-    step_s: Finite | None = Field(default=None, description="seconds per step; null: it does not fit")
-    low_s: Finite | None = None
-    high_s: Finite | None = None
-    memory_bytes: dict[str, Finite] = Field(description="device type to the most bytes of tensors of one process")
-    missing_bytes: Finite = Field(default=0.0, description="what the device with too little memory lacks; 0: it fits")
-    price_per_sample: Finite | None = None
+    compute_s: NonNegative | None = Field(
+        default=None, description="seconds that the slowest device computes in a step"
+    )
+    step_s: NonNegative | None = Field(default=None, description="seconds per step; null: it does not fit")
+    low_s: NonNegative | None = None
+    high_s: NonNegative | None = None
+    memory_bytes: dict[str, NonNegative] = Field(description="device type to the most bytes of tensors of one process")
+    missing_bytes: NonNegative = Field(
+        default=0.0, description="what the device with too little memory lacks; 0: it fits"
+    )
+    price_per_sample: NonNegative | None = None
     host_bound: bool = Field(default=False, description="the host that starts kernels decides the step")
 
     @property
@@ -141,10 +146,10 @@ class Decision(Record):
         description="ways to shard and checkpoint the model: the picked one, the others, what does not fit",
     )
     words: list[str] = Field(description="the answer; why; how sure; what next")
-    error: Finite | None = Field(
+    error: NonNegative | None = Field(
         default=None, description="relative error of the predicted compute times; null: given without one"
     )
-    gain_error: Finite | None = Field(
+    gain_error: NonNegative | None = Field(
         default=None,
         description="relative error of the gain over doing nothing; null: compute times have no known error",
     )

@@ -7,12 +7,10 @@ from typing import Annotated, Literal
 
 from pydantic import Field, field_validator
 
-from ddltool.artifacts import Artifact, Record
+from ddltool.artifacts import Artifact, NonNegative, Positive, Record
 from ddltool.calibration import DeviceFit
 from ddltool.errors import InputError, did_you_mean
 
-Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
-NotNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 # NVIDIA's, in the order of their years.
 Generation = Literal["Kepler", "Maxwell", "Pascal", "Volta", "Turing", "Ampere", "Ada", "Hopper", "Blackwell"]
 Architecture = Literal["", Generation, "CDNA", "CDNA2", "CDNA3", "CPU"]
@@ -43,20 +41,20 @@ class Device(Record):
     multiprocessors: Annotated[int, Field(ge=0, le=1_000_000)] = Field(
         default=0, description="streaming multiprocessors (NVIDIA) or compute units (AMD)"
     )
-    clock_hz: NotNegative = Field(default=0.0, description="boost clock")
+    clock_hz: NonNegative = Field(default=0.0, description="boost clock")
     peak_flops: dict[str, Positive] = Field(
         description="FLOP/s by torch dtype name, dense, 16-bit types accumulated in float32; float32 (outside tensor cores) "
         "is required, and matrix products of float32 through tf32 stand under tf32"
     )
     memory_bytes_per_s: Positive
     memory_gib: Positive
-    l2_bytes: NotNegative = Field(default=0.0, description="last cache on the chip before its memory")
-    power_w: NotNegative = Field(default=0.0, description="the maker's limit: TDP or board power")
-    link_bytes_per_s: NotNegative = Field(
+    l2_bytes: NonNegative = Field(default=0.0, description="last cache on the chip before its memory")
+    power_w: NonNegative = Field(default=0.0, description="the maker's limit: TDP or board power")
+    link_bytes_per_s: NonNegative = Field(
         default=0.0, description="what one device can send to its neighbours within a node, one way, all links together"
     )
     link: str = Field(default="", description="what that connection is")
-    price_per_hour: NotNegative | None = Field(default=None, description="of one device, in any one currency")
+    price_per_hour: NonNegative | None = Field(default=None, description="of one device, in any one currency")
     source: str = Field(default=GIVEN, description="the datasheet")
     note: str = ""
     fitted: DeviceFit | None = Field(default=None, description="what `ddltool calibrate` found from measured rows")

@@ -6,10 +6,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, SerializerFunctionWrapHandler, model_serializer
 
-from ddltool.artifacts import Artifact, Record
+from ddltool.artifacts import Artifact, NonNegative, Record
 from ddltool.errors import InputError, did_you_mean
-
-NonNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 
 
 class ThroughputParams(Record):

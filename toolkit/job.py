@@ -7,11 +7,10 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, ValidationInfo, field_validator, model_validator
 
-from ddltool.artifacts import Artifact, Record, load
+from ddltool.artifacts import Artifact, Positive, Record, load
 from ddltool.errors import InputError
 from ddltool.links import parse_link, parse_nic
 
-Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 # Larger prices, limits and weights would leave the solvers' sums, or nothing of the others in them.
 LARGEST = 1e9
 Price = Annotated[float, Field(ge=0, le=LARGEST, allow_inf_nan=False)]

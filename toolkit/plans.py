@@ -6,13 +6,12 @@ from typing import Annotated, Literal, Self
 
 from pydantic import Field, model_validator
 
-from ddltool.artifacts import Artifact, Record
+from ddltool.artifacts import Artifact, NonNegative, Record
 from ddltool.decision import Decision
 
 Strategy = Literal["bsp", "est", "elastic-bsp", "lb-bsp", "goodput"]
 PRODUCTS = ("mm", "addmm", "bmm", "baddbmm", "convolution")
 Choice = Literal["one device", "one node", "several nodes"]
-Finite = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 
 
 class Assignment(Record):
@@ -25,14 +24,14 @@ class Assignment(Record):
     accumulation_steps: Annotated[int, Field(ge=0)] = Field(
         default=0, description="passes before the last one of a step; local_batch_size is split over all of them"
     )
-    compute_s: Finite | None = Field(default=None, description="seconds that each device computes in a step")
+    compute_s: NonNegative | None = Field(default=None, description="seconds that each device computes in a step")
 
 
 class Alternative(Record):
     """A different plan for the same job, best first."""
 
-    iteration_s: Finite
-    throughput: Finite
+    iteration_s: NonNegative
+    throughput: NonNegative
     assignments: list[Assignment]
     est_count: int
     waste: float
@@ -57,20 +56,20 @@ class BucketSetting(Record):
         default=None, description="MiB per bucket, in the order of reduction"
     )
     buckets: list[list[str]] = Field(description="parameter names by bucket, in the order of reduction")
-    step_s: Finite
-    default_step_s: Finite = Field(description="with DDP's default buckets")
+    step_s: NonNegative
+    default_step_s: NonNegative = Field(description="with DDP's default buckets")
 
 
 class CompressionFigures(Record):
     """DDP's default buckets with compressed gradients. Predicted."""
 
     name: str
-    sent_bytes: Finite = Field(description="of all gradients, in place of uncompressed_bytes")
-    uncompressed_bytes: Finite
-    compute_s: Finite = Field(description="work of packing and unpacking")
-    kept_bytes: Finite = Field(description="memory for what compression lost")
-    step_s: Finite
-    exposed_s: Finite
+    sent_bytes: NonNegative = Field(description="of all gradients, in place of uncompressed_bytes")
+    uncompressed_bytes: NonNegative
+    compute_s: NonNegative = Field(description="work of packing and unpacking")
+    kept_bytes: NonNegative = Field(description="memory for what compression lost")
+    step_s: NonNegative
+    exposed_s: NonNegative
     saved: Annotated[float, Field(allow_inf_nan=False)] = Field(description="share of the step without compression")
     verdict: str
 
@@ -82,8 +81,8 @@ class PrefetchSetting(Record):
     forward: dict[str, list[str]] = Field(description="block to the blocks to prefetch in forward; empty: default")
     backward: dict[str, list[str]] = Field(description="block to the blocks to prefetch in backward; empty: default")
     reshard_after_forward: bool = Field(default=True, description="what to pass to fully_shard")
-    step_s: Finite
-    default_step_s: Finite = Field(description="with FSDP2's own prefetch")
+    step_s: NonNegative
+    default_step_s: NonNegative = Field(description="with FSDP2's own prefetch")
 
 
 class Recomputed(Record):
@@ -115,7 +114,7 @@ class ShardingSetting(Record):
     checkpointing: list[Recomputed] = Field(
         default_factory=list, description="modules whose activations are computed again; all others keep theirs"
     )
-    memory_bytes: dict[str, Finite] = Field(
+    memory_bytes: dict[str, NonNegative] = Field(
         default_factory=dict, description="device type to the most bytes of tensors that one process holds"
     )
 
@@ -130,13 +129,13 @@ class Superstep(Record):
     """ElasticBSP's next barrier on each device type."""
 
     lookahead: Annotated[int, Field(ge=1)] = Field(description="R: iterations looked ahead per worker")
-    superstep_s: Finite = Field(description="seconds from barrier to barrier")
+    superstep_s: NonNegative = Field(description="seconds from barrier to barrier")
     iterations: dict[str, Annotated[int, Field(ge=1)]] = Field(
         description="device type to iterations until the barrier"
     )
     mini_batches: Annotated[int, Field(ge=1)] = Field(description="logical mini-batches of all workers in a superstep")
-    waiting_s: Finite = Field(description="of the worker that waits longest")
-    total_waiting_s: Finite
+    waiting_s: NonNegative = Field(description="of the worker that waits longest")
+    total_waiting_s: NonNegative
     iteration_gap: Annotated[int, Field(ge=0)] = Field(description="staleness within a superstep")
     left_out: dict[str, Annotated[int, Field(ge=1)]] = Field(
         default_factory=dict, description="device type to how many are better left out"
@@ -147,11 +146,13 @@ class BatchSplit(Record):
     """LB-BSP's split of the total batch beside the equal one."""
 
     total_batch_size: Annotated[int, Field(ge=1)]
-    equal_s: Finite | None = Field(description="step time of the equal split; null where memory forbids it")
-    kept_s: Finite | None = Field(description="step time with every device taking part; null where memory forbids it")
-    idle_s: Finite = Field(description="seconds that devices wait for the slowest, all together")
+    equal_s: NonNegative | None = Field(description="step time of the equal split; null where memory forbids it")
+    kept_s: NonNegative | None = Field(
+        description="step time with every device taking part; null where memory forbids it"
+    )
+    idle_s: NonNegative = Field(description="seconds that devices wait for the slowest, all together")
     dropped: dict[str, Annotated[int, Field(ge=1)]] = Field(description="device type to how many are better left out")
-    accumulated_s: Finite | None = Field(
+    accumulated_s: NonNegative | None = Field(
         default=None, description="step time with gradient accumulation, where that would be shorter"
     )
 
@@ -164,8 +165,8 @@ class ScalingRow(Record):
     local_batch_size: Annotated[int, Field(ge=1)]
     accumulation_steps: Annotated[int, Field(ge=0)]
     total_batch_size: Annotated[int, Field(ge=1)]
-    goodput_per_s: Finite
-    speedup: Finite
+    goodput_per_s: NonNegative
+    speedup: NonNegative
 
 
 class ElasticSetting(Record):
@@ -193,11 +194,11 @@ class GoodputChoice(Record):
     local_batch_size: Annotated[int, Field(ge=1)] = Field(description="per device and accumulation step")
     accumulation_steps: Annotated[int, Field(ge=0)]
     total_batch_size: Annotated[int, Field(ge=1)]
-    goodput_per_s: Finite = Field(description="samples per second that count like samples at the initial batch")
-    efficiency: Finite
-    speedup: Finite = Field(description="goodput over that of the fewest devices")
+    goodput_per_s: NonNegative = Field(description="samples per second that count like samples at the initial batch")
+    efficiency: NonNegative
+    speedup: NonNegative = Field(description="goodput over that of the fewest devices")
     pays_until: int = Field(description="beyond this number devices bring less than pays_share of what the first did")
-    pays_share: Finite
+    pays_share: NonNegative
     scaling: list[ScalingRow] = Field(description="numbers of devices that no smaller number equals")
     elastic: list[ElasticSetting] = Field(description="the chosen total batch on every number of devices")
 
@@ -208,9 +209,9 @@ class NetworkCost(Record):
     choice: Choice
     num_nodes: Annotated[int, Field(ge=1)]
     num_replicas: Annotated[int, Field(ge=1)]
-    compute_s: Finite = Field(description="seconds of the slowest device's ESTs")
-    sync_s: Finite = Field(description="seconds of one gradient synchronisation, before any overlap")
-    best_steps: dict[Choice, Finite] = Field(description="the best step time of each choice that is possible")
+    compute_s: NonNegative = Field(description="seconds of the slowest device's ESTs")
+    sync_s: NonNegative = Field(description="seconds of one gradient synchronisation, before any overlap")
+    best_steps: dict[Choice, NonNegative] = Field(description="the best step time of each choice that is possible")
 
 
 class Plan(Artifact):
@@ -221,15 +222,15 @@ class Plan(Artifact):
     strategy: Strategy
     max_workers: Annotated[int, Field(ge=1)]
     batch_size: Annotated[int, Field(ge=1)]
-    iteration_s: Finite = Field(description="seconds per global step")
-    throughput: Finite = Field(description="logical mini-batches (of batch_size samples) per second")
+    iteration_s: NonNegative = Field(description="seconds per global step")
+    throughput: NonNegative = Field(description="logical mini-batches (of batch_size samples) per second")
     assignments: list[Assignment] = Field(min_length=1)
     est_count: int
     waste: float = Field(description="capability that idles, logical mini-batches per second")
     overload_factor: float = Field(description="f: the largest A_i / C_i over the used devices, seconds")
     status: Literal["optimal", "feasible"]
     gap: float = Field(description="relative distance to the proven bound; 0 when optimal")
-    solve_seconds: Finite
+    solve_seconds: NonNegative
     alternatives: list[Alternative] = Field(default_factory=list)
     parameters: list[ParameterRecord] = Field(default_factory=list)
     ddp: BucketSetting | None = None
@@ -239,7 +240,7 @@ class Plan(Artifact):
     split: BatchSplit | None = Field(default=None, description="of an lb-bsp plan")
     superstep: Superstep | None = Field(default=None, description="of an elastic-bsp plan")
     goodput: GoodputChoice | None = Field(default=None, description="of a goodput plan")
-    communication_s: Finite | None = Field(
+    communication_s: NonNegative | None = Field(
         default=None, description="exposed communication within iteration_s; null: iteration_s leaves it out"
     )
     decision: Decision | None = Field(default=None, description="the comparison of strategies behind an auto plan")

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from pydantic import Field
 
-from ddltool.artifacts import SCHEMA_VERSION, Record, write_text
+from ddltool.artifacts import SCHEMA_VERSION, NonNegative, Positive, Record, write_text
 from ddltool.errors import InputError, did_you_mean
 from ddltool.tables import ABOVE_ZERO, demand, numbers, read_table
 
@@ -22,8 +22,6 @@ if TYPE_CHECKING:
 # Beyond these a number is a mistake of units or of a writer, and its square would leave the range of floats.
 TIMES_S = (1e-9, 1e9)
 LARGEST_COUNT = 10**9
-NonNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]
-Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 Count = Annotated[int, Field(ge=1, le=LARGEST_COUNT)]
 
 

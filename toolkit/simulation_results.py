@@ -7,7 +7,8 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, model_validator
 
-from ddltool.results import Count, NonNegative, Number, Part, Positive, Result
+from ddltool.artifacts import NonNegative, Number, Positive
+from ddltool.results import Count, Part, Result
 
 
 class Fairness(Part):

@@ -6,9 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from ddltool.artifacts import SCHEMA_VERSION, Record
-
-Seconds = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+from ddltool.artifacts import SCHEMA_VERSION, NonNegative, Record
 
 
 class TelemetryRow(Record):
@@ -23,10 +21,10 @@ class TelemetryRow(Record):
     device: str
     batch: Annotated[int, Field(ge=0)] = Field(description="samples that this rank processed in the step")
     total_batch: Annotated[int, Field(ge=0)] = Field(description="samples of all ranks together")
-    compute_s: Seconds = Field(description="forward and backward until the local gradients were complete")
-    wait_s: Seconds = Field(description="from then until the slowest rank's gradients were complete")
-    sync_s: Seconds = Field(description="from then until the averaged gradients were in place")
-    step_s: Seconds = Field(
+    compute_s: NonNegative = Field(description="forward and backward until the local gradients were complete")
+    wait_s: NonNegative = Field(description="from then until the slowest rank's gradients were complete")
+    sync_s: NonNegative = Field(description="from then until the averaged gradients were in place")
+    step_s: NonNegative = Field(
         description="from the end of the previous update, or an epoch's first forward pass, to the end of this one"
     )
     memory_bytes: Annotated[float, Field(ge=0)] = Field(description="peak memory of the process so far")
