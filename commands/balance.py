@@ -18,7 +18,10 @@ from ddltool.outputs import check_outputs
 
 def balance(
     trace: Annotated[
-        Path, typer.Argument(metavar="TRACE.csv", help="Columns iteration,worker,speed,cpu,memory (.gz accepted).")
+        Path,
+        typer.Argument(
+            metavar="TRACE.csv", help="Columns iteration,worker,speed,cpu,memory; or the hook's telemetry (.gz too)."
+        ),
     ],
     predictor: Annotated[str, typer.Option(**one_of(*PREDICTORS, "all", help="What foretells speeds."))] = "all",
     total_batch: Annotated[

@@ -53,11 +53,13 @@ def stragglers(
     run, source = _read(paths)
     where = feed or Path()
     feeds = diagnosis.Feeds(**{field: str(where / file) for field, file in _FED.items()})
+    if source == "telemetry" and feed is None:
+        feeds = diagnosis.Feeds.all(str(paths[0]))
     result = diagnosis.diagnose(run, source, feeds)
     if feed is not None:
         _write_feeds(run, batch_size, feeds, paths if source == "telemetry" else [])
         note(f"wrote {', '.join(_FED.values())} to {feed}")
-    elif result.findings:
+    elif result.findings and source == "traces":
         note("the files that the remedies name are written by --feed FOLDER")
     finish(result, lambda: stragglers_section(result, name), output, as_json)
 

@@ -10,6 +10,7 @@ if TYPE_CHECKING:
     from ddltool.runtime.balancing import BalanceOptions, balance
     from ddltool.runtime.elastic import ElasticTrainer, RunRecorder, first_difference
     from ddltool.runtime.hook import Hook, apply_prefetch, attach, bucket_report, ddp_arguments, prefetch_units, shard
+    from ddltool.runtime.hook.watching import watch_ranks
     from ddltool.runtime.servers import TransferPlan, Worker
 
 # The package that each name comes from.
@@ -29,6 +30,7 @@ _HOMES = {
     "first_difference": "elastic",
     "prefetch_units": "hook",
     "shard": "hook",
+    "watch_ranks": "hook.watching",
 }
 __all__ = [
     "BalanceOptions",
@@ -46,6 +48,7 @@ __all__ = [
     "first_difference",
     "prefetch_units",
     "shard",
+    "watch_ranks",
 ]
 
 

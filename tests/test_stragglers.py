@@ -20,7 +20,9 @@ from ddltool.artifacts import load
 from ddltool.commands.main import run
 from ddltool.errors import InputError
 from ddltool.results import StragglersResult
+from ddltool.tables import read_table
 from tests import stragglers_workers
+from tests.processes import as_job
 from tests.stragglers_runs import PARTS, TRANSFER_MS, Slow, write_run
 
 
@@ -192,6 +194,9 @@ def test_the_feeds_are_what_other_commands_read(tmp_path: Path, capsys: pytest.C
     assert recorded.speed[:, 0].mean() == pytest.approx(32 / 24e-3, rel=0.05)
     assert run(["barrier", str(fed / "ends.csv"), "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["workers"] == 4
+    assert read_speeds(fed / "telemetry.jsonl", print).speed == pytest.approx(recorded.speed, rel=1e-6)
+    assert run(["balance", str(fed / "telemetry.jsonl"), "--predictor", "last", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["predictors"]["last"]["iteration_time_ratio"] < 0.85
     assert run(["stragglers", str(fed / "telemetry.jsonl"), "--json", "-o", str(tmp_path / "found.json")]) == 0
     again = json.loads(capsys.readouterr().out)
     assert [(one["rank"], one["cause"]) for one in again["findings"]] == [(1, "slow device")]
@@ -406,6 +411,19 @@ def test_the_published_what_if(shared_data: Path) -> None:
 def named(folders: list[Path]) -> list[list[tuple[int | None, str]]]:
     found = [diagnose(of_traces(sorted(folder.glob("*.json"))), "traces").findings for folder in folders]
     return [[(one.rank, one.cause) for one in findings] for findings in found]
+
+
+def test_a_watch_tells_while_the_job_runs(tmp_path: Path) -> None:
+    """Three ranks, one slow from step 25 on: said once by rank 0 alone, as the command says it of the file afterwards."""
+    ended = as_job(3, tmp_path, stragglers_workers.train_watched, 1, 70)
+    assert [code for code, _, _ in ended] == [0, 0, 0], ended
+    told = [line for line in ended[0][2].splitlines() if line.startswith("steps ")]
+    assert "Rank 1 takes" in told[-1], told
+    assert "longer in compute" in told[-1]
+    assert all("Rank" not in error for _, _, error in ended[1:])
+    found = diagnose(of_telemetry(read_table(tmp_path / "telemetry.jsonl"), "telemetry.jsonl"), "telemetry")
+    assert [(one.rank, one.cause, one.part) for one in found.findings] == [(1, "slow device", "compute")]
+    assert abs(found.findings[0].since_step - 25) <= 1
 
 
 @pytest.mark.slow

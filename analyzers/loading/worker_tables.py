@@ -14,9 +14,10 @@ import pandas as pd
 from numpy.typing import NDArray
 
 from ddltool.analyzers.balancing.trace import LEAST_SPEED, MOST_SPEED, SpeedTrace
+from ddltool.analyzers.stragglers.ranks import of_telemetry
 from ddltool.errors import InputError
 from ddltool.graph import natural_key
-from ddltool.tables import demand_columns, numbers, read_columns, read_table, texts
+from ddltool.tables import demand_columns, numbers, read_table, texts
 
 Floats = NDArray[np.float64]
 SPEED_COLUMNS = ("iteration", "worker", "speed", "cpu", "memory")
@@ -30,10 +31,19 @@ MOST_ITERATIONS = 2**53 - 1
 def read_speeds(path: Path, tell: Callable[[str], None]) -> SpeedTrace:
     """Return the trace in a CSV (``.gz`` is accepted), rows in any order; workers come in natural order of their names.
 
+    Of the hook's telemetry a speed is the samples a second of the rank's own compute, and all readings are 1.
+
     Every worker needs a row for every iteration; ``tell`` hears of numbers that no worker has. Raises InputError naming row
     and column.
     """
-    frame = read_columns(path, SPEED_COLUMNS)
+    frame = read_table(path, SPEED_COLUMNS)
+    if "compute_s" in frame.columns:
+        run = of_telemetry(frame, str(path))
+        speed = run.speed().T
+        _tell_gaps(run.steps.astype(np.float64), path, tell)
+        ones = np.ones_like(speed)
+        return SpeedTrace.of(tuple(map(str, run.ranks)), speed=speed, cpu=ones, memory=ones)
+    demand_columns(frame, SPEED_COLUMNS, path)
     worker = texts(frame, "worker", path)
     for row, name in enumerate(worker, 1):
         if not name.isprintable():  # it would end up in pictures and terminals, which act on such characters

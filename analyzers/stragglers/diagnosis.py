@@ -54,6 +54,11 @@ class Feeds:
     ends: str = "ends.csv"
     telemetry: str = "telemetry.jsonl"
 
+    @classmethod
+    def all(cls, telemetry: str) -> Feeds:
+        """Telemetry is what each of them reads."""
+        return cls(speeds=telemetry, ends=telemetry, telemetry=telemetry)
+
 
 def diagnose(run: RankSteps, source: str, feeds: Feeds | None = None) -> StragglersResult:
     """Return the split of every rank, the what-ifs, and a finding for each rank that holds the others up."""
@@ -324,8 +329,7 @@ def _remedy(run: RankSteps, row: int, kind: str, share: float, feeds: Feeds) -> 
 
 def speeds(run: RankSteps, batch: int) -> list[Sequence[float | int]]:
     """Return rows of ``ddltool balance``: iteration, worker, samples a second of its own compute, cpu and memory (1)."""
-    sample = run.samples if run.samples is not None else np.full(run.step_s.shape, float(batch))
-    speed = sample / np.maximum(run.compute_s, 1e-9)
+    speed = run.speed(batch)
     return [
         (int(number), rank, float(speed[row, column]), 1.0, 1.0)
         for column, number in enumerate(run.steps)

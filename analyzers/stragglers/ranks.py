@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -15,6 +15,8 @@ from ddltool.errors import InputError
 Floats = NDArray[np.float64]
 COMPUTE = ("forward", "backward", "compute")
 """The parts that grow with a batch."""
+TELEMETRY = ("step", "compute_s", "wait_s", "sync_s", "step_s", "batch")
+"""The columns of telemetry that ranks are compared by."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -69,6 +71,12 @@ class RankSteps:
         step = own + self.wait_s + self.exposed_s
         return replace(self, parts=parts, step_s=step, gap_s=gap, after=None)
 
+    def speed(self, batch: float = 1.0) -> Floats:
+        """Return (R, K) samples a second of each rank's own compute; ``batch``: samples of a step where nobody says."""
+        samples = self.samples if self.samples is not None else np.full(self.step_s.shape, batch)
+        found: Floats = samples / np.maximum(self.compute_s, 1e-9)
+        return found
+
     @property
     def own_s(self) -> Floats:
         """What each rank needed by itself."""
@@ -95,14 +103,17 @@ def of_telemetry(frame: pd.DataFrame, where: str) -> RankSteps:
     if len(ranks) < 2 or whole.empty:
         problem = f"has {len(ranks)} ranks with no step in common" if len(ranks) > 1 else "has one rank only"
         raise InputError(where, problem, "give the telemetry of all ranks of one run")
-    names = ("step", "compute_s", "wait_s", "sync_s", "step_s", "batch")
-    columns = {name: whole[name].to_numpy(dtype=np.float64).reshape(len(ranks), -1) for name in names}
-    steps = columns["step"][0].astype(np.int64)
+    columns = {name: whole[name].to_numpy(dtype=np.float64).reshape(len(ranks), -1) for name in TELEMETRY}
+    return of_columns(columns, ranks)
+
+
+def of_columns(columns: Mapping[str, Floats], ranks: Sequence[int]) -> RankSteps:
+    """Return the steps of telemetry given as one array (R, K) for each of :data:`TELEMETRY`."""
     host = columns["step_s"] - columns["compute_s"] - columns["wait_s"] - columns["sync_s"]
     return RankSteps(
         ranks=tuple(ranks),
         nodes=("",) * len(ranks),
-        steps=steps,
+        steps=columns["step"][0].astype(np.int64),
         parts={"compute": columns["compute_s"], "host": np.maximum(host, 0.0)},
         wait_s=columns["wait_s"],
         exposed_s=columns["sync_s"],

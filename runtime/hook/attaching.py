@@ -61,6 +61,7 @@ class Hook:
         rank, world_size: this process's place in the job.
         local_batch_size: samples per step on this rank as planned; None where nothing is enforced.
         accumulation_steps: passes before the last one of a step, over all of which the script splits the local batch.
+        recorder: what writes this rank's steps down, where anything does.
     """
 
     def __init__(self, dataset: Dataset[Any] | None, rank: int, world_size: int) -> None:
@@ -68,6 +69,7 @@ class Hook:
         self.world_size = world_size
         self.local_batch_size: int | None = None
         self.accumulation_steps = 0
+        self.recorder: StepRecorder | None = None
         self._dataset = dataset
         self._samplers: list[DistributedSampler[Any] | VariableBatchSampler] = []
 
@@ -126,9 +128,14 @@ class Hook:
         return 1.0
 
     def set_epoch(self, epoch: int) -> None:
-        """Choose the epoch's order of samples in all loaders made here; the same number on every rank."""
+        """Choose the epoch's order of samples in all loaders made here; the same number on every rank.
+
+        Telemetry times the next step from its forward pass.
+        """
         for sampler in self._samplers:
             sampler.set_epoch(epoch)
+        if self.recorder is not None:
+            self.recorder.begin_epoch()
 
     def count_samples(self, samples: int) -> None:
         """Let the next forward pass stand for ``samples`` samples. Call before each forward pass.
@@ -148,6 +155,8 @@ class Hook:
 
     def close(self) -> None:
         """Write what telemetry is still held back; also happens at exit. Gradients stay weighted. Idempotent."""
+        if self.recorder is not None:
+            self.recorder.close()
 
     def __enter__(self) -> Self:
         return self
@@ -183,7 +192,6 @@ class EnforcingHook(Hook):
         self.local_batch_size = enforcement.ranks[job.rank].local_batch_size
         self.accumulation_steps = enforcement.ranks[job.rank].accumulation_steps
         self._path, self._job = path, job
-        self._recorder: StepRecorder | None = None
         self._weigher = Weigher(
             job,
             "hook",
@@ -203,12 +211,12 @@ class EnforcingHook(Hook):
         if self.enforcement.telemetry is not None:
             device = self.enforcement.ranks[job.rank].device_type
             file = _row_file(self.enforcement.telemetry, job, device)
-        self._recorder = _record(file, job, model, trained[0], self._weigher)
+        self.recorder = _record(file, job, model, trained[0], self._weigher)
         for each in trained if job.side is not None else ():
             guard(job, model, each)
             each.register_step_post_hook(self._weigher.check_update)
         begin_check(job, model, trained[0])
-        if job.side is not None or self._recorder is not None:
+        if job.side is not None or self.recorder is not None:
             self._weigher.open(model)
         self._weigher.missing = None
 
@@ -270,12 +278,6 @@ class EnforcingHook(Hook):
         self._samplers.append(sampler)
         return sampler
 
-    def set_epoch(self, epoch: int) -> None:
-        """Choose the epoch's order of samples; the next step is timed from its forward pass."""
-        super().set_epoch(epoch)
-        if self._recorder is not None:
-            self._recorder.begin_epoch()
-
     def count_samples(self, samples: int) -> None:
         """Let the next forward pass stand for ``samples`` samples. Raises InputError when negative."""
         self._weigher.announce(samples)
@@ -284,11 +286,6 @@ class EnforcingHook(Hook):
         """Return ``loss`` with gradients that weigh by ``count``. Raises InputError, on all ranks, where it cannot be."""
         return self._weigher.loss(loss, count=count, reduction=reduction)
 
-    def close(self) -> None:
-        """Write the telemetry that is still held back and stop recording."""
-        if self._recorder is not None:
-            self._recorder.close()
-
 
 class ObservingHook(Hook):
     """The hook of a process in which nothing is enforced, and that writes telemetry to a file ``path``."""
@@ -296,31 +293,19 @@ class ObservingHook(Hook):
     def __init__(self, path: str, dataset: Dataset[Any] | None, job: Job) -> None:
         super().__init__(dataset, job.rank, job.world_size)
         self._path, self._job = path, job
-        self._recorder: StepRecorder | None = None
 
     def bind(self, model: nn.Module, optimizer: torch.optim.Optimizer, *others: torch.optim.Optimizer) -> None:
         """Record what is trained. Raises InputError, on every rank, where the file cannot be written."""
         first = self._job.together(lambda: bare_optimizer(optimizer))
         self._observer = observer = Observer(self._job, "hook")
         file = _row_file(self._path, self._job, torch.cuda.get_device_name() if _is_cuda(model) else "cpu")
-        self._recorder = _record(file, self._job, model, first, observer)
+        self.recorder = _record(file, self._job, model, first, observer)
         observer.open(model)
 
     def turn_to_next_batch(self, skip: int = 0, *, passed: Any = None) -> None:
         """Take note of a batch that goes through no forward pass."""
         if passed is not None:
             self._observer.begin_forward(None, (passed,))
-
-    def set_epoch(self, epoch: int) -> None:
-        """Choose the epoch's order of samples; the next step is timed from its forward pass."""
-        super().set_epoch(epoch)
-        if self._recorder is not None:
-            self._recorder.begin_epoch()
-
-    def close(self) -> None:
-        """Write the telemetry that is still held back and stop recording."""
-        if self._recorder is not None:
-            self._recorder.close()
 
 
 def attach(

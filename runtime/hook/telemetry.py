@@ -322,6 +322,9 @@ class StepRecorder(PassClock):
         self._previous_end: Stamp | None = None
         # Runs when the recorder is collected or the interpreter exits; it must not refer to the recorder itself.
         self._finalizer = weakref.finalize(self, file.close)
+        self.path, self.row = file.path, file.identity.row
+        self.watch: Callable[[Step], None] | None = None
+        """Is given every step as well; what it takes is not part of the next."""
 
     def before_update(self, *_: object) -> None:
         """The optimizer begins its update; with one process this is when the gradients are complete."""
@@ -340,6 +343,9 @@ class StepRecorder(PassClock):
             step = Step(number=self._number, exchanges=exchanges, begin=begin, end=end, memory_bytes=self._memory_bytes)
             self._number += 1
             self._file.add(step)
+            if self.watch is not None:
+                self.watch(step)
+                end = stamp(self._cuda)
         self._previous_end = end
 
     def begin_epoch(self) -> None:
