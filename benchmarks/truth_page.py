@@ -277,31 +277,30 @@ def _excluded(truth: Truth) -> str:
 
 
 def _constants(table: CalibrationTable) -> str:
-    lines = ["| constant | value | meaning |", "|---|---:|---|"]
-    for name, value in table.arithmetic.items():
-        lines.append(
-            f"| arithmetic, {name} | {value:.3g} | share of the peak FLOP/s that the products of such kernels reach |"
-        )
-    for name, value in table.traffic.items():
-        lines.append(f"| traffic, {name} | {value:.3g} | share of the memory's bandwidth that such kernels reach |")
-    for name, value in table.feed.items():
-        lines.append(
-            f"| feed, {name} | {value:,.0f} | FLOPs per cycle for which a multiprocessor can feed its matrix units |"
-        )
-    lines += [
-        f"| start | {1e6 * table.start_s:.1f} us | between two kernels on the device |",
-        f"| cache | {table.cache:.2f} | share of a kernel's traffic saved where the last cache holds all of it |",
-        f"| issue | {1e6 * table.issue_s:.1f} us | in which the host issues one op; a quarter for a view |",
-        f"| update | {1e6 * table.update_s:.1f} us | of the optimizer per parameter tensor, beside its traffic |",
+    shares = {
+        "share of the peak FLOP/s": {name: f"{value:.3g}" for name, value in table.arithmetic.items()},
+        "share of the memory's bandwidth": {name: f"{value:.3g}" for name, value in table.traffic.items()},
+        "FLOPs per cycle that feed a multiprocessor": {name: f"{value:,.0f}" for name, value in table.feed.items()},
+    }
+    tables = [
+        "\n".join([f"| kernels | {what} |", "|---|---:|", *(f"| {name} | {value} |" for name, value in found.items())])
+        for what, found in shares.items()
+    ]
+    lines = [
+        "| constant | value |",
+        "|---|---|",
+        f"| between two kernels | {1e6 * table.start_s:.1f} us |",
+        f"| share of a kernel's traffic saved where the last cache holds all of it | {table.cache:.2f} |",
+        f"| issue of an op by the host (a quarter for a view) | {1e6 * table.issue_s:.1f} us |",
+        f"| update of a parameter tensor, beside its traffic | {1e6 * table.update_s:.1f} us |",
     ]
     for generation, units in table.generations.items():
-        factors = ", ".join(f"{unit} {units[unit]:.2f}" for unit in UNITS)  # type: ignore[index]
-        lines.append(f"| {generation} | {factors} | factors on the shares of matrix units, float32 units and memory |")
+        lines.append(f"| factors of {generation} | {', '.join(f'{unit} {units[unit]:.2f}' for unit in UNITS)} |")  # type: ignore[index]
     note = (
-        "Shares may exceed 1: what a datasheet counts, caches and cuDNN's faster algorithms are all inside. Grouped "
-        "convolutions count against the float32 peak, also where matrix units run them."
+        "A generation's factors are on the shares of matrix units, float32 units and memory. Shares may exceed 1: caches and "
+        "cuDNN's faster algorithms are inside. Grouped convolutions count against the float32 peak."
     )
-    return "\n".join(lines) + "\n\n" + note
+    return "\n\n".join([*tables, "\n".join(lines), note])
 
 
 def _limits(every: Pairs, residuals: Residuals) -> str:
