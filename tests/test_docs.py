@@ -466,3 +466,11 @@ def test_every_mark_stands_before_a_block() -> None:
             if "<!-- run" in line:
                 assert _MARK.fullmatch(line), f"{page.name}:{number + 1}"
                 assert lines[number + 1].startswith("```"), f"{page.name}:{number + 1}"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda p: p.stem)
+def test_no_cell_of_a_table_is_longer_than_two_lines(page: Path) -> None:
+    text = re.sub(r"^```.*?^```$", "", page.read_text(), flags=re.M | re.S)
+    for line in re.findall(r"^\|.*", text, re.M):
+        cells = re.sub(r"\[([^]]*)\]\([^)]*\)", r"\1", line).split("|")
+        assert max(map(len, cells)) <= 242, f"{page.name}: {max(cells, key=len)}"
