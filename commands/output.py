@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import sys
+import threading
+import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -19,6 +21,9 @@ from rich.text import Text
 from ddltool.analyzers.reporting.section import Section, Table
 from ddltool.artifacts import save
 from ddltool.errors import visible
+
+# A stage tells, where no bar can be drawn, after the first and then every so many seconds.
+_FIRST_LINE_S, _NEXT_LINES_S = 3.0, 10.0
 
 
 class _Plain(Console):
@@ -131,13 +136,30 @@ def tell_written(*places: Path | None) -> None:
 
 @contextmanager
 def progress(title: str, total: int | None = None) -> Iterator[Callable[[int, str], None]]:
-    """Show a progress bar on stderr when it is a terminal; the yielded function sets the done count and a remark."""
+    """Show on stderr how far a stage is; the yielded function sets the done count and a remark.
+
+    A bar where stderr is a terminal. Elsewhere a line once the stage has lasted three seconds, and another every ten.
+    """
     columns = (SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
     console = err()
+    over = threading.Event()
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bars:
         task = bars.add_task(title, total=total)
 
         def advance(done: int, remark: str = "") -> None:
             bars.update(task, completed=done, description=f"{title} {remark}".rstrip())
 
-        yield advance
+        def tell() -> None:
+            start, pause_s = time.monotonic(), _FIRST_LINE_S
+            while not over.wait(pause_s):
+                done = f" ({bars.tasks[0].completed:.0f} of {total})" if total else ""
+                seconds = time.monotonic() - start
+                console.print(f"{bars.tasks[0].description}{done}: {seconds:.0f} s so far", soft_wrap=True)
+                pause_s = _NEXT_LINES_S
+
+        if not console.is_terminal:
+            threading.Thread(target=tell, daemon=True).start()
+        try:
+            yield advance
+        finally:
+            over.set()

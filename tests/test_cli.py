@@ -6,11 +6,13 @@ import json
 import os
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
+from ddltool.commands import output
 from ddltool.commands.main import run
 from ddltool.graph_io import read_graph, to_document
 from ddltool.profiles import read_profile
@@ -562,3 +564,19 @@ def test_profile_network(cli: Cli, tmp_path: Path) -> None:
 def test_run_returns_the_code() -> None:
     assert run(["--version"]) == 0
     assert run(["--no-such-option"]) == 2
+
+
+def test_a_long_stage_tells_a_log_how_far_it_is(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(output, "_FIRST_LINE_S", 0.01)
+    with output.progress("replays", 8) as advance:
+        advance(3, "of fifo")
+        deadline = time.monotonic() + 30
+        said = ""
+        while not said and time.monotonic() < deadline:
+            said += capsys.readouterr().err
+    assert said == "replays of fifo (3 of 8): 0 s so far\n"
+    with output.progress("replays", 8):
+        pass
+    assert capsys.readouterr().err == ""
