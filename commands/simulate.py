@@ -29,9 +29,8 @@ from ddltool.analyzers.scheduling.inputs import (
 )
 from ddltool.analyzers.scheduling.metrics import check_prices
 from ddltool.analyzers.scheduling.policies import POLICIES, policies
-from ddltool.analyzers.scheduling.replay import search_trials
+from ddltool.analyzers.scheduling.replay import search_trials, study, watched
 from ddltool.analyzers.scheduling.simulator import Options
-from ddltool.analyzers.scheduling.study import study, watched
 from ddltool.analyzers.scheduling.sweep import Setup, sweep
 from ddltool.analyzers.scheduling.sweep import compare as compare_policies
 from ddltool.analyzers.scheduling.truth import FittedJob

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from ddltool.analyzers.loading.fitted_models import fit as fit
     from ddltool.analyzers.loading.predictions import predict as predict
     from ddltool.analyzers.reporting.report import report as report
-    from ddltool.analyzers.scheduling.study import simulate as simulate
+    from ddltool.analyzers.scheduling.replay import simulate as simulate
     from ddltool.errors import DdlToolError as DdlToolError
     from ddltool.errors import Infeasible as Infeasible
     from ddltool.errors import InputError as InputError
@@ -38,7 +38,7 @@ _HOMES = {
     "profile": "runtime.measuring.profiling",
     "fit": "analyzers.loading.fitted_models",
     "plan": "analyzers.deciding.planning",
-    "simulate": "analyzers.scheduling.study",
+    "simulate": "analyzers.scheduling.replay",
     "balance": "analyzers.balancing.replay",
     "barrier": "analyzers.barriers.choices",
     "gate": "analyzers.gating.verdict",

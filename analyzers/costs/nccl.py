@@ -224,10 +224,6 @@ class Group:
         """Return the seconds to reduce ``size_bytes`` and leave each process its part."""
         return self._seconds("reduce_scatter", size_bytes)
 
-    def broadcast_s(self, size_bytes: Size) -> Size:
-        """Return the seconds to send ``size_bytes`` of one process to all others."""
-        return self._seconds("broadcast", size_bytes)
-
     def chosen(self, collective: Collective, size_bytes: float) -> tuple[Algorithm, str]:
         """Return the algorithm and protocol that NCCL takes for a message, by its own model."""
         ways = self._ways[collective]

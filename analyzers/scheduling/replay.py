@@ -1,5 +1,7 @@
 """One workload under each policy (kind ``ddltool.simulation``), and searches of hyper-parameters as workloads.
 
+:func:`simulate` is what ``ddltool.simulate`` and, by :func:`study`, the command replay.
+
 A search that is sequential and model-based, such as TPE, proposes the next trial from the results of finished ones, so a
 trial arrives whenever one ends (Pollux, section 5.4.2). Here the search itself is synthetic: trials train the measured
 application as it is, whatever their learning rate or width would be, so neither speed nor length differs between them,
@@ -9,16 +11,21 @@ and no accuracy is said. What is compared is how the scheduler serves that patte
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import asdict, replace
+from functools import partial
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from ddltool.analyzers.scheduling.cluster import Allocation, ClusterSpec
-from ddltool.analyzers.scheduling.inputs import Truth
+from ddltool.analyzers.scheduling.failures import Failures
+from ddltool.analyzers.scheduling.inputs import FittedModel, Truth, read_cluster, read_jobs, read_templates, read_truth
 from ddltool.analyzers.scheduling.job import SimulatedJob
-from ddltool.analyzers.scheduling.metrics import IsolatedTimes, summarize
+from ddltool.analyzers.scheduling.metrics import IsolatedTimes, check_prices, summarize
+from ddltool.analyzers.scheduling.policies import policies
 from ddltool.analyzers.scheduling.policies.gangs import Fifo
-from ddltool.analyzers.scheduling.simulator import Options, Policy, SimulationResult, check_runs, simulate
+from ddltool.analyzers.scheduling.simulator import Options, Policy, SimulationResult, check_runs
+from ddltool.analyzers.scheduling.simulator import simulate as play
 from ddltool.analyzers.scheduling.truth import Application
 from ddltool.errors import InputError
 from ddltool.simulation_results import (
@@ -30,6 +37,7 @@ from ddltool.simulation_results import (
     SimulationDocument,
     TrialSearch,
 )
+from ddltool.stages import Stage, Tell, log_remark, quietly
 
 OnRound = Callable[[int, float], None]
 """What may be called each round: with the finished jobs and the simulated seconds."""
@@ -70,7 +78,7 @@ def replays(
         check_runs(jobs, applications, cluster, make())
     for policy, make in makers.items():
         with watch(policy) as on_round:
-            result = simulate(jobs, applications, cluster, make(), options, on_round=on_round)
+            result = play(jobs, applications, cluster, make(), options, on_round=on_round)
             summary = summarize(result, isolated, options.restart_delay_s, prices=prices)
         yield Replay(policy, result, summary)
 
@@ -158,7 +166,7 @@ def run_search(
     workload = [JobSpec.model_validate({"name": f"trial-{number}", **trial}) for number in range(search.trials)]
     shown = AsProposed(policy if policy is not None else Fifo(), search.concurrent)
     settings = replace(options or Options(), react=True)
-    return simulate(workload, applications, cluster, shown, settings, on_round=on_round)
+    return play(workload, applications, cluster, shown, settings, on_round=on_round)
 
 
 def search_trials(
@@ -188,3 +196,94 @@ def search_trials(
             restarts=sum(job.restarts for job in jobs),
         )
     return SearchResult(search=search, gpus=cluster.total_gpus, policies=found)
+
+
+def simulate(
+    workload: str | Path,
+    cluster: str | Path,
+    traces: str | Path | Sequence[str | Path] = (),
+    *,
+    policy: str | Sequence[str] = "pollux",
+    interval_s: float = 60.0,
+    restart_delay_s: float = 30.0,
+    interference: float = 0.0,
+    power: float = -1.0,
+    react: bool = False,
+    failures: Failures | None = None,
+    models: Sequence[FittedModel] = (),
+    prices: Mapping[str, float] | None = None,
+    seed: int = 0,
+    tell: Tell = log_remark,
+    stage: Stage = quietly,
+) -> SimulationDocument:
+    """Replay a workload on a cluster under scheduling policies and compare completion times.
+
+    ``workload``: a CSV, or a Philly or Helios trace; ``cluster``: a cluster.yaml; ``traces``: folders of measured applications.
+    ``policy``: names, or all. ``models`` stand for applications without traces, ``prices`` are per GPU hour and type, the rest
+    is as the options of ``ddltool simulate``. Raises InputError for what cannot be read, and jobs that can never run.
+    """
+    machines = read_cluster(Path(cluster))
+    names = policy if isinstance(policy, str) else ",".join(policy)
+    makers = policies(names, power, restart_delay_s, seed, mixed=len(machines.type_names) > 1)
+    options = Options(
+        interval_s=interval_s,
+        restart_delay_s=restart_delay_s,
+        interference=interference,
+        react=react,
+        failures=failures,
+    )
+    if prices is not None:
+        check_prices(dict(prices), machines, "prices")
+    folders = [Path(one) for one in ([traces] if isinstance(traces, (str, Path)) else traces)]
+    return study(
+        Path(workload),
+        machines,
+        makers,
+        options,
+        folders=folders,
+        models=models,
+        prices=prices,
+        seed=seed,
+        tell=tell,
+        stage=stage,
+    )
+
+
+def study(
+    workload: Path,
+    machines: ClusterSpec,
+    makers: Mapping[str, Callable[[], Policy]],
+    options: Options,
+    *,
+    folders: Sequence[Path],
+    models: Sequence[FittedModel],
+    prices: Mapping[str, float] | None,
+    seed: int,
+    jobs: int | None = None,
+    hours: float | None = None,
+    sample_seed: int | None = None,
+    tell: Tell = log_remark,
+    stage: Stage = quietly,
+) -> SimulationDocument:
+    """Return the record of a workload under policies; ``jobs`` and ``hours`` sample a cluster's trace."""
+    with stage(f"reading {workload.name}"):
+        drawn_from = partial(read_templates, folders, machines)
+        drawn = seed if sample_seed is None else sample_seed
+        specs, remark = read_jobs(workload, drawn_from, jobs=jobs, hours=hours, seed=drawn)
+        if not remark and (jobs, hours, sample_seed) != (None, None, None):
+            raise InputError("--sample", f"{workload} is a workload", "sample from a cluster's trace")
+        truth = read_truth(specs, folders, models)
+    for text in filter(None, [remark, *truth.assumed]):
+        tell(text)
+    watch = partial(watched, stage=stage, jobs=len(specs))
+    done = list(replays(specs, truth.applications, machines, makers, options, prices=prices, watch=watch))
+    return simulation(str(workload), remark, truth, machines, done, options, seed, prices)
+
+
+@contextmanager
+def watched(title: str, *, stage: Stage, jobs: int) -> Iterator[OnRound]:
+    """Show how far a replay of ``jobs`` jobs is."""
+    with stage(title, jobs) as advance:
+        yield lambda finished, now_s: advance(
+            finished, f"{finished} of {jobs} jobs, {now_s / 3600:,.1f} simulated hours"
+        )
