@@ -277,30 +277,17 @@ def _excluded(truth: Truth) -> str:
 
 
 def _constants(table: CalibrationTable) -> str:
-    shares = {
-        "share of the peak FLOP/s": {name: f"{value:.3g}" for name, value in table.arithmetic.items()},
-        "share of the memory's bandwidth": {name: f"{value:.3g}" for name, value in table.traffic.items()},
-        "FLOPs per cycle that feed a multiprocessor": {name: f"{value:,.0f}" for name, value in table.feed.items()},
-    }
-    tables = [
-        "\n".join([f"| kernels | {what} |", "|---|---:|", *(f"| {name} | {value} |" for name, value in found.items())])
-        for what, found in shares.items()
-    ]
-    lines = [
-        "| constant | value |",
-        "|---|---|",
-        f"| between two kernels | {1e6 * table.start_s:.1f} us |",
-        f"| share of a kernel's traffic saved where the last cache holds all of it | {table.cache:.2f} |",
-        f"| issue of an op by the host (a quarter for a view) | {1e6 * table.issue_s:.1f} us |",
-        f"| update of a parameter tensor, beside its traffic | {1e6 * table.update_s:.1f} us |",
-    ]
+    lines = ["| factors of | matrix units | float32 units | memory |", "|---|---:|---:|---:|"]
     for generation, units in table.generations.items():
-        lines.append(f"| factors of {generation} | {', '.join(f'{unit} {units[unit]:.2f}' for unit in UNITS)} |")  # type: ignore[index]
+        lines.append(f"| {generation} | {' | '.join(f'{units[unit]:.2f}' for unit in UNITS)} |")  # type: ignore[index]
     note = (
-        "A generation's factors are on the shares of matrix units, float32 units and memory. Shares may exceed 1: caches and "
-        "cuDNN's faster algorithms are inside. Grouped convolutions count against the float32 peak."
+        "`fixtures/calibration.json` has the shares of peak FLOP/s and bandwidth by class of kernel; these are a generation's "
+        f"factors on them. The host issues an op in {1e6 * table.issue_s:.0f} us (a view in a quarter), the device needs "
+        f"{1e6 * table.start_s:.0f} us between two kernels, the optimizer {1e6 * table.update_s:.0f} us per parameter tensor beside "
+        f"its traffic; the last cache saves {table.cache:.2f} of a kernel's traffic where it holds all of it. Shares may exceed 1: "
+        "caches and cuDNN's faster algorithms are inside. Grouped convolutions count against the float32 peak."
     )
-    return "\n\n".join([*tables, "\n".join(lines), note])
+    return "\n".join([note, "", *lines])
 
 
 def _limits(every: Pairs, residuals: Residuals) -> str:
