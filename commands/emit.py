@@ -91,6 +91,9 @@ def emit(
         raise InputError("--telemetry", problem, "give a file such as telemetry.jsonl, or none")
     check_outputs([plan_file], {"-o": path})
     plan = load(plan_file, Plan)
+    if plan.group is not None:
+        problem = f"each device is a group of {plan.group.text}, whose own processes no plan starts"
+        raise InputError(f"{plan_file}:group", problem, "take each group's batch and passes from the plan")
     enforcement = to_enforcement(plan, telemetry=None if telemetry == "none" else telemetry)
     if chosen in _MORE:
         device = _name("--resource", resource or ("gpu" if chosen == "slurm" else "nvidia.com/gpu"), chosen)

@@ -31,6 +31,7 @@ from ddltool.graph import Graph, Op
 from ddltool.graph_io import read_graph
 
 GROUP = Fabric.flat(1e9, 1e-4).over(4)
+NEAR = Fabric.flat(3e9, 1e-5).over(2)
 
 
 def shipped(stem: str) -> Graph:
@@ -120,7 +121,9 @@ def test_a_bucket_plan_by_hand() -> None:
     assert plan_ddp(program, group).best.bucket_parameters == [["a"], ["b"]]
 
 
-def second_opinion(root: Unit, units: list[Unit], group: Group, ahead: int, back: int, reshard: bool) -> float:
+def second_opinion(
+    root: Unit, units: list[Unit], group: Group, ahead: int, back: int, reshard: bool, near: Group
+) -> float:
     """The same rules as a graph of events; the step is its longest path."""
     events: nx.DiGraph[str] = nx.DiGraph()
     wire: list[str] = []
@@ -136,7 +139,7 @@ def second_opinion(root: Unit, units: list[Unit], group: Group, ahead: int, back
             events.add_edge(origin, name, begins=bool(gate or other.startswith("start:")))
 
     count = len(units)
-    gather, scatter = group.all_gather_s, group.reduce_scatter_s
+    gather, regather, scatter = group.all_gather_s, near.all_gather_s, group.reduce_scatter_s
     add("gather-root", gather(root.size_bytes) if root.size_bytes else 0.0, on_wire=True)
     add("root-forward", root.forward_s, "gather-root")
     last = "root-forward"
@@ -149,17 +152,17 @@ def second_opinion(root: Unit, units: list[Unit], group: Group, ahead: int, back
     last = "root-first"
     again: set[int] = set() if reshard else set(range(count))
     if reshard:
-        add(f"again{count - 1}", gather(units[-1].size_bytes), f"start:forward{count - 1}", on_wire=True)
+        add(f"again{count - 1}", regather(units[-1].size_bytes), f"start:forward{count - 1}", on_wire=True)
         again.add(count - 1)
     scattered: list[str] = []
     for k in reversed(range(count)):
         if k not in again:
-            add(f"again{k}", gather(units[k].size_bytes), last, on_wire=True)
+            add(f"again{k}", regather(units[k].size_bytes), last, on_wire=True)
             again.add(k)
         add(f"backward{k}", units[k].backward_s, last, *([f"again{k}"] if events.has_node(f"again{k}") else []))
         for following in range(k - 1, max(-1, k - 1 - back), -1):
             if following not in again:
-                add(f"again{following}", gather(units[following].size_bytes), f"start:backward{k}", on_wire=True)
+                add(f"again{following}", regather(units[following].size_bytes), f"start:backward{k}", on_wire=True)
                 again.add(following)
         add(f"after{k}", 0.0, f"backward{k}", *scattered[-1:])
         last = f"after{k}"
@@ -192,9 +195,9 @@ units_strategy = st.lists(
 )
 
 
-@given(units_strategy, st.integers(1, 4), st.integers(1, 4), st.booleans())
+@given(units_strategy, st.integers(1, 4), st.integers(1, 4), st.booleans(), st.sampled_from([GROUP, NEAR]))
 @settings(max_examples=150, deadline=None)
-def test_fsdp_equals_a_second_timeline(units: list[Unit], ahead: int, back: int, reshard: bool) -> None:
+def test_fsdp_equals_a_second_timeline(units: list[Unit], ahead: int, back: int, reshard: bool, near: Group) -> None:
     root, blocks = (
         units[0],
         [
@@ -208,8 +211,8 @@ def test_fsdp_equals_a_second_timeline(units: list[Unit], ahead: int, back: int,
             for k, u in enumerate(units[1:])
         ],
     )
-    plan = simulate_fsdp(root, blocks, GROUP, ahead, back, reshard=reshard)
-    assert plan.step_s == pytest.approx(second_opinion(root, blocks, GROUP, ahead, back, reshard), rel=1e-12)
+    plan = simulate_fsdp(root, blocks, GROUP, ahead, back, reshard=reshard, near=near)
+    assert plan.step_s == pytest.approx(second_opinion(root, blocks, GROUP, ahead, back, reshard, near), rel=1e-12)
     assert plan.exposed_s >= -1e-12
 
 

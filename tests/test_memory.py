@@ -166,7 +166,12 @@ def test_names_of_shardings() -> None:
     assert Sharding.named("hsdp:8", 16) == Sharding(kind="hsdp", shard=8)
     assert Sharding.named("fsdp", 16) == Sharding(kind="fsdp", shard=16)
     assert Sharding.named("fsdp:8", 16) == Sharding(kind="fsdp", shard=16, forward_shard=8)
-    for text, problem in (("hsdp:3", "on 16 replicas"), ("hsdp", "unknown 'hsdp'"), ("zero3", "unknown 'zero3'")):
+    for text, problem in (
+        ("hsdp:3", "on 16 replicas"),
+        ("hsdp", "unknown 'hsdp'"),
+        ("zero3", "unknown 'zero3'"),
+        ("fsdp:cpu", "is not modelled"),
+    ):
         with pytest.raises(InputError, match=f"--sharding: .*{problem}"):
             Sharding.named(text, 16)
 

@@ -126,6 +126,30 @@ class Constraints(Record):
     )
 
 
+class WorkerGroup(Record):
+    """Devices that hold one model between them: one logical worker, whose step is measured or given."""
+
+    tensor: Annotated[int, Field(ge=1, le=1024)] = 1
+    pipeline: Annotated[int, Field(ge=1, le=1024)] = 1
+
+    @model_validator(mode="before")
+    @classmethod
+    def _without_experts(cls, given: Any) -> Any:
+        if isinstance(given, dict) and "expert" in given:
+            raise ValueError("expert: the all-to-all of experts is not modelled; give tensor: and pipeline: alone")
+        return given
+
+    @property
+    def size(self) -> int:
+        """Return how many devices a group is."""
+        return self.tensor * self.pipeline
+
+    @property
+    def text(self) -> str:
+        """Return the group in words."""
+        return f"{self.size} devices (tensor {self.tensor}, pipeline {self.pipeline})"
+
+
 class Job(Artifact):
     """A training job (kind ``ddltool.job``)."""
 
@@ -146,6 +170,9 @@ class Job(Artifact):
     )
     devices: list[DeviceOffer] = Field(default_factory=list, max_length=1000)
     cluster: str | None = Field(default=None, description="cluster.yaml that gives the device counts")
+    group: WorkerGroup | None = Field(
+        default=None, description="what one logical worker runs on; devices are then planned by groups of so many"
+    )
     constraints: Constraints = Field(default_factory=Constraints)
     network: str | None = Field(
         default=None,
@@ -177,6 +204,8 @@ class Job(Artifact):
             raise ValueError("names no devices; give devices: [{type, count, capability_per_s}] or cluster: FILE")
         if self.constraints.memory_fixed_gib is not None and self.constraints.memory_per_worker_gib is None:
             raise ValueError("constraints.memory_fixed_gib needs memory_per_worker_gib beside it")
+        if self.group is not None and self.network == LINKS:
+            raise ValueError("group does not go with network: links, which places single devices")
         return self
 
 
@@ -209,11 +238,15 @@ class Cluster(Artifact):
     name: str | None = None
     nodes: list[NodeGroup] = Field(min_length=1, max_length=10_000)
 
-    def device_counts(self) -> dict[str, int]:
-        """Return how many devices of each type the cluster has, in file order."""
+    def device_counts(self, together: int = 1) -> dict[str, int]:
+        """Return how many devices of each type the cluster has, in file order, by so many ``together`` on whole nodes."""
         counts: dict[str, int] = {}
         for group in self.nodes:
-            counts[group.devices.type] = counts.get(group.devices.type, 0) + group.count * group.devices.count
+            nodes, each = group.count, group.devices.count
+            whole = (
+                nodes * (each - each % together) if each >= together else nodes * each if together % each == 0 else 0
+            )
+            counts[group.devices.type] = counts.get(group.devices.type, 0) + whole
         return counts
 
 
@@ -235,9 +268,9 @@ def read_job(path: str | Path, *, allow_code: bool = False) -> Job:
         problem = f"names code, {job.model!r}, which would be imported and run"
         raise InputError(f"{path}:model", problem, "give --allow-code where you trust it, or name a built-in model")
     if job.cluster is None:
-        return job
+        return _in_groups(job, path)
     file = path.parent / job.cluster
-    counts = load(file, Cluster).device_counts()
+    counts = load(file, Cluster).device_counts(job.group.size if job.group else 1)
     offers = {offer.type: offer for offer in job.devices} or {name: DeviceOffer(type=name) for name in counts}
     for name in offers:
         if name not in counts:
@@ -246,5 +279,29 @@ def read_job(path: str | Path, *, allow_code: bool = False) -> Job:
     devices = [
         offer.model_copy(update={"count": offer.count if "count" in offer.model_fields_set else counts[offer.type]})
         for offer in offers.values()
+    ]
+    return _in_groups(job.model_copy(update={"devices": devices}), path)
+
+
+def _in_groups(job: Job, path: Path) -> Job:
+    """Return a job whose devices are its groups. Raises InputError where the devices of a type make none."""
+    if job.group is None or (size := job.group.size) == 1:
+        return job
+    for offer in job.devices:
+        if 0 < offer.count < size:
+            problem = f"{offer.count} {offer.type} make no group of {job.group.text} on whole nodes"
+            raise InputError(f"{path}:devices", problem, "offer more of them, or take a smaller group")
+    if not any(offer.count for offer in job.devices):
+        raise InputError(f"{path}:devices", f"make no group of {job.group.text} on whole nodes", "take a smaller group")
+    each = {"memory_gib", "price_per_hour"}
+    devices = [
+        offer.model_copy(
+            update={
+                "count": offer.count // size,
+                "per_node": None if offer.per_node is None else max(offer.per_node // size, 1),
+                **{name: value * size for name in each if (value := getattr(offer, name)) is not None},
+            }
+        )
+        for offer in job.devices
     ]
     return job.model_copy(update={"devices": devices})

@@ -8,6 +8,7 @@ from pydantic import Field, model_validator
 
 from ddltool.artifacts import Artifact, NonNegative, Record
 from ddltool.decision import Decision
+from ddltool.job import WorkerGroup
 
 Strategy = Literal["bsp", "est", "elastic-bsp", "lb-bsp", "goodput"]
 PRODUCTS = ("mm", "addmm", "bmm", "baddbmm", "convolution")
@@ -249,6 +250,7 @@ class Plan(Artifact):
     devices_per_node: dict[str, Annotated[int, Field(ge=1)]] | None = Field(
         default=None, description="devices of each used type on a node of the job's cluster; null: the job names none"
     )
+    group: WorkerGroup | None = Field(default=None, description="what a device of this plan stands for; null: itself")
     predicted: Literal[True] = True
 
     @property

@@ -177,14 +177,17 @@ def simulate_fsdp(
     backward_depth: int,
     *,
     reshard: bool = True,
+    near: Communicator | None = None,
 ) -> PrefetchFigures:
-    """Return a step with one setting. O(blocks x depth).
+    """Return a step with one setting. O(blocks x depth). ``near``: who gathers again for the backward pass, if not all.
 
     The root's backward time is taken to lie half before the blocks (loss, head) and half after (embeddings). Units without
     a gradient are not reduced.
     """
     count = len(units)
-    gather = group.all_gather_s(np.array([unit.size_bytes for unit in units])).tolist()
+    sizes = [unit.size_bytes for unit in units]
+    gather = group.all_gather_s(np.array(sizes)).tolist()
+    again = gather if near is None else near.all_gather_s(np.array(sizes)).tolist()
     gradients = np.array([unit.gradient_bytes for unit in units])
     scatter = np.where(gradients > 0, group.reduce_scatter_s(gradients), 0.0).tolist()
     network = group.all_gather_s(root.size_bytes) if root.size_bytes else 0.0
@@ -199,19 +202,19 @@ def simulate_fsdp(
     gathered = [0.0] * count
     issued = 1 if reshard else count
     if reshard:
-        network = max(network, begun[-1]) + gather[-1]
+        network = max(network, begun[-1]) + again[-1]
         gathered[-1] = network
     scattered = 0.0
     for step in range(count):
         here = count - 1 - step
         if step >= issued:
-            network = max(network, now) + gather[here]
+            network = max(network, now) + again[here]
             gathered[here] = network
             issued += 1
         begin = max(now, gathered[here])
         while issued < min(count, step + 1 + backward_depth):
             following = count - 1 - issued
-            network = max(network, begin) + gather[following]
+            network = max(network, begin) + again[following]
             gathered[following] = network
             issued += 1
         now = max(begin + units[here].backward_s, scattered)  # the buffer of the reduce-scatter before must be free
@@ -223,7 +226,6 @@ def simulate_fsdp(
         network = max(network, now) + group.reduce_scatter_s(root.gradient_bytes)
     compute = root.forward_s + root.backward_s + sum(unit.forward_s + unit.backward_s for unit in units)
     step_s = max(now, network)
-    sizes = [unit.size_bytes for unit in units]
     window = max(forward_depth + 2, backward_depth + 1) if reshard else count
     held = max(sum(sizes[low : low + window]) for low in range(max(1, count - window + 1)))
     return PrefetchFigures(

@@ -68,6 +68,10 @@ class Sharding:
         """
         kind = next((known for known in get_args(Kind) if known == text.partition(":")[0]), None)
         size = text.partition(":")[2]
+        if "offload" in text or text.endswith(":cpu"):
+            raise InputError(
+                "--sharding", f"{text!r}: offload to the CPU is not modelled", "give fsdp, which keeps its part"
+            )
         if kind is None or (kind == "hsdp" and not size) or (kind not in ("fsdp", "hsdp") and ":" in text):
             ways = ["none", "ddp", "zero1", "zero2", "fsdp", "fsdp:SHARD", "hsdp:SHARD"]
             raise InputError("--sharding", f"unknown {text!r}", did_you_mean(text, ways))

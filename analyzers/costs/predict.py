@@ -462,7 +462,8 @@ def _synchronised_s(program: Program, setting: Setting, placement: Placement, sh
     if found is None:  # one unit: everything is gathered before the step and reduced after it
         held = float(program.held_bytes.sum())
         return group.all_gather_s(held) + program.compute_s + group.reduce_scatter_s(float(program.size_bytes.sum()))
-    return simulate_fsdp(*found, group, 1, 1, reshard=sharding.reshards).step_s
+    near = setting.fabric.over(sharding.forward_shard) if sharding.forward_shard else None
+    return simulate_fsdp(*found, group, 1, 1, reshard=sharding.reshards, near=near).step_s
 
 
 def memory_range(

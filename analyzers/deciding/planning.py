@@ -187,7 +187,8 @@ def complete(made: Plan, job: Job, job_file: Path, given: Given) -> Plan:
         made = made.model_copy(update={"parameters": ordered_parameters(graph), **settings})
     if given.compress is not None:
         made = made.model_copy(update={"compressed": _compressed(made, job, job_file, given, given.compress)})
-    return made.model_copy(update={"devices_per_node": _devices_per_node(job, job_file, made)})
+    together = None if job.group is not None else _devices_per_node(job, job_file, made)
+    return made.model_copy(update={"devices_per_node": together, "group": job.group})
 
 
 def _compressed(made: Plan, job: Job, job_file: Path, given: Given, compression: Compression) -> CompressionFigures:

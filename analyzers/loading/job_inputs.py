@@ -165,6 +165,11 @@ def capabilities_of(job: Job, folder: Path, where: str, tell: Tell) -> dict[str,
             found[offer.type] = capability_from_profile(read_profile(path), offer.type, job.batch_size, str(path))
         else:
             missing.append(offer.type)
+    if missing and job.group is not None:
+        problem = (
+            f"{missing[0]} has neither capability_per_s nor profile, and the step of {job.group.text} is not predicted"
+        )
+        raise InputError(f"{where}:devices", problem, "measure or give that of one group")
     if missing and job.model is None:
         problem = (
             f"{missing[0]} has neither capability_per_s nor profile, and the job names no model to estimate it from"
@@ -291,8 +296,8 @@ def _fabrics(job: Job, folder: Path, given: Given) -> dict[str, Fabric] | None:
 
 
 def traceable(job: Job) -> bool:
-    """Return whether a job names a model that can be traced at any batch size."""
-    return job.model is not None and not is_graph_file(job.model) and not is_onnx_file(job.model)
+    """Return whether a job names a model that can be traced at any batch size, and that one device holds."""
+    return job.group is None and job.model is not None and not is_graph_file(job.model) and not is_onnx_file(job.model)
 
 
 def _layouts(job: Job, folder: Path, fabrics: Mapping[str, Fabric]) -> Layouts | None:
@@ -354,6 +359,7 @@ def fabrics_of(job: Job, folder: Path, given: Given, timed_for: Link | None = No
     cluster = None if job.cluster is None else load(folder / job.cluster, Cluster)
     table, offers = devices_of(job, str(folder / "job.yaml")), [offer for offer in job.devices if offer.count]
     rate = between_nodes(None, given.bandwidth, given.latency, ("", "--bandwidth", "--latency"))
+    together = job.group.size if job.group else 1
     found: dict[str, Fabric] = {}
     for offer in offers:
         groups = [] if cluster is None else [group for group in cluster.nodes if group.devices.type == offer.type]
@@ -361,9 +367,9 @@ def fabrics_of(job: Job, folder: Path, given: Given, timed_for: Link | None = No
         own = own_link(known) if known is not None else parse_link("pcie3")
         named = [text for text in (*(group.link for group in groups), offer.link) if text is not None]
         inside = min((parse_link(text) for text in named), key=lambda link: link.bytes_per_s, default=own)
-        per_node = max((group.devices.count for group in groups), default=offer.per_node or 1)
+        per_node = max((max(group.devices.count // together, 1) for group in groups), default=offer.per_node or 1)
         if rate is not None and not groups and offer.per_node is None and inside.kind.startswith("nvlink"):
-            per_node = _SXM
+            per_node = max(_SXM // together, 1)
             joined = f"{offer.type}: {per_node} a node on {inside.kind} ({inside.bytes_per_s / 1e9:.4g} GB/s)"
             given.tell(f"note: {joined} are assumed; a cluster, or per_node beside the count, says otherwise")
         between = rate or _slowest_card(groups, offer, given.latency) or timed_for

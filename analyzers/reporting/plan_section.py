@@ -41,6 +41,8 @@ def plan_section(plan: Plan, name: str) -> Section:
     )
     lead = [*([] if decision is None else decision.words), figures]
     lead.append(f"Waste: {plan.waste:.4g} mini-batches/s of {used:.4g} on the used devices.")
+    if plan.group is not None:
+        lead.append(f"Each device of this plan is a group of {plan.group.text}.")
     several = [row for row in plan.assignments if row.accumulation_steps]
     if passes := [f"{row.device_type} {row.local_batch_size} in {row.accumulation_steps + 1}" for row in several]:
         lead.append(f"In several passes, for memory does not hold them at once: {', '.join(passes)}.")

@@ -20,6 +20,7 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from traceback import walk_tb
 from typing import Any, TypeVar
 
 import numpy as np
@@ -404,9 +405,22 @@ def _guarded(run: Callable[[], Result], step: TrainingStep, mode: Mode) -> Resul
     except DdlToolError:
         raise
     except Exception as error:  # whatever the user's forward raises is the user's to read, in one line
+        if collective := _collective(error):
+            problem = (
+                f"{mode} step calls {collective} of torch.distributed, and what a step sends itself is not modelled"
+            )
+            remedy = "plan takes such a group's step as measured or given (group: in job.yaml)"
+            raise InputError(step.name, problem, remedy) from error
         text = one_line(f"{type(error).__name__}: {error}")[:300]
         remedy = "it must run eagerly on its example inputs, with shapes that do not depend on the data"
         raise InputError(step.name, f"{mode} step cannot be traced ({text})", remedy) from error
+
+
+def _collective(error: Exception) -> str:
+    """Return the function of torch.distributed in which a forward pass failed; "" where it did not there."""
+    frames = (frame for frame, _ in walk_tb(error.__traceback__))
+    inside = (frame for frame in frames if str(frame.f_globals.get("__name__")).startswith("torch.distributed"))
+    return next((frame.f_code.co_name for frame in inside if frame.f_code.co_name != "wrapper"), "")
 
 
 @contextmanager
