@@ -285,7 +285,8 @@ def _constants(table: CalibrationTable) -> str:
         f"factors on them. The host issues an op in {1e6 * table.issue_s:.0f} us (a view in a quarter), the device needs "
         f"{1e6 * table.start_s:.0f} us between two kernels, the optimizer {1e6 * table.update_s:.0f} us per parameter tensor "
         f"beside its traffic; the last cache saves {table.cache:.2f} of a kernel's traffic where it holds all of it. "
-        "Shares may exceed 1: caches and cuDNN's faster algorithms are inside. Grouped convolutions count against the float32 peak."
+        "Shares may exceed 1: caches and cuDNN's faster algorithms are inside. Grouped convolutions count "
+        "against the float32 peak."
     )
     return "\n".join([note, "", *lines])
 
