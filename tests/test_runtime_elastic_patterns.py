@@ -5,6 +5,7 @@ The oracle has none of the code under test: a copy of everything for each logica
 
 from __future__ import annotations
 
+import os
 import random
 import sys
 import tempfile
@@ -298,10 +299,22 @@ def wrong_loops() -> dict[str, str]:
         if done:
             trainer.optimizer.step()
 
+    def cleared(trainer: ElasticTrainer, done: bool) -> None:
+        if done:
+            trainer.optimizer.step()
+        trainer.optimizer.zero_grad(set_to_none=False)
+
+    def second(trainer: ElasticTrainer, done: bool) -> None:
+        if done:
+            trainer.optimizer.step()
+            torch.optim.Adam(trainer.model.parameters(), lr=0.01).step()
+            trainer.save(os.devnull)
+
     found = {}
-    for way in (closure, early, another, asks):
+    for way in (closure, early, another, asks, cleared, second):
         made = PATTERNS["plain"](torch.float32)
-        trainer = ElasticTrainer(made.model, made.optimizer, None, made.dataset, max_workers=2, batch_size=2)
+        sizes = {"max_workers": 2, "batch_size": 2, "accumulation": 2 if way is cleared else 1}
+        trainer = ElasticTrainer(made.model, made.optimizer, None, made.dataset, **sizes)
         try:
             for batch in trainer.batches(0):
                 loss = made.loss(made.model, batch)
@@ -319,8 +332,11 @@ def test_loops_that_update_at_the_wrong_time_are_refused() -> None:
     assert alone["closure"].startswith("optimizer.step: was given a closure")
     assert alone["early"].startswith("optimizer.step: came before the step's last turn")
     assert alone["another"].startswith("model: its parameters changed between the turns of a step")
+    assert alone["cleared"].startswith("gradients: were changed or cleared between the micro-batches of a turn")
+    assert alone["second"].startswith("optimizer: a second one (Adam) trains the model as well, and a checkpoint would")
     for here in on(2, wrong_loops):
         assert here["asks"].startswith("the turn: ran a collective of all processes")
+        assert here["cleared"] == alone["cleared"]
 
 
 def by_epoch(name: str) -> dict[str, str]:

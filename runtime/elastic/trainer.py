@@ -32,6 +32,7 @@ from pydantic import Field
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
+from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils.data import Dataset, default_collate
 
 from ddltool.artifacts import Record, parse_record
@@ -204,8 +205,34 @@ class ElasticTrainer:
         self._micro_batches = 0
         self._awaits_update = False
         self._versions = self._collectives = 0
+        self._kept: tuple[Tensor, Tensor, int] | None = None
+        self._added = 0
+        self._watched = self._count_gradients() if accumulation > 1 else None
+        self._unsaved = ""
         inner.register_step_pre_hook(self._before_update)
         inner.register_step_post_hook(self._updated)
+
+    def _count_gradients(self) -> Tensor | None:
+        """Count the backward passes that reach the first parameter; return it."""
+        first = next(value for value in self._parameters.values() if value.requires_grad)
+
+        def count(_: Tensor) -> None:
+            self._added += 1
+
+        first.register_post_accumulate_grad_hook(count)
+        return first
+
+    def _note_other(self, optimizer: torch.optim.Optimizer, *_: object) -> None:
+        """Note an optimizer that trains our parameters, and whose state nobody saves."""
+        saved = [
+            bare_optimizer(each)
+            for each in (self.optimizer, *self._extras.values())
+            if isinstance(each, torch.optim.Optimizer)
+        ]
+        known = set(map(id, self._parameters.values()))
+        trained = [id(value) for group in optimizer.param_groups for value in group["params"]]
+        if all(optimizer is not each for each in saved) and not known.isdisjoint(trained):
+            self._unsaved = type(optimizer).__name__
 
     def _look_for_parameters(self) -> list[Tensor]:
         """Take in the parameters of model, loss and optimizer by name; return those that are new.
@@ -291,18 +318,22 @@ class ElasticTrainer:
         if epoch > self.epoch_number:
             self.epoch_number, self.step_in_epoch = epoch, 0
         source = self._fetched(epoch)
-        while self.step_in_epoch < self.steps_per_epoch:
-            for rank in self.processes.local:
-                self._begin_turn(rank)
-                for _ in range(self.settings.accumulation):
-                    batch = _moved(next(source), self.device)
-                    if self._recorder is not None:
-                        self._recorder.batch(batch)
-                    before = self._micro_batches
-                    yield batch
-                    if self._micro_batches == before:
-                        problem = "a batch was not followed by turn_done"
-                        raise InputError("trainer.batches", problem, "call it each time")
+        others = register_optimizer_step_post_hook(self._note_other)
+        try:
+            while self.step_in_epoch < self.steps_per_epoch:
+                for rank in self.processes.local:
+                    self._begin_turn(rank)
+                    for _ in range(self.settings.accumulation):
+                        batch = _moved(next(source), self.device)
+                        if self._recorder is not None:
+                            self._recorder.batch(batch)
+                        before = self._micro_batches
+                        yield batch
+                        if self._micro_batches == before:
+                            problem = "a batch was not followed by turn_done"
+                            raise InputError("trainer.batches", problem, "call it each time")
+        finally:
+            others.remove()
 
     def _fetched(self, epoch: int) -> Iterator[Any]:
         """Yield the batches of the rest of the epoch in the order of the turns, each fetched when it is asked for."""
@@ -365,6 +396,7 @@ class ElasticTrainer:
         if self._recorder is not None:
             self._recorder.loss(losses[-1])
         self._micro_batches += 1
+        self._demand_kept()
         if self._micro_batches % self.settings.accumulation:
             return False
         if self._recorder is not None:
@@ -378,6 +410,19 @@ class ElasticTrainer:
         if last:
             self._finish_step()
         return last
+
+    def _demand_kept(self) -> None:
+        """Raise InputError where a turn's gradients of the micro-batches before are not those that they have left."""
+        before, self._kept = self._kept, None
+        if before is not None:
+            parameter, gradient, version = before
+            if parameter.grad is not gradient or gradient._version != version + self._added:
+                problem = "were changed or cleared between the micro-batches of a turn"
+                raise InputError("gradients", problem, "leave out zero_grad, and clip them when turn_done returns True")
+        self._added = 0
+        held = self._watched if self._micro_batches % self.settings.accumulation else None
+        if held is not None and held.grad is not None:
+            self._kept = held, held.grad, held.grad._version
 
     def _finish_step(self) -> None:
         losses = [[float(value) for value in self._losses[rank]] for rank in self.processes.local]
@@ -457,6 +502,9 @@ class ElasticTrainer:
         only pickle could bring back.
         """
         self._demand_between_steps("save")
+        if self._unsaved:
+            problem = f"a second one ({self._unsaved}) trains the model as well, and a checkpoint would lack its state"
+            raise InputError("optimizer", problem, "give it to the trainer: extras={'second': optimizer}")
         job, first = self.processes.job, self._first
         own: dict[str, Any] = {"workers": self._contexts.to_documents()}
         if job.rank == first:  # extras that copy buffers, as AveragedModel does, copied virtual rank 0's here

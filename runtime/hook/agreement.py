@@ -22,12 +22,14 @@ from numpy.typing import NDArray
 
 from ddltool.errors import DdlToolError
 from ddltool.runtime.hook.job import Job
-from ddltool.runtime.hook.roll_call import STORE_GONE, KeyStore, LostRank, RollCall, connection
+from ddltool.runtime.hook.roll_call import STORE_GONE, KeyStore, LostRank, RollCall, connection, wait_for_keys
 
 Floats = NDArray[np.float64]
 Choose = Callable[[Floats], Floats]
 Row = Callable[[], Floats]
 TIMEOUT_S = 300.0
+CHOOSING_S = 1.0
+"""Choosing takes no longer, once all have come."""
 # Each agreement of a process has keys of its own: the last ones of another would be taken for answers.
 _NUMBERS = itertools.count()
 _NO_ROW = b"0"
@@ -63,7 +65,7 @@ class Agreement:
         store: KeyStore | None = None,
     ) -> None:
         self._rank, self._ranks = job.rank, range(job.world_size)
-        self._choose = choose
+        self._choose, self._timeout_s = choose, timeout_s
         self._step = 0
         self._under_way: int | None = None
         self._ended = False
@@ -148,14 +150,16 @@ class Agreement:
 
     def _wait(self, step: int, keys: Sequence[str]) -> list[bytes]:
         """Return the values of ``keys``; after too long a time what this rank, or another one before it, wrote there."""
-        for _ in range(2):
+        for limit_s in (self._timeout_s, min(self._timeout_s, CHOOSING_S)):
             try:
+                if self._store is not self._other:
+                    wait_for_keys(self._store, limit_s)
                 return self._values(keys)
             except RuntimeError as error:
                 if "timeout" not in str(error).lower():
                     raise
             if missing := self._missing(step):
-                break  # else all have come by now, and rank 0 is choosing
+                break  # else all have come by now, and rank 0 is choosing, or has gone just before
         self._say(self._store, step, _MISSING + ",".join(map(str, missing or [0])).encode())
         return self._values(keys)
 

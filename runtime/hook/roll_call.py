@@ -169,8 +169,14 @@ def connection(store: KeyStore, timeout_s: float) -> KeyStore:
     """
     with contextlib.suppress(RuntimeError, NotImplementedError, AttributeError):
         store = store.clone()
-        store.set_timeout(timedelta(seconds=timeout_s))
+        wait_for_keys(store, timeout_s)
     return store
+
+
+def wait_for_keys(store: KeyStore, timeout_s: float) -> None:
+    """Let ``store`` wait so long for a key from now on, where it can."""
+    with contextlib.suppress(RuntimeError, NotImplementedError, AttributeError):
+        store.set_timeout(timedelta(seconds=timeout_s))
 
 
 def job_timeout_s() -> float:
