@@ -155,14 +155,14 @@ def _finding(
     pattern, every = _pattern(slow, since)
     parts = {name: float((values[row] - _others(values, row))[slow].mean()) for name, values in run.parts.items()}
     part = max(parts, key=lambda name: parts[name])
-    kind = _kind(run, row, excess, slow, since, pattern, part, parts)
+    kind = _kind(run, row, excess, slow, pattern, part)
     shown = "compute" if part in COMPUTE and parts[part] < 0.8 * sum(parts.get(name, 0.0) for name in COMPUTE) else part
     names = [name for name in run.parts if name in COMPUTE] if shown == "compute" else [part]
     values: Floats = np.sum([run.parts[name] for name in names], axis=0)
     mine, theirs = float(values[row][slow].mean()), float(_others(values, row)[slow].mean())
     ratio = mine / theirs if theirs > 0 else None
     whole = float(gains[row][slow].sum() / step[slow].sum())
-    remedy, predicted, command = _remedy(run, row, kind, share, feeds)
+    remedy, predicted, command = _remedy(run, kind, share, float(np.median(gains[row] / step)), feeds)
     who = f"Rank {run.ranks[row]}" + (f" ({run.nodes[row]})" if len(set(run.nodes)) > 1 else "")
     first = int(run.steps[since])
     when = {
@@ -226,27 +226,25 @@ def _kind(
     row: int,
     excess: Floats,
     slow: NDArray[np.bool_],
-    since: int,
     pattern: str,
     part: str,
-    parts: dict[str, float],
 ) -> str:
     """Return why a rank is slow, by where its excess lies, how it goes on, and what did not slow down with it."""
     if part == "input":
         return "slow input"
-    gap = 0.0
+    gap, seldom = 0.0, pattern != "persistent" and slow.mean() <= _SELDOM
     if run.gap_s is not None:
         gap = float((run.gap_s[row] - _others(run.gap_s, row))[slow].mean())
-    if pattern != "persistent" and slow.mean() <= _SELDOM and gap >= 0.6 * float(excess[slow].mean()):
+        seldom = seldom and gap >= 0.6 * float(excess[slow].mean())
+    else:  # telemetry: what is slow for a while is so in steps that follow one another
+        more = run.work is not None and (run.work[row] > 1.02 * _others(run.work, row))[slow].any()
+        seldom = seldom and not more and not (slow[1:] & slow[:-1]).any()
+    if seldom:
         return "pauses"
     if part == "host":
         return "slow host"
-    tail = excess[since:]
-    if pattern == "persistent" and len(tail) >= 9:
-        third = len(tail) // 3
-        grows = spearmanr(np.arange(len(tail)), tail).statistic
-        if grows >= 0.7 and np.median(tail[-third:]) >= 1.5 * np.median(tail[:third]):
-            return "thermal drift"
+    if pattern == "persistent" and _drifts(excess):
+        return "thermal drift"
     compute, theirs = run.compute_s[row][slow].mean(), _others(run.compute_s, row)[slow].mean()
     ratio = float(compute / max(theirs, 1e-12))
     if run.work is not None:
@@ -263,6 +261,20 @@ def _kind(
         if same - 1 < 0.35 * (ratio - 1) and min(both) - 1 > 0.4 * (max(both) - 1):
             return "uneven work"
     return "slow device"
+
+
+def _drifts(excess: Floats) -> bool:
+    """Return whether a rank grows slower and slower: a line fits its excess better than one jump from a level to another."""
+    count = len(excess)
+    if count < 9:
+        return False
+    values = np.minimum(excess, np.quantile(excess, 0.9))  # single long steps are something else
+    third, place = count // 3, np.arange(count)
+    if spearmanr(place, values).statistic < 0.6 or np.median(values[-third:]) < 1.5 * np.median(values[:third]):
+        return False
+    line = float(((values - np.polyval(np.polyfit(place, values, 1), place)) ** 2).sum())
+    jumps = (values[:at].var() * at + values[at:].var() * (count - at) for at in range(1, count))
+    return line < float(min(jumps))
 
 
 def _link(run: RankSteps, mean: float) -> StragglerFinding | None:
@@ -300,20 +312,26 @@ def _link(run: RankSteps, mean: float) -> StragglerFinding | None:
 def balanced_gain(run: RankSteps) -> float:
     """Return the share of a step that batches by the ranks' speeds would win: all compute as long as their harmonic mean.
 
-    LB-BSP: ``x_i = v_i / sum v * X``. What does not grow with the batch stays with its rank.
+    LB-BSP: ``x_i = v_i / sum v * X``. What does not grow with the batch stays with its rank. Of a typical step: single ones
+    that something else held up say nothing of batches.
     """
     step = np.median(run.step_s, axis=0)
     compute = np.median(run.compute_s, axis=1)
     fixed = np.median(run.own_s - run.compute_s, axis=1)
     each = len(compute) / float((1.0 / np.maximum(compute, 1e-12)).sum())
-    rest = float(np.mean(step - run.own_s.max(axis=0)))
-    return max(0.0, 1.0 - (each + float(fixed.max()) + max(rest, 0.0)) / float(step.mean()))
+    rest = float(np.median(step - run.own_s.max(axis=0)))
+    return max(0.0, 1.0 - (each + float(fixed.max()) + max(rest, 0.0)) / float(np.median(step)))
 
 
-def _remedy(run: RankSteps, row: int, kind: str, share: float, feeds: Feeds) -> tuple[str, float | None, str | None]:
-    """Return what to do in words, what it would gain of a step (predicted), and the command."""
+def _remedy(
+    run: RankSteps, kind: str, share: float, typical: float, feeds: Feeds
+) -> tuple[str, float | None, str | None]:
+    """Return what to do in words, what it would gain of a step (predicted), and the command.
+
+    ``share``: of the run; ``typical``: of the median step, what the rank costs.
+    """
     if kind in ("slow device", "uneven work", "thermal drift"):
-        gain = min(balanced_gain(run), share)
+        gain = min(balanced_gain(run), max(share, typical))
         if len(run.steps) <= default_warm_up(0, 0):  # too short to replay
             command = f"ddltool plan job.yaml --strategy lb-bsp --telemetry {feeds.telemetry}"
             return f"Balanced batches would win {gain:.0%} back (predicted): {command}", gain, command

@@ -64,12 +64,12 @@ class RankWatch:
     ) -> None:
         self._row, self._feed = recorder.row, str(recorder.path)
         self._ranks, self._is_first, self._side = dist.get_world_size(side), dist.get_rank(side) == 0, side
-        self._every = self._next = every
+        self._every = self.stretch = every
         self._tell = tell
         self._steps: list[Step] = []
         self._pending: tuple[dist.Work, list[torch.Tensor]] | None = None
         self._said: object = None
-        self._cost_s = 0.0
+        self.cost_s = 0.0
 
     def __call__(self, step: Step) -> None:
         """Take a step; all ranks take the same ones."""
@@ -80,11 +80,11 @@ class RankWatch:
             self._read(torch.stack(rows))
         if step.number >= _SKIPPED:
             self._steps.append(step)
-        if len(self._steps) >= self._next:
+        if len(self._steps) >= self.stretch:
             kept, self._steps = self._steps[-self._every :], []
             rows = [self._row(one) for one in kept]
             mine = torch.tensor(
-                [[self._cost_s] * len(TELEMETRY), *([getattr(row, name) for name in TELEMETRY] for row in rows)],
+                [[self.cost_s] * len(TELEMETRY), *([getattr(row, name) for name in TELEMETRY] for row in rows)],
                 dtype=torch.float64,
             )
             every = [torch.empty_like(mine) for _ in range(self._ranks)]
@@ -95,7 +95,7 @@ class RankWatch:
         values = rows.numpy()
         columns = {name: values[:, 1:, place] for place, name in enumerate(TELEMETRY)}
         cost_s, step_s = float(values[:, 0].max()), float(columns["step_s"].mean())
-        self._next = min(max(self._every, ceil(cost_s / (SHARE * max(step_s, 1e-9)))), _LONGEST * self._every)
+        self.stretch = min(max(self._every, ceil(cost_s / (SHARE * max(step_s, 1e-9)))), _LONGEST * self._every)
         if not self._is_first or (columns["step"] != columns["step"][0]).any():
             return
         begin = time.thread_time()
@@ -108,4 +108,4 @@ class RankWatch:
         elif said != self._said:
             log.warning("%s", sentence)
         self._said = said
-        self._cost_s = time.thread_time() - begin
+        self.cost_s = time.thread_time() - begin
