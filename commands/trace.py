@@ -11,7 +11,7 @@ import typer
 from ddltool.analyzers.communication.result import trace as trace_of
 from ddltool.analyzers.loading.fabrics import BANDWIDTH, LATENCY
 from ddltool.analyzers.loading.sources import is_graph_file, is_onnx_file, scan_source
-from ddltool.analyzers.reporting.graph_section import determinism_section, trace_section
+from ddltool.analyzers.reporting.graph_section import SETTINGS, determinism_section, trace_section
 from ddltool.commands.options import (
     ChannelsLast,
     Compress,
@@ -31,7 +31,7 @@ from ddltool.commands.options import (
 )
 from ddltool.commands.output import note, print_json, progress, show
 from ddltool.commands.values import number
-from ddltool.errors import InputError
+from ddltool.errors import InputError, known
 from ddltool.graph import Mode
 from ddltool.graph_io import read_graph
 from ddltool.graph_results import DeterminismResult, NamedGraph
@@ -80,6 +80,9 @@ def trace(
     replicas: Annotated[
         int, typer.Option(help="Processes that DDP or FSDP2 would run on (training).", min=2, max=100_000)
     ] = 8,
+    setting: Annotated[
+        str, typer.Option(**one_of(*SETTINGS, help="How gradients travel: what the verdict speaks of first."))
+    ] = "ddp",
     gpus_per_node: Annotated[
         int | None,
         typer.Option(
@@ -103,6 +106,7 @@ def trace(
     as_json: Json = False,
 ) -> None:
     """Trace one step, order its transfers, and say what that gains, for parameter servers, DDP and FSDP2."""
+    setting = known("--setting", setting, SETTINGS)
     _demand_parts(context, source, oracle, determinism)
     if determinism:
         show_determinism(
@@ -146,7 +150,7 @@ def trace(
     if as_json:
         print_json(found)
     else:
-        show(trace_section(found), output, perfetto)
+        show(trace_section(found, setting), output, perfetto)
 
 
 def _demand_parts(context: typer.Context, source: str, oracle: str | None, determinism: bool) -> None:

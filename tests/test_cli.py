@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 import time
@@ -86,6 +87,11 @@ def test_trace_for_people_and_perfetto(cli: Cli, folder: Path) -> None:
     assert result.code == 0
     assert "Verdict: " in result.out
     assert all(len(line) <= 80 for line in result.out.splitlines() if not line.startswith("wrote"))
+    shipped = Path(__file__).parents[1] / "fixtures" / "graphs" / "resnet32-training.graph.json.gz"
+    for setting, first in (("ddp", "DDP's default"), ("fsdp2", "FSDP2"), ("servers", "Parameter servers: ")):
+        out = cli("trace", shipped, "--oracle", "roofline", "--samples", 2, "--setting", setting).out
+        assert re.search(rf"^Verdict: {first}", out, re.MULTILINE)
+        assert out.index("Verdict: ") < out.index("recvs")
     events = json.loads((folder / "trace.json").read_text())["traceEvents"]
     assert {event["name"] for event in events if event["ph"] == "X"} == {"r", "c"}
 
@@ -382,6 +388,7 @@ def test_the_options_are_a_decision() -> None:
         "trace": sorted(
             [
                 "--compress",
+                "--setting",
                 "--gpus-per-node",
                 "--link",
                 "--nic",
@@ -447,6 +454,8 @@ def test_the_options_are_a_decision() -> None:
                 *("--strategy", "--graph", "--top-k", "--time-limit", "--lookahead", "--max-gap"),
                 *("--objective", "--telemetry", "--bandwidth", "--latency", "--devices-file"),
                 *("--prefer", "--with", "--share", "--allow-code"),
+                *("--devices", "--nodes", "--batch-size", "--precision", "--sequence-length", "--optimizer", "--link"),
+                *("--nic", "--tokens", "--samples", "--epochs", "--deadline", "--budget", "--mtbf"),
                 *common,
             ]
         ),

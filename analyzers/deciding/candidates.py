@@ -224,6 +224,7 @@ class Candidates:
         }
         proven = best.gap == 0
         update: dict[str, object] = {"status": "optimal" if proven else "feasible", "gap": min(best.gap, _UNBOUNDED)}
+        update["solve_seconds"] = best.seconds
         if plan.superstep is not None:
             update["superstep"] = plan.superstep.model_copy(update={"left_out": out if proven else {}})
         if plan.split is not None:
@@ -342,7 +343,8 @@ class Candidates:
         made = self._costed(plan, problem, exposed, "D0")
         ratio = made.option.iteration_s / (layout.step_s or 1.0)
         low_s, high_s = (None if end is None else end * ratio for end in (layout.low_s, layout.high_s))
-        ends = {"low_s": low_s, "high_s": high_s}
+        # Of times that the job gives nobody knows the error.
+        ends = {"low_s": low_s, "high_s": high_s} if self.error(layout.devices) is not None else {}
         more = {
             "order_saves_s": saved or None,
             "memory_bytes": max(layout.memory_bytes.values()),

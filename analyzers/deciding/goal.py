@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 from ddltool.decision import Objective, Option, RunFigures
 from ddltool.errors import Infeasible
@@ -52,6 +53,8 @@ class Goal:
     slowest_step_s: float = math.inf
     """Of what the job demands as a throughput."""
     failures: Failures | None = None
+    power_w: Mapping[str, float] = field(default_factory=dict)
+    """Watts of a device of each type, where they are known."""
 
     @property
     def limited(self) -> bool:
@@ -113,7 +116,8 @@ class Goal:
         steps = self.samples / (self.step_samples if option.step_samples is None else option.step_samples)
         hours = steps * option.iteration_s * lost / _HOUR
         ends = [None if end is None else steps * end * lost / _HOUR for end in (option.low_s, option.high_s)]
-        failures = self.failures
+        failures, used = self.failures, option.devices
+        watts = sum(self.power_w[name] * n for name, n in used.items()) if used.keys() <= self.power_w.keys() else None
         return RunFigures(
             samples=self.samples,
             steps=steps,
@@ -121,6 +125,7 @@ class Goal:
             low_hours=ends[0],
             high_hours=ends[1],
             price=None if option.price_per_sample is None else option.price_per_sample * self.samples * lost,
+            energy_kwh=None if watts is None else hours * watts / 1000,
             checkpoint_interval_s=None if failures is None else failures.interval_s(devices),
             failures=None if failures is None else hours * _HOUR * devices / failures.mtbf_s,
         )

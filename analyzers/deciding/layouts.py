@@ -330,15 +330,23 @@ class Layouts:
         if goal.objective == "least-memory":
             return 0.0
         size = -(-self.total // sum(device.count for device in problem.devices))
-        rate, price, least = 0.0, 0.0, math.inf
+        rate, price, least, quickest = 0.0, 0.0, math.inf, math.inf
         for name, fewest, most in zip(self._names(problem), low, high, strict=True):
             if most:
-                one, more = (self._step(name, samples, "none").program.compute_s for samples in (size, 2 * size))
-                each = size / max(min(more - one, one), 1e-12)
+                each = 1 / self._sample_s(name, size)
+                quickest = min(quickest, 1 / each)
                 hourly = self.kinds[name].price_per_hour or 0.0
                 rate, price, least = rate + most * each, price + fewest * hourly, min(least, hourly / each)
-        step_s = _SURE * self.total / rate
+        # Samples are whole: somebody takes the mean of them, rounded up.
+        step_s = _SURE * max(self.total / rate, quickest * math.ceil(self.total / min(sum(high), self.total)))
         return goal.of(step_s, max(sum(low), 1), max(price * step_s, _SURE * least * self.total) / 3600)
+
+    def _sample_s(self, name: str, size: int) -> float:
+        """Return the seconds of one sample more on a device type, about ``size`` of them: what is traced anyway tells."""
+        traced = self.work.traced.graph.batch_size or 2 * size
+        sizes = sorted({size, traced if traced != size else 2 * size})
+        least, most = (self._step(name, samples, "none").program.compute_s for samples in sizes)
+        return max(min((most - least) / (sizes[1] - sizes[0]), least / sizes[0]), 1e-12)
 
     def _names(self, problem: Problem) -> Iterator[str]:
         return (device.name for device in problem.devices)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -16,7 +17,7 @@ from ddltool.analyzers.costs.nccl import Fabric
 from ddltool.analyzers.deciding.candidates import STRATEGIES, Settings, plan_by
 from ddltool.analyzers.deciding.communication import GraphCommunication, LinkedSteps
 from ddltool.analyzers.deciding.compare import decide
-from ddltool.analyzers.deciding.goal import Goal
+from ddltool.analyzers.deciding.goal import Failures, Goal
 from ddltool.analyzers.deciding.rescaling import combine, measured_speeds, with_run
 from ddltool.analyzers.goodput.plan import plan_goodput
 from ddltool.analyzers.goodput.throughput import ThroughputParams
@@ -29,11 +30,14 @@ from ddltool.analyzers.loading.job_inputs import (
     graph_communication,
     graph_of,
     knowledge_of,
+    powers,
     read_with_specs,
     run_of,
+    samples_of,
     scanned,
     slowest_memory,
     step_curves,
+    traceable,
 )
 from ddltool.analyzers.placement.jobs import Sharing, idle_throughput, solve_jobs
 from ddltool.analyzers.placement.network import Steps, solve_on_nodes
@@ -53,10 +57,15 @@ SHARING: tuple[str, ...] = get_args(Sharing)
 
 
 def plan(
-    job: str | Path,
+    job: str | Path | Job,
     strategy: str = "auto",
     *,
     objective: Objective = "fastest",
+    samples: float | None = None,
+    tokens: float | None = None,
+    deadline_s: float = math.inf,
+    budget: float = math.inf,
+    failures: Failures | None = None,
     telemetry: str | Path | None = None,
     bandwidth: str | None = None,
     latency: str = "50us",
@@ -74,21 +83,29 @@ def plan(
     seed: int = 0,
     tell: Tell = log_remark,
 ) -> Plan:
-    """Compare the ways to run a job (job.yaml) on its devices, or plan by one of them.
+    """Compare the ways to run a job (job.yaml, or a Job) on its devices, or plan by one of them.
 
-    ``strategy``: auto, bsp, lb-bsp, elastic-bsp, est or goodput; the rest as the options of ``ddltool plan``. ``output``: a
-    place for the plan, which must be none of the files that the job names. Raises InputError, and Infeasible, which names the
-    job's file and the constraint.
+    ``strategy``: auto, bsp, lb-bsp, elastic-bsp, est or goodput; ``samples`` or ``tokens``: of the whole run, which takes at
+    most ``deadline_s`` and costs at most ``budget``; the rest as the options of ``ddltool plan``. ``output``: a place for the
+    plan, which must be none of the files that the job names. Raises InputError, and Infeasible, which names the job's file and
+    the constraint.
     """
-    job_file = Path(job)
-    read = read_with_specs(job_file, devices_file, allow_code=allow_code)
+    job_file = Path(job.name) if isinstance(job, Job) else Path(job)
+    read = read_with_specs(job if isinstance(job, Job) else job_file, devices_file, allow_code=allow_code)
     named = [offer_file for offer in read.devices for offer_file in (offer.profile, offer.goodput)]
     named += [read.cluster, None if read.network == LINKS else read.network]
     check_outputs([job_file.parent / name for name in named if name], {"-o": output})
     traced = graph_of(read, job_file.parent, None if graph is None else Path(graph))
     read = scanned(read, traced, tell)
     given = Given(
-        goal=Goal(objective=objective),
+        goal=Goal(
+            objective=objective,
+            samples=samples_of(read, traced, tokens) if samples is None else samples,
+            deadline_s=deadline_s,
+            budget=budget,
+            failures=failures,
+            power_w=powers(read, str(job_file)),
+        ),
         graph=traced,
         telemetry=None if telemetry is None else Path(telemetry),
         bandwidth=bandwidth,
@@ -117,8 +134,9 @@ def solve(strategy: str, job: Job, job_file: Path, given: Given) -> Plan:
     """Return the plan of one strategy, or of the best one. Raises InputError, and Infeasible, which names the job's file."""
     try:
         with naming(job_file, type(job).model_fields):
-            if strategy == "auto":
-                return auto_plan(job, job_file, given)
+            # Of a model that can be traced a split of the batch has a memory and a network, too.
+            if strategy == "auto" or (strategy in ("bsp", "lb-bsp") and traceable(job)):
+                return auto_plan(job, job_file, given, None if strategy == "auto" else strategy)
             if strategy == "goodput":
                 made = goodput_plan(job, job_file)
                 demand_throughput(made.throughput, job.constraints.min_throughput)
@@ -256,8 +274,8 @@ def data_parallel(graph: Graph, made: Plan, fabrics: Mapping[str, Fabric] | None
     return {"ddp": buckets, "fsdp2": prefetch}
 
 
-def auto_plan(job: Job, job_file: Path, given: Given) -> Plan:
-    """Return the picked plan with the comparison in ``decision``. Raises InputError, Infeasible."""
+def auto_plan(job: Job, job_file: Path, given: Given, only: str | None = None) -> Plan:
+    """Return the picked plan with the comparison in ``decision``; ``only``: of one strategy. Raises InputError, Infeasible."""
     # Several strategies call the solver, each with a share of the time.
     settings = replace(given.settings, limit_s=given.settings.limit_s / 2)
     run = run_of(given.telemetry)
@@ -281,7 +299,7 @@ def auto_plan(job: Job, job_file: Path, given: Given) -> Plan:
         knowledge = replace(knowledge, layouts=knowledge.layouts.at_speeds(speeds, job.batch_size))
     if run is not None:
         knowledge = with_run(knowledge, run, {**factors, **off})
-    made = decide(job, from_job(job, capabilities), knowledge, goal=given.goal, settings=settings)
+    made = decide(job, from_job(job, capabilities), knowledge, goal=given.goal, settings=settings, only=only)
     if given.graph is None and isinstance(knowledge.communication, GraphCommunication):
         graph = knowledge.communication.graph
         parameters = ordered_parameters(graph) if made.sharding is None else plain_parameters(graph)

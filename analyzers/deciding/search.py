@@ -34,6 +34,7 @@ class Best(Generic[Found]):
     bound: float
     """No devices have a smaller value; equal to ``value``: proven."""
     tried: int
+    seconds: float
 
     @property
     def gap(self) -> float:
@@ -65,7 +66,8 @@ def best_devices(
         spare: whether of equal values the one with fewer devices is taken; else what was found first, of the larger sets.
     """
     roomy = replace(problem, max_workers=most)
-    ends = time.perf_counter() + limit_s
+    started = time.perf_counter()
+    ends = started + limit_s
     seen: set[Counts] = set()
     best: tuple[float, Counts, Found] | None = None
 
@@ -103,7 +105,8 @@ def best_devices(
             look(fewer)
     worth, counts, found = best
     left = boxes[0][0] if boxes else worth
-    return Best(found=found, counts=counts, value=worth, bound=min(worth, left), tried=len(seen))
+    seconds = time.perf_counter() - started
+    return Best(found=found, counts=counts, value=worth, bound=min(worth, left), tried=len(seen), seconds=seconds)
 
 
 def _roots(problem: Problem) -> list[Counts]:

@@ -76,11 +76,15 @@ def why_not(option: Option, picked: Option, value: Value, tie: bool) -> str:
 
 def _answer(decision: Decision, plan: Plan, picked: Option, problem: Problem, value: Value, gain: float) -> str:
     offered = {device.name: device.count for device in (*problem.devices, *problem.left_out)}
-    used = " and ".join(_the(count, name, offered.get(name, count)) for name, count in picked.devices.items())
+    used = _listed([_the(count, name, offered.get(name, count)) for name, count in picked.devices.items()])
     out = [f"the {_many(name, count)}" for name, count in offered.items() if name not in picked.devices]
-    left = f" and leave {' and '.join(out)} out" if out else ""
+    left = f" and leave {_listed(out)} out" if out else ""
     what = f"Use {used}{left}{_how(decision, plan, picked)}"
-    return f"{what}: {_rate(picked)}{_run(decision.run)}, {_gain(decision, picked, value, gain)}."
+    return f"{what}: {_rate(picked)}, {_gain(decision, picked, value, gain)}.{_run(decision.run)}"
+
+
+def _listed(parts: list[str]) -> str:
+    return " and ".join([", ".join(parts[:-1]), parts[-1]] if len(parts) > 1 else parts)
 
 
 def _the(count: int, name: str, offered: int) -> str:
@@ -99,7 +103,7 @@ def _how(decision: Decision, plan: Plan, picked: Option) -> str:
     """Return what each device does."""
     if decision.layouts and decision.layouts[0].text == picked.order:
         layout = decision.layouts[0]
-        sizes = " and ".join(f"{size} on each {name}" for name, size in layout.local_batch_sizes.items())
+        sizes = _listed([f"{size} on each {name}" for name, size in layout.local_batch_sizes.items()])
         passes = f" in {layout.passes} passes" if layout.passes > 1 else ""
         return f" with {layout.text}, {sizes}{passes}, {show_bytes(max(layout.memory_bytes.values()))} a process"
     if plan.est_count:
@@ -108,7 +112,7 @@ def _how(decision: Decision, plan: Plan, picked: Option) -> str:
         return " with barriers after their own numbers of iterations"
     if len(plan.assignments) > 3:
         return ""
-    return f", {' and '.join(f'{row.local_batch_size} samples on each {row.device_type}' for row in plan.assignments)}"
+    return f", {_listed([f'{row.local_batch_size} samples on each {row.device_type}' for row in plan.assignments])}"
 
 
 def _rate(option: Option) -> str:
@@ -123,14 +127,15 @@ def _rate(option: Option) -> str:
 def _run(run: RunFigures | None) -> str:
     if run is None:
         return ""
-    text = f"; the whole run {_hours(run.hours)}"
+    text = f" The whole run takes {_hours(run.hours)}"
     if run.low_hours is not None and run.high_hours is not None:
         text += f" ({_hours(run.low_hours)} to {_hours(run.high_hours)})"
-    text += "" if run.price is None else f" for {run.price:,.4g}"
-    text += "" if run.energy_kwh is None else f" and at most {run.energy_kwh:,.3g} kWh"
+    text += "" if run.price is None else f" and costs {run.price:,.0f}"
+    text += "" if run.energy_kwh is None else f", at most {run.energy_kwh:,.3g} kWh"
     if run.failures is not None and run.checkpoint_interval_s is not None:
-        text += f", {run.failures:.2g} failures expected, a checkpoint every {show_seconds(run.checkpoint_interval_s)}"
-    return text
+        every = _hours(run.checkpoint_interval_s / _HOUR)
+        text += f", with {run.failures:.2g} failures to expect and a checkpoint every {every} (Daly)"
+    return f"{text}."
 
 
 def _hours(hours: float) -> str:

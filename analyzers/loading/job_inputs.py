@@ -66,9 +66,11 @@ class Given:
     """Takes a remark for the user."""
 
 
-def read_with_specs(file: Path, devices_file: Path | None, *, allow_code: bool = False) -> Job:
-    """Return the job in a file, with the figures of device types that another file describes; see :func:`read_job`."""
-    job = read_job(file, allow_code=allow_code)
+def read_with_specs(given: Path | Job, devices_file: Path | None, *, allow_code: bool = False) -> Job:
+    """Return a job, or that in a file, with the figures of device types that another file describes; see :func:`read_job`."""
+    if isinstance(given, Job):
+        return with_specs(given, given.name, devices_file)
+    file, job = given, read_job(given, allow_code=allow_code)
     scheme, _, name = str(job.model).partition(":")
     if scheme == "transformers" and name.endswith(".json"):
         job = job.model_copy(update={"model": f"transformers:{file.parent / name}"})
@@ -202,6 +204,29 @@ def graph_of(job: Job, folder: Path, graph_file: Path | None) -> Graph | None:
     if graph_file is not None:
         return read_graph(graph_file)
     return read_graph(folder / job.model) if job.model is not None and is_graph_file(job.model) else None
+
+
+def samples_of(job: Job, graph: Graph | None, tokens: float | None) -> float | None:
+    """Return the samples that so many tokens are; None for None. Raises InputError where nothing says how long a sample is."""
+    if tokens is None:
+        return None
+    length: object = job.sequence_length
+    if length is None and traceable(job):
+        from ddltool.analyzers.loading.job_layouts import job_work  # it loads torch
+
+        length = job_work(job).traced.graph.meta.get("tokens_per_sample")
+    if length is None and graph is not None:
+        length = graph.meta.get("tokens_per_sample")
+    if not isinstance(length, int):
+        raise InputError("--tokens", "nothing says how many tokens a sample has", "give --samples or sequence_length")
+    return tokens / length
+
+
+def powers(job: Job, where: str) -> dict[str, float]:
+    """Return the datasheet's power of each device type that is known to have one, in watts."""
+    table = devices_of(job, where)
+    known = {offer.type: table.find(offer.type) for offer in job.devices}
+    return {name: device.power_w for name, device in known.items() if device is not None and device.power_w}
 
 
 def run_of(path: Path | None) -> Run | None:

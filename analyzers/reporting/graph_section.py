@@ -29,6 +29,8 @@ from ddltool.units import counted, show_bytes, show_seconds
 
 RUNS, RUNS_OF_A_LARGE_GRAPH = 20, 3
 _LARGE = 20_000
+SETTINGS = ("ddp", "fsdp2", "servers")
+"""How replicas exchange gradients: what a trace's verdict speaks of first."""
 _LANES_DRAWN = 12
 _LABELLED = 60
 
@@ -132,25 +134,36 @@ def _lanes(graph: Graph, run: Timeline, priority: Mapping[str, int]) -> list[tup
     return [(name, merged(spans, run.makespan_s)) for name, spans in lanes.items()]
 
 
-def trace_section(found: TraceResult) -> Section:
-    """Return the section of a trace: its orders for parameter servers, DDP and FSDP2, and the verdicts."""
-    graph = found.graph
+def trace_section(found: TraceResult, setting: str = "ddp") -> Section:
+    """Return the section of a trace: what to do under ``setting`` (one of :data:`SETTINGS`) first, then the others."""
+    graph, both = found.graph, found.collectives
     elements = f" ({graph.parameter_elements:,} elements)" if graph.parameter_elements is not None else ""
     size = show_bytes(graph.parameter_bytes)
-    lead = [f"{graph.ops} ops: {graph.recvs} recvs, {graph.sends} sends; parameters {size}{elements}"]
-    if found.efficiency_undefined:
-        lead.append(f"E is undefined: {found.efficiency_undefined}")
-    lead += [f"Verdict: {found.verdict.text}"] if found.verdict is not None else []
-    lead.append(_best_words(found))
+    servers = [f"E is undefined: {found.efficiency_undefined}"] if found.efficiency_undefined else []
+    if found.verdict is not None:
+        servers.insert(0, f"Parameter servers: {found.verdict.text}")
+    servers.append(
+        f"{_best_words(found)} (TIC and TAC order the transfers of a parameter server, by the graph alone or by its times; "
+        "DDP and FSDP2 have none.)"
+    )
+    said: dict[str, list[str]] = {"servers": servers}
     ends = found.bounds
     limits = Bounds(upper_s=ends.upper_s, lower_s=ends.lower_s, speedup=ends.speedup, compute_s=0.0, transfer_s=0.0)
     blocks: Blocks = [_orders("Parameter servers: order of transfers", found.schedules, limits, ends.best_lower_s)]
-    if found.collectives is not None:
-        both = found.collectives
+    if both is not None:
         no_blocks = "FSDP2: the parameters' names show no list of blocks to shard by."
-        lead += [both.ddp.verdict, no_blocks if both.fsdp2 is None else both.fsdp2.verdict]
-        lead += [both.compressed.verdict] if both.compressed is not None else []
-        blocks.append(_collectives(both, f"Data parallel on {both.replicas} replicas, {both.network}"))
+        said = {
+            "ddp": [both.ddp.verdict],
+            "fsdp2": [no_blocks if both.fsdp2 is None else both.fsdp2.verdict],
+            **said,
+        }
+        said["ddp"] += [both.compressed.verdict] if both.compressed is not None else []
+        table = _collectives(both, f"Data parallel on {both.replicas} replicas, {both.network}")
+        blocks.insert(len(blocks) if setting == "servers" else 0, table)
+    first, *rest = sorted(said, key=lambda name: name != setting)
+    lead = [f"Verdict: {said[first][0]}", *said[first][1:]]
+    lead.append(f"{graph.ops} ops: {graph.recvs} recvs, {graph.sends} sends; parameters {size}{elements}")
+    lead += [text for name in rest for text in said[name]]
     lead += _coverage_words(found.coverage) if found.coverage is not None else []
     title = f"{graph.name}: {graph.mode} step, batch {graph.batch_size or '-'} ({_origin(graph)})"
     return Section(title=title, lead=lead, blocks=blocks)

@@ -215,13 +215,14 @@ def layouts_table(layouts: Sequence[Layout]) -> Table:
     )
     shown = (row.text.replace("without resharding", "kept gathered").removesuffix(" checkpointing") for row in layouts)
     names = ("layout", shown)
-    return filled(tabled(caption, "predicted", layouts, columns, names=names, text_columns=3))
+    return filled(tabled(caption, "predicted", layouts, columns, names=names, text_columns=3, spare=("price/1e6",)))
 
 
 def _decision(found: Decision) -> Picture:
-    options = [*found.options, *found.baselines.values()]
+    usual = {name: it for name, it in found.baselines.items() if name.startswith("all ") or name == found.baseline_name}
+    options = [*found.options, *usual.values()]
     names = [f"{row.strategy} (picked)" if not row.why_not else row.strategy for row in found.options]
-    names += [f"usual: {name.removesuffix(', equally')}" for name in found.baselines]
+    names += [f"usual: {name.removesuffix(', equally')}" for name in usual]
     progress = any(option.goodput_per_s is not None for option in options)
     columns: dict[str, Column[Option]] = {
         "devices": lambda row: ", ".join(f"{count} {device}" for device, count in row.devices.items()),
