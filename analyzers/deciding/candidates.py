@@ -140,7 +140,8 @@ class Candidates:
                 left_out[name] = str(error)
                 continue
             found.append(every)
-            for part in alone(problem):
+            # Of one type whose layouts are known an uneven split is the equal one.
+            for part in [] if name == "lb-bsp" and self.knowledge.layouts is not None else alone(problem):
                 if len(every.option.devices) > 1 or self.goal.objective != "fastest":
                     try:
                         found.append(self.best(name, part))
@@ -317,7 +318,8 @@ class Candidates:
     def _best_layout(self, strategy: Split, problem: Problem) -> Candidate:
         layouts = self.knowledge.layouts
         assert layouts is not None  # who asks has seen it
-        found, bound = layouts.search(problem, self.goal, equal=strategy == "bsp", limit_s=self.settings.limit_s)
+        limit_s = self.settings.limit_s / len(STRATEGIES)
+        found, bound = layouts.search(problem, self.goal, equal=strategy == "bsp", limit_s=limit_s)
         made = self._laid_out(strategy, problem, found[0])
         gap = max(0.0, self.goal.value(made.option) / bound - 1) if bound else 0.0
         plan = made.plan.model_copy(update={"status": "feasible" if gap > 1e-9 else "optimal", "gap": gap})
