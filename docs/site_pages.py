@@ -20,6 +20,31 @@ BESIDE = {
 }
 
 
+MADE = {*BESIDE, "commands.md", "python.md"}
+
+
+def on_config(config: Any) -> Any:
+    """Put pages that the navigation does not name under More, and leave out those that there are no more."""
+    pages = {str(path.relative_to(ROOT / "docs")) for path in (ROOT / "docs").rglob("*.md")} | MADE
+    config.nav = _present(config.nav, pages)
+    if pages:
+        config.nav.append({"More": sorted(pages)})
+    return config
+
+
+def _present(nav: list[Any], left: set[str]) -> list[Any]:
+    """The entries whose pages there are, which ``left`` then no more names."""
+    found: list[Any] = []
+    for entry in nav:
+        title, page = next(iter(entry.items())) if isinstance(entry, dict) else (None, entry)
+        if isinstance(page, list):
+            found.append({title: _present(page, left)})
+        elif page in left:
+            left.remove(page)
+            found.append(entry)
+    return found
+
+
 def on_files(files: Files, config: Any) -> Files:
     """Add the pages that are made, and the examples that pages link to."""
     made = {page: _from_root((ROOT / source).read_text("utf-8")) for page, source in BESIDE.items()}
