@@ -9,7 +9,7 @@ NEEDS := $(shell cat pyproject.toml constraints.txt | cksum | tr -d ' ')
 FILES := $(shell find toolkit commands analyzers runtime fixtures -name '*.py' -o -name '*.json' -o -name '*.gz' -o -name '*.yaml' | sort | cksum | tr -d ' ')
 INSTALL := -q --disable-pip-version-check -c constraints.txt --config-settings editable_mode=strict
 
-.PHONY: setup demo test slow check bench docs fixtures dist audit mutants clean
+.PHONY: setup demo test slow check bench docs fixtures dist audit mutants soak clean
 
 setup: $(VENV)/.files-$(NEEDS)-$(FILES)
 
@@ -61,6 +61,11 @@ dist: setup
 mutants: setup
 	$(BIN)/pip install -q -c constraints.txt 'cosmic-ray>=8.4,<9'
 	$(BIN)/python benchmarks/mutants.py
+
+# Jobs that last while processes come, leave, stall and die: nothing they hold may grow (make soak SECONDS=600).
+SECONDS ?= 3600
+soak: setup
+	$(BIN)/python benchmarks/soak.py --seconds $(SECONDS)
 
 # Licences of all that is installed, and known weaknesses (asks the advisory database over the network).
 audit: setup

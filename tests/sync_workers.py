@@ -122,7 +122,7 @@ def serve(model: nn.Module, plan: Any, policy: Policy, options: dict[str, Any]) 
         "lost": server.lost,
         "events": server.events,
         "steps": sum(server.steps_made),
-        "supersteps": getattr(policy, "supersteps", []),
+        "supersteps": list(getattr(policy, "supersteps", [])),
         "seconds": time.monotonic() - begin,
     }
 

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
+
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ddltool.runtime.elastic.digests import digest
+from ddltool.runtime.elastic.ordered_mean import OrderedMean
+from ddltool.runtime.elastic.processes import Processes
 from tests.elastic_workers import PARAMETERS, SHAPES, chained, gradient_of, on, twice
 
 COUNTS = st.lists(st.integers(1, 4), min_size=1, max_size=4).map(tuple)
@@ -49,3 +54,13 @@ def test_gradients_leave_during_the_backward_pass_only_when_that_is_the_last_one
 
 def test_a_second_backward_pass_in_a_turn_is_refused_once_gradients_have_left() -> None:
     assert all("more than one backward pass" in message for message in on(2, twice))
+
+
+def test_a_mean_that_nobody_uses_is_collected_with_its_parameters() -> None:
+    """What a tensor's hook holds is out of the garbage collector's reach: with it a job's connections would stay."""
+    parameter = torch.nn.Parameter(torch.ones(3))
+    mean = OrderedMean({"p": parameter}, Processes.this(2))
+    gone = weakref.ref(mean), weakref.ref(parameter)
+    del mean, parameter
+    gc.collect()
+    assert [each() for each in gone] == [None, None]

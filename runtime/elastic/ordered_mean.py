@@ -11,6 +11,7 @@ the next turn computes. Start at :class:`OrderedMean`.
 
 import json
 import threading
+import weakref
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -97,8 +98,10 @@ class OrderedMean:
         self._turn: int | None = None
         self._expected = False
         self._sends: list[dist.Work | None] = []
+        # Python cannot collect a cycle through a tensor's hook, and this holds the tensors and the job's connections.
+        this = weakref.ref(self)
         self._watchers = [
-            value.register_post_accumulate_grad_hook(partial(self._note, name))
+            value.register_post_accumulate_grad_hook(partial(_tell, this, name))
             for name, value in self._parameters.items()
         ]
 
@@ -140,7 +143,7 @@ class OrderedMean:
         for bucket in self._buckets:
             bucket.missing, bucket.seen = len(bucket.parts), set()
 
-    def _note(self, name: str, _: Tensor) -> None:
+    def _note(self, name: str) -> None:
         """A backward pass has a parameter's gradient ready."""
         if not self._buckets:
             self._ready.setdefault(name)
@@ -327,6 +330,11 @@ class OrderedMean:
     def _receive(self, place: int, source: int) -> None:
         row = self._buckets[place].row.view(torch.uint8)
         dist.recv(row, src=source, group=self._processes.job.side, tag=self._processes.tag)
+
+
+def _tell(mean: "weakref.ref[OrderedMean]", name: str, _: Tensor) -> None:
+    if (there := mean()) is not None:
+        there._note(name)
 
 
 def ordered_mean(

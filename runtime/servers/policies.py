@@ -13,6 +13,7 @@ in) and asked at each step of the protocol, one call at a time. It sends nothing
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
@@ -29,6 +30,7 @@ from ddltool.sync_rows import BarrierRow
 # and is too long to predict from, so it takes two.
 WARM_UP = 2
 LENGTHS_KEPT = 200
+SUPERSTEPS_KEPT = 10_000
 
 
 @dataclass(frozen=True, slots=True)
@@ -276,7 +278,7 @@ class ElasticBSP(ASP):
     lookahead below 1, a negative gap, and unknown names.
 
     Attributes:
-        supersteps: those that are over, on server 0.
+        supersteps: the last ``SUPERSTEPS_KEPT`` that are over, on server 0.
     """
 
     def __init__(
@@ -297,7 +299,8 @@ class ElasticBSP(ASP):
         if book.decides and not book.names:
             raise InputError("transfer plan", "puts no trainable parameter on server 0", "it must see the gradients")
         super().open(book)
-        self.supersteps: list[BarrierRow] = []
+        self.supersteps: deque[BarrierRow] = deque(maxlen=SUPERSTEPS_KEPT)
+        self._over = 0
         self.quota: list[int] = [1] * book.seats
         self._base = [0] * book.seats
         self._lengths: list[list[float]] = [[] for _ in range(book.seats)]
@@ -333,7 +336,7 @@ class ElasticBSP(ASP):
         ends_s = [self._last_end_s[worker] if worker in book.members else None for worker in self._workers]
         over = BarrierRow(
             time_s=now_s,
-            superstep=len(self.supersteps),
+            superstep=self._over,
             workers=self._workers,
             iterations=self._iterations,
             predicted_end_s=self._predicted_end_s,
@@ -341,10 +344,11 @@ class ElasticBSP(ASP):
             length_s=now_s - self._began_s,
         )
         self.supersteps.append(over)
+        self._over += 1
         lengths = [self._lengths[worker] for worker in members]
         self._workers, self._began_s = members, now_s
         self._iterations, self._predicted_end_s = [1] * len(members), []
-        if len(self.supersteps) >= WARM_UP and all(lengths):
+        if self._over >= WARM_UP and all(lengths):
             self._iterations, self._predicted_end_s = self.choose([np.array(recorded) for recorded in lengths])
         quota = [*self.quota]
         for worker, count in zip(members, self._iterations, strict=True):
