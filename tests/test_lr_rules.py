@@ -93,6 +93,7 @@ def test_errors() -> None:
         for name in ("constant", "linear", "sqrt", "legw"):
             with pytest.raises(InputError, match="scale"):
                 rule(name).factor(scale)
-    for sqr, var in ((-1.0, 1.0), (math.nan, 1.0), (0.0, 0.0)):
+    assert {name for name in rule_names() if rule(name).needs_statistics} == {"adascale"}
+    for sqr, var in ((-1.0, 1.0), (-1.0, 3.0), (3.0, -0.5), (math.nan, 1.0), (math.inf, 1.0), (0.0, 0.0)):
         with pytest.raises(InputError):
             GradientStatistics(sqr=sqr, var=var)
