@@ -660,6 +660,7 @@ def _given(script: Script, loader: Any, *, early: bool = False, **options: Any) 
     for epoch in range(2):
         if isinstance(getattr(loader, "sampler", None), DistributedSampler):
             loader.sampler.set_epoch(epoch)
+            next(iter(loader))
         for features, labels in loader:
             optimizer.zero_grad()
             F.cross_entropy(wrapped(features), labels).backward()
@@ -670,6 +671,13 @@ def _given(script: Script, loader: Any, *, early: bool = False, **options: Any) 
 @pattern
 def loader_made_before(script: Script) -> list[Tensor]:
     return _given(script, DataLoader(data(), batch_size=TOTAL, shuffle=True))
+
+
+@pattern
+def loader_of_a_distributed_sampler(script: Script) -> list[Tensor]:
+    """It is told its epoch as before, and looked into before each."""
+    sampler: Any = DistributedSampler(data(), script.ranks, script.rank, seed=3)
+    return _given(script, "loader of a distributed sampler", DataLoader(data(), batch_size=TOTAL, sampler=sampler))
 
 
 @pattern

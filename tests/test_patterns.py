@@ -21,7 +21,7 @@ PER_PASS = {"layer_drop", "number_in_attribute", "lbfgs"}
 """What depends on the number of passes."""
 OWN = {
     *("own loader", "own loader turned", "loader made before", "loader before everything", "loader with its own order"),
-    *("stream with data workers", "streams of the ranks' own", "one stream of two"),
+    *("loader of a distributed sampler", "stream with data workers", "streams of the ranks' own", "one stream of two"),
 }
 """Loaders of the script's own are the hook's alone: balancer and agent bring the loader."""
 COUNT = r"^loss: is a mean over [\d.]+ terms for \d+ samples on rank 0, but over .*; weigh it by what it counts: \w+\.loss\("

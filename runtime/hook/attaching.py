@@ -242,7 +242,11 @@ class EnforcingHook(Hook):
         sizes = [entry.local_batch_size for entry in self.enforcement.ranks]
         sampler = VariableBatchSampler(given.samples, sizes, self.rank, drop_last=given.drop_last, order=given.order)
         self._samplers.append(sampler)
-        return CountedLoader(given.dataset, sampler, self._weigher, **given.options)
+        made = CountedLoader(given.dataset, sampler, self._weigher, **given.options)
+        object.__setattr__(
+            made, "sampler", given.sampler
+        )  # which scripts tell the epoch; DataLoader lets nobody set it
+        return made
 
     def _streamed(self, stream: Any, **options: Any) -> DataLoader[Any]:
         sizes = Sizes(tuple(entry.local_batch_size for entry in self.enforcement.ranks))

@@ -24,7 +24,7 @@ class GivenLoader:
 
     Attributes:
         dataset, options: what a new DataLoader takes from it.
-        samples: length of an epoch.
+        sampler, samples: what orders an epoch, and its length.
         drop_last: whether an incomplete last batch is left out.
         is_stream: whether the dataset is an iterable one; it has no ``samples`` and no order then.
     """
@@ -49,7 +49,7 @@ class GivenLoader:
             remedy = "give it a sampler of single samples, or use hook.batch_sampler(...)"
             raise InputError("loader", f"takes whole batches from a {type(batches).__name__}", remedy)
         self.drop_last = self.drop_last or batches.drop_last
-        self._sampler: Any = batches.sampler
+        self.sampler: Any = batches.sampler
         self.samples = self._length()
 
     @staticmethod
@@ -59,27 +59,27 @@ class GivenLoader:
             raise InputError("loader", problem, "let it give single samples, with batch_size=1 or more")
 
     def _length(self) -> int:
-        if isinstance(self._sampler, DistributedSampler):
-            if type(self._sampler) is not DistributedSampler:
-                problem = f"is shared out by a {type(self._sampler).__name__}"
+        if isinstance(self.sampler, DistributedSampler):
+            if type(self.sampler) is not DistributedSampler:
+                problem = f"is shared out by a {type(self.sampler).__name__}"
                 raise InputError("loader", problem, "leave that to the hook (Lightning: use_distributed_sampler=False)")
-            self.drop_last = self.drop_last or self._sampler.drop_last
+            self.drop_last = self.drop_last or self.sampler.drop_last
             return dataset_length(self.dataset)
-        return len(self._sampler)
+        return len(self.sampler)
 
     def order(self, epoch: int) -> Tensor:
         """Return the indices of an epoch's samples in order, shape (samples,), the same on all ranks.
 
         They are what the script's sampler would give to one process: drawn on every rank, and those of rank 0 are used.
         """
-        if epoch != self._told and callable(tell := getattr(self._sampler, "set_epoch", None)):
+        if epoch != self._told and callable(tell := getattr(self.sampler, "set_epoch", None)):
             tell(epoch)
         self._told = epoch
-        if isinstance(self._sampler, DistributedSampler):
-            return epoch_order(self.samples, self._sampler.shuffle, self._sampler.seed + self._sampler.epoch)
-        if type(self._sampler) is SequentialSampler:
+        if isinstance(self.sampler, DistributedSampler):
+            return epoch_order(self.samples, self.sampler.shuffle, self.sampler.seed + self.sampler.epoch)
+        if type(self.sampler) is SequentialSampler:
             return torch.arange(self.samples)
-        drawn = torch.tensor(list(self._sampler), dtype=torch.int64)
+        drawn = torch.tensor(list(self.sampler), dtype=torch.int64)
         if self._job.side is not None:
             dist.broadcast(drawn, src=0, group=self._job.side)
         return drawn
