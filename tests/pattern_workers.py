@@ -677,7 +677,7 @@ def loader_made_before(script: Script) -> list[Tensor]:
 def loader_of_a_distributed_sampler(script: Script) -> list[Tensor]:
     """It is told its epoch as before, and looked into before each."""
     sampler: Any = DistributedSampler(data(), script.ranks, script.rank, seed=3)
-    return _given(script, "loader of a distributed sampler", DataLoader(data(), batch_size=TOTAL, sampler=sampler))
+    return _given(script, DataLoader(data(), batch_size=TOTAL, sampler=sampler))
 
 
 @pattern
