@@ -21,7 +21,7 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
 from ddltool.analyzers.costs.kernel_times import ARITHMETIC, FEED, TRAFFIC, Constants, tiled_flops
-from ddltool.analyzers.costs.kernels import INPUT_GRADIENT, WEIGHT_GRADIENT, kernels_of
+from ddltool.analyzers.costs.kernels import INPUT_GRADIENT, WEIGHT_GRADIENT, compiled, kernels_of
 from ddltool.analyzers.costs.memory import Kind, Sharding
 from ddltool.analyzers.costs.model import CostModel, cost_model, estimate, time_step, update_s
 from ddltool.analyzers.costs.nccl import Fabric
@@ -29,7 +29,6 @@ from ddltool.analyzers.costs.predict import (
     Placement,
     Setting,
     WorkCurve,
-    compiled,
     measure_work,
     memory_limit_batch,
     predict,

@@ -88,13 +88,13 @@ def options(ledger: Ledger, seconds: Array, size: Array) -> list[list[tuple[int,
             again = Recomputation(ledger, {name: kept})
             return float(size[again.kept].sum()), float(ledger.again_s(again, seconds)[number])
 
-        count = len(block.products)
+        count = len(block.keepable)
         if count <= _EVERY_SET:
-            sets = list(chain.from_iterable(combinations(range(count), length) for length in range(count + 1)))
+            sets = list(chain.from_iterable(combinations(block.keepable, length) for length in range(count + 1)))
         else:
-            nothing, single = judged(()), [judged((product,)) for product in range(count)]
+            nothing, single = judged(()), [judged((product,)) for product in block.keepable]
             worth = [(nothing[1] - cost) / max(held, 1.0) for held, cost in single]
-            order = sorted(range(count), key=lambda product: (-worth[product], product))
+            order = [block.keepable[place] for place in sorted(range(count), key=lambda place: (-worth[place], place))]
             sets = [tuple(sorted(order[:length])) for length in range(count + 1)]
         front: list[tuple[int, ...]] = []
         fastest = np.inf

@@ -107,6 +107,8 @@ class Block:
     """Of its backward pass: the nodes that read what it alone holds, or make its gradients."""
     products: tuple[int, ...]
     """Where the products of its forward pass are (:func:`ddltool.plans.is_product`)."""
+    keepable: tuple[int, ...]
+    """Which of them may be kept: no later op changes what they made in place."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -211,7 +213,7 @@ class Ledger:
             problem = f"{self.traced.graph.name} has no list of blocks that run one after another"
             raise InputError("--checkpointing", problem, "leave it out")
         kept = checkpointing == "selective"
-        return {block.name: tuple(range(len(block.products))) if kept else () for block in self.blocks}
+        return {block.name: block.keepable if kept else () for block in self.blocks}
 
     def seconds(self, timed: Graph) -> Array:
         """Return (nodes,) the seconds of each place, by the durations of a graph of this step."""
@@ -467,13 +469,16 @@ class _Reader:
         for place in range(self.backward, len(self.nodes) - 1):
             for number in {int(owner[storage]) for storage in used[place] if owner[storage] >= 0}:
                 touched[number].append(place)
+        changed = self._changed()
         blocks = tuple(
             Block(
-                name=name, first=span[0], last=span[1], begins=places[0], ends=places[-1], products=self._products(span)
+                name=name, first=span[0], last=span[1], begins=places[0], ends=places[-1],
+                products=(products := self._products(span)),
+                keepable=tuple(which for which, place in enumerate(products) if not changed & self._stored(place)),
             )
             for (name, span), places in zip(self.spans.items(), touched, strict=True)
             if places
-        )
+        )  # fmt: skip
         if len(blocks) < len(self.spans):  # one that is not trained
             owner[:], blocks = -1, ()
         made = {place: which for block in blocks for which, place in enumerate(block.products)}
@@ -540,6 +545,19 @@ class _Reader:
 
     def _products(self, span: tuple[int, int]) -> tuple[int, ...]:
         return tuple(place for place in range(span[0], span[1] + 1) if _is_product(self.nodes[place]))
+
+    def _stored(self, place: int) -> set[int]:
+        return {self.storage[tensor.untyped_storage()._cdata] for tensor in _tensors(self.nodes[place])}
+
+    def _changed(self) -> set[int]:
+        """Return the storages of the forward pass that an op changes in place."""
+        made = set()
+        for node in self.nodes[: self.backward]:
+            if isinstance(node.target, OpOverload) and node.target._schema.is_mutable:
+                for argument, value in zip(node.target._schema.arguments, node.args, strict=False):
+                    if argument.alias_info is not None and argument.alias_info.is_write and isinstance(value, Node):
+                        made |= {self.storage[tensor.untyped_storage()._cdata] for tensor in _tensors(value)}
+        return made
 
     def _running_block(self) -> list[str]:
         """Return for each node of the forward pass the block that it runs in; what has no name, with the one before."""

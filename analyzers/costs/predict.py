@@ -19,6 +19,7 @@ from ddltool.analyzers.communication.collectives import default_cuts, finish_s
 from ddltool.analyzers.communication.fsdp import simulate_fsdp, units_of
 from ddltool.analyzers.communication.program import Program, program_of
 from ddltool.analyzers.costs.checkpointing import Chosen, cheapest
+from ddltool.analyzers.costs.kernels import compiled
 from ddltool.analyzers.costs.memory import (
     Array,
     Checkpointing,
@@ -33,12 +34,11 @@ from ddltool.analyzers.costs.memory import (
 from ddltool.analyzers.costs.model import HOST_BOUND, OPTIMIZER, OPTIMIZERS, CostModel, estimate
 from ddltool.analyzers.costs.nccl import Fabric
 from ddltool.analyzers.tracing.dialect import Numerics
-from ddltool.analyzers.tracing.op_rules import CLASSES, class_of
 from ddltool.analyzers.tracing.step import TrainingStep
 from ddltool.analyzers.tracing.torch_adapter import AS_DEFAULT, TracedStep, trace_any_batch
 from ddltool.device import Device, Network
 from ddltool.errors import Infeasible, InputError, did_you_mean
-from ddltool.graph import COMPUTE, Graph
+from ddltool.graph import Graph
 from ddltool.graph_results import (
     Assumptions,
     MemoryTimeline,
@@ -66,8 +66,6 @@ _TIGHTER, _TIGHTENED = 0.95, 8
 _MOMENTS = 160
 # A rate of 90 % of the best predicted one counts as saturated, as for measured profiles.
 _SATURATED = 0.9
-# What torch.compile fuses with its neighbours.
-_FUSED = frozenset(("pointwise", "copy", "normalisation", "softmax", "reduction"))
 _ASSUMED = ("compile", "optimizer", "accumulation", "sharding", "checkpointing")
 # What each precision computes in.
 _TYPES = {"amp": "float16", "bf16": "bfloat16", "tf32": "tf32", "fp32": "float32"}
@@ -521,39 +519,3 @@ def timeline(curve: WorkCurve, model: CostModel, setting: Setting, row: Predicte
         time_s=clock[tops].tolist(),
         parts={name: np.maximum(each[tops], 0.0).tolist() for name, each in curves.items() if each[tops].any()},
     )
-
-
-def compiled(graph: Graph) -> Graph:
-    """Return the graph under ``torch.compile``: fused ops cost nothing, the last of each chain reads for all. O(n + e).
-
-    Inductor fuses element-wise ops, casts, normalisations, softmaxes and reductions with their neighbours; convolutions,
-    matrix products and attention stay. What passes from one fused op to the next is neither written nor read again.
-
-    A graph without written bytes (from a file of an older version) only loses its launches.
-    """
-    compute = graph.kind == COMPUTE
-    free = np.array([mark == "free" for mark in graph.estimate]) & compute
-    fusible = compute & ~free
-    fusible &= np.array([CLASSES[class_of(op_type)] in _FUSED for op_type in graph.op_type])
-    pointer, targets = graph.successors()
-    size, estimate = graph.size_bytes.copy(), list(graph.estimate)
-
-    def readers(op: int) -> list[int]:
-        """Return the ops that read what an op makes, through views."""
-        found: list[int] = []
-        for target in targets[pointer[op] : pointer[op + 1]].tolist():
-            found += readers(target) if free[target] else [target]
-        return found
-
-    for op in graph.topological_order().tolist():
-        if not fusible[op]:
-            continue
-        reading = readers(op)
-        written = float(graph.written_bytes[op])
-        inside = [reader for reader in dict.fromkeys(reading) if fusible[reader]]
-        for reader in inside:
-            size[reader] = max(size[reader] - written, 0.0)
-        if inside and len(inside) == len(set(reading)):
-            size[inside[0]] += max(size[op] - written, 0.0)
-            size[op], estimate[op] = 0.0, "free"
-    return replace(graph, size_bytes=size, estimate=tuple(estimate))

@@ -21,9 +21,9 @@ from ddltool.analyzers.communication.fsdp import plan_fsdp, prefetch_setting
 from ddltool.analyzers.communication.program import Program, program_of
 from ddltool.analyzers.costs.checkpointing import cheapest
 from ddltool.analyzers.costs.memory import Checkpointing, Keeps, Kind, Sharding
-from ddltool.analyzers.costs.model import CostModel
+from ddltool.analyzers.costs.model import HOST_BOUND, CostModel
 from ddltool.analyzers.costs.nccl import Communicator, Fabric
-from ddltool.analyzers.costs.predict import HOST_BOUND, Placement, Setting, WorkCurve, step_of, timed_step
+from ddltool.analyzers.costs.predict import Placement, Setting, WorkCurve, step_of, timed_step
 from ddltool.analyzers.deciding.goal import Goal
 from ddltool.analyzers.deciding.search import Counts, best_devices
 from ddltool.analyzers.placement.problem import Problem
