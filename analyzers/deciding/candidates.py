@@ -147,7 +147,11 @@ class Candidates:
                         found.append(self.best(name, part))
                     except Infeasible:
                         continue
-        return found
+        # On one type the shares of a layout are equal whatever they are called, and the search may have found more by one name.
+        return [
+            *found,
+            *(_called_equal(it) for it in found if it.layouts and len(it.option.devices) == 1 and only is None),
+        ]
 
     def best(self, name: str, problem: Problem) -> Candidate:
         """Return what a strategy makes of the best devices for it. Raises Infeasible where it has no plan, with the reason."""
@@ -504,6 +508,11 @@ class Candidates:
         total = self.job.max_workers * self.job.batch_size
         share = float(efficiency(section.noise_scale, total, section.initial_batch_size or total))
         return throughput * self.job.batch_size * share
+
+
+def _called_equal(found: Candidate) -> Candidate:
+    plan, option = (it.model_copy(update={"strategy": "bsp"}) for it in (found.plan, found.option))
+    return replace(found, plan=plan, option=option)
 
 
 def _leans_on(plan: Plan, problem: Problem, share: float) -> dict[str, float]:

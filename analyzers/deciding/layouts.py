@@ -110,6 +110,9 @@ class Layouts:
         fitting, lacking, value = list[Found](), list[Found](), self.value(goal)
         first = _largest(problem, self.total)
         largest = first[0]
+        # One node of each type: nothing leaves it.
+        nodes = [min(self.kinds[each.name].fabric.gpus_per_node, each.count) for each in problem.devices]
+        first += [tuple(size * (kind == only) for kind in range(len(nodes))) for only, size in enumerate(nodes)]
 
         def of(counts: Counts, least: float) -> tuple[float, list[Found]] | None:
             # Of all devices every layout is shown; of fewer what could be better.
