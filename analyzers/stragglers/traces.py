@@ -28,6 +28,8 @@ PARTS = ("input", "forward", "backward", "optimizer", "host")
 _INPUT_PART, _FORWARD, _BACKWARD_PART, _OPTIMIZER_PART, _HOST, _BLOCKED = range(6)
 # A thread that was waiting goes on this soon after the collective's end: the scheduler's doing, not the rank's.
 _WAKES_S, _WAKES_SHARE = 2e-3, 0.2
+# And may go on before the profiler has noted the end.
+_NOTED_SHARE = 0.05
 # Clocks of one machine are one clock; further apart they cannot be.
 _STEPS_DRAWN = 6
 
@@ -191,7 +193,7 @@ def _blocked(gaps: Floats, collectives: Floats, device: bool) -> list[tuple[floa
         if device:  # kernels of one communicator follow one another
             found += [(max(low, collectives[1, row]), min(high, collectives[2, row]), int(row)) for row in ending]
             continue
-        ending = ending[collectives[2, ending] <= high + _WAKES_S]
+        ending = ending[collectives[2, ending] <= high + max(_WAKES_S, _NOTED_SHARE * (high - low))]
         if not len(ending):
             continue
         last = ending[np.argmax(collectives[2, ending])]
