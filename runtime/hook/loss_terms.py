@@ -169,7 +169,7 @@ def _is_penalty(root: Node) -> bool:
 def _has_number(node: Node) -> bool:
     """Return whether what a node has besides its followers is a plain number, or is added to one."""
     if node.name().startswith(("Add", "Sub", "Rsub")):
-        made = getattr(node, "_input_metadata", ())
+        made: Any = getattr(node, "_input_metadata", ())
         return len(made) == 1 and math.prod(made[0].shape) == 1
     others = [getattr(node, name, None) for name in ("_saved_other", "_saved_self")]
     found = [other for other in others if isinstance(other, Tensor)]
