@@ -26,13 +26,16 @@ COMMANDS: dict[str, dict[str, Any]] = tomllib.loads(
     Path(__file__).with_name("commands.toml").read_text(encoding="utf-8")
 )
 """By command, its ``summary``, the ``question`` that groups it in help, an ``example`` where its help has
-none, and ``panels`` of options by their parameters."""
+none, and ``panels`` of options by their parameters; the first of a ``group`` says what that is for."""
 
 
 def load(name: str) -> TyperCommand:
-    """Import the module of a command, named as on the command line, and return the command."""
-    module = name.replace("-", "_")
-    function = getattr(import_module(f"ddltool.commands.{module}"), module)
+    """Import the module of a command, named as on the command line, and return the command.
+
+    Those of a group have one module, with a function ``GROUP_COMMAND`` each.
+    """
+    module = name.partition(" ")[0].replace("-", "_")
+    function = getattr(import_module(f"ddltool.commands.{module}"), name.replace("-", "_").replace(" ", "_"))
     example = COMMANDS[name].get("example")
     single = typer.Typer(add_completion=False)
     single.command(name=name, epilog=f"Example: {example}" if example else None)(function)
@@ -50,19 +53,27 @@ class _Lazy(TyperGroup):
     def resolve_command(self, ctx: Any, args: list[str]) -> tuple[str | None, Any, list[str]]:
         """Return the command that the arguments name, loaded, and the arguments left."""
         name, command, left = super().resolve_command(ctx, args)
-        return name, command and load(name or ""), left
+        whole = f"{ctx.info_name} {name}" if ctx.parent else name or ""
+        return name, load(whole) if command and whole in COMMANDS else command, left
 
 
+_HELP = {"help_option_names": ["-h", "--help"]}
 app = typer.Typer(
     name="ddltool",
     cls=_Lazy,
     help="Order transfers, size batches, place workers and set barriers for distributed training, before it runs.",
     no_args_is_help=True,
     pretty_exceptions_enable=False,
-    context_settings={"help_option_names": ["-h", "--help"]},
+    context_settings=_HELP,
 )
+_groups: dict[str, typer.Typer] = {}
 for _name, _about in COMMANDS.items():
-    app.command(_name, help=_about["summary"], rich_help_panel=_about["question"])(lambda: None)
+    _group, _, _own = _name.rpartition(" ")
+    if _group and _group not in _groups:
+        _groups[_group] = typer.Typer(cls=_Lazy, no_args_is_help=True, context_settings=_HELP)
+        app.add_typer(_groups[_group], name=_group, help=_about["group"], rich_help_panel=_about["question"])
+    panel = None if _group else _about["question"]
+    _groups.get(_group, app).command(_own, help=_about["summary"], rich_help_panel=panel)(lambda: None)
 
 # typer ships its own copy of click since 0.2x and used the real one before; the base class is found through its child.
 _UsageProblem: type[Exception] = next(base for base in typer.BadParameter.__mro__ if base.__name__ == "ClickException")

@@ -87,7 +87,14 @@ def _command(name: str) -> list[str]:
     command = load(name)
     context = click.Context(command, info_name=f"ddltool {name}")
     usage = " ".join(command.collect_usage_pieces(context))
-    lines = [f"### [{name}]({name}.md)", "", COMMANDS[name]["summary"], "", f"    ddltool {name} {usage}", ""]
+    lines = [
+        f"### [{name}]({name.partition(' ')[0]}.md)",
+        "",
+        COMMANDS[name]["summary"],
+        "",
+        f"    ddltool {name} {usage}",
+        "",
+    ]
     rows: dict[str, list[str]] = {}
     for parameter in command.params:
         record = parameter.get_help_record(context)

@@ -71,7 +71,7 @@ def write_all(place: Path) -> list[Path]:
         _do("simulate", str(loads / "synthetic.csv"), *where, "--policy", "fifo,srtf", "-o", "simulation.json")
         workload, pair = str(loads / "synthetic.csv"), ["--policy", "fifo,srtf", "--compare", "srtf,fifo"]
         with open("sweep.json", "w") as file, contextlib.redirect_stdout(file):
-            assert run(["simulate", workload, *where, *pair, "--seeds", "2", "--json"]) == 0
+            assert run(["sweep", workload, *where, *pair, "--seeds", "2", "--json"]) == 0
         with (
             open("gate.json", "w") as file,
             open(os.devnull, "w") as nowhere,

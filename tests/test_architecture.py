@@ -131,14 +131,14 @@ def test_each_subcommand_is_documented() -> None:
     from ddltool.commands.main import COMMANDS, load
 
     for name in COMMANDS:
-        command = load(name)
+        command, file = load(name), ROOT / "docs" / f"{name.partition(' ')[0]}.md"
         assert command.help, name
-        assert (ROOT / "docs" / f"{name}.md").is_file(), f"docs/{name}.md is missing"
-        page = (ROOT / "docs" / f"{name}.md").read_text(encoding="utf-8")
+        assert file.is_file(), f"{file} is missing"
+        page = file.read_text(encoding="utf-8")
         for parameter in command.params:
             for option in parameter.opts:
                 if option.startswith("--") and option not in ("--help", "--json", "--output", "--seed"):
-                    assert option in page, f"docs/{name}.md does not mention {option}"
+                    assert option in page, f"{file} does not mention {option}"
 
 
 def test_public_functions_have_docstrings() -> None:

@@ -494,9 +494,25 @@ def test_the_options_are_a_decision() -> None:
                 "--traces",
                 "--whole-seconds",
                 *("--mtbf", "--repair", "--checkpoint-interval", "--failures", "--failure-seed", "--goodput"),
-                *("--price", "--metrics", "--generate", "--sample", "--convert"),
-                *("--seeds", "--jobs", "--engine", "--csv", "--compare"),
-                *("--advise", "--autoscale", "--hyperparameter-search", "--local-batch"),
+                *("--price", "--metrics"),
+                *common,
+            ]
+        ),
+        "sweep": sorted(
+            [
+                *("--cluster", "--traces", "--policy", "--interval", "--restart-delay", "--interference", "--power"),
+                *("--react", "--whole-seconds", "--mtbf", "--repair", "--checkpoint-interval", "--failures"),
+                *("--failure-seed", "--goodput", "--price", "--seeds", "--jobs", "--engine", "--csv", "--compare"),
+                *("--json", "--output"),
+            ]
+        ),
+        "workload generate": sorted(["--jobs", "--hours", "--pattern", "--cluster", "--traces", "--pollux", *common]),
+        "workload convert": sorted(["--jobs", "--hours", "--cluster", "--traces", "--pollux", *common]),
+        "advise": ["--json", "--output"],
+        "autoscale": ["--json", "--output", "--restart-delay", "--traces"],
+        "trials": sorted(
+            [
+                *("--cluster", "--traces", "--policy", "--local-batch", "--interval", "--restart-delay", "--power"),
                 *common,
             ]
         ),

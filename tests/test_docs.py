@@ -35,7 +35,7 @@ from typing import Any
 
 import pytest
 
-from ddltool.commands.main import load, run
+from ddltool.commands.main import COMMANDS, load, run
 
 REPO = Path(__file__).resolve().parents[1]
 PAGES = [REPO / "README.md", *sorted((REPO / "docs").rglob("*.md"))]
@@ -396,8 +396,9 @@ def check_options(command: str) -> None:
         while words and (words[0] == "time" or re.fullmatch(r"\w+=\S*", words[0])):
             words = words[1:]
         if words[:1] == ["ddltool"]:
-            command_of = _command(words[1])
-            command_of.make_parser(command_of.context_class(command_of)).parse_args(list(words[2:]))
+            count = 2 if " ".join(words[1:3]) in COMMANDS else 1
+            command_of = _command(" ".join(words[1 : 1 + count]))
+            command_of.make_parser(command_of.context_class(command_of)).parse_args(list(words[1 + count :]))
         elif words[:1] == ["torchrun"]:
             from torch.distributed.run import get_args_parser
 

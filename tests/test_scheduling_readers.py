@@ -243,22 +243,22 @@ def test_the_command_reads_samples_and_converts_both_formats(cli: Cli, tmp_path:
     table.write_text(HELIOS)
     log.write_text(json.dumps(philly()))
     for path, count in ((table, 3), (log, 2)):
-        result = cli("simulate", path, "--convert", "-o", made)
+        result = cli("workload", "convert", path, "--pollux", "-o", made)
         assert result.code == 0, result.err
         assert f"{count} of {count} jobs" in result.err
         jobs = read_workload(made)
         assert len(jobs) == count
         assert f"{path.name}; applications drawn by size class" in made.read_text()
-    result = cli("simulate", table, "--convert", "--sample", "jobs=1,hours=1", "-o", made)
+    result = cli("workload", "convert", table, "--jobs", 1, "--hours", 1, "-o", made)
     assert "1 of 3 jobs" in result.err
     assert len(read_workload(made)) == 1
     for arguments, message in [
-        ((table, "--convert", "--sample", "jobs=9"), "jobs: is 9; the trace has 3"),
-        ((made, "--convert"), "is a workload already"),
-        ((made, "--convert", "--sample", "jobs=1"), "--sample:"),
-        (("--convert",), "--convert: needs a trace"),
+        ((table, "--jobs", 9), "--jobs: is 9; the trace has 3"),
+        ((made,), "is a workload already"),
+        ((table, "--pollux", "--traces", tmp_path), "--pollux: has no part beside --traces"),
+        ((), "Missing argument 'TRACE'"),
     ]:
-        bad = cli("simulate", *arguments)
+        bad = cli("workload", "convert", *arguments)
         assert bad.code == 2
         assert message in bad.error_line
     for old, new, message in [
@@ -266,11 +266,11 @@ def test_the_command_reads_samples_and_converts_both_formats(cli: Cli, tmp_path:
         ("3600,0", "nan,0", "helios.csv:row 5:duration: is nan; a number, or nothing"),
     ]:
         table.write_text(HELIOS.replace(old, new))
-        bad = cli("simulate", table, "--convert")
+        bad = cli("workload", "convert", table)
         assert bad.code == 2
         assert message in bad.error_line
     log.write_text(json.dumps(philly())[:-40])
-    broken = cli("simulate", log, "--convert")
+    broken = cli("workload", "convert", log)
     assert broken.code == 2
     assert "philly.json: is no JSON" in broken.error_line
 
@@ -280,7 +280,7 @@ def test_phillys_log_is_told_by_how_it_begins_and_a_job_without_an_end_is_counte
     jobs[2]["attempts"][0]["end_time"] = "None"
     log = tmp_path / "cluster_job_log"  # as it is released
     log.write_text(json.dumps(jobs, indent=1))
-    made = cli("simulate", log, "--convert", "-o", tmp_path / "w.csv")
+    made = cli("workload", "convert", log, "-o", tmp_path / "w.csv")
     assert made.code == 0, made.err
     assert "2 of 2 jobs" in made.err
     assert "left out: 1 never started; 1 still ran at the log's end and count until then" in made.err
@@ -296,7 +296,7 @@ def test_a_table_that_is_neither_trace_nor_workload_is_told_what_both_have(
 ) -> None:
     table = tmp_path / "t.csv"
     table.write_text(f"{header}\n{','.join('1' for _ in header.split(','))}\n")
-    refused = cli("simulate", table, "--convert", "-o", tmp_path / "w.csv")
+    refused = cli("workload", "convert", table, "-o", tmp_path / "w.csv")
     assert refused.code == 2
     assert (
         "a workload has name, time, application, num_replicas, batch_size; a cluster's trace has" in refused.error_line

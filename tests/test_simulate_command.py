@@ -17,7 +17,7 @@ from ddltool.analyzers.scheduling.inputs import read_applications
 from ddltool.analyzers.scheduling.policies import POLICIES
 from ddltool.analyzers.scheduling.policies.pollux import Pollux
 from ddltool.analyzers.scheduling.search import Choice, choose_counts, search
-from ddltool.commands import simulate
+from ddltool.commands import autoscale, simulate, trials
 from tests.conftest import Result
 
 Cli = Callable[..., Result]
@@ -137,7 +137,6 @@ def test_a_bad_row_is_named(run: Cli, tmp_path: Path, rows: list[str], message: 
         (("--restart-delay", "604800"), "--restart-delay: is 604800.0; from 0 to 86400 seconds"),
         (("--power", "nan"), "--power: is nan"),
         (("--power", "-1000"), "--power: is -1000.0; from -50 to 50"),
-        (("--power", "1000", "--seeds", "1"), "--power: is 1000.0; from -50 to 50"),
         (("--power", "51", "--policy", "all"), "--power: is 51.0; from -50 to 50"),
         (("--power", "-1", "--policy", "fifo, ours"), "--power: has no part in --policy fifo, ours; leave it out"),
         (("--power", "-1", "--policy", "polux"), "--policy: unknown policy 'polux'"),
@@ -150,13 +149,9 @@ def test_a_bad_row_is_named(run: Cli, tmp_path: Path, rows: list[str], message: 
         (("--checkpoint-interval", "1h"), "--checkpoint-interval: needs --mtbf or --failures"),
         (("--price", "-1"), "--price:gpu: is -1; per GPU hour"),
         (("--price", "nan"), "--price:gpu: is nan; per GPU hour"),
-        (("--seeds", "2", "--seed", "7"), "--seed: has no part beside --seeds, which takes the seeds 0 to 1"),
-        *(
-            (
-                (*more, "--policy", "fifo", "--goodput", "visoin=gp.json,noise=1,samples=100,batch=1"),
-                "--goodput: 'visoin' is no application of the workload; did you mean \"vision\"?",
-            )
-            for more in ((), ("--seeds", "1"))
+        (
+            ("--policy", "fifo", "--goodput", "visoin=gp.json,noise=1,samples=100,batch=1"),
+            "--goodput: 'visoin' is no application of the workload; did you mean \"vision\"?",
         ),
     ],
 )
@@ -242,12 +237,12 @@ def test_an_output_is_no_input_and_no_other_output(cli: Cli, tmp_path: Path) -> 
     kept = {path: path.read_bytes() for path in (trace, workload, cluster, events)}
     files = (workload, "--cluster", cluster, "--traces", folder / "traces", "--failures", events, "--policy", "fifo")
     for path in kept:
-        for option in ("-o", "--csv"):
-            refused = cli("simulate", *files, option, path)
+        for command, option in (("simulate", "-o"), ("sweep", "--csv")):
+            refused = cli(command, *files, option, path)
             assert refused.code == 2
             assert f"{option}: " in refused.error_line
             assert "is one of the inputs" in refused.error_line
-    twice = cli("simulate", *files, "-o", tmp_path / "x", "--csv", tmp_path / "x")
+    twice = cli("sweep", *files, "-o", tmp_path / "x", "--csv", tmp_path / "x")
     assert twice.code == 2
     assert "is written by -o too" in twice.error_line
     assert {path: path.read_bytes() for path in kept} == kept
@@ -284,15 +279,16 @@ def test_what_takes_long_besides_replays_says_what_it_is_at(
         titles.append(title if total is None else f"{title} of {total}")
         yield lambda done, remark: said.append(f"{done}: {remark}")
 
-    monkeypatch.setattr(simulate, "progress", recorded)
+    for command in (simulate, trials, autoscale):
+        monkeypatch.setattr(command, "progress", recorded)
     assert run("--policy", "fifo").code == 0
     assert titles == ["reading synthetic.csv", "fifo of 24"]
     assert said[0].startswith("0: 0 of 24 jobs, 0.0 simulated hours")
     assert re.fullmatch(r"(\d+): \1 of 24 jobs, 2\.\d simulated hours", said[-1])
     shared = ("--cluster", FOLDER / "cluster.yaml", "--traces", FOLDER / "traces")
-    assert cli("simulate", *shared, "--hyperparameter-search", "vision", "--policy", "srtf").code == 0
+    assert cli("trials", "vision", *shared, "--policy", "srtf").code == 0
     assert titles[2:] == ["fixed-128 of 100", "srtf of 100"]
-    assert cli("simulate", *shared[2:], "--autoscale", "vision").code == 0
+    assert cli("autoscale", "vision", *shared[2:]).code == 0
     assert titles[4:] == ["vision under 5 scaling rules"]
 
 

@@ -1,4 +1,4 @@
-"""What ``ddltool simulate`` does beside one replay, through the command: sweeps, and questions about one job."""
+"""What is beside ``ddltool simulate``, through the commands: sweeps, and questions about one job."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from tests.test_scheduling_advise import write as write_state
 
 Cli = Callable[..., Result]
 FOLDER = Path(__file__).resolve().parents[1] / "fixtures" / "workloads"
+WORKLOAD = FOLDER / "synthetic.csv"
 SHARED = ("--cluster", FOLDER / "cluster.yaml", "--traces", FOLDER / "traces")
 
 
@@ -22,7 +23,7 @@ def test_a_sweep_has_the_figures_of_single_replays(cli: Cli, tmp_path: Path) -> 
     shutil.copyfile(FOLDER / "synthetic.csv", tmp_path / "again.csv")
     files = (FOLDER / "synthetic.csv", tmp_path / "again.csv")
     swept = cli(
-        *("simulate", *files, *SHARED, "--policy", "fifo,srtf", "--compare", "srtf,fifo"),
+        *("sweep", *files, *SHARED, "--policy", "fifo,srtf", "--compare", "srtf,fifo"),
         *("--csv", tmp_path / "rows.csv", "--json"),
     )
     assert swept.code == 0, swept.err
@@ -38,7 +39,7 @@ def test_a_sweep_has_the_figures_of_single_replays(cli: Cli, tmp_path: Path) -> 
     measures = {row["measure"]: row for row in swept.document["comparison"]["comparisons"]}
     change = single["srtf"]["avg_jct_s"] / single["fifo"]["avg_jct_s"]
     assert any(row["ratio"] == pytest.approx(change) for row in measures.values())
-    shown = cli("simulate", files[0], *SHARED, "--policy", "fifo,srtf", "--seeds", "1", "--compare", "srtf,fifo")
+    shown = cli("sweep", files[0], *SHARED, "--policy", "fifo,srtf", "--compare", "srtf,fifo")
     assert "Change from fifo to srtf" in shown.out
     assert max(len(line) for line in shown.out.splitlines()) <= 80
 
@@ -56,24 +57,14 @@ def test_gpus_held_over_time_add_up(cli: Cli) -> None:
 
 def test_the_advice_is_the_functions(cli: Cli, tmp_path: Path) -> None:
     state = write_state(tmp_path)
-    shown = cli("simulate", "--advise", state, "-o", tmp_path / "advice.json")
+    shown = cli("advise", state, "-o", tmp_path / "advice.json")
     assert shown.code == 0, shown.err
     assert ("Resize from" in shown.out) or ("Stay on" in shown.out)
     assert json.loads((tmp_path / "advice.json").read_text())["kind"] == "ddltool.advice"
 
 
 def test_the_first_local_batch_is_the_baseline(cli: Cli, tmp_path: Path) -> None:
-    made = cli(
-        "simulate",
-        "--hyperparameter-search",
-        "vision",
-        *SHARED,
-        "--policy",
-        "fifo",
-        "--local-batch",
-        "32,16,64",
-        "--json",
-    )
+    made = cli("trials", "vision", "--policy", "fifo", "--local-batch", "32,16,64", "--json")
     assert made.code == 0, made.err
     assert list(made.document["policies"]) == ["fixed-32", "fixed-16", "fixed-64", "fifo"]
     assert made.document["search"]["local_batch_size"] == 32
@@ -82,38 +73,34 @@ def test_the_first_local_batch_is_the_baseline(cli: Cli, tmp_path: Path) -> None
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("--advise", "x.yaml", "--autoscale", "a"), "--autoscale: has no part in --advise; leave it out"),
-        (("w.csv", "--advise", "x.yaml"), "WORKLOAD.csv: has no part in --advise"),
-        (("--autoscale", "a", "--traces", "t", "--mtbf", "3h"), "--mtbf: has no part in --autoscale; leave it out"),
-        (("--generate", "jobs=2,hours=1", "--policy", "pollux"), "--policy: has no part in --generate; leave it out"),
-        (("w.csv", "--convert", "--failure-seed", "0"), "--failure-seed: has no part in --convert; leave it out"),
-        (("w.csv", *SHARED, "--local-batch", "4"), "--local-batch: has no part in a replay; leave it out"),
-        (("--advise", "x.yaml"), "x.yaml: no such file"),
-        (("--autoscale", "imagenet"), "--traces: is missing"),
-        (("--autoscale", "", "--traces", FOLDER / "traces"), "--autoscale: the application's name is empty"),
-        (("--hyperparameter-search", "", *SHARED), "--hyperparameter-search: the application's name is empty"),
-        (("--autoscale", "nothing", "--traces", FOLDER / "traces"), "nothing"),
-        (("--hyperparameter-search", "a", "--traces", FOLDER / "traces"), "--cluster: is missing"),
-        (("--hyperparameter-search", "a", *SHARED, "--local-batch", "0"), "--local-batch: 0 is below 1"),
-        (("w.csv", "v.csv", "--convert", "-o", "c.csv"), "WORKLOAD.csv: is given 2 times"),
-        ((FOLDER / "synthetic.csv", *SHARED, "--seeds", "2", "--metrics"), "--metrics: has no part in a sweep"),
-        ((FOLDER / "synthetic.csv", *SHARED, "--seeds", "2", "--price", "T4=1"), "price"),
-        ((FOLDER / "synthetic.csv", *SHARED, "--csv", "c.csv", "--goodput", "vision"), "--goodput: is 'vision'"),
-        ((FOLDER / "synthetic.csv", *SHARED, "--csv", "c.csv", "--goodput", "vision=x.json"), "vision: lacks noise"),
-        ((FOLDER / "synthetic.csv", *SHARED, "--compare", "ours"), "--compare: is 'ours'; two policies"),
-        (
-            (FOLDER / "synthetic.csv", *SHARED, "--policy", "fifo", "--compare", "fifo,sia"),
-            "two policies of those replayed: fifo",
-        ),
-        ((FOLDER / "synthetic.csv", *SHARED, "--engine", "cloud"), "--engine: unknown engine 'cloud'"),
-        ((FOLDER / "synthetic.csv", FOLDER / "synthetic.csv", *SHARED), "is given twice"),
+        (("simulate", "w.csv", "v.csv"), "Got unexpected extra argument"),
+        (("simulate", "w.csv", "--local-batch", "4"), "No such option: --local-batch"),
+        (("simulate",), "Missing argument 'WORKLOAD.csv'"),
+        (("simulate", WORKLOAD, *SHARED[2:]), "--cluster: is missing"),
+        (("autoscale", "a", "--mtbf", "3h"), "No such option: --mtbf"),
+        (("autoscale", "nothing"), "nothing"),
+        (("autoscale", ""), "APP: is empty"),
+        (("advise", "x.yaml"), "x.yaml: no such file"),
+        (("trials", "a", *SHARED[2:]), "--cluster: is missing"),
+        (("trials", "vision", "--local-batch", "0"), "--local-batch: 0 is below 1"),
+        (("workload", "generate", "--policy", "pollux"), "No such option: --policy"),
+        (("workload", "convert", "w.csv", "--failure-seed", "0"), "No such option: --failure-seed"),
+        (("sweep", WORKLOAD, "--metrics"), "No such option: --metrics"),
+        (("sweep", WORKLOAD, "--price", "T4=1"), "price"),
+        (("sweep", WORKLOAD, "--power", "1000"), "--power: is 1000.0; from -50 to 50"),
+        (("sweep", WORKLOAD, *SHARED, "--goodput", "vision"), "--goodput: is 'vision'"),
+        (("sweep", WORKLOAD, *SHARED, "--goodput", "vision=x.json"), "vision: lacks noise"),
+        (("sweep", WORKLOAD, "--compare", "ours"), "--compare: is 'ours'; two policies"),
+        (("sweep", WORKLOAD, "--policy", "fifo", "--compare", "fifo,sia"), "two policies of those replayed: fifo"),
+        (("sweep", WORKLOAD, "--engine", "cloud"), "--engine: unknown engine 'cloud'"),
+        (("sweep", WORKLOAD, WORKLOAD), "is given twice"),
     ],
 )
 def test_what_does_not_go_together_is_one_line(
     cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, arguments: tuple[object, ...], message: str
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    refused = cli("simulate", *arguments)
+    refused = cli(*arguments)
     assert refused.code == 2
     assert message in refused.error_line
     assert not list(tmp_path.glob("*.csv"))

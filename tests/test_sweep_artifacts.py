@@ -24,7 +24,7 @@ FIGURES = tuple(name for name in SweepFigures.model_fields if name != "cost")
 
 @pytest.fixture(scope="module")
 def simulated(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """What ``simulate --seeds --compare`` prints."""
+    """What ``sweep --compare`` prints."""
     import contextlib
     import io
 
@@ -34,7 +34,7 @@ def simulated(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     where = ["--cluster", str(loads / "cluster.yaml"), "--traces", str(loads / "traces")]
     asked = ["--policy", "fifo,srtf", "--seeds", "2", "--compare", "srtf,fifo", "--json"]
     with contextlib.redirect_stdout(said):
-        assert run(["simulate", str(loads / "synthetic.csv"), *where, *asked]) == 0
+        assert run(["sweep", str(loads / "synthetic.csv"), *where, *asked]) == 0
     found: dict[str, Any] = json.loads(said.getvalue())
     return found
 

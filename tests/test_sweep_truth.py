@@ -54,15 +54,15 @@ def goodput(noise: int = 900) -> tuple[str, str]:
 
 @pytest.mark.parametrize("jobs", [1, 2])
 def test_a_sweep_has_the_bits_of_single_replays(cli: Cli, folder: Path, jobs: int) -> None:
-    base = ("simulate", "small.csv", "--cluster", "cluster.yaml", *TRACES, *goodput(), "--price", "gpu=1,other=3")
-    swept = cli(*base, "--policy", "fifo,ours", "--seeds", 2, "--jobs", jobs, "--csv", "rows.csv", "--json")
+    base = ("small.csv", "--cluster", "cluster.yaml", *TRACES, *goodput(), "--price", "gpu=1,other=3")
+    swept = cli("sweep", *base, "--policy", "fifo,ours", "--seeds", 2, "--jobs", jobs, "--csv", "rows.csv", "--json")
     assert swept.code == 0, swept.err
     assert swept.err.count("constant noise scale 900") == 1
     assert "constant noise scale 900" in swept.document["settings"]["assumptions"]["vision"]
     cells = {(cell["policy"], cell["seed"]): cell["figures"] for cell in swept.document["cells"]}
     assert len(cells) == 4
     for seed in range(2):
-        alone = cli(*base, "--policy", "fifo,ours", "--seed", seed, "--json").document["policies"]
+        alone = cli("simulate", *base, "--policy", "fifo,ours", "--seed", seed, "--json").document["policies"]
         for policy, record in alone.items():
             found = cells[policy, seed]
             assert found["cost"] == record["cost"]["jobs"] > 0
@@ -72,15 +72,17 @@ def test_a_sweep_has_the_bits_of_single_replays(cli: Cli, folder: Path, jobs: in
                 assert found[name] == record[name]
     with (folder / "rows.csv").open() as rows:
         assert [float(row["cost"]) for row in csv.DictReader(rows)] == [one["cost"] for one in cells.values()]
-    measured = cli(*base[:4], *TRACES, "--policy", "fifo", "--json").document["policies"]["fifo"]
+    measured = cli("simulate", *base[:3], *TRACES, "--policy", "fifo", "--json").document["policies"]["fifo"]
     assert measured["avg_jct_s"] != cells["fifo", 0]["avg_jct_s"]  # the model was in use
 
 
 def test_a_seed_of_a_sweep_draws_failures_as_a_single_replay_does(cli: Cli, folder: Path) -> None:
-    base = ("simulate", "small.csv", "--cluster", "cluster.yaml", *TRACES, "--policy", "fifo", "--mtbf", "1h")
-    swept = cli(*base, "--failure-seed", 5, "--seeds", 2, "--json").document["cells"]
+    base = ("small.csv", "--cluster", "cluster.yaml", *TRACES, "--policy", "fifo", "--mtbf", "1h")
+    swept = cli("sweep", *base, "--failure-seed", 5, "--seeds", 2, "--json").document["cells"]
     averages = [
-        cli(*base, "--failure-seed", 5 + seed, "--seed", seed, "--json").document["policies"]["fifo"]["avg_jct_s"]
+        cli("simulate", *base, "--failure-seed", 5 + seed, "--seed", seed, "--json").document["policies"]["fifo"][
+            "avg_jct_s"
+        ]
         for seed in range(2)
     ]
     assert [one["figures"]["avg_jct_s"] for one in swept] == averages
@@ -88,7 +90,7 @@ def test_a_seed_of_a_sweep_draws_failures_as_a_single_replay_does(cli: Cli, fold
 
 
 def test_costs_are_compared_where_all_have_one(cli: Cli, folder: Path) -> None:
-    base = ("simulate", "small.csv", "--cluster", "cluster.yaml", *TRACES, "--policy", "fifo,ours", "--seeds", 1)
+    base = ("sweep", "small.csv", "--cluster", "cluster.yaml", *TRACES, "--policy", "fifo,ours")
     plain = cli(*base, "--compare", "ours,fifo", "--json").document["comparison"]["comparisons"]
     assert "cost" not in {row["measure"] for row in plain}
     priced = cli(*base, "--compare", "ours,fifo", "--price", "gpu=1,other=3", "--json").document
@@ -106,7 +108,7 @@ def test_costs_are_compared_where_all_have_one(cli: Cli, folder: Path) -> None:
 
 
 def test_a_file_is_of_one_truth(cli: Cli, folder: Path) -> None:
-    base = ("simulate", "small.csv", "--cluster", "cluster.yaml", *TRACES, "--policy", "fifo", "-o", "s.json")
+    base = ("sweep", "small.csv", "--cluster", "cluster.yaml", *TRACES, "--policy", "fifo", "-o", "s.json")
     prices = ("--price", "1")
     assert cli(*base, *goodput(), *prices, "--seeds", 1).code == 0
     kept = (folder / "s.json").read_bytes()
@@ -144,9 +146,9 @@ def test_all_applications_may_be_fitted_and_none_may_be_missing(cli: Cli, folder
     rows = (folder / "small.csv").read_text().splitlines()
     kept = [row for row in rows if row.startswith("name") or ",vision," in row]
     (folder / "vision.csv").write_text("\n".join(kept) + "\n")
-    base = ("--cluster", "cluster.yaml", "--policy", "fifo", "--seeds", 1, *goodput())
-    assert cli("simulate", "vision.csv", *base).code == 0
-    refused = cli("simulate", "vision.csv", "small.csv", *base)
+    base = ("--cluster", "cluster.yaml", "--policy", "fifo", *goodput())
+    assert cli("sweep", "vision.csv", *base).code == 0
+    refused = cli("sweep", "vision.csv", "small.csv", *base)
     assert refused.code == 2
     assert "--traces: are missing for application 'language'" in refused.error_line
 
@@ -156,7 +158,10 @@ def test_a_clusters_trace_is_no_workload_of_a_sweep(cli: Cli, folder: Path) -> N
     (folder / "philly.json").write_text("[]")
     base = ("--cluster", "cluster.yaml", *TRACES, "--policy", "fifo", "-o", "s.json")
     for name in ("helios.csv", "philly.json"):
-        refused = cli("simulate", "small.csv", name, *base)
+        refused = cli("sweep", "small.csv", name, *base)
         assert refused.code == 2
-        assert f"{name}: is a cluster's trace; make a workload of it with --convert first" in refused.error_line
+        assert (
+            f"{name}: is a cluster's trace; make a workload of it with ddltool workload convert first"
+            in refused.error_line
+        )
     assert not (folder / "s.json").exists()

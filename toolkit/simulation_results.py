@@ -208,7 +208,7 @@ class PolicyComparison(Result):
 
 
 class SweepDocument(Result):
-    """``ddltool simulate --seeds``."""
+    """``ddltool sweep``."""
 
     kind: Literal["ddltool.sweep"] = "ddltool.sweep"
     settings: dict[str, Any] = Field(default_factory=dict)
@@ -290,7 +290,7 @@ class ResizeOption(Part):
 
 
 class AdviceResult(Result):
-    """``ddltool simulate --advise``."""
+    """``ddltool advise``."""
 
     kind: Literal["ddltool.advice"] = "ddltool.advice"
     job: str
@@ -327,7 +327,7 @@ class ScaledTraining(Part):
 
 
 class AutoscalingResult(Result):
-    """``ddltool simulate --autoscale``."""
+    """``ddltool autoscale``."""
 
     kind: Literal["ddltool.autoscaling"] = "ddltool.autoscaling"
     application: str
@@ -360,7 +360,7 @@ class SearchFigures(Part):
 
 
 class SearchResult(Result):
-    """``ddltool simulate --hyperparameter-search``."""
+    """``ddltool trials``."""
 
     kind: Literal["ddltool.hyperparameter_search"] = "ddltool.hyperparameter_search"
     search: TrialSearch
@@ -379,7 +379,7 @@ class JobSpec(Part):
 
 
 class WorkloadResult(Result):
-    """``ddltool simulate --generate`` and ``--convert``; ``source`` says what the jobs are drawn from."""
+    """``ddltool workload``; ``source`` says what the jobs are drawn from."""
 
     kind: Literal["ddltool.workload"] = "ddltool.workload"
     source: str

@@ -24,7 +24,7 @@ _BARS_DRAWN = 24
 _LOG_FROM = 10.0
 # A bar beyond, or below one over this, leaves nothing of the others.
 _MOST_DRAWN = 1e12
-# A comparison's measures in the words of ``ddltool simulate --compare``.
+# A comparison's measures in the words of ``ddltool sweep --compare``.
 _MEASURES = {
     **{"avg_jct_s": "average JCT", "p99_jct_s": "p99 JCT", "worst_fairness": "worst fairness"},
     **{"makespan_s": "makespan", "gpu_seconds": "cost (GPU time)", "cost": "cost (price)"},

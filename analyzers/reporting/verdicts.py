@@ -124,7 +124,7 @@ def _simulation(found: SimulationDocument) -> Verdict:
     if worst != best and last.avg_jct_s > 0:
         answer += f", {1 - own.avg_jct_s / last.avg_jct_s:.0%} sooner than under {shortened(worst, _LONGEST)}"
     sure = f"one workload and one seed: no interval; 99 % of its jobs within {show_seconds(own.p99_jct_s)}"
-    return Verdict(answer=f"{answer} (simulated).", sure=sure, then="ddltool simulate --seeds 10 gives an interval")
+    return Verdict(answer=f"{answer} (simulated).", sure=sure, then="ddltool sweep --seeds 10 gives an interval")
 
 
 def _sweep(found: SweepDocument) -> Verdict | None:

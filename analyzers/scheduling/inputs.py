@@ -102,7 +102,7 @@ def read_workload(path: Path) -> list[JobSpec]:
     """
     frame = None if is_json(path) else read_table(path, WORKLOAD)
     if frame is None or is_trace(frame):
-        raise InputError(str(path), "is a cluster's trace", "make a workload of it with --convert first")
+        raise InputError(str(path), "is a cluster's trace", "make a workload of it with ddltool workload convert first")
     return _jobs(frame, path)
 
 

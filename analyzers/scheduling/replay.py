@@ -259,19 +259,13 @@ def study(
     models: Sequence[FittedModel],
     prices: Mapping[str, float] | None,
     seed: int,
-    jobs: int | None = None,
-    hours: float | None = None,
-    sample_seed: int | None = None,
     tell: Tell = log_remark,
     stage: Stage = quietly,
 ) -> SimulationDocument:
-    """Return the record of a workload under policies; ``jobs`` and ``hours`` sample a cluster's trace."""
+    """Return the record of a workload, or of all jobs of a cluster's trace, under policies."""
     with stage(f"reading {workload.name}"):
         drawn_from = partial(read_templates, folders, machines)
-        drawn = seed if sample_seed is None else sample_seed
-        specs, remark = read_jobs(workload, drawn_from, jobs=jobs, hours=hours, seed=drawn)
-        if not remark and (jobs, hours, sample_seed) != (None, None, None):
-            raise InputError("--sample", f"{workload} is a workload", "sample from a cluster's trace")
+        specs, remark = read_jobs(workload, drawn_from, jobs=None, hours=None, seed=seed)
         truth = read_truth(specs, folders, models)
     for text in filter(None, [remark, *truth.assumed]):
         tell(text)

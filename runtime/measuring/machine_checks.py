@@ -34,7 +34,7 @@ PACKAGES = (
 )
 OPTIONAL = {
     "transformers": "sources transformers:NAME: pip install 'ddltool[transformers]'",
-    "ray": "simulate --engine ray: pip install 'ddltool[ray]'",
+    "ray": "sweep --engine ray: pip install 'ddltool[ray]'",
 }
 PATIENCE_S = 20.0
 """How long two processes may take to start, meet and reduce before they count as hung."""

@@ -1,0 +1,50 @@
+"""``ddltool trials APP``: a search of hyper-parameters as a workload of 100 trials."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Annotated
+
+import typer
+
+from ddltool.analyzers.reporting.sweep_section import search_section
+from ddltool.analyzers.scheduling.inputs import read_applications, read_cluster
+from ddltool.analyzers.scheduling.replay import search_trials, watched
+from ddltool.analyzers.scheduling.simulator import Options
+from ddltool.commands import replays
+from ddltool.commands.options import Json, Output, Seed
+from ddltool.commands.output import finish, progress
+from ddltool.commands.values import as_options, integers
+from ddltool.outputs import check_outputs
+from ddltool.simulation_results import TrialSearch
+
+
+@as_options(replays.OPTIONS)
+def trials(
+    context: typer.Context,
+    application: replays.Application,
+    cluster: replays.ClusterFile = None,
+    traces: replays.Traces = None,
+    policy: replays.PolicyNames = "pollux",
+    local_batch: Annotated[
+        str, typer.Option(metavar="N,...", help="Fixed samples per GPU of the baseline; further ones beside it.")
+    ] = "128",
+    interval: replays.Interval = 60.0,
+    restart_delay: replays.RestartDelay = 30.0,
+    power: replays.Power = -1.0,
+    seed: Seed = 0,
+    output: Output = None,
+    as_json: Json = False,
+) -> None:
+    """Replay a search of hyper-parameters, 100 trials of one application, under scheduling policies."""
+    nodes, folders = replays.shipped_or(cluster, traces)
+    check_outputs([nodes, *(path for each in folders for path in each.glob("*/*.csv"))], {"-o": output})
+    machines = read_cluster(nodes)
+    makers = replays.read_policies(context.params, machines)
+    first, *others = integers(local_batch, "--local-batch", ordered=False)  # the first is the baseline
+    asked = TrialSearch(application=application, local_batch_size=first)
+    timing = Options(interval_s=interval, restart_delay_s=restart_delay)
+    watch = partial(watched, stage=progress, jobs=asked.trials)
+    measured = read_applications(folders, [application])
+    found = search_trials(asked, measured, machines, makers, timing, local_batch_sizes=others, watch=watch)
+    finish(found, lambda: search_section(found), output, as_json)
