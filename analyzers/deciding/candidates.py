@@ -511,8 +511,8 @@ class Candidates:
 
 
 def _called_equal(found: Candidate) -> Candidate:
-    plan, option = (it.model_copy(update={"strategy": "bsp"}) for it in (found.plan, found.option))
-    return replace(found, plan=plan, option=option)
+    renamed = {"strategy": "bsp"}
+    return replace(found, plan=found.plan.model_copy(update=renamed), option=found.option.model_copy(update=renamed))
 
 
 def _leans_on(plan: Plan, problem: Problem, share: float) -> dict[str, float]:

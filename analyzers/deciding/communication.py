@@ -72,6 +72,7 @@ class Communication(Protocol):
 
     def demand_whole(self, name: str) -> None:
         """Raise Infeasible where a process on such a device cannot hold the whole model's state."""
+        return
 
 
 class GraphCommunication(Communication):

@@ -99,8 +99,9 @@ def of_frame(frame: pd.DataFrame, where: str) -> Operations:
         index=keys, columns=["step", "dp_rank"], values=["duration", "start_ts"]
     )
     replicas = sorted({int(replica) for replica in frame["dp_rank"].unique()})
-    there = cells["duration"].notna().T.groupby(level="step").sum().T  # on how many data-parallel ranks
-    there.loc[there.index.get_level_values("optype") == "gc"] = len(replicas)  # it need not come in every step
+    lengths, begins = pd.DataFrame(cells["duration"]), pd.DataFrame(cells["start_ts"])
+    there = pd.DataFrame(lengths.notna().T.groupby(level="step").sum()).T  # on how many data-parallel ranks
+    there.loc[there.index.get_level_values("optype") == "gc", :] = len(replicas)  # it need not come in every step
     # Steps are alike where they have the same operations: the usual kind of those that all ranks have whole is taken.
     alike: dict[bytes, list[int]] = defaultdict(list)
     for step in there.columns[((there == len(replicas)) | (there == 0)).all(axis=0)]:
@@ -108,16 +109,16 @@ def of_frame(frame: pd.DataFrame, where: str) -> Operations:
     steps = max(alike.values(), key=len, default=[])
     if not steps:
         raise InputError(where, "has no step with every operation on every rank", "give whole steps of one job")
-    cells = cells[there[steps[0]] > 0]
-    lengths, begins = cells["duration"].fillna(0.0), cells["start_ts"]
-    shape = (len(cells), len(steps), len(replicas))
+    kept = (there[steps[0]] > 0).to_numpy()
+    lengths, begins = lengths.loc[kept].fillna(0.0), begins.loc[kept]
+    shape = (len(lengths), len(steps), len(replicas))
     wanted = pd.MultiIndex.from_product([steps, replicas])
     duration, start = (
         part.reindex(columns=wanted).to_numpy(dtype=np.float64).reshape(shape).transpose(0, 2, 1)
         for part in (lengths, begins)
     )
     start = np.nan_to_num(start - np.nanmin(start, axis=(0, 1), keepdims=True))
-    ops = [(str(kind), int(number), int(stage)) for kind, number, stage in cells.index]
+    ops = [(str(kind), int(number), int(stage)) for kind, number, stage in lengths.index]
     ranks = frame.drop_duplicates(["dp_rank", "stage"]).pivot(index="dp_rank", columns="stage", values="rank")
     named = frame[frame["step"].isin(steps)].drop_duplicates(keys)
     columns = [named[name].tolist() for name in (*keys, "mc", "gmc")]

@@ -17,6 +17,7 @@ from __future__ import annotations
 import logging
 import random
 import warnings
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -155,7 +156,8 @@ def trace_any_batch(build: Callable[[], TrainingStep], *, mode: Mode, numerics: 
     if traced.graph.batch_size is None or few is None:
         return traced
     large, many = _LARGE, _forward(step, _LARGE, mode, numerics)
-    if many is None:
+    if many is None or (_beyond_32_bits(many) and not _in_proportion(few, many, small, large)):
+        # Sizes that no 32-bit index reaches have ops of their own; the traced batch tells then.
         large, many = own, _forward(step, own, mode, numerics)
     if _in_proportion(few, many or [], small, large):
         made = () if own == prime else _forward(step, own, mode, numerics)
@@ -186,6 +188,10 @@ def module_names(parameters: Sequence[str]) -> str:
 
 def _sizes(made: Sequence[Made]) -> frozenset[int]:
     return frozenset(size for _, shapes, _ in made for shape in shapes for size in shape)
+
+
+def _beyond_32_bits(made: Sequence[Made]) -> bool:
+    return any(math.prod(shape) >= 2**31 for _, shapes, _ in made for shape in shapes)
 
 
 def _in_proportion(few: Sequence[Made], many: Sequence[Made], small: int, large: int) -> bool:

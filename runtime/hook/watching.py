@@ -74,10 +74,10 @@ class RankWatch:
     def __call__(self, step: Step) -> None:
         """Take a step; all ranks take the same ones."""
         if self._pending is not None:
-            work, rows = self._pending
+            work, gathered = self._pending
             self._pending = None
             work.wait()
-            self._read(torch.stack(rows))
+            self._read(torch.stack(gathered))
         if step.number >= _SKIPPED:
             self._steps.append(step)
         if len(self._steps) >= self.stretch:
