@@ -15,9 +15,9 @@ that reads what an in-place op wrote depends on it.
 from __future__ import annotations
 
 import logging
+import math
 import random
 import warnings
-import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
