@@ -16,6 +16,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import functools
+import gc
 import hashlib
 import multiprocessing
 import os
@@ -162,6 +163,7 @@ def serving(part: Part, records: Records, name: str, policy: Policy, seconds: fl
             records.watch(f"{name}: worker {rank}", staying[rank].pid)
         guests: list[BaseProcess] = []
         hurt: set[int | None] = set()
+        quiet = 0.0
         end = time.monotonic() + seconds
         while time.monotonic() < end:
             time.sleep(chance.uniform(0.2, 1.0))
@@ -181,8 +183,10 @@ def serving(part: Part, records: Records, name: str, policy: Policy, seconds: fl
             if guest.pid in hurt or guest.pid is None or not (number.exists() and number.stat().st_size):
                 continue
             what = chance.choice(["killed", "stalled for 1 s", "stalled too long", "nothing", "nothing"])
-            if what == "nothing":
+            # Losses one after another may add up in one step: each silence is waited for by itself.
+            if what == "nothing" or (what != "killed" and time.monotonic() < quiet):
                 continue
+            quiet = quiet if what == "killed" else time.monotonic() + LOST_AFTER_S + GRACE_S
             part.events[what] += 1
             if what == "killed":
                 hurt.add(guest.pid)
@@ -223,6 +227,12 @@ def _stop(pid: int, seconds: float) -> None:
 # Elastic training.
 
 
+def train(path: str, model: str, optimizer: str, until: int) -> None:
+    """Train up to a step and let go of everything: a trainer is a circle of objects, so it goes with a collection."""
+    elastic_workers.run(path, model=model, optimizer=optimizer, until=until)
+    gc.collect()
+
+
 def elastic(part: Part, records: Records, seconds: float, seed: int) -> None:
     """Train jobs that are resized at random steps; compare their bits with those of a run of one size."""
     chance, crew = random.Random(f"elastic {seed}"), Crew(elastic_workers.WORKERS)
@@ -239,9 +249,8 @@ def elastic(part: Part, records: Records, seconds: float, seed: int) -> None:
 
     def segment(path: str, size: int, until: int, model: str, optimizer: str) -> None:
         began = time.monotonic()
-        run = functools.partial(elastic_workers.run, model=model, optimizer=optimizer, until=until)
         with tempfile.TemporaryDirectory() as store:
-            crew.run(elastic_workers._in_group, size, f"{store}/store", run, (path,))
+            crew.run(elastic_workers._in_group, size, f"{store}/store", train, (path, model, optimizer, until))
         part.waited(time.monotonic() - began, "a part of a run")
 
     with tempfile.TemporaryDirectory() as folder:

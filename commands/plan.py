@@ -170,6 +170,8 @@ def plan(
     as_json: Json = False,
 ) -> None:
     """Compare the ways to run a job on its devices, or plan by one, and predict the step time."""
+    if strategy in get_args(Objective):
+        raise InputError("--strategy", f"{strategy} is an objective", f"give --objective {strategy}")
     strategy = known("--strategy", strategy, ("auto", *STRATEGIES))
     allowed = _ALL | _MORE.get(strategy, set()) | ({"share"} if together else set())
     demand_part(context, f"--strategy {strategy}", allowed | _SHORT)

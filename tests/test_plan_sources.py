@@ -111,3 +111,8 @@ def test_a_plan_of_one_job_names_its_file_too(here: Path, cli: Cli, strategy: st
     result = cli("plan", "b.yaml", "--strategy", strategy)
     assert result.code == 2
     assert result.error_line.startswith("b.yaml:devices.T4.memory_gib: is missing; ")
+
+
+def test_an_objective_in_the_place_of_a_strategy_is_told_where_it_belongs(cli: Cli) -> None:
+    result = cli("plan", "any.yaml", "--strategy", "fastest")
+    assert (result.code, result.err) == (2, "error: --strategy: fastest is an objective; give --objective fastest\n")
