@@ -62,6 +62,8 @@ def on_files(files: Files, config: Any) -> Files:
 def on_page_markdown(markdown: str, **_: Any) -> str:
     """Point links that leave docs/ at what the site has of it; a folder has no page."""
     markdown = re.sub(r"\[([^]]*)\]\((?:\.\./)+examples/ci\)", r"`\1`", markdown)
+    for page, source in BESIDE.items():
+        markdown = markdown.replace(f"](../{source}", f"]({page}")
     return markdown.replace("](../examples/", "](examples/")
 
 
