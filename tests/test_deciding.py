@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import pytest
 from hypothesis import given, settings
@@ -112,6 +112,16 @@ def test_a_graph_at_its_own_speed_leaves_what_the_trace_says(resnet: Graph) -> N
     assert each.best_s + program.compute_s == pytest.approx(
         compare(resnet, samples=5).schedules["tac"].makespan_s, rel=0.02
     )
+
+
+def test_servers_of_one_node_are_reached_inside_it(resnet: Graph) -> None:
+    """Asynchronous workers of one node do not pay for the network between nodes that other types would need."""
+    flat = Fabric.flat(RATE, DELAY)
+    node = replace(flat, inside=replace(flat.inside, bytes_per_s=100 * RATE), gpus_per_node=4)
+    source = GraphCommunication(resnet, {"V100": node, "T4": node}, {})
+    alone, over, beside = ({"V100": 4}, {"V100": 8}, {"V100": 4, "T4": 4})
+    assert source.asynchronous(alone, 0.1).best_s < source.asynchronous(over, 0.1).best_s / 10
+    assert source.asynchronous(beside, 0.1) == source.asynchronous(over, 0.1)
 
 
 def test_more_compute_hides_more(resnet: Graph) -> None:

@@ -219,10 +219,11 @@ class GraphCommunication(Communication):
 
     def asynchronous(self, devices: Mapping[str, int], pass_s: float) -> Exposed:
         """Return the exposure of TAC's order over a random one, simulated on the graph."""
-        rate, delay = min(
-            (each.between.bytes_per_s / each.gpus_per_node, each.between.latency_s)
-            for each in (self.fabrics[name] for name in devices)
-        )
+        fabrics = [self.fabrics[name] for name in devices]
+        if len(devices) < 2 and not self._leaves_node(devices):  # nor do the servers
+            rate, delay = fabrics[0].inside.bytes_per_s, fabrics[0].inside.latency_s
+        else:
+            rate, delay = min((it.between.bytes_per_s / it.gpus_per_node, it.between.latency_s) for it in fabrics)
         key = pass_s, rate, delay
         if key not in self._asynchronous:
             durations = self.graph.duration_s.copy()

@@ -130,7 +130,7 @@ class Layouts:
         best = best_devices(
             problem, of, bound, most=self.total, limit_s=limit_s, first=first, spare=goal.objective != "cheapest"
         )
-        if not fitting:
+        if not fitting and (lacking or not goal.limited):
             raise self._nothing_fits(lacking)
         if best is None:
             raise Infeasible("what fits is slower or dearer than the job allows")
