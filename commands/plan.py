@@ -33,7 +33,7 @@ from ddltool.commands.options import (
     demand_part,
     one_of,
 )
-from ddltool.commands.output import note, print_json, show
+from ddltool.commands.output import note, print_json, progress, show
 from ddltool.commands.values import number
 from ddltool.decision import NothingFits, Objective
 from ddltool.errors import InputError, known
@@ -194,32 +194,33 @@ def plan(
         split = f"{asked.max_workers * asked.batch_size} samples a step, {asked.max_workers} x {asked.batch_size}"
         note(f"note: {split} for logical workers; --batch-size says otherwise")
     try:
-        made = plan_job(
-            asked,
-            strategy,
-            objective=cast(Objective, known("--objective", objective, get_args(Objective))),
-            samples=_samples(samples, epochs, tokens),
-            tokens=None if tokens is None else _amount("--tokens", tokens),
-            deadline_s=math.inf if deadline is None else parse_duration(deadline, "--deadline"),
-            budget=math.inf if budget is None else budget,
-            failures=None if mtbf is None else _failures(mtbf),
-            telemetry=telemetry,
-            bandwidth=bandwidth,
-            latency=latency,
-            nccl_tests=nccl_tests or (),
-            compress=compress,
-            lookahead=lookahead,
-            max_gap=max_gap,
-            graph=graph_file,
-            top_k=top_k,
-            time_limit_s=time_limit_s,
-            prefer=None if prefer is None else _names(prefer),
-            devices_file=devices_file,
-            allow_code=allow_code,
-            output=output,
-            seed=seed,
-            tell=note,
-        )
+        with progress("planning"):
+            made = plan_job(
+                asked,
+                strategy,
+                objective=cast(Objective, known("--objective", objective, get_args(Objective))),
+                samples=_samples(samples, epochs, tokens),
+                tokens=None if tokens is None else _amount("--tokens", tokens),
+                deadline_s=math.inf if deadline is None else parse_duration(deadline, "--deadline"),
+                budget=math.inf if budget is None else budget,
+                failures=None if mtbf is None else _failures(mtbf),
+                telemetry=telemetry,
+                bandwidth=bandwidth,
+                latency=latency,
+                nccl_tests=nccl_tests or (),
+                compress=compress,
+                lookahead=lookahead,
+                max_gap=max_gap,
+                graph=graph_file,
+                top_k=top_k,
+                time_limit_s=time_limit_s,
+                prefer=None if prefer is None else _names(prefer),
+                devices_file=devices_file,
+                allow_code=allow_code,
+                output=output,
+                seed=seed,
+                tell=note,
+            )
     except NothingFits as error:
         if error.layouts and not as_json:
             title = asked.name if isinstance(asked, Job) else Path(asked).name

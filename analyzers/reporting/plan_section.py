@@ -310,7 +310,7 @@ def communication_blocks(
         )
         places = ("bucket", map(str, range(len(ddp.buckets))))
         blocks.append(tabled(caption, "predicted", ddp.buckets, buckets, names=places))
-    if fsdp2 is not None:
+    if fsdp2 is not None and (fsdp2.forward or fsdp2.backward):
         units: dict[str, Column[str]] = {
             "unit": lambda unit: unit,
             "ahead in forward": lambda unit: ", ".join(fsdp2.forward.get(unit, [])) or None,
@@ -320,8 +320,9 @@ def communication_blocks(
             f"FSDP2 units and what each gathers ahead (-: left to it): step {show_seconds(fsdp2.step_s)}, with its own choice "
             f"{show_seconds(fsdp2.default_step_s)} ({share_saved(fsdp2.step_s, fsdp2.default_step_s):.1%} saved)"
         )
-        blocks.append(tabled(caption, "predicted", fsdp2.units, units, text_columns=3))
-    if parameters:
+        listed = [unit for unit in fsdp2.units if unit in fsdp2.forward or unit in fsdp2.backward]
+        blocks.append(tabled(caption, "predicted", listed, units, text_columns=3))
+    if any(row.priority is not None for row in parameters):
         ordered = sorted(parameters, key=lambda row: (row.priority is None, row.priority or 0))
         columns = {"parameter": "name", "priority": "priority", "size": "size_bytes"}
         caption = f"Order in which {counted(len(parameters), 'parameter')} should travel"
