@@ -1088,6 +1088,14 @@ LOSSES: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
     "variance": lambda made, target, label: (made - made.mean(0)).square().mean(),
     "softmax over the batch": lambda made, target, label: (made.softmax(0) * target).mean(),
     "pairs": lambda made, target, label: F.cross_entropy(made @ made.T, torch.arange(len(made))),
+    "mean of columns": lambda made, target, label: (F.mse_loss(made, target, reduction="none").mean(0) / 2).sum(),
+    "squared mean": lambda made, target, label: (
+        F.cross_entropy(made, label) + 0.1 * made.softmax(1).mean(0).square().sum()
+    ),
+    "shares of experts": lambda made, target, label: (
+        F.cross_entropy(made, label)
+        + 0.1 * (F.one_hot(made.argmax(1), CLASSES).to(made.dtype).mean(0) * made.softmax(1).mean(0)).sum()
+    ),
     "correlation": lambda made, target, label: (made.T @ made / len(made)).square().mean(),
 }
 

@@ -83,7 +83,7 @@ REFUSED = {
         )
     },
     **{f"loss: {name}": SUM for name in ("sum", "sum of terms")},
-    **{f"loss: {name}": UNKNOWN for name in ("root", "dice")},
+    **{f"loss: {name}": UNKNOWN for name in ("root", "dice", "squared mean", "shares of experts")},
     **{f"loss: {name}": COUPLED for name in ("hardest", "variance", "softmax over the batch", "pairs")},
     ("loss: hardest", "agent"): COUNT,
 }

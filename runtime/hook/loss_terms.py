@@ -27,6 +27,9 @@ _ELEMENTWISE = re.compile(
     r"(Mul|Div|Add|Sub|Rsub|Neg|Pow|Abs|Exp|Log|Clone|ToCopy|View|UnsafeView|Reshape|Squeeze|Unsqueeze|MaskedFill|Where|"
     r"Relu|Softplus|LogSigmoid|Clamp|Sqrt|Transpose|Permute|Alias)\w*Backward\d*$"
 )
+_LINEAR = re.compile(
+    r"(Mul|Div|Neg|Clone|ToCopy|View|UnsafeView|Reshape|Squeeze|Unsqueeze|Transpose|Permute|Alias)Backward\d*$"
+)
 _MIXING = re.compile(
     r"(Mean|Sum|Var|Std|Prod|Amax|Amin|Max|Min|Median|Kthvalue|Mode|Topk|Sort|Logsumexp|Softmax|LogSoftmax|Cumsum|"
     r"LinalgVectorNorm|Norm)Backward\d*$"
@@ -171,9 +174,13 @@ def _has_number(node: Node) -> bool:
     if node.name().startswith(("Add", "Sub", "Rsub")):
         made: Any = getattr(node, "_input_metadata", ())
         return len(made) == 1 and math.prod(made[0].shape) == 1
+    return node.name().startswith(("Mul", "Div")) and _by_number(node)
+
+
+def _by_number(node: Node) -> bool:
+    """Return whether a node multiplies by numbers at most, not by a tensor of several."""
     others = [getattr(node, name, None) for name in ("_saved_other", "_saved_self")]
-    found = [other for other in others if isinstance(other, Tensor)]
-    return node.name().startswith(("Mul", "Div")) and all(other.numel() == 1 for other in found)
+    return all(other.numel() == 1 for other in others if isinstance(other, Tensor))
 
 
 def _scaled(node: Node, name: str, divisor: float, inside: bool) -> Iterator[Terms]:
@@ -207,12 +214,18 @@ def _summed(node: Node, after: list[tuple[Node, int]], divisor: float, inside: b
         return
     behind = tuple(follower for follower, _ in after)
     below: Node | None = behind[0] if len(behind) == 1 else None
+    bent = ""
     while below is not None and not below.name().startswith("MeanBackward1") and _ELEMENTWISE.match(below.name()):
+        if not _LINEAR.match(below.name()) or not _by_number(below):
+            bent = bent or below.name()
         followers = [follower for follower, _ in below.next_functions if follower is not None]
         below = followers[0] if len(followers) == 1 else None
     if below is not None and below.name().startswith("MeanBackward1") and 0 in below._saved_dim:
         sizes = below._saved_self_sym_sizes
         behind = tuple(follower for follower, _ in below.next_functions if follower is not None)
+        if bent:  # a square of a mean, or a mean times shares that were counted on this rank, is no mean
+            yield Terms(None, bent)
+            return
         yield Terms(divisor * math.prod(sizes[_place(dim, len(sizes))] for dim in below._saved_dim), behind=behind)
     else:
         yield Terms(divisor if divisor != 1.0 else None, behind=behind)

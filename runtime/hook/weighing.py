@@ -458,6 +458,7 @@ class Weigher:
         name = self._name
         if 2.0 in kinds:
             remedy = f'say {name}.loss(loss, reduction="sum") to add the ranks\' losses, or divide by the samples'
+            remedy += f", or give the sum of the weights that it was divided by: {name}.loss(loss, count=...)"
             raise InputError("loss", "is a sum over the batch, not a mean over its samples", remedy)
         if 1.0 in kinds:
             seen = f" ({worst.unknown})" if worst else ""
