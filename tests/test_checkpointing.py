@@ -90,6 +90,27 @@ def test_too_little_memory_gives_back_what_is_free() -> None:
     assert reserved_bytes([], [], spans) == 70 * MIB
     assert reserved_bytes([], [], spans, limit_bytes=40 * MIB) == 40 * MIB
     assert reserved_bytes([], [], spans, limit_bytes=40 * MIB - 1) is None
+    shrinking = [(0, 1, 30.0 * MIB), (2, 3, 12.0 * MIB)]
+    assert reserved_bytes([], [], shrinking, limit_bytes=35 * MIB) == 30 * MIB  # the most, not what is left at the end
+
+
+def test_what_fits_takes_no_more_than_there_is(cli: Cli, tmp_path: Path) -> None:
+    """On a device with a little less than the allocator would take of a larger one, it gives segments back."""
+    asked = ("predict", "zoo:bert_small", "--batch-sizes", 64, "--json", "--devices-file")
+    devices = tmp_path / "devices.json"
+
+    def row(memory_gib: float) -> dict[str, Any]:
+        own = {"name": "own", "like": "T4", "memory_gib": memory_gib}
+        devices.write_text(json.dumps({"devices": [own]}))
+        found: dict[str, Any] = cli(*asked, devices, "--device", "own").document["rows"][0]
+        return found
+
+    ample = row(80.0)
+    usable = ample["reserved_bytes"] - MIB
+    tight = row(usable / 2**30 + 1)
+    assert ample["fits"]
+    assert tight["fits"]
+    assert tight["peak_memory_bytes"] == ample["peak_memory_bytes"] <= tight["reserved_bytes"] <= usable
 
 
 def test_the_command_keeps_its_budget_and_draws_its_memory(cli: Cli, tmp_path: Path) -> None:

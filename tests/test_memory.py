@@ -168,7 +168,7 @@ def test_names_of_shardings() -> None:
     assert Sharding.named("fsdp:8", 16) == Sharding(kind="fsdp", shard=16, forward_shard=8)
     for text, problem in (
         ("hsdp:3", "on 16 replicas"),
-        ("hsdp", "unknown 'hsdp'"),
+        ("hsdp", "'hsdp' does not say over how many; give hsdp:SHARD"),
         ("zero3", "unknown 'zero3'"),
         ("fsdp:cpu", "is not modelled"),
     ):

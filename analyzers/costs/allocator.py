@@ -33,10 +33,11 @@ class _Block:
 
 @dataclass(slots=True)
 class CachingAllocator:
-    """Blocks of memory in segments; ``reserved_bytes`` of the device, at most ``limit_bytes``."""
+    """Blocks of memory in segments; ``reserved_bytes`` of the device, ``most_bytes`` so far, at most ``limit_bytes``."""
 
     limit_bytes: float = inf
     reserved_bytes: int = 0
+    most_bytes: int = 0
     _address: int = 0
     _free: dict[bool, list[tuple[int, int]]] = field(default_factory=lambda: {True: [], False: []})
     """(size, address) of the free blocks of small segments and of the others, smallest first."""
@@ -83,6 +84,7 @@ class CachingAllocator:
         block = self._at[self._address] = _Block(self._address, whole, small)
         self._address += whole
         self.reserved_bytes += whole
+        self.most_bytes = max(self.most_bytes, self.reserved_bytes)
         return block
 
     def _give_up_segments(self) -> None:
@@ -113,7 +115,7 @@ def reserved_bytes(
     limit_bytes: float = inf,
     steps: int = 2,
 ) -> int | None:
-    """Return the bytes of segments after some steps; None where the device's limit does not hold them.
+    """Return the most bytes of segments in some steps; None where the device's limit does not hold them.
 
     ``lasting`` tensors are there from the start, ``later`` ones from the end of the first step on, as the states of
     torch's optimizers are; ``spans``: (place made, place freed, bytes), of which at one place what ends goes before what
@@ -138,4 +140,4 @@ def reserved_bytes(
                 allocator.take(size)
     except MemoryError:
         return None
-    return allocator.reserved_bytes
+    return allocator.most_bytes

@@ -72,7 +72,9 @@ class Sharding:
             raise InputError(
                 "--sharding", f"{text!r}: offload to the CPU is not modelled", "give fsdp, which keeps its part"
             )
-        if kind is None or (kind == "hsdp" and not size) or (kind not in ("fsdp", "hsdp") and ":" in text):
+        if kind == "hsdp" and not size:
+            raise InputError("--sharding", f"{text!r} does not say over how many", "give hsdp:SHARD, such as hsdp:8")
+        if kind is None or (kind not in ("fsdp", "hsdp") and ":" in text):
             ways = ["none", "ddp", "zero1", "zero2", "fsdp", "fsdp:SHARD", "hsdp:SHARD"]
             raise InputError("--sharding", f"unknown {text!r}", did_you_mean(text, ways))
         if ":" not in text:

@@ -378,7 +378,9 @@ def _row(
     held = curve.held(size, sharding, setting.optimizer, made.keeps)
     if held is None:
         raise InputError("--batch-sizes", f"{size} is more than the step is traced at", "give a smaller one")
-    peak_bytes, reserved_bytes = held.peak().total_bytes, held.reserved_bytes() or 0
+    peak_bytes, within = held.peak().total_bytes, held.reserved_bytes(usable_bytes(model.device))
+    # on a full device the allocator gives free segments back: what it would take elsewhere is more than there is
+    reserved_bytes = within if within is not None else held.reserved_bytes() or 0
     low, high = memory_range(peak_bytes, reserved_bytes, sharding, placement.num_replicas, curve.workspace_bytes(size))
     price = model.device.price_per_hour
     return PredictedRow(
@@ -394,7 +396,7 @@ def _row(
         reserved_bytes=reserved_bytes,
         memory_low_bytes=round(low),
         memory_high_bytes=round(high),
-        fits=held.reserved_bytes(usable_bytes(model.device)) is not None,
+        fits=within is not None,
         recompute=made.figures,
         samples_per_s=samples / step_s,
         tokens_per_s=samples * float(tokens) / step_s if isinstance(tokens, (int, float)) else None,
