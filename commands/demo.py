@@ -95,7 +95,7 @@ def _announced(title: str, *, spinner: bool) -> Iterator[None]:
     console = err()
     if not console.is_terminal:
         console.print(title)
-    with progress(title) if spinner else contextlib.nullcontext():
+    with progress(title) if spinner and console.is_terminal else contextlib.nullcontext():
         yield
 
 

@@ -23,7 +23,7 @@ from ddltool.artifacts import save
 from ddltool.errors import visible
 
 # A stage tells, where no bar can be drawn, after the first and then every so many seconds.
-_FIRST_LINE_S, _NEXT_LINES_S = 3.0, 10.0
+_FIRST_LINE_S, _NEXT_LINES_S = 10.0, 10.0
 
 
 class _Plain(Console):
@@ -138,7 +138,7 @@ def tell_written(*places: Path | None) -> None:
 def progress(title: str, total: int | None = None) -> Iterator[Callable[[int, str], None]]:
     """Show on stderr how far a stage is; the yielded function sets the done count and a remark.
 
-    A bar where stderr is a terminal. Elsewhere a line once the stage has lasted three seconds, and another every ten.
+    A bar where stderr is a terminal. Elsewhere a line every ten seconds.
     """
     columns = (SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
     console = err()

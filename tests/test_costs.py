@@ -787,11 +787,11 @@ kind: ddltool.job
 name: j
 model: zoo:{name}
 batch_size: {size}
-max_workers: 2
+max_workers: 1
 precision: {precision}
 optimizer: {optimizer}
 devices:
-  - {{type: {device}, count: 2}}
+  - {{type: {device}, count: 1}}
 """
 TEN_JOBS = [
     ("resnet32", 64, "fp32", "adam", "V100"),

@@ -254,7 +254,7 @@ def test_predictions_take_links_and_logs(cli: Cli, tmp_path: Path) -> None:
 def test_a_plan_says_what_compression_brings(cli: Cli, tmp_path: Path) -> None:
     job = JOB.replace("cluster: cluster.yaml\nnetwork: links\n", "").replace("V100,", "V100, count: 8, per_node: 1,")
     (tmp_path / "job.yaml").write_text(job)
-    found = cli("plan", tmp_path / "job.yaml", "--bandwidth", "1Gbit", "--compress", "bf16", "--json").document
+    found = cli("plan", tmp_path / "job.yaml", "--bandwidth", "10Gbit", "--compress", "bf16", "--json").document
     assert found["compressed"]["sent_bytes"] == found["compressed"]["uncompressed_bytes"] / 2
     assert found["compressed"]["saved"] > 0
     assert "bf16 would send" in found["compressed"]["verdict"]

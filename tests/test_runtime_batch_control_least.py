@@ -58,7 +58,7 @@ def test_sizes_below_the_least_have_no_solution() -> None:
     for made in (SpeedPolicy, TrialPolicy):
         with pytest.raises(InputError, match=r"sizes: is \[2, 14\]; give every worker 3 samples or more"):
             made([2, 14], least=3)
-    with pytest.raises(InputError, match="every worker has 3 samples or more"):
+    with pytest.raises(InputError, match="2 workers and 16 samples, 3 or more each"):
         Algorithm2([8, 8], least=3).load_state_dict(Algorithm2([2, 14]).state_dict())
 
 
@@ -185,7 +185,7 @@ def refusal(rank: int, case: str) -> str:
         "set_sizes": lambda: job(Slow(), options=known)[2].set_sizes([15, 1]),
         "set_sizes total": lambda: job(plain, options=known)[2].set_sizes([15, 2]),
         "stream": lambda: balance(
-            job_model(), torch.optim.SGD(plain.parameters()), Stream(), total_batch=4
+            wrapped := job_model(), torch.optim.SGD(wrapped.parameters()), Stream(), total_batch=4
         ).dataloader(),
         "one by choice": lambda: job(Slow(), sizes=[15, 1], least=1),
     }

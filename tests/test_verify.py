@@ -205,7 +205,7 @@ def test_plan_auto_on_the_command_line(tmp_path: Path, cli: Cli) -> None:
     ("options", "message"),
     [
         (["--objective", "fast"], "--objective: unknown objective 'fast'"),
-        (["--strategy", "bsp", "--objective", "cheapest"], "--objective: has no part in --strategy bsp"),
+        (["--strategy", "est", "--objective", "cheapest"], "--objective: has no part in --strategy est"),
         (["--objective", "cheapest"], "devices.fast.price_per_hour: is missing"),
         (["--bandwidth", "fast"], "bandwidth: 'fast' is"),
     ],

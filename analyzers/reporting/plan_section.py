@@ -234,7 +234,6 @@ def _decision(found: Decision) -> Picture:
         "stale": lambda row: row.staleness or None,
         "bits": lambda row: row.determinism if row.determinism != "none" else None,
         "price/1e6": lambda row: None if row.price_per_sample is None else f"{row.price_per_sample * 1e6:.3g}",
-        "order": "order",
         "why not": lambda row: row.why_not or None,
     }
     caption = (
@@ -242,8 +241,8 @@ def _decision(found: Decision) -> Picture:
         f"{'useful samples' if progress else 'logical mini-batches'}; stale: iterations of staleness; usual: an equal split, "
         "communication as it comes"
     )
-    spare = ("order", "compute", "exposed", "bits")
-    table = tabled(caption, "predicted", options, columns, names=("strategy", names), text_columns=2, spare=spare)
+    spare = ("compute", "exposed", "bits")
+    table = filled(tabled(caption, "predicted", options, columns, names=("strategy", names), text_columns=2, spare=spare))
     figure = Bars(
         rows=[(name, row.throughput) for name, row in zip(names, options, strict=True)],
         xlabel="logical mini-batches per second",
