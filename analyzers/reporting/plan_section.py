@@ -242,7 +242,9 @@ def _decision(found: Decision) -> Picture:
         "communication as it comes"
     )
     spare = ("compute", "exposed", "bits")
-    table = filled(tabled(caption, "predicted", options, columns, names=("strategy", names), text_columns=2, spare=spare))
+    table = filled(
+        tabled(caption, "predicted", options, columns, names=("strategy", names), text_columns=2, spare=spare)
+    )
     figure = Bars(
         rows=[(name, row.throughput) for name, row in zip(names, options, strict=True)],
         xlabel="logical mini-batches per second",
