@@ -89,7 +89,10 @@ def emit(
     if not (telemetry.strip() and telemetry.isprintable()):
         problem = f"is {telemetry!r}, which is no name of a file"
         raise InputError("--telemetry", problem, "give a file such as telemetry.jsonl, or none")
-    check_outputs([plan_file], {"-o": path})
+    paths = [path]
+    if chosen in ("torchrun", "slurm") and str(path) != "-":  # a manifest holds it, the hook's target is it
+        paths.append(path.with_name("enforce.json"))
+    check_outputs([plan_file], dict(zip(("-o", "enforce.json"), paths, strict=False)))
     plan = load(plan_file, Plan)
     if plan.group is not None:
         problem = f"each device is a group of {plan.group.text}, whose own processes no plan starts"
@@ -110,11 +113,8 @@ def emit(
         gaps = not_expressed(plan, chosen)
         modules = {"ddp": ddp_module, "fsdp2": fsdp2_module}
         text = to_json(enforcement) if chosen == "hook" else modules[chosen](plan, gaps=gaps)
-    paths = [path]
-    if chosen in ("torchrun", "slurm") and str(path) != "-":  # a manifest holds it, the hook's target is it
-        paths.append(path.with_name("enforce.json"))
-        check_outputs([plan_file], {"-o": path, "enforce.json": paths[1]})
-        write_text(paths[1], to_json(enforcement))
+    for brought in paths[1:]:
+        write_text(brought, to_json(enforcement))
     write_text(path, text)
     if as_json:
         names = [str(each) for each in paths]
