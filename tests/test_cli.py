@@ -473,6 +473,7 @@ def test_the_options_are_a_decision() -> None:
             "--top-k",
         ],
         "diff-run": ["--json", "--whole"],
+        "init": ["--force", "--json", "--model", "--nodes", "--output"],
         "verify": ["--goodput", "--json", "--max-error", "--output"],
         "emit": sorted(
             [

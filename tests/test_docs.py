@@ -40,7 +40,7 @@ from ddltool.commands.main import COMMANDS, load, run
 REPO = Path(__file__).resolve().parents[1]
 PAGES = [REPO / "README.md", *sorted((REPO / "docs").rglob("*.md"))]
 _MARK = re.compile(r"<!-- run: (.*?) -->")
-_FILE = re.compile(r"# ([\w.-]+\.(?:yaml|py|toml|json))$")
+_FILE = re.compile(r"# ([\w.-]+\.(?:yaml|py|toml|json|txt))$")
 
 
 @dataclass

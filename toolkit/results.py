@@ -411,6 +411,17 @@ class EmitResult(Result):
     not_expressed: list[str]
 
 
+class InitResult(Result):
+    """``ddltool init``."""
+
+    kind: Literal["ddltool.init"] = "ddltool.init"
+    paths: list[str]
+    devices: dict[str, Count] = Field(description="found devices by type")
+    nodes: Count
+    unknown: list[str] = Field(description="types of which only the name is known")
+    remarks: list[str] = Field(description="what was left out and why, and what to fill in")
+
+
 class WatchedWorker(Part):
     """One worker's speed in samples per second, median and the 10 and 90 % quantiles; mean shares of CPU and memory."""
 

@@ -19,12 +19,15 @@ import statistics
 import sys
 import tempfile
 import time
+from collections import Counter
+from collections.abc import Callable
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
 import psutil
 
+from ddltool.analyzers.loading.machines import Node, Nodes, named
 from ddltool.results import Machine, MachineCheck
 from ddltool.runtime.measuring.children import Children, meeting_place
 
@@ -44,6 +47,7 @@ SHARED_MEMORY_BYTES = 128 * 2**20
 FREE_BYTES = 2**30
 _ELEMENTS = 262_144  # one MiB of float32
 _REPEATS = 20
+_RATE_TRIES = 8
 
 
 def examine() -> tuple[list[MachineCheck], Machine]:
@@ -84,6 +88,45 @@ def machine_figures() -> Machine:
         memory_gib=round(psutil.virtual_memory().total / 2**30, 1),
         **cuda,
     )
+
+
+def machine_nodes() -> Nodes:
+    """Return this machine as the one node of a cluster: its GPUs, or without any its CPU with rates measured in a moment."""
+    import torch
+
+    name = platform.node() or "here"
+    found = [torch.cuda.get_device_properties(index) for index in range(torch.cuda.device_count())]
+    gpus = Counter((each.name, round(each.total_memory / 2**30, 1)) for each in found)
+    if gpus:
+        nodes = (Node(name=name, device=gpu, count=n, memory_gib=gib) for (gpu, gib), n in gpus.items())
+        return Nodes(nodes=tuple(named(node) for node in nodes))
+    memory = round(psutil.virtual_memory().total / 2**30, 1)
+    flops, bytes_per_s = _cpu_rates()
+    spec = {"architecture": "CPU", "peak_flops": {"float32": flops}, "memory_bytes_per_s": bytes_per_s}
+    told = f"{name}: no GPU; the CPU's rates were measured in a moment, ddltool profile measures the model's own step"
+    node = Node(name=name, device="cpu", count=1, memory_gib=memory)
+    return Nodes(nodes=(node,), remarks=(told,), specs={"cpu": {**spec, "memory_gib": memory}})
+
+
+def _cpu_rates() -> tuple[float, float]:
+    """Return the best FLOP/s of a product of float32 matrices, and bytes/s read and written by a copy, of a few tries."""
+    import torch
+
+    size = 768
+    one, large = torch.ones(size, size), torch.ones(1 << 24)
+
+    def best(work: Callable[[], object]) -> float:
+        work()
+        seconds = []
+        for _ in range(_RATE_TRIES):
+            since = time.perf_counter()
+            work()
+            seconds.append(time.perf_counter() - since)
+        return min(seconds)
+
+    copied = torch.empty_like(large)
+    flops, moved = 2.0 * size**3 / best(lambda: one @ one), 8.0 * len(large) / best(lambda: copied.copy_(large))
+    return float(f"{flops:.3g}"), float(f"{moved:.3g}")
 
 
 def installed(name: str) -> str | None:

@@ -1,0 +1,69 @@
+"""``ddltool init``: a job.yaml and a cluster.yaml to begin with."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from ddltool.analyzers.loading.machines import first_files, read_nodes
+from ddltool.artifacts import write_text
+from ddltool.commands.options import Json
+from ddltool.commands.output import note, print_json, say
+from ddltool.errors import InputError
+from ddltool.job import is_code
+from ddltool.outputs import check_outputs
+from ddltool.results import InitResult
+from ddltool.runtime.measuring.machine_checks import machine_nodes
+from ddltool.units import counted
+
+
+def init(
+    model: Annotated[
+        str | None, typer.Option(metavar="SOURCE", help="The job's model: train.py:make_model, zoo:NAME, ...")
+    ] = None,
+    nodes: Annotated[
+        list[Path] | None,
+        typer.Option(
+            metavar="FILE",
+            help="Output of nvidia-smi -q -x, scontrol show node or kubectl get nodes -o json; - is stdin; repeat for "
+            "more. By default: this machine.",
+        ),
+    ] = None,
+    output: Annotated[Path, typer.Option("-o", "--output", metavar="DIR", help="Folder for the two files.")] = Path(),
+    force: Annotated[
+        bool, typer.Option("--force", help="Write over a job.yaml and cluster.yaml that are there.")
+    ] = False,
+    as_json: Json = False,
+) -> None:
+    """Write job.yaml and cluster.yaml from what this machine, nvidia-smi, Slurm or Kubernetes shows."""
+    if model is not None and not (model.strip() and model.isprintable()):
+        raise InputError("--model", f"is {model!r}", "give a SOURCE such as train.py:make_model")
+    there = [output / name for name in ("job.yaml", "cluster.yaml") if (output / name).exists()]
+    if there and not force:
+        raise InputError(str(there[0]), "is there already", "give --force to write over it, or -o another folder")
+    found = read_nodes(nodes) if nodes else machine_nodes()
+    texts, remarks = first_files(found, model, output)
+    try:
+        output.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise InputError(
+            str(output), f"cannot be made ({error.strerror})", "give a folder in a writable place"
+        ) from None
+    paths = {name: output / name for name in texts}
+    check_outputs(nodes or [], paths)
+    for name, text in texts.items():
+        write_text(paths[name], text)
+    if as_json:
+        named = [str(path) for path in paths.values()]
+        counts = {"devices": found.counts, "nodes": len({node.name for node in found.nodes})}
+        print_json(InitResult(paths=named, **counts, unknown=found.unknown, remarks=remarks))
+        return
+    for remark in remarks:
+        note(f"note: {remark}")
+    devices = ", ".join(f"{count} {name}" for name, count in found.counts.items())
+    say(f"{devices} on {counted(len({node.name for node in found.nodes}), 'node')}")
+    say(f"wrote {' and '.join(map(str, paths.values()))}")
+    code = " --allow-code" if model is not None and is_code(model) else ""
+    say(f"Next: ddltool plan {paths['job.yaml']}{code}")
