@@ -1,12 +1,15 @@
 """A process of a job is killed, stopped or ended at a random moment: how the others end, after how long, with which line.
 
-    python benchmarks/kills.py [--kinds hook,agent] [--signals SIGSTOP] [--times 20] [--seed 0]
+    python benchmarks/kills.py [--only hook,agent] [--signals SIGSTOP] [--moments calls] [--times 20] [--seed 0]
 
 Three processes that train with steps of some milliseconds; ``servers`` has a parameter server beside them, which may be the
-one. SIGKILL, SIGSTOP or SIGTERM comes to one of them up to a second after training has begun. The job's own time-out (that of
+one. SIGKILL, SIGSTOP or SIGTERM comes to one of them up to a second after training has begun (``time``), or before or after
+one of its first 120 calls of torch.distributed, its stores, zmq or ``torch.save``, which is mostly in set-up, inside an
+exchange, while sizes are agreed on, or while a checkpoint is written (``calls``). The job's own time-out (that of
 ``init_process_group``; for servers what a silent process is allowed) is 3 s. Printed is a row per kind and signal: how many
 of the others ended by an error of one line that names the one that is missing, the seconds until the last of them had ended
-(median and longest), how many jobs lasted longer than the time-out and 2 s, and the line that was printed most.
+(median and longest), how many jobs lasted longer than the time-out and 2 s, how many files of telemetry or checkpoints were
+left half written, and the line that was printed most.
 """
 
 from __future__ import annotations
@@ -14,6 +17,8 @@ from __future__ import annotations
 import argparse
 import collections
 import faulthandler
+import functools
+import json
 import multiprocessing
 import os
 import random
@@ -22,9 +27,10 @@ import signal
 import statistics
 import sys
 import tempfile
+import threading
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -38,16 +44,18 @@ from torch.utils.data import TensorDataset
 
 from ddltool import runtime
 from ddltool.artifacts import save
+from ddltool.errors import InputError
 from ddltool.plans import Enforcement, RankEnforcement
 from ddltool.runtime.agent import GoodputAgent
-from ddltool.runtime.balancing import BalanceOptions, balance
-from ddltool.runtime.elastic import ElasticTrainer
+from ddltool.runtime.balancing import balance
+from ddltool.runtime.elastic import ElasticTrainer, checkpoint
 from ddltool.runtime.servers import Meeting, Server, TransferPlan, Worker
-from ddltool.runtime.servers import worker as server_worker
+from ddltool.runtime.servers.wire import Wire
 
 STEPS = 10**6
 RANKS, TIMEOUT_S, GRACE_S = 3, 3.0, 2.0
 PATIENCE_S, HANGS_S = 60.0, 20.0
+CALLS_HIT = 120
 SIGNALS = {each.name: each for each in (signal.SIGKILL, signal.SIGSTOP, signal.SIGTERM)}
 
 
@@ -59,6 +67,8 @@ class Place:
     port: int
     folder: str
     ready: Connection
+    hit: tuple[int, bool, signal.Signals] | None = None
+    """After how many calls it hits itself, whether before that call or after it, and by which signal; None: others do."""
 
 
 def loop(model: nn.Module, optimizer: Any, batches: Callable[[int], Any], made: Callable[[], None]) -> None:
@@ -94,8 +104,7 @@ def balanced(network: nn.Module, data: TensorDataset, made: Callable[[], None], 
     """Train with batches that follow speeds."""
     model = DistributedDataParallel(network)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-    options = BalanceOptions(timeout_s=TIMEOUT_S)
-    loader = balance(model, optimizer, data, total_batch=16, options=options).dataloader()
+    loader = balance(model, optimizer, data, total_batch=16).dataloader()
     loop(model, optimizer, lambda epoch: loader, made)
 
 
@@ -116,25 +125,27 @@ def agent(network: nn.Module, data: TensorDataset, made: Callable[[], None], pla
 
 
 def elastic(network: nn.Module, data: TensorDataset, made: Callable[[], None], place: Place) -> None:
-    """Train four logical workers."""
+    """Train four logical workers, with a checkpoint every five steps."""
     optimizer = torch.optim.SGD(network.parameters(), lr=0.01)
     trainer = ElasticTrainer(
         network, optimizer, nn.CrossEntropyLoss(), data, max_workers=4, batch_size=4, bucket_mib=0.01
     )
     for epoch in range(STEPS):
-        for _ in trainer.epoch(epoch):
+        for number, _ in enumerate(trainer.epoch(epoch)):
             made()
+            if number % 5 == 4:
+                trainer.save(f"{place.folder}/checkpoint.pt")
 
 
 def servers(network: nn.Module, data: TensorDataset, made: Callable[[], None], place: Place) -> None:
     """Train in lockstep over a parameter server, the process after the last worker."""
-    server_worker.SILENT_S = TIMEOUT_S
-    meeting = Meeting(rank=place.rank, address=f"127.0.0.1:{place.port}", token="kills")
+    meeting = Meeting(rank=place.rank, address=f"127.0.0.1:{place.port}", token="kills", limit_s=TIMEOUT_S)
     plan = TransferPlan.for_model(network, workers=RANKS, servers=1)
     if place.rank == RANKS:
         optimizer = torch.optim.SGD(network.parameters(), lr=0.01)
         server = Server(network, plan, optimizer, lost_after_s=TIMEOUT_S, meeting=meeting)
-        place.ready.send("ready")
+        if place.hit is None:
+            place.ready.send("ready")
         server.serve()
         return
     inputs, targets = (tensor[:16] for tensor in data.tensors)
@@ -145,16 +156,55 @@ def servers(network: nn.Module, data: TensorDataset, made: Callable[[], None], p
             made()
 
 
+def ambush(place: Place) -> None:
+    """Let the process hit itself at one of its calls, and say so just before."""
+    if place.hit is None:
+        return
+    left, before, number = place.hit
+
+    def hit() -> None:
+        place.ready.send("hit")
+        os.kill(os.getpid(), number)
+
+    def counted(call: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(call)
+        def counts(*args: Any, **named: Any) -> Any:
+            nonlocal left
+            left -= threading.current_thread() is threading.main_thread()
+            now, left = left == 0, left - (left == 0)
+            if now and before:
+                hit()
+            result = call(*args, **named)
+            if now:
+                hit()
+            return result
+
+        return counts
+
+    for holder, names in CALLS.items():
+        for name in names:
+            setattr(holder, name, counted(getattr(holder, name)))
+
+
+CALLS: dict[Any, tuple[str, ...]] = {
+    dist: ("all_reduce", "all_gather", "broadcast", "isend", "irecv", "send", "recv", "barrier", "new_group"),
+    dist.PrefixStore: ("set", "get", "multi_get", "compare_set", "delete_key"),  # type: ignore[attr-defined]
+    torch: ("save",),
+    Wire: ("send", "receive"),
+}
 KINDS = {"hook": hook, "balance": balanced, "agent": agent, "elastic": elastic, "servers": servers}
 
 
 def _main(kind: str, place: Place) -> None:
     """Train for ever; say so when training has begun."""
     torch.set_num_threads(1)
-    if kind != "servers":
+    if kind == "servers":
+        ambush(place)
+    else:
         store = dist.TCPStore("127.0.0.1", place.port, is_master=False)
         limit = timedelta(seconds=TIMEOUT_S)
         dist.init_process_group("gloo", rank=place.rank, world_size=RANKS, store=store, timeout=limit)
+        ambush(place)
     torch.manual_seed(0)
     features = torch.randn(640, 32)
     data = TensorDataset(features, (features[:, 1] > 0).long())
@@ -164,7 +214,7 @@ def _main(kind: str, place: Place) -> None:
     def made() -> None:
         nonlocal steps
         steps += 1
-        if steps == 2:
+        if steps == 2 and place.hit is None:
             place.ready.send("ready")
         time.sleep(0.002)
 
@@ -191,6 +241,8 @@ class Outcome:
     lived_s: float
     told: list[str]
     codes: list[int | None]
+    torn: list[str]
+    """Files that are not whole: telemetry with a broken line, a checkpoint that cannot be read."""
 
     def names(self, victim: int) -> int:
         """Return how many ended by an error in one line that names the process that is missing, and no traceback."""
@@ -207,8 +259,10 @@ class Outcome:
         return (text.strip().splitlines() or ["nothing"])[-1]
 
 
-def disturbed(kind: str, number: signal.Signals, victim: int, delay_s: float) -> Outcome:
-    """Send a signal to a process some time after training began; return how the others ended.
+def disturbed(
+    kind: str, number: signal.Signals, victim: int, delay_s: float, call: tuple[int, bool] | None = None
+) -> Outcome:
+    """Send a signal to a process some time after training began, or before or after its n-th call; return how others ended.
 
     This process holds the store, as torchrun does.
     """
@@ -221,6 +275,8 @@ def disturbed(kind: str, number: signal.Signals, victim: int, delay_s: float) ->
     with tempfile.TemporaryDirectory() as folder:
         pipes = [context.Pipe(duplex=False) for _ in range(size)]
         places = [Place(rank=rank, port=port, folder=folder, ready=pipes[rank][1]) for rank in range(size)]
+        if call is not None:
+            places[victim] = replace(places[victim], hit=(*call, number))
         crew = [context.Process(target=_process, args=(kind, place)) for place in places]
         for process in crew:
             process.start()
@@ -228,11 +284,12 @@ def disturbed(kind: str, number: signal.Signals, victim: int, delay_s: float) ->
         others = [rank for rank in range(size) if rank != victim]
         try:
             for rank, (mine, _) in enumerate(pipes):
-                if not mine.poll(PATIENCE_S):
-                    raise RuntimeError(f"rank {rank} did not begin: {told[rank].read_text()}")
+                if (call is None or rank == victim) and not mine.poll(PATIENCE_S):
+                    raise RuntimeError(f"rank {rank} did not come so far: {told[rank].read_text()}")
             time.sleep(delay_s)
             begin = time.monotonic()
-            os.kill(crew[victim].pid or 0, number)
+            if call is None:
+                os.kill(crew[victim].pid or 0, number)
             for rank in others:
                 crew[rank].join(max(begin + HANGS_S - time.monotonic(), 0.0))
             lived_s = time.monotonic() - begin
@@ -246,44 +303,70 @@ def disturbed(kind: str, number: signal.Signals, victim: int, delay_s: float) ->
             for process in crew:
                 process.kill()
                 process.join()
-        return Outcome(lived_s=lived_s, told=[told[rank].read_text() for rank in others], codes=codes)
+        texts = [told[rank].read_text() for rank in others]
+        return Outcome(lived_s=lived_s, told=texts, codes=codes, torn=list(torn(Path(folder))))
 
 
-def row(kind: str, name: str, times: int, seed: int) -> str:
+def torn(folder: Path) -> Iterator[str]:
+    """Yield what a job has left half written."""
+    for path in folder.glob("*.jsonl*"):
+        for line in path.read_bytes().splitlines(keepends=True):
+            try:
+                json.loads(line if line.endswith(b"\n") else b"")
+            except ValueError:
+                yield f"{path.name}: {line[:80]!r}"
+    for path in folder.glob("checkpoint.pt"):
+        try:
+            checkpoint.read(path)
+        except InputError as error:
+            yield str(error)
+
+
+def row(kind: str, name: str, moments: str, times: int, seed: int) -> str:
     """Return a table's row: that many random moments of one kind and signal."""
     chance = random.Random(f"{kind} {name} {seed}")
-    lived, named, lines = [], 0, collections.Counter[str]()
+    lived, named, broken, lines = [], 0, 0, collections.Counter[str]()
     size = RANKS + (kind == "servers")
     for _ in range(times):
-        victim = chance.randrange(size)
-        found = disturbed(kind, SIGNALS[name], victim, chance.uniform(0.0, 1.0))
+        victim, delay_s = chance.randrange(size), chance.uniform(0.0, 1.0)
+        call = None
+        if moments == "calls":
+            call, delay_s = (1 + int(CALLS_HIT ** chance.random()), chance.random() < 0.5), 0.0
+        found = disturbed(kind, SIGNALS[name], victim, delay_s, call)
         lived.append(found.lived_s)
         named += found.names(victim)
+        broken += len(found.torn)
         for text in found.told:
             lines[re.sub(r"\d+(\.\d+)?", "N", found.line(text))] += 1
-        if found.names(victim) < size - 1 or found.lived_s > TIMEOUT_S + GRACE_S:
+        if found.names(victim) < size - 1 or found.lived_s > TIMEOUT_S + GRACE_S or found.torn:
             shown = [found.line(text) for text in found.told]
-            print(f"{kind} {name} of {victim}: {found.lived_s:.1f} s, {shown}", file=sys.stderr, flush=True)
+            when = f"call {call}" if call else f"{delay_s:.2f} s"
+            print(
+                f"{kind} {name} of {victim} at {when}: {found.lived_s:.1f} s, {shown} {found.torn}",
+                file=sys.stderr,
+                flush=True,
+            )
     late = sum(each > TIMEOUT_S + GRACE_S for each in lived)
     shown = f"{statistics.median(lived):.1f} | {max(lived):.1f}"
-    return f"| {kind} | {name} | {named} of {times * (size - 1)} | {shown} | {late} | `{lines.most_common(1)[0][0]}` |"
+    ended = f"{named} of {times * (size - 1)}"
+    return f"| {kind} | {name} | {ended} | {shown} | {late} | {broken} | `{lines.most_common(1)[0][0]}` |"
 
 
 def main() -> None:
     """Print the table."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--kinds", default=",".join(KINDS))
+    parser.add_argument("--only", "--kinds", default=",".join(KINDS))
     parser.add_argument("--signals", default=",".join(SIGNALS))
+    parser.add_argument("--moments", choices=("time", "calls"), default="time")
     parser.add_argument("--times", type=int, default=20)
     parser.add_argument("--seed", type=int, default=0)
     given = parser.parse_args()
-    print(
-        "| kind | signal | end in one line that names it | median, s | longest, s | too late | the line, N a number |"
-    )
-    print("|---|---|---|---|---|---|---|")
-    for kind in given.kinds.split(","):
+    columns = "kind", "signal", "end in one line that names it", "median, s", "longest, s", "too late", "torn files"
+    print(f"| {' | '.join(columns)} | the line, N a number |")
+    print("|---|---|---|---|---|---|---|---|")
+    for kind in given.only.split(","):
         for name in given.signals.split(","):
-            print(row(kind, name, given.times, given.seed), flush=True)
+            print(row(kind, name, given.moments, given.times, given.seed), flush=True)
 
 
 if __name__ == "__main__":

@@ -14,7 +14,6 @@ from torch import nn
 
 from ddltool.errors import InputError
 from ddltool.runtime.servers import ASP, BSP, Policy, Server, TransferError, Worker, wire
-from ddltool.runtime.servers import worker as worker_module
 from tests.transfer_workers import AfterUpdates, Branches, make_batch, make_model, make_plan, sgd
 
 SAMPLES, BATCH = 44, 4  # three workers: 15, 15 and 14 samples, so 4 batches each
@@ -131,10 +130,11 @@ def train_beyond(rank: int, limit_s: float, seconds: float) -> Any:
 
 def fall_silent(rank: int, limit_s: float) -> None:
     """The server hangs in step 2, with its connections open."""
-    worker_module.SILENT_S = limit_s
     model, plan = make_model(), make_plan(1, 1, "none")
     if rank == 1:
-        Server(model, plan, AfterUpdates(model, 12, lambda: time.sleep(3 * limit_s)), BSP()).serve()
+        Server(
+            model, plan, AfterUpdates(model, 12, lambda: time.sleep(3 * limit_s)), BSP(), lost_after_s=limit_s
+        ).serve()
     with Worker(model, plan, BSP()) as worker:
         for step in range(5):
             with worker.step():

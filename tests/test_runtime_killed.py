@@ -6,20 +6,28 @@ import random
 
 import pytest
 
-from benchmarks.kills import GRACE_S, KINDS, RANKS, SIGNALS, TIMEOUT_S, disturbed
+from benchmarks.kills import GRACE_S, KINDS, RANKS, SIGNALS, TIMEOUT_S, Outcome, disturbed
 
 
-def check(kind: str, name: str, victim: int, delay_s: float) -> None:
-    found = disturbed(kind, SIGNALS[name], victim, delay_s)
-    assert found.lived_s < TIMEOUT_S + GRACE_S, found
+def check(kind: str, name: str, victim: int, delay_s: float, call: tuple[int, bool] | None = None) -> Outcome:
+    found = disturbed(kind, SIGNALS[name], victim, delay_s, call)
+    assert None not in found.codes, f"some hung: {found}"
     assert found.names(victim) == len(found.told), found
+    assert not found.torn, found
+    return found
 
 
 @pytest.mark.parametrize(
-    ("kind", "name"), [("agent", "SIGKILL"), ("elastic", "SIGSTOP"), ("servers", "SIGTERM"), ("hook", "SIGKILL")]
+    ("kind", "name", "call"),
+    [
+        ("agent", "SIGKILL", None),
+        ("elastic", "SIGSTOP", (9, False)),  # in the set-up
+        ("servers", "SIGTERM", None),
+        ("hook", "SIGKILL", None),
+    ],
 )
-def test_the_others_end_in_time_and_name_the_process(kind: str, name: str) -> None:
-    check(kind, name, 1, 0.1)
+def test_the_others_end_and_name_the_process(kind: str, name: str, call: tuple[int, bool] | None) -> None:
+    check(kind, name, 1, 0.1 if call is None else 0.0, call)
 
 
 @pytest.mark.slow
@@ -28,4 +36,5 @@ def test_the_others_end_in_time_and_name_the_process(kind: str, name: str) -> No
 def test_random_moments(kind: str, name: str) -> None:
     chance = random.Random(f"{kind} {name}")
     for _ in range(5):
-        check(kind, name, chance.randrange(RANKS + (kind == "servers")), chance.uniform(0.0, 1.0))
+        found = check(kind, name, chance.randrange(RANKS + (kind == "servers")), chance.uniform(0.0, 1.0))
+        assert found.lived_s < TIMEOUT_S + GRACE_S, found

@@ -32,10 +32,9 @@ from ddltool.analyzers.goodput.throughput import ThroughputParams, goodput_per_s
 from ddltool.analyzers.goodput.tuning import BatchLimits, tune_one
 from ddltool.errors import Infeasible, InputError
 from ddltool.runtime.agent.noise_sampling import NoiseSampler, affordable_interval
-from ddltool.runtime.hook.agreement import TIMEOUT_S, Agreement
+from ddltool.runtime.hook.agreement import Agreement
 from ddltool.runtime.hook.batches import Pass, VariableBatchSampler
 from ddltool.runtime.hook.job import Job
-from ddltool.runtime.hook.roll_call import job_timeout_s
 from ddltool.runtime.hook.telemetry import Exchange, Stamp, seconds_between
 
 TIMES_KEPT = 64
@@ -266,8 +265,7 @@ class Chooser:
     ) -> None:
         self._job, self._nodes, self._limits, self._policy = job, nodes, limits, policy
         self._sampler, self._noise = sampler, noise
-        limit_s = job_timeout_s() if job.world_size > 1 else TIMEOUT_S
-        self._agreement = Agreement(job, self._choose, timeout_s=limit_s)
+        self._agreement = Agreement(job, self._choose)
         self.estimator = estimator
         self.times = StepTimes()
         self.statistics: GradientStatistics | None = None

@@ -38,7 +38,7 @@ from ddltool.analyzers.balancing.sizing import equal
 from ddltool.artifacts import kind_of
 from ddltool.balance_events import BalanceEvent
 from ddltool.errors import InputError
-from ddltool.runtime.hook.agreement import TIMEOUT_S, Agreement
+from ddltool.runtime.hook.agreement import Agreement
 from ddltool.runtime.hook.attaching import register
 from ddltool.runtime.hook.batches import VariableBatchSampler, fitting_sizes
 from ddltool.runtime.hook.checking import begin_check
@@ -93,8 +93,8 @@ class BalanceOptions:
     interval_s: float = 0.05
     """Ranks report at the first step after so many seconds, of at most ten, while all wait for the choice; in the background,
     and where steps take longer, at each."""
-    timeout_s: float = TIMEOUT_S
-    """How long a rank waits for the others' reports."""
+    timeout_s: float | None = None
+    """How long a rank waits for the others' reports; None: as long as the job's process group waits in a collective."""
 
     def check(self) -> None:
         """Raise InputError naming the option that is not usable."""
@@ -111,6 +111,8 @@ class BalanceOptions:
         spans["interval_s"] = (0.0, 1e3, "seconds from 0 to 1000")
         for name, (low, high, text) in spans.items():
             value = getattr(self, name)
+            if name == "timeout_s" and value is None:
+                continue
             if not isinstance(value, (int, float)) or not low <= value <= high:
                 raise InputError(name, f"is {value!r}", f"give {text}")
 

@@ -22,12 +22,19 @@ from numpy.typing import NDArray
 
 from ddltool.errors import DdlToolError
 from ddltool.runtime.hook.job import Job
-from ddltool.runtime.hook.roll_call import STORE_GONE, KeyStore, LostRank, RollCall, connection, wait_for_keys
+from ddltool.runtime.hook.roll_call import (
+    STORE_GONE,
+    KeyStore,
+    LostRank,
+    RollCall,
+    connection,
+    job_timeout_s,
+    wait_for_keys,
+)
 
 Floats = NDArray[np.float64]
 Choose = Callable[[Floats], Floats]
 Row = Callable[[], Floats]
-TIMEOUT_S = 300.0
 CHOOSING_S = 1.0
 """Choosing takes no longer, once all have come."""
 # Each agreement of a process has keys of its own: the last ones of another would be taken for answers.
@@ -49,7 +56,8 @@ class Agreement:
     Args:
         job: this process's place. With one process the store is not used.
         choose: what rank 0 does with (n, m) rows: returns (k,) numbers for all ranks. Only rank 0's is called.
-        timeout_s: how long a rank waits for the others in a round, whenever it comes to it.
+        timeout_s: how long a rank waits for the others in a round, whenever it comes to it; None: as long as the job's
+            process group waits in a collective.
         behind: a round goes on behind the step that follows it, in a thread, and its choice comes into force one step later;
             only one that takes longer than a whole step holds anybody up.
         store: a store that all ranks share, with keys of this agreement's own; None: that of ``init_process_group``.
@@ -60,12 +68,13 @@ class Agreement:
         job: Job,
         choose: Choose,
         *,
-        timeout_s: float = TIMEOUT_S,
+        timeout_s: float | None = None,
         behind: bool = False,
         store: KeyStore | None = None,
     ) -> None:
         self._rank, self._ranks = job.rank, range(job.world_size)
-        self._choose, self._timeout_s = choose, timeout_s
+        self._choose = choose
+        self._timeout_s = job_timeout_s() if timeout_s is None and job.world_size > 1 else timeout_s or 0.0
         self._step = 0
         self._under_way: int | None = None
         self._ended = False
@@ -77,7 +86,7 @@ class Agreement:
                 self._roll_call.tell(self._gone)
                 shared = dist.distributed_c10d._get_default_store()
                 store = dist.PrefixStore(f"ddltool/agreement/{next(_NUMBERS)}", shared)  # type: ignore[attr-defined]
-            self._store: KeyStore = connection(store, timeout_s)
+            self._store: KeyStore = connection(store, self._timeout_s)
             self._other: KeyStore = store
         if behind:
             self._rows: queue.SimpleQueue[Row | None] = queue.SimpleQueue()

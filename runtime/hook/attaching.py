@@ -17,7 +17,6 @@ from __future__ import annotations
 import atexit
 import hashlib
 import os
-import time
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Protocol, Self
@@ -46,12 +45,10 @@ from ddltool.runtime.hook.job import (
     load_and_check,
 )
 from ddltool.runtime.hook.loader import CountedLoader, StreamLoader
-from ddltool.runtime.hook.stopping import refuse_in_one_line
+from ddltool.runtime.hook.stopping import pause_before_exit, refuse_in_one_line
 from ddltool.runtime.hook.telemetry import Identity, RowFile, StepRecorder
 from ddltool.runtime.hook.trained import guard
 from ddltool.runtime.hook.weighing import Observer, Reduction, Weigher
-
-EXIT_PAUSE_S = 0.1
 
 
 class Hook:
@@ -399,8 +396,8 @@ class Averaging(Protocol):
 
 def register(model: DistributedDataParallel, average: Averaging) -> None:
     """Make ``average`` the model's communication hook. Raises InputError when it already has one."""
-    atexit.unregister(_pause_before_exit)  # once is enough, however many models were attached to
-    atexit.register(_pause_before_exit)
+    atexit.unregister(pause_before_exit)  # once is enough, however many models were attached to
+    atexit.register(pause_before_exit)
     try:
         model.register_comm_hook(None, average.reduce)
     except RuntimeError as error:
@@ -408,16 +405,6 @@ def register(model: DistributedDataParallel, average: Averaging) -> None:
             raise
         remedy = "attach once per model, and register no other communication hook"
         raise InputError("model", "already has a communication hook", remedy) from None
-
-
-def _pause_before_exit() -> None:
-    """Give gloo's threads the time to drop the tensors of the last step.
-
-    They do so a moment after the step is over, and need the interpreter for tensors that Python has seen, as a hook's
-    buckets are. A thread that asks for it while it shuts down aborts the process (pytorch issue 190489), and a job that
-    was done would count as failed: 13 of 150 short ones did, none of 295 with this pause.
-    """
-    time.sleep(EXIT_PAUSE_S)
 
 
 def _row_file(path: str, job: Job, device: str) -> RowFile:

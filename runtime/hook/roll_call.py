@@ -13,6 +13,7 @@ import re
 import sys
 import threading
 import time
+import weakref
 from collections.abc import Callable
 from datetime import timedelta
 from types import TracebackType
@@ -22,12 +23,15 @@ import torch
 import torch.distributed as dist
 
 from ddltool.errors import DdlToolError
+from ddltool.runtime.hook.stopping import pause_before_exit
 
 KeyStore = Any
 """A ``torch.distributed.Store``: its type hints are not those of the real one."""
 WITHIN_S = 0.8
 """A roll call takes no longer; every process answers several times within that."""
 _LOOK_S = 0.1
+ENDING_S = 1.8
+"""From the error that nobody catches to the end of the process: the roll call, and what scripts and libraries do at exit."""
 STORE_GONE = "the store is gone, and with it the rank that holds it (rank 0, unless a launcher does)"
 _BROKEN = re.compile(
     r"gloo/transport/|connection (closed|reset) by peer|broken pipe|ncclremoteerror|remote process exited"
@@ -115,12 +119,10 @@ class RollCall:
                 listener(gone)
         return gone
 
-    def line(self, error: BaseException) -> str | None:
-        """Return what to say of an error that comes from a lost rank; None for any other."""
+    def line(self, error: BaseException) -> str:
+        """Return what to say of an error that comes from a lost rank."""
         if isinstance(error, LostRank):
             return str(error)
-        if not is_broken(error):
-            return None
         gone = self.gone()
         lost = STORE_GONE if gone is None else "the connection to another rank is lost"
         if gone:
@@ -143,17 +145,28 @@ class RollCall:
                     return
 
     def _show(self, kind: type[BaseException], value: BaseException, trace: TracebackType | None) -> None:
-        line = self.line(value)
-        if line is None:
+        if not isinstance(value, LostRank) and not is_broken(value):
             self._previous(kind, value, trace)
             return
-        sys.stderr.write(f"error: {line}\n")
+        deadline = threading.Timer(ENDING_S, os._exit, (1,))  # some exit functions wait for processes, or for servers
+        deadline.daemon = True
+        deadline.start()
+        sys.stderr.write(f"error: {self.line(value)}\n")
         # All that an exit does but taking the interpreter apart, in which torch with broken connections at times aborts.
+        _leave_torch_in_place()
+        atexit.unregister(pause_before_exit)
         atexit._run_exitfuncs()
         for stream in (sys.stdout, sys.stderr):
             with contextlib.suppress(OSError, ValueError):
                 stream.flush()
         os._exit(1)
+
+
+def _leave_torch_in_place() -> None:
+    """Let torch's operators be: it takes them down one by one at exit, most of the time that a process needs to end."""
+    for finalizer in list(getattr(weakref.finalize, "_registry", ())):
+        if (found := finalizer.peek()) is not None and str(found[1].__module__).startswith("torch."):
+            finalizer.atexit = False
 
 
 def is_broken(error: BaseException) -> bool:

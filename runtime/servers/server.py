@@ -87,7 +87,8 @@ class Server:
         ``optimizer``: any of ``torch.optim`` on the parameters of ``model``; each update is one step of it, with the
         gradients of the parameters that the policy updates together. ``policy``: without one, :class:`BSP` in which the
         loss of a worker ends the run. ``lost_after_s``: a worker for which others wait, and from which nothing has come
-        for so long, is taken out; it must exceed a worker's longest step; 10 s unless the policy says otherwise.
+        for so long, is taken out, and workers wait no longer for a server: it must exceed the longest step, update and
+        transfer; 10 s unless the policy says otherwise.
         ``telemetry``: a JSON Lines file of this server's own (see :mod:`~.records`). ``meeting``: by default that of
         the environment. Raises InputError, on all ranks, when the ranks' plans, models or policies differ or one's
         arguments are wrong; TransferError when one of them does not come or is lost.
@@ -155,9 +156,11 @@ class Server:
             hello = replace(self._hello, address=address)
             if self.server == 0:
                 meeting.announce(address)
-                self._servers, self._addresses, self._early = gather(self._wire, plan, meeting, hello)
+                self._servers, self._addresses, self._early = gather(
+                    self._wire, plan, meeting, hello, self._lost_after_s
+                )
             else:
-                (*_, self._addresses), self._early = call(self._wire, plan, found, hello, meeting.limit_s)
+                (*_, self._addresses, _), self._early = call(self._wire, plan, found, hello, meeting.limit_s)
                 self._servers = {first: first}
         except BaseException:
             self._wire.close()
@@ -259,7 +262,8 @@ class Server:
         clock, unknowing = self._joining[worker]
         if not unknowing:
             del self._joining[worker]
-            self._send(worker, "begin", self.plan.rank_of_worker(worker), clock, self._next_epoch, self._addresses)
+            place = self.plan.rank_of_worker(worker), clock, self._next_epoch
+            self._send(worker, "begin", *place, self._addresses, self._lost_after_s)
 
     @property
     def _next_epoch(self) -> int:

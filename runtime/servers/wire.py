@@ -20,7 +20,7 @@ from ddltool.runtime.hook.stopping import StopSignals
 from ddltool.runtime.servers.transfers import TransferError
 
 BEAT_S = 0.1  # how often a server tells everybody that it is there, and so finds who is gone
-SILENT_S = 60.0  # how long an end may be silent before it counts as lost; no single transfer may take longer
+SILENT_S = 60.0  # how long a machine may not answer before its connections count as broken, whoever waits or does not
 CLOSED = "closed its connection"
 LINGER_S = 1.0  # how long last words may take when an end closes
 Peer: TypeAlias = int | bytes

@@ -30,7 +30,7 @@ from ddltool.runtime.hook.stopping import StopSignals, Terminated, refuse_in_one
 from ddltool.runtime.servers.meeting import Meeting, call
 from ddltool.runtime.servers.policies import BSP, Policy
 from ddltool.runtime.servers.transfers import TransferError, TransferPlan, named
-from ddltool.runtime.servers.wire import BEAT_S, CLOSED, SILENT_S, Wire, fill
+from ddltool.runtime.servers.wire import BEAT_S, CLOSED, Wire, fill
 
 log = logging.getLogger(__name__)
 
@@ -134,7 +134,8 @@ class Worker:
             where = meeting.find()
             self._wire = Wire(meeting.token, self._stop)
             try:
-                (rank, self.clock, self.epoch, addresses), _ = call(self._wire, plan, where, hello, meeting.limit_s)
+                begin, _ = call(self._wire, plan, where, hello, meeting.limit_s)
+                rank, self.clock, self.epoch, addresses, self._lost_after_s = begin
             except BaseException:
                 self._wire.close()
                 raise
@@ -300,8 +301,9 @@ class Worker:
                 self._heard_s[server] = now_s
                 self._on(server, kind, values, payload)
             for server, heard_s in self._heard_s.items():
-                if server not in self._closed and (silent_s := now_s - max(begin_s, heard_s)) > SILENT_S:
+                if server not in self._closed and (silent_s := now_s - max(begin_s, heard_s)) > self._lost_after_s:
                     title = self.plan.title(self.plan.rank_of_server(server))
+                    self._wire.give_up(self.plan.rank_of_server(server))
                     raise TransferError(f"{self._title}: nothing came from {title} for {silent_s:.0f} s")
 
     def _on(self, server: int, kind: str, values: list[Any], payload: memoryview | None) -> None:
