@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, cast, get_args
 
@@ -13,7 +14,7 @@ from ddltool.analyzers.emitting.kubernetes import assumptions, manifest_text, ma
 from ddltool.analyzers.emitting.layout import Kind, LaunchSettings, Layout, layout, plan_hash
 from ddltool.analyzers.emitting.scripts import CORES, ddp_module, fsdp2_module, gres_type, slurm_script, torchrun_script
 from ddltool.artifacts import load, to_json, write_text
-from ddltool.commands.options import Json, demand_part
+from ddltool.commands.options import Json, demand_part, is_given
 from ddltool.commands.output import note, print_json, say
 from ddltool.commands.values import device_counts, words
 from ddltool.errors import InputError, known, shortened
@@ -26,6 +27,7 @@ _OUTPUTS = {
     **{"hook": "enforce.json", "torchrun": "launch.sh", "kubernetes": "kubernetes.yaml", "slurm": "slurm.sh"},
     **{"fsdp2": "fsdp2_plan.py", "ddp": "ddp_plan.py"},
 }
+_SERVED = ("hook", "torchrun")
 _ALL = {"plan_file", "output", "target", "telemetry", "script", "as_json"}
 # Options that say something to some targets only.
 _MORE = {
@@ -97,6 +99,9 @@ def emit(
     if plan.group is not None:
         problem = f"each device is a group of {plan.group.text}, whose own processes no plan starts"
         raise InputError(f"{plan_file}:group", problem, "take each group's batch and passes from the plan")
+    if plan.strategy == "elastic-bsp" and chosen not in _SERVED:
+        problem = f"has no parameter server, which {plan_file}, an elastic-bsp plan, needs"
+        raise InputError(f"--target {chosen}", problem, f"give --target {' or '.join(_SERVED)}")
     enforcement = to_enforcement(plan, telemetry=None if telemetry == "none" else telemetry)
     if chosen in _MORE:
         device = _name("--resource", resource or ("gpu" if chosen == "slurm" else "nvidia.com/gpu"), chosen)
@@ -108,7 +113,11 @@ def emit(
             queue=None if queue is None else _name("--queue", queue, chosen),
             kind=None if kind is None else cast(Kind, known("--kind", kind, get_args(Kind))),
         )
-        text, gaps = _launcher(plan, enforcement, chosen, layout(plan, _per_node(devices_per_node)), settings)
+        placed = layout(plan, _per_node(devices_per_node))
+        here = is_given(context, "script") or chosen == "kubernetes"
+        here = here or any((folder / script).exists() for folder in (Path(), path.parent))
+        missing = [] if here else [f"script: {script} is started, and there is none here (--script names yours)"]
+        text, gaps = _launcher(plan, enforcement, chosen, placed, settings, missing)
     else:
         gaps = not_expressed(plan, chosen)
         modules = {"ddp": ddp_module, "fsdp2": fsdp2_module}
@@ -130,10 +139,15 @@ def emit(
 
 
 def _launcher(
-    plan: Plan, enforcement: Enforcement, target: Target, placed: Layout, settings: LaunchSettings
+    plan: Plan,
+    enforcement: Enforcement,
+    target: Target,
+    placed: Layout,
+    settings: LaunchSettings,
+    missing: Sequence[str],
 ) -> tuple[str, list[str]]:
     """Return the text that starts a plan's processes, and what it leaves out or takes for granted."""
-    gaps = not_expressed(plan, target, placed)
+    gaps = [*not_expressed(plan, target, placed), *missing]
     if target == "torchrun":
         return torchrun_script(plan, placed, settings, gaps=gaps), gaps
     if target == "slurm":

@@ -12,8 +12,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.data import Dataset
 
-from ddltool.runtime.servers import SSP, Meeting, Policy, Server, Worker
+from ddltool.runtime.servers import SSP, Meeting, Policy, Server, Worker, follow
 from tests.transfer_workers import PATIENCE_S, Outcome, launch, make_batch, make_model, make_plan, sgd
 
 
@@ -82,6 +83,30 @@ def train(
     weights = {name: value.detach().numpy() for name, value in model.named_parameters()}
     found = {"weights": weights, "pulled": pulled, "made": made, "members": members}
     return found | {"worker": worker.rank, "began": began, "epoch": worker.epoch}
+
+
+class Numbered(Dataset[tuple[int, Tensor, Tensor]]):
+    """Samples that say which they are."""
+
+    def __len__(self) -> int:
+        return 60
+
+    def __getitem__(self, index: int) -> tuple[int, Tensor, Tensor]:
+        features, labels = make_batch(0, index)
+        return index, features[0], labels[0]
+
+
+def follow_plan(rank: int, config: str, steps: int) -> list[list[int]]:
+    """Follow an elastic-bsp plan for two epochs, rank 1 for ``steps`` batches at most; return the samples of each."""
+    model = make_model()
+    seen: list[list[int]] = []
+    for indices, features, labels in follow(config, model, sgd(model, momentum=0.0), Numbered(), epochs=2):
+        seen.append(indices.tolist())
+        nn.functional.cross_entropy(model(features), labels).backward()
+        if rank == 1 and len(seen) == steps:
+            break
+    assert all(value.isfinite().all() for value in model.parameters())
+    return seen
 
 
 def wait_for(file: Path) -> None:

@@ -18,12 +18,13 @@ import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from ddltool import runtime
 from ddltool.analyzers.emitting.enforcement import not_expressed, to_enforcement
 from ddltool.analyzers.emitting.kubernetes import manifests
 from ddltool.analyzers.emitting.layout import LaunchSettings, cluster_name, label_value, layout, plan_hash
 from ddltool.artifacts import load, save
 from ddltool.errors import InputError
-from ddltool.plans import Assignment, BucketSetting, Enforcement, Plan, PrefetchSetting
+from ddltool.plans import Assignment, BucketSetting, Enforcement, Plan, PrefetchSetting, Superstep
 from ddltool.runtime.hook.data_parallel import loaded
 from tests.conftest import Result
 from tests.emit_workers import emitted_ddp, emitted_fsdp2
@@ -435,12 +436,29 @@ def test_the_launchers_config_goes_before_the_scripts_own(tmp_path: Path, monkey
     assert (config.world_size, where) == (2, str(tmp_path / "brought.json"))
 
 
-def test_a_plan_that_no_process_group_runs_is_refused_by_all(cli: Cli, tmp_path: Path) -> None:
-    save(MIXED.model_copy(update={"strategy": "elastic-bsp"}), tmp_path / "plan.json")
-    for target in ("hook", "torchrun", "kubernetes", "slurm", "ddp", "fsdp2"):
+def test_a_plan_with_a_server_starts_one_more_process(cli: Cli, tmp_path: Path, shims: Path) -> None:
+    fake_torchrun(shims)
+    figures = {"lookahead": 3, "superstep_s": 1.0, "iterations": {"V100": 1}, "mini_batches": 4}
+    superstep = Superstep(**figures, waiting_s=0.0, total_waiting_s=0.0, iteration_gap=0)
+    served = plan(("V100", 4, 8), strategy="elastic-bsp", superstep=superstep)
+    save(served, tmp_path / "plan.json")
+    for target in ("kubernetes", "slurm", "ddp", "fsdp2"):
         made = cli("emit", tmp_path / "plan.json", "--target", target, "-o", tmp_path / "out")
-        assert made.code == 2
-        assert "is an elastic-bsp plan" in made.error_line
+        assert (made.code, "has no parameter server" in made.error_line) == (2, True)
+    made = cli("emit", tmp_path / "plan.json", "--target", "torchrun", "-o", tmp_path / "launch.sh",
+               "--devices-per-node", "2")  # fmt: skip
+    assert "script: train.py is started, and there is none here (--script names yours)" in made.err
+    assert "script: train.py is started" in (tmp_path / "launch.sh").read_text()
+    counts = []
+    for node in range(2):
+        ran = run(["bash", str(tmp_path / "launch.sh")], shims, NODE_RANK=str(node), MASTER_ADDR="h")
+        counts.append(options(ran.stdout.splitlines()[1:])["--nproc-per-node"])
+    assert counts == ["2", "3"]
+    assert load(tmp_path / "enforce.json", Enforcement).superstep == superstep
+    with pytest.raises(InputError, match=r"strategy: is elastic-bsp.*ddltool\.runtime\.servers\.follow"):
+        runtime.attach(tmp_path / "enforce.json")
+    with pytest.raises(InputError, match="superstep: is missing"):
+        to_enforcement(served.model_copy(update={"superstep": None}))
 
 
 def test_a_config_that_no_config_map_holds_is_refused() -> None:

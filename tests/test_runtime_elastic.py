@@ -19,6 +19,7 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from ddltool.artifacts import save
 from ddltool.errors import InputError
 from ddltool.runtime.elastic import checkpoint as elastic_checkpoint
 from ddltool.runtime.elastic.digests import digest
@@ -39,6 +40,7 @@ from tests.elastic_workers import (
     run,
     stopped_at,
 )
+from tests.runtime_workers import enforcement
 
 STEPS = 20
 JOBS = [("cnn", "sgd"), ("cnn", "adam"), ("transformer", "adamw")]
@@ -90,6 +92,32 @@ def test_any_placement_gives_the_same_bits(
     path = tmp_path / "run.pt"
     losses = train(len(placement), path, model=model, optimizer=optimizer, until=STEPS, placement=placement)
     assert (bits(path), losses) == alone[job]
+
+
+def test_a_plan_places_the_workers_and_is_measured(tmp_path: Path) -> None:
+    """Three logical workers on the first process, one on the second; on one process the same bits, and no telemetry."""
+    config, rows = tmp_path / "enforce.json", tmp_path / "telemetry.jsonl"
+    made = enforcement([3 * 8, 8], telemetry=str(rows), strategy="est")
+    ranks = [entry.model_copy(update={"ests": n}) for entry, n in zip(made.ranks, (3, 1), strict=True)]
+    save(made.model_copy(update={"ranks": ranks}), config)
+    two, other = on(2, planned, str(config))
+    assert two == other == planned(str(config))
+    found = [json.loads(line) for line in rows.read_text().splitlines()]
+    assert sorted((row["rank"], row["step"], row["batch"]) for row in found) == [
+        *((0, step, 24) for step in range(3)),
+        *((1, step, 8) for step in range(3)),
+    ]
+    assert all(0 < row["compute_s"] + row["wait_s"] + row["sync_s"] <= row["step_s"] for row in found)
+    save(enforcement([8, 4]), config)
+    with pytest.raises(InputError, match="are no equal logical workers; plan with --strategy est"):
+        planned(str(config))
+
+
+def planned(config: str) -> list[tuple[float, ...]]:
+    """Train three steps of a plan; return the losses."""
+    model, optimizer, _ = build("cnn", "sgd")
+    trainer = ElasticTrainer.planned(config, model, optimizer, nn.CrossEntropyLoss(), Digits(96), seed=3)
+    return [step.losses for step in trainer.epoch(0)]
 
 
 def test_resized_runs_give_the_same_bits(alone: Any, tmp_path: Path) -> None:

@@ -18,10 +18,13 @@ from torch import nn
 from ddltool.analyzers.barriers.predict import PREDICTORS, predict_ends
 from ddltool.analyzers.barriers.tradeoff import best_barrier
 from ddltool.analyzers.barriers.zipline import zipline
+from ddltool.artifacts import save
 from ddltool.errors import InputError
+from ddltool.plans import Superstep
 from ddltool.runtime.servers import ASP, BSP, SSP, BackupWorkers, ElasticBSP, LocalSGD, Policy, shard
 from ddltool.runtime.servers.policies import Book
 from tests import sync_workers as bodies
+from tests.runtime_workers import enforcement
 from tests.transfer_workers import Outcome, launch, make_batch, make_model, results, sgd, trained_alone
 
 STEPS = 5
@@ -46,6 +49,28 @@ def test_bsp_has_the_bits_of_one_process(servers: int, order: str) -> None:
         assert set(server["version"].values()) == {STEPS}
         assert server["staleness"] == {0: 3 * STEPS}
         assert min(server["wait_s"][0], server["wait_s"][2]) > server["wait_s"][1]
+
+
+def test_a_plan_is_followed_until_the_data_are_used_up(tmp_path: Path) -> None:
+    """Two workers of a plan; one leaves after three batches, the other makes the rest."""
+    superstep = Superstep(
+        **{"lookahead": 3, "superstep_s": 1.0, "iterations": {"type0": 2, "type1": 1}, "mini_batches": 3},
+        **{"waiting_s": 0.0, "total_waiting_s": 0.0, "iteration_gap": 1},
+    )
+    telemetry = str(tmp_path / "telemetry.jsonl")
+    save(enforcement([5, 5], telemetry=telemetry, strategy="elastic-bsp", superstep=superstep), tmp_path / "e.json")
+    fast, slow, server = results(launch(bodies.follow_plan, 3, str(tmp_path / "e.json"), 3))
+    assert server == []
+    assert len(slow) == 3
+    assert 24 <= len(fast) + len(slow) <= 26, (
+        "two epochs of 60 samples in batches of 5; who ends it has one pull behind it"
+    )
+    assert all(len(batch) == 5 for batch in fast + slow)
+    first = [index for batch in (*fast[:6], *slow) for index in batch]
+    assert len(set(first)) == len(first), "shares of an epoch are disjoint"
+    rows = [json.loads(line) for line in Path(telemetry).read_text().splitlines()]
+    assert sorted(row["step"] for row in rows if row["rank"] == 0) == list(range(len(fast)))
+    assert {(row["rank"], row["device"], row["batch"]) for row in rows} == {(0, "type0", 5), (1, "type1", 5)}
 
 
 def test_ssp_keeps_its_bound_and_uses_it() -> None:

@@ -295,6 +295,9 @@ class Enforcement(Artifact):
     sharding: ShardingSetting | None = Field(
         default=None, description="what runtime.shard applies; null: DDP as it comes"
     )
+    superstep: Superstep | None = Field(
+        default=None, description="of an elastic-bsp plan, whose server is one process more than world_size"
+    )
     telemetry: str | None = Field(
         default="telemetry.jsonl", description="file to append to, relative to the working folder; null: none"
     )

@@ -36,6 +36,8 @@ class RankRun:
     sync_s: float
     step_s: float
     error: float
+    mean_step_s: float = 0.0
+    """Mean over all its steps; what a worker that waits at some of them only takes for one."""
     passes: int = 1
     """Forward and backward passes over the batch: more than one under gradient accumulation."""
 
@@ -161,6 +163,7 @@ def _rank(rank: int, part: pd.DataFrame) -> RankRun:
         wait_s=float(part["wait_s"].median()),
         sync_s=float(part["sync_s"].median()),
         step_s=float(part["step_s"].median()),
+        mean_step_s=float(part["step_s"].mean()),
         error=float((high - low) / 2 / middle),
         passes=int(part["passes"].median()),
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 
 from ddltool.analyzers.deciding.feedback import RankRun, Run
 from ddltool.analyzers.goodput.throughput import ThroughputParams, grad_time_s, overlapped, sync_time_s
@@ -49,8 +50,6 @@ def verify(
     Raises InputError when the run cannot be this plan's: another number of processes, no compute times in the plan and
     no models, or a device that no model knows.
     """
-    if plan.strategy == "elastic-bsp":
-        raise InputError("plan", "is an elastic-bsp plan", "the hook writes no telemetry of supersteps to compare with")
     if run.world_size != plan.world_size:
         problem = f"is of {run.world_size} processes, the plan of {plan.world_size}"
         raise InputError("telemetry", problem, "give the telemetry of a run of this plan")
@@ -67,7 +66,12 @@ def verify(
     elif sync is None and plan.strategy == "goodput":
         sync = max(0.0, plan.iteration_s - compute)
     other = None if given else plan.other_s
-    predicted = _believable(compute + (sync or 0.0) + (other or 0.0))
+    predicted = compute + (sync or 0.0) + (other or 0.0)
+    if plan.strategy == "elastic-bsp":
+        seconds = plan.max_workers / sum(1 / rank.mean_step_s for rank in run.ranks)  # whoever makes the mini-batches
+        run = replace(run, iteration_s=seconds, iteration_low_s=seconds, iteration_high_s=seconds)
+        predicted, sync = plan.iteration_s, 0.0
+    predicted = _believable(predicted)
     error = predicted / run.iteration_s - 1
     refit = _refit(checks, run, sync, known, ACCEPTED if max_error is None else max_error)
     made = Verification(
@@ -82,11 +86,11 @@ def verify(
         ),
         compute=VerifiedTime(predicted_s=compute, measured_s=max(check.measured_s for check in checks)),
         sync=VerifiedTime(predicted_s=sync, measured_s=run.sync_s),
-        other=VerifiedTime(predicted_s=other, measured_s=run.other_s),
+        other=None if plan.superstep else VerifiedTime(predicted_s=other, measured_s=run.other_s),
         ranks=checks,
         missing_ranks=missing,
         known_error=known,
-        refit=[*_not_followed(checks, missing), *refit, *_rest(run, other)],
+        refit=[*_not_followed(checks, missing), *refit, *([] if plan.superstep else _rest(run, other))],
         max_error=max_error,
         passed=True,
     )

@@ -39,7 +39,13 @@ _CONTENTS: tuple[tuple[str, Callable[[Plan], object], tuple[Target, ...], str], 
         "logical workers",
         lambda plan: any(row.ests_per_device > 1 for row in plan.assignments),
         (),
-        "they run as one larger batch per device; ddltool.runtime.elastic keeps their bits",
+        "attach runs them as one larger batch per device; ElasticTrainer.planned runs them in turns and keeps their bits",
+    ),
+    (
+        "supersteps",
+        lambda plan: plan.superstep,
+        (),
+        "the script takes its batches from ddltool.runtime.servers.follow, without DDP; the last rank is the server, on a CPU",
     ),
     (
         "device types",
@@ -57,13 +63,10 @@ def to_enforcement(plan: Plan, *, telemetry: str | None = "telemetry.jsonl") -> 
     """Return the enforcement of a plan: one rank per used device, in the plan's order of assignments.
 
     A rank's local batch holds the samples of all its logical workers. Raises InputError when a device of the plan has
-    no samples, which a hand-edited plan may say.
+    no samples, which a hand-edited plan may say, and for an elastic-bsp plan without its superstep.
     """
-    if plan.strategy == "elastic-bsp":
-        problem = "is an elastic-bsp plan: its workers do not step together, which DDP cannot do"
-        raise InputError(
-            "plan:strategy", problem, "run it with ddltool.runtime.servers, or emit a bsp, lb-bsp or est plan"
-        )
+    if plan.strategy == "elastic-bsp" and plan.superstep is None:
+        raise InputError("plan:superstep", "is missing", "make the plan again: ddltool plan --strategy elastic-bsp")
     if plan.world_size > _MOST_RANKS:
         problem = f"are {plan.world_size:,} devices"
         raise InputError(
@@ -93,6 +96,7 @@ def to_enforcement(plan: Plan, *, telemetry: str | None = "telemetry.jsonl") -> 
         ddp=plan.ddp,
         fsdp2=plan.fsdp2,
         sharding=plan.sharding,
+        superstep=plan.superstep,
         telemetry=telemetry,
         plan_sha256=plan_hash(plan),
     )

@@ -7,7 +7,7 @@ import json
 import math
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import groupby
 from typing import Literal
 
@@ -127,6 +127,8 @@ def one_word(text: str) -> str:
 def layout(plan: Plan, devices_per_node: Mapping[str, int] | int | None = None) -> Layout:
     """Return the nodes that run a plan: per device type as many full nodes as there are, and one for the rest.
 
+    The parameter server of an elastic-bsp plan is one more process on the last node.
+
     ``devices_per_node`` counts devices of a node, for all types or by type. Without it the plan's own are taken, and a
     plan that says its number of nodes is spread evenly over them; otherwise each device type is taken to stand on one
     node (``assumed``). Raises InputError for a type that the plan does not use and for counts below one.
@@ -147,6 +149,13 @@ def layout(plan: Plan, devices_per_node: Mapping[str, int] | int | None = None) 
                 NodeGroup(device_type=name, nodes=nodes, processes_per_node=processes, first_node=node, first_rank=rank)
             )
             node, rank = node + nodes, rank + nodes * processes
+    if plan.strategy == "elastic-bsp":
+        last = groups.pop()
+        if last.nodes > 1:
+            groups.append(replace(last, nodes=last.nodes - 1))
+            first = last.first_rank + groups[-1].processes
+            last = replace(last, nodes=1, first_node=last.first_node + last.nodes - 1, first_rank=first)
+        groups.append(replace(last, processes_per_node=last.processes_per_node + 1))
     return Layout(groups=tuple(groups), assumed=any(name not in given for name, _ in runs))
 
 

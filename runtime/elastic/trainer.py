@@ -35,8 +35,9 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils.data import Dataset, default_collate
 
-from ddltool.artifacts import Record, parse_record
+from ddltool.artifacts import Record, load, parse_record
 from ddltool.errors import InputError
+from ddltool.plans import Enforcement
 from ddltool.runtime.elastic import checkpoint
 from ddltool.runtime.elastic.contexts import LOSS, Buffers, Contexts, kept, modules_of, plain_name
 from ddltool.runtime.elastic.ordered_mean import MIB, OrderedMean
@@ -44,8 +45,17 @@ from ddltool.runtime.elastic.processes import Processes
 from ddltool.runtime.elastic.recording import Recorder
 from ddltool.runtime.elastic.sample_feed import SampleFeed, Task
 from ddltool.runtime.hook.batches import VariableBatchSampler
-from ddltool.runtime.hook.job import bare_optimizer, dataset_length, demand_same_samples
+from ddltool.runtime.hook.data_parallel import config_path
+from ddltool.runtime.hook.job import (
+    bare_optimizer,
+    check_parameters,
+    check_plan,
+    count_nodes,
+    dataset_length,
+    demand_same_samples,
+)
 from ddltool.runtime.hook.stopping import StopSignals, refuse_in_one_line
+from ddltool.runtime.hook.telemetry import Exchange, Identity, RowFile, StepRecorder
 
 _PARTS = ("settings", "environment", "position", "buckets", "parameters", "optimizer", "extras", "workers")
 BUILD_THE_SAME = "give the settings of the run that is continued"
@@ -193,6 +203,8 @@ class ElasticTrainer:
         self._feed = None
         if data_workers is not None:
             self._feed = SampleFeed(dataset, self._collate, seed=seed, workers=data_workers)
+        self._telemetry: StepRecorder | None = None
+        self._rows: RowFile | None = None
         self._recorder = None
         if record is not None:
             self._recorder = Recorder(model, self.processes.job, record, self.settings.model_dump() | here)
@@ -211,6 +223,49 @@ class ElasticTrainer:
         self._unsaved = ""
         inner.register_step_pre_hook(self._before_update)
         inner.register_step_post_hook(self._updated)
+
+    @classmethod
+    def planned(
+        cls,
+        config: str | os.PathLike[str],
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        loss_fn: Callable[[Any, Any], Tensor] | None,
+        dataset: Dataset[Any],
+        **options: Any,
+    ) -> ElasticTrainer:
+        """Return the trainer of a plan's logical workers, placed as the plan says; ``options``: as for the class.
+
+        On another number of processes than planned they are spread evenly, with the same bits. With the plan's processes the
+        config's telemetry is written, a row per process and step. Raises InputError for a plan without logical workers.
+        """
+        path = config_path(config)
+        planned = load(path, Enforcement)
+        check_plan(path, planned.plan_sha256, os.environ.get("DDLTOOL_PLAN_SHA256"))
+        check_parameters(path, planned.parameters, model)
+        sizes = {entry.local_batch_size / max(entry.ests, 1) for entry in planned.ranks}
+        size = int(min(sizes))
+        if len(sizes) != 1 or size not in sizes or not all(entry.ests for entry in planned.ranks):
+            problem = f"of a plan of strategy {planned.strategy} are no equal logical workers"
+            raise InputError(f"{path}:ranks", problem, "plan with --strategy est, or give it to runtime.attach")
+        ests = [entry.ests for entry in planned.ranks]
+        as_planned = (dist.get_world_size() if dist.is_initialized() else 1) == len(ests)
+        placement = ests if as_planned else None
+        made = cls(
+            model, optimizer, loss_fn, dataset, max_workers=sum(ests), batch_size=size, placement=placement, **options
+        )
+        if as_planned and planned.telemetry is not None:
+            made._watch(planned.telemetry, planned.ranks[made.processes.rank].device_type)
+        return made
+
+    def _watch(self, path: str, device: str) -> None:
+        """Write telemetry of this process's steps."""
+        job = self.processes.job
+        nodes = count_nodes(job.world_size)
+        about = Identity(rank=job.rank, world_size=job.world_size, num_nodes=nodes, device=device)
+        self._rows = RowFile(Path(path), about)
+        job.together(self._rows.open)
+        self._telemetry = StepRecorder(self._rows, cuda=self.device.type == "cuda")
 
     def _count_gradients(self) -> Tensor | None:
         """Count the backward passes that reach the first parameter; return it."""
@@ -318,6 +373,8 @@ class ElasticTrainer:
         if epoch > self.epoch_number:
             self.epoch_number, self.step_in_epoch = epoch, 0
         source = self._fetched(epoch)
+        if self._telemetry is not None:
+            self._telemetry.begin_epoch()
         others = register_optimizer_step_post_hook(self._note_other)
         try:
             while self.step_in_epoch < self.steps_per_epoch:
@@ -328,12 +385,16 @@ class ElasticTrainer:
                         if self._recorder is not None:
                             self._recorder.batch(batch)
                         before = self._micro_batches
+                        if self._telemetry is not None:
+                            self._telemetry.begin_forward()
                         yield batch
                         if self._micro_batches == before:
                             problem = "a batch was not followed by turn_done"
                             raise InputError("trainer.batches", problem, "call it each time")
         finally:
             others.remove()
+            if self._rows is not None:
+                self._rows.flush()
 
     def _fetched(self, epoch: int) -> Iterator[Any]:
         """Yield the batches of the rest of the epoch in the order of the turns, each fetched when it is asked for."""
@@ -406,10 +467,26 @@ class ElasticTrainer:
             raise InputError("the turn", "ran a collective of all processes, whose number must not matter", remedy)
         last = rank == self.processes.local[-1]
         self._contexts.leave(last)
+        exchange = self._exchange() if last else None
         self._mean.take(rank)
         if last:
             self._finish_step()
+        if exchange is not None:
+            exchange.note_done()
         return last
+
+    def _exchange(self) -> Exchange | None:
+        """Return the telemetry of what remains of a step's exchange, which begins now."""
+        if self._telemetry is None:
+            return None
+        samples = self.settings.batch_size * self.settings.accumulation
+        exchange = self._telemetry.begin_exchange(
+            samples * len(self.processes.local), samples * self.settings.max_workers
+        )
+        exchange.note_ready()
+        # The sum passes from rank to rank: of the process that comes last none of it is waiting.
+        exchange.note_arrival()
+        return exchange
 
     def _demand_kept(self) -> None:
         """Raise InputError where a turn's gradients of the micro-batches before are not those that they have left."""
@@ -458,6 +535,8 @@ class ElasticTrainer:
         """Note that the optimizer made its step, and write the step's fingerprints."""
         if self._recorder is not None and self._awaits_update:
             self._recorder.write(self.steps_made - 1, self.epoch_number)
+        if self._telemetry is not None:
+            self._telemetry.after_update()
         self._awaits_update = False
 
     def stop_on(self, *numbers: signal.Signals) -> None:

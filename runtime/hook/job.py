@@ -138,6 +138,9 @@ def load_and_check(path: str, job: Job, dataset: Dataset[Any] | None) -> Enforce
     if is_reference():
         enforcement = _alone(enforcement)
     check_plan(path, enforcement.plan_sha256, os.environ.get("DDLTOOL_PLAN_SHA256"))
+    if enforcement.strategy == "elastic-bsp":
+        problem = "is elastic-bsp, whose workers do not step together as DDP's do"
+        raise InputError(f"{path}:strategy", problem, "use ddltool.runtime.servers.follow in place of attach")
     _check_world(path, enforcement, job)
     if dataset is not None and not isinstance(dataset, IterableDataset):
         size = dataset_length(dataset, WITHOUT_DATASET)

@@ -21,6 +21,7 @@ A worker may close or be lost at any time and the others go on; a lost server en
 from __future__ import annotations
 
 from ddltool.runtime.servers.meeting import Meeting
+from ddltool.runtime.servers.planned import follow
 from ddltool.runtime.servers.policies import ASP, BSP, SSP, BackupWorkers, ElasticBSP, LocalSGD, Policy
 from ddltool.runtime.servers.server import Server
 from ddltool.runtime.servers.transfers import TransferError, TransferPlan, planned_priority
@@ -39,6 +40,7 @@ __all__ = [
     "TransferError",
     "TransferPlan",
     "Worker",
+    "follow",
     "planned_priority",
     "shard",
 ]

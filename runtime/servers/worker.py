@@ -70,6 +70,7 @@ class Worker:
         clock: the number of steps whose gradients have been pushed; under local SGD, of rounds. Who joins late begins
             with a number near that of the others.
         epoch: the first epoch of which this worker gets a share of the samples.
+        waited_s: seconds in which it has waited for servers, by transfers and at barriers.
     """
 
     def __init__(
@@ -106,6 +107,7 @@ class Worker:
         self._meet(meeting)
         self.arrivals: list[Arrival] = []
         self.updates = 0
+        self.waited_s = 0.0
         self._arrived = set(range(len(plan.slots)))
         self._awaited: set[int] = set()
         self._pushed: set[int] = set()
@@ -305,6 +307,7 @@ class Worker:
                     title = self.plan.title(self.plan.rank_of_server(server))
                     self._wire.give_up(self.plan.rank_of_server(server))
                     raise TransferError(f"{self._title}: nothing came from {title} for {silent_s:.0f} s")
+        self.waited_s += time.monotonic() - begin_s
 
     def _on(self, server: int, kind: str, values: list[Any], payload: memoryview | None) -> None:
         title = self.plan.title(self.plan.rank_of_server(server))

@@ -1,0 +1,121 @@
+"""An elastic-bsp plan, followed: workers that meet at predicted barriers, and their server. Start at :func:`follow`."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+from torch.optim import Optimizer
+from torch.utils.data import DataLoader, Dataset
+
+from ddltool.artifacts import load
+from ddltool.errors import InputError
+from ddltool.plans import Enforcement
+from ddltool.runtime.hook.data_parallel import config_path
+from ddltool.runtime.hook.job import check_parameters, check_plan, count_nodes, dataset_length
+from ddltool.runtime.hook.stopping import refuse_in_one_line
+from ddltool.runtime.hook.telemetry import Identity, RowFile, StepRecorder
+from ddltool.runtime.servers.policies import ElasticBSP
+from ddltool.runtime.servers.server import Server
+from ddltool.runtime.servers.transfers import TransferPlan
+from ddltool.runtime.servers.worker import Worker
+
+
+def follow(
+    config: str | os.PathLike[str],
+    model: nn.Module,
+    optimizer: Optimizer,
+    dataset: Dataset[Any],
+    *,
+    epochs: float = 1.0,
+    seed: int = 0,
+    checkpoint: str | os.PathLike[str] | None = None,
+    **options: Any,
+) -> Iterator[Any]:
+    """Yield this worker's planned batches, each followed by its backward pass; the last rank is the server and gets none.
+
+    ::
+
+        for inputs, answers in follow("enforce.json", model, optimizer, dataset, epochs=3):
+            nn.functional.cross_entropy(model(inputs), answers).backward()
+
+    The bare model (no DDP), one forward and one backward pass a batch; the server's ``optimizer`` makes the updates. It ends
+    when all workers together have processed ``epochs`` times the dataset, whoever made more of it; then every process has the
+    trained parameters. ``options`` go to ``DataLoader``; ``checkpoint`` as for :class:`Worker`, one for each rank.
+
+    Raises InputError where config and job do not fit, TransferError when the server is lost.
+    """
+    refuse_in_one_line()
+    path = config_path(config)
+    planned = load(path, Enforcement)
+    if planned.strategy != "elastic-bsp" or planned.superstep is None:
+        raise InputError(
+            f"{path}:strategy", f"is {planned.strategy}", "give it to runtime.attach; this is elastic-bsp's"
+        )
+    if not epochs > 0:
+        raise InputError("epochs", f"is {epochs}", "give a number above 0")
+    check_plan(path, planned.plan_sha256, os.environ.get("DDLTOOL_PLAN_SHA256"))
+    check_parameters(path, planned.parameters, model)
+    known = {record.name: record.priority for record in planned.parameters if record.priority is not None}
+    names = {name for name, _ in model.named_parameters()}
+    plan = TransferPlan.for_model(
+        model, workers=planned.world_size, servers=1, priority=known if known.keys() == names else None
+    )
+    # The plan takes the barrier of most iterations a second, which with known speeds is least waiting for each.
+    gap = planned.superstep.iteration_gap
+    policy = ElasticBSP(planned.superstep.lookahead, objective="per_iteration", max_gap=gap)
+    rank = int(os.environ.get("RANK", "0"))
+    if rank == plan.rank_of_server(0):
+        model.load_state_dict(Server(model, plan, optimizer, policy).serve(), strict=False)
+        return
+    size = planned.ranks[0].local_batch_size
+    samples = dataset_length(dataset)
+    if samples < size * plan.workers:
+        problem = f"is {size} for each of {plan.workers} workers, but the dataset has {samples} samples"
+        raise InputError(f"{path}:ranks.local_batch_size", problem, "plan smaller batches or fewer devices")
+    updates = math.ceil(epochs * samples / size)
+    file = _opened(planned, rank)
+    with Worker(model, plan, policy, checkpoint=checkpoint) as worker:
+        recorder = None
+        if file is not None:
+            recorder = StepRecorder(file, cuda=any(value.is_cuda for value in model.parameters()))
+        for epoch in itertools.count():  # who is faster begins with the next
+            shares = worker.batches(samples, size, epoch=epoch, seed=seed, drop_last=True)
+            loader = DataLoader(dataset, batch_sampler=[share.tolist() for share in shares], **options)
+            for batch in loader:
+                if worker.updates >= updates:
+                    worker.pull()
+                    return
+                left = False
+                with worker.step():
+                    if recorder is not None:
+                        recorder.begin_forward()
+                    waited_s = worker.waited_s
+                    try:
+                        yield batch
+                    except GeneratorExit:  # the script has left its loop, after this step
+                        left = True
+                    if recorder is not None:
+                        recorder.pause(worker.waited_s - waited_s)
+                        recorder.begin_exchange(size, size * plan.workers).note_ready()
+                if recorder is not None:
+                    recorder.after_update()
+                if left:
+                    return
+
+
+def _opened(planned: Enforcement, rank: int) -> RowFile | None:
+    """Return the file of telemetry, which all open before any writes; a row is one iteration of one worker."""
+    if planned.telemetry is None:
+        return None
+    entry = planned.ranks[rank]
+    size, device = planned.world_size, entry.device_type
+    nodes = count_nodes(size + 1)
+    file = RowFile(Path(planned.telemetry), Identity(rank=rank, world_size=size, num_nodes=nodes, device=device))
+    file.open()
+    return file
