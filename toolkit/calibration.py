@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Literal
 
 from pydantic import Field, field_validator, model_validator
 
-from ddltool.artifacts import Artifact, Positive, Record
+from ddltool.artifacts import Artifact, Count, NonNegative, Positive, Record
 
 Shares = dict[str, Positive]
 # What a generation or a device has factors on: matrix units, float32 units, memory.
@@ -18,10 +18,8 @@ class Residuals(Record):
 
     low: Positive
     high: Positive
-    median_error: Annotated[float, Field(ge=0, allow_inf_nan=False)] = Field(
-        description="of |predicted / measured - 1|"
-    )
-    rows: Annotated[int, Field(ge=0)]
+    median_error: NonNegative = Field(description="of |predicted / measured - 1|")
+    rows: Count
     what: str = Field(description="what was left out of the fit")
 
     @model_validator(mode="after")

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Annotated, Literal
+from typing import Literal
 
 from pydantic import Field
 
-from ddltool.artifacts import NonNegative, Record
+from ddltool.artifacts import AtLeastOne, NonNegative, Record
 from ddltool.errors import Infeasible
 
 Objective = Literal["fastest", "cheapest", "same-bits", "least-memory", "fewest-devices"]
@@ -52,7 +52,7 @@ class Option(Record):
     host_bound: bool = Field(
         default=False, description="the host that starts kernels decides the step, not the devices"
     )
-    step_samples: Annotated[int, Field(ge=1)] | None = Field(
+    step_samples: AtLeastOne | None = Field(
         default=None, description="samples of a step where they are not the job's: a tuned batch"
     )
     why_not: str = Field(default="", description="why it is not picked; empty: it is")
@@ -79,14 +79,14 @@ class Layout(Record):
 
     devices: dict[str, int] = Field(description="how many devices of each type it uses")
     sharding: Literal["none", "ddp", "fsdp", "hsdp"] = Field(description="none: one process holds everything")
-    replicate: Annotated[int, Field(ge=1)] = Field(default=1, description="groups that hold the whole state each")
-    shard: Annotated[int, Field(ge=1)] = Field(default=1, description="processes of such a group")
+    replicate: AtLeastOne = Field(default=1, description="groups that hold the whole state each")
+    shard: AtLeastOne = Field(default=1, description="processes of such a group")
     reshard_after_forward: bool = Field(default=True, description="false: what is gathered stays for the backward pass")
     checkpointing: Literal["none", "selective", "full", "chosen"] = Field(
         description="of every block; chosen: of the blocks and products that cost least time for the memory there is"
     )
     local_batch_sizes: dict[str, int] = Field(description="device type to the most samples per step of one device")
-    passes: Annotated[int, Field(ge=1)] = Field(description="forward and backward passes of a step")
+    passes: AtLeastOne = Field(description="forward and backward passes of a step")
     compute_s: NonNegative | None = Field(
         default=None, description="seconds that the slowest device computes in a step"
     )

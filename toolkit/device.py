@@ -120,5 +120,5 @@ class Network(Record):
     """The worker's connection: one channel per parameter server, each at the full rate."""
 
     bandwidth_bytes_per_s: Positive = 1.25e9
-    latency_s: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 50e-6
+    latency_s: NonNegative = 50e-6
     parameter_servers: Annotated[int, Field(ge=1, le=10_000)] = 1

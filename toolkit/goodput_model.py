@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, SerializerFunctionWrapHandler, model_serializer
 
-from ddltool.artifacts import Artifact, NonNegative, Record
+from ddltool.artifacts import Artifact, AtLeastOne, Count, NonNegative, Record
 from ddltool.errors import InputError, did_you_mean
 
 
@@ -27,7 +27,7 @@ class FitError(Record):
 
     rmsle: NonNegative
     mape: NonNegative
-    samples: Annotated[int, Field(ge=1)]
+    samples: AtLeastOne
 
 
 class ParameterInterval(Record):
@@ -41,9 +41,9 @@ class ParameterInterval(Record):
 class NextMeasurement(Record):
     """The configuration whose measurement would make predictions most certain."""
 
-    num_nodes: Annotated[int, Field(ge=1)]
-    num_replicas: Annotated[int, Field(ge=1)]
-    local_batch_size: Annotated[int, Field(ge=1)]
+    num_nodes: AtLeastOne
+    num_replicas: AtLeastOne
+    local_batch_size: AtLeastOne
     variance_reduction: NonNegative = Field(
         description="share of the variance of predicted log step times that it removes"
     )
@@ -53,11 +53,11 @@ class LeftOut(Record):
     """A row that the fit left out: several times off what all other rows say."""
 
     source: str = Field(description="the file")
-    row: Annotated[int, Field(ge=0)] = Field(description="counted from 1; 0: a median over a log's steps")
+    row: Count = Field(description="counted from 1; 0: a median over a log's steps")
     device: str = ""
-    num_nodes: Annotated[int, Field(ge=1)]
-    num_replicas: Annotated[int, Field(ge=1)]
-    local_batch_size: Annotated[int, Field(ge=1)]
+    num_nodes: AtLeastOne
+    num_replicas: AtLeastOne
+    local_batch_size: AtLeastOne
     step_time_s: NonNegative
     expected_s: NonNegative = Field(description="what the fit of the other rows predicts")
 
@@ -68,7 +68,7 @@ class DeviceGoodput(Record):
     params: ThroughputParams
     rmsle: NonNegative
     mape: NonNegative
-    samples: Annotated[int, Field(ge=1)]
+    samples: AtLeastOne
     undetermined: list[str]
     holdout: FitError | None = None
     intervals: dict[str, ParameterInterval] = Field(default_factory=dict)
@@ -86,7 +86,7 @@ class Goodput(Artifact):
     params: ThroughputParams
     rmsle: NonNegative
     mape: NonNegative
-    samples: Annotated[int, Field(ge=1)]
+    samples: AtLeastOne
     fit_seconds: NonNegative
     undetermined: list[str] = Field(description="parameters that the data do not determine; they keep their prior")
     holdout: FitError | None = None

@@ -6,10 +6,10 @@ from typing import Literal
 
 from pydantic import Field
 
-from ddltool.artifacts import NonNegative, Number
+from ddltool.artifacts import Count, NonNegative, Number
 from ddltool.calibration import Residuals
 from ddltool.plans import CompressionFigures, Recomputed
-from ddltool.results import Count, Part, Result
+from ddltool.results import Part, Result
 
 
 class RecomputeFigures(Part):

@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, ValidationInfo, field_validator, model_validator
 
-from ddltool.artifacts import Artifact, Positive, Record, load
+from ddltool.artifacts import Artifact, AtLeastOne, NonNegative, Positive, Record, load
 from ddltool.errors import InputError
 from ddltool.links import parse_link, parse_nic
 
@@ -56,15 +56,13 @@ class DeviceOffer(Linked):
     goodput: str | None = Field(
         default=None, description="goodput.json of this device type, for the goodput and lb-bsp strategies"
     )
-    max_local_batch_size: Annotated[int, Field(ge=1)] | None = Field(
+    max_local_batch_size: AtLeastOne | None = Field(
         default=None, description="most samples of a step on one such device, for the lb-bsp strategy"
     )
-    saturation_batch: Annotated[int, Field(ge=1)] | None = Field(
+    saturation_batch: AtLeastOne | None = Field(
         default=None, description="samples below which a step takes no less time, for the lb-bsp strategy"
     )
-    max_ests: Annotated[int, Field(ge=1)] | None = Field(
-        default=None, description="most ESTs on one such device, for the est strategy"
-    )
+    max_ests: AtLeastOne | None = Field(default=None, description="most ESTs on one such device, for the est strategy")
     memory_gib: Positive | None = None
     per_node: Annotated[int, Field(ge=1, le=1024)] | None = Field(
         default=None, description="how many stand on a node, where no cluster says it"
@@ -88,29 +86,29 @@ class DeviceOffer(Linked):
 class GoodputSection(Record):
     """What choosing the batch needs to know (Pollux, section 3)."""
 
-    noise_scale: Annotated[float, Field(ge=0, allow_inf_nan=False)] | None = Field(
+    noise_scale: NonNegative | None = Field(
         default=None, description="gradient noise scale in samples; null: every sample counts the same"
     )
-    initial_batch_size: Annotated[int, Field(ge=1)] | None = Field(
+    initial_batch_size: AtLeastOne | None = Field(
         default=None, description="M0, the total batch that the learning rate was tuned for; max_workers x batch_size"
     )
-    max_batch_size: Annotated[int, Field(ge=1)]
-    max_local_batch_size: Annotated[int, Field(ge=1)] = Field(description="what fits into a device's memory")
+    max_batch_size: AtLeastOne
+    max_local_batch_size: AtLeastOne = Field(description="what fits into a device's memory")
     learning_rate: Positive = Field(default=1.0, description="at M0; 1: the table then shows factors")
-    epoch_samples: Annotated[int, Field(ge=1)] | None = None
-    devices_per_node: Annotated[int, Field(ge=1)] = 8
+    epoch_samples: AtLeastOne | None = None
+    devices_per_node: AtLeastOne = 8
 
 
 class Constraints(Record):
     """What every plan must keep. All optional."""
 
     homogeneous: bool = Field(default=False, description="use devices of one type only")
-    max_devices: Annotated[int, Field(ge=1)] | None = None
+    max_devices: AtLeastOne | None = None
     max_price_per_hour: Price | None = None
     memory_per_worker_gib: Positive | None = Field(
         default=None, description="device memory that one EST needs while it runs (ESTs of a device take turns)"
     )
-    memory_fixed_gib: Annotated[float, Field(ge=0, allow_inf_nan=False)] | None = Field(
+    memory_fixed_gib: NonNegative | None = Field(
         default=None,
         description="ESTs do not take turns with their memory: k of them need this much and k x memory_per_worker_gib",
     )
@@ -159,15 +157,13 @@ class Job(Artifact):
         default=None, description="SOURCE of the model: zoo:NAME, file.py:factory, graph.json, ..."
     )
     max_workers: Annotated[int, Field(ge=1, le=10_000_000)] = Field(description="maxP: logical workers (ESTs)")
-    batch_size: Annotated[int, Field(ge=1)] = Field(default=1, description="samples per logical worker and step")
+    batch_size: AtLeastOne = Field(default=1, description="samples per logical worker and step")
     precision: Literal["fp32", "tf32", "amp", "bf16"] = Field(
         default="fp32", description="what predicted times are for; fp32: as torch runs it by default"
     )
     channels_last: bool = Field(default=False, description="images in channels_last")
     optimizer: Literal["none", "sgd", "momentum", "adam", "adamw"] = "adam"
-    sequence_length: Annotated[int, Field(ge=1)] | None = Field(
-        default=None, description="tokens of a sample; null: the source's own"
-    )
+    sequence_length: AtLeastOne | None = Field(default=None, description="tokens of a sample; null: the source's own")
     devices: list[DeviceOffer] = Field(default_factory=list, max_length=1000)
     cluster: str | None = Field(default=None, description="cluster.yaml that gives the device counts")
     group: WorkerGroup | None = Field(
@@ -213,7 +209,7 @@ class NodeDevices(Record):
     """The devices of one node."""
 
     type: str = Field(min_length=1)
-    count: Annotated[int, Field(ge=1)] = 1
+    count: AtLeastOne = 1
 
 
 class NodeGroup(Linked):

@@ -6,7 +6,7 @@ from typing import Annotated, Literal, Self
 
 from pydantic import Field, model_validator
 
-from ddltool.artifacts import Artifact
+from ddltool.artifacts import Artifact, NonNegative
 
 # Thirty thousand years, in seconds: more is a typing error.
 Positive = Annotated[float, Field(gt=0, le=1e12, allow_inf_nan=False)]
@@ -20,9 +20,7 @@ class JobState(Artifact):
     kind: Literal["ddltool.job_state"] = "ddltool.job_state"
     goodput: str = Field(description="the fitted throughput model (kind ddltool.goodput), relative to this file")
     device: str = Field(default="", description="its device type, where the model has several")
-    noise_scale: Annotated[float, Field(ge=0, allow_inf_nan=False)] = Field(
-        description="gradient noise scale now, samples"
-    )
+    noise_scale: NonNegative = Field(description="gradient noise scale now, samples")
     initial_batch_size: AtLeastOne = Field(description="M0, the total batch that the learning rate was tuned for")
     max_batch_size: AtLeastOne
     max_local_batch_size: AtLeastOne = Field(description="what fits into a device's memory")

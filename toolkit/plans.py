@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal, Self
+from typing import Literal, Self
 
 from pydantic import Field, model_validator
 
-from ddltool.artifacts import Artifact, NonNegative, Record
+from ddltool.artifacts import Artifact, AtLeastOne, Count, NonNegative, Number, Positive, Record
 from ddltool.decision import Decision
 from ddltool.job import WorkerGroup
 
@@ -19,10 +19,10 @@ class Assignment(Record):
     """``devices`` devices of one type that all do the same."""
 
     device_type: str
-    devices: Annotated[int, Field(ge=1)]
-    ests_per_device: Annotated[int, Field(ge=0)] = Field(description="logical workers on each; 0 where there are none")
-    local_batch_size: Annotated[int, Field(ge=0)] = Field(description="samples per step on each device")
-    accumulation_steps: Annotated[int, Field(ge=0)] = Field(
+    devices: AtLeastOne
+    ests_per_device: Count = Field(description="logical workers on each; 0 where there are none")
+    local_batch_size: Count = Field(description="samples per step on each device")
+    accumulation_steps: Count = Field(
         default=0, description="passes before the last one of a step; local_batch_size is split over all of them"
     )
     compute_s: NonNegative | None = Field(default=None, description="seconds that each device computes in a step")
@@ -43,17 +43,15 @@ class ParameterRecord(Record):
     """One parameter of the model, in the order in which it should travel."""
 
     name: str
-    size_bytes: Annotated[int, Field(ge=0)]
+    size_bytes: Count
     priority: int | None = Field(default=None, description="0 first; equal numbers in any order; null: no preference")
 
 
 class BucketSetting(Record):
     """How DDP should bucket gradients, and what that is predicted to give."""
 
-    bucket_cap_mb: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = Field(
-        default=None, description="MiB; null: DDP's default, or the list"
-    )
-    bucket_cap_mb_list: list[Annotated[float, Field(gt=0, allow_inf_nan=False)]] | None = Field(
+    bucket_cap_mb: Positive | None = Field(default=None, description="MiB; null: DDP's default, or the list")
+    bucket_cap_mb_list: list[Positive] | None = Field(
         default=None, description="MiB per bucket, in the order of reduction"
     )
     buckets: list[list[str]] = Field(description="parameter names by bucket, in the order of reduction")
@@ -71,7 +69,7 @@ class CompressionFigures(Record):
     kept_bytes: NonNegative = Field(description="memory for what compression lost")
     step_s: NonNegative
     exposed_s: NonNegative
-    saved: Annotated[float, Field(allow_inf_nan=False)] = Field(description="share of the step without compression")
+    saved: Number = Field(description="share of the step without compression")
     verdict: str
 
 
@@ -90,7 +88,7 @@ class Recomputed(Record):
     """A module that gives up its activations after its forward pass and computes them again before its backward pass."""
 
     module: str
-    keeps: list[Annotated[int, Field(ge=0)]] = Field(
+    keeps: list[Count] = Field(
         default_factory=list,
         description="products (see is_product) that are kept: their places among those of the module's forward pass",
     )
@@ -110,8 +108,8 @@ class ShardingSetting(Record):
     """How the processes share a model's state, and which of its modules are computed again. Memory is predicted."""
 
     kind: Literal["ddp", "fsdp", "hsdp"]
-    replicate: Annotated[int, Field(ge=1)] = Field(default=1, description="groups that hold the whole state each")
-    shard: Annotated[int, Field(ge=1)] = Field(default=1, description="processes of a group, ranks one after another")
+    replicate: AtLeastOne = Field(default=1, description="groups that hold the whole state each")
+    shard: AtLeastOne = Field(default=1, description="processes of a group, ranks one after another")
     checkpointing: list[Recomputed] = Field(
         default_factory=list, description="modules whose activations are computed again; all others keep theirs"
     )
@@ -129,16 +127,14 @@ class ShardingSetting(Record):
 class Superstep(Record):
     """ElasticBSP's next barrier on each device type."""
 
-    lookahead: Annotated[int, Field(ge=1)] = Field(description="R: iterations looked ahead per worker")
+    lookahead: AtLeastOne = Field(description="R: iterations looked ahead per worker")
     superstep_s: NonNegative = Field(description="seconds from barrier to barrier")
-    iterations: dict[str, Annotated[int, Field(ge=1)]] = Field(
-        description="device type to iterations until the barrier"
-    )
-    mini_batches: Annotated[int, Field(ge=1)] = Field(description="logical mini-batches of all workers in a superstep")
+    iterations: dict[str, AtLeastOne] = Field(description="device type to iterations until the barrier")
+    mini_batches: AtLeastOne = Field(description="logical mini-batches of all workers in a superstep")
     waiting_s: NonNegative = Field(description="of the worker that waits longest")
     total_waiting_s: NonNegative
-    iteration_gap: Annotated[int, Field(ge=0)] = Field(description="staleness within a superstep")
-    left_out: dict[str, Annotated[int, Field(ge=1)]] = Field(
+    iteration_gap: Count = Field(description="staleness within a superstep")
+    left_out: dict[str, AtLeastOne] = Field(
         default_factory=dict, description="device type to how many are better left out"
     )
 
@@ -146,13 +142,13 @@ class Superstep(Record):
 class BatchSplit(Record):
     """LB-BSP's split of the total batch beside the equal one."""
 
-    total_batch_size: Annotated[int, Field(ge=1)]
+    total_batch_size: AtLeastOne
     equal_s: NonNegative | None = Field(description="step time of the equal split; null where memory forbids it")
     kept_s: NonNegative | None = Field(
         description="step time with every device taking part; null where memory forbids it"
     )
     idle_s: NonNegative = Field(description="seconds that devices wait for the slowest, all together")
-    dropped: dict[str, Annotated[int, Field(ge=1)]] = Field(description="device type to how many are better left out")
+    dropped: dict[str, AtLeastOne] = Field(description="device type to how many are better left out")
     accumulated_s: NonNegative | None = Field(
         default=None, description="step time with gradient accumulation, where that would be shorter"
     )
@@ -161,11 +157,11 @@ class BatchSplit(Record):
 class ScalingRow(Record):
     """The best batch on one number of devices."""
 
-    num_replicas: Annotated[int, Field(ge=1)]
-    num_nodes: Annotated[int, Field(ge=1)]
-    local_batch_size: Annotated[int, Field(ge=1)]
-    accumulation_steps: Annotated[int, Field(ge=0)]
-    total_batch_size: Annotated[int, Field(ge=1)]
+    num_replicas: AtLeastOne
+    num_nodes: AtLeastOne
+    local_batch_size: AtLeastOne
+    accumulation_steps: Count
+    total_batch_size: AtLeastOne
     goodput_per_s: NonNegative
     speedup: NonNegative
 
@@ -173,7 +169,7 @@ class ScalingRow(Record):
 class ElasticSetting(Record):
     """How one number of processes keeps the total batch exactly, or why it cannot."""
 
-    world_size: Annotated[int, Field(ge=1)]
+    world_size: AtLeastOne
     local_batch_sizes: list[list[int]] = Field(
         description="samples by pass: of the first ranks_with_one_more ranks (if any), then of the others; empty: no split"
     )
@@ -190,11 +186,11 @@ class GoodputChoice(Record):
     """The devices and the batch of highest goodput, and what other numbers of devices would do."""
 
     device_type: str
-    num_replicas: Annotated[int, Field(ge=1)]
-    num_nodes: Annotated[int, Field(ge=1)]
-    local_batch_size: Annotated[int, Field(ge=1)] = Field(description="per device and accumulation step")
-    accumulation_steps: Annotated[int, Field(ge=0)]
-    total_batch_size: Annotated[int, Field(ge=1)]
+    num_replicas: AtLeastOne
+    num_nodes: AtLeastOne
+    local_batch_size: AtLeastOne = Field(description="per device and accumulation step")
+    accumulation_steps: Count
+    total_batch_size: AtLeastOne
     goodput_per_s: NonNegative = Field(description="samples per second that count like samples at the initial batch")
     efficiency: NonNegative
     speedup: NonNegative = Field(description="goodput over that of the fewest devices")
@@ -208,8 +204,8 @@ class NetworkCost(Record):
     """Where the devices stand and what synchronising them costs. Predicted."""
 
     choice: Choice
-    num_nodes: Annotated[int, Field(ge=1)]
-    num_replicas: Annotated[int, Field(ge=1)]
+    num_nodes: AtLeastOne
+    num_replicas: AtLeastOne
     compute_s: NonNegative = Field(description="seconds of the slowest device's ESTs")
     sync_s: NonNegative = Field(description="seconds of one gradient synchronisation, before any overlap")
     best_steps: dict[Choice, NonNegative] = Field(description="the best step time of each choice that is possible")
@@ -221,8 +217,8 @@ class Plan(Artifact):
     kind: Literal["ddltool.plan"] = "ddltool.plan"
     job: str
     strategy: Strategy
-    max_workers: Annotated[int, Field(ge=1)]
-    batch_size: Annotated[int, Field(ge=1)]
+    max_workers: AtLeastOne
+    batch_size: AtLeastOne
     iteration_s: NonNegative = Field(description="seconds per global step")
     throughput: NonNegative = Field(description="logical mini-batches (of batch_size samples) per second")
     assignments: list[Assignment] = Field(min_length=1)
@@ -247,7 +243,7 @@ class Plan(Artifact):
     decision: Decision | None = Field(default=None, description="the comparison of strategies behind an auto plan")
     network: NetworkCost | None = Field(default=None, description="of an est plan with nodes and a fitted model")
     migration: None = Field(default=None, description="always null; it stands in plans of earlier versions")
-    devices_per_node: dict[str, Annotated[int, Field(ge=1)]] | None = Field(
+    devices_per_node: dict[str, AtLeastOne] | None = Field(
         default=None, description="devices of each used type on a node of the job's cluster; null: the job names none"
     )
     group: WorkerGroup | None = Field(default=None, description="what a device of this plan stands for; null: itself")
@@ -269,11 +265,11 @@ class Plan(Artifact):
 class RankEnforcement(Record):
     """What one process does."""
 
-    rank: Annotated[int, Field(ge=0)]
+    rank: Count
     device_type: str
-    ests: Annotated[int, Field(ge=0)]
-    local_batch_size: Annotated[int, Field(ge=1)]
-    accumulation_steps: Annotated[int, Field(ge=0)] = Field(
+    ests: Count
+    local_batch_size: AtLeastOne
+    accumulation_steps: Count = Field(
         default=0, description="passes before the last one of a step; local_batch_size is split over all of them"
     )
 
@@ -284,8 +280,8 @@ class Enforcement(Artifact):
     kind: Literal["ddltool.enforcement"] = "ddltool.enforcement"
     job: str
     strategy: Strategy
-    world_size: Annotated[int, Field(ge=1)]
-    total_batch_size: Annotated[int, Field(ge=1)]
+    world_size: AtLeastOne
+    total_batch_size: AtLeastOne
     ranks: list[RankEnforcement]
     parameters: list[ParameterRecord] = Field(
         default_factory=list, description="the model's parameters; empty: any model will do"

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from pydantic import Field
 
-from ddltool.artifacts import SCHEMA_VERSION, NonNegative, Positive, Record, write_text
+from ddltool.artifacts import SCHEMA_VERSION, AtLeastOne, NonNegative, Positive, Record, write_text
 from ddltool.errors import InputError, did_you_mean
 from ddltool.tables import ABOVE_ZERO, demand, numbers, read_table
 
@@ -40,7 +40,7 @@ class ProfileRow(Record):
     )
     peak_memory_bytes: NonNegative | None = None
     step_time_spread_s: NonNegative | None = Field(default=None, description="interquartile range over the repeats")
-    repeats: Annotated[int, Field(ge=1)] | None = None
+    repeats: AtLeastOne | None = None
     step_time_low_s: Positive | None = Field(default=None, description="lower end of the median's 95 % interval")
     step_time_high_s: Positive | None = Field(default=None, description="upper end of the median's 95 % interval")
     accumulation_steps: Annotated[int, Field(ge=0)] | None = Field(

@@ -10,10 +10,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, SerializerFunctionWrapHandler, model_serializer
 
-from ddltool.artifacts import Artifact, NonNegative, Number
+from ddltool.artifacts import Artifact, Count, NonNegative, Number
 from ddltool.plans import Plan
-
-Count = Annotated[int, Field(ge=0)]
 
 
 class Part(BaseModel):

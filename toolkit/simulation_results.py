@@ -7,8 +7,8 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, model_validator
 
-from ddltool.artifacts import NonNegative, Number, Positive
-from ddltool.results import Count, Part, Result
+from ddltool.artifacts import AtLeastOne, Count, NonNegative, Number, Positive
+from ddltool.results import Part, Result
 
 
 class Fairness(Part):
@@ -374,8 +374,8 @@ class JobSpec(Part):
     name: str
     submit_s: NonNegative
     application: str
-    num_replicas: Annotated[int, Field(ge=1)]
-    batch_size: Annotated[int, Field(ge=1)]
+    num_replicas: AtLeastOne
+    batch_size: AtLeastOne
 
 
 class WorkloadResult(Result):

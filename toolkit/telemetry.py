@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from ddltool.artifacts import SCHEMA_VERSION, NonNegative, Record
+from ddltool.artifacts import SCHEMA_VERSION, AtLeastOne, Count, NonNegative, Record
 
 
 class TelemetryRow(Record):
@@ -14,13 +14,13 @@ class TelemetryRow(Record):
 
     kind: Literal["ddltool.telemetry"] = "ddltool.telemetry"
     schema_version: int = SCHEMA_VERSION
-    step: Annotated[int, Field(ge=0)]
-    rank: Annotated[int, Field(ge=0)]
-    world_size: Annotated[int, Field(ge=1)]
-    num_nodes: Annotated[int, Field(ge=1)]
+    step: Count
+    rank: Count
+    world_size: AtLeastOne
+    num_nodes: AtLeastOne
     device: str
-    batch: Annotated[int, Field(ge=0)] = Field(description="samples that this rank processed in the step")
-    total_batch: Annotated[int, Field(ge=0)] = Field(description="samples of all ranks together")
+    batch: Count = Field(description="samples that this rank processed in the step")
+    total_batch: Count = Field(description="samples of all ranks together")
     compute_s: NonNegative = Field(description="forward and backward until the local gradients were complete")
     wait_s: NonNegative = Field(description="from then until the slowest rank's gradients were complete")
     sync_s: NonNegative = Field(description="from then until the averaged gradients were in place")
@@ -28,10 +28,10 @@ class TelemetryRow(Record):
         description="from the end of the previous update, or an epoch's first forward pass, to the end of this one"
     )
     memory_bytes: Annotated[float, Field(ge=0)] = Field(description="peak memory of the process so far")
-    passes: Annotated[int, Field(ge=1)] = Field(default=1, description="forward and backward passes of this rank")
-    learning_rate_factor: Annotated[float, Field(ge=0, allow_inf_nan=False)] | None = Field(
+    passes: AtLeastOne = Field(default=1, description="forward and backward passes of this rank")
+    learning_rate_factor: NonNegative | None = Field(
         default=None, description="what a goodput agent multiplied the learning rate by"
     )
-    noise_scale: Annotated[float, Field(ge=0, allow_inf_nan=False)] | None = Field(
+    noise_scale: NonNegative | None = Field(
         default=None, description="gradient noise scale in samples, as a goodput agent knew it"
     )
