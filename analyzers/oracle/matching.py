@@ -107,10 +107,7 @@ def match(graph: Graph, trace: ProfilerTrace) -> Match:
 def apply(graph: Graph, match: Match, fallback: Graph) -> Graph:
     """Return ``fallback`` (the same graph, timed by the roofline) with the measured times in it.
 
-    An op without a measurement gets its fallback time times the median ratio of measured to fallback over the ops that
-    have both; it is marked ``default``, a measured one ``measured``. Transfers keep the fallback's time and mark.
-
-    Raises InputError when nothing matched, or less than :data:`LEAST_MATCHED_TIME`, and when the graphs differ.
+    See :func:`with_measured` for ops without a measurement. Raises InputError when nothing matched, or less than :data:`LEAST_MATCHED_TIME`, and when the graphs differ.
     """
     if graph.names != fallback.names or not fallback.timed:
         raise InputError("fallback", f"is not {graph.name} with every op timed", "estimate the same graph")
@@ -122,19 +119,31 @@ def apply(graph: Graph, match: Match, fallback: Graph) -> Graph:
         problem = f"only {match.matched_time:.0%} of its time is that of ops of {graph.name}: a trace of another model"
         remedy = f"give a trace of the same model, with {LEAST_MATCHED_TIME:.0%} of its time matched or more"
         raise InputError("--oracle", problem, remedy)
-    both = match.measured & (match.durations > 0) & (fallback.duration_s > 0)
-    ratio = float(np.median(match.durations[both] / fallback.duration_s[both])) if both.any() else 1.0
-    compute = graph.kind == COMPUTE
-    rest = compute & np.isnan(match.durations)
-    durations = fallback.duration_s.copy()
-    durations[rest] *= ratio
-    filled = compute & ~rest
-    durations[filled] = match.durations[filled]
+    meta = {**fallback.meta, "oracle": "profiler trace", "oracle_steps": match.steps}
+    return with_measured(replace(fallback, meta=meta), match.durations, match.measured)
+
+
+def with_measured(fallback: Graph, durations: Floats, measured: Flags) -> Graph:
+    """Return a timed graph with ``durations`` (n,) in its compute ops: NaN without one, 0 for what costs nothing.
+
+    An op without a measurement gets its fallback time times the median ratio of measured to fallback over the ops of its
+    type that have both, or over all ops where none of its type has; it is marked ``default``, a ``measured`` one so, others
+    ``free``. Transfers keep the fallback's time and mark.
+    """
+    compute = fallback.kind == COMPUTE
+    rest = compute & np.isnan(durations)
+    both = measured & (durations > 0) & (fallback.duration_s > 0)
+    ratio = np.divide(durations, fallback.duration_s, out=np.ones(len(fallback)), where=both)
+    types = np.array(fallback.op_type)
+    made = np.where(compute, durations, fallback.duration_s)
+    for name in np.unique(types[rest]):
+        rows, alike = rest & (types == name), both & (types == name)
+        known = ratio[alike if alike.any() else both]
+        made[rows] = fallback.duration_s[rows] * (float(np.median(known)) if known.size else 1.0)
     marks: list[Estimate | None] = list(fallback.estimate)
     for op in np.flatnonzero(compute):
-        marks[op] = "measured" if match.measured[op] else "default" if rest[op] else "free"
-    meta = {**fallback.meta, "oracle": "profiler trace", "oracle_steps": match.steps}
-    return replace(fallback, meta=meta).with_durations(durations, marks)
+        marks[op] = "measured" if measured[op] else "default" if rest[op] else "free"
+    return fallback.with_durations(made, marks)
 
 
 def _calls(graph: Graph, wanted: Rows, trace: ProfilerTrace) -> Rows:

@@ -21,19 +21,19 @@ from typing import Any
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 from torch.fx import Node
 from torch.fx.node import map_arg
 
 from ddltool.analyzers.costs.model import assign_channels
+from ddltool.analyzers.oracle.matching import with_measured
 from ddltool.analyzers.tracing.dialect import Numerics
 from ddltool.analyzers.tracing.step import TrainingStep
 from ddltool.analyzers.tracing.torch_adapter import TracedStep, trace_step
 from ddltool.analyzers.tracing.torch_costs import base_name, named, value_of
 from ddltool.device import Network
 from ddltool.errors import InputError, one_line
-from ddltool.graph import COMPUTE, Estimate, Graph, Mode
+from ddltool.graph import COMPUTE, Graph, Mode
 from ddltool.units import show_bytes
 
 Call = Callable[[], Any]
@@ -127,48 +127,24 @@ def estimate_measured(
 def apply_times(graph: Graph, times: OpTimes, network: Network) -> Graph:
     """Return the graph with measured durations, seconds; its transfers take ``latency + bytes / bandwidth``.
 
-    Free ops take 0. An op without a time gets its roofline time at nominal rates, times the median ratio of measured to
-    roofline time over the ops of its type, or over all ops where none of its type was measured; it counts as
-    ``default``. Raises InputError when ops cost something and none was measured.
+    Free ops take 0. What an op without a time gets is :func:`.matching.with_measured`'s, beside a roofline at nominal rates.
+    Raises InputError when ops cost something and none was measured.
     """
     graph = assign_channels(graph, network.parameter_servers)
     transfer, rate = graph.kind != COMPUTE, network.bandwidth_bytes_per_s
-    durations = np.where(transfer, network.latency_s + graph.size_bytes / rate, 0.0)
-    estimate: list[Estimate] = ["rule" if moved else "free" for moved in transfer]
     measured = np.array([name in times.seconds for name in graph.names])
-    missing = np.array([source != "free" for source in graph.estimate]) & ~transfer & ~measured
-    for op in np.flatnonzero(measured):
-        durations[op], estimate[op] = times.seconds[graph.names[op]], "measured"
-    if missing.any():
-        durations[missing] = _scaled(graph, durations, measured, missing, times)
-        for op in np.flatnonzero(missing):
-            estimate[op] = "default"
+    costs = ~transfer & np.array([source != "free" for source in graph.estimate])
+    if costs.any() and not measured.any():
+        reason = next(iter(times.failed.values()), "no reason given")
+        raise InputError(graph.name, f"none of its {int(costs.sum())} ops could be timed ({reason})", "use roofline")
+    roofline = np.maximum(graph.flops / _NOMINAL_FLOPS, graph.size_bytes / _NOMINAL_BYTES_PER_S) + _NOMINAL_LAUNCH_S
     links = {"bandwidth_bytes_per_s": rate, "latency_s": network.latency_s}
     meta = {**graph.meta, "oracle": "measured", "timed_calls": times.distinct, **links}
-    return replace(graph, meta={**meta, "parameter_servers": network.parameter_servers}).with_durations(
-        durations, estimate
-    )
-
-
-def _scaled(
-    graph: Graph,
-    durations: NDArray[np.float64],
-    measured: NDArray[np.bool_],
-    missing: NDArray[np.bool_],
-    times: OpTimes,
-) -> NDArray[np.float64]:
-    """Return the scaled roofline times of the ops without a measurement."""
-    if not measured.any():
-        reason = next(iter(times.failed.values()), "no reason given")
-        raise InputError(graph.name, f"none of its {int(missing.sum())} ops could be timed ({reason})", "use roofline")
-    roofline = np.maximum(graph.flops / _NOMINAL_FLOPS, graph.size_bytes / _NOMINAL_BYTES_PER_S) + _NOMINAL_LAUNCH_S
-    ratio = durations / roofline
-    types = np.array(graph.op_type)
-    found = np.empty(int(missing.sum()))
-    for row, op in enumerate(np.flatnonzero(missing)):
-        alike = measured & (types == types[op])
-        found[row] = roofline[op] * np.median(ratio[alike if alike.any() else measured])
-    return found
+    nominal = np.where(transfer, network.latency_s + graph.size_bytes / rate, roofline)
+    fallback = replace(graph, meta={**meta, "parameter_servers": network.parameter_servers})
+    seconds = np.array([times.seconds.get(name, np.nan) for name in graph.names])
+    seconds[~costs] = 0.0
+    return with_measured(fallback.with_durations(nominal, ["rule"] * len(graph)), seconds, measured)
 
 
 @contextmanager
