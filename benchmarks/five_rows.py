@@ -18,9 +18,8 @@ from calibrate import PRIOR, Cell, cells_of, chip, table_of
 from truth_cases import SOURCES, read
 from truth_models import Trace, traced
 
-from ddltool.analyzers.costs.fitting import Belief, fit, steps_s
+from ddltool.analyzers.costs.fitting import OWN, Belief, fit, prior_of, refit, steps_s
 from ddltool.analyzers.costs.model import cost_model
-from ddltool.analyzers.costs.updating import OWN, prior_of, refit
 from ddltool.calibration import CalibrationTable
 from ddltool.fixtures.loading import devices
 

@@ -34,7 +34,7 @@ from ddltool.analyzers.costs.memory import (
     ledger_of,
 )
 from ddltool.analyzers.costs.predict import CONTEXT_BYTES, WorkCurve, measure_work, memory_range
-from ddltool.analyzers.loading.packages import imported
+from ddltool.analyzers.loading.factories import imported
 from ddltool.analyzers.tracing.dialect import Numerics
 from ddltool.analyzers.tracing.step import TrainingStep
 from ddltool.analyzers.tracing.torch_adapter import trace_step

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from ddltool.analyzers.costs.kernels import Kernels, kernels_of
-from ddltool.analyzers.loading.packages import imported, timm_step
+from ddltool.analyzers.loading.factories import imported, timm_step
 from ddltool.analyzers.tracing.dialect import Numerics
 from ddltool.analyzers.tracing.step import TrainingStep, default_loss, language_model_loss
 from ddltool.analyzers.tracing.torch_adapter import trace_any_batch

@@ -9,12 +9,12 @@ from typing import Annotated, Any
 import numpy as np
 import typer
 
+from ddltool.analyzers.costs.fitting import Measured, Updated, update
 from ddltool.analyzers.costs.model import OPTIMIZERS
 from ddltool.analyzers.costs.predict import WorkCurve
-from ddltool.analyzers.costs.updating import Measured, Updated, update
+from ddltool.analyzers.loading.fabrics import bus_bandwidth, is_nccl_log
 from ddltool.analyzers.loading.imported_rows import import_files
 from ddltool.analyzers.loading.measured_rows import measured_rows
-from ddltool.analyzers.loading.nccl import bus_bandwidth, is_nccl_log
 from ddltool.analyzers.loading.sources import work_of
 from ddltool.analyzers.tracing.dialect import Numerics
 from ddltool.artifacts import ending, read_text, save

@@ -13,11 +13,11 @@ import numpy as np
 import pandas as pd
 import pytest
 
+from ddltool.analyzers.costs.fitting import Measured, Updated, merged, update
 from ddltool.analyzers.costs.model import CostModel, cost_model
 from ddltool.analyzers.costs.predict import WorkCurve
-from ddltool.analyzers.costs.updating import Measured, Updated, merged, update
+from ddltool.analyzers.loading.fabrics import bus_bandwidth
 from ddltool.analyzers.loading.measured_rows import measured_rows
-from ddltool.analyzers.loading.nccl import bus_bandwidth
 from ddltool.analyzers.loading.sources import work_of
 from ddltool.analyzers.tracing.dialect import Numerics
 from ddltool.device import Device

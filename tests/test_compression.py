@@ -6,8 +6,7 @@ import numpy as np
 import pytest
 from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import _should_compress
 
-from ddltool.analyzers.communication.collectives import plan_ddp
-from ddltool.analyzers.communication.compression import Compression, compressed_ddp, parse_compression
+from ddltool.analyzers.communication.collectives import Compression, compressed_ddp, parse_compression, plan_ddp
 from ddltool.analyzers.communication.program import program_of
 from ddltool.analyzers.costs.model import cost_model, estimate
 from ddltool.analyzers.costs.nccl import Fabric

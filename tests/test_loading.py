@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
 
-from ddltool.analyzers.loading import packages
+from ddltool.analyzers.loading import factories
 from ddltool.analyzers.loading.known_values import Assumptions, KnownValues, bind
 from ddltool.analyzers.loading.sources import demand_whole, load_graph, resolve_step
 from ddltool.analyzers.tracing.step import TrainingStep, default_loss
@@ -233,8 +233,8 @@ def test_a_package_that_is_not_installed(monkeypatch: pytest.MonkeyPatch) -> Non
     def missing(name: str) -> None:
         raise ModuleNotFoundError(name, name=name)
 
-    monkeypatch.setattr(packages, "importlib", SimpleNamespace(import_module=missing, util=packages.importlib.util))
+    monkeypatch.setattr(factories, "importlib", SimpleNamespace(import_module=missing, util=factories.importlib.util))
     with pytest.raises(
         MissingExtra, match=r"timm:x: needs the package timm; install it with: pip install 'ddltool\[timm\]'"
     ):
-        packages.imported("timm", "timm:x")
+        factories.imported("timm", "timm:x")

@@ -14,8 +14,7 @@ from hypothesis import strategies as st
 
 from benchmarks.truth_networks import bert, mpt, sweeps
 from ddltool.analyzers.costs.nccl import Fabric, Measured
-from ddltool.analyzers.loading.fabrics import own_link
-from ddltool.analyzers.loading.nccl import read_tests
+from ddltool.analyzers.loading.fabrics import own_link, read_tests
 from ddltool.errors import InputError
 from ddltool.fixtures.loading import devices
 from ddltool.links import DATASHEET, Link, parse_link, parse_nic

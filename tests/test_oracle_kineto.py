@@ -21,9 +21,8 @@ from torch import nn
 from torch.profiler import ProfilerActivity, profile, schedule
 
 from ddltool.analyzers.costs.model import datasheet, estimate
-from ddltool.analyzers.oracle.kineto import ProfilerTrace, read_events, read_steps, read_trace
+from ddltool.analyzers.oracle.kineto import ProfilerTrace, Spans, busy_s, read_events, read_steps, read_trace
 from ddltool.analyzers.oracle.matching import Match, apply, match
-from ddltool.analyzers.oracle.spans import Spans, busy_s
 from ddltool.analyzers.tracing.dialect import Numerics
 from ddltool.analyzers.tracing.op_rules import normal_type
 from ddltool.analyzers.tracing.step import TrainingStep, default_loss

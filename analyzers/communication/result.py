@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from ddltool.analyzers.communication.collectives import plan_collectives
-from ddltool.analyzers.communication.compression import compressed_ddp, parse_compression
+from ddltool.analyzers.communication.collectives import compressed_ddp, parse_compression, plan_collectives
 from ddltool.analyzers.communication.efficiency import Comparison, compare, verdict
 from ddltool.analyzers.communication.program import own_fabric, program_of
 from ddltool.analyzers.communication.timeline import to_chrome_trace

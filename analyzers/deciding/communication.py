@@ -13,8 +13,15 @@ from typing import Protocol
 
 import numpy as np
 
-from ddltool.analyzers.communication.collectives import best_cuts, bucket_setting, default_cuts, finish_s, plan_ddp
-from ddltool.analyzers.communication.compression import Compression, compressed_ddp
+from ddltool.analyzers.communication.collectives import (
+    Compression,
+    best_cuts,
+    bucket_setting,
+    compressed_ddp,
+    default_cuts,
+    finish_s,
+    plan_ddp,
+)
 from ddltool.analyzers.communication.fsdp import plan_fsdp, prefetch_setting
 from ddltool.analyzers.communication.order import tac
 from ddltool.analyzers.communication.program import Program, program_of

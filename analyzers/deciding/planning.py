@@ -9,8 +9,7 @@ from pathlib import Path
 from typing import Any, cast, get_args
 
 from ddltool.analyzers.balancing.plan import StepCurve
-from ddltool.analyzers.communication.collectives import plan_collectives, settings
-from ddltool.analyzers.communication.compression import Compression, parse_compression
+from ddltool.analyzers.communication.collectives import Compression, parse_compression, plan_collectives, settings
 from ddltool.analyzers.communication.order import tac, tic
 from ddltool.analyzers.communication.program import own_fabric
 from ddltool.analyzers.costs.nccl import Fabric

@@ -1,18 +1,146 @@
-"""The network of a job from what the user names: links, cards, rates, logs of nccl-tests. Start at :func:`fabric_of`."""
+"""The network of a job from what the user names: links, cards, rates, logs of nccl-tests. Start at :func:`fabric_of`.
+
+What nccl-tests print (github.com/NVIDIA/nccl-tests): the times of one collective. Start at :func:`read_tests`.
+"""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
+from statistics import median
 
-from ddltool.analyzers.costs.nccl import Fabric, Measured
-from ddltool.analyzers.loading.nccl import is_nccl_log, read_tests
+from ddltool.analyzers.costs.nccl import Collective, Fabric, Measured
 from ddltool.artifacts import read_text
 from ddltool.device import MEASURED, Device
 from ddltool.errors import InputError
 from ddltool.links import DATASHEET, Link, datasheet_link, kind_of, parse_link, parse_nic
 from ddltool.units import parse_bandwidth, parse_latency
+
+# An all-reduce of less than this is bound by latency, not by the link.
+_LARGE_BYTES = 64 * 2**20
+# Size, count and type; what stands before them is of whoever collected the output of several processes.
+_ROW = re.compile(r"(?:^|\s)(\d+)\s+\d+\s+(?:u?int\d+|half|float|double|bfloat16|f8\w+)\s")
+_RANK = re.compile(r"#\s+Rank\s+(\d+)\s.*\bon\s+(\S+)\s+device")
+_NAMES: tuple[Collective, ...] = ("all_reduce", "all_gather", "reduce_scatter", "broadcast")
+# A rate printed with two decimals tells a ratio from this one on.
+_PRECISE = 10.0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TestRow:
+    """One message of a log."""
+
+    __test__ = False  # no test of pytest's
+
+    size_bytes: int
+    seconds: float
+    """Out of place."""
+    algorithm_per_s: float
+    bus_per_s: float
+    """Bytes."""
+
+
+def is_nccl_log(text: str) -> bool:
+    """Return whether a text is what nccl-tests print: a header names the bus bandwidth."""
+    return "busbw" in text
+
+
+def rows_of(text: str) -> list[TestRow]:
+    """Return the rows of an nccl-tests log, out of place.
+
+    Columns are the header's, counted from the right: versions differ in those before the time (``root`` came later, ``redop``
+    may be blank), and a column of errors may be ``N/A``.
+    """
+    time = 0
+    found = []
+    columns: list[str] = []
+    for line in text.splitlines():
+        words = line.split()
+        if "busbw" in words and "time" in words:
+            columns, time = words, len(words) - words.index("time")
+        elif time and len(words) >= time and (row := _ROW.search(line)):
+            try:
+                seconds, algorithm, bus = (
+                    float(words[columns.index(name) - len(columns)]) for name in ("time", "algbw", "busbw")
+                )
+            except ValueError:
+                continue
+            if seconds > 0 and 0 <= bus < float("inf"):
+                found.append(
+                    TestRow(
+                        size_bytes=int(row[1]),
+                        seconds=seconds * 1e-6,
+                        algorithm_per_s=algorithm * 1e9,
+                        bus_per_s=bus * 1e9,
+                    )
+                )
+    return found
+
+
+def processes_of(text: str) -> tuple[int, int]:
+    """Return the ranks and the nodes that a log lists; 0 where it lists none."""
+    ranks = [(int(found[1]), found[2]) for found in _RANK.finditer(text)]
+    return max((rank + 1 for rank, _ in ranks), default=0), len({host for _, host in ranks})
+
+
+def read_tests(text: str, where: str, gpus_per_node: int = 8) -> Measured:
+    """Return the table of an nccl-tests log: its collective, its processes, and seconds by size.
+
+    The ranks are those listed, or what the ratio of bus bandwidth and algorithm bandwidth of an all-reduce says; nodes that are
+    not listed hold ``gpus_per_node``. Of a size that comes twice the median counts. ``where``: the file, for errors. Raises
+    InputError for a log without rows, of an unknown collective, or of an unknown number of ranks.
+    """
+    rows = [row for row in rows_of(text) if row.size_bytes > 0]
+    if not rows:
+        raise InputError(where, "has no row below a header with time and busbw", "give the output of nccl-tests")
+    listed, nodes = processes_of(text)
+    ratios = [row.bus_per_s / row.algorithm_per_s for row in rows if row.algorithm_per_s >= _PRECISE * 1e9]
+    ratio = median(ratios) if ratios else 0.0
+    named: list[Collective] = [name for name in _NAMES if f"{name}_perf" in text]
+    collective: Collective = named[0] if named else "all_gather" if 0 < ratio < 1 else "all_reduce"
+    if len(named) > 1 or ((others := re.search(r"\b(\w+)_perf\b", text)) and not named):
+        name = ", ".join(named) or others[1]  # type: ignore[index]  # one of both
+        raise InputError(where, f"is of {name}", f"one of {', '.join(_NAMES)} in each file")
+    # of 2 (n - 1) / n or (n - 1) / n; a listing may be cut, and of many ranks two decimals do not tell
+    turns = 2.0 if collective == "all_reduce" else 1.0
+    told = round(turns / (turns - ratio)) if 0 < ratio < turns - 1e-3 else 0
+    replicas = listed or told
+    if replicas < 2:
+        raise InputError(where, "does not tell the number of ranks", "keep the lines `# Rank 0 ...` of its head")
+    by_size: dict[int, list[float]] = {}
+    for row in rows:
+        by_size.setdefault(row.size_bytes, []).append(row.seconds)
+    sizes = sorted(by_size)
+    return Measured(
+        collective=collective,
+        replicas=replicas,
+        nodes=nodes or -(-replicas // gpus_per_node),
+        size_bytes=tuple(float(size) for size in sizes),
+        seconds=tuple(median(by_size[size]) for size in sizes),
+    )
+
+
+def bus_bandwidth(text: str, where: str) -> float:
+    """Return the median out-of-place bus bandwidth of the large messages of an nccl-tests log, in bytes per second.
+
+    Bus bandwidth is what each device sends over its link. ``where``: the file, for errors. Raises InputError for a log without
+    large messages, and for one of several nodes.
+
+    >>> log = "# size count type redop time algbw busbw error" + chr(10) + "134217728 33554432 float sum 2240 60.0 90.0 2e-07"
+    >>> bus_bandwidth(log, "nccl.log")
+    90000000000.0
+    """
+    if (nodes := processes_of(text)[1]) > 1:
+        remedy = "of one node for a device's link; predict and plan read this one: --nccl-tests"
+        raise InputError(where, f"is of {nodes} nodes", remedy)
+    found = [row.bus_per_s for row in rows_of(text) if row.size_bytes >= _LARGE_BYTES and row.bus_per_s > 0]
+    if not found:
+        remedy = "run nccl-tests up to 1G: all_reduce_perf -b 8 -e 1G"
+        raise InputError(where, "has no row of 64 MiB or more below a header with time and busbw", remedy)
+    return median(found)
+
 
 BANDWIDTH, LATENCY = "10Gbit", "50us"
 """Between nodes, where nothing is said."""

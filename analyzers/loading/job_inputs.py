@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ddltool.analyzers.balancing.plan import StepCurve, checked_total, memory_limit
-from ddltool.analyzers.communication.compression import Compression
+from ddltool.analyzers.communication.collectives import Compression
 from ddltool.analyzers.costs.model import cost_model, estimate
 from ddltool.analyzers.costs.nccl import Fabric
 from ddltool.analyzers.deciding.candidates import Knowledge, Settings

@@ -26,7 +26,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from ddltool.analyzers.loading.packages import REMEDY
+from ddltool.analyzers.loading.factories import REMEDY
 from ddltool.analyzers.tracing.step import resized
 from ddltool.analyzers.tracing.torch_adapter import silent_log
 from ddltool.errors import InputError, one_line

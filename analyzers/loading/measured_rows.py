@@ -6,8 +6,8 @@ import re
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
+from ddltool.analyzers.costs.fitting import Measured
 from ddltool.analyzers.costs.model import OPTIMIZERS
-from ddltool.analyzers.costs.updating import Measured
 from ddltool.device import Device, DeviceTable, name_key
 from ddltool.errors import InputError, did_you_mean
 

@@ -124,8 +124,7 @@ def resolve_step(source: Source, sequence_length: int | None = None) -> Training
 
 
 def _resolved(source: Source, sequence_length: int | None) -> TrainingStep:
-    from ddltool.analyzers.loading.factories import factory_step, held_step, step_from
-    from ddltool.analyzers.loading.packages import timm_step
+    from ddltool.analyzers.loading.factories import factory_step, held_step, step_from, timm_step
     from ddltool.analyzers.loading.transformers_models import transformers_step
     from ddltool.analyzers.tracing.step import with_sequence_length
     from ddltool.fixtures import zoo

@@ -13,8 +13,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from ddltool.analyzers.oracle.kineto import ProfilerTrace
-from ddltool.analyzers.oracle.spans import Flags, Floats
+from ddltool.analyzers.oracle.kineto import Flags, Floats, ProfilerTrace
 from ddltool.analyzers.tracing.op_rules import normal_type
 from ddltool.errors import InputError
 from ddltool.graph import COMPUTE, Estimate, Graph
@@ -107,7 +106,8 @@ def match(graph: Graph, trace: ProfilerTrace) -> Match:
 def apply(graph: Graph, match: Match, fallback: Graph) -> Graph:
     """Return ``fallback`` (the same graph, timed by the roofline) with the measured times in it.
 
-    See :func:`with_measured` for ops without a measurement. Raises InputError when nothing matched, or less than :data:`LEAST_MATCHED_TIME`, and when the graphs differ.
+    See :func:`with_measured` for ops without a measurement. Raises InputError when nothing matched, or less than
+    :data:`LEAST_MATCHED_TIME`, and when the graphs differ.
     """
     if graph.names != fallback.names or not fallback.timed:
         raise InputError("fallback", f"is not {graph.name} with every op timed", "estimate the same graph")

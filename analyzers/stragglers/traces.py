@@ -14,8 +14,7 @@ from pathlib import Path
 
 import numpy as np
 
-from ddltool.analyzers.oracle.kineto import RankTrace, read_rank
-from ddltool.analyzers.oracle.spans import Flags, Floats, Indices
+from ddltool.analyzers.oracle.kineto import Flags, Floats, Indices, RankTrace, read_rank
 from ddltool.analyzers.stragglers.ranks import RankSteps
 from ddltool.errors import InputError
 from ddltool.graph import natural_key

@@ -15,10 +15,9 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from ddltool.analyzers.scheduling.assign import assign
+from ddltool.analyzers.scheduling.assign import Offer, Offers, assign, offers, place_on_type, tables
 from ddltool.analyzers.scheduling.cluster import Allocation, ClusterSpec
 from ddltool.analyzers.scheduling.job import SimulatedJob, Tuning
-from ddltool.analyzers.scheduling.offers import Offer, Offers, offers, place_on_type, tables
 from ddltool.analyzers.scheduling.search import Choice
 from ddltool.errors import InputError
 
