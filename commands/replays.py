@@ -10,8 +10,7 @@ from typing import Annotated, Any
 
 import typer
 
-from ddltool.analyzers.scheduling.cluster import ClusterSpec
-from ddltool.analyzers.scheduling.failures import Failures
+from ddltool.analyzers.scheduling.cluster import ClusterSpec, Failures
 from ddltool.analyzers.scheduling.inputs import FittedModel, read_cluster, read_events
 from ddltool.analyzers.scheduling.metrics import check_prices
 from ddltool.analyzers.scheduling.policies import POLICIES, policies

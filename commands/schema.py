@@ -14,7 +14,6 @@ from pydantic import BaseModel, TypeAdapter
 
 from ddltool import graph_results, results, simulation_results
 from ddltool.artifacts import kind_of, save
-from ddltool.balance_events import BalanceEvent
 from ddltool.calibration import CalibrationTable
 from ddltool.commands.options import Json, Output
 from ddltool.commands.output import out, print_json, table
@@ -29,7 +28,7 @@ from ddltool.plans import Enforcement, Plan
 from ddltool.profiles import ProfileRow
 from ddltool.results import KindsResult, ListedKind
 from ddltool.sync_rows import SyncRow
-from ddltool.telemetry import TelemetryRow
+from ddltool.telemetry import BalanceEvent, TelemetryRow
 
 FILES, RESULTS = (
     [ListedKind(name=name, form=form, written_by=by, read_by=to) for name, (form, by, to) in kinds.items()]

@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from ddltool.analyzers.balancing.control import SpeedPolicy
-from ddltool.balance_events import BalanceEvent
 from ddltool.runtime.balancing.control import Manager, balance
+from ddltool.telemetry import BalanceEvent
 from tests.balance_workers import (
     SHORT_WINDOWS,
     accumulated,

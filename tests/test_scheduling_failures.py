@@ -13,8 +13,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ddltool.analyzers.scheduling.cluster import Allocation, ClusterSpec, count_gpus
-from ddltool.analyzers.scheduling.failures import Failures, NodeEvent, NodeStates, without
+from ddltool.analyzers.scheduling.cluster import (
+    Allocation,
+    ClusterSpec,
+    Failures,
+    NodeEvent,
+    NodeStates,
+    count_gpus,
+    without,
+)
 from ddltool.analyzers.scheduling.inputs import read_applications, read_cluster, read_workload
 from ddltool.analyzers.scheduling.job import JobSpec, SimulatedJob, Tuning, make_jobs
 from ddltool.analyzers.scheduling.policies import policies

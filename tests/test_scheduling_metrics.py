@@ -7,8 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from ddltool.analyzers.scheduling.cluster import ClusterSpec
-from ddltool.analyzers.scheduling.failures import Failures, NodeEvent
+from ddltool.analyzers.scheduling.cluster import ClusterSpec, Failures, NodeEvent
 from ddltool.analyzers.scheduling.metrics import IsolatedTimes, check_prices, class_of, summarize
 from ddltool.analyzers.scheduling.policies.gangs import Fifo
 from ddltool.analyzers.scheduling.policies.ours import Ours

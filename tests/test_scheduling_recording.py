@@ -9,8 +9,7 @@ import numpy as np
 import pytest
 
 from ddltool.analyzers.reporting.simulation_section import completion_figure
-from ddltool.analyzers.scheduling.cluster import Allocation, ClusterSpec, count_gpus
-from ddltool.analyzers.scheduling.failures import Failures
+from ddltool.analyzers.scheduling.cluster import Allocation, ClusterSpec, Failures, count_gpus
 from ddltool.analyzers.scheduling.inputs import read_applications, read_cluster, read_workload
 from ddltool.analyzers.scheduling.job import SimulatedJob
 from ddltool.analyzers.scheduling.policies import POLICIES, policies

@@ -19,7 +19,7 @@ import psutil
 import pytest
 
 from ddltool.analyzers.scheduling import sweep as module
-from ddltool.analyzers.scheduling.failures import Failures, NodeEvent
+from ddltool.analyzers.scheduling.cluster import Failures, NodeEvent
 from ddltool.analyzers.scheduling.simulator import Options
 from ddltool.analyzers.scheduling.sweep import (
     COLUMNS,

@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from ddltool.artifacts import SCHEMA_VERSION, AtLeastOne, Count, NonNegative, Record
+from ddltool.artifacts import SCHEMA_VERSION, AtLeastOne, Count, NonNegative, Positive, Record
 
 
 class TelemetryRow(Record):
@@ -35,3 +35,15 @@ class TelemetryRow(Record):
     noise_scale: NonNegative | None = Field(
         default=None, description="gradient noise scale in samples, as a goodput agent knew it"
     )
+
+
+class BalanceEvent(Record):
+    """One change of batch sizes, or advice. Times are measured."""
+
+    kind: Literal["ddltool.balance_event"] = "ddltool.balance_event"
+    schema_version: int = SCHEMA_VERSION
+    event: Literal["resize", "fine_tuning", "remove_straggler"]
+    step: Count = Field(description="the step whose times led to this, from 0")
+    sizes: list[AtLeastOne] = Field(description="samples of each rank from the next step that was not loaded yet")
+    seconds: list[Positive] = Field(description="each rank's computation in that step")
+    rank: Count | None = Field(default=None, description="the straggler that is advised to go")

@@ -33,7 +33,7 @@ from ddltool.analyzers.tracing.torch_adapter import TracedStep, trace_step
 from ddltool.analyzers.tracing.torch_costs import base_name, named, value_of
 from ddltool.device import Network
 from ddltool.errors import InputError, one_line
-from ddltool.graph import COMPUTE, Graph, Mode
+from ddltool.graph import COMPUTE, Estimate, Graph, Mode
 from ddltool.units import show_bytes
 
 Call = Callable[[], Any]
@@ -144,7 +144,8 @@ def apply_times(graph: Graph, times: OpTimes, network: Network) -> Graph:
     fallback = replace(graph, meta={**meta, "parameter_servers": network.parameter_servers})
     seconds = np.array([times.seconds.get(name, np.nan) for name in graph.names])
     seconds[~costs] = 0.0
-    return with_measured(fallback.with_durations(nominal, ["rule"] * len(graph)), seconds, measured)
+    marks: list[Estimate] = ["rule" for _ in graph.names]
+    return with_measured(fallback.with_durations(nominal, marks), seconds, measured)
 
 
 @contextmanager

@@ -26,8 +26,7 @@ import pandas as pd
 from numpy.typing import NDArray
 
 from ddltool.analyzers.goodput.observations import split_placements
-from ddltool.analyzers.scheduling.cluster import ClusterSpec
-from ddltool.analyzers.scheduling.failures import KINDS, NodeEvent
+from ddltool.analyzers.scheduling.cluster import KINDS, ClusterSpec, NodeEvent
 from ddltool.analyzers.scheduling.generator import (
     POLLUX,
     SIZE_CLASSES,

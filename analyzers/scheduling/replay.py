@@ -17,8 +17,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from ddltool.analyzers.scheduling.cluster import Allocation, ClusterSpec
-from ddltool.analyzers.scheduling.failures import Failures
+from ddltool.analyzers.scheduling.cluster import Allocation, ClusterSpec, Failures
 from ddltool.analyzers.scheduling.inputs import FittedModel, Truth, read_cluster, read_jobs, read_templates, read_truth
 from ddltool.analyzers.scheduling.job import SimulatedJob
 from ddltool.analyzers.scheduling.metrics import IsolatedTimes, check_prices, summarize

@@ -20,11 +20,13 @@ from typing import Protocol
 from ddltool.analyzers.scheduling.cluster import (
     Allocation,
     ClusterSpec,
+    Failures,
+    NodeStates,
     count_gpus,
     free_gpus,
     interfering,
+    without,
 )
-from ddltool.analyzers.scheduling.failures import Failures, NodeStates, without
 from ddltool.analyzers.scheduling.job import JobResult, SimulatedJob, Tuning, make_jobs
 from ddltool.analyzers.scheduling.truth import Application
 from ddltool.errors import Infeasible, InputError

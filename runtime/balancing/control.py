@@ -36,7 +36,6 @@ from ddltool.analyzers.balancing import algorithm2, predict
 from ddltool.analyzers.balancing.control import Policy, Report, SpeedPolicy, TrialPolicy
 from ddltool.analyzers.balancing.sizing import equal
 from ddltool.artifacts import kind_of
-from ddltool.balance_events import BalanceEvent
 from ddltool.errors import InputError
 from ddltool.runtime.hook.agreement import Agreement
 from ddltool.runtime.hook.attaching import register
@@ -56,6 +55,7 @@ from ddltool.runtime.hook.telemetry import Exchange, PassClock, check_target
 from ddltool.runtime.hook.trained import guard
 from ddltool.runtime.hook.weighing import Reduction, Weigher
 from ddltool.runtime.measuring.share import available_memory, expected_cpu
+from ddltool.telemetry import BalanceEvent
 
 Floats = NDArray[np.float64]
 Cluster = Literal["cpu", "gpu"]
