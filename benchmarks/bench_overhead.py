@@ -1,6 +1,6 @@
 """What the runtime costs: plain DDP, the hook, balancing, the goodput agent and elastic training, side by side in one run.
 
-    python benchmarks/bench_overhead.py [--pixels 13,32] [--blocks 40] [--steps 10] [--replicas 2] [--adam]
+    python benchmarks/bench_overhead.py [--step-ms 8,50] [--blocks 40] [--steps 10] [--replicas 2] [--adam]
         [--variants hook,agent]
 
 Each process has one thread and, where there are cores enough, one core of its own; gradients travel over gloo. The variants
@@ -9,14 +9,19 @@ A block of a variant and the block of plain training beside it make one ratio; p
 CPU seconds (all threads of all processes) and of wall clock, with their distribution-free 95 % intervals. All train the same
 number of samples a step: the hook with telemetry, balancing and the agent at their defaults but for changes of the batch
 (``adapt=False``; equal ranks leave little to balance), elastic training with a logical worker on each process. "own loader"
-is the hook with a loader of the script's own, whose batches are counted. Images of 32 x 32 pixels make steps of about 50 ms,
-of 13 x 13 of about 8 ms, of 0 a network of one layer, beside which the fixed cost shows.
+is the hook with a loader of the script's own, whose batches are counted. The network is made as wide as it must be for a
+plain step of so many milliseconds of CPU time on this machine; 0: one layer, beside which the fixed cost shows.
+
+Under torchrun this is a training script of one variant, which ``ddltool doctor --overhead`` can measure:
+
+    ddltool doctor --overhead "benchmarks/bench_overhead.py --width 0.4 --variants hook" --replicas 2
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import statistics
 import tempfile
@@ -42,26 +47,46 @@ from ddltool.runtime.measuring.overhead import ratio_interval
 
 PLAIN = "plain"
 VARIANTS = ("hook", "own loader", "balance", "agent", "elastic")
-LOCAL = 16
+LOCAL, PIXELS = 16, 16
+NARROWEST, WIDEST, TRIED = 0.05, 6.0, 8
 
 
-def network(pixels: int) -> nn.Module:
-    """Return a convolutional network of 1.3 million parameters, or one layer."""
-    if not pixels:
-        return nn.Sequential(nn.Flatten(), nn.Linear(3072, 10))
+def network(width: float) -> nn.Module:
+    """Return a convolutional network, of 1.3 million parameters at width 1; one layer at 0."""
+    if not width:
+        return nn.Sequential(nn.Flatten(), nn.Linear(3 * PIXELS**2, 10))
+    one, two, three, hidden = (max(1, round(width * channels)) for channels in (48, 64, 96, 512))
     return nn.Sequential(
-        *(nn.Conv2d(3, 48, 3, padding=1), nn.ReLU(), nn.Conv2d(48, 64, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2)),
-        *(nn.Conv2d(64, 96, 3, padding=1), nn.ReLU(), nn.AdaptiveAvgPool2d(5), nn.Flatten()),
-        *(nn.Linear(2400, 512), nn.ReLU(), nn.Linear(512, 10)),
+        *(nn.Conv2d(3, one, 3, padding=1), nn.ReLU(), nn.Conv2d(one, two, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2)),
+        *(nn.Conv2d(two, three, 3, padding=1), nn.ReLU(), nn.AdaptiveAvgPool2d(5), nn.Flatten()),
+        *(nn.Linear(25 * three, hidden), nn.ReLU(), nn.Linear(hidden, 10)),
     )
 
 
-def trainer(variant: str, replicas: int, pixels: int, adam: bool, steps: int) -> Iterator[None]:
+def width_for(step_ms: float, replicas: int, adam: bool) -> float:
+    """Return the width at which a plain step takes about so long, in CPU time: the shortest of a few, on the slower rank."""
+    low, high = NARROWEST, WIDEST
+    while step_ms and high > 1.05 * low:
+        width, shortest_ms = math.sqrt(low * high), math.inf
+        run = trainer(PLAIN, replicas, width, adam, TRIED + 2)
+        for step in range(TRIED + 2):
+            begin = time.process_time()
+            next(run)
+            if step >= 2:  # DDP rebuilds its buckets after the first
+                shortest_ms = min(shortest_ms, 1e3 * (time.process_time() - begin))
+        both = torch.tensor([shortest_ms])
+        if replicas > 1:
+            dist.all_reduce(both, op=dist.ReduceOp.MAX)
+        low, high = (width, high) if float(both) < step_ms else (low, width)
+    return math.sqrt(low * high) if step_ms else 0.0
+
+
+def trainer(variant: str, replicas: int, width: float, adam: bool, steps: int) -> Iterator[None]:
     """Make training steps, one for each item, ``steps`` of them at most."""
     torch.manual_seed(0)
-    samples, side = LOCAL * replicas * steps, pixels or 32
-    data = TensorDataset(torch.randn(samples, 3, side, side), torch.arange(samples) % 10)
-    module = network(pixels)
+    samples = LOCAL * replicas * steps
+    data = TensorDataset(torch.randn(samples, 3, PIXELS, PIXELS), torch.arange(samples) % 10)
+    module = network(width)
     model = DistributedDataParallel(module) if replicas > 1 and variant != "elastic" else module
     optimizer: torch.optim.Optimizer = (
         torch.optim.Adam(model.parameters(), lr=1e-4) if adam else torch.optim.SGD(model.parameters(), lr=1e-3)
@@ -88,7 +113,7 @@ def trainer(variant: str, replicas: int, pixels: int, adam: bool, steps: int) ->
         yield
 
 
-def measure(rank: int, folder: str, given: argparse.Namespace, pixels: int, variants: list[str]) -> None:
+def measure(rank: int, folder: str, given: argparse.Namespace, step_ms: float, variants: list[str]) -> None:
     """Time all variants in one process; each rank leaves the seconds per step and block in ``folder``."""
     cores, replicas, blocks, steps = sorted(os.sched_getaffinity(0)), given.replicas, given.blocks, given.steps
     if len(cores) >= replicas:
@@ -97,7 +122,8 @@ def measure(rank: int, folder: str, given: argparse.Namespace, pixels: int, vari
     os.chdir(folder)
     if replicas > 1:
         dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=replicas)
-    runs = {each: trainer(each, replicas, pixels, given.adam, (blocks + 2) * steps) for each in variants}
+    width = given.width if given.width is not None else width_for(step_ms, replicas, given.adam)
+    runs = {each: trainer(each, replicas, width, given.adam, (blocks + 2) * steps) for each in variants}
     times: dict[str, list[tuple[float, float]]] = {variant: [] for variant in variants}
     for block in range(-1, blocks):  # the first warms up: DDP rebuilds its buckets
         for place in range(len(variants)):
@@ -110,15 +136,14 @@ def measure(rank: int, folder: str, given: argparse.Namespace, pixels: int, vari
             if block >= 0:
                 spent = (time.process_time() - cpu) / steps, (time.perf_counter() - wall) / steps
                 times[variant].append(spent)
-    Path(f"result-{rank}.json").write_text(json.dumps(times), encoding="utf-8")
+    Path(f"result-{rank}.json").write_text(json.dumps((width, times)), encoding="utf-8")
     if replicas > 1:
         dist.barrier()
         dist.destroy_process_group()
 
 
-def table(given: argparse.Namespace, pixels: int, variants: list[str]) -> Iterator[str]:
-    """Yield the lines of one network's table."""
-    size = given.replicas
+def write_plan(size: int, folder: str) -> None:
+    """Write the hook's config: equal batches and telemetry."""
     ranks = [RankEnforcement(rank=rank, device_type="cpu", ests=1, local_batch_size=LOCAL) for rank in range(size)]
     plan = Enforcement(
         job="bench",
@@ -128,10 +153,30 @@ def table(given: argparse.Namespace, pixels: int, variants: list[str]) -> Iterat
         ranks=ranks,
         telemetry="rows.jsonl",
     )
+    save(plan, Path(folder, "enforce.json"))
+
+
+def as_script(given: argparse.Namespace) -> None:
+    """Train one variant as a script of torchrun's, for ever."""
+    dist.init_process_group("gloo")
+    torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as folder:
-        save(plan, Path(folder, "enforce.json"))
-        mp.spawn(measure, (folder, given, pixels, variants), nprocs=size)
-        found = [json.loads(Path(folder, f"result-{rank}.json").read_text(encoding="utf-8")) for rank in range(size)]
+        os.chdir(folder)
+        write_plan(dist.get_world_size(), folder)
+        for _ in trainer(given.variants, dist.get_world_size(), given.width or 0.0, given.adam, 1000):
+            pass
+        dist.destroy_process_group()
+        os.chdir("/")
+
+
+def table(given: argparse.Namespace, step_ms: float, variants: list[str]) -> Iterator[str]:
+    """Yield the lines of one network's table."""
+    size = given.replicas
+    with tempfile.TemporaryDirectory() as folder:
+        write_plan(size, folder)
+        mp.spawn(measure, (folder, given, step_ms, variants), nprocs=size)
+        told = [json.loads(Path(folder, f"result-{rank}.json").read_text(encoding="utf-8")) for rank in range(size)]
+    width, found = told[0][0], [times for _, times in told]
     times = {
         variant: [
             [statistics.fmean(clock) for clock in zip(*each, strict=True)] for each in zip(*of_ranks, strict=True)
@@ -140,7 +185,7 @@ def table(given: argparse.Namespace, pixels: int, variants: list[str]) -> Iterat
     }
     for variant in variants:
         medians = [statistics.median(block[clock] for block in times[variant]) * 1e3 for clock in (0, 1)]
-        line = f"| {pixels} | {variant} | {medians[0]:.2f} | {medians[1]:.2f} |"
+        line = f"| {width:.2f} | {variant} | {medians[0]:.2f} | {medians[1]:.2f} |"
         for clock in (0, 1):
             pairs = zip(times[variant], times[PLAIN], strict=True)
             ratio = ratio_interval([one[clock] / other[clock] for one, other in pairs])
@@ -148,29 +193,33 @@ def table(given: argparse.Namespace, pixels: int, variants: list[str]) -> Iterat
         yield line
 
 
-def numbers(text: str) -> list[int]:
-    """Return whole numbers with commas between them."""
-    return [int(each) for each in text.split(",")]
+def numbers(text: str) -> list[float]:
+    """Return numbers with commas between them."""
+    return [float(each) for each in text.split(",")]
 
 
 def main() -> None:
     """Run the benchmark and print a table."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--pixels", type=numbers, default=[13, 32])
+    parser.add_argument("--step-ms", type=numbers, default=[8.0, 50.0])
+    parser.add_argument("--width", type=float)
     parser.add_argument("--blocks", type=int, default=40)
     parser.add_argument("--steps", type=int, default=10)
     parser.add_argument("--replicas", type=int, default=2)
     parser.add_argument("--adam", action="store_true")
     parser.add_argument("--variants", default=",".join(VARIANTS))
     given = parser.parse_args()
+    if "RANK" in os.environ:
+        as_script(given)
+        return
     print(
         f"{given.blocks} blocks of {given.steps} steps, {given.replicas} processes, torch {torch.__version__}, ", end=""
     )
     print(f"load {os.getloadavg()[0]:.1f} on {os.cpu_count()} cores\n", flush=True)
-    print("| pixels | variant | CPU, ms a step | wall, ms | CPU over plain (95 %) | wall over plain (95 %) |")
+    print("| width | variant | CPU, ms a step | wall, ms | CPU over plain (95 %) | wall over plain (95 %) |")
     print("|---|---|---|---|---|---|")
-    for pixels in given.pixels:
-        for line in table(given, pixels, [PLAIN, *given.variants.split(",")]):
+    for step_ms in given.step_ms if given.width is None else [0.0]:
+        for line in table(given, step_ms, [PLAIN, *given.variants.split(",")]):
             print(line, flush=True)
 
 

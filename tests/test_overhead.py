@@ -2,20 +2,30 @@
 
 from __future__ import annotations
 
+import collections
 import math
+import os
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 
+from benchmarks import bench_overhead
 from ddltool.results import OverheadInterval, OverheadRun
+from ddltool.runtime.balancing import BalanceOptions
+from ddltool.runtime.hook.agreement import Agreement
+from ddltool.runtime.hook.weighing import FIRST_READINGS
 from ddltool.runtime.measuring import overhead
 from ddltool.runtime.measuring.overhead import measure_overhead, ratio_interval, verdict
+from tests.runtime_workers import crew
 
+MEASURED = 40
 SCRIPT = """
 import os, sys, torch
 assert sys.argv[1:] == ["--lr", "0.1"]
@@ -59,6 +69,50 @@ def test_what_is_decided() -> None:
         "not decided",
         "within",
     ]
+
+
+def messages(rank: int, folder: str, variant: str) -> tuple[int, int]:
+    """Return the exchanges and the rounds over the store that some steps of a benchmark's variant take."""
+    counted = collections.Counter[str]()
+
+    def count(what: str, call: Callable[..., Any]) -> Callable[..., Any]:
+        def counts(*args: Any, **named: Any) -> Any:
+            counted[what] += 1
+            return call(*args, **named)
+
+        return counts
+
+    before = os.getcwd()
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("all_reduce", "all_gather", "broadcast", "barrier"):
+            patch.setattr(dist, name, count("exchanges", getattr(dist, name)))
+        patch.setattr(Agreement, "propose", count("rounds", Agreement.propose))
+        options = BalanceOptions(interval_s=1000.0)  # however slow this machine is
+        patch.setattr(bench_overhead, "balance", partial(bench_overhead.balance, options=options))
+        os.chdir(folder)
+        try:
+            run = bench_overhead.trainer(variant, 2, 0.0, False, MEASURED + 20)
+            for _ in range(20):
+                next(run)
+            counted.clear()
+            for _ in range(MEASURED):
+                next(run)
+            run.close()
+        finally:
+            os.chdir(before)
+    return counted["exchanges"], counted["rounds"]
+
+
+def test_one_message_in_ten_steps_beside_the_gradients(tmp_path: Path) -> None:
+    """DDP has one bucket, so an exchange a step is the gradients'; only foreign loaders need another one for counts."""
+    bench_overhead.write_plan(2, str(tmp_path))
+    tenth, twentieth = MEASURED // 10, MEASURED // 20
+    found = {variant: crew().run(messages, str(tmp_path), variant)[0] for variant in ("hook", "own loader", "balance")}
+    assert found["hook"] == (MEASURED + tenth, 0)
+    assert found["own loader"] == (2 * MEASURED + tenth, 0)
+    # sizes follow this machine's speeds, and once they are uneven the first losses are read anew
+    assert MEASURED + tenth <= found["balance"][0] <= MEASURED + tenth + FIRST_READINGS + 1
+    assert found["balance"][1] == twentieth
 
 
 def test_turns_change_from_pair_to_pair(monkeypatch: pytest.MonkeyPatch) -> None:

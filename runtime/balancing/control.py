@@ -60,7 +60,7 @@ from ddltool.telemetry import BalanceEvent
 Floats = NDArray[np.float64]
 Cluster = Literal["cpu", "gpu"]
 MOST_BLOCKING = 16
-MOST_STEPS_UNREPORTED = 10
+MOST_STEPS_UNREPORTED = 20
 MOST_SAMPLES = 10**12
 LEAST_NORMALIZED = 2
 """BatchNorm divides by the deviation within the batch; of one sample without extent there is none, and torch refuses it."""
@@ -90,8 +90,8 @@ class BalanceOptions:
     """False: sizes stay as they were given (BSP, or known speeds), gradients are weighted all the same."""
     compress: Literal["bf16"] | None = None
     """Let gradients travel as bfloat16."""
-    interval_s: float = 0.05
-    """Ranks report at the first step after so many seconds, of at most ten, while all wait for the choice; in the background,
+    interval_s: float = 0.2
+    """Ranks report at the first step after so many seconds, of at most 20, while all wait for the choice; in the background,
     and where steps take longer, at each."""
     timeout_s: float | None = None
     """How long a rank waits for the others' reports; None: as long as the job's process group waits in a collective."""

@@ -353,9 +353,12 @@ class Weigher:
     def _exchange(self, *mine: float) -> list[float]:
         """Return all ranks' numbers, one rank's after another's."""
         begin_s = time.perf_counter()
-        rows = [torch.empty(len(mine), dtype=torch.float64) for _ in range(self._job.world_size)]
-        dist.all_gather(rows, torch.tensor(mine, dtype=torch.float64), group=self._job.side)
-        numbers: list[float] = torch.cat(rows).tolist()
+        rows = torch.zeros(self._job.world_size, len(mine), dtype=torch.float64)
+        rows[self._job.rank] = torch.tensor(mine, dtype=torch.float64)
+        dist.all_reduce(
+            rows, group=self._job.side
+        )  # a third of the time that gloo takes for an all_gather of so little
+        numbers: list[float] = rows.flatten().tolist()
         if self.watcher is not None:
             self.watcher.pause(time.perf_counter() - begin_s)
         return numbers
