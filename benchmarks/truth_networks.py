@@ -256,7 +256,7 @@ def section(data: Path) -> str:
     parts = [
         TITLE,
         f"<!-- run: parse (the measured rows) -->\n```sh\n{COMMAND}\n```",
-        "That command writes this section. [Links](networks.md#the-model) are those of datasheets with NCCL's constants; the "
+        "That command writes this section. [Links](network.md#the-model) are those of datasheets with NCCL's constants; the "
         "shares that NVLink 5 and cards reach, the start of a kernel and the chunks of a tree were read off these sweeps, and "
         "no step had a part in them. Compute is by the constants below, which saw steps of MPT on 8 GPUs.",
         "All-reduces of nccl-tests, from 8 B to 16 GiB. The largest errors are the first message of one sweep, which holds the "

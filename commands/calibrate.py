@@ -18,7 +18,17 @@ from ddltool.analyzers.loading.measured_rows import measured_rows
 from ddltool.analyzers.loading.sources import work_of
 from ddltool.analyzers.tracing.dialect import Numerics
 from ddltool.artifacts import ending, read_text, save
-from ddltool.commands.options import AllowCode, ChannelsLast, DevicesFile, Json, Output, Precision, SequenceLength
+from ddltool.commands.options import (
+    AllowCode,
+    ChannelsLast,
+    DevicesFile,
+    Json,
+    Output,
+    Precision,
+    SequenceLength,
+    device_names,
+    one_of,
+)
 from ddltool.commands.output import note, print_json, progress, say
 from ddltool.device import MEASURED, Device, DeviceTable
 from ddltool.errors import InputError, did_you_mean
@@ -35,7 +45,9 @@ def calibrate(
         list[Path],
         typer.Argument(metavar="ROWS...", help="profile.csv, telemetry.jsonl, profiler trace, or an nccl-tests log."),
     ],
-    device: Annotated[str, typer.Option(metavar="NAME", help="The device that was measured.")],
+    device: Annotated[
+        str, typer.Option(metavar="NAME", autocompletion=device_names, help="The device that was measured.")
+    ],
     model: Annotated[
         str | None, typer.Option(metavar="SOURCE", help="What was trained, for rows that do not say.")
     ] = None,
@@ -43,7 +55,10 @@ def calibrate(
     precision: Precision = "fp32",
     channels_last: ChannelsLast = False,
     optimizer: Annotated[
-        str | None, typer.Option(help="none, sgd, momentum, adam or adamw; adam by default, sgd for rows of `profile`.")
+        str | None,
+        typer.Option(
+            **one_of("none", "sgd", "momentum", "adam", "adamw", help="Default: adam, sgd for rows of `profile`.")
+        ),
     ] = None,
     sequence_length: SequenceLength = None,
     devices_file: DevicesFile = None,

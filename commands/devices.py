@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from ddltool.commands.options import DevicesFile, Json
+from ddltool.commands.options import DevicesFile, Json, device_names
 from ddltool.commands.output import out, print_json, say, table
 from ddltool.device import Device, DeviceTable
 from ddltool.fixtures.loading import known_devices
@@ -18,7 +18,10 @@ _CAPTION = (
 
 
 def devices(
-    name: Annotated[str | None, typer.Argument(metavar="NAME", help="One device in full; all by default.")] = None,
+    name: Annotated[
+        str | None,
+        typer.Argument(metavar="NAME", autocompletion=device_names, help="One device in full; all by default."),
+    ] = None,
     devices_file: DevicesFile = None,
     as_json: Json = False,
 ) -> None:

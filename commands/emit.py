@@ -14,7 +14,7 @@ from ddltool.analyzers.emitting.kubernetes import assumptions, manifest_text, ma
 from ddltool.analyzers.emitting.layout import Kind, LaunchSettings, Layout, layout, plan_hash
 from ddltool.analyzers.emitting.scripts import CORES, ddp_module, fsdp2_module, gres_type, slurm_script, torchrun_script
 from ddltool.artifacts import load, to_json, write_text
-from ddltool.commands.options import Json, demand_part, is_given
+from ddltool.commands.options import Json, demand_part, is_given, one_of
 from ddltool.commands.output import note, print_json, say
 from ddltool.commands.values import device_counts, words
 from ddltool.errors import InputError, known, shortened
@@ -52,10 +52,10 @@ def emit(
         ),
     ] = None,
     target: Annotated[
-        str, typer.Option(help="What will read it: hook (ddltool.runtime), torchrun, kubernetes, slurm, fsdp2 or ddp.")
+        str, typer.Option(**one_of(*_OUTPUTS, help="What will read it; hook: ddltool.runtime."))
     ] = "hook",
     telemetry: Annotated[
-        str, typer.Option(help="File the hook writes measurements to; 'none' for no telemetry.")
+        str, typer.Option(metavar="FILE", help="File the hook writes measurements to; 'none' for no telemetry.")
     ] = "telemetry.jsonl",
     script: Annotated[
         str, typer.Option(help='torchrun, kubernetes, slurm: "train.py --its options".', metavar="SCRIPT")
@@ -63,7 +63,9 @@ def emit(
     devices_per_node: Annotated[
         _Text, typer.Option(help="torchrun, kubernetes, slurm: 8, or by type V100=8,T4=1.", metavar="COUNT")
     ] = None,
-    queue: Annotated[_Text, typer.Option(help="kubernetes: Kueue's LocalQueue; slurm: partition.")] = None,
+    queue: Annotated[
+        _Text, typer.Option(metavar="NAME", help="kubernetes: Kueue's LocalQueue; slurm: partition.")
+    ] = None,
     resource: Annotated[
         _Text,
         typer.Option(
@@ -72,10 +74,11 @@ def emit(
         ),
     ] = None,
     image: Annotated[
-        _Text, typer.Option(help="kubernetes: container image with the script, torch and ddltool.")
+        _Text, typer.Option(metavar="NAME", help="kubernetes: container image with the script, torch and ddltool.")
     ] = None,
     kind: Annotated[
-        _Text, typer.Option(help="kubernetes: TrainJob or JobSet; by default the first that can say the plan.")
+        _Text,
+        typer.Option(**one_of(*get_args(Kind), help="kubernetes: by default the first that can say the plan.")),
     ] = None,
     node_label: Annotated[
         str, typer.Option(help="kubernetes: node label that holds the device type.", metavar="KEY")

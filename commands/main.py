@@ -9,9 +9,13 @@ import contextlib
 import os
 import re
 import sys
+import time
 import tomllib
+import traceback
 from collections.abc import Sequence
+from functools import partial
 from importlib import import_module
+from keyword import iskeyword
 from pathlib import Path
 from typing import Annotated, Any, cast
 
@@ -20,6 +24,7 @@ from typer.core import TyperCommand, TyperGroup
 from typer.main import get_command
 
 from ddltool import __version__
+from ddltool.commands.options import VOICE, Quiet, Verbose
 from ddltool.errors import DdlToolError, one_line
 
 COMMANDS: dict[str, dict[str, Any]] = tomllib.loads(
@@ -32,14 +37,15 @@ none, and ``panels`` of options by their parameters; the first of a ``group`` sa
 def load(name: str) -> TyperCommand:
     """Import the module of a command, named as on the command line, and return the command.
 
-    Those of a group have one module, with a function ``GROUP_COMMAND`` each.
+    Those of a group have one module, with a function ``GROUP_COMMAND`` each; a word of Python's own gets a ``_`` behind it.
     """
-    module = name.partition(" ")[0].replace("-", "_")
-    function = getattr(import_module(f"ddltool.commands.{module}"), name.replace("-", "_").replace(" ", "_"))
+    words = [f"{word}_" if iskeyword(word) else word for word in name.replace("-", "_").split()]
+    function = getattr(import_module(f"ddltool.commands.{words[0]}"), "_".join(words))
     example = COMMANDS[name].get("example")
     single = typer.Typer(add_completion=False)
-    single.command(name=name, epilog=f"Example: {example}" if example else None)(function)
+    single.command(name=name, cls=_Command, epilog=f"Example: {example}" if example else None)(function)
     command = cast("TyperCommand", get_command(single))
+    command.params += [one for one in get_command(app).params if one.name in ("quiet", "verbose")]
     panels = {option: title for title, options in COMMANDS[name].get("panels", {}).items() for option in options}
     for parameter in command.params:
         if title := panels.get(parameter.name or ""):
@@ -47,7 +53,29 @@ def load(name: str) -> TyperCommand:
     return command
 
 
-class _Lazy(TyperGroup):
+class _PlainHelp:
+    """Help with types in a user's words, and none for flags, nor for arguments, whose names say what they are."""
+
+    def get_params(self, ctx: Any) -> list[Any]:
+        """Return the parameters, help among them."""
+        found: list[Any] = super().get_params(ctx)  # type: ignore[misc]
+        for one in found:
+            one.display_type_rich = partial(_type_shown, one)
+        return found
+
+
+def _type_shown(parameter: Any, ctx: Any) -> str | None:
+    if parameter.param_type_name == "argument" or getattr(parameter, "is_flag", False):
+        return None
+    shown = type(parameter).display_type_rich(parameter, ctx) or ""
+    return re.sub("<(int|float)( range)?>", "N", shown).replace("<str>", "TEXT")
+
+
+class _Command(_PlainHelp, TyperCommand):
+    """A command."""
+
+
+class _Lazy(_PlainHelp, TyperGroup):
     """A group whose commands are loaded when one of them is to run, or to complete."""
 
     def resolve_command(self, ctx: Any, args: list[str]) -> tuple[str | None, Any, list[str]]:
@@ -99,15 +127,20 @@ def _options(
     version: Annotated[
         bool, typer.Option("--version", "-V", callback=_show_version, is_eager=True, help="Show the version and exit.")
     ] = False,
+    quiet: Quiet = False,
+    verbose: Verbose = False,
 ) -> None:
     """Order transfers, size batches, place workers and set barriers for distributed training, before it runs."""
 
 
 def run(arguments: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code: 0 done, 1 check failed, 2 bad input, 3 no plan, 130 interrupted."""
+    begin_s = time.perf_counter()
     try:
         result = app(args=arguments, prog_name="ddltool", standalone_mode=False)
         sys.stdout.flush()
+        if VOICE.verbose:
+            print(f"{time.perf_counter() - begin_s:.1f} s in all", file=sys.stderr)  # noqa: T201
         code = result if isinstance(result, int) else 0
         return _fail("interrupted", code) if code == _INTERRUPTED else code
     except DdlToolError as error:
@@ -126,14 +159,10 @@ def run(arguments: Sequence[str] | None = None) -> int:
         # Gates and reports need a few packages of those that an install brings (docs/gate.md); others need more.
         package = (error.name or "").partition(".")[0]
         if package in ("", "ddltool"):
-            raise
+            return _internal(error)
         return _fail(f"{package}: this command needs the package, which is not installed; {_how_to_get(package)}", 2)
     except MemoryError:
         return _fail("input: needs more memory than there is; give a smaller model, batch or file", 2)
-    except AttributeError:
-        if sys.stdout is not None:
-            raise
-        return _fail("output: standard output is closed; give it a place, or use -o FILE", 2)
     except BrokenPipeError:
         # The reader of our output has gone (`ddltool ... | head`); hand the interpreter a stdout that it can close.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -144,6 +173,16 @@ def run(arguments: Sequence[str] | None = None) -> int:
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         where = error.filename or "output"
         return _fail(f"{where}: cannot be used ({error.strerror or error}); give another place", 2)
+    except Exception as error:
+        if isinstance(error, AttributeError) and sys.stdout is None:
+            return _fail("output: standard output is closed; give it a place, or use -o FILE", 2)
+        return _internal(error)
+    finally:
+        VOICE.quiet = VOICE.verbose = False
+
+
+def _internal(error: Exception) -> int:
+    return _fail(f"internal: {type(error).__name__}: {error}; this is ddltool's own mistake, -v shows where it is", 1)
 
 
 def _how_to_get(package: str) -> str:
@@ -177,5 +216,7 @@ def _in_words(text: str) -> str:
 def _fail(text: str, code: int) -> int:
     with contextlib.suppress(AttributeError, OSError):  # stdout may be closed, or its disk full
         sys.stdout.flush()
+    if VOICE.verbose and not isinstance(sys.exception(), DdlToolError | _UsageProblem | KeyboardInterrupt | None):
+        traceback.print_exc()
     print(f"error: {one_line(text)}", file=sys.stderr)  # noqa: T201 - this is the one place that reports errors
     return code

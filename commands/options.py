@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
 from ddltool.errors import InputError
+from ddltool.links import DATASHEET
 
 _SHORT = 26
 """So many letters of choices fit beside an option's name in --help; more stand in its text."""
@@ -17,6 +19,14 @@ _SHORT = 26
 def one_of(*names: str, help: str) -> dict[str, Any]:
     """Return what makes an option name its choices in --help and in completion; a wrong one is refused by who reads it."""
     return _choices(names, help, "NAME", lambda: list(names))
+
+
+def device_names(begun: str) -> list[str]:
+    """Complete the last of a list of device types that ship."""
+    from ddltool.fixtures.loading import known_devices  # `ddltool --help` reads this module, and no table
+
+    before, comma, _ = begun.rpartition(",")
+    return [f"{before}{comma}{device.name}" for device in known_devices().devices]
 
 
 def some_of(*names: str, help: str) -> dict[str, Any]:
@@ -36,6 +46,45 @@ def _choices(names: Sequence[str], text: str, metavar: str, complete: Callable[.
     return {"metavar": metavar, "help": f"{text} One of: {', '.join(names)}.", "autocompletion": complete}
 
 
+@dataclass
+class Voice:
+    """How much a command says on stderr beside its result; :func:`ddltool.commands.main.run` takes it back."""
+
+    quiet: bool = False
+    """No progress and no remarks; errors are said."""
+    verbose: bool = False
+    """The seconds of each stage, and where an error comes from that is ddltool's own."""
+
+    def set(self, name: str) -> Callable[[bool], None]:
+        """Return what typer calls with the value of ``-q`` or ``-v``, wherever on the command line it stands."""
+
+        def told(value: bool) -> None:
+            if value:
+                setattr(self, name, True)
+            if self.quiet and self.verbose:
+                raise InputError("-q", "has no part beside -v", "give one of the two")
+
+        return told
+
+
+VOICE = Voice()
+_EVERYWHERE: dict[str, Any] = {"expose_value": False, "is_eager": True, "rich_help_panel": "How much it says"}
+Quiet = Annotated[
+    bool,
+    typer.Option(
+        "--quiet", "-q", callback=VOICE.set("quiet"), help="No progress and no remarks on stderr.", **_EVERYWHERE
+    ),
+]
+Verbose = Annotated[
+    bool,
+    typer.Option(
+        "--verbose",
+        "-v",
+        callback=VOICE.set("verbose"),
+        help="The seconds of each stage on stderr; a traceback for an internal error.",
+        **_EVERYWHERE,
+    ),
+]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON document on stdout; all else goes to stderr.")]
 Output = Annotated[Path | None, typer.Option("-o", "--output", metavar="FILE", help="Write the artifact here.")]
 DevicesFile = Annotated[
@@ -62,7 +111,13 @@ NcclTests = Annotated[
     ),
 ]
 LocalLink = Annotated[
-    str | None, typer.Option("--link", metavar="NAME", help="Inside a node: nvlink3, pcie4, ..., or a rate as 240GB/s.")
+    str | None,
+    typer.Option(
+        "--link",
+        metavar="NAME",
+        autocompletion=lambda: [*DATASHEET],
+        help="Inside a node: nvlink3, pcie4, ..., or a rate as 240GB/s.",
+    ),
 ]
 Nic = Annotated[
     str | None, typer.Option("--nic", metavar="RATE", help="A node's RDMA cards by datasheet, e.g. 8x200Gbit.")
@@ -91,7 +146,7 @@ def demand_part(context: typer.Context, mode: str, allowed: Collection[str], *, 
     """
     for parameter in context.command.params:
         name = parameter.name or ""
-        if name in allowed or not is_given(context, name):
+        if name in allowed or not parameter.expose_value or not is_given(context, name):
             continue
         is_option = parameter.param_type_name == "option"
         shown = parameter.opts[-1] if is_option else getattr(parameter, "metavar", None) or name.upper()

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 import sys
 import threading
 import time
@@ -20,7 +22,8 @@ from rich.text import Text
 
 from ddltool.analyzers.reporting.section import Section, Table
 from ddltool.artifacts import save
-from ddltool.errors import visible
+from ddltool.commands.options import VOICE
+from ddltool.errors import DdlToolError, visible
 
 # A stage tells, where no bar can be drawn, after the first and then every so many seconds.
 _FIRST_LINE_S, _NEXT_LINES_S = 10.0, 10.0
@@ -45,8 +48,9 @@ def err() -> Console:
 
 
 def note(text: str) -> None:
-    """Print a remark on stderr."""
-    err().print(text, soft_wrap=True)
+    """Print a remark on stderr, unless the command is to be quiet."""
+    if not VOICE.quiet:
+        err().print(text, soft_wrap=True)
 
 
 def say(text: str) -> None:
@@ -138,28 +142,44 @@ def tell_written(*places: Path | None) -> None:
 def progress(title: str, total: int | None = None) -> Iterator[Callable[[int, str], None]]:
     """Show on stderr how far a stage is; the yielded function sets the done count and a remark.
 
-    A bar where stderr is a terminal. Elsewhere a line every ten seconds.
+    A bar where stderr is a terminal. Elsewhere a line every ten seconds. With -v its seconds in the end; with -q nothing.
     """
+    begin_s = time.monotonic()
     columns = (SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
     console = err()
     over = threading.Event()
-    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bars:
+    with Progress(*columns, console=console, transient=True, disable=VOICE.quiet or not console.is_terminal) as bars:
         task = bars.add_task(title, total=total)
 
         def advance(done: int, remark: str = "") -> None:
             bars.update(task, completed=done, description=f"{title} {remark}".rstrip())
 
         def tell() -> None:
-            start, pause_s = time.monotonic(), _FIRST_LINE_S
+            pause_s = _FIRST_LINE_S
             while not over.wait(pause_s):
                 done = f" ({bars.tasks[0].completed:.0f} of {total})" if total else ""
-                seconds = time.monotonic() - start
+                seconds = time.monotonic() - begin_s
                 console.print(f"{bars.tasks[0].description}{done}: {seconds:.0f} s so far", soft_wrap=True)
                 pause_s = _NEXT_LINES_S
 
-        if not console.is_terminal:
+        if not (console.is_terminal or VOICE.quiet):
             threading.Thread(target=tell, daemon=True).start()
         try:
             yield advance
         finally:
             over.set()
+    if VOICE.verbose:
+        note(f"{title}: {time.monotonic() - begin_s:.1f} s")
+
+
+@contextmanager
+def rank_0_speaks() -> Iterator[None]:
+    """Let the errors of a torchrun job's ranks other than 0 end the process without a word, with their exit code."""
+    if "WORLD_SIZE" not in os.environ or os.environ.get("RANK", "0") == "0":
+        yield
+        return
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the terminal tells rank 0 as well, and it ends all
+    try:
+        yield
+    except DdlToolError as error:
+        raise SystemExit(error.exit_code) from None

@@ -98,7 +98,10 @@ _Telemetry = Annotated[
     _File, typer.Option(metavar="FILE", help="auto: telemetry of an earlier run, in place of the job's capabilities.")
 ]
 _Bandwidth = Annotated[
-    _Text, typer.Option(help="auto: network of a node, e.g. 100Gbit; the cluster's nic or nic_gbit by default.")
+    _Text,
+    typer.Option(
+        metavar="RATE", help="auto: network of a node, e.g. 100Gbit; the cluster's nic or nic_gbit by default."
+    ),
 ]
 _Lookahead = Annotated[
     int, typer.Option(help="elastic-bsp: iterations per worker up to the barrier.", min=1, max=100_000)
@@ -152,7 +155,7 @@ def plan(
     mtbf: _Mtbf = None,
     telemetry: _Telemetry = None,
     bandwidth: _Bandwidth = None,
-    latency: Annotated[str, typer.Option(help="auto: network latency.")] = "50us",
+    latency: Annotated[str, typer.Option(metavar="TIME", help="auto: network latency.")] = "50us",
     nccl_tests: NcclTests = None,
     compress: Compress = None,
     lookahead: _Lookahead = 15,

@@ -20,6 +20,7 @@ from ddltool.commands.options import (
     Output,
     Precision,
     SequenceLength,
+    device_names,
     is_given,
     one_of,
 )
@@ -37,7 +38,12 @@ def predict(
             metavar="SOURCE", help="package.module:factory, file.py:factory, zoo:NAME, transformers:NAME or timm:NAME."
         ),
     ],
-    device: Annotated[str, typer.Option(metavar="NAME,NAME", help="Device types; `ddltool devices` lists them.")],
+    device: Annotated[
+        str,
+        typer.Option(
+            metavar="NAME,NAME", autocompletion=device_names, help="Device types; `ddltool devices` lists them."
+        ),
+    ],
     batch_sizes: Annotated[
         str, typer.Option(metavar="N,N,...|auto", help="Local batch sizes; auto: 1, 2, 4, ... up to the memory limit.")
     ] = "auto",
@@ -51,7 +57,10 @@ def predict(
     ] = "adam",
     accumulation: Annotated[int, typer.Option(help="Passes in a step.", min=1, max=1_000_000)] = 1,
     sharding: Annotated[
-        str, typer.Option(help="Of several replicas: none, ddp, zero1, zero2, fsdp, fsdp:SHARD or hsdp:SHARD.")
+        str,
+        typer.Option(
+            **one_of("none", "ddp", "zero1", "zero2", "fsdp", "fsdp:SHARD", "hsdp:SHARD", help="Of replicas.")
+        ),
     ] = "ddp",
     checkpointing: Annotated[
         str,
@@ -61,16 +70,18 @@ def predict(
         ),
     ] = "none",
     sequence_length: SequenceLength = None,
-    bandwidth: Annotated[str, typer.Option(help="Network between nodes, as measured.")] = BANDWIDTH,
-    latency: Annotated[str, typer.Option(help="Its latency.")] = LATENCY,
+    bandwidth: Annotated[str, typer.Option(metavar="RATE", help="Network between nodes, as measured.")] = BANDWIDTH,
+    latency: Annotated[str, typer.Option(metavar="TIME", help="Its latency.")] = LATENCY,
     nic: Nic = None,
     link: LocalLink = None,
     local_bandwidth: Annotated[
         str | None,
-        typer.Option(help="Inside a node, as measured; what rings reach of the device's own link by default."),
+        typer.Option(
+            metavar="RATE", help="Inside a node, as measured; what rings reach of the device's own link by default."
+        ),
     ] = None,
     local_latency: Annotated[
-        str | None, typer.Option(help="Of a message inside a node; NCCL's own by default.")
+        str | None, typer.Option(metavar="TIME", help="Of a message inside a node; NCCL's own by default.")
     ] = None,
     nccl_tests: NcclTests = None,
     devices_file: DevicesFile = None,

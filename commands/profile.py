@@ -1,4 +1,4 @@
-"""``ddltool profile SOURCE``: step times, synchronisation and memory on this machine; the network; others' measurements."""
+"""``ddltool profile SOURCE``: step times, synchronisation and memory on this machine."""
 
 from __future__ import annotations
 
@@ -7,22 +7,18 @@ import math
 import os
 import signal
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, NoReturn
 
 import typer
 
-from ddltool.analyzers.loading.imported_rows import import_files
-from ddltool.analyzers.reporting.result_sections import network_section
-from ddltool.artifacts import save
 from ddltool.commands import values
-from ddltool.commands.options import Json, Output, Seed, demand_part, is_given, one_of
-from ddltool.commands.output import note, out, print_json, progress, say, show, table, tell_written
+from ddltool.commands.options import Json, Output, Seed, Source, is_given, one_of
+from ddltool.commands.output import note, out, print_json, progress, rank_0_speaks, table, tell_written
 from ddltool.errors import DdlToolError, InputError
 from ddltool.outputs import check_outputs
-from ddltool.profiles import records, write_profile
-from ddltool.results import ProfileResult, WatchResult
+from ddltool.results import ProfileResult
 from ddltool.runtime.measuring.campaign import (
     LARGEST_BATCH,
     MOST_REPLICAS,
@@ -31,31 +27,15 @@ from ddltool.runtime.measuring.campaign import (
     RowFile,
     threads_of,
 )
-from ddltool.runtime.measuring.network import measure_network
 from ddltool.runtime.measuring.profiling import BUDGET_S, RESOLVER, device_memory, kept, measured, width
 from ddltool.runtime.measuring.torchrun_job import Job, Place, job_from_environment
-from ddltool.runtime.measuring.watch import WatchLost, WatchRequest, record, summarise, write_rows
 from ddltool.units import counted, parse_bytes, show_bytes, show_seconds
 
-_ALWAYS = {"output", "seed", "as_json"}
-_ONE = _ALWAYS | {"source", "batch_sizes", "replicas"}
-_PARTS = {
-    "--network": _ALWAYS | {"network", "replicas"},
-    "--watch": _ONE | {"watch", "cores"},
-    "--import": _ALWAYS | {"imports", "device_name", "batch_sizes", "nodes", "replicas"},
-    "": _ONE
-    | {"accumulation", "device", "device_name", "precision", "budget", "repeats", "warmup"}
-    | {"threads", "memory", "resume"},
-}
-"""By mode ("": measuring), the parameters that it reads."""
 
-
-@values.as_options({"replicas": "--replicas", "cores": "--cores", "watch": "--watch"})
+@values.as_options({"replicas": "--replicas"})
 def profile(
     context: typer.Context,
-    source: Annotated[
-        str | None, typer.Argument(metavar="SOURCE", help="The model to train; not needed with --network.")
-    ] = None,
+    source: Source,
     batch_sizes: Annotated[
         str,
         typer.Option(
@@ -91,121 +71,47 @@ def profile(
     resume: Annotated[
         bool, typer.Option("--resume", help="Keep the rows of -o FILE; measure what is missing.")
     ] = False,
-    network: Annotated[
-        bool,
-        typer.Option("--network", help="Measure latency and bandwidth between --replicas processes (or torchrun's)."),
-    ] = False,
-    watch: Annotated[
-        int | None,
-        typer.Option(
-            metavar="N", help="Record speed, CPU and memory of every process for N iterations, for balance.", min=1
-        ),
-    ] = None,
-    cores: Annotated[
-        str,
-        typer.Option(metavar="N,N,...", help="The core that each process stays on.", rich_help_panel="With --watch"),
-    ] = "",
-    imports: Annotated[
-        list[Path] | None,
-        typer.Option(
-            "--import", metavar="FILE", help="AdaptDL table, profiler trace, telemetry or profile.csv; may be repeated."
-        ),
-    ] = None,
-    nodes: Annotated[
-        int | None,
-        typer.Option(help="Nodes of a profiler trace that does not say.", min=1, rich_help_panel="With --import"),
-    ] = None,
     output: Output = None,
     seed: Seed = 0,
     as_json: Json = False,
 ) -> None:
-    """Measure training steps here, or the network; watch workers; or import measurements."""
-    # Long, but flat: it hands each mode its share of the options.
-    with _one_voice():
-        check_outputs(imports or [], {"-o": output})
-        mode = _mode({"--network": network, "--watch": watch, "--import": imports})
-        demand_part(context, mode or "measuring", _PARTS[mode])
-        if source is None and "source" in _PARTS[mode]:
-            raise InputError("SOURCE", "is missing", "give a model, for example zoo:resnet32, or --network")
-        sizes: tuple[int, ...] | None = () if batch_sizes == "auto" else None
-        if sizes is None and batch_sizes:
-            sizes = values.integers(batch_sizes, "--batch-sizes", most=LARGEST_BATCH)
+    """Measure training steps here: step time, synchronisation and memory by batch size and number of processes."""
+    with rank_0_speaks():
+        check_outputs([], {"-o": output})
+        sizes: tuple[int, ...] = (1, 2, 4, 8)
+        if batch_sizes:
+            auto = batch_sizes == "auto"
+            sizes = () if auto else values.integers(batch_sizes, "--batch-sizes", most=LARGEST_BATCH)
         counts = values.integers(replicas, "--replicas", most=MOST_REPLICAS) if replicas else None
-        if imports:
-            one = "give the one {} of the imported trace".format
-            given = {
-                "batch_size": values.single(sizes, batch_sizes, "--batch-sizes", one("size")),
-                "num_nodes": nodes,
-                "num_replicas": values.single(counts, replicas, "--replicas", one("number")),
-            }
-            profile_import(imports, output, as_json, device=device_name or None, **given)
-        elif network:
-            profile_network(max((2, *(counts or ()))), output, as_json)
-        elif watch:
-            remedy = "give the one size that every process trains with"
-            size = values.single(sizes, batch_sizes, "--batch-sizes", remedy)
-            pinned = values.integers(cores, "--cores", least=0, ordered=False, once=False) if cores else None
-            watching = WatchRequest(
-                source=source or "",
-                resolver=RESOLVER,
-                batch=size or 8,
-                workers=max(counts or (2,)),
-                iterations=watch,
-                cores=pinned,
-                seed=seed,
-            )
-            profile_watch(watching, output, as_json)
-        else:
-            if repeats is not None and is_given(context, "precision"):
-                problem = "has no part beside --repeats, which takes its place"
-                raise InputError("--precision", problem, "give one of the two")
-            if repeats is not None and batch_sizes == "auto":
-                raise InputError("--batch-sizes", "auto searches with --precision", "leave --repeats out")
-            if device not in ("cpu", "cuda"):
-                raise InputError("--device", f"unknown device {device!r}", "cpu or cuda")
-            place = job_from_environment()
-            if resume and not threads and place is None and output is not None and output.is_file():
-                # The default depends on the numbers of replicas, and what is missing may be fewer than were measured.
-                threads = threads_of(output)
-            otherwise_s = math.inf if repeats is not None else BUDGET_S
-            request = MeasureRequest(
-                source=source or "",
-                resolver=RESOLVER,
-                batch_sizes=(1, 2, 4, 8) if sizes is None else sizes,
-                replicas=counts or tuple(sorted({1, place.world_size if place is not None else 1})),
-                accumulation=values.integers(accumulation, "--accumulation", least=0, most=MOST_STEPS),
-                device=device,
-                device_name=device_name or device,
-                threads=threads,
-                processes=place.local_world_size if place is not None else 0,
-                warmup=warmup,
-                repeats=repeats,
-                precision=values.share(precision, "--precision"),
-                budget_s=values.budget(budget, "--budget") if budget else otherwise_s,
-                seed=seed,
-            )
-            _measure(request, place, memory, output, resume=resume, as_json=as_json)
-
-
-@contextlib.contextmanager
-def _one_voice() -> Iterator[None]:
-    """Let the errors of a torchrun job's ranks other than 0 end the process with their exit code, and without a word."""
-    if "WORLD_SIZE" not in os.environ or os.environ.get("RANK", "0") == "0":
-        yield
-        return
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the terminal tells rank 0 as well, and it ends all
-    try:
-        yield
-    except DdlToolError as error:
-        raise SystemExit(error.exit_code) from None
-
-
-def _mode(asked: Mapping[str, object]) -> str:
-    """Return the option of the one mode that is asked for, "" for measuring. Raises InputError for two."""
-    modes = [name for name, on in asked.items() if on]
-    if len(modes) > 1:
-        raise InputError(modes[1], f"has no part in {modes[0]}", "give one of the two")
-    return modes[0] if modes else ""
+        if repeats is not None and is_given(context, "precision"):
+            problem = "has no part beside --repeats, which takes its place"
+            raise InputError("--precision", problem, "give one of the two")
+        if repeats is not None and not sizes:
+            raise InputError("--batch-sizes", "auto searches with --precision", "leave --repeats out")
+        if device not in ("cpu", "cuda"):
+            raise InputError("--device", f"unknown device {device!r}", "cpu or cuda")
+        place = job_from_environment()
+        if resume and not threads and place is None and output is not None and output.is_file():
+            # The default depends on the numbers of replicas, and what is missing may be fewer than were measured.
+            threads = threads_of(output)
+        otherwise_s = math.inf if repeats is not None else BUDGET_S
+        request = MeasureRequest(
+            source=source,
+            resolver=RESOLVER,
+            batch_sizes=sizes,
+            replicas=counts or tuple(sorted({1, place.world_size if place is not None else 1})),
+            accumulation=values.integers(accumulation, "--accumulation", least=0, most=MOST_STEPS),
+            device=device,
+            device_name=device_name or device,
+            threads=threads,
+            processes=place.local_world_size if place is not None else 0,
+            warmup=warmup,
+            repeats=repeats,
+            precision=values.share(precision, "--precision"),
+            budget_s=values.budget(budget, "--budget") if budget else otherwise_s,
+            seed=seed,
+        )
+        _measure(request, place, memory, output, resume=resume, as_json=as_json)
 
 
 def _measure(
@@ -320,108 +226,3 @@ def _show(found: ProfileResult) -> None:
         if curve.memory_limit_batch is None:
             limit = "unknown: the peaks do not grow with the batch; search it with --memory SIZE"
         console.print(f"{name}: memory limit {limit}")
-
-
-def profile_network(processes: int, output: Path | None, as_json: bool) -> None:
-    """Measure and print; rank 0 speaks for all."""
-    with progress("measuring the network") as advance:
-        found = measure_network(processes, progress=lambda done, total: advance(done, f"pair {done} of {total}"))
-    if int(os.environ.get("RANK", "0")) != 0:
-        return
-    if output is not None:
-        save(found, output)
-    if as_json:
-        print_json(found)
-        return
-    together = os.environ.get("LOCAL_WORLD_SIZE", "") == os.environ.get("WORLD_SIZE", "-")
-    show(network_section(found.model_copy(update={"local": found.local or together}), "this job"), output)
-
-
-def profile_import(
-    files: Sequence[Path],
-    output: Path | None,
-    as_json: bool,
-    *,
-    device: str | None = None,
-    batch_size: int | None = None,
-    num_nodes: int | None = None,
-    num_replicas: int | None = None,
-) -> None:
-    """Read the files, write one profile when ``output`` is given, and print what each file gave and the profile covers.
-
-    ``device`` names the device of all rows; the three numbers are what a profiler trace does not always say.
-    """
-    frame, sources = import_files(
-        files, device=device, batch_size=batch_size, num_nodes=num_nodes, num_replicas=num_replicas
-    )
-    if output is not None:
-        write_profile(frame, output)
-    for source in sources:
-        for remark in source.remarks:
-            note(f"{source.path}: {remark}")
-    if as_json:
-        print_json(ProfileResult(rows=records(frame), sources=sources))
-        return
-    console = out()
-    rows = [(Path(source.path).name, source.kind, f"{source.rows:,}") for source in sources]
-    console.print(table("Imported", ("file", "kind", "rows"), rows, text_columns=2))
-    for name, part in frame.groupby("device", sort=True):
-        batches, replicas = part["local_batch_size"], part["num_replicas"]
-        say(
-            f"{name}: {len(part):,} rows, local batch {batches.min()} to {batches.max()}, {replicas.min()} to "
-            f"{replicas.max()} replicas on up to {part['num_nodes'].max()} nodes"
-        )
-    tell_written(output)
-
-
-def profile_watch(request: WatchRequest, output: Path | None, as_json: bool) -> None:
-    """Train in local processes in lockstep, write what each did as CSV, and print a summary.
-
-    Raises DdlToolError when a worker is lost; what was recorded until then is written all the same.
-    """
-    try:
-        with progress("watching", request.iterations) as advance:
-            rows = record(request, lambda done: advance(done, f"{done} of {request.iterations}"))
-    except WatchLost as lost:
-        kept = f"the {len(lost.rows) // request.workers} iterations that all workers completed"
-        if not lost.rows:
-            kept = "no iteration was complete, so nothing is written"
-        elif output is None:
-            kept += " are lost: name a file with -o"
-        else:
-            write_rows(lost.rows, output)
-            kept += f" are in {output}"
-        raise DdlToolError(f"{request.source}: {lost}; {kept}") from None
-    if output is not None:
-        write_rows(rows, output)
-    found = summarise(rows, request.batch)
-    if as_json:
-        print_json(found)
-    else:
-        _show_watched(found, output)
-
-
-def _show_watched(found: WatchResult, output: Path | None) -> None:
-    """Print a row per worker and what balancing could gain."""
-    rows = [
-        (
-            one.worker,
-            f"{one.speed:.4g}",
-            f"{one.speed_low:.4g} to {one.speed_high:.4g}",
-            f"{one.cpu:.0%}",
-            f"{one.memory:.0%}",
-        )
-        for one in found.workers
-    ]
-    title = f"{found.iterations} iterations with {found.batch} samples per worker, measured"
-    columns = ("worker", "samples/s", "10 to 90 %", "CPU", "memory")
-    caption = "samples/s: median without waiting; CPU and memory: mean shares that the worker could expect"
-    console = out()
-    console.print(table(title, columns, rows, caption=caption))
-    equal_s, known_s = found.equal_split_s, found.speeds_known_s
-    console.print(
-        f"Computing takes {show_seconds(equal_s)} with equal batches, {show_seconds(known_s)} with batches by known "
-        f"speeds ({1 - known_s / equal_s:.0%} less)."
-    )
-    if output is not None:
-        say(f"wrote {output}; next: ddltool balance {output}")

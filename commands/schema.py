@@ -81,6 +81,7 @@ def schema(
         str,
         typer.Argument(
             metavar="[KIND]",
+            autocompletion=lambda: [*KINDS],
             help="graph, profile, goodput, cluster, job, plan, enforcement, telemetry, ...; none: list all kinds.",
         ),
     ] = "",

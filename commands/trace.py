@@ -26,6 +26,7 @@ from ddltool.commands.options import (
     SequenceLength,
     Source,
     demand_part,
+    device_names,
     is_given,
     one_of,
 )
@@ -54,21 +55,26 @@ def trace(
     bind: Annotated[
         str | None, typer.Option(metavar="NAME=SIZE,...", help="Sizes of an ONNX file's symbolic dimensions.")
     ] = None,
-    device: Annotated[str, typer.Option(metavar="NAME", help="Device type to estimate compute times for.")] = "V100",
+    device: Annotated[
+        str,
+        typer.Option(metavar="NAME", autocompletion=device_names, help="Device type to estimate compute times for."),
+    ] = "V100",
     precision: Precision = "fp32",
     channels_last: ChannelsLast = False,
     sequence_length: SequenceLength = None,
     devices_file: DevicesFile = None,
-    bandwidth: Annotated[str, typer.Option(help="Network bandwidth per channel and node.")] = BANDWIDTH,
-    latency: Annotated[str, typer.Option(help="Network latency per transfer.")] = LATENCY,
+    bandwidth: Annotated[str, typer.Option(metavar="RATE", help="Network bandwidth per channel and node.")] = BANDWIDTH,
+    latency: Annotated[str, typer.Option(metavar="TIME", help="Network latency per transfer.")] = LATENCY,
     parameter_servers: Annotated[
         int, typer.Option(help="Channels to spread the parameters over.", min=1, max=10_000)
     ] = 1,
     oracle: Annotated[
         str | None,
         typer.Option(
-            help="roofline, measured (on this machine), or a torch profiler trace (.json, .json.gz); a timed graph.json "
-            "keeps its own durations unless this is given."
+            metavar="roofline|measured|FILE",
+            autocompletion=lambda: ["roofline", "measured"],
+            help="measured: on this machine; FILE: a torch profiler trace (.json, .json.gz). A timed graph.json keeps its "
+            "own durations unless this is given.",
         ),
     ] = None,
     exact: Annotated[

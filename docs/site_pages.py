@@ -20,6 +20,17 @@ BESIDE = {
 }
 
 
+_COMMANDS = """# Commands
+
+What `ddltool COMMAND --help` prints. Each name leads to the command's page. Every command also takes `-q` (no progress and
+no remarks on stderr) and `-v` (the seconds of each stage; a traceback for an internal error), before or after its name.
+
+## Completion
+
+`ddltool --install-completion` adds a line to the start-up file of your shell (bash, zsh or fish). From the next shell on, Tab
+completes commands, options and what they take: device types, precisions, policies, targets, kinds, glossary terms.
+`ddltool --show-completion` prints the function, for a start-up file that you write yourself.
+"""
 MADE = {*BESIDE, "commands.md", "python.md"}
 
 
@@ -77,7 +88,7 @@ def _from_root(text: str) -> str:
 
 def commands() -> str:
     """Every command with its options, as ``--help`` has them, by the question that it answers."""
-    lines = ["# Commands", "", "What `ddltool COMMAND --help` prints. Each name leads to the command's page.", ""]
+    lines = [_COMMANDS]
     for question in dict.fromkeys(each["question"] for each in COMMANDS.values()):
         lines += [f"## {question}", ""]
         for name in (name for name, each in COMMANDS.items() if each["question"] == question):
@@ -98,9 +109,9 @@ def _command(name: str) -> list[str]:
         "",
     ]
     rows: dict[str, list[str]] = {}
-    for parameter in command.params:
+    for parameter in command.get_params(context):
         record = parameter.get_help_record(context)
-        if record and "--help" not in record[0]:
+        if record and parameter.name not in ("help", "quiet", "verbose"):
             title = getattr(parameter, "rich_help_panel", None) or "Options"
             flag, text = (_escaped(cell) for cell in record)
             rows.setdefault(str(title), []).append(f"| <code>{flag}</code> | {text} |")

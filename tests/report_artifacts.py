@@ -173,7 +173,7 @@ def write_sync(path: Path) -> None:
 
 
 def write_network(path: Path) -> None:
-    """Write a measurement between three processes as ``ddltool profile --network`` writes it."""
+    """Write a measurement between three processes as ``ddltool network`` writes it."""
     sizes = [float(2**power) for power in range(10, 24, 2)]
     facts = {"latency_s": 4e-5, "residual": 0.05}
     pairs = [

@@ -137,7 +137,14 @@ def test_each_subcommand_is_documented() -> None:
         page = file.read_text(encoding="utf-8")
         for parameter in command.params:
             for option in parameter.opts:
-                if option.startswith("--") and option not in ("--help", "--json", "--output", "--seed"):
+                if option.startswith("--") and option not in (
+                    "--help",
+                    "--json",
+                    "--output",
+                    "--seed",
+                    "--quiet",
+                    "--verbose",
+                ):
                     assert option in page, f"{file} does not mention {option}"
 
 

@@ -1,4 +1,4 @@
-"""``profile --watch``: real processes, a CSV that ``balance`` reads, and figures that follow from its rows."""
+"""``ddltool watch``: real processes, a CSV that ``balance`` reads, and figures that follow from its rows."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import psutil
 import pytest
 
 from ddltool.analyzers.loading.worker_tables import read_speeds
-from ddltool.commands.profile import profile_watch
+from ddltool.commands.watch import watch_workers
 from ddltool.errors import InputError
 from ddltool.runtime.measuring.profiling import RESOLVER
 from ddltool.runtime.measuring.watch import SpeedRow, WatchRequest, record, summarise
@@ -42,7 +42,7 @@ def test_figures_follow_from_the_rows() -> None:
 def test_real_processes_give_a_trace_for_balance(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     output = tmp_path / "trace.csv"
     request = WatchRequest(source="zoo:cifarnet", resolver=RESOLVER, batch=2, workers=2, iterations=12)
-    profile_watch(request, output, False)
+    watch_workers(request, output, False)
     shown = capsys.readouterr().out
     assert "12 iterations with 2 samples per worker, measured" in shown
     assert max(map(len, shown.splitlines())) <= 80 + len(str(output)) * 2
@@ -56,8 +56,8 @@ def test_a_killed_worker_costs_its_last_moments_only(tmp_path: Path) -> None:
     """Killed in the middle: exit code 1, who, how and when, and the iterations that all had completed stay."""
     output = tmp_path / "trace.csv"
     command = [
-        *("-m", "ddltool", "profile", "zoo:cifarnet", "--watch", "1000000"),
-        "--batch-sizes",
+        *("-m", "ddltool", "watch", "zoo:cifarnet", "--iterations", "1000000"),
+        "--batch-size",
         "2",
         "--replicas",
         "2",
@@ -120,13 +120,13 @@ def test_each_worker_stays_on_the_core_asked_for() -> None:
         (("--cores", "0,-1"), "--cores: -1 is below 0"),
         (("--cores", "0"), "--cores: names 1 cores"),
         (("--cores", f"{max(os.sched_getaffinity(0))},99999"), "--cores: 99999 is not here; usable: "),
-        (("--batch-sizes", "1,2"), "--batch-sizes: is 1,2; give the one size that every process trains with"),
+        (("--iterations", "0"), "--iterations: must be at least 1"),
         (("--replicas", "4000"), "--replicas: is 4000; watch at most 256 local processes"),
         (("-o", "/nowhere/at/all.csv"), "/nowhere/at/all.csv"),
     ],
 )
 def test_what_cannot_be_watched(cli: Callable[..., Result], arguments: tuple[str, ...], message: str) -> None:
-    result = cli("profile", "zoo:mlp", "--watch", "3", "--json", *arguments)
+    result = cli("watch", "zoo:mlp", "--iterations", "3", "--json", *arguments)
     assert result.code == 2
     assert message in result.error_line
 

@@ -343,6 +343,8 @@ def test_help_groups_commands_and_options(cli: Cli) -> None:
         ("plan", "strategy", "e", ["est", "elastic-bsp"]),
         ("barrier", "algorithm", "zip", ["zipline"]),
         ("simulate", "policy", "fifo,sr", ["fifo,srtf"]),
+        ("emit", "kind", "", ["TrainJob", "JobSet"]),
+        ("trace", "oracle", "m", ["measured"]),
     ],
 )
 def test_choices_are_in_help_and_completion(cli: Cli, command: str, option: str, begun: str, wanted: list[str]) -> None:
@@ -381,7 +383,10 @@ def test_the_options_are_a_decision() -> None:
     from ddltool.commands.main import COMMANDS, load
 
     found = {
-        name: sorted(option for parameter in command.params for option in parameter.opts if option.startswith("--"))
+        name: sorted(
+            {option for parameter in command.params for option in parameter.opts if option.startswith("--")}
+            - {"--quiet", "--verbose"}
+        )
         for name, command in ((name, load(name)) for name in COMMANDS)
     }
     common = ["--json", "--output", "--seed"]
@@ -444,10 +449,12 @@ def test_the_options_are_a_decision() -> None:
             [
                 *("--batch-sizes", "--replicas", "--accumulation", "--device", "--device-name", "--threads"),
                 *("--precision", "--budget", "--repeats", "--warmup", "--memory", "--resume"),
-                *("--network", "--watch", "--cores", "--import", "--nodes"),
                 *common,
             ]
         ),
+        "network": ["--json", "--output", "--replicas"],
+        "import": ["--batch-size", "--device-name", "--json", "--nodes", "--output", "--replicas"],
+        "watch": sorted(["--batch-size", "--cores", "--iterations", "--replicas", *common]),
         "fit": sorted(["--holdout", *common]),
         "plan": sorted(
             [
@@ -577,7 +584,7 @@ def folder_graph(folder: Path, seconds: float) -> Path:
 
 
 def test_profile_network(cli: Cli, tmp_path: Path) -> None:
-    result = cli("profile", "--network", "-o", tmp_path / "network.json", "--json")
+    result = cli("network", "-o", tmp_path / "network.json", "--json")
     assert result.code == 0
     document = result.document
     assert document == json.loads((tmp_path / "network.json").read_text())
@@ -585,13 +592,61 @@ def test_profile_network(cli: Cli, tmp_path: Path) -> None:
     assert [pair["ranks"] for pair in document["pairs"]] == [[0, 1]]
     assert document["bandwidth_bytes_per_s"] > 0
     assert document["latency_s"] >= 0
-    assert cli("profile").error_line == "SOURCE: is missing; give a model, for example zoo:resnet32, or --network"
-    assert "has no part in --network" in cli("profile", "zoo:resnet32", "--network").error_line
+    assert cli("profile").error_line == "Missing argument 'SOURCE'; see ddltool profile --help"
+    assert cli("network", "--replicas", 1).error_line.startswith("--replicas: must be at least 2")
 
 
 def test_run_returns_the_code() -> None:
     assert run(["--version"]) == 0
     assert run(["--no-such-option"]) == 2
+
+
+def test_a_command_says_as_much_as_it_is_asked_to(cli: Cli, tmp_path: Path) -> None:
+    """Remarks go with -q, before and after the command's name; -v gives seconds and keeps to this one command."""
+    rows = tmp_path / "p.csv"
+    rows.write_text("placement,local_bsz,step_time,sync_time\n1,8,0.1,0\n")
+    asked = ("workload", "generate", "--jobs", 2, "--hours", 1, "-o", tmp_path / "w.csv")
+    assert "wrote 2 jobs" in cli(*asked).err
+    assert cli("-q", *asked).err == cli(*asked, "-q").err == ""
+    assert re.fullmatch(r"\d+\.\d s in all\n", cli("import", rows, "--device-name", "T4", "-v").err)
+    assert cli("import", rows, "--device-name", "T4").err == ""
+    assert cli("-q", "import", rows, "-v").error_line == "-q: has no part beside -v; give one of the two"
+    assert cli("-q", "import", rows, "--device-name", "T4", "-o", rows).error_line.startswith("-o: ")
+
+
+def test_a_mistake_of_its_own_is_one_line_and_v_shows_where(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
+    def breaks(*_: object, **__: object) -> None:
+        raise KeyError("lost")
+
+    monkeypatch.setattr("ddltool.commands.devices.known_devices", breaks)
+    result = cli("devices")
+    assert (result.code, result.error_line) == (
+        1,
+        "internal: KeyError: 'lost'; this is ddltool's own mistake, -v shows where it is",
+    )
+    loud = cli("devices", "-v").err
+    assert loud.startswith("Traceback (most recent call last):")
+    assert "in breaks" in loud
+
+
+def test_bash_completes_what_is_installed(tmp_path: Path) -> None:
+    """The function that bash gets, called as bash calls it: commands, options and choices."""
+    script = """
+    ddltool --install-completion
+    . "$HOME/.bashrc"
+    ask() { COMP_WORDS=("$@"); COMP_CWORD=$(($# - 1)); _ddltool_completion ddltool; echo "${COMPREPLY[@]}"; }
+    ask ddltool imp
+    ask ddltool workload ""
+    ask ddltool emit plan.json --target k
+    ask ddltool predict zoo:mlp --device A100,H100-N
+    """
+    (tmp_path / "ddltool").write_text(f'#!/bin/sh\nexec {sys.executable} -m ddltool "$@"\n')
+    (tmp_path / "ddltool").chmod(0o755)
+    given = {**os.environ, "HOME": str(tmp_path), "PATH": f"{tmp_path}:{os.environ['PATH']}"}
+    done = subprocess.run(["bash", "-c", script], env=given, capture_output=True, text=True, check=True, timeout=120)
+    assert done.stdout.splitlines()[-4:] == ["import", "generate convert", "kubernetes", "A100,H100-NVL"], (
+        done.stdout + done.stderr
+    )
 
 
 def test_a_long_stage_tells_a_log_how_far_it_is(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -132,7 +132,7 @@ def test_resume_keeps_the_number_of_threads(cli: Cli, folder: Path, monkeypatch:
 def test_two_interrupts_are_one_line(folder: Path, early: bool) -> None:
     """While the workers import torch, and while they measure; both signals go to the workers too."""
     file = folder / "p.csv"
-    with start(folder, "--batch-sizes", "1,8", "--replicas", "1,2", "--repeats", "200", "-o", "p.csv") as child:
+    with start(folder, "--batch-sizes", "1,8", "--replicas", "1,2", "--repeats", "200", "-o", "p.csv", "-q") as child:
         if not early:
             wait_for(file)
         workers = workers_of(child.pid, 2)
@@ -158,7 +158,7 @@ def test_two_interrupts_are_one_line(folder: Path, early: bool) -> None:
 
 def test_network_children_keep_quiet_when_interrupted(folder: Path) -> None:
     with subprocess.Popen(
-        [sys.executable, "-m", "ddltool", "profile", "--network", "--replicas", "2"],
+        [sys.executable, "-m", "ddltool", "network", "--replicas", "2"],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
@@ -204,7 +204,6 @@ def test_standard_output_gets_the_rows_once(cli: Cli, folder: Path) -> None:
         (("--memory", "1MiB"), "--memory: even batch 1 needs more than 1.0 MiB"),
         (("--repeats", 3, "--precision", "1%"), "--precision: has no part beside --repeats"),
         (("--accumulation", "99999999"), "--accumulation: has 99999999"),
-        (("--watch", 0), "--watch: must be at least "),
         (("--resume",), "--resume: has no file to go on with"),
         (("--device", "tpu"), "--device: unknown device 'tpu'"),
         (("-o", "no/such/folder.csv"), "no/such/folder.csv: cannot be written"),

@@ -109,7 +109,7 @@ def test_commands_keep_their_inputs(
         (("balance", "p.csv", "-o", "p.csv"), "-o"),
         (("barrier", "p.csv", "-o", "p.csv"), "-o"),
         (("companion", "a.yaml", "-o", "a.yaml"), "-o"),
-        (("profile", "--import", "p.csv", "-o", "p.csv"), "-o"),
+        (("import", "p.csv", "-o", "p.csv"), "-o"),
     ],
 )
 def test_no_command_overwrites_what_it_reads(

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from ddltool.analyzers.goodput.observations import from_frame, import_steps, import_table, kind_of
 from ddltool.analyzers.loading.imported_rows import import_files
 from ddltool.analyzers.oracle.kineto import _busy_within, read_steps
-from ddltool.commands.profile import profile_import
+from ddltool.commands.import_ import import_
 from ddltool.errors import InputError
 from ddltool.profiles import read_profile
 from ddltool.tables import read_table
@@ -67,12 +67,12 @@ def test_several_files_keep_their_order_and_write_one_profile(tmp_path: Path, ca
     scalability = "num_nodes,num_replicas,local_bsz,step_time,sync_time\n6,12,32,2.0,0.5\n"
     files = [write(tmp_path, "p.csv", PLACEMENTS), write(tmp_path, "s.csv", scalability)]
     out = tmp_path / "profile.csv"
-    profile_import(files, out, False, device="T4")
+    import_(files, output=out, device_name="T4")
     assert "wrote" in capsys.readouterr().out
     assert read_profile(out)["num_replicas"].tolist() == [1, 8, 4, 12]
     again, _ = import_files([out])  # a native profile is imported as it is
     pd.testing.assert_frame_equal(again[read_profile(out).columns], read_profile(out))
-    profile_import(files, None, True, device="T4")
+    import_(files, as_json=True, device_name="T4")
     document = json.loads(capsys.readouterr().out)
     assert len(document["rows"]) == 4
     assert document["sources"][1]["kind"] == "scalability"
@@ -166,7 +166,7 @@ def test_a_bad_table_is_named_in_one_line_and_nothing_is_written(tmp_path: Path,
     good = write(tmp_path, "good.csv", PLACEMENTS)
     device = None if name == "device" else "T4"
     with pytest.raises(InputError) as raised:
-        profile_import([good, path] if device else [path], out, False, device=device)
+        import_([good, path] if device else [path], output=out, device_name=device)
     assert wanted in str(raised.value)
     assert str(path) in str(raised.value)
     assert "\n" not in str(raised.value)
@@ -248,7 +248,7 @@ def test_files_that_are_no_measurements(tmp_path: Path) -> None:
     cut.write_bytes(gzip.compress(telemetry().encode() * 1000)[:60])
     path = write(tmp_path, "p.csv", PLACEMENTS)
     for files, wanted in (
-        ([], "names no file"),
+        ([], "FILE: is missing"),
         ([tmp_path / "none.csv"], "no such file"),
         ([tmp_path / "none.jsonl"], "no such file"),
         ([write(tmp_path, "notes.txt", "x")], "ends in .txt"),
@@ -293,7 +293,7 @@ def test_a_trace_gives_its_steps_and_what_no_compute_hid(tmp_path: Path) -> None
 @pytest.mark.parametrize(
     ("world_size", "given", "wanted"),
     [
-        (4, {}, "does not say the batch size; give it with --batch-sizes N"),
+        (4, {}, "does not say the batch size; give it with --batch-size N"),
         (None, {"batch_size": 8}, "has collectives and does not say of how many replicas"),
         (4, {"batch_size": 8, "num_nodes": 1, "num_replicas": 2}, "is of a job of 4 replicas, not 2"),
         (4, {"batch_size": 8}, "does not say on how many nodes its 4 ranks ran"),
@@ -310,7 +310,7 @@ def test_what_a_trace_does_not_say_is_asked_for(
 
 @pytest.mark.parametrize(
     ("given", "option"),
-    [({"batch_size": 8}, "batch-sizes"), ({"num_nodes": 1}, "nodes"), ({"num_replicas": 2}, "replicas")],
+    [({"batch_size": 8}, "batch-size"), ({"num_nodes": 1}, "nodes"), ({"num_replicas": 2}, "replicas")],
 )
 def test_what_a_trace_is_asked_has_no_part_in_tables(tmp_path: Path, given: dict[str, int], option: str) -> None:
     table = write(tmp_path, "placements.csv", PLACEMENTS)
@@ -349,7 +349,7 @@ def test_stub_steps_are_left_out_and_said(tmp_path: Path, capsys: pytest.Capture
     path = write(tmp_path, "stub.json", json.dumps({"traceEvents": events}))
     steps = read_steps(path)
     np.testing.assert_allclose(steps.step_time_s, [9.29e-3])
-    profile_import([path], None, True, device="CPU", batch_size=8, num_replicas=1)
+    import_([path], as_json=True, device_name="CPU", batch_size=8, replicas=1)
     printed = capsys.readouterr()
     said = "1 of 2 steps hold less than half of the work and are left out: 5 (0.05 ms, 0 of 9 calls)"
     assert json.loads(printed.out)["sources"][0]["remarks"] == [said]

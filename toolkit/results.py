@@ -46,7 +46,7 @@ class NetworkPair(Part):
 
 
 class NetworkResult(Result):
-    """``ddltool profile --network``. The worst of all pairs, which is what collectives wait for."""
+    """``ddltool network``. The worst of all pairs, which is what collectives wait for."""
 
     kind: Literal["ddltool.network"] = "ddltool.network"
     processes: Count
@@ -432,7 +432,7 @@ class WatchedWorker(Part):
 
 
 class WatchResult(Result):
-    """``ddltool profile --watch``."""
+    """``ddltool watch``."""
 
     kind: Literal["ddltool.watch"] = "ddltool.watch"
     batch: Count

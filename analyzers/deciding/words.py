@@ -241,7 +241,7 @@ def _sure(
         if picked.communication_s and abs(picked.compute_s / decision.baseline.compute_s - 1) < 0.0005:
             return (
                 f"How sure: the gain is communication alone, whose error is not known; the devices' compute times, {known}, "
-                f"are the same in both: measure it with ddltool profile --network{mixed}."
+                f"are the same in both: measure it with ddltool network{mixed}."
             ), ""
         return (
             f"How sure: the devices are the same in both, so the error of their compute times ({decision.error:.0%}{source}) "

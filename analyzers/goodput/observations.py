@@ -211,7 +211,7 @@ def import_steps(
     import pandas as pd
 
     if local_batch_size is None:
-        raise InputError(steps.where, "does not say the batch size", "give it with --batch-sizes N")
+        raise InputError(steps.where, "does not say the batch size", "give it with --batch-size N")
     replicas = steps.world_size or num_replicas
     if num_replicas is not None and num_replicas != replicas:
         problem = f"is of a job of {replicas} replicas, not {num_replicas}"

@@ -37,7 +37,7 @@ def import_files(
     import pandas as pd
 
     if not files:
-        raise InputError("--import", "names no file", "give a placements.csv, telemetry.jsonl, trace or profile.csv")
+        raise InputError("FILE", "is missing", "give a placements.csv, telemetry.jsonl, trace or profile.csv")
     parts, sources = [], []
     seen: set[Path] = set()
     for path in files:
@@ -67,7 +67,7 @@ def import_files(
         parts.append(import_table(frame, str(path), named))
         sources.append(ImportedFile(path=str(path), kind=kind, rows=len(frame)))
     # The tables say these of each row.
-    given = {"--batch-sizes": batch_size, "--nodes": num_nodes, "--replicas": num_replicas}
+    given = {"--batch-size": batch_size, "--nodes": num_nodes, "--replicas": num_replicas}
     said = [name for name, value in given.items() if value is not None]
     if said and all(source.kind != "trace" for source in sources):
         raise InputError(said[0], f"has no part in the import of {sources[0].path}", "it is for a profiler trace")

@@ -287,7 +287,7 @@ def _link(run: RankSteps, mean: float) -> StragglerFinding | None:
     # A busy machine wakes some rank later than others, too, but none so much later.
     if late < max(_LATE_SHARE * mean, TIMES_THE_OTHERS * next_s):
         return None
-    command = "ddltool profile --network"
+    command = "ddltool network"
     remedy = f"Measure the links, pair by pair: {command}"
     sentence = (
         f"Rank {run.ranks[row]} sees collectives end {show_seconds(float(run.late_s[row]))} after the first: its link is slow; "

@@ -1,0 +1,53 @@
+"""``ddltool import FILE...``: measurements made elsewhere, as one profile."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from ddltool.analyzers.loading.imported_rows import import_files
+from ddltool.commands.options import Json, Output
+from ddltool.commands.output import note, out, print_json, say, table, tell_written
+from ddltool.outputs import check_outputs
+from ddltool.profiles import records, write_profile
+from ddltool.results import ProfileResult
+
+
+def import_(
+    files: Annotated[
+        list[Path],
+        typer.Argument(metavar="FILE...", help="AdaptDL table, profiler trace, telemetry.jsonl or profile.csv."),
+    ],
+    device_name: Annotated[str | None, typer.Option(metavar="NAME", help="The device of all rows.")] = None,
+    batch_size: Annotated[int | None, typer.Option(min=1, help="Local batch size of a profiler trace.")] = None,
+    nodes: Annotated[int | None, typer.Option(min=1, help="Nodes of a profiler trace that does not say.")] = None,
+    replicas: Annotated[
+        int | None, typer.Option(min=1, help="Processes of a profiler trace that does not say.")
+    ] = None,
+    output: Output = None,
+    as_json: Json = False,
+) -> None:
+    """Read measurements made elsewhere: AdaptDL tables, profiler traces, telemetry; write one profile."""
+    check_outputs(files, {"-o": output})
+    frame, sources = import_files(
+        files, device=device_name or None, batch_size=batch_size, num_nodes=nodes, num_replicas=replicas
+    )
+    if output is not None:
+        write_profile(frame, output)
+    for source in sources:
+        for remark in source.remarks:
+            note(f"{source.path}: {remark}")
+    if as_json:
+        print_json(ProfileResult(rows=records(frame), sources=sources))
+        return
+    rows = [(Path(source.path).name, source.kind, f"{source.rows:,}") for source in sources]
+    out().print(table("Imported", ("file", "kind", "rows"), rows, text_columns=2))
+    for name, part in frame.groupby("device", sort=True):
+        batches, counts = part["local_batch_size"], part["num_replicas"]
+        say(
+            f"{name}: {len(part):,} rows, local batch {batches.min()} to {batches.max()}, {counts.min()} to "
+            f"{counts.max()} replicas on up to {part['num_nodes'].max()} nodes"
+        )
+    tell_written(output)
