@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import time
 from pathlib import Path
 from typing import Annotated, Any
@@ -10,10 +11,13 @@ from typing import Annotated, Any
 import typer
 
 from ddltool.analyzers.deciding.feedback import check_rows
+from ddltool.analyzers.emitting.kubernetes import train_job_patch
+from ddltool.analyzers.emitting.layout import NodeGroup
 from ddltool.analyzers.loading.job_inputs import capabilities_of, graph_of, read_with_specs, scanned
 from ddltool.analyzers.placement.companion import build, disagreeing, measured_capability, meta_of, plan_for
 from ddltool.analyzers.placement.problem import from_job
 from ddltool.analyzers.placement.proposals import Proposal, proposals
+from ddltool.artifacts import write_text
 from ddltool.commands.options import AllowCode, DevicesFile, Json, Output
 from ddltool.commands.output import note, out, print_json, say, table
 from ddltool.commands.values import device_counts, number
@@ -34,6 +38,16 @@ def companion(
     free: Annotated[
         _Text, typer.Option("--free", metavar="TYPE=N,...", help="With --lookup: what more of these would bring.")
     ] = None,
+    patch: Annotated[
+        Path | None,
+        typer.Option(
+            "--patch", metavar="FILE", help="With --lookup: make a TrainJob as large as is best, by this patch."
+        ),
+    ] = None,
+    per_node: Annotated[int, typer.Option(help="With --patch: devices of a node.", min=1, max=1024)] = 8,
+    resource: Annotated[
+        str, typer.Option(metavar="NAME", help="With --patch: a device's resource; none: says no resources.")
+    ] = "nvidia.com/gpu",
     top_k: Annotated[int, typer.Option(help="With --free: how many proposals.", min=1, max=1000)] = 3,
     measured: Annotated[
         Path | None,
@@ -57,6 +71,10 @@ def companion(
     lines: list[str] = []
     if free is not None and lookup is None:
         raise InputError("--free", "needs --lookup", "say what the job holds, for example --lookup V100=2")
+    if patch is not None:
+        if lookup is None:
+            raise InputError("--patch", "needs --lookup", "say what is free, for example --lookup V100=6")
+        check_outputs([source, measured], {"--patch": patch})
     if not is_companion(source):
         if source.suffix in (".db", ".sqlite"):
             Companion(source).close()  # says what is wrong with it
@@ -78,6 +96,10 @@ def companion(
                 raise Infeasible(f"{base.meta.job} cannot run on {lookup}: no room for all of its logical workers")
             found = None if free is None else _proposals(base, plan, held, device_counts("--free", free), top_k)
             document |= _plan_document(plan, found)
+            if patch is not None:
+                document["patch"], text = _patch(base, held, per_node, None if resource == "none" else resource)
+                write_text(patch, json.dumps(document["patch"], indent=1) + "\n")
+                shown += [text, f"wrote {patch}: kubectl patch trainjob NAME --type merge --patch-file {patch}"]
         elif not document:
             fresh, total = base.counts()
             document["about"] = {"up_to_date": fresh, "vectors": total, **base.meta.model_dump(mode="json")}
@@ -138,6 +160,31 @@ def _looked_up(base: Companion, held: dict[str, int]) -> CompanionPlan:
         plan = plan_for(base.meta, counts)
         base.remember(counts, plan)
     return plan
+
+
+def _patch(base: Companion, held: dict[str, int], per_node: int, resource: str | None) -> tuple[dict[str, Any], str]:
+    """Return the patch of a TrainJob for the best it can be on some of ``held``: one type, nodes alike; and that in words."""
+    tried: list[tuple[float, int, str]] = []
+    for name, most in zip((device.type for device in base.meta.devices), base.meta.clamped(held), strict=True):
+        for count in range(1, most + 1):
+            if count <= per_node or count % per_node == 0:  # whole nodes: those of a TrainJob are alike
+                found = _looked_up(base, {name: count})
+                if sum(found.used.values()) == count:
+                    tried.append((-found.throughput, count, name))
+    if not tried:
+        raise Infeasible(f"{base.meta.job} cannot run on one type of these devices, which is all that a TrainJob has")
+    rate, count, name = min(tried)
+    best, nodes = _looked_up(base, {name: count}), max(1, count // per_node)
+    processes = count // nodes
+    group = NodeGroup(device_type=name, nodes=nodes, processes_per_node=processes, first_node=0, first_rank=0)
+    batches = [ests * base.meta.batch_size for devices, ests in best.ests[name] for _ in range(devices)]
+    notes = {
+        "device-type": name,
+        "local-batch-sizes": ",".join(map(str, batches)),
+        "step-seconds": f"{best.step_s:.4g}",
+    }
+    text = f"TrainJob: {nodes} x {processes} {name}, {-rate:.4g} logical mini-batches/s (predicted)"
+    return train_job_patch(group, resource, notes), text
 
 
 def _proposals(

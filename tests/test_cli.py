@@ -476,6 +476,7 @@ def test_the_options_are_a_decision() -> None:
             "--lookup",
             "--measured",
             "--output",
+            *("--patch", "--per-node", "--resource"),
             "--threshold",
             "--top-k",
         ],

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import sqlite3
 from pathlib import Path
 from random import Random
+from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -325,3 +327,28 @@ def test_a_locked_database_is_to_be_tried_again(tmp_path: Path, monkeypatch: pyt
         with pytest.raises(InputError, match="is locked.*try again when the process that writes it is done"):
             base.recalibrate({base.meta.devices[0].type: 2.0})
         other.close()
+
+
+def test_a_train_job_gets_the_best_size_of_one_type(cli: Any, tmp_path: Path) -> None:
+    """By brute force over types and whole nodes; kubectl's merge patch, and exit 3 where nothing runs."""
+    file, patch = written(tmp_path / "plans.db", about((3, 8, 3))), tmp_path / "patch.json"
+    asked = ("companion", file, "--lookup", "T4=3,P100=7,V100=3", "--patch", patch, "--per-node", 2, "--json")
+    made = cli(*asked).document["patch"]
+    assert made == json.loads(patch.read_text())
+    # Of 8 workers 2 x 3 P100 run at most 2 each, 1 x 2 V100 4 each, 6 of 7 P100 on whole nodes.
+    rates = {
+        (name, count): 8 / (math.ceil(8 / count) / CAPABILITY[name])
+        for name, most in (("T4", 3), ("P100", 7), ("V100", 3))
+        for count in range(1, most + 1)
+        if count <= 2 or count % 2 == 0
+    }
+    name, count = max(rates, key=lambda key: (rates[key], -key[1]))
+    trainer = made["spec"]["trainer"]
+    assert (trainer["numNodes"], trainer["numProcPerNode"]) == (count // 2, 2)
+    assert trainer["resourcesPerNode"]["limits"] == {"nvidia.com/gpu": "2"}
+    notes = made["metadata"]["annotations"]
+    assert notes["ddltool/device-type"] == name
+    assert sum(map(int, notes["ddltool/local-batch-sizes"].split(","))) == 8 * 4
+    assert "needs --lookup" in cli("companion", file, "--patch", patch).error_line
+    for held in ("T4=0", "V100=0"):
+        assert cli("companion", file, "--lookup", held, "--patch", patch).code == 3

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import shlex
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import yaml
@@ -80,17 +80,29 @@ def _train_job(plan: Plan, layout: Layout, settings: LaunchSettings) -> dict[str
         "image": settings.image or _IMAGE,
         "command": ["torchrun", *(_literal(word) for word in settings.script)],
         "env": _variables(plan),
-        "numNodes": group.nodes,
-        "numProcPerNode": group.processes_per_node,
+        **_size(group, settings.resource),
     }
-    if settings.resource:
-        trainer["resourcesPerNode"] = _resources(group, settings.resource)
     return {
         "apiVersion": "trainer.kubeflow.org/v1alpha1",
         "kind": "TrainJob",
         "metadata": _metadata(plan, settings),
         "spec": {"runtimeRef": _RUNTIME, "trainer": trainer, "runtimePatches": [patch]},
     }
+
+
+def _size(group: NodeGroup, resource: str | None) -> dict[str, Any]:
+    """Return how large a TrainJob is, as its trainer says it."""
+    size: dict[str, Any] = {"numNodes": group.nodes, "numProcPerNode": group.processes_per_node}
+    return size if resource is None else {**size, "resourcesPerNode": _resources(group, resource)}
+
+
+def train_job_patch(group: NodeGroup, resource: str | None, notes: Mapping[str, str]) -> dict[str, Any]:
+    """Return the merge patch that makes a suspended TrainJob as large as ``group``; ``notes``: its annotations.
+
+    As a recommender of Kubeflow's KEP-3328 hands it over: ``kubectl patch trainjob NAME --type merge --patch-file FILE``.
+    """
+    marks = {f"ddltool/{name}": text for name, text in notes.items()}
+    return {"metadata": {"annotations": marks}, "spec": {"trainer": _size(group, resource)}}
 
 
 def _job_set(plan: Plan, layout: Layout, settings: LaunchSettings) -> dict[str, Any]:
