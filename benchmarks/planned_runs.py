@@ -6,14 +6,13 @@
 Each device is a process in a control group of its own (root on Linux). ``ddltool profile`` measures each type's step alone;
 a pilot run with equal shares measures what the exchange takes here; then each strategy is planned from these, its launcher
 is emitted and started, and ``ddltool verify`` reads its telemetry. FSDP2 and HSDP are planned from the model and the links
-that ``ddltool profile --network`` measures under the same limits.
+that ``ddltool network`` measures under the same limits.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
-import json
 import os
 import signal
 import socket
@@ -26,19 +25,22 @@ from pathlib import Path
 
 from cpu_limit import CpuLimits
 
+from ddltool.analyzers.costs.nccl import Fabric
 from ddltool.analyzers.deciding.candidates import Settings
 from ddltool.analyzers.deciding.feedback import read_run
 from ddltool.analyzers.deciding.goal import Goal
 from ddltool.analyzers.deciding.planning import auto_plan, plain_parameters, with_compute
 from ddltool.analyzers.deciding.verification import verify
-from ddltool.analyzers.loading.job_inputs import Given, capabilities_of, devices_of, fabrics_of
+from ddltool.analyzers.loading.job_inputs import Given, capabilities_of, devices_of
 from ddltool.analyzers.loading.job_layouts import layouts_of
 from ddltool.analyzers.placement.problem import from_job
 from ddltool.artifacts import load, save
 from ddltool.decision import Layout, Option
 from ddltool.errors import DdlToolError, Infeasible
 from ddltool.job import Job
+from ddltool.links import Link
 from ddltool.plans import Enforcement, Plan, RankEnforcement
+from ddltool.results import NetworkResult
 from ddltool.tables import read_table
 
 CLUSTERS = {
@@ -155,10 +157,12 @@ class Row:
         return self.low_s is not None and self.high_s is not None and self.low_s <= self.measured_s <= self.high_s
 
 
-def ddltool(folder: Path, *arguments: object, groups: Sequence[Path] = ()) -> str:
-    """Run a command in ``folder``, its models in ``groups``; return what it printed."""
+def ddltool(folder: Path, *arguments: object, groups: Sequence[Path] = (), within: Path | None = None) -> str:
+    """Run a command in ``folder``, its models in ``groups`` or all of it ``within`` one; return what it printed."""
     environment = {**os.environ, "CPU_GROUPS": ":".join(map(str, groups)), "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-m", "ddltool", *map(str, arguments)]
+    if within is not None:
+        command = ["sh", "-c", 'echo $$ > "$0/cgroup.procs" && exec "$@"', str(within), *command]
     done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=LIMIT_S)
     if done.returncode:
         sys.exit(f"{' '.join(command[3:])}: {done.stderr[-2000:]}")
@@ -230,11 +234,11 @@ def given(**more: object) -> Given:
 
 def sharded(job: Job, folder: Path, kind: str) -> tuple[Plan, Layout]:
     """Return the fastest plan of a kind of sharding, without checkpointing, on all devices; and its layout."""
-    asked = given(bandwidth=job.devices[0].link)
-    path = folder / "job.yaml"
-    fabrics = fabrics_of(job, folder, asked)
-    assert fabrics is not None  # the offers have a link
-    capabilities = capabilities_of(job, folder, str(path), asked.tell)
+    path, found_network = folder / "job.yaml", NetworkResult.model_validate_json((folder / "network.json").read_text())
+    rate, latency = found_network.bandwidth_bytes_per_s, found_network.latency_s
+    link = Link(kind="plain", bytes_per_s=rate, latency_s=latency)
+    fabrics = {it.type: Fabric(inside=link, between=link, gpus_per_node=it.count) for it in job.devices}
+    capabilities = capabilities_of(job, folder, str(path), lambda text: None)
     layouts = layouts_of(job, devices_of(job, str(path)), fabrics)
     assert layouts is not None
     problem = from_job(job, capabilities)
@@ -250,7 +254,7 @@ def sharded(job: Job, folder: Path, kind: str) -> tuple[Plan, Layout]:
 
 
 def job_of(cluster: str, folder: Path) -> Job:
-    """Return the job of a cluster, with its types' profiles and fits in ``folder``."""
+    """Return the job of a cluster, whose types' fits are in ``folder``."""
     offers = [
         {"type": name, "count": count, "per_node": count, "goodput": f"{name}.json"}
         for name, (count, _) in CLUSTERS[cluster].items()
@@ -258,10 +262,8 @@ def job_of(cluster: str, folder: Path) -> Job:
     total = sum(count for count, _ in CLUSTERS[cluster].values())
     more: dict[str, object] = {"max_workers": 2 * total}
     if cluster == "even":
-        about = json.loads((folder / "network.json").read_text())
         spec = {"architecture": "CPU", "peak_flops": {"float32": 5e10}, "memory_bytes_per_s": 1e10, "memory_gib": 4}
-        rate = max(row["bytes_per_s"] for row in about["links"]) if "links" in about else about["bandwidth_bytes_per_s"]
-        offers = [{**offer, "spec": spec, "link": f"{rate / 1e6:.4g}MB/s"} for offer in offers]
+        offers = [{**offer, "spec": spec} for offer in offers]
         more = {"max_workers": total, "model": f"{folder}/model.py:make_model"}
     else:
         section = {"max_batch_size": 16 * total, "max_local_batch_size": 16, "noise_scale": 64.0}
@@ -289,8 +291,9 @@ def runs(cluster: str, wanted: Sequence[str], steps: int, folder: Path) -> Itera
             ddltool(folder, "profile", "model.py:make_model", *sizes, *where, groups=each[:1])
             ddltool(folder, "fit", f"{name}.csv", "-o", f"{name}.json")
         if cluster == "even":
-            count = len(shares)
-            ddltool(folder, "profile", "--network", "--replicas", count, "-o", "network.json")
+            with CpuLimits((sum(shares),)) as together:
+                asked = ("network", "--replicas", len(shares), "-o", "network.json")
+                ddltool(folder, *asked, within=together.groups[0])
         job = job_of(cluster, folder)
         if cluster != "even":
             pilot(job, folder, groups, steps)
