@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import multiprocessing
 import os
@@ -24,6 +25,15 @@ settings.load_profile("repeatable")
 
 # Two cores serve many test processes: one thread each keeps them from fighting, and results repeatable.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+# What collecting makes stays to the end: looking through it for garbage again and again takes a third of the time.
+gc.disable()
+
+
+def pytest_collection_finish() -> None:
+    """From here on garbage is collected, and looked for among what the tests make."""
+    gc.freeze()
+    gc.enable()
 
 
 @dataclass(frozen=True)

@@ -45,7 +45,7 @@ def demo(
         return max(abs(code or 0) for code, *_ in as_job(2, folder, forty_steps, *command[-2:]))
 
     with pytest.MonkeyPatch.context() as patch:
-        less = {"BATCH_SIZES": (2, 4, 8, 16), "REPLICAS": (1,), "REPEATS": 1, "SAMPLES": 2, "_run": train}
+        less = {"BATCH_SIZES": (1, 2, 3, 4), "REPLICAS": (1,), "REPEATS": 1, "SAMPLES": 2, "_run": train}
         for name, value in less.items():
             patch.setattr(commands, name, value)
         with contextlib.redirect_stdout(io.StringIO()) as printed, contextlib.redirect_stderr(io.StringIO()) as told:
