@@ -91,7 +91,7 @@ def free_port() -> int:
         return int(server.getsockname()[1])
 
 
-def children_left(within_s: float = 10.0) -> list[list[str]]:
+def children_left(within_s: float = 60.0) -> list[list[str]]:
     """Return the command lines of this process's children that are still there after ``within_s`` seconds."""
     deadline = time.monotonic() + within_s
     while (left := _children()) and time.monotonic() < deadline:

@@ -31,7 +31,7 @@ from ddltool.errors import InputError
 from ddltool.plans import Enforcement, ParameterRecord, RankEnforcement
 from tests.processes import LASTING, forking
 
-PATIENCE_S = 60.0
+PATIENCE_S = 120.0
 # On a busy machine gloo's ranks now and then close a connection that another one is just making.
 _STARTS = 3
 

@@ -115,12 +115,10 @@ def train_beyond(rank: int, limit_s: float, seconds: float) -> Any:
     if rank == 1:
         Server(model, plan, sgd(model), BSP()).serve()
         return "served"
-    with Worker(model, plan, BSP()) as worker:
-        for step in range(2):
-            with worker.step():
-                features, labels = make_batch(0, step)
-                nn.functional.cross_entropy(model(features), labels).backward()
-                time.sleep(seconds)
+    with Worker(model, plan, BSP()) as worker, worker.step():
+        features, labels = make_batch(0, 0)
+        nn.functional.cross_entropy(model(features), labels).backward()
+        time.sleep(seconds)
     try:
         worker.pull()
     except InputError as error:
@@ -133,7 +131,7 @@ def fall_silent(rank: int, limit_s: float) -> None:
     model, plan = make_model(), make_plan(1, 1, "none")
     if rank == 1:
         Server(
-            model, plan, AfterUpdates(model, 12, lambda: time.sleep(3 * limit_s)), BSP(), lost_after_s=limit_s
+            model, plan, AfterUpdates(model, 12, lambda: time.sleep(2 * limit_s)), BSP(), lost_after_s=limit_s
         ).serve()
     with Worker(model, plan, BSP()) as worker:
         for step in range(5):

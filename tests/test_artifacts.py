@@ -229,7 +229,7 @@ def test_a_device_may_be_called_na(tmp_path: Path) -> None:
 
 
 @given(profiles())
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=25, deadline=None)
 def test_profiles_round_trip_through_csv(tmp_path_factory: pytest.TempPathFactory, frame: pd.DataFrame) -> None:
     folder = tmp_path_factory.mktemp("csv")
     for name in ("p.csv", "p.csv.gz"):

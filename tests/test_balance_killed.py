@@ -55,7 +55,7 @@ def die() -> None:
         pytest.param("gpu", 0, "updating", marks=pytest.mark.slow),
         pytest.param("cpu", 1, "updating", marks=pytest.mark.slow),
         pytest.param("cpu", 0, "computing", marks=pytest.mark.slow),
-        ("cpu", 1, "waiting"),
+        pytest.param("cpu", 1, "waiting", marks=pytest.mark.slow),
         pytest.param("cpu", 0, "waiting", marks=pytest.mark.slow),
     ],
 )

@@ -182,7 +182,7 @@ def test_the_cost_of_synchronisation_is_seen(shapes: list[tuple[int, int, int]],
 
 
 @given(st.integers(0, 10**6), st.integers(1, 8), st.sampled_from([1.0, 2.5]))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=25, deadline=None)
 def test_devices_that_cost_nothing_are_as_good_as_unpriced_ones(seed: int, kinds: int, gamma: float) -> None:
     """The step is the same, and no number of devices, tried one after the other without its cost, makes a shorter one."""
     chance = np.random.default_rng(seed)

@@ -59,7 +59,7 @@ def brute_force(rows: Rows) -> tuple[int, int]:
     return min((max(ends) - min(ends), max(ends)) for ends in picked)
 
 
-@settings(max_examples=2000, deadline=None)
+@settings(max_examples=700, deadline=None)
 @given(rows=ROWS)
 def test_zipline_is_the_optimum_and_the_first_of_several(rows: Rows) -> None:
     barrier = zipline([np.array(row, dtype=float) for row in rows])

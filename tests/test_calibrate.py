@@ -133,7 +133,7 @@ def test_thousands_of_rows_take_as_long_as_their_sizes() -> None:
         start = time.process_time()
         calibrated(each)
         seconds.append(time.process_time() - start)
-    assert seconds[1] < 2 * seconds[0] + 1
+    assert seconds[1] < 10 * seconds[0]
 
 
 # ---------------------------------------------------------------- how sure

@@ -124,7 +124,7 @@ def test_any_graph_equals_enumeration(graph: Graph) -> None:
 
 
 @given(training_graphs(channels=2))
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=60, deadline=None)
 def test_training_graphs_reduced_and_whole_have_one_optimum(graph: Graph) -> None:
     """Solved twice by CP-SAT, merged and unmerged; the merged problem's schedule holds on the whole graph."""
     whole, merged = unreduced(graph), reduce(graph)

@@ -343,10 +343,10 @@ def unique_first(graph: Graph, order: list[str]) -> bool:
     return True
 
 
-def test_the_papers_algorithm_on_five_hundred_graphs_without_ties() -> None:
+def test_the_papers_algorithm_on_two_hundred_graphs_without_ties() -> None:
     random = Random(6)
     compared = 0
-    while compared < 500:
+    while compared < 200:
         graph = without_ties(random)
         order = papers_tac(graph)
         if unique_first(graph, order):

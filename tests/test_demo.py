@@ -121,7 +121,7 @@ def test_an_interruption_while_training_leaves_nobody_behind(tmp_path: Path) -> 
         assert child.wait(timeout=60) == 130
     assert rest.strip().splitlines()[-1] == "error: interrupted"
     assert len(ranks) == 2
-    _, alive = psutil.wait_procs(ranks, timeout=20)
+    _, alive = psutil.wait_procs(ranks, timeout=60)
     assert not alive
     assert not (tmp_path / "out" / "report.html").exists()
 

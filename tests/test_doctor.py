@@ -167,6 +167,7 @@ def test_processes_that_hang_or_die_fail_gloo(monkeypatch: pytest.MonkeyPatch) -
     assert children_left() == []
 
 
+@pytest.mark.slow
 def test_a_wrong_interface_fails_what_uses_it() -> None:
     environment = {**os.environ, "GLOO_SOCKET_IFNAME": "no-such-interface"}
     command = [sys.executable, "-m", "ddltool", "doctor", "--json"]

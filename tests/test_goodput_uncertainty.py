@@ -71,7 +71,7 @@ def test_intervals_cover_the_truth_as_often_as_they_say() -> None:
     assert 0.84 < covered.mean() / runs < 0.96  # and they are not just wide
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=6, deadline=None)
 @given(st.integers(0, 10**6), st.sampled_from([0.02, 0.1]))
 def test_an_interval_holds_its_best_value_and_shrinks_with_less_noise(seed: int, error: float) -> None:
     rows = measured(ALL, error, seed)

@@ -148,8 +148,8 @@ def parameters(graph: Graph) -> int:
     [
         ("clip", 151_277_313),  # openai/clip-vit-base-patch32
         ("whisper", 37_760_640),  # openai/whisper-tiny, whose default has as many layers and another vocabulary
-        ("wav2vec2", 94_396_320),  # facebook/wav2vec2-base-960h
-        ("deit", 86_567_656),
+        pytest.param("wav2vec2", 94_396_320, marks=pytest.mark.slow),  # facebook/wav2vec2-base-960h
+        pytest.param("deit", 86_567_656, marks=pytest.mark.slow),
     ],
 )
 def test_both_halves_of_a_model_are_trained(name: str, elements: int) -> None:

@@ -157,7 +157,7 @@ def test_a_script_that_is_slower_with_ddltool_is_found_out(tmp_path: Path, cli: 
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("raise SystemExit(3)", "failed with exit code 3"),
+        pytest.param("raise SystemExit(3)", "failed with exit code 3", marks=pytest.mark.slow),
         ("print('no step')", "made 0 optimizer steps, of which 3 are warm-up"),
         ("import nowhere_to_be_found", "No module named 'nowhere_to_be_found'; see to it that it runs by itself"),
     ],

@@ -51,9 +51,9 @@ def random_problem(random: Random, **bounds: int) -> Problem:
     return problem(capabilities, counts, random.randint(1, bounds.get("workers", 80)), **limits)
 
 
-def test_throughput_equals_the_closed_form_on_1000_random_jobs() -> None:
+def test_throughput_equals_the_closed_form_on_500_random_jobs() -> None:
     random = Random(0)
-    for _ in range(1000):
+    for _ in range(500):
         case = random_problem(random)
         made = solve_est(case)
         exact = closed_form(case)
@@ -109,7 +109,7 @@ def priced(random: Random, case: Problem) -> Problem:
 def test_the_best_plans_equal_brute_force_in_every_objective() -> None:
     random = Random(1)
     infeasible = 0
-    for number in range(300):
+    for number in range(150):
         case = random_problem(random, types=3, count=3, workers=9)
         case = priced(random, case) if number % 2 else case
         expected = ranking(case)
@@ -122,13 +122,13 @@ def test_the_best_plans_equal_brute_force_in_every_objective() -> None:
         assert (made.status, made.gap) == ("optimal", 0)
         found = [as_ranked(case, plan) for plan in [made, *made.alternatives]]
         assert found == expected[:5]  # equal ones too: the counts decide, first type first
-    assert infeasible > 5
+    assert infeasible > 2
 
 
 def test_measured_capabilities_are_compared_to_the_last_digit() -> None:
     """The least waste is exact where devices differ in the seventeenth digit only."""
     random = Random(3)
-    for _ in range(60):
+    for _ in range(30):
         base = random.choice([1.0, 2.4, 1 / 3])
         capabilities = tuple(base * (1 + random.randint(0, 3) * 2**-52) for _ in range(3))
         case = problem(capabilities, tuple(random.randint(1, 3) for _ in range(3)), random.randint(1, 8))

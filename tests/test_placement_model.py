@@ -75,7 +75,7 @@ ORDERS = [
 
 def test_every_order_of_objectives_equals_brute_force() -> None:
     random, infeasible, compared = Random(7), 0, 0
-    for number in range(270):
+    for number in range(180):
         case = random_problem(random)
         order = ORDERS[number % len(ORDERS)]
         whole = (*order, *(name for name in ("throughput", "devices", "waste") if name not in order))
@@ -92,8 +92,8 @@ def test_every_order_of_objectives_equals_brute_force() -> None:
         assert found == [entry[0] for entry in expected[:3]], (case, order)
         assert made.iteration_s == float(expected[0][1])
         compared += 1
-    assert infeasible > 20
-    assert compared > 150
+    assert infeasible > 12
+    assert compared > 100
 
 
 def test_the_smallest_step_without_a_solver() -> None:

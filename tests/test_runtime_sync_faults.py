@@ -81,7 +81,7 @@ def test_a_server_that_is_lost_after_the_last_step_is_told_when_closing(
 
 def test_a_long_step_is_no_silence_and_nothing_is_asked_after_the_end() -> None:
     """The transport's heartbeats go on while a worker computes."""
-    worker, server = launch(bodies.train_beyond, 2, 0.8, 1.5)
+    worker, server = launch(bodies.train_beyond, 2, 2.0, 3.0)
     assert (worker.error, server.error, server.result) == ("", "", "served")
     assert worker.result == (
         "worker 0 (rank 0): is asked for something after it has closed; ask before, inside its block"
@@ -89,8 +89,8 @@ def test_a_long_step_is_no_silence_and_nothing_is_asked_after_the_end() -> None:
 
 
 def test_a_server_that_hangs_is_named() -> None:
-    worker, _ = launch(bodies.fall_silent, 2, 1.0)
-    assert worker.error == "TransferError: worker 0 (rank 0): nothing came from server 0 (rank 1) for 1 s"
+    worker, _ = launch(bodies.fall_silent, 2, 2.0)
+    assert worker.error == "TransferError: worker 0 (rank 0): nothing came from server 0 (rank 1) for 2 s"
 
 
 def test_a_failure_is_told_and_not_an_older_one() -> None:

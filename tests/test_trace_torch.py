@@ -245,6 +245,7 @@ def test_parameters_that_are_read_and_never_trained_are_told() -> None:
     assert {graph.parameter[op] for op in graph.of_kind(SEND)} == {"head.weight", "head.bias"}
 
 
+@pytest.mark.slow
 def test_gradient_checkpointing_of_transformers() -> None:
     pytest.importorskip("transformers")
 

@@ -65,8 +65,8 @@ def test_shapes_in_both_modes(name: str) -> None:
 @pytest.mark.parametrize("name", ["cifarnet", "resnet32", "gpt_small", "bert_small"])
 def test_training_lowers_the_loss(name: str) -> None:
     torch.manual_seed(0)
-    model, inputs = zoo.build(name), zoo.example_inputs(name, 4)
-    targets = model.example_targets(4)
+    model, inputs = zoo.build(name), zoo.example_inputs(name, 2)
+    targets = model.example_targets(2)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
     losses = []
     for _ in range(6):

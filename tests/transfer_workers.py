@@ -26,7 +26,7 @@ from ddltool.runtime.servers.policies import Update
 from ddltool.runtime.servers.worker import PushTime
 from tests.processes import forking
 
-PATIENCE_S = 40.0
+PATIENCE_S = 120.0  # less than what a worker or a server waits where nobody says for how long
 
 
 @dataclass(frozen=True)
