@@ -72,8 +72,9 @@ def write_lines(path: Path, rows: Iterable[Mapping[str, Any]], tail: str = "") -
 
 
 @pytest.fixture
-def cli(capsys: pytest.CaptureFixture[str]) -> Callable[..., Result]:
-    """Run ``ddltool ARGUMENTS`` in this process."""
+def cli(capsys: pytest.CaptureFixture[str]) -> Iterator[Callable[..., Result]]:
+    """Run ``ddltool ARGUMENTS`` in this process, which says nothing of how long it takes, however busy the machine is."""
+    from ddltool.commands import output
     from ddltool.commands.main import run
 
     def call(*arguments: object) -> Result:
@@ -82,7 +83,9 @@ def cli(capsys: pytest.CaptureFixture[str]) -> Callable[..., Result]:
         captured = capsys.readouterr()
         return Result(code, captured.out, captured.err)
 
-    return call
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(output, "_FIRST_LINE_S", 1e6)
+        yield call
 
 
 @pytest.fixture(scope="session")

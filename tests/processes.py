@@ -6,6 +6,7 @@ import contextlib
 import ctypes
 import multiprocessing
 import os
+import random
 import socket
 import sys
 import time
@@ -52,7 +53,7 @@ def as_job(size: int, folder: Path, body: Callable[..., object], *args: object) 
     ]
     for process in ranks:
         process.start()
-    deadline = time.monotonic() + 120
+    deadline = time.monotonic() + 240
     try:
         for process in ranks:
             process.join(max(deadline - time.monotonic(), 0.0))
@@ -85,10 +86,17 @@ def _as_script(
 
 
 def free_port() -> int:
-    """Return a TCP port of this machine that nobody uses now."""
-    with socket.socket() as server:
-        server.bind(("127.0.0.1", 0))
-        return int(server.getsockname()[1])
+    """Return a TCP port of this machine that nobody uses now.
+
+    Not one of those that the system gives to connections: another test's may be given it before it is listened at.
+    """
+    lowest = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text(encoding="ascii").split()[0])
+    for _ in range(1000):
+        port = random.SystemRandom().randrange(min(lowest, 32_768) // 2, min(lowest, 32_768))
+        with socket.socket() as server, contextlib.suppress(OSError):
+            server.bind(("127.0.0.1", port))
+            return port
+    raise AssertionError(f"no port below {lowest} is free")
 
 
 def children_left(within_s: float = 60.0) -> list[list[str]]:

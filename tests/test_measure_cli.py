@@ -64,6 +64,11 @@ def hears_interrupts(process: psutil.Process) -> bool:
     return not int(mask, 16) & 1 << (signal.SIGINT - 1)
 
 
+def said(err: str) -> list[str]:
+    """Return the lines but for the model's own and, where the machine is busy, how long it takes."""
+    return [line for line in err.splitlines() if line != "a word of the model's own" and not line.endswith("s so far")]
+
+
 def wait_for(path: Path) -> None:
     deadline = time.monotonic() + 120
     while not path.exists() and time.monotonic() < deadline:
@@ -146,13 +151,12 @@ def test_two_interrupts_are_one_line(folder: Path, early: bool) -> None:
         out, err = child.communicate(timeout=180)
     assert (child.returncode, out) == (130, "")
     assert file.exists() is not early
-    said = [line for line in err.splitlines() if line != "a word of the model's own"]
     if early:
-        assert said == ["error: interrupted"]
+        assert said(err) == ["error: interrupted"]
     else:
         rows = len(file.read_text().splitlines()) - 1
         kept = "1 row is" if rows == 1 else f"{rows} rows are"
-        assert said == [f"error: interrupted; {kept} in p.csv; --resume goes on from there"]
+        assert said(err) == [f"error: interrupted; {kept} in p.csv; --resume goes on from there"]
     assert not psutil.wait_procs(workers, timeout=60)[1]
 
 
@@ -168,7 +172,7 @@ def test_network_children_keep_quiet_when_interrupted(folder: Path) -> None:
         assert not any(hears_interrupts(worker) for worker in workers)
         os.killpg(child.pid, signal.SIGINT)
         out, err = child.communicate(timeout=180)
-    assert (child.returncode, out, err) == (130, "", "error: interrupted\n")
+    assert (child.returncode, out, said(err)) == (130, "", ["error: interrupted"])
 
 
 def test_standard_output_gets_the_rows_once(cli: Cli, folder: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import fcntl
 import json
 import os
+import resource
 import signal
 import subprocess
 import sys
@@ -40,6 +41,7 @@ from tests.elastic_workers import (
     run,
     stopped_at,
 )
+from tests.processes import as_job
 from tests.runtime_workers import enforcement
 
 STEPS = 20
@@ -385,20 +387,22 @@ def test_two_runs_do_not_write_one_file_at_a_time(tmp_path: Path) -> None:
     assert sorted(each.name for each in tmp_path.iterdir()) == ["run.pt", "run.pt.previous"]
 
 
-def test_a_full_disk_leaves_the_old_checkpoint_and_nothing_else(tmp_path: Path) -> None:
+def write_on_a_full_disk(rank: int, path: Path) -> None:
+    content = elastic_checkpoint.read(path) | {"more": torch.zeros(100_000)}
+    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, 20_000))
+    elastic_checkpoint.write(path, content)
+
+
+def test_a_full_disk_leaves_the_old_checkpoint_and_nothing_else(
+    tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
+) -> None:
     path = saved(tmp_path)
-    script = (
-        "import resource, signal, sys, torch\n"
-        "from ddltool.runtime.elastic import checkpoint as c\n"
-        "content = c.read(sys.argv[1]) | {'more': torch.zeros(100000)}\n"
-        "signal.signal(signal.SIGXFSZ, signal.SIG_IGN)\n"
-        "resource.setrlimit(resource.RLIMIT_FSIZE, (20000, 20000))\n"
-        "c.write(sys.argv[1], content)\n"
-    )
     before = path.read_bytes()
-    ended = subprocess.run([sys.executable, "-c", script, str(path)], capture_output=True, text=True, check=False)
-    assert "InputError" in ended.stderr.splitlines()[-1]
-    assert "run.pt: cannot be written (" in ended.stderr
+    ((code, _, told),) = as_job(1, tmp_path_factory.mktemp("said"), write_on_a_full_disk, path)
+    assert code == 1
+    assert "InputError" in told.splitlines()[-1]
+    assert "run.pt: cannot be written (" in told
     assert [each.name for each in tmp_path.iterdir()] == ["run.pt"]
     assert path.read_bytes() == before
 

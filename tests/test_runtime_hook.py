@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import difflib
 import os
 import re
@@ -20,6 +21,7 @@ from ddltool.errors import InputError
 from ddltool.plans import ParameterRecord
 from ddltool.runtime.hook.job import check_parameters, count_nodes
 from ddltool.telemetry import TelemetryRow
+from tests.processes import as_job
 from tests.runtime_workers import (
     crew,
     enforcement,
@@ -204,16 +206,17 @@ def test_a_launched_job_without_process_group(config: str, monkeypatch: pytest.M
     )
 
 
+def attach_to_nothing(rank: int) -> None:
+    for name in ("RANK", "WORLD_SIZE"):
+        del os.environ[name]
+    with contextlib.suppress(InputError):
+        attach_alone("absent.json")
+    attach_alone("enforce.json")
+
+
 def test_uncaught_it_is_one_line_and_exit_code_2(tmp_path: Path) -> None:
-    code = (
-        "import torch\nfrom ddltool import runtime\nmodel = torch.nn.Linear(1, 1)\n"
-        "optimizer = torch.optim.SGD(model.parameters())\n"
-        "try:\n    runtime.attach('absent.json', model=model, optimizer=optimizer)\nexcept Exception:\n    pass\n"
-        "runtime.attach('enforce.json', model=model, optimizer=optimizer)\n"
-    )
-    done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, check=False)
-    assert done.returncode == 2
-    assert done.stderr == "error: enforce.json: no such file; give the path of an existing file\n"
+    line = "error: enforce.json: no such file; give the path of an existing file\n"
+    assert as_job(1, tmp_path, attach_to_nothing) == [(2, "", line)]
 
 
 def test_other_errors_keep_their_traceback(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -92,9 +92,15 @@ def four() -> Iterator[Crew]:
     ranks.close()
 
 
-@pytest.mark.parametrize("kind", ["ddp", "zero1"])
-@pytest.mark.parametrize("how", ["none", "full"])
-@pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    ("size", "how", "kind"),
+    [
+        (2, "none", "zero1"),
+        (2, "full", "ddp"),
+        *(pytest.param(2, how, kind, marks=pytest.mark.slow) for how, kind in (("none", "ddp"), ("full", "zero1"))),
+        *(pytest.param(4, how, kind, marks=pytest.mark.slow) for how in ("none", "full") for kind in ("ddp", "zero1")),
+    ],
+)
 def test_whole_replicas_hold_what_is_predicted(kind: str, how: Any, size: int, request: pytest.FixtureRequest) -> None:
     """Of state and activations alike; nothing else than the profiler sees DDP's buckets."""
     ranks = request.getfixturevalue("four") if size == 4 else crew()

@@ -78,7 +78,8 @@ def started(folder: Path, gone: int, where: str) -> subprocess.CompletedProcess[
     return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300, check=False)
 
 
-@pytest.mark.parametrize("gone", [0, pytest.param(2, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("gone", [0, 2])
 def test_one_that_dies_while_it_starts_ends_the_others(gone: int, tmp_path: Path) -> None:
     done = started(tmp_path, gone, "first")
     ends = dict(re.findall(r"^rank (\d) (was .*|ended with \d+) after", done.stdout, re.MULTILINE))

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
-import subprocess
-import sys
 import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,7 @@ from ddltool.errors import InputError
 from ddltool.runtime.hook.stopping import StopSignals, Terminated
 from ddltool.runtime.servers import ASP, BSP, BackupWorkers, LocalSGD, Policy, Worker
 from tests import sync_fault_workers as bodies
+from tests.processes import as_job
 from tests.transfer_workers import Outcome, launch
 
 
@@ -217,18 +218,22 @@ def test_a_script_keeps_the_handlers_that_it_has() -> None:
         assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL, "handlers belong to the main thread"
 
 
-def test_a_forked_child_dies_of_sigterm_as_ever() -> None:
+def end_a_forked_child(rank: int) -> None:
+    StopSignals().open()
+    ready, tell = os.pipe()
+    child = os.fork()
+    if child == 0:
+        os.write(tell, b".")
+        while True:
+            time.sleep(0.01)
+    os.read(ready, 1)
+    os.kill(child, signal.SIGTERM)
+    os.write(1, str(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])).encode())
+
+
+def test_a_forked_child_dies_of_sigterm_as_ever(tmp_path: Path) -> None:
     """A data loader ends its workers by SIGTERM, which must not look like the end of the job in them."""
-    code = (
-        "import os, signal\nfrom ddltool.runtime.hook.stopping import StopSignals\n"
-        "import time\nStopSignals().open()\nready, tell = os.pipe()\nchild = os.fork()\n"
-        "if child == 0:\n    os.write(tell, b'.')\n    while True:\n        time.sleep(0.01)\n"
-        "os.read(ready, 1)\n"
-        "os.kill(child, signal.SIGTERM)\n"
-        "print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))\n"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
-    assert done.stdout.split() == [str(-signal.SIGTERM)], done.stderr
+    assert as_job(1, tmp_path, end_a_forked_child) == [(0, str(-signal.SIGTERM), "")]
 
 
 def test_the_first_of_several_reasons_is_told(tmp_path: Path) -> None:
