@@ -60,14 +60,14 @@ CAUSES = {
     "link": "slow link",
 }
 """What is injected, and what it is to be called."""
-# Stops the process for 3 of 4 parts of the time, as a CPU quota does; or so many ms more with each line that it reads.
+# Stops the process for a while, lets it run for a while, as a CPU quota does; stops it longer with each line that it reads.
 _LIMIT = """
 import os, select, signal, sys, time
-target, stop, more = int(sys.argv[1]), float(sys.argv[2]), float(sys.argv[3])
+target, (run, stop, more) = int(sys.argv[1]), map(float, sys.argv[2:])
 while os.getppid() == target:
     if more and select.select([0], [], [], 0)[0]: stop += more * len(os.read(0, 99))
     os.kill(target, signal.SIGSTOP); time.sleep(stop)
-    os.kill(target, signal.SIGCONT); time.sleep(0.01)
+    os.kill(target, signal.SIGCONT); time.sleep(run)
 """
 
 
@@ -101,7 +101,8 @@ def train(rank: int, fault: str, slow: int, folder: Path) -> None:
     gc.disable()
     limit = None
     if mine in ("cpu", "drift"):
-        pace = ("0.03", "0") if mine == "cpu" else ("0.002", "0.002")
+        # Heat slows every operation: in slices much shorter than a step.
+        pace = ("0.01", "0.03", "0") if mine == "cpu" else ("0.002", "0.0004", "0.0004")
         words = [sys.executable, "-c", _LIMIT, str(os.getpid()), *pace]
         limit = subprocess.Popen(words, stdin=subprocess.PIPE)
 

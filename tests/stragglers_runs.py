@@ -40,12 +40,12 @@ def write_run(
     noise: float = 0.01,
     seed: int = 0,
     elements: Callable[[int, int], int] | None = None,
-    late: Callable[[int], float] = lambda rank: 0.0,
+    late: Callable[[int, int], float] = lambda rank, step: 0.0,
 ) -> tuple[list[Path], dict[str, np.ndarray]]:
     """Return the traces, and the truth in milliseconds: each rank's parts, waiting and step (ranks, steps).
 
     With ``offsets_ms`` each rank has its own clock and machine. ``elements`` gives the size of a rank's tensors in a step;
-    ``late`` how much later a rank sees the transfer end.
+    ``late`` how much later a rank sees a step's transfer end.
     """
     chance = np.random.default_rng(seed)
     events: list[list[dict[str, Any]]] = [[] for _ in range(ranks)]
@@ -75,7 +75,7 @@ def write_run(
             for start in (at, at + half + still[rank]):
                 add(event(back, "cpu_op", start, half))
                 compute(add, "aten::mm", start, half, dims)
-            done = float(end) + late(rank)
+            done = float(end) + late(rank, step)
             if gpu:
                 add(
                     event(

@@ -127,6 +127,12 @@ def test_grid_scans_find_what_the_published_loops_find(seed: int) -> None:
             assert [count for _, _, count in sorted(chosen, key=lambda item: item[1])] == ours.iterations.tolist()
 
 
+def test_of_workers_that_begin_at_once_the_scan_takes_the_one_that_goes_on_first() -> None:
+    """In both orders the pivots are 0 and 5, near which the ends wait 10 s; the pivot 13 of the other would leave 8 s."""
+    rows = [[0.0, 5.0], [0.0, 13.0], [10.0, 13.0]]
+    assert [gridscan([rows[at] for at in order]).waiting_s for order in ([0, 1, 2], [1, 0, 2], [2, 1, 0])] == [10.0] * 3
+
+
 def test_grid_scans_are_heuristics() -> None:
     """Where ZipLine is strictly better, so the comparison above is not vacuous."""
     found = [

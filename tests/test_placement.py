@@ -7,6 +7,7 @@ import re
 from dataclasses import replace
 from fractions import Fraction
 from random import Random
+from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -14,6 +15,7 @@ import pytest
 
 from ddltool.analyzers.balancing.plan import plan_bsp
 from ddltool.analyzers.emitting.enforcement import to_enforcement
+from ddltool.analyzers.placement import est
 from ddltool.analyzers.placement.est import solve_est
 from ddltool.analyzers.placement.problem import (
     DeviceType,
@@ -504,3 +506,35 @@ def test_an_equal_split_takes_the_time_of_its_curves() -> None:
     assert plan_lb_bsp(problem, even).iteration_s == pytest.approx(plan_bsp(problem, even).iteration_s)
     with pytest.raises(Infeasible, match="an equal split gives each A 8 samples, and 7 fit"):
         plan_bsp(problem, {"A": StepCurve(memory_limit=7)})
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_whenever_the_solver_runs_out_of_time_the_bound_holds(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """After each number of answers: a plan that exists, no faster than is possible, and a bound that is no slower."""
+    random, real, left = Random(seed), est.solve, [1000]
+    capabilities = tuple(round(random.uniform(0.5, 9.0), 2) for _ in range(4))
+    prices = [random.randint(1, 9) * 1_000_000 for _ in capabilities]
+    case = problem(capabilities, (6, 5, 7, 4), 40, prices=prices, max_price_micro=30_000_000)
+    best = solve_est(case)
+
+    def until(*arguments: Any) -> tuple[tuple[int, ...] | None, bool, int]:
+        left[0] -= 1
+        return real(*arguments) if left[0] >= 0 else (None, False, 0)
+
+    monkeypatch.setattr(est, "solve", until)
+    open_ = 0
+    for answers in range(1, 40):
+        left[0] = answers
+        try:
+            made = solve_est(case)
+        except NotProven:
+            assert not open_, "with more time there is still a plan"
+            continue
+        assert float(verify(case, made.assignments)) == pytest.approx(made.iteration_s)
+        assert made.iteration_s >= best.iteration_s * (1 - 1e-12)
+        assert made.iteration_s * (1 - made.gap) <= best.iteration_s * (1 + 1e-12)
+        open_ += made.status != "optimal"
+        if made.status == "optimal":
+            break
+    assert open_ > 2
+    assert made == best.model_copy(update={"solve_seconds": made.solve_seconds})

@@ -9,13 +9,15 @@ from typing import Any
 import numpy as np
 import pandas as pd
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from benchmarks import bench_stragglers
 from ddltool.analyzers.loading.worker_tables import read_speeds
 from ddltool.analyzers.reporting.stragglers_section import stragglers_section
 from ddltool.analyzers.stragglers.diagnosis import diagnose, ends, speeds, telemetry
 from ddltool.analyzers.stragglers.operations import Pipeline, ideal_s, of_frame, read_operations, what_if
-from ddltool.analyzers.stragglers.ranks import of_telemetry
+from ddltool.analyzers.stragglers.ranks import RankSteps, of_telemetry
 from ddltool.analyzers.stragglers.traces import of_traces
 from ddltool.artifacts import load
 from ddltool.commands.main import run
@@ -150,10 +152,55 @@ def test_shapes_tell_uneven_work_from_a_slow_device(tmp_path: Path, more: float)
     assert [one.cause for one in found.findings] == ["uneven work" if more > 1 else "slow device"]
 
 
-def test_a_slow_link_is_the_rank_that_sees_collectives_end_late(tmp_path: Path) -> None:
-    paths, _ = write_run(tmp_path, late=lambda rank: 8.0 * (rank == 2))
+@pytest.mark.parametrize("slow", range(4))
+def test_a_slow_link_is_seen_by_its_rank_and_the_one_that_this_sends_to(tmp_path: Path, slow: int) -> None:
+    """As in real runs at 20 Mbit/s, with others late by turns; where all are late by turns nobody's link is slow."""
+    chance = np.random.default_rng(slow)
+    by_turns = np.abs(chance.normal(0, 2.0, (4, 20)))
+    at = {slow: 6.0, (slow - 1) % 4: 9.0}  # gloo's ring sends to the rank before
+    paths, _ = write_run(tmp_path / "a", late=lambda rank, step: by_turns[rank, step] + at.get(rank, 0.0))
     found = diagnose(of_traces(paths), "traces")
-    assert [(one.rank, one.cause) for one in found.findings] == [(2, "slow link")]
+    assert [(one.rank, one.cause) for one in found.findings] == [(slow, "slow link")]
+    paths, _ = write_run(tmp_path / "b", late=lambda rank, step: 4 * by_turns[rank, step])
+    assert diagnose(of_traces(paths), "traces").findings == []
+    if slow == 2:  # one end alone
+        paths, _ = write_run(tmp_path / "c", late=lambda rank, step: 8.0 * (rank == slow))
+        assert [(one.rank, one.cause) for one in diagnose(of_traces(paths), "traces").findings] == [(2, "slow link")]
+
+
+def run_of(compute: np.ndarray) -> RankSteps:
+    """The run in which ranks compute that long (R, K) and wait for the slowest."""
+    still = np.full_like(compute, 1e-3)
+    return RankSteps(
+        ranks=tuple(range(len(compute))),
+        nodes=("",) * len(compute),
+        steps=np.arange(compute.shape[1]),
+        parts={"compute": compute, "host": still},
+        wait_s=compute.max(axis=0) - compute,
+        exposed_s=still,
+        step_s=np.broadcast_to(compute.max(axis=0) + 2e-3, compute.shape),
+    )
+
+
+@given(
+    seed=st.integers(0, 10_000),
+    rank=st.integers(0, 3),
+    steps=st.sampled_from([16, 24, 40]),
+    more=st.floats(0.5, 3.0),
+    kind=st.sampled_from(["level", "heat", "clean"]),
+)
+@settings(max_examples=60)
+def test_heat_is_told_from_a_level_and_nobody_from_both(
+    seed: int, rank: int, steps: int, more: float, kind: str
+) -> None:
+    """Work that is half as long again now and then, as on a busy machine; the excess stands still or grows from nothing."""
+    chance = np.random.default_rng(seed)
+    compute = 0.02 * (1 + 0.04 * np.abs(chance.standard_normal((4, steps))))
+    compute *= 1 + 0.5 * (chance.random((4, steps)) < 0.05)
+    compute[rank] *= 1 + {"level": more, "heat": 2 * more * np.arange(steps) / steps, "clean": 0.0}[kind]
+    found = diagnose(run_of(compute), "run").findings
+    wanted = {"level": [(rank, "slow device")], "heat": [(rank, "thermal drift")], "clean": []}[kind]
+    assert [(one.rank, one.cause) for one in found] == wanted
 
 
 def test_balanced_batches_would_win_what_they_win(tmp_path: Path) -> None:

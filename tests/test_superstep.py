@@ -118,6 +118,18 @@ def test_a_plan_by_hand() -> None:
     assert made.throughput > plan_bsp(from_job(job(), CAPABILITIES)).throughput
 
 
+def test_waiting_and_waste_by_hand() -> None:
+    """Two iterations of 1/3 s, twice, and one of 0.8 s: 5 in 0.8 s, before which the two wait 0.8 - 2/3 s each."""
+    made = plan_elastic_bsp(from_job(job(), {"V100": 3.0, "T4": 1.25}), lookahead=2)
+    assert made.superstep is not None
+    assert (made.superstep.iterations, made.superstep.mini_batches) == ({"V100": 2, "T4": 1}, 5)
+    assert made.superstep.superstep_s == pytest.approx(0.8)
+    assert made.superstep.waiting_s == pytest.approx(0.8 - 2 / 3)
+    assert made.superstep.total_waiting_s == pytest.approx(2 * (0.8 - 2 / 3))
+    assert (made.throughput, made.waste) == (pytest.approx(6.25), pytest.approx(1.0))
+    assert plan_elastic_bsp(from_job(job(), CAPABILITIES)).waste == 0.0
+
+
 def test_a_gap_of_zero_is_bsp_with_one_mini_batch_each() -> None:
     """With the slow device 3 mini-batches a second, without it 6."""
     made = plan_elastic_bsp(from_job(job(), CAPABILITIES), max_gap=0)

@@ -27,14 +27,17 @@ LEAST_GAIN = 0.05
 """Share of the run that a rank must cost before it is named."""
 TIMES_THE_OTHERS = 3.0
 """A named rank costs so many times what the median of the others does: chance makes each rank the slowest now and then."""
+SURE = 0.95
+"""So sure it must be that other steps of the same kind would have cost as much as a named rank has to."""
 LEAST_CHANCE = 0.01
 """A rank that chance would let cost as much more often than this is not named, unless it costs :data:`PLAIN_GAIN`."""
 PLAIN_GAIN = 0.2
 _DRAWS = 2000
 _FEWEST_STEPS, _FEWEST_PLAIN = 3, 2
+_FEWEST_LINK, _OFTEN = 5, 0.75
 _PERSISTENT, _SELDOM = 0.6, 0.4
 _LEAST_EXCESS, _OF_WORST = 0.05, 0.2
-_LINK_SHARE, _LATE_SHARE = 0.15, 0.05
+_LINK_SHARE, _LATE_SHARE = 0.15, 0.03
 WORST_SHARE = 0.03
 """M_W asks what the slowest 3 % of the workers explain."""
 
@@ -151,6 +154,8 @@ def _finding(
         return None
     if not plain and _chance(gains, row) > LEAST_CHANCE:
         return None
+    if _surely(gains, row, step) < LEAST_GAIN:
+        return None
     since = _onset(slow)
     pattern, every = _pattern(slow, since)
     parts = {name: float((values[row] - _others(values, row))[slow].mean()) for name, values in run.parts.items()}
@@ -204,6 +209,13 @@ def _chance(gains: Floats, row: int) -> float:
     return float((most >= gains[row].sum() * (1 - 1e-9)).mean())
 
 
+def _surely(gains: Floats, row: int, step: Floats) -> float:
+    """Return what share of the run the rank costs beyond a typical other one in all but 5 % of draws of as many steps."""
+    drawn = np.random.default_rng(0).integers(len(step), size=(_DRAWS, len(step)))
+    more = (gains[row] - np.median(np.delete(gains, row, axis=0), axis=0))[drawn].sum(axis=1)
+    return float(np.quantile(more / step[drawn].sum(axis=1), 1 - SURE))
+
+
 def _onset(slow: NDArray[np.bool_]) -> int:
     """Return the step from which most are slow: the first slow one from which on the share of slow ones is largest."""
     first = np.flatnonzero(slow)
@@ -243,7 +255,7 @@ def _kind(
         return "pauses"
     if part == "host":
         return "slow host"
-    if pattern == "persistent" and _drifts(excess):
+    if _drifts(excess):
         return "thermal drift"
     compute, theirs = run.compute_s[row][slow].mean(), _others(run.compute_s, row)[slow].mean()
     ratio = float(compute / max(theirs, 1e-12))
@@ -264,33 +276,52 @@ def _kind(
 
 
 def _drifts(excess: Floats) -> bool:
-    """Return whether a rank grows slower and slower: a line fits its excess better than one jump from a level to another."""
+    """Return whether a rank grows slower and slower: a line explains its excess better than one jump between two levels.
+
+    By Schwarz's criterion: a jump has a number more, where it is. Single long steps, and short ones, are something else.
+    """
     count = len(excess)
     if count < 9:
         return False
-    values = np.minimum(excess, np.quantile(excess, 0.9))  # single long steps are something else
+    around = np.concatenate([excess[:1], excess, excess[-1:]])
+    values: Floats = np.median([around[:-2], around[1:-1], around[2:]], axis=0)
     third, place = count // 3, np.arange(count)
     if spearmanr(place, values).statistic < 0.6 or np.median(values[-third:]) < 1.5 * np.median(values[:third]):
         return False
     line = float(((values - np.polyval(np.polyfit(place, values, 1), place)) ** 2).sum())
     jumps = (values[:at].var() * at + values[at:].var() * (count - at) for at in range(1, count))
-    return line < float(min(jumps))
+    return line < float(min(jumps)) * count ** (1 / count)
 
 
 def _link(run: RankSteps, mean: float) -> StragglerFinding | None:
-    """Return a slow link: ranks come together, and one sees the collectives end later than the others, time and again."""
+    """Return a slow link: ranks come together, and its two ends see the longest collectives end later, time and again.
+
+    In a ring what comes over a slow link and what goes over it is late: at its rank, and at the one that this sends to.
+    """
     exposed = float(run.exposed_s.mean(axis=1).max() / mean)
-    if run.late_s is None or exposed < _LINK_SHARE:
+    if run.late_s is None or run.late_s.shape[1] < _FEWEST_LINK or exposed < _LINK_SHARE:
         return None
-    row = int(np.argmax(run.late_s))
-    late, next_s = float(run.late_s[row]), float(np.delete(run.late_s, row).max())
-    # A busy machine wakes some rank later than others, too, but none so much later.
-    if late < max(_LATE_SHARE * mean, TIMES_THE_OTHERS * next_s):
+    late, ranks = np.median(run.late_s, axis=1), len(run.ranks)
+    row, second = np.argsort(-late)[:2].tolist()
+    ends = [row]
+    if late[second] >= 0.5 * late[row] and ranks > 2:
+        if (row - second) % ranks not in (1, ranks - 1):
+            return None
+        ends = [row, second]
+        row = row if (row + run.ring) % ranks == second else second
+    rest = np.delete(run.late_s, ends, axis=0)
+    margin = run.late_s[ends].min(axis=0) - np.median(rest, axis=0)
+    # A busy machine wakes some rank later than others, too, but by turns, and none so much later.
+    typical, next_s = float(np.median(margin)), float(np.median(rest, axis=1).max())
+    if typical < _LATE_SHARE * mean or (margin > 0.5 * typical).mean() < _OFTEN:
         return None
+    if len(ends) == 1 and late[ends[0]] < TIMES_THE_OTHERS * next_s:
+        return None
+    late_s = float(late[row])
     command = "ddltool network"
     remedy = f"Measure the links, pair by pair: {command}"
     sentence = (
-        f"Rank {run.ranks[row]} sees collectives end {show_seconds(float(run.late_s[row]))} after the first: its link is slow; "
+        f"Rank {run.ranks[row]} sees collectives end {show_seconds(late_s)} after the first: its link is slow; "
         f"communication that nothing hides takes {exposed:.0%} of a step (slow link). {remedy}"
     )
     return StragglerFinding(
@@ -303,7 +334,7 @@ def _link(run: RankSteps, mean: float) -> StragglerFinding | None:
         slow_steps=len(run.steps),
         share_of_run=exposed,
         share_of_steps=exposed,
-        excess_s=float(run.late_s[row]),
+        excess_s=late_s,
         command=command,
         sentence=sentence,
     )

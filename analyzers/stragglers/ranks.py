@@ -44,7 +44,9 @@ class RankSteps:
     offsets_s: Floats | None = None
     """(R,) how far each clock is ahead of the middle one."""
     late_s: Floats | None = None
-    """(R,) how much later than the first rank each sees a collective end, where all have one clock."""
+    """(R, m) how much later than the first rank each sees a step's longest collective end, where all have one clock."""
+    ring: int = -1
+    """To which rank each sends in a ring, from its own: gloo's to the one before."""
     remarks: tuple[str, ...] = ()
     timeline: list[tuple[str, list[tuple[float, float, str]]]] = field(default_factory=list)
     """By rank, what it did from when to when in some steps."""

@@ -233,7 +233,10 @@ def _aligned(found: list[_Rank], ranks: tuple[int, ...]) -> RankSteps:
             "no collective is that of all ranks: clocks are not aligned, and all blocked time counts as waiting"
         )
     elif one_clock:
-        late = np.median(end - end.min(axis=0), axis=1)
+        transfer = np.median(end, axis=0) - begin.max(axis=0)
+        longest = {key[0]: at for at, key in sorted(enumerate(common), key=lambda one: transfer[one[0]])}
+        at = [longest[number] for number in sorted(longest)]
+        late = end[:, at] - end[:, at].min(axis=0)
     else:
         offsets = np.median(end - np.median(end, axis=0), axis=1)
     begin, last = begin - offsets[:, None], np.zeros(0)
@@ -274,6 +277,7 @@ def _aligned(found: list[_Rank], ranks: tuple[int, ...]) -> RankSteps:
         work=work if (work > 0).all() else None,
         offsets_s=offsets,
         late_s=late,
+        ring=-1 if all(key[1].startswith("gloo") for key in common) else 1,
         remarks=tuple(remarks),
         timeline=[(name, [(a - origin, b - origin, kind) for a, b, kind in spans]) for name, spans in timeline],
     )
