@@ -49,6 +49,7 @@ PLAIN = "plain"
 VARIANTS = ("hook", "own loader", "balance", "agent", "elastic")
 LOCAL, PIXELS = 16, 16
 NARROWEST, WIDEST, TRIED = 0.05, 6.0, 8
+MOST_STEPS = 2000
 
 
 def network(width: float) -> nn.Module:
@@ -157,16 +158,19 @@ def write_plan(size: int, folder: str) -> None:
 
 
 def as_script(given: argparse.Namespace) -> None:
-    """Train one variant as a script of torchrun's, for ever."""
+    """Train one variant as a script of torchrun's."""
     dist.init_process_group("gloo")
     torch.set_num_threads(1)
-    with tempfile.TemporaryDirectory() as folder:
+    size = dist.get_world_size()
+    run = trainer(given.variants, size, given.width or 0.0, given.adam, MOST_STEPS)
+    with tempfile.TemporaryDirectory() as folder:  # whoever measures ends this process where it is
         os.chdir(folder)
-        write_plan(dist.get_world_size(), folder)
-        for _ in trainer(given.variants, dist.get_world_size(), given.width or 0.0, given.adam, 1000):
-            pass
-        dist.destroy_process_group()
+        write_plan(size, folder)
+        next(run)
         os.chdir("/")
+    for _ in run:
+        pass
+    dist.destroy_process_group()
 
 
 def table(given: argparse.Namespace, step_ms: float, variants: list[str]) -> Iterator[str]:

@@ -1,7 +1,8 @@
-"""A rank of a balanced job is killed: the others end in one line that names it, and nothing aborts."""
+"""A rank of a balanced job is killed: the others end in one line that names it, whatever waits at exit, and nothing aborts."""
 
 from __future__ import annotations
 
+import atexit
 import os
 import signal
 import threading
@@ -30,6 +31,8 @@ def train(rank: int, cluster: str, victim: int, when: str) -> None:
     options = BalanceOptions(cluster=cluster, timeout_s=4, interval_s=0.0)  # type: ignore[arg-type]
     balancer = balance(model, optimizer, data, total_batch=24, options=options)
     late = (victim + 1) % 3
+    if when == "waiting":
+        atexit.register(time.sleep, 600)  # as of a library that waits for its server
     for step, (inputs, labels) in enumerate(balancer.dataloader(seed=0)):
         if step == 9 and rank == victim and when == "computing":
             die()
