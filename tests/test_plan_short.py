@@ -48,6 +48,7 @@ def test_a_run_in_hours_and_money_from_a_graph(cli: Cli, monkeypatch: pytest.Mon
     asked = ("plan", GRAPH.name, "--devices", "V100=4@2,T4=4@0.5", "--batch-size", 256, "--bandwidth", "10Gbit")
     run = ("--samples", "50k", "--epochs", 90)
     found = cli(*asked, *run, "--json").document
+    assert found["devices_per_node"] == dict.fromkeys({row["device_type"] for row in found["assignments"]}, 4)
     took = found["decision"]["run"]
     assert took["samples"] == 50_000 * 90
     assert took["hours"] == pytest.approx(took["samples"] / 256 * found["iteration_s"] / 3600)

@@ -244,7 +244,8 @@ class Plan(Artifact):
     network: NetworkCost | None = Field(default=None, description="of an est plan with nodes and a fitted model")
     migration: None = Field(default=None, description="always null; it stands in plans of earlier versions")
     devices_per_node: dict[str, AtLeastOne] | None = Field(
-        default=None, description="devices of each used type on a node of the job's cluster; null: the job names none"
+        default=None,
+        description="devices of each used type on a node: of the job, its cluster, or as assumed; null: nothing says it",
     )
     group: WorkerGroup | None = Field(default=None, description="what a device of this plan stands for; null: itself")
     predicted: Literal[True] = True

@@ -204,7 +204,8 @@ def complete(made: Plan, job: Job, job_file: Path, given: Given) -> Plan:
         made = made.model_copy(update={"parameters": ordered_parameters(graph), **settings})
     if given.compress is not None:
         made = made.model_copy(update={"compressed": _compressed(made, job, job_file, given, given.compress)})
-    together = None if job.group is not None else _devices_per_node(job, job_file, made)
+    grouped = job.group is not None and job.cluster is not None  # whose nodes count single devices
+    together = None if grouped else _devices_per_node(job, job_file, made, given)
     return made.model_copy(update={"devices_per_node": together, "group": job.group})
 
 
@@ -222,12 +223,20 @@ def _compressed(made: Plan, job: Job, job_file: Path, given: Given, compression:
     return source.compressed(counts, pass_s or made.iteration_s, compression, rate)
 
 
-def _devices_per_node(job: Job, job_file: Path, made: Plan) -> dict[str, int] | None:
-    """Return how many devices of each used type stand on a node of the job's cluster; on unequal nodes, the fewest."""
-    if job.cluster is None:
-        return None
+def _devices_per_node(job: Job, job_file: Path, made: Plan, given: Given) -> dict[str, int] | None:
+    """Return how many devices of each used type stand on a node of the job's cluster; on unequal nodes, the fewest.
+
+    Without a cluster as many as the job says, or as were assumed for their network.
+    """
     used = {row.device_type for row in made.assignments}
     found: dict[str, int] = {}
+    if job.cluster is None:
+        assumed = fabrics_of(job, job_file.parent, replace(given, tell=lambda _: None)) or {}
+        for offer in job.devices:
+            each = offer.per_node or (assumed[offer.type].gpus_per_node if offer.type in assumed else 1)
+            if offer.type in used and (offer.per_node is not None or each > 1):
+                found[offer.type] = min(each, max(offer.count, 1))
+        return found or None
     for group in load(job_file.parent / job.cluster, Cluster).nodes:
         name, count = group.devices.type, group.devices.count
         if name in used and count and group.count:
