@@ -1041,6 +1041,161 @@ def gradients_cleared_in_every_pass(script: Script) -> list[Tensor]:
     return values(model)
 
 
+# Scripts with more than one model, or with gradients that hooks change.
+
+
+def _taught(script: Script, teach: Callable[[Any, Any, Any, int], Tensor], **options: Any) -> list[Tensor]:
+    def backward(wrapped: Any, batch: Any, handle: Any, number: int) -> None:
+        teach(wrapped, batch, handle, number).backward()
+
+    return trained(script, backward=backward, **options)
+
+
+@pattern
+def distillation_from_a_frozen_teacher(script: Script) -> list[Tensor]:
+    teacher = net().requires_grad_(False).eval()
+
+    def teach(wrapped: Any, batch: Any, handle: Any, number: int) -> Tensor:
+        made = wrapped(batch[0])
+        soft = F.kl_div((made / 3).log_softmax(1), (teacher(batch[0]) / 3).softmax(1), reduction="batchmean") * 9
+        return 0.3 * F.cross_entropy(made, batch[1]) + 0.7 * soft
+
+    return _taught(script, teach)
+
+
+@pattern
+def q_learning_with_a_target_network(script: Script) -> list[Tensor]:
+    """Double DQN: the net chooses, its copy of some steps ago values; gradients are clipped by value."""
+    model = net()
+    target = copy.deepcopy(model).requires_grad_(False)
+
+    def teach(wrapped: Any, batch: Any, handle: Any, number: int) -> Tensor:
+        if number % 2 == 0:
+            target.load_state_dict(model.state_dict())
+        states, actions = batch
+        following = states.roll(1, 1)
+        with torch.no_grad():
+            valued = target(following).gather(1, model(following).argmax(1, keepdim=True))[:, 0]
+        chosen = wrapped(states).gather(1, actions[:, None])[:, 0]
+        return F.smooth_l1_loss(chosen, states[:, 0] + 0.9 * valued)
+
+    def after(optimizer: Any, number: int) -> None:
+        nn.utils.clip_grad_value_(model.parameters(), 0.02)
+        optimizer.step()
+
+    return _taught(script, teach, model=model, after=after)
+
+
+def _queued(script: Script, gathered: bool) -> list[Tensor]:
+    """MoCo: positives by a slow copy of the net, negatives from a queue of what the slow copy has seen."""
+    model = net()
+    slow = copy.deepcopy(model).requires_grad_(False)
+    queue = [F.normalize(torch.randn(TOTAL, CLASSES, dtype=torch.float64), dim=1)]
+
+    def teach(wrapped: Any, batch: Any, handle: Any, number: int) -> Tensor:
+        asked, keys = F.normalize(wrapped(batch[0]), dim=1), F.normalize(slow(batch[0] * 1.1), dim=1)
+        logits = torch.cat([(asked * keys).sum(1, keepdim=True), asked @ queue[0].T], 1) / 0.3
+        everything = keys if script.alone or not gathered else Gathered.apply(keys)
+        queue[0] = torch.cat([everything, queue[0]])[:TOTAL]
+        return F.cross_entropy(logits, torch.zeros(len(logits), dtype=torch.int64))
+
+    def after(optimizer: Any, number: int) -> None:
+        optimizer.step()
+        for one, other in zip(slow.parameters(), model.parameters(), strict=True):
+            one.lerp_(other.detach(), 0.2)
+
+    return _taught(script, teach, model=model, after=after)
+
+
+@pattern
+def queue_of_all_ranks_keys(script: Script) -> list[Tensor]:
+    return _queued(script, gathered=True)
+
+
+class Talk(nn.Module):
+    """Packed sequences through a recurrent encoder, whose last state starts the decoder."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words, self.encoder, self.decoder = nn.Embedding(9, 5), nn.GRU(5, 6, batch_first=True), nn.GRUCell(5, 6)
+        self.head = nn.Linear(6, 9)
+        self.double()
+
+    def forward(self, words: Tensor, lengths: Tensor) -> Tensor:
+        packed = nn.utils.rnn.pack_padded_sequence(self.words(words), lengths, batch_first=True, enforce_sorted=False)
+        state, made = self.encoder(packed)[1][0], []
+        for place in range(words.shape[1]):
+            state = self.decoder(self.words(words[:, place]), state)
+            made.append(self.head(state))
+        return torch.stack(made, 1)
+
+
+@pattern
+def packed_sequences_and_smoothed_labels(script: Script) -> list[Tensor]:
+    def teach(wrapped: Any, batch: Any, handle: Any, number: int) -> Tensor:
+        words, labels = batch
+        counted = (labels != -100).sum()
+        made = wrapped(words, (labels != -100).sum(1)).flatten(0, 1)
+        loss = F.cross_entropy(made, labels.flatten(), ignore_index=-100, label_smoothing=0.1)
+        weighed: Tensor = handle.loss(loss, count=counted)
+        return weighed
+
+    return _taught(script, teach, model=Talk(), dataset=texts())
+
+
+@pattern
+def two_tasks_in_two_passes(script: Script) -> list[Tensor]:
+    """Each with a forward and a backward pass of its own, scaled by hand, and unscaled before the update."""
+    model = net()
+
+    def backward(wrapped: Any, batch: Any, handle: Any, number: int) -> None:
+        (F.cross_entropy(wrapped(batch[0]), batch[1]) * 1024).backward()
+        (F.mse_loss(wrapped(batch[0].flip(1)), batch[0][:, :CLASSES]) * 512).backward()
+
+    def after(optimizer: Any, number: int) -> None:
+        for value in model.parameters():
+            value.grad /= 1024  # type: ignore[operator]
+        optimizer.step()
+
+    return trained(script, model=model, backward=backward, after=after)
+
+
+def _hooked_gradients(script: Script, change: Callable[[Tensor], Tensor]) -> list[Tensor]:
+    model = net()
+    for value in model.parameters():
+        value.register_hook(change)
+    return trained(script, model=model)
+
+
+@pattern
+def centralised_gradients(script: Script) -> list[Tensor]:
+    return _hooked_gradients(script, lambda value: value - value.mean(-1, keepdim=True))
+
+
+@pattern
+def gradients_clipped_by_hooks(script: Script) -> list[Tensor]:
+    """What a rank clips is its own gradient, before the average."""
+    return _hooked_gradients(script, lambda value: value.clamp(-0.01, 0.01))
+
+
+@pattern
+def averaged_weights_at_the_end(script: Script) -> list[Tensor]:
+    """torch's SWA, with its schedule."""
+    model, dataset = net(), data()
+    script.begin(model, model)
+    optimizer = sgd(model)
+    wrapped, handle = script.start(model, optimizer, dataset)
+    average, schedule = AveragedModel(model), torch.optim.swa_utils.SWALR(optimizer, swa_lr=0.05, anneal_epochs=1)
+    for epoch in script.epochs(handle, dataset):
+        for features, labels in epoch:
+            optimizer.zero_grad()
+            F.cross_entropy(wrapped(features), labels).backward()
+            optimizer.step()
+        average.update_parameters(model)
+        schedule.step()
+    return values(model, average)
+
+
 LOSSES: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
     "mse": lambda made, target, label: F.mse_loss(made, target),
     "l1": lambda made, target, label: F.l1_loss(made, target),

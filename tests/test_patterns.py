@@ -49,6 +49,7 @@ REFUSED = {
     "past the wrapper": PAST,
     "past the wrapper after a pass": PAST,
     "gradient penalty alone": PAST,
+    "gradients clipped by hooks": r"^gradient of 0\.weight: is changed by a hook on each rank by itself, .*; change \.grad",
     "gradients by hand": r"^backward: went past the weights of the ranks' batches; call loss\.backward\(\)",
     ("gradients by hand", "agent"): r"^optimizer\.step: came before the pass's backward; call agent\.backward\(loss\)",
     "one stream of two": r"^dataset: first sample of the stream: differs between rank 0 .* say that each has its own",

@@ -43,6 +43,7 @@ def test_a_trainer_is_that_of_one_process(found: Found, name: str) -> None:
 @pytest.mark.parametrize("name", REFUSED)
 def test_a_trainer_that_cannot_be_right_is_refused(found: Found, name: str) -> None:
     assert_refused(found, name, REFUSED[name])
+    assert "loss" not in name or all("self.hook.loss(" in each[name] for each in found[1])
 
 
 @pytest.mark.slow

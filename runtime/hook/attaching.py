@@ -108,6 +108,10 @@ class Hook:
         Telemetry is of the first optimizer's steps.
         """
 
+    def call(self, name: str) -> Self:
+        """Return this hook, which messages speak of as ``name`` from now on."""
+        return self
+
     def turn_to_next_batch(self, skip: int = 0, *, passed: Any = None) -> None:
         """Let what is computed now be the next batch that the loader has given, past ``skip`` that are left out.
 
@@ -196,6 +200,11 @@ class EnforcingHook(Hook):
             passes=enforcement.ranks[job.rank].accumulation_steps + 1,
         )
         self._weigher.missing = "call hook.bind(model, optimizer) when both are there"
+
+    def call(self, name: str) -> Self:
+        """Return this hook, which messages speak of as ``name`` from now on."""
+        self._weigher.name = name
+        return self
 
     def bind(self, model: nn.Module, optimizer: torch.optim.Optimizer, *others: torch.optim.Optimizer) -> None:
         """Weigh and record what is trained. Raises InputError, on every rank, where it does not fit the plan."""

@@ -53,6 +53,9 @@ class RollCall:
     Args:
         rank, world_size: this process's place.
         store: what all processes share.
+
+    Attributes:
+        passes: returns how many backward passes this process has begun, which it answers with.
     """
 
     _current: RollCall | None = None
@@ -63,6 +66,8 @@ class RollCall:
         store = dist.PrefixStore("ddltool/roll", store)  # type: ignore[attr-defined]
         self._store, self._answering = store, connection(store, WITHIN_S)
         self._told: list[Callable[[list[int]], object]] = []
+        self.passes: Callable[[], int] = int
+        self._begun: dict[int, int] = {}
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._answer, name="ddltool-roll-call", daemon=True)
         self._thread.start()
@@ -99,11 +104,12 @@ class RollCall:
         def call() -> None:
             with contextlib.suppress(RuntimeError):
                 end = time.monotonic() + within_s
-                self._store.set(f"here/{self._rank}", b"1")
+                self._store.set(f"here/{self._rank}", str(self.passes()))
                 self._store.set("call", b"1")
                 while left and time.monotonic() < end:
                     for rank in list(left):
                         if self._store.check([f"here/{rank}"]):
+                            self._begun[rank] = int(self._store.get(f"here/{rank}"))
                             left.remove(rank)
                     asked.set()
                     time.sleep(0.02)
@@ -124,10 +130,21 @@ class RollCall:
         if isinstance(error, LostRank):
             return str(error)
         gone = self.gone()
-        lost = STORE_GONE if gone is None else "the connection to another rank is lost"
+        lost = STORE_GONE if gone is None else self._left_out() or "the connection to another rank is lost"
         if gone:
             lost = f"rank {', '.join(map(str, gone))} is gone"
         return f"{lost}; go on from the last checkpoint"
+
+    def _left_out(self) -> str:
+        """Return which ranks have begun fewer backward passes than another, where all have answered; "": none."""
+        if len(self._begun) < len(self._ranks):
+            return ""
+        ahead = max(self._ranks, key=lambda rank: self._begun[rank])
+        behind = [rank for rank in self._ranks if self._begun[rank] < self._begun[ahead]]
+        if not behind:
+            return ""
+        made = f"{self._begun[behind[0]]} backward passes, and rank {ahead} {self._begun[ahead]}"
+        return f"rank {', '.join(map(str, behind))} has begun {made}, each of which needs all ranks"
 
     def close(self) -> None:
         """Answer no more, and show errors as before unless somebody else has changed that meanwhile. Idempotent."""
@@ -141,7 +158,7 @@ class RollCall:
         with contextlib.suppress(RuntimeError):  # the store is gone
             while not self._ended.wait(_LOOK_S):
                 if self._answering.check(["call"]):
-                    self._answering.set(f"here/{self._rank}", b"1")
+                    self._answering.set(f"here/{self._rank}", str(self.passes()))
                     return
 
     def _show(self, kind: type[BaseException], value: BaseException, trace: TracebackType | None) -> None:

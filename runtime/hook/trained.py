@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import hashlib
 import weakref
+from collections.abc import Callable
 
 import torch
 from torch import nn
@@ -22,6 +23,8 @@ def guard(job: Job, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     job.together(trained.check)
     optimizer.register_step_pre_hook(trained.check)
     optimizer.register_step_pre_hook(LateBuffers(job, model).check)
+    if isinstance(model, DistributedDataParallel):
+        optimizer.register_step_pre_hook(GradientHooks(model).check)
 
 
 class LateBuffers:
@@ -51,6 +54,37 @@ def _digest(value: torch.Tensor) -> str:
     return hashlib.sha256(value.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes()).hexdigest()[
         :8
     ]
+
+
+class GradientHooks:
+    """What the script changes gradients by on their way (``Tensor.register_hook``): each rank's own, before the average."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = weakref.ref(model)
+        self._updates = 0
+
+    def check(self, *_: object) -> None:
+        """Raise InputError, before the first two updates, for a hook that does not commute with an average of gradients."""
+        model = self._model()
+        if model is None or self._updates == UPDATES_WITH_BUFFERS:
+            return
+        self._updates += 1
+        for name, value in model.named_parameters():
+            if not all(_is_linear(hook, value) for hook in (value._backward_hooks or {}).values()):
+                problem = "is changed by a hook on each rank by itself, before the ranks' gradients are averaged"
+                remedy = "change .grad between backward and the optimizer's step"
+                raise InputError(f"gradient of {name.removeprefix('module.')}", problem, remedy)
+
+
+def _is_linear(hook: Callable[[torch.Tensor], torch.Tensor | None], like: torch.Tensor) -> bool:
+    """Return whether a hook makes sums of sums, and multiples of multiples: it is tried on three gradients."""
+    generator = torch.Generator(like.device).manual_seed(0)
+    one, other = (torch.randn(like.shape, dtype=like.dtype, device=like.device, generator=generator) for _ in range(2))
+    with torch.no_grad():
+        made = [hook(given.clone()) for given in (one, other, one - 300 * other)]
+    if made[0] is None or made[1] is None or made[2] is None:
+        return True  # it only looks
+    return torch.allclose(made[2], made[0] - 300 * made[1], rtol=1e-2, atol=1e-2)
 
 
 class TrainedParameters:

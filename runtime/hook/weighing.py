@@ -29,6 +29,7 @@ from ddltool.errors import InputError
 from ddltool.runtime.hook.batches import Pass, Shares, VariableBatchSampler
 from ddltool.runtime.hook.job import Job
 from ddltool.runtime.hook.loss_terms import Mark, mark, mixing, reach, terms_of
+from ddltool.runtime.hook.roll_call import RollCall
 
 Reduction = Literal["mean", "sum", "average"]
 FIRST_READINGS = 4
@@ -37,7 +38,7 @@ _PASSES_KEPT = 4096
 _PLAIN = torch.autograd.backward
 _inside = False
 _open: weakref.WeakSet[Weigher] = weakref.WeakSet()
-_backwards = 0
+_backwards, _begun = 0, 0
 
 
 class Watcher(Protocol):
@@ -54,6 +55,11 @@ class Watcher(Protocol):
 
     def end_backward(self) -> None:
         """A backward pass is over, the exchange of its gradients included."""
+
+
+def begun() -> int:
+    """Return how many backward passes this process has begun since something was first weighed."""
+    return _begun
 
 
 def leading_size(values: Iterable[Any]) -> int | None:
@@ -117,6 +123,7 @@ class Weigher:
         watcher: wants to know when gradients are complete.
 
     Attributes:
+        name: what the script calls this, for messages.
         missing: what this has to know before batches may be handed out; None: nothing.
         last_weight: what the last loss, or term of one, was multiplied by.
     """
@@ -131,7 +138,7 @@ class Weigher:
         always: bool = False,
         watcher: Watcher | None = None,
     ) -> None:
-        self._job, self._name, self._sizes, self._split = job, name, sizes, passes
+        self._job, self.name, self._sizes, self._split = job, name, sizes, passes
         self._always, self.watcher = always, watcher
         self._loose: dict[VariableBatchSampler, None] = {}
         self._drawn: dict[Hashable, deque[_Drawn]] = {}
@@ -156,6 +163,8 @@ class Weigher:
         model.register_forward_pre_hook(_Before(self), with_kwargs=True)
         model.register_forward_hook(_After(self))
         _open.add(self)
+        if self._job.world_size > 1:
+            RollCall.of_this_job().passes = begun
         torch.autograd.backward = _backward
 
     def close(self) -> None:
@@ -262,7 +271,7 @@ class Weigher:
         """Raise InputError when an update uses gradients that came past the weighing. Call after each update."""
         made, self._made = self._made, _backwards
         if made == _backwards and self._job.world_size > 1 and _has_gradients(optimizer):
-            remedy = f"call loss.backward(), or torch.autograd.backward of the module, after making {self._name}"
+            remedy = f"call loss.backward(), or torch.autograd.backward of the module, after making {self.name}"
             raise InputError("backward", "went past the weights of the ranks' batches", remedy)
 
     def demand_averaged(self, leaves: Collection[int]) -> None:
@@ -325,7 +334,7 @@ class Weigher:
             fits = number == 0 or all(term.count is not None and _alike(term.count, number) for term in terms)
             told = self._exchange(float(fits), float(bool(unknown)))
             if any(told[1::2]):
-                remedy = f"say {self._name}.loss(loss, count=...) in a compute_loss of your own"
+                remedy = f"say {self.name}.loss(loss, count=...) in a compute_loss of your own"
                 problem = f"what it is a mean over cannot be read from its graph ({unknown or 'on another rank'})"
                 raise InputError("loss", problem, remedy)
             self._divided = all(told[::2])
@@ -388,7 +397,7 @@ class Weigher:
             sizes = {*self._told, *self._sizes_passed}
             fitting = [each for each in batches if each.share.samples in sizes]
         if len({each.share for each in fitting}) != 1:
-            remedy = f"say which it is: {self._name}.loss(loss, count=samples)"
+            remedy = f"say which it is: {self.name}.loss(loss, count=samples)"
             raise InputError("backward", "the script has batches of several steps in hand, of different shares", remedy)
         self._use(fitting)
         return fitting[0].share
@@ -419,7 +428,7 @@ class Weigher:
             problem = f"the batch cannot be counted by dimension 0 of the model's arguments ({seen})"
             if planned is not None:
                 problem += f": planned are {planned} samples"
-            remedy = f"call {self._name}.count_samples(n) before each forward, or {self._name}.loss(loss, count=n)"
+            remedy = f"call {self.name}.count_samples(n) before each forward, or {self.name}.loss(loss, count=n)"
             raise InputError("forward", problem, remedy)
         self._seen_full = True
         if self._used_at != _backwards:
@@ -458,7 +467,7 @@ class Weigher:
         told = self._exchange(share.samples, 2.0 if is_sum else 1.0 if worst else 0.0, low, high, float(bool(mixed)))
         rows = [told[start : start + 5] for start in range(0, len(told), 5)]
         kinds = {row[1] for row in rows}
-        name = self._name
+        name = self.name
         if 2.0 in kinds:
             remedy = f'say {name}.loss(loss, reduction="sum") to add the ranks\' losses, or divide by the samples'
             remedy += f", or give the sum of the weights that it was divided by: {name}.loss(loss, count=...)"
@@ -564,13 +573,14 @@ def _backward(
     inputs: Any = None,
 ) -> None:
     """Stand in for ``torch.autograd.backward``: a pass that starts behind a weigher's model starts with its weight."""
-    global _inside, _backwards
+    global _inside, _backwards, _begun
     rest: dict[str, Any] = {"retain_graph": retain_graph, "create_graph": create_graph, "inputs": inputs}
     grad_tensors = grad_variables if grad_tensors is None else grad_tensors
     roots = (tensors,) if isinstance(tensors, Tensor) else tuple(tensors)
     if _inside or not all(isinstance(root, Tensor) for root in roots):  # checkpointing has a backward in backward
         _PLAIN(tensors, grad_tensors, **rest)
         return
+    _begun += 1
     found = reach(root.grad_fn for root in roots)
     if not found.marks and not found.weighed:
         for weigher in list(_open):

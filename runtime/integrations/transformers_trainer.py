@@ -85,7 +85,7 @@ class HookedTrainerMixin:
         self, *args: Any, enforcement: Path | None = None, telemetry: Path | None = None, **kwargs: Any
     ) -> None:
         super().__init__(*args, **kwargs)
-        self.hook = attach(enforcement, telemetry=telemetry)
+        self.hook = attach(enforcement, telemetry=telemetry).call("self.hook")
         self._trainer = cast(Any, self)  # what it is once it is mixed in
         self._items: Any = None
         self._skip, self._is_bound, self._is_total = 0, False, False
