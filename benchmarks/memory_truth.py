@@ -10,7 +10,7 @@ from __future__ import annotations
 import argparse
 import csv
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, partial
 from pathlib import Path
@@ -83,14 +83,6 @@ class Row:
     least: float
     most: float
     """What ``predict`` gives as ``memory_low_bytes`` and ``memory_high_bytes``."""
-
-    @property
-    def cells(self) -> str:
-        """Return the cells of a table's line."""
-        return (
-            f"| {self.source} | {self.what} | {self.measured / GIB:.1f} GiB | {self.tensors / GIB:.1f} GiB "
-            f"| {self.predicted / GIB:.1f} GiB | {100 * self.error:+.0f} % |"
-        )
 
     @property
     def error(self) -> float:
@@ -226,6 +218,27 @@ def judged(data: Path) -> list[Row]:
     return [*torchtitan(truth / "torchtitan_llama3.csv"), *lucid(truth / "lucid_single_gpu.csv")]
 
 
+def table(rows: Sequence[Row]) -> list[str]:
+    """Return a line per model: of how many rows, their measured peaks and their errors, least and most."""
+    lines = ["| source | model | rows | measured | tensors | predicted | error |", "|---|---|---:|---:|---:|---:|---:|"]
+    models: dict[tuple[str, str], list[Row]] = {}
+    for row in rows:
+        models.setdefault((row.source, row.what.partition(",")[0]), []).append(row)
+    for (source, model), own in models.items():
+        cells = [
+            _span([f"{getattr(row, name) / GIB:.1f}" for row in own]) + " GiB"
+            for name in ("measured", "tensors", "predicted")
+        ]
+        errors = _span([f"{100 * row.error:+.0f}" for row in own])
+        lines.append(f"| {source} | {model} | {len(own)} | {' | '.join(cells)} | {errors} % |")
+    return lines
+
+
+def _span(shown: Sequence[str]) -> str:
+    least, most = (choose(shown, key=float) for choose in (min, max))
+    return least if least == most else f"{least} to {most}"
+
+
 def section(data: Path) -> str:
     """Return the page's section on memory."""
     truth = data / "truth"
@@ -234,8 +247,6 @@ def section(data: Path) -> str:
     errors = [abs(row.error) for row in rows]
     far = [row for row in rows if abs(row.error) > 0.2]
     held = sum(row.least <= row.measured <= row.most for row in rows)
-    lines = ["| source | what | measured | tensors | predicted | error |", "|---|---|---:|---:|---:|---:|"]
-    lines += [row.cells for row in rows]
     parts = [
         HEADING,
         f"Peaks of {len(rows)} measured steps are predicted {100 * sum(errors) / len(errors):.1f} % off in the mean, "
@@ -244,7 +255,7 @@ def section(data: Path) -> str:
         "on that machine. Predicted is what torch's allocator, played with the step's tensors, takes of the device "
         "(`reserved_bytes`), and on Lucid's rows that context.",
         "<!-- run: parse (the measured rows) -->\n```sh\n" + COMMAND + "\n```",
-        "\n".join(lines),
+        "\n".join(table(rows)),
         f"{held} of the {len(rows)} lie between `memory_low_bytes` and `memory_high_bytes`.",
         "- torchtitan: what torch's allocator reserved on 8 H100; compiled and float8 steps are predicted as eager ones in "
         "bfloat16.\n- Lucid: what nvidia-smi showed in the mean; models and optimizers as in its scripts, and autograd as it "

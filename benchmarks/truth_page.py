@@ -270,10 +270,10 @@ def _examples(families: Judged, table: CalibrationTable) -> str:
 
 
 def _excluded(truth: Truth) -> str:
-    lines = ["| source | rows | why |", "|---|---:|---|"]
-    for name, reasons in truth.excluded.items():
-        lines += [f"| {SOURCES[name].title} | {count:,} | {reason} |" for reason, count in reasons.most_common()]
-    return "\n".join(lines)
+    return "\n".join(
+        f"- {SOURCES[name].title}: {'; '.join(f'{count:,} ({reason})' for reason, count in reasons.most_common())}."
+        for name, reasons in truth.excluded.items()
+    )
 
 
 def _constants(table: CalibrationTable) -> str:
