@@ -52,9 +52,9 @@ docs: setup
 fixtures: setup
 	$(BIN)/ddltool zoo --write fixtures/graphs
 
-# The wheel, with the same bytes whenever it is built from one commit.
+# Wheel and sdist of what is committed, with the same bytes whenever they are built from one commit.
 dist: setup
-	SOURCE_DATE_EPOCH=$$(git log -1 --format=%ct) $(BIN)/pip wheel -q --no-deps -w dist .
+	PYTHON=$(abspath $(BIN)/python) .ci/dist
 	ls -l dist
 
 # Small mistakes put into the analyzers' cores, one at a time: which would their tests not see? (an hour)

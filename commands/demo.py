@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import importlib.util
 import os
 import shutil
 import sys
@@ -61,6 +62,9 @@ def demo(
     as_json: Json = False,
 ) -> None:
     """Trace, order, profile, fit, plan, enforce a real two-process training run, and report. About a minute."""
+    for package in ("altair", "vl_convert", "sklearn"):  # of the last steps: told before the first
+        if importlib.util.find_spec(package) is None:
+            raise ModuleNotFoundError(name=package)
     try:
         output.mkdir(parents=True, exist_ok=True)
     except OSError as error:

@@ -189,7 +189,8 @@ def _how_to_get(package: str) -> str:
     """Return what installs an import name that is missing."""
     if package == "torch":
         return "pip install torch (without a GPU: --index-url https://download.pytorch.org/whl/cpu)"
-    names = {"sklearn": "scikit-learn", "vl_convert": "vl-convert-python", "yaml": "pyyaml"}
+    charts = "altair vl-convert-python"
+    names = {"sklearn": "scikit-learn", "altair": charts, "vl_convert": charts, "yaml": "pyyaml"}
     return f"pip install {names.get(package, package)}"
 
 

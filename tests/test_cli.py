@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import io
 import json
 import os
@@ -628,6 +629,24 @@ def test_a_mistake_of_its_own_is_one_line_and_v_shows_where(cli: Cli, monkeypatc
     loud = cli("devices", "-v").err
     assert loud.startswith("Traceback (most recent call last):")
     assert "in breaks" in loud
+
+
+def test_an_extra_that_is_missing_is_told_before_the_work(
+    cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = importlib.util.find_spec
+    absent = ("vl_convert", "statsmodels")
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name, *rest: None if name in absent else real(name, *rest))
+    demo = cli("demo", "-o", tmp_path / "demo")
+    assert (demo.code, demo.error_line.partition(": ")[0]) == (2, "vl_convert")
+    assert demo.error_line.endswith("pip install altair vl-convert-python")
+    assert not (tmp_path / "demo").exists()
+    rows = [f"{k},w{worker},{1 + worker},1,0.5\n" for k in range(40) for worker in range(2)]
+    (tmp_path / "trace.csv").write_text("".join(["iteration,worker,speed,cpu,memory\n", *rows]))
+    monkeypatch.setattr("ddltool.analyzers.balancing.replay.PREDICTORS", ("last", "arima"))
+    found = cli("balance", tmp_path / "trace.csv", "--warm-up", 20, "--json")
+    assert [*found.document["predictors"]] == ["last"]
+    assert "arima is left out: pip install statsmodels" in found.err
 
 
 def test_bash_completes_what_is_installed(tmp_path: Path) -> None:

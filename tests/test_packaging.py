@@ -1,4 +1,4 @@
-"""The wheel is the same whenever it is built, and a gate runs where torch is absent, as docs/gate.md says."""
+"""Wheel and sdist are the same whenever they are built, and a gate runs where torch is absent, as docs/gate.md says."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import re
 import subprocess
 import sys
 import venv
+import zipfile
 from pathlib import Path
 
 import pytest
@@ -19,12 +20,12 @@ def run(*command: str | Path, cwd: Path = ROOT) -> subprocess.CompletedProcess[s
 
 
 def build(folder: Path, number: str) -> Path:
-    """Build the wheel from a copy of the tracked files, as a clone has them."""
-    source, dist = folder / f"source{number}", folder / f"dist{number}"
+    """Build wheel and sdist in a clone, as ``make dist`` does. Returns the wheel."""
+    source = folder / f"source{number}"
     assert run("git", "clone", "-q", ROOT, source).returncode == 0
-    made = run(sys.executable, "-m", "pip", "wheel", "-q", "--no-deps", "-w", dist, source)
+    made = run("env", f"PYTHON={sys.executable}", source / ".ci/dist")
     assert made.returncode == 0, made.stderr
-    return next(dist.glob("ddltool-*.whl"))
+    return next((source / "dist").glob("ddltool-*.whl"))
 
 
 @pytest.fixture(scope="module")
@@ -47,11 +48,19 @@ def python(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder / "bin/python"
 
 
-def test_a_wheel_has_the_same_bytes_each_time(wheel: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("SOURCE_DATE_EPOCH", "1700000000")
-    first, second = build(tmp_path, "2"), build(tmp_path, "3")
+def test_wheel_and_sdist_have_the_same_bytes_each_time(wheel: Path, tmp_path: Path) -> None:
+    again = build(tmp_path, "2")
+    assert again.read_bytes() == wheel.read_bytes()
+    first, second = (next(made.parent.glob("ddltool-*.tar.gz")) for made in (wheel, again))
     assert first.read_bytes() == second.read_bytes()
-    assert first.name == wheel.name
+
+
+def test_the_wheel_of_the_sdist_holds_the_same_files(wheel: Path, tmp_path: Path) -> None:
+    sdist = next(wheel.parent.glob("ddltool-*.tar.gz"))
+    made = run(sys.executable, "-m", "pip", "wheel", "-q", "--no-deps", "-w", tmp_path, sdist)
+    assert made.returncode == 0, made.stderr
+    names = [set(zipfile.ZipFile(each).namelist()) for each in (wheel, next(tmp_path.glob("*.whl")))]
+    assert names[0] == names[1]
 
 
 def test_a_gate_needs_no_torch(python: Path, tmp_path: Path) -> None:

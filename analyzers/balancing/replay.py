@@ -13,6 +13,7 @@ updates of others a gradient has not seen: those applied between its worker's re
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -168,6 +169,9 @@ def balance(
     """
     chosen = PREDICTORS if predictor == "all" else (predictor,)
     check_names(chosen)
+    if predictor == "all" and importlib.util.find_spec("statsmodels") is None:
+        tell("arima is left out: pip install statsmodels")
+        chosen = tuple(name for name in chosen if name != "arima")
     recorded = read_speeds(Path(trace), tell)
     if schemes:
         check_ratio(recorded)

@@ -32,10 +32,13 @@ from ddltool.results import Machine, MachineCheck
 from ddltool.runtime.measuring.children import Children, meeting_place
 
 PACKAGES = (
-    *("torch", "onnx", "numpy", "pandas", "scipy", "ortools", "networkx", "scikit-learn", "altair", "pydantic"),
-    *("PyYAML", "psutil", "typer", "rich", "vl-convert-python"),
+    *("torch", "onnx", "numpy", "pandas", "scipy", "ortools", "networkx", "pydantic"),
+    *("PyYAML", "psutil", "typer", "rich"),
 )
 OPTIONAL = {
+    "altair": "pictures of report: pip install altair vl-convert-python",
+    "scikit-learn": "demo: pip install scikit-learn",
+    "statsmodels": "balance --predictor arima: pip install statsmodels",
     "transformers": "sources transformers:NAME: pip install 'ddltool[transformers]'",
     "ray": "sweep --engine ray: pip install 'ddltool[ray]'",
 }
