@@ -17,7 +17,7 @@ from ddltool.artifacts import load, to_json, write_text
 from ddltool.commands.options import Json, demand_part, is_given, one_of
 from ddltool.commands.output import note, print_json, say
 from ddltool.commands.values import device_counts, words
-from ddltool.errors import InputError, known, shortened
+from ddltool.errors import InputError, did_you_mean, known, shortened
 from ddltool.outputs import check_outputs
 from ddltool.plans import Enforcement, Plan
 from ddltool.results import EmitResult
@@ -33,9 +33,10 @@ _ALL = {"plan_file", "output", "target", "telemetry", "script", "as_json"}
 _MORE = {
     "torchrun": {"devices_per_node"},
     "slurm": {"devices_per_node", "queue", "resource"},
-    "kubernetes": {"devices_per_node", "queue", "resource", "image", "kind", "node_label"},
+    "kubernetes": {"devices_per_node", "queue", "resource", "image", "kind", "node_label", "label_value"},
 }
 _LABEL_KEY = r"([a-z0-9]([-a-z0-9.]{0,251}[a-z0-9])?/)?[A-Za-z0-9]([-A-Za-z0-9_.]{0,61}[A-Za-z0-9])?"
+_NODE_VALUE = r"[A-Za-z0-9]([-A-Za-z0-9_.]{0,61}[A-Za-z0-9])?"
 _LABEL_VALUE = r"[a-z0-9]([-a-z0-9.]{0,61}[a-z0-9])?"
 # registry.example:5000/team/name:tag@sha256:digest
 _IMAGE_NAME = r"[A-Za-z0-9][A-Za-z0-9._:/@-]{0,511}"
@@ -83,6 +84,9 @@ def emit(
     node_label: Annotated[
         str, typer.Option(help="kubernetes: node label that holds the device type.", metavar="KEY")
     ] = "ddltool/device-type",
+    label_value: Annotated[
+        str, typer.Option(help="kubernetes: its values, where they are not the types.", metavar="TYPE=VALUE,...")
+    ] = "",
     as_json: Json = False,
 ) -> None:
     """Write the enforcement config, launch script, manifest or settings that make a job follow a plan."""
@@ -113,6 +117,7 @@ def emit(
             image=None if image is None else _name("--image", image, chosen),
             resource=None if device == "none" else device,
             node_label=_name("--node-label", node_label, "kubernetes"),
+            label_values=_label_values(label_value, [row.device_type for row in plan.assignments]),
             queue=None if queue is None else _name("--queue", queue, chosen),
             kind=None if kind is None else cast(Kind, known("--kind", kind, get_args(Kind))),
         )
@@ -162,6 +167,23 @@ def _launcher(
         return slurm_script(plan, placed, settings, gaps=gaps), gaps
     gaps += assumptions(settings, plan)
     return manifest_text(plan, manifests(plan, enforcement, placed, settings), placed, gaps), gaps
+
+
+def _label_values(text: str, types: Sequence[str]) -> dict[str, str]:
+    """Return ``T4=Tesla-T4,V100=Tesla-V100`` by device type. Raises InputError for a type that the plan has not."""
+    made: dict[str, str] = {}
+    for part in filter(None, text.split(",")):
+        name, equals, value = (each.strip() for each in part.partition("="))
+        if not (equals and value):
+            raise InputError("--label-value", f"{shortened(part, 80)!r} is not TYPE=VALUE", "for example T4=Tesla-T4")
+        if name not in types:
+            raise InputError("--label-value", f"the plan has no {name!r}", did_you_mean(name, types))
+        if not re.fullmatch(_NODE_VALUE, value):
+            raise InputError(
+                "--label-value", f"{shortened(value, 80)!r} is no label's value", f"expected {_NODE_VALUE}"
+            )
+        made[name] = value
+    return made
 
 
 def _per_node(text: str | None) -> dict[str, int] | int | None:

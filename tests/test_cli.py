@@ -487,7 +487,7 @@ def test_the_options_are_a_decision() -> None:
         "emit": sorted(
             [
                 *("--output", "--target", "--telemetry", "--json", "--script", "--devices-per-node", "--queue"),
-                *("--resource", "--image", "--kind", "--node-label"),
+                *("--resource", "--image", "--kind", "--node-label", "--label-value"),
             ]
         ),
         "report": ["--json", "--noise-scale", "--output", "--title"],

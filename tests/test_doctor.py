@@ -25,7 +25,8 @@ Cli = Callable[..., Result]
 
 WANTED = (
     *("python", "packages", "machine", "CUDA", "store port", "gloo", "gloo, default network", "NCCL", "clock"),
-    *("this folder", "temporary files", "shared memory", "transformers", "ray", "chromium"),
+    *("this folder", "temporary files", "shared memory"),
+    *("altair", "scikit-learn", "statsmodels", "transformers", "ray", "chromium"),
 )
 
 

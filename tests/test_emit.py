@@ -401,6 +401,10 @@ def test_the_hooks_config_names_its_plan(cli: Cli, tmp_path: Path) -> None:
         (["--target", "torchrun", "--script", "a\nb"], "--script: names no script, or holds a line break"),
         (["--target", "kubernetes", "--kind", "TrainJob"], "TrainJob: has one kind of node, the plan needs node 0: T4"),
         (["--target", "kubernetes", "--kind", "PodJob"], "unknown kind 'PodJob'"),
+        (["--target", "kubernetes", "--label-value", "K80=Tesla"], "--label-value: the plan has no 'K80'; known: "),
+        (["--target", "kubernetes", "--label-value", "T4"], "--label-value: 'T4' is not TYPE=VALUE"),
+        (["--target", "kubernetes", "--label-value", "T4=a: b"], "--label-value: 'a: b' is no label's value"),
+        (["--target", "slurm", "--label-value", "T4=a"], "--label-value: has no part in --target slurm"),
         (["--target", "kubernetes", "--queue", "a b"], "--queue: is 'a b'"),
         (["--target", "slurm", "--queue", "a\n#SBATCH x"], "--queue: is 'a #SBATCH x'"),
         (["--target", "kubernetes", "--image", "a b"], "--image: is 'a b'"),
@@ -420,6 +424,18 @@ def test_wrong_wishes_are_one_line_and_leave_nothing(cli: Cli, tmp_path: Path, a
     assert made.code == 2
     assert line in made.error_line.replace("\\n", " ")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["plan.json"]
+
+
+def test_nodes_are_chosen_by_the_labels_that_they_have(cli: Cli, tmp_path: Path) -> None:
+    """With the labels of NVIDIA's device plugin; a type without a value of its own keeps its name."""
+    save(MIXED, tmp_path / "plan.json")
+    given = ("--node-label", "nvidia.com/gpu.product", "--label-value", "T4=Tesla-T4")
+    made = cli("emit", tmp_path / "plan.json", "--target", "kubernetes", *given, "-o", tmp_path / "k.yaml")
+    assert made.code == 0, made.err
+    found = re.findall(r"nvidia\.com/gpu\.product: (\S+)", (tmp_path / "k.yaml").read_text())
+    types = {row.device_type for row in MIXED.assignments}
+    assert set(found) == (types - {"T4"}) | {"Tesla-T4"}
+    assert "nvidia.com/gpu.product with the values Tesla-T4" in made.err
 
 
 def test_a_launcher_is_not_the_config_it_brings(cli: Cli, tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 
 import yaml
 
-from ddltool.analyzers.emitting.layout import LaunchSettings, Layout, NodeGroup, cluster_name, label_value, plan_hash
+from ddltool.analyzers.emitting.layout import LaunchSettings, Layout, NodeGroup, cluster_name, node_value, plan_hash
 from ddltool.analyzers.emitting.scripts import remarks
 from ddltool.artifacts import to_json
 from ddltool.errors import InputError, shortened
@@ -58,8 +58,10 @@ def manifest_text(plan: Plan, documents: Sequence[dict[str, Any]], layout: Layou
 
 def assumptions(settings: LaunchSettings, plan: Plan) -> list[str]:
     """Return what the cluster must have for the manifest to work."""
-    values = ", ".join(sorted({label_value(row.device_type) for row in plan.assignments}))
-    found = [f"node labels: nodes must carry {settings.node_label} with the values {values} (--node-label)"]
+    values = ", ".join(sorted({node_value(row.device_type, settings) for row in plan.assignments}))
+    found = [
+        f"node labels: nodes must carry {settings.node_label} with the values {values} (--node-label, --label-value)"
+    ]
     return found if settings.image else [*found, f"image: no --image; {_IMAGE} holds neither the script nor ddltool"]
 
 
@@ -188,7 +190,7 @@ def _resources(group: NodeGroup, resource: str) -> dict[str, Any]:
 
 
 def _selector(group: NodeGroup, settings: LaunchSettings) -> dict[str, str]:
-    return {settings.node_label: label_value(group.device_type)}
+    return {settings.node_label: node_value(group.device_type, settings)}
 
 
 def _volumes(plan: Plan) -> list[dict[str, Any]]:

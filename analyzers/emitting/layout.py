@@ -7,7 +7,7 @@ import json
 import math
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import groupby
 from typing import Literal
 
@@ -81,7 +81,9 @@ class LaunchSettings:
     """Kueue's LocalQueue, Slurm's partition."""
     image: str | None = None
     node_label: str = "ddltool/device-type"
-    """The node label whose value is the device type."""
+    """The node label that tells the device type."""
+    label_values: Mapping[str, str] = field(default_factory=dict)
+    """Its value by device type; the type itself where none is given."""
     kind: Kind | None = None
     """None: TrainJob where it has words for the nodes."""
 
@@ -110,6 +112,11 @@ def cluster_name(text: str) -> str:
     if not mapped[:1].isalpha():
         mapped = f"job-{mapped}".rstrip("-")
     return f"{mapped[: NAME_LENGTH - 9].rstrip('-')}-{digest}"
+
+
+def node_value(device_type: str, settings: LaunchSettings) -> str:
+    """Return the value of the node label on nodes with devices of a type."""
+    return settings.label_values.get(device_type) or label_value(device_type)
 
 
 def label_value(text: str) -> str:
