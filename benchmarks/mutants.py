@@ -62,6 +62,11 @@ EQUIVALENT: dict[str, dict[str, str]] = {
             "the least of one row is that row"
         ),
     },
+    "analyzers/communication/order.py": {
+        "for needed, time in zip(self._needs, self.recv_time, strict=False):": _ALIKE,
+        "if here <= earliest[source]:": "an equal value takes its own place",
+        "level, earliest = [ 1] * len(graph), [_NEVER] * len(graph)": "levels are compared with each other, one more or less",
+    },
     "analyzers/barriers/superstep.py": {
         "waits = [barrier - k / device.capability_per_s for k, (device, _) in zip(iterations, rows, strict=False)]": _ALIKE,
         "total_waiting_s=float(sum(wait * count for wait, (_, count) in zip(waits, rows, strict=False))),": _ALIKE,

@@ -182,6 +182,15 @@ def run_of(compute: np.ndarray) -> RankSteps:
     )
 
 
+def test_a_long_first_step_does_not_hide_what_batches_would_win() -> None:
+    """One rank of four three times as slow: 48 ms become 19.2 ms, whatever the first step was."""
+    compute = np.full((4, 50), 0.016)
+    compute[1] = 0.048
+    compute[2, 0] = 3.0
+    (found,) = diagnose(run_of(compute), "run").findings
+    assert found.predicted_gain == pytest.approx(1 - (19.2 + 2) / (48 + 2), rel=0.01)
+
+
 @given(
     seed=st.integers(0, 10_000),
     rank=st.integers(0, 3),

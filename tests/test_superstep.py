@@ -211,8 +211,9 @@ def test_no_more_devices_than_workers() -> None:
     assert sum(row.devices for row in made.assignments) == 2
 
 
-def test_ddp_cannot_enforce_it() -> None:
-    with pytest.raises(InputError, match="DDP cannot do"):
-        to_enforcement(plan_elastic_bsp(from_job(job(), CAPABILITIES)))
+def test_the_server_is_told_the_superstep() -> None:
+    made = plan_elastic_bsp(from_job(job(), CAPABILITIES))
+    assert made.superstep is not None
+    assert to_enforcement(made).superstep == made.superstep
     with pytest.raises(InputError, match="look 1 iteration ahead"):
         best_superstep([(Fraction(1), 1)], 0)

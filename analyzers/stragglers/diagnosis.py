@@ -286,7 +286,11 @@ def _drifts(excess: Floats) -> bool:
     around = np.concatenate([excess[:1], excess, excess[-1:]])
     values: Floats = np.median([around[:-2], around[1:-1], around[2:]], axis=0)
     third, place = count // 3, np.arange(count)
-    if spearmanr(place, values).statistic < 0.6 or np.median(values[-third:]) < 1.5 * np.median(values[:third]):
+    if (
+        np.ptp(values) == 0.0
+        or spearmanr(place, values).statistic < 0.6
+        or np.median(values[-third:]) < 1.5 * np.median(values[:third])
+    ):
         return False
     line = float(((values - np.polyval(np.polyfit(place, values, 1), place)) ** 2).sum())
     jumps = (values[:at].var() * at + values[at:].var() * (count - at) for at in range(1, count))
