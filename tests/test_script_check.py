@@ -15,6 +15,14 @@ from tests.runtime_workers import enforcement
 EXAMPLE = (Path(__file__).parent.parent / "examples" / "train_hooked.py").read_text(encoding="utf-8")
 LOSS = "nn.functional.cross_entropy(model(inputs), answers)"
 
+EACH = f'{LOSS[:-1]}, reduction="none")'
+UNSEEN = (
+    f"((lambda gain: (gain - gain.mean()) / gain.std())(inputs.mean(1)) * {EACH}).mean()",
+    f"((lambda weights: weights / weights.mean())(inputs.mean(1) ** 2) * {EACH}).mean()",
+    f"(lambda half: {LOSS.replace('inputs', 'inputs[:half]').replace('answers', 'answers[:half]')})(len(answers) // 2)",
+)
+"""What is made of a rank's batch without a gradient, or by place, which no graph shows."""
+
 
 def checked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, loss: str) -> tuple[bool, str]:
     assert LOSS in EXAMPLE
@@ -42,7 +50,7 @@ def test_a_script_that_is_right_is_said_to_be(tmp_path: Path, monkeypatch: pytes
             f'hook.loss({LOSS} * len(answers) / 32, reduction="average")',
             "all are 0.5 times as large, so the loss is no mean over",
         ),
-        (f"hook.loss({LOSS} * (1 + model(inputs).std(0).mean()))", "or a term over the samples of one rank alone"),
+        *((loss, "a term of the loss is a mean over this rank's samples") for loss in UNSEEN),
     ],
 )
 def test_one_that_is_not_is_told_why(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, loss: str, said: str) -> None:

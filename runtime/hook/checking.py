@@ -195,6 +195,8 @@ class _Checked(_Recorded):
         if missing:
             return f"{missing[0]} has no gradient here"
         return (
-            "random numbers in the forward pass or the data (draw none, or by sample), a loader that gives one process other "
-            "samples, another start of the model (seed it before it is made), or a term over the samples of one rank alone"
+            "a term of the loss is a mean over this rank's samples (weights over their mean, advantages less theirs, a mean "
+            "that is detached, a part of the batch): take that mean over all ranks; or random numbers in the forward pass "
+            "or the data (draw none, or by sample), a loader that gives one process other samples, or another start of the "
+            "model (seed it before it is made)"
         )
