@@ -55,7 +55,7 @@ _MORE = {
     "auto": {*_AUTO, "top_k", *_BARRIERS},
     "bsp": _AUTO,
     "lb-bsp": _AUTO,
-    "elastic-bsp": _BARRIERS,
+    "elastic-bsp": {*_AUTO, *_BARRIERS},
     "est": {"top_k", "prefer", "together"},
 }
 # What the plan of several jobs reads.

@@ -16,10 +16,11 @@ from hypothesis import strategies as st
 from ddltool.analyzers.balancing.plan import plan_bsp, plan_lb_bsp
 from ddltool.analyzers.barriers.superstep import plan_elastic_bsp
 from ddltool.analyzers.communication.collectives import best_cuts, default_cuts, finish_s
+from ddltool.analyzers.communication.program import stretched
 from ddltool.analyzers.costs.model import cost_model, estimate
 from ddltool.analyzers.costs.nccl import Fabric
 from ddltool.analyzers.deciding.candidates import Candidates, Knowledge, Settings
-from ddltool.analyzers.deciding.communication import Communication, Exposed, GraphCommunication, stretched
+from ddltool.analyzers.deciding.communication import Communication, Exposed, GraphCommunication
 from ddltool.analyzers.deciding.compare import decide
 from ddltool.analyzers.deciding.goal import Failures, Goal
 from ddltool.analyzers.deciding.search import best_devices
@@ -182,7 +183,10 @@ def test_five_hundred_jobs_are_equal_to_trying_all_devices(case: tuple[Any, ...]
 def check_more_is_never_worse(
     offered: dict[str, tuple[int, float, float]], seconds: dict[str, float], workers: int, budget: float
 ) -> None:
-    """One type less, one device less of each, less money: the answer is no better, but by the 2 % that simplicity may cost."""
+    """One type less, one device less of each, less money: the answer is no better, but by the 2 % that simplicity may cost.
+
+    What asynchronous workers reach counts 10 % less, by which they must be ahead.
+    """
 
     def answer(some: Mapping[str, tuple[int, float, float]], **more: Any) -> float:
         made = job(some, workers, 8, **more)
@@ -192,7 +196,7 @@ def check_more_is_never_worse(
             )
         except Infeasible:
             return math.inf
-        return math.inf if plan.strategy == "elastic-bsp" else plan.iteration_s
+        return plan.iteration_s * (1.1 if plan.strategy == "elastic-bsp" else 1.0)
 
     whole = answer(offered)
     for name in offered:

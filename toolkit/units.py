@@ -111,6 +111,17 @@ def show_seconds(seconds: float | None) -> str:
     return "0 s" if seconds == 0 else f"{seconds:.2e} s"
 
 
+def show_hours(hours: float) -> str:
+    """Return a long duration in the unit that people count it in.
+
+    >>> show_hours(0.25), show_hours(19.04), show_hours(75.0)
+    ('900 s', '19 h', '3.12 days')
+    """
+    if hours >= 48:
+        return f"{hours / 24:.3g} days"
+    return f"{hours:.3g} h" if hours >= 1 else show_seconds(hours * 3600)
+
+
 def show_span(low_s: float, high_s: float) -> str:
     """Return a range of durations in one unit.
 

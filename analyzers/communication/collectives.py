@@ -33,6 +33,7 @@ from ddltool.analyzers.communication.program import (
     Program,
     program_of,
     share_saved,
+    stretched,
 )
 from ddltool.analyzers.costs.nccl import Communicator, Group
 from ddltool.errors import InputError
@@ -53,11 +54,15 @@ _AS_GOOD = 0.002
 CAPS_MIB = (1, 2, 4, 8, 10, 16, 25, 32, 50, 64, 100, 128, 200, 256, 400, 512, 800, 1024, 2048, 4096)
 
 
-def plan_collectives(graph: Graph, group: Group) -> CollectiveFigures | None:
-    """Return the plans of a timed training graph, None for inference: there is no gradient to reduce."""
+def plan_collectives(graph: Graph, group: Group, compute_s: float | None = None) -> CollectiveFigures | None:
+    """Return the plans of a timed training graph, None for inference: there is no gradient to reduce.
+
+    ``compute_s``: seconds that the pass which ends with them computes, where they are not the graph's.
+    """
     if graph.mode != "training" or not len(graph.of_kind(SEND)):
         return None
     program = program_of(graph)
+    program = program if compute_s is None else stretched(program, compute_s)
     return CollectiveFigures(
         replicas=group.replicas,
         network=group.fabric.text,

@@ -6,7 +6,7 @@ which is the order of a traced graph's ops. Start at :func:`program_of`.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -54,6 +54,18 @@ class Program:
         if share < _STARVED:
             return ""
         return f" The step is {share:.1f} times its compute: a larger batch per replica gains far more."
+
+
+def stretched(program: Program, compute_s: float) -> Program:
+    """Return the same step on a device on which all compute takes ``compute_s`` seconds."""
+    by = compute_s / program.compute_s
+    return replace(
+        program,
+        ready_s=program.ready_s * by,
+        first_use_s=program.first_use_s * by,
+        backward_s=program.backward_s * by,
+        compute_s=compute_s,
+    )
 
 
 def own_fabric(graph: Graph) -> Fabric | None:

@@ -7,6 +7,7 @@ devices on which it is best. All makers end in ``Candidates._costed``.
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
@@ -14,6 +15,7 @@ from typing import TYPE_CHECKING, Literal, cast
 
 from ddltool.analyzers.balancing.plan import StepCurve, plan_bsp, plan_lb_bsp
 from ddltool.analyzers.barriers.superstep import DEFAULT_LOOKAHEAD, plan_elastic_bsp
+from ddltool.analyzers.costs.nccl import Fabric
 from ddltool.analyzers.deciding.communication import FITTED, Communication, Exposed
 from ddltool.analyzers.deciding.goal import Goal
 from ddltool.analyzers.deciding.search import Best, Counts, best_devices
@@ -49,6 +51,8 @@ class Knowledge:
     models: Mapping[str, ThroughputParams] = field(default_factory=dict)
     """Fitted throughput models, by device type."""
     communication: Communication | None = None
+    fabrics: Mapping[str, Fabric] | None = None
+    """The network of each device type."""
     layouts: Layouts | None = None
     """What memory and time the job's model takes however it is sharded; None: the model cannot be traced here."""
     other_s: float = 0.0
@@ -124,7 +128,7 @@ class Candidates:
     settings: Settings
     goal: Goal = field(default_factory=Goal)
 
-    def of(self, problem: Problem, left_out: dict[str, str], only: str | None = None) -> list[Candidate]:
+    def of(self, problem: Problem, left_out: dict[str, Infeasible], only: str | None = None) -> list[Candidate]:
         """Return what each strategy makes of the best devices, and of the best of each type alone.
 
         Those without a plan go to ``left_out`` with the reason; ``only``: a single strategy. Raises NothingFits where the model
@@ -137,7 +141,7 @@ class Candidates:
             except Infeasible as error:
                 if isinstance(error, NothingFits) and name == "lb-bsp":  # on any devices, in any way
                     raise
-                left_out[name] = str(error)
+                left_out[name] = error
                 continue
             found.append(every)
             # Of one type whose layouts are known an uneven split is the equal one.
@@ -155,6 +159,31 @@ class Candidates:
 
     def best(self, name: str, problem: Problem) -> Candidate:
         """Return what a strategy makes of the best devices for it. Raises Infeasible where it has no plan, with the reason."""
+        try:
+            made = self._made(name, problem)
+        except NothingFits:
+            raise
+        except Infeasible:
+            self._demand_reachable(name, problem)
+            raise
+        # Slower, communication included, than the job asks for is no plan.
+        demand_throughput(made.option.throughput, problem.min_throughput)
+        self.goal.demand(made.option)
+        return made
+
+    def _demand_reachable(self, name: str, problem: Problem) -> None:
+        """Raise Infeasible where the fastest plan is too slow, or the cheapest too dear, with what they take."""
+        if not self.goal.limited:
+            return
+        fastest = replace(self, goal=self.goal.unlimited())._made(name, problem).option
+        demand_throughput(fastest.throughput, problem.min_throughput)
+        replace(self.goal, budget=math.inf).demand(fastest)
+        if self.goal.budget < math.inf:
+            cheapest = replace(self, goal=self.goal.unlimited("cheapest"))._made(name, problem).option
+            replace(self.goal, deadline_s=math.inf).demand(cheapest)
+            self.goal.demand_both(fastest, cheapest)
+
+    def _made(self, name: str, problem: Problem) -> Candidate:
         laid_out = self.knowledge.layouts is not None and name in ("bsp", "lb-bsp")
         if laid_out:
             made = self._best_layout(cast(Split, name), problem)
@@ -169,9 +198,6 @@ class Candidates:
             if self.knowledge.layouts is not None:
                 held = self.knowledge.layouts.whole_bytes(made.option.devices, _most_samples(made.plan, self.job))
                 made = replace(made, option=made.option.model_copy(update={"memory_bytes": held}))
-        # Slower, communication included, than the job asks for is no plan.
-        demand_throughput(made.option.throughput, problem.min_throughput)
-        self.goal.demand(made.option)
         return made
 
     def _searched(self, name: str, problem: Problem) -> Candidate:
@@ -205,14 +231,7 @@ class Candidates:
         return replace(made, plan=self._told(made.plan, problem, best))
 
     def _refused(self, name: str, problem: Problem) -> Infeasible:
-        """Return why no devices have a plan: what limits the fastest one, or what stands in the way of any."""
-        if self.goal.limited:
-            made = replace(self, goal=self.goal.unlimited())._searched(name, problem)
-            try:
-                demand_throughput(made.option.throughput, problem.min_throughput)
-                self.goal.demand(made.option)
-            except Infeasible as error:
-                return error
+        """Return what stands in the way of a plan on any devices."""
         try:
             plan_by(name, problem, self.settings, self.knowledge.curves)
         except Infeasible as error:
@@ -322,11 +341,12 @@ class Candidates:
     def _best_layout(self, strategy: Split, problem: Problem) -> Candidate:
         layouts = self.knowledge.layouts
         assert layouts is not None  # who asks has seen it
-        limit_s = self.settings.limit_s / len(STRATEGIES)
-        found, bound = layouts.search(problem, self.goal, equal=strategy == "bsp", limit_s=limit_s)
+        limit_s = self.settings.limit_s / 2  # of equal and of uneven shares
+        started = time.perf_counter()
+        found, gap = layouts.search(problem, self.goal, equal=strategy == "bsp", limit_s=limit_s)
         made = self._laid_out(strategy, problem, found[0])
-        gap = max(0.0, self.goal.value(made.option) / bound - 1) if bound else 0.0
-        plan = made.plan.model_copy(update={"status": "feasible" if gap > 1e-9 else "optimal", "gap": gap})
+        proof: dict[str, object] = {"status": "feasible" if gap > 1e-9 else "optimal", "gap": min(gap, _UNBOUNDED)}
+        plan = made.plan.model_copy(update={**proof, "solve_seconds": time.perf_counter() - started})
         return replace(made, plan=plan, layouts=(made.layouts[0], *(other.layout for other in found[1:])))
 
     def _laid_out(self, strategy: Split, problem: Problem, found: Found, *, best: bool = True) -> Candidate:

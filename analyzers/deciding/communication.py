@@ -24,7 +24,7 @@ from ddltool.analyzers.communication.collectives import (
 )
 from ddltool.analyzers.communication.fsdp import plan_fsdp, prefetch_setting
 from ddltool.analyzers.communication.order import tac
-from ddltool.analyzers.communication.program import Program, program_of
+from ddltool.analyzers.communication.program import program_of, stretched
 from ddltool.analyzers.communication.timeline import Simulator
 from ddltool.analyzers.costs.nccl import Fabric
 from ddltool.analyzers.goodput.throughput import ThroughputParams, overlapped, sync_time_s
@@ -324,19 +324,7 @@ class MeasuredCommunication(Communication):
         return self.synchronous(devices, pass_s)
 
 
-def stretched(program: Program, compute_s: float) -> Program:
-    """Return the same step on a device on which all compute takes ``compute_s`` seconds."""
-    by = compute_s / program.compute_s
-    return replace(
-        program,
-        ready_s=program.ready_s * by,
-        first_use_s=program.first_use_s * by,
-        backward_s=program.backward_s * by,
-        compute_s=compute_s,
-    )
-
-
 def _bucket_text(setting: BucketSetting) -> str:
     if setting.bucket_cap_mb_list is not None:
         return f"DDP, {len(setting.bucket_cap_mb_list)} buckets of the plan"
-    return "DDP's defaults" if setting.bucket_cap_mb is None else f"DDP, bucket_cap_mb={setting.bucket_cap_mb:g}"
+    return "DDP's defaults" if setting.bucket_cap_mb is None else f"DDP, bucket_cap_mb={setting.bucket_cap_mb:.4g}"

@@ -6,13 +6,13 @@ import math
 from dataclasses import replace
 
 from ddltool.analyzers.deciding.candidates import STRATEGIES, Candidate, Candidates, Knowledge, Settings
-from ddltool.analyzers.deciding.goal import Goal
+from ddltool.analyzers.deciding.goal import Goal, Missed
 from ddltool.analyzers.deciding.words import explained, why_not
 from ddltool.analyzers.placement.problem import Problem
 from ddltool.decision import Decision, Layout, Objective, Option
 from ddltool.errors import Infeasible, InputError
 from ddltool.job import Job
-from ddltool.plans import Plan
+from ddltool.plans import BucketSetting, Plan, PrefetchSetting
 
 # Faster by less than this is no reason to change anything, however exact the figures are.
 LEAST_GAIN = 0.02
@@ -36,7 +36,8 @@ def decide(
     price per sample. ``same-bits``: the fastest plan whose results do not depend on the number of devices. ``least-memory``:
     the least on the fullest device. ``fewest-devices``: what keeps the deadline or the throughput with fewest. What is not
     better by more than ``LEAST_GAIN`` and by more than the error of the compute times is a tie, and the simplest is taken;
-    one with stale updates only from ``STALENESS_MARGIN`` on. ``goal``: limits beside the objective; ``only``: one strategy.
+    asynchronous workers, whose updates may be stale, only from ``STALENESS_MARGIN`` on. ``goal``: limits beside the
+    objective; ``only``: one strategy.
 
     Raises Infeasible when no strategy has a plan, InputError when the objective lacks a price, a model or a limit.
     """
@@ -48,8 +49,9 @@ def decide(
     )
     _check(aim, problem, knowledge)
     maker = Candidates(job=job, knowledge=knowledge, settings=settings or Settings(), goal=aim)
-    left_out: dict[str, str] = {}
-    found = maker.of(problem, left_out, only)
+    refused: dict[str, Infeasible] = {}
+    found = maker.of(problem, refused, only)
+    left_out = {strategy: str(error) for strategy, error in refused.items()}
     if aim.objective == "same-bits":
         left_out |= {
             candidate.option.strategy: "its results depend on the number of devices"
@@ -57,6 +59,8 @@ def decide(
             if candidate.option.determinism not in ("D1", "D2")
         }
         found = [candidate for candidate in found if candidate.option.determinism in ("D1", "D2")]
+    if not found and (missed := [error for error in refused.values() if isinstance(error, Missed)]):
+        raise min(missed, key=lambda error: error.by)
     if not found:
         raise Infeasible("no strategy has a plan: " + "; ".join(f"{name}: {why}" for name, why in left_out.items()))
     choice = _Choice(maker)
@@ -99,15 +103,13 @@ def decide(
         decision, picked.plan, picked.option, job, problem, choice.value, knowledge, rival=rival, first=found[0].option
     )
     decision = decision.model_copy(update={"words": words, "next_step": following})
-    exposed = picked.exposed
     return picked.plan.model_copy(
         update={
             "iteration_s": picked.option.iteration_s,
             "throughput": picked.option.throughput,
             "communication_s": picked.option.communication_s,
             "waste": max(0.0, _in_use(picked, problem) - picked.option.throughput),
-            "ddp": None if exposed is None else exposed.ddp,
-            "fsdp2": None if exposed is None else exposed.fsdp2,
+            **_in_step(picked),
             "decision": decision,
         }
     )
@@ -160,7 +162,8 @@ class _Choice:
 
     def beats(self, one: Candidate, other: Candidate) -> bool:
         """Return whether one is better than another by more than is worth a change, or than anybody can know."""
-        margin = STALENESS_MARGIN if one.option.staleness and not other.option.staleness else LEAST_GAIN
+        asynchronous = [it.plan.superstep is not None for it in (one, other)]
+        margin = STALENESS_MARGIN if asynchronous == [True, False] else LEAST_GAIN
         return self.value(one.option) > self.value(other.option) * (1 + margin) and not self.unsure(one, other)
 
     def pick(self, found: list[Candidate]) -> Candidate:
@@ -175,6 +178,17 @@ class _Choice:
                 sum(it.option.devices.values()),
             ),
         )
+
+
+def _in_step(picked: Candidate) -> dict[str, BucketSetting | PrefetchSetting | None]:
+    """Return the communication settings with the time of the plan's own step, all its passes included."""
+    step_s, exposed = picked.option.iteration_s, picked.exposed
+    times = {"step_s": step_s, "default_step_s": step_s + (picked.option.order_saves_s or 0.0)}
+    ddp, fsdp2 = (None, None) if exposed is None else (exposed.ddp, exposed.fsdp2)
+    return {
+        "ddp": ddp and ddp.model_copy(update=times),
+        "fsdp2": fsdp2 and fsdp2.model_copy(update=times),
+    }
 
 
 def _listed(picked: Candidate, ranked: list[Candidate]) -> list[Layout]:

@@ -8,8 +8,17 @@ from dataclasses import dataclass, field
 
 from ddltool.decision import Objective, Option, RunFigures
 from ddltool.errors import Infeasible
+from ddltool.units import show_hours
 
 _HOUR = 3600.0
+
+
+class Missed(Infeasible):
+    """The best plan breaks a limit of the goal; ``by``: how many times over."""
+
+    def __init__(self, text: str, by: float) -> None:
+        super().__init__(text)
+        self.by = by
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -61,9 +70,9 @@ class Goal:
         """Whether a plan may be too slow or too dear."""
         return min(self.deadline_s, self.budget, self.slowest_step_s) < math.inf
 
-    def unlimited(self) -> Goal:
-        """Return the fastest there is, whatever it takes."""
-        return Goal(samples=self.samples, step_samples=self.step_samples, failures=self.failures)
+    def unlimited(self, objective: Objective = "fastest") -> Goal:
+        """Return the fastest or cheapest there is, whatever it takes."""
+        return Goal(objective=objective, samples=self.samples, step_samples=self.step_samples, failures=self.failures)
 
     def lost(self, devices: int) -> float:
         """Return how many times as long so many devices take, failures and checkpoints included."""
@@ -97,15 +106,31 @@ class Goal:
         return step_s * lost
 
     def demand(self, option: Option) -> None:
-        """Raise Infeasible where an option breaks a limit, with what it reaches."""
+        """Raise Missed where an option breaks a limit, with what it reaches."""
         run = self.run(option)
         if run is None:
             return
+        used = f"by {option.strategy} on {' + '.join(f'{count} {name}' for name, count in option.devices.items())}"
         if run.hours * _HOUR > self.deadline_s * (1 + 1e-9):
-            problem = f"takes {run.hours:.3g} h, and {self.deadline_s / _HOUR:.3g} h are allowed"
-            raise Infeasible(f"deadline: the whole run {problem}")
+            allowed = self.deadline_s / _HOUR
+            raise Missed(
+                f"deadline: the whole run takes {show_hours(run.hours)} {used}, {show_hours(allowed)} allowed",
+                run.hours / max(allowed, 1e-9),
+            )
         if run.price is not None and run.price > self.budget * (1 + 1e-9):
-            raise Infeasible(f"budget: the whole run costs {run.price:.4g}, and {self.budget:.4g} are allowed")
+            raise Missed(
+                f"budget: the whole run costs {run.price:,.4g} {used}, {self.budget:,.4g} allowed",
+                run.price / max(self.budget, 1e-9),
+            )
+
+    def demand_both(self, fastest: Option, cheapest: Option) -> None:
+        """Raise Missed where the fastest plan is too dear and the cheapest too slow."""
+        dear, slow = self.run(fastest), self.run(cheapest)
+        if dear is None or slow is None or dear.price is None or dear.price <= self.budget:
+            return
+        text = f"the fastest plan costs {dear.price:,.4g}, {self.budget:,.4g} allowed"
+        text += f"; the cheapest takes {show_hours(slow.hours)}, {show_hours(self.deadline_s / _HOUR)} allowed"
+        raise Missed(f"budget and deadline: no plan keeps both: {text}", dear.price / self.budget)
 
     def run(self, option: Option) -> RunFigures | None:
         """Return what the whole run takes; None where nobody said how long it is."""

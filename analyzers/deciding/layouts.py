@@ -101,10 +101,11 @@ class Layouts:
     def search(
         self, problem: Problem, goal: Goal | None = None, *, equal: bool = False, limit_s: float = 5.0
     ) -> tuple[list[Found], float]:
-        """Return the layouts worth a line, the best first and those that do not fit last, and what no layout's value is below.
+        """Return the layouts worth a line, the best first and those that do not fit last, and how far the best may be from it.
 
         ``equal``: devices that take part take equal shares. What is picked has been played through torch's allocator on each
-        type. Raises NothingFits.
+        type; of communication all have what comes by default. The gap is relative to what no layout's value is below; infinite
+        where nothing is known of it. Raises NothingFits.
         """
         goal = goal or Goal(step_samples=self.total)
         fitting, lacking, value = list[Found](), list[Found](), self.value(goal)
@@ -115,14 +116,14 @@ class Layouts:
         first += [tuple(size * (kind == only) for kind in range(len(nodes))) for only, size in enumerate(nodes)]
 
         def of(counts: Counts, least: float) -> tuple[float, list[Found]] | None:
-            # Of all devices every layout is shown; of fewer what could be better.
+            # Of all devices every layout is shown; of fewer what could be better, or simpler and as good as that.
             limit = least if counts != largest else math.inf
             if self._bound(problem, counts, counts, goal) >= limit:
                 return None
-            fit, short = self._on(problem, counts, equal, lambda layout: value(layout) <= limit)
+            fit, short = self._on(problem, counts, equal, goal, limit * (1 + _AS_GOOD) ** 2)
             lacking.extend(short if counts == largest else [])
             fitting.extend(fit)
-            return min((value(it.layout) for it in fit), default=math.inf), fit
+            return (value(_simplest(fit, value).layout) if fit else math.inf), fit
 
         def bound(low: Counts, high: Counts) -> float:
             return self._bound(problem, low, high, goal)
@@ -135,19 +136,26 @@ class Layouts:
         if best is None:
             raise Infeasible("what fits is slower or dearer than the job allows")
         picked = self._picked(problem, fitting, lacking, goal, equal)
-        rest = sorted((it for it in fitting if it is not picked), key=lambda it: value(it.layout))
+        counts = tuple(picked.layout.devices.get(name, 0) for name in self._names(problem))
+        beside = [it for it in self._on(problem, counts, equal, goal)[0] if not self._lacks(it)]
+        rest = sorted((it for it in [*beside, *fitting] if it.layout != picked.layout), key=lambda it: value(it.layout))
         short = _distinct(sorted(lacking, key=lambda it: it.layout.missing_bytes))
         # Plain DDP is what people ask for first, however much it lacks.
         plain = [it for it in short[_LISTED:] if simplicity(it.layout)[:2] == (1, 0)]
-        return [picked, *_distinct(rest), *short[:_LISTED], *plain], best.bound
+        gap = value(picked.layout) / best.bound - 1 if best.bound else math.inf
+        return [picked, *_distinct(rest), *short[:_LISTED], *plain], max(0.0, gap)
 
     def _picked(self, problem: Problem, fitting: list[Found], lacking: list[Found], goal: Goal, equal: bool) -> Found:
-        """Return the simplest of the best layouts that the allocator holds; those it does not go to ``lacking``."""
+        """Return the simplest of the best layouts that the allocator holds; those it does not go to ``lacking``.
+
+        Some devices have one layout, whatever else is offered: the simplest of the best on them.
+        """
         value, chosen = self.value(goal), False
         while fitting:
-            best = min(value(found.layout) for found in fitting)
-            as_good = [found for found in fitting if value(found.layout) <= best * (1 + _AS_GOOD)]
-            picked = min(as_good, key=lambda it: (*simplicity(it.layout), value(it.layout)))
+            on = dict[tuple[tuple[str, int], ...], list[Found]]()
+            for found in fitting:
+                on.setdefault(tuple(found.layout.devices.items()), []).append(found)
+            picked = _simplest([_simplest(each, value) for each in on.values()], value)
             if lack := self._lacks(picked):
                 fitting.remove(picked)
                 layout = picked.layout.model_copy(update={"missing_bytes": lack, "step_s": None})
@@ -166,16 +174,41 @@ class Layouts:
         raise self._nothing_fits(lacking)
 
     def _on(
-        self, problem: Problem, counts: Counts, equal: bool, worth: Callable[[Layout], bool]
+        self, problem: Problem, counts: Counts, equal: bool, goal: Goal, limit: float = math.inf
     ) -> tuple[list[Found], list[Found]]:
-        """Return the layouts on exactly these devices: those that fit and are worth it, and those that do not fit."""
-        every = [
-            made
-            for sharding in self._shardings(counts, problem)
-            for how in self._hows()
-            if (made := self._found(problem, counts, sharding, how, equal, worth)) is not None
-        ]
-        return [it for it in every if not it.layout.missing_bytes], [it for it in every if it.layout.missing_bytes]
+        """Return the layouts on exactly these devices: those that fit and are not above a limit, and those that do not fit.
+
+        Under a limit, without those that compute more again than what fits in one pass.
+        """
+        value, limit_s = self.value(goal), limit if goal.objective == "fastest" else math.inf
+        used = {name: count for name, count in zip(self._names(problem), counts, strict=True) if count}
+        fit, short = list[Found](), list[Found]()
+        for sharding in self._shardings(counts, problem):
+            if self._above(used, sharding, goal, limit):
+                continue
+            for how in self._hows():
+                made = self._found(
+                    problem, counts, sharding, how, equal, lambda layout: value(layout) <= limit, limit=limit_s
+                )
+                if made is not None:
+                    (short if made.layout.missing_bytes else fit).append(made)
+                    if limit < math.inf and made.layout.passes == 1 and not made.layout.missing_bytes:
+                        break
+        return fit, short
+
+    def _above(self, used: Mapping[str, int], sharding: Sharding, goal: Goal, limit: float) -> bool:
+        """Return whether one collective of all gradients takes more than a limit: buckets and units of them take longer."""
+        if limit == math.inf or sum(used.values()) == 1 or goal.objective == "least-memory":
+            return False
+        size_bytes = self._exchanged_bytes(next(iter(used)))
+        group = self._group(used, sharding)
+        step_s = _SURE * (group.reduce_scatter_s(size_bytes) if sharding.gathers else group.all_reduce_s(size_bytes))
+        hourly = sum(count * (self.kinds[name].price_per_hour or 0.0) for name, count in used.items())
+        return goal.of(step_s, sum(used.values()), hourly * step_s / 3600) > limit
+
+    def _exchanged_bytes(self, name: str) -> float:
+        program = self._step(name, self.work.traced.graph.batch_size or 1, "none").program
+        return float(min(program.size_bytes.sum(), program.held_bytes.sum()))
 
     def _lacks(self, found: Found) -> float:
         """Return the bytes that torch's allocator lacks to hold a layout on the type with least room; 0: it holds it."""
@@ -215,9 +248,7 @@ class Layouts:
         return self.search(problem)[0][0]
 
     def _plain(self, problem: Problem) -> list[Found]:
-        fitting = [
-            it for counts in _largest(problem, self.total) for it in self._on(problem, counts, True, lambda _: True)[0]
-        ]
+        fitting = [it for counts in _largest(problem, self.total) for it in self._on(problem, counts, True, Goal())[0]]
         while fitting:
             plain = min(fitting, key=lambda it: simplicity(it.layout)[1::-1])
             if not self._lacks(plain):
@@ -311,7 +342,7 @@ class Layouts:
         layout, counts = found.layout, found.layout.devices
         if layout.sharding == "none":
             return None, None
-        most = max(row.size for row in found.rows if row.size)
+        most = layout.local_batch_sizes[found.slowest]
         program = self._step(found.slowest, -(-most // layout.passes), found.how).program
         group = self._group(counts, found.sharding)
         if not found.sharding.gathers:
@@ -327,21 +358,28 @@ class Layouts:
         return None, prefetch_setting(plans, chosen)
 
     def _bound(self, problem: Problem, low: Counts, high: Counts, goal: Goal) -> float:
-        """Return what no layout on devices between two corners is below: all of them compute at full speed, all the time."""
+        """Return what no layout on devices between two corners is below: all of them compute at full speed, all the time.
+
+        Nor is a step shorter than all gradients take on the slowest card that they must pass.
+        """
         if not any(high) or sum(low) > self.total:
             return math.inf
         if goal.objective == "least-memory":
             return 0.0
         size = -(-self.total // sum(device.count for device in problem.devices))
-        rate, price, least, quickest = 0.0, 0.0, math.inf, math.inf
+        rate, price, least, quickest, card = 0.0, 0.0, math.inf, math.inf, math.inf
+        leaves = sum(map(bool, low)) > 1
         for name, fewest, most in zip(self._names(problem), low, high, strict=True):
             if most:
                 each = 1 / self._sample_s(name, size)
                 quickest = min(quickest, 1 / each)
-                hourly = self.kinds[name].price_per_hour or 0.0
+                hourly, fabric = self.kinds[name].price_per_hour or 0.0, self.kinds[name].fabric
+                if fewest and (leaves or fewest > fabric.gpus_per_node):
+                    card = min(card, math.inf if fabric.measured else fabric.between.bytes_per_s)
                 rate, price, least = rate + most * each, price + fewest * hourly, min(least, hourly / each)
         # Samples are whole: somebody takes the mean of them, rounded up.
         step_s = _SURE * max(self.total / rate, quickest * math.ceil(self.total / min(sum(high), self.total)))
+        step_s = max(step_s, _SURE * self._exchanged_bytes(problem.devices[0].name) / card)
         return goal.of(step_s, max(sum(low), 1), max(price * step_s, _SURE * least * self.total) / 3600)
 
     def _sample_s(self, name: str, size: int) -> float:
@@ -383,8 +421,12 @@ class Layouts:
         equal: bool,
         worth: Callable[[Layout], bool],
         least: int = 1,
+        limit: float = math.inf,
     ) -> Found | None:
-        """Return the best passes and batches of one combination; None where they cannot be made, or are not ``worth`` it."""
+        """Return the best passes and batches of one combination; None where they cannot be made, or are not ``worth`` it.
+
+        ``limit``: of seconds a step, which what is surely above need not be traced for.
+        """
         names = list(self._names(problem))
         used = {name: count for name, count in zip(names, counts, strict=True) if count}
         most = {name: self._most(sharding, how, name, 2 * -(-self.total // sum(counts))) for name in used}
@@ -398,6 +440,8 @@ class Layouts:
         for passes in dict.fromkeys((fewest, fewest + 1, 2 * fewest) if len(used) > 1 and not equal else (fewest,)):
             rows = self._split(names, counts, most, how, passes, equal)
             if rows is None or min(row.size for row in rows) < passes:
+                continue
+            if limit < math.inf and self._least_s(names, used, sharding, how, passes, rows) > limit:
                 continue
             made = self._costed(names, used, sharding, how, passes, rows, worth)
             if made is not None and (best is None or (made.layout.step_s or 0) < (best.layout.step_s or 0)):
@@ -424,11 +468,42 @@ class Layouts:
                 launch.append(0.0)
                 slope.append(1.0)
                 continue
-            one, more_s = (self._step(name, size, how).program.compute_s for size in (1, per_pass))
-            slope.append(max((more_s - one) / (per_pass - 1), 1e-12))
-            launch.append(max(one - slope[-1], 0.0) * passes)
+            launched_s, sample_s = self._line(name, per_pass, how)
+            slope.append(sample_s)
+            launch.append(launched_s * passes)
         limits = [passes * most.get(name, 0) for name in names]
         return spread(DeviceCurves.of(launch_s=launch, per_sample_s=slope, memory_limit=limits), counts, self.total)
+
+    def _line(self, name: str, size: int, how: str) -> tuple[float, float]:
+        """Return the seconds of a pass without samples and of each sample more, about ``size`` of them: few sizes are traced."""
+        most = 2 ** math.ceil(math.log2(max(size, 2)))
+        if self.work.traced.largest is not None:
+            most = max(2, min(most, self.work.traced.largest))
+        one, more_s = (self._step(name, samples, how).program.compute_s for samples in (1, most))
+        sample_s = max((more_s - one) / (most - 1), 1e-12)
+        return max(one - sample_s, 0.0), sample_s
+
+    def _least_s(
+        self,
+        names: Sequence[str],
+        used: Mapping[str, int],
+        sharding: Sharding,
+        how: str,
+        passes: int,
+        rows: tuple[Row, ...],
+    ) -> float:
+        """Return seconds that a step hardly takes less than: the slowest's passes, and all gradients after the first of them."""
+        compute_s = 0.0
+        for row in rows:
+            size = -(-row.size // passes)
+            launched_s, sample_s = self._line(names[row.kind], size, how)
+            compute_s = max(compute_s, launched_s + sample_s * size)
+        group, name = self._group(used, sharding), names[rows[0].kind]
+        program = self._step(name, self.work.traced.graph.batch_size or 1, "none").program
+        reduce_s = group.reduce_scatter_s if sharding.gathers else group.all_reduce_s
+        first = float(program.ready_s[0]) / program.compute_s
+        exchanged_s = 0.0 if group.replicas < 2 else reduce_s(self._exchanged_bytes(name))
+        return _SURE * ((passes - 1) * compute_s + max(compute_s, first * compute_s + exchanged_s))
 
     def _costed(
         self,
@@ -539,6 +614,8 @@ class Layouts:
         """Return the most samples of a pass, up to ``most``, that a device of a type holds; 0 where none. Bisection."""
         usable, largest = self.kinds[name].usable_bytes, self.work.traced.largest
         most = most if largest is None else min(most, largest)
+        if self._peak(sharding, how, most) <= usable:
+            return most
         if self._peak(sharding, how, 1) > usable:
             return 0
         low, high = 1, 2
@@ -593,6 +670,13 @@ def simplicity(layout: Layout) -> tuple[int, int, int, int]:
     kind = "zero2" if layout.sharding == "fsdp" and not layout.reshard_after_forward else layout.sharding
     again = ("none", "selective", "full", "chosen").index(layout.checkpointing)
     return _SIMPLER[kind], again, layout.passes, sum(layout.devices.values())
+
+
+def _simplest(found: Sequence[Found], value: Callable[[Layout], float]) -> Found:
+    """Return the simplest of the layouts as good as the best."""
+    best = min(value(it.layout) for it in found)
+    as_good = [it for it in found if value(it.layout) <= best * (1 + _AS_GOOD)]
+    return min(as_good, key=lambda it: (*simplicity(it.layout), value(it.layout)))
 
 
 def _gib(size_bytes: float) -> str:

@@ -41,6 +41,7 @@ from ddltool.analyzers.loading.job_inputs import (
 from ddltool.analyzers.placement.jobs import Sharing, idle_throughput, solve_jobs
 from ddltool.analyzers.placement.network import Steps, solve_on_nodes
 from ddltool.analyzers.placement.problem import Problem, demand_throughput, from_job
+from ddltool.analyzers.placement.steps import device_counts
 from ddltool.artifacts import load, save
 from ddltool.decision import NothingFits, Objective
 from ddltool.errors import Infeasible, InputError, known, naming
@@ -133,8 +134,8 @@ def solve(strategy: str, job: Job, job_file: Path, given: Given) -> Plan:
     """Return the plan of one strategy, or of the best one. Raises InputError, and Infeasible, which names the job's file."""
     try:
         with naming(job_file, type(job).model_fields):
-            # Of a model that can be traced a split of the batch has a memory and a network, too.
-            if strategy == "auto" or (strategy in ("bsp", "lb-bsp") and traceable(job)):
+            # Of a model that can be traced a split of the batch has a memory and a network, too, and transfers take time.
+            if strategy == "auto" or (strategy in ("bsp", "lb-bsp", "elastic-bsp") and traceable(job)):
                 return auto_plan(job, job_file, given, None if strategy == "auto" else strategy)
             if strategy == "goodput":
                 made = goodput_plan(job, job_file)
@@ -202,7 +203,9 @@ def complete(made: Plan, job: Job, job_file: Path, given: Given) -> Plan:
         fabrics = fabrics_of(job, job_file.parent, given)
         settings = {} if made.decision is not None else data_parallel(graph, made, fabrics)
         made = made.model_copy(update={"parameters": ordered_parameters(graph), **settings})
-    if given.compress is not None:
+    if given.compress is not None and made.world_size == 1:
+        given.tell("note: --compress: the plan is for one device, which sends no gradients")
+    elif given.compress is not None:
         made = made.model_copy(update={"compressed": _compressed(made, job, job_file, given, given.compress)})
     grouped = job.group is not None and job.cluster is not None  # whose nodes count single devices
     together = None if grouped else _devices_per_node(job, job_file, made, given)
@@ -212,11 +215,9 @@ def complete(made: Plan, job: Job, job_file: Path, given: Given) -> Plan:
 def _compressed(made: Plan, job: Job, job_file: Path, given: Given, compression: Compression) -> CompressionFigures:
     """Return what compressing would bring the plan's devices. Raises InputError without a graph, links or known devices."""
     source = graph_communication(job, job_file.parent, given, fabrics_of(job, job_file.parent, given))
-    counts: dict[str, int] = {}
-    for row in made.assignments:
-        counts[row.device_type] = counts.get(row.device_type, 0) + row.devices
-    if source is None or made.world_size < 2:
-        remedy = "give --bandwidth or name links, and a model or --graph, for at least two devices"
+    counts = device_counts(made)
+    if source is None:
+        remedy = "give --bandwidth or name links, and a model or --graph"
         raise InputError("--compress", "nothing is known of the gradients and their network", remedy)
     rate = slowest_memory(job, str(job_file), counts)
     pass_s = max((row.compute_s or 0.0) / (row.accumulation_steps + 1) for row in made.assignments)
@@ -268,18 +269,25 @@ def plain_parameters(graph: Graph) -> list[ParameterRecord]:
 
 def data_parallel(graph: Graph, made: Plan, fabrics: Mapping[str, Fabric] | None) -> dict[str, Any]:
     """Return the DDP and FSDP2 settings for the plan's processes on the job's network, or the one the graph was timed for."""
-    counts: dict[str, int] = {}
-    for row in made.assignments:
-        counts[row.device_type] = counts.get(row.device_type, 0) + row.devices
+    counts = device_counts(made)
     if fabrics is None and (own := own_fabric(graph)) is not None:
         fabrics = dict.fromkeys(counts, own)
-    if fabrics is None or not graph.timed or made.world_size < 2:
+    if fabrics is None or not graph.timed or made.world_size < 2 or made.superstep is not None:
         return {}
-    plans = plan_collectives(graph, Fabric.joined(fabrics, counts))
+    pass_s = max(
+        (row.compute_s or 0.0) / max(row.ests_per_device, row.accumulation_steps + 1) for row in made.assignments
+    )
+    plans = plan_collectives(graph, Fabric.joined(fabrics, counts), pass_s or None)
     if plans is None:
         return {}
-    buckets, prefetch = settings(plans)
-    return {"ddp": buckets, "fsdp2": prefetch}
+    earlier_s = max(0.0, made.iteration_s - plans.compute_s) if pass_s else 0.0
+    return {
+        name: setting
+        and setting.model_copy(
+            update={"step_s": setting.step_s + earlier_s, "default_step_s": setting.default_step_s + earlier_s}
+        )
+        for name, setting in zip(("ddp", "fsdp2"), settings(plans), strict=True)
+    }
 
 
 def auto_plan(job: Job, job_file: Path, given: Given, only: str | None = None) -> Plan:

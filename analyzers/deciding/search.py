@@ -61,12 +61,13 @@ def best_devices(
             of; None where there is none, or none below the least.
         bound: from the corners of a box to a value that no numbers inside it are below; infinite where none are possible.
         most: devices that can take part at all.
-        limit_s: seconds after which the best so far is returned; at least what ``first`` and the largest sets give.
+        limit_s: seconds of computing after which the best so far is returned, however busy the machine is; at least what
+            ``first`` and the largest sets give.
         first: numbers to look at before all others.
         spare: whether of equal values the one with fewer devices is taken; else what was found first, of the larger sets.
     """
     roomy = replace(problem, max_workers=most)
-    started = time.perf_counter()
+    started = time.thread_time()
     ends = started + limit_s
     seen: set[Counts] = set()
     best: tuple[float, Counts, Found] | None = None
@@ -90,7 +91,7 @@ def best_devices(
     none = (0,) * len(problem.devices)
     boxes = [(bound(none, high), next(order), none, high) for high in _roots(problem)]
     heapq.heapify(boxes)
-    while boxes and (best is None or boxes[0][0] < best[0] * (1 - _EQUAL)) and time.perf_counter() < ends:
+    while boxes and (best is None or boxes[0][0] < best[0] * (1 - _EQUAL)) and time.thread_time() < ends:
         _, _, low, high = heapq.heappop(boxes)
         look(_corner(roomy, low, high, most))
         if low == high:
@@ -100,12 +101,12 @@ def best_devices(
                 heapq.heappush(boxes, (least, next(order), *part))
     if best is None:
         return None
-    if spare and time.perf_counter() < ends:
+    if spare and time.thread_time() < ends:
         for fewer in _fewer(best[1]):
             look(fewer)
     worth, counts, found = best
     left = boxes[0][0] if boxes else worth
-    seconds = time.perf_counter() - started
+    seconds = time.thread_time() - started
     return Best(found=found, counts=counts, value=worth, bound=min(worth, left), tried=len(seen), seconds=seconds)
 
 

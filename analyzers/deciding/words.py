@@ -10,7 +10,7 @@ from ddltool.analyzers.placement.problem import Problem
 from ddltool.decision import Decision, Option, RunFigures
 from ddltool.job import Job
 from ddltool.plans import Plan
-from ddltool.units import show_bytes, show_seconds
+from ddltool.units import show_bytes, show_hours, show_seconds
 
 Value = Callable[[Option], float]
 # From this share of communication in a step on, another number of samples per step gains more than any strategy.
@@ -53,13 +53,22 @@ def explained(
     gain = value(picked) / value(decision.baseline) - 1 if value(decision.baseline) else 0.0
     sure, settles = _sure(decision, picked, gain, job, knowledge, value, rival)
     following = settles or "ddltool emit PLAN -o enforce.json"
-    then = (
-        f"Next: {settles} on that machine, and profile: FILE beside it in the job, settles it{_worth(picked, rival, value)}."
-        if settles
-        else "Next: save it with -o plan.json; ddltool emit plan.json writes what the training script follows."
-    )
+    if settles:
+        worth = _worth(picked, rival, value)
+        then = f"Next: {settles} on that machine, and profile: FILE beside it in the job, settles it{worth}."
+    elif sum(picked.devices.values()) == 1 and _plain(plan):
+        following = f"ddltool profile {job.model or 'MODEL'}"
+        then = "Next: train on it with that batch; one device exchanges nothing, so no script need change."
+    else:
+        then = "Next: save it with -o plan.json; ddltool emit plan.json writes what the training script follows."
     words = [_answer(decision, plan, picked, problem, value, gain), _why(decision, picked, first, value), sure, then]
     return words, following
+
+
+def _plain(plan: Plan) -> bool:
+    """Return whether a plan asks nothing of a script but its batch."""
+    again = plan.sharding is not None and plan.sharding.checkpointing
+    return not (plan.est_count or again or any(row.accumulation_steps for row in plan.assignments))
 
 
 def why_not(option: Option, picked: Option, value: Value, tie: bool) -> str:
@@ -99,20 +108,29 @@ def _many(name: str, count: int, *, numbered: bool = False) -> str:
     return f"{count} {text}" if count > 1 else f"one {text}" if numbered else text
 
 
+def _every(name: str, count: int) -> str:
+    return f"each {name}" if count > 1 else f"the {name}"
+
+
 def _how(decision: Decision, plan: Plan, picked: Option) -> str:
     """Return what each device does."""
     if decision.layouts and decision.layouts[0].text == picked.order:
         layout = decision.layouts[0]
-        sizes = _listed([f"{size} on each {name}" for name, size in layout.local_batch_sizes.items()])
+        used = layout.local_batch_sizes.items()
+        sizes = _listed([f"{size} on {_every(name, picked.devices[name])}" for name, size in used])
         passes = f" in {layout.passes} passes" if layout.passes > 1 else ""
         return f" with {layout.text}, {sizes}{passes}, {show_bytes(max(layout.memory_bytes.values()))} a process"
     if plan.est_count:
         return f" with {plan.est_count} logical workers"
     if plan.superstep is not None:
         return " with barriers after their own numbers of iterations"
-    if len(plan.assignments) > 3:
+    sizes: dict[str, set[int]] = {}
+    for row in plan.assignments:
+        sizes.setdefault(row.device_type, set()).add(row.local_batch_size)
+    if len(sizes) > 3:
         return ""
-    return f", {_listed([f'{row.local_batch_size} samples on each {row.device_type}' for row in plan.assignments])}"
+    each = {name: " or ".join(map(str, sorted(some))) for name, some in sizes.items()}
+    return f", {_listed([f'{size} samples on {_every(name, picked.devices[name])}' for name, size in each.items()])}"
 
 
 def _rate(option: Option) -> str:
@@ -127,22 +145,15 @@ def _rate(option: Option) -> str:
 def _run(run: RunFigures | None) -> str:
     if run is None:
         return ""
-    text = f" The whole run takes {_hours(run.hours)}"
+    text = f" The whole run takes {show_hours(run.hours)}"
     if run.low_hours is not None and run.high_hours is not None:
-        text += f" ({_hours(run.low_hours)} to {_hours(run.high_hours)})"
+        text += f" ({show_hours(run.low_hours)} to {show_hours(run.high_hours)})"
     text += "" if run.price is None else f" and costs {run.price:,.0f}"
     text += "" if run.energy_kwh is None else f", at most {run.energy_kwh:,.3g} kWh"
     if run.failures is not None and run.checkpoint_interval_s is not None:
-        every = _hours(run.checkpoint_interval_s / _HOUR)
+        every = show_hours(run.checkpoint_interval_s / _HOUR)
         text += f", with {run.failures:.2g} failures to expect and a checkpoint every {every} (Daly)"
     return f"{text}."
-
-
-def _hours(hours: float) -> str:
-    """Return a long duration in the unit that people count it in."""
-    if hours >= 48:
-        return f"{hours / 24:.3g} days"
-    return f"{hours:.3g} h" if hours >= 1 else show_seconds(hours * _HOUR)
 
 
 def _gain(decision: Decision, picked: Option, value: Value, gain: float) -> str:
@@ -192,7 +203,8 @@ def _why(decision: Decision, picked: Option, first: Option, value: Value) -> str
         return f"{text}; one device has nothing to exchange."
     # Communication by a simulation, by a fit or of an earlier run has no error that anybody knows.
     given = picked.order in (FITTED, MEASURED)
-    order = f" with {picked.order}" if picked.order and not given else ""
+    saves = (picked.order_saves_s or 0.0) >= _SHOWN * picked.iteration_s or not picked.order.startswith("DDP, ")
+    order = f" with {picked.order}" if picked.order and not given and saves else ""
     share = picked.communication_s / picked.iteration_s
     starved = f" ({share:.0%} of it: larger batches per worker would gain far more)" if share > _STARVED else ""
     exposed_text = f"{show_seconds(picked.communication_s)} of each step is exposed communication{starved}"
@@ -222,8 +234,11 @@ def _sure(
     apart = decision.error if decision.gain_error is None else decision.gain_error
     between = ""
     if decision.gain_error and abs(gain) >= _SHOWN:
-        low, high = (1 + gain) / (1 + decision.gain_error) - 1, (1 + gain) * (1 + decision.gain_error) - 1
-        between = f"; the gain lies between {low:+.0%} and {high:+.0%}"
+        low, high = (1 + gain) / (1 + decision.gain_error), (1 + gain) * (1 + decision.gain_error)
+        ends = f"{low - 1:+.0%}", f"{high - 1:+.0%}"
+        if low >= 2:
+            ends = f"{low:.3g}", f"{high:.3g} times as fast"
+        between = "" if ends[0] == ends[1] else f"; the gain lies between {ends[0]} and {ends[1]}"
     if rival is not None:
         name = _least_known({**rival.devices, **picked.devices}, knowledge.errors)
         mix = " + ".join(f"{count} {each}" for each, count in rival.devices.items())

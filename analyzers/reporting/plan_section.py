@@ -28,6 +28,8 @@ from ddltool.results import JointJob, JointPlan
 from ddltool.units import counted, show_bytes, show_seconds
 
 _LANES_DRAWN = 16
+# A gap of so many times says nothing.
+_UNPROVEN = 10.0
 _ITERATIONS_DRAWN = 80
 
 
@@ -37,7 +39,7 @@ def plan_section(plan: Plan, name: str) -> Section:
     figures = (
         f"Job {shortened(plan.job, 60)}, strategy {plan.strategy}: {show_seconds(plan.iteration_s)} per step, "
         f"{plan.throughput:.4g} mini-batches/s of {counted(plan.batch_size, 'sample')} "
-        f"on {counted(plan.world_size, 'device')}; {_proof(plan)} ({plan.solve_seconds:.3f} s)."
+        f"on {counted(plan.world_size, 'device')}; {_proof(plan)} ({show_seconds(plan.solve_seconds)})."
     )
     lead = [*([] if decision is None else decision.words), figures]
     lead.append(f"Waste: {plan.waste:.4g} mini-batches/s of {used:.4g} on the used devices.")
@@ -72,10 +74,10 @@ def plan_section(plan: Plan, name: str) -> Section:
 
 
 def _proof(plan: Plan) -> str:
-    if plan.sharding is not None:
-        return "the best of the layouts tried"
     if plan.status == "optimal":
-        return "proven optimal"
+        return "proven optimal" if plan.sharding is None else "proven to be the best layout"
+    if plan.gap >= _UNPROVEN:
+        return "nothing is proven"
     if plan.gap < 5e-4:
         return "no plan has a shorter step, but the search ended before the other objectives were proven"
     return f"within {plan.gap:.1%} of the proven bound"
