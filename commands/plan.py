@@ -39,7 +39,7 @@ from ddltool.decision import NothingFits, Objective
 from ddltool.errors import InputError, known
 from ddltool.job import Job
 from ddltool.outputs import check_outputs
-from ddltool.units import parse_duration
+from ddltool.units import counted, parse_duration
 
 _File = Path | None
 _Text = str | None
@@ -194,7 +194,7 @@ def plan(
     if devices is not None:
         more = {"precision": precision, "sequence_length": sequence_length, "optimizer": optimizer}
         asked = job_of(job, devices, nodes=nodes, batch_size=batch_size, link=link, nic=nic, **more)
-        split = f"{asked.max_workers * asked.batch_size} samples a step, {asked.max_workers} x {asked.batch_size}"
+        split = f"{counted(asked.max_workers * asked.batch_size, 'sample')} a step, {asked.max_workers} x {asked.batch_size}"
         note(f"note: {split} for logical workers; --batch-size says otherwise")
     try:
         with progress("planning"):

@@ -31,6 +31,7 @@ from ddltool.analyzers.costs.predict import (
     WorkCurve,
     measure_work,
     memory_limit_batch,
+    own_update_s,
     predict,
 )
 from ddltool.analyzers.loading.factories import step_from
@@ -629,7 +630,11 @@ def test_the_estimate_is_the_step() -> None:
     timed = estimate(graph, model(), Network(), optimizer="momentum")
     step = model().step(graph, optimizer="momentum")
     assert timed.duration_s[timed.kind == COMPUTE].sum() == pytest.approx(step.pass_s)
-    assert timed.meta["update_s"] == step.update_s > 0
+    assert timed.meta["update_s"] == step.update_s > step.update_host_s > 0
+    # sharded, each tensor is a part of itself, and as many are started; ZeRO-1 gives each process whole tensors
+    sharded, parted = (own_update_s(timed, Sharding(kind=kind, shard=4)) for kind in ("fsdp", "zero1"))  # type: ignore[arg-type]
+    assert sharded - step.update_host_s == pytest.approx((step.update_s - step.update_host_s) / 4)
+    assert parted == pytest.approx(step.update_s / 4)
     assert timed.meta["error_low"] < 1 < timed.meta["error_high"]
 
 

@@ -318,10 +318,21 @@ def test_deadlines_budgets_and_fewest_devices() -> None:
     assert (within.decision.run.price or 0) <= (price[0] or 0) * (1 + 1e-6)
     few = plan(objective="fewest-devices", deadline_s=3600.0 * 2.0)
     assert sum(device_counts(few).values()) == 4  # of 2 mini-batches a second each: 8 in a second
-    with pytest.raises(Infeasible, match="deadline: the whole run takes"):
+    with pytest.raises(
+        Infeasible, match=r"deadline: the whole run takes 40 min by [a-z-]+ on 8 A \+ 8 B, 60 s allowed"
+    ):
         plan(deadline_s=60.0)
-    with pytest.raises(Infeasible, match="budget: the whole run costs"):
+    with pytest.raises(Infeasible, match=r"budget: the whole run costs 8 by [a-z-]+ on \d B, 0.01 allowed"):
         plan(budget=0.01)
+    with pytest.raises(
+        Infeasible, match=r"budget and deadline: no plan keeps both: the fastest plan costs .*; the cheapest"
+    ):
+        plan(deadline_s=3600.0, budget=10.0)
+    front = [(it.iteration_s, it.price_per_sample or 0.0) for it in fast.decision.pareto]
+    assert front == sorted(front)
+    assert [price for _, price in front] == sorted((price for _, price in front), reverse=True)
+    assert front[0][0] == pytest.approx(min(it.iteration_s for it in fast.decision.options if not it.staleness))
+    assert front[-1][1] == pytest.approx((cheap.decision.options[0].price_per_sample or 0.0), rel=0.02)
     with pytest.raises(InputError, match="fewest-devices needs something to keep"):
         plan(objective="fewest-devices")
 

@@ -110,7 +110,7 @@ def test_what_does_not_fit_is_listed_with_what_it_lacks() -> None:
     assert ddp.missing_bytes == pytest.approx((held("ddp", 1, "none", 1) - room) * MIB)
     assert ddp.step_s is None
     assert made[0].layout.sharding in ("fsdp", "hsdp")
-    with pytest.raises(Infeasible, match="memory: a whole model in each process, with 1 samples, takes"):
+    with pytest.raises(Infeasible, match="memory: a whole model in each process, with 1 sample, takes"):
         layouts(8, A100=room).whole_bytes({"A100": 8}, 1)
 
 

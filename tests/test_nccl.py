@@ -100,6 +100,11 @@ def test_a_slow_network_is_left_inside_the_node() -> None:
         inside.reduce_scatter_s(8e9) + between.all_reduce_s(8e9), rel=1e-6
     )
     assert A100.sharded(16, 16) == whole
+    # two types, each on its own node: a node would hold all of them, and does not
+    slow = replace(A100, between=parse_nic("10Gbit"))
+    pair = Fabric.joined({"a": slow, "b": slow}, {"a": 2, "b": 1})
+    apart = pair.fabric.sharded(pair.replicas, 3, pair.nodes)
+    assert apart.all_gather_s(1e9) > 0.99 * 2 / 3 * 1e9 / slow.between.bytes_per_s > 10 * inside.all_gather_s(1e9)
 
 
 def test_mixed_devices_are_as_fast_as_their_slowest_links() -> None:

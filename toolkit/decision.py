@@ -138,6 +138,10 @@ class Decision(Record):
         default_factory=dict, description="all of them: over all devices, and over all of each type alone"
     )
     run: RunFigures | None = Field(default=None, description="of the picked plan; null: nobody said how long it is")
+    pareto: list[Option] = Field(
+        default_factory=list,
+        description="the fastest first, what nothing that was looked at is both faster and cheaper than; empty: no prices",
+    )
     next_step: str = Field(default="", description="the command that would settle what is open, or carry the plan out")
     options: list[Option] = Field(description="best first for the objective")
     left_out: dict[str, str] = Field(default_factory=dict, description="strategy to why it is not compared")

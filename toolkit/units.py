@@ -115,11 +115,22 @@ def show_hours(hours: float) -> str:
     """Return a long duration in the unit that people count it in.
 
     >>> show_hours(0.25), show_hours(19.04), show_hours(75.0)
-    ('900 s', '19 h', '3.12 days')
+    ('15 min', '19 h', '3.12 days')
     """
     if hours >= 48:
         return f"{hours / 24:.3g} days"
-    return f"{hours:.3g} h" if hours >= 1 else show_seconds(hours * 3600)
+    if hours >= 1:
+        return f"{hours:.3g} h"
+    return f"{hours * 60:.3g} min" if hours >= 1 / 30 else show_seconds(hours * 3600)
+
+
+def show_money(amount: float) -> str:
+    """Return a price with three significant digits, large ones in whole units.
+
+    >>> show_money(0.8912), show_money(26.54), show_money(12345.6)
+    ('0.891', '26.5', '12,346')
+    """
+    return f"{amount:,.0f}" if amount >= 100 else f"{amount:.3g}"
 
 
 def show_span(low_s: float, high_s: float) -> str:

@@ -69,6 +69,8 @@ class StepTime:
     end_s: Array
     """(n,) when every op has ended on the device, from the start of the pass; a view with the op before it."""
     update_s: float
+    update_host_s: float
+    """What of the update is the host's, per tensor: no shorter where the tensors are sharded."""
 
     @property
     def pass_s(self) -> float:
@@ -116,6 +118,7 @@ def time_step(graph: Graph, device: Device, constants: Constants, *, optimizer: 
         device_s=float(op_s.sum()),
         end_s=end_s,
         update_s=update_s(graph, device, constants, optimizer) if graph.mode == "training" else 0.0,
+        update_host_s=_update_host_s(graph, constants, optimizer) if graph.mode == "training" else 0.0,
     )
 
 
@@ -125,8 +128,11 @@ def update_s(graph: Graph, device: Device, constants: Constants, optimizer: str)
     if passes == 0:
         return 0.0
     rate = device.memory_bytes_per_s * constants.traffic["pointwise"] * constants.units["memory"]
-    tensors = len(graph.of_kind(SEND))
-    return passes * graph.trained_bytes / rate + constants.update_s * tensors
+    return passes * graph.trained_bytes / rate + _update_host_s(graph, constants, optimizer)
+
+
+def _update_host_s(graph: Graph, constants: Constants, optimizer: str) -> float:
+    return constants.update_s * len(graph.of_kind(SEND)) if OPTIMIZERS[optimizer].passes else 0.0
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -239,6 +245,7 @@ def estimate(graph: Graph, model: CostModel, network: Network, *, optimizer: str
         "parameter_servers": network.parameter_servers,
         "optimizer": optimizer,
         "update_s": step.update_s,
+        "update_host_s": step.update_host_s,
         "host_share": step.host_share,
         "error_low": error_low,
         "error_high": error_high,

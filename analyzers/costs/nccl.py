@@ -165,14 +165,15 @@ class Fabric:
     def joined(cls, fabrics: Mapping[str, Fabric], devices: Mapping[str, int]) -> Group:
         """Return the processes on ``devices`` (counts by type), each type on nodes of its own: as fast as the slowest links.
 
-        Of a type alone on its nodes the link inside does not count.
+        Of a type alone on its nodes the link inside does not count. A node has as many devices as the type with fewest there.
         """
         used = {name: count for name, count in devices.items() if count}
         nodes = {name: math.ceil(count / fabrics[name].gpus_per_node) for name, count in used.items()}
         beside = [name for name in used if used[name] > nodes[name]] or list(used)
         slowest = min((fabrics[name].inside for name in beside), key=lambda link: link.bytes_per_s)
         between = min((fabrics[name].between for name in used), key=lambda link: link.bytes_per_s)
-        fabric = replace(fabrics[beside[0]], inside=slowest, between=between)
+        per_node = min(fabrics[name].gpus_per_node for name in used)
+        fabric = replace(fabrics[beside[0]], inside=slowest, between=between, gpus_per_node=per_node)
         return fabric.over(sum(used.values()), sum(nodes.values()))
 
     @property
@@ -191,12 +192,15 @@ class Fabric:
         """Return ``replicas`` processes on the fewest nodes that hold them, or spread over ``nodes``."""
         return Group(fabric=self, replicas=replicas, nodes=nodes or math.ceil(replicas / self.gpus_per_node))
 
-    def sharded(self, replicas: int, shard: int) -> Communicator:
-        """Return groups of ``shard`` neighbours, whose parts are reduced over the groups as well (HSDP)."""
+    def sharded(self, replicas: int, shard: int, nodes: int | None = None) -> Communicator:
+        """Return groups of ``shard`` neighbours, whose parts are reduced over the groups as well (HSDP).
+
+        ``nodes`` as of :meth:`over`.
+        """
         if shard >= replicas:
-            return self.over(replicas)
+            return self.over(replicas, nodes)
         groups = replicas // shard
-        nodes = math.ceil(replicas / self.gpus_per_node)
+        nodes = nodes or math.ceil(replicas / self.gpus_per_node)
         # the same place of each group: as far apart as the groups are
         apart = self.over(groups, min(groups, nodes))
         # all groups reduce at once and share the cards of a node

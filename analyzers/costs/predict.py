@@ -370,9 +370,8 @@ def _row(
 ) -> PredictedRow:
     graph, program = made.graph, made.program
     sharding = setting.sharded(placement.num_replicas)
-    update_s, host_share = float(graph.meta.get("update_s") or 0.0), float(graph.meta.get("host_share") or 0.0)
+    update_s, host_share = own_update_s(graph, sharding), float(graph.meta.get("host_share") or 0.0)
     step_s = step_of(program, setting, placement, sharding, update_s)
-    update_s /= sharding.shard
     low_s, high_s = model.interval(step_s, host_share=host_share)
     samples, tokens = placement.num_replicas * size * setting.accumulation, graph.meta.get("tokens_per_sample")
     held = curve.held(size, sharding, setting.optimizer, made.keeps)
@@ -414,11 +413,17 @@ def _row(
 def step_of(program: Program, setting: Setting, placement: Placement, sharding: Sharding, update_s: float) -> float:
     """Return the seconds of a step: all its passes, what is left of synchronisation, and the update of one's part.
 
-    ``update_s``: of a whole model. Sharded processes communicate in every pass, others in the last one.
+    ``update_s``: of one's part. Sharded processes communicate in every pass, others in the last one.
     """
     synced_s = _synchronised_s(program, setting, placement, sharding)
     other_s = synced_s if sharding.gathers else program.compute_s
-    return (setting.accumulation - 1) * other_s + synced_s + update_s / sharding.shard
+    return (setting.accumulation - 1) * other_s + synced_s + update_s
+
+
+def own_update_s(graph: Graph, sharding: Sharding) -> float:
+    """Return the seconds in which a process updates its part, from a graph's times: of sharded tensors it has as many."""
+    whole_s, host_s = (float(graph.meta.get(name) or 0.0) for name in ("update_s", "update_host_s"))
+    return host_s + (whole_s - host_s) / sharding.shard if sharding.gathers else whole_s / sharding.shard
 
 
 def timed_step(graph: Graph, model: CostModel, setting: Setting) -> Graph:
@@ -457,7 +462,7 @@ def _synchronised_s(program: Program, setting: Setting, placement: Placement, sh
         reduced = max(program.compute_s, finish_s(program, every, default_cuts(program)))
         # each process updates its part and tells it to all others
         return reduced + (every.all_gather_s(float(program.size_bytes.sum())) if sharding.kind == "zero1" else 0.0)
-    group = setting.fabric.sharded(placement.num_replicas, sharding.shard)
+    group = setting.fabric.sharded(placement.num_replicas, sharding.shard, placement.num_nodes)
     found = units_of(program)
     if found is None:  # one unit: everything is gathered before the step and reduced after it
         held = float(program.held_bytes.sum())

@@ -306,6 +306,24 @@ class Candidates:
         usual = None if exposed is None else Exposed(default_s=exposed.default_s, best_s=exposed.default_s)
         return self._costed(plan, problem, usual, "D0").option
 
+    def alike(self, problem: Problem) -> list[Option]:
+        """Return equal splits on 1, 2, 4, ... and all devices of each type alone, where the constraints allow them."""
+        made = []
+        for kind, device in enumerate(problem.devices):
+            powers = {2**power for power in range(device.count.bit_length())} | {device.count}
+            for counts in (tuple(n * (kind == place) for place in range(len(problem.devices))) for n in sorted(powers)):
+                try:
+                    if problem.allows(counts):
+                        made.append(self._alike(problem, counts).option)
+                except Infeasible:
+                    continue
+        return made
+
+    def _alike(self, problem: Problem, counts: Counts) -> Candidate:
+        if (layouts := self.knowledge.layouts) is not None:
+            return self._laid_out("bsp", problem, layouts.equally(problem, counts), best=False)
+        return self._split("bsp", narrowed(problem, counts), True)
+
     def progress(self, option: Option) -> float:
         """Return samples per second, as far as known those that count like samples at the initial batch."""
         return option.throughput * self.job.batch_size if option.goodput_per_s is None else option.goodput_per_s

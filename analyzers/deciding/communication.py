@@ -185,7 +185,7 @@ class GraphCommunication(Communication):
         if size is not None and needed > (has := size * 2**30):
             raise Infeasible(
                 f"memory: a whole model in each process takes {show_bytes(needed)} for weights, gradients and "
-                f"Adam's moments; a {name} has {show_bytes(has)}, {show_bytes(needed - has)} missing"
+                f"Adam's moments; each {name} has {show_bytes(has)}, {show_bytes(needed - has)} missing"
             )
 
     def compressed(

@@ -93,6 +93,7 @@ def decide(
         too_close=[it.option.strategy for it in ranked if it is not picked and choice.unsure(it, picked)],
         layouts=_listed(picked, ranked),
         run=aim.run(picked.option),
+        pareto=_pareto([it.option for it in found], maker, problem),
         error_source=knowledge.error_source,
         communication_source="" if knowledge.communication is None else knowledge.communication.source,
     )
@@ -178,6 +179,26 @@ class _Choice:
                 sum(it.option.devices.values()),
             ),
         )
+
+
+def _pareto(found: list[Option], maker: Candidates, problem: Problem) -> list[Option]:
+    """Return, the fastest first, what is neither slower nor dearer per sample than anything else that was looked at.
+
+    Beside what the strategies found, equal splits of each type alone; empty where a price is not known.
+    """
+    if any(device.price_micro is None for device in problem.devices):
+        return []
+    priced = [it for it in (*found, *maker.alike(problem)) if it.price_per_sample is not None and not it.staleness]
+
+    def cost(option: Option) -> tuple[float, float]:
+        lost = maker.goal.lost(sum(option.devices.values()))
+        return lost / maker.progress(option), lost * (option.price_per_sample or 0.0)
+
+    kept = list[Option]()
+    for option in sorted(priced, key=cost):
+        if not kept or cost(option)[1] < cost(kept[-1])[1] * (1 - LEAST_GAIN):
+            kept.append(option)
+    return kept
 
 
 def _in_step(picked: Candidate) -> dict[str, BucketSetting | PrefetchSetting | None]:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 from ddltool.decision import Objective, Option, RunFigures
 from ddltool.errors import Infeasible
-from ddltool.units import show_hours
+from ddltool.units import show_hours, show_money
 
 _HOUR = 3600.0
 
@@ -119,7 +119,7 @@ class Goal:
             )
         if run.price is not None and run.price > self.budget * (1 + 1e-9):
             raise Missed(
-                f"budget: the whole run costs {run.price:,.4g} {used}, {self.budget:,.4g} allowed",
+                f"budget: the whole run costs {show_money(run.price)} {used}, {show_money(self.budget)} allowed",
                 run.price / max(self.budget, 1e-9),
             )
 
@@ -128,7 +128,7 @@ class Goal:
         dear, slow = self.run(fastest), self.run(cheapest)
         if dear is None or slow is None or dear.price is None or dear.price <= self.budget:
             return
-        text = f"the fastest plan costs {dear.price:,.4g}, {self.budget:,.4g} allowed"
+        text = f"the fastest plan costs {show_money(dear.price)}, {show_money(self.budget)} allowed"
         text += f"; the cheapest takes {show_hours(slow.hours)}, {show_hours(self.deadline_s / _HOUR)} allowed"
         raise Missed(f"budget and deadline: no plan keeps both: {text}", dear.price / self.budget)
 

@@ -23,7 +23,7 @@ from ddltool.analyzers.costs.checkpointing import cheapest
 from ddltool.analyzers.costs.memory import Checkpointing, Keeps, Kind, Sharding
 from ddltool.analyzers.costs.model import HOST_BOUND, CostModel
 from ddltool.analyzers.costs.nccl import Communicator, Fabric
-from ddltool.analyzers.costs.predict import Placement, Setting, WorkCurve, step_of, timed_step
+from ddltool.analyzers.costs.predict import Placement, Setting, WorkCurve, own_update_s, step_of, timed_step
 from ddltool.analyzers.deciding.goal import Goal
 from ddltool.analyzers.deciding.search import Counts, best_devices
 from ddltool.analyzers.placement.problem import Problem
@@ -31,7 +31,7 @@ from ddltool.decision import Layout, NothingFits
 from ddltool.errors import Infeasible
 from ddltool.graph import Graph
 from ddltool.plans import Assignment, BucketSetting, Plan, PrefetchSetting, Recomputed, ShardingSetting
-from ddltool.units import show_bytes
+from ddltool.units import counted, show_bytes
 
 WAYS: tuple[Checkpointing, ...] = ("none", "selective", "full")
 # A simpler layout within this share of the best is preferred: less to set, less to go wrong.
@@ -79,8 +79,11 @@ class Found:
 class _Timed:
     program: Program
     graph: Graph
-    update_s: float
+    slower: float
     host_share: float
+
+    def own_update_s(self, sharding: Sharding) -> float:
+        return own_update_s(self.graph, sharding) * self.slower
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -231,7 +234,7 @@ class Layouts:
         kinds = dict(self.kinds)
         for name, capability in capabilities.items():
             predicted = self._step(name, batch_size, "none")
-            seconds = predicted.program.compute_s + predicted.update_s
+            seconds = predicted.program.compute_s + predicted.own_update_s(Sharding(kind="none"))
             kinds[name] = replace(kinds[name], slower=1 / (capability * seconds) if seconds else 1.0)
         return Layouts(work=self.work, kinds=kinds, total=self.total, optimizer=self.optimizer)
 
@@ -246,6 +249,13 @@ class Layouts:
             if found:
                 return min(found, key=lambda it: it.layout.step_s or math.inf)
         return self.search(problem)[0][0]
+
+    def equally(self, problem: Problem, counts: Counts) -> Found:
+        """Return an equal split on exactly these devices, by tensors alone. Raises Infeasible where none fits."""
+        fit, _ = self._on(problem, counts, True, Goal())
+        if not fit:
+            raise Infeasible("nothing fits on these devices")
+        return _simplest(fit, self.value(Goal()))
 
     def _plain(self, problem: Problem) -> list[Found]:
         fitting = [it for counts in _largest(problem, self.total) for it in self._on(problem, counts, True, Goal())[0]]
@@ -275,8 +285,8 @@ class Layouts:
         for name in devices:
             if (has := self.kinds[name].usable_bytes) < needed:
                 raise Infeasible(
-                    f"memory: a whole model in each process, with {batch_size} samples, takes {show_bytes(needed)}; "
-                    f"a {name} has {show_bytes(has)} for it, {_gib(needed - has)} missing"
+                    f"memory: a whole model in each process, with {counted(batch_size, 'sample')}, takes {show_bytes(needed)}; "
+                    f"each {name} has {show_bytes(has)} for it, {_gib(needed - has)} missing"
                 )
         return needed
 
@@ -292,7 +302,7 @@ class Layouts:
         for row in found.rows:
             name = names[row.kind]
             timed = self._step(name, -(-row.size // layout.passes), found.how)
-            seconds = layout.passes * timed.program.compute_s + timed.update_s / found.sharding.shard
+            seconds = layout.passes * timed.program.compute_s + timed.own_update_s(found.sharding)
             rows.append(
                 Assignment(
                     device_type=name,
@@ -475,7 +485,7 @@ class Layouts:
         return spread(DeviceCurves.of(launch_s=launch, per_sample_s=slope, memory_limit=limits), counts, self.total)
 
     def _line(self, name: str, size: int, how: str) -> tuple[float, float]:
-        """Return the seconds of a pass without samples and of each sample more, about ``size`` of them: few sizes are traced."""
+        """Return the seconds of a pass without samples, and of each sample more about ``size``: few sizes are traced."""
         most = 2 ** math.ceil(math.log2(max(size, 2)))
         if self.work.traced.largest is not None:
             most = max(2, min(most, self.work.traced.largest))
@@ -492,7 +502,7 @@ class Layouts:
         passes: int,
         rows: tuple[Row, ...],
     ) -> float:
-        """Return seconds that a step hardly takes less than: the slowest's passes, and all gradients after the first of them."""
+        """Return what a step hardly takes less than: the slowest's passes, and all gradients after the first of them."""
         compute_s = 0.0
         for row in rows:
             size = -(-row.size // passes)
@@ -518,9 +528,7 @@ class Layouts:
         """Return the layout with its figures; None where even its compute alone is not ``worth`` it."""
         sizes = {names[row.kind]: max(it.size for it in rows if it.kind == row.kind) for row in rows}
         parts = {name: self._step(name, -(-size // passes), how) for name, size in sizes.items()}
-        compute = {
-            name: passes * part.program.compute_s + part.update_s / sharding.shard for name, part in parts.items()
-        }
+        compute = {name: passes * part.program.compute_s + part.own_update_s(sharding) for name, part in parts.items()}
         prices = [self.kinds[name].price_per_hour for name in used]
         hourly = sum(count * (price or 0.0) for count, price in zip(used.values(), prices, strict=True))
 
@@ -545,7 +553,7 @@ class Layouts:
             group = Fabric.joined({each: self.kinds[each].fabric for each in used}, used)
             setting = Setting(fabric=group.fabric, optimizer=self.optimizer, accumulation=passes)
             place = Placement(num_nodes=group.nodes, num_replicas=group.replicas)
-            seconds = step_of(part.program, setting, place, sharding, part.update_s)
+            seconds = step_of(part.program, setting, place, sharding, part.own_update_s(sharding))
             if seconds > step:
                 step, slowest = seconds, name
         low, high = self.kinds[slowest].model.interval(step, host_share=parts[slowest].host_share)
@@ -596,9 +604,10 @@ class Layouts:
         first = short[0].layout
         name = max(first.devices, key=lambda each: -self.kinds[each].usable_bytes)
         has = self.kinds[name].usable_bytes
+        on = f"each of {first.devices_text}" if sum(first.devices.values()) > 1 else f"one {name}"
         text = (
-            f"memory: one sample on each of {first.devices_text} takes {show_bytes(first.memory_bytes[name])} in a "
-            f"process ({first.text}), and a {name} has {show_bytes(has)} for it: {_gib(first.missing_bytes)} missing"
+            f"memory: one sample on {on} takes {show_bytes(first.memory_bytes[name])} in a process ({first.text}), "
+            f"and each {name} has {show_bytes(has)} for it: {_gib(first.missing_bytes)} missing"
         )
         how = self._hows()[-1]
         alone = self._peak(Sharding(kind="none"), how, 1)
@@ -655,14 +664,14 @@ class Layouts:
             self._timed[key] = _Timed(
                 program=program_of(timed),
                 graph=timed,
-                update_s=float(timed.meta.get("update_s") or 0.0) * kind.slower,
+                slower=kind.slower,
                 host_share=float(timed.meta.get("host_share") or 0.0),
             )
         return self._timed[key]
 
     def _group(self, devices: Mapping[str, int], sharding: Sharding) -> Communicator:
         group = Fabric.joined({name: self.kinds[name].fabric for name in devices}, devices)
-        return group.fabric.sharded(group.replicas, sharding.shard) if sharding.gathers else group
+        return group.fabric.sharded(group.replicas, sharding.shard, group.nodes) if sharding.gathers else group
 
 
 def simplicity(layout: Layout) -> tuple[int, int, int, int]:

@@ -10,7 +10,7 @@ from ddltool.analyzers.placement.problem import Problem
 from ddltool.decision import Decision, Option, RunFigures
 from ddltool.job import Job
 from ddltool.plans import Plan
-from ddltool.units import show_bytes, show_hours, show_seconds
+from ddltool.units import counted, show_bytes, show_hours, show_money, show_seconds
 
 Value = Callable[[Option], float]
 # From this share of communication in a step on, another number of samples per step gains more than any strategy.
@@ -117,6 +117,10 @@ def _how(decision: Decision, plan: Plan, picked: Option) -> str:
     if decision.layouts and decision.layouts[0].text == picked.order:
         layout = decision.layouts[0]
         used = layout.local_batch_sizes.items()
+        if layout.sharding == "none" and layout.checkpointing == "none":
+            size = counted(next(iter(layout.local_batch_sizes.values())), "sample")
+            passes = f" in {layout.passes} passes" if layout.passes > 1 else ""
+            return f", {size} a step{passes}, {show_bytes(max(layout.memory_bytes.values()))}"
         sizes = _listed([f"{size} on {_every(name, picked.devices[name])}" for name, size in used])
         passes = f" in {layout.passes} passes" if layout.passes > 1 else ""
         return f" with {layout.text}, {sizes}{passes}, {show_bytes(max(layout.memory_bytes.values()))} a process"
@@ -148,7 +152,7 @@ def _run(run: RunFigures | None) -> str:
     text = f" The whole run takes {show_hours(run.hours)}"
     if run.low_hours is not None and run.high_hours is not None:
         text += f" ({show_hours(run.low_hours)} to {show_hours(run.high_hours)})"
-    text += "" if run.price is None else f" and costs {run.price:,.0f}"
+    text += "" if run.price is None else f" and costs {show_money(run.price)}"
     text += "" if run.energy_kwh is None else f", at most {run.energy_kwh:,.3g} kWh"
     if run.failures is not None and run.checkpoint_interval_s is not None:
         every = show_hours(run.checkpoint_interval_s / _HOUR)
@@ -180,7 +184,10 @@ def _ahead(gain: float, objective: str) -> str:
 
 
 def _why(decision: Decision, picked: Option, first: Option, value: Value) -> str:
-    text = f"{picked.strategy}: {_WHY[picked.strategy]}"
+    single = sum(picked.devices.values()) == 1
+    text = f"{picked.strategy}: " + (
+        "one device has nothing to share or to exchange" if single else _WHY[picked.strategy]
+    )
     every = next((option for name, option in decision.baselines.items() if name.startswith("all ")), None)
     if every is not None and every.devices != picked.devices and every.iteration_s > picked.iteration_s:
         exposed = every.communication_s
@@ -199,8 +206,8 @@ def _why(decision: Decision, picked: Option, first: Option, value: Value) -> str
         text += f"; {first.strategy} {ahead}"
     if picked.communication_s is None:
         return f"{text}; communication is not in these figures (no graph, no fitted model)."
-    if sum(picked.devices.values()) == 1:
-        return f"{text}; one device has nothing to exchange."
+    if single:
+        return f"{text}."
     # Communication by a simulation, by a fit or of an earlier run has no error that anybody knows.
     given = picked.order in (FITTED, MEASURED)
     saves = (picked.order_saves_s or 0.0) >= _SHOWN * picked.iteration_s or not picked.order.startswith("DDP, ")

@@ -307,6 +307,13 @@ def _lines(figure: Lines, slots: Slots) -> Chart:
     single = {line.label for line in shown if line.x.size == 1}
     seen = 1.0 if figure.draw == "points" or single else 0.0
     layers.append(base.mark_point(filled=True, size=45 if seen else 120, opacity=seen).encode(tooltip=tips))
+    written = [
+        {"x": float(at), "y": float(value) * scale, "text": name_of(text)}
+        for line in shown
+        for at, value, text in zip(line.x, line.y, line.texts, strict=False)
+    ]
+    if written:
+        layers.append(_chart(written).mark_text(align="left", dx=7, dy=-7, color=INK).encode(x=x, y=y, text="text:N"))
     dots = [
         {"name": name, "x": float(at), "y": float(value) * scale}
         for line, name in zip(shown, labels, strict=True)

@@ -35,6 +35,8 @@ class Line:
     low: Array | None = None
     high: Array | None = None
     dots: tuple[Array, Array] | None = None
+    texts: Sequence[str] = ()
+    """What stands beside each point."""
 
 
 def line(label: str, records: Iterable[Any], x: str, y: str) -> Line:

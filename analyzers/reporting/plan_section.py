@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import PurePath
+from typing import Literal
+
+import numpy as np
 
 from ddltool.analyzers.communication.program import share_saved
-from ddltool.analyzers.reporting.figures import Bars, Lines, Span, Spans, line, stacked
+from ddltool.analyzers.reporting.figures import Bars, Line, Lines, Span, Spans, line, stacked
 from ddltool.analyzers.reporting.section import Blocks, Column, Picture, Section, Table, filled, pictured, some, tabled
 from ddltool.decision import Decision, Layout, Option
 from ddltool.errors import shortened
@@ -25,12 +28,18 @@ from ddltool.plans import (
     Superstep,
 )
 from ddltool.results import JointJob, JointPlan
-from ddltool.units import counted, show_bytes, show_seconds
+from ddltool.units import counted, show_bytes, show_hours, show_money, show_seconds
 
 _LANES_DRAWN = 16
+# Of layouts closer than this the simplest is taken.
+_AS_GOOD = 0.02
+# Times so many apart are drawn on a logarithmic axis.
+_FAR = 8.0
 # A gap of so many times says nothing.
 _UNPROVEN = 10.0
 _ITERATIONS_DRAWN = 80
+# Choices between time and price that are listed.
+_CHOICES = 6
 
 
 def plan_section(plan: Plan, name: str) -> Section:
@@ -62,6 +71,8 @@ def plan_section(plan: Plan, name: str) -> Section:
     if decision is not None:
         lead += _provenance(decision)
         blocks.insert(0, _decision(decision))
+        if len(decision.pareto) > 1:
+            blocks.insert(1, _pareto(decision, plan))
         if decision.layouts:
             blocks.insert(1, layouts_table(decision.layouts))
     if plan.alternatives:
@@ -75,7 +86,7 @@ def plan_section(plan: Plan, name: str) -> Section:
 
 def _proof(plan: Plan) -> str:
     if plan.status == "optimal":
-        return "proven optimal" if plan.sharding is None else "proven to be the best layout"
+        return "proven optimal" if plan.sharding is None else f"proven: no layout is {_AS_GOOD:.0%} better"
     if plan.gap >= _UNPROVEN:
         return "nothing is proven"
     if plan.gap < 5e-4:
@@ -255,6 +266,40 @@ def _decision(found: Decision) -> Picture:
         intervals=[_rates(row) for row in options],
     )
     return pictured(f"Strategies for this job, {found.picked} picked: the words above say why.", filled(table), figure)
+
+
+def _pareto(found: Decision, plan: Plan) -> Picture:
+    """Return what may be chosen between time and money: of the whole run where it is known, else of a million samples."""
+    run, picked = found.run, next(option for option in found.options if option.strategy == plan.strategy)
+    samples = 1e6 if run is None else run.samples
+    # restarts included, as in the picked plan
+    lost = 1.0 if run is None else run.hours * 3600 / (run.steps * picked.iteration_s)
+
+    def hours(row: Option) -> float:
+        return lost * samples / (row.throughput * plan.batch_size) / 3600
+
+    def price(row: Option) -> float:
+        return lost * samples * (row.price_per_sample or 0.0)
+
+    shown = found.pareto
+    if len(shown) > _CHOICES:
+        shown = [shown[round(place * (len(shown) - 1) / (_CHOICES - 1))] for place in range(_CHOICES)]
+    names = [" + ".join(f"{count} {name}" for name, count in row.devices.items()) for row in shown]
+    columns: dict[str, Column[Option]] = {
+        "strategy": "strategy",
+        "time": lambda row: show_hours(hours(row)),
+        "price": lambda row: show_money(price(row)),
+    }
+    what = "a million samples" if run is None else "the whole run"
+    caption = f"Time against price of {what}: of what was looked at, nothing is both sooner and cheaper"
+    table = tabled(caption, "predicted", shown, columns, names=("devices", names), text_columns=2)
+    points = np.array([(hours(row), price(row)) for row in shown])
+    lines = [Line(label="choices", x=points[:, 0], y=points[:, 1], texts=names)]
+    lines.append(Line(label="picked", x=np.array([hours(picked)]), y=np.array([price(picked)])))
+    axis: Literal["linear", "log"] = "log" if points[-1, 0] > _FAR * points[0, 0] else "linear"
+    title = "Time against price"
+    figure = Lines(lines=lines, xlabel="hours", ylabel="price", title=title, draw="points", x_axis=axis)
+    return pictured(f"{caption}.", table, figure)
 
 
 def _rates(row: Option) -> tuple[float, float] | None:
