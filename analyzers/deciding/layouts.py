@@ -21,7 +21,7 @@ from ddltool.analyzers.communication.fsdp import plan_fsdp, prefetch_setting
 from ddltool.analyzers.communication.program import Program, program_of
 from ddltool.analyzers.costs.checkpointing import cheapest
 from ddltool.analyzers.costs.memory import Checkpointing, Keeps, Kind, Sharding
-from ddltool.analyzers.costs.model import HOST_BOUND, CostModel
+from ddltool.analyzers.costs.model import CostModel
 from ddltool.analyzers.costs.nccl import Communicator, Fabric
 from ddltool.analyzers.costs.predict import Placement, Setting, WorkCurve, own_update_s, step_of, timed_step
 from ddltool.analyzers.deciding.goal import Goal
@@ -46,6 +46,8 @@ _SURE = 0.9
 # Seconds that the choice of what to compute again may take.
 _CHOOSING_S = 3.0
 _GIB = 2.0**30
+# From this share of the device's time on the host's, known to within 60 %, may decide.
+_HOST_NEAR = 0.6
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -557,7 +559,9 @@ class Layouts:
             if seconds > step:
                 step, slowest = seconds, name
         low, high = self.kinds[slowest].model.interval(step, host_share=parts[slowest].host_share)
-        made = layout(step, low_s=low, high_s=high, host_bound=parts[slowest].host_share > HOST_BOUND)
+        # A type that waits for its host takes no less time for a smaller share, and on a slower host it may.
+        host_bound = any(part.host_share > _HOST_NEAR for part in parts.values())
+        made = layout(step, low_s=low, high_s=high, host_bound=host_bound)
         return Found(layout=made, sharding=sharding, how=how, names=tuple(names), rows=rows, slowest=slowest)
 
     def _chosen(self, found: Found) -> Found | None:

@@ -252,7 +252,7 @@ def _sure(
         lead = value(rival) / value(picked) - 1 if value(picked) else 0.0
         text = f"a tie, so the simpler one: compute times are {known}, and {rival.strategy} on {mix} is {lead:+.0%} by them"
         return f"How sure: {text}{between}{mixed}.", _measure(name, job)
-    if picked.devices == decision.baseline.devices and abs(gain) < _SHOWN:
+    if picked.devices == decision.baseline.devices and abs(gain) < _WORTH_SAYING:
         return f"How sure: compute times are {known}; no other plan comes near enough to matter{mixed}.", ""
     if abs(gain) <= apart and decision.gain_error != 0:
         name = _least_known({**decision.baseline.devices, **picked.devices}, knowledge.errors)
