@@ -56,7 +56,7 @@ def test_a_run_in_hours_and_money_from_a_graph(cli: Cli, monkeypatch: pytest.Mon
     first = shown.out.splitlines()[1]
     assert first.startswith("Use ")
     assert "The whole run takes" in shown.out
-    assert "a checkpoint every" in shown.out.replace("\n", " ")
+    assert "a checkpoint every" in " ".join(shown.out.split())
     assert max(len(line) for line in shown.out.splitlines()) <= 80
     cheap = cli(*asked, *run, "--objective", "cheapest", "--json").document
     assert cheap["decision"]["run"]["price"] <= took["price"] * (1 + 1e-9)

@@ -128,12 +128,12 @@ def _how(decision: Decision, plan: Plan, picked: Option) -> str:
         return f" with {plan.est_count} logical workers"
     if plan.superstep is not None:
         return " with barriers after their own numbers of iterations"
-    sizes: dict[str, set[int]] = {}
+    shares: dict[str, set[int]] = {}
     for row in plan.assignments:
-        sizes.setdefault(row.device_type, set()).add(row.local_batch_size)
-    if len(sizes) > 3:
+        shares.setdefault(row.device_type, set()).add(row.local_batch_size)
+    if len(shares) > 3:
         return ""
-    each = {name: " or ".join(map(str, sorted(some))) for name, some in sizes.items()}
+    each = {name: " or ".join(map(str, sorted(some))) for name, some in shares.items()}
     return f", {_listed([f'{size} samples on {_every(name, picked.devices[name])}' for name, size in each.items()])}"
 
 
