@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Literal, cast
 
 from ddltool.analyzers.balancing.plan import StepCurve, plan_bsp, plan_lb_bsp
 from ddltool.analyzers.barriers.superstep import DEFAULT_LOOKAHEAD, plan_elastic_bsp
-from ddltool.analyzers.costs.nccl import Fabric
 from ddltool.analyzers.deciding.communication import FITTED, Communication, Exposed
 from ddltool.analyzers.deciding.goal import Goal
 from ddltool.analyzers.deciding.search import Best, Counts, best_devices
@@ -51,8 +50,6 @@ class Knowledge:
     models: Mapping[str, ThroughputParams] = field(default_factory=dict)
     """Fitted throughput models, by device type."""
     communication: Communication | None = None
-    fabrics: Mapping[str, Fabric] | None = None
-    """The network of each device type."""
     layouts: Layouts | None = None
     """What memory and time the job's model takes however it is sharded; None: the model cannot be traced here."""
     other_s: float = 0.0

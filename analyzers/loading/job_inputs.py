@@ -244,7 +244,6 @@ def knowledge_of(job: Job, job_file: Path, given: Given, run: Run | None) -> Kno
         curves=step_curves(job, job_file),
         models=models,
         communication=_communication(job, job_file.parent, given, models, run, fabrics),
-        fabrics=fabrics,
         layouts=None if run is not None or fabrics is None else _layouts(job, job_file.parent, fabrics),
         other_s=0.0 if run is None else run.other_s,
         errors=errors,
