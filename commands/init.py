@@ -55,15 +55,15 @@ def init(
     check_outputs(nodes or [], paths)
     for name, text in texts.items():
         write_text(paths[name], text)
+    seen = len({node.name for node in found.nodes})
     if as_json:
         named = [str(path) for path in paths.values()]
-        counts = {"devices": found.counts, "nodes": len({node.name for node in found.nodes})}
-        print_json(InitResult(paths=named, **counts, unknown=found.unknown, remarks=remarks))
+        print_json(InitResult(paths=named, devices=found.counts, nodes=seen, unknown=found.unknown, remarks=remarks))
         return
     for remark in remarks:
         note(f"note: {remark}")
     devices = ", ".join(f"{count} {name}" for name, count in found.counts.items())
-    say(f"{devices} on {counted(len({node.name for node in found.nodes}), 'node')}")
+    say(f"{devices} on {counted(seen, 'node')}")
     say(f"wrote {' and '.join(map(str, paths.values()))}")
     code = " --allow-code" if model is not None and is_code(model) else ""
     say(f"Next: ddltool plan {paths['job.yaml']}{code}")

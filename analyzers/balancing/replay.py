@@ -167,7 +167,7 @@ def balance(
     ``warm_up`` iterations come before the first training; ``schemes`` adds BSP, ASP, SSP and others. LB-BSP, sections 3 and 4.
     Raises InputError for what cannot be read and for more warm-up than the trace has.
     """
-    chosen = PREDICTORS if predictor == "all" else (predictor,)
+    chosen: tuple[str, ...] = PREDICTORS if predictor == "all" else (predictor,)
     check_names(chosen)
     if predictor == "all" and importlib.util.find_spec("statsmodels") is None:
         tell("arima is left out: pip install statsmodels")

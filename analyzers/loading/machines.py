@@ -226,9 +226,10 @@ def _from_scontrol(text: str, where: str) -> Iterator[Node | str]:
             match = re.fullmatch(r"gpu(?::(?P<type>[^:=]+))?(?::(?P<count>[0-9]{1,6}))?", kind)
             if match is None:
                 raise InputError(f"{where}:{name}.Gres", f"has {shortened(kind, 60)!r}", "gpu:TYPE:COUNT is expected")
-            device, count = match["type"], int(match["count"] or 1)
+            device: str | None = match["type"]
+            count = int(match["count"] or 1)
             if device and device.isdigit() and match["count"] is None:
-                device, count = None, int(device)
+                count, device = int(device), None
             if device and re.search(r"[0-9]g\.[0-9]+gb", device):
                 yield f"{name}: {device} is a slice of a GPU (MIG) and left out"
             elif count:

@@ -294,7 +294,7 @@ def _drifts(excess: Floats) -> bool:
         return False
     line = float(((values - np.polyval(np.polyfit(place, values, 1), place)) ** 2).sum())
     jumps = (values[:at].var() * at + values[at:].var() * (count - at) for at in range(1, count))
-    return line < float(min(jumps)) * count ** (1 / count)
+    return bool(line < float(min(jumps)) * count ** (1 / count))
 
 
 def _link(run: RankSteps, mean: float) -> StragglerFinding | None:
