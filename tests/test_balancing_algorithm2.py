@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import time
+from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -200,6 +201,20 @@ def test_a_tolerance_leaves_sizes_alone_that_are_good_enough() -> None:
     policy = SpeedPolicy([50, 50], predictor="last", tolerance=0.1)
     assert policy.choose(report(policy.sizes, np.array([1.0, 1.05]))).sizes == (50, 50)
     assert policy.choose(report(policy.sizes, np.array([1.0, 2.0]))).sizes == (33, 67)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_sizes_follow_what_lasts_and_not_the_noise(seed: int) -> None:
+    """Speeds scatter by 10 %, and from step 150 on worker 1 is half as fast: the only reason to move."""
+    changes = {}
+    for tolerance in (0.0, None):
+        speeds = np.random.default_rng(seed).lognormal(0, 0.1, (300, 3))
+        speeds[150:, 1] /= 2
+        policy = SpeedPolicy([60] * 3, settings=Learning(restart_after=3), tolerance=tolerance)
+        sizes = [policy.choose(report(policy.sizes, each)).sizes for each in speeds]
+        changes[tolerance] = sum(one != other for one, other in pairwise(sizes))
+        assert np.abs(np.subtract(sizes[180], (72, 36, 72))).max() <= 10
+    assert changes[None] <= 20 < 200 < changes[0.0]
 
 
 def test_a_network_learns_in_the_background() -> None:

@@ -6,6 +6,7 @@ processes or clocks, so both can be simulated.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -20,6 +21,8 @@ from ddltool.errors import InputError
 
 Floats = NDArray[np.float64]
 Counts = NDArray[np.int64]
+ERRORS_KEPT = 20
+"""Predictions whose errors tell how noisy speeds are: as many as a live job's EMA remembers, several times over."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -74,7 +77,8 @@ class SpeedPolicy:
         predictor: see :data:`~ddltool.analyzers.balancing.predict.PREDICTORS`.
         settings: how trained predictors learn.
         memory_share: share of the memory in use above which a worker takes no more samples than it has.
-        tolerance: share by which the longest predicted time must fall for sizes to change; 0: always the best ones.
+        tolerance: share by which the longest predicted time must fall for sizes to change; 0: always the best ones, as the
+            paper has it; None: as far as predictions were off of late, so that sizes follow speeds and not their noise.
         least: samples that each worker gets whatever its speed.
     """
 
@@ -85,7 +89,7 @@ class SpeedPolicy:
         predictor: str = "ema",
         settings: Settings | None = None,
         memory_share: float = MEMORY_SHARE,
-        tolerance: float = 0.0,
+        tolerance: float | None = 0.0,
         least: int = 1,
     ) -> None:
         self.sizes = checked_sizes(sizes, least)
@@ -98,20 +102,29 @@ class SpeedPolicy:
         self.tolerance = tolerance
         self._predictor: Predictor = make(predictor, len(self.sizes), settings)
         self._asked = False
+        self._predicted: Floats | None = None
+        self._off: deque[float] = deque(maxlen=ERRORS_KEPT)
 
     def choose(self, report: Report) -> Choice:
         """Learn (n,) speeds and return sizes for the next ones, predicted from the readings of now."""
         if not self._asked:
             self._predictor.predict(report.cpu, report.available)  # nothing is known yet; it keeps the readings
             self._asked = True
-        self._predictor.observe(report.samples / report.seconds)
+        seen = report.samples / report.seconds
+        if self._predicted is not None:
+            self._off.append(float(np.abs(seen / self._predicted - 1).mean()))
+        self._predictor.observe(seen)
         speeds = np.asarray(self._predictor.predict(report.cpu, report.available), dtype=np.float64)
         if not (np.isfinite(speeds) & (speeds > 0)).all():
             return Choice(sizes=tuple(self.sizes.tolist()))
+        self._predicted = speeds
         # Who may not grow may still shrink, and the others can always take what he has: the present sizes fit.
         limits = np.where(report.memory > self.memory_share, np.minimum(self.limits, self.sizes), self.limits)
         best = proportional(speeds, self.total, limits, self.least)
-        if float((best / speeds).max()) <= (1 - self.tolerance) * float((self.sizes / speeds).max()):
+        least_gain = self.tolerance
+        if least_gain is None:  # of the errors their median: a change that lasts makes few of them, then it is followed
+            least_gain = float(np.median(self._off)) if self._off else 0.0
+        if float((best / speeds).max()) <= (1 - least_gain) * float((self.sizes / speeds).max()):
             self.sizes = best
         return Choice(sizes=tuple(self.sizes.tolist()))
 

@@ -82,8 +82,9 @@ class BalanceOptions:
     learned too, begins anew after three steps that show a lasting change."""
     trial: algorithm2.Settings | None = None
     """Algorithm 2's steps and windows; None: the paper's, and the fast approach again after a lasting change."""
-    tolerance: float = 0.0
-    """For ``cpu``: share by which the longest predicted time must fall for sizes to change."""
+    tolerance: float | None = None
+    """For ``cpu``: share by which the longest predicted time must fall for sizes to change; None: as far as predictions
+    were off in the median of late, so that noise moves no samples; 0: always the best ones, as the paper has it."""
     background: bool | None = None
     """Choose behind the next step; None: for ``gpu``, and for more than 16 ranks, whose reports take a while."""
     enabled: bool = True
@@ -111,7 +112,7 @@ class BalanceOptions:
         spans["interval_s"] = (0.0, 1e3, "seconds from 0 to 1000")
         for name, (low, high, text) in spans.items():
             value = getattr(self, name)
-            if name == "timeout_s" and value is None:
+            if value is None and name != "interval_s":
                 continue
             if not isinstance(value, (int, float)) or not low <= value <= high:
                 raise InputError(name, f"is {value!r}", f"give {text}")

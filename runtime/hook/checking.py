@@ -3,7 +3,7 @@
 With ``DDLTOOL_CHECK=1`` rank 0 starts the same script once more, alone, where the hook hands out whole batches, and compares
 the gradients of the first updates: by then they have been averaged, clipped and unscaled. One line says how far they are
 apart, and which pattern in the script is the likely reason. Nothing of the job's own training is changed, but that dropout
-layers let everything pass on both sides, for they would draw other numbers.
+lets everything pass on both sides, for it would draw other numbers.
 """
 
 from __future__ import annotations
@@ -46,11 +46,25 @@ def begin_check(job: Job, model: nn.Module, optimizer: torch.optim.Optimizer) ->
     """Check this run where that was asked for; all ranks call this, once the model is wrapped and before the first step."""
     if not is_reference() and not (is_checked() and job.world_size > 1):
         return
+    _leave_out_dropout(model)
+    run: _Recorded = _Reference(job, model) if is_reference() else _Checked(job, model)
+    optimizer.register_step_pre_hook(run.before_update)
+
+
+def _leave_out_dropout(model: nn.Module) -> None:
+    """Let dropout pass everything: layers, and what models call as functions."""
     for module in model.modules():
         if isinstance(module, _DropoutNd):
             module.p = 0.0
-    run: _Recorded = _Reference(job, model) if is_reference() else _Checked(job, model)
-    optimizer.register_step_pre_hook(run.before_update)
+    attention = nn.functional.scaled_dot_product_attention
+
+    def attend(
+        query: Any, key: Any, value: Any, attn_mask: Any = None, dropout_p: float = 0.0, *rest: Any, **more: Any
+    ) -> Any:
+        return attention(query, key, value, attn_mask, 0.0, *rest, **more)
+
+    nn.functional.scaled_dot_product_attention = attend
+    nn.functional.dropout = lambda input, p=0.5, training=True, inplace=False: input  # type: ignore[assignment]
 
 
 class _Recorded:
