@@ -164,10 +164,12 @@ class _Checked(_Recorded):
             self._child.kill()
             self._child.wait()
             return False, f"undecided: the script alone made fewer than {UPDATES} updates within {PATIENCE_S:g} s"
-        if code or not self._path.exists():
+        if code:
             self._errors.seek(0)
-            last = (self._errors.read().decode(errors="replace").strip().splitlines() or ["it ended too early"])[-1]
+            last = (self._errors.read().decode(errors="replace").strip().splitlines() or [f"exit code {code}"])[-1]
             return False, f"undecided: the script cannot run alone ({last})"
+        if not self._path.exists():
+            return False, f"undecided: the script alone ended before update {UPDATES}; let it make as many"
         with np.load(self._path) as file:
             expected: list[Arrays] = [{} for _ in range(UPDATES)]
             for key in file.files:
