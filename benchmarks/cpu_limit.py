@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
+import tempfile
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -89,9 +90,8 @@ class CpuLimits:
         self._place = place if place is not None else find_place()
         self.groups: list[Path] = []
         try:
-            for number, share in enumerate(shares):
-                group = self._place.folder / f"ddltool-{os.getpid()}-{number}"
-                group.mkdir()
+            for share in shares:
+                group = Path(tempfile.mkdtemp(prefix="ddltool-", dir=self._place.folder))
                 self.groups.append(group)
                 set_limit(group, share)
         except OSError as error:

@@ -286,7 +286,7 @@ def runs(cluster: str, wanted: Sequence[str], steps: int, folder: Path) -> Itera
         left = iter(limits.groups)
         groups = {name: [next(left) for _ in range(count)] for name, (count, _) in CLUSTERS[cluster].items()}
         for name, each in groups.items():
-            sizes = ("--batch-sizes", "4,8,16", "--repeats", max(6, steps // 6), "--warmup", 2, "--threads", 1)
+            sizes = ("--batch-sizes", "4,8,16", "--repeats", max(20, steps), "--warmup", 10, "--threads", 1)
             where = ("--device-name", name, "-o", f"{name}.csv")
             ddltool(folder, "profile", "model.py:make_model", *sizes, *where, groups=each[:1])
             ddltool(folder, "fit", f"{name}.csv", "-o", f"{name}.json")
