@@ -486,9 +486,8 @@ def test_a_watch_tells_while_the_job_runs(tmp_path: Path) -> None:
     assert re.search(r"Rank 1 (takes .* longer|is .*x slower) in compute", told[-1]), told
     assert all("Rank" not in error for _, _, error in ended[1:])
     found = diagnose(of_telemetry(read_table(tmp_path / "telemetry.jsonl"), "telemetry.jsonl"), "telemetry")
-    first = found.findings[0]  # the machine may hold others up besides
-    assert (first.rank, first.cause, first.part) == (1, "slow device", "compute"), found.findings
-    assert abs(first.since_step - 25) <= 5
+    assert [(one.rank, one.cause, one.part) for one in found.findings] == [(1, "slow device", "compute")]
+    assert abs(found.findings[0].since_step - 25) <= 1
 
 
 @pytest.mark.slow
