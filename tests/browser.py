@@ -10,7 +10,7 @@ import select
 import shutil
 import subprocess
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,8 @@ import pytest
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
 needs_chromium = pytest.mark.skipif(CHROMIUM is None, reason="no chromium here (apt-get install chromium)")
 _SECONDS = 60.0
+# What a failed wait shows: where the page stands.
+_PLACE = "[location.hash, scrollX, scrollY, innerWidth, document.documentElement.scrollHeight]"
 
 
 class Browser:
@@ -80,6 +82,13 @@ class Browser:
         made = self.call("Runtime.evaluate", expression=expression, returnByValue=True)
         assert "exceptionDetails" not in made, made
         return made["result"].get("value")
+
+    def demand(self, expression: str, holds: Callable[[Any], bool] = bool) -> None:
+        """Wait until what an expression is worth holds: what a click or a scroll starts ends a few frames later."""
+        end = time.monotonic() + _SECONDS
+        while not holds(found := self.value(expression)):
+            assert time.monotonic() < end, (expression, found, self.value(_PLACE))
+            time.sleep(0.05)
 
     def complaints(self) -> list[str]:
         """Return console messages, log entries and exceptions since the page was opened."""

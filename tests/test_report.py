@@ -502,22 +502,22 @@ def demand_sorting(browser: Browser, width: int) -> None:
 
     for sign in (1, -1):
         click(browser, f"{FOLDED}.querySelectorAll('th')[{WAITING}]")
-        found = browser.value(texts)
-        assert sorted(found) == sorted(before)
-        assert [size(text) for text in found] == sorted(map(size, before), reverse=sign < 0)
+        order = sorted(map(size, before), reverse=sign < 0)
+        browser.demand(texts, lambda found, order=order: [size(text) for text in found] == order)
+        assert sorted(browser.value(texts)) == sorted(before)
         assert browser.value(seen) == shown
     click(browser, f"{FOLDED}.querySelector('.fold')")
-    assert browser.value(seen) == len(before)
+    browser.demand(f"{seen} == {len(before)}")
 
 
 def demand_scrolling(browser: Browser) -> None:
     """A link of the navigation brings its section to the top, and the navigation stays in sight."""
     browser.value("scrollTo(0, 0)")
     click(browser, "document.querySelector('nav a[href=\"#barrier-1\"]')")
-    top = "document.getElementById('barrier-1').getBoundingClientRect().top"
-    assert 0 <= browser.value(top) < 80
-    assert browser.value("location.hash") == "#barrier-1"
-    assert -1 <= browser.value("document.querySelector('nav').getBoundingClientRect().top") < 20
+    browser.demand("location.hash == '#barrier-1'")
+    for element, least, most in (("#barrier-1", 0, 80), ("nav", -1, 20)):
+        top = f"document.querySelector('{element}').getBoundingClientRect().top"
+        browser.demand(top, lambda found, least=least, most=most: least <= found < most)
 
 
 @needs_chromium
@@ -561,7 +561,7 @@ def test_a_browser_shows_everything(page: Path, tmp_path: Path) -> None:
                 "return [r.x + r.width / 2, r.y + r.height / 2];})()"
             )
             browser.call("Input.dispatchMouseEvent", type="mouseMoved", x=box[0], y=box[1])
-            assert "value" in browser.value("document.getElementById('vg-tooltip-element').innerText")
+            browser.demand("document.getElementById('vg-tooltip-element')?.innerText.includes('value')")
             demand_sorting(browser, width)
             demand_scrolling(browser)
         browser.open(page, width=800, dark=True, media="print")
